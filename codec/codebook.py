@@ -71,7 +71,7 @@ class Codebook:
         whole("symbols", self.symbols, 0, library.lib.CODEC_SYMBOLS_JOINT16)
         if sum(256 >> n for n in (*self.lengths, self.escape_length) if n) != 256:
             raise ArgumentError(
-                "code lengths must fill the tree: the sum of 1 / 2^length over values and escape must be 1"
+                "code lengths must form a complete code: the sum of 1 / 2^length over symbols and escape must be 1"
             )
         if lib.codec_codebook_check(self._struct()):
             raise ArgumentError(f"{self.id:#018x} is not the id of these code lengths and symbols")
@@ -186,10 +186,10 @@ class Codebook:
             The spec is neither Lossless nor Truncate.
         """
         if not tensors:
-            raise ArgumentError("there are no tensors to count in")
+            raise ArgumentError("from_tensors() needs at least one tensor, and got none")
         kind, bound = resolve(spec)
         if len(tensors) != 1 and bound is not None:
-            raise ArgumentError(f"a spec bound to an optimizer goes with a single tensor, not with {len(tensors)}")
+            raise ArgumentError(f"a spec bound to an optimizer requires a single tensor, not {len(tensors)}")
         kind = _with_exponents(kind)
         counts = np.zeros(256, np.int64)
         symbols: set[int] = set()
@@ -200,7 +200,7 @@ class Codebook:
             symbols.add(cls.from_counts(own, kind, dtype).symbols)
             first = first or dtype
         if len(symbols) > 1:
-            raise ArgumentError(f"tensors of these dtypes have no symbols in common under {kind}")
+            raise ArgumentError(f"{kind} has other symbols for each of these dtypes: build one codebook for each")
         return cls.from_counts(counts, kind, first)
 
     @classmethod
@@ -222,17 +222,17 @@ def count_elsewhere_by(count: Callable[[TensorView, Spec, bytes | None, LevelSou
 
 
 def count_symbols(x: Any, spec: SpecLike) -> tuple[str, int, Counted]:
-    """Count the symbols in the sample that encoding takes of a tensor.
+    """Count the symbols of a tensor, in the sample that encoding takes.
 
     Returns
     -------
     str, int, numpy.ndarray of int64, shape (256,)
-        The tensor's dtype and number of values, and the counts.
+        The tensor's dtype, its number of values, and the count of each symbol.
 
     Raises
     ------
     ArgumentError, SpecError
-        As :meth:`Codebook.from_tensors`.
+        As in :meth:`Codebook.from_tensors`.
     """
     dtype = packed = None
     if type(x) is View:
@@ -269,7 +269,7 @@ def count_symbols(x: Any, spec: SpecLike) -> tuple[str, int, Counted]:
 
 
 def _with_exponents(spec: Spec) -> Lossless | Truncate:
-    """Return the spec if its frames code exponents, which a codebook is for."""
+    """Return the spec if its frames code exponents, the only symbols that codebooks are for; raise SpecError if not."""
     if not isinstance(spec, Lossless | Truncate):
         raise SpecError(f"codebooks are for Lossless and Truncate, whose frames code exponents; got {shown(spec)}")
     return spec

@@ -19,11 +19,11 @@ class Info:
     Attributes
     ----------
     spec : Spec
-        Spec of the encoder, as far as decoding depends on it. A group size that the shape chose is the number in use. A
-        frame does not hold the seed of random bits, nor a ``scale`` or ``clip`` that was given: these are 0 or None
-        here. A ``guard`` is a number, greater by as many bits as the dtype of the state's ``theta`` has more of
-        mantissa than the tensor's. Where segments have records, ``group_size`` is known only if the side section is
-        there too; in a tensor without values it is the default.
+        Spec of the encoder, without fields that decoding does not need: ``seed`` is 0, ``scale`` and ``clip`` are None.
+        ``group_size`` is the number in use if the encoder derived it from the shape. ``guard`` is the number of bits in
+        use: the encoder's guard plus the mantissa bits of the state's ``theta`` minus those of the tensor.
+        ``group_size`` has its default for a tensor without values, and for a frame with records of segments whose side
+        section is missing.
     dtype : str
         Name of the tensor's dtype, such as ``"bfloat16"``.
     shape : tuple of int

@@ -18,8 +18,8 @@ are a list, ``bind([(offset, optimizer), ...], ...)``: each optimizer applies fr
 
 References
 ----------
-.. [1] "GComp: Near-Lossless Gradient Compression for Data-Parallel Distributed DNN Training", SoCC 2024, table 1. It
-   prints eta for AdaGrad's decayed rate and sqrt(v) for the bias-corrected one.
+.. [1] "GComp: Near-Lossless Gradient Compression for Data-Parallel Distributed DNN Training", SoCC 2024, table 1. The
+   table has eta instead of AdaGrad's decayed learning rate, and sqrt(v) instead of its bias-corrected value.
 """
 
 from codec.optimizers.custom import Custom

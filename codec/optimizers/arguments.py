@@ -36,7 +36,8 @@ def level_source(bound: BoundSpec, n: int) -> LevelSource:
     Raises
     ------
     ArgumentError
-        The optimizer is none, groups do not begin at 0 and ascend, or an array has another dtype or size.
+        The optimizer is not one of :mod:`codec.optimizers`, the offsets of groups do not begin at 0 and ascend, or an
+        array has another dtype or size.
     """
     if bound.levels is not None:
         v = view(bound.levels)
@@ -69,16 +70,16 @@ def level_source_for(spec: Spec, bound: BoundSpec | None, v: TensorView) -> Leve
 
 
 def _warn_if_not_first(v: TensorView) -> None:
-    """Warn of a mean square, by its first values, that is bias-corrected as that of the first step."""
+    """Warn if the first values of v are not all 0 although the optimizer has step=0: its bias correction is wrong."""
     if v.device == "cpu" and any(bytes(ffi.buffer(v.data, min(v.nbytes, 256)))):
         warnings.warn(
-            "v is not zero, but the optimizer has step=0, as before the first step: pass step=, of torch's state",
+            'v is not zero, but the optimizer has step=0, as before the first step: pass step=, torch\'s state["step"]',
             stacklevel=6,
         )
 
 
 def _groups(given: Any) -> list[tuple[int, Optimizer | Custom]]:
-    """Return parameter groups, checked."""
+    """Return the argument as parameter groups (offset, optimizer). Raise ArgumentError if it is something else."""
     if not isinstance(given, list | tuple):
         raise ArgumentError(f"bind() takes {_OPTIMIZER}, or levels=, got {shown(given)}")
     pairs = cast(Sequence[Any], given)

@@ -26,9 +26,11 @@ def _is_float64(value: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A = theta * ((sqrt(v_term * v) + eps) * theta_v_term + theta_term) + m_term * m, rounded to float32 each time.
+    """Coefficients of A, which are equal for all elements.
 
-    Without v, A = theta * theta_term + m_term * m.
+    A = theta * ((sqrt(v_term * v) + eps) * theta_v_term + theta_term) + m_term * m, where each operation is rounded to
+    float32. Fields have the names of these coefficients without "_term". If there is no v, A = theta * theta_term +
+    m_term * m.
     """
 
     theta: float
@@ -56,7 +58,7 @@ class Optimizer(ABC):
     Raises
     ------
     ArgumentError
-        A number that is negative or not finite, a beta of 1 or more, or a step that is not whole.
+        A number is negative or not finite, a beta is 1 or more, or `step` is not an integer.
     """
 
     lr: float
@@ -76,6 +78,7 @@ class Optimizer(ABC):
         """Return the coefficients of A, which are the same for all values; `state` has the arrays that exist."""
 
     def _known(self) -> bool:
+        """Return True if the formula of A holds for these options."""
         return not self.maximize
 
     def final(self, state: Mapping[str, Any]) -> Terms:
@@ -106,6 +109,7 @@ class Optimizer(ABC):
         Returns
         -------
         numpy.ndarray of uint8, shape of g
+            Levels 0 to 3.
 
         Raises
         ------
@@ -143,7 +147,7 @@ class Optimizer(ABC):
                 a = a + F32(t.m) * p["m"]
         ea = np.where(np.isnan(a), 0, a.view(np.uint32) >> 23 & 255).astype(int)
         mbits = MANTISSA_BITS[x.dtype]
-        last = (1 << 8 * ITEMSIZE[x.dtype] - 1 - mbits) - 1  # the exponent of NaN and Inf
+        last = (1 << 8 * ITEMSIZE[x.dtype] - 1 - mbits) - 1  # biased exponent of NaN and Inf
         bits = np.frombuffer(ffi.buffer(x.data, x.nbytes), f"u{ITEMSIZE[x.dtype]}").astype(np.int64)
         e = bits >> mbits & last
         slack = ea - 127 - (e - last // 2) - spec.guard_bits - (MANTISSA_BITS[view(theta).dtype] - mbits)
@@ -172,7 +176,7 @@ def _number(name: str, given: object) -> Any:
 
 
 def _betas(value: object) -> tuple[float, ...]:
-    """Of Adam, which must be below 1."""
+    """Return Adam's betas as floats. Raise ArgumentError unless they are two numbers from 0 to below 1."""
     betas = tuple(cast(Sequence[object], value)) if isinstance(value, tuple | list) else ()
     if len(betas) != 2:
         raise ArgumentError(f"betas must be two numbers, got {shown(cast(object, value))}")
@@ -187,7 +191,7 @@ def _floats(x: Any) -> np.ndarray[Any, Any]:
 
 
 def floats_of(v: TensorView) -> np.ndarray[Any, Any]:
-    """A copy of a state array as float32."""
+    """Return a copy of a state array as float32."""
     if v.dtype not in MANTISSA_BITS:
         raise ArgumentError(f"state must be float32, bfloat16 or float16, not {v.dtype}")
     raw = ffi.buffer(v.data, v.nbytes)
@@ -198,7 +202,7 @@ def floats_of(v: TensorView) -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SGD(Optimizer):
-    """theta - lr * (g + weight_decay * theta)."""
+    """SGD without momentum: theta - lr * (g + weight_decay * theta)."""
 
     lr: float = 1e-3
 
@@ -209,11 +213,12 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class Momentum(Optimizer):
-    """SGD with momentum; ``m`` is the momentum buffer, which torch starts with g itself, whatever `dampening`.
+    """SGD with momentum. ``m`` is the momentum buffer; in the first step torch sets it to g without `dampening`.
 
     Parameters
     ----------
     momentum, dampening : float
+        As in torch.optim.SGD.
     """
 
     lr: float = 1e-3
@@ -229,11 +234,12 @@ class Momentum(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class Nesterov(Optimizer):
-    """SGD with Nesterov's momentum; ``m`` is the momentum buffer.
+    """SGD with Nesterov momentum. ``m`` is the momentum buffer.
 
     Parameters
     ----------
     momentum : float
+        As in torch.optim.SGD.
     """
 
     lr: float = 1e-3
@@ -249,13 +255,14 @@ class Nesterov(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class Adagrad(Optimizer):
-    """``v`` is the sum of squares; its value before the step is a lower bound of what the step divides by.
+    """Adagrad. ``v`` is the sum of squares before the step, a lower bound of the sum that the step uses.
 
     Parameters
     ----------
     lr_decay, eps : float
+        As in torch.optim.Adagrad.
     step : int
-        Steps taken before this one, as in torch's ``state["step"]``: 0 is the first.
+        Number of steps before this one, torch's ``state["step"]``; 0 for the first step.
     """
 
     lr: float = 1e-2
@@ -272,14 +279,16 @@ class Adagrad(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class RMSprop(Optimizer):
-    """``v`` is the mean square; alpha times its value before the step is a lower bound.
+    """RMSprop. ``v`` is the mean square before the step; alpha * v is a lower bound of the one that the step uses.
 
     Parameters
     ----------
     alpha, eps : float
+        As in torch.optim.RMSprop.
     momentum : float
+        As in torch.optim.RMSprop. If it is not 0, no bit is dropped.
     centered : bool
-        With either of these two no bit is dropped.
+        As in torch.optim.RMSprop. If True, no bit is dropped.
     """
 
     lr: float = 1e-2
@@ -299,15 +308,20 @@ class RMSprop(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class Adam(Optimizer):
-    """``m`` and ``v`` are exp_avg and exp_avg_sq before the step; beta2 v / (1 - beta2^t) is a lower bound.
+    """Adam. ``m`` and ``v`` are exp_avg and exp_avg_sq before the step.
+
+    The bias-corrected mean square that the step uses is at least v^ = beta2 v / (1 - beta2^t), with t = `step` + 1.
 
     Parameters
     ----------
     betas : (float, float)
+        As in torch.optim.Adam; each is 0 or more and below 1.
     eps : float
+        As in torch.optim.Adam.
     amsgrad : bool
+        As in torch.optim.Adam. If True, no bit is dropped.
     step : int
-        Steps taken before this one, as in torch's ``state["step"]``: 0 is the first. t is one more.
+        Number of steps before this one, torch's ``state["step"]``; 0 for the first step.
     """
 
     lr: float = 1e-3

@@ -20,7 +20,7 @@ def from_optimizer(optimizer: Any, group: int = 0) -> Optimizer:
     Parameters
     ----------
     optimizer : torch.optim.SGD, Adagrad, RMSprop, Adam or AdamW
-        The torch optimizer, or a wrapper that has it as ``optimizer``, as of Accelerate and Lightning.
+        The torch optimizer, or a wrapper with the attribute ``optimizer``, such as those of Accelerate and Lightning.
     group : int
         Index into ``optimizer.param_groups``.
 
@@ -49,14 +49,14 @@ def from_optimizer(optimizer: Any, group: int = 0) -> Optimizer:
     kind = check_known(optimizer)
     groups: list[dict[str, Any]] = optimizer.param_groups
     if not -len(groups) <= whole("group", group, -len(groups)) < len(groups):
-        raise ArgumentError(f"group {group} of an optimizer that has {len(groups)}")
+        raise ArgumentError(f"group must be an index into the optimizer's {len(groups)} param_groups, got {group}")
     g = groups[group]
     known = {name: float(g[name]) for name in ("lr", "weight_decay")} | {"maximize": bool(g["maximize"])}
     return _READERS[kind](g, known, lambda: _steps(optimizer, g["params"]))
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the torch optimizer inside of wrappers of frameworks such as Accelerate and Lightning."""
+    """Return the torch optimizer inside wrappers such as those of Accelerate and Lightning."""
     for _ in range(8):
         inside = getattr(optimizer, "optimizer", None)
         if not hasattr(inside, "param_groups"):
@@ -66,12 +66,12 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def check_known(optimizer: Any) -> str:
-    """Return the name of an optimizer's class, if its step is known.
+    """Return the name of the class of a torch optimizer.
 
     Raises
     ------
     ArgumentError
-        The step of the optimizer is not known.
+        No formula for the step of this class is known.
     """
     optim: Any = getattr(sys.modules.get("torch"), "optim", None)
     kind = type(optimizer).__name__
@@ -141,7 +141,7 @@ def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
     Returns
     -------
     dict of str to torch.Tensor
-        ``theta``, and ``m`` and ``v`` if the optimizer has them: its own memory, not copies.
+        ``theta``, and ``m`` and ``v`` if the optimizer has them. The tensors are not copies.
 
     Raises
     ------
@@ -158,7 +158,7 @@ def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
     if not hasattr(optimizer, "param_groups"):
         raise ArgumentError(f"optimizer must be one of torch.optim's, not {type(optimizer).__name__}")
     if not any(parameter is p for g in optimizer.param_groups for p in g["params"]):
-        raise ArgumentError("the parameter is not among the optimizer's")
+        raise ArgumentError("the parameter is in none of the optimizer's param_groups")
     have: Mapping[str, Any] = optimizer.state.get(parameter, {})
     found = {ours: have[name] for ours, names in _BUFFERS.items() for name in names if have.get(name) is not None}
     return {"theta": parameter, **found}

@@ -157,7 +157,7 @@ def test_unknown_optimizers_groups_and_parameters_are_rejected():
             optimizers.from_optimizer(optimizer, group)
     with pytest.raises(codec.ArgumentError, match=r"one of torch\.optim's, not NoneType"):
         optimizers.state_of(None, w)
-    with pytest.raises(codec.ArgumentError, match="not among the optimizer's"):
+    with pytest.raises(codec.ArgumentError, match="none of the optimizer's param_groups"):
         optimizers.state_of(optimizer, torch.nn.Parameter(torch.ones(3)))
     other.grad = None
     optimizer.step()
