@@ -111,7 +111,7 @@ class Advice:
 
     @property
     def hook(self) -> str | None:
-        """Line of Python that makes DistributedDataParallel send its gradients as advised; None to send them raw."""
+        """Line of Python that registers a DistributedDataParallel hook with `spec`; None if `spec` is None."""
         if self.spec is None:
             return None
         arguments = [f"codec.{self.spec!r}"]
@@ -263,13 +263,13 @@ def advise(
     best = min(table, key=lambda r: r.seconds)  # raw in a tie
     why = _why(best, table, world_size)
     if weights:
-        why += " Measured on weights: for gradients give the model once it has some."
+        why += " Measured on weights: call advise() again once the model has gradients."
     found = best.spec, best.seconds, raw.seconds, best.nbytes
     return Advice(*found, why, tuple(table), link, world_size, nbytes, algorithm, feedback)
 
 
 def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[tuple[Spec, BoundSpec | None]]:
-    """Return the candidates, from all bits to the fewest, each with the bound spec that was given for it."""
+    """Return the candidates, each with the bound spec that was given for it, or None."""
     if lossy is not True and lossy is not False and not (isinstance(lossy, str) and lossy == "near"):
         raise ArgumentError(f'lossy must be False, "near" or True, got {shown(lossy)}')
     if feedback is not True and feedback is not False:
@@ -293,7 +293,7 @@ def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[t
 
 
 def measure(s: Sample, spec: Spec, given: BoundSpec | None, feedback: bool, options: CallOptions) -> Cost:
-    """Return the costs of a sample, by measuring."""
+    """Measure the costs of a sample with one spec."""
     out = np.empty(bound(s.x.shape, s.dtype, spec), np.uint8)
     bound_spec = bound_for(spec, given, s) if isinstance(spec, Truncate) and spec.fixed_level is None else None
     residual = np.zeros(s.x.shape, np.float32) if feedback and not isinstance(spec, Lossless) else None
@@ -324,9 +324,10 @@ def _shortest(f: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _why(best: Row, table: list[Row], world_size: int) -> str:
+    """Return the reason for a choice as text."""
     raw, others = table[0], table[1:]
     if world_size == 1:
-        return "A single rank has nobody to send to."
+        return "A single rank sends nothing."
     if best.spec is not None:
         return (
             f"{named(best.spec)} sends {best.nbytes / raw.nbytes:.1%} of raw's bytes: {_ms(best.wire_seconds)} on the "

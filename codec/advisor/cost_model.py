@@ -10,10 +10,10 @@ from codec.errors import ArgumentError
 
 Algorithm = Literal["two_shot", "ring", "all_gather"]
 
-MAX_RANKS = 1 << 20  # of an all-reduce
-MAX_PIECES = 1 << 62  # that an all-reduce is cut into
+MAX_RANKS = 1 << 20  # maximum number of ranks of an all-reduce
+MAX_PIECES = 1 << 62  # maximum number of chunks of a slice
 
-# tc's "mbps" are bytes, so of "bps" only what nobody takes for these
+# "bps" is accepted only with the prefixes M, G and T: in the tool tc, "mbps" means megabytes per second
 _RATE = re.compile(
     r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?:([kmgtKMGT]?)(?i:bit(?:s?/s)?)|([MGT])bps)?\s*", re.ASCII
 )
@@ -26,7 +26,7 @@ def _number(name: str, value: Any, bounds: str, least: float, most: float) -> fl
         number = math.nan if isinstance(value, bool | str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not least <= number <= most:  # nor is NaN
+    if not least <= number <= most:  # rejects NaN as well
         raise ArgumentError(f"{name} must be {bounds}, got {shown(value)}")
     return number
 
@@ -75,7 +75,7 @@ def link_of(link: Any) -> Link:
     if hasattr(link, "__float__") and not isinstance(link, bool):
         return Link(cast(float, link))
     raise ArgumentError(
-        f'link must be such as "100mbit" or "10Gbps", bits a second, or a codec.Link, got {shown(link)}'
+        f'link must be text such as "100mbit" or "10Gbps", bits per second, or a codec.Link, got {shown(link)}'
     )
 
 
@@ -107,7 +107,7 @@ class Cost:
 
 
 def wire_nbytes(cost: Cost, world_size: int, algorithm: Algorithm = "two_shot") -> float:
-    """Return the bytes that each rank sends, which are as many as it receives; see :func:`predict_seconds`."""
+    """Return the bytes that each rank sends, equal to those that it receives; see :func:`predict_seconds`."""
     n, first, later = world_size, cost.frame_nbytes, cost.sum_nbytes
     if algorithm == "all_gather":
         return (n - 1) * first
@@ -117,7 +117,7 @@ def wire_nbytes(cost: Cost, world_size: int, algorithm: Algorithm = "two_shot") 
 
 
 def compute_seconds(cost: Cost, world_size: int, algorithm: Algorithm = "two_shot") -> float:
-    """Return the seconds that each rank encodes, adds and decodes; see :func:`predict_seconds`."""
+    """Return the seconds in which each rank encodes, adds and decodes; see :func:`predict_seconds`."""
     n = world_size
     if algorithm == "all_gather":
         return cost.encode + n * cost.reduce

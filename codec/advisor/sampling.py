@@ -25,24 +25,24 @@ class Tensor(NamedTuple):
     """One of the user's tensors."""
 
     v: TensorView
-    parameter: Any = None  # whose gradient it is, if there is an optimizer
-    offset: int = 0  # of its first value among the values of all tensors
+    parameter: Any = None  # parameter of which the tensor is the gradient; None without an optimizer
+    offset: int = 0  # index of the tensor's first value among the values of all tensors
 
 
-Cut = tuple[Tensor, int, tuple[int, ...]]  # part of a tensor: the offset of its first value there, and its shape
+Cut = tuple[Tensor, int, tuple[int, ...]]  # part of a tensor: tensor, offset of the first value in it, shape
 
 
 class Sample(NamedTuple):
-    """Rows of tensors of one dtype, in their order."""
+    """Sample of the tensors of one dtype: whole rows, in their order."""
 
     dtype: str
     x: Array  # bits of the values
     mean: Array  # bits of values like those of a mean over ranks
     segments: Segments
     n: int  # number of values of all tensors of this dtype
-    offsets: list[int]  # of the first value of each segment among the values of all tensors
-    groups: list[tuple[int, optimizers.Optimizer]] | None = None  # parameter groups with the offsets where they begin
-    state: dict[str, Array] | None = None
+    offsets: list[int]  # index of each segment's first value among the values of all tensors
+    groups: list[tuple[int, optimizers.Optimizer]] | None = None  # (offset in x, optimizer) of each parameter group
+    state: dict[str, Array] | None = None  # state of the optimizer for the values of x, as float32
 
 
 def tensors_of(given: Any, optimizer: Any) -> tuple[list[Tensor], bool]:
@@ -67,13 +67,14 @@ def tensors_of(given: Any, optimizer: Any) -> tuple[list[Tensor], bool]:
             v = on_host("it", view(tensor, dtype))
             if v.dtype not in MANTISSA_BITS:
                 raise ArgumentError(
-                    f"{v.dtype} cannot be reduced from frames, only {', '.join(MANTISSA_BITS)}: leave it to an "
-                    "all-reduce of its own"
+                    f"frames of {v.dtype} cannot be reduced, only those of {', '.join(MANTISSA_BITS)}: leave the "
+                    "tensor out, and reduce it uncompressed"
                 )
             owner = parameter if parameter is not None else owners.get(id(tensor))
             if optimizer is not None and owner is None:
                 raise ArgumentError(
-                    "optimizer= has no parameter whose gradient this is: give a model, or gradients of its"
+                    "the tensor is not the gradient of a parameter of optimizer=: pass a model, or gradients of the "
+                    "optimizer's parameters"
                 )
             for part in _segments_of(v, segments):
                 if part.nbytes:
@@ -166,6 +167,7 @@ def _sample(
     world_size: int,
     optimizer: Any,
 ) -> Sample:
+    """Return the sample of the given parts of tensors of one dtype."""
     x = np.concatenate([_part(t.v, offset, shape) for t, offset, shape in cuts])
     starts = list(itertools.accumulate((prod(shape) for _, _, shape in cuts), initial=0))
     segments = [(start, shape) for start, (_, _, shape) in zip(starts, cuts, strict=False)]
@@ -179,16 +181,16 @@ def _sample(
 
 
 def bound_for(spec: Truncate, bound: BoundSpec | None, s: Sample) -> BoundSpec:
-    """Return a spec bound to the part of its optimizer's state that goes with a sample.
+    """Return a spec bound to the optimizer and state of the values of a sample.
 
     Parameters
     ----------
     spec : Truncate
-        The spec.
+        Spec to bind.
     bound : BoundSpec or None
-        Bound to the state of all tensors, one after the other; None: take the groups and state of the sample.
+        The spec bound to the concatenated state of all tensors; None: use the groups and state of the sample.
     s : Sample
-        The sample.
+        Sample of the tensors.
     """
     if bound is None:
         return spec.bind(s.groups, **(s.state or {}))
@@ -209,10 +211,12 @@ def bound_for(spec: Truncate, bound: BoundSpec | None, s: Sample) -> BoundSpec:
 
 
 def _parts_of(name: str, x: Any, starts: Sequence[tuple[int, int, int]], *, floats: bool = True) -> Array:
-    """Return the parts of an array that go with a sample, as float32 or as they are."""
+    """Return the parts of an array that belong to a sample, as float32 if `floats`, otherwise as bits."""
     v = on_host(name, view(x))
     if v.nbytes < ITEMSIZE[v.dtype] * max(offset + n for _, offset, n in starts):
-        raise ArgumentError(f"{name} has {v.nbytes // ITEMSIZE[v.dtype]} values, the tensors have more")
+        raise ArgumentError(
+            f"{name} has {v.nbytes // ITEMSIZE[v.dtype]} values, fewer than the tensors: bind the state of all tensors"
+        )
     parts = [_part(v, offset, (n,)) for _, offset, n in starts]
     return np.concatenate([_floats(part, v.dtype) for part in parts] if floats else parts)
 
@@ -241,7 +245,7 @@ def _mean(x: Array, dtype: str, world_size: int) -> Array:
         total /= np.float32(world_size)
         if dtype == "bfloat16":
             bits = total.view(np.uint32)
-            return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)  # to nearest even
+            return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)  # round to nearest even
         return total.astype(dtype).view(x.dtype)
 
 
@@ -253,7 +257,7 @@ def _groups(optimizer: Any, tensors: Sequence[Tensor], starts: Sequence[int]) ->
     for t, start in zip(tensors, starts, strict=False):
         group = group_of.get(id(t.parameter))
         if group is None:
-            raise ArgumentError("a parameter is not among the optimizer's")
+            raise ArgumentError("a parameter of the model is in none of the optimizer's param_groups")
         if group not in known:
             known[group] = optimizers.from_optimizer(optimizer, group)
         if not found or found[-1][1] != known[group]:

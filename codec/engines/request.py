@@ -20,7 +20,7 @@ class EncodeRequest(NamedTuple):
     x: TensorView
     spec: Spec
     out: TensorView | None = None  # uint8, destination of the frame
-    residual: TensorView | None = None  # float32, the shape of x; receives the residual
+    residual: TensorView | None = None  # float32, as many values as x; receives the residual
     codebook: Codebook | None = None
     segments: bytes | None = None  # array of the C library's codec_segment
     stream: int = 0

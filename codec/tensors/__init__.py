@@ -1,1 +1,1 @@
-"""Tensors of any library as dtype, shape and address."""
+"""Views of the tensors of any library as dtype, shape and address."""

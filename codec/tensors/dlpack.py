@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from codec.errors import ArgumentError
 
-_MAX_NBYTES = (1 << 63) - 1  # of a tensor, and of the memory that strides span
-_MAX_ADDRESS = (1 << 63) - 1  # above it no program has memory
-_MAX_RANK = 64  # of numpy; how many dimensions can be encoded is checked with all other kinds of tensor
+_MAX_NBYTES = (1 << 63) - 1  # maximum bytes of a tensor, and of the memory that its strides span
+_MAX_ADDRESS = (1 << 63) - 1  # highest address that a process can have
+_MAX_RANK = 64  # numpy's maximum number of dimensions; codec.tensors.view checks the lower limit of encoding
 
 
 class Exported(NamedTuple):
@@ -82,11 +82,11 @@ _CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
 _FLOAT8 = {10: "e4m3fn", 11: "e4m3fnuz", 12: "e5m2", 13: "e5m2fnuz", 14: "e8m0fnu"}
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 11: "cpu", 13: "cuda",
             14: "oneapi", 15: "webgpu", 16: "hexagon", 17: "maia"}  # fmt: skip
-_LEGACY_STREAM = 1  # for which a producer makes a CUDA tensor ready if no other is asked for
+_LEGACY_STREAM = 1  # stream that a DLPack producer synchronizes with by default
 
 
 def device_name(device: Any) -> str:
-    """Return the name that torch has for what ``__dlpack_device__`` returns; "cpu" for all memory of the host.
+    """Return torch's name of a device that ``__dlpack_device__`` returned; "cpu" for all memory of the host.
 
     Raises
     ------
@@ -111,7 +111,7 @@ def _dtype_name(code: int, bits: int, lanes: int) -> str:
 
 
 def from_dlpack(x: Any) -> Exported:
-    """Return what a DLPack capsule of x describes.
+    """Return the memory that a DLPack capsule of x describes.
 
     Raises
     ------
@@ -135,7 +135,7 @@ def from_dlpack(x: Any) -> Exported:
 
 
 def _capsule_of(x: Any) -> Any:
-    """Return the DLPack capsule of x, in the newest version that is read here and that x exports."""
+    """Return the DLPack capsule of x, in the newest version that both x and this module support."""
     try:
         try:
             return x.__dlpack__(max_version=_VERSION)
@@ -146,7 +146,7 @@ def _capsule_of(x: Any) -> Any:
 
 
 def _tensor_in(capsule: Any) -> tuple[DLTensor, bool]:
-    """Return the DLTensor of a capsule, and whether its memory is read-only."""
+    """Return the DLTensor of a capsule, and True if its memory is read-only."""
     name = _get_name(capsule) if type(capsule).__name__ == "PyCapsule" else None
     if name == b"dltensor":
         return DLTensor.from_address(_get_pointer(capsule, name)), False
@@ -158,12 +158,12 @@ def _tensor_in(capsule: Any) -> tuple[DLTensor, bool]:
 
 
 def from_cuda_array_interface(x: Any) -> Exported:
-    """Return what the ``__cuda_array_interface__`` of x describes.
+    """Return the memory that the ``__cuda_array_interface__`` of x describes.
 
     Raises
     ------
     ArgumentError
-        It lacks an entry or has one of another kind, or describes no memory that can exist.
+        The interface lacks an entry, has an entry of another type, or describes no memory that can exist.
     """
     said: Any = x.__cuda_array_interface__
     try:
@@ -202,16 +202,16 @@ def _checked(e: Exported) -> Exported:
     if e.strides is not None and len(e.strides) != len(e.shape):
         raise ArgumentError(f"a tensor of shape {e.shape} cannot have the strides {e.strides}")
     if e.nbytes and not e.address:
-        raise ArgumentError("this tensor has values, but no address")
-    # the memory of a tensor without values is not read, whatever its strides and address are
+        raise ArgumentError(f"a tensor of shape {e.shape} has a null pointer as the address of its values")
+    # strides and address of a tensor without values are not checked: no memory is read
     if e.nbytes > _MAX_NBYTES or e.reach > _MAX_NBYTES or (e.nbytes and e.address + e.reach > _MAX_ADDRESS):
         raise ArgumentError(f"a tensor of shape {e.shape} and strides {e.strides} is larger than memory can be")
     return e
 
 
 def device_of(x: Any) -> str:
-    """Return the device that an object says its values are on; "cpu" if it says nothing."""
-    if isinstance(x, type):  # has the methods of its objects, but no values
+    """Return the device that an object reports by DLPack or CUDA array interface; "cpu" if it reports none."""
+    if isinstance(x, type):  # a class has the methods of its instances, but no values
         return "cpu"
     if hasattr(x, "__dlpack_device__"):
         return device_name(x.__dlpack_device__())
@@ -219,7 +219,7 @@ def device_of(x: Any) -> str:
 
 
 def is_contiguous(e: Exported) -> bool:
-    """Return whether items follow each other in memory, the last dimension fastest."""
+    """Return True if items are C-contiguous."""
     if e.strides is None or 0 in e.shape:
         return True
     expected = e.itemsize

@@ -1,4 +1,4 @@
-"""Checks that tensors to be written share no memory with others."""
+"""Checks that outputs share no memory with inputs or other outputs."""
 
 import bisect
 import itertools
@@ -14,10 +14,11 @@ def check_apart(name: str, written: TensorView, others: Iterable[tuple[str, Tens
     Parameters
     ----------
     name : str
-        The argument to be written.
+        Name of the argument to be written, for messages.
     written : TensorView
+        View of that argument.
     others : iterable of (str, TensorView, bool)
-        Other arguments, and whether `written` may be the very same values.
+        Name and view of each other argument, and True if `written` may be exactly the same array.
     """
     begin = written.address
     for other, v, same in others:
@@ -37,9 +38,9 @@ def check_all_apart(
     Parameters
     ----------
     name : str
-        The argument to be written.
+        Name of the argument to be written, for messages.
     written, read : iterable of (int, TensorView)
-        With the number of the item that each belongs to, within which reading and writing may meet.
+        Index of the item and view of each output and input. An input and an output of one item may share memory.
     """
     spans = sorted((v.address, v.address + v.nbytes, i) for i, v in written if v.nbytes)
     for (_, end, i), (begin, _, j) in itertools.pairwise(spans):
@@ -51,5 +52,5 @@ def check_all_apart(
         k = bisect.bisect_right(ends, begin)
         while k < len(spans) and spans[k][0] < begin + v.nbytes:
             if i != spans[k][2]:
-                raise ArgumentError(f"{name} of item {spans[k][2]} shares memory with what item {i} is read from")
+                raise ArgumentError(f"{name} of item {spans[k][2]} shares memory with an input of item {i}")
             k += 1

@@ -1,4 +1,4 @@
-"""Segments: parameters with shapes inside of a flat bucket."""
+"""Segments: offsets and shapes of the parameters in a flat bucket."""
 
 import functools
 import struct
@@ -12,8 +12,8 @@ from codec.errors import ArgumentError
 Segments = list[tuple[int, tuple[int, ...]]]
 
 _PAIRS = "segments are pairs (offset, shape)"
-_RECORD = "QII8Q"  # codec_segment
-_OF_RANK = [struct.Struct(f"QII{rank}Q{8 * (8 - rank)}x").pack for rank in range(9)]  # by rank
+_RECORD = "QII8Q"  # layout of codec_segment
+_OF_RANK = [struct.Struct(f"QII{rank}Q{8 * (8 - rank)}x").pack for rank in range(9)]  # packs a codec_segment, by rank
 
 
 def segments(tensors: Any) -> Segments:
@@ -89,7 +89,7 @@ def _packed(items: tuple[Any, ...]) -> Records:
         return Records(b"".join([_OF_RANK[len(shape)](offset, len(shape), 0, *shape) for offset, shape in pairs]))
     except IndexError:
         most = max(len(shape) for _, shape in pairs)
-        raise ArgumentError(f"segment of rank {most} is above {len(_OF_RANK) - 1}") from None
+        raise ArgumentError(f"a segment has rank {most}; the maximum is {len(_OF_RANK) - 1}") from None
     except struct.error as e:
         raise ArgumentError(f"segments are pairs (offset, shape) of integers, none below 0: {e}") from None
 

@@ -1,7 +1,7 @@
-"""Any tensor as dtype, shape and address, without copying it; and the way back.
+"""Views of tensors of any library as dtype, shape and address, and allocation of new tensors.
 
-Nothing is imported that the caller has not: torch tensors and ml_dtypes arrays are known by their type's name. Tensors
-on a device are described like all others; whether they can be read is for an engine to say.
+This module imports no tensor library except numpy. It finds torch and CuPy in sys.modules if the caller has imported
+them. A view may describe memory on a device: engines check that they can read it.
 """
 
 import importlib
@@ -30,7 +30,7 @@ _CHARS = ffi.typeof("char[]")
 
 
 class TensorView(NamedTuple):
-    """A C-contiguous tensor, wherever it lies."""
+    """View of a C-contiguous tensor, in host memory or on a device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,15 +38,15 @@ class TensorView(NamedTuple):
     nbytes: int
     owner: object  # keeps the memory alive
     device: str = "cpu"
-    stream: int | None = None  # CUDA: on which the values are ready; None: they are so already
+    stream: int | None = None  # CUDA stream on which the values are ready; None: they are ready already
 
     @property
     def address(self) -> int:
-        """Where the values are."""
+        """Address of the first value."""
         return int(ffi.cast(_UINTPTR, self.data))
 
     def first(self, nbytes: int) -> "TensorView":
-        """Of bytes the first ones, at most so many."""
+        """Return the first bytes of a view of bytes, at most nbytes."""
         n = min(self.nbytes, nbytes)
         return self._replace(shape=(n,), nbytes=n)
 
@@ -57,7 +57,7 @@ def _pointer(address: int) -> Any:
 
 def _check_rank(rank: int) -> None:
     if rank > _MAX_RANK:
-        raise ArgumentError(f"rank {rank} is above {_MAX_RANK}")
+        raise ArgumentError(f"a tensor has rank {rank}; the maximum is {_MAX_RANK}: reshape it")
 
 
 def dtype_name(dtype: Any) -> str:
@@ -127,7 +127,7 @@ def _refuse_masked(x: Any) -> None:
     ma = sys.modules.get("numpy.ma")
     if ma is not None and isinstance(x, ma.MaskedArray) and ma.is_masked(x):
         raise ArgumentError(
-            "some values of this array are masked, which a frame cannot say: fill it first, by filled()"
+            "some values of this array are masked, which frames cannot represent: encode x.filled() instead"
         )
 
 
@@ -156,7 +156,7 @@ def _from_numpy(x: Array, wanted: str | None = None) -> TensorView:
 
 
 def is_torch(x: object) -> TypeGuard[Any]:
-    """Is it a torch tensor? Without importing torch."""
+    """Return True if x is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, getattr(torch, "Tensor", ()))
 
@@ -182,10 +182,10 @@ def _from_torch(x: Any, wanted: str | None = None) -> TensorView:
     shape = tuple(x.shape)
     _check_rank(len(shape))
     nbytes, address = x.numel() * ITEMSIZE[name], x.data_ptr()
-    if nbytes and not address and device.type != "meta":  # others hold the values of this one
+    if nbytes and not address and device.type != "meta":  # values are in other tensors
         raise ArgumentError(
-            f"a {type(x).__name__} that has no memory of its own: encode what holds its values; "
-            "of a DTensor that is .to_local()"
+            f"a {type(x).__name__} has no memory of its own: encode the tensors that hold its values, such as "
+            ".to_local() of a DTensor"
         )
     if device.type == "cpu":
         return TensorView(name, shape, _pointer(address), nbytes, x)
@@ -194,7 +194,7 @@ def _from_torch(x: Any, wanted: str | None = None) -> TensorView:
 
 
 def _check_storage(x: Any, device: str) -> None:
-    """Torch itself does not look whether the memory that shape and strides speak of is there."""
+    """Raise ArgumentError if the storage is smaller than shape and strides need. Torch does not check this."""
     try:
         storage = x.untyped_storage()
         there = storage.nbytes() if storage.device.type == device else -1
@@ -202,26 +202,26 @@ def _check_storage(x: Any, device: str) -> None:
         there = -1
     if there < 0:
         raise ArgumentError(
-            "this tensor has no memory of its own: under torch.func's transforms, such as vmap and grad, "
-            "and in traced code tensors cannot be encoded or decoded to"
+            "this tensor has no memory of its own: inside transforms of torch.func, such as vmap and grad, and in "
+            "traced code, tensors cannot be encoded or decoded into"
         )
     if not x.numel():
         return
     last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     if (last + 1) * x.element_size() > there:
         raise ArgumentError(
-            f"a tensor of shape {tuple(x.shape)} over a storage of {there} bytes, which is too small for it"
+            f"a tensor of shape {tuple(x.shape)} needs {(last + 1) * x.element_size()} bytes, its storage has {there}"
         )
 
 
 def is_cupy(x: object) -> TypeGuard[Any]:
-    """Is it a CuPy array? Without importing CuPy."""
+    """Return True if x is a CuPy array, without importing CuPy."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(x, getattr(cupy, "ndarray", ()))
 
 
 def _from_cupy(x: Any, wanted: str | None = None) -> TensorView:
-    """View a CuPy array, without DLPack: its values would be ready on a stream that other users do not wait for."""
+    """Return a view of a CuPy array on CuPy's current stream. DLPack would export it for the default stream."""
     cupy: Any = sys.modules["cupy"]
     name = _name_for(x.dtype, x.dtype.itemsize, wanted)
     _check_rank(x.ndim)
@@ -232,7 +232,7 @@ def _from_cupy(x: Any, wanted: str | None = None) -> TensorView:
 
 
 def mark_written(out: Any) -> None:
-    """Tell autograd that a tensor's values are others now."""
+    """Increment autograd's version counter of a torch tensor whose values were overwritten."""
     if type(out) is not np.ndarray and is_torch(out):
         sys.modules["torch"].autograd.graph.increment_version(out)
 
@@ -240,13 +240,13 @@ def mark_written(out: Any) -> None:
 def _from_exported(e: Exported, wanted: str | None = None) -> TensorView:
     name = _name_for(e.dtype, e.itemsize, wanted)
     if e.itemsize != ITEMSIZE[name]:
-        raise ArgumentError(f"{name} has {ITEMSIZE[name]} bytes an item, this tensor says {e.itemsize}")
+        raise ArgumentError(f"{name} has {ITEMSIZE[name]} bytes an item, this tensor reports {e.itemsize}")
     _check_rank(len(e.shape))
     if is_contiguous(e):
         return TensorView(name, e.shape, _pointer(e.address), e.nbytes, e.owner, e.device, e.stream)
     if e.device != "cpu":
-        raise ArgumentError(f"a tensor on {e.device} whose values do not follow each other: make it contiguous first")
-    # read as unsigned integers, from memory that reaches from the first item to the last one
+        raise ArgumentError(f"a tensor on {e.device} is not contiguous: make it contiguous first")
+    # a numpy array of unsigned integers over the memory from the first item to the last one
     memory: Any = (c_uint8 * e.reach).from_address(e.address)
     bits = np.lib.stride_tricks.as_strided(np.frombuffer(memory, _UINT[e.itemsize], 1), e.shape, e.strides)
     v = _from_numpy(bits)
@@ -301,7 +301,7 @@ def _as_array(x: Any) -> Array:
 
 
 def _hint(x: object) -> str:
-    """Return what to do with an object that is many tensors, for a message; "" for any other object."""
+    """Return advice for a mapping or sequence of tensors, for a message; "" for any other object."""
     if isinstance(x, Mapping):
         return "; encode_many() encodes each tensor of a mapping"
     if isinstance(x, list | tuple):
@@ -310,10 +310,10 @@ def _hint(x: object) -> str:
 
 
 def view_bytes(frame: Any) -> TensorView:
-    """See a frame as bytes."""
+    """Return a view of a frame as bytes."""
     if type(frame) is memoryview and frame.nbytes and frame.c_contiguous:
-        # not by itself: CPython crashes if it collects a memoryview whose buffer is in use, as after an error whose
-        # traceback refers to itself; an array does not use it
+        # an array in place of the memoryview: CPython crashes if the garbage collector clears a memoryview whose buffer
+        # is in use, for example after an error whose traceback refers to itself
         frame = np.frombuffer(frame, np.uint8)
     elif type(frame) is not bytes:
         v = view(frame)
@@ -376,7 +376,7 @@ def _wanted(own: Any, dtype: str | None) -> str | None:
 
 
 def kind_of(x: object) -> str:
-    """What something is that should be something else, for a message."""
+    """Return the type of an argument that has a wrong type, for a message."""
     return f"the class {x.__name__}" if isinstance(x, type) else type(x).__name__
 
 
@@ -401,12 +401,21 @@ def _from_own(array: Array, argument: str, dtype: str | None) -> TensorView:
 
 
 def on_host(name: str, v: TensorView, who: str = "this") -> TensorView:
-    """The view, if the host can read it.
+    """Return a view if it is in host memory.
+
+    Parameters
+    ----------
+    name : str
+        Name of the argument, for messages.
+    v : TensorView
+        View of the argument.
+    who : str
+        Reader of the argument, such as "the native engine", for messages.
 
     Raises
     ------
     EngineError
-        It lies on a device.
+        The view is on a device.
     """
     if v.device != "cpu":
         raise EngineError(refusal(name, v.device, who))
@@ -414,12 +423,12 @@ def on_host(name: str, v: TensorView, who: str = "this") -> TensorView:
 
 
 def fetch(name: str, v: TensorView, nbytes: int | None = None) -> TensorView:
-    """Bytes in host memory, all or the first ones: copied there if they lie on a device.
+    """Return a view of bytes in host memory. Bytes on a device are copied, all or the first nbytes.
 
     Raises
     ------
     EngineError
-        They cannot be: the array is neither torch's nor CuPy's.
+        The view is on a device, and its owner is neither a torch tensor nor a CuPy array.
     """
     if v.device == "cpu":
         return v
@@ -432,14 +441,14 @@ def fetch(name: str, v: TensorView, nbytes: int | None = None) -> TensorView:
 
 
 def refusal(name: str, device: str, who: str) -> str:
-    """Why the host does not read what lies on a device, and what helps."""
+    """Return the message that the host cannot read memory of a device, with advice."""
     if device == "meta":
-        return f"{name} lies on meta, where tensors have no values"
-    return f"{name} lies on {device}, which {who} cannot read: copy it to host memory first, such as by .cpu()"
+        return f"{name} is on meta, where tensors have no values"
+    return f"{name} is on {device}, which {who} cannot read: copy it to host memory first, such as by .cpu()"
 
 
 def device_like(like: Any) -> str:
-    """Where a tensor such as `like` would be."""
+    """Return the device of `like`; "cpu" for None."""
     if like is None or type(like) is np.ndarray:
         return "cpu"
     if not is_torch(like):
@@ -458,13 +467,18 @@ def _check_kind(like: Any) -> None:
 
 
 def empty(dtype: str, shape: tuple[int, ...], like: Any = None) -> tuple[Any, TensorView]:
-    """Make a tensor to decode into, in host memory: of like's kind, or a numpy array."""
+    """Allocate a tensor in host memory to decode into, of the kind of `like`. Return it with its view.
+
+    `like`: array or tensor; None: allocate a numpy array.
+    """
     if like is None and (known := _NUMPY.get(dtype)) is not None:
         array = np.empty(shape, known)
         return array, TensorView._make((dtype, shape, ffi.from_buffer(array), array.nbytes, array, "cpu", None))
     if is_torch(like):
         torch: Any = sys.modules["torch"]
-        t = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")  # whatever torch's default is
+        t = torch.empty(
+            shape, dtype=getattr(torch, dtype), device="cpu"
+        )  # explicit, since torch's default device can be set
         return t, _from_torch(t)
     if not isinstance(like, np.ndarray | None):
         _check_kind(like)

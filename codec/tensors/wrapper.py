@@ -1,4 +1,4 @@
-"""Tensors with another dtype, or with the shapes of the parameters inside."""
+"""Tensors reinterpreted as another dtype, or as a flat bucket of parameters."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from codec.tensors.view import dtype_name
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """A tensor and how its memory is to be read, made by :func:`view`."""
+    """Tensor with the dtype and segments to read it with, made by :func:`view`."""
 
     tensor: Any
     dtype: str | None = None
@@ -32,7 +32,7 @@ def view(tensor: Any, dtype: Any = None, segments: Iterable[tuple[int, tuple[int
     segments : iterable of (int, tuple of int), optional
         Offset, in values, and shape of each parameter inside a flat bucket, ascending; :func:`segments` makes them.
         Lossless models and scales of lossy codecs then follow the rows of each parameter of 4,096 values or more.
-        Values outside of all segments count as a vector. Default: the tensor's own shape.
+        Values outside all segments are encoded as a vector. Default: the tensor's own shape.
 
     Returns
     -------

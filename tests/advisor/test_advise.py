@@ -176,7 +176,7 @@ def test_raw_if_frames_are_not_smaller(clock):
 def test_single_rank_needs_no_codec(clock):
     advice = codec.advise(gradients("cnn_float32"), "1kbit", world_size=1)
     assert (advice.spec, advice.seconds, advice.nbytes) == (None, 0, 0)
-    assert "nobody" in advice.why
+    assert "sends nothing" in advice.why
 
 
 def test_best_time_falls_with_the_links_speed(clock):
@@ -402,9 +402,9 @@ def test_truncate_takes_parameters_from_the_model(clock):
 def test_unsuitable_optimizers_are_rejected():
     optimizer, w = trained()
     for other in (torch.ones(5), [w[0].grad, w[1].grad.clone()]):
-        with pytest.raises(codec.ArgumentError, match="optimizer= has no parameter whose gradient this is"):
+        with pytest.raises(codec.ArgumentError, match="not the gradient of a parameter of optimizer="):
             codec.advise(other, "1mbit", lossy="near", optimizer=optimizer)
-    with pytest.raises(codec.ArgumentError, match="not among the optimizer's"):
+    with pytest.raises(codec.ArgumentError, match="none of the optimizer's param_groups"):
         codec.advise(torch.nn.Linear(3, 3), "1mbit", lossy="near", optimizer=optimizer)
     with pytest.raises(codec.ArgumentError, match=r"optimizer must be one of torch\.optim's"):
         codec.advise(w[0].grad, "1mbit", optimizer="adam")
@@ -432,7 +432,7 @@ def test_error_names_the_tensor_that_cannot_be_reduced():
     for bad in (np.ones(5, np.int64), np.ones(5, np.float64), torch.ones(5, dtype=torch.uint8)):
         with pytest.raises(codec.ArgumentError, match=r"int64|float64|uint8") as e:
             codec.advise(bad, "1gbit")
-        assert "cannot be reduced from frames" in str(e.value)
+        assert "cannot be reduced, only those of" in str(e.value)
         assert e.value.item is None
         with pytest.raises(codec.ArgumentError, match=r"'steps': .*cannot be reduced") as e:
             codec.advise({"weight": x, "steps": bad}, "1gbit")

@@ -112,7 +112,7 @@ def test_outputs_that_overlap_other_outputs_or_frames_are_rejected():
     room = memory.view(np.uint8)[20_000:][: len(frames[2])]
     room[:] = np.frombuffer(frames[2], np.uint8)
     before = memory.tobytes()
-    with pytest.raises(codec.ArgumentError, match="out= of item 1 shares memory with what item 2 is read from"):
+    with pytest.raises(codec.ArgumentError, match="out= of item 1 shares memory with an input of item 2"):
         codec.decode_many([frames[0], frames[1], room], out=[xs[0].copy(), parts[1], xs[2].copy()])
     with pytest.raises(codec.ArgumentError, match="2: out= shares memory with a frame"):
         codec.decode_many([frames[0], frames[1], room], out=[xs[0].copy(), xs[1].copy(), parts[1]])

@@ -141,7 +141,7 @@ def test_native_engine_rejects_gpu_arguments_by_name(x):
     }
     for name, all_of_them in calls.items():
         for call in all_of_them:
-            with pytest.raises(codec.EngineError, match=rf"{name}.* lies on cuda.*copy it to host memory first"):
+            with pytest.raises(codec.EngineError, match=rf"{name}.* is on cuda.*copy it to host memory first"):
                 call()
     assert (left == 7).all()
     assert (out == 7).all()

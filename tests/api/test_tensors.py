@@ -205,12 +205,12 @@ def test_codebook_id_is_a_digest_of_the_codebook():
 def test_masked_values_are_rejected():
     """A masked array without masked values is encoded like any array."""
     x = np.ma.array(np.arange(6.0), mask=[0, 0, 1, 0, 0, 0])
-    with pytest.raises(codec.ArgumentError, match="fill it first"):
+    with pytest.raises(codec.ArgumentError, match=r"masked.*filled"):
         codec.encode(x)
     frame = codec.encode(np.ma.array(np.arange(6.0)))
     assert (codec.decode(frame) == np.arange(6.0)).all()
     assert frame == codec.encode(np.ma.array(np.arange(6.0), mask=False)) == codec.encode(np.arange(6.0))
-    with pytest.raises(codec.ArgumentError, match="fill it first"):
+    with pytest.raises(codec.ArgumentError, match=r"masked.*filled"):
         codec.decode(frame, out=x)
 
 
@@ -241,7 +241,7 @@ class Capsule:
 @pytest.mark.parametrize(("code", "bits"), [(2, 32), (4, 16)])
 def test_dlpack_tensors_with_a_null_address_are_rejected(code, bits):
     """An empty tensor may have a NULL address."""
-    with pytest.raises(codec.ArgumentError, match="no address"):
+    with pytest.raises(codec.ArgumentError, match="null pointer"):
         codec.encode(Capsule(code, bits, 1000))
     assert codec.decode(codec.encode(Capsule(code, bits, 0)), like=torch.empty(0)).shape == (0,)
 
@@ -254,9 +254,9 @@ def test_torch_tensors_without_storage_are_rejected():
     late = torch.zeros(40)[::4]
     late.untyped_storage().resize_(100)
     for t in (short, late):
-        with pytest.raises(codec.ArgumentError, match="too small for it"):
+        with pytest.raises(codec.ArgumentError, match="its storage has"):
             codec.encode(t)
-    with pytest.raises(codec.ArgumentError, match="too small for it"):
+    with pytest.raises(codec.ArgumentError, match="its storage has"):
         codec.decode(frame, out=short)
 
     def inside(t):
@@ -307,7 +307,7 @@ def test_torch_wrapper_subclasses_are_rejected():
         lambda: codec.accumulate(frame, w),
         lambda: codec.advise([w], "1gbit"),
     ):
-        with pytest.raises(codec.ArgumentError, match="a Wrapper that has no memory of its own"):
+        with pytest.raises(codec.ArgumentError, match="a Wrapper has no memory of its own"):
             call()
     assert codec.decode(codec.encode(Wrapper(torch.zeros(0)))).shape == (0,)
 
