@@ -174,7 +174,7 @@ class Sign(Spec):
 
 @dataclass(frozen=True, slots=True)
 class Ternary(Spec):
-    """Stochastic ternary quantization: each value x decodes to -s, 0 or s, and to sign(x) s with probability |x| / s.
+    """Stochastic ternary quantization: a value x decodes to -s, 0 or s, and to sign(x) s with probability abs(x) / s.
 
     The decoded tensor is an unbiased estimate unless `clip` is given. NaN and Inf are refused. It takes float32,
     bfloat16 and float16.
@@ -228,7 +228,7 @@ class Ternary(Spec):
 
     @property
     def contraction(self) -> bool:
-        """False: the variance of a value is s |x| - x^2, and their sum can exceed the squared norm of the tensor."""
+        """False: the variance of a value is s abs(x) - x^2, and their sum can exceed the squared norm of the tensor."""
         return False
 
 
