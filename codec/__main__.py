@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         nargs="*",
         help="names of arrays to measure; default: all of float32, bfloat16 and float16, or of --dtype",
     )
-    p.add_argument("--link", required=True, help="100mbit, 10Gbps, or bits a second")
+    p.add_argument("--link", required=True, help="100mbit, 10Gbps, or bits per second")
     p.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
     p.add_argument("--algorithm", choices=get_args(Algorithm), default="two_shot", help="default: %(default)s")
     p.add_argument("--lossy", action="store_true", help="also consider lossy codecs")

@@ -172,7 +172,7 @@ class Codebook:
         *tensors : array, tensor or View
             Tensors of float32, float64, bfloat16 or float16; for :class:`codec.Lossless` the dtypes may differ.
         spec : Lossless, Truncate, bound spec or name of a preset
-            Spec of the frames that the codebook is for. A spec that is bound to an optimizer goes with a single tensor.
+            Spec of the frames that the codebook is for. A spec that is bound to an optimizer requires a single tensor.
 
         Returns
         -------

@@ -39,8 +39,8 @@ def named(spec: Spec | None) -> str:
     """Return a spec as a constructor call, without arguments that have their default value; "raw" for None."""
     if spec is None:
         return "raw"
-    told = [f for f in fields(spec) if getattr(spec, f.name) != f.default]
-    return f"{type(spec).__name__}({', '.join(f'{f.name}={getattr(spec, f.name)!r}' for f in told)})"
+    given = [f for f in fields(spec) if getattr(spec, f.name) != f.default]
+    return f"{type(spec).__name__}({', '.join(f'{f.name}={getattr(spec, f.name)!r}' for f in given)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +142,18 @@ class Advice:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields in types of JSON: specs as constructor calls, None for raw and for infinite numbers."""
 
-        def told(value: Any) -> Any:
+        def as_json(value: Any) -> Any:
             if isinstance(value, Spec):
                 return named(value)
             if isinstance(value, tuple):
-                return [told(each) for each in cast(tuple[Any, ...], value)]
+                return [as_json(each) for each in cast(tuple[Any, ...], value)]
             if isinstance(value, Row | Cost | Link | Advice):
-                return {f.name: told(getattr(value, f.name)) for f in fields(value)}
+                return {f.name: as_json(getattr(value, f.name)) for f in fields(value)}
             if value is None or isinstance(value, str | int):
                 return value
             return float(value) if math.isfinite(value) else None
 
-        return told(self)
+        return as_json(self)
 
     def to_json(self) -> str:
         """Return :meth:`to_dict` as JSON text."""

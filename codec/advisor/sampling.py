@@ -22,7 +22,7 @@ MOST_RANKS = 8  # ranks of the simulated mean; more do not change the size of it
 
 
 class Tensor(NamedTuple):
-    """One of the user's tensors."""
+    """Tensor of the user, with its parameter and position among all tensors."""
 
     v: TensorView
     parameter: Any = None  # parameter of which the tensor is the gradient; None without an optimizer

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 from codec._c.library import ffi
-from codec.arguments import shown as told
+from codec.arguments import shown as shown_value
 from codec.errors import CodecError, StateError
 from codec.stateful.ranges import Array, Range, Store, gather, pieces, shared, shown, union
 from codec.tensors.view import on_host, view
@@ -42,14 +42,14 @@ def plain(saved: Any, name: str, kind: type[Any]) -> Any:
         raise StateError(f"this is not a state dict: it has no {name!r}") from None
     value = value.item() if getattr(value, "shape", None) == () else value
     if type(value) is not kind:
-        raise StateError(f"{name!r} of this state dict is {told(value)}, not of type {kind.__name__}")
+        raise StateError(f"{name!r} of this state dict is {shown_value(value)}, not of type {kind.__name__}")
     return value
 
 
 def opened(saved: Any) -> dict[str, Any]:
     """Return a copy of a state dict, whose version must be VERSION."""
     if (version := plain(saved, "version", int)) != VERSION:
-        raise StateError(f"this state dict has version {told(version)}; version {VERSION} can be loaded")
+        raise StateError(f"this state dict has version {shown_value(version)}; version {VERSION} can be loaded")
     return dict(cast(Mapping[str, Any], saved))
 
 
@@ -73,14 +73,14 @@ def load(saved: Any) -> tuple[str, Store]:
     entries = opened(saved)
     role = plain(entries, "role", str)
     if role not in ROLES:
-        raise StateError(f"the role of this state dict is {told(role)}, not one of {ROLES}")
+        raise StateError(f"the role of this state dict is {shown_value(role)}, not one of {ROLES}")
     del entries["version"], entries["role"]
     store: dict[tuple[Range, ...], Array] = {}
     for name, value in entries.items():
         found = _RANGE.fullmatch(str(name))
         array = array_of(name, value, "float32")
         if found is None or len(array) != int(found[3]) - int(found[2]):
-            raise StateError(f"{told(name)} with {len(array)} values is not a range key[start:stop]")
+            raise StateError(f"{shown_value(name)} with {len(array)} values is not a range key[start:stop]")
         if not np.isfinite(array).all():
             raise StateError(f"the residual of {name} holds NaN or Inf")
         store[((found[1], int(found[2]), int(found[3])),)] = array

@@ -1,4 +1,4 @@
-"""A codebook that all ranks share and that is refreshed from the tensors that they send."""
+"""Codebooks that all ranks share, rebuilt periodically from counts of the tensors that they send."""
 
 import re
 from collections.abc import Mapping

@@ -9,7 +9,7 @@ import numpy as np
 from codec._c.library import ITEMSIZE
 from codec._options import CallOptions, settings_of
 from codec.arguments import plain
-from codec.arguments import shown as told
+from codec.arguments import shown as shown_value
 from codec.codebook import Codebook
 from codec.encoding import encode
 from codec.errors import ArgumentError, SpecError, StateError
@@ -114,7 +114,7 @@ class ErrorFeedback:
         if isinstance(spec, Lossless):
             raise SpecError("Lossless has no residual: use error feedback with a lossy spec")
         if not isinstance(role, str) or role not in ROLES:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentError(f"role must be one of {ROLES}, got {told(role)}")
+            raise ArgumentError(f"role must be one of {ROLES}, got {shown_value(role)}")
         self.spec = spec
         self.role: Role = role
         self._now = _Now({}, {}, {})
@@ -245,10 +245,10 @@ class ErrorFeedback:
         now, number = self._now, plain(scale)
         # outside of this range, float32 cannot represent the factor or its inverse
         if isinstance(number, bool) or not isinstance(number, int | float) or not 2.0**-126 <= number <= 2.0**126:
-            raise ArgumentError(f"a scale must be a number from 2^-126 to 2^126, got {told(scale)}")
+            raise ArgumentError(f"a scale must be a number from 2^-126 to 2^126, got {shown_value(scale)}")
         if not 2.0**-126 <= number / now.scale <= 2.0**126:
             raise ArgumentError(
-                f"residuals of scale {now.scale!r} cannot be rescaled to {told(scale)}: the ratio must be from "
+                f"residuals of scale {now.scale!r} cannot be rescaled to {shown_value(scale)}: the ratio must be from "
                 "2^-126 to 2^126"
             )
         if now.pending:
@@ -295,7 +295,7 @@ class ErrorFeedback:
             As in :func:`codec.encode` and :meth:`begin`. The residual is unchanged.
         """
         if spec is not None and (not isinstance(spec, BoundSpec) or spec.spec != self.spec):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise SpecError(f"spec must be {self.spec} bound to an optimizer, got {told(spec)}")
+            raise SpecError(f"spec must be {self.spec} bound to an optimizer, got {shown_value(spec)}")
         tensor, dtype = (x.tensor, x.dtype) if type(x) is View else (x, None)
         v, before = view(tensor, dtype), self._now
         try:

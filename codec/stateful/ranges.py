@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from codec.arguments import shown as told
+from codec.arguments import shown as shown_value
 from codec.arguments import whole
 from codec.errors import ArgumentError
 
@@ -45,7 +45,7 @@ def _checked_layout(given: tuple[Any, ...]) -> Layout:
     for item in given:
         if len(item) not in (2, 3) or type(item[0]) is not str:
             raise ArgumentError(
-                f"a layout must have items (key, numel) or (key, start, stop) with string keys, not {told(item)}"
+                f"a layout must have items (key, numel) or (key, start, stop) with string keys, not {shown_value(item)}"
             )
         start = whole("the start of a range", item[1], 0, _MOST) if len(item) == 3 else 0
         found.append((item[0], start, whole("the end of a range", item[-1], start, _MOST)))

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 
 from codec.advisor.cost_model import MAX_RANKS
-from codec.arguments import shown as told
+from codec.arguments import shown as shown_value
 from codec.arguments import whole
 from codec.errors import ArgumentError, StateError
 from codec.stateful.checkpoint import load, save
@@ -81,7 +81,7 @@ def reshard(
     """
     world_size = whole("world_size", world_size, 1, MAX_RANKS)
     if not isinstance(op, str) or op not in get_args(Reduction):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(f"op must be one of {get_args(Reduction)}, got {told(op)}")
+        raise ArgumentError(f"op must be one of {get_args(Reduction)}, got {shown_value(op)}")
     loaded = [load(saved) for saved in _sequence_of(state_dicts)]
     if not loaded:
         raise ArgumentError("reshard needs the state dicts of all old ranks, and got none")

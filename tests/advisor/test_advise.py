@@ -122,7 +122,7 @@ def test_links_take_names_numbers_and_latencies():
         "inf Tbit/s",
     ]
     for bad in ("fast", "", "100mb", "100mbps", "-1gbit", "\u0661gbit", None, True, [1], 1j):
-        with pytest.raises(codec.ArgumentError, match='link must be such as "100mbit"'):
+        with pytest.raises(codec.ArgumentError, match='link must be text such as "100mbit"'):
             link_of(bad)
     for bad in (0, -1, math.nan, "0gbit", np.arange(2), 10**5000):
         with pytest.raises(codec.ArgumentError, match="bits_per_second must be a number above 0"):
@@ -531,7 +531,7 @@ def test_command_prints_a_table(clock, tmp_path, capsys):
     (tmp_path / "bare.npz").write_bytes(b"")
     for arguments, words in (
         ([path, "--link", "fast"], "link must be"),
-        ([path, "step", "--link", "1mbit"], "'step': int64 cannot be reduced"),
+        ([path, "step", "--link", "1mbit"], "'step': frames of int64 cannot be reduced"),
         ([path, "c", "--link", "1mbit"], "has step, lr, a, b, not c"),
         ([str(tmp_path / "none.npz"), "--link", "1mbit"], "cannot be read"),
         ([str(tmp_path / "not.npz"), "--link", "1mbit"], "cannot be read"),
