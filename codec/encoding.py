@@ -56,7 +56,7 @@ def bound(shape: int | Iterable[int], dtype: Any, spec: SpecLike = DEFAULT) -> i
     except TypeError:
         raise ArgumentError(f"not a shape: {shown(shape)}") from None
     if len(sizes) > lib.CODEC_MAX_RANK:
-        raise ArgumentError(f"rank {len(sizes)} is above {lib.CODEC_MAX_RANK}")
+        raise ArgumentError(f"a tensor has rank {len(sizes)}; the maximum is {lib.CODEC_MAX_RANK}: reshape it")
     size = ffi.new("size_t *")
     check(lib.codec_bound(spec_struct(resolve(spec)[0]), _call.new_tensor(DTYPES[name], sizes), size))
     return size[0]

@@ -571,7 +571,7 @@ def test_command_reinterprets_arrays_with_dtype(clock, tmp_path, capsys):
 
 
 def test_json_has_null_for_infinity():
-    """The algorithm is included."""
+    """JSON of an advice names the algorithm, and has null where a number is infinite."""
     for rate in (1e-323, 1e9, float("inf")):
         for algorithm in ("ring", "two_shot"):
             advice = codec.advise(np.ones(1000, np.float32), codec.Link(rate), algorithm=algorithm)

@@ -88,7 +88,7 @@ DEVICE cut_quad cut_values(const cutter &c, uint64_t i, uint32_t n)
 /* Sums over a block's values: number of values that keep each piece, OR of all fields. */
 struct cut_sums {
 	kept_sums kept;
-	uint32_t bits; /* by bit: bits kept */
+	uint32_t bits; /* mantissa bits kept, in total; with per-bit granularity only */
 	uint32_t any;
 };
 

@@ -72,7 +72,7 @@ inline uint16_t to_float16(float x)
 inline float from_float16(uint16_t h)
 {
 	uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, magnitude = static_cast<uint32_t>(h & 0x7fff) << 13;
-	/* (0.5 + subnormal) - 0.5 */
+	/* value of a subnormal: its bits as the low mantissa bits of 0.5, less 0.5 */
 	float small = float_of(bits_of(0.5f) + (magnitude >> 13)) - 0.5f;
 	uint32_t normal = magnitude + (112u << 23);
 
