@@ -194,7 +194,7 @@ def test_ternary_ties_and_given_scales():
 
 @pytest.mark.parametrize("name", [*LOSSY, *MORE])
 def test_nonfinite_values(name):
-    """The same error with an unchanged residual, or the same frame."""
+    """Compare errors, with the residual unchanged, or frames of both engines."""
     for dtype in LOSSY_DTYPES:
         for bad in (np.nan, np.inf, -np.inf):
             x = normal_values(30_000)

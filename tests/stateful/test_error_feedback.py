@@ -146,7 +146,7 @@ def test_wrong_layouts_are_rejected(layout):
 
 
 def test_steady_state_alternates_between_two_buffers():
-    """Whether steps succeed or fail."""
+    """Clean-up holds for steps that succeed and for steps that fail."""
     feedback = codec.ErrorFeedback(codec.Sign())
     layouts = [[("a", 1000), ("b", 10)], [("c", 1000)]]
     seen = {}

@@ -42,7 +42,7 @@ def test_autotune_sends_what_is_faster():
     # a trial stops when values take twice as long as frames
     far = choices_of(1.0, 3.0, 0.5, 300, 4)
     assert [i for i, kind in enumerate(far) if kind == "values"] == [5, 6, 205, 206]
-    # busy, but raw values would take longer by as much as they are larger
+    # frames keep the processor busy, but sending raw values would take longer still
     assert set(choices_of(1.0, 25.0, 0.5, 500, 50)) == {"frames"}
     assert set(choices_of(1.0, 0.9, 0.5, 100, 3)[5:]) == {"values"}
 

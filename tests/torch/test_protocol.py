@@ -129,7 +129,7 @@ def record_failures(rank: int, size: int) -> list[list[Message]]:
     return [recording(call)[0] for call in calls]
 
 
-# The same messages by the formulas of the specification
+# Messages computed by the formulas of the specification
 
 
 def digest(text: str) -> int:
