@@ -213,7 +213,7 @@ def test_objects_that_are_no_tensors_are_rejected():
     book = codec.Codebook.from_tensors(X)
     with refused(match="codebook= is for Lossless and Truncate, not for Sign"):
         codec.encode(X, codec.Sign(), codebook=book)
-    with refused(match="no tensors"):
+    with refused(match="needs at least one tensor"):
         codec.Codebook.from_tensors()
 
 
