@@ -6,18 +6,20 @@ import numpy as np
 import pytest
 
 import codec
+import codec.torch
 
 X = np.linspace(-1, 1, 5000, dtype=np.float32)
 PRESETS = ("lossless", "near", "balanced", "small", "smallest")
-RESULTS = (codec.Advice, codec.Info, codec.Status)  # classes that users do not construct
+# classes that users do not construct
+RESULTS = (codec.Advice, codec.Info, codec.Status, codec.torch.CommStats, codec.torch.Stats)
 
 
 def public():
     """Yield names and objects that users call."""
-    for module in (codec, codec.optimizers):
+    for module in (codec, codec.optimizers, codec.torch):
         for name in module.__all__:
             value = getattr(module, name)
-            if callable(value) and value not in RESULTS:
+            if (inspect.isclass(value) or inspect.isroutine(value)) and value not in RESULTS:
                 yield name, value
             if inspect.isclass(value):
                 yield from ((f"{name}.{k}", m) for k, m in vars(value).items() if inspect.isfunction(m) and k[0] != "_")
