@@ -21,7 +21,7 @@ static void test_rejects_overlapping_buffers(void **unused)
 	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
 	assert_int_equal(ENCODE(x + 100, sizeof x - 400, NULL), CODEC_BAD_ARGUMENT);
 	assert_int_equal(ENCODE(theta, sizeof theta, NULL), CODEC_BAD_ARGUMENT);
-	assert_int_equal(ENCODE(theta, 4 * N, NULL), CODEC_BAD_ARGUMENT); /* the state's array exactly */
+	assert_int_equal(ENCODE(theta, 4 * N, NULL), CODEC_BAD_ARGUMENT); /* would overwrite theta */
 	assert_int_equal(ENCODE(residual, sizeof residual, residual), CODEC_BAD_ARGUMENT);
 	t = tensor(x + 1, N - 1);
 	state = tensor(theta + 1, N - 1);

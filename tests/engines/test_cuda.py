@@ -293,7 +293,7 @@ def test_values_that_the_loop_for_groups_of_8_rejects(bad):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_rows(name):
+def test_row_codecs_equal_the_native_engine(name):
     for dtype in LOSSY_DTYPES:
         for n in (1, 5, 63, 64, 100, 513, 17_001):
             x = sample_bits(dtype, n, "normal", odd=0 if "scale" in name else 3)
@@ -305,7 +305,7 @@ def test_rows(name):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TRUNCATES)
-def test_truncate(name, kind):
+def test_truncate_equals_the_native_engine(name, kind):
     for dtype in LOSSY_DTYPES:
         for n in (513, 20_001) if kind == "mixed" else (513,):
             x = random_bits(dtype, n, kind)

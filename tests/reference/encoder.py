@@ -865,7 +865,8 @@ def encode_lossless(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
 
 # ---- truncate: section 8
 
-# p, bias, exponent of Inf, bits dropped by levels, widths of pieces, octave
+# By number of the dtype: mantissa bits, exponent bias, exponent field of Inf, mantissa bits that each level drops,
+# widths of the pieces of a mantissa, and units per octave of the upper 16 bits of a value.
 TRUNCATED = {
     1: (23, 127, 255, (0, 6, 12, 18), (6, 6, 6, 6), 128),
     3: (7, 127, 255, (0, 2, 4, 6), (2, 2, 2, 2), 128),

@@ -29,7 +29,7 @@ def bits(t):
 
 
 def bounds():
-    """Return the begin and end of each parameter, which leave values out between them."""
+    """Return the begin and end of each parameter in the flat bucket, and of the LEFT_OUT values behind the last one."""
     edges = np.cumsum([0, *[int(np.prod(s)) for s in SHAPES], LEFT_OUT]).tolist()
     return list(itertools.pairwise(edges))
 

@@ -57,7 +57,7 @@ DEVICE uint32_t window_at(const bit_source &s, uint32_t bit)
 /* State of reading a plane of k values. */
 struct plane {
 	uint32_t mode, k;
-	const uint8_t *bytes; /* raw: first row; constant: the byte; rows: bitmap */
+	const uint8_t *bytes; /* RAW: first row; CONSTANT: byte of all values; ROWS: bitmap of rows */
 	const pairs *by;      /* coded: table of pairs, or NULL: one look-up a symbol */
 	const uint8_t *table;
 	coded coder;

@@ -270,7 +270,10 @@ struct kernels {
 	 */
 	void (*sign_sums)(const struct signs *s, size_t count, size_t n, int more, float by, float_any *y);
 	void (*halves)(struct philox key, uint64_t block, size_t nblocks, uint16_t *h);
-	/* h: random bits; NULL: round to nearest. Returns 1 if a magnitude exceeds TERNARY's scale. */
+	/*
+	 * Encode values of rows as codes. h: random bits for stochastic rounding; NULL: round to nearest. Returns 1 if
+	 * the magnitude of a value exceeds the scale that TERNARY was given.
+	 */
 	int (*encode_rows)(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,
 			   const uint16_t *h, uint8_t *code);
 	void (*decode_rows)(const struct row_kind *q, const uint8_t *code, size_t n, size_t row, const float *scale,
