@@ -156,6 +156,24 @@ def flat(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
 
 
+def gradients_in(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradient of each parameter in a bucket, as views in the parameters' shapes, complex ones as complex.
+
+    ``GradBucket.gradients()`` ignores the order in memory, and gives half of a complex gradient and no sparse one.
+    """
+    if buffer.is_sparse:
+        return [buffer]  # a sparse gradient has a bucket of its own
+    found: list[torch.Tensor] = []
+    begin = 0
+    for p in parameters:
+        values = buffer[begin : begin + n_values(p)]
+        begin += n_values(p)
+        values = torch.view_as_complex(values.view(-1, 2)) if p.is_complex() else values
+        dims = order(p)
+        found.append(values.view([p.shape[d] for d in dims]).permute([dims.index(d) for d in range(p.dim())]))
+    return found
+
+
 def scatter(result: Array, r: Reduction, part: Part, buffer: torch.Tensor) -> None:
     """Store the result of a part into the bucket."""
     if part.whole:

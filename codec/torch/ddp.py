@@ -20,6 +20,7 @@ from codec.torch.buckets import needs_optimizer
 from codec.torch.execution import algorithm_of
 from codec.torch.hook import Hook, check
 from codec.torch.policy import Policy, default_policy
+from codec.torch.reducer import Transform
 
 
 def ddp_hook(
@@ -30,8 +31,8 @@ def ddp_hook(
     policy: Policy = default_policy,
     refresher: CodebookRefresher | None = None,
     grad_scaler: Any = None,
-    group: Any = None,
     start_step: int = 0,
+    transform: Transform | None = None,
     options: CallOptions | None = None,
 ) -> Hook:
     """Make a communication hook that sends DistributedDataParallel's gradients as frames, and averages them.
@@ -64,10 +65,14 @@ def ddp_hook(
     grad_scaler : torch.amp.GradScaler, optional
         Scaler of the gradients, if there is one. NaN and Inf are no error then: all ranks get NaN, all scalers skip the
         step, and residuals are as before. Truncate reads the scale from it.
-    group : ProcessGroup, optional
-        Ranks. Default: those of the model.
     start_step : int
         Number of first steps that send all gradients lossless, as a warm-up.
+    transform : callable, optional
+        transform(buffer, gradients) changes a bucket of this rank's gradients in place, before residuals are added and
+        the bucket is encoded. `buffer` is the bucket as a flat tensor; `gradients` is a list of pairs (parameter,
+        gradient), whose gradients are views of `buffer` in the shapes of the parameters. It is called without
+        autograd, in the thread of the group's collectives, for every bucket of every step; buckets differ from step to
+        step. It must change nothing but the buffer, since the step may fail. Its errors are errors on all ranks.
     options : CallOptions, optional
         ``codec.options(algorithm=, timeout=, engine=, threads=)``, as for :func:`all_reduce`, and those of the ``with``
         blocks in which the hook is made.
@@ -90,6 +95,16 @@ def ddp_hook(
     >>> model(torch.ones(8, 100)).sum().backward()
     >>> hook.stats().steps
     1
+
+    Send averages of this rank's last gradients instead of gradients, as optimizers that compress momenta do.
+
+    >>> momenta = {p: torch.zeros_like(p) for p in model.parameters()}
+    >>> def momentum(buffer, gradients):
+    ...     for p, gradient in gradients:
+    ...         gradient.mul_(0.1).add_(momenta[p], alpha=0.9)
+    >>> model = torch.nn.parallel.DistributedDataParallel(model.module)
+    >>> hook = codec.torch.ddp_hook(codec.Sign(), transform=momentum).register(model)
+    >>> model(torch.ones(8, 100)).sum().backward()  # gradients are now the mean momenta
     """
     optimizer = unwrapped(optimizer)
     settings = settings_of(options)
@@ -97,7 +112,9 @@ def ddp_hook(
     if needs_optimizer(spec):
         check_known(optimizer)
     start_step = whole("start_step", start_step, 0, 1 << 40)
-    return Hook(spec, optimizer, feedback, policy, refresher, grad_scaler, group, start_step, settings)
+    if transform is not None and not callable(transform):  # pyright: ignore[reportUnnecessaryComparison]
+        raise ArgumentError(f"transform must be a function of a buffer and a list of gradients, got {shown(transform)}")
+    return Hook(spec, optimizer, feedback, policy, refresher, grad_scaler, start_step, transform, settings)
 
 
 # Hooks that comm_hook has made, by the model whose gradients they send.

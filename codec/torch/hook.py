@@ -22,7 +22,7 @@ from codec.torch.execution import Algorithm
 from codec.torch.hook_residuals import Residuals
 from codec.torch.optimizer_state import check_has
 from codec.torch.policy import Plan, Policy, feeds_back, plain_names
-from codec.torch.reducer import Reducer, Step, in_backward
+from codec.torch.reducer import Reducer, Step, Transform, in_backward
 from codec.torch.residuals import check_feedback_algorithm
 from codec.torch.stats import ParameterStats, Stats
 
@@ -56,11 +56,12 @@ class Hook(Reducer):
         policy: Policy,
         refresher: CodebookRefresher | None,
         grad_scaler: Any,
-        group: Any,
         start_step: int,
+        transform: Transform | None,
         settings: CallOptions,
     ) -> None:
-        super().__init__(Plan(spec, feedback, policy, start_step), optimizer, refresher, grad_scaler, group, settings)
+        plan = Plan(spec, feedback, policy, start_step)
+        super().__init__(plan, optimizer, refresher, grad_scaler, transform, settings)
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._owner = hook_state.UNKNOWN, hook_state.UNKNOWN  # rank and number of ranks to which the residuals belong
         self.called = False
@@ -78,11 +79,43 @@ class Hook(Reducer):
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
         """Reduce a bucket; torch calls this in the same order on all ranks."""
+        return self.reduce(bucket)
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
+        """Begin to reduce a bucket; for a communication hook of the caller that does more than this hook.
+
+        The caller's hook must call this for every bucket, on all ranks, and return the future. Errors are raised at the
+        end of the backward pass, so the future itself does not fail.
+
+        Parameters
+        ----------
+        bucket : torch.distributed.GradBucket
+            Bucket of DistributedDataParallel.
+
+        Returns
+        -------
+        torch.futures.Future
+            Tensor of the reduced bucket: the mean over all ranks.
+
+        Raises
+        ------
+        ArgumentError
+            The hook serves no model yet, and it is not clear which one: call :meth:`serve` first.
+
+        Examples
+        --------
+        >>> def clipped(hook: codec.torch.Hook, bucket: torch.distributed.GradBucket):
+        ...     bucket.buffer().clamp_(-1, 1)
+        ...     return hook.reduce(bucket)
+        >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
+        >>> model.register_comm_hook(codec.torch.ddp_hook(codec.Float8()), clipped)
+        >>> model(torch.ones(8, 100)).sum().backward()
+        """
         lifetime.check_bucket(bucket)
         self.called = True
         try:
             if self._model is None or self._model() is None:  # registered by torch's own register_comm_hook
-                self.serve(lifetime.model_of(self))
+                self.serve(lifetime.model_of(self, bucket.parameters()[0]))
             work = self.begin_bucket(bucket)
             if bucket.is_last():
                 work.wait()  # the model would wait, too, but Ctrl-C would not interrupt it
@@ -93,7 +126,7 @@ class Hook(Reducer):
             self.end_step()
         return work.get_future()
 
-    def register(self, model: Any) -> "Hook":
+    def register(self, model: Any, *, group: Any = None) -> "Hook":
         """Send the gradients of a model through this hook.
 
         A hook serves one model. It can be registered again to a new DistributedDataParallel of the same model, such as
@@ -103,6 +136,8 @@ class Hook(Reducer):
         ----------
         model : torch.nn.parallel.DistributedDataParallel
             The model, or its ``torch.compile``.
+        group : ProcessGroup, optional
+            Ranks. Default: those of the model.
 
         Returns
         -------
@@ -126,16 +161,34 @@ class Hook(Reducer):
         model = getattr(model, "_orig_mod", model)
         if not isinstance(model, DistributedDataParallel):
             raise ArgumentError(f"a hook is for a DistributedDataParallel, not for {type(model).__name__}")
-        names = self._check_model(model)
+        group = group or model.process_group
+        names = self._check_model(model, group)
         model.register_comm_hook(None, self)
-        self._adopt(model, names)
+        self._adopt(model, names, group)
         return self
 
-    def serve(self, model: DistributedDataParallel) -> None:
-        """Reduce the gradients of a model to which torch has registered this hook, or a function that calls it."""
-        self._adopt(model, self._check_model(model))
+    def serve(self, model: DistributedDataParallel, *, group: Any = None) -> None:
+        """Serve a model to which a communication hook is registered that calls :meth:`reduce`.
 
-    def _check_model(self, model: DistributedDataParallel) -> dict[torch.nn.Parameter, str]:
+        :meth:`reduce` finds the model by itself in the first step. A hook that served another model of the same
+        parameters before, such as before a rank was lost, must be told.
+
+        Parameters
+        ----------
+        model : torch.nn.parallel.DistributedDataParallel
+            The model.
+        group : ProcessGroup, optional
+            Ranks. Default: those of the model.
+
+        Raises
+        ------
+        ArgumentError, StateError
+            As for :meth:`register`.
+        """
+        group = group or model.process_group
+        self._adopt(model, self._check_model(model, group), group)
+
+    def _check_model(self, model: DistributedDataParallel, group: Any) -> dict[torch.nn.Parameter, str]:
         """Check that this hook can serve a model; return the names of its parameters."""
         lifetime.check_reducer(model)
         named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
@@ -146,7 +199,6 @@ class Hook(Reducer):
             )
         for p, name in names.items():
             check_has(self.optimizer, self.plan.spec_of(name, p), name)
-        group: Any = self._group_argument or model.process_group
         self._check_residuals(names, group.rank(), group.size())
         return names
 
@@ -158,8 +210,8 @@ class Hook(Reducer):
             hook_state.check_rank(self._owner, (rank, size))
         hook_state.check_ranges(ranges, _sizes(names))
 
-    def _adopt(self, model: Any, names: dict[torch.nn.Parameter, str]) -> None:
-        """Serve a model from now on."""
+    def _adopt(self, model: Any, names: dict[torch.nn.Parameter, str], group: Any) -> None:
+        """Serve a model from now on, over the ranks of a group."""
         if self._step.in_flight:
             self.cancel_step(self._step)
         if self._codebooks is not None:
@@ -168,7 +220,7 @@ class Hook(Reducer):
         self._model, self._in_sync, self._loaded_buckets = weakref.ref(model), False, self._buckets
         self.plan.serve(model, names)
         self._parts.clear()
-        self._group = self._group_argument or model.process_group  # perhaps a new one, after a rank was lost
+        self._group = group  # perhaps a new one, after a rank was lost
         self._owner = self._group.rank(), self._group.size()
         lifetime.warn_of_adam(self)
 
@@ -326,7 +378,7 @@ class Hook(Reducer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the hook without the process group and the model, which belong to this process."""
-        local = {"_group_argument": None, "_group": None, "_model": None, "_parts": {}}
+        local = {"_group": None, "_model": None, "_parts": {}}
         return self.__dict__ | local | {"_buffers": Buffers(), "_step": Step(), "_in_sync": False}
 
 

@@ -64,18 +64,28 @@ def _models() -> list[DistributedDataParallel]:
     return [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]
 
 
-def model_of(hook: Any) -> DistributedDataParallel:
-    """Return the model to which torch's own register_comm_hook has registered a hook.
+def model_of(hook: Any, parameter: torch.Tensor) -> DistributedDataParallel:
+    """Return the model to which torch's own register_comm_hook has registered a hook, or a function that calls it.
+
+    Parameters
+    ----------
+    hook : Hook
+        The hook. If no model has it as its hook or as the state of its hook, the model is found by `parameter`.
+    parameter : torch.Tensor
+        Parameter of the model.
 
     Raises
     ------
     ArgumentError
-        No model has the hook, or several have it.
+        There is no such model, or there are several.
     """
-    mine = [m for m in _models() if any(h is hook or s is hook for h, s in m._comm_hooks)]
+    models = [m for m in _models() if m._comm_hooks]
+    mine = [m for m in models if any(h is hook or s is hook for h, s in m._comm_hooks)]
+    mine = mine or [m for m in models if any(p is parameter for p in m.parameters())]
     if len(mine) != 1:
         raise ArgumentError(
-            f"the hook is registered to {len(mine)} models: a hook serves one model, make another one by ddp_hook()"
+            f"the hook is registered to {len(mine)} models: a hook serves one model, make another one by ddp_hook(), "
+            "or name the model by hook.serve(model)"
         )
     return mine[0]
 

@@ -9,9 +9,10 @@ from typing import Any, cast
 import torch
 
 from codec import ArgumentError, CallOptions, PeerError, Status
+from codec.arguments import shown
 from codec.stateful import CodebookRefresher
 from codec.torch import arguments, execution, uncompressed
-from codec.torch.buckets import Buffers, Part, cut, cut_as, n_values, scatter
+from codec.torch.buckets import Buffers, Part, cut, cut_as, gradients_in, n_values, scatter
 from codec.torch.channel import Channel
 from codec.torch.codebook_sync import CodebookSync
 from codec.torch.communicator import (
@@ -31,7 +32,19 @@ from codec.torch.reduction import Reduction
 from codec.torch.stats import Stats
 from codec.torch.work import Work, clear_frames
 
+Transform = Callable[[torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor]]], None]
+
 _changing = threading.Lock()  # guards residuals and current steps of all reducers
+
+
+@dataclass
+class Bucket:
+    """Gradients of some parameters, which are reduced together."""
+
+    buffer: torch.Tensor  # flat, or sparse
+    parameters: list[torch.nn.Parameter]
+    number: int  # place in the step
+    last: bool  # the last one of the step
 
 
 @dataclass
@@ -81,8 +94,8 @@ class Reducer:
         Codebooks that all ranks agree on.
     grad_scaler : torch.amp.GradScaler or None
         Scaler of the gradients.
-    group : ProcessGroup or None
-        Ranks; None: those of the model.
+    transform : callable or None
+        Changes the gradients of a bucket before they are reduced, as for :func:`codec.torch.ddp_hook`.
     settings : CallOptions
         Algorithm, timeout, engine and threads.
     """
@@ -93,7 +106,7 @@ class Reducer:
         optimizer: torch.optim.Optimizer | None,
         refresher: CodebookRefresher | None,
         grad_scaler: Any,
-        group: Any,
+        transform: Transform | None,
         settings: CallOptions,
     ) -> None:
         self.plan = plan
@@ -102,8 +115,9 @@ class Reducer:
         self._settings = settings
         self._algorithm: Algorithm = execution.algorithm_of(settings)
         self._scaler = grad_scaler
+        self._transform = transform
         check_timeout(settings.timeout)
-        self._group_argument, self._group = group, group
+        self._group: Any = None  # ranks of the model that the hook serves
         self._steps = 0  # steps that have succeeded, those before a checkpoint included
         self._buckets: list[list[str]] = []  # names of the parameters in each bucket of the last step
         self._loaded_buckets: list[list[str]] = []  # those of a loaded state, until the first step has succeeded
@@ -130,19 +144,19 @@ class Reducer:
         Work
             Handle whose result is the tensor with the mean. It does not fail: errors are raised by :meth:`end_step`.
         """
-        buffer, number, last = bucket.buffer(), bucket.index(), bucket.is_last()
         parameters = cast(list[torch.nn.Parameter], bucket.parameters())
-        if number == 0:
+        b = Bucket(bucket.buffer(), parameters, bucket.index(), bucket.is_last())
+        if b.number == 0:
             if self._step.in_flight:  # other ranks may wait for its other buckets
                 raise PeerError("the backward pass before this one did not end: make a new group") from self._step.error
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()
             self._step = Step(self._steps, scale, in_flight=True)
         step = self._step
         if in_backward():
-            _call_after_backward(_BackwardEnd(self, step, last))
+            _call_after_backward(_BackwardEnd(self, step, b.last))
         comm = communicator_of(self._group, self._settings.timeout)
-        work = comm.worker.submit(lambda: self._run_bucket(comm, buffer, parameters, number, last, step))
-        if last and self._codebooks is not None:
+        work = comm.worker.submit(lambda: self._run_bucket(comm, b, step))
+        if b.last and self._codebooks is not None:
             self._codebooks.submit(comm)
         return work
 
@@ -171,22 +185,14 @@ class Reducer:
             self._buffers = Buffers()
             self._residuals = self._residuals and self._residuals.copied()
 
-    def _run_bucket(
-        self,
-        comm: Communicator,
-        buffer: torch.Tensor,
-        parameters: Sequence[torch.nn.Parameter],
-        number: int,
-        last: bool,
-        step: Step,
-    ) -> torch.Tensor:
+    def _run_bucket(self, comm: Communicator, bucket: Bucket, step: Step) -> torch.Tensor:
         """Reduce a bucket, in the worker's thread; return its mean, or the buffer after an error."""
-        reduced = buffer
+        reduced = bucket.buffer
         try:
-            if number == 0:
+            if bucket.number == 0:
                 self._synchronize(comm.channel, step)
-            reduced = self._reduce(comm, buffer, parameters, number, step)
-            if last and step.error is None:
+            reduced = self._reduce(comm, bucket, step)
+            if bucket.last and step.error is None:
                 with close_on_error(comm.channel), self._current(step):
                     self._commit(step)
         except BaseException as e:
@@ -195,8 +201,8 @@ class Reducer:
             self._require_sync()
             if self._is_overflow(e):
                 with suppress(PeerError), self._current(step):
-                    buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step
-        if last and step.error is not None:  # buckets after the one that failed have changed residuals, too
+                    bucket.buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step
+        if bucket.last and step.error is not None:  # buckets after the one that failed have changed residuals, too
             with suppress(PeerError), self._current(step):
                 self._rollback()
         return reduced
@@ -241,52 +247,45 @@ class Reducer:
 
     # One bucket
 
-    def _reduce(
-        self,
-        comm: Communicator,
-        buffer: torch.Tensor,
-        parameters: Sequence[torch.nn.Parameter],
-        number: int,
-        step: Step,
-    ) -> torch.Tensor:
+    def _reduce(self, comm: Communicator, bucket: Bucket, step: Step) -> torch.Tensor:
         """Return the mean of a bucket over all ranks, in its own or in another buffer."""
         before = comm.channel.counters.copy()
         parts: list[Part] = []
-        if uncompressed.is_other(buffer):
-            out = uncompressed.mean(comm, buffer, lambda: self._prepare_step(step, number))
+        if uncompressed.is_other(bucket.buffer):
+            out = uncompressed.mean(comm, bucket.buffer, lambda: self._prepare_bucket(step, bucket))
         else:
-            out = self._reduce_parts(comm, buffer, parameters, number, step, parts)
+            out = self._reduce_parts(comm, bucket, step, parts)
         self._stats.add_bucket(comm.channel.counters - before)
         if step.exact:
             note_zeros(out, parts, step.sparse)
         return out
 
-    def _prepare_step(self, step: Step, number: int) -> None:
-        """With the first bucket of a step, roll a step back that was never ended, and choose specs."""
+    def _prepare_bucket(self, step: Step, bucket: Bucket) -> None:
+        """Transform a bucket; with the first one, roll a step back that was never ended, and choose specs."""
         with self._current(step):
-            if number:
-                return
-            if self._residuals is not None:
-                self._residuals.begin_step(step.number, step.scale)
-            step.exact = self.plan.is_exact(step.number)
-            if self.plan.choose(step.number):
-                self._parts.clear()
+            if bucket.number == 0:
+                if self._residuals is not None:
+                    self._residuals.begin_step(step.number, step.scale)
+                step.exact = self.plan.is_exact(step.number)
+                if self.plan.choose(step.number):
+                    self._parts.clear()
+        if self._transform is not None:
+            gradients = gradients_in(bucket.buffer, bucket.parameters)
+            with torch.no_grad():
+                returned: Any = self._transform(bucket.buffer, list(zip(bucket.parameters, gradients, strict=True)))
+            if returned is not None:
+                raise ArgumentError(
+                    f"transform= must change the buffer in place and return None; it returned {shown(returned)}"
+                )
 
-    def _reduce_parts(
-        self,
-        comm: Communicator,
-        buffer: torch.Tensor,
-        parameters: Sequence[torch.nn.Parameter],
-        number: int,
-        step: Step,
-        parts: list[Part],
-    ) -> torch.Tensor:
+    def _reduce_parts(self, comm: Communicator, bucket: Bucket, step: Step, parts: list[Part]) -> torch.Tensor:
         """Return the mean of a bucket that frames can carry; add its parts to `parts`."""
+        buffer = bucket.buffer
 
         def prepare() -> list[Reduction]:
-            self._prepare_step(step, number)
+            self._prepare_bucket(step, bucket)
             with self._current(step):
-                parts.extend(self._parts_of(parameters, buffer.numel(), number, step))
+                parts.extend(self._parts_of(bucket.parameters, buffer.numel(), bucket.number, step))
                 return [self._prepare(comm, buffer, i, part, step) for i, part in enumerate(parts)]
 
         results = execution.all_reduce_several(comm, prepare, self._algorithm)

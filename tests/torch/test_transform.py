@@ -1,0 +1,236 @@
+"""Transforms of gradients before they are encoded, and hooks that call a hook: values, errors on one rank, dtypes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import codec
+import codec.torch
+from support.collective_values import sum_in_order, tensor_bytes
+from support.ddp_training import data, hook_state_bytes, net, parameter_bytes, small_forward, small_net, wrapped
+from support.ddp_training import take_step as step_of
+from support.ranks import run_ranks
+
+BETA = 0.75
+TWO_SHOT = codec.options(algorithm="two_shot")
+
+
+def _loss(model, rank, step):
+    x, y = data(rank, step)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def _momenta(rank, size):
+    """Send momenta instead of gradients; all ranks must get the mean momentum in rank order, to the bit."""
+    model = wrapped()
+    names = {p: name for name, p in model.module.named_parameters()}
+    momenta = {p: torch.zeros_like(p) for p in names}
+    seen = []
+
+    def momentum(buffer, gradients):
+        assert not torch.is_grad_enabled()
+        assert buffer.dim() == 1
+        assert sum(g.numel() for _, g in gradients) == buffer.numel()
+        for p, g in gradients:
+            assert g.shape == p.shape
+            g.mul_(1 - BETA).add_(momenta[p], alpha=BETA)
+            seen.append(names[p])
+
+    hook = codec.torch.ddp_hook(transform=momentum, options=TWO_SHOT).register(model)
+    expected = {name: torch.zeros_like(p) for p, name in names.items()}
+    for step in range(3):
+        seen.clear()
+        step_of(model, rank, lambda model, rank, step=step: _loss(model, rank, step))
+        assert sorted(seen) == sorted(names.values())  # each parameter once
+        plain = net()
+        terms = {name: [] for name in expected}
+        for r in range(size):
+            step_of(plain, r, lambda model, rank, step=step: _loss(model, rank, step))
+            for name, p in plain.named_parameters():
+                terms[name].append(p.grad.mul(1 - BETA).add(expected[name], alpha=BETA))
+        for p, name in names.items():
+            expected[name] = sum_in_order(terms[name], "mean")
+            assert tensor_bytes(p.grad) == tensor_bytes(expected[name]), name
+            momenta[p].copy_(p.grad)
+    assert hook.stats().steps == 3
+    return [p.grad.tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_transform_replaces_gradients_before_they_are_encoded(size):
+    results = run_ranks(size, _momenta)
+    assert all(r == results[0] for r in results)
+
+
+def _residuals(rank, size):
+    """A transform that halves gradients gives the bits and residuals of halved losses: residuals are not halved."""
+    found = []
+    for factor in (0.5, None):
+        model = wrapped(process_group=dist.new_group())
+
+        def halve(buffer, gradients):
+            buffer.mul_(0.5)
+
+        hook = codec.torch.ddp_hook(
+            codec.Quantize(2, 64, "odd", "nearest"),
+            feedback=True,
+            transform=halve if factor is None else None,
+            options=TWO_SHOT,
+        ).register(model)
+        for step in range(4):
+            step_of(model, rank, lambda m, rank, step=step, factor=factor: _loss(m, rank, step) * (factor or 1))
+        found.append((hook_state_bytes(hook), [p.grad.tolist() for p in model.parameters()]))
+    assert found[0] == found[1]
+
+
+def test_transform_precedes_residuals():
+    run_ranks(2, _residuals)
+
+
+def _failing(rank, size):
+    """An error of the transform on one rank, in any bucket, is an error on all; the next step works."""
+    model = wrapped()
+    fail = None  # number of the call that fails
+    calls = 0
+
+    def transform(buffer, gradients):
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls - 1 == fail:
+            raise ZeroDivisionError("no gradient today")
+
+    hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True, transform=transform, options=TWO_SHOT)
+    hook.register(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for step in range(2):
+        step_of(model, rank, lambda m, rank, step=step: _loss(m, rank, step), optimizer)
+        buckets, calls = calls, 0
+    for fail in (0, 3, buckets - 1):  # noqa: B007 - read by the transform
+        before, calls = (parameter_bytes(model), hook_state_bytes(hook)), 0
+        with pytest.raises(ZeroDivisionError if rank == 1 else codec.PeerError, match=r"today|rank 1"):
+            step_of(model, rank, lambda m, rank: _loss(m, rank, 5), optimizer)
+        assert (parameter_bytes(model), hook_state_bytes(hook)) == before
+    fail = None
+    step_of(model, rank, lambda m, rank: _loss(m, rank, 6), optimizer)
+    assert hook.stats().failed_steps == 3
+    return parameter_bytes(model)
+
+
+def test_error_of_a_transform_on_one_rank_fails_the_step_on_all():
+    assert len(set(run_ranks(3, _failing))) == 1
+
+
+def _returning(rank, size):
+    model = wrapped()
+    codec.torch.ddp_hook(transform=lambda buffer, gradients: buffer * 2).register(model)
+    with pytest.raises(codec.ArgumentError, match="return None; it returned"):
+        step_of(model, rank, lambda m, rank: _loss(m, rank, 0))
+
+
+def test_transform_that_returns_a_tensor_is_rejected():
+    run_ranks(1, _returning)
+    with pytest.raises(codec.ArgumentError, match="transform must be a function"):
+        codec.torch.ddp_hook(transform=0.9)
+
+
+class Unusual(nn.Module):
+    """Sparse, float64, complex and channels-last parameters."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(20, 8, sparse=True)
+        self.precise = nn.Parameter(torch.randn(8, dtype=torch.float64))
+        self.complex = nn.Parameter(torch.randn(8, 3, dtype=torch.complex64))
+        self.images = nn.Parameter(torch.randn(4, 8, 3, 3).to(memory_format=torch.channels_last))
+
+    def forward(self, i):
+        x = (self.table(i) * self.precise.float()).sum(0)
+        return ((x + 0j) @ self.complex).abs().sum() + (self.images * x.view(1, -1, 1, 1)).square().sum()
+
+
+def _unusual(rank, size):
+    shapes = {}
+
+    def double(buffer, gradients):
+        for p, g in gradients:
+            shapes[names[p]] = tuple(g.shape), g.dtype, g.is_sparse
+            if names[p] == "images":  # not the same in another order in memory
+                g[1:] *= 2
+            else:
+                g.mul_(2)
+
+    def forward(model, rank):
+        return model(torch.tensor([1, 3, rank + 4]))
+
+    plain, model = DistributedDataParallel(Unusual()), DistributedDataParallel(Unusual())
+    names = {p: name for name, p in model.module.named_parameters()}
+    codec.torch.ddp_hook(transform=double).register(model)
+    for _ in range(2):
+        want, got = step_of(plain, rank, forward), step_of(model, rank, forward)
+        for p, g, w in zip(names, got, want, strict=True):
+            expected = 2 * w.to_dense()
+            if names[p] == "images":
+                expected[0] /= 2
+            assert torch.allclose(g.to_dense(), expected, rtol=1e-5), names[p]
+    return shapes
+
+
+def test_gradients_of_every_layout_can_be_transformed():
+    shapes = {
+        "table.weight": ((20, 8), torch.float32, True),
+        "precise": ((8,), torch.float64, False),
+        "complex": ((8, 3), torch.complex64, False),
+        "images": ((4, 8, 3, 3), torch.float32, False),
+    }
+    assert run_ranks(2, _unusual) == [shapes] * 2
+
+
+def _called(rank, size):
+    """A hook of the caller that calls reduce() gives the same bits as the transform that does the same."""
+    found = []
+
+    def clamp(buffer, gradients):
+        buffer.clamp_(-0.001, 0.001)
+
+    for form in ("transform", "state", "closure", "served"):
+        model = DistributedDataParallel(small_net(), process_group=dist.new_group())
+        hook = codec.torch.ddp_hook(
+            codec.Quantize(4), feedback=True, transform=clamp if form == "transform" else None, options=TWO_SHOT
+        )
+
+        def outer(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            bucket.buffer().clamp_(-0.001, 0.001)
+            return hook.reduce(bucket)  # noqa: B023 - of this form
+
+        if form == "transform":
+            hook.register(model)
+        else:
+            if form == "served":
+                hook.serve(model)
+            model.register_comm_hook(hook if form == "state" else None, outer)
+        for _ in range(3):
+            grads = step_of(model, rank, small_forward)
+        found.append([g.tolist() for g in grads] + [hook_state_bytes(hook)])
+    assert all(f == found[0] for f in found)
+
+
+def test_hook_of_the_caller_can_call_a_hook():
+    run_ranks(2, _called)
+
+
+def _group(rank, size):
+    """register(group=) replaces the ranks of the model: gradients are means over that group only."""
+    groups = [dist.new_group([r]) for r in range(size)]
+    model = DistributedDataParallel(small_net())
+    codec.torch.ddp_hook().register(model, group=groups[rank])
+    got = step_of(model, rank, small_forward)
+    alone = small_net()
+    want = step_of(alone, rank, small_forward)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_register_takes_another_group():
+    run_ranks(2, _group)
