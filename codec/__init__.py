@@ -37,13 +37,15 @@ from codec.errors import (
 from codec.inspection import Info, inspect, verify
 from codec.presets import preset
 from codec.specs import BoundSpec, Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
-from codec.stateful import CodebookRefresher, ErrorFeedback
+from codec.stateful import ActivationDelta, ActivationStats, CodebookRefresher, ErrorFeedback
 from codec.tensors.segments import segments
 from codec.tensors.wrapper import View, view
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationDelta",
+    "ActivationStats",
     "Advice",
     "ArgumentError",
     "BoundSpec",

@@ -1,6 +1,8 @@
-"""State that is kept from one step to the next: residuals of error feedback, and codebooks that all ranks share."""
+"""State between steps: residuals of error feedback, codebooks that all ranks share, activations of samples."""
 
+from codec.stateful.activation.change import ActivationStats
+from codec.stateful.activation.delta import ActivationDelta
 from codec.stateful.codebook_refresher import CodebookRefresher
 from codec.stateful.feedback import ErrorFeedback
 
-__all__ = ["CodebookRefresher", "ErrorFeedback"]
+__all__ = ["ActivationDelta", "ActivationStats", "CodebookRefresher", "ErrorFeedback"]

@@ -1,0 +1,110 @@
+"""Relative change of activations between visits of a sample, and the warning when it grows."""
+
+import logging
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from codec.stateful.activation.entries import Floats
+
+MOST_VALUES = 1 << 16  # values of a message that are measured
+LEAST_ROWS = 32  # rows of a visit before it is compared
+GROWTH = 1.5  # growth of the change, over that of an earlier visit, that is reported
+
+logger = logging.getLogger("codec")
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationStats:
+    """Counts of one side of an edge, from :meth:`ActivationDelta.stats`.
+
+    Attributes
+    ----------
+    messages : int
+        Messages encoded or decoded.
+    nbytes : int
+        Size of these messages in bytes.
+    raw_samples : int
+        Samples that were sent raw: unseen, evicted or forgotten ones, and those with NaN or Inf.
+    delta_samples : int
+        Samples that were sent as deltas.
+    entries : int
+        Samples whose activations the store holds.
+    entries_nbytes : int
+        Size of the store's entries in bytes.
+    evicted : int
+        Entries that were removed because of the budget.
+    damaged : int
+        Entries that failed their checksum, or that could not be read or written, and were forgotten.
+    change : tuple of float
+        |a - m| / |a| in the sender's messages: the first item of samples that were sent as a delta for the first time,
+        the second item of those for the second time, and so on. Estimated from up to 65,536 values of a message.
+    """
+
+    messages: int = 0
+    nbytes: int = 0
+    raw_samples: int = 0
+    delta_samples: int = 0
+    entries: int = 0
+    entries_nbytes: int = 0
+    evicted: int = 0
+    damaged: int = 0
+    change: tuple[float, ...] = ()
+
+
+class Change:
+    """|a - m| / |a| by visit. A visit's number is how often its sample was sent as a delta."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, list[float]] = {}  # by visit: sum of (a - m)^2, sum of a^2, rows
+        self._warned = False
+
+    def measure(self, difference: Floats, activation: Floats, visits: list[int], start: int) -> None:
+        """Measure rows of a message, and warn once if the change grows from visit to visit.
+
+        Parameters
+        ----------
+        difference, activation : numpy.ndarray of float32, shape (rows, values)
+            a - m, and a.
+        visits : list of int
+            Number of the visit of each row.
+        start : int
+            Number from which the rows to measure are computed, so that each message measures other ones.
+        """
+        count = min(len(visits), max(1, MOST_VALUES // max(1, activation.shape[1])))
+        for i in range(start, start + count):
+            row = i % len(visits)
+            d, a = difference[row, :MOST_VALUES], activation[row, :MOST_VALUES]
+            sums = self._sums.setdefault(visits[row], [0.0, 0.0, 0])
+            sums[0] += float(np.dot(d, d))
+            sums[1] += float(np.dot(a, a))
+            sums[2] += 1
+        self._warn()
+
+    def by_visit(self) -> tuple[float, ...]:
+        """Return |a - m| / |a| by visit, from the first visit on. NaN for a visit without a measurement."""
+        last = max(self._sums, default=-1)
+        return tuple(self._ratio(visit) for visit in range(last + 1))
+
+    def _ratio(self, visit: int) -> float:
+        difference, activation, _ = self._sums.get(visit, (math.nan, math.nan, 0))
+        return math.sqrt(difference / activation) if activation else math.nan
+
+    def _warn(self) -> None:
+        if self._warned:
+            return
+        ratios = [(self._ratio(visit), visit) for visit, sums in sorted(self._sums.items()) if sums[2] >= LEAST_ROWS]
+        if len(ratios) < 2:
+            return
+        (least, early), (last, late) = min(ratios[:-1]), ratios[-1]
+        if last > GROWTH * least:
+            self._warned = True
+            logger.warning(
+                "activations move away from the stored ones: |a - m| / |a| grew from %.3f at visit %d to %.3f at visit "
+                "%d. The quantization error may not contract: use more bits, smaller groups, or a lower learning rate",
+                least,
+                early + 1,
+                last,
+                late + 1,
+            )

@@ -1,0 +1,464 @@
+"""One side of an edge between pipeline stages: activations as deltas to those of the last visit (AQ-SGD)."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from codec._options import CallOptions, settings_of
+from codec.arguments import shown, whole
+from codec.encoding import bound
+from codec.errors import ArgumentError, PeerError, SpecError, StateError
+from codec.presets import resolve
+from codec.specs import Float8, Lossless, Quantize, Spec, Truncate
+from codec.stateful.activation import state
+from codec.stateful.activation.change import ActivationStats, Change
+from codec.stateful.activation.ledger import Ledger, Staging
+from codec.stateful.activation.message import ENTRY_CODES, HEAD, ROW, Head, Kind, Message, parse
+from codec.stateful.activation.receiver import Order, Receiver, Target
+from codec.stateful.activation.sender import LOSSLESS, Sender
+from codec.stateful.activation.store_ram import RamStore
+from codec.stateful.activation.values import Values, bytes_of, ids_of, output_bytes, shown_samples, values_of
+from codec.tensors.view import TensorView, fetch, mark_written, view_bytes
+
+EntryDtype = Literal["float32", "bfloat16", "8bit"]
+
+_FORWARD = Quantize(4, rounding="nearest")
+_BACKWARD = Quantize(8)
+
+
+class ActivationDelta:
+    """One side of an edge between pipeline stages, which sends activations as deltas (AQ-SGD).
+
+    Both sides keep m for each sample: the activations that the receiver decoded at the last visit. An activation a of
+    an unseen sample is sent lossless (RAW), and m := a. A seen sample is sent as Q(a - m) (DELTA), and both sides set
+    m := m + Q(a - m), rounded to float32. The receiver continues with the new m. Both m are bit-identical. Gradients
+    are quantized directly. As training converges, a - m becomes small, and so does the error of its quantization.
+
+    A step is :meth:`encode` or :meth:`decode` for each micro-batch, then :meth:`commit` or :meth:`rollback`, at the
+    same points on both sides. Until then m does not change. A sample that occurs several times in a step advances
+    once, by its first occurrence.
+
+    Each delta names the check of the m that it refers to, a hash of all frames since m was sent raw. A receiver that
+    has another m, because it was restarted or a message was lost, raises StateError and keeps its state. To recover,
+    both sides call :meth:`rollback`, and the sender calls :meth:`forget` for these samples, so that they are sent raw.
+
+    An object must not be used by several threads at the same time.
+
+    Parameters
+    ----------
+    spec : Spec or str
+        Spec of deltas, or the name of a preset: any lossy one that refuses NaN and Inf. Rounding to nearest has the
+        smaller error: what a delta loses is part of the next one.
+    backward : Spec or str
+        Spec of :meth:`encode_gradient`; ``Quantize(8)`` by default.
+    first : Spec or str
+        Spec of samples that are sent raw; :class:`Lossless` by default. With a lossy spec, m is what was decoded.
+    store : {"ram"}
+        Memory of m.
+    budget : int, optional
+        Largest size of all m in bytes. Beyond it, the same samples on both sides have no m, and are always sent raw.
+        Both sides need the same budget. Default: no limit.
+    dtype : {"float32", "bfloat16", "8bit"}
+        Dtype in which m is kept: 4 bytes, 2 bytes, or 1.06 bytes a value (``Quantize(8, rounding="nearest")``). Both
+        sides need the same dtype. Receivers get activations before this rounding.
+    edge : int
+        Number of the edge, 0 to 2^64 - 1, which must be equal on both sides. Messages of other edges are refused.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        An argument has another type or value.
+
+    References
+    ----------
+    .. [1] J. Wang et al., "Fine-tuning Language Models over Slow Networks using Activation Quantization with
+       Guarantees", NeurIPS 2022.
+
+    Examples
+    --------
+    >>> sender, receiver = codec.ActivationDelta(), codec.ActivationDelta()
+    >>> a = np.random.default_rng(0).standard_normal((4, 1000)).astype(np.float32)
+    >>> for epoch in range(3):
+    ...     message = sender.encode(a, samples=[7, 11, 13, 17])
+    ...     received = receiver.decode(message, [7, 11, 13, 17])
+    ...     sender.commit()
+    ...     receiver.commit()
+    ...     a += 0.01  # the weights have changed
+    >>> len(message) < a.nbytes / 6, float(np.abs(received - a).max()) < 0.02
+    (True, True)
+
+    A side that lost its state refuses the delta. After ``forget``, samples are sent raw.
+
+    >>> receiver = codec.ActivationDelta()
+    >>> receiver.decode(sender.encode(a, [7, 11, 13, 17]))
+    Traceback (most recent call last):
+    codec.errors.StateError: this side does not have the m of samples 7, 11, 13, 17 ...
+    >>> sender.rollback()
+    >>> sender.forget([7, 11, 13, 17])
+    >>> bool((receiver.decode(sender.encode(a, [7, 11, 13, 17])) == a).all())
+    True
+    """
+
+    def __init__(
+        self,
+        spec: Spec | str = _FORWARD,
+        *,
+        backward: Spec | str = _BACKWARD,
+        first: Spec | str = LOSSLESS,
+        store: Any = "ram",
+        budget: int | None = None,
+        dtype: EntryDtype = "float32",
+        edge: int = 0,
+    ) -> None:
+        self.spec = spec
+        self._backward = _usable("backward", backward)
+        if not isinstance(dtype, str) or dtype not in ENTRY_CODES:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(f"dtype must be one of {ENTRY_CODES}, got {shown(dtype)}")
+        limit = None if budget is None else whole("budget", budget, 0)
+        if store != "ram":
+            raise ArgumentError(f"store must be 'ram', got {shown(store)}")
+        number = whole("edge", edge, 0, (1 << 64) - 1)
+        self._change = Change()
+        self._ledger = Ledger(RamStore(dtype), dtype, limit, {})
+        self._sender = Sender(self._ledger, self._change, _usable("first", first))
+        self._receiver = Receiver(self._ledger)
+        self._order = Order()
+        self._head = Head(Kind.RAW, "float32", dtype, number, _new_session(), 0)
+        self._counts = ActivationStats()
+
+    @property
+    def spec(self) -> Spec:
+        """Spec of deltas. It may be set between messages: frames describe themselves.
+
+        Setting it raises SpecError for a spec that deltas cannot have.
+        """
+        return self._spec
+
+    @spec.setter
+    def spec(self, spec: Spec | str) -> None:
+        found = _usable("spec", spec)
+        if isinstance(found, Lossless) or (isinstance(found, Float8) and found.nonfinite != "error"):
+            raise SpecError(f"deltas need a lossy spec that refuses NaN and Inf, got {found}")
+        self._spec = found
+
+    def encode(
+        self, activation: Any, samples: Iterable[int] | None, *, out: Any = None, options: CallOptions | None = None
+    ) -> bytes | memoryview:
+        """Encode the activations of a micro-batch, and stage the new m for :meth:`commit`.
+
+        Samples with NaN or Inf are sent raw, lossless.
+
+        Parameters
+        ----------
+        activation : array, tensor or View
+            float32, bfloat16 or float16 values in host memory. The first dimension counts samples.
+        samples : iterable of int, or None
+            Id of each sample, int64. None: m is neither used nor changed, as evaluations need.
+        out : writable buffer, optional
+            Memory for the message; :meth:`bound` bytes are always enough.
+        options : CallOptions, optional
+            As in :func:`codec.encode`.
+
+        Returns
+        -------
+        bytes, or memoryview of `out`
+            The message. The memoryview is read-only, and valid until `out` is written again.
+
+        Raises
+        ------
+        ArgumentError, SpecError, EngineError
+            As in :func:`codec.encode`; or there are not as many samples as activations, or `budget` is smaller than an
+            entry. The state is unchanged.
+        """
+        settings_of(options)
+        x = values_of("the activation", activation)
+        head = self._next_head(x)
+        if samples is None:
+            return self._sent(self._sender.direct(head, x, options), out)
+        ids = ids_of(samples)
+        message, staging = self._sender.activation(head, x, ids, self._spec, options)
+        return self._sent(message, out, staging)
+
+    def decode(
+        self,
+        message: Any,
+        samples: Iterable[int] | None = None,
+        *,
+        out: Any = None,
+        like: Any = None,
+        options: CallOptions | None = None,
+    ) -> Any:
+        """Decode the activations of a micro-batch, and stage the new m for :meth:`commit`.
+
+        Parameters
+        ----------
+        message : bytes or buffer
+            Whole message of the other side, without trailing bytes.
+        samples : iterable of int, optional
+            Ids of the samples that this side expects, in order. Default: those in the message.
+        out, like, options
+            As in :func:`codec.decode`. `out` is unchanged after an error.
+
+        Returns
+        -------
+        numpy.ndarray, or `out`, or a tensor of the kind of `like`
+            Activations in the dtype of those that were encoded.
+
+        Raises
+        ------
+        FrameError
+            The bytes are not a message, or are damaged.
+        StateError
+            The message is a delta to another m than this side has; it is repeated or late; or it is of another edge,
+            dtype of entries or other samples. ``item`` is a tuple of the samples whose m is missing or different.
+        ArgumentError, EngineError
+            As in :func:`codec.decode`. The state is unchanged after any error.
+        """
+        m, v = self._received(message, options)
+        if m.head.kind in (Kind.GRADIENT, Kind.POISON):
+            raise StateError(f"message {m.head.number} of edge {m.head.edge} is a gradient: use decode_gradient()")
+        if samples is not None and (expected := ids_of(samples)) != m.samples.tolist():
+            raise StateError(
+                f"message {m.head.number} of edge {m.head.edge} has samples {shown_samples(m.samples.tolist())} "
+                f"where {shown_samples(expected)} are expected"
+            )
+        of_kind = self._receiver.plain if m.head.kind == Kind.DIRECT else self._receiver.activation
+        result = of_kind(m, v.nbytes, Target(out, like), options)
+        deltas = int(np.count_nonzero(m.checks))
+        self._accept(m, v.nbytes, out, len(m.checks) - deltas, deltas)
+        return result
+
+    def encode_gradient(
+        self, gradient: Any, *, out: Any = None, options: CallOptions | None = None
+    ) -> bytes | memoryview:
+        """Encode the gradient of activations by the spec `backward`, without state.
+
+        A gradient with NaN or Inf, which the spec refuses, gives a message that tells the other side so. No side waits
+        for a message that never comes.
+
+        Parameters
+        ----------
+        gradient : array, tensor or View
+            float32, bfloat16 or float16 values in host memory.
+        out, options
+            As in :meth:`encode`.
+
+        Returns
+        -------
+        bytes, or memoryview of `out`
+            The message.
+
+        Raises
+        ------
+        ArgumentError, EngineError
+            As in :meth:`encode`.
+        """
+        settings_of(options)
+        x = values_of("the gradient", gradient)
+        return self._sent(self._sender.gradient(self._next_head(x), x, self._backward, options), out)
+
+    def decode_gradient(
+        self, message: Any, *, out: Any = None, like: Any = None, options: CallOptions | None = None
+    ) -> Any:
+        """Decode a message of :meth:`encode_gradient`.
+
+        Parameters
+        ----------
+        message, out, like, options
+            As in :meth:`decode`.
+
+        Returns
+        -------
+        numpy.ndarray, or `out`, or a tensor of the kind of `like`
+            The gradient.
+
+        Raises
+        ------
+        PeerError
+            The gradient of the other side has NaN or Inf.
+        FrameError, StateError, ArgumentError, EngineError
+            As in :meth:`decode`.
+        """
+        m, v = self._received(message, options)
+        if m.head.kind not in (Kind.GRADIENT, Kind.POISON):
+            raise StateError(f"message {m.head.number} of edge {m.head.edge} has activations: use decode()")
+        if m.head.kind == Kind.POISON:
+            self._accept(m, v.nbytes, None)
+            raise PeerError(f"the gradient of edge {m.head.edge} holds NaN or Inf on the side that computed it")
+        result = self._receiver.plain(m, v.nbytes, Target(out, like), options)
+        self._accept(m, v.nbytes, out)
+        return result
+
+    def bound(self, shape: Iterable[int], dtype: Any = "float32") -> int:
+        """Return the upper bound of the size of a message for activations, or a gradient, of a shape.
+
+        Parameters
+        ----------
+        shape : iterable of int
+            Shape of the activations of a micro-batch; the first dimension counts samples.
+        dtype : str, type or dtype
+            Dtype of the activations.
+
+        Returns
+        -------
+        int
+            Size in bytes.
+        """
+        sizes = tuple(shape)
+        specs = (LOSSLESS, self._sender.first, self._backward)
+        largest = max(bound(sizes, dtype, spec) for spec in specs)
+        return HEAD.size + ROW * (sizes[0] if sizes else 0) + largest + bound(sizes, "float32", self._spec)
+
+    def commit(self) -> None:
+        """Replace m by that of all messages since the last commit or rollback."""
+        self._ledger.commit()
+
+    def rollback(self) -> None:
+        """Drop the new m of all messages since the last commit. m is bit-identical to that after the last commit."""
+        self._ledger.rollback()
+
+    def forget(self, samples: Iterable[int] | None = None) -> None:
+        """Remove m of samples, also that of messages that are not committed. They are sent raw the next time.
+
+        Parameters
+        ----------
+        samples : iterable of int, optional
+            Sample ids; unknown ones are ignored. Default: all samples.
+        """
+        self._ledger.forget(ids_of(samples) if samples is not None else self._ledger.everything())
+
+    def known(self, samples: Iterable[int]) -> Any:
+        """Return which samples have a committed m.
+
+        Parameters
+        ----------
+        samples : iterable of int
+            Sample ids.
+
+        Returns
+        -------
+        numpy.ndarray of bool
+            One value for each sample.
+        """
+        return self.checks(samples) != 0
+
+    def checks(self, samples: Iterable[int]) -> Any:
+        """Return the checks of the committed m of samples.
+
+        Samples with equal checks on both sides have bit-identical m. A side that compares them after a restart, and
+        calls :meth:`forget` for those that differ, avoids a refused step.
+
+        Parameters
+        ----------
+        samples : iterable of int
+            Sample ids.
+
+        Returns
+        -------
+        numpy.ndarray of uint64
+            One value for each sample; 0: it has no m.
+        """
+        return self._ledger.checks(ids_of(samples))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the committed m of all samples as copies: a dict of arrays, integers and strings.
+
+        Checkpoints need it only to avoid that all samples are sent raw once after a restart. If the other side was
+        restarted with another state, the checks of messages tell so.
+        """
+        return state.save(self._ledger, self._head.edge)
+
+    def load_state_dict(self, saved: Any) -> None:
+        """Replace m of all samples by copies of those in a state dict.
+
+        Parameters
+        ----------
+        saved : mapping
+            From :meth:`state_dict` of an object with the same edge and dtype, also if it was saved by numpy or torch.
+
+        Raises
+        ------
+        StateError
+            `saved` is something else, or there are messages to commit or to roll back. The state is unchanged.
+        """
+        if self._ledger.in_step:
+            raise StateError("m cannot be loaded between encode() or decode() and commit() or rollback()")
+        self._ledger.replace(*state.load(saved, self._head.entries, self._head.edge))
+        self._order = Order()
+        self._head = self._head._replace(session=_new_session(), number=0)
+
+    def stats(self) -> ActivationStats:
+        """Return counts of messages and entries, and how much activations change between visits."""
+        ledger = self._ledger
+        return replace(
+            self._counts,
+            entries=len(ledger.entries),
+            entries_nbytes=ledger.nbytes,
+            evicted=ledger.evicted,
+            damaged=ledger.damaged,
+            change=self._change.by_visit(),
+        )
+
+    def _next_head(self, x: Values) -> Head:
+        return self._head._replace(dtype=x.dtype, number=self._head.number + 1)
+
+    def _sent(self, message: bytes, out: Any, staging: list[Staging] | None = None) -> bytes | memoryview:
+        """Return a message in `out`, if that is given, and stage its m."""
+        result: bytes | memoryview = message
+        if out is not None:
+            memory = output_bytes(out)
+            if len(message) > len(memory):
+                raise ArgumentError(f"out= has {len(memory)} bytes, the message has {len(message)}: see bound()")
+            memory[: len(message)] = message
+            mark_written(out)
+            result = memory[: len(message)].toreadonly()
+        staging = staging or []
+        self._ledger.stage(staging)
+        self._head = self._head._replace(number=self._head.number + 1)
+        raw = sum(len(s.samples) for s in staging if s.visits[:1] == [0])
+        self._count(len(message), raw, sum(len(s.samples) for s in staging) - raw)
+        return result
+
+    def _received(self, message: Any, options: CallOptions | None) -> tuple[Message, TensorView]:
+        """Return a message that this side may decode, and the view that its arrays refer to."""
+        settings_of(options)
+        v = fetch("the message", view_bytes(message))
+        m = parse(bytes_of(v))
+        head, own = m.head, self._head
+        if (head.edge, head.entries) != (own.edge, own.entries):
+            raise StateError(
+                f"this side has edge {own.edge} and entries of {own.entries}, the message edge {head.edge} and entries "
+                f"of {head.entries}"
+            )
+        self._order.check(head)
+        return m, v
+
+    def _accept(self, m: Message, nbytes: int, out: Any, raw: int = 0, deltas: int = 0) -> None:
+        self._order.accept(m.head)
+        mark_written(out)
+        self._count(nbytes, raw, deltas)
+
+    def _count(self, nbytes: int, raw: int, deltas: int) -> None:
+        c = self._counts
+        self._counts = replace(
+            c,
+            messages=c.messages + 1,
+            nbytes=c.nbytes + nbytes,
+            raw_samples=c.raw_samples + raw,
+            delta_samples=c.delta_samples + deltas,
+        )
+
+
+def _usable(name: str, given: Any) -> Spec:
+    """Return the spec that an argument means."""
+    spec, is_bound = resolve(given)
+    if isinstance(spec, Truncate) or is_bound is not None:
+        raise SpecError(f"{name} must be a spec without an optimizer, got {shown(given)}")
+    return spec
+
+
+def _new_session() -> int:
+    return int.from_bytes(os.urandom(8), "little")

@@ -1,0 +1,93 @@
+"""Values of activations and of the store's entries: conversion to and from float32."""
+
+from typing import Any
+
+import numpy as np
+
+from codec.decoding import decode
+from codec.encoding import bound, encode
+from codec.specs import Quantize
+
+Bits = np.ndarray[Any, Any]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+EIGHT_BIT = Quantize(8, rounding="nearest")  # spec of entries of 8 bits
+BITS: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
+
+
+def widen(bits: Bits, dtype: str, out: Floats | None = None) -> Floats:
+    """Return values of a dtype as float32, exactly. float32 values are not copied unless `out` is given.
+
+    Parameters
+    ----------
+    bits : numpy.ndarray
+        Values: float32, float16, or uint16 with the bits of bfloat16.
+    dtype : {"float32", "bfloat16", "float16"}
+        Dtype of the values.
+    out : numpy.ndarray of float32, optional
+        Memory for the result, of the same shape.
+    """
+    if dtype == "float32" and out is None:
+        return bits
+    if out is None:
+        out = np.empty(bits.shape, np.float32)
+    if dtype == "bfloat16":
+        words = out.view(np.uint32)
+        np.copyto(words, bits)
+        np.left_shift(words, 16, out=words)
+    else:
+        np.copyto(out, bits)
+    return out
+
+
+def narrow(x: Floats, dtype: str, out: Bits) -> None:
+    """Write float32 values to `out` in a dtype, rounded to nearest even. NaN remains NaN."""
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):
+            np.copyto(out, x, casting="same_kind")
+        return
+    words = x.view(np.uint32)
+    rounded = words >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += words  # a NaN may overflow
+    rounded >>= 16
+    np.copyto(out, rounded, casting="unsafe")
+    nan = np.isnan(x)
+    if nan.any():
+        out[nan] = (words[nan] >> 16).astype(np.uint16) | 0x40
+
+
+def largest_nbytes(dtype: str, n: int) -> int:
+    """Return the size in bytes of the largest entry of n values."""
+    return bound((n,), "float32", EIGHT_BIT) if dtype == "8bit" else n * (4 if dtype == "float32" else 2)
+
+
+def pack(row: Floats, dtype: str, out: Bytes) -> int:
+    """Write a row of float32 values as an entry to `out`, and return the entry's size in bytes.
+
+    Raises
+    ------
+    ArgumentError
+        The row holds NaN or Inf, and entries have 8 bits.
+    """
+    if dtype == "8bit":
+        return len(encode(row, EIGHT_BIT, out=out))
+    n = len(row) * (4 if dtype == "float32" else 2)
+    narrow(row, dtype, out[:n].view(BITS[dtype]))
+    return n
+
+
+def unpack(entry: Bytes, dtype: str, out: Floats) -> None:
+    """Write the values of an entry to a row of float32 values.
+
+    Raises
+    ------
+    FrameError, ArgumentError
+        The bytes are not an entry of this dtype and number of values.
+    """
+    if dtype == "8bit":
+        decode(entry, out=out)
+    else:
+        widen(entry.view(BITS[dtype]), dtype, out)

@@ -1,0 +1,173 @@
+"""Messages of an edge between pipeline stages, as docs/activation-messages.md specifies them."""
+
+import struct
+import zlib
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from codec._c.library import DTYPE_NAMES, DTYPES
+from codec.errors import ChecksumError, FrameError, Status, UnsupportedError
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+Checks = np.ndarray[Any, np.dtype[np.uint64]]
+
+MAGIC = b"CODA"
+VERSION = 1
+HEAD = struct.Struct("<4sBBBBQQQQQQII")
+CRC_AT = 56  # offset of the checksum of head and table
+ROW = 16  # bytes of the table for each sample
+DTYPE_CODES = ("float32", "bfloat16", "float16")  # dtypes of activations
+ENTRY_CODES = ("float32", "bfloat16", "8bit")  # dtypes of the store's entries, by their number in a message
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Kind(IntEnum):
+    """Kind of a message."""
+
+    RAW = 0  # the activations of all samples
+    DELTA = 1  # the difference to m for all samples
+    MIXED = 2  # some of each
+    POISON = 3  # nothing: the sender has no finite gradient
+    DIRECT = 4  # activations without sample ids, such as those of an evaluation
+    GRADIENT = 5  # the gradient of activations
+
+
+class Head(NamedTuple):
+    """Fields of a message that precede the table."""
+
+    kind: Kind
+    dtype: str  # of the activations
+    entries: str  # dtype of the store's entries
+    edge: int
+    session: int  # random number of the sending object
+    number: int  # of the message within its session, ascending
+
+
+class Message(NamedTuple):
+    """Parsed message. Arrays and frames refer to the bytes of the message."""
+
+    head: Head
+    samples: Ids
+    checks: Checks  # check of m that the delta refers to; 0 for samples sent raw
+    raw: Bytes  # frame of the samples sent raw; empty if there are none
+    delta: Bytes  # frame of the deltas; empty if there are none
+
+
+def mix(x: Any) -> Checks:
+    """Return the mixing function of docs/format.md, section 11, of an array of uint64."""
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
+
+
+def next_checks(checksum: int, checks: Checks) -> Checks:
+    """Return the checks of m after a frame.
+
+    Parameters
+    ----------
+    checksum : int
+        Checksum in the header of the frame, which identifies its contents.
+    checks : numpy.ndarray of uint64
+        Checks of the samples' m before the frame, by row; 0 where the frame does not refer to m.
+    """
+    rows = np.arange(1, len(checks) + 1, dtype=np.uint64)
+    found = mix(mix(rows * _GOLDEN + np.uint64(checksum)) ^ checks)
+    found[found == 0] = 1  # 0 means: no m
+    return found
+
+
+def build(head: Head, samples: Ids, checks: Checks, raw: Any = b"", delta: Any = b"") -> bytes:
+    """Return the bytes of a message."""
+    numbers = (DTYPES[head.dtype], ENTRY_CODES.index(head.entries), head.edge, head.session, head.number)
+    start = HEAD.pack(MAGIC, VERSION, head.kind, *numbers, len(samples), len(raw), len(delta), 0, 0)
+    table = samples.astype("<i8").tobytes() + checks.astype("<u8").tobytes()
+    crc = zlib.crc32(table, zlib.crc32(start))
+    return b"".join((start[:CRC_AT], crc.to_bytes(4, "little"), start[CRC_AT + 4 :], table, raw, delta))
+
+
+def message_nbytes(start: Bytes) -> int:
+    """Return the size in bytes that the first 64 bytes of a message declare.
+
+    Raises
+    ------
+    FrameError
+        The bytes are not the beginning of a message.
+    """
+    return HEAD.size + sum(_head(start)[1])
+
+
+def _fault(text: str, offset: int, found: int, expected: int) -> FrameError:
+    return FrameError(f"not a valid message: {text}", None, offset, found, expected)
+
+
+def _head(data: Bytes) -> tuple[Head, tuple[int, int, int]]:
+    """Return the fields of the head, and the sizes of table, raw frame and delta frame."""
+    if len(data) < HEAD.size:
+        text = f"the message is truncated ({len(data)} bytes, {HEAD.size} are needed)"
+        raise FrameError(text, Status.TRUNCATED, 0, len(data), HEAD.size)
+    fields = HEAD.unpack(data[: HEAD.size].tobytes())
+    magic, version, kind, dtype, entries, edge, session, number, count, raw, delta, _, zero = fields
+    if magic != MAGIC:
+        raise _fault("it does not begin with CODA", 0, int.from_bytes(magic, "little"), int.from_bytes(MAGIC, "little"))
+    if version != VERSION:
+        raise UnsupportedError(f"message of version {version}, this library reads version {VERSION}", None, 4, version)
+    if kind > max(Kind):
+        raise _fault(f"kind {kind} is unknown", 5, kind, max(Kind))
+    if DTYPE_NAMES.get(dtype) not in DTYPE_CODES:
+        raise _fault(f"dtype {dtype} is none of activations", 6, dtype, 0)
+    if entries >= len(ENTRY_CODES):
+        raise _fault(f"dtype {entries} of entries is unknown", 7, entries, len(ENTRY_CODES) - 1)
+    if zero:
+        raise _fault("reserved bytes are not 0", 60, zero, 0)
+    head = Head(Kind(kind), DTYPE_NAMES[dtype], ENTRY_CODES[entries], edge, session, number)
+    return head, (ROW * count, raw, delta)
+
+
+def parse(data: Bytes) -> Message:
+    """Return the parts of a message. Frames are not examined.
+
+    Raises
+    ------
+    FrameError
+        The bytes are not a message, or are damaged before the first frame.
+    """
+    head, sizes = _head(data)
+    if (expected := HEAD.size + sum(sizes)) != len(data):
+        what = "truncated" if expected > len(data) else "followed by other bytes"
+        text = f"the message is {what} ({len(data)} bytes, {expected} are needed)"
+        raise FrameError(text, Status.TRUNCATED if expected > len(data) else Status.TRAILING, 0, len(data), expected)
+    table, raw, _ = sizes
+    stored = int.from_bytes(data[CRC_AT : CRC_AT + 4].tobytes(), "little")
+    begin = data[: HEAD.size].copy()
+    begin[CRC_AT : CRC_AT + 4] = 0
+    found = zlib.crc32(data[HEAD.size : HEAD.size + table].tobytes(), zlib.crc32(begin.tobytes()))
+    if found != stored:
+        raise ChecksumError("the message is damaged: its checksum does not match", None, CRC_AT, stored, found)
+    half = HEAD.size + table // 2
+    samples = np.frombuffer(data[HEAD.size : half].tobytes(), "<i8").astype(np.int64, copy=False)
+    checks = np.frombuffer(data[half : HEAD.size + table].tobytes(), "<u8").astype(np.uint64, copy=False)
+    frames = data[HEAD.size + table :]
+    message = Message(head, samples, checks, frames[:raw], frames[raw:])
+    _check_kind(message)
+    return message
+
+
+def _check_kind(m: Message) -> None:
+    """Raise FrameError unless table and frames are those of the message's kind."""
+    deltas = int(np.count_nonzero(m.checks))
+    rest = len(m.checks) - deltas
+    contents = bool(rest), bool(deltas), len(m.raw) > 0, len(m.delta) > 0
+    valid = {
+        Kind.RAW: ((True, False, True, False), (False, False, True, False)),
+        Kind.DELTA: ((False, True, False, True),),
+        Kind.MIXED: ((True, True, True, True),),
+        Kind.POISON: ((False, False, False, False),),
+        Kind.DIRECT: ((False, False, True, False),),
+        Kind.GRADIENT: ((False, False, True, False),),
+    }
+    if contents not in valid[m.head.kind]:
+        raise _fault(f"its parts are not those of kind {m.head.kind.name}", 5, m.head.kind, 0)

@@ -1,0 +1,181 @@
+"""Decoding of messages, after all checks that they belong to the m of this side."""
+
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from codec._options import CallOptions
+from codec.decoding import accumulate, decode
+from codec.errors import ArgumentError, FrameError, LimitError, StateError, Status
+from codec.inspection import Info, inspect
+from codec.stateful.activation.entries import BITS, Bits, Floats, narrow, widen
+from codec.stateful.activation.ledger import Ledger, Staging
+from codec.stateful.activation.message import Head, Message, next_checks
+from codec.stateful.activation.values import (
+    Values,
+    bits_of_view,
+    limit_of,
+    nbytes_of,
+    output_values,
+    shown_samples,
+)
+from codec.tensors.view import empty
+
+_MAX_RETIRED = 1 << 12  # sessions of a peer that are remembered, so that their messages are refused
+
+
+class Target(NamedTuple):
+    """Arguments of decoding that tell where values are written."""
+
+    out: Any
+    like: Any
+
+
+class Order:
+    """Refuses messages that were received before, or after a later one.
+
+    Numbers of a peer's messages ascend, and may have gaps: messages that were lost or not sent. A peer that is
+    restarted has a new session.
+    """
+
+    def __init__(self) -> None:
+        self._session: int | None = None
+        self._number = 0
+        self._retired: dict[int, None] = {}
+
+    def check(self, head: Head) -> None:
+        """Raise StateError for a message that is repeated or late."""
+        if head.session == self._session and head.number <= self._number:
+            last = f"the last one was number {self._number}"
+            raise StateError(f"message {head.number} of edge {head.edge} is repeated or late: {last}")
+        if head.session in self._retired:
+            raise StateError(f"message {head.number} of edge {head.edge} is late: its sender has been restarted")
+
+    def accept(self, head: Head) -> None:
+        """Record a message that was decoded."""
+        if self._session is not None and head.session != self._session:
+            self._retired[self._session] = None
+            if len(self._retired) > _MAX_RETIRED:
+                del self._retired[next(iter(self._retired))]
+        self._session, self._number = head.session, head.number
+
+
+class Receiver:
+    """Receiving side of an edge.
+
+    Parameters
+    ----------
+    ledger : Ledger
+        Committed and staged m.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def plain(self, m: Message, nbytes: int, target: Target, options: CallOptions | None) -> Any:
+        """Return the values of a message of kind DIRECT or GRADIENT."""
+        info = _info(m.raw, m.head.dtype)
+        if target.out is None:
+            _check_limit(m.head.dtype, info.shape, nbytes)
+        return decode(m.raw, out=target.out, like=target.like, options=options)
+
+    def activation(self, m: Message, nbytes: int, target: Target, options: CallOptions | None) -> Any:
+        """Return the activations of a message of kind RAW, DELTA or MIXED. Stage the new m."""
+        samples: list[int] = m.samples.tolist()
+        deltas, raws = np.flatnonzero(m.checks), np.flatnonzero(m.checks == 0)
+        sample_shape = _sample_shape(m, len(raws), len(deltas))
+        shape = (len(samples), *sample_shape)
+        if target.out is None:
+            _check_limit(m.head.dtype, shape, nbytes)
+            result, v = empty(m.head.dtype, shape, target.like)
+            values = Values(bits_of_view(v), v.dtype, v.shape, v)
+        else:
+            result, values = target.out, output_values(target.out, m.head.dtype)
+            if values.shape != shape:
+                raise ArgumentError(f"the message needs an out= of shape {shape}, not {values.shape}")
+        coded = self._delta_rows(m, [samples[i] for i in deltas], sample_shape, options) if len(m.delta) else None
+        raw = np.empty((len(raws), *sample_shape), BITS[m.head.dtype]) if len(m.raw) else None
+        if raw is not None:
+            decode(m.raw, out=raw, options=options)
+        rows = values.bits.reshape(len(samples), prod(sample_shape))
+        staging: list[Staging] = []
+        if raw is not None:
+            bits = raw.reshape(len(raws), rows.shape[1])
+            rows[raws] = bits
+            new = widen(bits, m.head.dtype, self._ledger.buffer(*bits.shape))
+            staging.append(_staging(m.raw, raws, m, new, [0] * len(raws)))
+        if coded is not None:
+            _write_rows(coded, m.head.dtype, rows, deltas)
+            visits = [v + 1 for v in self._ledger.visits([samples[i] for i in deltas])]
+            staging.append(_staging(m.delta, deltas, m, coded, visits))
+        self._ledger.stage(staging)
+        return result
+
+    def _delta_rows(
+        self, m: Message, samples: list[int], sample_shape: tuple[int, ...], options: CallOptions | None
+    ) -> Floats:
+        """Return m + delta of the rows sent as deltas."""
+        n = prod(sample_shape)
+        checks = m.checks[m.checks != 0]
+        wrong = np.flatnonzero(self._ledger.checks(samples, n) != checks)
+        rows = self._ledger.buffer(len(samples), n)
+        lost = wrong if len(wrong) else self._ledger.gather(samples, rows)
+        if len(lost):
+            ids = list(dict.fromkeys(samples[i] for i in lost))
+            error = StateError(
+                f"this side does not have the m of samples {shown_samples(ids)} that message {m.head.number} of edge "
+                f"{m.head.edge} refers to: roll back on both sides, and call forget() for them at the sender"
+            )
+            error.item = tuple(ids)
+            raise error
+        accumulate(m.delta, rows.reshape(-1, *sample_shape), options=options)
+        return rows
+
+
+def _staging(frame: Any, at: Any, m: Message, new: Floats, visits: list[int]) -> Staging:
+    checks = next_checks(inspect(frame).checksum, m.checks[at])
+    return Staging(m.samples[at].tolist(), checks, new, visits)
+
+
+def _write_rows(values: Floats, dtype: str, out: Bits, at: Any) -> None:
+    """Write float32 values to some rows of an output in its dtype."""
+    if len(at) == len(out):
+        narrow(values, dtype, out)
+    else:
+        rounded = np.empty(values.shape, out.dtype)
+        narrow(values, dtype, rounded)
+        out[at] = rounded
+
+
+def _info(frame: Any, dtype: str) -> Info:
+    """Return the header of a frame, which must have values of a dtype."""
+    info = inspect(frame)
+    if info.dtype != dtype:
+        raise FrameError(f"not a valid message: its frame has dtype {info.dtype} instead of {dtype}")
+    return info
+
+
+def _sample_shape(m: Message, raws: int, deltas: int) -> tuple[int, ...]:
+    """Return the shape of a sample, after checks that the frames have one row for each sample."""
+    parts = ((m.raw, m.head.dtype, raws), (m.delta, "float32", deltas))
+    shapes: set[tuple[int, ...]] = set()
+    for frame, dtype, count in parts:
+        if len(frame):
+            shape = _info(frame, dtype).shape
+            if not shape or shape[0] != count or (count and not prod(shape)):
+                raise FrameError(f"not a valid message: its frame has shape {shape} for {count} samples")
+            shapes.add(shape[1:])
+    if len(shapes) != 1:
+        raise FrameError(f"not a valid message: its frames have samples of shapes {sorted(shapes)}")
+    return shapes.pop()
+
+
+def _check_limit(dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
+    """Raise LimitError for a tensor that is too large for a message of nbytes."""
+    if nbytes_of(dtype, shape) > limit_of(nbytes):
+        raise LimitError(
+            f"a message of {nbytes} bytes declares a tensor of {nbytes_of(dtype, shape)} bytes, the limit is "
+            f"{limit_of(nbytes)}: pass out=",
+            Status.LIMIT,
+        )

@@ -1,0 +1,162 @@
+"""Encoding of activations, and of gradients, as messages."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from codec._options import CallOptions
+from codec.decoding import accumulate, decode
+from codec.encoding import encode
+from codec.errors import ArgumentError, Status
+from codec.inspection import inspect
+from codec.specs import Lossless, Spec
+from codec.stateful.activation.change import Change
+from codec.stateful.activation.entries import BITS, Bits, Floats, widen
+from codec.stateful.activation.ledger import Ledger, Staging
+from codec.stateful.activation.message import Checks, Head, Ids, Kind, build, next_checks
+from codec.stateful.activation.values import Values, as_rows
+from codec.tensors.wrapper import View
+
+LOSSLESS = Lossless()
+_MAX_FLOAT16 = 65520.0  # the lowest value that rounds to Inf in float16
+
+
+class _Part(NamedTuple):
+    """Rows of a message that one frame holds, with their new m."""
+
+    rows: Any  # indices of the rows, ascending
+    frame: Any
+    m: Floats
+
+
+class Sender:
+    """Sending side of an edge: chooses between raw values and deltas, and stages m.
+
+    Parameters
+    ----------
+    ledger : Ledger
+        Committed and staged m.
+    change : Change
+        Receives a - m and a of each message.
+    first : Spec
+        Spec of samples that are sent raw.
+    """
+
+    def __init__(self, ledger: Ledger, change: Change, first: Spec) -> None:
+        self._ledger = ledger
+        self._change = change
+        self.first = first
+        self._scratch = np.empty(0, np.float32)
+
+    def direct(self, head: Head, x: Values, options: CallOptions | None) -> bytes:
+        """Return a message of kind DIRECT."""
+        frame = self._first_frame(x.bits.reshape(x.shape), head, options)
+        return build(head._replace(kind=Kind.DIRECT), *_NO_SAMPLES, frame)
+
+    def gradient(self, head: Head, x: Values, spec: Spec, options: CallOptions | None) -> bytes:
+        """Return a message of kind GRADIENT, or POISON if the gradient has NaN or Inf."""
+        try:
+            frame = _encode(x.bits.reshape(x.shape), head, spec, options)
+        except ArgumentError as e:
+            if e.code != Status.NONFINITE:
+                raise
+            return build(head._replace(kind=Kind.POISON), *_NO_SAMPLES)
+        return build(head._replace(kind=Kind.GRADIENT), *_NO_SAMPLES, frame)
+
+    def activation(
+        self, head: Head, x: Values, samples: list[int], spec: Spec, options: CallOptions | None
+    ) -> tuple[bytes, list[Staging]]:
+        """Return a message of kind RAW, DELTA or MIXED, and what :meth:`Ledger.stage` is to be called with for it."""
+        a = as_rows(x, len(samples))
+        self._ledger.check_size(a.shape[1])
+        old = self._ledger.checks(samples, a.shape[1])
+        sample_shape = x.shape[1:]
+        delta = self._delta_part(head, a, samples, old, sample_shape, spec, options)
+        raw = self._raw_part(head, a, old, sample_shape, options)
+        staging: list[Staging] = []
+        for part in (raw, delta):
+            if part is not None:
+                known: list[int] = [samples[i] for i in part.rows]
+                checks = next_checks(inspect(part.frame).checksum, old[part.rows])
+                visits = self._ledger.visits(known) if part is delta else [-1] * len(known)
+                staging.append(Staging(known, checks, part.m, [v + 1 for v in visits]))
+        kind = Kind.RAW if delta is None else Kind.DELTA if raw is None else Kind.MIXED
+        frames = (b"" if part is None else part.frame for part in (raw, delta))
+        ids = np.array(samples, np.int64)
+        return build(head._replace(kind=kind), ids, old, *frames), staging
+
+    def _raw_part(
+        self, head: Head, a: Bits, old: Checks, sample_shape: tuple[int, ...], options: CallOptions | None
+    ) -> _Part | None:
+        rows = np.flatnonzero(old == 0)
+        if not len(rows) and len(old):
+            return None
+        part = a if len(rows) == len(a) else a[rows]
+        frame = self._first_frame(part.reshape(-1, *sample_shape), head, options)
+        m = self._ledger.buffer(*part.shape)
+        if not isinstance(inspect(frame).spec, Lossless):
+            part = decode(frame, out=np.empty((len(part), *sample_shape), BITS[head.dtype])).reshape(part.shape)
+        return _Part(rows, frame, widen(part, head.dtype, m))
+
+    def _first_frame(self, x: Bits, head: Head, options: CallOptions | None) -> Any:
+        try:
+            return _encode(x, head, self.first, options)
+        except ArgumentError as e:
+            if e.code != Status.NONFINITE:
+                raise
+            return _encode(x, head, LOSSLESS, options)
+
+    def _delta_part(
+        self,
+        head: Head,
+        a: Bits,
+        samples: list[int],
+        old: Checks,
+        sample_shape: tuple[int, ...],
+        spec: Spec,
+        options: CallOptions | None,
+    ) -> _Part | None:
+        """Encode the rows whose check in `old` is not 0. Set it to 0 for rows that must be sent raw."""
+        while len(rows := np.flatnonzero(old)):
+            known = [samples[i] for i in rows]
+            m = self._ledger.buffer(len(rows), a.shape[1])
+            if damaged := self._ledger.gather(known, m):
+                old[rows[damaged]] = 0
+                continue
+            part = widen(a if len(rows) == len(a) else a[rows], head.dtype)
+            d = self._difference(part, m)
+            try:
+                shaped = d.reshape(-1, *sample_shape)
+                frame = encode(shaped, spec, stream=_stream(head, 1), options=options)
+            except ArgumentError as e:
+                if e.code != Status.NONFINITE:
+                    raise
+                old[rows[~np.isfinite(d).all(axis=1)]] = 0
+                continue
+            visits = self._ledger.visits(known)
+            accumulate(frame, m.reshape(shaped.shape), options=options)
+            if head.dtype == "float16" and (over := (np.abs(m) >= _MAX_FLOAT16).any(axis=1)).any():
+                old[rows[over]] = 0
+                continue
+            self._change.measure(d, part, visits, head.number)
+            return _Part(rows, frame, m)
+        return None
+
+    def _difference(self, a: Floats, m: Floats) -> Floats:
+        """Return a - m in memory that the next call overwrites."""
+        if self._scratch.size < a.size:
+            self._scratch = np.empty(a.size, np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.subtract(a, m, out=self._scratch[: a.size].reshape(a.shape))
+
+
+_NO_SAMPLES: tuple[Ids, Checks] = (np.empty(0, np.int64), np.empty(0, np.uint64))
+
+
+def _encode(x: Bits, head: Head, spec: Spec, options: CallOptions | None) -> Any:
+    return encode(View(x, head.dtype), spec, stream=_stream(head, 0), options=options)
+
+
+def _stream(head: Head, frame: int) -> int:
+    """Return the number of the random stream of a message's first or second frame."""
+    return (head.edge << 40 ^ 2 * head.number + frame) & (1 << 64) - 1

@@ -1,0 +1,127 @@
+"""Tensors and sample ids that callers pass, as arrays."""
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from codec._c.library import ITEMSIZE, ffi
+from codec.arguments import shown, whole
+from codec.errors import ArgumentError
+from codec.stateful.activation.entries import BITS, Bits, Bytes
+from codec.stateful.activation.message import DTYPE_CODES
+from codec.tensors.view import TensorView, on_host, view, view_output
+from codec.tensors.wrapper import View
+
+_MAX_ID = (1 << 63) - 1
+
+
+class Values(NamedTuple):
+    """Values of a tensor. `bits` is valid while `owner` exists."""
+
+    bits: Bits  # flat: float32, float16, or uint16 with the bits of bfloat16
+    dtype: str
+    shape: tuple[int, ...]
+    owner: TensorView
+
+
+def values_of(name: str, x: Any) -> Values:
+    """Return the values of a tensor in host memory.
+
+    Raises
+    ------
+    ArgumentError, EngineError
+        x is not a float32, bfloat16 or float16 tensor, or is on a device.
+    """
+    v = view(x.tensor, x.dtype) if type(x) is View else view(x)
+    on_host(name, v)
+    if v.dtype not in DTYPE_CODES:
+        raise ArgumentError(f"{name} must be {', '.join(DTYPE_CODES)}, not {v.dtype}")
+    return Values(_bits(v), v.dtype, v.shape, v)
+
+
+def output_values(out: Any, dtype: str) -> Values:
+    """Return the memory of ``out=`` for values of a dtype."""
+    v = view_output(out, dtype)
+    on_host("out=", v)
+    if v.dtype != dtype:
+        raise ArgumentError(f"the message needs an out= of {dtype}, not of {v.dtype}")
+    return Values(_bits(v), v.dtype, v.shape, v)
+
+
+def bits_of_view(v: TensorView) -> Bits:
+    """Return the values of a view as a flat array, valid while the view exists."""
+    return _bits(v)
+
+
+def _bits(v: TensorView) -> Bits:
+    if not v.nbytes:
+        return np.empty(0, BITS[v.dtype])
+    return np.frombuffer(ffi.buffer(v.data, v.nbytes), BITS[v.dtype])
+
+
+def bytes_of(v: TensorView) -> Bytes:
+    """Return the bytes of a view in host memory, valid while the view exists."""
+    return np.frombuffer(ffi.buffer(v.data, v.nbytes), np.uint8) if v.nbytes else np.empty(0, np.uint8)
+
+
+def output_bytes(out: Any) -> memoryview:
+    """Return the memory of ``out=`` for a message, which must hold bytes."""
+    v = on_host("out=", view_output(out))
+    if v.dtype not in ("uint8", "int8"):
+        raise ArgumentError(f"out= must hold bytes, not {v.dtype}")
+    return memoryview(ffi.buffer(v.data, v.nbytes)).cast("B")
+
+
+def as_rows(x: Values, count: int) -> Bits:
+    """Return values as an array of shape (count, values of a sample).
+
+    Raises
+    ------
+    ArgumentError
+        The first dimension is not `count`, or samples have no values.
+    """
+    if not x.shape or x.shape[0] != count:
+        raise ArgumentError(f"there are {count} samples, but the activation has shape {x.shape}: one row for each")
+    n = prod(x.shape[1:])
+    if n == 0:
+        raise ArgumentError(f"an activation of shape {x.shape} has no values in a sample")
+    return x.bits.reshape(count, n)
+
+
+def limit_of(message_nbytes: int) -> int:
+    """Return the largest tensor in bytes that a message may declare, if the caller has not allocated one."""
+    return max(1 << 30, 256 * message_nbytes)
+
+
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the size of a tensor in bytes."""
+    return ITEMSIZE[dtype] * prod(shape)
+
+
+def ids_of(samples: Iterable[Any]) -> list[int]:
+    """Return sample ids as a list of ints.
+
+    Raises
+    ------
+    ArgumentError
+        `samples` is not an iterable of integers that int64 can hold.
+    """
+    try:
+        to_list: Any = getattr(samples, "tolist", None)  # of numpy and torch
+        items: Any = list(samples) if to_list is None else to_list()
+    except TypeError:
+        raise ArgumentError(f"samples must be a sequence of sample ids, got {shown(samples)}") from None
+    if not isinstance(items, list):  # of an array of rank 0
+        raise ArgumentError(f"samples must be a sequence of sample ids, got {shown(samples)}")
+    return [
+        i if type(i) is int and 0 <= i <= _MAX_ID else whole("a sample id", i, -_MAX_ID - 1, _MAX_ID)
+        for i in cast(list[Any], items)
+    ]
+
+
+def shown_samples(samples: Iterable[int]) -> str:
+    """Return sample ids for a message, the first ten."""
+    ids = list(dict.fromkeys(samples))
+    return ", ".join(map(str, ids[:10])) + (f" and {len(ids) - 10} others" if len(ids) > 10 else "")

@@ -1,0 +1,152 @@
+"""ActivationDelta: both sides keep the same m, to the bit; disagreement is an error that raw samples heal."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import codec
+from support.activations import Reference, bits, differing, m_of, random_activations
+from support.states import seeds, through_npz, through_torch_save
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SPECS = (
+    codec.Quantize(4, rounding="nearest"),
+    codec.Quantize(2),
+    codec.Quantize(3, levels="odd", group_size=7),
+    codec.Float8(),
+    codec.Float4(),
+    codec.Sign(),
+    codec.Ternary(),
+)
+
+
+def exchange(sender, receiver, a, samples):
+    received = receiver.decode(sender.encode(a, samples), samples, like=a)
+    sender.commit()
+    receiver.commit()
+    return received
+
+
+@given(st.sampled_from(sorted(DTYPES)), st.sampled_from(["float32", "bfloat16", "8bit"]), st.sampled_from(SPECS), seeds)
+def test_both_sides_equal_a_reference_in_numpy(dtype, entries, spec, seed):
+    """Samples are new or seen, several in a batch and a step; values have NaN; steps are committed or rolled back."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 300))
+    sender, receiver = (codec.ActivationDelta(spec, dtype=entries, edge=5) for _ in range(2))
+    reference = Reference(spec, entries, edge=5)
+    for _ in range(int(rng.integers(1, 6))):
+        for _ in range(int(rng.integers(1, 4))):
+            samples = rng.integers(0, 8, int(rng.integers(1, 6))).tolist()
+            a = random_activations(rng, (len(samples), n), DTYPES[dtype], nonfinite=0.05)
+            expected = reference.trip(a, samples)
+            received = receiver.decode(sender.encode(a, samples), samples, like=a)
+            assert received.dtype == a.dtype
+            assert bits(received) == bits(expected)
+        commit = rng.random() < 0.7
+        for side in (sender, receiver, reference):
+            side.commit() if commit else side.rollback()
+        np.testing.assert_equal(m_of(sender), reference.m)
+        assert {s: bits(m) for s, m in m_of(sender).items()} == {s: bits(m) for s, m in m_of(receiver).items()}
+
+
+A = torch.from_numpy(np.random.default_rng(0).standard_normal((4, 6, 50)).astype(np.float32))
+
+
+def pair(**arguments):
+    return codec.ActivationDelta(**arguments), codec.ActivationDelta(**arguments)
+
+
+def test_first_visit_is_exact_and_later_ones_are_deltas():
+    sender, receiver = pair()
+    assert bits(exchange(sender, receiver, A, [1, 2, 3, 4])) == bits(A)
+    second = exchange(sender, receiver, A + 0.01, [1, 2, 3, 4])
+    assert 0 < (second - A - 0.01).abs().max() < 0.01
+    assert receiver.stats().delta_samples == sender.stats().delta_samples == 4
+    assert sender.stats().change == pytest.approx([0.01], rel=0.1)
+
+
+def test_evaluation_changes_nothing():
+    sender, receiver = pair()
+    exchange(sender, receiver, A, range(4))
+    before = sender.state_dict(), receiver.state_dict()
+    assert bits(receiver.decode(sender.encode(A + 1, None), like=A)) == bits(A + 1)
+    sender.commit()
+    receiver.commit()
+    np.testing.assert_equal((sender.state_dict(), receiver.state_dict()), before)
+
+
+def test_a_sample_advances_once_in_a_step():
+    """The second occurrence, as of gradient accumulation or recomputation, is a delta to the old m."""
+    sender, receiver = pair()
+    exchange(sender, receiver, A, range(4))
+    first = receiver.decode(sender.encode(A + 1, range(4)), like=A)
+    again = receiver.decode(sender.encode(A + 1, range(4)), like=A)
+    sender.commit()
+    receiver.commit()
+    assert bits(first) == bits(again)
+    assert bits(np.stack([m_of(sender)[s] for s in range(4)])) == bits(first)
+
+
+def test_rollback_restores_every_bit():
+    sender, receiver = pair(dtype="bfloat16")
+    exchange(sender, receiver, A, range(4))
+    before = sender.state_dict(), receiver.state_dict()
+    receiver.decode(sender.encode(A * 2, [0, 1, 2, 9]))
+    sender.rollback()
+    receiver.rollback()
+    np.testing.assert_equal((sender.state_dict(), receiver.state_dict()), before)
+
+
+def test_lossy_first_visit_keeps_what_was_decoded():
+    sender, receiver = pair(first=codec.Quantize(8))
+    received = exchange(sender, receiver, A, range(4))
+    assert 0 < (received - A).abs().max() < 0.05
+    assert bits(np.stack([m_of(sender)[s] for s in range(4)])) == bits(received)
+    assert differing(sender, receiver) == []
+
+
+def test_spec_may_change_between_messages():
+    sender, receiver = pair()
+    exchange(sender, receiver, A, range(4))
+    for spec in (codec.Quantize(2), "balanced", codec.Float4()):
+        sender.spec = spec
+        exchange(sender, receiver, A * 1.1, range(4))
+        assert differing(sender, receiver) == []
+
+
+@pytest.mark.parametrize("through", [lambda x: x, through_npz, through_torch_save])
+@pytest.mark.parametrize("entries", ["float32", "bfloat16", "8bit"])
+def test_state_dict_restores_m(through, entries):
+    sender, receiver = pair(dtype=entries, edge=3)
+    exchange(sender, receiver, A, range(4))
+    copies = pair(dtype=entries, edge=3)
+    copies[0].load_state_dict(through(sender.state_dict()))
+    copies[1].load_state_dict(through(receiver.state_dict()))
+    assert copies[0].known(range(5)).tolist() == [True] * 4 + [False]
+    assert bits(exchange(*copies, A + 1, range(4))) == bits(exchange(sender, receiver, A + 1, range(4)))
+
+
+def test_activation_of_another_shape_is_sent_raw():
+    sender, receiver = pair()
+    exchange(sender, receiver, A, range(4))
+    assert bits(exchange(sender, receiver, A[:, :3], range(4))) == bits(A[:, :3])
+    assert differing(sender, receiver) == []
+
+
+def test_gradients_are_quantized_without_state():
+    sender, receiver = pair(backward=codec.Quantize(8, rounding="nearest"))
+    gradient = sender.decode_gradient(receiver.encode_gradient(A), like=A)
+    assert bits(gradient) == bits(codec.decode(codec.encode(A, codec.Quantize(8, rounding="nearest")), like=A))
+
+
+def test_gradient_with_nan_is_an_error_of_the_peer():
+    sender, receiver = pair()
+    bad = A.clone()
+    bad[1, 2, 3] = torch.nan
+    out = torch.ones_like(A)
+    with pytest.raises(codec.PeerError, match="NaN or Inf"):
+        sender.decode_gradient(receiver.encode_gradient(bad), out=out)
+    assert bool((out == 1).all())
+    assert sender.decode_gradient(receiver.encode_gradient(A)).shape == A.shape
