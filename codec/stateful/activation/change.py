@@ -38,8 +38,8 @@ class ActivationStats:
     damaged : int
         Entries that failed their checksum, or that could not be read or written, and were forgotten.
     change : tuple of float
-        |a - m| / |a| in the sender's messages: the first item of samples that were sent as a delta for the first time,
-        the second item of those for the second time, and so on. Estimated from up to 65,536 values of a message.
+        ``|a - m| / |a|`` in the sender's messages: the first item of samples that were sent as a delta for the first
+        time, the second item of those for the second time, and so on. Estimated from up to 65,536 values of a message.
     """
 
     messages: int = 0
@@ -54,7 +54,7 @@ class ActivationStats:
 
 
 class Change:
-    """|a - m| / |a| by visit. A visit's number is how often its sample was sent as a delta."""
+    """``|a - m| / |a|`` by visit. A visit's number is how often its sample was sent as a delta."""
 
     def __init__(self) -> None:
         self._sums: dict[int, list[float]] = {}  # by visit: sum of (a - m)^2, sum of a^2, rows
@@ -83,7 +83,7 @@ class Change:
         self._warn()
 
     def by_visit(self) -> tuple[float, ...]:
-        """Return |a - m| / |a| by visit, from the first visit on. NaN for a visit without a measurement."""
+        """Return ``|a - m| / |a|`` by visit, from the first visit on. NaN for a visit without a measurement."""
         last = max(self._sums, default=-1)
         return tuple(self._ratio(visit) for visit in range(last + 1))
 
