@@ -295,8 +295,8 @@ def say(**event: Any) -> None:
     print(json.dumps(event), flush=True)
 
 
-def worker(plan: dict[str, Any]) -> None:
-    """Run all links and contenders on one rank."""
+def worker(plan: dict[str, Any], others: Callable[[Gradients], list[Contender]] = lambda plain: []) -> None:
+    """Run all links and contenders on one rank; `others` returns contenders besides this module's."""
     import torch
     import torch.distributed as dist
 
@@ -306,7 +306,7 @@ def worker(plan: dict[str, Any]) -> None:
     of_kinds = [[gradients(k, n, r, world) for r in range(world)] for k in kinds(Path(plan["data"])) if k]
     mine = [of_ranks[rank] for of_ranks in of_kinds]
     plain, stateful = mine[0], mine[1] if len(mine) > 1 else None
-    contenders = [raw(plain), *hooks(plain)]
+    contenders = [raw(plain), *hooks(plain), *others(plain)]
     if plan["codecs"]:
         contenders += codecs(plan["codecs"], plain, stateful, plan)
     exact: dict[str, Array] = {}

@@ -87,8 +87,10 @@ class Job:
     codec: str  # PLAIN, ORDERED or a spec as Python text
     seed: int
     steps: int
-    feedback: bool | None
-    algorithm: str
+    feedback: bool | None = None
+    algorithm: str = "two_shot"
+    batch: int | None = None  # samples of a step on all ranks; None: the task's
+    every: int | None = None  # steps between evaluations; None: a twentieth of all, at least 20
 
 
 @dataclass
@@ -104,6 +106,9 @@ class Run:
     cpu: float = 0  # CPU seconds per step of the busiest rank
     residual: float = math.nan  # largest ||residual|| / ||gradient||
     losses: list[float] = field(default_factory=list[float])  # training loss of each step, mean of the ranks
+    seconds: list[float] = field(default_factory=list[float])  # time of each step on the slowest rank
+    cpu_seconds: list[float] = field(default_factory=list[float])  # CPU time of each step on the busiest rank
+    sent: list[float] = field(default_factory=list[float])  # bytes that rank 0 sent in each step
     curve: list[tuple[int, float, float]] = field(
         default_factory=list[tuple[int, float, float]]
     )  # step, loss, accuracy
@@ -159,6 +164,9 @@ def add_hook(job: Job, task: Task, model: DistributedDataParallel) -> Any:
             spec, optimizer=task.optimizer, feedback=feedback, options=codec.options(algorithm=job.algorithm)
         )
     return hook.register(model)
+
+
+HookOf = Callable[[Job, Task, DistributedDataParallel], Any]
 
 
 def residual_ratio(hook: Any) -> float:
@@ -217,24 +225,27 @@ def take_step(task: Task, model: DistributedDataParallel) -> tuple[float, str]:
     return loss.item(), ""
 
 
-def train(job: Job, report_steps: Callable[[int], None]) -> Run:
+def train(job: Job, report_steps: Callable[[int], None], hook_of: HookOf = add_hook) -> Run:
     """Train on this rank, together with all others."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    task = TASKS[job.task](job.seed, job.steps, rank, world)
+    task = TASKS[job.task](job.seed, job.steps, rank, world, **({} if job.batch is None else {"batch": job.batch}))
     # evaluate() averages the buffers; without this argument rank 0 would broadcast its own in every step
     model = DistributedDataParallel(task.model, forward_sync_buffers=False)
-    hook = add_hook(job, task, model)
+    hook = hook_of(job, task, model)
     run = Run(job.task, job.codec, job.seed, job.steps, sum(p.numel() for p in task.model.parameters()))
-    every = max(20, job.steps // EVALUATIONS)
-    cpu, reported, residuals = 0.0, 0, [math.nan]
+    every = job.every or max(20, job.steps // EVALUATIONS)
+    reported, residuals = 0, [math.nan]
     for step in range(1, job.steps + 1):
-        begin = time.process_time()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         loss, run.stopped = take_step(task, model)
-        cpu += time.process_time() - begin
+        cpu, seconds = time.process_time() - cpu_begin, time.perf_counter() - begin
         if run.stopped:
             run.stopped = f"at step {step}: {run.stopped}"
             break
         run.losses.append(loss)
+        run.cpu_seconds.append(cpu)
+        run.seconds.append(seconds)
+        run.sent.append(0 if hook is None else hook.stats().sent_nbytes - sum(run.sent))
         residuals.append(residual_ratio(hook))
         if step % every == 0 or step == job.steps:
             run.curve.append((step, *evaluate(task)))
@@ -242,24 +253,29 @@ def train(job: Job, report_steps: Callable[[int], None]) -> Run:
             reported = step
     report_steps(job.steps - reported)
     largest = max((r for r in residuals if not math.isnan(r)), default=math.nan)
-    gather(run, 0 if hook is None else hook.stats().sent_nbytes, cpu, largest)
+    gather(run, largest)
     run.digest = digest_of(task.model)
     return run
 
 
-def gather(run: Run, nbytes: int, cpu: float, residual: float) -> None:
-    """Fill in the fields of `run` that combine all ranks: maxima of bytes, CPU time and residual, mean losses."""
+def gather(run: Run, residual: float) -> None:
+    """Fill in the fields of `run` that combine all ranks: maxima of bytes, times and residual, mean losses."""
     world, steps = dist.get_world_size(), max(1, len(run.losses))
-    most = torch.tensor([nbytes / steps, cpu / steps, -1 if math.isnan(residual) else residual], dtype=torch.float64)
+    of_rank = [sum(run.sent) / steps, sum(run.cpu_seconds) / steps, -1 if math.isnan(residual) else residual]
+    most = torch.tensor(of_rank, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     run.nbytes, run.cpu, run.residual = most.tolist()
     if run.residual < 0:
         run.residual = math.nan
     if run.codec in (PLAIN, ORDERED):
         run.nbytes = values_sent(run.values, world) * 4
+        run.sent = [run.nbytes] * len(run.losses)
     losses = torch.tensor(run.losses, dtype=torch.float64)
     dist.all_reduce(losses)
     run.losses = (losses / world).tolist()
+    times = torch.tensor([run.seconds, run.cpu_seconds], dtype=torch.float64)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    run.seconds, run.cpu_seconds = times.tolist()
 
 
 def values_sent(values: int, world: int) -> float:
@@ -267,21 +283,21 @@ def values_sent(values: int, world: int) -> float:
     return 2 * (world - 1) / world * values
 
 
-def rank_main(rank: int, world: int, jobs: list[Job], meet: str, reports: Any) -> None:
+def rank_main(rank: int, world: int, jobs: list[Job], meet: str, reports: Any, hook_of: HookOf) -> None:
     """Do all jobs in one process: to start one takes longer than some of the trainings."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{meet}", rank=rank, world_size=world, timeout=timedelta(seconds=120))
     try:
         for job in jobs:
-            run = train(job, lambda n, job=job: reports.put((job, n)) if rank == 0 else None)
+            run = train(job, lambda n, job=job: reports.put((job, n)) if rank == 0 else None, hook_of)
             if rank == 0:
                 reports.put((job, run))
     finally:
         dist.destroy_process_group()
 
 
-def train_all(jobs: list[Job], world: int) -> list[Run]:
-    """Run all jobs on `world` new processes, with a progress bar."""
+def train_all(jobs: list[Job], world: int, hook_of: HookOf = add_hook) -> list[Run]:
+    """Run all jobs on `world` new processes, with a progress bar. `hook_of` registers the hook of a job."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -301,7 +317,7 @@ def train_all(jobs: list[Job], world: int) -> list[Run]:
         Progress(TextColumn("{task.description:42}"), *columns, console=Console(stderr=True)) as bar,
     ):
         line = bar.add_task("starting ranks", total=sum(j.steps for j in jobs))
-        arguments = (world, jobs, str(Path(folder) / "meet"), reports)
+        arguments = (world, jobs, str(Path(folder) / "meet"), reports, hook_of)
         ranks = multiprocessing.start_processes(rank_main, arguments, nprocs=world, join=False, start_method="spawn")
         while True:
             done = ranks.join(timeout=0.2)
