@@ -17,6 +17,7 @@ from codec.torch.counters import Counters
 from codec.torch.ddp import comm_hook, ddp_hook
 from codec.torch.fsdp import AllGather, AllReduce, CommStats, ReduceScatter
 from codec.torch.hook import Hook
+from codec.torch.point_to_point import recv, send
 from codec.torch.policy import Policy, default_policy
 from codec.torch.stats import ParameterStats, Stats
 from codec.torch.work import Work
@@ -42,8 +43,10 @@ __all__ = [
     "default_policy",
     "exchange",
     "group_stats",
+    "recv",
     "reduce_scatter",
     "register_backend",
+    "send",
 ]
 
 register_backend()  # so that init_process_group("codec") works
