@@ -10,6 +10,7 @@ import codec
 from support.activations import Reference, bits, differing, m_of, random_activations
 from support.states import seeds, through_npz, through_torch_save
 
+LOSSLESS = codec.Lossless()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SPECS = (
     codec.Quantize(4, rounding="nearest"),
@@ -34,7 +35,7 @@ def test_both_sides_equal_a_reference_in_numpy(dtype, entries, spec, seed):
     """Samples are new or seen, several in a batch and a step; values have NaN; steps are committed or rolled back."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 300))
-    sender, receiver = (codec.ActivationDelta(spec, dtype=entries, edge=5) for _ in range(2))
+    sender, receiver = (codec.ActivationDelta(spec, first=LOSSLESS, dtype=entries, edge=5) for _ in range(2))
     reference = Reference(spec, entries, edge=5)
     for _ in range(int(rng.integers(1, 6))):
         for _ in range(int(rng.integers(1, 4))):
@@ -54,8 +55,8 @@ def test_both_sides_equal_a_reference_in_numpy(dtype, entries, spec, seed):
 A = torch.from_numpy(np.random.default_rng(0).standard_normal((4, 6, 50)).astype(np.float32))
 
 
-def pair(**arguments):
-    return codec.ActivationDelta(**arguments), codec.ActivationDelta(**arguments)
+def pair(first=LOSSLESS, **arguments):
+    return tuple(codec.ActivationDelta(first=first, **arguments) for _ in range(2))
 
 
 def test_first_visit_is_exact_and_later_ones_are_deltas():
@@ -150,3 +151,20 @@ def test_gradient_with_nan_is_an_error_of_the_peer():
         sender.decode_gradient(receiver.encode_gradient(bad), out=out)
     assert bool((out == 1).all())
     assert sender.decode_gradient(receiver.encode_gradient(A)).shape == A.shape
+
+
+def test_first_visit_takes_8_bits_by_default():
+    sender, receiver = codec.ActivationDelta(), codec.ActivationDelta()
+    message = sender.encode(A, range(4))
+    assert len(message) < A.nbytes / 2
+    received = receiver.decode(message, like=A)
+    assert 0 < (received - A).abs().max() < 0.02
+
+
+def test_first_visit_with_nan_is_lossless():
+    sender, receiver = codec.ActivationDelta(), codec.ActivationDelta()
+    bad = A.clone()
+    bad[2, 1, 1] = torch.nan
+    received = exchange(sender, receiver, bad, range(4))
+    assert bits(received) == bits(bad)
+    assert differing(sender, receiver) == []

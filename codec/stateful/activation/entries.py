@@ -12,7 +12,7 @@ Bits = np.ndarray[Any, Any]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-EIGHT_BIT = Quantize(8, rounding="nearest")  # spec of entries of 8 bits
+EIGHT_BIT = Quantize(8, rounding="nearest")  # spec of entries of 8 bits, and of first visits
 BITS: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
 
