@@ -17,6 +17,9 @@ from codec.torch.counters import Counters
 from codec.torch.ddp import comm_hook, ddp_hook
 from codec.torch.fsdp import AllGather, AllReduce, CommStats, ReduceScatter
 from codec.torch.hook import Hook
+from codec.torch.parameter_server.client import ParameterClient
+from codec.torch.parameter_server.links import ClientStats
+from codec.torch.parameter_server.server import ParameterServer, ServerStats
 from codec.torch.point_to_point import recv, send
 from codec.torch.policy import Policy, default_policy
 from codec.torch.stats import ParameterStats, Stats
@@ -25,14 +28,18 @@ from codec.torch.work import Work
 __all__ = [
     "AllGather",
     "AllReduce",
+    "ClientStats",
     "CommStats",
     "Counters",
     "Hook",
     "Options",
+    "ParameterClient",
+    "ParameterServer",
     "ParameterStats",
     "Policy",
     "ProcessGroup",
     "ReduceScatter",
+    "ServerStats",
     "Stats",
     "Work",
     "all_gather",

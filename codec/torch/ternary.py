@@ -44,7 +44,7 @@ def shared_scale(channel: Channel, r: Reduction) -> tuple[Array, Exception | Non
     error: Exception | None = None
     try:
         for begin, end, i in parts:
-            mine[i] = max(mine[i], _magnitude(exact[begin:end], r.spec))
+            mine[i] = max(mine[i], magnitude(exact[begin:end], r.spec))
     except ArgumentError as e:
         error = e
     scales, fault = all_gather(channel, Reduction(mine, "float32", Lossless(), "max", r.stream))
@@ -67,7 +67,7 @@ def _parts(n: int, segments: Records | None) -> list[_Part]:
     return [part for part in [*found, (at, n, rest)] if part[0] < part[1]]
 
 
-def _magnitude(x: Array, spec: Spec) -> float:
+def magnitude(x: Array, spec: Spec) -> float:
     """Return the largest magnitude, limited to `clip` standard deviations of the spec, unless those are 0."""
     most = abs(max(float(x.max()), -float(x.min())))
     if not math.isfinite(most):

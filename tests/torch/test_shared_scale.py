@@ -239,7 +239,7 @@ def _lied(rank, size):
     """Send valid frames with impossible contents."""
     x = torch.linspace(-1, 2, 40_000) * (1 + rank)
     shared, signs = ternary._Shared, ternary._Shared.encode
-    sums, magnitude = shared.encode_sum, ternary._magnitude
+    sums, magnitude = shared.encode_sum, ternary.magnitude
 
     def encoded(spec, values):
         return lambda self, piece, out, number: len(codec.encode(values(piece.n), spec, out=out))
@@ -257,19 +257,19 @@ def _lied(rank, size):
         ("encode_sum", of_sums(255)),
         ("encode_sum", of_sums(0, more=-1)),
         ("encode_sum", of_sums(0, "int8")),
-        ("_magnitude", lambda x, spec: float("inf")),
+        ("magnitude", lambda x, spec: float("inf")),
     ]
     raised = []
     for name, lie in lies:
         before = bits(x)
         if rank == 1:
-            if name == "_magnitude":
-                ternary._magnitude = lie
+            if name == "magnitude":
+                ternary.magnitude = lie
             else:
                 setattr(shared, name, lie)
         with pytest.raises((codec.FrameError, codec.PeerError)) as e:
             codec.torch.all_reduce(x, codec.Ternary(), op="mean", options=codec.options(algorithm="shared_scale"))
-        shared.encode, shared.encode_sum, ternary._magnitude = signs, sums, magnitude
+        shared.encode, shared.encode_sum, ternary.magnitude = signs, sums, magnitude
         assert bits(x) == before
         raised.append(type(e.value).__name__)
     codec.torch.all_reduce(x, codec.Ternary(), op="mean", options=codec.options(algorithm="shared_scale"))

@@ -1,0 +1,59 @@
+"""Checks of arguments that servers and clients share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from codec import ArgumentError
+from codec.arguments import shown, whole
+from codec.torch.communicator import _key_of
+from codec.torch.endpoint import Endpoint, endpoint_of
+
+
+def endpoint_for(group: Any) -> Endpoint:
+    """Return the endpoint of this rank in a group, of which it must be a member.
+
+    Raises
+    ------
+    ArgumentError
+        `group` is no process group, or this rank is not of the group.
+    """
+    key = _key_of(group)
+    if dist.distributed_c10d._rank_not_in_group(key):
+        raise ArgumentError("this rank is not of the group")
+    return endpoint_of(key)
+
+
+def check_ranks(
+    name: str, ranks: Any, endpoint: Endpoint, *, member: bool | None = None, other: Sequence[int] = ()
+) -> list[int]:
+    """Return a list of ranks.
+
+    Parameters
+    ----------
+    name : str
+        Name of the argument.
+    ranks : sequence of int
+        One or more different ranks of the group of `endpoint`.
+    member : bool, optional
+        True: this rank must be one of them. False: it must not.
+    other : sequence of int
+        Ranks that must not be among them.
+
+    Raises
+    ------
+    ArgumentError
+        `ranks` is something else.
+    """
+    if not isinstance(ranks, Sequence) or isinstance(ranks, str):
+        raise ArgumentError(f"{name} must be a sequence of ranks, got {shown(ranks)}")
+    found = [whole(f"a rank of {name}", r, 0, endpoint.size - 1) for r in ranks]
+    if not found or len(set(found)) != len(found):
+        raise ArgumentError(f"{name} must be one or more different ranks, got {shown(ranks)}")
+    if both := set(found) & set(other):
+        raise ArgumentError(f"rank {min(both)} is a server and a worker: name it once")
+    if member is not None and (endpoint.rank in found) != member:
+        what = "must be" if member else "must not be"
+        raise ArgumentError(f"this rank, {endpoint.rank}, {what} one of {name}, {shown(found)}")
+    return found

@@ -1,0 +1,283 @@
+"""Client of parameter servers: registers keys, pushes frames, pulls reductions, and averages gradients."""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+import codec
+from codec import ArgumentError, CallOptions, PeerError, SpecError, StateError, Status
+from codec._options import settings_of
+from codec.arguments import shown, whole
+from codec.specs import SpecLike, Ternary
+from codec.torch.arguments import NAMES, plain_spec
+from codec.torch.connection import check_timeout
+from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
+from codec.torch.parameter_server.average import mean, terngrad
+from codec.torch.parameter_server.links import ClientStats
+from codec.torch.parameter_server.messages import INTERNAL, MAX_NAME_NBYTES, MAX_STEP, REDUCES, Key, Reduce
+from codec.torch.parameter_server.session import Session
+
+
+class ParameterClient:
+    """A worker's connections to all parameter servers.
+
+    Methods may be called by any thread; one call runs at a time. Tensors are float32, bfloat16 or float16, on any
+    device. Steps are numbers that rise; all workers push the same keys in the same steps.
+
+    Parameters
+    ----------
+    servers : sequence of int
+        Ranks of the servers, in the same order as on the servers.
+    group : ProcessGroup, optional
+        Ranks. Default: all.
+    options : CallOptions, optional
+        ``codec.options(timeout=)``: longest time that a pull waits for other workers; that of the servers. A server
+        that does not answer at all is lost after twice this time. Default: the timeout of the group.
+
+    Raises
+    ------
+    ArgumentError
+        An argument is wrong, or this rank is a server.
+    PeerError
+        A server cannot be reached in time.
+
+    See Also
+    --------
+    ParameterServer : The other side.
+
+    Examples
+    --------
+    >>> rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    >>> if rank > 0:  # rank 0 is the server
+    ...     with codec.torch.ParameterClient(servers=[0]) as client:
+    ...         client.init({"weight": torch.zeros(100)})
+    ...         client.push(0, {"weight": torch.randn(100)}, codec.Float8())
+    ...         mean = client.pull(0, ["weight"])["weight"]
+    """
+
+    def __init__(self, servers: Sequence[int], *, group: Any = None, options: CallOptions | None = None) -> None:
+        timeout = check_timeout(settings_of(options).timeout)
+        endpoint = endpoint_for(group)
+        ranks = check_ranks("servers", servers, endpoint, member=False)
+        self._lock = threading.RLock()
+        self._session = Session(endpoint, ranks, (timeout or endpoint.timeout).total_seconds())
+
+    def __enter__(self) -> "ParameterClient":
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # servers tell the other workers that this one is lost
+            self._session.links.close()
+
+    def init(self, parameters: Mapping[str, Any]) -> None:
+        """Register keys on their servers. Every worker does so; equal registrations are the same key.
+
+        Parameters
+        ----------
+        parameters : mapping of str to torch.Tensor or sequence of int
+            Tensors, of which dtype and shape are taken, or shapes of float32 tensors, by name. Values are not sent.
+
+        Raises
+        ------
+        ArgumentError
+            A name or shape is wrong, differs from another worker's, or is more than the server allows.
+        PeerError
+            A server is lost.
+        """
+        keys = [_key_of(name, of) for name, of in parameters.items()]
+        if wrong := [key.name for key in keys if key.name.startswith(INTERNAL)]:
+            raise ArgumentError(f"the name {wrong[0]!r} begins with a zero byte, as only names of the library do")
+        with self._call():
+            self._session.register(keys)
+
+    def push(self, step: int, tensors: Mapping[str, Any], spec: SpecLike = codec.Lossless()) -> None:  # noqa: B008
+        """Send values of this worker for a step.
+
+        Parameters
+        ----------
+        step : int
+            Number of the step, 0 or more.
+        tensors : mapping of str to torch.Tensor, bytes or buffer
+            Tensors to encode, or frames, by key.
+        spec : Spec or name of a preset
+            Spec of the tensors' frames.
+
+        Raises
+        ------
+        StateError
+            A key is not initialized, was pushed before in this step, or the step has ended or begun without this
+            worker; or too many steps are in flight.
+        ArgumentError, SpecError
+            A tensor does not go with its key or with the spec.
+        PeerError
+            A server is lost.
+        """
+        step, spec = _step(step), plain_spec(spec)
+        with self._call():
+            frames = {name: self._session.frame(step, name, value, spec) for name, value in tensors.items()}
+            self._session.round(self._session.push(step, frames))
+
+    def pull(self, step: int, keys: Iterable[str], *, reduce: Reduce = "mean") -> dict[str, torch.Tensor]:
+        """Wait until all workers have pushed some keys, and return what these values reduce to.
+
+        Parameters
+        ----------
+        step : int
+            Number of the step.
+        keys : iterable of str
+            Names. This worker must have pushed them in the step, and can pull each once.
+        reduce : {"mean", "max", "decode_average"}
+            ``"mean"`` and ``"max"`` decode the frames and return the mean or the maximum of the workers, which the
+            server sends as Lossless frames. ``"decode_average"`` adds the codes of :class:`codec.Ternary` frames with
+            one scale as integers, exactly, which the server sends; the result is float32(sum * (scale / W)).
+
+        Returns
+        -------
+        dict of str to torch.Tensor
+            Tensors on the CPU with dtypes and shapes of the keys.
+
+        Raises
+        ------
+        StateError
+            A key is not initialized, or was not pushed by this worker, or was pulled before.
+        SpecError
+            For ``"decode_average"``, if frames are not of Ternary or have different scales.
+        PeerError
+            Another worker was lost or too late, or has abandoned the step; or a server is lost.
+        """
+        step, names = _step(step), list(keys)
+        if reduce not in REDUCES:
+            raise ArgumentError(f"reduce must be one of {', '.join(map(repr, REDUCES))}, got {shown(reduce)}")
+        if len(set(names)) != len(names):
+            raise ArgumentError("a key is named twice")
+        with self._call():
+            (values,) = self._session.round(self._session.pull(step, names, reduce))
+            return self._session.decoded(values, names, reduce)
+
+    def average(self, step: int, gradients: Mapping[str, torch.Tensor], spec: SpecLike) -> dict[str, torch.Tensor]:
+        """Return the mean of all workers' gradients: push and pull in one call.
+
+        With :class:`codec.Ternary` this is TernGrad's step: workers push the largest magnitude of each gradient and
+        pull the maxima of all workers, push ternary codes with these scales, and pull their ``"decode_average"``. Sums
+        are exact, and no value is rounded but by the codes. With ``clip``, a worker's magnitude is limited to that many
+        standard deviations before, as in ``algorithm="shared_scale"`` of :func:`all_reduce`. With another spec, workers
+        push frames and pull their mean.
+
+        If the call fails on this worker, it abandons the step, so that the other workers raise PeerError at once.
+
+        Parameters
+        ----------
+        step : int
+            Number of the step, also for the random bits of the codes.
+        gradients : mapping of str to torch.Tensor
+            Gradients by key; they are not changed. All workers pass the same keys.
+        spec : Spec or name of a preset
+            Such as ``codec.Ternary("base3", clip=2.5)``.
+
+        Returns
+        -------
+        dict of str to torch.Tensor
+            Means, with dtypes and devices of the gradients; the same bits on all workers.
+
+        Raises
+        ------
+        ArgumentError
+            A gradient has NaN or Inf, with ``code == codec.Status.NONFINITE``, or does not go with its key.
+        PeerError
+            Another worker has failed, was lost or was too late; or a server is lost.
+        SpecError
+            A spec with a `scale`: workers agree on it.
+        StateError
+            As for :meth:`push`.
+        """
+        step, spec = _step(step), plain_spec(spec)
+        if isinstance(spec, Ternary) and spec.scale is not None:
+            raise SpecError("workers agree on the scale themselves: leave out scale=")
+        with self._call():
+            try:
+                for name, gradient in gradients.items():
+                    self._session.check(name, gradient)
+                if isinstance(spec, Ternary):
+                    found = terngrad(self._session, step, gradients, spec)
+                else:
+                    found = mean(self._session, step, gradients, spec)
+            except Exception as e:
+                with suppress(codec.CodecError):
+                    self._session.abandon(step, nonfinite=getattr(e, "code", None) == Status.NONFINITE)
+                raise
+            return {name: found[name].to(gradient.device) for name, gradient in gradients.items()}
+
+    def abandon(self, step: int) -> None:
+        """Tell the servers that this worker pushes nothing more in a step: workers that wait for it raise PeerError.
+
+        Parameters
+        ----------
+        step : int
+            Number of the step.
+
+        Raises
+        ------
+        PeerError
+            A server is lost.
+        """
+        step = _step(step)
+        with self._call():
+            self._session.abandon(step, nonfinite=False)
+
+    def stats(self) -> ClientStats:
+        """Return the totals so far."""
+        return self._session.links.stats()
+
+    def close(self) -> None:
+        """Tell the servers that this worker is done; a server ends when all workers are."""
+        with self._lock:
+            if self._session.links.closed:
+                return
+            try:
+                with suppress(PeerError):  # a lost server needs no notice
+                    self._session.close()
+            finally:
+                self._session.links.close()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Return a context manager whose body alone uses the connections.
+
+        An exception such as KeyboardInterrupt closes the client: replies may be left, which belong to this call.
+        """
+        with self._lock:
+            if self._session.links.closed:
+                raise StateError("the client is closed: make a new ParameterClient")
+            try:
+                yield
+            except Exception:
+                raise
+            except BaseException:
+                self._session.links.close()
+                raise
+
+
+def _step(step: Any) -> int:
+    return whole("step", step, 0, MAX_STEP - 1)
+
+
+def _key_of(name: Any, of: Any) -> Key:
+    """Return the key of a tensor or a shape."""
+    if not isinstance(name, str) or not 0 < len(name.encode(errors="replace")) <= MAX_NAME_NBYTES:
+        raise ArgumentError(f"a key must be a str of 1 to {MAX_NAME_NBYTES} bytes, got {shown(name)}")
+    if isinstance(of, torch.Tensor):
+        if of.dtype not in NAMES:
+            raise ArgumentError(f"{name!r} is {of.dtype}; keys are float32, bfloat16 or float16")
+        return Key(name, NAMES[of.dtype], tuple(of.shape))
+    try:
+        shape = tuple(whole("a dimension", size, 0, 1 << 40) for size in of)
+    except TypeError:
+        raise ArgumentError(f"{name!r} must be a tensor or a shape, got {shown(of)}") from None
+    if len(shape) > 8:
+        raise ArgumentError(f"{name!r} has {len(shape)} dimensions; the maximum is 8")
+    return Key(name, "float32", shape)

@@ -1,0 +1,128 @@
+"""A worker's connections to parameter servers: requests to all at once, and their replies."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from codec import CodecError, PeerError
+from codec.torch.endpoint import Endpoint
+from codec.torch.messages import Array
+from codec.torch.parameter_server.messages import TAG, Outgoing
+from codec.torch.peer_connection import PeerConnection
+
+T = TypeVar("T")
+
+_SMALL_NBYTES = 1 << 16  # bytes of any reply without values, such as an error
+
+
+@dataclass(frozen=True)
+class ClientStats:
+    """Totals of a client, from :meth:`ParameterClient.stats`.
+
+    Attributes
+    ----------
+    requests : int
+        Requests sent to all servers together.
+    sent_nbytes, received_nbytes : int
+        Bytes of all messages, headers included.
+    """
+
+    requests: int
+    sent_nbytes: int
+    received_nbytes: int
+
+
+class ServerLinks:
+    """Connections to servers.
+
+    Parameters
+    ----------
+    endpoint : Endpoint
+        Endpoint of this rank.
+    servers : sequence of int
+        Ranks of the servers.
+    seconds : float
+        Longest wait for a connection, and for the sending of 4 MiB; replies may take twice as long, since servers wait
+        for other workers as long.
+    """
+
+    def __init__(self, endpoint: Endpoint, servers: Sequence[int], seconds: float) -> None:
+        self.closed = False
+        self._seconds = seconds
+        self._requests = 0
+        self._connections: dict[int, PeerConnection] = {}
+        try:
+            for server in servers:
+                self._connections[server] = endpoint.connect(server, TAG, seconds)
+        except BaseException:
+            self.close()
+            raise
+
+    def alive(self) -> list[int]:
+        """Return the servers that are not lost."""
+        return [server for server, connection in self._connections.items() if not connection.closed]
+
+    def stats(self) -> ClientStats:
+        """Return the totals so far."""
+        connections = self._connections.values()
+        sent, received = (sum(n) for n in zip(*((c.sent_nbytes, c.received_nbytes) for c in connections), strict=True))
+        return ClientStats(self._requests, sent, received)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.closed = True
+        for connection in self._connections.values():
+            connection.close()
+
+    def round(
+        self, requests: Sequence[Mapping[int, Outgoing]], limit: int, read: Callable[[Array, int, int], T]
+    ) -> list[dict[int, T]]:
+        """Send requests to servers, and return what `read` finds in each reply.
+
+        Parameters
+        ----------
+        requests : sequence of dict
+            Requests by server. All are sent before the first reply is awaited; a server answers them in order.
+        limit : int
+            Most bytes of the values in a reply.
+        read : callable
+            Gets the reply, the server, and the number of keys in the reply.
+
+        Raises
+        ------
+        CodecError
+            The first error of any reply, after all replies were received; PeerError for a server that is lost.
+        """
+        lost: dict[int, PeerError] = {}
+        first: CodecError | None = None
+        found: list[dict[int, T]] = []
+        for by_server in requests:
+            for server, request in by_server.items():
+                self._requests += 1
+                self._try(server, lost, lambda c, r=request: c.send(r.parts, self._seconds))
+        for by_server in requests:
+            found.append({})
+            for server, request in by_server.items():
+                reply = self._try(server, lost, lambda c: c.receive(limit + _SMALL_NBYTES, 2 * self._seconds))
+                try:
+                    if reply is None:
+                        raise PeerError(f"server {server}: {lost[server]}")
+                    found[-1][server] = read(reply, server, request.replies)
+                except CodecError as e:
+                    first = first or e
+        if first is not None:
+            raise first
+        return found
+
+    def _try(self, server: int, lost: dict[int, PeerError], call: Callable[[PeerConnection], T]) -> T | None:
+        """Return the result of a call, or None if the server is lost, which closes its connection.
+
+        A reply that came later would be taken for that of another request.
+        """
+        if server not in lost:
+            try:
+                return call(self._connections[server])
+            except PeerError as e:
+                self._connections[server].close()
+                lost[server] = e
+        return None

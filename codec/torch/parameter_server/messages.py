@@ -1,0 +1,236 @@
+"""Requests and replies of a parameter server as bytes (docs/protocol.md, section 16)."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+
+from codec import ArgumentError, CodecError, FrameError, PeerError, SpecError, StateError, Status
+from codec.torch.messages import Array
+
+Reduce = Literal["max", "mean", "decode_average"]
+
+REDUCES: tuple[Reduce, ...] = ("max", "mean", "decode_average")  # by number
+INIT, PUSH, PULL, ABANDON, CLOSE = range(5)  # kinds of requests
+INTERNAL = "\0"  # begin of names of keys that clients themselves register
+TAG = -1  # of the connections between workers and servers
+MAX_STEP = 1 << 62
+MAX_NAME_NBYTES = 1024
+INIT_NBYTES = 1 << 22  # most bytes of a request that registers keys
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # dtypes of keys
+
+_DTYPES = {"float32": 1, "bfloat16": 3, "float16": 4}  # numbers of docs/format.md, section 3
+_DTYPE_NAMES = {number: name for name, number in _DTYPES.items()}
+_MAX_RANK = 8
+_MAX_DIMENSION = 1 << 40
+_REQUEST = struct.Struct("<BBHIq")  # kind, argument, 0, number of keys, step
+_REPLY = struct.Struct("<BBHI")  # status, 0, 0, number of keys
+_KEY = struct.Struct("<HBB")  # bytes of the name, dtype, rank
+_ERROR_NBYTES = 2000  # most bytes of an error's text
+_ERRORS: tuple[type[CodecError], ...] = (ArgumentError, SpecError, FrameError, StateError, PeerError)  # statuses 1 to 5
+_NONFINITE = 6  # status of a PeerError whose cause is NaN or Inf
+ABANDON_ERROR, ABANDON_NONFINITE = range(2)  # arguments of ABANDON
+
+
+@dataclass(frozen=True)
+class Key:
+    """Name, dtype and shape of a parameter."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+    @property
+    def value_limit(self) -> int:
+        """Most bytes of a frame of the key, or of its packed sums."""
+        return 2 * self.nbytes + 4096
+
+
+@dataclass(frozen=True)
+class Request:
+    """Request of a worker: kind, argument, step, and the keys of INIT or the ids and frames of PUSH and PULL."""
+
+    kind: int
+    argument: int
+    step: int
+    keys: Sequence[Key] = ()
+    ids: Sequence[int] = ()
+    frames: Sequence[Array] = ()
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """Request to send: its parts, and the number of keys in the reply."""
+
+    parts: list[Any]
+    replies: int
+
+
+def request(
+    kind: int, step: int = 0, ids: Sequence[int] = (), frames: Sequence[Any] | None = None, argument: int = 0
+) -> Outgoing:
+    """Return a request of any kind but INIT.
+
+    Parameters
+    ----------
+    kind, argument : int
+        Kind of the request; the reduction of PULL, or the reason of ABANDON.
+    step : int
+        Step.
+    ids : sequence of int
+        Keys.
+    frames : sequence of buffers, optional
+        One frame for each key, for PUSH.
+    """
+    head = _REQUEST.pack(kind, argument, 0, len(ids), step)
+    parts: list[Any] = [head + np.asarray(ids, "<u4").tobytes()]
+    if frames is not None:
+        parts[0] += np.asarray([len(f) for f in frames], "<u8").tobytes()
+        parts += frames
+    return Outgoing(parts, len(ids) if kind == PULL else 0)
+
+
+def init_request(keys: Sequence[Key]) -> Outgoing:
+    """Return a request that registers keys."""
+    body = bytearray(_REQUEST.pack(INIT, 0, 0, len(keys), 0))
+    for key in keys:
+        body += key_record(key)
+    return Outgoing([bytes(body)], len(keys))
+
+
+def key_record(key: Key) -> bytes:
+    """Return the record of a key in a request that registers keys."""
+    name = key.name.encode()
+    head = _KEY.pack(len(name), _DTYPES[key.dtype], len(key.shape))
+    return head + struct.pack(f"<{len(key.shape)}Q", *key.shape) + name
+
+
+class _Reader:
+    """Bounds-checked reader of a message; the end of the message is a FrameError."""
+
+    def __init__(self, message: Array) -> None:
+        self._message, self._at = message, 0
+
+    def take(self, nbytes: int) -> Array:
+        if nbytes > self._message.nbytes - self._at:
+            raise FrameError(f"the message ends at byte {self._message.nbytes}; {nbytes} more are expected")
+        self._at += nbytes
+        return self._message[self._at - nbytes : self._at]
+
+    def unpack(self, layout: struct.Struct) -> tuple[Any, ...]:
+        return layout.unpack(self.take(layout.size).tobytes())
+
+    def numbers(self, dtype: str, n: int) -> list[int]:
+        return self.take(n * np.dtype(dtype).itemsize).view(dtype).tolist()
+
+    def rest(self) -> Array:
+        return self.take(self._message.nbytes - self._at)
+
+    def end(self) -> None:
+        if self._at != self._message.nbytes:
+            raise FrameError(f"{self._message.nbytes - self._at} bytes follow the end of the message")
+
+
+def read_request(message: Array) -> Request:
+    """Return the request that a message holds.
+
+    Raises
+    ------
+    FrameError
+        The bytes are no request.
+    """
+    reader = _Reader(message)
+    kind, argument, zero, count, step = reader.unpack(_REQUEST)
+    if zero or not 0 <= step < MAX_STEP:
+        raise FrameError(f"a request has the step {step}; steps are 0 to {MAX_STEP - 1}")
+    keys, ids, frames = [], [], []
+    if kind == INIT:
+        keys = [_read_key(reader) for _ in range(count)]
+    elif kind in (PUSH, PULL):
+        ids = reader.numbers("<u4", count)
+        if len(set(ids)) != count:
+            raise FrameError("a request names a key twice")
+        if kind == PUSH:
+            frames = [reader.take(nbytes) for nbytes in reader.numbers("<u8", count)]
+        elif argument >= len(REDUCES):
+            raise FrameError(f"a request asks for the reduction {argument}, which does not exist")
+    elif kind not in (ABANDON, CLOSE):
+        raise FrameError(f"a request is of kind {kind}, which does not exist")
+    reader.end()
+    return Request(kind, argument, step, keys, ids, frames)
+
+
+def _read_key(reader: _Reader) -> Key:
+    nbytes, dtype, rank = reader.unpack(_KEY)
+    if dtype not in _DTYPE_NAMES or rank > _MAX_RANK or not 0 < nbytes <= MAX_NAME_NBYTES:
+        raise FrameError(f"a key has a name of {nbytes} bytes, dtype {dtype} and rank {rank}, which cannot be")
+    shape = tuple(reader.numbers("<u8", rank))
+    if max(shape, default=0) > _MAX_DIMENSION:
+        raise FrameError(f"a key has a dimension of {max(shape)}; the maximum is {_MAX_DIMENSION}")
+    try:
+        return Key(reader.take(nbytes).tobytes().decode(), _DTYPE_NAMES[dtype], shape)
+    except UnicodeDecodeError:
+        raise FrameError("the name of a key is not UTF-8") from None
+
+
+def reply(ids: Sequence[int] = (), values: Sequence[Sequence[Any]] | None = None) -> list[Any]:
+    """Return the parts of a reply without an error.
+
+    Parameters
+    ----------
+    ids : sequence of int
+        Numbers of registered keys, for INIT.
+    values : sequence of (head, body), optional
+        Value of each key, for PULL.
+    """
+    if values is None:
+        return [_REPLY.pack(0, 0, 0, len(ids)) + np.asarray(ids, "<u4").tobytes()]
+    sizes = [sum(len(part) for part in value) for value in values]
+    head = _REPLY.pack(0, 0, 0, len(values)) + np.asarray(sizes, "<u8").tobytes()
+    return [head, *(part for value in values for part in value)]
+
+
+def error_reply(error: CodecError) -> list[Any]:
+    """Return the parts of a reply that reports an error."""
+    status = next((i for i, kind in enumerate(_ERRORS, 1) if isinstance(error, kind)), len(_ERRORS))
+    if isinstance(error, PeerError) and error.code == Status.NONFINITE:
+        status = _NONFINITE
+    return [_REPLY.pack(status, 0, 0, 0) + str(error).encode()[:_ERROR_NBYTES]]
+
+
+def _read_status(reader: _Reader, server: int, count: int) -> None:
+    """Raise the error that a reply of a server reports; check the number of its keys."""
+    status, _, _, found = reader.unpack(_REPLY)
+    if status:
+        text = f"server {server}: {reader.rest().tobytes().decode(errors='replace')}"
+        if status == _NONFINITE:
+            raise PeerError(text, Status.NONFINITE)
+        raise _ERRORS[min(status, len(_ERRORS)) - 1](text)
+    if found != count:
+        raise FrameError(f"server {server} replies for {found} keys instead of {count}")
+
+
+def read_ids(message: Array, server: int, count: int) -> list[int]:
+    """Return the numbers of registered keys in a reply to INIT; raise the error that the reply reports."""
+    reader = _Reader(message)
+    _read_status(reader, server, count)
+    found = reader.numbers("<u4", count)
+    reader.end()
+    return found
+
+
+def read_values(message: Array, server: int, count: int) -> list[Array]:
+    """Return the values in a reply to PULL, or no value for other requests; raise the error that the reply reports."""
+    reader = _Reader(message)
+    _read_status(reader, server, count)
+    values = [reader.take(nbytes) for nbytes in reader.numbers("<u8", count)]
+    reader.end()
+    return values

@@ -1,0 +1,290 @@
+"""Parameter server: workers push frames of their gradients, and pull reductions of these."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import codec
+from codec import CallOptions, CodecError, PeerError
+from codec._options import settings_of
+from codec.arguments import whole
+from codec.torch.connection import check_timeout
+from codec.torch.endpoint import Endpoint
+from codec.torch.messages import Array
+from codec.torch.parameter_server import messages, sums
+from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
+from codec.torch.parameter_server.messages import ABANDON, CLOSE, INIT, PUSH, REDUCES, TAG, Key, Request
+from codec.torch.parameter_server.steps import Steps
+from codec.torch.parameter_server.table import Table
+from codec.torch.peer_connection import PeerConnection
+
+logger = logging.getLogger("codec.torch")
+
+
+@dataclass(frozen=True)
+class ServerStats:
+    """Totals of a parameter server, from :meth:`ParameterServer.stats`.
+
+    Attributes
+    ----------
+    keys : int
+        Registered keys.
+    steps : int
+        Steps that have ended.
+    steps_in_flight : int
+        Steps that have begun and not ended.
+    in_flight_nbytes : int
+        Bytes of pushed frames that the server holds.
+    requests, refused : int
+        Requests answered, and those of them answered by an error.
+    received_nbytes, sent_nbytes : int
+        Bytes of all messages, headers included, from and to all workers together.
+    lost_workers : dict of int to str
+        Ranks of workers whose connection broke, with the reason.
+    """
+
+    keys: int
+    steps: int
+    steps_in_flight: int
+    in_flight_nbytes: int
+    requests: int
+    refused: int
+    received_nbytes: int
+    sent_nbytes: int
+    lost_workers: dict[int, str]
+
+
+class ParameterServer:
+    """One of the servers to which workers push gradients, and from which they pull the mean.
+
+    All ranks of a group are servers or workers. Each server holds a share of the keys. It stores frames as they come,
+    reduces the frames of all workers when the first worker pulls, and holds no parameters: workers update their own.
+
+    Workers that are lost do not stop the others: steps that begin later go on without them. A wrong request is an error
+    for the worker that sent it, and changes nothing.
+
+    Parameters
+    ----------
+    servers, workers : sequence of int
+        Ranks of the group; the order of `servers` must be the same everywhere.
+    group : ProcessGroup, optional
+        Ranks. Default: all.
+    max_keys : int
+        Most keys of this server.
+    max_key_nbytes : int
+        Most bytes of the tensor of one key; 1 GiB by default.
+    max_steps : int
+        Most steps in which a worker can take part at once, 1 or more. The server holds at most as many frames of a key
+        from each worker.
+    options : CallOptions, optional
+        ``codec.options(timeout=)``: longest time that a pull waits for workers. Default: the timeout of the group.
+        Servers and workers need the same timeout.
+
+    Raises
+    ------
+    ArgumentError
+        An argument is wrong, or this rank is no server.
+    PeerError
+        This rank cannot open a port.
+
+    See Also
+    --------
+    ParameterClient : The other side, on workers.
+
+    Examples
+    --------
+    >>> rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    >>> workers = list(range(1, ranks))
+    >>> if ranks > 1 and rank == 0:
+    ...     codec.torch.ParameterServer(servers=[0], workers=workers).serve()
+    >>> if rank > 0:
+    ...     with codec.torch.ParameterClient(servers=[0]) as client:
+    ...         client.init({"weight": torch.zeros(100)})
+    ...         mean = client.average(0, {"weight": torch.randn(100)}, codec.Ternary("base3"))
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[int],
+        workers: Sequence[int],
+        *,
+        group: Any = None,
+        max_keys: int = 65_536,
+        max_key_nbytes: int = 1 << 30,
+        max_steps: int = 4,
+        options: CallOptions | None = None,
+    ) -> None:
+        timeout = check_timeout(settings_of(options).timeout)
+        self._table = Table(
+            whole("max_keys", max_keys, 1, (1 << 31) - 1), whole("max_key_nbytes", max_key_nbytes, 0, 1 << 36)
+        )
+        max_steps = whole("max_steps", max_steps, 1, 1 << 20)
+        self._endpoint: Endpoint = endpoint_for(group)
+        self._workers = check_ranks("workers", workers, self._endpoint, other=servers)
+        check_ranks("servers", servers, self._endpoint, member=True)
+        self._seconds = (timeout or self._endpoint.timeout).total_seconds()
+        self._steps = Steps(self._workers, max_steps)
+        self._connections: dict[int, PeerConnection] = {}
+        self._requests = self._refused = self._received = self._sent = 0  # guarded by the lock of _steps
+        self._finished = False
+
+    def serve(self) -> None:
+        """Serve the workers until all of them have closed their clients, or are lost.
+
+        Each worker has a thread. KeyboardInterrupt closes all connections, so that the workers raise PeerError.
+
+        Raises
+        ------
+        PeerError
+            All workers were lost; or a worker has not connected within the timeout, and no other one is left.
+        """
+        if self._finished:
+            raise codec.StateError("serve() has ended: make a new ParameterServer")
+        threads = [
+            threading.Thread(target=self._serve_worker, args=(w,), name=f"codec, worker {w}", daemon=True)
+            for w in self._workers
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            with self._steps.changed:
+                while not self._all_gone():
+                    self._steps.changed.wait()
+        finally:
+            self._finished = True
+            for connection in list(self._connections.values()):
+                connection.close()
+            self._endpoint.wake()
+        for thread in threads:
+            thread.join()
+        if "closed" not in self._steps.state.values():
+            reasons = "; ".join(f"worker {w} {reason}" for w, reason in self._steps.reasons.items())
+            raise PeerError(f"no worker is left: {reasons or 'none has connected in time'}")
+
+    def stats(self) -> ServerStats:
+        """Return the totals so far; any thread may call this, also during :meth:`serve`."""
+        with self._steps.changed:
+            return ServerStats(
+                len(self._table),
+                self._steps.completed,
+                self._steps.in_flight(),
+                self._steps.nbytes(),
+                self._requests,
+                self._refused,
+                self._received + sum(c.received_nbytes for c in self._connections.values()),
+                self._sent + sum(c.sent_nbytes for c in self._connections.values()),
+                dict(self._steps.reasons),
+            )
+
+    def _all_gone(self) -> bool:
+        states = self._steps.state
+        return all(
+            state in ("lost", "closed") or (state == "absent" and w not in self._connections)
+            for w, state in states.items()
+        )
+
+    def _serve_worker(self, worker: int) -> None:
+        """Answer a worker, and again if it connects once more, until the server has finished."""
+        seconds: float | None = self._seconds
+        while not self._finished:
+            try:
+                connection = self._endpoint.accept(worker, TAG, seconds, lambda: self._finished)
+            except PeerError as e:
+                self._steps.leave(worker, "absent", f"is missing: {e}")
+                seconds = None
+                continue
+            if connection is not None:
+                with self._steps.changed:
+                    self._connections[worker] = connection
+                self._steps.join(worker)
+                self._answer_all(worker, connection)
+                seconds = None
+
+    def _answer_all(self, worker: int, connection: PeerConnection) -> None:
+        state, reason = "lost", "was lost"
+        try:
+            while state != "closed":
+                message = connection.receive(self._table.request_limit(), self._seconds, idle=True)
+                self._steps.join(worker)
+                closing = self._answer(worker, connection, message)
+                state, reason = ("closed", "has closed its client") if closing else (state, reason)
+        except PeerError as e:
+            reason = f"was lost ({e})"
+            if not self._finished:
+                logger.warning("parameter server, rank %d: worker %d %s", self._endpoint.rank, worker, reason)
+        finally:
+            connection.close()
+            with self._steps.changed:
+                del self._connections[worker]
+                self._received += connection.received_nbytes
+                self._sent += connection.sent_nbytes
+            self._steps.leave(worker, state, reason)
+
+    def _answer(self, worker: int, connection: PeerConnection, message: Array) -> bool:
+        """Answer one request; return True if the worker closes its client."""
+        taken: list[Any] = []
+        request: Request | None = None
+        refused = False
+        try:
+            try:
+                request = messages.read_request(message)
+                parts = self._perform(worker, request, taken, connection.check)
+            except CodecError as e:
+                connection.check()
+                parts, refused = messages.error_reply(e), True
+            except Exception as e:  # a defect or missing memory must not end the server
+                logger.exception("parameter server: a request of worker %d failed", worker)
+                parts, refused = messages.error_reply(PeerError(f"the request failed: {type(e).__name__}: {e}")), True
+            connection.send(parts, self._seconds)
+        finally:
+            if request is not None and taken:
+                self._steps.release(request.step, taken)
+            with self._steps.changed:
+                self._requests += 1
+                self._refused += refused
+        return request is not None and request.kind == CLOSE and not refused
+
+    def _perform(self, worker: int, request: Request, taken: list[Any], check: Callable[[], None]) -> list[Any]:
+        """Perform a request and return the parts of its reply.
+
+        `taken` gets the entries to release after sending. `check` raises PeerError if the worker is gone.
+        """
+        table, steps = self._table, self._steps
+        if request.kind == INIT:
+            return messages.reply(table.register(request.keys))
+        if request.kind == PUSH:
+            for number, frame in zip(request.ids, request.frames, strict=True):
+                table.check(number, frame)
+            steps.push(worker, request.step, dict(zip(request.ids, request.frames, strict=True)), table.name)
+        elif request.kind == ABANDON:
+            nonfinite = request.argument == messages.ABANDON_NONFINITE
+            steps.abandon(worker, request.step, nonfinite=nonfinite)
+        elif request.kind != CLOSE:
+            reduce = REDUCES[request.argument]
+            keys = [table.key(number) for number in request.ids]
+            taken += steps.wait(worker, request.step, request.ids, table.name, self._seconds, check)
+            return messages.reply(
+                values=[
+                    entry.result(reduce, lambda frames, key=key: _reduced(frames, key, reduce))
+                    for key, entry in zip(keys, taken, strict=True)
+                ]
+            )
+        return messages.reply()
+
+
+def _reduced(frames: Sequence[Array], key: Key, reduce: str) -> tuple[bytes, bytes]:
+    """Return head and body of the value that workers get for a key."""
+    try:
+        if reduce == "decode_average":
+            return sums.encode_average(frames)
+        result = np.empty(key.shape, np.float32)
+        codec.reduce(frames, op="max" if reduce == "max" else "mean", out=result)
+    except CodecError as e:
+        raise type(e)(f"{key.name!r}: {e}") from e
+    dtype: torch.dtype = getattr(torch, key.dtype)
+    return b"", bytes(codec.encode(torch.from_numpy(result).to(dtype)))

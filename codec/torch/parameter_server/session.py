@@ -1,0 +1,157 @@
+"""State of a client: registered keys, frames of tensors, requests to the servers of keys."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import codec
+from codec import ArgumentError, FrameError, StateError
+from codec.arguments import shown
+from codec.torch.arguments import NAMES
+from codec.torch.communicator import hash64
+from codec.torch.endpoint import Endpoint
+from codec.torch.messages import Array
+from codec.torch.parameter_server import messages, sums
+from codec.torch.parameter_server.links import ServerLinks
+from codec.torch.parameter_server.messages import REDUCES, Key, Outgoing, Reduce
+from codec.torch.parameter_server.table import server_of
+
+
+class Session:
+    """Keys of a client and its connections to their servers. One thread uses it at a time.
+
+    Parameters
+    ----------
+    endpoint : Endpoint
+        Endpoint of this rank.
+    servers : list of int
+        Ranks of the servers.
+    seconds : float
+        As for :class:`ServerLinks`.
+    """
+
+    def __init__(self, endpoint: Endpoint, servers: list[int], seconds: float) -> None:
+        self.servers = servers
+        self.keys: dict[str, tuple[Key, int]] = {}  # registered keys, and their numbers on their servers
+        self.links = ServerLinks(endpoint, servers, seconds)
+        self._rank = endpoint.rank
+
+    def register(self, keys: Sequence[Key]) -> None:
+        """Register keys, and remember their numbers."""
+        for batch in _batches(keys):
+            groups: dict[int, list[Key]] = {}
+            for key in batch:
+                groups.setdefault(server_of(key.name, self.servers), []).append(key)
+            requests = {s: messages.init_request(group) for s, group in groups.items()}
+            (found,) = self.links.round([requests], 4 * len(batch), messages.read_ids)
+            for s, numbers in found.items():
+                self.keys |= {key.name: (key, n) for key, n in zip(groups[s], numbers, strict=True)}
+
+    def known(self, name: str) -> tuple[Key, int]:
+        """Return a registered key and its number, or raise StateError."""
+        if name not in self.keys:
+            raise StateError(f"{shown(name)} is not initialized: call init() with its shape first")
+        return self.keys[name]
+
+    def check(self, name: str, tensor: Any) -> None:
+        """Raise an error unless a tensor goes with a key."""
+        key, _ = self.known(name)
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            raise ArgumentError(f"{name!r} must be a dense torch tensor, got {shown(tensor)}")
+        if NAMES.get(tensor.dtype) != key.dtype or tuple(tensor.shape) != key.shape:
+            raise ArgumentError(
+                f"{name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}; it was initialized as {key.dtype} of "
+                f"shape {key.shape}"
+            )
+
+    def frame(self, step: int, name: str, value: Any, spec: codec.Spec) -> Any:
+        """Return the frame of a tensor, or the buffer of a frame that the caller has encoded."""
+        if not isinstance(value, torch.Tensor):
+            self.known(name)
+            try:
+                return memoryview(value).cast("B")
+            except (TypeError, ValueError, BufferError):
+                raise ArgumentError(f"{name!r} must be a tensor or a frame, got {shown(value)}") from None
+        self.check(name, value)
+        return codec.encode(value.detach().cpu(), spec, stream=self.stream(step, name))
+
+    def stream(self, step: int, name: str) -> int:
+        """Return the stream of random bits of a tensor, which no other worker, step or key has."""
+        return hash64("parameter server", step, self._rank, name) % (1 << 64)
+
+    def decoded(
+        self,
+        values: Mapping[int, Sequence[Array]],
+        names: Sequence[str],
+        reduce: Reduce,
+        scales: Mapping[str, float] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors that replies to a pull hold, in the order of `names`."""
+        found: dict[str, torch.Tensor] = {}
+        for server, group in self.by_server(names).items():
+            for name, value in zip(group, values[server], strict=True):
+                key, _ = self.keys[name]
+                dtype: torch.dtype = getattr(torch, key.dtype)
+                if reduce == "decode_average":
+                    scale = None if scales is None else scales[name]
+                    found[name] = sums.decode_average(value, key.shape, dtype, scale)
+                    continue
+                found[name] = torch.empty(key.shape, dtype=dtype)
+                try:
+                    codec.decode(value, out=found[name])
+                except ArgumentError as e:
+                    raise FrameError(f"server {server} has sent another tensor for {name!r}: {e}") from e
+        return {name: found[name] for name in names}
+
+    def by_server(self, names: Iterable[str]) -> dict[int, list[str]]:
+        """Return the names by their servers."""
+        groups: dict[int, list[str]] = {}
+        for name in names:
+            groups.setdefault(server_of(name, self.servers), []).append(name)
+        return groups
+
+    def push(self, step: int, frames: Mapping[str, Any]) -> dict[int, Outgoing]:
+        """Return the requests that push frames."""
+        return {
+            s: messages.request(messages.PUSH, step, [self.known(n)[1] for n in group], [frames[n] for n in group])
+            for s, group in self.by_server(frames).items()
+        }
+
+    def pull(self, step: int, names: Sequence[str], reduce: Reduce) -> dict[int, Outgoing]:
+        """Return the requests that pull reductions."""
+        argument = REDUCES.index(reduce)
+        return {
+            s: messages.request(messages.PULL, step, [self.known(n)[1] for n in group], argument=argument)
+            for s, group in self.by_server(names).items()
+        }
+
+    def abandon(self, step: int, *, nonfinite: bool) -> None:
+        """Tell all servers that this worker pushes nothing more in a step."""
+        reason = messages.ABANDON_NONFINITE if nonfinite else messages.ABANDON_ERROR
+        request = messages.request(messages.ABANDON, step, argument=reason)
+        self.round(dict.fromkeys(self.links.alive(), request))
+
+    def close(self) -> None:
+        """Tell all servers that this worker is done."""
+        self.round(dict.fromkeys(self.links.alive(), messages.request(messages.CLOSE)))
+
+    def round(self, *requests: Mapping[int, Outgoing]) -> list[dict[int, list[Array]]]:
+        """Send requests to servers at once; return the values in their replies, or raise the first error of any."""
+        limit = sum(key.value_limit + 64 for key, _ in self.keys.values())
+        return self.links.round(requests, limit, messages.read_values)
+
+
+def _batches(keys: Sequence[Key]) -> Iterable[list[Key]]:
+    """Yield keys in lists that fit into one request each."""
+    batch: list[Key] = []
+    nbytes = 0
+    for key in keys:
+        size = len(messages.key_record(key))
+        if batch and nbytes + size > messages.INIT_NBYTES - 64:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(key)
+        nbytes += size
+    if batch:
+        yield batch

@@ -1,0 +1,122 @@
+"""Sums of ternary codes on their way back to workers: integers as a Lossless frame, or several in a byte."""
+
+import struct
+from collections.abc import Sequence
+from math import isfinite, prod
+from typing import Any
+
+import numpy as np
+import torch
+
+import codec
+from codec import FrameError, SpecError
+from codec.torch.messages import Array
+
+_HEAD = struct.Struct("<IfI")  # number of terms, scale, form
+_FRAME, _PACKED = range(2)  # forms
+_MOST_TERMS = 32_767  # of which int16 holds the sums
+
+
+def bits_per_sum(terms: int) -> int:
+    """Return ceil(log2(2 W + 1)): the bits that hold a sum of W ternary codes."""
+    return (2 * terms).bit_length()
+
+
+def encode_average(frames: Sequence[Any]) -> tuple[bytes, bytes]:
+    """Return the sum of the codes of ternary frames, and their scale.
+
+    Parameters
+    ----------
+    frames : sequence of buffers
+        Frames of :class:`codec.Ternary` with one scale.
+
+    Returns
+    -------
+    head, body : bytes
+        Number of frames and scale; integers in whichever form is smaller.
+
+    Raises
+    ------
+    SpecError
+        A frame is not ternary, or scales differ.
+    """
+    sums, scale = _sum_codes(frames)
+    terms, flat = len(frames), sums.reshape(-1)
+    frame = bytes(codec.encode(flat))
+    if len(frame) <= -(-flat.size * bits_per_sum(terms) // 8):
+        return _HEAD.pack(terms, scale, _FRAME), frame
+    return _HEAD.pack(terms, scale, _PACKED), _pack(flat, terms)
+
+
+def _sum_codes(frames: Sequence[Any]) -> tuple[Array, float]:
+    """Return the integer sums of the codes of ternary frames, and their scale; 0 if all values are 0."""
+    scale, total = 0.0, np.zeros((), np.float32)
+    for frame in frames:
+        if not isinstance(codec.inspect(frame).spec, codec.Ternary):
+            raise SpecError("decode_average needs Ternary frames with one scale, and a frame is of another codec")
+        values = codec.decode(frame, like=torch.empty(0)).float().numpy()
+        found = max(float(values.max()), -float(values.min())) if values.size else 0.0
+        if found and scale not in (0.0, found):
+            raise SpecError(f"decode_average needs Ternary frames with one scale, and frames have {scale} and {found}")
+        scale = found or scale
+        total = total + np.sign(values)
+    return total.astype(np.int8 if len(frames) <= 127 else np.int16), scale
+
+
+def _pack(sums: Array, terms: int) -> bytes:
+    digits = (sums.astype(np.int32) + terms).astype("<u4").view(np.uint8).reshape(-1, 4)
+    bits = np.unpackbits(digits, axis=1, count=bits_per_sum(terms), bitorder="little")
+    return np.packbits(bits.reshape(-1), bitorder="little").tobytes()
+
+
+def decode_average(value: Array, shape: tuple[int, ...], dtype: torch.dtype, scale: float | None) -> torch.Tensor:
+    """Return the mean that a value of :func:`encode_average` holds: float32(sum * (scale / W)), rounded to `dtype`.
+
+    Parameters
+    ----------
+    value : ndarray of uint8
+        Head and body.
+    shape, dtype
+        Those of the tensor.
+    scale : float or None
+        Scale that all workers have agreed on; None: not known.
+
+    Raises
+    ------
+    FrameError
+        The value has another form, impossible sums, or another scale.
+    """
+    n = prod(shape)
+    if value.nbytes < _HEAD.size:
+        raise FrameError(f"a sum of codes has {value.nbytes} bytes; its head alone has {_HEAD.size}")
+    terms, found, form = _HEAD.unpack(value[: _HEAD.size].tobytes())
+    if not 0 < terms <= _MOST_TERMS or not isfinite(found) or found < 0 or form not in (_FRAME, _PACKED):
+        raise FrameError(f"a sum of codes has {terms} terms, the scale {found} and form {form}, which cannot be")
+    if scale is not None and found not in (0.0, scale) and n:
+        raise FrameError(f"a sum of codes has the scale {found}; the workers have agreed on {scale}")
+    sums = _unpack(value[_HEAD.size :], n, terms, form)
+    if n and (int(sums.min()) < -terms or int(sums.max()) > terms):
+        raise FrameError(f"the largest sum of {terms} ternary codes is {terms}; the server has sent larger ones")
+    mean = np.empty(n, np.float32)
+    with np.errstate(over="ignore"):
+        np.multiply(sums, np.float64(found) / terms, out=mean, casting="same_kind")
+    return torch.from_numpy(mean).to(dtype).reshape(shape)
+
+
+def _unpack(body: Array, n: int, terms: int, form: int) -> Array:
+    if form == _FRAME:
+        sums = np.empty(n, np.int8 if terms <= 127 else np.int16)
+        try:
+            codec.decode(body, out=sums)
+        except codec.ArgumentError as e:
+            raise FrameError(f"the sums of codes are no frame of {n} integers: {e}") from None
+        return sums
+    bits = bits_per_sum(terms)
+    if body.nbytes != -(-n * bits // 8):
+        raise FrameError(f"{n} sums of {bits} bits have {-(-n * bits // 8)} bytes, not {body.nbytes}")
+    found = np.unpackbits(body, bitorder="little")
+    if found[n * bits :].any():
+        raise FrameError("bits behind the last sum are not 0")
+    digits = np.zeros((n, 4), np.uint8)
+    digits[:, : -(-bits // 8)] = np.packbits(found[: n * bits].reshape(n, bits), axis=1, bitorder="little")
+    return digits.view("<u4").reshape(-1).astype(np.int32) - terms

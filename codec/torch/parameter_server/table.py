@@ -1,0 +1,110 @@
+"""Keys of a parameter server, and the server of each key."""
+
+import threading
+import zlib
+from collections.abc import Sequence
+
+import codec
+from codec import ArgumentError, FrameError, StateError
+from codec.torch.messages import Array
+from codec.torch.parameter_server.messages import INIT_NBYTES, Key
+
+
+def server_of(name: str, servers: Sequence[int]) -> int:
+    """Return the server of a key: number CRC-32(name) mod (number of servers) in the list of servers."""
+    return servers[zlib.crc32(name.encode()) % len(servers)]
+
+
+class Table:
+    """Registered keys of a server, by number. All methods may be called by any thread.
+
+    Parameters
+    ----------
+    max_keys : int
+        Most keys.
+    max_key_nbytes : int
+        Most bytes of the tensor of a key.
+    """
+
+    def __init__(self, max_keys: int, max_key_nbytes: int) -> None:
+        self._max_keys, self._max_key_nbytes = max_keys, max_key_nbytes
+        self._keys: list[Key] = []
+        self._numbers: dict[str, int] = {}
+        self._limit = 0  # bytes of frames of all keys
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def register(self, keys: Sequence[Key]) -> list[int]:
+        """Register keys, all or none, and return their numbers; a key may be registered again with the same shape.
+
+        Raises
+        ------
+        ArgumentError
+            A key has another dtype or shape than before, is too large, or there are too many.
+        """
+        with self._lock:
+            for key in keys:
+                known = self._keys[self._numbers[key.name]] if key.name in self._numbers else key
+                if known != key:
+                    raise ArgumentError(
+                        f"{key.name!r} was initialized as {known.dtype} of shape {known.shape}, not as {key.dtype} of "
+                        f"shape {key.shape}"
+                    )
+                if key.nbytes > self._max_key_nbytes:
+                    raise ArgumentError(
+                        f"{key.name!r} has {key.nbytes} bytes; the maximum of this server is {self._max_key_nbytes}"
+                    )
+            new = {key.name: key for key in keys if key.name not in self._numbers}
+            if len(self._keys) + len(new) > self._max_keys:
+                raise ArgumentError(
+                    f"{len(self._keys) + len(new)} keys are more than the {self._max_keys} that this server allows"
+                )
+            for name, key in new.items():
+                self._numbers[name] = len(self._keys)
+                self._keys.append(key)
+                self._limit += key.value_limit
+            return [self._numbers[key.name] for key in keys]
+
+    def key(self, number: int) -> Key:
+        """Return the key of a number, or raise StateError."""
+        if number >= len(self._keys):
+            raise StateError(f"key number {number} is not initialized: call init first")
+        return self._keys[number]
+
+    def name(self, number: int) -> str:
+        """Return the name of a key, for messages."""
+        return self.key(number).name
+
+    def request_limit(self) -> int:
+        """Return the most bytes that a request can have."""
+        return max(INIT_NBYTES, 64 + 12 * len(self._keys) + self._limit)
+
+    def check(self, number: int, frame: Array) -> None:
+        """Raise an error unless `frame` is an undamaged frame of a key.
+
+        Raises
+        ------
+        StateError
+            There is no such key.
+        ArgumentError
+            The frame has another dtype or shape than the key.
+        FrameError
+            The bytes are no frame, are damaged, too many, or need a codebook.
+        """
+        key = self.key(number)
+        if frame.nbytes > key.value_limit:
+            raise FrameError(f"the frame of {key.name!r} has {frame.nbytes} bytes; the maximum is {key.value_limit}")
+        try:
+            info = codec.inspect(frame)
+            if (info.dtype, info.shape) != (key.dtype, key.shape):
+                raise ArgumentError(
+                    f"the frame of {key.name!r} is {info.dtype} of shape {info.shape}; it was initialized as "
+                    f"{key.dtype} of shape {key.shape}"
+                )
+            codec.verify(frame)
+            if codec.inspect(frame).codebook_id is not None:
+                raise FrameError(f"the frame of {key.name!r} needs a codebook, which servers do not have")
+        except FrameError as e:
+            raise FrameError(f"{key.name!r}: {e}") from e

@@ -1,0 +1,72 @@
+"""Ranks that are parameter servers and workers, and what tests run on them."""
+
+import torch
+import torch.distributed as dist
+
+import codec
+import codec.torch
+
+SOON = 60  # seconds: a wait that must succeed; generous, since test machines are busy
+
+
+def run(rank, size, servers, function, *args, timeout=SOON, **limits):
+    """Serve on the first ranks; return function(client, worker, workers, *args) on the others, then close the client.
+
+    Servers return their stats.
+    """
+    ranks, options = list(range(servers)), codec.options(timeout=timeout)
+    if rank in ranks:
+        server = codec.torch.ParameterServer(ranks, list(range(servers, size)), options=options, **limits)
+        server.serve()
+        found = server.stats()
+    else:
+        with codec.torch.ParameterClient(ranks, options=options) as client:
+            found = function(client, rank - servers, size - servers, *args)
+    dist.barrier()
+    return found
+
+
+def gradients(worker, step=0, keys=5, dtype=torch.float32):
+    """Return gradients of a worker: several keys, one of them zero on all workers, one with zeros on worker 0 only."""
+    g = torch.Generator().manual_seed(1000 * step + worker)
+    found = {f"layer{i}.weight": torch.randn(7 * i + 3, 11, generator=g).to(dtype) for i in range(keys)}
+    found["zero"] = torch.zeros(50, dtype=dtype)
+    found["scalar"] = torch.randn((), generator=g).to(dtype)
+    found["empty"] = torch.zeros(0, 4, dtype=dtype)
+    found["zero on one"] = torch.zeros(40).to(dtype) if worker == 0 else torch.randn(40, generator=g).to(dtype)
+    return found
+
+
+def ternary_mean(every, spec, step, ranks):
+    """Return the mean of ternary codes of all workers' gradients of one key, computed without a server.
+
+    Parameters
+    ----------
+    every : list of (str, torch.Tensor)
+        Name and gradient of each worker.
+    spec : codec.Ternary
+        Spec without a scale.
+    step : int
+        Number of the step.
+    ranks : list of int
+        Ranks of the workers.
+    """
+    from codec.torch.communicator import hash64
+
+    limits = []
+    for _, x in every:
+        limit = x.float().abs().max().item() if x.numel() else 0.0
+        if spec.clip is not None and limit:
+            clipped = torch.tensor(spec.clip * float(x.float().std(correction=0))).item()
+            limit = torch.tensor(min(limit, clipped or limit), dtype=x.dtype).item()
+        limits.append(limit)
+    scale = max(limits)
+    if not scale:
+        return torch.zeros_like(every[0][1])
+    sums = torch.zeros(every[0][1].shape, dtype=torch.int32)
+    for (name, x), rank in zip(every, ranks, strict=True):
+        stream = hash64("parameter server", step, rank, name) % (1 << 64)
+        spec_of_scale = codec.Ternary(spec.packing, scale=scale, seed=spec.seed)
+        frame = codec.encode(x.clamp(-scale, scale), spec_of_scale, stream=stream)
+        sums += torch.as_tensor(codec.decode(frame, like=torch.empty(0))).sign().int()
+    return (sums.double() * (scale / len(every))).float().to(every[0][1].dtype)
