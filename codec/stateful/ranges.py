@@ -8,6 +8,7 @@ key NOBODY: arrays have values for padding, but functions skip them.
 import itertools
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from math import prod
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +16,8 @@ import numpy as np
 from codec.arguments import shown as shown_value
 from codec.arguments import whole
 from codec.errors import ArgumentError
+from codec.tensors.segments import Records, unpack
+from codec.tensors.wrapper import View
 
 Range = tuple[str, int, int]  # key, start, stop
 Layout = tuple[Range, ...]
@@ -26,17 +29,41 @@ _MOST = (1 << 60) - 1  # the highest end of a range
 
 
 def layout_of(given: Any) -> Layout:
-    """Return the layout that a caller gave as pairs (key, numel) or triples (key, start, stop).
+    """Return the layout that a caller gave as pairs (key, numel), triples (key, start, stop), or a view with names.
 
     Raises
     ------
     ArgumentError
         `given` is something else, or has a value twice.
     """
+    if type(given) is View:
+        return layout_of_view(given)
     try:
         return _checked_layout(tuple(tuple(item) for item in cast(Iterable[Iterable[Any]], given)))
     except TypeError:
-        raise ArgumentError("a layout must be a list of (key, numel) or (key, start, stop) with string keys") from None
+        raise ArgumentError(
+            "a layout must be a list of (key, numel) or (key, start, stop) with string keys, or a view with "
+            "segments={name: shape}"
+        ) from None
+
+
+def layout_of_view(given: View) -> Layout:
+    """Return the layout of a view whose segments have names.
+
+    Raises
+    ------
+    ArgumentError
+        The segments have no names.
+    """
+    if given.names is None or given.segments is None:
+        raise ArgumentError("residuals need the names of parameters: make the view with segments={name: shape}")
+    return _layout_of_segments(given.names, given.segments)
+
+
+@lru_cache(256)
+def _layout_of_segments(names: tuple[str, ...], segments: Records) -> Layout:
+    shapes = (shape for _, shape in unpack(segments))
+    return _checked_layout(tuple((name, prod(shape)) for name, shape in zip(names, shapes, strict=True)))
 
 
 @lru_cache(1024)  # each step has the same buckets, with hundreds of parameters
@@ -62,6 +89,18 @@ def shown(r: Range) -> str:
 def numel(layout: Layout) -> int:
     """Return the number of values of a layout."""
     return sum(stop - start for _, start, stop in layout)
+
+
+def cut(layout: Layout, begin: int, end: int) -> list[Range]:
+    """Return the ranges of parameters that are values [begin, end) of a layout."""
+    found: list[Range] = []
+    at = 0
+    for key, start, stop in layout:
+        a, b = max(begin, at), min(end, at + stop - start)
+        if a < b:
+            found.append((key, start + a - at, start + b - at))
+        at += stop - start
+    return found
 
 
 def shared(ranges: Iterable[Range]) -> Range | None:

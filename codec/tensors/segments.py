@@ -37,11 +37,8 @@ def segments(tensors: Any) -> Segments:
 
     Examples
     --------
-    >>> parameters = [np.zeros((64, 100), np.float32), np.zeros(64, np.float32)]
-    >>> codec.segments(parameters)
+    >>> codec.segments([np.zeros((64, 100)), np.zeros(64)])
     [(0, (64, 100)), (6400, (64,))]
-    >>> bucket = np.concatenate([p.ravel() for p in parameters])
-    >>> frame = codec.encode(codec.view(bucket, segments=codec.segments(parameters)))
     """
     if hasattr(tensors, "parameters"):
         tensors = tensors.parameters()
@@ -59,6 +56,14 @@ def segments(tensors: Any) -> Segments:
         found.append((offset, sizes))
         offset += prod(sizes)
     return found
+
+
+def names_of(mapping: Mapping[Any, Any]) -> tuple[str, ...]:
+    """Return the names of parameters, the keys of a mapping; raise ArgumentError if one is no string."""
+    names = tuple(mapping)
+    if wrong := [name for name in names if type(name) is not str]:
+        raise ArgumentError(f"a mapping of segments has names as keys, not {shown(wrong[0])}: pass its values instead")
+    return names
 
 
 class Records(bytes):

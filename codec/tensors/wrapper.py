@@ -1,10 +1,11 @@
 """Tensors reinterpreted as another dtype, or as a flat bucket of parameters."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from codec.tensors.segments import Records, pack
+from codec.tensors.segments import Records, names_of, pack
+from codec.tensors.segments import segments as segments_of
 from codec.tensors.view import dtype_name
 
 
@@ -15,9 +16,10 @@ class View:
     tensor: Any
     dtype: str | None = None
     segments: Records | None = None
+    names: tuple[str, ...] | None = None  # of the segments
 
 
-def view(tensor: Any, dtype: Any = None, segments: Iterable[tuple[int, tuple[int, ...]]] | None = None) -> View:
+def view(tensor: Any, dtype: Any = None, segments: Any = None) -> View:
     """Read a tensor's memory as another dtype, or as a flat bucket of parameters with shapes.
 
     Nothing is copied. The result can be given wherever a tensor to encode or to reduce is expected.
@@ -29,10 +31,12 @@ def view(tensor: Any, dtype: Any = None, segments: Iterable[tuple[int, tuple[int
     dtype : str, type or dtype, optional
         Dtype of the values, such as ``"bfloat16"`` for an array of uint16, or ``"uint64"`` for one of complex64. Only
         the itemsize of the tensor's own dtype counts, which must be that of `dtype`. Default: the tensor's own.
-    segments : iterable of (int, tuple of int), optional
-        Offset, in values, and shape of each parameter inside a flat bucket, ascending; :func:`segments` makes them.
-        Lossless models and scales of lossy codecs then follow the rows of each parameter of 4,096 values or more.
-        Values outside all segments are encoded as a vector. Default: the tensor's own shape.
+    segments : mapping, torch.nn.Module, or iterable of (int, tuple of int), optional
+        Parameters inside a flat bucket. A mapping from names to shapes or tensors, in the order of the bucket without
+        gaps, or a module, which stands for its parameters; error feedback keeps residuals by these names. Or pairs of
+        an offset, in values, and a shape, ascending; :func:`segments` makes them. Lossless models and scales of lossy
+        codecs then follow the rows of each parameter of 4,096 values or more. Values outside all segments are encoded
+        as a vector. Default: the tensor's own shape.
 
     Returns
     -------
@@ -42,19 +46,26 @@ def view(tensor: Any, dtype: Any = None, segments: Iterable[tuple[int, tuple[int
     Raises
     ------
     ArgumentError
-        `dtype` cannot be encoded, or `segments` are not pairs (offset, shape).
+        `dtype` cannot be encoded, or `segments` are none of these.
 
     Examples
     --------
     >>> bits = np.arange(1000, dtype=np.uint16)
     >>> codec.inspect(codec.encode(codec.view(bits, "bfloat16"))).dtype
     'bfloat16'
-    >>> parameters = [np.ones((64, 100), np.float32), np.zeros(64, np.float32)]
-    >>> bucket = np.concatenate([p.ravel() for p in parameters])
-    >>> frame = codec.encode(codec.view(bucket, segments=codec.segments(parameters)))
+    >>> parameters = {"weight": np.ones((64, 100), np.float32), "bias": np.zeros(64, np.float32)}
+    >>> bucket = np.concatenate([p.ravel() for p in parameters.values()])
+    >>> frame = codec.encode(codec.view(bucket, segments=parameters))
     """
+    names = None
+    if hasattr(segments, "named_parameters"):
+        segments = dict(segments.named_parameters())
+    if isinstance(segments, Mapping):
+        names = names_of(cast(Mapping[Any, Any], segments))
+        segments = segments_of(cast(Mapping[Any, Any], segments))
     return View(
         tensor,
         None if dtype is None else dtype_name(dtype),
         None if segments is None else pack(segments),
+        names,
     )
