@@ -40,23 +40,22 @@ class OuterStep:
     """
 
     def __init__(self, model: torch.nn.Module, spec: codec.Spec | None) -> None:
-        self.model, self.spec, self.calls = model, spec, 0
+        self.model, self.calls = model, 0
         self.parameters = torch.nn.Parameter(parameters_to_vector(model.parameters()).detach().clone())
         self.optimizer = torch.optim.SGD([self.parameters], lr=0.7, momentum=0.9, nesterov=True)
-        self.residual = torch.zeros_like(self.parameters.data)  # save it with a checkpoint, one for each rank
+        self.feedback = None if spec is None else codec.torch.Feedback(spec)  # save its state_dict() on each rank
 
     def step(self) -> None:
         """Average the ranks' parameter differences, and begin the next inner steps from the outer parameters."""
         difference = self.parameters.data - parameters_to_vector(self.model.parameters()).detach()
-        if self.spec is None:
+        if self.feedback is None:
             codec.torch.all_reduce(difference, op="mean", options=codec.options(algorithm="raw"))
         else:
             codec.torch.all_reduce(
                 difference,
-                self.spec,
-                stream=self.calls,
-                residual=self.residual,
                 op="mean",
+                feedback=self.feedback,
+                stream=self.calls,
                 options=codec.options(algorithm="two_shot"),
             )
         self.calls += 1

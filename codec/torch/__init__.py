@@ -15,6 +15,7 @@ from codec.torch.collectives import all_gather, all_reduce, all_to_all, reduce_s
 from codec.torch.communicator import group_stats
 from codec.torch.counters import Counters
 from codec.torch.ddp import comm_hook, ddp_hook
+from codec.torch.feedback import Feedback
 from codec.torch.fsdp import AllGather, AllReduce, CommStats, ReduceScatter
 from codec.torch.hook import Hook
 from codec.torch.parameter_server.client import ParameterClient
@@ -31,6 +32,7 @@ __all__ = [
     "ClientStats",
     "CommStats",
     "Counters",
+    "Feedback",
     "Hook",
     "Options",
     "ParameterClient",

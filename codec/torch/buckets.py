@@ -11,7 +11,7 @@ import torch
 
 from codec._c.library import lib
 from codec.specs import Spec, Truncate
-from codec.stateful.ranges import NOBODY
+from codec.stateful.ranges import NOBODY, Layout, numel
 from codec.tensors.segments import Records, pack, segments
 from codec.torch import arguments
 from codec.torch.messages import Array
@@ -45,9 +45,9 @@ class Part:
     out: torch.Tensor | None = None  # result of a whole bucket, which the model reads
 
     @functools.cached_property
-    def layout(self) -> list[tuple[str, int]]:
-        """Names and numbers of values, in the order of the part."""
-        return [(name, n_values(p)) for name, p in zip(self.names, self.parameters, strict=True)]
+    def layout(self) -> Layout:
+        """Ranges of parameters, (name, 0, number of values), in the order of the part."""
+        return tuple((name, 0, n_values(p)) for name, p in zip(self.names, self.parameters, strict=True))
 
     @functools.cached_property
     def segments(self) -> Records:
@@ -57,18 +57,7 @@ class Part:
     @functools.cached_property
     def n(self) -> int:
         """Number of values."""
-        return sum(n for _, n in self.layout)
-
-    def ranges(self, begin: int, end: int) -> list[tuple[str, int, int]]:
-        """Return the ranges (name, start, stop) of parameters that are values [begin, end) of the part."""
-        found: list[tuple[str, int, int]] = []
-        offset = 0
-        for name, n in self.layout:
-            a, b = max(begin, offset), min(end, offset + n)
-            if a < b:
-                found.append((name, a - offset, b - offset))
-            offset += n
-        return found
+        return numel(self.layout)
 
 
 def cut(
@@ -180,7 +169,7 @@ def scatter(result: Array, r: Reduction, part: Part, buffer: torch.Tensor) -> No
         arguments.publish(result, r, buffer)
         return
     begin = 0
-    for offset, (_, n) in zip(part.offsets, part.layout, strict=True):
+    for offset, (_, _, n) in zip(part.offsets, part.layout, strict=True):
         arguments.publish(result[begin : begin + n], r, buffer[offset : offset + n])
         begin += n
 

@@ -95,6 +95,11 @@ class Channel:
         """True after a connection was lost, or after :meth:`close`."""
         return self._pg is None
 
+    @property
+    def cancelled(self) -> bool:
+        """True after :meth:`cancel`."""
+        return self._cancelled
+
     # Memory of a collective
 
     @staticmethod

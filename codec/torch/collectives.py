@@ -15,23 +15,26 @@ from codec.tensors.segments import pack
 from codec.tensors.view import mark_written
 from codec.torch import algorithms, ternary
 from codec.torch.arguments import as_array, check_output, check_sizes, publish, reduction_of, unwrapped
+from codec.torch.channel import Channel
 from codec.torch.communicator import Communicator, start, storing_results
-from codec.torch.execution import Algorithm, algorithm_of, run, run_algorithm
+from codec.torch.execution import Algorithm, algorithm_of, choose_algorithm, run, run_algorithm
+from codec.torch.feedback import Feedback
+from codec.torch.feedback_turn import Turn, named, spec_or_default
 from codec.torch.messages import Array
 from codec.torch.reduction import Reduction
-from codec.torch.residuals import CallersResidual, check_feedback_algorithm
+from codec.torch.residuals import check_feedback_algorithm
 from codec.torch.work import Work
 
 
 def all_reduce(
     tensor: Any,
-    spec: SpecLike = Lossless(),  # noqa: B008 - immutable
+    spec: SpecLike | None = None,
     *,
     op: Any = dist.ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
     out: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
+    feedback: Feedback | None = None,
     stream: int = 0,
     options: CallOptions | None = None,
 ) -> Work | None:
@@ -45,11 +48,12 @@ def all_reduce(
     ----------
     tensor : torch.Tensor or View
         Values: float32, bfloat16 or float16, any shape and device, equal on all ranks but for the values. Pass
-        ``codec.view(bucket, segments=...)`` for a flat bucket of parameters, whose rows then get scales of their own.
-    spec : Spec, BoundSpec or str
-        Codec, or the name of a preset. Default: lossless. :class:`codec.Truncate` is bound to an optimizer and its
-        state, ``codec.Truncate().bind(optimizer, theta=..., m=..., v=...)``, whose arrays have as many values as
-        `tensor`.
+        ``codec.view(bucket, segments={name: shape, ...})`` for a flat bucket of parameters, whose rows then get scales
+        of their own.
+    spec : Spec, BoundSpec or str, optional
+        Codec, or the name of a preset. Default: that of `feedback`, else lossless. :class:`codec.Truncate` is bound to
+        an optimizer and its state, ``codec.Truncate().bind(optimizer, theta=..., m=..., v=...)``, whose arrays have as
+        many values as `tensor`.
     op : ReduceOp or {"sum", "mean", "avg", "max"}
         Operation: ``ReduceOp.SUM`` (the default, as for ``dist.all_reduce``), ``ReduceOp.AVG`` or ``ReduceOp.MAX``.
     group : ProcessGroup, optional
@@ -60,13 +64,11 @@ def all_reduce(
         Tensor that gets the result, while `tensor` stays unchanged: contiguous, of the same dtype and size, in host
         memory that `tensor` does not share. After an error it is undefined, so no result has to be copied after the
         verdict, which is faster.
-    residual : torch.Tensor, optional
-        Error feedback of a lossy codec, for a sum or mean by any algorithm but "ring": float32, contiguous, in host
-        memory, with as many values as `tensor`; zeros before the first call. This rank sends ``tensor + residual``, and
-        `residual` gets the errors of all its frames, those of encoded sums included. With two-shot and a mean the
-        errors of this rank's slice of the mean are multiplied by the number of ranks, so that all residuals together
-        are the error of the results so far. Rounding of results to bfloat16 or float16 is not included. After an error
-        it is unchanged on all ranks.
+    feedback : Feedback, optional
+        Residuals of a lossy codec, for a sum or mean by any algorithm but "ring". The errors of this rank's frames are
+        added to the values of the next call with the same parameter names, the errors of its encoded sums to the next
+        sums. Rounding of results to bfloat16 or float16 is not included. After an error residuals are unchanged on all
+        ranks.
     stream : int
         Number of the random stream of codecs with random rounding. Tensors of one step need different numbers.
     options : CallOptions, optional
@@ -108,9 +110,11 @@ def all_reduce(
     >>> work = codec.torch.all_reduce(x, "balanced", async_op=True)
     >>> work.wait()
     True
+    >>> feedback = codec.torch.Feedback(codec.Quantize(4))  # keep it from step to step
+    >>> codec.torch.all_reduce(x, feedback=feedback)
     """
     settings = settings_of(options)
-    call = _AllReduce(tensor, spec, op, out, residual, stream, settings)
+    call = _AllReduce(tensor, spec, op, out, feedback, stream, settings)
     return _work(start("all_reduce", group, settings.timeout, async_op, call.run))
 
 
@@ -124,35 +128,35 @@ class _AllReduce:
     """Arguments of one all-reduce."""
 
     tensor: Any
-    spec: SpecLike
+    spec: SpecLike | None
     op: Any
     out: torch.Tensor | None
-    residual: torch.Tensor | None
+    feedback: Feedback | None
     stream: int
     settings: CallOptions
-    feedback: CallersResidual | None = None
 
     def run(self, comm: Communicator) -> list[torch.Tensor]:
         """Run the all-reduce, in the thread of the group; return the tensor that it has written."""
-        result, r = run(comm, self._prepare, self._algorithm)
-        tensor, _ = unwrapped(self.tensor)
-        with storing_results(comm.channel):
-            if self.out is None:
-                _store(result, r, tensor)
-            if self.feedback is not None:
-                self.feedback.commit(comm.channel.size)
+        with Turn() as turn:
+            result, r = run(comm, lambda: self._prepare(comm.channel, turn), self._algorithm)
+            tensor, _ = unwrapped(self.tensor)
+            with storing_results(comm.channel):
+                if self.out is None:
+                    _store(result, r, tensor)
+                turn.commit()
         return [tensor if self.out is None else self.out]
 
     @property
     def _algorithm(self) -> Algorithm:
         return algorithm_of(self.settings)
 
-    def _prepare(self) -> Reduction:
+    def _prepare(self, channel: Channel, turn: Turn) -> Reduction:
         """Check the arguments; return the reduction."""
+        spec = spec_or_default(self.spec, self.feedback)
         tensor, segments = unwrapped(self.tensor)
         if segments is None and len(getattr(tensor, "shape", ())) > 1:
             segments = pack([(0, tuple(tensor.shape))])
-        r = reduction_of(tensor, self.spec, self.op, self.stream, segments=segments, settings=self.settings)
+        r = reduction_of(tensor, spec, self.op, self.stream, segments=segments, settings=self.settings)
         if self._algorithm == "shared_scale":
             ternary.check(r.spec, r.op)
         if self.out is None:
@@ -161,9 +165,10 @@ class _AllReduce:
             r.out = _output_array(self.out, tensor, r)
         if self.out is None and r.can_defer and r.x.ctypes.data == tensor.data_ptr():
             r.deferred = []
-        if self.residual is not None:
+        if self.feedback is not None:
             check_feedback_algorithm(self._algorithm)
-            self.feedback = CallersResidual(self.residual, r, tensor if self.out is None else self.out)
+            chosen = choose_algorithm(self._algorithm, r, channel.size)
+            turn.begin(self.feedback, r, named(self.tensor, r), channel, chosen)
         return r
 
 
@@ -193,13 +198,13 @@ def _output_array(out: torch.Tensor, tensor: torch.Tensor, r: Reduction) -> Arra
 
 def reduce_scatter(
     output: torch.Tensor,
-    tensor: torch.Tensor,
-    spec: SpecLike = Lossless(),  # noqa: B008 - immutable
+    tensor: Any,
+    spec: SpecLike | None = None,
     *,
     op: Any = dist.ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
-    residual: torch.Tensor | None = None,
+    feedback: Feedback | None = None,
     stream: int = 0,
     options: CallOptions | None = None,
 ) -> Work | None:
@@ -210,18 +215,19 @@ def reduce_scatter(
     output : torch.Tensor
         Tensor that gets this rank's part: the `rank`-th of N equal parts of the flattened result. It may be a part of
         `tensor`.
-    tensor : torch.Tensor
-        Values: N times as many as `output` has, of the same dtype: float32, bfloat16 or float16.
-    spec : Spec, BoundSpec or str
-        Codec, or the name of a preset. Default: lossless.
+    tensor : torch.Tensor or View
+        Values: N times as many as `output` has, of the same dtype: float32, bfloat16 or float16. The segments of a view
+        name parameters for `feedback`; groups do not follow their rows.
+    spec : Spec, BoundSpec or str, optional
+        Codec, or the name of a preset. Default: that of `feedback`, else lossless.
     op : ReduceOp or {"sum", "mean", "avg", "max"}
         Operation. Default: ``ReduceOp.SUM``.
     group : ProcessGroup, optional
         Ranks. Default: all.
     async_op : bool
         Return at once, and reduce in the background.
-    residual : torch.Tensor, optional
-        Error feedback, as for :func:`all_reduce`: float32, with as many values as `tensor`.
+    feedback : Feedback, optional
+        Residuals, as for :func:`all_reduce`.
     stream : int
         Number of the random stream.
     options : CallOptions, optional
@@ -245,21 +251,16 @@ def reduce_scatter(
     True
     """
     settings = settings_of(options)
-    feedback: CallersResidual | None = None
 
-    def prepare(size: int) -> Reduction:
-        nonlocal feedback
-        check_sizes(tensor, size, output)
-        r = reduction_of(tensor, spec, op, stream, settings=settings)
-        if residual is not None:
-            feedback = CallersResidual(residual, r, output)
+    def prepare(channel: Channel, turn: Turn) -> Reduction:
+        values, _ = unwrapped(tensor)
+        check_sizes(values, channel.size, output)
+        r = reduction_of(values, spec_or_default(spec, feedback), op, stream, settings=settings)
+        if feedback is not None:
+            turn.begin(feedback, r, named(tensor, r), channel, "reduce_scatter")
         return r
 
-    def commit(size: int) -> None:
-        if feedback is not None:
-            feedback.commit(size)
-
-    return _begin(algorithms.reduce_scatter, prepare, output, group, async_op, settings, commit)
+    return _begin(algorithms.reduce_scatter, prepare, output, group, async_op, settings)
 
 
 def all_gather(
@@ -312,8 +313,8 @@ def all_gather(
     """
     settings = settings_of(options)
 
-    def prepare(size: int) -> Reduction:
-        check_sizes(output, size, tensor)
+    def prepare(channel: Channel, _: Turn) -> Reduction:
+        check_sizes(output, channel.size, tensor)
         return reduction_of(tensor, spec, "sum", stream, settings=settings)
 
     return _begin(algorithms.gather, prepare, output, group, async_op, settings)
@@ -367,41 +368,38 @@ def all_to_all(
     """
     settings = settings_of(options)
 
-    def prepare(size: int) -> Reduction:
+    def prepare(channel: Channel, _: Turn) -> Reduction:
         check_sizes(output, 1, tensor)
-        if tensor.numel() % size:
-            raise ArgumentError(f"{tensor.numel()} values cannot be cut into {size} equal parts")
+        if tensor.numel() % channel.size:
+            raise ArgumentError(f"{tensor.numel()} values cannot be cut into {channel.size} equal parts")
         return reduction_of(tensor, spec, "sum", stream, settings=settings)
 
     return _begin(algorithms.all_to_all, prepare, output, group, async_op, settings)
 
 
-def _nothing(size: int) -> None:
-    """Do nothing after a success."""
-
-
 def _begin(
     algorithm: Any,
-    prepare: Callable[[int], Reduction],
+    prepare: Callable[[Channel, Turn], Reduction],
     output: torch.Tensor,
     group: Any,
     async_op: bool,
     settings: CallOptions,
-    commit: Callable[[int], None] = _nothing,
 ) -> Work | None:
-    """Run an algorithm over the reduction of prepare(size), store the result in `output`, then call commit(size)."""
-
-    def prepare_all(size: int) -> Reduction:
-        r = prepare(size)
-        check_output(output, output.dtype, output.numel())
-        return r
+    """Run an algorithm over the reduction that prepare(channel, turn) returns, and store the result in `output`."""
 
     def work(comm: Communicator) -> list[torch.Tensor]:
-        def store(result: Array, r: Reduction) -> None:
-            publish(result, r, output)
-            commit(comm.channel.size)
+        with Turn() as turn:
 
-        run_algorithm(comm, algorithm, prepare_all, store)
+            def prepare_all(_: int) -> Reduction:
+                r = prepare(comm.channel, turn)
+                check_output(output, output.dtype, output.numel())
+                return r
+
+            def store(result: Array, r: Reduction) -> None:
+                publish(result, r, output)
+                turn.commit()
+
+            run_algorithm(comm, algorithm, prepare_all, store)
         return [output]
 
     return _work(start(algorithm.__name__, group, settings.timeout, async_op, work))

@@ -22,7 +22,7 @@ from codec.torch.counters import Counters
 from codec.torch.execution import Algorithm
 from codec.torch.passes import Pass
 from codec.torch.reduction import Reduction
-from codec.torch.residuals import Feedback, Residuals, check_feedback_algorithm
+from codec.torch.residuals import JointResidual, Residuals, check_feedback_algorithm
 from codec.torch.work import Work
 
 _STREAM = 1 << 32  # distance between the random streams of two collectives; more than a collective has frames
@@ -143,14 +143,14 @@ class _Reducing(_Comm):
         stats.residual_norm = 0.0 if self._residuals is None else self._residuals.norm()
         return stats
 
-    def _feed(self, r: Reduction, now: Pass, name: str | None) -> Feedback | None:
+    def _feed(self, r: Reduction, now: Pass, name: str | None) -> JointResidual | None:
         """Make the reduction of a module's gradients use the module's residual, if error feedback is on."""
         now.check()
         if self._residuals is None:
             return None
         if name is None:
             raise ArgumentError("feedback=True keeps a residual for each module: use register(model), which names them")
-        return Feedback(r, now.begin(self._residuals, name, r.x.size))
+        return JointResidual(r, now.begin(self._residuals, name, r.x.size))
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the state with which a resumed run gets the same bits: residuals, and the number of calls.
@@ -417,7 +417,7 @@ class AllReduce(_Reducing):
         now = Pass.current()
 
         def work(comm: Communicator, stream: int) -> None:
-            feedback: Feedback | None = None
+            feedback: JointResidual | None = None
 
             def prepare() -> Reduction:
                 nonlocal feedback

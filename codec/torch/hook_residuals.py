@@ -1,21 +1,17 @@
 """Error feedback of a DDP hook: residuals of its frames, and a guard against residuals that grow."""
 
 import logging
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from codec.specs import Spec
-from codec.stateful import ErrorFeedback
-from codec.stateful.feedback import Role
-from codec.stateful.ranges import NOBODY, Range, pieces, union
-from codec.torch import partition
+from codec.stateful.ranges import NOBODY, Range, cut
 from codec.torch.buckets import Part
-from codec.torch.hook_state import of_tensors
 from codec.torch.messages import Array
 from codec.torch.reduction import Reduction, as_float32
+from codec.torch.residual_pair import ResidualPair
 
 logger = logging.getLogger("codec.torch")
 
@@ -25,11 +21,8 @@ _FIRST = 3  # measurements before the guard may warn, since first gradients diff
 _BOUND = 20.0  # largest norm of a residual over that of its gradient; stable runs stay below 15 (docs/convergence.md)
 
 
-class Residuals:
-    """Residuals of the frames of earlier steps, by parameter and range, on this rank.
-
-    A worker's residual holds the errors of encoded gradients, a server's those of the encoded sums of its slice. A step
-    changes copies, which :meth:`commit` keeps and :meth:`rollback` drops.
+class Residuals(ResidualPair):
+    """Residuals of a hook's parameters, with running means of their norms.
 
     Parameters
     ----------
@@ -38,8 +31,7 @@ class Residuals:
     """
 
     def __init__(self, spec: Spec) -> None:
-        self.worker = ErrorFeedback(spec, role="worker")
-        self.server = ErrorFeedback(spec, role="server")
+        super().__init__(spec)
         self._squares: dict[str, tuple[float, float]] = {}  # running means of both squared norms, by parameter
         self._measuring = False
         self._measurements = 0
@@ -52,11 +44,10 @@ class Residuals:
     def begin_step(self, step: int, scale: float) -> None:
         """Roll a failed step back; from now on gradients have the factor `scale`."""
         self.rollback()
-        self.worker.rescale(scale)
-        self.server.rescale(scale)
+        self.rescale(scale)
         self._measuring = step % _INTERVAL == 0
 
-    def feed(self, r: Reduction, part: Part, rank: int, size: int, two_phases: bool) -> None:
+    def feed_part(self, r: Reduction, part: Part, owned: tuple[int, int], size: int) -> None:
         """Make the frames of a part add the residuals, and keep their own errors.
 
         A part without error feedback, such as a lossless one, adds the residuals once, in its first step.
@@ -67,38 +58,24 @@ class Residuals:
             Gets the arrays of the residuals.
         part : Part
             The parameters of the reduction.
-        rank, size : int
-            This rank, and number of ranks.
-        two_phases : bool
-            True if each rank encodes the sum of its slice, for which it then has a residual.
+        owned, size
+            As for :meth:`feed`.
         """
         if part.new:
             self._moved.append(part)
         if not part.feedback:
             if part.new:
-                residual = self.server.settle(part.layout) * np.float32(size)
-                residual += self.worker.settle(part.layout)
-                r.add_residual(residual)
+                self.flush(r, part.layout, size)
             return
-        begin = end = 0
-        if two_phases:
-            mine = partition.cut(r.x.size, size, r.x.itemsize, r.segments)[rank]
-            begin, end = mine[0].begin, mine[-1].end
-        if part.new:  # other ranks encode the sums of its other ranges now
-            elsewhere = part.ranges(0, begin) + part.ranges(end, part.n)
-            self.server.pass_on(elsewhere, self.worker, size)
-        r.residual = self.worker.begin(part.layout)
-        self._measure(r, part, 0, part.n, r.residual)
-        if begin < end:
-            sums = self.server.begin(part.ranges(begin, end))
-            r.sum_residual = lambda a, b: sums[a - begin : b - begin]
-            self._measure(r, part, begin, end, sums)
+        sums = self.feed(r, part.layout, owned, size, moved=part.new)  # other ranks encode its sums, if it is new
+        if self._measuring and r.residual is not None:
+            self._measure(r, part, (0, part.n), r.residual)
+            if sums is not None:
+                self._measure(r, part, owned, sums)
 
-    def _measure(self, r: Reduction, part: Part, begin: int, end: int, residual: Array) -> None:
+    def _measure(self, r: Reduction, part: Part, within: tuple[int, int], residual: Array) -> None:
         """Note the squared norms of the gradients whose residuals a step writes to `residual`."""
-        if not self._measuring:
-            return
-        ranges, offset, squares = part.ranges(begin, end), begin, list[float]()
+        ranges, offset, squares = cut(part.layout, *within), within[0], list[float]()
         for _, start, stop in ranges:
             n = stop - start
             squares.append(_square(as_float32(r.x[offset : offset + n], r)))
@@ -112,14 +89,12 @@ class Residuals:
             part.new = False
         self._moved = []
         self._note(measured)
-        self.worker.commit()
-        self.server.commit()
+        super().commit()
 
     def rollback(self) -> None:
         """Drop the residuals of a step that has failed."""
         self._measured, self._moved = [], []
-        self.worker.rollback()
-        self.server.rollback()
+        super().rollback()
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -159,32 +134,10 @@ class Residuals:
         again._squares, again._measurements, again._warned = self._squares, self._measurements, self._warned
         return again
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the residuals of both roles, as tensors."""
-        return {role: of_tensors(feedback.state_dict()) for role, feedback in self._by_role().items()}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the residuals; an error leaves them unchanged."""
-        loaded = Residuals(self.worker.spec)
-        for role, feedback in loaded._by_role().items():
-            feedback.load_state_dict(state[role])
-        self.worker, self.server = loaded.worker, loaded.server
+        super().load_state_dict(state)
         self._measured, self._moved = [], []
-
-    def ranges(self) -> list[Range]:
-        """Return the ranges of parameters that have a residual."""
-        stores = (feedback._now.kept for feedback in (self.worker, self.server))
-        return union(r for store in stores for r, _ in pieces(store))
-
-    def norms(self) -> dict[str, float]:
-        """Return the norm of this rank's residual of each parameter."""
-        found: dict[str, float] = defaultdict(float)
-        for (name, _, _), values in pieces(self.worker._now.kept):
-            found[name] += _square(values)
-        return {name: float(np.sqrt(square)) for name, square in found.items()}
-
-    def _by_role(self) -> dict[Role, ErrorFeedback]:
-        return {"worker": self.worker, "server": self.server}
 
 
 def _square(x: Array) -> float:

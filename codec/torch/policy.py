@@ -151,6 +151,6 @@ class Plan:
 def note_zeros(mean: torch.Tensor, parts: Sequence[Part], sparse: set[str]) -> None:
     """Add to `sparse` the parameters of a bucket whose mean gradients, equal on all ranks, are mostly zero."""
     for part in parts:
-        for (name, n), offset in zip(part.layout, part.offsets, strict=True):
+        for (name, _, n), offset in zip(part.layout, part.offsets, strict=True):
             if n - int(torch.count_nonzero(mean[offset : offset + n])) > _MOSTLY * n:
                 sparse.add(name)

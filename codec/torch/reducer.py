@@ -29,6 +29,7 @@ from codec.torch.hook_residuals import Residuals
 from codec.torch.optimizer_state import bind_to_part
 from codec.torch.policy import Plan, note_zeros
 from codec.torch.reduction import Reduction
+from codec.torch.residual_pair import owned_values
 from codec.torch.stats import Stats
 from codec.torch.work import Work, clear_frames
 
@@ -325,7 +326,7 @@ class Reducer:
         x = buffer
         if not part.whole:
             places = zip(part.offsets, part.layout, strict=True)
-            x = self._buffers.joined((i, "grad"), [buffer[o : o + n] for o, (_, n) in places])
+            x = self._buffers.joined((i, "grad"), [buffer[o : o + n] for o, (_, _, n) in places])
         spec = bind_to_part(self.optimizer, part, step.scale, self._buffers, i)
         stream = (step.number << 20) + part.number
         r = arguments.reduction_of(x, spec, "mean", stream, segments=part.segments, settings=self._settings)
@@ -334,7 +335,7 @@ class Reducer:
             r.out = arguments.as_array(part.out)
         if self._residuals is not None:
             phases = execution.choose_algorithm(self._algorithm, r, channel.size)
-            self._residuals.feed(r, part, channel.rank, channel.size, phases in ("two_shot", "raw"))
+            self._residuals.feed_part(r, part, owned_values(r, phases, channel.rank, channel.size), channel.size)
         if self._codebooks is not None:
             self._codebooks.prepare(r)
         return r

@@ -10,13 +10,11 @@ import torch
 from codec import ArgumentError, StateError
 from codec.specs import check_contraction
 from codec.stateful.checkpoint import array_of
-from codec.tensors.view import mark_written
-from codec.torch.arguments import as_array, check_output
 from codec.torch.messages import Array
 from codec.torch.reduction import Reduction
 
 
-class Feedback:
+class JointResidual:
     """Makes a reduction send its values plus a residual, which gets the errors of all frames of this rank.
 
     In a two-shot all-reduce a rank also encodes the sums of its slice. Their errors are kept apart until
@@ -59,35 +57,6 @@ class Feedback:
         self._sum_errors.clear()
 
 
-class CallersResidual(Feedback):
-    """Error feedback with a caller's tensor, which is unchanged until :meth:`commit`.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        The residual: float32, contiguous, in host memory, with as many values as the reduction.
-    r : Reduction
-        The reduction.
-    out : torch.Tensor
-        Tensor that gets the result.
-
-    Raises
-    ------
-    ArgumentError
-        As for :class:`Feedback`; or `tensor` is no such residual, or shares memory with the reduction's tensors.
-    """
-
-    def __init__(self, tensor: Any, r: Reduction, out: torch.Tensor) -> None:
-        self._tensor, self._place = tensor, _place_of(tensor, r, out)
-        super().__init__(r, self._place.copy())
-
-    def commit(self, size: int) -> None:
-        """Store the new residual in the caller's tensor, after all `size` ranks have succeeded."""
-        self.add_sum_errors(size)
-        np.copyto(self._place, self.residual)
-        mark_written(self._tensor)
-
-
 def check_feedback_algorithm(algorithm: str) -> None:
     """Raise ArgumentError if an all-reduce algorithm cannot have error feedback."""
     if algorithm == "ring":
@@ -95,20 +64,6 @@ def check_feedback_algorithm(algorithm: str) -> None:
             'algorithm="ring" has no error feedback, because its frames hold sums of other ranks\' values: '
             'use "two_shot" or "all_gather"'
         )
-
-
-def _place_of(tensor: Any, r: Reduction, out: torch.Tensor) -> Array:
-    """Check a caller's residual and return its memory."""
-    check_output(tensor, torch.float32, r.x.size, "residual=")
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ArgumentError(
-            f"residual= must be contiguous and in host memory; it has strides {tensor.stride()} on {tensor.device}"
-        )
-    place = as_array(tensor)
-    shares = tensor.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
-    if np.may_share_memory(place, r.x) or (shares and place.size):
-        raise ArgumentError("residual= shares memory with the tensor or with out=: it needs memory of its own")
-    return place
 
 
 class Residuals:
