@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from codec.stateful.activation.ledger import Ledger, Staging
 from codec.stateful.activation.message import ENTRY_CODES, HEAD, ROW, Head, Kind, Message, parse
 from codec.stateful.activation.receiver import Order, Receiver, Target
 from codec.stateful.activation.sender import LOSSLESS, Sender
+from codec.stateful.activation.store_file import FileStore
 from codec.stateful.activation.store_ram import RamStore
 from codec.stateful.activation.values import Values, bytes_of, ids_of, output_bytes, shown_samples, values_of
 from codec.tensors.view import TensorView, fetch, mark_written, view_bytes
@@ -59,8 +61,10 @@ class ActivationDelta:
     first : Spec or str
         Spec of samples that are sent raw; ``Quantize(8, rounding="nearest")`` by default. :class:`Lossless` sends 4
         times as many bytes at the first visit of each sample. Samples with NaN or Inf are always sent lossless.
-    store : {"ram"}
-        Memory of m.
+    store : {"ram"} or path
+        Memory of m: "ram", or a folder for files, which is created if it does not exist. Each side needs its own one.
+        m in files outlives the process: an object with the same folder continues with it. A thread writes the files.
+        If a file is damaged, or cannot be written, its samples are sent raw.
     budget : int, optional
         Largest size of all m in bytes. Beyond it, the same samples on both sides have no m, and are always sent raw.
         Both sides need the same budget. Default: no limit.
@@ -122,11 +126,10 @@ class ActivationDelta:
         if not isinstance(dtype, str) or dtype not in ENTRY_CODES:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentError(f"dtype must be one of {ENTRY_CODES}, got {shown(dtype)}")
         limit = None if budget is None else whole("budget", budget, 0)
-        if store != "ram":
-            raise ArgumentError(f"store must be 'ram', got {shown(store)}")
         number = whole("edge", edge, 0, (1 << 64) - 1)
         self._change = Change()
-        self._ledger = Ledger(RamStore(dtype), dtype, limit, {})
+        opened = _opened(store, dtype, number)
+        self._ledger = Ledger(opened, dtype, limit, opened.found)
         self._sender = Sender(self._ledger, self._change, _usable("first", first))
         self._receiver = Receiver(self._ledger)
         self._order = Order()
@@ -334,6 +337,38 @@ class ActivationDelta:
         """
         self._ledger.forget(ids_of(samples) if samples is not None else self._ledger.everything())
 
+    def prefetch(self, samples: Iterable[int]) -> None:
+        """Begin to read the m of samples from files, for later calls of :meth:`encode` or :meth:`decode`.
+
+        A thread reads up to 256 MiB. The call does not wait. It does nothing for samples without m, and in memory.
+
+        Parameters
+        ----------
+        samples : iterable of int
+            Sample ids, such as those of the next step.
+        """
+        self._ledger.store.prefetch(ids_of(samples))
+
+    def flush(self) -> None:
+        """Wait until the disk has all committed m. It does nothing for m in memory.
+
+        Raises
+        ------
+        StateError
+            A file cannot be written to the disk.
+        """
+        try:
+            self._ledger.store.flush()
+        except OSError as e:
+            raise StateError(f"the store cannot be written: {e}") from e
+
+    def close(self) -> None:
+        """Write all committed m to the files, and close them. The object must not be used any more.
+
+        Without it the files are complete, too, when the object is collected or the interpreter exits normally.
+        """
+        self._ledger.store.close()
+
     def known(self, samples: Iterable[int]) -> Any:
         """Return which samples have a committed m.
 
@@ -372,11 +407,17 @@ class ActivationDelta:
 
         Checkpoints need it only to avoid that all samples are sent raw once after a restart. If the other side was
         restarted with another state, the checks of messages tell so.
+
+        With files as the store, the dict has the check of each m in its place, and all m are on the disk.
         """
+        self.flush()
         return state.save(self._ledger, self._head.edge)
 
     def load_state_dict(self, saved: Any) -> None:
         """Replace m of all samples by copies of those in a state dict.
+
+        A state dict of a store in files needs the same files, opened as the store of this object. Samples whose m in
+        the files is not the saved one are forgotten.
 
         Parameters
         ----------
@@ -390,7 +431,10 @@ class ActivationDelta:
         """
         if self._ledger.in_step:
             raise StateError("m cannot be loaded between encode() or decode() and commit() or rollback()")
-        self._ledger.replace(*state.load(saved, self._head.entries, self._head.edge))
+        entries, contents = state.load(saved, self._head.entries, self._head.edge)
+        if contents is None and not self._ledger.store.persistent:
+            raise StateError("this state dict refers to the files of a store: pass their folder as store=")
+        self._ledger.replace(entries, contents)
         self._order = Order()
         self._head = self._head._replace(session=_new_session(), number=0)
 
@@ -462,6 +506,20 @@ def _usable(name: str, given: Any) -> Spec:
     if isinstance(spec, Truncate) or is_bound is not None:
         raise SpecError(f"{name} must be a spec without an optimizer, got {shown(given)}")
     return spec
+
+
+def _opened(store: Any, dtype: str, edge: int) -> RamStore | FileStore:
+    """Return the store that an argument means."""
+    if isinstance(store, str) and store == "ram":
+        return RamStore(dtype)
+    try:
+        path = Path(store)
+    except TypeError:
+        raise ArgumentError(f"store must be 'ram' or the path of a folder, got {shown(store)}") from None
+    try:
+        return FileStore(path, dtype, edge)
+    except (OSError, ValueError) as e:
+        raise ArgumentError(f"store={shown(store)}: {getattr(e, 'strerror', None) or e}") from e
 
 
 def _new_session() -> int:

@@ -1,11 +1,13 @@
 """Values of activations and of the store's entries: conversion to and from float32."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from codec.decoding import decode
 from codec.encoding import bound, encode
+from codec.errors import ArgumentError
+from codec.inspection import inspect
 from codec.specs import Quantize
 
 Bits = np.ndarray[Any, Any]
@@ -14,6 +16,14 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 EIGHT_BIT = Quantize(8, rounding="nearest")  # spec of entries of 8 bits, and of first visits
 BITS: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
+
+
+class Entry(NamedTuple):
+    """What is known of a sample besides its m."""
+
+    check: int  # number that identifies m, never 0
+    n: int  # values of m
+    visits: int  # deltas since m was last sent raw
 
 
 def widen(bits: Bits, dtype: str, out: Floats | None = None) -> Floats:
@@ -91,3 +101,19 @@ def unpack(entry: Bytes, dtype: str, out: Floats) -> None:
         decode(entry, out=out)
     else:
         widen(entry.view(BITS[dtype]), dtype, out)
+
+
+def check_entry(entry: Bytes, dtype: str, n: int) -> None:
+    """Check that bytes are an entry of n values.
+
+    Raises
+    ------
+    CodecError
+        They are not.
+    """
+    if dtype == "8bit":
+        if inspect(entry).shape != (n,):
+            raise ArgumentError(f"its frame does not have {n} values")
+        unpack(entry, dtype, np.empty(n, np.float32))
+    if len(entry) > largest_nbytes(dtype, n) or (dtype != "8bit" and len(entry) != largest_nbytes(dtype, n)):
+        raise ArgumentError(f"it has {len(entry)} bytes for {n} values")

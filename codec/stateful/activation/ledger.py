@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from codec.errors import ArgumentError
-from codec.stateful.activation.entries import Bytes, Floats, largest_nbytes
+from codec.stateful.activation.entries import Bytes, Entry, Floats, largest_nbytes
 from codec.stateful.activation.message import Checks
 from codec.stateful.activation.retention import Retention
 
@@ -14,29 +14,39 @@ from codec.stateful.activation.retention import Retention
 class Store(Protocol):
     """Memory for entries. Another object decides which samples have one."""
 
+    persistent: bool  # entries outlive the process
+
     def read(self, sample: int, row: Floats) -> bool:
         """Write an entry's values to `row`. Return False if the entry is damaged."""
         ...
 
-    def write(self, sample: int, check: int, row: Floats) -> None:
-        """Store values, rounded to the dtype of entries."""
+    def write(self, sample: int, entry: Entry, row: Floats) -> None:
+        """Store values, rounded to the dtype of entries. Raise ArgumentError for NaN or Inf in entries of 8 bits."""
         ...
 
     def delete(self, sample: int) -> None:
         """Remove an entry, if there is one."""
         ...
 
-    def entry(self, sample: int) -> Bytes:
-        """Return the bytes of an entry."""
+    def entry(self, sample: int) -> Bytes | None:
+        """Return the bytes of an entry; None if it is damaged."""
         ...
 
+    def restore(self, sample: int, entry: Entry, contents: Bytes) -> None:
+        """Store the bytes of an entry. Raise CodecError if they are something else."""
+        ...
 
-class Entry(NamedTuple):
-    """What is known of a sample besides its m."""
+    def prefetch(self, samples: Iterable[int]) -> None:
+        """Begin to read entries."""
+        ...
 
-    check: int  # number that identifies m, never 0
-    n: int  # values of m
-    visits: int  # deltas since m was last sent raw
+    def flush(self) -> None:
+        """Wait until all entries are stored."""
+        ...
+
+    def close(self) -> None:
+        """Release files, after all entries are stored."""
+        ...
 
 
 class Staging(NamedTuple):
@@ -146,7 +156,7 @@ class Ledger:
         for sample, (entry, row) in self._staged.items():
             self._entries.pop(sample, None)  # until the store has the new m
             try:
-                self.store.write(sample, entry.check, row)
+                self.store.write(sample, entry, row)
             except ArgumentError:  # NaN or Inf, which entries of 8 bits cannot hold
                 self._retention.remove(sample)
                 self.store.delete(sample)
@@ -179,10 +189,15 @@ class Ledger:
         """Raise ArgumentError if the budget is too small for an entry of n values."""
         self._retention.check_size(largest_nbytes(self.dtype, n))
 
-    def replace(self, store: Store, entries: dict[int, Entry]) -> None:
-        """Replace all entries by those of another store."""
-        self.store, self._entries, self._consistent = store, entries, False
+    def replace(self, entries: dict[int, Entry], contents: dict[int, Bytes] | None) -> None:
+        """Replace all entries by others with the given bytes. None: keep those that the store has, forget the rest."""
         self.rollback()
+        kept = contents is None
+        self.forget([s for s, e in self._entries.items() if not kept or entries.get(s) != e])
+        self._consistent = False
+        for sample, data in (contents or {}).items():
+            self.store.restore(sample, entries[sample], data)
+            self._entries[sample] = entries[sample]
         self._reconcile()
 
     def _evict(self, samples: Iterable[int]) -> None:

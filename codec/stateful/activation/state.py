@@ -1,38 +1,48 @@
-"""State dicts of activations in memory."""
+"""State dicts of activations: with all entries if those are in memory, otherwise with their checks only."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from codec.arguments import shown
 from codec.errors import CodecError, StateError
-from codec.stateful.activation.ledger import Entry, Ledger
-from codec.stateful.activation.store_ram import RamStore
+from codec.stateful.activation.entries import Bytes, Entry, check_entry
+from codec.stateful.activation.ledger import Ledger
 from codec.stateful.checkpoint import VERSION, array_of, opened, plain
 
 KIND = "activations"
+_NO_BYTES = np.empty(0, np.uint8)
+
+
+class Saved(NamedTuple):
+    """Validated contents of a state dict."""
+
+    entries: dict[int, Entry]
+    contents: dict[int, Bytes] | None  # bytes of each entry; None: they are in the files of a store
 
 
 def save(ledger: Ledger, edge: int) -> dict[str, Any]:
     """Return the committed entries as a state dict of arrays, integers and strings. All arrays are copies."""
-    entries = ledger.entries
-    contents = [ledger.store.entry(sample) for sample in entries]
+    store, entries = ledger.store, ledger.entries
+    contents = [_NO_BYTES if store.persistent else store.entry(sample) for sample in entries]
+    found = [_NO_BYTES if c is None else c for c in contents]
     return {
         "version": VERSION,
         "kind": KIND,
+        "store": "files" if store.persistent else "ram",
         "edge": edge,
         "dtype": ledger.dtype,
         "samples": np.array(list(entries), np.int64),
         "checks": np.array([e.check for e in entries.values()], np.uint64),
         "numel": np.array([e.n for e in entries.values()], np.int64),
         "visits": np.array([e.visits for e in entries.values()], np.int64),
-        "nbytes": np.array([len(c) for c in contents], np.int64),
-        "entries": np.concatenate(contents) if contents else np.empty(0, np.uint8),
+        "nbytes": np.array([len(c) for c in found], np.int64),
+        "entries": np.concatenate(found) if found else _NO_BYTES,
     }
 
 
-def load(saved: Any, dtype: str, edge: int) -> tuple[RamStore, dict[int, Entry]]:
-    """Return the store and the entries of a state dict. Both are copies.
+def load(saved: Any, dtype: str, edge: int) -> Saved:
+    """Return the entries of a state dict. All are copies.
 
     Raises
     ------
@@ -43,6 +53,7 @@ def load(saved: Any, dtype: str, edge: int) -> tuple[RamStore, dict[int, Entry]]
     for name, kind, own in (("kind", str, KIND), ("edge", int, edge), ("dtype", str, dtype)):
         if (found := plain(fields, name, kind)) != own:
             raise StateError(f"{name!r} of this state dict is {shown(found)}, not {own!r}")
+    in_files = plain(fields, "store", str) == "files"
     arrays = {name: _array(fields, name, "int64") for name in ("samples", "numel", "visits", "nbytes")}
     samples, numel, visits, nbytes = arrays.values()
     checks, contents = _array(fields, "checks", "uint64"), _array(fields, "entries", "uint8")
@@ -50,20 +61,24 @@ def load(saved: Any, dtype: str, edge: int) -> tuple[RamStore, dict[int, Entry]]
         raise StateError("this state dict does not have one check and one entry for each of its samples")
     if (numel < 1).any() or (visits < 0).any() or (nbytes < 0).any() or (checks == 0).any():
         raise StateError("this state dict has a number out of range")
-    ends = np.cumsum(nbytes)
-    if len(contents) != (ends[-1] if len(ends) else 0):
-        raise StateError(
-            f"the entries of this state dict have {len(contents)} bytes, not {ends[-1] if len(ends) else 0}"
-        )
-    store = RamStore(dtype)
-    entries: dict[int, Entry] = {}
-    for i, sample in enumerate(samples.tolist()):
+    numbers = zip(samples.tolist(), checks.tolist(), numel.tolist(), visits.tolist(), strict=True)
+    entries = {sample: Entry(check, n, visit) for sample, check, n, visit in numbers}
+    return Saved(entries, None if in_files else _contents(entries, dtype, nbytes, contents))
+
+
+def _contents(entries: dict[int, Entry], dtype: str, nbytes: Any, contents: Bytes) -> dict[int, Bytes]:
+    """Return the bytes of each entry."""
+    ends = np.cumsum(nbytes).tolist()
+    if len(contents) != (expected := ends[-1] if ends else 0):
+        raise StateError(f"the entries of this state dict have {len(contents)} bytes, not {expected}")
+    found: dict[int, Bytes] = {}
+    for (sample, entry), end, size in zip(entries.items(), ends, nbytes.tolist(), strict=True):
+        found[sample] = contents[end - size : end]
         try:
-            store.restore(sample, int(numel[i]), contents[ends[i] - nbytes[i] : ends[i]])
+            check_entry(found[sample], dtype, entry.n)
         except CodecError as e:
             raise StateError(f"the entry of sample {sample} in this state dict is invalid: {e}") from None
-        entries[sample] = Entry(int(checks[i]), int(numel[i]), int(visits[i]))
-    return store, entries
+    return found
 
 
 def _array(fields: dict[str, Any], name: str, dtype: str) -> Any:

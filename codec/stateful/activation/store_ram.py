@@ -1,10 +1,11 @@
 """Store of activations in memory."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
-from codec.errors import ArgumentError, CodecError
-from codec.inspection import inspect
-from codec.stateful.activation.entries import Bytes, Floats, largest_nbytes, pack, unpack
+from codec.errors import CodecError
+from codec.stateful.activation.entries import Bytes, Entry, Floats, check_entry, largest_nbytes, pack, unpack
 
 
 class RamStore:
@@ -14,10 +15,18 @@ class RamStore:
     ----------
     dtype : {"float32", "bfloat16", "8bit"}
         Dtype of the entries.
+
+    Attributes
+    ----------
+    found : dict of int to Entry
+        Entries that the store held when it was created: none.
     """
+
+    persistent = False
 
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
+        self.found: dict[int, Entry] = {}
         self._entries: dict[int, tuple[Bytes, int]] = {}  # memory, and the bytes of it that are the entry
 
     def read(self, sample: int, row: Floats) -> bool:
@@ -28,7 +37,7 @@ class RamStore:
             return False
         return True
 
-    def write(self, sample: int, check: int, row: Floats) -> None:
+    def write(self, sample: int, entry: Entry, row: Floats) -> None:
         """Store a sample's m, in place of the entry that the sample has.
 
         Raises
@@ -37,7 +46,7 @@ class RamStore:
             The row holds NaN or Inf, and entries have 8 bits. The sample has no entry then.
         """
         memory, _ = self._entries.pop(sample, (None, 0))
-        largest = largest_nbytes(self._dtype, len(row))
+        largest = largest_nbytes(self._dtype, entry.n)
         if memory is None or len(memory) != largest:
             memory = np.empty(largest, np.uint8)
         self._entries[sample] = memory, pack(row, self._dtype, memory)
@@ -51,22 +60,24 @@ class RamStore:
         memory, nbytes = self._entries[sample]
         return memory[:nbytes]
 
-    def restore(self, sample: int, n: int, entry: Bytes) -> None:
-        """Store the bytes of an entry of n values.
+    def restore(self, sample: int, entry: Entry, contents: Bytes) -> None:
+        """Store a copy of the bytes of an entry.
 
         Raises
         ------
         CodecError
             The bytes are not such an entry.
         """
-        if self._dtype == "8bit":
-            if inspect(entry).shape != (n,):
-                raise ArgumentError(f"its frame does not have {n} values")
-            unpack(entry, self._dtype, np.empty(n, np.float32))
-        elif len(entry) != largest_nbytes(self._dtype, n):
-            raise ArgumentError(f"it has {len(entry)} bytes for {n} values")
-        memory = np.empty(largest_nbytes(self._dtype, n), np.uint8)
-        if len(entry) > len(memory):
-            raise ArgumentError(f"it has {len(entry)} bytes for {n} values")
-        memory[: len(entry)] = entry
-        self._entries[sample] = memory, len(entry)
+        check_entry(contents, self._dtype, entry.n)
+        memory = np.empty(largest_nbytes(self._dtype, entry.n), np.uint8)
+        memory[: len(contents)] = contents
+        self._entries[sample] = memory, len(contents)
+
+    def prefetch(self, samples: Iterable[int]) -> None:
+        """Do nothing: entries are in memory."""
+
+    def flush(self) -> None:
+        """Do nothing: all entries are stored."""
+
+    def close(self) -> None:
+        """Do nothing: there are no files."""

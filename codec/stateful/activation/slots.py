@@ -1,0 +1,187 @@
+"""Files of fixed-size slots for entries, each with a checksum over its contents."""
+
+import os
+import struct
+import weakref
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from codec.errors import StateError
+from codec.stateful.activation.entries import Bytes, largest_nbytes
+from codec.stateful.activation.message import ENTRY_CODES
+
+MAGIC = b"CODS"
+VERSION = 1
+SUFFIX = ".slots"
+_FILE_HEAD = struct.Struct("<4sIIIQQQ")  # magic, version, dtype of entries, zero, edge, values, size of a slot
+_SLOT_HEAD = struct.Struct("<qQQII28x")  # sample, check, visits, size and CRC of the entry, zeros
+_START = 4096  # offset of the first slot
+_CRC = struct.Struct("<I")
+_HEAD = 64  # size of a slot's head in bytes; its last 4 bytes are its CRC
+_PAGE = 4096
+
+
+class SlotHead(NamedTuple):
+    """Head of a slot that holds an entry."""
+
+    sample: int
+    check: int
+    visits: int
+    nbytes: int
+    crc: int  # of the entry's bytes
+
+
+class SlotFile:
+    """File of slots for entries with one number of values.
+
+    A slot is written as a whole, and holds its own checksums. A slot that was written partly, as by a process that was
+    killed, is invalid. Reads and writes are calls of the operating system: a disk that is full or fails raises OSError,
+    where mapped memory would end the process. Methods may run on any thread for different slots at the same time, but
+    :meth:`reserve` and :meth:`release` on one thread only.
+
+    Parameters
+    ----------
+    path : Path
+        The file. It is created if it does not exist.
+    dtype : {"float32", "bfloat16", "8bit"}
+        Dtype of the entries.
+    edge : int
+        Number of the edge.
+    n : int
+        Values of an entry.
+    writable : bool
+        False: only reads are allowed, and the file must exist.
+
+    Raises
+    ------
+    StateError
+        The file is something else, or belongs to another edge or dtype.
+    OSError
+        It cannot be opened, read or written.
+    """
+
+    def __init__(self, path: Path, dtype: str, edge: int, n: int, writable: bool = True) -> None:
+        self.path, self.n = path, n
+        self.slot_nbytes = _slot_nbytes(largest_nbytes(dtype, n))
+        self._fd = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC if writable else os.O_RDONLY | os.O_CLOEXEC, 0o600
+        )
+        try:
+            self._check(_file_head(dtype, edge, n, self.slot_nbytes), writable)
+            size = max(0, os.fstat(self._fd).st_size - _START)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.count = -(-size // self.slot_nbytes)
+        self._free: list[int] = []
+        self.close = weakref.finalize(self, os.close, self._fd)  # also called when this object is collected
+
+    def sync(self) -> None:
+        """Wait until the disk has all that was written."""
+        os.fsync(self._fd)
+
+    def reserve(self) -> int:
+        """Return the number of an unused slot."""
+        if self._free:
+            return self._free.pop()
+        self.count += 1
+        return self.count - 1
+
+    def release(self, slot: int) -> None:
+        """Let :meth:`reserve` return a slot again."""
+        self._free.append(slot)
+
+    def write(self, slot: int, sample: int, check: int, visits: int, entry: Bytes) -> None:
+        """Replace the contents of a slot."""
+        head = _SLOT_HEAD.pack(sample, check, visits, len(entry), zlib.crc32(entry.data))
+        parts: list[Any] = [head + _CRC.pack(zlib.crc32(head)), entry.data]
+        at, rest = self._at(slot), _HEAD + len(entry)
+        while (done := os.pwritev(self._fd, parts, at)) < rest:
+            parts = [memoryview(b"".join(bytes(p) for p in parts))[done:]]
+            at, rest = at + done, rest - done
+
+    def clear(self, slot: int) -> None:
+        """Make a slot invalid."""
+        os.pwrite(self._fd, bytes(_HEAD), self._at(slot))
+
+    def read(self, slot: int, sample: int, check: int, memory: Bytes) -> Bytes | None:
+        """Return the entry of a sample in the first bytes of `memory`; None if the slot holds something else."""
+        head_bytes = bytearray(_HEAD)
+        got = os.preadv(self._fd, [head_bytes, memory.data], self._at(slot))
+        head = _parsed(bytes(head_bytes))
+        if head is None or (head.sample, head.check) != (sample, check) or head.nbytes > len(memory):
+            return None
+        entry = memory[: head.nbytes]
+        while got < _HEAD + head.nbytes:
+            more = os.preadv(self._fd, [entry[got - _HEAD :].data], self._at(slot) + got) if got >= _HEAD else 0
+            if not more:
+                return None
+            got += more
+        return entry if zlib.crc32(entry.data) == head.crc else None
+
+    def heads(self) -> Iterator[tuple[int, SlotHead | None]]:
+        """Yield all slots with their heads; None for those that hold no entry. Contents are not read."""
+        for slot in range(self.count):
+            yield slot, _parsed(os.pread(self._fd, _HEAD, self._at(slot)))
+
+    def _at(self, slot: int) -> int:
+        return _START + slot * self.slot_nbytes
+
+    def _check(self, expected: bytes, writable: bool) -> None:
+        found = os.pread(self._fd, len(expected), 0)
+        if found == expected:
+            return
+        if found.strip(b"\0"):
+            if found[: len(MAGIC)] != MAGIC:
+                raise StateError(f"{self.path} is not a file of activations")
+            if _crc_matches(found):
+                raise StateError(f"{self.path} belongs to another edge or version, or has entries of another dtype")
+        if not writable:
+            raise StateError(f"the head of {self.path} is damaged")
+        os.ftruncate(self._fd, 0)  # nothing in the file can be trusted, or it is new
+        os.pwrite(self._fd, expected.ljust(_START, b"\0"), 0)
+
+
+def described(path: Path) -> tuple[str, int, int]:
+    """Return dtype, edge and number of values of a file of slots.
+
+    Raises
+    ------
+    StateError
+        It is not such a file, or its head is damaged.
+    OSError
+        It cannot be read.
+    """
+    with path.open("rb") as file:
+        head = file.read(_FILE_HEAD.size + _CRC.size)
+    if len(head) == _FILE_HEAD.size + _CRC.size and _crc_matches(head):
+        magic, version, code, _, edge, n, _ = cast(
+            tuple[bytes, int, int, int, int, int, int], _FILE_HEAD.unpack(head[: _FILE_HEAD.size])
+        )
+        if magic == MAGIC and version == VERSION and code < len(ENTRY_CODES):
+            return ENTRY_CODES[code], edge, n
+    raise StateError(f"{path} is not a file of activations, or its head is damaged")
+
+
+def _file_head(dtype: str, edge: int, n: int, slot_nbytes: int) -> bytes:
+    head = _FILE_HEAD.pack(MAGIC, VERSION, ENTRY_CODES.index(dtype), 0, edge, n, slot_nbytes)
+    return head + _CRC.pack(zlib.crc32(head))
+
+
+def _crc_matches(data: bytes) -> bool:
+    return zlib.crc32(data[: -_CRC.size]) == _CRC.unpack(data[-_CRC.size :])[0]
+
+
+def _slot_nbytes(entry_nbytes: int) -> int:
+    """Return the size of a slot: large ones consist of whole pages, so that two slots share no page."""
+    unit = _PAGE if entry_nbytes > 4 * _PAGE else _HEAD
+    return (_HEAD + entry_nbytes + unit - 1) // unit * unit
+
+
+def _parsed(head: bytes) -> SlotHead | None:
+    if len(head) < _HEAD or not _crc_matches(head):
+        return None
+    found = SlotHead(*_SLOT_HEAD.unpack(head[: _SLOT_HEAD.size]))
+    return found if found.check else None

@@ -1,0 +1,301 @@
+"""Store of activations in files, read ahead and written behind by a thread."""
+
+import fcntl
+import logging
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from codec.errors import CodecError, StateError
+from codec.stateful.activation.entries import Bytes, Entry, Floats, check_entry, largest_nbytes, pack, unpack
+from codec.stateful.activation.slots import SUFFIX, SlotFile
+
+MOST_NBYTES = 256 << 20  # bytes that wait to be written; also bytes that are read ahead
+
+logger = logging.getLogger("codec")
+
+
+class _Place(NamedTuple):
+    file: SlotFile
+    slot: int
+    check: int
+
+
+class _Write(NamedTuple):
+    sample: int
+    place: _Place
+    future: Future[None]
+    entry: Bytes  # part of `memory`
+    memory: Bytes
+
+
+class _Ahead(NamedTuple):
+    future: Future[Bytes | None]
+    memory: Bytes
+
+
+class FileStore:
+    """Entries by sample in the files of a folder, one for each number of values.
+
+    All operations on a file are calls on one thread, in order, except reads of entries that no write is queued for.
+    After a crash at any point an entry is complete, with its check, or it is missing.
+
+    Parameters
+    ----------
+    path : Path
+        The folder. It is created if it does not exist.
+    dtype : {"float32", "bfloat16", "8bit"}
+        Dtype of the entries.
+    edge : int
+        Number of the edge.
+
+    Raises
+    ------
+    StateError
+        The folder is in use, or it belongs to another edge or dtype.
+    OSError
+        It cannot be read or written.
+
+    Attributes
+    ----------
+    found : dict of int to Entry
+        Entries that the files held when they were opened.
+    """
+
+    persistent = True
+
+    def __init__(self, path: Path, dtype: str, edge: int) -> None:
+        self._path, self._dtype, self._edge, self._pid = path, dtype, edge, os.getpid()
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = _Lock(path)
+        self._files: dict[int, SlotFile] = {}
+        self._places: dict[int, _Place] = {}
+        self._writes: deque[_Write] = deque()  # oldest first
+        self._pending: dict[int, _Write] = {}  # the latest write of each sample, until it is done
+        self._ahead: dict[int, _Ahead] = {}
+        self._waiting = self._reading = 0  # bytes of `_writes` and of `_ahead`
+        self._spare: list[Bytes] = []
+        self._warned = False
+        self.found: dict[int, Entry] = {}
+        try:
+            for file in sorted(path.glob(f"*{SUFFIX}")):
+                if file.stem.isdecimal():
+                    self._load(self._file(int(file.stem)))
+        except BaseException:
+            self._release()
+            raise
+        self._executor = ThreadPoolExecutor(1, "codec-activations")
+
+    def read(self, sample: int, row: Floats) -> bool:
+        """Write a sample's m to a row of as many values. Return False if the entry is damaged; `row` is undefined."""
+        self._settle()
+        place = self._places.get(sample)
+        if place is None or place.file.n != len(row):
+            return False
+        if (write := self._pending.get(sample)) is not None:
+            unpack(write.entry, self._dtype, row)
+            return True
+        entry, memory = self._fetch(sample, place, row.view(np.uint8) if self._dtype == "float32" else None)
+        try:
+            if entry is None:
+                return False
+            if entry.ctypes.data != row.ctypes.data:
+                unpack(entry, self._dtype, row)
+            return True
+        except CodecError:
+            return False
+        finally:
+            self._recycle(memory)
+
+    def write(self, sample: int, entry: Entry, row: Floats) -> None:
+        """Store a sample's m, in place of the entry that the sample has.
+
+        Raises
+        ------
+        ArgumentError
+            The row holds NaN or Inf, and entries have 8 bits. The sample has its old entry then.
+        """
+        memory = self._memory(largest_nbytes(self._dtype, len(row)))
+        self._write(sample, entry, memory[: pack(row, self._dtype, memory)], memory)
+
+    def delete(self, sample: int) -> None:
+        """Remove a sample's entry, if there is one."""
+        self._drop_ahead(sample)
+        self._pending.pop(sample, None)
+        place = self._places.pop(sample, None)
+        if place is not None:
+            self._submit(place.file.clear, place.slot)
+            place.file.release(place.slot)
+
+    def entry(self, sample: int) -> Bytes | None:
+        """Return the bytes of a sample's entry; None if it is damaged."""
+        self.flush()
+        entry, _ = self._fetch(sample, self._places[sample], None) if sample in self._places else (None, None)
+        return entry
+
+    def restore(self, sample: int, entry: Entry, contents: Bytes) -> None:
+        """Store the bytes of an entry.
+
+        Raises
+        ------
+        CodecError
+            The bytes are not such an entry.
+        """
+        check_entry(contents, self._dtype, entry.n)
+        self._write(sample, entry, contents, contents)
+
+    def prefetch(self, samples: Iterable[int]) -> None:
+        """Begin to read the entries of samples, which :meth:`read` then waits for."""
+        self._settle()
+        for sample in samples:
+            place = self._places.get(sample)
+            if place is None or sample in self._pending or sample in self._ahead:
+                continue
+            memory = self._memory(largest_nbytes(self._dtype, place.file.n))
+            future = self._submit(place.file.read, place.slot, sample, place.check, memory)
+            self._ahead[sample] = _Ahead(future, memory)
+            self._reading += len(memory)
+            while self._reading > MOST_NBYTES and len(self._ahead) > 1:
+                self._drop_ahead(next(iter(self._ahead)))
+
+    def flush(self) -> None:
+        """Wait until the disk has all entries."""
+        self._settle(0)
+        for file in self._files.values():
+            self._submit(file.sync).result()
+
+    def close(self) -> None:
+        """Write all entries, and close the files."""
+        if os.getpid() == self._pid:
+            self._settle(0)
+            self._executor.shutdown()
+        self._release()
+
+    def _release(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._lock.close()
+
+    def _fetch(self, sample: int, place: _Place, memory: Bytes | None) -> tuple[Bytes | None, Bytes | None]:
+        """Return an entry, in `memory` if it must be read now, and memory that is free once the entry was used."""
+        ahead = self._ahead.pop(sample, None)
+        try:
+            if ahead is not None:
+                self._reading -= len(ahead.memory)
+                if not ahead.future.cancel():
+                    return ahead.future.result(), ahead.memory
+            own = None if memory is not None else self._memory(largest_nbytes(self._dtype, place.file.n))
+            target = memory if own is None else own
+            assert target is not None
+            return place.file.read(place.slot, sample, place.check, target), own
+        except OSError as e:
+            self._warn("read", e)
+            return None, None
+
+    def _write(self, sample: int, entry: Entry, contents: Bytes, memory: Bytes) -> None:
+        self._drop_ahead(sample)
+        place = self._places.get(sample)
+        if place is not None and place.file.n != entry.n:
+            self.delete(sample)
+            place = None
+        if place is None:
+            try:
+                file = self._file(entry.n)
+            except OSError as e:
+                self._warn("created", e)
+                return
+            slot = file.reserve()
+        else:
+            file, slot = place.file, place.slot
+        place = _Place(file, slot, entry.check)
+        future = self._submit(file.write, slot, sample, entry.check, entry.visits, contents)
+        write = _Write(sample, place, future, contents, memory)
+        self._places[sample] = place
+        self._pending[sample] = write
+        self._writes.append(write)
+        self._waiting += len(memory)
+        self._settle()
+
+    def _settle(self, most: int = MOST_NBYTES) -> None:
+        """Complete finished writes, and wait until at most so many bytes wait. Forget samples that were not written."""
+        while self._writes and (self._waiting > most or self._writes[0].future.done()):
+            error = self._writes[0].future.exception()
+            write = self._writes.popleft()
+            self._waiting -= len(write.memory)
+            latest = self._pending.get(write.sample) is write
+            if latest:
+                del self._pending[write.sample]
+            if error is None:
+                self._recycle(write.memory)
+                continue
+            if not isinstance(error, OSError):
+                raise error
+            self._warn("written", error)
+            if latest:
+                del self._places[write.sample]
+                write.place.file.release(write.place.slot)
+
+    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        if os.getpid() != self._pid:
+            raise StateError(f"{self._path} was opened by another process: open it after fork()")
+        return self._executor.submit(_run, self._lock, function, arguments)
+
+    def _file(self, n: int) -> SlotFile:
+        if n not in self._files:
+            self._files[n] = SlotFile(self._path / f"{n}{SUFFIX}", self._dtype, self._edge, n)
+        return self._files[n]
+
+    def _load(self, file: SlotFile) -> None:
+        for slot, head in file.heads():
+            if head is None or head.sample in self._places:
+                file.release(slot)
+            else:
+                self._places[head.sample] = _Place(file, slot, head.check)
+                self.found[head.sample] = Entry(head.check, file.n, head.visits)
+
+    def _drop_ahead(self, sample: int) -> None:
+        ahead = self._ahead.pop(sample, None)
+        if ahead is not None:
+            self._reading -= len(ahead.memory)
+            ahead.future.cancel()
+
+    def _memory(self, nbytes: int) -> Bytes:
+        while self._spare:
+            memory = self._spare.pop()
+            if len(memory) == nbytes:
+                return memory
+        return np.empty(nbytes, np.uint8)
+
+    def _recycle(self, memory: Bytes | None) -> None:
+        if memory is not None and len(self._spare) < 64:
+            self._spare.append(memory)
+
+    def _warn(self, what: str, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("activations in %s cannot be %s, their samples are sent raw: %s", self._path, what, error)
+
+
+class _Lock:
+    """Exclusive lock of a folder, until it is closed or collected."""
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.close = weakref.finalize(self, os.close, fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise StateError(f"{path} is in use: each side of an edge needs a folder of its own") from None
+
+
+def _run(lock: _Lock, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call a function. The lock is not collected for as long as there is work."""
+    del lock
+    return function(*arguments)
