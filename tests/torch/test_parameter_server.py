@@ -27,6 +27,7 @@ from support.ranks import RankPool
 from support.tiers import NIGHTLY
 
 EXAMPLE = Path(__file__).parents[2] / "examples/parameter_server.py"
+TRAINING = Path(__file__).parents[2] / "bench/training/parameter_server.py"
 TERNARY = codec.Ternary("base3")
 
 
@@ -163,6 +164,24 @@ def test_example_runs_as_a_program(start):
     command = [sys.executable, *start, str(EXAMPLE), "--steps", "20", *([] if start else ["--processes", "3"])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
     assert re.findall(r"^(\w+): held-out loss", done.stdout, re.MULTILINE) == ["ternary", "float8", "lossless"]
+
+
+def _digits(rank, size, name, seed):
+    return runpy.run_path(str(TRAINING))["train"](name, 1, seed, 400)
+
+
+@pytest.mark.nightly
+def test_ternary_reaches_the_accuracy_of_float32_on_digits(pools):
+    pytest.importorskip("sklearn", reason="the digits are those of scikit-learn (pip install 'codec[bench]')")
+    accuracies = {"float32": [], "Ternary, clip 2.5": []}
+    pool = pools(3)
+    for seed in range(3):
+        for name, found in accuracies.items():
+            pool.start(_digits, name, seed)
+            found.append(pool.results()[1]["accuracy"])
+    float32, ternary = (sum(found) / len(found) for found in accuracies.values())
+    assert float32 > 95
+    assert ternary > float32 - 1
 
 
 # Errors for the one who asked
