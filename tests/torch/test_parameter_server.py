@@ -629,6 +629,61 @@ def test_hostile_requests_are_refused_and_the_server_goes_on(pools):
     assert list(stats.lost_workers) == [1]
 
 
+def _replies():
+    """Return wrong replies to a pull of one key of four float32 values."""
+    head, frame = messages._REPLY.pack, codec.encode(torch.ones(4))
+
+    def value(body, nbytes=None):
+        return head(0, 0, 0, 1) + (len(body) if nbytes is None else nbytes).to_bytes(8, "little") + body
+
+    return [
+        b"",
+        head(0, 0, 0, 1)[:7],
+        head(0, 0, 0, 2) + bytes(16),
+        head(0, 0, 0, 1),
+        value(b"abcd"),
+        value(frame, (1 << 64) - 1),
+        value(frame, len(frame) + 1),
+        value(frame) + b"x",
+        value(frame[:-1] + bytes([frame[-1] ^ 1])),
+        value(codec.encode(torch.ones(5))),
+        value(codec.encode(torch.ones(2, 2))),
+        value(codec.encode(torch.ones(4, dtype=torch.bfloat16))),
+        head(200, 0, 0, 0) + b"unknown status",
+        head(1, 0, 0, 0) + b"\xff",
+    ]
+
+
+def _hostile_server(rank, size):
+    """Rank 0 sends replies by hand."""
+    from codec.torch.endpoint import endpoint_of
+
+    good = messages.reply(values=[(b"", bytes(codec.encode(torch.ones(4))))])
+    if rank == 0:
+        link = endpoint_of(dist.group.WORLD).accept(1, messages.TAG, SOON)
+        for parts in [messages.reply(ids=[7]), *([r] for r in _replies()), good, [bytes(1 << 20)]]:
+            link.receive(1 << 20, SOON)
+            link.send(parts, SOON)
+        return
+    client = codec.torch.ParameterClient([0], options=codec.options(timeout=SOON))
+    client.init({"a": (4,)})
+    for reply in _replies():
+        try:
+            found = client.pull(0, ["a"])
+        except codec.CodecError:
+            continue
+        raise AssertionError(f"{reply} was read as {found}")
+    assert client.pull(0, ["a"])["a"].tolist() == [1.0] * 4  # the client is still usable
+    for _ in range(2):  # a reply longer than any value closes the connection
+        with pytest.raises(codec.PeerError, match="server 0"):
+            client.pull(0, ["a"])
+    client.close()
+
+
+def test_hostile_replies_raise_on_the_worker(pools):
+    pools(2).run(_hostile_server)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 7, 8, 127, 128, 1000])
 def test_packed_sums_have_the_fewest_bits_and_return_exactly(workers):
     bits = sums.bits_per_sum(workers)
