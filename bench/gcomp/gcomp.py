@@ -166,7 +166,7 @@ def run_accuracy(args: argparse.Namespace) -> dict[str, Any]:
     ranks = args.ranks[0]
     tasks = args.tasks[:1] if args.quick else args.tasks
     jobs = [
-        Job(task, method, seed, args.accuracy_steps, every=max(1, args.accuracy_steps // evaluations))
+        Job(task, method, seed, args.steps, every=max(1, args.steps // evaluations))
         for task in tasks
         for seed in range(1 if args.quick else args.accuracy_seeds)
         for method in chosen
@@ -184,7 +184,7 @@ def run_accuracy(args: argparse.Namespace) -> dict[str, Any]:
         }
         for t in timed
     ]
-    return {"ranks": ranks, "steps": args.accuracy_steps, "rows": trainings.accuracy_rows(timed), "curves": curves}
+    return {"ranks": ranks, "steps": args.steps, "rows": trainings.accuracy_rows(timed), "curves": curves}
 
 
 RUN = {
@@ -209,9 +209,8 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
         help="measured numbers of ranks (2 4); the figure accuracy uses the first one, deviations the last one",
     )
     parser.add_argument("--seeds", type=int, help="seeds of the figure deviations (2)")
-    parser.add_argument("--accuracy-seeds", type=int, default=2, help="seeds of the figure accuracy (2)")
-    parser.add_argument("--steps", type=int, help="steps of the figure deviations (150)")
-    parser.add_argument("--accuracy-steps", type=int, help="steps of the figure accuracy (300)")
+    parser.add_argument("--accuracy-seeds", type=int, default=3, help="seeds of the figure accuracy (3)")
+    parser.add_argument("--steps", type=int, help="steps of the figures deviations and accuracy (150)")
     parser.add_argument("--size-steps", type=int, help="steps of the training whose gradients are compressed (400)")
     parser.add_argument("--iterations", type=int, help="steps that are timed for the figure iteration (26)")
     parser.add_argument("--samples", type=int, help="steps of that training whose gradients are compressed (25)")
@@ -225,7 +224,6 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     full_and_quick = {
         "seeds": (2, 1),
         "steps": (150, 30),
-        "accuracy_steps": (300, 30),
         "size_steps": (400, 80),
         "samples": (25, 6),
         "iterations": (26, 20),

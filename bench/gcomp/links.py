@@ -1,13 +1,14 @@
 """Runs of ranks in network namespaces (bench/network/netns.py): trainings, and all-reduces of one bucket."""
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +25,8 @@ from trainings import Timed
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "network" / "gloo_allreduce.py"
 PROGRAM = ROOT / "build" / "native" / "gloo_allreduce"
-DATA = allreduce.DATA / "cnn_adamw.npz"  # float32 gradients of a CNN, and the state of AdamW
+SECONDS = 0.5  # least time of the repetitions of an all-reduce; the fastest one counts
+CAPTURES = ("cnn_float32.npz", "cnn_adamw.npz")  # gradients of a CNN, and a part of them with the state of AdamW
 CODECS = ("Lossless", "Truncate near, plane", "Truncate near, coded", "Truncate near, by bit")
 Tick = Callable[[int], None]
 
@@ -114,16 +116,26 @@ class Bucket(allreduce.FlatBucket):
         return self.of
 
 
+@contextlib.contextmanager
+def data() -> Iterator[Path]:
+    """Return a folder with the captures of float32 gradients; those of bfloat16 would flatter lossless methods."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in CAPTURES:
+            (Path(folder) / name).symlink_to(allreduce.DATA / name)
+        yield Path(folder)
+
+
 def all_reduces(ranks: int, links: Sequence[str], mib: float, repeat: int, tick: Tick) -> list[dict[str, Any]]:
     """Return a table for each link: codec.torch and all baselines, by bench/network/allreduce.py."""
-    plan = {"kind": "all-reduce", "links": links, "mib": mib, "repeat": repeat, "seconds": 0.1, "pause": 0}
-    plan |= {"algorithm": "two_shot", "in_place": False, "codecs": CODECS, "data": str(DATA), "threads": 1}
+    plan = {"kind": "all-reduce", "links": links, "mib": mib, "repeat": repeat, "seconds": SECONDS, "pause": 0}
+    plan |= {"algorithm": "two_shot", "in_place": False, "codecs": CODECS, "threads": 1}
 
     def on_line(rank: int, line: str) -> None:
         if rank == 0 and line.startswith('{"kind": "result"'):
             tick(1)
 
-    tables, wrong = allreduce.of_links(run_ranks(ranks, plan, on_line))
+    with data() as folder:
+        tables, wrong = allreduce.of_links(run_ranks(ranks, plan | {"data": str(folder)}, on_line))
     if wrong:
         raise SystemExit("\n".join(wrong))
     return tables
@@ -136,21 +148,12 @@ def all_reduce_rows(links: Sequence[str]) -> int:
 
 def cpp_all_reduces(ranks: int, links: Sequence[str], mib: float, repeat: int) -> list[dict[str, Any]]:
     """Return a table for each link by the C++ program of bench/network/gloo_allreduce.py."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "tables.json"
-        sizes = ["--mib", str(mib), "--repeat", str(repeat), "--seconds", "0.1", "--ranks", str(ranks)]
+    with data() as folder:
+        out = folder / "tables.json"
+        sizes = ["--mib", str(mib), "--repeat", str(repeat), "--seconds", str(SECONDS), "--ranks", str(ranks)]
         command = [sys.executable, str(SCRIPT), *sizes, "--links", *links, "--codecs", *CODECS]
-        command += [
-            "--algorithms",
-            "two_shot",
-            "ring",
-            "--program",
-            str(PROGRAM),
-            "--data",
-            str(DATA),
-            "--json",
-            str(out),
-        ]
+        command += ["--algorithms", "two_shot", "ring", "--program", str(PROGRAM)]
+        command += ["--data", str(folder), "--json", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}:\n{done.stderr or done.stdout}")

@@ -16,12 +16,12 @@ MOST = 1.5  # end of the axis of relative times; longer bars are cut
 
 
 def style(method: str) -> dict[str, Any]:
-    """Return a method's colour and marker, the same in all plots."""
+    """Return a method's colour, marker and dashes, the same in all plots."""
     if method in (PLAIN, ORDERED):
-        return {"color": "black" if method == PLAIN else "grey", "marker": ""}
+        return {"color": "black", "marker": "", "ls": "-" if method == PLAIN else ":"}
     names = list(dict.fromkeys((*sizes.METHODS, *(text for _, text in sizes.STRATEGIES))))
     i = names.index(method)
-    return {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)]}
+    return {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "ls": "-" if i < 10 else "--"}
 
 
 def figure(rows: int, columns: int, height: float = 3.4) -> tuple[Any, Any]:
@@ -129,7 +129,7 @@ def draw_iteration(found: list[dict[str, Any]]) -> Any:
             line = [(r["ranks"], r["model_speedup"]) for r in of if r["speedup"] is None]
             axis.plot(*zip(*line, strict=True), color=shown["color"], lw=1.2)
             points = [(r["ranks"], r["speedup"]) for r in of if r["speedup"] is not None]
-            axis.plot(*zip(*points, strict=True), ls="", ms=6, label=label, **shown)
+            axis.plot(*zip(*points, strict=True), ms=6, label=label, **{**shown, "ls": ""})
         axis.axhline(1, color="black", lw=0.8)
         axis.set(title=f"{task}, {netns.shown(link)}", xlabel="ranks", xscale="log", yscale="log")
         axis.set_ylabel("speedup over no compression")
