@@ -33,24 +33,22 @@ def check(spec: Spec, op: str) -> None:
 def shared_scale(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """Agree on a scale for each parameter, then run two-shot with ternary terms and integer sums.
 
-    The scale is the largest magnitude on any rank, limited by ``clip`` of the spec. Sums are exact, so they need no
-    residual.
+    The scale is the largest magnitude on any rank, limited by ``clip`` of the spec. Ternary is not a contraction, so
+    there is no error feedback.
     """
-    # the residual's memory holds values plus residual, and finally the errors of the frames
     x = r.tensor_of(r.x).float().numpy()
-    exact = x if r.residual is None else np.add(x, r.residual, out=r.residual)
     parts = _parts(r.x.size, r.segments)
     mine = np.zeros(1 + len(_pairs(r.segments)), np.float32)
     error: Exception | None = None
     try:
         for begin, end, i in parts:
-            mine[i] = max(mine[i], magnitude(exact[begin:end], r.spec))
+            mine[i] = max(mine[i], magnitude(x[begin:end], r.spec))
     except ArgumentError as e:
         error = e
     scales, fault = all_gather(channel, Reduction(mine, "float32", Lossless(), "max", r.stream))
     if fault is None and not np.isfinite(scales).all():
         fault = FrameError("a rank has sent a scale that is not finite")
-    return two_shot(channel, _Shared(r, exact, parts, scales.copy(), channel.size, error or fault))
+    return two_shot(channel, _Shared(r, x, parts, scales.copy(), channel.size, error or fault))
 
 
 def _pairs(segments: Records | None) -> Segments:
@@ -82,14 +80,15 @@ class _Shared(Reduction):
     """Reduction whose terms are ternary values with scale 1, and whose sums are integers, several in a byte."""
 
     def __init__(
-        self, r: Reduction, exact: Array, parts: Sequence[_Part], scales: Array, size: int, error: Exception | None
+        self, r: Reduction, values: Array, parts: Sequence[_Part], scales: Array, size: int, error: Exception | None
     ) -> None:
         super().__init__(r.x, r.dtype, r.spec, r.op, r.stream, out=r.out)
         assert isinstance(r.spec, Ternary)
-        self._exact, self._parts, self._scales, self._error = exact, parts, scales, error
-        self._lossy = r.residual is not None
+        self._values, self._parts, self._scales, self._error = values, parts, scales, error
         self._begins = np.array([begin for begin, _, _ in parts])
-        self._signs = Reduction(exact, "float32", Ternary(r.spec.packing, scale=1.0, seed=r.spec.seed), "sum", r.stream)
+        self._signs = Reduction(
+            values, "float32", Ternary(r.spec.packing, scale=1.0, seed=r.spec.seed), "sum", r.stream
+        )
         self._most, self._base = size, 2 * size + 1  # sums are -size to size
         self._wide = self._base > 256
         self._digits = 1 if self._wide else int(math.log(256, self._base))
@@ -120,13 +119,8 @@ class _Shared(Reduction):
         x = np.zeros(piece.n, np.float32)
         for here, there, scale in self._within(piece):
             if scale:
-                np.divide(self._exact[there], scale, out=x[here])
-        nbytes = self._signs.encode_sum(np.clip(x, -1, 1, out=x), piece, out, number)
-        if self._lossy:
-            self._signs.decode(out[:nbytes], Piece(0, piece.n, None), x)
-            for here, there, scale in self._within(piece):
-                self._exact[there] -= scale * x[here]
-        return nbytes
+                np.divide(self._values[there], scale, out=x[here])
+        return self._signs.encode_sum(np.clip(x, -1, 1, out=x), piece, out, number)
 
     def sum(self, parts: Sequence[Array | None], piece: Piece, total: Array, **_: bool) -> None:
         """Store the exact sum of ternary terms in `total`."""
