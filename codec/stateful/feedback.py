@@ -124,9 +124,9 @@ class ErrorFeedback:
 
         Parameters
         ----------
-        layout : iterable of (str, int) or (str, int, int)
+        layout : View, or iterable of (str, int) or (str, int, int)
             Parts of the bucket in their order: (key, number of values), or (key, start, stop) for a range of a
-            parameter's values.
+            parameter's values. Or a view of the bucket whose segments have names.
 
         Returns
         -------

@@ -107,6 +107,8 @@ def test_error_names_the_accepted_values():
             codec.encode(codec.view(X, segments=segments))
         with refused(match="segments are pairs"):
             codec.Codebook.from_tensors(codec.view(X, segments=segments))
+    with refused(match="names as keys, not 3"):
+        codec.view(X, segments={3: (5,)})
     for groups in (
         [], [sgd], [(0, sgd, 1)], [(1, sgd)], [(0, sgd), (0, sgd)], [(0, 7)], [(0, sgd), (1 << 64, sgd)],
         [(-1, sgd)], [(0.5, sgd)], [("0", sgd)], "optimizer", object(),

@@ -163,9 +163,18 @@ def test_segments_gives_offsets_of_a_flat_bucket():
     bucket = np.concatenate([x.ravel() for x in TENSORS])
     frame = codec.encode(codec.view(bucket, segments=codec.segments(TENSORS)))
     assert (codec.decode(frame) == bucket).all()
+    assert codec.encode(codec.view(bucket, segments={str(i): x for i, x in enumerate(TENSORS)})) == frame
     for bad in ([5], ["ab"], [(3, -1)], [(2.5,)], [None]):
         with pytest.raises(codec.ArgumentError):
             codec.segments(bad)
+
+
+def test_view_takes_the_parameters_of_a_module():
+    model = torch.nn.Linear(100, 64)
+    bucket = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    view = codec.view(bucket, segments=model)
+    assert view.names == ("weight", "bias")
+    assert codec.encode(view) == codec.encode(codec.view(bucket, segments=codec.segments(model)))
 
 
 @pytest.mark.parametrize("shapes", [[(600,)], [(1 << 18,)], [(600,), (600,)], [(0,)], [(0,), (0,)]], ids=str)

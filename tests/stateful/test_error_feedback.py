@@ -145,6 +145,17 @@ def test_wrong_layouts_are_rejected(layout):
     assert len(feedback.state_dict()) == 2
 
 
+def test_view_with_names_is_a_layout():
+    feedback, bucket = codec.ErrorFeedback(codec.Sign()), np.zeros(107, np.float32)
+    view = codec.view(bucket, segments={"weight": (10, 10), "bias": (7,)})
+    feedback.begin(view)[:] = np.arange(107)
+    feedback.commit()
+    assert (feedback.begin([("bias", 7)]) == np.arange(100, 107)).all()
+    for wrong in (codec.view(bucket), codec.view(bucket, segments=[(0, (107,))])):
+        with pytest.raises(codec.ArgumentError, match="names of parameters"):
+            feedback.begin(wrong)
+
+
 def test_steady_state_alternates_between_two_buffers():
     """Clean-up holds for steps that succeed and for steps that fail."""
     feedback = codec.ErrorFeedback(codec.Sign())
