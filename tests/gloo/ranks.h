@@ -77,6 +77,24 @@ struct Rank {
 		context->setTimeout(milliseconds(20000));
 		return context;
 	}
+
+	/*
+	 * Wait, without the network, until all ranks have called this with the same name. A rank that closes
+	 * connections must wait before and after: others may still connect, or read its messages.
+	 */
+	void meet(const std::string &name) const
+	{
+		const auto file = [&](int each) { return folder + "/" + name + "-" + std::to_string(each); };
+		const Clock::time_point end = Clock::now() + milliseconds(40000);
+
+		std::fclose(std::fopen(file(rank).c_str(), "w"));
+		for (int each = 0; each < size; each++) {
+			while (!std::filesystem::exists(file(each))) {
+				EXPECT(Clock::now() < end);
+				std::this_thread::sleep_for(milliseconds(1));
+			}
+		}
+	}
 };
 
 using Function = std::function<std::string(Rank &)>;
