@@ -2,7 +2,7 @@
 
     python bench/gcomp/gcomp.py --figures sizes deviations            # without root
     sudo python bench/gcomp/gcomp.py --json gcomp.json --plots docs   # all figures: about half an hour
-    sudo python bench/gcomp/gcomp.py --quick                          # fewer steps and methods: about two minutes on idle cores
+    sudo python bench/gcomp/gcomp.py --quick                          # fewer steps and methods: about two minutes
 
 figures      what                                                                    the paper's figures
 sizes        compression over steps, truncation strategies, sources of codebooks     9, 14, 12
