@@ -37,7 +37,7 @@ from codec.errors import (
 from codec.inspection import Info, inspect, verify
 from codec.presets import preset
 from codec.specs import BoundSpec, Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
-from codec.stateful import ActivationDelta, ActivationStats, CodebookRefresher, ErrorFeedback
+from codec.stateful import ActivationDelta, ActivationStats, CodebookRefresher, ErrorFeedback, StoreInfo, inspect_store
 from codec.tensors.segments import segments
 from codec.tensors.wrapper import View, view
 
@@ -71,6 +71,7 @@ __all__ = [
     "SpecError",
     "StateError",
     "Status",
+    "StoreInfo",
     "Ternary",
     "Truncate",
     "UnsupportedError",
@@ -85,6 +86,7 @@ __all__ = [
     "encode_many",
     "engines",
     "inspect",
+    "inspect_store",
     "isas",
     "optimizers",
     "options",

@@ -1,7 +1,8 @@
 """The command ``codec``, also ``python -m codec``.
 
 ``codec advise FILE --link 100mbit``: find the fastest codec for the gradients in a .npz, .npy or .safetensors file.
-``codec inspect FRAME``, ``codec verify FRAME``: print the header of a frame in a file, or check the frame.
+``codec inspect FRAME``, ``codec verify FRAME``: print the header of a frame in a file, or check the frame. FRAME may be
+the folder of an :class:`codec.ActivationDelta`, too.
 ``codec warmup``: compile the Numba engine's kernels, for example when a container image is built.
 ``codec --cflags --libs``: print compiler and linker flags for programs that use the C library of this package.
 """
@@ -10,7 +11,7 @@ import argparse
 import json
 import shlex
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, get_args
 
 import codec
@@ -19,7 +20,8 @@ from codec._files import arrays_of, inspect_file, printable, verify_file
 from codec._warmup import warmup
 from codec.advisor.advise import advise, named
 from codec.advisor.cost_model import Algorithm
-from codec.errors import CodecError, FrameError
+from codec.errors import CodecError, FrameError, StateError
+from codec.stateful.activation.store_info import inspect_store, is_store
 
 PROGRAM = "codec"
 
@@ -43,13 +45,18 @@ def run_advise(args: argparse.Namespace) -> int:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    """Print what :func:`codec.inspect` returns for a file."""
-    try:
-        info = inspect_file(args.file)
-    except FrameError as e:
-        e.of(args.file)
-        raise
-    entries = {f.name: getattr(info, f.name) for f in fields(info)} | {"spec": named(info.spec), "ratio": info.ratio}
+    """Print what :func:`codec.inspect` returns for a file, or :func:`codec.inspect_store` for a folder."""
+    entries: dict[str, Any]
+    if is_store(args.file):
+        entries = asdict(inspect_store(args.file))
+    else:
+        try:
+            info = inspect_file(args.file)
+        except FrameError as e:
+            e.of(args.file)
+            raise
+        found = {f.name: getattr(info, f.name) for f in fields(info)}
+        entries = found | {"spec": named(info.spec), "ratio": info.ratio}
     print(
         json.dumps(entries, indent=1)
         if args.json
@@ -59,19 +66,30 @@ def run_inspect(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Verify files by :func:`codec.verify`, and return 1 if one of them is not a valid frame."""
+    """Verify files by :func:`codec.verify`, and folders by :func:`codec.inspect_store`. Return 1 if one is damaged."""
     failed = 0
     for file in args.files:
         try:
-            verify_file(file)
+            verified = verify(file)
         except CodecError as e:
             failed = 1
             if isinstance(e, FrameError):
                 e.of(file)
             print(f"{PROGRAM}: {e}", file=sys.stderr, flush=True)
         else:
-            print(f"{printable(file)}: a whole frame", flush=True)
+            print(f"{printable(file)}: {verified}", flush=True)
     return failed
+
+
+def verify(file: str) -> str:
+    """Return a line about a frame or a folder of activations. Raise CodecError if it is damaged."""
+    if not is_store(file):
+        verify_file(file)
+        return "a whole frame"
+    info = inspect_store(file, verify=True)
+    if info.damaged:
+        raise StateError(f"{printable(file)}: {info.damaged} of {info.samples} samples are damaged")
+    return f"{info.samples} samples, all whole"
 
 
 def run_warmup(args: argparse.Namespace) -> int:
@@ -128,13 +146,15 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--json", action="store_true", help="print JSON")
     p.set_defaults(run=run_advise)
     p = commands.add_parser("inspect", help="print the header of a frame", description="Print a frame's header.")
-    p.add_argument("file", help="file that begins with a frame; - for standard input")
+    p.add_argument("file", help="file that begins with a frame, - for standard input, or folder of activations")
     p.add_argument("--json", action="store_true", help="print JSON")
     p.set_defaults(run=run_inspect)
     p = commands.add_parser(
         "verify", help="check that frames are valid", description="Check frames without decoding their values."
     )
-    p.add_argument("files", nargs="+", metavar="file", help="file that is a frame; - for standard input")
+    p.add_argument(
+        "files", nargs="+", metavar="file", help="file that is a frame, - for standard input, or folder of activations"
+    )
     p.set_defaults(run=run_verify)
     p = commands.add_parser("warmup", help="compile the Numba engine's kernels", description=compiled)
     p.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="default: %(default)s")

@@ -2,7 +2,8 @@
 
 from codec.stateful.activation.change import ActivationStats
 from codec.stateful.activation.delta import ActivationDelta
+from codec.stateful.activation.store_info import StoreInfo, inspect_store
 from codec.stateful.codebook_refresher import CodebookRefresher
 from codec.stateful.feedback import ErrorFeedback
 
-__all__ = ["ActivationDelta", "ActivationStats", "CodebookRefresher", "ErrorFeedback"]
+__all__ = ["ActivationDelta", "ActivationStats", "CodebookRefresher", "ErrorFeedback", "StoreInfo", "inspect_store"]

@@ -11,7 +11,15 @@ import codec.torch
 X = np.linspace(-1, 1, 5000, dtype=np.float32)
 PRESETS = ("lossless", "near", "balanced", "small", "smallest")
 # classes that users do not construct
-RESULTS = (codec.ActivationStats, codec.Advice, codec.Info, codec.Status, codec.torch.CommStats, codec.torch.Stats)
+RESULTS = (
+    codec.ActivationStats,
+    codec.Advice,
+    codec.Info,
+    codec.Status,
+    codec.StoreInfo,
+    codec.torch.CommStats,
+    codec.torch.Stats,
+)
 
 
 def public():

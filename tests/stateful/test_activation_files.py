@@ -1,6 +1,7 @@
 """Stores in files: the same m as in memory, to the bit; after damage or a crash m is right or forgotten."""
 
 import gc
+import json
 import os
 import random
 import shutil
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import codec
+from codec.__main__ import main
 from support.activations import differing, m_of
 from support.processes import run
 from support.states import seeds, through_npz
@@ -296,6 +298,7 @@ TRAINING = """
 import sys
 import numpy as np
 import codec
+from codec.__main__ import main
 
 def train(sender, receiver, steps, visit=lambda *_: None):
     rng = np.random.default_rng(0)
@@ -360,3 +363,33 @@ def test_killed_process_leaves_right_entries(tmp_path, entries, rounds):
         assert differing(*sides) == []
         for s in sides:
             s.close()
+
+
+def test_inspection_counts_samples_and_damage(tmp_path, capsys):
+    delta = side(tmp_path, edge=9, dtype="bfloat16")
+    step(delta, codec.ActivationDelta(edge=9, dtype="bfloat16"), A, SAMPLES)
+    step(delta, codec.ActivationDelta(edge=9, dtype="bfloat16"), A[:1, :70], [8])
+    delta.flush()
+    info = codec.inspect_store(tmp_path, verify=True)
+    assert (info.edge, info.dtype, info.samples, info.values) == (9, "bfloat16", 5, (70, 300))
+    assert (info.nbytes, info.visits, info.damaged) == (4 * 600 + 140, 0, 0)
+    assert codec.inspect_store(str(tmp_path)).damaged is None
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 5
+    assert main(["verify", str(tmp_path)]) == 0
+    with (tmp_path / "300.slots").open("r+b") as f:
+        f.seek(4096 + 100)
+        f.write(b"damaged!")
+    assert codec.inspect_store(tmp_path, verify=True).damaged == 1
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "1 of 5 samples are damaged" in capsys.readouterr().err
+
+
+def test_inspection_of_something_else_is_an_error(tmp_path):
+    for folder in (tmp_path, tmp_path / "none", tmp_path / "a\0b", 5, None):
+        with pytest.raises(codec.ArgumentError):
+            codec.inspect_store(folder)
+    for text in (b"", b"CODS" + bytes(5000), b"mine" * 2000):
+        (tmp_path / "300.slots").write_bytes(text)
+        with pytest.raises(codec.StateError, match="not a file of activations"):
+            codec.inspect_store(tmp_path)

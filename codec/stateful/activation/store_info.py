@@ -1,0 +1,130 @@
+"""Inspection of the files of a store of activations."""
+
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+
+from codec.arguments import shown
+from codec.errors import ArgumentError, StateError
+from codec.stateful.activation.entries import largest_nbytes
+from codec.stateful.activation.slots import SUFFIX, SlotFile, described
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInfo:
+    """Contents of the files of a store, from :func:`inspect_store`.
+
+    Attributes
+    ----------
+    edge : int
+        Number of the edge.
+    dtype : str
+        Dtype of the entries: float32, bfloat16 or 8bit.
+    samples : int
+        Samples that have an m.
+    values : tuple of int
+        Numbers of values of a sample, one for each file.
+    nbytes : int
+        Size of all entries in bytes.
+    file_nbytes : int
+        Size of all files in bytes.
+    visits : float
+        Mean number of deltas of a sample since it was sent raw. NaN without samples.
+    damaged : int or None
+        Entries whose checksum is wrong; None if they were not verified.
+    """
+
+    edge: int
+    dtype: str
+    samples: int
+    values: tuple[int, ...]
+    nbytes: int
+    file_nbytes: int
+    visits: float
+    damaged: int | None
+
+
+def inspect_store(folder: str | PathLike[str], *, verify: bool = False) -> StoreInfo:
+    """Return what the files of an :class:`ActivationDelta` hold. Files that are in use may be inspected, too.
+
+    Parameters
+    ----------
+    folder : str or path
+        Folder that was passed as `store`.
+    verify : bool
+        True: read all entries, and count those whose checksum is wrong.
+
+    Returns
+    -------
+    StoreInfo
+        Edge, dtype, counts and sizes.
+
+    Raises
+    ------
+    ArgumentError
+        The folder cannot be read, or it has no files of activations.
+    StateError
+        A file is something else, its head is damaged, or files belong to several edges.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> delta = codec.ActivationDelta(store=folder)
+    >>> message = delta.encode(np.ones((2, 500), np.float32), samples=[7, 11])
+    >>> delta.commit()
+    >>> delta.close()
+    >>> info = codec.inspect_store(folder, verify=True)
+    >>> info.samples, info.values, info.nbytes, info.damaged
+    (2, (500,), 4000, 0)
+    """
+    try:
+        path = Path(folder)
+        paths = sorted((p for p in path.glob(f"*{SUFFIX}") if p.stem.isdecimal()), key=lambda p: int(p.stem))
+        if not paths:
+            raise ArgumentError(f"{folder} has no files of activations")
+        kinds = [described(p) for p in paths]
+        if len({(dtype, edge) for dtype, edge, _ in kinds}) != 1:
+            raise StateError(f"the files of {folder} belong to several edges, or have entries of several dtypes")
+        counts = [
+            _counts(SlotFile(p, *kind, writable=False), kind[0], verify) for p, kind in zip(paths, kinds, strict=True)
+        ]
+        file_nbytes = sum(p.stat().st_size for p in paths)
+    except TypeError:
+        raise ArgumentError(f"the folder of a store must be a path, got {shown(folder)}") from None
+    except (OSError, ValueError) as e:
+        raise ArgumentError(f"{folder} cannot be read: {e}") from e
+    samples, nbytes, visits, damaged = (sum(column) for column in zip(*counts, strict=True))
+    return StoreInfo(
+        edge=kinds[0][1],
+        dtype=kinds[0][0],
+        samples=samples,
+        values=tuple(n for _, _, n in kinds),
+        nbytes=nbytes,
+        file_nbytes=file_nbytes,
+        visits=visits / samples if samples else float("nan"),
+        damaged=damaged if verify else None,
+    )
+
+
+def is_store(path: str) -> bool:
+    """Return True for a folder that has files of activations."""
+    try:
+        return any(p.stem.isdecimal() for p in Path(path).glob(f"*{SUFFIX}"))
+    except (OSError, ValueError):
+        return False
+
+
+def _counts(file: SlotFile, dtype: str, verify: bool) -> tuple[int, int, int, int]:
+    """Return the samples of a file, the sizes of their entries, their visits, and the damaged ones, as sums."""
+    samples = nbytes = visits = damaged = 0
+    most = min(largest_nbytes(dtype, file.n), file.path.stat().st_size)
+    memory = np.empty(most, np.uint8) if verify else None
+    for slot, head in file.heads():
+        if head is not None:
+            samples, nbytes, visits = samples + 1, nbytes + head.nbytes, visits + head.visits
+            damaged += memory is not None and file.read(slot, head.sample, head.check, memory) is None
+    file.close()
+    return samples, nbytes, visits, damaged
