@@ -236,7 +236,7 @@ gpu: $(VENV)/test
 # Each of these targets runs with any Python that has the package, pytest, CuPy and the tests' dependencies:
 # `make gpu-table GPU_PYTHON=python3`. `CODEC_TESTS=nightly make gpu-tests` tries more examples.
 gpu-tests:
-	$(GPU_PYTHON) -P -m pytest -m gpu tests/engines/test_cuda.py
+	$(GPU_PYTHON) -P -m pytest -m gpu tests/engines/test_cuda.py tests/engines/test_cuda_gpu.py
 gpu-sanitizer:
 	for tool in memcheck racecheck synccheck; do \
 		$(SANITIZER) --tool $$tool --launch-timeout 300 --error-exitcode 1 \
@@ -244,7 +244,16 @@ gpu-sanitizer:
 	done
 gpu-table:
 	$(GPU_PYTHON) bench/gpu/throughput.py
-.PHONY: gpu gpu-tests gpu-sanitizer gpu-table
+# What bench/gpu/session.sh installs on a machine without network: our wheel, cffi, and nvCOMP as a peer
+GPU_PYTHON_VERSION ?= 3.12
+GPU_CUDA ?= 13
+gpu-bundle: $(VENV)/bin/pip
+	rm -rf build/gpu-bundle
+	$(VENV)/bin/pip wheel --quiet --no-deps --wheel-dir build/gpu-bundle .
+	$(VENV)/bin/pip download --quiet --no-deps --only-binary=:all: --dest build/gpu-bundle \
+		--python-version $(GPU_PYTHON_VERSION) --implementation cp $(foreach v,17 24 27 28,--platform manylinux_2_$(v)_x86_64) \
+		--platform manylinux2014_x86_64 cffi nvidia-nvcomp-cu$(GPU_CUDA) nvidia-libnvcomp-cu$(GPU_CUDA)
+.PHONY: gpu gpu-tests gpu-sanitizer gpu-table gpu-bundle
 
 # The files of a release, in dist/: the sdist, and a wheel that is built from it and carries a manylinux tag. The wheel is
 # installed into an empty environment and used from another folder.

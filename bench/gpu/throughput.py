@@ -5,8 +5,11 @@
 A time is the median of 20 runs by CUDA events, of a graph with all work of a call: sampling, codebooks, checksums.
 The fraction is (tensor bytes + frame bytes) / time, relative to that of a copy, which reads and writes as much. No
 coder exceeds 100%; half of that if a tensor must be read twice (Ternary without a given scale). Truncate's optimizer
-state counts as read. `decode` validates while it writes, and knows the header. nvCOMP's ANS (nvidia-nvcomp-cu12) is
-measured if it is installed.
+state counts as read. `decode` validates while it writes, and knows the header. A row is printed as soon as it is
+measured; a case that fails is reported on stderr, and the others go on.
+
+Peers, each measured if it is installed: nvCOMP's ANS (nvidia-nvcomp-cu12 or -cu13), and the same row scaling and sign
+packing as torch.compile generates them, which check nothing.
 """
 
 import argparse
@@ -207,16 +210,68 @@ def nvcomp(x: Any, rate: float) -> dict[str, Any] | None:
     try:
         from nvidia import nvcomp as library
     except ImportError:
-        print("nvCOMP is not installed: pip install nvidia-nvcomp-cu12", file=sys.stderr)
+        print("nvCOMP is not installed: pip install nvidia-nvcomp-cu12, or -cu13", file=sys.stderr)
         return None
-    coder = library.Codec(algorithm="ANS", chunk_size=1 << 16)
-    array = library.as_array(x.view(cupy.uint8).reshape(-1))
+    kind = "<f2" if x.itemsize == 2 else "<f4"  # <f2: any format of 16 bits
+    coder = library.Codec(algorithm="ANS", data_type=kind)
+    array = library.as_array(x.view(kind).reshape(-1))
     frame = coder.encode(array)
     nbytes = frame.buffer_size
+    assert bool((cupy.asarray(coder.decode(frame)).view(x.dtype) == x.reshape(-1)).all())
     encode, decode = clock(lambda: coder.encode(array)), clock(lambda: coder.decode(frame))
-    return row_of(
-        "nvCOMP ANS, bfloat16", x.nbytes, x.nbytes + nbytes, x.size, 8 * nbytes, rate, encode=encode, decode=decode
-    )
+    name = f"nvCOMP {library.__version__} ANS, {'bfloat16' if x.itemsize == 2 else 'float32'}"
+    return row_of(name, x.nbytes, x.nbytes + nbytes, x.size, 8 * nbytes, rate, encode=encode, decode=decode)
+
+
+def timed_torch(call: Callable[[], Any], times: int = 20) -> float:
+    """Return the GPU seconds of a call of torch: the median of replays of its graph."""
+    import torch
+
+    call()
+    graph, taken = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        call()
+    for _ in range(times + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(taken[1:])
+
+
+def compiled_by_torch(codec_name: str, log2: int, rate: float) -> dict[str, Any] | None:
+    """Return the row of Float8's or Sign's arithmetic as torch.compile generates it: codes and scales, no frame."""
+    try:
+        import torch
+    except ImportError:
+        print("PyTorch is not installed: pip install torch", file=sys.stderr)
+        return None
+    x = torch.from_dlpack(gradient((1 << log2 - 12, 1 << 12), "float32"))
+    shifts = torch.arange(8, device=x.device, dtype=torch.uint8)
+
+    def scale_rows() -> tuple[torch.Tensor, torch.Tensor]:
+        scale = x.abs().amax(-1, keepdim=True) / 448
+        return (x / scale).to(torch.float8_e4m3fn), scale
+
+    def unscale_rows() -> torch.Tensor:
+        return codes.to(torch.float32) * scale
+
+    def pack_signs() -> tuple[torch.Tensor, torch.Tensor]:
+        return ((x >= 0).view(-1, 8).to(torch.uint8) << shifts).sum(-1, dtype=torch.uint8), x.abs().mean()
+
+    def unpack_signs() -> torch.Tensor:
+        return torch.where(codes[:, None] >> shifts & 1 == 1, scale, -scale)
+
+    encode, decode = (scale_rows, unscale_rows) if codec_name == "Float8" else (pack_signs, unpack_signs)
+    encode, decode = torch.compile(encode), torch.compile(decode)
+    codes, scale = encode()
+    nbytes, size = codes.nbytes + scale.nbytes, x.nbytes
+    seconds = {"encode": timed_torch(encode), "decode": timed_torch(decode)}
+    name = f"torch.compile {torch.__version__} {codec_name}"
+    return row_of(name, size, size + nbytes, x.numel(), 8 * nbytes, rate, **seconds)
 
 
 def reduced(rate: float, log2: int) -> dict[str, Any]:
@@ -263,6 +318,24 @@ def show(row: dict[str, Any]) -> None:
     print(f"{row['name']:38}{row['bits']:6.2f}{''.join(both)}", flush=True)
 
 
+def all_cases(log2: int, rate: float) -> list[tuple[str, Callable[[], dict[str, Any] | None]]]:
+    """Return the label and the measuring call of each row."""
+    small_rate = copy_rate(1 << 20)  # small tensors stay in the GPU's cache
+    large = [(n, lambda n=n, c=c: measured(n, c, rate)) for n, c in cases(log2).items()]
+    small = [(f"{n}, 1M", lambda n=n, c=c: measured(f"{n}, 1M", c, small_rate)) for n, c in cases(20).items()]
+    shape = (1 << log2 - 12, 1 << 12)
+    return [
+        *large,
+        *small,
+        ("reduce of 8 Float8", lambda: reduced(rate, log2 - 3)),
+        ("200 tensors", lambda: many(rate)),
+        ("nvCOMP ANS, bfloat16", lambda: nvcomp(gradient(shape, "bfloat16"), rate)),
+        ("nvCOMP ANS, float32", lambda: nvcomp(gradient(shape, "float32"), rate)),
+        ("torch.compile Float8", lambda: compiled_by_torch("Float8", log2, rate)),
+        ("torch.compile Sign", lambda: compiled_by_torch("Sign", log2, rate)),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--values", type=int, default=28, help="log2 of the values of a tensor (28)")
@@ -275,32 +348,28 @@ def main() -> None:
 
     rate = copy_rate(1 << args.values)
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    rows = []
-    if not args.json:
+    if args.json:
+        print(json.dumps({"gpu": name, "copy": rate, "values": 1 << args.values}), flush=True)
+    else:
         print(f"{name}: a copy reads and writes {rate / 1e9:.0f} GB/s; tensors of 2^{args.values} values")
         print(f"{'':38}{'bits':>6}{'encode GB/s, of a copy, us':>26}{'decode GB/s, of a copy, us':>26}")
-    large, small, small_rate = (
-        cases(args.values),
-        cases(20),
-        copy_rate(1 << 20),
-    )  # small tensors stay in the GPU's cache
-    found: list[Callable[[], dict[str, Any] | None]] = [
-        *(lambda n=n, c=c: measured(n, c, rate) for n, c in large.items()),
-        *(lambda n=n, c=c: measured(f"{n}, 1M", c, small_rate) for n, c in small.items()),
-        lambda: reduced(rate, args.values - 3),
-        lambda: many(rate),
-        lambda: nvcomp(gradient((1 << args.values - 12, 1 << 12), "bfloat16"), rate),
-    ]
-    names = [*large, *(f"{n}, 1M" for n in small), "reduce of 8 Float8", "200 tensors", "nvCOMP ANS"]
-    for label, call in zip(names, found, strict=True):
-        row = call() if args.only in label else None
-        if row is not None:
-            rows.append(row)
-            if not args.json:
-                show(row)
-        cupy.get_default_memory_pool().free_all_blocks()
-    if args.json:
-        print(json.dumps({"gpu": name, "copy": rate, "values": 1 << args.values, "rows": rows}))
+    failed = 0
+    for label, call in all_cases(args.values, rate):
+        if args.only not in label:
+            continue
+        try:
+            row = call()
+        except Exception as e:  # a peer or one of our kernels; other rows are still of use
+            failed += 1
+            print(f"{label}: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
+            continue
+        finally:
+            cupy.get_default_memory_pool().free_all_blocks()
+        if row is not None and args.json:
+            print(json.dumps(row), flush=True)
+        elif row is not None:
+            show(row)
+    sys.exit(f"{failed} cases failed" if failed else 0)
 
 
 if __name__ == "__main__":

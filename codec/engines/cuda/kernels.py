@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +94,8 @@ def _sources() -> bytes:
 def compiled(file: str, kernels: tuple[str, ...], arch: str, more: tuple[str, ...] = ()) -> Code:
     """Return kernels of a file for an architecture such as ``"sm_90"``, from the cache on disk if possible.
 
-    ``more`` are compiler options that do not change the kernels' results.
+    ``more`` are compiler options that do not change the kernels' results. Those in the environment variable
+    ``CODEC_NVRTC_OPTIONS`` are added, for example ``-lineinfo`` for a profiler or for compute-sanitizer.
 
     Raises
     ------
@@ -106,7 +108,7 @@ def compiled(file: str, kernels: tuple[str, ...], arch: str, more: tuple[str, ..
         version = nvrtc.getVersion()
     except Exception as e:  # CuPy loads NVRTC on its first call, which raises errors of many types
         raise EngineError(f"NVRTC, which compiles kernels for the GPU, is unavailable: {e}") from e
-    options = (*_OPTIONS, f"-arch={arch}", *more)
+    options = (*_OPTIONS, f"-arch={arch}", *more, *os.environ.get("CODEC_NVRTC_OPTIONS", "").split())
     request = json.dumps([file, kernels, options, version, cupy.__version__])
     key = hashlib.sha256(request.encode() + _sources()).hexdigest()
     cached = load_cached(key)
