@@ -207,29 +207,45 @@ DEVICE void read_whole_rows(const job *j, plane *top, const pairs &by, const uin
 	for (int p = 1; p < SIZE; p++)
 		word_of[p] = global((const uint32_t *)(fixed + (p - 1) * j->v.plane_stride)) + 32 * r + lane;
 	to += 4 * SIZE * (32 * r + lane);
-#pragma unroll(SIZE == 2 ? 4 : 2)
+	/* loads of later rows are in flight while a row is decoded: the compiler moves no load above a store */
+	const uint32_t AHEAD = SIZE == 2 ? 4 : 2;
+	uint32_t ahead[AHEAD][SIZE], columns = o->cols ? columns_at(o->cols + column) : 0;
+	auto fetch = [&](uint32_t k) {
+		for (int p = 1; p < SIZE; p++)
+			ahead[k % AHEAD][p] = word_of[p][32 * k];
+	};
+	fill_window(&top->coder, lane);
+#pragma unroll
+	for (uint32_t k = 0; k < AHEAD; k++)
+		fetch(k);
+#pragma unroll(SIZE == 2 ? CHUNK_ROWS : AHEAD)
 	for (uint32_t k = 0; k < CHUNK_ROWS; k++) {
-		uint32_t word[SIZE], value[SIZE], offset[2], four = 0x80808080;
+		const uint32_t four = 0x80808080 ^ columns, here = eighths;
+		uint32_t word[SIZE], value[SIZE], offset[2];
 
-		word[0] = plane_whole_row(top, by, c, lane);
 		for (int p = 1; p < SIZE; p++) {
-			word[p] = word_of[p][32 * k];
+			word[p] = ahead[k % AHEAD][p];
 			sums[p].sum += (uint64_t)word[p] * key[32 * k];
 		}
-		if (o->cols)
-			four ^= columns_at(o->cols + column);
-		offset[0] = pair_offset(__byte_perm(four, 0, 0x4140), eighths, octave);
-		offset[1] = pair_offset(__byte_perm(four, 0, 0x4342), eighths, octave);
+		if (k + AHEAD < CHUNK_ROWS)
+			fetch(k + AHEAD);
+		if (k + 1 < CHUNK_ROWS) { /* the next row */
+			if ((column += WIRE_ROW) >= length) {
+				for (; column >= length; row++)
+					column -= length;
+				eighths = row_pair(eighths_of(o->part, o->rows, row), round);
+			}
+			if (o->cols)
+				columns = columns_at(o->cols + column);
+		}
+		word[0] = plane_whole_row(top, by, c, lane);
+		offset[0] = pair_offset(__byte_perm(four, 0, 0x4140), here, octave);
+		offset[1] = pair_offset(__byte_perm(four, 0, 0x4342), here, octave);
 		merge_quad<SIZE>(word, offset, value);
 		if constexpr (SIZE == 2)
 			*global((uint2 *)(to + 4 * SIZE * 32 * k)) = {value[0], value[1]};
 		else
 			*global((uint4 *)(to + 4 * SIZE * 32 * k)) = {value[0], value[1], value[2], value[3]};
-		if (k + 1 < CHUNK_ROWS && (column += WIRE_ROW) >= length) {
-			for (; column >= length; row++)
-				column -= length;
-			eighths = row_pair(eighths_of(o->part, o->rows, row), round);
-		}
 	}
 	if (j->v.model_parts.count) {
 		o->column = column, o->row = row, o->left -= WIRE_ROW * (CHUNK_ROWS - 1);

@@ -240,6 +240,20 @@ template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, uint32_t f
 	}
 }
 
+/* Load a quad of aligned values: SIZE words. */
+template <int SIZE> DEVICE void load_words(const uint8_t *from, uint32_t *word)
+{
+	if constexpr (SIZE == 2) {
+		uint2 w = *global((const uint2 *)from);
+
+		word[0] = w.x, word[1] = w.y;
+	} else {
+		uint4 w = *global((const uint4 *)from);
+
+		word[0] = w.x, word[1] = w.y, word[2] = w.z, word[3] = w.w;
+	}
+}
+
 /*
  * Encode CHUNK_ROWS rows from row r on whose values all exist: plane 0 goes to the coder, others to their sections of
  * the frame from `section` on. from: values, aligned to a quad. o: position of the last of these rows; moves back.
@@ -256,24 +270,37 @@ DEVICE void write_whole_rows(const job *j, const uint8_t *from, uint8_t *section
 	for (int p = 1; p < SIZE; p++)
 		to[p] = global((uint32_t *)(section + (p - 1) * j->v.plane_stride)) + 32 * r + lane;
 	from += 4 * SIZE * (32 * r + lane);
-#pragma unroll(SIZE == 2 ? 4 : 2)
+	/* loads of later rows are in flight while a row is coded: the compiler moves no load above a store */
+	const uint32_t AHEAD = SIZE == 2 ? 4 : 2;
+	uint32_t ahead[AHEAD][SIZE], columns = o->cols ? columns_at(o->cols + column) : 0;
+	auto fetch = [&](uint32_t k) {
+		load_words<SIZE>(from + 4 * SIZE * 32 * k, ahead[k % AHEAD]);
+	};
+#pragma unroll
+	for (uint32_t k = CHUNK_ROWS; k-- > CHUNK_ROWS - AHEAD;)
+		fetch(k);
+#pragma unroll
 	for (uint32_t k = CHUNK_ROWS; k-- > 0;) {
-		uint32_t word[SIZE], value[SIZE], offset[2], four = 0x80808080;
+		const uint32_t four = 0x80808080 ^ columns, here = eighths;
+		uint32_t word[SIZE], value[SIZE], offset[2];
 
-		if constexpr (SIZE == 2) {
-			uint2 w = *global((const uint2 *)(from + 4 * SIZE * 32 * k));
-
-			value[0] = w.x, value[1] = w.y;
-		} else {
-			uint4 w = *global((const uint4 *)(from + 4 * SIZE * 32 * k));
-
-			value[0] = w.x, value[1] = w.y, value[2] = w.z, value[3] = w.w;
+		for (int i = 0; i < SIZE; i++)
+			value[i] = ahead[k % AHEAD][i];
+		if (k >= AHEAD)
+			fetch(k - AHEAD);
+		if (k) { /* the next row */
+			if (column < WIRE_ROW) {
+				for (; column < WIRE_ROW; row--)
+					column += o->length;
+				eighths = row_pair(eighths_of(o->part, o->rows, row), round);
+			}
+			column -= WIRE_ROW;
+			if (o->cols)
+				columns = columns_at(o->cols + column);
 		}
-		if (o->cols)
-			four ^= columns_at(o->cols + column);
 		for (int h = 0; h < 2; h++) /* the circle's size less the offset */
 			offset[h] = WIRE_CIRCLE(128) * 0x10001 -
-				    pair_offset(__byte_perm(four, 0, h ? 0x4342 : 0x4140), eighths, octave);
+				    pair_offset(__byte_perm(four, 0, h ? 0x4342 : 0x4140), here, octave);
 		split_pairs<SIZE>(value, offset, word);
 		for (int p = 1; p < SIZE; p++) {
 			sums[p].sum += (uint64_t)word[p] * key[32 * k];
@@ -282,12 +309,6 @@ DEVICE void write_whole_rows(const job *j, const uint8_t *from, uint8_t *section
 		same->some |= word[0];
 		same->all &= word[0];
 		code_quad(s, word[0], r + k, 4, lane);
-		if (k && column < WIRE_ROW) {
-			for (; column < WIRE_ROW; row--)
-				column += o->length;
-			eighths = row_pair(eighths_of(o->part, o->rows, row), round);
-		}
-		column -= k ? WIRE_ROW : 0;
 	}
 	if (o->part) {
 		o->column = o->length ? column : 0, o->row = row, o->left += WIRE_ROW * (CHUNK_ROWS - 1);
