@@ -100,6 +100,35 @@ DEVICE_CALL uint32_t break_ties(struct philox key, struct over over, uint64_t i,
 	return codes;
 }
 
+/* Check that a quad holds NaN or Inf. x: bits. */
+DEVICE bool any_nonfinite(const uint32_t x[4])
+{
+	uint32_t most = __vimax3_u32(x[0] & ROUND_ABS, x[1] & ROUND_ABS, x[2] & ROUND_ABS);
+
+	return __vimax3_u32(most, x[3] & ROUND_ABS, 0) >= ROUND_INF;
+}
+
+#if __CUDA_ARCH__ >= 890 /* GPUs that convert to FLOAT8 in hardware */
+/* Return round_float8_code of four finite values, rounded to nearest. */
+DEVICE uint32_t convert_to_float8(bool e4m3, const uint32_t x[4], float scale)
+{
+	uint16_t low, high;
+	float y[4];
+
+	for (int k = 0; k < 4; k++)
+		y[k] = round_mul(round_float(x[k]), scale);
+	if (e4m3)
+		asm("cvt.rn.satfinite.e4m3x2.f32 %0, %3, %2;\n\tcvt.rn.satfinite.e4m3x2.f32 %1, %5, %4;"
+		    : "=h"(low), "=h"(high)
+		    : "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]));
+	else
+		asm("cvt.rn.satfinite.e5m2x2.f32 %0, %3, %2;\n\tcvt.rn.satfinite.e5m2x2.f32 %1, %5, %4;"
+		    : "=h"(low), "=h"(high)
+		    : "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]));
+	return low | (uint32_t)high << 16;
+}
+#endif
+
 /*
  * Return codes of four values, a byte each. i: index of the first one in the tensor. draws, more: 16 random bits for
  * each value.
@@ -110,6 +139,12 @@ DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint3
 {
 	uint32_t codes = 0;
 
+#if __CUDA_ARCH__ >= 890
+	/* a tensor with NaN or Inf has no frame, unless they are propagated */
+	if (CODEC == WIRE_CODEC_FLOAT8 && !random &&
+	    !(r.v->options & WIRE_OPTION_PROPAGATE && any_nonfinite(x)))
+		return convert_to_float8(r.q.variant == WIRE_FLOAT8_E4M3FN, x, s.scale);
+#endif
 	for (int k = 0; k < 4; k++) {
 		uint32_t h = (k < 2 ? draws : more) >> 16 * (k % 2) & 0xffff;
 

@@ -68,6 +68,75 @@ DEVICE found_codes find_codes(const job *j, struct row_kind q, uint32_t m, uint6
 	return o;
 }
 
+/* Fill a table with the values of all codes in the current row. By one warp. */
+DEVICE void fill_values(const row_walk &w, float *values, uint32_t lane)
+{
+	__syncwarp(); /* the row before has been read */
+	for (uint32_t code = lane; code < 128; code += 32) {
+		float y = dequantize<WIRE_CODEC_FLOAT8>(shared(w.ratio)[code], w.scale);
+
+		shared(values)[code] = y;
+		shared(values)[code + 128] = round_float(round_bits(y) | ~ROUND_ABS);
+	}
+	__syncwarp();
+}
+
+/*
+ * Decode and store whole rows of 128 values: nearly all values of most tensors. BITS: bits of a code, if they are known
+ * at compile time; else 0. TABLED: rows of the codec are long, and multiples of the rows that are decoded together;
+ * values[]: memory for a table. Returns the number of rows decoded; *bad is set if scales or codes are invalid.
+ */
+template <int CODEC, int BITS, bool TABLED>
+DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t m, uint8_t *to, bool wide, uint32_t dtype,
+				float *values, uint32_t *bad, uint32_t lane)
+{
+	const uint32_t AT_ONCE = 8; /* rows whose loads are in flight together: no load moves above a store */
+	uint32_t r = 0;
+
+	if (BITS)
+		q.bits = BITS;
+	auto put_row = [&](uint32_t row, uint32_t quad) {
+		const uint32_t i = WIRE_ROW * row + 4 * lane;
+		float y[4];
+
+		if (!TABLED)
+			*bad |= walk_on(q, w, i);
+		for (uint32_t k = 0; k < 4; k++) {
+			uint32_t code = __byte_perm(quad, 0, 0x4440 + k);
+
+			if (TABLED)
+				y[k] = shared(values)[code];
+			else
+				*bad |= walk_code<CODEC>(*w, code, &y[k]);
+		}
+		if (!to || *bad)
+			return;
+		if (wide)
+			global((uint4 *)to)[32 * row + lane] = {round_bits(y[0]), round_bits(y[1]), round_bits(y[2]),
+								round_bits(y[3])};
+		else
+			global((uint2 *)to)[32 * row + lane] = halves_of(dtype, y);
+	};
+
+	for (; WIRE_ROW * (r + AT_ONCE) <= m; r += AT_ONCE) {
+		uint32_t quad[AT_ONCE];
+
+		for (uint32_t k = 0; k < AT_ONCE; k++)
+			quad[k] = TABLED ? global((const uint32_t *)w->codes)[32 * (r + k) + lane]
+					 : read_codes<CODEC>(q, w->codes, WIRE_ROW * (r + k) + 4 * lane, 4);
+		if (TABLED && WIRE_ROW * r >= w->end) {
+			*bad |= walk_on(q, w, WIRE_ROW * r);
+			fill_values(*w, values, lane);
+		}
+#pragma unroll
+		for (uint32_t k = 0; k < AT_ONCE; k++)
+			put_row(r + k, quad[k]);
+	}
+	for (; !TABLED && WIRE_ROW * (r + 1) <= m; r++)
+		put_row(r, read_codes<CODEC>(q, w->codes, WIRE_ROW * r + 4 * lane, 4));
+	return r;
+}
+
 /*
  * Decode block b, whose region is at the cursor. scratch: memory of a plane, for codes that an entropy stage has coded.
  */
@@ -88,20 +157,18 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 	uint8_t *to = sink->data ? sink->data + (wide ? 4 : 2) * p.first : NULL;
 	uint32_t r = 0, bad = 0;
 
-	if (sink->into == CODEC_INTO_STORE && (uint64_t)to % (wide ? 16 : 8) == 0 && w.row % 4 == 0)
-#pragma unroll 2
-		for (; r < p.m / WIRE_ROW; r++) { /* whole rows: nearly all values of most tensors */
-			float y[4];
+	if (sink->into == CODEC_INTO_STORE && (uint64_t)to % (wide ? 16 : 8) == 0 && w.row % 4 == 0) {
+		const bool tabled = CODEC == WIRE_CODEC_FLOAT8 && !q.entropy && w.row && w.row % (WIRE_ROW * 8) == 0 &&
+				    (uint64_t)w.codes % 4 == 0;
+		float *values = (float *)by.entry + 256 * (threadIdx.x / 32); /* unused without an entropy stage */
 
-			bad |= walk_four<CODEC>(q, &w, WIRE_ROW * r + 4 * lane, y);
-			if (!to || bad)
-				continue;
-			if (wide)
-				global((uint4 *)to)[32 * r + lane] = {round_bits(y[0]), round_bits(y[1]),
-								      round_bits(y[2]), round_bits(y[3])};
-			else
-				global((uint2 *)to)[32 * r + lane] = halves_of(j->v.dtype, y);
-		}
+		if (tabled)
+			r = read_whole_rows<CODEC, 8, true>(q, &w, p.m, to, wide, j->v.dtype, values, &bad, lane);
+		else if (CODEC == WIRE_CODEC_QUANTIZE && q.bits == 4)
+			r = read_whole_rows<CODEC, 4, false>(q, &w, p.m, to, wide, j->v.dtype, NULL, &bad, lane);
+		else
+			r = read_whole_rows<CODEC, 0, false>(q, &w, p.m, to, wide, j->v.dtype, NULL, &bad, lane);
+	}
 	for (; (uint64_t)WIRE_ROW * r < p.m; r++) {
 		uint32_t n = there(r, lane, p.m), i = WIRE_ROW * r + 4 * lane;
 		float y[4];

@@ -220,16 +220,6 @@ template <int CODEC> DEVICE uint32_t walk_code(const row_walk &w, uint32_t code,
 	return (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE) && ratio != ratio;
 }
 
-/* Read values i to i + 3 of a block, which lie in one row; i ascends. Returns not 0 if scale or codes are invalid. */
-template <int CODEC> DEVICE uint32_t walk_four(struct row_kind q, row_walk *w, uint32_t i, float y[4])
-{
-	uint32_t wrong = walk_on(q, w, i), quad = read_codes<CODEC>(q, w->codes, i, 4);
-
-	for (uint32_t k = 0; k < 4; k++)
-		wrong |= walk_code<CODEC>(*w, __byte_perm(quad, 0, 0x4440 + k), &y[k]);
-	return wrong;
-}
-
 /* Read n <= 4 values from value i on; they may lie in several rows. */
 template <int CODEC> DEVICE uint32_t walk_quad(struct row_kind q, row_walk *w, uint32_t i, uint32_t n, float y[4])
 {

@@ -32,6 +32,18 @@ DEVICE uint32_t larger(uint32_t most, uint32_t x, uint32_t limit)
 	return a < limit && a > most ? a : most;
 }
 
+/* Return the largest of `most` and the magnitudes of N values, as larger() does. */
+template <int N> DEVICE uint32_t largest_of(uint32_t most, const uint32_t *x, uint32_t limit)
+{
+	if (limit == ~0u)
+		for (int k = 0; k < N; k += 2)
+			most = __vimax3_u32(most, x[k] & ROUND_ABS, x[k + 1] & ROUND_ABS);
+	else
+		for (int k = 0; k < N; k++)
+			most = larger(most, x[k], limit);
+	return most;
+}
+
 /*
  * Return the largest magnitude of n values, as bits of float32. Magnitudes of `limit` and above are ignored. By one
  * warp.
@@ -39,17 +51,23 @@ DEVICE uint32_t larger(uint32_t most, uint32_t x, uint32_t limit)
 DEVICE uint32_t largest(uint32_t dtype, const codec_source *source, uint64_t first, uint32_t n, uint32_t limit,
 			uint32_t lane)
 {
+	const uint32_t AT_ONCE = 8; /* rows of 128 values whose loads are in flight together */
 	uint32_t most = 0, i = 0;
 
-	if (first % 4 == 0 && in_quads(dtype, source))
-#pragma unroll 4
+	if (first % 4 == 0 && in_quads(dtype, source)) {
+		for (; i + AT_ONCE * WIRE_ROW <= n; i += AT_ONCE * WIRE_ROW) {
+			uint32_t x[4 * AT_ONCE];
+
+			values_at_rows<AT_ONCE>(dtype, source, first + i + 4 * lane, x);
+			most = largest_of<4 * AT_ONCE>(most, x, limit);
+		}
 		for (; i + WIRE_ROW <= n; i += WIRE_ROW) {
 			uint32_t x[4];
 
-			values_at_quads<4>(dtype, source, first + i + 4 * lane, x);
-			for (int k = 0; k < 4; k++)
-				most = larger(most, x[k], limit);
+			values_at_rows<1>(dtype, source, first + i + 4 * lane, x);
+			most = largest_of<4>(most, x, limit);
 		}
+	}
 	for (i += lane; i < n; i += 32)
 		most = larger(most, round_bits(value_at(dtype, source, first + i)), limit);
 	return warp_max(most);
