@@ -149,7 +149,10 @@ class Gpu:
             self._sent = [s for s in self._sent if s is not failed and (s[1] is None or not s[1].done)]
 
     def download(self, at: int, nbytes: int) -> bytearray:
-        runtime, data, stream = self._cupy.cuda.runtime, bytearray(nbytes), self._stream()
+        return self._download(at, nbytes, self._stream())
+
+    def _download(self, at: int, nbytes: int, stream: Any) -> bytearray:
+        runtime, data = self._cupy.cuda.runtime, bytearray(nbytes)
         if nbytes:
             runtime.memcpyAsync(_address(data), at, nbytes, runtime.memcpyDeviceToHost, stream.ptr)
         stream.synchronize()
@@ -178,7 +181,8 @@ class Gpu:
         self.prepare([kernel])
         if (kernel, name) not in self._constants:
             module = self._functions[kernel].module
-            data = self.download(module.get_global_var(name), 8 * count)
+            side = self._cupy.cuda.Stream(non_blocking=True)  # the current stream may be captured
+            data = self._download(module.get_global_var(name), 8 * count, side)
             self._constants[kernel, name] = tuple(np.frombuffer(data, np.uint64).tolist())
         return self._constants[kernel, name]
 

@@ -16,11 +16,23 @@ static __device__ void copy_bytes(uint8_t *to, const uint8_t *from, uint64_t n, 
 	uint64_t skip = (4 - (uint64_t)to % 4) % 4, whole = n > skip ? (n - skip) / 4 : 0;
 	uint32_t *words = global((uint32_t *)(to + skip));
 
-	for (uint64_t i = lane; i < whole; i += 32)
-		words[i] = load32(global(from) + skip + 4 * i);
+	const uint8_t *source = global(from) + skip;
+	uint64_t i = lane;
+
+	if ((uint64_t)source % 4 == 0)
+		for (; i + 7 * 32 < whole; i += 8 * 32) {
+			uint32_t word[8];
+
+			for (uint32_t k = 0; k < 8; k++)
+				word[k] = ((const uint32_t *)source)[i + 32 * k];
+			for (uint32_t k = 0; k < 8; k++)
+				words[i + 32 * k] = word[k];
+		}
+	for (; i < whole; i += 32)
+		words[i] = load32(source + 4 * i);
 	if (lane < skip && lane < n)
 		to[lane] = from[lane];
-	for (uint64_t i = skip + 4 * whole + lane; i < n; i += 32)
+	for (i = skip + 4 * whole + lane; i < n; i += 32)
 		to[i] = from[i];
 }
 

@@ -29,12 +29,16 @@ DEVICE_CALL int row_mean(const codec_model_part *part, const uint8_t *values, ui
 	n = n < part->row ? n : part->row;
 	bool all = n <= CHOOSE_RUNS * CHOOSE_RUN;
 
+	uint32_t pattern[CHOOSE_RUNS];
+
 	for (uint32_t i = 0; i < CHOOSE_RUNS; i++) {
 		uint64_t at = (all ? CHOOSE_RUN * i : choose_run(i, n)) + lane;
-		uint32_t pattern = at < n ? pattern_at(values, size, first + at) : 0;
 
-		sum += pattern >= zero ? pattern : 0;
-		count += pattern >= zero;
+		pattern[i] = at < n ? pattern_at(values, size, first + at) : 0;
+	}
+	for (uint32_t i = 0; i < CHOOSE_RUNS; i++) {
+		sum += pattern[i] >= zero ? pattern[i] : 0;
+		count += pattern[i] >= zero;
 	}
 	return choose_mean(warp_sum(sum), warp_sum(count));
 }

@@ -43,18 +43,32 @@ DEVICE uint64_t digest_sum(const digest *d, uint64_t first, uint32_t count, uint
 	return warp_sum(lane < count ? seal_chunk(d->mine, seed, first + lane) : (uint64_t)0);
 }
 
+/* Load this lane's words of a whole chunk at `from`, a multiple of 4. */
+DEVICE void load_chunk(const uint8_t *from, uint32_t word[CHUNK_ROWS], uint32_t lane)
+{
+	for (uint32_t k = 0; k < CHUNK_ROWS; k++)
+		word[k] = global((const uint32_t *)from)[32 * k + lane];
+}
+
+DEVICE uint64_t sum_chunk(const uint32_t word[CHUNK_ROWS], uint32_t lane)
+{
+	uint64_t sum = 0;
+
+	for (uint32_t k = 0; k < CHUNK_ROWS; k++)
+		sum += (uint64_t)word[k] * SEAL_KEY[32 * k + lane];
+	return sum;
+}
+
 /* Return the sum over this lane's words of chunk i of nbytes bytes at p, which may lie at any address. */
 static __device__ uint64_t lane_sum(const uint8_t *p, uint64_t nbytes, uint64_t i, uint32_t lane)
 {
 	uint64_t from = 4 * WIRE_CHUNK_WORDS * i, sum = 0;
 
 	if ((uint64_t)p % 4 == 0 && nbytes - from >= 4 * WIRE_CHUNK_WORDS) {
-		const uint32_t *word = global((const uint32_t *)(p + from)) + lane;
+		uint32_t word[CHUNK_ROWS];
 
-#pragma unroll
-		for (uint32_t k = 0; k < WIRE_CHUNK_WORDS; k += 32)
-			sum += (uint64_t)word[k] * SEAL_KEY[k + lane];
-		return sum;
+		load_chunk(p + from, word, lane);
+		return sum_chunk(word, lane);
 	}
 	for (uint32_t k = lane; k < WIRE_CHUNK_WORDS && from + 4 * k < nbytes; k += 32) {
 		uint64_t left = nbytes - from - 4 * k;
@@ -71,14 +85,28 @@ static __device__ uint64_t digest_chunk(const uint8_t *p, uint64_t nbytes, uint3
 }
 
 /* Return the checksum of nbytes bytes at p. */
-static __device__ uint64_t digest_bytes(const uint8_t *p, uint64_t nbytes, uint32_t seed, uint32_t lane)
+DEVICE_CALL uint64_t digest_bytes(const uint8_t *p, uint64_t nbytes, uint32_t seed, uint32_t lane)
 {
 	uint32_t nchunks = (uint32_t)((nbytes + 4 * WIRE_CHUNK_WORDS - 1) / (4 * WIRE_CHUNK_WORDS));
+	const uint32_t whole = (uint64_t)p % 4 ? 0 : (uint32_t)(nbytes / (4 * WIRE_CHUNK_WORDS));
+	uint32_t next[CHUNK_ROWS]; /* words of the next chunk, which are in flight */
 	uint64_t total = 0;
 	digest d = {0, 0};
 
+	if (whole)
+		load_chunk(p, next, lane);
 	for (uint32_t i = 0; i < nchunks; i++) {
-		d.sum = lane_sum(p, nbytes, i, lane);
+		if (i < whole) {
+			uint32_t word[CHUNK_ROWS];
+
+			for (uint32_t k = 0; k < CHUNK_ROWS; k++)
+				word[k] = next[k];
+			if (i + 1 < whole)
+				load_chunk(p + 4 * WIRE_CHUNK_WORDS * (i + 1ull), next, lane);
+			d.sum = sum_chunk(word, lane);
+		} else {
+			d.sum = lane_sum(p, nbytes, i, lane);
+		}
 		digest_end_chunk(&d, i, lane);
 		if (i % 32 == 31 || i + 1 == nchunks)
 			total += digest_sum(&d, i / 32 * 32, i % 32 + 1, seed, lane);

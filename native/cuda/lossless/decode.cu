@@ -201,18 +201,20 @@ DEVICE void read_whole_rows(const job *j, plane *top, const pairs &by, const uin
 {
 	const int octave = octave_of(j->v.dtype), round = ROUND_OF(octave);
 	const uint32_t length = o->length ? o->length : ~0u; /* no rows: one that has no end */
-	const uint32_t *key = SEAL_KEY + lane, *word_of[SIZE];
+	const uint32_t *key = SEAL_KEY + lane;
+	const uint8_t *from = global(fixed) + 4 * (32 * r + lane);
+	const uint64_t stride = j->v.plane_stride;
 	uint32_t column = o->column, row = o->row, eighths = row_pair(o->eighths, round);
 
-	for (int p = 1; p < SIZE; p++)
-		word_of[p] = global((const uint32_t *)(fixed + (p - 1) * j->v.plane_stride)) + 32 * r + lane;
+	const bool stores = to != NULL; /* else the frame is only checked */
+
 	to += 4 * SIZE * (32 * r + lane);
 	/* loads of later rows are in flight while a row is decoded: the compiler moves no load above a store */
 	const uint32_t AHEAD = SIZE == 2 ? 4 : 2;
 	uint32_t ahead[AHEAD][SIZE], columns = o->cols ? columns_at(o->cols + column) : 0;
 	auto fetch = [&](uint32_t k) {
 		for (int p = 1; p < SIZE; p++)
-			ahead[k % AHEAD][p] = word_of[p][32 * k];
+			ahead[k % AHEAD][p] = *(const uint32_t *)(from + (p - 1) * stride + WIRE_ROW * k);
 	};
 	fill_window(&top->coder, lane);
 #pragma unroll
@@ -242,6 +244,8 @@ DEVICE void read_whole_rows(const job *j, plane *top, const pairs &by, const uin
 		offset[0] = pair_offset(__byte_perm(four, 0, 0x4140), here, octave);
 		offset[1] = pair_offset(__byte_perm(four, 0, 0x4342), here, octave);
 		merge_quad<SIZE>(word, offset, value);
+		if (!stores)
+			continue;
 		if constexpr (SIZE == 2)
 			*global((uint2 *)(to + 4 * SIZE * 32 * k)) = {value[0], value[1]};
 		else
@@ -279,15 +283,15 @@ DEVICE codec_status read_single_plane(const job *j, uint64_t b, uint32_t mode, c
 	if (v.model_parts.count)
 		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
 	bool fast = (SIZE == 2 || SIZE == 4) && octave_of(v.dtype) && mode == WIRE_MODE_CODED && by.plane == 0 &&
-		    sink->data && sink->into == CODEC_INTO_STORE && (uint64_t)sink->data % (4 * SIZE) == 0 &&
+		    (!sink->data || (sink->into == CODEC_INTO_STORE && (uint64_t)sink->data % (4 * SIZE) == 0)) &&
 		    ((uint64_t)top.coder.words | (uint64_t)fixed | v.plane_stride) % 4 == 0;
 
 	for (uint32_t r = 0; r < rows;) {
 		if (fast && r % CHUNK_ROWS == 0 && r + CHUNK_ROWS <= m / WIRE_ROW &&
 		    (!v.model_parts.count || __all_sync(FULL, whole_rows_ahead(&o)))) {
 			if constexpr (SIZE == 2 || SIZE == 4)
-				read_whole_rows<SIZE>(j, &top, by, fixed, sums, &c, &o, sink->data + SIZE * first, r,
-						      lane);
+				read_whole_rows<SIZE>(j, &top, by, fixed, sums, &c, &o,
+						      sink->data ? sink->data + SIZE * first : NULL, r, lane);
 			r += CHUNK_ROWS;
 		} else {
 			uint32_t n = there(r, lane, m), word[SIZE];

@@ -68,50 +68,44 @@ DEVICE found_codes find_codes(const job *j, struct row_kind q, uint32_t m, uint6
 	return o;
 }
 
-/* Fill a table with the values of all codes in the current row. By one warp. */
-DEVICE void fill_values(const row_walk &w, float *values, uint32_t lane)
-{
-	__syncwarp(); /* the row before has been read */
-	for (uint32_t code = lane; code < 128; code += 32) {
-		float y = dequantize<WIRE_CODEC_FLOAT8>(shared(w.ratio)[code], w.scale);
-
-		shared(values)[code] = y;
-		shared(values)[code + 128] = round_float(round_bits(y) | ~ROUND_ABS);
-	}
-	__syncwarp();
-}
-
 /*
  * Decode and store whole rows of 128 values: nearly all values of most tensors. BITS: bits of a code, if they are known
- * at compile time; else 0. TABLED: rows of the codec are long, and multiples of the rows that are decoded together;
- * values[]: memory for a table. Returns the number of rows decoded; *bad is set if scales or codes are invalid.
+ * at compile time; else 0. Returns the number of rows decoded; *bad is set if scales or codes are invalid.
  */
-template <int CODEC, int BITS, bool TABLED>
-DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t m, uint8_t *to, bool wide, uint32_t dtype,
-				float *values, uint32_t *bad, uint32_t lane)
+template <int CODEC, int BITS>
+DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t m, uint8_t *to, uint32_t dtype, uint32_t *bad,
+				uint32_t lane)
 {
 	const uint32_t AT_ONCE = 8; /* rows whose loads are in flight together: no load moves above a store */
+	const bool e4m3 = q.variant == WIRE_FLOAT8_E4M3FN, words = CODEC == WIRE_CODEC_FLOAT8 && (uint64_t)w->codes % 4 == 0;
+	float inverse = CODEC == WIRE_CODEC_FLOAT8 ? float8_inverse(w->scale) : 0;
 	uint32_t r = 0;
 
 	if (BITS)
 		q.bits = BITS;
+	auto load_row = [&](uint32_t row) -> uint32_t {
+		return words ? global((const uint32_t *)w->codes)[32 * row + lane]
+			     : read_codes<CODEC>(q, w->codes, WIRE_ROW * row + 4 * lane, 4);
+	};
 	auto put_row = [&](uint32_t row, uint32_t quad) {
 		const uint32_t i = WIRE_ROW * row + 4 * lane;
 		float y[4];
 
-		if (!TABLED)
+		if (i >= w->end) {
 			*bad |= walk_on(q, w, i);
-		for (uint32_t k = 0; k < 4; k++) {
-			uint32_t code = __byte_perm(quad, 0, 0x4440 + k);
-
-			if (TABLED)
-				y[k] = shared(values)[code];
-			else
-				*bad |= walk_code<CODEC>(*w, code, &y[k]);
+			inverse = CODEC == WIRE_CODEC_FLOAT8 ? float8_inverse(w->scale) : 0;
+		}
+		if (CODEC == WIRE_CODEC_FLOAT8 && inverse > 0 && !any_special(e4m3, quad)) {
+			float8_ratios(e4m3, quad, y);
+			for (uint32_t k = 0; k < 4; k++)
+				y[k] = divide_float8(y[k], w->scale, inverse);
+		} else {
+			for (uint32_t k = 0; k < 4; k++)
+				*bad |= walk_code<CODEC>(*w, __byte_perm(quad, 0, 0x4440 + k), &y[k]);
 		}
 		if (!to || *bad)
 			return;
-		if (wide)
+		if (dtype == WIRE_FLOAT32)
 			global((uint4 *)to)[32 * row + lane] = {round_bits(y[0]), round_bits(y[1]), round_bits(y[2]),
 								round_bits(y[3])};
 		else
@@ -122,18 +116,13 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t m, uint
 		uint32_t quad[AT_ONCE];
 
 		for (uint32_t k = 0; k < AT_ONCE; k++)
-			quad[k] = TABLED ? global((const uint32_t *)w->codes)[32 * (r + k) + lane]
-					 : read_codes<CODEC>(q, w->codes, WIRE_ROW * (r + k) + 4 * lane, 4);
-		if (TABLED && WIRE_ROW * r >= w->end) {
-			*bad |= walk_on(q, w, WIRE_ROW * r);
-			fill_values(*w, values, lane);
-		}
+			quad[k] = load_row(r + k);
 #pragma unroll
 		for (uint32_t k = 0; k < AT_ONCE; k++)
 			put_row(r + k, quad[k]);
 	}
-	for (; !TABLED && WIRE_ROW * (r + 1) <= m; r++)
-		put_row(r, read_codes<CODEC>(q, w->codes, WIRE_ROW * r + 4 * lane, 4));
+	for (; WIRE_ROW * (r + 1) <= m; r++)
+		put_row(r, load_row(r));
 	return r;
 }
 
@@ -157,18 +146,10 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 	uint8_t *to = sink->data ? sink->data + (wide ? 4 : 2) * p.first : NULL;
 	uint32_t r = 0, bad = 0;
 
-	if (sink->into == CODEC_INTO_STORE && (uint64_t)to % (wide ? 16 : 8) == 0 && w.row % 4 == 0) {
-		const bool tabled = CODEC == WIRE_CODEC_FLOAT8 && !q.entropy && w.row && w.row % (WIRE_ROW * 8) == 0 &&
-				    (uint64_t)w.codes % 4 == 0;
-		float *values = (float *)by.entry + 256 * (threadIdx.x / 32); /* unused without an entropy stage */
-
-		if (tabled)
-			r = read_whole_rows<CODEC, 8, true>(q, &w, p.m, to, wide, j->v.dtype, values, &bad, lane);
-		else if (CODEC == WIRE_CODEC_QUANTIZE && q.bits == 4)
-			r = read_whole_rows<CODEC, 4, false>(q, &w, p.m, to, wide, j->v.dtype, NULL, &bad, lane);
-		else
-			r = read_whole_rows<CODEC, 0, false>(q, &w, p.m, to, wide, j->v.dtype, NULL, &bad, lane);
-	}
+	if (sink->into == CODEC_INTO_STORE && (uint64_t)to % (wide ? 16 : 8) == 0 && w.row % 4 == 0)
+		r = CODEC == WIRE_CODEC_QUANTIZE && q.bits == 4
+			    ? read_whole_rows<CODEC, 4>(q, &w, p.m, to, j->v.dtype, &bad, lane)
+			    : read_whole_rows<CODEC, 0>(q, &w, p.m, to, j->v.dtype, &bad, lane);
 	for (; (uint64_t)WIRE_ROW * r < p.m; r++) {
 		uint32_t n = there(r, lane, p.m), i = WIRE_ROW * r + 4 * lane;
 		float y[4];

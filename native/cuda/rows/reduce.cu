@@ -7,7 +7,7 @@
 #include "rows/rows.cuh"
 
 #define QUADS 4    /* rows of 128 values that a warp adds up at once */
-#define TABLED 128 /* rows of a block, in all frames, whose quotients fit into shared memory */
+#define TABLED 128 /* rows of a block, in all frames, whose scales fit into shared memory */
 
 /* Check a frame's region of block b, by each lane for a frame of its own: size, padding, last codes. Sets *c to it. */
 DEVICE codec_status check_region(struct row_kind q, const codec_decoding *d, uint64_t b, uint64_t nscales,
@@ -39,8 +39,7 @@ struct summed {
 	uint64_t part, nscales; /* index of the block's part; bytes of its scales */
 	const uint8_t *region;
 	uint32_t dtype;
-	const uint32_t *entry;  /* FLOAT8: see fill_entries */
-	float *quotient;        /* FLOAT8: 8 quotients of row i of frame f from index 8 * (f * nrows + i) on, */
+	float2 *scales;         /* FLOAT8: scale and float8_inverse of row i of frame f at index f * nrows + i, */
 	uint32_t nrows, tabled; /* valid if bit f of `tabled` is set */
 };
 
@@ -61,25 +60,10 @@ DEVICE_CALL summed_row open_summed(struct row_kind q, const codec_row_part *part
 }
 
 /*
- * Fill a table of FLOAT8's codes. A value is code_ratio / scale, and code_ratio is a power of two times 1, 9/8, .. or
- * 15/8. So 8 quotients are divided for each row, and multiplication by the power of two is exact. An entry holds the
- * power with its sign, and in bits 2 to 4 the index of the quotient. NaN stays as it is.
+ * FLOAT8: read the scales of all rows of a block, if they fit into shared memory; s->tabled: frames whose scales have an
+ * inverse. Returns a mask of frames with invalid scales that this lane has read.
  */
-DEVICE void fill_entries(const float *ratio, uint32_t *entry)
-{
-	for (uint32_t code = threadIdx.x; code < 256; code += blockDim.x) {
-		uint32_t u = round_bits(ratio[code]), power = u & ~(uint32_t)0x7fffff;
-
-		entry[code] = (ratio[code] != ratio[code] ? u : power) | (u >> 20 & 7) * sizeof(float);
-	}
-	__syncthreads();
-}
-
-/*
- * Compute quotients of all rows of a block, if they fit into shared memory; s->tabled: frames whose quotients cannot
- * overflow. Returns a mask of frames with invalid scales that this lane has read.
- */
-DEVICE uint32_t fill_quotients(summed *s, uint32_t lane)
+DEVICE uint32_t fill_scales(summed *s, uint32_t lane)
 {
 	const uint32_t rows = s->nrows * s->count;
 	uint32_t unusual = 0, bad = 0;
@@ -92,14 +76,15 @@ DEVICE uint32_t fill_quotients(summed *s, uint32_t lane)
 		const uint8_t *scales = address_of(s->region, f);
 		float scale = 1, below;
 
-		if (i < rows && s->good >> f & 1) {
+		if (i < rows && s->good >> f & 1)
 			bad |= (uint32_t)!read_scale(s->q, s->p.part, scales + (uint64_t)sizeof(float) * (i % s->nrows),
 						     &scale, &below)
 			       << f;
-			unusual |= (uint32_t)!(scale > 0x1p-100f && scale < 0x1p100f) << f;
-		}
-		for (uint32_t k = 0; k < 8 && i < rows; k++)
-			s->quotient[8 * i + k] = round_div(round_float(0x3f800000 | k << 20), scale);
+		const float inverse = float8_inverse(scale);
+
+		unusual |= (uint32_t)!(inverse > 0) << f;
+		if (i < rows)
+			s->scales[i] = {scale, inverse};
 	}
 	__syncwarp();
 	s->tabled = ~__reduce_or_sync(FULL, unusual);
@@ -117,11 +102,15 @@ DEVICE_CALL uint4 put_four(const codec_sink *sink, uint32_t dtype, uint4 sums, u
 	return {sum[0], sum[1], sum[2], sum[3]};
 }
 
-/* Check that values are only added: no maximum, division, scaling or rounding. */
-DEVICE bool is_plain(const codec_sink &sink, uint32_t dtype)
+/*
+ * Check that values are only stored or added: no maximum, no scaling. Only FLOAT8 has code of its own for rounding to
+ * the frame's dtype and for dividing sums; it would need too many registers elsewhere.
+ */
+template <int CODEC> DEVICE bool is_plain(const codec_sink &sink, uint32_t dtype)
 {
-	return sink.into == CODEC_INTO_ADD && !sink.rescale && !(sink.divide > 0) &&
-	       (dtype == WIRE_FLOAT32 || sink.unscaled);
+	return (sink.into == CODEC_INTO_ADD || (CODEC != WIRE_CODEC_QUANTIZE && sink.into == CODEC_INTO_FLOAT32)) &&
+	       !sink.rescale &&
+	       (CODEC == WIRE_CODEC_FLOAT8 || (!(sink.divide > 0) && (dtype == WIRE_FLOAT32 || sink.unscaled)));
 }
 
 DEVICE uint4 bits_of_four(const float x[4])
@@ -134,21 +123,43 @@ DEVICE void four_of_bits(uint4 u, float x[4])
 	x[0] = round_float(u.x), x[1] = round_float(u.y), x[2] = round_float(u.z), x[3] = round_float(u.w);
 }
 
-/* FLOAT8: add a frame's values to sums, from the quotients of their rows. quotients: of the frame's first row. */
-DEVICE void add_quotients(const summed &s, const float *quotients, const uint32_t at[QUADS],
-			  const uint32_t codes[QUADS], float weight, float sum[QUADS][4])
+/* Combine four sums with a frame's values, which is_plain() is true for. */
+template <int CODEC> DEVICE void add_plain(const codec_sink &sink, uint32_t dtype, const float y[4], float sum[4])
+{
+	for (uint32_t k = 0; k < 4; k++) {
+		float z = CODEC != WIRE_CODEC_FLOAT8 || dtype == WIRE_FLOAT32 ? y[k] : decoded_float(&sink, dtype, y[k]);
+
+		sum[k] = CODEC == WIRE_CODEC_QUANTIZE || sink.into == CODEC_INTO_ADD ? round_weighted(sum[k], sink.weight, z)
+										     : z;
+		if (CODEC == WIRE_CODEC_FLOAT8 && sink.divide > 0)
+			sum[k] = round_div(sum[k], sink.divide);
+	}
+}
+
+/* FLOAT8: add a frame's finite values to sums, with scales that have an inverse. scales: of the frame's first row. */
+DEVICE void add_float8(const summed &s, const codec_sink &sink, const float2 *scales, const uint32_t at[QUADS],
+		       const uint32_t codes[QUADS], float sum[QUADS][4])
 {
 #pragma unroll
 	for (uint32_t i = 0; i < QUADS; i++) {
-		const uint8_t *row = (const uint8_t *)(shared(quotients) + 8 * at[i]);
+		const float2 scale = shared(scales)[at[i]];
+		float y[4];
 
-		for (uint32_t k = 0; k < 4; k++) {
-			uint32_t e = shared(s.entry)[__byte_perm(codes[i], 0, 0x4440 + k)];
-			float quotient = *(const float *)(row + (e & 28));
-
-			sum[i][k] = round_weighted(sum[i][k], weight, round_mul(round_float(e & ~28u), quotient));
-		}
+		float8_ratios(s.q.variant == WIRE_FLOAT8_E4M3FN, codes[i], y);
+		for (uint32_t k = 0; k < 4; k++)
+			y[k] = divide_float8(y[k], scale.x, scale.y);
+		add_plain<WIRE_CODEC_FLOAT8>(sink, s.dtype, y, sum[i]);
 	}
+}
+
+/* FLOAT8: check that a quad of QUADS holds NaN or Inf. */
+DEVICE bool any_specials(bool e4m3, const uint32_t codes[QUADS])
+{
+	bool any = false;
+
+	for (uint32_t i = 0; i < QUADS; i++)
+		any |= any_special(e4m3, codes[i]);
+	return any;
 }
 
 /*
@@ -161,7 +172,6 @@ DEVICE uint32_t add_codes(const summed &s, uint32_t f, const uint8_t *scales, co
 	const codec_decoding *of = s.decodings + f;
 	const codec_row_part *part = row_parts(of->view, of->memory) + s.part;
 	const uint32_t row = s.p.part->group_size, each = (uint32_t)row_scale_nbytes(s.q);
-	const float weight = of->sink.weight;
 	summed_row go = {0, 0, 0};
 	uint32_t bad = 0;
 
@@ -178,8 +188,7 @@ DEVICE uint32_t add_codes(const summed &s, uint32_t f, const uint8_t *scales, co
 			wrong |= walk_code<CODEC>(w, __byte_perm(codes[i], 0, 0x4440 + k), &y[k]);
 		bad |= wrong << f;
 		if (plain)
-			for (uint32_t k = 0; k < 4; k++)
-				sum[i][k] = round_weighted(sum[i][k], weight, y[k]);
+			add_plain<CODEC>(of->sink, s.dtype, y, sum[i]);
 		else
 			four_of_bits(
 				put_four(&of->sink, s.dtype, bits_of_four(sum[i]), bits_of_four(y), part->scale[0]),
@@ -207,30 +216,33 @@ template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, cons
 		four_of_bits(w, sum[i]);
 		at[i] = row ? (WIRE_ROW * (r + i) + 4 * lane) / row : 0; /* row of the codec, equal in all frames */
 	}
-	uint32_t next[QUADS] = {0}; /* prefetched: codes of the next frame */
-	auto fetch = [&](uint32_t f) {
+	const uint32_t AHEAD = CODEC == WIRE_CODEC_FLOAT8 ? 2 : 1; /* frames whose codes are in flight */
+	uint32_t next[AHEAD][QUADS] = {{0}};
+	auto fetch = [&](uint32_t f, uint32_t *to) {
 		const uint8_t *codes = address_of(s.region, f) + s.nscales;
 
 		for (uint32_t i = 0; i < QUADS && s.good >> f & 1; i++)
-			next[i] = read_codes<CODEC>(s.q, codes, WIRE_ROW * (r + i) + 4 * lane, 4);
+			to[i] = read_codes<CODEC>(s.q, codes, WIRE_ROW * (r + i) + 4 * lane, 4);
 	};
 
-	fetch(0);
+	for (uint32_t f = 0; f < AHEAD && f < s.count; f++)
+		fetch(f, next[f]);
 	for (uint32_t f = 0; f < s.count; f++) {
 		const codec_decoding *of = s.decodings + f;
 		const uint8_t *scales = address_of(s.region, f);
 		uint32_t codes[QUADS];
 
 		for (uint32_t i = 0; i < QUADS; i++)
-			codes[i] = next[i];
-		if (f + 1 < s.count)
-			fetch(f + 1);
-		const bool plain = is_plain(of->sink, s.dtype);
+			codes[i] = next[0][i], next[0][i] = next[AHEAD - 1][i];
+		if (f + AHEAD < s.count)
+			fetch(f + AHEAD, next[AHEAD - 1]);
+		const bool plain = is_plain<CODEC>(of->sink, s.dtype);
 
 		if (!(s.good >> f & 1))
 			continue;
-		if (CODEC == WIRE_CODEC_FLOAT8 && plain && s.tabled >> f & 1)
-			add_quotients(s, s.quotient + 8 * f * s.nrows, at, codes, of->sink.weight, sum);
+		if (CODEC == WIRE_CODEC_FLOAT8 && plain && s.tabled >> f & 1 &&
+		    !any_specials(s.q.variant == WIRE_FLOAT8_E4M3FN, codes))
+			add_float8(s, of->sink, s.scales + f * s.nrows, at, codes, sum);
 		else
 			bad |= add_codes<CODEC>(s, f, scales, at, codes, ratio, plain, sum);
 	}
@@ -339,12 +351,9 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 	const codec_decoding *mine = decodings + (lane < count ? lane : 0);
 	const uint64_t warp = blockIdx.x * WARPS + threadIdx.x / 32;
 
-	__shared__ uint32_t entry[CODEC == WIRE_CODEC_FLOAT8 ? 256 : 1];
-	__shared__ float quotient[CODEC == WIRE_CODEC_FLOAT8 ? WARPS : 1][CODEC == WIRE_CODEC_FLOAT8 ? 8 * TABLED : 1];
+	__shared__ float2 scales[CODEC == WIRE_CODEC_FLOAT8 ? WARPS * TABLED : 1];
 
 	fill_ratios<CODEC>(&v, ratio);
-	if (CODEC == WIRE_CODEC_FLOAT8)
-		fill_entries(ratio, entry);
 	for (uint32_t f = 0; warp == 0 && f < count; f++)
 		report_fault(decodings[f].found, 0, check_frame(decodings[f].view, decodings[f].frame, lane), lane);
 	for (uint64_t b = warp; b < v.nblocks; b += d.warps) {
@@ -365,14 +374,13 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 			    nscales,
 			    here(&c),
 			    v.dtype,
-			    entry,
-			    quotient[CODEC == WIRE_CODEC_FLOAT8 ? threadIdx.x / 32 : 0],
+			    scales + (CODEC == WIRE_CODEC_FLOAT8 ? TABLED * (threadIdx.x / 32) : 0),
 			    (uint32_t)row_count(p.part->group_size, p.m),
 			    0};
 		uint32_t bad = check_trits(s, ncodes, lane);
 
 		if (CODEC == WIRE_CODEC_FLOAT8)
-			bad |= fill_quotients(&s, lane);
+			bad |= fill_scales(&s, lane);
 		bad |= add_up<CODEC>(s, ratio, lane);
 		for (uint32_t f = 0; f < count; f++)
 			if (__any_sync(FULL, bad >> f & 1) && lane == f)

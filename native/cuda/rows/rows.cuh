@@ -153,6 +153,60 @@ template <int CODEC> DEVICE float dequantize(float ratio, float scale)
 	return round_scaled(ratio, scale);
 }
 
+/*
+ * FLOAT8: return the reciprocal of a scale with which divide_float8 divides by it; 0 if a quotient or its error could
+ * leave the range of float32.
+ */
+DEVICE float float8_inverse(float scale)
+{
+	return scale > 0x1p-100f && scale < 0x1p100f ? round_div(1, scale) : 0;
+}
+
+/* Check that a quad of FLOAT8 codes holds NaN, or Inf of E5M2. */
+DEVICE bool any_special(bool e4m3, uint32_t quad)
+{
+	return ((quad & 0x7f7f7f7f) + (e4m3 ? 1 : 4) * ONES) & 0x80808080;
+}
+
+/* Return the values of four finite FLOAT8 codes before scaling. */
+DEVICE void float8_ratios(bool e4m3, uint32_t quad, float y[4])
+{
+#if __CUDA_ARCH__ >= 890
+	uint32_t two[2];
+
+	for (uint32_t h = 0; h < 2; h++) {
+		uint16_t codes = (uint16_t)(quad >> 16 * h), low, high;
+
+		if (e4m3)
+			asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(two[h]) : "h"(codes));
+		else
+			asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(two[h]) : "h"(codes));
+		low = (uint16_t)two[h], high = (uint16_t)(two[h] >> 16);
+		asm("cvt.f32.f16 %0, %1;" : "=f"(y[2 * h]) : "h"(low));
+		asm("cvt.f32.f16 %0, %1;" : "=f"(y[2 * h + 1]) : "h"(high));
+	}
+#else
+	for (uint32_t k = 0; k < 4; k++) {
+		uint32_t code = quad >> 8 * k & 255;
+
+		y[k] = round_float((e4m3 ? round_small_value(code & 127, 3, 7) : round_small_value(code & 127, 2, 15)) |
+				   (code & 128) << 24);
+	}
+#endif
+}
+
+/*
+ * FLOAT8: divide a code's value by a scale, with its float8_inverse. The remainder of the product is exact, and
+ * corrects it to the rounded quotient: checked for all mantissas of codes and scales.
+ */
+DEVICE float divide_float8(float ratio, float scale, float inverse)
+{
+	float product = round_mul(ratio, inverse);
+	float quotient = __fmaf_rn(__fmaf_rn(-product, scale, ratio), inverse, product);
+
+	return round_float(round_bits(quotient) | (round_bits(ratio) & ~ROUND_ABS)); /* -0 */
+}
+
 /* Fill a table of code_ratio for all codes in shared memory, by all threads of the CTA. */
 template <int CODEC> DEVICE void fill_ratios(const codec_view *v, float *ratio)
 {
