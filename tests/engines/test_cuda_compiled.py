@@ -18,7 +18,7 @@ from support.tiers import NIGHTLY
 TESTS = ROOT / "tests/engines"
 
 ALL_REGISTERS, ALL_SHARED = 65_536, 164 << 10  # registers and bytes of shared memory of an A100 multiprocessor or later
-SPILLS = 64  # maximum bytes of registers that a thread spills to memory
+SPILLS = 80  # maximum bytes of registers that a thread spills to memory, most of them around calls once a block
 
 
 def test_undefined_behaviour_of_a_launch_is_reported(tmp_path):

@@ -103,14 +103,15 @@ DEVICE_CALL uint4 put_four(const codec_sink *sink, uint32_t dtype, uint4 sums, u
 }
 
 /*
- * Check that values are only stored or added: no maximum, no scaling. Only FLOAT8 has code of its own for rounding to
- * the frame's dtype and for dividing sums; it would need too many registers elsewhere.
+ * Check that values are only added, or stored as the first ones: no maximum, no scaling. FLOAT8 has code of its own for
+ * storing, rounding to the frame's dtype and dividing sums, which takes too many registers elsewhere.
  */
 template <int CODEC> DEVICE bool is_plain(const codec_sink &sink, uint32_t dtype)
 {
-	return (sink.into == CODEC_INTO_ADD || (CODEC != WIRE_CODEC_QUANTIZE && sink.into == CODEC_INTO_FLOAT32)) &&
-	       !sink.rescale &&
-	       (CODEC == WIRE_CODEC_FLOAT8 || (!(sink.divide > 0) && (dtype == WIRE_FLOAT32 || sink.unscaled)));
+	if (CODEC == WIRE_CODEC_FLOAT8)
+		return (sink.into == CODEC_INTO_ADD || sink.into == CODEC_INTO_FLOAT32) && !sink.rescale;
+	return sink.into == CODEC_INTO_ADD && !sink.rescale && !(sink.divide > 0) &&
+	       (dtype == WIRE_FLOAT32 || sink.unscaled);
 }
 
 DEVICE uint4 bits_of_four(const float x[4])
@@ -123,15 +124,14 @@ DEVICE void four_of_bits(uint4 u, float x[4])
 	x[0] = round_float(u.x), x[1] = round_float(u.y), x[2] = round_float(u.z), x[3] = round_float(u.w);
 }
 
-/* Combine four sums with a frame's values, which is_plain() is true for. */
-template <int CODEC> DEVICE void add_plain(const codec_sink &sink, uint32_t dtype, const float y[4], float sum[4])
+/* FLOAT8: combine four sums with a frame's values, for which is_plain() is true. */
+DEVICE void add_plain(const codec_sink &sink, uint32_t dtype, const float y[4], float sum[4])
 {
 	for (uint32_t k = 0; k < 4; k++) {
-		float z = CODEC != WIRE_CODEC_FLOAT8 || dtype == WIRE_FLOAT32 ? y[k] : decoded_float(&sink, dtype, y[k]);
+		float z = dtype == WIRE_FLOAT32 ? y[k] : decoded_float(&sink, dtype, y[k]);
 
-		sum[k] = CODEC == WIRE_CODEC_QUANTIZE || sink.into == CODEC_INTO_ADD ? round_weighted(sum[k], sink.weight, z)
-										     : z;
-		if (CODEC == WIRE_CODEC_FLOAT8 && sink.divide > 0)
+		sum[k] = sink.into == CODEC_INTO_ADD ? round_weighted(sum[k], sink.weight, z) : z;
+		if (sink.divide > 0)
 			sum[k] = round_div(sum[k], sink.divide);
 	}
 }
@@ -148,7 +148,7 @@ DEVICE void add_float8(const summed &s, const codec_sink &sink, const float2 *sc
 		float8_ratios(s.q.variant == WIRE_FLOAT8_E4M3FN, codes[i], y);
 		for (uint32_t k = 0; k < 4; k++)
 			y[k] = divide_float8(y[k], scale.x, scale.y);
-		add_plain<WIRE_CODEC_FLOAT8>(sink, s.dtype, y, sum[i]);
+		add_plain(sink, s.dtype, y, sum[i]);
 	}
 }
 
@@ -172,6 +172,7 @@ DEVICE uint32_t add_codes(const summed &s, uint32_t f, const uint8_t *scales, co
 	const codec_decoding *of = s.decodings + f;
 	const codec_row_part *part = row_parts(of->view, of->memory) + s.part;
 	const uint32_t row = s.p.part->group_size, each = (uint32_t)row_scale_nbytes(s.q);
+	const float weight = of->sink.weight;
 	summed_row go = {0, 0, 0};
 	uint32_t bad = 0;
 
@@ -187,8 +188,11 @@ DEVICE uint32_t add_codes(const summed &s, uint32_t f, const uint8_t *scales, co
 		for (uint32_t k = 0; k < 4; k++)
 			wrong |= walk_code<CODEC>(w, __byte_perm(codes[i], 0, 0x4440 + k), &y[k]);
 		bad |= wrong << f;
-		if (plain)
-			add_plain<CODEC>(of->sink, s.dtype, y, sum[i]);
+		if (CODEC == WIRE_CODEC_FLOAT8 && plain)
+			add_plain(of->sink, s.dtype, y, sum[i]);
+		else if (plain)
+			for (uint32_t k = 0; k < 4; k++)
+				sum[i][k] = round_weighted(sum[i][k], weight, y[k]);
 		else
 			four_of_bits(
 				put_four(&of->sink, s.dtype, bits_of_four(sum[i]), bits_of_four(y), part->scale[0]),
