@@ -227,7 +227,7 @@ DEVICE bool differs(const common &same)
  * Note bytes of live values in planes 1 and above. *runs: mask of planes that may have a run of 128 zeros among live
  * values: such a run covers half of some row of 128 values, all of whose live values are then 0.
  */
-template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, uint32_t fixed, common *same, uint32_t *runs)
+template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, common *same, uint32_t *runs)
 {
 	const uint32_t live = ~equal_mask(word[0], 0);
 
@@ -470,7 +470,7 @@ DEVICE void split_values(const job *j, const uint8_t *values, uint8_t *frame, ui
 			section += v.plane_stride;
 		}
 		if (octave && v.fixed != all - 1)
-			note_live_bytes<SIZE>(word, v.fixed, o->same, &o->runs);
+			note_live_bytes<SIZE>(word, o->same, &o->runs);
 		uint32_t none = equal_bytes(word[0], 0) & ((1u << n) - 1);
 
 		o->zeros += __popc(none);

@@ -13,7 +13,7 @@
 /* Shared memory of a CTA: of one task at a time. */
 union rows_room {
 	struct {
-		double node[2][CTA_THREADS], level[2][64];
+		double node[2][CTA_WARPS], level[2][64];
 	} tree;
 	struct {
 		uint32_t counts[256];
@@ -39,39 +39,72 @@ DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const codec_s
 	}
 }
 
+/* Sums of consecutive pieces in a tree, by one warp. Lane l keeps the sum of 2^l groups of 32 pieces, see scale_push. */
+struct warp_tree {
+	double level[2], low[2]; /* low: lane l has the sum of 2^l pieces of a last group of fewer than 32 */
+	uint32_t most, below;    /* of this lane's pieces */
+};
+
+/* Add group `group` of n <= 32 pieces to a tree; all groups before it have 32. One piece a lane. */
+DEVICE void push_group(warp_tree *tree, codec_row_sums piece, uint32_t group, uint32_t n, uint32_t lane)
+{
+	tree->most = piece.max > tree->most ? piece.max : tree->most;
+	tree->below += piece.negative;
+	for (int k = 0; k < 2; k++) {
+		double x = piece.sum[k];
+		uint32_t l = 0;
+
+		for (; l < 5; l++) {
+			double last = __shfl_sync(FULL, x, (int)(n >> (l + 1) << (l + 1) & 31));
+
+			tree->low[k] = n >> l & 1 && l == lane ? last : tree->low[k];
+			x = round_add64(x, __shfl_down_sync(FULL, x, 1u << l));
+		}
+		x = __shfl_sync(FULL, x, 0);
+		for (l = 0; group >> l & 1; l++)
+			x = round_add64(__shfl_sync(FULL, tree->level[k], (int)l), x);
+		tree->level[k] = n == 32 && l == lane ? x : tree->level[k];
+	}
+}
+
 /*
  * Add up sums of a part's pieces in the order of scale_push and scale_total. Also returns the largest magnitude (bits
- * of float32) in *max, and the number of negative values.
+ * of float32) in *max, and the number of negative values. Each warp adds up as many groups of 32 pieces as the others.
  */
 DEVICE_CALL void add_pieces(const codec_row_sums *sums, uint64_t count, rows_room *room, double total[2], uint32_t *max,
 			    uint64_t *negative)
 {
-	uint32_t log2 = 0, most = 0, t = threadIdx.x, below = 0;
-	double level[2][64]; /* partial sums of this thread's pieces; their number is a power of two, but for the last
-				thread's */
+	const uint32_t AT_ONCE = 4; /* groups whose loads are in flight together */
+	const uint32_t t = threadIdx.x, lane = t % 32, warp = t / 32;
+	warp_tree tree = {};
+	uint32_t log2 = 5;
 
-	while ((uint64_t)CTA_THREADS << log2 < count)
+	while ((uint64_t)CTA_WARPS << log2 < count)
 		log2++;
-	uint64_t from = (uint64_t)t << log2, each = 1ull << log2, mine = from < count ? count - from : 0;
-	uint64_t full = count >> log2;
+	const uint64_t from = (uint64_t)warp << log2, each = 1ull << log2, full = count >> log2;
+	uint64_t mine = from < count ? count - from : 0;
 
 	mine = mine < each ? mine : each;
-	for (uint64_t i = 0; i < mine; i++) {
-		codec_row_sums s = sums[from + i];
+	for (uint64_t i = 0; i < mine; i += 32 * AT_ONCE) {
+		codec_row_sums piece[AT_ONCE];
 
-		scale_push(level[0], i, s.sum[0]);
-		scale_push(level[1], i, s.sum[1]);
-		most = s.max > most ? s.max : most;
-		below += s.negative;
+		for (uint32_t g = 0; g < AT_ONCE; g++)
+			piece[g] = i + 32 * g + lane < mine ? sums[from + i + 32 * g + lane] : codec_row_sums{{0, 0}, 0, 0};
+		for (uint32_t g = 0; g < AT_ONCE && i + 32 * g < mine; g++)
+			push_group(&tree, piece[g], (uint32_t)(i / 32) + g,
+				   mine - i - 32 * g < 32 ? (uint32_t)(mine - i - 32 * g) : 32, lane);
 	}
-	*negative = cta_sum(below);
-	*max = cta_max(most);
+	*negative = cta_sum(tree.below);
+	*max = cta_max(tree.most);
 	for (int k = 0; k < 2; k++) {
-		if (mine == each)
-			room->tree.node[k][t] = level[k][log2];
-		else if (mine)
-			for (uint32_t l = 0; l < log2; l++)
-				room->tree.level[k][l] = level[k][l];
+		if (mine == each && lane == log2 - 5)
+			room->tree.node[k][warp] = tree.level[k];
+		if (mine && mine < each) {
+			if (lane < 5)
+				room->tree.level[k][lane] = tree.low[k];
+			if (lane < log2 - 5)
+				room->tree.level[k][lane + 5] = tree.level[k];
+		}
 	}
 	for (uint64_t n = full, l = log2; n; n /= 2, l++) { /* add neighbours, then neighbouring pairs, and so on */
 		double x[2] = {0, 0};

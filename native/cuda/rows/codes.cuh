@@ -322,27 +322,23 @@ struct groups_put {
 };
 
 /*
- * Write scales and codes of a block's values, as many as form groups of 8 of one row each: all values of most tensors.
- * Memory is read once; a row is read again for its codes while caches hold it. chunk: memory for TRITS_CHUNK bytes.
+ * put_groups for a codec and a kind of rows. SMALL: rows of a few lanes, which exchange their largest magnitudes; else a
+ * row is read for its scale, and again for its codes while caches hold it.
  */
-template <int CODEC>
-DEVICE groups_put put_groups(const row_job &r, uint8_t *scales, const float *ratio, uint8_t *to, uint8_t *chunk,
-			     uint32_t lane)
+template <int CODEC, bool SMALL>
+DEVICE groups_put put_groups_of(const row_job &r, uint8_t *scales, const float *ratio, uint8_t *to, uint8_t *chunk,
+				uint32_t lane)
 {
 	const codec_view *v = r.v;
 	const struct row_kind q = r.q;
 	const codec_row_part *part = r.p.part;
 	const codec_source *source = r.source;
 	const uint32_t row = part->group_size, limit = limit_of(v);
-	/* rows of a few lanes: lanes exchange their largest magnitudes */
-	const bool small = row && WARP_STEP % row == 0;
-	const uint32_t unit = small ? WARP_STEP : row ? row : q.bits ? 8 : TRITS_CHUNK;
+	const uint32_t unit = SMALL ? WARP_STEP : row ? row : q.bits ? 8 : TRITS_CHUNK;
 	const uint32_t whole = r.p.m / unit * unit;
 	uint32_t end = row ? 0 : whole, bad = 0, most = 0;
 	row_scale s = open_part(q, part);
 
-	if (row % 8 || r.p.first % 8 || !in_quads(v->dtype, source))
-		return {0, 0, CODEC_OK};
 	scales = global(scales);
 	to = global(to);
 	uint32_t next[8] = {0}; /* prefetched: the lane's next 8 values */
@@ -350,7 +346,7 @@ DEVICE groups_put put_groups(const row_job &r, uint8_t *scales, const float *rat
 	if (8 * lane < whole)
 		values_at_quads<8>(v->dtype, source, r.p.first + 8 * lane, next);
 	for (uint32_t i = 0, after; i < whole; i = after) {
-		if (small) {
+		if (SMALL) {
 			end = whole;
 		} else if (i == end) {
 			scaled found = put_scale<CODEC>(v, q, part, source, r.p.first + i, row, scales, lane);
@@ -369,13 +365,13 @@ DEVICE groups_put put_groups(const row_job &r, uint8_t *scales, const float *rat
 			x[k] = next[k], next[k] = 0;
 		if (after + 8 * lane < whole)
 			values_at_quads<8>(v->dtype, source, r.p.first + after + 8 * lane, next);
-		if (small || CODEC == WIRE_CODEC_TERNARY) {
+		if (SMALL || CODEC == WIRE_CODEC_TERNARY) {
 			uint32_t max = 0;
 
 			for (int k = 0; k < 8; k++)
 				max = larger(max, x[k], limit);
 			most = max > most ? max : most;
-			if (small)
+			if (SMALL)
 				s = scale_of_lanes(r, max, mine, scales, &bad);
 		}
 		code_group<CODEC>(r, e, x, s, codes);
@@ -394,6 +390,23 @@ DEVICE groups_put put_groups(const row_job &r, uint8_t *scales, const float *rat
 		}
 	}
 	return {whole, most, __any_sync(FULL, bad != 0) ? CODEC_NONFINITE : CODEC_OK};
+}
+
+/*
+ * Write scales and codes of a block's values, as many as form groups of 8 of one row each: all values of most tensors.
+ * Memory is read once. chunk: memory for TRITS_CHUNK bytes.
+ */
+template <int CODEC>
+DEVICE groups_put put_groups(const row_job &r, uint8_t *scales, const float *ratio, uint8_t *to, uint8_t *chunk,
+			     uint32_t lane)
+{
+	const uint32_t row = r.p.part->group_size;
+
+	if (row % 8 || r.p.first % 8 || !in_quads(r.v->dtype, r.source))
+		return {0, 0, CODEC_OK};
+	if (CODEC != WIRE_CODEC_TERNARY && row && WARP_STEP % row == 0)
+		return put_groups_of<CODEC, true>(r, scales, ratio, to, chunk, lane);
+	return put_groups_of<CODEC, false>(r, scales, ratio, to, chunk, lane);
 }
 
 #endif
