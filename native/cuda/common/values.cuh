@@ -76,7 +76,8 @@ DEVICE void load_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32
 	for (int k = 0; k < N; k++) {
 		uint2 w = from[k * (apart / 4)];
 
-		x[4 * k] = w.x & 0xffff, x[4 * k + 1] = w.x >> 16, x[4 * k + 2] = w.y & 0xffff, x[4 * k + 3] = w.y >> 16;
+		x[4 * k] = w.x & 0xffff, x[4 * k + 1] = w.x >> 16, x[4 * k + 2] = w.y & 0xffff,
+		      x[4 * k + 3] = w.y >> 16;
 	}
 	for (int k = 0; k < 4 * N; k++)
 		x[k] = round_bits(float_of(dtype, x[k]));

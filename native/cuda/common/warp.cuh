@@ -32,6 +32,18 @@ template <class T> DEVICE T *shared(T *p)
 	return p;
 }
 
+/* Bring the cache line at p to the L2 cache. */
+DEVICE void prefetch(const void *p)
+{
+#ifdef __CUDA_ARCH__
+	asm volatile("prefetch.global.L2 [%0];" ::"l"(global(p)));
+#else
+	(void)p;
+#endif
+}
+
+#define LINE_NBYTES 128 /* of a cache line */
+
 /* Return the sum of x over the warp. */
 DEVICE uint32_t warp_sum(uint32_t x)
 {

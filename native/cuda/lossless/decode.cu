@@ -190,14 +190,14 @@ DEVICE void put_row(const job *j, uint64_t first, uint32_t r, uint32_t n, const 
 
 /*
  * Decode CHUNK_ROWS rows from row r on whose values all exist. Words of planes are aligned to 4 bytes, and values at
- * `to` to a quad. fixed: plane 1; other planes follow, j->v.plane_stride bytes apart. Nearly all values of a large
- * tensor are decoded here.
+ * `to` to a quad. fixed: plane 1; other planes follow, j->v.plane_stride bytes apart. more: a chunk follows. Nearly all
+ * values of a large tensor are decoded here.
  *
  * Memory traffic of a lane and row: words of SIZE - 1 planes, words of the coder, one quad written.
  */
 template <int SIZE>
 DEVICE void read_whole_rows(const job *j, plane *top, const pairs &by, const uint8_t *fixed, digest *sums, cursor *c,
-			    place *o, uint8_t *to, uint32_t r, uint32_t lane)
+			    place *o, uint8_t *to, uint32_t r, bool more, uint32_t lane)
 {
 	const int octave = octave_of(j->v.dtype), round = ROUND_OF(octave);
 	const uint32_t length = o->length ? o->length : ~0u; /* no rows: one that has no end */
@@ -216,6 +216,9 @@ DEVICE void read_whole_rows(const job *j, plane *top, const pairs &by, const uin
 		for (int p = 1; p < SIZE; p++)
 			ahead[k % AHEAD][p] = *(const uint32_t *)(from + (p - 1) * stride + WIRE_ROW * k);
 	};
+	if (more && lane < CHUNK_ROWS * (SIZE - 1))
+		prefetch(from + CHUNK_ROWS * WIRE_ROW + lane / CHUNK_ROWS * stride +
+			 (LINE_NBYTES * (lane % CHUNK_ROWS) - 4 * lane));
 	fill_window(&top->coder, lane);
 #pragma unroll
 	for (uint32_t k = 0; k < AHEAD; k++)
@@ -291,7 +294,8 @@ DEVICE codec_status read_single_plane(const job *j, uint64_t b, uint32_t mode, c
 		    (!v.model_parts.count || __all_sync(FULL, whole_rows_ahead(&o)))) {
 			if constexpr (SIZE == 2 || SIZE == 4)
 				read_whole_rows<SIZE>(j, &top, by, fixed, sums, &c, &o,
-						      sink->data ? sink->data + SIZE * first : NULL, r, lane);
+						      sink->data ? sink->data + SIZE * first : NULL, r,
+						      r + 2 * CHUNK_ROWS <= m / WIRE_ROW, lane);
 			r += CHUNK_ROWS;
 		} else {
 			uint32_t n = there(r, lane, m), word[SIZE];

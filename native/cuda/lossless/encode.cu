@@ -269,13 +269,13 @@ DEVICE void write_whole_rows(const job *j, const uint8_t *from, uint8_t *section
 
 	for (int p = 1; p < SIZE; p++)
 		to[p] = global((uint32_t *)(section + (p - 1) * j->v.plane_stride)) + 32 * r + lane;
+	if (r && lane < SIZE * CHUNK_ROWS) /* the chunk before, which comes next */
+		prefetch(from + SIZE * WIRE_ROW * (r - CHUNK_ROWS) + LINE_NBYTES * lane);
 	from += 4 * SIZE * (32 * r + lane);
 	/* loads of later rows are in flight while a row is coded: the compiler moves no load above a store */
 	const uint32_t AHEAD = SIZE == 2 ? 4 : 2;
 	uint32_t ahead[AHEAD][SIZE], columns = o->cols ? columns_at(o->cols + column) : 0;
-	auto fetch = [&](uint32_t k) {
-		load_words<SIZE>(from + 4 * SIZE * 32 * k, ahead[k % AHEAD]);
-	};
+	auto fetch = [&](uint32_t k) { load_words<SIZE>(from + 4 * SIZE * 32 * k, ahead[k % AHEAD]); };
 #pragma unroll
 	for (uint32_t k = CHUNK_ROWS; k-- > CHUNK_ROWS - AHEAD;)
 		fetch(k);

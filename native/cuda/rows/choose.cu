@@ -39,7 +39,8 @@ DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const codec_s
 	}
 }
 
-/* Sums of consecutive pieces in a tree, by one warp. Lane l keeps the sum of 2^l groups of 32 pieces, see scale_push. */
+/* Sums of consecutive pieces in a tree, by one warp. Lane l keeps the sum of 2^l groups of 32 pieces, see scale_push.
+ */
 struct warp_tree {
 	double level[2], low[2]; /* low: lane l has the sum of 2^l pieces of a last group of fewer than 32 */
 	uint32_t most, below;    /* of this lane's pieces */
@@ -89,7 +90,8 @@ DEVICE_CALL void add_pieces(const codec_row_sums *sums, uint64_t count, rows_roo
 		codec_row_sums piece[AT_ONCE];
 
 		for (uint32_t g = 0; g < AT_ONCE; g++)
-			piece[g] = i + 32 * g + lane < mine ? sums[from + i + 32 * g + lane] : codec_row_sums{{0, 0}, 0, 0};
+			piece[g] = i + 32 * g + lane < mine ? sums[from + i + 32 * g + lane]
+							    : codec_row_sums{{0, 0}, 0, 0};
 		for (uint32_t g = 0; g < AT_ONCE && i + 32 * g < mine; g++)
 			push_group(&tree, piece[g], (uint32_t)(i / 32) + g,
 				   mine - i - 32 * g < 32 ? (uint32_t)(mine - i - 32 * g) : 32, lane);

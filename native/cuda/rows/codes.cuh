@@ -141,8 +141,7 @@ DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint3
 
 #if __CUDA_ARCH__ >= 890
 	/* a tensor with NaN or Inf has no frame, unless they are propagated */
-	if (CODEC == WIRE_CODEC_FLOAT8 && !random &&
-	    !(r.v->options & WIRE_OPTION_PROPAGATE && any_nonfinite(x)))
+	if (CODEC == WIRE_CODEC_FLOAT8 && !random && !(r.v->options & WIRE_OPTION_PROPAGATE && any_nonfinite(x)))
 		return convert_to_float8(r.q.variant == WIRE_FLOAT8_E4M3FN, x, s.scale);
 #endif
 	for (int k = 0; k < 4; k++) {
@@ -322,8 +321,8 @@ struct groups_put {
 };
 
 /*
- * put_groups for a codec and a kind of rows. SMALL: rows of a few lanes, which exchange their largest magnitudes; else a
- * row is read for its scale, and again for its codes while caches hold it.
+ * put_groups for a codec and a kind of rows. SMALL: rows of a few lanes, which exchange their largest magnitudes; else
+ * a row is read for its scale, and again for its codes while caches hold it.
  */
 template <int CODEC, bool SMALL>
 DEVICE groups_put put_groups_of(const row_job &r, uint8_t *scales, const float *ratio, uint8_t *to, uint8_t *chunk,
@@ -335,7 +334,7 @@ DEVICE groups_put put_groups_of(const row_job &r, uint8_t *scales, const float *
 	const codec_source *source = r.source;
 	const uint32_t row = part->group_size, limit = limit_of(v);
 	const uint32_t unit = SMALL ? WARP_STEP : row ? row : q.bits ? 8 : TRITS_CHUNK;
-	const uint32_t whole = r.p.m / unit * unit;
+	const uint32_t whole = r.p.m / unit * unit, nbytes = source->sums || v->dtype == WIRE_FLOAT32 ? 4 : 2;
 	uint32_t end = row ? 0 : whole, bad = 0, most = 0;
 	row_scale s = open_part(q, part);
 
@@ -361,6 +360,9 @@ DEVICE groups_put put_groups_of(const row_job &r, uint8_t *scales, const float *
 		uint32_t x[8], codes[2];
 
 		after = end - i < WARP_STEP ? end : i + WARP_STEP;
+		if (!SMALL && row && i + row + WARP_STEP <= whole && lane < WARP_STEP / LINE_NBYTES * nbytes)
+			prefetch((const uint8_t *)(source->sums ? (const void *)source->sums : source->values) +
+				 nbytes * (r.p.first + i + row) + LINE_NBYTES * lane);
 		for (int k = 0; k < 8; k++)
 			x[k] = next[k], next[k] = 0;
 		if (after + 8 * lane < whole)

@@ -60,8 +60,8 @@ DEVICE_CALL summed_row open_summed(struct row_kind q, const codec_row_part *part
 }
 
 /*
- * FLOAT8: read the scales of all rows of a block, if they fit into shared memory; s->tabled: frames whose scales have an
- * inverse. Returns a mask of frames with invalid scales that this lane has read.
+ * FLOAT8: read the scales of all rows of a block, if they fit into shared memory; s->tabled: frames whose scales have
+ * an inverse. Returns a mask of frames with invalid scales that this lane has read.
  */
 DEVICE uint32_t fill_scales(summed *s, uint32_t lane)
 {
