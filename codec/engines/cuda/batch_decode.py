@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from codec.engines.cuda.decoding import DECODING_NBYTES, FOUND_NBYTES, NOTHING_FOUND, Frame, Sink
+from codec.engines.cuda.kernels import blocks_for
 from codec.engines.cuda.preprocess import PREPROCESSING_NBYTES
 from codec.engines.cuda.upload import VIEW_NBYTES
 from codec.engines.cuda.workspace import Work, grid_for, launch_each, pointer, small
@@ -109,7 +110,9 @@ class BatchDecode:
         for kernel, items in self._launches[i]:
             grids = [frame.grid for frame, _ in items]
             if kernel == items[0][0].summing:
-                device.launch(kernel, (max(grids), 1), pointer(self._at), small(len(items)))
+                nblocks = max(frame.view.nblocks for frame, _ in items)
+                grid = blocks_for(kernel, device.processors, nblocks)
+                device.launch(kernel, (grid, 1), pointer(self._at), small(len(items)))
             else:
                 launch_each(device, kernel, grids, self._at, DECODING_NBYTES)
             self._at += DECODING_NBYTES * len(items)

@@ -55,9 +55,13 @@ FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kerne
 
 
 def blocks_for(kernel: str, processors: int, nblocks: int) -> int:
-    """Return the thread blocks to launch for ``nblocks`` blocks of values, each of which one warp processes."""
+    """Return the thread blocks to launch for ``nblocks`` blocks of values.
+
+    A warp processes a block of values; the warps of a thread block of ``reduce_rows`` share one.
+    """
     file = FILES[FILE_OF[kernel]]
-    return max(1, min(-(-nblocks // (file.threads // 32)), file.kernels[kernel] * processors))
+    each = 1 if kernel.startswith("reduce_rows") else file.threads // 32
+    return max(1, min(-(-nblocks // each), file.kernels[kernel] * processors))
 
 
 # -fmad=false: a product and a sum are rounded separately, as on a CPU

@@ -89,27 +89,26 @@ DEVICE_CALL uint64_t digest_bytes(const uint8_t *p, uint64_t nbytes, uint32_t se
 {
 	uint32_t nchunks = (uint32_t)((nbytes + 4 * WIRE_CHUNK_WORDS - 1) / (4 * WIRE_CHUNK_WORDS));
 	const uint32_t whole = (uint64_t)p % 4 ? 0 : (uint32_t)(nbytes / (4 * WIRE_CHUNK_WORDS));
-	uint32_t next[CHUNK_ROWS]; /* words of the next chunk, which are in flight */
+	const uint32_t AT_ONCE = 2; /* chunks whose loads are in flight together */
 	uint64_t total = 0;
 	digest d = {0, 0};
 
-	if (whole)
-		load_chunk(p, next, lane);
-	for (uint32_t i = 0; i < nchunks; i++) {
-		if (i < whole) {
-			uint32_t word[CHUNK_ROWS];
+	for (uint32_t i = 0; i < nchunks;) {
+		if (i % AT_ONCE == 0 && i + AT_ONCE <= whole) {
+			uint32_t word[AT_ONCE][CHUNK_ROWS];
 
-			for (uint32_t k = 0; k < CHUNK_ROWS; k++)
-				word[k] = next[k];
-			if (i + 1 < whole)
-				load_chunk(p + 4 * WIRE_CHUNK_WORDS * (i + 1ull), next, lane);
-			d.sum = sum_chunk(word, lane);
+			for (uint32_t k = 0; k < AT_ONCE; k++)
+				load_chunk(p + 4 * WIRE_CHUNK_WORDS * (i + (uint64_t)k), word[k], lane);
+			for (uint32_t k = 0; k < AT_ONCE; k++) {
+				d.sum = sum_chunk(word[k], lane);
+				digest_end_chunk(&d, i++, lane);
+			}
 		} else {
 			d.sum = lane_sum(p, nbytes, i, lane);
+			digest_end_chunk(&d, i++, lane);
 		}
-		digest_end_chunk(&d, i, lane);
-		if (i % 32 == 31 || i + 1 == nchunks)
-			total += digest_sum(&d, i / 32 * 32, i % 32 + 1, seed, lane);
+		if (i % 32 == 0 || i == nchunks)
+			total += digest_sum(&d, (i - 1) / 32 * 32, (i - 1) % 32 + 1, seed, lane);
 	}
 	return total;
 }

@@ -118,6 +118,9 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t m, uint
 
 		for (uint32_t k = 0; k < AT_ONCE; k++)
 			quad[k] = load_row(r + k);
+		if (q.bits && WIRE_ROW * (r + 3 * AT_ONCE) <= m &&
+		    lane < AT_ONCE * q.bits / 8) /* the rows after next */
+			prefetch(w->codes + (uint64_t)WIRE_ROW * (r + 2 * AT_ONCE) * q.bits / 8 + LINE_NBYTES * lane);
 #pragma unroll
 		for (uint32_t k = 0; k < AT_ONCE; k++)
 			put_row(r + k, quad[k]);

@@ -1,5 +1,5 @@
 /* rows/reduce.cu - kernels that add up frames of one row codec with equal parts and blocks, whose codes have a fixed
- * width. A warp adds up one block of all frames: sums stay in registers, and are written once.
+ * width. The warps of a CTA share a block of all frames: sums stay in registers, and are written once.
  *
  * Memory traffic: each frame is read once, and 4 bytes a value are written once a launch.
  */
@@ -102,16 +102,17 @@ DEVICE_CALL uint4 put_four(const codec_sink *sink, uint32_t dtype, uint4 sums, u
 	return {sum[0], sum[1], sum[2], sum[3]};
 }
 
-/*
- * Check that values are only added, or stored as the first ones: no maximum, no scaling. FLOAT8 has code of its own for
- * storing, rounding to the frame's dtype and dividing sums, which takes too many registers elsewhere.
- */
-template <int CODEC> DEVICE bool is_plain(const codec_sink &sink, uint32_t dtype)
+/* Check that values are only added: no maximum, division, scaling or rounding. */
+DEVICE bool is_plain(const codec_sink &sink, uint32_t dtype)
 {
-	if (CODEC == WIRE_CODEC_FLOAT8)
-		return (sink.into == CODEC_INTO_ADD || sink.into == CODEC_INTO_FLOAT32) && !sink.rescale;
 	return sink.into == CODEC_INTO_ADD && !sink.rescale && !(sink.divide > 0) &&
 	       (dtype == WIRE_FLOAT32 || sink.unscaled);
+}
+
+/* Check that add_float8 knows what to do with values: no maximum, no scaling. */
+DEVICE bool sets_or_adds(const codec_sink &sink)
+{
+	return (sink.into == CODEC_INTO_ADD || sink.into == CODEC_INTO_FLOAT32) && !sink.rescale;
 }
 
 DEVICE uint4 bits_of_four(const float x[4])
@@ -124,32 +125,52 @@ DEVICE void four_of_bits(uint4 u, float x[4])
 	x[0] = round_float(u.x), x[1] = round_float(u.y), x[2] = round_float(u.z), x[3] = round_float(u.w);
 }
 
-/* FLOAT8: combine four sums with a frame's values, for which is_plain() is true. */
-DEVICE void add_plain(const codec_sink &sink, uint32_t dtype, const float y[4], float sum[4])
+/* Divide four float32 values. A function of its own: division is long, and follows the last frame only. */
+DEVICE_CALL uint4 divide_four(uint4 u, float divide)
 {
-	for (uint32_t k = 0; k < 4; k++) {
-		float z = dtype == WIRE_FLOAT32 ? y[k] : decoded_float(&sink, dtype, y[k]);
+	float x[4];
 
-		sum[k] = sink.into == CODEC_INTO_ADD ? round_weighted(sum[k], sink.weight, z) : z;
-		if (sink.divide > 0)
-			sum[k] = round_div(sum[k], sink.divide);
-	}
+	four_of_bits(u, x);
+	for (uint32_t k = 0; k < 4; k++)
+		x[k] = round_div(x[k], divide);
+	return bits_of_four(x);
 }
 
-/* FLOAT8: add a frame's finite values to sums, with scales that have an inverse. scales: of the frame's first row. */
+/*
+ * FLOAT8: combine sums with a frame's finite values, for which sets_or_adds() is true; its scales have an inverse.
+ * scales: of the frame's first row.
+ */
 DEVICE void add_float8(const summed &s, const codec_sink &sink, const float2 *scales, const uint32_t at[QUADS],
 		       const uint32_t codes[QUADS], float sum[QUADS][4])
 {
+	const bool adds = sink.into == CODEC_INTO_ADD, rounds = s.dtype != WIRE_FLOAT32 && !sink.unscaled;
+	const float weight = adds ? sink.weight : 1, divide = sink.divide;
+	float y[QUADS][4];
+
 #pragma unroll
 	for (uint32_t i = 0; i < QUADS; i++) {
 		const float2 scale = shared(scales)[at[i]];
-		float y[4];
 
-		float8_ratios(s.q.variant == WIRE_FLOAT8_E4M3FN, codes[i], y);
+		float8_ratios(s.q.variant == WIRE_FLOAT8_E4M3FN, codes[i], y[i]);
 		for (uint32_t k = 0; k < 4; k++)
-			y[k] = divide_float8(y[k], scale.x, scale.y);
-		add_plain(sink, s.dtype, y, sum[i]);
+			y[i][k] = divide_float8(y[i][k], scale.x, scale.y);
 	}
+	/* conditions on the sink stand outside of the loops over values */
+	if (rounds)
+		for (uint32_t i = 0; i < 4 * QUADS; i++)
+			y[i / 4][i % 4] = float_of(s.dtype, bits_of_float(s.dtype, y[i / 4][i % 4]));
+	if (weight != 1)
+		for (uint32_t i = 0; i < 4 * QUADS; i++)
+			y[i / 4][i % 4] = round_mul(weight, y[i / 4][i % 4]);
+	if (adds)
+		for (uint32_t i = 0; i < 4 * QUADS; i++)
+			sum[i / 4][i % 4] = round_add(sum[i / 4][i % 4], y[i / 4][i % 4]);
+	else
+		for (uint32_t i = 0; i < 4 * QUADS; i++)
+			sum[i / 4][i % 4] = y[i / 4][i % 4];
+	if (divide > 0)
+		for (uint32_t i = 0; i < QUADS; i++)
+			four_of_bits(divide_four(bits_of_four(sum[i]), divide), sum[i]);
 }
 
 /* FLOAT8: check that a quad of QUADS holds NaN or Inf. */
@@ -188,9 +209,7 @@ DEVICE uint32_t add_codes(const summed &s, uint32_t f, const uint8_t *scales, co
 		for (uint32_t k = 0; k < 4; k++)
 			wrong |= walk_code<CODEC>(w, __byte_perm(codes[i], 0, 0x4440 + k), &y[k]);
 		bad |= wrong << f;
-		if (CODEC == WIRE_CODEC_FLOAT8 && plain)
-			add_plain(of->sink, s.dtype, y, sum[i]);
-		else if (plain)
+		if (plain)
 			for (uint32_t k = 0; k < 4; k++)
 				sum[i][k] = round_weighted(sum[i][k], weight, y[k]);
 		else
@@ -225,8 +244,14 @@ template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, cons
 	auto fetch = [&](uint32_t f, uint32_t *to) {
 		const uint8_t *codes = address_of(s.region, f) + s.nscales;
 
-		for (uint32_t i = 0; i < QUADS && s.good >> f & 1; i++)
-			to[i] = read_codes<CODEC>(s.q, codes, WIRE_ROW * (r + i) + 4 * lane, 4);
+		if (!(s.good >> f & 1))
+			return;
+		if (CODEC == WIRE_CODEC_FLOAT8 && (uint64_t)codes % 4 == 0)
+			for (uint32_t i = 0; i < QUADS; i++)
+				to[i] = global((const uint32_t *)codes)[32 * (r + i) + lane];
+		else
+			for (uint32_t i = 0; i < QUADS; i++)
+				to[i] = read_codes<CODEC>(s.q, codes, WIRE_ROW * (r + i) + 4 * lane, 4);
 	};
 
 	for (uint32_t f = 0; f < AHEAD && f < s.count; f++)
@@ -240,15 +265,13 @@ template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, cons
 			codes[i] = next[0][i], next[0][i] = next[AHEAD - 1][i];
 		if (f + AHEAD < s.count)
 			fetch(f + AHEAD, next[AHEAD - 1]);
-		const bool plain = is_plain<CODEC>(of->sink, s.dtype);
-
 		if (!(s.good >> f & 1))
 			continue;
-		if (CODEC == WIRE_CODEC_FLOAT8 && plain && s.tabled >> f & 1 &&
+		if (CODEC == WIRE_CODEC_FLOAT8 && s.tabled >> f & 1 && sets_or_adds(of->sink) &&
 		    !any_specials(s.q.variant == WIRE_FLOAT8_E4M3FN, codes))
 			add_float8(s, of->sink, s.scales + f * s.nrows, at, codes, sum);
 		else
-			bad |= add_codes<CODEC>(s, f, scales, at, codes, ratio, plain, sum);
+			bad |= add_codes<CODEC>(s, f, scales, at, codes, ratio, is_plain(of->sink, s.dtype), sum);
 	}
 	for (uint32_t i = 0; i < QUADS; i++)
 		to[32 * i] = bits_of_four(sum[i]);
@@ -283,26 +306,28 @@ template <int CODEC> DEVICE_CALL uint32_t add_row(const summed &s, uint32_t r, c
 	return bad;
 }
 
-/* Add up all values of a block. Returns a mask as add_quads. */
-template <int CODEC> DEVICE uint32_t add_up(const summed &s, const float *ratio, uint32_t lane)
+/* Add up this warp's share of a block's values. Returns a mask as add_quads. */
+template <int CODEC> DEVICE uint32_t add_up(const summed &s, const float *ratio, uint32_t warp, uint32_t lane)
 {
 	const bool quads =
 		s.p.part->group_size % 4 == 0 && s.p.first % 4 == 0 && (uint64_t)s.decodings->sink.data % 16 == 0;
-	uint32_t bad = 0, r = 0;
+	const uint32_t whole = quads ? s.p.m / (WIRE_ROW * QUADS) * QUADS : 0;
+	uint32_t bad = 0;
 
-	for (; quads && WIRE_ROW * (uint64_t)(r + QUADS) <= s.p.m; r += QUADS)
+	for (uint32_t r = QUADS * warp; r < whole; r += QUADS * WARPS)
 		bad |= add_quads<CODEC>(s, r, ratio, lane);
-	for (; (uint64_t)WIRE_ROW * r < s.p.m; r++)
+	for (uint32_t r = whole + warp; (uint64_t)WIRE_ROW * r < s.p.m; r += WARPS)
 		bad |= add_row<CODEC>(s, r, ratio, lane);
 	return bad;
 }
 
-/* TERNARY: check the bytes of codes. Returns a mask of frames in which this lane has read an invalid byte. */
-DEVICE uint32_t check_trits(const summed &s, uint64_t ncodes, uint32_t lane)
+/* TERNARY: check the bytes of codes, of this warp's frames. Returns a mask of frames in which this lane has read an
+ * invalid byte. */
+DEVICE uint32_t check_trits(const summed &s, uint64_t ncodes, uint32_t warp, uint32_t lane)
 {
 	uint32_t bad = 0;
 
-	for (uint32_t f = 0; f < s.count && !s.q.bits; f++) {
+	for (uint32_t f = warp; f < s.count && !s.q.bits; f += WARPS) {
 		const uint8_t *codes = address_of(s.region, f) + s.nscales;
 
 		for (uint64_t i = lane; s.good >> f & 1 && i < ncodes; i += 32)
@@ -312,13 +337,13 @@ DEVICE uint32_t check_trits(const summed &s, uint64_t ncodes, uint32_t lane)
 }
 
 /*
- * Verify checksums of block b. known: mask of frames whose directory entry is valid. size: of lane f's region. Returns
- * CODEC_CHECKSUM to lane f if frame f's checksum differs, else its status.
+ * Verify checksums of block b of this warp's frames. known: mask of frames whose directory entry is valid. size: of
+ * lane f's region. Returns CODEC_CHECKSUM to lane f if frame f's checksum differs, else its status.
  */
 DEVICE codec_status check_digests(const summed &s, uint64_t b, uint32_t known, uint64_t size, codec_status status,
-				  uint32_t lane)
+				  uint32_t warp, uint32_t lane)
 {
-	for (uint32_t f = 0; f < s.count; f++) {
+	for (uint32_t f = warp; f < s.count; f += WARPS) {
 		const codec_decoding *of = s.decodings + f;
 		const uint8_t *directory = of->frame + of->view->directory_offset;
 		const uint8_t *region = address_of(s.region, f);
@@ -353,14 +378,14 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 	const struct row_kind q = kind_of(&v);
 	const uint32_t lane = threadIdx.x % 32;
 	const codec_decoding *mine = decodings + (lane < count ? lane : 0);
-	const uint64_t warp = blockIdx.x * WARPS + threadIdx.x / 32;
+	const uint32_t warp = threadIdx.x / 32;
 
 	__shared__ float2 scales[CODEC == WIRE_CODEC_FLOAT8 ? WARPS * TABLED : 1];
 
 	fill_ratios<CODEC>(&v, ratio);
-	for (uint32_t f = 0; warp == 0 && f < count; f++)
+	for (uint32_t f = warp; blockIdx.x == 0 && f < count; f += WARPS)
 		report_fault(decodings[f].found, 0, check_frame(decodings[f].view, decodings[f].frame, lane), lane);
-	for (uint64_t b = warp; b < v.nblocks; b += d.warps) {
+	for (uint64_t b = blockIdx.x; b < v.nblocks; b += gridDim.x) {
 		const row_place p = row_place_of(&j, q, b);
 		const uint64_t part = p.part - row_parts(&v, j.memory), ncodes = row_codes_nbytes(q, p.m),
 			       nscales = row_count(p.part->group_size, p.m) * row_scale_nbytes(q);
@@ -378,18 +403,18 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 			    nscales,
 			    here(&c),
 			    v.dtype,
-			    scales + (CODEC == WIRE_CODEC_FLOAT8 ? TABLED * (threadIdx.x / 32) : 0),
+			    scales + (CODEC == WIRE_CODEC_FLOAT8 ? TABLED * warp : 0),
 			    (uint32_t)row_count(p.part->group_size, p.m),
 			    0};
-		uint32_t bad = check_trits(s, ncodes, lane);
+		uint32_t bad = check_trits(s, ncodes, warp, lane);
 
 		if (CODEC == WIRE_CODEC_FLOAT8)
 			bad |= fill_scales(&s, lane);
-		bad |= add_up<CODEC>(s, ratio, lane);
+		bad |= add_up<CODEC>(s, ratio, warp, lane);
 		for (uint32_t f = 0; f < count; f++)
 			if (__any_sync(FULL, bad >> f & 1) && lane == f)
 				status = CODEC_BAD_REGION;
-		status = check_digests(s, b, known, left(&c), status, lane);
+		status = check_digests(s, b, known, left(&c), status, warp, lane);
 		if (lane < count && status != CODEC_OK)
 			report_fault(mine->found, b + 1, status, 0);
 	}
