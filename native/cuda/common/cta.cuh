@@ -81,15 +81,27 @@ DEVICE_CALL uint32_t cta_next_task(uint32_t *ticket)
 }
 
 /*
- * Release fence, device scope: writes of all threads of the CTA become visible before the next write of thread 0.
- * Thread 0 needs a fence of its own, after the barrier, for what other threads have written.
+ * Fence of acquire and release, device scope. __threadfence() is sequentially consistent too, which costs more and
+ * which flags and counters do not need.
  */
-DEVICE void cta_fence()
+DEVICE void device_fence()
 {
+#ifdef __CUDA_ARCH__
+	asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#else
 	__threadfence();
+#endif
+}
+
+/*
+ * Release fence, device scope: writes of all threads of the CTA become visible before the next write of thread 0. The
+ * barrier orders these writes before the fence of thread 0, and fences are cumulative.
+ */
+DEVICE void cta_release()
+{
 	__syncthreads();
 	if (threadIdx.x == 0)
-		__threadfence();
+		device_fence();
 }
 
 /*
@@ -98,17 +110,20 @@ DEVICE void cta_fence()
  */
 DEVICE_CALL bool cta_is_last(uint32_t *done, uint32_t ctas)
 {
-	cta_fence();
-	uint32_t last = cta_broadcast(threadIdx.x == 0 && atomicAdd(done, 1u) == ctas - 1);
+	uint32_t last = 0;
 
-	__threadfence();
-	return last;
+	cta_release();
+	if (threadIdx.x == 0) {
+		last = atomicAdd(done, 1u) == ctas - 1;
+		device_fence(); /* acquire, for all threads: cta_broadcast has a barrier */
+	}
+	return cta_broadcast(last);
 }
 
 /* Set a flag in global memory on which other CTAs wait; they see all that this CTA has written before. */
 DEVICE_CALL void cta_signal(volatile uint32_t *flag)
 {
-	cta_fence();
+	cta_release();
 	if (threadIdx.x == 0)
 		*flag = 1;
 }
@@ -118,7 +133,8 @@ DEVICE_CALL void cta_wait(const volatile uint32_t *flag)
 {
 	while (threadIdx.x == 0 && !*flag)
 		;
-	__threadfence();
+	if (threadIdx.x == 0)
+		device_fence();
 	__syncthreads();
 }
 
