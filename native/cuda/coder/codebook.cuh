@@ -15,17 +15,24 @@
 
 /* Shared memory for one codebook. */
 struct book_room {
-	uint32_t weight[LEAVES], list[2][2 * LEAVES], live, leaves, count[WIRE_MAX_CODE_LENGTH + 2];
+	uint32_t weight[LEAVES], list[2][2 * LEAVES], live, count[CTA_WARPS][WIRE_MAX_CODE_LENGTH + 2];
 	uint16_t symbol[LEAVES], place[WIRE_MAX_CODE_LENGTH][LEAVES];
-	uint32_t escape, pad;
+	uint8_t length[LEAVES];
+	uint32_t pad;
 };
+
+/* Return the largest power of two that is at most n, or 0: the first step of a binary search among n. */
+DEVICE uint32_t first_step(uint32_t n)
+{
+	return n ? 0x80000000u >> __clz((int)n) : 0;
+}
 
 /* Return how many of n packages weigh less than x. Package i is pair[2 * i] + pair[2 * i + 1]; packages ascend. */
 DEVICE uint32_t packages_below(const uint32_t *pair, uint32_t n, uint32_t x)
 {
 	uint32_t low = 0;
 
-	for (uint32_t step = 512; step; step /= 2)
+	for (uint32_t step = first_step(n); step; step /= 2)
 		if (low + step <= n && pair[2 * (low + step) - 2] + pair[2 * (low + step) - 1] < x)
 			low += step;
 	return low;
@@ -36,7 +43,7 @@ DEVICE uint32_t leaves_up_to(const uint32_t *weight, uint32_t n, uint32_t x)
 {
 	uint32_t low = 0;
 
-	for (uint32_t step = 512; step; step /= 2)
+	for (uint32_t step = first_step(n); step; step /= 2)
 		if (low + step <= n && weight[low + step - 1] <= x)
 			low += step;
 	return low;
@@ -48,139 +55,190 @@ DEVICE uint32_t leaves_up_to(const uint32_t *weight, uint32_t n, uint32_t x)
  */
 DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t max_code_length, book_room *r)
 {
-	uint32_t i = threadIdx.x, shift = 0, rank = 0, lighter = 0, room = (1u << max_code_length) - 1;
-	uint64_t total = cta_sum(counts[i]);
+	uint32_t i = threadIdx.x, shift = 0, rank = 0, room = (1u << max_code_length) - 1, *weight = r->list[0];
+	uint64_t total = cta_sum(counts[i]), n;
 
 	while (total >> shift >= 1u << 24)
 		shift++;
-	uint32_t w = counts[i] >> shift ? counts[i] >> shift : 1;
 	bool keeps = book_keeps(counts[i], total);
-	uint32_t n = (uint32_t)cta_sum(keeps), drop = n > room ? n - room : 0;
+	uint32_t at = (uint32_t)cta_scan(keeps, &n), w = counts[i] >> shift ? counts[i] >> shift : 1;
 
-	for (uint32_t j = 0; keeps && j < 256; j++) {
-		uint32_t v = counts[j] >> shift ? counts[j] >> shift : 1;
-		bool other = book_keeps(counts[j], total);
+	if (keeps) /* most symbols are rare, so that a list of the others is short; in order of symbols */
+		weight[at] = w;
+	__syncthreads();
+	if (n > room) {
+		uint32_t lighter = 0;
 
-		rank += other && (v < w || (v == w && j < i));
-		lighter += other &&
-			   (v < w || (v == w && j > i)); /* of equal weights the largest symbol is dropped first */
+		for (uint32_t j = 0; keeps && j < n; j++) /* of equal weights the largest symbol is dropped first */
+			lighter += weight[j] < w || (weight[j] == w && j > at);
+		__syncthreads();
+		if (keeps && lighter < n - room) {
+			weight[at] = 0xffffffffu; /* heavier than all: precedes no leaf */
+			keeps = false;
+		}
+		__syncthreads();
 	}
-	keeps = keeps && lighter >= drop;
 	uint64_t kept = cta_sum(keeps ? counts[i] : 0);
 	uint32_t escape = (uint32_t)((total - kept) >> shift);
 
 	escape = escape ? escape : 1;
-	for (uint32_t k = i; k < LEAVES; k += CTA_THREADS)
-		r->weight[k] = 0;
-	__syncthreads();
-	if (keeps) { /* places of dropped symbols stay 0 */
-		r->weight[rank] = w;
-		r->symbol[rank] = (uint16_t)i;
+	uint32_t before = (uint32_t)cta_sum(keeps && w <= escape), live = n < room ? (uint32_t)n : room;
+
+	for (uint32_t j = 0; keeps && j < n; j++)
+		rank += weight[j] < w || (weight[j] == w && j < at);
+	if (keeps) {
+		r->weight[rank + (w > escape)] = w;
+		r->symbol[rank + (w > escape)] = (uint16_t)i;
 	}
-	__syncthreads();
 	if (i)
 		return;
-	uint32_t m = 0, at;
-
 	if (!n) { /* no counts: keep symbol 0 */
 		r->weight[0] = 1;
 		r->symbol[0] = 0;
-		n = 1;
+		before = live = 1;
 	}
-	for (uint32_t j = 0; j < n; j++)
-		if (r->weight[j]) {
-			r->weight[m] = r->weight[j];
-			r->symbol[m++] = r->symbol[j];
-		}
-	for (at = m; at && r->weight[at - 1] > escape; at--) {
-		r->weight[at] = r->weight[at - 1];
-		r->symbol[at] = r->symbol[at - 1];
-	}
-	r->weight[at] = escape;
-	r->symbol[at] = WIRE_ESCAPE;
-	r->live = m + 1;
+	r->weight[before] = escape;
+	r->symbol[before] = WIRE_ESCAPE;
+	r->live = live + 1;
+}
+
+/* Return how many of n ascending places are below x; n is at most LEAVES. By all lanes of a warp. */
+DEVICE uint32_t places_below(const uint16_t *place, uint32_t n, uint32_t x, uint32_t lane)
+{
+	uint32_t last = 8 * lane + 7;
+	uint32_t low = 8 * __popc(__ballot_sync(FULL, last < n && place[last] < x)), i = low + lane;
+
+	return low + __popc(__ballot_sync(FULL, lane < 8 && i < n && place[i] < x));
 }
 
 /*
  * Compute code lengths (257 bytes, the escape's last) from 256 counts, as book_from_counts does. Lengths are at most
- * max_code_length.
+ * max_code_length. `length`: in shared memory.
  */
 DEVICE_CALL void cta_book(const uint32_t *counts, uint32_t max_code_length, uint8_t *length, book_room *r)
 {
-	uint32_t n = 0, take;
+	uint32_t n = 0, take, leaves[WIRE_MAX_CODE_LENGTH];
 
 	find_leaves(counts, max_code_length, r);
+	for (uint32_t i = threadIdx.x; i < LEAVES; i += CTA_THREADS)
+		length[i] = 0;
 	__syncthreads();
+	const uint32_t live = r->live;
+
 	for (uint32_t l = 0; l < max_code_length; l++) {
 		uint32_t packs = n / 2, *before = r->list[l & 1], *next = r->list[~l & 1];
 
-		for (uint32_t i = threadIdx.x; i < r->live; i += CTA_THREADS) {
-			uint32_t place = i + packages_below(before, packs, r->weight[i]);
+		for (uint32_t i = threadIdx.x; i < live + packs; i += CTA_THREADS) {
+			if (i < live) {
+				uint32_t place = i + packages_below(before, packs, r->weight[i]);
 
-			r->place[l][i] = (uint16_t)place;
-			next[place] = r->weight[i];
-		}
-		for (uint32_t p = threadIdx.x; p < packs; p += CTA_THREADS) {
-			uint32_t sum = before[2 * p] + before[2 * p + 1];
+				r->place[l][i] = (uint16_t)place;
+				next[place] = r->weight[i];
+				continue;
+			}
+			uint32_t p = i - live, sum = before[2 * p] + before[2 * p + 1];
 
-			next[p + leaves_up_to(r->weight, r->live, sum)] = sum;
+			next[p + leaves_up_to(r->weight, live, sum)] = sum;
 		}
-		n = r->live + packs;
+		n = live + packs;
 		__syncthreads();
 	}
-	take = 2 * r->live - 2;
-	for (uint32_t i = threadIdx.x; i < LEAVES; i += CTA_THREADS)
-		length[i] = 0;
-	for (uint32_t l = max_code_length; l-- > 0;) {
-		__syncthreads();
-		if (threadIdx.x == 0)
-			r->leaves = 0;
-		__syncthreads();
-		for (uint32_t i = threadIdx.x; i < r->live; i += CTA_THREADS)
-			if (r->place[l][i] < take) {
-				atomicAdd(&r->leaves, 1u);
-				length[r->symbol[i]]++;
-			}
-		__syncthreads();
-		take = 2 * (take - r->leaves);
+	take = 2 * live - 2;
+#pragma unroll
+	for (uint32_t l = WIRE_MAX_CODE_LENGTH; l-- > 0;) { /* each warp counts all leaves that are taken */
+		leaves[l] = l < max_code_length ? places_below(r->place[l], live, take, threadIdx.x % 32) : 0;
+		take = l < max_code_length ? 2 * (take - leaves[l]) : take;
+	}
+	for (uint32_t i = threadIdx.x; i < live; i += CTA_THREADS) {
+		uint32_t sum = 0;
+
+#pragma unroll
+		for (uint32_t l = 0; l < WIRE_MAX_CODE_LENGTH; l++)
+			sum += i < leaves[l];
+		length[r->symbol[i]] = (uint8_t)sum;
 	}
 	__syncthreads();
 }
 
-/* Compute codes and decoding tables (layout: common/job.cuh) from code lengths, as book_to_codes does. */
+/*
+ * Compute codes and decoding tables (layout: common/job.cuh) from code lengths, as book_to_codes does. `length`: in
+ * shared memory.
+ */
 DEVICE_CALL void cta_codes(const uint8_t *length, uint8_t *table, book_room *r)
 {
-	uint32_t i = threadIdx.x, l = length[i], e = length[WIRE_ESCAPE], first = 0, rank = 0, below = 0;
+	uint32_t i = threadIdx.x, warp = i / 32, l = length[i], e = length[WIRE_ESCAPE], first = 0, rank = 0, total = 0;
+	uint32_t escape = cta_max(l ? 0 : i);
 
-	if (i < WIRE_MAX_CODE_LENGTH + 2)
-		r->count[i] = 0;
-	if (i == 0)
-		r->escape = 0;
-	__syncthreads();
-	if (l)
-		atomicAdd(&r->count[l], 1u);
-	else
-		atomicMax(&r->escape, i);
-	if (i == 0)
-		atomicAdd(&r->count[e], 1u);
-	__syncthreads();
-	for (uint32_t k = 1; k < (l ? l : e); k++)
-		first = (first + r->count[k]) << 1;
-	below = first + r->count[e] - 1; /* a symbol without a code has the escape's */
-	for (uint32_t j = 0; j < i; j++)
-		rank += length[j] == l;
-	table[i] = (uint8_t)(l ? first + rank : below);
-	table[TABLE_LENGTHS + i] = (uint8_t)(l ? l : 0x80 | e);
-	if (i == 0) {
-		table[TABLE_ESCAPE] = (uint8_t)r->escape;
-		r->pad = r->escape;
+	for (uint32_t k = 1; k <= WIRE_MAX_CODE_LENGTH; k++) {
+		uint32_t same = __ballot_sync(FULL, l == k);
+
+		rank = l == k ? __popc(same & ((1u << i % 32) - 1)) : rank;
+		if (i % 32 == 0)
+			r->count[warp][k] = __popc(same);
 	}
+	if (i == 0)
+		r->pad = escape;
 	__syncthreads();
-	if (l && first + rank == 0)
+	for (uint32_t k = 1; k <= WIRE_MAX_CODE_LENGTH; k++) {
+		total = k == e;
+		for (uint32_t w = 0; w < CTA_WARPS; w++) {
+			rank += k == l && w < warp ? r->count[w][k] : 0;
+			total += r->count[w][k];
+		}
+		if (k >= (l ? l : e))
+			break;
+		first = (first + total) << 1;
+	}
+	uint32_t code = l ? first + rank : first + total - 1; /* a symbol without a code has the escape's */
+
+	table[i] = (uint8_t)code;
+	table[TABLE_LENGTHS + i] = (uint8_t)(l ? l : 0x80 | e);
+	if (l && code == 0)
 		r->pad = i;
 	__syncthreads();
-	if (i == 0)
-		table[TABLE_PAD] = (uint8_t)r->pad;
+	if (i)
+		return;
+	table[TABLE_ESCAPE] = (uint8_t)escape;
+	table[TABLE_PAD] = (uint8_t)r->pad;
+}
+
+/* First and last symbol, but for symbol 0, of a packed codebook. */
+struct book_ends {
+	uint32_t first, last;
+};
+
+/* Find the smallest and the largest non-zero symbol with a code, as book_span does. */
+DEVICE_CALL book_ends cta_span(const uint8_t *length)
+{
+	bool has = threadIdx.x && length[threadIdx.x];
+	uint32_t last = cta_max(has ? threadIdx.x : 0), below = cta_max(has ? 256 - threadIdx.x : 0);
+
+	return {below ? 256 - below : 1, last};
+}
+
+/* Return the size in bytes of a packed codebook. */
+DEVICE uint32_t ends_nbytes(book_ends s)
+{
+	return 3 + (s.last + 2 - s.first) / 2;
+}
+
+/* Pack a codebook as book_pack does. Returns its size in bytes. */
+DEVICE_CALL uint32_t cta_pack(const uint8_t *length, uint8_t *to)
+{
+	const book_ends s = cta_span(length);
+	uint32_t n = ends_nbytes(s), k = threadIdx.x;
+
+	if (k == 0) {
+		to[0] = (uint8_t)(length[WIRE_ESCAPE] | length[0] << 4);
+		to[1] = (uint8_t)s.first;
+		to[2] = (uint8_t)s.last;
+	}
+	if (k + 3 < n) {
+		uint32_t i = s.first + 2 * k;
+
+		to[3 + k] = (uint8_t)(length[i] | (i < s.last ? length[i + 1] << 4 : 0));
+	}
+	return n;
 }
 
 /* Return what counts cost in bits, as book_cost does. `literal`: bits of a literal. */
@@ -196,6 +254,31 @@ struct cost_room {
 	uint32_t live[LEAVES], leaf[LEAVES], node[LEAVES];
 };
 
+/*
+ * Return the sum of all inner nodes' weights of a Huffman tree with n leaves, which are sorted. By one lane. Ties do
+ * not matter: all optimal trees cost the same.
+ */
+DEVICE uint64_t merge_cost(cost_room *room, uint32_t n)
+{
+	const uint32_t none = 0x7fffffff; /* above all weights; twice this fits into 32 bits */
+	uint64_t cost = 0;
+
+	for (uint32_t left = n, i = 0, from = 0, to = 0; left > 1; left--) {
+		uint32_t a = i < n ? room->leaf[i] : none, b = i + 1 < n ? room->leaf[i + 1] : none;
+		uint32_t c = from < to ? room->node[from] : none, d = from + 1 < to ? room->node[from + 1] : none;
+		uint32_t leaves = a + b, mixed = a + c, nodes = c + d;
+		uint32_t pair = leaves < mixed ? leaves : mixed;
+
+		pair = nodes < pair ? nodes : pair; /* the two lightest of two sorted lists */
+		i += pair == leaves ? 2 : pair == mixed ? 1 : 0;
+		from += pair == leaves ? 0 : pair == mixed ? 1 : 2;
+		room->node[to++] = pair;
+		cost += pair;
+	}
+	return cost;
+}
+
+/* Return what 256 counts cost in bits, as choose_cost does. */
 DEVICE_CALL uint64_t warp_cost(const uint32_t *counts, cost_room *room, uint32_t lane)
 {
 	uint32_t total = 0, rest = 0, n = 0;
@@ -226,15 +309,8 @@ DEVICE_CALL uint64_t warp_cost(const uint32_t *counts, cost_room *room, uint32_t
 		room->leaf[rank] = room->live[i];
 	}
 	__syncwarp();
-	for (uint32_t left = n, i = 0, from = 0, to = 0; lane == 0 && left > 1; left--) {
-		uint32_t pair = 0;
-
-		for (int k = 0; k < 2; k++)
-			pair += from == to || (i < n && room->leaf[i] <= room->node[from]) ? room->leaf[i++]
-											   : room->node[from++];
-		room->node[to++] = pair;
-		cost += pair;
-	}
+	if (lane == 0)
+		cost = merge_cost(room, n);
 	__syncwarp();
 	return __shfl_sync(FULL, cost, 0) + 8ull * rest;
 }

@@ -465,16 +465,18 @@ DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_mo
 DEVICE_CALL void write_lead(const codec_view *v, const uint8_t *memory, uint32_t coded, uint64_t name,
 			    uint64_t nrecords, codec_choice *c)
 {
-	uint32_t at = name ? 8 : 0;
+	uint32_t at = name ? 8 : 0, i = threadIdx.x;
 
-	for (uint32_t p = 0; p < WIRE_MAX_PLANES && threadIdx.x == 0; p++)
+	__syncthreads(); /* code lengths in memory are written */
+	for (uint32_t p = 0; p < WIRE_MAX_PLANES; p++)
 		if (coded >> p & 1 && !(p == 0 && name))
-			at += (uint32_t)book_pack((const codebook *)(memory + v->lengths.at) + p, c->lead + at);
-	for (uint32_t i = 0; i < 8 && name && threadIdx.x == 0; i++)
+			at += cta_pack(memory + v->lengths.at + LEAVES * p, c->lead + at);
+	if (name && i < 8)
 		c->lead[i] = (uint8_t)(name >> 8 * i);
-	for (uint32_t i = 0; i < 4 && nrecords && threadIdx.x == 0; i++)
-		c->lead[at++] = (uint8_t)(nrecords >> 8 * i);
-	if (threadIdx.x == 0)
+	if (nrecords && i < 4)
+		c->lead[at + i] = (uint8_t)(nrecords >> 8 * i);
+	at += nrecords ? 4 : 0;
+	if (i == 0)
 		c->lead_nbytes = at;
 	__syncthreads();
 }

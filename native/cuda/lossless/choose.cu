@@ -14,42 +14,53 @@ union choose_room {
 	struct {
 		uint32_t counts[256], low[256];
 		book_room book;
-		uint8_t nibbles[LEAVES];
+		uint8_t lengths[LEAVES], nibbles[LEAVES];
 	} plane;
 };
 
+/* Return the share of a codebook's own size in bits that `total` of n values bear, as choose_price does. */
+DEVICE uint64_t price_of(const uint8_t *lengths, uint64_t total, uint64_t n)
+{
+	return 8 * (uint64_t)ends_nbytes(cta_span(lengths)) * total / n;
+}
+
 /*
- * Choose how a plane is stored, as choose_plane does, from 256 counts. Writes code lengths of a codebook to `lengths`.
+ * Choose how a plane is stored, as choose_plane does, from 256 counts. Leaves code lengths of a codebook in
+ * room->plane.lengths. given: code lengths of an agreed codebook, for s.given.
  */
 DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t n, uint32_t max_code_length,
-			       uint8_t *lengths, choose_room *room)
+			       const uint8_t *given, choose_room *room)
 {
-	uint32_t *low = room->plane.low, i = threadIdx.x;
+	uint8_t *lengths = room->plane.lengths;
+	uint32_t *low = room->plane.low, i = threadIdx.x, mine = counts[i];
 	uint64_t total, cost, excess = 0;
 	bool uneven = false, halved = false;
 
-	room->plane.counts[i] = counts[i];
+	__syncthreads(); /* all are done with the plane before */
+	room->plane.counts[i] = mine;
 	low[i] = 0;
-	total = cta_sum(counts[i]); /* its barriers order room->plane, too */
+	for (uint32_t k = i; s.given && k < LEAVES; k += CTA_THREADS)
+		lengths[k] = given[k];
+	total = cta_sum(mine); /* its barriers order room->plane, too */
 	cost = 8 * total;
 	if (s.exponent) {
 		if (!s.given)
 			cta_book(room->plane.counts, max_code_length, lengths, &room->plane.book);
 		cost = cta_cost(lengths, room->plane.counts, 8);
 	} else if (!s.constant) {
-		excess = choose_excess_of((uint32_t)cta_sum(counts[i] * counts[i]), 256, total);
+		excess = choose_excess_of((uint32_t)cta_sum(mine * mine), 256, total);
 		uneven = !choose_near_uniform(excess, total);
 	}
 	if (uneven && choose_may_pay(excess, total, n)) {
 		cta_book(room->plane.counts, max_code_length, lengths, &room->plane.book);
-		cost = cta_cost(lengths, room->plane.counts, 8) + choose_price((const codebook *)lengths, total, n);
+		cost = cta_cost(lengths, room->plane.counts, 8) + price_of(lengths, total, n);
 	}
 	if (uneven) {
-		atomicAdd(low + i % 16, room->plane.counts[i]);
+		atomicAdd(low + i % 16, mine);
 		__syncthreads();
 		cta_book(low, max_code_length, room->plane.nibbles, &room->plane.book);
-		uint64_t less = cta_cost(room->plane.nibbles, low, 8) + 4 * total +
-				choose_price((const codebook *)room->plane.nibbles, total, n);
+		uint64_t less =
+			cta_cost(room->plane.nibbles, low, 8) + 4 * total + price_of(room->plane.nibbles, total, n);
 
 		halved = less < cost;
 		cost = halved ? less : cost;
@@ -109,7 +120,9 @@ DEVICE_CALL void conclude(codec_view *v, uint8_t *memory, const uint8_t *values,
 		if (what != CHOOSE_CODED && what != CHOOSE_HALVED)
 			continue;
 		coded |= 1u << p;
-		cta_codes(lengths, memory + v->tables.at + TABLE_NBYTES * p, &room->plane.book);
+		for (uint32_t k = threadIdx.x; k < LEAVES; k += CTA_THREADS)
+			lengths[k] = room->plane.lengths[k];
+		cta_codes(room->plane.lengths, memory + v->tables.at + TABLE_NBYTES * p, &room->plane.book);
 	}
 	if (!(coded & 1))
 		nparts = name = 0;

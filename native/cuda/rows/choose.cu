@@ -18,6 +18,7 @@ union rows_room {
 	struct {
 		uint32_t counts[256];
 		book_room book;
+		uint8_t lengths[LEAVES];
 	} codes;
 };
 
@@ -195,11 +196,13 @@ DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, 
 	uint64_t nparts = v->row_parts.count, records = v->flags & WIRE_FLAG_SEGMENTS ? nparts : 0;
 
 	if (q.entropy) {
-		uint8_t *lengths = memory + v->lengths.at;
+		uint8_t *lengths = room->codes.lengths;
 
 		room->codes.counts[threadIdx.x] = seen->counts[0][threadIdx.x];
 		__syncthreads();
 		cta_book(room->codes.counts, WIRE_MAX_CODE_LENGTH, lengths, &room->codes.book);
+		for (uint32_t k = threadIdx.x; k < LEAVES; k += CTA_THREADS)
+			memory[v->lengths.at + k] = lengths[k];
 		cta_codes(lengths, memory + v->tables.at, &room->codes.book);
 		__syncthreads();
 	}

@@ -19,6 +19,7 @@ union cut_room {
 	struct {
 		uint32_t counts[256];
 		book_room book;
+		uint8_t lengths[LEAVES];
 	} codes;
 };
 
@@ -60,13 +61,18 @@ DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const codec_so
 DEVICE_CALL void conclude_cut(codec_view *v, uint8_t *memory, uint64_t capacity, codec_choice *c,
 			      codec_part_found *found, cut_room *room)
 {
-	uint8_t *lengths = memory + v->lengths.at;
+	uint8_t *lengths = room->codes.lengths, *to = memory + v->lengths.at;
 	uint64_t nparts = v->model_parts.count, side_nbytes;
 
 	room->codes.counts[threadIdx.x] = c->counts[0][threadIdx.x] = ((const volatile uint32_t *)c->all)[threadIdx.x];
+	for (uint32_t k = threadIdx.x; v->codebook_id && k < LEAVES; k += CTA_THREADS)
+		lengths[k] = to[k];
 	__syncthreads();
-	if (!v->codebook_id)
+	if (!v->codebook_id) {
 		cta_book(room->codes.counts, v->max_code_length, lengths, &room->codes.book);
+		for (uint32_t k = threadIdx.x; k < LEAVES; k += CTA_THREADS)
+			to[k] = lengths[k];
+	}
 	cta_codes(lengths, memory + v->tables.at, &room->codes.book);
 	__syncthreads();
 	write_lead(v, memory, 1, v->codebook_id, nparts, c);
