@@ -102,14 +102,23 @@ DEVICE uint16_t offset_of(const job *j, const sample_kind &q, uint64_t i)
 	return offset_at(&o, q.octave / 8, WIRE_CIRCLE((int)q.zero));
 }
 
-/* Return the byte of value i in plane p. offset: of the value, in patterns. */
-DEVICE uint32_t plane_byte(const sample_kind &q, const uint8_t *values, uint64_t i, uint32_t p, uint16_t offset)
+/* Return the bytes of value i as a little-endian word. values: aligned to `size` bytes. */
+DEVICE uint64_t word_of(const uint8_t *values, uint32_t size, uint64_t i)
 {
-	const uint8_t *value = values + i * q.size;
+	switch (size) {
+	case 1: return global(values)[i];
+	case 2: return global((const uint16_t *)values)[i];
+	case 4: return global((const uint32_t *)values)[i];
+	default: return global((const uint64_t *)values)[i];
+	}
+}
 
+/* Return the byte in plane p of a value given as a word. offset: of the value, in patterns. */
+DEVICE uint32_t plane_byte(const sample_kind &q, uint64_t word, uint32_t p, uint16_t offset)
+{
 	if (!q.octave || p > 1)
-		return value[q.size - 1 - p];
-	return bits_turn((uint16_t)(value[q.size - 2] | value[q.size - 1] << 8), offset, q.shift) >> (8 - 8 * p) & 255;
+		return word >> 8 * (q.size - 1 - p) & 255;
+	return bits_turn((uint16_t)(word >> 8 * (q.size - 2)), offset, q.shift) >> (8 - 8 * p) & 255;
 }
 
 /*
@@ -128,20 +137,31 @@ DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memor
 	if (j && warp == 0) /* offset of the first value, with which all others are compared */
 		fit_rows(j, memory, values, q.size, q.octave, q.zero, 0, 1, lane);
 	__syncthreads();
+	const uint64_t head = word_of(values, q.size, 0);
+	const uint16_t head_offset = j ? offset_of(j, q, 0) : 0;
+
 	for (uint64_t i = share * CTA_WARPS + warp; i < take; i += shares * CTA_WARPS) {
-		uint64_t first = WIRE_ROW * choose_even(i, take, nrows);
+		uint64_t first = WIRE_ROW * choose_even(i, take, nrows), word[4];
+		uint16_t offset[4] = {0};
 		uint32_t n = v->n - first < WIRE_ROW ? (uint32_t)(v->n - first) : WIRE_ROW, zeros = 0, under = 0;
 
 		if (j)
 			fit_rows(j, memory, values, q.size, q.octave, q.zero, first, n, lane);
+#pragma unroll
+		for (uint32_t k = 0; k < 4; k++) /* all loads first */
+			word[k] = lane + 32 * k < n ? word_of(values, q.size, first + lane + 32 * k) : 0;
+#pragma unroll
+		for (uint32_t k = 0; k < 4; k++)
+			offset[k] = j && lane + 32 * k < n ? offset_of(j, q, first + lane + 32 * k) : 0;
 		for (uint32_t p = first_plane; p < q.size; p++) {
-			uint32_t value = plane_byte(q, values, 0, p, j ? offset_of(j, q, 0) : 0);
-			uint32_t any = 0, differ = 0;
+			uint32_t value = plane_byte(q, head, p, head_offset), any = 0, differ = 0;
 
-			for (uint32_t k = lane; k < n; k += 32) {
-				uint16_t offset = j ? offset_of(j, q, first + k) : 0;
-				uint32_t byte = plane_byte(q, values, first + k, p, offset);
-				bool zero = q.octave && !plane_byte(q, values, first + k, 0, offset);
+#pragma unroll
+			for (uint32_t k = 0; k < 4; k++) {
+				if (lane + 32 * k >= n)
+					continue;
+				uint32_t byte = plane_byte(q, word[k], p, offset[k]);
+				bool zero = q.octave && !plane_byte(q, word[k], 0, offset[k]);
 
 				atomicAdd(bins + 256 * p + byte, 1u);
 				any |= byte;
