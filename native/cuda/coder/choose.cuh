@@ -24,13 +24,19 @@ union model_room {
 DEVICE_CALL int raise_bases(const codec_choice *c, uint32_t *counts, model_room *room, uint64_t *cost)
 {
 	const volatile uint32_t *part = c->all;
-	uint32_t e = threadIdx.x, warp = e / 32, n = counts[e];
+	uint32_t e = threadIdx.x, warp = e / 32, n = counts[e], added[CHOOSE_PARTS - 1], removed[CHOOSE_PARTS - 1];
 	int best = 0;
 
+	/* one eighth more moves the lowest bin of each symbol to the symbol below it */
+#pragma unroll
+	for (uint32_t k = 0; k < CHOOSE_PARTS - 1; k++) {
+		added[k] = e ? part[(e < 255 ? e + 1 : 1) * CHOOSE_PARTS + k] : 0;
+		removed[k] = e ? part[e * CHOOSE_PARTS + k] : 0;
+	}
+#pragma unroll
 	for (uint32_t phase = 0; phase < CHOOSE_PARTS; phase++) {
 		room->phase.raised[phase][e] = n;
-		if (e) /* one eighth more moves the lowest bin of each symbol to the symbol below it */
-			n += part[(e < 255 ? e + 1 : 1) * CHOOSE_PARTS + phase] - part[e * CHOOSE_PARTS + phase];
+		n += phase < CHOOSE_PARTS - 1 ? added[phase] - removed[phase] : 0;
 	}
 	__syncthreads();
 	static_assert(CHOOSE_PARTS == CTA_WARPS, "a warp each");

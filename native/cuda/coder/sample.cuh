@@ -412,27 +412,41 @@ DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const samp
 	}
 }
 
+/*
+ * Load this thread's bins to n: bins threadIdx.x + k * CTA_THREADS, k < parts. parts: 1 or CHOOSE_PARTS; others become
+ * 0.
+ */
+DEVICE void load_bins(const volatile uint32_t *bins, uint32_t parts, uint32_t n[CHOOSE_PARTS])
+{
+#pragma unroll
+	for (uint32_t k = 0; k < CHOOSE_PARTS; k++)
+		n[k] = k < parts ? bins[threadIdx.x + k * CTA_THREADS] : 0;
+}
+
 /* Add counts under bases raised by `by` eighths to a sum, as choose_add_lowered does. */
 DEVICE_CALL void add_lowered(const uint32_t *bins, uint32_t parts, uint32_t by, uint32_t *sum)
 {
-	uint32_t circle = 255 * parts, low = by % circle;
+	uint32_t circle = 255 * parts, low = by % circle, n[CHOOSE_PARTS];
 
-	for (uint32_t i = threadIdx.x; i < 256 * parts; i += CTA_THREADS) {
-		uint32_t n = ((const volatile uint32_t *)bins)[i];
+	load_bins(bins, parts, n);
+#pragma unroll
+	for (uint32_t k = 0; k < CHOOSE_PARTS; k++) {
+		uint32_t i = threadIdx.x + k * CTA_THREADS;
 		uint32_t to = i < parts ? i : parts + (i - parts + circle - low) % circle;
 
-		if (n)
-			atomicAdd(sum + to, n);
+		if (n[k])
+			atomicAdd(sum + to, n[k]);
 	}
 }
 
-/* Add up the bins of each of 256 symbols. */
+/* Add up the bins of each of 256 symbols. parts: bins of a symbol, 1 or CHOOSE_PARTS. */
 DEVICE_CALL void fold(const volatile uint32_t *bins, uint32_t parts, uint32_t *counts)
 {
 	uint32_t sum = 0;
 
-	for (uint32_t i = 0; i < parts; i++)
-		sum += bins[threadIdx.x * parts + i];
+#pragma unroll
+	for (uint32_t k = 0; k < CHOOSE_PARTS; k++)
+		sum += k < parts ? bins[threadIdx.x * parts + k] : 0;
 	counts[threadIdx.x] = sum;
 	__syncthreads();
 }
