@@ -122,12 +122,16 @@ struct model_tasks {
 	uint32_t nparts, shares, step;
 };
 
-DEVICE model_tasks model_tasks_of(uint32_t nparts)
+/* n: values of the tensor, whose sample of symbols has a row for each warp or fewer. */
+DEVICE model_tasks model_tasks_of(uint64_t n, uint32_t nparts)
 {
+	uint64_t nrows = (n + WIRE_ROW - 1) / WIRE_ROW, take = nrows / choose_stride(nrows);
 	uint32_t parts = nparts ? nparts : 1; /* symbols are counted without a model, too */
-	uint32_t shares = parts < 256 / PART_SHARES ? PART_SHARES : parts < 256 ? 256 / parts : 1;
+	uint32_t most = parts < 256 / PART_SHARES ? PART_SHARES : parts < 256 ? 256 / parts : 1;
+	uint64_t shares = (take / CTA_WARPS + parts - 1) / parts;
 
-	return {nparts, shares, parts * shares};
+	shares = shares < 1 ? 1 : shares < most ? shares : most;
+	return {nparts, (uint32_t)shares, parts * (uint32_t)shares};
 }
 
 /*
@@ -158,7 +162,7 @@ DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *value
 	if (t < 2 * tasks.step) {
 		cta_wait(&f->rows_ready);
 		if (part->kind & WIRE_SEGMENT_COLS)
-			sample_cols(v, memory, q, part, values, share, shares, &room->fit);
+			sample_cols(v, memory, q, part, values, share, shares, f, &room->fit);
 		if (!cta_is_last(&f->cols, shares))
 			return false;
 		if (part->kind & WIRE_SEGMENT_COLS)

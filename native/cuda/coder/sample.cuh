@@ -10,8 +10,8 @@
 #include "coder/codebook.cuh"
 #include "coder/fit.cuh"
 
-#define PLANE_SHARES 8 /* tasks that sample planes */
-#define PART_SHARES 32 /* tasks of a step of a part, at most */
+#define PLANE_SHARES 8  /* tasks that sample planes */
+#define PART_SHARES 128 /* tasks of a step of a part, at most */
 
 /* Results for one part of the model; all 0 at first. */
 struct codec_part_found {
@@ -224,24 +224,50 @@ DEVICE_CALL void conclude_planes(const codec_view *v, codec_choice *c, uint32_t 
 
 /* Shared memory of a CTA that fits offsets. */
 struct fit_room {
-	int8_t eighths[CHOOSE_ROWS], offset[CHOOSE_COL_ROWS];
+	int8_t eighths[CHOOSE_ROWS];
+	uint64_t at[CHOOSE_COL_ROWS];               /* first value of each row in the sample for columns */
+	int mean[CHOOSE_COL_ROWS];                  /* mean pattern of the row under its rounded offset */
+	int total[CTA_THREADS], count[CTA_THREADS]; /* of each thread's rows */
 };
+
+#define SHIFT_AT_ONCE 16 /* offsets that a thread loads at once */
 
 /* Return the shift for n offsets in eighths, at least `shift`, as choose_shift does. */
 DEVICE_CALL int cta_shift(const int8_t *eighths, uint64_t n, int shift)
 {
-	for (; shift < WIRE_MAX_SHIFT; shift++) {
-		uint32_t outside = 0;
+	uint64_t outside[WIRE_MAX_SHIFT] = {0};
 
-		for (uint64_t i = threadIdx.x; i < n; i += CTA_THREADS) {
-			int nibble = choose_nibble(eighths[i], shift);
+	if (shift >= WIRE_MAX_SHIFT)
+		return shift;
+	for (uint64_t i = threadIdx.x; i < n; i += SHIFT_AT_ONCE * CTA_THREADS) {
+		int8_t x[SHIFT_AT_ONCE];
 
-			outside += choose_clamped(nibble) != nibble;
-		}
-		if (32 * cta_sum(outside) <= n)
-			break;
+#pragma unroll
+		for (uint32_t k = 0; k < SHIFT_AT_ONCE; k++)
+			x[k] = i + k * CTA_THREADS < n ? eighths[i + k * CTA_THREADS] : 0;
+#pragma unroll
+		for (uint32_t k = 0; k < SHIFT_AT_ONCE; k++)
+			for (int by = 0; by < WIRE_MAX_SHIFT; by++) {
+				int nibble = choose_nibble(x[k], by);
+
+				outside[by] += choose_clamped(nibble) != nibble;
+			}
 	}
-	return shift;
+	static_assert(WIRE_MAX_SHIFT == 3, "three counts are packed");
+	if (n < 1u << 21) { /* one sum of three counts of 21 bits */
+		uint64_t all = cta_sum(outside[0] | outside[1] << 21 | outside[2] << 42), mask = (1u << 21) - 1;
+
+		for (int by = 0; by < WIRE_MAX_SHIFT; by++)
+			outside[by] = all >> 21 * by & mask;
+	} else {
+		for (int by = 0; by < WIRE_MAX_SHIFT; by++)
+			outside[by] = cta_sum(outside[by]);
+	}
+#pragma unroll
+	for (int by = 0; by < WIRE_MAX_SHIFT; by++)
+		if (by >= shift && 32 * outside[by] <= n)
+			return by;
+	return WIRE_MAX_SHIFT;
 }
 
 /* Return the base of a part that has no offsets. */
@@ -278,19 +304,32 @@ DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kin
 			  const codec_choice *c, const codec_part_found *f, fit_room *room)
 {
 	uint64_t nrows = part_rows(part), take = nrows < CHOOSE_ROWS ? nrows : CHOOSE_ROWS, count = 0;
-	const volatile int16_t *mean = f->mean;
-	int64_t sum = 0;
-	int centre, shift;
+	const volatile int16_t *from = f->mean;
+	uint64_t sum = 0;
+	int centre, shift, mean[CHOOSE_ROWS / CTA_THREADS];
 
-	for (uint64_t i = threadIdx.x; i < take; i += CTA_THREADS) {
-		sum += mean[i] == CHOOSE_NONE ? 0 : mean[i];
-		count += mean[i] != CHOOSE_NONE;
+#pragma unroll
+	for (uint32_t k = 0; k < CHOOSE_ROWS / CTA_THREADS; k++) {
+		uint32_t i = threadIdx.x + k * CTA_THREADS;
+
+		mean[k] = i < take ? from[i] : CHOOSE_NONE;
 	}
-	sum = (int64_t)cta_sum((uint64_t)sum);
-	count = cta_sum(count);
-	centre = count ? bits_mean(sum, (int64_t)count) : choose_centre(q.octave);
-	for (uint64_t i = threadIdx.x; i < take; i += CTA_THREADS)
-		room->eighths[i] = (int8_t)choose_eighths(mean[i], (uint16_t)centre, q.eighth);
+#pragma unroll
+	for (uint32_t k = 0; k < CHOOSE_ROWS / CTA_THREADS; k++)
+		if (mean[k] != CHOOSE_NONE) { /* means are below 2^15: one sum for both */
+			sum += (uint64_t)mean[k];
+			count += 1ull << 32;
+		}
+	sum = cta_sum(sum + count);
+	count = sum >> 32;
+	centre = count ? bits_mean((int64_t)(sum & 0xffffffffu), (int64_t)count) : choose_centre(q.octave);
+#pragma unroll
+	for (uint32_t k = 0; k < CHOOSE_ROWS / CTA_THREADS; k++) {
+		uint32_t i = threadIdx.x + k * CTA_THREADS;
+
+		if (i < take)
+			room->eighths[i] = (int8_t)choose_eighths(mean[k], (uint16_t)centre, q.eighth);
+	}
 	__syncthreads();
 	shift = cta_shift(room->eighths, take, c->finest);
 	for (uint64_t i = threadIdx.x; i < take && is_fitted(part); i += CTA_THREADS)
@@ -306,37 +345,61 @@ DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kin
 		part->base = choose_base(part->mean, q.eighth, (int)q.zero, c->finest);
 }
 
+#define COL_AT_ONCE 16 /* rows of a column that a thread loads at once */
+
 /*
  * Compute column offsets before rounding, in eighths, for a share of a part's columns: the mean over a sample of rows
- * of what row offsets leave.
+ * of what row offsets leave. The sample is the first rows of the one of sample_rows, whose means are in f->mean, unless
+ * that has all rows. Groups of threads share the rows of a column.
  */
 DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_kind &q, const codec_model_part *part,
-			     const uint8_t *values, uint32_t share, uint32_t shares, fit_room *room)
+			     const uint8_t *values, uint32_t share, uint32_t shares, const codec_part_found *f,
+			     fit_room *room)
 {
-	uint64_t nrows = part_rows(part), take = choose_col_rows(nrows);
-	uint32_t lane = threadIdx.x % 32;
+	const uint64_t nrows = part_rows(part), row = part->row, each = (row + shares - 1) / shares;
+	const uint32_t take = (uint32_t)choose_col_rows(nrows);
+	uint32_t width = 32;
 
-	for (uint64_t i = threadIdx.x / 32; i < take; i += CTA_WARPS) {
-		uint64_t r = choose_spread(i, take, nrows);
+	if (threadIdx.x < take) {
+		uint64_t r = choose_spread(threadIdx.x, take, nrows);
+		uint64_t i = nrows > CHOOSE_ROWS ? threadIdx.x : r; /* index of the row in the sample of sample_rows */
+		int eighths = choose_eighths(f->mean[i], part->mean, q.eighth);
 
-		int offset = is_fitted(part) ? row_offsets(v, memory, part)[r]
-					     : fit_row(part, values, q.size, q.octave, q.zero, r, lane);
-
-		if (lane == 0)
-			room->offset[i] = (int8_t)offset;
+		room->at[threadIdx.x] = part->start + r * row;
+		room->mean[threadIdx.x] = part->mean + choose_offset(eighths, part->shifts & 15) * (1 << q.eighth);
 	}
-	__syncthreads();
-	for (uint64_t col = share * CTA_THREADS + threadIdx.x; col < part->row; col += shares * CTA_THREADS) {
+	while (width < CTA_THREADS && width < each)
+		width *= 2;
+	const uint32_t group = threadIdx.x / width, groups = CTA_THREADS / width;
+
+	for (uint64_t first = (uint64_t)share * width; first < row; first += (uint64_t)shares * width) {
+		uint64_t col = first + threadIdx.x % width;
 		int total = 0, count = 0;
 
-		for (uint64_t i = 0; i < take; i++) {
-			uint64_t at = part->start + choose_spread(i, take, nrows) * part->row + col;
-			uint32_t pattern = pattern_at(values, q.size, at);
+		__syncthreads();
+		for (uint32_t i = COL_AT_ONCE * group; i < take; i += COL_AT_ONCE * groups) {
+			uint32_t pattern[COL_AT_ONCE];
 
-			if (pattern < q.zero)
-				continue;
-			total += (int)pattern - (part->mean + room->offset[i] * (1 << q.eighth));
-			count++;
+#pragma unroll
+			for (uint32_t k = 0; k < COL_AT_ONCE; k++)
+				pattern[k] = i + k < take && col < row
+						     ? pattern_at(values, q.size, room->at[i + k] + col)
+						     : 0;
+#pragma unroll
+			for (uint32_t k = 0; k < COL_AT_ONCE; k++)
+				if (pattern[k] >= q.zero) { /* zero is at least 1 */
+					total += (int)pattern[k] - room->mean[i + k];
+					count++;
+				}
+		}
+		room->total[threadIdx.x] = total;
+		room->count[threadIdx.x] = count;
+		__syncthreads();
+		if (group || col >= row)
+			continue;
+		for (uint32_t g = 1; g < groups; g++) {
+			total += room->total[threadIdx.x + g * width];
+			count += room->count[threadIdx.x + g * width];
 		}
 		col_offsets(v, memory, part)[col] = (int8_t)choose_mean_eighths(total, count, q.eighth);
 	}
@@ -346,10 +409,20 @@ DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_
 DEVICE_CALL void fit_cols(const codec_view *v, uint8_t *memory, codec_model_part *part, const codec_choice *c)
 {
 	int8_t *cols = col_offsets(v, memory, part);
-	int shift = cta_shift(cols, part->row, c->finest);
+	const uint64_t n = part->row;
+	int shift = cta_shift(cols, n, c->finest);
 
-	for (uint64_t i = threadIdx.x; i < part->row; i += CTA_THREADS)
-		cols[i] = (int8_t)choose_offset(cols[i], shift);
+	for (uint64_t i = threadIdx.x; i < n; i += SHIFT_AT_ONCE * CTA_THREADS) {
+		int8_t x[SHIFT_AT_ONCE];
+
+#pragma unroll
+		for (uint32_t k = 0; k < SHIFT_AT_ONCE; k++)
+			x[k] = i + k * CTA_THREADS < n ? cols[i + k * CTA_THREADS] : 0;
+#pragma unroll
+		for (uint32_t k = 0; k < SHIFT_AT_ONCE; k++)
+			if (i + k * CTA_THREADS < n)
+				cols[i + k * CTA_THREADS] = (int8_t)choose_offset(x[k], shift);
+	}
 	__syncthreads();
 	if (threadIdx.x == 0)
 		part->shifts |= (uint8_t)(shift << 4);
@@ -358,6 +431,7 @@ DEVICE_CALL void fit_cols(const codec_view *v, uint8_t *memory, codec_model_part
 /* Shared memory of a CTA that counts symbols. */
 struct count_room {
 	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256];
+	codec_model_part part;
 };
 
 /* Count symbols of plane 0 in a share of a part's sample: of raw values and, with a model, of lowered values. */
@@ -365,39 +439,66 @@ DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const samp
 				const codec_model_part *part, const uint8_t *values, bool model, uint32_t share,
 				uint32_t shares, const codec_choice *c, codec_part_found *f, count_room *room)
 {
-	uint64_t nrows = (part->count + WIRE_ROW - 1) / WIRE_ROW, n = (v->n + WIRE_ROW - 1) / WIRE_ROW;
-	uint64_t stride = choose_stride(n), take = (nrows + stride - 1) / stride, row = part->row;
 	uint32_t lane = threadIdx.x % 32, bins = model ? (uint32_t)c->bins : 1, mask = 256 * bins - 1;
 	int shift = bins == 1 ? q.shift : q.eighth;
 	uint16_t based_only = model ? around(q, base_without_offsets(q, c, part)) : 0;
 
-	for (uint32_t i = threadIdx.x; i < sizeof *room / 4; i += CTA_THREADS)
-		((uint32_t *)room)[i] = 0;
+	for (uint32_t i = threadIdx.x; i < CHOOSE_BINS; i += CTA_THREADS)
+		room->raw[i] = room->lowered[i] = 0;
+	room->based[threadIdx.x] = 0;
+	if (threadIdx.x == 0)
+		room->part = *part;
 	__syncthreads();
-	for (uint64_t i = share * CTA_WARPS + threadIdx.x / 32; i < take; i += shares * CTA_WARPS) {
-		uint64_t at = WIRE_ROW * choose_spread(i, take, nrows), r = row ? at / row : 0;
-		int offset[3] = {0}; /* of the rows that a run of 128 values lies in; rows have at least 64 values */
+	part = &room->part;
+	const uint64_t nrows = (part->count + WIRE_ROW - 1) / WIRE_ROW, n = (v->n + WIRE_ROW - 1) / WIRE_ROW;
+	const uint64_t stride = choose_stride(n), take = (nrows + stride - 1) / stride, row = part->row;
+	const int8_t *row_offset = row_offsets(v, memory, part), *col_offset = col_offsets(v, memory, part);
+	const bool fitted = is_fitted(part);
 
+	for (uint64_t i = share * CTA_WARPS + threadIdx.x / 32; i < take; i += shares * CTA_WARPS) {
+		uint64_t at = WIRE_ROW * choose_spread(i, take, nrows);
+		uint64_t r = !row ? 0 : at >> 32 ? at / row : (uint32_t)at / (uint32_t)row, first = at - r * row;
+		uint32_t pattern[4], in_row[4];
+		int offset[3] = {0}, by[4]; /* offset: of the rows that a run of 128 values lies in; rows have at least
+					       64 values */
+
+#pragma unroll
+		for (uint32_t k = 0; k < 4; k++) { /* all loads first */
+			uint64_t e = lane + 32 * k, col = first + e;
+
+			pattern[k] = at + e < part->count ? pattern_at(values, q.size, part->start + at + e) : 0;
+			in_row[k] = 0;
+			for (uint32_t next = 0; next < 2; next++)
+				if (row && col >= row) {
+					col -= row;
+					in_row[k]++;
+				}
+			by[k] = part->base;
+			if (part->kind & WIRE_SEGMENT_COLS)
+				by[k] += col_offset[col];
+		}
 		for (uint32_t k = 0;
 		     part->kind && k < 3 && (r + k) * row < at + WIRE_ROW && (r + k) * row < part->count; k++)
-			offset[k] = is_fitted(part) ? row_offsets(v, memory, part)[r + k]
-						    : fit_row(part, values, q.size, q.octave, q.zero, r + k, lane);
-		for (uint64_t e = at + lane; e < at + WIRE_ROW && e < part->count; e += 32) {
-			uint16_t pattern = (uint16_t)pattern_at(values, q.size, part->start + e);
-			uint32_t k = row ? (uint32_t)(e / row - r) : 0;
-			int by = part->base + (k == 0 ? offset[0] : k == 1 ? offset[1] : offset[2]);
-
-			atomicAdd(room->raw + (pattern >> shift & mask), 1u);
+			offset[k] = fitted ? row_offset[r + k]
+					   : fit_row(part, values, q.size, q.octave, q.zero, r + k, lane);
+#pragma unroll
+		for (uint32_t k = 0; k < 4; k++) {
+			if (at + lane + 32 * k >= part->count)
+				continue;
+			by[k] += in_row[k] == 0 ? offset[0] : in_row[k] == 1 ? offset[1] : offset[2];
+			atomicAdd(room->raw + (pattern[k] >> shift & mask), 1u);
 			if (!model)
 				continue;
-			if (part->kind & WIRE_SEGMENT_COLS)
-				by += col_offsets(v, memory, part)[e % row];
-			atomicAdd(room->lowered +
-					  (bits_lower(pattern, around(q, by), (uint16_t)q.zero) >> shift & mask),
-				  1u);
+			atomicAdd(
+				room->lowered +
+					(bits_lower((uint16_t)pattern[k], around(q, by[k]), (uint16_t)q.zero) >> shift &
+					 mask),
+				1u);
 			if (q.based)
 				atomicAdd(room->based +
-						  (bits_lower(pattern, based_only, (uint16_t)q.zero) >> shift & 255),
+						  (bits_lower((uint16_t)pattern[k], based_only, (uint16_t)q.zero) >>
+							   shift &
+						   255),
 					  1u);
 		}
 	}

@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_lossless(const 
 	codec_choice *c = e.found;
 	codec_part_found *found = (codec_part_found *)(c + 1);
 	const sample_kind q = sample_kind_of(v);
-	const model_tasks tasks = model_tasks_of(e.nparts);
+	const model_tasks tasks = model_tasks_of(v->n, e.nparts);
 	const uint32_t all = PLANE_SHARES + (q.octave ? 3 * tasks.step : 0);
 
 	for (uint32_t t; (t = cta_next_task(&c->ticket)) < all;) {
