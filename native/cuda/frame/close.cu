@@ -4,8 +4,9 @@
 #include "rows/rows.cuh"
 #include "coder/sample.cuh"
 #include "frame/encode.cuh"
+#include "common/cta.cuh"
 
-#define CLOSE_WARPS 8
+#define CLOSE_WARPS CTA_WARPS
 
 /*
  * Return byte `at` of the scale model's part of the side section: records of parts, then nibbles of offsets, then
@@ -61,29 +62,84 @@ DEVICE_CALL uint32_t rows_byte(const codec_view *v, const uint8_t *memory, uint6
 	return round_bits(parts[at / 8].scale[at / 4 % 2]) >> 8 * (at % 4) & 255;
 }
 
-/* Write chunk i of the side section to the frame. Returns its checksum. By one warp. */
-DEVICE_CALL uint64_t put_side(const codec_view *v, const uint8_t *memory, const codec_choice *c, uint8_t *frame,
-			      uint64_t i, uint32_t lane)
+/*
+ * Nibbles of a part's row or column offsets in the side section: bytes [from, to) of the model's part of that section
+ * that hold two offsets each. from == to: none.
+ */
+struct nibble_run {
+	uint64_t from, to;
+	const int8_t *offsets; /* first offset; at an even address */
+	int shift;
+};
+
+/* Return the runs of the only part of a model: row offsets, then column offsets. Models of more parts have none. */
+DEVICE void nibble_runs(const codec_view *v, const uint8_t *memory, nibble_run run[2])
+{
+	run[0] = run[1] = {0, 0, NULL, 0};
+	if (v->model_parts.count != 1)
+		return;
+	const codec_model_part part = *model_parts(v, memory);
+	const uint64_t rows = part_rows(&part), at = WIRE_SEGMENT_NBYTES, cols_at = at + (rows + 1) / 2;
+	const int8_t *offsets = (const int8_t *)memory + v->offsets.at + 2ull * part.nibbles_at;
+
+	run[0] = {at, at + rows / 2, offsets, part.shifts & 15};
+	run[1] = {cols_at, cols_at + part_cols(&part) / 2, offsets + (rows + 1) / 2 * 2, part.shifts >> 4};
+}
+
+/* Return the word of four bytes from byte `at` of a run on, which all hold two offsets. Its loads are independent. */
+DEVICE uint32_t nibble_word(const nibble_run &run, uint64_t at)
+{
+	const uint16_t *pair = (const uint16_t *)(run.offsets + 2 * (at - run.from));
+	uint32_t x[4], word = 0;
+
+#pragma unroll
+	for (int b = 0; b < 4; b++)
+		x[b] = pair[b];
+#pragma unroll
+	for (int b = 0; b < 4; b++) {
+		uint32_t low = (uint32_t)((int8_t)(x[b] & 255) >> run.shift) & 15;
+		uint32_t high = (uint32_t)((int8_t)(x[b] >> 8) >> run.shift) & 15;
+
+		word |= (low | high << 4) << 8 * b;
+	}
+	return word;
+}
+
+/* Return byte `at` of the side section. */
+DEVICE_CALL uint32_t side_byte(const codec_view *v, const uint8_t *memory, const codec_choice *c, uint64_t at)
 {
 	const codec_part_found *found = (const codec_part_found *)(c + 1);
-	uint64_t from = 4 * WIRE_CHUNK_WORDS * i, sum = 0;
 
-	for (uint32_t k = lane; k < WIRE_CHUNK_WORDS && from + 4 * k < v->side_nbytes; k += 32) {
+	return at < c->lead_nbytes    ? c->lead[at]
+	       : v->row_parts.count   ? rows_byte(v, memory, at - c->lead_nbytes)
+	       : v->model_parts.count ? model_byte(v, memory, found, at - c->lead_nbytes)
+				      : 0;
+}
+
+/* Write chunk i of the side section to the frame. Returns its checksum. By a CTA. */
+DEVICE_CALL uint64_t put_side(const codec_view *v, const uint8_t *memory, const codec_choice *c, uint8_t *frame,
+			      uint64_t i)
+{
+	const uint64_t from = 4 * WIRE_CHUNK_WORDS * i, lead = c->lead_nbytes;
+	uint64_t sum = 0;
+	nibble_run run[2];
+
+	nibble_runs(v, memory, run);
+	for (uint32_t k = threadIdx.x; k < WIRE_CHUNK_WORDS && from + 4 * k < v->side_nbytes; k += CTA_THREADS) {
+		const uint64_t at = from + 4 * k, in_model = at - lead;
 		uint32_t word = 0;
 
-		for (uint64_t b = 0; b < 4; b++) {
-			uint64_t at = from + 4 * k + b;
-			uint32_t byte = at < c->lead_nbytes    ? c->lead[at]
-					: v->row_parts.count   ? rows_byte(v, memory, at - c->lead_nbytes)
-					: v->model_parts.count ? model_byte(v, memory, found, at - c->lead_nbytes)
-							       : 0;
-
-			word |= byte << 8 * b;
-		}
-		*(uint32_t *)(frame + v->side_offset + from + 4 * k) = word;
+		if (at >= lead && in_model >= run[0].from && in_model + 4 <= run[0].to)
+			word = nibble_word(run[0], in_model);
+		else if (at >= lead && in_model >= run[1].from && in_model + 4 <= run[1].to)
+			word = nibble_word(run[1], in_model);
+		else
+			for (uint32_t b = 0; b < 4; b++)
+				word |= side_byte(v, memory, c, at + b) << 8 * b;
+		*(uint32_t *)(frame + v->side_offset + at) = word;
 		sum += (uint64_t)word * SEAL_KEY[k];
 	}
-	return seal_chunk(warp_sum(sum), WIRE_SEED_SIDE, i);
+	return seal_chunk(cta_sum(sum), WIRE_SEED_SIDE, i);
 }
 
 /* Copy chunk i of the tensor's nbytes bytes to `to`, the data of a stored frame. Returns its checksum. By one warp. */
@@ -152,8 +208,9 @@ DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool store
 }
 
 /*
- * Finish frames whose blocks are written, as codec_encode_close does. Grid: (any number of CTAs, frames); warps take
- * chunks of the side section and directory in turn, and the last warp to finish writes the header.
+ * Finish frames whose blocks are written, as codec_encode_close does. Grid: (any number of CTAs, frames). CTAs take
+ * chunks of the side section in turn, and warps chunks of the directory, from the last CTA on. The first warp of the
+ * CTA that finishes last writes the header.
  *
  * Sets out->nbytes to the frame's size in bytes, and out->fault to a status; if that is an error, there is no frame and
  * nbytes is 0. A tensor is stored if its blocks take too much room, or more than the stored frame does.
@@ -163,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const
 	__shared__ uint64_t image[WIRE_MAX_HEADER / 8];
 	const codec_encoding &e = encodings[blockIdx.y];
 	const codec_source &source = e.source;
-	const codec_view v = *e.view;
+	const codec_view &v = share_job(e.view, e.memory).v;
 	uint8_t *frame = e.frame;
 	codec_written *out = e.out;
 	const uint32_t size = size_of(v.dtype), lane = threadIdx.x % 32;
@@ -179,9 +236,12 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const
 		for (uint64_t i = warp; chunk * i < nbytes; i += warps)
 			checksum += put_stored(source.values, nbytes, frame + v.side_offset, i, lane);
 	} else if (!fault) {
-		for (uint64_t i = warp; chunk * i < v.side_nbytes; i += warps)
-			checksum += put_side(&v, e.memory, e.found, frame, i, lane);
-		for (uint64_t i = warp; chunk * i < WIRE_DIRECTORY_ENTRY * v.nblocks; i += warps)
+		for (uint64_t i = blockIdx.x; chunk * i < v.side_nbytes; i += gridDim.x) {
+			uint64_t sum = put_side(&v, e.memory, e.found, frame, i);
+
+			checksum += threadIdx.x == 0 ? sum : 0;
+		}
+		for (uint64_t i = warps - 1 - warp; chunk * i < WIRE_DIRECTORY_ENTRY * v.nblocks; i += warps)
 			checksum += digest_chunk(frame + v.directory_offset, WIRE_DIRECTORY_ENTRY * v.nblocks,
 						 WIRE_SEED_DIRECTORY, i, lane);
 	}
@@ -190,12 +250,9 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const
 		source.residual[i] = residual_of_stored(&v, &source, i);
 	if (lane == 0 && checksum)
 		atomicAdd(stored ? &out->stored : &out->checksum, (unsigned long long)checksum);
-	__threadfence();
-	uint32_t last = lane == 0 ? atomicAdd(&out->closed, 1u) == warps - 1 : 0;
-
-	if (!__shfl_sync(FULL, last, 0))
+	/* the last CTA reads only sums that atomics made */
+	if (!cta_is_last(&out->closed, gridDim.x) || threadIdx.x >= 32)
 		return;
-	__threadfence();
 	const volatile codec_written *seen = out;
 
 	if (!fault)

@@ -17,7 +17,7 @@ struct codec_written {
 	unsigned long long end;      /* of the last region: offset in the frame */
 	unsigned long long stored;   /* sum of checksums of a stored tensor */
 	unsigned long long nbytes;   /* of the frame; set by close_frame */
-	uint32_t ticket, closed;     /* blocks taken; warps that are done in close_frame */
+	uint32_t ticket, closed;     /* blocks taken; CTAs that are done in close_frame */
 	uint32_t fault, reserved;    /* fault: a status */
 };
 
