@@ -380,12 +380,16 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 	const codec_decoding *mine = decodings + (lane < count ? lane : 0);
 	const uint32_t warp = threadIdx.x / 32;
 
+	__shared__ uint32_t wrong; /* mask of frames whose block is invalid */
 	__shared__ float2 scales[CODEC == WIRE_CODEC_FLOAT8 ? WARPS * TABLED : 1];
 
 	fill_ratios<CODEC>(&v, ratio);
 	for (uint32_t f = warp; blockIdx.x == 0 && f < count; f += WARPS)
 		report_fault(decodings[f].found, 0, check_frame(decodings[f].view, decodings[f].frame, lane), lane);
 	for (uint64_t b = blockIdx.x; b < v.nblocks; b += gridDim.x) {
+		if (threadIdx.x == 0)
+			wrong = 0;
+		__syncthreads();
 		const row_place p = row_place_of(&j, q, b);
 		const uint64_t part = p.part - row_parts(&v, j.memory), ncodes = row_codes_nbytes(q, p.m),
 			       nscales = row_count(p.part->group_size, p.m) * row_scale_nbytes(q);
@@ -411,11 +415,16 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 		if (CODEC == WIRE_CODEC_FLOAT8)
 			bad |= fill_scales(&s, lane);
 		bad |= add_up<CODEC>(s, ratio, warp, lane);
-		for (uint32_t f = 0; f < count; f++)
-			if (__any_sync(FULL, bad >> f & 1) && lane == f)
-				status = CODEC_BAD_REGION;
+		bad = __reduce_or_sync(FULL, bad);
+		if (lane == 0 && bad)
+			atomicOr(&wrong, bad);
+		__syncthreads();
+		if (wrong >> lane & 1)
+			status = CODEC_BAD_REGION;
+		/* one warp reports a frame, as of several faults of a block that of the checksum counts */
 		status = check_digests(s, b, known, left(&c), status, warp, lane);
-		if (lane < count && status != CODEC_OK)
+		if (lane < count && lane % WARPS == warp && status != CODEC_OK)
 			report_fault(mine->found, b + 1, status, 0);
+		__syncthreads(); /* all warps have read `wrong` */
 	}
 }
