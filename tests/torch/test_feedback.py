@@ -39,9 +39,10 @@ def gradient(rank, step, n=N):
 
 
 def reduce(x, feedback, algorithm="two_shot", **how):
+    """Reduce x by an algorithm whose results do not depend on times; return the handle if asynchronous, else x."""
     how.setdefault("op", "mean")
-    codec.torch.all_reduce(x, feedback=feedback, options=codec.options(algorithm=algorithm), **how)
-    return x
+    options = codec.options(algorithm=algorithm)
+    return codec.torch.all_reduce(x, feedback=feedback, options=options, **how) or x
 
 
 def state_bytes(feedback):
@@ -447,9 +448,9 @@ def _in_flight(rank, size):
         works = []
         for i, t in enumerate(tensors):
             named = codec.view(t, segments={f"t{i % 3}": t.shape})
-            works.append(codec.torch.all_reduce(named, op="mean", feedback=feedback, async_op=async_op))
-        for work in works:
-            assert work is None or work.wait()
+            works.append(reduce(named, feedback, async_op=async_op))
+        for work in works if async_op else ():
+            assert work.wait()
         found.append((state_bytes(feedback), [tensor_bytes(t) for t in tensors]))
     assert found[0] == found[1]
     return found[0][1]
