@@ -33,6 +33,15 @@ _ALIGN = 64  # bytes: messages begin at multiples of this in the arena
 _PREFETCHED = 2  # receives of numbers posted for each rank before they are needed: a request and a verdict
 # Status that a rank reports, in ascending order of severity; _OTHER_RANK: an error or a missing frame of another rank.
 _SUCCESS, _OTHER_RANK, _ERROR, _NONFINITE = range(4)
+# last number of a request: a rank can take part, has found an error, or has found NaN or Inf
+_ABLE, _UNABLE, _UNABLE_NONFINITE = range(3)
+
+
+def _unable(rank: int, reason: int) -> PeerError:
+    """Return the error for a rank whose request ends with `reason`, so that it cannot take part in a collective."""
+    if reason == _UNABLE_NONFINITE:
+        return PeerError(f"rank {rank} has NaN or Inf: nothing was changed", Status.NONFINITE)
+    return PeerError(f"rank {rank} could not begin: nothing was changed")
 
 
 def _status_of(error: Exception | None) -> int:
@@ -263,19 +272,22 @@ class Channel:
 
     # Requests: the begin of a collective
 
-    def send_request(self, numbers: Sequence[int], *, able: bool) -> None:
+    def send_request(self, numbers: Sequence[int], error: BaseException | None = None) -> None:
         """Send all ranks the request of a collective; :meth:`await_requests` receives theirs.
 
         Parameters
         ----------
         numbers : sequence of int
             At most 3 numbers. The first one, the signature, must be the same on all ranks.
-        able : bool
-            False if this rank has found an error in its arguments, and cannot take part.
+        error : BaseException, optional
+            Error in this rank's arguments: this rank cannot take part.
         """
         self.refused = False
         self._reserved = self._used = 0
-        self._request = [*numbers, *[0] * (3 - len(numbers)), not able]
+        last = _ABLE
+        if error is not None:
+            last = _UNABLE_NONFINITE if getattr(error, "code", None) == Status.NONFINITE else _UNABLE
+        self._request = [*numbers, *[0] * (3 - len(numbers)), last]
         self._send_numbers(dict.fromkeys(self.others, self._request))
 
     def await_requests(self) -> list[list[int]]:
@@ -298,7 +310,7 @@ class Channel:
         self.refused = any(theirs[-1] or theirs[0] != mine[0] for theirs in requests)
         for rank, theirs in enumerate(requests):
             if theirs[-1]:
-                raise PeerError(f"rank {rank} could not begin: nothing was changed")
+                raise _unable(rank, theirs[-1])
             if theirs[0] != mine[0]:
                 raise PeerError(
                     f"rank {rank} has begun another collective than rank {self.rank}, or has passed other arguments: "

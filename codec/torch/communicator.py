@@ -297,14 +297,14 @@ def request(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> T:
     """
     try:
         prepared, numbers = prepare()
-    except BaseException:
+    except BaseException as e:
         with close_on_error(channel):
-            channel.send_request([0], able=False)
+            channel.send_request([0], e)
             with suppress(PeerError):  # this rank is the cause
                 channel.await_requests()
         raise
     with close_on_error(channel):
-        channel.send_request(numbers, able=True)
+        channel.send_request(numbers)
     return prepared
 
 

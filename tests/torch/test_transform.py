@@ -1,5 +1,7 @@
 """Transforms of gradients before they are encoded, and hooks that call a hook: values, errors on one rank, dtypes."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -120,6 +122,24 @@ def _failing(rank, size):
 
 def test_error_of_a_transform_on_one_rank_fails_the_step_on_all():
     assert len(set(run_ranks(3, _failing))) == 1
+
+
+def _nonfinite(rank, size):
+    """The status of an error of the transform on one rank is that of the PeerError of all others."""
+    model = wrapped()
+
+    def transform(buffer, gradients):
+        if rank == 1 and not buffer.isfinite().all():
+            raise codec.ArgumentError("a gradient is NaN", codec.Status.NONFINITE)
+
+    codec.torch.ddp_hook(codec.Quantize(4), transform=transform, options=TWO_SHOT).register(model)
+    with pytest.raises(codec.ArgumentError if rank == 1 else codec.PeerError) as raised:
+        (_loss(model, rank, 0) * (math.nan if rank == 1 else 1)).backward()
+    assert raised.value.code == codec.Status.NONFINITE
+
+
+def test_ranks_agree_on_the_status_of_nan():
+    run_ranks(2, _nonfinite)
 
 
 def _returning(rank, size):
