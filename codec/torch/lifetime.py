@@ -1,6 +1,7 @@
 """Search for the models of hooks, and warnings of silent mistakes in the use of hooks."""
 
 import atexit
+import functools
 import gc
 import logging
 import warnings
@@ -17,6 +18,7 @@ from codec.specs import Sign, Spec, Ternary
 logger = logging.getLogger("codec.torch")
 
 _hooks: "weakref.WeakSet[Any]" = weakref.WeakSet()  # all hooks of this process
+_unchecked: "weakref.WeakSet[Any]" = weakref.WeakSet()  # hooks whose optimizer is not known yet
 _REDUCER = (
     'torch._dynamo.config.optimize_ddp = "python_reducer" gives hooks single gradients inside of a compiled graph, '
     'which cannot be sent as frames: set it to "ddp_optimizer", torch\'s default'
@@ -93,35 +95,42 @@ def model_of(hook: Any, parameter: torch.Tensor) -> DistributedDataParallel:
 def warn_of_adam(hook: Any) -> None:
     """Warn if the optimizer of a hook's parameters is a kind of Adam and the codec distorts its second moments.
 
-    Without ``optimizer=`` of the hook, the first optimizer that steps any of its parameters is checked.
+    Without ``optimizer=`` of the hook, the first optimizer that steps any of its parameters is checked. Hooks with a
+    transform are not: OneBitAdam sends momenta.
     """
-    if not _distorts(hook.spec):
+    if not _distorts(hook):
         return
     if hook.optimizer is not None:
         _warn_if_adam(hook.spec, hook.optimizer)
         return
-    mine = weakref.ref(hook)
+    if not _unchecked:
+        _listen()
+    _unchecked.add(hook)
+
+
+@functools.cache
+def _listen() -> None:
+    """Check hooks before each step of an optimizer; once, since an optimizer's step cannot remove its own callback."""
 
     def check(optimizer: Any, *_: Any) -> None:
-        hook = mine()
-        if hook is not None and not any(p in hook.plan.names for g in optimizer.param_groups for p in g["params"]):
-            return
-        handle.remove()
-        if hook is not None and _distorts(hook.spec):
-            _warn_if_adam(hook.spec, optimizer)
+        for hook in list(_unchecked):
+            if any(p in hook.plan.names for g in optimizer.param_groups for p in g["params"]):
+                _unchecked.discard(hook)
+                if _distorts(hook):
+                    _warn_if_adam(hook.spec, optimizer)
 
-    handle = register_optimizer_step_pre_hook(check)
+    register_optimizer_step_pre_hook(check)
 
 
-def _distorts(spec: Spec) -> bool:
-    """Return True if a spec distorts squares of gradients, and so second moments."""
-    return isinstance(spec, Sign | Ternary)
+def _distorts(hook: Any) -> bool:
+    """Return True if a hook distorts squares of gradients, and so second moments."""
+    return hook._transform is None and isinstance(hook.spec, Sign | Ternary)
 
 
 def _warn_if_adam(spec: Spec, optimizer: Any) -> None:
     if "Adam" in type(optimizer).__name__:
         warnings.warn(
             f"{spec} distorts the second moments that {type(optimizer).__name__} divides by, and more so with error "
-            "feedback: use it with SGD, or Quantize(4) with Adam (1-bit Adam compresses the momentum instead)",
+            "feedback: use it with SGD, Quantize(4) with Adam, or codec.torch.OneBitAdam (1-bit Adam)",
             stacklevel=4,
         )

@@ -291,6 +291,11 @@ def _warned(rank, size):
     codec.torch.ddp_hook(codec.Sign()).register(model)
     sgd = torch.optim.SGD(model.parameters(), 0.1)
     take_step(model, rank, small_forward, sgd)
+    models = [DistributedDataParallel(small_net()) for _ in range(3)]
+    for model in models:
+        codec.torch.ddp_hook(codec.Sign()).register(model)
+        take_step(model, rank, small_forward)
+    torch.optim.SGD([p for model in models for p in model.parameters()], 0.1).step()
 
 
 def test_adam_with_sign_or_ternary_warns_once():
