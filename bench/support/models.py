@@ -91,7 +91,7 @@ def text() -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Task:
     """Training of a model on one rank: optimizer, batches and held-out data."""
 

@@ -18,6 +18,7 @@ from codec.torch.ddp import comm_hook, ddp_hook
 from codec.torch.feedback import Feedback
 from codec.torch.fsdp import AllGather, AllReduce, CommStats, ReduceScatter
 from codec.torch.hook import Hook
+from codec.torch.one_bit_adam import OneBitAdam
 from codec.torch.parameter_server.client import ParameterClient
 from codec.torch.parameter_server.links import ClientStats
 from codec.torch.parameter_server.server import ParameterServer, ServerStats
@@ -34,6 +35,7 @@ __all__ = [
     "Counters",
     "Feedback",
     "Hook",
+    "OneBitAdam",
     "Options",
     "ParameterClient",
     "ParameterServer",

@@ -1,0 +1,192 @@
+"""Compare 1-bit Adam with AdamW: held-out loss and bytes of a language model, and the time of a step.
+
+    python bench/training/one_bit_adam.py              # about 6 minutes on two cores
+    python bench/training/one_bit_adam.py --quick      # one seed, fewer steps
+    python bench/training/one_bit_adam.py --only time
+
+loss    Trains the transformer of bench/support/models.py (task text-adamw) on local processes, over
+        DistributedDataParallel. The algorithm is "two_shot"; second moments are frozen after 20% of the steps.
+
+        AdamW                     uncompressed gradients
+        AdamW, signs              gradients as Sign(group_size=1024) with error feedback, by ddp_hook. The same
+                                  parameters are lossless as by OneBitAdam: norms, biases, small ones
+        lossless momenta          OneBitAdam(spec=Lossless()): the effect of frozen second moments alone
+        1-bit Adam                OneBitAdam with its defaults: a lossless warm-up
+        1-bit Adam, Quantize(4)   OneBitAdam(warmup=Quantize(4))
+
+        Columns: mean held-out loss; the loss minus AdamW's of the same seed, mean and largest over seeds; bits that a
+        rank sends for each value in both phases of an all-reduce, over the whole run and in frozen steps.
+
+time    Time of a step of OneBitAdam after the freeze in one process, without communication, over that of a step of
+        torch.optim.AdamW(foreach=True). The median of several measurements, which alternate.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import codec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parent))
+from convergence import PLAIN, Job, Run, table, train_all, values_sent
+from models import Task
+
+SIGNS = "AdamW, signs"
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "lossless momenta": {"spec": codec.Lossless()},
+    "1-bit Adam": {},
+    "1-bit Adam, Quantize(4)": {"warmup": codec.Quantize(4)},
+}
+METHODS = (PLAIN, SIGNS, *OPTIMIZERS)
+FREEZE = 0.2  # part of the steps before the freeze
+VALUES = 1 << 22  # of the model whose step is timed
+PARAMETERS = 40
+
+
+def add_optimizer(job: Job, task: Task, model: DistributedDataParallel) -> Any:
+    """Replace the task's optimizer by the job's method; return the object that counts bytes."""
+    if job.codec == PLAIN:
+        return None
+    import codec.torch
+
+    options = codec.options(algorithm=job.algorithm)
+    if job.codec == SIGNS:
+
+        def policy(name: str, parameter: torch.nn.Parameter) -> codec.Spec | None:
+            return codec.torch.default_policy(name, parameter)  # the hook encodes embeddings for a policy of its own
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Sign warns under Adam; this benchmark shows the effect
+            hook = codec.torch.ddp_hook(
+                codec.Sign(group_size=1024), policy=policy, optimizer=task.optimizer, options=options
+            )
+            return hook.register(model)
+    group = task.optimizer.param_groups[0]
+    optimizer = codec.torch.OneBitAdam(
+        model.parameters(),
+        group["initial_lr"],
+        group["betas"],
+        group["eps"],
+        group["weight_decay"],
+        freeze_step=round(FREEZE * job.steps),
+        **OPTIMIZERS[job.codec],
+    )
+    task.optimizer = optimizer.register(model, options=options)
+    task.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, task.schedule.lr_lambdas)
+    return optimizer
+
+
+def summarize(runs: list[Run], ranks: int) -> list[dict[str, Any]]:
+    """Return a row for each method."""
+    plain = {r.seed: r.loss for r in runs if r.codec == PLAIN}
+    rows: list[dict[str, Any]] = []
+    for name in dict.fromkeys(r.codec for r in runs):
+        some = [r for r in runs if r.codec == name]
+        apart = [r.loss - plain[r.seed] for r in some]
+        values = values_sent(some[0].values, ranks)
+        frozen = [n for r in some for n in r.sent[round(FREEZE * r.steps) :]]
+        rows.append(
+            {
+                "method": "AdamW" if name == PLAIN else name,
+                "loss": statistics.mean(r.loss for r in some),
+                "vs_adamw": statistics.mean(apart),
+                "vs_adamw_largest": max(apart),
+                "bits": 8 * statistics.mean(n for r in some for n in r.sent) / values,
+                "bits_frozen": 8 * statistics.mean(frozen) / values,
+                "stopped": "; ".join(r.stopped for r in some if r.stopped),
+            }
+        )
+    return rows
+
+
+def compare_losses(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train with all methods and print their table."""
+    jobs = [Job("text-adamw", name, seed, args.steps) for seed in range(args.seeds) for name in METHODS]
+    rows = summarize(train_all(jobs, args.ranks, add_optimizer), args.ranks)
+    print(f"\n{args.ranks} ranks, {args.steps} steps, {args.seeds} seeds\n")
+    heads = ["method", "loss", "vs AdamW", "largest", "bits/value", "frozen"]
+    lines = [
+        [
+            r["method"],
+            f"{r['loss']:.4f}",
+            f"{r['vs_adamw']:+.4f}",
+            f"{r['vs_adamw_largest']:+.4f}",
+            f"{r['bits']:.2f}",
+            f"{r['bits_frozen']:.2f}",
+        ]
+        for r in rows
+    ]
+    print(table(heads, lines))
+    return rows
+
+
+def seconds_of(optimizer: torch.optim.Optimizer, repeat: int) -> float:
+    """Return the mean time of a step."""
+    begin = time.perf_counter()
+    for _ in range(repeat):
+        optimizer.step()
+    return (time.perf_counter() - begin) / repeat
+
+
+def compare_times(args: argparse.Namespace) -> dict[str, float]:
+    """Time steps on this process and print them."""
+    import codec.torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    shape = VALUES // PARAMETERS // 64, 64
+
+    def parameters() -> list[torch.nn.Parameter]:
+        found = [torch.nn.Parameter(torch.randn(shape)) for _ in range(PARAMETERS)]
+        for p in found:
+            p.grad = torch.randn(shape)
+        return found
+
+    adam = torch.optim.AdamW(parameters(), foreach=True)
+    ours = codec.torch.OneBitAdam(parameters(), weight_decay=0.01, freeze_step=5)
+    for optimizer in (adam, ours):
+        seconds_of(optimizer, 10)
+    pairs = [(seconds_of(adam, 5), seconds_of(ours, 5)) for _ in range(5 if args.quick else 15)]
+    found = {
+        "adamw_s": statistics.median(a for a, _ in pairs),
+        "one_bit_adam_s": statistics.median(b for _, b in pairs),
+        "ratio": statistics.median(b / a for a, b in pairs),
+    }
+    print(
+        f"\nStep of {VALUES:,} values in {PARAMETERS} parameters, one thread: AdamW {1e3 * found['adamw_s']:.1f} ms, "
+        f"OneBitAdam after the freeze {1e3 * found['one_bit_adam_s']:.1f} ms ({found['ratio']:.2f} times)"
+    )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("loss", "time"))
+    parser.add_argument("--steps", type=int, help="of each training (300)")
+    parser.add_argument("--seeds", type=int, help="number of seeds (3)")
+    parser.add_argument("--ranks", type=int, choices=(2, 4, 8), default=2, help="divisors of the batch (2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables")
+    parser.add_argument("--quick", action="store_true", help="one seed, 60 steps")
+    args = parser.parse_args()
+    args.steps = args.steps or (60 if args.quick else 300)
+    args.seeds = args.seeds or (1 if args.quick else 3)
+    report: dict[str, Any] = {"ranks": args.ranks, "steps": args.steps, "seeds": args.seeds}
+    if args.only != "loss":
+        report["time"] = compare_times(args)
+    if args.only != "time":
+        report["loss"] = compare_losses(args)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Local arithmetic of 1-bit Adam: momenta before the all-reduce, and updates by second moments that do not change."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+
+_torch: Any = torch  # whose functions for lists of tensors, as torch.optim uses them, are not in its types
+Group = Mapping[str, Any]  # parameter group
+State = dict[str, Any]  # state of a parameter
+
+
+def start(p: torch.Tensor, state: State) -> None:
+    """Add the entries of torch.optim.Adam to the state of a parameter that has none."""
+    if "exp_avg" not in state:
+        state["step"] = torch.tensor(0.0)
+        state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
+def adam_step(
+    group: Group,
+    parameters: Sequence[torch.Tensor],
+    states: Sequence[State],
+    gradients: Sequence[torch.Tensor],
+) -> None:
+    """Take a step of torch.optim.Adam with some parameters of a group."""
+    adam(
+        list(parameters),
+        list(gradients),
+        [s["exp_avg"] for s in states],
+        [s["exp_avg_sq"] for s in states],
+        [],
+        [s["step"] for s in states],
+        foreach=group["foreach"],
+        decoupled_weight_decay=group["decoupled_weight_decay"],
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+class Denominators:
+    """Denominators sqrt(v) + eps of parameters whose second moments v, bias-corrected, stay as they are.
+
+    They are computed once, and take 4 bytes for each float32 value.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def clear(self) -> None:
+        """Forget all denominators, after second moments have changed."""
+        self._known.clear()
+
+    def of(self, p: torch.Tensor, state: State, group: Group) -> torch.Tensor:
+        """Return the denominator of a parameter; Inf where v is 0, so that these values never move."""
+        return self._of(p, state, group)[0]
+
+    def dead(self, p: torch.Tensor, state: State, group: Group) -> torch.Tensor | None:
+        """Return a mask of the values whose v is 0; None if there are none."""
+        return self._of(p, state, group)[1]
+
+    def _of(self, p: torch.Tensor, state: State, group: Group) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if p not in self._known:
+            v = state["exp_avg_sq"]
+            correction = 1 - group["betas"][1] ** state.get("variance_step", 0)
+            dead = v == 0
+            denominator = (v.sqrt() / math.sqrt(correction or 1)).add_(group["eps"]).masked_fill_(dead, math.inf)
+            self._known[p] = denominator, dead if bool(dead.any()) else None
+        return self._known[p]
+
+
+def local_momentum(
+    p: torch.Tensor, gradient: torch.Tensor, state: State, group: Group, dead: torch.Tensor | None, scale: float = 1.0
+) -> None:
+    """Replace a gradient by this rank's momentum, b1 m + (1 - b1) g, in place.
+
+    Parameters
+    ----------
+    p : torch.Tensor
+        Parameter, which weight decay that is not decoupled adds to the gradient.
+    gradient : torch.Tensor
+        Gradient of this rank.
+    state, group : dict
+        State and group of the parameter.
+    dead : torch.Tensor or None
+        Mask of values that never move: their momentum is 0.
+    scale : float
+        Factor of a GradScaler in the gradient, and then in the momentum.
+    """
+    m = state["exp_avg"] if scale == 1 else state["exp_avg"] * scale
+    if group["weight_decay"] and not group["decoupled_weight_decay"]:
+        gradient.add_(p, alpha=scale * group["weight_decay"])
+    torch.lerp(m, gradient, 1 - group["betas"][0], out=gradient)
+    if dead is not None:
+        gradient.masked_fill_(dead, 0)
+
+
+def frozen_step(
+    group: Group,
+    parameters: Sequence[torch.Tensor],
+    states: Sequence[State],
+    momenta: Sequence[torch.Tensor],
+    denominators: Denominators,
+) -> None:
+    """Adopt the averaged momenta of some parameters of a group, and take the step theta -= lr m^ / (sqrt(v^) + eps).
+
+    As in Adam, m^ is the momentum divided by 1 - b1^t. If weight decay is decoupled, parameters are first multiplied by
+    1 - lr times the weight decay.
+    """
+    own = [s["exp_avg"] for s in states]
+    _torch._foreach_copy_(own, list(momenta))
+    _torch._foreach_add_([s["step"] for s in states], 1)
+    for p, s in zip(parameters, states, strict=True):
+        if (dead := denominators.dead(p, s, group)) is not None:
+            s["exp_avg"].masked_fill_(dead, 0)
+    lr, beta1 = float(group["lr"]), group["betas"][0]
+    update(
+        group,
+        parameters,
+        own,
+        [denominators.of(p, s, group) for p, s in zip(parameters, states, strict=True)],
+        [-lr / (1 - beta1 ** s["step"].item()) for s in states],
+    )
+
+
+def update(
+    group: Group,
+    parameters: Sequence[torch.Tensor],
+    momenta: Sequence[torch.Tensor],
+    denominators: Sequence[torch.Tensor],
+    factors: Sequence[float],
+) -> None:
+    """Decay the weights if weight decay is decoupled, and add factor * momentum / denominator to parameters."""
+    if group["weight_decay"] and group["decoupled_weight_decay"]:
+        _torch._foreach_mul_(list(parameters), 1 - float(group["lr"]) * group["weight_decay"])
+    _torch._foreach_addcdiv_(list(parameters), list(momenta), list(denominators), list(factors))
+
+
+def is_finite(x: torch.Tensor) -> bool:
+    """Return True if a tensor holds neither NaN nor Inf. Finite values are read once."""
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())

@@ -1,0 +1,70 @@
+"""Detection of gradients that were changed after the backward pass, when they hold momenta."""
+
+from collections.abc import Iterable
+
+import torch
+
+from codec import StateError
+
+_SAMPLED = 64  # values of each gradient that are compared
+
+
+class Guard:
+    """Gradients of a model after a backward pass.
+
+    After the freeze, DistributedDataParallel's gradients hold averaged momenta. Whatever changes gradients between
+    backward() and step(), such as clip_grad_norm_, would change the momentum instead. Versions count the writes of
+    torch's operations, but not those of a GradScaler, so some values are compared, too.
+    """
+
+    def __init__(self) -> None:
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]] = []
+
+    def record(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Record the gradients of a backward pass that has succeeded."""
+        given = [(p, p.grad) for p in parameters if p.grad is not None]
+        self._gradients = [(p, g, g._version, _sample(g).clone()) for p, g in given]
+
+    def clear(self) -> None:
+        """Forget the gradients, after a step or after they were set to zero."""
+        self._gradients.clear()
+
+    def check_first(self) -> None:
+        """Raise StateError if a backward pass would add gradients to momenta that no step has used."""
+        if any(p.grad is gradient for p, gradient, _, _ in self._gradients):
+            raise StateError(
+                "a second backward pass before step() would add gradients to averaged momenta: call "
+                "optimizer.zero_grad() first, or accumulate gradients under no_sync()"
+            )
+
+    def check_unchanged(self, scaled: bool) -> None:
+        """Check that gradients are as the backward pass left them.
+
+        Parameters
+        ----------
+        scaled : bool
+            True if a known GradScaler has unscaled the gradients.
+
+        Raises
+        ------
+        StateError
+            There was no backward pass, or gradients were changed since.
+        """
+        if not self._gradients:
+            raise StateError(
+                "step() after the freeze needs a backward pass that has averaged momenta: there was none since the "
+                "last step, it failed, or it ran under no_sync()"
+            )
+        for p, gradient, version, values in self._gradients:
+            same = p.grad is gradient and gradient._version == version
+            if not same or not (scaled or torch.equal(_sample(gradient), values)):
+                raise StateError(
+                    "gradients were changed between backward() and step(): after the freeze they hold averaged "
+                    "momenta. Remove clip_grad_norm_ and the like, or register the module instead of the "
+                    "DistributedDataParallel and clip before step(). With a GradScaler, pass register(grad_scaler=)"
+                )
+
+
+def _sample(gradient: torch.Tensor) -> torch.Tensor:
+    """Return some values of a gradient, as a view if its memory allows."""
+    return gradient.detach().reshape(-1)[:: max(1, gradient.numel() // _SAMPLED)]

@@ -1,0 +1,485 @@
+"""1-bit Adam: torch.optim.Adam until its second moments are frozen, then steps by averaged momenta."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+
+from codec import ArgumentError, CallOptions, SpecError, StateError, Status
+from codec.arguments import shown, whole
+from codec.specs import Lossless, Sign, Spec
+from codec.torch.arguments import plain_spec
+from codec.torch.buckets import needs_optimizer
+from codec.torch.collectives import all_reduce
+from codec.torch.one_bit_adam import arithmetic, checkpoint, parameters
+from codec.torch.one_bit_adam.arithmetic import Denominators
+from codec.torch.one_bit_adam.drift import MOVING, STABLE, Drift, total
+from codec.torch.one_bit_adam.link import Kind, Link, Settings, check_model, check_not_wrapped
+from codec.torch.policy import Policy, default_policy
+from codec.torch.stats import Stats
+
+Tensors = dict[torch.Tensor, torch.Tensor]  # gradients or momenta by parameter
+
+
+class OneBitAdam(torch.optim.Adam):
+    """Adam that sends signs of momenta instead of gradients, after a warm-up (1-bit Adam, Tang et al. 2021).
+
+    For `freeze_step` steps it is :class:`torch.optim.AdamW`, or Adam, over the mean gradients of all ranks. Then the
+    second moments v stay as they are. Each rank computes its momentum ``b1 m + (1 - b1) g`` and sends it with error
+    feedback. All ranks adopt the decoded mean as m, and step by ``lr m^ / (sqrt(v^) + eps)``, where ^ is Adam's bias
+    correction. Values whose v is 0 at the freeze do not move any more, except by weight decay.
+
+    Call :meth:`register` with the DistributedDataParallel; gradients and momenta then travel while backward() runs.
+    Without DistributedDataParallel, :meth:`step` averages by itself. Parameter groups, learning rate schedules and
+    state dicts are those of torch.optim.Adam.
+
+    Parameters
+    ----------
+    params : iterable
+        Parameters, named parameters or parameter groups, as for torch.optim.Adam: dense, real, in one piece on each
+        rank.
+    lr : float
+        Learning rate.
+    betas : (float, float)
+        Decay rates b1 of the momentum and b2 of the second moments.
+    eps : float
+        Term added to the denominator.
+    weight_decay : float
+        Weight decay.
+    freeze_step : int or "auto"
+        Number of steps before second moments are frozen, at least 1: 15 to 25% of a run. "auto": until the sum of
+        second moments has changed by at most 4% over 1 / (1 - b2) steps. The learning rate's warm-up should end before
+        the freeze.
+    spec : Spec or str
+        Codec of momenta, or the name of a preset: lossless or a contraction (:attr:`codec.Spec.contraction`).
+    warmup : Spec or str
+        Codec of gradients before the freeze. A lossless warm-up sends most of the bytes of a run:
+        ``Quantize(4)`` or ``Truncate(...)`` send fewer.
+    decoupled_weight_decay : bool
+        True: weight decay of AdamW. False: weight decay is added to the gradient, as in Adam.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        An argument has a wrong type or value.
+
+    Examples
+    --------
+    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
+    >>> optimizer = codec.torch.OneBitAdam(model.parameters(), lr=1e-3, freeze_step=2).register(model)
+    >>> for _ in range(3):
+    ...     optimizer.zero_grad()
+    ...     model(torch.randn(8, 100)).square().sum().backward()
+    ...     optimizer.step()
+    >>> optimizer.frozen
+    True
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int | Literal["auto"],
+        spec: Spec | str = Sign(group_size=1024),  # noqa: B008 - immutable
+        warmup: Spec | str = Lossless(),  # noqa: B008 - immutable
+        decoupled_weight_decay: bool = True,
+    ) -> None:
+        if freeze_step != "auto":
+            freeze_step = whole('freeze_step, unless "auto",', freeze_step, 1)
+        self.freeze_step, self.spec, self.warmup = freeze_step, plain_spec(spec), plain_spec(warmup)
+        if needs_optimizer(self.spec):
+            raise SpecError(f"spec= is for momenta, but {self.spec} drops bits of gradients: use it as warmup=")
+        if not isinstance(self.spec, Lossless) and not self.spec.contraction:
+            raise SpecError(f"{self.spec} is no contraction, so that error feedback does not converge: use Sign")
+        self._link: Link | None = None
+        self._waiting: dict[Kind, Any] = {}  # states of hooks that were loaded before there is a link
+        self._frozen, self._steps = False, 0
+        self._denominators = Denominators()
+        try:
+            super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=bool(decoupled_weight_decay))
+        except (ValueError, TypeError) as e:
+            raise ArgumentError(str(e)) from None
+        self._drift = Drift(max(parameters.window(group) for group in self.param_groups))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as torch.optim.Adam does.
+
+        After the freeze its parameters have no second moments, so they do not move.
+
+        Parameters
+        ----------
+        param_group : dict
+            Parameters and their options.
+
+        Raises
+        ------
+        ArgumentError
+            A parameter or an option is not supported: DTensor, complex values, ``amsgrad``, ``maximize``, ``fused``,
+            ``capturable``, ``differentiable``.
+        """
+        super().add_param_group(param_group)
+        try:
+            parameters.check_group(self.param_groups[-1])
+        except ArgumentError:
+            self.param_groups.pop()
+            raise
+
+    # Communication
+
+    def register(
+        self,
+        model: Any,
+        *,
+        policy: Policy = default_policy,
+        grad_scaler: Any = None,
+        group: Any = None,
+        options: CallOptions | None = None,
+    ) -> "OneBitAdam":
+        """Send the gradients, and later the momenta, of a model as frames.
+
+        With a DistributedDataParallel, buckets travel while backward() runs. After the freeze ``p.grad`` then holds the
+        averaged momentum: ``clip_grad_norm_`` between backward() and step() is refused. With a plain module,
+        :meth:`step` averages by itself, and gradients of this rank may be clipped before.
+
+        Parameters
+        ----------
+        model : torch.nn.parallel.DistributedDataParallel or torch.nn.Module
+            The model, or its ``torch.compile``. All of its parameters that require gradients are this optimizer's.
+        policy : callable
+            policy(name, parameter) returns the spec of a parameter, or None for `warmup` before and `spec` after the
+            freeze. Default: norms, biases and parameters of fewer than 4,096 values are sent lossless.
+        grad_scaler : torch.amp.GradScaler, optional
+            Scaler of the gradients of a DistributedDataParallel. All ranks skip a step with NaN or Inf.
+        group : ProcessGroup, optional
+            Ranks. Default: those of the model, or all.
+        options : CallOptions, optional
+            ``codec.options(algorithm=, timeout=, engine=, threads=)``, as for :func:`ddp_hook`.
+
+        Returns
+        -------
+        OneBitAdam
+            This optimizer.
+
+        Raises
+        ------
+        ArgumentError, SpecError
+            The model or another argument cannot be used.
+        StateError
+            A loaded state belongs to another model or rank.
+
+        Examples
+        --------
+        >>> module = torch.nn.Linear(100, 100)
+        >>> optimizer = codec.torch.OneBitAdam(module.parameters(), freeze_step=1).register(module)
+        >>> module(torch.randn(8, 100)).square().sum().backward()
+        >>> optimizer.step()
+        """
+        served = check_model(model, dict.fromkeys(parameters.of(self), 0))
+        if grad_scaler is not None and not isinstance(served, torch.nn.Module):
+            raise ArgumentError("grad_scaler= needs a DistributedDataParallel: scalers of ranks could skip other steps")
+        self._connect(served, group, replace(self._settings(), policy=policy, grad_scaler=grad_scaler, options=options))
+        return self
+
+    def _settings(self) -> Settings:
+        """Return how gradients and momenta are sent, with the defaults of :meth:`register`."""
+        return Settings(self.warmup, self.spec, self._transform, parameters.as_adam(self))
+
+    def _connect(self, model: Any, group: Any, settings: Settings) -> None:
+        """Make the link to the other ranks; residuals of an earlier link are kept."""
+        group = group or model.process_group
+        link = Link(settings, model, group, self._kind_of_step)
+        waiting: dict[Kind, Any] = self._waiting
+        if self._link is not None:
+            here = {"rank": group.rank(), "world_size": group.size()}
+            waiting = {kind: state | here for kind, state in checkpoint.hook_states(self._link, False, {}).items()}
+        link.hooks = checkpoint.new_hooks(link, waiting)
+        if link.is_ddp:
+            link.attach()
+        link.hooks["gradients"].called |= self._frozen
+        self._link, self._waiting = link, {}
+
+    def _connected(self) -> Link | None:
+        """Return the link; made now for the default group if there is one."""
+        if self._link is None and dist.is_available() and dist.is_initialized():
+            check_not_wrapped(next(parameters.of(self)))
+            self._connect(parameters.plain_model(self), None, self._settings())
+        return self._link
+
+    def _kind_of_step(self) -> Kind:
+        """Return what the next step sends."""
+        return "momenta" if self._frozen else "gradients"
+
+    def _transform(self, buffer: torch.Tensor, gradients: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+        """Check the gradients of a bucket, and replace them by momenta after the freeze; runs before the all-reduce."""
+        if buffer.is_sparse:
+            raise ArgumentError("OneBitAdam does not support sparse gradients")
+        if not arithmetic.is_finite(buffer):
+            raise ArgumentError("a gradient holds NaN or Inf: the step is refused on all ranks", Status.NONFINITE)
+        if self._kind_of_step() == "gradients":
+            return
+        scaler = None if self._link is None else self._link.settings.grad_scaler
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        groups = parameters.groups(self)
+        for p, gradient in gradients:
+            self._message(p, gradient, groups[p], scale)
+
+    def _message(self, p: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], scale: float) -> None:
+        """Replace the gradient of a parameter by its momentum on this rank."""
+        if state := cast(dict[str, Any], self.state.get(p, {})):
+            dead = self._denominators.dead(p, state, group)
+            arithmetic.local_momentum(p, gradient, state, group, dead, scale)
+        else:
+            gradient.zero_()  # it had no gradient before the freeze
+
+    def _received(self, kind: Kind) -> Tensors:
+        """Return the mean gradient or momentum of each parameter, without those that have none."""
+        link = self._connected()
+        if link is None:
+            return self._alone(kind)
+        if link.is_ddp:
+            if kind != "gradients":
+                scaler = link.settings.grad_scaler
+                link.guard.check_unchanged(scaler is not None and scaler.is_enabled())
+            return parameters.gradients(self)
+        means = link.reduce(kind, {p: p.grad for p in link.names})
+        # a parameter that no rank has ever used stays as it is, as in torch.optim.Adam
+        return {p: x for p, x in means.items() if p.grad is not None or self.state.get(p) or bool(x.any())}
+
+    def _alone(self, kind: Kind) -> Tensors:
+        """Return what :meth:`_received` does, without a process group."""
+        gradients = parameters.gradients(self)
+        if kind != "gradients":
+            gradients = {p: g.clone() for p, g in gradients.items()}
+        for p, gradient in gradients.items():
+            self._transform(gradient, [(cast(torch.nn.Parameter, p), gradient)])
+        return gradients
+
+    # Steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; without DistributedDataParallel all ranks must call this.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Computes the loss and its gradients.
+
+        Returns
+        -------
+        loss
+            Return value of `closure`, or None.
+
+        Raises
+        ------
+        ArgumentError
+            Without DistributedDataParallel: a gradient holds NaN or Inf. Parameters and state are unchanged on all
+            ranks.
+        PeerError
+            Without DistributedDataParallel: another rank has raised an error, or is gone.
+        StateError
+            With DistributedDataParallel, after the freeze: gradients were changed after the backward pass, or there was
+            none.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        kind = self._kind_of_step()
+        self._take(kind, self._received(kind))
+        self._steps += 1
+        if self._link is not None:
+            self._link.guard.clear()
+        if kind == "gradients":
+            self._measure()
+        return loss
+
+    def _take(self, kind: Kind, received: Tensors) -> None:
+        """Update parameters and state by what was received."""
+        for group in self.param_groups:
+            some = [p for p in group["params"] if p in received]
+            if not some:
+                continue
+            states: list[dict[str, Any]] = [self.state[p] for p in some]
+            for p, state in zip(some, states, strict=True):
+                arithmetic.start(p, state)
+            tensors = [received[p] for p in some]
+            if kind == "gradients":
+                arithmetic.adam_step(group, some, states, tensors)
+            else:
+                arithmetic.frozen_step(group, some, states, tensors, self._denominators)
+
+    def _measure(self) -> None:
+        """Measure the drift of second moments if that is due, and freeze them if it is time."""
+        last = self._steps == self.freeze_step
+        if last or self._drift.is_due(self._steps):
+            states = [(self.state[p], g["betas"][1]) for p, g in parameters.groups(self).items() if self.state.get(p)]
+            self._drift.add(self._steps, total(states))
+            if self.freeze_step == "auto" and self._drift.has_window:
+                last = self._all_agree(self._drift.value <= STABLE)
+        if last:
+            self._freeze()
+
+    def _all_agree(self, stable: bool) -> bool:
+        """Return a decision that is the same on all ranks: sums may differ in the last bit between machines."""
+        if self._link is None:
+            return stable
+        vote = torch.tensor([float(stable)])
+        all_reduce(vote, op="max", group=self._link.group, options=self._link.settings.options)
+        return bool(vote.item())
+
+    def _freeze(self) -> None:
+        """Freeze the second moments."""
+        still: list[int] = []
+        for i, p in enumerate(parameters.of(self)):
+            if state := self.state.get(p):
+                state["variance_step"] = int(state["step"].item())
+            if not state or not bool(state["exp_avg_sq"].any()):
+                still.append(i)
+        self._frozen = True
+        self._denominators.clear()
+        if self._link is not None:
+            self._link.hooks["momenta"]._buckets = self._link.hooks["gradients"]._buckets
+        if self._drift.value > MOVING:
+            warnings.warn(
+                f"second moments were frozen after {self._steps} steps, but still changed by {self._drift.value:.0%} "
+                f"over the last {self._drift.span} steps: freeze later, or use a smaller b2",
+                stacklevel=6,  # the caller of step()
+            )
+        if still:
+            warnings.warn(
+                f"{len(still)} parameters had no gradient before the freeze and will not move: numbers {still[:5]}",
+                stacklevel=6,  # the caller of step()
+            )
+
+    # State
+
+    @property
+    def frozen(self) -> bool:
+        """True if second moments are frozen."""
+        return self._frozen
+
+    def drift(self) -> float:
+        """Return how much second moments have moved lately.
+
+        Returns
+        -------
+        float
+            Relative change, from 0 to 1, of the sum of bias-corrected second moments over the last 1 / (1 - b2) steps,
+            or over half of the steps if those are fewer; as last measured. It stays as it is after the freeze. nan
+            after fewer than two steps.
+
+        Examples
+        --------
+        >>> weight = torch.nn.Parameter(torch.ones(100))
+        >>> optimizer = codec.torch.OneBitAdam([weight], freeze_step=100)
+        >>> for _ in range(20):
+        ...     weight.grad = torch.ones(100)
+        ...     optimizer.step()
+        >>> round(optimizer.drift(), 6)
+        0.0
+        """
+        return self._drift.value
+
+    def stats(self) -> Stats:
+        """Return statistics of communication on this rank, of warm-up and frozen steps together.
+
+        Returns
+        -------
+        Stats
+            Totals since :meth:`register`, or since a state was loaded.
+        """
+        return Stats() if self._link is None else self._link.stats()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients, as torch.optim.Optimizer does.
+
+        Parameters
+        ----------
+        set_to_none : bool
+            True: set gradients to None. False: fill them with zeros.
+        """
+        super().zero_grad(set_to_none)
+        if self._link is not None:
+            self._link.guard.clear()
+
+    def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
+        """Return the state, in the layout of torch.optim.Adam with one more entry ``one_bit``.
+
+        Moments are the same on all ranks, residuals are not: each rank saves its own state, or rank 0 saves one file
+        for all.
+
+        Parameters
+        ----------
+        gather : bool
+            True: return the residuals of all ranks, on all ranks, for one file; every rank must call this. Any number
+            of ranks can load it.
+
+        Returns
+        -------
+        dict
+            State that ``torch.load(weights_only=True)`` accepts. torch.optim.AdamW ignores the entry ``one_bit``.
+
+        Raises
+        ------
+        StateError
+            `gather`, and no model is registered.
+        PeerError
+            `gather`, and another rank is lost.
+        """
+        hooks = checkpoint.hook_states(self._link, gather, self._waiting)
+        entry = {"version": checkpoint.VERSION, "frozen": int(self._frozen), "drift": self._drift.state()}
+        return super().state_dict() | {checkpoint.KEY: {**entry, "hooks": hooks}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict`, of torch.optim.AdamW or of torch.optim.Adam.
+
+        If a state of torch's optimizers has taken `freeze_step` steps already, second moments are frozen at once.
+
+        Parameters
+        ----------
+        state_dict : mapping
+            State of this rank, or of all ranks by ``gather=True``, maybe of another number of ranks: residuals are then
+            redistributed.
+
+        Raises
+        ------
+        StateError
+            The mapping is no such state, or belongs to other parameters, another rank or another number of ranks. The
+            optimizer is unchanged.
+        """
+        parameters.check_state(self, state_dict)
+        saved = checkpoint.Saved(state_dict.get(checkpoint.KEY))
+        drift = Drift(self._drift.window)
+        if saved.drift is not None:
+            drift.load(saved.drift)
+        hooks = None if self._link is None else checkpoint.new_hooks(self._link, saved.hooks)
+        try:
+            super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
+        except (ValueError, KeyError, TypeError) as e:
+            raise StateError(f"the state does not fit the optimizer: {shown(e)}") from e
+        self._frozen, self._drift = saved.frozen, drift
+        self._steps = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
+        self._denominators.clear()
+        if self._link is None or hooks is None:
+            self._waiting = saved.hooks
+        else:
+            self._link.hooks = hooks
+            hooks["gradients"].called |= self._frozen
+            self._link.guard.clear()
+        if not self._frozen and isinstance(self.freeze_step, int) and self._steps >= self.freeze_step:
+            self._freeze()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the optimizer without its link, which belongs to this process."""
+        own = ("freeze_step", "spec", "warmup", "_frozen", "_steps", "_drift")
+        local = {"_link": None, "_denominators": Denominators()}
+        waiting = checkpoint.hook_states(self._link, False, self._waiting)
+        return super().__getstate__() | {name: getattr(self, name) for name in own} | local | {"_waiting": waiting}

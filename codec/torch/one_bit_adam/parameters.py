@@ -1,0 +1,107 @@
+"""Parameters of an optimizer: groups, names, gradients, and checks of what is supported."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+
+from codec import ArgumentError, StateError
+from codec.arguments import shown
+from codec.torch.one_bit_adam.link import PlainModel
+
+_UNSUPPORTED = ("amsgrad", "maximize", "fused", "capturable", "differentiable")
+
+
+def of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield all parameters in their order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def groups(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return the group of each parameter."""
+    return {p: group for group in optimizer.param_groups for p in group["params"]}
+
+
+def gradients(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
+    """Return the gradients of the parameters that have one.
+
+    Raises
+    ------
+    ArgumentError
+        A gradient is sparse.
+    """
+    found = {p: p.grad for p in of(optimizer) if p.grad is not None}
+    if any(g.is_sparse for g in found.values()):
+        raise ArgumentError("OneBitAdam does not support sparse gradients")
+    return found
+
+
+def plain_model(optimizer: torch.optim.Optimizer) -> PlainModel:
+    """Return all parameters that require gradients, named as given to the optimizer, else by group and place."""
+    named: list[tuple[str, torch.Tensor]] = []
+    for i, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names") or [f"{i}.{j}" for j in range(len(group["params"]))]
+        named += [(name, p) for name, p in zip(given, group["params"], strict=True) if p.requires_grad]
+    return PlainModel(named)
+
+
+def as_adam(optimizer: torch.optim.Adam) -> torch.optim.Adam:
+    """Return a torch.optim.Adam with the same groups and state, whose step codec.optimizers knows."""
+    adam = torch.optim.Adam.__new__(torch.optim.Adam)
+    adam.__dict__ = optimizer.__dict__  # shared: load_state_dict replaces groups and state
+    return adam
+
+
+def window(group: Mapping[str, Any]) -> int:
+    """Return the number of steps over which second moments forget, 1 / (1 - b2)."""
+    return max(2, round(1 / (1 - group["betas"][1])))
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise ArgumentError if a parameter or an option of a parameter group is not supported."""
+    for p in cast(list[torch.Tensor], group["params"]):
+        if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):
+            raise ArgumentError(
+                "OneBitAdam needs whole parameters on each rank, and FSDP2 shards them: use torch.optim.AdamW with "
+                "codec.torch.ReduceScatter, or DistributedDataParallel"
+            )
+        if not p.is_floating_point():
+            raise ArgumentError(f"OneBitAdam supports real parameters only, not {p.dtype}")
+    if on := [name for name in _UNSUPPORTED if group.get(name)]:
+        raise ArgumentError(f"OneBitAdam does not support {', '.join(f'{name}=True' for name in on)}")
+    if isinstance(group["lr"], torch.Tensor) or isinstance(group["betas"][0], torch.Tensor):
+        raise ArgumentError("OneBitAdam needs numbers as lr and betas, not tensors")
+
+
+def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
+    """Check that a state dict has groups and moments for an optimizer's parameters.
+
+    Raises
+    ------
+    StateError
+        It has not.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(cast(Any, state_dict)):
+        raise StateError(
+            f"the state of an optimizer has 'state' and 'param_groups', got {shown(cast(Any, state_dict))}"
+        )
+    try:
+        saved = [(i, group) for group in state_dict["param_groups"] for i in group["params"]]
+        states = {i: state_dict["state"].get(i) for i, _ in saved}
+        for _, group in saved:
+            if on := [name for name in _UNSUPPORTED if group.get(name)]:
+                raise StateError(
+                    f"the state is of an optimizer with {', '.join(on)}, which OneBitAdam does not support"
+                )
+    except (TypeError, KeyError, AttributeError) as e:
+        raise StateError(f"the state of an optimizer is damaged: {shown(e)}") from e
+    for number, ((i, _), p) in enumerate(zip(saved, of(optimizer), strict=False)):
+        state = states[i]
+        if state is None:
+            continue
+        for name in ("exp_avg", "exp_avg_sq"):
+            x = state.get(name)
+            if not isinstance(x, torch.Tensor) or x.shape != p.shape:
+                found = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise StateError(f"{name} of parameter {number} has shape {found}, the parameter {tuple(p.shape)}")

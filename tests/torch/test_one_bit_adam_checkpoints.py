@@ -1,0 +1,211 @@
+"""State dicts of OneBitAdam: resumed to the bit, loaded by other numbers of ranks, exchanged with torch.optim.AdamW."""
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import codec
+import codec.torch
+from support.ddp_training import data, net, parameter_bytes, wrapped
+from support.ranks import run_ranks
+
+OPTIONS = codec.options(algorithm="two_shot")
+FREEZE, STEPS = 4, 9
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)  # weights_only is torch's default
+
+
+def plain(state):
+    """Return a state with bytes in place of tensors, for comparison."""
+    if isinstance(state, dict):
+        return {k: plain(v) for k, v in state.items()}
+    if isinstance(state, list | tuple):
+        return [plain(v) for v in state]
+    return (str(state.dtype), tuple(state.shape), state.numpy().tobytes()) if torch.is_tensor(state) else state
+
+
+def take_steps(model, optimizer, rank, first, last):
+    for step in range(first, last):
+        x, y = data(rank, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def optimizer_of(model, **how):
+    how = {"freeze_step": FREEZE, "spec": codec.Sign(group_size=64), "warmup": codec.Quantize(4)} | how
+    return codec.torch.OneBitAdam(model.parameters(), 1e-3, weight_decay=0.01, **how)
+
+
+def _resumed(rank, size):
+    """Saved in the warm-up, at the freeze and after it, by each rank or by one for all."""
+    for make in (wrapped, net):
+        model = make()
+        optimizer = optimizer_of(model).register(model, options=OPTIONS)
+        saved = {}
+        for step in range(STEPS):
+            take_steps(model, optimizer, rank, step, step + 1)
+            inner = getattr(model, "module", model)
+            states = optimizer.state_dict(), optimizer.state_dict(gather=True)
+            saved[step + 1] = through_a_file([copy.deepcopy(inner.state_dict()), *states])
+        expected = parameter_bytes(model), plain(optimizer.state_dict())
+        for at in (2, FREEZE, FREEZE + 1, FREEZE + 3):
+            for gathered, late in ((False, False), (True, False), (True, True)):
+                inner, state = net(), copy.deepcopy(saved[at][2 if gathered else 1])  # loading shares tensors
+                inner.load_state_dict(saved[at][0])
+                model = make(inner) if make is wrapped else inner
+                optimizer = optimizer_of(model)
+                if late:
+                    optimizer.load_state_dict(state)
+                    optimizer.register(model, options=OPTIONS)
+                else:
+                    optimizer.register(model, options=OPTIONS).load_state_dict(state)
+                assert optimizer.frozen == (at >= FREEZE)
+                take_steps(model, optimizer, rank, at, STEPS)
+                assert parameter_bytes(model) == expected[0]
+                assert plain(optimizer.state_dict()) == expected[1]
+
+
+def test_resumed_training_is_the_uninterrupted_one_to_the_bit():
+    run_ranks(2, _resumed)
+
+
+def _saved(rank, size):
+    model = wrapped()
+    optimizer = optimizer_of(model).register(model, options=OPTIONS)
+    take_steps(model, optimizer, rank, 0, 7)
+    state = optimizer.state_dict(gather=True)
+    return pickle.dumps((model.module.state_dict(), state, optimizer.state_dict()))
+
+
+def _loaded(rank, size, saved):
+    parameters, state, alone = pickle.loads(saved)
+    model = wrapped()
+    model.module.load_state_dict(parameters)
+    optimizer = optimizer_of(model).register(model, options=OPTIONS)
+    before = plain(optimizer.state_dict())
+    with pytest.raises(codec.StateError, match=r"one of 4 ranks, and there are 2.*gather=True"):
+        optimizer.load_state_dict(alone)
+    assert plain(optimizer.state_dict()) == before
+    optimizer.load_state_dict(state)
+    residuals = optimizer.state_dict()["one_bit"]["hooks"]["momenta"]
+    take_steps(model, optimizer, rank, 7, 9)
+    return parameter_bytes(model), residuals
+
+
+def test_two_ranks_go_on_from_four_with_the_same_total_residual():
+    saved = run_ranks(4, _saved)
+    first, *others = (plain(pickle.loads(s)[:2]) for s in saved)
+    assert all(first == other for other in others)
+    (first, *residuals), (second, *others) = run_ranks(2, _loaded, saved[0])
+    assert first == second
+    old = pickle.loads(saved[0])[1]["one_bit"]["hooks"]["momenta"]["ranks"]
+    new = residuals + others
+    for role in ("worker", "server"):
+        totals = []
+        for ranks in (old, new):
+            total = {}
+            for key, x in ((k, x) for r in ranks for k, x in r[role].items() if "[" in k):
+                name, _, bounds = key.partition("[")
+                begin, end = map(int, bounds[:-1].split(":"))
+                place = total.setdefault(name, np.zeros(64 * 64))
+                place[begin:end] += np.asarray(x) / (len(ranks) if role == "worker" else 1)
+            totals.append(total)
+        assert totals[0].keys() == totals[1].keys()
+        assert any(x.any() for x in totals[0].values())
+        for name, x in totals[0].items():
+            assert np.allclose(x, totals[1][name], rtol=1e-5, atol=1e-9)
+
+
+def trained(optimizer_class, steps, **how):
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(30, 20))
+    optimizer = optimizer_class([p], 1e-2, weight_decay=0.1, **how)
+    more_steps(p, optimizer, 0, steps)
+    return p, optimizer
+
+
+def more_steps(p, optimizer, first, last):
+    for step in range(first, last):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+
+
+def test_state_of_adamw_goes_on_in_the_warmup_or_is_frozen_at_once():
+    p, adam = trained(torch.optim.AdamW, 6)
+    expected, ours = trained(codec.torch.OneBitAdam, 6, freeze_step=6)
+    assert torch.equal(p, expected)
+    for freeze_step in (4, 6, 9):
+        q = nn.Parameter(p.detach().clone())
+        optimizer = codec.torch.OneBitAdam([q], freeze_step=freeze_step)
+        optimizer.load_state_dict(copy.deepcopy(adam.state_dict()))
+        assert optimizer.frozen == (freeze_step <= 6)
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+        more_steps(q, optimizer, 6, 10)
+        same, _ = trained(codec.torch.OneBitAdam, 10, freeze_step=max(6, freeze_step))
+        assert torch.equal(q, same)
+    theirs = torch.optim.AdamW([nn.Parameter(p.detach().clone())])
+    theirs.load_state_dict(ours.state_dict())
+    assert torch.equal(theirs.state_dict()["state"][0]["exp_avg_sq"], ours.state[expected]["exp_avg_sq"])
+
+
+def test_auto_freezes_in_the_same_step_after_a_checkpoint():
+    how = {"freeze_step": "auto", "betas": (0.9, 0.8)}
+    p, whole = trained(codec.torch.OneBitAdam, 40, **how)
+    q, part = trained(codec.torch.OneBitAdam, 5, **how)
+    state = through_a_file(part.state_dict())
+    part = codec.torch.OneBitAdam([q], **how)
+    part.load_state_dict(state)
+    more_steps(q, part, 5, 40)
+    assert whole.frozen
+    assert torch.equal(p, q)
+    assert part.drift() == whole.drift()
+
+
+def test_copies_and_pickles_go_on():
+    p, optimizer = trained(codec.torch.OneBitAdam, 5, freeze_step=3)
+    again = pickle.loads(pickle.dumps(optimizer))
+    q = again.param_groups[0]["params"][0]
+    for parameter, each in ((p, optimizer), (q, again)):
+        more_steps(parameter, each, 5, 8)
+    assert torch.equal(p, q)
+
+
+def test_wrong_states_are_refused_and_change_nothing():
+    _, optimizer = trained(codec.torch.OneBitAdam, 5, freeze_step=3)
+    good = optimizer.state_dict()
+    shape = copy.deepcopy(good)
+    shape["state"][0]["exp_avg_sq"] = torch.ones(3)
+    amsgrad = copy.deepcopy(good)
+    amsgrad["param_groups"][0]["amsgrad"] = True
+    groups = copy.deepcopy(good)
+    groups["param_groups"] *= 2
+    before = plain(good)
+    for wrong, match in [
+        ("x", "has 'state' and 'param_groups'"),
+        ({}, "has 'state' and 'param_groups'"),
+        ({"state": {}, "param_groups": 5}, "damaged"),
+        (shape, r"exp_avg_sq of parameter 0 has shape \(3,\), the parameter \(30, 20\)"),
+        (amsgrad, "amsgrad"),
+        (groups, "does not fit"),
+        ({**good, "one_bit": 5}, "is a dict, not int"),
+        ({**good, "one_bit": {}}, "version None"),
+        ({**good, "one_bit": {"version": 1, "hooks": {}}}, "damaged"),
+        ({**good, "one_bit": {"version": 1, "frozen": 1, "hooks": {"x": {}}}}, "unknown kinds"),
+        ({**good, "one_bit": {"version": 1, "frozen": 1, "hooks": {}, "drift": 1}}, "'drift'"),
+    ]:
+        with pytest.raises(codec.StateError, match=match):
+            optimizer.load_state_dict(wrong)
+        assert plain(optimizer.state_dict()) == before
+    with pytest.raises(codec.StateError, match="register the model"):
+        optimizer.state_dict(gather=True)
