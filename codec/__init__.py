@@ -34,6 +34,7 @@ from codec.errors import (
     Status,
     UnsupportedError,
 )
+from codec.frame_size import frame_nbytes
 from codec.inspection import Info, inspect, verify
 from codec.presets import preset
 from codec.specs import BoundSpec, Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
@@ -85,6 +86,7 @@ __all__ = [
     "encode_async",
     "encode_many",
     "engines",
+    "frame_nbytes",
     "inspect",
     "inspect_store",
     "isas",

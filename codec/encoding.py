@@ -49,7 +49,14 @@ def bound(shape: int | Iterable[int], dtype: Any, spec: SpecLike = DEFAULT) -> i
     >>> len(codec.encode(np.ones((64, 1000), np.float32), out=out)) <= len(out)
     True
     """
-    name = dtype_name(dtype)
+    like = _call.new_tensor(DTYPES[dtype_name(dtype)], checked_shape(shape))
+    size = ffi.new("size_t *")
+    check(lib.codec_bound(spec_struct(resolve(spec)[0]), like, size))
+    return size[0]
+
+
+def checked_shape(shape: int | Iterable[int]) -> tuple[int, ...]:
+    """Return a shape as a tuple; raise ArgumentError if it is none, or has too many dimensions."""
     try:
         sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
         sizes = tuple(whole("a dimension", s, 0, (1 << 60) - 1) for s in sizes)
@@ -57,9 +64,7 @@ def bound(shape: int | Iterable[int], dtype: Any, spec: SpecLike = DEFAULT) -> i
         raise ArgumentError(f"not a shape: {shown(shape)}") from None
     if len(sizes) > lib.CODEC_MAX_RANK:
         raise ArgumentError(f"a tensor has rank {len(sizes)}; the maximum is {lib.CODEC_MAX_RANK}: reshape it")
-    size = ffi.new("size_t *")
-    check(lib.codec_bound(spec_struct(resolve(spec)[0]), _call.new_tensor(DTYPES[name], sizes), size))
-    return size[0]
+    return sizes
 
 
 def encode(
