@@ -25,7 +25,7 @@ struct task {
 	codec_spec spec;
 	codec_tensor t, theta, v, m;
 	uint64_t n;
-	struct exact x, error, levels, state[3]; /* error: residual to add */
+	struct exact x, error, levels, state[3]; /* error: residual that is an input */
 	codec_segment segments[SEGMENTS];
 	codec_metric metric[GROUPS];
 	codec_codebook book;
@@ -380,7 +380,7 @@ struct result {
 	size_t nbytes;
 };
 
-enum { NONE, APART, IN_PLACE, FEEDBACK };
+enum { NONE, APART, IN_PLACE, FEEDBACK, DELTA };
 
 /* Begin encoding with the residual's initial contents. end() checks that errors left them unchanged. */
 static struct result begin(struct task *k, size_t capacity, int residual, float **at)
@@ -392,11 +392,11 @@ static struct result begin(struct task *k, size_t capacity, int residual, float 
 		r.residual = exact(4 * k->n, &k->s);
 		memset(r.residual.p, 0x5a, r.residual.n);
 		*at = (float *)r.residual.p;
-	} else if (residual == FEEDBACK) {
+	} else if (residual == FEEDBACK || residual == DELTA) {
 		r.residual = exact(4 * k->n, &k->s);
 		memcpy(r.residual.p, k->error.p, r.residual.n);
 		*at = (float *)r.residual.p;
-		k->with.flags = CODEC_FEEDBACK;
+		k->with.flags = residual == DELTA ? CODEC_DELTA : CODEC_FEEDBACK;
 	} else if (residual == IN_PLACE) {
 		r.residual = exact(k->t.nbytes, &k->s);
 		if (k->t.nbytes)
@@ -413,7 +413,7 @@ static void end(struct task *k, const struct result *r, int residual)
 	k->with.flags = 0;
 	if (r->status == CODEC_OK || !r->residual.n)
 		return;
-	if (residual == FEEDBACK)
+	if (residual == FEEDBACK || residual == DELTA)
 		CHECK(!memcmp(r->residual.p, k->error.p, r->residual.n), r->status, k->spec.codec);
 	else if (residual == IN_PLACE)
 		CHECK(!memcmp(r->residual.p, k->x.p, r->residual.n), r->status, k->spec.codec);
@@ -522,7 +522,7 @@ static void result_free(struct result *r)
 	exact_free(&r->residual);
 }
 
-static void check_values(struct task *k, const struct result *r)
+static void check_values(struct task *k, const struct result *r, int residual)
 {
 	struct exact out = exact(k->t.nbytes, &k->s), scratch = exact(k->need, &k->s);
 	codec_tensor back = k->t;
@@ -536,14 +536,16 @@ static void check_values(struct task *k, const struct result *r)
 	if (status == CODEC_OK && k->spec.codec == CODEC_LOSSLESS && out.n)
 		CHECK(!memcmp(out.p, k->x.p, out.n), k->t.dtype, k->n);
 	for (uint64_t i = 0; status == CODEC_OK && i < k->n && r->residual.n; i++) {
-		float x = 0, left = 0, got;
+		float error = k->error.n ? check_widen(k->error.p, CODEC_FLOAT32, i) : 0;
+		float left = 0, got;
 
 		memcpy(&got, r->residual.p + 4 * i, 4);
-		if (k->spec.codec != CODEC_LOSSLESS)
-			x = check_widen(k->x.p, k->t.dtype, i) +
-			    (k->error.n ? check_widen(k->error.p, CODEC_FLOAT32, i) : 0);
-		if (x - x == 0 && k->spec.codec != CODEC_LOSSLESS)
-			left = x - check_widen(out.p, k->t.dtype, i);
+		if (k->spec.codec != CODEC_LOSSLESS) {
+			float x = check_widen(k->x.p, k->t.dtype, i) + error;
+			float y = check_widen(out.p, k->t.dtype, i);
+
+			left = residual == DELTA ? error + y : x - x == 0 ? x - y : 0;
+		}
 		CHECK(left == got || left != left, k->spec.codec, i);
 		if (left != got && left == left)
 			break;
@@ -595,10 +597,10 @@ static void check_encoder(struct task *k)
 	struct given given;
 
 	if (k->spec.codec != CODEC_LOSSLESS && one_in(&k->s, 4)) {
-		residual = FEEDBACK;
+		residual = k->spec.codec != CODEC_TRUNCATE && one_in(&k->s, 3) ? DELTA : FEEDBACK;
 		k->error = exact(4 * k->n, &k->s);
 		make_values(k, k->error.p, CODEC_FLOAT32, one_in(&k->s, 2));
-		k->expected = UNKNOWN; /* sums may be NaN or Inf, or exceed a scale */
+		k->expected = UNKNOWN; /* sums and differences may be NaN or Inf, or exceed a scale */
 	}
 
 	for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
@@ -626,7 +628,7 @@ static void check_encoder(struct task *k)
 					     first.status == CODEC_BAD_SPEC)),
 		      first.status, k->expected);
 	if (first.status == CODEC_OK) {
-		check_values(k, &first);
+		check_values(k, &first, residual);
 		k->with.isa = check_some_isa(&k->s);
 		if (one_in(&k->s, 2))
 			check_room(k, &first, residual);

@@ -192,10 +192,10 @@ static codec_status encode_steps(const codec_spec *spec, const codec_tensor *t, 
 }
 
 /*
- * Error feedback equals encoding the sums: bit-identical in float32; for half types the residual is the error of the
- * sums.
+ * CODEC_FEEDBACK equals encoding the sums, CODEC_DELTA the differences: bit-identical in float32. The residual becomes
+ * the error of the sums, or the sum of the residual and the decoded values.
  */
-static void feedback(codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa)
+static void residual_is_read(uint32_t flag, codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa)
 {
 	uint32_t size = codec_dtype_nbytes(dtype);
 	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = dtype, .rank = 1, .shape = {n}, .nbytes = n * size},
@@ -215,7 +215,7 @@ static void feedback(codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa)
 	theta.data = calloc(n + 1, 4);
 	fill(theta.data, CODEC_FLOAT32, n);
 	for (uint64_t i = 0; i < n; i++)
-		sum[i] = widened((uint8_t *)x, dtype, i) + e[i];
+		sum[i] = widened((uint8_t *)x, dtype, i) + (flag == CODEC_DELTA ? -e[i] : e[i]);
 	assert_int_equal(codec_bound(&spec, &t, &bound), CODEC_OK);
 	room = 2 * bound + (1 << 16); /* leaves gaps between ranges */
 	assert_int_equal(codec_scratch(&spec, &t, &need), CODEC_OK);
@@ -223,13 +223,14 @@ static void feedback(codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa)
 	other = malloc(room);
 	scratch = malloc(need);
 	t.data = x;
-	with.flags = CODEC_FEEDBACK;
+	with.flags = flag;
 	memcpy(left, e, 4 * n);
 	assert_int_equal(codec_encode(&spec, &t, frame, bound, &written, left, &with, scratch, need), CODEC_OK);
 	y.data = back;
 	assert_int_equal(codec_decode(frame, written, &y, &with, scratch, need), CODEC_OK);
 	for (uint64_t i = 0; i < n; i++)
-		assert_true(left[i] == sum[i] - widened(back, dtype, i));
+		assert_true(left[i] ==
+			    (flag == CODEC_DELTA ? e[i] + widened(back, dtype, i) : sum[i] - widened(back, dtype, i)));
 	/* exact capacity; one byte short, which leaves the residual unchanged */
 	memcpy(sum, e, 4 * n);
 	assert_int_equal(codec_encode(&spec, &t, other, written - 1, &again, sum, &with, scratch, need),
@@ -245,10 +246,11 @@ static void feedback(codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa)
 	with.residual = NULL;
 	if (dtype == CODEC_FLOAT32) {
 		for (uint64_t i = 0; i < n; i++)
-			sum[i] = x[i] + e[i];
+			sum[i] = flag == CODEC_DELTA ? x[i] - e[i] : x[i] + e[i];
 		t.data = sum;
 		assert_int_equal(codec_encode(&spec, &t, other, bound, &again, sum, &with, scratch, need), CODEC_OK);
-		assert_true(again == written && memcmp(other, frame, written) == 0 && memcmp(sum, left, 4 * n) == 0);
+		assert_true(again == written && memcmp(other, frame, written) == 0);
+		assert_true(flag == CODEC_DELTA || memcmp(sum, left, 4 * n) == 0);
 	}
 	free(x);
 	free(e);
@@ -261,7 +263,7 @@ static void feedback(codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa)
 	free(theta.data);
 }
 
-static void test_feedback_equals_encoding_sums(void **unused)
+static void test_residual_is_added_or_subtracted(void **unused)
 {
 	static const uint64_t SIZES[] = {0, 1, 100, 513, 2561, 16385, 22500, 90001};
 
@@ -269,7 +271,9 @@ static void test_feedback_equals_encoding_sums(void **unused)
 	for (uint32_t isa = 0; codec_isa_name(isa); isa++)
 		for (size_t s = 0; s < NSPECS && codec_isa_usable(isa); s++)
 			for (size_t i = 0; i < 3 * sizeof SIZES / sizeof *SIZES; i++)
-				feedback(SPECS[s], DTYPES[i % 3], SIZES[i / 3], 1 + isa);
+				for (int f = 0; f < 1 + (SPECS[s].codec != CODEC_TRUNCATE); f++)
+					residual_is_read(f ? CODEC_DELTA : CODEC_FEEDBACK, SPECS[s], DTYPES[i % 3],
+							 SIZES[i / 3], 1 + isa);
 }
 
 /* Error feedback with invalid arguments or sums is rejected, and the residual is unchanged. */
@@ -305,6 +309,18 @@ static void test_feedback_rejects_wrong_calls(void **unused)
 	x[N - 1] = e[N - 1] = 3;
 	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need), CODEC_BAD_SCALE);
 	assert_true(e[N - 1] == 3 && e[0] == 0);
+	/* TRUNCATE has no deltas, and a residual is either added or subtracted */
+	with.flags = CODEC_DELTA;
+	spec = (codec_spec){.struct_nbytes = sizeof spec, .codec = CODEC_TRUNCATE};
+	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need),
+			 CODEC_BAD_ARGUMENT);
+	spec.codec = CODEC_TERNARY;
+	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, x, &with, scratch, need),
+			 CODEC_BAD_ARGUMENT);
+	with.flags = CODEC_DELTA | CODEC_FEEDBACK;
+	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need),
+			 CODEC_BAD_ARGUMENT);
+	with.flags = CODEC_FEEDBACK;
 	/* CODEC_FEEDBACK must match in all steps of a job */
 	spec.scale = 8;
 	with.residual = e;
@@ -594,7 +610,7 @@ int main(void)
 		cmocka_unit_test(test_random_bits_across_counter_words),
 		cmocka_unit_test(test_conversions_equal_scalar_functions),
 		cmocka_unit_test(test_round_trip_between_guard_pages),
-		cmocka_unit_test(test_feedback_equals_encoding_sums),
+		cmocka_unit_test(test_residual_is_added_or_subtracted),
 		cmocka_unit_test(test_feedback_rejects_wrong_calls),
 		cmocka_unit_test(test_reduce_equals_decode_and_add),
 		cmocka_unit_test(test_environment_is_restored),

@@ -271,6 +271,13 @@ typedef struct codec_fault {
  */
 #define CODEC_FEEDBACK 32u
 /**
+ * Encode: encode the tensor minus `residual`, each difference rounded to float32, and add the decoded values to
+ * `residual`, each sum rounded. `residual` is a tensor that receivers know, and keep by codec_accumulate of the frame.
+ * The frame is the one that encoding the differences gives, but has the tensor's dtype. A NaN becomes 0x7fc00000.
+ * `residual` must not be the tensor. For codecs 2 to 6; others, and CODEC_FEEDBACK with it, return CODEC_BAD_ARGUMENT.
+ */
+#define CODEC_DELTA 1024u
+/**
  * Decode: store values with non-temporal (streaming) stores, which bypass the caches. Set it if the destination is not
  * read soon, for example because it is part of a buffer larger than the caches. Destinations of CODEC_UNCACHED_NBYTES
  * or more are always written that way. The values do not depend on it.

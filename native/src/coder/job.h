@@ -76,12 +76,12 @@ struct job {
 	struct philox key;
 	float scale, clip;
 	uint8_t residual;        /* codecs of rows: enum residual */
-	uint8_t feedback;        /* encode: CODEC_FEEDBACK is set */
 	uint8_t no_verify_first; /* encode: CODEC_NO_VERIFY_FIRST is set */
 	uint8_t blocks_scan;     /* encode: encoding the blocks replaces the scan */
 	uint64_t seal;           /* decode: checksum of all but the blocks */
 	uint64_t codebook_id;
-	uint8_t checked; /* decode: the checksum is verified, or CODEC_NO_CHECKSUM is set */
+	uint32_t reads_residual; /* encode: CODEC_FEEDBACK or CODEC_DELTA if set */
+	uint8_t checked;         /* decode: the checksum is verified, or CODEC_NO_CHECKSUM is set */
 	codebook books[WIRE_MAX_PLANES];
 	union {
 		struct { /* encode */

@@ -25,21 +25,26 @@ static inline const float_any *load_floats(const struct kernels *k, uint32_t dty
 	return buffer;
 }
 
-/* Values to encode: a tensor, plus the residual if CODEC_FEEDBACK is set. */
+/* Flags with which `residual` is an input, too. */
+#define READS_RESIDUAL (CODEC_FEEDBACK | CODEC_DELTA)
+
+/* Values to encode: a tensor; plus the residual if CODEC_FEEDBACK is set, minus it if CODEC_DELTA is set. */
 struct source {
 	uint32_t dtype;
 	const void *data;
 	uint64_t nbytes;
 	const float_any *error; /* residual of each value; NULL: none */
+	int minus;              /* 1: subtract `error` */
 };
 
 static inline struct source source_of(const codec_tensor *t, const codec_context *with)
 {
-	return (struct source){t->dtype, t->data, t->nbytes, with->flags & CODEC_FEEDBACK ? with->residual : NULL};
+	return (struct source){t->dtype, t->data, t->nbytes, with->flags & READS_RESIDUAL ? with->residual : NULL,
+			       (with->flags & CODEC_DELTA) != 0};
 }
 
 /*
- * Get values as float32, with the residual added and the sums rounded. Returns a pointer into the tensor or to
+ * Get values as float32, with the residual added or subtracted, and rounded. Returns a pointer into the tensor or to
  * `buffer`.
  */
 static inline const float_any *load_values(const struct kernels *k, const struct source *s, uint64_t first, uint64_t n,
@@ -49,7 +54,10 @@ static inline const float_any *load_values(const struct kernels *k, const struct
 
 	if (!s->error)
 		return x;
-	k->plus(x, s->error + first, n, buffer);
+	if (s->minus)
+		k->minus(x, s->error + first, n, buffer);
+	else
+		k->plus(x, s->error + first, n, buffer);
 	return buffer;
 }
 

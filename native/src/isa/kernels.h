@@ -284,10 +284,11 @@ struct kernels {
 	void (*unpack_trits)(const uint8_t *src, size_t n, uint8_t *code);
 	uint8_t (*max_byte)(const uint8_t *p, size_t n);
 	/*
-	 * sum = x + e (sum may be x); r = x - y (r may be x); out += weight * y, both operations rounded; out =
-	 * max(out, y), NaN if either is.
+	 * sum = x + e (sum may be x); difference = x - e; r = x - y (r may be x), 0 for NaN and Inf; out += weight * y,
+	 * both operations rounded; out = max(out, y), NaN if either is.
 	 */
-	void (*plus)(const float_any *x, const float_any *e, size_t n, float *sum);
+	void (*plus)(const float_any *x, const float_any *e, size_t n, float_any *sum);
+	void (*minus)(const float_any *x, const float_any *e, size_t n, float *difference);
 	void (*subtract)(const float_any *x, const float *y, size_t n, float_any *r);
 	void (*add)(const float *y, size_t n, float weight, float_any *out);
 	void (*multiply)(float_any *out, size_t n, float by);

@@ -13,7 +13,7 @@
 #define FROM_FLOAT16(src, n, x) 0
 #define TO_FLOAT16(x, n, dst) 0
 #define ABS_MAX(x, n, most) 0
-#define PLUS(x, e, n, sum) 0
+#define PLUS(minus, x, e, n, sum) 0
 #define ROW_SUMS(by_sign, x, n, bits, sums) 0
 #define SETTLE(how, x, n, by, dst, most) 0
 #define SETTLE_ALIGN 4
@@ -499,10 +499,16 @@ static uint8_t max_byte(const uint8_t *p, size_t n)
 	return most;
 }
 
-static void plus(const float_any *x, const float_any *e, size_t n, float *sum)
+static void plus(const float_any *x, const float_any *e, size_t n, float_any *sum)
 {
-	for (size_t i = PLUS(x, e, n, sum); i < n; i++)
+	for (size_t i = PLUS(0, x, e, n, sum); i < n; i++)
 		sum[i] = round_plus(x[i], e[i]);
+}
+
+static void minus(const float_any *x, const float_any *e, size_t n, float *difference)
+{
+	for (size_t i = PLUS(1, x, e, n, difference); i < n; i++)
+		difference[i] = round_plus(x[i], -e[i]);
 }
 
 static void subtract(const float_any *x, const float *y, size_t n, float_any *r)
@@ -609,5 +615,5 @@ static uint32_t settle(const float_any *x, size_t n, float by, float_any *dst)
 	.abs_max = abs_max, .row_sums = row_sums, .row_fold = row_fold, .sign_bits = sign_bits,                        \
 	.sign_values = sign_values, .sign_sums = sign_sums, .halves = halves, .encode_rows = encode_rows,              \
 	.decode_rows = decode_rows, .pack_codes = pack_codes, .unpack_codes = unpack_codes, .pack_trits = pack_trits,  \
-	.unpack_trits = unpack_trits, .max_byte = max_byte, .plus = plus, .subtract = subtract, .add = add,            \
-	.multiply = multiply, .divide = divide, .maximum = maximum, .settle = settle
+	.unpack_trits = unpack_trits, .max_byte = max_byte, .plus = plus, .minus = minus, .subtract = subtract,        \
+	.add = add, .multiply = multiply, .divide = divide, .maximum = maximum, .settle = settle

@@ -121,18 +121,21 @@ static inline size_t abs_max_simd(const float_any *x, size_t n, int32_t *most)
 }
 
 /*
- * Add a tensor and its residual. Both come from memory and are prefetched; kernels that use the sums need not prefetch.
+ * Add a tensor and its residual, or subtract it. Both come from memory and are prefetched; kernels that use the results
+ * need not prefetch.
  */
-static inline size_t plus_simd(const float_any *x, const float_any *e, size_t n, float *sum)
+static inline size_t plus_simd(int minus, const float_any *x, const float_any *e, size_t n, float_any *sum)
 {
 	const V magnitude = SET1((int)ROUND_ABS), inf = SET1(ROUND_INF), nan = SET1(0x7fc00000);
+	const V flip = SET1(minus ? (int)~ROUND_ABS : 0);
 	size_t i = 0;
 
 	for (; i + STEP <= n; i += STEP) {
 		fetch_ahead(x + i);
 		fetch_ahead(e + i);
 		for (int k = 0; k < 4; k++) {
-			V s = AS_V(ADDF(LOADF(x + i + LANES * k), LOADF(e + i + LANES * k)));
+			V r = XOR(flip, LOAD(e + i + LANES * k));
+			V s = AS_V(ADDF(LOADF(x + i + LANES * k), AS_F(r)));
 
 			STORE(sum + i + LANES * k, SELECT(GT(AND(s, magnitude), inf), nan, s));
 		}

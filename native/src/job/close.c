@@ -106,7 +106,7 @@ codec_status encode_leave(const struct job *j, const struct source *src, const u
 		return CODEC_OK;
 	if (frame[WIRE_AT_LAYOUT] == WIRE_LAYOUT_BLOCKS && family_of(&j->h)->leave)
 		return family_of(&j->h)->leave(j, k, with, src, work);
-	if (j->feedback)
+	if (j->reads_residual)
 		stored_residual(j, k, src, with->residual);
 	else
 		memset(with->residual, 0, sizeof(float) * j->h.n);

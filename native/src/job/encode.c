@@ -1,23 +1,29 @@
 /* encode.c - encode a tensor: open (sample, choose), encode blocks. close.c completes the frame. */
 #include "api.h"
 
-/* Check CODEC_FEEDBACK: it needs a residual and a lossy codec. */
-static codec_status check_feedback(const struct header *h, const codec_context *with)
+/* Check CODEC_FEEDBACK and CODEC_DELTA: each needs a residual and a lossy codec, CODEC_DELTA one of rows. */
+static codec_status check_residual(const struct header *h, const codec_context *with)
 {
-	int feedback = (with->flags & CODEC_FEEDBACK) != 0;
+	int usable;
 
-	return feedback && (h->codec == CODEC_LOSSLESS || (h->n && !with->residual)) ? CODEC_BAD_ARGUMENT : CODEC_OK;
+	switch (with->flags & READS_RESIDUAL) {
+	case 0: return CODEC_OK;
+	case CODEC_FEEDBACK: usable = h->codec != CODEC_LOSSLESS; break;
+	case CODEC_DELTA: usable = codec_is_rows(h->codec); break;
+	default: usable = 0;
+	}
+	return usable && (with->residual || !h->n) ? CODEC_OK : CODEC_BAD_ARGUMENT;
 }
 
 /*
- * Return 1 if an output overlaps an input. The residual may be a state array, or the tensor itself without
- * CODEC_FEEDBACK.
+ * Return 1 if an output overlaps an input. The residual may be a state array, or the tensor itself unless it is an
+ * input, too.
  */
 static int outputs_overlap(const struct header *h, const codec_tensor *src, const void *dst, size_t capacity,
 			   const codec_context *with)
 {
 	uint64_t nbytes = with->residual ? sizeof(float) * h->n : 0;
-	int in_place = with->residual == src->data && src->nbytes == nbytes && !(with->flags & CODEC_FEEDBACK);
+	int in_place = with->residual == src->data && src->nbytes == nbytes && !(with->flags & READS_RESIDUAL);
 
 	if (spans_overlap(dst, capacity, src->data, src->nbytes) ||
 	    spans_overlap(dst, capacity, with->residual, nbytes) ||
@@ -80,7 +86,7 @@ static codec_status encode_open(const codec_spec *spec, const codec_tensor *src,
 
 	TRY(request(spec, src, 1, &h, &t));
 	memcpy(&s, spec, sizeof s);
-	TRY(check_feedback(&h, with));
+	TRY(check_residual(&h, with));
 	if ((!dst && capacity) || with->ncodebooks > 1)
 		return CODEC_BAD_ARGUMENT;
 	TRY(segments_check(with, h.n));
@@ -89,7 +95,7 @@ static codec_status encode_open(const codec_spec *spec, const codec_tensor *src,
 		return CODEC_BAD_ARGUMENT;
 	TRY(job_open(memory, job_nbytes, &h, JOB_ENCODE, &j));
 	*out = j;
-	j->feedback = (with->flags & CODEC_FEEDBACK) != 0;
+	j->reads_residual = with->flags & READS_RESIDUAL;
 	j->no_verify_first = (with->flags & CODEC_NO_VERIFY_FIRST) != 0;
 	TRY(family_of(&h)->begin(j, &s, with));
 	if (j->nscans) {
@@ -151,17 +157,17 @@ static int fits_tensor(const struct job *j, const codec_tensor *src)
 	       src->nbytes == j->h.n * dtype_of(j->h.dtype)->nbytes && (src->data || !src->nbytes);
 }
 
-/* Check that CODEC_FEEDBACK matches how the job was opened. */
-static int fits_feedback(const struct job *j, const codec_context *with)
+/* Check that CODEC_FEEDBACK and CODEC_DELTA match how the job was opened. */
+static int fits_residual(const struct job *j, const codec_context *with)
 {
-	return !(with->flags & CODEC_FEEDBACK) == !j->feedback && check_feedback(&j->h, with) == CODEC_OK;
+	return (with->flags & READS_RESIDUAL) == j->reads_residual && check_residual(&j->h, with) == CODEC_OK;
 }
 
 /* Check the arguments of a step against those with which the job was opened: tensor, room, residual, metric. */
 static codec_status check_step(const struct job *j, const codec_tensor *src, const void *dst, size_t capacity,
 			       const codec_context *with)
 {
-	if (!j || !fits_tensor(j, src) || !fits_feedback(j, with) || (!dst && capacity) ||
+	if (!j || !fits_tensor(j, src) || !fits_residual(j, with) || (!dst && capacity) ||
 	    (codec_is_rows(j->h.codec) && !with->residual != (j->residual == RESIDUAL_NONE)))
 		return CODEC_BAD_ARGUMENT;
 	TRY(family_check_state(&j->h, with, 1));
@@ -238,7 +244,7 @@ codec_status codec_encode_scan(const codec_tensor *src, const codec_context *wit
 	codec_context c;
 
 	TRY(context_read(with, &c));
-	if (!j || !fits_tensor(j, src) || !fits_feedback(j, &c) || first > j->nscans || count > j->nscans - first)
+	if (!j || !fits_tensor(j, src) || !fits_residual(j, &c) || first > j->nscans || count > j->nscans - first)
 		return CODEC_BAD_ARGUMENT;
 	values = source_of(src, &c);
 	saved = call_enter();
@@ -412,7 +418,7 @@ codec_status codec_count(const codec_spec *spec, const codec_tensor *src, uint64
 	TRY(context_read(with, &c));
 	TRY(request(spec, src, 1, &h, &t));
 	TRY(has_exponents(&h));
-	TRY(check_feedback(&h, &c));
+	TRY(check_residual(&h, &c));
 	TRY(segments_check(&c, h.n));
 	TRY(family_check_state(&h, &c, 1));
 	TRY(job_open(scratch, scratch_nbytes, &h, JOB_ENCODE, &j));

@@ -218,7 +218,8 @@ codec_status rows_residual(const struct job *j, const struct kernels *k, const s
 			   uint64_t b, uint64_t at, float *residual, struct work *w)
 {
 	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = residual, .nbytes = 4 * j->h.n};
-	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
+	const struct sink sink = {
+		.into = src->minus ? CODEC_INTO_ADD : SINK_RESIDUAL, .weight = 1, .dst = &dst, .src = src};
 	struct place p = rows_place(j, b);
 	const uint8_t *codes = header_kind(&j->h).entropy ? w->plane[0] : frame + at + p.nscales;
 	const struct coded block = {p.part, frame, codes, at, at + p.nscales, p.first, p.n};
