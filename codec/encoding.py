@@ -234,6 +234,7 @@ def encode_request(
         settings.threads,
         feedback if feedback is False else _check_feedback(feedback, residual, spec),
         settings.verify_first is not False,
+        False,
     )
     return EncodeRequest._make(fields)  # twice as fast as a call of the class; a missing field is a TypeError, too
 

@@ -28,6 +28,7 @@ class EncodeRequest(NamedTuple):
     threads: int | None = None
     feedback: bool = False  # encode x + residual
     verify_first: bool = True  # validate all of x before `residual` is written
+    delta: bool = False  # native only: encode x - residual, and add the decoded values to residual
 
     @property
     def views(self) -> list[tuple[str, TensorView]]:
@@ -43,7 +44,7 @@ class EncodeRequest(NamedTuple):
         """Raise ArgumentError if an output overlaps with an input or with the other output."""
         state = [(name, v, False) for name, v in self.levels.read] if self.levels else []
         if self.residual is not None:
-            check_apart("residual=", self.residual, [("x", self.x, not self.feedback), *state])
+            check_apart("residual=", self.residual, [("x", self.x, not (self.feedback or self.delta)), *state])
         if self.out is not None:
             residual = [("residual=", self.residual, False)] if self.residual is not None else []
             check_apart("out=", self.out, [("x", self.x, False), *residual, *state])

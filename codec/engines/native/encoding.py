@@ -43,7 +43,7 @@ def encode(r: EncodeRequest, make: EncodeFilled | None = None) -> bytes | memory
 
 def fill_context(call: Call, r: EncodeRequest) -> None:
     """Copy the options of a request into the call's context, which must have been reset."""
-    _, _, _, residual, codebook, segments, stream, levels, _, feedback, verify_first = r
+    _, _, _, residual, codebook, segments, stream, levels, _, feedback, verify_first, delta = r
     call.keep = r
     if stream:
         call.context.stream = stream
@@ -55,9 +55,8 @@ def fill_context(call: Call, r: EncodeRequest) -> None:
         call.set_levels(levels)
     if residual is not None:
         call.context.residual = ffi.cast("float *", residual.data)
-        call.context.flags = (lib.CODEC_FEEDBACK if feedback else 0) | (
-            0 if verify_first else lib.CODEC_NO_VERIFY_FIRST
-        )
+        reads = lib.CODEC_DELTA if delta else lib.CODEC_FEEDBACK if feedback else 0
+        call.context.flags = reads | (0 if verify_first else lib.CODEC_NO_VERIFY_FIRST)
 
 
 def check_host(r: EncodeRequest) -> None:

@@ -3,9 +3,11 @@
 import logging
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from codec.stateful.activation.coding import difference
 from codec.stateful.activation.entries import Floats
 
 MOST_VALUES = 1 << 16  # values of a message that are measured
@@ -53,6 +55,14 @@ class ActivationStats:
     change: tuple[float, ...] = ()
 
 
+class Moved(NamedTuple):
+    """Measurement of a row: the number of its visit, and the sums of (a - m)^2 and of a^2."""
+
+    visit: int
+    difference: float
+    activation: float
+
+
 class Change:
     """``|a - m| / |a|`` by visit. A visit's number is how often its sample was sent as a delta."""
 
@@ -60,25 +70,34 @@ class Change:
         self._sums: dict[int, list[float]] = {}  # by visit: sum of (a - m)^2, sum of a^2, rows
         self._warned = False
 
-    def measure(self, difference: Floats, activation: Floats, visits: list[int], start: int) -> None:
-        """Measure rows of a message, and warn once if the change grows from visit to visit.
+    def measure(self, activation: Floats, m: Floats, visits: list[int], start: int) -> list[Moved]:
+        """Measure some rows of a message, for :meth:`add`.
 
         Parameters
         ----------
-        difference, activation : numpy.ndarray of float32, shape (rows, values)
-            a - m, and a.
+        activation, m : numpy.ndarray of float32, shape (rows, values)
+            a, and the m that its delta refers to.
         visits : list of int
             Number of the visit of each row.
         start : int
             Number from which the rows to measure are computed, so that each message measures other ones.
         """
         count = min(len(visits), max(1, MOST_VALUES // max(1, activation.shape[1])))
+        measured: list[Moved] = []
         for i in range(start, start + count):
             row = i % len(visits)
-            d, a = difference[row, :MOST_VALUES], activation[row, :MOST_VALUES]
-            sums = self._sums.setdefault(visits[row], [0.0, 0.0, 0])
-            sums[0] += float(np.dot(d, d))
-            sums[1] += float(np.dot(a, a))
+            a = activation[row, :MOST_VALUES]
+            d = difference(a, m[row, :MOST_VALUES])
+            with np.errstate(over="ignore", invalid="ignore"):
+                measured.append(Moved(visits[row], float(np.dot(d, d)), float(np.dot(a, a))))
+        return measured
+
+    def add(self, measured: list[Moved]) -> None:
+        """Count the rows of a message, and warn once if the change grows from visit to visit."""
+        for moved in measured:
+            sums = self._sums.setdefault(moved.visit, [0.0, 0.0, 0])
+            sums[0] += moved.difference
+            sums[1] += moved.activation
             sums[2] += 1
         self._warn()
 

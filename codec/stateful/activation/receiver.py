@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from codec._options import CallOptions
-from codec.decoding import accumulate, decode
+from codec.decoding import decode
 from codec.errors import ArgumentError, FrameError, LimitError, StateError, Status
 from codec.inspection import Info, inspect
+from codec.stateful.activation.coding import add_delta
 from codec.stateful.activation.entries import BITS, Bits, Floats, narrow, widen
 from codec.stateful.activation.ledger import Ledger, Staging
 from codec.stateful.activation.message import Head, Message, next_checks
@@ -129,7 +130,7 @@ class Receiver:
             )
             error.item = tuple(ids)
             raise error
-        accumulate(m.delta, rows.reshape(-1, *sample_shape), options=options)
+        add_delta(m.delta, rows.reshape(-1, *sample_shape), options)
         return rows
 
 

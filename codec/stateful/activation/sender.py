@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from codec._options import CallOptions
-from codec.decoding import accumulate, decode
+from codec.decoding import decode
 from codec.encoding import encode
 from codec.errors import ArgumentError, Status
 from codec.inspection import inspect
 from codec.specs import Lossless, Spec
 from codec.stateful.activation.change import Change
+from codec.stateful.activation.coding import difference, encode_delta
 from codec.stateful.activation.entries import BITS, Bits, Floats, widen
 from codec.stateful.activation.ledger import Ledger, Staging
 from codec.stateful.activation.message import Checks, Head, Ids, Kind, build, next_checks
@@ -46,7 +47,6 @@ class Sender:
         self._ledger = ledger
         self._change = change
         self.first = first
-        self._scratch = np.empty(0, np.float32)
 
     def direct(self, head: Head, x: Values, options: CallOptions | None) -> bytes:
         """Return a message of kind DIRECT."""
@@ -124,30 +124,22 @@ class Sender:
                 old[rows[damaged]] = 0
                 continue
             part = widen(a if len(rows) == len(a) else a[rows], head.dtype)
-            d = self._difference(part, m)
+            moved = self._change.measure(part, m, self._ledger.visits(known), head.number)
+            shape = (len(rows), *sample_shape)
             try:
-                shaped = d.reshape(-1, *sample_shape)
-                frame = encode(shaped, spec, stream=_stream(head, 1), options=options)
+                frame = encode_delta(part.reshape(shape), m.reshape(shape), spec, _stream(head, 1), options)
             except ArgumentError as e:
                 if e.code != Status.NONFINITE:
                     raise
-                old[rows[~np.isfinite(d).all(axis=1)]] = 0
+                self._ledger.gather(known, m)  # the old m again
+                old[rows[~np.isfinite(difference(part, m)).all(axis=1)]] = 0
                 continue
-            visits = self._ledger.visits(known)
-            accumulate(frame, m.reshape(shaped.shape), options=options)
             if head.dtype == "float16" and (over := (np.abs(m) >= _MAX_FLOAT16).any(axis=1)).any():
                 old[rows[over]] = 0
                 continue
-            self._change.measure(d, part, visits, head.number)
+            self._change.add(moved)
             return _Part(rows, frame, m)
         return None
-
-    def _difference(self, a: Floats, m: Floats) -> Floats:
-        """Return a - m in memory that the next call overwrites."""
-        if self._scratch.size < a.size:
-            self._scratch = np.empty(a.size, np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            return np.subtract(a, m, out=self._scratch[: a.size].reshape(a.shape))
 
 
 _NO_SAMPLES: tuple[Ids, Checks] = (np.empty(0, np.int64), np.empty(0, np.uint64))
