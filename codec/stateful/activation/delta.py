@@ -1,29 +1,26 @@
 """One side of an edge between pipeline stages: activations as deltas to those of the last visit (AQ-SGD)."""
 
-import os
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from codec._options import CallOptions, settings_of
-from codec.arguments import shown, whole
+from codec.arguments import whole
 from codec.encoding import bound
-from codec.errors import ArgumentError, PeerError, SpecError, StateError
-from codec.presets import resolve
-from codec.specs import Float8, Lossless, Quantize, Spec, Truncate
+from codec.errors import PeerError, StateError
+from codec.specs import Quantize, Spec
 from codec.stateful.activation import state
 from codec.stateful.activation.change import ActivationStats, Change
 from codec.stateful.activation.entries import EIGHT_BIT
 from codec.stateful.activation.ledger import Ledger, Staging
-from codec.stateful.activation.message import ENTRY_CODES, HEAD, ROW, Head, Kind, Message, parse
-from codec.stateful.activation.receiver import Order, Receiver, Target
+from codec.stateful.activation.message import HEAD, ROW, Kind, Message, parse
+from codec.stateful.activation.receiver import Receiver, Target
 from codec.stateful.activation.sender import LOSSLESS, Sender
-from codec.stateful.activation.store_file import FileStore
-from codec.stateful.activation.store_ram import RamStore
-from codec.stateful.activation.values import Values, bytes_of, ids_of, output_bytes, shown_samples, values_of
+from codec.stateful.activation.settings import delta_spec_of, entries_of, spec_of, store_of
+from codec.stateful.activation.traffic import Traffic
+from codec.stateful.activation.values import bytes_of, ids_of, shown_samples, values_of, write_message
 from codec.tensors.view import TensorView, fetch, mark_written, view_bytes
 
 EntryDtype = Literal["float32", "bfloat16", "8bit"]
@@ -122,19 +119,16 @@ class ActivationDelta:
         edge: int = 0,
     ) -> None:
         self.spec = spec
-        self._backward = _usable("backward", backward)
-        if not isinstance(dtype, str) or dtype not in ENTRY_CODES:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentError(f"dtype must be one of {ENTRY_CODES}, got {shown(dtype)}")
+        self._backward = spec_of("backward", backward)
+        entries = entries_of(dtype)
         limit = None if budget is None else whole("budget", budget, 0)
         number = whole("edge", edge, 0, (1 << 64) - 1)
         self._change = Change()
-        opened = _opened(store, dtype, number)
-        self._ledger = Ledger(opened, dtype, limit, opened.found)
-        self._sender = Sender(self._ledger, self._change, _usable("first", first))
+        opened = store_of(store, entries, number)
+        self._ledger = Ledger(opened, entries, limit, opened.found)
+        self._sender = Sender(self._ledger, self._change, spec_of("first", first))
         self._receiver = Receiver(self._ledger)
-        self._order = Order()
-        self._head = Head(Kind.RAW, "float32", dtype, number, _new_session(), 0)
-        self._counts = ActivationStats()
+        self._traffic = Traffic(number, entries)
 
     @property
     def spec(self) -> Spec:
@@ -146,10 +140,7 @@ class ActivationDelta:
 
     @spec.setter
     def spec(self, spec: Spec | str) -> None:
-        found = _usable("spec", spec)
-        if isinstance(found, Lossless) or (isinstance(found, Float8) and found.nonfinite != "error"):
-            raise SpecError(f"deltas need a lossy spec that refuses NaN and Inf, got {found}")
-        self._spec = found
+        self._spec = delta_spec_of(spec)
 
     def encode(
         self, activation: Any, samples: Iterable[int] | None, *, out: Any = None, options: CallOptions | None = None
@@ -182,7 +173,7 @@ class ActivationDelta:
         """
         settings_of(options)
         x = values_of("the activation", activation)
-        head = self._next_head(x)
+        head = self._traffic.next_head(x.dtype)
         if samples is None:
             return self._sent(self._sender.direct(head, x, options), out)
         ids = ids_of(samples)
@@ -265,7 +256,8 @@ class ActivationDelta:
         """
         settings_of(options)
         x = values_of("the gradient", gradient)
-        return self._sent(self._sender.gradient(self._next_head(x), x, self._backward, options), out)
+        head = self._traffic.next_head(x.dtype)
+        return self._sent(self._sender.gradient(head, x, self._backward, options), out)
 
     def decode_gradient(
         self, message: Any, *, out: Any = None, like: Any = None, options: CallOptions | None = None
@@ -411,7 +403,7 @@ class ActivationDelta:
         With files as the store, the dict has the check of each m in its place, and all m are on the disk.
         """
         self.flush()
-        return state.save(self._ledger, self._head.edge)
+        return state.save(self._ledger, self._traffic.edge)
 
     def load_state_dict(self, saved: Any) -> None:
         """Replace m of all samples by copies of those in a state dict.
@@ -431,18 +423,17 @@ class ActivationDelta:
         """
         if self._ledger.in_step:
             raise StateError("m cannot be loaded between encode() or decode() and commit() or rollback()")
-        entries, contents = state.load(saved, self._head.entries, self._head.edge)
+        entries, contents = state.load(saved, self._traffic.entries, self._traffic.edge)
         if contents is None and not self._ledger.store.persistent:
             raise StateError("this state dict refers to the files of a store: pass their folder as store=")
         self._ledger.replace(entries, contents)
-        self._order = Order()
-        self._head = self._head._replace(session=_new_session(), number=0)
+        self._traffic.restart()
 
     def stats(self) -> ActivationStats:
         """Return counts of messages and entries, and how much activations change between visits."""
         ledger = self._ledger
         return replace(
-            self._counts,
+            self._traffic.counts,
             entries=len(ledger.entries),
             entries_nbytes=ledger.nbytes,
             evicted=ledger.evicted,
@@ -450,24 +441,13 @@ class ActivationDelta:
             change=self._change.by_visit(),
         )
 
-    def _next_head(self, x: Values) -> Head:
-        return self._head._replace(dtype=x.dtype, number=self._head.number + 1)
-
     def _sent(self, message: bytes, out: Any, staging: list[Staging] | None = None) -> bytes | memoryview:
         """Return a message in `out`, if that is given, and stage its m."""
-        result: bytes | memoryview = message
-        if out is not None:
-            memory = output_bytes(out)
-            if len(message) > len(memory):
-                raise ArgumentError(f"out= has {len(memory)} bytes, the message has {len(message)}: see bound()")
-            memory[: len(message)] = message
-            mark_written(out)
-            result = memory[: len(message)].toreadonly()
+        result = message if out is None else write_message(message, out)
         staging = staging or []
         self._ledger.stage(staging)
-        self._head = self._head._replace(number=self._head.number + 1)
         raw = sum(len(s.samples) for s in staging if s.visits[:1] == [0])
-        self._count(len(message), raw, sum(len(s.samples) for s in staging) - raw)
+        self._traffic.sent(len(message), raw, sum(len(s.samples) for s in staging) - raw)
         return result
 
     def _received(self, message: Any, options: CallOptions | None) -> tuple[Message, TensorView]:
@@ -475,52 +455,9 @@ class ActivationDelta:
         settings_of(options)
         v = fetch("the message", view_bytes(message))
         m = parse(bytes_of(v))
-        head, own = m.head, self._head
-        if (head.edge, head.entries) != (own.edge, own.entries):
-            raise StateError(
-                f"this side has edge {own.edge} and entries of {own.entries}, the message edge {head.edge} and entries "
-                f"of {head.entries}"
-            )
-        self._order.check(head)
+        self._traffic.check(m.head)
         return m, v
 
     def _accept(self, m: Message, nbytes: int, out: Any, raw: int = 0, deltas: int = 0) -> None:
-        self._order.accept(m.head)
+        self._traffic.received(m.head, nbytes, raw, deltas)
         mark_written(out)
-        self._count(nbytes, raw, deltas)
-
-    def _count(self, nbytes: int, raw: int, deltas: int) -> None:
-        c = self._counts
-        self._counts = replace(
-            c,
-            messages=c.messages + 1,
-            nbytes=c.nbytes + nbytes,
-            raw_samples=c.raw_samples + raw,
-            delta_samples=c.delta_samples + deltas,
-        )
-
-
-def _usable(name: str, given: Any) -> Spec:
-    """Return the spec that an argument means."""
-    spec, is_bound = resolve(given)
-    if isinstance(spec, Truncate) or is_bound is not None:
-        raise SpecError(f"{name} must be a spec without an optimizer, got {shown(given)}")
-    return spec
-
-
-def _opened(store: Any, dtype: str, edge: int) -> RamStore | FileStore:
-    """Return the store that an argument means."""
-    if isinstance(store, str) and store == "ram":
-        return RamStore(dtype)
-    try:
-        path = Path(store)
-    except TypeError:
-        raise ArgumentError(f"store must be 'ram' or the path of a folder, got {shown(store)}") from None
-    try:
-        return FileStore(path, dtype, edge)
-    except (OSError, ValueError) as e:
-        raise ArgumentError(f"store={shown(store)}: {getattr(e, 'strerror', None) or e}") from e
-
-
-def _new_session() -> int:
-    return int.from_bytes(os.urandom(8), "little")

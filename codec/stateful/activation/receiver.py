@@ -12,7 +12,7 @@ from codec.inspection import Info, inspect
 from codec.stateful.activation.coding import add_delta
 from codec.stateful.activation.entries import BITS, Bits, Floats, narrow, widen
 from codec.stateful.activation.ledger import Ledger, Staging
-from codec.stateful.activation.message import Head, Message, next_checks
+from codec.stateful.activation.message import Message, next_checks
 from codec.stateful.activation.values import (
     Values,
     bits_of_view,
@@ -23,43 +23,12 @@ from codec.stateful.activation.values import (
 )
 from codec.tensors.view import empty
 
-_MAX_RETIRED = 1 << 12  # sessions of a peer that are remembered, so that their messages are refused
-
 
 class Target(NamedTuple):
     """Arguments of decoding that tell where values are written."""
 
     out: Any
     like: Any
-
-
-class Order:
-    """Refuses messages that were received before, or after a later one.
-
-    Numbers of a peer's messages ascend, and may have gaps: messages that were lost or not sent. A peer that is
-    restarted has a new session.
-    """
-
-    def __init__(self) -> None:
-        self._session: int | None = None
-        self._number = 0
-        self._retired: dict[int, None] = {}
-
-    def check(self, head: Head) -> None:
-        """Raise StateError for a message that is repeated or late."""
-        if head.session == self._session and head.number <= self._number:
-            last = f"the last one was number {self._number}"
-            raise StateError(f"message {head.number} of edge {head.edge} is repeated or late: {last}")
-        if head.session in self._retired:
-            raise StateError(f"message {head.number} of edge {head.edge} is late: its sender has been restarted")
-
-    def accept(self, head: Head) -> None:
-        """Record a message that was decoded."""
-        if self._session is not None and head.session != self._session:
-            self._retired[self._session] = None
-            if len(self._retired) > _MAX_RETIRED:
-                del self._retired[next(iter(self._retired))]
-        self._session, self._number = head.session, head.number
 
 
 class Receiver:

@@ -11,7 +11,7 @@ from codec.arguments import shown, whole
 from codec.errors import ArgumentError
 from codec.stateful.activation.entries import BITS, Bits, Bytes
 from codec.stateful.activation.message import DTYPE_CODES
-from codec.tensors.view import TensorView, on_host, view, view_output
+from codec.tensors.view import TensorView, mark_written, on_host, view, view_output
 from codec.tensors.wrapper import View
 
 _MAX_ID = (1 << 63) - 1
@@ -66,12 +66,17 @@ def bytes_of(v: TensorView) -> Bytes:
     return np.frombuffer(ffi.buffer(v.data, v.nbytes), np.uint8) if v.nbytes else np.empty(0, np.uint8)
 
 
-def output_bytes(out: Any) -> memoryview:
-    """Return the memory of ``out=`` for a message, which must hold bytes."""
+def write_message(message: bytes, out: Any) -> memoryview:
+    """Write a message to the beginning of ``out=``, which must hold bytes, and return that part."""
     v = on_host("out=", view_output(out))
     if v.dtype not in ("uint8", "int8"):
         raise ArgumentError(f"out= must hold bytes, not {v.dtype}")
-    return memoryview(ffi.buffer(v.data, v.nbytes)).cast("B")
+    if len(message) > v.nbytes:
+        raise ArgumentError(f"out= has {v.nbytes} bytes, the message has {len(message)}: see bound()")
+    written = memoryview(ffi.buffer(v.data, v.nbytes)).cast("B")[: len(message)]
+    written[:] = message
+    mark_written(out)
+    return written.toreadonly()
 
 
 def as_rows(x: Values, count: int) -> Bits:

@@ -1,0 +1,49 @@
+"""Arguments of :class:`codec.ActivationDelta`: specs and stores."""
+
+from pathlib import Path
+from typing import Any
+
+from codec.arguments import shown
+from codec.errors import ArgumentError, SpecError
+from codec.presets import resolve
+from codec.specs import Float8, Lossless, Spec, Truncate
+from codec.stateful.activation.message import ENTRY_CODES
+from codec.stateful.activation.store_file import FileStore
+from codec.stateful.activation.store_ram import RamStore
+
+
+def spec_of(name: str, given: Any) -> Spec:
+    """Return the spec that an argument means, which must not need an optimizer."""
+    spec, is_bound = resolve(given)
+    if isinstance(spec, Truncate) or is_bound is not None:
+        raise SpecError(f"{name} must be a spec without an optimizer, got {shown(given)}")
+    return spec
+
+
+def delta_spec_of(given: Any) -> Spec:
+    """Return the spec of deltas that an argument means."""
+    spec = spec_of("spec", given)
+    if isinstance(spec, Lossless) or (isinstance(spec, Float8) and spec.nonfinite != "error"):
+        raise SpecError(f"deltas need a lossy spec that refuses NaN and Inf, got {spec}")
+    return spec
+
+
+def entries_of(given: Any) -> str:
+    """Return the dtype of entries that an argument means."""
+    if not isinstance(given, str) or given not in ENTRY_CODES:
+        raise ArgumentError(f"dtype must be one of {ENTRY_CODES}, got {shown(given)}")
+    return given
+
+
+def store_of(given: Any, dtype: str, edge: int) -> RamStore | FileStore:
+    """Return the store that an argument means."""
+    if isinstance(given, str) and given == "ram":
+        return RamStore(dtype)
+    try:
+        path = Path(given)
+    except TypeError:
+        raise ArgumentError(f"store must be 'ram' or the path of a folder, got {shown(given)}") from None
+    try:
+        return FileStore(path, dtype, edge)
+    except (OSError, ValueError) as e:
+        raise ArgumentError(f"store={shown(given)}: {getattr(e, 'strerror', None) or e}") from e
