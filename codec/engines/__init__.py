@@ -17,6 +17,7 @@ An engine for tensors on a device also has
 An engine raises :class:`codec.EngineError` for memory that it cannot read.
 """
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Sequence
@@ -69,13 +70,17 @@ _native: Engine = native
 _OF_DEVICE = {"cuda": "cuda"}  # name of the engine by type of the device, for devices that the host cannot read
 
 
+@functools.cache
+def _module(name: str) -> ModuleType | None:
+    """Return the module of an engine, imported on first use, or None if this version lacks it."""
+    module = f"{__name__}.{name}"
+    return None if importlib.util.find_spec(module) is None else importlib.import_module(module)
+
+
 def _find(name: str) -> tuple[ModuleType | None, str | None]:
     """Return the module of an engine and the reason why it cannot be used, each or None."""
-    module = f"{__name__}.{name}"
-    if importlib.util.find_spec(module) is None:
-        return None, "this version of codec does not have it"
-    found = importlib.import_module(module)
-    return found, found.why_not()
+    found = _module(name)
+    return (None, "this version of codec does not have it") if found is None else (found, found.why_not())
 
 
 def engines() -> dict[str, str | None]:

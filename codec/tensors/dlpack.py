@@ -201,10 +201,12 @@ def _checked(e: Exported) -> Exported:
         raise ArgumentError(f"a tensor of shape {e.shape} with {e.itemsize} bytes an item cannot be encoded")
     if e.strides is not None and len(e.strides) != len(e.shape):
         raise ArgumentError(f"a tensor of shape {e.shape} cannot have the strides {e.strides}")
-    if e.nbytes and not e.address:
+    if not (nbytes := e.nbytes):  # strides and address of a tensor without values are not checked: no memory is read
+        return e
+    if not e.address:
         raise ArgumentError(f"a tensor of shape {e.shape} has a null pointer as the address of its values")
-    # strides and address of a tensor without values are not checked: no memory is read
-    if e.nbytes > _MAX_NBYTES or e.reach > _MAX_NBYTES or (e.nbytes and e.address + e.reach > _MAX_ADDRESS):
+    reach = nbytes if e.strides is None else e.reach
+    if nbytes > _MAX_NBYTES or reach > _MAX_NBYTES or e.address + reach > _MAX_ADDRESS:
         raise ArgumentError(f"a tensor of shape {e.shape} and strides {e.strides} is larger than memory can be")
     return e
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import codec
 from codec import optimizers
 from codec._c.library import ITEMSIZE
-from codec.engines.cuda import encoding, workspace
+from codec.engines.cuda import encoding, plan, workspace
+from codec.engines.cuda.plan import Plan
 from codec.errors import Status
 from reference import decoder as oracle
 from support import cupy_on_cpu, engine_comparison, flatcall
@@ -392,6 +393,32 @@ def test_one_pass_reads_rows_once(monkeypatch):
         bad = np.where(np.arange(20_000) == 19_999, F32(np.nan), x)
         assert outcome(encode, bad, spec, "float32", residual=ours, verify_first=False) == Status.NONFINITE
     assert [count > 0 for count in scanned] == [True, False, False] * 3
+
+
+def test_calls_share_plans(monkeypatch):
+    """A call with the spec, dtype and shape of an earlier one makes no plan; its random bits and values are its own."""
+    made = []
+    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "Plan", lambda r: made.append(r) or Plan(r))
+    rng = np.random.default_rng(11)
+    xs = rng.standard_normal((3, 40, 500), F32)
+    book = codec.Codebook.from_tensors(xs[0])
+    quantize, lossless = codec.Quantize(4, rounding="stochastic"), codec.Lossless()
+    cases = [(quantize, {"stream": s}) for s in (0, 1, 1 << 40)] + [(codec.Ternary(seed=s), {}) for s in (0, 1)]
+    cases += [(lossless, {}), (lossless, {"codebook": book}), (lossless, {"segments": [(0, (40, 500))]})]
+    for x in xs:
+        for spec, how in cases:
+            assert encode(x, spec, "float32", **how) == flatcall.encode(x, spec, **how), (spec, how)
+    assert len(made) == 6
+    for shape, dtype in (((500, 40), "float32"), ((40, 500), "uint32")):
+        y = x.view(dtype).reshape(shape)
+        assert encode(y, lossless, dtype) == codec.encode(y)
+    assert len(made) == 8
+    monkeypatch.setattr(plan, "_KEPT", 1)
+    for spec in (quantize, lossless, quantize):
+        assert encode(x[:20], spec, "float32") == codec.encode(x[:20], spec)
+    assert len(made) == 11
+    assert len(plan._plans) == 1
 
 
 @by_cupy

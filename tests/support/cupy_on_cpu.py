@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from codec.engines.cuda import cache, cupy_backend
+from codec.engines.cuda import cache, cupy_backend, devices
 from support.device import launch
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # modes of captures, and of threads during captures
@@ -450,6 +450,7 @@ def install(monkeypatch: Any, library: Any, capabilities: tuple[str, ...] = ("90
     global machine
     machine = Machine(library, capabilities)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(devices, "backend", cupy_backend.CupyBackend())
     monkeypatch.setattr(cupy_backend, "_gpu", functools.cache(cupy_backend.Gpu))
     monkeypatch.setattr(
         cupy_backend, "_driver", lambda: types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)

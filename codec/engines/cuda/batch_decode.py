@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from codec.engines.cuda.decoding import DECODING_NBYTES, FOUND_NBYTES, NOTHING_FOUND, Frame, Sink
 from codec.engines.cuda.kernels import blocks_for
 from codec.engines.cuda.preprocess import PREPROCESSING_NBYTES
-from codec.engines.cuda.upload import VIEW_NBYTES
+from codec.engines.cuda.upload import aligned
 from codec.engines.cuda.workspace import Work, grid_for, launch_each, pointer, small
 from codec.engines.request import DecodeRequest
 from codec.tensors.view import TensorView
@@ -31,8 +31,9 @@ class Step(NamedTuple):
 
     def launches(self) -> list[tuple[str, list[tuple[Frame, Sink]]]]:
         """Return kernels, each with the frames that it decodes."""
-        if self.summing:
-            return [(self.items[0][0].summing, list(self.items))]
+        first = self.items[0][0]
+        if self.summing or len(self.items) == 1:
+            return [(first.summing if self.summing else first.kernel, list(self.items))]
         ordered = sorted(self.items, key=lambda item: item[0].kernel)
         return [(kernel, list(own)) for kernel, own in itertools.groupby(ordered, key=lambda item: item[0].kernel)]
 
@@ -83,21 +84,24 @@ class BatchDecode:
         self._preprocessing = [some for frame in frames if (some := frame.preprocessing.struct())]
         kernels = {kernel for launch in self._launches for kernel, _ in launch}
         device.prepare(kernels | {"preprocess"} if self._preprocessing else kernels)
-        parts = [size for frame in frames for size in (VIEW_NBYTES, len(frame.image.data))]
-        sizes = sum(map(len, self._preprocessing)), DECODING_NBYTES * sum(len(step.items) for step in steps)
-        self._preprocessing_at, self._at, self._found, *parts = places = work.reserve(
-            *sizes, FOUND_NBYTES * len(frames), *parts
-        )
-        index = {id(frame): i for i, frame in enumerate(frames)}
-        images = [part for i, f in enumerate(frames) for part in (f.image.view(parts[2 * i + 1]), f.image.data)]
-        decodings, seen = b"", set[int]()
+        image = bytearray(b"".join(self._preprocessing))
+        image += bytes(aligned(len(image)) - len(image))
+        decodings = len(image)
+        found = decodings + aligned(DECODING_NBYTES * sum(len(step.items) for step in steps))
+        uploads = aligned(found + FOUND_NBYTES * len(frames))
+        sizes = [len(frame.image.upload) for frame in frames]
+        address = work.new(uploads + sum(sizes))
+        self._preprocessing_at, self._at, self._found = address, address + decodings, address + found
+        images = itertools.accumulate(sizes, initial=address + uploads)
+        founds = itertools.count(address + found, FOUND_NBYTES)
+        places = {id(frame): (next(images), next(founds)) for frame in frames}
+        seen = set[int]()
         for kernel, items in itertools.chain(*self._launches):
             for frame, sink in items:
-                i = index[id(frame)]
-                where = parts[2 * i], parts[2 * i + 1], self._found + FOUND_NBYTES * i
-                decodings += frame.decoding(kernel, *where, sink, checks=i not in seen)
-                seen.add(i)
-        work.send(places, b"".join(self._preprocessing), decodings, NOTHING_FOUND * len(frames), *images)
+                image += frame.decoding(kernel, *places[id(frame)], sink, checks=id(frame) not in seen)
+                seen.add(id(frame))
+        image = image.ljust(found, b"\0") + NOTHING_FOUND * len(frames)
+        work.send(address, image.ljust(uploads, b"\0") + b"".join([frame.image.upload for frame in frames]))
 
     def begin(self, i: int) -> None:
         """Launch the kernels of step ``i``. Steps must be launched in order."""

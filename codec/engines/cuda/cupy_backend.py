@@ -178,8 +178,8 @@ class Gpu:
                 self._functions[name] = module.get_function(lowered)
 
     def constant(self, kernel: str, name: str, count: int) -> tuple[int, ...]:
-        self.prepare([kernel])
         if (kernel, name) not in self._constants:
+            self.prepare([kernel])
             module = self._functions[kernel].module
             side = self._cupy.cuda.Stream(non_blocking=True)  # the current stream may be captured
             data = self._download(module.get_global_var(name), 8 * count, side)
@@ -187,7 +187,8 @@ class Gpu:
         return self._constants[kernel, name]
 
     def launch(self, kernel: str, grid: tuple[int, int], *args: Any) -> None:
-        self.prepare([kernel])
+        if kernel not in self._functions:
+            self.prepare([kernel])
         pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
         threads = FILES[FILE_OF[kernel]].threads
         function, stream = self._functions[kernel], self._stream()
@@ -250,8 +251,17 @@ def _gpu(index: int) -> Gpu:
 class CupyBackend:
     """GPUs of CuPy: implements :class:`codec.engines.cuda.devices.Backend`."""
 
+    def __init__(self) -> None:
+        self._usable = False  # a GPU has been found, which stays: each look takes several calls of the driver
+
     def why_not(self) -> str | None:
         """Return why no GPU can be used, or None."""
+        reason = None if self._usable else self._look()
+        self._usable = reason is None
+        return reason
+
+    def _look(self) -> str | None:
+        """Look for a GPU that can be used; return the reason if there is none."""
         if importlib.util.find_spec("cupy") is None:
             return f"CuPy is not installed: {_INSTALL}"
         try:

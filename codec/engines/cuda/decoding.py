@@ -8,10 +8,10 @@ from codec._c.library import DTYPE_NAMES, ITEMSIZE, MANTISSA_BITS, check, ffi, l
 from codec._call import Call
 from codec.engines.blockwise import tensor_like
 from codec.engines.cuda.encoding import ALIGNMENT
-from codec.engines.cuda.job import WARPS
 from codec.engines.cuda.kernels import blocks_for
+from codec.engines.cuda.plan import WARPS
 from codec.engines.cuda.preprocess import Preprocessing
-from codec.engines.cuda.upload import Image
+from codec.engines.cuda.upload import DATA_AT, Image
 from codec.engines.cuda.workspace import Work, grid_for
 from codec.engines.native import decoding as native
 from codec.engines.request import DecodeRequest
@@ -112,8 +112,9 @@ class Frame:
             call.set_codebooks(self.request.codebooks)
         if levels is not None:
             call.set_levels(levels, read=False)
+        nothing = call.fill_tensor(TensorView(self.dtype, self.shape, ffi.NULL, 0, None))
         size = ffi.new("size_t[2]")
-        check(lib.codec_job_nbytes(ffi.addressof(info.spec), tensor_like(info), size, size + 1))
+        check(lib.codec_job_nbytes(ffi.addressof(info.spec), nothing, size, size + 1))
         job, view = new_bytes(size[0]), ffi.new("codec_view *")
         args = head.data, head.nbytes, self.frame.nbytes, call.context, job, size[0], ffi.NULL
         status = lib.codec_decode_plan(*args)
@@ -126,7 +127,7 @@ class Frame:
         self.image = Image(view, job, ["tables", "model_parts", "offsets", "row_parts"])
         self._at = work.read(self.frame, ALIGNMENT)
         self.preprocessing = preprocessing = Preprocessing(work, info.n)
-        if self._shared and levels is not None:
+        if levels is not None and self._shared:
             preprocessing.ask(levels)
         self.kernel, self._constant, self.summing = _kernels(view, ITEMSIZE[self.dtype])
         self._scratch = 0
@@ -154,7 +155,7 @@ class Frame:
         """Return whether the destination matches the frame's tensor, and the state that the frame needs is given."""
         dtype = self.dtype if into == lib.CODEC_INTO_STORE else "float32"
         takes = into == lib.CODEC_INTO_STORE or self.dtype in MANTISSA_BITS
-        state = not self._shared or (source is not None and source.levels is None)
+        state = (source is not None and source.levels is None) or not self._shared
         return takes and state and (v.dtype, v.shape) == (dtype, self.shape)
 
     def _refuse(self, call: Call, v: TensorView) -> None:
@@ -200,13 +201,13 @@ class Frame:
         records = struct.iter_unpack("<QQQIIII", ffi.buffer(self._job + a.at, a.count * a.itemsize))
         return [(count, row, scale) for _, count, _, _, row, scale, _ in records]
 
-    def decoding(self, kernel: str, view: int, data: int, found: int, sink: Sink, *, checks: bool) -> bytes:
-        """Return the codec_decoding for a kernel that has been prepared, from the addresses of the uploads."""
+    def decoding(self, kernel: str, at: int, found: int, sink: Sink, *, checks: bool) -> bytes:
+        """Return the codec_decoding for a kernel that has been prepared, from the addresses of its image and result."""
         device, warps = self.work.device, WARPS * self.grid
         if kernel == self.kernel and self._constant and not self._scratch:
             self._scratch = self.work.new(warps * device.constant(kernel, *self._constant)[-1])
         codes = bool(sink.codes & lib.CODEC_UNSCALED), bool(sink.codes & lib.CODEC_RESCALE)
-        addresses = view, data, self._at, self._scratch, self.preprocessing.exponents, found
+        addresses = at, at + DATA_AT, self._at, self._scratch, self.preprocessing.exponents, found
         return _DECODING.pack(*addresses, *sink[:4], *codes, checks, warps)
 
     def close(self, found: bytes) -> None:

@@ -4,7 +4,8 @@ import struct
 from typing import Any
 
 from codec._c.library import check
-from codec.engines.cuda.job import WRITTEN_NBYTES, Job, plan_of
+from codec.engines.cuda.job import WRITTEN_NBYTES, Job
+from codec.engines.cuda.plan import plan_of
 from codec.engines.cuda.workspace import Work
 from codec.engines.native.encoding import frame_in
 from codec.engines.request import EncodeRequest
@@ -24,8 +25,6 @@ class Encoding:
     work : Work
         Device memory of the call.
     r : EncodeRequest
-    written : int, optional
-        Address of memory for a codec_written of ``native/cuda/frame/encode.cuh``, which receives size and status.
 
     Attributes
     ----------
@@ -33,7 +32,7 @@ class Encoding:
         Address of the frame.
     """
 
-    def __init__(self, work: Work, r: EncodeRequest, written: int = 0) -> None:
+    def __init__(self, work: Work, r: EncodeRequest) -> None:
         r.check_apart()
         self.work, self.request = work, r
         plan = plan_of(r)
@@ -47,7 +46,7 @@ class Encoding:
         else:
             self.frame, self._capacity = r.out.address, r.out.nbytes
         residual = work.write(r.residual, read=r.feedback, apart=short) if r.residual is not None else 0
-        self.job = Job(work, r, plan, self.frame, self._capacity, residual, written)
+        self.job = Job(work, r, plan, self.frame, self._capacity, residual)
 
     def finish(self, written: bytes | None = None) -> Any:
         """Wait for the stream, and return the frame.

@@ -11,8 +11,9 @@ from codec.engines.cuda.batch_decode import Step, open_frames, read
 from codec.engines.cuda.decoding import Frame, Sink
 from codec.engines.cuda.devices import device_for
 from codec.engines.cuda.encoding import Encoding
-from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, Job, begin, plan_of
+from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, Job, begin
 from codec.engines.cuda.pending import Pending
+from codec.engines.cuda.plan import plan_of
 from codec.engines.cuda.workspace import Work
 from codec.engines.native.decoding import check_whole, is_bomb
 from codec.engines.native.many import at_item, check_many_apart

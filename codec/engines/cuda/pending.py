@@ -4,7 +4,8 @@ import sys
 from typing import Any
 
 from codec.engines.cuda.encoding import ALIGNMENT, Encoding
-from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, begin, bound_of
+from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, begin
+from codec.engines.cuda.plan import plan_of
 from codec.engines.cuda.workspace import Work
 from codec.engines.request import EncodeRequest
 from codec.errors import ArgumentError, EngineError
@@ -16,27 +17,39 @@ class Pending:
     """Frame that a GPU encodes in the order of its stream: see :func:`codec.encode_async`.
 
     This object keeps the memory that the GPU needs for the frame.
-
-    Attributes
-    ----------
-    nbytes : array or tensor of one int64, on the device
-        Size of the frame in bytes; 0 until the frame is complete, and if the tensor cannot be encoded.
-    status : array or tensor of one int32, on the device
-        :class:`codec.Status` of the encoding, valid when the stream has passed it.
-    counts : array or tensor of 256 int32, on the device
-        How often each symbol of the exponent occurs in the sample, for floats with :class:`codec.Lossless` and for
-        :class:`codec.Truncate`. For :meth:`codec.Codebook.from_counts` of a later step.
     """
 
     def __init__(self, work: Work, r: EncodeRequest) -> None:
         _check(r)
-        written, v = work.device.empty("uint8", (WRITTEN_NBYTES + COUNTS_NBYTES,), r.x.owner)
-        self._encoding = Encoding(work, r, v.address)
-        begin(work, [self._encoding.job])
-        work.device.copy(v.address + WRITTEN_NBYTES, self._encoding.job.counts, COUNTS_NBYTES)
-        self.nbytes = _view_as(written[24:32], "int64")
-        self.counts = _view_as(written[WRITTEN_NBYTES:], "int32")
-        self.status = _view_as(written[40:44], "int32")
+        self._encoding = Encoding(work, r)
+        job, device = self._encoding.job, work.device
+        nbytes = WRITTEN_NBYTES + job.layout.zeros_nbytes
+        self._results, v = device.empty("uint8", (nbytes,), r.x.owner)
+        device.clear(v.address, nbytes)
+        job.written, job.counts = v.address, v.address + WRITTEN_NBYTES
+        begin(work, [job])
+
+    @property
+    def nbytes(self) -> Any:
+        """Size of the frame in bytes, as one int64 on the device.
+
+        0 until the frame is complete, and if the tensor cannot be encoded.
+        """
+        return _view_as(self._results[24:32], "int64")
+
+    @property
+    def status(self) -> Any:
+        """:class:`codec.Status` of the encoding, as one int32 on the device, valid when the stream has passed it."""
+        return _view_as(self._results[40:44], "int32")
+
+    @property
+    def counts(self) -> Any:
+        """How often each symbol of the exponent occurs in the sample, as 256 int32 on the device.
+
+        For floats with :class:`codec.Lossless` and for :class:`codec.Truncate`. For :meth:`codec.Codebook.from_counts`
+        of a later step.
+        """
+        return _view_as(self._results[WRITTEN_NBYTES : WRITTEN_NBYTES + COUNTS_NBYTES], "int32")
 
     def wait(self) -> Any:
         """Wait for the stream, and return the frame.
@@ -62,7 +75,7 @@ def _check(r: EncodeRequest) -> None:
             raise EngineError(f"{name} is in host memory: encode_async takes memory on the device only, encode() both")
     if r.out is None or r.out.address % ALIGNMENT:
         raise ArgumentError(f"encode_async needs out=, memory on the device at a multiple of {ALIGNMENT} bytes")
-    if r.residual is not None and r.out.nbytes < (bound := bound_of(r)):
+    if r.residual is not None and r.out.nbytes < (bound := plan_of(r).bound):
         raise ArgumentError(
             f"encode_async with residual= needs out= of at least {bound} bytes (see bound()), got {r.out.nbytes}"
         )

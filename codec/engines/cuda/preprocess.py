@@ -51,13 +51,13 @@ class Preprocessing:
         for (first, optimizer), end in zip(source.groups, ends, strict=True):
             if first < self._n:
                 groups += self._group(first, min(end, self._n), optimizer, state)
-        self._groups, self.exponents = self._work.put(groups or bytes(_GROUP.size))[0], self._work.new(self._n)
+        self._groups, self.exponents = self._work.put(groups or bytes(_GROUP.size)), self._work.new(self._n)
 
     def _group(self, first: int, end: int, optimizer: Optimizer | Custom, state: State) -> bytes:
         """Return the codec_group of an optimizer for values [first, end)."""
         if isinstance(optimizer, Custom):  # compiled for the host
             a = _values_of(optimizer, {name: self._work.fetch(v) for name, (_, v) in state.items()}, first, end)
-            [at] = self._work.put(a.data.cast("B"))
+            at = self._work.put(a.data.cast("B"))
             return _GROUP.pack(first, end, at, *[0] * 11)
         t = optimizer.final({name: v for name, (_, v) in state.items()})
         used = {"theta": True, "v": bool(t.theta_v), "m": bool(t.m)}

@@ -1,12 +1,15 @@
 """Upload of a job of the C library to a device: its codec_view, and those arrays of its memory that kernels use."""
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 from codec._c.library import ffi
 
 VIEW_NBYTES = ffi.sizeof("codec_view")
-_MULTIPLE = 16  # alignment of arrays in bytes
+_ALIGNMENT = 16  # alignment of arrays in bytes
+DATA_AT = -(-VIEW_NBYTES // _ALIGNMENT) * _ALIGNMENT  # offset of the arrays in an upload
+_AT = struct.Struct("<Q")  # field `at` of a codec_array, its first
 
 
 class Image:
@@ -23,35 +26,35 @@ class Image:
 
     Attributes
     ----------
-    data : bytes
-        The arrays that kernels read, one after the other.
+    upload : bytes
+        The codec_view, with offsets of arrays from :data:`DATA_AT`, or from the beginning of the memory of `made`; and
+        at :data:`DATA_AT` the arrays that kernels read.
     made_nbytes : int
         Size of the arrays that kernels fill.
     """
 
     def __init__(self, view: Any, job: Any, given: Sequence[str], made: Sequence[str] = ()) -> None:
-        self._view, self._made = ffi.new("codec_view *", view[0]), made
-        memory, data = ffi.buffer(job), bytearray()
+        placed, memory, data = ffi.new("codec_view *", view[0]), ffi.buffer(job), bytearray()
         for name in given:
-            array = getattr(self._view, name)
-            size, at = array.count * array.itemsize, array.at
-            array.at = len(data)
-            data += memory[at : at + size].ljust(_aligned(size), b"\0")
-        self.data = bytes(data)
+            array = getattr(placed, name)
+            if size := array.count * array.itemsize:
+                at, array.at = array.at, len(data)
+                data += memory[at : at + size].ljust(aligned(size), b"\0")
         self.made_nbytes = 0
+        self._made: list[tuple[int, int]] = []  # offsets of the fields `at` in the view, and their values
         for name in made:
-            array = getattr(self._view, name)
+            array = getattr(placed, name)
             array.at = self.made_nbytes
-            self.made_nbytes += _aligned(array.count * array.itemsize)
+            self._made.append((ffi.offsetof("codec_view", name), self.made_nbytes))
+            self.made_nbytes += aligned(array.count * array.itemsize)
+        self.upload = ffi.buffer(placed)[:].ljust(DATA_AT, b"\0") + data
 
-    def view(self, data: int = 0, made: int = 0) -> bytes:
-        """Return the codec_view for arrays at address ``data`` and filled arrays at ``made``, the higher address."""
-        view = ffi.new("codec_view *", self._view[0])
-        for name in self._made:
-            getattr(view, name).at += made - data
-        return bytes(ffi.buffer(view))
+    def place_made(self, upload: bytearray, distance: int) -> None:
+        """Set the offsets of `made` in a copy of the upload: their memory is `distance` bytes behind its beginning."""
+        for field, at in self._made:
+            _AT.pack_into(upload, field, at + distance - DATA_AT)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
     """Round up to the alignment of arrays."""
-    return -(-nbytes // _MULTIPLE) * _MULTIPLE
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

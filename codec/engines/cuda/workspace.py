@@ -1,6 +1,7 @@
 """Device memory of one call, and copies between it and host memory."""
 
 import ctypes
+import itertools
 import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -8,6 +9,7 @@ from typing import Any
 
 from codec._c.library import ITEMSIZE, ffi
 from codec.engines.cuda.devices import Device
+from codec.engines.cuda.upload import aligned
 from codec.tensors.view import TensorView
 
 _VALUES = 4096  # values for each thread block
@@ -40,36 +42,22 @@ class Work:
         self._keep.append(owner)
         return address
 
-    def zeros(self, *sizes: int) -> list[int]:
-        """Return the addresses of zeroed buffers of the given sizes."""
-        places, total = _places(sizes)
-        address = self.new(total)
-        self.device.clear(address, total)
-        return [address + at for at in places]
+    def zeros(self, nbytes: int) -> int:
+        """Return the address of zeroed bytes."""
+        address = self.new(nbytes)
+        self.device.clear(address, nbytes)
+        return address
 
-    def reserve(self, *sizes: int) -> list[int]:
-        """Return the addresses of adjacent buffers of the given sizes, which :meth:`send` fills."""
-        places, total = _places(sizes)
-        address = self.new(total)
-        return [address + at for at in places]
-
-    def send(self, places: Sequence[int], *buffers: Any) -> None:
-        """Copy buffers in host memory to the reserved addresses, in one copy."""
-        if len(buffers) == 1:
-            [image] = buffers
-        else:
-            image = bytearray(places[-1] - places[0] + len(buffers[-1]))
-            for place, buffer in zip(places, buffers, strict=True):
-                at = place - places[0]
-                image[at : at + len(buffer)] = buffer
+    def send(self, to: int, image: bytes | bytearray) -> None:
+        """Copy bytes in host memory to a device address."""
         if image:
-            self._keep.append(self.device.upload(places[0], image))
+            self._keep.append(self.device.upload(to, image))
 
-    def put(self, *buffers: Any) -> list[int]:
-        """Copy buffers in host memory to the device in one copy, and return their addresses."""
-        places = self.reserve(*map(len, buffers))
-        self.send(places, *buffers)
-        return places
+    def put(self, data: Any) -> int:
+        """Copy a buffer in host memory to the device, and return its address."""
+        address = self.new(len(data))
+        self.send(address, data)
+        return address
 
     def read(self, v: TensorView, multiple: int = 0) -> int:
         """Return the device address of a tensor's values; unaligned tensors and those in host memory are copied.
@@ -78,7 +66,7 @@ class Work:
         """
         self._keep.append(v)
         if v.device == "cpu":
-            return self.put(_host_bytes(v))[0]
+            return self.put(_host_bytes(v))
         if v.address % (multiple or ITEMSIZE[v.dtype]) == 0:
             return v.address
         return self.copy(v)
@@ -94,9 +82,11 @@ class Work:
         there = [v for v in views if v.device != "cpu"]
         if len(there) < 2:
             return [self.fetch(v) for v in views]
-        at, *places = self.reserve(_PIECE.size * len(there), *[v.nbytes for v in there])
+        sizes = [_PIECE.size * len(there), *(aligned(v.nbytes) for v in there)]
+        at = self.new(sum(sizes))
+        places = list(itertools.accumulate(sizes, initial=at))[1:-1]
         pieces = (_PIECE.pack(v.address, place, v.nbytes) for v, place in zip(there, places, strict=True))
-        self.send([at], b"".join(pieces))
+        self.send(at, b"".join(pieces))
         self.device.prepare(["gather"])
         self.device.launch("gather", (len(there), 1), pointer(at))
         end = places[-1] + there[-1].nbytes
@@ -130,7 +120,7 @@ class Work:
 
     def finite(self, address: int, n: int) -> bool:
         """Return whether ``n`` float32 are all finite, after waiting for the stream."""
-        [found] = self.zeros(4)
+        found = self.zeros(4)
         self.device.launch("check_finite", (grid_for(self.device, n), 1), pointer(address), wide(n), pointer(found))
         return not any(self.device.download(found, 4))
 
@@ -150,14 +140,6 @@ class Work:
 def _on_host(v: TensorView, data: Any) -> TensorView:
     """Return the view of a tensor with a copy of its bytes in host memory."""
     return v._replace(data=ffi.from_buffer(data), owner=data, device="cpu", stream=None)
-
-
-def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return the offsets of adjacent buffers of the given sizes, aligned to 16 bytes, and their total size."""
-    places = [0]
-    for size in sizes:
-        places.append(places[-1] + -(-size // 16) * 16)
-    return places[:-1], places[-1]
 
 
 def _host_bytes(v: TensorView) -> Any:

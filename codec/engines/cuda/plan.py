@@ -1,0 +1,154 @@
+"""Plans of frames to encode: decisions from spec, dtype and shape, which calls with equal ones share."""
+
+import struct
+from typing import Any, NamedTuple
+
+from codec import _call
+from codec._c.library import DTYPES, ITEMSIZE, check, ffi, lib, new_bytes
+from codec._c.spec_structs import spec_struct
+from codec._call import Call, new_tensor
+from codec.engines.cuda.devices import Device
+from codec.engines.cuda.kernels import blocks_for
+from codec.engines.cuda.upload import VIEW_NBYTES, Image, aligned
+from codec.engines.request import EncodeRequest
+
+WARPS = 4  # warps of a thread block that encodes or decodes blocks of values
+_KEPT, _KEPT_NBYTES = 256, 1 << 16  # maximum number of plans that are kept, and of their bytes
+_STREAM, _STREAM_AT = struct.Struct("<Q"), ffi.offsetof("codec_view", "stream")
+
+
+class Layout(NamedTuple):
+    """Launches of a plan on a device, and the sizes of their memory."""
+
+    grid: int  # thread blocks of the kernel that encodes blocks
+    other_grid: int  # thread blocks of all other kernels
+    each: int  # bytes of scratch memory for a warp of the first kernel
+    choice_nbytes: int  # zeroed memory of the decisions about the tensor, from symbol counts on
+    zeros_nbytes: int  # decisions, and the offsets of blocks
+
+
+class Plan:
+    """Properties of a frame that do not depend on values, and the structs of its kernels as far as these do not.
+
+    Attributes
+    ----------
+    view : cdata
+        codec_view of the planned job.
+    bound : int
+        Maximum bytes of the frame.
+    kernel : str
+        Kernel that encodes blocks.
+    nparts : int
+        Parts of the scale model.
+    head_at, nbytes : int
+        Offset of the header in an upload of the plan, and the upload's size.
+    made_nbytes : int
+        Size of the arrays that kernels fill.
+    """
+
+    def __init__(self, r: EncodeRequest) -> None:
+        spec, x = spec_struct(r.spec), r.x
+        like = new_tensor(DTYPES[x.dtype], x.shape, ffi.NULL, x.nbytes)
+        call = _new_call(r)
+        size, plan = ffi.new("size_t[2]"), ffi.new("codec_plan *")
+        check(lib.codec_job_nbytes(spec, like, size, size + 1))
+        job, view, head = new_bytes(size[0]), ffi.new("codec_view *"), new_bytes(lib.CODEC_HEADER_NBYTES)
+        check(lib.codec_encode_plan(spec, like, call.context, job, size[0], plan))
+        check(lib.codec_encode_head(job, head, lib.CODEC_HEADER_NBYTES, size + 1))
+        _call.give(call)
+        view.struct_nbytes = VIEW_NBYTES
+        check(lib.codec_job_view(job, view))
+        check(lib.codec_bound(spec, like, size))
+        self.view, self.bound = view, size[0]
+        self.nparts = view.model_parts.count
+        self._region = -(-plan.region_bound // 64) * 64
+        planned, books = ["model_parts", "row_parts"], ["lengths", "tables"]
+        found = ["offsets", "row_sums"]
+        known = bool(view.codebook_id)
+        self._image = image = Image(view, job, planned + books * known, found + books * (not known))
+        self.head_at = len(image.upload)
+        self._upload = bytearray(image.upload + ffi.buffer(head)[:].ljust(aligned(len(head)), b"\0"))
+        self.nbytes, self.made_nbytes = len(self._upload), image.made_nbytes
+        self._family, self.kernel, self._room = _kernels(view, ITEMSIZE[x.dtype])
+        self._layouts: dict[str, Layout] = {}
+
+    def upload(self, made: int, stream: int) -> bytearray:
+        """Return the view, arrays and header for the device.
+
+        Parameters
+        ----------
+        made : int
+            Bytes from the beginning of the upload to the memory of the arrays that kernels fill.
+        stream : int
+            Number of the stream of random bits.
+        """
+        upload = self._upload.copy()
+        self._image.place_made(upload, made)
+        if self._family == "rows":  # other codecs have no random bits
+            _STREAM.pack_into(upload, _STREAM_AT, stream)
+        return upload
+
+    def layout(self, device: Device) -> Layout:
+        """Return grids and sizes for a device."""
+        found = self._layouts.get(device.name)
+        if found is None:
+            v = self.view
+            grid = blocks_for(self.kernel, device.processors, v.nblocks)
+            choice, part = device.constant("close_frame", "choose_nbytes", 2)
+            choice = aligned(choice + max(self.nparts, 1) * part)
+            each = device.constant(self.kernel, *self._room)[-1] + self._region if v.nblocks else 0
+            other_grid = min(WARPS * grid, 2 * device.processors)
+            self._layouts[device.name] = found = Layout(grid, other_grid, each, choice, choice + aligned(8 * v.nblocks))
+        return found
+
+    def steps(self, layout: Layout, *, residual: bool) -> list[tuple[str, int]]:
+        """Return the kernels to launch before ``close_frame``, with their numbers of thread blocks."""
+        v = self.view
+        if not v.nblocks:
+            return []
+        steps = [(f"choose_{self._family}", layout.other_grid), (self.kernel, layout.grid)]
+        scaled_last = v.codec == lib.CODEC_SIGN and v.row_sums.count and not residual  # as in rows/encode.cuh
+        return [*steps, ("scale_rows", layout.other_grid)] if scaled_last else steps
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}  # of requests without levels
+
+
+def plan_of(r: EncodeRequest) -> Plan:
+    """Return the plan of a request's frame."""
+    if r.levels is not None:  # the plan of such a frame depends on the optimizer
+        return Plan(r)
+    with_residual = None if r.residual is None else r.verify_first
+    key = r.spec, r.x.dtype, r.x.shape, r.segments, r.codebook, with_residual
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(r)
+        if plan.nbytes <= _KEPT_NBYTES:
+            if len(_plans) >= _KEPT:
+                _plans.clear()
+            _plans[key] = plan
+    return plan
+
+
+def _new_call(r: EncodeRequest) -> Call:
+    """Return a call whose context has the arguments of a request, except for the stream of random bits."""
+    call = _call.take()
+    if r.codebook is not None:
+        call.set_codebooks((r.codebook,))
+    if r.segments is not None:
+        call.set_segments(r.segments)
+    if r.levels is not None:
+        call.set_levels(r.levels, read=False)
+    if r.residual is not None:
+        call.context.residual = ffi.cast("float *", r.residual.data)
+        call.context.flags = 0 if r.verify_first else lib.CODEC_NO_VERIFY_FIRST
+    return call
+
+
+def _kernels(v: Any, size: int) -> tuple[str, str, tuple[str, int]]:
+    """Return the family, its encoding kernel, and the constant whose last number is a warp's scratch in bytes."""
+    if v.codec == lib.CODEC_LOSSLESS:
+        return "lossless", f"encode_lossless<{size}>", ("encode_lossless_nbytes", size.bit_length())
+    if v.codec == lib.CODEC_TRUNCATE:
+        return "truncate", "encode_truncate", ("encode_truncate_nbytes", 1)
+    return "rows", f"encode_rows<{v.codec}>", ("encode_rows_nbytes", 1)
