@@ -1,5 +1,6 @@
 """Parameter servers: values to the bit, errors for the one who asked, lost workers and servers."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -664,7 +665,8 @@ def _hostile_server(rank, size):
         link = endpoint_of(dist.group.WORLD).accept(1, messages.TAG, SOON)
         for parts in [messages.reply(ids=[7]), *([r] for r in _replies()), good, [bytes(1 << 20)]]:
             link.receive(1 << 20, SOON)
-            link.send(parts, SOON)
+            with contextlib.suppress(codec.PeerError):  # the client closes a connection whose reply is too long
+                link.send(parts, SOON)
         return
     client = codec.torch.ParameterClient([0], options=codec.options(timeout=SOON))
     client.init({"a": (4,)})
