@@ -82,7 +82,7 @@ _CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
 _FLOAT8 = {10: "e4m3fn", 11: "e4m3fnuz", 12: "e5m2", 13: "e5m2fnuz", 14: "e8m0fnu"}
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 11: "cpu", 13: "cuda",
             14: "oneapi", 15: "webgpu", 16: "hexagon", 17: "maia"}  # fmt: skip
-_LEGACY_STREAM = 1  # stream that a DLPack producer synchronizes with by default
+_LEGACY_STREAM = 1  # legacy default stream of CUDA, as DLPack numbers streams
 
 
 def device_name(device: Any) -> str:
@@ -135,12 +135,17 @@ def from_dlpack(x: Any) -> Exported:
 
 
 def _capsule_of(x: Any) -> Any:
-    """Return the DLPack capsule of x, in the newest version that both x and this module support."""
+    """Return the DLPack capsule of x, in the newest version that both x and this module support.
+
+    Values on a GPU are ready for the legacy default stream, which the producer is asked to synchronize with: without
+    the argument some producers do not wait for their own stream.
+    """
+    stream = {"stream": _LEGACY_STREAM} if device_of(x).startswith("cuda") else {}
     try:
         try:
-            return x.__dlpack__(max_version=_VERSION)
+            return x.__dlpack__(**stream, max_version=_VERSION)
         except TypeError:  # x implements DLPack before version 1.0
-            return x.__dlpack__()
+            return x.__dlpack__(**stream)
     except BufferError as e:
         raise ArgumentError(f"{type(x).__name__} does not export its memory by DLPack: {e}") from None
 

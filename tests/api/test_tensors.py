@@ -238,6 +238,31 @@ class Capsule:
         return (1, 0)
 
 
+class OnGPUByDLPack(Capsule):
+    """Array on a GPU of another library; without max_version if ``old``."""
+
+    def __init__(self, old):
+        super().__init__(2, 32, 1000)
+        t = DLTensor.from_buffer(self.memory)
+        t.data, t.device_type, self.old, self.asked = 1 << 20, 2, old, []
+
+    def __dlpack__(self, **how):
+        self.asked.append(how)
+        if self.old and "max_version" in how:
+            raise TypeError
+        return super().__dlpack__()
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_dlpack_producers_on_a_gpu_are_asked_for_the_default_stream(old):
+    x = OnGPUByDLPack(old)
+    assert view(x).stream == 1
+    assert x.asked == [{"stream": 1, "max_version": (1, 0)}, {"stream": 1}][: 1 + old]
+
+
 @pytest.mark.parametrize(("code", "bits"), [(2, 32), (4, 16)])
 def test_dlpack_tensors_with_a_null_address_are_rejected(code, bits):
     """An empty tensor may have a NULL address."""
