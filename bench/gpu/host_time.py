@@ -73,7 +73,7 @@ class Idle:
 
     def delay(self, stream: int) -> None: ...
 
-    def allocate(self, nbytes: int) -> tuple[int, object]:
+    def allocate(self, nbytes: int, like: Any) -> tuple[int, object]:
         return _MEMORY, None
 
     def upload(self, to: int, data: Any) -> object:

@@ -114,6 +114,20 @@ def test_torch_tensors(spec, dtype):
     assert codec.reduce([ours, ours]).cpu().numpy().tobytes() == codec.reduce([frame, frame]).tobytes()
 
 
+def test_memory_beside_torch_tensors_comes_from_torch():
+    """A frame keeps memory of its own size; scratch memory can be used by torch again."""
+    import cupy
+    import torch
+
+    x = torch.randn(1 << 24, device="cuda")
+    codec.encode(x, codec.Sign())
+    torch.cuda.synchronize()
+    before, others = torch.cuda.memory_allocated(), cupy.get_default_memory_pool().used_bytes()
+    frame = codec.encode(x, codec.Sign())
+    assert torch.cuda.memory_allocated() - before < frame.numel() + 4096
+    assert cupy.get_default_memory_pool().used_bytes() == others
+
+
 def test_torch_streams():
     """A call waits for the work of torch's current stream, and later work of the stream waits for the call."""
     import torch

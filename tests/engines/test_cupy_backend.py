@@ -10,6 +10,7 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 import codec
 from codec import optimizers
@@ -177,6 +178,22 @@ def test_graph_capture_of_a_synchronizing_call_is_an_error(machine):
         assert codec.encode(x).get().tobytes() == frame.tobytes()
 
 
+def test_default_stream_during_a_global_capture_is_an_error(machine):
+    """CUDA forbids to use it, or even to ask about it; the capture goes on."""
+    s, x = Stream(), cupy.array(X)
+    out = cupy.empty(codec.bound(X.shape, "float32"), "u1")
+    codec.encode(x)
+    with s:
+        s.begin_capture(cupy_on_cpu.GLOBAL)
+    with pytest.raises(codec.EngineError, match="default stream cannot be used while another stream is captured"):
+        codec.encode_async(x, out=out)
+    assert cupy.cuda.get_current_stream() is Stream.null
+    with s:
+        pending = codec.encode_async(x, out=out)
+        s.end_capture().launch()
+        assert bytes(pending.wait().get()) == codec.encode(X)
+
+
 @pytest.mark.parametrize("nbytes", [100, 100_000])
 def test_host_buffers_live_until_their_copy_completes(machine, nbytes):
     """Pinned or not, no longer than that, and not if the copy never began."""
@@ -198,6 +215,48 @@ def test_host_buffers_live_until_their_copy_completes(machine, nbytes):
         with pytest.raises(ZeroDivisionError):
             device.upload(there.data.ptr, bytes(nbytes))
     assert not device._sent
+
+
+def test_sources_of_copies_are_dropped_in_order(machine):
+    """A look ends at the first copy that is in flight."""
+    device, there = cupy_backend._gpu(0), cupy.empty(100, np.uint8)
+    streams = [Stream(), Stream(), Stream()]
+    for s in streams:
+        with s:
+            device.upload(there.data.ptr, bytes(100))
+    streams[1].synchronize()
+    device._drop_sent()
+    assert len(device._sent) == 3
+    streams[0].synchronize()
+    device._drop_sent()
+    assert len(device._sent) == 1
+
+
+def test_memory_beside_torch_tensors_comes_from_torch(machine, monkeypatch):
+    made = []
+
+    def empty(nbytes, **how):
+        made.append((nbytes, how))
+        return torch.zeros(nbytes, dtype=how["dtype"])
+
+    x = torch.zeros(3)
+    monkeypatch.setattr(torch, "empty", empty)
+    address, owner = cupy_backend._gpu(0).allocate(1000, x)
+    assert made == [(1000, {"dtype": torch.uint8, "device": "cuda:0"})]
+    assert owner.data_ptr() == address
+    cupy_backend._gpu(0).allocate(1000, cupy.array(X))
+    assert len(made) == 1
+
+
+def test_frames_on_the_device_take_memory_of_their_own_size(machine):
+    """A frame that nearly fills the memory of its bound stays there."""
+    for spec, x, own in (
+        (codec.Sign(), X, True),
+        (codec.Lossless(), np.random.default_rng(1).integers(0, 256, 20_000, np.uint8), False),
+    ):
+        frame, expected = codec.encode(cupy.array(x), spec), codec.encode(x, spec)
+        assert frame.get().tobytes() == expected
+        assert (type(frame.data._mem) is not cupy.cuda.UnownedMemory) == own  # else a part of the memory of the bound
 
 
 def test_dtypes_that_cupy_lacks(machine):

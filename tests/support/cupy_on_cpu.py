@@ -158,6 +158,9 @@ class Stream:
         return graph
 
     def is_capturing(self) -> bool:
+        """Return whether the stream is captured; an error on the default stream during a global capture."""
+        if self.ptr <= _LEGACY and any(mode == GLOBAL for mode, _ in machine.captured.values()):
+            raise CUDARuntimeError("cudaErrorStreamCaptureImplicit")
         return self.ptr in machine.captured
 
 

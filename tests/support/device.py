@@ -131,7 +131,7 @@ class Emulated:
 
     delay = wait_for
 
-    def allocate(self, nbytes: int) -> tuple[int, object]:
+    def allocate(self, nbytes: int, like: Any) -> tuple[int, object]:
         memory = np.empty(nbytes, np.uint8)  # AddressSanitizer checks accesses around it
         assert memory.ctypes.data % 16 == 0
         memory.fill(0xE5)

@@ -1,6 +1,6 @@
 # pyright: basic
 # ruff: noqa: D102 - Device documents the methods
-"""GPUs through CuPy: memory comes from its pools, kernels are launched by the driver."""
+"""GPUs through CuPy: memory comes from its pools or from torch's, kernels are launched by the driver."""
 
 import ctypes
 import functools
@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import sys
 import threading
+from collections import deque
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -88,19 +89,31 @@ class Gpu:
         self._arch = f"sm_{self._device.compute_capability}"
         self._functions: dict[str, Any] = {}
         self._constants: dict[tuple[str, str], tuple[int, ...]] = {}
-        self._sent: list[list[Any]] = []  # source of a copy in flight, and the event that completes it
+        self._sent = deque[list[Any]]()  # sources of copies in flight, each with the event that completes it, or None
         self._sending = threading.Lock()
 
     @contextmanager
     def on(self, stream: int) -> Generator[None]:
         with self._device:
             before = self._stream()  # CuPy's `with stream:` does not restore a stream chosen by use()
-            now = self._other(stream).use()
+            now = self._other(stream)
+            capturing = self._captures(now)
+            now.use()
             try:
-                with _relaxed() if now.is_capturing() else nullcontext():
+                with _relaxed() if capturing else nullcontext():
                     yield
             finally:
                 before.use()
+
+    def _captures(self, stream: Any) -> bool:
+        """Return whether a stream is captured; raise EngineError if the capture of another one forbids to ask."""
+        try:
+            return stream.is_capturing()
+        except self._cupy.cuda.runtime.CUDARuntimeError as e:
+            raise EngineError(
+                f"{self.name}: the default stream cannot be used while another stream is captured in global mode "
+                f"({e}): make the captured stream the current one, or capture in mode thread_local or relaxed"
+            ) from e
 
     def _stream(self) -> Any:
         return self._cupy.cuda.get_current_stream()
@@ -118,7 +131,11 @@ class Gpu:
     def delay(self, stream: int) -> None:
         self._other(stream).wait_event(self._stream().record())
 
-    def allocate(self, nbytes: int) -> tuple[int, object]:
+    def allocate(self, nbytes: int, like: Any) -> tuple[int, object]:
+        if is_torch(like):
+            torch: Any = sys.modules["torch"]
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self.name)
+            return memory.data_ptr(), memory
         memory = self._cupy.cuda.alloc(nbytes)
         return memory.ptr, memory
 
@@ -130,23 +147,26 @@ class Gpu:
             kept = self._cupy.cuda.alloc_pinned_memory(nbytes)
             ctypes.memmove(kept.ptr, at, nbytes)
             at = kept.ptr
-        sent = [kept, None]
-        if not capturing:  # memory of a graph is kept by the graph's owner
-            with self._sending:
-                self._sent.append(sent)
+        if capturing:  # memory of a graph is kept by the graph's owner
+            runtime.memcpyAsync(to, at, nbytes, runtime.memcpyHostToDevice, stream.ptr)
+            return kept
+        sent: list[Any] = [kept, None]
+        with self._sending:
+            self._sent.append(sent)
         try:
             runtime.memcpyAsync(to, at, nbytes, runtime.memcpyHostToDevice, stream.ptr)
         except Exception:
-            self._drop_sent(sent)
+            with self._sending:
+                self._sent = deque(other for other in self._sent if other is not sent)
             raise
-        if not capturing:
-            sent[1] = stream.record()
+        sent[1] = stream.record(self._cupy.cuda.Event(disable_timing=True))
         return kept
 
-    def _drop_sent(self, failed: list[Any] | None = None) -> None:
-        """Drop the sources of completed copies, and that of the copy that failed to start."""
+    def _drop_sent(self) -> None:
+        """Drop the sources of the first copies, up to one that is not complete."""
         with self._sending:
-            self._sent = [s for s in self._sent if s is not failed and (s[1] is None or not s[1].done)]
+            while self._sent and (event := self._sent[0][1]) is not None and event.done:
+                self._sent.popleft()
 
     def download(self, at: int, nbytes: int) -> bytearray:
         return self._download(at, nbytes, self._stream())

@@ -31,8 +31,11 @@ class Device(Protocol):
         """Make ``stream`` wait for the work submitted to the current stream so far."""
         ...
 
-    def allocate(self, nbytes: int) -> tuple[int, object]:
-        """Return the address of ``nbytes`` bytes, a multiple of 256, and the object that owns them."""
+    def allocate(self, nbytes: int, like: Any) -> tuple[int, object]:
+        """Return the address of ``nbytes`` bytes, a multiple of 256, and the object that owns them.
+
+        The allocator of the library of ``like`` uses memory again in the order of its stream.
+        """
         ...
 
     def upload(self, to: int, data: Any) -> object:

@@ -14,6 +14,7 @@ from codec.tensors.view import TensorView
 
 ALIGNMENT = 8  # alignment of a frame's sections in bytes
 _WRITTEN = struct.Struct("<4Q4I")  # codec_written of native/cuda/frame/encode.cuh
+_FULL = 7 / 8  # part of its memory that a frame takes at least, or it is copied to memory of its own
 _SHORT_OUTPUT = int(Status.SHORT_OUTPUT)
 
 
@@ -30,6 +31,8 @@ class Encoding:
     ----------
     frame : int
         Address of the frame.
+    copied : bool
+        True if the frame that :meth:`finish` has returned is a copy, which the stream makes.
     """
 
     def __init__(self, work: Work, r: EncodeRequest) -> None:
@@ -38,6 +41,7 @@ class Encoding:
         plan = plan_of(r)
         short = r.out is not None and r.out.nbytes < plan.bound
         self._new: TensorView | None = None
+        self.copied = False
         if r.out is None and r.x.device != "cpu":
             self._new = work.device.empty("uint8", (plan.bound,), r.x.owner)[1]
             self.frame, self._capacity = self._new.address, plan.bound
@@ -75,5 +79,15 @@ class Encoding:
             self.work.deliver(out, self.frame, nbytes)
             return frame_in(out, nbytes) if out.device == "cpu" else self.work.device.bytes_of(out, nbytes)
         if self._new is not None:
-            return self.work.device.bytes_of(self._new, nbytes)
+            return self._fitted(self._new, nbytes)
         return bytes(self.work.device.download(self.frame, nbytes))
+
+    def _fitted(self, made: TensorView, nbytes: int) -> Any:
+        """Return the frame in memory of its own size, by a copy if the memory of the bound is much larger."""
+        device = self.work.device
+        if nbytes >= _FULL * made.nbytes:
+            return device.bytes_of(made, nbytes)
+        frame, v = device.empty("uint8", (nbytes,), self.request.x.owner)
+        device.copy(v.address, made.address, nbytes)
+        self.copied = True
+        return frame

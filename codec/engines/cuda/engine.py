@@ -33,13 +33,13 @@ def _working(views: Named) -> Generator[Work]:
     Other streams are synchronized with it before and after.
     """
     device = device_for(views)
-    streams = [v.stream for _, v in views if v.device != "cpu" and v.stream is not None]
-    stream = streams[0] if streams else device.stream()
-    others = set(streams) - {stream}
+    streams = [(v.stream, v.owner) for _, v in views if v.device != "cpu" and v.stream is not None]
+    stream, like = streams[0] if streams else (device.stream(), None)
+    others = {other for other, _ in streams} - {stream}
     with device.on(stream):
         for other in others:
             device.wait_for(other)
-        yield Work(device, stream)
+        yield Work(device, stream, like)
         for other in others:
             device.delay(other)
 
@@ -49,7 +49,10 @@ def encode(r: EncodeRequest) -> Any:
     with _working(r.views) as work:
         encoding = Encoding(work, r)
         begin(work, [encoding.job])
-        return encoding.finish()
+        frame = encoding.finish()
+        if encoding.copied:
+            work.wait()
+        return frame
 
 
 def count(r: EncodeRequest) -> Any:
@@ -79,7 +82,10 @@ def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
         first = min(encoding.job.written for encoding in encodings)
         written = bytes(work.device.download(first, WRITTEN_NBYTES * len(encodings)))  # adjacent
         at = [encoding.job.written - first for encoding in encodings]
-        return [at_item(i, e.finish, written[at[i] : at[i] + WRITTEN_NBYTES]) for i, e in enumerate(encodings)]
+        frames = [at_item(i, e.finish, written[at[i] : at[i] + WRITTEN_NBYTES]) for i, e in enumerate(encodings)]
+        if any(encoding.copied for encoding in encodings):
+            work.wait()
+        return frames
 
 
 def _views(r: DecodeRequest) -> Named:

@@ -21,10 +21,18 @@ class Work:
     """Device memory of one call, owned by this object.
 
     Tensors in host memory, and tensors that kernels cannot read in place, are copied to the device.
+
+    Parameters
+    ----------
+    device : Device
+    stream : int
+        Stream of the call.
+    like : array or tensor, optional
+        Argument whose library allocates the memory, on its current stream: this is the stream of the call.
     """
 
-    def __init__(self, device: Device, stream: int) -> None:
-        self.device, self._stream = device, stream
+    def __init__(self, device: Device, stream: int, like: Any = None) -> None:
+        self.device, self._stream, self._like = device, stream, like
         self._keep: list[object] = []
         self._written: list[tuple[TensorView, int]] = []
 
@@ -32,13 +40,17 @@ class Work:
         """Make the device and stream current again."""
         return self.device.on(self._stream)
 
+    def wait(self) -> None:
+        """Wait for the stream."""
+        self.device.download(0, 0)
+
     def sibling(self) -> "Work":
         """Return memory for another call on the same stream."""
-        return Work(self.device, self._stream)
+        return Work(self.device, self._stream, self._like)
 
     def new(self, nbytes: int) -> int:
         """Return the address of uninitialized bytes, a multiple of 256."""
-        address, owner = self.device.allocate(max(nbytes, 1))
+        address, owner = self.device.allocate(max(nbytes, 1), self._like)
         self._keep.append(owner)
         return address
 
