@@ -236,7 +236,7 @@ gpu: $(VENV)/test
 # Each of these targets runs with any Python that has the package, pytest, CuPy and the tests' dependencies:
 # `make gpu-table GPU_PYTHON=python3`. `CODEC_TESTS=nightly make gpu-tests` tries more examples.
 gpu-tests:
-	$(GPU_PYTHON) -P -m pytest -m gpu tests/engines/test_cuda.py tests/engines/test_cuda_gpu.py
+	$(GPU_PYTHON) -P -m pytest -m gpu tests/engines/test_cuda.py tests/engines/test_cuda_gpu.py tests/torch/test_cuda_tensors.py
 gpu-sanitizer:
 	for tool in memcheck racecheck synccheck; do \
 		$(SANITIZER) --tool $$tool --launch-timeout 300 --error-exitcode 1 \

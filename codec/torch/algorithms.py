@@ -13,14 +13,14 @@ from codec.torch.channel import Channel
 from codec.torch.messages import Array
 from codec.torch.partition import Piece
 from codec.torch.phases import BroadcastPhase, FirstError, ScatterPhase, copy_to_message, encode_message
-from codec.torch.reduction import Reduction, nonfinite_error
+from codec.torch.reduction import Reduction, Values, nonfinite_error
 
 # An algorithm as a generator, which yields where it would wait for other ranks. A step posts the receives of its own
 # messages, so that interleaved algorithms receive in the order in which they send.
-Steps = Generator[None, None, tuple[Array, Exception | None]]
+Steps = Generator[None, None, tuple[Values, Exception | None]]
 
 
-def interleave(several: Sequence[Steps]) -> list[tuple[Array, Exception | None]]:
+def interleave(several: Sequence[Steps]) -> list[tuple[Values, Exception | None]]:
     """Run several algorithms, step by step in turn, so that one computes while messages of the others are in flight.
 
     Returns
@@ -28,7 +28,7 @@ def interleave(several: Sequence[Steps]) -> list[tuple[Array, Exception | None]]
     list of (ndarray, Exception or None)
         Result of each algorithm, and its error on this rank.
     """
-    found: dict[int, tuple[Array, Exception | None]] = {}
+    found: dict[int, tuple[Values, Exception | None]] = {}
     try:
         while len(found) < len(several):
             for i, steps in enumerate(several):
@@ -55,7 +55,7 @@ def two_shot_steps(channel: Channel, r: Reduction) -> Steps:
     scatter = ScatterPhase(channel, r, slices, first_error)
     scatter.begin(Channel.arena_nbytes([b for each in bounds for b in each]))
     scatter.send()
-    result = r.result(channel, r.x.size)
+    result = r.result(channel, r.n)
     yield
     chunks = range(len(slices[me]))
     sums = {(c, o): channel.receive(bounds[o][c], o) for c in chunks for o in others}
@@ -74,17 +74,17 @@ def two_shot_steps(channel: Channel, r: Reduction) -> Steps:
     return result, first_error.error
 
 
-def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
+def two_shot(channel: Channel, r: Reduction) -> tuple[Values, Exception | None]:
     """Run :func:`two_shot_steps` by itself."""
     return interleave([two_shot_steps(channel, r)])[0]
 
 
 def _encode_sum(
-    channel: Channel, r: Reduction, piece: Piece, bound: int, parts: Sequence[Array | None], result: Array, number: int
+    channel: Channel, r: Reduction, piece: Piece, bound: int, parts: Sequence[Array | None], result: Values, number: int
 ) -> Array:
     """Return the message with the sum of a piece, and store the sum as other ranks decode it in the result."""
     place = result[piece.begin : piece.end]
-    total = place if r.dtype == "float32" and isinstance(r.spec, Lossless) else channel.sum_buffer(piece.n)
+    total = place if r.dtype == "float32" and isinstance(r.spec, Lossless) else r.sum_buffer(channel, piece.n)
     r.sum(parts, piece, total)
     message = encode_message(channel, bound, lambda room: r.encode_sum(total, piece, room, number))
     if not isinstance(r.spec, Lossless):
@@ -96,7 +96,7 @@ def _encode_sum(
 
 def all_gather_steps(channel: Channel, r: Reduction) -> Steps:
     """Run an all-gather: each rank sends its frames to all, and sums all of them; one phase, N - 1 frames a rank."""
-    result = r.result(channel, r.x.size)
+    result = r.result(channel, r.n)
     first_error = FirstError(channel)
     broadcast = BroadcastPhase(channel, r, first_error)
     yield
@@ -105,7 +105,7 @@ def all_gather_steps(channel: Channel, r: Reduction) -> Steps:
     return result, first_error.error
 
 
-def all_gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
+def all_gather(channel: Channel, r: Reduction) -> tuple[Values, Exception | None]:
     """Run :func:`all_gather_steps` by itself."""
     return interleave([all_gather_steps(channel, r)])[0]
 
@@ -114,18 +114,18 @@ STEPS = {"two_shot": two_shot_steps, "all_gather": all_gather_steps}
 
 
 def _store_or_defer_sum(
-    channel: Channel, r: Reduction, piece: Piece, parts: Sequence[Array | None], place: Array
+    channel: Channel, r: Reduction, piece: Piece, parts: Sequence[Array | None], place: Values
 ) -> None:
     """Store the sum of a piece in the result, if its dtype can hold it; other algorithms check that by encoding."""
     if r.deferred is None:
         _store_sum(channel, r, piece, parts, place, check=True)
         return
-    aside = channel.sum_buffer(piece.n) if r.dtype == "float32" else np.empty(piece.n, place.dtype)
+    aside = r.sum_buffer(channel, piece.n) if r.dtype == "float32" else np.empty(piece.n, place.dtype)
     _store_sum(channel, r, piece, parts, aside, check=True, reused=True)
     r.deferred.append(partial(_store_sum, channel, r, piece, parts, place))
 
 
-def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
+def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Values, Exception | None]:
     """Run a reduce-scatter: each rank sums a slice; (N - 1) / N frames a rank. Slices have one size."""
     slices = r.even_slices(channel.size)
     first_error = FirstError(channel)
@@ -133,7 +133,7 @@ def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Array, Exception | N
     scatter.begin()
     scatter.send()
     mine = slices[channel.rank]
-    result = r.result(channel, r.x.size // channel.size)
+    result = r.result(channel, r.n // channel.size)
     for c, piece in enumerate(mine):
         parts = scatter.terms(c)
         first_error(_store_sum, channel, r, piece, parts, result[piece.begin - mine[0].begin :])
@@ -146,7 +146,7 @@ def _store_sum(
     r: Reduction,
     piece: Piece,
     parts: Sequence[Array | None],
-    place: Array,
+    place: Values,
     *,
     check: bool = False,
     reused: bool = False,
@@ -164,21 +164,21 @@ def _store_sum(
     if r.dtype == "float32":
         r.sum(parts, piece, place, nontemporal=r.nontemporal and not reused, check_finite=check)
         return
-    total = channel.sum_buffer(piece.n)
+    total = r.sum_buffer(channel, piece.n)
     r.sum(parts, piece, total, check_finite=check)
     place[:] = r.rounded(total)
     if check and (fault := nonfinite_error(r, place)):  # the sum overflows only in the tensor's dtype
         raise fault
 
 
-def all_to_all(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
+def all_to_all(channel: Channel, r: Reduction) -> tuple[Values, Exception | None]:
     """Run an all-to-all: slice i of each rank goes to rank i; (N - 1) / N frames a rank. Slices have one size."""
     slices = r.even_slices(channel.size)
     first_error = FirstError(channel)
     scatter = ScatterPhase(channel, r, slices, first_error)
     scatter.begin()
     scatter.send()
-    result = r.result(channel, r.x.size)
+    result = r.result(channel, r.n)
     for c in range(len(slices[0])):
         for rank, part in enumerate(scatter.terms(c) or ()):
             first_error(_store_term, r, part, slices[rank][c], result)
@@ -186,9 +186,9 @@ def all_to_all(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]
     return result, first_error.error
 
 
-def gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
+def gather(channel: Channel, r: Reduction) -> tuple[Values, Exception | None]:
     """Gather the values of all ranks, in their order; N - 1 frames a rank."""
-    n = r.x.size
+    n = r.n
     result = r.result(channel, channel.size * n)
     first_error = FirstError(channel)
     for piece, parts in BroadcastPhase(channel, r, first_error).terms():
@@ -197,7 +197,7 @@ def gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     return result, first_error.error
 
 
-def _store_term(r: Reduction, part: Array | None, piece: Piece, result: Array) -> None:
+def _store_term(r: Reduction, part: Array | None, piece: Piece, result: Values) -> None:
     """Store a rank's values of a piece in the result, from their frame; None: this rank's own values."""
     if part is None:
         result[piece.begin : piece.end] = r.own_term(piece)
@@ -205,7 +205,7 @@ def _store_term(r: Reduction, part: Array | None, piece: Piece, result: Array) -
         r.decode(part, piece, result)
 
 
-def ring(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
+def ring(channel: Channel, r: Reduction) -> tuple[Values, Exception | None]:
     """Run a ring all-reduce: 2 (N - 1) / N frames a rank, all to one peer.
 
     Partial sums pass all ranks, each of which adds its values and encodes them anew; then the results pass all ranks. A
@@ -225,7 +225,7 @@ def ring(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     results = [[channel.receive(b, left) for b in bounds[(me - s) % size]] for s in steps]
     first_error = FirstError(channel)
     total = _as_float32(r)
-    result = r.result(channel, r.x.size)
+    result = r.result(channel, r.n)
 
     def message(step: int, c: int) -> Array:
         which, last = (me - step) % size, step == size - 1

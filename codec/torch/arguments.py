@@ -18,8 +18,10 @@ from codec.specs import BoundSpec, Spec, SpecLike
 from codec.tensors.segments import Records, unpack
 from codec.tensors.view import _check_storage, mark_written, view
 from codec.tensors.wrapper import View
+from codec.torch.device_reduction import DeviceReduction
+from codec.torch.devices import encodes_in_place, settle
 from codec.torch.messages import Array
-from codec.torch.reduction import Reduction
+from codec.torch.reduction import FLOATS, Reduction, Values
 
 Op = Literal["mean", "sum", "max"]
 
@@ -125,16 +127,32 @@ def reduction_of(
         _check_inside(segments, tensor.numel())
     plain, bound_spec = resolve(spec)
     bound(tensor.numel(), dtype, plain)
-    x = as_array(tensor)
+    x, kind = values_of(tensor, settings), Reduction
+    if isinstance(x, torch.Tensor):
+        kind = DeviceReduction
+        settle(x)
     level_source_for(plain, bound_spec, view(x, dtype))
-    flat = None if bound_spec is None else _flattened(bound_spec)
-    return Reduction(x, dtype, plain, op, check_stream(stream), segments, flat, settings)
+    flat = None if bound_spec is None else _flattened(bound_spec, on_device=kind.on_device)
+    return kind(x, dtype, plain, op, check_stream(stream), segments, flat, settings)
 
 
-def _flattened(spec: BoundSpec) -> BoundSpec:
-    """Return a bound spec whose arrays are flat."""
-    levels = None if spec.levels is None else _flat(spec.levels)
-    return BoundSpec(spec.spec, spec.optimizer, {name: _flat(x) for name, x in spec.state.items()}, levels)
+def values_of(tensor: torch.Tensor, settings: CallOptions) -> Values:
+    """Return the flat values of a tensor where they are encoded: on its GPU, or as an array in host memory."""
+    if not encodes_in_place(tensor, settings):
+        return as_array(tensor)
+    return cast(torch.Tensor, view(tensor).owner).view(-1)
+
+
+def _flattened(spec: BoundSpec, *, on_device: bool) -> BoundSpec:
+    """Return a bound spec whose arrays are flat, and in host memory unless `on_device`."""
+
+    def flat(x: Any) -> Any:
+        if on_device and isinstance(x, torch.Tensor):
+            return x.detach().contiguous().view(-1)
+        return _flat(x)
+
+    levels = None if spec.levels is None else flat(spec.levels)
+    return BoundSpec(spec.spec, spec.optimizer, {name: flat(x) for name, x in spec.state.items()}, levels)
 
 
 def check_dense(tensor: Any) -> None:
@@ -225,26 +243,25 @@ def as_array(x: Any) -> Array:
     return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
 
 
-def publish(result: Array, r: Reduction, tensor: torch.Tensor) -> None:
+def publish(result: Values, r: Reduction, tensor: torch.Tensor) -> None:
     """Store the result of a collective in a tensor, which :func:`check_output` has accepted.
 
     Works for inference tensors in any thread: torch's inference mode belongs to the caller's thread.
 
     Parameters
     ----------
-    result : ndarray
-        Values, as many as the tensor has; bfloat16 as uint16.
+    result : ndarray or torch.Tensor
+        Values, as many as the tensor has; bfloat16 in an array as uint16.
     r : Reduction
         Reduction, which has the dtype.
     tensor : torch.Tensor
         Gets the values.
     """
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
+    if isinstance(result, np.ndarray) and tensor.device.type == "cpu" and tensor.is_contiguous():
         np.copyto(as_array(tensor), result.reshape(-1))  # torch's copy reads each line before it overwrites it
         mark_written(tensor)
         return
-    values = torch.from_numpy(result)
-    if r.dtype == "bfloat16":
-        values = values.view(torch.bfloat16)
+    values = result if isinstance(result, torch.Tensor) else torch.from_numpy(result).view(FLOATS[r.dtype])
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.copy_(values.reshape(tensor.shape))
+    settle(tensor)

@@ -14,8 +14,7 @@ from codec.specs import Spec, Truncate
 from codec.stateful.ranges import NOBODY, Layout, numel
 from codec.tensors.segments import Records, pack, segments
 from codec.torch import arguments
-from codec.torch.messages import Array
-from codec.torch.reduction import Reduction
+from codec.torch.reduction import Reduction, Values
 
 _MAX_OTHERS = 1 / 32  # share of a bucket: up to so many other values are encoded along, instead of copying a part
 
@@ -163,7 +162,7 @@ def gradients_in(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter])
     return found
 
 
-def scatter(result: Array, r: Reduction, part: Part, buffer: torch.Tensor) -> None:
+def scatter(result: Values, r: Reduction, part: Part, buffer: torch.Tensor) -> None:
     """Store the result of a part into the bucket."""
     if part.whole:
         arguments.publish(result, r, buffer)

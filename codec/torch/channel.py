@@ -17,6 +17,7 @@ import torch.distributed as dist
 from codec import PeerError, Status
 from codec.torch.connection import Timeout, check_timeout, connect, timeout_of
 from codec.torch.counters import Counters, Stopwatch
+from codec.torch.devices import host_memory
 from codec.torch.messages import (
     FRAME_LENGTH,
     FRAMES_TAG,
@@ -84,6 +85,7 @@ class Channel:
         self.counters = Counters()
         self.clock = Stopwatch(self.counters)
         self._arena = np.empty(0, np.uint8)  # messages of a collective
+        self._pinned = False  # the arena is page-locked
         self._reserved = 0  # bytes of the arena that algorithms have reserved
         self._used = self._last = 0  # bytes of the arena in use; offset of the message allocated last
         self._result = np.empty(0, np.uint8)
@@ -116,7 +118,7 @@ class Channel:
         """Return the bytes of the arena that messages take whose frames have at most `bounds` bytes."""
         return sum(-(-(n + FRAME_LENGTH.size) // _ALIGN) * _ALIGN for n in bounds)
 
-    def begin(self, nbytes: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def begin(self, nbytes: int, meanwhile: Callable[[], None] = lambda: None, *, pinned: bool = False) -> None:
         """Reserve memory for the messages of an algorithm, and wait for the requests of all ranks.
 
         Parameters
@@ -125,10 +127,13 @@ class Channel:
             Bytes of the arena, by :meth:`arena_nbytes`.
         meanwhile : callable
             Called before this rank waits.
+        pinned : bool
+            Frames are copied from and to a GPU.
         """
         self._reserved += nbytes
-        if self._arena.nbytes < self._reserved:  # messages allocated before keep the old arena
-            self._arena = np.empty(self._reserved, np.uint8)
+        if self._arena.nbytes < self._reserved or pinned > self._pinned:  # messages allocated before keep the old arena
+            self._pinned = self._pinned or pinned
+            self._arena = host_memory(self._reserved, pinned=self._pinned)
         meanwhile()
         self.await_requests()
 

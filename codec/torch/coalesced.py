@@ -74,7 +74,7 @@ def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, str
         return _joined(inputs, spec, stream)
 
     def store(result: Array, r: Reduction) -> None:
-        rows, begin = result.reshape(-1, r.x.size), 0
+        rows, begin = result.reshape(-1, r.n), 0
         for t, everyones in zip(inputs, outputs, strict=True):
             publish(rows[:, begin : begin + t.numel()], r, everyones)
             begin += t.numel()
@@ -93,7 +93,7 @@ def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group
         return _joined([tensor], spec, stream)
 
     def store(result: Array, r: Reduction) -> None:
-        for theirs, row in zip(outputs, result.reshape(-1, r.x.size), strict=True):
+        for theirs, row in zip(outputs, result.reshape(-1, r.n), strict=True):
             publish(row, r, theirs)
 
     return _run(algorithms.gather, group, prepare, store, outputs)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -14,14 +13,13 @@ from codec.specs import Lossless, SpecLike
 from codec.tensors.segments import pack
 from codec.tensors.view import mark_written
 from codec.torch import algorithms, ternary
-from codec.torch.arguments import as_array, check_output, check_sizes, publish, reduction_of, unwrapped
+from codec.torch.arguments import check_output, check_sizes, publish, reduction_of, unwrapped, values_of
 from codec.torch.channel import Channel
 from codec.torch.communicator import Communicator, start, storing_results
 from codec.torch.execution import Algorithm, algorithm_of, choose_algorithm, run, run_algorithm
 from codec.torch.feedback import Feedback
 from codec.torch.feedback_turn import Turn, named, spec_or_default
-from codec.torch.messages import Array
-from codec.torch.reduction import Reduction
+from codec.torch.reduction import Reduction, Values
 from codec.torch.residuals import check_feedback_algorithm
 from codec.torch.work import Work
 
@@ -62,8 +60,8 @@ def all_reduce(
         Return at once, and reduce in the background, in the order of calls.
     out : torch.Tensor, optional
         Tensor that gets the result, while `tensor` stays unchanged: contiguous, of the same dtype and size, in host
-        memory that `tensor` does not share. After an error it is undefined, so no result has to be copied after the
-        verdict, which is faster.
+        memory or where `tensor` is, in memory that `tensor` does not share. After an error it is undefined, so no
+        result has to be copied after the verdict, which is faster.
     feedback : Feedback, optional
         Residuals of a lossy codec, for a sum or mean by any algorithm but "ring". The errors of this rank's frames are
         added to the values of the next call with the same parameter names, the errors of its encoded sums to the next
@@ -143,6 +141,8 @@ class _AllReduce:
             with storing_results(comm.channel):
                 if self.out is None:
                     _store(result, r, tensor)
+                elif r.out is None:
+                    publish(result, r, self.out)
                 turn.commit()
         return [tensor if self.out is None else self.out]
 
@@ -162,7 +162,7 @@ class _AllReduce:
         if self.out is None:
             check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
         else:
-            r.out = _output_array(self.out, tensor, r)
+            r.out = _output_values(self.out, tensor, r, self.settings)
         if self.out is None and r.can_defer and r.x.ctypes.data == tensor.data_ptr():
             r.deferred = []
         if self.feedback is not None:
@@ -172,7 +172,7 @@ class _AllReduce:
         return r
 
 
-def _store(result: Array, r: Reduction, tensor: torch.Tensor) -> None:
+def _store(result: Values, r: Reduction, tensor: torch.Tensor) -> None:
     """Store the result of a reduction in the caller's tensor."""
     for decode in r.deferred or ():
         decode()
@@ -182,18 +182,28 @@ def _store(result: Array, r: Reduction, tensor: torch.Tensor) -> None:
         mark_written(tensor)
 
 
-def _output_array(out: torch.Tensor, tensor: torch.Tensor, r: Reduction) -> Array:
-    """Check ``out=`` and return its memory."""
+def _output_values(out: torch.Tensor, tensor: torch.Tensor, r: Reduction, settings: CallOptions) -> Values | None:
+    """Check ``out=`` and return its memory; None if the result is computed elsewhere."""
     check_output(out, tensor.dtype, tensor.numel(), "out=")
-    if out.device.type != "cpu" or not out.is_contiguous():
+    if out.device.type not in ("cpu", tensor.device.type) or not out.is_contiguous():
         raise ArgumentError(
-            f"out= must be contiguous and in host memory; it has strides {out.stride()} on {out.device}"
+            f"out= must be contiguous, and in host memory or where the tensor is; it has strides {out.stride()} on "
+            f"{out.device}"
         )
-    array = as_array(out)
-    inside = out.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-    if np.may_share_memory(array, r.x) or (inside and not tensor.is_contiguous()):
+    if out.device == tensor.device and _share_memory(out, tensor):
         raise ArgumentError("out= shares memory with the tensor: it needs memory of its own")
-    return array
+    if out.device.type != "cpu" and not r.on_device:  # the tensor is copied to the host
+        return None
+    if r.on_device and out.device != tensor.device:
+        return None
+    return values_of(out, settings)
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if tensors may share memory; `a` is contiguous."""
+    if not b.is_contiguous():
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def reduce_scatter(
@@ -395,7 +405,7 @@ def _begin(
                 check_output(output, output.dtype, output.numel())
                 return r
 
-            def store(result: Array, r: Reduction) -> None:
+            def store(result: Values, r: Reduction) -> None:
                 publish(result, r, output)
                 turn.commit()
 

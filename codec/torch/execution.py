@@ -4,8 +4,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from codec import ArgumentError, CallOptions
 from codec.arguments import shown
 from codec.specs import Ternary
@@ -14,8 +12,7 @@ from codec.torch import algorithms, raw, ternary
 from codec.torch.autotune import Choice, report
 from codec.torch.channel import Channel
 from codec.torch.communicator import Communicator, close_on_error, hash64, request, storing_results
-from codec.torch.messages import Array
-from codec.torch.reduction import Reduction
+from codec.torch.reduction import Reduction, Values
 
 Algorithm = Literal["auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"]
 
@@ -31,7 +28,7 @@ _CHOICES = 256  # signatures whose choice between frames and uncompressed values
 _SMALL = 1 << 16  # bytes of a tensor up to which one phase with N - 1 frames is faster than two phases
 
 
-def run(comm: Communicator, prepare: Callable[[], Reduction], algorithm: Algorithm) -> tuple[Array, Reduction]:
+def run(comm: Communicator, prepare: Callable[[], Reduction], algorithm: Algorithm) -> tuple[Values, Reduction]:
     """Run an all-reduce; return its result and reduction after all ranks have succeeded.
 
     Parameters
@@ -48,7 +45,7 @@ def run(comm: Communicator, prepare: Callable[[], Reduction], algorithm: Algorit
 
 def all_reduce_several(
     comm: Communicator, prepare: Callable[[], list[Reduction]], algorithm: Algorithm
-) -> list[tuple[Array, Reduction]]:
+) -> list[tuple[Values, Reduction]]:
     """Run an all-reduce of several tensors as :func:`run` does: all of them are reduced, or none."""
     channel = comm.channel
     number = 0  # signature of the collective
@@ -65,10 +62,10 @@ def all_reduce_several(
     raw_chosen = algorithm == "auto" and channel.size > 1 and choice.kind == "values"
     before = channel.sent_nbytes
     with close_on_error(channel):
-        largest = max(reductions, key=lambda r: r.x.size, default=None)
+        largest = max(reductions, key=lambda r: r.n, default=None)
         for r in reductions:
             if r is not largest and r.out is None and r.deferred is None:  # the channel has memory for one result
-                r.out = np.empty(r.x.size, r.x.dtype)
+                r.out = r.empty(r.n)
         names = [choose_algorithm(algorithm, r, channel.size) for r in reductions]
         if raw_chosen:
             names = ["raw" if r.x.nbytes > _SMALL else name for r, name in zip(reductions, names, strict=True)]
@@ -100,17 +97,21 @@ def _count(channel: Channel, reductions: Sequence[Reduction], *, raw: bool = Fal
         counters.frame_collectives += 1
 
 
-def _run_each(channel: Channel, reductions: list[Reduction], names: list[str]) -> list[tuple[Array, Exception | None]]:
+def _run_each(channel: Channel, reductions: list[Reduction], names: list[str]) -> list[tuple[Values, Exception | None]]:
     """Run an algorithm for each reduction: interleaved if all of them have steps, else one after the other."""
     if all(name in algorithms.STEPS for name in names):
         return algorithms.interleave(
             [algorithms.STEPS[name](channel, r) for r, name in zip(reductions, names, strict=True)]
         )
-    ended: list[tuple[Array, Exception | None]] = []
+    ended: list[tuple[Values, Exception | None]] = []
     for r, name in zip(reductions, names, strict=True):
         if name not in _WITH_FRAMES:
             r.deferred = None
-        ended.append(_ALGORITHMS[name](channel, r))
+        if name in algorithms.STEPS:
+            ended.append(_ALGORITHMS[name](channel, r))
+        else:
+            result, error = _ALGORITHMS[name](channel, r.on_host())
+            ended.append((r.from_host(result), error))
     return ended
 
 
@@ -118,7 +119,7 @@ def signature(r: Reduction, algorithm: str) -> int:
     """Return the hash of all that must be equal on all ranks (docs/protocol.md, section 5.1)."""
     book = r.codebook and r.codebook.id
     inside = None if r.segments is None else _hashed_segments(r.segments)
-    return hash64(r.spec, r.dtype, r.x.size, r.op, algorithm, inside, r.bound_spec is None, book)
+    return hash64(r.spec, r.dtype, r.n, r.op, algorithm, inside, r.bound_spec is None, book)
 
 
 @functools.lru_cache(256)
@@ -151,9 +152,9 @@ def choose_algorithm(algorithm: Algorithm, r: Reduction, size: int) -> str:
 
 def run_algorithm(
     comm: Communicator,
-    algorithm: Callable[[Channel, Reduction], tuple[Array, Exception | None]],
+    algorithm: Callable[[Channel, Reduction], tuple[Values, Exception | None]],
     prepare: Callable[[int], Reduction],
-    store: Callable[[Array, Reduction], None],
+    store: Callable[[Values, Reduction], None],
 ) -> None:
     """Run a collective other than an all-reduce.
 

@@ -121,11 +121,11 @@ def named(tensor: Any, r: Reduction) -> Layout:
         The segments of a view have names, but do not cover all its values.
     """
     if not isinstance(tensor, View) or tensor.names is None:
-        return (("", 0, r.x.size),)
+        return (("", 0, r.n),)
     layout = layout_of_view(tensor)
-    if (n := numel(layout)) != r.x.size:
+    if (n := numel(layout)) != r.n:
         raise ArgumentError(
-            f"the view has {r.x.size} values, but its segments only {n}: name all values that have residuals"
+            f"the view has {r.n} values, but its segments only {n}: name all values that have residuals"
         )
     return layout
 

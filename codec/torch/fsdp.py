@@ -102,7 +102,7 @@ class _Comm:
 
         Without compression this rank would send the bytes of `tensor` times copies(number of ranks).
         """
-        if tensor.device.type != "cpu":  # the thread of the collectives copies in a stream of its own
+        if tensor.device.type not in ("cpu", "cuda"):  # of GPUs the worker keeps the order of streams
             torch.accelerator.current_stream(tensor.device).synchronize()
         self._calls += 1
         stream = self._calls * _STREAM
@@ -150,7 +150,7 @@ class _Reducing(_Comm):
             return None
         if name is None:
             raise ArgumentError("feedback=True keeps a residual for each module: use register(model), which names them")
-        return JointResidual(r, now.begin(self._residuals, name, r.x.size))
+        return JointResidual(r, now.begin(self._residuals, name, r.n))
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the state with which a resumed run gets the same bits: residuals, and the number of calls.

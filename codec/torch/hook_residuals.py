@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from codec.specs import Spec
 from codec.stateful.ranges import NOBODY, Range, cut
 from codec.torch.buckets import Part
 from codec.torch.messages import Array
-from codec.torch.reduction import Reduction, as_float32
+from codec.torch.reduction import Reduction, Values
 from codec.torch.residual_pair import ResidualPair
 
 logger = logging.getLogger("codec.torch")
@@ -78,7 +79,7 @@ class Residuals(ResidualPair):
         ranges, offset, squares = cut(part.layout, *within), within[0], list[float]()
         for _, start, stop in ranges:
             n = stop - start
-            squares.append(_square(as_float32(r.x[offset : offset + n], r)))
+            squares.append(_square(r.as_float32(r.x[offset : offset + n])))
             offset += n
         self._measured.append((ranges, residual, squares))
 
@@ -140,5 +141,6 @@ class Residuals(ResidualPair):
         self._measured, self._moved = [], []
 
 
-def _square(x: Array) -> float:
-    return float(np.dot(x, x))
+def _square(x: Values) -> float:
+    """Return the squared norm of float32 values."""
+    return float(torch.dot(x, x)) if isinstance(x, torch.Tensor) else float(np.dot(x, x))

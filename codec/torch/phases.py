@@ -145,7 +145,8 @@ class ScatterPhase:
         sent = [b for bounds in self._bounds for b in bounds]
         mine = self._bounds[self._channel.rank]
         received = mine * (self._channel.size - 1)
-        self._channel.begin(Channel.arena_nbytes(sent + received) + nbytes, self._encode_first)
+        nbytes += Channel.arena_nbytes(sent + received)
+        self._channel.begin(nbytes, self._encode_first, pinned=self._r.on_device)
         self._incoming = [{o: self._channel.receive(b, o) for o in self._channel.others} for b in mine]
         self._send_or_keep(self._order[0][1], self._first)
         os.sched_yield()  # all ranks wait for the slowest rank's first frame; that rank may wait for this core
@@ -195,7 +196,7 @@ class BroadcastPhase:
         self._channel, self._r, self._first_error = channel, r, first_error
         self._pieces = [piece for pieces in r.slices(1) for piece in pieces]
         bounds = [r.bound(piece.n) for piece in self._pieces]
-        channel.begin(Channel.arena_nbytes(bounds * channel.size))
+        channel.begin(Channel.arena_nbytes(bounds * channel.size), pinned=r.on_device)
         self._incoming = [{o: channel.receive(b, o) for o in channel.others} for b in bounds]
         self._own: list[Array | None] = []
         for c, piece in enumerate(self._pieces):

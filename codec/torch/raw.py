@@ -9,7 +9,7 @@ from codec import FrameError
 from codec.torch.channel import Channel
 from codec.torch.messages import Array, IncomingValues
 from codec.torch.partition import Piece, cut
-from codec.torch.reduction import FLOATS, Reduction, as_float32, nonfinite_error
+from codec.torch.reduction import FLOATS, Reduction, nonfinite_error
 
 # Bytes of a chunk. The receives of a chunk are posted when the chunk before has been summed, into the same memory, so
 # that all data in flight fits into caches: with uncompressed values the processors are the bottleneck.
@@ -39,7 +39,7 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     if r.residual is not None:
         x = np.empty_like(x)
         with channel.clock.during("encode_s"):
-            _round_with_residual(as_float32(r.x, r), r, r.residual, x)
+            _round_with_residual(r.as_float32(r.x), r, r.residual, x)
     error = nonfinite_error(r, x)
     chunks = range(len(slices[me]))
     for c in chunks[:2]:
@@ -94,7 +94,7 @@ def _reduce_terms(parts: Sequence[Array], r: Reduction, total: Array) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):  # the result is checked for Inf and NaN later
         for begin in range(0, out.size, _TILE):
             place = out[begin : begin + _TILE]
-            first, second, *more = (as_float32(part[begin : begin + _TILE], r) for part in parts)
+            first, second, *more = (r.as_float32(part[begin : begin + _TILE]) for part in parts)
             add(first, second, out=place)
             for each in more:
                 add(place, each, out=place)
@@ -123,8 +123,8 @@ def _round_with_residual(values: Array, r: Reduction, residual: Array | None, pl
             np.add(values, residual, out=place)
             residual[:] = 0
             return
-        seen = as_float32(rounded, r)
+        seen = r.as_float32(rounded)
         exact = np.where(np.isinf(seen), seen, values) + residual
         finite, most = np.isfinite(exact), torch.finfo(FLOATS[r.dtype]).max
         place[:] = r.rounded(np.where(finite, np.clip(exact, -most, most), exact))
-        residual[:] = np.where(finite, exact - as_float32(place, r), 0)
+        residual[:] = np.where(finite, exact - r.as_float32(place), 0)

@@ -330,9 +330,9 @@ class Reducer:
         spec = bind_to_part(self.optimizer, part, step.scale, self._buffers, i)
         stream = (step.number << 20) + part.number
         r = arguments.reduction_of(x, spec, "mean", stream, segments=part.segments, settings=self._settings)
-        if part.whole and buffer.device.type == "cpu":
+        if part.whole and (r.on_device or buffer.device.type == "cpu"):
             part.out = torch.empty_like(buffer) if part.out is None else part.out
-            r.out = arguments.as_array(part.out)
+            r.out = arguments.values_of(part.out, self._settings)
         if self._residuals is not None:
             phases = execution.choose_algorithm(self._algorithm, r, channel.size)
             self._residuals.feed_part(r, part, owned_values(r, phases, channel.rank, channel.size), channel.size)

@@ -24,6 +24,7 @@ from codec.torch.messages import Array
 from codec.torch.partition import Piece, chunk_nbytes, cut, cut_evenly
 
 bound = functools.lru_cache(1024)(codec.bound)  # a training asks for few sizes
+Values = Any  # flat values of a reduction: an array in host memory, bfloat16 as uint16; or a tensor on a GPU
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _LARGE = 1 << 21  # values of a piece above which several threads encode it
@@ -36,7 +37,7 @@ _STREAM_STRIDE = (
 class Reduction:
     """Values of a collective on this rank, and how they are encoded. All but the values is equal on all ranks."""
 
-    x: Array  # values, flat; bfloat16 as uint16
+    x: Values  # values of this rank
     dtype: str
     spec: Spec
     op: str  # "sum", "mean" or "max"
@@ -49,10 +50,17 @@ class Reduction:
     codebook: Codebook | None = None  # codebook with which all ranks encode
     codebooks: Sequence[Codebook] = ()  # codebooks that frames may name
     count_symbols: Callable[[View, BoundSpec | None], None] | None = None  # called with the values of each frame
-    out: Array | None = None  # memory for the result; None: memory of the channel
+    out: Values | None = None  # memory for the result; None: memory of the channel
     # Functions to call after the verdict, if the result replaces `x` itself and stays in frames until then. For many
     # values with small frames that is faster than to decode them to other memory and to copy the result.
     deferred: list[Callable[[], None]] | None = None
+
+    on_device = False  # values lie on a GPU, as those of a DeviceReduction
+
+    @property
+    def n(self) -> int:
+        """Number of values on this rank."""
+        return len(self.x)
 
     def bound(self, n: int) -> int:
         """Return an upper bound of the bytes of a frame of `n` values."""
@@ -60,11 +68,11 @@ class Reduction:
 
     def slices(self, size: int) -> list[list[Piece]]:
         """Return a slice for each of `size` ranks, as pieces."""
-        return cut(self.x.size, size, self.x.itemsize, self.segments, self._chunk_nbytes)
+        return cut(self.n, size, self.x.itemsize, self.segments, self._chunk_nbytes)
 
     def even_slices(self, size: int) -> list[list[Piece]]:
         """Return slices of equal size for `size` ranks, as pieces."""
-        return cut_evenly(self.x.size, size, self.x.itemsize, self._chunk_nbytes)
+        return cut_evenly(self.n, size, self.x.itemsize, self._chunk_nbytes)
 
     @property
     def _chunk_nbytes(self) -> int:
@@ -72,7 +80,7 @@ class Reduction:
 
     # Encoding
 
-    def own_term(self, piece: Piece) -> Array:
+    def own_term(self, piece: Piece) -> Values:
         """Return this rank's values of a piece."""
         return self.x[piece.begin : piece.end]
 
@@ -81,12 +89,12 @@ class Reduction:
         residual = None if self.residual is None else self.residual[piece.begin : piece.end]
         return self._encode(self.own_term(piece), piece, out, residual, number)
 
-    def encode_sum(self, total: Array, piece: Piece, out: Array, number: int) -> int:
+    def encode_sum(self, total: Values, piece: Piece, out: Array, number: int) -> int:
         """Encode the float32 sum of a piece to `out`; return the bytes of the frame."""
         residual = None if self.sum_residual is None else self.sum_residual(piece.begin, piece.end)
         return self._encode(self.rounded(total), piece, out, residual, number)
 
-    def _encode(self, x: Array, piece: Piece, out: Array, residual: Array | None, number: int) -> int:
+    def _encode(self, x: Values, piece: Piece, out: Array, residual: Array | None, number: int) -> int:
         bound_spec = self._bound_to(piece)
         values = View(x, self.dtype, piece.segments)
         frame = codec.encode(
@@ -115,11 +123,19 @@ class Reduction:
 
     # Decoding
 
-    def result(self, channel: Channel, n: int) -> Array:
+    def empty(self, n: int) -> Values:
+        """Return new memory for `n` values of the tensor's dtype."""
+        return np.empty(n, self.x.dtype)
+
+    def result(self, channel: Channel, n: int) -> Values:
         """Return memory for a result of `n` values."""
         if self.deferred is not None:
             return self.x
         return channel.result_buffer(n, self.x.dtype) if self.out is None else self.out
+
+    def sum_buffer(self, channel: Channel, n: int) -> Values:
+        """Return memory for a sum of `n` float32 values, which may be that of the sum before."""
+        return channel.sum_buffer(n)
 
     @property
     def can_defer(self) -> bool:
@@ -132,7 +148,7 @@ class Reduction:
         """True if results are stored with non-temporal stores, because they do not fit into caches."""
         return self.x.nbytes >= lib.CODEC_UNCACHED_NBYTES
 
-    def decode_or_defer(self, frame: Array, piece: Piece, into: Array) -> None:
+    def decode_or_defer(self, frame: Array, piece: Piece, into: Values) -> None:
         """Decode a frame to a piece of the result, or only validate it now and decode it after the verdict."""
         if self.deferred is None:
             self.decode(frame, piece, into)
@@ -141,7 +157,7 @@ class Reduction:
         check_values(frame, into[piece.begin : piece.end], options=self._options(piece))
         self.deferred.append(partial(self.decode, frame, piece, into))
 
-    def decode(self, frame: Array, piece: Piece, into: Array) -> None:
+    def decode(self, frame: Array, piece: Piece, into: Values) -> None:
         """Decode a frame to a piece of a flat tensor."""
         self.check_frame(frame, piece)
         into = into[piece.begin : piece.end]
@@ -152,7 +168,7 @@ class Reduction:
         self,
         parts: Sequence[Array | None],
         piece: Piece,
-        total: Array,
+        total: Values,
         *,
         nontemporal: bool = False,
         check_finite: bool = False,
@@ -165,7 +181,7 @@ class Reduction:
             Frame of each rank; None: this rank's own values.
         piece : Piece
             Values of the frames.
-        total : ndarray of float32
+        total : ndarray or tensor of float32
             Gets the result.
         nontemporal : bool
             Use non-temporal stores, if there is a frame of each rank.
@@ -182,15 +198,22 @@ class Reduction:
             return
         for i, part in enumerate(parts):
             if part is None:
-                own = as_float32(self.own_term(piece), self)
-                with np.errstate(over="ignore", invalid="ignore"):  # Inf and NaN are part of the result
-                    np.add(total, own, out=total) if i else np.copyto(total, own)
+                self._add_own(total, self.as_float32(self.own_term(piece)), first=i == 0)
             elif i:
                 codec.accumulate(part, total, shared, **how)
             else:
                 codec.reduce([part], shared, op="sum", out=total, **how)
+        self._complete(total, len(parts))
+
+    def _add_own(self, total: Values, own: Values, *, first: bool) -> None:
+        """Add this rank's float32 values to a sum, or begin the sum with them."""
+        with np.errstate(over="ignore", invalid="ignore"):  # Inf and NaN are part of the result
+            np.copyto(total, own) if first else np.add(total, own, out=total)
+
+    def _complete(self, total: Values, count: int) -> None:
+        """Make a mean of the sum of `count` terms, if the operation is one, and give all NaN the same bits."""
         if self.op == "mean":
-            total /= np.float32(len(parts))
+            total /= np.float32(count)
         if total.size and np.isnan(total.min()):  # the payload of a NaN depends on the order of operands
             total[np.isnan(total)] = np.nan
 
@@ -229,18 +252,30 @@ class Reduction:
     def add_residual(self, residual: Array) -> None:
         """Add float32 values to `x`, rounded to its dtype."""
         if residual.any():
-            self.x = self.rounded(as_float32(self.x, self) + residual)
+            self.x = self.rounded(self.as_float32(self.x) + residual)
 
-    def tensor_of(self, x: Array) -> torch.Tensor:
+    def as_float32(self, x: Values) -> Values:
+        """Return values of the reduction's dtype as float32, without a copy if they are; float64 stays float64."""
+        return x if self.dtype == "float64" else torch.from_numpy(x).view(FLOATS[self.dtype]).float().numpy()
+
+    def tensor_of(self, x: Values) -> torch.Tensor:
         """Return values as a tensor of the reduction's dtype, which shares their memory."""
         return torch.from_numpy(x).view(FLOATS[self.dtype])
 
-    def rounded(self, total: Array) -> Array:
+    def rounded(self, total: Values) -> Values:
         """Return float32 values rounded to the reduction's dtype; float32 and float64 unchanged."""
         if self.dtype in ("float32", "float64"):
             return total
         rounded = torch.from_numpy(total).to(FLOATS[self.dtype])
         return rounded.view(torch.uint16).numpy().view(self.x.dtype)
+
+    def on_host(self) -> "Reduction":
+        """Return the reduction with its values in host memory, for algorithms that need them there."""
+        return self
+
+    def from_host(self, result: Array) -> Values:
+        """Return the result of :meth:`on_host` where this reduction has its values."""
+        return result
 
 
 @functools.lru_cache(64)
@@ -271,18 +306,11 @@ def bound_to_range(spec: BoundSpec, begin: int, end: int) -> BoundSpec:
     return spec.spec.bind(optimizer, **{name: x[begin:end] for name, x in spec.state.items()})
 
 
-def as_float32(x: Array, r: Reduction) -> Array:
-    """Return values of a reduction's dtype as float32, without a copy if they are; float64 stays float64."""
-    if r.dtype == "float64":
-        return x
-    return torch.from_numpy(x).view(FLOATS[r.dtype]).float().numpy()
-
-
-def nonfinite_error(r: Reduction, x: Array) -> ArgumentError | None:
+def nonfinite_error(r: Reduction, x: Values) -> ArgumentError | None:
     """Return the error that encoding raises for NaN or Inf, if `x` has some and the codec refuses them.
 
     Uncompressed values are checked with it, so that an error does not depend on the way in which values are sent.
     """
-    if not r.rejects_nonfinite or not x.size or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
+    if not r.rejects_nonfinite or not len(x) or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
         return None
     return ArgumentError("the tensor holds NaN or Inf, which this codec does not take", Status.NONFINITE)

@@ -54,7 +54,7 @@ class ResidualPair:
         """
         begin, end = owned
         if moved:
-            elsewhere = cut(layout, 0, begin) + cut(layout, end, r.x.size)
+            elsewhere = cut(layout, 0, begin) + cut(layout, end, r.n)
             self.server.pass_on(elsewhere, self.worker, self._share(r, size))
         r.residual = self.worker.begin(layout)
         if begin == end:
@@ -127,5 +127,5 @@ def owned_values(r: Reduction, algorithm: str, rank: int, size: int) -> tuple[in
     """Return the begin and end of the values whose sums a rank encodes in an all-reduce; 0, 0 if it encodes none."""
     if algorithm not in ("two_shot", "raw"):
         return 0, 0
-    mine = partition.cut(r.x.size, size, r.x.itemsize, r.segments)[rank]
+    mine = partition.cut(r.n, size, r.x.itemsize, r.segments)[rank]
     return mine[0].begin, mine[-1].end

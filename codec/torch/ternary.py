@@ -37,7 +37,7 @@ def shared_scale(channel: Channel, r: Reduction) -> tuple[Array, Exception | Non
     there is no error feedback.
     """
     x = r.tensor_of(r.x).float().numpy()
-    parts = _parts(r.x.size, r.segments)
+    parts = _parts(r.n, r.segments)
     mine = np.zeros(1 + len(_pairs(r.segments)), np.float32)
     error: Exception | None = None
     try:

@@ -51,11 +51,11 @@ def mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], None]) ->
 
     def prepare() -> Reduction:
         begin()
-        return Reduction(buffer.numpy(), "float64", Lossless(), "mean", 0)
+        return Reduction(buffer.cpu().numpy(), "float64", Lossless(), "mean", 0)
 
     result, _ = execution.run(comm, prepare, "raw")
     with close_on_error(comm.channel), comm.channel.writing():
-        np.copyto(buffer.numpy(), result)
+        buffer.copy_(torch.from_numpy(result))
     return buffer
 
 
@@ -67,7 +67,7 @@ def _sparse_mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], N
     def prepare() -> tuple[tuple[Array, Array], list[int]]:
         begin()
         t = buffer.detach().coalesce()
-        entries = t.indices().contiguous().numpy(), t.values().contiguous()
+        entries = t.indices().contiguous().cpu().numpy(), t.values().contiguous().cpu()
         signature = hash64("sparse", shape, dims, str(t.dtype))
         return (entries[0], entries[1].view(-1).view(torch.uint8).numpy()), [signature]
 
@@ -82,7 +82,7 @@ def _sparse_mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], N
     total = torch.sparse_coo_tensor(
         torch.cat([i for i, _ in parts], 1), torch.cat([v for _, v in parts]), shape, check_invariants=False
     )
-    return total.coalesce() / channel.size
+    return (total.coalesce() / channel.size).to(buffer.device)
 
 
 def _entries(data: bytes, like: torch.Tensor, shape: tuple[int, ...], dims: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from codec import ArgumentError, PeerError
+from codec.torch.devices import in_stream_order
 from codec.torch.work import Callback, Work
 
 _STOP_INTERVAL = 2.0  # seconds between two looks at the CPU time of a thread that is to end
@@ -139,6 +140,8 @@ class Worker:
     def submit(self, function: Callable[[], Any]) -> Work:
         """Run `function` after what was submitted before; within a callback, after the collective of that callback.
 
+        On GPUs its work follows that of this thread, and is complete when `function` has returned.
+
         Raises
         ------
         PeerError
@@ -146,6 +149,7 @@ class Worker:
         """
         if self.forked:
             raise PeerError(_FORKED)
+        function = in_stream_order(function)
         batch = _running.batch
         if batch is not None and batch.worker is not self:
             batch = None

@@ -1,0 +1,159 @@
+"""torch tensors on a GPU, or tensors that stand for them and whose kernels run on the CPU (`support.device`).
+
+torch without CUDA has no tensors on a GPU. A DeviceTensor has its values in host memory, says that it lies on cuda:0,
+and rejects what torch rejects for a tensor on a GPU: numpy arrays of it, and operations with tensors in host memory.
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+import torch
+
+from codec.engines.cuda import devices as engine_devices
+from codec.torch import devices
+from support.device import Emulated, build
+
+DEVICE = torch.device("cuda", 0)
+_CROSS = {"copy_", "to", "cpu", "__get__", "as_subclass", "detach"}  # operations that may leave or enter the device
+
+
+class _Storage:
+    """Storage of a DeviceTensor."""
+
+    device = DEVICE
+
+    def __init__(self, storage):
+        self._storage = storage
+
+    def nbytes(self):
+        return self._storage.nbytes()
+
+    def data_ptr(self):
+        return self._storage.data_ptr()
+
+
+class DeviceTensor(torch.Tensor):
+    """Tensor on the emulated GPU."""
+
+    copied_nbytes = 0  # bytes of tensors that were copied to the host
+
+    @property
+    def device(self):
+        return DEVICE
+
+    @property
+    def is_cuda(self):
+        return True
+
+    def untyped_storage(self):
+        return _Storage(super().untyped_storage())
+
+    def cpu(self):
+        DeviceTensor.copied_nbytes += self.nbytes
+        return host(self).clone()
+
+    def numpy(self):
+        raise TypeError("can't convert a tensor on the emulated GPU to numpy: use Tensor.cpu() first")
+
+    def __array__(self, *_):
+        return self.numpy()
+
+    def to(self, *args, **how):
+        if any(str(arg) == "cpu" for arg in (*args, how.get("device"))):
+            return self.cpu()
+        args = [arg for arg in args if not _is_device(arg)]
+        return super().to(*args, **{k: v for k, v in how.items() if k != "device"}) if args else self
+
+    def copy_(self, values, non_blocking=False):
+        host(self).copy_(host(values))
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name not in _CROSS:
+            with torch._C.DisableTorchFunctionSubclass():
+                there = [isinstance(t, DeviceTensor) for t in _tensors((args, kwargs or {})) if t.dim()]
+            assert all(there), f"{name} mixes tensors on the emulated GPU and in host memory"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _tensors(x):
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, dict):
+        yield from _tensors(list(x.values()))
+    elif isinstance(x, list | tuple):
+        for each in x:
+            yield from _tensors(each)
+
+
+def _is_device(x):
+    return isinstance(x, torch.device | str) and str(x).startswith("cuda")
+
+
+def on_device(x):
+    """Return a tensor on the emulated GPU that shares the memory of a tensor on the host."""
+    return x.detach().as_subclass(DeviceTensor)
+
+
+def host(x):
+    """Return the values of a tensor in host memory; those of an emulated GPU share its memory."""
+    if not isinstance(x, DeviceTensor):
+        return x.detach().cpu()
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.detach().as_subclass(torch.Tensor)
+
+
+@contextlib.contextmanager
+def gpu(kind):
+    """Yield a function that copies a tensor to a GPU.
+
+    Parameters
+    ----------
+    kind : {"emulated", "real"}
+        Emulated: codec.torch finds a GPU inside the context, and torch makes tensors there.
+    """
+    if kind == "real":
+        torch.cuda.set_device(0)
+        yield torch.Tensor.cuda
+        return
+    with emulated_gpu():
+        yield lambda x: on_device(x.clone(memory_format=torch.preserve_format))
+
+
+@contextlib.contextmanager
+def emulated_gpu():
+    """Make codec.torch find a GPU, and torch make tensors there."""
+    made = {name: getattr(torch, name) for name in ("empty", "zeros")}
+    to, stream = torch.Tensor.to, torch.cuda.current_stream
+    before = engine_devices.backend, torch.cuda.current_device
+
+    def making(make):
+        def on(*args, device=None, pin_memory=False, **how):
+            if _is_device(device):
+                return on_device(make(*args, **how))
+            return make(*args, **how) if device is None else make(*args, device=device, **how)
+
+        return on
+
+    def moved(x, *args, **how):
+        if not isinstance(x, DeviceTensor) and any(_is_device(arg) for arg in (*args, how.get("device"))):
+            return on_device(x.clone())
+        return to(x, *args, **how)
+
+    try:
+        engine_devices.backend = device = Emulated(build())
+        for name, make in made.items():
+            setattr(torch, name, making(make))
+        torch.Tensor.to = moved
+        torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=0)
+        torch.cuda.current_device = lambda: 0
+        devices.engine_is_usable.cache_clear()
+        yield device
+    finally:
+        engine_devices.backend, torch.cuda.current_device = before
+        for name, make in made.items():
+            setattr(torch, name, make)
+        torch.Tensor.to, torch.cuda.current_stream = to, stream
+        devices.engine_is_usable.cache_clear()

@@ -1,0 +1,341 @@
+"""Collectives of tensors on a GPU: the CUDA engine encodes them in place, and results are those of host memory.
+
+Without a GPU the kernels run on the CPU (`support.cuda_tensors`); ``make gpu-tests`` runs the file on a GPU, which all
+ranks share.
+"""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import codec
+import codec.torch
+from codec.torch import communicator, devices
+from support.collective_values import rank_values, tensor_bytes
+from support.cuda_tensors import DeviceTensor, gpu, host
+from support.ddp_training import hook_state_bytes, parameter_bytes, train, wrapped
+from support.faults import KILLED, at_fault_point, die
+from support.ranks import RankPool
+from support.specs import LOSSLESS, LOSSY, TRUNCATES
+from support.tensors import ADAMW
+
+SHAPE = 70, 100
+ALGORITHMS = ("two_shot", "all_gather", "ring", "raw")
+SPECS = LOSSLESS | LOSSY | {name: spec for name, spec in TRUNCATES.items() if spec.fixed_level is not None}
+
+
+@pytest.fixture(params=["emulated", pytest.param("real", marks=pytest.mark.gpu)], scope="module")
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request):
+    with RankPool(request.param) as ranks:
+        ranks.new_group()
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with RankPool(2, timeout=5) as ranks:
+        ranks.new_group()
+        yield ranks
+
+
+def how(algorithm="two_shot", **settings):
+    return codec.options(algorithm=algorithm, **settings)
+
+
+def outcome(call, *args, **kwargs):
+    """Return "success", or the type and the message of the error."""
+    try:
+        call(*args, **kwargs)
+    except codec.CodecError as e:
+        return type(e).__name__, str(e), e.code
+    return "success"
+
+
+def compare(put, call, x, **kwargs):
+    """Run call(tensor, ...) with a tensor on the GPU and in host memory; check that outcomes and tensors are equal."""
+    there, here = put(x), x.clone()
+    found = [outcome(call, t, **kwargs) for t in (there, here)]
+    assert found[0] == found[1]
+    assert tensor_bytes(host(there)) == tensor_bytes(here)
+    return found[0]
+
+
+def _all_reduces(rank, size, kind, names):
+    with gpu(kind) as put:
+        for name in names:
+            for algorithm in ALGORITHMS if name in ("lossless", "quantize_4") else ALGORITHMS[:2]:
+                for dtype, op in ((torch.float32, "sum"), (torch.bfloat16, "mean"), (torch.float16, "max")):
+                    x = rank_values(rank, SHAPE, dtype)
+                    arguments = {"spec": SPECS[name], "op": op, "options": how(algorithm)}
+                    found = compare(put, codec.torch.all_reduce, x, **arguments)
+                    assert found == "success", (name, algorithm, dtype, found)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_all_reduce_equals_that_of_host_memory_for_every_codec(ranks, kind, part):
+    ranks.run(_all_reduces, kind, [*SPECS][part::6])
+
+
+def _engine(rank, size, kind):
+    """Return the kernels that each way to reduce has launched, and the bytes of the tensor that it copied."""
+    found = {}
+    with gpu(kind) as put:
+        for name, settings in (("default", {}), ("native", {"engine": "native"})):
+            x, before = put(rank_values(rank, SHAPE)), DeviceTensor.copied_nbytes
+            codec.torch.all_reduce(x, codec.Quantize(4), options=how(**settings))
+            found[name] = DeviceTensor.copied_nbytes - before
+        devices.engine_is_usable.cache_clear()
+        devices.choose, choose = _no_engine, devices.choose
+        try:
+            x, before = put(rank_values(rank, SHAPE)), DeviceTensor.copied_nbytes
+            codec.torch.all_reduce(x, codec.Quantize(4), options=how())
+            found["no engine"] = DeviceTensor.copied_nbytes - before
+        finally:
+            devices.choose = choose
+            devices.engine_is_usable.cache_clear()
+    return found
+
+
+def _no_engine(*_):
+    raise codec.EngineError("CuPy is not installed")
+
+
+def test_tensor_is_copied_to_host_memory_only_without_the_cuda_engine(pair):
+    nbytes = 4 * SHAPE[0] * SHAPE[1]
+    want = {"default": 0, "native": nbytes, "no engine": nbytes}
+    assert pair.run(_engine, "emulated") == [want, want]
+
+
+def _other_collectives(rank, size, kind):
+    x = rank_values(rank, (40 * size, 100))
+    with gpu(kind) as put:
+        for spec in (codec.Lossless(), codec.Float8(group_size=100), codec.Quantize(4), codec.Ternary()):
+            for dtype in (torch.float32, torch.bfloat16):
+                values = x.to(dtype)
+                for call, n in (
+                    (codec.torch.reduce_scatter, len(x) // size),
+                    (codec.torch.all_gather, len(x) * size),
+                    (codec.torch.all_to_all, len(x)),
+                ):
+                    results = [torch.zeros(n, 100, dtype=dtype), put(torch.zeros(n, 100, dtype=dtype))]
+                    for output, tensor in zip(results, (values, put(values)), strict=True):
+                        call(output, tensor, spec)
+                    assert torch.equal(results[0], host(results[1])), (call, spec)
+                    call(output := torch.zeros(n, 100, dtype=dtype), put(values), spec)  # from the GPU to the host
+                    assert torch.equal(results[0], output)
+
+
+def test_other_collectives_equal_those_of_host_memory(ranks, kind):
+    ranks.run(_other_collectives, kind)
+
+
+def _mixed(rank, size, kind):
+    with gpu(kind) as put:
+        for spec in (codec.Lossless(), codec.Quantize(4)):
+            for algorithm in ALGORITHMS:
+                x = put(rank_values(rank, SHAPE)) if rank else rank_values(rank, SHAPE)
+                codec.torch.all_reduce(x, spec, options=how(algorithm))
+                codec.torch.all_reduce(want := rank_values(rank, SHAPE), spec, options=how(algorithm))
+                assert torch.equal(host(x), want), (spec, algorithm)
+
+
+def test_ranks_with_and_without_a_gpu_reduce_together(ranks, kind):
+    ranks.run(_mixed, kind)
+
+
+def _arguments(rank, size, kind):
+    """Layouts, views, outputs, callers in the background, and state of an optimizer."""
+    x = rank_values(rank, (40, 300))
+    with gpu(kind) as put:
+        compare(put, lambda t: codec.torch.all_reduce(t.t(), codec.Float8(), options=how()), x)
+        compare(put, lambda t: codec.torch.all_reduce(t[5:, 1:7], codec.Float8(), options=how()), x)
+        bucket = rank_values(rank, (12_000,))
+        shapes = {"weight": (100, 100), "bias": (2000,)}
+        compare(
+            put,
+            lambda t: codec.torch.all_reduce(codec.view(t, segments=shapes), codec.Sign("l1", "row"), options=how()),
+            bucket,
+        )
+        there, before = put(x), tensor_bytes(x)
+        for out in (put(torch.zeros_like(x)), torch.zeros_like(x)):
+            codec.torch.all_reduce(there, codec.Quantize(4), out=out, options=how())
+            codec.torch.all_reduce(want := x.clone(), codec.Quantize(4), options=how())
+            assert torch.equal(host(out), want)
+            assert tensor_bytes(host(there)) == before
+        found = outcome(codec.torch.all_reduce, there, out=there.view(-1), options=how())
+        assert "shares memory" in found[1]
+        work = codec.torch.all_reduce(there, codec.Quantize(4), async_op=True, options=how())
+        assert work.wait()
+        assert torch.equal(host(there), want)
+
+        state = {name: rank_values(7, (12_000,)).square() for name in ("theta", "m", "v")}
+        for spec in TRUNCATES.values():
+            if spec.fixed_level is None:
+                on_host, on_gpu = spec.bind(ADAMW, **state), spec.bind(ADAMW, **{k: put(v) for k, v in state.items()})
+                codec.torch.all_reduce(here := bucket.clone(), on_host, options=how())
+                codec.torch.all_reduce(there := put(bucket), on_gpu, options=how())
+                assert torch.equal(here, host(there)), spec
+
+
+def test_all_reduce_takes_views_outputs_and_optimizer_state_on_the_gpu(pair, kind):
+    pair.run(_arguments, kind)
+
+
+def _feedback(rank, size, kind):
+    with gpu(kind) as put:
+        for algorithm in ("two_shot", "all_gather", "raw"):
+            here, there = codec.torch.Feedback(codec.Sign()), codec.torch.Feedback(codec.Sign())
+            for step in range(3):
+                x = rank_values(10 * step + rank, SHAPE)
+                codec.torch.all_reduce(x_here := x.clone(), op="mean", feedback=here, options=how(algorithm))
+                codec.torch.all_reduce(x_there := put(x), op="mean", feedback=there, options=how(algorithm))
+                assert torch.equal(x_here, host(x_there)), (algorithm, step)
+            mine, its = here.state_dict(), there.state_dict()
+            for role in ("worker", "server"):
+                tensors = {k: v for k, v in mine[role].items() if isinstance(v, torch.Tensor)}
+                assert tensors.keys() == {k for k, v in its[role].items() if isinstance(v, torch.Tensor)}
+                assert all(torch.equal(v, its[role][k]) for k, v in tensors.items())
+
+
+def test_error_feedback_equals_that_of_host_memory(ranks, kind):
+    ranks.run(_feedback, kind)
+
+
+class _BucketOnGpu:
+    """Bucket of DistributedDataParallel whose gradients lie on a GPU."""
+
+    def __init__(self, bucket, buffer):
+        self._bucket, self._buffer = bucket, buffer
+
+    def __getattr__(self, name):
+        return getattr(self._bucket, name)
+
+    def buffer(self):
+        return self._buffer
+
+
+def _train(rank, size, kind, name, feedback):
+    """Train by a hook with gradients in host memory and on a GPU; return whether parameters and residuals are equal."""
+    spec, found = SPECS.get(name) or TRUNCATES[name], []
+    with gpu(kind) as put:
+        for place in (torch.clone, put):
+            model = wrapped()
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            hook = codec.torch.ddp_hook(
+                spec, optimizer=optimizer, feedback=feedback, policy=lambda _, p: None, options=how()
+            )
+
+            def reduce(hook, bucket, place=place):
+                future = hook.reduce(_BucketOnGpu(bucket, place(bucket.buffer())))
+                return future.then(lambda done: host(done.value()))
+
+            reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+            model.register_comm_hook(hook, reduce)
+            train(model, optimizer, rank, 4)
+            found.append((parameter_bytes(model), hook_state_bytes(hook) if feedback else b""))
+    return found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "feedback"),
+    [("lossless", False), ("quantize_4", True), ("sign_row", True), ("truncate_bit", False), ("float8_e4m3fn", False)],
+)
+def test_ddp_hook_trains_as_with_gradients_in_host_memory(ranks, kind, name, feedback):
+    assert all(ranks.run(_train, kind, name, feedback))
+
+
+def _fsdp(rank, size, kind):
+    """Call the collectives of FSDP2 as it does."""
+    group, average = dist.group.WORLD, dist.ReduceOp.AVG
+    x = rank_values(rank, (4000 * size,))
+    with gpu(kind) as put:
+        results = []
+        for place in (torch.clone, put):
+            reduce_scatter = codec.torch.ReduceScatter(codec.Float8(group_size=100))
+            all_gather = codec.torch.AllGather()
+            shard, whole = place(torch.zeros(4000)), place(torch.zeros(4000 * size))
+            reduce_scatter(shard, place(x), group, average)
+            if (work := all_gather(whole, shard, group, async_op=True)) is not None:
+                work.wait()
+            results.append((tensor_bytes(host(shard)), tensor_bytes(host(whole))))
+        assert results[0] == results[1]
+
+
+def test_fsdp_collectives_equal_those_of_host_memory(ranks, kind):
+    ranks.run(_fsdp, kind)
+
+
+def _special_values(rank, size, kind):
+    with gpu(kind) as put:
+        found = []
+        for spec in (codec.Float8(), codec.Sign(), codec.Lossless(), codec.Float8(nonfinite="propagate")):
+            for algorithm in ("two_shot", "all_gather", "raw"):
+                x = rank_values(rank, SHAPE)
+                x[3, 5] = torch.nan if rank == 1 else 1
+                found.append(compare(put, codec.torch.all_reduce, x, spec=spec, options=how(algorithm)))
+                x[3, 5] = 3e38
+                compare(put, codec.torch.all_reduce, x, spec=spec, options=how(algorithm))
+        codec.torch.all_reduce(x := put(torch.ones(SHAPE)), codec.Float8(), options=how())  # the group still works
+        assert bool(host(x).eq(size).all())
+        return found
+
+
+def test_nan_on_one_rank_is_an_error_on_all_ranks(ranks, kind):
+    for rank, found in enumerate(ranks.run(_special_values, kind)):
+        want = "ArgumentError" if rank == 1 else "PeerError"
+        assert [error[0] for error in found[:6]] == [want] * 6
+        assert [error[2] for error in found[:6]] == [codec.Status.NONFINITE] * 6
+        assert found[6:] == ["success"] * 6
+
+
+def _damaged(rank, size, kind):
+    """Rank 1 sends damaged frames; return the outcome and whether the tensor is unchanged."""
+    channel = communicator.communicator_of(None).channel
+    send, found = channel.send, []
+
+    def damage(message, to):
+        message = np.array(message)
+        message[-1] ^= 1
+        send(message, to)
+
+    with gpu(kind) as put:
+        for spec in (codec.Lossless(), codec.Quantize(4), codec.Ternary()):
+            for algorithm in ("two_shot", "all_gather"):
+                x = put(values := rank_values(rank, SHAPE))
+                if rank == 1:
+                    channel.send = damage
+                try:
+                    found.append(outcome(codec.torch.all_reduce, x, spec, options=how(algorithm))[0])
+                finally:
+                    channel.send = send
+                assert torch.equal(host(x), values)
+    return found
+
+
+def test_damaged_frame_is_an_error_on_all_ranks(pair, kind):
+    assert pair.run(_damaged, kind) == [["ChecksumError"] * 6, ["PeerError"] * 6]
+
+
+def _killed(rank, size, kind, point):
+    with gpu(kind) as put:
+        codec.torch.all_reduce(put(torch.ones(10)))
+        channel = communicator.communicator_of(None).channel
+        x = put(values := rank_values(rank, SHAPE))
+        with at_fault_point(channel, point if rank == 1 else -1, die):
+            found = outcome(codec.torch.all_reduce, x, codec.Quantize(4), options=how())
+        assert torch.equal(host(x), values)
+        return found[0]
+
+
+@pytest.mark.parametrize("point", [1, 4])
+def test_tensor_is_unchanged_if_a_rank_dies(kind, point):
+    with RankPool(2, timeout=5) as ranks:
+        ranks.new_group()
+        ranks.start(_killed, kind, point)
+        assert ranks.results() == ["PeerError", KILLED]
