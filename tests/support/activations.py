@@ -13,18 +13,19 @@ class Reference:
 
     def __init__(self, spec, entries="float32", edge=0):
         self.spec, self.entries, self.edge = spec, entries, edge
-        self.m, self.staged, self.number = {}, {}, 0
+        self.m, self.staged = {}, {}
+        self.draws = self.committed_draws = 0
 
     def trip(self, a, samples):
         """Return what the receiver gets for a tensor of activations."""
-        self.number += 1
+        self.draws += 1
         values, result = a.float().numpy(), a.clone()
         with np.errstate(all="ignore"):
             delta = [i for i, s in enumerate(samples) if s in self.m and np.isfinite(values[i] - self.m[s]).all()]
         new = {i: values[i] for i in range(len(samples)) if i not in delta}
         if delta:
             m = np.stack([self.m[samples[i]] for i in delta])
-            stream = self.edge << 40 ^ 2 * self.number + 1
+            stream = self.edge << 40 ^ 2 * self.draws + 1
             decoded = m + codec.decode(codec.encode(values[delta] - m, self.spec, stream=stream))
             result[delta] = torch.from_numpy(decoded).to(a.dtype)
             new |= dict(zip(delta, decoded, strict=True))
@@ -38,7 +39,7 @@ class Reference:
             self.m[sample] = self._rounded(row)
             if self.entries == "8bit" and not np.isfinite(row).all():
                 del self.m[sample]
-        self.staged = {}
+        self.staged, self.committed_draws = {}, self.draws
 
     def _rounded(self, row):
         if self.entries == "bfloat16":
@@ -48,8 +49,8 @@ class Reference:
         return row.copy()
 
     def rollback(self):
-        """Drop the staged values."""
-        self.staged = {}
+        """Drop the staged values. The repeated step draws the same random bits."""
+        self.staged, self.draws = {}, self.committed_draws
 
 
 def m_of(side):

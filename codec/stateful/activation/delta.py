@@ -129,6 +129,7 @@ class ActivationDelta:
         self._sender = Sender(self._ledger, self._change, spec_of("first", first))
         self._receiver = Receiver(self._ledger)
         self._traffic = Traffic(number, entries)
+        self._committed_draws = 0
 
     @property
     def spec(self) -> Spec:
@@ -314,10 +315,15 @@ class ActivationDelta:
     def commit(self) -> None:
         """Replace m by that of all messages since the last commit or rollback."""
         self._ledger.commit()
+        self._committed_draws = self._sender.draws
 
     def rollback(self) -> None:
-        """Drop the new m of all messages since the last commit. m is bit-identical to that after the last commit."""
+        """Drop the new m of all messages since the last commit. m is bit-identical to that after the last commit.
+
+        Messages of a repeated step are rounded by the same random bits.
+        """
         self._ledger.rollback()
+        self._sender.draws = self._committed_draws
 
     def forget(self, samples: Iterable[int] | None = None) -> None:
         """Remove m of samples, also that of messages that are not committed. They are sent raw the next time.
@@ -447,6 +453,7 @@ class ActivationDelta:
         staging = staging or []
         self._ledger.stage(staging)
         raw = sum(len(s.samples) for s in staging if s.visits[:1] == [0])
+        self._sender.draws += 1
         self._traffic.sent(len(message), raw, sum(len(s.samples) for s in staging) - raw)
         return result
 

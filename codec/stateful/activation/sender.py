@@ -47,6 +47,7 @@ class Sender:
         self._ledger = ledger
         self._change = change
         self.first = first
+        self.draws = 0  # messages that have drawn random bits; a repeated step draws the same ones
 
     def direct(self, head: Head, x: Values, options: CallOptions | None) -> bytes:
         """Return a message of kind DIRECT."""
@@ -56,7 +57,7 @@ class Sender:
     def gradient(self, head: Head, x: Values, spec: Spec, options: CallOptions | None) -> bytes:
         """Return a message of kind GRADIENT, or POISON if the gradient has NaN or Inf."""
         try:
-            frame = _encode(x.bits.reshape(x.shape), head, spec, options)
+            frame = _encode(x.bits.reshape(x.shape), head, spec, self._stream(head, 0), options)
         except ArgumentError as e:
             if e.code != Status.NONFINITE:
                 raise
@@ -100,11 +101,11 @@ class Sender:
 
     def _first_frame(self, x: Bits, head: Head, options: CallOptions | None) -> Any:
         try:
-            return _encode(x, head, self.first, options)
+            return _encode(x, head, self.first, self._stream(head, 0), options)
         except ArgumentError as e:
             if e.code != Status.NONFINITE:
                 raise
-            return _encode(x, head, LOSSLESS, options)
+            return _encode(x, head, LOSSLESS, self._stream(head, 0), options)
 
     def _delta_part(
         self,
@@ -127,7 +128,7 @@ class Sender:
             moved = self._change.measure(part, m, self._ledger.visits(known), head.number)
             shape = (len(rows), *sample_shape)
             try:
-                frame = encode_delta(part.reshape(shape), m.reshape(shape), spec, _stream(head, 1), options)
+                frame = encode_delta(part.reshape(shape), m.reshape(shape), spec, self._stream(head, 1), options)
             except ArgumentError as e:
                 if e.code != Status.NONFINITE:
                     raise
@@ -141,14 +142,13 @@ class Sender:
             return _Part(rows, frame, m)
         return None
 
+    def _stream(self, head: Head, frame: int) -> int:
+        """Return the number of the random stream of a message's first or second frame."""
+        return (head.edge << 40 ^ 2 * (self.draws + 1) + frame) & (1 << 64) - 1
+
 
 _NO_SAMPLES: tuple[Ids, Checks] = (np.empty(0, np.int64), np.empty(0, np.uint64))
 
 
-def _encode(x: Bits, head: Head, spec: Spec, options: CallOptions | None) -> Any:
-    return encode(View(x, head.dtype), spec, stream=_stream(head, 0), options=options)
-
-
-def _stream(head: Head, frame: int) -> int:
-    """Return the number of the random stream of a message's first or second frame."""
-    return (head.edge << 40 ^ 2 * head.number + frame) & (1 << 64) - 1
+def _encode(x: Bits, head: Head, spec: Spec, stream: int, options: CallOptions | None) -> Any:
+    return encode(View(x, head.dtype), spec, stream=stream, options=options)
