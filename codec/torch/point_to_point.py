@@ -142,6 +142,47 @@ def recv(
     return route.pair.receivers.run(lambda: route.pair.receive(max_nbytes, route.seconds), async_op=async_op)
 
 
+class Link:
+    """Messages in both directions with one rank, for one tag. Calls return at once, and run in order in threads.
+
+    Parameters
+    ----------
+    peer : int
+        The other rank of the group.
+    group : ProcessGroup or None
+        Group of both ranks.
+    tag : int
+        As for :func:`send`.
+    options : CallOptions or None
+        As for :func:`send`.
+
+    Raises
+    ------
+    ArgumentError, PeerError
+        As for :func:`send`; or this rank is not of the group.
+    """
+
+    def __init__(self, peer: int, group: Any, tag: int, options: CallOptions | None) -> None:
+        route = _route("Link", "peer", peer, group, tag, options)
+        if route is None:
+            raise ArgumentError("this rank is not of the group")
+        self._pair, self._seconds = route.pair, route.seconds
+
+    def send(self, data: bytes) -> Work:
+        """Send a message after those of earlier calls."""
+        pair, seconds, buffer = self._pair, self._seconds, memoryview(data)
+        return pair.senders.run(lambda: pair.send(buffer, seconds), async_op=True)
+
+    def receive(self, max_nbytes: int) -> Work:
+        """Receive the message that follows those of earlier calls; it is the result of the Work."""
+        pair, seconds = self._pair, self._seconds
+        return pair.receivers.run(lambda: pair.receive(max_nbytes, seconds), async_op=True)
+
+    def close(self) -> None:
+        """Make calls in flight and later ones raise PeerError, here and at the peer."""
+        self._pair.close()
+
+
 class _Calls:
     """Calls of one direction: in the caller's thread, or in order in a thread of their own once a call is asynchronous.
 

@@ -7,6 +7,7 @@ import pytest
 
 import codec
 import codec.torch
+import codec.torch.pipelining
 
 X = np.linspace(-1, 1, 5000, dtype=np.float32)
 PRESETS = ("lossless", "near", "balanced", "small", "smallest")
@@ -19,12 +20,13 @@ RESULTS = (
     codec.StoreInfo,
     codec.torch.CommStats,
     codec.torch.Stats,
+    codec.torch.pipelining.PipelineStats,
 )
 
 
 def public():
     """Yield names and objects that users call."""
-    for module in (codec, codec.optimizers, codec.torch):
+    for module in (codec, codec.optimizers, codec.torch, codec.torch.pipelining):
         for name in module.__all__:
             value = getattr(module, name)
             if (inspect.isclass(value) or inspect.isroutine(value)) and value not in RESULTS:

@@ -1,0 +1,14 @@
+"""Pipelines whose activations and gradients travel as frames.
+
+Public is what this package exports. It needs torch.distributed.pipelining.
+
+>>> from codec.torch.pipelining import CompressedStage
+>>> stage = CompressedStage(torch.nn.Linear(8, 8), 0, 1, "cpu", forward=codec.Quantize(4, rounding="nearest"))
+"""
+
+from codec.torch.pipelining.attempt import Attempt, attempts
+from codec.torch.pipelining.settings import Deltas
+from codec.torch.pipelining.stage import CompressedStage
+from codec.torch.pipelining.stats import PipelineStats
+
+__all__ = ["Attempt", "CompressedStage", "Deltas", "PipelineStats", "attempts"]

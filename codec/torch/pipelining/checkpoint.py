@@ -1,0 +1,45 @@
+"""State dicts of stages."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from codec import StateError
+from codec.torch.pipelining.end import End
+from codec.torch.pipelining.envelope import MOST_TENSORS
+
+_VERSION = 1
+
+
+def save(ends: Sequence[End]) -> dict[str, Any]:
+    """Return the state of the deltas of some ends of edges."""
+    return {"version": _VERSION, "edges": {_name(end): [d.state_dict() for d in end.deltas] for end in ends}}
+
+
+def load(ends: Sequence[End], saved: Any) -> None:
+    """Replace the state of the deltas of some ends.
+
+    Raises
+    ------
+    StateError
+        `saved` is not the state of ends of the same edges. The state of some ends may have been replaced; both sides
+        of an edge detect that.
+    """
+    if (
+        not isinstance(saved, Mapping)
+        or saved.get("version") != _VERSION
+        or not isinstance(saved.get("edges"), Mapping)
+    ):
+        raise StateError("this is not the state dict of a CompressedStage")
+    edges: Any = saved["edges"]
+    if set(edges) != {_name(end) for end in ends}:
+        raise StateError(f"this state is of edges {sorted(edges)}, the stage has {sorted(map(_name, ends))}")
+    for end in ends:
+        states = edges[_name(end)]
+        if not isinstance(states, list) or not 0 < len(states) <= MOST_TENSORS:
+            raise StateError("this is not the state dict of a CompressedStage")
+        for i, state in enumerate(states):
+            end.delta(i).load_state_dict(state)
+
+
+def _name(end: End) -> str:
+    return f"{end.edge} {end.role}"

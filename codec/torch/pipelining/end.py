@@ -1,0 +1,214 @@
+"""One stage's side of the edge to a neighbouring stage: tensors to messages and back."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import codec
+from codec import ActivationDelta, ArgumentError, CallOptions, Status
+from codec.stateful.activation.message import Kind as DeltaKind
+from codec.stateful.activation.message import parse
+from codec.stateful.activation.values import shown_samples
+from codec.torch.arguments import NAMES
+from codec.torch.pipelining.envelope import MOST_TENSORS, Kind, Place, envelope_nbytes, pack, unpack
+from codec.torch.pipelining.settings import LOSSLESS, Specs
+
+Ids = list[int]
+
+
+class Aborted(Exception):
+    """The neighbour has aborted the step."""
+
+
+class End:
+    """Side of an edge: one ActivationDelta for each tensor that crosses the edge.
+
+    Parameters
+    ----------
+    edge : int
+        Number of the edge: that of the stage that sends activations.
+    role : {"sender", "receiver"}
+        Role of this side for activations.
+    specs : Specs
+        Specs of the stage.
+    options : CallOptions or None
+        Settings of encoding and decoding.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        A spec or a setting of deltas is wrong.
+    """
+
+    def __init__(self, edge: int, role: str, specs: Specs, options: CallOptions | None) -> None:
+        self.edge, self.role = edge, role
+        self._specs, self._options = specs, options
+        self.sent = dict.fromkeys(Kind, 0)  # bytes of messages
+        self.sent_raw_nbytes = 0  # bytes of the tensors in these messages
+        self._deltas: list[ActivationDelta] = []
+        self.delta(0)
+
+    def delta(self, index: int) -> ActivationDelta:
+        """Return the state of a tensor; the first call makes it."""
+        if index >= MOST_TENSORS:
+            raise ArgumentError(f"a stage may have {MOST_TENSORS} outputs, not more")
+        while len(self._deltas) <= index:
+            self._deltas.append(self._new_delta(len(self._deltas)))
+        return self._deltas[index]
+
+    @property
+    def deltas(self) -> list[ActivationDelta]:
+        """State of all tensors so far."""
+        return self._deltas
+
+    def max_nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Return the upper bound of the size of a message that holds tensors like these."""
+        total = envelope_nbytes(len(tensors))
+        for i, t in enumerate(tensors):
+            if t.dtype in NAMES:
+                total += self.delta(i).bound(t.shape, t.dtype)
+            else:
+                total += codec.bound(t.shape, t.dtype, LOSSLESS)
+        return total
+
+    def encode(self, kind: Kind, tensors: Sequence[torch.Tensor], place: Place, samples: Ids | None) -> bytes:
+        """Return the message that sends tensors.
+
+        Parameters
+        ----------
+        kind : Kind
+            ACTIVATIONS or GRADIENTS.
+        tensors : sequence of torch.Tensor
+            One row of each activation belongs to a sample.
+        place : Place
+            Place of the message in the schedule.
+        samples : list of int or None
+            Ids of the samples; None: no deltas. Gradients ignore it.
+
+        Raises
+        ------
+        ArgumentError, SpecError, EngineError
+            A tensor cannot be encoded, such as a gradient with NaN.
+        """
+        part = self._gradient_part if kind == Kind.GRADIENTS else self._activation_part
+        message = pack(kind, place, [part(i, _on_host(t), samples) for i, t in enumerate(tensors)])
+        self.sent[kind] += len(message)
+        self.sent_raw_nbytes += sum(t.nbytes for t in tensors)
+        return message
+
+    def decode(
+        self, kind: Kind, message: bytes, outputs: Sequence[torch.Tensor], place: Place, samples: Ids | None
+    ) -> Ids | None:
+        """Write the tensors of a message.
+
+        Parameters
+        ----------
+        kind, place
+            As for :meth:`encode`.
+        message : bytes
+            Message of the neighbour.
+        outputs : sequence of torch.Tensor
+            Tensors to be written.
+        samples : list of int or None
+            Ids that the message must have; None: any.
+
+        Returns
+        -------
+        list of int or None
+            Ids of the message's samples, if it has deltas or makes later ones possible.
+
+        Raises
+        ------
+        Aborted
+            The neighbour has aborted the step.
+        CodecError
+            The message is damaged, refers to another m, or belongs to another place. ``item`` of a StateError has the
+            ids of samples whose m is missing or different.
+        """
+        parts = unpack(message, kind, place, len(outputs))
+        if parts is None:
+            raise Aborted
+        found: Ids | None = None
+        for i, (part, output) in enumerate(zip(parts, outputs, strict=True)):
+            if output.dtype in NAMES and kind == Kind.ACTIVATIONS:
+                found = self._samples_of(part, samples) or found
+            self._write(kind, i, part, output)
+        return found
+
+    def commit(self) -> None:
+        """Make the new m of this step valid."""
+        for d in self._deltas:
+            d.commit()
+
+    def rollback(self) -> None:
+        """Drop the new m of this step."""
+        for d in self._deltas:
+            d.rollback()
+
+    def forget(self, samples: Iterable[int]) -> None:
+        """Have samples sent raw the next time."""
+        ids = list(samples)
+        for d in self._deltas:
+            d.forget(ids)
+
+    def _new_delta(self, index: int) -> ActivationDelta:
+        specs, number = self._specs, self.edge * MOST_TENSORS + index
+        d = specs.deltas
+        if d is None:
+            return ActivationDelta(backward=specs.backward, first=specs.forward, edge=number)
+        store = d.store
+        if not (isinstance(store, str) and store == "ram"):
+            with suppress(TypeError):  # which ActivationDelta raises
+                store = Path(store) / f"edge-{self.edge}-{self.role}-{index}"
+        return ActivationDelta(
+            specs.forward,
+            backward=specs.backward,
+            first=d.first,
+            store=store,
+            budget=d.budget,
+            dtype=d.dtype,
+            edge=number,
+        )
+
+    def _activation_part(self, index: int, t: torch.Tensor, samples: Ids | None) -> bytes:
+        if t.dtype not in NAMES:
+            return bytes(codec.encode(t, LOSSLESS, options=self._options))
+        ids = None if self._specs.deltas is None else samples
+        return bytes(self.delta(index).encode(t, ids, options=self._options))
+
+    def _gradient_part(self, index: int, t: torch.Tensor, _: Ids | None) -> bytes:
+        if t.dtype not in NAMES:
+            return bytes(codec.encode(t, LOSSLESS, options=self._options))
+        message = bytes(self.delta(index).encode_gradient(t, options=self._options))
+        if parse(np.frombuffer(message, np.uint8)).head.kind == DeltaKind.POISON:
+            raise ArgumentError(f"the gradient of edge {self.edge} has NaN or Inf", Status.NONFINITE)
+        return message
+
+    def _samples_of(self, part: memoryview, expected: Ids | None) -> Ids:
+        found: Ids = parse(np.frombuffer(part, np.uint8)).samples.tolist()
+        if expected is not None and found and found != expected:
+            raise ArgumentError(
+                f"stage {self.edge} has sent samples {shown_samples(found)}, but stage {self.edge + 1} was given "
+                f"sample_ids {shown_samples(expected)}: pass the same ids on all ranks, or on the first stage only"
+            )
+        return found
+
+    def _write(self, kind: Kind, index: int, part: memoryview, output: torch.Tensor) -> None:
+        direct = output.device.type == "cpu" and output.is_contiguous()
+        target = output.detach() if direct else torch.empty(output.shape, dtype=output.dtype)
+        if output.dtype not in NAMES:
+            codec.decode(part, out=target, options=self._options)
+        elif kind == Kind.GRADIENTS:
+            self.delta(index).decode_gradient(part, out=target, options=self._options)
+        else:
+            self.delta(index).decode(part, out=target, options=self._options)
+        if not direct:
+            output.detach().copy_(target)
+
+
+def _on_host(t: torch.Tensor) -> Any:
+    return t.detach().to("cpu").contiguous()

@@ -1,0 +1,94 @@
+"""What one rank reports at the end of a training step: nothing, or its first error."""
+
+import json
+from typing import Any, NamedTuple
+
+from codec import CodecError, FrameError, PeerError, StateError
+from codec.stateful.activation.values import ids_of
+from codec.torch.pipelining.end import Aborted, Ids
+
+Samples = dict[int, list[int]]  # ids by edge
+
+
+class Report(NamedTuple):
+    """Report of one rank."""
+
+    failed: bool
+    last: bool  # the rank makes no further attempt
+    error: str  # "" if the rank was only told that a neighbour has failed
+    repeatable: bool  # the step may succeed if it is repeated
+    code: int | None
+    unknown: Samples  # samples whose m is missing or different, by edge
+    samples: Ids  # samples of the step that the rank knows, if it reports them
+
+
+class Notes:
+    """Errors and sample ids of the stages of one rank during an attempt."""
+
+    def __init__(self) -> None:
+        self.ids: dict[int, Ids] = {}  # samples by micro-batch of the current run
+        self._earlier_ids: list[Ids] = []  # samples of earlier runs
+        self.error: CodecError | None = None  # the first one
+        self.failed = False
+        self._repeatable = True
+        self._unknown: Samples = {}
+
+    def begin_run(self) -> None:
+        """Begin a run of the schedule, several of which may be in one attempt."""
+        self._earlier_ids.extend(self.ids.values())
+        self.ids = {}
+
+    def add(self, error: CodecError | Aborted, edge: int) -> None:
+        """Record an error of an edge."""
+        self.failed = True
+        if isinstance(error, Aborted):
+            return
+        repeatable = isinstance(error, FrameError | StateError)
+        if self.error is None or (self._repeatable and not repeatable):
+            self.error = error
+        self._repeatable &= repeatable
+        if isinstance(error, StateError) and isinstance(error.item, tuple):
+            self._unknown.setdefault(edge, []).extend(error.item)
+
+    def report(self, *, last: bool, samples: bool) -> bytes:
+        """Return the report of this rank as bytes.
+
+        Parameters
+        ----------
+        last : bool
+            The rank makes no further attempt.
+        samples : bool
+            Report the samples of the step. A rank behind an error may not know them.
+        """
+        ids = [*self._earlier_ids, *self.ids.values()] if samples else []
+        e = self.error
+        report = {
+            "failed": self.failed,
+            "last": last,
+            "error": "" if e is None else str(e)[:2000],
+            "repeatable": self._repeatable,
+            "code": None if e is None or e.code is None else int(e.code),
+            "unknown": sorted(self._unknown.items()),
+            "samples": sorted({i for chunk in ids for i in chunk}),
+        }
+        return json.dumps(report).encode()
+
+
+def report_of(data: bytes, rank: int) -> Report:
+    """Return the report in bytes that a rank has sent.
+
+    Raises
+    ------
+    PeerError
+        The bytes are no report.
+    """
+    try:
+        d: dict[str, Any] = json.loads(data)
+        code = None if d["code"] is None else int(d["code"])
+        unknown = {int(edge): ids_of(ids) for edge, ids in d["unknown"]}
+        samples = ids_of(d["samples"])
+        return Report(
+            bool(d["failed"]), bool(d["last"]), str(d["error"]), bool(d["repeatable"]), code, unknown, samples
+        )
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
+        raise PeerError(f"rank {rank} has sent no valid report of its step: {e}") from e

@@ -1,0 +1,63 @@
+"""Settings of compressed stages."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from codec.specs import Lossless, Quantize, Spec
+from codec.stateful.activation.delta import EntryDtype
+from codec.torch.arguments import plain_spec
+
+FORWARD = Quantize(4, rounding="nearest")
+BACKWARD = Quantize(8)
+LOSSLESS = Lossless()
+_FIRST = Quantize(8, rounding="nearest")
+
+
+@dataclass(frozen=True, slots=True)
+class Deltas:
+    """How a :class:`CompressedStage` keeps the activations to which deltas refer.
+
+    All stages of a pipeline need the same `first`, `budget` and `dtype`.
+
+    Parameters
+    ----------
+    first : Spec or str
+        Spec of samples that are sent raw, and of activations in evaluations.
+    store : {"ram"} or path
+        Memory of m: "ram", or a folder of this stage for files. Stages may share a folder: each side of an edge uses a
+        folder inside it that has the number of the edge.
+    budget : int, optional
+        Largest size in bytes of all m of one side of an edge. Default: no limit.
+    dtype : {"float32", "bfloat16", "8bit"}
+        Dtype in which m is kept.
+
+    See Also
+    --------
+    codec.ActivationDelta : These parameters in detail.
+
+    Examples
+    --------
+    >>> from codec.torch.pipelining import Deltas
+    >>> Deltas(codec.Lossless(), dtype="8bit").budget is None
+    True
+    """
+
+    first: Spec | str = _FIRST
+    store: Any = "ram"
+    budget: int | None = None
+    dtype: EntryDtype = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Specs:
+    """Specs of one stage; `deltas` is None if activations are encoded directly."""
+
+    forward: Spec
+    backward: Spec
+    deltas: Deltas | None
+
+    def signature(self) -> list[str]:
+        """Return what all stages must have in common, for comparison by bytes."""
+        d = self.deltas
+        shared = [] if d is None else [str(plain_spec(d.first)), str(d.budget), d.dtype]
+        return [str(d is not None), *shared]

@@ -1,0 +1,231 @@
+"""Pipeline stage whose activations and gradients travel as frames."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
+
+from codec import ArgumentError, CallOptions, StateError
+from codec._options import settings_of
+from codec.arguments import shown
+from codec.specs import Spec
+from codec.stateful.activation.values import ids_of
+from codec.torch.arguments import plain_spec
+from codec.torch.connection import check_timeout
+from codec.torch.pipelining import checkpoint, torch_names
+from codec.torch.pipelining.envelope import Kind
+from codec.torch.pipelining.settings import BACKWARD, FORWARD, Deltas, Specs
+from codec.torch.pipelining.stats import PipelineStats, stats_of
+from codec.torch.pipelining.traffic import Traffic
+
+torch_names.check_methods()
+
+
+class CompressedStage(PipelineStage):
+    """Stage of a pipeline that sends activations as deltas to those of the last epoch (AQ-SGD), or directly quantized.
+
+    It replaces :class:`torch.distributed.pipelining.PipelineStage` under every schedule of that package. Activations
+    are sent by :class:`codec.ActivationDelta`, gradients are quantized. Messages use TCP connections of codec.
+
+    Each training step runs inside :func:`attempts`. The first stage needs the ids of the samples as a keyword of the
+    schedule: ``schedule.step(x, sample_ids=ids)``, with `ids` an int64 tensor in the order of `x`. The module does not
+    see them. Other stages learn them from messages; if they are given there, too, they are compared. Evaluations by
+    ``schedule.eval()`` need no ids, and change no state.
+
+    Outputs of stages are float32, bfloat16 or float16 tensors whose rows belong to samples. Tensors of other dtypes are
+    sent lossless. CUDA tensors are copied through host memory.
+
+    Parameters
+    ----------
+    submodule : torch.nn.Module
+        Module of this stage, not wrapped by DistributedDataParallel or FSDP.
+    stage_index, num_stages : int
+        Number of this stage, and number of stages.
+    device : torch.device or str
+        Device of the module.
+    forward : Spec or str
+        Spec of deltas, or of activations that are sent directly; or the name of a preset.
+    backward : Spec or str
+        Spec of gradients.
+    activations : {"delta", "direct"} or Deltas
+        "delta": as :class:`Deltas` by default. "direct": without state and sample ids.
+    options : CallOptions, optional
+        ``codec.options(timeout=, engine=, threads=)``. The timeout is the longest wait for a neighbour; the default is
+        that of the group.
+    **stage_arguments
+        Further arguments of PipelineStage: `input_args`, `output_args`, `group`, `dw_builder` and others.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        An argument has a wrong type or value.
+    EngineError
+        This version of torch is not supported.
+
+    Examples
+    --------
+    >>> from torch.distributed.pipelining import ScheduleGPipe
+    >>> from codec.torch.pipelining import CompressedStage, attempts
+    >>> stage = CompressedStage(torch.nn.Linear(8, 8), 0, 1, "cpu")  # a pipeline of one stage
+    >>> schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=torch.nn.functional.mse_loss)
+    >>> x, ids = torch.randn(4, 8), torch.arange(4)
+    >>> for attempt in attempts(stage):
+    ...     with attempt:
+    ...         y = schedule.step(x, target=x, sample_ids=ids)
+    >>> y.shape
+    torch.Size([4, 8])
+    """
+
+    def __init__(
+        self,
+        submodule: torch.nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: Any,
+        *,
+        forward: Spec | str = FORWARD,
+        backward: Spec | str = BACKWARD,
+        activations: Literal["delta", "direct"] | Deltas = "delta",
+        options: CallOptions | None = None,
+        **stage_arguments: Any,
+    ) -> None:
+        check_timeout(settings_of(options).timeout)
+        if isinstance(submodule, DistributedDataParallel | FSDPModule):
+            raise ArgumentError(
+                f"the module of a stage must not be wrapped, got {type(submodule).__name__}: it would send gradients "
+                "before all stages have succeeded. Send them after the step, as docs/pipelines.md shows"
+            )
+        super().__init__(submodule, stage_index, num_stages, torch.device(device), **stage_arguments)
+        torch_names.check_attributes(self)
+        specs = Specs(plain_spec(forward), plain_spec(backward), _deltas_of(activations))
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers of the module to restore
+        # A schedule may place stages on ranks after they are made.
+        self._traffic = Traffic(
+            stage_index, num_stages, specs, self.group, options, lambda i: self.stage_index_to_group_rank[i]
+        )
+
+    def __repr__(self) -> str:
+        return f"<codec.torch.pipelining.CompressedStage {self.stage_index} of {self.num_stages}>"
+
+    def stats(self) -> PipelineStats:
+        """Return bytes sent and counts of samples so far."""
+        traffic = self._traffic
+        return stats_of(traffic.incoming, traffic.outgoing, traffic.refused_steps)
+
+    def prefetch(self, sample_ids: Any) -> None:
+        """Begin to read the m of samples of the next step, if they are in files.
+
+        Parameters
+        ----------
+        sample_ids : iterable of int
+            Ids of the samples.
+        """
+        ids = ids_of(sample_ids)
+        for end in self._traffic.ends:
+            for d in end.deltas:
+                d.prefetch(ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of deltas: m of all samples on both edges of this stage.
+
+        Without it a restarted training sends all samples raw once. If m is in files, the dict has checks only.
+        """
+        return checkpoint.save(self._traffic.ends)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Replace the state of deltas by a saved one.
+
+        Parameters
+        ----------
+        saved : mapping
+            From :meth:`state_dict` of the same stage.
+
+        Raises
+        ------
+        StateError
+            `saved` is something else, or of another stage, or a step is in progress.
+        """
+        if self._traffic.notes is not None:
+            raise StateError("the state of a stage cannot be loaded inside an attempt")
+        checkpoint.load(self._traffic.ends, saved)
+
+    def close(self) -> None:
+        """Write m to files, if it is kept there, and close them. The stage must not be used any more."""
+        for end in self._traffic.ends:
+            for d in end.deltas:
+                d.close()
+
+    # Methods that schedules call
+
+    def _prepare_forward_infra(
+        self, num_microbatches: int, args: Any, kwargs: Any = None, *rest: Any, **named: Any
+    ) -> Any:
+        kwargs, _ = _without_ids(kwargs)
+        # torch runs the module on uninitialized memory to learn shapes, which spoils running statistics.
+        self._buffers = [(b, b.detach().clone()) for b in self.submod.buffers()]
+        return super()._prepare_forward_infra(num_microbatches, args, kwargs, *rest, **named)
+
+    def clear_runtime_states(self) -> None:
+        """Begin a run of the schedule."""
+        super().clear_runtime_states()
+        self._traffic.begin_run(training=self.has_backward)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *rest: Any, **named: Any) -> Any:
+        """Receive activations, then compute the output of a micro-batch."""
+        with torch.no_grad():
+            while self._buffers:
+                buffer, copy = self._buffers.pop()
+                buffer.copy_(copy)
+        kwargs, ids = _without_ids(kwargs)
+        self._traffic.take_ids(fwd_chunk_id, ids)
+        self._traffic.receive(Kind.ACTIVATIONS, fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **named)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **named: Any) -> None:
+        """Receive gradients, then compute those of a micro-batch."""
+        self._traffic.receive(Kind.GRADIENTS, bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, *args, **named)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send activations. No operation is left for the schedule."""
+        return self._send(Kind.ACTIVATIONS, fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send gradients. No operation is left for the schedule."""
+        return self._send(Kind.GRADIENTS, bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Begin to receive activations. No operation is left for the schedule."""
+        return self._expect(Kind.ACTIVATIONS, fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Begin to receive gradients. No operation is left for the schedule."""
+        return self._expect(Kind.GRADIENTS, bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def _send(self, kind: Kind, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        if ops:
+            self._traffic.send(kind, chunk, [op.tensor for op in ops])
+        return []
+
+    def _expect(self, kind: Kind, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        if ops:
+            self._traffic.expect(kind, chunk, [op.tensor for op in ops])
+        return []
+
+
+def _deltas_of(activations: Any) -> Deltas | None:
+    if isinstance(activations, Deltas):
+        return activations
+    if isinstance(activations, str) and activations in ("delta", "direct"):
+        return Deltas() if activations == "delta" else None
+    raise ArgumentError(f'activations must be "delta", "direct" or Deltas, got {shown(activations)}')
+
+
+def _without_ids(kwargs: Any) -> tuple[dict[str, Any], Any]:
+    """Return the keywords of the module, and the sample ids."""
+    kwargs = dict(kwargs or {})
+    return kwargs, kwargs.pop("sample_ids", None)

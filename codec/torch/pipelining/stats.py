@@ -1,0 +1,45 @@
+"""Totals of a stage."""
+
+from dataclasses import dataclass
+
+from codec.stateful.activation.change import ActivationStats
+from codec.torch.pipelining.end import End
+from codec.torch.pipelining.envelope import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStats:
+    """Totals of one stage, from :meth:`CompressedStage.stats`.
+
+    Attributes
+    ----------
+    forward_nbytes, backward_nbytes : int
+        Bytes of activations and of gradients that the stage has sent, messages that were repeated included.
+    raw_nbytes : int
+        Bytes of these tensors without compression.
+    refused_steps : int
+        Attempts that were rolled back.
+    sender, receiver : tuple of ActivationStats
+        Counts of the edge to the next stage and of that from the previous one, for each tensor. ``sender[0].change``
+        tells how much activations change between epochs.
+    """
+
+    forward_nbytes: int
+    backward_nbytes: int
+    raw_nbytes: int
+    refused_steps: int
+    sender: tuple[ActivationStats, ...]
+    receiver: tuple[ActivationStats, ...]
+
+
+def stats_of(incoming: End | None, outgoing: End | None, refused_steps: int) -> PipelineStats:
+    """Return the totals of a stage with these ends."""
+    ends = [end for end in (incoming, outgoing) if end is not None]
+    return PipelineStats(
+        sum(end.sent[Kind.ACTIVATIONS] for end in ends),
+        sum(end.sent[Kind.GRADIENTS] for end in ends),
+        sum(end.sent_raw_nbytes for end in ends),
+        refused_steps,
+        tuple(d.stats() for d in outgoing.deltas) if outgoing else (),
+        tuple(d.stats() for d in incoming.deltas) if incoming else (),
+    )

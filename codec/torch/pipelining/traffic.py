@@ -1,0 +1,212 @@
+"""Messages of one stage with its neighbours, and the state that an attempt commits or rolls back."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from codec import ArgumentError, CallOptions, CodecError, PeerError, StateError
+from codec.arguments import shown
+from codec.stateful.activation.values import ids_of
+from codec.torch.communicator import _key_of, close_communicator
+from codec.torch.pipelining.end import Aborted, End
+from codec.torch.pipelining.envelope import Kind, Place, pack
+from codec.torch.pipelining.notes import Notes, Report
+from codec.torch.pipelining.settings import Specs
+from codec.torch.point_to_point import Link
+from codec.torch.work import Work
+
+_TAG = 1 << 30  # of edge 0; tags of users' own messages are below
+
+_NO_IDS = (
+    "deltas of activations need sample ids: call schedule.step(x, sample_ids=ids) on the first stage, or make the "
+    'stages with activations="direct"'
+)
+
+
+class Traffic:
+    """Messages of one stage.
+
+    Parameters
+    ----------
+    stage_index, num_stages : int
+        Number of the stage, and number of stages.
+    specs : Specs
+        Specs of the stage.
+    group : ProcessGroup or None
+        Group of the pipeline.
+    options : CallOptions or None
+        Settings of the stage.
+    rank_of : callable
+        Returns the rank of a stage in the group.
+    """
+
+    def __init__(
+        self,
+        stage_index: int,
+        num_stages: int,
+        specs: Specs,
+        group: Any,
+        options: CallOptions | None,
+        rank_of: Callable[[int], int],
+    ) -> None:
+        self.index, self.group, self.options = stage_index, group, options
+        self.signature = [str(num_stages), *specs.signature()]
+        self.agreed = False  # all ranks have equal signatures
+        self.notes: Notes | None = None  # of the attempt in progress
+        self.refused_steps = 0
+        self.incoming = None if stage_index == 0 else End(stage_index - 1, "receiver", specs, options)
+        self.outgoing = None if stage_index == num_stages - 1 else End(stage_index, "sender", specs, options)
+        self._has_deltas, self._rank_of = specs.deltas is not None, rank_of
+        self._links: dict[int, Link] = {}  # by edge
+        self._expected: dict[tuple[Kind, int], tuple[Sequence[torch.Tensor], Work]] = {}  # by kind and micro-batch
+        self._sends: list[Work] = []
+        self._run, self._training = 0, False
+        self._broken = False
+
+    @property
+    def ends(self) -> list[End]:
+        """Sides of edges that the stage has."""
+        return [end for end in (self.incoming, self.outgoing) if end is not None]
+
+    # Messages of a run of the schedule
+
+    def begin_run(self, *, training: bool) -> None:
+        """Begin a run of the schedule.
+
+        Raises
+        ------
+        StateError
+            A training step is not inside an attempt.
+        PeerError
+            An earlier step was interrupted.
+        """
+        self.check_usable()
+        if training and self.notes is None:
+            raise StateError("a training step of compressed stages must run inside codec.torch.pipelining.attempts()")
+        self._run, self._training = self._run + 1, training
+        self._expected.clear()
+        if self.notes is None:
+            self.wait_for_sends()
+        else:
+            self.notes.begin_run()
+
+    def take_ids(self, chunk: int, given: Any) -> None:
+        """Keep the sample ids that the caller has passed for a micro-batch, a tensor or None."""
+        if given is None or self.notes is None:
+            return
+        try:
+            if not isinstance(given, torch.Tensor) or given.dim() != 1:
+                text = "sample_ids must be an int64 tensor with one id for each sample"
+                raise ArgumentError(f"{text}, got {shown(given)}")
+            ids = ids_of(given)
+            known = self.notes.ids.setdefault(chunk, ids)  # another stage of this rank may have learned them
+            if known != ids:
+                raise ArgumentError(
+                    f"sample_ids of micro-batch {chunk} are {ids[:5]} after {known[:5]} at another stage"
+                )
+        except ArgumentError as e:
+            self.notes.add(e, self.index)
+
+    def send(self, kind: Kind, chunk: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Send the tensors of a micro-batch, or that the step has failed."""
+        end = self._end(outgoing=kind == Kind.ACTIVATIONS)
+        place, notes = Place(chunk, self._run), self.notes
+        message = b""
+        if notes is None or not notes.failed:
+            ids = notes.ids.get(chunk) if notes is not None and self._training else None
+            try:
+                if kind == Kind.ACTIVATIONS and self._training and self._has_deltas and ids is None:
+                    raise ArgumentError(_NO_IDS)
+                message = end.encode(kind, tensors, place, ids)
+            except CodecError as e:
+                self._note(e, end)
+        self._sends.append(self._link(end).send(message or pack(Kind.ABORTED, place)))
+
+    def expect(self, kind: Kind, chunk: int, outputs: Sequence[torch.Tensor]) -> None:
+        """Begin to receive the tensors of a micro-batch."""
+        end = self._end(outgoing=kind == Kind.GRADIENTS)
+        self._expected[kind, chunk] = outputs, self._link(end).receive(end.max_nbytes(outputs))
+
+    def receive(self, kind: Kind, chunk: int) -> None:
+        """Write the tensors of a micro-batch to the outputs of :meth:`expect`, zeros if the step has failed.
+
+        It does nothing if nothing is expected: the neighbour is on this rank, or there is none.
+
+        Raises
+        ------
+        PeerError
+            The neighbour is lost, or does not answer in time.
+        """
+        if (kind, chunk) not in self._expected:
+            return
+        outputs, work = self._expected.pop((kind, chunk))
+        end, notes = self._end(outgoing=kind == Kind.GRADIENTS), self.notes
+        message = work.result()
+        try:
+            known = None if notes is None else notes.ids.get(chunk)
+            ids = end.decode(kind, message, outputs, Place(chunk, self._run), known)
+            if ids and notes is not None:
+                notes.ids[chunk] = ids
+        except (CodecError, Aborted) as e:
+            self._note(e, end)
+            for output in outputs:
+                output.detach().zero_()
+
+    # End of an attempt
+
+    def wait_for_sends(self) -> None:
+        """Wait until all messages are sent."""
+        sends, self._sends = self._sends, []
+        for work in sends:
+            work.wait()
+
+    def commit(self) -> None:
+        """Make the activations of this step those that deltas refer to."""
+        for end in self.ends:
+            end.commit()
+
+    def rollback(self) -> None:
+        """Drop the activations of this step."""
+        for end in self.ends:
+            end.rollback()
+
+    def forget(self, reports: Sequence[Report]) -> None:
+        """Have samples sent raw that ranks do not have, or that they report."""
+        if self.outgoing is not None:
+            for report in reports:
+                self.outgoing.forget([*report.unknown.get(self.outgoing.edge, ()), *report.samples])
+
+    def abandon(self) -> None:
+        """Close connections, so that all ranks fail. The stage cannot be used any more."""
+        self._broken = True
+        for link in self._links.values():
+            link.close()
+        close_communicator(_key_of(self.group), cancel=True)
+
+    def check_usable(self) -> None:
+        """Raise PeerError if the stage was abandoned."""
+        if self._broken:
+            raise PeerError("an earlier step was interrupted: make a new group and new stages")
+
+    def _note(self, error: CodecError | Aborted, end: End) -> None:
+        """Keep an error for the end of the attempt: the schedule must go on, since neighbours wait for messages."""
+        if self.notes is not None:
+            self.notes.add(error, end.edge)
+            return
+        self.abandon()
+        if isinstance(error, Aborted):
+            raise PeerError(f"a neighbour of stage {self.index} has failed") from error
+        raise error
+
+    def _end(self, *, outgoing: bool) -> End:
+        end = self.outgoing if outgoing else self.incoming
+        assert end is not None
+        return end
+
+    def _link(self, end: End) -> Link:
+        link = self._links.get(end.edge)
+        if link is None:
+            peer = self._rank_of(self.index + 1 if end is self.outgoing else self.index - 1)
+            link = self._links[end.edge] = Link(peer, self.group, _TAG + end.edge, self.options)
+        return link

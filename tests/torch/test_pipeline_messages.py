@@ -1,0 +1,105 @@
+"""Messages and reports of pipelines: bytes as docs/protocol.md specifies them, and damaged ones."""
+
+import json
+import struct
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import codec
+from codec.torch.pipelining.end import Aborted
+from codec.torch.pipelining.envelope import Kind, Place, pack, unpack
+from codec.torch.pipelining.notes import Notes, report_of
+from support.tiers import N_EXAMPLES
+
+PARTS = [b"activation", b"", b"mask" * 9]
+PLACE = Place(3, 1 << 40)
+WHOLE = pack(Kind.GRADIENTS, PLACE, PARTS)
+
+
+def read(message):
+    return unpack(message, Kind.GRADIENTS, PLACE, len(PARTS))
+
+
+def test_message_has_the_specified_bytes():
+    sizes = struct.pack("<3Q", *map(len, PARTS))
+    start = b"CDPL" + struct.pack("<BBHIQ", 1, 1, 3, 3, 1 << 40)
+    crc = zlib.crc32(start + bytes(4) + sizes)
+    assert start + struct.pack("<I", crc) + sizes + b"".join(PARTS) == WHOLE
+    assert list(map(bytes, read(WHOLE))) == PARTS
+
+
+def test_aborted_message_has_no_parts():
+    message = pack(Kind.ABORTED, PLACE)
+    assert len(message) == 24
+    assert read(message) is None
+    with pytest.raises(codec.StateError, match="run the same schedule"):
+        unpack(message, Kind.GRADIENTS, Place(4, PLACE.run), 3)
+
+
+@given(st.integers(0, 8 * (24 + 8 * len(PARTS)) - 1))
+@settings(max_examples=N_EXAMPLES, deadline=None)
+def test_flipped_bit_of_the_envelope_is_refused(bit):
+    changed = bytearray(WHOLE)
+    changed[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(codec.FrameError):
+        read(bytes(changed))
+
+
+@given(st.binary(max_size=100) | st.integers(0, len(WHOLE) - 1).map(lambda n: WHOLE[:n]))
+@settings(max_examples=N_EXAMPLES, deadline=None)
+def test_other_bytes_are_refused(message):
+    with pytest.raises(codec.FrameError):
+        read(message)
+
+
+@pytest.mark.parametrize("sizes", [(1 << 63, 0, 0), (11, 0, 36), (9, 0, 36), (10, 0, 35)])
+def test_sizes_that_do_not_fit_the_message_are_refused(sizes):
+    """Checksums are right: a peer has written these sizes."""
+    start = WHOLE[:20]
+    table = struct.pack("<3Q", *sizes)
+    crc = struct.pack("<I", zlib.crc32(start + bytes(4) + table))
+    with pytest.raises(codec.FrameError, match="part"):
+        read(start + crc + table + b"".join(PARTS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "tensors"),
+    [(Kind.ACTIVATIONS, PLACE, 3), (Kind.GRADIENTS, Place(2, PLACE.run), 3), (Kind.GRADIENTS, PLACE, 2)],
+)
+def test_message_of_another_place_is_refused(kind, place, tensors):
+    with pytest.raises(codec.StateError, match="run the same schedule"):
+        unpack(WHOLE, kind, place, tensors)
+
+
+def test_report_names_the_error_that_repeating_cannot_mend():
+    notes = Notes()
+    missing = codec.StateError("missing")
+    missing.item = (4, 2)
+    for error in (Aborted(), missing, codec.ArgumentError("NaN", codec.Status.NONFINITE), codec.FrameError("late")):
+        notes.add(error, 5)
+    notes.ids = {0: [9, 4], 1: [2]}
+    found = report_of(notes.report(last=False, samples=True), 1)
+    assert found == (True, False, "NaN", False, codec.Status.NONFINITE, {5: [4, 2]}, [2, 4, 9])
+    assert report_of(Notes().report(last=True, samples=False), 0) == (False, True, "", True, None, {}, [])
+
+
+VALID = json.loads(Notes().report(last=False, samples=False))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"[" * 100_000,
+        *(json.dumps(VALID | wrong).encode() for wrong in ({"unknown": 3}, {"samples": [1 << 70]}, {"code": "x"})),
+        *(json.dumps({k: v for k, v in VALID.items() if k != name}).encode() for name in VALID),
+    ],
+)
+def test_other_bytes_are_no_report(changed):
+    with pytest.raises(codec.PeerError, match="no valid report"):
+        report_of(changed, 1)
