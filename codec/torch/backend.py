@@ -25,6 +25,7 @@ from codec.torch.work import Work
 from codec.torch.worker import Worker
 
 _STREAM = 1 << 32  # distance between the random streams of two collectives; more than a collective has frames
+_DEVICES = ["cpu", "cuda"]  # types of devices whose tensors the backend takes
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
@@ -42,7 +43,8 @@ class Options:
     algorithm : {"auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"}
         Algorithm of sums and means, as for :func:`all_reduce`.
     small : int
-        Size in bytes below which tensors go over Gloo, uncompressed. Default: 16 KiB.
+        Size in bytes below which tensors in host memory go over Gloo, uncompressed. Default: 16 KiB. Tensors on a GPU
+        of any size travel as frames, because Gloo cannot gather or scatter them.
 
     Raises
     ------
@@ -82,8 +84,9 @@ _Base: Any = dist.ProcessGroup  # Any: its methods have overloads that subclasse
 class ProcessGroup(_Base):
     """Process group that sends large tensors of floats as frames, and all else over Gloo.
 
-    Frames carry all-reduces, reduce-scatters and all-gathers of float32, bfloat16 and float16 on the CPU: sums, means
-    and maxima. Gloo carries all else: small tensors, integers, broadcasts, point-to-point, objects, barriers.
+    Frames carry all-reduces, reduce-scatters and all-gathers of float32, bfloat16 and float16, in host memory or on a
+    GPU: sums, means and maxima. Gloo carries all else: small tensors, integers, broadcasts, point-to-point, objects,
+    barriers.
 
     Parameters
     ----------
@@ -126,7 +129,8 @@ class ProcessGroup(_Base):
         gloo._set_sequence_number_for_group()
         for group in (self, self._plain):
             group._set_default_backend(kind.GLOO)
-            group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
+            for device in _DEVICES:
+                group._register_backend(torch.device(device), kind.GLOO, gloo)
         self._calls = 0  # equal on all ranks
         self._waiting: Worker | None = None  # thread that waits for Gloo's reduce-scatters
         self._closed = False
@@ -157,8 +161,9 @@ class ProcessGroup(_Base):
         return (
             dtype in arguments.NAMES
             and op in (*_SUMS, dist.ReduceOp.MAX)
-            and all(t.dtype == dtype and t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
-            and sum(t.nbytes for t in tensors) >= self._options.small
+            and all(t.dtype == dtype and t.device == tensors[0].device and t.layout == torch.strided for t in tensors)
+            and tensors[0].device.type in _DEVICES
+            and (tensors[0].device.type != "cpu" or sum(t.nbytes for t in tensors) >= self._options.small)
         )
 
     def _arguments(self, spec: SpecLike) -> dict[str, Any]:
@@ -345,4 +350,4 @@ def register_backend(
     def create(how: Any, options: Options | None) -> ProcessGroup:
         return ProcessGroup(how.store, how.group_rank, how.group_size, how.timeout, options or usual)
 
-    dist.Backend.register_backend("codec", create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("codec", create, extended_api=True, devices=_DEVICES)

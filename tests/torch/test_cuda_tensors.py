@@ -271,6 +271,32 @@ def test_fsdp_collectives_equal_those_of_host_memory(ranks, kind):
     ranks.run(_fsdp, kind)
 
 
+def _backend(rank, size, kind):
+    """Call torch.distributed over the backend `codec`."""
+    how = codec.torch.Options(codec.Float8(group_size=100), algorithm="two_shot")  # rounds to nearest
+    group = dist.new_group(backend="codec", pg_options=how)
+    x = rank_values(rank, (5000 * size,))
+    results = []
+    with gpu(kind) as put:
+        for place in (torch.clone, put):
+            reduced, shard, whole = place(x), place(torch.zeros(5000)), place(torch.zeros(5000 * size))
+            dist.all_reduce(reduced, group=group)
+            dist.reduce_scatter_tensor(shard, place(x), group=group)
+            dist.all_gather_into_tensor(whole, shard, group=group)
+            tensors = [place(torch.zeros(5000)) for _ in range(size)]
+            dist.all_gather(tensors, shard, group=group)
+            small = place(torch.full((7,), float(rank)))
+            dist.all_reduce(small, dist.ReduceOp.MAX, group=group)
+            results.append([tensor_bytes(host(t)) for t in (reduced, shard, whole, small, *tensors)])
+    assert results[0] == results[1]
+    assert group.stats().frame_collectives == 9  # all but the small one in host memory
+    dist.destroy_process_group(group)
+
+
+def test_backend_takes_tensors_on_a_gpu(pair, kind):
+    pair.run(_backend, kind)
+
+
 def _special_values(rank, size, kind):
     with gpu(kind) as put:
         found = []
