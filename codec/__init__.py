@@ -17,6 +17,7 @@ from codec._warmup import warmup
 from codec.advisor.advise import Advice, advise
 from codec.advisor.cost_model import Cost, Link, predict_seconds
 from codec.batch import decode_many, encode_many
+from codec.code_sums import sum_codes
 from codec.codebook import Codebook
 from codec.decoding import accumulate, decode, reduce
 from codec.encoding import bound, encode, encode_async
@@ -96,6 +97,7 @@ __all__ = [
     "preset",
     "reduce",
     "segments",
+    "sum_codes",
     "use_isa",
     "verify",
     "view",

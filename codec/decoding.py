@@ -287,7 +287,8 @@ def _weight_of(weight: Any) -> float:
     return number
 
 
-def _views_of(frames: Any) -> list[TensorView]:
+def views_of(frames: Any) -> list[TensorView]:
+    """Return the views of a sequence of frames."""
     one = getattr(frames, "ndim", 2) < 2 or type(frames) in (str, bytes, bytearray) or hasattr(frames, "keys")
     if one or not hasattr(frames, "__iter__"):
         raise ArgumentError(f"frames must be a sequence of frames, not {kind_of(frames)}")
@@ -352,8 +353,8 @@ def reduce(
 
     Frames are added in the order given, and each addition is rounded to float32, so that the result is bit-identical on
     all ranks that have the same list; only the payload of a NaN depends on the machine. Ternary frames with one scale
-    are added as integers and scaled once. Frames of one codec are decoded block by block, so that the result is
-    written to memory once.
+    are added as integers and scaled once; :func:`sum_codes` returns the integers. Frames of one codec are decoded block
+    by block, so that the result is written to memory once.
 
     Parameters
     ----------
@@ -398,7 +399,7 @@ def reduce(
         raise ArgumentError(f"op is a keyword: reduce(frames, op={spec!r})")
     if not isinstance(op, str) or op not in _OPS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"op must be one of {_OPS}, got {shown(op)}")
-    views = _views_of(frames)
+    views = views_of(frames)
     if not views:
         raise ArgumentError("there are no frames to reduce")
     r = decode_request(views, spec, settings, out, like, codebooks, max_nbytes)

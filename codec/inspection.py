@@ -53,6 +53,11 @@ class Info:
         Number of segments with records in the frame.
     clipped : bool
         True if :class:`codec.Ternary` has limited magnitudes by ``clip``. The limit is not in the frame.
+    scale : float or None
+        Scale of all values of a frame of :class:`codec.Ternary`. The frame does not say if the scale was given or
+        computed, so that ``spec.scale`` is None; ``dataclasses.replace(info.spec, scale=info.scale)`` is the spec for
+        frames that :func:`codec.sum_codes` can add to this one. None: there are no values, segments have different
+        scales, the side section is missing, or another codec.
     """
 
     spec: Spec
@@ -70,6 +75,7 @@ class Info:
     codebook_id: int | None
     nsegments: int
     clipped: bool
+    scale: float | None
 
     @property
     def ratio(self) -> float:
@@ -124,8 +130,8 @@ def inspect(frame: Any) -> Info:
     Parameters
     ----------
     frame : bytes, buffer, array or tensor
-        Frame, or its beginning: the header (at most 112 bytes) is enough, but ``codebook_id`` and ``nsegments`` are
-        known only if the side section is there too.
+        Frame, or its beginning: the header (at most 112 bytes) is enough, but ``codebook_id``, ``nsegments`` and
+        ``scale`` are known only if the side section is there too.
 
     Returns
     -------
@@ -168,4 +174,5 @@ def inspect(frame: Any) -> Info:
         codebook_id=info.codebook_id or None,
         nsegments=info.nsegments,
         clipped=bool(info.clipped),
+        scale=float(info.scale) if info.spec.codec == lib.CODEC_TERNARY and info.scale >= 0 else None,
     )

@@ -36,12 +36,12 @@ def _store_plain(spec: "Spec", *names: str) -> None:
         object.__setattr__(spec, name, plain(getattr(spec, name)))
 
 
-def _positive(name: str, value: object) -> None:
+def _positive(name: str, value: object, or_else: str = "") -> None:
     if value is None:
         return
     single = float32(value)
     if single is None or not 0 < single < float("inf"):
-        what = "a positive number or None" if single is None else "positive and finite as float32"
+        what = f"{or_else}a positive number or None" if single is None else f"{or_else}positive and finite as float32"
         raise SpecError(f"{name} must be {what}, got {shown(value)}")
 
 
@@ -185,9 +185,10 @@ class Ternary(Spec):
         "2bit" stores 4 values per byte, "base3" 5 values per byte; "entropy" codes the bytes of "base3", which takes
         0.2 to 0.6 bits per value where most values are zero.
     scale : float, optional
-        Scale s; codes made with the same scale can be added as integers, for example with the largest magnitude of all
-        ranks. It is rounded to the tensor's dtype, in which it must be neither 0 nor Inf, and no magnitude may exceed
-        it. None: the largest magnitude of the tensor, or of each segment.
+        Scale s, for example the largest magnitude of all ranks. :func:`codec.sum_codes` adds the codes of frames with
+        the same scale as integers. It is rounded to the tensor's dtype, in which it must not be Inf, or 0 unless it is
+        0 as given, and no magnitude may exceed it: 0 is the scale of tensors of zeros. None: the largest magnitude of
+        the tensor, or of each segment.
     clip : float, optional
         Limit of magnitudes, in standard deviations of the tensor (2.5 in [1]_). The error is smaller, but the estimate
         is biased. None: no limit.
@@ -199,7 +200,7 @@ class Ternary(Spec):
     ------
     SpecError
         A field has another type or value. :func:`codec.encode` raises it if a magnitude exceeds `scale`, or if `scale`
-        is 0 or Inf in the tensor's dtype.
+        is rounded to 0 or Inf in the tensor's dtype.
 
     References
     ----------
@@ -222,7 +223,8 @@ class Ternary(Spec):
     def __post_init__(self) -> None:
         _store_plain(self, "scale", "clip", "seed")
         _one_of("packing", self.packing, Packing)
-        _positive("scale", self.scale)
+        if type(self.scale) not in (int, float) or self.scale != 0:
+            _positive("scale", self.scale, "0, ")
         _positive("clip", self.clip)
         _whole("seed", self.seed, 0, (1 << 32) - 1)
 

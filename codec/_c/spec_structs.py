@@ -72,6 +72,7 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
                 "scale": scale or 0,
                 "clip": clip or 0,
                 "seed": seed,
+                **({"options": lib.CODEC_OPTION_ZERO_SCALE} if scale == 0 else {}),
             }
         case specs.Float8(format, group_size, rounding, nonfinite, scale, entropy, seed):
             return {

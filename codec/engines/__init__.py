@@ -7,6 +7,7 @@ take the requests of :mod:`codec.engines.request`:
 * ``encode(request) -> bytes | memoryview``: the frame;
 * ``decode(request)`` and ``reduce(request, op)``: the tensor;
 * ``accumulate(request, weight)``: adds decoded values to a tensor;
+* ``sum_codes(request)``: the integer sums of the codes of Ternary frames, and their scale;
 * ``encode_many(requests)`` and ``decode_many(requests)``: the results of one call for each request, as a list.
 
 An engine for tensors on a device also has
@@ -63,6 +64,10 @@ class Engine(Protocol):
 
     def reduce(self, r: DecodeRequest, op: str) -> Any:
         """Return the sum, mean or maximum of frames."""
+        ...
+
+    def sum_codes(self, r: DecodeRequest) -> tuple[Any, float]:
+        """Return the integer sums of the codes of Ternary frames, and their scale."""
         ...
 
 

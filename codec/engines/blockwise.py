@@ -158,7 +158,7 @@ def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: i
     verify = flags & lib.CODEC_VERIFY_FIRST
     context.flags &= ~lib.CODEC_VERIFY_FIRST  # the check before writing is a pass of its own here
     own = _call.copy_contexts(context, call.fault, 1)
-    own[0].into = lib.CODEC_INTO_FLOAT32
+    own[0].into = lib.CODEC_INTO_CODES if op == lib.CODEC_REDUCE_CODES else lib.CODEC_INTO_FLOAT32
     opened: list[tuple[Any, int]] = []
 
     def check_all() -> None:

@@ -351,6 +351,36 @@ static void test_feedback_rejects_wrong_calls(void **unused)
 	free(scratch);
 }
 
+/* CODEC_REDUCE_CODES gives integers that equal `sum` / scale, in each integer dtype that holds them, if frames add up.
+ */
+static void check_sums_of_codes(const void *const *frames, const size_t *nbytes, size_t count, float scale,
+				const float *sum, codec_tensor t, uint8_t *scratch, size_t need)
+{
+	const uint32_t dtypes[] = {CODEC_INT8, CODEC_INT16, CODEC_INT32};
+	const uint64_t n = t.shape[0];
+
+	for (uint32_t d = 0; d < 3; d++) {
+		codec_status status;
+
+		t.dtype = dtypes[d];
+		t.nbytes = n << d;
+		t.data = malloc(t.nbytes);
+		memset(t.data, 0x55, t.nbytes);
+		status = codec_reduce(frames, nbytes, count, CODEC_REDUCE_CODES, &t, NULL, scratch, need);
+		assert_int_equal(status, scale > 0 ? CODEC_OK : CODEC_BAD_ARGUMENT);
+		for (uint64_t v = 0; v < t.nbytes && scale == 0; v++)
+			assert_int_equal(((uint8_t *)t.data)[v], 0x55);
+		for (uint64_t v = 0; v < n && scale > 0; v++) {
+			int32_t got = d == 0   ? ((int8_t *)t.data)[v]
+				      : d == 1 ? ((int16_t *)t.data)[v]
+					       : ((int32_t *)t.data)[v];
+
+			assert_int_equal(got, sum[v] / scale);
+		}
+		free(t.data);
+	}
+}
+
 /* codec_reduce equals decoding and adding in order. */
 static void test_reduce_equals_decode_and_add(void **unused)
 {
@@ -399,6 +429,8 @@ static void test_reduce_equals_decode_and_add(void **unused)
 		assert_int_equal(codec_reduce(frames, nbytes, COUNT, CODEC_REDUCE_SUM, &t, NULL, scratch, need - 1),
 				 CODEC_SHORT_SCRATCH);
 		assert_int_equal(codec_reduce(frames, nbytes, COUNT, 9, &t, NULL, scratch, need), CODEC_BAD_ARGUMENT);
+		check_sums_of_codes(frames, nbytes, COUNT, spec.codec == CODEC_TERNARY ? spec.scale : 0, out, t,
+				    scratch, need);
 		free(scratch);
 		for (int i = 0; i < COUNT; i++)
 			free((void *)frames[i]);

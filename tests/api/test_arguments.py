@@ -305,14 +305,15 @@ def test_error_lists_the_choices():
 def test_scales_that_round_to_zero_or_infinity_are_rejected():
     """A scale must be positive and finite in float32 and in the tensor's dtype."""
     for bad in (1e-46, 1e39, 0, -1, float("nan"), float("inf"), HUGE):
-        with refused(codec.SpecError, match="scale must be positive and finite as float32"):
-            codec.Ternary(scale=bad)
+        if bad != 0:  # the scale of zeros
+            with refused(codec.SpecError, match="scale must be 0, positive and finite as float32"):
+                codec.Ternary(scale=bad)
         with refused(codec.SpecError, match="clip must be positive and finite as float32"):
             codec.Ternary(clip=bad)
         with refused(codec.SpecError, match="scale must be positive and finite as float32"):
             codec.Float8(scale=bad)
-    for bad in ("1", 1j, [1]):
-        with refused(codec.SpecError, match="must be a positive number or None"):
+    for bad in ("1", 1j, [1], False):
+        with refused(codec.SpecError, match="must be 0, a positive number or None"):
             codec.Ternary(scale=bad)
     tiny, wide = np.zeros(5, np.float16), np.zeros(5, np.uint16)
     for x, dtype, scales, good in (

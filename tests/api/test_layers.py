@@ -19,7 +19,7 @@ LAYERS = [
     {"codebook", "inspection"},
     {"engines"},
     {"encoding", "decoding"},
-    {"batch", "advisor", "frame_size", "_files", "_warmup"},
+    {"batch", "code_sums", "advisor", "frame_size", "_files", "_warmup"},
     {"stateful"},
     {"torch", "__main__"},
 ]

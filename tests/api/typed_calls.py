@@ -24,6 +24,7 @@ def check_reduce(frames: list[bytes], tensor: torch.Tensor, bound: codec.BoundSp
     assert_type(codec.reduce(frames), Float32Array)
     assert_type(codec.reduce(frames, bound, op="sum", like=tensor), torch.Tensor)
     assert_type(codec.reduce(frames, out=tensor), torch.Tensor)
+    assert_type(codec.sum_codes(frames, like=tensor), tuple[torch.Tensor, float])
 
 
 def check_many(

@@ -618,7 +618,7 @@ def test_specs_reject_wrong_parameters():
         lambda: codec.Sign(group_size=0),
         lambda: codec.Sign(group_size="column"),
         lambda: codec.Ternary("4bit"),
-        lambda: codec.Ternary(scale=0.0),
+        lambda: codec.Ternary(scale=-1.0),
         lambda: codec.Ternary(scale=float("nan")),
         lambda: codec.Ternary(clip=-1.0),
         lambda: codec.Ternary(seed=1 << 32),

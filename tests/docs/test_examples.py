@@ -29,6 +29,7 @@ SHOWN = [
     "decode",
     "accumulate",
     "reduce",
+    "sum_codes",
     "bound",
     "inspect",
     "encode_many",

@@ -293,6 +293,24 @@ def test_values_that_the_loop_for_groups_of_8_rejects(bad):
                 left[:] = 0.5
 
 
+@pytest.mark.parametrize("packing", ["2bit", "base3", "entropy"])
+def test_scale_0_of_zeros(packing):
+    """Frames equal those of the native engine; another value than 0 is the same error, and changes no residual."""
+    spec, segments = codec.Ternary(packing, scale=0), [(0, (12_000,)), (12_000, (6_509,))]
+    for dtype in LOSSY_DTYPES:
+        for how in ({}, {"segments": segments}):
+            x = np.zeros(18_509, {"float32": F32, "float16": np.float16, "bfloat16": np.uint16}[dtype])
+            for bad in (None, 17_000):
+                if bad:
+                    x[bad] = 1
+                native = outcome(flatcall.encode, x, spec, dtype=dtype, **how)
+                assert outcome(flatcall.encode, x, spec, dtype=dtype, engine="cuda", **how) == native
+                assert (native == Status.BAD_SCALE) is (bad is not None)
+            left = np.full(x.size, 0.5, F32)
+            assert outcome(flatcall.encode, x, spec, dtype=dtype, engine="cuda", residual=left, **how) == native
+            assert (left == (0.5 if bad else 0)).all()
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_row_codecs_equal_the_native_engine(name):
     for dtype in LOSSY_DTYPES:

@@ -635,7 +635,7 @@ def test_all_blocks_run_in_numba_loops(name, monkeypatch):
     monkeypatch.setattr(encoding, "encode_filled", never)
     monkeypatch.setattr(decoding, "lib", WithoutLoops(decoding.lib, "codec_inspect"))
     monkeypatch.setattr(decoding, "decode_prepared", never)
-    monkeypatch.setattr(reducing, "_reduce_into", never)
+    monkeypatch.setattr(reducing, "reduce_into", never)
     for threads in (1, 3):
         how["threads"], how["engine"] = threads, "numba"
         done.clear()

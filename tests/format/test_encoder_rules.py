@@ -480,6 +480,12 @@ def test_ternary_scales(clip, scale, dtype):
     same(bits_of(x, dtype), codec.Ternary(scale=scale, clip=clip), dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_ternary_scale_of_zeros(dtype):
+    for clip in (None, 2.5):
+        same(bits_of(np.zeros(9000), dtype), codec.Ternary("entropy", scale=0.0, clip=clip), dtype=dtype)
+
+
 @pytest.mark.parametrize("variant", get_args(specs.SignScale))
 @pytest.mark.parametrize("n", [1, 31, 33, 4095, 4097, 3 * 4096, 7 * 4096 + 1, 50_000])
 def test_sums_of_sign_scales(variant, n):

@@ -314,7 +314,7 @@ def raised(s: Any, dtype: int) -> Any:
 
 def ternary_scale(ask: Ask, x: Array, dtype: int) -> Any:
     """Return the scale of Ternary."""
-    s = narrowed(np.array([ask.scale], F32), dtype)[0] if ask.scale else raised(largest(x), dtype)
+    s = narrowed(np.array([ask.scale], F32), dtype)[0] if ask.scale is not None else raised(largest(x), dtype)
     if ask.clip:
         v = x.astype(np.float64)
         mean, square = run_sums(v) / len(x), run_sums(v * v) / len(x)

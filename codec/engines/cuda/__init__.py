@@ -14,9 +14,21 @@ from codec.engines.cuda.engine import (
     encode_async,
     encode_many,
     reduce,
+    sum_codes,
 )
 
-__all__ = ["accumulate", "count", "decode", "decode_many", "encode", "encode_async", "encode_many", "reduce", "why_not"]
+__all__ = [
+    "accumulate",
+    "count",
+    "decode",
+    "decode_many",
+    "encode",
+    "encode_async",
+    "encode_many",
+    "reduce",
+    "sum_codes",
+    "why_not",
+]
 
 
 def why_not() -> str | None:

@@ -18,7 +18,7 @@ from codec.engines.cuda.workspace import Work
 from codec.engines.native.decoding import check_whole, is_bomb
 from codec.engines.native.many import at_item, check_many_apart
 from codec.engines.request import DecodeRequest, EncodeRequest
-from codec.errors import ArgumentError, CodecError, Status
+from codec.errors import ArgumentError, CodecError, EngineError, Status
 from codec.tensors.view import TensorView, device_like, empty, view, view_output
 
 _STORE, _ADD, _MAX, _FLOAT32 = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX, lib.CODEC_INTO_FLOAT32
@@ -192,6 +192,11 @@ def reduce(r: DecodeRequest, op: str) -> Any:
             check(int(Status.NONFINITE))
         work.finish()
     return result
+
+
+def sum_codes(r: DecodeRequest) -> tuple[Any, float]:
+    """Raise EngineError: kernels store no integers of codes."""
+    raise EngineError("the cuda engine does not add codes: copy the frames to host memory, and use the native engine")
 
 
 def reduction_steps(frames: list[Frame], to: int, op: str) -> list[Step]:

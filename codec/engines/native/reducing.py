@@ -56,7 +56,7 @@ def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
         call.set_levels(levels)
     call.fill_tensor(v)
     try:
-        (make or _reduce_into)(call, read, _OPS[op], pool.choose_threads(r.threads, v.nbytes * len(read)))
+        (make or reduce_into)(call, read, _OPS[op], pool.choose_threads(r.threads, v.nbytes * len(read)))
     except ArgumentError as e:
         if e.code == _BAD_ARGUMENT:
             r.check_apart(v, levels, in_place=len(read) == 1)
@@ -65,7 +65,8 @@ def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
     return result
 
 
-def _reduce_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
+def reduce_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
+    """Reduce frames into the call's tensor by the C library."""
     nblocks = read[0][0].nblocks
     match = threads > 1 and all(info.nblocks == nblocks > 1 for info, _ in read)
     if match and blockwise.reduce(lib, call, read, op, threads):

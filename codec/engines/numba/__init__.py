@@ -13,7 +13,7 @@ from codec.engines import native
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import EngineError
 
-__all__ = ["accumulate", "decode", "decode_many", "encode", "encode_many", "reduce", "why_not"]
+__all__ = ["accumulate", "decode", "decode_many", "encode", "encode_many", "reduce", "sum_codes", "why_not"]
 
 
 def why_not() -> str | None:
@@ -59,3 +59,8 @@ def accumulate(r: DecodeRequest, weight: float) -> None:
 def reduce(r: DecodeRequest, op: str) -> Any:
     """Return the sum, mean or maximum of frames."""
     return native.reduce(r, op, _calls().reduce_into)
+
+
+def sum_codes(r: DecodeRequest) -> tuple[Any, float]:
+    """Return the integer sums of codes, and the scale, of Ternary frames."""
+    return native.sum_codes(r, _calls().sum_codes_into)

@@ -6,7 +6,7 @@ import numpy as np
 
 from codec import _call
 from codec._c import pool
-from codec._c.library import check, ffi, lib
+from codec._c.library import DTYPE_NAMES, check, ffi, lib
 from codec._call import Call
 from codec.engines import blockwise
 from codec.engines.native import decoding, encoding
@@ -16,7 +16,7 @@ from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import ArgumentError, Status
 from codec.inspection import read_header
 from codec.optimizers.arguments import LevelSource
-from codec.tensors.view import TensorView
+from codec.tensors.view import TensorView, empty
 
 _BAD_ARGUMENT, _SHORT_OUTPUT = int(Status.BAD_ARGUMENT), int(Status.SHORT_OUTPUT)
 
@@ -106,6 +106,20 @@ def reduce_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads
     result = loops.memory_of(call.tensor.data, call.tensor.nbytes).view(np.float32)
     if call.context.flags & lib.CODEC_FINITE and not np.isfinite(result).all():
         check(int(Status.NONFINITE))
+
+
+def sum_codes_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
+    """Add the codes of Ternary frames into the call's tensor of integers: floats hold sums of 2^24 frames exactly."""
+    context, target = call.context, loops.memory_of(call.tensor.data, call.tensor.nbytes)
+    sums, v = empty("float32", tuple(call.tensor.shape[0 : call.tensor.rank]))
+    call.keep = call.keep, v
+    integers = target.view(DTYPE_NAMES[call.tensor.dtype])
+    call.fill_tensor(v)
+    context.flags = lib.CODEC_UNSCALED
+    for i, (info, frame) in enumerate(read):
+        context.into = loops.into(i, op)
+        _decode_one(call, info, frame, threads)
+    integers[:] = sums.reshape(-1)
 
 
 def _reduce_one_by_one(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:

@@ -137,7 +137,7 @@ DEVICE_CALL codec_status scale_part(const codec_view *v, const uint8_t *memory, 
 {
 	const struct row_kind q = kind_of(v);
 	const codec_row_sums *sums = (const codec_row_sums *)(memory + v->row_sums.at) + part->first_sum;
-	bool scanned = v->row_sums.count > 0, given = v->scale > 0 && !(v->clip > 0);
+	bool scanned = v->row_sums.count > 0;
 	uint64_t negative;
 	double total[2];
 	uint32_t max;
@@ -153,8 +153,8 @@ DEVICE_CALL codec_status scale_part(const codec_view *v, const uint8_t *memory, 
 		part->scale[0] = scale_ternary(q, max, v->scale, v->clip, total, part->count);
 	else
 		part->scale[0] = scale_nvfp4(max);
-	return q.codec == WIRE_CODEC_TERNARY && scanned && given && round_bits(v->scale) < max ? CODEC_BAD_SCALE
-											       : CODEC_OK;
+	return q.codec == WIRE_CODEC_TERNARY && scanned && scale_exceeded(max, v->scale, v->clip) ? CODEC_BAD_SCALE
+												  : CODEC_OK;
 }
 
 /* Count the codes of block b. scratch: memory for the codes, and behind them for the block's scales. */

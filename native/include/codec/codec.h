@@ -173,11 +173,12 @@ typedef struct codec_tensor {
 
 /** @name codec_spec.options */
 /** @{ */
-#define CODEC_OPTION_STOCHASTIC 1 /**< FLOAT8, FLOAT4, QUANTIZE: unbiased rounding (always on in TERNARY) */
-#define CODEC_OPTION_PROPAGATE 2  /**< FLOAT8: encode NaN and Inf as NaN; default: CODEC_NONFINITE */
-#define CODEC_OPTION_BITS 8       /**< TRUNCATE, levels shared: drop any number of bits, not one of 4 levels */
-#define CODEC_OPTION_CUT 16       /**< TRUNCATE: round towards zero; default: to nearest even */
-#define CODEC_OPTION_ENTROPY 4    /**< FLOAT8: entropy-code the codes */
+#define CODEC_OPTION_STOCHASTIC 1  /**< FLOAT8, FLOAT4, QUANTIZE: unbiased rounding (always on in TERNARY) */
+#define CODEC_OPTION_PROPAGATE 2   /**< FLOAT8: encode NaN and Inf as NaN; default: CODEC_NONFINITE */
+#define CODEC_OPTION_BITS 8        /**< TRUNCATE, levels shared: drop any number of bits, not one of 4 levels */
+#define CODEC_OPTION_CUT 16        /**< TRUNCATE: round towards zero; default: to nearest even */
+#define CODEC_OPTION_ENTROPY 4     /**< FLOAT8: entropy-code the codes */
+#define CODEC_OPTION_ZERO_SCALE 64 /**< TERNARY: the given scale is 0; every value must be 0, else CODEC_BAD_SCALE */
 /** @} */
 
 /**
@@ -208,7 +209,7 @@ typedef struct codec_spec {
 	/** Values that share a scale. SIGN: 0 for all; FLOAT8: 0 for CODEC_GROUP_SIZE_ROW; QUANTIZE: 0 for 64. */
 	uint32_t group_size;
 	uint32_t seed; /**< seed of random bits for stochastic rounding */
-	float scale;   /**< TERNARY, FLOAT8: scale to use; 0: computed from the tensor */
+	float scale;   /**< TERNARY, FLOAT8: scale to use; 0: computed from the tensor; see CODEC_OPTION_ZERO_SCALE */
 	float clip;    /**< TERNARY: clip magnitudes to this many standard deviations; 0: none */
 	int32_t guard; /**< TRUNCATE: mantissa bits to keep beyond those the step needs, -128..126 */
 } codec_spec;
@@ -329,12 +330,17 @@ typedef struct codec_metric {
  * Operation on decoded values. All operations but CODEC_INTO_STORE require a float32 destination of the frame's shape
  * and a frame of float32, bfloat16 or float16. Their results may be divided or rescaled. CODEC_BAD_ARGUMENT: `divide`
  * or CODEC_RESCALE with CODEC_INTO_STORE, or a divisor that is negative, infinite or NaN.
+ *
+ * CODEC_INTO_CODES and CODEC_INTO_ADD_CODES are for TERNARY frames only. They require a destination of int8, int16 or
+ * int32, without CODEC_RESCALE and `divide`. The caller ensures that sums do not overflow.
  * @{
  */
-#define CODEC_INTO_STORE 0   /**< store, in the frame's dtype */
-#define CODEC_INTO_ADD 1     /**< out = out + weight * value, rounded twice; the payload of a NaN is unspecified */
-#define CODEC_INTO_MAX 2     /**< out = the larger of out and value; NaN if either is */
-#define CODEC_INTO_FLOAT32 3 /**< store, as float32 */
+#define CODEC_INTO_STORE 0     /**< store, in the frame's dtype */
+#define CODEC_INTO_ADD 1       /**< out = out + weight * value, rounded twice; the payload of a NaN is unspecified */
+#define CODEC_INTO_MAX 2       /**< out = the larger of out and value; NaN if either is */
+#define CODEC_INTO_FLOAT32 3   /**< store, as float32 */
+#define CODEC_INTO_CODES 4     /**< TERNARY: store -1, 0 or 1, the value divided by the scale, as an integer */
+#define CODEC_INTO_ADD_CODES 5 /**< TERNARY: out = out + that integer */
 /** @} */
 
 /** Optional arguments of a call. NULL, or 0 in all fields after struct_nbytes, means defaults. */
@@ -420,14 +426,16 @@ typedef struct codec_info {
 	codec_fault fault;         /**< set if the status is 30 or more */
 	uint32_t clipped;          /**< TERNARY: 1 if magnitudes were clipped; the limit is not recorded */
 	uint32_t reserved;         /**< 0 */
+	float scale;               /**< TERNARY: scale that all values share; -1: none, or not in the bytes given */
+	uint32_t reserved_2;       /**< 0 */
 } codec_info;
 
 #define CODEC_HEADER_NBYTES 112 /**< maximum size of a header, in bytes */
 
 /**
- * Read and check a frame's header. Bytes after it are not checked, so `nbytes` may be less than the frame. codebook_id
- * and nsegments are read from the side section, and are 0 if `nbytes` does not include it. On an error *info is filled
- * in up to the first faulty field.
+ * Read and check a frame's header. Bytes after it are not checked, so `nbytes` may be less than the frame. codebook_id,
+ * nsegments and scale are read from the side section; if `nbytes` does not include it they are 0, 0 and -1. On an error
+ * *info is filled in up to the first faulty field.
  *
  * To receive a frame of unknown size, call codec_inspect with the bytes that have arrived, from 0 on. CODEC_TRUNCATED:
  * the header is incomplete, and info->fault.expected is the number of bytes needed to continue, more than `nbytes` and
@@ -459,12 +467,17 @@ CODEC_API codec_status codec_accumulate(const void *frame, size_t nbytes, float 
 #define CODEC_REDUCE_SUM 0  /**< sum, in the order given */
 #define CODEC_REDUCE_MEAN 1 /**< sum divided by `count` */
 #define CODEC_REDUCE_MAX 2  /**< maximum; NaN if a value is NaN */
+/**
+ * Sum of TERNARY's codes -1, 0 and 1, as integers, without the scale. `dst` is int8 for at most 127 frames, int16 for
+ * at most 32,767, or int32. CODEC_BAD_ARGUMENT: a frame is not TERNARY, scales differ, or `dst` could overflow.
+ */
+#define CODEC_REDUCE_CODES 3
 /** @} */
 
 /**
  * Decode `count` frames of one shape and reduce them to their sum, mean or maximum, as float32. Frames are added in the
  * order given, with each addition rounded. The mean is the sum divided by `count`, unless `count` is 1. TERNARY frames
- * with equal scales are summed as integers, then scaled.
+ * with equal scales are summed as integers, then scaled; CODEC_REDUCE_CODES gives the integers.
  *
  * `scratch` needs the size that codec_reduce_scratch returns. CODEC_VERIFY_FIRST leaves dst unchanged on any error;
  * CODEC_CHECK_ONLY leaves it unchanged always. If several frames are faulty, the first one's error is reported. With

@@ -128,8 +128,8 @@ CODEC_API codec_status codec_decode_blocks(const void *frame, size_t nbytes, cod
 
 /**
  * Reduce blocks [first, first + nblocks) of `count` frames as codec_reduce does. Each frame has an opened job, with
- * CODEC_INTO_FLOAT32. seals[i] is the part of the checksum for closing job i. CODEC_BAD_ARGUMENT: blocks of the frames
- * do not match; decode the frames one after the other.
+ * CODEC_INTO_FLOAT32, or CODEC_INTO_CODES for CODEC_REDUCE_CODES. seals[i] is the part of the checksum for closing job
+ * i. CODEC_BAD_ARGUMENT: blocks of the frames do not match; decode the frames one after the other.
  */
 CODEC_API codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
 					   codec_tensor *dst, const codec_context *with, const void *const *jobs,
@@ -189,7 +189,10 @@ typedef struct codec_view {
 	uint64_t side_offset, side_nbytes, directory_offset, planes_offset, plane_stride, regions_offset;
 	/** @} */
 	/** @{ */
-	/** Encode, codecs of rows: key of the random bits, given scale, clipping limit; 0: none. */
+	/**
+	 * Encode, codecs of rows: key of the random bits, given scale, clipping limit; 0: none. A scale of -1: a scale
+	 * of 0 is given, and CODEC_BAD_SCALE is the status of any other value.
+	 */
 	uint32_t seed;
 	float scale, clip;
 	uint32_t max_code_length; /* encode: longest code in bits */

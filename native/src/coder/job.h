@@ -74,7 +74,7 @@ struct job {
 	uint64_t nparts, nsums, nscans, parts_at, sums_at,
 		work_at; /* codecs of rows; *_at: offsets in bytes from the job's start */
 	struct philox key;
-	float scale, clip;
+	float scale, clip;       /* given; 0: none; scale -1: 0 is given */
 	uint8_t residual;        /* codecs of rows: enum residual */
 	uint8_t no_verify_first; /* encode: CODEC_NO_VERIFY_FIRST is set */
 	uint8_t blocks_scan;     /* encode: encoding the blocks replaces the scan */

@@ -100,6 +100,20 @@ static inline float_any *sink_room(const struct sink *s, uint64_t first, int add
 	return adds || (stores && (!s->nontemporal || streams)) ? there : NULL;
 }
 
+/* Return 1 if the destination holds sums of TERNARY's codes, which sink_put_codes stores. */
+static inline int sink_takes_codes(const struct sink *s)
+{
+	return s->into == CODEC_INTO_CODES || s->into == CODEC_INTO_ADD_CODES;
+}
+
+static inline void sink_put_codes(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n,
+				  const uint8_t *code)
+{
+	uint64_t nbytes = dtype_of(s->dst->dtype)->nbytes;
+
+	k->sum_codes(code, n, s->into == CODEC_INTO_ADD_CODES, nbytes, (char *)s->dst->data + first * nbytes);
+}
+
 /* Store or accumulate values y. NULL: the kernel has written or added them at sink_room(). */
 void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n, const float *y);
 

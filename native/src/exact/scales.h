@@ -233,7 +233,7 @@ BITS_FN int scale_lost(struct row_kind q, float x)
 
 /*
  * Scales of a row or part of n values. `max` is the bit pattern of the largest magnitude; `given` is a scale from the
- * spec, or 0.
+ * spec; 0 or less: none.
  */
 
 /* SIGN: scale[0] is that of positive values. scale[1], of negative values, is used by two_mean only. */
@@ -263,6 +263,12 @@ BITS_FN float scale_ternary(struct row_kind q, uint32_t max, float given, float 
 	limit = scale_of_sum(round_mul64((double)clip, round_sqrt64(variance > 0 ? variance : 0)), q.dtype);
 	limit = scale_in_dtype(limit, q.dtype);
 	return s < limit ? s : limit;
+}
+
+/* TERNARY: return 1 if the largest magnitude exceeds the given scale, without clipping. given -1: the scale 0. */
+BITS_FN int scale_exceeded(uint32_t max, float given, float clip)
+{
+	return (given > 0 && !(clip > 0) && round_bits(given) < max) || (given < 0 && max > 0);
 }
 
 /* FLOAT8: return the factor of values. */

@@ -141,6 +141,8 @@ struct columns {
 
 /* float32 at any address, as in a caller's tensor */
 typedef float float_any __attribute__((aligned(1), may_alias));
+typedef int16_t int16_any __attribute__((aligned(1), may_alias));
+typedef int32_t int32_any __attribute__((aligned(1), may_alias));
 
 /*
  * Terms of A = theta * ((sqrt(v * V) + eps) * theta_v + theta) + m * M; without V: theta * theta + m * M. Each
@@ -283,6 +285,8 @@ struct kernels {
 	void (*pack_trits)(const uint8_t *code, size_t n, uint8_t *dst);
 	void (*unpack_trits)(const uint8_t *src, size_t n, uint8_t *code);
 	uint8_t (*max_byte)(const uint8_t *p, size_t n);
+	/* Store TERNARY's codes 0, 1, 2 as integers 0, 1, -1 of `nbytes` bytes, or add these to y if `more`. */
+	void (*sum_codes)(const uint8_t *code, size_t n, int more, size_t nbytes, void *y);
 	/*
 	 * sum = x + e (sum may be x); difference = x - e; r = x - y (r may be x), 0 for NaN and Inf; out += weight * y,
 	 * both operations rounded; out = max(out, y), NaN if either is.

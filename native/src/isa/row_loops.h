@@ -499,6 +499,40 @@ static uint8_t max_byte(const uint8_t *p, size_t n)
 	return most;
 }
 
+/* Return the integer of a ternary code: 0, 1, 2 give 0, 1, -1. */
+static inline int unit_of(uint8_t code)
+{
+	return (code & 1) - (code >> 1);
+}
+
+static inline void sum_int8(const uint8_t *code, size_t n, int more, int8_t *y)
+{
+	for (size_t i = 0; i < n; i++)
+		y[i] = (int8_t)((more ? y[i] : 0) + unit_of(code[i]));
+}
+
+static inline void sum_int16(const uint8_t *code, size_t n, int more, int16_any *y)
+{
+	for (size_t i = 0; i < n; i++)
+		y[i] = (int16_t)((more ? y[i] : 0) + unit_of(code[i]));
+}
+
+static inline void sum_int32(const uint8_t *code, size_t n, int more, int32_any *y)
+{
+	for (size_t i = 0; i < n; i++)
+		y[i] = (int32_t)((uint32_t)(more ? y[i] : 0) + (uint32_t)unit_of(code[i]));
+}
+
+static void sum_codes(const uint8_t *code, size_t n, int more, size_t nbytes, void *y)
+{
+	if (nbytes == 1)
+		more ? sum_int8(code, n, 1, y) : sum_int8(code, n, 0, y);
+	else if (nbytes == 2)
+		more ? sum_int16(code, n, 1, y) : sum_int16(code, n, 0, y);
+	else
+		more ? sum_int32(code, n, 1, y) : sum_int32(code, n, 0, y);
+}
+
 static void plus(const float_any *x, const float_any *e, size_t n, float_any *sum)
 {
 	for (size_t i = PLUS(0, x, e, n, sum); i < n; i++)
@@ -615,5 +649,5 @@ static uint32_t settle(const float_any *x, size_t n, float by, float_any *dst)
 	.abs_max = abs_max, .row_sums = row_sums, .row_fold = row_fold, .sign_bits = sign_bits,                        \
 	.sign_values = sign_values, .sign_sums = sign_sums, .halves = halves, .encode_rows = encode_rows,              \
 	.decode_rows = decode_rows, .pack_codes = pack_codes, .unpack_codes = unpack_codes, .pack_trits = pack_trits,  \
-	.unpack_trits = unpack_trits, .max_byte = max_byte, .plus = plus, .minus = minus, .subtract = subtract,        \
-	.add = add, .multiply = multiply, .divide = divide, .maximum = maximum, .settle = settle
+	.unpack_trits = unpack_trits, .max_byte = max_byte, .sum_codes = sum_codes, .plus = plus, .minus = minus,      \
+	.subtract = subtract, .add = add, .multiply = multiply, .divide = divide, .maximum = maximum, .settle = settle

@@ -4,11 +4,18 @@
 #define VERIFY_FLAGS                                                                                                   \
 	(CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY) /* need a pass of their own, which steps leave to their caller */
 
+/* Return 1 if decoding stores or adds codes of TERNARY as integers. */
+static int takes_codes(uint32_t into)
+{
+	return into == CODEC_INTO_CODES || into == CODEC_INTO_ADD_CODES;
+}
+
 /* Check that decoding can write this tensor at all. Division and rescaling need a float32 destination. */
 static codec_status read_destination(const codec_tensor *dst, const codec_context *with, codec_tensor *copy)
 {
 	if (!dst || dst->struct_nbytes < sizeof *dst ||
-	    (with->into == CODEC_INTO_STORE && (with->divide > 0 || with->flags & CODEC_RESCALE)))
+	    ((with->into == CODEC_INTO_STORE || takes_codes(with->into)) &&
+	     (with->divide > 0 || with->flags & CODEC_RESCALE)))
 		return CODEC_BAD_ARGUMENT;
 	*copy = *dst;
 	return copy->nbytes && !copy->data ? CODEC_BAD_ARGUMENT : CODEC_OK;
@@ -17,8 +24,11 @@ static codec_status read_destination(const codec_tensor *dst, const codec_contex
 /* Check that the destination's dtype and shape are the frame's. */
 static codec_status check_destination(const struct header *h, const codec_tensor *dst, uint32_t into, codec_fault *f)
 {
-	uint32_t dtype = into == CODEC_INTO_STORE ? h->dtype : CODEC_FLOAT32;
+	uint32_t dtype = into == CODEC_INTO_STORE ? h->dtype : takes_codes(into) ? dst->dtype : CODEC_FLOAT32;
 
+	if (takes_codes(into) &&
+	    (h->codec != CODEC_TERNARY || (dtype != CODEC_INT8 && dtype != CODEC_INT16 && dtype != CODEC_INT32)))
+		return CODEC_BAD_ARGUMENT;
 	if (into != CODEC_INTO_STORE && !codec_takes(CODEC_SIGN, h->dtype))
 		return fault(f, CODEC_BAD_DTYPE, WIRE_AT_DTYPE, h->dtype, CODEC_FLOAT32);
 	if (dst->dtype != dtype)

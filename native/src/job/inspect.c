@@ -32,6 +32,19 @@ static uint32_t row_of_parts(const struct header *h, const uint8_t *frame, uint6
 	return row;
 }
 
+/* Return the scale of `nparts` parts, whose scales are frame[at, end), if they have one scale; else -1. */
+static float scale_of_parts(const uint8_t *frame, uint64_t at, uint64_t end, uint64_t nparts)
+{
+	uint32_t scale = load32(frame + at);
+
+	if (!nparts || nparts > (end - at) / 8 || scale >= ROUND_INF)
+		return -1;
+	for (uint64_t i = 1; i < nparts; i++)
+		if (load32(frame + at + 8 * i) != scale)
+			return -1;
+	return round_float(scale);
+}
+
 /* Read the side section as far as it is valid. Decoding checks it; this function reports no error. */
 static void inspect_side(const uint8_t *frame, const struct header *h, codec_info *out)
 {
@@ -56,7 +69,10 @@ static void inspect_side(const uint8_t *frame, const struct header *h, codec_inf
 		out->nsegments = load32(frame + at);
 		if (codec_is_rows(h->codec))
 			out->spec.group_size = row_of_parts(h, frame, at + 4, end, out->nsegments);
+		at += 4 + WIRE_SEGMENT_NBYTES * out->nsegments;
 	}
+	if (h->codec == CODEC_TERNARY && end > at && end - at >= 8)
+		out->scale = scale_of_parts(frame, at, end, h->flags & WIRE_FLAG_SEGMENTS ? out->nsegments : 1);
 }
 
 codec_status codec_inspect(const void *frame, size_t nbytes, codec_info *info)
@@ -92,6 +108,7 @@ codec_status codec_inspect(const void *frame, size_t nbytes, codec_info *info)
 	out.fixed_planes = h.fixed;
 	out.coded_planes = h.coded;
 	out.clipped = (h.options & WIRE_OPTION_CLIPPED) != 0;
+	out.scale = -1;
 	if (status == CODEC_OK && h.side_nbytes <= nbytes - h.side_at)
 		inspect_side(frame, &h, &out);
 	memcpy(info, &out, MIN(info->struct_nbytes, sizeof out));

@@ -8,7 +8,10 @@
 /* Set the context for frame i of `count`. A single frame is its own mean: dividing it by 1 could change a NaN. */
 static void set_context(codec_context *c, size_t i, size_t count, uint32_t op, int unscaled)
 {
-	c->into = i == 0 ? CODEC_INTO_FLOAT32 : op == CODEC_REDUCE_MAX ? CODEC_INTO_MAX : CODEC_INTO_ADD;
+	if (op == CODEC_REDUCE_CODES)
+		c->into = i == 0 ? CODEC_INTO_CODES : CODEC_INTO_ADD_CODES;
+	else
+		c->into = i == 0 ? CODEC_INTO_FLOAT32 : op == CODEC_REDUCE_MAX ? CODEC_INTO_MAX : CODEC_INTO_ADD;
 	c->weight = 1;
 	c->divide = op == CODEC_REDUCE_MEAN && count > 1 && i == count - 1 ? (float)count : 0;
 	c->flags &= ~(CODEC_UNSCALED | CODEC_RESCALE);
@@ -33,6 +36,30 @@ static int same_parts(const struct job *a, const struct job *b, int *same_scale)
 }
 
 /*
+ * CODEC_REDUCE_CODES: return 1 if all values of TERNARY frames have one scale, so that codes can be added, and `dst`
+ * holds any sum.
+ */
+static int codes_add_up(const void *const *jobs, size_t count, const codec_tensor *dst)
+{
+	size_t most = dst->dtype == CODEC_INT8 ? INT8_MAX : dst->dtype == CODEC_INT16 ? INT16_MAX : INT32_MAX;
+	const struct part *first = NULL;
+
+	for (size_t i = 0; i < count; i++) {
+		const struct job *j = job_place((void *)jobs[i]);
+		const struct part *parts = job_parts(j);
+
+		if (j->h.codec != CODEC_TERNARY)
+			return 0;
+		for (uint64_t p = 0; p < j->nparts; p++) {
+			first = first ? first : parts;
+			if (round_bits(parts[p].scale[0]) != round_bits(first->scale[0]))
+				return 0;
+		}
+	}
+	return count <= most;
+}
+
+/*
  * Return 1 if the blocks of opened jobs match, so that they can be reduced together. *unscaled: sum TERNARY's codes as
  * integers, then scale.
  */
@@ -40,7 +67,7 @@ static int side_by_side(const void *const *jobs, size_t count, uint32_t op, int 
 {
 	const struct job *a = job_at(jobs[0], JOB_DECODE, JOB_READY);
 
-	*unscaled = a && count > 1 && a->h.codec == CODEC_TERNARY && op != CODEC_REDUCE_MAX;
+	*unscaled = a && count > 1 && a->h.codec == CODEC_TERNARY && op <= CODEC_REDUCE_MEAN;
 	for (size_t i = 0; i < count; i++) {
 		const struct job *b = job_at(jobs[i], JOB_DECODE, JOB_READY);
 
@@ -91,14 +118,15 @@ struct sum {
 
 /* Accumulate values [at, at + n), those of `nblocks` blocks from b on, at `there`. Adds the checksum parts to seals. */
 static codec_status accumulate_frames(const struct sum *s, uint64_t b, uint64_t nblocks, uint64_t at, uint64_t n,
-				      float_any *there, uint64_t *seals)
+				      void *there, uint64_t *seals)
 {
-	const int tiled = there == (float_any *)s->tile;
+	const uint64_t size = dtype_of(s->dst->dtype)->nbytes;
+	const int tiled = there == s->tile;
 	codec_tensor part = *s->dst;
 	codec_context turn = *s->with;
 
-	part.data = (void *)((uintptr_t)there - 4 * at); /* decoding indexes values from the tensor's first */
-	part.nbytes = 4 * n;
+	part.data = (void *)((uintptr_t)there - size * at); /* decoding indexes values from the tensor's first */
+	part.nbytes = size * n;
 	turn.flags &= ~CODEC_NONTEMPORAL; /* the next frame reads what this one stores */
 	turn.flags |= s->count == 1 && is_nontemporal(s->with, s->dst) ? CODEC_NONTEMPORAL : 0;
 	for (size_t i = 0; i < s->count; i++) {
@@ -123,7 +151,7 @@ static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nbl
 	const struct job *j = job_place((void *)s->jobs[0]);
 	const uint64_t once = codec_is_rows(j->h.codec) ? 1 : 2;
 	const float by = s->op == CODEC_REDUCE_MEAN ? (float)s->count : 0;
-	int signs = s->count > 1 && s->op != CODEC_REDUCE_MAX;
+	int signs = s->count > 1 && s->op <= CODEC_REDUCE_MEAN;
 	struct work w;
 
 	for (size_t i = 0; i < s->count && signs; i++)
@@ -138,6 +166,12 @@ static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nbl
 		n = MIN(once, first + nblocks - b);
 		at = first_value(j, b);
 		m = first_value(j, b + n) - at;
+		if (s->op == CODEC_REDUCE_CODES) {
+			char *codes = (char *)s->dst->data + dtype_of(s->dst->dtype)->nbytes * at;
+
+			TRY(accumulate_frames(s, b, n, at, m, codes, seals));
+			continue;
+		}
 		place = (float_any *)s->dst->data + at;
 		there = s->tile && m <= s->room ? (float_any *)s->tile : place;
 		if (signs)
@@ -168,7 +202,7 @@ codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes
 	int unscaled;
 
 	TRY(context_read(with, &c));
-	if (!frames || !nbytes || !jobs || !seals || !count || op > CODEC_REDUCE_MAX ||
+	if (!frames || !nbytes || !jobs || !seals || !count || op > CODEC_REDUCE_CODES ||
 	    !side_by_side(jobs, count, op, &unscaled))
 		return CODEC_BAD_ARGUMENT;
 	TRY(check_state(jobs, count, dst, &c));
@@ -177,6 +211,8 @@ codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes
 		set_context(&turn, i, count, op, unscaled);
 		TRY(decode_step(frames[i], nbytes[i], dst, &turn, jobs[i], first, nblocks, work, work_nbytes, &t));
 	}
+	if (op == CODEC_REDUCE_CODES && !codes_add_up(jobs, count, &t))
+		return CODEC_BAD_ARGUMENT;
 	saved = call_enter();
 	status = sum_blocks(&(struct sum){frames, jobs, count, op, unscaled, &t, &c, work, NULL, 0}, first, nblocks,
 			    seals);
@@ -248,7 +284,7 @@ static codec_status one_by_one(const void *const *frames, size_t count, uint32_t
 		turn.flags &= count > 1 ? ~CODEC_NONTEMPORAL : ~0u;
 		TRY(decode_values(frames[i], dst, &turn, jobs[i], work));
 	}
-	if (with->flags & CODEC_FINITE && jobs[0]->h.n)
+	if (with->flags & CODEC_FINITE && jobs[0]->h.n && op != CODEC_REDUCE_CODES)
 		kernels_for(with)->abs_max(dst->data, jobs[0]->h.n, jobs[0]->h.n, ROUND_ABS + 1, &most);
 	return most < ROUND_INF ? CODEC_OK : CODEC_NONFINITE;
 }
@@ -274,6 +310,8 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 			return CODEC_SHORT_SCRATCH;
 	}
 	TRY(check_state((const void *const *)jobs, count, dst, with));
+	if (op == CODEC_REDUCE_CODES && !codes_add_up((const void *const *)jobs, count, dst))
+		return first_fault(CODEC_BAD_ARGUMENT, frames, count, with, jobs, work);
 	if (with->flags & (CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY))
 		TRY(first_fault(CODEC_OK, frames, count, with, jobs, work));
 	if (with->flags & CODEC_CHECK_ONLY)
@@ -281,7 +319,7 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 	if (!side_by_side((const void *const *)jobs, count, op, &unscaled))
 		return one_by_one(frames, count, op, dst, with, jobs, work);
 	sum = (struct sum){frames, (const void *const *)jobs, count, op, unscaled, dst, with, work, NULL, 0};
-	if (count > 1 && is_nontemporal(with, dst)) {
+	if (count > 1 && op != CODEC_REDUCE_CODES && is_nontemporal(with, dst)) {
 		sum.tile = (float *)(work + l->work);
 		sum.room = l->tile / sizeof *sum.tile;
 	}
@@ -301,7 +339,7 @@ codec_status codec_reduce(const void *const *frames, const size_t *nbytes, size_
 	uint64_t saved;
 
 	TRY(context_read(with, &c));
-	if (op > CODEC_REDUCE_MAX || !scratch)
+	if (op > CODEC_REDUCE_CODES || !scratch)
 		return CODEC_BAD_ARGUMENT;
 	TRY(lay_out(frames, nbytes, count, &c, &l));
 	if (scratch_nbytes < l.total)

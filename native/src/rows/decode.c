@@ -143,6 +143,10 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 					row ? n : 1, w, f));
 		if (sink->into == SINK_NONE)
 			continue;
+		if (sink_takes_codes(sink)) {
+			sink_put_codes(k, sink, c->first + i, n, code + i - t);
+			continue;
+		}
 		there = rounds ? NULL : sink_room(sink, c->first + i, signs, signs && row % 8 == 0);
 		y = there ? there : w->y;
 		if (signs)

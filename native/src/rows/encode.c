@@ -162,6 +162,8 @@ codec_status rows_begin(struct job *j, const codec_spec *s, const codec_context 
 	j->scale = j->h.codec == CODEC_TERNARY ? scale_in_dtype(s->scale, j->h.dtype) : s->scale;
 	if (s->scale > 0 && scale_lost(header_kind(&j->h), s->scale))
 		return CODEC_ROUNDED_SCALE;
+	if (s->options & CODEC_OPTION_ZERO_SCALE)
+		j->scale = -1; /* the scan computes the scale, and finds values that are not 0 */
 	j->clip = s->clip;
 	rows_cut(j, with);
 	j->nscans = rows_scan_count(j);

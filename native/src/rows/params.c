@@ -1,7 +1,7 @@
 /* params.c - parameters of codecs of rows, and their fields of the header. */
 #include "rows.h"
 
-#define OPTIONS (CODEC_OPTION_STOCHASTIC | CODEC_OPTION_PROPAGATE | CODEC_OPTION_ENTROPY)
+#define OPTIONS (CODEC_OPTION_STOCHASTIC | CODEC_OPTION_PROPAGATE | CODEC_OPTION_ENTROPY | CODEC_OPTION_ZERO_SCALE)
 
 /* Check all parameters but the row, which depends on more than params. */
 static int own_fault(const struct header *h)
@@ -44,10 +44,12 @@ static codec_status params_ask(const codec_spec *s, struct header *h)
 	if (s->guard || s->variant > 255 || s->bits > 8 || s->options & ~(uint32_t)OPTIONS || s->max_code_length ||
 	    s->model || !is_finite(s->scale) || !is_finite(s->clip) || s->scale < 0 || s->clip < 0 ||
 	    (s->scale > 0 && s->codec != CODEC_TERNARY && s->codec != CODEC_FLOAT8) ||
-	    (s->clip > 0 && s->codec != CODEC_TERNARY))
+	    (s->clip > 0 && s->codec != CODEC_TERNARY) ||
+	    (s->options & CODEC_OPTION_ZERO_SCALE && (s->codec != CODEC_TERNARY || s->scale > 0)))
 		return CODEC_BAD_SPEC;
 	h->variant = (uint8_t)s->variant;
-	h->options = (uint8_t)(s->options | (s->clip > 0 ? WIRE_OPTION_CLIPPED : 0));
+	h->options =
+		(uint8_t)((s->options & ~(uint32_t)CODEC_OPTION_ZERO_SCALE) | (s->clip > 0 ? WIRE_OPTION_CLIPPED : 0));
 	h->bits = (uint8_t)(s->codec == CODEC_QUANTIZE && !s->bits ? 4 : s->bits);
 	h->group_size = s->group_size ? s->group_size : default_row(h);
 	return row_asked(h) ? CODEC_OK : CODEC_BAD_SPEC;

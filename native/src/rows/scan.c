@@ -128,7 +128,7 @@ codec_status rows_finish(struct job *j)
 		case CODEC_SIGN: scale_sign(q, total, negative, p->count, p->scale); break;
 		case CODEC_TERNARY:
 			p->scale[0] = scale_ternary(q, max, j->scale, j->clip, total, p->count);
-			above |= scanned && j->scale > 0 && !(j->clip > 0) && round_bits(j->scale) < max;
+			above |= scanned && scale_exceeded(max, j->scale, j->clip);
 			break;
 		default: p->scale[0] = scale_nvfp4(max);
 		}
