@@ -100,6 +100,7 @@ class DeviceReduction(Reduction):
             self.sum_residual,
             self.codebook,
             self.codebooks,
+            self.count_symbols,
         )
 
     def from_host(self, result: Array) -> Values:

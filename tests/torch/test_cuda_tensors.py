@@ -4,6 +4,9 @@ Without a GPU the kernels run on the CPU (`support.cuda_tensors`); ``make gpu-te
 ranks share.
 """
 
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,7 @@ import torch.distributed as dist
 
 import codec
 import codec.torch
-from codec.torch import communicator, devices
+from codec.torch import communicator, devices, uncompressed
 from support.collective_values import rank_values, tensor_bytes
 from support.cuda_tensors import DeviceTensor, gpu, host
 from support.ddp_training import hook_state_bytes, parameter_bytes, train, wrapped
@@ -250,6 +253,22 @@ def test_ddp_hook_trains_as_with_gradients_in_host_memory(ranks, kind, name, fee
     assert all(ranks.run(_train, kind, name, feedback))
 
 
+def _float64(rank, size, kind):
+    comm = communicator.communicator_of(None)
+    every = [rank_values(r, (9000,)).double() for r in range(size)]
+    with gpu(kind) as put:
+        x = put(every[rank])
+        assert comm.run(lambda: uncompressed.mean(comm, x, lambda: None)) is x
+    total = every[0]
+    for other in every[1:]:
+        total = total + other
+    assert torch.equal(host(x), total / size)
+
+
+def test_float64_gradients_on_a_gpu_are_summed_uncompressed(ranks, kind):
+    ranks.run(_float64, kind)
+
+
 def _fsdp(rank, size, kind):
     """Call the collectives of FSDP2 as it does."""
     group, average = dist.group.WORLD, dist.ReduceOp.AVG
@@ -357,6 +376,79 @@ def _killed(rank, size, kind, point):
             found = outcome(codec.torch.all_reduce, x, codec.Quantize(4), options=how())
         assert torch.equal(host(x), values)
         return found[0]
+
+
+class _FakeCuda:
+    """Part of torch.cuda that notes the order of calls."""
+
+    def __init__(self):
+        self.calls = []
+        self.caller, self.side = self._stream("caller"), self._stream("side")
+
+    def _stream(self, name):
+        def note(what):
+            return lambda *args: self.calls.append((name, what, *args)) or f"event of {name}"
+
+        return SimpleNamespace(
+            record_event=note("record"), wait_event=note("wait for"), synchronize=note("synchronize")
+        )
+
+    def is_initialized(self):
+        return True
+
+    def current_device(self):
+        return 1
+
+    def current_stream(self, device):
+        assert device == 1
+        return self.caller
+
+    def Stream(self, device):
+        assert device == 1
+        return self.side
+
+    def device(self, _):
+        return nullcontext()
+
+    @contextmanager
+    def stream(self, stream):
+        assert stream is self.side
+        self.calls.append("enter")
+        yield
+        self.calls.append("leave")
+
+    def synchronize(self, device):
+        self.calls.append(("synchronize", device))
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    fake = _FakeCuda()
+    for name in ("is_initialized", "current_device", "current_stream", "Stream", "device", "stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    devices._side_stream.cache_clear()
+    yield fake
+    devices._side_stream.cache_clear()
+
+
+def test_collective_waits_for_work_of_the_caller_and_returns_after_its_own(fake_cuda):
+    run = devices.in_stream_order(lambda: fake_cuda.calls.append("collective"))
+    assert fake_cuda.calls == [("caller", "record")]  # when the collective is begun, not when its turn comes
+    run()
+    assert fake_cuda.calls[1:] == [
+        "enter",
+        ("side", "wait for", "event of caller"),
+        "collective",
+        ("side", "synchronize"),
+        "leave",
+    ]
+
+
+def test_tensor_on_another_gpu_is_synchronized(fake_cuda):
+    for index in (1, 0):
+        devices.settle(SimpleNamespace(device=torch.device("cuda", index)))
+    devices.settle(torch.ones(1))
+    assert fake_cuda.calls == [("synchronize", torch.device("cuda", 0))]
 
 
 @pytest.mark.parametrize("point", [1, 4])
