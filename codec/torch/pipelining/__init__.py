@@ -7,8 +7,19 @@ Public is what this package exports. It needs torch.distributed.pipelining.
 """
 
 from codec.torch.pipelining.attempt import Attempt, attempts
+from codec.torch.pipelining.calls import recv_activation, recv_gradient, send_activation, send_gradient
 from codec.torch.pipelining.settings import Deltas
 from codec.torch.pipelining.stage import CompressedStage
 from codec.torch.pipelining.stats import PipelineStats
 
-__all__ = ["Attempt", "CompressedStage", "Deltas", "PipelineStats", "attempts"]
+__all__ = [
+    "Attempt",
+    "CompressedStage",
+    "Deltas",
+    "PipelineStats",
+    "attempts",
+    "recv_activation",
+    "recv_gradient",
+    "send_activation",
+    "send_gradient",
+]

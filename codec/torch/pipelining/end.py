@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from codec.stateful.activation.message import parse
 from codec.stateful.activation.values import shown_samples
 from codec.torch.arguments import NAMES
 from codec.torch.pipelining.envelope import MOST_TENSORS, Kind, Place, envelope_nbytes, pack, unpack
+from codec.torch.pipelining.host import on_host, write
 from codec.torch.pipelining.settings import LOSSLESS, Specs
 
 Ids = list[int]
@@ -95,7 +95,7 @@ class End:
             A tensor cannot be encoded, such as a gradient with NaN.
         """
         part = self._gradient_part if kind == Kind.GRADIENTS else self._activation_part
-        message = pack(kind, place, [part(i, _on_host(t), samples) for i, t in enumerate(tensors)])
+        message = pack(kind, place, [part(i, on_host(t), samples) for i, t in enumerate(tensors)])
         self.sent[kind] += len(message)
         self.sent_raw_nbytes += sum(t.nbytes for t in tensors)
         return message
@@ -198,17 +198,12 @@ class End:
         return found
 
     def _write(self, kind: Kind, index: int, part: memoryview, output: torch.Tensor) -> None:
-        direct = output.device.type == "cpu" and output.is_contiguous()
-        target = output.detach() if direct else torch.empty(output.shape, dtype=output.dtype)
-        if output.dtype not in NAMES:
-            codec.decode(part, out=target, options=self._options)
-        elif kind == Kind.GRADIENTS:
-            self.delta(index).decode_gradient(part, out=target, options=self._options)
-        else:
-            self.delta(index).decode(part, out=target, options=self._options)
-        if not direct:
-            output.detach().copy_(target)
+        def decode(out: torch.Tensor) -> None:
+            if output.dtype not in NAMES:
+                codec.decode(part, out=out, options=self._options)
+            elif kind == Kind.GRADIENTS:
+                self.delta(index).decode_gradient(part, out=out, options=self._options)
+            else:
+                self.delta(index).decode(part, out=out, options=self._options)
 
-
-def _on_host(t: torch.Tensor) -> Any:
-    return t.detach().to("cpu").contiguous()
+        write(output, decode)

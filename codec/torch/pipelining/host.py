@@ -1,0 +1,24 @@
+"""Tensors of any device as contiguous tensors in host memory, and back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def on_host(t: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor in host memory with the values of a tensor; it may be the tensor itself."""
+    return t.detach().to("cpu").contiguous()
+
+
+def write(output: torch.Tensor, decode: Callable[[Any], Any]) -> None:
+    """Write a tensor by decode(out), where `out` is contiguous and in host memory.
+
+    If decode() raises an error and leaves `out` unchanged, so does this function.
+    """
+    if output.device.type == "cpu" and output.is_contiguous():
+        decode(output.detach())
+    else:
+        out = torch.empty(output.shape, dtype=output.dtype)
+        decode(out)
+        output.detach().copy_(out)
