@@ -53,7 +53,7 @@ def terngrad(
             raise FrameError(f"the shared scale of {name!r} is {scale}; the magnitude here is {mine[name]}")
         if spec.clip is not None:
             gradient = gradient.clamp(-scale, scale)
-        how = replace(spec, clip=None, scale=scale or None)  # a scale of 0 is that of zeros
+        how = replace(spec, clip=None, scale=scale)
         frames[name] = codec.encode(gradient, how, stream=session.stream(step, name))
     _, sent = session.round(session.push(step, frames), session.pull(step, names, "decode_average"))
     return session.decoded(sent, names, "decode_average", scales)

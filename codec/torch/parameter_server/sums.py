@@ -40,27 +40,15 @@ def encode_average(frames: Sequence[Any]) -> tuple[bytes, bytes]:
     SpecError
         A frame is not ternary, or scales differ.
     """
-    sums, scale = _sum_codes(frames)
+    try:
+        sums, scale = codec.sum_codes(frames)
+    except codec.ArgumentError as e:
+        raise SpecError(f"decode_average needs Ternary frames with one scale: {e}") from None
     terms, flat = len(frames), sums.reshape(-1)
     frame = bytes(codec.encode(flat))
     if len(frame) <= -(-flat.size * bits_per_sum(terms) // 8):
         return _HEAD.pack(terms, scale, _FRAME), frame
     return _HEAD.pack(terms, scale, _PACKED), _pack(flat, terms)
-
-
-def _sum_codes(frames: Sequence[Any]) -> tuple[Array, float]:
-    """Return the integer sums of the codes of ternary frames, and their scale; 0 if all values are 0."""
-    scale, total = 0.0, np.zeros((), np.float32)
-    for frame in frames:
-        if not isinstance(codec.inspect(frame).spec, codec.Ternary):
-            raise SpecError("decode_average needs Ternary frames with one scale, and a frame is of another codec")
-        values = codec.decode(frame, like=torch.empty(0)).float().numpy()
-        found = max(float(values.max()), -float(values.min())) if values.size else 0.0
-        if found and scale not in (0.0, found):
-            raise SpecError(f"decode_average needs Ternary frames with one scale, and frames have {scale} and {found}")
-        scale = found or scale
-        total = total + np.sign(values)
-    return total.astype(np.int8 if len(frames) <= 127 else np.int16), scale
 
 
 def _pack(sums: Array, terms: int) -> bytes:
@@ -92,7 +80,7 @@ def decode_average(value: Array, shape: tuple[int, ...], dtype: torch.dtype, sca
     terms, found, form = _HEAD.unpack(value[: _HEAD.size].tobytes())
     if not 0 < terms <= _MOST_TERMS or not isfinite(found) or found < 0 or form not in (_FRAME, _PACKED):
         raise FrameError(f"a sum of codes has {terms} terms, the scale {found} and form {form}, which cannot be")
-    if scale is not None and found not in (0.0, scale) and n:
+    if scale is not None and found != scale and n:
         raise FrameError(f"a sum of codes has the scale {found}; the workers have agreed on {scale}")
     sums = _unpack(value[_HEAD.size :], n, terms, form)
     if n and (int(sums.min()) < -terms or int(sums.max()) > terms):
