@@ -19,7 +19,7 @@ logger = logging.getLogger("codec.torch")
 
 
 def attempts(*stages: CompressedStage, limit: int = 3) -> "Iterator[Attempt]":
-    """Yield attempts of a training step, until one has succeeded on all ranks of the pipeline.
+    """Return attempts of a training step, until one has succeeded on all ranks of the pipeline.
 
     All ranks use the same loop, with one run of the schedule, or several for gradient accumulation, in each attempt::
 
@@ -41,10 +41,10 @@ def attempts(*stages: CompressedStage, limit: int = 3) -> "Iterator[Attempt]":
     limit : int
         Largest number of attempts, equal on all ranks.
 
-    Yields
-    ------
-    Attempt
-        Context manager.
+    Returns
+    -------
+    iterator of Attempt
+        Context managers.
 
     Raises
     ------
@@ -63,7 +63,11 @@ def attempts(*stages: CompressedStage, limit: int = 3) -> "Iterator[Attempt]":
     See :class:`CompressedStage`.
     """
     _check_stages(stages)
-    for number in range(1, whole("limit", limit, 1) + 1):
+    return _attempts(stages, whole("limit", limit, 1))
+
+
+def _attempts(stages: Sequence[CompressedStage], limit: int) -> "Iterator[Attempt]":
+    for number in range(1, limit + 1):
         attempt = Attempt(stages, number, limit)
         yield attempt
         if not attempt.ended:

@@ -7,7 +7,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from codec import EngineError
 
-SUPPORTED = "2.9 to 2.13"  # versions of torch
+TESTED = "2.13"  # versions of torch
 
 # Overridden methods, with the parameters that are used by position.
 PUBLIC = {
@@ -43,4 +43,6 @@ def check_attributes(stage: PipelineStage) -> None:
 
 
 def _text(name: str) -> str:
-    return f"torch {torch.__version__} has no PipelineStage.{name}: codec.torch.pipelining supports torch {SUPPORTED}"
+    return (
+        f"torch {torch.__version__} has no PipelineStage.{name}: codec.torch.pipelining is tested with torch {TESTED}"
+    )

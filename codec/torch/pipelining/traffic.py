@@ -142,7 +142,12 @@ class Traffic:
             return
         outputs, work = self._expected.pop((kind, chunk))
         end, notes = self._end(outgoing=kind == Kind.GRADIENTS), self.notes
-        message = work.result()
+        try:
+            message = work.result()
+        except BaseException:
+            if notes is None:  # otherwise the attempt ends with this error
+                self.abandon()
+            raise
         try:
             known = None if notes is None else notes.ids.get(chunk)
             ids = end.decode(kind, message, outputs, Place(chunk, self._run), known)
