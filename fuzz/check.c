@@ -531,7 +531,7 @@ static void check_room(const struct subject *f, const struct result *plain)
 /* Reduce in steps, as threads do. */
 static codec_status reduce_steps(const struct subject *f, size_t count, uint32_t op, codec_tensor *t, uint32_t isa)
 {
-	struct way w = {.isa = isa, .into = CODEC_INTO_FLOAT32};
+	struct way w = {.isa = isa, .into = op == CODEC_REDUCE_CODES ? CODEC_INTO_CODES : CODEC_INTO_FLOAT32};
 	const void *frames[FRAMES], *jobs[FRAMES];
 	struct exact job[FRAMES] = {0}, work;
 	size_t nbytes[FRAMES], job_nbytes, work_nbytes, most = 0;
@@ -671,6 +671,83 @@ static void check_reduce(const struct subject *f, size_t count)
 		exact_free(&one[i].out);
 }
 
+/* Return integer i of a tensor of int8, int16 or int32. */
+static int32_t integer_at(const codec_tensor *t, uint64_t i)
+{
+	const char *p = (const char *)t->data + i * codec_dtype_nbytes(t->dtype);
+	int16_t half;
+	int32_t x;
+
+	if (t->dtype == CODEC_INT8)
+		return *(const int8_t *)p;
+	memcpy(&half, p, sizeof half);
+	if (t->dtype == CODEC_INT16)
+		return half;
+	memcpy(&x, p, sizeof x);
+	return x;
+}
+
+/*
+ * Check that the sums of the codes of up to four frames equal the sums of the signs of decoded values, and that frames
+ * that are not TERNARY or have several scales are rejected. A scale of 0 hides the codes from decoded values.
+ */
+static void check_reduce_codes(const struct subject *f, size_t count)
+{
+	const uint32_t dtypes[] = {CODEC_INT8, CODEC_INT16, CODEC_INT32};
+	struct way w = {.isa = check_some_isa(f->s), .into = CODEC_INTO_FLOAT32};
+	codec_context with = context_of(f, &w, NULL);
+	codec_status status, first = CODEC_OK;
+	struct result one[FRAMES];
+	const void *frames[FRAMES];
+	size_t nbytes[FRAMES], need;
+	struct exact out, scratch;
+	int same_scale = 1;
+	codec_tensor t;
+
+	for (size_t i = 0; i < count; i++) {
+		one[i] = decode(f + i, w);
+		first = first == CODEC_OK ? one[i].status : first;
+		same_scale &= f[i].info.spec.codec == CODEC_TERNARY &&
+			      (!f->info.n || (f[i].info.scale >= 0 && f[i].info.scale == f->info.scale));
+		frames[i] = f[i].frame.p;
+		nbytes[i] = f[i].frame.n;
+	}
+	tensor_like(&f->info, dtypes[below(f->s, 3)], &t);
+	out = exact(t.nbytes, f->s);
+	fill(out.p, out.n);
+	t.data = out.p;
+	if (codec_reduce_scratch(frames, nbytes, count, &need) == CODEC_OK) {
+		with.into = CODEC_INTO_STORE;
+		with.flags = CODEC_VERIFY_FIRST;
+		scratch = exact(need, f->s);
+		status = codec_reduce(frames, nbytes, count, CODEC_REDUCE_CODES, &t, &with, scratch.p, scratch.n);
+		exact_free(&scratch);
+		CHECK((status == CODEC_OK) == (first == CODEC_OK && same_scale), status, first);
+		if (status != CODEC_OK)
+			CHECK(is_filled(out.p, out.n), status, count);
+		for (int again = 0; again < 2 && status == CODEC_OK; again++) {
+			for (uint64_t i = 0; i < f->info.n && f->info.scale > 0; i++) {
+				int32_t sum = 0;
+
+				for (size_t k = 0; k < count; k++) {
+					float x;
+
+					memcpy(&x, one[k].out.p + 4 * i, 4);
+					sum += (x > 0) - (x < 0);
+				}
+				CHECK(integer_at(&t, i) == sum, again, i);
+			}
+			fill(out.p, out.n);
+			if (!again)
+				status = reduce_steps(f, count, CODEC_REDUCE_CODES, &t, w.isa);
+			CHECK(status == CODEC_OK || status == CODEC_BAD_ARGUMENT, status, again);
+		}
+	}
+	exact_free(&out);
+	for (size_t i = 0; i < count; i++)
+		exact_free(&one[i].out);
+}
+
 /*
  * Open a frame in memory of its exact size. Returns 0 if its header is rejected or its tensor is too large, after
  * checking that decoding rejects it, too.
@@ -733,6 +810,7 @@ codec_status check_frame(const struct given *given, const struct given *others, 
 					exact_free(&f[count].frame);
 			}
 			check_reduce(f, count);
+			check_reduce_codes(f, count);
 		}
 		exact_free(&plain.out);
 	}
