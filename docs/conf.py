@@ -43,7 +43,7 @@ suppress_warnings = ["ref.citation"]  # docstrings list sources that their text 
 
 breathe_projects = {"codec": str(ROOT / "build/docs/xml"), "gloo": str(ROOT / "build/docs/gloo/xml")}
 breathe_default_project = "codec"
-breathe_domain_by_file_pattern = {"*/codec.h": "c", "*/codec_engine.h": "c"}  # others: C++
+breathe_domain_by_file_pattern = {"*/codec.h": "c", "*/codec_engine.h": "c", "*/codec_cuda.h": "c"}  # others: C++
 breathe_order_parameters_first = False
 
 

@@ -337,6 +337,10 @@ static void pick_rest(struct task *k)
 		p->scale = largest(k) * (one_in(s, 4) ? 0.5f : 1 + (float)below(s, 4));
 		p->scale = p->codec == CODEC_FLOAT8 && below(s, 2) ? 1 : p->scale;
 		p->scale = p->scale < INFINITY ? p->scale : 1;
+		if (p->codec == CODEC_TERNARY && one_in(s, 4)) {
+			p->scale = 0;
+			p->options |= CODEC_OPTION_ZERO_SCALE;
+		}
 		k->scaled = 1;
 	}
 	if (p->codec == CODEC_TRUNCATE && p->variant != CODEC_LEVEL_CODING_FIXED && is_float(k->t.dtype)) {

@@ -27,6 +27,7 @@ FLAGS = doctest.ELLIPSIS | NUMBER
 # Languages of blocks that other tests run, by page.
 RUN_ELSEWHERE = {
     "docs/embedding.md": {"c", "cpp", "sh"},  # tests/native/test_embedding.py
+    "docs/gpu-c.md": {"c", "sh"},  # tests/engines/test_cuda_c.py
     "docs/frameworks.md": {"python"},  # tests/frameworks
 }
 _COMMAND = 'codec() { python -m codec "$@"; }; '  # the command codec, of the package under test

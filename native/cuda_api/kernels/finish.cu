@@ -1,0 +1,57 @@
+/* finish.cu - kernels that write the results of a call, one thread for each tensor. */
+#include "kernels/layout.cuh"
+#include "codec/codec_cuda.h"
+
+/* Write the results of encoding. */
+extern "C" __global__ void __launch_bounds__(128) finish_encode(const written_result *items, uint64_t count)
+{
+	const uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
+
+	if (i >= count)
+		return;
+	const codec_written *w = (const codec_written *)items[i].written;
+
+	*(codec_cuda_result *)items[i].result = {w->nbytes, w->fault, 0};
+}
+
+/* Return the status of a frame whose blocks were decoded or checked, and 1 + the index of the block that has it. */
+DEVICE uint32_t found_status(const opened *o, const found *f, uint32_t *block)
+{
+	const uint64_t order = f->fault >> 8;
+
+	*block = 0;
+	if (o->status)
+		return o->status;
+	if (f->fault != ~0ull) {
+		*block = order > 0xffffffffu ? 0xffffffffu : (uint32_t)order;
+		return (uint32_t)f->fault & 255;
+	}
+	return f->checksum + o->seal == o->checksum ? CODEC_OK : CODEC_CHECKSUM;
+}
+
+/*
+ * Write the results of decoding, or, if `checked`, of checking: then frames without a fault are decoded by the launches
+ * that follow, without a second comparison of checksums.
+ */
+extern "C" __global__ void __launch_bounds__(128) finish_decode(const opening *items, uint64_t count, uint32_t checked)
+{
+	const uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
+
+	if (i >= count)
+		return;
+	const opening *a = items + i;
+	opened *o = (opened *)a->opened;
+	uint32_t block, status = found_status(o, (const found *)a->found, &block);
+
+	if (!checked && o->status && a->checking[0]) /* its result was written after the check */
+		return;
+	if (checked && status == CODEC_OK) {
+		decoding *to = (decoding *)a->decoding[o->stored];
+
+		to->warps = o->stored ? a->stored_warps : a->warps;
+		return;
+	}
+	if (checked)
+		o->status = status;
+	*(codec_cuda_result *)a->result = {status ? 0 : o->frame_nbytes, status, block};
+}

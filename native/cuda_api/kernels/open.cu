@@ -1,0 +1,168 @@
+/* open.cu - kernel that opens frames whose bytes are on the device: it reads and checks header and side section, and
+ * makes the job that decoding kernels read, as codec_decode_plan does on the host.
+ */
+#include "kernels/side.cuh"
+#include "common/cta.cuh"
+
+/* Layout of a frame's memory in the workspace; plan.c computes its size. */
+#define TABLES_NBYTES (WIRE_MAX_PLANES * TABLE_NBYTES) /* then parts, then offsets */
+
+/* State that the threads of a CTA share. */
+struct open_state {
+	opening a;
+	codec_view v;
+	side s;
+	uint64_t header[WIRE_MAX_HEADER / 8]; /* copies, so that nobody can change what was checked */
+	uint8_t lead[LEAD_NBYTES];
+	codebook books[WIRE_MAX_PLANES];
+	uint64_t nbytes, n;
+	uint32_t status;
+};
+
+/* Copy the first bytes of the frame, and compute its size and the plan's number of values. By all threads. */
+DEVICE void take_header(open_state *o)
+{
+	uint8_t *to = (uint8_t *)o->header;
+
+	if (threadIdx.x == 0) {
+		const uint64_t *at = (const uint64_t *)o->a.frame_nbytes_at, given = at ? *at : o->a.frame_nbytes;
+
+		o->nbytes = given;
+		o->n = 1;
+		for (uint32_t i = 0; i < o->a.rank; i++)
+			o->n *= o->a.shape[i];
+		o->status = given > o->a.frame_nbytes ? CODEC_TRUNCATED : CODEC_OK;
+	}
+	__syncthreads();
+	const uint64_t have = o->status ? 0 : o->nbytes;
+
+	for (uint32_t i = threadIdx.x; i < WIRE_MAX_HEADER; i += blockDim.x)
+		to[i] = i < have ? ((const uint8_t *)o->a.frame)[i] : 0;
+	__syncthreads();
+}
+
+/* Read the header. By thread 0. */
+DEVICE_CALL void open_header(open_state *o)
+{
+	const opening &a = o->a;
+	uint32_t status = o->status;
+
+	if (!status)
+		status = read_header((const uint8_t *)o->header, o->nbytes, a, o->n, &o->v);
+	if (!status)
+		status = check_span(&o->v, o->nbytes, a.flags);
+	if (!status)
+		status = check_sections(&o->v, (const uint8_t *)a.frame);
+	if (!status && a.codec == CODEC_TRUNCATE && o->v.layout && o->v.variant == WIRE_LEVELS_SHARED)
+		status = CODEC_MISSING_STATE;
+	o->status = status;
+	if (!status)
+		o->s = {(const uint8_t *)a.frame, o->v.side_offset, o->v.directory_offset};
+}
+
+/* Read the side section's codebooks and records. By thread 0. */
+DEVICE_CALL void open_side(open_state *o, uint8_t *memory)
+{
+	o->v.tables = {0, o->v.coded ? 32u - (uint32_t)__clz((int)o->v.coded) : 0, TABLE_NBYTES};
+	o->status = read_books(&o->s, o->lead, &o->v, o->books);
+	if (o->status || !o->v.layout)
+		return;
+	o->status = is_rows(o->v.codec) ? read_row_parts(&o->s, &o->v, (codec_row_part *)(memory + TABLES_NBYTES))
+					: read_model_parts(&o->s, &o->v, (codec_model_part *)(memory + TABLES_NBYTES));
+	o->v.row_parts.at = o->v.model_parts.at = TABLES_NBYTES;
+	o->v.offsets.at = TABLES_NBYTES + sizeof(codec_model_part) * o->v.model_parts.count;
+}
+
+/* Return the checksum of header and side section. By all threads. */
+DEVICE_CALL uint64_t seal_head(open_state *o)
+{
+	const uint32_t lane = threadIdx.x % 32;
+	uint64_t sum = 0;
+
+	if (threadIdx.x == 0)
+		o->header[WIRE_AT_CHECKSUM / 8] = 0;
+	__syncthreads();
+	for (uint64_t i = threadIdx.x / 32; 4 * WIRE_CHUNK_WORDS * i < o->v.side_nbytes; i += CTA_WARPS)
+		sum += digest_chunk((const uint8_t *)o->a.frame + o->v.side_offset, o->v.side_nbytes, WIRE_SEED_SIDE, i,
+				    lane);
+	if (threadIdx.x < 32)
+		sum += digest_bytes((const uint8_t *)o->header, o->v.side_offset, WIRE_SEED_HEADER, lane);
+	return cta_sum(lane == 0 ? sum : 0);
+}
+
+/* Write the arguments of the kernels that decode a frame, or only check it. `warps` is 0 if a kernel has no work. */
+DEVICE void put_decodings(const opening &a, const uint64_t to[2], bool checks, bool writes, bool blocks, bool stored)
+{
+	decoding d = {};
+
+	d.view = a.view, d.memory = a.memory, d.frame = a.frame, d.scratch = a.scratch, d.found = a.found;
+	d.data = writes ? a.tensor : 0;
+	d.into = a.into, d.weight = a.weight, d.divide = a.divide;
+	d.checks = checks;
+	d.warps = blocks ? a.warps : 0;
+	*(decoding *)to[0] = d;
+	d.warps = stored ? a.stored_warps : 0;
+	*(decoding *)to[1] = d;
+}
+
+/* Write what the following kernels read. An invalid frame gets a view that they can read, and no warps. By thread 0. */
+DEVICE_CALL void put_results(const open_state *o, uint64_t checksum, uint64_t seal)
+{
+	const opening &a = o->a;
+	const bool valid = !o->status, stored = valid && !o->v.layout, first = a.checking[0] != 0;
+	codec_view v = o->v;
+
+	if (!valid) {
+		v = {};
+		v.codec = a.codec;
+		v.dtype = a.dtype;
+		v.bits = 1;
+	}
+	v.struct_nbytes = sizeof v;
+	*(codec_view *)a.view = v;
+	*(found *)a.found = {~0ull, 0, 0, 0};
+	*(opened *)a.opened = {v.frame_nbytes, checksum, seal, o->status, stored};
+	if (first)
+		put_decodings(a, a.checking, true, false, valid && !stored, stored);
+	put_decodings(a, a.decoding, !first, true, valid && !stored && !first, stored && !first);
+}
+
+/* Open frames. Grid: (1, frames). */
+extern "C" __global__ void __launch_bounds__(CTA_THREADS) open_frames(const opening *openings)
+{
+	__shared__ open_state o;
+	uint64_t checksum, seal = 0;
+	bool bad = false;
+
+	share(&o.a, openings + blockIdx.y);
+	for (uint32_t i = threadIdx.x; i < sizeof o.v / 8; i += blockDim.x)
+		((uint64_t *)&o.v)[i] = 0;
+	take_header(&o);
+	checksum = load64((const uint8_t *)o.header + WIRE_AT_CHECKSUM);
+	if (threadIdx.x == 0)
+		open_header(&o);
+	__syncthreads();
+	uint8_t *memory = (uint8_t *)o.a.memory;
+	if (!o.status) {
+		for (uint32_t i = threadIdx.x; i < LEAD_NBYTES; i += blockDim.x)
+			o.lead[i] = i < o.s.end - o.s.at ? o.s.frame[o.s.at + i] : 0;
+		__syncthreads();
+		if (threadIdx.x == 0)
+			open_side(&o, memory);
+		__syncthreads();
+	}
+	if (!o.status) {
+		if (threadIdx.x % 32 == 0 && o.v.coded >> threadIdx.x / 32 & 1)
+			book_to_lookup(o.books + threadIdx.x / 32,
+				       (book_lookup *)(memory + TABLE_NBYTES * (threadIdx.x / 32)));
+		bad = read_offsets(&o.s, &o.v, (const codec_model_part *)(memory + o.v.model_parts.at),
+				   (int8_t *)memory + o.v.offsets.at);
+		seal = seal_head(&o);
+	}
+	bad = cta_max(bad) != 0;
+	if (threadIdx.x == 0) {
+		if (!o.status)
+			o.status = bad ? CODEC_BAD_SIDE : close_side(&o.s);
+		put_results(&o, checksum, seal);
+	}
+}

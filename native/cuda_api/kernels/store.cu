@@ -1,0 +1,13 @@
+/* store.cu - kernel that writes its arguments to device memory.
+ *
+ * A launch copies its arguments at once, also into a CUDA graph. So the host's memory need not outlive the call, and no
+ * pinned memory is needed.
+ */
+#include "kernels/layout.cuh"
+
+/* Write up to STORED_NBYTES bytes to device memory. Grid: 1. */
+extern "C" __global__ void __launch_bounds__(256) store_bytes(const stored_bytes s)
+{
+	for (uint32_t i = threadIdx.x; i < s.nbytes / 8; i += blockDim.x)
+		((uint64_t *)s.to)[i] = s.words[i];
+}

@@ -1,0 +1,256 @@
+/* decode.c - decode frames on a device: workspace, arguments of kernels, launches.
+ *
+ * open_frames reads headers, and writes the arguments of the kernels that decode. Both kernels that a frame may need
+ * are launched: that of its codec, and decode_stored. The one that has nothing to do finds no warps in its arguments.
+ */
+#include <float.h>
+
+#include "plan.h"
+#include "upload.h"
+
+#define DECODE_FLAGS (CODEC_ALLOW_SLACK | CODEC_VERIFY_FIRST)
+
+/*
+ * Workspace of a call, in bytes from its beginning. decodings: four arrays of `count` structs: blocks and stored
+ * tensors that are only checked, then those that are decoded. An array's items are in the order of their kernels.
+ * Scratch is used by one kernel after the other.
+ */
+struct layout {
+	uint64_t openings, decodings, views, found, opened, memory, scratch, end;
+	uint64_t first[NKERNELS], count[NKERNELS], ctas[NKERNELS]; /* by decoding kernel; ctas: needed together */
+};
+
+/* Return the CTAs of an item's decoding kernel: 4096 values are a fair share of the work of a CTA's four warps. */
+static uint32_t needed_ctas(const codec_cuda_plan *p)
+{
+	return plan_ctas(p, p->decode, (p->n + (1 << 14) - 1) >> 14);
+}
+
+static uint32_t ctas_of(const codec_cuda_plan *p, const struct layout *l)
+{
+	return share_ctas(p->device, p->decode, needed_ctas(p), l->ctas[p->decode]);
+}
+
+/* Return the CTAs that decode an item if its tensor is stored. */
+static uint32_t stored_ctas(const codec_cuda_plan *p, size_t count)
+{
+	uint64_t most = 8 * (uint64_t)p->device->processors / count + 1;
+	uint32_t ctas = elementwise_ctas(p->device, p->n);
+
+	return ctas < most ? ctas : (uint32_t)most;
+}
+
+static uint64_t scratch_nbytes(const codec_cuda_plan *p, const struct layout *l)
+{
+	return (WARPS * ctas_of(p, l) * p->decode_each + 255) / 256 * 256;
+}
+
+static void lay_out(const codec_cuda_decode_item *items, size_t count, struct layout *l)
+{
+	uint64_t memory = 0, scratch[NKERNELS] = {0};
+
+	*l = (struct layout){0};
+	for (size_t i = 0; i < count; i++) {
+		const codec_cuda_plan *p = items[i].plan;
+
+		l->count[p->decode]++;
+		l->ctas[p->decode] += needed_ctas(p);
+		memory += p->memory_nbytes;
+	}
+	for (int k = 1; k < NKERNELS; k++)
+		l->first[k] = l->first[k - 1] + l->count[k - 1];
+	l->decodings = upload_nbytes(sizeof(struct opening)) * count;
+	l->views = l->decodings + align16(4 * sizeof(struct decoding) * count);
+	l->found = l->views + align16(sizeof(codec_view)) * count;
+	l->opened = l->found + align16(sizeof(struct found)) * count;
+	l->memory = l->opened + align16(sizeof(struct opened)) * count;
+	l->scratch = (l->memory + memory + 255) / 256 * 256;
+	l->end = l->scratch;
+	for (size_t i = 0; i < count; i++) {
+		const codec_cuda_plan *p = items[i].plan;
+
+		scratch[p->decode] += scratch_nbytes(p, l);
+		if (l->scratch + scratch[p->decode] > l->end)
+			l->end = l->scratch + scratch[p->decode];
+	}
+}
+
+static int check_plans(const codec_cuda_decode_item *items, size_t count)
+{
+	if (!items && count)
+		return CODEC_BAD_ARGUMENT;
+	for (size_t i = 0; i < count; i++)
+		if (items[i].struct_nbytes < sizeof *items || !items[i].plan ||
+		    items[i].plan->device != items[0].plan->device)
+			return CODEC_BAD_ARGUMENT;
+	return CODEC_OK;
+}
+
+/* Check that the arguments of an item can be used. */
+static int check_item(const codec_cuda_decode_item *a)
+{
+	const codec_cuda_plan *p = a->plan;
+	const uint64_t size = a->into == CODEC_INTO_STORE ? p->itemsize : sizeof(float);
+
+	if ((p->n && !a->tensor) || (uint64_t)a->tensor % size || !a->frame || (uint64_t)a->frame % 8 || !a->result ||
+	    (uint64_t)a->result % 8 || (uint64_t)a->frame_nbytes_at % 8 || a->into > CODEC_INTO_FLOAT32)
+		return CODEC_BAD_ARGUMENT;
+	if (!(a->divide >= 0 && a->divide <= FLT_MAX) || (a->divide > 0 && a->into == CODEC_INTO_STORE))
+		return CODEC_BAD_ARGUMENT;
+	return a->into != CODEC_INTO_STORE && p->dtype != CODEC_FLOAT32 && p->dtype != CODEC_BFLOAT16 &&
+			       p->dtype != CODEC_FLOAT16
+		       ? CODEC_BAD_DTYPE
+		       : CODEC_OK;
+}
+
+int codec_cuda_decode_workspace(const codec_cuda_decode_item *items, size_t count, uint64_t *nbytes)
+{
+	struct layout l;
+
+	if (!nbytes)
+		return CODEC_BAD_ARGUMENT;
+	TRY(check_plans(items, count));
+	lay_out(items, count, &l);
+	*nbytes = l.end;
+	return CODEC_OK;
+}
+
+/* Places that items take in turn. */
+struct places {
+	uint64_t memory, scratch[NKERNELS], rank[NKERNELS]; /* rank: index in the arrays of decodings */
+};
+
+/* Return the arguments of open_frames for item i, and move *next on. */
+static struct opening opening_of(const codec_cuda_decode_item *items, size_t count, size_t i, uint32_t flags,
+				 const struct layout *l, uint64_t workspace, struct places *next)
+{
+	const codec_cuda_decode_item *a = items + i;
+	const codec_cuda_plan *p = a->plan;
+	const uint64_t each = sizeof(struct decoding), array = each * count,
+		       at = workspace + l->decodings + each * next->rank[p->decode];
+	struct opening o = {
+		.frame = (uint64_t)a->frame,
+		.frame_nbytes = a->frame_nbytes,
+		.frame_nbytes_at = (uint64_t)a->frame_nbytes_at,
+		.tensor = (uint64_t)a->tensor,
+		.result = (uint64_t)a->result,
+		.scratch = next->scratch[p->decode],
+		.view = workspace + l->views + align16(sizeof(codec_view)) * i,
+		.memory = next->memory,
+		.found = workspace + l->found + align16(sizeof(struct found)) * i,
+		.opened = workspace + l->opened + align16(sizeof(struct opened)) * i,
+		.decoding = {at + 2 * array, at + 3 * array},
+		.codec = p->codec,
+		.dtype = p->dtype,
+		.rank = p->rank,
+		.entropy = (uint32_t)p->entropy,
+		.flags = flags,
+		.into = a->into,
+		.weight = a->weight,
+		.divide = a->divide,
+		.warps = WARPS * ctas_of(p, l),
+		.stored_warps = WARPS * stored_ctas(p, count),
+	};
+
+	if (flags & CODEC_VERIFY_FIRST) {
+		o.checking[0] = at;
+		o.checking[1] = at + array;
+	}
+	for (uint32_t k = 0; k < p->rank; k++)
+		o.shape[k] = p->shape[k];
+	next->memory += p->memory_nbytes;
+	next->scratch[p->decode] += scratch_nbytes(p, l);
+	next->rank[p->decode]++;
+	return o;
+}
+
+static int upload_openings(const codec_cuda_decode_item *items, size_t count, uint32_t flags, const struct layout *l,
+			   struct upload *u, uint64_t workspace)
+{
+	struct places next = {.memory = workspace + l->memory};
+
+	for (int k = 0; k < NKERNELS; k++) {
+		next.scratch[k] = workspace + l->scratch;
+		next.rank[k] = l->first[k];
+	}
+	for (size_t i = 0; i < count; i++) {
+		struct opening o = opening_of(items, count, i, flags, l, workspace, &next);
+
+		TRY(upload_add(u, &o, sizeof o));
+	}
+	return upload_end(u);
+}
+
+/* Launch the kernels that read the arrays of decodings at device address `at`: that of blocks, and that of stored ones.
+ */
+static int launch_decodings(const codec_cuda_decode_item *items, size_t count, const struct layout *l, uint64_t at,
+			    CUstream stream)
+{
+	const codec_cuda_device *d = items[0].plan->device;
+	const uint64_t each = sizeof(struct decoding);
+	uint32_t ctas[NKERNELS] = {0}, stored = 0;
+
+	for (size_t i = 0; i < count; i++) {
+		const codec_cuda_plan *p = items[i].plan;
+		uint32_t own = ctas_of(p, l), own_stored = stored_ctas(p, count);
+
+		ctas[p->decode] = own > ctas[p->decode] ? own : ctas[p->decode];
+		stored = own_stored > stored ? own_stored : stored;
+	}
+	for (int k = 0; k < NKERNELS; k++)
+		if (l->count[k])
+			TRY(device_launch_each(d, (enum kernel)k, ctas[k], l->count[k], at + each * l->first[k], each,
+					       stream));
+	return device_launch_each(d, DECODE_STORED, stored, count, at + each * count, each, stream);
+}
+
+static int launch(const codec_cuda_decode_item *items, size_t count, uint32_t flags, const struct layout *l,
+		  uint64_t workspace, CUstream stream)
+{
+	const codec_cuda_device *d = items[0].plan->device;
+	const uint64_t decodings = workspace + l->decodings;
+	uint64_t openings = workspace + l->openings, number = count;
+	uint32_t checked = 1;
+	void *args[] = {&openings, &number, &checked};
+
+	TRY(device_launch_each(d, OPEN_FRAMES, 1, count, openings, upload_nbytes(sizeof(struct opening)), stream));
+	if (flags & CODEC_VERIFY_FIRST) {
+		TRY(launch_decodings(items, count, l, decodings, stream));
+		TRY(device_launch(d, FINISH_DECODE, (uint32_t)((count + 127) / 128), 1, args, stream));
+	}
+	TRY(launch_decodings(items, count, l, decodings + 2 * sizeof(struct decoding) * count, stream));
+	checked = 0;
+	return device_launch(d, FINISH_DECODE, (uint32_t)((count + 127) / 128), 1, args, stream);
+}
+
+int codec_cuda_decode(const codec_cuda_decode_item *items, size_t count, uint32_t flags, void *workspace,
+		      uint64_t workspace_nbytes, CUstream stream)
+{
+	const uint64_t at = (uint64_t)workspace;
+	const codec_cuda_device *d;
+	struct upload u;
+	struct layout l;
+	CUcontext before;
+	int status;
+
+	TRY(check_plans(items, count));
+	if (flags & ~DECODE_FLAGS)
+		return CODEC_BAD_ARGUMENT;
+	for (size_t i = 0; i < count; i++)
+		TRY(check_item(items + i));
+	if (!count)
+		return CODEC_OK;
+	lay_out(items, count, &l);
+	if (!workspace || at % 256)
+		return CODEC_BAD_ARGUMENT;
+	if (workspace_nbytes < l.end)
+		return CODEC_SHORT_SCRATCH;
+	d = items[0].plan->device;
+	TRY(driver_check(d->driver->context_push(d->context)));
+	upload_begin(&u, d, stream, at + l.openings);
+	status = upload_openings(items, count, flags, &l, &u, at);
+	if (!status)
+		status = launch(items, count, flags, &l, at, stream);
+	d->driver->context_pop(&before);
+	return status;
+}

@@ -1,0 +1,346 @@
+/* encode.c - encode tensors on a device: workspace, arguments of kernels, launches. */
+#include "plan.h"
+#include "upload.h"
+
+#define ZEROED_NBYTES(p) (align16(WRITTEN_NBYTES) + align16((p)->choice_nbytes) + align16(8 * (p)->nblocks))
+
+/*
+ * Workspace of a call: arguments, then memory that is zeroed, that kernels fill, that holds sums with a residual, and
+ * scratch. Offsets in bytes. Scratch is used by one kernel after the other.
+ */
+struct layout {
+	uint64_t arguments, zeroed, made, sums, scratch, end;
+	uint64_t encodings, results, preprocessings; /* arrays of arguments */
+	uint64_t npreprocessings;
+	/* By group of tensors with the same launches: first struct encoding, their number, CTAs that they need
+	 * together. */
+	uint64_t first[NKERNELS], count[NKERNELS], ctas[NKERNELS];
+};
+
+/*
+ * Return the group of an item: its encoding kernel, or another kernel if its launches differ from those of other
+ * tensors with that kernel: CLOSE_FRAME is the only one for tensors without blocks, SCALE_ROWS the last but one for
+ * SIGN with scales of parts.
+ */
+static enum kernel group_of(const codec_cuda_encode_item *a)
+{
+	return !a->plan->nblocks ? CLOSE_FRAME : a->plan->scales_last && !a->residual ? SCALE_ROWS : a->plan->encode;
+}
+
+static int is_preprocessed(const codec_cuda_encode_item *a)
+{
+	return a->flags & CODEC_FEEDBACK || a->plan->needs_levels;
+}
+
+/* Return the bytes of sums with the residual: as float32, and rounded to the tensor's dtype. */
+static uint64_t sums_nbytes(const codec_cuda_encode_item *a)
+{
+	const codec_cuda_plan *p = a->plan;
+
+	return a->flags & CODEC_FEEDBACK ? align16(4 * p->n) + align16(p->nbytes) : 0;
+}
+
+/* Return the CTAs of an item's encoding kernel. */
+static uint32_t ctas_of(const codec_cuda_encode_item *a, const struct layout *l)
+{
+	const codec_cuda_plan *p = a->plan;
+
+	return share_ctas(p->device, p->encode, plan_ctas(p, p->encode, p->nblocks), l->ctas[group_of(a)]);
+}
+
+/* Return the bytes of scratch of an item's warps. */
+static uint64_t scratch_nbytes(const codec_cuda_encode_item *a, const struct layout *l)
+{
+	return a->plan->nblocks ? WARPS * ctas_of(a, l) * a->plan->encode_each : 0;
+}
+
+/* Compute the layout of the workspace for items whose plans were checked. */
+static void lay_out(const codec_cuda_encode_item *items, size_t count, struct layout *l)
+{
+	uint64_t zeroed = 0, made = 0, sums = 0, arguments = 0, scratch[NKERNELS] = {0}, at = 0;
+
+	*l = (struct layout){0};
+	for (size_t i = 0; i < count; i++) {
+		const codec_cuda_plan *p = items[i].plan;
+
+		l->count[group_of(items + i)]++;
+		l->ctas[group_of(items + i)] += plan_ctas(p, p->encode, p->nblocks);
+		l->npreprocessings += is_preprocessed(items + i);
+		zeroed += ZEROED_NBYTES(p);
+		made += p->made_nbytes;
+		sums += sums_nbytes(items + i);
+		arguments += align16(sizeof p->view) + p->image_nbytes + p->head_nbytes;
+	}
+	for (int k = 1; k < NKERNELS; k++)
+		l->first[k] = l->first[k - 1] + l->count[k - 1];
+	l->results = sizeof(struct encoding) * count;
+	l->preprocessings = l->results + sizeof(struct written_result) * count;
+	l->arguments = l->preprocessings + align16(sizeof(struct preprocessing)) * l->npreprocessings;
+	l->zeroed = l->arguments + arguments;
+	l->made = l->zeroed + zeroed;
+	l->sums = l->made + made;
+	l->scratch = (l->sums + sums + 255) / 256 * 256;
+	for (size_t i = 0; i < count; i++)
+		scratch[group_of(items + i)] += scratch_nbytes(items + i, l);
+	for (int k = 0; k < NKERNELS; k++)
+		at = scratch[k] > at ? scratch[k] : at;
+	l->end = l->scratch + at;
+}
+
+/* Places of one item in the workspace. */
+struct places {
+	uint64_t arguments, zeroed, made, sums, scratch;
+};
+
+/* Check that the arguments of an item can be used. */
+static int check_item(const codec_cuda_encode_item *a)
+{
+	const codec_cuda_plan *p = a->plan;
+
+	if ((p->n && !a->tensor) || (uint64_t)a->tensor % p->itemsize || !a->frame || (uint64_t)a->frame % 8 ||
+	    !a->result || (uint64_t)a->result % 8 || (uint64_t)a->residual % 4)
+		return CODEC_BAD_ARGUMENT;
+	if (a->flags & CODEC_FEEDBACK && (!a->residual || p->codec == CODEC_LOSSLESS))
+		return CODEC_BAD_ARGUMENT;
+	if (a->residual && a->residual == a->tensor)
+		return CODEC_BAD_ARGUMENT; /* kernels write the residual while others still read the tensor */
+	if (p->needs_levels && p->n && !a->levels)
+		return CODEC_MISSING_STATE;
+	return a->residual && a->capacity < p->bound ? CODEC_SHORT_OUTPUT : CODEC_OK;
+}
+
+/* Check that the items' plans can be used together. */
+static int check_plans(const codec_cuda_encode_item *items, size_t count)
+{
+	if (!items && count)
+		return CODEC_BAD_ARGUMENT;
+	for (size_t i = 0; i < count; i++)
+		if (items[i].struct_nbytes < sizeof *items || !items[i].plan || items[i].flags & ~CODEC_FEEDBACK ||
+		    items[i].plan->device != items[0].plan->device)
+			return CODEC_BAD_ARGUMENT;
+	return CODEC_OK;
+}
+
+int codec_cuda_encode_workspace(const codec_cuda_encode_item *items, size_t count, uint64_t *nbytes)
+{
+	struct layout l;
+
+	if (!nbytes)
+		return CODEC_BAD_ARGUMENT;
+	TRY(check_plans(items, count));
+	lay_out(items, count, &l);
+	*nbytes = l.end;
+	return CODEC_OK;
+}
+
+/* Return the places of item `a` in the workspace, and move *next to those of the item that follows. */
+static struct places take_places(const codec_cuda_encode_item *a, const struct layout *l, struct places *next)
+{
+	const codec_cuda_plan *p = a->plan;
+	struct places here = *next;
+
+	next->arguments += align16(sizeof p->view) + p->image_nbytes + p->head_nbytes;
+	next->zeroed += ZEROED_NBYTES(p);
+	next->made += p->made_nbytes;
+	next->sums += sums_nbytes(a);
+	next->scratch += scratch_nbytes(a, l);
+	return here;
+}
+
+static struct encoding encoding_of(const codec_cuda_encode_item *a, const struct layout *l, const struct places *at)
+{
+	const codec_cuda_plan *p = a->plan;
+	const int feedback = (a->flags & CODEC_FEEDBACK) != 0;
+
+	return (struct encoding){
+		.view = at->arguments,
+		.memory = at->arguments + align16(sizeof p->view),
+		.values = feedback ? at->sums + align16(4 * p->n) : (uint64_t)a->tensor,
+		.sums = feedback ? at->sums : 0,
+		.residual = (uint64_t)a->residual,
+		.frame = (uint64_t)a->frame,
+		.capacity = a->capacity,
+		.scratch = at->scratch,
+		.each = p->nblocks ? p->encode_each : 0,
+		.found = at->zeroed + align16(WRITTEN_NBYTES),
+		.head = at->arguments + align16(sizeof p->view) + p->image_nbytes,
+		.places = at->zeroed + align16(WRITTEN_NBYTES) + align16(p->choice_nbytes),
+		.out = at->zeroed,
+		.levels = p->needs_levels ? (uint64_t)a->levels : 0,
+		.nparts = (uint32_t)p->nparts,
+		.warps = WARPS * ctas_of(a, l),
+	};
+}
+
+static struct preprocessing preprocessing_of(const codec_cuda_encode_item *a, const struct encoding *e)
+{
+	const int feedback = (a->flags & CODEC_FEEDBACK) != 0;
+
+	return (struct preprocessing){
+		.n = a->plan->n,
+		.values = feedback ? (uint64_t)a->tensor : 0,
+		.residual = feedback ? e->residual : 0,
+		.sums = e->sums,
+		.rounded = feedback ? e->values : 0,
+		.levels = e->levels,
+		.dtype = a->plan->dtype,
+		.out = e->out,
+	};
+}
+
+static struct places first_places(const struct layout *l, uint64_t workspace)
+{
+	return (struct places){workspace + l->arguments, workspace + l->zeroed, workspace + l->made,
+			       workspace + l->sums, workspace + l->scratch};
+}
+
+/* Upload the arguments of all kernels. Items of one encoding kernel are adjacent in the array of struct encoding. */
+static int upload_arguments(const codec_cuda_encode_item *items, size_t count, const struct layout *l, struct upload *u,
+			    uint64_t workspace)
+{
+	struct places next;
+
+	for (int k = 0; k < NKERNELS; k++) {
+		next = first_places(l, workspace);
+		for (size_t i = 0; l->count[k] && i < count; i++) {
+			uint64_t scratch = next.scratch;
+			struct places at = take_places(items + i, l, &next);
+			struct encoding e = encoding_of(items + i, l, &at);
+
+			if ((int)group_of(items + i) == k)
+				TRY(upload_add(u, &e, sizeof e));
+			else
+				next.scratch = scratch; /* kernels run one after the other, in the same scratch */
+		}
+	}
+	next = first_places(l, workspace);
+	for (size_t i = 0; i < count; i++) {
+		struct places at = take_places(items + i, l, &next);
+		struct written_result r = {at.zeroed, (uint64_t)items[i].result};
+
+		TRY(upload_add(u, &r, sizeof r));
+	}
+	next = first_places(l, workspace);
+	for (size_t i = 0; i < count; i++) {
+		struct places at = take_places(items + i, l, &next);
+		struct encoding e = encoding_of(items + i, l, &at);
+		struct preprocessing b = preprocessing_of(items + i, &e);
+
+		if (is_preprocessed(items + i))
+			TRY(upload_add(u, &b, sizeof b));
+	}
+	next = first_places(l, workspace);
+	for (size_t i = 0; i < count; i++) {
+		const codec_cuda_plan *p = items[i].plan;
+		struct places at = take_places(items + i, l, &next);
+		codec_view v = plan_view(p, at.arguments + align16(sizeof v), at.made, items[i].stream);
+
+		TRY(upload_add(u, &v, sizeof v));
+		TRY(upload_add(u, p->image, p->image_nbytes));
+		TRY(upload_add(u, p->head, p->head_nbytes));
+	}
+	return upload_end(u);
+}
+
+/* Launches for the tensors of a group. */
+struct launches {
+	enum kernel choose, encode;
+	uint32_t encode_ctas, other_ctas; /* for the largest tensor */
+};
+
+static struct launches launches_of(const codec_cuda_encode_item *items, size_t count, const struct layout *l, int group)
+{
+	struct launches g = {CLOSE_FRAME, CLOSE_FRAME, 1, 1};
+
+	for (size_t i = 0; i < count; i++) {
+		uint32_t ctas, other, most = 2 * items[i].plan->device->processors;
+
+		if ((int)group_of(items + i) != group)
+			continue;
+		ctas = ctas_of(items + i, l);
+		other = WARPS * ctas < most ? WARPS * ctas : most;
+		g.encode_ctas = ctas > g.encode_ctas ? ctas : g.encode_ctas;
+		g.other_ctas = other > g.other_ctas ? other : g.other_ctas;
+		g.choose = items[i].plan->choose;
+		g.encode = items[i].plan->encode;
+	}
+	return g;
+}
+
+/* Launch the kernels of a group, whose struct encoding begin at device address `at`. */
+static int launch_group(const codec_cuda_device *d, const struct launches *g, enum kernel group, uint64_t at,
+			uint64_t count, CUstream stream)
+{
+	const uint64_t each = sizeof(struct encoding);
+
+	if (group != CLOSE_FRAME) {
+		TRY(device_launch_each(d, g->choose, g->other_ctas, count, at, each, stream));
+		TRY(device_launch_each(d, g->encode, g->encode_ctas, count, at, each, stream));
+	}
+	if (group == SCALE_ROWS)
+		TRY(device_launch_each(d, SCALE_ROWS, g->other_ctas, count, at, each, stream));
+	return device_launch_each(d, CLOSE_FRAME, g->other_ctas, count, at, each, stream);
+}
+
+/* Return the CTAs that preprocess the largest tensor. */
+static uint32_t preprocessing_ctas(const codec_cuda_encode_item *items, size_t count)
+{
+	uint64_t n = 1;
+
+	for (size_t i = 0; i < count; i++)
+		if (is_preprocessed(items + i) && items[i].plan->n > n)
+			n = items[i].plan->n;
+	return elementwise_ctas(items[0].plan->device, n);
+}
+
+static int launch(const codec_cuda_encode_item *items, size_t count, const struct layout *l, uint64_t workspace,
+		  CUstream stream)
+{
+	const codec_cuda_device *d = items[0].plan->device;
+	uint64_t results = workspace + l->results, number = count;
+	void *args[] = {&results, &number};
+
+	if (l->npreprocessings)
+		TRY(device_launch_each(d, PREPROCESS, preprocessing_ctas(items, count), l->npreprocessings,
+				       workspace + l->preprocessings, sizeof(struct preprocessing), stream));
+	for (int group = 0; group < NKERNELS; group++) {
+		const struct launches g = launches_of(items, count, l, group);
+		uint64_t at = workspace + sizeof(struct encoding) * l->first[group];
+
+		if (l->count[group])
+			TRY(launch_group(d, &g, (enum kernel)group, at, l->count[group], stream));
+	}
+	return device_launch(d, FINISH_ENCODE, (uint32_t)((count + 127) / 128), 1, args, stream);
+}
+
+int codec_cuda_encode(const codec_cuda_encode_item *items, size_t count, void *workspace, uint64_t workspace_nbytes,
+		      CUstream stream)
+{
+	const uint64_t at = (uint64_t)workspace;
+	const codec_cuda_device *d;
+	struct upload u;
+	struct layout l;
+	CUcontext before;
+	int status;
+
+	TRY(check_plans(items, count));
+	for (size_t i = 0; i < count; i++)
+		TRY(check_item(items + i));
+	if (!count)
+		return CODEC_OK;
+	lay_out(items, count, &l);
+	if (!workspace || at % 256)
+		return CODEC_BAD_ARGUMENT;
+	if (workspace_nbytes < l.end)
+		return CODEC_SHORT_SCRATCH;
+	d = items[0].plan->device;
+	TRY(driver_check(d->driver->context_push(d->context)));
+	upload_begin(&u, d, stream, at);
+	status = driver_check(d->driver->fill(at + l.zeroed, 0, l.made - l.zeroed, stream));
+	if (!status)
+		status = upload_arguments(items, count, &l, &u, at);
+	if (!status)
+		status = launch(items, count, &l, at, stream);
+	d->driver->context_pop(&before);
+	return status;
+}

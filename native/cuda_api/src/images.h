@@ -1,0 +1,17 @@
+/* images.h - kernels compiled for each architecture; images.py writes the definitions. */
+#ifndef CODEC_CUDA_IMAGES_H
+#define CODEC_CUDA_IMAGES_H
+
+#include <stddef.h>
+
+/* Machine code (a cubin) or PTX. */
+struct image {
+	int arch; /* 10 * major + minor compute capability, for example 90 */
+	int is_ptx;
+	const void *data; /* PTX ends with a zero byte */
+};
+
+extern const struct image codec_cuda_images[]; /* ends with arch 0 */
+extern const char *const codec_cuda_names[];   /* of the functions in an image, in the order of enum kernel */
+
+#endif

@@ -1,0 +1,52 @@
+/*
+ * kernels.h - table of the kernels in the library: threads of a CTA, and CTAs that are resident on a multiprocessor.
+ *
+ * X(identifier, name expression for NVRTC, threads, resident). images.py reads the expressions from here, in this
+ * order. CTAs of kernels of native/cuda are those of codec/engines/cuda/kernels.py.
+ */
+#ifndef CODEC_CUDA_KERNELS_H
+#define CODEC_CUDA_KERNELS_H
+
+#define CODEC_CUDA_KERNELS(X)                                                                                          \
+	X(STORE_BYTES, "store_bytes", 256, 1)                                                                          \
+	X(FINISH_ENCODE, "finish_encode", 128, 1)                                                                      \
+	X(OPEN_FRAMES, "open_frames", 256, 1)                                                                          \
+	X(FINISH_DECODE, "finish_decode", 128, 1)                                                                      \
+	X(PREPROCESS, "preprocess", 256, 4)                                                                            \
+	X(CHOOSE_LOSSLESS, "choose_lossless", 256, 2)                                                                  \
+	X(CHOOSE_ROWS, "choose_rows", 256, 2)                                                                          \
+	X(SCALE_ROWS, "scale_rows", 256, 2)                                                                            \
+	X(CHOOSE_TRUNCATE, "choose_truncate", 256, 2)                                                                  \
+	X(CLOSE_FRAME, "close_frame", 256, 4)                                                                          \
+	X(ENCODE_LOSSLESS_1, "encode_lossless<1>", 128, 4)                                                             \
+	X(ENCODE_LOSSLESS_2, "encode_lossless<2>", 128, 4)                                                             \
+	X(ENCODE_LOSSLESS_4, "encode_lossless<4>", 128, 4)                                                             \
+	X(ENCODE_LOSSLESS_8, "encode_lossless<8>", 128, 4)                                                             \
+	X(ENCODE_ROWS_2, "encode_rows<2>", 128, 4)                                                                     \
+	X(ENCODE_ROWS_3, "encode_rows<3>", 128, 4)                                                                     \
+	X(ENCODE_ROWS_4, "encode_rows<4>", 128, 4)                                                                     \
+	X(ENCODE_ROWS_5, "encode_rows<5>", 128, 4)                                                                     \
+	X(ENCODE_ROWS_6, "encode_rows<6>", 128, 4)                                                                     \
+	X(ENCODE_TRUNCATE, "encode_truncate", 128, 4)                                                                  \
+	X(DECODE_LOSSLESS_1, "decode_lossless<1>", 128, 4)                                                             \
+	X(DECODE_LOSSLESS_2, "decode_lossless<2>", 128, 4)                                                             \
+	X(DECODE_LOSSLESS_4, "decode_lossless<4>", 128, 4)                                                             \
+	X(DECODE_LOSSLESS_8, "decode_lossless<8>", 128, 3)                                                             \
+	X(DECODE_ROWS_2, "decode_rows<2>", 128, 6)                                                                     \
+	X(DECODE_ROWS_3, "decode_rows<3>", 128, 6)                                                                     \
+	X(DECODE_ROWS_4, "decode_rows<4>", 128, 6)                                                                     \
+	X(DECODE_ROWS_5, "decode_rows<5>", 128, 6)                                                                     \
+	X(DECODE_ROWS_6, "decode_rows<6>", 128, 6)                                                                     \
+	X(DECODE_TRUNCATE, "decode_truncate", 128, 4)                                                                  \
+	X(DECODE_STORED, "decode_stored", 128, 4)
+
+enum kernel {
+#define X(identifier, name, threads, resident) identifier,
+	CODEC_CUDA_KERNELS(X)
+#undef X
+		NKERNELS
+};
+
+#define WARPS 4 /* warps of a CTA that encodes or decodes blocks */
+
+#endif

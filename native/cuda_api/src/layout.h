@@ -1,0 +1,82 @@
+/*
+ * layout.h - structs that the host writes and kernels read. C and NVRTC.
+ *
+ * Pointers into device memory are uint64_t here. kernels/layout.cuh checks that the structs of native/cuda are laid out
+ * in the same way.
+ */
+#ifndef CODEC_CUDA_LAYOUT_H
+#define CODEC_CUDA_LAYOUT_H
+
+#include "codec/codec_engine.h"
+
+#define STORED_NBYTES 3968 /* bytes that a launch of store_bytes writes; a kernel's arguments are limited to 4 KiB */
+
+/* Argument of store_bytes: bytes that a launch carries to device memory. */
+struct stored_bytes {
+	uint64_t to;
+	uint64_t nbytes; /* a multiple of 8 */
+	uint64_t words[STORED_NBYTES / 8];
+};
+
+/* codec_encoding of native/cuda/frame/encode.cuh. */
+struct encoding {
+	uint64_t view, memory, values, sums, residual, frame, capacity, scratch, each, found, head, places, out,
+		exponents, levels;
+	uint32_t nparts, warps;
+};
+
+/* codec_preprocessing of native/cuda/frame/preprocess.cu. */
+struct preprocessing {
+	uint64_t n, values, residual, sums, rounded, groups, exponents, levels;
+	uint32_t dtype, reserved;
+	uint64_t out;
+};
+
+#define WRITTEN_NBYTES 48 /* size of codec_written of native/cuda/frame/encode.cuh */
+
+/* Argument of finish_encode for one tensor: addresses of its codec_written and codec_cuda_result. */
+struct written_result {
+	uint64_t written, result;
+};
+
+/* codec_decoding of native/cuda/frame/decode.cuh. */
+struct decoding {
+	uint64_t view, memory, frame, scratch, exponents, found;
+	uint64_t data; /* codec_sink from here on */
+	uint32_t into;
+	float weight, divide;
+	uint32_t unscaled, rescale, padding; /* and to here */
+	uint32_t checks, warps;
+};
+
+/* codec_found of native/cuda/frame/decode.cuh. */
+struct found {
+	uint64_t fault, checksum;
+	uint32_t done, reserved;
+};
+
+/* What open_frames has found in a frame's header, for finish_decode. */
+struct opened {
+	uint64_t frame_nbytes;
+	uint64_t checksum; /* of the frame, by its header */
+	uint64_t seal;     /* checksum of header and side section */
+	uint32_t status;
+	uint32_t stored; /* 1: the tensor is stored uncompressed */
+};
+
+/* Arguments of open_frames and finish_decode for one frame. */
+struct opening {
+	uint64_t frame, frame_nbytes, frame_nbytes_at, tensor, result;
+	uint64_t scratch;
+	uint64_t view, memory, found, opened; /* output: codec_view, its arrays, struct found, struct opened */
+	/* Output: struct decoding of blocks and of stored tensors; first those that only check, or 0. */
+	uint64_t checking[2], decoding[2];
+	uint64_t shape[CODEC_MAX_RANK];
+	uint32_t codec, dtype, rank, entropy; /* as the plan's; entropy: 1 if codes are entropy-coded */
+	uint32_t flags, into;                 /* flags: CODEC_ALLOW_SLACK, CODEC_VERIFY_FIRST */
+	float weight, divide;
+	uint32_t warps, stored_warps; /* warps that decode blocks, and stored tensors */
+	uint32_t reserved[2];
+};
+
+#endif

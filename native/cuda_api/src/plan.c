@@ -1,0 +1,219 @@
+/* plan.c - make plans: the C library's job for a tensor whose values are elsewhere, reduced to what kernels read. */
+#include "plan.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "exact/scales.h"
+
+#define TABLES_NBYTES (WIRE_MAX_PLANES * 514) /* see codec_view.tables */
+
+static uint64_t min64(uint64_t a, uint64_t b)
+{
+	return a < b ? a : b;
+}
+
+static uint64_t max64(uint64_t a, uint64_t b)
+{
+	return a > b ? a : b;
+}
+
+/* Append an array of a job to the plan's image, and set its offset there. */
+static void keep_array(codec_cuda_plan *p, const uint8_t *job, codec_array *a)
+{
+	uint64_t nbytes = a->count * a->itemsize;
+
+	memcpy(p->image + p->image_nbytes, job + a->at, nbytes);
+	a->at = p->image_nbytes;
+	p->image_nbytes += align16(nbytes);
+}
+
+/* Give an array that kernels fill an offset in memory of its own. */
+static void make_array(codec_cuda_plan *p, codec_array *a)
+{
+	a->at = p->made_nbytes;
+	p->made_nbytes += align16(a->count * a->itemsize);
+}
+
+/* Keep what kernels read of a planned job. */
+static int take_job(codec_cuda_plan *p, const uint8_t *job)
+{
+	codec_view *v = &p->view;
+
+	v->struct_nbytes = sizeof *v;
+	TRY(codec_job_view(job, v));
+	p->image = calloc(1, align16(v->model_parts.count * v->model_parts.itemsize) +
+				     align16(v->row_parts.count * v->row_parts.itemsize) + 16);
+	if (!p->image)
+		return CODEC_CUDA_NO_MEMORY;
+	keep_array(p, job, &v->model_parts);
+	keep_array(p, job, &v->row_parts);
+	make_array(p, &v->offsets);
+	make_array(p, &v->row_sums);
+	make_array(p, &v->lengths);
+	make_array(p, &v->tables);
+	p->nblocks = v->nblocks;
+	p->nparts = v->model_parts.count;
+	return CODEC_OK;
+}
+
+codec_view plan_view(const codec_cuda_plan *p, uint64_t memory, uint64_t made, uint64_t stream)
+{
+	codec_view v = p->view;
+
+	v.offsets.at += made - memory;
+	v.row_sums.at += made - memory;
+	v.lengths.at += made - memory;
+	v.tables.at += made - memory;
+	v.stream = stream;
+	return v;
+}
+
+/* Choose kernels, and compute the scratch of their warps. region: bytes of the largest region. */
+static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t region)
+{
+	const struct scratch_sizes *s = &p->device->scratch;
+	const int log2 = __builtin_ctz(p->itemsize);
+
+	if (p->codec == CODEC_LOSSLESS) {
+		p->choose = CHOOSE_LOSSLESS;
+		p->encode = ENCODE_LOSSLESS_1 + log2;
+		p->decode = DECODE_LOSSLESS_1 + log2;
+		p->encode_each = s->encode_lossless[log2] + region;
+		p->decode_each = s->decode_lossless[log2];
+	} else if (p->codec == CODEC_TRUNCATE) {
+		p->choose = CHOOSE_TRUNCATE;
+		p->encode = ENCODE_TRUNCATE;
+		p->decode = DECODE_TRUNCATE;
+		p->encode_each = s->encode_truncate + region;
+		p->decode_each = s->decode_truncate;
+	} else {
+		p->choose = CHOOSE_ROWS;
+		p->encode = ENCODE_ROWS_2 + (p->codec - CODEC_SIGN);
+		p->decode = DECODE_ROWS_2 + (p->codec - CODEC_SIGN);
+		/* scratch is for an entropy stage, and for codes of which five share a byte */
+		p->encode_each = p->entropy ? s->encode_rows + region
+				 : p->codec == CODEC_TERNARY && spec->variant != CODEC_TERNARY_2BIT ? s->encode_rows
+												    : 0;
+		p->decode_each = p->entropy ? s->decode_rows : 0;
+		p->scales_last = p->codec == CODEC_SIGN && p->view.row_sums.count;
+	}
+}
+
+/* Return an upper bound in bytes of the arrays of a frame's job: tables, parts, and offsets of rows and columns. */
+static uint64_t memory_nbytes(uint64_t n)
+{
+	uint64_t part = max64(sizeof(codec_model_part) + 2, sizeof(codec_row_part));
+
+	return align16(TABLES_NBYTES + WIRE_MAX_PARTS(n) * part + n / 32 + 64);
+}
+
+/* Plan the job of a tensor like `like`. */
+static int plan_job(codec_cuda_plan *p, const codec_spec *spec, const codec_tensor *like, const codec_context *with)
+{
+	size_t job_nbytes, work_nbytes, head_nbytes;
+	codec_plan plan;
+	uint8_t *job;
+	int status;
+
+	TRY(codec_job_nbytes(spec, like, &job_nbytes, &work_nbytes));
+	if (!(job = calloc(1, job_nbytes)))
+		return CODEC_CUDA_NO_MEMORY;
+	status = codec_encode_plan(spec, like, with, job, job_nbytes, &plan);
+	if (!status)
+		status = codec_encode_head(job, p->head, CODEC_HEADER_NBYTES, &head_nbytes);
+	if (!status)
+		status = take_job(p, job);
+	free(job);
+	TRY(status);
+	p->head_nbytes = align16(head_nbytes);
+	choose_kernels(p, spec, (plan.region_bound + 63) / 64 * 64);
+	return CODEC_OK;
+}
+
+static int make_plan(codec_cuda_plan *p, const codec_spec *spec, codec_tensor *like, const codec_context *with)
+{
+	size_t bound;
+
+	TRY(codec_bound(spec, like, &bound));
+	p->bound = bound;
+	p->codec = spec->codec;
+	p->dtype = like->dtype;
+	p->rank = like->rank;
+	p->itemsize = codec_dtype_nbytes(like->dtype);
+	p->n = 1;
+	for (uint32_t i = 0; i < like->rank; i++)
+		p->n *= p->shape[i] = like->shape[i];
+	p->nbytes = like->nbytes = p->n * p->itemsize;
+	p->entropy = p->codec != CODEC_LOSSLESS && p->codec != CODEC_TRUNCATE &&
+		     row_kind_of(spec->codec, spec->variant, spec->options, 8, like->dtype).entropy;
+	TRY(plan_job(p, spec, like, with));
+	p->choice_nbytes = p->device->scratch.choose[0] + max64(p->nparts, 1) * p->device->scratch.choose[1];
+	p->memory_nbytes = memory_nbytes(p->n);
+	return CODEC_OK;
+}
+
+int codec_cuda_plan_open(const codec_cuda_device *device, const codec_spec *spec, const codec_tensor *like,
+			 const codec_segment *segments, uint64_t nsegments, codec_cuda_plan **plan)
+{
+	static const uint8_t not_read[1]; /* the levels of the plan's context: an encoder needs some */
+	codec_context with = {.struct_nbytes = sizeof with, .segments = segments, .nsegments = nsegments};
+	codec_cuda_plan *p;
+	codec_tensor t;
+	int status;
+
+	if (!plan)
+		return CODEC_BAD_ARGUMENT;
+	*plan = NULL;
+	if (!device || !spec || spec->struct_nbytes < sizeof *spec || !like || like->struct_nbytes < sizeof *like)
+		return CODEC_BAD_ARGUMENT;
+	if (!(p = calloc(1, sizeof *p)))
+		return CODEC_CUDA_NO_MEMORY;
+	p->device = device;
+	if (spec->codec == CODEC_TRUNCATE && spec->variant != CODEC_LEVEL_CODING_FIXED) {
+		p->needs_levels = 1;
+		with.levels = not_read;
+	}
+	t = *like;
+	t.data = NULL;
+	status = spec->codec == CODEC_TRUNCATE && spec->variant == CODEC_LEVEL_CODING_SHARED
+			 ? CODEC_UNSUPPORTED
+			 : make_plan(p, spec, &t, &with);
+	if (status) {
+		codec_cuda_plan_close(p);
+		return status;
+	}
+	*plan = p;
+	return CODEC_OK;
+}
+
+void codec_cuda_plan_close(codec_cuda_plan *p)
+{
+	if (p)
+		free(p->image);
+	free(p);
+}
+
+uint64_t codec_cuda_bound(const codec_cuda_plan *p)
+{
+	return p ? p->bound : 0;
+}
+
+uint32_t plan_ctas(const codec_cuda_plan *p, enum kernel k, uint64_t nblocks)
+{
+	uint64_t most = (uint64_t)kernel_resident(k) * p->device->processors;
+
+	return (uint32_t)max64(1, min64((nblocks + WARPS - 1) / WARPS, most));
+}
+
+uint32_t share_ctas(const codec_cuda_device *d, enum kernel k, uint32_t ctas, uint64_t all)
+{
+	uint64_t most = (uint64_t)kernel_resident(k) * d->processors;
+
+	return (uint32_t)(all <= most ? ctas : max64(1, ctas * most / all));
+}
+
+uint32_t elementwise_ctas(const codec_cuda_device *d, uint64_t n)
+{
+	return (uint32_t)max64(1, min64((n + 4095) / 4096, 8 * (uint64_t)d->processors));
+}

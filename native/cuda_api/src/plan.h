@@ -1,0 +1,56 @@
+/* plan.h - all that a spec and a shape determine: the job that kernels complete, and sizes of device memory. */
+#ifndef CODEC_CUDA_PLAN_H
+#define CODEC_CUDA_PLAN_H
+
+#include "codec/codec_engine.h"
+#include "device.h"
+
+struct codec_cuda_plan {
+	const codec_cuda_device *device;
+	uint32_t codec, dtype, rank, itemsize;
+	uint64_t shape[CODEC_MAX_RANK];
+	uint64_t n, nbytes; /* of the tensor */
+	uint64_t bound;
+	int entropy;      /* codecs of rows: 1 if codes are entropy-coded */
+	int needs_levels; /* TRUNCATE */
+
+	/* Encoding. Without blocks the tensor is stored whatever its values are, and only CLOSE_FRAME is launched. */
+	uint64_t nblocks, nparts;
+	enum kernel choose, encode;
+	int scales_last;        /* SCALE_ROWS makes the scales after all blocks; not if there is a residual */
+	uint64_t encode_each;   /* scratch of a warp in bytes */
+	uint64_t choice_nbytes; /* size of a codec_choice with its parts */
+	codec_view view;        /* arrays: offsets in `image`, or in the memory that kernels fill */
+	uint64_t made_nbytes;   /* size of that memory: offsets, row_sums, lengths, tables */
+	uint64_t head_nbytes, image_nbytes;
+	uint8_t head[(CODEC_HEADER_NBYTES + 15) / 16 * 16];
+	uint8_t *image; /* arrays that kernels read */
+
+	/* Decoding. */
+	enum kernel decode;
+	uint64_t decode_each;
+	uint64_t memory_nbytes; /* size of the arrays of any frame */
+};
+
+/* Round up to a multiple of 16. */
+static inline uint64_t align16(uint64_t n)
+{
+	return (n + 15) / 16 * 16;
+}
+
+/* Return the view for a job whose arrays lie at `memory`, and those that kernels fill at `made`, a higher address. */
+codec_view plan_view(const codec_cuda_plan *p, uint64_t memory, uint64_t made, uint64_t stream);
+
+/* Return the CTAs that a kernel of blocks needs for nblocks blocks: at most as many as are resident at once. */
+uint32_t plan_ctas(const codec_cuda_plan *p, enum kernel k, uint64_t nblocks);
+
+/*
+ * Return the CTAs for one tensor of a batch, whose tensors need `all` CTAs together: its share of the resident ones, at
+ * least 1.
+ */
+uint32_t share_ctas(const codec_cuda_device *d, enum kernel k, uint32_t ctas, uint64_t all);
+
+/* Return the CTAs of a kernel whose threads take four of n values in turn. */
+uint32_t elementwise_ctas(const codec_cuda_device *d, uint64_t n);
+
+#endif

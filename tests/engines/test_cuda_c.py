@@ -1,0 +1,515 @@
+"""libcodec_cuda's C interface: the frames, values and statuses of the native engine, on kernels that run on the CPU."""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import codec
+from codec._c.library import ITEMSIZE
+from codec.engines.cuda.kernels import FILE_OF, FILES
+from codec.errors import Status
+from support import cuda_c, device, flatcall
+from support.cuda_c import Decode, Encode, Failed
+from support.format_cases import HAND_MADE
+from support.frame_builder import recompute_checksums
+from support.golden_frames import GOLDEN, GOLDEN_FRAMES
+from support.sample_frames import FRAMES_TO_DAMAGE, damage
+from support.specs import SPECS, TRUNCATES
+from support.tensors import ALL_DTYPES, KINDS, random_bits
+from support.tiers import N_DAMAGED, every
+
+F32 = np.float32
+SHARED = [name for name, spec in SPECS.items() if getattr(spec, "level_coding", "") == "shared"]
+USABLE = {name: spec for name, spec in SPECS.items() if name not in SHARED}
+BAD_ARGUMENT, BAD_SPEC, BAD_DTYPE, SHORT_SCRATCH = 10, 11, 12, 21
+NO_DRIVER, NO_DEVICE, NO_KERNELS, DRIVER_ERROR = 70, 71, 72, 73
+MISMATCH = (int(Status.SHAPE_MISMATCH), BAD_SPEC)
+VERIFY, SLACK = 2, 1  # CODEC_VERIFY_FIRST, CODEC_ALLOW_SLACK
+
+
+@pytest.fixture(scope="session")
+def cuda():
+    flags = os.environ.get("CUDA_ON_CPU_FLAGS", "").split()
+    emulated = device.build(options=flags)
+    fake = cuda_c.driver(emulated._name, str(cuda_c.kernels(flags)))
+    return cuda_c.Cuda(fake, cuda_c.library())
+
+
+def needs_levels(spec):
+    return isinstance(spec, codec.Truncate) and spec.fixed_level is None
+
+
+def values(shape, dtype="float32", seed=0):
+    """Return values of a float dtype, as bits, within all scales of SPECS."""
+    x = np.random.default_rng(seed).uniform(-0.4, 0.4, shape).astype(F32)
+    if dtype == "float32":
+        return x.view(np.uint32)
+    return x.astype(np.float16).view(np.uint16) if dtype == "float16" else (x.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def level_of(x, spec):
+    """Return levels for a spec that needs them."""
+    return (np.arange(x.size) // 7 % 4).astype(np.uint8) if needs_levels(spec) else None
+
+
+def native_frame(x, spec, dtype, **how):
+    levels = level_of(x, spec)
+    return bytes(flatcall.encode(x, spec, dtype=dtype, **({} if levels is None else {"optimizer": levels}), **how))
+
+
+def check_round_trip(cuda, x, spec, dtype):
+    frame = native_frame(x, spec, dtype)
+    [(result, ours)] = cuda.encode(Encode(x, spec, dtype, levels=level_of(x, spec)))
+    assert (result, ours) == ((len(frame), 0, 0), frame)
+    [(result, back)] = cuda.decode(Decode(frame, spec, dtype, x.shape))
+    assert result == (len(frame), 0, 0)
+    assert back == np.ascontiguousarray(codec.decode(frame, like=np.empty(0, f"u{ITEMSIZE[dtype]}"))).tobytes()
+
+
+@pytest.mark.parametrize("name", USABLE)
+def test_frames_and_values_equal_the_native_engine(cuda, name):
+    for dtype, shape in (("float32", (300, 200)), ("bfloat16", (17, 1000)), ("float16", (70_001,))):
+        check_round_trip(cuda, values(shape, dtype), USABLE[name], dtype)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_lossless_of_every_dtype(cuda, dtype):
+    for kind in every(3, KINDS):
+        check_round_trip(cuda, random_bits(dtype, 9000, kind).reshape(90, 100), codec.Lossless(), dtype)
+
+
+@pytest.mark.parametrize("name", ["lossless", "sign_l1", "float8_entropy", "ternary_base3", "truncate_plane"])
+def test_tensors_of_few_values(cuda, name):
+    for n in (0, 1, 5, 511, 512, 513):
+        check_round_trip(cuda, values(n), USABLE[name], "float32")
+    check_round_trip(cuda, values(()), USABLE[name], "float32")
+
+
+@pytest.mark.parametrize("name", ["lossless", "sign_row", "sign_l1", "quantize_4", "float8_entropy", "truncate_plane"])
+def test_segments(cuda, name):
+    x, spec = values(40_000), USABLE[name]
+    segments = [(5, (64, 100)), (9_000, (90, 300)), (37_000, (64,))]
+    frame = native_frame(x, spec, "float32", segments=segments)
+    packed = codec.view(x, segments=segments).segments
+    [(result, ours)] = cuda.encode(Encode(x, spec, "float32", segments=packed, levels=level_of(x, spec)))
+    assert (result.status, ours) == (0, frame)
+    [(result, back)] = cuda.decode(Decode(frame, spec, "float32", x.shape))  # segments are in the frame
+    assert (result.status, back) == (0, codec.decode(frame, like=np.empty(0, np.uint32)).tobytes())
+
+
+@pytest.mark.parametrize("name", [name for name in USABLE if not name.startswith("lossless")][::3])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_residuals(cuda, name, feedback):
+    spec, x = USABLE[name], values((50, 300), "bfloat16")
+    ours, native = ((np.arange(x.size, dtype=F32) % 7 / 1000).reshape(x.shape) for _ in range(2))
+    frame = native_frame(x, spec, "bfloat16", residual=native, feedback=feedback)
+    levels = level_of(x, spec)
+    [(_, got)] = cuda.encode(Encode(x, spec, "bfloat16", residual=ours, feedback=feedback, levels=levels))
+    assert got == frame
+    assert ours.tobytes() == native.tobytes()
+
+
+def test_streams_of_random_bits(cuda):
+    x, spec = values(3000), codec.Ternary()
+    for stream in (1, 1 << 40):
+        [(_, frame)] = cuda.encode(Encode(x, spec, "float32", stream=stream))
+        assert frame == native_frame(x, spec, "float32", stream=stream)
+
+
+def batch(count):
+    """Return tensors of several codecs, dtypes and sizes, with arguments of Encode."""
+    names = [*USABLE]
+    for i in range(count):
+        spec, dtype = USABLE[names[i % len(names)]], ("float32", "bfloat16", "float16")[i % 3]
+        x = values((1 + i % 5, 100 + 997 * (i % 7)), dtype, seed=i)
+        yield x, spec, dtype
+
+
+def test_batches_equal_single_calls(cuda):
+    some = list(batch(60))
+    encoded = cuda.encode(*[Encode(x, spec, dtype, levels=level_of(x, spec)) for x, spec, dtype in some])
+    frames = [native_frame(*each) for each in some]
+    assert [frame for _, frame in encoded] == frames
+    asked = [Decode(frame, spec, dtype, x.shape) for frame, (x, spec, dtype) in zip(frames, some, strict=True)]
+    wrong = bytearray(frames[7])
+    wrong[-9] ^= 1
+    asked[7] = Decode(bytes(wrong), some[7][1], some[7][2], some[7][0].shape)
+    for flags in (0, VERIFY):
+        decoded = cuda.decode(*asked, flags=flags)
+        assert [result.status for result, _ in decoded] == [40 if i == 7 else 0 for i in range(60)]
+        for i, (frame, (_, back)) in enumerate(zip(frames, decoded, strict=True)):
+            assert i == 7 or back == codec.decode(frame, like=np.empty(0, f"u{ITEMSIZE[some[i][2]]}")).tobytes()
+
+
+def test_statuses_of_encoding(cuda):
+    x, spec = values((40, 300)), codec.Quantize(4)
+    frame = native_frame(x, spec, "float32")
+    [(result, ours)] = cuda.encode(Encode(x, spec, "float32", capacity=len(frame)))
+    assert (result, ours) == ((len(frame), 0, 0), frame)
+    [(result, _)] = cuda.encode(Encode(x, spec, "float32", capacity=len(frame) - 8))
+    assert result == (0, Status.SHORT_OUTPUT, 0)
+    x[7, 7] = 0x7FC00000
+    [(result, _)] = cuda.encode(Encode(x, spec, "float32"))
+    assert result == (0, Status.NONFINITE, 0)
+    levels = np.full(x.size, 4, np.uint8)
+    [(result, _)] = cuda.encode(Encode(x, TRUNCATES["truncate_plane"], "float32", levels=levels))
+    assert result == (0, BAD_ARGUMENT, 0)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_frames(cuda, name):
+    frame = GOLDEN_FRAMES[name]
+    info = codec.inspect(frame)
+    if info.codebook_id:
+        expected = int(Status.UNKNOWN_CODEBOOK)
+    elif getattr(info.spec, "level_coding", "") == "shared" and info.nblocks:
+        expected = int(Status.MISSING_STATE)
+    else:
+        expected = 0
+    spec = info.spec if expected != Status.MISSING_STATE else codec.Truncate(0)
+    [(result, back)] = cuda.decode(Decode(frame, spec, info.dtype, info.shape))
+    assert result.status == expected
+    if not expected:
+        assert back == codec.decode(frame, like=np.empty(0, f"u{ITEMSIZE[info.dtype]}")).tobytes()
+
+
+def native_outcome(frame, dtype):
+    """Return the native engine's values, or its status."""
+    try:
+        return np.ascontiguousarray(codec.decode(frame, like=np.empty(0, f"u{ITEMSIZE[dtype]}"))).tobytes()
+    except codec.CodecError as e:
+        return e.code
+
+
+def is_like(frame, spec, dtype, shape):
+    """Return whether codec, dtype and shape of a frame's header, and the use of an entropy stage, are these."""
+    try:
+        info = codec.inspect(frame)
+    except codec.CodecError:
+        return False
+    entropy = [getattr(s, "entropy", getattr(s, "packing", "") == "entropy") for s in (info.spec, spec)]
+    return (type(info.spec), info.dtype, info.shape) == (type(spec), dtype, shape) and entropy[0] == entropy[1]
+
+
+def check_outcome(cuda, frame, spec, dtype, shape, flags=0):
+    """Compare a frame's outcome with the native engine's. Returns the status."""
+    before = np.full(shape, 0xA5, f"u{ITEMSIZE[dtype]}")
+    [(result, back)] = cuda.decode(Decode(frame, spec, dtype, shape, before=before), flags=flags)
+    if result.status in MISMATCH:  # is reported first
+        assert not is_like(frame, spec, dtype, shape)
+    else:
+        assert native_outcome(frame, dtype) == (result.status or back)
+    if result.status and flags & VERIFY:
+        assert back == before.tobytes()
+    return result.status
+
+
+@pytest.mark.parametrize("name", FRAMES_TO_DAMAGE)
+def test_hostile_frames(cuda, name):
+    """Damaged frames give the values or the status of the native engine; the tensor is unchanged with VERIFY_FIRST."""
+    frame = FRAMES_TO_DAMAGE[name][0]
+    info = codec.inspect(frame)
+    if getattr(info.spec, "level_coding", "") == "shared":
+        return
+    rng = np.random.default_rng(sorted(FRAMES_TO_DAMAGE).index(name))
+    statuses = [
+        check_outcome(cuda, damage(frame, rng), info.spec, info.dtype, info.shape, flags)
+        for flags in (0, VERIFY)
+        for _ in range(N_DAMAGED // 4)
+    ]
+    assert any(statuses)
+
+
+@pytest.mark.parametrize("name", ["model", "parts", "float8_entropy", "uint8-1500-sparse", "sign_two_mean"])
+def test_every_damaged_byte_of_headers_and_side_sections(cuda, name):
+    """Frames with a recomputed checksum, so that the checks behind it are reached."""
+    frame = FRAMES_TO_DAMAGE[name][0]
+    info = codec.inspect(frame)
+    rng = np.random.default_rng(0)
+    for i in every(3, range(48 + 8 * len(info.shape) + int.from_bytes(frame[12:16], "little"))):
+        mutant = bytearray(frame)
+        mutant[i] ^= 1 << int(rng.integers(8))
+        sealed = recompute_checksums(bytes(mutant))
+        check_outcome(cuda, bytes(mutant) if sealed is None else sealed, info.spec, info.dtype, info.shape)
+
+
+@pytest.mark.parametrize("name", list(GOLDEN)[::11])
+def test_truncated_frames(cuda, name):
+    frame = GOLDEN_FRAMES[name]
+    info = codec.inspect(frame)
+    for n in (0, 3, 4, 47, 48, 60, len(frame) // 2, len(frame) - 1):
+        [(result, _)] = cuda.decode(Decode(frame[:n], codec.Lossless(), info.dtype, info.shape))
+        assert result.status in (Status.TRUNCATED, BAD_SPEC), n  # BAD_SPEC: not the plan's codec
+        assert result.nbytes == 0
+
+
+@pytest.mark.parametrize("case", HAND_MADE)
+def test_frames_made_by_hand(cuda, case):
+    """Hand-made frames decode to the values of the native engine, or have its status."""
+
+    def compared(frame, **how):
+        if how:  # an optimizer's state
+            return None
+        try:
+            info = codec.inspect(frame)
+        except codec.CodecError:
+            return dict.fromkeys((1, 4))
+        status = Status.MISSING_STATE
+        if getattr(info.spec, "level_coding", "") != "shared":
+            status = check_outcome(cuda, frame, info.spec, info.dtype, info.shape)
+        return dict.fromkeys((1, 4), None if status else native_outcome(frame, info.dtype))
+
+    check, *arguments = HAND_MADE[case]
+    if "shared" not in case and "state" not in case:
+        check(compared, *arguments)
+
+
+@pytest.mark.parametrize("name", ["quantize_4", "ternary_2bit", "truncate_fixed", "lossless"])
+def test_decoding_into_float32(cuda, name):
+    spec = USABLE[name]
+    x, before = values((30, 700), "bfloat16"), values((30, 700), seed=5).view(F32)
+    frame = native_frame(x, spec, "bfloat16")
+    plain = codec.decode(frame, like=np.empty(0, np.uint16)).astype(np.uint32) << 16
+    plain = plain.view(F32)
+    for into, weight, divide, expected in (
+        (1, 0.5, 0, before + F32(0.5) * plain),
+        (2, 1, 0, np.maximum(before, plain)),
+        (3, 1, 0, plain),
+        (3, 1, 3, plain / F32(3)),
+    ):
+        asked = Decode(frame, spec, "bfloat16", x.shape, before=before.copy(), into=into, weight=weight, divide=divide)
+        [(result, back)] = cuda.decode(asked, flags=VERIFY)
+        assert result.status == 0
+        assert (np.frombuffer(back, F32) == expected.reshape(-1)).all(), into
+
+
+def test_size_of_the_frame_on_the_device(cuda):
+    """Frames in larger buffers: their size is read on the device, or bytes behind them are allowed."""
+    x, spec = values((30, 700)), codec.Lossless()
+    frame = native_frame(x, spec, "float32")
+    [(result, back)] = cuda.decode(Decode(frame, spec, "float32", x.shape, sized=True))
+    assert (result, back) == ((len(frame), 0, 0), x.tobytes())
+    longer = Decode(frame + bytes(64), spec, "float32", x.shape)
+    [(result, _)] = cuda.decode(longer)
+    assert result == (0, Status.TRAILING, 0)
+    [(result, back)] = cuda.decode(longer, flags=SLACK)
+    assert (result, back) == ((len(frame), 0, 0), x.tobytes())
+    short = Decode(frame, spec, "float32", x.shape, sized=True)
+    short.nbytes.bytes[:] = 255  # a size above frame_nbytes
+    [(result, _)] = cuda.decode(short)
+    assert result == (0, Status.TRUNCATED, 0)
+
+
+def test_frames_of_other_tensors_are_rejected(cuda):
+    frame = native_frame(values((30, 700)), codec.Quantize(4), "float32")
+    for spec, dtype, shape, status in (
+        (codec.Quantize(4), "float32", (30, 701), Status.SHAPE_MISMATCH),
+        (codec.Quantize(4), "float32", (21_000,), Status.SHAPE_MISMATCH),
+        (codec.Quantize(4), "float16", (30, 700), Status.SHAPE_MISMATCH),
+        (codec.Float8(), "float32", (30, 700), BAD_SPEC),
+        (codec.Quantize(8, 100), "float32", (30, 700), 0),  # the frame has its own parameters
+    ):
+        [(result, _)] = cuda.decode(Decode(frame, spec, dtype, shape))
+        assert result.status == status
+    frame = native_frame(values((30, 700)), codec.Float8(entropy=True), "float32")
+    [(result, _)] = cuda.decode(Decode(frame, codec.Float8(), "float32", (30, 700)))
+    assert result.status == BAD_SPEC
+
+
+def fails_with(status, call, *args, **how):
+    with pytest.raises(Failed) as caught:
+        call(*args, **how)
+    assert caught.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("struct_nbytes", 8),
+        ("flags", 1),
+        ("flags", 32),  # CODEC_FEEDBACK without a residual
+        ("plan", None),
+        ("tensor", None),
+        ("tensor", 4098),
+        ("frame", None),
+        ("frame", 4100),
+        ("result", None),
+        ("result", 4100),
+        ("residual", 4097),
+    ],
+)
+def test_wrong_arguments_of_encoding(cuda, field, value):
+    item = Encode(values(3000), codec.Quantize(4), "float32").item(cuda)
+    setattr(item, field, value)
+    fails_with(BAD_ARGUMENT, cuda.run, "encode", [item])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "status"),
+    [
+        ("struct_nbytes", 8, BAD_ARGUMENT),
+        ("into", 4, BAD_ARGUMENT),
+        ("plan", None, BAD_ARGUMENT),
+        ("tensor", None, BAD_ARGUMENT),
+        ("frame", 4100, BAD_ARGUMENT),
+        ("frame_nbytes_at", 4100, BAD_ARGUMENT),
+        ("result", None, BAD_ARGUMENT),
+        ("divide", 2, BAD_ARGUMENT),
+        ("divide", float("nan"), BAD_ARGUMENT),
+        ("into", 1, BAD_DTYPE),
+    ],
+)
+def test_wrong_arguments_of_decoding(cuda, field, value, status):
+    x = np.arange(3000, dtype=np.int32)
+    item = Decode(native_frame(x, codec.Lossless(), "int32"), codec.Lossless(), "int32", x.shape).item(cuda)
+    setattr(item, field, value)
+    fails_with(status, cuda.run, "decode", [item], 0)
+
+
+def test_wrong_arguments_of_other_functions(cuda):
+    x = values(3000)
+    fails_with(Status.MISSING_STATE, cuda.encode, Encode(x, TRUNCATES["truncate_plane"], "float32"))
+    residual = np.zeros(3000, F32)
+    fails_with(Status.SHORT_OUTPUT, cuda.encode, Encode(x, codec.Sign(), "float32", residual=residual, capacity=100))
+    fails_with(BAD_ARGUMENT, cuda.decode, Decode(b"", codec.Sign(), "float32", (3000,)), flags=4)
+    fails_with(Status.UNSUPPORTED, cuda.plan, TRUNCATES["truncate_shared"], "float32", (3000,))
+    fails_with(BAD_DTYPE, cuda.plan, codec.Sign(), "int32", (3000,))
+    fails_with(14, cuda.plan, codec.Sign(), "float32", (3000,), bytes(12) + b"\1" + bytes(67))  # reserved is not 0
+    item = Encode(x, codec.Sign(), "float32").item(cuda)
+    array, none = (cuda_c.EncodeItem * 1)(item), ctypes.c_uint64(0)
+    memory = cuda_c.Memory(1 << 20)
+    call = cuda.lib.codec_cuda_encode
+    assert call(array, ctypes.c_size_t(1), ctypes.c_void_p(memory.address), none, None) == SHORT_SCRATCH
+    odd = ctypes.c_void_p(memory.address + 8)
+    assert call(array, ctypes.c_size_t(1), odd, ctypes.c_uint64(1 << 20), None) == BAD_ARGUMENT
+    assert call(None, ctypes.c_size_t(0), None, none, None) == 0
+    assert cuda.fake.fake_cuda_log() == b""  # nothing was launched
+
+
+FUNCTIONS = ["cuCtxPushCurrent", "cuMemsetD8Async", "cuLaunchKernel"]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_errors_of_the_driver_are_reported(cuda, function):
+    cuda.fake.fake_cuda_fail(function.encode(), 700)
+    try:
+        fails_with(DRIVER_ERROR, cuda.encode, Encode(values(3000), codec.Sign(), "float32"))
+    finally:
+        cuda.fake.fake_cuda_fail(b"", 0)
+    assert cuda.lib.codec_cuda_driver_error() == 700
+    assert cuda.fake.fake_cuda_contexts() == 0
+
+
+def opened(cuda, ordinal=0):
+    """Open and close another device; return the status."""
+    another = ctypes.c_void_p()
+    status = cuda.lib.codec_cuda_open(ordinal, ctypes.byref(another))
+    assert bool(another) == (status == 0)
+    cuda.lib.codec_cuda_close(another)
+    assert cuda.fake.fake_cuda_contexts() == 0
+    return status
+
+
+def test_errors_of_opening_a_device(cuda):
+    assert opened(cuda) == 0
+    assert opened(cuda, 1) == opened(cuda, -1) == NO_DEVICE
+    for function in ("cuDevicePrimaryCtxRetain", "cuModuleLoadData", "cuModuleGetFunction", "cuModuleGetGlobal"):
+        cuda.fake.fake_cuda_fail(function.encode(), 200)
+        status = opened(cuda)
+        cuda.fake.fake_cuda_fail(b"", 0)
+        assert status == DRIVER_ERROR, function
+    for arch, status in ((75, NO_KERNELS), (88, DRIVER_ERROR), (90, 0), (91, 0), (100, NO_KERNELS)):
+        cuda.fake.fake_cuda_arch(arch)  # the image for 80 is not one of kernels
+        try:
+            assert opened(cuda) == status, arch
+        finally:
+            cuda.fake.fake_cuda_arch(90)
+
+
+def test_every_status_has_a_sentence(cuda):
+    sentences = {cuda.lib.codec_cuda_strerror(status) for status in (0, 10, 40, 70, 71, 72, 73, 74)}
+    assert len(sentences) == 8
+
+
+NO_DRIVER_CODE = """
+import ctypes, sys
+try:
+    ctypes.CDLL("libcuda.so.1")
+except OSError:
+    device = ctypes.c_void_p()
+    print(ctypes.CDLL(sys.argv[1]).codec_cuda_open(0, ctypes.byref(device)))
+"""
+
+
+def test_no_driver_is_a_status():
+    """Without libcuda.so.1 the library loads, and reports that there is no driver."""
+    command = [sys.executable, "-c", NO_DRIVER_CODE, str(cuda_c.library())]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() in ("", str(NO_DRIVER))  # empty: this machine has a driver
+
+
+def test_kernel_table_is_that_of_the_engine():
+    """Names, threads of a CTA, and resident CTAs are those of codec/engines/cuda/kernels.py."""
+    table = re.findall(r'X\(\w+, "([^"]+)", (\d+), (\d+)\)', (cuda_c.API / "src/kernels.h").read_text())
+    shared = [(name, int(threads), int(resident)) for name, threads, resident in table if name in FILE_OF]
+    assert len(shared) == len(table) - 4  # own kernels of native/cuda_api
+    for name, threads, resident in shared:
+        file = FILES[FILE_OF[name]]
+        assert (threads, resident) == (file.threads, file.kernels[name])
+
+
+def test_code_of_the_page(cuda, tmp_path):
+    """The C code of docs/gpu-c.md compiles as C99 without a warning, and makes a round trip."""
+    page = (cuda_c.ROOT / "docs/gpu-c.md").read_text()
+    source, out = tmp_path / "page.c", tmp_path / "page.so"
+    source.write_text("\n".join(re.findall(r"^```c\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)))
+    strict = ["-std=c99", "-fPIC", "-shared", "-Wpedantic", "-Wstrict-prototypes", *cuda_c.WARNINGS]
+    subprocess.run(["cc", *strict, *cuda_c.INCLUDED, str(source), str(cuda_c.library()), "-o", str(out)], check=True)
+    program, plan = ctypes.CDLL(str(out)), ctypes.c_void_p()
+    assert program.plan_matrix(cuda.device, ctypes.c_uint64(40), ctypes.c_uint64(300), ctypes.byref(plan)) == 0
+    bound, x = cuda.lib.codec_cuda_bound(plan), values((40, 300), "bfloat16")
+    matrix, frame, result, back = (cuda_c.Memory(n) for n in (x.nbytes, bound, 16, x.nbytes))
+    matrix.bytes[:] = x.view(np.uint8).reshape(-1)
+    workspace = cuda_c.Memory(4 << 20)
+    last = ctypes.c_void_p(workspace.address), ctypes.c_uint64(4 << 20), None
+    encoded = [ctypes.c_void_p(m.address) for m in (matrix, frame, result)]
+    assert program.encode_matrix(plan, *encoded, *last) == 0
+    size = np.frombuffer(result.bytes, "<u8")[0]
+    assert frame.bytes[:size].tobytes() == native_frame(x, codec.Lossless(), "bfloat16")
+    decoded = [ctypes.c_void_p(m.address) for m in (frame, result, back, cuda_c.Memory(16))]
+    assert program.decode_matrix(plan, *decoded, *last) == 0
+    assert back.bytes.tobytes() == x.tobytes()
+    cuda.lib.codec_cuda_plan_close(plan)
+    assert all(m.intact() for m in (matrix, frame, result, back, workspace))
+
+
+@pytest.mark.nightly
+def test_library_is_built_and_installed_with_kernels_for_a_gpu(tmp_path):
+    """CMake compiles the kernels by NVRTC, and a program links by pkg-config. This takes a minute of CPU time."""
+    build, prefix = tmp_path / "build", tmp_path / "installed"
+    options = ["-G", "Ninja", "-DCODEC_CUDA=ON", "-DCODEC_CUDA_ARCHS=90", "-DCODEC_WERROR=ON"]
+    program = tmp_path / "program.c"
+    program.write_text(
+        "#include <codec/codec_cuda.h>\n"
+        "int main(void) { return codec_cuda_abi_version() == CODEC_CUDA_ABI_VERSION ? 0 : 1; }\n"
+    )
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PKG_CONFIG_PATH": str(prefix / "lib/pkgconfig")}
+    flags = f"-DCMAKE_INSTALL_LIBDIR=lib -DPython_EXECUTABLE={sys.executable}".split()
+    for command in (
+        ["cmake", "-S", str(cuda_c.ROOT / "native"), "-B", str(build), *options, *flags],
+        ["cmake", "--build", str(build), "--target", "codec_cuda"],
+        ["cmake", "--install", str(build), "--prefix", str(prefix)],
+        [
+            "sh",
+            "-c",
+            f"cc {program} $(pkg-config --cflags --libs codec_cuda) -Wl,-rpath,{prefix}/lib -o {tmp_path}/program",
+        ],
+        [str(tmp_path / "program")],
+    ):
+        subprocess.run(command, check=True, env=env)
