@@ -488,6 +488,22 @@ def test_code_of_the_page(cuda, tmp_path):
     assert all(m.intact() for m in (matrix, frame, result, back, workspace))
 
 
+def test_example_of_a_compressor_for_transports(cuda):
+    """examples/cuda serves a transport: round trip, damaged frames, and frames that do not fit."""
+    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", *cuda_c.WARNINGS, *cuda_c.INCLUDED]
+    source = [f"-I{cuda_c.ROOT / 'examples/cuda'}", str(cuda_c.TESTS / "transport.cc"), str(cuda_c.library())]
+    program = ctypes.CDLL(str(cuda_c.compiled("transport", [*command, *source])))
+    program.send_message.restype = ctypes.c_uint64
+    x = values(20_000, "bfloat16")
+    message, frame, received = (cuda_c.Memory(n) for n in (x.nbytes, 2 * x.nbytes, x.nbytes))
+    message.bytes[:] = x.view(np.uint8)
+    at = [ctypes.c_void_p(m.address) for m in (message, frame, received)]
+    sent = program.send_message(at[0], ctypes.c_uint64(x.nbytes), at[1], ctypes.c_uint64(2 * x.nbytes), at[2])
+    assert sent == len(native_frame(x, codec.Lossless(), "bfloat16"))
+    assert received.bytes.tobytes() == x.tobytes()
+    assert all(m.intact() for m in (message, frame, received))
+
+
 @pytest.mark.nightly
 def test_library_is_built_and_installed_with_kernels_for_a_gpu(tmp_path):
     """CMake compiles the kernels by NVRTC, and a program links by pkg-config. This takes a minute of CPU time."""
