@@ -207,3 +207,34 @@ def test_frozen_rank_is_an_error_on_the_others_after_the_timeout(ranks, schedule
 def test_exception_on_one_rank_is_an_error_on_the_others(ranks, point):
     ranks.run(_lose_a_rank, "1F1B", 0, fail, point, HANG_SECONDS)
     ranks.new_group()
+
+
+@pytest.mark.parametrize(("fault", "seconds"), [(die, HANG_SECONDS), (freeze, 3)])
+@pytest.mark.parametrize("schedule", every(3, ["1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble"]))
+def test_all_ranks_of_a_longer_pipeline_learn_of_a_lost_rank(schedule, fault, seconds):
+    """Ranks that are not neighbours of the lost one learn of it by connections that their neighbours close."""
+    with RankPool(4, timeout=HANG_SECONDS) as four:
+        four.new_group()
+        four.start(_lose_a_rank, schedule, 2, fault, 1, seconds)
+        assert len(four.results([0, 1, 3])) == 3
+
+
+def _evaluate(rank, size):
+    p = Pipeline("1F1B", rank, size)
+    p.train(1)
+    before = p.memories()
+    with altered_messages(lambda message: damaged(message, 0.5) if rank == 0 else message):
+        try:
+            p.schedule.eval(*([p.x[:BATCH]] if p.is_first else []), target=p.y[:BATCH])
+            p.train(1)
+        except codec.CodecError as e:
+            error = type(e).__name__
+    assert p.memories() == before
+    return error
+
+
+def test_damaged_message_of_an_evaluation_is_an_error_on_all_ranks(ranks):
+    first, last = ranks.run(_evaluate)
+    assert first == "PeerError"
+    assert last in ("ChecksumError", "FrameError")
+    ranks.new_group()

@@ -52,7 +52,7 @@ class Traffic:
     ) -> None:
         self.index, self.group, self.options = stage_index, group, options
         self.signature = [str(num_stages), *specs.signature()]
-        self.agreed = False  # all ranks have equal signatures
+        self.agreed = False  # all ranks have compared their signatures, since the last evaluation
         self.notes: Notes | None = None  # of the attempt in progress
         self.refused_steps = 0
         self.incoming = None if stage_index == 0 else End(stage_index - 1, "receiver", specs, options)
@@ -87,6 +87,8 @@ class Traffic:
         self._run, self._training = self._run + 1, training
         self._expected.clear()
         if self.notes is None:
+            # A rank that failed in an evaluation is missing when torch exchanges shapes again for the next step.
+            self.agreed = False
             self.wait_for_sends()
         else:
             self.notes.begin_run()
