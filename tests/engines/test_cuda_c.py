@@ -438,19 +438,16 @@ def test_every_status_has_a_sentence(cuda):
 
 NO_DRIVER_CODE = """
 import ctypes, sys
-try:
-    ctypes.CDLL("libcuda.so.1")
-except OSError:
-    device = ctypes.c_void_p()
-    print(ctypes.CDLL(sys.argv[1]).codec_cuda_open(0, ctypes.byref(device)))
+device = ctypes.c_void_p()
+print(ctypes.CDLL(sys.argv[1]).codec_cuda_open(0, ctypes.byref(device)))
 """
 
 
 def test_no_driver_is_a_status():
-    """Without libcuda.so.1 the library loads, and reports that there is no driver."""
+    """In a process that has not loaded the driver, the library loads and reports that there is none."""
     command = [sys.executable, "-c", NO_DRIVER_CODE, str(cuda_c.library())]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() in ("", str(NO_DRIVER))  # empty: this machine has a driver
+    assert done.stdout.strip() == str(NO_DRIVER)
 
 
 def test_kernel_table_is_that_of_the_engine():

@@ -22,6 +22,7 @@ API, TESTS = ROOT / "native/cuda_api", ROOT / "tests/cuda_api"
 INCLUDED = [*device.INCLUDED, f"-I{API}", f"-I{API / 'src'}", f"-I{API / 'include'}"]
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Werror"]
 C = ["gcc", "-std=c11", "-O1", "-g1", "-fPIC", "-shared", "-fvisibility=hidden", *WARNINGS, "-Wstrict-prototypes"]
+DRIVER = "libcuda_on_cpu.so.1"  # not libcuda.so.1: CuPy and NVRTC would load it, and crash
 ALIGNMENT = 256  # bytes, of a workspace
 
 
@@ -47,10 +48,10 @@ def kernels(options: Sequence[str] = ()) -> Path:
 
 
 def driver(*libraries: str) -> ctypes.CDLL:
-    """Load the driver for tests as ``libcuda.so.1``, with the libraries that have the kernels."""
+    """Load the driver for tests, with the libraries that have the kernels. dlopen(DRIVER) finds it from now on."""
     command = ["g++", "-std=c++20", "-O1", "-g1", "-fPIC", "-shared", *WARNINGS, "-Wno-missing-field-initializers"]
-    path = compiled("driver", [*command, "-Wl,-soname,libcuda.so.1", str(TESTS / "libcuda.cc")])
-    fake = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # dlopen("libcuda.so.1") finds it from now on
+    path = compiled("driver", [*command, f"-Wl,-soname,{DRIVER}", str(TESTS / "libcuda.cc")])
+    fake = ctypes.CDLL(str(path))
     fake.fake_cuda_log.restype = ctypes.c_char_p
     for library in libraries:
         fake.fake_cuda_kernels(library.encode())
@@ -62,6 +63,7 @@ def library(images: Path = TESTS / "images.c", options: Sequence[str] = ()) -> P
     folder, name = Path(native._path).resolve().parent, Path(native._path).name
     sources = map(str, sorted((API / "src").glob("*.c")))
     links = [f"-L{folder}", f"-l:{name}", f"-Wl,-rpath,{folder}", "-Wl,--no-undefined", "-ldl", "-pthread"]
+    options = [f'-DCODEC_CUDA_DRIVER="{DRIVER}"', *options]
     return compiled("codec_cuda", [*C, *options, *INCLUDED, *sources, str(images), *links])
 
 

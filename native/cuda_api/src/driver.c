@@ -5,6 +5,10 @@
 #include <pthread.h>
 #include <string.h>
 
+#ifndef CODEC_CUDA_DRIVER
+#define CODEC_CUDA_DRIVER "libcuda.so.1" /* tests give the name of another one */
+#endif
+
 static struct driver driver;
 static int usable;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -13,7 +17,7 @@ static _Thread_local int last_error;
 /* Load the driver's functions. The library stays loaded, because devices may be open until the process ends. */
 static void load(void)
 {
-	void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL), *symbol;
+	void *library = dlopen(CODEC_CUDA_DRIVER, RTLD_NOW | RTLD_LOCAL), *symbol;
 
 	if (!library)
 		return;
