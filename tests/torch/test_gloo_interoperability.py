@@ -22,7 +22,7 @@ from codec.torch import arguments, communicator, execution
 from support import flatcall
 from support.ranks import run_ranks
 from support.specs import LOSSY, TRUNCATES
-from support.tiers import HANG_SECONDS
+from support.tiers import HANG_SECONDS, every
 
 PEER = Path(os.environ.get("CODEC_GLOO_PEER", Path(__file__).parents[2] / "build/native/gloo_peer"))
 KINDS = ["allreduce", "reduce_scatter", "allgather"]
@@ -210,7 +210,7 @@ def test_every_size_gives_the_same_bits(tmp_path):
         for a, algorithm in enumerate(ALGORITHMS)
     ]
     long = [(0, (70_000, 33)), (70_000 * 33, (3, 400_000)), (70_000 * 33 + 1_200_000, (1_000_000,))]
-    n = 5 << 20  # 20 MiB
+    n = 5 << 20  # 20 MiB: slices of several chunks
     large = [
         Job(codec.Quantize(4), n=n, segments=long, stream=7),
         Job(codec.Float8(group_size=128), algorithm="ring", n=n, segments=long),
@@ -218,7 +218,7 @@ def test_every_size_gives_the_same_bits(tmp_path):
         Job(codec.Float8(), algorithm="raw", n=n),
         Job(codec.Ternary("base3"), "reduce_scatter", n=2_200_000),
     ]
-    compare(3, small + large, tmp_path)
+    compare(3, every(2, small) + large, tmp_path)
 
 
 def optimizer_jobs():
