@@ -7,12 +7,14 @@ order of sums and the statistics of batch norms.
 """
 
 import functools
+import importlib.util
 import math
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -80,10 +82,13 @@ def cnn_model() -> nn.Module:
 
 
 def digits() -> Batch:
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    return torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
+    """Return images and labels of scikit-learn's digits, from its file: to import sklearn takes seconds of CPU time."""
+    sklearn = importlib.util.find_spec("sklearn")
+    if sklearn is None or sklearn.origin is None:
+        raise ModuleNotFoundError("digits are part of scikit-learn; install the extra `bench` of this project")
+    rows = np.loadtxt(Path(sklearn.origin).parent / "datasets/data/digits.csv.gz", np.float32, delimiter=",")
+    images, labels = torch.from_numpy(rows).split([64, 1], dim=1)
+    return images.reshape(-1, 1, 8, 8) / 16, labels.flatten().long()
 
 
 def text() -> torch.Tensor:
