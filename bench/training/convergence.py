@@ -3,6 +3,7 @@
     python bench/training/convergence.py                           # all codecs of CODECS, about half an hour
     python bench/training/convergence.py --quick                   # fewer steps, one seed: below two minutes
     python bench/training/convergence.py --tasks text-sgd --codecs "Quantize(3)" "Sign(group_size=256)" --feedback on
+    python bench/training/convergence.py --from runs.json --plot convergence.png   # show runs that --json has written
 
 Each rank is a process. DistributedDataParallel averages gradients over Gloo through
 ``codec.torch.ddp_hook(spec, optimizer=optimizer)``. The policy and error feedback are the hook's defaults for the
@@ -336,7 +337,7 @@ def mean(values: list[float]) -> float:
 
 
 def deviation(values: list[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else math.nan
+    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
 
 def steps_to_target(run: Run, plain: Run) -> float:
@@ -369,6 +370,8 @@ def summarize(runs: list[Run], world: int) -> list[dict[str, Any]]:
                 {
                     "task": task,
                     "codec": name,
+                    "steps": some[0].steps,
+                    "seeds": len(some),
                     "bits": 8 * nbytes / values_sent(some[0].values, world),
                     "bytes_per_step": nbytes,
                     "loss": mean([r.loss for r in some]),
@@ -409,7 +412,7 @@ def table(heads: list[str], lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in padded)
 
 
-def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+def show(rows: list[dict[str, Any]], ranks: int) -> None:
     """Print a Markdown table for each task."""
 
     def number(value: float, form: str, other: str) -> str:
@@ -418,7 +421,7 @@ def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     heads = ["codec", "bits/value", "loss", "vs float32", "accuracy", "residual", "CPU/step", "steps", *LINKS]
     for task in dict.fromkeys(r["task"] for r in rows):
         some = [r for r in rows if r["task"] == task]
-        print(f"\n**{task}**: {args.ranks} ranks, {steps_of(task, args)} steps, {args.seeds} seeds\n")
+        print(f"\n**{task}**: {ranks} ranks, {some[0]['steps']} steps, {some[0]['seeds']} seeds\n")
         lines = [
             [
                 f"`{r['codec']}`" if r["codec"] not in (PLAIN, ORDERED) else r["codec"],
@@ -468,8 +471,8 @@ def plot(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def short(name: str) -> str:
-    """Return a codec's name for a plot."""
-    return name if len(name) < 20 else name.partition("(")[0] + '(..., guard="feedback")'
+    """Return a codec's name for a plot: a long one keeps its last argument."""
+    return name if len(name) < 30 else f"{name.partition('(')[0]}(..., {name.rpartition(', ')[2]}"
 
 
 def plot_front(axis: Any, rows: list[dict[str, Any]], styles: dict[str, Any]) -> None:
@@ -507,21 +510,77 @@ def without_nonfinite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def with_nan(value: Any) -> Any:
+    """Replace None by NaN, as :func:`without_nonfinite` has replaced NaN by None."""
+    if isinstance(value, dict):
+        return {k: with_nan(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [with_nan(v) for v in value]
+    return math.nan if value is None else value
+
+
+def load(paths: list[Path]) -> tuple[int, list[Run]]:
+    """Return the number of ranks and all runs of files that ``--json`` has written.
+
+    Raises
+    ------
+    ValueError
+        A file is not such a file, files differ in the number of ranks, two runs are the same training, or a task has a
+        seed without float32, with which all other runs are compared.
+    """
+    runs: list[Run] = []
+    ranks: set[int] = set()
+    for path in paths:
+        try:
+            report = json.loads(path.read_text())
+            runs += [Run(**with_nan(run)) for run in report["runs"]]
+            ranks.add(report["ranks"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} has not been written by --json: {error!r}") from None
+    if not runs:
+        raise ValueError("the files have no runs")
+    if len(ranks) != 1:
+        raise ValueError(f"the files have runs of {sorted(ranks)} ranks; give files with equal numbers")
+    trainings = [(r.task, r.codec, r.seed) for r in runs]
+    if twice := [t for t in dict.fromkeys(trainings) if trainings.count(t) > 1]:
+        raise ValueError(f"the files have two runs of {twice[0]}")
+    if lone := [r for r in runs if (r.task, PLAIN, r.seed) not in trainings]:
+        raise ValueError(f"the files have no run of {(lone[0].task, PLAIN, lone[0].seed)}")
+    return ranks.pop(), runs
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, help="trainings (all)")
     parser.add_argument("--codecs", nargs="+", metavar="SPEC", help=f"specs as in Python ({', '.join(CODECS)})")
     parser.add_argument("--feedback", choices=("default", "on", "off"), default="default")
     parser.add_argument("--algorithm", default="two_shot", help="as for ddp_hook (two_shot)")
     parser.add_argument("--steps", type=int, help=f"of each training ({STEPS})")
     parser.add_argument("--seeds", type=int, help=f"number of seeds ({SEEDS})")
     parser.add_argument("--ranks", type=int, choices=(2, 4, 8), default=4, help="divisors of the batch (4)")
+    parser.add_argument(
+        "--from",
+        dest="files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="train nothing; show, plot or combine (--json) the runs of files that --json has written",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all runs with their curves, and the table")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw loss over steps, and loss over bits a value"
     )
     parser.add_argument("--quick", action="store_true", help="few steps, one seed, some codecs: below two minutes")
     args = parser.parse_args()
+    if args.files:
+        if args.tasks or args.codecs or args.steps or args.seeds or args.quick:
+            parser.error("--from trains nothing: leave out --tasks, --codecs, --steps, --seeds and --quick")
+        try:
+            args.ranks, args.runs = load(args.files)
+        except ValueError as error:
+            parser.error(f"--from: {error}")
+        return args
+    args.tasks = args.tasks or list(TASKS)
     args.seeds = args.seeds or (1 if args.quick else SEEDS)
     try:
         for text in args.codecs or ():
@@ -531,8 +590,8 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parse_arguments()
+def train_chosen(args: argparse.Namespace) -> list[Run]:
+    """Do the trainings that the arguments name."""
     importlib.import_module("codec.torch")  # fail here, before any rank starts, if it is missing
     feedback = {"default": None, "on": True, "off": False}[args.feedback]
     jobs = [
@@ -541,9 +600,14 @@ def main() -> None:
         for seed in range(args.seeds)
         for name in codecs_of(args)
     ]
-    runs = train_all(jobs, args.ranks)
+    return train_all(jobs, args.ranks)
+
+
+def main() -> None:
+    args = parse_arguments()
+    runs = args.runs if args.files else train_chosen(args)
     rows = summarize(runs, args.ranks)
-    show(rows, args)
+    show(rows, args.ranks)
     if args.json:
         report = {"ranks": args.ranks, "rows": rows, "runs": [asdict(r) for r in runs]}
         args.json.write_text(json.dumps(without_nonfinite(report), indent=1))
