@@ -11,7 +11,8 @@ allreduce    time of an all-reduce, relative to Gloo's in float32               
 iteration    time of an iteration; simulated for more ranks than were measured       15, 16, 17
 accuracy     time until the accuracy of the uncompressed run                         20
 
-Models and data are those of bench/support/models.py, optimizers SGD with momentum (digits-sgd) and AdamW (text-adamw).
+Models and data are those of bench/support/models.py, optimizers SGD with momentum (digits-sgd) and AdamW (text-adamw;
+text-adamw-wide, whose model has 12 times as many parameters, and which --tasks must name).
 The last three figures run ranks in network namespaces (bench/network/netns.py: Linux, root, iproute2). The figure
 `allreduce` also runs the C++ program of `make gloo-programs` if it is built.
 
@@ -47,6 +48,7 @@ import trainings
 from convergence import ORDERED, PLAIN, Job, train_all, without_nonfinite
 
 TASKS = ("digits-sgd", "text-adamw")
+MORE_TASKS = ("text-adamw-wide",)  # done only if --tasks names them
 FIGURES = ("sizes", "deviations", "allreduce", "iteration", "accuracy")
 ON_LINKS = FIGURES[2:]  # figures that need network namespaces
 WITH_ZSTD = ("sizes", "allreduce", "iteration")
@@ -86,7 +88,7 @@ QUICK_METHODS = (PLAIN, methods.NEAR, methods.BY_BIT, methods.FP16, methods.TOP_
 ROUNDS = 2  # trainings of each method that are timed for the figure iteration; the faster one counts
 SIMULATED = (8, 16, 32, 64)
 EVALUATIONS, QUICK_EVALUATIONS = 30, 6  # of a training that is timed until it reaches the target
-SAMPLES_A_RANK = {"digits-sgd": 8, "text-adamw": 8}
+SAMPLES_A_RANK = {"digits-sgd": 8, "text-adamw": 8, "text-adamw-wide": 8}
 
 
 def progress() -> Any:
@@ -199,7 +201,9 @@ RUN = {
 def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figures", nargs="+", choices=FIGURES, help="what to measure (all)")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument(
+        "--tasks", nargs="+", choices=(*TASKS, *MORE_TASKS), default=list(TASKS), help=f"trainings ({' '.join(TASKS)})"
+    )
     parser.add_argument("--links", nargs="+", default=["100mbit", "1gbit"], help="what a rank may send (100mbit 1gbit)")
     parser.add_argument(
         "--ranks",

@@ -163,6 +163,7 @@ def _text_task(
     rank: int = 0,
     world: int = 1,
     batch: int = 16,
+    width: int = 64,
 ) -> Task:
     """Train the transformer. Every 16th stretch of 4 KiB is held out; evaluation uses 512 windows of those."""
     context, stretch = 32, 4096
@@ -180,7 +181,7 @@ def _text_task(
         return rows[:, :-1], rows[:, 1:]
 
     torch.manual_seed(seed)
-    model = Language(64, 2, context)
+    model = Language(width, 2, context)
     return _task(model, optimizer_of(model.parameters()), steps, share, (windows[:, :-1], windows[:, 1:]))
 
 
@@ -188,12 +189,13 @@ def _sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
 
 
-def _adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.01)
+def _adamw(parameters: Iterator[nn.Parameter], lr: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
 
 
 TASKS: dict[str, Callable[..., Task]] = {
     "digits-sgd": digits_task,
     "text-sgd": functools.partial(_text_task, _sgd),
     "text-adamw": functools.partial(_text_task, _adamw),
+    "text-adamw-wide": functools.partial(_text_task, functools.partial(_adamw, lr=3e-3), width=256),
 }

@@ -551,7 +551,7 @@ def load(paths: list[Path]) -> tuple[int, list[Run]]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, help="trainings (all)")
+    parser.add_argument("--tasks", nargs="+", choices=STEPS, help="trainings (all)")
     parser.add_argument("--codecs", nargs="+", metavar="SPEC", help=f"specs as in Python ({', '.join(CODECS)})")
     parser.add_argument("--feedback", choices=("default", "on", "off"), default="default")
     parser.add_argument("--algorithm", default="two_shot", help="as for ddp_hook (two_shot)")
@@ -580,7 +580,7 @@ def parse_arguments() -> argparse.Namespace:
         except ValueError as error:
             parser.error(f"--from: {error}")
         return args
-    args.tasks = args.tasks or list(TASKS)
+    args.tasks = args.tasks or list(STEPS)
     args.seeds = args.seeds or (1 if args.quick else SEEDS)
     try:
         for text in args.codecs or ():
