@@ -18,6 +18,7 @@ from support.tiers import NIGHTLY
 TESTS = ROOT / "tests/engines"
 
 ALL_REGISTERS, ALL_SHARED = 65_536, 164 << 10  # registers and bytes of shared memory of an A100 multiprocessor or later
+STACK = 300  # maximum bytes of a thread's stack, for which the driver reserves memory for all threads
 SPILLS = 80  # maximum bytes of registers that a thread spills to memory, most of them around calls once a block
 FUSED = ("rows/decode", "rows/reduce")  # divide_float8 asks for fused multiply-adds
 
@@ -72,7 +73,7 @@ def test_no_access_is_out_of_range(tmp_path):
 
 @pytest.mark.parametrize("file", FILES)
 def test_nvrtc_compiles_every_kernel(file):
-    """Kernels spill few registers, the thread blocks of a multiprocessor fit, and rounding is that of CPUs."""
+    """Kernels spill few registers and use little stack; their blocks fit a multiprocessor; rounding is that of CPUs."""
     log, ptx = compile_kernels(file, "sm_90")
     threads, resident = FILES[file]
     pattern = (
@@ -86,6 +87,7 @@ def test_nvrtc_compiles_every_kernel(file):
         assert int(spilled) <= SPILLS, name
         assert int(registers) * threads * resident[name] <= ALL_REGISTERS, name
         assert (int(shared or 0) + 1024) * resident[name] <= ALL_SHARED, name  # CUDA uses 1 KiB per block
+    assert max(map(int, re.findall(r"(\d+) bytes stack frame", log))) <= STACK
     if file in FUSED:
         ptx = ptx.replace("fma.rn.f32", "")
     assert not re.findall(r"\bfma\.|\bmad\.rn|\.ftz|\.approx|\bdiv\.full", ptx), "fused, flushed or approximated"

@@ -78,7 +78,7 @@ DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t
 DEVICE_CALL void sample_moved(const codec_view *v, uint8_t *memory, const uint8_t *values, uint32_t size,
 			      codec_choice *c, uint32_t *bins)
 {
-	const job j = {*v, memory, NULL};
+	const job &j = share_job(v, memory);
 
 	for (uint32_t i = 256 + threadIdx.x; i < 256 * size; i += CTA_THREADS)
 		((uint32_t *)c->counts)[i] = 0;

@@ -181,25 +181,43 @@ struct scaled {
 	float scale, below;
 };
 
-/* Return sums of a row of SIGN that has more than WIRE_TREE values. */
+/*
+ * Return sums of a row of SIGN that has more than WIRE_TREE values, in the order of scale_push and scale_total. Lane l
+ * keeps the sums of 2^l pieces: an array of all lanes would be in memory.
+ */
 DEVICE_CALL codec_row_sums sums_of_pieces(const codec_view *v, const codec_source *source, uint64_t first, uint32_t n,
 					  uint32_t *words, uint32_t lane)
 {
 	codec_row_sums all = {{0, 0}, 0, 0};
-	double level[2][64];
-	uint64_t npieces = 0;
+	double level[2] = {0, 0};
+	uint32_t npieces = 0; /* less than 2^32 / WIRE_TREE */
+	bool lowest = true;
 
 	for (uint64_t i = 0; i < n; i += WIRE_TREE, npieces++) {
 		uint32_t count = n - i < WIRE_TREE ? (uint32_t)(n - i) : WIRE_TREE;
 		codec_row_sums some = sums_of<true>(v, source, first + i, count, words ? words + i / 32 : NULL, lane);
 
-		for (int k = 0; k < 2; k++)
-			scale_push(level[k], npieces, some.sum[k]);
+		for (int k = 0; k < 2; k++) {
+			double x = some.sum[k];
+			uint32_t l = 0;
+
+			for (; npieces >> l & 1; l++)
+				x = round_add64(__shfl_sync(FULL, level[k], (int)l), x);
+			level[k] = l == lane ? x : level[k];
+		}
 		all.negative += some.negative;
 		all.max = some.max > all.max ? some.max : all.max;
 	}
-	for (int k = 0; k < 2; k++)
-		all.sum[k] = scale_total(level[k], npieces);
+	for (uint32_t l = 0; npieces >> l; l++) {
+		if (!(npieces >> l & 1))
+			continue;
+		for (int k = 0; k < 2; k++) {
+			double x = __shfl_sync(FULL, level[k], (int)l);
+
+			all.sum[k] = lowest ? x : round_add64(x, all.sum[k]);
+		}
+		lowest = false;
+	}
 	return all;
 }
 

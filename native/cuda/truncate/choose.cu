@@ -27,7 +27,7 @@ union cut_room {
 DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const codec_source *source, const codec_cuts &by,
 			    uint32_t share, codec_choice *to, cut_room *room)
 {
-	const job j = {*v, memory, NULL};
+	const job &j = share_job(v, memory);
 	const cutter c = cutter_of(v, source, by);
 	const uint32_t octave = 1u << c.q.octave_log2;
 	uint64_t nrows = (v->n + WIRE_ROW - 1) / WIRE_ROW, stride = choose_stride(nrows);
