@@ -66,6 +66,9 @@ class Idle:
     def on(self, stream: int) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def capturing(self) -> bool:
+        return False
+
     def stream(self) -> int:
         return 0
 

@@ -6,6 +6,7 @@ Fixtures run tests on one, two or three kinds of device; ``make gpu-tests`` runs
 import hashlib
 import itertools
 import os
+import weakref
 
 import numpy as np
 import pytest
@@ -15,12 +16,14 @@ from hypothesis import strategies as st
 import codec
 from codec import optimizers
 from codec._c.library import ITEMSIZE
-from codec.engines.cuda import encoding, plan, workspace
+from codec.engines.cuda import encoding, plan, scratch, workspace
+from codec.engines.cuda.kernels import FILE_OF
 from codec.engines.cuda.plan import Plan
+from codec.engines.cuda.workspace import Work
 from codec.errors import Status
 from reference import decoder as oracle
 from support import cupy_on_cpu, engine_comparison, flatcall
-from support.device import Emulated, Real, build, use
+from support.device import DeviceArray, Emulated, Real, build, use
 from support.engine_comparison import (
     check_decode,
     check_encode,
@@ -881,6 +884,139 @@ def test_upload_is_limited_to_the_used_part_of_a_job(device):
         device.uploaded.clear()
         codec.decode(frame)
         assert 0 < sum(device.uploaded) < 1100, spec
+
+
+SCRATCHED = {  # codecs that need scratch memory
+    "lossless": codec.Lossless(),
+    "float8": codec.Float8(entropy=True),
+    "trits": codec.Ternary("base3"),
+    "ternary": codec.Ternary("entropy"),
+    "truncate": codec.Truncate(1),
+    "joint": codec.Truncate(level_coding="coded"),
+}
+
+
+@on_cpu
+@pytest.mark.parametrize("nbytes", [1, 400_000, 1_500_000])  # of units: for one warp, some and most
+@pytest.mark.parametrize("workers", [1, 4])
+def test_warps_wait_for_scratch_memory(nbytes, workers, monkeypatch):
+    """Fewer units than warps need delay warps, but change nothing; all units are given back."""
+    device = Emulated(build(options=[f"-DCUDA_ON_CPU_WORKERS={workers}"] if workers > 1 else []), 3)
+    use(monkeypatch, device)
+    monkeypatch.setattr(scratch, "_MOST_NBYTES", nbytes)
+    rng = np.random.default_rng(nbytes)
+    xs = [rng.standard_normal(n, F32) * (rng.random(n) > zeros) for n, zeros in ((90_000, 0.1), (600, 0), (70_000, 0))]
+    for spec in SCRATCHED.values():
+        how = [level_arguments(spec, len(x)) for x in xs]
+        frames = [
+            flatcall.encode(x, spec, stream=i << 32, **levels)
+            for i, (x, levels) in enumerate(zip(xs, how, strict=True))
+        ]
+        there = [device.put(np.frombuffer(frame, np.uint8)) for frame in frames]
+        assert list(map(bytes_of, codec.decode_many(there))) == [codec.decode(frame).tobytes() for frame in frames]
+        if not any(how):
+            assert codec.encode_many(xs, spec, options=codec.options(engine="cuda")) == frames
+            continue
+        for x, levels, frame in zip(xs, how, frames, strict=True):
+            assert flatcall.encode(device.put(x), spec, **levels).get().tobytes() == frame
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_whose_exponents_are_not_coded(dtype, device):
+    """Some blocks of a tensor are constant in the plane that is coded in all others, or too random to be coded."""
+    rng = np.random.default_rng(5)
+    bits = rng.standard_normal(20 << 14, F32).view(np.uint32)
+    bits[3 << 14 : 4 << 14] = rng.integers(0, 1 << 23, 1 << 14) | 0x3F800000
+    bits[6 << 14 : 8 << 14] = rng.integers(0, 1 << 32, 2 << 14)
+    bits[19 << 14 :] &= 0x807FFFFF
+    x = bits if dtype == "float32" else (bits >> 16).astype(np.uint16)
+    spec = codec.Lossless(model="flat")
+    expected = codec.encode(codec.view(x, dtype), spec)
+    assert len(expected) < 0.97 * x.nbytes  # exponents are coded
+    frame = codec.encode(codec.view(device.put(x), dtype), spec).get().tobytes()
+    assert frame == expected
+    assert codec.decode(device.put(np.frombuffer(frame, np.uint8)), like=device.put(x)).get().tobytes() == x.tobytes()
+
+
+class Counted(Emulated):
+    """Device that launches nothing, and counts the bytes that calls have allocated and not released."""
+
+    live = peak = 0
+
+    def allocate(self, nbytes, like):
+        address, memory = _NOWHERE, type("Memory", (), {})()
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(memory, self.release, nbytes)
+        return address, memory
+
+    def release(self, nbytes):
+        self.live -= nbytes
+
+    def upload(self, to, data):
+        return None
+
+    def download(self, at, nbytes):
+        return bytearray(nbytes)
+
+    def clear(self, at, nbytes):
+        pass
+
+    def copy(self, to, at, nbytes):
+        pass
+
+    def launch(self, kernel, grid, *args):
+        pass
+
+
+_NOWHERE = 1 << 20  # address that nobody reads
+PEAKS = {  # maximum MB of scratch memory on a GPU of 132 multiprocessors, for tensors that use all of them
+    "lossless": (codec.Lossless(), 100),
+    "bfloat16": (codec.Lossless(), 100),
+    "truncate": (codec.Truncate(1), 100),
+    "float8_entropy": (codec.Float8(entropy=True), 100),
+    "trits": (codec.Ternary("base3"), 2),
+    "float8": (codec.Float8(), 0),
+    "quantize": (codec.Quantize(4), 0),
+    "sign": (codec.Sign(), 0),
+    "ternary": (codec.Ternary(), 0),
+}
+
+
+@on_cpu
+@pytest.mark.parametrize("name", PEAKS)
+def test_scratch_memory_does_not_grow_with_the_number_of_tensors(name, library, monkeypatch):
+    """Pending frames keep none; a batch needs as much as one large tensor."""
+    spec, most = PEAKS[name]
+    device = Counted(library, 132)
+    use(monkeypatch, device)
+    dtype = "bfloat16" if name == "bfloat16" else "float32"
+    x = codec.view(DeviceArray(np.empty((1 << 13, 1 << 13), like(dtype).dtype)), dtype)
+    out = DeviceArray(np.empty(codec.bound((1 << 13, 1 << 13), dtype, spec), np.uint8))
+    pending = codec.encode_async(x, spec, out=out)
+    one, kept = device.peak, device.live
+    assert one <= most * 1_000_000 + kept
+    assert kept < 1 << 20  # arguments, decisions and results
+    more = [codec.encode_async(x, spec, out=out) for _ in range(20)]
+    assert device.peak <= one + 20 * kept
+    del pending, more
+    assert device.live == 0
+    device.peak = 0
+    codec.encode_many([x] * 50, spec)
+    assert device.peak <= most * 1_000_000 + 50 * (1 << 20)
+
+
+@on_cpu
+@pytest.mark.parametrize("kernel", [name for name in FILE_OF if name.startswith(("encode_", "decode_"))])
+def test_scratch_memory_of_a_call_is_limited(kernel, library):
+    device = Counted(library, 132)
+    most = [
+        scratch.Scratch(Work(device, 0), [(kernel, 528, scratch.Need(nbytes, units))] * frames)
+        for nbytes, units in ((33_152, 9), (82_560, 1), (66_176, 1))
+        for frames in (1, 1000)
+    ]
+    assert all(4 * 528 * 33_152 <= s.nbytes <= 100_000_000 for s in most)
 
 
 @on_cpu

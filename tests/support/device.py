@@ -123,6 +123,9 @@ class Emulated:
     def on(self, stream: int) -> Any:
         return nullcontext()
 
+    def capturing(self) -> bool:
+        return False
+
     def stream(self) -> int:
         return 0
 

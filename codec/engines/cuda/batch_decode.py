@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from codec.engines.cuda.decoding import DECODING_NBYTES, FOUND_NBYTES, NOTHING_FOUND, Frame, Sink
 from codec.engines.cuda.kernels import blocks_for
 from codec.engines.cuda.preprocess import PREPROCESSING_NBYTES
+from codec.engines.cuda.scratch import Scratch
 from codec.engines.cuda.upload import aligned
 from codec.engines.cuda.workspace import Work, grid_for, launch_each, pointer, small
 from codec.engines.request import DecodeRequest
@@ -88,7 +89,11 @@ class BatchDecode:
         image += bytes(aligned(len(image)) - len(image))
         decodings = len(image)
         found = decodings + aligned(DECODING_NBYTES * sum(len(step.items) for step in steps))
-        uploads = aligned(found + FOUND_NBYTES * len(frames))
+        taken = aligned(found + FOUND_NBYTES * len(frames))
+        needs = {id(frame): frame.scratch for frame in frames}
+        scratch = Scratch(work, [(frame.kernel, frame.grid, needs[id(frame)]) for frame in frames])
+        work.keep(scratch)
+        uploads = taken + scratch.taken_nbytes
         sizes = [len(frame.image.upload) for frame in frames]
         address = work.new(uploads + sum(sizes))
         self._preprocessing_at, self._at, self._found = address, address + decodings, address + found
@@ -98,7 +103,9 @@ class BatchDecode:
         seen = set[int]()
         for kernel, items in itertools.chain(*self._launches):
             for frame, sink in items:
-                image += frame.decoding(kernel, *places[id(frame)], sink, checks=id(frame) not in seen)
+                used = kernel == frame.kernel and needs[id(frame)].nbytes > 0
+                units = scratch.struct(address + taken, used=used)
+                image += frame.decoding(*places[id(frame)], units, sink, checks=id(frame) not in seen)
                 seen.add(id(frame))
         image = image.ljust(found, b"\0") + NOTHING_FOUND * len(frames)
         work.send(address, image.ljust(uploads, b"\0") + b"".join([frame.image.upload for frame in frames]))

@@ -122,6 +122,9 @@ class Gpu:
         with self._device:
             return self._stream().ptr
 
+    def capturing(self) -> bool:
+        return self._stream().is_capturing()
+
     def _other(self, stream: int) -> Any:
         return self._cupy.cuda.Stream.from_external(_ForeignStream(stream)) if stream else self._cupy.cuda.Stream.null
 

@@ -9,8 +9,9 @@ from codec._call import Call
 from codec.engines.blockwise import tensor_like
 from codec.engines.cuda.encoding import ALIGNMENT
 from codec.engines.cuda.kernels import blocks_for
-from codec.engines.cuda.plan import WARPS
+from codec.engines.cuda.plan import is_entropy_coded
 from codec.engines.cuda.preprocess import Preprocessing
+from codec.engines.cuda.scratch import UNITS_NBYTES, WARPS, Need
 from codec.engines.cuda.upload import DATA_AT, Image
 from codec.engines.cuda.workspace import Work, grid_for
 from codec.engines.native import decoding as native
@@ -22,7 +23,7 @@ from codec.specs import BoundSpec
 from codec.tensors.view import TensorView
 
 _FOUND = struct.Struct("<QQII")  # codec_found of native/cuda/frame/decode.cuh
-_DECODING = struct.Struct("<6Q QIffII4x 2I")  # codec_decoding
+_DECODING = struct.Struct(f"<3Q {UNITS_NBYTES}s 2Q QIffII4x 2I")  # codec_decoding
 _NONE = 2**64 - 1
 FOUND_NBYTES, DECODING_NBYTES = _FOUND.size, _DECODING.size
 NOTHING_FOUND = _FOUND.pack(_NONE, 0, 0, 0)
@@ -130,7 +131,6 @@ class Frame:
         if levels is not None and self._shared:
             preprocessing.ask(levels)
         self.kernel, self._constant, self.summing = _kernels(view, ITEMSIZE[self.dtype])
-        self._scratch = 0
         device = work.device
         blocks = blocks_for(self.kernel, device.processors, view.nblocks)
         self.grid = blocks if view.nblocks else grid_for(device, view.n)
@@ -201,14 +201,20 @@ class Frame:
         records = struct.iter_unpack("<QQQIIII", ffi.buffer(self._job + a.at, a.count * a.itemsize))
         return [(count, row, scale) for _, count, _, _, row, scale, _ in records]
 
-    def decoding(self, kernel: str, at: int, found: int, sink: Sink, *, checks: bool) -> bytes:
-        """Return the codec_decoding for a kernel that has been prepared, from the addresses of its image and result."""
-        device, warps = self.work.device, WARPS * self.grid
-        if kernel == self.kernel and self._constant and not self._scratch:
-            self._scratch = self.work.new(warps * device.constant(kernel, *self._constant)[-1])
+    @property
+    def scratch(self) -> Need:
+        """Scratch memory that :attr:`kernel`, which has been prepared, needs."""
+        if self._constant is None:
+            return Need(0)
+        name, count, i = self._constant
+        return Need(self.work.device.constant(self.kernel, name, count)[i])
+
+    def decoding(self, at: int, found: int, scratch: bytes, sink: Sink, *, checks: bool) -> bytes:
+        """Return the codec_decoding, from the addresses of the frame's image and result and a codec_units."""
         codes = bool(sink.codes & lib.CODEC_UNSCALED), bool(sink.codes & lib.CODEC_RESCALE)
-        addresses = at, at + DATA_AT, self._at, self._scratch, self.preprocessing.exponents, found
-        return _DECODING.pack(*addresses, *sink[:4], *codes, checks, warps)
+        addresses = self.preprocessing.exponents, found
+        warps = WARPS * self.grid
+        return _DECODING.pack(at, at + DATA_AT, self._at, scratch, *addresses, *sink[:4], *codes, checks, warps)
 
     def close(self, found: bytes) -> None:
         """Raise the error that the kernels found.
@@ -235,18 +241,18 @@ class Frame:
         _call.give(self._call)
 
 
-def _kernels(v: Any, size: int) -> tuple[str, tuple[str, int] | None, str]:
-    """Return the decoding kernel, the constant whose last number is a warp's scratch, and the summing kernel."""
+def _kernels(v: Any, size: int) -> tuple[str, tuple[str, int, int] | None, str]:
+    """Return the decoding kernel, the constant that has the bytes of a warp's scratch, and the summing kernel.
+
+    A constant is an array's name, its length, and the index of the number.
+    """
     if v.layout == 0:
         return "decode_stored", None, ""
     if v.codec == lib.CODEC_LOSSLESS:
-        return f"decode_lossless<{size}>", ("decode_lossless_nbytes", size.bit_length()), ""
+        planes = (~v.fixed & ((1 << size) - 1)).bit_length()  # planes_in_regions of native/cuda/common/job.cuh
+        return f"decode_lossless<{size}>", ("decode_lossless_nbytes", 9, planes), ""
     if v.codec == lib.CODEC_TRUNCATE:
-        return "decode_truncate", ("decode_truncate_nbytes", 1), ""
-    coded = {
-        lib.CODEC_TERNARY: v.variant == lib.CODEC_TERNARY_ENTROPY,
-        lib.CODEC_FLOAT8: v.options & lib.CODEC_OPTION_ENTROPY,
-    }
-    if coded.get(v.codec):
-        return f"decode_rows<{v.codec}>", ("decode_rows_nbytes", 1), ""
+        return "decode_truncate", ("decode_truncate_nbytes", 1, 0), ""
+    if is_entropy_coded(v):
+        return f"decode_rows<{v.codec}>", ("decode_rows_nbytes", 1, 0), ""
     return f"decode_rows<{v.codec}>", None, f"reduce_rows<{v.codec}>"

@@ -19,6 +19,10 @@ class Device(Protocol):
         """Make this device and ``stream`` current in the context."""
         ...
 
+    def capturing(self) -> bool:
+        """Return whether the current stream is captured: its memory must be kept as long as the graph."""
+        ...
+
     def stream(self) -> int:
         """Return the stream that the caller has made current."""
         ...

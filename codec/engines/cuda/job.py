@@ -4,15 +4,16 @@ import itertools
 import struct
 from collections.abc import Sequence
 
-from codec.engines.cuda.plan import WARPS, Plan
+from codec.engines.cuda.plan import Plan
 from codec.engines.cuda.preprocess import PREPROCESSING_NBYTES, Preprocessing
+from codec.engines.cuda.scratch import UNITS_NBYTES, WARPS, Scratch
 from codec.engines.cuda.upload import DATA_AT, aligned
 from codec.engines.cuda.workspace import Work, grid_for, launch_each
 from codec.engines.request import EncodeRequest
 
 WRITTEN_NBYTES = 48  # bytes of a codec_written of native/cuda/frame/encode.cuh
 COUNTS_NBYTES = 1024  # bytes of the symbol counts at the beginning of a codec_choice (native/cuda/coder/sample.cuh)
-_ENCODING = struct.Struct("<15Q2I")  # codec_encoding of native/cuda/frame/encode.cuh
+_ENCODING = struct.Struct(f"<7Q{UNITS_NBYTES}s6Q2I")  # codec_encoding of native/cuda/frame/encode.cuh
 
 
 class Job:
@@ -54,14 +55,14 @@ class Job:
         if r.feedback:
             preprocessing.add(r.x, values, residual)
             values = preprocessing.rounded
-        scratch = work.new(WARPS * layout.grid * layout.each)
-        self._source = values, preprocessing.sums, residual, frame, capacity, scratch, layout.each
+        self._source = values, preprocessing.sums, residual, frame, capacity
 
-    def struct(self, at: int) -> bytes:
-        """Return the codec_encoding, from the address of the plan's upload."""
+    def struct(self, at: int, scratch: bytes) -> bytes:
+        """Return the codec_encoding, from the address of the plan's upload and a codec_units."""
         plan, layout, ends = self.plan, self.layout, (self.preprocessing.exponents, self.preprocessing.levels)
         zeros = self.counts, at + plan.head_at, self.counts + layout.choice_nbytes, self.written
-        return _ENCODING.pack(at, at + DATA_AT, *self._source, *zeros, *ends, plan.nparts, WARPS * layout.grid)
+        warps = WARPS * layout.grid
+        return _ENCODING.pack(at, at + DATA_AT, *self._source, scratch, *zeros, *ends, plan.nparts, warps)
 
 
 def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
@@ -77,13 +78,17 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     if not jobs[0].written:
         _place_results(work, jobs)
     preprocessing = [some for job in jobs if (some := job.preprocessing.struct(job.written))]
+    scratch = Scratch(work, [(job.plan.kernel, job.layout.grid, job.layout.scratch) for job in jobs])
+    if device.capturing():
+        work.keep(scratch)
     first = aligned(PREPROCESSING_NBYTES * len(preprocessing))
-    offset = first + _ENCODING.size * len(jobs)
+    taken = first + _ENCODING.size * len(jobs)
+    offset = taken + scratch.taken_nbytes
     made = offset + sum(job.plan.nbytes for job in jobs)
     address = work.new(made + sum(job.plan.made_nbytes for job in jobs))
-    encodings, uploads = bytearray(b"".join(preprocessing).ljust(first)), bytearray()
+    encodings, uploads = bytearray(b"".join(preprocessing).ljust(first)), bytearray(scratch.taken_nbytes)
     for job in jobs:
-        encodings += job.struct(address + offset)
+        encodings += job.struct(address + offset, scratch.struct(address + taken, used=job.layout.scratch.nbytes > 0))
         uploads += job.plan.upload(made - offset, job.stream)
         offset += job.plan.nbytes
         made += job.plan.made_nbytes

@@ -9,10 +9,10 @@ from codec._c.spec_structs import spec_struct
 from codec._call import Call, new_tensor
 from codec.engines.cuda.devices import Device
 from codec.engines.cuda.kernels import blocks_for
+from codec.engines.cuda.scratch import WARPS, Need
 from codec.engines.cuda.upload import VIEW_NBYTES, Image, aligned
 from codec.engines.request import EncodeRequest
 
-WARPS = 4  # warps of a thread block that encodes or decodes blocks of values
 _KEPT, _KEPT_NBYTES = 256, 1 << 16  # maximum number of plans that are kept, and of their bytes
 _STREAM, _STREAM_AT = struct.Struct("<Q"), ffi.offsetof("codec_view", "stream")
 
@@ -22,7 +22,7 @@ class Layout(NamedTuple):
 
     grid: int  # thread blocks of the kernel that encodes blocks
     other_grid: int  # thread blocks of all other kernels
-    each: int  # bytes of scratch memory for a warp of the first kernel
+    scratch: Need  # of the first kernel
     choice_nbytes: int  # zeroed memory of the decisions about the tensor, from symbol counts on
     zeros_nbytes: int  # decisions, and the offsets of blocks
 
@@ -96,10 +96,23 @@ class Plan:
             grid = blocks_for(self.kernel, device.processors, v.nblocks)
             choice, part = device.constant("close_frame", "choose_nbytes", 2)
             choice = aligned(choice + max(self.nparts, 1) * part)
-            each = device.constant(self.kernel, *self._room)[-1] + self._region if v.nblocks else 0
+            scratch = self._scratch(device) if v.nblocks else Need(0)
             other_grid = min(WARPS * grid, 2 * device.processors)
-            self._layouts[device.name] = found = Layout(grid, other_grid, each, choice, choice + aligned(8 * v.nblocks))
+            zeros = choice + aligned(8 * v.nblocks)
+            self._layouts[device.name] = found = Layout(grid, other_grid, scratch, choice, zeros)
         return found
+
+    def _scratch(self, device: Device) -> Need:
+        """Return the scratch memory that the encoding kernel needs."""
+        v, size = self.view, device.constant(self.kernel, *self._room)
+        if self._family == "lossless":
+            return Need(size[0], lib.codec_dtype_nbytes(v.dtype) + 1)
+        if self._family == "truncate":
+            return Need(size[v.variant == lib.CODEC_LEVEL_CODING_CODED])
+        if is_entropy_coded(v):
+            return Need(size[0] + self._region)
+        packs_trits = v.codec == lib.CODEC_TERNARY and v.variant == lib.CODEC_TERNARY_BASE3
+        return Need(size[1] if packs_trits else 0)
 
     def steps(self, layout: Layout, *, residual: bool) -> list[tuple[str, int]]:
         """Return the kernels to launch before ``close_frame``, with their numbers of thread blocks."""
@@ -109,6 +122,13 @@ class Plan:
         steps = [(f"choose_{self._family}", layout.other_grid), (self.kernel, layout.grid)]
         scaled_last = v.codec == lib.CODEC_SIGN and v.row_sums.count and not residual  # as in rows/encode.cuh
         return [*steps, ("scale_rows", layout.other_grid)] if scaled_last else steps
+
+
+def is_entropy_coded(v: Any) -> bool:
+    """Return whether codes of a row codec are entropy coded."""
+    if v.codec == lib.CODEC_TERNARY:
+        return v.variant == lib.CODEC_TERNARY_ENTROPY
+    return v.codec == lib.CODEC_FLOAT8 and bool(v.options & lib.CODEC_OPTION_ENTROPY)
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}  # of requests without levels
@@ -146,9 +166,9 @@ def _new_call(r: EncodeRequest) -> Call:
 
 
 def _kernels(v: Any, size: int) -> tuple[str, str, tuple[str, int]]:
-    """Return the family, its encoding kernel, and the constant whose last number is a warp's scratch in bytes."""
+    """Return the family, its encoding kernel, and the constant with bytes of scratch memory."""
     if v.codec == lib.CODEC_LOSSLESS:
-        return "lossless", f"encode_lossless<{size}>", ("encode_lossless_nbytes", size.bit_length())
+        return "lossless", f"encode_lossless<{size}>", ("encode_lossless_nbytes", 1)
     if v.codec == lib.CODEC_TRUNCATE:
-        return "truncate", "encode_truncate", ("encode_truncate_nbytes", 1)
-    return "rows", f"encode_rows<{v.codec}>", ("encode_rows_nbytes", 1)
+        return "truncate", "encode_truncate", ("encode_truncate_nbytes", 2)
+    return "rows", f"encode_rows<{v.codec}>", ("encode_rows_nbytes", 2)

@@ -50,9 +50,17 @@ class Work:
 
     def new(self, nbytes: int) -> int:
         """Return the address of uninitialized bytes, a multiple of 256."""
-        address, owner = self.device.allocate(max(nbytes, 1), self._like)
+        address, owner = self.allocate(nbytes)
         self._keep.append(owner)
         return address
+
+    def allocate(self, nbytes: int) -> tuple[int, object]:
+        """Return the address of uninitialized bytes, and their owner, which the caller keeps."""
+        return self.device.allocate(max(nbytes, 1), self._like)
+
+    def keep(self, owner: object) -> None:
+        """Keep the owner of memory as long as this object."""
+        self._keep.append(owner)
 
     def zeros(self, nbytes: int) -> int:
         """Return the address of zeroed bytes."""

@@ -216,9 +216,9 @@ template <class G> static __device__ uint32_t end_plane(const coding &s, uint32_
 	return nbytes;
 }
 
-/* Code a plane of k symbols in memory. Returns the bytes written to `out`; 0 if they would be more than `most`. */
-DEVICE_CALL uint32_t encode_plane(const job *j, uint32_t p, const uint32_t *symbol, uint32_t k, uint32_t most,
-				  uint32_t *words, uint8_t *literals, bool wide, uint8_t *out, uint32_t lane)
+/* Code all rows of a plane of k symbols in memory. See begin_plane. */
+static __device__ coding code_rows(const job *j, uint32_t p, const uint32_t *symbol, uint32_t k, uint32_t *words,
+				   uint8_t *literals, bool wide, uint32_t lane)
 {
 	const uint32_t pad = table_of(j, p)[TABLE_PAD] * ONES;
 	coding s = begin_plane(j, p, words, literals, wide);
@@ -228,7 +228,15 @@ DEVICE_CALL uint32_t encode_plane(const job *j, uint32_t p, const uint32_t *symb
 
 		code_quad(&s, filled(quad, n, pad), r, n, lane);
 	}
-	return end_plane(s, most, [&](uint32_t) { return out; }, lane);
+	return s;
+}
+
+/* Code a plane of k symbols in memory. Returns the bytes written to `out`; 0 if they would be more than `most`. */
+DEVICE_CALL uint32_t encode_plane(const job *j, uint32_t p, const uint32_t *symbol, uint32_t k, uint32_t most,
+				  uint32_t *words, uint8_t *literals, bool wide, uint8_t *out, uint32_t lane)
+{
+	return end_plane(
+		code_rows(j, p, symbol, k, words, literals, wide, lane), most, [&](uint32_t) { return out; }, lane);
 }
 
 #endif

@@ -81,19 +81,6 @@ DEVICE_CALL uint32_t cta_next_task(uint32_t *ticket)
 }
 
 /*
- * Fence of acquire and release, device scope. __threadfence() is sequentially consistent too, which costs more and
- * which flags and counters do not need.
- */
-DEVICE void device_fence()
-{
-#ifdef __CUDA_ARCH__
-	asm volatile("fence.acq_rel.gpu;" ::: "memory");
-#else
-	__threadfence();
-#endif
-}
-
-/*
  * Release fence, device scope: writes of all threads of the CTA become visible before the next write of thread 0. The
  * barrier orders these writes before the fence of thread 0, and fences are cumulative.
  */

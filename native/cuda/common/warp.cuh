@@ -188,4 +188,17 @@ DEVICE uint32_t equal_mask(uint32_t x, uint32_t byte)
 	return (~(((d & 0x7f7f7f7fu) + 0x7f7f7f7fu) | d) >> 7 & ONES) * 255;
 }
 
+/*
+ * Fence of acquire and release, device scope. __threadfence() is sequentially consistent too, which costs more and
+ * which flags and counters do not need.
+ */
+DEVICE void device_fence()
+{
+#ifdef __CUDA_ARCH__
+	asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#else
+	__threadfence();
+#endif
+}
+
 #endif

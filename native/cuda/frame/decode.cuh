@@ -9,6 +9,7 @@
 #include "coder/decode.cuh"
 #include "common/checksum.cuh"
 #include "common/job.cuh"
+#include "common/scratch.cuh"
 #include "common/values.cuh"
 
 /* Result of decoding a frame. fault is all ones and the rest 0 before the launch. */
@@ -23,7 +24,7 @@ struct codec_decoding {
 	const codec_view *view; /* of a job made by codec_decode_plan */
 	const uint8_t *memory;  /* arrays of the view */
 	const uint8_t *frame;
-	uint8_t *scratch;         /* scratch memory of all warps */
+	codec_units scratch;      /* units of decode_*_nbytes bytes */
 	const uint8_t *exponents; /* Truncate, shared levels: exponents of A for all values */
 	codec_found *found;
 	codec_sink sink;
@@ -81,11 +82,10 @@ DEVICE const codec_decoding &decoding_of(const codec_decoding *decodings)
  * Decode (or only check) all blocks of the CTA's frame.
  *
  * read(decoding, job, block, cursor, pairs, scratch, lane, checksum) decodes one block and returns a status. pairs:
- * tables of 2^PAIR_BITS entries in shared memory; scratch: scratch_nbytes bytes of the warp; *checksum: read adds to it
- * the checksums of the block's parts of the `size` planes that are fixed.
+ * tables of 2^PAIR_BITS entries in shared memory; scratch: the warp's unit; *checksum: read adds to it the checksums of
+ * the block's parts of the `size` planes that are fixed.
  */
-template <uint32_t PAIR_BITS, class F>
-DEVICE void decode_blocks(const codec_decoding *decodings, uint64_t scratch_nbytes, int size, F read)
+template <uint32_t PAIR_BITS, class F> DEVICE void decode_blocks(const codec_decoding *decodings, int size, F read)
 {
 	__shared__ uint32_t entries[1 << PAIR_BITS];
 	const codec_decoding &d = decoding_of(decodings);
@@ -96,13 +96,14 @@ DEVICE void decode_blocks(const codec_decoding *decodings, uint64_t scratch_nbyt
 	const pairs by = {entries, PAIR_BITS, v.coded ? (uint32_t)__ffs((int)v.coded) - 1 : WIRE_MAX_PLANES};
 	uint32_t lane = threadIdx.x % 32;
 	uint64_t warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = d.warps;
-	uint8_t *scratch = d.scratch + warp * scratch_nbytes;
 
 	if (warp >= warps)
 		return;
 	if (v.coded)
 		fill_pairs(by, table_of(&j, by.plane));
 	__syncthreads();
+	const taken_units units = take_units(d.scratch, d.scratch.each, lane);
+
 	if (warp == 0)
 		report_fault(found, 0, check_frame(&v, frame, lane), lane);
 	for (uint64_t b = warp; b < v.nblocks; b += warps) {
@@ -115,7 +116,7 @@ DEVICE void decode_blocks(const codec_decoding *decodings, uint64_t scratch_nbyt
 			report_fault(found, b + 1, status, lane);
 			continue;
 		}
-		status = read(d, &j, b, c, by, scratch, lane, &checksum);
+		status = read(d, &j, b, c, by, units.memory, lane, &checksum);
 		if (d.checks) {
 			if (status == CODEC_OK)
 				checksum += digest_bytes(here(&c), left(&c), WIRE_SEED_REGION, lane);
@@ -133,6 +134,7 @@ DEVICE void decode_blocks(const codec_decoding *decodings, uint64_t scratch_nbyt
 		report_fault(found, b + 1, status, lane);
 		__syncwarp();
 	}
+	give_units(d.scratch, units, lane);
 }
 
 #endif

@@ -9,6 +9,7 @@
 
 #include "common/checksum.cuh"
 #include "common/job.cuh"
+#include "common/scratch.cuh"
 #include "common/values.cuh"
 
 /* Result of encoding a frame, and counters that its warps share. All 0 at first. */
@@ -38,15 +39,14 @@ struct codec_encoding {
 	codec_source source;
 	uint8_t *frame;
 	uint64_t capacity;          /* of the frame, in bytes */
-	uint8_t *scratch;           /* scratch memory of all warps */
-	uint64_t each;              /* bytes of scratch a warp: encode_*_nbytes + size of the largest region */
+	codec_units scratch;        /* see encode_*_nbytes */
 	codec_choice *found;        /* 0 at first; followed by codec_part_found of each part */
 	const uint8_t *head;        /* header of the planned job, from codec_encode_head */
 	unsigned long long *places; /* one a block, 0 at first: see look_back */
 	codec_written *out;
 	codec_cuts by;
 	uint32_t nparts; /* parts of the planned scale model */
-	uint32_t warps;  /* warps that have scratch memory; a launch may have more */
+	uint32_t warps;  /* warps that work on this frame; a launch may have more */
 };
 
 /* Return the CTA's codec_encoding in shared memory. */
@@ -91,12 +91,6 @@ static __device__ uint64_t look_back(volatile unsigned long long *places, uint64
 	if (lane == 0 && b)
 		places[b] = PLACE_SUMMED | (before + mine);
 	return before;
-}
-
-/* Return this warp's scratch memory. */
-DEVICE uint8_t *scratch_of(const codec_encoding &e)
-{
-	return e.scratch + ((uint64_t)blockIdx.x * WARPS + threadIdx.x / 32) * e.each;
 }
 
 /* Take the next block that no warp has taken; a number of v->nblocks or more: none is left. */

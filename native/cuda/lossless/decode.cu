@@ -331,7 +331,7 @@ DEVICE codec_status find_planes(const job *j, uint64_t first, uint32_t m, uint32
 	const codec_view &v = j->v;
 	const bool pruned = head & WIRE_REGION_PRUNED;
 	const uint32_t *top = (const uint32_t *)scratch;
-	uint8_t *some = scratch + SIZE * PLANE_ROOM; /* plane of live values only */
+	uint8_t *some = scratch + planes_in_regions(v, SIZE) * PLANE_ROOM; /* plane of live values only */
 	const uint8_t *section = c->frame + v.planes_offset + first;
 	codec_status status = CODEC_OK;
 	uint32_t k = m;
@@ -412,7 +412,7 @@ DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit
 						lane);
 }
 
-/* Decode a region with any planes. scratch: memory for SIZE + 1 planes. */
+/* Decode a region with any planes. scratch: memory for decode_lossless_nbytes bytes. */
 template <int SIZE>
 DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor c, const pairs &by, uint8_t *scratch,
 				const codec_sink *sink, uint64_t *checksum, uint32_t lane)
@@ -448,15 +448,27 @@ DEVICE codec_status read_block(const job *j, uint64_t b, cursor c, const pairs &
 	return read_single_plane<SIZE>(j, b, head & 3, c, by, sink, checksum, lane);
 }
 
-/* Bytes of scratch memory for a warp, by log2 of a value's size; read by the host. */
-extern "C" __device__ const uint64_t decode_lossless_nbytes[] = {2 * PLANE_ROOM, 3 * PLANE_ROOM, 5 * PLANE_ROOM,
-								 9 * PLANE_ROOM};
+/*
+ * Bytes of scratch memory for a warp, by the number of planes in regions (planes_in_regions); read by the host. One
+ * more plane is for live values only: plane 0 has all values.
+ */
+extern "C" __device__ const uint64_t decode_lossless_nbytes[] = {
+	0,
+	PLANE_ROOM,
+	3 * PLANE_ROOM,
+	4 * PLANE_ROOM,
+	5 * PLANE_ROOM,
+	6 * PLANE_ROOM,
+	7 * PLANE_ROOM,
+	8 * PLANE_ROOM,
+	9 * PLANE_ROOM,
+};
 
 /* Decode blocks. Grid: (CTAs, frames). */
 template <int SIZE>
 __global__ void __launch_bounds__(32 * WARPS, SIZE > 4 ? 3 : 4) decode_lossless(const codec_decoding *decodings)
 {
-	decode_blocks<13>(decodings, (SIZE + 1) * PLANE_ROOM, SIZE,
+	decode_blocks<13>(decodings, SIZE,
 			  [](const codec_decoding &d, const job *j, uint64_t b, cursor c, const pairs &by,
 			     uint8_t *mine, uint32_t lane, uint64_t *checksum) {
 				  return read_block<SIZE>(j, b, c, by, mine, &d.sink, checksum, lane);

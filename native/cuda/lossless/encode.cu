@@ -96,10 +96,10 @@ static __device__ bool plane_pays(const job *j, uint32_t p, const uint32_t *plan
 
 /*
  * Write plane p of k bytes, which is in memory in whole rows, in the mode that takes least space. Returns the bytes
- * written to `out`. symbol: memory for a plane. words: memory for WORDS_ROOM words.
+ * written to `out`. coder: memory for a plane and WORDS_ROOM words; NULL: the plane is not coded.
  */
-DEVICE_CALL uint32_t put_plane(const job *j, uint32_t p, uint32_t *plane, uint32_t k, uint32_t *symbol, uint32_t *words,
-			       uint8_t *out, uint32_t *mode, uint32_t lane)
+DEVICE_CALL uint32_t put_plane(const job *j, uint32_t p, uint32_t *plane, uint32_t k, uint8_t *coder, uint8_t *out,
+			       uint32_t *mode, uint32_t lane)
 {
 	const uint8_t *bytes = (const uint8_t *)plane;
 	uint32_t rows = (k + WIRE_ROW - 1) / WIRE_ROW, nbitmap = (rows + 7) / 8, got = 0, runs = 0, differ = 0;
@@ -114,13 +114,14 @@ DEVICE_CALL uint32_t put_plane(const job *j, uint32_t p, uint32_t *plane, uint32
 	}
 	bool constant = !__any_sync(FULL, differ != 0);
 
-	if (!constant && j->v.coded >> p & 1 &&
+	if (!constant && coder && j->v.coded >> p & 1 &&
 	    ((p == 0 && octave_of(j->v.dtype)) || plane_pays(j, p, plane, k, lane))) {
 		uint32_t most = (uint32_t)choose_coded_most(k, (int)halved), half = (k + 1) / 2;
+		uint32_t *symbol = (uint32_t *)coder, *words = (uint32_t *)(coder + PLANE_ROOM);
 
 		for (uint32_t r = 0; halved && r < rows; r++)
 			symbol[32 * r + lane] = plane[32 * r + lane] & 0x0f0f0f0fu;
-		got = encode_plane(j, p, halved ? symbol : plane, k, most, words, (uint8_t *)symbol, false, out, lane);
+		got = encode_plane(j, p, halved ? symbol : plane, k, most, words, coder, false, out, lane);
 		for (uint32_t i = lane; got && halved && i < half; i += 32)
 			out[got + i] = (uint8_t)(bytes[i] >> 4 | (half + i < k ? bytes[half + i] & 0xf0 : 0));
 		got += got && halved ? half : 0;
@@ -483,16 +484,15 @@ DEVICE void split_values(const job *j, const uint8_t *values, uint8_t *frame, ui
 
 /*
  * Write the planes in scratch memory to a region, behind its head. Returns the head; *size: bytes of head and planes.
+ * coder: see put_plane.
  */
 template <int SIZE>
-DEVICE uint32_t put_planes(const job *j, const split_block<SIZE> &o, uint32_t m, uint8_t *scratch, uint8_t *region,
-			   uint32_t *size, uint32_t lane)
+DEVICE uint32_t put_planes(const job *j, const split_block<SIZE> &o, uint32_t m, uint8_t *scratch, uint8_t *coder,
+			   uint8_t *region, uint32_t *size, uint32_t lane)
 {
 	const codec_view &v = j->v;
 	const uint32_t all = (1u << SIZE) - 1;
 	const bool prunes = octave_of(v.dtype) && (v.fixed | 1) != all && !o.under && choose_prunes(o.zeros, m);
-	uint32_t *symbol = (uint32_t *)(scratch + SIZE * PLANE_ROOM);
-	uint32_t *words = (uint32_t *)(scratch + (SIZE + 1) * PLANE_ROOM);
 	uint32_t k = m, head = 0, at = 4, raw = 0; /* mask of planes that are certainly raw in a pruned region */
 
 	for (int p = 1; p < SIZE; p++)
@@ -502,7 +502,7 @@ DEVICE uint32_t put_planes(const job *j, const split_block<SIZE> &o, uint32_t m,
 
 		if (v.fixed >> p & 1)
 			continue;
-		at += put_plane(j, p, plane, p ? k : m, symbol, words, region + at, &mode, lane);
+		at += put_plane(j, p, plane, p ? k : m, coder, region + at, &mode, lane);
 		head |= mode << 2 * p;
 		__syncwarp();
 		if (p || mode != WIRE_MODE_CODED || !prunes)
@@ -525,11 +525,11 @@ DEVICE uint32_t put_planes(const job *j, const split_block<SIZE> &o, uint32_t m,
 
 /*
  * Encode block b to a region, and fixed planes to their sections of the frame. Adds checksums of the block's parts of
- * fixed planes to *checksum. Returns the region's size. scratch: memory for SIZE + 1 planes and WORDS_ROOM words.
+ * fixed planes to *checksum. Returns the region's size. scratch, coder: memory for planes; see put_plane.
  */
 template <int SIZE>
 DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *frame, uint64_t b, uint8_t *scratch,
-				 uint8_t *region, uint64_t *checksum, uint32_t lane)
+				 uint8_t *coder, uint8_t *region, uint64_t *checksum, uint32_t lane)
 {
 	const codec_view &v = j->v;
 	const uint32_t m = (uint32_t)block_values(&v, b);
@@ -538,7 +538,7 @@ DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *f
 	uint32_t size;
 
 	split_values<SIZE>(j, values, frame, b * v.block_nvalues, m, scratch, &o, lane);
-	put32(region, put_planes<SIZE>(j, o, m, scratch, region, &size, lane), lane);
+	put32(region, put_planes<SIZE>(j, o, m, scratch, coder, region, &size, lane), lane);
 	for (int p = 0; p < SIZE; p++)
 		if (v.fixed >> p & 1)
 			*checksum += digest_sum(&o.sums[p], 0, chunks, WIRE_SEED_PLANE + p, lane);
@@ -546,12 +546,14 @@ DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *f
 }
 
 /*
- * Bytes of scratch memory for a warp, by log2 of a value's size; read by the host. Memory for the largest region
- * follows.
+ * Bytes of a unit of scratch memory, read by the host. A warp takes one unit for each plane in regions: the plane, and
+ * its part of the region. One more is for the coder: literals or halved symbols, and words. Where regions hold one
+ * plane only, it has no memory of its own if it is coded (write_single_plane), and blocks in which coding does not pay
+ * are not coded again. So then one unit serves for both.
  */
-#define LOSSLESS_ROOM(size) (((size) + 1) * PLANE_ROOM + 4 * WORDS_ROOM)
-extern "C" __device__ const uint64_t encode_lossless_nbytes[] = {LOSSLESS_ROOM(1), LOSSLESS_ROOM(2), LOSSLESS_ROOM(4),
-								 LOSSLESS_ROOM(8)};
+#define LOSSLESS_UNIT (PLANE_ROOM + 4 * WORDS_ROOM)
+extern "C" __device__ const uint64_t encode_lossless_nbytes[] = {LOSSLESS_UNIT};
+static_assert(4 * WORDS_ROOM >= (1 << WIRE_MAX_BLOCK_LOG2) + 4 + WIRE_ALIGN, "room for a region's head and end");
 
 /*
  * Encode blocks: directory entries, fixed planes and regions. Grid: (CTAs, frames). Values are aligned to their size.
@@ -562,22 +564,27 @@ template <int SIZE> __global__ void __launch_bounds__(32 * WARPS, 4) encode_loss
 	uint32_t lane = threadIdx.x % 32;
 	__shared__ uint32_t codes[256 * SIZE];
 	const job &j = share_coding(e.view, e.memory, codes, SIZE);
-	uint8_t *scratch = scratch_of(e), *region = scratch + LOSSLESS_ROOM(SIZE);
 
 	if (blockIdx.x * WARPS >= e.warps)
 		return;
+	const bool single = has_single_plane(j.v, SIZE), coded = j.v.coded && !single;
+	const uint32_t planes = planes_in_regions(j.v, SIZE), most = planes + coded;
+	const taken_units units = take_units(e.scratch, LOSSLESS_UNIT * (most ? most : 1), lane);
+	uint8_t *scratch = units.memory, *region = scratch + planes * PLANE_ROOM;
+	uint8_t *coder = coded ? scratch + planes * LOSSLESS_UNIT : NULL;
+
 	for (uint64_t b; (b = next_block(e.out, lane)) < j.v.nblocks;) {
 		uint64_t checksum = 0;
 
 		if (j.v.model_parts.count)
 			fit_rows(&j, e.memory, e.source.values, SIZE, octave_of(j.v.dtype), 1u << SHIFT_OF(SIZE),
 				 b * j.v.block_nvalues, (uint32_t)block_values(&j.v, b), lane);
-		if (has_single_plane(j.v, SIZE) &&
-		    write_single_plane<SIZE>(e, &j, b, scratch + SIZE * PLANE_ROOM,
-					     (uint32_t *)(scratch + (SIZE + 1) * PLANE_ROOM), lane))
+		if (single && write_single_plane<SIZE>(e, &j, b, scratch, (uint32_t *)region, lane))
 			continue;
-		uint32_t size = write_block<SIZE>(&j, e.source.values, e.frame, b, scratch, region, &checksum, lane);
+		uint32_t size =
+			write_block<SIZE>(&j, e.source.values, e.frame, b, scratch, coder, region, &checksum, lane);
 
 		put_region(&j.v, e, b, region, size, checksum, lane);
 	}
+	give_units(e.scratch, units, lane);
 }

@@ -224,11 +224,12 @@ DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, 
 
 /*
  * Complete planned jobs (codec_encode_plan) of row codecs for encode_rows. Grid: (CTAs, frames). On an error v->nblocks
- * becomes 0, and out->fault says why. The scratch memory of a warp serves a CTA.
+ * becomes 0, and out->fault says why. A CTA that counts codes takes a unit of scratch memory.
  */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS, 2) choose_rows(const codec_encoding *encodings)
 {
 	__shared__ rows_room room;
+	__shared__ taken_units unit;
 	const codec_encoding &e = encodings[blockIdx.y];
 	const codec_source source = {e.source.values, e.source.sums, NULL}; /* encode_rows writes residuals */
 	codec_view *v = e.view;
@@ -268,8 +269,13 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 2) choose_rows(const c
 			continue;
 		}
 		cta_wait(c->ready + PARTS);
-		status = count_codes(v, memory, &source, choose_even(t - scans - nparts, take, nblocks),
-				     e.scratch + blockIdx.x * e.each, c, &room);
+		if (threadIdx.x < 32)
+			unit = take_units(e.scratch, e.scratch.each, threadIdx.x);
+		__syncthreads();
+		status = count_codes(v, memory, &source, choose_even(t - scans - nparts, take, nblocks), unit.memory, c,
+				     &room);
+		if (threadIdx.x < 32) /* count_codes ends its use of the unit with a barrier */
+			give_units(e.scratch, unit, threadIdx.x);
 		if (status != CODEC_OK)
 			set_fault(out, status);
 		if (cta_is_last(c->done + SYMBOLS, take))

@@ -174,7 +174,7 @@ template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 6) decode_row
 	__shared__ float ratio[256];
 
 	fill_ratios<CODEC>(decodings[blockIdx.y].view, ratio);
-	decode_blocks<12>(decodings, PLANE_ROOM, 0,
+	decode_blocks<12>(decodings, 0,
 			  [&](const codec_decoding &d, const job *j, uint64_t b, cursor c, const pairs &by,
 			      uint8_t *mine, uint32_t lane,
 			      uint64_t *) { return read_rows<CODEC>(j, b, c, by, mine, ratio, &d.sink, lane); });

@@ -2,13 +2,16 @@
 #include "frame/encode.cuh"
 #include "rows/encode.cuh"
 
-/* Bytes of scratch memory for a warp, read by the host; memory for the largest region follows. */
+/*
+ * Bytes of scratch memory for a warp, read by the host: for an entropy stage, where memory for the largest region
+ * follows; for trits that are packed five a byte. Other frames need none.
+ */
 #define ROWS_ROOM (2 * PLANE_ROOM + 4 * WORDS_ROOM)
-extern "C" __device__ const uint64_t encode_rows_nbytes[] = {ROWS_ROOM};
+extern "C" __device__ const uint64_t encode_rows_nbytes[] = {ROWS_ROOM, TRITS_CHUNK};
 
 /*
- * Encode blocks, as encode_lossless does, and write residuals. Scratch memory is for an entropy stage: without one,
- * blocks are encoded in place, for their size is known before.
+ * Encode blocks, as encode_lossless does, and write residuals. Without an entropy stage blocks are encoded in place,
+ * for their size is known before.
  */
 template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_rows(const codec_encoding *encodings)
 {
@@ -19,11 +22,13 @@ template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_row
 	const codec_view &v = j.v;
 	const struct row_kind q = kind_of(&v);
 	const uint32_t lane = threadIdx.x % 32;
-	uint8_t *scratch = scratch_of(e);
 
 	fill_ratios<CODEC>(&v, ratio);
 	if (blockIdx.x * WARPS >= e.warps)
 		return;
+	const taken_units unit = take_units(e.scratch, e.scratch.each, lane);
+	uint8_t *scratch = unit.memory;
+
 	for (uint64_t b; (b = next_block(e.out, lane)) < v.nblocks;) {
 		uint8_t *region = scratch + ROWS_ROOM;
 		const row_place p = row_place_of(&j, q, b);
@@ -47,4 +52,5 @@ template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_row
 		else
 			put_entry(&v, e, b, at + size, 0, lane);
 	}
+	give_units(e.scratch, unit, lane);
 }

@@ -144,8 +144,8 @@ DEVICE_CALL uint32_t code_plane(const job *j, uint8_t *scratch, uint32_t ncodes,
 }
 
 /*
- * Encode a block to a region, whose size in bytes goes to *size. scratch: memory for two planes and WORDS_ROOM words;
- * used by an entropy stage only.
+ * Encode a block to a region, whose size in bytes goes to *size. scratch: with an entropy stage memory for two planes
+ * and WORDS_ROOM words, else for TRITS_CHUNK bytes if trits are packed five a byte.
  */
 template <int CODEC>
 DEVICE codec_status write_rows(const job *j, uint8_t *memory, const codec_source *source, const row_place &p,
@@ -156,8 +156,8 @@ DEVICE codec_status write_rows(const job *j, uint8_t *memory, const codec_source
 	const uint32_t nscales = (uint32_t)(row_count(p.part->group_size, p.m) * row_scale_nbytes(r.q));
 	uint32_t ncodes = (uint32_t)row_codes_nbytes(r.q, p.m);
 	uint8_t *to = region + nscales;
-	codec_status status =
-		put_rows<CODEC>(r, memory, region, ratio, entropy ? scratch : to, ncodes, scratch + PLANE_ROOM, lane);
+	codec_status status = put_rows<CODEC>(r, memory, region, ratio, entropy ? scratch : to, ncodes,
+					      entropy ? scratch + PLANE_ROOM : scratch, lane);
 
 	if (status != CODEC_OK)
 		return status;

@@ -8,10 +8,10 @@
 #include "truncate/truncate.cuh"
 
 /*
- * Planes of scratch memory for a warp: symbols (1), pairs (2). Values are cut twice, since storing cut values would
- * move more memory.
+ * Bytes of scratch memory for a warp: symbols, then literals or, of two bytes each, pairs of symbol and level, then
+ * words. Values are cut twice, since storing cut values would move more memory.
  */
-#define CUT_PLANES 3
+#define CUT_ROOM(joint) ((1 + 1 + (joint)) * PLANE_ROOM + 4 * WORDS_ROOM)
 
 /* Parameters of the cut of a tensor's values. */
 struct cutter {
@@ -141,33 +141,36 @@ struct cut_memory {
 	uint32_t *words;
 };
 
-DEVICE cut_memory cut_memory_of(uint8_t *scratch)
+DEVICE cut_memory cut_memory_of(uint8_t *scratch, bool joint)
 {
 	return {(uint32_t *)scratch, (uint16_t *)(scratch + PLANE_ROOM),
-		(uint32_t *)(scratch + CUT_PLANES * PLANE_ROOM)};
+		(uint32_t *)(scratch + CUT_ROOM(joint) - 4 * WORDS_ROOM)};
 }
 
-/* Write a block's symbols in the mode that takes least space. Returns the bytes written to `out`. */
-DEVICE_CALL uint32_t put_symbols(const job *j, uint32_t m, bool constant, const cut_memory &to, uint8_t *out,
-				 uint32_t *mode, uint32_t lane)
+/*
+ * Write a block's symbols, in the mode that takes least space, to the address that place(nbytes) returns for their
+ * nbytes bytes; NULL: nowhere. Symbols with levels are never raw. Returns the mode.
+ */
+template <class G>
+DEVICE uint32_t put_symbols(const job *j, uint32_t m, bool constant, const cut_memory &to, G place, uint32_t lane)
 {
 	const bool joint = j->v.variant == WIRE_LEVELS_CODED;
+	bool placed = false;
+	auto place_coded = [&](uint32_t nbytes) {
+		placed = true;
+		return place(nbytes);
+	};
 
-	if (constant) {
-		*mode = WIRE_MODE_CONSTANT;
-		if (lane == 0)
-			out[0] = (uint8_t)to.symbol[0];
-		return 1;
-	}
-	*mode = WIRE_MODE_CODED; /* symbols with levels are never raw */
-	uint32_t got =
-		encode_plane(j, 0, to.symbol, m, joint ? ~0u : m - 1, to.words, (uint8_t *)to.pairs, joint, out, lane);
+	if (!constant)
+		end_plane(code_rows(j, 0, to.symbol, m, to.words, (uint8_t *)to.pairs, joint, lane),
+			  joint ? ~0u : m - 1, place_coded, lane);
+	if (placed)
+		return WIRE_MODE_CODED;
+	uint8_t *out = place(constant ? 1 : m);
 
-	if (got)
-		return got;
-	*mode = WIRE_MODE_RAW;
-	copy_bytes(out, (const uint8_t *)to.symbol, m, lane);
-	return m;
+	if (out)
+		copy_bytes(out, (const uint8_t *)to.symbol, constant ? 1 : m, lane);
+	return constant ? WIRE_MODE_CONSTANT : WIRE_MODE_RAW;
 }
 
 /* Cut all rows of a block: writes symbols to scratch memory, and residuals. *constant: all symbols are equal. */
@@ -287,12 +290,10 @@ DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, cut_places t
 	__syncwarp();
 }
 
-/* Write fields by bit, at most `most` bits of each. Returns the number of bits. */
-DEVICE uint32_t put_bits(const cutter &c, uint64_t first, uint32_t m, uint32_t at, uint32_t most, uint8_t *region,
-			 uint32_t lane)
+/* Write fields by bit from bit `at` on, at most `most` bits of each. */
+DEVICE void put_bits(const cutter &c, uint64_t first, uint32_t m, uint32_t at, uint32_t most, uint8_t *region,
+		     uint32_t lane)
 {
-	const uint32_t begin = at;
-
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
 		const cut_quad cut = cut_values(c, first + WIRE_ROW * r + 4 * lane, there(r, lane, m));
 		uint32_t mine = 0, all, keeps[4];
@@ -308,61 +309,118 @@ DEVICE uint32_t put_bits(const cutter &c, uint64_t first, uint32_t m, uint32_t a
 		at += all;
 	}
 	__syncwarp();
-	return at - begin;
 }
 
-/* Encode block b to a region. Returns its size in bytes. */
-DEVICE uint32_t write_cut(const job *j, uint8_t *memory, const codec_source *source, const codec_cuts &by, uint64_t b,
-			  uint8_t *scratch, uint8_t *region, uint32_t lane)
+/* Return how many bits put_bits writes for all values. */
+DEVICE_CALL uint32_t count_bits(const cutter &c, uint64_t first, uint32_t m, uint32_t most, uint32_t lane)
+{
+	uint32_t bits = 0;
+
+	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
+		const cut_quad cut = cut_values(c, first + WIRE_ROW * r + 4 * lane, there(r, lane, m));
+
+		for (uint32_t k = 0; k < 4; k++)
+			bits += bits_kept(c.q, cut.e[k], cut.cuts[k], most);
+	}
+	return warp_sum(bits);
+}
+
+/* Layout of a region behind its symbols: levels and pieces, or fields by bit. Places are bits from the symbols' end. */
+struct cut_layout {
+	uint32_t head;  /* bits of the region's head */
+	uint32_t most;  /* by bit: most bits of a field */
+	uint32_t bytes; /* in total */
+	cut_places places;
+};
+
+/* Lay out fields by bit. Gradients that were computed in a narrower dtype end in zeros, which are left out. */
+DEVICE void lay_out_bits(const cutter &c, uint64_t first, uint32_t m, const cut_sums &sums, cut_layout *to,
+			 uint32_t lane)
+{
+	const uint32_t total = c.q.mbits + 1, tail = (uint32_t)__ffs((int)(sums.any | 1u << total)) - 1;
+	uint32_t bits = warp_sum(sums.bits);
+
+	if (tail) /* sums.bits has the zeros, too */
+		bits = count_bits(c, first, m, total - tail, lane);
+	to->head = tail << WIRE_TAIL_AT;
+	to->most = total - tail;
+	to->bytes = (bits + 7) / 8;
+}
+
+/* Lay out levels and pieces. */
+DEVICE void lay_out_pieces(const cutter &c, bool levels, const cut_sums &sums, cut_layout *to)
+{
+	const kept_sums kept = warp_sum(sums.kept);
+	uint32_t ends = 0, at = levels ? (2 * sum_of(kept, 0) + 7) / 8 : 0;
+
+	for (uint32_t i = 0; i < PIECES; i++) {
+		uint32_t width = byte_of(c.q.widths, i), count = sum_of(kept, i),
+			 shift = c.q.mbits + 1 - (ends += width);
+		bool zero = count && !(sums.any >> shift & ((1u << width) - 1));
+
+		to->places.piece[i] = 8 * at;
+		to->places.left_out |= (uint32_t)zero << i;
+		at += zero ? 0 : (width * count + 7) / 8;
+	}
+	to->head = WIRE_PIECE_ZERO * to->places.left_out;
+	to->bytes = at;
+}
+
+/*
+ * Encode block b. Its region is written to its place in the frame as soon as its size is known. Nothing is written
+ * behind the frame's capacity.
+ */
+DEVICE void write_cut(const codec_encoding &e, const job *j, const codec_source *source, uint64_t b, uint8_t *scratch,
+		      uint32_t lane)
 {
 	const codec_view &v = j->v;
-	const cutter c = cutter_of(&v, source, by);
-	const cut_memory to = cut_memory_of(scratch);
+	const cutter c = cutter_of(&v, source, e.by);
+	const cut_memory to = cut_memory_of(scratch, v.variant == WIRE_LEVELS_CODED);
+	const bool levels = v.variant == WIRE_LEVELS_PLANE;
 	const uint64_t first = b * v.block_nvalues;
-	const uint32_t m = (uint32_t)block_values(&v, b), total = c.q.mbits + 1;
-	uint32_t at = 4, head;
+	const uint32_t m = (uint32_t)block_values(&v, b), start = c.shares ? 8 : 4; /* where symbols begin */
+	uint32_t end = 0, size = 0;                                                 /* of the symbols; of the region */
+	uint64_t at = 0, checksum = 0;
+	cut_layout l = {};
 	bool constant;
 
 	if (v.model_parts.count)
-		fit_rows(j, memory, c.values, c.dtype == WIRE_FLOAT32 ? 4 : 2, 1 << c.q.octave_log2,
+		fit_rows(j, e.memory, c.values, c.dtype == WIRE_FLOAT32 ? 4 : 2, 1 << c.q.octave_log2,
 			 1u << c.q.octave_log2, first, m, lane);
-	if (c.shares) {
-		put32(region + at, (uint32_t)digest_bytes(c.exponents + first, m, WIRE_SEED_STATE, lane), lane);
-		at += 4;
-	}
 	cut_sums sums = cut_rows(j, c, source, first, m, to, &constant, lane);
 
-	at += put_symbols(j, m, constant, to, region + at, &head, lane);
-	__syncwarp();
 	sums.any = __reduce_or_sync(FULL, sums.any);
-	if (c.by_bit) { /* gradients that were computed in a narrower dtype end in zeros */
-		uint32_t tail = (uint32_t)__ffs((int)(sums.any | 1u << total)) - 1;
+	if (c.by_bit)
+		lay_out_bits(c, first, m, sums, &l, lane);
+	else
+		lay_out_pieces(c, levels, sums, &l);
+	auto place_for = [&](uint32_t nbytes) -> uint8_t * {
+		end = start + nbytes;
+		size = (end + l.bytes + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
+		at = v.regions_offset + look_back(e.places, b, size, lane);
+		return at + size <= e.capacity ? e.frame + at + start : NULL;
+	};
+	l.head |= put_symbols(j, m, constant, to, place_for, lane);
+	if (at + size <= e.capacity) {
+		uint8_t *region = e.frame + at;
 
-		head |= tail << WIRE_TAIL_AT;
-		clear_bytes(region, at, at + (warp_sum(sums.bits) + 7) / 8, lane);
-		at += (put_bits(c, first, m, 8 * at, total - tail, region, lane) + 7) / 8;
-	} else {
-		const bool levels = v.variant == WIRE_LEVELS_PLANE;
-		const kept_sums kept = warp_sum(sums.kept);
-		cut_places places = {8 * at, {0}, 0};
-		uint32_t from = at, ends = 0;
-
-		at += levels ? (2 * sum_of(kept, 0) + 7) / 8 : 0;
-		for (uint32_t i = 0; i < PIECES; i++) {
-			uint32_t width = byte_of(c.q.widths, i), count = sum_of(kept, i),
-				 shift = total - (ends += width);
-			bool zero = count && !(sums.any >> shift & ((1u << width) - 1));
-
-			places.piece[i] = 8 * at;
-			places.left_out |= (uint32_t)zero << i;
-			at += zero ? 0 : (width * count + 7) / 8;
+		__syncwarp();
+		put32(region, l.head, lane);
+		if (c.shares)
+			put32(region + 4, (uint32_t)digest_bytes(c.exponents + first, m, WIRE_SEED_STATE, lane), lane);
+		clear_bytes(region, end, end + l.bytes, lane);
+		if (c.by_bit) {
+			put_bits(c, first, m, 8 * end, l.most, region, lane);
+		} else {
+			l.places.levels = 8 * end;
+			for (uint32_t i = 0; i < PIECES; i++)
+				l.places.piece[i] += 8 * end;
+			put_pieces(c, first, m, l.places, levels, region, lane);
 		}
-		head |= WIRE_PIECE_ZERO * places.left_out;
-		clear_bytes(region, from, at, lane);
-		put_pieces(c, first, m, places, levels, region, lane);
+		end_region(region, end + l.bytes, lane);
+		checksum = seal_block(digest_bytes(region, size, WIRE_SEED_REGION, lane), b);
 	}
-	put32(region, head, lane);
-	return end_region(region, at, lane);
+	put_entry(&v, e, b, at + size, checksum, lane);
 }
 
 #endif

@@ -7,21 +7,26 @@
 #include "frame/encode.cuh"
 
 #define SAME(ours, theirs) static_assert(ours == theirs, #theirs)
+SAME(sizeof(units), sizeof(codec_units));
 SAME(sizeof(encoding), sizeof(codec_encoding));
 SAME(sizeof(decoding), sizeof(codec_decoding));
 SAME(sizeof(found), sizeof(codec_found));
 SAME(WRITTEN_NBYTES, sizeof(codec_written));
+static_assert(sizeof(opening) % 16 == 0, "uploads pad each struct to 16 bytes, and kernels index an array");
 #ifndef __CUDACC_RTC__ /* NVRTC has no offsetof: the tests' build compares offsets */
 #define AT(type, field) __builtin_offsetof(type, field)
 SAME(AT(encoding, values), AT(codec_encoding, source.values));
 SAME(AT(encoding, residual), AT(codec_encoding, source.residual));
 SAME(AT(encoding, capacity), AT(codec_encoding, capacity));
-SAME(AT(encoding, each), AT(codec_encoding, each));
+SAME(AT(units, each), AT(codec_units, each));
+SAME(AT(units, count), AT(codec_units, count));
+SAME(AT(encoding, scratch), AT(codec_encoding, scratch));
 SAME(AT(encoding, found), AT(codec_encoding, found));
 SAME(AT(encoding, places), AT(codec_encoding, places));
 SAME(AT(encoding, out), AT(codec_encoding, out));
 SAME(AT(encoding, levels), AT(codec_encoding, by.levels));
 SAME(AT(encoding, warps), AT(codec_encoding, warps));
+SAME(AT(decoding, scratch), AT(codec_decoding, scratch));
 SAME(AT(decoding, exponents), AT(codec_decoding, exponents));
 SAME(AT(decoding, found), AT(codec_decoding, found));
 SAME(AT(decoding, data), AT(codec_decoding, sink.data));

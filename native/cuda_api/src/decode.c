@@ -13,10 +13,11 @@
 /*
  * Workspace of a call, in bytes from its beginning. decodings: four arrays of `count` structs: blocks and stored
  * tensors that are only checked, then those that are decoded. An array's items are in the order of their kernels.
- * Scratch is used by one kernel after the other.
+ * taken: bits that say which units of scratch are taken.
  */
 struct layout {
-	uint64_t openings, decodings, views, found, opened, memory, scratch, end;
+	uint64_t openings, decodings, views, found, opened, memory, taken, scratch, end;
+	struct scratch units;
 	uint64_t first[NKERNELS], count[NKERNELS], ctas[NKERNELS]; /* by decoding kernel; ctas: needed together */
 };
 
@@ -40,14 +41,9 @@ static uint32_t stored_ctas(const codec_cuda_plan *p, size_t count)
 	return ctas < most ? ctas : (uint32_t)most;
 }
 
-static uint64_t scratch_nbytes(const codec_cuda_plan *p, const struct layout *l)
-{
-	return (WARPS * ctas_of(p, l) * p->decode_each + 255) / 256 * 256;
-}
-
 static void lay_out(const codec_cuda_decode_item *items, size_t count, struct layout *l)
 {
-	uint64_t memory = 0, scratch[NKERNELS] = {0};
+	uint64_t memory = 0, warps[NKERNELS] = {0}, wanted = 0;
 
 	*l = (struct layout){0};
 	for (size_t i = 0; i < count; i++) {
@@ -56,6 +52,7 @@ static void lay_out(const codec_cuda_decode_item *items, size_t count, struct la
 		l->count[p->decode]++;
 		l->ctas[p->decode] += needed_ctas(p);
 		memory += p->memory_nbytes;
+		scratch_need(&l->units, p->decode_each, 1);
 	}
 	for (int k = 1; k < NKERNELS; k++)
 		l->first[k] = l->first[k - 1] + l->count[k - 1];
@@ -64,15 +61,16 @@ static void lay_out(const codec_cuda_decode_item *items, size_t count, struct la
 	l->found = l->views + align16(sizeof(codec_view)) * count;
 	l->opened = l->found + align16(sizeof(struct found)) * count;
 	l->memory = l->opened + align16(sizeof(struct opened)) * count;
-	l->scratch = (l->memory + memory + 255) / 256 * 256;
-	l->end = l->scratch;
-	for (size_t i = 0; i < count; i++) {
+	for (size_t i = 0; i < count; i++) { /* kernels use scratch one after the other */
 		const codec_cuda_plan *p = items[i].plan;
 
-		scratch[p->decode] += scratch_nbytes(p, l);
-		if (l->scratch + scratch[p->decode] > l->end)
-			l->end = l->scratch + scratch[p->decode];
+		warps[p->decode] += p->decode_each ? WARPS * ctas_of(p, l) : 0;
+		wanted = warps[p->decode] > wanted ? warps[p->decode] : wanted;
 	}
+	scratch_limit(&l->units, wanted);
+	l->taken = l->memory + memory;
+	l->scratch = (l->taken + scratch_taken_nbytes(&l->units) + 255) / 256 * 256;
+	l->end = l->scratch + l->units.count * l->units.each;
 }
 
 static int check_plans(const codec_cuda_decode_item *items, size_t count)
@@ -117,7 +115,7 @@ int codec_cuda_decode_workspace(const codec_cuda_decode_item *items, size_t coun
 
 /* Places that items take in turn. */
 struct places {
-	uint64_t memory, scratch[NKERNELS], rank[NKERNELS]; /* rank: index in the arrays of decodings */
+	uint64_t memory, rank[NKERNELS]; /* rank: index in the arrays of decodings */
 };
 
 /* Return the arguments of open_frames for item i, and move *next on. */
@@ -134,7 +132,6 @@ static struct opening opening_of(const codec_cuda_decode_item *items, size_t cou
 		.frame_nbytes_at = (uint64_t)a->frame_nbytes_at,
 		.tensor = (uint64_t)a->tensor,
 		.result = (uint64_t)a->result,
-		.scratch = next->scratch[p->decode],
 		.view = workspace + l->views + align16(sizeof(codec_view)) * i,
 		.memory = next->memory,
 		.found = workspace + l->found + align16(sizeof(struct found)) * i,
@@ -152,6 +149,9 @@ static struct opening opening_of(const codec_cuda_decode_item *items, size_t cou
 		.stored_warps = WARPS * stored_ctas(p, count),
 	};
 
+	if (p->decode_each)
+		o.scratch = (struct units){workspace + l->taken, workspace + l->scratch, l->units.each,
+					   (uint32_t)l->units.count, 0};
 	if (flags & CODEC_VERIFY_FIRST) {
 		o.checking[0] = at;
 		o.checking[1] = at + array;
@@ -159,7 +159,6 @@ static struct opening opening_of(const codec_cuda_decode_item *items, size_t cou
 	for (uint32_t k = 0; k < p->rank; k++)
 		o.shape[k] = p->shape[k];
 	next->memory += p->memory_nbytes;
-	next->scratch[p->decode] += scratch_nbytes(p, l);
 	next->rank[p->decode]++;
 	return o;
 }
@@ -169,10 +168,8 @@ static int upload_openings(const codec_cuda_decode_item *items, size_t count, ui
 {
 	struct places next = {.memory = workspace + l->memory};
 
-	for (int k = 0; k < NKERNELS; k++) {
-		next.scratch[k] = workspace + l->scratch;
+	for (int k = 0; k < NKERNELS; k++)
 		next.rank[k] = l->first[k];
-	}
 	for (size_t i = 0; i < count; i++) {
 		struct opening o = opening_of(items, count, i, flags, l, workspace, &next);
 
@@ -248,7 +245,9 @@ int codec_cuda_decode(const codec_cuda_decode_item *items, size_t count, uint32_
 	d = items[0].plan->device;
 	TRY(driver_check(d->driver->context_push(d->context)));
 	upload_begin(&u, d, stream, at + l.openings);
-	status = upload_openings(items, count, flags, &l, &u, at);
+	status = l.units.count ? driver_check(d->driver->fill(at + l.taken, 0, l.scratch - l.taken, stream)) : CODEC_OK;
+	if (!status)
+		status = upload_openings(items, count, flags, &l, &u, at);
 	if (!status)
 		status = launch(items, count, flags, &l, at, stream);
 	d->driver->context_pop(&before);

@@ -5,10 +5,13 @@
 #include "driver.h"
 #include "kernels.h"
 
-/* Scratch bytes that a warp of an encoding or decoding kernel needs, as the kernels' files define them. */
+/* Bytes of scratch memory that warps of encoding and decoding kernels need, as the kernels' files define them. */
 struct scratch_sizes {
-	uint64_t encode_lossless[4], decode_lossless[4]; /* by log2 of a value's size */
-	uint64_t encode_rows, decode_rows, encode_truncate, decode_truncate;
+	uint64_t encode_lossless;    /* of a unit */
+	uint64_t decode_lossless[9]; /* by the number of planes in regions */
+	uint64_t encode_rows[2]; /* with an entropy stage, without the region; with codes of which five share a byte */
+	uint64_t encode_truncate[2]; /* levels apart from symbols; coded together */
+	uint64_t decode_rows, decode_truncate;
 	uint64_t choose[2]; /* bytes of a codec_choice, and of a codec_part_found */
 };
 

@@ -6,12 +6,13 @@
 
 /*
  * Workspace of a call: arguments, then memory that is zeroed, that kernels fill, that holds sums with a residual, and
- * scratch. Offsets in bytes. Scratch is used by one kernel after the other.
+ * scratch. Offsets in bytes. Zeroed memory begins with the bits that say which units of scratch are taken.
  */
 struct layout {
 	uint64_t arguments, zeroed, made, sums, scratch, end;
 	uint64_t encodings, results, preprocessings; /* arrays of arguments */
 	uint64_t npreprocessings;
+	struct scratch units;
 	/* By group of tensors with the same launches: first struct encoding, their number, CTAs that they need
 	 * together. */
 	uint64_t first[NKERNELS], count[NKERNELS], ctas[NKERNELS];
@@ -48,16 +49,16 @@ static uint32_t ctas_of(const codec_cuda_encode_item *a, const struct layout *l)
 	return share_ctas(p->device, p->encode, plan_ctas(p, p->encode, p->nblocks), l->ctas[group_of(a)]);
 }
 
-/* Return the bytes of scratch of an item's warps. */
-static uint64_t scratch_nbytes(const codec_cuda_encode_item *a, const struct layout *l)
+/* Return the units of scratch that the warps of an item use at most. */
+static uint64_t units_of(const codec_cuda_encode_item *a, const struct layout *l)
 {
-	return a->plan->nblocks ? WARPS * ctas_of(a, l) * a->plan->encode_each : 0;
+	return a->plan->nblocks && a->plan->encode_each ? WARPS * ctas_of(a, l) * a->plan->encode_units : 0;
 }
 
 /* Compute the layout of the workspace for items whose plans were checked. */
 static void lay_out(const codec_cuda_encode_item *items, size_t count, struct layout *l)
 {
-	uint64_t zeroed = 0, made = 0, sums = 0, arguments = 0, scratch[NKERNELS] = {0}, at = 0;
+	uint64_t zeroed = 0, made = 0, sums = 0, arguments = 0, units[NKERNELS] = {0}, wanted = 0;
 
 	*l = (struct layout){0};
 	for (size_t i = 0; i < count; i++) {
@@ -70,6 +71,7 @@ static void lay_out(const codec_cuda_encode_item *items, size_t count, struct la
 		made += p->made_nbytes;
 		sums += sums_nbytes(items + i);
 		arguments += align16(sizeof p->view) + p->image_nbytes + p->head_nbytes;
+		scratch_need(&l->units, p->nblocks ? p->encode_each : 0, p->encode_units);
 	}
 	for (int k = 1; k < NKERNELS; k++)
 		l->first[k] = l->first[k - 1] + l->count[k - 1];
@@ -77,19 +79,22 @@ static void lay_out(const codec_cuda_encode_item *items, size_t count, struct la
 	l->preprocessings = l->results + sizeof(struct written_result) * count;
 	l->arguments = l->preprocessings + align16(sizeof(struct preprocessing)) * l->npreprocessings;
 	l->zeroed = l->arguments + arguments;
-	l->made = l->zeroed + zeroed;
+	for (size_t i = 0; i < count; i++) { /* groups use scratch one after the other */
+		uint64_t *of_group = units + group_of(items + i);
+
+		*of_group += units_of(items + i, l);
+		wanted = *of_group > wanted ? *of_group : wanted;
+	}
+	scratch_limit(&l->units, wanted);
+	l->made = l->zeroed + scratch_taken_nbytes(&l->units) + zeroed;
 	l->sums = l->made + made;
 	l->scratch = (l->sums + sums + 255) / 256 * 256;
-	for (size_t i = 0; i < count; i++)
-		scratch[group_of(items + i)] += scratch_nbytes(items + i, l);
-	for (int k = 0; k < NKERNELS; k++)
-		at = scratch[k] > at ? scratch[k] : at;
-	l->end = l->scratch + at;
+	l->end = l->scratch + l->units.count * l->units.each;
 }
 
 /* Places of one item in the workspace. */
 struct places {
-	uint64_t arguments, zeroed, made, sums, scratch;
+	uint64_t arguments, zeroed, made, sums;
 };
 
 /* Check that the arguments of an item can be used. */
@@ -134,7 +139,7 @@ int codec_cuda_encode_workspace(const codec_cuda_encode_item *items, size_t coun
 }
 
 /* Return the places of item `a` in the workspace, and move *next to those of the item that follows. */
-static struct places take_places(const codec_cuda_encode_item *a, const struct layout *l, struct places *next)
+static struct places take_places(const codec_cuda_encode_item *a, struct places *next)
 {
 	const codec_cuda_plan *p = a->plan;
 	struct places here = *next;
@@ -143,11 +148,20 @@ static struct places take_places(const codec_cuda_encode_item *a, const struct l
 	next->zeroed += ZEROED_NBYTES(p);
 	next->made += p->made_nbytes;
 	next->sums += sums_nbytes(a);
-	next->scratch += scratch_nbytes(a, l);
 	return here;
 }
 
-static struct encoding encoding_of(const codec_cuda_encode_item *a, const struct layout *l, const struct places *at)
+/* Return the units of scratch for an item. */
+static struct units scratch_of(const codec_cuda_encode_item *a, const struct layout *l, uint64_t workspace)
+{
+	if (!units_of(a, l))
+		return (struct units){0};
+	return (struct units){workspace + l->zeroed, workspace + l->scratch, l->units.each, (uint32_t)l->units.count,
+			      0};
+}
+
+static struct encoding encoding_of(const codec_cuda_encode_item *a, const struct layout *l, const struct places *at,
+				   uint64_t workspace)
 {
 	const codec_cuda_plan *p = a->plan;
 	const int feedback = (a->flags & CODEC_FEEDBACK) != 0;
@@ -160,8 +174,7 @@ static struct encoding encoding_of(const codec_cuda_encode_item *a, const struct
 		.residual = (uint64_t)a->residual,
 		.frame = (uint64_t)a->frame,
 		.capacity = a->capacity,
-		.scratch = at->scratch,
-		.each = p->nblocks ? p->encode_each : 0,
+		.scratch = scratch_of(a, l, workspace),
 		.found = at->zeroed + align16(WRITTEN_NBYTES),
 		.head = at->arguments + align16(sizeof p->view) + p->image_nbytes,
 		.places = at->zeroed + align16(WRITTEN_NBYTES) + align16(p->choice_nbytes),
@@ -190,8 +203,8 @@ static struct preprocessing preprocessing_of(const codec_cuda_encode_item *a, co
 
 static struct places first_places(const struct layout *l, uint64_t workspace)
 {
-	return (struct places){workspace + l->arguments, workspace + l->zeroed, workspace + l->made,
-			       workspace + l->sums, workspace + l->scratch};
+	return (struct places){workspace + l->arguments, workspace + l->zeroed + scratch_taken_nbytes(&l->units),
+			       workspace + l->made, workspace + l->sums};
 }
 
 /* Upload the arguments of all kernels. Items of one encoding kernel are adjacent in the array of struct encoding. */
@@ -203,27 +216,24 @@ static int upload_arguments(const codec_cuda_encode_item *items, size_t count, c
 	for (int k = 0; k < NKERNELS; k++) {
 		next = first_places(l, workspace);
 		for (size_t i = 0; l->count[k] && i < count; i++) {
-			uint64_t scratch = next.scratch;
-			struct places at = take_places(items + i, l, &next);
-			struct encoding e = encoding_of(items + i, l, &at);
+			struct places at = take_places(items + i, &next);
+			struct encoding e = encoding_of(items + i, l, &at, workspace);
 
 			if ((int)group_of(items + i) == k)
 				TRY(upload_add(u, &e, sizeof e));
-			else
-				next.scratch = scratch; /* kernels run one after the other, in the same scratch */
 		}
 	}
 	next = first_places(l, workspace);
 	for (size_t i = 0; i < count; i++) {
-		struct places at = take_places(items + i, l, &next);
+		struct places at = take_places(items + i, &next);
 		struct written_result r = {at.zeroed, (uint64_t)items[i].result};
 
 		TRY(upload_add(u, &r, sizeof r));
 	}
 	next = first_places(l, workspace);
 	for (size_t i = 0; i < count; i++) {
-		struct places at = take_places(items + i, l, &next);
-		struct encoding e = encoding_of(items + i, l, &at);
+		struct places at = take_places(items + i, &next);
+		struct encoding e = encoding_of(items + i, l, &at, workspace);
 		struct preprocessing b = preprocessing_of(items + i, &e);
 
 		if (is_preprocessed(items + i))
@@ -232,7 +242,7 @@ static int upload_arguments(const codec_cuda_encode_item *items, size_t count, c
 	next = first_places(l, workspace);
 	for (size_t i = 0; i < count; i++) {
 		const codec_cuda_plan *p = items[i].plan;
-		struct places at = take_places(items + i, l, &next);
+		struct places at = take_places(items + i, &next);
 		codec_view v = plan_view(p, at.arguments + align16(sizeof v), at.made, items[i].stream);
 
 		TRY(upload_add(u, &v, sizeof v));

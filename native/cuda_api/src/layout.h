@@ -18,10 +18,17 @@ struct stored_bytes {
 	uint64_t words[STORED_NBYTES / 8];
 };
 
+/* codec_units of native/cuda/common/scratch.cuh. */
+struct units {
+	uint64_t taken, memory, each;
+	uint32_t count, reserved;
+};
+
 /* codec_encoding of native/cuda/frame/encode.cuh. */
 struct encoding {
-	uint64_t view, memory, values, sums, residual, frame, capacity, scratch, each, found, head, places, out,
-		exponents, levels;
+	uint64_t view, memory, values, sums, residual, frame, capacity;
+	struct units scratch;
+	uint64_t found, head, places, out, exponents, levels;
 	uint32_t nparts, warps;
 };
 
@@ -41,7 +48,9 @@ struct written_result {
 
 /* codec_decoding of native/cuda/frame/decode.cuh. */
 struct decoding {
-	uint64_t view, memory, frame, scratch, exponents, found;
+	uint64_t view, memory, frame;
+	struct units scratch;
+	uint64_t exponents, found;
 	uint64_t data; /* codec_sink from here on */
 	uint32_t into;
 	float weight, divide;
@@ -67,7 +76,7 @@ struct opened {
 /* Arguments of open_frames and finish_decode for one frame. */
 struct opening {
 	uint64_t frame, frame_nbytes, frame_nbytes_at, tensor, result;
-	uint64_t scratch;
+	struct units scratch;
 	uint64_t view, memory, found, opened; /* output: codec_view, its arrays, struct found, struct opened */
 	/* Output: struct decoding of blocks and of stored tensors; first those that only check, or 0. */
 	uint64_t checking[2], decoding[2];
@@ -76,7 +85,6 @@ struct opening {
 	uint32_t flags, into;                 /* flags: CODEC_ALLOW_SLACK, CODEC_VERIFY_FIRST */
 	float weight, divide;
 	uint32_t warps, stored_warps; /* warps that decode blocks, and stored tensors */
-	uint32_t reserved[2];
 };
 
 #endif

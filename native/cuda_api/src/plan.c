@@ -6,6 +6,7 @@
 
 #include "exact/scales.h"
 
+#define MOST_SCRATCH 100000000                /* maximum bytes of the units of scratch memory */
 #define TABLES_NBYTES (WIRE_MAX_PLANES * 514) /* see codec_view.tables */
 
 static uint64_t min64(uint64_t a, uint64_t b)
@@ -75,26 +76,28 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 	const struct scratch_sizes *s = &p->device->scratch;
 	const int log2 = __builtin_ctz(p->itemsize);
 
+	p->encode_units = 1;
 	if (p->codec == CODEC_LOSSLESS) {
 		p->choose = CHOOSE_LOSSLESS;
 		p->encode = ENCODE_LOSSLESS_1 + log2;
 		p->decode = DECODE_LOSSLESS_1 + log2;
-		p->encode_each = s->encode_lossless[log2] + region;
-		p->decode_each = s->decode_lossless[log2];
+		p->encode_each = s->encode_lossless;
+		p->encode_units = p->itemsize + 1;
+		p->decode_each = s->decode_lossless[p->itemsize];
 	} else if (p->codec == CODEC_TRUNCATE) {
 		p->choose = CHOOSE_TRUNCATE;
 		p->encode = ENCODE_TRUNCATE;
 		p->decode = DECODE_TRUNCATE;
-		p->encode_each = s->encode_truncate + region;
+		p->encode_each = s->encode_truncate[spec->variant == CODEC_LEVEL_CODING_CODED];
 		p->decode_each = s->decode_truncate;
 	} else {
 		p->choose = CHOOSE_ROWS;
 		p->encode = ENCODE_ROWS_2 + (p->codec - CODEC_SIGN);
 		p->decode = DECODE_ROWS_2 + (p->codec - CODEC_SIGN);
-		/* scratch is for an entropy stage, and for codes of which five share a byte */
-		p->encode_each = p->entropy ? s->encode_rows + region
-				 : p->codec == CODEC_TERNARY && spec->variant != CODEC_TERNARY_2BIT ? s->encode_rows
-												    : 0;
+		if (p->entropy)
+			p->encode_each = s->encode_rows[0] + region;
+		else if (p->codec == CODEC_TERNARY && spec->variant == CODEC_TERNARY_BASE3)
+			p->encode_each = s->encode_rows[1];
 		p->decode_each = p->entropy ? s->decode_rows : 0;
 		p->scales_last = p->codec == CODEC_SIGN && p->view.row_sums.count;
 	}
@@ -197,6 +200,24 @@ void codec_cuda_plan_close(codec_cuda_plan *p)
 uint64_t codec_cuda_bound(const codec_cuda_plan *p)
 {
 	return p ? p->bound : 0;
+}
+
+void scratch_need(struct scratch *s, uint64_t each, uint64_t warp_units)
+{
+	if (!each)
+		return;
+	s->each = max64(s->each, align16(each));
+	s->warp_units = max64(s->warp_units, warp_units);
+}
+
+void scratch_limit(struct scratch *s, uint64_t wanted)
+{
+	s->count = s->each ? max64(min64(wanted, MOST_SCRATCH / s->each), s->warp_units) : 0;
+}
+
+uint64_t scratch_taken_nbytes(const struct scratch *s)
+{
+	return align16((s->count + 31) / 32 * 4);
 }
 
 uint32_t plan_ctas(const codec_cuda_plan *p, enum kernel k, uint64_t nblocks)

@@ -18,7 +18,8 @@ struct codec_cuda_plan {
 	uint64_t nblocks, nparts;
 	enum kernel choose, encode;
 	int scales_last;        /* SCALE_ROWS makes the scales after all blocks; not if there is a residual */
-	uint64_t encode_each;   /* scratch of a warp in bytes */
+	uint64_t encode_each;   /* bytes of a unit of scratch memory; 0: none is needed */
+	uint64_t encode_units;  /* maximum for a warp */
 	uint64_t choice_nbytes; /* size of a codec_choice with its parts */
 	codec_view view;        /* arrays: offsets in `image`, or in the memory that kernels fill */
 	uint64_t made_nbytes;   /* size of that memory: offsets, row_sums, lengths, tables */
@@ -28,7 +29,7 @@ struct codec_cuda_plan {
 
 	/* Decoding. */
 	enum kernel decode;
-	uint64_t decode_each;
+	uint64_t decode_each;   /* bytes of scratch memory for a warp */
 	uint64_t memory_nbytes; /* size of the arrays of any frame */
 };
 
@@ -37,6 +38,21 @@ static inline uint64_t align16(uint64_t n)
 {
 	return (n + 15) / 16 * 16;
 }
+
+/* Units of scratch memory that the warps of all tensors of a call share: see native/cuda/common/scratch.cuh. */
+struct scratch {
+	uint64_t each, warp_units; /* bytes of a unit; maximum of units for a warp */
+	uint64_t count;
+};
+
+/* Make units large enough for a tensor: `each` bytes, at most warp_units for a warp. each is 0: it needs none. */
+void scratch_need(struct scratch *s, uint64_t each, uint64_t warp_units);
+
+/* Set the number of units for launches that use at most `wanted` units at once. With fewer of them, warps wait. */
+void scratch_limit(struct scratch *s, uint64_t wanted);
+
+/* Return the bytes of the bits that say which units are taken, which must be 0 before a call's first launch. */
+uint64_t scratch_taken_nbytes(const struct scratch *s);
 
 /* Return the view for a job whose arrays lie at `memory`, and those that kernels fill at `made`, a higher address. */
 codec_view plan_view(const codec_cuda_plan *p, uint64_t memory, uint64_t made, uint64_t stream);

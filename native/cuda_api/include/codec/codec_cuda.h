@@ -115,7 +115,8 @@ typedef struct codec_cuda_encode_item {
 
 /**
  * Compute the size in bytes of the workspace that encoding these items needs. Only `plan` and `flags` are read.
- * The tensors of a batch share the scratch memory of the warps that run at once, which is most of the workspace.
+ * The tensors of a batch share the scratch memory of the warps that run at once, which is most of the workspace:
+ * at most 100 MB.
  */
 CODEC_API int codec_cuda_encode_workspace(const codec_cuda_encode_item *items, size_t count, uint64_t *nbytes);
 
