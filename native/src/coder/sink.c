@@ -59,9 +59,7 @@ void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uin
 
 	switch (s->into) {
 	case CODEC_INTO_ADD:
-		if (y && s->weight == 1)
-			k->plus((const float_any *)at, y, n, (float_any *)at);
-		else if (y)
+		if (y)
 			k->add(y, n, s->weight, (float_any *)at);
 		break;
 	case CODEC_INTO_MAX: k->maximum(y, n, (float_any *)at); break;
