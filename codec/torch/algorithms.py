@@ -136,7 +136,8 @@ def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Values, Exception | 
     result = r.result(channel, r.n // channel.size)
     for c, piece in enumerate(mine):
         parts = scatter.terms(c)
-        first_error(_store_sum, channel, r, piece, parts, result[piece.begin - mine[0].begin :])
+        place = result[piece.begin - mine[0].begin :]
+        first_error(partial(_store_sum, check=True), channel, r, piece, parts, place)
     channel.wait_for_sends()
     return result, first_error.error
 

@@ -466,6 +466,51 @@ TEST_CASE("NaN or Inf on one rank is an error on all, for every lossy codec by e
 namespace
 {
 
+/* Sum values to Inf in the slice of rank WRONG by reduce_scatter: ArgumentError there, PeerError elsewhere. */
+std::string overflowing_part(Rank &me)
+{
+	Group group(me.connect());
+	const size_t n = 3000;
+	codec_spec propagate = spec_of(CODEC_FLOAT8);
+
+	propagate.options = CODEC_OPTION_PROPAGATE;
+	for (uint32_t dtype : DTYPES) {
+		const float large = dtype == CODEC_FLOAT16 ? 6e4f : 3e38f;
+		std::vector<float> wide(n * me.size, 1);
+		Options options;
+
+		options.op = Op::sum;
+		wide[n * WRONG + 7] = large;
+		const Tensor x(dtype, wide), before = tensor(9, dtype, n);
+		Tensor part = before;
+		const auto reduce = [&](const codec_spec &spec) {
+			group.reduce_scatter(x.bytes.data(), part.data(), n, dtype, spec, options);
+		};
+
+		if (me.rank == WRONG)
+			EXPECT(thrown<ArgumentError>([&] { reduce(spec_of(CODEC_FLOAT8)); }) == CODEC_NONFINITE);
+		else
+			EXPECT(thrown<PeerError>([&] { reduce(spec_of(CODEC_FLOAT8)); }, "rank 1 has NaN") ==
+			       CODEC_NONFINITE);
+		EXPECT(part == before);
+		for (const codec_spec &spec : {propagate, spec_of(CODEC_LOSSLESS)}) {
+			reduce(spec);
+			EXPECT(std::isfinite(part.floats()[7]) == (me.rank != WRONG));
+		}
+	}
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("A sum that overflows in reduce_scatter is an error on all ranks, unless the codec represents Inf")
+{
+	ranks::run(3, overflowing_part);
+}
+
+namespace
+{
+
 /* Reduce NaN and Inf by codecs that represent them. Return the results. */
 std::string said(Rank &me)
 {

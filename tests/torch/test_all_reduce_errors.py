@@ -79,7 +79,23 @@ def _not_finite(rank, size):
     assert [f is False for f in found[:12]] == [
         f is False for f in found[24:]
     ]  # sums that overflow are rejected by all ranks
+    _check_parts(rank, size)
     return found[:3], set(found[3:12])
+
+
+def _check_parts(rank, size):
+    """Check that reduce_scatter rejects a sum that overflows, on the rank that sums and so on all."""
+    for value, dtype in ((6e4, torch.float16), (3e38, torch.float32), (3e38, torch.bfloat16)):
+        x, part = torch.ones(3000 * size, dtype=dtype), torch.zeros(3000, dtype=dtype)
+        x[3007] = value  # of the part of rank 1
+        for spec in (codec.Float8(), codec.Quantize(4)):
+            with pytest.raises(codec.ArgumentError if rank == 1 else codec.PeerError) as e:
+                codec.torch.reduce_scatter(part, x, spec)
+            assert e.value.code == codec.Status.NONFINITE
+            assert not part.any()
+        for spec in (codec.Float8(nonfinite="propagate"), codec.Lossless()):
+            codec.torch.reduce_scatter(part, x, spec)
+            assert part.isfinite().all().item() == (rank != 1)
 
 
 def test_raw_and_frames_reject_the_same_values():

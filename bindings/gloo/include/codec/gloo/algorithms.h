@@ -168,19 +168,23 @@ protected:
 		return message;
 	}
 
+	/* Return the flag that checks sums which no rank encodes: CODEC_FINITE if NaN and Inf are errors, else 0. */
+	uint32_t finite_sums() const
+	{
+		return r_.only_numbers() ? CODEC_FINITE : 0;
+	}
+
 	/*
 	 * Store the sum of the frames of all ranks in the result; if `late` is set, check it now and store it in
 	 * deliver().
 	 */
 	void settle_sum(const std::vector<Bytes> &parts, const Piece &piece)
 	{
-		const uint32_t finite = r_.only_numbers() ? CODEC_FINITE : 0;
-
 		if (!r_.late) {
-			sum_into(r_, piece, parts, place(piece), finite | r_.past_caches());
+			sum_into(r_, piece, parts, place(piece), finite_sums() | r_.past_caches());
 			return;
 		}
-		sum_into(r_, piece, parts, r_.aside(piece), finite);
+		sum_into(r_, piece, parts, r_.aside(piece), finite_sums());
 		late_.push_back([this, parts, &piece] {
 			sum_into(r_, piece, parts, place(piece), CODEC_NO_CHECKSUM | r_.past_caches());
 		});
@@ -384,7 +388,7 @@ public:
 			const std::vector<Bytes> of_ranks = parts(c);
 			uint8_t *there = r_.result + (piece.begin - mine()[0].begin) * r_.itemsize;
 
-			attempt_([&] { sum_into(r_, piece, of_ranks, there, r_.past_caches()); });
+			attempt_([&] { sum_into(r_, piece, of_ranks, there, finite_sums() | r_.past_caches()); });
 		}
 		channel_.finish();
 	}
