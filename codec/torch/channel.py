@@ -19,6 +19,7 @@ from codec.torch.connection import Timeout, check_timeout, connect, timeout_of
 from codec.torch.counters import Counters, Stopwatch
 from codec.torch.devices import host_memory
 from codec.torch.messages import (
+    FRAME_BEGIN,
     FRAME_LENGTH,
     FRAMES_TAG,
     NUMBERS_TAG,
@@ -191,6 +192,7 @@ class Channel:
     def receive(self, nbytes: int, source: int) -> IncomingFrame:
         """Post the receive of a frame of at most `nbytes` bytes."""
         buffer = self.allocate(nbytes)
+        buffer[:FRAME_BEGIN] = 0  # else a message that is too short would end in a frame of an earlier collective
         wait = partial(self.wait, self.post("recv", buffer, source), source)
         return IncomingFrame(buffer, source, wait, self.counters)
 

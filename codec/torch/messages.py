@@ -13,6 +13,7 @@ from codec.torch.counters import Counters
 Array = np.ndarray[Any, Any]
 
 FRAME_LENGTH = struct.Struct("<Q")  # before each frame; 0: the sender has no frame
+FRAME_BEGIN = FRAME_LENGTH.size + 48  # bytes of a message that hold the length and the header of a frame
 NUMBERS_WORDS = 8  # 64-bit words of a message of numbers: their count, then the numbers
 FRAMES_TAG, NUMBERS_TAG = range(2)  # a message of one tag never arrives in a receive of the other one
 

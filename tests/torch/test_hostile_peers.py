@@ -128,6 +128,26 @@ def _sent(frame=b"", spec=codec.Lossless(), **how):  # noqa: B008
     return reduce(spec, algorithm="all_gather"), fake
 
 
+def _cut_behind_a_good_one(message_nbytes):
+    """Send a frame, and in the next collective only the begin of the same message."""
+
+    def call():
+        reduced = values()
+        flatcall.all_reduce(reduced, op="mean", algorithm="all_gather")
+        assert torch.equal(reduced, values())
+        reduce(algorithm="all_gather")()
+
+    def fake(k):
+        k.agree()
+        for nbytes in (None, message_nbytes):
+            k.agree()
+            k.frame(good(), message_nbytes=nbytes)
+            k.receive()
+            k.vote()
+
+    return call, fake
+
+
 def _verdict(*verdict, n=N):
     def fake(k):
         k.agree(2)
@@ -194,6 +214,7 @@ SHORT = {  # run by make test: each kind of message
     "frame of another codec": (FRAME, lambda: _sent(encoded(ones(), codec.Sign()))),
     "frame with other parameters": (FRAME, lambda: _sent(encoded(ones(), codec.Quantize(2)), codec.Quantize(4))),
     "length beyond the message": (FRAME, lambda: _sent(good()[:-9], length=len(good()))),
+    "length without a frame, behind a collective with one": (FRAME, lambda: _cut_behind_a_good_one(8)),
     "length beyond the room": (FRAME, lambda: _sent(good(), length=1 << 62)),
     "verdict that is negative": (PEER, lambda: _verdict(-5, 1, 1, 1, 1)),
     "verdict that is unknown": (PEER, lambda: _verdict(99, 1, 1, 1, 1)),
@@ -222,6 +243,8 @@ LONG = {  # run by make nightly: more of each kind, and cases that last until th
     "negative length": (FRAME, lambda: _sent(good(), length=-1)),
     "length of an empty frame": (FRAME, lambda: _sent(length=1000)),
     "length that is 5 too much": (FRAME, lambda: _sent(good(), length=len(good()) + 5)),
+    "empty message, behind a collective with a frame": (PEER, lambda: _cut_behind_a_good_one(0)),
+    "part of a header, behind a collective with a frame": (FRAME, lambda: _cut_behind_a_good_one(30)),
     "frame that is cut": (FRAME, lambda: _sent(good(), message_nbytes=500)),
     "length that is cut": (codec.CodecError, lambda: _sent(good(), message_nbytes=4)),
     "frame of another dtype": (FRAME, lambda: _sent(encoded(ones("f8")))),
