@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from codec import CodecError
 from codec.specs import Lossless, Truncate
 from codec.stateful import CodebookRefresher
@@ -9,8 +11,17 @@ from codec.torch import algorithms
 from codec.torch.channel import Channel
 from codec.torch.communicator import Communicator, close_on_error, exchange_requests, hash64, request
 from codec.torch.execution import signature
+from codec.torch.messages import Array
 from codec.torch.reduction import Reduction
 from codec.torch.work import Work
+
+
+def sum_of_counts(counts: Array) -> Array:
+    """Return the sum over ranks of counts of symbols, int64 of shape (ranks, symbols), without overflow.
+
+    Counts that could overflow the sum are limited. All ranks have the same counts, so they get the same sum.
+    """
+    return np.minimum(counts, np.iinfo(np.int64).max // len(counts)).sum(0)
 
 
 class CodebookSync:
@@ -100,7 +111,7 @@ class CodebookSync:
             with close_on_error(channel):
                 counts, error = algorithms.gather(channel, r)
             channel.exchange_verdict(error)
-            refresher.propose(self._step, counts.reshape(channel.size, -1).sum(0))
+            refresher.propose(self._step, sum_of_counts(counts.reshape(channel.size, -1)))
         except CodecError:
             pass  # on all ranks; they keep the current codebook
 

@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from codec.torch import communicator, execution
+from codec.torch import codebook_sync, communicator, execution
 from support import flatcall
 from support.ddp_training import data, hook_state_bytes, parameter_bytes, wrapped
 from support.ranks import run_ranks
@@ -162,6 +163,16 @@ def _failed(rank, size):
     model, optimizer, hook = hooked(codec.Lossless(), 3 + (rank == 1), model=model.module)
     go(23, fails=True)  # different intervals: an error on all, without a timeout
     return log, parameter_bytes(model)
+
+
+def test_sums_of_counts_of_many_ranks_do_not_overflow():
+    counts = np.ones((1024, 257), np.int64)
+    counts[:, 7] = 1 << 60  # the sum would be 2^70
+    total = codebook_sync.sum_of_counts(counts)
+    assert total.dtype == np.int64
+    assert total[8] == 1024
+    assert total.argmax() == 7
+    assert total.min() == 1024
 
 
 def test_failures_leave_ranks_with_the_same_codebooks():
