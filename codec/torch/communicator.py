@@ -10,7 +10,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-import codec
 from codec import ArgumentError, PeerError
 from codec.arguments import shown
 from codec.torch.autotune import Choice
@@ -21,6 +20,8 @@ from codec.torch.work import Work
 from codec.torch.worker import Worker
 
 T = TypeVar("T")
+
+PROTOCOL_VERSION = 1  # of docs/protocol.md; raise it whenever ranks before and after a change misunderstand each other
 
 # Communicators
 
@@ -42,7 +43,7 @@ class Communicator:
         # Ctrl-C interrupts a thread that waits for another thread, but not one that waits for peers.
         self.channel: Channel = self.worker.submit(lambda: Channel(group, timeout)).result()
         self.choices: dict[int, Choice] = {}  # frames or uncompressed, by signature; the last used is last
-        self.run(lambda: self.channel.check_same("version of codec", [hash64(codec.__version__)]))
+        self.run(lambda: self.channel.check_same("version of codec.torch's protocol", [protocol_hash()]))
 
     def run(self, collective: Callable[[], T]) -> T:
         """Run a collective after those submitted before, and return its result.
@@ -251,6 +252,11 @@ def _warn_non_member(group: Any, name: str) -> bool:
 def hash64(*values: Any) -> int:
     """Return a signed 64-bit hash of the representation of some values, equal on all ranks and in all processes."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def protocol_hash() -> int:
+    """Return the hash of the protocol's version, which ranks compare when they connect."""
+    return hash64("codec.torch", PROTOCOL_VERSION)
 
 
 @contextmanager

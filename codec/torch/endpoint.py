@@ -16,15 +16,14 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-import codec
 from codec import PeerError
-from codec.torch.communicator import hash64
+from codec.torch.communicator import protocol_hash
 from codec.torch.connection import timeout_of
 from codec.torch.peer_connection import FORKED, PeerConnection
 
-HELLO = struct.Struct("<4s16sqqq")  # magic, token of the listening rank, hash of the version, rank, tag
+HELLO = struct.Struct("<4s16sqqq")  # magic, token of the listening rank, hash of the protocol's version, rank, tag
 HELLO_MAGIC = b"CDPH"
-ADDRESS = struct.Struct("<q16sH")  # hash of the version, token, port; the host follows
+ADDRESS = struct.Struct("<q16sH")  # hash of the protocol's version, token, port; the host follows
 PREFIX = "codec/point-to-point"  # of keys in the group's store
 _TOKEN_NBYTES = 16
 _SIOCGIFADDR = 0x8915  # Linux: address of an interface
@@ -34,11 +33,6 @@ _MOST_WAITING = 16  # connections of one rank and tag that nobody has taken
 _MOST_TAGS = 1024  # tags of one rank with such connections
 
 _Key = tuple[int, int]  # rank and tag
-
-
-def version_hash() -> int:
-    """Return the hash of the library's version that ranks compare."""
-    return hash64(codec.__version__)
 
 
 def _host() -> str:
@@ -164,7 +158,7 @@ class _Listener:
         if len(hello) != HELLO.size:
             return None
         magic, token, version, rank, tag = HELLO.unpack(hello)
-        known = magic == HELLO_MAGIC and token == self.token and version == version_hash()
+        known = magic == HELLO_MAGIC and token == self.token and version == protocol_hash()
         return (rank, tag) if known and 0 <= rank < self._size and rank != self._rank else None
 
     def _file(self, key: _Key, connection: PeerConnection) -> None:
@@ -199,7 +193,7 @@ class Endpoint:
             weakref.finalize(self, self._listener.stop)
             # a store connection of its own: see codec.torch.connection.connect
             self._store: Any = PrefixStore(PREFIX, group.get_group_store().clone())
-            address = ADDRESS.pack(version_hash(), self._listener.token, self._listener.port)
+            address = ADDRESS.pack(protocol_hash(), self._listener.token, self._listener.port)
             self._store.set(str(self.rank), address + self._listener.host.encode())
         except (OSError, RuntimeError) as e:
             raise PeerError(f"rank {self.rank} cannot open a port for other ranks: {e}") from e
@@ -215,7 +209,7 @@ class Endpoint:
         Raises
         ------
         PeerError
-            The rank has no endpoint within `seconds`, cannot be reached, or has another version of the library.
+            The rank has no endpoint within `seconds`, cannot be reached, or uses another version of the protocol.
         """
         deadline = time.monotonic() + seconds
         token, port, host = self._address_of(peer, deadline)
@@ -224,7 +218,7 @@ class Endpoint:
         except OSError as e:
             raise PeerError(f"rank {peer} cannot be reached at {host}, port {port}: {e}") from e
         try:
-            sock.sendall(HELLO.pack(HELLO_MAGIC, token, version_hash(), self.rank, tag))
+            sock.sendall(HELLO.pack(HELLO_MAGIC, token, protocol_hash(), self.rank, tag))
             return PeerConnection(sock, peer)
         except BaseException as e:
             sock.close()
@@ -292,8 +286,8 @@ class Endpoint:
             host = value[ADDRESS.size :].decode()
         except (struct.error, UnicodeDecodeError) as e:
             raise PeerError(f"the store of the group has no valid address of rank {peer}") from e
-        if version != version_hash():
-            raise PeerError(f"rank {peer} has another version of codec than rank {self.rank}")
+        if version != protocol_hash():
+            raise PeerError(f"rank {peer} has another version of codec.torch's protocol than rank {self.rank}")
         return token, port, host
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import codec
 import codec.torch
-from codec.torch import endpoint, peer_connection
+from codec.torch import communicator, endpoint, peer_connection
 from support.faults import KILLED, die, freeze
 from support.ranks import RankPool
 from support.tiers import NIGHTLY
@@ -211,7 +211,7 @@ def hello(peer, tag, *, token=None, version=None, rank=None, magic=endpoint.HELL
     mine = endpoint.endpoint_of(dist.group.WORLD)
     true_token, port, host = mine._address_of(peer, time.monotonic() + SOON)
     sock = socket.create_connection((host, port))
-    version = endpoint.version_hash() if version is None else version
+    version = communicator.protocol_hash() if version is None else version
     return sock, endpoint.HELLO.pack(magic, token or true_token, version, mine.rank if rank is None else rank, tag)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from codec import ArgumentError, PeerError, StateError, __version__
+from codec import ArgumentError, PeerError, StateError
 from codec.arguments import shown, whole
 from codec.torch.byte_exchange import exchange
+from codec.torch.communicator import PROTOCOL_VERSION
 from codec.torch.pipelining.notes import Notes, Report, report_of
 from codec.torch.pipelining.snapshot import Snapshot
 from codec.torch.pipelining.stage import CompressedStage
@@ -125,7 +126,7 @@ class Attempt:
 
     def _agree(self) -> None:
         """Raise ArgumentError unless all ranks have stages of the same pipeline."""
-        mine = json.dumps([__version__, *self._traffic[0].signature]).encode()
+        mine = json.dumps([str(PROTOCOL_VERSION), *self._traffic[0].signature]).encode()
         for rank, other in enumerate(self._exchange(mine)):
             if other != mine:
                 raise ArgumentError(
