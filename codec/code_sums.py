@@ -54,7 +54,8 @@ def sum_codes(
         Upper bound of the size of the result, in bytes. Default: 1 GiB, or 256 times the size of the largest frame if
         that is more.
     options : CallOptions, optional
-        Engine and threads, made by :func:`options`. The frames must be in host memory.
+        Engine, "native" or "numba", and threads, made by :func:`options`. The frames must be in host memory. The engine
+        "cuda" does not add codes.
 
     Returns
     -------
@@ -72,7 +73,8 @@ def sum_codes(
         There are no frames, or one is not of :class:`Ternary` or differs from the first one in shape, dtype or scale.
         Its ``item`` is the index of that frame. Damage of any frame is reported first.
     EngineError
-        A frame is on a device, or the engine cannot be used on this machine.
+        A frame or `like` is on a GPU, the engine is "cuda", or the engine cannot be used on this machine. Copy frames
+        of a GPU to host memory first.
 
     Examples
     --------

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import codec
 from codec import Status
+from codec.engines import cuda
 from reference import decoder as oracle
 from support.frame_builder import recompute_checksums
 from support.tensors import LOSSY_DTYPES, NUMPY_DTYPES, normal_values
@@ -82,6 +83,13 @@ def test_frames_of_segments_need_one_scale():
     with pytest.raises(codec.ArgumentError, match=r"^1: segments of the frame have different scales") as e:
         codec.sum_codes([frames[0], own])
     assert e.value.item == 1
+
+
+def test_cuda_engine_refuses_to_add_codes():
+    with pytest.raises(codec.EngineError, match="the cuda engine"):
+        codec.sum_codes(SHARED, options=codec.options(engine="cuda"))
+    with pytest.raises(codec.EngineError, match="copy the frames to host memory"):
+        cuda.sum_codes(None)  # on machines with a GPU, too
 
 
 @pytest.mark.parametrize("engine", ENGINES)
