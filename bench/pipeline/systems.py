@@ -1,0 +1,204 @@
+"""Compared systems: what crosses the edges between stages, and by which stages of torch.distributed.pipelining."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tah_quant import BITS, GRADIENT_BITS, TahQuant, activation_nbytes
+from torch.distributed.pipelining import PipelineStage
+
+import codec
+import codec.torch
+from codec.torch.pipelining import CompressedStage, Deltas, attempts
+
+FP32, FP32_TCP, DIRECT, AQ, TAH = "fp32", "fp32-tcp", "direct", "aq", "tah"
+SYSTEMS = (FP32, FP32_TCP, DIRECT, AQ, TAH)
+BITS_OF = ("fw4bw8", "fw3bw6", "fw2bw4")
+TITLES = {FP32: "FP32", FP32_TCP: "FP32, codec.torch.send", DIRECT: "DirectQ", AQ: "AQ-SGD", TAH: "TAH-Quant"}
+EDGE_STEP = 1 << 8  # CompressedStage numbers the first tensor of edge e as e << 8; random bits depend on it
+
+
+@dataclass(frozen=True)
+class Setting:
+    """System, and its bits of activations and gradients. `store` is where AQ-SGD keeps m: "ram" or "files"."""
+
+    system: str
+    bits: str = ""
+    store: str = "ram"
+    dtype: Any = "float32"
+
+    @property
+    def label(self) -> str:
+        kept = "" if self.store == "ram" else f", m in {self.store} as {self.dtype}"
+        bits = f"fw{HIGH_LOW} bw{GRADIENT_BITS}" if self.system == TAH else self.bits.replace("bw", " bw")
+        return f"{TITLES[self.system]} {bits}".strip() + kept
+
+    @property
+    def forward(self) -> codec.Quantize:
+        return codec.Quantize(parse_bits(self.bits)[0], rounding="nearest")
+
+    @property
+    def backward(self) -> codec.Quantize:
+        return codec.Quantize(parse_bits(self.bits)[1])
+
+
+HIGH_LOW = "3-4"
+
+
+def parse_bits(text: str) -> tuple[int, int]:
+    """Return the bits of activations and gradients of "fw4bw8".
+
+    Raises
+    ------
+    ValueError
+        The text is something else.
+    """
+    match = re.fullmatch(r"fw([1-8])bw([1-8])", text)
+    if match is None:
+        raise ValueError(f"bits are written fw4bw8: 1 to 8 bits forward, 1 to 8 backward; got {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def settings_of(systems: Iterable[str], bits: Iterable[str]) -> list[Setting]:
+    """Return the settings of systems, each with all `bits` if it has bits to choose."""
+    bits = list(bits)
+    found: list[Setting] = []
+    for system in systems:
+        found += [Setting(system, b) for b in bits] if system in (DIRECT, AQ) else [Setting(system)]
+    return found
+
+
+class Raw:
+    """Side of an edge that sends float32, with the calls of codec.ActivationDelta."""
+
+    def encode(self, activation: Any, samples: Iterable[int] | None = None) -> bytes:
+        return np.asarray(activation, np.float32).tobytes()
+
+    def decode(self, message: Any, samples: Iterable[int] | None = None, *, out: Any) -> Any:
+        x = np.asarray(out)
+        x[...] = np.frombuffer(message, np.float32).reshape(x.shape)
+        return out
+
+    def encode_gradient(self, gradient: Any) -> bytes:
+        return self.encode(gradient)
+
+    def decode_gradient(self, message: Any, *, out: Any) -> Any:
+        return self.decode(message, out=out)
+
+    def commit(self) -> None:
+        """Do nothing: there is no state."""
+
+
+def side_of(setting: Setting, edge: int, role: int, seed: int = 0) -> Any:
+    """Return one side of an edge: role 0 sends activations, role 1 receives them."""
+    if setting.system in (FP32, FP32_TCP):
+        return Raw()
+    if setting.system == TAH:
+        return TahQuant([seed, edge + 1, role])
+    first = {"first": setting.forward} if setting.system == DIRECT else {}
+    return codec.ActivationDelta(setting.forward, backward=setting.backward, edge=edge * EDGE_STEP, **first)
+
+
+def uses_samples(setting: Setting) -> bool:
+    """Return True if messages refer to samples."""
+    return setting.system == AQ
+
+
+class MessageStage(PipelineStage):
+    """Stage whose tensors travel as messages of a coder, over the same connections as those of CompressedStage."""
+
+    def __init__(self, module: torch.nn.Module, index: int, stages: int, make: Callable[[int, int], Any], group: Any):
+        super().__init__(module, index, stages, torch.device("cpu"), group=group)
+        self._incoming, self._outgoing = make(index - 1, 1), make(index, 0)
+        self._peers = {"before": index - 1, "after": index + 1}  # ranks of the group
+        self._expected: dict[tuple[str, int], tuple[torch.Tensor, Any]] = {}
+        self._sends: list[Any] = []
+
+    def _send(self, to: str, message: bytes) -> None:
+        self._sends.append(codec.torch.send(message, self._peers[to], group=self.group, async_op=True))
+
+    def _expect(self, kind: str, chunk: int, source: str, ops: list[Any]) -> list[Any]:
+        for op in ops:
+            work = codec.torch.recv(self._peers[source], group=self.group, async_op=True)
+            self._expected[kind, chunk] = op.tensor, work
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        for op in super().get_fwd_send_ops(fwd_chunk_id):
+            self._send("after", self._outgoing.encode(op.tensor.detach()))
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        for op in super().get_bwd_send_ops(bwd_chunk_id):
+            self._send("before", self._incoming.encode_gradient(op.tensor.contiguous()))
+        return []
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        return self._expect("forward", fwd_chunk_id, "before", super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        return self._expect("backward", bwd_chunk_id, "after", super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **named: Any) -> Any:
+        if ("forward", fwd_chunk_id) in self._expected:
+            tensor, work = self._expected.pop(("forward", fwd_chunk_id))
+            self._incoming.decode(work.result(), out=tensor.detach())
+        return super().forward_one_chunk(fwd_chunk_id, *args, **named)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **named: Any) -> None:
+        if ("backward", bwd_chunk_id) in self._expected:
+            tensor, work = self._expected.pop(("backward", bwd_chunk_id))
+            self._outgoing.decode_gradient(work.result(), out=tensor.detach())
+        super().backward_one_chunk(bwd_chunk_id, *args, **named)
+
+    def wait(self) -> None:
+        """Wait until all messages are sent."""
+        while self._sends:
+            self._sends.pop().wait()
+
+
+def stage_of(
+    setting: Setting, module: torch.nn.Module, index: int, stages: int, *, group: Any = None, folder: str = ""
+) -> PipelineStage:
+    """Return a stage of the pipeline. `folder` is for m in files."""
+    if setting.system == FP32:
+        return PipelineStage(module, index, stages, torch.device("cpu"), group=group)
+    if setting.system in (FP32_TCP, TAH):
+        return MessageStage(module, index, stages, lambda edge, role: side_of(setting, edge, role), group)
+    kept = "direct" if setting.system == DIRECT else Deltas(store=folder or "ram", dtype=setting.dtype)
+    specs = {"forward": setting.forward, "backward": setting.backward}
+    return CompressedStage(module, index, stages, "cpu", activations=kept, group=group, **specs)
+
+
+def steps_of(stage: PipelineStage) -> Iterator[AbstractContextManager[Any]]:
+    """Yield context managers in which to run the schedule for a training step."""
+    if isinstance(stage, CompressedStage):
+        yield from attempts(stage)
+    else:
+        yield nullcontext()
+        if isinstance(stage, MessageStage):
+            stage.wait()
+
+
+def message_nbytes(setting: Setting, values: int, samples: int) -> int:
+    """Return the size of the smallest message of a later epoch: activations or gradients of a micro-batch."""
+    if setting.system in (FP32, FP32_TCP):
+        return 4 * values
+    if setting.system == TAH:
+        return activation_nbytes(values, samples=samples)
+    scales = 4 * values // setting.forward.group_size
+    return min(parse_bits(setting.bits)) * values // 8 + scales
+
+
+def allowed_speedup(setting: Setting) -> float:
+    """Return the speedup over FP32 that the bytes of a later epoch allow, without what is sent once a message."""
+    if setting.system in (FP32, FP32_TCP):
+        return 1.0
+    if setting.system == TAH:
+        return 64 / (BITS + 34 / 64 + GRADIENT_BITS + 16 / 32)
+    forward, backward = parse_bits(setting.bits)
+    return 64 / (forward + backward + 2 * 32 / setting.forward.group_size)

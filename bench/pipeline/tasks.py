@@ -1,0 +1,191 @@
+"""Trainings of the benchmark: a byte transformer that is cut into stages, and its two tasks.
+
+`language` fine-tunes a language model on the text of Python's help. `classify` tells from which of 16 modules of
+Python's standard library a stretch of text is. Both begin with a transformer that was trained on the source of that
+library. Each stage has one block of the transformer; the first one embeds bytes, the last one has the task's head.
+"""
+
+import math
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from models import Language, text
+
+LANGUAGE, CLASSIFY = "language", "classify"
+TASKS = (LANGUAGE, CLASSIFY)
+CLASSES = 16
+HELD_OUT = 512  # samples
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the model and of its training."""
+
+    width: int = 64
+    context: int = 64
+    batch: int = 128
+    micro_batches: int = 4
+    samples: int = 1024
+    epochs: int = 8
+    rate: float = 1e-3  # learning rate, which rises over 10 steps and then falls to zero
+    pretraining: int = 400  # steps
+    seed: int = 0
+
+    @property
+    def values(self) -> int:
+        """Values of a message."""
+        return self.batch // self.micro_batches * self.context * self.width
+
+    @property
+    def steps_an_epoch(self) -> int:
+        return self.samples // self.batch
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.steps_an_epoch
+
+
+class Part(nn.Module):
+    """Blocks of one stage."""
+
+    def __init__(self, model: Language, head: nn.Module, index: int, stages: int) -> None:
+        super().__init__()
+        each = len(model.blocks) // stages
+        self.first, self.last = index == 0, index == stages - 1
+        self.blocks = model.blocks[index * each : (index + 1) * each]
+        if self.first:
+            self.token, self.place = model.token, model.place
+        if self.last:
+            self.norm, self.head = model.norm, head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.first:
+            x = self.token(x) + self.place.weight[: x.shape[1]]
+        x = self.blocks(x)
+        return self.head(self.norm(x)) if self.last else x
+
+
+class Classifier(nn.Module):
+    """Linear classifier of the mean over all positions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.mean(1))
+
+
+def pretrained(sizes: Sizes, blocks: int, advance: Any = lambda: None) -> dict[str, torch.Tensor]:
+    """Return the parameters of a language model of the standard library's source."""
+    torch.manual_seed(sizes.seed)
+    model, data = Language(sizes.width, blocks, sizes.context), text()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    generator = torch.Generator().manual_seed(sizes.seed)
+    steps = sizes.pretraining
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1, (step + 1) / 100) * (0.51 + 0.49 * math.cos(math.pi * step / steps))
+        at = torch.randint(len(data) - sizes.context - 1, (32, 1), generator=generator)
+        rows = data[at + torch.arange(sizes.context + 1)].long()
+        optimizer.zero_grad()
+        F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        advance()
+    return model.state_dict()
+
+
+def parts_of(sizes: Sizes, task: str, stages: int, weights: dict[str, torch.Tensor] | None) -> list[Part]:
+    """Return the modules of all stages; without `weights` of random values."""
+    torch.manual_seed(sizes.seed + 1)
+    model = Language(sizes.width, stages, sizes.context)
+    if weights is not None:
+        model.load_state_dict(weights)
+    head = model.head if task == LANGUAGE else Classifier(sizes.width)
+    return [Part(model, head, i, stages) for i in range(stages)]
+
+
+def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.flatten(0, -2), target.flatten())
+
+
+@dataclass(frozen=True)
+class Data:
+    """Samples of a task, and held-out ones."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    held_x: torch.Tensor
+    held_y: torch.Tensor
+
+
+def library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def windows(data: bytes, length: int) -> torch.Tensor:
+    """Return all stretches of a text that do not overlap."""
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return values[: len(values) // length * length].view(-1, length).long()
+
+
+def data_of(sizes: Sizes, task: str) -> Data:
+    """Return the samples of a task.
+
+    Raises
+    ------
+    ValueError
+        This Python's library has less text than `sizes.samples` needs.
+    """
+    if task == LANGUAGE:
+        topics = (library() / "pydoc_data/topics.py").read_bytes().replace(b"\\n", b"\n").replace(b"'\n", b"\n")
+        rows = windows(topics, sizes.context + 1)
+        x, y = rows[:, :-1], rows[:, 1:]
+    else:
+        files = sorted(library().glob("*.py"), key=lambda p: (-p.stat().st_size, p.name))[:CLASSES]
+        by_class = [windows(p.read_bytes(), sizes.context) for p in files]
+        least = min(map(len, by_class))
+        x = torch.cat([rows[:least] for rows in by_class])
+        y = torch.arange(CLASSES).repeat_interleave(least)
+    if len(x) < sizes.samples + HELD_OUT:
+        raise ValueError(f"{task}: {len(x)} samples of {sizes.context} bytes exist, {sizes.samples + HELD_OUT} needed")
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+    train, held = order[: sizes.samples], order[sizes.samples : sizes.samples + HELD_OUT]
+    return Data(x[train], y[train], x[held], y[held])
+
+
+def batches(sizes: Sizes) -> list[torch.Tensor]:
+    """Return the ids of the samples of each step; epochs have different orders."""
+    generator = torch.Generator().manual_seed(sizes.seed + 2)
+    orders = [torch.randperm(sizes.samples, generator=generator) for _ in range(sizes.epochs)]
+    return [ids for order in orders for ids in order.split(sizes.batch)]
+
+
+class Optimizer:
+    """AdamW with clipping of each stage's gradients, as stages that know nothing of each other do it."""
+
+    def __init__(self, modules: list[Any], sizes: Sizes) -> None:
+        self._modules, self._sizes, self._step = modules, sizes, 0
+        self._adam = [torch.optim.AdamW(m.parameters(), lr=sizes.rate, weight_decay=0.01) for m in modules]
+
+    def zero_grad(self) -> None:
+        for adam in self._adam:
+            adam.zero_grad()
+
+    def step(self) -> None:
+        rate = self._sizes.rate * min(1, (self._step + 1) / 10) * (1 - self._step / self._sizes.steps)
+        for module, adam in zip(self._modules, self._adam, strict=True):
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            for group in adam.param_groups:
+                group["lr"] = max(rate, 0.0)
+            adam.step()
+        self._step += 1
