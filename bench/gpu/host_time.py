@@ -11,8 +11,10 @@ import ctypes
 import functools
 import json
 import struct
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,9 @@ import codec
 from codec.engines.cuda import devices
 from codec.engines.cuda.decoding import FOUND_NBYTES, NOTHING_FOUND
 from codec.tensors.view import TensorView, view
-from support.measure import best, tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from measure import best, tensor
 
 _MEMORY = 1 << 20  # address of all memory of the device, which nobody reads; no array has one below 1 << 32
 
