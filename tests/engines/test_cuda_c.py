@@ -146,6 +146,23 @@ def test_batches_equal_single_calls(cuda):
             assert i == 7 or back == codec.decode(frame, like=np.empty(0, f"u{ITEMSIZE[some[i][2]]}")).tobytes()
 
 
+@pytest.mark.parametrize("what", ["encode", "decode"])
+def test_scratch_of_a_workspace_is_limited(what, cuda):
+    """Workspaces for two and three thousand tensors differ in arguments and results alone."""
+    kind, size = cuda_c.EncodeItem if what == "encode" else cuda_c.DecodeItem, ctypes.c_uint64()
+    item = kind(struct_nbytes=ctypes.sizeof(kind), plan=cuda.plan(codec.Lossless(), "float32", (1 << 16,)))
+    found = []
+    for count in (1, 2000, 3000):
+        items = (kind * count)(*[item] * count)
+        workspace = getattr(cuda.lib, f"codec_cuda_{what}_workspace")
+        assert workspace(items, ctypes.c_size_t(count), ctypes.byref(size)) == 0
+        found.append(size.value)
+    one, few, more = found
+    each = (more - few) / 1000
+    assert each < 100_000  # scratch for the warps of a tensor would be 660,000
+    assert one < few - 1999 * each < 100_100_000
+
+
 def test_statuses_of_encoding(cuda):
     x, spec = values((40, 300)), codec.Quantize(4)
     frame = native_frame(x, spec, "float32")
