@@ -204,10 +204,14 @@ class Frame:
     @property
     def scratch(self) -> Need:
         """Scratch memory that :attr:`kernel`, which has been prepared, needs."""
-        if self._constant is None:
+        if not self._constant:
             return Need(0)
-        name, count, i = self._constant
-        return Need(self.work.device.constant(self.kernel, name, count)[i])
+        [nbytes] = self.work.device.constant(self.kernel, self._constant, 1)
+        if self.view.codec != lib.CODEC_LOSSLESS:
+            return Need(nbytes)
+        planes = (~self.view.fixed & ((1 << ITEMSIZE[self.dtype]) - 1)).bit_length()
+        units = planes + (planes > 1)  # lossless_scratch_nbytes of native/cuda/frame/decode.cuh
+        return Need(nbytes if units else 0, units)
 
     def decoding(self, at: int, found: int, scratch: bytes, sink: Sink, *, checks: bool) -> bytes:
         """Return the codec_decoding, from the addresses of the frame's image and result and a codec_units."""
@@ -241,18 +245,14 @@ class Frame:
         _call.give(self._call)
 
 
-def _kernels(v: Any, size: int) -> tuple[str, tuple[str, int, int] | None, str]:
-    """Return the decoding kernel, the constant that has the bytes of a warp's scratch, and the summing kernel.
-
-    A constant is an array's name, its length, and the index of the number.
-    """
+def _kernels(v: Any, size: int) -> tuple[str, str, str]:
+    """Return the decoding kernel, the constant with the bytes of a unit of scratch memory, and the summing kernel."""
     if v.layout == 0:
-        return "decode_stored", None, ""
+        return "decode_stored", "", ""
     if v.codec == lib.CODEC_LOSSLESS:
-        planes = (~v.fixed & ((1 << size) - 1)).bit_length()  # planes_in_regions of native/cuda/common/job.cuh
-        return f"decode_lossless<{size}>", ("decode_lossless_nbytes", 9, planes), ""
+        return f"decode_lossless<{size}>", "decode_lossless_nbytes", ""
     if v.codec == lib.CODEC_TRUNCATE:
-        return "decode_truncate", ("decode_truncate_nbytes", 1, 0), ""
+        return "decode_truncate", "decode_truncate_nbytes", ""
     if is_entropy_coded(v):
-        return f"decode_rows<{v.codec}>", ("decode_rows_nbytes", 1, 0), ""
-    return f"decode_rows<{v.codec}>", None, f"reduce_rows<{v.codec}>"
+        return f"decode_rows<{v.codec}>", "decode_rows_nbytes", ""
+    return f"decode_rows<{v.codec}>", "", f"reduce_rows<{v.codec}>"

@@ -1,8 +1,9 @@
 /* common/scratch.cuh - scratch memory of a call, in units that warps take and give back.
  *
  * A launch encodes or decodes any number of frames, but only as many warps run at once as the GPU has room for. They
- * share units of scratch memory. A warp that finds too few free units waits: a warp that has units never waits for one
- * that has none, because a warp takes its units before its first block.
+ * share units of scratch memory. No more warps work on a frame than find units at once (useful_warps). If several
+ * frames need more, warps wait: a warp that has units never waits for one that has none, because a warp takes its units
+ * before its first block.
  */
 #ifndef CODEC_CUDA_COMMON_SCRATCH_CUH
 #define CODEC_CUDA_COMMON_SCRATCH_CUH
@@ -23,6 +24,27 @@ struct taken_units {
 	uint8_t *memory;
 	uint32_t first, count;
 };
+
+/* Return the number of units for `nbytes` bytes, which are not 0. */
+DEVICE uint32_t units_for(const codec_units &s, uint64_t nbytes)
+{
+	return (uint32_t)((nbytes + s.each - 1) / s.each);
+}
+
+/*
+ * Return how many of a frame's warps, if each takes `nbytes` bytes, find units at once. CTAs are whole, and there is at
+ * least one.
+ */
+DEVICE uint32_t useful_warps(const codec_units &s, uint64_t nbytes, uint32_t warps)
+{
+	if (!s.count || !nbytes)
+		return warps;
+	const uint32_t count = units_for(s, nbytes), each = blockDim.x / 32;
+	const uint32_t groups = s.count / 32 * (32 / count) + s.count % 32 / count;
+	const uint32_t most = groups < each ? each : groups / each * each;
+
+	return warps < most ? warps : most;
+}
 
 /*
  * Return a mask of the groups of `count` units, by the number of their first one, that are free in word `word` of
@@ -50,7 +72,7 @@ static __device__ taken_units take_units(const codec_units &s, uint64_t nbytes, 
 
 	if (!s.count || !nbytes)
 		return {NULL, 0, 0};
-	const uint32_t count = (uint32_t)((nbytes + s.each - 1) / s.each), groups = 32 / count;
+	const uint32_t count = units_for(s, nbytes), groups = 32 / count;
 	/* warps of a first frame find the units of their own numbers free */
 	const uint32_t own = (gridDim.x * blockIdx.y + blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
 	const uint32_t wanted = own % groups * count;
@@ -71,6 +93,8 @@ static __device__ taken_units take_units(const codec_units &s, uint64_t nbytes, 
 		}
 		if (finder < 32)
 			first = __shfl_sync(FULL, first, (int)finder);
+		else
+			wait_briefly();
 	}
 	device_fence(); /* acquire: the former warp's accesses to the units come before this warp's */
 	__syncwarp();

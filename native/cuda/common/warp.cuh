@@ -188,6 +188,14 @@ DEVICE uint32_t equal_mask(uint32_t x, uint32_t byte)
 	return (~(((d & 0x7f7f7f7fu) + 0x7f7f7f7fu) | d) >> 7 & ONES) * 255;
 }
 
+/* Wait for about half a microsecond, so that a loop that waits for memory leaves the GPU to other warps. */
+DEVICE void wait_briefly()
+{
+#ifdef __CUDA_ARCH__
+	__nanosleep(500);
+#endif
+}
+
 /*
  * Fence of acquire and release, device scope. __threadfence() is sequentially consistent too, which costs more and
  * which flags and counters do not need.

@@ -6,7 +6,7 @@
 #ifndef CODEC_CUDA_FRAME_DECODE_CUH
 #define CODEC_CUDA_FRAME_DECODE_CUH
 
-#include "coder/decode.cuh"
+#include "coder/plane.cuh"
 #include "common/checksum.cuh"
 #include "common/job.cuh"
 #include "common/scratch.cuh"
@@ -24,7 +24,7 @@ struct codec_decoding {
 	const codec_view *view; /* of a job made by codec_decode_plan */
 	const uint8_t *memory;  /* arrays of the view */
 	const uint8_t *frame;
-	codec_units scratch;      /* units of decode_*_nbytes bytes */
+	codec_units scratch;      /* see decode_*_nbytes */
 	const uint8_t *exponents; /* Truncate, shared levels: exponents of A for all values */
 	codec_found *found;
 	codec_sink sink;
@@ -79,11 +79,22 @@ DEVICE const codec_decoding &decoding_of(const codec_decoding *decodings)
 }
 
 /*
+ * Return the bytes of scratch memory with which a warp decodes lossless blocks: for each plane in regions and, if plane
+ * 0 is not the only one, for a plane of live values only.
+ */
+DEVICE uint64_t lossless_scratch_nbytes(const codec_view &v, int size)
+{
+	const uint32_t planes = planes_in_regions(v, size);
+
+	return PLANE_ROOM * (planes + (planes > 1));
+}
+
+/*
  * Decode (or only check) all blocks of the CTA's frame.
  *
  * read(decoding, job, block, cursor, pairs, scratch, lane, checksum) decodes one block and returns a status. pairs:
- * tables of 2^PAIR_BITS entries in shared memory; scratch: the warp's unit; *checksum: read adds to it the checksums of
- * the block's parts of the `size` planes that are fixed.
+ * tables of 2^PAIR_BITS entries in shared memory; scratch: the warp's memory; *checksum: read adds to it the checksums
+ * of the block's parts of the `size` planes that are fixed. size: of a lossless value in bytes; else 0.
  */
 template <uint32_t PAIR_BITS, class F> DEVICE void decode_blocks(const codec_decoding *decodings, int size, F read)
 {
@@ -95,14 +106,15 @@ template <uint32_t PAIR_BITS, class F> DEVICE void decode_blocks(const codec_dec
 	codec_found *found = d.found;
 	const pairs by = {entries, PAIR_BITS, v.coded ? (uint32_t)__ffs((int)v.coded) - 1 : WIRE_MAX_PLANES};
 	uint32_t lane = threadIdx.x % 32;
-	uint64_t warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = d.warps;
+	const uint64_t nbytes = size ? lossless_scratch_nbytes(v, size) : d.scratch.each;
+	const uint64_t warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = useful_warps(d.scratch, nbytes, d.warps);
 
 	if (warp >= warps)
 		return;
 	if (v.coded)
 		fill_pairs(by, table_of(&j, by.plane));
 	__syncthreads();
-	const taken_units units = take_units(d.scratch, d.scratch.each, lane);
+	const taken_units units = take_units(d.scratch, nbytes, lane);
 
 	if (warp == 0)
 		report_fault(found, 0, check_frame(&v, frame, lane), lane);

@@ -412,7 +412,7 @@ DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit
 						lane);
 }
 
-/* Decode a region with any planes. scratch: memory for decode_lossless_nbytes bytes. */
+/* Decode a region with any planes. scratch: see lossless_scratch_nbytes. */
 template <int SIZE>
 DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor c, const pairs &by, uint8_t *scratch,
 				const codec_sink *sink, uint64_t *checksum, uint32_t lane)
@@ -448,21 +448,8 @@ DEVICE codec_status read_block(const job *j, uint64_t b, cursor c, const pairs &
 	return read_single_plane<SIZE>(j, b, head & 3, c, by, sink, checksum, lane);
 }
 
-/*
- * Bytes of scratch memory for a warp, by the number of planes in regions (planes_in_regions); read by the host. One
- * more plane is for live values only: plane 0 has all values.
- */
-extern "C" __device__ const uint64_t decode_lossless_nbytes[] = {
-	0,
-	PLANE_ROOM,
-	3 * PLANE_ROOM,
-	4 * PLANE_ROOM,
-	5 * PLANE_ROOM,
-	6 * PLANE_ROOM,
-	7 * PLANE_ROOM,
-	8 * PLANE_ROOM,
-	9 * PLANE_ROOM,
-};
+/* Bytes of a unit of scratch memory, read by the host: a plane. A warp takes lossless_scratch_nbytes bytes. */
+extern "C" __device__ const uint64_t decode_lossless_nbytes[] = {PLANE_ROOM};
 
 /* Decode blocks. Grid: (CTAs, frames). */
 template <int SIZE>

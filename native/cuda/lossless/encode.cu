@@ -564,12 +564,13 @@ template <int SIZE> __global__ void __launch_bounds__(32 * WARPS, 4) encode_loss
 	uint32_t lane = threadIdx.x % 32;
 	__shared__ uint32_t codes[256 * SIZE];
 	const job &j = share_coding(e.view, e.memory, codes, SIZE);
-
-	if (blockIdx.x * WARPS >= e.warps)
-		return;
 	const bool single = has_single_plane(j.v, SIZE), coded = j.v.coded && !single;
 	const uint32_t planes = planes_in_regions(j.v, SIZE), most = planes + coded;
-	const taken_units units = take_units(e.scratch, LOSSLESS_UNIT * (most ? most : 1), lane);
+	const uint64_t nbytes = LOSSLESS_UNIT * (most ? most : 1);
+
+	if (blockIdx.x * WARPS >= useful_warps(e.scratch, nbytes, e.warps))
+		return;
+	const taken_units units = take_units(e.scratch, nbytes, lane);
 	uint8_t *scratch = units.memory, *region = scratch + planes * PLANE_ROOM;
 	uint8_t *coder = coded ? scratch + planes * LOSSLESS_UNIT : NULL;
 

@@ -24,7 +24,7 @@ template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_row
 	const uint32_t lane = threadIdx.x % 32;
 
 	fill_ratios<CODEC>(&v, ratio);
-	if (blockIdx.x * WARPS >= e.warps)
+	if (blockIdx.x * WARPS >= useful_warps(e.scratch, e.scratch.each, e.warps))
 		return;
 	const taken_units unit = take_units(e.scratch, e.scratch.each, lane);
 	uint8_t *scratch = unit.memory;

@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) encode_truncate(cons
 	__shared__ uint32_t codes[256];
 	const job &j = share_coding(e.view, e.memory, codes, 1);
 
-	if (blockIdx.x * WARPS >= e.warps)
+	if (blockIdx.x * WARPS >= useful_warps(e.scratch, e.scratch.each, e.warps))
 		return;
 	const taken_units unit = take_units(e.scratch, e.scratch.each, lane);
 

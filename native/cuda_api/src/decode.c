@@ -43,7 +43,7 @@ static uint32_t stored_ctas(const codec_cuda_plan *p, size_t count)
 
 static void lay_out(const codec_cuda_decode_item *items, size_t count, struct layout *l)
 {
-	uint64_t memory = 0, warps[NKERNELS] = {0}, wanted = 0;
+	uint64_t memory = 0, units[NKERNELS] = {0}, wanted = 0;
 
 	*l = (struct layout){0};
 	for (size_t i = 0; i < count; i++) {
@@ -52,7 +52,7 @@ static void lay_out(const codec_cuda_decode_item *items, size_t count, struct la
 		l->count[p->decode]++;
 		l->ctas[p->decode] += needed_ctas(p);
 		memory += p->memory_nbytes;
-		scratch_need(&l->units, p->decode_each, 1);
+		scratch_need(&l->units, p->decode_each, p->decode_units);
 	}
 	for (int k = 1; k < NKERNELS; k++)
 		l->first[k] = l->first[k - 1] + l->count[k - 1];
@@ -64,8 +64,8 @@ static void lay_out(const codec_cuda_decode_item *items, size_t count, struct la
 	for (size_t i = 0; i < count; i++) { /* kernels use scratch one after the other */
 		const codec_cuda_plan *p = items[i].plan;
 
-		warps[p->decode] += p->decode_each ? WARPS * ctas_of(p, l) : 0;
-		wanted = warps[p->decode] > wanted ? warps[p->decode] : wanted;
+		units[p->decode] += p->decode_each ? WARPS * ctas_of(p, l) * p->decode_units : 0;
+		wanted = units[p->decode] > wanted ? units[p->decode] : wanted;
 	}
 	scratch_limit(&l->units, wanted);
 	l->taken = l->memory + memory;

@@ -59,7 +59,7 @@ static int read_scratch_sizes(codec_cuda_device *d)
 	struct scratch_sizes *s = &d->scratch;
 
 	TRY(read_constants(d, "encode_lossless_nbytes", &s->encode_lossless, 1));
-	TRY(read_constants(d, "decode_lossless_nbytes", s->decode_lossless, 9));
+	TRY(read_constants(d, "decode_lossless_nbytes", &s->decode_lossless, 1));
 	TRY(read_constants(d, "encode_rows_nbytes", s->encode_rows, 2));
 	TRY(read_constants(d, "decode_rows_nbytes", &s->decode_rows, 1));
 	TRY(read_constants(d, "encode_truncate_nbytes", s->encode_truncate, 2));

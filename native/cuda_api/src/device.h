@@ -7,8 +7,7 @@
 
 /* Bytes of scratch memory that warps of encoding and decoding kernels need, as the kernels' files define them. */
 struct scratch_sizes {
-	uint64_t encode_lossless;    /* of a unit */
-	uint64_t decode_lossless[9]; /* by the number of planes in regions */
+	uint64_t encode_lossless, decode_lossless; /* of a unit */
 	uint64_t encode_rows[2]; /* with an entropy stage, without the region; with codes of which five share a byte */
 	uint64_t encode_truncate[2]; /* levels apart from symbols; coded together */
 	uint64_t decode_rows, decode_truncate;

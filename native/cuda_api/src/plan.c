@@ -76,14 +76,15 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 	const struct scratch_sizes *s = &p->device->scratch;
 	const int log2 = __builtin_ctz(p->itemsize);
 
-	p->encode_units = 1;
+	p->encode_units = p->decode_units = 1;
 	if (p->codec == CODEC_LOSSLESS) {
 		p->choose = CHOOSE_LOSSLESS;
 		p->encode = ENCODE_LOSSLESS_1 + log2;
 		p->decode = DECODE_LOSSLESS_1 + log2;
 		p->encode_each = s->encode_lossless;
 		p->encode_units = p->itemsize + 1;
-		p->decode_each = s->decode_lossless[p->itemsize];
+		p->decode_each = s->decode_lossless;
+		p->decode_units = p->itemsize + 1;
 	} else if (p->codec == CODEC_TRUNCATE) {
 		p->choose = CHOOSE_TRUNCATE;
 		p->encode = ENCODE_TRUNCATE;

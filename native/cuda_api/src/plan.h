@@ -29,8 +29,8 @@ struct codec_cuda_plan {
 
 	/* Decoding. */
 	enum kernel decode;
-	uint64_t decode_each;   /* bytes of scratch memory for a warp */
-	uint64_t memory_nbytes; /* size of the arrays of any frame */
+	uint64_t decode_each, decode_units; /* as encode_each and encode_units */
+	uint64_t memory_nbytes;             /* size of the arrays of any frame */
 };
 
 /* Round up to a multiple of 16. */
