@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/one_bit_adam.py
     torchrun --nproc-per-node 2 examples/one_bit_adam.py --warmup lossless --steps 400
+    torchrun --nproc-per-node 2 examples/one_bit_adam.py --zero-one
 
 Until the freeze the processes send gradients, after it signs of momenta with error feedback. The checkpoint is one file
-for all processes; it is loaded again, and training goes on.
+for all processes; it is loaded again, and training goes on. 0/1 Adam also takes steps without communication.
 """
 
 import argparse
@@ -28,7 +29,9 @@ def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     return x, (x.norm(dim=1) * 2 - 7).clamp(0, 7).long()
 
 
-def build(warmup: str, freeze_step: int) -> tuple[DistributedDataParallel, codec.torch.OneBitAdam]:
+def build(
+    warmup: str, freeze_step: int | codec.torch.ZeroOneSchedule
+) -> tuple[DistributedDataParallel, codec.torch.OneBitAdam]:
     """Return the model and its optimizer, registered to each other."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(
@@ -71,18 +74,20 @@ def report(name: str, losses: list[float], optimizer: codec.torch.OneBitAdam, se
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--warmup", choices=WARMUPS, default="quantize4", help="codec of gradients (quantize4)")
+    parser.add_argument("--zero-one", action="store_true", help="0/1 Adam in place of 1-bit Adam")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--checkpoint", type=Path, help="file of the checkpoint; default: a temporary one")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     freeze_step = max(1, args.steps // 4)
-    model, optimizer = build(args.warmup, freeze_step)
+    schedule = codec.torch.ZeroOneSchedule(freeze_step) if args.zero_one else freeze_step
+    model, optimizer = build(args.warmup, schedule)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = train(model, optimizer, generator, freeze_step)
     sent = report("warm-up", losses, optimizer, 0)
     losses += train(model, optimizer, generator, args.steps // 4)
-    report("1-bit Adam", losses[freeze_step:], optimizer, sent)
+    report("0/1 Adam" if args.zero_one else "1-bit Adam", losses[freeze_step:], optimizer, sent)
 
     with tempfile.TemporaryDirectory() as folder:
         path = args.checkpoint or Path(folder) / "checkpoint.pt"
@@ -93,7 +98,7 @@ def main() -> None:
         else:
             saved = [{}]
         dist.broadcast_object_list(saved)
-    model, optimizer = build(args.warmup, freeze_step)
+    model, optimizer = build(args.warmup, schedule)
     model.module.load_state_dict(saved[0]["model"])
     optimizer.load_state_dict(saved[0]["optimizer"])  # any number of ranks can load it
     losses += train(model, optimizer, generator, max(1, args.steps - len(losses)))

@@ -1,6 +1,6 @@
-"""Compare 1-bit Adam with AdamW: held-out loss and bytes of a language model, and the time of a step.
+"""Compare 1-bit Adam and 0/1 Adam with AdamW: held-out loss and bytes of a language model, and the time of a step.
 
-    python bench/training/one_bit_adam.py              # about 6 minutes on two cores
+    python bench/training/one_bit_adam.py              # about 7 minutes on two cores
     python bench/training/one_bit_adam.py --quick      # one seed, fewer steps
     python bench/training/one_bit_adam.py --only time
 
@@ -13,6 +13,8 @@ loss    Trains the transformer of bench/support/models.py (task text-adamw) on l
         lossless momenta          OneBitAdam(spec=Lossless()): the effect of frozen second moments alone
         1-bit Adam                OneBitAdam with its defaults: a lossless warm-up
         1-bit Adam, Quantize(4)   OneBitAdam(warmup=Quantize(4))
+        0/1 Adam, Quantize(4)     the same with ZeroOneSchedule(max_interval=4): momenta in some steps of the warm-up,
+                                  and local steps later
 
         Columns: mean held-out loss; the loss minus AdamW's of the same seed, mean and largest over seeds; bits that a
         rank sends for each value in both phases of an all-reduce, over the whole run and in frozen steps.
@@ -41,10 +43,12 @@ from convergence import PLAIN, Job, Run, table, train_all, values_sent
 from models import Task
 
 SIGNS = "AdamW, signs"
+ZERO_ONE = "0/1 Adam, Quantize(4)"
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lossless momenta": {"spec": codec.Lossless()},
     "1-bit Adam": {},
     "1-bit Adam, Quantize(4)": {"warmup": codec.Quantize(4)},
+    ZERO_ONE: {"warmup": codec.Quantize(4)},
 }
 METHODS = (PLAIN, SIGNS, *OPTIMIZERS)
 FREEZE = 0.2  # part of the steps before the freeze
@@ -70,14 +74,14 @@ def add_optimizer(job: Job, task: Task, model: DistributedDataParallel) -> Any:
                 codec.Sign(group_size=1024), policy=policy, optimizer=task.optimizer, options=options
             )
             return hook.register(model)
-    group = task.optimizer.param_groups[0]
+    group, freeze = task.optimizer.param_groups[0], round(FREEZE * job.steps)
     optimizer = codec.torch.OneBitAdam(
         model.parameters(),
         group["initial_lr"],
         group["betas"],
         group["eps"],
         group["weight_decay"],
-        freeze_step=round(FREEZE * job.steps),
+        freeze_step=codec.torch.ZeroOneSchedule(freeze, max_interval=4) if job.codec == ZERO_ONE else freeze,
         **OPTIMIZERS[job.codec],
     )
     task.optimizer = optimizer.register(model, options=options)

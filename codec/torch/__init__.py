@@ -18,7 +18,7 @@ from codec.torch.ddp import comm_hook, ddp_hook
 from codec.torch.feedback import Feedback
 from codec.torch.fsdp import AllGather, AllReduce, CommStats, ReduceScatter
 from codec.torch.hook import Hook
-from codec.torch.one_bit_adam import OneBitAdam
+from codec.torch.one_bit_adam import OneBitAdam, ZeroOneSchedule
 from codec.torch.parameter_server.client import ParameterClient
 from codec.torch.parameter_server.links import ClientStats
 from codec.torch.parameter_server.server import ParameterServer, ServerStats
@@ -46,6 +46,7 @@ __all__ = [
     "ServerStats",
     "Stats",
     "Work",
+    "ZeroOneSchedule",
     "all_gather",
     "all_reduce",
     "all_to_all",

@@ -1,4 +1,4 @@
-"""Local arithmetic of 1-bit Adam: momenta before the all-reduce, and updates by second moments that do not change."""
+"""Local arithmetic of 1-bit Adam and 0/1 Adam: momenta before the all-reduce, and updates of parameters and state."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -59,6 +59,11 @@ class Denominators:
         """Forget all denominators, after second moments have changed."""
         self._known.clear()
 
+    def forget(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Forget the denominators of parameters whose second moments have changed."""
+        for p in parameters:
+            self._known.pop(p, None)
+
     def of(self, p: torch.Tensor, state: State, group: Group) -> torch.Tensor:
         """Return the denominator of a parameter; Inf where v is 0, so that these values never move."""
         return self._of(p, state, group)[0]
@@ -103,32 +108,42 @@ def local_momentum(
         gradient.masked_fill_(dead, 0)
 
 
-def frozen_step(
-    group: Group,
-    parameters: Sequence[torch.Tensor],
-    states: Sequence[State],
-    momenta: Sequence[torch.Tensor],
-    denominators: Denominators,
-) -> None:
-    """Adopt the averaged momenta of some parameters of a group, and take the step theta -= lr m^ / (sqrt(v^) + eps).
-
-    As in Adam, m^ is the momentum divided by 1 - b1^t. If weight decay is decoupled, parameters are first multiplied by
-    1 - lr times the weight decay.
-    """
+def adopt(states: Sequence[State], momenta: Sequence[torch.Tensor], dead: Sequence[torch.Tensor | None]) -> None:
+    """Count a step, and set the momenta of parameters, except where masks tell values that never move."""
     own = [s["exp_avg"] for s in states]
     _torch._foreach_copy_(own, list(momenta))
     _torch._foreach_add_([s["step"] for s in states], 1)
-    for p, s in zip(parameters, states, strict=True):
-        if (dead := denominators.dead(p, s, group)) is not None:
-            s["exp_avg"].masked_fill_(dead, 0)
-    lr, beta1 = float(group["lr"]), group["betas"][0]
-    update(
-        group,
-        parameters,
-        own,
-        [denominators.of(p, s, group) for p, s in zip(parameters, states, strict=True)],
-        [-lr / (1 - beta1 ** s["step"].item()) for s in states],
-    )
+    for m, mask in zip(own, dead, strict=True):
+        if mask is not None:
+            m.masked_fill_(mask, 0)
+
+
+def refresh(
+    group: Group, states: Sequence[State], gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> None:
+    """Count a step, and update both moments of parameters of a group by their mean gradients."""
+    given = list(gradients)
+    if group["weight_decay"] and not group["decoupled_weight_decay"]:
+        given = _torch._foreach_add(given, list(parameters), alpha=group["weight_decay"])
+    beta1, beta2 = group["betas"]
+    squares = [s["exp_avg_sq"] for s in states]
+    _torch._foreach_lerp_([s["exp_avg"] for s in states], given, 1 - beta1)
+    _torch._foreach_mul_(squares, beta2)
+    _torch._foreach_addcmul_(squares, given, given, 1 - beta2)
+    _torch._foreach_add_([s["step"] for s in states], 1)
+    for s in states:
+        s["variance_step"] = s.get("variance_step", 0) + 1
+
+
+def step_size(group: Group, step: float) -> float:
+    """Return the factor of m / (sqrt(v^) + eps) in a step: the learning rate over Adam's bias correction of m."""
+    return float(group["lr"]) / (1 - group["betas"][0] ** step)
+
+
+def decay(group: Group, tensors: Sequence[torch.Tensor]) -> None:
+    """Decay weights if weight decay is decoupled, as in AdamW."""
+    if group["weight_decay"] and group["decoupled_weight_decay"]:
+        _torch._foreach_mul_(list(tensors), 1 - float(group["lr"]) * group["weight_decay"])
 
 
 def update(
@@ -139,8 +154,7 @@ def update(
     factors: Sequence[float],
 ) -> None:
     """Decay the weights if weight decay is decoupled, and add factor * momentum / denominator to parameters."""
-    if group["weight_decay"] and group["decoupled_weight_decay"]:
-        _torch._foreach_mul_(list(parameters), 1 - float(group["lr"]) * group["weight_decay"])
+    decay(group, parameters)
     _torch._foreach_addcdiv_(list(parameters), list(momenta), list(denominators), list(factors))
 
 

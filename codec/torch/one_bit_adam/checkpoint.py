@@ -5,7 +5,8 @@ from typing import Any, cast
 
 from codec import StateError
 from codec.torch.hook import Hook
-from codec.torch.one_bit_adam.link import SENT, Kind, Link
+from codec.torch.one_bit_adam.link import SENT, Link
+from codec.torch.one_bit_adam.schedule import Kind
 
 KEY = "one_bit"
 VERSION = 1

@@ -91,5 +91,6 @@ def total(states: Iterable[tuple[Mapping[str, Any], float]]) -> float:
     """Return the sum of the bias-corrected second moments of parameters, given by their states and b2."""
     found = 0.0
     for state, beta2 in states:
-        found += state["exp_avg_sq"].sum(dtype=torch.float64).item() / (1 - beta2 ** float(state["step"]))
+        updates = float(state.get("variance_step", state["step"]))
+        found += state["exp_avg_sq"].sum(dtype=torch.float64).item() / (1 - beta2**updates)
     return found

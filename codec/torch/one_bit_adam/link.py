@@ -5,7 +5,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,10 @@ from codec.torch.buckets import n_values, order
 from codec.torch.ddp import ddp_hook
 from codec.torch.hook import Hook
 from codec.torch.one_bit_adam.guard import Guard
+from codec.torch.one_bit_adam.schedule import Kind
 from codec.torch.policy import Policy, default_policy
 from codec.torch.stats import Stats
 
-Kind = Literal["gradients", "momenta", "local"]  # what a step sends; "local": nothing
 SENT: tuple[Kind, ...] = ("gradients", "momenta")
 
 _BUCKET = 25 << 20  # bytes of a bucket without DistributedDataParallel; that is its default, too

@@ -1,4 +1,4 @@
-"""1-bit Adam: torch.optim.Adam until its second moments are frozen, then steps by averaged momenta."""
+"""1-bit Adam and 0/1 Adam: steps of torch.optim.Adam, and steps by averaged momenta and unchanged second moments."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,17 +15,18 @@ from codec.torch.arguments import plain_spec
 from codec.torch.buckets import needs_optimizer
 from codec.torch.collectives import all_reduce
 from codec.torch.one_bit_adam import arithmetic, checkpoint, parameters
-from codec.torch.one_bit_adam.arithmetic import Denominators
 from codec.torch.one_bit_adam.drift import MOVING, STABLE, Drift, total
-from codec.torch.one_bit_adam.link import Kind, Link, Settings, check_model, check_not_wrapped
+from codec.torch.one_bit_adam.link import Link, Settings, check_model, check_not_wrapped
+from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
+from codec.torch.one_bit_adam.steps import Steps, Tensors
 from codec.torch.policy import Policy, default_policy
 from codec.torch.stats import Stats
-
-Tensors = dict[torch.Tensor, torch.Tensor]  # gradients or momenta by parameter
 
 
 class OneBitAdam(torch.optim.Adam):
     """Adam that sends signs of momenta instead of gradients, after a warm-up (1-bit Adam, Tang et al. 2021).
+
+    With a :class:`ZeroOneSchedule` it is 0/1 Adam (Lu et al. 2023).
 
     For `freeze_step` steps it is :class:`torch.optim.AdamW`, or Adam, over the mean gradients of all ranks. Then the
     second moments v stay as they are. Each rank computes its momentum ``b1 m + (1 - b1) g`` and sends it with error
@@ -49,10 +50,11 @@ class OneBitAdam(torch.optim.Adam):
         Term added to the denominator.
     weight_decay : float
         Weight decay.
-    freeze_step : int or "auto"
+    freeze_step : int, "auto" or ZeroOneSchedule
         Number of steps before second moments are frozen, at least 1: 15 to 25% of a run. "auto": until the sum of
         second moments has changed by at most 4% over 1 / (1 - b2) steps. The learning rate's warm-up should end before
-        the freeze.
+        the freeze. :class:`ZeroOneSchedule`: 0/1 Adam, whose warm-up sends gradients in some steps only, and which
+        later takes steps without communication.
     spec : Spec or str
         Codec of momenta, or the name of a preset: lossless or a contraction (:attr:`codec.Spec.contraction`).
     warmup : Spec or str
@@ -86,13 +88,16 @@ class OneBitAdam(torch.optim.Adam):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        freeze_step: int | Literal["auto"],
+        freeze_step: int | Literal["auto"] | ZeroOneSchedule,
         spec: Spec | str = Sign(group_size=1024),  # noqa: B008 - immutable
         warmup: Spec | str = Lossless(),  # noqa: B008 - immutable
         decoupled_weight_decay: bool = True,
     ) -> None:
-        if freeze_step != "auto":
-            freeze_step = whole('freeze_step, unless "auto",', freeze_step, 1)
+        self.schedule = freeze_step if isinstance(freeze_step, ZeroOneSchedule) else None
+        if isinstance(freeze_step, ZeroOneSchedule):
+            freeze_step = freeze_step.freeze_step
+        elif freeze_step != "auto":
+            freeze_step = whole('freeze_step, unless "auto" or a ZeroOneSchedule,', freeze_step, 1)
         self.freeze_step, self.spec, self.warmup = freeze_step, plain_spec(spec), plain_spec(warmup)
         if needs_optimizer(self.spec):
             raise SpecError(f"spec= is for momenta, but {self.spec} drops bits of gradients: use it as warmup=")
@@ -101,7 +106,7 @@ class OneBitAdam(torch.optim.Adam):
         self._link: Link | None = None
         self._waiting: dict[Kind, Any] = {}  # states of hooks that were loaded before there is a link
         self._frozen, self._steps = False, 0
-        self._denominators = Denominators()
+        self._arithmetic = Steps(self, refresh=self.schedule is not None)
         try:
             super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=bool(decoupled_weight_decay))
         except (ValueError, TypeError) as e:
@@ -182,6 +187,11 @@ class OneBitAdam(torch.optim.Adam):
         >>> optimizer.step()
         """
         served = check_model(model, dict.fromkeys(parameters.of(self), 0))
+        if grad_scaler is not None and self.schedule is not None and self.schedule.max_interval > 1:
+            raise ArgumentError(
+                "grad_scaler= needs communication in every step, since ranks could skip different local steps: use "
+                "ZeroOneSchedule(max_interval=1), or bfloat16 without a scaler"
+            )
         if grad_scaler is not None and not isinstance(served, torch.nn.Module):
             raise ArgumentError("grad_scaler= needs a DistributedDataParallel: scalers of ranks could skip other steps")
         self._connect(served, group, replace(self._settings(), policy=policy, grad_scaler=grad_scaler, options=options))
@@ -214,6 +224,8 @@ class OneBitAdam(torch.optim.Adam):
 
     def _kind_of_step(self) -> Kind:
         """Return what the next step sends."""
+        if self.schedule is not None:
+            return self.schedule.kind(self._steps + 1)
         return "momenta" if self._frozen else "gradients"
 
     def _transform(self, buffer: torch.Tensor, gradients: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
@@ -228,26 +240,18 @@ class OneBitAdam(torch.optim.Adam):
         scale = 1.0 if scaler is None else scaler.get_scale()
         groups = parameters.groups(self)
         for p, gradient in gradients:
-            self._message(p, gradient, groups[p], scale)
-
-    def _message(self, p: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], scale: float) -> None:
-        """Replace the gradient of a parameter by its momentum on this rank."""
-        if state := cast(dict[str, Any], self.state.get(p, {})):
-            dead = self._denominators.dead(p, state, group)
-            arithmetic.local_momentum(p, gradient, state, group, dead, scale)
-        else:
-            gradient.zero_()  # it had no gradient before the freeze
+            self._arithmetic.message(p, gradient, groups[p], scale)
 
     def _received(self, kind: Kind) -> Tensors:
         """Return the mean gradient or momentum of each parameter, without those that have none."""
         link = self._connected()
+        if link is not None and link.is_ddp and kind != "gradients":
+            scaler = link.settings.grad_scaler
+            link.guard.check_unchanged(scaler is not None and scaler.is_enabled())
+        if kind == "local" or (link is not None and link.is_ddp):
+            return parameters.gradients(self)
         if link is None:
             return self._alone(kind)
-        if link.is_ddp:
-            if kind != "gradients":
-                scaler = link.settings.grad_scaler
-                link.guard.check_unchanged(scaler is not None and scaler.is_enabled())
-            return parameters.gradients(self)
         means = link.reduce(kind, {p: p.grad for p in link.names})
         # a parameter that no rank has ever used stays as it is, as in torch.optim.Adam
         return {p: x for p, x in means.items() if p.grad is not None or self.state.get(p) or bool(x.any())}
@@ -293,33 +297,32 @@ class OneBitAdam(torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         kind = self._kind_of_step()
-        self._take(kind, self._received(kind))
+        received = self._received(kind)
+        finite = kind != "local" or all(arithmetic.is_finite(g) for g in received.values())
+        if kind == "local":
+            self._arithmetic.take_alone(received if finite else None)
+        else:
+            self._arithmetic.take(kind, received)
         self._steps += 1
         if self._link is not None:
             self._link.guard.clear()
-        if kind == "gradients":
-            self._measure()
+        self._measure(kind)
+        if not finite:
+            raise ArgumentError(
+                f"a gradient holds NaN or Inf: this rank has not moved in the local step {self._steps}. The step "
+                "counts: go on with the next one, as the other ranks do",
+                Status.NONFINITE,
+            )
         return loss
 
-    def _take(self, kind: Kind, received: Tensors) -> None:
-        """Update parameters and state by what was received."""
-        for group in self.param_groups:
-            some = [p for p in group["params"] if p in received]
-            if not some:
-                continue
-            states: list[dict[str, Any]] = [self.state[p] for p in some]
-            for p, state in zip(some, states, strict=True):
-                arithmetic.start(p, state)
-            tensors = [received[p] for p in some]
-            if kind == "gradients":
-                arithmetic.adam_step(group, some, states, tensors)
-            else:
-                arithmetic.frozen_step(group, some, states, tensors, self._denominators)
-
-    def _measure(self) -> None:
-        """Measure the drift of second moments if that is due, and freeze them if it is time."""
+    def _measure(self, kind: Kind) -> None:
+        """Measure the drift of second moments after a step if that is due, and freeze them if it is time."""
+        if self._frozen:
+            return
         last = self._steps == self.freeze_step
-        if last or self._drift.is_due(self._steps):
+        if self.schedule is not None and kind == "gradients":
+            self._share_buckets()
+        if last or (kind == "gradients" and self._drift.is_due(self._steps)):
             states = [(self.state[p], g["betas"][1]) for p, g in parameters.groups(self).items() if self.state.get(p)]
             self._drift.add(self._steps, total(states))
             if self.freeze_step == "auto" and self._drift.has_window:
@@ -337,16 +340,11 @@ class OneBitAdam(torch.optim.Adam):
 
     def _freeze(self) -> None:
         """Freeze the second moments."""
-        still: list[int] = []
-        for i, p in enumerate(parameters.of(self)):
-            if state := self.state.get(p):
-                state["variance_step"] = int(state["step"].item())
-            if not state or not bool(state["exp_avg_sq"].any()):
-                still.append(i)
+        self._arithmetic.freeze()
         self._frozen = True
-        self._denominators.clear()
-        if self._link is not None:
-            self._link.hooks["momenta"]._buckets = self._link.hooks["gradients"]._buckets
+        self._share_buckets()
+        states = [self.state.get(p) for p in parameters.of(self)]
+        still = [i for i, state in enumerate(states) if not state or not bool(state["exp_avg_sq"].any())]
         if self._drift.value > MOVING:
             warnings.warn(
                 f"second moments were frozen after {self._steps} steps, but still changed by {self._drift.value:.0%} "
@@ -359,7 +357,17 @@ class OneBitAdam(torch.optim.Adam):
                 stacklevel=6,  # the caller of step()
             )
 
+    def _share_buckets(self) -> None:
+        """Let momenta travel in the buckets of gradients."""
+        if self._link is not None:
+            self._link.hooks["momenta"]._buckets = self._link.hooks["gradients"]._buckets
+
     # State
+
+    @property
+    def synchronized(self) -> bool:
+        """True if parameters are the same on all ranks: always, except after a local step of 0/1 Adam."""
+        return self._arithmetic.synchronized
 
     @property
     def frozen(self) -> bool:
@@ -430,13 +438,23 @@ class OneBitAdam(torch.optim.Adam):
         Raises
         ------
         StateError
-            `gather`, and no model is registered.
+            `gather`, and no model is registered. Or the last step was local, so that parameters of ranks differ: save
+            when :attr:`synchronized` is True.
         PeerError
             `gather`, and another rank is lost.
         """
+        self._check_synchronized()
         hooks = checkpoint.hook_states(self._link, gather, self._waiting)
         entry = {"version": checkpoint.VERSION, "frozen": int(self._frozen), "drift": self._drift.state()}
         return super().state_dict() | {checkpoint.KEY: {**entry, "hooks": hooks}}
+
+    def _check_synchronized(self) -> None:
+        if not self.synchronized:
+            interval = self.schedule.max_interval if self.schedule else 1
+            raise StateError(
+                f"step {self._steps} was local, so that parameters of ranks differ: save when optimizer.synchronized "
+                f"is True, as after every step that is a multiple of {interval}"
+            )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict`, of torch.optim.AdamW or of torch.optim.Adam.
@@ -457,6 +475,9 @@ class OneBitAdam(torch.optim.Adam):
         """
         parameters.check_state(self, state_dict)
         saved = checkpoint.Saved(state_dict.get(checkpoint.KEY))
+        partly = any("variance_step" in state for state in state_dict["state"].values())
+        if self.schedule is None and partly and not saved.frozen:
+            raise StateError("the state is one of 0/1 Adam before its freeze: load it with a ZeroOneSchedule")
         drift = Drift(self._drift.window)
         if saved.drift is not None:
             drift.load(saved.drift)
@@ -467,7 +488,10 @@ class OneBitAdam(torch.optim.Adam):
             raise StateError(f"the state does not fit the optimizer: {shown(e)}") from e
         self._frozen, self._drift = saved.frozen, drift
         self._steps = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
-        self._denominators.clear()
+        self._arithmetic.clear()
+        if self.schedule is not None:  # a state of torch.optim.AdamW has refreshed v in every step
+            for state in self.state.values():
+                state.setdefault("variance_step", int(state["step"]))
         if self._link is None or hooks is None:
             self._waiting = saved.hooks
         else:
@@ -477,9 +501,16 @@ class OneBitAdam(torch.optim.Adam):
         if not self._frozen and isinstance(self.freeze_step, int) and self._steps >= self.freeze_step:
             self._freeze()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of :meth:`__getstate__`."""
+        super().__setstate__(state)
+        self._arithmetic = Steps(self, refresh=self.schedule is not None)
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the optimizer without its link, which belongs to this process."""
-        own = ("freeze_step", "spec", "warmup", "_frozen", "_steps", "_drift")
-        local = {"_link": None, "_denominators": Denominators()}
+        self._check_synchronized()
+        own = ("schedule", "freeze_step", "spec", "warmup", "_frozen", "_steps", "_drift")
         waiting = checkpoint.hook_states(self._link, False, self._waiting)
-        return super().__getstate__() | {name: getattr(self, name) for name in own} | local | {"_waiting": waiting}
+        return (
+            super().__getstate__() | {name: getattr(self, name) for name in own} | {"_link": None, "_waiting": waiting}
+        )

@@ -100,6 +100,9 @@ def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
         state = states[i]
         if state is None:
             continue
+        refreshes = state.get("variance_step", 0)
+        if type(refreshes) is not int or refreshes < 0:
+            raise StateError(f"variance_step of parameter {number} is no count of steps: the state is damaged")
         for name in ("exp_avg", "exp_avg_sq"):
             x = state.get(name)
             if not isinstance(x, torch.Tensor) or x.shape != p.shape:

@@ -1,0 +1,88 @@
+"""What each step sends: schedules of 1-bit Adam and 0/1 Adam."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from codec import ArgumentError
+from codec.arguments import whole
+
+Kind = Literal["gradients", "momenta", "local"]  # what a step sends; "local": nothing
+
+
+@dataclass(frozen=True)
+class ZeroOneSchedule:
+    """Steps of 0/1 Adam: few of them refresh the second moments, and later few of them communicate (Lu et al. 2023).
+
+    Until `freeze_step`, some steps send gradients, which refresh the second moments v. The distance of these steps is 1
+    at first, and doubles after every `refreshes` of them. All other steps send momenta.
+
+    After `freeze_step` v stays as it is. The ranks then synchronize in every step that is a multiple of an interval,
+    and send momenta. The interval is 1 at first, and doubles after every `double_every` steps up to `max_interval`. The
+    steps between are local: each rank moves by its own momentum.
+
+    Parameters
+    ----------
+    freeze_step : int
+        Last step that may refresh v, at least 1: the end of the learning rate's warm-up.
+    refreshes : int
+        Number of refreshes after which their distance doubles, at least 1.
+    double_every : int, optional
+        Steps after which the interval doubles, at least 1. Default: `freeze_step`.
+    max_interval : int
+        Largest interval, a power of 2; 1: no step is local.
+
+    Raises
+    ------
+    ArgumentError
+        An argument has a wrong type or value.
+
+    Examples
+    --------
+    >>> schedule = codec.torch.ZeroOneSchedule(freeze_step=4, refreshes=2, max_interval=2)
+    >>> [schedule.kind(step) for step in range(1, 7)]
+    ['gradients', 'gradients', 'momenta', 'gradients', 'momenta', 'momenta']
+    >>> [schedule.kind(step) for step in range(9, 13)]
+    ['local', 'momenta', 'local', 'momenta']
+    """
+
+    freeze_step: int
+    refreshes: int = 16
+    double_every: int | None = None
+    max_interval: int = 16
+
+    def __post_init__(self) -> None:
+        whole("freeze_step", self.freeze_step, 1)
+        whole("refreshes", self.refreshes, 1)
+        whole("max_interval", self.max_interval, 1)
+        if self.double_every is not None:
+            whole("double_every", self.double_every, 1)
+        if self.max_interval & (self.max_interval - 1):
+            raise ArgumentError(f"max_interval must be a power of 2, got {self.max_interval}")
+
+    def kind(self, step: int) -> Kind:
+        """Return what a step sends.
+
+        Parameters
+        ----------
+        step : int
+            Number of the step; the first is 1.
+
+        Returns
+        -------
+        str
+            "gradients", "momenta", or "local" for nothing.
+        """
+        if step <= self.freeze_step:
+            return "gradients" if self._refreshes(step) else "momenta"
+        return "momenta" if step % self._interval(step) == 0 else "local"
+
+    def _refreshes(self, step: int) -> bool:
+        begin, distance = 0, 1  # of the refreshes of one distance
+        while step > begin + distance * self.refreshes:
+            begin += distance * self.refreshes
+            distance *= 2
+        return (step - begin) % distance == 0
+
+    def _interval(self, step: int) -> int:
+        doublings = (step - self.freeze_step - 1) // (self.double_every or self.freeze_step)
+        return min(self.max_interval, 1 << min(doublings, 62))
