@@ -2,7 +2,7 @@
 
     python bench/gcomp/gcomp.py --figures sizes deviations            # without root
     sudo python bench/gcomp/gcomp.py --json gcomp.json --plots docs   # all figures: about half an hour
-    sudo python bench/gcomp/gcomp.py --quick                          # fewer steps and methods: about two minutes
+    sudo python bench/gcomp/gcomp.py --quick                          # fewer steps and methods: below two minutes
 
 figures      what                                                                    the paper's figures
 sizes        compression over steps, truncation strategies, sources of codebooks     9, 14, 12
@@ -220,7 +220,7 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, help="steps of that training whose gradients are compressed (25)")
     parser.add_argument("--mib", type=float, help="MiB of float32 that an all-reduce sums (4)")
     parser.add_argument("--repeat", type=int, help="minimum number of repetitions of an all-reduce (3)")
-    parser.add_argument("--quick", action="store_true", help="fewer steps and methods: about two minutes on idle cores")
+    parser.add_argument("--quick", action="store_true", help="fewer steps and methods: below two minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements; adds to those in the file")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw gcomp-*.png (needs matplotlib)")
     args = parser.parse_args(given)
