@@ -66,6 +66,23 @@ def test_many_blocks_at_once(name, dtype):
             assert decoded.get().tobytes() == codec.decode(frame, like=np.empty(0, x.dtype)).tobytes()
 
 
+@pytest.mark.parametrize("name", ["lossless", "truncate", "float8_entropy"])
+def test_frames_share_scratch_memory(name):
+    """Warps of many frames wait for scratch memory: their frames and values are those of the native engine."""
+    import cupy
+
+    spec, xs = SPECS[name], [values((1_024, 4_096 + 128 * i), "float32") for i in range(24)]
+    for i, x in enumerate(xs):
+        x[np.random.default_rng(i).random(x.shape) < 0.02 * i] = 0  # zeros: regions have several planes
+    frames = codec.encode_many(xs, spec)
+    tensors = [codec.decode(frame, like=xs[0]) for frame in frames]
+    there, ours = [cupy.array(x) for x in xs], [cupy.array(np.frombuffer(frame, np.uint8)) for frame in frames]
+    for _ in range(10):
+        assert [frame.get().tobytes() for frame in codec.encode_many(there, spec)] == frames
+        for back, x in zip(codec.decode_many(ours), tensors, strict=True):
+            assert back.get().tobytes() == x.tobytes()
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16"])
 def test_more_than_2_31_values(dtype):
     """Offsets of 64 bits: the values after 2^31 come back."""
