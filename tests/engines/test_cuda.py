@@ -995,6 +995,36 @@ def test_scratch_memory_does_not_grow_with_the_number_of_tensors(name, library, 
 
 
 @on_cpu
+def test_batches_of_unlike_sizes_start_few_idle_thread_blocks(library, monkeypatch):
+    device, launched = Counted(library, 132), []
+    use(monkeypatch, device)
+    monkeypatch.setattr(device, "launch", lambda kernel, grid, *_: launched.append((kernel, *grid)))
+    large, small = (codec.view(DeviceArray(np.empty(n, np.uint32)), "float32") for n in (1 << 26, 600))
+    codec.encode_many([small] * 100 + [large] + [small] * 99, codec.Float8())
+    for kernel in {kernel for kernel, _, _ in launched}:
+        own = [grid for name, *grid in launched if name == kernel]
+        assert sum(count for _, count in own) == 200
+        assert len(own) == 2
+        assert sum(x * y for x, y in own) < 3 * 4096  # 105,600 by one launch
+
+
+@on_cpu
+def test_batches_of_several_launches(device, monkeypatch):
+    """Structs of tensors whose grids differ are launched apart."""
+    monkeypatch.setattr(workspace, "_MAX_IDLE", 0)
+    monkeypatch.setattr(device, "processors", 3)
+    rng = np.random.default_rng(0)
+    for spec in (codec.Lossless(), codec.Float8(), codec.Sign()):
+        xs = [rng.standard_normal(n, F32) for n in (600, 150_000, 70_000, 20_000, 300_000, 600)]
+        frames = codec.encode_many(xs, spec)
+        device.launched.clear()
+        there = codec.encode_many([device.put(x) for x in xs], spec)
+        assert device.launched.count("close_frame") > 1
+        assert list(map(bytes_of, there)) == frames
+        assert list(map(bytes_of, codec.decode_many(there))) == [codec.decode(frame).tobytes() for frame in frames]
+
+
+@on_cpu
 @pytest.mark.parametrize("kernel", [name for name in FILE_OF if name.startswith(("encode_", "decode_"))])
 def test_scratch_memory_of_a_call_is_limited(kernel, library):
     device = Counted(library, 132)

@@ -35,7 +35,7 @@ class Step(NamedTuple):
         first = self.items[0][0]
         if self.summing or len(self.items) == 1:
             return [(first.summing if self.summing else first.kernel, list(self.items))]
-        ordered = sorted(self.items, key=lambda item: item[0].kernel)
+        ordered = sorted(self.items, key=lambda item: (item[0].kernel, -item[0].grid))
         return [(kernel, list(own)) for kernel, own in itertools.groupby(ordered, key=lambda item: item[0].kernel)]
 
 

@@ -72,8 +72,8 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     decisions.
     """
     device = work.device
-    # sort, so that jobs with the same kernel become adjacent
-    jobs = sorted(jobs, key=lambda job: [kernel for kernel, _ in job.steps])
+    # sort, so that jobs with the same kernel become adjacent, and grids descend
+    jobs = sorted(jobs, key=lambda job: ([kernel for kernel, _ in job.steps], -job.layout.grid))
     device.prepare({"close_frame", *(kernel for job in jobs for kernel, _ in job.steps)})
     if not jobs[0].written:
         _place_results(work, jobs)

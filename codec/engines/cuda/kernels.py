@@ -8,7 +8,6 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,12 +61,12 @@ def blocks_for(kernel: str, processors: int, nblocks: int) -> int:
     """
     file = FILES[FILE_OF[kernel]]
     each = 1 if kernel.startswith("reduce_rows") else file.threads // 32
-    return max(1, min(-(-nblocks // each), file.kernels[kernel] * processors))
+    return max(1, min(-(-nblocks // each), resident_blocks(kernel, processors)))
 
 
-def resident_blocks(kernels: Iterable[str], processors: int) -> int:
-    """Return the most thread blocks of a kernel that the GPU runs at once, for the kernel that has most."""
-    return processors * max(FILES[FILE_OF[kernel]].kernels[kernel] for kernel in kernels)
+def resident_blocks(kernel: str, processors: int) -> int:
+    """Return the thread blocks of a kernel that the GPU runs at once."""
+    return processors * FILES[FILE_OF[kernel]].kernels[kernel]
 
 
 # -fmad=false: a product and a sum are rounded separately, as on a CPU

@@ -49,10 +49,10 @@ class Scratch:
         self._owner: object = None
         if not some:
             return
-        resident = resident_blocks({kernel for kernel, _, _ in some}, work.device.processors)
-        warp_units = max(need.units for _, _, need in some)
-        wanted = WARPS * min(sum(grid * need.units for _, grid, need in some), resident * warp_units)
-        self._each = aligned(max(need.nbytes for _, _, need in some))
+        warp_units = max([need.units for _, _, need in some])
+        resident = max([resident_blocks(kernel, work.device.processors) for kernel, _, _ in some])
+        wanted = WARPS * min(sum([grid * need.units for _, grid, need in some]), resident * warp_units)
+        self._each = aligned(max([need.nbytes for _, _, need in some]))
         self._count = max(min(wanted, _MOST_NBYTES // self._each), warp_units)
         self.nbytes = self._count * self._each
         self._memory, self._owner = work.allocate(self.nbytes)

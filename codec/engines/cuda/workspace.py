@@ -14,6 +14,7 @@ from codec.tensors.view import TensorView
 
 _VALUES = 4096  # values for each thread block
 _MAX_GRID_Y = 65_535  # CUDA's limit of a grid's second dimension
+_MAX_IDLE = 4096  # maximum thread blocks of a launch that find no work
 _PIECE = struct.Struct("<3Q")  # codec_piece of native/cuda/frame/gather.cu
 
 
@@ -183,10 +184,19 @@ def small(n: int) -> Any:
 
 
 def launch_each(device: Device, kernel: str, grids: Sequence[int], at: int, nbytes: int) -> None:
-    """Launch a kernel for adjacent structs of ``nbytes`` bytes at ``at``, struct i with ``grids[i]`` thread blocks."""
-    for i in range(0, len(grids), _MAX_GRID_Y):
-        some = grids[i : i + _MAX_GRID_Y]
-        device.launch(kernel, (max(some), len(some)), pointer(at + nbytes * i))
+    """Launch a kernel for adjacent structs of ``nbytes`` bytes at ``at``, struct i with ``grids[i]`` thread blocks.
+
+    All structs of a launch have as many thread blocks as the largest one. So structs whose grids differ much are
+    launched apart; in descending order they need few launches.
+    """
+    first = most = used = 0
+    for i, grid in enumerate(grids):
+        count, largest = i - first + 1, max(most, grid)
+        if count > _MAX_GRID_Y or largest * count - used - grid > _MAX_IDLE:
+            device.launch(kernel, (most, count - 1), pointer(at + nbytes * first))
+            first, largest, used = i, grid, 0
+        most, used = largest, used + grid
+    device.launch(kernel, (most, len(grids) - first), pointer(at + nbytes * first))
 
 
 def grid_for(device: Device, n: int) -> int:
