@@ -10,6 +10,7 @@ from systems import FP32, FP32_TCP, Setting, side_of, uses_samples
 from tasks import Sizes
 
 REPEAT = 15
+PAPER = (1, 1024, 1600)  # shape of a micro-batch in the paper's experiments
 CHANGE = 0.05  # |a - m| / |a| of the made activations
 
 
@@ -20,14 +21,18 @@ def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.thread_time() - begin, result
 
 
-def measure(setting: Setting, sizes: Sizes, rate: float) -> dict[str, Any]:
+def shapes_of(sizes: Sizes) -> list[tuple[int, int, int]]:
+    """Return the shapes of a micro-batch: that of the trainings, and the paper's."""
+    return [(sizes.batch // sizes.micro_batches, sizes.context, sizes.width), PAPER]
+
+
+def measure(setting: Setting, shape: tuple[int, int, int], rate: float) -> dict[str, Any]:
     """Return the median CPU time of each call for a message of a later epoch.
 
     `share` is the time of the stage that is busier with activations, over the time that the message takes at `rate`
     bits per second. Committing m counts as a part of encoding and of decoding.
     """
-    rows = sizes.batch // sizes.micro_batches
-    shape = (rows, sizes.context, sizes.width)
+    rows = shape[0]
     random = np.random.default_rng(0)
     x, change = (random.standard_normal(shape, np.float32) for _ in range(2))
     out, ids = np.empty_like(x), list(range(rows)) if uses_samples(setting) else None
@@ -53,6 +58,7 @@ def measure(setting: Setting, sizes: Sizes, rate: float) -> dict[str, Any]:
     wire, wire_back = 8 * len(message) / rate, 8 * len(gradient) / rate
     return found | {
         "label": setting.label,
+        "shape": shape,
         "nbytes": len(message),
         "gradient_nbytes": len(gradient),
         "share": max(found["encode"], found["decode"]) / wire,

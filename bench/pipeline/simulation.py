@@ -4,13 +4,12 @@ Stages, micro-batches, messages and random bits are those of processes, so losse
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from systems import Setting, side_of, uses_samples
-from tasks import CLASSIFY, Data, Optimizer, Sizes, batches, data_of, loss_of, parts_of
+from tasks import Data, Optimizer, Sizes, batches, data_of, loss_of, parts_of
 
 import codec
 
@@ -75,14 +74,7 @@ def micro_batch(modules: list[Any], edges: list[Edge], x: torch.Tensor, y: torch
     return float(loss.detach())
 
 
-def train(
-    setting: Setting,
-    task: str,
-    stages: int,
-    sizes: Sizes,
-    weights: dict[str, torch.Tensor],
-    advance: Callable[[], None] = lambda: None,
-) -> Training:
+def train(setting: Setting, task: str, stages: int, sizes: Sizes, weights: dict[str, torch.Tensor]) -> Training:
     """Train on batches of all epochs. A training that diverges ends, and says why."""
     found = Training(task, stages, asdict(setting), setting.label)
     data, modules = data_of(sizes, task), parts_of(sizes, task, stages, weights)
@@ -104,7 +96,6 @@ def train(
             found.first_nbytes += share
         else:
             found.later_nbytes += share
-        advance()
     if not found.diverged and len(found.losses) > an_epoch and mean(found.losses[-an_epoch:]) > found.losses[0]:
         found.diverged = "the last epoch's loss is above that of the first step"
     found.held_loss, found.accuracy = evaluate(modules, data)
@@ -144,7 +135,3 @@ def evaluate(modules: list[Any], data: Data) -> tuple[float, float]:
         h = module(h)
     right = (h.argmax(-1) == data.held_y).double().mean()
     return float(loss_of(h, data.held_y)), float(right)
-
-
-def is_classification(task: str) -> bool:
-    return task == CLASSIFY

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tah_quant import BITS, GRADIENT_BITS, TahQuant, activation_nbytes
+from tah_quant import BITS, GRADIENT_BITS, HIGH, LOW, TahQuant, activation_nbytes
 from torch.distributed.pipelining import PipelineStage
 
 import codec
@@ -34,7 +34,7 @@ class Setting:
     @property
     def label(self) -> str:
         kept = "" if self.store == "ram" else f", m in {self.store} as {self.dtype}"
-        bits = f"fw{HIGH_LOW} bw{GRADIENT_BITS}" if self.system == TAH else self.bits.replace("bw", " bw")
+        bits = f"fw{LOW}-{HIGH} bw{GRADIENT_BITS}" if self.system == TAH else self.bits.replace("bw", " bw")
         return f"{TITLES[self.system]} {bits}".strip() + kept
 
     @property
@@ -44,9 +44,6 @@ class Setting:
     @property
     def backward(self) -> codec.Quantize:
         return codec.Quantize(parse_bits(self.bits)[1])
-
-
-HIGH_LOW = "3-4"
 
 
 def parse_bits(text: str) -> tuple[int, int]:
@@ -99,7 +96,7 @@ def side_of(setting: Setting, edge: int, role: int, seed: int = 0) -> Any:
         return Raw()
     if setting.system == TAH:
         return TahQuant([seed, edge + 1, role])
-    first = {"first": setting.forward} if setting.system == DIRECT else {}
+    first: dict[str, Any] = {"first": setting.forward} if setting.system == DIRECT else {}
     return codec.ActivationDelta(setting.forward, backward=setting.backward, edge=edge * EDGE_STEP, **first)
 
 
@@ -170,7 +167,7 @@ def stage_of(
     if setting.system in (FP32_TCP, TAH):
         return MessageStage(module, index, stages, lambda edge, role: side_of(setting, edge, role), group)
     kept = "direct" if setting.system == DIRECT else Deltas(store=folder or "ram", dtype=setting.dtype)
-    specs = {"forward": setting.forward, "backward": setting.backward}
+    specs: dict[str, Any] = {"forward": setting.forward, "backward": setting.backward}
     return CompressedStage(module, index, stages, "cpu", activations=kept, group=group, **specs)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
 import netns
-from convergence import table, without_nonfinite
+from convergence import table
 
 MARK = "†"
 BELOW = f"{MARK} messages are smaller than two token buckets: the link carries them faster than its rate"
@@ -85,10 +85,21 @@ def show_times(found: dict[str, Any]) -> None:
                     times(base / r["later"]),
                     times(r["allowed"]),
                     number(1e3 * r["cpu"], ".0f"),
+                    number(r["first_sent"] / 1e6, ".2f"),
                     number(r["sent"] / 1e6, ".2f"),
                 ]
             )
-        heads = ["", "first epoch ms", "later ms", "samples/s", "x FP32", "bytes allow", "CPU ms", "MB a step"]
+        heads = [
+            "",
+            "first epoch ms",
+            "later ms",
+            "samples/s",
+            "x FP32",
+            "bytes allow",
+            "CPU ms",
+            "first MB",
+            "later MB",
+        ]
         print(table(heads, lines))
     if marked:
         print(f"\n{BELOW}")
@@ -151,23 +162,25 @@ def show_mesh(found: dict[str, Any]) -> None:
 
 
 def show_coding(found: dict[str, Any]) -> None:
-    rows = found["coding"]
-    print(f"\nCPU time of a message, and its share of the time on a wire of {netns.shown(rows[0]['rate'])}\n")
-    lines = [
-        [
-            r["label"],
-            f"{r['nbytes']:,}",
-            number(1e3 * r["encode"], ".2f"),
-            number(1e3 * r["decode"], ".2f"),
-            number(r["share"], ".1%"),
-            f"{r['gradient_nbytes']:,}",
-            number(1e3 * r["gradient"], ".2f"),
-            number(r["gradient_share"], ".1%"),
+    for shape in dict.fromkeys(tuple(r["shape"]) for r in found["coding"]):
+        rows = [r for r in found["coding"] if tuple(r["shape"]) == shape]
+        text = " x ".join(f"{n:,}" for n in shape)
+        print(f"\n**{text} values**: CPU time of a message over its time at {netns.shown(rows[0]['rate'])}\n")
+        lines = [
+            [
+                r["label"],
+                f"{r['nbytes']:,}",
+                number(1e3 * r["encode"], ".2f"),
+                number(1e3 * r["decode"], ".2f"),
+                number(r["share"], ".1%"),
+                f"{r['gradient_nbytes']:,}",
+                number(1e3 * r["gradient"], ".2f"),
+                number(r["gradient_share"], ".1%"),
+            ]
+            for r in rows
         ]
-        for r in rows
-    ]
-    heads = ["", "activations, bytes", "encode ms", "decode ms", "share", "gradient, bytes", "ms", "share"]
-    print(table(heads, lines))
+        heads = ["", "activations, bytes", "encode ms", "decode ms", "share", "gradient, bytes", "ms", "share"]
+        print(table(heads, lines))
 
 
 def show_store(found: dict[str, Any]) -> None:
@@ -193,8 +206,6 @@ def show_store(found: dict[str, Any]) -> None:
     ]
     print(table(heads, lines))
 
-
-__all__ = ["show", "without_nonfinite"]
 
 SHOW: dict[str, Callable[[dict[str, Any]], None]] = {
     "losses": show_losses,

@@ -84,7 +84,7 @@ class Classifier(nn.Module):
         return self.linear(x.mean(1))
 
 
-def pretrained(sizes: Sizes, blocks: int, advance: Any = lambda: None) -> dict[str, torch.Tensor]:
+def pretrained(sizes: Sizes, blocks: int) -> dict[str, torch.Tensor]:
     """Return the parameters of a language model of the standard library's source."""
     torch.manual_seed(sizes.seed)
     model, data = Language(sizes.width, blocks, sizes.context), text()
@@ -100,7 +100,6 @@ def pretrained(sizes: Sizes, blocks: int, advance: Any = lambda: None) -> dict[s
         F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        advance()
     return model.state_dict()
 
 
