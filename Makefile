@@ -24,7 +24,8 @@ demo: $(VENV)/demo
 # timeouts, so that a third lane fits beside two. What lanes share is built before: make would start a lane that waits
 # for a build after all others.
 LANES := ranks engines processes core lint docs ctest abi gloo sanitize foreign
-test: $(VENV)/test $(VENV)/clang $(VENV)/foreign gloo-programs
+test: $(VENV)/tools
+	$(MAKE) -j2 $(VENV)/test $(VENV)/foreign gloo-programs
 	$(MAKE) -k -j3 --output-sync=target BUILT=yes $(LANES)
 
 # The Python tests, by lanes: collectives of several ranks; processes that fail, are interrupted or compile; the Numba
@@ -197,7 +198,7 @@ emulated: $(VENV)/debian $(VENV)/test
 
 # golden frames on other machines, one of them big-endian
 FOREIGN := aarch64 s390x
-$(VENV)/foreign: $(VENV)/debian
+$(VENV)/foreign: $(VENV)/clang # one after the other: apt-get locks its database
 	{ dpkg -s qemu-user $(FOREIGN:%=gcc-%-linux-gnu) libc6-dev-arm64-cross libc6-dev-s390x-cross >/dev/null 2>&1; } || \
 	{ $(APT) qemu-user $(FOREIGN:%=gcc-%-linux-gnu) libc6-dev-arm64-cross libc6-dev-s390x-cross; }
 	touch $@

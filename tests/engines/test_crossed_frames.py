@@ -194,7 +194,7 @@ def test_crossed_frames_agree_with_numba():
 
 def test_crossed_frames_agree_with_cuda(monkeypatch):
     use(monkeypatch, Emulated(build()))
-    check_cuda(1, 300)
+    check_cuda(1, 100)
 
 
 @pytest.mark.nightly

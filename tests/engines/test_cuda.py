@@ -39,7 +39,7 @@ from support.golden_frames import GOLDEN, GOLDEN_FRAMES, golden_tensor
 from support.sample_frames import FRAMES_TO_DAMAGE, damage
 from support.specs import LOSSY, MORE, SPECS, TRUNCATES
 from support.tensors import ADAMW, ALL_DTYPES, KINDS, NUMPY_DTYPES, gradient, optimizer_state, random_bits
-from support.tiers import N_DAMAGED
+from support.tiers import N_DAMAGED, nightly
 
 F32 = np.float32
 LOSSY_DTYPES = ("float32", "bfloat16", "float16")
@@ -897,8 +897,8 @@ SCRATCHED = {  # codecs that need scratch memory
 
 
 @on_cpu
-@pytest.mark.parametrize("nbytes", [1, 400_000, 1_500_000])  # of units: for one warp, some and most
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("nbytes", [nightly(1), 400_000, nightly(1_500_000)])  # of units: for one warp, some and most
+@pytest.mark.parametrize("workers", [1, nightly(4)])
 def test_warps_wait_for_scratch_memory(nbytes, workers, monkeypatch):
     """Fewer units than warps need delay warps, but change nothing; all units are given back."""
     device = Emulated(build(options=[f"-DCUDA_ON_CPU_WORKERS={workers}"] if workers > 1 else []), 3)

@@ -13,7 +13,7 @@ from codec.engines.cuda import kernels
 from codec.engines.cuda.kernels import FILES
 from codec.engines.cuda.workspace import pointer
 from support.device import ROOT, LaunchError, build, compile_kernels, launch
-from support.tiers import NIGHTLY
+from support.tiers import NIGHTLY, every
 
 TESTS = ROOT / "tests/engines"
 
@@ -71,7 +71,7 @@ def test_no_access_is_out_of_range(tmp_path):
     assert " passed" in done.stdout
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", every(2, FILES))
 def test_nvrtc_compiles_every_kernel(file):
     """Kernels spill few registers and use little stack; their blocks fit a multiprocessor; rounding is that of CPUs."""
     log, ptx = compile_kernels(file, "sm_90")

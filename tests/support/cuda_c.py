@@ -1,9 +1,6 @@
 """libcodec_cuda on a CUDA driver for tests, which runs the kernels on the CPU; and its calls for numpy arrays."""
 
 import ctypes
-import hashlib
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,17 +25,8 @@ ALIGNMENT = 256  # bytes, of a workspace
 
 def compiled(name: str, command: Sequence[str]) -> Path:
     """Return the library that a command compiles; run it if a source or the command has changed."""
-    digest = hashlib.sha256(" ".join(command).encode())
-    for folder in (API, TESTS, ROOT / "native/include/codec", ROOT / "native/src/exact", ROOT / "native/cuda"):
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            digest.update(path.read_bytes())
-    out = ROOT / "build/cuda_api" / f"{name}-{digest.hexdigest()[:32]}.so"
-    if not out.exists():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-            subprocess.run([*command, "-o", f"{folder}/library.so"], check=True)
-            Path(folder, "library.so").replace(out)
-    return out
+    folders = "native/cuda_api", "tests/cuda_api", "native/include/codec", "native/src/exact", "native/cuda"
+    return device.compiled(command, folders, f"cuda_api/{name}")
 
 
 def kernels(options: Sequence[str] = ()) -> Path:

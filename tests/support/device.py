@@ -1,6 +1,7 @@
 """The CUDA kernels compiled by g++ for the CPU (`tests/cuda/`), and arrays and devices that stand for a GPU."""
 
 import ctypes
+import fcntl
 import hashlib
 import subprocess
 import tempfile
@@ -39,20 +40,31 @@ class LaunchError(Exception):
     """Undefined behaviour of a launch: the message names the thread and the line."""
 
 
-def build(source=ROOT / "tests/cuda/kernels.cc", options=()):
-    """Return the kernels as a shared library; compile it if a source or an option has changed."""
-    command = ["g++", *FLAGS, *options, *INCLUDED]
-    digest = hashlib.sha256(" ".join(command).encode() + Path(source).read_bytes())
-    for folder in ("native/include/codec", "native/src/exact", "native/cuda", "tests/cuda"):
+def compiled(command, folders, library, content=b""):
+    """Return the library that a command compiles; run it if the command, `content` or a file in `folders` has changed.
+
+    Processes that need the same library wait for the one that compiles it.
+    """
+    digest = hashlib.sha256(" ".join(command).encode() + content)
+    for folder in folders:
         for path in sorted(path for path in (ROOT / folder).rglob("*") if path.is_file()):
             digest.update(path.read_bytes())
-    out = ROOT / "build/cuda_on_cpu" / f"{digest.hexdigest()[:32]}.so"
-    if not out.exists():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-            subprocess.run([*command, str(source), "-o", f"{folder}/kernels.so"], check=True)
-            Path(folder, "kernels.so").replace(out)
-    return ctypes.CDLL(str(out))
+    out = ROOT / "build" / f"{library}-{digest.hexdigest()[:32]}.so"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{out}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():
+            with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+                subprocess.run([*command, "-o", f"{folder}/library.so"], check=True)
+                Path(folder, "library.so").replace(out)
+    return out
+
+
+def build(source=ROOT / "tests/cuda/kernels.cc", options=()):
+    """Load the kernels that a source has, compiled for the CPU."""
+    folders = "native/include/codec", "native/src/exact", "native/cuda", "tests/cuda"
+    command = ["g++", *FLAGS, *options, *INCLUDED, str(source)]
+    return ctypes.CDLL(str(compiled(command, folders, "cuda_on_cpu/kernels", Path(source).read_bytes())))
 
 
 def launch(library, kernel, grid, threads, *args):

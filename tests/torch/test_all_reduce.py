@@ -14,7 +14,7 @@ from codec.tensors.segments import pack, unpack
 from codec.torch import arguments, communicator, connection, execution, messages
 from support.collective_values import LARGE, rank_values, sum_in_order, tensor_bytes
 from support.ranks import run_ranks
-from support.tiers import every
+from support.tiers import every, nightly
 
 SPECS = [
     codec.Lossless(),
@@ -79,7 +79,7 @@ def test_op_defaults_to_sum_and_takes_torch_names():
     run_ranks(2, _op_names)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, nightly(2), 3, nightly(4)])
 def test_lossless_all_reduce_is_the_sum_in_the_order_of_ranks(size):
     results = run_ranks(size, _exact)
     assert all(r == results[0] for r in results)

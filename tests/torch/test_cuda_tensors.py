@@ -22,6 +22,7 @@ from support.faults import KILLED, at_fault_point, die
 from support.ranks import RankPool
 from support.specs import LOSSLESS, LOSSY, TRUNCATES
 from support.tensors import ADAMW
+from support.tiers import nightly
 
 SHAPE = 70, 100
 ALGORITHMS = ("two_shot", "all_gather", "ring", "raw")
@@ -33,7 +34,7 @@ def kind(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[nightly(2), 4])
 def ranks(request):
     with RankPool(request.param) as ranks:
         ranks.new_group()
@@ -247,7 +248,11 @@ def _train(rank, size, kind, name, feedback):
 
 @pytest.mark.parametrize(
     ("name", "feedback"),
-    [("lossless", False), ("quantize_4", True), ("sign_row", True), ("truncate_bit", False), ("float8_e4m3fn", False)],
+    [("quantize_4", True), ("truncate_bit", False)]
+    + [
+        pytest.param(*x, marks=pytest.mark.nightly)
+        for x in (("lossless", False), ("sign_row", True), ("float8_e4m3fn", False))
+    ],
 )
 def test_ddp_hook_trains_as_with_gradients_in_host_memory(ranks, kind, name, feedback):
     assert all(ranks.run(_train, kind, name, feedback))
