@@ -9,6 +9,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import codec
 from codec.torch.pipelining import CompressedStage, attempts
+from codec.torch.pipelining.end import End
 from codec.torch.point_to_point import Link
 from support.activations import m_of
 
@@ -161,6 +162,32 @@ def altered_messages(change):
         yield
     finally:
         Link.send = send
+
+
+@contextmanager
+def recorded_messages():
+    """Yield two dicts, of the messages that ends encode and those that they decode without an error.
+
+    Keys are edge, kind and place of a message, values are hashes of its bytes.
+    """
+    encoded, decoded = {}, {}
+    encode, decode = End.encode, End.decode
+
+    def encode_and_record(end, kind, tensors, place, samples):
+        message = encode(end, kind, tensors, place, samples)
+        encoded[end.edge, int(kind), *place] = hashlib.sha256(message).digest()
+        return message
+
+    def decode_and_record(end, kind, message, outputs, place, samples):
+        ids = decode(end, kind, message, outputs, place, samples)
+        decoded[end.edge, int(kind), *place] = hashlib.sha256(message).digest()
+        return ids
+
+    End.encode, End.decode = encode_and_record, decode_and_record
+    try:
+        yield encoded, decoded
+    finally:
+        End.encode, End.decode = encode, decode
 
 
 def damaged(message, at):
