@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import codec
+from codec.stateful.activation.message import HEAD
 from support.activations import Reference, bits, differing, m_of, random_activations
 from support.states import seeds, through_npz, through_torch_save
 
@@ -57,6 +58,32 @@ A = torch.from_numpy(np.random.default_rng(0).standard_normal((4, 6, 50)).astype
 
 def pair(first=LOSSLESS, **arguments):
     return tuple(codec.ActivationDelta(first=first, **arguments) for _ in range(2))
+
+
+def visits_with_engine(engine, spec):
+    """Return the table and frames of each message, the decoded tensors, and the m of both sides."""
+    sender, receiver = (codec.ActivationDelta(spec, dtype="8bit") for _ in range(2))
+    options = codec.options(engine=engine, threads=2)
+    a = np.random.default_rng(1).standard_normal((6, 30_000), np.float32)
+    found = []
+    for samples in ([0, 1, 2, 3], [2, 3, 4, 5], [5, 4, 1, 0]):  # raw, mixed, deltas
+        a += 0.1
+        message = bytes(sender.encode(a[samples], samples, options=options))
+        received = receiver.decode(message, samples, options=options)
+        gradient = bytes(receiver.encode_gradient(received, options=options))
+        back = sender.decode_gradient(gradient, options=options)
+        sender.commit()
+        receiver.commit()
+        found.append((message[HEAD.size :], gradient[HEAD.size :], bits(received), bits(back)))
+    return found, [{sample: bits(m) for sample, m in m_of(side).items()} for side in (sender, receiver)]
+
+
+@pytest.mark.nightly  # Numba compiles the kernels
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_numba_engine_gives_equal_messages_and_m(spec):
+    found, (ours, theirs) = visits_with_engine("numba", spec)
+    assert (found, [ours, theirs]) == visits_with_engine("native", spec)
+    assert ours == theirs
 
 
 def test_first_visit_is_exact_and_later_ones_are_deltas():
