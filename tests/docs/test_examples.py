@@ -79,6 +79,7 @@ def _diloco(rank, size):
     return *results, printed.getvalue()
 
 
+@pytest.mark.nightly
 def test_diloco_reaches_the_uncompressed_loss_with_a_seventh_of_the_bytes():
     for rank, (plain, compressed, printed) in enumerate(run_ranks(2, _diloco)):
         assert compressed[0] == pytest.approx(plain[0], rel=0.02)

@@ -14,7 +14,7 @@ import pytest
 
 import codec
 import codec.__main__ as cli
-from support.tiers import HANG_SECONDS
+from support.tiers import HANG_SECONDS, every
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/embedding.md").read_text()
@@ -122,7 +122,9 @@ void page(int rank, int size, std::shared_ptr<::gloo::rendezvous::Store> store,
     run("g++ -std=c++17 -fsyntax-only -Wall -Wextra page.cc $(python -m codec --cflags)", tmp_path)
 
 
-@pytest.mark.parametrize("command", blocks("sh", SECTIONS["All-reduce over Gloo"]), ids=["pkg-config", "cmake"])
+@pytest.mark.parametrize(
+    "command", every(2, blocks("sh", SECTIONS["All-reduce over Gloo"])), ids=every(2, ["pkg-config", "cmake"])
+)
 def test_allreduce_example(command, tmp_path):
     """examples/gloo/allreduce.cc, built as the page says: two ranks find the same parameters."""
     folder = tmp_path / "empty"
