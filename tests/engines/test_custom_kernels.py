@@ -27,6 +27,7 @@ def statements_of(name, source):
     return [ast.unparse(s) for s in function.body[1 if ast.get_docstring(function) else 0 :]]
 
 
+@pytest.mark.nightly
 def test_example_of_a_custom_quantizer(capsys):
     """The example of docs/new-kernel.md reduces noise and adds bias; afterwards the kernels are restored."""
     x = np.random.default_rng(1).standard_normal(5000).astype(np.float32)
