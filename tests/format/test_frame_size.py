@@ -1,5 +1,7 @@
 """codec.frame_nbytes returns the size of the frames that the encoder makes."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,14 +25,18 @@ def values(shape):
     return np.random.default_rng(0).uniform(-0.4, 0.4, shape).astype(np.float32)  # within all scales of SPECS
 
 
+def viewed(x, dtype, segments=None):
+    """Return a view of float32 values in another dtype."""
+    if dtype == "bfloat16":
+        x = (x.view(np.uint32) >> 16).astype(np.uint16)
+    return codec.view(x.astype(np.float16) if dtype == "float16" else x, dtype, segments)
+
+
 @pytest.mark.parametrize("spec", FIXED.values(), ids=FIXED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_frame_nbytes_is_exact_for_every_fixed_rate_spec(spec, dtype):
     for shape in SHAPES:
-        x = values(shape)
-        x = x.astype(np.float16) if dtype == "float16" else x
-        x = (x.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else x
-        assert codec.frame_nbytes(shape, dtype, spec) == len(codec.encode(codec.view(x, dtype), spec)), shape
+        assert codec.frame_nbytes(shape, dtype, spec) == len(codec.encode(viewed(values(shape), dtype), spec)), shape
 
 
 @pytest.mark.parametrize("spec", FIXED.values(), ids=FIXED)
@@ -41,10 +47,37 @@ def test_frame_nbytes_is_exact_for_buckets_of_parameters(spec):
         assert codec.frame_nbytes(x.shape, "float32", spec, segments=segments) == len(frame), segments
 
 
-@given(st.sampled_from([*FIXED.values()]), st.lists(st.integers(0, 300), max_size=3))
-def test_frame_nbytes_is_exact_for_any_shape(spec, shape):
-    shape = tuple(min(size, 40) for size in shape) if len(shape) == 3 else tuple(shape)
-    assert codec.frame_nbytes(shape, "float32", spec) == len(codec.encode(values(shape), spec))
+GROUPS = st.integers(1, 40_000)  # a block has 16,384 values, but at least a group
+ANY_FIXED = st.one_of(
+    st.builds(codec.Sign, st.sampled_from(["l1", "l2", "two_mean"]), st.none() | st.just("row") | GROUPS),
+    st.builds(codec.Ternary, st.sampled_from(["2bit", "base3"])),
+    st.builds(codec.Float8, st.sampled_from(["e4m3fn", "e5m2"]), st.none() | GROUPS),
+    st.builds(codec.Float4, st.sampled_from(["nvfp4", "mxfp4"])),
+    st.builds(codec.Quantize, st.integers(1, 8), GROUPS),
+    st.builds(codec.Quantize, st.integers(2, 8), GROUPS, st.just("odd")),
+)
+DTYPE = st.sampled_from(["float32", "bfloat16", "float16"])
+
+
+@given(ANY_FIXED, DTYPE, st.lists(st.integers(0, 40), max_size=3) | st.lists(st.integers(0, 90_000), max_size=1))
+def test_frame_nbytes_is_exact_for_any_shape(spec, dtype, shape):
+    assert codec.frame_nbytes(shape, dtype, spec) == len(codec.encode(viewed(values(shape), dtype), spec))
+
+
+@given(
+    ANY_FIXED,
+    DTYPE,
+    st.lists(st.tuples(st.integers(0, 300), st.lists(st.integers(1, 200), max_size=2)), max_size=4),
+    st.integers(0, 300),
+)
+def test_frame_nbytes_is_exact_for_any_segments(spec, dtype, gaps_and_shapes, rest):
+    segments, n = [], 0
+    for gap, shape in gaps_and_shapes:
+        segments.append((n + gap, tuple(shape)))
+        n += gap + math.prod(shape)
+    n += rest
+    frame = codec.encode(viewed(values(n), dtype, segments), spec)
+    assert codec.frame_nbytes(n, dtype, spec, segments=segments) == len(frame)
 
 
 def test_frame_nbytes_takes_mappings_and_presets():
