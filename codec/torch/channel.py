@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from codec import PeerError, Status
-from codec.torch.connection import Timeout, check_timeout, connect, timeout_of
+from codec.torch.connection import Timeout, check_timeout, close_connections, connect, timeout_of
 from codec.torch.counters import Counters, Stopwatch
 from codec.torch.devices import host_memory
 from codec.torch.messages import (
@@ -543,6 +543,7 @@ class Channel:
         for receives in self._number_receives.values():
             receives.clear()
         if pg is not None:
+            close_connections(pg, self.others)
             del pg
-            gc.collect()  # Gloo closes connections when nothing refers to the group any more
+            gc.collect()  # frees the group
         self._arena = self._result = np.empty(0, np.uint8)  # messages in flight may still be written to the old ones

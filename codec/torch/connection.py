@@ -1,11 +1,12 @@
 """Connections between the ranks of a group, and their timeouts."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -14,6 +15,7 @@ from codec.arguments import shown
 
 Timeout = float | timedelta  # float: seconds
 
+_UNUSED_TAG = 2  # of messages that no rank sends (docs/protocol.md, section 2)
 _SHORTEST, _LONGEST = timedelta(milliseconds=1), timedelta(days=3653)  # Gloo's clock overflows beyond
 
 
@@ -87,3 +89,15 @@ def connect(group: Any, timeout: timedelta) -> dist.ProcessGroupGloo:
             return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
     except RuntimeError as e:
         raise PeerError(f"the ranks of the group cannot be connected: {e}") from e
+
+
+def close_connections(pg: Any, others: Iterable[int]) -> None:
+    """Close the connections of a group to `others`, also while handles of messages refer to it.
+
+    Gloo has no call for that: `abort` and `shutdown` leave connections open, and so does the end of the group until the
+    last handle is gone, which may be in the traceback of an error. But Gloo closes all connections of a group when a
+    wait for a message times out.
+    """
+    for o in others:
+        with suppress(RuntimeError):
+            pg.recv([torch.empty(1, dtype=torch.uint8)], o, _UNUSED_TAG).wait(_SHORTEST)
