@@ -74,7 +74,7 @@ def _rounds(network, ranks, faults, undisturbed, disturbed, vote):
         found = ranks.run(*disturbed(i), point, link_fault)
         link_fault.run(REPAIRS)
         assert rank_loss.raised_in_time(found) or point > vote(want[FAULTY]), (fault, point, found)
-        print(fault, point, max(took for _, took, _ in found))
+        print(fault, point, max(took for _, took, *_ in found))
         assert undisturbed(i) == want, (fault, point)
 
 

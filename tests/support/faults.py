@@ -8,18 +8,53 @@ import struct
 import threading
 import time
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
+_FRAMES = 0  # tag of messages that hold frames or uncompressed values
 KILLED = "killed"  # result of a rank that died
 _BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
 _MAX_PACING_RATE = 47  # Linux's SO_MAX_PACING_RATE
+
+
+class Wait(NamedTuple):
+    """Wait for a message of a channel."""
+
+    peer: int  # other rank
+    in_part: bool  # a part of the message has arrived, or may have left: Gloo does not end the wait if the peer dies
+
+
+class _Events:
+    """Posted messages and waits of a channel.
+
+    All works are kept, as tracebacks of errors may keep them: a channel must close its connections all the same.
+    """
+
+    def __init__(self):
+        self.count = self.last_send = 0
+        self._posted = {}  # by id of the work
+        self._last_wait = None
+
+    def posted(self, work, kind, message, rank, tag=_FRAMES):
+        self._posted[id(work)] = work, kind, message, message.tobytes(), tag
+
+    def waits(self, work, rank, *within):
+        self._last_wait = rank, self._posted.get(id(work))  # None: posted by an earlier collective
+
+    def last_wait(self):
+        """Return the last wait that was begun, or None."""
+        if self._last_wait is None:
+            return None
+        rank, posted = self._last_wait
+        _, kind, message, before, tag = posted or (None,) * 5
+        return Wait(rank, tag == _FRAMES and (kind == "send" or message.tobytes() != before))
 
 
 @contextmanager
 def at_fault_point(channel, point, fault):
     """Call fault() before event number `point` of a channel.
 
-    Events are posting a message, waiting for one, and beginning an agreement. Yields a function that returns the number
-    of events so far; its `last_send()` is the number of the last message that was sent.
+    Events are posting a message, waiting for one, and beginning an agreement. Yields the events: `count` is their
+    number so far, `last_send` the number of the last message that was sent, and `last_wait()` the last wait.
 
     Parameters
     ----------
@@ -30,28 +65,27 @@ def at_fault_point(channel, point, fault):
     fault : callable
         Function without arguments.
     """
-    count = last = 0
+    events = _Events()
     names = ("post", "wait", "gather_numbers")
 
-    def events():
-        return count
-
-    events.last_send = lambda: last
-
-    def before(call):
+    def before(name, call):
         def counted(*args):
-            nonlocal count, last
             if args[:1] == ("send",):
-                last = count
-            count += 1
-            if count - 1 == point:
+                events.last_send = events.count
+            events.count += 1
+            if events.count - 1 == point:
                 fault()
-            return call(*args)
+            if name == "wait":
+                events.waits(*args)
+            result = call(*args)
+            if name == "post":
+                events.posted(result, *args)
+            return result
 
         return counted
 
     for name in names:
-        setattr(channel, name, before(getattr(channel, name)))
+        setattr(channel, name, before(name, getattr(channel, name)))
     try:
         yield events
     finally:
