@@ -18,14 +18,20 @@ def style(setting: dict[str, Any], bits: Sequence[str]) -> dict[str, Any]:
     return {"color": COLORS[setting["system"]], "ls": dashes, "lw": 1.3}
 
 
-def figure(columns: int, rows: int = 1, height: float = 3.6) -> tuple[Any, Any]:
+def figure(panels: int, height: float = 3.6) -> tuple[Any, list[Any]]:
+    """Return a drawing and its panels, at most three in a row."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
+    columns = min(3, panels)
+    rows = -(-panels // columns)
     size = (4.6 * columns, height * rows + 0.8)
-    return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    drawing, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axis in axes.flat[panels:]:
+        axis.set_visible(False)
+    return drawing, list(axes.flat[:panels])
 
 
 def bits_of(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -33,7 +39,7 @@ def bits_of(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def finish(drawing: Any, axes: Any) -> Any:
-    drawing.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    drawing.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     return drawing
 
 
@@ -42,7 +48,7 @@ def draw_losses(found: dict[str, Any]) -> Any:
     rows, an_epoch = found["losses"], found["sizes"]["steps_an_epoch"]
     places = list(dict.fromkeys((r["task"], r["stages"]) for r in rows))
     drawing, axes = figure(len(places))
-    for axis, place in zip(axes[0], places, strict=True):
+    for axis, place in zip(axes, places, strict=True):
         for r in rows:
             if (r["task"], r["stages"]) == place and r["losses"]:
                 label = r["label"] + (" (diverged)" if r["diverged"] else "")
@@ -59,7 +65,7 @@ def draw_outcomes(found: dict[str, Any]) -> Any:
     place = found["losses"][0]["task"], found["losses"][0]["stages"]
     rates = list(dict.fromkeys(t["rate"] for t in found["times"] if t["stages"] == place[1]))
     drawing, axes = figure(len(rates))
-    for axis, rate in zip(axes[0], rates, strict=True):
+    for axis, rate in zip(axes, rates, strict=True):
         for r in found["losses"]:
             timed = next(
                 (
@@ -83,7 +89,7 @@ def draw_times(found: dict[str, Any]) -> Any:
     """Draw the throughput of later epochs over the rate of links, a panel for each number of stages."""
     counts = list(dict.fromkeys(t["stages"] for t in found["times"]))
     drawing, axes = figure(len(counts))
-    for axis, stages in zip(axes[0], counts, strict=True):
+    for axis, stages in zip(axes, counts, strict=True):
         some = [t for t in found["times"] if t["stages"] == stages]
         for label in dict.fromkeys(t["label"] for t in some):
             of = [t for t in some if t["label"] == label and netns.bits(t["rate"])]
@@ -100,8 +106,8 @@ def draw_mesh(found: dict[str, Any]) -> Any:
     """Draw the time of a step of a pipeline with replicas, a panel for each rate."""
     rows = found["mesh"]["times"]
     rates = list(dict.fromkeys(r["rate"] for r in rows))
-    drawing, axes = figure(len(rates), height=2.8)
-    for axis, rate in zip(axes[0], rates, strict=True):
+    drawing, axes = figure(len(rates), 2.8)
+    for axis, rate in zip(axes, rates, strict=True):
         some = [r for r in rows if r["rate"] == rate]
         names = [f"{r['label']}, gradients in {r['averaging']}" for r in some]
         axis.barh(names, [r["later"] for r in some], color=[COLORS[r["setting"]["system"]] for r in some])
