@@ -1,4 +1,4 @@
-"""What each step sends: schedules of 1-bit Adam and 0/1 Adam."""
+"""Schedules of 1-bit Adam and 0/1 Adam: gradients, momenta or nothing is sent in a step."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -51,7 +51,7 @@ class Steps:
         self._local.clear()
 
     def freeze(self) -> None:
-        """Prepare for second moments that stay as they are."""
+        """Record how often second moments were updated; they are constant from now on."""
         for p in parameters.of(self._optimizer):
             if state := self._optimizer.state.get(p):
                 state.setdefault("variance_step", int(state["step"].item()))
