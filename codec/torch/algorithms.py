@@ -13,7 +13,7 @@ from codec.torch.channel import Channel
 from codec.torch.messages import Array
 from codec.torch.partition import Piece
 from codec.torch.phases import BroadcastPhase, FirstError, ScatterPhase, copy_to_message, encode_message
-from codec.torch.reduction import Reduction, Values, nonfinite_error
+from codec.torch.reduction import Frame, Reduction, Values, nonfinite_error
 
 # An algorithm as a generator, which yields where it would wait for other ranks. A step posts the receives of its own
 # messages, so that interleaved algorithms receive in the order in which they send.
@@ -118,11 +118,11 @@ def _store_or_defer_sum(
 ) -> None:
     """Store the sum of a piece in the result, if its dtype can hold it; other algorithms check that by encoding."""
     if r.deferred is None:
-        _store_sum(channel, r, piece, parts, place, check=True)
+        store_sum(channel, r, piece, parts, place, check=True)
         return
     aside = r.sum_buffer(channel, piece.n) if r.dtype == "float32" else np.empty(piece.n, place.dtype)
-    _store_sum(channel, r, piece, parts, aside, check=True, reused=True)
-    r.deferred.append(partial(_store_sum, channel, r, piece, parts, place))
+    store_sum(channel, r, piece, parts, aside, check=True, reused=True)
+    r.deferred.append(partial(store_sum, channel, r, piece, parts, place))
 
 
 def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Values, Exception | None]:
@@ -137,16 +137,16 @@ def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Values, Exception | 
     for c, piece in enumerate(mine):
         parts = scatter.terms(c)
         place = result[piece.begin - mine[0].begin :]
-        first_error(partial(_store_sum, check=True), channel, r, piece, parts, place)
+        first_error(partial(store_sum, check=True), channel, r, piece, parts, place)
     channel.wait_for_sends()
     return result, first_error.error
 
 
-def _store_sum(
+def store_sum(
     channel: Channel,
     r: Reduction,
     piece: Piece,
-    parts: Sequence[Array | None],
+    parts: Sequence[Frame | None],
     place: Values,
     *,
     check: bool = False,

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from codec import PeerError, Status
 from codec.torch.connection import Timeout, check_timeout, close_connections, connect, timeout_of
 from codec.torch.counters import Counters, Stopwatch
-from codec.torch.devices import host_memory
+from codec.torch.device_exchange import DeviceExchange, connect_nccl, uses_nccl
+from codec.torch.devices import engine_is_usable, host_memory, logger
 from codec.torch.messages import (
     FRAME_BEGIN,
     FRAME_LENGTH,
@@ -37,6 +38,8 @@ _PREFETCHED = 2  # receives of numbers posted for each rank before they are need
 _SUCCESS, _OTHER_RANK, _ERROR, _NONFINITE = range(4)
 # last number of a request: a rank can take part, has found an error, or has found NaN or Inf
 _ABLE, _UNABLE, _UNABLE_NONFINITE = range(3)
+
+_CLOSED = "a peer was lost, or the group was shut down: make a new group"
 
 
 def _unable(rank: int, reason: int) -> PeerError:
@@ -78,6 +81,7 @@ class Channel:
         self.size: int = group.size()
         self.others = [(self.rank + i) % self.size for i in range(1, self.size)]  # a different first one on each rank
         self._pg: Any = connect(group, self._timeout)  # None: closed
+        self._gpus: DeviceExchange | None = None  # carries frames between GPUs
         self.calls = 0  # collectives that all ranks have begun
         self.started = 0.0, 0.0  # wall-clock and CPU time, in seconds, at the begin of the last collective
         self._request: list[int] | None = None  # numbers sent, while those of the other ranks are not received
@@ -277,6 +281,51 @@ class Channel:
         except RuntimeError as e:
             self._connection_lost(rank, e)
 
+    # Frames that stay on GPUs
+
+    def connect_gpus(self, group: Any) -> None:
+        """Connect the GPUs of all ranks if NCCL carries the tensors of `group` there and all ranks can encode there."""
+        if self.size == 1 or not uses_nccl(group):
+            return
+        usable = self.gather_numbers([int(engine_is_usable())])
+        if [0] in usable:
+            logger.info("rank %d cannot encode on its GPU: frames cross to host memory", usable.index([0]))
+        else:
+            self._gpus = DeviceExchange(connect_nccl(group), self.size, self._timeout)
+
+    @property
+    def connects_gpus(self) -> bool:
+        """True if frames need not cross to host memory."""
+        return self._gpus is not None
+
+    def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send row i of bytes on the GPU to rank i; return the rows from all ranks, by rank."""
+        return self._between_gpus("all_to_all", rows, rows.nbytes // self.size)
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the rows of bytes on the GPUs of all ranks, by rank, from this rank's row."""
+        return self._between_gpus("all_gather", row, row.nbytes)
+
+    def _between_gpus(self, kind: str, sent: torch.Tensor, nbytes: int) -> torch.Tensor:
+        """Run a collective that sends `nbytes` bytes to each other rank.
+
+        Raises
+        ------
+        PeerError
+            A rank is lost or does not answer in time, or the channel is closed.
+        """
+        if self._gpus is None:
+            raise PeerError(_CLOSED)
+        try:
+            with self.clock.during("wire_s"):
+                received = getattr(self._gpus, kind)(sent, lambda: self._cancelled)
+        except PeerError:
+            self.close()
+            raise
+        self.counters.sent_nbytes += nbytes * len(self.others)
+        self.counters.received_nbytes += nbytes * len(self.others)
+        return received
+
     # Requests: the begin of a collective
 
     def send_request(self, numbers: Sequence[int], error: BaseException | None = None) -> None:
@@ -365,7 +414,7 @@ class Channel:
         if self._cancelled:
             self.close()
         if self._pg is None:
-            raise PeerError("a peer was lost, or the group was shut down: make a new group")
+            raise PeerError(_CLOSED)
         messages = {o: numbers_message(each) for o, each in numbers.items()}
         self._number_sends = [
             (self.post("send", message, o, NUMBERS_TAG), o, message) for o, message in messages.items()
@@ -537,6 +586,7 @@ class Channel:
     def close(self) -> None:
         """Close the connections."""
         pg, self._pg = self._pg, None
+        gpus, self._gpus = self._gpus, None
         self._sends.clear()
         self._number_sends.clear()
         self._request = None
@@ -546,4 +596,6 @@ class Channel:
             close_connections(pg, self.others)
             del pg
             gc.collect()  # frees the group
+        if gpus is not None:
+            gpus.close()
         self._arena = self._result = np.empty(0, np.uint8)  # messages in flight may still be written to the old ones

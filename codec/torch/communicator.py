@@ -44,6 +44,7 @@ class Communicator:
         self.channel: Channel = self.worker.submit(lambda: Channel(group, timeout)).result()
         self.choices: dict[int, Choice] = {}  # frames or uncompressed, by signature; the last used is last
         self.run(lambda: self.channel.check_same("version of codec.torch's protocol", [protocol_hash()]))
+        self.run(lambda: self.channel.connect_gpus(group))
 
     def run(self, collective: Callable[[], T]) -> T:
         """Run a collective after those submitted before, and return its result.

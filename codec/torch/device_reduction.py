@@ -1,16 +1,32 @@
 """Values of a collective on a GPU: the CUDA engine encodes and reduces them there; frames cross to the host."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import codec
+from codec.decoding import decode_request
+from codec.encoding import encode_request
+from codec.engines import choose
+from codec.frame_size import has_fixed_rate
 from codec.specs import BoundSpec
+from codec.tensors.segments import unpack
+from codec.tensors.view import view_bytes
+from codec.tensors.wrapper import View
 from codec.torch.channel import Channel
 from codec.torch.messages import Array
 from codec.torch.partition import Piece
-from codec.torch.reduction import FLOATS, Reduction, Values
+from codec.torch.reduction import FLOATS, Frame, Reduction, Values
+
+
+class Term(NamedTuple):
+    """Values of a piece on a GPU, and how they are encoded."""
+
+    values: torch.Tensor
+    piece: Piece
+    residual: Array | None
+    number: int  # of the random stream
 
 
 class DeviceReduction(Reduction):
@@ -42,7 +58,7 @@ class DeviceReduction(Reduction):
 
     def sum(
         self,
-        parts: Sequence[Array | None],
+        parts: Sequence[Frame | None],
         piece: Piece,
         total: Values,
         *,
@@ -82,6 +98,74 @@ class DeviceReduction(Reduction):
         if not self.rejects_nonfinite:
             _unify_nan(rounded)
         return rounded
+
+    # Frames that stay on the GPU, many in one call of the engine
+
+    @property
+    def has_fixed_rate(self) -> bool:
+        """True if the sizes of frames do not depend on values."""
+        return has_fixed_rate(self.spec)
+
+    def frame_bound(self, piece: Piece) -> int:
+        """Return the size of a piece's frame if the codec has a fixed rate, else its upper bound."""
+        if not self.has_fixed_rate:
+            return self.bound(piece.n)
+        segments = None if piece.segments is None else unpack(piece.segments)
+        return codec.frame_nbytes(piece.n, self.dtype, self.spec, segments=segments)
+
+    def empty_bytes(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return memory on the GPU for bytes."""
+        return torch.empty(shape, dtype=torch.uint8, device=self.x.device)
+
+    def term(self, piece: Piece, number: int) -> Term:
+        """Return this rank's term of a piece."""
+        residual = None if self.residual is None else self.residual[piece.begin : piece.end]
+        return Term(self.own_term(piece), piece, residual, number)
+
+    def sum_term(self, total: Values, piece: Piece, number: int) -> Term:
+        """Return the float32 sum of a piece as a term."""
+        residual = None if self.sum_residual is None else self.sum_residual(piece.begin, piece.end)
+        return Term(self.rounded(total), piece, residual, number)
+
+    def encode_all(self, terms: Sequence[Term], out: Sequence[torch.Tensor]) -> list[int]:
+        """Encode terms into memory on the GPU; return the bytes of each frame."""
+        requests = [
+            encode_request(
+                View(term.values, self.dtype, term.piece.segments),
+                self.spec_of(term.piece),
+                self._options(term.piece),
+                room,
+                term.residual,
+                term.residual is not None,
+                self.codebook,
+                self.random_stream(term.number),
+            )
+            for term, room in zip(terms, out, strict=True)
+        ]
+        frames = choose("cuda", "a tensor", "cuda").encode_many(requests)
+        if self.count_symbols is not None:
+            for term in terms:
+                self.count_symbols(View(term.values, self.dtype, term.piece.segments), self._bound_to(term.piece))
+        return [view_bytes(frame).nbytes for frame in frames]
+
+    def check_frame(self, frame: Frame, piece: Piece) -> None:
+        """Check a frame in host memory, or its header; those on the GPU have been checked by their headers."""
+        if not isinstance(frame, torch.Tensor):
+            super().check_frame(frame, piece)
+
+    def decode_all(self, frames: Sequence[tuple[torch.Tensor, Piece, torch.Tensor]]) -> None:
+        """Decode frames on the GPU, each to its piece of a tensor."""
+        requests = [
+            decode_request(
+                (view_bytes(frame),),
+                self.shared_levels(piece),
+                self._options(piece),
+                into[piece.begin : piece.end],
+                codebooks=self.codebooks,
+            )
+            for frame, piece, into in frames
+        ]
+        choose("cuda", "a frame", "cuda").decode_many(requests)
 
     # Algorithms that send uncompressed values, or compute on the host
 

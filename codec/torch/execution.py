@@ -8,7 +8,7 @@ from codec import ArgumentError, CallOptions
 from codec.arguments import shown
 from codec.specs import Ternary
 from codec.tensors.segments import Records, unpack
-from codec.torch import algorithms, raw, ternary
+from codec.torch import algorithms, device_algorithms, raw, ternary
 from codec.torch.autotune import Choice, report
 from codec.torch.channel import Channel
 from codec.torch.communicator import Communicator, close_on_error, hash64, request, storing_results
@@ -23,6 +23,7 @@ _ALGORITHMS = {
     "raw": raw.two_shot,
     "shared_scale": ternary.shared_scale,
 }
+_ON_GPUS: dict[str, Any] = {f"{name} on GPUs": each for name, each in device_algorithms.ALGORITHMS.items()}
 _WITH_FRAMES = ("two_shot", "all_gather", "ring")  # algorithms whose results can stay in frames until the verdict
 _CHOICES = 256  # signatures whose choice between frames and uncompressed values a group remembers
 _SMALL = 1 << 16  # bytes of a tensor up to which one phase with N - 1 frames is faster than two phases
@@ -54,25 +55,27 @@ def all_reduce_several(
         nonlocal number
         reductions = prepare()
         # "auto" is part of the signature: it may become another algorithm on all ranks later
-        number = hash64(algorithm, [signature(r, choose_algorithm(algorithm, r, channel.size)) for r in reductions])
+        number = hash64(algorithm, [signature(r, _way(channel, algorithm, r)) for r in reductions])
         return reductions, [number]
 
     reductions = request(channel, begin)
     choice = comm.choices.get(number) or Choice(_describe(reductions))
-    raw_chosen = algorithm == "auto" and channel.size > 1 and choice.kind == "values"
+    names = [_way(channel, algorithm, r) for r in reductions]
+    may_be_raw = algorithm == "auto" and channel.size > 1 and not any(name in _ON_GPUS for name in names)
     before = channel.sent_nbytes
     with close_on_error(channel):
         largest = max(reductions, key=lambda r: r.n, default=None)
         for r in reductions:
             if r is not largest and r.out is None and r.deferred is None:  # the channel has memory for one result
                 r.out = r.empty(r.n)
-        names = [choose_algorithm(algorithm, r, channel.size) for r in reductions]
-        if raw_chosen:
+        if may_be_raw and choice.kind == "values":
             names = ["raw" if r.x.nbytes > _SMALL else name for r, name in zip(reductions, names, strict=True)]
         ended = _run_each(channel, reductions, names)
     first = next((error for _, error in ended if error is not None), None)
     nbytes = sum(2 * r.x.nbytes * (channel.size - 1) // channel.size for r in reductions)
-    choice.learn(channel.exchange_verdict(first, report(channel.started, channel.sent_nbytes - before, nbytes)))
+    reports = channel.exchange_verdict(first, report(channel.started, channel.sent_nbytes - before, nbytes))
+    if may_be_raw:
+        choice.learn(reports)
     _count(channel, reductions, raw="raw" in names)
     comm.choices.pop(number, None)
     comm.choices[number] = choice
@@ -97,6 +100,17 @@ def _count(channel: Channel, reductions: Sequence[Reduction], *, raw: bool = Fal
         counters.frame_collectives += 1
 
 
+def _way(channel: Channel, algorithm: Algorithm, r: Reduction) -> str:
+    """Return the algorithm of a reduction, and whether its frames stay on GPUs."""
+    return _on_gpus(channel, r, choose_algorithm(algorithm, r, channel.size))
+
+
+def _on_gpus(channel: Channel, r: Reduction, name: str) -> str:
+    """Return the name of an algorithm; of its version on GPUs, if there is one and it can run."""
+    there = f"{name} on GPUs"
+    return there if channel.connects_gpus and r.on_device and there in _ON_GPUS else name
+
+
 def _run_each(channel: Channel, reductions: list[Reduction], names: list[str]) -> list[tuple[Values, Exception | None]]:
     """Run an algorithm for each reduction: interleaved if all of them have steps, else one after the other."""
     if all(name in algorithms.STEPS for name in names):
@@ -109,6 +123,8 @@ def _run_each(channel: Channel, reductions: list[Reduction], names: list[str]) -
             r.deferred = None
         if name in algorithms.STEPS:
             ended.append(_ALGORITHMS[name](channel, r))
+        elif name in _ON_GPUS:
+            ended.append(_ON_GPUS[name](channel, r))
         else:
             result, error = _ALGORITHMS[name](channel, r.on_host())
             ended.append((r.from_host(result), error))
@@ -169,15 +185,16 @@ def run_algorithm(
     store : callable
         store(result, reduction) stores the result, after all ranks have succeeded.
     """
-    channel, name = comm.channel, algorithm.__name__
+    channel = comm.channel
 
-    def begin() -> tuple[Reduction, list[int]]:
+    def begin() -> tuple[tuple[Reduction, str], list[int]]:
         r = prepare(channel.size)
-        return r, [signature(r, name)]
+        name = _on_gpus(channel, r, algorithm.__name__)
+        return (r, name), [signature(r, name)]
 
-    r = request(channel, begin)
+    r, name = request(channel, begin)
     with close_on_error(channel):
-        result, error = algorithm(channel, r)
+        result, error = _ON_GPUS[name](channel, r) if name in _ON_GPUS else algorithm(channel, r)
     channel.exchange_verdict(error)
     _count(channel, [r])
     with storing_results(channel):

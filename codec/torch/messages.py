@@ -31,6 +31,14 @@ def numbers_message(numbers: Sequence[int]) -> Array:
     return message.view(np.uint8)
 
 
+def check_frame_nbytes(source: int, nbytes: int, most: int) -> None:
+    """Raise the error for a frame's length that a rank has sent, unless it is 1 to `most` bytes."""
+    if not nbytes:
+        raise PeerError(f"rank {source} sent no frame, because of an error")
+    if nbytes > most:
+        raise FrameError(f"rank {source} sends a frame of {nbytes} bytes, but at most {most} are possible")
+
+
 def new_mark() -> int:
     """Return a random mark for :class:`IncomingValues`.
 
@@ -74,13 +82,7 @@ class IncomingFrame:
         self._wait()
         header = FRAME_LENGTH.size
         (nbytes,) = FRAME_LENGTH.unpack(self._buffer[:header].tobytes())
-        if not nbytes:
-            raise PeerError(f"rank {self._source} sent no frame, because of an error")
-        if nbytes > self._buffer.nbytes - header:
-            raise FrameError(
-                f"rank {self._source} sends a frame of {nbytes} bytes, but at most "
-                f"{self._buffer.nbytes - header} are possible"
-            )
+        check_frame_nbytes(self._source, nbytes, self._buffer.nbytes - header)
         self._counters.received_nbytes += header + nbytes
         return self._buffer[header : header + nbytes]
 

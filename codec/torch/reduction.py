@@ -24,6 +24,7 @@ from codec.torch.messages import Array
 from codec.torch.partition import Piece, chunk_nbytes, cut, cut_evenly
 
 bound = functools.lru_cache(1024)(codec.bound)  # a training asks for few sizes
+Frame = Any  # in host memory, an array of bytes; or on a GPU, a tensor of bytes
 Values = Any  # flat values of a reduction: an array in host memory, bfloat16 as uint16; or a tensor on a GPU
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -95,21 +96,29 @@ class Reduction:
         return self._encode(self.rounded(total), piece, out, residual, number)
 
     def _encode(self, x: Values, piece: Piece, out: Array, residual: Array | None, number: int) -> int:
-        bound_spec = self._bound_to(piece)
+        spec = self.spec_of(piece)
         values = View(x, self.dtype, piece.segments)
         frame = codec.encode(
             values,
-            self.spec if bound_spec is None else bound_spec,
+            spec,
             out=out,
             residual=residual,  # undefined after an error, after which nobody reads it
             feedback=residual is not None,
             codebook=self.codebook,
-            stream=(self.stream * _STREAM_STRIDE + number) % (1 << 64),
+            stream=self.random_stream(number),
             options=self._options(piece),
         )
         if self.count_symbols is not None:
-            self.count_symbols(values, bound_spec)
+            self.count_symbols(values, self._bound_to(piece))
         return len(frame)
+
+    def random_stream(self, number: int) -> int:
+        """Return the random stream of a frame from its number in the collective."""
+        return (self.stream * _STREAM_STRIDE + number) % (1 << 64)
+
+    def spec_of(self, piece: Piece) -> Spec | BoundSpec:
+        """Return the spec of a piece's frame, bound to the optimizer and state of the piece if the spec is bound."""
+        return self._bound_to(piece) or self.spec
 
     @property
     def own_term_is_exact(self) -> bool:
@@ -166,7 +175,7 @@ class Reduction:
 
     def sum(
         self,
-        parts: Sequence[Array | None],
+        parts: Sequence[Frame | None],
         piece: Piece,
         total: Values,
         *,

@@ -5,6 +5,7 @@ ranks share.
 """
 
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,9 +15,10 @@ import torch.distributed as dist
 
 import codec
 import codec.torch
+from codec.torch import channel as torch_channel
 from codec.torch import communicator, devices, uncompressed
 from support.collective_values import rank_values, tensor_bytes
-from support.cuda_tensors import DeviceTensor, gpu, host
+from support.cuda_tensors import DeviceTensor, connect_gpus, gpu, host
 from support.ddp_training import hook_state_bytes, parameter_bytes, train, wrapped
 from support.faults import KILLED, at_fault_point, die
 from support.ranks import RankPool
@@ -34,9 +36,13 @@ def kind(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=[nightly(2), 4])
+@pytest.fixture(scope="module", params=[(2, "host"), (3, "gpus"), nightly((4, "host")), nightly((4, "gpus"))])
 def ranks(request):
-    with RankPool(request.param) as ranks:
+    """Ranks whose frames cross to host memory, or stay on GPUs."""
+    size, way = request.param
+    with RankPool(size) as ranks:
+        if way == "gpus":
+            ranks.run(connect_gpus)
         ranks.new_group()
         yield ranks
 
@@ -44,6 +50,15 @@ def ranks(request):
 @pytest.fixture(scope="module")
 def pair():
     with RankPool(2, timeout=5) as ranks:
+        ranks.new_group()
+        yield ranks
+
+
+@pytest.fixture
+def gpus():
+    """Two ranks whose frames stay on GPUs."""
+    with RankPool(2, timeout=5) as ranks:
+        ranks.run(connect_gpus)
         ranks.new_group()
         yield ranks
 
@@ -65,7 +80,7 @@ def compare(put, call, x, **kwargs):
     """Run call(tensor, ...) with a tensor on the GPU and in host memory; check that outcomes and tensors are equal."""
     there, here = put(x), x.clone()
     found = [outcome(call, t, **kwargs) for t in (there, here)]
-    assert found[0] == found[1]
+    assert found[0] == found[1], found
     assert tensor_bytes(host(there)) == tensor_bytes(here)
     return found[0]
 
@@ -149,8 +164,8 @@ def _mixed(rank, size, kind):
                 assert torch.equal(host(x), want), (spec, algorithm)
 
 
-def test_ranks_with_and_without_a_gpu_reduce_together(ranks, kind):
-    ranks.run(_mixed, kind)
+def test_ranks_with_and_without_a_gpu_reduce_together(pair, kind):
+    pair.run(_mixed, kind)
 
 
 def _arguments(rank, size, kind):
@@ -379,6 +394,178 @@ def _killed(rank, size, kind, point):
         x = put(values := rank_values(rank, SHAPE))
         with at_fault_point(channel, point if rank == 1 else -1, die):
             found = outcome(codec.torch.all_reduce, x, codec.Quantize(4), options=how())
+        assert torch.equal(host(x), values)
+        return found[0]
+
+
+def _bytes_by_way(rank, size):
+    """Return the bytes that an all-reduce sends from GPU to GPU and from host memory, and copies to host memory."""
+    with gpu("emulated") as put:
+        for spec in (codec.Float8(), codec.Lossless()):
+            codec.torch.all_reduce(x := put(rank_values(rank, (7000,))), spec, options=how())
+            channel, messages, copied = communicator.communicator_of(None).channel, [], DeviceTensor.copied_nbytes
+            before, post = channel.counters.copy(), channel.post
+            channel.post = lambda *args, post=post, messages=messages: messages.append(args[:2]) or post(*args)
+            codec.torch.all_reduce(x, spec, options=how())
+            del channel.post
+            assert all(message.nbytes == 64 for _, message in messages)  # numbers
+            assert DeviceTensor.copied_nbytes - copied == 2 * size * 120  # lengths and headers
+            yield (channel.counters - before).sent_nbytes
+
+
+def _frames_stay_on_gpus(rank, size):
+    fixed, variable = _bytes_by_way(rank, size)
+    largest = codec.frame_nbytes(7000 - 3072, "float32", codec.Float8())  # slices begin at multiples of 1,024
+    assert fixed == 2 * -(-(8 + largest) // 16) * 16
+    assert fixed < variable < 4 * 7000
+
+
+def test_only_headers_are_copied_to_host_memory_if_frames_stay_on_gpus(gpus):
+    gpus.run(_frames_stay_on_gpus)
+
+
+def _slots(rank, size):
+    """Return the rows of both phases of a two-shot all-reduce, and this rank's values."""
+    channel, rows = communicator.communicator_of(None).channel, []
+    for name in ("all_to_all", "all_gather"):
+        collective = getattr(channel, name)
+        setattr(channel, name, lambda sent, run=collective: rows.append(host(sent).numpy().copy()) or run(sent))
+    with gpu("emulated") as put:
+        x = rank_values(rank, (7000,))
+        codec.torch.all_reduce(put(x), codec.Quantize(4), stream=5, options=how())
+    return *rows, x.numpy()
+
+
+def _frame(values, number):
+    return codec.encode(values, codec.Quantize(4), stream=(5 * 0x9E3779B97F4A7C15 + number) % 2**64)
+
+
+def test_slots_between_gpus_are_as_specified(gpus):
+    found = gpus.run(_slots)
+    size, cuts = 2, [0, 3072, 7000]
+    slices = [slice(a, b) for a, b in pairwise(cuts)]
+    T = -(-(8 + codec.frame_nbytes(7000 - 3072, "float32", codec.Quantize(4))) // 16) * 16
+    for r, (terms, sums, x) in enumerate(found):
+        assert (terms.shape, sums.shape) == ((size, 1, T), (1, T))
+        total = codec.reduce([_frame(x[slices[r]], q * size + r) for q, (_, _, x) in enumerate(found)], op="sum")
+        want = [_frame(x[slices[o]], r * size + o) for o in range(size)] + [_frame(total, size * size + r)]
+        for slot, frame in zip([*terms[:, 0], sums[0]], want, strict=True):
+            assert slot[:8].tobytes() == len(frame).to_bytes(8, "little")
+            assert slot[8 : 8 + len(frame)].tobytes() == frame
+
+
+def _altered(rank, size, kind):
+    """Alter what rank 0 gets from rank 1; return the outcomes and whether all tensors are unchanged."""
+    channel, found = communicator.communicator_of(None).channel, []
+
+    def altering(name, at, value):
+        collective = getattr(channel, name)
+
+        def run(rows):
+            received = collective(rows)
+            if rank == 0:
+                slot = host(received[1, 0]).clone()
+                slot[at] = slot[at] ^ value
+                received[1, 0].copy_(slot.to(received.device))
+            return received
+
+        return run
+
+    with gpu(kind) as put:
+        for name in ("all_to_all", "all_gather"):
+            for at, value in ((500, 1), (7, 64), (8 + 5, 3), (8 + 48, 1)):  # a value, the length, the codec, the shape
+                x = put(values := rank_values(rank, SHAPE))
+                setattr(channel, name, altering(name, at, value))
+                try:
+                    found.append(outcome(codec.torch.all_reduce, x, codec.Quantize(4), options=how("two_shot"))[0])
+                finally:
+                    delattr(channel, name)
+                assert torch.equal(host(x), values)
+    return found
+
+
+def test_altered_frame_between_gpus_is_an_error_on_all_ranks(gpus, kind):
+    errors = ["ChecksumError", "FrameError", "FrameError", "FrameError"] * 2
+    assert gpus.run(_altered, kind) == [errors, ["PeerError"] * 8]
+
+
+def _large_frame(rank, size):
+    """Report a frame on rank 1 that is larger than possible."""
+    comm = communicator.communicator_of(None)
+    gather_numbers = comm.channel.gather_numbers
+    if rank == 1:
+        comm.channel.gather_numbers = lambda _: gather_numbers([1 << 40])
+    with gpu("emulated") as put:
+        return outcome(codec.torch.all_reduce, put(torch.ones(SHAPE)), codec.Lossless(), options=how())[0]
+
+
+def test_size_beyond_the_bound_of_a_frame_is_an_error_on_all_ranks(gpus):
+    gpus.run(_connect)
+    assert gpus.run(_large_frame) == ["PeerError", "PeerError"]
+
+
+def _connect(rank, size):
+    communicator.communicator_of(None)
+
+
+def _cannot_encode(rank, size):
+    """Let rank 1 have no CUDA engine; return whether frames stay on GPUs."""
+    torch_channel.engine_is_usable = lambda: rank == 0
+    with gpu("emulated") as put:
+        codec.torch.all_reduce(x := put(torch.ones(SHAPE)), codec.Float8(), options=how())
+        assert bool(host(x).eq(size).all())
+    return communicator.communicator_of(None).channel.connects_gpus
+
+
+def test_frames_cross_to_host_memory_if_a_rank_cannot_encode_on_its_gpu(gpus):
+    assert gpus.run(_cannot_encode) == [False, False]
+
+
+def _on_one_gpu(rank, size):
+    with gpu("emulated") as put:
+        x = put(torch.ones(SHAPE)) if rank else torch.ones(SHAPE)
+        found = outcome(codec.torch.all_reduce, x, codec.Float8(), options=how())[0]
+        codec.torch.all_reduce(put(x) if rank == 0 else x, codec.Float8(), options=how())  # the group still works
+        return found
+
+
+def test_tensors_in_host_memory_and_on_gpus_are_not_reduced_together_over_nccl(gpus):
+    assert gpus.run(_on_one_gpu) == ["PeerError"] * 2
+
+
+def _silent(rank, size, cancel):
+    """Let rank 1 keep rank 0 waiting for its frame until a timeout, or until rank 0 cancels the collective."""
+    comm = communicator.communicator_of(None, timeout=60 if cancel else 0.5)
+    if rank == 1:
+        return None
+    work = comm.worker.submit(lambda: comm.channel.all_gather(torch.zeros(10, dtype=torch.uint8)))
+    if cancel:
+        comm.cancel()
+    with pytest.raises(codec.PeerError) as error:
+        work.wait(30)
+    return str(error.value), comm.channel.closed
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_wait_for_frames_of_other_gpus_ends(gpus, cancel):
+    message, closed = gpus.run(_silent, cancel)[0]
+    assert ("was cancelled" if cancel else "did not arrive within 0:00:00.5") in message
+    assert closed
+
+
+@pytest.mark.parametrize("collective", ["all_to_all", "all_gather"])
+def test_tensor_is_unchanged_if_a_rank_dies_before_its_frames_leave_the_gpu(gpus, collective):
+    gpus.start(_dies, collective)
+    assert gpus.results() == ["PeerError", KILLED]
+
+
+def _dies(rank, size, collective):
+    with gpu("emulated") as put:
+        codec.torch.all_reduce(put(torch.ones(10)), options=how())
+        if rank == 1:
+            setattr(communicator.communicator_of(None).channel, collective, lambda _: die())
+        x = put(values := rank_values(rank, SHAPE))
+        found = outcome(codec.torch.all_reduce, x, codec.Quantize(4), options=how())
         assert torch.equal(host(x), values)
         return found[0]
 
