@@ -17,13 +17,14 @@ from codec.presets import resolve
 from codec.specs import BoundSpec, Lossless, Spec
 from codec.stateful.checkpoint import ROLES, load, save
 from codec.stateful.ranges import (
+    HOST,
     Array,
     Layout,
+    Memory,
     Store,
     forget_nobodys,
     gather,
     layout_of,
-    numel,
     scaled,
     shared,
     shown,
@@ -141,6 +142,10 @@ class ErrorFeedback:
         StateError
             A value is already in a buffer that was neither committed nor rolled back.
         """
+        return self._begin(layout, HOST)
+
+    def _begin(self, layout: Any, memory: Memory) -> Array:
+        """Do what :meth:`begin` does, with a buffer in some memory."""
         at, now = layout_of(layout), self._now
         new = at not in now.kept
         # kept layouts have no values in common
@@ -148,10 +153,9 @@ class ErrorFeedback:
         if others and (begun := shared(r for other in (at, *others) for r in other)):
             raise StateError(f"{shown(begun)} is in use by begin(): call commit() or rollback() first")
         if new:
-            buffer = gather(now.kept, at)
+            buffer = gather(now.kept, at, memory)
         else:
-            buffer = now.spare[at] if at in now.spare else np.empty(numel(at), np.float32)
-            np.copyto(buffer, now.kept[at])
+            buffer = memory.copy(now.kept[at], now.spare.get(at))
             forget_nobodys(buffer, at)
         self._now = now._replace(pending={**now.pending, at: buffer})
         return buffer
@@ -188,11 +192,15 @@ class ErrorFeedback:
         StateError
             Some of these ranges are in a buffer of :meth:`begin`, of this object or of `to`.
         """
+        self._pass_on(layout, to, scale, HOST)
+
+    def _pass_on(self, layout: Any, to: "ErrorFeedback", scale: float, memory: Memory) -> None:
+        """Do what :meth:`pass_on` does, with arrays in some memory."""
         at = layout_of(layout)
         to._refuse_begun(at)
-        values = self.settle(at) * np.float32(scale * to._now.scale / self._now.scale)
+        values = self._settle(at, memory) * np.float32(scale * to._now.scale / self._now.scale)
         if values.any():
-            values += gather(to._now.kept, at)
+            values += gather(to._now.kept, at, memory)
             to._now = to._now.changed({**without(to._now.kept, [at]), at: values}, to._now.scale)
 
     def settle(self, layout: Any) -> Array:
@@ -216,9 +224,13 @@ class ErrorFeedback:
         StateError
             Some of these ranges are in a buffer of :meth:`begin`.
         """
+        return self._settle(layout, HOST)
+
+    def _settle(self, layout: Any, memory: Memory) -> Array:
+        """Do what :meth:`settle` does, with an array in some memory."""
         at, now = layout_of(layout), self._now
         self._refuse_begun(at)
-        values = gather(now.kept, at)
+        values = gather(now.kept, at, memory)
         if values.any():
             self._now = now.changed(without(now.kept, [at]), now.scale)
         return values

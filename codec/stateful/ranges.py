@@ -24,6 +24,35 @@ Layout = tuple[Range, ...]
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Store = Mapping[Layout, Array]
 
+
+class Memory:
+    """Memory of a store's arrays: host memory. Subclasses have arrays elsewhere, such as tensors on a GPU."""
+
+    def empty(self, n: int) -> Array:
+        """Return an array of `n` values."""
+        return np.empty(n, np.float32)
+
+    def zeros(self, n: int) -> Array:
+        """Return an array of `n` zeros."""
+        return np.zeros(n, np.float32)
+
+    def has(self, array: Any) -> bool:
+        """Return True if an array is in this memory."""
+        return isinstance(array, np.ndarray)
+
+    def bring(self, array: Any) -> Array:
+        """Return an array if it is in this memory, else a copy of it there."""
+        return array if self.has(array) else array.cpu().numpy()
+
+    def copy(self, array: Any, to: Any = None) -> Array:
+        """Return a copy of an array in this memory: in `to`, if that is an array here."""
+        copy = to if self.has(to) else self.empty(len(array))
+        copy[:] = self.bring(array)
+        return copy
+
+
+HOST = Memory()
+
 NOBODY = "\0"  # key of padding; no parameter has this name
 _MOST = (1 << 60) - 1  # the highest end of a range
 
@@ -135,17 +164,17 @@ def pieces(store: Store) -> list[tuple[Range, Array]]:
     return found
 
 
-def gather(store: Store, layout: Layout) -> Array:
-    """Return a new array of a layout's values; 0 for values that the store does not have."""
+def gather(store: Store, layout: Layout, memory: Memory = HOST) -> Array:
+    """Return a new array of a layout's values in a memory; 0 for values that the store does not have."""
     index: dict[str, list[tuple[Range, Array]]] = {}
     for piece in pieces(store):
         index.setdefault(piece[0][0], []).append(piece)
-    found, at = np.zeros(numel(layout), np.float32), 0
+    found, at = memory.zeros(numel(layout)), 0
     for key, start, stop in layout:
         for (_, first, last), values in index.get(key, ()):
             low, high = max(start, first), min(stop, last)
             if low < high:
-                found[at + low - start : at + high - start] = values[low - first : high - first]
+                found[at + low - start : at + high - start] = memory.bring(values[low - first : high - first])
         at += stop - start
     return found
 
@@ -181,8 +210,13 @@ def without(store: Store, layouts: Iterable[Layout]) -> dict[Layout, Array]:
             edges = [start, *(e for t in taken.get(key, ()) if _meet((key, start, stop), t) for e in t[1:]), stop]
             for low, high in zip(edges[::2], edges[1::2], strict=True):  # the parts between removed ranges
                 if low < high:
-                    left[((key, low, high),)] = values[low - start : high - start].copy()
+                    left[((key, low, high),)] = _copied(values[low - start : high - start])
     return left
+
+
+def _copied(values: Any) -> Array:
+    """Return a copy of an array in its memory."""
+    return values.copy() if HOST.has(values) else values.clone()
 
 
 def _meet(a: Range, b: Range) -> bool:

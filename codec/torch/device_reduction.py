@@ -11,6 +11,7 @@ from codec.encoding import encode_request
 from codec.engines import choose
 from codec.frame_size import has_fixed_rate
 from codec.specs import BoundSpec
+from codec.stateful.ranges import Memory
 from codec.tensors.segments import unpack
 from codec.tensors.view import view_bytes
 from codec.tensors.wrapper import View
@@ -20,12 +21,35 @@ from codec.torch.partition import Piece
 from codec.torch.reduction import FLOATS, Frame, Reduction, Values
 
 
+class DeviceMemory(Memory):
+    """Memory of a GPU, whose arrays are flat tensors of float32."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def empty(self, n: int) -> Any:
+        """Return a tensor of `n` values."""
+        return torch.empty(n, dtype=torch.float32, device=self._device)
+
+    def zeros(self, n: int) -> Any:
+        """Return a tensor of `n` zeros."""
+        return torch.zeros(n, dtype=torch.float32, device=self._device)
+
+    def has(self, array: Any) -> bool:
+        """Return True if an array is a tensor on this GPU."""
+        return isinstance(array, torch.Tensor) and array.device == self._device
+
+    def bring(self, array: Any) -> Any:
+        """Return a tensor if it is on this GPU, else a copy of an array or tensor there."""
+        return torch.as_tensor(array).to(self._device)
+
+
 class Term(NamedTuple):
     """Values of a piece on a GPU, and how they are encoded."""
 
     values: torch.Tensor
     piece: Piece
-    residual: Array | None
+    residual: torch.Tensor | None
     number: int  # of the random stream
 
 
@@ -33,6 +57,11 @@ class DeviceReduction(Reduction):
     """Reduction of a tensor on a GPU. Values, results and sums are flat tensors there; frames are on the host."""
 
     on_device = True
+
+    @property
+    def memory(self) -> Memory:
+        """Memory of the GPU."""
+        return DeviceMemory(self.x.device)
 
     def empty(self, n: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return memory on the GPU for `n` values, of the tensor's dtype unless given."""
@@ -76,11 +105,6 @@ class DeviceReduction(Reduction):
     def _complete(self, total: Values, count: int) -> None:
         if self.op == "mean":
             total.div_(count)
-
-    def add_residual(self, residual: Array) -> None:
-        """Add float32 values in host memory to `x`, rounded to its dtype."""
-        if residual.any():
-            self.x = self.rounded(self.as_float32(self.x) + torch.from_numpy(residual).to(self.x.device))
 
     def as_float32(self, x: Values) -> Values:
         """Return values as float32, without a copy if they are."""
@@ -170,7 +194,9 @@ class DeviceReduction(Reduction):
     # Algorithms that send uncompressed values, or compute on the host
 
     def on_host(self) -> Reduction:
-        """Return the same reduction of a copy of the values in host memory."""
+        """Return the same reduction of copies of the values and residuals in host memory."""
+        self._residuals: list[tuple[torch.Tensor, Array]] = []  # on the GPU, and their copies
+        sum_residual = self.sum_residual
         return Reduction(
             host_array(self.x),
             self.dtype,
@@ -180,15 +206,23 @@ class DeviceReduction(Reduction):
             self.segments,
             None if self.bound_spec is None else _on_host(self.bound_spec),
             self.settings,
-            self.residual,
-            self.sum_residual,
+            None if self.residual is None else self._residual_on_host(self.residual),
+            None if sum_residual is None else lambda a, b: self._residual_on_host(sum_residual(a, b)),
             self.codebook,
             self.codebooks,
             self.count_symbols,
         )
 
+    def _residual_on_host(self, residual: torch.Tensor) -> Array:
+        """Return a copy of a residual, which :meth:`from_host` copies back."""
+        copy = host_array(residual)
+        self._residuals.append((residual, copy))
+        return copy
+
     def from_host(self, result: Array) -> Values:
-        """Return a copy of a result on the GPU."""
+        """Return a copy of a result on the GPU, after the residuals of :meth:`on_host` were copied back."""
+        for residual, copy in self._residuals:
+            residual.copy_(torch.from_numpy(copy))
         values = torch.from_numpy(result).view(FLOATS[self.dtype])
         return values.to(self.x.device) if self.out is None else self.out.copy_(values)
 

@@ -150,7 +150,7 @@ class _Reducing(_Comm):
             return None
         if name is None:
             raise ArgumentError("feedback=True keeps a residual for each module: use register(model), which names them")
-        return JointResidual(r, now.begin(self._residuals, name, r.n))
+        return JointResidual(r, now.begin(self._residuals, name, r))
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the state with which a resumed run gets the same bits: residuals, and the number of calls.

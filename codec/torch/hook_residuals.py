@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from codec.specs import Spec
 from codec.stateful.ranges import NOBODY, Range, cut
 from codec.torch.buckets import Part
 from codec.torch.messages import Array
-from codec.torch.reduction import Reduction, Values
+from codec.torch.reduction import Reduction, square
 from codec.torch.residual_pair import ResidualPair
 
 logger = logging.getLogger("codec.torch")
@@ -79,7 +78,7 @@ class Residuals(ResidualPair):
         ranges, offset, squares = cut(part.layout, *within), within[0], list[float]()
         for _, start, stop in ranges:
             n = stop - start
-            squares.append(_square(r.as_float32(r.x[offset : offset + n])))
+            squares.append(square(r.as_float32(r.x[offset : offset + n])))
             offset += n
         self._measured.append((ranges, residual, squares))
 
@@ -109,7 +108,7 @@ class Residuals(ResidualPair):
             offset = 0
             for (name, start, stop), g in zip(ranges, squares, strict=True):
                 here, offset = residual[offset : offset + stop - start], offset + stop - start
-                e, former = _square(here), found.get(name, (0.0, 1.0))
+                e, former = square(here), found.get(name, (0.0, 1.0))
                 if name != NOBODY and g > 0 and e * former[1] >= former[0] * g:  # the larger one of worker and server
                     found[name] = e, g
         for name, new in found.items():
@@ -139,8 +138,3 @@ class Residuals(ResidualPair):
         """Replace the residuals; an error leaves them unchanged."""
         super().load_state_dict(state)
         self._measured, self._moved = [], []
-
-
-def _square(x: Values) -> float:
-    """Return the squared norm of float32 values."""
-    return float(torch.dot(x, x)) if isinstance(x, torch.Tensor) else float(np.dot(x, x))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from codec import CodecError, PeerError
-from codec.torch.messages import Array
+from codec.torch.reduction import Reduction, Values
 from codec.torch.residuals import Residuals
 
 _passes: "weakref.WeakValueDictionary[int, Pass]" = weakref.WeakValueDictionary()  # by the id of their graph task
@@ -24,7 +24,7 @@ class Pass:
 
     def __init__(self) -> None:
         self._error: CodecError | None = None
-        self._copies: dict[Residuals, dict[str, Array]] = {}
+        self._copies: dict[Residuals, dict[str, Values]] = {}
 
     @staticmethod
     def current() -> "Pass":
@@ -41,11 +41,11 @@ class Pass:
             _when_backward_ends(current.end)
         return current
 
-    def begin(self, residuals: Residuals, key: str, n: int) -> Array:
+    def begin(self, residuals: Residuals, key: str, r: Reduction) -> Values:
         """Return this pass's copy of the residual of a module, which its reduction writes."""
         copies = self._copies.setdefault(residuals, {})
         if key not in copies:
-            copies[key] = residuals.copy(key, n)
+            copies[key] = residuals.copy(key, r.n, r.memory)
         return copies[key]
 
     def check(self) -> None:

@@ -16,6 +16,7 @@ from codec._c.spec_structs import spec_struct
 from codec.decoding import check_values
 from codec.inspection import read_header
 from codec.specs import Lossless, Spec, Truncate
+from codec.stateful.ranges import HOST
 from codec.tensors.segments import Records
 from codec.tensors.view import view_bytes
 from codec.tensors.wrapper import View
@@ -46,8 +47,8 @@ class Reduction:
     segments: Records | None = None
     bound_spec: BoundSpec | None = None  # `spec` bound to an optimizer; its arrays are flat, each as long as `x`
     settings: CallOptions = CallOptions()  # noqa: RUF009 - immutable
-    residual: Array | None = None  # residual of the terms, float32, as long as `x`; gets the frames' errors
-    sum_residual: Callable[[int, int], Array] | None = None  # returns the residual of the sums [begin, end)
+    residual: Values | None = None  # residual of the terms, float32, as long as `x`; gets the frames' errors
+    sum_residual: Callable[[int, int], Values] | None = None  # returns the residual of the sums [begin, end)
     codebook: Codebook | None = None  # codebook with which all ranks encode
     codebooks: Sequence[Codebook] = ()  # codebooks that frames may name
     count_symbols: Callable[[View, BoundSpec | None], None] | None = None  # called with the values of each frame
@@ -57,6 +58,7 @@ class Reduction:
     deferred: list[Callable[[], None]] | None = None
 
     on_device = False  # values lie on a GPU, as those of a DeviceReduction
+    memory = HOST  # of values, and of residuals
 
     @property
     def n(self) -> int:
@@ -95,7 +97,7 @@ class Reduction:
         residual = None if self.sum_residual is None else self.sum_residual(piece.begin, piece.end)
         return self._encode(self.rounded(total), piece, out, residual, number)
 
-    def _encode(self, x: Values, piece: Piece, out: Array, residual: Array | None, number: int) -> int:
+    def _encode(self, x: Values, piece: Piece, out: Array, residual: Values | None, number: int) -> int:
         spec = self.spec_of(piece)
         values = View(x, self.dtype, piece.segments)
         frame = codec.encode(
@@ -258,7 +260,7 @@ class Reduction:
 
     # Values
 
-    def add_residual(self, residual: Array) -> None:
+    def add_residual(self, residual: Values) -> None:
         """Add float32 values to `x`, rounded to its dtype."""
         if residual.any():
             self.x = self.rounded(self.as_float32(self.x) + residual)
@@ -285,6 +287,11 @@ class Reduction:
     def from_host(self, result: Array) -> Values:
         """Return the result of :meth:`on_host` where this reduction has its values."""
         return result
+
+
+def square(x: Values) -> float:
+    """Return the squared norm of float32 values."""
+    return float(torch.dot(x, x)) if isinstance(x, torch.Tensor) else float(np.dot(x, x))
 
 
 @functools.lru_cache(64)

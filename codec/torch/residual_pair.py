@@ -12,7 +12,7 @@ from codec.stateful.ranges import Layout, Range, cut, pieces, union
 from codec.torch import partition
 from codec.torch.hook_state import of_tensors
 from codec.torch.messages import Array
-from codec.torch.reduction import Reduction
+from codec.torch.reduction import Reduction, square
 
 
 class ResidualPair:
@@ -55,18 +55,18 @@ class ResidualPair:
         begin, end = owned
         if moved:
             elsewhere = cut(layout, 0, begin) + cut(layout, end, r.n)
-            self.server.pass_on(elsewhere, self.worker, self._share(r, size))
-        r.residual = self.worker.begin(layout)
+            self.server._pass_on(elsewhere, self.worker, self._share(r, size), r.memory)
+        r.residual = self.worker._begin(layout, r.memory)
         if begin == end:
             return None
-        sums = self.server.begin(cut(layout, begin, end))
+        sums = self.server._begin(cut(layout, begin, end), r.memory)
         r.sum_residual = lambda a, b: sums[a - begin : b - begin]
         return sums
 
     def flush(self, r: Reduction, layout: Layout, size: int) -> None:
         """Remove the residuals of some ranges, and add them to the values of a reduction over `size` ranks."""
-        residual = self.server.settle(layout) * np.float32(self._share(r, size))
-        residual += self.worker.settle(layout)
+        residual = self.server._settle(layout, r.memory) * np.float32(self._share(r, size))
+        residual += self.worker._settle(layout, r.memory)
         r.add_residual(residual)
 
     @staticmethod
@@ -116,7 +116,7 @@ class ResidualPair:
         """Return the norm of this rank's residual of each parameter."""
         found: dict[str, float] = {}
         for (name, _, _), values in pieces(self.worker._now.kept):
-            found[name] = found.get(name, 0.0) + float(np.dot(values, values))
+            found[name] = found.get(name, 0.0) + square(values)
         return {name: float(np.sqrt(square)) for name, square in found.items()}
 
     def _by_role(self) -> dict[Role, ErrorFeedback]:

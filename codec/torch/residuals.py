@@ -10,8 +10,8 @@ import torch
 from codec import ArgumentError, StateError
 from codec.specs import check_contraction
 from codec.stateful.checkpoint import array_of
-from codec.torch.messages import Array
-from codec.torch.reduction import Reduction
+from codec.stateful.ranges import HOST, Memory
+from codec.torch.reduction import Reduction, Values, square
 
 
 class JointResidual:
@@ -24,7 +24,7 @@ class JointResidual:
     ----------
     r : Reduction
         The reduction. Its frames are encoded with the residual from now on.
-    residual : numpy.ndarray of float32
+    residual : array of float32 in the reduction's memory
         One value for each value of the reduction. It is written while the reduction runs, also if that fails.
 
     Raises
@@ -33,18 +33,19 @@ class JointResidual:
         The codec is lossless or not a contraction, or the reduction is a maximum.
     """
 
-    def __init__(self, r: Reduction, residual: Array) -> None:
+    def __init__(self, r: Reduction, residual: Values) -> None:
         check_contraction(r.spec)
         if r.op == "max":
             raise ArgumentError("error feedback is for sums and means; op is a maximum")
-        self._sum_errors: dict[int, Array] = {}
+        self._memory = r.memory
+        self._sum_errors: dict[int, Values] = {}
         self._mean = r.op == "mean"
         self.residual = r.residual = residual
         r.sum_residual = self._of_sum
 
-    def _of_sum(self, begin: int, end: int) -> Array:
+    def _of_sum(self, begin: int, end: int) -> Values:
         """Return the array for the error of the encoded sums [begin, end)."""
-        return self._sum_errors.setdefault(begin, np.zeros(end - begin, np.float32))
+        return self._sum_errors.setdefault(begin, self._memory.zeros(end - begin))
 
     def add_sum_errors(self, size: int) -> None:
         """Add the errors of encoded sums to the residual, after a reduction over `size` ranks has succeeded.
@@ -53,7 +54,7 @@ class JointResidual:
         """
         factor = np.float32(size if self._mean else 1)
         for begin, error in self._sum_errors.items():
-            self.residual[begin : begin + error.size] += factor * error
+            self.residual[begin : begin + len(error)] += error * factor
         self._sum_errors.clear()
 
 
@@ -70,11 +71,11 @@ class Residuals:
     """Float32 residuals by module name. :class:`codec.torch.passes.Pass` writes copies and then replaces them."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Array] = {}
-        self._spare: dict[str, Array] = {}  # memory for the next copies
+        self._kept: dict[str, Values] = {}
+        self._spare: dict[str, Values] = {}  # memory for the next copies
 
-    def copy(self, key: str, n: int) -> Array:
-        """Return a copy of the residual of a module that reduces `n` values, zeros for a new module.
+    def copy(self, key: str, n: int, memory: Memory) -> Values:
+        """Return a copy of the residual of a module that reduces `n` values, zeros for a new module, in a memory.
 
         Raises
         ------
@@ -83,29 +84,27 @@ class Residuals:
         """
         kept, spare = self._kept.get(key), self._spare.pop(key, None)
         if kept is None:
-            return np.zeros(n, np.float32)
-        if kept.size != n:
+            return memory.zeros(n)
+        if len(kept) != n:
             raise ArgumentError(
-                f"module {key!r} reduces {n} values, but its residual has {kept.size}: parameters without gradients or "
+                f"module {key!r} reduces {n} values, but its residual has {len(kept)}: parameters without gradients or "
                 "another sharding change that number; call set_reduce_scatter_unused_params(True), and load only "
                 "states of the same sharding"
             )
-        copy = np.empty(n, np.float32) if spare is None else spare
-        np.copyto(copy, kept)
-        return copy
+        return memory.copy(kept, spare)
 
-    def replace(self, copies: Mapping[str, Array]) -> None:
+    def replace(self, copies: Mapping[str, Values]) -> None:
         """Replace residuals by copies of :meth:`copy`."""
         self._spare |= {key: self._kept[key] for key in copies if key in self._kept}
         self._kept |= copies
 
     def norm(self) -> float:
         """Return the Euclidean norm of all residuals."""
-        return math.sqrt(sum(float(np.dot(x, x)) for x in self._kept.values()))
+        return math.sqrt(sum(square(x) for x in self._kept.values()))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return copies of the residuals as tensors."""
-        return {key: torch.from_numpy(x.copy()) for key, x in self._kept.items()}
+        return {key: torch.from_numpy(HOST.copy(x)) for key, x in self._kept.items()}
 
     def load(self, tensors: Any, keys: Collection[str]) -> None:
         """Replace the residuals by copies of `tensors`, a dict from some of `keys` to flat float32 tensors.
@@ -124,4 +123,4 @@ class Residuals:
         for key, x in loaded.items():
             if not np.isfinite(x).all():
                 raise StateError(f"the residual of {key!r} holds NaN or Inf")
-        self._kept, self._spare = loaded, {}
+        self._kept, self._spare = dict[str, Values](loaded), {}

@@ -207,15 +207,19 @@ def test_all_reduce_takes_views_outputs_and_optimizer_state_on_the_gpu(pair, kin
 
 
 def _feedback(rank, size, kind):
+    """Reduce tensors with error feedback, on a GPU in most steps, and with residuals from a checkpoint in others."""
     with gpu(kind) as put:
         for algorithm in ("two_shot", "all_gather", "raw"):
             here, there = codec.torch.Feedback(codec.Sign()), codec.torch.Feedback(codec.Sign())
-            for step in range(3):
+            for step, place in enumerate((put, put, torch.clone, put)):
                 x = rank_values(10 * step + rank, SHAPE)
                 codec.torch.all_reduce(x_here := x.clone(), op="mean", feedback=here, options=how(algorithm))
-                codec.torch.all_reduce(x_there := put(x), op="mean", feedback=there, options=how(algorithm))
+                codec.torch.all_reduce(x_there := place(x), op="mean", feedback=there, options=how(algorithm))
                 assert torch.equal(x_here, host(x_there)), (algorithm, step)
+                if step == 0:
+                    there.load_state_dict(there.state_dict())
             mine, its = here.state_dict(), there.state_dict()
+            assert here.norms() == pytest.approx(there.norms())
             for role in ("worker", "server"):
                 tensors = {k: v for k, v in mine[role].items() if isinstance(v, torch.Tensor)}
                 assert tensors.keys() == {k for k, v in its[role].items() if isinstance(v, torch.Tensor)}
@@ -224,6 +228,21 @@ def _feedback(rank, size, kind):
 
 def test_error_feedback_equals_that_of_host_memory(ranks, kind):
     ranks.run(_feedback, kind)
+
+
+def _residual_copies(rank, size):
+    """Return the bytes that error feedback copies to the host, for a tensor that is reduced again and again."""
+    with gpu("emulated") as put:
+        feedback = codec.torch.Feedback(codec.Quantize(4))
+        for step in range(3):
+            before = DeviceTensor.copied_nbytes
+            x = put(rank_values(10 * step + rank, SHAPE))
+            codec.torch.all_reduce(x, op="mean", feedback=feedback, options=how())
+        return DeviceTensor.copied_nbytes - before
+
+
+def test_residuals_stay_on_the_gpu(pair):
+    assert pair.run(_residual_copies) == [0, 0]
 
 
 class _BucketOnGpu:
@@ -302,8 +321,14 @@ def _fsdp(rank, size, kind):
             reduce_scatter(shard, place(x), group, average)
             if (work := all_gather(whole, shard, group, async_op=True)) is not None:
                 work.wait()
-            results.append((tensor_bytes(host(shard)), tensor_bytes(host(whole))))
-        assert results[0] == results[1]
+            replicas = codec.torch.AllReduce(codec.Quantize(4), group=group, feedback=True, options=how())
+            for step in range(3):
+                replicas.all_reduce("layer", gradients := place(rank_values(10 * step + rank, (9000,))))
+            residual = replicas.state_dict()[f"rank {rank}"]["residuals"]["layer"]
+            norm = replicas.stats().residual_norm
+            results.append((*(tensor_bytes(host(t)) for t in (shard, whole, gradients, residual)), norm))
+        assert results[0][:4] == results[1][:4]
+        assert results[0][4] == pytest.approx(results[1][4])
 
 
 def test_fsdp_collectives_equal_those_of_host_memory(ranks, kind):
