@@ -26,7 +26,8 @@ std::mutex mutex; /* the kernels' __shared__ variables are static: one launch at
 std::vector<void *> libraries;
 std::map<std::string, function> functions;
 std::string failing, log;
-int result, arch = 90, context_token, module_token;
+int result, arch = 90, processors = 1, context_token, module_token;
+bool dry;
 thread_local int contexts;
 
 void *find(const std::string &name)
@@ -60,6 +61,12 @@ EXPORT void fake_cuda_arch(int number)
 {
 	arch = number;
 }
+/* Make devices that are opened later have this many multiprocessors. If they are several, nothing runs on any device:
+ * launches are logged with their grids. */
+EXPORT void fake_cuda_processors(int number)
+{
+	processors = number, dry = number > 1;
+}
 EXPORT const char *fake_cuda_log(void)
 {
 	static std::string last;
@@ -82,7 +89,7 @@ EXPORT int cuDeviceGet(int *device, int ordinal)
 EXPORT int cuDeviceGetAttribute(int *value, int attribute, int)
 {
 	CHECK(cuDeviceGetAttribute)
-	*value = attribute == 16 ? 1 : attribute == 75 ? arch / 10 : arch % 10;
+	*value = attribute == 16 ? processors : attribute == 75 ? arch / 10 : arch % 10;
 	return 0;
 }
 EXPORT int cuDevicePrimaryCtxRetain(void **context, int)
@@ -149,7 +156,8 @@ EXPORT int cuMemcpyDtoH_v2(void *to, uint64_t at, size_t nbytes)
 EXPORT int cuMemsetD8Async(uint64_t at, unsigned char value, size_t nbytes, void *)
 {
 	CHECK(cuMemsetD8Async)
-	memset((void *)at, value, nbytes);
+	if (!dry)
+		memset((void *)at, value, nbytes);
 	return contexts ? 0 : INVALID_CONTEXT;
 }
 EXPORT int cuLaunchKernel(void *kernel, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
@@ -161,6 +169,10 @@ EXPORT int cuLaunchKernel(void *kernel, unsigned x, unsigned y, unsigned z, unsi
 
 	if (!contexts || !x || !y || y > 65535 || z != 1)
 		return INVALID_VALUE;
+	if (dry) {
+		log += f->name + " " + std::to_string(x) + " " + std::to_string(y) + "\n";
+		return 0;
+	}
 	log += f->name + "\n";
 	std::string said = f->launch(args, x, y, threads, shared);
 	if (!said.empty())

@@ -1,6 +1,7 @@
 """libcodec_cuda's C interface: the frames, values and statuses of the native engine, on kernels that run on the CPU."""
 
 import ctypes
+import itertools
 import os
 import re
 import subprocess
@@ -144,6 +145,41 @@ def test_batches_equal_single_calls(cuda):
         assert [result.status for result, _ in decoded] == [40 if i == 7 else 0 for i in range(60)]
         for i, (frame, (_, back)) in enumerate(zip(frames, decoded, strict=True)):
             assert i == 7 or back == codec.decode(frame, like=np.empty(0, f"u{ITEMSIZE[some[i][2]]}")).tobytes()
+
+
+@pytest.fixture
+def large_gpu(cuda):
+    """Library on a GPU of 132 multiprocessors, whose launches are only logged."""
+    cuda.fake.fake_cuda_processors(132)
+    try:
+        yield cuda_c.Cuda(cuda.fake, cuda_c.library())
+    finally:
+        cuda.fake.fake_cuda_processors(1)
+
+
+@pytest.mark.parametrize("name", ["lossless", "sign_l1", "quantize_4", "float8_entropy"])
+@pytest.mark.parametrize("what", ["encode", "decode"])
+def test_small_tensors_beside_a_large_one_launch_few_idle_blocks(what, name, large_gpu):
+    kind = cuda_c.EncodeItem if what == "encode" else cuda_c.DecodeItem
+    plans = [large_gpu.plan(USABLE[name], "float32", (n,)) for n in (1 << 28, 1000)]
+    items = (kind * 200)()
+    for i, item in enumerate(items):
+        address = 1 << 40
+        item.struct_nbytes, item.plan, item.tensor, item.frame = ctypes.sizeof(kind), plans[i != 100], address, address
+        item.result = address
+        setattr(item, "capacity" if what == "encode" else "frame_nbytes", 1 << 32)
+    call, memory = getattr(large_gpu.lib, f"codec_cuda_{what}"), ctypes.c_void_p(1 << 41)
+    flags = [] if what == "encode" else [ctypes.c_uint32(0)]
+    assert call(items, ctypes.c_size_t(200), *flags, memory, ctypes.c_uint64(1 << 40), None) == 0
+    launches = [line.split() for line in large_gpu.fake.fake_cuda_log().decode().splitlines()]
+    kernels = {}
+    for kernel, x, y in launches:
+        kernels.setdefault(kernel, []).append((int(x), int(y)))
+    assert len(kernels) >= 4
+    for kernel, grids in kernels.items():
+        assert sum(x * y for x, y in grids) <= 2112 + 199 + 4096, (kernel, grids)
+        assert kernel.startswith("store_bytes") or len(grids) <= 2, (kernel, grids)
+    assert any(x > 300 for x, _ in itertools.chain(*kernels.values()))
 
 
 @pytest.mark.parametrize("what", ["encode", "decode"])

@@ -19,6 +19,7 @@ struct layout {
 	uint64_t openings, decodings, views, found, opened, memory, taken, scratch, end;
 	struct scratch units;
 	uint64_t first[NKERNELS], count[NKERNELS], ctas[NKERNELS]; /* by decoding kernel; ctas: needed together */
+	uint64_t count_of[NKERNELS][NCLASSES]; /* items by class of their CTAs. Larger ones come first. */
 };
 
 /* Return the CTAs of an item's decoding kernel: 4096 values are a fair share of the work of a CTA's four warps. */
@@ -30,6 +31,11 @@ static uint32_t needed_ctas(const codec_cuda_plan *p)
 static uint32_t ctas_of(const codec_cuda_plan *p, const struct layout *l)
 {
 	return share_ctas(p->device, p->decode, needed_ctas(p), l->ctas[p->decode]);
+}
+
+static int class_of_item(const codec_cuda_plan *p, const struct layout *l)
+{
+	return class_of(ctas_of(p, l));
 }
 
 /* Return the CTAs that decode an item if its tensor is stored. */
@@ -64,6 +70,7 @@ static void lay_out(const codec_cuda_decode_item *items, size_t count, struct la
 	for (size_t i = 0; i < count; i++) { /* kernels use scratch one after the other */
 		const codec_cuda_plan *p = items[i].plan;
 
+		l->count_of[p->decode][class_of_item(p, l)]++;
 		units[p->decode] += p->decode_each ? WARPS * ctas_of(p, l) * p->decode_units : 0;
 		wanted = units[p->decode] > wanted ? units[p->decode] : wanted;
 	}
@@ -115,8 +122,23 @@ int codec_cuda_decode_workspace(const codec_cuda_decode_item *items, size_t coun
 
 /* Places that items take in turn. */
 struct places {
-	uint64_t memory, rank[NKERNELS]; /* rank: index in the arrays of decodings */
+	uint64_t memory, rank[NKERNELS][NCLASSES]; /* rank: index in the arrays of decodings */
 };
+
+static struct places first_places(const struct layout *l, uint64_t workspace)
+{
+	struct places first = {.memory = workspace + l->memory};
+
+	for (int k = 0; k < NKERNELS; k++) {
+		uint64_t rank = l->first[k];
+
+		for (int class = NCLASSES - 1; class >= 0; class--) {
+			first.rank[k][class] = rank;
+			rank += l->count_of[k][class];
+		}
+	}
+	return first;
+}
 
 /* Return the arguments of open_frames for item i, and move *next on. */
 static struct opening opening_of(const codec_cuda_decode_item *items, size_t count, size_t i, uint32_t flags,
@@ -125,7 +147,7 @@ static struct opening opening_of(const codec_cuda_decode_item *items, size_t cou
 	const codec_cuda_decode_item *a = items + i;
 	const codec_cuda_plan *p = a->plan;
 	const uint64_t each = sizeof(struct decoding), array = each * count,
-		       at = workspace + l->decodings + each * next->rank[p->decode];
+		       at = workspace + l->decodings + each * next->rank[p->decode][class_of_item(p, l)]++;
 	struct opening o = {
 		.frame = (uint64_t)a->frame,
 		.frame_nbytes = a->frame_nbytes,
@@ -159,17 +181,14 @@ static struct opening opening_of(const codec_cuda_decode_item *items, size_t cou
 	for (uint32_t k = 0; k < p->rank; k++)
 		o.shape[k] = p->shape[k];
 	next->memory += p->memory_nbytes;
-	next->rank[p->decode]++;
 	return o;
 }
 
 static int upload_openings(const codec_cuda_decode_item *items, size_t count, uint32_t flags, const struct layout *l,
 			   struct upload *u, uint64_t workspace)
 {
-	struct places next = {.memory = workspace + l->memory};
+	struct places next = first_places(l, workspace);
 
-	for (int k = 0; k < NKERNELS; k++)
-		next.rank[k] = l->first[k];
 	for (size_t i = 0; i < count; i++) {
 		struct opening o = opening_of(items, count, i, flags, l, workspace, &next);
 
@@ -178,27 +197,56 @@ static int upload_openings(const codec_cuda_decode_item *items, size_t count, ui
 	return upload_end(u);
 }
 
-/* Launch the kernels that read the arrays of decodings at device address `at`: that of blocks, and that of stored ones.
+/* Launch a kernel for the items whose blocks it decodes. `at`: device address of the array of decodings. */
+static int launch_blocks(const codec_cuda_decode_item *items, size_t count, const struct layout *l, enum kernel k,
+			 uint64_t at, CUstream stream)
+{
+	const uint64_t each = sizeof(struct decoding);
+	struct run r = {items[0].plan->device, k, each, stream, at + each * l->first[k], 0, 0, 0};
+
+	for (int class = NCLASSES - 1; class >= 0; class--)
+		for (size_t i = 0; l->count_of[k][class] && i < count; i++)
+			if (items[i].plan->decode == k && class_of_item(items[i].plan, l) == class)
+				TRY(run_add(&r, ctas_of(items[i].plan, l)));
+	return run_end(&r);
+}
+
+/*
+ * Launch decode_stored for all items: few CTAs each. `at`: device address of the array of decodings, which has the
+ * order of kernels and classes.
  */
+static int launch_stored(const codec_cuda_decode_item *items, size_t count, uint64_t at, CUstream stream)
+{
+	struct run r = {items[0].plan->device, DECODE_STORED, sizeof(struct decoding), stream, at, 0, 0, 0};
+	uint32_t most = 0;
+
+	for (size_t i = 0; i < count; i++) {
+		uint32_t ctas = stored_ctas(items[i].plan, count);
+
+		most = ctas > most ? ctas : most;
+	}
+	for (size_t i = 0; i < count; i++)
+		TRY(run_add(&r, most));
+	return run_end(&r);
+}
+
+/* Launch the kernels that read the arrays of decodings at device address `at`: of blocks, then of stored tensors. */
 static int launch_decodings(const codec_cuda_decode_item *items, size_t count, const struct layout *l, uint64_t at,
 			    CUstream stream)
 {
-	const codec_cuda_device *d = items[0].plan->device;
-	const uint64_t each = sizeof(struct decoding);
-	uint32_t ctas[NKERNELS] = {0}, stored = 0;
-
-	for (size_t i = 0; i < count; i++) {
-		const codec_cuda_plan *p = items[i].plan;
-		uint32_t own = ctas_of(p, l), own_stored = stored_ctas(p, count);
-
-		ctas[p->decode] = own > ctas[p->decode] ? own : ctas[p->decode];
-		stored = own_stored > stored ? own_stored : stored;
-	}
 	for (int k = 0; k < NKERNELS; k++)
 		if (l->count[k])
-			TRY(device_launch_each(d, (enum kernel)k, ctas[k], l->count[k], at + each * l->first[k], each,
-					       stream));
-	return device_launch_each(d, DECODE_STORED, stored, count, at + each * count, each, stream);
+			TRY(launch_blocks(items, count, l, (enum kernel)k, at, stream));
+	return launch_stored(items, count, at + sizeof(struct decoding) * count, stream);
+}
+
+static int launch_openings(const codec_cuda_decode_item *items, size_t count, uint64_t at, CUstream stream)
+{
+	struct run r = {items[0].plan->device, OPEN_FRAMES, upload_nbytes(sizeof(struct opening)), stream, at, 0, 0, 0};
+
+	for (size_t i = 0; i < count; i++)
+		TRY(run_add(&r, 1));
+	return run_end(&r);
 }
 
 static int launch(const codec_cuda_decode_item *items, size_t count, uint32_t flags, const struct layout *l,
@@ -210,7 +258,7 @@ static int launch(const codec_cuda_decode_item *items, size_t count, uint32_t fl
 	uint32_t checked = 1;
 	void *args[] = {&openings, &number, &checked};
 
-	TRY(device_launch_each(d, OPEN_FRAMES, 1, count, openings, upload_nbytes(sizeof(struct opening)), stream));
+	TRY(launch_openings(items, count, openings, stream));
 	if (flags & CODEC_VERIFY_FIRST) {
 		TRY(launch_decodings(items, count, l, decodings, stream));
 		TRY(device_launch(d, FINISH_DECODE, (uint32_t)((count + 127) / 128), 1, args, stream));

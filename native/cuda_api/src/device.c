@@ -6,6 +6,7 @@
 #include "images.h"
 
 #define MAX_GRID_Y 65535 /* CUDA's limit of a grid's second dimension */
+#define MAX_IDLE 4096    /* CTAs of a launch without work: together less than a microsecond of a GPU's time */
 
 static const struct {
 	uint32_t threads, resident;
@@ -139,14 +140,26 @@ int device_launch(const codec_cuda_device *d, enum kernel k, uint32_t x, uint32_
 	return driver_check(d->driver->launch(d->kernel[k], x, y, 1, kernel_threads(k), 1, 1, 0, stream, args, NULL));
 }
 
-int device_launch_each(const codec_cuda_device *d, enum kernel k, uint32_t x, uint64_t count, uint64_t at,
-		       uint64_t nbytes, CUstream stream)
+int run_end(struct run *r)
 {
-	for (uint64_t i = 0; i < count; i += MAX_GRID_Y) {
-		uint64_t from = at + nbytes * i, left = count - i;
-		void *args[] = {&from};
+	uint64_t from = r->at;
+	void *args[] = {&from};
+	int status =
+		r->count ? device_launch(r->device, r->kernel, r->most, (uint32_t)r->count, args, r->stream) : CODEC_OK;
 
-		TRY(device_launch(d, k, x, (uint32_t)(left < MAX_GRID_Y ? left : MAX_GRID_Y), args, stream));
-	}
+	r->at += r->nbytes * r->count;
+	r->count = r->used = r->most = 0;
+	return status;
+}
+
+int run_add(struct run *r, uint32_t ctas)
+{
+	const uint64_t most = ctas > r->most ? ctas : r->most;
+
+	if (r->count == MAX_GRID_Y || most * (r->count + 1) > r->used + ctas + MAX_IDLE)
+		TRY(run_end(r));
+	r->most = ctas > r->most ? ctas : r->most;
+	r->used += ctas;
+	r->count++;
 	return CODEC_OK;
 }

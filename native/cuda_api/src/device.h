@@ -32,10 +32,24 @@ uint32_t kernel_resident(enum kernel k);
 int device_launch(const codec_cuda_device *d, enum kernel k, uint32_t x, uint32_t y, void **args, CUstream stream);
 
 /*
- * Launch a kernel for `count` adjacent structs of `nbytes` bytes at device address `at`, each with x CTAs: grid.y
- * selects the struct.
+ * Launches of a kernel for adjacent structs in device memory: grid.y selects the struct. All structs of a launch have
+ * as many CTAs as the one with most, so structs with few are launched apart from it: at most 4,096 CTAs of a launch
+ * find no work. Few launches are needed if structs are in descending order of CTAs.
  */
-int device_launch_each(const codec_cuda_device *d, enum kernel k, uint32_t x, uint64_t count, uint64_t at,
-		       uint64_t nbytes, CUstream stream);
+struct run {
+	const codec_cuda_device *device;
+	enum kernel kernel;
+	uint64_t nbytes; /* of a struct */
+	CUstream stream;
+	uint64_t at, count; /* of the structs that are not launched yet: address and number */
+	uint64_t used;      /* sum of their CTAs */
+	uint32_t most;      /* CTAs of the largest one */
+};
+
+/* Launch the kernel with `ctas` CTAs for the next struct, now or with later ones. */
+int run_add(struct run *r, uint32_t ctas);
+
+/* Launch the kernel for the last structs. */
+int run_end(struct run *r);
 
 #endif

@@ -16,6 +16,7 @@ struct layout {
 	/* By group of tensors with the same launches: first struct encoding, their number, CTAs that they need
 	 * together. */
 	uint64_t first[NKERNELS], count[NKERNELS], ctas[NKERNELS];
+	uint32_t classes[NKERNELS]; /* bit c: the group has a tensor of class c. Larger ones come first. */
 };
 
 /*
@@ -47,6 +48,12 @@ static uint32_t ctas_of(const codec_cuda_encode_item *a, const struct layout *l)
 	const codec_cuda_plan *p = a->plan;
 
 	return share_ctas(p->device, p->encode, plan_ctas(p, p->encode, p->nblocks), l->ctas[group_of(a)]);
+}
+
+/* Return 1 if an item is of a group and of a class of it. */
+static int is_of(const codec_cuda_encode_item *a, const struct layout *l, int group, int class)
+{
+	return (int)group_of(a) == group && class_of(ctas_of(a, l)) == class;
 }
 
 /* Return the units of scratch that the warps of an item use at most. */
@@ -82,6 +89,7 @@ static void lay_out(const codec_cuda_encode_item *items, size_t count, struct la
 	for (size_t i = 0; i < count; i++) { /* groups use scratch one after the other */
 		uint64_t *of_group = units + group_of(items + i);
 
+		l->classes[group_of(items + i)] |= 1u << class_of(ctas_of(items + i, l));
 		*of_group += units_of(items + i, l);
 		wanted = *of_group > wanted ? *of_group : wanted;
 	}
@@ -207,22 +215,34 @@ static struct places first_places(const struct layout *l, uint64_t workspace)
 			       workspace + l->made, workspace + l->sums};
 }
 
-/* Upload the arguments of all kernels. Items of one encoding kernel are adjacent in the array of struct encoding. */
+/* Upload the struct encoding of the items of a group and of a class of it. */
+static int upload_encodings(const codec_cuda_encode_item *items, size_t count, const struct layout *l, struct upload *u,
+			    uint64_t workspace, int group, int class)
+{
+	struct places next = first_places(l, workspace);
+
+	for (size_t i = 0; i < count; i++) {
+		struct places at = take_places(items + i, &next);
+		struct encoding e;
+
+		if (!is_of(items + i, l, group, class))
+			continue;
+		e = encoding_of(items + i, l, &at, workspace);
+		TRY(upload_add(u, &e, sizeof e));
+	}
+	return CODEC_OK;
+}
+
+/* Upload the arguments of all kernels. Each struct encoding follows those of earlier groups and larger classes. */
 static int upload_arguments(const codec_cuda_encode_item *items, size_t count, const struct layout *l, struct upload *u,
 			    uint64_t workspace)
 {
 	struct places next;
 
-	for (int k = 0; k < NKERNELS; k++) {
-		next = first_places(l, workspace);
-		for (size_t i = 0; l->count[k] && i < count; i++) {
-			struct places at = take_places(items + i, &next);
-			struct encoding e = encoding_of(items + i, l, &at, workspace);
-
-			if ((int)group_of(items + i) == k)
-				TRY(upload_add(u, &e, sizeof e));
-		}
-	}
+	for (int group = 0; group < NKERNELS; group++)
+		for (int class = NCLASSES - 1; class >= 0; class--)
+			if (l->classes[group] >> class & 1)
+				TRY(upload_encodings(items, count, l, u, workspace, group, class));
 	next = first_places(l, workspace);
 	for (size_t i = 0; i < count; i++) {
 		struct places at = take_places(items + i, &next);
@@ -252,55 +272,54 @@ static int upload_arguments(const codec_cuda_encode_item *items, size_t count, c
 	return upload_end(u);
 }
 
-/* Launches for the tensors of a group. */
-struct launches {
-	enum kernel choose, encode;
-	uint32_t encode_ctas, other_ctas; /* for the largest tensor */
-};
-
-static struct launches launches_of(const codec_cuda_encode_item *items, size_t count, const struct layout *l, int group)
+/* Return the CTAs that choose how an item is encoded, or that write what surrounds its blocks. */
+static uint32_t other_ctas_of(const codec_cuda_encode_item *a, const struct layout *l)
 {
-	struct launches g = {CLOSE_FRAME, CLOSE_FRAME, 1, 1};
+	uint32_t most = 2 * a->plan->device->processors, ctas = WARPS * ctas_of(a, l);
 
-	for (size_t i = 0; i < count; i++) {
-		uint32_t ctas, other, most = 2 * items[i].plan->device->processors;
-
-		if ((int)group_of(items + i) != group)
-			continue;
-		ctas = ctas_of(items + i, l);
-		other = WARPS * ctas < most ? WARPS * ctas : most;
-		g.encode_ctas = ctas > g.encode_ctas ? ctas : g.encode_ctas;
-		g.other_ctas = other > g.other_ctas ? other : g.other_ctas;
-		g.choose = items[i].plan->choose;
-		g.encode = items[i].plan->encode;
-	}
-	return g;
+	return ctas < most ? ctas : most;
 }
 
-/* Launch the kernels of a group, whose struct encoding begin at device address `at`. */
-static int launch_group(const codec_cuda_device *d, const struct launches *g, enum kernel group, uint64_t at,
-			uint64_t count, CUstream stream)
+/* Launch a kernel for the items of a group, whose struct encoding begin at device address `at`. */
+static int launch_kernel(const codec_cuda_encode_item *items, size_t count, const struct layout *l, int group,
+			 enum kernel k, uint64_t at, CUstream stream)
 {
-	const uint64_t each = sizeof(struct encoding);
+	struct run r = {items[0].plan->device, k, sizeof(struct encoding), stream, at, 0, 0, 0};
 
+	for (int class = NCLASSES - 1; class >= 0; class--)
+		for (size_t i = 0; l->classes[group] >> class & 1 && i < count; i++)
+			if (is_of(items + i, l, group, class))
+				TRY(run_add(&r, k == items[i].plan->encode ? ctas_of(items + i, l)
+									   : other_ctas_of(items + i, l)));
+	return run_end(&r);
+}
+
+/* Launch the kernels of a group. All its items have the same ones. */
+static int launch_group(const codec_cuda_encode_item *items, size_t count, const struct layout *l, int group,
+			uint64_t at, CUstream stream)
+{
+	const codec_cuda_plan *p = items[0].plan;
+
+	for (size_t i = 1; i < count && (int)group_of(items + i - 1) != group; i++)
+		p = items[i].plan;
 	if (group != CLOSE_FRAME) {
-		TRY(device_launch_each(d, g->choose, g->other_ctas, count, at, each, stream));
-		TRY(device_launch_each(d, g->encode, g->encode_ctas, count, at, each, stream));
+		TRY(launch_kernel(items, count, l, group, p->choose, at, stream));
+		TRY(launch_kernel(items, count, l, group, p->encode, at, stream));
 	}
 	if (group == SCALE_ROWS)
-		TRY(device_launch_each(d, SCALE_ROWS, g->other_ctas, count, at, each, stream));
-	return device_launch_each(d, CLOSE_FRAME, g->other_ctas, count, at, each, stream);
+		TRY(launch_kernel(items, count, l, group, SCALE_ROWS, at, stream));
+	return launch_kernel(items, count, l, group, CLOSE_FRAME, at, stream);
 }
 
-/* Return the CTAs that preprocess the largest tensor. */
-static uint32_t preprocessing_ctas(const codec_cuda_encode_item *items, size_t count)
+static int launch_preprocessing(const codec_cuda_encode_item *items, size_t count, uint64_t at, CUstream stream)
 {
-	uint64_t n = 1;
+	const codec_cuda_device *d = items[0].plan->device;
+	struct run r = {d, PREPROCESS, sizeof(struct preprocessing), stream, at, 0, 0, 0};
 
 	for (size_t i = 0; i < count; i++)
-		if (is_preprocessed(items + i) && items[i].plan->n > n)
-			n = items[i].plan->n;
-	return elementwise_ctas(items[0].plan->device, n);
+		if (is_preprocessed(items + i))
+			TRY(run_add(&r, elementwise_ctas(d, items[i].plan->n)));
+	return run_end(&r);
 }
 
 static int launch(const codec_cuda_encode_item *items, size_t count, const struct layout *l, uint64_t workspace,
@@ -310,16 +329,11 @@ static int launch(const codec_cuda_encode_item *items, size_t count, const struc
 	uint64_t results = workspace + l->results, number = count;
 	void *args[] = {&results, &number};
 
-	if (l->npreprocessings)
-		TRY(device_launch_each(d, PREPROCESS, preprocessing_ctas(items, count), l->npreprocessings,
-				       workspace + l->preprocessings, sizeof(struct preprocessing), stream));
-	for (int group = 0; group < NKERNELS; group++) {
-		const struct launches g = launches_of(items, count, l, group);
-		uint64_t at = workspace + sizeof(struct encoding) * l->first[group];
-
+	TRY(launch_preprocessing(items, count, workspace + l->preprocessings, stream));
+	for (int group = 0; group < NKERNELS; group++)
 		if (l->count[group])
-			TRY(launch_group(d, &g, (enum kernel)group, at, l->count[group], stream));
-	}
+			TRY(launch_group(items, count, l, group, workspace + sizeof(struct encoding) * l->first[group],
+					 stream));
 	return device_launch(d, FINISH_ENCODE, (uint32_t)((count + 127) / 128), 1, args, stream);
 }
 

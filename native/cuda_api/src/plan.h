@@ -66,6 +66,18 @@ uint32_t plan_ctas(const codec_cuda_plan *p, enum kernel k, uint64_t nblocks);
  */
 uint32_t share_ctas(const codec_cuda_device *d, enum kernel k, uint32_t ctas, uint64_t all);
 
+#define NCLASSES 32
+
+/* Return the class of a number of CTAs, 0 to NCLASSES - 1: tensors of a class differ at most by a factor of two. */
+static inline int class_of(uint32_t ctas)
+{
+	int class = 0;
+
+	for (; ctas > 1; ctas >>= 1)
+		class ++;
+	return class;
+}
+
 /* Return the CTAs of a kernel whose threads take four of n values in turn. */
 uint32_t elementwise_ctas(const codec_cuda_device *d, uint64_t n);
 
