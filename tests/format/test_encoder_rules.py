@@ -19,6 +19,7 @@ from reference.encoder import Ask
 from support import flatcall
 from support.specs import LOSSY, TRUNCATES
 from support.tensors import ALL_DTYPES, KINDS, random_bits
+from support.tiers import every
 
 F32 = np.float32
 NUMBER = {name: number for number, (name, *_) in NUMBERED.items()}
@@ -186,7 +187,7 @@ def test_scale_models(dtype, model):
     same(x, spec, dtype=dtype, segments=[(1, (2, 2)), (5000, (1000, 0)), (9000, (9, 10, 100))])
 
 
-@pytest.mark.parametrize("dtype", PATTERNS)
+@pytest.mark.parametrize("dtype", every(2, PATTERNS))
 def test_scale_model_of_large_tensors(dtype):
     """More than 1,024 rows, sampled quad rows, and offsets in eighths of an octave."""
     rng = np.random.default_rng(1)
@@ -298,6 +299,7 @@ def test_thresholds_of_scale_models(dtype):
         same(bits_of(x.ravel(), dtype), codec.Lossless(model="separable"), dtype=dtype, shape=x.shape)
 
 
+@pytest.mark.nightly
 def test_sampling_of_large_tensors():
     """More than 4,000,000 values, of which fewer than 1 in 16 quad rows are sampled."""
     rng = np.random.default_rng(8)
@@ -592,7 +594,7 @@ def test_truncate_frames_with_given_levels(dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", TRUNCATES)
+@pytest.mark.parametrize("name", every(2, TRUNCATES))
 def test_truncate_frames_with_a_shared_codebook(name, dtype):
     spec, n = TRUNCATES[name], 6000
     how = {"optimizer": ADAMW, "state": state_of(n)} if spec.fixed_level is None else {}
@@ -618,7 +620,7 @@ def test_random_truncate_frames(n, seed, way, guard, data):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("spec", [*LOSSY.values(), *TRUNCATES.values()], ids=repr)
+@pytest.mark.parametrize("spec", every(2, [*LOSSY.values(), *TRUNCATES.values()]), ids=repr)
 def test_frames_with_error_feedback(spec, dtype):
     """Some sums lie between the dtype's numbers or beyond its range."""
     n = 3000

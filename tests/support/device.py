@@ -24,7 +24,6 @@ INCLUDED = [f"-I{ROOT / folder}" for folder in ("native/include", "native/src", 
 FLAGS = [
     "-std=c++20",
     "-O1",
-    "-g1",
     "-fno-strict-aliasing",
     "-ffp-contract=off",
     "-fPIC",
