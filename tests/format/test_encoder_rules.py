@@ -154,11 +154,11 @@ def test_lossless_samples_use_every_feature():
     gradient = rng.standard_normal(40_000).astype(F32)
     for cut in range(8, 24, 2):
         found |= seen(same(gradient.view(np.uint32) >> cut << cut, dtype="float32"))
-    for every in (3, 70, 500):
+    for step in (3, 70, 500):
         x = gradient.copy()
-        x[::every] = 0
+        x[::step] = 0
         found |= seen(same(x)) | seen(same(x.astype(np.float64))) | seen(same(x.astype(np.float16)))
-        x[::every] = -0.0
+        x[::step] = -0.0
         found |= seen(same(x)) | seen(same(x.astype(np.float64)))
     x = np.where(np.arange(40_000) % 4096 < 1500, 0, gradient)
     found |= seen(same(x)) | seen(same(x.astype(np.float64))) | seen(same((1000 * x).astype(np.int32)))
