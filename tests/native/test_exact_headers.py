@@ -26,6 +26,7 @@ def ptx_of(*options: str, source: str = EVERYTHING) -> str:
 ALONE = ("-default-device", "--relocatable-device-code=true", "-DBITS_FN=__device__")
 
 
+@pytest.mark.nightly
 def test_ptx_has_no_fused_or_approximate_instructions() -> None:
     """For the oldest supported GPU."""
     ptx = ptx_of("-arch=compute_80", "-fmad=false", *ALONE)

@@ -3,6 +3,7 @@
 import pytest
 
 from support.processes import run
+from support.tiers import nightly
 
 STORM = """
 class Stop(Exception):
@@ -37,7 +38,7 @@ def interrupt(call, *args, **kw):
 """
 
 
-@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("threads", [2, nightly(3), 8])
 def test_exception_of_a_signal_handler_stops_all_threads(threads):
     """Nothing is written to the destination after the exception was raised."""
     run(

@@ -3,6 +3,7 @@
 import pytest
 
 from support.processes import run
+from support.tiers import nightly
 
 
 def test_calls_succeed_when_threads_cannot_start():
@@ -37,7 +38,7 @@ print("the end")
     )
 
 
-@pytest.mark.parametrize("threads", [1, 2, 6])
+@pytest.mark.parametrize("threads", [1, nightly(2), 6])
 def test_memory_error_leaves_arguments_unchanged(threads):
     """A call either succeeds or raises MemoryError and changes nothing."""
     run(

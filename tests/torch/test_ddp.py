@@ -538,6 +538,7 @@ def test_many_overlapped_steps():
     assert len(set(results)) == 1
 
 
+@pytest.mark.nightly
 def test_example_runs():
     script = Path(__file__).parents[2] / "examples/ddp.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "--steps", "5"]
