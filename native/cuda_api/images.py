@@ -9,6 +9,7 @@ import concurrent.futures
 import ctypes
 import os
 import re
+import runpy
 import sys
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -19,6 +20,7 @@ NATIVE = HERE.parent
 OPTIONS = ["-std=c++17", "-fmad=false", "-default-device", "-diag-suppress=128"]
 INCLUDED = [HERE, HERE / "src", HERE / "include", NATIVE / "cuda", NATIVE / "src", NATIVE / "include"]
 STANDARD = {"stdint.h": '#pragma once\n#include "exact/bits.h"\n', "stddef.h": "#pragma once\n"}  # NVRTC has no libc
+DIGEST = runpy.run_path(str(NATIVE.parent / "codec/engines/cuda/sources.py"))["digest"]
 PACKAGES = "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"  # of PyPI, which have NVRTC
 
 
@@ -31,9 +33,9 @@ class Image(NamedTuple):
 
 
 def expressions() -> list[str]:
-    """Return the name expressions of all kernels, in the order of the table in kernels.h."""
-    table = (HERE / "src/kernels.h").read_text()
-    return re.findall(r'^\tX\(\w+, "([^"]+)"', table, re.MULTILINE)
+    """Return the name expressions of all kernels, in the order of the tables in kernels.h."""
+    tables = (HERE / "src/kernels.h").read_text()
+    return re.findall(r'^\tX\(\w+, "([^"]+)"', tables, re.MULTILINE)
 
 
 def find_nvrtc(given: str | None) -> ctypes.CDLL:
@@ -105,10 +107,11 @@ def write_images(out: Path, images: list[Image]) -> None:
         path.write_bytes(image.data)
         text += EMBED.format(symbol=symbol, path=path.resolve())
         is_ptx = image.arch.startswith("ptx")
-        table.append(f"\t{{{image.arch.removeprefix('ptx')}, {int(is_ptx)}, {symbol}}},\n")
+        table.append(f"\t{{{image.arch.removeprefix('ptx')}, {int(is_ptx)}, {symbol}, {len(image.data)}}},\n")
     names = "".join(f'\t"{name}",\n' for name in images[0].names)
-    text += f"\nconst struct image codec_cuda_images[] = {{\n{''.join(table)}\t{{0, 0, NULL}},\n}};\n"
-    (out / "images.c").write_text(f"{text}const char *const codec_cuda_names[] = {{\n{names}}};\n")
+    text += f"\nconst struct image codec_cuda_images[] = {{\n{''.join(table)}\t{{0, 0, NULL, 0}},\n}};\n"
+    text += f"const char *const codec_cuda_names[] = {{\n{names}}};\n"
+    (out / "images.c").write_text(f'{text}const char codec_cuda_sources[] = "{DIGEST()}";\n')
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import codec
 from codec._c.library import ITEMSIZE
+from codec.engines.cuda import library
 from codec.engines.cuda.kernels import FILE_OF, FILES
 from codec.errors import Status
 from support import cuda_c, device, flatcall
@@ -508,6 +509,7 @@ def test_kernel_table_is_that_of_the_engine():
     table = re.findall(r'X\(\w+, "([^"]+)", (\d+), (\d+)\)', (cuda_c.API / "src/kernels.h").read_text())
     shared = [(name, int(threads), int(resident)) for name, threads, resident in table if name in FILE_OF]
     assert len(shared) == len(table) - 4  # own kernels of native/cuda_api
+    assert {name for name, *_ in shared} == FILE_OF.keys()
     for name, threads, resident in shared:
         file = FILES[FILE_OF[name]]
         assert (threads, resident) == (file.threads, file.kernels[name])
@@ -555,8 +557,11 @@ def test_example_of_a_compressor_for_transports(cuda):
 
 
 @pytest.mark.nightly
-def test_library_is_built_and_installed_with_kernels_for_a_gpu(tmp_path):
-    """CMake compiles the kernels by NVRTC, and a program links by pkg-config. This takes a minute of CPU time."""
+def test_library_is_built_and_installed_with_kernels_for_a_gpu(tmp_path, monkeypatch):
+    """CMake compiles the kernels by NVRTC, a program links by pkg-config, and the Python engine finds its kernels.
+
+    This takes a minute of CPU time.
+    """
     build, prefix = tmp_path / "build", tmp_path / "installed"
     options = ["-G", "Ninja", "-DCODEC_CUDA=ON", "-DCODEC_CUDA_ARCHS=90", "-DCODEC_WERROR=ON"]
     program = tmp_path / "program.c"
@@ -579,3 +584,8 @@ def test_library_is_built_and_installed_with_kernels_for_a_gpu(tmp_path):
         [str(tmp_path / "program")],
     ):
         subprocess.run(command, check=True, env=env)
+    monkeypatch.setenv("CODEC_CUDA_LIBRARY", str(prefix / "lib/libcodec_cuda.so"))
+    code = library.code_for.__wrapped__("sm_90")
+    assert code.image.startswith(b"\x7fELF")
+    assert code.names.keys() >= FILE_OF.keys()
+    assert all(name.encode() in code.image for name in code.names.values())

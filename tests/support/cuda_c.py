@@ -46,13 +46,17 @@ def driver(*libraries: str) -> ctypes.CDLL:
     return fake
 
 
-def library(images: Path = TESTS / "images.c", options: Sequence[str] = ()) -> Path:
-    """Return libcodec_cuda, with these images of kernels."""
+def library_command(images: Path) -> list[str]:
+    """Return the command that compiles libcodec_cuda with these images of kernels, without its output."""
     folder, name = Path(native._path).resolve().parent, Path(native._path).name
     sources = map(str, sorted((API / "src").glob("*.c")))
     links = [f"-L{folder}", f"-l:{name}", f"-Wl,-rpath,{folder}", "-Wl,--no-undefined", "-ldl", "-pthread"]
-    options = [f'-DCODEC_CUDA_DRIVER="{DRIVER}"', *options]
-    return compiled("codec_cuda", [*C, *options, *INCLUDED, *sources, str(images), *links])
+    return [*C, f'-DCODEC_CUDA_DRIVER="{DRIVER}"', *INCLUDED, *sources, str(images), *links]
+
+
+def library() -> Path:
+    """Return libcodec_cuda, with images for the driver for tests."""
+    return compiled("codec_cuda", library_command(TESTS / "images.c"))
 
 
 class EncodeItem(ctypes.Structure):

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from codec._c import pool
 from codec._c.library import ITEMSIZE, ffi
 from codec.engines.cuda import kernels
 from codec.engines.cuda.kernels import FILE_OF, FILES
@@ -194,7 +193,7 @@ class Gpu:
         todo = [kernel for kernel in wanted if kernel not in self._functions]
         if not todo:
             return
-        for code in compile_all(todo, self._arch):
+        for code in kernels.load(todo, self._arch):
             module = self._cupy.cuda.Module()
             module.load(code.image)
             for name, lowered in code.names.items():
@@ -248,16 +247,6 @@ def _numpy_dtype(dtype: str) -> Any:
     if importlib.util.find_spec("ml_dtypes") is None:
         raise TypeError(dtype)
     return np.dtype(getattr(importlib.import_module("ml_dtypes"), dtype))
-
-
-def compile_all(wanted: list[str], arch: str) -> list[kernels.Code]:
-    """Compile the kernels needed for each wanted one, several at a time."""
-
-    def task(i: int, _: int) -> kernels.Code:
-        file = FILE_OF[wanted[i]]
-        return kernels.compiled(file, FILES[file].compiled_with(wanted[i]), arch)
-
-    return pool.run(task, len(wanted), len(wanted))
 
 
 def _address(data: Any) -> int:

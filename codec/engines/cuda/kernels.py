@@ -1,18 +1,19 @@
-"""Kernels of ``native/cuda``: compilation by NVRTC for a GPU architecture, and their launch parameters.
+"""Kernels of ``native/cuda``: their machine code for a GPU architecture, and their launch parameters.
 
-NVRTC is called directly, because CuPy's own compilation of sources flushes subnormals. Machine code is cached on disk.
+Machine code comes from libcodec_cuda where it is installed, or else from NVRTC, and is then cached on disk. NVRTC is
+called directly, because CuPy's own compilation of sources flushes subnormals.
 """
 
-import functools
 import hashlib
 import importlib
 import json
 import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from codec._c import PACKAGE
+from codec._c import pool
+from codec.engines.cuda import library, sources
 from codec.engines.cuda.cache import load_cached, store_cached
+from codec.engines.cuda.library import Code
 from codec.errors import EngineError
 
 _SIZES, _ROWS = (1, 2, 4, 8), (2, 3, 4, 5, 6)  # sizes of a value in bytes; numbers of the codecs of rows
@@ -74,30 +75,29 @@ _OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 _STANDARD = {"stdint.h": '#pragma once\n#include "exact/bits.h"\n', "stddef.h": "#pragma once\n"}  # NVRTC has no libc
 
 
-class Code(NamedTuple):
-    """Machine code, and the mangled names of its kernels."""
+def load(wanted: list[str], arch: str) -> list[Code]:
+    """Return machine code that has the wanted kernels, and others with them, for an architecture such as ``"sm_90"``.
 
-    image: bytes
-    names: dict[str, str]
+    Compiler options in the environment variable ``CODEC_NVRTC_OPTIONS`` apply to code of NVRTC alone, so libcodec_cuda
+    is not asked.
+
+    Raises
+    ------
+    EngineError
+        See :func:`compiled` and :func:`codec.engines.cuda.library.code_for`.
+    """
+    if not _more_options() and (code := library.code_for(arch)) and code.names.keys() >= set(wanted):
+        return [code]
+
+    def task(i: int, _: int) -> Code:
+        file = FILE_OF[wanted[i]]
+        return compiled(file, FILES[file].compiled_with(wanted[i]), arch)
+
+    return pool.run(task, len(wanted), len(wanted))
 
 
-@functools.cache
-def folders() -> tuple[Path, ...]:
-    """Return the folders of sources and headers: in the repository if this is a checkout, or in the package."""
-    native = Path(__file__).parents[3] / "native"
-    if (native / "cuda").is_dir():
-        return native / "cuda", native / "src", native / "include"
-    return PACKAGE / "kernels/cuda", PACKAGE / "kernels", PACKAGE / "include"
-
-
-@functools.cache
-def _sources() -> bytes:
-    """Return a digest of all files that kernels can include."""
-    digest = hashlib.sha256()
-    for folder in folders():
-        for path in sorted((*folder.glob("*/*.cu*"), *folder.glob("exact/*.h"), *folder.glob("codec/*.h"))):
-            digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes())
-    return digest.digest()
+def _more_options() -> list[str]:
+    return os.environ.get("CODEC_NVRTC_OPTIONS", "").split()
 
 
 def compiled(file: str, kernels: tuple[str, ...], arch: str, more: tuple[str, ...] = ()) -> Code:
@@ -117,9 +117,9 @@ def compiled(file: str, kernels: tuple[str, ...], arch: str, more: tuple[str, ..
         version = nvrtc.getVersion()
     except Exception as e:  # CuPy loads NVRTC on its first call, which raises errors of many types
         raise EngineError(f"NVRTC, which compiles kernels for the GPU, is unavailable: {e}") from e
-    options = (*_OPTIONS, f"-arch={arch}", *more, *os.environ.get("CODEC_NVRTC_OPTIONS", "").split())
+    options = (*_OPTIONS, f"-arch={arch}", *more, *_more_options())
     request = json.dumps([file, kernels, options, version, cupy.__version__])
-    key = hashlib.sha256(request.encode() + _sources()).hexdigest()
+    key = hashlib.sha256(f"{request} {sources.digest()}".encode()).hexdigest()
     cached = load_cached(key)
     code = None if cached is None else _deserialize(cached, kernels)
     if code is None:
@@ -138,7 +138,7 @@ def _compile(nvrtc: Any, file: str, kernels: tuple[str, ...], arch: str, options
         for kernel in kernels:
             nvrtc.addNameExpression(program, kernel)
         try:
-            nvrtc.compileProgram(program, [*options, *(f"-I{folder}" for folder in folders())])
+            nvrtc.compileProgram(program, [*options, *(f"-I{folder}" for folder in sources.folders())])
         except nvrtc.NVRTCError as e:
             log = nvrtc.getProgramLog(program).strip()
             version = ".".join(map(str, nvrtc.getVersion()))

@@ -14,3 +14,6 @@
 #include "rows/decode.cu"
 #include "truncate/decode.cu"
 #include "frame/decode_stored.cu"
+#include "frame/gather.cu"
+#include "frame/check_finite.cu"
+#include "rows/reduce.cu"

@@ -16,6 +16,13 @@ static const struct {
 #undef X
 };
 
+/* Names in the sources, in the order of codec_cuda_names. */
+static const char *const expressions[] = {
+#define X(identifier, name, threads, resident) name,
+	CODEC_CUDA_KERNELS(X) CODEC_CUDA_OTHER_KERNELS(X)
+#undef X
+};
+
 uint32_t kernel_threads(enum kernel k)
 {
 	return kernels[k].threads;
@@ -41,6 +48,23 @@ static const struct image *image_for(int arch)
 		if (i->is_ptx && i->arch <= arch)
 			best = i;
 	return best;
+}
+
+int codec_cuda_code_for(int arch, codec_cuda_code *code)
+{
+	const struct image *image;
+
+	if (!code || code->struct_nbytes < sizeof *code)
+		return CODEC_BAD_ARGUMENT;
+	if (!(image = image_for(arch)))
+		return CODEC_CUDA_NO_KERNELS;
+	code->nkernels = sizeof expressions / sizeof *expressions;
+	code->image = image->data;
+	code->image_nbytes = image->nbytes;
+	code->expressions = expressions;
+	code->names = codec_cuda_names;
+	code->sources = codec_cuda_sources;
+	return CODEC_OK;
 }
 
 /* Read an array of `count` constants of the loaded module. */

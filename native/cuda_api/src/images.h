@@ -9,9 +9,11 @@ struct image {
 	int arch; /* 10 * major + minor compute capability, for example 90 */
 	int is_ptx;
 	const void *data; /* PTX ends with a zero byte */
+	size_t nbytes;
 };
 
 extern const struct image codec_cuda_images[]; /* ends with arch 0 */
-extern const char *const codec_cuda_names[];   /* of the functions in an image, in the order of enum kernel */
+extern const char *const codec_cuda_names[];   /* of functions in an image, in the order of the tables in kernels.h */
+extern const char codec_cuda_sources[];        /* SHA-256 of native/cuda, in hexadecimal digits */
 
 #endif

@@ -1,8 +1,8 @@
 /*
- * kernels.h - table of the kernels in the library: threads of a CTA, and CTAs that are resident on a multiprocessor.
+ * kernels.h - tables of the kernels in the library: threads of a CTA, and CTAs that are resident on a multiprocessor.
  *
- * X(identifier, name expression for NVRTC, threads, resident). images.py reads the expressions from here, in this
- * order. CTAs of kernels of native/cuda are those of codec/engines/cuda/kernels.py.
+ * X(identifier, name expression for NVRTC, threads, resident). images.py reads the expressions of both tables from
+ * here, in this order. CTAs of kernels of native/cuda are those of codec/engines/cuda/kernels.py.
  */
 #ifndef CODEC_CUDA_KERNELS_H
 #define CODEC_CUDA_KERNELS_H
@@ -39,6 +39,16 @@
 	X(DECODE_ROWS_6, "decode_rows<6>", 128, 6)                                                                     \
 	X(DECODE_TRUNCATE, "decode_truncate", 128, 4)                                                                  \
 	X(DECODE_STORED, "decode_stored", 128, 4)
+
+/* Kernels that the library itself does not launch. Other host parts get them from codec_cuda_code_for. */
+#define CODEC_CUDA_OTHER_KERNELS(X)                                                                                    \
+	X(GATHER, "gather", 256, 4)                                                                                    \
+	X(CHECK_FINITE, "check_finite", 256, 4)                                                                        \
+	X(REDUCE_ROWS_2, "reduce_rows<2>", 128, 4)                                                                     \
+	X(REDUCE_ROWS_3, "reduce_rows<3>", 128, 4)                                                                     \
+	X(REDUCE_ROWS_4, "reduce_rows<4>", 128, 4)                                                                     \
+	X(REDUCE_ROWS_5, "reduce_rows<5>", 128, 4)                                                                     \
+	X(REDUCE_ROWS_6, "reduce_rows<6>", 128, 4)
 
 enum kernel {
 #define X(identifier, name, threads, resident) identifier,

@@ -1,0 +1,62 @@
+"""Kernels that libcodec_cuda has as machine code, so that NVRTC need not compile them."""
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from codec._c import PACKAGE
+from codec.engines.cuda import sources
+from codec.errors import EngineError
+
+
+class Code(NamedTuple):
+    """Machine code, and the mangled names of its kernels."""
+
+    image: bytes
+    names: dict[str, str]
+
+
+class _Struct(ctypes.Structure):
+    """codec_cuda_code."""
+
+    _fields_ = [
+        ("struct_nbytes", ctypes.c_uint32),
+        ("nkernels", ctypes.c_uint32),
+        ("image", ctypes.c_void_p),
+        ("image_nbytes", ctypes.c_uint64),
+        ("expressions", ctypes.POINTER(ctypes.c_char_p)),
+        ("names", ctypes.POINTER(ctypes.c_char_p)),
+        ("sources", ctypes.c_char_p),
+    ]
+
+
+@functools.cache
+def code_for(arch: str) -> Code | None:
+    """Return all kernels for an architecture such as ``"sm_90"``; None if no library has them.
+
+    The library is the package's own, if the package was built with it, or the one that ``CODEC_CUDA_LIBRARY`` names.
+
+    Raises
+    ------
+    EngineError
+        The named library cannot be loaded, or was built from other kernels than this package has.
+    """
+    named = os.environ.get("CODEC_CUDA_LIBRARY")
+    path = Path(named) if named else PACKAGE / "lib/libcodec_cuda.so"
+    if not named and not path.exists():
+        return None
+    try:
+        call = ctypes.CDLL(str(path)).codec_cuda_code_for
+    except (OSError, AttributeError) as e:
+        raise EngineError(f"{path} cannot be used as libcodec_cuda: {e}") from e
+    found = _Struct(struct_nbytes=ctypes.sizeof(_Struct))
+    if call(ctypes.c_int(int(arch.removeprefix("sm_"))), ctypes.byref(found)):
+        return None
+    if found.sources.decode() != sources.digest():
+        if not named:
+            return None  # a checkout whose kernels have changed since it was built
+        raise EngineError(f"{path} has other kernels than this package: build both from the same sources")
+    names = {found.expressions[i].decode(): found.names[i].decode() for i in range(found.nkernels)}
+    return Code(ctypes.string_at(found.image, found.image_nbytes), names)
