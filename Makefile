@@ -11,6 +11,8 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 APT = $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends
 CMAKE := $(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja
+# ninja cannot use the job server of this make, and would report an error.
+BUILD := MAKEFLAGS= $(VENV)/bin/cmake --build
 # Tables of numbers keep their own layout.
 C_FILES := $(filter-out %permute_avx2.h %seal.h,$(shell find native bindings bench fuzz examples tests -name '*.[ch]' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh'))
 SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o -name CMakeLists.txt) pyproject.toml
@@ -97,11 +99,12 @@ format: $(VENV)/tools
 	$(VENV)/bin/ruff format codec tests bench bindings examples fuzz docs
 	$(VENV)/bin/clang-format -i $(C_FILES)
 
-# One build for ctest, abi and gloo. Debug information is for make abi; it does not change the code.
+# One build for ctest, abi and gloo. Debug information is for make abi; it does not change the code. libcodec_cuda has no
+# kernels here.
 native: $(VENV)/debian
-	$(CMAKE) -S native -B build/native -DCODEC_TESTS=ON -DCODEC_GLOO=ON -DCODEC_WERROR=ON \
-		-DCMAKE_C_FLAGS='-g -fno-var-tracking'
-	$(VENV)/bin/cmake --build build/native --target all codec_static test_vectors
+	$(CMAKE) -S native -B build/native -DCODEC_TESTS=ON -DCODEC_GLOO=ON -DCODEC_WERROR=ON -DCODEC_CUDA=ON \
+		-DCODEC_CUDA_IMAGES=$(CURDIR)/tests/cuda_api/images.c -DCMAKE_C_FLAGS='-g -fno-var-tracking'
+	$(BUILD) build/native --target all codec_static test_vectors
 
 ctest: $(if $(BUILT),,native)
 	build/native/test_core
@@ -125,7 +128,7 @@ abi-baseline: native
 # Tests of bindings/gloo between processes, and the programs that tests/torch/test_gloo_interoperability.py runs.
 # GLOO='-tc=*dies*' selects tests.
 gloo-programs: native
-	$(VENV)/bin/cmake --build build/native --target test_gloo gloo_peer gloo_allreduce
+	$(BUILD) build/native --target test_gloo gloo_peer gloo_allreduce
 gloo: $(if $(BUILT),,gloo-programs)
 	build/native/test_gloo $(GLOO)
 
@@ -133,11 +136,11 @@ gloo: $(if $(BUILT),,gloo-programs)
 gloo-sanitize: $(VENV)/debian
 	$(CMAKE) -S native -B build/gloo-sanitize -DCODEC_GLOO=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 		-DCMAKE_C_FLAGS='$(SANITIZED)' -DCMAKE_CXX_FLAGS='$(SANITIZED)'
-	$(VENV)/bin/cmake --build build/gloo-sanitize --target test_gloo
+	$(BUILD) build/gloo-sanitize --target test_gloo
 	build/gloo-sanitize/test_gloo $(GLOO)
 	$(CMAKE) -S native -B build/gloo-tsan -DCODEC_GLOO=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 		-DCMAKE_C_FLAGS=-fsanitize=thread -DCMAKE_CXX_FLAGS=-fsanitize=thread
-	$(VENV)/bin/cmake --build build/gloo-tsan --target test_gloo
+	$(BUILD) build/gloo-tsan --target test_gloo
 	build/gloo-tsan/test_gloo -tc='*threads*'
 SANITIZED := -fsanitize=address,undefined -fno-sanitize-recover=all
 .PHONY: gloo gloo-programs gloo-sanitize
@@ -154,7 +157,7 @@ BRIEFLY := -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_C_FLAGS_RELWITHDEBINFO='-O1
 SECONDS ?= 3
 sanitize: $(VENV)/debian
 	$(CMAKE) -S native -B build/sanitize -DCODEC_TESTS=ON $(BRIEFLY) -DCMAKE_C_FLAGS='$(SANITIZED)'
-	$(VENV)/bin/cmake --build build/sanitize --target test_core test_contract test_steps test_lossy test_race
+	$(BUILD) build/sanitize --target test_core test_contract test_steps test_lossy test_race
 	build/sanitize/test_core
 	build/sanitize/test_contract
 	build/sanitize/test_steps
@@ -164,13 +167,13 @@ sanitize: $(VENV)/debian
 # Threads on the steps of one job, under ThreadSanitizer.
 tsan: $(VENV)/tools
 	$(CMAKE) -S native -B build/tsan -DCODEC_TESTS=ON $(BRIEFLY) -DCMAKE_C_FLAGS=-fsanitize=thread
-	$(VENV)/bin/cmake --build build/tsan --target test_race
+	$(BUILD) build/tsan --target test_race
 	build/tsan/test_race $(SECONDS)
 
 # The fuzzers under MemorySanitizer, which sees through scalar loops, not through all shuffles.
 msan: $(VENV)/clang
 	$(CMAKE) -S native -B build/msan $(CLANG) $(BRIEFLY) -DCODEC_SANITIZE=memory
-	$(VENV)/bin/cmake --build build/msan --target fuzz_encode fuzz_frames
+	$(BUILD) build/msan --target fuzz_encode fuzz_frames
 	for f in fuzz_encode fuzz_frames; do \
 		FUZZ_ISAS=1 build/msan/$$f -seed=1 -max_total_time=$(SECONDS) -max_len=128 -len_control=0 -verbosity=0 \
 			-artifact_prefix=build/msan/ || exit 1; \
@@ -180,14 +183,14 @@ msan: $(VENV)/clang
 # The golden frames decoded by a C program; it needs no test library.
 golden: $(VENV)/tools
 	$(CMAKE) -S native -B build/golden -DCODEC_WERROR=ON $(BRIEFLY)
-	$(VENV)/bin/cmake --build build/golden --target test_vectors
+	$(BUILD) build/golden --target test_vectors
 	build/golden/test_vectors tests/vectors
 .PHONY: golden
 
 # AVX-512 loops in plain C: the same bytes on a CPU that has none
 emulated: $(VENV)/debian $(VENV)/test
 	$(CMAKE) -S native -B build/emulated -DCODEC_TESTS=ON -DCODEC_EMULATED=ON
-	$(VENV)/bin/cmake --build build/emulated
+	$(BUILD) build/emulated
 	build/emulated/test_core
 	build/emulated/test_contract
 	build/emulated/test_steps
@@ -207,7 +210,7 @@ foreign: $(VENV)/foreign
 	for m in $(FOREIGN); do \
 		$(CMAKE) -S native -B build/$$m $(BRIEFLY) -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$$m \
 			-DCMAKE_C_COMPILER=$$m-linux-gnu-gcc -DCMAKE_EXE_LINKER_FLAGS=-static && \
-		$(VENV)/bin/cmake --build build/$$m --target test_vectors && \
+		$(BUILD) build/$$m --target test_vectors && \
 		qemu-$$m build/$$m/test_vectors tests/vectors || exit 1; \
 	done
 
@@ -230,16 +233,19 @@ frameworks: $(FRAMEWORKS)/installed
 	$(FRAMEWORKS)/bin/pytest -m '' tests/frameworks $(ONLY)
 .PHONY: frameworks
 
-# where there is an NVIDIA GPU: the CUDA engine's tests on it, some of them under compute-sanitizer, and its table
+# Where there is an NVIDIA GPU: the tests of the CUDA engine and of libcodec_cuda on it, some of them under
+# compute-sanitizer, and the table of rates. The package is built with libcodec_cuda for this GPU.
 SANITIZER ?= compute-sanitizer
 GPU_PYTHON ?= $(PY)
+GPU_ARCHS ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader | tr -d . | sort -u | paste -sd';')
 gpu: $(VENV)/test
-	$(PIP) '.[cuda12]'
+	CODEC_CUDA=1 $(PIP) '.[cuda12]' -C 'cmake.define.CODEC_CUDA_ARCHS=$(GPU_ARCHS)'
 	$(MAKE) gpu-tests gpu-sanitizer gpu-table
 # Each of these targets runs with any Python that has the package, pytest, CuPy and the tests' dependencies:
 # `make gpu-table GPU_PYTHON=python3`. `CODEC_TESTS=nightly make gpu-tests` tries more examples.
+GPU_TESTS := $(addprefix tests/,$(addprefix engines/test_cuda,.py _c.py _gpu.py) torch/test_cuda_tensors.py)
 gpu-tests:
-	$(GPU_PYTHON) -P -m pytest -m gpu tests/engines/test_cuda.py tests/engines/test_cuda_gpu.py tests/torch/test_cuda_tensors.py
+	$(GPU_PYTHON) -P -m pytest -m gpu $(GPU_TESTS)
 gpu-sanitizer:
 	for tool in memcheck racecheck synccheck; do \
 		$(SANITIZER) --tool $$tool --launch-timeout 300 --error-exitcode 1 \
@@ -247,12 +253,15 @@ gpu-sanitizer:
 	done
 gpu-table:
 	$(GPU_PYTHON) bench/gpu/throughput.py
-# What bench/gpu/session.sh installs on a machine without network: our wheel, cffi, and nvCOMP as a peer
+# What bench/gpu/session.sh installs on a machine without network: our wheel, with machine code for one architecture
+# (H100 and H200 by default), cffi, and nvCOMP as a peer.
 GPU_PYTHON_VERSION ?= 3.12
 GPU_CUDA ?= 13
+gpu-bundle: GPU_ARCHS := 90
 gpu-bundle: $(VENV)/bin/pip
 	rm -rf build/gpu-bundle
-	$(VENV)/bin/pip wheel --quiet --no-deps --wheel-dir build/gpu-bundle .
+	CODEC_CUDA=1 $(VENV)/bin/pip wheel --quiet --no-deps --wheel-dir build/gpu-bundle . \
+		-C 'cmake.define.CODEC_CUDA_ARCHS=$(GPU_ARCHS)'
 	$(VENV)/bin/pip download --quiet --no-deps --only-binary=:all: --dest build/gpu-bundle \
 		--python-version $(GPU_PYTHON_VERSION) --implementation cp $(foreach v,17 24 27 28,--platform manylinux_2_$(v)_x86_64) \
 		--platform manylinux2014_x86_64 cffi nvidia-nvcomp-cu$(GPU_CUDA) nvidia-libnvcomp-cu$(GPU_CUDA)
@@ -292,9 +301,9 @@ FUZZERS := fuzz_frames fuzz_encode fuzz_decode fuzz_calls
 fuzz: SECONDS = 60
 fuzz: $(VENV)/clang
 	$(CMAKE) -S native -B build/fuzz $(CLANG)
-	$(VENV)/bin/cmake --build build/fuzz --target $(FUZZERS)
+	$(BUILD) build/fuzz --target $(FUZZERS)
 	$(CMAKE) -S native -B build/coverage $(CLANG) -DCODEC_SANITIZE=
-	$(VENV)/bin/cmake --build build/coverage --target $(FUZZERS)
+	$(BUILD) build/coverage --target $(FUZZERS)
 	for f in $(FUZZERS); do \
 		case $$f in fuzz_decode) more='-max_len=65536 tests/vectors';; *) more='-max_len=128 -len_control=0';; esac; \
 		mkdir -p build/fuzz/new build/fuzz/$$f.corpus && \

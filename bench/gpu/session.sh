@@ -58,7 +58,7 @@ for name in "$@"; do
 	case $name in
 	about | profile) part $name 300 $name ;;
 	warmup) part warmup 180 "$PYTHON" -P -c 'import codec; codec.warmup(options=codec.options(engine="cuda"))' ;;
-	tests) part tests 480 $PYTEST -n "${PROCESSES:-8}" --maxfail 40 tests/engines/test_cuda.py ;;
+	tests) part tests 480 $PYTEST -n "${PROCESSES:-8}" --maxfail 40 tests/engines/test_cuda.py tests/engines/test_cuda_c.py ;;
 	stress) part stress 300 $PYTEST -n 4 --maxfail 40 --durations 8 tests/engines/test_cuda_gpu.py ;;
 	table) part table 480 "$PYTHON" -P bench/gpu/throughput.py ;;
 	sanitizer) part sanitizer 480 sanitizer ;;

@@ -1,4 +1,7 @@
-"""libcodec_cuda's C interface: the frames, values and statuses of the native engine, on kernels that run on the CPU."""
+"""libcodec_cuda's C interface gives the frames, values and statuses of the native engine.
+
+Its kernels run on the CPU, behind a CUDA driver for tests. ``make gpu-tests`` runs the file on a GPU, too.
+"""
 
 import ctypes
 import itertools
@@ -34,12 +37,24 @@ MISMATCH = (int(Status.SHAPE_MISMATCH), BAD_SPEC)
 VERIFY, SLACK = 2, 1  # CODEC_VERIFY_FIRST, CODEC_ALLOW_SLACK
 
 
-@pytest.fixture(scope="session")
-def cuda():
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(scope="module", params=["cpu", GPU])
+def cuda(request):
+    if request.param == "gpu":
+        gpu = cuda_c.Gpu()
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(cuda_c.Memory, "allocate", staticmethod(gpu.allocate))
+            yield cuda_c.Cuda(gpu, cuda_c.installed())
+        return
     flags = os.environ.get("CUDA_ON_CPU_FLAGS", "").split()
     emulated = device.build(options=flags)
     fake = cuda_c.driver(emulated._name, str(cuda_c.kernels(flags)))
-    return cuda_c.Cuda(fake, cuda_c.library())
+    yield cuda_c.Cuda(fake, cuda_c.library())
+
+
+on_cpu = pytest.mark.parametrize("cuda", ["cpu"], indirect=True)  # a test of the host part alone
 
 
 def needs_levels(spec):
@@ -158,6 +173,7 @@ def large_gpu(cuda):
         cuda.fake.fake_cuda_processors(1)
 
 
+@on_cpu
 @pytest.mark.parametrize("name", ["lossless", "sign_l1", "quantize_4", "float8_entropy"])
 @pytest.mark.parametrize("what", ["encode", "decode"])
 def test_small_tensors_beside_a_large_one_launch_few_idle_blocks(what, name, large_gpu):
@@ -198,6 +214,30 @@ def test_scratch_of_a_workspace_is_limited(what, cuda):
     each = (more - few) / 1000
     assert each < 100_000  # scratch for the warps of a tensor would be 660,000
     assert one < few - 1999 * each < 100_100_000
+
+
+@pytest.mark.parametrize("cuda", [GPU], indirect=True)
+def test_graphs_encode_and_decode_new_values(cuda):
+    """Calls are captured in a graph; decoding reads the frame's size on the device."""
+    spec, first = codec.Lossless(), values((300, 1000))
+    encode = Encode(first, spec, "float32")
+    items = [encode.item(cuda)]
+    decode = Decode(bytes(len(encode.frame.bytes)), spec, "float32", first.shape, sized=True)
+    read = decode.item(cuda)
+    read.frame, read.frame_nbytes_at = encode.frame.address, encode.result.address
+    spaces = [cuda.workspace("encode", items), cuda.workspace("decode", [read])]
+
+    def submit(stream):
+        assert cuda.submit("encode", items, workspace=spaces[0], stream=stream) == 0
+        assert cuda.submit("decode", [read], VERIFY, workspace=spaces[1], stream=stream) == 0
+
+    run = cuda.fake.capture(submit)
+    for seed in range(3):
+        x = values(first.shape, seed=seed)
+        encode.tensor.bytes[:] = x.reshape(-1).view(np.uint8)
+        run()
+        assert encode.finish()[1] == native_frame(x, spec, "float32")
+        assert decode.finish() == ((len(native_frame(x, spec, "float32")), 0, 0), x.tobytes())
 
 
 def test_statuses_of_encoding(cuda):
@@ -448,6 +488,7 @@ def test_wrong_arguments_of_other_functions(cuda):
 FUNCTIONS = ["cuCtxPushCurrent", "cuMemsetD8Async", "cuLaunchKernel"]
 
 
+@on_cpu
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_errors_of_the_driver_are_reported(cuda, function):
     cuda.fake.fake_cuda_fail(function.encode(), 700)
@@ -469,6 +510,7 @@ def opened(cuda, ordinal=0):
     return status
 
 
+@on_cpu
 def test_errors_of_opening_a_device(cuda):
     assert opened(cuda) == 0
     assert opened(cuda, 1) == opened(cuda, -1) == NO_DEVICE
@@ -515,6 +557,7 @@ def test_kernel_table_is_that_of_the_engine():
         assert (threads, resident) == (file.threads, file.kernels[name])
 
 
+@on_cpu
 def test_code_of_the_page(cuda, tmp_path):
     """The C code of docs/gpu-c.md compiles as C99 without a warning, and makes a round trip."""
     page = (cuda_c.ROOT / "docs/gpu-c.md").read_text()
@@ -540,6 +583,7 @@ def test_code_of_the_page(cuda, tmp_path):
     assert all(m.intact() for m in (matrix, frame, result, back, workspace))
 
 
+@on_cpu
 def test_example_of_a_compressor_for_transports(cuda):
     """examples/cuda serves a transport: round trip, damaged frames, and frames that do not fit."""
     command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", *cuda_c.WARNINGS, *cuda_c.INCLUDED]

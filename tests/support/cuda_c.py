@@ -1,13 +1,16 @@
-"""libcodec_cuda on a CUDA driver for tests, which runs the kernels on the CPU; and its calls for numpy arrays."""
+"""libcodec_cuda on a GPU, or on a CUDA driver for tests that runs kernels on the CPU; its calls for numpy arrays."""
 
 import ctypes
-from collections.abc import Sequence
+import functools
+import importlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from codec import _call
+from codec._c import PACKAGE
 from codec._c import library as native
 from codec._c.library import DTYPES, ffi, lib
 from codec._c.spec_structs import spec_struct
@@ -59,6 +62,13 @@ def library() -> Path:
     return compiled("codec_cuda", library_command(TESTS / "images.c"))
 
 
+def installed() -> Path:
+    """Return the package's libcodec_cuda, which has kernels for GPUs."""
+    path = PACKAGE / "lib/libcodec_cuda.so"
+    assert path.exists(), "the package has no libcodec_cuda: install it with `CODEC_CUDA=1 pip install .`"
+    return path
+
+
 class EncodeItem(ctypes.Structure):
     """codec_cuda_encode_item."""
 
@@ -101,11 +111,47 @@ class Result(NamedTuple):
     block: int
 
 
+class Gpu:
+    """CUDA's own driver, in place of the one for tests. Memory is managed: host and GPU use the same addresses."""
+
+    def __init__(self) -> None:
+        self._cuda: Any = importlib.import_module("cupy").cuda
+
+    def allocate(self, nbytes: int) -> np.ndarray:
+        """Return memory of host and GPU."""
+        memory = self._cuda.malloc_managed(nbytes)
+        array = (ctypes.c_uint8 * nbytes).from_address(memory.ptr)
+        array.memory = memory  # freed with the array
+        return np.frombuffer(array, np.uint8)
+
+    def capture(self, submit: Callable[[ctypes.c_void_p], None]) -> Callable[[], None]:
+        """Capture what `submit` submits to a stream in a graph; return a function that runs the graph."""
+        stream = self._cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            submit(ctypes.c_void_p(stream.ptr))
+            graph = stream.end_capture()
+
+        def run() -> None:
+            graph.launch(stream)
+            stream.synchronize()
+
+        return run
+
+    def fake_cuda_log(self) -> bytes:
+        """Wait for all work; raise the driver's error if it has failed."""
+        self._cuda.runtime.deviceSynchronize()
+        return b""
+
+
 class Memory:
     """Device memory, which is filled with a pattern, with a guard on both sides of it."""
 
+    allocate = staticmethod(functools.partial(np.empty, dtype=np.uint8))
+
     def __init__(self, nbytes: int, data: bytes | None = None) -> None:
-        self._all = np.full(nbytes + 3 * ALIGNMENT, 0xE5, np.uint8)
+        self._all = self.allocate(nbytes + 3 * ALIGNMENT)
+        self._all.fill(0xE5)
         self._at = -self._all.ctypes.data % ALIGNMENT + ALIGNMENT
         self.bytes = self._all[self._at : self._at + nbytes]
         if data is not None:
@@ -142,7 +188,7 @@ def _address(cdata: Any) -> int:
 class Cuda:
     """Open device of libcodec_cuda, and calls for arrays of numpy, each with memory of its own."""
 
-    def __init__(self, fake: ctypes.CDLL, path: Path) -> None:
+    def __init__(self, fake: Any, path: Path) -> None:
         self.fake, self.lib = fake, ctypes.CDLL(str(path))
         self.lib.codec_cuda_bound.restype = ctypes.c_uint64
         self.lib.codec_cuda_strerror.restype = ctypes.c_char_p
@@ -167,18 +213,26 @@ class Cuda:
 
     def run(self, what: str, items: Sequence[Any], *flags: int) -> None:
         """Encode or decode items in a workspace of exactly the size that is asked for."""
-        kind: Any = type(items[0])
-        array, nbytes = (kind * len(items))(*items), ctypes.c_uint64()
-        size = getattr(self.lib, f"codec_cuda_{what}_workspace")
-        _check(size(array, ctypes.c_size_t(len(items)), ctypes.byref(nbytes)))
-        workspace = Memory(nbytes.value)
-        args = ctypes.c_void_p(workspace.address), nbytes, None
-        call = getattr(self.lib, f"codec_cuda_{what}")
-        status = call(array, ctypes.c_size_t(len(items)), *[ctypes.c_uint32(flag) for flag in flags], *args)
+        workspace = self.workspace(what, items)
+        status = self.submit(what, items, *flags, workspace=workspace)
         said = self.fake.fake_cuda_log().decode()
         assert "error" not in said, said
         assert workspace.intact()
         _check(status)
+
+    def workspace(self, what: str, items: Sequence[Any]) -> Memory:
+        """Return memory for encoding or decoding items."""
+        kind: Any = type(items[0])
+        size, nbytes = getattr(self.lib, f"codec_cuda_{what}_workspace"), ctypes.c_uint64()
+        _check(size((kind * len(items))(*items), ctypes.c_size_t(len(items)), ctypes.byref(nbytes)))
+        return Memory(nbytes.value)
+
+    def submit(self, what: str, items: Sequence[Any], *flags: int, workspace: Memory, stream: Any = None) -> int:
+        """Encode or decode items on a stream; return the status."""
+        kind: Any = type(items[0])
+        args = ctypes.c_void_p(workspace.address), ctypes.c_uint64(len(workspace.bytes)), stream
+        call, array = getattr(self.lib, f"codec_cuda_{what}"), (kind * len(items))(*items)
+        return int(call(array, ctypes.c_size_t(len(items)), *[ctypes.c_uint32(flag) for flag in flags], *args))
 
     def encode(self, *asked: "Encode") -> list[tuple[Result, bytes]]:
         """Encode tensors in one call; return results and frames."""
