@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 NATIVE = HERE.parent
-OPTIONS = ["-std=c++17", "-fmad=false", "-default-device", "-diag-suppress=128"]
+SOURCES = runpy.run_path(str(NATIVE.parent / "codec/engines/cuda/sources.py"))  # codec itself is not built yet
+OPTIONS, STANDARD, DIGEST = [*SOURCES["OPTIONS"], "-diag-suppress=128"], SOURCES["HEADERS"], SOURCES["digest"]
 INCLUDED = [HERE, HERE / "src", HERE / "include", NATIVE / "cuda", NATIVE / "src", NATIVE / "include"]
-STANDARD = {"stdint.h": '#pragma once\n#include "exact/bits.h"\n', "stddef.h": "#pragma once\n"}  # NVRTC has no libc
-DIGEST = runpy.run_path(str(NATIVE.parent / "codec/engines/cuda/sources.py"))["digest"]
 PACKAGES = "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"  # of PyPI, which have NVRTC
 
 

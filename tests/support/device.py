@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from codec._c.library import ITEMSIZE
-from codec.engines.cuda import devices
+from codec.engines.cuda import devices, sources
 from codec.engines.cuda.cupy_backend import Gpu
 from codec.engines.cuda.kernels import FILE_OF, FILES
 from codec.tensors.view import TensorView, view
@@ -77,9 +77,8 @@ def launch(library, kernel, grid, threads, *args):
 
 def compile_kernels(file, arch):
     """Compile a file of kernels by NVRTC for an architecture; return the assembler's log and the PTX."""
-    stubs = {"stdint.h": '#pragma once\n#include "exact/bits.h"\n', "stddef.h": "#pragma once\n"}
-    options = [f"-arch={arch}", "-fmad=false", "-default-device", "-Xptxas=-v", *INCLUDED]
-    return compile_cuda(f'#include "{file}.cu"\n', stubs, options, FILES[file].kernels)
+    options = [*sources.OPTIONS, f"-arch={arch}", "-Xptxas=-v", *INCLUDED]
+    return compile_cuda(f'#include "{file}.cu"\n', sources.HEADERS, options, FILES[file].kernels)
 
 
 class DeviceArray:

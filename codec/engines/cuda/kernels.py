@@ -70,11 +70,6 @@ def resident_blocks(kernel: str, processors: int) -> int:
     return processors * FILES[FILE_OF[kernel]].kernels[kernel]
 
 
-# -fmad=false: a product and a sum are rounded separately, as on a CPU
-_OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
-_STANDARD = {"stdint.h": '#pragma once\n#include "exact/bits.h"\n', "stddef.h": "#pragma once\n"}  # NVRTC has no libc
-
-
 def load(wanted: list[str], arch: str) -> list[Code]:
     """Return machine code that has the wanted kernels, and others with them, for an architecture such as ``"sm_90"``.
 
@@ -117,7 +112,7 @@ def compiled(file: str, kernels: tuple[str, ...], arch: str, more: tuple[str, ..
         version = nvrtc.getVersion()
     except Exception as e:  # CuPy loads NVRTC on its first call, which raises errors of many types
         raise EngineError(f"NVRTC, which compiles kernels for the GPU, is unavailable: {e}") from e
-    options = (*_OPTIONS, f"-arch={arch}", *more, *_more_options())
+    options = (*sources.OPTIONS, f"-arch={arch}", *more, *_more_options())
     request = json.dumps([file, kernels, options, version, cupy.__version__])
     key = hashlib.sha256(f"{request} {sources.digest()}".encode()).hexdigest()
     cached = load_cached(key)
@@ -130,10 +125,8 @@ def compiled(file: str, kernels: tuple[str, ...], arch: str, more: tuple[str, ..
 
 def _compile(nvrtc: Any, file: str, kernels: tuple[str, ...], arch: str, options: tuple[str, ...]) -> Code:
     """Compile kernels of a file by NVRTC."""
-    names, texts = _STANDARD, _STANDARD.values()
-    program = nvrtc.createProgram(
-        f'#include "{file}.cu"\n', "codec.cu", [text.encode() for text in texts], [name.encode() for name in names]
-    )
+    texts, names = ([text.encode() for text in column] for column in (sources.HEADERS.values(), sources.HEADERS))
+    program = nvrtc.createProgram(f'#include "{file}.cu"\n', "codec.cu", texts, names)
     try:
         for kernel in kernels:
             nvrtc.addNameExpression(program, kernel)

@@ -1,4 +1,4 @@
-"""Sources of the CUDA kernels: their folders, and a digest of them.
+"""Sources of the CUDA kernels, and how NVRTC compiles them.
 
 ``native/cuda_api/images.py`` runs this file by its path while the package is built, so it imports nothing of ``codec``.
 """
@@ -11,6 +11,11 @@ _PACKAGE, _NATIVE = Path(__file__).parents[2], Path(__file__).parents[3] / "nati
 # In a folder: kernels and their headers, what they share with the C library, and the headers of the C interface.
 _INCLUDED = "*/*.cu*", "exact/*.h", "codec/codec.h", "codec/codec_engine.h"
 
+# -fmad=false: a product and a sum are rounded separately, as on a CPU
+OPTIONS = "-std=c++17", "-fmad=false", "-default-device"
+# Headers that NVRTC does not have, by name.
+HEADERS = {"stdint.h": '#pragma once\n#include "exact/bits.h"\n', "stddef.h": "#pragma once\n"}
+
 
 @functools.cache
 def folders() -> tuple[Path, ...]:
@@ -22,8 +27,8 @@ def folders() -> tuple[Path, ...]:
 
 @functools.cache
 def digest() -> str:
-    """Return the SHA-256 of all files that kernels can include, in hexadecimal digits."""
-    found = hashlib.sha256()
+    """Return the SHA-256 of all files that kernels can include, and of the options, in hexadecimal digits."""
+    found = hashlib.sha256(repr((OPTIONS, HEADERS)).encode())
     for folder in folders():
         for path in sorted(path for pattern in _INCLUDED for path in folder.glob(pattern)):
             name = path.relative_to(folder).as_posix()
