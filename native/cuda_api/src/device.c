@@ -56,7 +56,8 @@ int codec_cuda_code_for(int arch, codec_cuda_code *code)
 
 	if (!code || code->struct_nbytes < sizeof *code)
 		return CODEC_BAD_ARGUMENT;
-	if (!(image = image_for(arch)))
+	image = image_for(arch);
+	if (!image || image->is_ptx)
 		return CODEC_CUDA_NO_KERNELS;
 	code->nkernels = sizeof expressions / sizeof *expressions;
 	code->image = image->data;

@@ -70,11 +70,11 @@ CODEC_API int codec_cuda_open(int ordinal, codec_cuda_device **device);
 /** Unload the kernels. No plan of the device may be used after that, and no work may be in flight. NULL: do nothing. */
 CODEC_API void codec_cuda_close(codec_cuda_device *device);
 
-/** All kernels, compiled for one architecture. All pointers are to constants of the library. */
+/** Machine code of all kernels for one architecture. All pointers are to constants of the library. */
 typedef struct codec_cuda_code {
 	uint32_t struct_nbytes;         /**< input: sizeof(codec_cuda_code) */
 	uint32_t nkernels;              /**< length of `expressions` and `names` */
-	const void *image;              /**< for cuModuleLoadData: a cubin, or PTX that ends with a zero byte */
+	const void *image;              /**< a cubin, for cuModuleLoadData */
 	uint64_t image_nbytes;          /**< size of `image` in bytes */
 	const char *const *expressions; /**< names of the kernels in their sources, for example "encode_rows<2>" */
 	const char *const *names;       /**< names of the same kernels in the image, for cuModuleGetFunction */
@@ -84,6 +84,8 @@ typedef struct codec_cuda_code {
 /**
  * Find the kernels that codec_cuda_open loads on a GPU of an architecture: 10 * major + minor compute capability, for
  * example 90. This is for programs that have a host part of their own, such as the Python package. It needs no driver.
+ *
+ * CODEC_CUDA_NO_KERNELS: the library has no machine code for this architecture, at most PTX.
  *
  * The kernels' parameters are no part of the ABI: compare `sources` with the digest of the sources that you know.
  */
