@@ -125,9 +125,10 @@ def main() -> None:
                 )
         console.print(table)
     console.print(
-        "Error: root mean square, over that of the gradient. GB/s of float32. Truncate goes by AdamW's state; exact\n"
-        "leaves more than 99.3% of the parameters as they would be, nearly all others a unit in the last place away\n"
-        "(bench/codec/quality.py)."
+        "Error: root mean square of the error, divided by that of the gradient. GB/s of float32.\n"
+        'Truncate drops the bits that AdamW\'s step rounds away. With the guard "exact", more than 99.3% of the\n'
+        "parameters are then bit-identical to those that the uncompressed gradient gives, and nearly all others\n"
+        "differ by one unit in the last place (bench/codec/quality.py)."
     )
 
 
