@@ -10,6 +10,8 @@ from codec._c import PACKAGE
 from codec.engines.cuda import sources
 from codec.errors import EngineError
 
+_NO_KERNELS = 72  # CODEC_CUDA_NO_KERNELS
+
 
 class Code(NamedTuple):
     """Machine code, and the mangled names of its kernels."""
@@ -34,7 +36,7 @@ class _Struct(ctypes.Structure):
 
 @functools.cache
 def code_for(arch: str) -> Code | None:
-    """Return all kernels for an architecture such as ``"sm_90"``; None if no library has them.
+    """Return machine code of all kernels for an architecture such as ``"sm_90"``; None if no library has it.
 
     The library is the package's own, if the package was built with it, or the one that ``CODEC_CUDA_LIBRARY`` names.
 
@@ -52,9 +54,10 @@ def code_for(arch: str) -> Code | None:
     except (OSError, AttributeError) as e:
         raise EngineError(f"{path} cannot be used as libcodec_cuda: {e}") from e
     found = _Struct(struct_nbytes=ctypes.sizeof(_Struct))
-    if call(ctypes.c_int(int(arch.removeprefix("sm_"))), ctypes.byref(found)):
+    status = call(ctypes.c_int(int(arch.removeprefix("sm_"))), ctypes.byref(found))
+    if status == _NO_KERNELS:
         return None
-    if found.sources.decode() != sources.digest():
+    if status or found.sources.decode() != sources.digest():
         if not named:
             return None  # a checkout whose kernels have changed since it was built
         raise EngineError(f"{path} has other kernels than this package: build both from the same sources")
