@@ -14,6 +14,7 @@ from codec.engines.cuda.kernels import FILE_OF
 from support import cuda_c, cupy_on_cpu, device
 from support.cupy_on_cpu import cupy
 
+code_for = library.code_for.__wrapped__  # without its cache
 X = np.random.default_rng(0).standard_normal((40, 300), np.float32)
 
 
@@ -33,7 +34,7 @@ def built(tmp_path_factory):
 def offer(monkeypatch):
     """Return a function that names a library, on a machine with a GPU."""
     cupy_on_cpu.install(monkeypatch, device.build())
-    monkeypatch.setattr(library, "code_for", library.code_for.__wrapped__)  # it caches what it has found
+    monkeypatch.setattr(library, "code_for", code_for)
     return lambda path: monkeypatch.setenv("CODEC_CUDA_LIBRARY", str(path))
 
 
@@ -85,15 +86,16 @@ def test_options_for_the_compiler_are_obeyed(built, offer, compiled, monkeypatch
 def test_other_architectures_are_compiled(built, monkeypatch, compiled, tmp_path):
     """NVRTC itself compiles for sm_80, for which the library has PTX alone."""
     monkeypatch.setenv("CODEC_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(library, "code_for", library.code_for.__wrapped__)
+    monkeypatch.setattr(library, "code_for", code_for)
     monkeypatch.setenv("CODEC_CUDA_LIBRARY", str(built))
     [code] = kernels.load(["close_frame"], "sm_80")
     assert code.image.startswith(b"\x7fELF")
     assert compiled == ["frame/close"]
 
 
-def test_no_library_is_no_error(offer, compiled, monkeypatch):
+def test_no_library_is_no_error(offer, compiled, monkeypatch, tmp_path):
     monkeypatch.delenv("CODEC_CUDA_LIBRARY", raising=False)
+    monkeypatch.setattr(library, "PACKAGE", tmp_path)
     codec.encode(cupy.array(X))
     assert "lossless/encode" in compiled
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from codec.engines.cuda import cache, cupy_backend, devices
+from codec.engines.cuda import library as kernel_library
 from support.device import launch
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # modes of captures, and of threads during captures
@@ -459,4 +460,5 @@ def install(monkeypatch: Any, library: Any, capabilities: tuple[str, ...] = ("90
         cupy_backend, "_driver", lambda: types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
     )
     monkeypatch.setattr(cache, "cache_folder", lambda: None)
+    monkeypatch.setattr(kernel_library, "code_for", lambda arch: None)  # the package's is for real GPUs
     return machine
