@@ -125,7 +125,7 @@ abi: $(VENV)/clang $(if $(BUILT),,native)
 abi-baseline: native
 	native/abi/abi.sh write build/native
 
-# Tests of bindings/gloo between processes, and the programs that tests/torch/test_gloo_interoperability.py runs.
+# Tests of bindings/gloo between processes, and the programs that tests/torch/protocol/test_gloo_interoperability.py runs.
 # GLOO='-tc=*dies*' selects tests.
 gloo-programs: native
 	$(BUILD) build/native --target test_gloo gloo_peer gloo_allreduce
@@ -243,7 +243,7 @@ gpu: $(VENV)/test
 	$(MAKE) gpu-tests gpu-sanitizer gpu-table
 # Each of these targets runs with any Python that has the package, pytest, CuPy and the tests' dependencies:
 # `make gpu-table GPU_PYTHON=python3`. `CODEC_TESTS=nightly make gpu-tests` tries more examples.
-GPU_TESTS := $(addprefix tests/,$(addprefix engines/test_cuda,.py _c.py _gpu.py) torch/test_cuda_tensors.py)
+GPU_TESTS := $(addprefix tests/,$(addprefix engines/test_cuda,.py _c.py _gpu.py) torch/collectives/test_cuda_tensors.py)
 gpu-tests:
 	$(GPU_PYTHON) -P -m pytest -m gpu $(GPU_TESTS)
 gpu-sanitizer:

@@ -244,7 +244,8 @@ def codecs(names: Sequence[str], plain: Gradients, stateful: Gradients | None, p
     """Return the contenders of this library."""
     import torch
 
-    from codec.torch import all_reduce, autotune
+    from codec.torch import all_reduce
+    from codec.torch.group import autotune
 
     found: list[Contender] = []
     warm = autotune.TRIALS if plan["algorithm"] == "auto" else 1  # amortized over thousands of steps

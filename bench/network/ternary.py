@@ -23,7 +23,7 @@ from torch import multiprocessing
 import codec
 import codec.torch
 from codec.specs import Packing
-from codec.torch import communicator
+from codec.torch.group import communicator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from gradients import SAMPLE, segments, tensors

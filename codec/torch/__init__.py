@@ -10,22 +10,22 @@ Public is what this package exports. Importing it registers the backend `codec` 
 """
 
 from codec.torch.backend import Options, ProcessGroup, register_backend
-from codec.torch.byte_exchange import exchange
-from codec.torch.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from codec.torch.communicator import group_stats
-from codec.torch.counters import Counters
-from codec.torch.ddp import comm_hook, ddp_hook
-from codec.torch.feedback import Feedback
-from codec.torch.fsdp import AllGather, AllReduce, CommStats, ReduceScatter
-from codec.torch.hook import Hook
+from codec.torch.collectives.bytes import exchange
+from codec.torch.collectives.calls import all_gather, all_reduce, all_to_all, reduce_scatter
+from codec.torch.ddp.hook import Hook
+from codec.torch.ddp.make import comm_hook, ddp_hook
+from codec.torch.ddp.policy import Policy, default_policy
+from codec.torch.ddp.stats import ParameterStats, Stats
+from codec.torch.feedback.feedback import Feedback
+from codec.torch.fsdp.hooks import AllGather, AllReduce, CommStats, ReduceScatter
+from codec.torch.group.communicator import group_stats
+from codec.torch.group.work import Work
 from codec.torch.one_bit_adam import OneBitAdam, ZeroOneSchedule
 from codec.torch.parameter_server.client import ParameterClient
 from codec.torch.parameter_server.links import ClientStats
 from codec.torch.parameter_server.server import ParameterServer, ServerStats
-from codec.torch.point_to_point import recv, send
-from codec.torch.policy import Policy, default_policy
-from codec.torch.stats import ParameterStats, Stats
-from codec.torch.work import Work
+from codec.torch.point_to_point.send_recv import recv, send
+from codec.torch.transport.counters import Counters
 
 __all__ = [
     "AllGather",

@@ -17,12 +17,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from codec import PeerError, options
 from codec.arguments import whole
 from codec.specs import Lossless, Spec, SpecLike
-from codec.torch import arguments, coalesced, collectives, renamed
-from codec.torch.communicator import close_communicator, group_stats
-from codec.torch.counters import Counters
-from codec.torch.execution import Algorithm, check_algorithm
-from codec.torch.work import Work
-from codec.torch.worker import Worker
+from codec.torch import _compat
+from codec.torch.collectives import calls, lists
+from codec.torch.group.communicator import close_communicator, group_stats
+from codec.torch.group.work import Work
+from codec.torch.group.worker import Worker
+from codec.torch.reduction import arguments
+from codec.torch.reduction.execution import Algorithm, check_algorithm
+from codec.torch.transport.counters import Counters
 
 _STREAM = 1 << 32  # distance between the random streams of two collectives; more than a collective has frames
 _DEVICES = ["cpu", "cuda"]  # types of devices whose tensors the backend takes
@@ -180,20 +182,20 @@ class ProcessGroup(_Base):
         algorithm: Algorithm = self._options.algorithm if op in _SUMS else "auto"
         how = self._arguments(self._spec_for(op)) | {"op": op, "options": options(algorithm=algorithm)}
         if len(tensors) == 1:
-            return _begin(collectives.all_reduce, tensors[0], **how)
-        return coalesced.all_reduce(tensors, **how)
+            return _begin(calls.all_reduce, tensors[0], **how)
+        return lists.all_reduce(tensors, **how)
 
     def _reduce_scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any) -> Work:
         how = self._arguments(self._spec_for(op)) | {"op": op}
         if len(outputs) == 1 == len(inputs):
-            return _begin(collectives.reduce_scatter, outputs[0], inputs[0], **how)
-        return coalesced.reduce_scatter(outputs, inputs, **how)
+            return _begin(calls.reduce_scatter, outputs[0], inputs[0], **how)
+        return lists.reduce_scatter(outputs, inputs, **how)
 
     def _all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Work:
         how = self._arguments(self._options.gather)
         if len(outputs) == 1 == len(inputs):
-            return _begin(collectives.all_gather, outputs[0], inputs[0], **how)
-        return coalesced.all_gather(outputs, inputs, **how)
+            return _begin(calls.all_gather, outputs[0], inputs[0], **how)
+        return lists.all_gather(outputs, inputs, **how)
 
     def _with_future(self, work: Any, outputs: Sequence[torch.Tensor]) -> Work:
         """Return a Work for a reduce-scatter of Gloo, whose own lacks get_future()."""
@@ -233,14 +235,14 @@ class ProcessGroup(_Base):
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """Reduce a tensor; each rank gets its part."""
         if not self._travels([tensor], _op_of(opts)):
-            return self._with_future(renamed.group_reduce_scatter_single(self._plain, output, tensor, opts), [output])
+            return self._with_future(_compat.group_reduce_scatter_single(self._plain, output, tensor, opts), [output])
         return self._reduce_scatter([output], [tensor], _op_of(opts))
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Reduce tensors; each rank gets its part of each."""
         if not self._travels(inputs, _op_of(opts)):
             return self._with_future(
-                renamed.group_reduce_scatter_single_coalesced(self._plain, outputs, inputs, opts), outputs
+                _compat.group_reduce_scatter_single_coalesced(self._plain, outputs, inputs, opts), outputs
             )
         return self._reduce_scatter(outputs, inputs, _op_of(opts))
 
@@ -250,18 +252,18 @@ class ProcessGroup(_Base):
         if len(to) != 1 or not _in_sync([*tensors, *to[0]]) or not self._travels(tensors):
             return self._plain.allgather(outputs, inputs, *rest)
         how = self._arguments(self._options.gather)
-        return coalesced.all_gather_list(to[0], tensors[0], **how)
+        return lists.all_gather_list(to[0], tensors[0], **how)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
         """Gather one tensor of each rank, as one tensor."""
         if not self._travels([tensor]):
-            return renamed.group_all_gather_single(self._plain, output, tensor, *rest)
+            return _compat.group_all_gather_single(self._plain, output, tensor, *rest)
         return self._all_gather([output], [tensor])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *rest: Any) -> Any:
         """Gather several tensors of each rank."""
         if not self._travels(inputs):
-            return renamed.group_all_gather_single_coalesced(self._plain, outputs, inputs, *rest)
+            return _compat.group_all_gather_single_coalesced(self._plain, outputs, inputs, *rest)
         return self._all_gather(outputs, inputs)
 
     # Names of older releases of torch, which torchft and others call. Those of the base class bypass this class.

@@ -23,6 +23,15 @@ LAYERS = [
     {"stateful"},
     {"torch", "__main__"},
 ]
+TORCH = [  # within codec.torch; `__init__`, the public names, is above all of them
+    {"_compat", "transport"},
+    {"group"},
+    {"point_to_point", "reduction"},
+    {"feedback", "parameter_server"},
+    {"collectives", "fsdp"},
+    {"backend", "ddp", "pipelining"},
+    {"one_bit_adam"},
+]
 ENGINES = [{"request"}, {"blockwise"}, {"native"}, {"numba", "cuda"}]  # within codec.engines
 ROOT = Path(codec.__file__).parent
 
@@ -66,6 +75,19 @@ def test_packages_import_lower_layers_only():
 def test_engines_import_only_the_native_engine_and_shared_modules():
     files = [name for name in FILES if name.startswith("engines.")]
     check_layers(ENGINES, files, lambda name: name.split(".")[1])
+
+
+def test_torch_packages_import_lower_floors_only():
+    files = [name for name in FILES if name.startswith("torch.")]
+    check_layers(TORCH, files, lambda name: name.split(".")[1])
+
+
+def test_torch_packages_stay_small_and_say_what_they_are_for():
+    """A package has at most 12 modules, and a docstring."""
+    for package in sorted({name.split(".")[1] for name in FILES if name.startswith("torch.")} - {"_compat", "backend"}):
+        rooms = [p for name, p in FILES.items() if name.startswith(f"torch.{package}.")]
+        assert len(rooms) <= 12, f"{package} has {len(rooms)} modules"
+        assert ast.get_docstring(ast.parse(FILES[f"torch.{package}"].read_text())), package
 
 
 def check_no_cycle(below):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import codec
-from codec.torch import communicator
+from codec.torch.group import communicator
 from support.ranks import run_ranks
 
 DILOCO = Path(__file__).parents[2] / "examples/diloco.py"

@@ -13,7 +13,7 @@ import pytest
 
 import codec
 import codec.torch
-from codec.torch import communicator
+from codec.torch.group import communicator
 from support import rank_loss
 from support.faults import at_fault_point, freeze
 from support.rank_loss import (

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from codec.engines.cuda import devices as engine_devices
-from codec.torch import channel, devices
+from codec.torch.transport import channel, streams
 from support.device import Emulated, build
 
 DEVICE = torch.device("cuda", 0)
@@ -151,14 +151,14 @@ def emulated_gpu():
         torch.Tensor.to = moved
         torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=0)
         torch.cuda.current_device = lambda: 0
-        devices.engine_is_usable.cache_clear()
+        streams.engine_is_usable.cache_clear()
         yield device
     finally:
         engine_devices.backend, torch.cuda.current_device = before
         for name, make in made.items():
             setattr(torch, name, make)
         torch.Tensor.to, torch.cuda.current_stream = to, stream
-        devices.engine_is_usable.cache_clear()
+        streams.engine_is_usable.cache_clear()
 
 
 class GlooBetweenGpus:

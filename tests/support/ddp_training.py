@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from codec.torch import hook_state
+from codec.torch.ddp import checkpoint
 
 
 def net():
@@ -33,7 +33,7 @@ def parameter_bytes(model):
 
 def hook_state_bytes(hook):
     """Return the state of a hook as bytes, for comparison."""
-    return hook_state.packed(hook.state_dict())
+    return checkpoint.packed(hook.state_dict())
 
 
 def train(model, optimizer, rank, steps, first=0):

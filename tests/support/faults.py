@@ -58,7 +58,7 @@ def at_fault_point(channel, point, fault):
 
     Parameters
     ----------
-    channel : codec.torch.channel.Channel
+    channel : codec.torch.transport.channel.Channel
         Channel whose events are counted.
     point : int
         Number of the event, from 0; -1: only count.

@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import codec
 from codec.torch.pipelining import CompressedStage, attempts
 from codec.torch.pipelining.end import End
-from codec.torch.point_to_point import Link
+from codec.torch.point_to_point.send_recv import Link
 from support.activations import m_of
 
 WIDTH, SAMPLES, BATCH, CHUNKS = 16, 24, 8, 4

@@ -11,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from codec.torch import communicator, hook_state, partition, raw
+from codec.torch.ddp import checkpoint
+from codec.torch.group import communicator
+from codec.torch.reduction import partition, raw
 from support.faults import KILLED, at_fault_point, freeze
 
 ALGORITHMS = ["two_shot", "ring", "all_gather", "raw"]
@@ -179,7 +181,7 @@ class Training:
         return (
             self.steps,
             digest(*self.net.parameters(), *momenta),
-            sha256(hook_state.packed(self.hook.state_dict())).hexdigest(),
+            sha256(checkpoint.packed(self.hook.state_dict())).hexdigest(),
         )
 
 

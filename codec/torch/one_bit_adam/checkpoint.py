@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from codec import StateError
-from codec.torch.hook import Hook
+from codec.torch.ddp.hook import Hook
 from codec.torch.one_bit_adam.link import SENT, Link
 from codec.torch.one_bit_adam.schedule import Kind
 

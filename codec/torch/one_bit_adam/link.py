@@ -13,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from codec import ArgumentError, CallOptions, StateError
 from codec.specs import Lossless, Spec
-from codec.torch import reducer
-from codec.torch.buckets import n_values, order
-from codec.torch.ddp import ddp_hook
-from codec.torch.hook import Hook
+from codec.torch.ddp import reducer
+from codec.torch.ddp.buckets import n_values, order
+from codec.torch.ddp.hook import Hook
+from codec.torch.ddp.make import ddp_hook
+from codec.torch.ddp.policy import Policy, default_policy
+from codec.torch.ddp.stats import Stats
 from codec.torch.one_bit_adam.guard import Guard
 from codec.torch.one_bit_adam.schedule import Kind
-from codec.torch.policy import Policy, default_policy
-from codec.torch.stats import Stats
 
 SENT: tuple[Kind, ...] = ("gradients", "momenta")
 
@@ -290,7 +290,7 @@ def check_model(model: Any, mine: Mapping[torch.Tensor, int]) -> Any:
 
 def check_not_wrapped(parameter: torch.Tensor) -> None:
     """Raise StateError if a parameter belongs to a DistributedDataParallel that was not registered."""
-    from codec.torch import lifetime
+    from codec.torch.ddp import lifetime
 
     if any(p is parameter for model in lifetime._models() for p in model.parameters()):
         raise StateError(

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from codec import ArgumentError, CallOptions, SpecError, StateError, Status
 from codec.arguments import shown, whole
 from codec.specs import Lossless, Sign, Spec
-from codec.torch.arguments import plain_spec
-from codec.torch.buckets import needs_optimizer
-from codec.torch.collectives import all_reduce
+from codec.torch.collectives.calls import all_reduce
+from codec.torch.ddp.buckets import needs_optimizer
+from codec.torch.ddp.policy import Policy, default_policy
+from codec.torch.ddp.stats import Stats
 from codec.torch.one_bit_adam import arithmetic, checkpoint, parameters
 from codec.torch.one_bit_adam.drift import MOVING, STABLE, Drift, total
 from codec.torch.one_bit_adam.link import Link, Settings, check_model, check_not_wrapped
 from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
 from codec.torch.one_bit_adam.steps import Steps, Tensors
-from codec.torch.policy import Policy, default_policy
-from codec.torch.stats import Stats
+from codec.torch.reduction.arguments import plain_spec
 
 
 class OneBitAdam(torch.optim.Adam):

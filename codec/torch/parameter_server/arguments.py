@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from codec import ArgumentError
 from codec.arguments import shown, whole
-from codec.torch.communicator import _key_of
-from codec.torch.endpoint import Endpoint, endpoint_of
+from codec.torch.group.communicator import _key_of
+from codec.torch.point_to_point.endpoint import Endpoint, endpoint_of
 
 
 def endpoint_for(group: Any) -> Endpoint:

@@ -11,12 +11,12 @@ import torch
 import codec
 from codec import FrameError
 from codec.specs import Ternary
-from codec.torch.arguments import as_array
-from codec.torch.communicator import hash64
+from codec.torch.group.communicator import hash64
 from codec.torch.parameter_server.messages import INTERNAL, Key
 from codec.torch.parameter_server.session import Session
 from codec.torch.parameter_server.table import server_of
-from codec.torch.ternary import magnitude
+from codec.torch.reduction.arguments import as_array
+from codec.torch.reduction.shared_scale import magnitude
 
 
 def terngrad(

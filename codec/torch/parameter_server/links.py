@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from codec import CodecError, PeerError
-from codec.torch.endpoint import Endpoint
-from codec.torch.messages import Array
 from codec.torch.parameter_server.messages import TAG, Outgoing
-from codec.torch.peer_connection import PeerConnection
+from codec.torch.point_to_point.endpoint import Endpoint
+from codec.torch.point_to_point.tcp import PeerConnection
+from codec.torch.transport.messages import Array
 
 T = TypeVar("T")
 

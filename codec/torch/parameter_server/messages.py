@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from codec import ArgumentError, CodecError, FrameError, PeerError, SpecError, StateError, Status
-from codec.torch.messages import Array
+from codec.torch.transport.messages import Array
 
 Reduce = Literal["max", "mean", "decode_average"]
 

@@ -13,15 +13,15 @@ import codec
 from codec import CallOptions, CodecError, PeerError
 from codec._options import settings_of
 from codec.arguments import whole
-from codec.torch.connection import check_timeout
-from codec.torch.endpoint import Endpoint
-from codec.torch.messages import Array
 from codec.torch.parameter_server import messages, sums
 from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
 from codec.torch.parameter_server.messages import ABANDON, CLOSE, INIT, PUSH, REDUCES, TAG, Key, Request
 from codec.torch.parameter_server.steps import Steps
 from codec.torch.parameter_server.table import Table
-from codec.torch.peer_connection import PeerConnection
+from codec.torch.point_to_point.endpoint import Endpoint
+from codec.torch.point_to_point.tcp import PeerConnection
+from codec.torch.transport.gloo import check_timeout
+from codec.torch.transport.messages import Array
 
 logger = logging.getLogger("codec.torch")
 

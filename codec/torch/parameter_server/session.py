@@ -8,14 +8,14 @@ import torch
 import codec
 from codec import ArgumentError, FrameError, StateError
 from codec.arguments import shown
-from codec.torch.arguments import NAMES
-from codec.torch.communicator import hash64
-from codec.torch.endpoint import Endpoint
-from codec.torch.messages import Array
+from codec.torch.group.communicator import hash64
 from codec.torch.parameter_server import messages, sums
 from codec.torch.parameter_server.links import ServerLinks
 from codec.torch.parameter_server.messages import REDUCES, Key, Outgoing, Reduce
 from codec.torch.parameter_server.table import server_of
+from codec.torch.point_to_point.endpoint import Endpoint
+from codec.torch.reduction.arguments import NAMES
+from codec.torch.transport.messages import Array
 
 
 class Session:

@@ -10,7 +10,7 @@ import torch
 
 import codec
 from codec import FrameError, SpecError
-from codec.torch.messages import Array
+from codec.torch.transport.messages import Array
 
 _HEAD = struct.Struct("<IfI")  # number of terms, scale, form
 _FRAME, _PACKED = range(2)  # forms

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import codec
 from codec import ArgumentError, FrameError, StateError
-from codec.torch.messages import Array
 from codec.torch.parameter_server.messages import INIT_NBYTES, Key
+from codec.torch.transport.messages import Array
 
 
 def server_of(name: str, servers: Sequence[int]) -> int:

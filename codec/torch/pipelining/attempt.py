@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from codec import ArgumentError, PeerError, StateError
 from codec.arguments import shown, whole
-from codec.torch.byte_exchange import exchange
-from codec.torch.communicator import PROTOCOL_VERSION
+from codec.torch.collectives.bytes import exchange
+from codec.torch.group.communicator import PROTOCOL_VERSION
 from codec.torch.pipelining.notes import Notes, Report, report_of
 from codec.torch.pipelining.snapshot import Snapshot
 from codec.torch.pipelining.stage import CompressedStage

@@ -7,9 +7,9 @@ import torch
 
 from codec import ActivationDelta, ArgumentError, CallOptions
 from codec.arguments import shown
+from codec.torch.group.work import Work
 from codec.torch.pipelining.host import on_host, write
-from codec.torch.point_to_point import recv, send
-from codec.torch.work import Work
+from codec.torch.point_to_point.send_recv import recv, send
 
 
 def send_activation(

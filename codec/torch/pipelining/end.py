@@ -12,10 +12,10 @@ from codec import ActivationDelta, ArgumentError, CallOptions, Status
 from codec.stateful.activation.message import Kind as DeltaKind
 from codec.stateful.activation.message import parse
 from codec.stateful.activation.values import shown_samples
-from codec.torch.arguments import NAMES
 from codec.torch.pipelining.envelope import MOST_TENSORS, Kind, Place, envelope_nbytes, pack, unpack
 from codec.torch.pipelining.host import on_host, write
 from codec.torch.pipelining.settings import LOSSLESS, Specs
+from codec.torch.reduction.arguments import NAMES
 
 Ids = list[int]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from codec.specs import Lossless, Quantize, Spec
 from codec.stateful.activation.delta import EntryDtype
-from codec.torch.arguments import plain_spec
+from codec.torch.reduction.arguments import plain_spec
 
 FORWARD = Quantize(4, rounding="nearest")
 BACKWARD = Quantize(8)

@@ -14,15 +14,16 @@ from codec._options import settings_of
 from codec.arguments import shown
 from codec.specs import Spec
 from codec.stateful.activation.values import ids_of
-from codec.torch.arguments import plain_spec
-from codec.torch.connection import check_timeout
-from codec.torch.pipelining import checkpoint, torch_names
+from codec.torch import _compat
+from codec.torch.pipelining import checkpoint
 from codec.torch.pipelining.envelope import Kind
 from codec.torch.pipelining.settings import BACKWARD, FORWARD, Deltas, Specs
 from codec.torch.pipelining.stats import PipelineStats, stats_of
 from codec.torch.pipelining.traffic import Traffic
+from codec.torch.reduction.arguments import plain_spec
+from codec.torch.transport.gloo import check_timeout
 
-torch_names.check_methods()
+_compat.check_stage_class(PipelineStage)
 
 
 class CompressedStage(PipelineStage):
@@ -100,7 +101,7 @@ class CompressedStage(PipelineStage):
                 "before all stages have succeeded. Send them after the step, as docs/pipelines.md shows"
             )
         super().__init__(submodule, stage_index, num_stages, torch.device(device), **stage_arguments)
-        torch_names.check_attributes(self)
+        _compat.check_stage(self)
         specs = Specs(plain_spec(forward), plain_spec(backward), _deltas_of(activations))
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers of the module to restore
         # A schedule may place stages on ranks after they are made.

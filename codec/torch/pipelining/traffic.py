@@ -8,13 +8,13 @@ import torch
 from codec import ArgumentError, CallOptions, CodecError, PeerError, StateError
 from codec.arguments import shown
 from codec.stateful.activation.values import ids_of
-from codec.torch.communicator import _key_of, close_communicator
+from codec.torch.group.communicator import _key_of, close_communicator
+from codec.torch.group.work import Work
 from codec.torch.pipelining.end import Aborted, End
 from codec.torch.pipelining.envelope import Kind, Place, pack
 from codec.torch.pipelining.notes import Notes, Report
 from codec.torch.pipelining.settings import Specs
-from codec.torch.point_to_point import Link
-from codec.torch.work import Work
+from codec.torch.point_to_point.send_recv import Link
 
 _TAG = 1 << 30  # of edge 0; tags of users' own messages are below
 

@@ -1,0 +1,68 @@
+"""Names that depend on the version of torch: collectives that were renamed, and methods that pipelines override.
+
+Functions of ``torch.distributed`` keep the names of torch 2.13 here, with any torch from 2.9; methods of
+``ProcessGroup`` begin with ``group_``.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from codec import EngineError
+
+
+def _first(owner: Any, *names: str) -> Any:
+    """Return the first attribute of `owner` that exists; the new name comes first, as old ones are deprecated."""
+    return next(getattr(owner, name) for name in names if hasattr(owner, name))
+
+
+reduce_scatter_single = _first(dist, "reduce_scatter_single", "reduce_scatter_tensor")
+all_gather_single = _first(dist, "all_gather_single", "all_gather_into_tensor")
+
+_group = dist.ProcessGroup
+group_reduce_scatter_single = _first(_group, "reduce_scatter_single", "_reduce_scatter_base")
+group_all_gather_single = _first(_group, "all_gather_single", "_allgather_base")
+group_reduce_scatter_single_coalesced = _first(
+    _group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
+)
+group_all_gather_single_coalesced = _first(_group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+
+_PIPELINING_TESTED = "2.13"  # versions of torch
+# Methods of PipelineStage that CompressedStage overrides, with the parameters that are used by position.
+STAGE_METHODS = {
+    "forward_one_chunk": ("fwd_chunk_id", "args", "kwargs"),
+    "backward_one_chunk": ("bwd_chunk_id",),
+    "get_fwd_send_ops": ("fwd_chunk_id",),
+    "get_fwd_recv_ops": ("fwd_chunk_id",),
+    "get_bwd_send_ops": ("bwd_chunk_id",),
+    "get_bwd_recv_ops": ("bwd_chunk_id",),
+    "clear_runtime_states": (),
+    # Private. The first step passes keywords of schedule.step() to the module, to learn the shapes of its outputs.
+    "_prepare_forward_infra": ("num_microbatches", "args", "kwargs"),
+}
+STAGE_ATTRIBUTES = ("has_backward", "group", "group_rank", "stage_index_to_group_rank", "submod")  # of an instance
+
+
+def check_stage_class(stage_class: type) -> None:
+    """Raise EngineError if torch's PipelineStage lacks a method of STAGE_METHODS, or has other parameters there."""
+    for name, parameters in STAGE_METHODS.items():
+        method = getattr(stage_class, name, None)
+        found = () if method is None else tuple(inspect.signature(method).parameters)[1:]
+        if method is None or found[: len(parameters)] != parameters:
+            raise EngineError(_no_stage_name(f"{name}({', '.join(parameters)})"))
+
+
+def check_stage(stage: Any) -> None:
+    """Raise EngineError if an instance of torch's PipelineStage lacks an attribute of STAGE_ATTRIBUTES."""
+    for name in STAGE_ATTRIBUTES:
+        if not hasattr(stage, name):
+            raise EngineError(_no_stage_name(name))
+
+
+def _no_stage_name(name: str) -> str:
+    return (
+        f"torch {torch.__version__} has no PipelineStage.{name}: codec.torch.pipelining is tested with torch "
+        f"{_PIPELINING_TESTED}"
+    )

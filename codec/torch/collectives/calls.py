@@ -1,0 +1,415 @@
+"""Collectives over torch.distributed whose tensors travel as frames."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from codec import ArgumentError, CallOptions
+from codec._options import settings_of
+from codec.specs import Lossless, SpecLike
+from codec.tensors.segments import pack
+from codec.tensors.view import mark_written
+from codec.torch.feedback.feedback import Feedback
+from codec.torch.feedback.single import check_feedback_algorithm
+from codec.torch.feedback.turn import Turn, named, spec_or_default
+from codec.torch.group.communicator import Communicator, start, storing_results
+from codec.torch.group.work import Work
+from codec.torch.reduction import algorithms, shared_scale
+from codec.torch.reduction.arguments import check_output, check_sizes, publish, reduction_of, unwrapped, values_of
+from codec.torch.reduction.execution import Algorithm, algorithm_of, choose_algorithm, run, run_algorithm
+from codec.torch.reduction.host import Reduction, Values
+from codec.torch.transport.channel import Channel
+
+
+def all_reduce(
+    tensor: Any,
+    spec: SpecLike | None = None,
+    *,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    out: torch.Tensor | None = None,
+    feedback: Feedback | None = None,
+    stream: int = 0,
+    options: CallOptions | None = None,
+) -> Work | None:
+    """Reduce a tensor over all ranks of a group, in place, as ``dist.all_reduce`` does, with frames on the wire.
+
+    Values are summed in float32, in the order of ranks (but by a ring, in the order in which they pass the ranks). All
+    ranks get the same bits; with a lossless codec, the bits of that sum. After an error on any rank all ranks raise an
+    error, and all tensors are unchanged.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor or View
+        Values: float32, bfloat16 or float16, any shape and device, equal on all ranks but for the values. Pass
+        ``codec.view(bucket, segments={name: shape, ...})`` for a flat bucket of parameters, whose rows then get scales
+        of their own.
+    spec : Spec, BoundSpec or str, optional
+        Codec, or the name of a preset. Default: that of `feedback`, else lossless. :class:`codec.Truncate` is bound to
+        an optimizer and its state, ``codec.Truncate().bind(optimizer, theta=..., m=..., v=...)``, whose arrays have as
+        many values as `tensor`.
+    op : ReduceOp or {"sum", "mean", "avg", "max"}
+        Operation: ``ReduceOp.SUM`` (the default, as for ``dist.all_reduce``), ``ReduceOp.AVG`` or ``ReduceOp.MAX``.
+    group : ProcessGroup, optional
+        Ranks. Default: all. The first collective of a group connects its ranks over Gloo, whatever its backend is.
+    async_op : bool
+        Return at once, and reduce in the background, in the order of calls.
+    out : torch.Tensor, optional
+        Tensor that gets the result, while `tensor` stays unchanged: contiguous, of the same dtype and size, in host
+        memory or where `tensor` is, in memory that `tensor` does not share. After an error it is undefined, so no
+        result has to be copied after the verdict, which is faster.
+    feedback : Feedback, optional
+        Residuals of a lossy codec, for a sum or mean by any algorithm but "ring". The errors of this rank's frames are
+        added to the values of the next call with the same parameter names, the errors of its encoded sums to the next
+        sums. Rounding of results to bfloat16 or float16 is not included. After an error residuals are unchanged on all
+        ranks.
+    stream : int
+        Number of the random stream of codecs with random rounding. Tensors of one step need different numbers.
+    options : CallOptions, optional
+        ``codec.options(algorithm=, timeout=, engine=, threads=)``, and those of the ``with`` blocks around the call:
+
+        * ``algorithm``: "two_shot", each rank sums a slice, 2 (N - 1) / N frames a rank; "all_gather", one phase,
+          N - 1 frames a rank; "ring", as many bytes as two-shot, to one neighbour, encoded N - 1 times; "raw", two-shot
+          with uncompressed values; "shared_scale", two-shot for :class:`codec.Ternary` under one scale of all ranks for
+          each parameter, with exact sums. Default "auto": all-gather for two ranks and small tensors, else two-shot;
+          but raw where ranks are busy and it was measured to be faster, which the first calls with tensors of a size
+          try. Then results of lossy codecs depend on the time: name an algorithm for reproducible results.
+        * ``timeout``: longest time, in seconds, that a rank may keep others waiting; set by the group's first
+          collective. Default: the group's timeout.
+
+    Returns
+    -------
+    Work or None
+        Handle of the collective if `async_op`; its result is ``[tensor]``, or ``[out]``.
+
+    Raises
+    ------
+    ArgumentError
+        An argument cannot be used, or the values hold NaN or Inf, which most lossy codecs refuse.
+    SpecError
+        The spec is none, or does not go with the other arguments.
+    FrameError
+        Another rank has sent a damaged frame.
+    PeerError
+        Another rank has raised one of these errors, has begun another collective, is gone or did not answer in time. If
+        the message says so, make a new group.
+
+    Examples
+    --------
+    >>> x = torch.ones(1000)
+    >>> codec.torch.all_reduce(x, codec.Float8(group_size=100), op="mean")
+    >>> bool(x.eq(1).all())
+    True
+    >>> codec.torch.all_reduce(x, options=codec.options(algorithm="two_shot", timeout=60))
+    >>> work = codec.torch.all_reduce(x, "balanced", async_op=True)
+    >>> work.wait()
+    True
+    >>> feedback = codec.torch.Feedback(codec.Quantize(4))  # keep it from step to step
+    >>> codec.torch.all_reduce(x, feedback=feedback)
+    """
+    settings = settings_of(options)
+    call = _AllReduce(tensor, spec, op, out, feedback, stream, settings)
+    return _work(start("all_reduce", group, settings.timeout, async_op, call.run))
+
+
+def _work(started: Any) -> Work | None:
+    """Return the handle of a collective in flight; None after one that has ended."""
+    return started if isinstance(started, Work) else None
+
+
+@dataclass
+class _AllReduce:
+    """Arguments of one all-reduce."""
+
+    tensor: Any
+    spec: SpecLike | None
+    op: Any
+    out: torch.Tensor | None
+    feedback: Feedback | None
+    stream: int
+    settings: CallOptions
+
+    def run(self, comm: Communicator) -> list[torch.Tensor]:
+        """Run the all-reduce, in the thread of the group; return the tensor that it has written."""
+        with Turn() as turn:
+            result, r = run(comm, lambda: self._prepare(comm.channel, turn), self._algorithm)
+            tensor, _ = unwrapped(self.tensor)
+            with storing_results(comm.channel):
+                if self.out is None:
+                    _store(result, r, tensor)
+                elif r.out is None:
+                    publish(result, r, self.out)
+                turn.commit()
+        return [tensor if self.out is None else self.out]
+
+    @property
+    def _algorithm(self) -> Algorithm:
+        return algorithm_of(self.settings)
+
+    def _prepare(self, channel: Channel, turn: Turn) -> Reduction:
+        """Check the arguments; return the reduction."""
+        spec = spec_or_default(self.spec, self.feedback)
+        tensor, segments = unwrapped(self.tensor)
+        if segments is None and len(getattr(tensor, "shape", ())) > 1:
+            segments = pack([(0, tuple(tensor.shape))])
+        r = reduction_of(tensor, spec, self.op, self.stream, segments=segments, settings=self.settings)
+        if self._algorithm == "shared_scale":
+            shared_scale.check(r.spec, r.op)
+        if self.out is None:
+            check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
+        else:
+            r.out = _output_values(self.out, tensor, r, self.settings)
+        if self.out is None and r.can_defer and r.x.ctypes.data == tensor.data_ptr():
+            r.deferred = []
+        if self.feedback is not None:
+            check_feedback_algorithm(self._algorithm)
+            chosen = choose_algorithm(self._algorithm, r, channel.size)
+            turn.begin(self.feedback, r, named(self.tensor, r), channel, chosen)
+        return r
+
+
+def _store(result: Values, r: Reduction, tensor: torch.Tensor) -> None:
+    """Store the result of a reduction in the caller's tensor."""
+    for decode in r.deferred or ():
+        decode()
+    if r.deferred is None:
+        publish(result, r, tensor)
+    else:
+        mark_written(tensor)
+
+
+def _output_values(out: torch.Tensor, tensor: torch.Tensor, r: Reduction, settings: CallOptions) -> Values | None:
+    """Check ``out=`` and return its memory; None if the result is computed elsewhere."""
+    check_output(out, tensor.dtype, tensor.numel(), "out=")
+    if out.device.type not in ("cpu", tensor.device.type) or not out.is_contiguous():
+        raise ArgumentError(
+            f"out= must be contiguous, and in host memory or where the tensor is; it has strides {out.stride()} on "
+            f"{out.device}"
+        )
+    if out.device == tensor.device and _share_memory(out, tensor):
+        raise ArgumentError("out= shares memory with the tensor: it needs memory of its own")
+    if out.device.type != "cpu" and not r.on_device:  # the tensor is copied to the host
+        return None
+    if r.on_device and out.device != tensor.device:
+        return None
+    return values_of(out, settings)
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if tensors may share memory; `a` is contiguous."""
+    if not b.is_contiguous():
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    tensor: Any,
+    spec: SpecLike | None = None,
+    *,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    feedback: Feedback | None = None,
+    stream: int = 0,
+    options: CallOptions | None = None,
+) -> Work | None:
+    """Reduce a tensor over all ranks and give each rank its part, as ``dist.reduce_scatter_tensor`` does.
+
+    Parameters
+    ----------
+    output : torch.Tensor
+        Tensor that gets this rank's part: the `rank`-th of N equal parts of the flattened result. It may be a part of
+        `tensor`.
+    tensor : torch.Tensor or View
+        Values: N times as many as `output` has, of the same dtype: float32, bfloat16 or float16. The segments of a view
+        name parameters for `feedback`; groups do not follow their rows.
+    spec : Spec, BoundSpec or str, optional
+        Codec, or the name of a preset. Default: that of `feedback`, else lossless.
+    op : ReduceOp or {"sum", "mean", "avg", "max"}
+        Operation. Default: ``ReduceOp.SUM``.
+    group : ProcessGroup, optional
+        Ranks. Default: all.
+    async_op : bool
+        Return at once, and reduce in the background.
+    feedback : Feedback, optional
+        Residuals, as for :func:`all_reduce`.
+    stream : int
+        Number of the random stream.
+    options : CallOptions, optional
+        ``codec.options(timeout=, engine=, threads=)``, as for :func:`all_reduce`; ``algorithm`` is ignored.
+
+    Returns
+    -------
+    Work or None
+        Handle of the collective if `async_op`; its result is ``[output]``.
+
+    Raises
+    ------
+    ArgumentError, SpecError, FrameError, PeerError
+        As for :func:`all_reduce`.
+
+    Examples
+    --------
+    >>> part = torch.empty(1000)
+    >>> codec.torch.reduce_scatter(part, torch.ones(1000))  # with one rank
+    >>> bool(part.eq(1).all())
+    True
+    """
+    settings = settings_of(options)
+
+    def prepare(channel: Channel, turn: Turn) -> Reduction:
+        values, _ = unwrapped(tensor)
+        check_sizes(values, channel.size, output)
+        r = reduction_of(values, spec_or_default(spec, feedback), op, stream, settings=settings)
+        if feedback is not None:
+            turn.begin(feedback, r, named(tensor, r), channel, "reduce_scatter")
+        return r
+
+    return _begin(algorithms.reduce_scatter, prepare, output, group, async_op, settings)
+
+
+def all_gather(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    spec: SpecLike = Lossless(),  # noqa: B008 - immutable
+    *,
+    group: Any = None,
+    async_op: bool = False,
+    stream: int = 0,
+    options: CallOptions | None = None,
+) -> Work | None:
+    """Give all ranks the tensors of all ranks, as ``dist.all_gather_into_tensor`` does.
+
+    With a lossy codec a rank gets its own values as the others decode them.
+
+    Parameters
+    ----------
+    output : torch.Tensor
+        Tensor that gets the values: N times as many as `tensor` has, those of rank 0 first.
+    tensor : torch.Tensor
+        Values of this rank: float32, bfloat16 or float16.
+    spec : Spec, BoundSpec or str
+        Codec, or the name of a preset. Default: lossless.
+    group : ProcessGroup, optional
+        Ranks. Default: all.
+    async_op : bool
+        Return at once, and gather in the background.
+    stream : int
+        Number of the random stream.
+    options : CallOptions, optional
+        ``codec.options(timeout=, engine=, threads=)``, as for :func:`all_reduce`; ``algorithm`` is ignored.
+
+    Returns
+    -------
+    Work or None
+        Handle of the collective if `async_op`; its result is ``[output]``.
+
+    Raises
+    ------
+    ArgumentError, SpecError, FrameError, PeerError
+        As for :func:`all_reduce`.
+
+    Examples
+    --------
+    >>> output = torch.empty(1000)
+    >>> codec.torch.all_gather(output, torch.ones(1000))  # with one rank
+    >>> bool(output.eq(1).all())
+    True
+    """
+    settings = settings_of(options)
+
+    def prepare(channel: Channel, _: Turn) -> Reduction:
+        check_sizes(output, channel.size, tensor)
+        return reduction_of(tensor, spec, "sum", stream, settings=settings)
+
+    return _begin(algorithms.gather, prepare, output, group, async_op, settings)
+
+
+def all_to_all(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    spec: SpecLike = Lossless(),  # noqa: B008 - immutable
+    *,
+    group: Any = None,
+    async_op: bool = False,
+    stream: int = 0,
+    options: CallOptions | None = None,
+) -> Work | None:
+    """Send the i-th of N equal parts of a flattened tensor to rank i, as ``dist.all_to_all_single`` does.
+
+    Parameters
+    ----------
+    output : torch.Tensor
+        Tensor that gets the parts that other ranks send to this one, that of rank 0 first; as many values as `tensor`.
+    tensor : torch.Tensor
+        Values of this rank: float32, bfloat16 or float16. Their number is a multiple of the number of ranks.
+    spec : Spec, BoundSpec or str
+        Codec, or the name of a preset. Default: lossless.
+    group : ProcessGroup, optional
+        Ranks. Default: all.
+    async_op : bool
+        Return at once, and exchange in the background.
+    stream : int
+        Number of the random stream.
+    options : CallOptions, optional
+        ``codec.options(timeout=, engine=, threads=)``, as for :func:`all_reduce`; ``algorithm`` is ignored.
+
+    Returns
+    -------
+    Work or None
+        Handle of the collective if `async_op`; its result is ``[output]``.
+
+    Raises
+    ------
+    ArgumentError, SpecError, FrameError, PeerError
+        As for :func:`all_reduce`.
+
+    Examples
+    --------
+    >>> output = torch.empty(1000)
+    >>> codec.torch.all_to_all(output, torch.ones(1000))
+    >>> bool(output.eq(1).all())
+    True
+    """
+    settings = settings_of(options)
+
+    def prepare(channel: Channel, _: Turn) -> Reduction:
+        check_sizes(output, 1, tensor)
+        if tensor.numel() % channel.size:
+            raise ArgumentError(f"{tensor.numel()} values cannot be cut into {channel.size} equal parts")
+        return reduction_of(tensor, spec, "sum", stream, settings=settings)
+
+    return _begin(algorithms.all_to_all, prepare, output, group, async_op, settings)
+
+
+def _begin(
+    algorithm: Any,
+    prepare: Callable[[Channel, Turn], Reduction],
+    output: torch.Tensor,
+    group: Any,
+    async_op: bool,
+    settings: CallOptions,
+) -> Work | None:
+    """Run an algorithm over the reduction that prepare(channel, turn) returns, and store the result in `output`."""
+
+    def work(comm: Communicator) -> list[torch.Tensor]:
+        with Turn() as turn:
+
+            def prepare_all(_: int) -> Reduction:
+                r = prepare(comm.channel, turn)
+                check_output(output, output.dtype, output.numel())
+                return r
+
+            def store(result: Values, r: Reduction) -> None:
+                publish(result, r, output)
+                turn.commit()
+
+            run_algorithm(comm, algorithm, prepare_all, store)
+        return [output]
+
+    return _work(start(algorithm.__name__, group, settings.timeout, async_op, work))

@@ -1,0 +1,127 @@
+"""Collectives over lists of tensors for the backend `codec`: all tensors of a list travel in one collective."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from codec import ArgumentError, CallOptions
+from codec._options import settings_of
+from codec.specs import Spec
+from codec.tensors.segments import pack, segments
+from codec.torch.group.communicator import Communicator, start, storing_results
+from codec.torch.group.work import Work
+from codec.torch.reduction import algorithms
+from codec.torch.reduction.arguments import check_dense, check_output, publish, reduction_of
+from codec.torch.reduction.execution import algorithm_of, run, run_algorithm
+from codec.torch.reduction.host import Reduction
+from codec.torch.transport.messages import Array
+
+Tensors = Sequence[torch.Tensor]
+
+
+def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, stream: int, options: CallOptions) -> Work:
+    """Reduce tensors of one dtype over all ranks, in place: all of them or none."""
+    settings = settings_of(options)
+
+    def prepare() -> Reduction:
+        for t in tensors:
+            check_output(t, tensors[0].dtype, t.numel(), "a tensor")
+        flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+        return reduction_of(flat, spec, op, stream, segments=pack(segments(tensors)), settings=settings)
+
+    def work(comm: Communicator) -> Tensors:
+        result, r = run(comm, prepare, algorithm_of(settings))
+        with storing_results(comm.channel):
+            begin = 0
+            for t in tensors:
+                publish(result[begin : begin + t.numel()], r, t)
+                begin += t.numel()
+        return tensors
+
+    return _started("all_reduce", group, work)
+
+
+def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, op: Any, stream: int) -> Work:
+    """Reduce tensors of one dtype over all ranks; each rank gets its part of each tensor."""
+
+    def prepare(size: int) -> Reduction:
+        _check_pairs(inputs, outputs)
+        for t, part in zip(inputs, outputs, strict=True):
+            check_dense(t)
+            check_output(part, inputs[0].dtype, t.numel() // size)
+            if t.numel() % size:
+                raise ArgumentError(f"{t.numel()} values cannot be scattered over {size} ranks in equal parts")
+        flat = torch.cat([t.detach().reshape(size, -1) for t in inputs], 1)
+        return reduction_of(flat, spec, op, stream)
+
+    def store(result: Array, r: Reduction) -> None:
+        begin = 0
+        for part in outputs:
+            publish(result[begin : begin + part.numel()], r, part)
+            begin += part.numel()
+
+    return _run(algorithms.reduce_scatter, group, prepare, store, outputs)
+
+
+def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, stream: int) -> Work:
+    """Gather the tensors of all ranks: input i of all ranks, in their order, becomes output i."""
+
+    def prepare(size: int) -> Reduction:
+        _check_pairs(inputs, outputs)
+        for t, everyones in zip(inputs, outputs, strict=True):
+            check_output(everyones, inputs[0].dtype, t.numel() * size)
+        return _joined(inputs, spec, stream)
+
+    def store(result: Array, r: Reduction) -> None:
+        rows, begin = result.reshape(-1, r.n), 0
+        for t, everyones in zip(inputs, outputs, strict=True):
+            publish(rows[:, begin : begin + t.numel()], r, everyones)
+            begin += t.numel()
+
+    return _run(algorithms.gather, group, prepare, store, outputs)
+
+
+def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group: Any, stream: int) -> Work:
+    """Gather one tensor of each rank: that of rank i becomes output i."""
+
+    def prepare(size: int) -> Reduction:
+        if len(outputs) != size:
+            raise ArgumentError(f"{len(outputs)} outputs were given for the tensors of {size} ranks")
+        for theirs in outputs:
+            check_output(theirs, tensor.dtype, tensor.numel())
+        return _joined([tensor], spec, stream)
+
+    def store(result: Array, r: Reduction) -> None:
+        for theirs, row in zip(outputs, result.reshape(-1, r.n), strict=True):
+            publish(row, r, theirs)
+
+    return _run(algorithms.gather, group, prepare, store, outputs)
+
+
+def _joined(tensors: Tensors, spec: Spec, stream: int) -> Reduction:
+    for t in tensors:
+        check_dense(t)
+    flat = tensors[0] if len(tensors) == 1 else torch.cat([t.detach().reshape(-1) for t in tensors])
+    return reduction_of(flat, spec, "sum", stream)
+
+
+def _check_pairs(inputs: Tensors, outputs: Tensors) -> None:
+    if len(inputs) != len(outputs):
+        raise ArgumentError(f"{len(outputs)} outputs were given for {len(inputs)} inputs")
+
+
+def _run(algorithm: Any, group: Any, prepare: Any, store: Any, outputs: Tensors) -> Work:
+    """Begin a collective that stores results by store(result, reduction) in `outputs`."""
+
+    def work(comm: Communicator) -> Tensors:
+        run_algorithm(comm, algorithm, prepare, store)
+        return outputs
+
+    return _started(algorithm.__name__, group, work)
+
+
+def _started(what: str, group: Any, work: Callable[[Communicator], Tensors]) -> Work:
+    started = start(what, group, None, True, work)
+    assert isinstance(started, Work)
+    return started

@@ -1,0 +1,189 @@
+"""Contents of DistributedDataParallel's buckets: parameters, their offsets, shapes and order in memory."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from codec._c.library import lib
+from codec.specs import Spec, Truncate
+from codec.stateful.ranges import NOBODY, Layout, numel
+from codec.tensors.segments import Records, pack, segments
+from codec.torch.reduction import arguments
+from codec.torch.reduction.host import Reduction, Values
+
+_MAX_OTHERS = 1 / 32  # share of a bucket: up to so many other values are encoded along, instead of copying a part
+
+
+def n_values(parameter: torch.Tensor) -> int:
+    """Return how many values a parameter has in a bucket: two real ones for each complex one."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+@dataclass
+class Part:
+    """Parameters of a bucket that have the same spec and the same error feedback.
+
+    If they are nearly the whole bucket, the whole bucket is encoded (`whole`), without a copy. Its frames then hold
+    the parameters of other parts, too, under the name NOBODY: these have no residual there, and get their values from
+    their own part.
+    """
+
+    spec: Spec
+    feedback: bool  # error feedback is applied
+    names: list[str]
+    parameters: list[torch.nn.Parameter]
+    offsets: list[int]  # of the parameters in the bucket, in values
+    whole: bool  # frames hold the whole bucket
+    number: int = 0  # number of the bucket in its step, times 256, plus number of the part in the bucket
+    new: bool = True  # no step with this part has succeeded yet
+    out: torch.Tensor | None = None  # result of a whole bucket, which the model reads
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """Ranges of parameters, (name, 0, number of values), in the order of the part."""
+        return tuple((name, 0, n_values(p)) for name, p in zip(self.names, self.parameters, strict=True))
+
+    @functools.cached_property
+    def segments(self) -> Records:
+        """Shapes of the parameters, whose rows get scales of their own."""
+        return pack(segments([_shape(p) for p in self.parameters]))
+
+    @functools.cached_property
+    def n(self) -> int:
+        """Number of values."""
+        return numel(self.layout)
+
+
+def cut(
+    names: Sequence[str],
+    parameters: Sequence[torch.nn.Parameter],
+    specs: Sequence[tuple[Spec, bool]],
+    number: int = 0,
+) -> list[Part]:
+    """Group the parameters of a bucket by spec and feedback; the part that is encoded as a whole comes first."""
+    sizes = [n_values(p) for p in parameters]
+    offsets = [0, *itertools.accumulate(sizes)]
+    parts: list[Part] = []
+    for key in dict.fromkeys(specs):
+        mine = [i for i, its in enumerate(specs) if its == key]
+        parts.append(
+            Part(*key, [names[i] for i in mine], [parameters[i] for i in mine], [offsets[i] for i in mine], False)
+        )
+    largest = max(parts, key=lambda part: part.n)
+    others = offsets[-1] - largest.n
+    if not others:
+        largest.whole = True
+    elif others <= offsets[-1] * _MAX_OTHERS and not needs_optimizer(largest.spec):
+        mine = set(largest.names)
+        inside = [name if name in mine else NOBODY for name in names]
+        whole = Part(largest.spec, largest.feedback, inside, [*parameters], offsets[:-1], whole=True)
+        parts = [whole, *(part for part in parts if part is not largest)]
+    for i, part in enumerate(parts):
+        part.number = (number << 8) + i
+    return parts
+
+
+def cut_as(
+    buckets: Sequence[Sequence[str]],
+    names: Sequence[str],
+    parameters: Sequence[torch.nn.Parameter],
+    specs: Sequence[tuple[Spec, bool]],
+) -> list[Part]:
+    """Group the parameters of a bucket as if they had come in several buckets.
+
+    DistributedDataParallel has one bucket in its first step, in another order. If that bucket is reduced in the buckets
+    from before a checkpoint, a resumed run is bit-identical to the uninterrupted one.
+
+    Parameters
+    ----------
+    buckets : sequence of sequences of str
+        Names of the same parameters, in the order of each bucket.
+    names, parameters, specs
+        As for :func:`cut`, of the one bucket.
+    """
+    offsets = itertools.accumulate((n_values(p) for p in parameters), initial=0)
+    offset_of = dict(zip(parameters, offsets, strict=False))
+    where = {name: i for i, name in enumerate(names)}
+    found: list[Part] = []
+    for number, bucket in enumerate(buckets):
+        mine = [where[name] for name in bucket]
+        parts = cut(bucket, [parameters[i] for i in mine], [specs[i] for i in mine], number)
+        for part in parts:
+            part.offsets, part.whole = [offset_of[p] for p in part.parameters], False
+        found += parts
+    return found
+
+
+def needs_optimizer(spec: Spec) -> bool:
+    """Return True if a spec computes the level of each value from the optimizer's state."""
+    return isinstance(spec, Truncate) and spec.fixed_level is None
+
+
+def order(p: torch.Tensor) -> list[int]:
+    """Return a parameter's dimensions in the order of its values in a bucket: the order in memory, if without gaps."""
+    dims = list(range(p.dim()))
+    in_memory = sorted(dims, key=p.stride, reverse=True)
+    return in_memory if not p.is_contiguous() and p.permute(in_memory).is_contiguous() else dims
+
+
+def _shape(p: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter's values in a bucket, its first dimensions merged to fit the format's rank."""
+    shape = tuple(p.permute(order(p)).shape) + ((2,) if p.is_complex() else ())
+    extra = len(shape) - lib.CODEC_MAX_RANK
+    return shape if extra <= 0 else (prod(shape[: extra + 1]), *shape[extra + 1 :])
+
+
+def flat(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a parameter's shape as flat values in the order of the parameter in a bucket."""
+    x = x.detach().permute(order(p))
+    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
+
+
+def gradients_in(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradient of each parameter in a bucket, as views in the parameters' shapes, complex ones as complex.
+
+    ``GradBucket.gradients()`` ignores the order in memory, and gives half of a complex gradient and no sparse one.
+    """
+    if buffer.is_sparse:
+        return [buffer]  # a sparse gradient has a bucket of its own
+    found: list[torch.Tensor] = []
+    begin = 0
+    for p in parameters:
+        values = buffer[begin : begin + n_values(p)]
+        begin += n_values(p)
+        values = torch.view_as_complex(values.view(-1, 2)) if p.is_complex() else values
+        dims = order(p)
+        found.append(values.view([p.shape[d] for d in dims]).permute([dims.index(d) for d in range(p.dim())]))
+    return found
+
+
+def scatter(result: Values, r: Reduction, part: Part, buffer: torch.Tensor) -> None:
+    """Store the result of a part into the bucket."""
+    if part.whole:
+        arguments.publish(result, r, buffer)
+        return
+    begin = 0
+    for offset, (_, _, n) in zip(part.offsets, part.layout, strict=True):
+        arguments.publish(result[begin : begin + n], r, buffer[offset : offset + n])
+        begin += n
+
+
+class Buffers:
+    """Memory for tensors that are concatenated in every step: to allocate it anew would take longer than the copy."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Any, torch.Tensor] = {}
+
+    def joined(self, which: tuple[int, str], tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Concatenate tensors; this overwrites the result of the last call with the same `which`, a part and a name."""
+        n, device = sum(t.numel() for t in tensors), tensors[0].device
+        dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+        buffer = self._buffers.get(key := (*which, dtype, device))
+        if buffer is None or buffer.numel() < n:
+            buffer = self._buffers[key] = torch.empty(n, dtype=dtype, device=device)
+        return torch.cat(tensors, out=buffer[:n])

@@ -1,0 +1,220 @@
+"""States of DDP hooks: entries, checks, and conversion to one file or to another number of ranks."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from codec import StateError
+from codec.arguments import whole
+from codec.stateful import ErrorFeedback
+from codec.stateful.checkpoint import opened, plain
+from codec.stateful.ranges import Range, shown
+from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, of_tensors
+
+VERSION = 1
+_NUMBERS = ("rank", "world_size", "steps")
+_LISTS = ("sparse", "buckets")
+_HEAD = ("version", *_NUMBERS, *_LISTS)
+
+
+def head(
+    rank: int, world_size: int, steps: int, sparse: Iterable[str] | None, buckets: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """Return the entries that every state has.
+
+    Parameters
+    ----------
+    rank, world_size : int
+        Rank to which the state belongs, and number of ranks.
+    steps : int
+        Number of steps that have succeeded.
+    sparse : iterable of str or None
+        Names of parameters whose gradients are mostly zero; None: not known yet.
+    buckets : sequence of sequences of str
+        Names of the parameters in each bucket of the last step.
+    """
+    lists = {"sparse": "" if sparse is None else json.dumps(sorted(sparse)), "buckets": json.dumps(buckets)}
+    return {"version": VERSION, "rank": rank, "world_size": world_size, "steps": steps, **lists}
+
+
+class Saved:
+    """State that was parsed and checked.
+
+    Parameters
+    ----------
+    state : mapping
+        State of one rank by ``Hook.state_dict``, or of all ranks by ``gather=True``.
+    rank : int
+        Rank whose state to take from one of all ranks.
+    world_size : int
+        Number of ranks that a state of all ranks must have.
+
+    Raises
+    ------
+    StateError
+        `state` is no such state.
+    """
+
+    def __init__(self, state: Any, rank: int, world_size: int) -> None:
+        if not isinstance(state, Mapping):
+            raise StateError(f"the state of a hook is a dict, not {type(state).__name__}")
+        entries = opened(cast(Mapping[str, Any], state))
+        if "ranks" in entries:
+            entries = opened(_one_of(entries["ranks"], rank, world_size))
+        self.rank, self.world_size, self.steps = (plain(entries, name, int) for name in _NUMBERS)
+        if not UNKNOWN <= self.rank < max(1, self.world_size) or not 0 <= self.steps < 1 << 48:
+            raise StateError(
+                f"a state of rank {self.rank} of {self.world_size} after {self.steps} steps is impossible: "
+                "it is damaged"
+            )
+        text = plain(entries, "sparse", str)
+        self.sparse = frozenset(_names("sparse", _read("sparse", text))) if text else None
+        buckets = _read("buckets", plain(entries, "buckets", str))
+        self.buckets = [_names("buckets", bucket) for bucket in buckets]
+        self.parts: dict[str, Any] = {name: part for name, part in entries.items() if name not in _HEAD}
+
+    def check_parts(self, expected: Iterable[str]) -> None:
+        """Raise StateError unless the state has these parts: ``worker``, ``server``, ``refresher``."""
+        lacking, extra = sorted(set(expected) - set(self.parts)), sorted(set(map(str, self.parts)) - set(expected))
+        if lacking or extra:
+            raise StateError(
+                f"the state is of a hook with other arguments: it lacks {lacking}, and has {extra} in excess; "
+                "make the hook with the feedback= and refresher= with which it was saved"
+            )
+
+
+def check_rank(owner: tuple[int, int], here: tuple[int, int]) -> None:
+    """Raise StateError if residuals belong to another rank, or to another number of ranks, than `here`."""
+    if UNKNOWN not in (*owner, *here) and owner != here:
+        raise StateError(
+            f"these residuals belong to rank {owner[0]} of {owner[1]}, and this is rank {here[0]} of {here[1]}: "
+            "load each rank's own state, one of all ranks (state_dict(gather=True)), or one that Hook.reshard(states, "
+            "world_size) made for this number of ranks"
+        )
+
+
+def check_ranges(ranges: Iterable[Range], sizes: Mapping[str, int]) -> None:
+    """Raise StateError if residuals belong to parameters, or to values, that a model does not have.
+
+    Parameters
+    ----------
+    ranges : iterable of (str, int, int)
+        Ranges of parameters that have residuals.
+    sizes : mapping of str to int
+        Number of values of each parameter of the model.
+    """
+    ranges = list(ranges)
+    if unknown := sorted({name for name, _, _ in ranges if name not in sizes}):
+        some = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} others" if len(unknown) > 5 else "")
+        raise StateError(f"the state has residuals of parameters that the model does not have: {some}")
+    for r in ranges:
+        if r[2] > sizes[r[0]]:
+            raise StateError(f"the state has a residual of {shown(r)}, but {r[0]} has {sizes[r[0]]} values")
+
+
+def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
+    """Return states for `world_size` ranks whose residuals correct gradients as the given ones do; see Hook.reshard."""
+    world_size = whole("world_size", world_size, 1, 1 << 20)
+    if isinstance(states, Mapping) and "ranks" in states:
+        states = opened(cast(Mapping[str, Any], states))["ranks"]
+    if not isinstance(states, Sequence) or not states:
+        raise StateError("reshard needs the states of all ranks: a list in their order, or the state of gather=True")
+    old = cast(Sequence[Any], states)
+    saved = [Saved(state, UNKNOWN, UNKNOWN) for state in old]
+    for rank, each in enumerate(saved):
+        if each.rank != UNKNOWN and (each.rank, each.world_size) != (rank, len(saved)):
+            raise StateError(
+                f"state {rank} of {len(saved)} is of rank {each.rank} of {each.world_size}: give the states of all "
+                "ranks, in their order"
+            )
+        each.check_parts(saved[0].parts)
+    first = saved[0]
+    new = [head(rank, world_size, first.steps, first.sparse, first.buckets) | first.parts for rank in range(world_size)]
+    for role in set(ROLES) & set(first.parts):
+        for state, part in zip(
+            new, ErrorFeedback.reshard([each.parts[role] for each in saved], world_size), strict=True
+        ):
+            state[role] = of_tensors(part)
+    return new
+
+
+def packed(state: Mapping[str, Any]) -> bytes:
+    """Return a state of one rank as bytes without pickles: length of a table, the table in JSON, then the arrays."""
+    table: list[Any] = []
+    arrays: list[bytes] = []
+
+    def put(path: list[str], value: Any) -> None:
+        if isinstance(value, Mapping):
+            for name, each in cast(Mapping[str, Any], value).items():
+                put([*path, name], each)
+        elif isinstance(value, int | str):
+            table.append([path, value])
+        else:
+            array = np.asarray(value)
+            arrays.append(array.tobytes())
+            table.append([path, [array.dtype.str, len(array)]])
+
+    put([], state)
+    text = json.dumps(table).encode()
+    return b"".join([len(text).to_bytes(8, "little"), text, *arrays])
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """Return the state that :func:`packed` has written.
+
+    Raises
+    ------
+    StateError
+        `data` is something else.
+    """
+    state: dict[str, Any] = {}
+    try:
+        at = 8 + int.from_bytes(data[:8], "little")
+        for path, value in json.loads(data[8:at]):
+            *folders, name = path
+            place = state
+            for folder in folders:
+                place = place.setdefault(folder, {})
+            if isinstance(value, list):
+                kind, count = np.dtype(value[0]), whole("a length", value[1], 0)
+                place[name] = torch.from_numpy(np.frombuffer(data, kind, count, at).copy())
+                at += kind.itemsize * count
+            else:
+                place[name] = value
+    except (ValueError, TypeError, AttributeError, OverflowError) as e:
+        raise StateError(f"another rank has sent bytes that are no state of a hook: {e}") from e
+    return state
+
+
+def _one_of(ranks: Any, rank: int, world_size: int) -> Any:
+    """Return the state of a rank from those of all."""
+    if not isinstance(ranks, Sequence):
+        raise StateError(f"'ranks' of the state is {type(ranks).__name__}, not a list of the states of all ranks")
+    states = cast(Sequence[Any], ranks)
+    if rank == UNKNOWN:
+        raise StateError("the state is one of all ranks: register the hook before it is loaded")
+    if len(states) != world_size:
+        raise StateError(
+            f"the state is of {len(states)} ranks, and there are {world_size}: make one for these by "
+            "Hook.reshard(state, world_size), and load the entry of this rank"
+        )
+    return states[rank]
+
+
+def _read(name: str, text: str) -> list[Any]:
+    try:
+        read = json.loads(text)
+    except ValueError:
+        read = None
+    if not isinstance(read, list):
+        raise StateError(f"{name!r} of this state is not a list of names")
+    return cast(list[Any], read)
+
+
+def _names(name: str, read: Any) -> list[str]:
+    if not isinstance(read, list) or not all(isinstance(each, str) for each in cast(list[Any], read)):
+        raise StateError(f"{name!r} of this state is not a list of names")
+    return cast(list[str], read)

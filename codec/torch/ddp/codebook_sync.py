@@ -1,0 +1,122 @@
+"""Codebooks that all ranks agree on, refreshed behind the buckets of a step."""
+
+from typing import Any
+
+import numpy as np
+
+from codec import CodecError
+from codec.specs import Lossless, Truncate
+from codec.stateful import CodebookRefresher
+from codec.torch.group.communicator import Communicator, close_on_error, exchange_requests, hash64, request
+from codec.torch.group.work import Work
+from codec.torch.reduction import algorithms
+from codec.torch.reduction.execution import signature
+from codec.torch.reduction.host import Reduction
+from codec.torch.transport.channel import Channel
+from codec.torch.transport.messages import Array
+
+
+def sum_of_counts(counts: Array) -> Array:
+    """Return the sum over ranks of counts of symbols, int64 of shape (ranks, symbols), without overflow.
+
+    Counts that could overflow the sum are limited. All ranks have the same counts, so they get the same sum.
+    """
+    return np.minimum(counts, np.iinfo(np.int64).max // len(counts)).sum(0)
+
+
+class CodebookSync:
+    """Keeps the steps and codebooks of a refresher equal on all ranks.
+
+    Counts of symbols are gathered in the thread and over the connections of the gradients, after a step's last bucket.
+
+    Parameters
+    ----------
+    refresher : CodebookRefresher
+        This rank's refresher.
+    """
+
+    def __init__(self, refresher: CodebookRefresher) -> None:
+        self.refresher = refresher
+        self._in_sync = False  # all ranks are known to have the same step and codebooks
+        self._refresh_work: Work | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Go on from the refresher's state."""
+        self._step: int = self.refresher.state_dict()["latest"]  # failed steps count, too
+        self._in_sync = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the refresh in flight."""
+        return self.__dict__ | {"_in_sync": False, "_refresh_work": None}
+
+    def require_sync(self) -> None:
+        """Note that ranks may have different codebooks: one is new, or a step has failed."""
+        self._in_sync = False
+
+    def begin_step(self, channel: Channel) -> None:
+        """Advance the step. If ranks have different steps or codebooks, all ranks drop their codebooks."""
+        if not self._in_sync:
+            _, requests = exchange_requests(channel, lambda: (None, self._request()))
+            states = [(step, books) for _, step, books in requests]
+            if len(set(states)) > 1:
+                with close_on_error(channel):
+                    self._reset()
+            self._step = max(step for step, _ in states)
+            self._in_sync = True
+        self._step += 1
+
+    def _request(self) -> list[int]:
+        """Return the signature of the refresher's parameters, the step, and a hash of the codebooks."""
+        refresher = self.refresher
+        how = refresher.spec, refresher.dtype, refresher.interval, refresher.delay
+        books = {name: bytes(book) for name, book in refresher.state_dict().items() if name.startswith("book")}
+        return [hash64("codebooks", how), self._step, hash64(books)]
+
+    def _reset(self) -> None:
+        """Drop codebooks, counts and steps."""
+        refresher = self.refresher
+        how = {"interval": refresher.interval, "delay": refresher.delay}
+        refresher.load_state_dict(CodebookRefresher(refresher.spec, refresher.dtype, **how).state_dict())
+
+    def prepare(self, r: Reduction) -> None:
+        """Make a reduction encode with the agreed codebook, and count its symbols if a refresh is due."""
+        refresher = self.refresher
+        if r.spec != refresher.spec or (isinstance(r.spec, Truncate) and r.dtype != refresher.dtype):
+            return  # the codebooks are for other symbols
+        r.codebook, r.codebooks = refresher.current(self._step), refresher.books
+        if refresher.due(self._step):
+            r.count_symbols = refresher.count
+
+    def submit(self, comm: Communicator) -> None:
+        """Refresh the codebooks after all collectives that were submitted before."""
+        self._refresh_work = comm.worker.submit(lambda: self._refresh(comm.channel))
+
+    def _refresh(self, channel: Channel) -> None:
+        """Sum the counts of all ranks, and propose the same codebook for a later step on all of them."""
+        refresher = self.refresher
+        if not refresher.due(self._step):
+            return
+
+        def prepare() -> tuple[Reduction, list[int]]:
+            r = Reduction(refresher.counts(), "int64", Lossless(), "sum", 0)
+            refresher.rollback(self._step)  # counts of a step that fails are dropped
+            return r, [signature(r, "refresh")]
+
+        if not self._in_sync:
+            refresher.rollback(self._step)
+            return
+        try:
+            r = request(channel, prepare)
+            with close_on_error(channel):
+                counts, error = algorithms.gather(channel, r)
+            channel.exchange_verdict(error)
+            refresher.propose(self._step, sum_of_counts(counts.reshape(channel.size, -1)))
+        except CodecError:
+            pass  # on all ranks; they keep the current codebook
+
+    def wait(self) -> None:
+        """Wait for the refresh in flight, if there is one."""
+        work, self._refresh_work = self._refresh_work, None
+        if work is not None:
+            work.wait()

@@ -1,0 +1,173 @@
+"""Hooks for DistributedDataParallel: how they are made, and how torch calls them."""
+
+# no `from __future__ import annotations`: torch looks at the hook's annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from codec import ArgumentError, CallOptions, SpecError
+from codec._options import settings_of
+from codec.arguments import shown, whole
+from codec.optimizers.from_torch import check_known, unwrapped
+from codec.specs import Lossless, Spec
+from codec.stateful import CodebookRefresher
+from codec.torch.ddp import lifetime
+from codec.torch.ddp.buckets import needs_optimizer
+from codec.torch.ddp.hook import Hook, check
+from codec.torch.ddp.policy import Policy, default_policy
+from codec.torch.ddp.reducer import Transform
+from codec.torch.reduction.execution import algorithm_of
+
+
+def ddp_hook(
+    spec: Spec | str = Lossless(),  # noqa: B008 - immutable
+    *,
+    optimizer: Any = None,
+    feedback: bool | None = None,
+    policy: Policy = default_policy,
+    refresher: CodebookRefresher | None = None,
+    grad_scaler: Any = None,
+    start_step: int = 0,
+    transform: Transform | None = None,
+    options: CallOptions | None = None,
+) -> Hook:
+    """Make a communication hook that sends DistributedDataParallel's gradients as frames, and averages them.
+
+    Buckets are reduced one after the other in the background, over connections of their own, while the backward pass
+    goes on. All ranks get the same bits. After an error on any rank all ranks raise an error, and the residuals of
+    error feedback are as before the step. Gradients of float64 and sparse gradients are sent uncompressed.
+
+    Parameters
+    ----------
+    spec : Spec or str
+        Codec of the gradients, or the name of a preset. Default: lossless.
+    optimizer : torch.optim.Optimizer, optional
+        Optimizer from whose step :class:`codec.Truncate` computes how many bits of each gradient matter
+        (:func:`codec.optimizers.from_optimizer`). Optimizers that Accelerate or Lightning have wrapped are unwrapped.
+    feedback : bool, optional
+        Error feedback: the errors of frames are added to the gradients of the next step, on each rank and once more
+        where sums are encoded; it takes 8 bytes for each value. It converges for codecs that are contractions
+        (:attr:`codec.Spec.contraction`). Default: True for :class:`codec.Sign`, which does not converge well without,
+        and for :class:`codec.Truncate` with ``guard="feedback"``, else False.
+    policy : callable
+        policy(name, parameter) returns the spec of a parameter, a preset, or None for `spec`. It is called in every
+        step, and must return the same on all ranks. Names are without the parts that wrappers such as torch.compile
+        add. Default: :func:`default_policy`.
+    refresher : CodebookRefresher, optional
+        Refresher of the same spec, :class:`codec.Lossless` or :class:`codec.Truncate`: frames then name codebooks that
+        all ranks have agreed on, instead of holding their own. Symbols are counted and summed behind the buckets of a
+        step in which a refresh is due. If a rank is new, all ranks drop their codebooks. Default: none, because
+        gradients of different layers are smaller with codebooks of their own.
+    grad_scaler : torch.amp.GradScaler, optional
+        Scaler of the gradients, if there is one. NaN and Inf are no error then: all ranks get NaN, all scalers skip the
+        step, and residuals are as before. Truncate reads the scale from it.
+    start_step : int
+        Number of first steps that send all gradients lossless, as a warm-up.
+    transform : callable, optional
+        transform(buffer, gradients) changes a bucket of this rank's gradients in place, before residuals are added and
+        the bucket is encoded. `buffer` is the bucket as a flat tensor; `gradients` is a list of pairs (parameter,
+        gradient), whose gradients are views of `buffer` in the shapes of the parameters. It is called without
+        autograd, in the thread of the group's collectives, for every bucket of every step; buckets differ from step to
+        step. It must change nothing but the buffer, since the step may fail. Its errors are errors on all ranks.
+    options : CallOptions, optional
+        ``codec.options(algorithm=, timeout=, engine=, threads=)``, as for :func:`all_reduce`, and those of the ``with``
+        blocks in which the hook is made.
+
+    Returns
+    -------
+    Hook
+        Hook; call its ``register(model)``.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        An argument has a wrong type or value, or the arguments do not go together.
+
+    Examples
+    --------
+    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> hook = codec.torch.ddp_hook("near", optimizer=optimizer).register(model)
+    >>> model(torch.ones(8, 100)).sum().backward()
+    >>> hook.stats().steps
+    1
+
+    Send averages of this rank's last gradients instead of gradients, as optimizers that compress momenta do.
+
+    >>> momenta = {p: torch.zeros_like(p) for p in model.parameters()}
+    >>> def momentum(buffer, gradients):
+    ...     for p, gradient in gradients:
+    ...         gradient.mul_(0.1).add_(momenta[p], alpha=0.9)
+    >>> model = torch.nn.parallel.DistributedDataParallel(model.module)
+    >>> hook = codec.torch.ddp_hook(codec.Sign(), transform=momentum).register(model)
+    >>> model(torch.ones(8, 100)).sum().backward()  # gradients are now the mean momenta
+    """
+    optimizer = unwrapped(optimizer)
+    settings = settings_of(options)
+    spec = check(spec, optimizer, feedback, algorithm_of(settings), refresher)
+    if needs_optimizer(spec):
+        check_known(optimizer)
+    start_step = whole("start_step", start_step, 0, 1 << 40)
+    if transform is not None and not callable(transform):  # pyright: ignore[reportUnnecessaryComparison]
+        raise ArgumentError(f"transform must be a function of a buffer and a list of gradients, got {shown(transform)}")
+    return Hook(spec, optimizer, feedback, policy, refresher, grad_scaler, start_step, transform, settings)
+
+
+# Hooks that comm_hook has made, by the model whose gradients they send.
+_hooks: "weakref.WeakKeyDictionary[DistributedDataParallel, Hook]" = weakref.WeakKeyDictionary()
+
+
+def comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
+    """Reduce a bucket, in the form ``hook(state, bucket)`` of torch's own communication hooks.
+
+    Parameters
+    ----------
+    state : Hook, Spec, str or None
+        Hook that :func:`ddp_hook` returned; or a spec or a preset for ``ddp_hook(spec)``; or None for ``ddp_hook()``,
+        which is lossless. Pass a hook if it needs other arguments, such as ``optimizer=`` for :class:`codec.Truncate`,
+        or to read its statistics and to save its state.
+    bucket : torch.distributed.GradBucket
+        Bucket of DistributedDataParallel.
+
+    Returns
+    -------
+    torch.futures.Future
+        Tensor of the reduced bucket: the mean over all ranks.
+
+    Raises
+    ------
+    ArgumentError
+        `state` is something else, or a spec that needs other arguments of :func:`ddp_hook`.
+
+    Examples
+    --------
+    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
+    >>> model.register_comm_hook(codec.Float8(), codec.torch.comm_hook)
+    >>> model(torch.ones(8, 100)).sum().backward()
+    """
+    hook = state if isinstance(state, Hook) else _hook_of(state, bucket)
+    return hook(None, bucket)
+
+
+def _hook_of(state: Any, bucket: Any) -> Hook:
+    """Return the hook of the model that a bucket belongs to; the first bucket of a model makes it."""
+    lifetime.check_bucket(bucket)
+    parameter = bucket.parameters()[0]
+    for hook in _hooks.values():
+        if parameter in hook.plan.names:
+            return hook
+    try:
+        hook = ddp_hook() if state is None else ddp_hook(state)
+    except (ArgumentError, SpecError) as e:
+        raise ArgumentError(
+            "the state of codec.torch.comm_hook must be a hook that ddp_hook() returned, a spec, a preset or None, got "
+            f"{shown(state)}: {e}"
+        ) from e
+    model = lifetime.model_with(parameter, comm_hook)
+    hook.serve(model)
+    _hooks[model] = hook
+    return hook

@@ -1,0 +1,140 @@
+"""Error feedback of a DDP hook: residuals of its frames, and a guard against residuals that grow."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from codec.specs import Spec
+from codec.stateful.ranges import NOBODY, Range, cut
+from codec.torch.ddp.buckets import Part
+from codec.torch.feedback.pair import ResidualPair
+from codec.torch.reduction.host import Reduction, square
+from codec.torch.transport.messages import Array
+
+logger = logging.getLogger("codec.torch")
+
+_INTERVAL = 8  # steps between two measurements of norms, which read residuals and gradients once more
+_DECAY = 0.75  # weight of earlier measurements in a running mean
+_FIRST = 3  # measurements before the guard may warn, since first gradients differ in size
+_BOUND = 20.0  # largest norm of a residual over that of its gradient; stable runs stay below 15 (docs/convergence.md)
+
+
+class Residuals(ResidualPair):
+    """Residuals of a hook's parameters, with running means of their norms.
+
+    Parameters
+    ----------
+    spec : Spec
+        Spec of the hook. Frames of other specs can use the residuals, too.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self._squares: dict[str, tuple[float, float]] = {}  # running means of both squared norms, by parameter
+        self._measuring = False
+        self._measurements = 0
+        self._measured: list[
+            tuple[list[Range], Array, list[float]]
+        ] = []  # ranges, residual, squared norms of gradients
+        self._moved: list[Part] = []  # parts in their first step
+        self._warned = False
+
+    def begin_step(self, step: int, scale: float) -> None:
+        """Roll a failed step back; from now on gradients have the factor `scale`."""
+        self.rollback()
+        self.rescale(scale)
+        self._measuring = step % _INTERVAL == 0
+
+    def feed_part(self, r: Reduction, part: Part, owned: tuple[int, int], size: int) -> None:
+        """Make the frames of a part add the residuals, and keep their own errors.
+
+        A part without error feedback, such as a lossless one, adds the residuals once, in its first step.
+
+        Parameters
+        ----------
+        r : Reduction
+            Gets the arrays of the residuals.
+        part : Part
+            The parameters of the reduction.
+        owned, size
+            As for :meth:`feed`.
+        """
+        if part.new:
+            self._moved.append(part)
+        if not part.feedback:
+            if part.new:
+                self.flush(r, part.layout, size)
+            return
+        sums = self.feed(r, part.layout, owned, size, moved=part.new)  # other ranks encode its sums, if it is new
+        if self._measuring and r.residual is not None:
+            self._measure(r, part, (0, part.n), r.residual)
+            if sums is not None:
+                self._measure(r, part, owned, sums)
+
+    def _measure(self, r: Reduction, part: Part, within: tuple[int, int], residual: Array) -> None:
+        """Note the squared norms of the gradients whose residuals a step writes to `residual`."""
+        ranges, offset, squares = cut(part.layout, *within), within[0], list[float]()
+        for _, start, stop in ranges:
+            n = stop - start
+            squares.append(square(r.as_float32(r.x[offset : offset + n])))
+            offset += n
+        self._measured.append((ranges, residual, squares))
+
+    def commit(self) -> None:
+        """Keep the residuals of a step that has succeeded on all ranks."""
+        measured, self._measured = self._measured, []
+        for part in self._moved:
+            part.new = False
+        self._moved = []
+        self._note(measured)
+        super().commit()
+
+    def rollback(self) -> None:
+        """Drop the residuals of a step that has failed."""
+        self._measured, self._moved = [], []
+        super().rollback()
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Norm of each parameter's residual divided by that of its gradient, from running means of their squares."""
+        return {name: float(np.sqrt(e / g)) for name, (e, g) in self._squares.items()}
+
+    def _note(self, measured: list[tuple[list[Range], Array, list[float]]]) -> None:
+        """Update the running means, and warn once if the residual of a parameter is too large."""
+        found: dict[str, tuple[float, float]] = {}
+        for ranges, residual, squares in measured:
+            offset = 0
+            for (name, start, stop), g in zip(ranges, squares, strict=True):
+                here, offset = residual[offset : offset + stop - start], offset + stop - start
+                e, former = square(here), found.get(name, (0.0, 1.0))
+                if name != NOBODY and g > 0 and e * former[1] >= former[0] * g:  # the larger one of worker and server
+                    found[name] = e, g
+        for name, new in found.items():
+            old = self._squares.get(name, new)
+            self._squares[name] = (_DECAY * old[0] + (1 - _DECAY) * new[0], _DECAY * old[1] + (1 - _DECAY) * new[1])
+        self._measurements += bool(found)
+        ratios = self.ratios if self._measurements >= _FIRST and not self._warned else {}
+        worst = max(ratios, key=ratios.__getitem__, default="")
+        if ratios.get(worst, 0.0) > _BOUND:
+            self._warned = True
+            logger.warning(
+                "error feedback of %s: the residual of %s has %.0f times the norm of its gradient, and training may "
+                "diverge. Send this parameter lossless by policy=, or use a codec with a smaller error.",
+                self.worker.spec,
+                worst,
+                ratios[worst],
+            )
+
+    def copied(self) -> "Residuals":
+        """Return the same residuals in memory of their own."""
+        again = Residuals(self.worker.spec)
+        again.load_state_dict(self.state_dict())
+        again._squares, again._measurements, again._warned = self._squares, self._measurements, self._warned
+        return again
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the residuals; an error leaves them unchanged."""
+        super().load_state_dict(state)
+        self._measured, self._moved = [], []

@@ -1,0 +1,75 @@
+"""Statistics of hooks: steps, traffic, residuals."""
+
+from dataclasses import dataclass, field, fields
+
+from codec.specs import Spec
+from codec.torch.transport.counters import Counters
+
+
+@dataclass(frozen=True)
+class ParameterStats:
+    """Statistics of one parameter of a hook's model.
+
+    Attributes
+    ----------
+    spec : Spec
+        Codec of its gradient in the last step.
+    n : int
+        Number of values.
+    residual_norm : float
+        Euclidean norm of this rank's residual; 0 without error feedback.
+    residual_ratio : float
+        Norm of the residual divided by the norm of the gradient, as last measured; 0 without error feedback.
+    """
+
+    spec: Spec
+    n: int
+    residual_norm: float
+    residual_ratio: float
+
+
+@dataclass
+class Stats(Counters):
+    """Statistics of a hook on this rank: the attributes of :class:`Counters`, and these.
+
+    Attributes
+    ----------
+    steps : int
+        Steps that succeeded on all ranks.
+    failed_steps : int
+        Steps that failed.
+    buckets : int
+        Buckets that were reduced. `raw_collectives` of them were sent uncompressed, at least in part.
+    residual_ratio : float
+        Largest norm of a parameter's residual divided by the norm of its gradient, measured every 8 steps. Runs that
+        converge stay below 15.
+    world_size : int
+        Number of ranks.
+    parameters : dict of str to ParameterStats
+        Statistics by parameter name; empty without ``stats(by_parameter=True)``.
+
+    Examples
+    --------
+    >>> hook = codec.torch.ddp_hook(codec.Float8())
+    >>> hook.stats().steps
+    0
+    """
+
+    steps: int = 0
+    failed_steps: int = 0
+    buckets: int = 0
+    residual_ratio: float = 0.0
+    world_size: int = 1
+    parameters: dict[str, ParameterStats] = field(default_factory=dict[str, ParameterStats])
+
+    @property
+    def ratio(self) -> float:
+        """Bytes sent divided by those of an uncompressed all-reduce, 2 (N - 1) / N of each tensor; nan if none."""
+        plain = self.raw_nbytes * 2 * (self.world_size - 1) / self.world_size
+        return self.sent_nbytes / plain if plain else float("nan")
+
+    def add_bucket(self, traffic: Counters) -> None:
+        """Add the traffic of a bucket."""
+        for f in fields(Counters):
+            setattr(self, f.name, getattr(self, f.name) + getattr(traffic, f.name))
+        self.buckets += 1

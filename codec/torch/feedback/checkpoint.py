@@ -1,0 +1,64 @@
+"""States of codec.torch.Feedback: entries, checks, and conversion to another number of ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from codec import StateError
+from codec.arguments import shown, whole
+from codec.stateful import ErrorFeedback
+from codec.stateful.checkpoint import VERSION, opened, plain
+
+ROLES = ("worker", "server")
+UNKNOWN = -1  # rank and world size of residuals without a group
+_KEYS = frozenset({"version", "rank", "world_size", "op", *ROLES})
+
+
+def of_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part of a state with tensors in place of arrays, for torch.load."""
+    return {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in state.items()}
+
+
+def head(rank: int, world_size: int, op: str) -> dict[str, Any]:
+    """Return the entries of a state without the residuals."""
+    return {"version": VERSION, "rank": rank, "world_size": world_size, "op": op}
+
+
+def parse(state: Any) -> tuple[int, int, str, dict[str, Any]]:
+    """Return rank, number of ranks, operation and residuals of a state; raise StateError if it is none."""
+    if not isinstance(state, Mapping):
+        raise StateError(f"the state of a Feedback is a dict, got {shown(state)}")
+    entries = opened(cast(Mapping[str, Any], state))
+    if set(entries) != _KEYS:
+        wrong = sorted(map(str, set(entries) ^ _KEYS))
+        raise StateError(f"the state of a Feedback has the entries {sorted(_KEYS)}; {wrong[0]!r} is missing or unknown")
+    rank, world_size, op = plain(entries, "rank", int), plain(entries, "world_size", int), plain(entries, "op", str)
+    known = 0 <= rank < world_size or (rank, world_size) == (UNKNOWN, UNKNOWN)
+    if not known or op not in ("", "mean", "sum"):
+        raise StateError(f"a state of rank {rank} of {world_size} for op {op!r} is impossible: it is damaged")
+    return rank, world_size, op, {role: entries[role] for role in ROLES}
+
+
+def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
+    """Return states for `world_size` ranks; see :meth:`codec.torch.Feedback.reshard`."""
+    world_size = whole("world_size", world_size, 1, 1 << 20)
+    if not isinstance(states, Sequence) or isinstance(states, str | bytes) or not states:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise StateError(f"reshard needs a list of the states of all ranks, in their order, got {shown(states)}")
+    found = [parse(state) for state in states]
+    ops = {op for _, _, op, _ in found if op}
+    if len(ops) > 1:
+        raise StateError(f"some of these states are of a {min(ops)}, others of a {max(ops)}")
+    for i, (rank, size, _, _) in enumerate(found):
+        if rank != UNKNOWN and (rank, size) != (i, len(found)):
+            raise StateError(
+                f"state {i} of {len(found)} is of rank {rank} of {size}: give the states of all ranks, in order"
+            )
+    op = ops.pop() if ops else ""
+    how: Any = {"op": op or "mean"}
+    parts = [ErrorFeedback.reshard([p[role] for *_, p in found], world_size, **how) for role in ROLES]
+    return [
+        head(rank, world_size, op) | {role: of_tensors(part[rank]) for role, part in zip(ROLES, parts, strict=True)}
+        for rank in range(world_size)
+    ]

@@ -1,0 +1,167 @@
+"""Error feedback of all-reduces and reduce-scatters: residuals by parameter name, for a caller that keeps them."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from codec import StateError
+from codec.specs import Spec, check_contraction
+from codec.torch.feedback import checkpoint
+from codec.torch.feedback.checkpoint import UNKNOWN
+from codec.torch.feedback.pair import ResidualPair
+from codec.torch.reduction.arguments import plain_spec
+
+
+class Feedback:
+    """Error feedback for :func:`all_reduce` and :func:`reduce_scatter`: residuals of this rank, by parameter.
+
+    Each rank sends its values plus the errors of its earlier frames, and keeps the errors of the new ones. A rank that
+    encodes sums, as in a two-shot all-reduce, does the same with the sums of its slice. Results then add up to the
+    exact sums, except for the residuals. Residuals change only if the collective succeeds on all ranks. They take 4
+    bytes for each value, 4 more for each value of this rank's slice, and the same again for the copies that a
+    collective in flight changes.
+
+    Residuals belong to parameter names and ranges, not to buckets. Name the parameters of a bucket, and different
+    tensors, by ``codec.view(tensor, segments={name: shape, ...})``. A tensor without names is one parameter of its own,
+    so a Feedback can serve only one such tensor.
+
+    Parameters
+    ----------
+    spec : Spec or str
+        Codec of calls without a spec, or the name of a preset. It must be a contraction
+        (:attr:`codec.Spec.contraction`).
+
+    Attributes
+    ----------
+    spec : Spec
+        Codec of calls without a spec.
+
+    Raises
+    ------
+    SpecError
+        The spec is lossless or not a contraction.
+    ArgumentError
+        The spec is bound to an optimizer, which is for one call: pass the bound spec to the call.
+
+    Examples
+    --------
+    >>> feedback = codec.torch.Feedback(codec.Sign())
+    >>> exact = torch.linspace(-1, 1, 1000)
+    >>> total = torch.zeros(1000)
+    >>> for step in range(100):
+    ...     gradient = exact.clone()
+    ...     codec.torch.all_reduce(gradient, op="mean", feedback=feedback)
+    ...     total += gradient
+    >>> bool((total / 100 - exact).abs().mean() < 0.05)
+    True
+
+    Residuals of a bucket are kept by name, and saved with a checkpoint:
+
+    >>> bucket = codec.view(torch.ones(110), segments={"weight": (10, 10), "bias": (10,)})
+    >>> feedback = codec.torch.Feedback(codec.Quantize(4))
+    >>> codec.torch.all_reduce(bucket, feedback=feedback)
+    >>> state = feedback.state_dict()
+    >>> sorted(state["worker"])
+    ['bias[0:10]', 'role', 'version', 'weight[0:100]']
+    >>> feedback.load_state_dict(state)
+    """
+
+    def __init__(self, spec: Spec | str) -> None:
+        self.spec = plain_spec(spec)
+        check_contraction(self.spec)
+        self._pair = ResidualPair(self.spec)
+        self._owner = UNKNOWN, UNKNOWN  # rank and number of ranks of the residuals
+        self._op = ""  # operation of the reductions; "" before the first one
+        self._sizes: dict[str, int] = {}  # values of each parameter that has a residual
+        self._owned: dict[str, Any] = {}  # by parameter: layout, begin and end of the last reduction that had it
+        self._turn: Any = None  # Turn of the collective in flight
+        self._lock = threading.Lock()  # collectives run in threads of their groups
+
+    def __repr__(self) -> str:
+        return f"<codec.torch.Feedback {self.spec}, {len(self._sizes)} parameters>"
+
+    def norms(self) -> dict[str, float]:
+        """Return the Euclidean norm of this rank's residual of each parameter; "" is a tensor without names."""
+        with self._lock:
+            return self._pair.norms()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of this rank's residuals; those of a collective in flight as before that collective.
+
+        Returns
+        -------
+        dict
+            Integers, strings, and two dicts of float32 tensors, which ``torch.load(weights_only=True)`` accepts.
+        """
+        with self._lock:
+            rank, world_size = self._owner
+            return checkpoint.head(rank, world_size, self._op) | self._pair.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the residuals by those of a state of this rank, which is copied.
+
+        Parameters
+        ----------
+        state : mapping
+            Return value of :meth:`state_dict` on this rank, or this rank's item of that of :meth:`reshard`.
+
+        Raises
+        ------
+        StateError
+            `state` is no such state, or a collective is in flight. Residuals are unchanged. If the state is of another
+            rank or number of ranks, the next collective raises this error.
+        """
+        rank, world_size, op, parts = checkpoint.parse(state)
+        pair = ResidualPair(self.spec)
+        pair.load_state_dict(parts)
+        with self._lock:
+            if self._turn is not None and not self._turn.is_over:
+                raise StateError("a collective in flight uses these residuals: wait for it before a state is loaded")
+            self._pair, self._owner, self._op, self._turn = pair, (rank, world_size), op, None
+            self._sizes, self._owned = {}, {}
+            for name, _, stop in pair.ranges():
+                self._sizes[name] = max(stop, self._sizes.get(name, 0))
+
+    @staticmethod
+    def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
+        """Return states for another number of ranks, whose residuals correct results by as much as the given ones.
+
+        Every new rank gets the mean of the workers' residuals if the collectives are means, and an equal share of their
+        sum if they are sums. Residuals of encoded sums move to other ranks unchanged.
+
+        Parameters
+        ----------
+        states : sequence of dict
+            State of each old rank, in their order.
+        world_size : int
+            Number of new ranks.
+
+        Returns
+        -------
+        list of dict
+            State of each new rank, for :meth:`load_state_dict`.
+
+        Raises
+        ------
+        StateError
+            `states` are not those of all ranks of one Feedback.
+        ArgumentError
+            `world_size` is not a number from 1 to 2^20.
+
+        Examples
+        --------
+        >>> feedback = codec.torch.Feedback(codec.Sign())
+        >>> codec.torch.all_reduce(torch.ones(100), op="mean", feedback=feedback)
+        >>> [s["rank"] for s in codec.torch.Feedback.reshard([feedback.state_dict()], 3)]
+        [0, 1, 2]
+        """
+        return checkpoint.reshard(states, world_size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the residuals and the spec for pickle and copy."""
+        return {"spec": self.spec, "state": self.state_dict()}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        """Restore what :meth:`__getstate__` returned."""
+        self.__init__(saved["spec"])
+        self.load_state_dict(saved["state"])

@@ -1,0 +1,131 @@
+"""Residuals of a rank that encodes gradients and sums: a worker's and a server's, which change together."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from codec.specs import Spec
+from codec.stateful import ErrorFeedback
+from codec.stateful.feedback import Role
+from codec.stateful.ranges import Layout, Range, cut, pieces, union
+from codec.torch.feedback.checkpoint import of_tensors
+from codec.torch.reduction import partition
+from codec.torch.reduction.host import Reduction, square
+from codec.torch.transport.messages import Array
+
+
+class ResidualPair:
+    """Residuals of the frames of earlier steps, by parameter and range, on this rank.
+
+    A worker's residual holds the errors of encoded gradients, a server's those of the encoded sums of its slice. A step
+    changes copies, which :meth:`commit` keeps and :meth:`rollback` drops.
+
+    Parameters
+    ----------
+    spec : Spec
+        Spec of the frames. Frames of other specs can use the residuals, too.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.worker = ErrorFeedback(spec, role="worker")
+        self.server = ErrorFeedback(spec, role="server")
+
+    def feed(self, r: Reduction, layout: Layout, owned: tuple[int, int], size: int, *, moved: bool) -> Array | None:
+        """Make the frames of a reduction add the residuals, and keep their own errors.
+
+        Parameters
+        ----------
+        r : Reduction
+            Gets the arrays of the residuals.
+        layout : Layout
+            Ranges of parameters that are the values of `r`.
+        owned : (int, int)
+            Begin and end of the values whose sums this rank encodes, as :func:`owned_values` returns them.
+        size : int
+            Number of ranks.
+        moved : bool
+            True if this rank may have residuals of sums that other ranks encode now: its own gradients then take them.
+
+        Returns
+        -------
+        ndarray of float32 or None
+            Array for the residual of the sums; None if this rank encodes no sums.
+        """
+        begin, end = owned
+        if moved:
+            elsewhere = cut(layout, 0, begin) + cut(layout, end, r.n)
+            self.server._pass_on(elsewhere, self.worker, self._share(r, size), r.memory)
+        r.residual = self.worker._begin(layout, r.memory)
+        if begin == end:
+            return None
+        sums = self.server._begin(cut(layout, begin, end), r.memory)
+        r.sum_residual = lambda a, b: sums[a - begin : b - begin]
+        return sums
+
+    def flush(self, r: Reduction, layout: Layout, size: int) -> None:
+        """Remove the residuals of some ranges, and add them to the values of a reduction over `size` ranks."""
+        residual = self.server._settle(layout, r.memory) * np.float32(self._share(r, size))
+        residual += self.worker._settle(layout, r.memory)
+        r.add_residual(residual)
+
+    @staticmethod
+    def _share(r: Reduction, size: int) -> int:
+        """Return the factor that makes a residual of the result one of a rank's values: a mean divides those."""
+        return size if r.op == "mean" else 1
+
+    def forked(self) -> "ResidualPair":
+        """Return the same residuals for one collective, whose changes do not affect this object."""
+        again = ResidualPair(self.worker.spec)
+        for mine, its in ((self.worker, again.worker), (self.server, again.server)):
+            its._now, mine._now = mine._now, mine._now._replace(spare={})  # memory that the collective may write
+        return again
+
+    def rescale(self, scale: float) -> None:
+        """Scale the residuals to gradients that are multiplied by `scale`."""
+        self.worker.rescale(scale)
+        self.server.rescale(scale)
+
+    def commit(self) -> None:
+        """Keep the residuals of a step that has succeeded on all ranks."""
+        self.worker.commit()
+        self.server.commit()
+
+    def rollback(self) -> None:
+        """Drop the residuals of a step that has failed."""
+        self.worker.rollback()
+        self.server.rollback()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residuals of both roles, as tensors."""
+        return {role: of_tensors(feedback.state_dict()) for role, feedback in self._by_role().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the residuals; an error leaves them unchanged."""
+        loaded = ResidualPair(self.worker.spec)
+        for role, feedback in loaded._by_role().items():
+            feedback.load_state_dict(state[role])
+        self.worker, self.server = loaded.worker, loaded.server
+
+    def ranges(self) -> list[Range]:
+        """Return the ranges of parameters that have a residual."""
+        stores = (feedback._now.kept for feedback in (self.worker, self.server))
+        return union(r for store in stores for r, _ in pieces(store))
+
+    def norms(self) -> dict[str, float]:
+        """Return the norm of this rank's residual of each parameter."""
+        found: dict[str, float] = {}
+        for (name, _, _), values in pieces(self.worker._now.kept):
+            found[name] = found.get(name, 0.0) + square(values)
+        return {name: float(np.sqrt(square)) for name, square in found.items()}
+
+    def _by_role(self) -> dict[Role, ErrorFeedback]:
+        return {"worker": self.worker, "server": self.server}
+
+
+def owned_values(r: Reduction, algorithm: str, rank: int, size: int) -> tuple[int, int]:
+    """Return the begin and end of the values whose sums a rank encodes in an all-reduce; 0, 0 if it encodes none."""
+    if algorithm not in ("two_shot", "raw"):
+        return 0, 0
+    mine = partition.cut(r.n, size, r.x.itemsize, r.segments)[rank]
+    return mine[0].begin, mine[-1].end

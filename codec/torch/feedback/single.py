@@ -1,0 +1,126 @@
+"""Error feedback of collectives with one residual on each rank."""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from codec import ArgumentError, StateError
+from codec.specs import check_contraction
+from codec.stateful.checkpoint import array_of
+from codec.stateful.ranges import HOST, Memory
+from codec.torch.reduction.host import Reduction, Values, square
+
+
+class JointResidual:
+    """Makes a reduction send its values plus a residual, which gets the errors of all frames of this rank.
+
+    In a two-shot all-reduce a rank also encodes the sums of its slice. Their errors are kept apart until
+    :meth:`add_sum_errors` adds them to the residual, so that one residual holds both.
+
+    Parameters
+    ----------
+    r : Reduction
+        The reduction. Its frames are encoded with the residual from now on.
+    residual : array of float32 in the reduction's memory
+        One value for each value of the reduction. It is written while the reduction runs, also if that fails.
+
+    Raises
+    ------
+    ArgumentError
+        The codec is lossless or not a contraction, or the reduction is a maximum.
+    """
+
+    def __init__(self, r: Reduction, residual: Values) -> None:
+        check_contraction(r.spec)
+        if r.op == "max":
+            raise ArgumentError("error feedback is for sums and means; op is a maximum")
+        self._memory = r.memory
+        self._sum_errors: dict[int, Values] = {}
+        self._mean = r.op == "mean"
+        self.residual = r.residual = residual
+        r.sum_residual = self._of_sum
+
+    def _of_sum(self, begin: int, end: int) -> Values:
+        """Return the array for the error of the encoded sums [begin, end)."""
+        return self._sum_errors.setdefault(begin, self._memory.zeros(end - begin))
+
+    def add_sum_errors(self, size: int) -> None:
+        """Add the errors of encoded sums to the residual, after a reduction over `size` ranks has succeeded.
+
+        The error of a mean is multiplied by `size`, because later means divide this rank's values by it.
+        """
+        factor = np.float32(size if self._mean else 1)
+        for begin, error in self._sum_errors.items():
+            self.residual[begin : begin + len(error)] += error * factor
+        self._sum_errors.clear()
+
+
+def check_feedback_algorithm(algorithm: str) -> None:
+    """Raise ArgumentError if an all-reduce algorithm cannot have error feedback."""
+    if algorithm == "ring":
+        raise ArgumentError(
+            'algorithm="ring" has no error feedback, because its frames hold sums of other ranks\' values: '
+            'use "two_shot" or "all_gather"'
+        )
+
+
+class Residuals:
+    """Float32 residuals by module name. :class:`codec.torch.fsdp.passes.Pass` writes copies and then replaces them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Values] = {}
+        self._spare: dict[str, Values] = {}  # memory for the next copies
+
+    def copy(self, key: str, n: int, memory: Memory) -> Values:
+        """Return a copy of the residual of a module that reduces `n` values, zeros for a new module, in a memory.
+
+        Raises
+        ------
+        ArgumentError
+            The module has reduced another number of values before.
+        """
+        kept, spare = self._kept.get(key), self._spare.pop(key, None)
+        if kept is None:
+            return memory.zeros(n)
+        if len(kept) != n:
+            raise ArgumentError(
+                f"module {key!r} reduces {n} values, but its residual has {len(kept)}: parameters without gradients or "
+                "another sharding change that number; call set_reduce_scatter_unused_params(True), and load only "
+                "states of the same sharding"
+            )
+        return memory.copy(kept, spare)
+
+    def replace(self, copies: Mapping[str, Values]) -> None:
+        """Replace residuals by copies of :meth:`copy`."""
+        self._spare |= {key: self._kept[key] for key in copies if key in self._kept}
+        self._kept |= copies
+
+    def norm(self) -> float:
+        """Return the Euclidean norm of all residuals."""
+        return math.sqrt(sum(square(x) for x in self._kept.values()))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return copies of the residuals as tensors."""
+        return {key: torch.from_numpy(HOST.copy(x)) for key, x in self._kept.items()}
+
+    def load(self, tensors: Any, keys: Collection[str]) -> None:
+        """Replace the residuals by copies of `tensors`, a dict from some of `keys` to flat float32 tensors.
+
+        Raises
+        ------
+        StateError
+            `tensors` is no such dict. The residuals are unchanged.
+        """
+        if not isinstance(tensors, Mapping):
+            raise StateError(f"residuals must be a dict from module names to tensors, not {type(tensors).__name__}")
+        given = cast(Mapping[Any, Any], tensors)
+        if unknown := [key for key in given if key not in keys]:
+            raise StateError(f"the state has a residual of {unknown[0]!r}, which is no registered module: {list(keys)}")
+        loaded = {key: array_of(f"the residual of {key!r}", x, "float32") for key, x in given.items()}
+        for key, x in loaded.items():
+            if not np.isfinite(x).all():
+                raise StateError(f"the residual of {key!r} holds NaN or Inf")
+        self._kept, self._spare = dict[str, Values](loaded), {}

@@ -1,0 +1,91 @@
+"""Backward passes in which FSDP2 reduces gradients: a pass succeeds or fails as a whole."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from codec import CodecError, PeerError
+from codec.torch.feedback.single import Residuals
+from codec.torch.reduction.host import Reduction, Values
+
+_passes: "weakref.WeakValueDictionary[int, Pass]" = weakref.WeakValueDictionary()  # by the id of their graph task
+
+
+class Pass:
+    """Collectives of a backward pass: their first error, and the residuals that they write.
+
+    An exception that ends a backward pass leaves FSDP2 in a state from which it does not recover. So errors of
+    collectives are kept until FSDP2 has finished the pass, and are raised then. Later collectives of the pass fail as
+    well, so that a failure among the shards of one replica reaches the ranks of other replicas. Residuals change only
+    if the pass ends without an error.
+    """
+
+    def __init__(self) -> None:
+        self._error: CodecError | None = None
+        self._copies: dict[Residuals, dict[str, Values]] = {}
+
+    @staticmethod
+    def current() -> "Pass":
+        """Return the current backward pass, which autograd will end; a new pass outside of backward.
+
+        If an exception ends the backward pass, autograd forgets this object, and with it the copies of residuals.
+        """
+        task = _graph_task_id()
+        if task == _NONE:
+            return Pass()
+        current = _passes.get(task)
+        if current is None:
+            current = _passes[task] = Pass()
+            _when_backward_ends(current.end)
+        return current
+
+    def begin(self, residuals: Residuals, key: str, r: Reduction) -> Values:
+        """Return this pass's copy of the residual of a module, which its reduction writes."""
+        copies = self._copies.setdefault(residuals, {})
+        if key not in copies:
+            copies[key] = residuals.copy(key, r.n, r.memory)
+        return copies[key]
+
+    def check(self) -> None:
+        """Raise PeerError if an earlier collective of this pass has failed, so that the ranks of all groups fail."""
+        if self._error is not None:
+            raise PeerError(f"an earlier collective of this backward pass has failed: {self._error}") from self._error
+
+    def run(self, collective: Callable[[], Any], output: torch.Tensor) -> None:
+        """Run a collective of this pass. If it fails in a backward pass, fill `output` with NaN and keep the error."""
+        try:
+            collective()
+        except CodecError as e:
+            if _graph_task_id() == _NONE:
+                raise
+            self._error = self._error or e
+            with torch.no_grad():
+                output.fill_(torch.nan)
+            return
+        if _graph_task_id() == _NONE:
+            self.end()
+
+    def end(self) -> None:
+        """Raise the first error of the pass, or replace the residuals by the copies."""
+        error, self._error = self._error, None
+        copies, self._copies = self._copies, {}
+        if error is not None:
+            raise error
+        for residuals, written in copies.items():
+            residuals.replace(written)
+
+
+_NONE = -1  # id of a graph task outside of backward passes
+
+
+def _graph_task_id() -> int:
+    """Return autograd's id of the backward pass that runs in this thread, or _NONE."""
+    return torch._C._current_graph_task_id()
+
+
+def _when_backward_ends(call: Callable[[], None]) -> None:
+    """Have autograd call this at the end of the current pass, after FSDP2's own callback; never if the pass fails."""
+    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
+    engine.queue_callback(lambda: engine.queue_callback(call))

@@ -1,0 +1,167 @@
+"""Handle of a collective in flight, as torch.distributed returns for ``async_op=True``."""
+
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+Callback = Callable[[], Any]
+
+
+class _Worker(Protocol):
+    """Thread that runs the collective: a :class:`codec.torch.group.worker.Worker`."""
+
+    lock: threading.Lock
+
+    def before_wait(self, batch: Any) -> None: ...
+
+
+class Work(dist.Work):
+    """Handle of a collective in flight: a ``torch.distributed.Work``.
+
+    Collectives with ``async_op=True`` return one, and so does the backend `codec`.
+
+    Examples
+    --------
+    >>> x = torch.ones(4)
+    >>> work = codec.torch.all_reduce(x, async_op=True)
+    >>> work.wait()
+    True
+    """
+
+    def __init__(self, worker: _Worker, batch: Any) -> None:
+        super().__init__()
+        self._worker, self._batch = worker, batch
+        self._done: Future[Any] = Future()
+        self._over: torch.futures.Future[None] | None = None  # set when callbacks may run
+        self._future: torch.futures.Future[Any] | None = None
+        self._callbacks_taken = False
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Wait until the collective has succeeded.
+
+        Parameters
+        ----------
+        timeout : float or timedelta, optional
+            Longest time to wait, in seconds; 0 or None: no limit.
+
+        Returns
+        -------
+        bool
+            True.
+
+        Raises
+        ------
+        TimeoutError
+            The collective is still in flight after `timeout`.
+        CodecError
+            The collective failed.
+        """
+        self._result(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
+        return True
+
+    def synchronize(self) -> None:
+        """Wait until the collective has succeeded, as :meth:`wait` does."""
+        self._result()
+
+    def is_completed(self) -> bool:
+        """Return True if the collective has succeeded or failed."""
+        return self._done.done()
+
+    def is_success(self) -> bool:
+        """Return True if the collective has succeeded."""
+        return self._done.done() and self._done.exception() is None
+
+    def exception(self) -> Any:
+        """Return the error of a collective that has failed, else None."""
+        return self._done.exception() if self._done.done() else None
+
+    def result(self) -> Any:
+        """Wait until the collective has succeeded, and return its output tensors.
+
+        Returns
+        -------
+        list of torch.Tensor
+            Tensors that the collective has written.
+
+        Raises
+        ------
+        CodecError
+            The collective failed.
+        """
+        return self._result()
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        """Return a future with the list of output tensors, or with the error as a RuntimeError that names its type.
+
+        Callbacks (``then``, ``add_done_callback``) run one after the other in a thread of their own, or at once in this
+        thread if the collective has completed. Collectives that a callback begins run before all other collectives of
+        the group that wait in the queue. So ranks with the same callbacks begin the same collectives in the same
+        order. A callback that waits for anything else delays the next collective by at most one second.
+
+        Returns
+        -------
+        torch.futures.Future
+            One future, however often this method is called.
+        """
+        # Only an error that a callback raises is an error for C++ code: an exception set from Python is a value there.
+        with self._worker.lock:
+            if self._over is None or self._future is None:
+                self._over = torch.futures.Future()
+                self._future = self._over.then(lambda _: self._result())
+            complete_now = self._callbacks_taken and not self._over.done()
+        if complete_now:
+            self._over.set_result(None)
+        return self._future
+
+    def run(self, function: Callable[[], Any]) -> None:
+        """Run the collective, in the worker's thread.
+
+        Parameters
+        ----------
+        function : callable
+            Returns the result.
+        """
+        try:
+            result = function()
+        except BaseException as e:
+            clear_frames(e)
+            self._done.set_exception(e)
+        else:
+            self._done.set_result(result)
+
+    def take_callbacks(self) -> Callback | None:
+        """Return a function that runs the callbacks of the future, or None without a future.
+
+        Callbacks that are added later run at once.
+        """
+        with self._worker.lock:
+            self._callbacks_taken = True
+            over = self._over
+        return None if over is None else lambda: over.set_result(None)
+
+    def _result(self, seconds: float | None = None) -> Any:
+        if not self._done.done():
+            self._worker.before_wait(self._batch)
+        return self._done.result(seconds or None)
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Clear the frames of an error's traceback.
+
+    Local variables of those frames hold messages in flight. A message keeps its connection open, on whose other end a
+    rank waits. Frames keep their functions, so no closure may hold a message.
+
+    Parameters
+    ----------
+    error : BaseException or None
+        Error whose causes and contexts are cleared, too.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,325 @@
+"""Endpoint of a rank: the port where peers connect for point-to-point messages (docs/protocol.md, section 15)."""
+
+import fcntl
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from codec import PeerError
+from codec.torch.group.communicator import protocol_hash
+from codec.torch.point_to_point.tcp import FORKED, PeerConnection
+from codec.torch.transport.gloo import timeout_of
+
+HELLO = struct.Struct("<4s16sqqq")  # magic, token of the listening rank, hash of the protocol's version, rank, tag
+HELLO_MAGIC = b"CDPH"
+ADDRESS = struct.Struct("<q16sH")  # hash of the protocol's version, token, port; the host follows
+PREFIX = "codec/point-to-point"  # of keys in the group's store
+_TOKEN_NBYTES = 16
+_SIOCGIFADDR = 0x8915  # Linux: address of an interface
+_HELLO_SECONDS = 20.0  # time that a new connection has for its hello
+_MOST_STRANGERS = 256  # connections without a complete hello
+_MOST_WAITING = 16  # connections of one rank and tag that nobody has taken
+_MOST_TAGS = 1024  # tags of one rank with such connections
+
+_Key = tuple[int, int]  # rank and tag
+
+
+def _host() -> str:
+    """Return the address at which other ranks can reach this one, chosen as Gloo chooses it."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            try:
+                request = struct.pack("256s", interface[:15].encode())
+                return socket.inet_ntoa(fcntl.ioctl(s.fileno(), _SIOCGIFADDR, request)[20:24])
+            except OSError as e:
+                raise PeerError(f"GLOO_SOCKET_IFNAME={interface}: no such interface with an IPv4 address") from e
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind) as s:
+                s.bind((address[0], 0))
+                return str(address[0])
+    return "127.0.0.1"
+
+
+class _Listener:
+    """Thread that accepts connections and sorts them by rank and tag.
+
+    Connections whose first bytes are no valid hello are closed.
+
+    Parameters
+    ----------
+    rank, size : int
+        This rank, and the number of ranks.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.host = _host()
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        self._sock = socket.create_server((self.host, 0), family=family, backlog=1024)
+        self._sock.setblocking(False)
+        self.port: int = self._sock.getsockname()[1]
+        self.token = os.urandom(_TOKEN_NBYTES)
+        self._rank, self._size = rank, size
+        self.arrival = threading.Condition()
+        self._waiting: dict[_Key, deque[PeerConnection]] = {}
+        self._stopped = False
+        threading.Thread(target=self._serve, name=f"codec, rank {rank}, listener", daemon=True).start()
+
+    def take(self, key: _Key) -> PeerConnection | None:
+        """Return the oldest connection of a rank and tag, or None; the caller holds `arrival`."""
+        waiting = self._waiting.get(key)
+        if not waiting:
+            return None
+        found = waiting.popleft()
+        if not waiting:
+            del self._waiting[key]
+        return found
+
+    def stop(self) -> None:
+        """End the thread, and close the port and connections that nobody has taken."""
+        self._stopped = True
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes the socket
+
+    def _serve(self) -> None:
+        with self._sock, selectors.DefaultSelector() as selector:
+            selector.register(self._sock, selectors.EVENT_READ)
+            strangers: dict[socket.socket, tuple[float, bytearray]] = {}  # in the order of arrival
+
+            def drop(stranger: socket.socket, *, close: bool) -> None:
+                del strangers[stranger]
+                selector.unregister(stranger)
+                if close:
+                    stranger.close()
+
+            while not self._stopped:
+                for key, _ in selector.select(_HELLO_SECONDS if strangers else None):
+                    if key.fileobj is self._sock:
+                        self._accept(selector, strangers)
+                    else:
+                        self._read_hello(key.fileobj, strangers, drop)
+                now = time.monotonic()
+                for stranger, (since, _) in list(strangers.items()):
+                    if now - since > _HELLO_SECONDS or len(strangers) > _MOST_STRANGERS:
+                        drop(stranger, close=True)
+            for stranger in list(strangers):
+                drop(stranger, close=True)
+        with self.arrival:
+            for waiting in self._waiting.values():
+                for connection in waiting:
+                    connection.close()
+            self._waiting.clear()
+
+    def _accept(self, selector: selectors.BaseSelector, strangers: dict[Any, tuple[float, bytearray]]) -> None:
+        try:
+            stranger, _ = self._sock.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # stopped, or out of file descriptors
+            if not self._stopped:
+                time.sleep(0.05)
+            return
+        stranger.setblocking(False)
+        strangers[stranger] = time.monotonic(), bytearray()
+        selector.register(stranger, selectors.EVENT_READ)
+
+    def _read_hello(
+        self, stranger: Any, strangers: dict[Any, tuple[float, bytearray]], drop: Callable[..., None]
+    ) -> None:
+        """Read of a hello what has arrived, and file the connection when it is complete."""
+        hello = strangers[stranger][1]
+        try:
+            data = stranger.recv(HELLO.size - len(hello))  # not a byte of the message behind it
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        hello += data
+        if data and len(hello) < HELLO.size:
+            return
+        key = self._key_of(bytes(hello))
+        drop(stranger, close=key is None)
+        if key is not None:
+            self._file(key, PeerConnection(stranger, key[0]))
+
+    def _key_of(self, hello: bytes) -> _Key | None:
+        if len(hello) != HELLO.size:
+            return None
+        magic, token, version, rank, tag = HELLO.unpack(hello)
+        known = magic == HELLO_MAGIC and token == self.token and version == protocol_hash()
+        return (rank, tag) if known and 0 <= rank < self._size and rank != self._rank else None
+
+    def _file(self, key: _Key, connection: PeerConnection) -> None:
+        with self.arrival:
+            tags = sum(rank == key[0] for rank, _ in self._waiting)
+            waiting = self._waiting.setdefault(key, deque()) if key in self._waiting or tags < _MOST_TAGS else None
+            if waiting is None or len(waiting) >= _MOST_WAITING:
+                connection.close()
+                return
+            waiting.append(connection)
+            self.arrival.notify_all()
+
+
+class Endpoint:
+    """Port of this rank, and the way to the ports of the other ranks of a group.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        Ranks. Its store has the address of each rank that has an endpoint.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.timeout: timedelta = timeout_of(group)
+        self.lock = threading.Lock()
+        self.pairs: dict[_Key, Any] = {}  # of codec.torch.send and recv, by rank and tag; guarded by `lock`
+        self._pid = os.getpid()
+        try:
+            self._listener = _Listener(self.rank, self.size)
+            weakref.finalize(self, self._listener.stop)
+            # a store connection of its own: see codec.torch.transport.gloo.connect
+            self._store: Any = PrefixStore(PREFIX, group.get_group_store().clone())
+            address = ADDRESS.pack(protocol_hash(), self._listener.token, self._listener.port)
+            self._store.set(str(self.rank), address + self._listener.host.encode())
+        except (OSError, RuntimeError) as e:
+            raise PeerError(f"rank {self.rank} cannot open a port for other ranks: {e}") from e
+
+    def check_process(self) -> None:
+        """Raise PeerError in a process that was forked from the one that made the endpoint."""
+        if os.getpid() != self._pid:
+            raise PeerError(FORKED)
+
+    def connect(self, peer: int, tag: int, seconds: float) -> PeerConnection:
+        """Connect to the port of a rank.
+
+        Raises
+        ------
+        PeerError
+            The rank has no endpoint within `seconds`, cannot be reached, or uses another version of the protocol.
+        """
+        deadline = time.monotonic() + seconds
+        token, port, host = self._address_of(peer, deadline)
+        try:
+            sock = socket.create_connection((host, port), timeout=max(0.001, deadline - time.monotonic()))
+        except OSError as e:
+            raise PeerError(f"rank {peer} cannot be reached at {host}, port {port}: {e}") from e
+        try:
+            sock.sendall(HELLO.pack(HELLO_MAGIC, token, protocol_hash(), self.rank, tag))
+            return PeerConnection(sock, peer)
+        except BaseException as e:
+            sock.close()
+            if isinstance(e, OSError):
+                raise PeerError(f"rank {peer} is gone: {e}") from e
+            raise
+
+    def accept(
+        self, peer: int, tag: int, seconds: float | None, cancelled: Callable[[], bool] = lambda: False
+    ) -> PeerConnection | None:
+        """Wait until a rank connects to this one.
+
+        Parameters
+        ----------
+        peer, tag : int
+            Rank and tag of the connection.
+        seconds : float or None
+            Longest wait; None: no limit.
+        cancelled : callable
+            Returns True if the wait is to end; :meth:`wake` has it called again.
+
+        Returns
+        -------
+        PeerConnection or None
+            None if the wait was cancelled.
+
+        Raises
+        ------
+        PeerError
+            The rank has not connected in time.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        with self._listener.arrival:
+            while not cancelled():
+                found = self._listener.take((peer, tag))
+                if found is not None:
+                    return found
+                left = None if deadline is None else min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
+                if left is not None and left <= 0:
+                    raise PeerError(f"rank {peer} has not connected in time")
+                self._listener.arrival.wait(left)
+        return None
+
+    def wake(self) -> None:
+        """Have all waits for connections look again whether they are cancelled."""
+        with self._listener.arrival:
+            self._listener.arrival.notify_all()
+
+    def _address_of(self, peer: int, deadline: float) -> tuple[bytes, int, str]:
+        """Return token, port and host of a rank, once it has an endpoint."""
+        pause = 0.001
+        try:
+            while not self._store.check([str(peer)]):  # a wait in the store could not be interrupted by Ctrl-C
+                if time.monotonic() > deadline:
+                    raise PeerError(f"rank {peer} has not begun to communicate in time")
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            value: bytes = self._store.get(str(peer))
+        except PeerError:
+            raise
+        except RuntimeError as e:
+            raise PeerError(f"the store of the group does not answer: {e}") from e
+        try:
+            version, token, port = ADDRESS.unpack_from(value)
+            host = value[ADDRESS.size :].decode()
+        except (struct.error, UnicodeDecodeError) as e:
+            raise PeerError(f"the store of the group has no valid address of rank {peer}") from e
+        if version != protocol_hash():
+            raise PeerError(f"rank {peer} has another version of codec.torch's protocol than rank {self.rank}")
+        return token, port, host
+
+
+_endpoints: "weakref.WeakKeyDictionary[Any, Endpoint]" = weakref.WeakKeyDictionary()
+_endpoints_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    """Replace the lock, which a thread of the parent may hold."""
+    global _endpoints_lock
+    _endpoints_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def endpoint_of(group: Any) -> Endpoint:
+    """Return the endpoint of this rank in a group; the first call makes it, and needs no other rank.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        Group of which this rank is a member.
+
+    Raises
+    ------
+    PeerError
+        No port can be opened, or the endpoint belongs to the process that forked this one.
+    """
+    with _endpoints_lock:
+        endpoint = _endpoints.get(group)
+        if endpoint is None:
+            endpoint = _endpoints[group] = Endpoint(group)
+    endpoint.check_process()
+    return endpoint

@@ -1,0 +1,299 @@
+"""Point-to-point messages: frames, or any bytes, from one rank to another."""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from codec import ArgumentError, CallOptions, PeerError
+from codec._options import settings_of
+from codec.arguments import shown, whole
+from codec.torch.group.communicator import _key_of, _warn_non_member
+from codec.torch.group.work import Work
+from codec.torch.group.worker import Worker
+from codec.torch.point_to_point.endpoint import Endpoint, endpoint_of
+from codec.torch.point_to_point.tcp import PeerConnection
+from codec.torch.transport.gloo import check_timeout
+
+DEFAULT_MAX_NBYTES = 1 << 30
+_MOST_NBYTES = 1 << 36  # bytes of a message
+
+
+def send(
+    data: Any, dst: int, *, group: Any = None, tag: int = 0, async_op: bool = False, options: CallOptions | None = None
+) -> Work | None:
+    """Send a frame, or any bytes, to one rank, which receives them by :func:`recv`.
+
+    Messages between two ranks with one tag arrive in the order in which they were sent. Messages in both directions,
+    and with different tags, do not wait for each other. Large messages need a receiver: two ranks that both send
+    before they receive wait for each other, unless they send with ``async_op=True``.
+
+    Parameters
+    ----------
+    data : bytes or buffer
+        Message, up to 64 GiB; it must not change until it is sent.
+    dst : int
+        Receiving rank of the group.
+    group : ProcessGroup, optional
+        Ranks. Default: all.
+    tag : int
+        Number of the message's kind, 0 to 2^31 - 1. Each tag has a connection of its own.
+    async_op : bool
+        True: return at once; the message is sent after those of earlier calls.
+    options : CallOptions, optional
+        ``codec.options(timeout=)``: longest wait for the connection, and then for the receiver to take each 4 MiB.
+        Default: the timeout of the group. Other settings are ignored.
+
+    Returns
+    -------
+    Work or None
+        Work if `async_op`: its :meth:`Work.wait` returns when the message is sent. Sent means that the operating system
+        has the message; it does not mean that `dst` has received it.
+
+    Raises
+    ------
+    ArgumentError
+        An argument is wrong; nothing is sent.
+    PeerError
+        `dst` is lost or does not answer in time. If a part of the message was sent, the connection is closed, and later
+        calls with this rank and tag raise PeerError as well. The same holds after KeyboardInterrupt.
+
+    See Also
+    --------
+    recv : Receive a message.
+    exchange : Send to all ranks at once.
+
+    Examples
+    --------
+    >>> ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    >>> if ranks > 1 and rank == 0:
+    ...     codec.torch.send(codec.encode(torch.ones(1000), codec.Quantize(4)), dst=1)
+    >>> if rank == 1:
+    ...     x = codec.decode(codec.torch.recv(src=0, max_nbytes=1 << 16))
+    """
+    try:
+        buffer = memoryview(data).cast("B")
+    except (TypeError, ValueError, BufferError) as e:
+        raise ArgumentError(f"data must be bytes or a contiguous buffer, got {shown(data)}: {e}") from None
+    if buffer.nbytes > _MOST_NBYTES:
+        raise ArgumentError(f"data has {buffer.nbytes} bytes; the maximum is {_MOST_NBYTES}")
+    route = _route("send", "dst", dst, group, tag, options)
+    if route is None:
+        return None
+    return route.pair.senders.run(lambda: route.pair.send(buffer, route.seconds), async_op=async_op)
+
+
+def recv(
+    src: int,
+    *,
+    group: Any = None,
+    tag: int = 0,
+    max_nbytes: int = DEFAULT_MAX_NBYTES,
+    async_op: bool = False,
+    options: CallOptions | None = None,
+) -> Any:
+    """Receive a message that one rank has sent by :func:`send`.
+
+    Memory is allocated as bytes arrive: a size that a rank announces and does not send costs nothing.
+
+    Parameters
+    ----------
+    src : int
+        Sending rank of the group.
+    group : ProcessGroup, optional
+        Ranks. Default: all.
+    tag : int
+        Tag of the message, 0 to 2^31 - 1.
+    max_nbytes : int
+        Most bytes of the message, 1 GiB by default. For a frame: ``codec.bound(shape, dtype, spec)``.
+    async_op : bool
+        True: return at once; calls receive messages in the order of the calls.
+    options : CallOptions, optional
+        ``codec.options(timeout=)``: longest wait for the begin of the message, and then for each 4 MiB of it. Default:
+        the timeout of the group. Other settings are ignored.
+
+    Returns
+    -------
+    bytes or Work
+        The message. Work if `async_op`: its :meth:`Work.result` returns the message.
+
+    Raises
+    ------
+    ArgumentError
+        An argument is wrong.
+    PeerError
+        `src` is lost; or no message begins in time, after which the call can be repeated; or the message is longer than
+        `max_nbytes`, after which it can be received with a larger one. An error in the middle of a message, or
+        KeyboardInterrupt, closes the connection: later calls with this rank and tag raise PeerError as well.
+
+    Examples
+    --------
+    >>> ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    >>> if ranks > 1 and rank < 2:  # both directions at once
+    ...     sending = codec.torch.send(b"x" * 10_000_000, dst=1 - rank, async_op=True)
+    ...     received = codec.torch.recv(src=1 - rank)
+    ...     sending.wait()
+    """
+    max_nbytes = whole("max_nbytes", max_nbytes, 0, _MOST_NBYTES)
+    route = _route("recv", "src", src, group, tag, options)
+    if route is None:
+        return None
+    return route.pair.receivers.run(lambda: route.pair.receive(max_nbytes, route.seconds), async_op=async_op)
+
+
+class Link:
+    """Messages in both directions with one rank, for one tag. Calls return at once, and run in order in threads.
+
+    Parameters
+    ----------
+    peer : int
+        The other rank of the group.
+    group : ProcessGroup or None
+        Group of both ranks.
+    tag : int
+        As for :func:`send`.
+    options : CallOptions or None
+        As for :func:`send`.
+
+    Raises
+    ------
+    ArgumentError, PeerError
+        As for :func:`send`; or this rank is not of the group.
+    """
+
+    def __init__(self, peer: int, group: Any, tag: int, options: CallOptions | None) -> None:
+        route = _route("Link", "peer", peer, group, tag, options)
+        if route is None:
+            raise ArgumentError("this rank is not of the group")
+        self._pair, self._seconds = route.pair, route.seconds
+
+    def send(self, data: bytes) -> Work:
+        """Send a message after those of earlier calls."""
+        pair, seconds, buffer = self._pair, self._seconds, memoryview(data)
+        return pair.senders.run(lambda: pair.send(buffer, seconds), async_op=True)
+
+    def receive(self, max_nbytes: int) -> Work:
+        """Receive the message that follows those of earlier calls; it is the result of the Work."""
+        pair, seconds = self._pair, self._seconds
+        return pair.receivers.run(lambda: pair.receive(max_nbytes, seconds), async_op=True)
+
+    def close(self) -> None:
+        """Make calls in flight and later ones raise PeerError, here and at the peer."""
+        self._pair.close()
+
+
+class _Calls:
+    """Calls of one direction: in the caller's thread, or in order in a thread of their own once a call is asynchronous.
+
+    Parameters
+    ----------
+    name : str
+        Name of the thread.
+    close : callable
+        Closes the connection.
+    """
+
+    def __init__(self, name: str, close: Callable[[], None]) -> None:
+        self._name, self._close = name, close
+        self._lock = threading.Lock()
+        self._worker: Worker | None = None
+
+    def run(self, call: Callable[[], Any], *, async_op: bool) -> Any:
+        """Return the result of a call after those submitted before, or its Work if `async_op`."""
+        with self._lock:
+            if async_op and self._worker is None:
+                self._worker = Worker(self._name)
+                weakref.finalize(self, self._worker.stop)
+            worker = self._worker
+        if worker is None:
+            return call()
+        work = worker.submit(call)
+        if async_op:
+            return work
+        try:
+            return work.result()
+        except BaseException:
+            if not work.is_completed():  # interrupted: the call would take a message that nobody gets
+                self._close()
+            raise
+
+
+class _Pair:
+    """Connection of this rank with another one for one tag, made by the first call.
+
+    Parameters
+    ----------
+    endpoint : Endpoint
+        Endpoint of this rank.
+    peer, tag : int
+        The other rank, and the tag.
+    """
+
+    def __init__(self, endpoint: Endpoint, peer: int, tag: int) -> None:
+        self._endpoint, self._peer, self._tag = endpoint, peer, tag
+        self._lock = threading.Lock()
+        self._connection: PeerConnection | None = None
+        self._closed = False
+        name = f"codec, rank {endpoint.rank}, {{}} {peer}"
+        self.senders = _Calls(name.format("to"), self.close)
+        self.receivers = _Calls(name.format("from"), self.close)
+
+    def send(self, data: memoryview, seconds: float) -> None:
+        """Send a message."""
+        self._connected(seconds).send([data], seconds)
+
+    def receive(self, max_nbytes: int, seconds: float) -> bytes:
+        """Return the next message."""
+        return self._connected(seconds).receive(max_nbytes, seconds).tobytes()
+
+    def close(self) -> None:
+        """Make calls in flight and later ones raise PeerError."""
+        self._closed = True
+        if self._connection is not None:
+            self._connection.close()
+        self._endpoint.wake()
+
+    def _connected(self, seconds: float) -> PeerConnection:
+        """Return the connection: the higher rank connects to the lower one."""
+        deadline = time.monotonic() + seconds
+        self._endpoint.check_process()
+        if not self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+            raise PeerError(f"rank {self._peer} has not connected in time")
+        try:
+            if self._connection is None and not self._closed:
+                left = max(0.001, deadline - time.monotonic())
+                if self._endpoint.rank > self._peer:
+                    self._connection = self._endpoint.connect(self._peer, self._tag, left)
+                else:
+                    self._connection = self._endpoint.accept(self._peer, self._tag, left, lambda: self._closed)
+            if self._connection is None or self._closed:
+                raise PeerError(f"the connection with rank {self._peer} is closed: make a new group")
+            return self._connection
+        finally:
+            self._lock.release()
+
+
+class _Route:
+    """Pair of ranks of a call, and its timeout in seconds."""
+
+    def __init__(self, pair: _Pair, seconds: float) -> None:
+        self.pair, self.seconds = pair, seconds
+
+
+def _route(call: str, name: str, peer: Any, group: Any, tag: Any, options: CallOptions | None) -> _Route | None:
+    """Check the arguments of a call; return None if this rank is not of the group."""
+    timeout = check_timeout(settings_of(options).timeout)
+    tag = whole("tag", tag, 0, (1 << 31) - 1)
+    key = _key_of(group)
+    if _warn_non_member(key, call):
+        return None
+    endpoint = endpoint_of(key)
+    peer = whole(name, peer, 0, endpoint.size - 1)
+    if peer == endpoint.rank:
+        raise ArgumentError(f"{name} is this rank, {peer}: name another rank of the group")
+    with endpoint.lock:
+        pair = endpoint.pairs.get((peer, tag))
+        if pair is None:
+            pair = endpoint.pairs[peer, tag] = _Pair(endpoint, peer, tag)
+    return _Route(pair, (timeout or endpoint.timeout).total_seconds())

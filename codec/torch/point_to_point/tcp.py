@@ -1,0 +1,271 @@
+"""Connection between two ranks for messages of any size, by TCP (docs/protocol.md, section 15)."""
+
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+
+from codec import PeerError
+from codec.torch.transport.messages import Array
+
+MESSAGE = struct.Struct("<4sIQ")  # header of a message: magic, number of the message, bytes of its body
+MAGIC = b"CDPM"
+_PROGRESS_NBYTES = 1 << 22  # bytes for which a peer has one timeout
+_MOST_BUFFERS = 512  # buffers in one call of sendmsg; Linux takes 1,024
+_LONGEST_POLL = 1000.0  # seconds; poll takes at most 2^31 ms
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
+_CLOSED = "the connection with rank {} is closed: make a new group"
+FORKED = (
+    "the connection belongs to the process that forked this one: make a new group here, or start processes by spawn"
+)
+
+
+class PeerConnection:
+    """TCP connection with one rank. One thread may send while another one receives.
+
+    A message that was begun and not completed, because of a timeout, an error or an exception such as
+    KeyboardInterrupt, closes the connection: the peer could not tell its remaining bytes from the next message.
+    Otherwise the connection remains usable.
+
+    Parameters
+    ----------
+    sock : socket.socket
+        Connected socket, which this object owns from now on.
+    peer : int
+        Rank at the other end, for messages.
+    """
+
+    def __init__(self, sock: socket.socket, peer: int) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.peer = peer
+        self.sent_nbytes = self.received_nbytes = 0  # headers of messages included
+        self._sock, self._pid = sock, os.getpid()
+        self._finalizer = weakref.finalize(self, sock.close)
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._nsent = self._nreceived = 0  # complete messages
+        self._header = bytearray(MESSAGE.size)  # of the next message
+        self._header_nbytes = 0  # bytes of it that have arrived
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """True after an error that closed the connection, or after :meth:`close`."""
+        return self._closed
+
+    def send(self, buffers: Sequence[Any], seconds: float) -> None:
+        """Send one message.
+
+        Parameters
+        ----------
+        buffers : sequence of buffers
+            Parts of the message.
+        seconds : float
+            Longest time that the peer may take for 4 MiB.
+
+        Raises
+        ------
+        PeerError
+            The connection is lost or closed, or the peer takes nothing in time.
+        """
+        parts = [memoryview(b).cast("B") for b in buffers]
+        nbytes = sum(p.nbytes for p in parts)
+        with self._exclusive(self._sending, seconds):
+            header = MESSAGE.pack(MAGIC, self._nsent % (1 << 32), nbytes)
+            with self._closing_on_error():
+                self._write([memoryview(header), *(p for p in parts if p.nbytes)], seconds)
+            self._nsent += 1
+            self.sent_nbytes += MESSAGE.size + nbytes
+
+    def receive(self, max_nbytes: int, seconds: float, *, idle: bool = False) -> Array:
+        """Receive one message.
+
+        Memory is allocated as bytes arrive, so that an announced size alone costs nothing.
+
+        Parameters
+        ----------
+        max_nbytes : int
+            Most bytes of the message.
+        seconds : float
+            Longest time until the message begins, and again for each 4 MiB of it.
+        idle : bool
+            True: wait without limit for the begin of the message.
+
+        Returns
+        -------
+        ndarray of uint8
+            The message.
+
+        Raises
+        ------
+        PeerError
+            The connection is lost or closed; nothing comes in time; the peer has sent something else than a message; or
+            the message is too long, in which case it can still be received with a larger `max_nbytes`.
+        """
+        with self._exclusive(self._receiving, None if idle else seconds):
+            nbytes = self._await_header(None if idle else seconds)
+            if nbytes > max_nbytes:
+                raise PeerError(
+                    f"rank {self.peer} sends a message of {nbytes} bytes, but max_nbytes is {max_nbytes}: receive it "
+                    "with a larger max_nbytes"
+                )
+            with self._closing_on_error():
+                message = self._read(nbytes, seconds)
+                self._header_nbytes = 0
+                self._nreceived += 1
+                self.received_nbytes += MESSAGE.size + nbytes
+                return message
+
+    def check(self) -> None:
+        """Raise PeerError if the peer has closed the connection; does not wait."""
+        gone = self._closed
+        if not gone:
+            poller = select.poll()
+            try:
+                poller.register(self._sock, select.POLLRDHUP)
+                gone = bool(poller.poll(0))
+            except ValueError:  # another thread has closed the socket
+                gone = True
+        if gone:
+            raise self._lost()
+
+    def close(self) -> None:
+        """Close the connection; calls in flight in other threads raise PeerError."""
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() == self._pid:  # a shutdown by a forked child would end the parent's connection
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes threads that wait
+        self._release()
+
+    def _release(self) -> None:
+        """Close the socket once no thread uses it: its number may then be that of another file."""
+        if self._sending.acquire(blocking=False):
+            try:
+                if self._receiving.acquire(blocking=False):
+                    try:
+                        self._finalizer()
+                    finally:
+                        self._receiving.release()
+            finally:
+                self._sending.release()
+
+    @contextmanager
+    def _exclusive(self, lock: threading.Lock, seconds: float | None) -> Iterator[None]:
+        """Return a context manager whose body alone sends, or alone receives."""
+        if os.getpid() != self._pid:
+            raise PeerError(FORKED)
+        if not lock.acquire(timeout=-1 if seconds is None else min(seconds, threading.TIMEOUT_MAX)):
+            raise PeerError(f"another thread uses the connection with rank {self.peer}, and has not ended in time")
+        try:
+            if self._closed:
+                raise PeerError(_CLOSED.format(self.peer))
+            yield
+        finally:
+            lock.release()
+            if self._closed:
+                self._release()
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        """Return a context manager that closes the connection if its body fails."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _lost(self, error: OSError | None = None) -> PeerError:
+        was_closed = self._closed
+        self.close()
+        if was_closed:
+            return PeerError(_CLOSED.format(self.peer))
+        return PeerError(f"rank {self.peer} is gone: {error or 'it has closed the connection'}")
+
+    def _await(self, event: int, deadline: float | None) -> None:
+        """Wait until the socket is ready, or raise PeerError at `deadline` on the monotonic clock."""
+        poller = select.poll()
+        poller.register(self._sock, event)
+        while True:
+            left = _LONGEST_POLL if deadline is None else min(_LONGEST_POLL, deadline - time.monotonic())
+            if poller.poll(max(0, round(left * 1000 + 0.5))):
+                return
+            if self._closed:
+                raise PeerError(_CLOSED.format(self.peer))
+            if deadline is not None and time.monotonic() >= deadline:
+                raise PeerError(f"rank {self.peer} does not answer in time")
+
+    def _write(self, parts: list[memoryview], seconds: float) -> None:
+        deadline, left = time.monotonic() + seconds, _PROGRESS_NBYTES
+        first = 0
+        while first < len(parts):
+            try:
+                n = self._sock.sendmsg(parts[first : first + _MOST_BUFFERS])
+            except BlockingIOError:
+                self._await(select.POLLOUT, deadline)
+                continue
+            except OSError as e:
+                raise self._lost(e) from e
+            left -= n
+            if left <= 0:
+                deadline, left = time.monotonic() + seconds, _PROGRESS_NBYTES
+            while first < len(parts) and n >= parts[first].nbytes:
+                n -= parts[first].nbytes
+                first += 1
+            if n:
+                parts[first] = parts[first][n:]
+
+    def _await_header(self, seconds: float | None) -> int:
+        """Wait for the header of the next message, unless it has arrived before; return the bytes of the body."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while self._header_nbytes < MESSAGE.size:
+            self._header_nbytes += self._read_some(memoryview(self._header)[self._header_nbytes :], deadline)
+        magic, number, nbytes = MESSAGE.unpack(self._header)
+        if magic != MAGIC or number != self._nreceived % (1 << 32):
+            self.close()
+            raise PeerError(f"rank {self.peer} has sent bytes that are no message: make a new group")
+        return nbytes
+
+    def _read(self, nbytes: int, seconds: float) -> Array:
+        try:
+            found = np.empty(min(nbytes, _PROGRESS_NBYTES), np.uint8)
+            filled = 0
+            while filled < nbytes:
+                if filled == found.nbytes:
+                    larger = np.empty(min(nbytes, 2 * filled), np.uint8)
+                    larger[:filled] = found
+                    found = larger
+                deadline = time.monotonic() + seconds
+                end = min(found.nbytes, filled + _PROGRESS_NBYTES)
+                while filled < end:
+                    filled += self._read_some(found.data[filled:end], deadline)
+        except MemoryError as e:
+            raise PeerError(f"there is no memory for the message of {nbytes} bytes of rank {self.peer}") from e
+        return found
+
+    def _read_some(self, into: memoryview, deadline: float | None) -> int:
+        """Read at least one byte; return the number of bytes."""
+        while True:
+            try:
+                n = self._sock.recv_into(into)
+            except BlockingIOError:
+                self._await(select.POLLIN, deadline)
+                continue
+            except OSError as e:
+                raise self._lost(e) from e
+            if not n:
+                raise self._lost()
+            return n

@@ -1,0 +1,332 @@
+"""Values of a collective on one rank: their frames, sums of frames, and results."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+import codec
+from codec import ArgumentError, BoundSpec, CallOptions, Codebook, FrameError, Status
+from codec._c.library import DTYPES, lib
+from codec._c.spec_structs import spec_struct
+from codec.decoding import check_values
+from codec.inspection import read_header
+from codec.specs import Lossless, Spec, Truncate
+from codec.stateful.ranges import HOST
+from codec.tensors.segments import Records
+from codec.tensors.view import view_bytes
+from codec.tensors.wrapper import View
+from codec.torch.reduction.partition import Piece, chunk_nbytes, cut, cut_evenly
+from codec.torch.transport.channel import Channel
+from codec.torch.transport.messages import Array
+
+bound = functools.lru_cache(1024)(codec.bound)  # a training asks for few sizes
+Frame = Any  # in host memory, an array of bytes; or on a GPU, a tensor of bytes
+Values = Any  # flat values of a reduction: an array in host memory, bfloat16 as uint16; or a tensor on a GPU
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_LARGE = 1 << 21  # values of a piece above which several threads encode it
+_STREAM_STRIDE = (
+    0x9E3779B97F4A7C15  # between random streams; odd and large, so that pieces of two streams never collide
+)
+
+
+@dataclass
+class Reduction:
+    """Values of a collective on this rank, and how they are encoded. All but the values is equal on all ranks."""
+
+    x: Values  # values of this rank
+    dtype: str
+    spec: Spec
+    op: str  # "sum", "mean" or "max"
+    stream: int  # number of the random stream
+    segments: Records | None = None
+    bound_spec: BoundSpec | None = None  # `spec` bound to an optimizer; its arrays are flat, each as long as `x`
+    settings: CallOptions = CallOptions()  # noqa: RUF009 - immutable
+    residual: Values | None = None  # residual of the terms, float32, as long as `x`; gets the frames' errors
+    sum_residual: Callable[[int, int], Values] | None = None  # returns the residual of the sums [begin, end)
+    codebook: Codebook | None = None  # codebook with which all ranks encode
+    codebooks: Sequence[Codebook] = ()  # codebooks that frames may name
+    count_symbols: Callable[[View, BoundSpec | None], None] | None = None  # called with the values of each frame
+    out: Values | None = None  # memory for the result; None: memory of the channel
+    # Functions to call after the verdict, if the result replaces `x` itself and stays in frames until then. For many
+    # values with small frames that is faster than to decode them to other memory and to copy the result.
+    deferred: list[Callable[[], None]] | None = None
+
+    on_device = False  # values lie on a GPU, as those of a DeviceReduction
+    memory = HOST  # of values, and of residuals
+
+    @property
+    def n(self) -> int:
+        """Number of values on this rank."""
+        return len(self.x)
+
+    def bound(self, n: int) -> int:
+        """Return an upper bound of the bytes of a frame of `n` values."""
+        return bound(n, self.dtype, self.spec)
+
+    def slices(self, size: int) -> list[list[Piece]]:
+        """Return a slice for each of `size` ranks, as pieces."""
+        return cut(self.n, size, self.x.itemsize, self.segments, self._chunk_nbytes)
+
+    def even_slices(self, size: int) -> list[list[Piece]]:
+        """Return slices of equal size for `size` ranks, as pieces."""
+        return cut_evenly(self.n, size, self.x.itemsize, self._chunk_nbytes)
+
+    @property
+    def _chunk_nbytes(self) -> int:
+        return chunk_nbytes(self.x.itemsize, self.bound)
+
+    # Encoding
+
+    def own_term(self, piece: Piece) -> Values:
+        """Return this rank's values of a piece."""
+        return self.x[piece.begin : piece.end]
+
+    def encode(self, piece: Piece, out: Array, number: int) -> int:
+        """Encode this rank's term of a piece to `out`, with random stream `number`; return the bytes of the frame."""
+        residual = None if self.residual is None else self.residual[piece.begin : piece.end]
+        return self._encode(self.own_term(piece), piece, out, residual, number)
+
+    def encode_sum(self, total: Values, piece: Piece, out: Array, number: int) -> int:
+        """Encode the float32 sum of a piece to `out`; return the bytes of the frame."""
+        residual = None if self.sum_residual is None else self.sum_residual(piece.begin, piece.end)
+        return self._encode(self.rounded(total), piece, out, residual, number)
+
+    def _encode(self, x: Values, piece: Piece, out: Array, residual: Values | None, number: int) -> int:
+        spec = self.spec_of(piece)
+        values = View(x, self.dtype, piece.segments)
+        frame = codec.encode(
+            values,
+            spec,
+            out=out,
+            residual=residual,  # undefined after an error, after which nobody reads it
+            feedback=residual is not None,
+            codebook=self.codebook,
+            stream=self.random_stream(number),
+            options=self._options(piece),
+        )
+        if self.count_symbols is not None:
+            self.count_symbols(values, self._bound_to(piece))
+        return len(frame)
+
+    def random_stream(self, number: int) -> int:
+        """Return the random stream of a frame from its number in the collective."""
+        return (self.stream * _STREAM_STRIDE + number) % (1 << 64)
+
+    def spec_of(self, piece: Piece) -> Spec | BoundSpec:
+        """Return the spec of a piece's frame, bound to the optimizer and state of the piece if the spec is bound."""
+        return self._bound_to(piece) or self.spec
+
+    @property
+    def own_term_is_exact(self) -> bool:
+        """True if encoding is lossless, so that this rank need not decode its own term."""
+        return isinstance(self.spec, Lossless) and self.op != "max"
+
+    @property
+    def rejects_nonfinite(self) -> bool:
+        """True if the codec refuses NaN and Inf."""
+        return not isinstance(self.spec, Lossless | Truncate) and getattr(self.spec, "nonfinite", "") != "propagate"
+
+    # Decoding
+
+    def empty(self, n: int) -> Values:
+        """Return new memory for `n` values of the tensor's dtype."""
+        return np.empty(n, self.x.dtype)
+
+    def result(self, channel: Channel, n: int) -> Values:
+        """Return memory for a result of `n` values."""
+        if self.deferred is not None:
+            return self.x
+        return channel.result_buffer(n, self.x.dtype) if self.out is None else self.out
+
+    def sum_buffer(self, channel: Channel, n: int) -> Values:
+        """Return memory for a sum of `n` float32 values, which may be that of the sum before."""
+        return channel.sum_buffer(n)
+
+    @property
+    def can_defer(self) -> bool:
+        """True if it is faster to decode results after the verdict than to copy them."""
+        entropy = getattr(self.spec, "entropy", False) or getattr(self.spec, "packing", "") == "entropy"
+        return self.nontemporal and not entropy and not isinstance(self.spec, Lossless | Truncate)
+
+    @property
+    def nontemporal(self) -> bool:
+        """True if results are stored with non-temporal stores, because they do not fit into caches."""
+        return self.x.nbytes >= lib.CODEC_UNCACHED_NBYTES
+
+    def decode_or_defer(self, frame: Array, piece: Piece, into: Values) -> None:
+        """Decode a frame to a piece of the result, or only validate it now and decode it after the verdict."""
+        if self.deferred is None:
+            self.decode(frame, piece, into)
+            return
+        self.check_frame(frame, piece)
+        check_values(frame, into[piece.begin : piece.end], options=self._options(piece))
+        self.deferred.append(partial(self.decode, frame, piece, into))
+
+    def decode(self, frame: Array, piece: Piece, into: Values) -> None:
+        """Decode a frame to a piece of a flat tensor."""
+        self.check_frame(frame, piece)
+        into = into[piece.begin : piece.end]
+        options = self._options(piece, nontemporal=self.nontemporal)
+        codec.decode(frame, self.shared_levels(piece), out=into, codebooks=self.codebooks, options=options)
+
+    def sum(
+        self,
+        parts: Sequence[Frame | None],
+        piece: Piece,
+        total: Values,
+        *,
+        nontemporal: bool = False,
+        check_finite: bool = False,
+    ) -> None:
+        """Store the float32 sum, mean or maximum of a piece in `total`, added in the order of ranks.
+
+        Parameters
+        ----------
+        parts : sequence of ndarray or None
+            Frame of each rank; None: this rank's own values.
+        piece : Piece
+            Values of the frames.
+        total : ndarray or tensor of float32
+            Gets the result.
+        nontemporal : bool
+            Use non-temporal stores, if there is a frame of each rank.
+        check_finite : bool
+            Raise ArgumentError if the result holds NaN or Inf, if there is a frame of each rank.
+        """
+        frames = [part for part in parts if part is not None]
+        for frame in frames:
+            self.check_frame(frame, piece)
+        shared = self.shared_levels(piece)
+        how: dict[str, Any] = {"codebooks": self.codebooks, "options": self._options(piece, nontemporal=nontemporal)}
+        if len(frames) == len(parts):
+            codec.reduce(frames, shared, op=self.op, out=total, check_finite=check_finite, **how)
+            return
+        for i, part in enumerate(parts):
+            if part is None:
+                self._add_own(total, self.as_float32(self.own_term(piece)), first=i == 0)
+            elif i:
+                codec.accumulate(part, total, shared, **how)
+            else:
+                codec.reduce([part], shared, op="sum", out=total, **how)
+        self._complete(total, len(parts))
+
+    def _add_own(self, total: Values, own: Values, *, first: bool) -> None:
+        """Add this rank's float32 values to a sum, or begin the sum with them."""
+        with np.errstate(over="ignore", invalid="ignore"):  # Inf and NaN are part of the result
+            np.copyto(total, own) if first else np.add(total, own, out=total)
+
+    def _complete(self, total: Values, count: int) -> None:
+        """Make a mean of the sum of `count` terms, if the operation is one, and give all NaN the same bits."""
+        if self.op == "mean":
+            total /= np.float32(count)
+        if total.size and np.isnan(total.min()):  # the payload of a NaN depends on the order of operands
+            total[np.isnan(total)] = np.nan
+
+    def check_frame(self, frame: Array, piece: Piece) -> None:
+        """Raise FrameError unless a frame has the agreed codec, parameters and dtype, and the shape of a piece."""
+        info = read_header(view_bytes(frame))
+        if _codec_of(info.spec) != self._codec:
+            raise FrameError(f"a rank has sent a frame by {codec.inspect(frame).spec}, but {self.spec} was agreed upon")
+        if info.dtype != DTYPES[self.dtype] or info.rank != 1 or info.n != piece.n:
+            found = codec.inspect(frame)
+            raise FrameError(
+                f"a rank has sent a frame of {found.dtype} {found.shape}, but {self.dtype} ({piece.n},) was agreed upon"
+            )
+
+    @functools.cached_property
+    def _codec(self) -> tuple[int, ...]:
+        return _codec_of(spec_struct(self.spec))
+
+    def _bound_to(self, piece: Piece) -> BoundSpec | None:
+        """Return the spec bound to the optimizer and state of a piece; None if it is not bound."""
+        if self.bound_spec is None:
+            return None
+        return bound_to_range(self.bound_spec, piece.begin, piece.end)
+
+    def shared_levels(self, piece: Piece) -> BoundSpec | None:
+        """Return the bound spec with which a piece is decoded, if frames do not hold levels."""
+        shared = isinstance(self.spec, Truncate) and self.spec.level_coding == "shared"
+        return self._bound_to(piece) if shared else None
+
+    def _options(self, piece: Piece, *, nontemporal: bool = False) -> CallOptions:
+        """Return the options of a piece. A small piece gets one thread, since other ranks may share the cores."""
+        return _options_for(self.settings.engine, self.settings.threads, piece.n > _LARGE, nontemporal)
+
+    # Values
+
+    def add_residual(self, residual: Values) -> None:
+        """Add float32 values to `x`, rounded to its dtype."""
+        if residual.any():
+            self.x = self.rounded(self.as_float32(self.x) + residual)
+
+    def as_float32(self, x: Values) -> Values:
+        """Return values of the reduction's dtype as float32, without a copy if they are; float64 stays float64."""
+        return x if self.dtype == "float64" else torch.from_numpy(x).view(FLOATS[self.dtype]).float().numpy()
+
+    def tensor_of(self, x: Values) -> torch.Tensor:
+        """Return values as a tensor of the reduction's dtype, which shares their memory."""
+        return torch.from_numpy(x).view(FLOATS[self.dtype])
+
+    def rounded(self, total: Values) -> Values:
+        """Return float32 values rounded to the reduction's dtype; float32 and float64 unchanged."""
+        if self.dtype in ("float32", "float64"):
+            return total
+        rounded = torch.from_numpy(total).to(FLOATS[self.dtype])
+        return rounded.view(torch.uint16).numpy().view(self.x.dtype)
+
+    def on_host(self) -> "Reduction":
+        """Return the reduction with its values in host memory, for algorithms that need them there."""
+        return self
+
+    def from_host(self, result: Array) -> Values:
+        """Return the result of :meth:`on_host` where this reduction has its values."""
+        return result
+
+
+def square(x: Values) -> float:
+    """Return the squared norm of float32 values."""
+    return float(torch.dot(x, x)) if isinstance(x, torch.Tensor) else float(np.dot(x, x))
+
+
+@functools.lru_cache(64)
+def _options_for(engine: str | None, threads: int | None, large: bool, nontemporal: bool) -> CallOptions:
+    if threads is None and not large:
+        threads = 1
+    return codec.options(engine=engine, threads=threads, verify_first=False, nontemporal=nontemporal)
+
+
+def _codec_of(struct: Any) -> tuple[int, ...]:
+    """Return the codec and those parameters of a spec that a header repeats."""
+    return struct.codec, struct.variant, struct.bits, struct.options, struct.max_code_length, struct.model
+
+
+def bound_to_range(spec: BoundSpec, begin: int, end: int) -> BoundSpec:
+    """Return a bound spec for the values [begin, end) of its tensor, whose arrays are flat."""
+    if spec.levels is not None:
+        return spec.spec.bind(levels=spec.levels[begin:end])
+    optimizer = spec.optimizer
+    if isinstance(optimizer, list | tuple):
+        groups: list[tuple[int, Any]] = []
+        for offset, each in optimizer:
+            if offset <= begin:
+                groups = [(0, each)]
+            elif offset < end:
+                groups.append((offset - begin, each))
+        optimizer = groups
+    return spec.spec.bind(optimizer, **{name: x[begin:end] for name, x in spec.state.items()})
+
+
+def nonfinite_error(r: Reduction, x: Values) -> ArgumentError | None:
+    """Return the error that encoding raises for NaN or Inf, if `x` has some and the codec refuses them.
+
+    Uncompressed values are checked with it, so that an error does not depend on the way in which values are sent.
+    """
+    if not r.rejects_nonfinite or not len(x) or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
+        return None
+    return ArgumentError("the tensor holds NaN or Inf, which this codec does not take", Status.NONFINITE)

@@ -1,0 +1,431 @@
+"""The backend `codec`: torch.distributed's collectives give the sum in the order of ranks, bit for bit."""
+
+import copy
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import codec
+import codec.torch
+from codec.torch import _compat
+from codec.torch.group import communicator
+from support.ranks import run_ranks
+from support.tiers import HANG_SECONDS, nightly
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def values(rank, n, dtype=torch.float32):
+    g = torch.Generator().manual_seed(90 + rank)
+    return (torch.randn(n, generator=g) * 2.0 ** torch.randint(-9, 0, (n,), generator=g)).to(dtype)
+
+
+def sum_in_order(tensors, op="sum"):
+    """Return the float32 sum of tensors in the order of ranks, rounded once."""
+    total = tensors[0].float()
+    for t in tensors[1:]:
+        total = torch.maximum(total, t.float()) if op == "max" else total + t.float()
+    return (total / len(tensors) if op == "mean" else total).to(tensors[0].dtype)
+
+
+def calls():
+    """Return the number of collectives that were sent as frames."""
+    return communicator.communicator_of(dist.group.WORLD).channel.calls
+
+
+def _reduced(rank, size):
+    """All-reduce and reduce-scatter in every form of torch.distributed."""
+    n = 9000
+    ops = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+    begun = calls()
+    for dtype in DTYPES:
+        every = [values(r, n, dtype) for r in range(size)]
+        for name, op in ops.items():
+            t = every[rank].clone()
+            dist.all_reduce(t, op)
+            assert torch.equal(t, sum_in_order(every, name)), (dtype, name)
+    shapes = [(30, 200), (77,), ()]
+    every = [
+        [values(10 * r + i, max(1, torch.Size(s).numel())).view(s) for i, s in enumerate(shapes)] for r in range(size)
+    ]
+    mine = [t.clone() for t in every[rank]]
+    with dist._coalescing_manager():
+        for t in mine:
+            dist.all_reduce(t)
+    for i, t in enumerate(mine):
+        assert torch.equal(t, sum_in_order([x[i] for x in every]))
+    x, y = ([values(r + b, size * n).view(size, n) for r in range(size)] for b in (0, 5))
+    outs = [torch.empty(n) for _ in range(4)]
+    _compat.reduce_scatter_single(outs[0], x[rank].view(-1))
+    dist.reduce_scatter(outs[1], list(x[rank]))
+    with dist._coalescing_manager():
+        _compat.reduce_scatter_single(outs[2], x[rank].view(-1), dist.ReduceOp.AVG)
+        _compat.reduce_scatter_single(outs[3], y[rank].view(-1), dist.ReduceOp.AVG)
+    want, other = [t[rank] for t in x], [t[rank] for t in y]
+    assert torch.equal(outs[0], sum_in_order(want))
+    assert torch.equal(outs[1], sum_in_order(want))
+    assert torch.equal(outs[2], sum_in_order(want, "mean"))
+    assert torch.equal(outs[3], sum_in_order(other, "mean"))
+    assert calls() - begun == 9 + 1 + 3
+
+
+def _gathered(rank, size):
+    n = 9000
+    begun = calls()
+    for dtype in DTYPES:
+        every = [values(r, n, dtype) for r in range(size)]
+        out = torch.empty(size * n, dtype=dtype)
+        _compat.all_gather_single(out, every[rank])
+        assert torch.equal(out, torch.cat(every))
+        outs = [torch.empty(n, dtype=dtype) for _ in range(size)]
+        dist.all_gather(outs, every[rank])
+        assert all(torch.equal(*pair) for pair in zip(outs, every, strict=True))
+    x, y = ([values(r + b, n + b) for r in range(size)] for b in (0, 5))
+    outs = [torch.empty(size * n), torch.empty(size * (n + 5))]
+    with dist._coalescing_manager():
+        _compat.all_gather_single(outs[0], x[rank])
+        _compat.all_gather_single(outs[1], y[rank])
+    assert torch.equal(outs[0], torch.cat(x))
+    assert torch.equal(outs[1], torch.cat(y))
+    assert calls() - begun == 6 + 1
+
+
+def _passed_on(rank, size):
+    """Small tensors and other dtypes are passed on to Gloo."""
+    begun = calls()
+    n = 9000
+    for dtype in (torch.int64, torch.float64):
+        t = torch.full((n,), rank + 1, dtype=dtype)
+        dist.all_reduce(t)
+        assert torch.equal(t, torch.full((n,), size * (size + 1) // 2, dtype=dtype))
+    t = torch.full((n,), rank + 1.0)
+    dist.all_reduce(t, dist.ReduceOp.MIN)
+    assert torch.equal(t, torch.ones(n))
+    few = torch.full((10,), rank + 1.0)
+    dist.all_reduce(few, dist.ReduceOp.MAX)
+    assert torch.equal(few, torch.full((10,), float(size)))
+    t = values(rank, n)
+    dist.broadcast(t, 1)
+    assert torch.equal(t, values(1, n))
+    if rank == 0:
+        dist.send(t, 1)
+    elif rank == 1:
+        dist.recv(t, 0)
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank, "much": "x" * 50_000})
+    assert [o["rank"] for o in objects] == list(range(size))
+    parts = torch.empty(size * 3000)
+    dist.all_to_all_single(parts, values(rank, size * 3000))
+    assert torch.equal(parts[:3000], values(0, size * 3000)[3000 * rank : 3000 * (rank + 1)])
+    dist.barrier()
+    assert calls() == begun
+
+
+def _many(rank, size):
+    """All collectives on two groups, asynchronous, and by functional names."""
+    assert dist.get_backend() == "codec"
+    group = dist.new_group()
+    assert isinstance(group, codec.torch.ProcessGroup)
+    tensors = [values(10 * rank + i, 20_000 + i) for i in range(6)]
+    works = [dist.all_reduce(t, group=(None, group)[i % 2], async_op=True) for i, t in enumerate(tensors)]
+    futures = [w.get_future() for w in works]
+    for i, t in enumerate(tensors):
+        assert works[i].wait()
+        assert futures[i].wait()[0] is t
+        assert torch.equal(t, sum_in_order([values(10 * r + i, 20_000 + i) for r in range(size)]))
+    import torch.distributed._functional_collectives as functional
+
+    t = functional.all_reduce(values(rank, 20_000), "sum", dist.group.WORLD)
+    assert torch.equal(t + 0, sum_in_order([values(r, 20_000) for r in range(size)]))
+
+
+def _all_of_it(rank, size):
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for part in (_reduced, _gathered, _passed_on, _many):
+        part(rank, size)
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives(size):
+    run_ranks(size, _all_of_it, backend="codec")
+
+
+def model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(90, 120), nn.Tanh(), nn.Linear(120, 100), nn.Tanh(), nn.Linear(100, 50))
+
+
+def gradients(net, rank, step):
+    x = torch.randn(8, 90, generator=torch.Generator().manual_seed(10 * step + rank))
+    net.zero_grad()
+    net(x).square().mean().backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def _ddp(rank, size):
+    plain = model()
+    net = nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.04)  # two buckets
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, net)]
+    begun = calls()
+    for step in range(4):
+        every = [gradients(copy.deepcopy(plain), r, step) for r in range(size)]
+        for p, *theirs in zip(plain.parameters(), *every, strict=True):
+            p.grad = sum_in_order([g * (1 / size) for g in theirs])  # DDP scales, then sums
+        gradients(net, rank, step)
+        for p, want in zip(net.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad, want.grad)
+        for o in optimizers:
+            o.step()
+    for p, want in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, want)
+    return calls() - begun
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ddp_is_the_sum_in_the_order_of_ranks(size):
+    assert all(n >= 4 + 3 for n in run_ranks(size, _ddp, backend="codec"))
+
+
+def _diloco(rank, size):
+    """Ranks train alone, and sometimes average how far they have come."""
+    net, start = model(), model()
+    inner = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    outer = torch.optim.SGD(start.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(4):
+        gradients(net, rank, step)
+        inner.step()
+        if step % 2:
+            deltas = [(old - new).detach() for old, new in zip(start.parameters(), net.parameters(), strict=True)]
+            flat = torch.cat([d.view(-1) for d in deltas])
+            every = torch.empty(size, flat.numel())
+            _compat.all_gather_single(every, flat)
+            dist.all_reduce(flat, dist.ReduceOp.AVG)
+            assert torch.equal(flat, sum_in_order(list(every), "mean"))
+            for p, delta in zip(start.parameters(), flat.split([d.numel() for d in deltas]), strict=True):
+                p.grad = delta.view(p.shape)
+            outer.step()
+            net.load_state_dict(start.state_dict())
+    return [p.sum().item() for p in net.parameters()], calls()
+
+
+def test_diloco_outer_steps():
+    results = run_ranks(2, _diloco, backend="codec")
+    assert results[0] == results[1]
+    assert results[0][1] == 4
+
+
+def _lossy(rank, size):
+    """Specs for a group, for gathers and for all groups; operations other than sums stay exact."""
+    every = [values(r, 30_000) for r in range(size)]
+    want, errors = sum_in_order(every), []
+    usual = dist.new_group()
+    options = codec.torch.Options(codec.Float8(group_size=100), gather=codec.Quantize(8))
+    given = dist.new_group(pg_options=options)
+    codec.torch.register_backend(codec.Float8(group_size=100), algorithm="two_shot", small=120_000)
+    later = dist.new_group()
+    for group in (usual, given, later):
+        t = every[rank].clone()
+        dist.all_reduce(t, group=group)
+        errors.append(float((t - want).norm() / want.norm()))
+    t = values(rank, 29_999)  # fewer bytes than the threshold `small`
+    dist.all_reduce(t, group=later)
+    assert torch.allclose(t, sum_in_order([values(r, 29_999) for r in range(size)]), rtol=0, atol=1e-5)
+    for group in (usual, given, later):
+        t = every[rank].clone()
+        dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
+        assert torch.equal(t, sum_in_order(every, "max"))
+        out = torch.empty(size, 30_000)
+        _compat.all_gather_single(out, every[rank], group=group)
+        errors.append(float((out - torch.stack(every)).norm() / out.norm()))
+    return errors
+
+
+def test_specs_apply_to_sums_only():
+    for usual, given, later, *gathers in run_ranks(3, _lossy, backend="codec"):
+        assert usual == 0
+        assert 1e-4 < given < 0.1
+        assert 1e-4 < later < 0.1
+        assert gathers[0] == gathers[2] == 0
+        assert 1e-4 < gathers[1] < 0.1
+
+
+def _refused(rank, size):
+    """NaN under a lossy codec on one rank raises on all, in Python and in DDP's C++; tensors are unchanged."""
+    group = dist.new_group(pg_options=codec.torch.Options(codec.Float8()))
+    x = values(rank, 20_000)
+    if rank == 1:
+        x[19_999] = float("nan")
+    before = x.clone()
+    with pytest.raises(codec.CodecError) as e:
+        dist.all_reduce(x, group=group)
+    assert torch.equal(x.view(torch.int32), before.view(torch.int32))
+    work = dist.all_reduce(x, group=group, async_op=True)
+    with pytest.raises(codec.CodecError):
+        work.wait()
+    assert work.is_completed()
+    assert not work.is_success()
+    assert isinstance(work.exception(), codec.CodecError)
+    with pytest.raises(RuntimeError, match="Error"):
+        work.get_future().wait()
+    net = nn.parallel.DistributedDataParallel(model(), process_group=group)
+    if rank == 1:
+        net.module[0].weight.data[0, 0] = float("nan")
+    with pytest.raises(RuntimeError, match="Error"):
+        gradients(net, rank, 0)
+    y = values(rank, 20_000)
+    dist.all_reduce(y, group=group)
+    return type(e.value).__name__, y.sum().item()
+
+
+def test_error_on_one_rank_raises_on_all():
+    results = run_ranks(3, _refused, backend="codec")
+    assert [name for name, _ in results] == ["PeerError", "ArgumentError", "PeerError"]
+    assert len({total for _, total in results}) == 1
+
+
+def _lost(rank, size, how, path):
+    """Without a default group, as torchft: after a loss the remaining ranks form a group through the store."""
+    dist.destroy_process_group()
+    store = dist.FileStore(path, size)
+    timeout = timedelta(seconds=4)
+    group = codec.torch.ProcessGroup(dist.PrefixStore("first", store), rank, size, timeout)
+    t = values(rank, 400_000)
+    group.allreduce([t], dist.AllreduceOptions()).wait()
+    assert torch.equal(t, sum_in_order([values(r, 400_000) for r in range(size)]))
+    if rank == 1:
+        os.kill(os.getpid(), how)
+    before, begin = t.clone(), time.monotonic()
+    work = group.allreduce([t], dist.AllreduceOptions())
+    if how == signal.SIGSTOP:
+        threading.Timer(0.5, group.abort).start()
+    with pytest.raises(codec.PeerError):
+        work.wait()
+    took = time.monotonic() - begin
+    assert torch.equal(t, before)
+    group.abort()
+    with pytest.raises(codec.PeerError, match="make a new one"):
+        group.allreduce([t], dist.AllreduceOptions())
+    left = [r for r in range(size) if r != 1]
+    again = codec.torch.ProcessGroup(dist.PrefixStore("again", store), left.index(rank), len(left), timeout)
+    t = values(rank, 400_000)
+    again.allreduce([t], dist.AllreduceOptions()).wait()
+    assert torch.equal(t, sum_in_order([values(r, 400_000) for r in left]))
+    again.shutdown()
+    return took
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_remaining_ranks_form_a_new_group_after_a_loss(how, tmp_path):
+    took = run_ranks(3, _lost, how, str(tmp_path / "store"), killed=(1,))
+    assert max(took[0], took[2]) < 4 + 1 + 2, took
+
+
+def _aborted(rank, size):
+    """One rank aborts during a collective: it raises on all, and nothing is written."""
+    t = values(rank, 20_000)
+    before = t.clone()
+    communicator.communicator_of(dist.group.WORLD)  # connects all ranks
+    if rank == 0:
+        work = dist.all_reduce(t, async_op=True)
+        dist.group.WORLD.abort()
+    else:
+        time.sleep(0.5)
+        work = dist.all_reduce(t, async_op=True)
+    with pytest.raises(codec.PeerError):
+        work.wait()
+    assert torch.equal(t, before)
+
+
+def test_abort_during_a_collective_raises_on_all():
+    run_ranks(2, _aborted, backend="codec")
+
+
+def _aborted_before_results_are_stored(rank, size):
+    """The group is aborted after all ranks have succeeded and before results are stored."""
+    group, gate, there = dist.group.WORLD, threading.Event(), threading.Event()
+    channel = communicator.communicator_of(group).channel
+    conclude = channel.exchange_verdict
+
+    def and_wait(*args):
+        largest = conclude(*args)
+        there.set()
+        gate.wait()
+        return largest
+
+    channel.exchange_verdict = and_wait
+    lists = [torch.zeros(9000) for _ in range(size)]
+    work = dist.all_gather(lists, values(rank, 9000), async_op=True)
+    there.wait()
+    group.abort()
+    gate.set()
+    with pytest.raises(codec.PeerError):
+        work.wait()
+    assert not torch.cat(lists).any()
+
+
+def test_abort_before_results_are_stored():
+    run_ranks(2, _aborted_before_results_are_stored, backend="codec")
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist, codec.torch
+way, path, rank = sys.argv[1:]
+dist.init_process_group("codec", init_method=f"file://{path}", rank=int(rank), world_size=2)
+tensor = torch.ones(100_000)
+dist.all_reduce(tensor)
+print(tensor[0].item())
+if way == "destroy":
+    dist.all_reduce(tensor, async_op=True)
+    dist.destroy_process_group()
+elif way == "abort":
+    dist.group.WORLD.abort()
+elif way == "callbacks":
+    for _ in range(3):
+        dist.all_reduce(tensor, async_op=True).get_future().then(lambda f: dist.all_reduce(torch.ones(100_000)))
+"""
+
+
+GLOO_LOG = re.compile(r"^\[Gloo\] .*\n", re.MULTILINE)  # torch 2.9 prints it to stdout
+
+
+@pytest.mark.parametrize("way", [nightly("leave"), nightly("destroy"), nightly("abort"), "callbacks"])
+def test_processes_exit_cleanly(way, tmp_path):
+    """However a script leaves its group, the thread of the collectives ends between collectives."""
+    command = [sys.executable, "-P", "-W", "error", "-c", SCRIPT, way, str(tmp_path / "store")]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*command, str(rank)], env=environment, **pipes) for rank in range(2)]
+    ends = [p.communicate(timeout=HANG_SECONDS) for p in processes]
+    results = [
+        (p.returncode, re.sub(GLOO_LOG, "", out), error) for p, (out, error) in zip(processes, ends, strict=True)
+    ]
+    assert results == [(0, "2.0\n", "")] * 2
+
+
+def test_wrong_options_are_rejected_when_the_group_is_made():
+    for make in (codec.torch.Options, codec.torch.register_backend):
+        for how in ({"spec": "x"}, {"spec": codec.Sign}, {"gather": None}):
+            with pytest.raises(codec.SpecError, match="not a spec"):
+                make(**how)
+        for algorithm in ("foo", None, ["auto"]):
+            with pytest.raises(codec.ArgumentError, match="algorithm must be"):
+                make(algorithm=algorithm)
+        with pytest.raises(codec.ArgumentError, match="small must be"):
+            make(small="1")
+    for make in (codec.torch.ReduceScatter, codec.torch.AllGather):
+        with pytest.raises(codec.SpecError, match="not a spec"):
+            make("x")

@@ -1,0 +1,678 @@
+"""Collectives of tensors on a GPU: the CUDA engine encodes them in place, and results are those of host memory.
+
+Without a GPU the kernels run on the CPU (`support.cuda_tensors`); ``make gpu-tests`` runs the file on a GPU, which all
+ranks share.
+"""
+
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import codec
+import codec.torch
+from codec.torch.ddp import uncompressed
+from codec.torch.group import communicator
+from codec.torch.transport import channel as torch_channel
+from codec.torch.transport import streams
+from support.collective_values import rank_values, tensor_bytes
+from support.cuda_tensors import DeviceTensor, connect_gpus, gpu, host
+from support.ddp_training import hook_state_bytes, parameter_bytes, train, wrapped
+from support.faults import KILLED, at_fault_point, die
+from support.ranks import RankPool
+from support.specs import LOSSLESS, LOSSY, TRUNCATES
+from support.tensors import ADAMW
+from support.tiers import every, nightly
+
+SHAPE = 70, 100
+ALGORITHMS = ("two_shot", "all_gather", "ring", "raw")
+SPECS = LOSSLESS | LOSSY | {name: spec for name, spec in TRUNCATES.items() if spec.fixed_level is not None}
+
+
+@pytest.fixture(params=["emulated", pytest.param("real", marks=pytest.mark.gpu)], scope="module")
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[(2, "host"), (3, "gpus"), nightly((4, "host")), nightly((4, "gpus"))])
+def ranks(request):
+    """Ranks whose frames cross to host memory, or stay on GPUs."""
+    size, way = request.param
+    with RankPool(size) as ranks:
+        if way == "gpus":
+            ranks.run(connect_gpus)
+        ranks.new_group()
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with RankPool(2, timeout=5) as ranks:
+        ranks.new_group()
+        yield ranks
+
+
+@pytest.fixture
+def gpus():
+    """Two ranks whose frames stay on GPUs."""
+    with RankPool(2, timeout=5) as ranks:
+        ranks.run(connect_gpus)
+        ranks.new_group()
+        yield ranks
+
+
+def how(algorithm="two_shot", **settings):
+    return codec.options(algorithm=algorithm, **settings)
+
+
+def outcome(call, *args, **kwargs):
+    """Return "success", or the type and the message of the error."""
+    try:
+        call(*args, **kwargs)
+    except codec.CodecError as e:
+        return type(e).__name__, str(e), e.code
+    return "success"
+
+
+def compare(put, call, x, **kwargs):
+    """Run call(tensor, ...) with a tensor on the GPU and in host memory; check that outcomes and tensors are equal."""
+    there, here = put(x), x.clone()
+    found = [outcome(call, t, **kwargs) for t in (there, here)]
+    assert found[0] == found[1], found
+    assert tensor_bytes(host(there)) == tensor_bytes(here)
+    return found[0]
+
+
+def _all_reduces(rank, size, kind, names):
+    with gpu(kind) as put:
+        for name in names:
+            for algorithm in ALGORITHMS if name in ("lossless", "quantize_4") else ALGORITHMS[:2]:
+                for dtype, op in ((torch.float32, "sum"), (torch.bfloat16, "mean"), (torch.float16, "max")):
+                    x = rank_values(rank, SHAPE, dtype)
+                    arguments = {"spec": SPECS[name], "op": op, "options": how(algorithm)}
+                    found = compare(put, codec.torch.all_reduce, x, **arguments)
+                    assert found == "success", (name, algorithm, dtype, found)
+
+
+@pytest.mark.parametrize("part", every(2, range(6)))
+def test_all_reduce_equals_that_of_host_memory_for_every_codec(ranks, kind, part):
+    ranks.run(_all_reduces, kind, [*SPECS][part::6])
+
+
+def _engine(rank, size, kind):
+    """Return the kernels that each way to reduce has launched, and the bytes of the tensor that it copied."""
+    found = {}
+    with gpu(kind) as put:
+        for name, settings in (("default", {}), ("native", {"engine": "native"})):
+            x, before = put(rank_values(rank, SHAPE)), DeviceTensor.copied_nbytes
+            codec.torch.all_reduce(x, codec.Quantize(4), options=how(**settings))
+            found[name] = DeviceTensor.copied_nbytes - before
+        streams.engine_is_usable.cache_clear()
+        streams.choose, choose = _no_engine, streams.choose
+        try:
+            x, before = put(rank_values(rank, SHAPE)), DeviceTensor.copied_nbytes
+            codec.torch.all_reduce(x, codec.Quantize(4), options=how())
+            found["no engine"] = DeviceTensor.copied_nbytes - before
+        finally:
+            streams.choose = choose
+            streams.engine_is_usable.cache_clear()
+    return found
+
+
+def _no_engine(*_):
+    raise codec.EngineError("CuPy is not installed")
+
+
+def test_tensor_is_copied_to_host_memory_only_without_the_cuda_engine(pair):
+    nbytes = 4 * SHAPE[0] * SHAPE[1]
+    want = {"default": 0, "native": nbytes, "no engine": nbytes}
+    assert pair.run(_engine, "emulated") == [want, want]
+
+
+def _other_collectives(rank, size, kind):
+    x = rank_values(rank, (40 * size, 100))
+    with gpu(kind) as put:
+        for spec in (codec.Lossless(), codec.Float8(group_size=100), codec.Quantize(4), codec.Ternary()):
+            for dtype in (torch.float32, torch.bfloat16):
+                values = x.to(dtype)
+                for call, n in (
+                    (codec.torch.reduce_scatter, len(x) // size),
+                    (codec.torch.all_gather, len(x) * size),
+                    (codec.torch.all_to_all, len(x)),
+                ):
+                    results = [torch.zeros(n, 100, dtype=dtype), put(torch.zeros(n, 100, dtype=dtype))]
+                    for output, tensor in zip(results, (values, put(values)), strict=True):
+                        call(output, tensor, spec)
+                    assert torch.equal(results[0], host(results[1])), (call, spec)
+                    call(output := torch.zeros(n, 100, dtype=dtype), put(values), spec)  # from the GPU to the host
+                    assert torch.equal(results[0], output)
+
+
+def test_other_collectives_equal_those_of_host_memory(ranks, kind):
+    ranks.run(_other_collectives, kind)
+
+
+def _mixed(rank, size, kind):
+    with gpu(kind) as put:
+        for spec in (codec.Lossless(), codec.Quantize(4)):
+            for algorithm in ALGORITHMS:
+                x = put(rank_values(rank, SHAPE)) if rank else rank_values(rank, SHAPE)
+                codec.torch.all_reduce(x, spec, options=how(algorithm))
+                codec.torch.all_reduce(want := rank_values(rank, SHAPE), spec, options=how(algorithm))
+                assert torch.equal(host(x), want), (spec, algorithm)
+
+
+def test_ranks_with_and_without_a_gpu_reduce_together(pair, kind):
+    pair.run(_mixed, kind)
+
+
+def _arguments(rank, size, kind):
+    """Layouts, views, outputs, callers in the background, and state of an optimizer."""
+    x = rank_values(rank, (40, 300))
+    with gpu(kind) as put:
+        compare(put, lambda t: codec.torch.all_reduce(t.t(), codec.Float8(), options=how()), x)
+        compare(put, lambda t: codec.torch.all_reduce(t[5:, 1:7], codec.Float8(), options=how()), x)
+        bucket = rank_values(rank, (12_000,))
+        shapes = {"weight": (100, 100), "bias": (2000,)}
+        compare(
+            put,
+            lambda t: codec.torch.all_reduce(codec.view(t, segments=shapes), codec.Sign("l1", "row"), options=how()),
+            bucket,
+        )
+        there, before = put(x), tensor_bytes(x)
+        for out in (put(torch.zeros_like(x)), torch.zeros_like(x)):
+            codec.torch.all_reduce(there, codec.Quantize(4), out=out, options=how())
+            codec.torch.all_reduce(want := x.clone(), codec.Quantize(4), options=how())
+            assert torch.equal(host(out), want)
+            assert tensor_bytes(host(there)) == before
+        found = outcome(codec.torch.all_reduce, there, out=there.view(-1), options=how())
+        assert "shares memory" in found[1]
+        work = codec.torch.all_reduce(there, codec.Quantize(4), async_op=True, options=how())
+        assert work.wait()
+        assert torch.equal(host(there), want)
+
+        state = {name: rank_values(7, (12_000,)).square() for name in ("theta", "m", "v")}
+        for spec in TRUNCATES.values():
+            if spec.fixed_level is None:
+                on_host, on_gpu = spec.bind(ADAMW, **state), spec.bind(ADAMW, **{k: put(v) for k, v in state.items()})
+                codec.torch.all_reduce(here := bucket.clone(), on_host, options=how())
+                codec.torch.all_reduce(there := put(bucket), on_gpu, options=how())
+                assert torch.equal(here, host(there)), spec
+
+
+def test_all_reduce_takes_views_outputs_and_optimizer_state_on_the_gpu(pair, kind):
+    pair.run(_arguments, kind)
+
+
+def _feedback(rank, size, kind):
+    """Reduce tensors with error feedback, on a GPU in most steps, and with residuals from a checkpoint in others."""
+    with gpu(kind) as put:
+        for algorithm in ("two_shot", "all_gather", "raw"):
+            here, there = codec.torch.Feedback(codec.Sign()), codec.torch.Feedback(codec.Sign())
+            for step, place in enumerate((put, put, torch.clone, put)):
+                x = rank_values(10 * step + rank, SHAPE)
+                codec.torch.all_reduce(x_here := x.clone(), op="mean", feedback=here, options=how(algorithm))
+                codec.torch.all_reduce(x_there := place(x), op="mean", feedback=there, options=how(algorithm))
+                assert torch.equal(x_here, host(x_there)), (algorithm, step)
+                if step == 0:
+                    there.load_state_dict(there.state_dict())
+            mine, its = here.state_dict(), there.state_dict()
+            assert here.norms() == pytest.approx(there.norms())
+            for role in ("worker", "server"):
+                tensors = {k: v for k, v in mine[role].items() if isinstance(v, torch.Tensor)}
+                assert tensors.keys() == {k for k, v in its[role].items() if isinstance(v, torch.Tensor)}
+                assert all(torch.equal(v, its[role][k]) for k, v in tensors.items())
+
+
+def test_error_feedback_equals_that_of_host_memory(ranks, kind):
+    ranks.run(_feedback, kind)
+
+
+def _residual_copies(rank, size):
+    """Return the bytes that error feedback copies to the host, for a tensor that is reduced again and again."""
+    with gpu("emulated") as put:
+        feedback = codec.torch.Feedback(codec.Quantize(4))
+        for step in range(3):
+            before = DeviceTensor.copied_nbytes
+            x = put(rank_values(10 * step + rank, SHAPE))
+            codec.torch.all_reduce(x, op="mean", feedback=feedback, options=how())
+        return DeviceTensor.copied_nbytes - before
+
+
+def test_residuals_stay_on_the_gpu(pair):
+    assert pair.run(_residual_copies) == [0, 0]
+
+
+class _BucketOnGpu:
+    """Bucket of DistributedDataParallel whose gradients lie on a GPU."""
+
+    def __init__(self, bucket, buffer):
+        self._bucket, self._buffer = bucket, buffer
+
+    def __getattr__(self, name):
+        return getattr(self._bucket, name)
+
+    def buffer(self):
+        return self._buffer
+
+
+def _train(rank, size, kind, name, feedback):
+    """Train by a hook with gradients in host memory and on a GPU; return whether parameters and residuals are equal."""
+    spec, found = SPECS.get(name) or TRUNCATES[name], []
+    with gpu(kind) as put:
+        for place in (torch.clone, put):
+            model = wrapped()
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            hook = codec.torch.ddp_hook(
+                spec, optimizer=optimizer, feedback=feedback, policy=lambda _, p: None, options=how()
+            )
+
+            def reduce(hook, bucket, place=place):
+                future = hook.reduce(_BucketOnGpu(bucket, place(bucket.buffer())))
+                return future.then(lambda done: host(done.value()))
+
+            reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+            model.register_comm_hook(hook, reduce)
+            train(model, optimizer, rank, 3)
+            found.append((parameter_bytes(model), hook_state_bytes(hook) if feedback else b""))
+    return found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "feedback"),
+    [("quantize_4", True), ("truncate_bit", False)]
+    + [
+        pytest.param(*x, marks=pytest.mark.nightly)
+        for x in (("lossless", False), ("sign_row", True), ("float8_e4m3fn", False))
+    ],
+)
+def test_ddp_hook_trains_as_with_gradients_in_host_memory(ranks, kind, name, feedback):
+    assert all(ranks.run(_train, kind, name, feedback))
+
+
+def _float64(rank, size, kind):
+    comm = communicator.communicator_of(None)
+    every = [rank_values(r, (9000,)).double() for r in range(size)]
+    with gpu(kind) as put:
+        x = put(every[rank])
+        assert comm.run(lambda: uncompressed.mean(comm, x, lambda: None)) is x
+    total = every[0]
+    for other in every[1:]:
+        total = total + other
+    assert torch.equal(host(x), total / size)
+
+
+def test_float64_gradients_on_a_gpu_are_summed_uncompressed(ranks, kind):
+    ranks.run(_float64, kind)
+
+
+def _fsdp(rank, size, kind):
+    """Call the collectives of FSDP2 as it does."""
+    group, average = dist.group.WORLD, dist.ReduceOp.AVG
+    x = rank_values(rank, (4000 * size,))
+    with gpu(kind) as put:
+        results = []
+        for place in (torch.clone, put):
+            reduce_scatter = codec.torch.ReduceScatter(codec.Float8(group_size=100))
+            all_gather = codec.torch.AllGather()
+            shard, whole = place(torch.zeros(4000)), place(torch.zeros(4000 * size))
+            reduce_scatter(shard, place(x), group, average)
+            if (work := all_gather(whole, shard, group, async_op=True)) is not None:
+                work.wait()
+            replicas = codec.torch.AllReduce(codec.Quantize(4), group=group, feedback=True, options=how())
+            for step in range(3):
+                replicas.all_reduce("layer", gradients := place(rank_values(10 * step + rank, (9000,))))
+            residual = replicas.state_dict()[f"rank {rank}"]["residuals"]["layer"]
+            norm = replicas.stats().residual_norm
+            results.append((*(tensor_bytes(host(t)) for t in (shard, whole, gradients, residual)), norm))
+        assert results[0][:4] == results[1][:4]
+        assert results[0][4] == pytest.approx(results[1][4])
+
+
+def test_fsdp_collectives_equal_those_of_host_memory(ranks, kind):
+    ranks.run(_fsdp, kind)
+
+
+def _backend(rank, size, kind):
+    """Call torch.distributed over the backend `codec`."""
+    how = codec.torch.Options(codec.Float8(group_size=100), algorithm="two_shot")  # rounds to nearest
+    group = dist.new_group(backend="codec", pg_options=how)
+    x = rank_values(rank, (5000 * size,))
+    results = []
+    with gpu(kind) as put:
+        for place in (torch.clone, put):
+            reduced, shard, whole = place(x), place(torch.zeros(5000)), place(torch.zeros(5000 * size))
+            dist.all_reduce(reduced, group=group)
+            dist.reduce_scatter_tensor(shard, place(x), group=group)
+            dist.all_gather_into_tensor(whole, shard, group=group)
+            tensors = [place(torch.zeros(5000)) for _ in range(size)]
+            dist.all_gather(tensors, shard, group=group)
+            small = place(torch.full((7,), float(rank)))
+            dist.all_reduce(small, dist.ReduceOp.MAX, group=group)
+            results.append([tensor_bytes(host(t)) for t in (reduced, shard, whole, small, *tensors)])
+    assert results[0] == results[1]
+    assert group.stats().frame_collectives == 9  # all but the small one in host memory
+    dist.destroy_process_group(group)
+
+
+def test_backend_takes_tensors_on_a_gpu(pair, kind):
+    pair.run(_backend, kind)
+
+
+def _special_values(rank, size, kind):
+    with gpu(kind) as put:
+        found = []
+        for spec in (codec.Float8(), codec.Sign(), codec.Lossless(), codec.Float8(nonfinite="propagate")):
+            for algorithm in ("two_shot", "all_gather", "raw"):
+                x = rank_values(rank, SHAPE)
+                x[3, 5] = torch.nan if rank == 1 else 1
+                found.append(compare(put, codec.torch.all_reduce, x, spec=spec, options=how(algorithm)))
+                x[3, 5] = 3e38
+                compare(put, codec.torch.all_reduce, x, spec=spec, options=how(algorithm))
+        codec.torch.all_reduce(x := put(torch.ones(SHAPE)), codec.Float8(), options=how())  # the group still works
+        assert bool(host(x).eq(size).all())
+        return found
+
+
+def test_nan_on_one_rank_is_an_error_on_all_ranks(ranks, kind):
+    for rank, found in enumerate(ranks.run(_special_values, kind)):
+        want = "ArgumentError" if rank == 1 else "PeerError"
+        assert [error[0] for error in found[:6]] == [want] * 6
+        assert [error[2] for error in found[:6]] == [codec.Status.NONFINITE] * 6
+        assert found[6:] == ["success"] * 6
+
+
+def _damaged(rank, size, kind):
+    """Rank 1 sends damaged frames; return the outcome and whether the tensor is unchanged."""
+    channel = communicator.communicator_of(None).channel
+    send, found = channel.send, []
+
+    def damage(message, to):
+        message = np.array(message)
+        message[-1] ^= 1
+        send(message, to)
+
+    with gpu(kind) as put:
+        for spec in (codec.Lossless(), codec.Quantize(4), codec.Ternary()):
+            for algorithm in ("two_shot", "all_gather"):
+                x = put(values := rank_values(rank, SHAPE))
+                if rank == 1:
+                    channel.send = damage
+                try:
+                    found.append(outcome(codec.torch.all_reduce, x, spec, options=how(algorithm))[0])
+                finally:
+                    channel.send = send
+                assert torch.equal(host(x), values)
+    return found
+
+
+def test_damaged_frame_is_an_error_on_all_ranks(pair, kind):
+    assert pair.run(_damaged, kind) == [["ChecksumError"] * 6, ["PeerError"] * 6]
+
+
+def _killed(rank, size, kind, point):
+    with gpu(kind) as put:
+        codec.torch.all_reduce(put(torch.ones(10)))
+        channel = communicator.communicator_of(None).channel
+        x = put(values := rank_values(rank, SHAPE))
+        with at_fault_point(channel, point if rank == 1 else -1, die):
+            found = outcome(codec.torch.all_reduce, x, codec.Quantize(4), options=how())
+        assert torch.equal(host(x), values)
+        return found[0]
+
+
+def _bytes_by_way(rank, size):
+    """Return the bytes that an all-reduce sends from GPU to GPU and from host memory, and copies to host memory."""
+    with gpu("emulated") as put:
+        for spec in (codec.Float8(), codec.Lossless()):
+            codec.torch.all_reduce(x := put(rank_values(rank, (7000,))), spec, options=how())
+            channel, messages, copied = communicator.communicator_of(None).channel, [], DeviceTensor.copied_nbytes
+            before, post = channel.counters.copy(), channel.post
+            channel.post = lambda *args, post=post, messages=messages: messages.append(args[:2]) or post(*args)
+            codec.torch.all_reduce(x, spec, options=how())
+            del channel.post
+            assert all(message.nbytes == 64 for _, message in messages)  # numbers
+            assert DeviceTensor.copied_nbytes - copied == 2 * size * 120  # lengths and headers
+            yield (channel.counters - before).sent_nbytes
+
+
+def _frames_stay_on_gpus(rank, size):
+    fixed, variable = _bytes_by_way(rank, size)
+    largest = codec.frame_nbytes(7000 - 3072, "float32", codec.Float8())  # slices begin at multiples of 1,024
+    assert fixed == 2 * -(-(8 + largest) // 16) * 16
+    assert fixed < variable < 4 * 7000
+
+
+def test_only_headers_are_copied_to_host_memory_if_frames_stay_on_gpus(gpus):
+    gpus.run(_frames_stay_on_gpus)
+
+
+def _slots(rank, size):
+    """Return the rows of both phases of a two-shot all-reduce, and this rank's values."""
+    channel, rows = communicator.communicator_of(None).channel, []
+    for name in ("all_to_all", "all_gather"):
+        collective = getattr(channel, name)
+        setattr(channel, name, lambda sent, run=collective: rows.append(host(sent).numpy().copy()) or run(sent))
+    with gpu("emulated") as put:
+        x = rank_values(rank, (7000,))
+        codec.torch.all_reduce(put(x), codec.Quantize(4), stream=5, options=how())
+    return *rows, x.numpy()
+
+
+def _frame(values, number):
+    return codec.encode(values, codec.Quantize(4), stream=(5 * 0x9E3779B97F4A7C15 + number) % 2**64)
+
+
+def test_slots_between_gpus_are_as_specified(gpus):
+    found = gpus.run(_slots)
+    size, cuts = 2, [0, 3072, 7000]
+    slices = [slice(a, b) for a, b in pairwise(cuts)]
+    T = -(-(8 + codec.frame_nbytes(7000 - 3072, "float32", codec.Quantize(4))) // 16) * 16
+    for r, (terms, sums, x) in enumerate(found):
+        assert (terms.shape, sums.shape) == ((size, 1, T), (1, T))
+        total = codec.reduce([_frame(x[slices[r]], q * size + r) for q, (_, _, x) in enumerate(found)], op="sum")
+        want = [_frame(x[slices[o]], r * size + o) for o in range(size)] + [_frame(total, size * size + r)]
+        for slot, frame in zip([*terms[:, 0], sums[0]], want, strict=True):
+            assert slot[:8].tobytes() == len(frame).to_bytes(8, "little")
+            assert slot[8 : 8 + len(frame)].tobytes() == frame
+
+
+def _altered(rank, size, kind):
+    """Alter what rank 0 gets from rank 1; return the outcomes and whether all tensors are unchanged."""
+    channel, found = communicator.communicator_of(None).channel, []
+
+    def altering(name, at, value):
+        collective = getattr(channel, name)
+
+        def run(rows):
+            received = collective(rows)
+            if rank == 0:
+                slot = host(received[1, 0]).clone()
+                slot[at] = slot[at] ^ value
+                received[1, 0].copy_(slot.to(received.device))
+            return received
+
+        return run
+
+    with gpu(kind) as put:
+        for name in ("all_to_all", "all_gather"):
+            for at, value in ((500, 1), (7, 64), (8 + 5, 3), (8 + 48, 1)):  # a value, the length, the codec, the shape
+                x = put(values := rank_values(rank, SHAPE))
+                setattr(channel, name, altering(name, at, value))
+                try:
+                    found.append(outcome(codec.torch.all_reduce, x, codec.Quantize(4), options=how("two_shot"))[0])
+                finally:
+                    delattr(channel, name)
+                assert torch.equal(host(x), values)
+    return found
+
+
+def test_altered_frame_between_gpus_is_an_error_on_all_ranks(gpus, kind):
+    errors = ["ChecksumError", "FrameError", "FrameError", "FrameError"] * 2
+    assert gpus.run(_altered, kind) == [errors, ["PeerError"] * 8]
+
+
+def _large_frame(rank, size):
+    """Report a frame on rank 1 that is larger than possible."""
+    comm = communicator.communicator_of(None)
+    gather_numbers = comm.channel.gather_numbers
+    if rank == 1:
+        comm.channel.gather_numbers = lambda _: gather_numbers([1 << 40])
+    with gpu("emulated") as put:
+        return outcome(codec.torch.all_reduce, put(torch.ones(SHAPE)), codec.Lossless(), options=how())[0]
+
+
+def test_size_beyond_the_bound_of_a_frame_is_an_error_on_all_ranks(gpus):
+    gpus.run(_connect)
+    assert gpus.run(_large_frame) == ["PeerError", "PeerError"]
+
+
+def _connect(rank, size):
+    communicator.communicator_of(None)
+
+
+def _cannot_encode(rank, size):
+    """Let rank 1 have no CUDA engine; return whether frames stay on GPUs."""
+    torch_channel.engine_is_usable = lambda: rank == 0
+    with gpu("emulated") as put:
+        codec.torch.all_reduce(x := put(torch.ones(SHAPE)), codec.Float8(), options=how())
+        assert bool(host(x).eq(size).all())
+    return communicator.communicator_of(None).channel.connects_gpus
+
+
+def test_frames_cross_to_host_memory_if_a_rank_cannot_encode_on_its_gpu(gpus):
+    assert gpus.run(_cannot_encode) == [False, False]
+
+
+def _on_one_gpu(rank, size):
+    with gpu("emulated") as put:
+        x = put(torch.ones(SHAPE)) if rank else torch.ones(SHAPE)
+        found = outcome(codec.torch.all_reduce, x, codec.Float8(), options=how())[0]
+        codec.torch.all_reduce(put(x) if rank == 0 else x, codec.Float8(), options=how())  # the group still works
+        return found
+
+
+def test_tensors_in_host_memory_and_on_gpus_are_not_reduced_together_over_nccl(gpus):
+    assert gpus.run(_on_one_gpu) == ["PeerError"] * 2
+
+
+def _silent(rank, size, cancel):
+    """Let rank 1 keep rank 0 waiting for its frame until a timeout, or until rank 0 cancels the collective."""
+    comm = communicator.communicator_of(None, timeout=60 if cancel else 0.5)
+    if rank == 1:
+        return None
+    work = comm.worker.submit(lambda: comm.channel.all_gather(torch.zeros(10, dtype=torch.uint8)))
+    if cancel:
+        comm.cancel()
+    with pytest.raises(codec.PeerError) as error:
+        work.wait(30)
+    return str(error.value), comm.channel.closed
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_wait_for_frames_of_other_gpus_ends(gpus, cancel):
+    message, closed = gpus.run(_silent, cancel)[0]
+    assert ("was cancelled" if cancel else "did not arrive within 0:00:00.5") in message
+    assert closed
+
+
+@pytest.mark.parametrize("collective", ["all_to_all", "all_gather"])
+def test_tensor_is_unchanged_if_a_rank_dies_before_its_frames_leave_the_gpu(gpus, collective):
+    gpus.start(_dies, collective)
+    assert gpus.results() == ["PeerError", KILLED]
+
+
+def _dies(rank, size, collective):
+    with gpu("emulated") as put:
+        codec.torch.all_reduce(put(torch.ones(10)), options=how())
+        if rank == 1:
+            setattr(communicator.communicator_of(None).channel, collective, lambda _: die())
+        x = put(values := rank_values(rank, SHAPE))
+        found = outcome(codec.torch.all_reduce, x, codec.Quantize(4), options=how())
+        assert torch.equal(host(x), values)
+        return found[0]
+
+
+class _FakeCuda:
+    """Part of torch.cuda that notes the order of calls."""
+
+    def __init__(self):
+        self.calls = []
+        self.caller, self.side = self._stream("caller"), self._stream("side")
+
+    def _stream(self, name):
+        def note(what):
+            return lambda *args: self.calls.append((name, what, *args)) or f"event of {name}"
+
+        return SimpleNamespace(
+            record_event=note("record"), wait_event=note("wait for"), synchronize=note("synchronize")
+        )
+
+    def is_initialized(self):
+        return True
+
+    def current_device(self):
+        return 1
+
+    def current_stream(self, device):
+        assert device == 1
+        return self.caller
+
+    def Stream(self, device):
+        assert device == 1
+        return self.side
+
+    def device(self, _):
+        return nullcontext()
+
+    @contextmanager
+    def stream(self, stream):
+        assert stream is self.side
+        self.calls.append("enter")
+        yield
+        self.calls.append("leave")
+
+    def synchronize(self, device):
+        self.calls.append(("synchronize", device))
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    fake = _FakeCuda()
+    for name in ("is_initialized", "current_device", "current_stream", "Stream", "device", "stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    streams._side_stream.cache_clear()
+    yield fake
+    streams._side_stream.cache_clear()
+
+
+def test_collective_waits_for_work_of_the_caller_and_returns_after_its_own(fake_cuda):
+    run = streams.in_stream_order(lambda: fake_cuda.calls.append("collective"))
+    assert fake_cuda.calls == [("caller", "record")]  # when the collective is begun, not when its turn comes
+    run()
+    assert fake_cuda.calls[1:] == [
+        "enter",
+        ("side", "wait for", "event of caller"),
+        "collective",
+        ("side", "synchronize"),
+        "leave",
+    ]
+
+
+def test_tensor_on_another_gpu_is_synchronized(fake_cuda):
+    for index in (1, 0):
+        streams.settle(SimpleNamespace(device=torch.device("cuda", index)))
+    streams.settle(torch.ones(1))
+    assert fake_cuda.calls == [("synchronize", torch.device("cuda", 0))]
+
+
+@pytest.mark.parametrize("point", [1, 4])
+def test_tensor_is_unchanged_if_a_rank_dies(kind, point):
+    with RankPool(2, timeout=5) as ranks:
+        ranks.new_group()
+        ranks.start(_killed, kind, point)
+        assert ranks.results() == ["PeerError", KILLED]

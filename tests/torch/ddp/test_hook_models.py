@@ -1,0 +1,388 @@
+"""DDP hooks serve every kind of parameter and model of DistributedDataParallel, or reject it at registration."""
+
+import copy
+import functools
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import codec
+import codec.torch
+from codec.torch.ddp import reducer as reducer_module
+from codec.torch.ddp import uncompressed
+from support.ddp_training import parameter_bytes, small_forward, small_net, take_step
+from support.ranks import run_ranks
+
+EVERYTHING = {"policy": lambda name, p: None}
+
+
+class Complex(nn.Module):
+    """Complex parameters, some of them small enough for the policy's Lossless, and a real one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = [(4,), (96, 96), (16, 40), (96, 96)]
+        self.ps = nn.ParameterList(nn.Parameter(torch.randn(*s, dtype=torch.complex64)) for s in shapes)
+        self.real = nn.Parameter(torch.randn(96, 96))
+
+    def forward(self, v):
+        real = (self.real * v[0]).square().sum()
+        return real + sum(((p.abs() ** 2) * v[i]).sum() + (p.real * v[i + 1]).sum() for i, p in enumerate(self.ps))
+
+
+def _complex_forward(model, rank):
+    return model(torch.randn(5, generator=torch.Generator().manual_seed(rank)))
+
+
+def _complex(rank, size):
+    """Check replicas, and values that every codec leaves exact; return the gradients by spec."""
+    want = take_step(DistributedDataParallel(Complex()), rank, _complex_forward)
+    found = {}
+    for spec, how in [
+        (codec.Lossless(), {}),
+        (codec.Float8(group_size=128), {}),
+        (codec.Quantize(8), {"feedback": True}),
+        (codec.Sign(group_size=1024), {"start_step": 1}),
+        (codec.Truncate(), {"optimizer": True}),
+    ]:
+        model = DistributedDataParallel(Complex())
+        optimizer = torch.optim.Adam(model.parameters()) if how.pop("optimizer", None) else None
+        codec.torch.ddp_hook(spec, optimizer=optimizer, options=codec.options(algorithm="two_shot"), **how).register(
+            model
+        )
+        for _ in range(2):
+            got = take_step(model, rank, _complex_forward, optimizer)
+        for p, g, w in zip(model.parameters(), got, want, strict=True):
+            exact = isinstance(spec, codec.Lossless) or p.numel() < 4096
+            if optimizer is None:
+                assert torch.equal(g, w) == exact, (spec, p.shape)
+            bound = 0.7 if isinstance(spec, codec.Sign) else 0.05
+            if not isinstance(spec, codec.Truncate):
+                assert torch.linalg.vector_norm(g - w) <= bound * torch.linalg.vector_norm(w), spec
+        found[repr(spec)] = parameter_bytes(model), [torch.view_as_real(g.to(torch.complex64)).tolist() for g in got]
+    return found
+
+
+def test_complex_parameters_are_reduced():
+    results = run_ranks(2, _complex)
+    assert results[0] == results[1]
+
+
+def _uncovered(rank, size):
+    """A bucket whose values the hook cannot account for raises on all ranks, and the group stays usable."""
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    codec.torch.ddp_hook(codec.Float8(), **EVERYTHING).register(model)
+    reducer_module.n_values = lambda p: p.numel() - (p.dim() == 1)
+    with pytest.raises(codec.ArgumentError, match="4160 values, but its parameters have 4159"):
+        model(torch.ones(2, 64)).sum().backward()
+    x = torch.full((3,), float(rank))
+    codec.torch.all_reduce(x, op="sum")
+    assert x[0] == sum(range(size))
+
+
+def test_bucket_with_unaccounted_values_is_rejected():
+    run_ranks(2, _uncovered)
+
+
+class UnusualParameters(nn.Module):
+    """float64, sparse and nine-dimensional parameters beside ordinary ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(50, 64, sparse=True)
+        self.precise = nn.Linear(64, 64).double()
+        self.nine = nn.Parameter(torch.randn([2] * 8 + [32]))
+        self.frozen = nn.Parameter(torch.arange(5), requires_grad=False)
+
+    def forward(self, i):
+        x = self.precise(self.table(i).double()).float()
+        return (x @ self.nine.view(64, -1)).square().mean()
+
+
+def _odd_forward(model, rank):
+    return model(torch.tensor([1, rank, 7 + rank]))
+
+
+def _odd(rank, size):
+    logged = []
+    uncompressed.logger.setLevel("INFO")
+    uncompressed.logger.info = lambda text, kind: logged.append(kind)
+    plain, model = DistributedDataParallel(UnusualParameters()), DistributedDataParallel(UnusualParameters())
+    hook = codec.torch.ddp_hook(codec.Quantize(8), feedback=True).register(model)
+    for _ in range(3):
+        want, got = take_step(plain, rank, _odd_forward), take_step(model, rank, _odd_forward)
+        for (name, p), g, w in zip(model.module.named_parameters(), got, want, strict=True):
+            if not p.requires_grad:
+                assert g is None
+                continue
+            tolerance = {torch.float64: 1e-15, torch.float32: 1e-6}[p.dtype] if name != "nine" else 0.02
+            difference = torch.linalg.vector_norm(g.to_dense() - w.to_dense())
+            assert difference <= tolerance * torch.linalg.vector_norm(w.to_dense()), name
+    assert hook.stats().steps == 3
+    assert sorted(logged) == ["float64", "sparse"]
+    return [p.grad.to_dense().tolist() for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradients_that_frames_cannot_carry_are_summed_uncompressed(size):
+    results = run_ranks(size, _odd)
+    assert all(r == results[0] for r in results)
+
+
+def _registered_as_torch_does(rank, size):
+    spec, found = codec.Float8(group_size=128), {}
+    for form in ("register", "state", "callable", "compiled"):
+        # a group of its own: no hook switches to uncompressed values after a few steps
+        model, hook = DistributedDataParallel(small_net(), process_group=dist.new_group()), codec.torch.ddp_hook(spec)
+        if form == "register":
+            hook.register(model)
+        elif form == "state":
+            model.register_comm_hook(state=hook, hook=codec.torch.comm_hook)
+        elif form == "callable":
+            model.register_comm_hook(None, hook)
+        else:
+            hook.register(torch.compile(model, backend="eager"))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            take_step(model, rank, small_forward, optimizer)
+        found[form] = parameter_bytes(model)
+        assert 0 < hook.stats().ratio < 0.5
+        assert set(hook.stats(by_parameter=True).parameters) == {n for n, _ in model.module.named_parameters()}
+    for form in ("spec", "spec again"):
+        model = DistributedDataParallel(small_net(), process_group=dist.new_group())
+        model.register_comm_hook(spec, codec.torch.comm_hook)
+        other = DistributedDataParallel(small_net())
+        other.register_comm_hook(None, codec.torch.comm_hook)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            take_step(other, rank, small_forward)
+            take_step(model, rank, small_forward, optimizer)
+        found[form] = parameter_bytes(model)
+    for state in (7, codec.Truncate()):
+        wrong = DistributedDataParallel(small_net(), process_group=dist.new_group())
+        wrong.register_comm_hook(state, codec.torch.comm_hook)
+        with pytest.raises(
+            codec.ArgumentError, match=r"must be a hook that ddp_hook\(\) returned, a spec, a preset or None, got"
+        ):
+            take_step(wrong, rank, small_forward)
+    return found
+
+
+def test_every_form_of_registration_gives_the_same_bits():
+    for found in run_ranks(2, _registered_as_torch_does):
+        assert len(set(found.values())) == 1
+
+
+def _second_model(rank, size):
+    first, other = DistributedDataParallel(small_net()), DistributedDataParallel(nn.Linear(8, 64))
+    hook = codec.torch.ddp_hook(codec.Float8(group_size=128)).register(first)
+    with pytest.raises(codec.ArgumentError, match="serves one model"):
+        hook.register(other)
+    take_step(first, rank, small_forward)
+    assert len(pickle.dumps(hook)) < 10_000  # without the model
+    again = DistributedDataParallel(copy.deepcopy(first.module))
+    hook.register(again)  # the same model again, as after the loss of a rank
+    take_step(again, rank, small_forward)
+    with pytest.raises(codec.ArgumentError, match="registered to another model since"):
+        take_step(first, rank, small_forward)
+    both = codec.torch.ddp_hook()
+    for model in (DistributedDataParallel(small_net()), DistributedDataParallel(small_net())):
+        model.register_comm_hook(both, codec.torch.comm_hook)
+        other = model, other
+    with pytest.raises(codec.ArgumentError, match="registered to 2 models"):
+        take_step(other[0], rank, small_forward)
+
+
+def test_second_model_of_a_hook_is_rejected():
+    run_ranks(2, _second_model)
+
+
+def _python_reducer(rank, size):
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    try:
+        with pytest.raises(codec.ArgumentError, match="python_reducer"):
+            codec.torch.ddp_hook().register(DistributedDataParallel(small_net()))
+        with pytest.raises(codec.ArgumentError, match="python_reducer"):
+            codec.torch.ddp_hook()(None, (torch.ones(3), None))
+    finally:
+        torch._dynamo.config.optimize_ddp = True
+    with pytest.raises(codec.SpecError, match=r"pass ddp_hook\(optimizer=\)"):
+        codec.torch.ddp_hook(policy=lambda n, p: codec.Truncate()).register(DistributedDataParallel(small_net()))
+
+
+def test_unsupported_settings_are_rejected_at_registration():
+    run_ranks(1, _python_reducer)
+
+
+class Branches(nn.Module):
+    """Two branches, one of which serves a batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(96, 96) for _ in range(2))
+        self.used = 0
+
+    def forward(self, x):
+        return self.branches[self.used](x)
+
+
+def _branches(rank, size, **kwargs):
+    model = DistributedDataParallel(Branches(), **kwargs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True, options=codec.options(algorithm="two_shot")).register(
+        model
+    )
+    for step in range(4):
+        if "find_unused_parameters" in kwargs:
+            model.module.used = step // 2
+        x = torch.randn(8, 96, generator=torch.Generator().manual_seed(size * step + rank))
+        take_step(model, rank, lambda model, rank, x=x: model(x).square().mean(), optimizer)
+    assert hook.stats().steps == 4
+    return parameter_bytes(model)
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_replicas_stay_equal_while_parameters_are_unused(option):
+    assert len(set(run_ranks(2, functools.partial(_branches, **{option: True})))) == 1
+
+
+class OptimizerWrapper:
+    """Optimizer as wrapped by Accelerate and Lightning."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+
+def test_optimizers_are_unwrapped_or_rejected_by_name():
+    model = small_net()
+    adam = torch.optim.AdamW(model.parameters())
+    assert codec.torch.ddp_hook(codec.Truncate(), optimizer=OptimizerWrapper(OptimizerWrapper(adam))).optimizer is adam
+    assert codec.optimizers.from_optimizer(OptimizerWrapper(adam)) == codec.optimizers.from_optimizer(adam)
+    weight = model[0].weight
+    assert codec.optimizers.state_of(OptimizerWrapper(adam), weight)["theta"] is weight
+    with pytest.raises(codec.ArgumentError, match=r"the step of ASGD is not known.*\.optimizer of a wrapper"):
+        codec.torch.ddp_hook(codec.Truncate(), optimizer=torch.optim.ASGD(model.parameters()))
+
+
+def _warned(rank, size):
+    model = DistributedDataParallel(small_net())
+    adam, sgd = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.warns(UserWarning, match=r"Sign.*distorts.*AdamW.*1-bit Adam"):
+        codec.torch.ddp_hook(codec.Sign(), optimizer=adam).register(model)
+    for spec in (codec.Sign(), codec.Ternary()):
+        model = DistributedDataParallel(small_net())
+        adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), 0.1)
+        codec.torch.ddp_hook(spec).register(model)
+        take_step(model, rank, small_forward)
+        torch.optim.Adam(small_net().parameters()).step()  # an optimizer of another model
+        with pytest.warns(UserWarning, match=r"distorts.*Adam"):
+            adam.step()
+        take_step(model, rank, small_forward, adam)  # warns only once
+    model = DistributedDataParallel(small_net())
+    codec.torch.ddp_hook(codec.Sign()).register(model)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    take_step(model, rank, small_forward, sgd)
+    models = [DistributedDataParallel(small_net()) for _ in range(3)]
+    for model in models:
+        codec.torch.ddp_hook(codec.Sign()).register(model)
+        take_step(model, rank, small_forward)
+    torch.optim.SGD([p for model in models for p in model.parameters()], 0.1).step()
+
+
+def test_adam_with_sign_or_ternary_warns_once():
+    run_ranks(1, _warned)
+
+
+UNUSED = """
+import logging
+import codec, codec.torch
+logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
+hook = codec.torch.ddp_hook(codec.Float8())
+"""
+
+
+def test_hook_that_was_never_called_is_reported_at_exit():
+    done = subprocess.run([sys.executable, "-P", "-c", UNUSED], capture_output=True, text=True, check=True)
+    assert "WARNING codec.torch" in done.stderr
+    assert "was never called" in done.stderr
+
+
+class Vocabulary(nn.Module):
+    """Embedding and head, tied or not, and other parameters with sparse gradients or the same shape."""
+
+    def __init__(self, tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.token, self.up, self.down = nn.Embedding(256, 64), nn.Linear(64, 256), nn.Linear(256, 64)
+        self.rare, self.dense = nn.Parameter(torch.randn(128, 64)), nn.Linear(64, 64)
+        self.head = nn.Linear(64, 256, bias=False)
+        if tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, i):
+        x = self.down(self.up(self.token(i))) + self.rare[i % 3]
+        return nn.functional.cross_entropy(self.head(self.dense(x)), (i + 1) % 256)
+
+
+def _vocabulary(rank, size):
+    found = {}
+    for spec in (codec.Sign(group_size=1024), codec.Ternary(), codec.Quantize(4)):
+        for tied in (False, True):
+            model = DistributedDataParallel(Vocabulary(tied))
+            hook = codec.torch.ddp_hook(spec).register(model)
+            for step in range(3):
+                i = torch.randint(256, (64,), generator=torch.Generator().manual_seed(10 * step + rank))
+                take_step(model, rank, lambda m, _, i=i: m(i))
+                parameters = hook.stats(by_parameter=True).parameters
+                lossy = {name for name, p in parameters.items() if p.spec == spec}
+                assert bool(lossy) == (step > 0 or isinstance(spec, codec.Quantize)), (spec, step)
+            found[type(spec).__name__, tied] = lossy
+    return found
+
+
+def test_default_policy_leaves_embeddings_heads_and_sparse_gradients_lossless():
+    dense = {"up.weight", "down.weight", "dense.weight"}
+    for found in run_ranks(2, _vocabulary):
+        for kind in ("Sign", "Ternary"):
+            assert found[kind, False] == dense
+            assert found[kind, True] == {"down.weight", "dense.weight"} | ({"up.weight"} & found[kind, True])
+        assert found["Quantize", False] == {"token.weight", "rare", "head.weight", *dense}
+
+
+def _growing(rank, size):
+    """Train with a residual that outgrows its gradient."""
+    from codec.torch.ddp import residuals
+
+    logged = []
+    residuals.logger.warning = lambda text, *args: logged.append(text % args)
+    for bound, expected in ((1.0, 0), (1e-3, 1)):
+        residuals._BOUND = bound
+        model = DistributedDataParallel(small_net())
+        hook = codec.torch.ddp_hook(
+            codec.Quantize(4), feedback=True, options=codec.options(algorithm="two_shot")
+        ).register(model)
+        for _ in range(17):
+            take_step(model, rank, small_forward)
+        assert len(logged) == expected
+        stats = hook.stats(by_parameter=True)
+        assert 0.05 < stats.residual_ratio < 1
+        weight = stats.parameters["2.weight"]
+        assert weight.residual_norm > 0
+        assert weight.residual_ratio <= stats.residual_ratio
+        assert stats.parameters["4.bias"].residual_norm == 0
+    assert "weight" in logged[0]
+    assert "policy=" in logged[0]
+    dist.barrier()
+
+
+def test_residual_that_outgrows_its_gradient_is_logged_once():
+    run_ranks(2, _growing)

@@ -1,0 +1,49 @@
+"""Language model trained by OneBitAdam: near AdamW's loss, where signs of gradients under AdamW are far from it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.ranks import run_ranks
+from support.tiers import HANG_SECONDS
+
+ROOT = Path(__file__).parents[3]
+METHODS = "float32", "AdamW, signs", "1-bit Adam", "1-bit Adam, Quantize(4)"
+
+
+def _losses(rank, size, steps, seed):
+    """Return the held-out loss after a training with each of METHODS, and the bits a value that a rank has sent."""
+    sys.path.insert(0, str(ROOT / "bench/training"))
+    import convergence
+    import one_bit_adam
+
+    jobs = [convergence.Job("text-adamw", name, seed, steps) for name in METHODS]
+    runs = [convergence.train(job, lambda n: None, one_bit_adam.add_optimizer) for job in jobs]
+    return [(r.loss, 8 * r.nbytes / convergence.values_sent(r.values, size)) for r in runs]
+
+
+def test_short_training_is_near_adamw_unlike_signs_of_gradients():
+    (plain, _), (signs, _), (ours, _), (quantized, bits) = run_ranks(2, _losses, 40, 0)[0]
+    assert max(ours, quantized) - plain < 0.1
+    assert signs - plain > 0.25
+    assert bits < 3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(3))
+def test_training_is_within_a_fiftieth_of_adamw(seed):
+    (plain, _), (signs, _), (ours, _), (quantized, bits) = run_ranks(2, _losses, 300, seed)[0]
+    assert max(ours, quantized) - plain < 0.02
+    assert signs - plain > 0.3
+    assert bits < 3
+
+
+@pytest.mark.nightly
+def test_example_runs_under_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += [str(ROOT / "examples/one_bit_adam.py"), "--steps", "80"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
+    phases = [line.split(":")[0] for line in done.stdout.splitlines() if "bits a value" in line]
+    assert phases == ["warm-up", "1-bit Adam", "after the checkpoint"]

@@ -1,0 +1,472 @@
+"""Compressed stages under the schedules of torch.distributed.pipelining, without and with errors."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+import codec
+from codec.torch import _compat, pipelining
+from codec.torch.pipelining import CompressedStage, Deltas, attempts
+from support.pipelines import (
+    BATCH,
+    CHUNKS,
+    LOSSLESS,
+    SAMPLES,
+    SCHEDULES,
+    WIDTH,
+    Pipeline,
+    altered_messages,
+    check_equal_sides,
+    damaged,
+)
+from support.ranks import RankPool
+from support.tiers import HANG_SECONDS
+
+ROOT = Path(__file__).parents[3]
+FIRST = torch.arange(BATCH)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(2, timeout=HANG_SECONDS) as ranks:
+        ranks.new_group()
+        yield ranks
+
+
+def _train(rank, size, schedule, epochs, arguments):
+    p = Pipeline(schedule, rank, size, **arguments)
+    return p.train(epochs), p.digest()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_lossless_stages_train_as_those_of_torch(ranks, schedule):
+    compressed = ranks.run(_train, schedule, 2, {**LOSSLESS, "static": True})
+    assert compressed == ranks.run(_train, schedule, 2, {"plain": True, "static": True})
+
+
+def _train_with_deltas(rank, size, schedule, epochs, arguments):
+    p = Pipeline(schedule, rank, size, dropout=0.1, **arguments)
+    losses = p.train(epochs)
+    return losses, p.checks(), p.memories(), p.digest(), [s.stats() for s in p.stages]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_both_sides_of_each_edge_keep_the_same_activations(ranks, schedule):
+    found = ranks.run(_train_with_deltas, schedule, 3, {})
+    losses = next(r[0] for r in found if r[0])
+    assert losses[-1] < losses[0]
+    sides = check_equal_sides([r[1] for r in found])
+    assert sum(all(checks) for checks, _ in sides.values()) >= 1
+    check_equal_sides([r[2] for r in found])
+    stats = [s for r in found for s in r[4]]
+    assert not any(s.refused_steps for s in stats)
+    # Three epochs: each sample is sent raw once, and as a delta twice.
+    assert sum(x.raw_samples for s in stats for x in s.sender) * 2 == sum(
+        x.delta_samples for s in stats for x in s.sender
+    )
+
+
+def _train_disturbed(rank, size, schedule, at, arguments):
+    """Train; damage the messages that rank 0 sends with certain numbers."""
+    p = Pipeline(schedule, rank, size, dropout=0.1, **arguments)
+    count = 0
+
+    def change(message):
+        nonlocal count
+        count += 1
+        return damaged(message, at) if rank == 0 and count in (3, 11) else message
+
+    with altered_messages(change):
+        losses = p.train(3)
+    return losses, p.checks(), p.memories(), p.digest(), [s.stats().refused_steps for s in p.stages]
+
+
+@pytest.mark.parametrize("at", [0.0, 0.3, 0.999])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_repeated_steps_after_damaged_messages_are_bit_identical(ranks, schedule, at):
+    stochastic = {"forward": codec.Quantize(4)}
+    disturbed = ranks.run(_train_disturbed, schedule, at, stochastic)
+    assert [r[:4] for r in disturbed] == [r[:4] for r in ranks.run(_train_with_deltas, schedule, 3, stochastic)]
+    assert all(set(r[4]) == {2} for r in disturbed)
+
+
+def _train_after_loss(rank, size, schedule, role):
+    p = Pipeline(schedule, rank, size)
+    p.train(1)
+    for end in p.ends():
+        if end.role == role:
+            for d in end.deltas:
+                d.forget([7 * i for i in range(0, SAMPLES, 3)])
+    losses = p.train(2)
+    return losses, p.checks(), p.memories(), [s.stats().refused_steps for s in p.stages]
+
+
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B"])
+def test_samples_whose_state_is_lost_are_sent_raw(ranks, schedule, role):
+    found = ranks.run(_train_after_loss, schedule, role)
+    check_equal_sides([r[1] for r in found])
+    check_equal_sides([r[2] for r in found])
+    assert (found[0][3] == [0] * len(found[0][3])) == (role == "sender")
+
+
+def _error_of(p, call):
+    """Return the error that a call raises, with what it has changed."""
+    before = p.digest(), p.memories()
+    try:
+        call()
+    except codec.CodecError as e:
+        found = type(e).__name__, str(e), None if e.code is None else e.code.name
+    else:
+        found = None
+    assert (p.digest(), p.memories()) == before
+    return found
+
+
+def _nan_gradient(rank, size, schedule):
+    p = Pipeline(schedule, rank, size)
+    p.train(1)
+    p.y[0] = float("nan")
+    error = _error_of(p, lambda: p.step(FIRST))
+    return error, p.step(FIRST + BATCH), p.checks()
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "DualPipeV"])
+def test_a_gradient_with_nan_is_an_error_on_all_ranks(ranks, schedule):
+    found = ranks.run(_nan_gradient, schedule)
+    assert {r[0][2] for r in found} == {"NONFINITE"}
+    assert sorted(r[0][0] for r in found) == ["ArgumentError", "PeerError"]
+    check_equal_sides([r[2] for r in found])
+
+
+def _wrong_ids(rank, size, given):
+    p = Pipeline("1F1B", rank, size)
+    p.ids = {
+        "none": None,
+        "list": list(range(SAMPLES)),
+        "float": torch.arange(SAMPLES) / 2,
+        "other": p.ids + rank,
+    }[given]
+
+    def step():
+        ids = {} if p.ids is None else {"sample_ids": p.ids[:BATCH]}
+        for attempt in attempts(*p.stages):
+            with attempt:
+                p.schedule.step(*([p.x[:BATCH]] if p.is_first else []), target=p.y[:BATCH], **ids)
+
+    error = _error_of(p, step)
+    p.ids = torch.arange(SAMPLES)
+    p.train(1)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("none", "sample ids"),
+        ("list", "sample_ids must be"),
+        ("float", "sample id must be"),
+        ("other", "pass the same ids"),
+    ],
+)
+def test_wrong_sample_ids_are_an_error_on_all_ranks(ranks, given, text):
+    for name, message, _ in ranks.run(_wrong_ids, given):
+        assert name in ("ArgumentError", "PeerError")
+        assert text in message
+
+
+def _direct(rank, size):
+    p = Pipeline("GPipe", rank, size, activations="direct")
+    x, y = p.x[:BATCH], p.y[:BATCH]
+    for attempt in attempts(*p.stages):
+        with attempt:
+            p.schedule.step(*([x] if p.is_first else []), target=y)
+    return p.stages[0].stats()
+
+
+def test_direct_activations_need_no_ids(ranks):
+    first, last = ranks.run(_direct)
+    assert first.raw_nbytes == last.raw_nbytes == 4 * BATCH * WIDTH
+    assert first.forward_nbytes > 0 == first.backward_nbytes
+    assert last.backward_nbytes > 0 == last.forward_nbytes
+    assert not first.sender[0].entries
+
+
+def _evaluate(rank, size, schedule):
+    p = Pipeline(schedule, rank, size)
+    p.train(1)
+    for s in p.stages:
+        s.submod.eval()
+    before = p.checks(), p.digest()
+    inputs = [p.x[:BATCH]] if p.is_first else []
+    outputs = [p.schedule.eval(*inputs, target=p.y[:BATCH]) for _ in range(2)]
+    assert (p.checks(), p.digest()) == before
+    for s in p.stages:
+        s.submod.train()
+    p.train(1)
+    check = next((o for o in outputs if o is not None), None)
+    return None if check is None else torch.equal(*outputs) and check.shape == (BATCH, p.x.shape[1])
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "InterleavedZeroBubble"])
+def test_evaluation_changes_no_state(ranks, schedule):
+    assert True in ranks.run(_evaluate, schedule)
+
+
+def _accumulate(rank, size, disturbed):
+    """Accumulate the gradients of a run outside of the step and of two runs inside, the second one damaged."""
+    p = Pipeline("1F1B", rank, size)
+    for attempt in attempts(*p.stages):
+        with attempt:
+            p.run(FIRST)
+    count = 0
+
+    def change(message):
+        nonlocal count
+        count += 1
+        return damaged(message, 0.5) if disturbed and rank == 0 and count == CHUNKS + 2 else message
+
+    with altered_messages(change):
+        for attempt in attempts(*p.stages):
+            with attempt:
+                p.run(FIRST)
+                p.run(FIRST + BATCH)
+    p.optimizer.step()
+    return p.digest(), p.checks(), [s.stats().refused_steps for s in p.stages]
+
+
+def test_accumulated_gradients_survive_a_repeated_step(ranks):
+    calm, disturbed = ranks.run(_accumulate, False), ranks.run(_accumulate, True)
+    assert [r[:2] for r in calm] == [r[:2] for r in disturbed]
+    assert [r[2] for r in disturbed] == [[1], [1]]
+
+
+def _outside(rank, size):
+    p = Pipeline("GPipe", rank, size)
+    with pytest.raises(codec.StateError, match="attempts"):
+        p.run(FIRST)
+    with pytest.raises(codec.StateError, match="with attempt"):
+        for _ in attempts(*p.stages):
+            pass
+    p.train(1)
+
+
+def test_training_outside_of_an_attempt_is_an_error(ranks):
+    ranks.run(_outside)
+
+
+def _resume(rank, size, schedule, folder, through):
+    store = f"{folder}/rank-{rank}"
+    arguments = {"activations": Deltas(store=store, dtype="8bit")} if through == "files" else {}
+    p = Pipeline(schedule, rank, size, **arguments)
+    p.train(1)
+    if through == "nothing":
+        p.train(2)
+        return p.digest(), p.checks()
+    states = [s.state_dict() for s in p.stages]
+    for s in p.stages:
+        s.close()
+    q = Pipeline(schedule, rank, size, **arguments)
+    for old, new, state in zip(p.stages, q.stages, states, strict=True):
+        new.submod.load_state_dict(old.submod.state_dict())
+        new.load_state_dict(state)
+    q.optimizer.load_state_dict(p.optimizer.state_dict())
+    q.train(2)
+    assert not any(s.stats().refused_steps for s in q.stages)
+    assert not any(x.raw_samples for s in q.stages for x in s.stats().sender)
+    for s in q.stages:
+        with pytest.raises(codec.StateError):
+            s.load_state_dict({"version": 1, "edges": {}})
+        s.close()
+    return q.digest(), q.checks()
+
+
+def test_a_resumed_pipeline_continues_with_deltas(ranks, tmp_path):
+    nearest = [r[0] for r in ranks.run(_resume, "Interleaved1F1B", str(tmp_path), "states")]
+    assert len(set(nearest)) == 2
+    ranks.run(_resume, "Interleaved1F1B", str(tmp_path), "files")
+
+
+class _Tuple(torch.nn.Module):
+    """Stage with several outputs in bfloat16, float32 and int64."""
+
+    def __init__(self, first, last):
+        super().__init__()
+        self.linear, self.first, self.last = torch.nn.Linear(8, 8), first, last
+
+    def forward(self, x, y=None, tokens=None):
+        if self.first:
+            x, y, tokens = x.bfloat16(), x * 2, torch.arange(len(x)) + 5
+        h = self.linear(x.float())
+        if self.last:
+            self.tokens = tokens.tolist()  # of uninitialized memory while torch learns shapes
+            return h + y
+        return h.bfloat16(), y + h, tokens
+
+
+def _tuples(rank, size):
+    torch.manual_seed(rank)
+    stage = CompressedStage(_Tuple(rank == 0, rank == size - 1), rank, size, "cpu")
+    schedule = torch.distributed.pipelining.Schedule1F1B(stage, 2, loss_fn=torch.nn.functional.mse_loss)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+    found = []
+    for _ in range(3):
+        losses = []
+        for attempt in attempts(stage):
+            with attempt:
+                schedule.step(*([x] if rank == 0 else []), target=x, losses=losses, sample_ids=torch.arange(4))
+        found += [x.item() for x in losses]
+    assert all(p.grad.isfinite().all() for p in stage.submod.parameters())
+    assert rank == 0 or stage.submod.tokens == [5, 6]
+    return [d.checks(range(4)).tolist() for end in stage._traffic.ends for d in end.deltas], found
+
+
+def test_stages_may_have_outputs_of_several_dtypes(ranks):
+    sender, receiver = ranks.run(_tuples)
+    assert sender[0][:2] == receiver[0][:2]
+    assert all(map(all, sender[0][:2]))
+
+
+def _arguments(rank, size):
+    net = torch.nn.Linear(4, 4)
+    for wrong, error in [
+        ({"activations": "deltas"}, codec.ArgumentError),
+        ({"forward": codec.Lossless()}, codec.SpecError),
+        ({"forward": 4}, codec.SpecError),
+        ({"backward": "tiny"}, codec.SpecError),
+        ({"activations": Deltas(store=5)}, codec.ArgumentError),
+        ({"activations": Deltas(dtype="int8")}, codec.ArgumentError),
+        ({"options": codec.options(timeout=-1)}, codec.ArgumentError),
+    ]:
+        with pytest.raises(error):
+            CompressedStage(net, rank, size, "cpu", **wrong)
+    wrapped = torch.nn.parallel.DistributedDataParallel(net)  # a collective
+    with pytest.raises(codec.ArgumentError, match="must not be wrapped"):
+        CompressedStage(wrapped, rank, size, "cpu")
+    for wrong in ((), (net,)):
+        with pytest.raises(codec.ArgumentError, match="takes the stages"):
+            attempts(*wrong)
+    stage = CompressedStage(net, rank, size, "cpu", activations="delta" if rank else "direct")
+    with pytest.raises(codec.ArgumentError, match="kinds of activations"), next(attempts(stage)):
+        pass
+    with pytest.raises(codec.ArgumentError, match="different stages"):
+        attempts(stage, stage)
+
+
+def test_wrong_arguments_are_refused(ranks):
+    ranks.run(_arguments)
+
+
+@pytest.mark.parametrize("name", _compat.STAGE_METHODS)
+def test_torch_has_the_methods_that_stages_override(monkeypatch, name):
+    _compat.check_stage_class(PipelineStage)
+    for kind in PipelineStage.__mro__:
+        if name in vars(kind):
+            monkeypatch.delattr(kind, name)
+    with pytest.raises(codec.EngineError, match=rf"has no PipelineStage.{name}\(.*tested with torch"):
+        _compat.check_stage_class(PipelineStage)
+
+
+@pytest.mark.parametrize("name", _compat.STAGE_ATTRIBUTES)
+def test_torch_has_the_attributes_that_stages_read(monkeypatch, name):
+    stage = type("Stage", (), dict.fromkeys(_compat.STAGE_ATTRIBUTES))()
+    _compat.check_stage(stage)
+    monkeypatch.delattr(type(stage), name)
+    with pytest.raises(codec.EngineError, match=f"has no PipelineStage.{name}:"):
+        _compat.check_stage(stage)
+
+
+def test_public_names_are_documented():
+    assert all(getattr(pipelining, name).__doc__ for name in pipelining.__all__)
+    assert not dist.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    with RankPool(4, timeout=HANG_SECONDS) as ranks:
+        ranks.new_group()
+        yield ranks
+
+
+def _mesh(rank, size, disturbed):
+    """Train two pipelines of two stages; gradients of equal stages are averaged in 4 bits with error feedback."""
+    replica, place = divmod(rank, 2)
+    pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    p = Pipeline("1F1B", place, 2, group=pipelines[replica])
+    feedback = codec.torch.Feedback(codec.Quantize(4))
+    named = [(n, x) for s in p.stages for n, x in s.submod.named_parameters()]
+    losses, refused, count = [], 0, 0
+
+    def change(message):
+        nonlocal count
+        count += 1
+        return damaged(message, 0.4) if disturbed and rank == 0 and count % 9 == 5 else message
+
+    for step in range(9):
+        batch = (FIRST + BATCH * step) % SAMPLES
+        found = []
+        p.optimizer.zero_grad()
+        with altered_messages(change):
+            for attempt in attempts(*p.stages):
+                with attempt:
+                    p.run((batch + replica * 3) % SAMPLES, found)
+        flat = torch.cat([x.grad.reshape(-1) for _, x in named])
+        bucket = codec.view(flat, segments={n: x.shape for n, x in named})
+        codec.torch.all_reduce(bucket, op="mean", group=replicas[place], feedback=feedback)
+        for (_, x), mean in zip(named, flat.split([x.numel() for _, x in named]), strict=True):
+            x.grad.copy_(mean.view_as(x))
+        p.optimizer.step()
+        losses += [float(torch.stack(found).detach().mean())] if found else []
+    refused = p.stages[0].stats().refused_steps
+    return [x.detach().tolist() for _, x in named], losses, p.checks(), refused
+
+
+def test_pipelines_with_data_parallelism_keep_replicas_equal(four_ranks):
+    calm, disturbed = four_ranks.run(_mesh, False), four_ranks.run(_mesh, True)
+    assert calm[0][0] == calm[2][0] != calm[1][0] == calm[3][0]
+    assert [r[:3] for r in calm] == [r[:3] for r in disturbed]
+    assert disturbed[0][3] == disturbed[1][3] > 0 == disturbed[2][3]
+    losses = calm[1][1]
+    assert sum(losses[-3:]) < sum(losses[:3])
+    for pipeline in (calm[:2], calm[2:]):
+        check_equal_sides([r[2] for r in pipeline])
+
+
+def _one_bit_adam(rank, size):
+    replica, place = divmod(rank, 2)
+    pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    p = Pipeline("GPipe", place, 2, group=pipelines[replica])
+    p.optimizer = codec.torch.OneBitAdam(p.parameters, lr=0.01, freeze_step=3)
+    p.optimizer.register(p.stages[0].submod, group=replicas[place])
+    p.x = p.x + replica
+    losses = p.train(4)
+    assert p.optimizer.frozen
+    return [x.detach().tolist() for x in p.parameters], losses
+
+
+def test_pipelines_train_with_one_bit_adam(four_ranks):
+    found = four_ranks.run(_one_bit_adam)
+    assert found[0][0] == found[2][0] != found[1][0] == found[3][0]
+    assert found[1][1][-1] < found[1][1][0]
+
+
+def test_deltas_work_on_four_ranks(four_ranks):
+    found = four_ranks.run(_train_with_deltas, "Interleaved1F1B", 3, {})
+    assert len(check_equal_sides([r[1] for r in found])) == 7
+    check_equal_sides([r[2] for r in found])
+
+
+@pytest.mark.nightly
+def test_example_runs_under_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    command += [str(ROOT / "examples/pipeline.py"), "--pretraining", "40", "--samples", "64"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
+    assert "fine-tuning: loss of each epoch" in done.stdout
+    assert "change of activations between epochs" in done.stdout

@@ -1,0 +1,100 @@
+"""Counters of a channel: bytes, seconds and numbers of collectives, and the log line of the raw fallback."""
+
+import logging
+import time
+
+import torch
+import torch.distributed as dist
+
+import codec
+import codec.torch
+from codec.torch.group import communicator
+from codec.torch.group.autotune import Choice
+from codec.torch.transport.counters import Counters, Stopwatch
+from support.ranks import run_ranks
+
+
+def _counted(rank, size):
+    n = 100_000
+    counters = communicator.communicator_of(None).channel.counters
+    found = []
+    for run in (
+        lambda: codec.torch.all_reduce(torch.ones(n), codec.Float8(), options=codec.options(algorithm="two_shot")),
+        lambda: codec.torch.all_reduce(torch.ones(n), options=codec.options(algorithm="raw")),
+        lambda: codec.torch.all_gather(torch.empty(size * n), torch.ones(n)),
+        lambda: codec.torch.exchange([bytes(1000)] * size),
+    ):
+        before, begin = counters.copy(), time.perf_counter()
+        run()
+        took = time.perf_counter() - begin
+        delta = counters.copy() - before
+        assert 0 < delta.encode_s + delta.wire_s + delta.decode_s < took
+        assert min(delta.encode_s, delta.wire_s, delta.decode_s) >= 0
+        found.append(delta)
+    return found
+
+
+def test_counters_agree_with_what_collectives_send_and_receive():
+    results = run_ranks(2, _counted)
+    for deltas in zip(*results, strict=True):
+        assert deltas[0].sent_nbytes == deltas[1].received_nbytes > 0
+        assert deltas[1].sent_nbytes == deltas[0].received_nbytes
+    frames, raw, gathered, exchanged = results[0]
+    assert [(d.frame_collectives, d.raw_collectives) for d in results[0]] == [(1, 0), (0, 1), (1, 0), (1, 0)]
+    assert [d.raw_nbytes for d in results[0]] == [400_000, 400_000, 400_000, 2000]
+    assert 90_000 < frames.sent_nbytes < 110_000
+    assert 400_000 <= raw.sent_nbytes < 401_000
+    assert gathered.sent_nbytes < 50_000
+    assert 1000 <= exchanged.sent_nbytes < 1100
+    assert frames.encode_s > 0 < frames.decode_s
+    total = frames + raw
+    assert total - raw == Counters(**{name: getattr(total, name) - getattr(raw, name) for name in vars(raw)})
+
+
+def test_inner_phase_interrupts_outer_phase():
+    counters = Counters()
+    clock = Stopwatch(counters)
+    with clock.during("decode_s"):
+        with clock.during("wire_s"):
+            time.sleep(0.05)
+        with clock.during("encode_s"):
+            pass
+    assert 0.05 <= counters.wire_s < 5
+    assert counters.decode_s < counters.wire_s
+    before = counters.copy()
+    time.sleep(0.01)
+    assert counters == before
+
+
+def test_switch_between_frames_and_raw_is_logged_once(caplog):
+    caplog.set_level(logging.INFO, logger="codec.torch")
+    choice, kinds = Choice("400000 bytes (float32 by Lossless())"), []
+    for i in range(450):
+        kinds.append(choice.kind)
+        frames = 1000 if i < 200 else 300  # frames are faster from step 200 on
+        choice.learn([frames if kinds[-1] == "frames" else 500, 800, 0])
+    assert "values" in kinds[10:200]
+    assert set(kinds[210:400]) == {"frames"}
+    to_raw, to_frames = [record.getMessage() for record in caplog.records]
+    assert "400000 bytes (float32 by Lossless()): sent uncompressed from now on" in to_raw
+    assert "frames 1.00 ms, uncompressed 0.50 ms" in to_raw
+    assert "sent as frames from now on" in to_frames
+
+
+def _of_backend(rank, size):
+    group = dist.group.WORLD
+    assert group.stats() == codec.torch.Counters()
+    dist.all_reduce(torch.ones(3))  # small tensors go over Gloo
+    assert group.stats() == codec.torch.Counters()
+    dist.all_reduce(torch.ones(50_000))
+    first = group.stats()
+    dist.all_reduce(torch.ones(50_000))
+    assert first.frame_collectives == 1
+    assert first.raw_nbytes == 200_000
+    delta = group.stats() - first
+    assert delta.frame_collectives == 1
+    assert 0 < delta.sent_nbytes == delta.received_nbytes < 200_000
+
+
+def test_backend_group_has_stats():
+    run_ranks(2, _of_backend, backend="codec")
