@@ -64,10 +64,7 @@ def add_optimizer(job: Job, task: Task, model: DistributedDataParallel) -> Any:
 
     options = codec.options(algorithm=job.algorithm)
     if job.codec == SIGNS:
-
-        def policy(name: str, parameter: torch.nn.Parameter) -> codec.Spec | None:
-            return codec.torch.default_policy(name, parameter)  # the hook encodes embeddings for a policy of its own
-
+        policy = codec.torch.Policy(lossless_uneven=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Sign warns under Adam; this benchmark shows the effect
             hook = codec.torch.ddp_hook(

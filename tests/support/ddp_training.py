@@ -4,7 +4,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import codec.torch
 from codec.torch.ddp import checkpoint
+
+ENCODE_ALL = codec.torch.Policy(lossless_small=False, lossless_uneven=False)  # the hook's spec for every parameter
 
 
 def net():

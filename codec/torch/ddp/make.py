@@ -18,7 +18,7 @@ from codec.stateful import CodebookRefresher
 from codec.torch.ddp import lifetime
 from codec.torch.ddp.buckets import needs_optimizer
 from codec.torch.ddp.hook import Hook, check
-from codec.torch.ddp.policy import Policy, default_policy
+from codec.torch.ddp.policy import Chooser, Policy, default_policy, policy_of
 from codec.torch.ddp.reducer import Transform
 from codec.torch.reduction.execution import algorithm_of
 
@@ -28,7 +28,7 @@ def ddp_hook(
     *,
     optimizer: Any = None,
     feedback: bool | None = None,
-    policy: Policy = default_policy,
+    policy: Policy | Chooser = default_policy,
     refresher: CodebookRefresher | None = None,
     grad_scaler: Any = None,
     start_step: int = 0,
@@ -53,10 +53,9 @@ def ddp_hook(
         where sums are encoded; it takes 8 bytes for each value. It converges for codecs that are contractions
         (:attr:`codec.Spec.contraction`). Default: True for :class:`codec.Sign`, which does not converge well without,
         and for :class:`codec.Truncate` with ``guard="feedback"``, else False.
-    policy : callable
-        policy(name, parameter) returns the spec of a parameter, a preset, or None for `spec`. It is called in every
-        step, and must return the same on all ranks. Names are without the parts that wrappers such as torch.compile
-        add. Default: :func:`default_policy`.
+    policy : Policy or callable
+        Specs of parameters. policy(name, parameter) returns a spec, a preset, or None: the rules of :class:`Policy`
+        decide, which use `spec`, but leave small and uneven parameters lossless. Default: the rules decide for all.
     refresher : CodebookRefresher, optional
         Refresher of the same spec, :class:`codec.Lossless` or :class:`codec.Truncate`: frames then name codebooks that
         all ranks have agreed on, instead of holding their own. Symbols are counted and summed behind the buckets of a
@@ -114,7 +113,7 @@ def ddp_hook(
     start_step = whole("start_step", start_step, 0, 1 << 40)
     if transform is not None and not callable(transform):  # pyright: ignore[reportUnnecessaryComparison]
         raise ArgumentError(f"transform must be a function of a buffer and a list of gradients, got {shown(transform)}")
-    return Hook(spec, optimizer, feedback, policy, refresher, grad_scaler, start_step, transform, settings)
+    return Hook(spec, optimizer, feedback, policy_of(policy), refresher, grad_scaler, start_step, transform, settings)
 
 
 # Hooks that comm_hook has made, by the model whose gradients they send.

@@ -1,15 +1,18 @@
 """Choice of the spec and the error feedback of each parameter of a model, in every step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from codec import ArgumentError
+from codec.arguments import shown
 from codec.specs import Lossless, Sign, Spec, Ternary, Truncate
 from codec.torch.ddp.buckets import Part
 from codec.torch.reduction.arguments import plain_spec
 
-Policy = Callable[[str, torch.nn.Parameter], Spec | str | None]
+Chooser = Callable[[str, torch.nn.Parameter], Spec | str | None]  # of a parameter's name and the parameter
 Choice = tuple[Spec, bool]  # spec, and whether error feedback is applied
 
 _SMALL = 4096  # values of a parameter; smaller ones are sent lossless
@@ -17,36 +20,76 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 _MOSTLY = 0.5  # share of zeros above which a gradient counts as mostly zero
 
 
-def default_policy(name: str, parameter: torch.nn.Parameter) -> Spec | None:
-    """Send norms, biases and parameters of fewer than 4,096 values lossless, and all others with the hook's spec.
+@dataclass(frozen=True)
+class Policy:
+    """Choice of the spec of each parameter: exceptions by name, and rules that leave some parameters lossless.
 
-    With this policy, :class:`codec.Sign` and :class:`codec.Ternary` leave more parameters lossless, because their rows
-    have gradients of very different magnitudes or none, but share scales: weights of ``nn.Embedding`` and
-    ``nn.EmbeddingBag``; the output head over the same vocabulary, that is the last ``nn.Linear`` with as many outputs
-    as an embedding has entries; and parameters of which more than half of the mean gradient was zero in the first step.
-    All gradients of the first step are sent lossless to find the latter.
+    A parameter for which `choose` returns a spec is encoded with that spec. The rules apply to all others.
 
     Parameters
     ----------
-    name : str
-        Name of the parameter.
-    parameter : torch.nn.Parameter
-        Parameter of the model.
-
-    Returns
-    -------
-    Spec or None
-        ``Lossless()``; None for the spec of the hook.
+    choose : callable, optional
+        choose(name, parameter) returns the spec of a parameter, a preset, or None: the rules decide. It is called in
+        every step, and must return the same on all ranks. Names are without the parts that wrappers such as
+        torch.compile add. Default: the rules decide for all parameters.
+    lossless_small : bool
+        Send norms, biases and parameters of fewer than 4,096 values lossless.
+    lossless_uneven : bool
+        Leave parameters lossless whose rows have gradients of very different magnitudes or none, if the hook's spec is
+        :class:`codec.Sign` or :class:`codec.Ternary`, whose rows share scales. Such parameters are weights of
+        ``nn.Embedding`` and ``nn.EmbeddingBag``; the output head over the same vocabulary, that is the last
+        ``nn.Linear`` with as many outputs as an embedding has entries; and parameters of which more than half of the
+        mean gradient was zero in the first step. All gradients of the first step are sent lossless to find the latter.
 
     Examples
     --------
-    >>> codec.torch.default_policy("bias", torch.nn.Parameter(torch.zeros(100)))
-    Lossless(...)
-    >>> codec.torch.default_policy("weight", torch.nn.Parameter(torch.zeros(100, 100))) is None
-    True
+    Send one layer lossless, and let the rules decide for the others:
+
+    >>> policy = codec.torch.Policy(lambda name, p: codec.Lossless() if name == "head.weight" else None)
+    >>> hook = codec.torch.ddp_hook("small", policy=policy)
+
+    A function without a Policy around it has the same effect. Encode everything, also biases and embeddings:
+
+    >>> hook = codec.torch.ddp_hook("smallest", policy=codec.torch.Policy(lossless_small=False, lossless_uneven=False))
     """
-    del name
-    return Lossless() if parameter.dim() < 2 or parameter.numel() < _SMALL else None
+
+    choose: Chooser | None = None
+    lossless_small: bool = True
+    lossless_uneven: bool = True
+
+    def __call__(self, name: str, parameter: torch.nn.Parameter) -> Spec | None:
+        """Return the spec of a parameter; None for the spec of the hook, unless the parameter is uneven.
+
+        Raises
+        ------
+        SpecError, ArgumentError
+            `choose` returned neither a spec nor a preset nor None.
+        """
+        chosen = None if self.choose is None else self.choose(name, parameter)
+        if chosen is not None:
+            return plain_spec(chosen)
+        small = parameter.dim() < 2 or parameter.numel() < _SMALL
+        return Lossless() if self.lossless_small and small else None
+
+
+default_policy = Policy()
+
+
+def policy_of(given: Any, default: Policy = default_policy) -> Policy:
+    """Return the policy that a caller gave as a Policy or as a function, which then replaces `choose` of `default`.
+
+    Raises
+    ------
+    ArgumentError
+        `given` is neither.
+    """
+    if isinstance(given, Policy):
+        return given
+    if not callable(given):
+        raise ArgumentError(
+            f"policy must be a codec.torch.Policy or a function of name and parameter, got {shown(given)}"
+        )
+    return replace(default, choose=given)
 
 
 def plain_names(names: Iterable[str]) -> list[str]:
@@ -83,7 +126,7 @@ class Plan:
     feedback : bool or None
         Error feedback on or off; None: by :func:`feeds_back`.
     policy : Policy
-        Returns the spec of a parameter, or None.
+        Chooses the spec of each parameter.
     start_step : int
         Number of first steps in which all gradients are sent lossless.
     """
@@ -116,33 +159,38 @@ class Plan:
 
         Raises
         ------
-        SpecError
-            The policy returned neither a spec nor None.
+        SpecError, ArgumentError
+            The policy returned neither a spec nor a preset nor None.
         """
         spec = self.policy(name, parameter)
-        return self.spec if spec is None else plain_spec(spec)
+        return self.spec if spec is None else spec
 
     @property
-    def _needs_even(self) -> bool:
+    def _protects_uneven(self) -> bool:
         """True if parameters stay lossless whose rows have very different magnitudes, but would share scales."""
-        return self.policy is default_policy and isinstance(self.spec, Sign | Ternary)
+        return self.policy.lossless_uneven and isinstance(self.spec, Sign | Ternary)
 
     def is_exact(self, step: int) -> bool:
         """Return True if a step sends all gradients lossless: before `start_step`, or to find mostly zero ones."""
-        return step < self.start_step or (self._needs_even and self.sparse is None)
+        if step < self.start_step:
+            return True
+        unknown = self._protects_uneven and self.sparse is None
+        return unknown and any(self.policy(name, p) is None for p, name in self.names.items())
 
     def choose(self, step: int) -> bool:
         """Choose for a step; return True if a choice differs from that of the step before."""
-        exact, even, former = self.is_exact(step), self._needs_even, self.chosen
-        basis = (self.spec, self.feedback_argument, exact, self.sparse) if self.policy is default_policy else None
+        exact, protects, former = self.is_exact(step), self._protects_uneven, self.chosen
+        basis = (self.spec, self.feedback_argument, exact, self.sparse) if self.policy.choose is None else None
         if basis is not None and basis == self._basis:
             return False
         self._basis = basis
         chosen: dict[torch.nn.Parameter, Choice] = {}
         for p, name in self.names.items():
-            spec = self.spec_of(name, p)
-            if exact or (even and (p in self._uneven or name in (self.sparse or ()))):
+            spec = self.policy(name, p)
+            if exact or (spec is None and protects and (p in self._uneven or name in (self.sparse or ()))):
                 spec = Lossless()
+            elif spec is None:
+                spec = self.spec
             chosen[p] = spec, self.feedback and spec.contraction and not isinstance(spec, Lossless)
         self.chosen = chosen
         return chosen != former

@@ -17,11 +17,13 @@ from codec.torch.ddp import reducer
 from codec.torch.ddp.buckets import n_values, order
 from codec.torch.ddp.hook import Hook
 from codec.torch.ddp.make import ddp_hook
-from codec.torch.ddp.policy import Policy, default_policy
+from codec.torch.ddp.policy import Policy
 from codec.torch.ddp.stats import Stats
 from codec.torch.one_bit_adam.guard import Guard
 from codec.torch.one_bit_adam.schedule import Kind
 
+# Embeddings and their heads are encoded, too: a momentum over sqrt(v) has even rows.
+EVEN_POLICY = Policy(lossless_uneven=False)
 SENT: tuple[Kind, ...] = ("gradients", "momenta")
 
 _BUCKET = 25 << 20  # bytes of a bucket without DistributedDataParallel; that is its default, too
@@ -35,28 +37,22 @@ class Settings:
     spec: Spec
     transform: reducer.Transform
     optimizer: torch.optim.Optimizer  # Adam whose state Truncate reads, if the warm-up is Truncate
-    policy: Policy = default_policy
+    policy: Policy = EVEN_POLICY
     grad_scaler: Any = None
     options: CallOptions | None = None
 
     def hook(self, kind: Kind) -> Hook:
         """Return a new hook for gradients or momenta."""
         spec = self.warmup if kind == "gradients" else self.spec
-        policy = _without_small if self.policy is default_policy else self.policy
         return ddp_hook(
             spec,
             optimizer=self.optimizer if kind == "gradients" else None,
             feedback=None if kind == "gradients" else not isinstance(spec, Lossless),
-            policy=policy,
+            policy=self.policy,
             grad_scaler=self.grad_scaler,
             transform=self.transform,
             options=self.options,
         )
-
-
-def _without_small(name: str, parameter: torch.nn.Parameter) -> Spec | None:
-    """Choose as :func:`default_policy`, but encode embeddings, too: a momentum over sqrt(v) has even rows."""
-    return default_policy(name, parameter)
 
 
 class PlainModel:

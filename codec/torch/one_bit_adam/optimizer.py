@@ -13,11 +13,11 @@ from codec.arguments import shown, whole
 from codec.specs import Lossless, Sign, Spec
 from codec.torch.collectives.calls import all_reduce
 from codec.torch.ddp.buckets import needs_optimizer
-from codec.torch.ddp.policy import Policy, default_policy
+from codec.torch.ddp.policy import Chooser, Policy, policy_of
 from codec.torch.ddp.stats import Stats
 from codec.torch.one_bit_adam import arithmetic, checkpoint, parameters
 from codec.torch.one_bit_adam.drift import MOVING, STABLE, Drift, total
-from codec.torch.one_bit_adam.link import Link, Settings, check_model, check_not_wrapped
+from codec.torch.one_bit_adam.link import EVEN_POLICY, Link, Settings, check_model, check_not_wrapped
 from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
 from codec.torch.one_bit_adam.steps import Steps, Tensors
 from codec.torch.reduction.arguments import plain_spec
@@ -142,7 +142,7 @@ class OneBitAdam(torch.optim.Adam):
         self,
         model: Any,
         *,
-        policy: Policy = default_policy,
+        policy: Policy | Chooser = EVEN_POLICY,
         grad_scaler: Any = None,
         group: Any = None,
         options: CallOptions | None = None,
@@ -157,9 +157,10 @@ class OneBitAdam(torch.optim.Adam):
         ----------
         model : torch.nn.parallel.DistributedDataParallel or torch.nn.Module
             The model, or its ``torch.compile``. All of its parameters that require gradients are this optimizer's.
-        policy : callable
-            policy(name, parameter) returns the spec of a parameter, or None for `warmup` before and `spec` after the
-            freeze. Default: norms, biases and parameters of fewer than 4,096 values are sent lossless.
+        policy : Policy or callable
+            Specs of parameters, as for :func:`ddp_hook`; None stands for `warmup` before and `spec` after the freeze.
+            Default, and the rules behind a function: norms, biases and parameters of fewer than 4,096 values are sent
+            lossless; embeddings are encoded.
         grad_scaler : torch.amp.GradScaler, optional
             Scaler of the gradients of a DistributedDataParallel. All ranks skip a step with NaN or Inf.
         group : ProcessGroup, optional
@@ -194,7 +195,8 @@ class OneBitAdam(torch.optim.Adam):
             )
         if grad_scaler is not None and not isinstance(served, torch.nn.Module):
             raise ArgumentError("grad_scaler= needs a DistributedDataParallel: scalers of ranks could skip other steps")
-        self._connect(served, group, replace(self._settings(), policy=policy, grad_scaler=grad_scaler, options=options))
+        how = {"policy": policy_of(policy, EVEN_POLICY), "grad_scaler": grad_scaler, "options": options}
+        self._connect(served, group, replace(self._settings(), **how))
         return self
 
     def _settings(self) -> Settings:

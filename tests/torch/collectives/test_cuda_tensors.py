@@ -21,7 +21,7 @@ from codec.torch.transport import channel as torch_channel
 from codec.torch.transport import streams
 from support.collective_values import rank_values, tensor_bytes
 from support.cuda_tensors import DeviceTensor, connect_gpus, gpu, host
-from support.ddp_training import hook_state_bytes, parameter_bytes, train, wrapped
+from support.ddp_training import ENCODE_ALL, hook_state_bytes, parameter_bytes, train, wrapped
 from support.faults import KILLED, at_fault_point, die
 from support.ranks import RankPool
 from support.specs import LOSSLESS, LOSSY, TRUNCATES
@@ -267,9 +267,7 @@ def _train(rank, size, kind, name, feedback):
         for place in (torch.clone, put):
             model = wrapped()
             optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-            hook = codec.torch.ddp_hook(
-                spec, optimizer=optimizer, feedback=feedback, policy=lambda _, p: None, options=how()
-            )
+            hook = codec.torch.ddp_hook(spec, optimizer=optimizer, feedback=feedback, policy=ENCODE_ALL, options=how())
 
             def reduce(hook, bucket, place=place):
                 future = hook.reduce(_BucketOnGpu(bucket, place(bucket.buffer())))

@@ -1,6 +1,7 @@
 """Ternary all-reduces with scales shared by all ranks: exact sums, identical bits, and no effect of failures."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from codec.torch.reduction import shared_scale
 from codec.torch.reduction.host import Reduction
 from codec.torch.reduction.partition import Piece
 from support import flatcall
-from support.ddp_training import data, hook_state_bytes, parameter_bytes, train, wrapped
+from support.ddp_training import ENCODE_ALL, data, hook_state_bytes, parameter_bytes, train, wrapped
 from support.ranks import run_ranks
 from support.tiers import every
 
@@ -301,11 +302,18 @@ def test_sums_of_codes_are_exact(size, n, seed, op, wrong):
     assert into[begin:].tobytes() == want.tobytes()
 
 
+def quantize_third(name, parameter):
+    return codec.Quantize(4) if "3" in name else None
+
+
 HOW = [
     (codec.Ternary("base3"), {}),
     (codec.Ternary("base3", clip=2.5), {}),
-    (codec.Ternary(), {"policy": lambda name, p: None}),
-    (codec.Ternary(), {"policy": lambda name, p: codec.Quantize(4) if "3" in name else None}),
+    (codec.Ternary(), {"policy": ENCODE_ALL}),
+    (
+        codec.Ternary(),
+        {"policy": replace(ENCODE_ALL, choose=quantize_third)},
+    ),
 ]
 
 

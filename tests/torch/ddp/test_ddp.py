@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import codec
 import codec.torch
 from codec.torch.ddp import residuals as hook_residuals
-from support.ddp_training import data, hook_state_bytes, net, parameter_bytes, train, wrapped
+from support.ddp_training import ENCODE_ALL, data, hook_state_bytes, net, parameter_bytes, train, wrapped
 from support.ranks import run_ranks
 from support.tiers import HANG_SECONDS, NIGHTLY
 
@@ -136,7 +136,7 @@ def _accounted(rank, size, paid):
     spec = codec.Quantize(2, 8)
     model = wrapped()
     hook = codec.torch.ddp_hook(
-        spec, feedback=True, policy=lambda name, p: None, options=codec.options(algorithm="two_shot")
+        spec, feedback=True, policy=ENCODE_ALL, options=codec.options(algorithm="two_shot")
     ).register(model)
     names = [n for n, _ in model.module.named_parameters()]
     seen, sent = ({n: torch.zeros(p.shape) for n, p in model.module.named_parameters()} for _ in range(2))
@@ -263,7 +263,7 @@ class EqualLayers(torch.nn.Module):
 
 def _nested(rank, size):
     model, other = wrapped(EqualLayers(nested=True)), wrapped(EqualLayers(nested=True))
-    hook = codec.torch.ddp_hook(codec.Float8(), policy=lambda name, p: None).register(model)
+    hook = codec.torch.ddp_hook(codec.Float8(), policy=ENCODE_ALL).register(model)
 
     def step():
         model.zero_grad()

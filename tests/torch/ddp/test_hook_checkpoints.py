@@ -14,7 +14,7 @@ import codec
 import codec.torch
 from codec.torch.ddp import checkpoint
 from support import flatcall
-from support.ddp_training import parameter_bytes, small_forward, small_net, take_step
+from support.ddp_training import ENCODE_ALL, parameter_bytes, small_forward, small_net, take_step
 from support.ranks import run_ranks
 
 SIGN = codec.Sign(group_size=1024)
@@ -186,7 +186,7 @@ def test_spec_policy_and_warm_up_take_effect_at_the_next_step():
 
 def _settled(rank, size):
     """A codec without feedback takes over: what the former one lost is added to the next gradients."""
-    model, hook = hooked(spec=codec.Quantize(2, 8), feedback=True, policy=lambda n, p: None)
+    model, hook = hooked(spec=codec.Quantize(2, 8), feedback=True, policy=ENCODE_ALL)
     means, sent = 0, 0
     for step in range(4):
         if step == 2:

@@ -16,10 +16,10 @@ import codec
 import codec.torch
 from codec.torch.ddp import reducer as reducer_module
 from codec.torch.ddp import uncompressed
-from support.ddp_training import parameter_bytes, small_forward, small_net, take_step
+from support.ddp_training import ENCODE_ALL, parameter_bytes, small_forward, small_net, take_step
 from support.ranks import run_ranks
 
-EVERYTHING = {"policy": lambda name, p: None}
+EVERYTHING = {"policy": ENCODE_ALL}
 
 
 class Complex(nn.Module):
@@ -356,6 +356,50 @@ def test_default_policy_leaves_embeddings_heads_and_sparse_gradients_lossless():
             assert found[kind, False] == dense
             assert found[kind, True] == {"down.weight", "dense.weight"} | ({"up.weight"} & found[kind, True])
         assert found["Quantize", False] == {"token.weight", "rare", "head.weight", *dense}
+
+
+def _policies(rank, size):
+    """Return the parameters that each policy encodes lossy after the first step."""
+    default, sign = codec.torch.default_policy, codec.Sign(group_size=1024)
+    policies = [
+        default,
+        lambda name, p: default(name, p),
+        lambda name, p: None,
+        lambda name, p: codec.Lossless() if name == "up.weight" else None,
+        lambda name, p: sign if name == "token.weight" else default(name, p),
+        lambda name, p: sign,
+        codec.torch.Policy(lossless_uneven=False),
+        ENCODE_ALL,
+    ]
+    found = []
+    for policy in policies:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Vocabulary(tied=False))
+        hook = codec.torch.ddp_hook(sign, policy=policy).register(model)
+        for step in range(2):
+            i = torch.randint(256, (64,), generator=torch.Generator().manual_seed(10 * step + rank))
+            take_step(model, rank, lambda m, _, i=i: m(i))
+        parameters = hook.stats(by_parameter=True).parameters
+        found.append({name for name, p in parameters.items() if isinstance(p.spec, codec.Sign)})
+    return found
+
+
+def test_functions_around_the_default_policy_keep_its_protection():
+    """Exceptions by name change nothing for other parameters; a spec that a function returns is used."""
+    dense, uneven = {"up.weight", "down.weight", "dense.weight"}, {"token.weight", "rare", "head.weight"}
+    for found in run_ranks(2, _policies):
+        default, around, none, up, token, *all_weights, everything = found
+        assert default == around == none == dense
+        assert up == dense - {"up.weight"}
+        assert token == dense | {"token.weight"}
+        assert [names & (dense | uneven) for names in all_weights] == [dense | uneven] * 2
+        assert everything >= dense | uneven
+
+
+@pytest.mark.parametrize("policy", [None, "small", codec.Sign()])
+def test_policy_is_refused_unless_it_can_be_called(policy):
+    with pytest.raises(codec.ArgumentError, match=r"policy must be a codec\.torch\.Policy or a function"):
+        codec.torch.ddp_hook(policy=policy)
 
 
 def _growing(rank, size):

@@ -1,6 +1,7 @@
 """State of DDP hooks: codebooks that ranks agree on, and residuals when algorithms and numbers of ranks change."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from codec.torch.ddp import codebook_sync
 from codec.torch.group import communicator
 from codec.torch.reduction import execution
 from support import flatcall
-from support.ddp_training import data, hook_state_bytes, parameter_bytes, wrapped
+from support.ddp_training import ENCODE_ALL, data, hook_state_bytes, parameter_bytes, wrapped
 from support.ranks import run_ranks
 
-EVERYTHING = {"policy": lambda name, p: None}
+EVERYTHING = {"policy": ENCODE_ALL}
 
 
 class Sent:
@@ -293,7 +294,8 @@ def _refused_first_bucket(rank, size):
     model, hook = hook_with_feedback(codec.Quantize(2, 8), "two_shot")
     train_and_sum(model, rank, [0, 1])
     state = hook.state_dict()
-    for policy in (lambda name, p: None, lambda name, p: None if name[:2] in ("20", "18") else codec.Lossless()):
+    lossless = replace(ENCODE_ALL, choose=lambda name, p: None if name[:2] in ("20", "18") else codec.Lossless())
+    for policy in (ENCODE_ALL, lossless):
         model = wrapped()
         hook = codec.torch.ddp_hook(codec.Quantize(2, 8), feedback=True, policy=policy).register(model)
         train_and_sum(model, rank, [2])  # buckets are rebuilt

@@ -10,16 +10,11 @@ from torch import nn
 
 import codec
 import codec.torch
-from support.ddp_training import data, net, parameter_bytes, wrapped
+from support.ddp_training import ENCODE_ALL, data, net, parameter_bytes, wrapped
 from support.ranks import run_ranks
 
 OPTIONS = codec.options(algorithm="two_shot")
 SIGN = codec.Sign(group_size=64)
-
-
-def everything(name, parameter):
-    """Encode all parameters, also small ones."""
-    return None
 
 
 def loss_of(model, rank, step):
@@ -281,7 +276,7 @@ def _deepspeed(rank, size):
         module.weight = nn.Parameter(torch.zeros(n))
         optimizer = codec.torch.OneBitAdam(
             module.parameters(), 1e-2, (0.9, 0.99), freeze_step=5, spec=codec.Sign(group_size=spec_size)
-        ).register(module, policy=everything, options=OPTIONS)
+        ).register(module, policy=ENCODE_ALL, options=OPTIONS)
         for gradient in gradients_of(rank, 25, n):
             module.weight.grad = torch.from_numpy(gradient.copy())
             optimizer.step()
@@ -347,7 +342,7 @@ def _identical(rank, size):
     sent = []
     for how in ({}, {"spec": codec.Quantize(4)}, {"warmup": codec.Quantize(4)}, {"warmup": "near"}):
         model = wrapped()
-        optimizer = optimizer_of(model, policy=everything, **how)
+        optimizer = optimizer_of(model, policy=ENCODE_ALL, **how)
         for step in range(8):
             if step == 3:
                 before = optimizer.stats().sent_nbytes
