@@ -29,6 +29,12 @@ group_reduce_scatter_single_coalesced = _first(
 )
 group_all_gather_single_coalesced = _first(_group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 
+
+def from_numpy(array: Any) -> torch.Tensor:
+    """Return a tensor that shares the memory of a numpy array; torch's stubs have no type for the argument."""
+    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
+
+
 _PIPELINING_TESTED = "2.13"  # versions of torch
 # Methods of PipelineStage that CompressedStage overrides, with the parameters that are used by position.
 STAGE_METHODS = {

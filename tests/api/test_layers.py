@@ -24,7 +24,8 @@ LAYERS = [
     {"torch", "__main__"},
 ]
 TORCH = [  # within codec.torch; `__init__`, the public names, is above all of them
-    {"_compat", "transport"},
+    {"_compat"},
+    {"transport"},
     {"group"},
     {"point_to_point", "reduction"},
     {"feedback", "parameter_server"},

@@ -124,7 +124,7 @@ class Pipeline:
         return h.hexdigest()
 
     def ends(self):
-        return [end for s in self.stages for end in s._traffic.ends]
+        return [end for s in self.stages for end in s.traffic.ends]
 
     def checks(self):
         """Return the checks of all m, by edge and tensor."""

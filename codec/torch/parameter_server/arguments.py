@@ -1,7 +1,7 @@
 """Checks of arguments that servers and clients share."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -48,9 +48,10 @@ def check_ranks(
     """
     if not isinstance(ranks, Sequence) or isinstance(ranks, str):
         raise ArgumentError(f"{name} must be a sequence of ranks, got {shown(ranks)}")
-    found = [whole(f"a rank of {name}", r, 0, endpoint.size - 1) for r in ranks]
+    given = cast(Sequence[Any], ranks)
+    found = [whole(f"a rank of {name}", r, 0, endpoint.size - 1) for r in given]
     if not found or len(set(found)) != len(found):
-        raise ArgumentError(f"{name} must be one or more different ranks, got {shown(ranks)}")
+        raise ArgumentError(f"{name} must be one or more different ranks, got {shown(given)}")
     if both := set(found) & set(other):
         raise ArgumentError(f"rank {min(both)} is a server and a worker: name it once")
     if member is not None and (endpoint.rank in found) != member:

@@ -73,9 +73,9 @@ def _shared_scales(session: Session, step: int, names: Sequence[str], mine: Mapp
     _, values = session.round(session.push(step, frames), session.pull(step, list(frames), "max"))
     largest = session.decoded(values, list(frames), "max")
     return {
-        name: scale
+        name: float(scale)
         for s, group in groups.items()
-        for name, scale in zip(group, largest[keys[s].name].tolist(), strict=True)
+        for name, scale in zip(group, largest[keys[s].name], strict=True)
     }
 
 

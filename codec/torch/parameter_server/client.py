@@ -1,7 +1,7 @@
 """Client of parameter servers: registers keys, pushes frames, pulls reductions, and averages gradients."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -245,7 +245,7 @@ class ParameterClient:
                 self._session.links.close()
 
     @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self) -> Generator[None, None, None]:
         """Return a context manager whose body alone uses the connections.
 
         An exception such as KeyboardInterrupt closes the client: replies may be left, which belong to this call.

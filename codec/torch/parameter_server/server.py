@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import codec
 from codec import CallOptions, CodecError, PeerError
 from codec._options import settings_of
 from codec.arguments import whole
+from codec.torch import _compat
 from codec.torch.parameter_server import messages, sums
 from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
 from codec.torch.parameter_server.messages import ABANDON, CLOSE, INIT, PUSH, REDUCES, TAG, Key, Request
@@ -270,7 +272,7 @@ class ParameterServer:
             taken += steps.wait(worker, request.step, request.ids, table.name, self._seconds, check)
             return messages.reply(
                 values=[
-                    entry.result(reduce, lambda frames, key=key: _reduced(frames, key, reduce))
+                    entry.result(reduce, partial(_reduced, key=key, reduce=reduce))
                     for key, entry in zip(keys, taken, strict=True)
                 ]
             )
@@ -287,4 +289,4 @@ def _reduced(frames: Sequence[Array], key: Key, reduce: str) -> tuple[bytes, byt
     except CodecError as e:
         raise type(e)(f"{key.name!r}: {e}") from e
     dtype: torch.dtype = getattr(torch, key.dtype)
-    return b"", bytes(codec.encode(torch.from_numpy(result).to(dtype)))
+    return b"", bytes(codec.encode(_compat.from_numpy(result).to(dtype)))

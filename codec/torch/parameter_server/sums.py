@@ -10,6 +10,7 @@ import torch
 
 import codec
 from codec import FrameError, SpecError
+from codec.torch import _compat
 from codec.torch.transport.messages import Array
 
 _HEAD = struct.Struct("<IfI")  # number of terms, scale, form
@@ -88,7 +89,7 @@ def decode_average(value: Array, shape: tuple[int, ...], dtype: torch.dtype, sca
     mean = np.empty(n, np.float32)
     with np.errstate(over="ignore"):
         np.multiply(sums, np.float64(found) / terms, out=mean, casting="same_kind")
-    return torch.from_numpy(mean).to(dtype).reshape(shape)
+    return _compat.from_numpy(mean).to(dtype).reshape(shape)
 
 
 def _unpack(body: Array, n: int, terms: int, form: int) -> Array:

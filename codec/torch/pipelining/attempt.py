@@ -83,7 +83,7 @@ class Attempt:
     def __init__(self, stages: Sequence[CompressedStage], number: int, limit: int) -> None:
         self.ended = self.refused = False
         self._stages, self._again, self._last = stages, number > 1, number == limit
-        self._traffic = [s._traffic for s in stages]
+        self._traffic = [s.traffic for s in stages]
         self._notes = Notes()
         self._snapshot: Snapshot | None = None
 

@@ -1,7 +1,7 @@
 """State dicts of stages."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from codec import StateError
 from codec.torch.pipelining.end import End
@@ -24,21 +24,18 @@ def load(ends: Sequence[End], saved: Any) -> None:
         `saved` is not the state of ends of the same edges. The state of some ends may have been replaced; both sides
         of an edge detect that.
     """
-    if (
-        not isinstance(saved, Mapping)
-        or saved.get("version") != _VERSION
-        or not isinstance(saved.get("edges"), Mapping)
-    ):
+    state = cast(Mapping[Any, Any], saved if isinstance(saved, Mapping) else {})
+    if state.get("version") != _VERSION or not isinstance(state.get("edges"), Mapping):
         raise StateError("this is not the state dict of a CompressedStage")
-    edges: Any = saved["edges"]
+    edges: Mapping[Any, Any] = state["edges"]
     if set(edges) != {_name(end) for end in ends}:
         raise StateError(f"this state is of edges {sorted(edges)}, the stage has {sorted(map(_name, ends))}")
     for end in ends:
-        states = edges[_name(end)]
-        if not isinstance(states, list) or not 0 < len(states) <= MOST_TENSORS:
+        states: Any = edges[_name(end)]
+        if not isinstance(states, list) or not 0 < len(cast(list[Any], states)) <= MOST_TENSORS:
             raise StateError("this is not the state dict of a CompressedStage")
-        for i, state in enumerate(states):
-            end.delta(i).load_state_dict(state)
+        for i, each in enumerate(cast(list[Any], states)):
+            end.delta(i).load_state_dict(each)
 
 
 def _name(end: End) -> str:

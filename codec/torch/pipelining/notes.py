@@ -1,7 +1,7 @@
 """What one rank reports at the end of a training step: nothing, or its first error."""
 
 import json
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from codec import CodecError, FrameError, PeerError, StateError
 from codec.stateful.activation.values import ids_of
@@ -47,8 +47,9 @@ class Notes:
         if self.error is None or (self._repeatable and not repeatable):
             self.error = error
         self._repeatable &= repeatable
-        if isinstance(error, StateError) and isinstance(error.item, tuple):
-            self._unknown.setdefault(edge, []).extend(error.item)
+        unknown: Any = error.item if isinstance(error, StateError) else None
+        if isinstance(unknown, tuple):
+            self._unknown.setdefault(edge, []).extend(cast(tuple[Any, ...], unknown))
 
     def report(self, *, last: bool, samples: bool) -> bytes:
         """Return the report of this rank as bytes.

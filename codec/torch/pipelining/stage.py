@@ -105,7 +105,8 @@ class CompressedStage(PipelineStage):
         specs = Specs(plain_spec(forward), plain_spec(backward), _deltas_of(activations))
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers of the module to restore
         # A schedule may place stages on ranks after they are made.
-        self._traffic = Traffic(
+        # not for users: an Attempt commits and rolls back the messages of its stages
+        self.traffic = Traffic(
             stage_index, num_stages, specs, self.group, options, lambda i: self.stage_index_to_group_rank[i]
         )
 
@@ -114,7 +115,7 @@ class CompressedStage(PipelineStage):
 
     def stats(self) -> PipelineStats:
         """Return bytes sent and counts of samples so far."""
-        traffic = self._traffic
+        traffic = self.traffic
         return stats_of(traffic.incoming, traffic.outgoing, traffic.refused_steps)
 
     def prefetch(self, sample_ids: Any) -> None:
@@ -126,7 +127,7 @@ class CompressedStage(PipelineStage):
             Ids of the samples.
         """
         ids = ids_of(sample_ids)
-        for end in self._traffic.ends:
+        for end in self.traffic.ends:
             for d in end.deltas:
                 d.prefetch(ids)
 
@@ -135,7 +136,7 @@ class CompressedStage(PipelineStage):
 
         Without it a restarted training sends all samples raw once. If m is in files, the dict has checks only.
         """
-        return checkpoint.save(self._traffic.ends)
+        return checkpoint.save(self.traffic.ends)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Replace the state of deltas by a saved one.
@@ -150,13 +151,13 @@ class CompressedStage(PipelineStage):
         StateError
             `saved` is something else, or of another stage, or a step is in progress.
         """
-        if self._traffic.notes is not None:
+        if self.traffic.notes is not None:
             raise StateError("the state of a stage cannot be loaded inside an attempt")
-        checkpoint.load(self._traffic.ends, saved)
+        checkpoint.load(self.traffic.ends, saved)
 
     def close(self) -> None:
         """Write m to files, if it is kept there, and close them. The stage must not be used any more."""
-        for end in self._traffic.ends:
+        for end in self.traffic.ends:
             for d in end.deltas:
                 d.close()
 
@@ -173,7 +174,7 @@ class CompressedStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         """Begin a run of the schedule."""
         super().clear_runtime_states()
-        self._traffic.begin_run(training=self.has_backward)
+        self.traffic.begin_run(training=self.has_backward)
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *rest: Any, **named: Any) -> Any:
         """Receive activations, then compute the output of a micro-batch."""
@@ -182,14 +183,14 @@ class CompressedStage(PipelineStage):
                 buffer, copy = self._buffers.pop()
                 buffer.copy_(copy)
         kwargs, ids = _without_ids(kwargs)
-        self._traffic.take_ids(fwd_chunk_id, ids)
-        self._traffic.receive(Kind.ACTIVATIONS, fwd_chunk_id)
+        self.traffic.take_ids(fwd_chunk_id, ids)
+        self.traffic.receive(Kind.ACTIVATIONS, fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **named)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **named: Any) -> None:
         """Receive gradients, then compute those of a micro-batch."""
-        self._traffic.receive(Kind.GRADIENTS, bwd_chunk_id)
-        super().backward_one_chunk(bwd_chunk_id, *args, **named)
+        self.traffic.receive(Kind.GRADIENTS, bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, *args, **named)  # pyright: ignore[reportUnknownMemberType]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send activations. No operation is left for the schedule."""
@@ -209,12 +210,12 @@ class CompressedStage(PipelineStage):
 
     def _send(self, kind: Kind, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         if ops:
-            self._traffic.send(kind, chunk, [op.tensor for op in ops])
+            self.traffic.send(kind, chunk, [op.tensor for op in ops])
         return []
 
     def _expect(self, kind: Kind, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         if ops:
-            self._traffic.expect(kind, chunk, [op.tensor for op in ops])
+            self.traffic.expect(kind, chunk, [op.tensor for op in ops])
         return []
 
 

@@ -323,7 +323,7 @@ def _tuples(rank, size):
         found += [x.item() for x in losses]
     assert all(p.grad.isfinite().all() for p in stage.submod.parameters())
     assert rank == 0 or stage.submod.tokens == [5, 6]
-    return [d.checks(range(4)).tolist() for end in stage._traffic.ends for d in end.deltas], found
+    return [d.checks(range(4)).tolist() for end in stage.traffic.ends for d in end.deltas], found
 
 
 def test_stages_may_have_outputs_of_several_dtypes(ranks):
