@@ -9,7 +9,7 @@ from codec._c.spec_structs import spec_struct
 from codec._options import CallOptions, settings_of
 from codec.arguments import shown, whole
 from codec.codebook import Codebook, given_codebooks
-from codec.engines import choose
+from codec.engines import choose, device_engine
 from codec.engines.request import EncodeRequest
 from codec.errors import ArgumentError, EngineError, SpecError
 from codec.optimizers.arguments import level_source_for
@@ -197,12 +197,12 @@ def encode_async(
     codec.errors.EngineError: encode_async takes tensors on a GPU...
     """
     r = encode_request(x, spec, settings_of(None), out, residual, feedback, codebook, stream)
-    begin = getattr(choose(None, "x", r.x.device), "encode_async", None)
-    if begin is None:
+    if r.x.device == "cpu":
         raise EngineError("encode_async takes tensors on a GPU, x lies in host memory: use encode")
+    engine = device_engine("x", r.x.device)
     mark_written(out)
     mark_written(residual)
-    return begin(r)
+    return engine.encode_async(r)
 
 
 def encode_request(

@@ -10,7 +10,7 @@ take the requests of :mod:`codec.engines.request`:
 * ``sum_codes(request)``: the integer sums of the codes of Ternary frames, and their scale;
 * ``encode_many(requests)`` and ``decode_many(requests)``: the results of one call for each request, as a list.
 
-An engine for tensors on a device also has
+An engine for tensors on a device, :class:`DeviceEngine`, also has
 
 * ``encode_async(request)``: a :class:`codec.engines.cuda.pending.Pending`;
 * ``count(request)``: the count of each symbol in the sample that encoding takes, or None if the tensor is too small.
@@ -22,8 +22,9 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, Protocol, cast
+
+import numpy as np
 
 from codec._options import ENGINES
 from codec.codebook import count_elsewhere_by
@@ -71,21 +72,37 @@ class Engine(Protocol):
         ...
 
 
+class DeviceEngine(Engine, Protocol):
+    """Functions that an engine for tensors on a device has besides those of :class:`Engine`."""
+
+    def encode_async(self, r: EncodeRequest) -> Any:
+        """Return a frame that is encoded in the order of the tensor's stream."""
+        ...
+
+    def count(self, r: EncodeRequest) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        """Return the count of each of 256 symbols in the sample of a tensor; None if the tensor is too small."""
+        ...
+
+
 _native: Engine = native
 _OF_DEVICE = {"cuda": "cuda"}  # name of the engine by type of the device, for devices that the host cannot read
 
 
 @functools.cache
-def _module(name: str) -> ModuleType | None:
+def _module(name: str) -> Engine | None:
     """Return the module of an engine, imported on first use, or None if this version lacks it."""
     module = f"{__name__}.{name}"
-    return None if importlib.util.find_spec(module) is None else importlib.import_module(module)
+    if importlib.util.find_spec(module) is None:
+        return None
+    return cast(Engine, importlib.import_module(module))  # tests/api/typed_calls.py compares modules with Engine
 
 
-def _find(name: str) -> tuple[ModuleType | None, str | None]:
-    """Return the module of an engine and the reason why it cannot be used, each or None."""
+def _usable(name: str) -> Engine | str:
+    """Return an engine, or the reason why it cannot be used."""
     found = _module(name)
-    return (None, "this version of codec does not have it") if found is None else (found, found.why_not())
+    if found is None:
+        return "this version of codec does not have it"
+    return found.why_not() or found
 
 
 def engines() -> dict[str, str | None]:
@@ -101,13 +118,12 @@ def engines() -> dict[str, str | None]:
     >>> [name for name, why_not in codec.engines().items() if why_not is None]
     ['native', 'numba']
     """
-    return {name: _find(name)[1] for name in ENGINES}
+    return {name: found if isinstance(found := _usable(name), str) else None for name in ENGINES}
 
 
 def _count(v: TensorView, spec: Spec, segments: bytes | None, levels: LevelSource | None) -> Any:
     """Count the symbols of a tensor on a device."""
-    engine: Any = choose(None, "a tensor", v.device)
-    return engine.count(EncodeRequest(v, spec, segments=segments, levels=levels))
+    return device_engine("a tensor", v.device).count(EncodeRequest(v, spec, segments=segments, levels=levels))
 
 
 count_elsewhere_by(_count)
@@ -131,19 +147,33 @@ def choose(name: str | None, argument: str, device: str) -> Engine:
         No engine reads memory of `device`, or the engine cannot be used on this machine.
     """
     if name is None:
-        if device == "cpu":
-            return _native
-        if (name := _OF_DEVICE.get(device.partition(":")[0])) is None:
-            raise EngineError(refusal(argument, device, "the native engine"))
-        engine, why_not = _find(name)
-        if why_not is not None:
-            raise EngineError(
-                f"{refusal(argument, device, 'the native engine')} (the {name} engine cannot be used here: {why_not})"
-            )
-        return cast(Engine, engine)
+        return _native if device == "cpu" else device_engine(argument, device)
     if name == "native":
         return _native
-    engine, why_not = _find(name)
-    if why_not is not None:
-        raise EngineError(f"the {name} engine cannot be used here: {why_not}")
-    return cast(Engine, engine)
+    found = _usable(name)
+    if isinstance(found, str):
+        raise EngineError(f"the {name} engine cannot be used here: {found}")
+    return found
+
+
+def device_engine(argument: str, device: str) -> DeviceEngine:
+    """Return the engine for tensors on a device that the host cannot read.
+
+    Parameters
+    ----------
+    argument, device : str
+        As for :func:`choose`; not host memory.
+
+    Raises
+    ------
+    EngineError
+        No engine reads memory of `device`, or the engine cannot be used on this machine.
+    """
+    if (name := _OF_DEVICE.get(device.partition(":")[0])) is None:
+        raise EngineError(refusal(argument, device, "the native engine"))
+    found = _usable(name)
+    if isinstance(found, str):
+        raise EngineError(
+            f"{refusal(argument, device, 'the native engine')} (the {name} engine cannot be used here: {found})"
+        )
+    return cast(DeviceEngine, found)

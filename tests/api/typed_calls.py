@@ -1,4 +1,4 @@
-"""Types that pyright must infer for calls; `make lint` checks this file, nothing runs it."""
+"""Types that pyright must infer for calls, and interfaces of engines; `make lint` checks this file, nothing runs it."""
 
 from typing import Any, assert_type
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 import codec
+from codec.engines import DeviceEngine, Engine, cuda, native, numba
 from codec.tensors.view import Array
 
 Float32Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -49,3 +50,7 @@ def check_encode(tensor: torch.Tensor, optimizer: codec.optimizers.Optimizer) ->
     with codec.options(threads=1) as options:
         assert_type(options, codec.CallOptions)
     codec.encode(codec.view(tensor, "bfloat16"))
+
+
+def check_engines() -> tuple[Engine, Engine, DeviceEngine]:
+    return native, numba, cuda

@@ -55,7 +55,7 @@ def encode(r: EncodeRequest) -> Any:
         return frame
 
 
-def count(r: EncodeRequest) -> Any:
+def count(r: EncodeRequest) -> np.ndarray[Any, np.dtype[np.int64]] | None:
     """Return how often each of 256 symbols occurs in the sample of a tensor; None if it is too small for symbols."""
     with _working(r.views) as work:
         plan = plan_of(r)
