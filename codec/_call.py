@@ -1,7 +1,7 @@
 """Structs of the C library for one call, which are pooled and reused."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from codec._c import library
 from codec._c.library import DTYPES, ffi
@@ -23,6 +23,19 @@ def new_tensor(dtype: int, shape: tuple[int, ...], data: Any = ffi.NULL, nbytes:
     t.dtype, t.rank, t.data, t.nbytes = dtype, len(shape), data, nbytes
     t.shape[0 : len(shape)] = shape
     return t
+
+
+class CodeLengths(Protocol):
+    """Fields of a :class:`codec.Codebook`. That class is in a layer above engines, which count symbols for it."""
+
+    @property
+    def lengths(self) -> bytes: ...
+    @property
+    def escape_length(self) -> int: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def symbols(self) -> int: ...
 
 
 _INFO, _INFO_NBYTES = ffi.typeof("codec_info *"), ffi.sizeof("codec_info")
@@ -104,7 +117,7 @@ class Call:
         """Return a scratch buffer of at least nbytes."""
         return self.small_scratch if nbytes <= SMALL_SCRATCH else library.new_bytes(nbytes)
 
-    def set_codebooks(self, books: Sequence[Any]) -> None:
+    def set_codebooks(self, books: Sequence[CodeLengths]) -> None:
         """Set the codebooks to use, or that frames may name."""
         array = ffi.new("codec_codebook[]", len(books))
         for struct, book in zip(array, books, strict=True):
@@ -167,8 +180,8 @@ def give(call: Call) -> None:
         _free.append(call)
 
 
-def fill_codebook(struct: Any, book: Any) -> None:
-    """Fill in a codec_codebook from a :class:`codec.Codebook`."""
+def fill_codebook(struct: Any, book: CodeLengths) -> None:
+    """Fill in a codec_codebook."""
     struct.id = book.id
     struct.length = book.lengths
     struct.escape_length = book.escape_length

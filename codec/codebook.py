@@ -1,6 +1,5 @@
 """Codebooks that encoder and decoder share in advance, instead of one in each frame."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +10,13 @@ from codec._c import library
 from codec._c.library import ITEMSIZE, check, ffi, lib
 from codec._c.spec_structs import spec_struct
 from codec.arguments import shown, whole
+from codec.engines import device_engine
+from codec.engines.request import EncodeRequest
 from codec.errors import ArgumentError, SpecError
-from codec.optimizers.arguments import LevelSource, level_source
+from codec.optimizers.arguments import level_source
 from codec.presets import resolve
 from codec.specs import Lossless, Spec, SpecLike, Truncate
-from codec.tensors.view import TensorView, dtype_name, fetch, on_host, view, view_bytes
+from codec.tensors.view import dtype_name, fetch, on_host, view, view_bytes
 from codec.tensors.wrapper import View
 
 _DEFAULT = Lossless()
@@ -208,20 +209,10 @@ class Codebook:
         return cls(bytes(struct.length), struct.escape_length, struct.id, struct.symbols)
 
 
-Counted = np.ndarray[Any, np.dtype[np.int64]]
-_count_elsewhere: Callable[[TensorView, Spec, bytes | None, LevelSource | None], Counted | None] | None = None
+Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def count_elsewhere_by(count: Callable[[TensorView, Spec, bytes | None, LevelSource | None], Counted | None]) -> None:
-    """Register the function that counts symbols of tensors on a device, which avoids a circular import.
-
-    The function returns None for tensors that are too small to be counted on the device.
-    """
-    global _count_elsewhere
-    _count_elsewhere = count
-
-
-def count_symbols(x: Any, spec: SpecLike) -> tuple[str, int, Counted]:
+def count_symbols(x: Any, spec: SpecLike) -> tuple[str, int, Counts]:
     """Count the symbols of a tensor, in the sample that encoding takes.
 
     Returns
@@ -245,10 +236,10 @@ def count_symbols(x: Any, spec: SpecLike) -> tuple[str, int, Counted]:
     s = spec_struct(spec)
     n = v.nbytes // ITEMSIZE[v.dtype]
     m = None if bound is None else level_source(bound, n)
-    if v.device != "cpu" and _count_elsewhere is not None:
-        found = _count_elsewhere(v, spec, packed, m)
-        if found is not None:
-            return v.dtype, n, found
+    if v.device != "cpu":
+        counts = device_engine("a tensor", v.device).count(EncodeRequest(v, spec, segments=packed, levels=m))
+        if counts is not None:
+            return v.dtype, n, counts
         v = fetch("a tensor", v)._replace(dtype=v.dtype, shape=v.shape)
     on_host("a tensor", v)
     call = _call.take()

@@ -27,13 +27,10 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from codec._options import ENGINES
-from codec.codebook import count_elsewhere_by
 from codec.engines import native
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import EngineError
-from codec.optimizers.arguments import LevelSource
-from codec.specs import Spec
-from codec.tensors.view import TensorView, refusal
+from codec.tensors.view import refusal
 
 
 class Engine(Protocol):
@@ -119,14 +116,6 @@ def engines() -> dict[str, str | None]:
     ['native', 'numba']
     """
     return {name: found if isinstance(found := _usable(name), str) else None for name in ENGINES}
-
-
-def _count(v: TensorView, spec: Spec, segments: bytes | None, levels: LevelSource | None) -> Any:
-    """Count the symbols of a tensor on a device."""
-    return device_engine("a tensor", v.device).count(EncodeRequest(v, spec, segments=segments, levels=levels))
-
-
-count_elsewhere_by(_count)
 
 
 def choose(name: str | None, argument: str, device: str) -> Engine:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from codec.codebook import Codebook
+from codec._call import CodeLengths
 from codec.errors import LimitError, Status
 from codec.optimizers.arguments import LevelSource
 from codec.specs import BoundSpec, Spec
@@ -21,7 +21,7 @@ class EncodeRequest(NamedTuple):
     spec: Spec
     out: TensorView | None = None  # uint8, destination of the frame
     residual: TensorView | None = None  # float32, as many values as x; receives the residual
-    codebook: Codebook | None = None
+    codebook: CodeLengths | None = None
     segments: bytes | None = None  # array of the C library's codec_segment
     stream: int = 0
     levels: LevelSource | None = None
@@ -56,7 +56,7 @@ class DecodeRequest(NamedTuple):
     frames: Sequence[TensorView]
     out: Any = None  # as given: its view depends on the frame's dtype
     like: Any = None
-    codebooks: Sequence[Codebook] = ()
+    codebooks: Sequence[CodeLengths] = ()
     max_nbytes: int | None = None
     threads: int | None = None
     bound: BoundSpec | None = None

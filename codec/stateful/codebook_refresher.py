@@ -8,13 +8,11 @@ import numpy as np
 
 from codec._c import library
 from codec.arguments import shown, whole
-from codec.codebook import Codebook, count_symbols
+from codec.codebook import Codebook, Counts, count_symbols
 from codec.errors import ArgumentError, SpecError, StateError
 from codec.specs import BoundSpec, Lossless, Truncate
 from codec.stateful.checkpoint import VERSION, array_of, opened, plain
 from codec.tensors.view import dtype_name
-
-Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 _DEFAULT = Lossless()
 _LEAST = 512  # values; the codec ignores codebooks for smaller tensors
