@@ -1,13 +1,17 @@
-"""Settings of calls: where and how work is done, which changes no byte of any frame."""
+"""Settings of calls: engine, threads and validation; algorithm and timeout of collectives."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple, get_args
 
-from codec.arguments import shown, truth, whole
+from codec.arguments import check_timeout, shown, truth, whole
 from codec.errors import ArgumentError, EngineError
 
+Algorithm = Literal["auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"]
+
 ENGINES = ("native", "numba", "cuda")
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +25,8 @@ class CallOptions:
     threads: int | None = None
     verify_first: bool | None = None
     nontemporal: bool | None = None
-    algorithm: Any = None
-    timeout: Any = None
+    algorithm: Algorithm | None = None
+    timeout: timedelta | None = None
 
     def __enter__(self) -> "CallOptions":
         outer = _scope.get()
@@ -59,13 +63,15 @@ def options(
     verify_first: bool | None = None,
     nontemporal: bool | None = None,
     algorithm: str | None = None,
-    timeout: Any = None,
+    timeout: float | timedelta | None = None,
 ) -> CallOptions:
     """Make settings for one call, by ``options=``, or for all calls inside a ``with`` block.
 
-    No setting changes a byte of a frame or a value of a result. Contexts nest: a setting that is None is that of the
-    context around it, and a call's own ``options=`` override those of its context. A context applies to the thread, or
-    the asyncio task, that has entered it.
+    No setting changes a byte of a frame, or a decoded value. `algorithm` changes results of collectives: it sets the
+    order of sums, and whether sums are encoded.
+
+    Contexts nest: a setting that is None is that of the context around it, and a call's own ``options=`` override those
+    of its context. A context applies to the thread, or the asyncio task, that has entered it.
 
     Parameters
     ----------
@@ -81,9 +87,12 @@ def options(
         True: decode with non-temporal stores, which do not evict the caches: for an `out` that is part of a larger
         tensor and is not read soon. Default: False, but for tensors of 8 MiB and more.
     algorithm : str, optional
-        Algorithm of the collectives of :mod:`codec.torch`; other calls ignore it.
+        Algorithm of all-reduces of :mod:`codec.torch`, one of "auto", "two_shot", "all_gather", "ring", "raw" and
+        "shared_scale"; see :func:`codec.torch.all_reduce`. Default: "auto", whose choice depends on measured times, and
+        so do the results of lossy codecs. Other calls ignore it.
     timeout : float or datetime.timedelta, optional
-        Timeout of the collectives of :mod:`codec.torch`; other calls ignore it.
+        Longest time that a rank may keep others waiting in calls of :mod:`codec.torch`: seconds, or a timedelta, from
+        1 ms to 10 years. Default: the timeout of the process group. Other calls ignore it.
 
     Returns
     -------
@@ -93,7 +102,7 @@ def options(
     Raises
     ------
     ArgumentError
-        `threads`, `verify_first` or `nontemporal` has another type or is out of range.
+        A setting has another type or is out of range, or there is no such algorithm.
     EngineError
         There is no such engine. Calls raise EngineError for one that cannot be used on this machine.
 
@@ -113,9 +122,16 @@ def options(
         None if threads is None else whole("threads", threads, 1),
         None if verify_first is None else truth("verify_first", verify_first),
         None if nontemporal is None else truth("nontemporal", nontemporal),
-        algorithm,
-        timeout,
+        None if algorithm is None else check_algorithm(algorithm),
+        check_timeout(timeout),
     )
+
+
+def check_algorithm(algorithm: Any) -> Algorithm:
+    """Return the name of an algorithm; raise ArgumentError for anything else."""
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
+        raise ArgumentError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {shown(algorithm)}")
+    return algorithm
 
 
 def settings_of(given: CallOptions | None) -> CallOptions:

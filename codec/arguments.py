@@ -2,9 +2,13 @@
 
 import operator
 import struct
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 from codec.errors import ArgumentError
+
+SHORTEST_TIMEOUT, LONGEST_TIMEOUT = timedelta(milliseconds=1), timedelta(days=3653)  # Gloo's clock overflows beyond
 
 _MAX_SHOWN = 120  # characters
 
@@ -38,6 +42,28 @@ def truth(name: str, value: Any) -> bool:
         return bool(value)
     except (TypeError, ValueError, RuntimeError):  # an array or tensor of many values
         raise ArgumentError(f"{name} must be True or False, got {shown(value)}") from None
+
+
+def check_timeout(timeout: Any) -> timedelta | None:
+    """Return a timeout as a timedelta, or None if there is none.
+
+    Parameters
+    ----------
+    timeout : float, timedelta or None
+        Seconds, or a timedelta: from 1 ms to 10 years.
+
+    Raises
+    ------
+    ArgumentError
+        `timeout` is something else.
+    """
+    if timeout is None:
+        return None
+    with suppress(TypeError, ValueError, OverflowError):
+        given = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        if not isinstance(timeout, bool) and SHORTEST_TIMEOUT <= given <= LONGEST_TIMEOUT:
+            return given
+    raise ArgumentError(f"timeout must be seconds or a timedelta, from 1 ms to 10 years, got {shown(timeout)}")
 
 
 def plain(value: Any) -> Any:

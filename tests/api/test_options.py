@@ -1,6 +1,7 @@
 """codec.options: settings of one call or of a context, which change no byte of a frame."""
 
 import threading
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -63,6 +64,24 @@ def test_frames_do_not_depend_on_options():
         assert codec.encode(X, "small") == frame
         assert codec.encode_many([X, X[:700]], "small", options=codec.options(threads=1))[0] == frame
         assert (codec.decode(frame) == codec.decode(frame, options=codec.options(threads=1, nontemporal=True))).all()
+
+
+def test_timeout_is_seconds_or_a_timedelta():
+    assert codec.options(timeout=30).timeout == codec.options(timeout=timedelta(seconds=30)).timeout
+    assert codec.options(timeout=0.001).timeout == timedelta(milliseconds=1)
+    assert codec.options(timeout=timedelta(days=3653)).timeout == timedelta(days=3653)
+    assert codec.options().timeout is None
+    for wrong in (-5, 0, 1e-9, 1e12, float("nan"), float("inf"), "5", True, [1], X, timedelta(0), timedelta.max):
+        with pytest.raises(codec.ArgumentError, match="timeout must be seconds or a timedelta, from 1 ms to 10 years"):
+            codec.options(timeout=wrong)
+
+
+def test_algorithm_is_a_name_of_one():
+    for name in ("auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"):
+        assert codec.options(algorithm=name).algorithm == name
+    for wrong in ("tow_shot", "", 5, [], X):
+        with pytest.raises(codec.ArgumentError, match="algorithm must be one of auto, two_shot, all_gather, ring, raw"):
+            codec.options(algorithm=wrong)
 
 
 def test_wrong_options_are_rejected():

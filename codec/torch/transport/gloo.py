@@ -10,35 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from codec import ArgumentError, PeerError
-from codec.arguments import shown
+from codec import PeerError
+from codec.arguments import LONGEST_TIMEOUT, SHORTEST_TIMEOUT, check_timeout  # noqa: F401 - for importers of this module
 
 Timeout = float | timedelta  # float: seconds
 
 _UNUSED_TAG = 2  # of messages that no rank sends (docs/protocol.md, section 2)
-_SHORTEST, _LONGEST = timedelta(milliseconds=1), timedelta(days=3653)  # Gloo's clock overflows beyond
-
-
-def check_timeout(timeout: Any) -> timedelta | None:
-    """Return a timeout as a timedelta, or None if there is none.
-
-    Parameters
-    ----------
-    timeout : float, timedelta or None
-        Seconds, or a timedelta: from 1 ms to 10 years.
-
-    Raises
-    ------
-    ArgumentError
-        `timeout` is something else.
-    """
-    if timeout is None:
-        return None
-    with suppress(TypeError, ValueError, OverflowError):
-        given = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        if not isinstance(timeout, bool) and _SHORTEST <= given <= _LONGEST:
-            return given
-    raise ArgumentError(f"timeout must be seconds or a timedelta, from 1 ms to 10 years, got {shown(timeout)}")
 
 
 def timeout_of(group: Any) -> timedelta:
@@ -49,7 +26,7 @@ def timeout_of(group: Any) -> timedelta:
         if options is not None:
             timeout = options._timeout
             break
-    return min(max(timeout, _SHORTEST), _LONGEST)
+    return min(max(timeout, SHORTEST_TIMEOUT), LONGEST_TIMEOUT)
 
 
 @contextmanager
@@ -100,4 +77,4 @@ def close_connections(pg: Any, others: Iterable[int]) -> None:
     """
     for o in others:
         with suppress(RuntimeError):
-            pg.recv([torch.empty(1, dtype=torch.uint8)], o, _UNUSED_TAG).wait(_SHORTEST)
+            pg.recv([torch.empty(1, dtype=torch.uint8)], o, _UNUSED_TAG).wait(SHORTEST_TIMEOUT)

@@ -130,7 +130,7 @@ def _wrong(rank, size):
         (reduce, (codec.view(x, "float16"),)),
         *((reduce, (x, codec.Lossless(), {"op": op})) for op in (["sum"], None)),
         *((reduce, (x, codec.Lossless(), {"stream": stream})) for stream in ("a", -1, 1.5)),
-        (reduce, (x, codec.Lossless(), {"options": codec.options(algorithm="foo")})),
+        (reduce, (x, codec.Lossless(), {"options": codec.CallOptions(algorithm="foo")})),
         (reduce, (x, codec.Lossless(), {"out": x.numpy()})),
         *((scatter, (y, x)) for y in (part.numpy(), None)),
         *((exchange, (frames,)) for frames in (["a"] * size, 5, [b""])),

@@ -341,7 +341,7 @@ def _arguments(rank, size):
         ({"backward": "tiny"}, codec.SpecError),
         ({"activations": Deltas(store=5)}, codec.ArgumentError),
         ({"activations": Deltas(dtype="int8")}, codec.ArgumentError),
-        ({"options": codec.options(timeout=-1)}, codec.ArgumentError),
+        ({"options": codec.CallOptions(timeout=-1)}, codec.ArgumentError),
     ]:
         with pytest.raises(error):
             CompressedStage(net, rank, size, "cpu", **wrong)
