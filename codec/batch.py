@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast, overload
 from codec._options import CallOptions, settings_of
 from codec.codebook import Codebook, given_codebooks
 from codec.decoding import check_bound, check_limit, decode_request, engine_for, explain
-from codec.encoding import DEFAULT, check_stream, encode_request, one_codebook
+from codec.encoding import DEFAULT, check_stream, encode_request, explain_dtype, one_codebook
 from codec.engines import choose
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import ArgumentError, CodecError
@@ -101,6 +101,8 @@ def encode_many(
         at = None
         frames = chosen.encode_many(requests)
     except CodecError as e:
+        if isinstance(e, ArgumentError) and isinstance(e.item, int):
+            explain_dtype(e, requests[e.item].spec, requests[e.item].x.dtype)
         _name(e, keys, at)
         raise
     return _like(tensors, keys, frames)

@@ -20,7 +20,8 @@ from codec.tensors.view import dtype_name, fetch, on_host, view, view_bytes
 from codec.tensors.wrapper import View
 
 _DEFAULT = Lossless()
-_FLOATS = ("float32", "float64", "bfloat16", "float16")
+# Dtypes whose exponents the frames of a codec code.
+_OF_LOSSLESS, _OF_TRUNCATE = ("float32", "float64", "bfloat16", "float16"), ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +156,10 @@ class Codebook:
             raise ArgumentError(f"counts must be 256 integers, not {shown(counts)}: {e}") from None
         if array.shape != (256,) or array.dtype.kind not in "iu" or (array.dtype.kind == "i" and (array < 0).any()):
             raise ArgumentError("counts must be 256 integers, none below 0")
-        book = ffi.new("codec_codebook *")
+        name, book = dtype_name(dtype), ffi.new("codec_codebook *")
+        _check_dtype(kind, name)
         numbers = ffi.from_buffer("uint64_t[]", array.astype(np.uint64))
-        check(lib.codec_codebook_build(spec_struct(kind), library.DTYPES[dtype_name(dtype)], numbers, book))
+        check(lib.codec_codebook_build(spec_struct(kind), library.DTYPES[name], numbers, book))
         return cls._of(book)
 
     @classmethod
@@ -231,8 +233,7 @@ def count_symbols(x: Any, spec: SpecLike) -> tuple[str, int, Counts]:
     spec, bound = resolve(spec)
     spec = _with_exponents(spec)
     v = view(x, dtype)
-    if v.dtype not in _FLOATS:
-        raise ArgumentError(f"codebooks are for the exponents of {', '.join(_FLOATS)}, not for {v.dtype}")
+    _check_dtype(spec, v.dtype)
     s = spec_struct(spec)
     n = v.nbytes // ITEMSIZE[v.dtype]
     m = None if bound is None else level_source(bound, n)
@@ -264,6 +265,14 @@ def _with_exponents(spec: Spec) -> Lossless | Truncate:
     if not isinstance(spec, Lossless | Truncate):
         raise SpecError(f"codebooks are for Lossless and Truncate, whose frames code exponents; got {shown(spec)}")
     return spec
+
+
+def _check_dtype(spec: Lossless | Truncate, dtype: str) -> None:
+    """Raise ArgumentError unless frames of the spec and dtype code exponents."""
+    accepted = _OF_LOSSLESS if isinstance(spec, Lossless) else _OF_TRUNCATE
+    if dtype not in accepted:
+        floats = ", ".join(accepted)
+        raise ArgumentError(f"codebooks of {type(spec).__name__} are for the exponents of {floats}, not for {dtype}")
 
 
 def given_codebooks(books: Any) -> "tuple[Codebook, ...]":

@@ -201,8 +201,11 @@ def explain(error: ArgumentError, frame: TensorView, out: Any, *, adds: bool = F
         dtype = "float32" if adds else info.dtype
         error.args = (f"the frame needs an out= of {dtype} and shape {info.shape}, not of {o.dtype} and {o.shape}",)
     elif error.code == Status.BAD_DTYPE:
-        floats = ", ".join(MANTISSA_BITS)
-        error.args = (f"a frame of {inspect(frame.owner).dtype} cannot be added up, only those of {floats}",)
+        *most, last = reversed(MANTISSA_BITS)
+        error.args = (
+            f"a frame of {inspect(frame.owner).dtype} cannot be added up, only those of {', '.join(most)} or {last}: "
+            "decode it, and add its values",
+        )
     elif error.code == Status.NONFINITE:
         error.args = ("the result holds NaN or Inf",)
 

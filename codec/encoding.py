@@ -11,7 +11,7 @@ from codec.arguments import shown, whole
 from codec.codebook import Codebook, given_codebooks
 from codec.engines import choose, device_engine
 from codec.engines.request import EncodeRequest
-from codec.errors import ArgumentError, EngineError, SpecError
+from codec.errors import ArgumentError, EngineError, SpecError, Status
 from codec.optimizers.arguments import level_source_for
 from codec.presets import resolve
 from codec.specs import Lossless, Spec, SpecLike, Truncate
@@ -49,10 +49,29 @@ def bound(shape: int | Iterable[int], dtype: Any, spec: SpecLike = DEFAULT) -> i
     >>> len(codec.encode(np.ones((64, 1000), np.float32), out=out)) <= len(out)
     True
     """
-    like = _call.new_tensor(DTYPES[dtype_name(dtype)], checked_shape(shape))
+    kind, name = resolve(spec)[0], dtype_name(dtype)
+    like = _call.new_tensor(DTYPES[name], checked_shape(shape))
     size = ffi.new("size_t *")
-    check(lib.codec_bound(spec_struct(resolve(spec)[0]), like, size))
+    try:
+        check(lib.codec_bound(spec_struct(kind), like, size))
+    except ArgumentError as e:
+        explain_dtype(e, kind, name, "the tensor")
+        raise
     return size[0]
+
+
+def explain_dtype(error: ArgumentError, spec: Spec, dtype: str, x: str = "x") -> None:
+    """Replace the message of an error for a dtype that a codec does not take by one that says which it takes.
+
+    `x` is the name of the tensor in the message.
+    """
+    if error.code == Status.BAD_DTYPE:
+        struct, size = spec_struct(spec), ffi.new("size_t *")
+        *most, last = [
+            d for d, n in reversed(DTYPES.items()) if not lib.codec_bound(struct, _call.new_tensor(n, ()), size)
+        ]
+        accepted = f"{', '.join(most)} or {last}"
+        error.args = (f"{type(spec).__name__} takes {accepted}, got {dtype}: convert {x}, or use Lossless",)
 
 
 def checked_shape(shape: int | Iterable[int]) -> tuple[int, ...]:
@@ -143,6 +162,9 @@ def encode(
         r.check_apart()  # the C library allows a residual that is an array of the state
     try:
         return choose(settings.engine, "x", r.x.device).encode(r)
+    except ArgumentError as e:
+        explain_dtype(e, r.spec, r.x.dtype)
+        raise
     finally:
         if residual is not None:
             mark_written(residual)
@@ -202,7 +224,11 @@ def encode_async(
     engine = device_engine("x", r.x.device)
     mark_written(out)
     mark_written(residual)
-    return engine.encode_async(r)
+    try:
+        return engine.encode_async(r)
+    except ArgumentError as e:
+        explain_dtype(e, r.spec, r.x.dtype)
+        raise
 
 
 def encode_request(
@@ -271,6 +297,8 @@ def _check_feedback(feedback: Any, residual: Any, spec: Spec) -> bool:
 
 def _view_residual(residual: Any, v: TensorView) -> TensorView:
     r = view_output(residual, name="residual=")
-    if r.dtype != "float32" or r.nbytes // 4 != v.nbytes // ITEMSIZE[v.dtype]:
-        raise ArgumentError(f"residual= must be float32 with as many values as x, not {r.dtype} of shape {r.shape}")
+    n = v.nbytes // ITEMSIZE[v.dtype]
+    if r.dtype != "float32" or r.nbytes // 4 != n:
+        given = f"{r.nbytes // ITEMSIZE[r.dtype]} values of {r.dtype}"
+        raise ArgumentError(f"residual= must be float32 with as many values as x ({n}), got {given}")
     return r

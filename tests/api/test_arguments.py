@@ -172,7 +172,9 @@ def test_mismatch_with_a_frame_names_both_sides(engine):
             lambda f: flatcall.reduce([frame, f], **how),
             lambda f: flatcall.reduce([f], out=X.copy(), **how),
         ):
-            with refused(match=f"a frame of {x.dtype} cannot be added up, only those of float"):
+            with refused(
+                match=f"a frame of {x.dtype} cannot be added up, only those of float32, bfloat16 or float16: "
+            ):
                 call(other)
     for bytes_, code in ((frame[:-1], "TRUNCATED"), (frame + b"?", "TRAILING")):
         for call in (
@@ -217,6 +219,38 @@ def test_objects_that_are_no_tensors_are_rejected():
         codec.encode(X, codec.Sign(), codebook=book)
     with refused(match="needs at least one tensor"):
         codec.Codebook.from_tensors()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_dtype_that_a_codec_does_not_take_is_named_with_those_that_it_takes(engine):
+    wide, how = X.astype(np.float64), {"options": codec.options(engine=engine)}
+    for spec in (codec.Sign(), codec.Ternary(), codec.Float8(), codec.Float4(), codec.Quantize(4)):
+        words = f"^{type(spec).__name__} takes float32, bfloat16 or float16, got float64: convert x, or use Lossless$"
+        with refused(match=words) as e:
+            codec.encode(wide, spec, **how)
+        assert e.value.code == codec.Status.BAD_DTYPE
+        with refused(match=words):
+            codec.encode(wide, spec, residual=X.copy(), **how)
+        with refused(match="^'b': " + words[1:]) as e:
+            codec.encode_many({"a": X, "b": wide}, spec, **how)
+        assert e.value.item == "b"
+        with refused(match=f"^{type(spec).__name__} takes .*, got float64: convert the tensor, or use Lossless$"):
+            codec.bound(9_000, "float64", spec)
+    with refused(match="^Truncate takes float32, bfloat16 or float16, got int32: convert x, or use Lossless$"):
+        codec.encode(X.astype(np.int32), codec.Truncate().bind(codec.optimizers.SGD(0.1), theta=X), **how)
+    with refused(match="codebooks of Truncate are for the exponents of float32, bfloat16, float16, not for float64"):
+        codec.Codebook.from_counts(np.zeros(256, int), codec.Truncate(), "float64")
+    with refused(match="codebooks of Lossless are for the exponents of float32, float64, .*, not for int32"):
+        codec.CodebookRefresher(dtype="int32")
+
+
+def test_residual_of_another_size_or_dtype_is_named_with_both_sizes():
+    for wrong, said in (
+        (np.zeros(9, np.float32), "9 values of float32"),
+        (np.zeros((90, 100)), "9000 values of float64"),
+    ):
+        with refused(match=rf"residual= must be float32 with as many values as x \(9000\), got {said}"):
+            codec.encode(X, codec.Sign(), residual=wrong)
 
 
 def test_dtype_takes_names_and_dtypes_of_numpy_torch_and_ml_dtypes():
