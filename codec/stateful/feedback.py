@@ -2,54 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from codec._c.library import ITEMSIZE
 from codec._options import CallOptions, settings_of
-from codec.arguments import plain
-from codec.arguments import shown as shown_value
+from codec.arguments import shown
 from codec.codebook import Codebook
 from codec.encoding import encode
-from codec.errors import ArgumentError, SpecError, StateError
+from codec.errors import ArgumentError, SpecError
 from codec.presets import resolve
 from codec.specs import BoundSpec, Lossless, Spec
-from codec.stateful.checkpoint import ROLES, load, save
-from codec.stateful.ranges import (
-    HOST,
-    Array,
-    Layout,
-    Memory,
-    Store,
-    forget_nobodys,
-    gather,
-    layout_of,
-    scaled,
-    shared,
-    shown,
-    union,
-    without,
-)
+from codec.stateful.checkpoint import ROLES
+from codec.stateful.ranges import Array, layout_of
 from codec.stateful.resharding import reshard
+from codec.stateful.residual_store import ResidualStore, Role
 from codec.tensors.view import view
 from codec.tensors.wrapper import View
-
-Role = Literal["worker", "server"]
-
-
-class _Now(NamedTuple):
-    """Complete state, immutable and replaced as a whole, so that an interrupt cannot leave an inconsistent state."""
-
-    kept: Store  # committed residuals
-    pending: Store  # residuals that were begun and are not committed yet
-    spare: Store  # buffers to reuse for pending residuals
-    scale: float = 1.0  # factor of the gradients, and so of all residuals
-    before: "_Now | None" = None  # state to roll back to after settle, pass_on or rescale; None after a commit
-
-    def changed(self, kept: Store, scale: float) -> "_Now":
-        """Return a state with other committed residuals, which can be rolled back."""
-        return _Now(kept, self.pending, {}, scale, self if self.before is None else self.before)
 
 
 class ErrorFeedback:
@@ -115,10 +83,10 @@ class ErrorFeedback:
         if isinstance(spec, Lossless):
             raise SpecError("Lossless has no residual: use error feedback with a lossy spec")
         if not isinstance(role, str) or role not in ROLES:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentError(f"role must be one of {ROLES}, got {shown_value(role)}")
+            raise ArgumentError(f"role must be one of {ROLES}, got {shown(role)}")
         self.spec = spec
         self.role: Role = role
-        self._now = _Now({}, {}, {})
+        self._store = ResidualStore(role)
 
     def begin(self, layout: Any) -> Array:
         """Return a copy of the residuals of a bucket, for :func:`codec.encode` to update.
@@ -142,34 +110,15 @@ class ErrorFeedback:
         StateError
             A value is already in a buffer that was neither committed nor rolled back.
         """
-        return self._begin(layout, HOST)
-
-    def _begin(self, layout: Any, memory: Memory) -> Array:
-        """Do what :meth:`begin` does, with a buffer in some memory."""
-        at, now = layout_of(layout), self._now
-        new = at not in now.kept
-        # kept layouts have no values in common
-        others = now.pending if new else [other for other in now.pending if other == at or other not in now.kept]
-        if others and (begun := shared(r for other in (at, *others) for r in other)):
-            raise StateError(f"{shown(begun)} is in use by begin(): call commit() or rollback() first")
-        if new:
-            buffer = gather(now.kept, at, memory)
-        else:
-            buffer = memory.copy(now.kept[at], now.spare.get(at))
-            forget_nobodys(buffer, at)
-        self._now = now._replace(pending={**now.pending, at: buffer})
-        return buffer
+        return self._store.begin(layout)
 
     def commit(self) -> None:
         """Replace residuals by those of all buffers of :meth:`begin`."""
-        self._commit(self._now.pending)
+        self._store.commit()
 
     def rollback(self) -> None:
         """Drop all buffers of :meth:`begin`. Residuals are bit-identical to those after the last commit."""
-        now = self._now
-        before = now if now.before is None else now.before
-        again = {at: buffer for at, buffer in {**now.spare, **now.pending}.items() if at in before.kept}
-        self._now = _Now(before.kept, {}, again, before.scale)
+        self._store.rollback()
 
     def pass_on(self, layout: Any, to: "ErrorFeedback", scale: float) -> None:
         """Move residuals of some ranges, multiplied by `scale`, to another object, which adds them to its own.
@@ -192,16 +141,7 @@ class ErrorFeedback:
         StateError
             Some of these ranges are in a buffer of :meth:`begin`, of this object or of `to`.
         """
-        self._pass_on(layout, to, scale, HOST)
-
-    def _pass_on(self, layout: Any, to: "ErrorFeedback", scale: float, memory: Memory) -> None:
-        """Do what :meth:`pass_on` does, with arrays in some memory."""
-        at = layout_of(layout)
-        to._refuse_begun(at)
-        values = self._settle(at, memory) * np.float32(scale * to._now.scale / self._now.scale)
-        if values.any():
-            values += gather(to._now.kept, at, memory)
-            to._now = to._now.changed({**without(to._now.kept, [at]), at: values}, to._now.scale)
+        self._store.pass_on(layout, to._store, scale)
 
     def settle(self, layout: Any) -> Array:
         """Remove and return the residuals of some ranges, for the caller to apply in another way.
@@ -224,16 +164,7 @@ class ErrorFeedback:
         StateError
             Some of these ranges are in a buffer of :meth:`begin`.
         """
-        return self._settle(layout, HOST)
-
-    def _settle(self, layout: Any, memory: Memory) -> Array:
-        """Do what :meth:`settle` does, with an array in some memory."""
-        at, now = layout_of(layout), self._now
-        self._refuse_begun(at)
-        values = gather(now.kept, at, memory)
-        if values.any():
-            self._now = now.changed(without(now.kept, [at]), now.scale)
-        return values
+        return self._store.settle(layout)
 
     def rescale(self, scale: float) -> None:
         """Scale all residuals to gradients that are multiplied by `scale`, such as those of a scaled loss.
@@ -254,21 +185,7 @@ class ErrorFeedback:
         StateError
             A buffer of :meth:`begin` is neither committed nor rolled back.
         """
-        now, number = self._now, plain(scale)
-        # outside of this range, float32 cannot represent the factor or its inverse
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 2.0**-126 <= number <= 2.0**126:
-            raise ArgumentError(f"a scale must be a number from 2^-126 to 2^126, got {shown_value(scale)}")
-        if not 2.0**-126 <= number / now.scale <= 2.0**126:
-            raise ArgumentError(
-                f"residuals of scale {now.scale!r} cannot be rescaled to {shown_value(scale)}: the ratio must be from "
-                "2^-126 to 2^126"
-            )
-        if now.pending:
-            raise StateError(
-                "residuals cannot be rescaled while a buffer of begin() is in use: call commit() or rollback() first"
-            )
-        if number != now.scale:
-            self._now = now.changed(scaled(now.kept, number / now.scale), float(number))
+        self._store.rescale(scale)
 
     def encode(
         self,
@@ -307,18 +224,18 @@ class ErrorFeedback:
             As in :func:`codec.encode` and :meth:`begin`. The residual is unchanged.
         """
         if spec is not None and (not isinstance(spec, BoundSpec) or spec.spec != self.spec):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise SpecError(f"spec must be {self.spec} bound to an optimizer, got {shown_value(spec)}")
+            raise SpecError(f"spec must be {self.spec} bound to an optimizer, got {shown(spec)}")
         tensor, dtype = (x.tensor, x.dtype) if type(x) is View else (x, None)
-        v, before = view(tensor, dtype), self._now
+        v, before = view(tensor, dtype), self._store.state
         try:
             at = layout_of([(key, v.nbytes // ITEMSIZE[v.dtype])])
             error = self.begin(at)
             once = replace(settings_of(options), verify_first=False)  # `error` is a copy
             how: Any = {"out": out, "codebook": codebook, "stream": stream, "options": once}
             frame = encode(x, self.spec if spec is None else spec, residual=error, feedback=True, **how)
-            self._commit({at: error})
+            self._store.commit(at)
         except BaseException:
-            self._now = before
+            self._store.state = before
             raise
         return frame
 
@@ -332,7 +249,7 @@ class ErrorFeedback:
             shape (stop - start,). Adjacent ranges are merged, and entries are sorted, so that the dict does not depend
             on buckets. Buffers of :meth:`begin` are not included.
         """
-        return save(self.role, scaled(self._now.kept, 1 / self._now.scale))
+        return self._store.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace all residuals by those of a state dict. Buffers of :meth:`begin` are dropped.
@@ -348,22 +265,4 @@ class ErrorFeedback:
         StateError
             `state_dict` is not a state dict, has another role or version, or holds NaN or Inf. Residuals are unchanged.
         """
-        role, store = load(state_dict)
-        if role != self.role:
-            raise StateError(f"this state dict is of role {role!r}, this ErrorFeedback of role {self.role!r}")
-        self._now = _Now(store, {}, {})
-
-    def _commit(self, begun: Store) -> None:
-        now = self._now
-        kept = now.kept
-        if new := begun.keys() - kept.keys():
-            kept = without(kept, new)  # remove residuals of parameters that are now in other buckets
-        pending = {at: buffer for at, buffer in now.pending.items() if at not in begun}
-        spare = {**now.spare, **{at: now.kept[at] for at in begun if at in kept}}
-        spare = {at: array for at, array in spare.items() if at in kept}
-        self._now = _Now({**kept, **begun}, pending, spare, now.scale)
-
-    def _refuse_begun(self, at: Layout) -> None:
-        begun = union(r for other in self._now.pending for r in other)
-        if (twice := shared([*union(at), *begun])) is not None:
-            raise StateError(f"{shown(twice)} is in use by begin(): call commit() or rollback() first")
+        self._store.load_state_dict(state_dict)

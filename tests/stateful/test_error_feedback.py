@@ -95,7 +95,9 @@ def test_residuals_are_assembled_for_any_layout(sizes, seed):
         assert feedback.begin(layout).tobytes() == np.concatenate(expected).tobytes()
         feedback.commit()
         assert equal_states(feedback.state_dict(), before)
-        assert all(array.base is None for array in feedback._now.kept.values())  # no view that keeps a bucket alive
+        assert all(
+            array.base is None for array in feedback._store.state.kept.values()
+        )  # no view that keeps a bucket alive
     key, n = next(iter(sizes.items()))
     longer = feedback.begin([(key, n + 5)])  # new values have no residual
     assert longer.tobytes() == before[f"{key}[0:{n}]"].tobytes() + bytes(20)
@@ -225,7 +227,7 @@ def test_errors_of_encode_leave_residuals_unchanged(monkeypatch):
         with pytest.raises(error):
             feedback.encode(key, tensor, out=out, **more)
         assert equal_states(feedback.state_dict(), before)
-    encode, commit = codec.encode, feedback._commit
+    encode, commit = codec.encode, feedback._store.commit
 
     def interrupted(*arguments, **keywords):
         encode(*arguments, **keywords)
@@ -235,7 +237,7 @@ def test_errors_of_encode_leave_residuals_unchanged(monkeypatch):
         commit(begun)
         raise KeyboardInterrupt
 
-    for where, name, function in [(codec.stateful.feedback, "encode", interrupted), (feedback, "_commit", late)]:
+    for where, name, function in [(codec.stateful.feedback, "encode", interrupted), (feedback._store, "commit", late)]:
         with monkeypatch.context() as m:
             m.setattr(where, name, function)
             for key in ("w", "new"):

@@ -122,14 +122,14 @@ class Residuals(ResidualPair):
             logger.warning(
                 "error feedback of %s: the residual of %s has %.0f times the norm of its gradient, and training may "
                 "diverge. Send this parameter lossless by policy=, or use a codec with a smaller error.",
-                self.worker.spec,
+                self.spec,
                 worst,
                 ratios[worst],
             )
 
     def copied(self) -> "Residuals":
         """Return the same residuals in memory of their own."""
-        again = Residuals(self.worker.spec)
+        again = Residuals(self.spec)
         again.load_state_dict(self.state_dict())
         again._squares, again._measurements, again._warned = self._squares, self._measurements, self._warned
         return again

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 
 from codec.specs import Spec
-from codec.stateful import ErrorFeedback
-from codec.stateful.feedback import Role
-from codec.stateful.ranges import Layout, Range, cut, pieces, union
+from codec.stateful.ranges import Layout, Range, cut, union
+from codec.stateful.residual_store import ResidualStore
 from codec.torch.feedback.checkpoint import of_tensors
 from codec.torch.reduction import partition
 from codec.torch.reduction.host import Reduction, square
@@ -28,8 +27,9 @@ class ResidualPair:
     """
 
     def __init__(self, spec: Spec) -> None:
-        self.worker = ErrorFeedback(spec, role="worker")
-        self.server = ErrorFeedback(spec, role="server")
+        self.spec = spec
+        self.worker = ResidualStore("worker")
+        self.server = ResidualStore("server")
 
     def feed(self, r: Reduction, layout: Layout, owned: tuple[int, int], size: int, *, moved: bool) -> Array | None:
         """Make the frames of a reduction add the residuals, and keep their own errors.
@@ -55,18 +55,18 @@ class ResidualPair:
         begin, end = owned
         if moved:
             elsewhere = cut(layout, 0, begin) + cut(layout, end, r.n)
-            self.server._pass_on(elsewhere, self.worker, self._share(r, size), r.memory)
-        r.residual = self.worker._begin(layout, r.memory)
+            self.server.pass_on(elsewhere, self.worker, self._share(r, size), r.memory)
+        r.residual = self.worker.begin(layout, r.memory)
         if begin == end:
             return None
-        sums = self.server._begin(cut(layout, begin, end), r.memory)
+        sums = self.server.begin(cut(layout, begin, end), r.memory)
         r.sum_residual = lambda a, b: sums[a - begin : b - begin]
         return sums
 
     def flush(self, r: Reduction, layout: Layout, size: int) -> None:
         """Remove the residuals of some ranges, and add them to the values of a reduction over `size` ranks."""
-        residual = self.server._settle(layout, r.memory) * np.float32(self._share(r, size))
-        residual += self.worker._settle(layout, r.memory)
+        residual = self.server.settle(layout, r.memory) * np.float32(self._share(r, size))
+        residual += self.worker.settle(layout, r.memory)
         r.add_residual(residual)
 
     @staticmethod
@@ -76,9 +76,8 @@ class ResidualPair:
 
     def forked(self) -> "ResidualPair":
         """Return the same residuals for one collective, whose changes do not affect this object."""
-        again = ResidualPair(self.worker.spec)
-        for mine, its in ((self.worker, again.worker), (self.server, again.server)):
-            its._now, mine._now = mine._now, mine._now._replace(spare={})  # memory that the collective may write
+        again = ResidualPair(self.spec)
+        again.worker, again.server = self.worker.fork(), self.server.fork()
         return again
 
     def rescale(self, scale: float) -> None:
@@ -98,29 +97,25 @@ class ResidualPair:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals of both roles, as tensors."""
-        return {role: of_tensors(feedback.state_dict()) for role, feedback in self._by_role().items()}
+        return {store.role: of_tensors(store.state_dict()) for store in (self.worker, self.server)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the residuals; an error leaves them unchanged."""
-        loaded = ResidualPair(self.worker.spec)
-        for role, feedback in loaded._by_role().items():
-            feedback.load_state_dict(state[role])
+        loaded = ResidualPair(self.spec)
+        for store in (loaded.worker, loaded.server):
+            store.load_state_dict(state[store.role])
         self.worker, self.server = loaded.worker, loaded.server
 
     def ranges(self) -> list[Range]:
         """Return the ranges of parameters that have a residual."""
-        stores = (feedback._now.kept for feedback in (self.worker, self.server))
-        return union(r for store in stores for r, _ in pieces(store))
+        return union(r for store in (self.worker, self.server) for r, _ in store.pieces())
 
     def norms(self) -> dict[str, float]:
         """Return the norm of this rank's residual of each parameter."""
         found: dict[str, float] = {}
-        for (name, _, _), values in pieces(self.worker._now.kept):
+        for (name, _, _), values in self.worker.pieces():
             found[name] = found.get(name, 0.0) + square(values)
         return {name: float(np.sqrt(square)) for name, square in found.items()}
-
-    def _by_role(self) -> dict[Role, ErrorFeedback]:
-        return {"worker": self.worker, "server": self.server}
 
 
 def owned_values(r: Reduction, algorithm: str, rank: int, size: int) -> tuple[int, int]:
