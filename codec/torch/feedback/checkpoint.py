@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from codec import StateError
 from codec.arguments import shown, whole
 from codec.stateful import ErrorFeedback
 from codec.stateful.checkpoint import VERSION, opened, plain
+from codec.torch import _compat
 
 ROLES = ("worker", "server")
 UNKNOWN = -1  # rank and world size of residuals without a group
@@ -18,7 +18,7 @@ _KEYS = frozenset({"version", "rank", "world_size", "op", *ROLES})
 
 def of_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a part of a state with tensors in place of arrays, for torch.load."""
-    return {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in state.items()}
+    return {name: _compat.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in state.items()}
 
 
 def head(rank: int, world_size: int, op: str) -> dict[str, Any]:
@@ -31,8 +31,7 @@ def parse(state: Any) -> tuple[int, int, str, dict[str, Any]]:
     if not isinstance(state, Mapping):
         raise StateError(f"the state of a Feedback is a dict, got {shown(state)}")
     entries = opened(cast(Mapping[str, Any], state))
-    if set(entries) != _KEYS:
-        wrong = sorted(map(str, set(entries) ^ _KEYS))
+    if wrong := sorted(map(str, set(entries) ^ _KEYS)):
         raise StateError(f"the state of a Feedback has the entries {sorted(_KEYS)}; {wrong[0]!r} is missing or unknown")
     rank, world_size, op = plain(entries, "rank", int), plain(entries, "world_size", int), plain(entries, "op", str)
     known = 0 <= rank < world_size or (rank, world_size) == (UNKNOWN, UNKNOWN)
@@ -44,9 +43,11 @@ def parse(state: Any) -> tuple[int, int, str, dict[str, Any]]:
 def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
     """Return states for `world_size` ranks; see :meth:`codec.torch.Feedback.reshard`."""
     world_size = whole("world_size", world_size, 1, 1 << 20)
-    if not isinstance(states, Sequence) or isinstance(states, str | bytes) or not states:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise StateError(f"reshard needs a list of the states of all ranks, in their order, got {shown(states)}")
-    found = [parse(state) for state in states]
+    if not isinstance(states, Sequence) or isinstance(states, str | bytes) or not states:
+        raise StateError(
+            f"reshard needs a list of the states of all ranks, in their order, got {shown(cast(Any, states))}"
+        )
+    found = [parse(state) for state in cast(Sequence[Any], states)]
     ops = {op for _, _, op, _ in found if op}
     if len(ops) > 1:
         raise StateError(f"some of these states are of a {min(ops)}, others of a {max(ops)}")

@@ -2,14 +2,34 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from codec import StateError
+from codec import ArgumentError, PeerError, StateError
 from codec.specs import Spec, check_contraction
+from codec.stateful.ranges import Layout
 from codec.torch.feedback import checkpoint
 from codec.torch.feedback.checkpoint import UNKNOWN
-from codec.torch.feedback.pair import ResidualPair
+from codec.torch.feedback.pair import ResidualPair, owned_values
 from codec.torch.reduction.arguments import plain_spec
+from codec.torch.reduction.host import Reduction
+from codec.torch.transport.channel import Channel
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """Residuals that a collective in flight writes: made by :meth:`Feedback.begin`, kept by :meth:`Feedback.commit`."""
+
+    pair: ResidualPair
+    layout: Layout
+    owned: tuple[int, int]  # begin and end of the values whose sums this rank encodes
+    op: str
+    channel: Channel
+
+    @property
+    def is_over(self) -> bool:
+        """True if the collective was cancelled, so that its residuals will never be kept."""
+        return self.channel.cancelled
 
 
 class Feedback:
@@ -74,7 +94,7 @@ class Feedback:
         self._op = ""  # operation of the reductions; "" before the first one
         self._sizes: dict[str, int] = {}  # values of each parameter that has a residual
         self._owned: dict[str, Any] = {}  # by parameter: layout, begin and end of the last reduction that had it
-        self._turn: Any = None  # Turn of the collective in flight
+        self._change: Change | None = None  # of the collective in flight
         self._lock = threading.Lock()  # collectives run in threads of their groups
 
     def __repr__(self) -> str:
@@ -115,9 +135,9 @@ class Feedback:
         pair = ResidualPair(self.spec)
         pair.load_state_dict(parts)
         with self._lock:
-            if self._turn is not None and not self._turn.is_over:
+            if self._change is not None and not self._change.is_over:
                 raise StateError("a collective in flight uses these residuals: wait for it before a state is loaded")
-            self._pair, self._owner, self._op, self._turn = pair, (rank, world_size), op, None
+            self._pair, self._owner, self._op, self._change = pair, (rank, world_size), op, None
             self._sizes, self._owned = {}, {}
             for name, _, stop in pair.ranges():
                 self._sizes[name] = max(stop, self._sizes.get(name, 0))
@@ -156,6 +176,91 @@ class Feedback:
         [0, 1, 2]
         """
         return checkpoint.reshard(states, world_size)
+
+    # For collectives, in the threads of their groups
+
+    def begin(self, r: Reduction, layout: Layout, channel: Channel, algorithm: str) -> Change:
+        """Make the frames of a collective's reduction add the residuals; for implementations of collectives.
+
+        Parameters
+        ----------
+        r : Reduction
+            Reduction of the collective.
+        layout : Layout
+            Ranges of parameters that are the values of `r`.
+        channel : Channel
+            Channel of the group.
+        algorithm : str
+            Algorithm of an all-reduce that :func:`choose_algorithm` has chosen, or another collective.
+
+        Returns
+        -------
+        Change
+            New residuals: pass them to :meth:`commit` or :meth:`drop` when the collective has ended.
+
+        Raises
+        ------
+        ArgumentError, SpecError, StateError
+            The residuals cannot be used for this reduction, or another collective is in flight. They are unchanged.
+        """
+        check_contraction(r.spec)
+        if r.op == "max":
+            raise ArgumentError("error feedback is for sums and means; op is a maximum")
+        owned = owned_values(r, algorithm, channel.rank, channel.size)
+        with self._lock:
+            if self._change is not None and not self._change.is_over:
+                raise StateError("a collective of another group uses this Feedback: wait for it first")
+            self._check(r.op, layout, (channel.rank, channel.size))
+            moved = any(self._owned.get(name) != (layout, owned) for name, _, _ in layout)
+            pair = self._pair.forked()
+            pair.feed(r, layout, owned, channel.size, moved=moved)
+            self._change = Change(pair, layout, owned, r.op, channel)
+            return self._change
+
+    def commit(self, change: Change) -> None:
+        """Keep the residuals of a collective that has succeeded on all ranks.
+
+        Raises
+        ------
+        PeerError
+            The collective was cancelled. The residuals are unchanged.
+        """
+        with self._lock:
+            if self._change is not change:
+                raise PeerError("the collective was cancelled: make a new group")
+            change.pair.commit()
+            self._pair, self._change = change.pair, None
+            self._owner, self._op = (change.channel.rank, change.channel.size), change.op
+            self._owned |= dict.fromkeys((name for name, _, _ in change.layout), (change.layout, change.owned))
+            self._sizes |= {name: stop for name, _, stop in change.layout}
+
+    def drop(self, change: Change) -> None:
+        """Drop the residuals of a collective that has failed; do nothing if they were committed."""
+        with self._lock:
+            if self._change is change:
+                self._change = None
+
+    def _check(self, op: str, layout: Layout, here: tuple[int, int]) -> None:
+        """Raise ArgumentError or StateError if the residuals are of other reductions than this one."""
+        if not self._sizes:
+            return
+        if UNKNOWN not in self._owner and self._owner != here:
+            rank, size = self._owner
+            raise StateError(
+                f"these residuals belong to rank {rank} of {size}, and this is rank {here[0]} of {here[1]}: load this "
+                "rank's own state, or one that Feedback.reshard(states, world_size) made for this number of ranks"
+            )
+        if self._op not in ("", op):
+            raise ArgumentError(
+                f"this Feedback holds residuals of a {self._op}, and op is a {op}: use another Feedback"
+            )
+        for name, _, n in layout:
+            if self._sizes.get(name, n) != n:
+                what = f"parameter {name!r}" if name else "the tensor"
+                raise ArgumentError(
+                    f"{what} has {n} values, but its residual has {self._sizes[name]}: give different tensors "
+                    "different names, codec.view(tensor, segments={name: shape})"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the residuals and the spec for pickle and copy."""

@@ -11,6 +11,7 @@ from codec import ArgumentError, StateError
 from codec.specs import check_contraction
 from codec.stateful.checkpoint import array_of
 from codec.stateful.ranges import HOST, Memory
+from codec.torch import _compat
 from codec.torch.reduction.host import Reduction, Values, square
 
 
@@ -104,7 +105,7 @@ class Residuals:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return copies of the residuals as tensors."""
-        return {key: torch.from_numpy(HOST.copy(x)) for key, x in self._kept.items()}
+        return {key: _compat.from_numpy(HOST.copy(x)) for key, x in self._kept.items()}
 
     def load(self, tensors: Any, keys: Collection[str]) -> None:
         """Replace the residuals by copies of `tensors`, a dict from some of `keys` to flat float32 tensors.

@@ -470,7 +470,7 @@ def _cancelled(rank, size):
     if rank == 0:
         x = gradient(rank, 1)
         work = codec.torch.all_reduce(x, op="mean", feedback=feedback, group=first, async_op=True)
-        while feedback._turn is None:
+        while feedback._change is None:
             time.sleep(0.001)
         with pytest.raises(codec.StateError, match="another group"):
             codec.torch.all_reduce(gradient(rank, 1), op="mean", feedback=feedback, group=second)
