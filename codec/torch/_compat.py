@@ -1,12 +1,14 @@
-"""Names that depend on the version of torch: collectives that were renamed, and methods that pipelines override.
+"""Names that depend on the version of torch: renamed collectives, private and untyped functions, pipeline methods.
 
 Functions of ``torch.distributed`` keep the names of torch 2.13 here, with any torch from 2.9; methods of
 ``ProcessGroup`` begin with ``group_``.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,11 +31,12 @@ group_reduce_scatter_single_coalesced = _first(
 )
 group_all_gather_single_coalesced = _first(_group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 
+_c10d: Any = dist.distributed_c10d
+rank_not_in_group: Callable[[Any], bool] = _c10d._rank_not_in_group
+warn_not_in_group: Callable[[str], None] = _c10d._warn_not_in_group
 
-def from_numpy(array: Any) -> torch.Tensor:
-    """Return a tensor that shares the memory of a numpy array; torch's stubs have no type for the argument."""
-    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
-
+_torch: Any = torch  # whose stubs leave the argument of from_numpy without a type
+from_numpy: Callable[[np.ndarray[Any, Any]], torch.Tensor] = _torch.from_numpy
 
 _PIPELINING_TESTED = "2.13"  # versions of torch
 # Methods of PipelineStage that CompressedStage overrides, with the parameters that are used by position.

@@ -4,7 +4,7 @@ import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from codec import ArgumentError, PeerError
 from codec.arguments import shown
+from codec.torch._compat import rank_not_in_group, warn_not_in_group
 from codec.torch.group.autotune import Choice
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
@@ -115,7 +116,7 @@ def communicator_of(group: Any, timeout: Timeout | None = None) -> Communicator:
         The ranks cannot be connected.
     """
     check_timeout(timeout)
-    key = _key_of(group)
+    key = key_of(group)
     slot = _slot_of(key)
     with slot.lock:
         if slot.communicator is None:
@@ -123,7 +124,7 @@ def communicator_of(group: Any, timeout: Timeout | None = None) -> Communicator:
         return slot.communicator
 
 
-def _key_of(group: Any) -> Any:
+def key_of(group: Any) -> Any:
     """Return the process group itself: that of all ranks for None."""
     _check_group(group)
     key = group or dist.group.WORLD
@@ -187,7 +188,7 @@ def group_stats(group: Any = None) -> Counters:
     >>> (codec.torch.group_stats() - before).raw_nbytes
     4000
     """
-    key = _key_of(group)
+    key = key_of(group)
     comm = None if key is dist.GroupMember.NON_GROUP_MEMBER else _slot_of(key).communicator
     return Counters() if comm is None else comm.channel.counters.copy()
 
@@ -216,7 +217,7 @@ def start(name: str, group: Any, timeout: Timeout | None, async_op: bool, work: 
         Work if `async_op`; None if this rank is not of the group.
     """
     _check_group(group)
-    if _warn_non_member(group, name):
+    if warn_non_member(group, name):
         return None
     error: ArgumentError | None = None
     try:
@@ -242,11 +243,11 @@ def _refuse(channel: Channel, error: ArgumentError) -> None:
     request(channel, prepare)
 
 
-def _warn_non_member(group: Any, name: str) -> bool:
+def warn_non_member(group: Any, name: str) -> bool:
     """Return True if this rank is not of a group, with the warning that torch.distributed gives."""
-    outside = dist.distributed_c10d._rank_not_in_group(group)
+    outside = rank_not_in_group(group)
     if outside:
-        dist.distributed_c10d._warn_not_in_group(name)
+        warn_not_in_group(name)
     return outside
 
 
@@ -261,7 +262,7 @@ def protocol_hash() -> int:
 
 
 @contextmanager
-def close_on_error(channel: Channel) -> Iterator[None]:
+def close_on_error(channel: Channel) -> Generator[None]:
     """Return a context manager that closes the channel if its body fails on this rank alone, such as out of memory.
 
     Without it, ranks would wait for messages that never come, or take messages of one collective for those of the next.
@@ -275,7 +276,7 @@ def close_on_error(channel: Channel) -> Iterator[None]:
 
 
 @contextmanager
-def storing_results(channel: Channel) -> Iterator[None]:
+def storing_results(channel: Channel) -> Generator[None]:
     """Return a context manager for storing results in the caller's tensors, after all ranks have succeeded.
 
     An error closes the channel: the other ranks have gone on, and fail at the next collective.

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from codec import ArgumentError
 from codec.arguments import shown, whole
-from codec.torch.group.communicator import _key_of
+from codec.torch.group.communicator import key_of
 from codec.torch.point_to_point.endpoint import Endpoint, endpoint_of
 
 
@@ -19,7 +19,7 @@ def endpoint_for(group: Any) -> Endpoint:
     ArgumentError
         `group` is no process group, or this rank is not of the group.
     """
-    key = _key_of(group)
+    key = key_of(group)
     if dist.distributed_c10d._rank_not_in_group(key):
         raise ArgumentError("this rank is not of the group")
     return endpoint_of(key)

@@ -8,7 +8,7 @@ import torch
 from codec import ArgumentError, CallOptions, CodecError, PeerError, StateError
 from codec.arguments import shown
 from codec.stateful.activation.values import ids_of
-from codec.torch.group.communicator import _key_of, close_communicator
+from codec.torch.group.communicator import close_communicator, key_of
 from codec.torch.group.work import Work
 from codec.torch.pipelining.end import Aborted, End
 from codec.torch.pipelining.envelope import Kind, Place, pack
@@ -189,7 +189,7 @@ class Traffic:
         self._broken = True
         for link in self._links.values():
             link.close()
-        close_communicator(_key_of(self.group), cancel=True)
+        close_communicator(key_of(self.group), cancel=True)
 
     def check_usable(self) -> None:
         """Raise PeerError if the stage was abandoned."""

@@ -9,7 +9,7 @@ from typing import Any
 from codec import ArgumentError, CallOptions, PeerError
 from codec._options import settings_of
 from codec.arguments import shown, whole
-from codec.torch.group.communicator import _key_of, _warn_non_member
+from codec.torch.group.communicator import key_of, warn_non_member
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
 from codec.torch.point_to_point.endpoint import Endpoint, endpoint_of
@@ -285,8 +285,8 @@ def _route(call: str, name: str, peer: Any, group: Any, tag: Any, options: CallO
     """Check the arguments of a call; return None if this rank is not of the group."""
     timeout = check_timeout(settings_of(options).timeout)
     tag = whole("tag", tag, 0, (1 << 31) - 1)
-    key = _key_of(group)
-    if _warn_non_member(key, call):
+    key = key_of(group)
+    if warn_non_member(key, call):
         return None
     endpoint = endpoint_of(key)
     peer = whole(name, peer, 0, endpoint.size - 1)

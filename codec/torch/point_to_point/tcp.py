@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -164,7 +164,7 @@ class PeerConnection:
                 self._sending.release()
 
     @contextmanager
-    def _exclusive(self, lock: threading.Lock, seconds: float | None) -> Iterator[None]:
+    def _exclusive(self, lock: threading.Lock, seconds: float | None) -> Generator[None]:
         """Return a context manager whose body alone sends, or alone receives."""
         if os.getpid() != self._pid:
             raise PeerError(FORKED)
@@ -180,7 +180,7 @@ class PeerConnection:
                 self._release()
 
     @contextmanager
-    def _closing_on_error(self) -> Iterator[None]:
+    def _closing_on_error(self) -> Generator[None]:
         """Return a context manager that closes the connection if its body fails."""
         try:
             yield

@@ -1,7 +1,7 @@
 """Connections between the ranks of a group, and their timeouts."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -30,7 +30,7 @@ def timeout_of(group: Any) -> timedelta:
 
 
 @contextmanager
-def batch_scheduling() -> Iterator[None]:
+def batch_scheduling() -> Generator[None]:
     """Give threads that this thread starts the scheduling policy SCHED_BATCH, so that they do not preempt others.
 
     Gloo's thread spins while another thread holds the lock of a connection. If it preempts the holder, both lose
