@@ -52,7 +52,7 @@ def measured(path: Path, rank: int, world: int) -> list[str]:
         for clip in CLIPS:
             for packing in get_args(Packing):
                 for algorithm in ALGORITHMS:
-                    t, sent = every[rank].clone(), channel.sent_nbytes
+                    t, sent = every[rank].clone(), channel.counters.sent_nbytes
                     codec.torch.all_reduce(
                         codec.view(t, segments=segments(shapes)),
                         codec.Ternary(packing, clip=clip),
@@ -60,7 +60,7 @@ def measured(path: Path, rank: int, world: int) -> list[str]:
                         options=codec.options(algorithm=algorithm),
                     )
                     error = float((t.double() - mean).norm() / mean.norm())
-                    most = torch.tensor(float(channel.sent_nbytes - sent))
+                    most = torch.tensor(float(channel.counters.sent_nbytes - sent))
                     dist.all_reduce(most, op=dist.ReduceOp.MAX)
                     bits = float(most) / both
                     how = f"{packing}, clip {clip}" if clip else packing

@@ -141,8 +141,8 @@ def _late_votes(rank, size):
     x = torch.full((1000,), float(rank))
     codec.torch.all_reduce(torch.ones(3), options=codec.options(timeout=TIMEOUT))
     line = channel()
-    exchange_verdict = line.exchange_verdict
-    line.exchange_verdict = lambda *how: (time.sleep((0.4, 0, 1.2)[rank] * TIMEOUT), exchange_verdict(*how))[1]
+    exchange_verdict = line.requests.exchange_verdict
+    line.requests.exchange_verdict = lambda *how: (time.sleep((0.4, 0, 1.2)[rank] * TIMEOUT), exchange_verdict(*how))[1]
     codec.torch.all_reduce(x, op="mean", options=codec.options(algorithm="two_shot"))
     return x.tolist()
 

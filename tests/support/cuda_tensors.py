@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from codec.engines.cuda import devices as engine_devices
-from codec.torch.transport import channel, streams
+from codec.torch.transport import gloo, nccl, streams
 from support.device import Emulated, build
 
 DEVICE = torch.device("cuda", 0)
@@ -169,7 +169,7 @@ class GlooBetweenGpus:
 
     def __init__(self, group):
         store = PrefixStore("codec/nccl", group.get_group_store().clone())
-        self.pg = dist.ProcessGroupGloo(store, group.rank(), group.size(), channel.timeout_of(group))
+        self.pg = dist.ProcessGroupGloo(store, group.rank(), group.size(), gloo.timeout_of(group))
 
     def alltoall_base(self, received, rows, received_sizes, sent_sizes):
         assert len(rows) == len(received) == self.pg.size()
@@ -204,5 +204,5 @@ class _Arrival:
 
 def connect_gpus(*_):
     """Make the groups of this process send frames from GPU to GPU."""
-    channel.uses_nccl, channel.connect_nccl = lambda _: True, GlooBetweenGpus
-    channel.engine_is_usable = lambda: True  # asked outside of `gpu`
+    nccl.uses_nccl, nccl.connect_nccl = lambda _: True, GlooBetweenGpus
+    nccl.engine_is_usable = lambda: True  # asked outside of `gpu`

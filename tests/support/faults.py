@@ -66,7 +66,7 @@ def at_fault_point(channel, point, fault):
         Function without arguments.
     """
     events = _Events()
-    names = ("post", "wait", "gather_numbers")
+    places = [(channel.connections, "post"), (channel.connections, "wait"), (channel.numbers, "gather")]
 
     def before(name, call):
         def counted(*args):
@@ -84,13 +84,13 @@ def at_fault_point(channel, point, fault):
 
         return counted
 
-    for name in names:
-        setattr(channel, name, before(name, getattr(channel, name)))
+    for part, name in places:
+        setattr(part, name, before(name, getattr(part, name)))
     try:
         yield events
     finally:
-        for name in names:
-            delattr(channel, name)
+        for part, name in places:
+            delattr(part, name)
 
 
 def die():

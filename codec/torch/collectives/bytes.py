@@ -70,7 +70,7 @@ def _exchange(comm: Communicator, frames: Sequence[Any]) -> list[bytes]:
     arrays, _ = exchange_requests(channel, prepare)
     with close_on_error(channel):
         received, error = swap(channel, arrays)
-    channel.exchange_verdict(error)
+    channel.requests.exchange_verdict(error)
     channel.counters.frame_collectives += 1
     channel.counters.raw_nbytes += sum(a.nbytes for a in arrays)
     return received
@@ -84,16 +84,16 @@ def swap(channel: Channel, arrays: Sequence[Array]) -> tuple[list[bytes], Except
     list of bytes, Exception or None
         Bytes of each rank, in order, all empty after an error; and the error.
     """
-    sizes, others = channel.scatter_numbers([a.nbytes for a in arrays]), channel.others
+    sizes, others = channel.numbers.scatter([a.nbytes for a in arrays]), channel.others
     for rank, nbytes in enumerate(sizes):
         if not 0 <= nbytes <= _MOST_NBYTES:
             raise FrameError(
                 f"rank {rank} announces a frame of {nbytes} bytes, but at most {_MOST_NBYTES} are possible"
             )
     buffers = [_buffer_nbytes(nbytes) for o in others for nbytes in (sizes[o], arrays[o].nbytes)]
-    channel.begin(Channel.arena_nbytes(buffers))
-    incoming = {o: channel.allocate(_buffer_nbytes(sizes[o])) for o in others}
-    outgoing = {o: channel.allocate(_buffer_nbytes(arrays[o].nbytes)) for o in others}
+    channel.begin(channel.arena.nbytes_of(buffers))
+    incoming = {o: channel.arena.allocate(_buffer_nbytes(sizes[o])) for o in others}
+    outgoing = {o: channel.arena.allocate(_buffer_nbytes(arrays[o].nbytes)) for o in others}
     found: dict[int, list[bytes]] = {o: [] for o in others}
     first_error = FirstError(channel)
     longest = max((max(sizes[o], arrays[o].nbytes) for o in others), default=0)
@@ -103,9 +103,9 @@ def swap(channel: Channel, arrays: Sequence[Array]) -> tuple[list[bytes], Except
             if arrays[o].nbytes > begin:
                 _send(channel, outgoing[o], arrays[o][begin : begin + _CHUNK_NBYTES], o)
         for o, (message, work) in expected.items():
-            channel.wait(work, o)
+            channel.connections.wait(work, o)
             first_error(_keep, found[o], message, o)
-        channel.wait_for_sends()
+        channel.frames.wait_for_sends()
     found[channel.rank] = [arrays[channel.rank].tobytes()]
     joined = first_error(_join, [found[rank] for rank in range(channel.size)])
     return joined or [b""] * channel.size, first_error.error
@@ -124,14 +124,14 @@ def _send(channel: Channel, buffer: Array, chunk: Array, to: int) -> None:
     message = buffer[: chunk.nbytes + _END_NBYTES]
     message[: chunk.nbytes] = chunk
     message[chunk.nbytes :] = _end(chunk.nbytes)
-    channel.send_values(message, to)
+    channel.frames.send_values(message, to)
 
 
 def _post_receive(channel: Channel, buffer: Array, left: int, source: int) -> tuple[Array, Any]:
     message = buffer[: _buffer_nbytes(left)]
     message[-_END_NBYTES:] = 0  # no _end() is 0
     channel.counters.received_nbytes += message.nbytes
-    return message, channel.post("recv", message, source)
+    return message, channel.connections.post("recv", message, source)
 
 
 def _keep(found: list[bytes], message: Array, source: int) -> None:

@@ -110,7 +110,7 @@ class CodebookSync:
             r = request(channel, prepare)
             with close_on_error(channel):
                 counts, error = algorithms.gather(channel, r)
-            channel.exchange_verdict(error)
+            channel.requests.exchange_verdict(error)
             refresher.propose(self._step, sum_of_counts(counts.reshape(channel.size, -1)))
         except CodecError:
             pass  # on all ranks; they keep the current codebook

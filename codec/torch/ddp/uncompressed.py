@@ -78,7 +78,7 @@ def _sparse_mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], N
         first_error = FirstError(channel)
         first_error.error = error
         parts = [first_error(_entries, received[rank], buffer, shape, dims) for rank in range(channel.size)]
-    channel.exchange_verdict(first_error.error)
+    channel.requests.exchange_verdict(first_error.error)
     total = torch.sparse_coo_tensor(
         torch.cat([i for i, _ in parts], 1), torch.cat([v for _, v in parts]), shape, check_invariants=False
     )

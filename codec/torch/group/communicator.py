@@ -44,8 +44,8 @@ class Communicator:
         # Ctrl-C interrupts a thread that waits for another thread, but not one that waits for peers.
         self.channel: Channel = self.worker.submit(lambda: Channel(group, timeout)).result()
         self.choices: dict[int, Choice] = {}  # frames or uncompressed, by signature; the last used is last
-        self.run(lambda: self.channel.check_same("version of codec.torch's protocol", [protocol_hash()]))
-        self.run(lambda: self.channel.connect_gpus(group))
+        self.run(lambda: self.channel.numbers.check_same("version of codec.torch's protocol", [protocol_hash()]))
+        self.run(lambda: self.channel.device.connect(group))
 
     def run(self, collective: Callable[[], T]) -> T:
         """Run a collective after those submitted before, and return its result.
@@ -270,7 +270,7 @@ def close_on_error(channel: Channel) -> Generator[None]:
     try:
         yield
     except BaseException:
-        if not channel.refused:
+        if not channel.requests.refused:
             channel.close()
         raise
 
@@ -307,12 +307,12 @@ def request(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> T:
         prepared, numbers = prepare()
     except BaseException as e:
         with close_on_error(channel):
-            channel.send_request([0], e)
+            channel.request([0], e)
             with suppress(PeerError):  # this rank is the cause
-                channel.await_requests()
+                channel.requests.await_all()
         raise
     with close_on_error(channel):
-        channel.send_request(numbers)
+        channel.request(numbers)
     return prepared
 
 
@@ -326,4 +326,4 @@ def exchange_requests(channel: Channel, prepare: Callable[[], tuple[T, list[int]
     """
     prepared = request(channel, prepare)
     with close_on_error(channel):
-        return prepared, channel.await_requests()
+        return prepared, channel.requests.await_all()

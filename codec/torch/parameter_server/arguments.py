@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, cast
 
-import torch.distributed as dist
-
 from codec import ArgumentError
 from codec.arguments import shown, whole
+from codec.torch import _compat
 from codec.torch.group.communicator import key_of
 from codec.torch.point_to_point.endpoint import Endpoint, endpoint_of
 
@@ -20,7 +19,7 @@ def endpoint_for(group: Any) -> Endpoint:
         `group` is no process group, or this rank is not of the group.
     """
     key = key_of(group)
-    if dist.distributed_c10d._rank_not_in_group(key):
+    if _compat.rank_not_in_group(key):
         raise ArgumentError("this rank is not of the group")
     return endpoint_of(key)
 

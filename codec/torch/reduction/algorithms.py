@@ -53,24 +53,24 @@ def two_shot_steps(channel: Channel, r: Reduction) -> Steps:
     bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
     first_error = FirstError(channel)
     scatter = ScatterPhase(channel, r, slices, first_error)
-    scatter.begin(Channel.arena_nbytes([b for each in bounds for b in each]))
+    scatter.begin(channel.arena.nbytes_of([b for each in bounds for b in each]))
     scatter.send()
     result = r.result(channel, r.n)
     yield
     chunks = range(len(slices[me]))
-    sums = {(c, o): channel.receive(bounds[o][c], o) for c in chunks for o in others}
+    sums = {(c, o): channel.frames.receive(bounds[o][c], o) for c in chunks for o in others}
     for c, piece in enumerate(slices[me]):
         parts = scatter.terms(c)
         number = (size * size + me) * len(chunks) + c
         message = first_error(_encode_sum, channel, r, piece, bounds[me][c], parts, result, number)
         for o in others:
-            channel.send(message, o)
+            channel.frames.send(message, o)
     yield
     for c in chunks:
         for o in others:
             frame = first_error.frame(sums[c, o])
             first_error(r.decode_or_defer, frame, slices[o][c], result)
-    channel.wait_for_sends()
+    channel.frames.wait_for_sends()
     return result, first_error.error
 
 
@@ -88,7 +88,7 @@ def _encode_sum(
     r.sum(parts, piece, total)
     message = encode_message(channel, bound, lambda room: r.encode_sum(total, piece, room, number))
     if not isinstance(r.spec, Lossless):
-        r.decode_or_defer(channel.frame_buffer(message), piece, result)
+        r.decode_or_defer(channel.arena.frame_buffer(message), piece, result)
     elif total is not place:
         place[:] = r.rounded(total)
     return message
@@ -138,7 +138,7 @@ def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Values, Exception | 
         parts = scatter.terms(c)
         place = result[piece.begin - mine[0].begin :]
         first_error(partial(store_sum, check=True), channel, r, piece, parts, place)
-    channel.wait_for_sends()
+    channel.frames.wait_for_sends()
     return result, first_error.error
 
 
@@ -183,7 +183,7 @@ def all_to_all(channel: Channel, r: Reduction) -> tuple[Values, Exception | None
     for c in range(len(slices[0])):
         for rank, part in enumerate(scatter.terms(c) or ()):
             first_error(_store_term, r, part, slices[rank][c], result)
-    channel.wait_for_sends()
+    channel.frames.wait_for_sends()
     return result, first_error.error
 
 
@@ -221,9 +221,9 @@ def ring(channel: Channel, r: Reduction) -> tuple[Values, Exception | None]:
     slices = r.slices(size)
     bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
     left, right, steps = (me - 1) % size, (me + 1) % size, range(size - 1)
-    channel.begin(Channel.arena_nbytes(4 * [b for each in bounds for b in each]))
-    sums = [[channel.receive(b, left) for b in bounds[(me - s - 1) % size]] for s in steps]
-    results = [[channel.receive(b, left) for b in bounds[(me - s) % size]] for s in steps]
+    channel.begin(channel.arena.nbytes_of(4 * [b for each in bounds for b in each]))
+    sums = [[channel.frames.receive(b, left) for b in bounds[(me - s - 1) % size]] for s in steps]
+    results = [[channel.frames.receive(b, left) for b in bounds[(me - s) % size]] for s in steps]
     first_error = FirstError(channel)
     total = _as_float32(r)
     result = r.result(channel, r.n)
@@ -237,18 +237,18 @@ def ring(channel: Channel, r: Reduction) -> tuple[Values, Exception | None]:
         return first_error(_encode_partial, channel, r, piece, bound, total, number)
 
     for c in range(len(slices[me])):
-        channel.send(message(0, c), right)
+        channel.frames.send(message(0, c), right)
     for s in steps:
         for c, piece in enumerate(slices[(me - s - 1) % size]):
             first_error(_add, r, first_error.frame(sums[s][c]), piece, total)
-            channel.send(message(s + 1, c), right)
+            channel.frames.send(message(s + 1, c), right)
     for s in steps:
         for c, piece in enumerate(slices[(me - s) % size]):
             frame = first_error.frame(results[s][c])
             first_error(r.decode_or_defer, frame, piece, result)
             if s < size - 2:
-                channel.send(first_error(copy_to_message, channel, frame), right)
-    channel.wait_for_sends()
+                channel.frames.send(first_error(copy_to_message, channel, frame), right)
+    channel.frames.wait_for_sends()
     return result, first_error.error
 
 
@@ -279,5 +279,5 @@ def _encode_result(
     if r.op == "mean":
         total[piece.begin : piece.end] /= np.float32(channel.size)
     message = _encode_partial(channel, r, piece, bound, total, number)
-    r.decode_or_defer(channel.frame_buffer(message), piece, result)
+    r.decode_or_defer(channel.arena.frame_buffer(message), piece, result)
     return message

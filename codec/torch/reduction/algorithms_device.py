@@ -63,7 +63,7 @@ class Slots:
             for c, piece in enumerate(row)
         ]
         slots = self._encoded(size, lambda: terms)
-        return self.first_error(self._frames_in, self._channel.all_to_all(slots), [self._pieces[me]] * size)
+        return self.first_error(self._frames_in, self._channel.device.all_to_all(slots), [self._pieces[me]] * size)
 
     def gather(self, terms: Callable[[], list[Term]], pieces: Sequence[Sequence[Piece]]) -> Frames | None:
         """Send a row of frames to all ranks.
@@ -81,7 +81,7 @@ class Slots:
             Frames by rank and chunk; None if one is missing.
         """
         [row] = self._encoded(1, terms)
-        return self.first_error(self._frames_in, self._channel.all_gather(row), pieces)
+        return self.first_error(self._frames_in, self._channel.device.all_gather(row), pieces)
 
     def _encoded(self, rows: int, terms: Callable[[], list[Term]]) -> torch.Tensor:
         """Return slots with frames of this rank, the first ones encoded while requests of other ranks arrive."""
@@ -102,7 +102,7 @@ class Slots:
 
     def _agreed(self, nbytes: int) -> int:
         """Return the size of the largest frame of any rank, from that of this rank."""
-        largest = max(theirs for [theirs] in self._channel.gather_numbers([nbytes]))
+        largest = max(theirs for [theirs] in self._channel.numbers.gather([nbytes]))
         if largest > self._most:
             self._channel.close()
             raise PeerError(f"a rank reports a frame of {largest} bytes, but at most {self._most} are possible")

@@ -62,7 +62,7 @@ def all_reduce_several(
     choice = comm.choices.get(number) or Choice(_describe(reductions))
     names = [_way(channel, algorithm, r) for r in reductions]
     may_be_raw = algorithm == "auto" and channel.size > 1 and not any(name in _ON_GPUS for name in names)
-    before = channel.sent_nbytes
+    before = channel.counters.sent_nbytes
     with close_on_error(channel):
         largest = max(reductions, key=lambda r: r.n, default=None)
         for r in reductions:
@@ -73,7 +73,9 @@ def all_reduce_several(
         ended = _run_each(channel, reductions, names)
     first = next((error for _, error in ended if error is not None), None)
     nbytes = sum(2 * r.x.nbytes * (channel.size - 1) // channel.size for r in reductions)
-    reports = channel.exchange_verdict(first, report(channel.started, channel.sent_nbytes - before, nbytes))
+    reports = channel.requests.exchange_verdict(
+        first, report(channel.requests.started, channel.counters.sent_nbytes - before, nbytes)
+    )
     if may_be_raw:
         choice.learn(reports)
     _count(channel, reductions, raw="raw" in names)
@@ -108,7 +110,7 @@ def _way(channel: Channel, algorithm: Algorithm, r: Reduction) -> str:
 def _on_gpus(channel: Channel, r: Reduction, name: str) -> str:
     """Return the name of an algorithm; of its version on GPUs, if there is one and it can run."""
     there = f"{name} on GPUs"
-    return there if channel.connects_gpus and r.on_device and there in _ON_GPUS else name
+    return there if channel.device.connected and r.on_device and there in _ON_GPUS else name
 
 
 def _run_each(channel: Channel, reductions: list[Reduction], names: list[str]) -> list[tuple[Values, Exception | None]]:
@@ -195,7 +197,7 @@ def run_algorithm(
     r, name = request(channel, begin)
     with close_on_error(channel):
         result, error = _ON_GPUS[name](channel, r) if name in _ON_GPUS else algorithm(channel, r)
-    channel.exchange_verdict(error)
+    channel.requests.exchange_verdict(error)
     _count(channel, [r])
     with storing_results(channel):
         store(result, r)

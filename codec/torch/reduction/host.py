@@ -142,11 +142,11 @@ class Reduction:
         """Return memory for a result of `n` values."""
         if self.deferred is not None:
             return self.x
-        return channel.result_buffer(n, self.x.dtype) if self.out is None else self.out
+        return channel.arena.result_buffer(n, self.x.dtype) if self.out is None else self.out
 
     def sum_buffer(self, channel: Channel, n: int) -> Values:
         """Return memory for a sum of `n` float32 values, which may be that of the sum before."""
-        return channel.sum_buffer(n)
+        return channel.arena.sum_buffer(n)
 
     @property
     def can_defer(self) -> bool:

@@ -72,10 +72,10 @@ def encode_message(channel: Channel, bound: int, encode: Callable[[Array], int])
     encode : callable
         Writes the frame into an array, and returns its number of bytes.
     """
-    message = channel.allocate(bound)
+    message = channel.arena.allocate(bound)
     with channel.clock.during("encode_s"):
-        nbytes = encode(channel.frame_buffer(message))
-    return channel.finish_message(message, nbytes)
+        nbytes = encode(channel.arena.frame_buffer(message))
+    return channel.arena.finish_message(message, nbytes)
 
 
 def copy_to_message(channel: Channel, frame: Array) -> Array:
@@ -100,7 +100,7 @@ def _in_rank_order(
     This rank's entry is the frame of the message `own`; None stands for its own values.
     """
     found: dict[int, Array | None] = {o: first_error.frame(each) for o, each in incoming.items()}
-    found[channel.rank] = None if own is None else channel.frame_buffer(own)
+    found[channel.rank] = None if own is None else channel.arena.frame_buffer(own)
     missing = [rank for rank, frame in found.items() if frame is None]
     if missing and not (r.own_term_is_exact and missing == [channel.rank]):
         return None
@@ -145,9 +145,9 @@ class ScatterPhase:
         sent = [b for bounds in self._bounds for b in bounds]
         mine = self._bounds[self._channel.rank]
         received = mine * (self._channel.size - 1)
-        nbytes += Channel.arena_nbytes(sent + received)
+        nbytes += self._channel.arena.nbytes_of(sent + received)
         self._channel.begin(nbytes, self._encode_first, pinned=self._r.on_device)
-        self._incoming = [{o: self._channel.receive(b, o) for o in self._channel.others} for b in mine]
+        self._incoming = [{o: self._channel.frames.receive(b, o) for o in self._channel.others} for b in mine]
         self._send_or_keep(self._order[0][1], self._first)
         os.sched_yield()  # all ranks wait for the slowest rank's first frame; that rank may wait for this core
 
@@ -171,7 +171,7 @@ class ScatterPhase:
         if o == self._channel.rank:
             self._own.append(message)
         else:
-            self._channel.send(message, o)
+            self._channel.frames.send(message, o)
 
     def terms(self, c: int) -> list[Array | None] | None:
         """Return chunk `c` of this rank's slice from all ranks, in their order, as :meth:`Reduction.sum` takes them."""
@@ -196,18 +196,18 @@ class BroadcastPhase:
         self._channel, self._r, self._first_error = channel, r, first_error
         self._pieces = [piece for pieces in r.slices(1) for piece in pieces]
         bounds = [r.bound(piece.n) for piece in self._pieces]
-        channel.begin(Channel.arena_nbytes(bounds * channel.size), pinned=r.on_device)
-        self._incoming = [{o: channel.receive(b, o) for o in channel.others} for b in bounds]
+        channel.begin(channel.arena.nbytes_of(bounds * channel.size), pinned=r.on_device)
+        self._incoming = [{o: channel.frames.receive(b, o) for o in channel.others} for b in bounds]
         self._own: list[Array | None] = []
         for c, piece in enumerate(self._pieces):
             number = channel.rank * len(self._pieces) + c
             self._own.append(first_error(_encode_term, channel, r, piece, bounds[c], number))
             for o in channel.others:
-                channel.send(self._own[c], o)
+                channel.frames.send(self._own[c], o)
 
     def terms(self) -> Iterator[tuple[Piece, list[Array | None] | None]]:
         """Yield each piece, and its frames from all ranks in their order, or None if one is missing."""
         for c, piece in enumerate(self._pieces):
             own = None if self._r.own_term_is_exact else self._own[c]
             yield piece, _in_rank_order(self._channel, self._r, self._first_error, self._incoming[c], own)
-        self._channel.wait_for_sends()
+        self._channel.frames.wait_for_sends()

@@ -31,8 +31,8 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     others = channel.others
     most = max(piece.n for piece in slices[me])
     result = r.result(channel, x.size)
-    channel.begin(Channel.arena_nbytes([most * x.itemsize] * len(others)))
-    buffers = {o: channel.allocate(most * x.itemsize)[: most * x.itemsize].view(x.dtype) for o in others}
+    channel.begin(channel.arena.nbytes_of([most * x.itemsize] * len(others)))
+    buffers = {o: channel.arena.allocate(most * x.itemsize)[: most * x.itemsize].view(x.dtype) for o in others}
 
     terms = _post_receives(channel, buffers, slices[me][0])
     sums: list[IncomingValues] = []
@@ -60,19 +60,19 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
         # post receives in the order in which others send: terms of the next chunk, then sums of this one
         if c + 1 in chunks:
             terms = _post_receives(channel, buffers, slices[me][c + 1])
-        sums += [channel.receive_values(result[slices[o][c].begin : slices[o][c].end], o) for o in others]
+        sums += [channel.frames.receive_values(result[slices[o][c].begin : slices[o][c].end], o) for o in others]
         for o in others:
-            channel.send_values(total, o)
+            channel.frames.send_values(total, o)
         if c + 2 in chunks:
             _send(channel, x, slices, c + 2)
     error = _wait_for(sums) or error
-    channel.wait_for_sends()
+    channel.frames.wait_for_sends()
     return result, error
 
 
 def _post_receives(channel: Channel, buffers: dict[int, Array], piece: Piece) -> list[IncomingValues]:
     """Post the receives of a piece's terms from other ranks, into their buffers."""
-    return [channel.receive_values(buffer[: piece.n], o) for o, buffer in buffers.items()]
+    return [channel.frames.receive_values(buffer[: piece.n], o) for o, buffer in buffers.items()]
 
 
 def _wait_for(incoming: Sequence[IncomingValues]) -> FrameError | None:
@@ -84,7 +84,7 @@ def _wait_for(incoming: Sequence[IncomingValues]) -> FrameError | None:
 def _send(channel: Channel, x: Array, slices: list[list[Piece]], c: int) -> None:
     """Send each other rank chunk `c` of its slice."""
     for o in channel.others:
-        channel.send_values(x[slices[o][c].begin : slices[o][c].end], o)
+        channel.frames.send_values(x[slices[o][c].begin : slices[o][c].end], o)
 
 
 def _reduce_terms(parts: Sequence[Array], r: Reduction, total: Array) -> Array:

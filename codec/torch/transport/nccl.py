@@ -1,4 +1,4 @@
-"""Messages between GPUs, by NCCL connections of their own (docs/protocol.md, section 18)."""
+"""Frames that stay on GPUs: NCCL carries them, by connections of its own (docs/protocol.md, section 18)."""
 
 import time
 import weakref
@@ -12,72 +12,108 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from codec import PeerError
+from codec.torch.transport.connections import CLOSED, Connections
+from codec.torch.transport.numbers import Numbers
+from codec.torch.transport.streams import engine_is_usable, logger
 
 _POLL_SECONDS = 20e-6  # between two looks at a message in flight
 _NEVER = timedelta(days=3653)
 
 
-class DeviceExchange:
-    """NCCL connections of the ranks of a group.
+class DeviceTransfer:
+    """Collectives of frames between GPUs, by NCCL connections that :meth:`connect` makes.
 
     They are not those of the group itself, which the caller may use in another thread: NCCL needs the same order of
     collectives on all ranks.
 
+    A rank that is lost or does not answer in time, and :meth:`Connections.cancel`, end a collective with PeerError and
+    close all connections of the channel.
+
     Parameters
     ----------
-    pg : Backend
-        Connections.
-    size : int
-        Number of ranks.
-    timeout : timedelta
-        Longest time that a message may take.
+    connections : Connections
+        Connections in host memory; the GPUs' are closed with them.
+    numbers : Numbers
+        Tells other ranks that this one can encode on its GPU.
     """
 
-    def __init__(self, pg: Any, size: int, timeout: timedelta) -> None:
-        self._pg, self._size, self._timeout = pg, size, timeout
-        self.close = weakref.finalize(self, _abort, pg)  # closes the connections, also while messages are in flight
+    def __init__(self, connections: Connections, numbers: Numbers) -> None:
+        self._connections, self._numbers = connections, numbers
+        self._pg: Any = None  # None: not connected, or closed
+        self._abort: Callable[[], Any] | None = None  # closes the connections, also while messages are in flight
+        connections.attach(self)
 
-    def all_to_all(self, rows: torch.Tensor, cancelled: Callable[[], bool]) -> torch.Tensor:
-        """Send row i to rank i; return the rows that the ranks have sent to this one, by rank.
+    @property
+    def connected(self) -> bool:
+        """True if frames need not cross to host memory."""
+        return self._pg is not None
 
-        Parameters
-        ----------
-        rows : tensor of uint8
-            A row for each rank.
-        cancelled : callable
-            Returns True if the caller does not wait any more.
+    def connect(self, group: Any) -> None:
+        """Connect the GPUs of all ranks if NCCL carries the tensors of `group` there and all ranks can encode there."""
+        if self._connections.size == 1 or not uses_nccl(group):
+            return
+        usable = self._numbers.gather([int(engine_is_usable())])
+        if [0] in usable:
+            logger.info("rank %d cannot encode on its GPU: frames cross to host memory", usable.index([0]))
+            return
+        self._pg = connect_nccl(group)
+        self._abort = weakref.finalize(self, _abort, self._pg)
+
+    def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send row i of bytes on the GPU to rank i; return the rows from all ranks, by rank."""
+        received = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        self._run(lambda pg: pg.alltoall_base(received, rows, [], []), rows.nbytes // self._connections.size)
+        return received
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the rows of bytes on the GPUs of all ranks, by rank, from this rank's row."""
+        received = torch.empty((self._connections.size, *row.shape), dtype=row.dtype, device=row.device)
+        self._run(lambda pg: pg._allgather_base(received.view(-1), row.view(-1)), row.nbytes)
+        return received
+
+    def _run(self, begin: Callable[[Any], Any], nbytes: int) -> None:
+        """Run the collective that begin(NCCL's connections) begins; it sends `nbytes` bytes to each other rank.
 
         Raises
         ------
         PeerError
-            A rank is lost or does not answer in time, or the caller does not wait.
+            A rank is lost or does not answer in time, the collective was cancelled, or the connections are closed.
         """
-        received = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        self._run(lambda: self._pg.alltoall_base(received, rows, [], []), cancelled)
-        return received
-
-    def all_gather(self, row: torch.Tensor, cancelled: Callable[[], bool]) -> torch.Tensor:
-        """Return the rows of all ranks, by rank, from this rank's row; `cancelled` and errors as for all_to_all."""
-        received = torch.empty((self._size, *row.shape), dtype=row.dtype, device=row.device)
-        self._run(lambda: self._pg._allgather_base(received.view(-1), row.view(-1)), cancelled)
-        return received
-
-    def _run(self, begin: Callable[[], Any], cancelled: Callable[[], bool]) -> None:
-        """Begin a collective, and wait for it on the host: a stream that waits for a lost rank would never go on."""
-        end = time.monotonic() + self._timeout.total_seconds()
+        if self._pg is None:
+            raise PeerError(CLOSED)
         try:
-            work = begin()
+            with self._connections.clock.during("wire_s"):
+                self._await(begin)
+        except PeerError:
+            self._connections.close()
+            raise
+        total = nbytes * len(self._connections.others)
+        self._connections.counters.sent_nbytes += total
+        self._connections.counters.received_nbytes += total
+
+    def _await(self, begin: Callable[[Any], Any]) -> None:
+        """Begin a collective, and wait for it on the host: a stream that waits for a lost rank would never go on."""
+        timeout = self._connections.timeout
+        end = time.monotonic() + timeout.total_seconds()
+        try:
+            work = begin(self._pg)
             while not work.is_completed():
-                if cancelled():
+                if self._connections.cancelled:
                     raise PeerError("the collective was cancelled: make a new group")
                 if time.monotonic() > end:
-                    raise PeerError(f"frames from other GPUs did not arrive within {self._timeout}")
+                    raise PeerError(f"frames from other GPUs did not arrive within {timeout}")
                 time.sleep(_POLL_SECONDS)
             work.wait()
         except PeerError:
             raise
         except RuntimeError as e:
             raise PeerError(f"a rank is gone or does not answer: {e}") from e
+
+    def release(self) -> None:
+        """Close the connections between GPUs."""
+        abort, self._abort, self._pg = self._abort, None, None
+        if abort is not None:
+            abort()
 
 
 def _abort(pg: Any) -> None:

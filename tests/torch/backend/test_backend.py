@@ -41,7 +41,7 @@ def sum_in_order(tensors, op="sum"):
 
 def calls():
     """Return the number of collectives that were sent as frames."""
-    return communicator.communicator_of(dist.group.WORLD).channel.calls
+    return communicator.communicator_of(dist.group.WORLD).channel.requests.calls
 
 
 def _reduced(rank, size):
@@ -358,7 +358,7 @@ def _aborted_before_results_are_stored(rank, size):
     """The group is aborted after all ranks have succeeded and before results are stored."""
     group, gate, there = dist.group.WORLD, threading.Event(), threading.Event()
     channel = communicator.communicator_of(group).channel
-    conclude = channel.exchange_verdict
+    conclude = channel.requests.exchange_verdict
 
     def and_wait(*args):
         largest = conclude(*args)
@@ -366,7 +366,7 @@ def _aborted_before_results_are_stored(rank, size):
         gate.wait()
         return largest
 
-    channel.exchange_verdict = and_wait
+    channel.requests.exchange_verdict = and_wait
     lists = [torch.zeros(9000) for _ in range(size)]
     work = dist.all_gather(lists, values(rank, 9000), async_op=True)
     there.wait()

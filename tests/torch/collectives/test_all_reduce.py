@@ -244,9 +244,10 @@ SEVERAL = [
 def _together(rank, size):
     """Several reductions of one call give the bits of single ones; no message waits for another reduction."""
     line, events, found = communicator.communicator_of(None), [], []
-    post, wait = line.channel.post, line.channel.wait
-    line.channel.post = lambda what, message, to, tag=0: events.append((what, tag)) or post(what, message, to, tag)
-    line.channel.wait = lambda work, other, *within: events.append(("wait", len(within))) or wait(work, other, *within)
+    connections = line.channel.connections
+    post, wait = connections.post, connections.wait
+    connections.post = lambda what, message, to, tag=0: events.append((what, tag)) or post(what, message, to, tag)
+    connections.wait = lambda work, other, *within: events.append(("wait", len(within))) or wait(work, other, *within)
 
     def reductions(which, spoiled=None):
         made = []

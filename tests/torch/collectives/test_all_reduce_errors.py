@@ -180,7 +180,7 @@ def _damaged(rank, size, n):
     raised = []
     for algorithm in ("two_shot", "all_gather", "ring"):
         before = tensor_bytes(x)
-        send = channel.send
+        send = channel.frames.send
         if rank == 2:
 
             def damage(message, to, send=send):
@@ -189,10 +189,10 @@ def _damaged(rank, size, n):
                     message[message.nbytes // 2] ^= 4
                 send(message, to)
 
-            channel.send = damage
+            channel.frames.send = damage
         with pytest.raises((codec.FrameError, codec.PeerError)) as e:
             codec.torch.all_reduce(x, codec.Quantize(4), op="mean", options=codec.options(algorithm=algorithm))
-        channel.send = send
+        channel.frames.send = send
         assert tensor_bytes(x) == before
         raised.append(type(e.value).__name__)
         codec.torch.all_reduce(x.clone(), codec.Quantize(4), op="mean", options=codec.options(algorithm=algorithm))
@@ -211,7 +211,7 @@ def _lost(rank, size, how, moment):
     codec.torch.all_reduce(x.clone(), op="mean")  # connects all ranks
     channel = communicator.communicator_of(None).channel
     if rank == 1:
-        count, post = [0], channel.post
+        count, post = [0], channel.connections.post
 
         def die(*args):
             count[0] += 1
@@ -219,7 +219,7 @@ def _lost(rank, size, how, moment):
                 os.kill(os.getpid(), how)
             return post(*args)
 
-        channel.post = die
+        channel.connections.post = die
     before, begin = tensor_bytes(x), time.monotonic()
     with pytest.raises(codec.PeerError):
         codec.torch.all_reduce(x, codec.Float8(), op="mean", options=codec.options(algorithm="two_shot"))

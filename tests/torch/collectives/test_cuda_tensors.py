@@ -17,8 +17,7 @@ import codec
 import codec.torch
 from codec.torch.ddp import uncompressed
 from codec.torch.group import communicator
-from codec.torch.transport import channel as torch_channel
-from codec.torch.transport import streams
+from codec.torch.transport import nccl, streams
 from support.collective_values import rank_values, tensor_bytes
 from support.cuda_tensors import DeviceTensor, connect_gpus, gpu, host
 from support.ddp_training import ENCODE_ALL, hook_state_bytes, parameter_bytes, train, wrapped
@@ -387,7 +386,7 @@ def test_nan_on_one_rank_is_an_error_on_all_ranks(ranks, kind):
 def _damaged(rank, size, kind):
     """Rank 1 sends damaged frames; return the outcome and whether the tensor is unchanged."""
     channel = communicator.communicator_of(None).channel
-    send, found = channel.send, []
+    send, found = channel.frames.send, []
 
     def damage(message, to):
         message = np.array(message)
@@ -399,11 +398,11 @@ def _damaged(rank, size, kind):
             for algorithm in ("two_shot", "all_gather"):
                 x = put(values := rank_values(rank, SHAPE))
                 if rank == 1:
-                    channel.send = damage
+                    channel.frames.send = damage
                 try:
                     found.append(outcome(codec.torch.all_reduce, x, spec, options=how(algorithm))[0])
                 finally:
-                    channel.send = send
+                    channel.frames.send = send
                 assert torch.equal(host(x), values)
     return found
 
@@ -429,10 +428,10 @@ def _bytes_by_way(rank, size):
         for spec in (codec.Float8(), codec.Lossless()):
             codec.torch.all_reduce(x := put(rank_values(rank, (7000,))), spec, options=how())
             channel, messages, copied = communicator.communicator_of(None).channel, [], DeviceTensor.copied_nbytes
-            before, post = channel.counters.copy(), channel.post
-            channel.post = lambda *args, post=post, messages=messages: messages.append(args[:2]) or post(*args)
+            before, connections, post = channel.counters.copy(), channel.connections, channel.connections.post
+            connections.post = lambda *args, post=post, messages=messages: messages.append(args[:2]) or post(*args)
             codec.torch.all_reduce(x, spec, options=how())
-            del channel.post
+            del connections.post
             assert all(message.nbytes == 64 for _, message in messages)  # numbers
             assert DeviceTensor.copied_nbytes - copied == 2 * size * 120  # lengths and headers
             yield (channel.counters - before).sent_nbytes
@@ -451,10 +450,10 @@ def test_only_headers_are_copied_to_host_memory_if_frames_stay_on_gpus(gpus):
 
 def _slots(rank, size):
     """Return the rows of both phases of a two-shot all-reduce, and this rank's values."""
-    channel, rows = communicator.communicator_of(None).channel, []
+    device, rows = communicator.communicator_of(None).channel.device, []
     for name in ("all_to_all", "all_gather"):
-        collective = getattr(channel, name)
-        setattr(channel, name, lambda sent, run=collective: rows.append(host(sent).numpy().copy()) or run(sent))
+        collective = getattr(device, name)
+        setattr(device, name, lambda sent, run=collective: rows.append(host(sent).numpy().copy()) or run(sent))
     with gpu("emulated") as put:
         x = rank_values(rank, (7000,))
         codec.torch.all_reduce(put(x), codec.Quantize(4), stream=5, options=how())
@@ -481,10 +480,10 @@ def test_slots_between_gpus_are_as_specified(gpus):
 
 def _altered(rank, size, kind):
     """Alter what rank 0 gets from rank 1; return the outcomes and whether all tensors are unchanged."""
-    channel, found = communicator.communicator_of(None).channel, []
+    device, found = communicator.communicator_of(None).channel.device, []
 
     def altering(name, at, value):
-        collective = getattr(channel, name)
+        collective = getattr(device, name)
 
         def run(rows):
             received = collective(rows)
@@ -500,11 +499,11 @@ def _altered(rank, size, kind):
         for name in ("all_to_all", "all_gather"):
             for at, value in ((500, 1), (7, 64), (8 + 5, 3), (8 + 48, 1)):  # a value, the length, the codec, the shape
                 x = put(values := rank_values(rank, SHAPE))
-                setattr(channel, name, altering(name, at, value))
+                setattr(device, name, altering(name, at, value))
                 try:
                     found.append(outcome(codec.torch.all_reduce, x, codec.Quantize(4), options=how("two_shot"))[0])
                 finally:
-                    delattr(channel, name)
+                    delattr(device, name)
                 assert torch.equal(host(x), values)
     return found
 
@@ -517,9 +516,9 @@ def test_altered_frame_between_gpus_is_an_error_on_all_ranks(gpus, kind):
 def _large_frame(rank, size):
     """Report a frame on rank 1 that is larger than possible."""
     comm = communicator.communicator_of(None)
-    gather_numbers = comm.channel.gather_numbers
+    gather = comm.channel.numbers.gather
     if rank == 1:
-        comm.channel.gather_numbers = lambda _: gather_numbers([1 << 40])
+        comm.channel.numbers.gather = lambda _: gather([1 << 40])
     with gpu("emulated") as put:
         return outcome(codec.torch.all_reduce, put(torch.ones(SHAPE)), codec.Lossless(), options=how())[0]
 
@@ -535,11 +534,11 @@ def _connect(rank, size):
 
 def _cannot_encode(rank, size):
     """Let rank 1 have no CUDA engine; return whether frames stay on GPUs."""
-    torch_channel.engine_is_usable = lambda: rank == 0
+    nccl.engine_is_usable = lambda: rank == 0
     with gpu("emulated") as put:
         codec.torch.all_reduce(x := put(torch.ones(SHAPE)), codec.Float8(), options=how())
         assert bool(host(x).eq(size).all())
-    return communicator.communicator_of(None).channel.connects_gpus
+    return communicator.communicator_of(None).channel.device.connected
 
 
 def test_frames_cross_to_host_memory_if_a_rank_cannot_encode_on_its_gpu(gpus):
@@ -563,7 +562,7 @@ def _silent(rank, size, cancel):
     comm = communicator.communicator_of(None, timeout=60 if cancel else 0.5)
     if rank == 1:
         return None
-    work = comm.worker.submit(lambda: comm.channel.all_gather(torch.zeros(10, dtype=torch.uint8)))
+    work = comm.worker.submit(lambda: comm.channel.device.all_gather(torch.zeros(10, dtype=torch.uint8)))
     if cancel:
         comm.cancel()
     with pytest.raises(codec.PeerError) as error:
@@ -588,7 +587,7 @@ def _dies(rank, size, collective):
     with gpu("emulated") as put:
         codec.torch.all_reduce(put(torch.ones(10)), options=how())
         if rank == 1:
-            setattr(communicator.communicator_of(None).channel, collective, lambda _: die())
+            setattr(communicator.communicator_of(None).channel.device, collective, lambda _: die())
         x = put(values := rank_values(rank, SHAPE))
         found = outcome(codec.torch.all_reduce, x, codec.Quantize(4), options=how())
         assert torch.equal(host(x), values)

@@ -31,7 +31,7 @@ def _announced(rank, size):
         group = dist.new_group()
         codec.torch.exchange([b"x"] * size, group=group)
         line = communicator.communicator_of(group).channel
-        scatter, begin = line.scatter_numbers, line.begin
+        scatter, begin = line.numbers.scatter, line.begin
 
         def lying(numbers, scatter=scatter, lie=lie):
             return scatter([lie] * len(numbers))
@@ -40,7 +40,7 @@ def _announced(rank, size):
             raise MemoryError
 
         if rank == 1:
-            line.scatter_numbers, line.begin = (scatter, failing) if lie is None else (lying, begin)
+            line.numbers.scatter, line.begin = (scatter, failing) if lie is None else (lying, begin)
         for _ in range(2):
             with pytest.raises((codec.CodecError, MemoryError)) as e:
                 codec.torch.exchange([b"y" * 5000] * size, group=group)

@@ -193,7 +193,7 @@ def _damaged(rank, size):
     """Damage every message of one rank in turn, in all three phases."""
     channel = communicator.communicator_of(None).channel
     x = torch.linspace(-1, 2, 40_000) * (1 + rank)
-    send, raised = channel.send, []
+    send, raised = channel.frames.send, []
     for which in range(3 * (size - 1)):
         before, count = bits(x), [0]
 
@@ -204,11 +204,11 @@ def _damaged(rank, size):
             count[0] += 1
             send(message, to)
 
-        channel.send = damage
+        channel.frames.send = damage
         with pytest.raises((codec.FrameError, codec.PeerError)) as e:
             codec.torch.all_reduce(x, codec.Ternary(), op="mean", options=codec.options(algorithm="shared_scale"))
         assert count[0] == 3 * (size - 1)
-        channel.send = send
+        channel.frames.send = send
         assert bits(x) == before
         raised.append(type(e.value).__name__)
         codec.torch.all_reduce(x.clone(), codec.Ternary(), op="mean", options=codec.options(algorithm="shared_scale"))

@@ -183,7 +183,7 @@ def _rounded(rank, size):
     sums = torch.full((end - begin,), 0.2).numpy()
     r.sum_residual = lambda a, b: sums[a - begin : b - begin]
     result, error = raw.two_shot(line.channel, r)
-    line.channel.exchange_verdict(error)
+    line.channel.requests.exchange_verdict(error)
     mean = torch.stack([t.float() for t in every]).mean(0) + 0.3 + 0.2
     residual = torch.from_numpy(r.residual.copy())
     dist.all_reduce(residual)
@@ -200,7 +200,7 @@ def _rounded(rank, size):
     sums = torch.full((end - begin,), 100.0).numpy()
     r.sum_residual = lambda a, b: sums[a - begin : b - begin]
     result, error = raw.two_shot(line.channel, r)
-    line.channel.exchange_verdict(error)
+    line.channel.requests.exchange_verdict(error)
     infinite = [partition.cut(70_000, size, 2, None)[i][0].begin for i in range(size)]
     assert set(np.delete(result, infinite)) == {65_504}
     assert set(result[infinite]) == {torch.inf}
@@ -465,7 +465,7 @@ def _lost(rank, size):
     before, state = parameter_bytes(model), hook_state_bytes(hook)
     x, y = data(rank, 2)
     if rank == 1:
-        post, count = codec.torch.group.communicator.communicator_of(model.process_group).channel.post, [0]
+        post, count = codec.torch.group.communicator.communicator_of(model.process_group).channel.connections.post, [0]
 
         def die(*args):
             count[0] += 1
@@ -473,7 +473,7 @@ def _lost(rank, size):
                 os.kill(os.getpid(), signal.SIGKILL)
             return post(*args)
 
-        codec.torch.group.communicator.communicator_of(model.process_group).channel.post = die
+        codec.torch.group.communicator.communicator_of(model.process_group).channel.connections.post = die
     begin = time.monotonic()
     with pytest.raises(codec.PeerError, match=r"gone|new group"):
         torch.nn.functional.cross_entropy(model(x), y).backward()

@@ -26,9 +26,9 @@ class Sent:
 
     def __init__(self):
         self.channel = communicator.communicator_of(None).channel
-        self.pass_on = self.channel.send
+        self.pass_on = self.channel.frames.send
         self.damage = lambda frame: False
-        self.channel.send = self
+        self.channel.frames.send = self
         self.clear()
 
     def clear(self):
@@ -103,7 +103,7 @@ def _refreshed(rank, size):
             assert parameter_bytes(runs[0][0]) == parameter_bytes(runs[1][0])
             assert steps.pop() == {None}
             assert (nbytes[0] < nbytes[1]) == (steps[-1] != {None}), (spec, step, nbytes)
-        sent.channel.send = sent.pass_on
+        sent.channel.frames.send = sent.pass_on
         found.append((parameter_bytes(runs[0][0]), steps))
     return found
 

@@ -342,7 +342,7 @@ def _damaged(rank, size):
     feedback, x = codec.torch.Feedback(codec.Quantize(4)), gradient(rank, 8)
     reduce(gradient(rank, 7), feedback)
     before = state_bytes(feedback)
-    finish_message, calls = channel.finish_message, 0
+    finish_message, calls = channel.arena.finish_message, 0
 
     def damage(message, nbytes):
         nonlocal calls
@@ -351,7 +351,7 @@ def _damaged(rank, size):
             message[-1] ^= 1
         return message
 
-    channel.finish_message = damage
+    channel.arena.finish_message = damage
     with pytest.raises(codec.CodecError):
         reduce(x, feedback)
     assert state_bytes(feedback) == before
@@ -369,7 +369,7 @@ def _killed(rank, size, at):
     feedback, x = codec.torch.Feedback(codec.Sign(group_size=256)), gradient(rank, 8)
     reduce(gradient(rank, 7), feedback)
     before = state_bytes(feedback)
-    finish_message, calls = channel.finish_message, 0
+    finish_message, calls = channel.arena.finish_message, 0
 
     def die(message, nbytes):
         nonlocal calls
@@ -379,7 +379,7 @@ def _killed(rank, size, at):
         return finish_message(message, nbytes)
 
     if rank == 1:
-        channel.finish_message = die
+        channel.arena.finish_message = die
     with pytest.raises(codec.PeerError):
         reduce(x, feedback)
     assert state_bytes(feedback) == before

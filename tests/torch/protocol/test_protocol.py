@@ -21,7 +21,7 @@ import torch
 
 import codec
 import codec.torch
-from codec.torch.transport.channel import Channel
+from codec.torch.transport.connections import Connections
 from support import flatcall
 from support.ranks import RankPool, run_ranks
 
@@ -90,18 +90,18 @@ class Message(NamedTuple):
 def recording(call: Any) -> tuple[list[Message], Any]:
     """Return the messages that this rank sends during `call`, and its result."""
     sent: list[Message] = []
-    begin = Channel._post
+    begin = Connections._post
 
-    def recorded(channel: Channel, what: str, message: Any, to: int, tag: int) -> Any:
+    def recorded(connections: Connections, what: str, message: Any, to: int, tag: int) -> Any:
         if what == "send":
             sent.append(Message(to, tag, message.tobytes()))
-        return begin(channel, what, message, to, tag)
+        return begin(connections, what, message, to, tag)
 
-    Channel._post = recorded
+    Connections._post = recorded
     try:
         return sent, call()
     finally:
-        Channel._post = begin
+        Connections._post = begin
 
 
 def record(rank: int, size: int, calls: list[Call]) -> list[tuple[list[Message], Any]]:
