@@ -22,11 +22,10 @@ from codec.engines import choose
 from codec.errors import ArgumentError
 from codec.optimizers import SGD, Custom
 from codec.presets import resolve
-from codec.specs import BoundSpec, Float4, Float8, Lossless, Quantize, Sign, Spec, SpecLike, Ternary, Truncate
+from codec.specs import CODECS, BoundSpec, Spec, SpecLike, Truncate
 from codec.tensors.view import dtype_name
 from codec.tensors.wrapper import view
 
-_SPECS = (Lossless(), Sign(), Ternary(), Float8(), Float4(), Quantize(), Truncate())
 _N = 1024  # values of a test tensor: enough for frames with blocks
 
 
@@ -80,8 +79,8 @@ def warmup(
     progress = None if progress is None else truth("progress", progress)
     if engine == "numba":
         _warn_of_shared_cache()
-    given: tuple[Any, ...] = _SPECS if specs is None else tuple(specs) if _are_many(specs) else (specs,)
-    wanted = [resolve(spec) for spec in given]
+    specs = [kind() for kind in CODECS] if specs is None else specs
+    wanted = [resolve(spec) for spec in (specs if _are_many(specs) else (specs,))]
     names = [dtype_name(d) for d in (dtypes if _are_many(dtypes) else (dtypes,))]
     todo = [(spec, name) for spec in wanted for name in names]
     done = 0

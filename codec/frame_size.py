@@ -9,7 +9,7 @@ from codec._c.spec_structs import spec_struct
 from codec.encoding import bound, checked_shape
 from codec.errors import SpecError
 from codec.presets import resolve
-from codec.specs import Float4, Float8, Quantize, Sign, Spec, SpecLike, Ternary
+from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, SpecLike, Ternary, Truncate
 from codec.tensors.view import dtype_name
 from codec.tensors.wrapper import view
 
@@ -77,8 +77,10 @@ def has_fixed_rate(spec: Spec) -> bool:
             return not entropy
         case Ternary(packing=packing):
             return packing != "entropy"
-        case _:
+        case Lossless() | Truncate():
             return False
+        case _:
+            raise SpecError(f"the size of a frame by {spec} is not known")
 
 
 class _Part(NamedTuple):

@@ -583,6 +583,9 @@ class BoundSpec:
 
 SpecLike = Spec | BoundSpec | str
 
+# Spec classes of all codecs, in the order of messages. The C library's constant of Float8 is CODEC_FLOAT8.
+CODECS: tuple[type[Spec], ...] = (Lossless, Truncate, Quantize, Float8, Float4, Ternary, Sign)
+
 
 def check_contraction(spec: Spec) -> None:
     """Raise SpecError, with advice, unless error feedback has an effect with this spec and converges."""

@@ -89,7 +89,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
-    marks = {"Sign": "o", "Ternary": "s", "Quantize": "^", "Float4": "D", "Float8": "v", "Truncate": "*"}
+    kinds = dict.fromkeys(type(spec).__name__ for spec in [*FAMILY.values(), *TRUNCATE.values()])
+    marks = dict(zip(kinds, "os^Dv*PXp", strict=False))
     names = list(dict.fromkeys(r["tensor"] for r in rows))
     for i, tensor in enumerate(names):
         for kind, mark in marks.items():

@@ -37,6 +37,7 @@ import codec
 from codec import _call
 from codec._c.library import ffi
 from codec._c.spec_structs import spec_struct
+from codec.frame_size import has_fixed_rate
 from codec.optimizers.arguments import level_source
 
 HERE = Path(__file__).parent
@@ -44,14 +45,7 @@ PROGRAM = HERE.parents[1] / "build" / "native" / "gloo_allreduce"
 LINKS = ("100mbit", "500mbit", "1gbit", "10gbit")
 STOCK = "Gloo float32"
 ALGORITHMS = ("two_shot", "all_gather", "ring", "raw", "blocks", "auto")
-FIXED_RATE = (codec.Sign, codec.Float8, codec.Float4, codec.Quantize, codec.Ternary)
 HOPS = 3.0  # bound on a ring's error, which encodes sums at each hop, relative to one encoding
-
-
-def blocks_take(spec: codec.Spec) -> bool:
-    """Return True if all frames of a spec have one size."""
-    entropy = getattr(spec, "entropy", False) or getattr(spec, "packing", "") == "entropy"
-    return isinstance(spec, FIXED_RATE) and not entropy
 
 
 def hexed(struct: Any) -> str:
@@ -84,7 +78,7 @@ class Plan:
             which = len(kinds) - 1 if stateful else 0
             _, least = allreduce.two_shot(spec, kinds[which], exact[which])
             for algorithm in args.algorithms:
-                if algorithm == "blocks" and not blocks_take(spec):
+                if algorithm == "blocks" and not has_fixed_rate(spec):
                     continue
                 hops = allreduce.SLACK if algorithm in ("two_shot", "all_gather", "auto") else HOPS
                 row = f"data{which} {algorithm} {hexed(spec_struct(spec))}"

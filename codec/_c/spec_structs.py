@@ -6,7 +6,9 @@ from codec import specs
 from codec._c.library import ffi, lib
 from codec.arguments import shown
 from codec.errors import SpecError
-from codec.specs import Spec
+from codec.specs import CODECS, Spec
+
+NUMBERS: dict[type[Spec], int] = {kind: getattr(lib, f"CODEC_{kind.__name__.upper()}") for kind in CODECS}
 
 _spec_structs: dict[Spec, Any] = {}
 _last: tuple[Any, Any] = (None, None)  # last spec and its struct: most calls pass the same spec again
@@ -25,6 +27,7 @@ def spec_struct(spec: Spec) -> Any:
         fields = _fields_of(spec)
         struct = ffi.new("codec_spec *")
         struct.struct_nbytes = ffi.sizeof("codec_spec")
+        struct.codec = next(number for kind, number in NUMBERS.items() if isinstance(spec, kind))
         for name, value in fields.items():
             setattr(struct, name, value)
         if len(_spec_structs) > 1000:  # bounds the cache if seeds or scales change with each call
@@ -34,17 +37,12 @@ def spec_struct(spec: Spec) -> Any:
     return struct
 
 
-_SPECS = (
-    specs.Lossless, specs.Truncate, specs.Quantize, specs.Float8, specs.Float4, specs.Ternary, specs.Sign
-)  # fmt: skip
-
-
 def spec_hint(given: object) -> str:
     """Return what to write in place of an object that is not a spec, such as a spec's class or name, for a message."""
     name = given.__name__ if isinstance(given, type) else given if isinstance(given, str) else ""
     name = name.lower().partition("(")[0].rpartition(".")[2]
-    meant = [kind for kind in _SPECS if kind.__name__.lower() == name]
-    calls = [f"codec.{kind.__name__}()" for kind in meant or _SPECS]
+    meant = [kind for kind in CODECS if kind.__name__.lower() == name]
+    calls = [f"codec.{kind.__name__}()" for kind in meant or CODECS]
     return f"write {calls[0]}" if meant else f"write {', '.join(calls[:-1])} or {calls[-1]}"
 
 
@@ -53,22 +51,16 @@ def _index(choices: Any, value: object) -> int:
 
 
 def _fields_of(spec: Spec) -> dict[str, Any]:
-    """Return the fields of codec_spec that are not zero."""
+    """Return the fields of codec_spec that are not zero, except for its codec."""
     match spec:
         case specs.Lossless(max_code_length, model):
-            return {
-                "codec": lib.CODEC_LOSSLESS,
-                "max_code_length": max_code_length,
-                "model": _index(specs.Model, model),
-            }
+            return {"max_code_length": max_code_length, "model": _index(specs.Model, model)}
         case specs.Sign(scale, group_size):
             row = lib.CODEC_GROUP_SIZE_ROW if group_size == "row" else group_size or 0
-            return {"codec": lib.CODEC_SIGN, "variant": _index(specs.SignScale, scale), "group_size": row}
+            return {"variant": _index(specs.SignScale, scale), "group_size": row}
         case specs.Ternary(packing, scale, clip, seed):
-            variant = _index(specs.Packing, packing)
             return {
-                "codec": lib.CODEC_TERNARY,
-                "variant": variant,
+                "variant": _index(specs.Packing, packing),
                 "scale": scale or 0,
                 "clip": clip or 0,
                 "seed": seed,
@@ -76,7 +68,6 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
             }
         case specs.Float8(format, group_size, rounding, nonfinite, scale, entropy, seed):
             return {
-                "codec": lib.CODEC_FLOAT8,
                 "variant": _index(specs.Format8, format),
                 "group_size": group_size or 0,
                 "options": (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC
@@ -87,11 +78,9 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
             }
         case specs.Float4(format, rounding, seed):
             options = (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC
-            variant = _index(specs.Format4, format)
-            return {"codec": lib.CODEC_FLOAT4, "variant": variant, "options": options, "seed": seed}
+            return {"variant": _index(specs.Format4, format), "options": options, "seed": seed}
         case specs.Quantize(bits, group_size, levels, rounding, seed):
             return {
-                "codec": lib.CODEC_QUANTIZE,
                 "variant": _index(specs.Levels, levels),
                 "bits": bits,
                 "group_size": group_size,
@@ -105,7 +94,7 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
             else:
                 options |= (granularity == "bit") * lib.CODEC_OPTION_BITS
                 how = {"variant": _index(specs.LevelCoding, level_coding), "guard": spec.guard_bits}
-            return {"codec": lib.CODEC_TRUNCATE, "max_code_length": max_code_length, "options": options, **how}
+            return {"max_code_length": max_code_length, "options": options, **how}
         case _:
             raise SpecError(f"not a spec: {shown(spec)}; {spec_hint(spec)}")
 

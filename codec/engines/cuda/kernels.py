@@ -11,12 +11,15 @@ import os
 from typing import Any, NamedTuple
 
 from codec._c import pool
+from codec._c.spec_structs import NUMBERS
 from codec.engines.cuda import library, sources
 from codec.engines.cuda.cache import load_cached, store_cached
 from codec.engines.cuda.library import Code
 from codec.errors import EngineError
+from codec.specs import Lossless, Truncate
 
-_SIZES, _ROWS = (1, 2, 4, 8), (2, 3, 4, 5, 6)  # sizes of a value in bytes; numbers of the codecs of rows
+_SIZES = 1, 2, 4, 8  # bytes of a value
+_ROWS = tuple(n for kind, n in NUMBERS.items() if kind not in (Lossless, Truncate))  # codecs of rows
 
 
 class File(NamedTuple):

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from codec._c.library import DTYPES, lib
 from codec.engines.numba.jit import jit
 from codec.engines.numba.words import (
     ABS,
@@ -20,8 +21,8 @@ from codec.engines.numba.words import (
     to_float16,
 )
 
-FLOAT32, BFLOAT16, FLOAT16 = 1, 3, 4
-STORE, ADD, MAXIMUM = 0, 1, 2  # codec_context.into; 3 stores float32 whatever the dtype of the frame
+FLOAT32, BFLOAT16, FLOAT16 = DTYPES["float32"], DTYPES["bfloat16"], DTYPES["float16"]
+STORE, ADD, MAXIMUM = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX
 NOWHERE = 101  # value of Sink.into: check the frame without decoding values
 
 
@@ -95,7 +96,7 @@ def larger(a, y):
 class Sink(NamedTuple):
     """Destination of decoded values, and the operation that combines them with its contents."""
 
-    into: int  # STORE, ADD, MAXIMUM, 3 or NOWHERE
+    into: int  # STORE, ADD, MAXIMUM or NOWHERE; any other: store float32, whatever the dtype of the frame
     weight: Any  # float32 factor of added values
     divide: Any  # float32 divisor of the result; 0: none
     unscaled: bool  # True: ternary values are 0, 1 and -1, without their scale

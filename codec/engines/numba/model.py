@@ -3,6 +3,7 @@
 
 import numpy as np
 
+from codec._c.library import lib
 from codec.engines.numba.floats import load_native
 from codec.engines.numba.jit import jit
 from codec.engines.numba.words import I64, U8, U16
@@ -10,7 +11,7 @@ from codec.engines.numba.words import I64, U8, U16
 ROWS, COLUMNS = 1, 2  # bits of a part's kind: rows, columns have offsets
 EAGER_ROWS = 1024  # maximum rows of a part whose offsets the C library chooses when the job is opened
 FLOAT64_ZERO, ZERO = 16, 128  # first pattern that is lowered; Truncate: the first octave
-TRUNCATE = 7
+TRUNCATE = lib.CODEC_TRUNCATE
 
 
 @jit

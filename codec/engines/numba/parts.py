@@ -1,15 +1,18 @@
 # pyright: basic
 """Parts, rows and blocks of codecs whose values share scales (docs/format.md, sections 8.1 to 8.4)."""
 
+from codec._c.library import lib
 from codec.engines.numba.jit import jit
 from codec.engines.numba.words import I64
 from codec.errors import Status
 
 NONFINITE, BAD_SCALE = int(Status.NONFINITE), int(Status.BAD_SCALE)
-SIGN, TERNARY, FLOAT8, FLOAT4, QUANTIZE = 2, 3, 4, 5, 6
-L1, L2, TWO_MEAN = 0, 1, 2  # variants of Sign
-E4M3FN, NVFP4 = 0, 0  # variant 0 of Float8, of Float4
-STOCHASTIC, PROPAGATE, ENTROPY = 1, 2, 4  # options, as bits
+SIGN, TERNARY, QUANTIZE = lib.CODEC_SIGN, lib.CODEC_TERNARY, lib.CODEC_QUANTIZE
+FLOAT8, FLOAT4 = lib.CODEC_FLOAT8, lib.CODEC_FLOAT4
+L1, L2, TWO_MEAN = lib.CODEC_SIGN_L1, lib.CODEC_SIGN_L2, lib.CODEC_SIGN_TWO_MEAN
+E4M3FN, NVFP4 = lib.CODEC_E4M3FN, lib.CODEC_FLOAT4_NVFP4
+STOCHASTIC, PROPAGATE = lib.CODEC_OPTION_STOCHASTIC, lib.CODEC_OPTION_PROPAGATE
+ENTROPY = lib.CODEC_OPTION_ENTROPY
 ROW_BLOCK, TRITS_BLOCK = 16384, 81920  # maximum values of a block
 RUN, TILE = 2560, 10240  # values processed together; multiples of 40, so that codes of any width begin at a byte
 LEAF, LANES = 4096, 32  # values of a leaf of the pairwise sum, and interleaved sums in a leaf

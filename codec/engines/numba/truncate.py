@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from codec._c.library import DTYPE_NAMES, LEVEL_BITS, MANTISSA_BITS
+from codec._c.library import DTYPE_NAMES, DTYPES, LEVEL_BITS, MANTISSA_BITS, lib
 from codec.engines.numba.checksum import STATE, digest
 from codec.engines.numba.floats import NOWHERE, STORE, load_native, put, to_floats
 from codec.engines.numba.jit import enter_floats, jit, kernel, leave_floats
@@ -41,9 +41,10 @@ from codec.engines.numba.words import F32, I16, I64, U8, U16, U32, U64, copy
 from codec.errors import Status
 
 OTHER_STATE, BAD_ARGUMENT = int(Status.OTHER_STATE), int(Status.BAD_ARGUMENT)
-PLANE, CODED_LEVELS, SHARED, FIXED = 0, 1, 2, 3  # variants: how levels are sent
-BITS, CUT = 8, 16  # options: per-bit granularity; round toward zero
-FLOAT16 = 4
+PLANE, CODED_LEVELS = lib.CODEC_LEVEL_CODING_PLANE, lib.CODEC_LEVEL_CODING_CODED
+SHARED, FIXED = lib.CODEC_LEVEL_CODING_SHARED, lib.CODEC_LEVEL_CODING_FIXED
+BITS, CUT = lib.CODEC_OPTION_BITS, lib.CODEC_OPTION_CUT
+FLOAT16 = DTYPES["float16"]
 BASE = 96  # joint symbols of exponent and level stand for exponents 97 to 159; of float16 for 1 to 31
 PIECES = 4  # pieces of a field of sign and mantissa
 UNLIMITED = 1000  # slack in bits: more than any mantissa has
