@@ -15,34 +15,37 @@ DEVICE uint64_t load64(const uint8_t *p)
 	return load32(p) | (uint64_t)load32(p + 4) << 32;
 }
 
-/* Limits of a codec's parameters, as in native/src/frame/codecs.c. */
-struct param_limits {
+/* Entry of a codec in WIRE_CODECS. */
+struct codec_entry {
+	enum { none, lossless, rows, truncate } family;
+	uint32_t dtypes;
 	uint8_t variants, options, max_bits, least_max_code_length;
 };
 
-DEVICE param_limits limits_of(uint32_t codec)
+/* Return the codec's entry; its family is `none` if there is no such codec. */
+DEVICE codec_entry entry_of(uint32_t codec)
 {
 	switch (codec) {
-	case CODEC_LOSSLESS: return {3, 0, 0, WIRE_LEAST_MAX_CODE_LENGTH};
-	case CODEC_SIGN: return {3, 0, 0, 0};
-	case CODEC_TERNARY: return {3, WIRE_OPTION_CLIPPED, 0, 0};
-	case CODEC_FLOAT8: return {2, WIRE_OPTION_STOCHASTIC | WIRE_OPTION_PROPAGATE | WIRE_OPTION_ENTROPY, 0, 0};
-	case CODEC_FLOAT4: return {2, WIRE_OPTION_STOCHASTIC, 0, 0};
-	case CODEC_QUANTIZE: return {2, WIRE_OPTION_STOCHASTIC, 8, 0};
-	default: return {4, WIRE_OPTION_BITS | WIRE_OPTION_CUT, 3, WIRE_LEAST_MAX_CODE_LENGTH};
+#define CASE(name, family, ...)                                                                                        \
+	case CODEC_##name: return {codec_entry::family, __VA_ARGS__};
+		WIRE_CODECS(CASE)
+#undef CASE
+	default: return {codec_entry::none, 0, 0, 0, 0, 0};
 	}
 }
 
 DEVICE bool is_rows(uint32_t codec)
 {
-	return codec >= CODEC_SIGN && codec <= CODEC_QUANTIZE;
+	return entry_of(codec).family == codec_entry::rows;
 }
 
 /* Return 1 if the format has this dtype, and the codec accepts it. */
 DEVICE bool takes_dtype(uint32_t codec, uint32_t dtype)
 {
-	if (codec != CODEC_LOSSLESS)
-		return dtype == CODEC_FLOAT32 || dtype == CODEC_BFLOAT16 || dtype == CODEC_FLOAT16;
+	const uint32_t dtypes = entry_of(codec).dtypes;
+
+	if (dtypes != WIRE_DTYPES_ALL)
+		return dtype < 32 && (dtypes >> dtype & 1);
 	return (dtype >= CODEC_FLOAT32 && dtype <= CODEC_FLOAT8_E8M0FNU) ||
 	       (dtype >= CODEC_BOOL && dtype <= CODEC_UINT64);
 }
@@ -57,8 +60,7 @@ DEVICE codec_status check_kind(const uint8_t *b, uint64_t have)
 		return CODEC_BAD_MAGIC;
 	if (have < WIRE_AT_SHAPE)
 		return CODEC_TRUNCATED;
-	if (b[WIRE_AT_VERSION] != WIRE_VERSION || b[WIRE_AT_CODEC] < CODEC_LOSSLESS ||
-	    b[WIRE_AT_CODEC] > CODEC_TRUNCATE)
+	if (b[WIRE_AT_VERSION] != WIRE_VERSION || entry_of(b[WIRE_AT_CODEC]).family == codec_entry::none)
 		return CODEC_UNSUPPORTED;
 	if (!takes_dtype(b[WIRE_AT_CODEC], b[WIRE_AT_DTYPE]) || b[WIRE_AT_RANK] > WIRE_MAX_RANK)
 		return CODEC_BAD_HEADER;
@@ -86,7 +88,7 @@ DEVICE codec_status check_plan(const uint8_t *b, const opening &a)
 /* Read the codec's parameters to v, and check that they are in range, and 0 where the codec has none. */
 DEVICE codec_status read_params(const uint8_t *b, codec_view *v)
 {
-	const param_limits most = limits_of(v->codec);
+	const codec_entry most = entry_of(v->codec);
 	const uint32_t length = b[WIRE_PARAM_MAX_CODE_LENGTH], rest = load32(b + WIRE_PARAM_GROUP_SIZE);
 
 	v->variant = b[WIRE_PARAM_VARIANT];

@@ -30,6 +30,9 @@
 #define WIRE_FLOAT32 1
 #define WIRE_BFLOAT16 3
 #define WIRE_FLOAT16 4
+/* Sets of dtypes: bit d stands for dtype d. */
+#define WIRE_DTYPES_LOSSY (1u << WIRE_FLOAT32 | 1u << WIRE_BFLOAT16 | 1u << WIRE_FLOAT16)
+#define WIRE_DTYPES_ALL 0xffffffffu
 
 #define WIRE_CODEC_LOSSLESS 1
 #define WIRE_CODEC_SIGN 2
@@ -74,6 +77,20 @@
 #define WIRE_OPTION_BITS 8u /* TRUNCATE: any number of bits may be dropped */
 #define WIRE_OPTION_CUT 16u /* TRUNCATE: bits are truncated, not rounded */
 #define WIRE_OPTION_CLIPPED 32u
+
+/*
+ * Table of codecs. X(name, family, dtypes, variants, options, largest bits, least max_code_length); the last one is 0
+ * if the codec has no max_code_length.
+ */
+#define WIRE_CODECS(X)                                                                                                 \
+	X(LOSSLESS, lossless, WIRE_DTYPES_ALL, 3, 0, 0, WIRE_LEAST_MAX_CODE_LENGTH)                                    \
+	X(SIGN, rows, WIRE_DTYPES_LOSSY, 3, 0, 0, 0)                                                                   \
+	X(TERNARY, rows, WIRE_DTYPES_LOSSY, 3, WIRE_OPTION_CLIPPED, 0, 0)                                              \
+	X(FLOAT8, rows, WIRE_DTYPES_LOSSY, 2, WIRE_OPTION_STOCHASTIC | WIRE_OPTION_PROPAGATE | WIRE_OPTION_ENTROPY, 0, \
+	  0)                                                                                                           \
+	X(FLOAT4, rows, WIRE_DTYPES_LOSSY, 2, WIRE_OPTION_STOCHASTIC, 0, 0)                                            \
+	X(QUANTIZE, rows, WIRE_DTYPES_LOSSY, 2, WIRE_OPTION_STOCHASTIC, 8, 0)                                          \
+	X(TRUNCATE, truncate, WIRE_DTYPES_LOSSY, 4, WIRE_OPTION_BITS | WIRE_OPTION_CUT, 3, WIRE_LEAST_MAX_CODE_LENGTH)
 
 #define WIRE_PIECE_ZERO (1u << 8) /* region: the first piece of all mantissas is 0 and omitted; << i: piece i */
 #define WIRE_TAIL_AT 8 /* region, any number of bits: number of trailing zero bits omitted from all fields, 5 bits */

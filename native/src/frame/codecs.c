@@ -1,16 +1,11 @@
-/* codecs.c - table of codecs: family, accepted dtypes, parameter ranges. */
+/* codecs.c - checks and conversions of a codec's parameters, by the table of codecs in exact/wire.h. */
 #include "family.h"
 
 /* Constants of codec.h must equal those of the format. */
 #define SAME(wire, ours) _Static_assert((wire) == (ours), #ours)
 SAME(WIRE_MAX_HEADER, CODEC_HEADER_NBYTES);
-SAME(WIRE_CODEC_LOSSLESS, CODEC_LOSSLESS);
-SAME(WIRE_CODEC_SIGN, CODEC_SIGN);
-SAME(WIRE_CODEC_TERNARY, CODEC_TERNARY);
-SAME(WIRE_CODEC_FLOAT8, CODEC_FLOAT8);
-SAME(WIRE_CODEC_FLOAT4, CODEC_FLOAT4);
-SAME(WIRE_CODEC_QUANTIZE, CODEC_QUANTIZE);
-SAME(WIRE_CODEC_TRUNCATE, CODEC_TRUNCATE);
+#define SAME_NUMBER(name, ...) SAME(WIRE_CODEC_##name, CODEC_##name);
+WIRE_CODECS(SAME_NUMBER)
 SAME(WIRE_MODEL_AUTO, CODEC_MODEL_AUTO);
 SAME(WIRE_MODEL_FLAT, CODEC_MODEL_FLAT);
 SAME(WIRE_MODEL_SEPARABLE, CODEC_MODEL_SEPARABLE);
@@ -38,26 +33,14 @@ SAME(WIRE_OPTION_CUT, CODEC_OPTION_CUT);
 SAME(WIRE_VERSION, CODEC_FORMAT_VERSION);
 SAME(WIRE_MAX_RANK, CODEC_MAX_RANK);
 
-#define FLOATS (1u << CODEC_FLOAT32 | 1u << CODEC_BFLOAT16 | 1u << CODEC_FLOAT16)
-#define ANY 0xffffffffu
-
-const struct codec codecs[] = {
-	[CODEC_LOSSLESS] = {&lossless_family, ANY, 3, 0, 0, WIRE_LEAST_MAX_CODE_LENGTH},
-	[CODEC_SIGN] = {&rows_family, FLOATS, 3, 0, 0, 0},
-	[CODEC_TERNARY] = {&rows_family, FLOATS, 3, WIRE_OPTION_CLIPPED, 0, 0},
-	[CODEC_FLOAT8] = {&rows_family, FLOATS, 2, WIRE_OPTION_STOCHASTIC | WIRE_OPTION_PROPAGATE | WIRE_OPTION_ENTROPY,
-			  0, 0},
-	[CODEC_FLOAT4] = {&rows_family, FLOATS, 2, WIRE_OPTION_STOCHASTIC, 0, 0},
-	[CODEC_QUANTIZE] = {&rows_family, FLOATS, 2, WIRE_OPTION_STOCHASTIC, 8, 0},
-	[CODEC_TRUNCATE] = {&truncate_family, FLOATS, 4, WIRE_OPTION_BITS | WIRE_OPTION_CUT, 3,
-			    WIRE_LEAST_MAX_CODE_LENGTH},
-};
+#define ENTRY(name, family, ...) [CODEC_##name] = {&family##_family, __VA_ARGS__},
+const struct codec codecs[] = {WIRE_CODECS(ENTRY)};
 
 int codec_takes(uint32_t id, uint32_t dtype)
 {
 	const struct codec *c = codec_of(id);
 
-	return c && dtype_of(dtype) && (c->dtypes == ANY || c->dtypes >> dtype & 1);
+	return c && dtype_of(dtype) && (c->dtypes == WIRE_DTYPES_ALL || c->dtypes >> dtype & 1);
 }
 
 int params_fault(const struct header *h)
