@@ -12,6 +12,7 @@
 #include "check.h"
 #include "codec/codec_engine.h"
 #include "exact/round.h"
+#include "exact/wire.h"
 
 #define MOST 60000
 #define SEGMENTS 8
@@ -52,10 +53,13 @@ static int is_float(uint32_t dtype)
 static void pick_spec(struct task *k)
 {
 	static const uint32_t ROWS[] = {0, 0, 1, 2, 3, 16, 64, 1000, 2560, 2561, 8192, 16384, 16385, 20000, 1u << 31};
+#define NUMBER(name, ...) CODEC_##name,
+	static const uint32_t CODECS[] = {WIRE_CODECS(NUMBER)};
+#undef NUMBER
 	struct source *s = &k->s;
 	codec_spec *p = &k->spec;
 
-	*p = (codec_spec){.struct_nbytes = sizeof *p, .codec = 1 + (uint32_t)below(s, 7)};
+	*p = (codec_spec){.struct_nbytes = sizeof *p, .codec = CODECS[below(s, sizeof CODECS / sizeof *CODECS)]};
 	if (p->codec == CODEC_LOSSLESS) {
 		p->max_code_length = (uint32_t)below(s, 2) ? 2 + (uint32_t)below(s, 7) : 0;
 		p->model = (uint32_t)below(s, 3);

@@ -1,0 +1,123 @@
+"""Every codec of codec.specs.CODECS is in each place that cannot be computed from that table.
+
+CONTRIBUTING.md has the places in the order of work, in its recipe "A codec".
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import codec
+from codec import Lossless, Truncate, specs
+from codec._c.library import lib
+from codec.specs import CODECS
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {".py", ".c", ".cc", ".h", ".cu", ".cuh"}  # suffixes of the files of a place that is a folder
+
+
+class Place(NamedTuple):
+    """File or folder that names codecs."""
+
+    path: str
+    pattern: str  # regular expression that finds a codec; {Name}, {NAME}, {name} and {number} are the codec's
+    without: tuple[type[codec.Spec], ...] = ()  # codecs that need not be there
+
+    def missing(self, kinds):
+        """Return the names of the codecs that the place lacks."""
+        path = ROOT / self.path
+        files = sorted(p for p in path.rglob("*") if p.suffix in SOURCES) if path.is_dir() else [path]
+        text = "\n".join(p.read_text() for p in files)
+        return [
+            kind.__name__
+            for kind in kinds
+            if kind not in self.without and not re.search(self._pattern_of(kind), text, re.MULTILINE)
+        ]
+
+    def _pattern_of(self, kind):
+        name = kind.__name__
+        number = getattr(lib, f"CODEC_{name.upper()}", 99)
+        return self.pattern.format(Name=name, NAME=name.upper(), name=name.lower(), number=number)
+
+
+PLACES = [
+    # specification, and its implementations for tests
+    Place("docs/format.md", r"\| codec \|.*\b{number} {name}\b"),
+    Place("docs/format.md", r"^\| offset \| type \| field\b.*\| {name} \|"),
+    Place("docs/encoder.md", r"\b(?i:{name})\b"),
+    Place("tests/reference/decoder.py", r"\bcodec [!=]= {number}\b"),
+    Place("tests/reference/encoder.py", r"\bask\.codec == {number}\b"),
+    Place("tests/support/format_cases.py", r"^ .*\b{NAME}\b", (Lossless,)),
+    Place("tests/format/test_encoder_rules.py", r"\bcodec\.{Name}\("),
+    # C
+    Place("native/include/codec/codec.h", r"^#define CODEC_{NAME} {number}\b"),
+    Place("native/src/exact/wire.h", r"^#define WIRE_CODEC_{NAME} {number}\b"),
+    Place("native/src/exact/wire.h", r"^\tX\({NAME}, "),
+    Place("native/tests/test_lossy.c", r"\bCODEC_{NAME}\b", (Lossless,)),
+    Place("native/tests/test_race.c", r"\bCODEC_{NAME}\b"),
+    Place("native/tests/test_steps.c", r"\bCODEC_{NAME}\b"),
+    Place("native/abi/codec/constants.txt", r"^CODEC_{NAME} {number}$"),
+    # Python
+    Place("codec/__init__.py", r'^    "{Name}",$'),
+    Place("codec/_c/spec_structs.py", r"case specs\.{Name}\("),  # to C
+    Place("codec/_c/spec_structs.py", r"return specs\.{Name}\("),  # from C
+    Place("codec/frame_size.py", r"case .*\b{Name}\("),
+    # other engines
+    Place("codec/engines/numba/", r"\blib\.CODEC_{NAME}\b"),
+    Place("native/cuda/", r"\b(WIRE_CODEC_{NAME}|encode_{name})\b"),
+    Place("native/cuda_api/src/kernels.h", r'"encode_(rows<{number}>|{name}["<])'),
+    # C++
+    Place("bindings/gloo/include/codec/gloo/blocks.h", r"case CODEC_{NAME}:"),
+    Place("tests/gloo/tensors.h", r"\bCODEC_{NAME}\b"),
+    # tests
+    Place("tests/support/specs.py", r": codec\.{Name}\("),
+    Place("tests/support/specs.py", r'^FAMILIES = \([^)]*"{name}'),
+    Place("tests/codecs/test_lossy.py", r"^def test_{name}_", (Lossless, Truncate)),
+    Place("tests/codecs/test_contraction.py", r"\bcodec\.{Name}\(", (Lossless,)),
+    Place("tests/format/test_frame_size.py", r"\bbuilds\(codec\.{Name}\b", (Lossless, Truncate)),
+    Place("tests/vectors/index.json", r'"\w+-{name}', (Lossless,)),
+    Place("fuzz/grammar.c", r"\bCODECS\[\] = {{[^}}]*\b{number}\b"),
+    Place("fuzz/fuzz_encode.c", r"\bCODEC_{NAME}\b"),
+    Place("fuzz/make_rows.c", r"\bCODEC_{NAME}\b", (Lossless, Truncate)),
+    # benchmarks and pages
+    Place("bench/support/family.py", r": codec\.{Name}\(", (Lossless,)),
+    Place("bench/training/convergence.py", r"\b{Name}\("),
+    Place("docs/quickstart.md", r"^\|[^|]*`{Name}`"),
+    Place("docs/torch.md", r"^\|[^|]*`{Name}\("),
+    Place("docs/benchmarks.md", r"^\|[ |]*{Name}\b"),
+    Place("docs/convergence.md", r"^\| `{Name}\("),
+    Place("docs/protocol.md", r"^\({Name}\("),
+    Place("docs/gpu-c.md", r"`CODEC_{NAME}`", (Lossless,)),
+    Place("docs/internals/lossy.md", r"\b{Name}\b", (Lossless,)),
+]
+EACH = pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.path}: {place.pattern}")
+
+
+@dataclass(frozen=True, slots=True)
+class Imaginary(codec.Spec):
+    """Codec that exists in this test only."""
+
+
+@EACH
+def test_place_has_every_codec(place):
+    missing = place.missing(CODECS)
+    assert not missing, f'add {", ".join(missing)} to {place.path}; see "A codec" in CONTRIBUTING.md'
+
+
+@EACH
+def test_place_reports_a_codec_that_was_forgotten(place):
+    assert place.missing([*CODECS, Imaginary]) == ["Imaginary"]
+
+
+def test_table_has_every_spec_class():
+    kinds = {kind for kind in vars(specs).values() if isinstance(kind, type) and issubclass(kind, codec.Spec)}
+    assert kinds - {codec.Spec} == set(CODECS)
+
+
+def test_recipe_names_every_place():
+    pages = (ROOT / "CONTRIBUTING.md").read_text()
+    recipe = pages.partition("### A codec\n")[2].partition("\n### ")[0]
+    assert not {place.path for place in PLACES if f"`{place.path}`" not in recipe}
