@@ -19,7 +19,7 @@ PLACEHOLDERS = ("*", "NAME")
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_paths_in_a_page_exist(page):
     text = page.read_text()
-    code = re.findall(rf"[`\s]((?:{FOLDERS})/[\w./*-]*[\w*/])", text)
+    code = re.findall(rf"[`\s]((?:{FOLDERS})/[\w./*-]*[\w*/]|codec/[\w/]*(?:\.py|/)(?=`))", text)
     links = re.findall(r"\]\((?!https?://|mailto:|#)([^)#\s]+)", text)
     missing = [p for p in code if not any(x in p for x in PLACEHOLDERS) and not (ROOT / p).exists()]
     missing += [p for p in links if not (page.parent / p).exists()]

@@ -1,5 +1,7 @@
 """Calls of codec by flat keywords, for tests whose parameters are dictionaries: options, views and bound specs."""
 
+from dataclasses import fields
+
 import numpy as np
 
 import codec
@@ -7,7 +9,7 @@ from codec._options import settings_of
 from codec.decoding import decode_request, engine_for
 from codec.tensors.view import view_bytes
 
-_OPTIONS = ("engine", "threads", "verify_first", "nontemporal", "algorithm", "timeout")
+_OPTIONS = {f.name for f in fields(codec.CallOptions)}
 
 
 def bind(optimizer, state=None, spec=None):
