@@ -103,7 +103,7 @@ format: $(VENV)/tools
 # kernels here.
 native: $(VENV)/debian
 	$(CMAKE) -S native -B build/native -DCODEC_TESTS=ON -DCODEC_GLOO=ON -DCODEC_WERROR=ON -DCODEC_CUDA=ON \
-		-DCODEC_CUDA_IMAGES=$(CURDIR)/tests/cuda_api/images.c -DCMAKE_C_FLAGS='-g -fno-var-tracking'
+		-DCODEC_CUDA_IMAGES=$(CURDIR)/native/tests/cuda_api/images.c -DCMAKE_C_FLAGS='-g -fno-var-tracking'
 	$(BUILD) build/native --target all codec_static test_vectors
 
 ctest: $(if $(BUILT),,native)

@@ -4,7 +4,7 @@
  *
  * A transport's class derives from its interface, and forwards compress() and decompress() to a GpuCompressor.
  * compress() waits for the number of bytes to send. The receiver gets that number, or reads it in the frame's header.
- * tests/cuda_api/transport.cc has such a class.
+ * native/tests/cuda_api/transport.cc has such a class.
  */
 #pragma once
 #include <codec/codec_cuda.h>

@@ -71,7 +71,7 @@ PLACES = [
     Place("native/cuda_api/src/kernels.h", r'"encode_(rows<{number}>|{name}["<])'),
     # C++
     Place("bindings/gloo/include/codec/gloo/blocks.h", r"case CODEC_{NAME}:"),
-    Place("tests/gloo/tensors.h", r"\bCODEC_{NAME}\b"),
+    Place("native/tests/gloo/tensors.h", r"\bCODEC_{NAME}\b"),
     # tests
     Place("tests/support/specs.py", r": codec\.{Name}\("),
     Place("tests/support/specs.py", r'^FAMILIES = \([^)]*"{name}'),

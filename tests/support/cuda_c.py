@@ -18,7 +18,7 @@ from codec.specs import Spec
 from support import device
 
 ROOT = Path(__file__).parents[2]
-API, TESTS = ROOT / "native/cuda_api", ROOT / "tests/cuda_api"
+API, TESTS = ROOT / "native/cuda_api", ROOT / "native/tests/cuda_api"
 INCLUDED = [*device.INCLUDED, f"-I{API}", f"-I{API / 'src'}", f"-I{API / 'include'}"]
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Werror"]
 C = ["gcc", "-std=c11", "-O1", "-g1", "-fPIC", "-shared", "-fvisibility=hidden", *WARNINGS, "-Wstrict-prototypes"]
@@ -28,7 +28,7 @@ ALIGNMENT = 256  # bytes, of a workspace
 
 def compiled(name: str, command: Sequence[str]) -> Path:
     """Return the library that a command compiles; run it if a source or the command has changed."""
-    folders = "native/cuda_api", "tests/cuda_api", "native/include/codec", "native/src/exact", "native/cuda"
+    folders = "native/cuda_api", "native/tests/cuda_api", "native/include/codec", "native/src/exact", "native/cuda"
     return device.compiled(command, folders, f"cuda_api/{name}")
 
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels compiled by g++ for the CPU (`tests/cuda/`), and arrays and devices that stand for a GPU."""
+"""CUDA kernels compiled by g++ for the CPU (`native/tests/cuda_on_cpu/`); arrays and devices that stand for a GPU."""
 
 import ctypes
 import fcntl
@@ -20,7 +20,8 @@ from codec.tensors.view import TensorView, view
 from support.nvrtc import compile_cuda
 
 ROOT = Path(__file__).parents[2]
-INCLUDED = [f"-I{ROOT / folder}" for folder in ("native/include", "native/src", "native/cuda", "tests/cuda")]
+ON_CPU = "native/tests/cuda_on_cpu"
+INCLUDED = [f"-I{ROOT / folder}" for folder in ("native/include", "native/src", "native/cuda", ON_CPU)]
 FLAGS = [
     "-std=c++20",
     "-O1",
@@ -59,9 +60,9 @@ def compiled(command, folders, library, content=b""):
     return out
 
 
-def build(source=ROOT / "tests/cuda/kernels.cc", options=()):
+def build(source=ROOT / ON_CPU / "kernels.cc", options=()):
     """Load the kernels that a source has, compiled for the CPU."""
-    folders = "native/include/codec", "native/src/exact", "native/cuda", "tests/cuda"
+    folders = "native/include/codec", "native/src/exact", "native/cuda", ON_CPU
     command = ["g++", *FLAGS, *options, *INCLUDED, str(source)]
     return ctypes.CDLL(str(compiled(command, folders, "cuda_on_cpu/kernels", Path(source).read_bytes())))
 

@@ -1,4 +1,4 @@
-/* kernels.cc - the kernels of native/cuda_api on the CPU; tests/cuda/kernels.cc has those of native/cuda. */
+/* kernels.cc - the kernels of native/cuda_api on the CPU; tests/cuda_on_cpu/kernels.cc has those of native/cuda. */
 #include "cuda_on_cpu.h"
 
 #include "kernels/store.cu"

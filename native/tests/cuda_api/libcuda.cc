@@ -1,7 +1,7 @@
 /* libcuda.cc - a CUDA driver for tests: device memory is the host's, and kernels are functions that run on the CPU.
  *
- * fake_cuda_kernels() names the libraries that export the kernels (NAME_launch, see tests/cuda/cuda_on_cpu.h). Streams
- * are not queues: each call has run when it returns. fake_cuda_fail() makes the calls of one function fail;
+ * fake_cuda_kernels() names the libraries that export the kernels (NAME_launch, see tests/cuda_on_cpu/cuda_on_cpu.h).
+ * Streams are not queues: each call has run when it returns. fake_cuda_fail() makes the calls of one function fail;
  * fake_cuda_log() returns the names of kernels that were launched, and undefined behaviour of a launch.
  */
 #include <cstdint>

@@ -1,4 +1,4 @@
-/* images.c - kernels for tests/cuda_api/libcuda.cc, which has them in other libraries. */
+/* images.c - kernels for libcuda.cc, which has them in other libraries. */
 #include "images.h"
 #include "kernels.h"
 
