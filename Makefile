@@ -14,7 +14,7 @@ CMAKE := $(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/n
 # ninja cannot use the job server of this make, and would report an error.
 BUILD := MAKEFLAGS= $(VENV)/bin/cmake --build
 # Tables of numbers keep their own layout.
-C_FILES := $(filter-out %permute_avx2.h %seal.h,$(shell find native bindings bench fuzz examples tests -name '*.[ch]' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh'))
+C_FILES := $(filter-out %isa/permute_avx2.h %exact/checksum.h,$(shell find native bindings bench fuzz examples tests -name '*.[ch]' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh'))
 SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o -name CMakeLists.txt) pyproject.toml
 
 .PHONY: demo check test nightly lint docs native ctest abi abi-baseline sanitize emulated foreign bench format clean

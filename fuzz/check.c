@@ -155,14 +155,14 @@ enum { CHECK_BLOCKS, DECODE_BLOCKS };
 
 /* Process blocks in ranges of any size, in any order. Returns the status of the lowest failing range. */
 static codec_status step_blocks(const struct subject *f, int what, codec_tensor *t, const codec_context *with,
-				const void *job, const codec_plan *plan, uint64_t *seal)
+				const void *job, const codec_plan *plan, uint64_t *checksum)
 {
 	uint64_t n = plan->nblocks, cut[17] = {0}, count = 1 + below(f->s, n < 16 ? n : 16), at = UINT64_MAX;
 	codec_status status = CODEC_OK;
 
 	for (uint64_t i = 1; i <= count; i++)
 		cut[i] = i == count ? n : cut[i - 1] + below(f->s, n - cut[i - 1] + 1);
-	*seal = 0;
+	*checksum = 0;
 	for (uint64_t i = 0, step = below(f->s, 2) ? 1 : count - 1, r = below(f->s, count); i < count; i++, r += step) {
 		struct exact work = exact(plan->work_nbytes, f->s);
 		uint64_t first = cut[r % count], sum = 0, m = cut[r % count + 1] - first;
@@ -173,7 +173,7 @@ static codec_status step_blocks(const struct subject *f, int what, codec_tensor 
 		else
 			got = codec_decode_blocks(f->frame.p, f->frame.n, t, with, job, first, m, &sum, work.p, work.n);
 		exact_free(&work);
-		*seal += sum;
+		*checksum += sum;
 		if (got != CODEC_OK && r % count < at) {
 			status = got;
 			at = r % count;
@@ -191,7 +191,7 @@ static codec_status decode_steps(const struct subject *f, int check, codec_tenso
 	codec_status status;
 	codec_plan plan;
 	size_t job_nbytes, work_nbytes;
-	uint64_t seal = 0;
+	uint64_t checksum = 0;
 
 	tensor_like(&f->info, f->info.dtype, &like);
 	status = codec_job_nbytes(&f->info.spec, &like, &job_nbytes, &work_nbytes);
@@ -200,12 +200,12 @@ static codec_status decode_steps(const struct subject *f, int check, codec_tenso
 	status = codec_decode_open(f->frame.p, f->frame.n, t, with, job.p, job.n, &plan);
 	if (status == CODEC_OK && plan.nblocks) {
 		CHECK(plan.work_nbytes <= work_nbytes && plan.job_nbytes <= job_nbytes, plan.work_nbytes, work_nbytes);
-		status = step_blocks(f, check ? CHECK_BLOCKS : DECODE_BLOCKS, t, with, job.p, &plan, &seal);
+		status = step_blocks(f, check ? CHECK_BLOCKS : DECODE_BLOCKS, t, with, job.p, &plan, &checksum);
 		if (status == CODEC_OK)
-			status = codec_decode_close(with, job.p, seal);
+			status = codec_decode_close(with, job.p, checksum);
 		unchecked.flags |= CODEC_NO_CHECKSUM;
 		if (check && status == CODEC_OK) {
-			status = step_blocks(f, DECODE_BLOCKS, t, &unchecked, job.p, &plan, &seal);
+			status = step_blocks(f, DECODE_BLOCKS, t, &unchecked, job.p, &plan, &checksum);
 			CHECK(status == CODEC_OK, status, 0);
 		}
 	}
@@ -288,12 +288,12 @@ static void check_flags(const struct subject *f, const struct result *plain)
 {
 	struct way w = {
 		.flags = CODEC_NO_CHECKSUM, .isa = check_some_isa(f->s), .steps = below(f->s, 2) ? STEPS : AT_ONCE};
-	codec_status sealed = codec_verify(f->frame.p, f->frame.n);
+	codec_status verified = codec_verify(f->frame.p, f->frame.n);
 	struct result r;
 
-	CHECK(plain->status != CODEC_OK || sealed == CODEC_OK, plain->status, sealed);
+	CHECK(plain->status != CODEC_OK || verified == CODEC_OK, plain->status, verified);
 	if (plain->status >= CODEC_UNKNOWN_CODEBOOK)
-		CHECK(sealed == CODEC_OK, plain->status, sealed);
+		CHECK(verified == CODEC_OK, plain->status, verified);
 	agree(f, plain, (struct way){.flags = CODEC_VERIFY_FIRST});
 	agree(f, plain, (struct way){.flags = CODEC_NONTEMPORAL, .isa = w.isa, .steps = w.steps});
 	agree(f, plain, (struct way){.steps = STEPS});
@@ -305,7 +305,7 @@ static void check_flags(const struct subject *f, const struct result *plain)
 	w.flags |= one_in(f->s, 4) && !w.steps ? CODEC_VERIFY_FIRST : 0;
 	r = decode(f, w);
 	if (plain->status != r.status)
-		CHECK(plain->status == CODEC_CHECKSUM || (sealed != CODEC_OK && (r.status < 30 || r.status >= 60)),
+		CHECK(plain->status == CODEC_CHECKSUM || (verified != CODEC_OK && (r.status < 30 || r.status >= 60)),
 		      plain->status, r.status);
 	else if (r.status == CODEC_OK)
 		CHECK(!r.out.n || !memcmp(r.out.p, plain->out.p, r.out.n), w.flags, w.steps);
@@ -318,7 +318,7 @@ static void check_flags(const struct subject *f, const struct result *plain)
  */
 static void check_missing(const struct subject *f, const struct result *plain)
 {
-	codec_status sealed = codec_verify(f->frame.p, f->frame.n);
+	codec_status verified = codec_verify(f->frame.p, f->frame.n);
 	codec_metric other[8], *last = other;
 	struct subject bare = *f;
 	struct result r;
@@ -335,8 +335,8 @@ static void check_missing(const struct subject *f, const struct result *plain)
 		      nothing, r.status);
 	else
 		CHECK(r.status != CODEC_OK, plain->status, r.status);
-	if (sealed != CODEC_OK)
-		CHECK(r.status >= 30 && r.status < CODEC_UNKNOWN_CODEBOOK, sealed, r.status);
+	if (verified != CODEC_OK)
+		CHECK(r.status >= 30 && r.status < CODEC_UNKNOWN_CODEBOOK, verified, r.status);
 	exact_free(&r.out);
 	if (!f->g.metric)
 		return;
@@ -471,7 +471,7 @@ static void check_accumulate(const struct subject *f)
 static void check_room(const struct subject *f, const struct result *plain)
 {
 	struct way w = {.isa = check_some_isa(f->s)};
-	codec_status status, sealed = codec_verify(f->frame.p, f->frame.n);
+	codec_status status, verified = codec_verify(f->frame.p, f->frame.n);
 	codec_context with = context_of(f, &w, NULL);
 	struct exact out = exact(f->info.tensor_nbytes + 8, f->s), scratch;
 	codec_tensor t, like;
@@ -522,8 +522,8 @@ static void check_room(const struct subject *f, const struct result *plain)
 		CHECK(status == CODEC_SHAPE_MISMATCH, status, 0);
 	else
 		CHECK(status != CODEC_OK, plain->status, status);
-	if (sealed != CODEC_OK)
-		CHECK(status >= 30, sealed, status);
+	if (verified != CODEC_OK)
+		CHECK(status >= 30, verified, status);
 	exact_free(&scratch);
 	exact_free(&out);
 }
@@ -535,7 +535,7 @@ static codec_status reduce_steps(const struct subject *f, size_t count, uint32_t
 	const void *frames[FRAMES], *jobs[FRAMES];
 	struct exact job[FRAMES] = {0}, work;
 	size_t nbytes[FRAMES], job_nbytes, work_nbytes, most = 0;
-	uint64_t seals[FRAMES], total[FRAMES] = {0}, blocks = UINT64_MAX, half;
+	uint64_t checksums[FRAMES], total[FRAMES] = {0}, blocks = UINT64_MAX, half;
 	codec_context with = context_of(f, &w, NULL);
 	codec_status status = CODEC_OK;
 	codec_plan plan;
@@ -561,10 +561,10 @@ static codec_status reduce_steps(const struct subject *f, size_t count, uint32_t
 		for (int part = 0; part < 2 && status == CODEC_OK; part++) {
 			uint64_t first = part ? half : 0, n = part ? blocks - half : half;
 
-			status = codec_reduce_blocks(frames, nbytes, count, op, t, &with, jobs, first, n, seals, work.p,
-						     work.n);
+			status = codec_reduce_blocks(frames, nbytes, count, op, t, &with, jobs, first, n, checksums,
+						     work.p, work.n);
 			for (size_t i = 0; i < count && status == CODEC_OK; i++)
-				total[i] += seals[i];
+				total[i] += checksums[i];
 		}
 		for (size_t i = 0; i < count && status == CODEC_OK; i++)
 			status = codec_decode_close(&with, jobs[i], total[i]);

@@ -182,7 +182,7 @@ static size_t whole(struct source *s, struct memory *m, struct arguments *a)
 static void steps(struct source *s, struct memory *m, struct arguments *a, size_t written)
 {
 	codec_plan plan = {0};
-	uint64_t end = 0, seal = 0;
+	uint64_t end = 0, checksum = 0;
 
 	for (int i = 0; i < 12; i++) {
 		const void *jobs[2] = {m->job.p, m->job.p};
@@ -207,7 +207,7 @@ static void steps(struct source *s, struct memory *m, struct arguments *a, size_
 		case 4:
 		case 5:
 			said(codec_encode_blocks(like, frame, room, with, job, first, count, at, OR_NULL(s, &end),
-						 OR_NULL(s, &seal), work, OR_LESS(s, m->work.n)));
+						 OR_NULL(s, &checksum), work, OR_LESS(s, m->work.n)));
 			break;
 		case 6:
 			for (int k = 0; k < 4; k++) {
@@ -215,7 +215,7 @@ static void steps(struct source *s, struct memory *m, struct arguments *a, size_
 				a->ats[k] = plan.regions_at + (k ? below(s, 9000) : 0);
 			}
 			said(codec_encode_close(like, frame, room, with, job, OR_NULL(s, a->ranges), OR_NULL(s, a->ats),
-						below(s, 5), seal, OR_NULL(s, &need)));
+						below(s, 5), checksum, OR_NULL(s, &need)));
 			break;
 		case 11:
 			said(codec_encode_move(job, frame, room, first, count, at,
@@ -224,13 +224,13 @@ static void steps(struct source *s, struct memory *m, struct arguments *a, size_
 		case 7:
 		case 8: said(codec_decode_open(frame, OR_LESS(s, written), to, with, job, job_nbytes, &plan)); break;
 		case 9:
-			said(codec_decode_check(frame, OR_LESS(s, written), with, job, first, count, OR_NULL(s, &seal),
-						work, OR_LESS(s, m->work.n)));
+			said(codec_decode_check(frame, OR_LESS(s, written), with, job, first, count,
+						OR_NULL(s, &checksum), work, OR_LESS(s, m->work.n)));
 			break;
 		case 10:
 			said(codec_decode_blocks(frame, OR_LESS(s, written), to, with, job, first, count,
-						 OR_NULL(s, &seal), work, OR_LESS(s, m->work.n)));
-			said(codec_decode_close(with, job, seal));
+						 OR_NULL(s, &checksum), work, OR_LESS(s, m->work.n)));
+			said(codec_decode_close(with, job, checksum));
 			break;
 		default:
 			a->frames[0] = a->frames[1] = m->frame.p;

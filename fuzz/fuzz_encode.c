@@ -451,7 +451,7 @@ static struct result encode(struct task *k, uint32_t isa, size_t capacity, int r
 /* Encode in steps, with ranges of pieces and of blocks in any order. */
 static struct result encode_steps(struct task *k, uint32_t isa, int residual)
 {
-	uint64_t ats[8], counts[8], cut[9] = {0}, nranges = 1 + below(&k->s, 8), seal = 0;
+	uint64_t ats[8], counts[8], cut[9] = {0}, nranges = 1 + below(&k->s, 8), checksum = 0;
 	struct exact job = exact(k->job_nbytes, &k->s);
 	size_t room = 2 * k->bound + (1 << 16), written = 0;
 	codec_plan plan;
@@ -490,7 +490,7 @@ static struct result encode_steps(struct task *k, uint32_t isa, int residual)
 						       counts[range], ats[range], &stop, &sum, work.p, work.n);
 			CHECK(r.status != CODEC_OK || stop <= ats[range] + counts[range] * plan.region_bound, stop,
 			      ats[range]);
-			seal += sum;
+			checksum += sum;
 			exact_free(&work);
 		}
 		where = plan.regions_at;
@@ -505,7 +505,7 @@ static struct result encode_steps(struct task *k, uint32_t isa, int residual)
 	}
 	if (r.status == CODEC_OK)
 		r.status = codec_encode_close(&k->t, r.frame.p, room, &k->with, job.p, counts, ats,
-					      plan.nblocks ? nranges : 0, seal, &written);
+					      plan.nblocks ? nranges : 0, checksum, &written);
 	r.nbytes = written;
 	k->with.residual = NULL;
 	k->with.flags = 0;

@@ -17,12 +17,12 @@ static void store(uint8_t *p, uint64_t x, int nbytes)
 		p[i] = (uint8_t)(x >> 8 * i);
 }
 
-static uint64_t seal_of(uint64_t d, uint64_t block)
+static uint64_t block_checksum(uint64_t d, uint64_t block)
 {
 	return bits_mix64(d ^ (block + 1) * 0x9e3779b97f4a7c15ull);
 }
 
-void grammar_seal(uint8_t *f, size_t nbytes)
+void grammar_recompute_checksums(uint8_t *f, size_t nbytes)
 {
 	uint64_t header = WIRE_AT_SHAPE + 8 * (uint64_t)(nbytes > 7 ? f[WIRE_AT_RANK] : 0), n = 1, side, nblocks, at,
 		 sum;
@@ -40,7 +40,7 @@ void grammar_seal(uint8_t *f, size_t nbytes)
 	side = load(f + WIRE_AT_SIDE_NBYTES, 4);
 	nblocks = load(f + WIRE_AT_NBLOCKS, 4);
 	if (f[WIRE_AT_LAYOUT] == WIRE_LAYOUT_STORED) {
-		sum += seal_of(digest(f + header, nbytes - (size_t)header, WIRE_SEED_REGION), 0);
+		sum += block_checksum(digest(f + header, nbytes - (size_t)header, WIRE_SEED_REGION), 0);
 		store(f + WIRE_AT_CHECKSUM, sum, 8);
 		return;
 	}
@@ -70,7 +70,7 @@ void grammar_seal(uint8_t *f, size_t nbytes)
 			d += digest(f + plane + first, (size_t)m, WIRE_SEED_PLANE + p);
 			plane += stride;
 		}
-		d = seal_of(d, b);
+		d = block_checksum(d, b);
 		store(entry + 4, d >> 32, 4);
 		sum += d;
 		at = end;
@@ -288,7 +288,7 @@ static void spoil(struct maker *m, uint64_t what)
 	if (what == 5)
 		shorten(g);
 	g->planted += what > 0;
-	grammar_seal(g->frame, g->nbytes);
+	grammar_recompute_checksums(g->frame, g->nbytes);
 	if (what == 2)
 		g->frame[noise(&m->s) % g->nbytes] ^= (uint8_t)(1 << below(&m->s, 8));
 	if (what == 3)

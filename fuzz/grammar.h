@@ -37,6 +37,6 @@ void grammar_free(struct grammar *g);
  * Recompute all checksums, as an attacker can forge them, for any header and as far as its sections lie within the
  * frame.
  */
-void grammar_seal(uint8_t *frame, size_t nbytes);
+void grammar_recompute_checksums(uint8_t *frame, size_t nbytes);
 
 #endif

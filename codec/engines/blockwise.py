@@ -46,7 +46,7 @@ def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: 
             return None
         check(status)
     cuts, places, limits = _lay_out(plan, capacity, threads)
-    seals, end = ffi.new("uint64_t[]", len(cuts)), ffi.new("uint64_t[]", len(cuts))
+    checksums, end = ffi.new("uint64_t[]", len(cuts)), ffi.new("uint64_t[]", len(cuts))
     nbytes = work_size[0]
     works = [library.new_bytes(nbytes) for _ in range(min(threads, len(cuts)))]
     done = [False] * len(cuts)
@@ -54,7 +54,17 @@ def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: 
 
     def task(i: int, w: int) -> int:
         status: int = loops.codec_encode_blocks(
-            call.tensor, dst, limits[i], call.context, job, *cuts[i], places[i], end + i, seals + i, works[w], nbytes
+            call.tensor,
+            dst,
+            limits[i],
+            call.context,
+            job,
+            *cuts[i],
+            places[i],
+            end + i,
+            checksums + i,
+            works[w],
+            nbytes,
         )
         done[i] = status == 0
         move()
@@ -78,9 +88,9 @@ def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: 
         if status in (_SHORT_OUTPUT, Status.LIMIT):
             return None
         check(status)
-    seal = sum(seals) % (1 << 64)
+    checksum = sum(checksums) % (1 << 64)
     counts = [count for _, count in cuts]
-    status = lib.codec_encode_close(t, dst, capacity, context, job, counts, places, len(cuts), seal, call.size)
+    status = lib.codec_encode_close(t, dst, capacity, context, job, counts, places, len(cuts), checksum, call.size)
     if status == _SHORT_OUTPUT:
         return None
     check(status)
@@ -133,13 +143,13 @@ def _pass_over_blocks(
 ) -> None:
     """Decode all blocks of a job into t, or only check them if t is None. Raise the error of the lowest block."""
     cuts = pool.ranges(info.nblocks, threads)
-    faults, seals = ffi.new("codec_fault[]", len(cuts)), ffi.new("uint64_t[]", len(cuts))
+    faults, checksums = ffi.new("codec_fault[]", len(cuts)), ffi.new("uint64_t[]", len(cuts))
     contexts = _call.copy_contexts(call.context, faults, len(cuts))
     works = [library.new_bytes(work_nbytes) for _ in range(min(threads, len(cuts)))]
 
     def task(i: int, w: int) -> int:
         # `call` keeps all memory alive that the contexts point to
-        rest = contexts + i, job, *cuts[i], seals + i, works[w], work_nbytes
+        rest = contexts + i, job, *cuts[i], checksums + i, works[w], work_nbytes
         if t is None:
             return loops.codec_decode_check(source, nbytes, *rest)
         return loops.codec_decode_blocks(source, nbytes, call.tensor, *rest)
@@ -147,7 +157,7 @@ def _pass_over_blocks(
     for i, status in enumerate(pool.run(task, len(cuts), threads)):
         check(status, faults[i])
     if not call.context.flags & lib.CODEC_NO_CHECKSUM:
-        check(lib.codec_decode_close(call.context, job, sum(seals) % (1 << 64)), call.fault)
+        check(lib.codec_decode_close(call.context, job, sum(checksums) % (1 << 64)), call.fault)
 
 
 def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: int, threads: int) -> bool:
@@ -177,15 +187,15 @@ def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: i
         context.flags |= lib.CODEC_NO_CHECKSUM
     cuts = pool.ranges(read[0][0].nblocks, threads)
     handles = ffi.new("void *[]", jobs)
-    faults, seals = ffi.new("codec_fault[]", len(cuts)), ffi.new("uint64_t[]", len(cuts) * len(read))
+    faults, checksums = ffi.new("codec_fault[]", len(cuts)), ffi.new("uint64_t[]", len(cuts) * len(read))
     contexts = _call.copy_contexts(call.context, faults, len(cuts))
     works = [library.new_bytes(size) for _ in range(min(threads, len(cuts)))]
 
     def task(i: int, w: int) -> int:
         # `call` and `jobs` keep all memory alive that the contexts and handles point to
-        seal = seals + i * len(jobs)
+        own = checksums + i * len(jobs)
         return loops.codec_reduce_blocks(
-            pointers, sizes, len(jobs), op, call.tensor, contexts + i, handles, *cuts[i], seal, works[w], size
+            pointers, sizes, len(jobs), op, call.tensor, contexts + i, handles, *cuts[i], own, works[w], size
         )
 
     done = pool.run(task, len(cuts), threads)
@@ -198,6 +208,6 @@ def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: i
         check(status, faults[i])
     for j, job in enumerate(jobs):
         if not context.flags & lib.CODEC_NO_CHECKSUM:
-            seal = sum(seals[k] for k in range(j, len(seals), len(jobs)))
-            check(lib.codec_decode_close(context, job, seal % (1 << 64)), call.fault)
+            checksum = sum(checksums[k] for k in range(j, len(checksums), len(jobs)))
+            check(lib.codec_decode_close(context, job, checksum % (1 << 64)), call.fault)
     return True

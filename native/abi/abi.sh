@@ -7,8 +7,7 @@
 #   constants.txt  constants of the public headers
 #   imports.txt    symbols that the library may import, listed by hand: no malloc, no abort, no stdio in libcodec
 # Additions are recorded under the next CODEC_ABI_VERSION, or CODEC_CUDA_ABI_VERSION. Before version 0.1.0 is released,
-# names of fields, parameters and constants may change: record a rename in the commit that makes it, with the ABI version
-# unchanged, if numbers, types, sizes and offsets are as before. From version 0.1.0 on names are fixed, too.
+# names, functions and types may change with the ABI version unchanged: record a change in the commit that makes it.
 set -eu
 here=$(dirname "$0")
 native=$here/..
@@ -47,7 +46,7 @@ bad() {
 check_record() {
 	now=$(mktemp -d)
 	describe "$now"
-	advice='. If programs built before still work, or this is a rename before 0.1.0: make abi-baseline, and commit the record'
+	advice='. If programs built before still work, or version 0.1.0 is not released: make abi-baseline, and commit the record'
 	abidiff --no-added-syms "$record/types.abi" "$now/types.abi" || bad "functions or types are not those of $record$advice"
 	for file in symbols.txt constants.txt; do
 		diff -u "$record/$file" "$now/$file" || bad "not what $record/$file says$advice"

@@ -19,7 +19,7 @@
 
 static void test_tables_match_their_formulas(void **unused)
 {
-	static const uint32_t key[] = {SEAL_KEYS};
+	static const uint32_t key[] = {CHECKSUM_KEYS};
 
 	(void)unused;
 	for (uint32_t i = 0; i < WIRE_CHUNK_WORDS; i++)
@@ -587,7 +587,7 @@ static void test_steps_reject_other_tensors(void **unused)
 	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = CODEC_FLOAT32, .rank = 1, .shape = {N}, .nbytes = 4 * N};
 	codec_tensor other = t;
 	size_t bound, job_nbytes, work_nbytes_, written, whole;
-	uint64_t end, seal, count, at;
+	uint64_t end, checksum, count, at;
 	uint8_t *frame, *again, *job, *work;
 	codec_plan plan;
 
@@ -611,28 +611,28 @@ static void test_steps_reject_other_tensors(void **unused)
 	other.nbytes = 4 * N - 4;
 	other.shape[0] = N - 1;
 	assert_int_equal(
-		codec_encode_blocks(&other, frame, bound, NULL, job, 0, count, at, &end, &seal, work, work_nbytes_),
+		codec_encode_blocks(&other, frame, bound, NULL, job, 0, count, at, &end, &checksum, work, work_nbytes_),
 		CODEC_BAD_ARGUMENT);
 	other = t;
 	other.dtype = CODEC_INT32;
 	assert_int_equal(
-		codec_encode_blocks(&other, frame, bound, NULL, job, 0, count, at, &end, &seal, work, work_nbytes_),
+		codec_encode_blocks(&other, frame, bound, NULL, job, 0, count, at, &end, &checksum, work, work_nbytes_),
 		CODEC_BAD_ARGUMENT);
 	assert_int_equal(
-		codec_encode_blocks(&t, frame, at - 8, NULL, job, 0, count, at, &end, &seal, work, work_nbytes_),
+		codec_encode_blocks(&t, frame, at - 8, NULL, job, 0, count, at, &end, &checksum, work, work_nbytes_),
 		CODEC_BAD_ARGUMENT);
 	assert_int_equal(
-		codec_encode_blocks(&t, frame, bound, NULL, job, 1, count, at, &end, &seal, work, work_nbytes_),
+		codec_encode_blocks(&t, frame, bound, NULL, job, 1, count, at, &end, &checksum, work, work_nbytes_),
 		CODEC_BAD_ARGUMENT);
 	assert_int_equal(
-		codec_encode_blocks(&t, frame, bound, NULL, job, 0, count, at, &end, &seal, work, work_nbytes_ - 1),
+		codec_encode_blocks(&t, frame, bound, NULL, job, 0, count, at, &end, &checksum, work, work_nbytes_ - 1),
 		CODEC_SHORT_SCRATCH);
 	assert_int_equal(
-		codec_encode_blocks(&t, frame, bound, NULL, job, 0, count, at, &end, &seal, work, work_nbytes_),
+		codec_encode_blocks(&t, frame, bound, NULL, job, 0, count, at, &end, &checksum, work, work_nbytes_),
 		CODEC_OK);
-	assert_int_equal(codec_encode_close(&t, frame, at - 8, NULL, job, &count, &at, 1, seal, &written),
+	assert_int_equal(codec_encode_close(&t, frame, at - 8, NULL, job, &count, &at, 1, checksum, &written),
 			 CODEC_BAD_ARGUMENT);
-	assert_int_equal(codec_encode_close(&t, frame, bound, NULL, job, &count, &at, 1, seal, &written), CODEC_OK);
+	assert_int_equal(codec_encode_close(&t, frame, bound, NULL, job, &count, &at, 1, checksum, &written), CODEC_OK);
 	assert_int_equal(written, whole);
 	assert_memory_equal(frame, again, whole);
 	free(t.data);

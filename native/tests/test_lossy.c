@@ -157,7 +157,7 @@ static void test_round_trip_between_guard_pages(void **unused)
 static codec_status encode_steps(const codec_spec *spec, const codec_tensor *t, uint8_t *dst, size_t capacity,
 				 size_t *written, const codec_context *with)
 {
-	uint64_t counts[3] = {0}, ats[3], end, seal, total = 0;
+	uint64_t counts[3] = {0}, ats[3], end, checksum, total = 0;
 	size_t job_nbytes, work_nbytes;
 	codec_status status;
 	codec_plan plan;
@@ -180,9 +180,9 @@ static codec_status encode_steps(const codec_spec *spec, const codec_tensor *t, 
 		if (!counts[i])
 			continue;
 		ats[i] = plan.regions_at + first * plan.region_bound;
-		status = codec_encode_blocks(t, dst, capacity, with, job, first, counts[i], ats[i], &end, &seal, work,
-					     work_nbytes);
-		total += seal;
+		status = codec_encode_blocks(t, dst, capacity, with, job, first, counts[i], ats[i], &end, &checksum,
+					     work, work_nbytes);
+		total += checksum;
 	}
 	if (status == CODEC_OK)
 		status = codec_encode_close(t, dst, capacity, with, job, counts, ats, 3, total, written);

@@ -205,7 +205,7 @@ struct steps {
 	struct task *k;
 	void *job[FRAMES];
 	codec_plan plan;
-	uint64_t at[SLICES], count[SLICES], seal[SLICES][FRAMES], end[SLICES];
+	uint64_t at[SLICES], count[SLICES], checksums[SLICES][FRAMES], end[SLICES];
 	codec_status status[SLICES];
 	int add;
 	uint32_t op;
@@ -237,7 +237,7 @@ static void encode(void *p, uint64_t i)
 	s->at[i] = s->plan.regions_at + cut(s, i) * s->plan.region_bound;
 	s->status[i] =
 		codec_encode_blocks(&s->k->x, s->k->made, 2 * s->k->bound + 65536, &s->k->with, s->job[0], cut(s, i),
-				    s->count[i], s->at[i], s->end + i, s->seal[i], work, s->plan.work_nbytes);
+				    s->count[i], s->at[i], s->end + i, s->checksums[i], work, s->plan.work_nbytes);
 	free(work);
 	atomic_store(s->done + i, s->status[i] == CODEC_OK);
 	if (pthread_mutex_trylock(&s->moving))
@@ -264,7 +264,7 @@ static void decode(void *p, uint64_t i)
 	with.weight = 0.5f;
 	s->status[i] =
 		codec_decode_blocks(s->k->frame[0], s->k->nbytes[0], s->add ? &s->k->sum : &s->k->out, &with, s->job[0],
-				    cut(s, i), cut(s, i + 1) - cut(s, i), s->seal[i], work, s->plan.work_nbytes);
+				    cut(s, i), cut(s, i + 1) - cut(s, i), s->checksums[i], work, s->plan.work_nbytes);
 	free(work);
 }
 
@@ -275,7 +275,7 @@ static void reduce(void *p, uint64_t i)
 
 	s->status[i] = codec_reduce_blocks((const void *const *)s->k->frame, s->k->nbytes, FRAMES, s->op, &s->k->sum,
 					   &s->k->with, (const void *const *)s->job, cut(s, i),
-					   cut(s, i + 1) - cut(s, i), s->seal[i], work, s->plan.work_nbytes);
+					   cut(s, i + 1) - cut(s, i), s->checksums[i], work, s->plan.work_nbytes);
 	free(work);
 }
 
@@ -287,12 +287,12 @@ static codec_status status_of(const struct steps *s)
 	return CODEC_OK;
 }
 
-static uint64_t seal_of(const struct steps *s, int frame)
+static uint64_t checksum_of(const struct steps *s, int frame)
 {
 	uint64_t total = 0;
 
 	for (int i = 0; i < SLICES; i++)
-		total += s->seal[i][frame];
+		total += s->checksums[i][frame];
 	return total;
 }
 
@@ -323,7 +323,7 @@ static codec_status encode_steps(struct task *k, size_t *written)
 		TRY(status_of(&s));
 	}
 	TRY(codec_encode_close(&k->x, k->made, capacity, &k->with, s.job[0], s.count, s.at, blocks ? SLICES : 0,
-			       seal_of(&s, 0), written));
+			       checksum_of(&s, 0), written));
 	pthread_mutex_destroy(&s.moving);
 	free(s.job[0]);
 	return status;
@@ -341,7 +341,7 @@ static codec_status decode_steps(struct task *k, int add)
 	if (status == CODEC_OK && s.plan.nblocks) {
 		run_all(decode, &s, SLICES);
 		TRY(status_of(&s));
-		TRY(codec_decode_close(&with, s.job[0], seal_of(&s, 0)));
+		TRY(codec_decode_close(&with, s.job[0], checksum_of(&s, 0)));
 	}
 	free(s.job[0]);
 	return status;
@@ -364,7 +364,7 @@ static codec_status reduce_steps(struct task *k, uint32_t op)
 	}
 	for (int i = 0; i < FRAMES; i++) {
 		if (s.plan.nblocks)
-			TRY(codec_decode_close(&with, s.job[i], seal_of(&s, i)));
+			TRY(codec_decode_close(&with, s.job[i], checksum_of(&s, i)));
 		free(s.job[i]);
 	}
 	return status;

@@ -31,7 +31,7 @@ static void test_rejects_steps_out_of_order(void **unused)
 	codec_spec spec = spec_of(CODEC_SIGN);
 	codec_tensor t = tensor(x, N), to = tensor(out, N);
 	codec_context with = context();
-	uint64_t end, seal, at, count;
+	uint64_t end, checksum, at, count;
 	size_t job_nbytes, work_nbytes, written;
 	codec_plan plan;
 	void *job, *work;
@@ -43,10 +43,11 @@ static void test_rejects_steps_out_of_order(void **unused)
 	work = malloc(work_nbytes);
 #define SCAN() codec_encode_scan(&t, &with, job, 0, plan.nscans)
 #define START() codec_encode_start(&t, frame, sizeof frame, &with, job, &plan)
-#define BLOCKS() codec_encode_blocks(&t, frame, sizeof frame, &with, job, 0, count, at, &end, &seal, work, work_nbytes)
+#define BLOCKS()                                                                                                       \
+	codec_encode_blocks(&t, frame, sizeof frame, &with, job, 0, count, at, &end, &checksum, work, work_nbytes)
 #define MOVE(count, from, to) codec_encode_move(job, frame, sizeof frame, 0, count, from, to, &end)
-#define CLOSE() codec_encode_close(&t, frame, sizeof frame, &with, job, &count, &at, 1, seal, &written)
-	count = at = seal = 0;
+#define CLOSE() codec_encode_close(&t, frame, sizeof frame, &with, job, &count, &at, 1, checksum, &written)
+	count = at = checksum = 0;
 	plan.nscans = 0;
 	assert_int_equal(SCAN(), CODEC_BAD_ARGUMENT); /* memory without a job */
 	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
@@ -64,7 +65,7 @@ static void test_rejects_steps_out_of_order(void **unused)
 	assert_int_equal(START(), CODEC_BAD_ARGUMENT);
 	assert_int_equal(SCAN(), CODEC_BAD_ARGUMENT);
 	at = plan.regions_at;
-	assert_int_equal(codec_decode_blocks(frame, sizeof frame, &to, &with, job, 0, 1, &seal, work, work_nbytes),
+	assert_int_equal(codec_decode_blocks(frame, sizeof frame, &to, &with, job, 0, 1, &checksum, work, work_nbytes),
 			 CODEC_BAD_ARGUMENT);
 	with.residual = residual;
 	assert_int_equal(
@@ -92,15 +93,16 @@ static void test_rejects_steps_out_of_order(void **unused)
 	with.flags = 0;
 	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, job_nbytes, &plan), CODEC_OK);
 	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT);
-	assert_int_equal(codec_decode_check(frame, written, &with, job, 0, count, &seal, work, work_nbytes), CODEC_OK);
-	assert_int_equal(codec_decode_close(&with, job, seal), CODEC_OK);
-	assert_true(all_seven(out));
-	assert_int_equal(codec_decode_blocks(frame, written, NULL, &with, job, 0, count, &seal, work, work_nbytes),
-			 CODEC_BAD_ARGUMENT);
-	assert_int_equal(codec_decode_blocks(frame, written, &to, &with, job, 0, count, &seal, work, work_nbytes),
+	assert_int_equal(codec_decode_check(frame, written, &with, job, 0, count, &checksum, work, work_nbytes),
 			 CODEC_OK);
-	assert_int_equal(codec_decode_close(&with, job, seal), CODEC_OK);
-	assert_int_equal(codec_decode_close(&with, job, seal + 1), CODEC_CHECKSUM);
+	assert_int_equal(codec_decode_close(&with, job, checksum), CODEC_OK);
+	assert_true(all_seven(out));
+	assert_int_equal(codec_decode_blocks(frame, written, NULL, &with, job, 0, count, &checksum, work, work_nbytes),
+			 CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_decode_blocks(frame, written, &to, &with, job, 0, count, &checksum, work, work_nbytes),
+			 CODEC_OK);
+	assert_int_equal(codec_decode_close(&with, job, checksum), CODEC_OK);
+	assert_int_equal(codec_decode_close(&with, job, checksum + 1), CODEC_CHECKSUM);
 	free(job);
 	free(work);
 }
@@ -112,7 +114,7 @@ static void test_steps_require_metric(void **unused)
 	codec_tensor t = tensor(x, N), state = tensor(theta, N), to = tensor(out, N);
 	codec_metric metric = {.struct_nbytes = sizeof metric, .theta_term = 3, .theta = &state};
 	codec_context with = context();
-	uint64_t end, seal, at, count;
+	uint64_t end, checksum, at, count;
 	size_t written;
 	codec_plan plan;
 	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
@@ -138,9 +140,9 @@ static void test_steps_require_metric(void **unused)
 	with.residual = NULL;
 	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, job_nbytes, NULL), CODEC_OK);
 	with.metric = NULL;
-	assert_int_equal(codec_decode_check(frame, written, &with, job, 0, count, &seal, work, work_nbytes),
+	assert_int_equal(codec_decode_check(frame, written, &with, job, 0, count, &checksum, work, work_nbytes),
 			 CODEC_MISSING_STATE);
-	assert_int_equal(codec_decode_blocks(frame, written, &to, &with, job, 0, count, &seal, work, work_nbytes),
+	assert_int_equal(codec_decode_blocks(frame, written, &to, &with, job, 0, count, &checksum, work, work_nbytes),
 			 CODEC_MISSING_STATE);
 	assert_true(all_seven(out));
 	free(job);
@@ -154,7 +156,7 @@ static void test_steps_with_residual_require_bound(void **unused)
 	codec_tensor t = tensor(x, N);
 	codec_context with = context();
 	size_t job_nbytes, work_nbytes, bound;
-	uint64_t end, seal;
+	uint64_t end, checksum;
 
 	(void)unused;
 	fill();
@@ -181,8 +183,8 @@ static void test_steps_with_residual_require_bound(void **unused)
 			}
 			if (status == CODEC_OK)
 				status = codec_encode_blocks(&t, frame, plan.regions_at + plan.region_bound - 8, &with,
-							     job, 0, plan.nblocks, plan.regions_at, &end, &seal, work,
-							     work_nbytes);
+							     job, 0, plan.nblocks, plan.regions_at, &end, &checksum,
+							     work, work_nbytes);
 			assert_int_equal(status, CODEC_SHORT_OUTPUT);
 			assert_true(all_seven(residual));
 		}
@@ -201,7 +203,7 @@ static void test_step_can_be_repeated_with_more_room(void **unused)
 	codec_context with = context(), plain = context();
 	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
 	const size_t work_nbytes = SCRATCH;
-	uint64_t end, seal, at, count;
+	uint64_t end, checksum, at, count;
 
 	(void)unused;
 	for (int i = 0; i < 2; i++) {
@@ -227,7 +229,7 @@ static void test_step_can_be_repeated_with_more_room(void **unused)
 		assert_int_equal(status, CODEC_SHORT_OUTPUT);
 		count = plan.nblocks;
 		at = plan.regions_at;
-		seal = 0;
+		checksum = 0;
 		assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT);
 		assert_int_equal(MOVE(count, at, at), CODEC_BAD_ARGUMENT);
 		assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
@@ -266,7 +268,7 @@ static void test_job_size_of_plan_suffices(void **unused)
 		size_t written, most, work_nbytes, both, short_of;
 		codec_spec spec = SPECS[i];
 		codec_plan plan;
-		uint64_t seal;
+		uint64_t checksum;
 		struct guarded g;
 
 		spec.struct_nbytes = sizeof spec;
@@ -282,10 +284,10 @@ static void test_job_size_of_plan_suffices(void **unused)
 		assert_int_equal(codec_decode_open(frame, written, &to, &with, g.p + 1, short_of, NULL),
 				 CODEC_SHORT_SCRATCH);
 		assert_int_equal(codec_decode_open(frame, written, &to, &with, g.p, plan.job_nbytes, NULL), CODEC_OK);
-		assert_int_equal(
-			codec_decode_blocks(frame, written, &to, &with, g.p, 0, plan.nblocks, &seal, work, work_nbytes),
-			CODEC_OK);
-		assert_int_equal(codec_decode_close(&with, g.p, seal), CODEC_OK);
+		assert_int_equal(codec_decode_blocks(frame, written, &to, &with, g.p, 0, plan.nblocks, &checksum, work,
+						     work_nbytes),
+				 CODEC_OK);
+		assert_int_equal(codec_decode_close(&with, g.p, checksum), CODEC_OK);
 		unguard(g);
 	}
 	free(work);
@@ -299,7 +301,7 @@ static void test_check_only_writes_nothing(void **unused)
 	(void)unused;
 	for (int i = 0; i < 6; i++) {
 		codec_spec spec = spec_of(i % 3 == 2 ? CODEC_QUANTIZE : CODEC_LOSSLESS);
-		uint64_t n = i % 3 ? N : 100, seal, seals[2]; /* 100 values give a stored frame */
+		uint64_t n = i % 3 ? N : 100, checksum, checksums[2]; /* 100 values give a stored frame */
 		codec_tensor t = tensor(x, n), to = tensor(out, n);
 		codec_context with = context();
 		const void *frames[] = {frame, i < 3 ? frame : other}, *jobs[2] = {0};
@@ -338,14 +340,14 @@ static void test_check_only_writes_nothing(void **unused)
 					 CODEC_OK);
 			for (int k = 0; k < 3; k++) {
 				with.flags = FLAGS[k];
-				assert_int_equal(
-					codec_decode_check(frame, nbytes[0], &with, job, 0, 1, &seal, work, SCRATCH),
-					CODEC_BAD_ARGUMENT);
-				assert_int_equal(codec_decode_blocks(frame, nbytes[0], &to, &with, job, 0, 1, &seal,
+				assert_int_equal(codec_decode_check(frame, nbytes[0], &with, job, 0, 1, &checksum, work,
+								    SCRATCH),
+						 CODEC_BAD_ARGUMENT);
+				assert_int_equal(codec_decode_blocks(frame, nbytes[0], &to, &with, job, 0, 1, &checksum,
 								     work, SCRATCH),
 						 CODEC_BAD_ARGUMENT);
 				assert_int_equal(codec_reduce_blocks(frames, nbytes, 1, CODEC_REDUCE_SUM, &to, &with,
-								     jobs, 0, 1, seals, work, SCRATCH),
+								     jobs, 0, 1, checksums, work, SCRATCH),
 						 CODEC_BAD_ARGUMENT);
 			}
 			assert_true(all_seven(out));
@@ -363,7 +365,7 @@ static void test_rejects_ranges_beyond_blocks(void **unused)
 	codec_context with = context();
 	const void *frames[] = {frame}, *jobs[1];
 	size_t written;
-	uint64_t seal;
+	uint64_t checksum;
 	codec_plan plan;
 	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
 
@@ -374,7 +376,7 @@ static void test_rejects_ranges_beyond_blocks(void **unused)
 	with.into = CODEC_INTO_FLOAT32;
 	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, SCRATCH, &plan), CODEC_OK);
 #define SOME(first, n)                                                                                                 \
-	codec_reduce_blocks(frames, &written, 1, CODEC_REDUCE_SUM, &to, &with, jobs, first, n, &seal, work, SCRATCH)
+	codec_reduce_blocks(frames, &written, 1, CODEC_REDUCE_SUM, &to, &with, jobs, first, n, &checksum, work, SCRATCH)
 	assert_int_equal(SOME(2, UINT64_MAX), CODEC_BAD_ARGUMENT);
 	assert_int_equal(SOME(0, plan.nblocks + 1), CODEC_BAD_ARGUMENT);
 	assert_int_equal(SOME(plan.nblocks + 1, 0), CODEC_BAD_ARGUMENT);

@@ -328,8 +328,8 @@ def test_every_damaged_byte_of_headers_and_side_sections(cuda, name):
     for i in every(3, range(48 + 8 * len(info.shape) + int.from_bytes(frame[12:16], "little"))):
         mutant = bytearray(frame)
         mutant[i] ^= 1 << int(rng.integers(8))
-        sealed = recompute_checksums(bytes(mutant))
-        check_outcome(cuda, bytes(mutant) if sealed is None else sealed, info.spec, info.dtype, info.shape)
+        recomputed = recompute_checksums(bytes(mutant))
+        check_outcome(cuda, bytes(mutant) if recomputed is None else recomputed, info.spec, info.dtype, info.shape)
 
 
 @pytest.mark.parametrize("name", list(GOLDEN)[::11])

@@ -161,7 +161,7 @@ def test_sign_blocks_encoded_by_numpy(segments) -> None:
     assert sizes[0] == view.directory_offset
     assert frame[16:32] == bytes(16)  # size and checksum are not set
     checksum, _ = checksums_of(bytes(frame[:at]), view, plan.nblocks)
-    check(lib.codec_encode_seal(job, at, checksum, dst, len(frame)))
+    check(lib.codec_encode_final_head(job, at, checksum, dst, len(frame)))
     assert bytes(frame[:at]) == expected
     codec.verify(expected)
 
@@ -196,7 +196,7 @@ def test_job_opened_by_shape_alone(spec) -> None:
         lib.codec_encode_start(t, head, 2 * x.nbytes, ffi.NULL, job, plan),
         lib.codec_encode_blocks(t, head, 2 * x.nbytes, ffi.NULL, job, 0, 1, 4096, end, end + 1, work, len(work)),
         lib.codec_encode_close(t, head, 2 * x.nbytes, ffi.NULL, job, end, end, 0, 0, sizes),
-        lib.codec_encode_seal(job, 1 << 16, 0, head, 2 * x.nbytes),
+        lib.codec_encode_final_head(job, 1 << 16, 0, head, 2 * x.nbytes),
     ]
     assert steps == [lib.CODEC_BAD_ARGUMENT] * 5
 

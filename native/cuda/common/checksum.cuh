@@ -11,7 +11,7 @@
 
 #define CHUNK_ROWS (WIRE_CHUNK_WORDS / 32)
 
-static __device__ const uint32_t SEAL_KEY[WIRE_CHUNK_WORDS] = {SEAL_KEYS};
+static __device__ const uint32_t CHECKSUM_KEY[WIRE_CHUNK_WORDS] = {CHECKSUM_KEYS};
 
 /*
  * Running checksum of one stream of bytes. `sum`: sum over this lane's words of the current chunk. `mine`: sum over all
@@ -25,7 +25,7 @@ struct digest {
 /* Add one word a lane: row `row` (of 32 words) of the stream. Rows of a chunk may come in any order. */
 DEVICE void digest_word(digest *d, uint32_t word, uint32_t row, uint32_t lane)
 {
-	d->sum += (uint64_t)word * SEAL_KEY[row % CHUNK_ROWS * 32 + lane];
+	d->sum += (uint64_t)word * CHECKSUM_KEY[row % CHUNK_ROWS * 32 + lane];
 }
 
 /* End the current chunk, whose index is `chunk`: add up the sums of all lanes, and start the next chunk at 0. */
@@ -40,7 +40,7 @@ DEVICE void digest_end_chunk(digest *d, uint32_t chunk, uint32_t lane)
 /* Return the checksum of chunks `first` to `first` + count - 1. The latest 32 chunks are kept: count is at most 32. */
 DEVICE uint64_t digest_sum(const digest *d, uint64_t first, uint32_t count, uint32_t seed, uint32_t lane)
 {
-	return warp_sum(lane < count ? seal_chunk(d->mine, seed, first + lane) : (uint64_t)0);
+	return warp_sum(lane < count ? checksum_of_chunk(d->mine, seed, first + lane) : (uint64_t)0);
 }
 
 /* Load this lane's words of a whole chunk at `from`, a multiple of 4. */
@@ -55,7 +55,7 @@ DEVICE uint64_t sum_chunk(const uint32_t word[CHUNK_ROWS], uint32_t lane)
 	uint64_t sum = 0;
 
 	for (uint32_t k = 0; k < CHUNK_ROWS; k++)
-		sum += (uint64_t)word[k] * SEAL_KEY[32 * k + lane];
+		sum += (uint64_t)word[k] * CHECKSUM_KEY[32 * k + lane];
 	return sum;
 }
 
@@ -73,7 +73,7 @@ static __device__ uint64_t lane_sum(const uint8_t *p, uint64_t nbytes, uint64_t 
 	for (uint32_t k = lane; k < WIRE_CHUNK_WORDS && from + 4 * k < nbytes; k += 32) {
 		uint64_t left = nbytes - from - 4 * k;
 
-		sum += (uint64_t)load_bytes(p + from + 4 * k, left < 4 ? (uint32_t)left : 4) * SEAL_KEY[k];
+		sum += (uint64_t)load_bytes(p + from + 4 * k, left < 4 ? (uint32_t)left : 4) * CHECKSUM_KEY[k];
 	}
 	return sum;
 }
@@ -81,7 +81,7 @@ static __device__ uint64_t lane_sum(const uint8_t *p, uint64_t nbytes, uint64_t 
 /* Return the checksum of chunk i of nbytes bytes at p. */
 static __device__ uint64_t digest_chunk(const uint8_t *p, uint64_t nbytes, uint32_t seed, uint64_t i, uint32_t lane)
 {
-	return seal_chunk(warp_sum(lane_sum(p, nbytes, i, lane)), seed, i);
+	return checksum_of_chunk(warp_sum(lane_sum(p, nbytes, i, lane)), seed, i);
 }
 
 /* Return the checksum of nbytes bytes at p. */

@@ -8,7 +8,7 @@
 
 #include "codec/codec_engine.h"
 #include "exact/bits.h"
-#include "exact/seal.h"
+#include "exact/checksum.h"
 #include "exact/wire.h"
 
 #define DEVICE static __device__ __forceinline__

@@ -137,9 +137,9 @@ DEVICE_CALL uint64_t put_side(const codec_view *v, const uint8_t *memory, const 
 			for (uint32_t b = 0; b < 4; b++)
 				word |= side_byte(v, memory, c, at + b) << 8 * b;
 		*(uint32_t *)(frame + v->side_offset + at) = word;
-		sum += (uint64_t)word * SEAL_KEY[k];
+		sum += (uint64_t)word * CHECKSUM_KEY[k];
 	}
-	return seal_chunk(cta_sum(sum), WIRE_SEED_SIDE, i);
+	return checksum_of_chunk(cta_sum(sum), WIRE_SEED_SIDE, i);
 }
 
 /* Copy chunk i of the tensor's nbytes bytes to `to`, the data of a stored frame. Returns its checksum. By one warp. */
@@ -155,9 +155,9 @@ DEVICE_CALL uint64_t put_stored(const uint8_t *values, uint64_t nbytes, uint8_t 
 			*(uint32_t *)(to + at) = word;
 		for (uint32_t b = 0; b < left && left < 4; b++)
 			to[at + b] = (uint8_t)(word >> 8 * b);
-		sum += (uint64_t)word * SEAL_KEY[k];
+		sum += (uint64_t)word * CHECKSUM_KEY[k];
 	}
-	return seal_chunk(warp_sum(sum), WIRE_SEED_REGION, i);
+	return checksum_of_chunk(warp_sum(sum), WIRE_SEED_REGION, i);
 }
 
 /* Return the residual of value i in a stored or lossless frame: the rounding error of tensor + residual. */
@@ -257,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const
 
 	if (!fault)
 		put_header(&v, e.head, stored, stored ? stored_nbytes : seen->end,
-			   stored ? seal_block(seen->stored, 0) : seen->checksum, frame, (uint8_t *)image, lane);
+			   stored ? checksum_of_block(seen->stored, 0) : seen->checksum, frame, (uint8_t *)image, lane);
 	if (lane == 0) {
 		out->nbytes = fault ? 0 : stored ? stored_nbytes : seen->end;
 		out->fault = fault;

@@ -48,7 +48,7 @@ static __device__ codec_status check_frame(const codec_view *v, const uint8_t *f
 	return __any_sync(FULL, bad) ? CODEC_BAD_HEADER : CODEC_OK;
 }
 
-/* Return the checksum of block b, read from the frame: of its region and its parts of the fixed planes. */
+/* Return the digest of block b, read from the frame: of its region and its parts of the fixed planes. */
 static __device__ uint64_t digest_block(const codec_view *v, uint64_t b, const cursor *c, int size, uint32_t lane)
 {
 	uint64_t total = digest_bytes(here(c), left(c), WIRE_SEED_REGION, lane), at = v->planes_offset;
@@ -134,8 +134,8 @@ template <uint32_t PAIR_BITS, class F> DEVICE void decode_blocks(const codec_dec
 				checksum += digest_bytes(here(&c), left(&c), WIRE_SEED_REGION, lane);
 			else /* read() has stopped before it had read all of the block */
 				checksum = digest_block(&v, b, &c, size, lane);
-			checksum = seal_block(checksum, b);
-			if (load32(entry + 4) != seal_short(checksum))
+			checksum = checksum_of_block(checksum, b);
+			if (load32(entry + 4) != checksum_short(checksum))
 				status = CODEC_CHECKSUM;
 			if (b % ENTRIES == 0)
 				checksum += digest_chunk(frame + v.directory_offset, WIRE_DIRECTORY_ENTRY * v.nblocks,

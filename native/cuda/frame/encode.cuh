@@ -110,7 +110,7 @@ static __device__ void put_entry(const codec_view *v, const codec_encoding &e, u
 {
 	if (end <= e.capacity && lane < 2)
 		((uint32_t *)(e.frame + v->directory_offset + WIRE_DIRECTORY_ENTRY * b))[lane] =
-			lane ? seal_short(checksum) : (uint32_t)(end / WIRE_ALIGN);
+			lane ? checksum_short(checksum) : (uint32_t)(end / WIRE_ALIGN);
 	if (lane == 0) {
 		atomicAdd(&e.out->checksum, (unsigned long long)checksum);
 		if (end > e.capacity || end / WIRE_ALIGN > 0xffffffffu)
@@ -129,7 +129,7 @@ static __device__ void put_region(const codec_view *v, const codec_encoding &e, 
 				  uint32_t size, uint64_t planes, uint32_t lane)
 {
 	uint64_t at = v->regions_offset + look_back(e.places, b, size, lane), end = at + size;
-	uint64_t checksum = seal_block(planes + digest_bytes(region, size, WIRE_SEED_REGION, lane), b);
+	uint64_t checksum = checksum_of_block(planes + digest_bytes(region, size, WIRE_SEED_REGION, lane), b);
 
 	for (uint32_t i = lane; end <= e.capacity && i < size / 4; i += 32)
 		((uint32_t *)(e.frame + at))[i] = ((const uint32_t *)region)[i];

@@ -201,7 +201,7 @@ DEVICE void read_whole_rows(const job *j, plane *top, const pairs &by, const uin
 {
 	const int octave = octave_of(j->v.dtype), round = ROUND_OF(octave);
 	const uint32_t length = o->length ? o->length : ~0u; /* no rows: one that has no end */
-	const uint32_t *key = SEAL_KEY + lane;
+	const uint32_t *key = CHECKSUM_KEY + lane;
 	const uint8_t *from = global(fixed) + 4 * (32 * r + lane);
 	const uint64_t stride = j->v.plane_stride;
 	uint32_t column = o->column, row = o->row, eighths = row_pair(o->eighths, round);

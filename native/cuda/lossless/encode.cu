@@ -265,7 +265,7 @@ DEVICE void write_whole_rows(const job *j, const uint8_t *from, uint8_t *section
 			     common *same, uint32_t r, uint32_t lane)
 {
 	const int octave = octave_of(j->v.dtype), round = ROUND_OF(octave);
-	const uint32_t *key = SEAL_KEY + lane;
+	const uint32_t *key = CHECKSUM_KEY + lane;
 	uint32_t column = o->length ? o->column : ~0u, row = o->row, eighths = row_pair(o->eighths, round), *to[SIZE];
 
 	for (int p = 1; p < SIZE; p++)
@@ -417,7 +417,7 @@ DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b
 			checksum += digest_sum(&sums[p], 0, chunks, WIRE_SEED_PLANE + p, lane);
 		put32(e.frame + at, WIRE_MODE_CODED, lane);
 		end_region(e.frame + at, 4 + got, lane);
-		checksum = seal_block(checksum + digest_bytes(e.frame + at, size, WIRE_SEED_REGION, lane), b);
+		checksum = checksum_of_block(checksum + digest_bytes(e.frame + at, size, WIRE_SEED_REGION, lane), b);
 	}
 	put_entry(&v, e, b, at + size, checksum, lane);
 	return true;

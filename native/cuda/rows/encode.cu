@@ -48,7 +48,7 @@ template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_row
 			put_region(&v, e, b, region, status == CODEC_OK ? size : 8, 0, lane);
 		else if (at + size <= e.capacity)
 			put_entry(&v, e, b, at + size,
-				  seal_block(digest_bytes(region, size, WIRE_SEED_REGION, lane), b), lane);
+				  checksum_of_block(digest_bytes(region, size, WIRE_SEED_REGION, lane), b), lane);
 		else
 			put_entry(&v, e, b, at + size, 0, lane);
 	}

@@ -351,9 +351,9 @@ DEVICE codec_status check_digests(const summed &s, uint64_t b, uint32_t known, u
 
 		if (!of->checks || !(known >> f & 1))
 			continue;
-		uint64_t checksum = seal_block(digest_bytes(region, nbytes, WIRE_SEED_REGION, lane), b);
+		uint64_t checksum = checksum_of_block(digest_bytes(region, nbytes, WIRE_SEED_REGION, lane), b);
 
-		if (lane == f && load32(directory + WIRE_DIRECTORY_ENTRY * b + 4) != seal_short(checksum))
+		if (lane == f && load32(directory + WIRE_DIRECTORY_ENTRY * b + 4) != checksum_short(checksum))
 			status = CODEC_CHECKSUM;
 		if (b % ENTRIES == 0)
 			checksum += digest_chunk(directory, WIRE_DIRECTORY_ENTRY * of->view->nblocks,

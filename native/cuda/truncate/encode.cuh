@@ -418,7 +418,7 @@ DEVICE void write_cut(const codec_encoding &e, const job *j, const codec_source 
 			put_pieces(c, first, m, l.places, levels, region, lane);
 		}
 		end_region(region, end + l.bytes, lane);
-		checksum = seal_block(digest_bytes(region, size, WIRE_SEED_REGION, lane), b);
+		checksum = checksum_of_block(digest_bytes(region, size, WIRE_SEED_REGION, lane), b);
 	}
 	put_entry(&v, e, b, at + size, checksum, lane);
 }

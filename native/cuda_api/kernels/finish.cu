@@ -26,7 +26,7 @@ DEVICE uint32_t found_status(const opened *o, const found *f, uint32_t *block)
 		*block = order > 0xffffffffu ? 0xffffffffu : (uint32_t)order;
 		return (uint32_t)f->fault & 255;
 	}
-	return f->checksum + o->seal == o->checksum ? CODEC_OK : CODEC_CHECKSUM;
+	return f->checksum + o->head_checksum == o->checksum ? CODEC_OK : CODEC_CHECKSUM;
 }
 
 /*

@@ -74,7 +74,7 @@ DEVICE_CALL void open_side(open_state *o, uint8_t *memory)
 }
 
 /* Return the checksum of header and side section. By all threads. */
-DEVICE_CALL uint64_t seal_head(open_state *o)
+DEVICE_CALL uint64_t head_checksum(open_state *o)
 {
 	const uint32_t lane = threadIdx.x % 32;
 	uint64_t sum = 0;
@@ -106,7 +106,7 @@ DEVICE void put_decodings(const opening &a, const uint64_t to[2], bool checks, b
 }
 
 /* Write what the following kernels read. An invalid frame gets a view that they can read, and no warps. By thread 0. */
-DEVICE_CALL void put_results(const open_state *o, uint64_t checksum, uint64_t seal)
+DEVICE_CALL void put_results(const open_state *o, uint64_t checksum, uint64_t head)
 {
 	const opening &a = o->a;
 	const bool valid = !o->status, stored = valid && !o->v.layout, first = a.checking[0] != 0;
@@ -121,7 +121,7 @@ DEVICE_CALL void put_results(const open_state *o, uint64_t checksum, uint64_t se
 	v.struct_nbytes = sizeof v;
 	*(codec_view *)a.view = v;
 	*(found *)a.found = {~0ull, 0, 0, 0};
-	*(opened *)a.opened = {v.frame_nbytes, checksum, seal, o->status, stored};
+	*(opened *)a.opened = {v.frame_nbytes, checksum, head, o->status, stored};
 	if (first)
 		put_decodings(a, a.checking, true, false, valid && !stored, stored);
 	put_decodings(a, a.decoding, !first, true, valid && !stored && !first, stored && !first);
@@ -131,7 +131,7 @@ DEVICE_CALL void put_results(const open_state *o, uint64_t checksum, uint64_t se
 extern "C" __global__ void __launch_bounds__(CTA_THREADS) open_frames(const opening *openings)
 {
 	__shared__ open_state o;
-	uint64_t checksum, seal = 0;
+	uint64_t checksum, head = 0;
 	bool bad = false;
 
 	share(&o.a, openings + blockIdx.y);
@@ -157,12 +157,12 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) open_frames(const open
 				       (book_lookup *)(memory + TABLE_NBYTES * (threadIdx.x / 32)));
 		bad = read_offsets(&o.s, &o.v, (const codec_model_part *)(memory + o.v.model_parts.at),
 				   (int8_t *)memory + o.v.offsets.at);
-		seal = seal_head(&o);
+		head = head_checksum(&o);
 	}
 	bad = cta_max(bad) != 0;
 	if (threadIdx.x == 0) {
 		if (!o.status)
 			o.status = bad ? CODEC_BAD_SIDE : close_side(&o.s);
-		put_results(&o, checksum, seal);
+		put_results(&o, checksum, head);
 	}
 }

@@ -67,8 +67,8 @@ struct found {
 /* What open_frames has found in a frame's header, for finish_decode. */
 struct opened {
 	uint64_t frame_nbytes;
-	uint64_t checksum; /* of the frame, by its header */
-	uint64_t seal;     /* checksum of header and side section */
+	uint64_t checksum;      /* of the frame, by its header */
+	uint64_t head_checksum; /* of header and side section */
 	uint32_t status;
 	uint32_t stored; /* 1: the tensor is stored uncompressed */
 };

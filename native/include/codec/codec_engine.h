@@ -74,7 +74,7 @@ CODEC_API codec_status codec_encode_start(const codec_tensor *src, void *dst, si
 
 /**
  * Encode blocks [first, first + count) into consecutive regions that begin at dst[at]. *end is the end of the last
- * region. Add *seal to the sum for codec_encode_close. `at` must be a multiple of 8 and at least plan->regions_at.
+ * region. Add *checksum to the sum for codec_encode_close. `at` must be a multiple of 8 and at least plan->regions_at.
  *
  * Ranges of blocks must not overlap in dst. A range needs at most count * plan->region_bound bytes. If capacity is less
  * than that for all ranges, begin each at plan->regions_at + first * plan->room and limit its `capacity` to the
@@ -85,7 +85,8 @@ CODEC_API codec_status codec_encode_start(const codec_tensor *src, void *dst, si
  */
 CODEC_API codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capacity,
 					   const codec_context *with, void *job, uint64_t first, uint64_t count,
-					   uint64_t at, uint64_t *end, uint64_t *seal, void *work, size_t work_nbytes);
+					   uint64_t at, uint64_t *end, uint64_t *checksum, void *work,
+					   size_t work_nbytes);
 
 /**
  * Move the regions of blocks [first, first + count), encoded at `at`, to `to`, the end of the preceding block's region.
@@ -97,12 +98,13 @@ CODEC_API codec_status codec_encode_move(const void *job, void *dst, size_t capa
 
 /**
  * Join the regions, write header, side section and checksum, and set *written to the frame's size. The `nranges` ranges
- * ascend without gaps: range i has counts[i] blocks, whose regions begin at ats[i]. `seal` is the sum (mod 2^64) of the
- * values that codec_encode_blocks returned. If the frame would be larger than the tensor, a stored frame replaces it.
+ * ascend without gaps: range i has counts[i] blocks, whose regions begin at ats[i]. `checksum` is the sum (mod 2^64) of
+ * the values that codec_encode_blocks returned. If the frame would be larger than the tensor, a stored frame replaces
+ * it.
  */
 CODEC_API codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capacity,
 					  const codec_context *with, void *job, const uint64_t *counts,
-					  const uint64_t *ats, size_t nranges, uint64_t seal, size_t *written);
+					  const uint64_t *ats, size_t nranges, uint64_t checksum, size_t *written);
 
 /**
  * Open a job that decodes a frame: check header, side section and directory, and build the tables. A stored tensor is
@@ -118,22 +120,22 @@ CODEC_API codec_status codec_decode_open(const void *frame, size_t nbytes, codec
  * CODEC_NO_CHECKSUM.
  */
 CODEC_API codec_status codec_decode_check(const void *frame, size_t nbytes, const codec_context *with, const void *job,
-					  uint64_t first, uint64_t count, uint64_t *seal, void *work,
+					  uint64_t first, uint64_t count, uint64_t *checksum, void *work,
 					  size_t work_nbytes);
 
-/** Decode blocks [first, first + count). *seal is the range's part of the checksum, for codec_decode_close. */
+/** Decode blocks [first, first + count). *checksum is the range's part of the checksum, for codec_decode_close. */
 CODEC_API codec_status codec_decode_blocks(const void *frame, size_t nbytes, codec_tensor *dst,
 					   const codec_context *with, const void *job, uint64_t first, uint64_t count,
-					   uint64_t *seal, void *work, size_t work_nbytes);
+					   uint64_t *checksum, void *work, size_t work_nbytes);
 
 /**
  * Reduce blocks [first, first + nblocks) of `count` frames as codec_reduce does. Each frame has an opened job, with
- * CODEC_INTO_FLOAT32, or CODEC_INTO_CODES for CODEC_REDUCE_CODES. seals[i] is the part of the checksum for closing job
- * i. CODEC_BAD_ARGUMENT: blocks of the frames do not match; decode the frames one after the other.
+ * CODEC_INTO_FLOAT32, or CODEC_INTO_CODES for CODEC_REDUCE_CODES. checksums[i] is the part of the checksum for closing
+ * job i. CODEC_BAD_ARGUMENT: blocks of the frames do not match; decode the frames one after the other.
  */
 CODEC_API codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
 					   codec_tensor *dst, const codec_context *with, const void *const *jobs,
-					   uint64_t first, uint64_t nblocks, uint64_t *seals, void *work,
+					   uint64_t first, uint64_t nblocks, uint64_t *checksums, void *work,
 					   size_t work_nbytes);
 
 /** Array in a job's memory. */
@@ -238,11 +240,11 @@ CODEC_API codec_status codec_encode_plan(const codec_spec *spec, const codec_ten
 CODEC_API codec_status codec_encode_head(const void *job, void *head, size_t capacity, size_t *written);
 
 /**
- * Write the part of the frame that precedes the directory, with its size and checksum. `seal` is the sum of the blocks'
- * checksum parts and of the directory's digest (docs/format.md, section 11).
+ * Write the part of the frame that precedes the directory, with its size and checksum. `checksum` is the sum of the
+ * blocks' checksums and of the directory's digest (docs/format.md, section 11).
  */
-CODEC_API codec_status codec_encode_seal(const void *job, uint64_t frame_nbytes, uint64_t seal, void *head,
-					 size_t head_nbytes);
+CODEC_API codec_status codec_encode_final_head(const void *job, uint64_t frame_nbytes, uint64_t checksum, void *head,
+					       size_t head_nbytes);
 
 /**
  * Plan a job for blocks that are decoded elsewhere, from the first `head_nbytes` of a frame of `nbytes` bytes. Only
@@ -250,17 +252,17 @@ CODEC_API codec_status codec_encode_seal(const void *job, uint64_t frame_nbytes,
  * needed.
  *
  * The engine must do the remaining checks: compare the destination with the frame, check the directory, the padding of
- * fixed planes and the blocks, and call codec_decode_close with the sum of the blocks' checksum parts and the
- * directory's digest (stored: that of the values as block 0).
+ * fixed planes and the blocks, and call codec_decode_close with the sum of the blocks' checksums and the directory's
+ * digest (stored: that of the values as block 0).
  */
 CODEC_API codec_status codec_decode_plan(const void *head, size_t head_nbytes, size_t nbytes, const codec_context *with,
 					 void *job, size_t job_nbytes, codec_plan *plan);
 
 /**
- * Check that `seal`, the sum of the values that codec_decode_blocks returned, completes the frame's checksum. Returns
- * CODEC_CHECKSUM if it does not.
+ * Check that `checksum`, the sum of the values that codec_decode_blocks returned, completes the frame's checksum.
+ * Returns CODEC_CHECKSUM if it does not.
  */
-CODEC_API codec_status codec_decode_close(const codec_context *with, const void *job, uint64_t seal);
+CODEC_API codec_status codec_decode_close(const codec_context *with, const void *job, uint64_t checksum);
 
 #ifdef __cplusplus
 }

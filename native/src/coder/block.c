@@ -27,7 +27,7 @@ void block_decode_top(const struct job *j, const struct kernels *k, struct block
 
 /* Open the next blocks, at most two. Returns how many were opened; *behind is the status of the block after them. */
 static size_t open_pair(const struct block_steps *steps, const uint8_t *frame, const codec_context *with,
-			const struct job *j, uint64_t b, uint64_t end, uint64_t *seal, struct work *w,
+			const struct job *j, uint64_t b, uint64_t end, uint64_t *checksum, struct work *w,
 			struct block *open, codec_status *behind)
 {
 	size_t n = 0;
@@ -35,7 +35,7 @@ static size_t open_pair(const struct block_steps *steps, const uint8_t *frame, c
 	for (*behind = CODEC_OK; n < 2 && b + n < end; n++) {
 		uint64_t at, to;
 
-		*behind = job_block(j, frame, with, b + n, &at, &to, seal);
+		*behind = job_block(j, frame, with, b + n, &at, &to, checksum);
 		if (*behind != CODEC_OK)
 			break;
 		block_begin(j, frame, b + n, at, to, w->top + n, open + n);
@@ -48,7 +48,7 @@ static size_t open_pair(const struct block_steps *steps, const uint8_t *frame, c
 
 codec_status decode_in_pairs(const struct block_steps *steps, const uint8_t *frame, const codec_tensor *dst,
 			     const codec_context *with, const struct job *j, uint64_t first, uint64_t count,
-			     uint64_t *seal, struct work *w)
+			     uint64_t *checksum, struct work *w)
 {
 	const struct kernels *k = kernels_for(with);
 	uint64_t size = dtype_of(j->h.dtype)->nbytes, end = first + count;
@@ -57,7 +57,7 @@ codec_status decode_in_pairs(const struct block_steps *steps, const uint8_t *fra
 	for (uint64_t b = first; b < end;) {
 		codec_status behind;
 		struct block open[2];
-		size_t n = open_pair(steps, frame, with, j, b, end, seal, w, open, &behind);
+		size_t n = open_pair(steps, frame, with, j, b, end, checksum, w, open, &behind);
 
 		if (!n)
 			return behind;

@@ -41,6 +41,6 @@ void block_decode_top(const struct job *j, const struct kernels *k, struct block
  */
 codec_status decode_in_pairs(const struct block_steps *steps, const uint8_t *frame, const codec_tensor *dst,
 			     const codec_context *with, const struct job *j, uint64_t first, uint64_t count,
-			     uint64_t *seal, struct work *w);
+			     uint64_t *checksum, struct work *w);
 
 #endif

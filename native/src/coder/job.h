@@ -78,7 +78,7 @@ struct job {
 	uint8_t residual;        /* codecs of rows: enum residual */
 	uint8_t no_verify_first; /* encode: CODEC_NO_VERIFY_FIRST is set */
 	uint8_t blocks_scan;     /* encode: encoding the blocks replaces the scan */
-	uint64_t seal;           /* decode: checksum of all but the blocks */
+	uint64_t outer_checksum; /* decode: the frame's checksum without those of its blocks */
 	uint64_t codebook_id;
 	uint32_t reads_residual; /* encode: CODEC_FEEDBACK or CODEC_DELTA if set */
 	uint8_t checked;         /* decode: the checksum is verified, or CODEC_NO_CHECKSUM is set */
@@ -135,10 +135,9 @@ static inline struct row_sums *job_sums(const struct job *j)
 }
 
 /*
- * Get the region of block b, frame[*at, *end). Checks its digest unless that was done, and adds its checksum part to
- * *seal.
+ * Get the region of block b, frame[*at, *end). Compares its checksum unless that was done, and adds it to *checksum.
  */
 codec_status job_block(const struct job *j, const uint8_t *frame, const codec_context *with, uint64_t b, uint64_t *at,
-		       uint64_t *end, uint64_t *seal);
+		       uint64_t *end, uint64_t *checksum);
 
 #endif

@@ -101,11 +101,11 @@ struct family {
 			      const struct source *src, void *work);
 
 	/*
-	 * Decode blocks [first, first + count) to dst, or only check them if dst is NULL. Adds their checksum parts to
-	 * *seal.
+	 * Decode blocks [first, first + count) to dst, or only check them if dst is NULL. Adds their checksums to
+	 * *checksum.
 	 */
 	codec_status (*decode_blocks)(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-				      const struct job *j, uint64_t first, uint64_t count, uint64_t *seal,
+				      const struct job *j, uint64_t first, uint64_t count, uint64_t *checksum,
 				      struct work *w);
 };
 

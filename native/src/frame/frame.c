@@ -54,8 +54,8 @@ codec_status frame_region(const uint8_t *frame, const struct header *h, uint64_t
 	return CODEC_OK;
 }
 
-static uint64_t digest_block(const uint8_t *frame, const struct header *h, const struct kernels *k, uint64_t b,
-			     uint64_t at, uint64_t end)
+static uint64_t block_checksum(const uint8_t *frame, const struct header *h, const struct kernels *k, uint64_t b,
+			       uint64_t at, uint64_t end)
 {
 	uint64_t digest = k->digest(frame + at, end - at, WIRE_SEED_REGION), section = h->planes_at;
 	uint64_t first = b * h->block, m = MIN(h->block, h->n - first);
@@ -65,47 +65,48 @@ static uint64_t digest_block(const uint8_t *frame, const struct header *h, const
 			digest += k->digest(frame + section + first, m, WIRE_SEED_PLANE + p);
 			section += h->plane_stride;
 		}
-	return seal_block(digest, b);
+	return checksum_of_block(digest, b);
 }
 
-/* Compare the digest of block b with the directory, and add its checksum part to *seal. */
+/* Compare the checksum of block b with the directory, and add it to *checksum. */
 codec_status frame_check_block(const uint8_t *frame, const struct header *h, const struct kernels *k, uint64_t b,
-			       uint64_t at, uint64_t end, uint64_t *seal, codec_fault *f)
+			       uint64_t at, uint64_t end, uint64_t *checksum, codec_fault *f)
 {
 	uint64_t entry = h->directory_at + WIRE_DIRECTORY_ENTRY * b + 4;
-	uint64_t sealed = digest_block(frame, h, k, b, at, end);
+	uint64_t own = block_checksum(frame, h, k, b, at, end);
 
-	if (load32(frame + entry) != seal_short(sealed))
-		return fault(f, CODEC_CHECKSUM, entry, load32(frame + entry), seal_short(sealed));
-	*seal += sealed;
+	if (load32(frame + entry) != checksum_short(own))
+		return fault(f, CODEC_CHECKSUM, entry, load32(frame + entry), checksum_short(own));
+	*checksum += own;
 	return CODEC_OK;
 }
 
-/* Return the checksum without the blocks' parts. */
-uint64_t frame_seal(const uint8_t *frame, const struct header *h, const struct kernels *k)
+/* Return the frame's checksum without those of its blocks. */
+uint64_t frame_outer_checksum(const uint8_t *frame, const struct header *h, const struct kernels *k)
 {
-	uint64_t seal = header_seal(h, k, frame + h->side_at);
+	uint64_t checksum = head_checksum(h, k, frame + h->side_at);
 
 	if (h->layout == WIRE_LAYOUT_STORED)
-		return seal +
-		       seal_block(k->digest(frame + h->side_at, h->frame_nbytes - h->side_at, WIRE_SEED_REGION), 0);
-	return seal + k->digest(frame + h->directory_at, WIRE_DIRECTORY_ENTRY * h->nblocks, WIRE_SEED_DIRECTORY);
+		return checksum +
+		       checksum_of_block(k->digest(frame + h->side_at, h->frame_nbytes - h->side_at, WIRE_SEED_REGION),
+					 0);
+	return checksum + k->digest(frame + h->directory_at, WIRE_DIRECTORY_ENTRY * h->nblocks, WIRE_SEED_DIRECTORY);
 }
 
-codec_status frame_check_seal(const struct header *h, uint64_t seal, codec_fault *f)
+codec_status frame_compare_checksum(const struct header *h, uint64_t checksum, codec_fault *f)
 {
-	if (seal != h->checksum)
-		return fault(f, CODEC_CHECKSUM, WIRE_AT_CHECKSUM, h->checksum, seal);
+	if (checksum != h->checksum)
+		return fault(f, CODEC_CHECKSUM, WIRE_AT_CHECKSUM, h->checksum, checksum);
 	return CODEC_OK;
 }
 
 codec_status frame_verify(const uint8_t *frame, const struct header *h, const struct kernels *k, codec_fault *f)
 {
-	uint64_t seal = frame_seal(frame, h, k), at, end;
+	uint64_t checksum = frame_outer_checksum(frame, h, k), at, end;
 
 	for (uint64_t b = 0; b < h->nblocks; b++) {
 		TRY(frame_region(frame, h, b, &at, &end, f));
-		TRY(frame_check_block(frame, h, k, b, at, end, &seal, f));
+		TRY(frame_check_block(frame, h, k, b, at, end, &checksum, f));
 	}
-	return frame_check_seal(h, seal, f);
+	return frame_compare_checksum(h, checksum, f);
 }

@@ -10,9 +10,9 @@ codec_status frame_open(const uint8_t *frame, size_t nbytes, const codec_context
 codec_status frame_region(const uint8_t *frame, const struct header *h, uint64_t b, uint64_t *at, uint64_t *end,
 			  codec_fault *f);
 codec_status frame_check_block(const uint8_t *frame, const struct header *h, const struct kernels *k, uint64_t b,
-			       uint64_t at, uint64_t end, uint64_t *seal, codec_fault *f);
-uint64_t frame_seal(const uint8_t *frame, const struct header *h, const struct kernels *k);
-codec_status frame_check_seal(const struct header *h, uint64_t seal, codec_fault *f);
+			       uint64_t at, uint64_t end, uint64_t *checksum, codec_fault *f);
+uint64_t frame_outer_checksum(const uint8_t *frame, const struct header *h, const struct kernels *k);
+codec_status frame_compare_checksum(const struct header *h, uint64_t checksum, codec_fault *f);
 codec_status frame_verify(const uint8_t *frame, const struct header *h, const struct kernels *k, codec_fault *f);
 
 #endif

@@ -181,8 +181,8 @@ void header_write(const struct header *h, uint8_t *frame)
 		store64(frame + WIRE_AT_SHAPE + 8 * i, h->shape[i]);
 }
 
-/* Return the checksum part of the header and the side section. */
-uint64_t header_seal(const struct header *h, const struct kernels *k, const uint8_t *side)
+/* Return the part of the checksum that header and side section have. */
+uint64_t head_checksum(const struct header *h, const struct kernels *k, const uint8_t *side)
 {
 	uint8_t image[WIRE_MAX_HEADER];
 	struct header copy = *h;

@@ -6,8 +6,8 @@
 
 codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, codec_fault *f);
 void header_write(const struct header *h, uint8_t *frame);
-/* Return the checksum part of the header and the side section. */
-uint64_t header_seal(const struct header *h, const struct kernels *k, const uint8_t *side);
+/* Return the part of the checksum that header and side section have. */
+uint64_t head_checksum(const struct header *h, const struct kernels *k, const uint8_t *side);
 
 /* Check block_log2, for families that cut tensors into blocks of 2^block_log2 values. */
 codec_status header_check_blocks(const struct header *h, codec_fault *f);

@@ -10,7 +10,7 @@
 #include "exact/book.h"
 #include "exact/round.h"
 #include "exact/scales.h"
-#include "exact/seal.h"
+#include "exact/checksum.h"
 #include "exact/wire.h"
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
@@ -238,7 +238,7 @@ struct kernels {
 	void (*halve)(const uint8_t *p, size_t n, uint8_t *symbol, uint8_t *high);
 	void (*unhalve)(uint8_t *symbol, const uint8_t *high, size_t n);
 
-	/* Return the sum of seal_chunk over nbytes bytes, the last chunk padded with zeros. */
+	/* Return the sum of checksum_of_chunk over nbytes bytes, the last chunk padded with zeros. */
 	uint64_t (*digest)(const uint8_t *src, size_t nbytes, uint32_t seed);
 
 	/* Return the OR of all p where e is 0. */

@@ -257,7 +257,7 @@ static void columns(const uint16_t *p, int row, uint16_t zero, size_t n, struct 
 	}
 }
 
-static const uint32_t SEAL_KEY[WIRE_CHUNK_WORDS + 1] = {SEAL_KEYS}; /* one extra key: vectors read ahead */
+static const uint32_t CHECKSUM_KEY[WIRE_CHUNK_WORDS + 1] = {CHECKSUM_KEYS}; /* one extra key: vectors read ahead */
 
 #ifndef CHUNK_SUM
 static inline uint64_t CHUNK_SUM(const uint8_t *src, const uint32_t *key)
@@ -276,20 +276,20 @@ static uint64_t digest(const uint8_t *src, size_t nbytes, uint32_t seed)
 	size_t nchunks = nbytes / (4 * WIRE_CHUNK_WORDS), rest = nbytes % (4 * WIRE_CHUNK_WORDS);
 
 	for (size_t c = 0; c < nchunks; c++, src += 4 * WIRE_CHUNK_WORDS)
-		total += seal_chunk(CHUNK_SUM(src, SEAL_KEY), seed, c);
+		total += checksum_of_chunk(CHUNK_SUM(src, CHECKSUM_KEY), seed, c);
 	if (rest) {
 		uint64_t sum = 0;
 		size_t i = 0;
 
 		for (; i < rest / 4; i++)
-			sum += (uint64_t)load32(src + 4 * i) * SEAL_KEY[i];
+			sum += (uint64_t)load32(src + 4 * i) * CHECKSUM_KEY[i];
 		if (rest % 4) {
 			uint8_t last[4] = {0};
 
 			memcpy(last, src + 4 * i, rest % 4);
-			sum += (uint64_t)load32(last) * SEAL_KEY[i];
+			sum += (uint64_t)load32(last) * CHECKSUM_KEY[i];
 		}
-		total += seal_chunk(sum, seed, nchunks);
+		total += checksum_of_chunk(sum, seed, nchunks);
 	}
 	return total;
 }

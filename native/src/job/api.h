@@ -15,7 +15,7 @@ uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, uint
 		     uint64_t to);
 codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
 			   const struct job *j, const uint64_t *counts, const uint64_t *ats, size_t nranges,
-			   uint64_t seal, size_t *written);
+			   uint64_t checksum, size_t *written);
 codec_status encode_leave(const struct job *j, const struct source *src, const uint8_t *frame,
 			  const codec_context *with, void *work);
 
@@ -27,14 +27,14 @@ codec_status decode_step(const uint8_t *frame, size_t nbytes, const codec_tensor
 			 codec_tensor *copy);
 codec_status decode_check(const uint8_t *frame, const codec_context *with, struct job *j, void *work);
 codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-			   const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, void *work);
+			   const struct job *j, uint64_t first, uint64_t count, uint64_t *checksum, void *work);
 codec_status decode_values(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 			   const struct job *j, void *work);
-codec_status decode_close(const codec_context *with, const struct job *j, uint64_t seal);
+codec_status decode_close(const codec_context *with, const struct job *j, uint64_t checksum);
 
 /* side.c: the side section */
 uint64_t side_write(const struct job *j, uint8_t *dst);
-void head_write(const struct job *j, uint64_t frame_nbytes, uint64_t seal, uint8_t *head);
+void head_write(const struct job *j, uint64_t frame_nbytes, uint64_t checksum, uint8_t *head);
 codec_status side_read(const uint8_t *frame, const codec_context *with, struct job *j);
 
 /* api.c: jobs, sizes and arguments */

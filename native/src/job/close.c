@@ -24,7 +24,8 @@ codec_status encode_store(const struct source *src, const struct kernels *k, str
 #if CODEC_BIG_ENDIAN
 	swap_bytes(dst + h.side_at, src->nbytes, dtype_of(h.dtype)->nbytes);
 #endif
-	h.checksum = header_seal(&h, k, dst) + seal_block(k->digest(dst + h.side_at, src->nbytes, WIRE_SEED_REGION), 0);
+	h.checksum = head_checksum(&h, k, dst) +
+		     checksum_of_block(k->digest(dst + h.side_at, src->nbytes, WIRE_SEED_REGION), 0);
 	header_write(&h, dst);
 	*written = h.frame_nbytes;
 	return CODEC_OK;
@@ -53,7 +54,7 @@ uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, uint
 
 codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
 			   const struct job *j, const uint64_t *counts, const uint64_t *ats, size_t nranges,
-			   uint64_t seal, size_t *written)
+			   uint64_t checksum, size_t *written)
 {
 	const struct kernels *k = kernels_for(with);
 	uint64_t to = j->h.regions_at, b = 0;
@@ -77,7 +78,7 @@ codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capaci
 		return CODEC_BAD_ARGUMENT;
 	if (!codec_is_rows(h.codec) && choose_stored(to, stored_nbytes(&h)))
 		return encode_store(src, k, h, dst, capacity, written);
-	head_write(j, to, seal + k->digest(directory, WIRE_DIRECTORY_ENTRY * h.nblocks, WIRE_SEED_DIRECTORY), dst);
+	head_write(j, to, checksum + k->digest(directory, WIRE_DIRECTORY_ENTRY * h.nblocks, WIRE_SEED_DIRECTORY), dst);
 	*written = to;
 	return CODEC_OK;
 }

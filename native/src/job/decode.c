@@ -108,40 +108,41 @@ codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor
 	TRY(damage_or(open_job(frame, &h, with, memory, job_nbytes, &j), frame, &h, with));
 	*out = j;
 	if (!j->checked)
-		j->seal = frame_seal(frame, &h, kernels_for(with));
+		j->outer_checksum = frame_outer_checksum(frame, &h, kernels_for(with));
 	if (h.layout == WIRE_LAYOUT_STORED && !j->checked)
-		TRY(frame_check_seal(&h, j->seal, with->fault));
+		TRY(frame_compare_checksum(&h, j->outer_checksum, with->fault));
 	j->state = JOB_READY;
 	return CODEC_OK;
 }
 
 /* Decode blocks to dst, or only check them if dst is NULL. */
 codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-			   const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, void *work)
+			   const struct job *j, uint64_t first, uint64_t count, uint64_t *checksum, void *work)
 {
 	codec_status status;
 	struct work w;
 
 	work_place(&j->h, work, &w);
-	*seal = 0;
-	status = family_of(&j->h)->decode_blocks(frame, dst, with, j, first, count, seal, &w);
+	*checksum = 0;
+	status = family_of(&j->h)->decode_blocks(frame, dst, with, j, first, count, checksum, &w);
 	/* the state of a block may not fit because a later block is damaged */
 	return j->checked ? status : damage_or(status, frame, &j->h, with);
 }
 
-codec_status decode_close(const codec_context *with, const struct job *j, uint64_t seal)
+codec_status decode_close(const codec_context *with, const struct job *j, uint64_t checksum)
 {
-	return j->checked || !j->h.nblocks ? CODEC_OK : frame_check_seal(&j->h, j->seal + seal, with->fault);
+	return j->checked || !j->h.nblocks ? CODEC_OK
+					   : frame_compare_checksum(&j->h, j->outer_checksum + checksum, with->fault);
 }
 
 /* Check everything that can be wrong with an opened frame, before anything is written. */
 codec_status decode_check(const uint8_t *frame, const codec_context *with, struct job *j, void *work)
 {
-	uint64_t seal;
+	uint64_t checksum;
 
 	if (j->h.nblocks) {
-		TRY(decode_blocks(frame, NULL, with, j, 0, j->h.nblocks, &seal, work));
-		TRY(decode_close(with, j, seal));
+		TRY(decode_blocks(frame, NULL, with, j, 0, j->h.nblocks, &checksum, work));
+		TRY(decode_close(with, j, checksum));
 	}
 	j->checked = 1;
 	return CODEC_OK;
@@ -151,11 +152,11 @@ codec_status decode_check(const uint8_t *frame, const codec_context *with, struc
 codec_status decode_values(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 			   const struct job *j, void *work)
 {
-	uint64_t seal;
+	uint64_t checksum;
 
 	if (j->h.nblocks) {
-		TRY(decode_blocks(frame, dst, with, j, 0, j->h.nblocks, &seal, work));
-		return decode_close(with, j, seal);
+		TRY(decode_blocks(frame, dst, with, j, 0, j->h.nblocks, &checksum, work));
+		return decode_close(with, j, checksum);
 	}
 	put_stored(frame, dst, with, &j->h);
 	return CODEC_OK;
@@ -200,7 +201,7 @@ codec_status codec_decode_plan(const void *head, size_t head_nbytes, size_t nbyt
 	call_leave(saved);
 	TRY(status);
 	if (!j->checked)
-		j->seal = header_seal(&h, kernels_for(&c), (const uint8_t *)head + h.side_at);
+		j->outer_checksum = head_checksum(&h, kernels_for(&c), (const uint8_t *)head + h.side_at);
 	j->state = JOB_PLANNED;
 	job_plan(j, plan);
 	return CODEC_OK;
@@ -225,7 +226,7 @@ codec_status decode_step(const uint8_t *frame, size_t nbytes, const codec_tensor
 }
 
 static codec_status step(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
-			 const void *job, uint64_t first, uint64_t count, uint64_t *seal, void *work,
+			 const void *job, uint64_t first, uint64_t count, uint64_t *checksum, void *work,
 			 size_t work_nbytes)
 {
 	codec_status status;
@@ -234,37 +235,38 @@ static codec_status step(const uint8_t *frame, size_t nbytes, const codec_tensor
 	uint64_t saved;
 
 	TRY(context_read(with, &c));
-	if (!seal)
+	if (!checksum)
 		return CODEC_BAD_ARGUMENT;
 	TRY(decode_step(frame, nbytes, dst, &c, job, first, count, work, work_nbytes, &t));
 	saved = call_enter();
-	status = decode_blocks(frame, dst ? &t : NULL, &c, job_place((void *)job), first, count, seal, work);
+	status = decode_blocks(frame, dst ? &t : NULL, &c, job_place((void *)job), first, count, checksum, work);
 	call_leave(saved);
 	return status;
 }
 
 codec_status codec_decode_check(const void *frame, size_t nbytes, const codec_context *with, const void *job,
-				uint64_t first, uint64_t count, uint64_t *seal, void *work, size_t work_nbytes)
+				uint64_t first, uint64_t count, uint64_t *checksum, void *work, size_t work_nbytes)
 {
-	return step(frame, nbytes, NULL, with, job, first, count, seal, work, work_nbytes);
+	return step(frame, nbytes, NULL, with, job, first, count, checksum, work, work_nbytes);
 }
 
 codec_status codec_decode_blocks(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
-				 const void *job, uint64_t first, uint64_t count, uint64_t *seal, void *work,
+				 const void *job, uint64_t first, uint64_t count, uint64_t *checksum, void *work,
 				 size_t work_nbytes)
 {
-	return dst ? step(frame, nbytes, dst, with, job, first, count, seal, work, work_nbytes) : CODEC_BAD_ARGUMENT;
+	return dst ? step(frame, nbytes, dst, with, job, first, count, checksum, work, work_nbytes)
+		   : CODEC_BAD_ARGUMENT;
 }
 
-codec_status codec_decode_close(const codec_context *with, const void *job, uint64_t seal)
+codec_status codec_decode_close(const codec_context *with, const void *job, uint64_t checksum)
 {
 	const struct job *j = job_at(job, JOB_DECODE, JOB_READY), *planned = job_at(job, JOB_DECODE, JOB_PLANNED);
 	codec_context c;
 
 	TRY(context_read(with, &c));
 	if (planned && !planned->checked)
-		return frame_check_seal(&planned->h, planned->seal + seal, c.fault);
-	return planned ? CODEC_OK : j ? decode_close(&c, j, seal) : CODEC_BAD_ARGUMENT;
+		return frame_compare_checksum(&planned->h, planned->outer_checksum + checksum, c.fault);
+	return planned ? CODEC_OK : j ? decode_close(&c, j, checksum) : CODEC_BAD_ARGUMENT;
 }
 
 /* Return 1 if nothing may be written before the checks, and a work buffer can hold all values. */

@@ -108,7 +108,7 @@ static codec_status encode_open(const codec_spec *spec, const codec_tensor *src,
 
 static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
 				  struct job *j, uint64_t first, uint64_t count, uint64_t at, uint64_t *end,
-				  uint64_t *seal, void *work)
+				  uint64_t *checksum, void *work)
 {
 	const struct kernels *k = kernels_for(with);
 	const struct family *family = family_of(&j->h);
@@ -120,11 +120,11 @@ static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t
 
 	work_place(&j->h, work, &w);
 	buffer = w.region;
-	*seal = 0;
+	*checksum = 0;
 	*end = at;
 	for (uint64_t b = first; b < first + count; b++) {
 		uint8_t *entry = dst + j->h.directory_at + WIRE_DIRECTORY_ENTRY * b;
-		uint64_t digest = 0, sealed, nbytes;
+		uint64_t digest = 0, own, nbytes;
 
 		if (family->regions_bound)
 			most = family->regions_bound(j, b, 1);
@@ -138,13 +138,13 @@ static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t
 			memcpy(dst + at, buffer, nbytes);
 		if (j->residual == RESIDUAL_WITH_BLOCKS)
 			TRY(family->block_leave(j, k, src, dst, b, at, with->residual, &w));
-		sealed = seal_block(digest + k->digest(dst + at, nbytes, WIRE_SEED_REGION), b);
-		*seal += sealed;
+		own = checksum_of_block(digest + k->digest(dst + at, nbytes, WIRE_SEED_REGION), b);
+		*checksum += own;
 		at += nbytes;
 		if (at / WIRE_ALIGN > UINT32_MAX)
 			return CODEC_LIMIT;
 		store32(entry, (uint32_t)(at / WIRE_ALIGN));
-		store32(entry + 4, seal_short(sealed));
+		store32(entry + 4, checksum_short(own));
 		*end = at;
 	}
 	return CODEC_OK;
@@ -274,8 +274,8 @@ codec_status codec_encode_start(const codec_tensor *src, void *dst, size_t capac
 }
 
 codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
-				 void *job, uint64_t first, uint64_t count, uint64_t at, uint64_t *end, uint64_t *seal,
-				 void *work, size_t work_nbytes)
+				 void *job, uint64_t first, uint64_t count, uint64_t at, uint64_t *end,
+				 uint64_t *checksum, void *work, size_t work_nbytes)
 {
 	struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
 	codec_status status;
@@ -285,7 +285,7 @@ codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capa
 
 	TRY(context_read(with, &c));
 	TRY(check_step(j, src, dst, capacity, &c));
-	if (!end || !seal || !work || at % WIRE_ALIGN || at < j->h.regions_at || at > capacity ||
+	if (!end || !checksum || !work || at % WIRE_ALIGN || at < j->h.regions_at || at > capacity ||
 	    first > j->h.nblocks || count > j->h.nblocks - first)
 		return CODEC_BAD_ARGUMENT;
 	if (work_nbytes < j->plan.work_nbytes)
@@ -294,7 +294,7 @@ codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capa
 		return CODEC_SHORT_OUTPUT;
 	values = source_of(src, &c);
 	saved = call_enter();
-	status = encode_blocks(&values, dst, capacity, &c, j, first, count, at, end, seal, work);
+	status = encode_blocks(&values, dst, capacity, &c, j, first, count, at, end, checksum, work);
 	call_leave(saved);
 	return status;
 }
@@ -316,8 +316,8 @@ codec_status codec_encode_move(const void *job, void *dst, size_t capacity, uint
 }
 
 codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
-				void *job, const uint64_t *counts, const uint64_t *ats, size_t nranges, uint64_t seal,
-				size_t *written)
+				void *job, const uint64_t *counts, const uint64_t *ats, size_t nranges,
+				uint64_t checksum, size_t *written)
 {
 	struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
 	codec_status status;
@@ -334,7 +334,7 @@ codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capac
 		return CODEC_BAD_ARGUMENT;
 	values = source_of(src, &c);
 	saved = call_enter();
-	status = encode_finish(&values, dst, capacity, &c, j, counts, ats, nranges, seal, written);
+	status = encode_finish(&values, dst, capacity, &c, j, counts, ats, nranges, checksum, written);
 	if (status == CODEC_OK)
 		status = encode_leave(j, &values, dst, &c, NULL);
 	call_leave(saved);
@@ -349,7 +349,7 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	const struct kernels *k = kernels_for(with);
 	const struct family *family;
 	struct source values;
-	uint64_t at, end, seal = 0;
+	uint64_t at, end, checksum = 0;
 	codec_status status;
 	struct job *j;
 	void *work;
@@ -369,7 +369,7 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	work = job_work(j, scratch);
 	at = j->h.regions_at;
 	if (j->h.nblocks) {
-		status = encode_blocks(&values, dst, capacity, with, j, 0, j->h.nblocks, at, &end, &seal, work);
+		status = encode_blocks(&values, dst, capacity, with, j, 0, j->h.nblocks, at, &end, &checksum, work);
 		if ((status == CODEC_SHORT_OUTPUT || status == CODEC_LIMIT) && !codec_is_rows(j->h.codec)) {
 			TRY(encode_store(&values, k, j->h, dst, capacity, written)); /* it may fit as a stored frame */
 			return encode_leave(j, &values, dst, with, work);
@@ -378,7 +378,7 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	}
 	if (j->blocks_scan)
 		TRY(family->scanned(j));
-	TRY(encode_finish(&values, dst, capacity, with, j, &j->h.nblocks, &at, 1, seal, written));
+	TRY(encode_finish(&values, dst, capacity, with, j, &j->h.nblocks, &at, 1, checksum, written));
 	return encode_leave(j, &values, dst, with, work);
 }
 

@@ -116,9 +116,10 @@ struct sum {
 	uint64_t room; /* values that the tile holds, from an earlier reading of the header, which may have changed */
 };
 
-/* Accumulate values [at, at + n), those of `nblocks` blocks from b on, at `there`. Adds the checksum parts to seals. */
+/* Accumulate values [at, at + n), of `nblocks` blocks from b on, at `there`. Adds the blocks' checksums to checksums.
+ */
 static codec_status accumulate_frames(const struct sum *s, uint64_t b, uint64_t nblocks, uint64_t at, uint64_t n,
-				      void *there, uint64_t *seals)
+				      void *there, uint64_t *checksums)
 {
 	const uint64_t size = dtype_of(s->dst->dtype)->nbytes;
 	const int tiled = there == s->tile;
@@ -130,13 +131,13 @@ static codec_status accumulate_frames(const struct sum *s, uint64_t b, uint64_t 
 	turn.flags &= ~CODEC_NONTEMPORAL; /* the next frame reads what this one stores */
 	turn.flags |= s->count == 1 && is_nontemporal(s->with, s->dst) ? CODEC_NONTEMPORAL : 0;
 	for (size_t i = 0; i < s->count; i++) {
-		uint64_t seal;
+		uint64_t checksum;
 
 		set_context(&turn, i, s->count, s->op, s->unscaled);
 		turn.divide = tiled ? 0 : turn.divide;
-		TRY(decode_blocks(s->frames[i], &part, &turn, job_place((void *)s->jobs[i]), b, nblocks, &seal,
+		TRY(decode_blocks(s->frames[i], &part, &turn, job_place((void *)s->jobs[i]), b, nblocks, &checksum,
 				  s->work));
-		seals[i] += seal;
+		checksums[i] += checksum;
 	}
 	return CODEC_OK;
 }
@@ -145,7 +146,7 @@ static codec_status accumulate_frames(const struct sum *s, uint64_t b, uint64_t 
  * Reduce blocks [first, first + nblocks) of all frames, a few blocks at a time, so that results stay in a cache between
  * frames.
  */
-static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nblocks, uint64_t *seals)
+static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nblocks, uint64_t *checksums)
 {
 	const struct kernels *k = kernels_for(s->with);
 	const struct job *j = job_place((void *)s->jobs[0]);
@@ -157,7 +158,7 @@ static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nbl
 	for (size_t i = 0; i < s->count && signs; i++)
 		signs = rows_sums_signs(job_place((void *)s->jobs[i]));
 	work_place(&j->h, s->work, &w);
-	memset(seals, 0, s->count * sizeof *seals);
+	memset(checksums, 0, s->count * sizeof *checksums);
 	for (uint64_t b = first, n; b < first + nblocks; b += n) {
 		float_any *there, *place;
 		uint64_t at, m;
@@ -169,16 +170,16 @@ static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nbl
 		if (s->op == CODEC_REDUCE_CODES) {
 			char *codes = (char *)s->dst->data + dtype_of(s->dst->dtype)->nbytes * at;
 
-			TRY(accumulate_frames(s, b, n, at, m, codes, seals));
+			TRY(accumulate_frames(s, b, n, at, m, codes, checksums));
 			continue;
 		}
 		place = (float_any *)s->dst->data + at;
 		there = s->tile && m <= s->room ? (float_any *)s->tile : place;
 		if (signs)
 			TRY(rows_sum_signs(s->frames, s->jobs, s->count, s->with, b, there == place ? by : 0, there,
-					   seals, &w));
+					   checksums, &w));
 		else
-			TRY(accumulate_frames(s, b, n, at, m, there, seals));
+			TRY(accumulate_frames(s, b, n, at, m, there, checksums));
 		if (there != place)
 			most = k->settle(there, m, by, place);
 		else if (s->with->flags & CODEC_FINITE)
@@ -193,7 +194,7 @@ static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nbl
 
 codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
 				 codec_tensor *dst, const codec_context *with, const void *const *jobs, uint64_t first,
-				 uint64_t nblocks, uint64_t *seals, void *work, size_t work_nbytes)
+				 uint64_t nblocks, uint64_t *checksums, void *work, size_t work_nbytes)
 {
 	codec_status status;
 	codec_context c, turn;
@@ -202,7 +203,7 @@ codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes
 	int unscaled;
 
 	TRY(context_read(with, &c));
-	if (!frames || !nbytes || !jobs || !seals || !count || op > CODEC_REDUCE_CODES ||
+	if (!frames || !nbytes || !jobs || !checksums || !count || op > CODEC_REDUCE_CODES ||
 	    !side_by_side(jobs, count, op, &unscaled))
 		return CODEC_BAD_ARGUMENT;
 	TRY(check_state(jobs, count, dst, &c));
@@ -215,7 +216,7 @@ codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes
 		return CODEC_BAD_ARGUMENT;
 	saved = call_enter();
 	status = sum_blocks(&(struct sum){frames, jobs, count, op, unscaled, &t, &c, work, NULL, 0}, first, nblocks,
-			    seals);
+			    checksums);
 	call_leave(saved);
 	return status;
 }
@@ -293,8 +294,8 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 			   codec_tensor *dst, const codec_context *with, void *scratch, const struct layout *l)
 {
 	struct job **jobs = (struct job **)ALIGN8((uintptr_t)scratch);
-	uint64_t *seals = (uint64_t *)(jobs + count);
-	char *memory = (char *)(seals + count), *work = memory + count * l->each;
+	uint64_t *checksums = (uint64_t *)(jobs + count);
+	char *memory = (char *)(checksums + count), *work = memory + count * l->each;
 	codec_context turn = *with;
 	codec_status status;
 	struct sum sum;
@@ -323,9 +324,9 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 		sum.tile = (float *)(work + l->work);
 		sum.room = l->tile / sizeof *sum.tile;
 	}
-	status = sum_blocks(&sum, 0, jobs[0]->h.nblocks, seals);
+	status = sum_blocks(&sum, 0, jobs[0]->h.nblocks, checksums);
 	for (size_t i = 0; i < count && status == CODEC_OK; i++)
-		status = decode_close(with, jobs[i], seals[i]);
+		status = decode_close(with, jobs[i], checksums[i]);
 	/* blocks of all frames were interleaved */
 	return status == CODEC_OK ? CODEC_OK : first_fault(status, frames, count, with, jobs, work);
 }

@@ -29,10 +29,10 @@ uint64_t side_write(const struct job *j, uint8_t *dst)
 }
 
 /*
- * Write the header and side section of a frame in blocks. `seal`: checksum of all that follows; frame_nbytes 0: not yet
- * known.
+ * Write the header and side section of a frame in blocks. `checksum`: checksum of all that follows; frame_nbytes 0: not
+ * yet known.
  */
-void head_write(const struct job *j, uint64_t frame_nbytes, uint64_t seal, uint8_t *head)
+void head_write(const struct job *j, uint64_t frame_nbytes, uint64_t checksum, uint8_t *head)
 {
 	struct header h = j->h;
 
@@ -40,7 +40,7 @@ void head_write(const struct job *j, uint64_t frame_nbytes, uint64_t seal, uint8
 	h.frame_nbytes = frame_nbytes;
 	h.checksum = 0;
 	if (frame_nbytes)
-		h.checksum = header_seal(&h, &kernels_scalar, head + h.side_at) + seal;
+		h.checksum = head_checksum(&h, &kernels_scalar, head + h.side_at) + checksum;
 	header_write(&h, head);
 }
 

@@ -175,13 +175,14 @@ codec_status codec_encode_head(const void *job, void *head, size_t capacity, siz
 	return CODEC_OK;
 }
 
-codec_status codec_encode_seal(const void *job, uint64_t frame_nbytes, uint64_t seal, void *head, size_t head_nbytes)
+codec_status codec_encode_final_head(const void *job, uint64_t frame_nbytes, uint64_t checksum, void *head,
+				     size_t head_nbytes)
 {
 	const struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
 
 	if (!j || !head || !j->h.nblocks || head_nbytes < j->h.directory_at || frame_nbytes % WIRE_ALIGN ||
 	    frame_nbytes < j->h.regions_at)
 		return CODEC_BAD_ARGUMENT;
-	head_write(j, frame_nbytes, seal, head);
+	head_write(j, frame_nbytes, checksum, head);
 	return CODEC_OK;
 }

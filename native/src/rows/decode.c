@@ -232,7 +232,7 @@ codec_status rows_residual(const struct job *j, const struct kernels *k, const s
 }
 
 codec_status rows_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-				const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, struct work *w)
+				const struct job *j, uint64_t first, uint64_t count, uint64_t *checksum, struct work *w)
 {
 	int unscaled = j->h.codec == CODEC_TERNARY && with->flags & CODEC_UNSCALED;
 	const struct sink sink = {.into = dst ? (int)with->into : SINK_NONE,
@@ -246,7 +246,7 @@ codec_status rows_decode_blocks(const uint8_t *frame, const codec_tensor *dst, c
 	for (uint64_t b = first; b < first + count; b++) {
 		uint64_t at, end;
 
-		TRY(job_block(j, frame, with, b, &at, &end, seal));
+		TRY(job_block(j, frame, with, b, &at, &end, checksum));
 		TRY(rows_decode_block(j, kernels_for(with), frame, b, at, end, &sink, w, with->fault));
 	}
 	return CODEC_OK;
@@ -296,10 +296,10 @@ static codec_status sum_row(const struct kernels *k, const struct row_kind *q, c
 
 /*
  * Sum block b of frames with equal parts, all of which rows_sums_signs accepts, into y, divided by `divide` unless that
- * is 0. Adds the checksum part of each frame's block to seals.
+ * is 0. Adds the checksum of each frame's block to checksums.
  */
 codec_status rows_sum_signs(const void *const *frames, const void *const *jobs, size_t count, const codec_context *with,
-			    uint64_t b, float divide, float_any *y, uint64_t *seals, struct work *w)
+			    uint64_t b, float divide, float_any *y, uint64_t *checksums, struct work *w)
 {
 	const struct kernels *k = kernels_for(with);
 	const struct job *j = job_place((void *)jobs[0]);
@@ -315,7 +315,7 @@ codec_status rows_sum_signs(const void *const *frames, const void *const *jobs, 
 			uint64_t at, end;
 
 			j = job_place((void *)jobs[first + i]);
-			TRY(job_block(j, frame, with, b, &at, &end, seals + first + i));
+			TRY(job_block(j, frame, with, b, &at, &end, checksums + first + i));
 			TRY(open_block(j, k, frame, b, at, end, w, block + i, with->fault));
 			TRY(open_codes(k, &q, block + i, 0, block[i].m, 1, w, &code, with->fault));
 		}

@@ -1,21 +1,21 @@
 /*
- * seal.h - the checksum: an order-independent sum of products with position-dependent keys. C, C++ and NVRTC.
+ * checksum.h - the checksum: an order-independent sum of products with position-dependent keys. C, C++ and NVRTC.
  *
- * Bytes are cut into chunks of 1 KiB, the last one padded with zeros. The sum of a chunk is sum(word[i] * SEAL_KEY[i])
+ * Bytes are cut into chunks of 1 KiB, the last one padded with zeros. The sum of a chunk is sum(word[i] * CHECKSUM_KEY[i])
  * mod 2^64 over its little-endian 32-bit words. Keys are odd and below 2^32, so that a change of a single word always
  * changes the sum. A bijection mixes the sum with the chunk's number. Digests of chunks, planes, blocks and the frame
  * are plain sums of these, which any number of threads may add in any order.
  */
-#ifndef CODEC_SEAL_H
-#define CODEC_SEAL_H
+#ifndef CODEC_CHECKSUM_H
+#define CODEC_CHECKSUM_H
 
 #include "bits.h"
 #include "wire.h"
 
-#define SEAL_GOLDEN 0x9e3779b97f4a7c15ull
+#define CHECKSUM_GOLDEN 0x9e3779b97f4a7c15ull
 
-/* SEAL_KEY[i] = bits_mix32(i + 1) | 1 (tests/test_core.c recomputes the keys) */
-#define SEAL_KEYS \
+/* CHECKSUM_KEY[i] = bits_mix32(i + 1) | 1 (tests/test_core.c recomputes the keys) */
+#define CHECKSUM_KEYS \
 	0x514e28b7u, 0x30f4c307u, 0x85f0b427u, 0x249cb285u, 0xcc0d53cdu, 0x5ceb4d09u, 0x18c9aec5u, 0x4939650bu, \
 	0xc27c2913u, 0xe9250491u, 0x93a0fe05u, 0x7c88ad73u, 0x95bb7d93u, 0xbfebd3f1u, 0xcc1ad845u, 0x552553bdu, \
 	0xd8d09ee9u, 0xd6045317u, 0xe1f15515u, 0xd24b0921u, 0xea126165u, 0x784bf137u, 0xd1b83c8du, 0xbbc4e9efu, \
@@ -49,20 +49,22 @@
 	0x1f9f383du, 0xfc791c05u, 0x5af7370fu, 0xf93e3ea9u, 0xf9ffcdf5u, 0x0a768019u, 0xac1fc015u, 0xc95f5437u, \
 	0xd4f76f6bu, 0xc5576129u, 0xb1fb7cc1u, 0xaa3a9c5du, 0x904aa4b9u, 0xcea2a54fu, 0x6c63d583u, 0x4570315fu,
 
-BITS_FN uint64_t seal_chunk(uint64_t sum, uint32_t seed, uint64_t chunk)
+/* Return the digest of a chunk, whose words times keys have this sum. */
+BITS_FN uint64_t checksum_of_chunk(uint64_t sum, uint32_t seed, uint64_t chunk)
 {
-	return bits_mix64(sum + ((uint64_t)seed << 40 | chunk) * SEAL_GOLDEN);
+	return bits_mix64(sum + ((uint64_t)seed << 40 | chunk) * CHECKSUM_GOLDEN);
 }
 
-/* Return a block's part of the frame's checksum. seal_short returns the 32 bits of it in the directory. */
-BITS_FN uint64_t seal_block(uint64_t digest, uint64_t block)
+/* Return the checksum of a block: its part of the frame's checksum. `digest`: of its region and fixed planes. */
+BITS_FN uint64_t checksum_of_block(uint64_t digest, uint64_t block)
 {
-	return bits_mix64(digest ^ (block + 1) * SEAL_GOLDEN);
+	return bits_mix64(digest ^ (block + 1) * CHECKSUM_GOLDEN);
 }
 
-BITS_FN uint32_t seal_short(uint64_t block_seal)
+/* Return the 32 bits of a block's checksum that the directory holds. */
+BITS_FN uint32_t checksum_short(uint64_t block_checksum)
 {
-	return (uint32_t)(block_seal >> 32);
+	return (uint32_t)(block_checksum >> 32);
 }
 
 #endif
