@@ -165,15 +165,15 @@ static codec_status step_blocks(const struct subject *f, int what, codec_tensor 
 	*checksum = 0;
 	for (uint64_t i = 0, step = below(f->s, 2) ? 1 : count - 1, r = below(f->s, count); i < count; i++, r += step) {
 		struct exact work = exact(plan->work_nbytes, f->s);
-		uint64_t first = cut[r % count], sum = 0, m = cut[r % count + 1] - first;
+		codec_range range = {.first = cut[r % count], .count = cut[r % count + 1] - cut[r % count]};
 		codec_status got;
 
 		if (what == CHECK_BLOCKS)
-			got = codec_decode_check(f->frame.p, f->frame.n, with, job, first, m, &sum, work.p, work.n);
+			got = codec_decode_check(f->frame.p, f->frame.n, with, job, &range, work.p, work.n);
 		else
-			got = codec_decode_blocks(f->frame.p, f->frame.n, t, with, job, first, m, &sum, work.p, work.n);
+			got = codec_decode_blocks(f->frame.p, f->frame.n, t, with, job, &range, work.p, work.n);
 		exact_free(&work);
-		*checksum += sum;
+		*checksum += range.checksum;
 		if (got != CODEC_OK && r % count < at) {
 			status = got;
 			at = r % count;
@@ -535,6 +535,7 @@ static codec_status reduce_steps(const struct subject *f, size_t count, uint32_t
 	const void *frames[FRAMES], *jobs[FRAMES];
 	struct exact job[FRAMES] = {0}, work;
 	size_t nbytes[FRAMES], job_nbytes, work_nbytes, most = 0;
+	const codec_reduction all = {frames, nbytes, jobs, count, op};
 	uint64_t checksums[FRAMES], total[FRAMES] = {0}, blocks = UINT64_MAX, half;
 	codec_context with = context_of(f, &w, NULL);
 	codec_status status = CODEC_OK;
@@ -559,10 +560,9 @@ static codec_status reduce_steps(const struct subject *f, size_t count, uint32_t
 		with = context_of(f, &w, NULL);
 		half = below(f->s, blocks + 1);
 		for (int part = 0; part < 2 && status == CODEC_OK; part++) {
-			uint64_t first = part ? half : 0, n = part ? blocks - half : half;
+			codec_range range = {.first = part ? half : 0, .count = part ? blocks - half : half};
 
-			status = codec_reduce_blocks(frames, nbytes, count, op, t, &with, jobs, first, n, checksums,
-						     work.p, work.n);
+			status = codec_reduce_blocks(&all, t, &with, &range, checksums, work.p, work.n);
 			for (size_t i = 0; i < count && status == CODEC_OK; i++)
 				total[i] += checksums[i];
 		}

@@ -27,7 +27,8 @@ struct arguments {
 	codec_codebook book;
 	const void *frames[3];
 	size_t nbytes[3];
-	uint64_t counts[256], ats[4], ranges[4];
+	uint64_t counts[256], checksums[3];
+	codec_range ranges[4];
 };
 
 /* p, or sometimes NULL. */
@@ -178,16 +179,25 @@ static size_t whole(struct source *s, struct memory *m, struct arguments *a)
 	return written;
 }
 
+/* Return a range of blocks, mostly one that the job has. */
+static codec_range some_range(struct source *s, const codec_plan *plan)
+{
+	uint64_t first = below(s, plan->nblocks + 1), count = below(s, plan->nblocks - first + 2);
+
+	return (codec_range){.first = first,
+			     .count = count,
+			     .at = plan->regions_at + (one_in(s, 12) ? below(s, 64) : first * plan->region_bound)};
+}
+
 /* Call steps in any order, with any ranges. */
 static void steps(struct source *s, struct memory *m, struct arguments *a, size_t written)
 {
 	codec_plan plan = {0};
-	uint64_t end = 0, checksum = 0;
 
 	for (int i = 0; i < 12; i++) {
 		const void *jobs[2] = {m->job.p, m->job.p};
-		uint64_t first = below(s, plan.nblocks + 1), count = below(s, plan.nblocks - first + 2);
-		uint64_t at = plan.regions_at + (one_in(s, 12) ? below(s, 64) : first * plan.region_bound);
+		codec_range range = some_range(s, &plan);
+		codec_reduction reduction;
 		size_t room = OR_LESS(s, m->frame.n), job_nbytes = OR_LESS(s, m->job.n), need;
 		void *job = OR_NULL(s, m->job.p), *work = OR_NULL(s, m->work.p), *frame = OR_NULL(s, m->frame.p);
 		codec_tensor *like = OR_NULL(s, &a->like), *to = OR_NULL(s, &a->to);
@@ -206,40 +216,46 @@ static void steps(struct source *s, struct memory *m, struct arguments *a, size_
 			break;
 		case 4:
 		case 5:
-			said(codec_encode_blocks(like, frame, room, with, job, first, count, at, OR_NULL(s, &end),
-						 OR_NULL(s, &checksum), work, OR_LESS(s, m->work.n)));
+			said(codec_encode_blocks(like, frame, room, with, job, OR_NULL(s, &range), work,
+						 OR_LESS(s, m->work.n)));
 			break;
 		case 6:
 			for (int k = 0; k < 4; k++) {
-				a->ranges[k] = below(s, plan.nblocks + 2);
-				a->ats[k] = plan.regions_at + (k ? below(s, 9000) : 0);
+				codec_range *r = a->ranges + k;
+
+				r->first = one_in(s, 24) ? below(s, plan.nblocks + 2)
+					   : k           ? r[-1].first + r[-1].count
+							 : 0;
+				r->count = below(s, plan.nblocks + 2);
+				r->at = plan.regions_at + (k ? below(s, 9000) : 0);
 			}
-			said(codec_encode_close(like, frame, room, with, job, OR_NULL(s, a->ranges), OR_NULL(s, a->ats),
-						below(s, 5), checksum, OR_NULL(s, &need)));
+			said(codec_encode_close(like, frame, room, with, job, OR_NULL(s, a->ranges), below(s, 5),
+						OR_NULL(s, &need)));
 			break;
 		case 11:
-			said(codec_encode_move(job, frame, room, first, count, at,
-					       one_in(s, 2) ? plan.regions_at : at - below(s, 64), OR_NULL(s, &end)));
+			said(codec_encode_move(job, frame, room, OR_NULL(s, &range),
+					       one_in(s, 2) ? plan.regions_at : range.at - below(s, 64)));
 			break;
 		case 7:
 		case 8: said(codec_decode_open(frame, OR_LESS(s, written), to, with, job, job_nbytes, &plan)); break;
 		case 9:
-			said(codec_decode_check(frame, OR_LESS(s, written), with, job, first, count,
-						OR_NULL(s, &checksum), work, OR_LESS(s, m->work.n)));
+			said(codec_decode_check(frame, OR_LESS(s, written), with, job, OR_NULL(s, &range), work,
+						OR_LESS(s, m->work.n)));
 			break;
 		case 10:
-			said(codec_decode_blocks(frame, OR_LESS(s, written), to, with, job, first, count,
-						 OR_NULL(s, &checksum), work, OR_LESS(s, m->work.n)));
-			said(codec_decode_close(with, job, checksum));
+			said(codec_decode_blocks(frame, OR_LESS(s, written), to, with, job, OR_NULL(s, &range), work,
+						 OR_LESS(s, m->work.n)));
+			said(codec_decode_close(with, job, range.checksum));
 			break;
 		default:
 			a->frames[0] = a->frames[1] = m->frame.p;
 			a->nbytes[0] = a->nbytes[1] = OR_LESS(s, written);
 			jobs[below(s, 2)] = job;
-			said(codec_reduce_blocks(OR_NULL(s, a->frames), OR_NULL(s, a->nbytes), below(s, 3), odd(s, 4),
-						 to, with, OR_NULL(s, jobs), first,
-						 one_in(s, 12) ? noise(s) : below(s, 3), OR_NULL(s, a->ats), work,
-						 OR_LESS(s, m->work.n)));
+			reduction = (codec_reduction){OR_NULL(s, a->frames), OR_NULL(s, a->nbytes), OR_NULL(s, jobs),
+						      below(s, 3), odd(s, 4)};
+			range.count = one_in(s, 12) ? noise(s) : below(s, 3);
+			said(codec_reduce_blocks(OR_NULL(s, &reduction), to, with, OR_NULL(s, &range),
+						 OR_NULL(s, a->checksums), work, OR_LESS(s, m->work.n)));
 		}
 	}
 }

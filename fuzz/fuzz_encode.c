@@ -451,7 +451,8 @@ static struct result encode(struct task *k, uint32_t isa, size_t capacity, int r
 /* Encode in steps, with ranges of pieces and of blocks in any order. */
 static struct result encode_steps(struct task *k, uint32_t isa, int residual)
 {
-	uint64_t ats[8], counts[8], cut[9] = {0}, nranges = 1 + below(&k->s, 8), checksum = 0;
+	codec_range ranges[8] = {0};
+	uint64_t nranges = 1 + below(&k->s, 8);
 	struct exact job = exact(k->job_nbytes, &k->s);
 	size_t room = 2 * k->bound + (1 << 16), written = 0;
 	codec_plan plan;
@@ -475,37 +476,33 @@ static struct result encode_steps(struct task *k, uint32_t isa, int residual)
 		uint64_t need = plan.regions_at + plan.nblocks * plan.region_bound, where = plan.regions_at;
 
 		nranges = need > room ? 1 : nranges;
-		for (uint64_t i = 1; i <= nranges; i++)
-			cut[i] = i == nranges ? plan.nblocks : cut[i - 1] + below(&k->s, plan.nblocks - cut[i - 1] + 1);
-		for (uint64_t i = 0; i < nranges; i++) {
-			ats[i] = where;
-			counts[i] = cut[i + 1] - cut[i];
-			where += counts[i] * plan.region_bound;
+		for (uint64_t i = 0, first = 0; i < nranges; i++) {
+			uint64_t rest = plan.nblocks - first, count = i + 1 == nranges ? rest : below(&k->s, rest + 1);
+
+			ranges[i] = (codec_range){.first = first, .count = count, .at = where};
+			first += count;
+			where += count * plan.region_bound;
 		}
 		for (uint64_t i = 0, q = below(&k->s, nranges); i < nranges && r.status == CODEC_OK; i++, q++) {
 			struct exact work = exact(plan.work_nbytes, &k->s);
-			uint64_t stop, sum = 0, range = q % nranges;
+			codec_range *one = ranges + q % nranges;
 
-			r.status = codec_encode_blocks(&k->t, r.frame.p, room, &k->with, job.p, cut[range],
-						       counts[range], ats[range], &stop, &sum, work.p, work.n);
-			CHECK(r.status != CODEC_OK || stop <= ats[range] + counts[range] * plan.region_bound, stop,
-			      ats[range]);
-			checksum += sum;
+			r.status = codec_encode_blocks(&k->t, r.frame.p, room, &k->with, job.p, one, work.p, work.n);
+			CHECK(r.status != CODEC_OK || one->end <= one->at + one->count * plan.region_bound, one->end,
+			      one->at);
 			exact_free(&work);
 		}
 		where = plan.regions_at;
 		for (uint64_t i = 0, some = below(&k->s, nranges + 1); i < some && r.status == CODEC_OK; i++) {
-			uint64_t from = ats[i];
-
-			if (!counts[i])
+			if (!ranges[i].count)
 				continue;
-			ats[i] = where;
-			r.status = codec_encode_move(job.p, r.frame.p, room, cut[i], counts[i], from, ats[i], &where);
+			r.status = codec_encode_move(job.p, r.frame.p, room, ranges + i, where);
+			where = ranges[i].end;
 		}
 	}
 	if (r.status == CODEC_OK)
-		r.status = codec_encode_close(&k->t, r.frame.p, room, &k->with, job.p, counts, ats,
-					      plan.nblocks ? nranges : 0, checksum, &written);
+		r.status = codec_encode_close(&k->t, r.frame.p, room, &k->with, job.p, ranges,
+					      plan.nblocks ? nranges : 0, &written);
 	r.nbytes = written;
 	k->with.residual = NULL;
 	k->with.flags = 0;

@@ -45,26 +45,15 @@ def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: 
         if status == _SHORT_OUTPUT:
             return None
         check(status)
-    cuts, places, limits = _lay_out(plan, capacity, threads)
-    checksums, end = ffi.new("uint64_t[]", len(cuts)), ffi.new("uint64_t[]", len(cuts))
+    ranges, limits = _lay_out(plan, capacity, threads)
     nbytes = work_size[0]
-    works = [library.new_bytes(nbytes) for _ in range(min(threads, len(cuts)))]
-    done = [False] * len(cuts)
+    works = [library.new_bytes(nbytes) for _ in range(min(threads, len(ranges)))]
+    done = [False] * len(ranges)
     turn = [(0, plan.regions_at)]  # next range to move and its final offset; empty while a thread moves one
 
     def task(i: int, w: int) -> int:
         status: int = loops.codec_encode_blocks(
-            call.tensor,
-            dst,
-            limits[i],
-            call.context,
-            job,
-            *cuts[i],
-            places[i],
-            end + i,
-            checksums + i,
-            works[w],
-            nbytes,
+            call.tensor, dst, limits[i], call.context, job, ranges + i, works[w], nbytes
         )
         done[i] = status == 0
         move()
@@ -79,35 +68,38 @@ def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: 
             i, to = turn.pop()
         except IndexError:
             return
-        while i < len(cuts) and done[i]:
-            check(lib.codec_encode_move(job, dst, limits[i], *cuts[i], places[i], to, end + i))
-            places[i], to, i = to, end[i], i + 1
+        while i < len(ranges) and done[i]:
+            check(lib.codec_encode_move(job, dst, limits[i], ranges + i, to))
+            to, i = ranges[i].end, i + 1
         turn.append((i, to))
 
-    for status in pool.run(task, len(cuts), threads) if cuts else ():
+    for status in pool.run(task, len(ranges), threads):
         if status in (_SHORT_OUTPUT, Status.LIMIT):
             return None
         check(status)
-    checksum = sum(checksums) % (1 << 64)
-    counts = [count for _, count in cuts]
-    status = lib.codec_encode_close(t, dst, capacity, context, job, counts, places, len(cuts), checksum, call.size)
+    status = lib.codec_encode_close(t, dst, capacity, context, job, ranges, len(ranges), call.size)
     if status == _SHORT_OUTPUT:
         return None
     check(status)
     return call.size[0]
 
 
-def _lay_out(plan: Any, capacity: int, threads: int) -> tuple[list[tuple[int, int]], list[int], list[int]]:
-    """Return ranges of blocks as (first, count), the offsets of their regions in dst, and the ends of these regions."""
+def _lay_out(plan: Any, capacity: int, threads: int) -> tuple[Any, list[int]]:
+    """Return ranges of blocks as an array of codec_range, and the end of each range's regions in dst."""
     room: int = plan.room
     if not plan.nblocks:
-        return [], [], []
+        return ffi.new("codec_range[]", 0), []
     if threads == 1 or not room:
-        return [(0, plan.nblocks)], [plan.regions_at], [capacity]
-    cuts = pool.ranges(plan.nblocks, threads)
-    places = [plan.regions_at + first * room for first, _ in cuts]
-    limits = [min(plan.regions_at + (first + count) * room, capacity) for first, count in cuts]
-    return cuts, places, limits
+        return ffi.new("codec_range[]", [(0, plan.nblocks, plan.regions_at)]), [capacity]
+    ranges = _cut(plan.nblocks, threads)
+    for r in ranges:
+        r.at = plan.regions_at + r.first * room
+    return ranges, [min(r.at + r.count * room, capacity) for r in ranges]
+
+
+def _cut(nblocks: int, threads: int) -> Any:
+    """Return ranges of blocks for threads, as an array of codec_range."""
+    return ffi.new("codec_range[]", pool.ranges(nblocks, threads))
 
 
 def tensor_like(info: Any) -> Any:
@@ -142,22 +134,23 @@ def _pass_over_blocks(
     loops: Any, call: Call, t: Any, info: Any, source: Any, nbytes: int, job: Any, work_nbytes: int, threads: int
 ) -> None:
     """Decode all blocks of a job into t, or only check them if t is None. Raise the error of the lowest block."""
-    cuts = pool.ranges(info.nblocks, threads)
-    faults, checksums = ffi.new("codec_fault[]", len(cuts)), ffi.new("uint64_t[]", len(cuts))
-    contexts = _call.copy_contexts(call.context, faults, len(cuts))
-    works = [library.new_bytes(work_nbytes) for _ in range(min(threads, len(cuts)))]
+    ranges = _cut(info.nblocks, threads)
+    faults = ffi.new("codec_fault[]", len(ranges))
+    contexts = _call.copy_contexts(call.context, faults, len(ranges))
+    works = [library.new_bytes(work_nbytes) for _ in range(min(threads, len(ranges)))]
 
     def task(i: int, w: int) -> int:
         # `call` keeps all memory alive that the contexts point to
-        rest = contexts + i, job, *cuts[i], checksums + i, works[w], work_nbytes
+        rest = contexts + i, job, ranges + i, works[w], work_nbytes
         if t is None:
             return loops.codec_decode_check(source, nbytes, *rest)
         return loops.codec_decode_blocks(source, nbytes, call.tensor, *rest)
 
-    for i, status in enumerate(pool.run(task, len(cuts), threads)):
+    for i, status in enumerate(pool.run(task, len(ranges), threads)):
         check(status, faults[i])
     if not call.context.flags & lib.CODEC_NO_CHECKSUM:
-        check(lib.codec_decode_close(call.context, job, sum(checksums) % (1 << 64)), call.fault)
+        checksum = sum(r.checksum for r in ranges) % (1 << 64)
+        check(lib.codec_decode_close(call.context, job, checksum), call.fault)
 
 
 def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: int, threads: int) -> bool:
@@ -185,20 +178,18 @@ def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: i
     if verify:
         check_all()
         context.flags |= lib.CODEC_NO_CHECKSUM
-    cuts = pool.ranges(read[0][0].nblocks, threads)
-    handles = ffi.new("void *[]", jobs)
-    faults, checksums = ffi.new("codec_fault[]", len(cuts)), ffi.new("uint64_t[]", len(cuts) * len(read))
-    contexts = _call.copy_contexts(call.context, faults, len(cuts))
-    works = [library.new_bytes(size) for _ in range(min(threads, len(cuts)))]
+    ranges, handles = _cut(read[0][0].nblocks, threads), ffi.new("void *[]", jobs)
+    reduction = ffi.new("codec_reduction *", (pointers, sizes, handles, len(jobs), op))
+    faults, checksums = ffi.new("codec_fault[]", len(ranges)), ffi.new("uint64_t[]", len(ranges) * len(read))
+    contexts = _call.copy_contexts(call.context, faults, len(ranges))
+    works = [library.new_bytes(size) for _ in range(min(threads, len(ranges)))]
 
     def task(i: int, w: int) -> int:
-        # `call` and `jobs` keep all memory alive that the contexts and handles point to
+        # `call` and the variables of `reduce` keep all memory alive that the contexts and the reduction point to
         own = checksums + i * len(jobs)
-        return loops.codec_reduce_blocks(
-            pointers, sizes, len(jobs), op, call.tensor, contexts + i, handles, *cuts[i], own, works[w], size
-        )
+        return loops.codec_reduce_blocks(reduction, call.tensor, contexts + i, ranges + i, own, works[w], size)
 
-    done = pool.run(task, len(cuts), threads)
+    done = pool.run(task, len(ranges), threads)
     if _BAD_ARGUMENT in done:
         context.flags = flags
         return False

@@ -587,7 +587,7 @@ static void test_steps_reject_other_tensors(void **unused)
 	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = CODEC_FLOAT32, .rank = 1, .shape = {N}, .nbytes = 4 * N};
 	codec_tensor other = t;
 	size_t bound, job_nbytes, work_nbytes_, written, whole;
-	uint64_t end, checksum, count, at;
+	codec_range range, behind;
 	uint8_t *frame, *again, *job, *work;
 	codec_plan plan;
 
@@ -603,36 +603,29 @@ static void test_steps_reject_other_tensors(void **unused)
 	assert_int_equal(codec_encode(&spec, &t, again, bound, &whole, NULL, NULL, job, job_nbytes + work_nbytes_),
 			 CODEC_OK);
 	assert_int_equal(codec_encode_open(&spec, &t, frame, bound, NULL, job, job_nbytes, &plan), CODEC_OK);
-	count = plan.nblocks;
-	at = plan.regions_at;
-	assert_int_equal(count, 3);
+	range = (codec_range){.count = plan.nblocks, .at = plan.regions_at};
+	behind = (codec_range){.first = 1, .count = plan.nblocks, .at = plan.regions_at};
+	assert_int_equal(plan.nblocks, 3);
 
 	other.data = t.data;
 	other.nbytes = 4 * N - 4;
 	other.shape[0] = N - 1;
-	assert_int_equal(
-		codec_encode_blocks(&other, frame, bound, NULL, job, 0, count, at, &end, &checksum, work, work_nbytes_),
-		CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode_blocks(&other, frame, bound, NULL, job, &range, work, work_nbytes_),
+			 CODEC_BAD_ARGUMENT);
 	other = t;
 	other.dtype = CODEC_INT32;
-	assert_int_equal(
-		codec_encode_blocks(&other, frame, bound, NULL, job, 0, count, at, &end, &checksum, work, work_nbytes_),
-		CODEC_BAD_ARGUMENT);
-	assert_int_equal(
-		codec_encode_blocks(&t, frame, at - 8, NULL, job, 0, count, at, &end, &checksum, work, work_nbytes_),
-		CODEC_BAD_ARGUMENT);
-	assert_int_equal(
-		codec_encode_blocks(&t, frame, bound, NULL, job, 1, count, at, &end, &checksum, work, work_nbytes_),
-		CODEC_BAD_ARGUMENT);
-	assert_int_equal(
-		codec_encode_blocks(&t, frame, bound, NULL, job, 0, count, at, &end, &checksum, work, work_nbytes_ - 1),
-		CODEC_SHORT_SCRATCH);
-	assert_int_equal(
-		codec_encode_blocks(&t, frame, bound, NULL, job, 0, count, at, &end, &checksum, work, work_nbytes_),
-		CODEC_OK);
-	assert_int_equal(codec_encode_close(&t, frame, at - 8, NULL, job, &count, &at, 1, checksum, &written),
+	assert_int_equal(codec_encode_blocks(&other, frame, bound, NULL, job, &range, work, work_nbytes_),
 			 CODEC_BAD_ARGUMENT);
-	assert_int_equal(codec_encode_close(&t, frame, bound, NULL, job, &count, &at, 1, checksum, &written), CODEC_OK);
+	assert_int_equal(codec_encode_blocks(&t, frame, range.at - 8, NULL, job, &range, work, work_nbytes_),
+			 CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode_blocks(&t, frame, bound, NULL, job, &behind, work, work_nbytes_),
+			 CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode_blocks(&t, frame, bound, NULL, job, &range, work, work_nbytes_ - 1),
+			 CODEC_SHORT_SCRATCH);
+	assert_int_equal(codec_encode_blocks(&t, frame, bound, NULL, job, &range, work, work_nbytes_), CODEC_OK);
+	assert_int_equal(codec_encode_close(&t, frame, range.at - 8, NULL, job, &range, 1, &written),
+			 CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode_close(&t, frame, bound, NULL, job, &range, 1, &written), CODEC_OK);
 	assert_int_equal(written, whole);
 	assert_memory_equal(frame, again, whole);
 	free(t.data);

@@ -157,7 +157,7 @@ static void test_round_trip_between_guard_pages(void **unused)
 static codec_status encode_steps(const codec_spec *spec, const codec_tensor *t, uint8_t *dst, size_t capacity,
 				 size_t *written, const codec_context *with)
 {
-	uint64_t counts[3] = {0}, ats[3], end, checksum, total = 0;
+	codec_range ranges[3] = {0};
 	size_t job_nbytes, work_nbytes;
 	codec_status status;
 	codec_plan plan;
@@ -176,16 +176,14 @@ static codec_status encode_steps(const codec_spec *spec, const codec_tensor *t, 
 	for (uint64_t i = 3; i-- > 0 && status == CODEC_OK;) {
 		uint64_t first = i * plan.nblocks / 3;
 
-		counts[i] = (i + 1) * plan.nblocks / 3 - first;
-		if (!counts[i])
-			continue;
-		ats[i] = plan.regions_at + first * plan.region_bound;
-		status = codec_encode_blocks(t, dst, capacity, with, job, first, counts[i], ats[i], &end, &checksum,
-					     work, work_nbytes);
-		total += checksum;
+		ranges[i].first = first;
+		ranges[i].count = (i + 1) * plan.nblocks / 3 - first;
+		ranges[i].at = plan.regions_at + first * plan.region_bound;
+		if (ranges[i].count)
+			status = codec_encode_blocks(t, dst, capacity, with, job, ranges + i, work, work_nbytes);
 	}
 	if (status == CODEC_OK)
-		status = codec_encode_close(t, dst, capacity, with, job, counts, ats, 3, total, written);
+		status = codec_encode_close(t, dst, capacity, with, job, ranges, 3, written);
 	free(job);
 	free(work);
 	return status;

@@ -205,7 +205,8 @@ struct steps {
 	struct task *k;
 	void *job[FRAMES];
 	codec_plan plan;
-	uint64_t at[SLICES], count[SLICES], checksums[SLICES][FRAMES], end[SLICES];
+	codec_range ranges[SLICES];
+	uint64_t checksums[SLICES][FRAMES]; /* reduce */
 	codec_status status[SLICES];
 	int add;
 	uint32_t op;
@@ -215,9 +216,12 @@ struct steps {
 	uint64_t moved, to;
 };
 
-static uint64_t cut(const struct steps *s, uint64_t i)
+/* Return the i-th of SLICES ranges of blocks. */
+static codec_range slice(const struct steps *s, uint64_t i)
 {
-	return s->plan.nblocks * i / SLICES;
+	uint64_t first = s->plan.nblocks * i / SLICES, end = s->plan.nblocks * (i + 1) / SLICES;
+
+	return (codec_range){first, end - first, s->plan.regions_at + first * s->plan.region_bound, 0, 0};
 }
 
 static void scan(void *p, uint64_t i)
@@ -233,23 +237,20 @@ static void encode(void *p, uint64_t i)
 	struct steps *s = p;
 	void *work = room(s->plan.work_nbytes);
 
-	s->count[i] = cut(s, i + 1) - cut(s, i);
-	s->at[i] = s->plan.regions_at + cut(s, i) * s->plan.region_bound;
-	s->status[i] =
-		codec_encode_blocks(&s->k->x, s->k->made, 2 * s->k->bound + 65536, &s->k->with, s->job[0], cut(s, i),
-				    s->count[i], s->at[i], s->end + i, s->checksums[i], work, s->plan.work_nbytes);
+	s->ranges[i] = slice(s, i);
+	s->status[i] = codec_encode_blocks(&s->k->x, s->k->made, 2 * s->k->bound + 65536, &s->k->with, s->job[0],
+					   s->ranges + i, work, s->plan.work_nbytes);
 	free(work);
 	atomic_store(s->done + i, s->status[i] == CODEC_OK);
 	if (pthread_mutex_trylock(&s->moving))
 		return;
 	for (; s->moved < SLICES && atomic_load(s->done + s->moved); s->moved++) {
-		uint64_t m = s->moved, to = s->to;
+		codec_range *next = s->ranges + s->moved;
 
-		if (!s->count[m])
+		if (!next->count)
 			continue;
-		MUST(codec_encode_move(s->job[0], s->k->made, 2 * s->k->bound + 65536, cut(s, m), s->count[m], s->at[m],
-				       to, &s->to) == CODEC_OK);
-		s->at[m] = to;
+		MUST(codec_encode_move(s->job[0], s->k->made, 2 * s->k->bound + 65536, next, s->to) == CODEC_OK);
+		s->to = next->end;
 	}
 	pthread_mutex_unlock(&s->moving);
 }
@@ -262,20 +263,22 @@ static void decode(void *p, uint64_t i)
 
 	with.into = s->add ? CODEC_INTO_ADD : CODEC_INTO_STORE;
 	with.weight = 0.5f;
-	s->status[i] =
-		codec_decode_blocks(s->k->frame[0], s->k->nbytes[0], s->add ? &s->k->sum : &s->k->out, &with, s->job[0],
-				    cut(s, i), cut(s, i + 1) - cut(s, i), s->checksums[i], work, s->plan.work_nbytes);
+	s->ranges[i] = slice(s, i);
+	s->status[i] = codec_decode_blocks(s->k->frame[0], s->k->nbytes[0], s->add ? &s->k->sum : &s->k->out, &with,
+					   s->job[0], s->ranges + i, work, s->plan.work_nbytes);
 	free(work);
 }
 
 static void reduce(void *p, uint64_t i)
 {
 	struct steps *s = p;
+	const codec_reduction frames = {(const void *const *)s->k->frame, s->k->nbytes, (const void *const *)s->job,
+					FRAMES, s->op};
 	void *work = room(s->plan.work_nbytes);
 
-	s->status[i] = codec_reduce_blocks((const void *const *)s->k->frame, s->k->nbytes, FRAMES, s->op, &s->k->sum,
-					   &s->k->with, (const void *const *)s->job, cut(s, i),
-					   cut(s, i + 1) - cut(s, i), s->checksums[i], work, s->plan.work_nbytes);
+	s->ranges[i] = slice(s, i);
+	s->status[i] = codec_reduce_blocks(&frames, &s->k->sum, &s->k->with, s->ranges + i, s->checksums[i], work,
+					   s->plan.work_nbytes);
 	free(work);
 }
 
@@ -287,7 +290,17 @@ static codec_status status_of(const struct steps *s)
 	return CODEC_OK;
 }
 
-static uint64_t checksum_of(const struct steps *s, int frame)
+static uint64_t checksum_of(const struct steps *s)
+{
+	uint64_t total = 0;
+
+	for (int i = 0; i < SLICES; i++)
+		total += s->ranges[i].checksum;
+	return total;
+}
+
+/* Return the checksum of a frame that was reduced. */
+static uint64_t reduced_checksum_of(const struct steps *s, int frame)
 {
 	uint64_t total = 0;
 
@@ -322,8 +335,7 @@ static codec_status encode_steps(struct task *k, size_t *written)
 		run_all(encode, &s, SLICES);
 		TRY(status_of(&s));
 	}
-	TRY(codec_encode_close(&k->x, k->made, capacity, &k->with, s.job[0], s.count, s.at, blocks ? SLICES : 0,
-			       checksum_of(&s, 0), written));
+	TRY(codec_encode_close(&k->x, k->made, capacity, &k->with, s.job[0], s.ranges, blocks ? SLICES : 0, written));
 	pthread_mutex_destroy(&s.moving);
 	free(s.job[0]);
 	return status;
@@ -341,7 +353,7 @@ static codec_status decode_steps(struct task *k, int add)
 	if (status == CODEC_OK && s.plan.nblocks) {
 		run_all(decode, &s, SLICES);
 		TRY(status_of(&s));
-		TRY(codec_decode_close(&with, s.job[0], checksum_of(&s, 0)));
+		TRY(codec_decode_close(&with, s.job[0], checksum_of(&s)));
 	}
 	free(s.job[0]);
 	return status;
@@ -364,7 +376,7 @@ static codec_status reduce_steps(struct task *k, uint32_t op)
 	}
 	for (int i = 0; i < FRAMES; i++) {
 		if (s.plan.nblocks)
-			TRY(codec_decode_close(&with, s.job[i], checksum_of(&s, i)));
+			TRY(codec_decode_close(&with, s.job[i], reduced_checksum_of(&s, i)));
 		free(s.job[i]);
 	}
 	return status;

@@ -25,16 +25,33 @@ PLACE(codec_row_part, group_size, 28);
 PLACE(codec_row_part, scale, 32);
 _Static_assert(sizeof(codec_model_part) == 32 && sizeof(codec_row_part) == 40, "arrays of them");
 
+/* codec_encode_close takes no ranges that overlap or do not contain all blocks. `all`: the encoded range of them. */
+static void assert_rejects_other_ranges(const codec_tensor *t, const codec_context *with, void *job, codec_range all)
+{
+	const codec_range later = {1, all.count - 1, all.at, 0, 0}, fewer = {0, all.count - 1, all.at, 0, 0};
+	const codec_range twice[] = {fewer, all};
+	size_t written;
+
+	assert_int_equal(codec_encode_close(t, frame, sizeof frame, with, job, &later, 1, &written),
+			 CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode_close(t, frame, sizeof frame, with, job, &fewer, 1, &written),
+			 CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode_close(t, frame, sizeof frame, with, job, twice, 2, &written), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode_close(t, frame, sizeof frame, with, job, NULL, 1, &written), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode_close(t, frame, sizeof frame, with, job, NULL, 0, &written), CODEC_BAD_ARGUMENT);
+}
+
 /* Steps out of order, of the other direction or with other arguments are rejected. */
 static void test_rejects_steps_out_of_order(void **unused)
 {
 	codec_spec spec = spec_of(CODEC_SIGN);
 	codec_tensor t = tensor(x, N), to = tensor(out, N);
 	codec_context with = context();
-	uint64_t end, checksum, at, count;
+	codec_range range = {0}, one = {.count = 1};
 	size_t job_nbytes, work_nbytes, written;
 	codec_plan plan;
 	void *job, *work;
+	uint64_t end;
 
 	(void)unused;
 	fill();
@@ -43,29 +60,29 @@ static void test_rejects_steps_out_of_order(void **unused)
 	work = malloc(work_nbytes);
 #define SCAN() codec_encode_scan(&t, &with, job, 0, plan.nscans)
 #define START() codec_encode_start(&t, frame, sizeof frame, &with, job, &plan)
-#define BLOCKS()                                                                                                       \
-	codec_encode_blocks(&t, frame, sizeof frame, &with, job, 0, count, at, &end, &checksum, work, work_nbytes)
-#define MOVE(count, from, to) codec_encode_move(job, frame, sizeof frame, 0, count, from, to, &end)
-#define CLOSE() codec_encode_close(&t, frame, sizeof frame, &with, job, &count, &at, 1, checksum, &written)
-	count = at = checksum = 0;
+#define BLOCKS() codec_encode_blocks(&t, frame, sizeof frame, &with, job, &range, work, work_nbytes)
+#define MOVE(n, from, to) codec_encode_move(job, frame, sizeof frame, &(codec_range){0, n, from, 0, 0}, to)
+#define CLOSE() codec_encode_close(&t, frame, sizeof frame, &with, job, &range, 1, &written)
+#define CHECK() codec_decode_check(frame, written, &with, job, &range, work, work_nbytes)
+#define DECODE_BLOCKS(to) codec_decode_blocks(frame, written, to, &with, job, &range, work, work_nbytes)
 	plan.nscans = 0;
 	assert_int_equal(SCAN(), CODEC_BAD_ARGUMENT); /* memory without a job */
 	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
 	assert_int_equal(codec_decode_close(&with, job, 0), CODEC_BAD_ARGUMENT);
 	assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, job, job_nbytes, &plan), CODEC_OK);
 	assert_true(plan.nscans > 0);
-	count = plan.nblocks;
-	at = plan.regions_at;
+	range.count = plan.nblocks;
+	range.at = plan.regions_at;
 	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT); /* before the scales are known */
-	assert_int_equal(MOVE(count, at, at), CODEC_BAD_ARGUMENT);
+	assert_int_equal(MOVE(range.count, range.at, range.at), CODEC_BAD_ARGUMENT);
 	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
 	assert_int_equal(SCAN(), CODEC_OK);
 	assert_int_equal(codec_encode_start(&t, frame, 60, &with, job, &plan), CODEC_SHORT_OUTPUT);
 	assert_int_equal(START(), CODEC_OK); /* a failed step may be repeated */
 	assert_int_equal(START(), CODEC_BAD_ARGUMENT);
 	assert_int_equal(SCAN(), CODEC_BAD_ARGUMENT);
-	at = plan.regions_at;
-	assert_int_equal(codec_decode_blocks(frame, sizeof frame, &to, &with, job, 0, 1, &checksum, work, work_nbytes),
+	range.at = plan.regions_at;
+	assert_int_equal(codec_decode_blocks(frame, sizeof frame, &to, &with, job, &one, work, work_nbytes),
 			 CODEC_BAD_ARGUMENT);
 	with.residual = residual;
 	assert_int_equal(
@@ -73,17 +90,22 @@ static void test_rejects_steps_out_of_order(void **unused)
 		CODEC_BAD_ARGUMENT); /* opened without a residual, so that not all values are known to be finite */
 	with.residual = NULL;
 	assert_int_equal(BLOCKS(), CODEC_OK);
-	at += 64;
+	range.at += 64;
 	assert_int_equal(BLOCKS(), CODEC_OK);
-	assert_int_equal(MOVE(count, at, at + 8), CODEC_BAD_ARGUMENT); /* behind their present place */
-	assert_int_equal(MOVE(count, at, plan.regions_at + 4), CODEC_BAD_ARGUMENT);
-	assert_int_equal(MOVE(count, at, plan.regions_at - 8), CODEC_BAD_ARGUMENT);
-	assert_int_equal(MOVE(count, end + 8, at), CODEC_BAD_ARGUMENT); /* no regions there */
-	assert_int_equal(MOVE(0, at, at), CODEC_BAD_ARGUMENT);
-	assert_int_equal(MOVE(count + 1, at, at), CODEC_BAD_ARGUMENT);
-	assert_int_equal(codec_encode_move(job, frame, end - 8, 0, count, at, at, &end), CODEC_BAD_ARGUMENT);
-	assert_int_equal(MOVE(count, at, plan.regions_at), CODEC_OK);
-	at = plan.regions_at;
+	assert_int_equal(MOVE(range.count, range.at, range.at + 8),
+			 CODEC_BAD_ARGUMENT); /* behind their present place */
+	assert_int_equal(MOVE(range.count, range.at, plan.regions_at + 4), CODEC_BAD_ARGUMENT);
+	assert_int_equal(MOVE(range.count, range.at, plan.regions_at - 8), CODEC_BAD_ARGUMENT);
+	assert_int_equal(MOVE(range.count, range.end + 8, range.at), CODEC_BAD_ARGUMENT); /* no regions there */
+	assert_int_equal(MOVE(0, range.at, range.at), CODEC_BAD_ARGUMENT);
+	assert_int_equal(MOVE(range.count + 1, range.at, range.at), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode_move(job, frame, range.end - 8, &range, range.at), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode_move(job, frame, sizeof frame, NULL, range.at), CODEC_BAD_ARGUMENT);
+	end = range.end;
+	assert_int_equal(codec_encode_move(job, frame, sizeof frame, &range, plan.regions_at), CODEC_OK);
+	assert_int_equal(range.at, plan.regions_at);
+	assert_int_equal(range.end, end - 64);
+	assert_rejects_other_ranges(&t, &with, job, range);
 	assert_int_equal(CLOSE(), CODEC_OK);
 	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
 	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT);
@@ -93,16 +115,13 @@ static void test_rejects_steps_out_of_order(void **unused)
 	with.flags = 0;
 	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, job_nbytes, &plan), CODEC_OK);
 	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT);
-	assert_int_equal(codec_decode_check(frame, written, &with, job, 0, count, &checksum, work, work_nbytes),
-			 CODEC_OK);
-	assert_int_equal(codec_decode_close(&with, job, checksum), CODEC_OK);
+	assert_int_equal(CHECK(), CODEC_OK);
+	assert_int_equal(codec_decode_close(&with, job, range.checksum), CODEC_OK);
 	assert_true(all_seven(out));
-	assert_int_equal(codec_decode_blocks(frame, written, NULL, &with, job, 0, count, &checksum, work, work_nbytes),
-			 CODEC_BAD_ARGUMENT);
-	assert_int_equal(codec_decode_blocks(frame, written, &to, &with, job, 0, count, &checksum, work, work_nbytes),
-			 CODEC_OK);
-	assert_int_equal(codec_decode_close(&with, job, checksum), CODEC_OK);
-	assert_int_equal(codec_decode_close(&with, job, checksum + 1), CODEC_CHECKSUM);
+	assert_int_equal(DECODE_BLOCKS(NULL), CODEC_BAD_ARGUMENT);
+	assert_int_equal(DECODE_BLOCKS(&to), CODEC_OK);
+	assert_int_equal(codec_decode_close(&with, job, range.checksum), CODEC_OK);
+	assert_int_equal(codec_decode_close(&with, job, range.checksum + 1), CODEC_CHECKSUM);
 	free(job);
 	free(work);
 }
@@ -114,7 +133,7 @@ static void test_steps_require_metric(void **unused)
 	codec_tensor t = tensor(x, N), state = tensor(theta, N), to = tensor(out, N);
 	codec_metric metric = {.struct_nbytes = sizeof metric, .theta_term = 3, .theta = &state};
 	codec_context with = context();
-	uint64_t end, checksum, at, count;
+	codec_range range = {0};
 	size_t written;
 	codec_plan plan;
 	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
@@ -125,8 +144,8 @@ static void test_steps_require_metric(void **unused)
 	spec.variant = CODEC_LEVEL_CODING_SHARED;
 	with.metric = &metric;
 	assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, job, job_nbytes, &plan), CODEC_OK);
-	count = plan.nblocks;
-	at = plan.regions_at;
+	range.count = plan.nblocks;
+	range.at = plan.regions_at;
 	with.metric = NULL;
 	assert_int_equal(BLOCKS(), CODEC_MISSING_STATE);
 	with.metric = &metric;
@@ -140,10 +159,8 @@ static void test_steps_require_metric(void **unused)
 	with.residual = NULL;
 	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, job_nbytes, NULL), CODEC_OK);
 	with.metric = NULL;
-	assert_int_equal(codec_decode_check(frame, written, &with, job, 0, count, &checksum, work, work_nbytes),
-			 CODEC_MISSING_STATE);
-	assert_int_equal(codec_decode_blocks(frame, written, &to, &with, job, 0, count, &checksum, work, work_nbytes),
-			 CODEC_MISSING_STATE);
+	assert_int_equal(CHECK(), CODEC_MISSING_STATE);
+	assert_int_equal(DECODE_BLOCKS(&to), CODEC_MISSING_STATE);
 	assert_true(all_seven(out));
 	free(job);
 	free(work);
@@ -156,7 +173,6 @@ static void test_steps_with_residual_require_bound(void **unused)
 	codec_tensor t = tensor(x, N);
 	codec_context with = context();
 	size_t job_nbytes, work_nbytes, bound;
-	uint64_t end, checksum;
 
 	(void)unused;
 	fill();
@@ -181,10 +197,12 @@ static void test_steps_with_residual_require_bound(void **unused)
 				assert_int_equal(codec_encode_scan(&t, &with, job, 0, plan.nscans), CODEC_OK);
 				status = codec_encode_start(&t, frame, room, &with, job, &plan);
 			}
-			if (status == CODEC_OK)
+			if (status == CODEC_OK) {
+				codec_range all = {.count = plan.nblocks, .at = plan.regions_at};
+
 				status = codec_encode_blocks(&t, frame, plan.regions_at + plan.region_bound - 8, &with,
-							     job, 0, plan.nblocks, plan.regions_at, &end, &checksum,
-							     work, work_nbytes);
+							     job, &all, work, work_nbytes);
+			}
 			assert_int_equal(status, CODEC_SHORT_OUTPUT);
 			assert_true(all_seven(residual));
 		}
@@ -203,7 +221,7 @@ static void test_step_can_be_repeated_with_more_room(void **unused)
 	codec_context with = context(), plain = context();
 	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
 	const size_t work_nbytes = SCRATCH;
-	uint64_t end, checksum, at, count;
+	codec_range range;
 
 	(void)unused;
 	for (int i = 0; i < 2; i++) {
@@ -227,11 +245,9 @@ static void test_step_can_be_repeated_with_more_room(void **unused)
 			status = codec_encode_start(&t, frame, room, &with, job, &plan);
 		}
 		assert_int_equal(status, CODEC_SHORT_OUTPUT);
-		count = plan.nblocks;
-		at = plan.regions_at;
-		checksum = 0;
+		range = (codec_range){.count = plan.nblocks, .at = plan.regions_at};
 		assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT);
-		assert_int_equal(MOVE(count, at, at), CODEC_BAD_ARGUMENT);
+		assert_int_equal(MOVE(range.count, range.at, range.at), CODEC_BAD_ARGUMENT);
 		assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
 		assert_true(all_seven(residual));
 		if (plan.nscans)
@@ -267,8 +283,8 @@ static void test_job_size_of_plan_suffices(void **unused)
 	for (int i = 0; i < 5; i++) {
 		size_t written, most, work_nbytes, both, short_of;
 		codec_spec spec = SPECS[i];
+		codec_range all = {0};
 		codec_plan plan;
-		uint64_t checksum;
 		struct guarded g;
 
 		spec.struct_nbytes = sizeof spec;
@@ -284,10 +300,10 @@ static void test_job_size_of_plan_suffices(void **unused)
 		assert_int_equal(codec_decode_open(frame, written, &to, &with, g.p + 1, short_of, NULL),
 				 CODEC_SHORT_SCRATCH);
 		assert_int_equal(codec_decode_open(frame, written, &to, &with, g.p, plan.job_nbytes, NULL), CODEC_OK);
-		assert_int_equal(codec_decode_blocks(frame, written, &to, &with, g.p, 0, plan.nblocks, &checksum, work,
-						     work_nbytes),
+		all.count = plan.nblocks;
+		assert_int_equal(codec_decode_blocks(frame, written, &to, &with, g.p, &all, work, work_nbytes),
 				 CODEC_OK);
-		assert_int_equal(codec_decode_close(&with, g.p, checksum), CODEC_OK);
+		assert_int_equal(codec_decode_close(&with, g.p, all.checksum), CODEC_OK);
 		unguard(g);
 	}
 	free(work);
@@ -301,11 +317,13 @@ static void test_check_only_writes_nothing(void **unused)
 	(void)unused;
 	for (int i = 0; i < 6; i++) {
 		codec_spec spec = spec_of(i % 3 == 2 ? CODEC_QUANTIZE : CODEC_LOSSLESS);
-		uint64_t n = i % 3 ? N : 100, checksum, checksums[2]; /* 100 values give a stored frame */
+		uint64_t n = i % 3 ? N : 100, checksum; /* 100 values give a stored frame */
 		codec_tensor t = tensor(x, n), to = tensor(out, n);
 		codec_context with = context();
-		const void *frames[] = {frame, i < 3 ? frame : other}, *jobs[2] = {0};
+		const void *frames[] = {frame, i < 3 ? frame : other}, *jobs[1];
 		size_t written, nbytes[2];
+		const codec_reduction one = {frames, nbytes, jobs, 1, CODEC_REDUCE_SUM};
+		codec_range range = {.count = 1};
 		codec_plan plan;
 		void *job, *work = malloc(SCRATCH);
 
@@ -326,7 +344,7 @@ static void test_check_only_writes_nothing(void **unused)
 		assert_int_equal(DECODE(nbytes[0]), CODEC_CHECKSUM);
 		assert_int_equal(REDUCE(), CODEC_CHECKSUM);
 		frame[nbytes[0] - 20] ^= 1;
-		jobs[0] = jobs[1] = job = malloc(SCRATCH);
+		jobs[0] = job = malloc(SCRATCH);
 		with.into = CODEC_INTO_FLOAT32;
 		for (int k = 0; k < 3; k++) {
 			with.flags = FLAGS[k];
@@ -340,15 +358,15 @@ static void test_check_only_writes_nothing(void **unused)
 					 CODEC_OK);
 			for (int k = 0; k < 3; k++) {
 				with.flags = FLAGS[k];
-				assert_int_equal(codec_decode_check(frame, nbytes[0], &with, job, 0, 1, &checksum, work,
-								    SCRATCH),
-						 CODEC_BAD_ARGUMENT);
-				assert_int_equal(codec_decode_blocks(frame, nbytes[0], &to, &with, job, 0, 1, &checksum,
-								     work, SCRATCH),
-						 CODEC_BAD_ARGUMENT);
-				assert_int_equal(codec_reduce_blocks(frames, nbytes, 1, CODEC_REDUCE_SUM, &to, &with,
-								     jobs, 0, 1, checksums, work, SCRATCH),
-						 CODEC_BAD_ARGUMENT);
+				assert_int_equal(
+					codec_decode_check(frame, nbytes[0], &with, job, &range, work, SCRATCH),
+					CODEC_BAD_ARGUMENT);
+				assert_int_equal(
+					codec_decode_blocks(frame, nbytes[0], &to, &with, job, &range, work, SCRATCH),
+					CODEC_BAD_ARGUMENT);
+				assert_int_equal(
+					codec_reduce_blocks(&one, &to, &with, &range, &checksum, work, SCRATCH),
+					CODEC_BAD_ARGUMENT);
 			}
 			assert_true(all_seven(out));
 		}
@@ -363,20 +381,19 @@ static void test_rejects_ranges_beyond_blocks(void **unused)
 	codec_spec spec = spec_of(CODEC_QUANTIZE);
 	codec_tensor t = tensor(x, N), to = tensor(out, N);
 	codec_context with = context();
-	const void *frames[] = {frame}, *jobs[1];
+	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
+	const void *frames[] = {frame}, *jobs[] = {job};
 	size_t written;
+	const codec_reduction one = {frames, &written, jobs, 1, CODEC_REDUCE_SUM};
 	uint64_t checksum;
 	codec_plan plan;
-	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
 
 	(void)unused;
 	fill();
-	jobs[0] = job;
 	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
 	with.into = CODEC_INTO_FLOAT32;
 	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, SCRATCH, &plan), CODEC_OK);
-#define SOME(first, n)                                                                                                 \
-	codec_reduce_blocks(frames, &written, 1, CODEC_REDUCE_SUM, &to, &with, jobs, first, n, &checksum, work, SCRATCH)
+#define SOME(from, n) codec_reduce_blocks(&one, &to, &with, &(codec_range){from, n, 0, 0, 0}, &checksum, work, SCRATCH)
 	assert_int_equal(SOME(2, UINT64_MAX), CODEC_BAD_ARGUMENT);
 	assert_int_equal(SOME(0, plan.nblocks + 1), CODEC_BAD_ARGUMENT);
 	assert_int_equal(SOME(plan.nblocks + 1, 0), CODEC_BAD_ARGUMENT);

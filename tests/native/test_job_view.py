@@ -112,10 +112,10 @@ def test_plan_needs_header_and_side_section() -> None:
         assert planned(frame, given)[2] == lib.CODEC_TRUNCATED
     job, _, status = planned(frame, at)
     assert status == lib.CODEC_OK
-    checksum = ffi.new("uint64_t *")  # without a destination, none of the job's own steps works
+    first = ffi.new("codec_range *", (0, 1))  # without a destination, none of the job's own steps works
     dst = new_tensor(DTYPES["bfloat16"], (300, 128), ffi.from_buffer(gradient()), 76800)
     work = new_bytes(1 << 20)
-    status = lib.codec_decode_blocks(frame, len(frame), dst, ffi.NULL, job, 0, 1, checksum, work, len(work))
+    status = lib.codec_decode_blocks(frame, len(frame), dst, ffi.NULL, job, first, work, len(work))
     assert status == lib.CODEC_BAD_ARGUMENT
 
 
@@ -190,12 +190,12 @@ def test_job_opened_by_shape_alone(spec) -> None:
     assert sizes[0] == 64
     decided = {10, 11, *range(12, 16), *range(16, 32), 40, 41}  # offsets of planes, sizes, checksum and flags
     assert all(ffi.buffer(head)[i] == frame[i : i + 1] for i in range(64) if i not in decided)
-    end, work = ffi.new("uint64_t[2]"), new_bytes(1 << 20)
+    blocks, work = ffi.new("codec_range *", (0, 1, 4096)), new_bytes(1 << 20)
     steps = [
         lib.codec_encode_scan(t, ffi.NULL, job, 0, 0),
         lib.codec_encode_start(t, head, 2 * x.nbytes, ffi.NULL, job, plan),
-        lib.codec_encode_blocks(t, head, 2 * x.nbytes, ffi.NULL, job, 0, 1, 4096, end, end + 1, work, len(work)),
-        lib.codec_encode_close(t, head, 2 * x.nbytes, ffi.NULL, job, end, end, 0, 0, sizes),
+        lib.codec_encode_blocks(t, head, 2 * x.nbytes, ffi.NULL, job, blocks, work, len(work)),
+        lib.codec_encode_close(t, head, 2 * x.nbytes, ffi.NULL, job, blocks, 0, sizes),
         lib.codec_encode_final_head(job, 1 << 16, 0, head, 2 * x.nbytes),
     ]
     assert steps == [lib.CODEC_BAD_ARGUMENT] * 5

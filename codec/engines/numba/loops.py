@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from codec._c.library import lib
+from codec._c.library import ffi, lib
 from codec.engines.numba import lossless, rows, truncate
 from codec.engines.numba.floats import NOWHERE, Sink
 from codec.engines.numba.memory import NOTHING, Array, memory_of
@@ -34,24 +34,13 @@ def codec_encode_scan(src: Any, context: Any, job: Any, first: int, count: int) 
 
 
 def codec_encode_blocks(
-    src: Any,
-    dst: Any,
-    capacity: int,
-    context: Any,
-    job: Any,
-    first: int,
-    count: int,
-    at: int,
-    end: Any,
-    checksum: Any,
-    work: Any,
-    work_nbytes: int,
+    src: Any, dst: Any, capacity: int, context: Any, job: Any, blocks: Any, work: Any, work_nbytes: int
 ) -> int:
-    """Encode blocks to regions. ``work`` is ignored: this engine allocates its own buffers."""
+    """Encode a range of blocks to regions. ``work`` is ignored: this engine allocates its own buffers."""
     j = view_job(job)
-    kernels = _family(j)
+    kernels, first, count = _family(j), blocks.first, blocks.count
     data, frame, feedback = memory_of(src.data, src.nbytes), memory_of(dst, capacity), _feedback(context, j.n)
-    own_work, result = kernels.work_of(j), np.array([at, 0], np.uint64)
+    own_work, result = kernels.work_of(j), np.array([blocks.at, 0], np.uint64)
     status: int = 0
     if kernels is lossless:
         status = lossless.encode_blocks(j, own_work, data, frame, capacity, first, count, result)
@@ -66,7 +55,7 @@ def codec_encode_blocks(
             )
             if status:
                 break
-    end[0], checksum[0] = int(result[0]), int(result[1])
+    blocks.end, blocks.checksum = int(result[0]), int(result[1])
     return status
 
 
@@ -100,26 +89,17 @@ def _sink(j: Job, context: Any, dst: Any) -> Sink:
 
 
 def codec_decode_check(
-    frame: Any, nbytes: int, context: Any, job: Any, first: int, count: int, checksum: Any, work: Any, work_nbytes: int
+    frame: Any, nbytes: int, context: Any, job: Any, blocks: Any, work: Any, work_nbytes: int
 ) -> int:
-    """Validate blocks without decoding their values."""
-    return _step(frame, nbytes, None, context, job, first, count, checksum, work, work_nbytes)
+    """Validate a range of blocks without decoding their values."""
+    return _step(frame, nbytes, None, context, job, blocks, work, work_nbytes)
 
 
 def codec_decode_blocks(
-    frame: Any,
-    nbytes: int,
-    dst: Any,
-    context: Any,
-    job: Any,
-    first: int,
-    count: int,
-    checksum: Any,
-    work: Any,
-    work_nbytes: int,
+    frame: Any, nbytes: int, dst: Any, context: Any, job: Any, blocks: Any, work: Any, work_nbytes: int
 ) -> int:
-    """Decode blocks to a destination."""
-    return _step(frame, nbytes, dst, context, job, first, count, checksum, work, work_nbytes)
+    """Decode a range of blocks to a destination."""
+    return _step(frame, nbytes, dst, context, job, blocks, work, work_nbytes)
 
 
 class _Decoding:
@@ -151,24 +131,13 @@ class _Decoding:
         return status
 
 
-def _step(
-    frame: Any,
-    nbytes: int,
-    dst: Any,
-    context: Any,
-    job: Any,
-    first: int,
-    count: int,
-    checksum: Any,
-    work: Any,
-    work_nbytes: int,
-) -> int:
-    """Decode blocks to ``dst``; if that is None, only validate them."""
+def _step(frame: Any, nbytes: int, dst: Any, context: Any, job: Any, blocks: Any, work: Any, work_nbytes: int) -> int:
+    """Decode a range of blocks to ``dst``; if that is None, only validate them."""
     d = _Decoding(frame, nbytes, context, job)
-    status = d.run(first, count, _sink(d.job, context, dst))
+    status = d.run(blocks.first, blocks.count, _sink(d.job, context, dst))
     if status == truncate.OTHER_STATE:  # the frame may be damaged instead: let the C library distinguish
-        return lib.codec_decode_check(frame, nbytes, context, job, first, count, checksum, work, work_nbytes)
-    checksum[0] = int(d.checksum[0])
+        return lib.codec_decode_check(frame, nbytes, context, job, blocks, work, work_nbytes)
+    blocks.checksum = int(d.checksum[0])
     return status
 
 
@@ -183,26 +152,15 @@ _BLOCKS_PER_STEP = 8  # blocks of each frame in turn, so that their part of the 
 
 
 def codec_reduce_blocks(
-    frames: Any,
-    nbytes: Any,
-    count: int,
-    op: int,
-    dst: Any,
-    context: Any,
-    jobs: Any,
-    first: int,
-    nblocks: int,
-    checksums: Any,
-    work: Any,
-    work_nbytes: int,
+    reduction: Any, dst: Any, context: Any, blocks: Any, checksums: Any, work: Any, work_nbytes: int
 ) -> int:
-    """Reduce blocks of all frames; the C library checks that the frames match."""
-    status: int = lib.codec_reduce_blocks(
-        frames, nbytes, count, op, dst, context, jobs, first, 0, checksums, work, work_nbytes
-    )
+    """Reduce a range of blocks of all frames; the C library checks that the frames match."""
+    none = ffi.new("codec_range *", (blocks.first, 0))
+    status: int = lib.codec_reduce_blocks(reduction, dst, context, none, checksums, work, work_nbytes)
     if status:
         return status
-    opened = [_Decoding(frames[i], nbytes[i], context, jobs[i]) for i in range(count)]
+    count, op, end = reduction.count, reduction.op, blocks.first + blocks.count
+    opened = [_Decoding(reduction.frames[i], reduction.nbytes[i], context, reduction.jobs[i]) for i in range(count)]
     scales = [d.job.row_parts["scale"].tobytes() for d in opened]
     ternary = opened[0].job.codec == lib.CODEC_TERNARY
     unscaled = ternary and count > 1 and op != lib.CODEC_REDUCE_MAX and all(s == scales[0] for s in scales)
@@ -217,9 +175,9 @@ def codec_reduce_blocks(
         )
         for i in range(count)
     ]
-    for b in range(first, first + nblocks, _BLOCKS_PER_STEP):
+    for b in range(blocks.first, end, _BLOCKS_PER_STEP):
         for d, sink in zip(opened, sinks, strict=True):
-            status = d.run(b, min(_BLOCKS_PER_STEP, first + nblocks - b), sink)
+            status = d.run(b, min(_BLOCKS_PER_STEP, end - b), sink)
             if status:
                 return status
     for i, d in enumerate(opened):

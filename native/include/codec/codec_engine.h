@@ -38,6 +38,15 @@ typedef struct codec_plan {
 	uint64_t room;         /**< encode: bytes per block between ranges, see codec_encode_blocks */
 } codec_plan;
 
+/** Blocks that one step processes: [first, first + count). The caller sets the first three members. */
+typedef struct codec_range {
+	uint64_t first;    /**< index of the first block */
+	uint64_t count;    /**< number of blocks */
+	uint64_t at;       /**< encode: offset in the frame where the blocks' regions begin, a multiple of 8 */
+	uint64_t end;      /**< encode: offset in the frame where they end, set by the step */
+	uint64_t checksum; /**< sum (mod 2^64) of the blocks' checksums, set by the step */
+} codec_range;
+
 /**
  * Compute the sizes in bytes of a job and of one thread's work buffer, for a tensor like `like`. A job for decoding may
  * need less: see codec_plan.
@@ -73,8 +82,8 @@ CODEC_API codec_status codec_encode_start(const codec_tensor *src, void *dst, si
 					  const codec_context *with, void *job, codec_plan *plan);
 
 /**
- * Encode blocks [first, first + count) into consecutive regions that begin at dst[at]. *end is the end of the last
- * region. Add *checksum to the sum for codec_encode_close. `at` must be a multiple of 8 and at least plan->regions_at.
+ * Encode the blocks of *range into consecutive regions that begin at dst[range->at], at least plan->regions_at. Set
+ * range->end and range->checksum, for codec_encode_close.
  *
  * Ranges of blocks must not overlap in dst. A range needs at most count * plan->region_bound bytes. If capacity is less
  * than that for all ranges, begin each at plan->regions_at + first * plan->room and limit its `capacity` to the
@@ -84,27 +93,24 @@ CODEC_API codec_status codec_encode_start(const codec_tensor *src, void *dst, si
  * Values that the side section needs from the blocks are stored in the job, at addresses that other ranges do not use.
  */
 CODEC_API codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capacity,
-					   const codec_context *with, void *job, uint64_t first, uint64_t count,
-					   uint64_t at, uint64_t *end, uint64_t *checksum, void *work,
+					   const codec_context *with, void *job, codec_range *range, void *work,
 					   size_t work_nbytes);
 
 /**
- * Move the regions of blocks [first, first + count), encoded at `at`, to `to`, the end of the preceding block's region.
- * `to` must not exceed `at`. *end is the new end of the regions. Optional: codec_encode_close moves all remaining
- * regions, but threads can move a finished range while others encode later ones.
+ * Move the regions of an encoded range to `to`, the end of the preceding block's region, which must not exceed
+ * range->at. Set range->at and range->end. Optional: codec_encode_close moves all remaining regions, but threads can
+ * move a finished range while others encode later ones.
  */
-CODEC_API codec_status codec_encode_move(const void *job, void *dst, size_t capacity, uint64_t first, uint64_t count,
-					 uint64_t at, uint64_t to, uint64_t *end);
+CODEC_API codec_status codec_encode_move(const void *job, void *dst, size_t capacity, codec_range *range, uint64_t to);
 
 /**
- * Join the regions, write header, side section and checksum, and set *written to the frame's size. The `nranges` ranges
- * ascend without gaps: range i has counts[i] blocks, whose regions begin at ats[i]. `checksum` is the sum (mod 2^64) of
- * the values that codec_encode_blocks returned. If the frame would be larger than the tensor, a stored frame replaces
- * it.
+ * Join the regions, write header, side section and checksum, and set *written to the frame's size. The encoded ranges
+ * ascend and contain each block once; empty ranges are skipped. If the frame would be larger than the tensor, a stored
+ * frame replaces it.
  */
 CODEC_API codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capacity,
-					  const codec_context *with, void *job, const uint64_t *counts,
-					  const uint64_t *ats, size_t nranges, uint64_t checksum, size_t *written);
+					  const codec_context *with, void *job, const codec_range *ranges,
+					  size_t nranges, size_t *written);
 
 /**
  * Open a job that decodes a frame: check header, side section and directory, and build the tables. A stored tensor is
@@ -115,28 +121,35 @@ CODEC_API codec_status codec_decode_open(const void *frame, size_t nbytes, codec
 					 void *job, size_t job_nbytes, codec_plan *plan);
 
 /**
- * Check blocks [first, first + count) as decoding would (digest, structure and state), without a destination. To leave
- * the destination unchanged on any fault of the frame, check all blocks, call codec_decode_close, then decode with
- * CODEC_NO_CHECKSUM.
+ * Check the blocks of *range as decoding would (checksum, structure and state), without a destination. Set
+ * range->checksum. To leave the destination unchanged on any fault of the frame, check all blocks, call
+ * codec_decode_close, then decode with CODEC_NO_CHECKSUM.
  */
 CODEC_API codec_status codec_decode_check(const void *frame, size_t nbytes, const codec_context *with, const void *job,
-					  uint64_t first, uint64_t count, uint64_t *checksum, void *work,
-					  size_t work_nbytes);
+					  codec_range *range, void *work, size_t work_nbytes);
 
-/** Decode blocks [first, first + count). *checksum is the range's part of the checksum, for codec_decode_close. */
+/** Decode the blocks of *range. Set range->checksum; the sum over all ranges is for codec_decode_close. */
 CODEC_API codec_status codec_decode_blocks(const void *frame, size_t nbytes, codec_tensor *dst,
-					   const codec_context *with, const void *job, uint64_t first, uint64_t count,
-					   uint64_t *checksum, void *work, size_t work_nbytes);
+					   const codec_context *with, const void *job, codec_range *range, void *work,
+					   size_t work_nbytes);
+
+/** Frames to reduce as codec_reduce does, each with an opened job. Threads may share it. */
+typedef struct codec_reduction {
+	const void *const *frames; /**< `count` frames */
+	const size_t *nbytes;      /**< size of each frame, in bytes */
+	const void *const *jobs;   /**< opened job of each frame */
+	size_t count;              /**< number of frames */
+	uint32_t op;               /**< CODEC_REDUCE_* */
+} codec_reduction;
 
 /**
- * Reduce blocks [first, first + nblocks) of `count` frames as codec_reduce does. Each frame has an opened job, with
- * CODEC_INTO_FLOAT32, or CODEC_INTO_CODES for CODEC_REDUCE_CODES. checksums[i] is the part of the checksum for closing
- * job i. CODEC_BAD_ARGUMENT: blocks of the frames do not match; decode the frames one after the other.
+ * Reduce the blocks of *range, of all frames. Jobs must be opened with CODEC_INTO_FLOAT32, or CODEC_INTO_CODES for
+ * CODEC_REDUCE_CODES. Set checksums[i] to the sum of the checksums of frame i's blocks; the sum over all ranges is for
+ * closing job i. CODEC_BAD_ARGUMENT: blocks of the frames do not match; decode the frames one after the other.
  */
-CODEC_API codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
-					   codec_tensor *dst, const codec_context *with, const void *const *jobs,
-					   uint64_t first, uint64_t nblocks, uint64_t *checksums, void *work,
-					   size_t work_nbytes);
+CODEC_API codec_status codec_reduce_blocks(const codec_reduction *reduction, codec_tensor *dst,
+					   const codec_context *with, const codec_range *range, uint64_t *checksums,
+					   void *work, size_t work_nbytes);
 
 /** Array in a job's memory. */
 typedef struct codec_array {
@@ -259,8 +272,8 @@ CODEC_API codec_status codec_decode_plan(const void *head, size_t head_nbytes, s
 					 void *job, size_t job_nbytes, codec_plan *plan);
 
 /**
- * Check that `checksum`, the sum of the values that codec_decode_blocks returned, completes the frame's checksum.
- * Returns CODEC_CHECKSUM if it does not.
+ * Check that `checksum`, the sum (mod 2^64) of the checksums of all ranges, completes the frame's checksum. Returns
+ * CODEC_CHECKSUM if it does not.
  */
 CODEC_API codec_status codec_decode_close(const codec_context *with, const void *job, uint64_t checksum);
 

@@ -47,17 +47,16 @@ static size_t open_pair(const struct block_steps *steps, const uint8_t *frame, c
 }
 
 codec_status decode_in_pairs(const struct block_steps *steps, const uint8_t *frame, const codec_tensor *dst,
-			     const codec_context *with, const struct job *j, uint64_t first, uint64_t count,
-			     uint64_t *checksum, struct work *w)
+			     const codec_context *with, const struct job *j, codec_range *range, struct work *w)
 {
 	const struct kernels *k = kernels_for(with);
-	uint64_t size = dtype_of(j->h.dtype)->nbytes, end = first + count;
+	uint64_t size = dtype_of(j->h.dtype)->nbytes, end = range->first + range->count;
 	int stores = dst && with->into == CODEC_INTO_STORE, nontemporal = stores && is_nontemporal(with, dst);
 
-	for (uint64_t b = first; b < end;) {
+	for (uint64_t b = range->first; b < end;) {
 		codec_status behind;
 		struct block open[2];
-		size_t n = open_pair(steps, frame, with, j, b, end, checksum, w, open, &behind);
+		size_t n = open_pair(steps, frame, with, j, b, end, &range->checksum, w, open, &behind);
 
 		if (!n)
 			return behind;

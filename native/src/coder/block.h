@@ -36,11 +36,10 @@ void block_begin(const struct job *j, const uint8_t *frame, uint64_t b, uint64_t
 void block_decode_top(const struct job *j, const struct kernels *k, struct block *o, size_t count,
 		      const struct ahead *ahead);
 /*
- * Decode blocks [first, first + count), or check them if dst is NULL. If several blocks are faulty, the first is
- * reported.
+ * Decode a range of blocks, or check them if dst is NULL. Adds their checksums to range->checksum. If several blocks
+ * are faulty, the first is reported.
  */
 codec_status decode_in_pairs(const struct block_steps *steps, const uint8_t *frame, const codec_tensor *dst,
-			     const codec_context *with, const struct job *j, uint64_t first, uint64_t count,
-			     uint64_t *checksum, struct work *w);
+			     const codec_context *with, const struct job *j, codec_range *range, struct work *w);
 
 #endif

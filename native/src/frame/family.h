@@ -11,6 +11,7 @@ struct job;
 struct source;
 struct work;
 struct cursor;
+struct codec_range;
 
 /* Functions of codecs that build frames the same way. A member may be NULL only where its comment says so. */
 struct family {
@@ -101,12 +102,10 @@ struct family {
 			      const struct source *src, void *work);
 
 	/*
-	 * Decode blocks [first, first + count) to dst, or only check them if dst is NULL. Adds their checksums to
-	 * *checksum.
+	 * Decode a range of blocks to dst, or only check them if dst is NULL. Adds their checksums to range->checksum.
 	 */
 	codec_status (*decode_blocks)(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-				      const struct job *j, uint64_t first, uint64_t count, uint64_t *checksum,
-				      struct work *w);
+				      const struct job *j, struct codec_range *range, struct work *w);
 };
 
 /* Defined by the families, in layers above this one. */

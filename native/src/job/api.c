@@ -170,6 +170,12 @@ codec_status codec_scratch(const codec_spec *spec, const codec_tensor *like, siz
 	return CODEC_OK;
 }
 
+/* Return 1 if a frame with this header has all blocks of a range. */
+int has_blocks(const struct header *h, const codec_range *range)
+{
+	return range->first <= h->nblocks && range->count <= h->nblocks - range->first;
+}
+
 /* Return the job at `memory` if it has this kind and state, else NULL. */
 struct job *job_at(const void *memory, uint32_t kind, uint32_t state)
 {

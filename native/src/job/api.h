@@ -11,11 +11,9 @@
 /* close.c: close an encode job */
 codec_status encode_store(const struct source *src, const struct kernels *k, struct header h, uint8_t *dst,
 			  size_t capacity, size_t *written);
-uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, uint64_t first, uint64_t count, uint64_t at,
-		     uint64_t to);
+uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, const codec_range *range, uint64_t to);
 codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
-			   const struct job *j, const uint64_t *counts, const uint64_t *ats, size_t nranges,
-			   uint64_t checksum, size_t *written);
+			   const struct job *j, const codec_range *ranges, size_t nranges, size_t *written);
 codec_status encode_leave(const struct job *j, const struct source *src, const uint8_t *frame,
 			  const codec_context *with, void *work);
 
@@ -23,11 +21,11 @@ codec_status encode_leave(const struct job *j, const struct source *src, const u
 codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
 			 void *memory, size_t job_nbytes, struct job **out);
 codec_status decode_step(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
-			 const void *job, uint64_t first, uint64_t count, const void *work, size_t work_nbytes,
+			 const void *job, const codec_range *range, const void *work, size_t work_nbytes,
 			 codec_tensor *copy);
 codec_status decode_check(const uint8_t *frame, const codec_context *with, struct job *j, void *work);
 codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-			   const struct job *j, uint64_t first, uint64_t count, uint64_t *checksum, void *work);
+			   const struct job *j, codec_range *range, void *work);
 codec_status decode_values(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 			   const struct job *j, void *work);
 codec_status decode_close(const codec_context *with, const struct job *j, uint64_t checksum);
@@ -38,6 +36,7 @@ void head_write(const struct job *j, uint64_t frame_nbytes, uint64_t checksum, u
 codec_status side_read(const uint8_t *frame, const codec_context *with, struct job *j);
 
 /* api.c: jobs, sizes and arguments */
+int has_blocks(const struct header *h, const codec_range *range);
 codec_status context_read(const codec_context *with, codec_context *copy);
 codec_status request(const codec_spec *spec, const codec_tensor *like, int with_data, struct header *h,
 		     codec_tensor *copy);

@@ -31,21 +31,18 @@ codec_status encode_store(const struct source *src, const struct kernels *k, str
 	return CODEC_OK;
 }
 
-/*
- * Move the regions of blocks [first, first + count) from `at` to `to`. Returns their new end, or 0 if the arguments are
- * inconsistent.
- */
-uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, uint64_t first, uint64_t count, uint64_t at,
-		     uint64_t to)
+/* Move the regions of a range to `to`. Returns their new end, or 0 if the arguments are inconsistent. */
+uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, const codec_range *range, uint64_t to)
 {
-	uint8_t *entries = dst + h->directory_at + WIRE_DIRECTORY_ENTRY * first;
-	uint64_t end = (uint64_t)WIRE_ALIGN * load32(entries + WIRE_DIRECTORY_ENTRY * (count - 1));
+	uint8_t *entries = dst + h->directory_at + WIRE_DIRECTORY_ENTRY * range->first;
+	uint64_t end = (uint64_t)WIRE_ALIGN * load32(entries + WIRE_DIRECTORY_ENTRY * (range->count - 1));
+	uint64_t at = range->at;
 
 	if (at < to || end < at || end > capacity)
 		return 0;
 	if (at > to) {
 		memmove(dst + to, dst + at, end - at);
-		for (uint64_t i = 0; i < count; i++)
+		for (uint64_t i = 0; i < range->count; i++)
 			store32(entries + WIRE_DIRECTORY_ENTRY * i,
 				load32(entries + WIRE_DIRECTORY_ENTRY * i) - (uint32_t)((at - to) / WIRE_ALIGN));
 	}
@@ -53,11 +50,10 @@ uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, uint
 }
 
 codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
-			   const struct job *j, const uint64_t *counts, const uint64_t *ats, size_t nranges,
-			   uint64_t checksum, size_t *written)
+			   const struct job *j, const codec_range *ranges, size_t nranges, size_t *written)
 {
 	const struct kernels *k = kernels_for(with);
-	uint64_t to = j->h.regions_at, b = 0;
+	uint64_t to = j->h.regions_at, b = 0, checksum = 0;
 	struct header h = j->h;
 	uint8_t *directory;
 
@@ -65,20 +61,24 @@ codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capaci
 		return encode_store(src, k, h, dst, capacity, written);
 	directory = dst + h.directory_at;
 	for (size_t i = 0; i < nranges; i++) {
-		if (!counts[i])
+		const codec_range r = ranges[i];
+
+		if (!r.count)
 			continue;
-		if (counts[i] > h.nblocks - b)
+		if (r.first != b || !has_blocks(&h, &r))
 			return CODEC_BAD_ARGUMENT;
-		to = encode_move(&h, dst, capacity, b, counts[i], ats[i], to);
+		to = encode_move(&h, dst, capacity, &r, to);
 		if (!to)
 			return CODEC_BAD_ARGUMENT;
-		b += counts[i];
+		b += r.count;
+		checksum += r.checksum;
 	}
 	if (b != h.nblocks)
 		return CODEC_BAD_ARGUMENT;
 	if (!codec_is_rows(h.codec) && choose_stored(to, stored_nbytes(&h)))
 		return encode_store(src, k, h, dst, capacity, written);
-	head_write(j, to, checksum + k->digest(directory, WIRE_DIRECTORY_ENTRY * h.nblocks, WIRE_SEED_DIRECTORY), dst);
+	checksum += k->digest(directory, WIRE_DIRECTORY_ENTRY * h.nblocks, WIRE_SEED_DIRECTORY);
+	head_write(j, to, checksum, dst);
 	*written = to;
 	return CODEC_OK;
 }

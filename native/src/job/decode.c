@@ -115,16 +115,16 @@ codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor
 	return CODEC_OK;
 }
 
-/* Decode blocks to dst, or only check them if dst is NULL. */
+/* Decode a range of blocks to dst, or only check them if dst is NULL. Sets the range's checksum. */
 codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-			   const struct job *j, uint64_t first, uint64_t count, uint64_t *checksum, void *work)
+			   const struct job *j, codec_range *range, void *work)
 {
 	codec_status status;
 	struct work w;
 
 	work_place(&j->h, work, &w);
-	*checksum = 0;
-	status = family_of(&j->h)->decode_blocks(frame, dst, with, j, first, count, checksum, &w);
+	range->checksum = 0;
+	status = family_of(&j->h)->decode_blocks(frame, dst, with, j, range, &w);
 	/* the state of a block may not fit because a later block is damaged */
 	return j->checked ? status : damage_or(status, frame, &j->h, with);
 }
@@ -138,11 +138,11 @@ codec_status decode_close(const codec_context *with, const struct job *j, uint64
 /* Check everything that can be wrong with an opened frame, before anything is written. */
 codec_status decode_check(const uint8_t *frame, const codec_context *with, struct job *j, void *work)
 {
-	uint64_t checksum;
+	codec_range all = {.count = j->h.nblocks};
 
 	if (j->h.nblocks) {
-		TRY(decode_blocks(frame, NULL, with, j, 0, j->h.nblocks, &checksum, work));
-		TRY(decode_close(with, j, checksum));
+		TRY(decode_blocks(frame, NULL, with, j, &all, work));
+		TRY(decode_close(with, j, all.checksum));
 	}
 	j->checked = 1;
 	return CODEC_OK;
@@ -152,11 +152,11 @@ codec_status decode_check(const uint8_t *frame, const codec_context *with, struc
 codec_status decode_values(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 			   const struct job *j, void *work)
 {
-	uint64_t checksum;
+	codec_range all = {.count = j->h.nblocks};
 
 	if (j->h.nblocks) {
-		TRY(decode_blocks(frame, dst, with, j, 0, j->h.nblocks, &checksum, work));
-		return decode_close(with, j, checksum);
+		TRY(decode_blocks(frame, dst, with, j, &all, work));
+		return decode_close(with, j, all.checksum);
 	}
 	put_stored(frame, dst, with, &j->h);
 	return CODEC_OK;
@@ -207,15 +207,15 @@ codec_status codec_decode_plan(const void *head, size_t head_nbytes, size_t nbyt
 	return CODEC_OK;
 }
 
-/* Check the arguments of a step over blocks [first, first + count). *copy gets the destination, if there is one. */
+/* Check the arguments of a step over a range of blocks. *copy gets the destination, if there is one. */
 codec_status decode_step(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
-			 const void *job, uint64_t first, uint64_t count, const void *work, size_t work_nbytes,
+			 const void *job, const codec_range *range, const void *work, size_t work_nbytes,
 			 codec_tensor *copy)
 {
 	const struct job *j = job_at(job, JOB_DECODE, JOB_READY);
 
-	if (with->flags & VERIFY_FLAGS || !frame || !j || !work || first > j->h.nblocks ||
-	    count > j->h.nblocks - first || nbytes < j->h.frame_nbytes)
+	if (with->flags & VERIFY_FLAGS || !frame || !j || !work || !has_blocks(&j->h, range) ||
+	    nbytes < j->h.frame_nbytes)
 		return CODEC_BAD_ARGUMENT;
 	if (dst) {
 		TRY(read_destination(dst, with, copy));
@@ -226,36 +226,36 @@ codec_status decode_step(const uint8_t *frame, size_t nbytes, const codec_tensor
 }
 
 static codec_status step(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
-			 const void *job, uint64_t first, uint64_t count, uint64_t *checksum, void *work,
-			 size_t work_nbytes)
+			 const void *job, codec_range *range, void *work, size_t work_nbytes)
 {
 	codec_status status;
 	codec_context c;
 	codec_tensor t;
+	codec_range r;
 	uint64_t saved;
 
 	TRY(context_read(with, &c));
-	if (!checksum)
+	if (!range)
 		return CODEC_BAD_ARGUMENT;
-	TRY(decode_step(frame, nbytes, dst, &c, job, first, count, work, work_nbytes, &t));
+	r = *range;
+	TRY(decode_step(frame, nbytes, dst, &c, job, &r, work, work_nbytes, &t));
 	saved = call_enter();
-	status = decode_blocks(frame, dst ? &t : NULL, &c, job_place((void *)job), first, count, checksum, work);
+	status = decode_blocks(frame, dst ? &t : NULL, &c, job_place((void *)job), &r, work);
 	call_leave(saved);
+	range->checksum = r.checksum;
 	return status;
 }
 
 codec_status codec_decode_check(const void *frame, size_t nbytes, const codec_context *with, const void *job,
-				uint64_t first, uint64_t count, uint64_t *checksum, void *work, size_t work_nbytes)
+				codec_range *range, void *work, size_t work_nbytes)
 {
-	return step(frame, nbytes, NULL, with, job, first, count, checksum, work, work_nbytes);
+	return step(frame, nbytes, NULL, with, job, range, work, work_nbytes);
 }
 
 codec_status codec_decode_blocks(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
-				 const void *job, uint64_t first, uint64_t count, uint64_t *checksum, void *work,
-				 size_t work_nbytes)
+				 const void *job, codec_range *range, void *work, size_t work_nbytes)
 {
-	return dst ? step(frame, nbytes, dst, with, job, first, count, checksum, work, work_nbytes)
-		   : CODEC_BAD_ARGUMENT;
+	return dst ? step(frame, nbytes, dst, with, job, range, work, work_nbytes) : CODEC_BAD_ARGUMENT;
 }
 
 codec_status codec_decode_close(const codec_context *with, const void *job, uint64_t checksum)

@@ -107,22 +107,21 @@ static codec_status encode_open(const codec_spec *spec, const codec_tensor *src,
 }
 
 static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
-				  struct job *j, uint64_t first, uint64_t count, uint64_t at, uint64_t *end,
-				  uint64_t *checksum, void *work)
+				  struct job *j, codec_range *range, void *work)
 {
 	const struct kernels *k = kernels_for(with);
 	const struct family *family = family_of(&j->h);
 	/* without a buffer, region sizes are known beforehand */
 	int has_buffer = !family->is_rows || j->h.coded;
-	uint64_t most = region_bound(j);
+	uint64_t most = region_bound(j), at = range->at;
 	uint8_t *buffer;
 	struct work w;
 
 	work_place(&j->h, work, &w);
 	buffer = w.region;
-	*checksum = 0;
-	*end = at;
-	for (uint64_t b = first; b < first + count; b++) {
+	range->checksum = 0;
+	range->end = at;
+	for (uint64_t b = range->first; b < range->first + range->count; b++) {
 		uint8_t *entry = dst + j->h.directory_at + WIRE_DIRECTORY_ENTRY * b;
 		uint64_t digest = 0, own, nbytes;
 
@@ -139,13 +138,13 @@ static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t
 		if (j->residual == RESIDUAL_WITH_BLOCKS)
 			TRY(family->block_leave(j, k, src, dst, b, at, with->residual, &w));
 		own = checksum_of_block(digest + k->digest(dst + at, nbytes, WIRE_SEED_REGION), b);
-		*checksum += own;
+		range->checksum += own;
 		at += nbytes;
 		if (at / WIRE_ALIGN > UINT32_MAX)
 			return CODEC_LIMIT;
 		store32(entry, (uint32_t)(at / WIRE_ALIGN));
 		store32(entry + 4, checksum_short(own));
-		*end = at;
+		range->end = at;
 	}
 	return CODEC_OK;
 }
@@ -274,50 +273,57 @@ codec_status codec_encode_start(const codec_tensor *src, void *dst, size_t capac
 }
 
 codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
-				 void *job, uint64_t first, uint64_t count, uint64_t at, uint64_t *end,
-				 uint64_t *checksum, void *work, size_t work_nbytes)
+				 void *job, codec_range *range, void *work, size_t work_nbytes)
 {
 	struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
 	codec_status status;
 	codec_context c;
 	struct source values;
+	codec_range r;
 	uint64_t saved;
 
 	TRY(context_read(with, &c));
 	TRY(check_step(j, src, dst, capacity, &c));
-	if (!end || !checksum || !work || at % WIRE_ALIGN || at < j->h.regions_at || at > capacity ||
-	    first > j->h.nblocks || count > j->h.nblocks - first)
+	if (!range || !work)
+		return CODEC_BAD_ARGUMENT;
+	r = *range;
+	if (!has_blocks(&j->h, &r) || r.at % WIRE_ALIGN || r.at < j->h.regions_at || r.at > capacity)
 		return CODEC_BAD_ARGUMENT;
 	if (work_nbytes < j->plan.work_nbytes)
 		return CODEC_SHORT_SCRATCH;
-	if (j->residual && family_of(&j->h)->regions_bound(j, first, count) > capacity - at)
+	if (j->residual && family_of(&j->h)->regions_bound(j, r.first, r.count) > capacity - r.at)
 		return CODEC_SHORT_OUTPUT;
 	values = source_of(src, &c);
 	saved = call_enter();
-	status = encode_blocks(&values, dst, capacity, &c, j, first, count, at, end, checksum, work);
+	status = encode_blocks(&values, dst, capacity, &c, j, &r, work);
 	call_leave(saved);
+	range->end = r.end;
+	range->checksum = r.checksum;
 	return status;
 }
 
-codec_status codec_encode_move(const void *job, void *dst, size_t capacity, uint64_t first, uint64_t count, uint64_t at,
-			       uint64_t to, uint64_t *end)
+codec_status codec_encode_move(const void *job, void *dst, size_t capacity, codec_range *range, uint64_t to)
 {
 	const struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
-	uint64_t moved;
+	codec_range r;
+	uint64_t end;
 
-	if (!j || !dst || !end || !count || first > j->h.nblocks || count > j->h.nblocks - first ||
-	    (at | to) % WIRE_ALIGN || to < j->h.regions_at || capacity < j->h.regions_at)
+	if (!j || !dst || !range)
 		return CODEC_BAD_ARGUMENT;
-	moved = encode_move(&j->h, dst, capacity, first, count, at, to);
-	if (!moved)
+	r = *range;
+	if (!r.count || !has_blocks(&j->h, &r) || (r.at | to) % WIRE_ALIGN || to < j->h.regions_at ||
+	    capacity < j->h.regions_at)
 		return CODEC_BAD_ARGUMENT;
-	*end = moved;
+	end = encode_move(&j->h, dst, capacity, &r, to);
+	if (!end)
+		return CODEC_BAD_ARGUMENT;
+	range->at = to;
+	range->end = end;
 	return CODEC_OK;
 }
 
 codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
-				void *job, const uint64_t *counts, const uint64_t *ats, size_t nranges,
-				uint64_t checksum, size_t *written)
+				void *job, const codec_range *ranges, size_t nranges, size_t *written)
 {
 	struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
 	codec_status status;
@@ -327,14 +333,14 @@ codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capac
 
 	TRY(context_read(with, &c));
 	TRY(check_step(j, src, dst, capacity, &c));
-	if (!written || (nranges && (!counts || !ats)))
+	if (!written || (nranges && !ranges))
 		return CODEC_BAD_ARGUMENT;
 	*written = 0;
 	if (j->h.nblocks && capacity < j->h.regions_at)
 		return CODEC_BAD_ARGUMENT;
 	values = source_of(src, &c);
 	saved = call_enter();
-	status = encode_finish(&values, dst, capacity, &c, j, counts, ats, nranges, checksum, written);
+	status = encode_finish(&values, dst, capacity, &c, j, ranges, nranges, written);
 	if (status == CODEC_OK)
 		status = encode_leave(j, &values, dst, &c, NULL);
 	call_leave(saved);
@@ -349,7 +355,7 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	const struct kernels *k = kernels_for(with);
 	const struct family *family;
 	struct source values;
-	uint64_t at, end, checksum = 0;
+	codec_range all = {0};
 	codec_status status;
 	struct job *j;
 	void *work;
@@ -367,9 +373,10 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	}
 	job_plan(j, NULL);
 	work = job_work(j, scratch);
-	at = j->h.regions_at;
+	all.count = j->h.nblocks;
+	all.at = j->h.regions_at;
 	if (j->h.nblocks) {
-		status = encode_blocks(&values, dst, capacity, with, j, 0, j->h.nblocks, at, &end, &checksum, work);
+		status = encode_blocks(&values, dst, capacity, with, j, &all, work);
 		if ((status == CODEC_SHORT_OUTPUT || status == CODEC_LIMIT) && !codec_is_rows(j->h.codec)) {
 			TRY(encode_store(&values, k, j->h, dst, capacity, written)); /* it may fit as a stored frame */
 			return encode_leave(j, &values, dst, with, work);
@@ -378,7 +385,7 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	}
 	if (j->blocks_scan)
 		TRY(family->scanned(j));
-	TRY(encode_finish(&values, dst, capacity, with, j, &j->h.nblocks, &at, 1, checksum, written));
+	TRY(encode_finish(&values, dst, capacity, with, j, &all, 1, written));
 	return encode_leave(j, &values, dst, with, work);
 }
 

@@ -116,10 +116,9 @@ struct sum {
 	uint64_t room; /* values that the tile holds, from an earlier reading of the header, which may have changed */
 };
 
-/* Accumulate values [at, at + n), of `nblocks` blocks from b on, at `there`. Adds the blocks' checksums to checksums.
- */
-static codec_status accumulate_frames(const struct sum *s, uint64_t b, uint64_t nblocks, uint64_t at, uint64_t n,
-				      void *there, uint64_t *checksums)
+/* Accumulate values [at, at + n), those of a range of blocks, at `there`. Adds the blocks' checksums to checksums. */
+static codec_status accumulate_frames(const struct sum *s, codec_range range, uint64_t at, uint64_t n, void *there,
+				      uint64_t *checksums)
 {
 	const uint64_t size = dtype_of(s->dst->dtype)->nbytes;
 	const int tiled = there == s->tile;
@@ -131,27 +130,22 @@ static codec_status accumulate_frames(const struct sum *s, uint64_t b, uint64_t 
 	turn.flags &= ~CODEC_NONTEMPORAL; /* the next frame reads what this one stores */
 	turn.flags |= s->count == 1 && is_nontemporal(s->with, s->dst) ? CODEC_NONTEMPORAL : 0;
 	for (size_t i = 0; i < s->count; i++) {
-		uint64_t checksum;
-
 		set_context(&turn, i, s->count, s->op, s->unscaled);
 		turn.divide = tiled ? 0 : turn.divide;
-		TRY(decode_blocks(s->frames[i], &part, &turn, job_place((void *)s->jobs[i]), b, nblocks, &checksum,
-				  s->work));
-		checksums[i] += checksum;
+		TRY(decode_blocks(s->frames[i], &part, &turn, job_place((void *)s->jobs[i]), &range, s->work));
+		checksums[i] += range.checksum;
 	}
 	return CODEC_OK;
 }
 
-/*
- * Reduce blocks [first, first + nblocks) of all frames, a few blocks at a time, so that results stay in a cache between
- * frames.
- */
-static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nblocks, uint64_t *checksums)
+/* Reduce a range of blocks of all frames, a few blocks at a time, so that results stay in a cache between frames. */
+static codec_status sum_blocks(const struct sum *s, const codec_range *range, uint64_t *checksums)
 {
 	const struct kernels *k = kernels_for(s->with);
 	const struct job *j = job_place((void *)s->jobs[0]);
 	const uint64_t once = codec_is_rows(j->h.codec) ? 1 : 2;
 	const float by = s->op == CODEC_REDUCE_MEAN ? (float)s->count : 0;
+	const uint64_t end = range->first + range->count;
 	int signs = s->count > 1 && s->op <= CODEC_REDUCE_MEAN;
 	struct work w;
 
@@ -159,18 +153,19 @@ static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nbl
 		signs = rows_sums_signs(job_place((void *)s->jobs[i]));
 	work_place(&j->h, s->work, &w);
 	memset(checksums, 0, s->count * sizeof *checksums);
-	for (uint64_t b = first, n; b < first + nblocks; b += n) {
+	for (uint64_t b = range->first, n; b < end; b += n) {
+		codec_range some = {.first = b};
 		float_any *there, *place;
 		uint64_t at, m;
 		uint32_t most;
 
-		n = MIN(once, first + nblocks - b);
+		some.count = n = MIN(once, end - b);
 		at = first_value(j, b);
 		m = first_value(j, b + n) - at;
 		if (s->op == CODEC_REDUCE_CODES) {
 			char *codes = (char *)s->dst->data + dtype_of(s->dst->dtype)->nbytes * at;
 
-			TRY(accumulate_frames(s, b, n, at, m, codes, checksums));
+			TRY(accumulate_frames(s, some, at, m, codes, checksums));
 			continue;
 		}
 		place = (float_any *)s->dst->data + at;
@@ -179,7 +174,7 @@ static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nbl
 			TRY(rows_sum_signs(s->frames, s->jobs, s->count, s->with, b, there == place ? by : 0, there,
 					   checksums, &w));
 		else
-			TRY(accumulate_frames(s, b, n, at, m, there, checksums));
+			TRY(accumulate_frames(s, some, at, m, there, checksums));
 		if (there != place)
 			most = k->settle(there, m, by, place);
 		else if (s->with->flags & CODEC_FINITE)
@@ -192,30 +187,35 @@ static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nbl
 	return CODEC_OK;
 }
 
-codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
-				 codec_tensor *dst, const codec_context *with, const void *const *jobs, uint64_t first,
-				 uint64_t nblocks, uint64_t *checksums, void *work, size_t work_nbytes)
+codec_status codec_reduce_blocks(const codec_reduction *reduction, codec_tensor *dst, const codec_context *with,
+				 const codec_range *range, uint64_t *checksums, void *work, size_t work_nbytes)
 {
-	codec_status status;
 	codec_context c, turn;
+	codec_reduction f;
+	codec_status status;
 	codec_tensor t;
+	codec_range r;
 	uint64_t saved;
 	int unscaled;
 
 	TRY(context_read(with, &c));
-	if (!frames || !nbytes || !jobs || !checksums || !count || op > CODEC_REDUCE_CODES ||
-	    !side_by_side(jobs, count, op, &unscaled))
+	if (!reduction || !range || !checksums)
 		return CODEC_BAD_ARGUMENT;
-	TRY(check_state(jobs, count, dst, &c));
-	for (size_t i = 0; i < count; i++) {
+	f = *reduction;
+	r = *range;
+	if (!f.frames || !f.nbytes || !f.jobs || !f.count || f.op > CODEC_REDUCE_CODES ||
+	    !side_by_side(f.jobs, f.count, f.op, &unscaled))
+		return CODEC_BAD_ARGUMENT;
+	TRY(check_state(f.jobs, f.count, dst, &c));
+	for (size_t i = 0; i < f.count; i++) {
 		turn = c;
-		set_context(&turn, i, count, op, unscaled);
-		TRY(decode_step(frames[i], nbytes[i], dst, &turn, jobs[i], first, nblocks, work, work_nbytes, &t));
+		set_context(&turn, i, f.count, f.op, unscaled);
+		TRY(decode_step(f.frames[i], f.nbytes[i], dst, &turn, f.jobs[i], &r, work, work_nbytes, &t));
 	}
-	if (op == CODEC_REDUCE_CODES && !codes_add_up(jobs, count, &t))
+	if (f.op == CODEC_REDUCE_CODES && !codes_add_up(f.jobs, f.count, &t))
 		return CODEC_BAD_ARGUMENT;
 	saved = call_enter();
-	status = sum_blocks(&(struct sum){frames, jobs, count, op, unscaled, &t, &c, work, NULL, 0}, first, nblocks,
+	status = sum_blocks(&(struct sum){f.frames, f.jobs, f.count, f.op, unscaled, &t, &c, work, NULL, 0}, &r,
 			    checksums);
 	call_leave(saved);
 	return status;
@@ -324,7 +324,7 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 		sum.tile = (float *)(work + l->work);
 		sum.room = l->tile / sizeof *sum.tile;
 	}
-	status = sum_blocks(&sum, 0, jobs[0]->h.nblocks, checksums);
+	status = sum_blocks(&sum, &(codec_range){.count = jobs[0]->h.nblocks}, checksums);
 	for (size_t i = 0; i < count && status == CODEC_OK; i++)
 		status = decode_close(with, jobs[i], checksums[i]);
 	/* blocks of all frames were interleaved */

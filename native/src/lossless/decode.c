@@ -200,8 +200,7 @@ static codec_status block_close(const struct job *j, const struct kernels *k, co
 const struct block_steps lossless_steps = {block_open, block_ahead, block_close};
 
 codec_status lossless_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-				    const struct job *j, uint64_t first, uint64_t count, uint64_t *checksum,
-				    struct work *w)
+				    const struct job *j, codec_range *range, struct work *w)
 {
-	return decode_in_pairs(&lossless_steps, frame, dst, with, j, first, count, checksum, w);
+	return decode_in_pairs(&lossless_steps, frame, dst, with, j, range, w);
 }

@@ -26,7 +26,6 @@ codec_status lossless_encode_block(struct job *j, const struct kernels *k, const
 				   uint64_t *digest, uint64_t *nbytes);
 
 codec_status lossless_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-				    const struct job *j, uint64_t first, uint64_t count, uint64_t *checksum,
-				    struct work *w);
+				    const struct job *j, codec_range *range, struct work *w);
 
 #endif

@@ -232,7 +232,7 @@ codec_status rows_residual(const struct job *j, const struct kernels *k, const s
 }
 
 codec_status rows_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-				const struct job *j, uint64_t first, uint64_t count, uint64_t *checksum, struct work *w)
+				const struct job *j, codec_range *range, struct work *w)
 {
 	int unscaled = j->h.codec == CODEC_TERNARY && with->flags & CODEC_UNSCALED;
 	const struct sink sink = {.into = dst ? (int)with->into : SINK_NONE,
@@ -243,10 +243,10 @@ codec_status rows_decode_blocks(const uint8_t *frame, const codec_tensor *dst, c
 				  .nontemporal = dst && is_nontemporal(with, dst),
 				  .dst = dst};
 
-	for (uint64_t b = first; b < first + count; b++) {
+	for (uint64_t b = range->first; b < range->first + range->count; b++) {
 		uint64_t at, end;
 
-		TRY(job_block(j, frame, with, b, &at, &end, checksum));
+		TRY(job_block(j, frame, with, b, &at, &end, &range->checksum));
 		TRY(rows_decode_block(j, kernels_for(with), frame, b, at, end, &sink, w, with->fault));
 	}
 	return CODEC_OK;

@@ -71,8 +71,7 @@ codec_status rows_decode_block(const struct job *j, const struct kernels *k, con
 			       uint64_t at, uint64_t end, const struct sink *sink, struct work *w, codec_fault *f);
 
 codec_status rows_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-				const struct job *j, uint64_t first, uint64_t count, uint64_t *checksum,
-				struct work *w);
+				const struct job *j, codec_range *range, struct work *w);
 
 int rows_sums_signs(const struct job *j);
 codec_status rows_sum_signs(const void *const *frames, const void *const *jobs, size_t count, const codec_context *with,

@@ -236,8 +236,7 @@ static codec_status region_close(const struct job *j, const struct kernels *k, c
 static const struct block_steps STEPS = {region_open, NULL, region_close};
 
 codec_status truncate_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-				    const struct job *j, uint64_t first, uint64_t count, uint64_t *checksum,
-				    struct work *w)
+				    const struct job *j, codec_range *range, struct work *w)
 {
-	return decode_in_pairs(&STEPS, frame, dst, with, j, first, count, checksum, w);
+	return decode_in_pairs(&STEPS, frame, dst, with, j, range, w);
 }

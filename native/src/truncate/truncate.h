@@ -62,7 +62,6 @@ codec_status truncate_encode_block(struct job *j, const struct kernels *k, const
 codec_status truncate_leave(const struct job *j, const struct kernels *k, const codec_context *with,
 			    const struct source *src, void *work);
 codec_status truncate_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-				    const struct job *j, uint64_t first, uint64_t count, uint64_t *checksum,
-				    struct work *w);
+				    const struct job *j, codec_range *range, struct work *w);
 
 #endif
