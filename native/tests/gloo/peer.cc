@@ -1,8 +1,8 @@
 /*
  * peer.cc - C++ ranks that perform the collectives of a file: `gloo_peer JOBS RESULTS`.
  *
- * tests/torch/protocol/test_gloo_interoperability.py writes the file JOBS, and compares the results with those of Python ranks.
- * Each rank writes its results to RESULTS.rank. All numbers are in the byte order of the machine.
+ * tests/torch/protocol/test_gloo_interoperability.py writes the file JOBS, and compares the results with those of
+ * Python ranks. Each rank writes its results to RESULTS.rank. All numbers are in the byte order of the machine.
  */
 #include <cstdio>
 #include <fstream>
