@@ -2,13 +2,14 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from codec.arguments import shown, whole
 from codec.errors import ArgumentError
 
-Algorithm = Literal["two_shot", "ring", "all_gather"]
+Algorithm = Literal["two_shot", "ring", "all_gather"]  # names of all-reduces of codec.torch whose cost is modelled
 
 MAX_RANKS = 1 << 20  # maximum number of ranks of an all-reduce
 MAX_PIECES = 1 << 62  # maximum number of chunks of a slice
@@ -106,24 +107,42 @@ class Cost:
         return Cost(*(factor * getattr(self, name) for name in Cost.__slots__))
 
 
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """Formulas of an algorithm in the costs of a tensor and the number of ranks; see :func:`predict_seconds`."""
+
+    nbytes: Callable[[Cost, int], float]  # bytes that a rank of several sends
+    seconds: Callable[[Cost, int], float]  # seconds of compute
+    messages: Callable[[int], int]  # messages of several ranks whose latencies add up
+
+
+_MODELS: dict[Algorithm, _Model] = {
+    "two_shot": _Model(
+        lambda cost, n: (n - 1) / n * (cost.frame_nbytes + cost.sum_nbytes),
+        lambda cost, n: cost.encode + cost.reduce + cost.encode_sum / n + cost.decode,
+        lambda n: 2,
+    ),
+    "ring": _Model(
+        lambda cost, n: (cost.frame_nbytes + (n - 2) * cost.sum_nbytes + (n - 1) * cost.sum_nbytes) / n,
+        lambda cost, n: (cost.encode + (n - 1) * (cost.reduce + cost.encode_sum)) / n + cost.decode,
+        lambda n: 2 * (n - 1),
+    ),
+    "all_gather": _Model(
+        lambda cost, n: (n - 1) * cost.frame_nbytes,
+        lambda cost, n: cost.encode + n * cost.reduce,
+        lambda n: 1,
+    ),
+}
+
+
 def wire_nbytes(cost: Cost, world_size: int, algorithm: Algorithm = "two_shot") -> float:
     """Return the bytes that each rank sends, equal to those that it receives; see :func:`predict_seconds`."""
-    n, first, later = world_size, cost.frame_nbytes, cost.sum_nbytes
-    if algorithm == "all_gather":
-        return (n - 1) * first
-    if algorithm == "ring" and n > 1:
-        return (first + (n - 2) * later + (n - 1) * later) / n
-    return (n - 1) / n * (first + later)
+    return _MODELS[algorithm].nbytes(cost, world_size) if world_size > 1 else 0.0
 
 
 def compute_seconds(cost: Cost, world_size: int, algorithm: Algorithm = "two_shot") -> float:
     """Return the seconds in which each rank encodes, adds and decodes; see :func:`predict_seconds`."""
-    n = world_size
-    if algorithm == "all_gather":
-        return cost.encode + n * cost.reduce
-    if algorithm == "ring":
-        return (cost.encode + (n - 1) * (cost.reduce + cost.encode_sum)) / n + cost.decode
-    return cost.encode + cost.reduce + cost.encode_sum / n + cost.decode
+    return _MODELS[algorithm].seconds(cost, world_size)
 
 
 def predict_seconds(
@@ -192,7 +211,7 @@ def predict_seconds(
     chunks = whole("chunks", chunks, 1, MAX_PIECES)
     wire = 8 * wire_nbytes(cost, world_size, algorithm) / link.bits_per_second
     compute = compute_seconds(cost, world_size, algorithm)
-    messages = {"two_shot": 2, "ring": 2 * (world_size - 1), "all_gather": 1}[algorithm] if world_size > 1 else 0
+    messages = _MODELS[algorithm].messages(world_size) if world_size > 1 else 0
     return max(wire, compute) + min(wire, compute) / chunks + messages * link.latency
 
 

@@ -23,7 +23,7 @@ from codec.torch.group.communicator import close_communicator, group_stats
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
 from codec.torch.reduction import arguments
-from codec.torch.reduction.execution import Algorithm, check_algorithm
+from codec.torch.reduction.table import by_name
 from codec.torch.transport.counters import Counters
 
 _STREAM = 1 << 32  # distance between the random streams of two collectives; more than a collective has frames
@@ -65,13 +65,13 @@ class Options:
 
     spec: Spec | str = Lossless()  # noqa: RUF009 - immutable
     gather: Spec | str = Lossless()  # noqa: RUF009
-    algorithm: Algorithm = "auto"
+    algorithm: str = "auto"
     small: int = 1 << 14
 
     def __post_init__(self) -> None:
         for name in ("spec", "gather"):
             object.__setattr__(self, name, arguments.plain_spec(getattr(self, name)))
-        check_algorithm(self.algorithm)
+        by_name(self.algorithm)
         whole("small", self.small, 0)
 
     @property
@@ -179,7 +179,7 @@ class ProcessGroup(_Base):
         return self._options.spec if op in _SUMS else Lossless()
 
     def _all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> Work:
-        algorithm: Algorithm = self._options.algorithm if op in _SUMS else "auto"
+        algorithm = self._options.algorithm if op in _SUMS else "auto"
         how = self._arguments(self._spec_for(op)) | {"op": op, "options": options(algorithm=algorithm)}
         if len(tensors) == 1:
             return _begin(calls.all_reduce, tensors[0], **how)
@@ -323,7 +323,7 @@ def register_backend(
     spec: Spec | str = Lossless(),  # noqa: B008 - immutable
     *,
     gather: Spec | str = Lossless(),  # noqa: B008
-    algorithm: Algorithm = "auto",
+    algorithm: str = "auto",
     small: int = Options.small,
 ) -> None:
     """Set the options of groups of the backend `codec` that are made without `pg_options`.

@@ -13,14 +13,13 @@ from codec.specs import Lossless, SpecLike
 from codec.tensors.segments import pack
 from codec.tensors.view import mark_written
 from codec.torch.feedback.feedback import Feedback
-from codec.torch.feedback.single import check_feedback_algorithm
 from codec.torch.feedback.turn import Turn, named, spec_or_default
-from codec.torch.group.communicator import Communicator, start, storing_results
+from codec.torch.group.communicator import Communicator, start
 from codec.torch.group.work import Work
-from codec.torch.reduction import algorithms, shared_scale
 from codec.torch.reduction.arguments import check_output, check_sizes, publish, reduction_of, unwrapped, values_of
-from codec.torch.reduction.execution import Algorithm, algorithm_of, choose_algorithm, run, run_algorithm
+from codec.torch.reduction.execution import Planned, algorithm_of, choose, run, run_all_reduce
 from codec.torch.reduction.host import Reduction, Values
+from codec.torch.reduction.table import ALL_TO_ALL, GATHER, REDUCE_SCATTER, Algorithm, check_request
 from codec.torch.transport.channel import Channel
 
 
@@ -136,29 +135,27 @@ class _AllReduce:
     def run(self, comm: Communicator) -> list[torch.Tensor]:
         """Run the all-reduce, in the thread of the group; return the tensor that it has written."""
         with Turn() as turn:
-            result, r = run(comm, lambda: self._prepare(comm.channel, turn), self._algorithm)
-            tensor, _ = unwrapped(self.tensor)
-            with storing_results(comm.channel):
+
+            def store(result: Values, r: Reduction) -> None:
                 if self.out is None:
-                    _store(result, r, tensor)
+                    _store(result, r, unwrapped(self.tensor)[0])
                 elif r.out is None:
                     publish(result, r, self.out)
                 turn.commit()
-        return [tensor if self.out is None else self.out]
 
-    @property
-    def _algorithm(self) -> Algorithm:
-        return algorithm_of(self.settings)
+            run_all_reduce(comm, algorithm_of(self.settings), lambda: self._prepare(comm.channel, turn), store)
+        return [unwrapped(self.tensor)[0] if self.out is None else self.out]
 
-    def _prepare(self, channel: Channel, turn: Turn) -> Reduction:
-        """Check the arguments; return the reduction."""
+    def _prepare(self, channel: Channel, turn: Turn) -> Planned:
+        """Check the arguments; return the reduction and its algorithm."""
         spec = spec_or_default(self.spec, self.feedback)
         tensor, segments = unwrapped(self.tensor)
         if segments is None and len(getattr(tensor, "shape", ())) > 1:
             segments = pack([(0, tuple(tensor.shape))])
         r = reduction_of(tensor, spec, self.op, self.stream, segments=segments, settings=self.settings)
-        if self._algorithm == "shared_scale":
-            shared_scale.check(r.spec, r.op)
+        requested = algorithm_of(self.settings)
+        check_request(requested, r.spec, r.op, feedback=self.feedback is not None)
+        algorithm = choose(requested, r, channel)
         if self.out is None:
             check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
         else:
@@ -166,10 +163,8 @@ class _AllReduce:
         if self.out is None and r.can_defer and r.x.ctypes.data == tensor.data_ptr():
             r.deferred = []
         if self.feedback is not None:
-            check_feedback_algorithm(self._algorithm)
-            chosen = choose_algorithm(self._algorithm, r, channel.size)
-            turn.begin(self.feedback, r, named(self.tensor, r), channel, chosen)
-        return r
+            turn.begin(self.feedback, r, named(self.tensor, r), channel, algorithm)
+        return r, algorithm
 
 
 def _store(result: Values, r: Reduction, tensor: torch.Tensor) -> None:
@@ -267,10 +262,10 @@ def reduce_scatter(
         check_sizes(values, channel.size, output)
         r = reduction_of(values, spec_or_default(spec, feedback), op, stream, settings=settings)
         if feedback is not None:
-            turn.begin(feedback, r, named(tensor, r), channel, "reduce_scatter")
+            turn.begin(feedback, r, named(tensor, r), channel, REDUCE_SCATTER)
         return r
 
-    return _begin(algorithms.reduce_scatter, prepare, output, group, async_op, settings)
+    return _begin(REDUCE_SCATTER, prepare, output, group, async_op, settings)
 
 
 def all_gather(
@@ -327,7 +322,7 @@ def all_gather(
         check_sizes(output, channel.size, tensor)
         return reduction_of(tensor, spec, "sum", stream, settings=settings)
 
-    return _begin(algorithms.gather, prepare, output, group, async_op, settings)
+    return _begin(GATHER, prepare, output, group, async_op, settings)
 
 
 def all_to_all(
@@ -384,11 +379,11 @@ def all_to_all(
             raise ArgumentError(f"{tensor.numel()} values cannot be cut into {channel.size} equal parts")
         return reduction_of(tensor, spec, "sum", stream, settings=settings)
 
-    return _begin(algorithms.all_to_all, prepare, output, group, async_op, settings)
+    return _begin(ALL_TO_ALL, prepare, output, group, async_op, settings)
 
 
 def _begin(
-    algorithm: Any,
+    algorithm: Algorithm,
     prepare: Callable[[Channel, Turn], Reduction],
     output: torch.Tensor,
     group: Any,
@@ -400,7 +395,7 @@ def _begin(
     def work(comm: Communicator) -> list[torch.Tensor]:
         with Turn() as turn:
 
-            def prepare_all(_: int) -> Reduction:
+            def prepare_all() -> Reduction:
                 r = prepare(comm.channel, turn)
                 check_output(output, output.dtype, output.numel())
                 return r
@@ -409,7 +404,7 @@ def _begin(
                 publish(result, r, output)
                 turn.commit()
 
-            run_algorithm(comm, algorithm, prepare_all, store)
+            run(comm, algorithm, prepare_all, store)
         return [output]
 
-    return _work(start(algorithm.__name__, group, settings.timeout, async_op, work))
+    return _work(start(algorithm.name, group, settings.timeout, async_op, work))

@@ -9,12 +9,12 @@ from codec import ArgumentError, CallOptions
 from codec._options import settings_of
 from codec.specs import Spec
 from codec.tensors.segments import pack, segments
-from codec.torch.group.communicator import Communicator, start, storing_results
+from codec.torch.group.communicator import Communicator, start
 from codec.torch.group.work import Work
-from codec.torch.reduction import algorithms
 from codec.torch.reduction.arguments import check_dense, check_output, publish, reduction_of
-from codec.torch.reduction.execution import algorithm_of, run, run_algorithm
+from codec.torch.reduction.execution import Planned, algorithm_of, choose, run, run_all_reduce
 from codec.torch.reduction.host import Reduction
+from codec.torch.reduction.table import GATHER, REDUCE_SCATTER, Algorithm, check_request
 from codec.torch.transport.messages import Array
 
 Tensors = Sequence[torch.Tensor]
@@ -23,20 +23,24 @@ Tensors = Sequence[torch.Tensor]
 def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, stream: int, options: CallOptions) -> Work:
     """Reduce tensors of one dtype over all ranks, in place: all of them or none."""
     settings = settings_of(options)
-
-    def prepare() -> Reduction:
-        for t in tensors:
-            check_output(t, tensors[0].dtype, t.numel(), "a tensor")
-        flat = torch.cat([t.detach().reshape(-1) for t in tensors])
-        return reduction_of(flat, spec, op, stream, segments=pack(segments(tensors)), settings=settings)
+    requested = algorithm_of(settings)
 
     def work(comm: Communicator) -> Tensors:
-        result, r = run(comm, prepare, algorithm_of(settings))
-        with storing_results(comm.channel):
+        def prepare() -> Planned:
+            for t in tensors:
+                check_output(t, tensors[0].dtype, t.numel(), "a tensor")
+            flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+            r = reduction_of(flat, spec, op, stream, segments=pack(segments(tensors)), settings=settings)
+            check_request(requested, r.spec, r.op, feedback=False)
+            return r, choose(requested, r, comm.channel)
+
+        def store(result: Array, r: Reduction) -> None:
             begin = 0
             for t in tensors:
                 publish(result[begin : begin + t.numel()], r, t)
                 begin += t.numel()
+
+        run_all_reduce(comm, requested, prepare, store)
         return tensors
 
     return _started("all_reduce", group, work)
@@ -61,7 +65,7 @@ def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any,
             publish(result[begin : begin + part.numel()], r, part)
             begin += part.numel()
 
-    return _run(algorithms.reduce_scatter, group, prepare, store, outputs)
+    return _run(REDUCE_SCATTER, group, prepare, store, outputs)
 
 
 def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, stream: int) -> Work:
@@ -79,7 +83,7 @@ def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, str
             publish(rows[:, begin : begin + t.numel()], r, everyones)
             begin += t.numel()
 
-    return _run(algorithms.gather, group, prepare, store, outputs)
+    return _run(GATHER, group, prepare, store, outputs)
 
 
 def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group: Any, stream: int) -> Work:
@@ -96,7 +100,7 @@ def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group
         for theirs, row in zip(outputs, result.reshape(-1, r.n), strict=True):
             publish(row, r, theirs)
 
-    return _run(algorithms.gather, group, prepare, store, outputs)
+    return _run(GATHER, group, prepare, store, outputs)
 
 
 def _joined(tensors: Tensors, spec: Spec, stream: int) -> Reduction:
@@ -111,14 +115,14 @@ def _check_pairs(inputs: Tensors, outputs: Tensors) -> None:
         raise ArgumentError(f"{len(outputs)} outputs were given for {len(inputs)} inputs")
 
 
-def _run(algorithm: Any, group: Any, prepare: Any, store: Any, outputs: Tensors) -> Work:
+def _run(algorithm: Algorithm, group: Any, prepare: Any, store: Any, outputs: Tensors) -> Work:
     """Begin a collective that stores results by store(result, reduction) in `outputs`."""
 
     def work(comm: Communicator) -> Tensors:
-        run_algorithm(comm, algorithm, prepare, store)
+        run(comm, algorithm, lambda: prepare(comm.channel.size), store)
         return outputs
 
-    return _started(algorithm.__name__, group, work)
+    return _started(algorithm.name, group, work)
 
 
 def _started(what: str, group: Any, work: Callable[[Communicator], Tensors]) -> Work:

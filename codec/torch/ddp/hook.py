@@ -23,10 +23,8 @@ from codec.torch.ddp.reducer import Reducer, Step, Transform, in_backward
 from codec.torch.ddp.residuals import Residuals
 from codec.torch.ddp.stats import ParameterStats, Stats
 from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, of_tensors
-from codec.torch.feedback.single import check_feedback_algorithm
-from codec.torch.reduction import execution, shared_scale
 from codec.torch.reduction.arguments import plain_spec
-from codec.torch.reduction.execution import Algorithm
+from codec.torch.reduction.table import check_request
 
 
 class Hook(Reducer):
@@ -393,22 +391,18 @@ def check(
     spec: Spec | str,
     optimizer: torch.optim.Optimizer | None,
     feedback: bool | None,
-    algorithm: Algorithm,
+    algorithm: str,
     refresher: CodebookRefresher | None,
 ) -> Spec:
     """Check that these arguments of :func:`ddp_hook` go together; return the spec."""
     spec = plain_spec(spec)
-    execution.check_algorithm(algorithm)
     if needs_optimizer(spec) and optimizer is None:
         raise SpecError(f"{spec} drops bits by the optimizer's step: pass optimizer=")
     if feedback not in (None, True, False):
         raise ArgumentError(f"feedback must be True, False or None, got {feedback!r}")
     if feedback:
         check_contraction(spec)
-    if algorithm == "shared_scale":
-        shared_scale.check(spec, "mean")
-    if feedback or (feedback is None and feeds_back(spec)):
-        check_feedback_algorithm(algorithm)
+    check_request(algorithm, spec, "mean", feedback=feeds_back(spec) if feedback is None else feedback)
     if refresher is not None and refresher.spec != spec:
         raise ArgumentError(f"refresher= is of {refresher.spec}, but the spec is {spec}: make a refresher of that spec")
     return spec

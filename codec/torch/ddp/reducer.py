@@ -29,8 +29,7 @@ from codec.torch.group.communicator import (
 )
 from codec.torch.group.work import Work, clear_frames
 from codec.torch.reduction import arguments, execution
-from codec.torch.reduction.execution import Algorithm
-from codec.torch.reduction.host import Reduction
+from codec.torch.reduction.execution import Planned
 from codec.torch.transport.channel import Channel
 from codec.torch.transport.gloo import check_timeout
 
@@ -115,7 +114,7 @@ class Reducer:
         self.optimizer = optimizer
         self.refresher = refresher
         self._settings = settings
-        self._algorithm: Algorithm = execution.algorithm_of(settings)
+        self._algorithm = execution.algorithm_of(settings)
         self._scaler = grad_scaler
         self._transform = transform
         check_timeout(settings.timeout)
@@ -284,13 +283,13 @@ class Reducer:
         """Return the mean of a bucket that frames can carry; add its parts to `parts`."""
         buffer = bucket.buffer
 
-        def prepare() -> list[Reduction]:
+        def prepare() -> list[Planned]:
             self._prepare_bucket(step, bucket)
             with self._current(step):
                 parts.extend(self._parts_of(bucket.parameters, buffer.numel(), bucket.number, step))
                 return [self._prepare(comm, buffer, i, part, step) for i, part in enumerate(parts)]
 
-        results = execution.all_reduce_several(comm, prepare, self._algorithm)
+        results = execution.all_reduce_several(comm, self._algorithm, prepare)
         out = buffer if parts[0].out is None else parts[0].out
         with close_on_error(comm.channel), comm.channel.writing():
             for part, (result, r) in zip(parts, results, strict=True):
@@ -321,8 +320,8 @@ class Reducer:
             raise ArgumentError(f"a bucket has {n} values, but its parameters have {known}: they cannot be separated")
         return parts
 
-    def _prepare(self, comm: Communicator, buffer: torch.Tensor, i: int, part: Part, step: Step) -> Reduction:
-        """Return the reduction of part `i` of a bucket."""
+    def _prepare(self, comm: Communicator, buffer: torch.Tensor, i: int, part: Part, step: Step) -> Planned:
+        """Return the reduction of part `i` of a bucket, and its algorithm."""
         channel = comm.channel
         x = buffer
         if not part.whole:
@@ -334,12 +333,12 @@ class Reducer:
         if part.whole and (r.on_device or buffer.device.type == "cpu"):
             part.out = torch.empty_like(buffer) if part.out is None else part.out
             r.out = arguments.values_of(part.out, self._settings)
+        algorithm = execution.choose(self._algorithm, r, channel)
         if self._residuals is not None:
-            phases = execution.choose_algorithm(self._algorithm, r, channel.size)
-            self._residuals.feed_part(r, part, owned_values(r, phases, channel.rank, channel.size), channel.size)
+            self._residuals.feed_part(r, part, owned_values(r, algorithm, channel.rank, channel.size), channel.size)
         if self._codebooks is not None:
             self._codebooks.prepare(r)
-        return r
+        return r, algorithm
 
     def _commit(self, step: Step) -> None:
         """Keep what a step has computed that has succeeded on all ranks."""

@@ -11,9 +11,10 @@ from codec import FrameError
 from codec.specs import Lossless
 from codec.torch.collectives.bytes import swap
 from codec.torch.group.communicator import Communicator, close_on_error, exchange_requests, hash64
-from codec.torch.reduction import execution
-from codec.torch.reduction.host import Reduction
+from codec.torch.reduction.execution import Planned, run_all_reduce
+from codec.torch.reduction.host import Reduction, Values
 from codec.torch.reduction.phases import FirstError
+from codec.torch.reduction.table import RAW
 from codec.torch.transport.messages import Array
 
 logger = logging.getLogger("codec.torch")
@@ -49,13 +50,14 @@ def mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], None]) ->
         begin()
         return buffer
 
-    def prepare() -> Reduction:
+    def prepare() -> Planned:
         begin()
-        return Reduction(buffer.cpu().numpy(), "float64", Lossless(), "mean", 0)
+        return Reduction(buffer.cpu().numpy(), "float64", Lossless(), "mean", 0), RAW
 
-    result, _ = execution.run(comm, prepare, "raw")
-    with close_on_error(comm.channel), comm.channel.writing():
+    def store(result: Values, _: Reduction) -> None:
         buffer.copy_(torch.from_numpy(result))
+
+    run_all_reduce(comm, RAW.name, prepare, store)
     return buffer
 
 

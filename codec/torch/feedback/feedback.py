@@ -13,6 +13,7 @@ from codec.torch.feedback.checkpoint import UNKNOWN
 from codec.torch.feedback.pair import ResidualPair, owned_values
 from codec.torch.reduction.arguments import plain_spec
 from codec.torch.reduction.host import Reduction
+from codec.torch.reduction.table import Algorithm
 from codec.torch.transport.channel import Channel
 
 
@@ -179,7 +180,7 @@ class Feedback:
 
     # For collectives, in the threads of their groups
 
-    def begin(self, r: Reduction, layout: Layout, channel: Channel, algorithm: str) -> Change:
+    def begin(self, r: Reduction, layout: Layout, channel: Channel, algorithm: Algorithm) -> Change:
         """Make the frames of a collective's reduction add the residuals; for implementations of collectives.
 
         Parameters
@@ -190,8 +191,8 @@ class Feedback:
             Ranges of parameters that are the values of `r`.
         channel : Channel
             Channel of the group.
-        algorithm : str
-            Algorithm of an all-reduce that :func:`choose_algorithm` has chosen, or another collective.
+        algorithm : Algorithm
+            Algorithm of the reduction.
 
         Returns
         -------

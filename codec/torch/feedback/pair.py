@@ -11,6 +11,7 @@ from codec.stateful.residual_store import ResidualStore
 from codec.torch.feedback.checkpoint import of_tensors
 from codec.torch.reduction import partition
 from codec.torch.reduction.host import Reduction, square
+from codec.torch.reduction.table import Algorithm
 from codec.torch.transport.messages import Array
 
 
@@ -118,9 +119,9 @@ class ResidualPair:
         return {name: float(np.sqrt(square)) for name, square in found.items()}
 
 
-def owned_values(r: Reduction, algorithm: str, rank: int, size: int) -> tuple[int, int]:
-    """Return the begin and end of the values whose sums a rank encodes in an all-reduce; 0, 0 if it encodes none."""
-    if algorithm not in ("two_shot", "raw"):
+def owned_values(r: Reduction, algorithm: Algorithm, rank: int, size: int) -> tuple[int, int]:
+    """Return the begin and end of the values whose sums a rank encodes; 0, 0 if it encodes none."""
+    if not algorithm.encodes_sums:
         return 0, 0
     mine = partition.cut(r.n, size, r.x.itemsize, r.segments)[rank]
     return mine[0].begin, mine[-1].end

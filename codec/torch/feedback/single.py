@@ -59,15 +59,6 @@ class JointResidual:
         self._sum_errors.clear()
 
 
-def check_feedback_algorithm(algorithm: str) -> None:
-    """Raise ArgumentError if an all-reduce algorithm cannot have error feedback."""
-    if algorithm == "ring":
-        raise ArgumentError(
-            'algorithm="ring" has no error feedback, because its frames hold sums of other ranks\' values: '
-            'use "two_shot" or "all_gather"'
-        )
-
-
 class Residuals:
     """Float32 residuals by module name. :class:`codec.torch.fsdp.passes.Pass` writes copies and then replaces them."""
 

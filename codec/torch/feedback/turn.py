@@ -9,6 +9,7 @@ from codec.stateful.ranges import Layout, layout_of_view, numel
 from codec.tensors.wrapper import View
 from codec.torch.feedback.feedback import Change, Feedback
 from codec.torch.reduction.host import Reduction
+from codec.torch.reduction.table import Algorithm
 from codec.torch.transport.channel import Channel
 
 
@@ -29,7 +30,7 @@ class Turn:
         if self._feedback is not None and self._change is not None:
             self._feedback.drop(self._change)
 
-    def begin(self, feedback: Feedback, r: Reduction, layout: Layout, channel: Channel, algorithm: str) -> None:
+    def begin(self, feedback: Feedback, r: Reduction, layout: Layout, channel: Channel, algorithm: Algorithm) -> None:
         """Make the frames of a reduction add the residuals; as :meth:`Feedback.begin`."""
         self._change = feedback.begin(r, layout, channel, algorithm)
         self._feedback = feedback

@@ -15,14 +15,15 @@ from codec._options import settings_of
 from codec.specs import Lossless, Spec, check_contraction
 from codec.stateful.checkpoint import VERSION, opened, plain
 from codec.torch import _compat
-from codec.torch.feedback.single import JointResidual, Residuals, check_feedback_algorithm
+from codec.torch.feedback.single import JointResidual, Residuals
 from codec.torch.fsdp.passes import Pass
-from codec.torch.group.communicator import Communicator, start, storing_results
+from codec.torch.group.communicator import Communicator, start
 from codec.torch.group.work import Work
-from codec.torch.reduction import algorithms, arguments, execution
+from codec.torch.reduction import arguments, execution
 from codec.torch.reduction.arguments import check_sizes, plain_spec
-from codec.torch.reduction.execution import Algorithm
-from codec.torch.reduction.host import Reduction
+from codec.torch.reduction.execution import Planned
+from codec.torch.reduction.host import Reduction, Values
+from codec.torch.reduction.table import GATHER, REDUCE_SCATTER, check_request
 from codec.torch.transport.counters import Counters
 from codec.torch.transport.gloo import check_timeout
 
@@ -282,16 +283,14 @@ class ReduceScatter(_Reducing):
         now = Pass.current()
 
         def work(comm: Communicator, stream: int) -> None:
-            def prepare(size: int) -> Reduction:
-                check_sizes(tensor, size, output)
+            def prepare() -> Reduction:
+                check_sizes(tensor, comm.channel.size, output)
                 r = arguments.reduction_of(tensor, self._spec, op, stream, settings=self._settings)
                 arguments.check_output(output, output.dtype, output.numel())
                 self._feed(r, now, name)
                 return r
 
-            execution.run_algorithm(
-                comm, algorithms.reduce_scatter, prepare, lambda result, r: arguments.publish(result, r, output)
-            )
+            execution.run(comm, REDUCE_SCATTER, prepare, lambda result, r: arguments.publish(result, r, output))
 
         run = functools.partial(
             self._run, "reduce_scatter", group, tensor, lambda size: (size - 1) / size, work, output
@@ -345,7 +344,7 @@ class AllReduce(_Reducing):
     Raises
     ------
     ArgumentError, SpecError
-        An argument has a wrong type or value, or `feedback` does not go with `spec` or the algorithm.
+        An argument has a wrong type or value, or `spec`, `op`, `feedback` and the algorithm do not go together.
 
     Notes
     -----
@@ -376,10 +375,8 @@ class AllReduce(_Reducing):
         op = arguments.op_of(op)
         if op == "max":
             raise ArgumentError("op must be a sum or a mean of gradients, got a maximum")
-        self._algorithm: Algorithm = execution.algorithm_of(self._settings)
-        execution.check_algorithm(self._algorithm)
-        if feedback:
-            check_feedback_algorithm(self._algorithm)
+        self._algorithm = execution.algorithm_of(self._settings)
+        check_request(self._algorithm, self._spec, op, feedback=feedback)
         self._group, self._op = group, op
 
     def register(self, model: torch.nn.Module) -> "AllReduce":
@@ -420,18 +417,19 @@ class AllReduce(_Reducing):
         def work(comm: Communicator, stream: int) -> None:
             feedback: JointResidual | None = None
 
-            def prepare() -> Reduction:
+            def prepare() -> Planned:
                 nonlocal feedback
                 r = arguments.reduction_of(tensor, self._spec, self._op, stream, settings=self._settings)
                 arguments.check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
                 feedback = self._feed(r, now, name)
-                return r
+                return r, execution.choose(self._algorithm, r, comm.channel)
 
-            result, r = execution.run(comm, prepare, self._algorithm)
-            with storing_results(comm.channel):
+            def store(result: Values, r: Reduction) -> None:
                 arguments.publish(result, r, tensor)
                 if feedback is not None:
                     feedback.add_sum_errors(comm.channel.size)
+
+            execution.run_all_reduce(comm, self._algorithm, prepare, store)
 
         run = functools.partial(
             self._run, "all_reduce", self._group, tensor, lambda size: 2 * (size - 1) / size, work, tensor
@@ -477,14 +475,12 @@ class AllGather(_Comm):
             return _compat.all_gather_single(output_tensor, input_tensor, group, async_op)
 
         def work(comm: Communicator, stream: int) -> None:
-            def prepare(size: int) -> Reduction:
-                check_sizes(output_tensor, size, input_tensor)
+            def prepare() -> Reduction:
+                check_sizes(output_tensor, comm.channel.size, input_tensor)
                 arguments.check_output(output_tensor, output_tensor.dtype, output_tensor.numel())
                 return arguments.reduction_of(input_tensor, self._spec, "sum", stream, settings=self._settings)
 
-            execution.run_algorithm(
-                comm, algorithms.gather, prepare, lambda result, r: arguments.publish(result, r, output_tensor)
-            )
+            execution.run(comm, GATHER, prepare, lambda result, r: arguments.publish(result, r, output_tensor))
 
         return self._run("all_gather", group, input_tensor, lambda size: size - 1, work, output_tensor, async_op)
 

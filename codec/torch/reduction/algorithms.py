@@ -7,9 +7,8 @@ import numpy as np
 import torch
 
 import codec
-from codec import ArgumentError
 from codec.specs import Lossless
-from codec.torch.reduction.host import Frame, Reduction, Values, nonfinite_error
+from codec.torch.reduction.host import Frame, Reduction, Result, Values, nonfinite_error
 from codec.torch.reduction.partition import Piece
 from codec.torch.reduction.phases import BroadcastPhase, FirstError, ScatterPhase, copy_to_message, encode_message
 from codec.torch.transport.channel import Channel
@@ -17,10 +16,10 @@ from codec.torch.transport.messages import Array
 
 # An algorithm as a generator, which yields where it would wait for other ranks. A step posts the receives of its own
 # messages, so that interleaved algorithms receive in the order in which they send.
-Steps = Generator[None, None, tuple[Values, Exception | None]]
+Steps = Generator[None, None, Result]
 
 
-def interleave(several: Sequence[Steps]) -> list[tuple[Values, Exception | None]]:
+def interleave(several: Sequence[Steps]) -> list[Result]:
     """Run several algorithms, step by step in turn, so that one computes while messages of the others are in flight.
 
     Returns
@@ -28,7 +27,7 @@ def interleave(several: Sequence[Steps]) -> list[tuple[Values, Exception | None]
     list of (ndarray, Exception or None)
         Result of each algorithm, and its error on this rank.
     """
-    found: dict[int, tuple[Values, Exception | None]] = {}
+    found: dict[int, Result] = {}
     try:
         while len(found) < len(several):
             for i, steps in enumerate(several):
@@ -74,7 +73,7 @@ def two_shot_steps(channel: Channel, r: Reduction) -> Steps:
     return result, first_error.error
 
 
-def two_shot(channel: Channel, r: Reduction) -> tuple[Values, Exception | None]:
+def two_shot(channel: Channel, r: Reduction) -> Result:
     """Run :func:`two_shot_steps` by itself."""
     return interleave([two_shot_steps(channel, r)])[0]
 
@@ -105,12 +104,9 @@ def all_gather_steps(channel: Channel, r: Reduction) -> Steps:
     return result, first_error.error
 
 
-def all_gather(channel: Channel, r: Reduction) -> tuple[Values, Exception | None]:
+def all_gather(channel: Channel, r: Reduction) -> Result:
     """Run :func:`all_gather_steps` by itself."""
     return interleave([all_gather_steps(channel, r)])[0]
-
-
-STEPS = {"two_shot": two_shot_steps, "all_gather": all_gather_steps}
 
 
 def _store_or_defer_sum(
@@ -125,7 +121,7 @@ def _store_or_defer_sum(
     r.deferred.append(partial(store_sum, channel, r, piece, parts, place))
 
 
-def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Values, Exception | None]:
+def reduce_scatter(channel: Channel, r: Reduction) -> Result:
     """Run a reduce-scatter: each rank sums a slice; (N - 1) / N frames a rank. Slices have one size."""
     slices = r.even_slices(channel.size)
     first_error = FirstError(channel)
@@ -172,7 +168,7 @@ def store_sum(
         raise fault
 
 
-def all_to_all(channel: Channel, r: Reduction) -> tuple[Values, Exception | None]:
+def all_to_all(channel: Channel, r: Reduction) -> Result:
     """Run an all-to-all: slice i of each rank goes to rank i; (N - 1) / N frames a rank. Slices have one size."""
     slices = r.even_slices(channel.size)
     first_error = FirstError(channel)
@@ -187,7 +183,7 @@ def all_to_all(channel: Channel, r: Reduction) -> tuple[Values, Exception | None
     return result, first_error.error
 
 
-def gather(channel: Channel, r: Reduction) -> tuple[Values, Exception | None]:
+def gather(channel: Channel, r: Reduction) -> Result:
     """Gather the values of all ranks, in their order; N - 1 frames a rank."""
     n = r.n
     result = r.result(channel, channel.size * n)
@@ -206,18 +202,15 @@ def _store_term(r: Reduction, part: Array | None, piece: Piece, result: Values) 
         r.decode(part, piece, result)
 
 
-def ring(channel: Channel, r: Reduction) -> tuple[Values, Exception | None]:
+def ring(channel: Channel, r: Reduction) -> Result:
     """Run a ring all-reduce: 2 (N - 1) / N frames a rank, all to one peer.
 
     Partial sums pass all ranks, each of which adds its values and encodes them anew; then the results pass all ranks. A
     chunk is sent on as soon as it is summed, while the next one is on the wire. Values are summed in the order in which
-    they pass the ranks. Errors of lossy codecs add up.
+    they pass the ranks. Errors of lossy codecs add up. There is no error feedback, because frames hold sums of other
+    ranks' values.
     """
     size, me = channel.size, channel.rank
-    if r.residual is not None or r.sum_residual is not None:
-        raise ArgumentError(
-            'algorithm="ring" has no error feedback, because its frames hold sums of other ranks\' values'
-        )
     slices = r.slices(size)
     bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
     left, right, steps = (me - 1) % size, (me + 1) % size, range(size - 1)

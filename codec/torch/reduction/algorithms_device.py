@@ -13,7 +13,7 @@ from codec import PeerError
 from codec._c.library import lib
 from codec.torch.reduction.algorithms import store_sum
 from codec.torch.reduction.device import DeviceReduction, Term
-from codec.torch.reduction.host import Values
+from codec.torch.reduction.host import Result, Values
 from codec.torch.reduction.partition import Piece
 from codec.torch.reduction.phases import FirstError
 from codec.torch.transport.channel import Channel
@@ -24,7 +24,6 @@ _BEFORE = FRAME_LENGTH.size  # bytes of a slot before the frame
 _HEAD = _BEFORE + lib.CODEC_HEADER_NBYTES  # bytes that hold the length and the header of a frame
 
 Frames = list[list[torch.Tensor]]  # by rank and chunk
-Result = tuple[Values, Exception | None]
 
 
 class Slots:
@@ -221,6 +220,3 @@ def _decode(r: DeviceReduction, frames: Frames, pieces: Sequence[Sequence[Piece]
             for frame, piece in zip(row, places, strict=True)
         ]
     )
-
-
-ALGORITHMS = {each.__name__: each for each in (two_shot, all_gather, reduce_scatter, all_to_all, gather)}

@@ -27,6 +27,7 @@ from codec.torch.transport.messages import Array
 bound = functools.lru_cache(1024)(codec.bound)  # a training asks for few sizes
 Frame = Any  # in host memory, an array of bytes; or on a GPU, a tensor of bytes
 Values = Any  # flat values of a reduction: an array in host memory, bfloat16 as uint16; or a tensor on a GPU
+Result = tuple[Values, Exception | None]  # of an algorithm: values, and the error of this rank
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _LARGE = 1 << 21  # values of a piece above which several threads encode it

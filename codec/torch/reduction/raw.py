@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from codec import FrameError
-from codec.torch.reduction.host import FLOATS, Reduction, nonfinite_error
+from codec.torch.reduction.host import FLOATS, Reduction, Result, nonfinite_error
 from codec.torch.reduction.partition import Piece, cut
 from codec.torch.transport.channel import Channel
 from codec.torch.transport.messages import Array, IncomingValues
@@ -17,7 +17,7 @@ _CHUNK_NBYTES = 3 << 18
 _TILE = 1 << 16  # values that are summed and divided at a time
 
 
-def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
+def two_shot(channel: Channel, r: Reduction) -> Result:
     """Run two-shot with uncompressed values: each rank sums a slice. Lossless frames would give the same bits.
 
     Returns

@@ -12,7 +12,7 @@ from codec.arguments import float32
 from codec.specs import Lossless, Spec, Ternary
 from codec.tensors.segments import Records, Segments, unpack
 from codec.torch.reduction.algorithms import all_gather, two_shot
-from codec.torch.reduction.host import Reduction, bound
+from codec.torch.reduction.host import Reduction, Result, bound
 from codec.torch.reduction.partition import Piece
 from codec.torch.transport.channel import Channel
 from codec.torch.transport.messages import Array
@@ -30,7 +30,7 @@ def check(spec: Spec, op: str) -> None:
         raise ArgumentError('algorithm="shared_scale" sums values: op must be a sum or a mean, got a maximum')
 
 
-def shared_scale(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
+def shared_scale(channel: Channel, r: Reduction) -> Result:
     """Agree on a scale for each parameter, then run two-shot with ternary terms and integer sums.
 
     The scale is the largest magnitude on any rank, limited by ``clip`` of the spec. Ternary is not a contraction, so

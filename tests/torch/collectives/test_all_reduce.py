@@ -1,5 +1,6 @@
 """All-reduces between processes: bit-identical results on all ranks, and unchanged tensors after any failure."""
 
+import functools
 import os
 import warnings
 
@@ -249,18 +250,20 @@ def _together(rank, size):
     connections.post = lambda what, message, to, tag=0: events.append((what, tag)) or post(what, message, to, tag)
     connections.wait = lambda work, other, *within: events.append(("wait", len(within))) or wait(work, other, *within)
 
-    def reductions(which, spoiled=None):
+    def planned(which, algorithm, spoiled=None):
         made = []
         for i in which:
             n, dtype, spec = SEVERAL[i]
             x = rank_values(10 * rank + i, (n,), dtype)
             x[n // 2] = torch.nan if spoiled == (rank, i) else 1
-            made.append(arguments.reduction_of(x, spec, "mean", i))
+            r = arguments.reduction_of(x, spec, "mean", i)
+            made.append((r, execution.choose(algorithm, r, line.channel)))
         return made
 
     def run(which, algorithm, spoiled=None):
         events.clear()
-        ended = line.run(lambda: execution.all_reduce_several(line, lambda: reductions(which, spoiled), algorithm))
+        prepare = functools.partial(planned, which, algorithm, spoiled)
+        ended = line.run(lambda: execution.all_reduce_several(line, algorithm, prepare))
         return [result.tobytes() for result, _ in ended]
 
     def sent():

@@ -258,6 +258,8 @@ def _wrong_uses(rank, size):
         codec.torch.ReduceScatter(feedback=True)
     with pytest.raises(codec.ArgumentError, match="ring"):
         codec.torch.AllReduce(COARSE, group=None, feedback=True, options=codec.options(algorithm="ring"))
+    with pytest.raises(codec.SpecError, match="Ternary"):
+        codec.torch.AllReduce(COARSE, group=None, options=codec.options(algorithm="shared_scale"))
     with pytest.raises(codec.ArgumentError, match="op must be"):
         codec.torch.AllReduce(COARSE, group=None, op="max")
     with pytest.raises(codec.SpecError, match="not a spec"):

@@ -115,10 +115,10 @@ def _with_feedback(job, x, size):
     def prepare():
         r = arguments.reduction_of(x, job.spec, job.op, job.stream, segments=pack(job.segments or ()))
         r.residual, r.sum_residual = residual, lambda begin, end: sums[begin:end]
-        return r
+        return r, execution.choose(job.algorithm, r, line.channel)
 
     line = communicator.communicator_of(None)
-    result, _ = line.run(lambda: execution.run(line, prepare, job.algorithm))
+    [(result, _)] = line.run(lambda: execution.all_reduce_several(line, job.algorithm, lambda: [prepare()]))
     return b"".join(a.tobytes() for a in (result, residual, sums))
 
 

@@ -1,0 +1,124 @@
+"""Table of algorithms: what each one does, and all that other modules need to know of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from codec import ArgumentError
+from codec.arguments import shown
+from codec.specs import Spec
+from codec.torch.reduction import algorithms, algorithms_device, raw, shared_scale
+from codec.torch.reduction.host import Reduction, Result
+from codec.torch.transport.channel import Channel
+
+
+def _accept(spec: Spec, op: str) -> None:
+    """Accept any spec and operation."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Algorithm of a collective.
+
+    Parameters
+    ----------
+    name : str
+        Name in signatures (docs/protocol.md, section 5.1). That of an all-reduce is also a value of ``algorithm=``.
+    run : callable
+        run(channel, reduction) exchanges values, and returns the result and the error of this rank.
+    steps : callable, optional
+        steps(channel, reduction) does the same as a generator that can be interleaved with others.
+    on_device : Algorithm, optional
+        Variant whose frames stay on GPUs.
+    encodes_sums : bool
+        A rank encodes the sums of its slice, so that these have a residual of their own.
+    feedback : bool
+        Error feedback is possible.
+    defers : bool
+        Results can stay in frames until the verdict: ``run`` takes reductions with :attr:`Reduction.deferred`.
+    raw_fallback : bool
+        Tensors may be sent uncompressed instead if that is measured to be faster.
+    check : callable
+        check(spec, op) raises SpecError or ArgumentError for arguments of a call that do not go with the algorithm.
+    """
+
+    name: str
+    run: Callable[[Channel, Any], Result]
+    steps: Callable[[Channel, Any], algorithms.Steps] | None = None
+    on_device: "Algorithm | None" = None
+    encodes_sums: bool = False
+    feedback: bool = True
+    defers: bool = False
+    raw_fallback: bool = False
+    check: Callable[[Spec, str], None] = _accept
+
+
+def _with_device(algorithm: Algorithm, run: Callable[[Channel, Any], Result]) -> Algorithm:
+    """Return an algorithm with a variant whose frames stay on GPUs."""
+    name = f"{algorithm.name} on GPUs"
+    variant = replace(algorithm, name=name, run=run, steps=None, defers=False, raw_fallback=False)
+    return replace(algorithm, on_device=variant)
+
+
+def _on_host(run: Callable[[Channel, Reduction], Result], channel: Channel, r: Reduction) -> Result:
+    """Run an algorithm that needs values in host memory."""
+    result, error = run(channel, r.on_host())
+    return r.from_host(result), error
+
+
+TWO_SHOT = _with_device(
+    Algorithm(
+        "two_shot",
+        algorithms.two_shot,
+        algorithms.two_shot_steps,
+        encodes_sums=True,
+        defers=True,
+        raw_fallback=True,
+    ),
+    algorithms_device.two_shot,
+)
+ALL_GATHER = _with_device(
+    Algorithm("all_gather", algorithms.all_gather, algorithms.all_gather_steps, defers=True, raw_fallback=True),
+    algorithms_device.all_gather,
+)
+RING = Algorithm("ring", partial(_on_host, algorithms.ring), feedback=False, defers=True)
+RAW = Algorithm("raw", partial(_on_host, raw.two_shot), encodes_sums=True)
+SHARED_SCALE = Algorithm("shared_scale", partial(_on_host, shared_scale.shared_scale), check=shared_scale.check)
+ALL_REDUCES = {each.name: each for each in (TWO_SHOT, ALL_GATHER, RING, RAW, SHARED_SCALE)}
+
+REDUCE_SCATTER = _with_device(Algorithm("reduce_scatter", algorithms.reduce_scatter), algorithms_device.reduce_scatter)
+GATHER = _with_device(Algorithm("gather", algorithms.gather), algorithms_device.gather)
+ALL_TO_ALL = _with_device(Algorithm("all_to_all", algorithms.all_to_all), algorithms_device.all_to_all)
+
+
+def by_name(requested: Any) -> Algorithm | None:
+    """Return the algorithm of an all-reduce by the value of ``algorithm=``; None for "auto".
+
+    Raises
+    ------
+    ArgumentError
+        There is no such algorithm.
+    """
+    if not isinstance(requested, str) or requested not in ("auto", *ALL_REDUCES):
+        raise ArgumentError(f"algorithm must be 'auto' or one of {tuple(ALL_REDUCES)}, got {shown(requested)}")
+    return ALL_REDUCES.get(requested)
+
+
+def check_request(requested: Any, spec: Spec, op: str, *, feedback: bool) -> None:
+    """Check that the value of ``algorithm=`` goes with the other arguments of an all-reduce or of a hook.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        There is no such algorithm, or it does not go with the spec, the operation or error feedback.
+    """
+    algorithm = by_name(requested)
+    if algorithm is None:
+        return
+    algorithm.check(spec, op)
+    if feedback and not algorithm.feedback:
+        raise ArgumentError(
+            f'algorithm="{algorithm.name}" has no error feedback, because its frames hold sums of other ranks\' '
+            'values: use "two_shot" or "all_gather"'
+        )
