@@ -1,7 +1,10 @@
-"""Collectives over torch.distributed whose tensors travel as frames."""
+"""Collectives over torch.distributed whose tensors travel as frames.
+
+Each collective has a function work(comm), which the thread of the group runs. Its prepare() checks the arguments; an
+error there is an error on all ranks. Its store() stores the result after all ranks have succeeded.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +22,7 @@ from codec.torch.group.work import Work
 from codec.torch.reduction.arguments import check_output, check_sizes, publish, reduction_of, unwrapped, values_of
 from codec.torch.reduction.execution import Planned, algorithm_of, choose, run, run_all_reduce
 from codec.torch.reduction.host import Reduction, Values
-from codec.torch.reduction.table import ALL_TO_ALL, GATHER, REDUCE_SCATTER, Algorithm, check_request
-from codec.torch.transport.channel import Channel
+from codec.torch.reduction.table import ALL_TO_ALL, GATHER, REDUCE_SCATTER, check_request
 
 
 def all_reduce(
@@ -111,70 +113,63 @@ def all_reduce(
     >>> codec.torch.all_reduce(x, feedback=feedback)
     """
     settings = settings_of(options)
-    call = _AllReduce(tensor, spec, op, out, feedback, stream, settings)
-    return _work(start("all_reduce", group, settings.timeout, async_op, call.run))
+    requested = algorithm_of(settings)
+
+    def work(comm: Communicator) -> list[torch.Tensor]:
+        with Turn() as turn:
+
+            def prepare() -> Planned:
+                values, segments = unwrapped(tensor)
+                if segments is None and len(getattr(values, "shape", ())) > 1:
+                    segments = pack([(0, tuple(values.shape))])
+                r = reduction_of(
+                    values, spec_or_default(spec, feedback), op, stream, segments=segments, settings=settings
+                )
+                check_request(requested, r.spec, r.op, feedback=feedback is not None)
+                algorithm = choose(requested, r, comm.channel)
+                _prepare_output(r, values, out, settings)
+                if feedback is not None:
+                    turn.begin(feedback, r, named(tensor, r), comm.channel, algorithm)
+                return r, algorithm
+
+            def store(result: Values, r: Reduction) -> None:
+                _store(result, r, unwrapped(tensor)[0], out)
+                turn.commit()
+
+            run_all_reduce(comm, requested, prepare, store)
+        return [unwrapped(tensor)[0] if out is None else out]
+
+    return _begin("all_reduce", work, group, async_op, settings)
 
 
-def _work(started: Any) -> Work | None:
-    """Return the handle of a collective in flight; None after one that has ended."""
+def _begin(
+    name: str, work: Callable[[Communicator], list[torch.Tensor]], group: Any, async_op: bool, settings: CallOptions
+) -> Work | None:
+    """Run work(comm) in the thread of the group; return the handle of a collective in flight, None after its end."""
+    started = start(name, group, settings.timeout, async_op, work)
     return started if isinstance(started, Work) else None
 
 
-@dataclass
-class _AllReduce:
-    """Arguments of one all-reduce."""
-
-    tensor: Any
-    spec: SpecLike | None
-    op: Any
-    out: torch.Tensor | None
-    feedback: Feedback | None
-    stream: int
-    settings: CallOptions
-
-    def run(self, comm: Communicator) -> list[torch.Tensor]:
-        """Run the all-reduce, in the thread of the group; return the tensor that it has written."""
-        with Turn() as turn:
-
-            def store(result: Values, r: Reduction) -> None:
-                if self.out is None:
-                    _store(result, r, unwrapped(self.tensor)[0])
-                elif r.out is None:
-                    publish(result, r, self.out)
-                turn.commit()
-
-            run_all_reduce(comm, algorithm_of(self.settings), lambda: self._prepare(comm.channel, turn), store)
-        return [unwrapped(self.tensor)[0] if self.out is None else self.out]
-
-    def _prepare(self, channel: Channel, turn: Turn) -> Planned:
-        """Check the arguments; return the reduction and its algorithm."""
-        spec = spec_or_default(self.spec, self.feedback)
-        tensor, segments = unwrapped(self.tensor)
-        if segments is None and len(getattr(tensor, "shape", ())) > 1:
-            segments = pack([(0, tuple(tensor.shape))])
-        r = reduction_of(tensor, spec, self.op, self.stream, segments=segments, settings=self.settings)
-        requested = algorithm_of(self.settings)
-        check_request(requested, r.spec, r.op, feedback=self.feedback is not None)
-        algorithm = choose(requested, r, channel)
-        if self.out is None:
-            check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
-        else:
-            r.out = _output_values(self.out, tensor, r, self.settings)
-        if self.out is None and r.can_defer and r.x.ctypes.data == tensor.data_ptr():
-            r.deferred = []
-        if self.feedback is not None:
-            turn.begin(self.feedback, r, named(self.tensor, r), channel, algorithm)
-        return r, algorithm
+def _prepare_output(r: Reduction, tensor: torch.Tensor, out: torch.Tensor | None, settings: CallOptions) -> None:
+    """Check the tensor that gets the result of an all-reduce, and choose the memory in which that is computed."""
+    if out is not None:
+        r.out = _output_values(out, tensor, r, settings)
+        return
+    check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
+    if r.can_defer and r.x.ctypes.data == tensor.data_ptr():
+        r.deferred = []
 
 
-def _store(result: Values, r: Reduction, tensor: torch.Tensor) -> None:
-    """Store the result of a reduction in the caller's tensor."""
-    for decode in r.deferred or ():
-        decode()
-    if r.deferred is None:
-        publish(result, r, tensor)
-    else:
+def _store(result: Values, r: Reduction, tensor: torch.Tensor, out: torch.Tensor | None) -> None:
+    """Store the result of an all-reduce in `out`, or else in the tensor itself."""
+    if r.deferred is not None:
+        for decode in r.deferred:
+            decode()
         mark_written(tensor)
+    elif out is None:
+        publish(result, r, tensor)
+    elif r.out is None:
+        publish(result, r, out)
 
 
 def _output_values(out: torch.Tensor, tensor: torch.Tensor, r: Reduction, settings: CallOptions) -> Values | None:
@@ -223,25 +218,13 @@ def reduce_scatter(
     tensor : torch.Tensor or View
         Values: N times as many as `output` has, of the same dtype: float32, bfloat16 or float16. The segments of a view
         name parameters for `feedback`; groups do not follow their rows.
-    spec : Spec, BoundSpec or str, optional
-        Codec, or the name of a preset. Default: that of `feedback`, else lossless.
-    op : ReduceOp or {"sum", "mean", "avg", "max"}
-        Operation. Default: ``ReduceOp.SUM``.
-    group : ProcessGroup, optional
-        Ranks. Default: all.
-    async_op : bool
-        Return at once, and reduce in the background.
-    feedback : Feedback, optional
-        Residuals, as for :func:`all_reduce`.
-    stream : int
-        Number of the random stream.
-    options : CallOptions, optional
-        ``codec.options(timeout=, engine=, threads=)``, as for :func:`all_reduce`; ``algorithm`` is ignored.
+    spec, op, group, async_op, feedback, stream, options
+        As for :func:`all_reduce`; ``codec.options(algorithm=)`` is ignored.
 
     Returns
     -------
     Work or None
-        Handle of the collective if `async_op`; its result is ``[output]``.
+        As for :func:`all_reduce`; the result is ``[output]``.
 
     Raises
     ------
@@ -257,15 +240,26 @@ def reduce_scatter(
     """
     settings = settings_of(options)
 
-    def prepare(channel: Channel, turn: Turn) -> Reduction:
-        values, _ = unwrapped(tensor)
-        check_sizes(values, channel.size, output)
-        r = reduction_of(values, spec_or_default(spec, feedback), op, stream, settings=settings)
-        if feedback is not None:
-            turn.begin(feedback, r, named(tensor, r), channel, REDUCE_SCATTER)
-        return r
+    def work(comm: Communicator) -> list[torch.Tensor]:
+        with Turn() as turn:
 
-    return _begin(REDUCE_SCATTER, prepare, output, group, async_op, settings)
+            def prepare() -> Reduction:
+                values, _ = unwrapped(tensor)
+                check_sizes(values, comm.channel.size, output)
+                r = reduction_of(values, spec_or_default(spec, feedback), op, stream, settings=settings)
+                check_output(output, output.dtype, output.numel())
+                if feedback is not None:
+                    turn.begin(feedback, r, named(tensor, r), comm.channel, REDUCE_SCATTER)
+                return r
+
+            def store(result: Values, r: Reduction) -> None:
+                publish(result, r, output)
+                turn.commit()
+
+            run(comm, REDUCE_SCATTER, prepare, store)
+        return [output]
+
+    return _begin("reduce_scatter", work, group, async_op, settings)
 
 
 def all_gather(
@@ -290,19 +284,13 @@ def all_gather(
         Values of this rank: float32, bfloat16 or float16.
     spec : Spec, BoundSpec or str
         Codec, or the name of a preset. Default: lossless.
-    group : ProcessGroup, optional
-        Ranks. Default: all.
-    async_op : bool
-        Return at once, and gather in the background.
-    stream : int
-        Number of the random stream.
-    options : CallOptions, optional
-        ``codec.options(timeout=, engine=, threads=)``, as for :func:`all_reduce`; ``algorithm`` is ignored.
+    group, async_op, stream, options
+        As for :func:`all_reduce`; ``codec.options(algorithm=)`` is ignored.
 
     Returns
     -------
     Work or None
-        Handle of the collective if `async_op`; its result is ``[output]``.
+        As for :func:`all_reduce`; the result is ``[output]``.
 
     Raises
     ------
@@ -318,11 +306,16 @@ def all_gather(
     """
     settings = settings_of(options)
 
-    def prepare(channel: Channel, _: Turn) -> Reduction:
-        check_sizes(output, channel.size, tensor)
-        return reduction_of(tensor, spec, "sum", stream, settings=settings)
+    def work(comm: Communicator) -> list[torch.Tensor]:
+        def prepare() -> Reduction:
+            check_sizes(output, comm.channel.size, tensor)
+            check_output(output, output.dtype, output.numel())
+            return reduction_of(tensor, spec, "sum", stream, settings=settings)
 
-    return _begin(GATHER, prepare, output, group, async_op, settings)
+        run(comm, GATHER, prepare, lambda result, r: publish(result, r, output))
+        return [output]
+
+    return _begin("all_gather", work, group, async_op, settings)
 
 
 def all_to_all(
@@ -345,19 +338,13 @@ def all_to_all(
         Values of this rank: float32, bfloat16 or float16. Their number is a multiple of the number of ranks.
     spec : Spec, BoundSpec or str
         Codec, or the name of a preset. Default: lossless.
-    group : ProcessGroup, optional
-        Ranks. Default: all.
-    async_op : bool
-        Return at once, and exchange in the background.
-    stream : int
-        Number of the random stream.
-    options : CallOptions, optional
-        ``codec.options(timeout=, engine=, threads=)``, as for :func:`all_reduce`; ``algorithm`` is ignored.
+    group, async_op, stream, options
+        As for :func:`all_reduce`; ``codec.options(algorithm=)`` is ignored.
 
     Returns
     -------
     Work or None
-        Handle of the collective if `async_op`; its result is ``[output]``.
+        As for :func:`all_reduce`; the result is ``[output]``.
 
     Raises
     ------
@@ -373,38 +360,15 @@ def all_to_all(
     """
     settings = settings_of(options)
 
-    def prepare(channel: Channel, _: Turn) -> Reduction:
-        check_sizes(output, 1, tensor)
-        if tensor.numel() % channel.size:
-            raise ArgumentError(f"{tensor.numel()} values cannot be cut into {channel.size} equal parts")
-        return reduction_of(tensor, spec, "sum", stream, settings=settings)
-
-    return _begin(ALL_TO_ALL, prepare, output, group, async_op, settings)
-
-
-def _begin(
-    algorithm: Algorithm,
-    prepare: Callable[[Channel, Turn], Reduction],
-    output: torch.Tensor,
-    group: Any,
-    async_op: bool,
-    settings: CallOptions,
-) -> Work | None:
-    """Run an algorithm over the reduction that prepare(channel, turn) returns, and store the result in `output`."""
-
     def work(comm: Communicator) -> list[torch.Tensor]:
-        with Turn() as turn:
+        def prepare() -> Reduction:
+            check_sizes(output, 1, tensor)
+            if tensor.numel() % comm.channel.size:
+                raise ArgumentError(f"{tensor.numel()} values cannot be cut into {comm.channel.size} equal parts")
+            check_output(output, output.dtype, output.numel())
+            return reduction_of(tensor, spec, "sum", stream, settings=settings)
 
-            def prepare_all() -> Reduction:
-                r = prepare(comm.channel, turn)
-                check_output(output, output.dtype, output.numel())
-                return r
-
-            def store(result: Values, r: Reduction) -> None:
-                publish(result, r, output)
-                turn.commit()
-
-            run(comm, algorithm, prepare_all, store)
+        run(comm, ALL_TO_ALL, prepare, lambda result, r: publish(result, r, output))
         return [output]
 
-    return _work(start(algorithm.name, group, settings.timeout, async_op, work))
+    return _begin("all_to_all", work, group, async_op, settings)

@@ -13,9 +13,8 @@ from codec.torch.group.communicator import Communicator, start
 from codec.torch.group.work import Work
 from codec.torch.reduction.arguments import check_dense, check_output, publish, reduction_of
 from codec.torch.reduction.execution import Planned, algorithm_of, choose, run, run_all_reduce
-from codec.torch.reduction.host import Reduction
-from codec.torch.reduction.table import GATHER, REDUCE_SCATTER, Algorithm, check_request
-from codec.torch.transport.messages import Array
+from codec.torch.reduction.host import Reduction, Values
+from codec.torch.reduction.table import GATHER, REDUCE_SCATTER, check_request
 
 Tensors = Sequence[torch.Tensor]
 
@@ -34,73 +33,71 @@ def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, stream: int
             check_request(requested, r.spec, r.op, feedback=False)
             return r, choose(requested, r, comm.channel)
 
-        def store(result: Array, r: Reduction) -> None:
-            begin = 0
-            for t in tensors:
-                publish(result[begin : begin + t.numel()], r, t)
-                begin += t.numel()
-
-        run_all_reduce(comm, requested, prepare, store)
+        run_all_reduce(comm, requested, prepare, lambda result, r: _store_each(result, r, tensors))
         return tensors
 
-    return _started("all_reduce", group, work)
+    return _begin("all_reduce", work, group)
 
 
 def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, op: Any, stream: int) -> Work:
     """Reduce tensors of one dtype over all ranks; each rank gets its part of each tensor."""
 
-    def prepare(size: int) -> Reduction:
-        _check_pairs(inputs, outputs)
-        for t, part in zip(inputs, outputs, strict=True):
-            check_dense(t)
-            check_output(part, inputs[0].dtype, t.numel() // size)
-            if t.numel() % size:
-                raise ArgumentError(f"{t.numel()} values cannot be scattered over {size} ranks in equal parts")
-        flat = torch.cat([t.detach().reshape(size, -1) for t in inputs], 1)
-        return reduction_of(flat, spec, op, stream)
+    def work(comm: Communicator) -> Tensors:
+        size = comm.channel.size
 
-    def store(result: Array, r: Reduction) -> None:
-        begin = 0
-        for part in outputs:
-            publish(result[begin : begin + part.numel()], r, part)
-            begin += part.numel()
+        def prepare() -> Reduction:
+            _check_pairs(inputs, outputs)
+            for t, part in zip(inputs, outputs, strict=True):
+                check_dense(t)
+                check_output(part, inputs[0].dtype, t.numel() // size)
+                if t.numel() % size:
+                    raise ArgumentError(f"{t.numel()} values cannot be scattered over {size} ranks in equal parts")
+            flat = torch.cat([t.detach().reshape(size, -1) for t in inputs], 1)
+            return reduction_of(flat, spec, op, stream)
 
-    return _run(REDUCE_SCATTER, group, prepare, store, outputs)
+        run(comm, REDUCE_SCATTER, prepare, lambda result, r: _store_each(result, r, outputs))
+        return outputs
+
+    return _begin("reduce_scatter", work, group)
 
 
 def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, stream: int) -> Work:
     """Gather the tensors of all ranks: input i of all ranks, in their order, becomes output i."""
 
-    def prepare(size: int) -> Reduction:
-        _check_pairs(inputs, outputs)
-        for t, everyones in zip(inputs, outputs, strict=True):
-            check_output(everyones, inputs[0].dtype, t.numel() * size)
-        return _joined(inputs, spec, stream)
+    def work(comm: Communicator) -> Tensors:
+        def prepare() -> Reduction:
+            _check_pairs(inputs, outputs)
+            for t, everyones in zip(inputs, outputs, strict=True):
+                check_output(everyones, inputs[0].dtype, t.numel() * comm.channel.size)
+            return _joined(inputs, spec, stream)
 
-    def store(result: Array, r: Reduction) -> None:
-        rows, begin = result.reshape(-1, r.n), 0
-        for t, everyones in zip(inputs, outputs, strict=True):
-            publish(rows[:, begin : begin + t.numel()], r, everyones)
-            begin += t.numel()
+        def store(result: Values, r: Reduction) -> None:
+            rows, begin = result.reshape(-1, r.n), 0
+            for t, everyones in zip(inputs, outputs, strict=True):
+                publish(rows[:, begin : begin + t.numel()], r, everyones)
+                begin += t.numel()
 
-    return _run(GATHER, group, prepare, store, outputs)
+        run(comm, GATHER, prepare, store)
+        return outputs
+
+    return _begin("all_gather", work, group)
 
 
 def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group: Any, stream: int) -> Work:
     """Gather one tensor of each rank: that of rank i becomes output i."""
 
-    def prepare(size: int) -> Reduction:
-        if len(outputs) != size:
-            raise ArgumentError(f"{len(outputs)} outputs were given for the tensors of {size} ranks")
-        for theirs in outputs:
-            check_output(theirs, tensor.dtype, tensor.numel())
-        return _joined([tensor], spec, stream)
+    def work(comm: Communicator) -> Tensors:
+        def prepare() -> Reduction:
+            if len(outputs) != comm.channel.size:
+                raise ArgumentError(f"{len(outputs)} outputs were given for the tensors of {comm.channel.size} ranks")
+            for theirs in outputs:
+                check_output(theirs, tensor.dtype, tensor.numel())
+            return _joined([tensor], spec, stream)
 
-    def store(result: Array, r: Reduction) -> None:
-        for theirs, row in zip(outputs, result.reshape(-1, r.n), strict=True):
-            publish(row, r, theirs)
+        run(comm, GATHER, prepare, lambda result, r: _store_each(result, r, outputs))
+        return outputs
 
-    return _run(GATHER, group, prepare, store, outputs)
+    return _begin("all_gather", work, group)
 
 
 def _joined(tensors: Tensors, spec: Spec, stream: int) -> Reduction:
@@ -115,17 +112,16 @@ def _check_pairs(inputs: Tensors, outputs: Tensors) -> None:
         raise ArgumentError(f"{len(outputs)} outputs were given for {len(inputs)} inputs")
 
 
-def _run(algorithm: Algorithm, group: Any, prepare: Any, store: Any, outputs: Tensors) -> Work:
-    """Begin a collective that stores results by store(result, reduction) in `outputs`."""
-
-    def work(comm: Communicator) -> Tensors:
-        run(comm, algorithm, lambda: prepare(comm.channel.size), store)
-        return outputs
-
-    return _started(algorithm.name, group, work)
+def _store_each(result: Values, r: Reduction, tensors: Tensors) -> None:
+    """Store consecutive parts of a result in tensors."""
+    begin = 0
+    for t in tensors:
+        publish(result[begin : begin + t.numel()], r, t)
+        begin += t.numel()
 
 
-def _started(what: str, group: Any, work: Callable[[Communicator], Tensors]) -> Work:
-    started = start(what, group, None, True, work)
+def _begin(name: str, work: Callable[[Communicator], Tensors], group: Any) -> Work:
+    """Run work(comm) in the thread of the group; return its handle."""
+    started = start(name, group, None, True, work)
     assert isinstance(started, Work)
     return started
