@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from codec import PeerError, options
+from codec._options import Algorithm, check_algorithm
 from codec.arguments import whole
 from codec.specs import Lossless, Spec, SpecLike
 from codec.torch import _compat
@@ -23,7 +24,6 @@ from codec.torch.group.communicator import close_communicator, group_stats
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
 from codec.torch.reduction import arguments
-from codec.torch.reduction.table import by_name
 from codec.torch.transport.counters import Counters
 
 _STREAM = 1 << 32  # distance between the random streams of two collectives; more than a collective has frames
@@ -65,13 +65,13 @@ class Options:
 
     spec: Spec | str = Lossless()  # noqa: RUF009 - immutable
     gather: Spec | str = Lossless()  # noqa: RUF009
-    algorithm: str = "auto"
+    algorithm: Algorithm = "auto"
     small: int = 1 << 14
 
     def __post_init__(self) -> None:
         for name in ("spec", "gather"):
             object.__setattr__(self, name, arguments.plain_spec(getattr(self, name)))
-        by_name(self.algorithm)
+        check_algorithm(self.algorithm)
         whole("small", self.small, 0)
 
     @property
@@ -323,7 +323,7 @@ def register_backend(
     spec: Spec | str = Lossless(),  # noqa: B008 - immutable
     *,
     gather: Spec | str = Lossless(),  # noqa: B008
-    algorithm: str = "auto",
+    algorithm: Algorithm = "auto",
     small: int = Options.small,
 ) -> None:
     """Set the options of groups of the backend `codec` that are made without `pg_options`.

@@ -10,7 +10,7 @@ from codec.torch.group.autotune import Choice, report
 from codec.torch.group.communicator import Communicator, close_on_error, hash64, request, storing_results
 from codec.torch.reduction import algorithms
 from codec.torch.reduction.host import Reduction, Result, Values
-from codec.torch.reduction.table import ALL_GATHER, RAW, SHARED_SCALE, TWO_SHOT, Algorithm, by_name
+from codec.torch.reduction.table import ALL_GATHER, ALL_REDUCES, RAW, SHARED_SCALE, TWO_SHOT, Algorithm
 from codec.torch.transport.channel import Channel
 
 _CHOICES = 256  # signatures whose choice between frames and uncompressed values a group remembers
@@ -31,18 +31,13 @@ def choose(requested: str, r: Reduction, channel: Channel) -> Algorithm:
     Parameters
     ----------
     requested : str
-        Value of ``algorithm=``.
+        Value of ``algorithm=``, which :func:`check_request` has accepted.
     r : Reduction
         The reduction.
     channel : Channel
         Channel of the group.
-
-    Raises
-    ------
-    ArgumentError
-        There is no such algorithm.
     """
-    algorithm = by_name(requested)
+    algorithm = ALL_REDUCES.get(requested)
     if algorithm is SHARED_SCALE:
         if isinstance(r.spec, Ternary):
             return SHARED_SCALE

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from codec import ArgumentError
-from codec.arguments import shown
+from codec._options import check_algorithm
 from codec.specs import Spec
 from codec.torch.reduction import algorithms, algorithms_device, raw, shared_scale
 from codec.torch.reduction.host import Reduction, Result
@@ -85,24 +85,13 @@ ALL_GATHER = _with_device(
 RING = Algorithm("ring", partial(_on_host, algorithms.ring), feedback=False, defers=True)
 RAW = Algorithm("raw", partial(_on_host, raw.two_shot), encodes_sums=True)
 SHARED_SCALE = Algorithm("shared_scale", partial(_on_host, shared_scale.shared_scale), check=shared_scale.check)
+
+# By the value of ``algorithm=``; "auto" is no algorithm, but a choice among these.
 ALL_REDUCES = {each.name: each for each in (TWO_SHOT, ALL_GATHER, RING, RAW, SHARED_SCALE)}
 
 REDUCE_SCATTER = _with_device(Algorithm("reduce_scatter", algorithms.reduce_scatter), algorithms_device.reduce_scatter)
 GATHER = _with_device(Algorithm("gather", algorithms.gather), algorithms_device.gather)
 ALL_TO_ALL = _with_device(Algorithm("all_to_all", algorithms.all_to_all), algorithms_device.all_to_all)
-
-
-def by_name(requested: Any) -> Algorithm | None:
-    """Return the algorithm of an all-reduce by the value of ``algorithm=``; None for "auto".
-
-    Raises
-    ------
-    ArgumentError
-        There is no such algorithm.
-    """
-    if not isinstance(requested, str) or requested not in ("auto", *ALL_REDUCES):
-        raise ArgumentError(f"algorithm must be 'auto' or one of {tuple(ALL_REDUCES)}, got {shown(requested)}")
-    return ALL_REDUCES.get(requested)
 
 
 def check_request(requested: Any, spec: Spec, op: str, *, feedback: bool) -> None:
@@ -113,7 +102,7 @@ def check_request(requested: Any, spec: Spec, op: str, *, feedback: bool) -> Non
     ArgumentError, SpecError
         There is no such algorithm, or it does not go with the spec, the operation or error feedback.
     """
-    algorithm = by_name(requested)
+    algorithm = ALL_REDUCES.get(check_algorithm(requested))
     if algorithm is None:
         return
     algorithm.check(spec, op)

@@ -2,14 +2,11 @@
 
 from typing import get_args
 
-import pytest
-
 from codec import _options
 from codec.advisor import cost_model
 from codec.torch.reduction import table
 
 
-@pytest.mark.skipif(not hasattr(_options, "ALGORITHMS"), reason="options do not list algorithms")
 def test_options_list_the_algorithms_of_the_table():
     assert list(_options.ALGORITHMS) == ["auto", *table.ALL_REDUCES]
 
