@@ -17,7 +17,10 @@ from codec.torch.ddp.make import comm_hook, ddp_hook
 from codec.torch.ddp.policy import Policy, default_policy
 from codec.torch.ddp.stats import ParameterStats, Stats
 from codec.torch.feedback.feedback import Feedback
-from codec.torch.fsdp.hooks import AllGather, AllReduce, CommStats, ReduceScatter
+from codec.torch.fsdp.all_gather import AllGather
+from codec.torch.fsdp.all_reduce import AllReduce
+from codec.torch.fsdp.reduce_scatter import ReduceScatter
+from codec.torch.fsdp.stats import CommStats
 from codec.torch.group.communicator import group_stats
 from codec.torch.group.work import Work
 from codec.torch.one_bit_adam import OneBitAdam, ZeroOneSchedule

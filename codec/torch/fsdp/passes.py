@@ -82,10 +82,10 @@ _NONE = -1  # id of a graph task outside of backward passes
 
 def _graph_task_id() -> int:
     """Return autograd's id of the backward pass that runs in this thread, or _NONE."""
-    return torch._C._current_graph_task_id()
+    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage] - torch has no public name
 
 
 def _when_backward_ends(call: Callable[[], None]) -> None:
     """Have autograd call this at the end of the current pass, after FSDP2's own callback; never if the pass fails."""
-    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
+    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     engine.queue_callback(lambda: engine.queue_callback(call))

@@ -1,0 +1,64 @@
+"""All-gather of FSDP2's parameters."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from codec import CallOptions
+from codec.specs import Lossless, Spec
+from codec.torch import _compat
+from codec.torch.fsdp.base import Collective, modules_of
+from codec.torch.group.communicator import Communicator
+from codec.torch.reduction.arguments import NAMES, check_output, check_sizes, publish, reduction_of
+from codec.torch.reduction.execution import run
+from codec.torch.reduction.host import Reduction
+from codec.torch.reduction.table import GATHER
+
+
+class AllGather(Collective):
+    """All-gather of FSDP2's parameters, with frames on the wire.
+
+    Parameters
+    ----------
+    spec : Spec or str
+        Codec, or name of a preset, of the parameters. Default: lossless. A lossy codec changes the parameters of the
+        forward and backward pass, equally on all ranks; the optimizer's shards stay exact.
+    options : CallOptions, optional
+        As for :class:`ReduceScatter`.
+
+    Examples
+    --------
+    >>> model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(100, 100))
+    >>> parameters = codec.torch.AllGather().register(model)
+    >>> y = model(torch.ones(8, 100))  # FSDP2 of one rank needs no collectives
+    >>> parameters.stats().frame_collectives
+    0
+    """
+
+    def __init__(self, spec: Spec | str = Lossless(), *, options: CallOptions | None = None) -> None:  # noqa: B008
+        super().__init__(spec, options)
+
+    def register(self, model: torch.nn.Module) -> "AllGather":
+        """Make all FSDP2 modules in `model` gather their parameters by this object, and return it."""
+        for module in modules_of(model).values():
+            module.set_custom_all_gather(self)
+        return self
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Do what ``dist.all_gather_single`` does; FSDP2 calls this."""
+        if input_tensor.dtype not in NAMES:
+            self._count_plain()
+            return _compat.all_gather_single(output_tensor, input_tensor, group, async_op)
+
+        def work(comm: Communicator, stream: int) -> None:
+            def prepare() -> Reduction:
+                check_sizes(output_tensor, comm.channel.size, input_tensor)
+                check_output(output_tensor, output_tensor.dtype, output_tensor.numel())
+                return reduction_of(input_tensor, self._spec, "sum", stream, settings=self._settings)
+
+            run(comm, GATHER, prepare, lambda result, r: publish(result, r, output_tensor))
+
+        return self._run("all_gather", group, input_tensor, lambda size: size - 1, work, output_tensor, async_op)

@@ -1,0 +1,139 @@
+"""All-reduce of FSDP2's gradients between replicas."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from codec import ArgumentError, CallOptions
+from codec.specs import Lossless, Spec
+from codec.torch.feedback.single import JointResidual
+from codec.torch.fsdp.base import GradientCollective, modules_of
+from codec.torch.fsdp.passes import Pass
+from codec.torch.group.communicator import Communicator
+from codec.torch.reduction.arguments import NAMES, check_output, op_of, publish, reduction_of
+from codec.torch.reduction.execution import Planned, algorithm_of, choose, run_all_reduce
+from codec.torch.reduction.host import Reduction, Values
+from codec.torch.reduction.table import check_request
+
+
+class AllReduce(GradientCollective):
+    """All-reduce of FSDP2's gradients between replicas (HSDP), over the slow link, with frames on the wire.
+
+    Give ``fully_shard`` a mesh with the sharding dimension only. After each reduce-scatter FSDP2 calls this object,
+    which all-reduces the shard over `group`, the ranks that hold the same shard. As in HSDP, all replicas must begin
+    with the same parameters.
+
+    Parameters
+    ----------
+    spec : Spec or str
+        Codec, or name of a preset, of the gradients. Default: lossless.
+    group : ProcessGroup
+        Replicas, ``mesh.get_group("replicate")``.
+    op : {"mean", "avg", "sum"} or ReduceOp
+        Reduction over the replicas. FSDP2 averages gradients, so the default is "mean"; use "sum" together with FSDP2's
+        ``set_gradient_divide_factor``.
+    feedback : bool
+        Error feedback: the errors of a rank's frames are added to its next gradients. It takes 8 bytes for each value
+        of this rank's shards. As for :class:`ReduceScatter`, a gradient must have the same number of values in each
+        pass.
+    options : CallOptions, optional
+        ``codec.options(algorithm=, timeout=, engine=, threads=)``, as for :func:`all_reduce`, and those of the ``with``
+        blocks in which this object is made.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        An argument has a wrong type or value, or `spec`, `op`, `feedback` and the algorithm do not go together.
+
+    Notes
+    -----
+    ``set_requires_all_reduce(False)`` is for FSDP2's own all-reduce; to accumulate gradients without this one, use
+    ``set_requires_gradient_sync(False)``.
+
+    Examples
+    --------
+    >>> mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    >>> model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(100, 100), mesh=mesh["shard"])
+    >>> replicas = mesh.get_group("replicate")
+    >>> between = codec.torch.AllReduce(codec.Float8(group_size=100), group=replicas).register(model)
+    >>> model(torch.ones(8, 100)).sum().backward()
+    >>> between.stats().frame_collectives
+    1
+    """
+
+    def __init__(
+        self,
+        spec: Spec | str = Lossless(),  # noqa: B008 - immutable
+        *,
+        group: Any,
+        op: Any = dist.ReduceOp.AVG,
+        feedback: bool = False,
+        options: CallOptions | None = None,
+    ) -> None:
+        super().__init__(spec, feedback, options)
+        op = op_of(op)
+        if op == "max":
+            raise ArgumentError("op must be a sum or a mean of gradients, got a maximum")
+        self._algorithm = algorithm_of(self._settings)
+        check_request(self._algorithm, self._spec, op, feedback=feedback)
+        self._group, self._op = group, op
+
+    def register(self, model: torch.nn.Module) -> "AllReduce":
+        """Make all FSDP2 modules in `model` all-reduce their gradients by this object, and return it.
+
+        Raises
+        ------
+        ArgumentError
+            The model has no FSDP2 module, or the mesh of FSDP2 has the dimension of the replicas, too.
+        """
+        from torch.distributed.tensor import DTensor
+
+        modules = modules_of(model)
+        mine = set(dist.get_process_group_ranks(self._group))
+        for p in model.parameters():
+            groups = p.device_mesh.get_all_groups() if isinstance(p, DTensor) else []
+            if len(mine) > 1 and any(set(dist.get_process_group_ranks(g)) == mine for g in groups):
+                raise ArgumentError(
+                    'the mesh of fully_shard has the replicas, too: use fully_shard(mesh=mesh["shard"])'
+                )
+        for name, module in modules.items():
+            module.set_all_reduce_hook(functools.partial(self.all_reduce, name))
+        self._names = list(modules)
+        return self
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Reduce a shard of gradients in place; for ``set_all_reduce_hook``."""
+        self.all_reduce(None, tensor)
+
+    def all_reduce(self, name: str | None, tensor: torch.Tensor) -> None:
+        """Reduce the gradients of the module `name` in place."""
+        if tensor.dtype not in NAMES:
+            self._count_plain()
+            op = dist.ReduceOp.AVG if self._op == "mean" else dist.ReduceOp.SUM
+            dist.all_reduce(tensor, op, self._group)  # pyright: ignore[reportUnknownMemberType] - torch's stubs lack types
+            return
+        now = Pass.current()
+
+        def work(comm: Communicator, stream: int) -> None:
+            feedback: JointResidual | None = None
+
+            def prepare() -> Planned:
+                nonlocal feedback
+                r = reduction_of(tensor, self._spec, self._op, stream, settings=self._settings)
+                check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
+                feedback = self._feed(r, now, name)
+                return r, choose(self._algorithm, r, comm.channel)
+
+            def store(result: Values, r: Reduction) -> None:
+                publish(result, r, tensor)
+                if feedback is not None:
+                    feedback.add_sum_errors(comm.channel.size)
+
+            run_all_reduce(comm, self._algorithm, prepare, store)
+
+        begin = functools.partial(
+            self._run, "all_reduce", self._group, tensor, lambda size: 2 * (size - 1) / size, work, tensor
+        )
+        now.run(lambda: begin(False), tensor)

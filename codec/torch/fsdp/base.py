@@ -1,0 +1,190 @@
+"""Common parts of FSDP2's collectives: codec, random streams, statistics, residuals and their state."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from codec import ArgumentError, CallOptions, StateError
+from codec._options import settings_of
+from codec.specs import Spec, check_contraction
+from codec.stateful.checkpoint import VERSION, opened, plain
+from codec.torch.feedback.single import JointResidual, Residuals
+from codec.torch.fsdp.passes import Pass
+from codec.torch.fsdp.stats import CommStats
+from codec.torch.group.communicator import Communicator, start
+from codec.torch.group.work import Work
+from codec.torch.reduction.arguments import plain_spec
+from codec.torch.reduction.host import Reduction
+from codec.torch.transport.counters import Counters
+
+_STREAM = 1 << 32  # distance between the random streams of two collectives; more than a collective has frames
+
+
+class Collective:
+    """Common base of the three collectives: codec, timeout, random streams, statistics."""
+
+    def __init__(self, spec: Spec | str, options: CallOptions | None) -> None:
+        self._spec, self._settings = plain_spec(spec), settings_of(options)
+        self._calls = 0  # collectives so far; equal on all ranks of a group
+        self._stats = CommStats()
+        self._counting = threading.Lock()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for an input or output; FSDP2 calls this."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def stats(self) -> CommStats:
+        """Return the totals so far, on this rank.
+
+        Returns
+        -------
+        CommStats
+            A copy, which later collectives do not change.
+        """
+        with self._counting:
+            return CommStats(**vars(self._stats))
+
+    def _count(self, counters: Counters, uncompressed_nbytes: int = 0) -> None:
+        with self._counting:
+            for name, value in vars(counters).items():
+                setattr(self._stats, name, getattr(self._stats, name) + value)
+            self._stats.uncompressed_nbytes += uncompressed_nbytes
+
+    def _run(
+        self,
+        name: str,
+        group: Any,
+        tensor: torch.Tensor,
+        copies: Callable[[int], float],
+        work: Callable[[Communicator, int], Any],
+        output: torch.Tensor,
+        async_op: bool,
+    ) -> Work | None:
+        """Run work(comm, stream) in the thread of a group's collectives, and count it.
+
+        Without compression this rank would send the bytes of `tensor` times copies(number of ranks).
+        """
+        if tensor.device.type not in ("cpu", "cuda"):  # of GPUs the worker keeps the order of streams
+            torch.accelerator.current_stream(tensor.device).synchronize()
+        self._calls += 1
+        stream = self._calls * _STREAM
+
+        def counted(comm: Communicator) -> list[torch.Tensor]:
+            before = comm.channel.counters.copy()
+            work(comm, stream)
+            self._count(comm.channel.counters - before, round(tensor.nbytes * copies(comm.channel.size)))
+            return [output]
+
+        started = start(name, group, self._settings.timeout, async_op, counted)
+        return started if isinstance(started, Work) else None
+
+    def _count_plain(self) -> None:
+        """Count a collective of torch.distributed, for a dtype without a codec."""
+        self._count(Counters(raw_collectives=1))
+
+
+class GradientCollective(Collective):
+    """Common base of the collectives that reduce gradients, with or without error feedback."""
+
+    def __init__(self, spec: Spec | str, feedback: bool, options: CallOptions | None) -> None:
+        super().__init__(spec, options)
+        if feedback:
+            check_contraction(self._spec)
+        self._residuals = Residuals() if feedback else None
+        self._names: list[str] = []  # names of the registered modules
+
+    def stats(self) -> CommStats:
+        """Return the totals so far, on this rank.
+
+        Returns
+        -------
+        CommStats
+            A copy, which later collectives do not change.
+        """
+        stats = super().stats()
+        stats.residual_norm = 0.0 if self._residuals is None else self._residuals.norm()
+        return stats
+
+    def _feed(self, r: Reduction, now: Pass, name: str | None) -> JointResidual | None:
+        """Make the reduction of a module's gradients use the module's residual, if error feedback is on."""
+        now.check()
+        if self._residuals is None:
+            return None
+        if name is None:
+            raise ArgumentError("feedback=True keeps a residual for each module: use register(model), which names them")
+        return JointResidual(r, now.begin(self._residuals, name, r))
+
+    def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
+        """Return the state with which a resumed run gets the same bits: residuals, and the number of calls.
+
+        Parameters
+        ----------
+        gather : bool
+            True: return the state of all ranks, on all ranks, for one file; every rank must call this.
+
+        Returns
+        -------
+        dict
+            ``version``, ``world_size``, and ``"rank <r>"`` for this rank or for each rank: a dict with ``calls``, and
+            with ``residuals``, a dict from module names to float32 tensors, from the last successful backward pass.
+        """
+        kept = {} if self._residuals is None else self._residuals.tensors()
+        mine = {f"rank {dist.get_rank()}": {"calls": self._calls, "residuals": kept}}
+        found: list[dict[str, Any]] = [mine] * dist.get_world_size()
+        if gather:
+            dist.all_gather_object(found, mine)  # pyright: ignore[reportUnknownMemberType] - torch's stubs lack types
+        state: dict[str, Any] = {"version": VERSION, "world_size": len(found)}
+        for each in found:
+            state |= each
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict`. Call :meth:`register` before.
+
+        Parameters
+        ----------
+        state_dict : mapping
+            State of this rank, or of all ranks by ``gather=True``.
+
+        Raises
+        ------
+        StateError
+            The mapping is no such state, or belongs to another rank, number of ranks, version or model. Nothing has
+            changed then.
+        """
+        state, rank, size = opened(state_dict), dist.get_rank(), dist.get_world_size()
+        if (saved := plain(state, "world_size", int)) != size:
+            raise StateError(
+                f"the state is of {saved} ranks, and this job has {size}: residuals of shards cannot be resharded; "
+                "go on without this state"
+            )
+        found = state.get(f"rank {rank}")
+        if not isinstance(found, Mapping):
+            raise StateError(
+                f"the state has the entries {sorted(map(str, state))}, but none of rank {rank}: "
+                "save one file for each rank, or one of state_dict(gather=True)"
+            )
+        mine = cast(Mapping[str, Any], found)
+        calls = plain(mine, "calls", int)
+        if not 0 <= calls < _STREAM:
+            raise StateError(f"the state counts {calls} calls, which is impossible: it is damaged")
+        residuals = mine.get("residuals")
+        if self._residuals is not None:
+            self._residuals.load(residuals, self._names)
+        elif residuals:
+            raise StateError("the state has residuals, but error feedback is off: pass feedback=True")
+        self._calls = calls
+
+
+def modules_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the FSDP2 modules in a model by name, without the prefixes that torch.compile adds."""
+    from torch.distributed.fsdp import FSDPModule  # an import of one second, which users of DDP do not need
+
+    named = cast(Iterator[tuple[str, torch.nn.Module]], model.named_modules())
+    found = {name.replace("_orig_mod.", ""): m for name, m in named if isinstance(m, FSDPModule)}
+    if not found:
+        raise ArgumentError("the model has no FSDP2 module: call torch.distributed.fsdp.fully_shard(model) before")
+    return found

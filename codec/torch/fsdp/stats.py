@@ -1,0 +1,35 @@
+"""Statistics of FSDP2's collectives."""
+
+import math
+from dataclasses import dataclass
+
+from codec.torch.transport.counters import Counters
+
+
+@dataclass
+class CommStats(Counters):
+    """Totals of a :class:`ReduceScatter`, :class:`AllGather` or :class:`AllReduce`, over all modules that use it.
+
+    It has the attributes of :class:`Counters`, and these. Collectives of dtypes without a codec count as
+    `raw_collectives`; their bytes and seconds are not measured.
+
+    Attributes
+    ----------
+    uncompressed_nbytes : int
+        Bytes that this rank would have sent in the same collectives without compression.
+    residual_norm : float
+        Euclidean norm of this rank's residuals; 0.0 without error feedback.
+
+    Examples
+    --------
+    >>> codec.torch.AllGather().stats().sent_nbytes
+    0
+    """
+
+    uncompressed_nbytes: int = 0
+    residual_norm: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Bytes sent divided by those without compression; nan before the first collective."""
+        return self.sent_nbytes / self.uncompressed_nbytes if self.uncompressed_nbytes else math.nan
