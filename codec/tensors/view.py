@@ -172,7 +172,7 @@ def _from_torch(x: Any, wanted: str | None = None) -> TensorView:
         kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
         raise ArgumentError(f"a {kind} cannot be encoded: make it dense, or encode its parts")
     device = x.device
-    _check_storage(x, device.type)
+    check_storage(x, device.type)
     x = x.detach()
     if x.is_neg():
         x = x.resolve_neg()
@@ -193,7 +193,7 @@ def _from_torch(x: Any, wanted: str | None = None) -> TensorView:
     return TensorView(name, shape, _pointer(address), nbytes, x, str(device), stream)
 
 
-def _check_storage(x: Any, device: str) -> None:
+def check_storage(x: Any, device: str) -> None:
     """Raise ArgumentError if the storage is smaller than shape and strides need. Torch does not check this."""
     try:
         storage = x.untyped_storage()

@@ -120,7 +120,7 @@ class ProcessGroup(_Base):
         timeout: timedelta = dist.distributed_c10d.default_pg_timeout,
         options: Options | None = None,
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # pyright: ignore[reportUnknownMemberType] - _Base is Any
         self._store = store
         self._options = options or Options()
         self._plain = dist.ProcessGroup(store, rank, size)
@@ -180,7 +180,8 @@ class ProcessGroup(_Base):
 
     def _all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> Work:
         algorithm = self._options.algorithm if op in _SUMS else "auto"
-        how = self._arguments(self._spec_for(op)) | {"op": op, "options": options(algorithm=algorithm)}
+        how = self._arguments(self._spec_for(op))
+        how |= {"op": op, "options": options(algorithm=algorithm)}
         if len(tensors) == 1:
             return _begin(calls.all_reduce, tensors[0], **how)
         return lists.all_reduce(tensors, **how)
@@ -352,4 +353,5 @@ def register_backend(
     def create(how: Any, options: Options | None) -> ProcessGroup:
         return ProcessGroup(how.store, how.group_rank, how.group_size, how.timeout, options or usual)
 
-    dist.Backend.register_backend("codec", create, extended_api=True, devices=_DEVICES)
+    backend: Any = dist.Backend  # torch does not annotate register_backend
+    backend.register_backend("codec", create, extended_api=True, devices=_DEVICES)

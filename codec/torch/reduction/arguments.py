@@ -16,8 +16,9 @@ from codec.optimizers.arguments import level_source_for
 from codec.presets import resolve
 from codec.specs import BoundSpec, Spec, SpecLike
 from codec.tensors.segments import Records, unpack
-from codec.tensors.view import _check_storage, mark_written, view
+from codec.tensors.view import check_storage, mark_written, view
 from codec.tensors.wrapper import View
+from codec.torch._compat import from_numpy
 from codec.torch.reduction.device import DeviceReduction
 from codec.torch.reduction.host import FLOATS, Reduction, Values
 from codec.torch.transport.messages import Array
@@ -199,7 +200,7 @@ def check_output(tensor: Any, dtype: torch.dtype, n: int, name: str = "output") 
         raise ArgumentError(
             f"{name} must have {n} values of {dtype}, to go with the tensor; it has {tensor.numel()} of {tensor.dtype}"
         )
-    _check_storage(tensor, tensor.device.type)
+    check_storage(tensor, tensor.device.type)
     if n and not tensor.data_ptr():
         raise ArgumentError(f"{name} is a {type(tensor).__name__} without memory: pass what holds its values")
     if _overlaps(tensor):
@@ -258,10 +259,11 @@ def publish(result: Values, r: Reduction, tensor: torch.Tensor) -> None:
         Gets the values.
     """
     if isinstance(result, np.ndarray) and tensor.device.type == "cpu" and tensor.is_contiguous():
-        np.copyto(as_array(tensor), result.reshape(-1))  # torch's copy reads each line before it overwrites it
+        # torch's copy reads each cache line before it overwrites it
+        np.copyto(as_array(tensor), cast(Array, result).reshape(-1))
         mark_written(tensor)
         return
-    values = result if isinstance(result, torch.Tensor) else torch.from_numpy(result).view(FLOATS[r.dtype])
+    values = result if isinstance(result, torch.Tensor) else from_numpy(cast(Array, result)).view(FLOATS[r.dtype])
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.copy_(values.reshape(tensor.shape))
     settle(tensor)

@@ -15,6 +15,7 @@ from codec.stateful.ranges import Memory
 from codec.tensors.segments import unpack
 from codec.tensors.view import view_bytes
 from codec.tensors.wrapper import View
+from codec.torch._compat import from_numpy
 from codec.torch.reduction.host import FLOATS, Frame, Reduction, Values
 from codec.torch.reduction.partition import Piece
 from codec.torch.transport.channel import Channel
@@ -222,8 +223,8 @@ class DeviceReduction(Reduction):
     def from_host(self, result: Array) -> Values:
         """Return a copy of a result on the GPU, after the residuals of :meth:`on_host` were copied back."""
         for residual, copy in self._residuals:
-            residual.copy_(torch.from_numpy(copy))
-        values = torch.from_numpy(result).view(FLOATS[self.dtype])
+            residual.copy_(from_numpy(copy))
+        values = from_numpy(result).view(FLOATS[self.dtype])
         return values.to(self.x.device) if self.out is None else self.out.copy_(values)
 
 

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from codec.stateful.ranges import HOST
 from codec.tensors.segments import Records
 from codec.tensors.view import view_bytes
 from codec.tensors.wrapper import View
+from codec.torch._compat import from_numpy
 from codec.torch.reduction.partition import Piece, chunk_nbytes, cut, cut_evenly
 from codec.torch.transport.channel import Channel
 from codec.torch.transport.messages import Array
@@ -268,17 +269,17 @@ class Reduction:
 
     def as_float32(self, x: Values) -> Values:
         """Return values of the reduction's dtype as float32, without a copy if they are; float64 stays float64."""
-        return x if self.dtype == "float64" else torch.from_numpy(x).view(FLOATS[self.dtype]).float().numpy()
+        return x if self.dtype == "float64" else from_numpy(x).view(FLOATS[self.dtype]).float().numpy()
 
     def tensor_of(self, x: Values) -> torch.Tensor:
         """Return values as a tensor of the reduction's dtype, which shares their memory."""
-        return torch.from_numpy(x).view(FLOATS[self.dtype])
+        return from_numpy(x).view(FLOATS[self.dtype])
 
     def rounded(self, total: Values) -> Values:
         """Return float32 values rounded to the reduction's dtype; float32 and float64 unchanged."""
         if self.dtype in ("float32", "float64"):
             return total
-        rounded = torch.from_numpy(total).to(FLOATS[self.dtype])
+        rounded = from_numpy(total).to(FLOATS[self.dtype])
         return rounded.view(torch.uint16).numpy().view(self.x.dtype)
 
     def on_host(self) -> "Reduction":
@@ -314,7 +315,7 @@ def bound_to_range(spec: BoundSpec, begin: int, end: int) -> BoundSpec:
     optimizer = spec.optimizer
     if isinstance(optimizer, list | tuple):
         groups: list[tuple[int, Any]] = []
-        for offset, each in optimizer:
+        for offset, each in cast(Sequence[tuple[int, Any]], optimizer):
             if offset <= begin:
                 groups = [(0, each)]
             elif offset < end:

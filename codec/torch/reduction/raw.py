@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from codec import FrameError
+from codec.torch._compat import from_numpy
 from codec.torch.reduction.host import FLOATS, Reduction, Result, nonfinite_error
 from codec.torch.reduction.partition import Piece, cut
 from codec.torch.transport.channel import Channel
@@ -104,7 +105,7 @@ def _reduce_terms(parts: Sequence[Array], r: Reduction, total: Array) -> Array:
 
 
 def _largest(a: Array, b: Array, out: Array) -> None:
-    torch.maximum(torch.from_numpy(a), torch.from_numpy(b), out=torch.from_numpy(out))
+    torch.maximum(from_numpy(a), from_numpy(b), out=from_numpy(out))
 
 
 def _round_with_residual(values: Array, r: Reduction, residual: Array | None, place: Array) -> None:

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 import numpy as np
-import torch
 
 from codec import ArgumentError, FrameError, SpecError, Status
 from codec.arguments import float32
 from codec.specs import Lossless, Spec, Ternary
 from codec.tensors.segments import Records, Segments, unpack
+from codec.torch._compat import from_numpy
 from codec.torch.reduction.algorithms import all_gather, two_shot
 from codec.torch.reduction.host import Reduction, Result, bound
 from codec.torch.reduction.partition import Piece
@@ -73,7 +73,7 @@ def magnitude(x: Array, spec: Spec) -> float:
     assert isinstance(spec, Ternary)
     if spec.clip is None:
         return most
-    return min(most, float32(spec.clip * float(torch.from_numpy(x).std(correction=0))) or most)
+    return min(most, float32(spec.clip * float(from_numpy(x).std(correction=0))) or most)
 
 
 class _Shared(Reduction):
