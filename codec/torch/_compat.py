@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from codec import EngineError
 
@@ -37,6 +38,27 @@ warn_not_in_group: Callable[[str], None] = _c10d._warn_not_in_group
 
 _torch: Any = torch  # whose stubs leave the argument of from_numpy without a type
 from_numpy: Callable[[np.ndarray[Any, Any]], torch.Tensor] = _torch.from_numpy
+
+def in_backward() -> bool:
+    """Return True if autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+
+
+def call_after_backward(call: Callable[[], None]) -> None:
+    """Have autograd call a function at the end of this pass, after DistributedDataParallel has stored its gradients.
+
+    If the pass fails, the function is not called.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore
+    # Callbacks run in order, also those that a callback queues; DistributedDataParallel queues its own after its last
+    # bucket.
+    engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+def comm_hooks(model: DistributedDataParallel) -> list[tuple[object, object]]:
+    """Return the communication hooks of a model, and the state with which each was registered."""
+    return model._comm_hooks  # pyright: ignore
+
 
 _PIPELINING_TESTED = "2.13"  # versions of torch
 # Methods of PipelineStage that CompressedStage overrides, with the parameters that are used by position.

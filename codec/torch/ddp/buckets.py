@@ -1,16 +1,18 @@
-"""Contents of DistributedDataParallel's buckets: parameters, their offsets, shapes and order in memory."""
+"""Buckets of gradients and their contents: parameters, their offsets and order in memory, and the optimizer's state."""
 
 import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
+from codec import ArgumentError, SpecError, optimizers
 from codec._c.library import lib
-from codec.specs import Spec, Truncate
+from codec.specs import Spec, SpecLike, Truncate
 from codec.stateful.ranges import NOBODY, Layout, numel
 from codec.tensors.segments import Records, pack, segments
 from codec.torch.reduction import arguments
@@ -22,6 +24,31 @@ _MAX_OTHERS = 1 / 32  # share of a bucket: up to so many other values are encode
 def n_values(parameter: torch.Tensor) -> int:
     """Return how many values a parameter has in a bucket: two real ones for each complex one."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def sizes_of(names: Mapping[torch.nn.Parameter, str]) -> dict[str, int]:
+    """Return the number of values of each parameter, by name."""
+    return {name: n_values(p) for p, name in names.items()}
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients of some parameters, which are reduced together."""
+
+    buffer: torch.Tensor  # flat, or sparse
+    parameters: Sequence[torch.nn.Parameter]
+    number: int  # place in the step
+    last: bool  # the last one of the step
+
+    @classmethod
+    def of(cls, bucket: dist.GradBucket) -> "Bucket":  # pyright: ignore[reportPrivateImportUsage]
+        """Return the contents of a bucket of DistributedDataParallel."""
+        parameters = cast(list[torch.nn.Parameter], bucket.parameters())
+        return cls(bucket.buffer(), parameters, bucket.index(), bucket.is_last())
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradient of each parameter, as views of the buffer."""
+        return gradients_in(self.buffer, self.parameters)
 
 
 @dataclass
@@ -187,3 +214,56 @@ class Buffers:
         if buffer is None or buffer.numel() < n:
             buffer = self._buffers[key] = torch.empty(n, dtype=dtype, device=device)
         return torch.cat(tensors, out=buffer[:n])
+
+
+def check_has(optimizer: Any, spec: Spec, name: str) -> None:
+    """Raise SpecError if the spec of a parameter needs an optimizer, and there is none."""
+    if needs_optimizer(spec) and optimizer is None:
+        raise SpecError(f"{spec} for {name} drops bits by the optimizer's step: pass ddp_hook(optimizer=)")
+
+
+def bind_to_part(optimizer: Any, part: Part, scale: float, buffers: Buffers, number: int) -> SpecLike:
+    """Return the spec of a part, bound to the optimizer's parameter groups and state if it needs them.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer or None
+        Optimizer of the model.
+    part : Part
+        Parameters of a bucket.
+    scale : float
+        Factor of the GradScaler in all gradients.
+    buffers : Buffers
+        Memory for the state.
+    number : int
+        Number of the part in its bucket.
+
+    Raises
+    ------
+    ArgumentError
+        The optimizer does not have a parameter of the part.
+    SpecError
+        There is no optimizer.
+    """
+    if not needs_optimizer(part.spec):
+        return part.spec
+    check_has(optimizer, part.spec, part.names[0])
+    group_of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    if lacking := [name for name, p in zip(part.names, part.parameters, strict=True) if p not in group_of]:
+        raise ArgumentError(f"optimizer= does not have {', '.join(lacking)}: give another spec for it by policy=")
+    of_group = {
+        i: replace(optimizers.from_optimizer(optimizer, i), grad_scale=scale)
+        for i in {group_of[p] for p in part.parameters}
+    }
+    groups: list[tuple[int, Any]] = []
+    offset = 0
+    for p in part.parameters:
+        group = of_group[group_of[p]]
+        if not groups or groups[-1][1] != group:
+            groups.append((offset, group))
+        offset += n_values(p)
+    states = [(p, optimizers.state_of(optimizer, p)) for p in part.parameters]
+    common = [name for name in ("theta", "m", "v") if all(name in s for _, s in states)]
+    state = {name: buffers.joined((number, name), [flat(s[name], p) for p, s in states]) for name in common}
+    assert isinstance(part.spec, Truncate)
+    return part.spec.bind(groups, **state)

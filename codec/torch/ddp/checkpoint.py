@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from codec import StateError
 from codec.arguments import whole
 from codec.stateful import ErrorFeedback
 from codec.stateful.checkpoint import opened, plain
 from codec.stateful.ranges import Range, shown
+from codec.torch._compat import from_numpy
 from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, of_tensors
 
 VERSION = 1
@@ -179,8 +179,9 @@ def unpacked(data: bytes) -> dict[str, Any]:
             for folder in folders:
                 place = place.setdefault(folder, {})
             if isinstance(value, list):
-                kind, count = np.dtype(value[0]), whole("a length", value[1], 0)
-                place[name] = torch.from_numpy(np.frombuffer(data, kind, count, at).copy())
+                dtype, length = cast(list[Any], value)
+                kind, count = np.dtype(dtype), whole("a length", length, 0)
+                place[name] = from_numpy(np.frombuffer(data, kind, count, at).copy())
                 at += kind.itemsize * count
             else:
                 place[name] = value

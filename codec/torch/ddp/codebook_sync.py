@@ -39,12 +39,13 @@ class CodebookSync:
         self.refresher = refresher
         self._in_sync = False  # all ranks are known to have the same step and codebooks
         self._refresh_work: Work | None = None
-        self.restart()
+        self._step: int = refresher.state_dict()["latest"]  # failed steps count, too
 
-    def restart(self) -> None:
-        """Go on from the refresher's state."""
-        self._step: int = self.refresher.state_dict()["latest"]  # failed steps count, too
-        self._in_sync = False
+    def load(self, state: Any) -> None:
+        """Go on from a state of the refresher."""
+        self.wait()
+        self.refresher.load_state_dict(state)
+        self._step, self._in_sync = self.refresher.state_dict()["latest"], False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the refresh in flight."""

@@ -4,6 +4,7 @@
 
 import weakref
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -11,23 +12,20 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from codec import ArgumentError, CallOptions, SpecError, StateError
+from codec import ArgumentError, SpecError, StateError
 from codec.specs import Spec, check_contraction
 from codec.stateful import CodebookRefresher
 from codec.torch.collectives.bytes import exchange
 from codec.torch.ddp import checkpoint, lifetime
-from codec.torch.ddp.buckets import Buffers, n_values, needs_optimizer
-from codec.torch.ddp.optimizer import check_has
-from codec.torch.ddp.policy import Plan, Policy, feeds_back, plain_names
-from codec.torch.ddp.reducer import Reducer, Step, Transform, in_backward
-from codec.torch.ddp.residuals import Residuals
+from codec.torch.ddp.buckets import Bucket, n_values, needs_optimizer, sizes_of
+from codec.torch.ddp.policy import feeds_back, names_of
+from codec.torch.ddp.reducer import Reducer
 from codec.torch.ddp.stats import ParameterStats, Stats
-from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, of_tensors
 from codec.torch.reduction.arguments import plain_spec
 from codec.torch.reduction.table import check_request
 
 
-class Hook(Reducer):
+class Hook:
     """Communication hook that sends the gradients of a DistributedDataParallel as frames.
 
     :func:`ddp_hook` makes hooks. A hook serves one model, and holds residuals of error feedback and agreed codebooks,
@@ -48,34 +46,31 @@ class Hook(Reducer):
     >>> hook.load_state_dict(hook.state_dict())
     """
 
-    def __init__(
-        self,
-        spec: Spec,
-        optimizer: torch.optim.Optimizer | None,
-        feedback: bool | None,
-        policy: Policy,
-        refresher: CodebookRefresher | None,
-        grad_scaler: Any,
-        start_step: int,
-        transform: Transform | None,
-        settings: CallOptions,
-    ) -> None:
-        plan = Plan(spec, feedback, policy, start_step)
-        super().__init__(plan, optimizer, refresher, grad_scaler, transform, settings)
-        self._model: weakref.ref[DistributedDataParallel] | None = None
-        self._owner = UNKNOWN, UNKNOWN  # rank and number of ranks to which the residuals belong
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = reducer
         self.called = False
+        self._model: weakref.ref[DistributedDataParallel] | None = None  # calls this hook; None: not known yet
         self.__name__ = self.__qualname__ = "codec.torch.Hook"  # torch asks a hook for both
         lifetime.watch(self)
 
     def __repr__(self) -> str:
-        on = f"registered, {self._steps} steps" if self._model is not None else "not registered"
-        return f"<codec.torch.Hook {self.spec}, feedback={self.plan.feedback}, {on}>"
+        on = "not registered" if self.reducer.group is None else f"registered, {self.reducer.state.count} steps"
+        return f"<codec.torch.Hook {self.spec}, feedback={self.reducer.plan.feedback}, {on}>"
 
     @property
     def spec(self) -> Spec:
         """Codec of the gradients; :meth:`set_spec` changes it."""
-        return self.plan.spec
+        return self.reducer.plan.spec
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """Optimizer of the model, as given to :func:`ddp_hook`, unwrapped."""
+        return self.reducer.optimizer
+
+    @property
+    def refresher(self) -> CodebookRefresher | None:
+        """Refresher of the codebooks, as given to :func:`ddp_hook`."""
+        return self.reducer.refresher
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
         """Reduce a bucket; torch calls this in the same order on all ranks."""
@@ -113,18 +108,13 @@ class Hook(Reducer):
         """
         lifetime.check_bucket(bucket)
         self.called = True
-        try:
-            if self._model is None or self._model() is None:  # registered by torch's own register_comm_hook
+        if self._model is None or self._model() is None:  # registered by torch's own register_comm_hook
+            try:
                 self.serve(lifetime.model_of(self, bucket.parameters()[0]))
-            work = self.begin_bucket(bucket)
-            if bucket.is_last():
-                work.wait()  # the model would wait, too, but Ctrl-C would not interrupt it
-        except BaseException:
-            self.cancel_step(self._step)
-            raise
-        if bucket.is_last() and not in_backward():  # within join(), for ranks without inputs left
-            self.end_step()
-        return work.get_future()
+            except BaseException:
+                self.reducer.cancel()
+                raise
+        return self.reducer.reduce(Bucket.of(bucket)).get_future()
 
     def register(self, model: Any, *, group: Any = None) -> "Hook":
         """Send the gradients of a model through this hook.
@@ -161,9 +151,8 @@ class Hook(Reducer):
         model = getattr(model, "_orig_mod", model)
         if not isinstance(model, DistributedDataParallel):
             raise ArgumentError(f"a hook is for a DistributedDataParallel, not for {type(model).__name__}")
-        group = group or model.process_group
-        names = self._check_model(model, group)
-        model.register_comm_hook(None, self)
+        names, group = self._check_model(model, group)
+        model.register_comm_hook(None, self)  # pyright: ignore[reportUnknownMemberType]
         self._adopt(model, names, group)
         return self
 
@@ -185,44 +174,26 @@ class Hook(Reducer):
         ArgumentError, StateError
             As for :meth:`register`.
         """
-        group = group or model.process_group
-        self._adopt(model, self._check_model(model, group), group)
+        self._adopt(model, *self._check_model(model, group))
 
-    def _check_model(self, model: DistributedDataParallel, group: Any) -> dict[torch.nn.Parameter, str]:
-        """Check that this hook can serve a model; return the names of its parameters."""
+    def _check_model(self, model: DistributedDataParallel, group: Any) -> tuple[dict[torch.nn.Parameter, str], Any]:
+        """Check that this hook can serve a model; return the names of its parameters, and the ranks."""
         lifetime.check_reducer(model)
-        named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
-        names = dict(zip((p for _, p in named), plain_names(name for name, _ in named), strict=True))
-        if self._model is not None and self._model() is not None and _sizes(names) != _sizes(self.plan.names):
+        ddp: Any = model  # torch does not type its attributes
+        names, group = names_of(ddp.module.named_parameters()), group or ddp.process_group
+        former = None if self._model is None else self._model()
+        if former is not None and sizes_of(names) != sizes_of(self.reducer.plan.names):
             raise ArgumentError(
                 "this hook is registered to another model: a hook serves one model, make another one by ddp_hook()"
             )
-        for p, name in names.items():
-            check_has(self.optimizer, self.plan.spec_of(name, p), name)
-        self._check_residuals(names, group.rank(), group.size())
-        return names
+        self.reducer.check(names, group)
+        return names, group
 
-    def _check_residuals(self, names: Mapping[torch.nn.Parameter, str], rank: int, size: int) -> None:
-        """Raise StateError if the hook has residuals that belong to another rank or model."""
-        if self._residuals is None or not (ranges := self._residuals.ranges()):
-            return
-        if self._model is None:  # they were loaded
-            checkpoint.check_rank(self._owner, (rank, size))
-        checkpoint.check_ranges(ranges, _sizes(names))
-
-    def _adopt(self, model: Any, names: dict[torch.nn.Parameter, str], group: Any) -> None:
+    def _adopt(self, model: DistributedDataParallel, names: Mapping[torch.nn.Parameter, str], group: Any) -> None:
         """Serve a model from now on, over the ranks of a group."""
-        if self._step.in_flight:
-            self.cancel_step(self._step)
-        if self._codebooks is not None:
-            self._codebooks.wait()
-            self._codebooks.require_sync()
-        self._model, self._in_sync, self._loaded_buckets = weakref.ref(model), False, self._buckets
-        self.plan.serve(model, names)
-        self._parts.clear()
-        self._group = group  # perhaps a new one, after a rank was lost
-        self._owner = self._group.rank(), self._group.size()
-        lifetime.warn_of_adam(self)
+        self.reducer.serve(names, group, model)
+        self._model = weakref.ref(model)
+        lifetime.warn_of_adam(self.reducer)
 
     def set_spec(self, spec: Spec | str, *, feedback: bool | None = None) -> None:
         """Encode gradients with another spec from the next step on; all ranks must do so between the same two steps.
@@ -248,11 +219,11 @@ class Hook(Reducer):
         >>> hook.spec.bits
         4
         """
-        spec = check(spec, self.optimizer, feedback, self._algorithm, self.refresher)
-        self.plan.spec, self.plan.feedback_argument = spec, feedback
-        if self.plan.feedback and self._residuals is None:
-            self._residuals = Residuals(spec)
-        lifetime.warn_of_adam(self)
+        plan = self.reducer.plan
+        plan.spec = check(spec, self.optimizer, feedback, self.reducer.algorithm, self.refresher)
+        plan.feedback_argument = feedback
+        self.reducer.state.begin_feedback()
+        lifetime.warn_of_adam(self.reducer)
 
     def stats(self, *, by_parameter: bool = False) -> Stats:
         """Return statistics of this hook on this rank.
@@ -267,17 +238,18 @@ class Hook(Reducer):
         Stats
             Totals since the hook was made. Later steps do not change them.
         """
-        ratios = {} if self._residuals is None else self._residuals.ratios
+        plan, state = self.reducer.plan, self.reducer.state
+        ratios = {} if state.residuals is None else state.residuals.ratios
         stats = replace(
-            self._stats,
+            state.stats,
             residual_ratio=max(ratios.values(), default=0.0),
-            world_size=max(1, self._owner[1]),
+            world_size=max(1, state.owner[1]),
             parameters={},
         )
         if by_parameter:
-            norms = {} if self._residuals is None else self._residuals.norms()
-            for p, name in self.plan.names.items():
-                spec, _ = self.plan.chosen.get(p, (self.spec, False))
+            norms = {} if state.residuals is None else state.residuals.norms()
+            for p, name in plan.names.items():
+                spec, _ = plan.chosen.get(p, (self.spec, False))
                 stats.parameters[name] = ParameterStats(spec, n_values(p), norms.get(name, 0.0), ratios.get(name, 0.0))
         return stats
 
@@ -302,19 +274,13 @@ class Hook(Reducer):
         PeerError
             `gather`, and another rank is lost.
         """
-        if self._codebooks is not None:
-            self._codebooks.wait()
-        state = checkpoint.head(*self._owner, self._steps, self.plan.sparse, self._buckets)
-        if self._residuals is not None:
-            state |= self._residuals.state_dict()
-        if self.refresher is not None:
-            state["refresher"] = of_tensors(self.refresher.state_dict())
+        state = self.reducer.state.state_dict()
         if not gather:
             return state
-        if self._model is None:
+        group = self.reducer.group
+        if group is None:
             raise StateError("register the hook before the states of all ranks are gathered")
-        size = self._group.size()
-        data = exchange([checkpoint.packed(state)] * size, group=self._group, options=self._settings)
+        data = exchange([checkpoint.packed(state)] * group.size(), group=group, options=self.reducer.settings)
         return {"version": checkpoint.VERSION, "ranks": [checkpoint.unpacked(each) for each in data]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -333,25 +299,7 @@ class Hook(Reducer):
             The mapping is no state of such a hook; or residuals belong to another rank, another number of ranks, or to
             parameters or values that the model does not have. The hook is unchanged.
         """
-        saved = checkpoint.Saved(state, *self._owner)
-        expected = ROLES if self._residuals is not None else ()
-        saved.check_parts([*expected, *(["refresher"] if self.refresher is not None else ())])
-        residuals = None
-        if self._residuals is not None:
-            checkpoint.check_rank((saved.rank, saved.world_size), self._owner)
-            residuals = Residuals(self.spec)
-            residuals.load_state_dict(saved.parts)
-            if self.plan.names:
-                checkpoint.check_ranges(residuals.ranges(), _sizes(self.plan.names))
-        if self._codebooks is not None and self.refresher is not None:
-            self._codebooks.wait()
-            self.refresher.load_state_dict(saved.parts["refresher"])
-            self._codebooks.restart()
-        self._residuals, self._steps, self._in_sync = residuals, saved.steps, False
-        self.plan.sparse, self._buckets, self._loaded_buckets = saved.sparse, saved.buckets, saved.buckets
-        if self._model is None:
-            self._owner = saved.rank, saved.world_size
-        self._parts.clear()
+        self.reducer.load_state_dict(state)
 
     @staticmethod
     def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
@@ -378,13 +326,7 @@ class Hook(Reducer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the hook without the process group and the model, which belong to this process."""
-        local = {"_group": None, "_model": None, "_parts": {}}
-        return self.__dict__ | local | {"_buffers": Buffers(), "_step": Step(), "_in_sync": False}
-
-
-def _sizes(names: Mapping[torch.nn.Parameter, str]) -> dict[str, int]:
-    """Return the number of values of each parameter, by name."""
-    return {name: n_values(p) for p, name in names.items()}
+        return self.__dict__ | {"reducer": copy(self.reducer), "_model": None}
 
 
 def check(

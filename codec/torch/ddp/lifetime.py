@@ -6,7 +6,7 @@ import gc
 import logging
 import warnings
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -14,18 +14,27 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from codec import ArgumentError
 from codec.specs import Sign, Spec, Ternary
+from codec.torch._compat import comm_hooks
+from codec.torch.ddp.reducer import Reducer
 
 logger = logging.getLogger("codec.torch")
 
-_hooks: "weakref.WeakSet[Any]" = weakref.WeakSet()  # all hooks of this process
-_unchecked: "weakref.WeakSet[Any]" = weakref.WeakSet()  # hooks whose optimizer is not known yet
+
+class _Hook(Protocol):
+    """Hook of this process."""
+
+    called: bool
+
+
+_hooks: "weakref.WeakSet[_Hook]" = weakref.WeakSet()  # all hooks of this process
+_unchecked: "weakref.WeakSet[Reducer]" = weakref.WeakSet()  # those of hooks whose optimizer is not known yet
 _REDUCER = (
     'torch._dynamo.config.optimize_ddp = "python_reducer" gives hooks single gradients inside of a compiled graph, '
     'which cannot be sent as frames: set it to "ddp_optimizer", torch\'s default'
 )
 
 
-def watch(hook: Any) -> None:
+def watch(hook: _Hook) -> None:
     """Log a warning when the process ends and the hook was never called, because no gradient was compressed."""
     _hooks.add(hook)
 
@@ -53,20 +62,21 @@ def check_bucket(bucket: Any) -> None:
         raise ArgumentError(_REDUCER)
 
 
-def model_with(parameter: torch.nn.Parameter, hook: Any) -> DistributedDataParallel:
+def model_with(parameter: torch.Tensor, hook: object) -> DistributedDataParallel:
     """Return the model that has a parameter and to which a hook is registered."""
     return next(
         model
-        for model in _models()
-        if any(h is hook for h, _ in model._comm_hooks) and any(p is parameter for p in model.parameters())
+        for model in models()
+        if any(h is hook for h, _ in comm_hooks(model)) and any(p is parameter for p in model.parameters())
     )
 
 
-def _models() -> list[DistributedDataParallel]:
+def models() -> list[DistributedDataParallel]:
+    """Return all models of this process."""
     return [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]
 
 
-def model_of(hook: Any, parameter: torch.Tensor) -> DistributedDataParallel:
+def model_of(hook: object, parameter: torch.Tensor) -> DistributedDataParallel:
     """Return the model to which torch's own register_comm_hook has registered a hook, or a function that calls it.
 
     Parameters
@@ -81,9 +91,9 @@ def model_of(hook: Any, parameter: torch.Tensor) -> DistributedDataParallel:
     ArgumentError
         There is no such model, or there are several.
     """
-    models = [m for m in _models() if m._comm_hooks]
-    mine = [m for m in models if any(h is hook or s is hook for h, s in m._comm_hooks)]
-    mine = mine or [m for m in models if any(p is parameter for p in m.parameters())]
+    with_hooks = [m for m in models() if comm_hooks(m)]
+    mine = [m for m in with_hooks if any(h is hook or s is hook for h, s in comm_hooks(m))]
+    mine = mine or [m for m in with_hooks if any(p is parameter for p in m.parameters())]
     if len(mine) != 1:
         raise ArgumentError(
             f"the hook is registered to {len(mine)} models: a hook serves one model, make another one by ddp_hook(), "
@@ -92,42 +102,42 @@ def model_of(hook: Any, parameter: torch.Tensor) -> DistributedDataParallel:
     return mine[0]
 
 
-def warn_of_adam(hook: Any) -> None:
+def warn_of_adam(reducer: Reducer) -> None:
     """Warn if the optimizer of a hook's parameters is a kind of Adam and the codec distorts its second moments.
 
     Without ``optimizer=`` of the hook, the first optimizer that steps any of its parameters is checked. Hooks with a
     transform are not: OneBitAdam sends momenta.
     """
-    if not _distorts(hook):
+    if not _distorts(reducer):
         return
-    if hook.optimizer is not None:
-        _warn_if_adam(hook.spec, hook.optimizer)
+    if reducer.optimizer is not None:
+        _warn_if_adam(reducer.plan.spec, reducer.optimizer)
         return
     if not _unchecked:
         _listen()
-    _unchecked.add(hook)
+    _unchecked.add(reducer)
 
 
 @functools.cache
 def _listen() -> None:
     """Check hooks before each step of an optimizer; once, since an optimizer's step cannot remove its own callback."""
 
-    def check(optimizer: Any, *_: Any) -> None:
-        for hook in list(_unchecked):
-            if any(p in hook.plan.names for g in optimizer.param_groups for p in g["params"]):
-                _unchecked.discard(hook)
-                if _distorts(hook):
-                    _warn_if_adam(hook.spec, optimizer)
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for reducer in list(_unchecked):
+            if any(p in reducer.plan.names for g in optimizer.param_groups for p in g["params"]):
+                _unchecked.discard(reducer)
+                if _distorts(reducer):
+                    _warn_if_adam(reducer.plan.spec, optimizer)
 
     register_optimizer_step_pre_hook(check)
 
 
-def _distorts(hook: Any) -> bool:
+def _distorts(reducer: Reducer) -> bool:
     """Return True if a hook distorts squares of gradients, and so second moments."""
-    return hook._transform is None and isinstance(hook.spec, Sign | Ternary)
+    return reducer.transform is None and isinstance(reducer.plan.spec, Sign | Ternary)
 
 
-def _warn_if_adam(spec: Spec, optimizer: Any) -> None:
+def _warn_if_adam(spec: Spec, optimizer: torch.optim.Optimizer) -> None:
     if "Adam" in type(optimizer).__name__:
         warnings.warn(
             f"{spec} distorts the second moments that {type(optimizer).__name__} divides by, and more so with error "

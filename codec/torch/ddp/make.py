@@ -18,8 +18,8 @@ from codec.stateful import CodebookRefresher
 from codec.torch.ddp import lifetime
 from codec.torch.ddp.buckets import needs_optimizer
 from codec.torch.ddp.hook import Hook, check
-from codec.torch.ddp.policy import Chooser, Policy, default_policy, policy_of
-from codec.torch.ddp.reducer import Transform
+from codec.torch.ddp.policy import Chooser, Plan, Policy, default_policy, policy_of
+from codec.torch.ddp.reducer import Reducer, Transform
 from codec.torch.reduction.execution import algorithm_of
 
 
@@ -113,7 +113,15 @@ def ddp_hook(
     start_step = whole("start_step", start_step, 0, 1 << 40)
     if transform is not None and not callable(transform):  # pyright: ignore[reportUnnecessaryComparison]
         raise ArgumentError(f"transform must be a function of a buffer and a list of gradients, got {shown(transform)}")
-    return Hook(spec, optimizer, feedback, policy_of(policy), refresher, grad_scaler, start_step, transform, settings)
+    reducer = Reducer(
+        Plan(spec, feedback, policy_of(policy), start_step),
+        optimizer=optimizer,
+        refresher=refresher,
+        grad_scaler=grad_scaler,
+        transform=transform,
+        settings=settings,
+    )
+    return Hook(reducer)
 
 
 # Hooks that comm_hook has made, by the model whose gradients they send.
@@ -157,7 +165,7 @@ def _hook_of(state: Any, bucket: Any) -> Hook:
     lifetime.check_bucket(bucket)
     parameter = bucket.parameters()[0]
     for hook in _hooks.values():
-        if parameter in hook.plan.names:
+        if parameter in hook.reducer.plan.names:
             return hook
     try:
         hook = ddp_hook() if state is None else ddp_hook(state)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -92,14 +92,14 @@ def policy_of(given: Any, default: Policy = default_policy) -> Policy:
     return replace(default, choose=given)
 
 
-def plain_names(names: Iterable[str]) -> list[str]:
-    """Return parameter names without the parts that wrappers add: torch.compile, checkpoint, FSDP, DDP.
+def names_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[torch.nn.Parameter, str]:
+    """Return the names of the parameters that require gradients, without the parts that wrappers add.
 
-    If two names would become equal, all names are returned unchanged.
+    Wrappers are torch.compile, checkpoint, FSDP and DDP. If two names would become equal, all names are unchanged.
     """
-    given = list(names)
-    plain = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in given]
-    return plain if len(set(plain)) == len(plain) else given
+    kept = {cast(torch.nn.Parameter, p): name for name, p in named if p.requires_grad}
+    plain = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in kept.values()]
+    return dict(zip(kept, plain, strict=True)) if len(set(plain)) == len(plain) else kept
 
 
 def _uneven(model: torch.nn.Module) -> set[torch.Tensor]:

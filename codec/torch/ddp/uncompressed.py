@@ -9,6 +9,7 @@ import torch
 
 from codec import FrameError
 from codec.specs import Lossless
+from codec.torch._compat import from_numpy
 from codec.torch.collectives.bytes import swap
 from codec.torch.group.communicator import Communicator, close_on_error, exchange_requests, hash64
 from codec.torch.reduction.execution import Planned, run_all_reduce
@@ -55,7 +56,7 @@ def mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], None]) ->
         return Reduction(buffer.cpu().numpy(), "float64", Lossless(), "mean", 0), RAW
 
     def store(result: Values, _: Reduction) -> None:
-        buffer.copy_(torch.from_numpy(result))
+        buffer.copy_(from_numpy(result))
 
     run_all_reduce(comm, RAW.name, prepare, store)
     return buffer
@@ -81,7 +82,7 @@ def _sparse_mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], N
         first_error.error = error
         parts = [first_error(_entries, received[rank], buffer, shape, dims) for rank in range(channel.size)]
     channel.requests.exchange_verdict(first_error.error)
-    total = torch.sparse_coo_tensor(
+    total = torch.sparse_coo_tensor(  # pyright: ignore[reportUnknownMemberType] - torch types its arguments in part
         torch.cat([i for i, _ in parts], 1), torch.cat([v for _, v in parts]), shape, check_invariants=False
     )
     return (total.coalesce() / channel.size).to(buffer.device)

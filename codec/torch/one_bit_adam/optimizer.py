@@ -17,7 +17,8 @@ from codec.torch.ddp.policy import Chooser, Policy, policy_of
 from codec.torch.ddp.stats import Stats
 from codec.torch.one_bit_adam import arithmetic, checkpoint, parameters
 from codec.torch.one_bit_adam.drift import MOVING, STABLE, Drift, total
-from codec.torch.one_bit_adam.link import EVEN_POLICY, Link, Settings, check_model, check_not_wrapped
+from codec.torch.one_bit_adam.link import EVEN_POLICY, Link, Settings
+from codec.torch.one_bit_adam.model import Model, check_model, model_of
 from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
 from codec.torch.one_bit_adam.steps import Steps, Tensors
 from codec.torch.reduction.arguments import plain_spec
@@ -193,7 +194,7 @@ class OneBitAdam(torch.optim.Adam):
                 "grad_scaler= needs communication in every step, since ranks could skip different local steps: use "
                 "ZeroOneSchedule(max_interval=1), or bfloat16 without a scaler"
             )
-        if grad_scaler is not None and not isinstance(served, torch.nn.Module):
+        if grad_scaler is not None and served.ddp is None:
             raise ArgumentError("grad_scaler= needs a DistributedDataParallel: scalers of ranks could skip other steps")
         how = {"policy": policy_of(policy, EVEN_POLICY), "grad_scaler": grad_scaler, "options": options}
         self._connect(served, group, replace(self._settings(), **how))
@@ -203,25 +204,23 @@ class OneBitAdam(torch.optim.Adam):
         """Return how gradients and momenta are sent, with the defaults of :meth:`register`."""
         return Settings(self.warmup, self.spec, self._transform, parameters.as_adam(self))
 
-    def _connect(self, model: Any, group: Any, settings: Settings) -> None:
+    def _connect(self, model: Model, group: Any, settings: Settings) -> None:
         """Make the link to the other ranks; residuals of an earlier link are kept."""
-        group = group or model.process_group
+        group = group or model.group
         link = Link(settings, model, group, self._kind_of_step)
         waiting: dict[Kind, Any] = self._waiting
         if self._link is not None:
             here = {"rank": group.rank(), "world_size": group.size()}
             waiting = {kind: state | here for kind, state in checkpoint.hook_states(self._link, False, {}).items()}
         link.hooks = checkpoint.new_hooks(link, waiting)
-        if link.is_ddp:
-            link.attach()
+        link.attach()
         link.hooks["gradients"].called |= self._frozen
         self._link, self._waiting = link, {}
 
     def _connected(self) -> Link | None:
         """Return the link; made now for the default group if there is one."""
         if self._link is None and dist.is_available() and dist.is_initialized():
-            check_not_wrapped(next(parameters.of(self)))
-            self._connect(parameters.plain_model(self), None, self._settings())
+            self._connect(model_of(parameters.named(self)), None, self._settings())
         return self._link
 
     def _kind_of_step(self) -> Kind:
@@ -322,8 +321,8 @@ class OneBitAdam(torch.optim.Adam):
         if self._frozen:
             return
         last = self._steps == self.freeze_step
-        if self.schedule is not None and kind == "gradients":
-            self._share_buckets()
+        if self._link is not None and self.schedule is not None and kind == "gradients":
+            self._link.share_buckets()
         if last or (kind == "gradients" and self._drift.is_due(self._steps)):
             states = [(self.state[p], g["betas"][1]) for p, g in parameters.groups(self).items() if self.state.get(p)]
             self._drift.add(self._steps, total(states))
@@ -344,7 +343,8 @@ class OneBitAdam(torch.optim.Adam):
         """Freeze the second moments."""
         self._arithmetic.freeze()
         self._frozen = True
-        self._share_buckets()
+        if self._link is not None:
+            self._link.share_buckets()
         states = [self.state.get(p) for p in parameters.of(self)]
         still = [i for i, state in enumerate(states) if not state or not bool(state["exp_avg_sq"].any())]
         if self._drift.value > MOVING:
@@ -358,11 +358,6 @@ class OneBitAdam(torch.optim.Adam):
                 f"{len(still)} parameters had no gradient before the freeze and will not move: numbers {still[:5]}",
                 stacklevel=6,  # the caller of step()
             )
-
-    def _share_buckets(self) -> None:
-        """Let momenta travel in the buckets of gradients."""
-        if self._link is not None:
-            self._link.hooks["momenta"]._buckets = self._link.hooks["gradients"]._buckets
 
     # State
 

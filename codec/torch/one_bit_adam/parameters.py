@@ -7,7 +7,6 @@ import torch
 
 from codec import ArgumentError, StateError
 from codec.arguments import shown
-from codec.torch.one_bit_adam.link import PlainModel
 
 _UNSUPPORTED = ("amsgrad", "maximize", "fused", "capturable", "differentiable")
 
@@ -37,13 +36,13 @@ def gradients(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tens
     return found
 
 
-def plain_model(optimizer: torch.optim.Optimizer) -> PlainModel:
-    """Return all parameters that require gradients, named as given to the optimizer, else by group and place."""
-    named: list[tuple[str, torch.Tensor]] = []
+def named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    """Return all parameters with their names: those given to the optimizer, else group and place."""
+    found: list[tuple[str, torch.Tensor]] = []
     for i, group in enumerate(optimizer.param_groups):
         given = group.get("param_names") or [f"{i}.{j}" for j in range(len(group["params"]))]
-        named += [(name, p) for name, p in zip(given, group["params"], strict=True) if p.requires_grad]
-    return PlainModel(named)
+        found += zip(given, group["params"], strict=True)
+    return found
 
 
 def as_adam(optimizer: torch.optim.Adam) -> torch.optim.Adam:

@@ -142,7 +142,7 @@ def _accounted(rank, size, paid):
     seen, sent = ({n: torch.zeros(p.shape) for n, p in model.module.named_parameters()} for _ in range(2))
     for step in range(7):
         if step == 6 and paid:
-            hook._algorithm = "raw"  # as "auto" does where values are faster: residuals are sent
+            hook.reducer.algorithm = "raw"  # as "auto" does where values are faster: residuals are sent
         x, y = data(rank, step)
         model.zero_grad()
         with model.no_sync():

@@ -190,7 +190,7 @@ def _settled(rank, size):
     means, sent = 0, 0
     for step in range(4):
         if step == 2:
-            assert hook._residuals.ranges()
+            assert hook.reducer.state.residuals.ranges()
             hook.set_spec(codec.Lossless())
         with model.no_sync():
             want = [g.clone() for g in take_step(model, 10 * step + rank, small_forward)]
@@ -198,7 +198,7 @@ def _settled(rank, size):
             codec.torch.all_reduce(g, op="mean")
         means = means + torch.cat([g.flatten() for g in want])
         sent = sent + torch.cat([g.flatten() for g in take_step(model, 10 * step + rank, small_forward)])
-    assert not hook._residuals.ranges()
+    assert not hook.reducer.state.residuals.ranges()
     torch.testing.assert_close(sent, means, atol=1e-5, rtol=1e-4)
 
 
@@ -218,8 +218,8 @@ def _as_documented(rank, world_size, path, blocks, steps):
         exec(blocks[0], here)
     else:
         exec(blocks[1], here)
-        assert here["hook"]._residuals.ranges()
-        assert here["hook"]._steps == 3
+        assert here["hook"].reducer.state.residuals.ranges()
+        assert here["hook"].reducer.state.count == 3
     take_step(model, rank, small_forward, here["optimizer"])
     return parameter_bytes(model)
 

@@ -333,7 +333,7 @@ def _between(rank, size):
             codec.torch.all_reduce(alone[n], op="mean", options=codec.options(algorithm="two_shot"))
             total[n] += alone[n] - p.grad
             assert torch.equal(p.grad, alone[n]) == (n not in large), n
-    assert all([part.whole for part in parts] == [True, False] for _, parts in hook._parts.values())
+    assert all([part.whole for part in parts] == [True, False] for _, parts in hook.reducer._parts.values())
     state = hook.state_dict()
     keys = {key.partition("[")[0] for role in ("worker", "server") for key in state[role]}
     assert keys == {"version", "role", *large}

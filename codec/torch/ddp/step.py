@@ -1,0 +1,232 @@
+"""Steps of a hook: what one backward pass knows, and the state that a step changes if it succeeds on all ranks."""
+
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from codec import PeerError
+from codec.stateful import CodebookRefresher
+from codec.torch.ddp import checkpoint
+from codec.torch.ddp.buckets import Buffers, sizes_of
+from codec.torch.ddp.codebook_sync import CodebookSync
+from codec.torch.ddp.policy import Plan
+from codec.torch.ddp.residuals import Residuals
+from codec.torch.ddp.stats import Stats
+from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, of_tensors
+from codec.torch.group.communicator import exchange_requests, hash64
+from codec.torch.transport.channel import Channel
+
+_changing = threading.Lock()  # guards residuals and current steps of all hooks
+
+
+@dataclass
+class Step:
+    """State of a backward pass."""
+
+    number: int = 0  # steps that have succeeded before
+    scale: float = 1.0  # factor of the GradScaler in all gradients
+    exact: bool = False  # all gradients are sent lossless
+    in_flight: bool = False  # begun, and neither ended nor its error raised
+    error: BaseException | None = None  # first error of a bucket
+    sparse: set[str] = field(default_factory=set[str])  # parameters whose mean gradients are mostly zero
+    buckets: list[list[str]] = field(default_factory=list[list[str]])  # names of the parameters in each bucket
+
+
+class BackwardEnd:
+    """Callback for the end of a backward pass. If it is deleted uncalled, an exception has ended the pass and the step.
+
+    Ctrl-C during a backward pass is raised when Python is called the next time, before the first line of the hook.
+    Reentrant checkpoints run passes within the pass, so that a step may have several; the pass of the last bucket ends
+    the step.
+
+    Parameters
+    ----------
+    end : callable or None
+        Ends the step. None: the pass does not have the last bucket.
+    cancel : callable
+        Cancels the step.
+    """
+
+    def __init__(self, end: Callable[[], None] | None, cancel: Callable[[], None]) -> None:
+        self._end, self._cancel, self._called = end, cancel, False
+
+    def __call__(self) -> None:
+        """End the step if the pass has its last bucket."""
+        self._called = True
+        if self._end is not None:
+            self._end()
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._cancel()
+
+
+class StepState:
+    """State of a hook between its steps. A step changes all of it if it succeeds on all ranks, else nothing.
+
+    Parameters
+    ----------
+    plan : Plan
+        Specs of the parameters. The state sets its `sparse`.
+    refresher : CodebookRefresher or None
+        Codebooks that all ranks agree on.
+    """
+
+    def __init__(self, plan: Plan, refresher: CodebookRefresher | None) -> None:
+        self.count = 0  # steps that have succeeded, those before a checkpoint included
+        self.owner = UNKNOWN, UNKNOWN  # rank and number of ranks to which the residuals belong
+        self.buckets: list[list[str]] = []  # names of the parameters in each bucket of the last step
+        self.loaded_buckets: list[list[str]] = []  # those of a loaded state, until the first step has succeeded
+        self.residuals: Residuals | None = None
+        self.codebooks = None if refresher is None else CodebookSync(refresher)
+        self.stats = Stats()
+        self.current = Step()
+        self.buffers = Buffers()  # memory of the current step
+        self._plan = plan
+        self._in_sync = False  # all ranks are known to have the same step count, sparse parameters and loaded buckets
+        self.begin_feedback()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the step in flight."""
+        return self.__dict__ | {"buffers": Buffers(), "current": Step(), "_in_sync": False}
+
+    # One step
+
+    def begin(self, scale: float) -> Step:
+        """Begin a step whose gradients have the factor `scale`.
+
+        Raises
+        ------
+        PeerError
+            The step before is in flight: other ranks may wait for its other buckets.
+        """
+        if self.current.in_flight:
+            raise PeerError("the backward pass before this one did not end: make a new group") from self.current.error
+        self.current = Step(self.count, scale, in_flight=True)
+        return self.current
+
+    def synchronize(self, channel: Channel, step: Step) -> None:
+        """Agree with all ranks on the number of the step, on sparse parameters and on loaded buckets."""
+        if self.codebooks is not None:
+            self.codebooks.begin_step(channel)
+        if not self._in_sync:
+            signature, sparse = hash64("hook"), self._plan.sparse
+            known = hash64(sparse is None, sorted(sparse or ()), self.loaded_buckets)
+            _, requests = exchange_requests(channel, lambda: (None, [signature, self.count, known]))
+            self.count = max(steps for _, steps, _ in requests)
+            if len({theirs for _, _, theirs in requests}) > 1:  # a rank is new: measure again
+                self._plan.sparse, self.loaded_buckets = None, []
+            self._in_sync = True
+        step.number = self.count
+
+    @contextmanager
+    def changed_by(self, step: Step) -> Generator[None, None, None]:
+        """Return a context manager in which `step` stays the current step.
+
+        Raises
+        ------
+        PeerError
+            Another step has begun, or the step was cancelled.
+        """
+        with _changing:
+            if step is not self.current:
+                raise PeerError("the step was cancelled: make a new group")
+            yield
+
+    def fail(self, step: Step, error: BaseException) -> None:
+        """Note an error of a bucket. Ranks may have different states from now on."""
+        step.error = step.error or error
+        self._in_sync = False
+        if self.codebooks is not None:
+            self.codebooks.require_sync()
+
+    def commit(self, step: Step) -> None:
+        """Keep what a step has computed that has succeeded on all ranks."""
+        self.stats.steps += 1
+        self.count += 1
+        if not self.loaded_buckets or len(step.buckets) > 1:
+            self.buckets = step.buckets
+        if self.loaded_buckets:
+            self.loaded_buckets = []
+            self.buffers = Buffers()  # the old ones hold all gradients at once
+        if step.exact:
+            self._plan.sparse = frozenset(step.sparse)
+        if self.residuals is not None:
+            self.residuals.commit()
+
+    def rollback(self) -> None:
+        """Drop what a step has computed that has failed."""
+        if self.residuals is not None:
+            self.residuals.rollback()
+
+    def end(self) -> BaseException | None:
+        """End the current step; return the error of its first bucket that failed."""
+        error, self.current.error = self.current.error, None
+        self.current.in_flight = False
+        self.stats.failed_steps += error is not None
+        return error
+
+    def cancel(self) -> None:
+        """Cancel the current step: its work in the background changes nothing more."""
+        with _changing:
+            self.current = Step()
+            self.rollback()
+            # work in the background may still write to the old residuals, and send from the old buffers
+            self.buffers = Buffers()
+            self.residuals = self.residuals and self.residuals.copied()
+
+    # All steps
+
+    def begin_feedback(self) -> None:
+        """Keep residuals from now on if the plan has error feedback."""
+        if self._plan.feedback and self.residuals is None:
+            self.residuals = Residuals(self._plan.spec)
+
+    def check_owner(self, names: Mapping[torch.nn.Parameter, str], rank: int, size: int) -> None:
+        """Raise StateError if the residuals belong to other parameters, or were loaded and belong to another rank."""
+        if self.residuals is None or not (ranges := self.residuals.ranges()):
+            return
+        if not self._plan.names:
+            checkpoint.check_rank(self.owner, (rank, size))
+        checkpoint.check_ranges(ranges, sizes_of(names))
+
+    def serve(self, rank: int, size: int) -> None:
+        """Note that the next step may run on other ranks, of which this one has another state."""
+        if self.codebooks is not None:
+            self.codebooks.wait()
+            self.codebooks.require_sync()
+        self._in_sync, self.loaded_buckets, self.owner = False, self.buckets, (rank, size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank; see :meth:`codec.torch.Hook.state_dict`."""
+        if self.codebooks is not None:
+            self.codebooks.wait()
+        state = checkpoint.head(*self.owner, self.count, self._plan.sparse, self.buckets)
+        if self.residuals is not None:
+            state |= self.residuals.state_dict()
+        if self.codebooks is not None:
+            state["refresher"] = of_tensors(self.codebooks.refresher.state_dict())
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the state of this rank; see :meth:`codec.torch.Hook.load_state_dict`."""
+        saved = checkpoint.Saved(state, *self.owner)
+        expected = ROLES if self.residuals is not None else ()
+        saved.check_parts([*expected, *(["refresher"] if self.codebooks is not None else ())])
+        names, residuals = self._plan.names, None
+        if self.residuals is not None:
+            checkpoint.check_rank((saved.rank, saved.world_size), self.owner)
+            residuals = Residuals(self._plan.spec)
+            residuals.load_state_dict(saved.parts)
+            if names:
+                checkpoint.check_ranges(residuals.ranges(), sizes_of(names))
+        if self.codebooks is not None:
+            self.codebooks.load(saved.parts["refresher"])
+        self.residuals, self.count, self._in_sync = residuals, saved.steps, False
+        self._plan.sparse, self.buckets, self.loaded_buckets = saved.sparse, saved.buckets, saved.buckets
+        if not names:
+            self.owner = saved.rank, saved.world_size
