@@ -66,15 +66,22 @@ def new_hooks(link: Link, saved: Mapping[Kind, Any]) -> dict[Kind, Hook]:
     hooks = link.new_hooks()
     rank, size = link.group.rank(), link.group.size()
     for kind, state in saved.items():
-        mine = state
-        if isinstance(state, Mapping) and "ranks" in state:
-            ranks = cast(Any, state["ranks"])
-            if isinstance(ranks, list) and len(cast(list[Any], ranks)) != size:
-                mine = Hook.reshard(state, size)[rank]
-        elif isinstance(state, Mapping) and state.get("world_size") not in (-1, size):
-            raise StateError(
-                f"the state is that of one of {state.get('world_size')} ranks, and there are {size}: save "
-                "optimizer.state_dict(gather=True) of all ranks, which can be loaded by any number of ranks"
-            )
-        hooks[kind].load_state_dict(mine)
+        hooks[kind].load_state_dict(_state_of(state, rank, size))
     return hooks
+
+
+def _state_of(state: Any, rank: int, size: int) -> Any:
+    """Return the state of a rank's hook, from one that may hold the states of all ranks."""
+    if not isinstance(state, Mapping):
+        return state  # which the hook refuses
+    entries = cast(Mapping[str, Any], state)
+    if "ranks" in entries:
+        ranks = entries["ranks"]
+        others = isinstance(ranks, list) and len(cast(list[Any], ranks)) != size
+        return Hook.reshard(entries, size)[rank] if others else entries
+    if entries.get("world_size") not in (-1, size):
+        raise StateError(
+            f"the state is that of one of {entries.get('world_size')} ranks, and there are {size}: save "
+            "optimizer.state_dict(gather=True) of all ranks, which can be loaded by any number of ranks"
+        )
+    return entries

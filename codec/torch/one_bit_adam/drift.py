@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -74,17 +74,21 @@ class Drift:
         """Return the measurements as a float64 tensor of shape (measurements, 2)."""
         return torch.tensor(self.samples, dtype=torch.float64).reshape(-1, 2)
 
-    def load(self, state: Any) -> None:
-        """Replace the measurements by those of :meth:`state`.
+    def loaded(self, state: Any) -> "Drift":
+        """Return a drift over the same window with the measurements of :meth:`state`; None: without any.
 
         Raises
         ------
         StateError
             `state` is something else.
         """
+        drift = Drift(self.window)
+        if state is None:
+            return drift
         if not isinstance(state, torch.Tensor) or state.dim() != 2 or state.shape[1] != 2 or len(state) > 1 << 16:
             raise StateError("'drift' of this state is no table of steps and sums: the state is damaged")
-        self.samples = [(int(step), float(total)) for step, total in state.tolist()]
+        drift.samples = [(int(step), float(total)) for step, total in cast(Any, state).tolist()]
+        return drift
 
 
 def total(states: Iterable[tuple[Mapping[str, Any], float]]) -> float:

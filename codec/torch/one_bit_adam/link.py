@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from codec import CallOptions
+from codec import CallOptions, SpecError
 from codec.specs import Lossless, Spec
 from codec.torch._compat import call_after_backward, in_backward
-from codec.torch.ddp.buckets import Bucket, gradients_in, n_values
+from codec.torch.collectives.calls import all_reduce
+from codec.torch.ddp.buckets import Bucket, gradients_in, n_values, needs_optimizer
 from codec.torch.ddp.hook import Hook
 from codec.torch.ddp.make import ddp_hook
 from codec.torch.ddp.policy import Policy
@@ -56,6 +57,14 @@ class Settings:
         )
 
 
+def check_spec(spec: Spec) -> None:
+    """Raise SpecError if momenta cannot be sent with a spec."""
+    if needs_optimizer(spec):
+        raise SpecError(f"spec= is for momenta, but {spec} drops bits of gradients: use it as warmup=")
+    if not isinstance(spec, Lossless) and not spec.contraction:
+        raise SpecError(f"{spec} is no contraction, so that error feedback does not converge: use Sign")
+
+
 class Link:
     """Model, ranks and hooks of an optimizer.
 
@@ -87,11 +96,6 @@ class Link:
     def is_ddp(self) -> bool:
         """True if a DistributedDataParallel calls the hooks in backward()."""
         return self.model.ddp is not None
-
-    @property
-    def names(self) -> Mapping[torch.nn.Parameter, str]:
-        """Names of the model's parameters."""
-        return self.model.names
 
     def new_hooks(self) -> dict[Kind, Hook]:
         """Return new hooks that serve the model."""
@@ -137,7 +141,7 @@ class Link:
         """Record the gradients that a backward pass has left, unless its step has failed."""
         self.guard.clear()
         if kind == "local" or (kind == "momenta" and hook.reducer.state.count > self._before):
-            self.guard.record(self.names)
+            self.guard.record(self.model.names)
 
     def reduce(
         self, kind: Kind, tensors: Mapping[torch.Tensor, torch.Tensor | None]
@@ -153,7 +157,7 @@ class Link:
         """
         hook = self.hooks[kind]
         hook.called = True
-        self._buckets = self._buckets or _buckets_of(self.names)
+        self._buckets = self._buckets or _buckets_of(self.model.names)
         works: list[Work] = []
         for bucket in self._buckets:
             for p, place in zip(bucket.parameters, bucket.gradients(), strict=True):
@@ -167,6 +171,12 @@ class Link:
         for bucket, work in zip(self._buckets, works, strict=True):
             found |= zip(bucket.parameters, gradients_in(work.result(), bucket.parameters), strict=True)
         return found
+
+    def agree(self, decision: bool) -> bool:
+        """Return True on all ranks if any of them decides so; all ranks must call this."""
+        vote = torch.tensor([float(decision)])
+        all_reduce(vote, op="max", group=self.group, options=self.settings.options)
+        return bool(vote.item())
 
     def share_buckets(self) -> None:
         """Let momenta travel in the buckets of gradients after a checkpoint."""

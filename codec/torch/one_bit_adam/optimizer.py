@@ -1,26 +1,24 @@
 """1-bit Adam and 0/1 Adam: steps of torch.optim.Adam, and steps by averaged momenta and unchanged second moments."""
 
-import warnings
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
-from codec import ArgumentError, CallOptions, SpecError, StateError, Status
-from codec.arguments import shown, whole
+from codec import ArgumentError, CallOptions, StateError, Status
+from codec.arguments import shown
 from codec.specs import Lossless, Sign, Spec
-from codec.torch.collectives.calls import all_reduce
-from codec.torch.ddp.buckets import needs_optimizer
 from codec.torch.ddp.policy import Chooser, Policy, policy_of
 from codec.torch.ddp.stats import Stats
 from codec.torch.one_bit_adam import arithmetic, checkpoint, parameters
-from codec.torch.one_bit_adam.drift import MOVING, STABLE, Drift, total
-from codec.torch.one_bit_adam.link import EVEN_POLICY, Link, Settings
-from codec.torch.one_bit_adam.model import Model, check_model, model_of
-from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
-from codec.torch.one_bit_adam.steps import Steps, Tensors
+from codec.torch.one_bit_adam.averager import Averager
+from codec.torch.one_bit_adam.link import EVEN_POLICY, check_spec
+from codec.torch.one_bit_adam.model import check_model
+from codec.torch.one_bit_adam.phase import Phase
+from codec.torch.one_bit_adam.schedule import ZeroOneSchedule, parsed
+from codec.torch.one_bit_adam.steps import Steps
 from codec.torch.reduction.arguments import plain_spec
 
 
@@ -94,25 +92,21 @@ class OneBitAdam(torch.optim.Adam):
         warmup: Spec | str = Lossless(),  # noqa: B008 - immutable
         decoupled_weight_decay: bool = True,
     ) -> None:
-        self.schedule = freeze_step if isinstance(freeze_step, ZeroOneSchedule) else None
-        if isinstance(freeze_step, ZeroOneSchedule):
-            freeze_step = freeze_step.freeze_step
-        elif freeze_step != "auto":
-            freeze_step = whole('freeze_step, unless "auto" or a ZeroOneSchedule,', freeze_step, 1)
-        self.freeze_step, self.spec, self.warmup = freeze_step, plain_spec(spec), plain_spec(warmup)
-        if needs_optimizer(self.spec):
-            raise SpecError(f"spec= is for momenta, but {self.spec} drops bits of gradients: use it as warmup=")
-        if not isinstance(self.spec, Lossless) and not self.spec.contraction:
-            raise SpecError(f"{self.spec} is no contraction, so that error feedback does not converge: use Sign")
-        self._link: Link | None = None
-        self._waiting: dict[Kind, Any] = {}  # states of hooks that were loaded before there is a link
-        self._frozen, self._steps = False, 0
-        self._arithmetic = Steps(self, refresh=self.schedule is not None)
+        self.schedule, self.freeze_step = parsed(freeze_step)
+        self.spec, self.warmup = plain_spec(spec), plain_spec(warmup)
+        check_spec(self.spec)
         try:
             super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=bool(decoupled_weight_decay))
         except (ValueError, TypeError) as e:
             raise ArgumentError(str(e)) from None
-        self._drift = Drift(max(parameters.window(group) for group in self.param_groups))
+        window = max(parameters.window(group) for group in self.param_groups)
+        self._begin(Phase(self.freeze_step, self.schedule, window))
+
+    def _begin(self, phase: Phase) -> None:
+        """Make the parts of the optimizer that know its parameters."""
+        self._phase = phase
+        self._arithmetic = Steps(self, refresh=self.schedule is not None)
+        self._averager = Averager(self, phase, self._arithmetic, self.warmup, self.spec)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch.optim.Adam does.
@@ -197,74 +191,8 @@ class OneBitAdam(torch.optim.Adam):
         if grad_scaler is not None and served.ddp is None:
             raise ArgumentError("grad_scaler= needs a DistributedDataParallel: scalers of ranks could skip other steps")
         how = {"policy": policy_of(policy, EVEN_POLICY), "grad_scaler": grad_scaler, "options": options}
-        self._connect(served, group, replace(self._settings(), **how))
+        self._averager.connect(served, group, replace(self._averager.settings, **how))
         return self
-
-    def _settings(self) -> Settings:
-        """Return how gradients and momenta are sent, with the defaults of :meth:`register`."""
-        return Settings(self.warmup, self.spec, self._transform, parameters.as_adam(self))
-
-    def _connect(self, model: Model, group: Any, settings: Settings) -> None:
-        """Make the link to the other ranks; residuals of an earlier link are kept."""
-        group = group or model.group
-        link = Link(settings, model, group, self._kind_of_step)
-        waiting: dict[Kind, Any] = self._waiting
-        if self._link is not None:
-            here = {"rank": group.rank(), "world_size": group.size()}
-            waiting = {kind: state | here for kind, state in checkpoint.hook_states(self._link, False, {}).items()}
-        link.hooks = checkpoint.new_hooks(link, waiting)
-        link.attach()
-        link.hooks["gradients"].called |= self._frozen
-        self._link, self._waiting = link, {}
-
-    def _connected(self) -> Link | None:
-        """Return the link; made now for the default group if there is one."""
-        if self._link is None and dist.is_available() and dist.is_initialized():
-            self._connect(model_of(parameters.named(self)), None, self._settings())
-        return self._link
-
-    def _kind_of_step(self) -> Kind:
-        """Return what the next step sends."""
-        if self.schedule is not None:
-            return self.schedule.kind(self._steps + 1)
-        return "momenta" if self._frozen else "gradients"
-
-    def _transform(self, buffer: torch.Tensor, gradients: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
-        """Check the gradients of a bucket, and replace them by momenta after the freeze; runs before the all-reduce."""
-        if buffer.is_sparse:
-            raise ArgumentError("OneBitAdam does not support sparse gradients")
-        if not arithmetic.is_finite(buffer):
-            raise ArgumentError("a gradient holds NaN or Inf: the step is refused on all ranks", Status.NONFINITE)
-        if self._kind_of_step() == "gradients":
-            return
-        scaler = None if self._link is None else self._link.settings.grad_scaler
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        groups = parameters.groups(self)
-        for p, gradient in gradients:
-            self._arithmetic.message(p, gradient, groups[p], scale)
-
-    def _received(self, kind: Kind) -> Tensors:
-        """Return the mean gradient or momentum of each parameter, without those that have none."""
-        link = self._connected()
-        if link is not None and link.is_ddp and kind != "gradients":
-            scaler = link.settings.grad_scaler
-            link.guard.check_unchanged(scaler is not None and scaler.is_enabled())
-        if kind == "local" or (link is not None and link.is_ddp):
-            return parameters.gradients(self)
-        if link is None:
-            return self._alone(kind)
-        means = link.reduce(kind, {p: p.grad for p in link.names})
-        # a parameter that no rank has ever used stays as it is, as in torch.optim.Adam
-        return {p: x for p, x in means.items() if p.grad is not None or self.state.get(p) or bool(x.any())}
-
-    def _alone(self, kind: Kind) -> Tensors:
-        """Return what :meth:`_received` does, without a process group."""
-        gradients = parameters.gradients(self)
-        if kind != "gradients":
-            gradients = {p: g.clone() for p, g in gradients.items()}
-        for p, gradient in gradients.items():
-            self._transform(gradient, [(cast(torch.nn.Parameter, p), gradient)])
-        return gradients
 
     # Steps
 
@@ -297,67 +225,34 @@ class OneBitAdam(torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        kind = self._kind_of_step()
-        received = self._received(kind)
+        phase = self._phase
+        kind = phase.kind
+        received = self._averager.received(kind)
         finite = kind != "local" or all(arithmetic.is_finite(g) for g in received.values())
         if kind == "local":
             self._arithmetic.take_alone(received if finite else None)
         else:
             self._arithmetic.take(kind, received)
-        self._steps += 1
-        if self._link is not None:
-            self._link.guard.clear()
-        self._measure(kind)
+        phase.steps += 1
+        self._averager.forget_gradients()
+        if self.schedule is not None and kind == "gradients":
+            self._averager.share_buckets()
+        if phase.ends(kind, lambda: parameters.second_moments(self), self._averager.agree):
+            self._freeze()
         if not finite:
             raise ArgumentError(
-                f"a gradient holds NaN or Inf: this rank has not moved in the local step {self._steps}. The step "
+                f"a gradient holds NaN or Inf: this rank has not moved in the local step {phase.steps}. The step "
                 "counts: go on with the next one, as the other ranks do",
                 Status.NONFINITE,
             )
         return loss
 
-    def _measure(self, kind: Kind) -> None:
-        """Measure the drift of second moments after a step if that is due, and freeze them if it is time."""
-        if self._frozen:
-            return
-        last = self._steps == self.freeze_step
-        if self._link is not None and self.schedule is not None and kind == "gradients":
-            self._link.share_buckets()
-        if last or (kind == "gradients" and self._drift.is_due(self._steps)):
-            states = [(self.state[p], g["betas"][1]) for p, g in parameters.groups(self).items() if self.state.get(p)]
-            self._drift.add(self._steps, total(states))
-            if self.freeze_step == "auto" and self._drift.has_window:
-                last = self._all_agree(self._drift.value <= STABLE)
-        if last:
-            self._freeze()
-
-    def _all_agree(self, stable: bool) -> bool:
-        """Return a decision that is the same on all ranks: sums may differ in the last bit between machines."""
-        if self._link is None:
-            return stable
-        vote = torch.tensor([float(stable)])
-        all_reduce(vote, op="max", group=self._link.group, options=self._link.settings.options)
-        return bool(vote.item())
-
     def _freeze(self) -> None:
         """Freeze the second moments."""
         self._arithmetic.freeze()
-        self._frozen = True
-        if self._link is not None:
-            self._link.share_buckets()
-        states = [self.state.get(p) for p in parameters.of(self)]
-        still = [i for i, state in enumerate(states) if not state or not bool(state["exp_avg_sq"].any())]
-        if self._drift.value > MOVING:
-            warnings.warn(
-                f"second moments were frozen after {self._steps} steps, but still changed by {self._drift.value:.0%} "
-                f"over the last {self._drift.span} steps: freeze later, or use a smaller b2",
-                stacklevel=6,  # the caller of step()
-            )
-        if still:
-            warnings.warn(
-                f"{len(still)} parameters had no gradient before the freeze and will not move: numbers {still[:5]}",
-                stacklevel=6,  # the caller of step()
-            )
+        self._phase.frozen = True
+        self._averager.share_buckets()
+        self._phase.warn_of_freeze(parameters.without_moments(self))
 
     # State
 
@@ -369,7 +264,7 @@ class OneBitAdam(torch.optim.Adam):
     @property
     def frozen(self) -> bool:
         """True if second moments are frozen."""
-        return self._frozen
+        return self._phase.frozen
 
     def drift(self) -> float:
         """Return how much second moments have moved lately.
@@ -391,7 +286,7 @@ class OneBitAdam(torch.optim.Adam):
         >>> round(optimizer.drift(), 6)
         0.0
         """
-        return self._drift.value
+        return self._phase.drift.value
 
     def stats(self) -> Stats:
         """Return statistics of communication on this rank, of warm-up and frozen steps together.
@@ -401,7 +296,7 @@ class OneBitAdam(torch.optim.Adam):
         Stats
             Totals since :meth:`register`, or since a state was loaded.
         """
-        return Stats() if self._link is None else self._link.stats()
+        return self._averager.stats()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, as torch.optim.Optimizer does.
@@ -412,8 +307,7 @@ class OneBitAdam(torch.optim.Adam):
             True: set gradients to None. False: fill them with zeros.
         """
         super().zero_grad(set_to_none)
-        if self._link is not None:
-            self._link.guard.clear()
+        self._averager.forget_gradients()
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the state, in the layout of torch.optim.Adam with one more entry ``one_bit``.
@@ -441,16 +335,16 @@ class OneBitAdam(torch.optim.Adam):
             `gather`, and another rank is lost.
         """
         self._check_synchronized()
-        hooks = checkpoint.hook_states(self._link, gather, self._waiting)
-        entry = {"version": checkpoint.VERSION, "frozen": int(self._frozen), "drift": self._drift.state()}
+        hooks, phase = self._averager.hook_states(gather), self._phase
+        entry = {"version": checkpoint.VERSION, "frozen": int(phase.frozen), "drift": phase.drift.state()}
         return super().state_dict() | {checkpoint.KEY: {**entry, "hooks": hooks}}
 
     def _check_synchronized(self) -> None:
         if not self.synchronized:
             interval = self.schedule.max_interval if self.schedule else 1
             raise StateError(
-                f"step {self._steps} was local, so that parameters of ranks differ: save when optimizer.synchronized "
-                f"is True, as after every step that is a multiple of {interval}"
+                f"step {self._phase.steps} was local, so that parameters of ranks differ: save when "
+                f"optimizer.synchronized is True, as after every step that is a multiple of {interval}"
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -475,39 +369,32 @@ class OneBitAdam(torch.optim.Adam):
         partly = any("variance_step" in state for state in state_dict["state"].values())
         if self.schedule is None and partly and not saved.frozen:
             raise StateError("the state is one of 0/1 Adam before its freeze: load it with a ZeroOneSchedule")
-        drift = Drift(self._drift.window)
-        if saved.drift is not None:
-            drift.load(saved.drift)
-        hooks = None if self._link is None else checkpoint.new_hooks(self._link, saved.hooks)
+        drift = self._phase.drift.loaded(saved.drift)
+        hooks = self._averager.new_hooks(saved.hooks)
         try:
             super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         except (ValueError, KeyError, TypeError) as e:
             raise StateError(f"the state does not fit the optimizer: {shown(e)}") from e
-        self._frozen, self._drift = saved.frozen, drift
-        self._steps = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
-        self._arithmetic.clear()
-        if self.schedule is not None:  # a state of torch.optim.AdamW has refreshed v in every step
-            for state in self.state.values():
-                state.setdefault("variance_step", int(state["step"]))
-        if self._link is None or hooks is None:
-            self._waiting = saved.hooks
-        else:
-            self._link.hooks = hooks
-            hooks["gradients"].called |= self._frozen
-            self._link.guard.clear()
-        if not self._frozen and isinstance(self.freeze_step, int) and self._steps >= self.freeze_step:
+        phase = self._phase
+        phase.frozen, phase.drift = saved.frozen, drift
+        phase.steps = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
+        self._arithmetic.restart()
+        self._averager.load(saved.hooks, hooks)
+        if phase.is_overdue:
             self._freeze()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of :meth:`__getstate__`."""
-        super().__setstate__(state)
-        self._arithmetic = Steps(self, refresh=self.schedule is not None)
+        """Take the state of :meth:`__getstate__`; or groups and state alone, which torch's load_state_dict passes."""
+        own = dict(state)
+        phase, waiting = own.pop("_phase", None), own.pop("_waiting", None)
+        super().__setstate__(own)
+        if phase is not None:
+            self._begin(phase)
+            self._averager.waiting = waiting
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the optimizer without its link, which belongs to this process."""
         self._check_synchronized()
-        own = ("schedule", "freeze_step", "spec", "warmup", "_frozen", "_steps", "_drift")
-        waiting = checkpoint.hook_states(self._link, False, self._waiting)
-        return (
-            super().__getstate__() | {name: getattr(self, name) for name in own} | {"_link": None, "_waiting": waiting}
-        )
+        own = {name: getattr(self, name) for name in ("schedule", "freeze_step", "spec", "warmup")}
+        waiting = self._averager.hook_states(gather=False)
+        return super().__getstate__() | own | {"_phase": copy(self._phase), "_waiting": waiting}

@@ -45,6 +45,19 @@ def named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
+def second_moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield the state and b2 of each parameter that has moments."""
+    for p, group in groups(optimizer).items():
+        if state := cast(dict[str, Any], optimizer.state.get(p)):
+            yield state, group["betas"][1]
+
+
+def without_moments(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return the numbers of the parameters whose second moments are all zero."""
+    states = [optimizer.state.get(p) for p in of(optimizer)]
+    return [i for i, state in enumerate(states) if not state or not bool(state["exp_avg_sq"].any())]
+
+
 def as_adam(optimizer: torch.optim.Adam) -> torch.optim.Adam:
     """Return a torch.optim.Adam with the same groups and state, whose step codec.optimizers knows."""
     adam = torch.optim.Adam.__new__(torch.optim.Adam)
@@ -85,9 +98,10 @@ def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
         raise StateError(
             f"the state of an optimizer has 'state' and 'param_groups', got {shown(cast(Any, state_dict))}"
         )
+    entries = cast(Mapping[str, Any], state_dict)
     try:
-        saved = [(i, group) for group in state_dict["param_groups"] for i in group["params"]]
-        states = {i: state_dict["state"].get(i) for i, _ in saved}
+        saved: list[tuple[Any, Any]] = [(i, group) for group in entries["param_groups"] for i in group["params"]]
+        states: dict[Any, Any] = {i: entries["state"].get(i) for i, _ in saved}
         for _, group in saved:
             if on := [name for name in _UNSUPPORTED if group.get(name)]:
                 raise StateError(

@@ -1,7 +1,7 @@
 """Schedules of 1-bit Adam and 0/1 Adam: gradients, momenta or nothing is sent in a step."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from codec import ArgumentError
 from codec.arguments import whole
@@ -86,3 +86,18 @@ class ZeroOneSchedule:
     def _interval(self, step: int) -> int:
         doublings = (step - self.freeze_step - 1) // (self.double_every or self.freeze_step)
         return min(self.max_interval, 1 << min(doublings, 62))
+
+
+def parsed(freeze_step: Any) -> tuple[ZeroOneSchedule | None, int | Literal["auto"]]:
+    """Return the schedule and the step of the freeze that an argument `freeze_step` means.
+
+    Raises
+    ------
+    ArgumentError
+        It is neither a number of steps, nor "auto", nor a schedule.
+    """
+    if isinstance(freeze_step, ZeroOneSchedule):
+        return freeze_step, freeze_step.freeze_step
+    if freeze_step == "auto":
+        return None, "auto"
+    return None, whole('freeze_step, unless "auto" or a ZeroOneSchedule,', freeze_step, 1)

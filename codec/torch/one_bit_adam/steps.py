@@ -45,10 +45,13 @@ class Steps:
         """True if the parameters are the same on all ranks."""
         return not self._local
 
-    def clear(self) -> None:
-        """Forget what was derived from parameters and state, after these were replaced."""
+    def restart(self) -> None:
+        """Go on from parameters and state that were replaced."""
         self._denominators.clear()
         self._local.clear()
+        if self._refresh:  # a state of torch.optim.AdamW has refreshed v in every step
+            for state in self._optimizer.state.values():
+                state.setdefault("variance_step", int(state["step"]))
 
     def freeze(self) -> None:
         """Record how often second moments were updated; they are constant from now on."""

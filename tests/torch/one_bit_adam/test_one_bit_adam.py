@@ -429,12 +429,29 @@ def _unregistered(rank, size):
     optimizer = codec.torch.OneBitAdam(module.named_parameters(), freeze_step=2, spec=SIGN)
     for step in range(4):
         take_step(module, optimizer, rank, step)
-    assert "0.weight" in optimizer._link.names.values()
+    assert "0.weight" in optimizer._averager.link.model.names.values()
     return parameter_bytes(module)
 
 
 def test_step_averages_by_itself_without_ddp():
     assert len(set(run_ranks(2, _unregistered))) == 1
+
+
+def _embedding(rank, size):
+    module = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 100))
+    for policy, lossless in ((codec.torch.Policy(), True), (codec.torch.Policy(lossless_uneven=False), False)):
+        optimizer = codec.torch.OneBitAdam(module.parameters(), freeze_step=1).register(module, policy=policy)
+        for _ in range(3):
+            module(torch.arange(100)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        momenta = optimizer._averager.link.hooks["momenta"].stats(by_parameter=True).parameters
+        for name in ("0.weight", "1.weight"):
+            assert isinstance(momenta[name].spec, codec.Lossless) == lossless
+
+
+def test_policy_protects_embeddings_of_a_module_without_ddp():
+    run_ranks(1, _embedding)
 
 
 def _unused(rank, size):
