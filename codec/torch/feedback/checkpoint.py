@@ -18,7 +18,7 @@ _KEYS = frozenset({"version", "rank", "world_size", "op", *ROLES})
 
 def of_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a part of a state with tensors in place of arrays, for torch.load."""
-    return {name: _compat.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in state.items()}
+    return {name: _compat.from_numpy(cast(Any, x)) if isinstance(x, np.ndarray) else x for name, x in state.items()}
 
 
 def head(rank: int, world_size: int, op: str) -> dict[str, Any]:

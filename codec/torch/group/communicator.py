@@ -11,14 +11,14 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from codec import ArgumentError, PeerError
-from codec.arguments import shown
+from codec.arguments import check_timeout, shown
 from codec.torch._compat import rank_not_in_group, warn_not_in_group
 from codec.torch.group.autotune import Choice
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
 from codec.torch.transport.channel import Channel
 from codec.torch.transport.counters import Counters
-from codec.torch.transport.gloo import Timeout, check_timeout
+from codec.torch.transport.gloo import Timeout
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import torch
 import codec
 from codec import ArgumentError, CallOptions, PeerError, SpecError, StateError, Status
 from codec._options import settings_of
-from codec.arguments import shown, whole
+from codec.arguments import check_timeout, shown, whole
 from codec.specs import SpecLike, Ternary
 from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
 from codec.torch.parameter_server.average import mean, terngrad
@@ -18,7 +18,6 @@ from codec.torch.parameter_server.links import ClientStats
 from codec.torch.parameter_server.messages import INTERNAL, MAX_NAME_NBYTES, MAX_STEP, REDUCES, Key, Reduce
 from codec.torch.parameter_server.session import Session
 from codec.torch.reduction.arguments import NAMES, plain_spec
-from codec.torch.transport.gloo import check_timeout
 
 
 class ParameterClient:

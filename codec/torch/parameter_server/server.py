@@ -13,7 +13,7 @@ import torch
 import codec
 from codec import CallOptions, CodecError, PeerError
 from codec._options import settings_of
-from codec.arguments import whole
+from codec.arguments import check_timeout, whole
 from codec.torch import _compat
 from codec.torch.parameter_server import messages, sums
 from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
@@ -22,7 +22,6 @@ from codec.torch.parameter_server.steps import Steps
 from codec.torch.parameter_server.table import Table
 from codec.torch.point_to_point.endpoint import Endpoint
 from codec.torch.point_to_point.tcp import PeerConnection
-from codec.torch.transport.gloo import check_timeout
 from codec.torch.transport.messages import Array
 
 logger = logging.getLogger("codec.torch")

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from codec import ArgumentError, CallOptions, StateError
 from codec._options import settings_of
-from codec.arguments import shown
+from codec.arguments import check_timeout, shown
 from codec.specs import Spec
 from codec.stateful.activation.values import ids_of
 from codec.torch import _compat
@@ -21,7 +21,6 @@ from codec.torch.pipelining.settings import BACKWARD, FORWARD, Deltas, Specs
 from codec.torch.pipelining.stats import PipelineStats, stats_of
 from codec.torch.pipelining.traffic import Traffic
 from codec.torch.reduction.arguments import plain_spec
-from codec.torch.transport.gloo import check_timeout
 
 _compat.check_stage_class(PipelineStage)
 

@@ -6,9 +6,10 @@ from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
 from codec import PeerError
+from codec.arguments import check_timeout
 from codec.torch._compat import from_numpy
 from codec.torch.transport.counters import Counters, Stopwatch
-from codec.torch.transport.gloo import Timeout, check_timeout, close_connections, connect, timeout_of
+from codec.torch.transport.gloo import Timeout, close_connections, connect, timeout_of
 from codec.torch.transport.messages import FRAMES_TAG, Array
 
 CLOSED = "a peer was lost, or the group was shut down: make a new group"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from codec import PeerError
-from codec.arguments import LONGEST_TIMEOUT, SHORTEST_TIMEOUT, check_timeout  # noqa: F401 - for importers of this module
+from codec.arguments import LONGEST_TIMEOUT, SHORTEST_TIMEOUT
 
 Timeout = float | timedelta  # float: seconds
 
