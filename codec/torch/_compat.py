@@ -39,6 +39,7 @@ warn_not_in_group: Callable[[str], None] = _c10d._warn_not_in_group
 _torch: Any = torch  # whose stubs leave the argument of from_numpy without a type
 from_numpy: Callable[[np.ndarray[Any, Any]], torch.Tensor] = _torch.from_numpy
 
+
 def in_backward() -> bool:
     """Return True if autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
