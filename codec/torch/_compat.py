@@ -36,29 +36,30 @@ _c10d: Any = dist.distributed_c10d
 rank_not_in_group: Callable[[Any], bool] = _c10d._rank_not_in_group
 warn_not_in_group: Callable[[str], None] = _c10d._warn_not_in_group
 
-_torch: Any = torch  # whose stubs leave the argument of from_numpy without a type
+_torch: Any = torch  # without its stubs, which have no private names, and no type for the argument of from_numpy
 from_numpy: Callable[[np.ndarray[Any, Any]], torch.Tensor] = _torch.from_numpy
 
 
-def in_backward() -> bool:
-    """Return True if autograd runs a backward pass in this thread."""
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+def backward_pass() -> int | None:
+    """Return autograd's id of the backward pass that runs in this thread; None: no pass runs."""
+    task: int = _torch._C._current_graph_task_id()
+    return None if task == -1 else task
 
 
 def call_after_backward(call: Callable[[], None]) -> None:
-    """Have autograd call a function at the end of this pass, after DistributedDataParallel has stored its gradients.
+    """Have autograd call a function at the end of this pass, after callbacks of torch; never if the pass fails.
 
-    If the pass fails, the function is not called.
+    Callbacks run in order, also those that a callback queues. DistributedDataParallel queues its own after its last
+    bucket, and stores gradients there.
     """
-    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore
-    # Callbacks run in order, also those that a callback queues; DistributedDataParallel queues its own after its last
-    # bucket.
+    engine = _torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(call))
 
 
 def comm_hooks(model: DistributedDataParallel) -> list[tuple[object, object]]:
     """Return the communication hooks of a model, and the state with which each was registered."""
-    return model._comm_hooks  # pyright: ignore
+    ddp: Any = model
+    return ddp._comm_hooks
 
 
 _PIPELINING_TESTED = "2.13"  # versions of torch

@@ -10,7 +10,7 @@ import torch
 from codec import ArgumentError, CallOptions, PeerError, Status
 from codec.arguments import check_timeout, shown
 from codec.stateful import CodebookRefresher
-from codec.torch._compat import call_after_backward, in_backward
+from codec.torch._compat import backward_pass, call_after_backward
 from codec.torch.ddp import uncompressed
 from codec.torch.ddp.buckets import Bucket, Part, bind_to_part, check_has, cut, cut_as, n_values, scatter
 from codec.torch.ddp.policy import Plan, note_zeros
@@ -133,7 +133,7 @@ class Reducer:
         except BaseException:
             self.cancel()
             raise
-        if bucket.last and not in_backward():  # within join(), for ranks without inputs left
+        if bucket.last and backward_pass() is None:  # within join(), for ranks without inputs left
             self.end_step()
         return work
 
@@ -142,7 +142,7 @@ class Reducer:
         if bucket.number == 0:
             self.state.begin(1.0 if self._scaler is None else self._scaler.get_scale())
         step = self.state.current
-        if in_backward():
+        if backward_pass() is not None:
             call_after_backward(BackwardEnd(self.end_step if bucket.last else None, lambda: self.cancel(step)))
         comm = communicator_of(self.group, self.settings.timeout)
         work = comm.worker.submit(lambda: self._run_bucket(comm, bucket, step))

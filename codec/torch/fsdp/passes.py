@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from codec import CodecError, PeerError
+from codec.torch._compat import backward_pass, call_after_backward
 from codec.torch.feedback.single import Residuals
 from codec.torch.reduction.host import Reduction, Values
 
@@ -32,13 +33,13 @@ class Pass:
 
         If an exception ends the backward pass, autograd forgets this object, and with it the copies of residuals.
         """
-        task = _graph_task_id()
-        if task == _NONE:
+        task = backward_pass()
+        if task is None:
             return Pass()
         current = _passes.get(task)
         if current is None:
             current = _passes[task] = Pass()
-            _when_backward_ends(current.end)
+            call_after_backward(current.end)
         return current
 
     def begin(self, residuals: Residuals, key: str, r: Reduction) -> Values:
@@ -58,13 +59,13 @@ class Pass:
         try:
             collective()
         except CodecError as e:
-            if _graph_task_id() == _NONE:
+            if backward_pass() is None:
                 raise
             self._error = self._error or e
             with torch.no_grad():
                 output.fill_(torch.nan)
             return
-        if _graph_task_id() == _NONE:
+        if backward_pass() is None:
             self.end()
 
     def end(self) -> None:
@@ -75,17 +76,3 @@ class Pass:
             raise error
         for residuals, written in copies.items():
             residuals.replace(written)
-
-
-_NONE = -1  # id of a graph task outside of backward passes
-
-
-def _graph_task_id() -> int:
-    """Return autograd's id of the backward pass that runs in this thread, or _NONE."""
-    return torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage] - torch has no public name
-
-
-def _when_backward_ends(call: Callable[[], None]) -> None:
-    """Have autograd call this at the end of the current pass, after FSDP2's own callback; never if the pass fails."""
-    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
-    engine.queue_callback(lambda: engine.queue_callback(call))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from codec import CallOptions, SpecError
 from codec.specs import Lossless, Spec
-from codec.torch._compat import call_after_backward, in_backward
+from codec.torch._compat import backward_pass, call_after_backward
 from codec.torch.collectives.calls import all_reduce
 from codec.torch.ddp.buckets import Bucket, gradients_in, n_values, needs_optimizer
 from codec.torch.ddp.hook import Hook
@@ -133,7 +133,7 @@ class Link:
             future.set_result(bucket.buffer())
         else:
             future = hook.reduce(bucket)
-        if bucket.is_last() and in_backward():
+        if bucket.is_last() and backward_pass() is not None:
             call_after_backward(lambda: self._end_backward(hook, kind))
         return future
 
