@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -536,6 +537,26 @@ def test_many_overlapped_steps():
     """Buckets are reduced while backward goes on: nothing hangs, and replicas are identical."""
     results = run_ranks(4, _many, 60 if NIGHTLY else 15)
     assert len(set(results)) == 1
+
+
+def _as_documented(rank, size, block):
+    """Run the lines of docs/torch.md for NCCL with the group of the test, which is one of Gloo."""
+    names = []
+    here = {"codec": codec, "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel, "net": net()}
+    here["dist"] = SimpleNamespace(init_process_group=names.append)
+    here["optimizer"] = torch.optim.SGD(here["net"].parameters(), 0.02)
+    exec(block, here)
+    train(here["model"], here["optimizer"], rank, 3)
+    assert here["hook"].stats().steps == 3
+    return names, parameter_bytes(here["model"])
+
+
+def test_documented_lines_for_nccl_train():
+    text = (Path(__file__).parents[3] / "docs/torch.md").read_text()
+    block = re.search(r"```python\n(.*?)```", text[text.index("### NCCL") :], re.DOTALL)[1]
+    found = run_ranks(2, _as_documented, block)
+    assert found[0] == found[1]
+    assert found[0][0] == ["nccl"]
 
 
 @pytest.mark.nightly
