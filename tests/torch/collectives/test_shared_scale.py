@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import codec
 import codec.torch
+from codec.torch.collectives import lists
 from codec.torch.group import communicator
 from codec.torch.reduction import shared_scale
 from codec.torch.reduction.host import Reduction
@@ -367,7 +368,16 @@ def _backend(rank, size):
     x = torch.full((10_000,), rank / 3)
     dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
     assert (x == torch.tensor((size - 1) / 3)).all()
+    several = [torch.full((10_000,), 2.0), torch.full((5, 100), 2.0)]
+    how = {"op": "sum", "stream": 0, "group": group, "options": codec.options(algorithm="shared_scale")}
+    with pytest.raises(codec.SpecError, match="only values of Ternary"):
+        lists.all_reduce(several, codec.Float8(), **how).wait()
+    assert all((x == 2).all() for x in several)
+    lists.all_reduce(several, codec.Ternary(), **how).wait()
+    assert all((x == 2 * size).all() for x in several)
 
 
-def test_backend_with_shared_scales():
-    run_ranks(2, _backend)
+@pytest.mark.parametrize("size", [2, 4])
+def test_backend_with_shared_scales(size):
+    """A list of tensors follows the same rules as one tensor."""
+    run_ranks(size, _backend)
