@@ -23,6 +23,8 @@ from codec.torch.fsdp.reduce_scatter import ReduceScatter
 from codec.torch.fsdp.stats import CommStats
 from codec.torch.group.communicator import group_stats
 from codec.torch.group.work import Work
+from codec.torch.local_steps.local_steps import LocalSteps
+from codec.torch.local_steps.stats import LocalStats
 from codec.torch.one_bit_adam import OneBitAdam, ZeroOneSchedule
 from codec.torch.parameter_server.client import ParameterClient
 from codec.torch.parameter_server.links import ClientStats
@@ -38,6 +40,8 @@ __all__ = [
     "Counters",
     "Feedback",
     "Hook",
+    "LocalStats",
+    "LocalSteps",
     "OneBitAdam",
     "Options",
     "ParameterClient",

@@ -31,7 +31,7 @@ TORCH = [  # within codec.torch; `__init__`, the public names, is above all of t
     {"point_to_point", "reduction"},
     {"feedback", "parameter_server"},
     {"collectives", "fsdp"},
-    {"backend", "ddp", "pipelining"},
+    {"backend", "ddp", "local_steps", "pipelining"},
     {"one_bit_adam"},
 ]
 ENGINES = [{"request"}, {"blockwise"}, {"native"}, {"numba", "cuda"}]  # within codec.engines

@@ -1,0 +1,177 @@
+"""States of LocalSteps: entries and checks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from codec import StateError
+from codec.arguments import shown
+from codec.stateful.checkpoint import plain
+from codec.torch.feedback.checkpoint import parse
+from codec.torch.feedback.feedback import Feedback
+from codec.torch.local_steps import residuals
+
+VERSION = 1
+_NUMBERS = ("rank", "world_size", "steps", "rounds", "apart", "fragments")
+_PARTS = ("anchors", "residuals", "outer", "pending")
+_PENDING = ["due", "fragment", "mean", "mine"]
+_MOST = 1 << 48
+
+
+@dataclass
+class Saved:
+    """State that was parsed and checked."""
+
+    steps: int
+    rounds: int
+    apart: bool  # this rank has moved since the last synchronization of all parameters
+    anchors: dict[str, torch.Tensor]
+    feedback: Feedback | None
+    outer: dict[str, Any]
+    pending: dict[str, Any]
+
+
+def parsed(
+    state: Any,
+    anchors: Mapping[str, torch.Tensor],
+    sizes: Sequence[int],
+    feedback: Feedback | None,
+    place: tuple[int, int],
+) -> Saved:
+    """Return a state of this rank.
+
+    Parameters
+    ----------
+    state : dict
+        Return value of :meth:`LocalSteps.state_dict`.
+    anchors : dict of str to tensor
+        Anchor of each parameter, whose shapes and dtypes the state must have.
+    sizes : sequence of int
+        Number of values of each fragment.
+    feedback : Feedback or None
+        Error feedback, which the state must have, too; it is unchanged.
+    place : (int, int)
+        Rank and number of ranks.
+
+    Raises
+    ------
+    StateError
+        The state is damaged, or does not fit.
+    """
+    if not isinstance(state, Mapping):
+        raise StateError(f"the state of LocalSteps is a dict, got {shown(state)}")
+    entries = cast(Mapping[str, Any], state)
+    expected = {"version", *_NUMBERS, *_PARTS}
+    if wrong := sorted(map(str, set(entries) ^ expected)):
+        raise StateError(
+            f"the state of LocalSteps has the entries {sorted(expected)}; {wrong[0]!r} is missing or extra"
+        )
+    if plain(entries, "version", int) != VERSION:
+        raise StateError(f"the state has version {shown(entries['version'])}; this library reads {VERSION}")
+    numbers = {name: plain(entries, name, int) for name in _NUMBERS}
+    if not all(0 <= x < _MOST for x in numbers.values()) or numbers["apart"] > 1:
+        raise StateError(f"the state is damaged: {shown(numbers)}")
+    if (numbers["rank"], numbers["world_size"]) != place:
+        raise StateError(
+            f"the state is of rank {numbers['rank']} of {numbers['world_size']}, and this is rank {place[0]} of "
+            f"{place[1]}: load each rank's own state. For another number of ranks, call synchronize(exact=True) before "
+            "the model is saved, and make a new LocalSteps with it"
+        )
+    if numbers["fragments"] != len(sizes):
+        raise StateError(f"the state has {numbers['fragments']} fragments, LocalSteps has {len(sizes)}")
+    for name in _PARTS:
+        if not isinstance(entries[name], Mapping):
+            raise StateError(f"{name!r} of the state is a dict, got {shown(entries[name])}")
+    return Saved(
+        numbers["steps"],
+        numbers["rounds"],
+        bool(numbers["apart"]),
+        _tensors(entries["anchors"], anchors),
+        _feedback(entries["residuals"], anchors, feedback, place),
+        dict(entries["outer"]),
+        _pending(entries["pending"], sizes),
+    )
+
+
+def check_outer(outer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -> None:
+    """Raise StateError unless `state` is one of an outer optimizer of the same parameters; {} without one."""
+    if outer is None:
+        if state:
+            raise StateError("the state is of LocalSteps with an outer optimizer: pass outer=")
+        return
+    shapes = [p.shape for group in outer.param_groups for p in group["params"]]
+    groups, entries = state.get("param_groups"), state.get("state")
+    fits = isinstance(groups, list) and isinstance(entries, Mapping)
+    if fits:
+        here = [len(group["params"]) for group in outer.param_groups]
+        given = [_length(group) for group in cast(list[Any], groups)]
+        places = cast(Mapping[Any, Any], entries)
+        fits = here == given and all(type(i) is int and 0 <= i < len(shapes) for i in places)
+        fits = fits and all(
+            isinstance(entry, Mapping) and all(_fits(x, shapes[i]) for x in cast(Mapping[str, Any], entry).values())
+            for i, entry in places.items()
+        )
+    if not fits:
+        raise StateError("the state has no state of an outer optimizer of these parameters: load one saved with outer=")
+
+
+def _length(group: Any) -> int:
+    """Return the number of parameters of a group in an optimizer's state; -1 if it is none."""
+    params: Any = cast(Mapping[str, Any], group).get("params") if isinstance(group, Mapping) else None
+    return len(cast(list[Any], params)) if isinstance(params, list) else -1
+
+
+def _fits(x: Any, shape: torch.Size) -> bool:
+    """Return True if an entry of an optimizer's state may belong to a parameter."""
+    return not isinstance(x, torch.Tensor) or x.shape == shape or x.numel() == 1
+
+
+def _tensors(given: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of a state, which must have the names, shapes and dtypes of `expected`."""
+    if wrong := sorted(map(str, set(given) ^ set(expected))):
+        raise StateError(f"the state has other parameters than the model, such as {wrong[0]!r}")
+    for name, x in expected.items():
+        _check(f"the anchor of {name!r}", given[name], x.shape, x.dtype)
+    return dict(given)
+
+
+def _check(what: str, x: Any, shape: torch.Size, dtype: torch.dtype) -> None:
+    if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.shape != shape or x.dtype != dtype:
+        found = f"{tuple(x.shape)}, {x.dtype}" if isinstance(x, torch.Tensor) else shown(x)
+        raise StateError(f"{what} has shape and dtype {tuple(shape)}, {dtype}; that of the state is {found}")
+    if not bool(x.isfinite().all()):
+        raise StateError(f"{what} in the state holds NaN or Inf")
+
+
+def _feedback(
+    state: Mapping[str, Any], anchors: Mapping[str, torch.Tensor], feedback: Feedback | None, place: tuple[int, int]
+) -> Feedback | None:
+    """Return the error feedback of a state."""
+    if feedback is None:
+        if state:
+            raise StateError("the state has residuals, and the spec of LocalSteps has no error feedback")
+        return None
+    loaded = Feedback(feedback.spec)
+    loaded.load_state_dict(state)
+    if parse(state)[:2] not in (place, (-1, -1)):
+        raise StateError("the residuals of the state belong to another rank")
+    for _, (name, _, stop), _ in residuals.ranges(state):
+        if name not in anchors or stop > anchors[name].numel():
+            raise StateError(f"the state has a residual of {stop} values of {name!r}, which the model does not have")
+    return loaded
+
+
+def _pending(given: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
+    """Return the synchronization in flight of a state; {} if there is none."""
+    if not given:
+        return {}
+    if sorted(map(str, given)) != _PENDING:
+        raise StateError(f"'pending' of the state has the entries {_PENDING}, got {sorted(map(str, given))}")
+    fragment, due = plain(given, "fragment", int), plain(given, "due", int)
+    if not 0 <= fragment < len(sizes) or not 0 <= due < _MOST:
+        raise StateError(f"'pending' of the state has fragment {fragment} of {len(sizes)} due after step {due}")
+    for name in ("mine", "mean"):
+        _check(f"{name!r} of 'pending'", given[name], torch.Size([sizes[fragment]]), torch.float32)
+    return {"fragment": fragment, "due": due, "mine": given["mine"], "mean": given["mean"]}

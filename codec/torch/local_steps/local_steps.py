@@ -1,0 +1,392 @@
+"""Local steps of any optimizer, and synchronizations of the parameters between them."""
+
+import atexit
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from codec import StateError
+from codec._options import settings_of
+from codec.arguments import truth
+from codec.specs import Quantize, Spec
+from codec.torch.local_steps import agreement, checkpoint, residuals
+from codec.torch.local_steps import warmup as warmup_
+from codec.torch.local_steps.ranks import Problem, Ranks
+from codec.torch.local_steps.settings import Settings
+from codec.torch.local_steps.stats import LocalStats
+from codec.torch.local_steps.synchronizer import Outer, Synchronizer
+
+_log = logging.getLogger("codec.torch")
+
+
+class LocalSteps:
+    """Steps of an optimizer without communication, and a synchronization of the ranks after every few of them.
+
+    Each rank trains the module by itself. After `every` steps the ranks average the changes of their parameters since
+    the last synchronization, as frames with error feedback, and go on from the mean: local SGD, or DiLoCo with an outer
+    optimizer. Call :meth:`step` once after each step of the optimizer, on all ranks, and :meth:`finish` at the end.
+
+    When this object is made, all ranks take the parameters of rank 0, if theirs differ. All ranks must make it
+    together, with the same arguments; it synchronizes nothing but parameters that require gradients, and buffers.
+    Timeout, engine, threads and algorithm of collectives are those of the ``with codec.options(...)`` blocks around the
+    call. Without one, the algorithm is "all_gather" for two ranks, else "two_shot".
+
+    Memory, for each value of the parameters: 4 bytes for the value of the last synchronization (8 if a parameter is
+    float64); up to 8 for residuals, and the same again while a synchronization is in flight, with 4 for the changes (8
+    with `delay`).
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The module, or its ``torch.compile``: no DistributedDataParallel. Its parameters may have any dtype of real
+        floats, be tied, frozen or without gradients.
+    optimizer : torch.optim.Optimizer
+        Optimizer of the module, or its wrapper by Accelerate or Lightning. LocalSteps takes no step of it.
+    every : int
+        Steps between two synchronizations of a parameter.
+    spec : Spec or str
+        Codec of the changes, or the name of a preset. With a lossy contraction (:attr:`codec.Spec.contraction`) there
+        is error feedback.
+    warmup : int or (int, Spec)
+        Number of first steps in which the ranks average gradients instead, as DistributedDataParallel does, before each
+        step of the optimizer; and the codec of the gradients, lossless by default. Gradients are float32 on the wire.
+    fragments : int
+        Parts of the model that are synchronized one after the other, at equal distances within `every` steps
+        (streaming DiLoCo): peaks of traffic are smaller. At most `every`.
+    delay : int
+        Steps for which a synchronization runs in the background. Its mean replaces the changes that were sent; the
+        changes of the steps since are kept, and sent the next time. At most ``every // fragments``.
+    outer : callable, optional
+        ``outer(parameters)`` returns an optimizer of the list of all synchronized parameters, whose gradient is minus
+        the mean change, such as ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. Its result
+        must have the same bits on all ranks. Default: the mean change is added.
+    group : ProcessGroup, optional
+        Ranks. Default: all.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        An argument has a wrong type or value, or torch.distributed is not initialized.
+    PeerError
+        Another rank has raised an error, has other arguments or another model, or is lost.
+
+    Examples
+    --------
+    >>> model = torch.nn.Linear(100, 100)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> local = codec.torch.LocalSteps(model, optimizer, every=4)
+    >>> for _ in range(10):
+    ...     optimizer.zero_grad()
+    ...     model(torch.randn(8, 100)).square().mean().backward()
+    ...     optimizer.step()
+    ...     local.step()
+    >>> local.finish()
+    >>> local.stats().synchronizations
+    3
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        every: int = 10,
+        spec: Spec | str = Quantize(4),  # noqa: B008 - immutable
+        warmup: int | tuple[int, Spec | str] = 0,
+        fragments: int = 1,
+        delay: int = 0,
+        outer: Outer | None = None,
+        group: Any = None,
+    ) -> None:
+        self._options = settings_of(None)
+        ranks = Ranks(group, self._options)
+        self._steps = 0
+        self._apart = False  # this rank has moved since the last synchronization of all parameters
+        self._averaged = False  # the gradients of this step of the warm-up were averaged
+        self._finished = False
+        try:
+            self._settings = Settings.of(every, spec, warmup, fragments, delay)
+            self._state = Synchronizer(self._settings, model, optimizer, outer)
+        except Exception as e:
+            agreement.refuse(ranks, e)
+            raise
+        self._take_part(ranks)
+        self._ranks = ranks
+        self._handle = warmup_.listen(self._state.optimizer, self._before_step) if self._settings.warmup else None
+        _all.add(self)
+
+    def __repr__(self) -> str:
+        state = "finished, " if self._finished else ""
+        return (
+            f"<codec.torch.LocalSteps every={self._settings.every}, {self._settings.spec}, {state}{self._steps} steps, "
+            f"{self._state.rounds} synchronizations>"
+        )
+
+    # Steps
+
+    @property
+    def steps(self) -> int:
+        """Number of calls of :meth:`step`."""
+        return self._steps
+
+    @property
+    def synchronized(self) -> bool:
+        """True if all ranks have the same parameters: in the warm-up, and after a synchronization of all of them."""
+        return not self._apart
+
+    def step(self) -> None:
+        """Count a step of the optimizer, and synchronize if that is due; call this after each ``optimizer.step()``.
+
+        All ranks must call this equally often, also if a GradScaler has skipped the optimizer's step. With gradient
+        accumulation call it once for each step of the optimizer, not for each backward pass.
+
+        Raises
+        ------
+        ArgumentError
+            A parameter, a buffer, or in the warm-up a gradient of this rank holds NaN or Inf; or the model's
+            parameters are others than before. The message names the parameter.
+        PeerError
+            Another rank has raised an error, which the message names, or is lost. If a rank is lost, go on with
+            :meth:`change_group`.
+        StateError
+            :meth:`finish` was called before.
+
+        Notes
+        -----
+        After an error on any rank all ranks raise one. Parameters, values of the last synchronization and residuals are
+        unchanged, and the step counts. Go on, and the next synchronization includes these changes; or repeat it by
+        :meth:`synchronize`. An error in the warm-up leaves the step uncounted.
+        """
+        self._begin_call()
+        settings, state = self._settings, self._state
+        if self._steps < settings.warmup:
+            self._end_warmup_step()
+            return
+        self._steps += 1
+        self._apart = True
+        if state.pending is not None and self._steps >= state.pending.due:
+            state.land(self._ranks)
+        for number in settings.due(self._steps):
+            if settings.delay:
+                state.launch(self._ranks, self._steps, number)
+            else:
+                state.synchronize(self._ranks, self._steps, [state.fragments[number]], buffers=settings.is_joint)
+                self._apart = not settings.is_joint
+
+    def synchronize(self, *, exact: bool = False) -> None:
+        """Synchronize all parameters now, so that they are the same on all ranks; all ranks must call this.
+
+        Float32, bfloat16 and float16 buffers, such as running statistics of batch norms, are averaged lossless, too.
+        Scheduled synchronizations average them only with ``fragments=1`` and ``delay=0``.
+
+        Parameters
+        ----------
+        exact : bool
+            True: send the changes and all residuals lossless. Parameters are then the exact mean (in float32) with all
+            that frames have lost before, and no residual is left: the model's state dict is a complete checkpoint for
+            any number of ranks, except for an outer optimizer.
+
+        Raises
+        ------
+        ArgumentError, PeerError, StateError
+            As for :meth:`step`. Nothing is changed, except that a synchronization in flight has ended.
+        """
+        exact = truth("exact", exact)
+        self._begin_call()
+        self._state.land(self._ranks)
+        some = self._state.fragments if self._steps >= self._settings.warmup else []
+        self._state.synchronize(self._ranks, self._steps, some, buffers=True, exact=exact)
+        self._apart = False
+
+    def finish(self, *, exact: bool = False) -> None:
+        """Synchronize all parameters a last time; later calls of :meth:`step` raise StateError.
+
+        Parameters
+        ----------
+        exact : bool
+            As for :meth:`synchronize`.
+
+        Raises
+        ------
+        ArgumentError, PeerError, StateError
+            As for :meth:`synchronize`. This method can then be called again.
+        """
+        self.synchronize(exact=exact)
+        if self._handle is not None:
+            self._handle.remove()
+        self._finished = True
+
+    def _begin_call(self) -> None:
+        """Compare the ranks if a state was loaded since they were compared last."""
+        if self._finished:
+            raise StateError("finish() was called before: make a new LocalSteps to go on")
+        if not self._agreed:
+            agreement.check_equal(agreement.agree(self._ranks, *self._head(self._ranks)))
+            self._agreed = True
+
+    # Warm-up
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...]) -> None:
+        """Average gradients in the warm-up; the optimizer calls this before each of its steps."""
+        if not self._finished and self._steps < self._settings.warmup:
+            self._begin_call()
+            self._average_gradients(warmup_.problem_of(optimizer, arguments))
+            self._averaged = True
+
+    def _average_gradients(self, problem: Problem | None) -> None:
+        spec = self._settings.warmup_spec
+        warmup_.average_gradients(self._state.parameters, self._ranks, spec, problem, stream=self._steps)
+
+    def _end_warmup_step(self) -> None:
+        """Count a step of the warm-up; after the last one, local steps begin at the parameters."""
+        if not self._averaged:  # a GradScaler has skipped the step, so that other ranks wait with their gradients
+            self._average_gradients(Problem("the optimizer has taken no step", skipped=True))
+        self._averaged = False
+        self._steps += 1
+        if self._steps == self._settings.warmup:
+            self._state.reset()
+            self._take_part(self._ranks)
+
+    # Ranks
+
+    def change_group(self, group: Any = None) -> None:
+        """Go on with other ranks, after some were lost or have come; all ranks of the new group must call this.
+
+        New ranks make a LocalSteps with the same arguments and this group instead, at the same time. They get the
+        parameters of the last synchronization, buffers, the state of the outer optimizer and the number of steps. Their
+        own optimizer begins anew, unless the program copies its state. Ranks that stay keep their parameters, and their
+        residuals, scaled to the new number of ranks; residuals of lost ranks are lost. A synchronization in flight is
+        completed if it has succeeded, else dropped.
+
+        Parameters
+        ----------
+        group : ProcessGroup, optional
+            The new ranks. Default: all.
+
+        Raises
+        ------
+        ArgumentError
+            `group` is no group of this rank.
+        PeerError
+            Ranks have other arguments or another model, or are lost. This object goes on with its former group.
+
+        Examples
+        --------
+        >>> model = torch.nn.Linear(100, 100)
+        >>> local = codec.torch.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> local.change_group(torch.distributed.new_group([0]))
+        """
+        ranks = Ranks(group, self._options)
+        state = self._state
+        try:
+            if self._finished:
+                raise StateError("finish() was called before: make a new LocalSteps to go on")
+            state.leave()
+            if self._steps < self._settings.warmup:
+                state.reset()
+            moved = None if state.feedback is None else residuals.moved(state.feedback, ranks.rank, ranks.size)
+        except Exception as e:
+            agreement.refuse(ranks, e)
+            raise
+        if not self._take_part(ranks):
+            state.feedback = moved
+        ranks.traffic = self._ranks.traffic
+        self._ranks = ranks
+
+    def _head(self, ranks: Ranks) -> tuple[dict[str, Any], agreement.Position]:
+        """Return what ranks compare."""
+        return self._state.arguments(ranks), self._state.position(self._steps)
+
+    def _take_part(self, ranks: Ranks) -> bool:
+        """Compare the ranks; return True if this one has taken the parameters of another one, which is furthest."""
+        self._agreed = False
+        positions = agreement.agree(ranks, *self._head(ranks))
+        source = agreement.source_of(positions)
+        receivers = [rank for rank, theirs in enumerate(positions) if theirs != positions[source]]
+        if receivers:
+            self._state.take_from(ranks, source, receivers, positions[source].rounds)
+        if takes := ranks.rank in receivers:
+            self._steps, self._apart = positions[source].steps, False
+            _log.info("rank %d of %d has taken the parameters of rank %d", ranks.rank, ranks.size, source)
+        self._agreed = True
+        return takes
+
+    # Statistics and state
+
+    def stats(self) -> LocalStats:
+        """Return statistics of this rank.
+
+        Returns
+        -------
+        LocalStats
+            Totals since this object was made. If the program uses the same group for other collectives of
+            :mod:`codec.torch` while a synchronization is in flight, they are counted, too.
+        """
+        state = self._state
+        norms = {} if state.feedback is None else state.feedback.norms()
+        return LocalStats(
+            **vars(self._ranks.traffic),
+            steps=self._steps,
+            synchronizations=state.rounds,
+            failed_synchronizations=state.failed,
+            values=sum(f.n for f in state.fragments),
+            residual_norm=sum(x * x for x in norms.values()) ** 0.5,
+            world_size=self._ranks.size,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank for a checkpoint, with which each rank saves its own model and optimizer.
+
+        A training that goes on from the three states has the same bits. It waits for a synchronization in flight.
+
+        Returns
+        -------
+        dict
+            Tensors, numbers and strings, which ``torch.load(weights_only=True)`` accepts; copies.
+
+        Raises
+        ------
+        StateError
+            The synchronization in flight has failed: call :meth:`synchronize` first.
+        """
+        own = {"version": checkpoint.VERSION, "rank": self._ranks.rank, "world_size": self._ranks.size}
+        return own | {"steps": self._steps, "apart": int(self._apart)} | self._state.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict`, which is copied; load those of the model and the optimizer, too.
+
+        The next call of :meth:`step` or :meth:`synchronize` compares the ranks: all of them must have loaded states
+        that were saved together.
+
+        Parameters
+        ----------
+        state : mapping
+            State of this rank.
+
+        Raises
+        ------
+        StateError
+            `state` is damaged, or belongs to another rank, another number of ranks or fragments, or a model with other
+            parameters. Nothing is changed.
+        """
+        saved = self._state.load_state_dict(state, (self._ranks.rank, self._ranks.size))
+        self._steps, self._apart = saved.steps, saved.apart
+        self._agreed = self._averaged = False
+
+
+_all: "weakref.WeakSet[LocalSteps]" = weakref.WeakSet()
+
+
+@atexit.register
+def _warn_of_unsynchronized() -> None:
+    """Log a warning when the process ends, and a model was not synchronized after its last step."""
+    for local in _all:
+        if not local.synchronized:
+            _log.warning(
+                "%r was not synchronized after its last step, so that ranks have different parameters: call finish() "
+                "before the model is saved",
+                local,
+            )

@@ -1,0 +1,98 @@
+"""Parameters and buffers of the model that LocalSteps synchronizes, and checks of both."""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from codec import ArgumentError
+from codec.arguments import shown
+from codec.optimizers.from_torch import unwrapped
+
+Parameters = dict[str, torch.nn.Parameter]
+
+
+def parts_of(flat: torch.Tensor, sizes: Iterable[int]) -> list[torch.Tensor]:
+    """Return consecutive parts of a flat tensor, which share its memory."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [flat[begin:end] for begin, end in itertools.pairwise(ends)]
+
+
+def module_of(model: Any) -> torch.nn.Module:
+    """Return the module, without ``torch.compile``, whose parameters are synchronized.
+
+    Raises
+    ------
+    ArgumentError
+        `model` is no module, or a DistributedDataParallel.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, DistributedDataParallel):
+        raise ArgumentError(
+            "LocalSteps is for a module that takes steps without communication, and DistributedDataParallel averages "
+            "gradients in every step: pass the module itself; or model.module and the group= of one rank in each group "
+            "of DistributedDataParallel"
+        )
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError(f"model must be a torch.nn.Module, got {shown(model)}")
+    return model
+
+
+def optimizer_of(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the torch optimizer inside of wrappers; raise ArgumentError for anything else."""
+    inner = unwrapped(optimizer)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
+    return inner
+
+
+def trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parameters:
+    """Return the parameters that require gradients, by name; tied ones once, under their first name.
+
+    Raises
+    ------
+    ArgumentError
+        There are none, a parameter cannot be synchronized, or the optimizer has others.
+    """
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
+    if not named:
+        raise ArgumentError("the model has no parameter that requires a gradient: there is nothing to synchronize")
+    for name, p in named.items():
+        if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):
+            raise ArgumentError(
+                f"parameter {name!r} is sharded (DTensor), but LocalSteps needs whole parameters on each rank"
+            )
+        if p.is_complex() or p.layout != torch.strided or p.is_meta:
+            raise ArgumentError(f"parameter {name!r} is {p.dtype} on {p.device}: only dense real ones that hold values")
+    mine = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if others := [tuple(p.shape) for p in mine - set(module.parameters())]:
+        raise ArgumentError(
+            f"the optimizer has {len(others)} parameters that the model does not have, such as one of shape "
+            f"{others[0]}: they would differ between ranks. Pass a module that holds all of them"
+        )
+    if not mine & set(named.values()):
+        raise ArgumentError("the optimizer has none of the model's parameters that require gradients")
+    return named
+
+
+def averaged_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that are averaged: float32, bfloat16 and float16 ones of the module's state dict."""
+    kinds, saved = (torch.float32, torch.bfloat16, torch.float16), module.state_dict().keys()
+    return {name: b for name, b in module.named_buffers() if name in saved and b.dtype in kinds and b.numel()}
+
+
+def change_of(module: torch.nn.Module, known: Mapping[str, torch.nn.Parameter]) -> str:
+    """Return what has changed in the module's set of parameters since it was recorded as `known`; "" if nothing."""
+    now = dict(module.named_parameters())
+    for name, p in known.items():
+        if now.get(name) is not p or not p.numel():
+            return f"parameter {name!r} was replaced or removed after LocalSteps was made: make a new LocalSteps"
+    for name, p in now.items():
+        if p.requires_grad and p.numel() and name not in known:
+            return (
+                f"parameter {name!r} requires a gradient now, but did not when LocalSteps was made: make a new "
+                "LocalSteps after local.synchronize()"
+            )
+    return ""

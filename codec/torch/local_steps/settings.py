@@ -1,0 +1,90 @@
+"""Arguments of LocalSteps: checks, and the steps at which ranks synchronize."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from codec import ArgumentError, SpecError
+from codec.arguments import shown, whole
+from codec.specs import Lossless, Spec, Truncate
+from codec.torch.reduction.arguments import plain_spec
+
+_MOST_STEPS = 1 << 40
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Checked arguments of :class:`LocalSteps`.
+
+    Attributes
+    ----------
+    every : int
+        Steps between two synchronizations of a parameter.
+    spec : Spec
+        Codec of parameter changes.
+    warmup : int
+        Number of first steps that average gradients.
+    warmup_spec : Spec
+        Codec of those gradients.
+    fragments : int
+        Parts of the model that are synchronized at different steps.
+    delay : int
+        Steps between the start of a synchronization and its end.
+    """
+
+    every: int
+    spec: Spec
+    warmup: int
+    warmup_spec: Spec
+    fragments: int
+    delay: int
+
+    @classmethod
+    def of(cls, every: Any, spec: Any, warmup: Any, fragments: Any, delay: Any) -> "Settings":
+        """Check the arguments of :class:`LocalSteps`.
+
+        Raises
+        ------
+        ArgumentError, SpecError
+            An argument has a wrong type or value.
+        """
+        every = whole("every", every, 1, _MOST_STEPS)
+        fragments = whole("fragments", fragments, 1, every)
+        steps, warmup_spec = _parsed_warmup(warmup)
+        # one synchronization is in flight at a time
+        delay = whole("delay", delay, 0, every // fragments)
+        return cls(every, _checked(plain_spec(spec), "spec"), steps, warmup_spec, fragments, delay)
+
+    @property
+    def has_feedback(self) -> bool:
+        """True if errors of frames are sent again: the codec is lossy, and error feedback converges with it."""
+        return not isinstance(self.spec, Lossless) and self.spec.contraction
+
+    @property
+    def is_joint(self) -> bool:
+        """True if a scheduled synchronization covers all parameters and ends in the step in which it begins."""
+        return self.fragments == 1 and self.delay == 0
+
+    def due(self, step: int) -> list[int]:
+        """Return the numbers of the fragments whose synchronization begins after a step, counted from 1."""
+        local = step - self.warmup
+        if local <= 0:
+            return []
+        offsets = [self.every * (f + 1) // self.fragments for f in range(self.fragments)]
+        return [f for f, offset in enumerate(offsets) if (local - offset) % self.every == 0]
+
+
+def _parsed_warmup(warmup: Any) -> tuple[int, Spec]:
+    """Return the number of steps and the codec of ``warmup=``."""
+    if not isinstance(warmup, tuple):
+        return whole("warmup", warmup, 0, _MOST_STEPS), Lossless()
+    pair = cast(tuple[Any, ...], warmup)
+    if len(pair) != 2:
+        raise ArgumentError(f"warmup must be a number of steps, or a pair (steps, spec), got {shown(pair)}")
+    return whole("steps of warmup", pair[0], 0, _MOST_STEPS), _checked(plain_spec(pair[1]), "warmup")
+
+
+def _checked(spec: Spec, name: str) -> Spec:
+    """Return a spec; raise SpecError if its frames need the state of an optimizer."""
+    if isinstance(spec, Truncate) and spec.fixed_level is None:
+        raise SpecError(f"{name}={spec} needs the state of an optimizer in every step: use Quantize(4) or Lossless()")
+    return spec
