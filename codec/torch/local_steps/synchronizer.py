@@ -262,7 +262,10 @@ class Synchronizer:
                 if p.flight is not None:
                     p.flight.work.wait()
             except CodecError as e:
-                raise StateError("the synchronization in flight has failed: call synchronize(), then save") from e
+                raise StateError(
+                    "the synchronization in flight has failed: call synchronize(), or change_group() if a rank is "
+                    "lost, and then save"
+                ) from e
             pending = {"fragment": p.fragment, "due": p.due, "mine": p.mine.clone(), "mean": p.mean.clone()}
         return {
             "rounds": self.rounds,

@@ -1,0 +1,178 @@
+"""States of LocalSteps: resumed to the bit, and refused unless they fit."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+import codec
+import codec.torch
+from support.local_training import EXACT, adam, net, parameter_bytes, raised, state_bytes, train
+from support.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as ranks:
+        ranks.new_group()
+        yield ranks
+
+
+def nesterov(parameters):
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)  # weights_only is torch's default
+
+
+def _resumed(rank, size, how, begin):
+    """Save after `begin` of 12 steps, go on, and do the same from the checkpoint with other initial parameters."""
+    model = net()
+    optimizer = adam(model)
+    local = codec.torch.LocalSteps(model, optimizer, **how)
+    train(model, optimizer, rank, range(begin), local.step)
+    saved_bytes = state_bytes(local)
+    saved = through_a_file([x.state_dict() for x in (model, optimizer, local)])
+    train(model, optimizer, rank, range(begin, 12), local.step)
+    local.finish()
+
+    again = net(seed=9)
+    optimizer2 = adam(again)
+    local2 = codec.torch.LocalSteps(again, optimizer2, **how)
+    for x, state in zip((again, optimizer2, local2), saved, strict=True):
+        x.load_state_dict(state)
+    assert local2.steps == begin
+    assert state_bytes(local2) == saved_bytes
+    train(again, optimizer2, rank, range(begin, 12), local2.step)
+    local2.finish()
+    return parameter_bytes(model), parameter_bytes(again), state_bytes(local) == state_bytes(local2)
+
+
+CASES = [
+    ({"every": 4}, 6),
+    ({"every": 4, "fragments": 2, "delay": 1, "outer": nesterov}, 8),  # with a synchronization in flight
+    ({"every": 4, "warmup": 5, "spec": codec.Sign()}, 3),
+    ({"every": 3, "spec": EXACT, "delay": 3}, 10),
+]
+
+
+@pytest.mark.parametrize(("how", "begin"), CASES, ids=lambda x: str(x) if isinstance(x, int) else str(list(x)))
+def test_training_goes_on_from_a_checkpoint_with_the_same_bits(pool, how, begin):
+    found = pool.run(_resumed, how, begin)
+    assert {bits for a, b, _ in found for bits in (a, b)} == {found[0][0]}
+    assert all(same for _, _, same in found)
+
+
+def _refusals(rank, size):
+    model = net()
+    optimizer = adam(model)
+    local = codec.torch.LocalSteps(model, optimizer, every=4, fragments=2, delay=1, outer=nesterov)
+    train(model, optimizer, rank, range(8), local.step)
+    state = local.state_dict()
+    assert state["pending"]
+    before = parameter_bytes(model), state_bytes(local)
+
+    def changed(*path, to=None, drop=False):
+        new = copy.deepcopy(state)
+        place = new
+        for key in path[:-1]:
+            place = place[key]
+        if drop:
+            del place[path[-1]]
+        else:
+            place[path[-1]] = to
+        return new
+
+    weight = state["anchors"]["3.weight"]
+    worker = state["residuals"]["worker"]
+    key = next(k for k in worker if k.startswith("3.weight"))
+    longer = {"3.weight[0:9999]" if k == key else k: torch.zeros(9999) if k == key else x for k, x in worker.items()}
+    wrong = [
+        (None, "is a dict"),
+        ({}, "missing or extra"),
+        (changed("anchors", drop=True), "'anchors' is missing or extra"),
+        (changed("extra", to=1), "'extra' is missing or extra"),
+        (changed("version", to=2), "version 2"),
+        (changed("rank", to=1 - rank), f"rank {1 - rank} of 2, and this is rank {rank} of 2"),
+        (changed("world_size", to=3), "synchronize(exact=True)"),
+        (changed("steps", to=-1), "damaged"),
+        (changed("steps", to="8"), "'steps'"),
+        (changed("apart", to=2), "damaged"),
+        (changed("fragments", to=1), "1 fragments, LocalSteps has 2"),
+        (changed("anchors", to=[]), "'anchors' of the state is a dict"),
+        (changed("anchors", "3.weight", drop=True), "other parameters than the model, such as '3.weight'"),
+        (changed("anchors", "9.weight", to=weight), "such as '9.weight'"),
+        (changed("anchors", "3.weight", to=weight.T[:5]), "shape and dtype"),
+        (changed("anchors", "3.weight", to=weight.double()), "shape and dtype"),
+        (changed("anchors", "3.weight", to=weight * torch.nan), "NaN or Inf"),
+        (changed("anchors", "3.weight", to="text"), "'text'"),
+        (changed("residuals", to={}), "it has no 'version'"),
+        (changed("residuals", "worker", to=longer), "residual of 9999 values of '3.weight'"),
+        (changed("residuals", "rank", to=1 - rank), "belong to another rank"),
+        (changed("outer", to={}), "no state of an outer optimizer"),
+        (changed("outer", "state", 0, "momentum_buffer", to=torch.ones(2, 2)), "no state of an outer optimizer"),
+        (changed("outer", "state", 99, to={}), "no state of an outer optimizer"),
+        (changed("pending", "fragment", to=2), "fragment 2 of 2"),
+        (changed("pending", "mean", drop=True), "'pending' of the state has the entries"),
+        (changed("pending", "mine", to=torch.ones(3)), "'mine' of 'pending'"),
+    ]
+    found = []
+    for other, text in wrong:
+        error = raised(lambda other=other: local.load_state_dict(other))
+        found.append((error is not None and error[0] == "StateError" and text in error[1]) or (text, error))
+        assert (parameter_bytes(model), state_bytes(local)) == before
+    return found
+
+
+def test_states_that_do_not_fit_are_refused(pool):
+    for found in pool.run(_refusals):
+        assert [x for x in found if x is not True] == []
+
+
+def _without_feedback(rank, size):
+    lossy, exact, outer = (
+        codec.torch.LocalSteps(m := net(), adam(m), **how) for how in ({}, {"spec": EXACT}, {"outer": nesterov})
+    )
+    return (
+        raised(lambda: exact.load_state_dict(lossy.state_dict())),
+        raised(lambda: lossy.load_state_dict(exact.state_dict())),
+        raised(lambda: lossy.load_state_dict(outer.state_dict())),
+    )
+
+
+def test_states_of_other_arguments_are_refused(pool):
+    for found in pool.run(_without_feedback):
+        assert [kind for kind, _ in found] == ["StateError"] * 3
+        assert "no error feedback" in found[0][1]
+        assert "pass outer=" in found[2][1]
+
+
+def _different_steps(rank, size):
+    """States of different steps are found at the next call, before any change."""
+    model = net()
+    optimizer = adam(model)
+    local = codec.torch.LocalSteps(model, optimizer, every=4)
+    states = []
+    for step in range(5):
+        train(model, optimizer, rank, [step], local.step)
+        states.append(local.state_dict())
+    local.load_state_dict(states[2 + rank])
+    before = parameter_bytes(model), state_bytes(local)
+    errors = raised(local.step), raised(local.synchronize)
+    assert (parameter_bytes(model), state_bytes(local)) == before
+    local.load_state_dict(states[3])
+    local.synchronize()
+    return errors, parameter_bytes(model)
+
+
+def test_ranks_that_load_states_of_different_steps_raise(pool):
+    (errors, a), (_, b) = pool.run(_different_steps)
+    for kind, text in errors:
+        assert kind == "PeerError"
+        assert "rank 1 has taken 4 steps and 1 synchronizations, rank 0 3 and 0" in text
+    assert a == b

@@ -1,0 +1,172 @@
+"""Local steps whose ranks leave and come: what is kept, what is lost, and what new ranks get."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import codec.torch
+from support.faults import KILLED
+from support.local_training import Linear, adam, flat, moved, net, parameter_bytes, push, raised, state_bytes, train
+from support.ranks import RankPool, run_ranks
+
+LR = 0.01
+HOW = {"every": 3, "spec": codec.Sign(group_size=64)}
+
+
+def nesterov(parameters):
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def owed(local):
+    """Return the residuals of this rank, as a part of the mean: worker residuals count 1 / N, those of sums once."""
+    state = local.state_dict()
+    names = list(state["anchors"])
+    total = {name: torch.zeros(x.numel(), dtype=torch.float64) for name, x in state["anchors"].items()}
+    for role, weight in (("worker", 1 / state["world_size"]), ("server", 1)):
+        for key, values in state["residuals"].get(role, {}).items():
+            if isinstance(values, torch.Tensor):
+                name, _, ends = key.rpartition("[")
+                start, stop = map(int, ends[:-1].split(":"))
+                total[name][start:stop] += weight * values.double()
+    return torch.cat([total[name] for name in names]).numpy()
+
+
+def _three_two_three(rank, size, how, steps):
+    """Rank 2 leaves after some steps, and another process takes its place later."""
+    pair, again = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+    model = Linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    local = codec.torch.LocalSteps(model, optimizer, **how)
+
+    def run(first, last):
+        for step in range(first, last):
+            push(model, optimizer, rank, step)
+            local.step()
+
+    run(0, steps)
+    local.synchronize()
+    lost = owed(local)
+    if rank < 2:
+        before = owed(local)
+        local.change_group(pair)
+        np.testing.assert_allclose(owed(local), before, rtol=0, atol=1e-7)  # the same part of the mean
+        run(steps, 2 * steps)
+        local.synchronize()
+        local.change_group(again)
+        assert local.stats().world_size == 3
+    else:  # a new process
+        model = Linear()
+        with torch.no_grad():
+            model.a.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        local = codec.torch.LocalSteps(model, optimizer, group=again, **how)
+        assert local.steps == 2 * steps
+    start = flat(model)
+    run(2 * steps, 3 * steps)
+    local.finish(exact=True)
+    return flat(model), lost, start, parameter_bytes(model)
+
+
+def check_three_two_three(how, steps):
+    found = run_ranks(3, _three_two_three, how, steps)
+    phases = [(range(3), range(steps)), (range(2), range(steps, 2 * steps)), (range(3), range(2 * steps, 3 * steps))]
+    expected = flat(Linear()) + sum(moved(ranks, some, LR) for ranks, some in phases) - found[2][1]
+    for parameters, _, start, bits in found:
+        np.testing.assert_allclose(parameters, expected, rtol=0, atol=5e-6)
+        np.testing.assert_array_equal(start, found[0][2])
+        assert bits == found[0][3]
+    assert np.abs(found[2][1]).max() > 1e-4  # the lost rank's residuals are more than rounding
+
+
+def test_ranks_that_leave_lose_their_residuals_alone():
+    check_three_two_three(HOW, 6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", [HOW | {"fragments": 3, "delay": 1}, HOW | {"warmup": 2}], ids=str)
+def test_ranks_leave_and_come_between_fragments(how):
+    check_three_two_three(how, 7)
+
+
+_kept = []  # of a rank whose group is replaced
+
+
+def _begin(rank, size, how):
+    model = net()
+    optimizer = adam(model)
+    local = codec.torch.LocalSteps(model, optimizer, **how)
+    train(model, optimizer, rank, range(6), local.step)
+    _kept[:] = [model, optimizer, local]
+
+
+def _lose(rank, size, how):
+    """Rank 1 dies before a synchronization."""
+    model, _optimizer, local = _kept
+    if rank == 1:
+        os._exit(1)
+    if how.get("delay"):  # the mean in flight may have arrived before
+        raised(local.synchronize)
+    before, shared = parameter_bytes(model), state_bytes(local)
+    error = raised(local.synchronize)
+    again = raised(local.synchronize)
+    return error, again, before == parameter_bytes(model), shared == state_bytes(local)
+
+
+def _go_on(rank, size, how):
+    if not _kept:  # a new process
+        model = net(seed=8)
+        optimizer = adam(model)
+        _kept[:] = [model, optimizer, codec.torch.LocalSteps(model, optimizer, **how)]
+    else:
+        _kept[2].change_group()
+    model, optimizer, local = _kept
+    norm, steps = local.stats().residual_norm, local.steps
+    train(model, optimizer, rank, range(6, 9), local.step)
+    local.finish()
+    return parameter_bytes(model), norm, steps
+
+
+@pytest.mark.parametrize("how", [{"every": 4}, {"every": 4, "delay": 3, "outer": nesterov}], ids=["now", "in flight"])
+def test_lost_rank_is_an_error_that_changes_nothing_and_a_new_one_takes_its_place(how):
+    with RankPool(2, timeout=10) as pool:
+        pool.new_group()
+        pool.run(_begin, how)
+        pool.start(_lose, how)
+        (error, again, same, kept), killed = pool.results([0])[0], pool.results([1])[0]
+        assert killed is KILLED
+        assert error[0] == again[0] == "PeerError"
+        assert same
+        assert kept
+        pool.replace(1)
+        pool.new_group()
+        (a, norm, steps), (b, new_norm, new_steps) = pool.run(_go_on, how)
+    assert a == b
+    assert norm > 0
+    assert new_norm == 0
+    assert steps == new_steps == 6
+
+
+def _refused_change(rank, size):
+    """A group that cannot be used leaves everything as before."""
+    alone = dist.new_group([0])
+    model = net()
+    optimizer = adam(model)
+    local = codec.torch.LocalSteps(model, optimizer, every=4)
+    train(model, optimizer, rank, range(6), local.step)
+    before = parameter_bytes(model), state_bytes(local)
+    errors = [raised(lambda: local.change_group(5))]
+    if rank == 1:
+        errors.append(raised(lambda: local.change_group(alone)))
+    assert (parameter_bytes(model), state_bytes(local)) == before
+    local.synchronize()
+    return errors, parameter_bytes(model)
+
+
+def test_wrong_groups_are_refused():
+    (first, a), (second, b) = run_ranks(2, _refused_change)
+    assert [kind for kind, _ in first + second] == ["ArgumentError"] * 3
+    assert "this rank is not in the group" in second[1][1]
+    assert a == b
