@@ -1,0 +1,212 @@
+"""Compare local steps with gradients in every step: held-out loss, bytes, and time on a slow and distant link.
+
+    python bench/training/local_steps.py              # about 5 minutes on two cores
+    python bench/training/local_steps.py --quick      # one seed, fewer steps: half a minute
+    python bench/training/local_steps.py --json FILE --rtt 0.2 --rate 100e6
+
+Trains the transformer of bench/support/models.py (task text-adamw) on local processes from the same seeds.
+
+    float32                  DistributedDataParallel, uncompressed
+    small                    the same with codec.torch.ddp_hook("small")
+    1-bit Adam, 0/1 Adam     OneBitAdam with a warm-up in 4 bits, frozen after 20% of the steps; 0/1 Adam with
+                             ZeroOneSchedule(max_interval=4)
+    local                    codec.torch.LocalSteps(every=10) with its default spec; the other rows name what differs.
+                             A warm-up is 20% of the steps, in 4 bits
+
+Columns:
+
+loss          held-out loss at the end, mean over seeds; of LocalSteps after finish()
+vs float32    loss minus the loss of float32 from the same seed: mean and largest over seeds
+bits          bits that a rank sends for each value and step, relative to an all-reduce (both phases) of 1 bit a value
+messages      part of the steps in which a rank sends anything
+CPU/step      CPU time of the busiest rank, codec included
+all steps     modelled time of the training on the link
+to target     modelled time until an evaluation is at most 0.05 above float32's final loss
+
+Times are modelled, since a loopback device has no delay: CPU time, plus --rtt for each round trip, plus bytes over
+--rate, without any overlap. A collective of this library has 3 round trips: request, data in both phases, verdict. An
+all-reduce of Gloo between 2 ranks has one. All of them fit into one bucket here.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import codec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parent))
+import one_bit_adam
+from convergence import PLAIN, Job, Run, add_hook, table, train_all, values_sent
+from models import Task
+
+DDP = {"small": "Quantize(4)", "1-bit Adam": "1-bit Adam, Quantize(4)", "0/1 Adam": "0/1 Adam, Quantize(4)"}
+TWO_BITS = codec.Quantize(2, levels="odd", rounding="nearest")
+WARMUP = 0.2  # part of the steps
+
+
+def nesterov(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+# arguments of LocalSteps
+LOCAL: dict[str, dict[str, Any]] = {
+    "local, Lossless()": {"spec": codec.Lossless()},
+    "local": {},
+    "local, every=30": {"every": 30},
+    "local, Quantize(2, odd)": {"spec": TWO_BITS},
+    "local, Sign(1024)": {"spec": codec.Sign(group_size=1024)},
+    "local, 5 fragments, delay 1": {"fragments": 5, "delay": 1},
+    "local, outer Nesterov": {"outer": nesterov},
+    "warm-up, local": {"warmup": True},
+    "warm-up, local, Quantize(2, odd)": {"warmup": True, "spec": TWO_BITS},
+}
+METHODS = (PLAIN, *DDP, *LOCAL)
+
+
+def send_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Keep each rank's own gradients."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+class Stats:
+    """Statistics of LocalSteps as the trainings of convergence.py read them."""
+
+    def __init__(self, local: Any) -> None:
+        self.local = local
+        self.residual_ratio = math.nan
+
+    def stats(self) -> "Stats":
+        self.sent_nbytes = self.local.stats().sent_nbytes
+        return self
+
+
+def add_method(job: Job, task: Task, model: DistributedDataParallel) -> Any:
+    """Have a job's method average gradients or parameters; return the object that counts bytes."""
+    if job.codec in (PLAIN, "small"):
+        return add_hook(Job(job.task, DDP.get(job.codec, PLAIN), job.seed, job.steps), task, model)
+    if job.codec in DDP:
+        return one_bit_adam.add_optimizer(Job(job.task, DDP[job.codec], job.seed, job.steps), task, model)
+    from codec.torch import LocalSteps
+
+    how = dict(LOCAL[job.codec])
+    if how.pop("warmup", False):
+        how["warmup"] = (round(WARMUP * job.steps), "small")
+    model.register_comm_hook(None, send_nothing)
+    local = LocalSteps(task.model, task.optimizer, **how)
+
+    def after_step(*_: Any) -> None:
+        local.step()
+        if local.steps == job.steps:
+            local.finish()
+
+    task.optimizer.register_step_post_hook(after_step)
+    return Stats(local)
+
+
+def modelled(run: Run, rtt: float, rate: float) -> list[float]:
+    """Return the modelled time of each step of a run, in seconds."""
+    trips = 1 if run.codec == PLAIN else 3
+    return [
+        cpu + (trips * rtt + 8 * sent / rate if sent else 0.0)
+        for cpu, sent in zip(run.cpu_seconds, run.sent, strict=True)
+    ]
+
+
+def to_target(run: Run, plain: Run, times: list[float]) -> float:
+    """Return the modelled time until a run is nearly as good as float32 at its end, Inf if it never is."""
+    steps = next((step for step, loss, _ in run.curve if loss <= plain.loss + 0.05), None)
+    return math.inf if steps is None else sum(times[:steps])
+
+
+def summarize(runs: list[Run], ranks: int, rtt: float, rate: float) -> list[dict[str, Any]]:
+    """Return a row for each method."""
+    plain = {r.seed: r for r in runs if r.codec == PLAIN}
+    rows: list[dict[str, Any]] = []
+    for name in dict.fromkeys(r.codec for r in runs):
+        some = [r for r in runs if r.codec == name]
+        apart = [r.loss - plain[r.seed].loss for r in some]
+        times = [modelled(r, rtt, rate) for r in some]
+        sent = [n for r in some for n in r.sent]
+        rows.append(
+            {
+                "method": name,
+                "loss": statistics.mean(r.loss for r in some),
+                "vs_float32": statistics.mean(apart),
+                "vs_float32_largest": max(apart),
+                "bits": 8 * statistics.mean(sent) / values_sent(some[0].values, ranks),
+                "messages": sum(n > 0 for n in sent) / len(sent),
+                "cpu_s": statistics.mean(r.cpu for r in some),
+                "all_s": statistics.mean(sum(t) for t in times),
+                "to_target_s": statistics.mean(
+                    to_target(r, plain[r.seed], t) for r, t in zip(some, times, strict=True)
+                ),
+                "stopped": "; ".join(r.stopped for r in some if r.stopped),
+            }
+        )
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the rows as a Markdown table."""
+    heads = ["method", "loss", "vs float32", "largest", "bits", "messages", "CPU/step", "all steps", "to target"]
+    number: Callable[[float], str] = lambda x: f"{x:.0f} s" if math.isfinite(x) else "never"  # noqa: E731
+    lines = [
+        [
+            r["method"],
+            f"{r['loss']:.4f}",
+            f"{r['vs_float32']:+.4f}",
+            f"{r['vs_float32_largest']:+.4f}",
+            f"{r['bits']:.3f}",
+            f"{r['messages']:.0%}",
+            f"{1e3 * r['cpu_s']:.0f} ms",
+            number(r["all_s"]),
+            number(r["to_target_s"]),
+        ]
+        for r in rows
+    ]
+    print(table(heads, lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help="rows besides float32 (all)")
+    parser.add_argument("--steps", type=int, help="of each training, a multiple of 30 (300)")
+    parser.add_argument("--seeds", type=int, help="number of seeds (3)")
+    parser.add_argument("--ranks", type=int, choices=(2, 4, 8), default=2, help="divisors of the batch (2)")
+    parser.add_argument("--rtt", type=float, default=0.1, help="round trip of the modelled link, in seconds (0.1)")
+    parser.add_argument("--rate", type=float, default=20e6, help="rate of the modelled link, in bit/s (20e6)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table")
+    parser.add_argument("--quick", action="store_true", help="one seed, 60 steps")
+    args = parser.parse_args()
+    args.steps = args.steps or (60 if args.quick else 300)
+    args.seeds = args.seeds or (1 if args.quick else 3)
+    if args.steps % 30:
+        parser.error(f"--steps {args.steps}: give a multiple of 30, so that evaluations follow a synchronization")
+    names = list(dict.fromkeys([PLAIN, *(args.methods or METHODS)]))
+    jobs = [Job("text-adamw", name, seed, args.steps, every=30) for seed in range(args.seeds) for name in names]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = summarize(train_all(jobs, args.ranks, add_method), args.ranks, args.rtt, args.rate)
+    link = f"{1e3 * args.rtt:.0f} ms, {args.rate / 1e6:.0f} Mbit/s"
+    print(f"\n{args.ranks} ranks, {args.steps} steps, {args.seeds} seeds; modelled link: {link}\n")
+    show(rows)
+    if args.json:
+        report = {name: getattr(args, name) for name in ("ranks", "steps", "seeds", "rtt", "rate")} | {"rows": rows}
+        args.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
