@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import codec.torch
 from support.faults import KILLED
@@ -170,3 +171,25 @@ def test_wrong_groups_are_refused():
     assert [kind for kind, _ in first + second] == ["ArgumentError"] * 3
     assert "this rank is not in the group" in second[1][1]
     assert a == b
+
+
+def _sites(rank, size):
+    """Ranks 0, 1 and 2, 3 average gradients in every step; 0, 2 and 1, 3 take local steps."""
+    within, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    across, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    model = net()
+    optimizer = adam(model)
+    ddp = DistributedDataParallel(model, process_group=within)
+    local = codec.torch.LocalSteps(ddp.module, optimizer, every=4, warmup=2, group=across)
+    train(ddp, optimizer, rank, range(9), local.step)
+    apart = parameter_bytes(model)
+    local.finish()
+    return apart, parameter_bytes(model)
+
+
+@pytest.mark.nightly
+def test_sites_take_local_steps_of_distributed_data_parallel():
+    found = run_ranks(4, _sites)
+    apart = [a for a, _ in found]
+    assert apart[0] == apart[1] != apart[2] == apart[3]
+    assert len({end for _, end in found}) == 1
