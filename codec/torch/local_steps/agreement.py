@@ -142,7 +142,7 @@ def _arguments(rank: int, head: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _position(rank: int, found: Any) -> Position:
-    numbers: list[Any] = cast(list[Any], found) if isinstance(found, list) else []
+    numbers = list[Any](found if isinstance(found, list) else [])
     if [type(x) for x in numbers] != [int, int, str]:
         raise PeerError(f"rank {rank} has sent no position of LocalSteps: use the same version on all ranks")
     return Position(*numbers)

@@ -185,9 +185,9 @@ class LocalSteps:
         Parameters
         ----------
         exact : bool
-            True: send the changes and all residuals lossless. Parameters are then the exact mean (in float32) with all
-            that frames have lost before, and no residual is left: the model's state dict is a complete checkpoint for
-            any number of ranks, except for an outer optimizer.
+            True: send the changes and all residuals lossless. The mean change is then exact (in float32), with all that
+            frames have lost before, and no residual is left: the model's state dict is a complete checkpoint for any
+            number of ranks, except for an outer optimizer.
 
         Raises
         ------

@@ -45,7 +45,7 @@ def problem_of(optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> Pr
 def average_gradients(
     parameters: Parameters, ranks: Ranks, spec: Spec, problem: Problem | None, stream: int = 0
 ) -> None:
-    """Replace the gradients by their means over all ranks, or remove them if a rank skips this step.
+    """Replace the gradients by their means over all ranks, or remove them if another rank skips this step.
 
     A missing gradient counts as zeros. It stays missing if no rank has one.
 
@@ -78,8 +78,9 @@ def average_gradients(
     try:
         ranks.mean(view(flat, segments=shapes), spec, problem, stream=stream)
     except SkippedStep:
-        for p in parameters.values():
-            p.grad = None
+        if problem is None:  # otherwise this rank's own optimizer takes no step, and gradients may be wanted later
+            for p in parameters.values():
+                p.grad = None
         return
     for p, part in zip(parameters.values(), parts, strict=True):
         if p.grad is not None:

@@ -222,6 +222,20 @@ def test_all_ranks_skip_a_step_that_a_grad_scaler_skips(pool, how):
     assert a[3] == a[4]  # rank 0 alone has not moved in step 4
 
 
+def _without_optimizer_step(rank, size):
+    model = net()
+    optimizer = adam(model)
+    local = local_steps(model, optimizer, warmup=2)
+    model(torch.ones(1, 12)).sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    local.step()
+    return all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+
+
+def test_gradients_stay_if_no_rank_steps_in_the_warmup(pool):
+    assert pool.run(_without_optimizer_step) == [True, True]
+
+
 # Models
 
 
@@ -264,6 +278,7 @@ class Mixed(nn.Module):
         self.conv = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm1d(8)
         self.register_buffer("mask", torch.full((3,), -torch.inf))
+        self.register_buffer("nothing", torch.empty(0))
         self.register_buffer("cache", torch.zeros(2), persistent=False)
 
     def forward(self, x):
