@@ -142,7 +142,7 @@ def _arguments(rank: int, head: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _position(rank: int, found: Any) -> Position:
-    numbers = list[Any](found if isinstance(found, list) else [])
+    numbers = cast(list[Any], found if isinstance(found, list) else [])
     if [type(x) for x in numbers] != [int, int, str]:
         raise PeerError(f"rank {rank} has sent no position of LocalSteps: use the same version on all ranks")
     return Position(*numbers)
@@ -150,10 +150,15 @@ def _position(rank: int, found: Any) -> Position:
 
 def _difference(name: str, theirs: Any, first: Any) -> str:
     """Return the text of a difference; lists, such as parameters, differ in their first unequal item."""
-    if isinstance(theirs, list) and isinstance(first, list):
-        mine, other = cast(list[Any], theirs), cast(list[Any], first)
-        for a, b in zip(mine, other, strict=False):
-            if a != b:
-                return f"other {name}: {shown(a)} in place of {shown(b)}"
-        return f"{len(mine)} {name}, not the {len(other)}"
-    return f"{name}={shown(theirs)}, not the {name}={shown(first)}"
+    if not isinstance(theirs, list) or not isinstance(first, list):
+        return f"{name}={_text(theirs)}, not the {name}={_text(first)}"
+    mine, other = cast(list[Any], theirs), cast(list[Any], first)
+    for a, b in zip(mine, other, strict=False):
+        if a != b:
+            return f"other {name}: {_text(a)} in place of {_text(b)}"
+    return f"{len(mine)} {name}, not the {len(other)}"
+
+
+def _text(value: Any) -> str:
+    """Return an argument of another rank, maybe a text already, for a message."""
+    return shown(cast(object, value))

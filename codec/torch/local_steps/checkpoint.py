@@ -137,8 +137,13 @@ def _tensors(given: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> 
     return dict(given)
 
 
-def _check(what: str, x: Any, shape: torch.Size, dtype: torch.dtype) -> None:
-    if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.shape != shape or x.dtype != dtype:
+def _check(what: str, x: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
+    if (
+        not isinstance(x, torch.Tensor)
+        or x.layout != torch.strided
+        or tuple(x.shape) != tuple(shape)
+        or x.dtype != dtype
+    ):
         found = f"{tuple(x.shape)}, {x.dtype}" if isinstance(x, torch.Tensor) else shown(x)
         raise StateError(f"{what} has shape and dtype {tuple(shape)}, {dtype}; that of the state is {found}")
     if not bool(x.isfinite().all()):
@@ -173,5 +178,5 @@ def _pending(given: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
     if not 0 <= fragment < len(sizes) or not 0 <= due < _MOST:
         raise StateError(f"'pending' of the state has fragment {fragment} of {len(sizes)} due after step {due}")
     for name in ("mine", "mean"):
-        _check(f"{name!r} of 'pending'", given[name], torch.Size([sizes[fragment]]), torch.float32)
+        _check(f"{name!r} of 'pending'", given[name], (sizes[fragment],), torch.float32)
     return {"fragment": fragment, "due": due, "mine": given["mine"], "mean": given["mean"]}
