@@ -174,7 +174,8 @@ def _pending(given: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
         return {}
     if (names := sorted(map(str, given))) != _PENDING:
         raise StateError(f"'pending' of the state has the entries {_PENDING}, got {names}")
-    fragment, due = plain(given, "fragment", int), plain(given, "due", int)
+    fragment: int = plain(given, "fragment", int)
+    due: int = plain(given, "due", int)
     if not 0 <= fragment < len(sizes) or not 0 <= due < _MOST:
         raise StateError(f"'pending' of the state has fragment {fragment} of {len(sizes)} due after step {due}")
     for name in ("mine", "mean"):
