@@ -1,16 +1,20 @@
 """Local steps whose ranks leave and come: what is kept, what is lost, and what new ranks get."""
 
 import os
+import time
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import codec.torch
-from support.faults import KILLED
+from codec.torch.group.communicator import communicator_of
+from support.faults import KILLED, at_fault_point, die
 from support.local_training import Linear, adam, flat, moved, net, parameter_bytes, push, raised, state_bytes, train
+from support.rank_loss import FAULTY, fault_points, run_with_fault
 from support.ranks import RankPool, run_ranks
 
 LR = 0.01
@@ -193,3 +197,48 @@ def test_sites_take_local_steps_of_distributed_data_parallel():
     apart = [a for a, _ in found]
     assert apart[0] == apart[1] != apart[2] == apart[3]
     assert len({end for _, end in found}) == 1
+
+
+def _prepare(rank, size):
+    """Take steps to the next synchronization: with a new LocalSteps, or with the one of the former group."""
+    if _kept:
+        _kept[2].change_group()
+    else:
+        model = nn.Sequential(net(), nn.BatchNorm1d(3))
+        optimizer = adam(model)
+        with codec.options(timeout=5):
+            _kept[:] = [model, optimizer, codec.torch.LocalSteps(model, optimizer, every=100, spec=HOW["spec"])]
+    model, optimizer, local = _kept
+    train(model, optimizer, rank, range(local.steps, local.steps + 3), local.step)
+
+
+def _count(rank, size):
+    """Return the number of events of a synchronization, and that of the last message."""
+    with at_fault_point(communicator_of(None).channel, -1, None) as events:
+        _kept[2].synchronize()
+    return events.count, events.last_send, parameter_bytes(_kept[0])
+
+
+def _disturbed(rank, size, point, fault):
+    model, _, local = _kept
+    before, begin = (parameter_bytes(model), state_bytes(local)), time.monotonic()
+    with at_fault_point(communicator_of(None).channel, point if rank == FAULTY else -1, fault):
+        error = raised(local.synchronize)
+    if error is not None:
+        assert (parameter_bytes(model), state_bytes(local)) == before
+    return error and error[0], time.monotonic() - begin
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.nightly)])
+def test_rank_that_dies_in_a_synchronization_changes_nothing_on_the_others(count):
+    """Also between the means of buffers and of parameters; the survivors go on with a new rank."""
+    with RankPool(3) as pool:
+        pool.new_group()
+        pool.run(_prepare)
+        events, last_send, _ = pool.run(_count)[FAULTY]
+        pool.run(_prepare)
+        for point in fault_points(events, count):
+            run_with_fault(pool, die, _disturbed, point, voted=point > last_send)
+            pool.new_group()
+            pool.run(_prepare)
+        assert len({bits for *_, bits in pool.run(_count)}) == 1
