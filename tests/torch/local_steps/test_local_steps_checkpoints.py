@@ -9,14 +9,6 @@ import torch
 import codec
 import codec.torch
 from support.local_training import EXACT, adam, net, parameter_bytes, raised, state_bytes, train
-from support.ranks import RankPool
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        ranks.new_group()
-        yield ranks
 
 
 def nesterov(parameters):

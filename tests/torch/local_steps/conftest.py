@@ -1,0 +1,13 @@
+"""Two ranks that all tests of local steps share."""
+
+import pytest
+
+from support.ranks import RankPool
+
+
+@pytest.fixture(scope="package")
+def pool():
+    """Return two ranks with a group, which no test may break."""
+    with RankPool(2) as ranks:
+        ranks.new_group()
+        yield ranks
