@@ -196,7 +196,7 @@ class LocalSteps:
         """
         exact = truth("exact", exact)
         self._begin_call()
-        self._state.land(self._ranks)
+        self._state.leave()  # if the synchronization in flight has failed, this one sends its changes
         some = self._state.fragments if self._steps >= self._settings.warmup else []
         self._state.synchronize(self._ranks, self._steps, some, buffers=True, exact=exact)
         self._apart = False

@@ -149,7 +149,7 @@ class Synchronizer:
         self._apply(pending)
 
     def leave(self) -> None:
-        """End the synchronization in flight, or drop it if it has failed, without a message to other ranks."""
+        """End the synchronization in flight, or drop it if it has failed, as on all ranks, without any message."""
         pending = self.pending
         if pending is None:
             return

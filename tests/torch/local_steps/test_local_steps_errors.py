@@ -49,7 +49,7 @@ def test_nan_on_one_rank_is_an_error_on_all_that_names_the_tensor(pool, how, in_
     assert failed == 2
 
 
-def _poisoned_in_flight(rank, size):
+def _poisoned_in_flight(rank, size, repeat):
     model = net()
     optimizer = adam(model)
     local = codec.torch.LocalSteps(model, optimizer, every=4, delay=2)
@@ -64,7 +64,7 @@ def _poisoned_in_flight(rank, size):
     local.step()
     refused = raised(local.state_dict)
     before = parameter_bytes(model)
-    error = raised(local.step)
+    error = raised(local.synchronize if repeat else local.step)
     assert parameter_bytes(model) == before
     assert without_steps(state_bytes(local)) == shared
     with torch.no_grad():
@@ -73,13 +73,14 @@ def _poisoned_in_flight(rank, size):
     return refused, error, parameter_bytes(model)
 
 
-def test_error_in_flight_is_raised_where_the_mean_is_due(pool):
-    (refused, first, a), (_, second, b) = pool.run(_poisoned_in_flight)
+@pytest.mark.parametrize("repeat", [False, True], ids=["due", "repeated"])
+def test_error_in_flight_is_raised_where_the_mean_is_due_or_repeated(pool, repeat):
+    (refused, first, a), (_, second, b) = pool.run(_poisoned_in_flight, repeat)
     assert refused[0] == "StateError"
     assert "has failed" in refused[1]
     assert first[0] == "PeerError"
     assert second[0] == "ArgumentError"
-    assert "'3.weight' holds NaN or Inf after step 8" in first[1]
+    assert f"'3.weight' holds NaN or Inf after step {9 if repeat else 8}" in first[1]
     assert a == b
 
 
