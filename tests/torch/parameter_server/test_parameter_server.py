@@ -407,7 +407,10 @@ def test_worker_that_dies_leaves_the_others_in_agreement(servers):
             pool.start(_killed, servers, 2, point)
             first, second = (f for f, _ in pool.results([servers, servers + 1]))
             assert first == second, point
-            assert first.count("PeerError") <= 1, point
+            # Each server notices the loss by itself. A step that began there before that fails, and no later one: a
+            # worker that waits in the step on this server gets an error only when the server has noticed. The step that
+            # fails on one server may be an earlier one than that which fails on another (docs/protocol.md, section 16).
+            assert first.count("PeerError") <= servers, point
             failed += first.count("PeerError")
             assert all(list(lost) == [servers + 2] for lost in pool.results(range(servers))), point
             assert pool.results([servers + 2]) == [KILLED]
