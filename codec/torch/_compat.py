@@ -62,6 +62,12 @@ def comm_hooks(model: DistributedDataParallel) -> list[tuple[object, object]]:
     return ddp._comm_hooks
 
 
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the table of a module's own buffers, with those that are None. Changes of the table change the module."""
+    owner: Any = module
+    return owner._buffers
+
+
 _PIPELINING_TESTED = "2.13"  # versions of torch
 # Methods of PipelineStage that CompressedStage overrides, with the parameters that are used by position.
 STAGE_METHODS = {

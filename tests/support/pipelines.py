@@ -22,7 +22,11 @@ SCHEDULES = SINGLE + LOOPED + V_SHAPED
 
 
 class Block(nn.Module):
-    """Layer with dropout and running statistics, which a repeated step must restore."""
+    """Layer with dropout and running statistics, which a repeated step must restore.
+
+    Statistics are written in place (`norm`), assigned (`mean`), None before the first step (`largest`), or appear in
+    the first step (`steps`). `scale` is expanded.
+    """
 
     def __init__(self, seed, dropout):
         super().__init__()
@@ -31,8 +35,22 @@ class Block(nn.Module):
             self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.dropout = nn.Dropout(dropout)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("largest", None, persistent=False)
+        self.register_buffer("scale", torch.ones(()).expand(WIDTH), persistent=False)
+
+    def _observe(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        if hasattr(self, "steps"):
+            self.steps += 1
+        else:
+            self.register_buffer("steps", torch.ones((), dtype=torch.int64), persistent=False)
+        largest = (x.abs() * self.scale).max()
+        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 
     def forward(self, x):
+        if self.training:
+            self._observe(x.detach())
         return x + self.dropout(torch.tanh(self.norm(self.linear(x))))
 
 
@@ -118,8 +136,8 @@ class Pipeline:
         """Return a hash of parameters, momenta, buffers and the state of the generator."""
         h = hashlib.sha256()
         for s in self.stages:
-            for t in s.submod.state_dict().values():
-                h.update(t.numpy().tobytes())
+            for name, t in [*s.submod.named_parameters(), *s.submod.named_buffers()]:
+                h.update(name.encode() + t.detach().numpy().tobytes())
         h.update(torch.get_rng_state().numpy().tobytes())
         return h.hexdigest()
 

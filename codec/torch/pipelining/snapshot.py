@@ -4,6 +4,36 @@ from collections.abc import Iterable
 
 import torch
 
+from codec.torch import _compat
+
+
+class Buffers:
+    """Copy of the buffers of modules.
+
+    A module may write a buffer in place, or assign another tensor to its name, which torch then keeps instead. So a
+    copy has the names of buffers and their tensors, besides the values.
+
+    Parameters
+    ----------
+    modules : iterable of torch.nn.Module
+        Modules, whose submodules are included.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        tables = [_compat.buffers_of(owner) for m in modules for owner in m.modules()]
+        self._tables = [(table, dict(table)) for table in tables]
+        tensors = [b for _, names in self._tables for b in names.values() if b is not None and _writable(b)]
+        self._values = [(b, b.detach().clone()) for b in tensors]
+
+    def restore(self) -> None:
+        """Restore names, tensors and values. Buffers that have appeared since are removed."""
+        for table, names in self._tables:
+            table.clear()
+            table.update(names)
+        with torch.no_grad():
+            for buffer, copy in self._values:
+                buffer.copy_(copy)
+
 
 class Snapshot:
     """Copy of what a step changes, so that a step that failed can be repeated.
@@ -20,7 +50,7 @@ class Snapshot:
         modules = list(modules)
         # A gradient of None needs no copy: call zero_grad() before the step.
         self._gradients = [(p, p.grad, _copy(p.grad)) for m in modules for p in m.parameters()]
-        self._buffers = [(b, b.detach().clone()) for m in modules for b in m.buffers()]
+        self._buffers = Buffers(modules)
         self._cpu = torch.get_rng_state()
         self._devices = [
             (d, torch.get_device_module(d).get_rng_state(d)) for d in dict.fromkeys(devices) if d.type != "cpu"
@@ -33,8 +63,7 @@ class Snapshot:
                 if grad is not None and copy is not None:
                     grad.copy_(copy)
                 p.grad = grad
-            for buffer, copy in self._buffers:
-                buffer.copy_(copy)
+        self._buffers.restore()
         torch.set_rng_state(self._cpu)
         for device, state in self._devices:
             torch.get_device_module(device).set_rng_state(state, device)
@@ -42,3 +71,12 @@ class Snapshot:
 
 def _copy(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if t is None else t.detach().clone()
+
+
+def _writable(buffer: torch.Tensor) -> bool:
+    """Return False for a tensor that no module can write in place: of inference mode, or expanded."""
+    if buffer.is_inference():
+        return False
+    if buffer.layout != torch.strided:
+        return True
+    return not any(n > 1 and stride == 0 for n, stride in zip(buffer.shape, buffer.stride(), strict=True))

@@ -18,6 +18,7 @@ from codec.torch import _compat
 from codec.torch.pipelining import checkpoint
 from codec.torch.pipelining.envelope import Kind
 from codec.torch.pipelining.settings import BACKWARD, FORWARD, Deltas, Specs
+from codec.torch.pipelining.snapshot import Buffers
 from codec.torch.pipelining.stats import PipelineStats, stats_of
 from codec.torch.pipelining.traffic import Traffic
 from codec.torch.reduction.arguments import plain_spec
@@ -102,7 +103,7 @@ class CompressedStage(PipelineStage):
         super().__init__(submodule, stage_index, num_stages, torch.device(device), **stage_arguments)
         _compat.check_stage(self)
         specs = Specs(plain_spec(forward), plain_spec(backward), _deltas_of(activations))
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers of the module to restore
+        self._spoilt: Buffers | None = None  # buffers of the module to restore before the next forward
         # A schedule may place stages on ranks after they are made.
         # not for users: an Attempt commits and rolls back the messages of its stages
         self.traffic = Traffic(
@@ -166,9 +167,20 @@ class CompressedStage(PipelineStage):
         self, num_microbatches: int, args: Any, kwargs: Any = None, *rest: Any, **named: Any
     ) -> Any:
         kwargs, _ = _without_ids(kwargs)
-        # torch runs the module on uninitialized memory to learn shapes, which spoils running statistics.
-        self._buffers = [(b, b.detach().clone()) for b in self.submod.buffers()]
-        return super()._prepare_forward_infra(num_microbatches, args, kwargs, *rest, **named)
+        # torch runs the module on uninitialized memory to learn shapes, which spoils running statistics. It may use
+        # the outputs again before the first forward, so buffers cannot be restored here.
+        self._spoilt = Buffers([self.submod])
+        try:
+            return super()._prepare_forward_infra(num_microbatches, args, kwargs, *rest, **named)
+        except BaseException:
+            self._restore_buffers()
+            raise
+
+    def _restore_buffers(self) -> None:
+        """Undo what torch has done to the module's buffers when it learned shapes."""
+        spoilt, self._spoilt = self._spoilt, None
+        if spoilt is not None:
+            spoilt.restore()
 
     def clear_runtime_states(self) -> None:
         """Begin a run of the schedule."""
@@ -177,10 +189,7 @@ class CompressedStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *rest: Any, **named: Any) -> Any:
         """Receive activations, then compute the output of a micro-batch."""
-        with torch.no_grad():
-            while self._buffers:
-                buffer, copy = self._buffers.pop()
-                buffer.copy_(copy)
+        self._restore_buffers()
         kwargs, ids = _without_ids(kwargs)
         self.traffic.take_ids(fwd_chunk_id, ids)
         self.traffic.receive(Kind.ACTIVATIONS, fwd_chunk_id)

@@ -40,12 +40,17 @@ def ranks():
 
 def _train(rank, size, schedule, epochs, arguments):
     p = Pipeline(schedule, rank, size, **arguments)
-    return p.train(epochs), p.digest()
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
+    try:
+        return p.train(epochs), p.digest()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_lossless_stages_train_as_those_of_torch(ranks, schedule):
-    compressed = ranks.run(_train, schedule, 2, {**LOSSLESS, "static": True})
+    """Shapes that torch learns by running modules on uninitialized memory leave no trace in buffers, either."""
+    compressed = ranks.run(_train, schedule, 2, LOSSLESS)
     assert compressed == ranks.run(_train, schedule, 2, {"plain": True, "static": True})
 
 
@@ -86,8 +91,14 @@ def _train_disturbed(rank, size, schedule, at, arguments):
     return losses, p.checks(), p.memories(), p.digest(), [s.stats().refused_steps for s in p.stages]
 
 
-@pytest.mark.parametrize("at", [0.0, 0.3, 0.999])
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+_FIRST_TWO = [("1F1B", 0.0), ("ZBVZeroBubble", 0.3)]
+_REPEATED = [(s, at) for s in SCHEDULES for at in (0.0, 0.3, 0.999)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "at"),
+    _FIRST_TWO + [pytest.param(*c, marks=pytest.mark.nightly) for c in _REPEATED if c not in _FIRST_TWO],
+)
 def test_repeated_steps_after_damaged_messages_are_bit_identical(ranks, schedule, at):
     stochastic = {"forward": codec.Quantize(4)}
     disturbed = ranks.run(_train_disturbed, schedule, at, stochastic)
