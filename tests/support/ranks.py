@@ -57,12 +57,16 @@ class Rank:
             return True, KILLED
         return succeeded, pickle.loads(result) if succeeded else result
 
-    def resume(self):
-        """Continue the process as soon as it has stopped itself."""
+    def await_stop(self):
+        """Wait until the process has stopped itself, up to ten seconds."""
         stat = Path(f"/proc/{self._process.pid}/stat")
         deadline = time.monotonic() + 10
         while stat.read_text().rpartition(")")[2].split()[0] != "T" and time.monotonic() < deadline:
             time.sleep(0.001)
+
+    def resume(self):
+        """Continue the process as soon as it has stopped itself."""
+        self.await_stop()
         os.kill(self._process.pid, signal.SIGCONT)
 
     def close(self):

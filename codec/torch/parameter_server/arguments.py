@@ -1,6 +1,7 @@
 """Checks of arguments that servers and clients share."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 from codec import ArgumentError
@@ -10,8 +11,15 @@ from codec.torch.group.communicator import key_of
 from codec.torch.point_to_point.endpoint import Endpoint, endpoint_of
 
 
-def endpoint_for(group: Any) -> Endpoint:
+def endpoint_for(group: Any, timeout: timedelta | None) -> Endpoint:
     """Return the endpoint of this rank in a group, of which it must be a member.
+
+    Parameters
+    ----------
+    group : ProcessGroup or None
+        None: all ranks.
+    timeout : timedelta or None
+        Longest wait for the group's store; None: the timeout of the group.
 
     Raises
     ------
@@ -21,7 +29,7 @@ def endpoint_for(group: Any) -> Endpoint:
     key = key_of(group)
     if _compat.rank_not_in_group(key):
         raise ArgumentError("this rank is not of the group")
-    return endpoint_of(key)
+    return endpoint_of(key, None if timeout is None else timeout.total_seconds())
 
 
 def check_ranks(

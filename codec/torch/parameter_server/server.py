@@ -125,7 +125,7 @@ class ParameterServer:
             whole("max_keys", max_keys, 1, (1 << 31) - 1), whole("max_key_nbytes", max_key_nbytes, 0, 1 << 36)
         )
         max_steps = whole("max_steps", max_steps, 1, 1 << 20)
-        self._endpoint: Endpoint = endpoint_for(group)
+        self._endpoint: Endpoint = endpoint_for(group, timeout)
         self._workers = check_ranks("workers", workers, self._endpoint, other=servers)
         check_ranks("servers", servers, self._endpoint, member=True)
         self._seconds = (timeout or self._endpoint.timeout).total_seconds()

@@ -14,12 +14,10 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore
-
 from codec import PeerError
 from codec.torch.group.communicator import protocol_hash
 from codec.torch.point_to_point.tcp import FORKED, PeerConnection
-from codec.torch.transport.gloo import timeout_of
+from codec.torch.transport.gloo import own_store, timeout_of, within
 
 HELLO = struct.Struct("<4s16sqqq")  # magic, token of the listening rank, hash of the protocol's version, rank, tag
 HELLO_MAGIC = b"CDPH"
@@ -27,6 +25,7 @@ ADDRESS = struct.Struct("<q16sH")  # hash of the protocol's version, token, port
 PREFIX = "codec/point-to-point"  # of keys in the group's store
 _TOKEN_NBYTES = 16
 _SIOCGIFADDR = 0x8915  # Linux: address of an interface
+_STORE_SECONDS = 1.0  # time, after the deadline, that the store has for its last answer
 _HELLO_SECONDS = 20.0  # time that a new connection has for its hello
 _MOST_STRANGERS = 256  # connections without a complete hello
 _MOST_WAITING = 16  # connections of one rank and tag that nobody has taken
@@ -179,9 +178,11 @@ class Endpoint:
     ----------
     group : ProcessGroup
         Ranks. Its store has the address of each rank that has an endpoint.
+    seconds : float or None
+        Longest wait for the store; None: the timeout of the group.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, seconds: float | None) -> None:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.timeout: timedelta = timeout_of(group)
@@ -191,10 +192,11 @@ class Endpoint:
         try:
             self._listener = _Listener(self.rank, self.size)
             weakref.finalize(self, self._listener.stop)
-            # a store connection of its own: see codec.torch.transport.gloo.connect
-            self._store: Any = PrefixStore(PREFIX, group.get_group_store().clone())
+            limit = self.timeout.total_seconds() if seconds is None else seconds
+            self._store: Any = own_store(group, PREFIX, limit)
             address = ADDRESS.pack(protocol_hash(), self._listener.token, self._listener.port)
-            self._store.set(str(self.rank), address + self._listener.host.encode())
+            address += self._listener.host.encode()
+            within(limit, lambda: self._store.set(str(self.rank), address))
         except (OSError, RuntimeError) as e:
             raise PeerError(f"rank {self.rank} cannot open a port for other ranks: {e}") from e
 
@@ -267,20 +269,25 @@ class Endpoint:
         with self._listener.arrival:
             self._listener.arrival.notify_all()
 
-    def _address_of(self, peer: int, deadline: float) -> tuple[bytes, int, str]:
-        """Return token, port and host of a rank, once it has an endpoint."""
+    def _stored_address(self, peer: int, deadline: float) -> bytes:
+        """Return what a rank has stored, once it has an endpoint."""
         pause = 0.001
         try:
-            while not self._store.check([str(peer)]):  # a wait in the store could not be interrupted by Ctrl-C
+            while not self._store.check([str(peer)]):  # a wait in the store would block other threads from it
                 if time.monotonic() > deadline:
                     raise PeerError(f"rank {peer} has not begun to communicate in time")
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
-            value: bytes = self._store.get(str(peer))
+            return self._store.get(str(peer))
         except PeerError:
             raise
         except RuntimeError as e:
             raise PeerError(f"the store of the group does not answer: {e}") from e
+
+    def _address_of(self, peer: int, deadline: float) -> tuple[bytes, int, str]:
+        """Return token, port and host of a rank, once it has an endpoint."""
+        left = max(0.0, deadline - time.monotonic())
+        value = within(left + _STORE_SECONDS, lambda: self._stored_address(peer, deadline))
         try:
             version, token, port = ADDRESS.unpack_from(value)
             host = value[ADDRESS.size :].decode()
@@ -304,13 +311,15 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def endpoint_of(group: Any) -> Endpoint:
-    """Return the endpoint of this rank in a group; the first call makes it, and needs no other rank.
+def endpoint_of(group: Any, seconds: float | None = None) -> Endpoint:
+    """Return the endpoint of this rank in a group; the first call makes it, and needs only the host of the store.
 
     Parameters
     ----------
     group : ProcessGroup
         Group of which this rank is a member.
+    seconds : float, optional
+        Longest wait for the store. Default: the timeout of the group.
 
     Raises
     ------
@@ -320,6 +329,6 @@ def endpoint_of(group: Any) -> Endpoint:
     with _endpoints_lock:
         endpoint = _endpoints.get(group)
         if endpoint is None:
-            endpoint = _endpoints[group] = Endpoint(group)
+            endpoint = _endpoints[group] = Endpoint(group, seconds)
     endpoint.check_process()
     return endpoint

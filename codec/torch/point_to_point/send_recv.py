@@ -287,7 +287,7 @@ def _route(call: str, name: str, peer: Any, group: Any, tag: Any, options: CallO
     key = key_of(group)
     if warn_non_member(key, call):
         return None
-    endpoint = endpoint_of(key)
+    endpoint = endpoint_of(key, None if timeout is None else timeout.total_seconds())
     peer = whole(name, peer, 0, endpoint.size - 1)
     if peer == endpoint.rank:
         raise ArgumentError(f"{name} is this rank, {peer}: name another rank of the group")

@@ -1,10 +1,12 @@
 """Connections between the ranks of a group, and their timeouts."""
 
 import os
-from collections.abc import Generator, Iterable
+import threading
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from codec import PeerError
 from codec.arguments import LONGEST_TIMEOUT, SHORTEST_TIMEOUT
 
+T = TypeVar("T")
 Timeout = float | timedelta  # float: seconds
 
 _UNUSED_TAG = 2  # of messages that no rank sends (docs/protocol.md, section 2)
@@ -49,21 +52,63 @@ def batch_scheduling() -> Generator[None]:
                 os.sched_setscheduler(0, os.SCHED_OTHER, parameters)
 
 
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Return the result of a call that uses a store, in a thread that is given up after `seconds`.
+
+    Stores of torch wait for the answers of their host without a limit. A frozen host would keep this rank waiting for
+    ever.
+
+    Raises
+    ------
+    PeerError
+        The call has not returned in time. Its thread ends when the host answers, or breaks the connection.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as e:
+            done.set_exception(e)
+
+    threading.Thread(target=run, name="codec, store", daemon=True).start()
+    try:
+        return done.result(seconds)
+    except TimeoutError:
+        raise PeerError(f"the host of the group's store does not answer within {seconds:g} s") from None
+
+
+def own_store(group: Any, prefix: str, seconds: float) -> PrefixStore:
+    """Return the store of a group, with a connection of its own.
+
+    Over a shared connection, a thread that waits for a key would block all others from the store, also a thread whose
+    group a peer of this rank must make first.
+
+    Raises
+    ------
+    PeerError
+        The host of the store does not answer within `seconds`.
+    """
+    return within(seconds, lambda: PrefixStore(prefix, group.get_group_store().clone()))
+
+
 def connect(group: Any, timeout: timedelta) -> dist.ProcessGroupGloo:
     """Connect the ranks of a group for one channel.
-
-    The store gets a connection of its own. Over a shared one, a thread that waits for a key would block all others from
-    the store, also a thread whose group a peer of this rank must make first.
 
     Raises
     ------
     PeerError
         A rank cannot be reached in time.
     """
-    try:
-        store = PrefixStore("codec", group.get_group_store().clone())
+    seconds = timeout.total_seconds()
+
+    def make() -> dist.ProcessGroupGloo:
         with batch_scheduling():
             return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+
+    try:
+        store = own_store(group, "codec", seconds)
+        return within(2 * seconds, make)  # Gloo waits for each rank in turn, and ends a wait after the timeout
     except RuntimeError as e:
         raise PeerError(f"the ranks of the group cannot be connected: {e}") from e
 
