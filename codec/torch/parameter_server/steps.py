@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from codec import CodecError, PeerError, StateError, Status
@@ -55,12 +55,29 @@ class _Step:
         self.left: set[int] = set()  # workers that have gone on to later steps
 
 
+def _check_keys(keys: Collection[int]) -> None:
+    """Raise StateError for no keys: a step without keys would never end."""
+    if not keys:
+        raise StateError("the request names no key")
+
+
+def _abandoned(worker: int, number: int, *, nonfinite: bool) -> PeerError:
+    """Return the error that other workers get in a step that a worker has abandoned."""
+    text = f"worker {worker} has abandoned step {number}"
+    if nonfinite:
+        return PeerError(f"{text}: it has NaN or Inf", Status.NONFINITE)
+    return PeerError(f"{text} because of an error")
+
+
 class Steps:
     """Steps in flight, and the state of workers. All methods may be called by any thread.
 
     A step expects the workers that take part when its first key is pushed. A key is complete when all of them have
     pushed it. It never completes if one of them was lost, was too late, or abandoned the step before it pushed the key;
     so all workers that pull a key get its value, or none does.
+
+    Each step is one in which some worker takes part at the moment, and a worker takes part in at most `max_steps`. So
+    there are at most `max_steps` times the number of workers, whatever workers send.
 
     Parameters
     ----------
@@ -79,6 +96,8 @@ class Steps:
         self._steps: dict[int, _Step] = {}
         self._ended: OrderedDict[int, Mapping[int, PeerError]] = OrderedDict()
         self._of: dict[int, list[int]] = {w: [] for w in workers}  # steps in which a worker takes part
+        # Steps that a worker has abandoned before they began, and whether because of NaN or Inf; old ones are dropped.
+        self._abandoned: dict[int, OrderedDict[int, bool]] = {w: OrderedDict() for w in workers}
 
     # Workers
 
@@ -94,11 +113,13 @@ class Steps:
             self.state[worker] = state
             if state == "lost":
                 self.reasons[worker] = reason
+            self._of[worker].clear()
             for step in list(self._steps.values()):
                 self._go(step, worker, PeerError(f"worker {worker} {reason}"))
                 step.left.add(worker)
                 self._tidy(step)
-            self._of[worker].clear()
+                if not any(step.number in mine for mine in self._of.values()):
+                    self._steps.pop(step.number, None)  # nobody has got a value: it may begin again without the worker
             self.changed.notify_all()
 
     def abandon(self, worker: int, number: int, *, nonfinite: bool) -> None:
@@ -106,12 +127,15 @@ class Steps:
         with self.changed:
             if number in self._ended:
                 return
-            step = self._joined(worker, number)
-            text = f"worker {worker} has abandoned step {number}"
-            if nonfinite:
-                self._go(step, worker, PeerError(f"{text}: it has NaN or Inf", Status.NONFINITE))
-            else:
-                self._go(step, worker, PeerError(f"{text} because of an error"))
+            step = self._steps.get(number)
+            if step is None:
+                early = self._abandoned[worker]
+                early.setdefault(number, nonfinite)
+                if len(early) > _REMEMBERED:
+                    early.popitem(last=False)
+                return
+            self._check_expected(step, worker)
+            self._go(step, worker, _abandoned(worker, number, nonfinite=nonfinite))
             step.left.add(worker)
             self._tidy(step)
             self.changed.notify_all()
@@ -134,8 +158,9 @@ class Steps:
         Raises
         ------
         StateError
-            The worker has pushed a key before, is too late, or has too many steps in flight.
+            The worker has pushed a key before, is too late, or has too many steps in flight; or there are no frames.
         """
+        _check_keys(frames)
         with self.changed:
             step = self._joined(worker, number)
             for key in frames:
@@ -164,15 +189,16 @@ class Steps:
         Raises
         ------
         StateError
-            The worker has not pushed a key itself, or has pulled it before; or the step has ended.
+            There are no keys, or the worker has not pushed one itself, or has pulled it before; or the step has ended.
         PeerError
             A worker was lost, or has not pushed a key within `seconds`; no worker gets that key then.
         """
+        _check_keys(keys)
         deadline = time.monotonic() + seconds
         with self.changed:
-            step = self._joined(worker, number)
+            step = self._taken_part(worker, number)
             for key in keys:
-                entry = step.entries.get(key)
+                entry = step.entries.get(key) if step is not None else None
                 if entry is None or worker not in entry.pushed:
                     raise StateError(
                         f"worker {worker} pulls {names(key)!r} in step {number} before it has pushed it: the value is "
@@ -180,6 +206,7 @@ class Steps:
                     )
                 if worker in entry.pulled:
                     raise StateError(f"worker {worker} has pulled {names(key)!r} in step {number} before")
+            assert step is not None  # it has the keys
             entries = [step.entries[key] for key in keys]
             while missing := self._missing(step, entries):
                 for w in sorted(missing & step.gone.keys()):
@@ -219,32 +246,58 @@ class Steps:
         if worker in step.expected:
             step.gone.setdefault(worker, reason)
 
-    def _joined(self, worker: int, number: int) -> _Step:
-        """Return a step in which a worker takes part; begin it if it has not begun."""
+    def _taken_part(self, worker: int, number: int) -> _Step | None:
+        """Return a step in which a worker can take part; None if it has not begun.
+
+        Raises
+        ------
+        StateError
+            The step has ended or begun without the worker, or the worker has left it.
+        """
         if number in self._ended:
             cause = self._ended[number].get(worker)
             raise StateError(f"step {number} has ended" + (f": {cause}" if cause else ""))
         step = self._steps.get(number)
-        if step is not None:
-            if worker not in step.expected:
-                raise StateError(
-                    f"step {number} has begun without worker {worker}, which did not take part then: take part from a "
-                    "later step on"
-                )
-            if worker in step.gone:
-                raise StateError(f"{step.gone[worker]} in step {number}: take part from a later step on")
-            if worker in step.left:
-                raise StateError(f"worker {worker} has gone on to later steps than {number}")
+        if step is None:
+            if number in self._abandoned[worker]:
+                raise StateError(f"worker {worker} has abandoned step {number}: take part from a later step on")
+            return None
+        self._check_expected(step, worker)
+        if worker in step.gone:
+            raise StateError(f"{step.gone[worker]} in step {number}: take part from a later step on")
+        if worker in step.left:
+            raise StateError(f"worker {worker} has gone on to later steps than {number}")
+        return step
+
+    @staticmethod
+    def _check_expected(step: _Step, worker: int) -> None:
+        if worker not in step.expected:
+            raise StateError(
+                f"step {step.number} has begun without worker {worker}, which did not take part then: take part from a "
+                "later step on"
+            )
+
+    def _joined(self, worker: int, number: int) -> _Step:
+        """Return a step in which a worker takes part; begin it if it has not begun."""
+        step = self._taken_part(worker, number)
         mine = self._of[worker]
-        if number in mine:
-            assert step is not None
+        if step is not None and number in mine:
             return step
         if len(mine) >= self._max_steps:
             self._go_on(worker, self._steps[mine[0]])
         if step is None:
-            expected = frozenset(w for w, state in self.state.items() if state in ("active", "expected"))
-            step = self._steps[number] = _Step(number, expected)
+            step = self._steps[number] = self._begin(number)
         mine.append(number)
+        return step
+
+    def _begin(self, number: int) -> _Step:
+        """Return a new step, without the workers that have abandoned it."""
+        step = _Step(number, frozenset(w for w, state in self.state.items() if state in ("active", "expected")))
+        for w, early in self._abandoned.items():
+            nonfinite = early.pop(number, None)
+            if nonfinite is not None and w in step.expected:
+                self._go(step, w, _abandoned(w, number, nonfinite=nonfinite))
+                step.left.add(w)
         return step
 
     def _go_on(self, worker: int, oldest: _Step) -> None:
