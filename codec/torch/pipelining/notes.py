@@ -3,11 +3,12 @@
 import json
 from typing import Any, NamedTuple, cast
 
-from codec import CodecError, FrameError, PeerError, StateError
+from codec import CodecError, FrameError, PeerError, StateError, Status
 from codec.stateful.activation.values import ids_of
 from codec.torch.pipelining.end import Aborted, Ids
 
 Samples = dict[int, list[int]]  # ids by edge
+_CODES = frozenset(Status)
 
 
 class Report(NamedTuple):
@@ -17,7 +18,7 @@ class Report(NamedTuple):
     last: bool  # the rank makes no further attempt
     error: str  # "" if the rank was only told that a neighbour has failed
     repeatable: bool  # the step may succeed if it is repeated
-    code: int | None
+    code: int | None  # of the error; None if this version of the library does not know it
     unknown: Samples  # samples whose m is missing or different, by edge
     samples: Ids  # samples of the step that the rank knows, if it reports them
 
@@ -89,7 +90,13 @@ def report_of(data: bytes, rank: int) -> Report:
         unknown = {int(edge): ids_of(ids) for edge, ids in d["unknown"]}
         samples = ids_of(d["samples"])
         return Report(
-            bool(d["failed"]), bool(d["last"]), str(d["error"]), bool(d["repeatable"]), code, unknown, samples
+            bool(d["failed"]),
+            bool(d["last"]),
+            str(d["error"]),
+            bool(d["repeatable"]),
+            code if code in _CODES else None,
+            unknown,
+            samples,
         )
-    except (ValueError, TypeError, KeyError, RecursionError) as e:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as e:
         raise PeerError(f"rank {rank} has sent no valid report of its step: {e}") from e

@@ -97,9 +97,17 @@ VALID = json.loads(Notes().report(last=False, samples=False))
         b"[]",
         b"[" * 100_000,
         *(json.dumps(VALID | wrong).encode() for wrong in ({"unknown": 3}, {"samples": [1 << 70]}, {"code": "x"})),
+        *(json.dumps(VALID | {name: float("inf")}).encode() for name in ("unknown", "samples", "code")),
+        json.dumps(VALID | {"unknown": [[float("inf"), [1]]]}).encode(),
         *(json.dumps({k: v for k, v in VALID.items() if k != name}).encode() for name in VALID),
     ],
 )
 def test_other_bytes_are_no_report(changed):
     with pytest.raises(codec.PeerError, match="no valid report"):
         report_of(changed, 1)
+
+
+@pytest.mark.parametrize("code", [99, -1, 1 << 70, "99"])
+def test_code_that_is_no_status_is_none(code):
+    report = report_of(json.dumps(VALID | {"code": code}).encode(), 1)
+    assert report.code is None
