@@ -7,7 +7,7 @@ import numpy as np
 from codec.decoding import decode
 from codec.encoding import bound, encode
 from codec.errors import ArgumentError
-from codec.inspection import inspect
+from codec.inspection import inspect, verify
 from codec.specs import Quantize
 
 Bits = np.ndarray[Any, Any]
@@ -112,8 +112,10 @@ def check_entry(entry: Bytes, dtype: str, n: int) -> None:
         They are not.
     """
     if dtype == "8bit":
-        if inspect(entry).shape != (n,):
-            raise ArgumentError(f"its frame does not have {n} values")
-        unpack(entry, dtype, np.empty(n, np.float32))
-    if len(entry) > largest_nbytes(dtype, n) or (dtype != "8bit" and len(entry) != largest_nbytes(dtype, n)):
+        info = inspect(entry)
+        if (info.spec, info.dtype, info.shape) != (EIGHT_BIT, "float32", (n,)):
+            raise ArgumentError(f"its frame is not one of {n} float32 values in 8 bits")
+        verify(entry)
+    largest = largest_nbytes(dtype, n)
+    if len(entry) > largest or (dtype != "8bit" and len(entry) != largest):
         raise ArgumentError(f"it has {len(entry)} bytes for {n} values")

@@ -1,6 +1,9 @@
 """Files of fixed-size slots for entries, each with a checksum over its contents."""
 
+import errno
 import os
+import re
+import stat
 import struct
 import weakref
 import zlib
@@ -14,13 +17,29 @@ from codec.stateful.activation.message import ENTRY_CODES
 
 MAGIC = b"CODS"
 VERSION = 1
-SUFFIX = ".slots"
+_NAME = re.compile(r"([1-9][0-9]*)\.slots")  # number of values of a sample
+_MOST_VALUES = 1 << 48  # of a sample
 _FILE_HEAD = struct.Struct("<4sIIIQQQ")  # magic, version, dtype of entries, zero, edge, values, size of a slot
 _SLOT_HEAD = struct.Struct("<qQQII28x")  # sample, check, visits, size and CRC of the entry, zeros
 _START = 4096  # offset of the first slot
 _CRC = struct.Struct("<I")
 _HEAD = 64  # size of a slot's head in bytes; its last 4 bytes are its CRC
 _PAGE = 4096
+
+
+def slot_files(folder: Path) -> list[tuple[int, Path]]:
+    """Return the files of slots in a folder, with the numbers of values in their names, which ascend."""
+    found: list[tuple[int, Path]] = []
+    for path in folder.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match and len(match[1]) <= 15 and int(match[1]) <= _MOST_VALUES:
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def slot_file(folder: Path, n: int) -> Path:
+    """Return the path of the file of slots for `n` values."""
+    return folder / f"{n}.slots"
 
 
 class SlotHead(NamedTuple):
@@ -63,11 +82,9 @@ class SlotFile:
     """
 
     def __init__(self, path: Path, dtype: str, edge: int, n: int, writable: bool = True) -> None:
-        self.path, self.n = path, n
+        self.path, self.n, self._dtype = path, n, dtype
         self.slot_nbytes = _slot_nbytes(largest_nbytes(dtype, n))
-        self._fd = os.open(
-            path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC if writable else os.O_RDONLY | os.O_CLOEXEC, 0o600
-        )
+        self._fd = _open(path, os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY)
         try:
             self._check(_file_head(dtype, edge, n, self.slot_nbytes), writable)
             size = max(0, os.fstat(self._fd).st_size - _START)
@@ -113,6 +130,8 @@ class SlotFile:
         head = _parsed(bytes(head_bytes))
         if head is None or (head.sample, head.check) != (sample, check) or head.nbytes > len(memory):
             return None
+        if self._dtype != "8bit" and head.nbytes != largest_nbytes(self._dtype, self.n):
+            return None  # memory behind the entry would become m
         entry = memory[: head.nbytes]
         while got < _HEAD + head.nbytes:
             more = os.preadv(self._fd, [entry[got - _HEAD :].data], self._at(slot) + got) if got >= _HEAD else 0
@@ -122,9 +141,29 @@ class SlotFile:
         return entry if zlib.crc32(entry.data) == head.crc else None
 
     def heads(self) -> Iterator[tuple[int, SlotHead | None]]:
-        """Yield all slots with their heads; None for those that hold no entry. Contents are not read."""
-        for slot in range(self.count):
-            yield slot, _parsed(os.pread(self._fd, _HEAD, self._at(slot)))
+        """Yield slots with their heads; None for those that hold no entry. Contents are not read.
+
+        Slots without data on the disk, of which a sparse file may have any number, are skipped. At the end of the file
+        they are no slots any more.
+        """
+        slot = 0
+        while slot < self.count:
+            head = os.pread(self._fd, _HEAD, self._at(slot))
+            yield slot, _parsed(head)
+            slot += 1
+            if not head.strip(b"\0"):
+                slot = self._next_with_data(slot)
+
+    def _next_with_data(self, slot: int) -> int:
+        """Return the first slot from `slot` on that has data; `count` becomes `slot` if none has."""
+        try:
+            at = os.lseek(self._fd, self._at(slot), os.SEEK_DATA)
+        except OSError as e:
+            if e.errno != errno.ENXIO:
+                raise
+            self.count = slot
+            return slot
+        return max(slot, (at - _START) // self.slot_nbytes)
 
     def _at(self, slot: int) -> int:
         return _START + slot * self.slot_nbytes
@@ -134,9 +173,9 @@ class SlotFile:
         if found == expected:
             return
         if found.strip(b"\0"):
-            if found[: len(MAGIC)] != MAGIC:
+            if not MAGIC.startswith(found[: len(MAGIC)]):  # a crash may have left a part of the head
                 raise StateError(f"{self.path} is not a file of activations")
-            if _crc_matches(found):
+            if len(found) == len(expected) and _crc_matches(found):
                 raise StateError(f"{self.path} belongs to another edge or version, or has entries of another dtype")
         if not writable:
             raise StateError(f"the head of {self.path} is damaged")
@@ -154,15 +193,27 @@ def described(path: Path) -> tuple[str, int, int]:
     OSError
         It cannot be read.
     """
-    with path.open("rb") as file:
-        head = file.read(_FILE_HEAD.size + _CRC.size)
+    fd = _open(path, os.O_RDONLY)
+    try:
+        head = os.pread(fd, _FILE_HEAD.size + _CRC.size, 0)
+    finally:
+        os.close(fd)
     if len(head) == _FILE_HEAD.size + _CRC.size and _crc_matches(head):
         magic, version, code, _, edge, n, _ = cast(
             tuple[bytes, int, int, int, int, int, int], _FILE_HEAD.unpack(head[: _FILE_HEAD.size])
         )
-        if magic == MAGIC and version == VERSION and code < len(ENTRY_CODES):
+        if magic == MAGIC and version == VERSION and code < len(ENTRY_CODES) and 0 < n <= _MOST_VALUES:
             return ENTRY_CODES[code], edge, n
     raise StateError(f"{path} is not a file of activations, or its head is damaged")
+
+
+def _open(path: Path, flags: int) -> int:
+    """Open a regular file; a pipe or a device, which may block, is a StateError."""
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o600)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise StateError(f"{path} is not a regular file")
 
 
 def _file_head(dtype: str, edge: int, n: int, slot_nbytes: int) -> bytes:

@@ -14,7 +14,7 @@ import numpy as np
 
 from codec.errors import CodecError, StateError
 from codec.stateful.activation.entries import Bytes, Entry, Floats, check_entry, largest_nbytes, pack, unpack
-from codec.stateful.activation.slots import SUFFIX, SlotFile
+from codec.stateful.activation.slots import SlotFile, slot_file, slot_files
 
 MOST_NBYTES = 256 << 20  # bytes that wait to be written; also bytes that are read ahead
 
@@ -81,12 +81,11 @@ class FileStore:
         self._ahead: dict[int, _Ahead] = {}
         self._waiting = self._reading = 0  # bytes of `_writes` and of `_ahead`
         self._spare: list[Bytes] = []
-        self._warned = False
+        self._warned = self._closed = False
         self.found: dict[int, Entry] = {}
         try:
-            for file in sorted(path.glob(f"*{SUFFIX}")):
-                if file.stem.isdecimal():
-                    self._load(self._file(int(file.stem)))
+            for n, _ in slot_files(path):
+                self._load(self._file(n))
         except BaseException:
             self._release()
             raise
@@ -94,6 +93,7 @@ class FileStore:
 
     def read(self, sample: int, row: Floats) -> bool:
         """Write a sample's m to a row of as many values. Return False if the entry is damaged; `row` is undefined."""
+        self._check_open()
         self._settle()
         place = self._places.get(sample)
         if place is None or place.file.n != len(row):
@@ -126,6 +126,7 @@ class FileStore:
 
     def delete(self, sample: int) -> None:
         """Remove a sample's entry, if there is one."""
+        self._check_open()
         self._drop_ahead(sample)
         self._pending.pop(sample, None)
         place = self._places.pop(sample, None)
@@ -152,6 +153,7 @@ class FileStore:
 
     def prefetch(self, samples: Iterable[int]) -> None:
         """Begin to read the entries of samples, which :meth:`read` then waits for."""
+        self._check_open()
         self._settle()
         for sample in samples:
             place = self._places.get(sample)
@@ -166,12 +168,14 @@ class FileStore:
 
     def flush(self) -> None:
         """Wait until the disk has all entries."""
+        self._check_open()
         self._settle(0)
         for file in self._files.values():
             self._submit(file.sync).result()
 
     def close(self) -> None:
         """Write all entries, and close the files."""
+        self._closed = True
         if os.getpid() == self._pid:
             self._settle(0)
             self._executor.shutdown()
@@ -199,6 +203,7 @@ class FileStore:
             return None, None
 
     def _write(self, sample: int, entry: Entry, contents: Bytes, memory: Bytes) -> None:
+        self._check_open()
         self._drop_ahead(sample)
         place = self._places.get(sample)
         if place is not None and place.file.n != entry.n:
@@ -241,6 +246,10 @@ class FileStore:
                 del self._places[write.sample]
                 write.place.file.release(write.place.slot)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError(f"{self._path} is closed: open it by a new object")
+
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if os.getpid() != self._pid:
             raise StateError(f"{self._path} was opened by another process: open it after fork()")
@@ -248,7 +257,7 @@ class FileStore:
 
     def _file(self, n: int) -> SlotFile:
         if n not in self._files:
-            self._files[n] = SlotFile(self._path / f"{n}{SUFFIX}", self._dtype, self._edge, n)
+            self._files[n] = SlotFile(slot_file(self._path, n), self._dtype, self._edge, n)
         return self._files[n]
 
     def _load(self, file: SlotFile) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from codec.arguments import shown
-from codec.errors import ArgumentError, StateError
-from codec.stateful.activation.entries import largest_nbytes
-from codec.stateful.activation.slots import SUFFIX, SlotFile, described
+from codec.errors import ArgumentError, CodecError, StateError
+from codec.stateful.activation.entries import Bytes, check_entry, largest_nbytes
+from codec.stateful.activation.slots import SlotFile, described, slot_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def inspect_store(folder: str | PathLike[str], *, verify: bool = False) -> Store
     """
     try:
         path = Path(folder)
-        paths = sorted((p for p in path.glob(f"*{SUFFIX}") if p.stem.isdecimal()), key=lambda p: int(p.stem))
+        paths = [p for _, p in slot_files(path)]
         if not paths:
             raise ArgumentError(f"{folder} has no files of activations")
         kinds = [described(p) for p in paths]
@@ -112,7 +112,7 @@ def inspect_store(folder: str | PathLike[str], *, verify: bool = False) -> Store
 def is_store(path: str) -> bool:
     """Return True for a folder that has files of activations."""
     try:
-        return any(p.stem.isdecimal() for p in Path(path).glob(f"*{SUFFIX}"))
+        return bool(slot_files(Path(path)))
     except (OSError, ValueError):
         return False
 
@@ -120,11 +120,23 @@ def is_store(path: str) -> bool:
 def _counts(file: SlotFile, dtype: str, verify: bool) -> tuple[int, int, int, int]:
     """Return the samples of a file, the sizes of their entries, their visits, and the damaged ones, as sums."""
     samples = nbytes = visits = damaged = 0
-    most = min(largest_nbytes(dtype, file.n), file.path.stat().st_size)
+    # a sparse file may be larger than its data
+    most = min(largest_nbytes(dtype, file.n), 512 * file.path.stat().st_blocks)
     memory = np.empty(most, np.uint8) if verify else None
     for slot, head in file.heads():
         if head is not None:
             samples, nbytes, visits = samples + 1, nbytes + head.nbytes, visits + head.visits
-            damaged += memory is not None and file.read(slot, head.sample, head.check, memory) is None
+            if memory is not None:
+                damaged += not _is_entry(file.read(slot, head.sample, head.check, memory), dtype, file.n)
     file.close()
     return samples, nbytes, visits, damaged
+
+
+def _is_entry(contents: Bytes | None, dtype: str, n: int) -> bool:
+    """Return True for the bytes of an undamaged entry; None: a checksum is wrong."""
+    try:
+        if contents is not None:
+            check_entry(contents, dtype, n)
+        return contents is not None
+    except CodecError:
+        return False
