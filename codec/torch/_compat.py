@@ -81,7 +81,17 @@ STAGE_METHODS = {
     # Private. The first step passes keywords of schedule.step() to the module, to learn the shapes of its outputs.
     "_prepare_forward_infra": ("num_microbatches", "args", "kwargs"),
 }
-STAGE_ATTRIBUTES = ("has_backward", "group", "group_rank", "stage_index_to_group_rank", "submod")  # of an instance
+STAGE_ATTRIBUTES = (  # of an instance
+    "has_backward",
+    "group",
+    "group_rank",
+    "stage_index_to_group_rank",
+    "submod",
+    "args_recv_info",
+    "grad_recv_info",
+    "fwd_cache",
+    "bwd_cache",
+)
 
 
 def check_stage_class(stage_class: type) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,14 @@ from codec import ActivationDelta, ArgumentError, CallOptions, Status
 from codec.stateful.activation.message import Kind as DeltaKind
 from codec.stateful.activation.message import parse
 from codec.stateful.activation.values import shown_samples
-from codec.torch.pipelining.envelope import MOST_TENSORS, Kind, Place, envelope_nbytes, pack, unpack
+from codec.torch.pipelining.envelope import MOST_TENSORS, Kind, Place, Shape, envelope_nbytes, pack, unpack
 from codec.torch.pipelining.host import on_host, write
 from codec.torch.pipelining.settings import LOSSLESS, Specs
 from codec.torch.reduction.arguments import NAMES
 
 Ids = list[int]
+_MOST_NBYTES = 1 << 30  # bytes of activations of another shape than those before, unless these are as large
+_GROWTH = 4
 
 
 class Aborted(Exception):
@@ -65,15 +68,18 @@ class End:
         """State of all tensors so far."""
         return self._deltas
 
-    def max_nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Return the upper bound of the size of a message that holds tensors like these."""
-        total = envelope_nbytes(len(tensors))
+    def max_nbytes(self, kind: Kind, tensors: Sequence[torch.Tensor]) -> int:
+        """Return the upper bound of the size of a message that holds tensors like these.
+
+        Activations may have other shapes, within the limit of :meth:`decode`.
+        """
+        total = envelope_nbytes(t.shape for t in tensors)
         for i, t in enumerate(tensors):
             if t.dtype in NAMES:
                 total += self.delta(i).bound(t.shape, t.dtype)
             else:
                 total += codec.bound(t.shape, t.dtype, LOSSLESS)
-        return total
+        return total if kind == Kind.GRADIENTS else max(_MOST_NBYTES, _GROWTH * total)
 
     def encode(self, kind: Kind, tensors: Sequence[torch.Tensor], place: Place, samples: Ids | None) -> bytes:
         """Return the message that sends tensors.
@@ -95,15 +101,20 @@ class End:
             A tensor cannot be encoded, such as a gradient with NaN.
         """
         part = self._gradient_part if kind == Kind.GRADIENTS else self._activation_part
-        message = pack(kind, place, [part(i, on_host(t), samples) for i, t in enumerate(tensors)])
+        parts = [part(i, on_host(t), samples) for i, t in enumerate(tensors)]
+        message = pack(kind, place, [tuple(t.shape) for t in tensors], parts)
         self.sent[kind] += len(message)
         self.sent_raw_nbytes += sum(t.nbytes for t in tensors)
         return message
 
     def decode(
-        self, kind: Kind, message: bytes, outputs: Sequence[torch.Tensor], place: Place, samples: Ids | None
+        self, kind: Kind, message: bytes, outputs: list[torch.Tensor], place: Place, samples: Ids | None
     ) -> Ids | None:
         """Write the tensors of a message.
+
+        Activations may have other shapes than `outputs`, with as many dimensions: batches and sequences have different
+        lengths. Such an output is replaced by a new tensor, also if an error follows, so that the step goes on with
+        tensors of the right shape. It may have at most the larger of 1 GiB and 4 times the bytes of the output.
 
         Parameters
         ----------
@@ -111,8 +122,8 @@ class End:
             As for :meth:`encode`.
         message : bytes
             Message of the neighbour.
-        outputs : sequence of torch.Tensor
-            Tensors to be written.
+        outputs : list of torch.Tensor
+            Tensors to be written, some of which are replaced.
         samples : list of int or None
             Ids that the message must have; None: any.
 
@@ -129,11 +140,15 @@ class End:
             The message is damaged, refers to another m, or belongs to another place. ``item`` of a StateError has the
             ids of samples whose m is missing or different.
         """
-        parts = unpack(message, kind, place, len(outputs))
-        if parts is None:
+        contents = unpack(message, kind, place, len(outputs))
+        for i, shape in enumerate(contents.shapes):
+            if _may_become(kind, outputs[i], shape):
+                outputs[i] = torch.empty(shape, dtype=outputs[i].dtype, device=outputs[i].device)
+        if contents.parts is None:
             raise Aborted
+        self._check_shapes(kind, outputs, contents.shapes)
         found: Ids | None = None
-        for i, (part, output) in enumerate(zip(parts, outputs, strict=True)):
+        for i, (part, output) in enumerate(zip(contents.parts, outputs, strict=True)):
             if output.dtype in NAMES and kind == Kind.ACTIVATIONS:
                 found = self._samples_of(part, samples) or found
             self._write(kind, i, part, output)
@@ -188,6 +203,16 @@ class End:
             raise ArgumentError(f"the gradient of edge {self.edge} has NaN or Inf", Status.NONFINITE)
         return message
 
+    def _check_shapes(self, kind: Kind, outputs: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> None:
+        """Raise ArgumentError unless outputs have the shapes of a message."""
+        for output, shape in zip(outputs, shapes, strict=True):
+            if output.shape != shape:
+                raise ArgumentError(
+                    f"edge {self.edge} has sent {kind.name.lower()} of shape {shape} where {tuple(output.shape)} is "
+                    "expected: gradients have the shape of the activations, and activations the number of dimensions "
+                    "of the first ones"
+                )
+
     def _samples_of(self, part: memoryview, expected: Ids | None) -> Ids:
         found: Ids = parse(np.frombuffer(part, np.uint8)).samples.tolist()
         if expected is not None and found and found != expected:
@@ -207,3 +232,10 @@ class End:
                 self.delta(index).decode(part, out=out, options=self._options)
 
         write(output, decode)
+
+
+def _may_become(kind: Kind, output: torch.Tensor, shape: Shape) -> bool:
+    """Return True for activations of another shape than those before, in which they may be received."""
+    if kind == Kind.GRADIENTS or output.shape == shape or len(shape) != output.dim():
+        return False
+    return prod(shape) * output.itemsize <= max(_MOST_NBYTES, _GROWTH * output.nbytes)

@@ -2,16 +2,20 @@
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 from codec import ChecksumError, FrameError, StateError
 
 HEAD = struct.Struct("<4sBBHIQI")  # magic, version, kind, tensors, micro-batch, run, CRC-32 of the rest of the envelope
-SIZE = struct.Struct("<Q")  # bytes of a tensor's part
+RECORD = struct.Struct("<QQ")  # of a tensor: bytes of its part, dimensions; its shape follows
 MAGIC, VERSION = b"CDPL", 1
 MOST_TENSORS = 1 << 8
+_MOST_DIMENSIONS = 64  # of a torch tensor
+_DIMENSION = struct.Struct("<Q")
+
+Shape = tuple[int, ...]
 
 
 class Kind(IntEnum):
@@ -19,7 +23,7 @@ class Kind(IntEnum):
 
     ACTIVATIONS = 0
     GRADIENTS = 1
-    ABORTED = 2  # nothing: the sender has an error, or was sent none itself
+    ABORTED = 2  # no parts: the sender has an error, or was sent none itself
 
 
 class Place(NamedTuple):
@@ -29,21 +33,32 @@ class Place(NamedTuple):
     run: int  # number of the run of the schedule, from 1
 
 
-def pack(kind: Kind, place: Place, parts: Sequence[bytes] = ()) -> bytes:
-    """Return a message with one part for each tensor."""
-    sizes = b"".join(SIZE.pack(len(p)) for p in parts)
-    head = HEAD.pack(MAGIC, VERSION, kind, len(parts), *place, 0)
-    crc = zlib.crc32(sizes, zlib.crc32(head))
-    return b"".join((head[:-4], crc.to_bytes(4, "little"), sizes, *parts))
+class Contents(NamedTuple):
+    """Contents of a message."""
+
+    shapes: list[Shape]  # of the tensors
+    parts: list[memoryview] | None  # None: the sender has aborted the step
 
 
-def envelope_nbytes(tensors: int) -> int:
+def pack(kind: Kind, place: Place, shapes: Sequence[Shape], parts: Sequence[bytes] = ()) -> bytes:
+    """Return a message with tensors of some shapes, and one part for each; no parts if the step is aborted."""
+    sizes = [len(p) for p in parts] or [0] * len(shapes)
+    records = b"".join(
+        RECORD.pack(nbytes, len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
+        for nbytes, shape in zip(sizes, shapes, strict=True)
+    )
+    head = HEAD.pack(MAGIC, VERSION, kind, len(shapes), *place, 0)
+    crc = zlib.crc32(records, zlib.crc32(head))
+    return b"".join((head[:-4], crc.to_bytes(4, "little"), records, *parts))
+
+
+def envelope_nbytes(shapes: Iterable[Shape]) -> int:
     """Return the size of a message without its parts."""
-    return HEAD.size + SIZE.size * tensors
+    return HEAD.size + sum(RECORD.size + _DIMENSION.size * len(shape) for shape in shapes)
 
 
-def unpack(message: bytes, kind: Kind, place: Place, tensors: int) -> list[memoryview] | None:
-    """Return the parts of a message; None if the sender has aborted the step.
+def unpack(message: bytes, kind: Kind, place: Place, tensors: int) -> Contents:
+    """Return the contents of a message.
 
     Parameters
     ----------
@@ -64,14 +79,15 @@ def unpack(message: bytes, kind: Kind, place: Place, tensors: int) -> list[memor
     if len(message) < HEAD.size:
         raise FrameError(f"not a pipeline message: it has {len(message)} bytes")
     magic, version, found, count, chunk, run, stored = HEAD.unpack_from(message)
-    start = HEAD.size + SIZE.size * count
-    if magic != MAGIC or version != VERSION or len(message) < start:
+    if magic != MAGIC or version != VERSION:
         raise FrameError("not a pipeline message of version 1")
+    records, start = _records(message, count)
     crc = zlib.crc32(message[HEAD.size : start], zlib.crc32(message[: HEAD.size - 4] + bytes(4)))
     if crc != stored:
         raise ChecksumError("the pipeline message is damaged: its checksum does not match", None, 0, stored, crc)
-    if found == Kind.ABORTED and (chunk, run) == place:
-        return None
+    shapes = [shape for _, shape in records]
+    if (found, chunk, run, count) == (Kind.ABORTED, *place, tensors):
+        return Contents(shapes, None)
     if (found, chunk, run, count) != (kind, *place, tensors):
         raise StateError(
             f"a message of kind {found}, micro-batch {chunk}, run {run} with {count} tensors arrived where kind "
@@ -79,11 +95,25 @@ def unpack(message: bytes, kind: Kind, place: Place, tensors: int) -> list[memor
             "the same schedule the same number of times"
         )
     parts: list[memoryview] = []
-    for (nbytes,) in SIZE.iter_unpack(message[HEAD.size : start]):
+    for nbytes, _ in records:
         if nbytes > len(message) - start:
             raise FrameError("not a pipeline message: a part is longer than the message")
         parts.append(memoryview(message)[start : start + nbytes])
         start += nbytes
     if start != len(message):
         raise FrameError("not a pipeline message: other bytes follow its parts")
-    return parts
+    return Contents(shapes, parts)
+
+
+def _records(message: bytes, count: int) -> tuple[list[tuple[int, Shape]], int]:
+    """Return the size and the shape of each tensor, and the offset of what follows."""
+    found: list[tuple[int, Shape]] = []
+    at = HEAD.size
+    for _ in range(count):
+        nbytes, dimensions = RECORD.unpack_from(message, at) if at + RECORD.size <= len(message) else (0, len(message))
+        at += RECORD.size
+        if dimensions > min(_MOST_DIMENSIONS, (len(message) - at) // _DIMENSION.size):
+            raise FrameError("not a pipeline message of version 1: it ends in its envelope")
+        found.append((nbytes, struct.unpack_from(f"<{dimensions}Q", message, at)))
+        at += _DIMENSION.size * dimensions
+    return found, at

@@ -192,8 +192,22 @@ class CompressedStage(PipelineStage):
         self._restore_buffers()
         kwargs, ids = _without_ids(kwargs)
         self.traffic.take_ids(fwd_chunk_id, ids)
-        self.traffic.receive(Kind.ACTIVATIONS, fwd_chunk_id)
-        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **named)
+        received = self.traffic.receive(Kind.ACTIVATIONS, fwd_chunk_id)
+        if received:
+            for info, tensor in zip(self.args_recv_info[fwd_chunk_id], received, strict=True):
+                info.buffer = tensor
+        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **named)
+        self._resize_gradients(fwd_chunk_id)
+        return output
+
+    def _resize_gradients(self, chunk: int) -> None:
+        """Give the buffers for gradients the shapes of the outputs, which may change from batch to batch."""
+        outputs: tuple[Any, ...] = self.fwd_cache[chunk][0]
+        stage: Any = self  # torch has no type for these
+        for info, output in zip(stage.grad_recv_info.get(chunk, ()), outputs, strict=False):
+            buffer = info.buffer
+            if buffer is not None and buffer.shape != output.shape:
+                info.buffer = torch.empty(output.shape, dtype=buffer.dtype, device=buffer.device)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **named: Any) -> None:
         """Receive gradients, then compute those of a micro-batch."""
@@ -206,6 +220,13 @@ class CompressedStage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Send gradients. No operation is left for the schedule."""
+        if bwd_chunk_id in self.bwd_cache and not self.is_first:
+            # torch would send zeros of the first step's shape for inputs that have no gradient.
+            inputs = [info.buffer for info in self.args_recv_info[bwd_chunk_id]]
+            gradients = zip(inputs, self.bwd_cache[bwd_chunk_id], strict=True)
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros_like(x) if g is None and x is not None and x.requires_grad else g for x, g in gradients
+            )
         return self._send(Kind.GRADIENTS, bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

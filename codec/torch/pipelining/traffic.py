@@ -123,17 +123,22 @@ class Traffic:
                 message = end.encode(kind, tensors, place, ids)
             except CodecError as e:
                 self._note(e, end)
-        self._sends.append(self._link(end).send(message or pack(Kind.ABORTED, place)))
+        message = message or pack(Kind.ABORTED, place, [tuple(t.shape) for t in tensors])
+        self._sends.append(self._link(end).send(message))
 
     def expect(self, kind: Kind, chunk: int, outputs: Sequence[torch.Tensor]) -> None:
         """Begin to receive the tensors of a micro-batch."""
         end = self._end(outgoing=kind == Kind.GRADIENTS)
-        self._expected[kind, chunk] = outputs, self._link(end).receive(end.max_nbytes(outputs))
+        self._expected[kind, chunk] = outputs, self._link(end).receive(end.max_nbytes(kind, outputs))
 
-    def receive(self, kind: Kind, chunk: int) -> None:
+    def receive(self, kind: Kind, chunk: int) -> list[torch.Tensor]:
         """Write the tensors of a micro-batch to the outputs of :meth:`expect`, zeros if the step has failed.
 
-        It does nothing if nothing is expected: the neighbour is on this rank, or there is none.
+        Returns
+        -------
+        list of torch.Tensor
+            The outputs, or other tensors where activations have other shapes. Empty if nothing is expected: the
+            neighbour is on this rank, or there is none.
 
         Raises
         ------
@@ -141,8 +146,9 @@ class Traffic:
             The neighbour is lost, or does not answer in time.
         """
         if (kind, chunk) not in self._expected:
-            return
-        outputs, work = self._expected.pop((kind, chunk))
+            return []
+        expected, work = self._expected.pop((kind, chunk))
+        outputs = list(expected)
         end, notes = self._end(outgoing=kind == Kind.GRADIENTS), self.notes
         try:
             message = work.result()
@@ -159,6 +165,7 @@ class Traffic:
             self._note(e, end)
             for output in outputs:
                 output.detach().zero_()
+        return outputs
 
     # End of an attempt
 

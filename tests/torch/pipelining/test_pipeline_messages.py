@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 import codec
 from codec.torch.pipelining.end import Aborted
-from codec.torch.pipelining.envelope import Kind, Place, pack, unpack
+from codec.torch.pipelining.envelope import Kind, Place, envelope_nbytes, pack, unpack
 from codec.torch.pipelining.notes import Notes, report_of
 from support.tiers import N_EXAMPLES
 
 PARTS = [b"activation", b"", b"mask" * 9]
+SHAPES = [(2, 5), (), (9, 1, 1 << 40)]
 PLACE = Place(3, 1 << 40)
-WHOLE = pack(Kind.GRADIENTS, PLACE, PARTS)
+WHOLE = pack(Kind.GRADIENTS, PLACE, SHAPES, PARTS)
+ENVELOPE = 24 + 3 * 16 + 5 * 8  # bytes
 
 
 def read(message):
@@ -24,22 +26,28 @@ def read(message):
 
 
 def test_message_has_the_specified_bytes():
-    sizes = struct.pack("<3Q", *map(len, PARTS))
+    records = b"".join(
+        struct.pack(f"<{2 + len(shape)}Q", len(part), len(shape), *shape)
+        for part, shape in zip(PARTS, SHAPES, strict=True)
+    )
     start = b"CDPL" + struct.pack("<BBHIQ", 1, 1, 3, 3, 1 << 40)
-    crc = zlib.crc32(start + bytes(4) + sizes)
-    assert start + struct.pack("<I", crc) + sizes + b"".join(PARTS) == WHOLE
-    assert list(map(bytes, read(WHOLE))) == PARTS
+    crc = zlib.crc32(start + bytes(4) + records)
+    assert start + struct.pack("<I", crc) + records + b"".join(PARTS) == WHOLE
+    assert envelope_nbytes(SHAPES) == len(start + records) + 4 == ENVELOPE
+    found = read(WHOLE)
+    assert found.shapes == SHAPES
+    assert list(map(bytes, found.parts)) == PARTS
 
 
 def test_aborted_message_has_no_parts():
-    message = pack(Kind.ABORTED, PLACE)
-    assert len(message) == 24
-    assert read(message) is None
+    message = pack(Kind.ABORTED, PLACE, SHAPES)
+    assert len(message) == ENVELOPE
+    assert read(message) == (SHAPES, None)
     with pytest.raises(codec.StateError, match="run the same schedule"):
         unpack(message, Kind.GRADIENTS, Place(4, PLACE.run), 3)
 
 
-@given(st.integers(0, 8 * (24 + 8 * len(PARTS)) - 1))
+@given(st.integers(0, 8 * ENVELOPE - 1))
 @settings(max_examples=N_EXAMPLES, deadline=None)
 def test_flipped_bit_of_the_envelope_is_refused(bit):
     changed = bytearray(WHOLE)
@@ -59,10 +67,19 @@ def test_other_bytes_are_refused(message):
 def test_sizes_that_do_not_fit_the_message_are_refused(sizes):
     """Checksums are right: a peer has written these sizes."""
     start = WHOLE[:20]
-    table = struct.pack("<3Q", *sizes)
+    table = b"".join(struct.pack("<2Q", n, 0) for n in sizes)
     crc = struct.pack("<I", zlib.crc32(start + bytes(4) + table))
     with pytest.raises(codec.FrameError, match="part"):
         read(start + crc + table + b"".join(PARTS))
+
+
+@pytest.mark.parametrize("dimensions", [65, 1 << 31, 1 << 63])
+def test_shapes_that_do_not_fit_the_message_are_refused(dimensions):
+    start = WHOLE[:20]
+    table = struct.pack("<2Q", 10, dimensions)
+    crc = struct.pack("<I", zlib.crc32(start + bytes(4) + table))
+    with pytest.raises(codec.FrameError, match="ends in its envelope"):
+        read(start + crc + table + bytes(1000))
 
 
 @pytest.mark.parametrize(
