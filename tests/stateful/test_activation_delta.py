@@ -156,6 +156,27 @@ def test_state_dict_restores_m(through, entries):
     assert bits(exchange(*copies, A + 1, range(4))) == bits(exchange(sender, receiver, A + 1, range(4)))
 
 
+def test_state_dict_of_tensors_passes_torch_load(tmp_path):
+    """torch.load refuses numpy arrays by default. Files, which have checks only, and no samples at all work alike."""
+    sender, receiver = pair()
+    exchange(sender, receiver, A, range(4))
+    in_files = codec.ActivationDelta(store=tmp_path / "store")
+    for delta in (sender, in_files, codec.ActivationDelta()):
+        torch.save(delta.state_dict(like=torch.empty(0)), tmp_path / "saved.pt")
+        saved = torch.load(tmp_path / "saved.pt")
+        assert isinstance(saved["checks"], torch.Tensor)
+        delta.load_state_dict(saved)
+        np.testing.assert_equal({k: np.asarray(v) for k, v in saved.items()}, delta.state_dict())
+    with pytest.raises(codec.ArgumentError, match="like="):
+        sender.state_dict(like=5)
+
+
+@pytest.mark.parametrize("samples", [b"abcd", bytearray(4), {3, 1, 4, 5}, frozenset(range(4))])
+def test_samples_without_order_or_of_bytes_are_refused(samples):
+    with pytest.raises(codec.ArgumentError, match="samples must be a sequence of sample ids"):
+        codec.ActivationDelta().encode(A, samples)
+
+
 def test_activation_of_another_shape_is_sent_raw():
     sender, receiver = pair()
     exchange(sender, receiver, A, range(4))

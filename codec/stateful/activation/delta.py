@@ -400,16 +400,34 @@ class ActivationDelta:
         """
         return self._ledger.checks(ids_of(samples))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, like: Any = None) -> dict[str, Any]:
         """Return the committed m of all samples as copies: a dict of arrays, integers and strings.
 
         Checkpoints need it only to avoid that all samples are sent raw once after a restart. If the other side was
         restarted with another state, the checks of messages tell so.
 
         With files as the store, the dict has the check of each m in its place, and all m are on the disk.
+
+        Parameters
+        ----------
+        like : array or tensor, optional
+            Kind of the arrays. With a torch tensor, ``torch.load`` takes the dict in its default mode, which refuses
+            numpy arrays. Default: numpy.
+
+        Returns
+        -------
+        dict
+            State for :meth:`load_state_dict`.
+
+        Raises
+        ------
+        ArgumentError
+            `like` is no array or tensor.
+        StateError
+            A file cannot be written to the disk.
         """
         self.flush()
-        return state.save(self._ledger, self._traffic.edge)
+        return state.save(self._ledger, self._traffic.edge, like)
 
     def load_state_dict(self, saved: Any) -> None:
         """Replace m of all samples by copies of those in a state dict.

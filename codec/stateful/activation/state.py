@@ -8,7 +8,9 @@ from codec.arguments import shown
 from codec.errors import CodecError, StateError
 from codec.stateful.activation.entries import Bytes, Entry, check_entry
 from codec.stateful.activation.ledger import Ledger
+from codec.stateful.activation.values import bytes_of
 from codec.stateful.checkpoint import VERSION, array_of, opened, plain
+from codec.tensors.view import empty
 
 KIND = "activations"
 _NO_BYTES = np.empty(0, np.uint8)
@@ -21,17 +23,29 @@ class Saved(NamedTuple):
     contents: dict[int, Bytes] | None  # bytes of each entry; None: they are in the files of a store
 
 
-def save(ledger: Ledger, edge: int) -> dict[str, Any]:
-    """Return the committed entries as a state dict of arrays, integers and strings. All arrays are copies."""
+def save(ledger: Ledger, edge: int, like: Any) -> dict[str, Any]:
+    """Return the committed entries as a state dict of arrays, integers and strings. All arrays are copies.
+
+    Parameters
+    ----------
+    ledger : Ledger
+        Committed entries.
+    edge : int
+        Number of the edge.
+    like : array, tensor or None
+        Kind of the arrays; None: numpy.
+    """
     store, entries = ledger.store, ledger.entries
     contents = [_NO_BYTES if store.persistent else store.entry(sample) for sample in entries]
     found = [_NO_BYTES if c is None else c for c in contents]
-    return {
+    head = {
         "version": VERSION,
         "kind": KIND,
         "store": "files" if store.persistent else "ram",
         "edge": edge,
         "dtype": ledger.dtype,
+    }
+    arrays: dict[str, Any] = {
         "samples": np.array(list(entries), np.int64),
         "checks": np.array([e.check for e in entries.values()], np.uint64),
         "numel": np.array([e.n for e in entries.values()], np.int64),
@@ -39,6 +53,16 @@ def save(ledger: Ledger, edge: int) -> dict[str, Any]:
         "nbytes": np.array([len(c) for c in found], np.int64),
         "entries": np.concatenate(found) if found else _NO_BYTES,
     }
+    return head | {name: _of_kind(x, like) for name, x in arrays.items()}
+
+
+def _of_kind(array: Any, like: Any) -> Any:
+    """Return a flat array as one of the kind of `like`."""
+    if like is None:
+        return array
+    found, v = empty(str(array.dtype), array.shape, like)
+    bytes_of(v)[:] = array.view(np.uint8)
+    return found
 
 
 def load(saved: Any, dtype: str, edge: int) -> Saved:

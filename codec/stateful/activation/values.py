@@ -111,8 +111,10 @@ def ids_of(samples: Iterable[Any]) -> list[int]:
     Raises
     ------
     ArgumentError
-        `samples` is not an iterable of integers that int64 can hold.
+        `samples` is not an iterable of integers that int64 can hold; or it is bytes, or a set, which has no order.
     """
+    if isinstance(samples, bytes | bytearray | set | frozenset):
+        raise ArgumentError(f"samples must be a sequence of sample ids in the order of rows, got {shown(samples)}")
     try:
         to_list: Any = getattr(samples, "tolist", None)  # of numpy and torch
         items: Any = list(samples) if to_list is None else to_list()

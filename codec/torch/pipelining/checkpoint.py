@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import torch
+
 from codec import StateError
 from codec.torch.pipelining.end import End
 from codec.torch.pipelining.envelope import MOST_TENSORS
@@ -11,8 +13,9 @@ _VERSION = 1
 
 
 def save(ends: Sequence[End]) -> dict[str, Any]:
-    """Return the state of the deltas of some ends of edges."""
-    return {"version": _VERSION, "edges": {_name(end): [d.state_dict() for d in end.deltas] for end in ends}}
+    """Return the state of the deltas of some ends of edges. Arrays are tensors, which torch.load takes by default."""
+    like = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return {"version": _VERSION, "edges": {_name(end): [d.state_dict(like=like) for d in end.deltas] for end in ends}}
 
 
 def load(ends: Sequence[End], saved: Any) -> None:
