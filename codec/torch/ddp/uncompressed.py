@@ -82,8 +82,9 @@ def _sparse_mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], N
         first_error.error = error
         parts = [first_error(_entries, received[rank], buffer, shape, dims) for rank in range(channel.size)]
     channel.requests.exchange_verdict(first_error.error)
+    all_indices, all_values = torch.cat([i for i, _ in parts], 1), torch.cat([v for _, v in parts])
     total = torch.sparse_coo_tensor(  # pyright: ignore[reportUnknownMemberType] - torch types its arguments in part
-        torch.cat([i for i, _ in parts], 1), torch.cat([v for _, v in parts]), shape, check_invariants=False
+        all_indices, all_values, shape, device="cpu", check_invariants=False
     )
     return (total.coalesce() / channel.size).to(buffer.device)
 
@@ -101,9 +102,12 @@ def _entries(data: bytes, like: torch.Tensor, shape: tuple[int, ...], dims: int)
     n, rest = divmod(len(data), each)
     if rest:
         raise FrameError(f"a rank sent {len(data)} bytes of sparse entries, which have {each} bytes each")
-    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    if data:
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    else:
+        raw = torch.empty(0, dtype=torch.uint8, device="cpu")
     indices = raw[: 8 * dims * n].view(torch.int64).view(dims, n)
-    sizes = torch.tensor(shape[:dims]).view(dims, 1)
+    sizes = torch.tensor(shape[:dims], dtype=torch.int64, device="cpu").view(dims, 1)
     if not ((indices >= 0) & (indices < sizes)).all():
         raise FrameError(f"an index of sparse entries is outside of shape {shape}")
     return indices, raw[8 * dims * n :].view(like.dtype).view(n, *dense)

@@ -72,7 +72,7 @@ class Drift:
 
     def state(self) -> torch.Tensor:
         """Return the measurements as a float64 tensor of shape (measurements, 2)."""
-        return torch.tensor(self.samples, dtype=torch.float64).reshape(-1, 2)
+        return torch.tensor(self.samples, dtype=torch.float64, device="cpu").reshape(-1, 2)
 
     def loaded(self, state: Any) -> "Drift":
         """Return a drift over the same window with the measurements of :meth:`state`; None: without any.

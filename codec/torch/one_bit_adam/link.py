@@ -174,7 +174,7 @@ class Link:
 
     def agree(self, decision: bool) -> bool:
         """Return True on all ranks if any of them decides so; all ranks must call this."""
-        vote = torch.tensor([float(decision)])
+        vote = torch.tensor([float(decision)], dtype=torch.float32, device="cpu")
         all_reduce(vote, op="max", group=self.group, options=self.settings.options)
         return bool(vote.item())
 

@@ -101,4 +101,4 @@ def mean(
 
 def _rounded(limit: float, dtype: torch.dtype) -> float:
     """Return a limit of magnitudes, which must be a value of the tensor's dtype, rounded to it; not to 0."""
-    return torch.tensor(limit, dtype=dtype).item() or limit
+    return torch.tensor(limit, dtype=dtype, device="cpu").item() or limit

@@ -97,7 +97,7 @@ class Session:
                     scale = None if scales is None else scales[name]
                     found[name] = sums.decode_average(value, key.shape, dtype, scale)
                     continue
-                found[name] = torch.empty(key.shape, dtype=dtype)
+                found[name] = torch.empty(key.shape, dtype=dtype, device="cpu")
                 try:
                     codec.decode(value, out=found[name])
                 except ArgumentError as e:

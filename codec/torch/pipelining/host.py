@@ -19,6 +19,6 @@ def write(output: torch.Tensor, decode: Callable[[Any], Any]) -> None:
     if output.device.type == "cpu" and output.is_contiguous():
         decode(output.detach())
     else:
-        out = torch.empty(output.shape, dtype=output.dtype)
+        out = torch.empty(output.shape, dtype=output.dtype, device="cpu")
         decode(out)
         output.detach().copy_(out)

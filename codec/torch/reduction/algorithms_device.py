@@ -96,7 +96,9 @@ class Slots:
         channel.begin(0, lambda: self.first_error.at_once(encode))
         if not r.has_fixed_rate:
             slots = slots[:, :, : _slot_nbytes(self._agreed(max(lengths)))].contiguous()
-        slots.view(torch.int64)[:, :, 0] = torch.tensor(lengths).view(rows, -1).to(slots.device)
+        slots.view(torch.int64)[:, :, 0] = (
+            torch.tensor(lengths, dtype=torch.int64, device="cpu").view(rows, -1).to(slots.device)
+        )
         return slots
 
     def _agreed(self, nbytes: int) -> int:

@@ -239,7 +239,7 @@ def _flat(x: Any) -> Any:
 
 def as_array(x: Any) -> Array:
     """Return a tensor as a flat array, bfloat16 as uint16; it shares memory with a contiguous tensor on the CPU."""
-    t = x.detach() if isinstance(x, torch.Tensor) else torch.as_tensor(np.ascontiguousarray(x))
+    t = x.detach() if isinstance(x, torch.Tensor) else torch.as_tensor(np.ascontiguousarray(x), device="cpu")
     t = cast(torch.Tensor, view(t.cpu()).owner).view(-1)  # contiguous, in host memory
     return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
 

@@ -42,7 +42,7 @@ class DeviceMemory(Memory):
 
     def bring(self, array: Any) -> Any:
         """Return a tensor if it is on this GPU, else a copy of an array or tensor there."""
-        return torch.as_tensor(array).to(self._device)
+        return torch.as_tensor(array, device=self._device)
 
 
 class Term(NamedTuple):

@@ -122,4 +122,4 @@ def close_connections(pg: Any, others: Iterable[int]) -> None:
     """
     for o in others:
         with suppress(RuntimeError):
-            pg.recv([torch.empty(1, dtype=torch.uint8)], o, _UNUSED_TAG).wait(SHORTEST_TIMEOUT)
+            pg.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], o, _UNUSED_TAG).wait(SHORTEST_TIMEOUT)

@@ -35,7 +35,9 @@ def engine_is_usable() -> bool:
 
 def host_memory(nbytes: int, *, pinned: bool) -> Array:
     """Return new memory on the host; `pinned`: page-locked, so that GPUs copy to and from it at full speed."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy() if pinned else np.empty(nbytes, np.uint8)
+    if pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+    return np.empty(nbytes, np.uint8)
 
 
 def in_stream_order(function: Callable[[], T]) -> Callable[[], T]:
