@@ -15,16 +15,16 @@ from codec.specs import SpecLike, Ternary
 from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
 from codec.torch.parameter_server.average import mean, terngrad
 from codec.torch.parameter_server.links import ClientStats
-from codec.torch.parameter_server.messages import INTERNAL, MAX_NAME_NBYTES, MAX_STEP, REDUCES, Key, Reduce
+from codec.torch.parameter_server.messages import DTYPES, INTERNAL, MAX_NAME_NBYTES, MAX_STEP, REDUCES, Key, Reduce
 from codec.torch.parameter_server.session import Session
-from codec.torch.reduction.arguments import NAMES, plain_spec
+from codec.torch.reduction.arguments import plain_spec
 
 
 class ParameterClient:
     """A worker's connections to all parameter servers.
 
-    Methods may be called by any thread; one call runs at a time. Tensors are float32, bfloat16 or float16, on any
-    device. Steps are numbers that rise; all workers push the same keys in the same steps.
+    Methods may be called by any thread; one call runs at a time. Tensors are on any device. Steps are numbers that
+    rise; all workers push the same keys in the same steps.
 
     Parameters
     ----------
@@ -80,6 +80,7 @@ class ParameterClient:
         ----------
         parameters : mapping of str to torch.Tensor or sequence of int
             Tensors, of which dtype and shape are taken, or shapes of float32 tensors, by name. Values are not sent.
+            Dtypes are float32, bfloat16, float16, int8 to int64, and uint8.
 
         Raises
         ------
@@ -93,6 +94,7 @@ class ParameterClient:
             raise ArgumentError(f"the name {wrong[0]!r} begins with a zero byte, as only names of the library do")
         with self._call():
             self._session.register(keys)
+            self._session.devices |= {n: of.device for n, of in parameters.items() if isinstance(of, torch.Tensor)}
 
     def push(self, step: int, tensors: Mapping[str, Any], spec: SpecLike = codec.Lossless()) -> None:  # noqa: B008
         """Send values of this worker for a step.
@@ -101,10 +103,11 @@ class ParameterClient:
         ----------
         step : int
             Number of the step, 0 or more.
-        tensors : mapping of str to torch.Tensor, bytes or buffer
-            Tensors to encode, or frames, by key.
+        tensors : mapping of str to torch.Tensor, float, int, bytes, buffer or None
+            Tensors to encode, by key; numbers for keys of shape (); None for zeros; or frames, which for keys of floats
+            may be uint8 tensors.
         spec : Spec or name of a preset
-            Spec of the tensors' frames.
+            Spec of the frames of float tensors. Integers are sent by Lossless.
 
         Raises
         ------
@@ -132,8 +135,9 @@ class ParameterClient:
             Names. This worker must have pushed them in the step, and can pull each once.
         reduce : {"mean", "max", "decode_average"}
             ``"mean"`` and ``"max"`` decode the frames and return the mean or the maximum of the workers, which the
-            server sends as Lossless frames. ``"decode_average"`` adds the codes of :class:`codec.Ternary` frames with
-            one scale as integers, exactly, which the server sends; the result is float32(sum * (scale / W)).
+            server sends as Lossless frames. Integers have a maximum only. ``"decode_average"`` adds the codes of
+            :class:`codec.Ternary` frames with one scale as integers, exactly, which the server sends; the result is
+            float32(sum * (scale / W)).
 
         Returns
         -------
@@ -145,7 +149,7 @@ class ParameterClient:
         StateError
             A key is not initialized, or was not pushed by this worker, or was pulled before.
         SpecError
-            For ``"decode_average"``, if frames are not of Ternary or have different scales.
+            For ``"decode_average"``, if frames are not of Ternary or have different scales; for ``"mean"`` of integers.
         PeerError
             Another worker was lost or too late, or has abandoned the step; or a server is lost.
         """
@@ -158,7 +162,9 @@ class ParameterClient:
             (values,) = self._session.round(self._session.pull(step, names, reduce))
             return self._session.decoded(values, names, reduce)
 
-    def average(self, step: int, gradients: Mapping[str, torch.Tensor], spec: SpecLike) -> dict[str, torch.Tensor]:
+    def average(
+        self, step: int, gradients: Mapping[str, torch.Tensor | None], spec: SpecLike
+    ) -> dict[str, torch.Tensor]:
         """Return the mean of all workers' gradients: push and pull in one call.
 
         With :class:`codec.Ternary` this is TernGrad's step: workers push the largest magnitude of each gradient and
@@ -173,15 +179,17 @@ class ParameterClient:
         ----------
         step : int
             Number of the step, also for the random bits of the codes.
-        gradients : mapping of str to torch.Tensor
-            Gradients by key; they are not changed. All workers pass the same keys.
+        gradients : mapping of str to torch.Tensor or None
+            Gradients by key; they are not changed. All workers pass the same keys. None, the gradient of a parameter
+            that this worker has not used, counts as zeros.
         spec : Spec or name of a preset
             Such as ``codec.Ternary("base3", clip=2.5)``.
 
         Returns
         -------
         dict of str to torch.Tensor
-            Means, with dtypes and devices of the gradients; the same bits on all workers.
+            Means, with dtypes and devices of the gradients, or of the parameters where gradients are None; the same
+            bits on all workers.
 
         Raises
         ------
@@ -199,17 +207,22 @@ class ParameterClient:
             raise SpecError("workers agree on the scale themselves: leave out scale=")
         with self._call():
             try:
-                for name, gradient in gradients.items():
+                dense = {name: self._session.tensor_of(name, gradient) for name, gradient in gradients.items()}
+                for name, gradient in dense.items():
                     self._session.check(name, gradient)
+                    if not gradient.is_floating_point():
+                        raise ArgumentError(
+                            f"{name!r} is {gradient.dtype}, which has no mean: push it, and pull its max"
+                        )
                 if isinstance(spec, Ternary):
-                    found = terngrad(self._session, step, gradients, spec)
+                    found = terngrad(self._session, step, dense, spec)
                 else:
-                    found = mean(self._session, step, gradients, spec)
+                    found = mean(self._session, step, dense, spec)
             except Exception as e:
                 with suppress(codec.CodecError):
                     self._session.abandon(step, nonfinite=getattr(e, "code", None) == Status.NONFINITE)
                 raise
-            return {name: found[name].to(gradient.device) for name, gradient in gradients.items()}
+            return {name: found[name].to(self._session.device_of(name, given)) for name, given in gradients.items()}
 
     def abandon(self, step: int) -> None:
         """Tell the servers that this worker pushes nothing more in a step: workers that wait for it raise PeerError.
@@ -270,9 +283,9 @@ def _key_of(name: Any, of: Any) -> Key:
     if not isinstance(name, str) or not 0 < len(name.encode(errors="replace")) <= MAX_NAME_NBYTES:
         raise ArgumentError(f"a key must be a str of 1 to {MAX_NAME_NBYTES} bytes, got {shown(name)}")
     if isinstance(of, torch.Tensor):
-        if of.dtype not in NAMES:
-            raise ArgumentError(f"{name!r} is {of.dtype}; keys are float32, bfloat16 or float16")
-        return Key(name, NAMES[of.dtype], tuple(of.shape))
+        if of.dtype not in DTYPES:
+            raise ArgumentError(f"{name!r} is {of.dtype}; keys are {', '.join(DTYPES.values())}")
+        return Key(name, DTYPES[of.dtype], tuple(of.shape))
     try:
         shape = tuple(whole("a dimension", size, 0, 1 << 40) for size in of)
     except TypeError:

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from codec import ArgumentError, CodecError, FrameError, PeerError, SpecError, StateError, Status
 from codec.torch.transport.messages import Array
@@ -20,9 +21,15 @@ TAG = -1  # of the connections between workers and servers
 MAX_STEP = 1 << 62
 MAX_NAME_NBYTES = 1024
 INIT_NBYTES = 1 << 22  # most bytes of a request that registers keys
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # dtypes of keys
+ITEMSIZE = {  # dtypes of keys
+    "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1,
+}  # fmt: skip
+FLOATS = ("float32", "bfloat16", "float16")
+DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ITEMSIZE}
 
-_DTYPES = {"float32": 1, "bfloat16": 3, "float16": 4}  # numbers of docs/format.md, section 3
+_DTYPES = {  # numbers of docs/format.md, section 3
+    "float32": 1, "bfloat16": 3, "float16": 4, "int8": 17, "int16": 18, "int32": 19, "int64": 20, "uint8": 21,
+}  # fmt: skip
 _DTYPE_NAMES = {number: name for name, number in _DTYPES.items()}
 _MAX_RANK = 8
 _MAX_DIMENSION = 1 << 40
@@ -33,6 +40,11 @@ _ERROR_NBYTES = 2000  # most bytes of an error's text
 _ERRORS: tuple[type[CodecError], ...] = (ArgumentError, SpecError, FrameError, StateError, PeerError)  # statuses 1 to 5
 _NONFINITE = 6  # status of a PeerError whose cause is NaN or Inf
 ABANDON_ERROR, ABANDON_NONFINITE = range(2)  # arguments of ABANDON
+
+
+def label(name: str) -> str:
+    """Return the name of a key for messages."""
+    return "the shared scales" if name.startswith(INTERNAL) else repr(name)
 
 
 @dataclass(frozen=True)

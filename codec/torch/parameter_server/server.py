@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 import codec
-from codec import CallOptions, CodecError, PeerError
+from codec import CallOptions, CodecError, PeerError, SpecError
 from codec._options import settings_of
 from codec.arguments import check_timeout, whole
 from codec.torch import _compat
 from codec.torch.parameter_server import messages, sums
 from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
-from codec.torch.parameter_server.messages import ABANDON, CLOSE, INIT, PUSH, REDUCES, TAG, Key, Request
+from codec.torch.parameter_server.messages import ABANDON, CLOSE, FLOATS, INIT, PUSH, REDUCES, TAG, Key, Request
 from codec.torch.parameter_server.steps import Steps
 from codec.torch.parameter_server.table import Table
 from codec.torch.point_to_point.endpoint import Endpoint
@@ -34,7 +34,7 @@ class ServerStats:
     Attributes
     ----------
     keys : int
-        Registered keys.
+        Registered keys, without those of the library.
     steps : int
         Steps that have ended.
     steps_in_flight : int
@@ -283,9 +283,19 @@ def _reduced(frames: Sequence[Array], key: Key, reduce: str) -> tuple[bytes, byt
     try:
         if reduce == "decode_average":
             return sums.encode_average(frames)
+        if key.dtype not in FLOATS:
+            return b"", _largest(frames, key, reduce)
         result = np.empty(key.shape, np.float32)
         codec.reduce(frames, op="max" if reduce == "max" else "mean", out=result)
     except CodecError as e:
-        raise type(e)(f"{key.name!r}: {e}") from e
+        raise type(e)(f"{messages.label(key.name)}: {e}") from e
     dtype: torch.dtype = getattr(torch, key.dtype)
     return b"", bytes(codec.encode(_compat.from_numpy(result).to(dtype)))
+
+
+def _largest(frames: Sequence[Array], key: Key, reduce: str) -> bytes:
+    """Return a frame of the maximum of integers."""
+    if reduce != "max":
+        raise SpecError(f"integers have no mean in {key.dtype}: pull their maximum, or push floats")
+    values = [codec.decode(frame) for frame in frames]
+    return bytes(codec.encode(np.maximum.reduce(values)))

@@ -1,5 +1,6 @@
 """State of a client: registered keys, frames of tensors, requests to the servers of keys."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,9 @@ from codec.arguments import shown
 from codec.torch.group.communicator import hash64
 from codec.torch.parameter_server import messages, sums
 from codec.torch.parameter_server.links import ServerLinks
-from codec.torch.parameter_server.messages import REDUCES, Key, Outgoing, Reduce
+from codec.torch.parameter_server.messages import DTYPES, FLOATS, REDUCES, Key, Outgoing, Reduce
 from codec.torch.parameter_server.table import server_of
 from codec.torch.point_to_point.endpoint import Endpoint
-from codec.torch.reduction.arguments import NAMES
 from codec.torch.transport.messages import Array
 
 
@@ -34,6 +34,7 @@ class Session:
     def __init__(self, endpoint: Endpoint, servers: list[int], seconds: float) -> None:
         self.servers = servers
         self.keys: dict[str, tuple[Key, int]] = {}  # registered keys, and their numbers on their servers
+        self.devices: dict[str, torch.device] = {}  # of the tensors by which keys were registered
         self.links = ServerLinks(endpoint, servers, seconds)
         self._rank = endpoint.rank
 
@@ -54,27 +55,54 @@ class Session:
             raise StateError(f"{shown(name)} is not initialized: call init() with its shape first")
         return self.keys[name]
 
+    def tensor_of(self, name: str, value: Any) -> Any:
+        """Return zeros for None, a tensor for a number, and other values as they are, all in the dtype of a key."""
+        key, _ = self.known(name)
+        dtype: torch.dtype = getattr(torch, key.dtype)
+        if value is None:
+            return torch.zeros(key.shape, dtype=dtype, device="cpu")
+        if not isinstance(value, int | float):
+            return value
+        if key.shape:
+            raise ArgumentError(
+                f"{name!r} has the shape {key.shape}, got the number {value}: numbers need the shape ()"
+            )
+        if not dtype.is_floating_point and not _holds(dtype, value):
+            raise ArgumentError(f"{name!r} is {key.dtype}, which cannot hold {value}")
+        return torch.tensor(value, dtype=dtype, device="cpu")
+
+    def device_of(self, name: str, given: Any) -> torch.device:
+        """Return the device of a mean: that of the gradient, or of the parameter if there is none."""
+        return given.device if isinstance(given, torch.Tensor) else self.devices.get(name, torch.device("cpu"))
+
     def check(self, name: str, tensor: Any) -> None:
         """Raise an error unless a tensor goes with a key."""
         key, _ = self.known(name)
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             raise ArgumentError(f"{name!r} must be a dense torch tensor, got {shown(tensor)}")
-        if NAMES.get(tensor.dtype) != key.dtype or tuple(tensor.shape) != key.shape:
+        if DTYPES.get(tensor.dtype) != key.dtype or tuple(tensor.shape) != key.shape:
             raise ArgumentError(
                 f"{name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}; it was initialized as {key.dtype} of "
                 f"shape {key.shape}"
             )
 
     def frame(self, step: int, name: str, value: Any, spec: codec.Spec) -> Any:
-        """Return the frame of a tensor, or the buffer of a frame that the caller has encoded."""
+        """Return the frame of a tensor, or the buffer of a frame that the caller has encoded.
+
+        A tensor of uint8 for a key of floats holds a frame. Integers are encoded by Lossless, whatever the spec.
+        """
+        value = self.tensor_of(name, value)
+        key, _ = self.known(name)
+        if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and key.dtype in FLOATS:
+            value = value.cpu().contiguous().numpy()
         if not isinstance(value, torch.Tensor):
-            self.known(name)
             try:
                 return memoryview(value).cast("B")
             except (TypeError, ValueError, BufferError):
-                raise ArgumentError(f"{name!r} must be a tensor or a frame, got {shown(value)}") from None
+                raise ArgumentError(f"{name!r} must be a tensor, number or frame, got {shown(value)}") from None
         self.check(name, value)
-        return codec.encode(value.detach().cpu(), spec, stream=self.stream(step, name))
+        how = spec if key.dtype in FLOATS else codec.Lossless()
+        return codec.encode(value.detach().cpu(), how, stream=self.stream(step, name))
 
     def stream(self, step: int, name: str) -> int:
         """Return the stream of random bits of a tensor, which no other worker, step or key has."""
@@ -101,7 +129,7 @@ class Session:
                 try:
                     codec.decode(value, out=found[name])
                 except ArgumentError as e:
-                    raise FrameError(f"server {server} has sent another tensor for {name!r}: {e}") from e
+                    raise FrameError(f"server {server} has sent another tensor for {messages.label(name)}: {e}") from e
         return {name: found[name] for name in names}
 
     def by_server(self, names: Iterable[str]) -> dict[int, list[str]]:
@@ -140,6 +168,12 @@ class Session:
         """Send requests to servers at once; return the values in their replies, or raise the first error of any."""
         limit = sum(key.value_limit + 64 for key, _ in self.keys.values())
         return self.links.round(requests, limit, messages.read_values)
+
+
+def _holds(dtype: torch.dtype, value: float) -> bool:
+    """Return True if a value is an integer that a dtype can hold."""
+    limits = torch.iinfo(dtype)
+    return value == int(value) and limits.min <= value <= limits.max if math.isfinite(value) else False
 
 
 def _batches(keys: Sequence[Key]) -> Iterable[list[Key]]:

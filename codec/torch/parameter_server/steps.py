@@ -165,7 +165,7 @@ class Steps:
             step = self._joined(worker, number)
             for key in frames:
                 if key in step.entries and worker in step.entries[key].pushed:
-                    raise StateError(f"worker {worker} has pushed {names(key)!r} in step {number} before")
+                    raise StateError(f"worker {worker} has pushed {names(key)} in step {number} before")
             for key, frame in frames.items():
                 entry = step.entries.setdefault(key, Entry())
                 entry.frames[worker] = frame
@@ -201,18 +201,18 @@ class Steps:
                 entry = step.entries.get(key) if step is not None else None
                 if entry is None or worker not in entry.pushed:
                     raise StateError(
-                        f"worker {worker} pulls {names(key)!r} in step {number} before it has pushed it: the value is "
+                        f"worker {worker} pulls {names(key)} in step {number} before it has pushed it: the value is "
                         "that of all workers"
                     )
                 if worker in entry.pulled:
-                    raise StateError(f"worker {worker} has pulled {names(key)!r} in step {number} before")
+                    raise StateError(f"worker {worker} has pulled {names(key)} in step {number} before")
             assert step is not None  # it has the keys
             entries = [step.entries[key] for key in keys]
             while missing := self._missing(step, entries):
                 for w in sorted(missing & step.gone.keys()):
                     key = next(k for k, e in zip(keys, entries, strict=True) if w not in e.pushed)
                     cause = step.gone[w]
-                    raise PeerError(f"{cause} before it pushed {names(key)!r} in step {number}", cause.code)
+                    raise PeerError(f"{cause} before it pushed {names(key)} in step {number}", cause.code)
                 left = deadline - time.monotonic()
                 if left > 0:
                     check()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import codec
 from codec import ArgumentError, FrameError, StateError
-from codec.torch.parameter_server.messages import INIT_NBYTES, Key
+from codec.torch.parameter_server.messages import INIT_NBYTES, INTERNAL, Key, label
 from codec.torch.transport.messages import Array
 
 
@@ -21,7 +21,7 @@ class Table:
     Parameters
     ----------
     max_keys : int
-        Most keys.
+        Most keys of the user, and most keys of the library.
     max_key_nbytes : int
         Most bytes of the tensor of a key.
     """
@@ -29,12 +29,14 @@ class Table:
     def __init__(self, max_keys: int, max_key_nbytes: int) -> None:
         self._max_keys, self._max_key_nbytes = max_keys, max_key_nbytes
         self._keys: list[Key] = []
+        self._internal = 0  # keys of the library among them, which users do not count
         self._numbers: dict[str, int] = {}
         self._limit = 0  # bytes of frames of all keys
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._keys)
+        """Return the number of the user's keys."""
+        return len(self._keys) - self._internal
 
     def register(self, keys: Sequence[Key]) -> list[int]:
         """Register keys, all or none, and return their numbers; a key may be registered again with the same shape.
@@ -49,18 +51,20 @@ class Table:
                 known = self._keys[self._numbers[key.name]] if key.name in self._numbers else key
                 if known != key:
                     raise ArgumentError(
-                        f"{key.name!r} was initialized as {known.dtype} of shape {known.shape}, not as {key.dtype} of "
-                        f"shape {key.shape}"
+                        f"{label(key.name)} was initialized as {known.dtype} of shape {known.shape}, not as "
+                        f"{key.dtype} of shape {key.shape}"
                     )
                 if key.nbytes > self._max_key_nbytes:
                     raise ArgumentError(
-                        f"{key.name!r} has {key.nbytes} bytes; the maximum of this server is {self._max_key_nbytes}"
+                        f"{label(key.name)} has {key.nbytes} bytes; the maximum of this server is "
+                        f"{self._max_key_nbytes}"
                     )
             new = {key.name: key for key in keys if key.name not in self._numbers}
-            if len(self._keys) + len(new) > self._max_keys:
-                raise ArgumentError(
-                    f"{len(self._keys) + len(new)} keys are more than the {self._max_keys} that this server allows"
-                )
+            internal = self._internal + sum(name.startswith(INTERNAL) for name in new)
+            most = max(internal, len(self._keys) + len(new) - internal)
+            if most > self._max_keys:
+                raise ArgumentError(f"{most} keys are more than the {self._max_keys} that this server allows")
+            self._internal = internal
             for name, key in new.items():
                 self._numbers[name] = len(self._keys)
                 self._keys.append(key)
@@ -75,7 +79,7 @@ class Table:
 
     def name(self, number: int) -> str:
         """Return the name of a key, for messages."""
-        return self.key(number).name
+        return label(self.key(number).name)
 
     def request_limit(self) -> int:
         """Return the most bytes that a request can have."""
@@ -95,16 +99,18 @@ class Table:
         """
         key = self.key(number)
         if frame.nbytes > key.value_limit:
-            raise FrameError(f"the frame of {key.name!r} has {frame.nbytes} bytes; the maximum is {key.value_limit}")
+            raise FrameError(
+                f"the frame of {label(key.name)} has {frame.nbytes} bytes; the maximum is {key.value_limit}"
+            )
         try:
             info = codec.inspect(frame)
             if (info.dtype, info.shape) != (key.dtype, key.shape):
                 raise ArgumentError(
-                    f"the frame of {key.name!r} is {info.dtype} of shape {info.shape}; it was initialized as "
+                    f"the frame of {label(key.name)} is {info.dtype} of shape {info.shape}; it was initialized as "
                     f"{key.dtype} of shape {key.shape}"
                 )
             codec.verify(frame)
             if codec.inspect(frame).codebook_id is not None:
-                raise FrameError(f"the frame of {key.name!r} needs a codebook, which servers do not have")
+                raise FrameError(f"the frame of {label(key.name)} needs a codebook, which servers do not have")
         except FrameError as e:
-            raise FrameError(f"{key.name!r}: {e}") from e
+            raise FrameError(f"{label(key.name)}: {e}") from e
