@@ -9,9 +9,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from codec import PeerError
@@ -24,7 +25,8 @@ HELLO_MAGIC = b"CDPH"
 ADDRESS = struct.Struct("<q16sH")  # hash of the protocol's version, token, port; the host follows
 PREFIX = "codec/point-to-point"  # of keys in the group's store
 _TOKEN_NBYTES = 16
-_SIOCGIFADDR = 0x8915  # Linux: address of an interface
+_SIOCGIFADDR = 0x8915  # Linux: IPv4 address of an interface
+_LINK_LOCAL = 0x20  # Linux: scope of IPv6 addresses
 _STORE_SECONDS = 1.0  # time, after the deadline, that the store has for its last answer
 _HELLO_SECONDS = 20.0  # time that a new connection has for its hello
 _MOST_STRANGERS = 256  # connections without a complete hello
@@ -35,21 +37,42 @@ _Key = tuple[int, int]  # rank and tag
 
 
 def _host() -> str:
-    """Return the address at which other ranks can reach this one, chosen as Gloo chooses it."""
+    """Return the address at which other ranks can reach this one, of IPv4 or IPv6, chosen as Gloo chooses it."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            try:
-                request = struct.pack("256s", interface[:15].encode())
-                return socket.inet_ntoa(fcntl.ioctl(s.fileno(), _SIOCGIFADDR, request)[20:24])
-            except OSError as e:
-                raise PeerError(f"GLOO_SOCKET_IFNAME={interface}: no such interface with an IPv4 address") from e
+        for address in _addresses(interface):
+            if _can_bind(address):
+                return address
+        raise PeerError(f"GLOO_SOCKET_IFNAME={interface}: no such interface with an address of IPv4 or IPv6")
     with suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            with suppress(OSError), socket.socket(family, kind) as s:
-                s.bind((address[0], 0))
+        for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            if _can_bind(str(address[0])):
                 return str(address[0])
     return "127.0.0.1"
+
+
+def _addresses(interface: str) -> Generator[str]:
+    """Yield the addresses of an interface, without those of IPv6 that are valid on one link only."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, suppress(OSError):
+        request = struct.pack("256s", interface[:15].encode())
+        yield socket.inet_ntoa(fcntl.ioctl(s.fileno(), _SIOCGIFADDR, request)[20:24])
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            address, _, _, scope, _, name = line.split()
+            if name == interface and int(scope, 16) != _LINK_LOCAL:
+                yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+
+
+def _can_bind(address: str) -> bool:
+    """Return True for an address of this machine."""
+    with suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as s:
+        s.bind((address, 0))
+        return True
+    return False
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 class _Listener:
@@ -65,8 +88,7 @@ class _Listener:
 
     def __init__(self, rank: int, size: int) -> None:
         self.host = _host()
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        self._sock = socket.create_server((self.host, 0), family=family, backlog=1024)
+        self._sock = socket.create_server((self.host, 0), family=_family(self.host), backlog=1024)
         self._sock.setblocking(False)
         self.port: int = self._sock.getsockname()[1]
         self.token = os.urandom(_TOKEN_NBYTES)
