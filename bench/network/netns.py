@@ -1,7 +1,11 @@
 """Slow links on one machine: network namespaces joined by a bridge, and a token bucket for what each one sends.
 
     python bench/network/netns.py                                          # measure the TCP rate of each link
-    python bench/network/netns.py --ranks 4 --rate 100mbit -- python train.py
+    python bench/network/netns.py --ranks 4 --rate 100mbit --rtt 40 -- python train.py
+
+With a round-trip time, the namespaces are joined by TUN devices instead of a bridge (bench/network/delay.py), since
+many kernels have no netem. The queue of a link and the windows of TCP then hold several round trips' bytes, as on hosts
+that are tuned for long links.
 
 The second form starts the command once per rank, in its own namespace, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
 and GLOO_SOCKET_IFNAME set as torchrun sets them on several machines. If one fails, the others are killed.
@@ -15,12 +19,14 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import selectors
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,13 +36,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import delay
+
 DEVICE = "eth0"
 PORT = 29500
-PROBE_PORT = 29400
+PROBE_PORT, ECHO_PORT = 29400, 29401
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 LINKS = ("100mbit", "500mbit", "1gbit", "10gbit", "none")
 SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # folders of ip, which PATH may lack
 SERIAL = itertools.count()
+# minimum, default and maximum bytes of TCP's windows on long links: two round trips of 200 ms at 1 Gbit/s
+WINDOWS = ("net.ipv4.tcp_rmem=4096 131072 67108864", "net.ipv4.tcp_wmem=4096 16384 67108864")
 
 
 class NetworkError(RuntimeError):
@@ -170,6 +180,13 @@ class Network:
         TCP's congestion control, if not the machine's.
     slow_start_after_idle : bool
         False: connections keep their window over pauses (net.ipv4.tcp_slow_start_after_idle=0).
+    rtt : float
+        Round-trip time that is added to that of the machine, in milliseconds.
+
+    Raises
+    ------
+    NetworkError
+        `rate` or `rtt` is wrong, or both `rtt` and `both_ways` are given: there is no bridge then.
     """
 
     def __init__(
@@ -180,8 +197,17 @@ class Network:
         both_ways: bool = False,
         congestion: str | None = None,
         slow_start_after_idle: bool = True,
+        rtt: float = 0,
     ) -> None:
         bits(rate)
+        if not 0 <= rtt <= 10_000:
+            raise NetworkError(f"a round-trip time is a number of milliseconds from 0 to 10,000: {rtt!r}")
+        if rtt and both_ways:
+            raise NetworkError(
+                "links with a round-trip time limit what ranks send, not what they receive: no both_ways"
+            )
+        self.rtt = rtt
+        self.delay: delay.Delay | None = None
         self.rate, self.both_ways, self.congestion, self.restart = rate, both_ways, congestion, slow_start_after_idle
         prefix = f"codec-{os.getpid()}-{next(SERIAL)}"
         self.hub = f"{prefix}-hub"
@@ -208,6 +234,25 @@ class Network:
             # Gloo could choose an automatic address
             if Path("/proc/sys/net/ipv6").exists():
                 tool("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
+        if self.rtt:
+            self.join_by_delay()
+        else:
+            self.join_by_bridge()
+        settings = [] if self.congestion is None else [f"net.ipv4.tcp_congestion_control={self.congestion}"]
+        settings += [] if self.restart else ["net.ipv4.tcp_slow_start_after_idle=0"]
+        settings += WINDOWS if self.rtt else []
+        for rank, name in enumerate(self.names):
+            tool("ip", "-n", name, "addr", "add", f"{self.address(rank)}/24", "dev", DEVICE)
+            tool("ip", "-n", name, "link", "set", "lo", "up")
+            tool("ip", "-n", name, "link", "set", DEVICE, "up")
+            for setting in settings:
+                tool("ip", "netns", "exec", name, "sysctl", "-qw", setting)
+            shape(self.rate, "-n", name)
+            if self.both_ways:
+                shape(self.rate, "-n", self.hub, device=f"port{rank}")
+
+    def join_by_bridge(self) -> None:
+        """Give each rank a device that is a port of the hub's bridge."""
         tool("ip", "-n", self.hub, "link", "add", "bridge", "type", "bridge")
         tool("ip", "-n", self.hub, "link", "set", "bridge", "up")
         for rank, name in enumerate(self.names):
@@ -215,20 +260,26 @@ class Network:
             peer = ("peer", "name", DEVICE, "netns", name)
             tool("ip", "-n", self.hub, "link", "add", port, "type", "veth", *peer)
             tool("ip", "-n", self.hub, "link", "set", port, "master", "bridge", "up")
-            tool("ip", "-n", name, "addr", "add", f"{self.address(rank)}/24", "dev", DEVICE)
-            tool("ip", "-n", name, "link", "set", "lo", "up")
-            tool("ip", "-n", name, "link", "set", DEVICE, "up")
-            settings = [] if self.congestion is None else [f"net.ipv4.tcp_congestion_control={self.congestion}"]
-            if not self.restart:
-                settings.append("net.ipv4.tcp_slow_start_after_idle=0")
-            for setting in settings:
-                tool("ip", "netns", "exec", name, "sysctl", "-qw", setting)
-            shape(self.rate, "-n", name)
-            if self.both_ways:
-                shape(self.rate, "-n", self.hub, device=port)
+
+    def join_by_delay(self) -> None:
+        """Give each rank a device whose packets arrive after half of the round-trip time."""
+        tuns: list[int] = []
+        try:
+            for name in self.names:
+                tuns.append(delay.device(name, DEVICE))
+                tool("ip", "-n", name, "link", "set", DEVICE, "mtu", "1500", "txqueuelen", "10000")
+            self.delay = delay.Delay(tuns, self.rtt / 2000)
+        except OSError as e:
+            raise NetworkError(f"a round-trip time needs TUN devices (/dev/net/tun, modprobe tun): {e}") from None
+        finally:
+            for tun in tuns:
+                os.close(tun)
 
     def close(self) -> None:
         errors: list[str] = []
+        if self.delay is not None:
+            self.delay.close()
+            self.delay = None
         while self.made:
             name = self.made.pop()
             try:
@@ -397,6 +448,28 @@ def tcp_rate(rank: int, world: int, seconds: float = 1) -> float:
     return 8 * (n1 - n0) / max(t1 - t0, 1e-9)
 
 
+def tcp_round_trip(rank: int, trips: int = 5) -> float:
+    """Return the median seconds between sending a byte to another rank and receiving its answer.
+
+    Rank 0 measures and rank 1 answers: both must call it. Other ranks get NaN at once.
+    """
+    if rank > 1:
+        return math.nan
+    if rank == 1:
+        with socket.create_server(("0.0.0.0", ECHO_PORT), backlog=1) as server, server.accept()[0] as peer:
+            while data := peer.recv(1):
+                peer.sendall(data)
+        return math.nan
+    times: list[float] = []
+    with connect((Network.address(1), ECHO_PORT)) as out:
+        for _ in range(trips):
+            start = time.perf_counter()
+            out.sendall(b"x")
+            out.recv(1)
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
 def connect(address: tuple[str, int], patience: float = 20) -> socket.socket:
     """Connect to a rank that may not listen yet."""
     end = time.monotonic() + patience
@@ -454,6 +527,7 @@ def main() -> None:
     )
     parser.add_argument("--links", nargs="+", default=list(LINKS), help="rates to measure: 100mbit, 1gbit, none")
     parser.add_argument("--rate", default="none", help="limit of what each rank sends while the command runs (none)")
+    parser.add_argument("--rtt", type=float, default=0, help="added round-trip time in milliseconds (0)")
     parser.add_argument("--both-ways", action="store_true", help="also limit what each rank receives")
     parser.add_argument("--congestion", help="TCP's congestion control: cubic, bbr, reno")
     parser.add_argument("--no-restart", action="store_true", help="net.ipv4.tcp_slow_start_after_idle=0")
@@ -465,7 +539,7 @@ def main() -> None:
     if args.probe:
         probe(args.links)
         return
-    how: dict[str, Any] = {"both_ways": args.both_ways, "congestion": args.congestion}
+    how: dict[str, Any] = {"both_ways": args.both_ways, "congestion": args.congestion, "rtt": args.rtt}
     how["slow_start_after_idle"] = not args.no_restart
     try:
         if not args.command:
