@@ -7,8 +7,8 @@ from codec._c import library
 from codec._c.library import DTYPES, ffi
 from codec.errors import StateError
 from codec.optimizers.arguments import LevelSource
+from codec.optimizers.base import Optimizer, floats_of
 from codec.optimizers.custom import Custom
-from codec.optimizers.formulas import Optimizer, floats_of
 from codec.tensors.view import TensorView
 
 SMALL_TENSOR = 1 << 16  # bytes; frames of smaller tensors are built in a call's own buffer and copied

@@ -16,25 +16,46 @@ step: averaged, clipped and unscaled, unless `grad_scale` names the scale of a G
 are a list, ``bind([(offset, optimizer), ...], ...)``: each optimizer applies from its offset on. No bit is dropped with
 ``amsgrad``, ``centered`` or ``maximize``, for which A is not known.
 
+For most optimizers Truncate bounds the change of the parameter. Lion and Muon have no such bound by value: a sign
+jumps, and an orthogonalized matrix depends on all its values. There Truncate bounds the change of the momentum.
+docs/optimizers.md derives all formulas and bounds, and shows how to solve the step of another optimizer for A.
+
 References
 ----------
 .. [1] "GComp: Near-Lossless Gradient Compression for Data-Parallel Distributed DNN Training", SoCC 2024, table 1. The
    table has eta instead of AdaGrad's decayed learning rate, and sqrt(v) instead of its bias-corrected value.
 """
 
+from codec.optimizers.base import Optimizer, Terms
 from codec.optimizers.custom import Custom
-from codec.optimizers.formulas import SGD, Adagrad, Adam, AdamW, Momentum, Nesterov, Optimizer, RMSprop, Terms
+from codec.optimizers.formulas import (
+    SGD,
+    Adafactor,
+    Adagrad,
+    Adam,
+    AdamW,
+    Lion,
+    Momentum,
+    Muon,
+    NAdam,
+    Nesterov,
+    RMSprop,
+)
 from codec.optimizers.from_torch import from_optimizer, state_of
 
 __all__ = [
     "SGD",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamW",
     "Custom",
-    "Optimizer",
+    "Lion",
     "Momentum",
+    "Muon",
+    "NAdam",
     "Nesterov",
+    "Optimizer",
     "RMSprop",
     "Terms",
     "from_optimizer",

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, cast
 from codec._c.library import ITEMSIZE, MANTISSA_BITS, ffi
 from codec.arguments import shown, whole
 from codec.errors import ArgumentError, SpecError
+from codec.optimizers.base import Optimizer
 from codec.optimizers.custom import Custom
-from codec.optimizers.formulas import Adam, Optimizer
+from codec.optimizers.formulas import Adam, NAdam
 from codec.specs import BoundSpec, Spec, Truncate
 from codec.tensors.view import TensorView, view
 
@@ -52,7 +53,7 @@ def level_source(bound: BoundSpec, n: int) -> LevelSource:
             raise ArgumentError(
                 f"{name} must be {n} values of float32, bfloat16 or float16, not {v.dtype} of shape {v.shape}"
             )
-    if (v := views.get("v")) is not None and any(isinstance(o, Adam) and not o.step for _, o in groups):
+    if (v := views.get("v")) is not None and any(isinstance(o, Adam | NAdam) and not o.step for _, o in groups):
         _warn_if_not_first(v)
     return LevelSource(groups, views)
 

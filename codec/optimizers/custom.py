@@ -22,12 +22,18 @@ def custom_at(address: int) -> "Custom":
 class Custom:
     """Optimizer of another step: a function that computes A of one value, compiled by Numba.
 
+    A is what the step adds to the gradient g of the value: write the new parameter as c (A + g), with A and c that do
+    not depend on g. If c depends on g, take the least that its reciprocal can be. For SGD, theta - lr g gives
+    A = theta / lr. The sign of A does not matter. docs/optimizers.md solves the step of RMSprop with momentum, and
+    checks it.
+
     Parameters
     ----------
     function : callable
         Function of some of ``theta``, ``m`` and ``v``, by name, float32 each, that returns A. It is compiled by
         ``numba.njit``, again if it is compiled already, so that a division by 0 gives Inf or NaN. If it raises, A is
         NaN and no bit of that value is dropped. With shared levels, sender and receiver must get bit-identical results.
+        Numbers that the function uses, such as a learning rate, are constants: make a new Custom when they change.
 
     Raises
     ------
@@ -38,9 +44,13 @@ class Custom:
 
     Examples
     --------
+    SGD, and RMSprop with momentum, whose ``m`` is the momentum_buffer and ``v`` the square_avg.
+
     >>> sgd = codec.optimizers.Custom(lambda theta: theta / 0.1)
     >>> spec = codec.Truncate().bind(sgd, theta=np.ones(1000, np.float32))
     >>> frame = codec.encode(np.full(1000, 1e-3, np.float32), spec)
+    >>> lr, alpha, mu = 0.01, 0.99, 0.9
+    >>> rmsprop = codec.optimizers.Custom(lambda theta, m, v: (theta / lr - mu * m) * np.sqrt(alpha * v))
     """
 
     def __init__(self, function: Callable[..., float]) -> None:

@@ -1,203 +1,13 @@
-"""Steps of seven optimizers, solved for A, the term that they add to the gradient."""
+"""Steps of optimizers, solved for A, the term that they add to the gradient. docs/optimizers.md derives them."""
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, cast
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from codec._c.library import ITEMSIZE, LEVEL_BITS, MANTISSA_BITS, ffi
-from codec.arguments import plain, shown
-from codec.errors import ArgumentError
-from codec.specs import Guard, Truncate
-from codec.tensors.view import TensorView, on_host, view
-
-F32 = np.float32
-
-
-def _is_float64(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """Coefficients of A, which are equal for all elements.
-
-    A = theta * ((sqrt(v_term * v) + eps) * theta_v_term + theta_term) + m_term * m, where each operation is rounded to
-    float32. Fields have the names of these coefficients without "_term". If there is no v, A = theta * theta_term +
-    m_term * m.
-    """
-
-    theta: float
-    theta_v: float = 0
-    v: float = 0
-    eps: float = 0
-    m: float = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Optimizer(ABC):
-    """Base class of optimizers, whose next step decides how many bits of a gradient are dropped.
-
-    Parameters
-    ----------
-    lr : float
-        Learning rate of the step. At 0, as at the start of a warm-up, all droppable bits are dropped.
-    weight_decay : float
-        As in torch.optim.
-    maximize : bool
-        As in torch.optim. If True, no bit is dropped.
-    grad_scale : float
-        Factor by which the gradient is scaled: GradScaler's scale, for gradients that are not yet unscaled.
-
-    Raises
-    ------
-    ArgumentError
-        A number is negative or not finite, a beta is 1 or more, or `step` is not an integer.
-    """
-
-    lr: float
-    _: KW_ONLY
-    weight_decay: float = 0
-    maximize: bool = False
-    grad_scale: float = 1
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            given: object = getattr(self, name)
-            value = _betas(given) if name == "betas" else _number(name, given)
-            object.__setattr__(self, name, value)
-
-    @abstractmethod
-    def terms(self, state: Mapping[str, Any]) -> Terms:
-        """Return the coefficients of A, which are the same for all values; `state` has the arrays that exist."""
-
-    def _known(self) -> bool:
-        """Return True if the formula of A holds for these options."""
-        return not self.maximize
-
-    def final(self, state: Mapping[str, Any]) -> Terms:
-        """Return the coefficients of A, scaled, for a v of 0 if it is missing; NaN if no bit may be dropped."""
-        with np.errstate(all="ignore"):
-            t = self.terms(state)
-            s = np.float64(self.grad_scale)
-            theta, theta_v = F32(s * t.theta), F32(s * t.theta_v)
-            if "v" not in state and t.theta_v:
-                theta, theta_v = F32(t.eps) * theta_v + theta, F32(0)
-            if not self._known():
-                theta = theta_v = F32("nan")
-            m = float(F32(s * t.m)) if "m" in state else 0.0
-            return Terms(float(theta), float(theta_v), float(F32(t.v)), float(F32(t.eps)), m)
-
-    def levels(
-        self, g: Any, theta: Any, *, m: Any = None, v: Any = None, guard: int | Guard = -8
-    ) -> np.ndarray[Any, Any]:
-        """Return the level of each value of g, 0 to 3, as :class:`codec.Truncate` chooses them.
-
-        Parameters
-        ----------
-        g, theta, m, v : arrays or tensors
-            Gradient and state before the step: float32, bfloat16 or float16, with equal numbers of values.
-        guard : int or str
-            As in :class:`codec.Truncate`.
-
-        Returns
-        -------
-        numpy.ndarray of uint8, shape of g
-            Levels 0 to 3.
-
-        Raises
-        ------
-        ArgumentError
-            An array has another dtype or size.
-        SpecError
-            `guard` is out of range.
-
-        Examples
-        --------
-        >>> g, theta = np.full(4, 1e-6, np.float32), np.array([0, 1e-5, 1e-2, 10], np.float32)
-        >>> codec.optimizers.SGD(lr=0.1).levels(g, theta)
-        array([0, 2, 3, 3], dtype=uint8)
-        """
-        spec = Truncate(guard=guard)
-        arrays = {name: x for name, x in (("theta", theta), ("m", m), ("v", v)) if x is not None}
-        t = self.final(arrays)
-        p, a = {name: _floats(x).reshape(-1) for name, x in arrays.items()}, F32(0)
-        x = on_host("g", view(g))
-        if x.dtype not in MANTISSA_BITS:
-            raise ArgumentError(f"g must be float32, bfloat16 or float16, not {x.dtype}")
-        n = x.nbytes // ITEMSIZE[x.dtype]
-        for name, values in p.items():
-            if values.size != n:
-                raise ArgumentError(f"{name} has {values.size} values, g has {n}")
-        if (level := spec.fixed_level) is not None:
-            return np.full(x.shape, level, np.uint8)
-        with np.errstate(all="ignore"):
-            if "v" in p and t.theta_v != 0:
-                factor = (np.sqrt(F32(t.v) * p["v"]) + F32(t.eps)) * F32(t.theta_v) + F32(t.theta)
-            else:
-                factor = F32(t.theta)
-            a = p["theta"] * factor
-            if "m" in p:
-                a = a + F32(t.m) * p["m"]
-        ea = np.where(np.isnan(a), 0, a.view(np.uint32) >> 23 & 255).astype(int)
-        mbits = MANTISSA_BITS[x.dtype]
-        last = (1 << 8 * ITEMSIZE[x.dtype] - 1 - mbits) - 1  # biased exponent of NaN and Inf
-        bits = np.frombuffer(ffi.buffer(x.data, x.nbytes), f"u{ITEMSIZE[x.dtype]}").astype(np.int64)
-        e = bits >> mbits & last
-        slack = ea - 127 - (e - last // 2) - spec.guard_bits - (MANTISSA_BITS[view(theta).dtype] - mbits)
-        slack = np.where(ea == 255, 1000, slack)
-        slack = np.where((ea == 0) | (e == last), -1000, slack)
-        levels = sum((slack >= k for k in LEVEL_BITS[x.dtype][1:]), np.zeros(n, np.uint8))
-        return levels.astype(np.uint8).reshape(x.shape)
-
-
-_FLAGS = ("maximize", "amsgrad", "centered")
-
-
-def _number(name: str, given: object) -> Any:
-    """Return a field's value as a Python number."""
-    if name in _FLAGS:
-        flag: object = cast(Any, given).item() if getattr(given, "shape", None) == () else given
-        if not isinstance(flag, bool | int):
-            raise ArgumentError(f"{name} must be True or False, got {shown(given)}")
-        return bool(flag)
-    number = plain(given)
-    if isinstance(number, bool) or not isinstance(number, int | float) or not (number >= 0 and _is_float64(number)):
-        raise ArgumentError(f"{name} must be a finite number that is not negative, got {shown(given)}")
-    if name == "step" and number != (number := int(number)):
-        raise ArgumentError(f"step must be a whole number, got {shown(given)}")
-    return number
-
-
-def _betas(value: object) -> tuple[float, ...]:
-    """Return Adam's betas as floats. Raise ArgumentError unless they are two numbers from 0 to below 1."""
-    betas = tuple(cast(Sequence[object], value)) if isinstance(value, tuple | list) else ()
-    if len(betas) != 2:
-        raise ArgumentError(f"betas must be two numbers, got {shown(cast(object, value))}")
-    numbers = tuple(_number("betas", beta) for beta in betas)
-    if max(numbers) >= 1:
-        raise ArgumentError(f"betas must be below 1, got {shown(max(numbers))}")
-    return numbers
-
-
-def _floats(x: Any) -> np.ndarray[Any, Any]:
-    return floats_of(on_host("state", view(x)))
-
-
-def floats_of(v: TensorView) -> np.ndarray[Any, Any]:
-    """Return a copy of a state array as float32."""
-    if v.dtype not in MANTISSA_BITS:
-        raise ArgumentError(f"state must be float32, bfloat16 or float16, not {v.dtype}")
-    raw = ffi.buffer(v.data, v.nbytes)
-    if v.dtype == "bfloat16":
-        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(F32).reshape(v.shape)
-    return np.frombuffer(raw, v.dtype).astype(F32).reshape(v.shape)
+from codec.optimizers.base import Optimizer, Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,3 +162,172 @@ class AdamW(Adam):
         """A = (theta (sqrt(v^) + eps) (1 - beta1^t) (1 - lr lambda) - lr beta1 m) / (lr (1 - beta1))."""
         t = Adam.terms(self, state)
         return Terms(0, t.theta_v * (1 - self.lr * self.weight_decay), t.v, t.eps, t.m)
+
+
+@lru_cache(maxsize=64)
+def _mu_product(beta1: float, momentum_decay: float, steps: int) -> float:
+    """Return the product of NAdam's momenta of the first steps, torch's ``state["mu_product"]``."""
+    product = 1.0
+    for t in range(1, steps + 1):
+        product *= _mu(beta1, momentum_decay, t)
+        if product < 1e-20:  # has no effect on 1 - product
+            break
+    return product
+
+
+def _mu(beta1: float, momentum_decay: float, t: int) -> float:
+    """Return NAdam's momentum of a step; the first step has t = 1."""
+    return beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
+
+
+@dataclass(frozen=True, slots=True)
+class NAdam(Optimizer):
+    """NAdam, Adam with Nesterov momentum (Dozat 2016). ``m`` and ``v`` are exp_avg and exp_avg_sq before the step.
+
+    Parameters
+    ----------
+    betas : (float, float)
+        As in torch.optim.NAdam; each is 0 or more and below 1. `betas` and `momentum_decay` are taken for those of all
+        earlier steps, from which NAdam's product of momenta follows.
+    eps, momentum_decay : float
+        As in torch.optim.NAdam.
+    decoupled_weight_decay : bool
+        As in torch.optim.NAdam.
+    step : int
+        Number of steps before this one, torch's ``state["step"]``; 0 for the first step.
+
+    References
+    ----------
+    .. [1] T. Dozat, "Incorporating Nesterov Momentum into Adam", ICLR workshop 2016.
+    """
+
+    lr: float = 2e-3
+    _: KW_ONLY
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum_decay: float = 4e-3
+    decoupled_weight_decay: bool = False
+    step: int = 0
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = (theta (sqrt(v^) + eps) (1 - lr lambda) - lr b m) / (lr a), or with weight_decay * theta as in Adam.
+
+        The step is ``lr (a g + b m) / (sqrt(v^) + eps)``, where mu are the momenta of this step and the next one:
+        a = (1 - mu_t) / (1 - mu_1...mu_t) + (1 - beta1) c, b = beta1 c, and c = mu_t+1 / (1 - mu_1...mu_t+1).
+        """
+        (beta1, beta2), t = self.betas, self.step + 1
+        mu, mu_next = (_mu(beta1, self.momentum_decay, i) for i in (t, t + 1))
+        product = _mu_product(beta1, self.momentum_decay, t)
+        c = mu_next / (1 - product * mu_next)
+        own = (1 - mu) / (1 - product) + (1 - beta1) * c
+        kept = 1 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0
+        theta = 0.0 if self.decoupled_weight_decay else -self.weight_decay
+        return Terms(theta, kept / (np.float64(self.lr) * own), beta2 / (1 - beta2**t), self.eps, -beta1 * c / own)
+
+
+@dataclass(frozen=True, slots=True)
+class Adafactor(Optimizer):
+    """Adafactor of torch.optim (Shazeer and Stern 2018).
+
+    ``v`` is the second moment before the step over the square of the step's scale, as :func:`state_of` computes it:
+    V / max(eps2, rms(theta))^2. V is ``variance``, or ``row_var * col_var / max(eps1, mean(row_var))``.
+
+    A value's own step is bounded as for the other optimizers, if the mean square of the gradient is at most 4 times its
+    running mean. The errors of other values reach it through V and the clipping of the step: they change it by 7 eta
+    at most, relative to itself, if eta is the largest relative error of a gradient (2^-6 for level 3 of float32).
+
+    Parameters
+    ----------
+    beta2_decay : float
+        As in torch.optim.Adafactor, 0 or less.
+    step : int
+        Number of steps before this one, torch's ``state["step"]``; 0 for the first step, of which no bit is dropped.
+
+    References
+    ----------
+    .. [1] N. Shazeer and M. Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018.
+    """
+
+    lr: float = 1e-2
+    _: KW_ONLY
+    beta2_decay: float = -0.8
+    step: int = 0
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = theta (1 - lr lambda) sqrt(beta^2 v / (beta + 4 (1 - beta))) / min(lr, t^-0.5); beta = 1 - t^beta2_decay.
+
+        The divisor of beta^2 allows for a mean of row_var that grows.
+        """
+        t = self.step + 1
+        new = t**self.beta2_decay
+        rate = np.float64(min(self.lr, t**-0.5))
+        return Terms(0, (1 - self.lr * self.weight_decay) / rate, (1 - new) ** 2 / (1 - new + _GROWTH * new))
+
+
+_GROWTH = 4  # largest ratio of the mean square of a gradient and its running mean for which Adafactor's bound holds
+
+
+@dataclass(frozen=True, slots=True)
+class Lion(Optimizer):
+    """Lion, whose step is lr sign(beta1 m + (1 - beta1) g) (Chen et al. 2023). ``m`` is exp_avg.
+
+    The parameter does not depend on bits of g, unless the sign changes. The momentum does, and it is what
+    :class:`codec.Truncate` protects: A is the term that it adds to g. `guard` counts bits of the momentum instead of
+    the parameter. A sign changes only where ``|beta1 m + (1 - beta1) g|`` is at most (1 - beta1) times the error of g.
+    Without ``m``, which is the first step, no bit is dropped.
+
+    Parameters
+    ----------
+    betas : (float, float)
+        As in Lion; each is 0 or more and below 1.
+
+    References
+    ----------
+    .. [1] X. Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023.
+    """
+
+    lr: float = 1e-4
+    _: KW_ONLY
+    betas: tuple[float, float] = (0.9, 0.99)
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = beta2 m / (1 - beta2)."""
+        return Terms(0, m=self.betas[1] / (1 - self.betas[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Muon(Optimizer):
+    """Muon (Jordan et al. 2024), which steps by an orthogonalized matrix. ``m`` is the momentum buffer.
+
+    A value of the step depends on all values of the matrix, so there is no bound by value. :class:`codec.Truncate`
+    protects the matrix U that is orthogonalized, and the momentum: A is the term that m adds to g in U. `guard` counts
+    bits of that term instead of the parameter. Relative to its Frobenius norm, U changes by at most
+    2^(-guard - 24) |mu^2 m| / |U| for float32; the step's relative change follows from that (docs/optimizers.md).
+    Without ``m``, which is the first step, no bit is dropped.
+
+    Parameters
+    ----------
+    momentum : float
+        As in torch.optim.Muon. At 1 or more no bit is dropped.
+    nesterov : bool
+        As in torch.optim.Muon.
+
+    References
+    ----------
+    .. [1] K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
+       https://kellerjordan.github.io/posts/muon/
+    """
+
+    lr: float = 1e-3
+    _: KW_ONLY
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+
+    def _known(self) -> bool:
+        return self.momentum < 1 and not self.maximize
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = mu^2 m / (1 - mu^2) with Nesterov momentum, mu m / (1 - mu) without."""
+        mu = np.float64(self.momentum**2 if self.nesterov else self.momentum)
+        return Terms(0, m=mu / (1 - mu))

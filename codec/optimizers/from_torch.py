@@ -1,4 +1,4 @@
-"""Optimizers and state of :mod:`codec.optimizers` from those of torch.optim."""
+"""Optimizers and state of :mod:`codec.optimizers` from those of torch.optim, and from Lion of other packages."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -6,9 +6,31 @@ from typing import Any
 
 from codec.arguments import whole
 from codec.errors import ArgumentError
-from codec.optimizers.formulas import SGD, Adagrad, Adam, AdamW, Momentum, Nesterov, Optimizer, RMSprop
+from codec.optimizers.base import Optimizer
+from codec.optimizers.formulas import (
+    SGD,
+    Adafactor,
+    Adagrad,
+    Adam,
+    AdamW,
+    Lion,
+    Momentum,
+    Muon,
+    NAdam,
+    Nesterov,
+    RMSprop,
+)
 
 _BUFFERS = {"m": ("momentum_buffer", "exp_avg"), "v": ("exp_avg_sq", "square_avg", "sum")}
+# options of packages' Lion, with the value for which the step is that of the paper
+_LION_OPTIONS = {
+    "caution": False,
+    "cautious": False,
+    "cautious_factor": 1,
+    "adanorm": False,
+    "use_gc": False,
+    "weight_decouple": True,
+}
 
 
 def from_optimizer(optimizer: Any, group: int = 0) -> Optimizer:
@@ -19,15 +41,17 @@ def from_optimizer(optimizer: Any, group: int = 0) -> Optimizer:
 
     Parameters
     ----------
-    optimizer : torch.optim.SGD, Adagrad, RMSprop, Adam or AdamW
+    optimizer : torch.optim.SGD, Adagrad, RMSprop, Adam, AdamW, NAdam, Adafactor or Muon, or a Lion
         The torch optimizer, or a wrapper with the attribute ``optimizer``, such as those of Accelerate and Lightning.
+        A Lion is an optimizer of any package whose class has this name, such as those of lion_pytorch and timm, with
+        decoupled weight decay and with ``exp_avg`` as its only array.
     group : int
         Index into ``optimizer.param_groups``.
 
     Returns
     -------
     Optimizer
-        SGD, Momentum, Nesterov, Adagrad, RMSprop, Adam or AdamW, with the group's numbers and steps.
+        Optimizer of :mod:`codec.optimizers` with the group's numbers and steps.
 
     Raises
     ------
@@ -51,7 +75,7 @@ def from_optimizer(optimizer: Any, group: int = 0) -> Optimizer:
     if not -len(groups) <= whole("group", group, -len(groups)) < len(groups):
         raise ArgumentError(f"group must be an index into the optimizer's {len(groups)} param_groups, got {group}")
     g = groups[group]
-    known = {name: float(g[name]) for name in ("lr", "weight_decay")} | {"maximize": bool(g["maximize"])}
+    known = {name: float(g[name]) for name in ("lr", "weight_decay")} | {"maximize": bool(g.get("maximize"))}
     return _READERS[kind](g, known, lambda: _steps(optimizer, g["params"]))
 
 
@@ -75,13 +99,34 @@ def check_known(optimizer: Any) -> str:
     """
     optim: Any = getattr(sys.modules.get("torch"), "optim", None)
     kind = type(optimizer).__name__
-    if kind not in _READERS or type(optimizer) is not getattr(optim, kind, None):
-        known = ", ".join(_READERS)
+    if kind == "Lion" and _is_torch_optimizer(optimizer):
+        _check_lion(optimizer)
+    elif kind not in _READERS or type(optimizer) is not getattr(optim, kind, None):
+        known = ", ".join(name for name in _READERS if name != "Lion")
         raise ArgumentError(
-            f"the step of {kind} is not known: use torch.optim's {known}, also as .optimizer of a wrapper, or "
-            "codec.optimizers.Custom"
+            f"the step of {kind} is not known: use torch.optim's {known}, or a Lion, also as .optimizer of a wrapper, "
+            "or codec.optimizers.Custom"
         )
     return kind
+
+
+def _is_torch_optimizer(optimizer: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(optimizer, torch.optim.Optimizer)
+
+
+def _check_lion(optimizer: Any) -> None:
+    """Raise ArgumentError unless a Lion of another package takes the step of the paper, as far as can be seen."""
+    for group in optimizer.param_groups:
+        for name, plain in _LION_OPTIONS.items():
+            value = group.get(name, getattr(optimizer, name, plain))
+            if value != plain:
+                raise ArgumentError(f"the step of Lion with {name}={value!r} is not known: use {name}={plain!r}")
+        if lacking := {"lr", "betas", "weight_decay"} - group.keys():
+            raise ArgumentError(f"the step of this Lion is not known: its groups have no {', '.join(sorted(lacking))}")
+    for state in optimizer.state.values():
+        if state and "exp_avg" not in state:
+            raise ArgumentError(f"the step of this Lion is not known: its state is {', '.join(state)}, not exp_avg")
 
 
 def _steps(optimizer: Any, params: Sequence[Any]) -> int:
@@ -119,12 +164,36 @@ def _read_adam(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], 
     return kind(**known, betas=betas, eps=float(g["eps"]), amsgrad=bool(g["amsgrad"]), step=steps())
 
 
+def _read_nadam(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], int]) -> Optimizer:
+    beta1, beta2 = g["betas"]
+    known |= {name: float(g[name]) for name in ("eps", "momentum_decay")}
+    decoupled = bool(g["decoupled_weight_decay"])
+    return NAdam(**known, betas=(float(beta1), float(beta2)), decoupled_weight_decay=decoupled, step=steps())
+
+
+def _read_adafactor(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], int]) -> Optimizer:
+    return Adafactor(**known, beta2_decay=float(g["beta2_decay"]), step=steps())
+
+
+def _read_lion(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], int]) -> Optimizer:
+    beta1, beta2 = g["betas"]
+    return Lion(**known, betas=(float(beta1), float(beta2)))
+
+
+def _read_muon(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], int]) -> Optimizer:
+    return Muon(**known, momentum=float(g["momentum"]), nesterov=bool(g["nesterov"]))
+
+
 _READERS = {
     "SGD": _read_sgd,
     "Adagrad": _read_adagrad,
     "RMSprop": _read_rmsprop,
     "Adam": _read_adam,
     "AdamW": _read_adam,
+    "NAdam": _read_nadam,
+    "Adafactor": _read_adafactor,
+    "Muon": _read_muon,
+    "Lion": _read_lion,
 }
 
 
@@ -141,7 +210,8 @@ def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
     Returns
     -------
     dict of str to torch.Tensor
-        ``theta``, and ``m`` and ``v`` if the optimizer has them. The tensors are not copies.
+        ``theta``, and ``m`` and ``v`` if the optimizer has them. The tensors are not copies, except for Adafactor's
+        ``v``, which is computed from its rows and columns.
 
     Raises
     ------
@@ -157,8 +227,38 @@ def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
     optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "param_groups"):
         raise ArgumentError(f"optimizer must be one of torch.optim's, not {type(optimizer).__name__}")
-    if not any(parameter is p for g in optimizer.param_groups for p in g["params"]):
+    group = next((g for g in optimizer.param_groups if any(parameter is p for p in g["params"])), None)
+    if group is None:
         raise ArgumentError("the parameter is in none of the optimizer's param_groups")
     have: Mapping[str, Any] = optimizer.state.get(parameter, {})
     found = {ours: have[name] for ours, names in _BUFFERS.items() for name in names if have.get(name) is not None}
+    if "beta2_decay" in group and have:
+        found["v"] = _adafactor_v(parameter, have, *group["eps"])
     return {"theta": parameter, **found}
+
+
+def _adafactor_v(parameter: Any, have: Mapping[str, Any], eps1: float | None, eps2: float) -> Any:
+    """Return the second moment of Adafactor over the square of the step's scale, a tensor like the parameter.
+
+    Means over a tensor are rounded up to powers of two, in float64. So they are equal on all ranks, although torch sums
+    in an order that depends on the number of threads.
+    """
+    import torch
+
+    with torch.no_grad():
+        eps1 = float(torch.finfo(parameter.dtype).eps) if eps1 is None else eps1
+        wide = parameter.detach().double()
+        scale = _power_above((wide.norm() / wide.numel() ** 0.5).clamp(min=eps2))
+        v = torch.empty_like(parameter, dtype=torch.float64)
+        if "variance" in have:
+            return v.copy_(have["variance"]).div_(scale.square()).float()
+        mean = _power_above(have["row_var"].double().mean(dim=-2, keepdim=True).clamp(min=eps1))
+        torch.mul(have["row_var"].double() / mean, have["col_var"].double(), out=v)
+        return v.div_(scale.square()).float()
+
+
+def _power_above(x: Any) -> Any:
+    """Return the smallest powers of two that are larger than positive numbers."""
+    import torch
+
+    return torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent)

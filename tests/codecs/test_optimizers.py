@@ -10,6 +10,23 @@ import torch
 import codec
 from codec import optimizers
 
+
+class Lion(torch.optim.Optimizer):
+    """Lion of the paper, with the arguments that packages have in common."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, **more):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, **more})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - lr * group["weight_decay"]).sub_(m.mul(beta1).add(p.grad, alpha=1 - beta1).sign(), alpha=lr)
+                m.lerp_(p.grad, 1 - beta2)
+
+
 TORCH = {
     "SGD": torch.optim.SGD,
     "Momentum": torch.optim.SGD,
@@ -18,7 +35,12 @@ TORCH = {
     "RMSprop": torch.optim.RMSprop,
     "Adam": torch.optim.Adam,
     "AdamW": torch.optim.AdamW,
+    "NAdam": torch.optim.NAdam,
+    "Adafactor": torch.optim.Adafactor,
+    "Lion": Lion,
 }
+if hasattr(torch.optim, "Muon"):  # since torch 2.9
+    TORCH["Muon"] = torch.optim.Muon
 
 
 @pytest.mark.parametrize("name", TORCH)
@@ -26,7 +48,7 @@ def test_parameters_have_torchs_names_and_defaults(name):
     """All but lr are keyword-only."""
     theirs = inspect.signature(TORCH[name]).parameters
     ours = inspect.signature(getattr(optimizers, name)).parameters
-    assert set(ours) - set(theirs) <= {"grad_scale", "step"}
+    assert set(ours) - set(theirs) <= {"grad_scale", "step"} | ({"maximize"} if name in ("Lion", "Muon") else set())
     assert ours["lr"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     for parameter in ours.values():
         if parameter.name == "lr":
@@ -42,11 +64,12 @@ def test_parameters_have_torchs_names_and_defaults(name):
 def trained(kind, steps=3, **how):
     """Return an optimizer of two parameters after some steps."""
     generator = torch.Generator().manual_seed(0)
-    w = [torch.nn.Parameter(torch.randn(1000, generator=generator)) for _ in range(2)]
+    shape = (25, 40) if kind.__name__ in ("Muon", "Adafactor") else (1000,)
+    w = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(2)]
     optimizer = kind(w, **how)
     for _ in range(steps):
         for p in w:
-            p.grad = torch.randn(1000, generator=generator)
+            p.grad = torch.randn(shape, generator=generator)
         optimizer.step()
     return optimizer, w
 
@@ -102,7 +125,27 @@ OPTIMIZERS = {
         optimizers.AdamW(0.25, amsgrad=True, step=3),
         {"m": "exp_avg", "v": "exp_avg_sq"},
     ),
+    "nadam": (
+        torch.optim.NAdam,
+        {"betas": (0.8, 0.9), "weight_decay": 0.1, "momentum_decay": 0.5, "decoupled_weight_decay": True},
+        optimizers.NAdam(betas=(0.8, 0.9), weight_decay=0.1, momentum_decay=0.5, decoupled_weight_decay=True, step=3),
+        {"m": "exp_avg", "v": "exp_avg_sq"},
+    ),
+    "lion": (
+        Lion,
+        {"betas": (0.8, 0.9), "weight_decay": 0.1, "caution": False, "foreach": True},
+        optimizers.Lion(betas=(0.8, 0.9), weight_decay=0.1),
+        {"m": "exp_avg"},
+    ),
+    "lion that maximizes": (Lion, {"maximize": True}, optimizers.Lion(maximize=True), {"m": "exp_avg"}),
 }
+if hasattr(torch.optim, "Muon"):
+    OPTIMIZERS["muon"] = (
+        torch.optim.Muon,
+        {"momentum": 0.5, "nesterov": False},
+        optimizers.Muon(momentum=0.5, nesterov=False),
+        {"m": "momentum_buffer"},
+    )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -116,7 +159,7 @@ def test_from_optimizer_describes_the_next_step(name):
     assert state["theta"] is w
     for ours, theirs in buffers.items():
         assert state[ours].data_ptr() == optimizer.state[w][theirs].data_ptr()
-    g = torch.randn(1000)
+    g = torch.randn(w.shape)
     for levels in ("coded", "shared"):
         frame = codec.encode(g, codec.Truncate(level_coding=levels).bind(metric, **state))
         y = codec.decode(frame, codec.Truncate().bind(metric, **state), like=g)
@@ -124,7 +167,8 @@ def test_from_optimizer_describes_the_next_step(name):
     fresh, (w, _) = trained(kind, steps=0, **how)
     first = optimizers.from_optimizer(fresh)
     assert first == (dataclasses.replace(expected, step=0) if hasattr(expected, "step") else expected)
-    assert codec.decode(codec.encode(g, codec.Truncate().bind(first, **optimizers.state_of(fresh, w)))).shape == (1000,)
+    y = codec.decode(codec.encode(g, codec.Truncate().bind(first, **optimizers.state_of(fresh, w))))
+    assert y.shape == g.shape
     assert not any("step" in s and float(s["step"]) for s in fresh.state.values())  # the optimizer's state is unchanged
 
 
@@ -149,7 +193,11 @@ def test_unknown_optimizers_groups_and_parameters_are_rejected():
     class Mine(torch.optim.AdamW):
         pass
 
-    for bad in (torch.optim.LBFGS([w]), torch.optim.NAdam([w]), Mine([w]), None, w, "Adam"):
+    class LikeLion:
+        param_groups = ()
+
+    like = type("Lion", (LikeLion,), {})()
+    for bad in (torch.optim.LBFGS([w]), torch.optim.RAdam([w]), Mine([w]), None, w, "Adam", like):
         with pytest.raises(codec.ArgumentError, match="is not known: use"):
             optimizers.from_optimizer(bad)
     for group in (1, -2, "0", None, 0.0):
@@ -163,6 +211,58 @@ def test_unknown_optimizers_groups_and_parameters_are_rejected():
     optimizer.step()
     with pytest.raises(codec.ArgumentError, match="have taken 3 to 4 steps"):
         optimizers.from_optimizer(optimizer)
+
+
+@pytest.mark.parametrize(
+    "more", [{"caution": True}, {"cautious_factor": 0.5}, {"weight_decouple": False}, {"adanorm": True}]
+)
+def test_variants_of_lion_are_rejected(more):
+    """Options that change the step are named, whether they are in the groups or attributes."""
+    (name,) = more
+    optimizer, _ = trained(Lion, **more)
+    with pytest.raises(codec.ArgumentError, match=rf"Lion with {name}=.* is not known: use {name}="):
+        optimizers.from_optimizer(optimizer)
+    optimizer, _ = trained(Lion)
+    setattr(optimizer, name, more[name])
+    with pytest.raises(codec.ArgumentError, match=rf"Lion with {name}="):
+        optimizers.from_optimizer(optimizer)
+
+
+def test_lion_with_another_state_is_rejected():
+    optimizer, (w, _) = trained(Lion)
+    optimizer.state[w] = {"state1": torch.zeros(1000, dtype=torch.uint8)}
+    with pytest.raises(codec.ArgumentError, match="its state is state1, not exp_avg"):
+        optimizers.from_optimizer(optimizer)
+    optimizer.param_groups[0].pop("betas")
+    with pytest.raises(codec.ArgumentError, match="its groups have no betas"):
+        optimizers.from_optimizer(optimizer)
+
+
+@pytest.mark.parametrize("shape", [(1000,), (25, 40), (5, 4, 5, 10)])
+def test_adafactor_state_is_a_lower_bound_of_its_second_moment(shape):
+    """v is V over the square of the scale, rounded down by less than a factor of 8, and equal for any thread count."""
+    w = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    optimizer = torch.optim.Adafactor([w], lr=0.1)
+    assert set(optimizers.state_of(optimizer, w)) == {"theta"}
+    for _ in range(3):
+        w.grad = torch.randn(shape) * torch.rand(shape[-1])
+        optimizer.step()
+    assert optimizers.from_optimizer(optimizer) == optimizers.Adafactor(0.1, step=3)
+    v, state = optimizers.state_of(optimizer, w)["v"], optimizer.state[w]
+    assert (v.dtype, v.shape, v.stride()) == (torch.float32, w.shape, w.stride())
+    if len(shape) == 1:
+        exact = state["variance"]
+    else:
+        exact = state["row_var"] * state["col_var"] / state["row_var"].mean(dim=-2, keepdim=True)
+    exact = exact / w.detach().square().mean()
+    assert (v <= exact * (1 + 1e-5)).all()
+    assert (v >= exact / 8).all()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert torch.equal(optimizers.state_of(optimizer, w)["v"], v)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_step_counts_steps_taken_before():

@@ -8,8 +8,8 @@ import numpy as np
 from codec._c.library import DTYPES, ffi
 from codec.engines.cuda.workspace import Work
 from codec.optimizers.arguments import LevelSource
+from codec.optimizers.base import Optimizer, floats_of
 from codec.optimizers.custom import Custom
-from codec.optimizers.formulas import Optimizer, floats_of
 from codec.tensors.view import TensorView
 
 _PREPROCESSING, _GROUP = struct.Struct("<8Q2IQ"), struct.Struct("<6Q3I5f")  # codec_preprocessing, codec_group

@@ -1,0 +1,205 @@
+"""Base class of optimizers: coefficients of A, the term that a step adds to the gradient, and levels of values."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from codec._c.library import ITEMSIZE, LEVEL_BITS, MANTISSA_BITS, ffi
+from codec.arguments import plain, shown
+from codec.errors import ArgumentError
+from codec.specs import Guard, Truncate
+from codec.tensors.view import TensorView, on_host, view
+
+F32 = np.float32
+
+
+def _is_float64(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Coefficients of A, which are equal for all elements.
+
+    A = theta * ((sqrt(v_term * v) + eps) * theta_v_term + theta_term) + m_term * m, where each operation is rounded to
+    float32. Fields have the names of these coefficients without "_term". If there is no v, A = theta * theta_term +
+    m_term * m.
+    """
+
+    theta: float
+    theta_v: float = 0
+    v: float = 0
+    eps: float = 0
+    m: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer(ABC):
+    """Base class of optimizers, whose next step decides how many bits of a gradient are dropped.
+
+    Parameters
+    ----------
+    lr : float
+        Learning rate of the step. At 0, as at the start of a warm-up, all droppable bits are dropped, except for Lion
+        and Muon, where it makes no difference.
+    weight_decay : float
+        As in torch.optim.
+    maximize : bool
+        As in torch.optim. If True, no bit is dropped.
+    grad_scale : float
+        Factor by which the gradient is scaled: GradScaler's scale, for gradients that are not yet unscaled.
+
+    Raises
+    ------
+    ArgumentError
+        A number is negative or not finite, a beta is 1 or more, or `step` is not an integer.
+    """
+
+    lr: float
+    _: KW_ONLY
+    weight_decay: float = 0
+    maximize: bool = False
+    grad_scale: float = 1
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            given: object = getattr(self, name)
+            value = _betas(given) if name == "betas" else _number(name, given)
+            object.__setattr__(self, name, value)
+
+    @abstractmethod
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """Return the coefficients of A, which are the same for all values; `state` has the arrays that exist."""
+
+    def _known(self) -> bool:
+        """Return True if the formula of A holds for these options."""
+        return not self.maximize
+
+    def final(self, state: Mapping[str, Any]) -> Terms:
+        """Return the coefficients of A, scaled, for a v of 0 if it is missing; NaN if no bit may be dropped."""
+        with np.errstate(all="ignore"):
+            t = self.terms(state)
+            s = np.float64(self.grad_scale)
+            theta, theta_v = F32(s * t.theta), F32(s * t.theta_v)
+            if "v" not in state and t.theta_v:
+                theta, theta_v = F32(t.eps) * theta_v + theta, F32(0)
+            if not self._known():
+                theta = theta_v = F32("nan")
+            m = float(F32(s * t.m)) if "m" in state else 0.0
+            return Terms(float(theta), float(theta_v), float(F32(t.v)), float(F32(t.eps)), m)
+
+    def levels(
+        self, g: Any, theta: Any, *, m: Any = None, v: Any = None, guard: int | Guard = -8
+    ) -> np.ndarray[Any, Any]:
+        """Return the level of each value of g, 0 to 3, as :class:`codec.Truncate` chooses them.
+
+        Parameters
+        ----------
+        g, theta, m, v : arrays or tensors
+            Gradient and state before the step: float32, bfloat16 or float16, with equal numbers of values.
+        guard : int or str
+            As in :class:`codec.Truncate`.
+
+        Returns
+        -------
+        numpy.ndarray of uint8, shape of g
+            Levels 0 to 3.
+
+        Raises
+        ------
+        ArgumentError
+            An array has another dtype or size.
+        SpecError
+            `guard` is out of range.
+
+        Examples
+        --------
+        >>> g, theta = np.full(4, 1e-6, np.float32), np.array([0, 1e-5, 1e-2, 10], np.float32)
+        >>> codec.optimizers.SGD(lr=0.1).levels(g, theta)
+        array([0, 2, 3, 3], dtype=uint8)
+        """
+        spec = Truncate(guard=guard)
+        arrays = {name: x for name, x in (("theta", theta), ("m", m), ("v", v)) if x is not None}
+        t = self.final(arrays)
+        p, a = {name: _floats(x).reshape(-1) for name, x in arrays.items()}, F32(0)
+        x = on_host("g", view(g))
+        if x.dtype not in MANTISSA_BITS:
+            raise ArgumentError(f"g must be float32, bfloat16 or float16, not {x.dtype}")
+        n = x.nbytes // ITEMSIZE[x.dtype]
+        for name, values in p.items():
+            if values.size != n:
+                raise ArgumentError(f"{name} has {values.size} values, g has {n}")
+        if (level := spec.fixed_level) is not None:
+            return np.full(x.shape, level, np.uint8)
+        with np.errstate(all="ignore"):
+            if "v" in p and t.theta_v != 0:
+                factor = (np.sqrt(F32(t.v) * p["v"]) + F32(t.eps)) * F32(t.theta_v) + F32(t.theta)
+            else:
+                factor = F32(t.theta)
+            a = p["theta"] * factor
+            if "m" in p:
+                a = a + F32(t.m) * p["m"]
+        ea = np.where(np.isnan(a), 0, a.view(np.uint32) >> 23 & 255).astype(int)
+        mbits = MANTISSA_BITS[x.dtype]
+        last = (1 << 8 * ITEMSIZE[x.dtype] - 1 - mbits) - 1  # biased exponent of NaN and Inf
+        bits = np.frombuffer(ffi.buffer(x.data, x.nbytes), f"u{ITEMSIZE[x.dtype]}").astype(np.int64)
+        e = bits >> mbits & last
+        slack = ea - 127 - (e - last // 2) - spec.guard_bits - (MANTISSA_BITS[view(theta).dtype] - mbits)
+        slack = np.where(ea == 255, 1000, slack)
+        slack = np.where((ea == 0) | (e == last), -1000, slack)
+        levels = sum((slack >= k for k in LEVEL_BITS[x.dtype][1:]), np.zeros(n, np.uint8))
+        return levels.astype(np.uint8).reshape(x.shape)
+
+
+_FLAGS = ("maximize", "amsgrad", "centered", "nesterov", "decoupled_weight_decay")
+
+
+def _number(name: str, given: object) -> Any:
+    """Return a field's value as a Python number."""
+    if name in _FLAGS:
+        flag: object = cast(Any, given).item() if getattr(given, "shape", None) == () else given
+        if not isinstance(flag, bool | int):
+            raise ArgumentError(f"{name} must be True or False, got {shown(given)}")
+        return bool(flag)
+    number = plain(given)
+    if name == "beta2_decay":
+        if isinstance(number, bool) or not isinstance(number, int | float) or not (number <= 0 and _is_float64(number)):
+            raise ArgumentError(f"beta2_decay must be a finite number that is not positive, got {shown(given)}")
+        return number
+    if isinstance(number, bool) or not isinstance(number, int | float) or not (number >= 0 and _is_float64(number)):
+        raise ArgumentError(f"{name} must be a finite number that is not negative, got {shown(given)}")
+    if name == "step" and number != (number := int(number)):
+        raise ArgumentError(f"step must be a whole number, got {shown(given)}")
+    return number
+
+
+def _betas(value: object) -> tuple[float, ...]:
+    """Return Adam's betas as floats. Raise ArgumentError unless they are two numbers from 0 to below 1."""
+    betas = tuple(cast(Sequence[object], value)) if isinstance(value, tuple | list) else ()
+    if len(betas) != 2:
+        raise ArgumentError(f"betas must be two numbers, got {shown(cast(object, value))}")
+    numbers = tuple(_number("betas", beta) for beta in betas)
+    if max(numbers) >= 1:
+        raise ArgumentError(f"betas must be below 1, got {shown(max(numbers))}")
+    return numbers
+
+
+def _floats(x: Any) -> np.ndarray[Any, Any]:
+    return floats_of(on_host("state", view(x)))
+
+
+def floats_of(v: TensorView) -> np.ndarray[Any, Any]:
+    """Return a copy of a state array as float32."""
+    if v.dtype not in MANTISSA_BITS:
+        raise ArgumentError(f"state must be float32, bfloat16 or float16, not {v.dtype}")
+    raw = ffi.buffer(v.data, v.nbytes)
+    if v.dtype == "bfloat16":
+        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(F32).reshape(v.shape)
+    return np.frombuffer(raw, v.dtype).astype(F32).reshape(v.shape)
