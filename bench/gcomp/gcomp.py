@@ -46,7 +46,8 @@ import methods
 import report
 import sizes
 import trainings
-from convergence import ORDERED, PLAIN, Job, train_all, without_nonfinite
+from runs import ORDERED, PLAIN, Job, train_all
+from summary import without_nonfinite
 
 TASKS = ("digits-sgd", "text-adamw")
 MORE_TASKS = ("text-adamw-wide",)  # done only if --tasks names them

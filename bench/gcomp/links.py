@@ -19,7 +19,7 @@ import methods
 import netns
 import torch
 import torch.distributed as dist
-from convergence import Job, Run, train
+from runs import Job, Run, train
 from trainings import Timed
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import convergence
 import numpy as np
+import runs
 import torch
 import torch.distributed as dist
 from models import Task
@@ -196,10 +196,10 @@ def baseline(name: str) -> Baseline:
     return {FP16: Half, POWER_SGD: PowerSGD}[name]() if name in (FP16, POWER_SGD) else Sparse(name == RANDOM_K)
 
 
-def add_hook(job: convergence.Job, task: Task, model: DistributedDataParallel) -> Any:
+def add_hook(job: runs.Job, task: Task, model: DistributedDataParallel) -> Any:
     """Register the hook of a job's method, and return it; None for the references without compression."""
     if job.codec not in BASELINES:
-        return convergence.add_hook(job, task, model)
+        return runs.add_hook(job, task, model)
     hook = baseline(job.codec)
     model.register_comm_hook(None, hook.reduce)
     return hook

@@ -9,7 +9,7 @@ import numpy as np
 import report
 import sizes
 import trainings
-from convergence import ORDERED, PLAIN
+from runs import ORDERED, PLAIN
 
 MARKERS = "os^vD<>pP*X"
 MOST = 1.5  # end of the axis of relative times; longer bars are cut

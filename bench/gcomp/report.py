@@ -8,7 +8,7 @@ import allreduce
 import netns
 import sizes
 import trainings
-from convergence import table
+from summary import table
 
 PAPER_SAVED, PAPER_SPEEDUP = 0.671, 1.9  # "up to", in the paper's abstract
 PAPER = (

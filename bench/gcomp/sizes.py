@@ -110,13 +110,13 @@ def saved(b: Bucket, method: str) -> float:
         fixed = {methods.FP16: 2 * n, methods.TOP_K: 8 * k, methods.RANDOM_K: 4 * k}
         nbytes = fixed.get(method) or 4 * methods.power_sgd_values(b.shapes)
     else:
-        nbytes = len(frame_of(b, methods.convergence.spec_of(method)))
+        nbytes = len(frame_of(b, methods.runs.spec_of(method)))
     return 1 - nbytes / (4 * n)
 
 
 def strategy(b: Bucket, text: str) -> dict[str, float]:
     """Return what a spec saves, its relative error, and the share of parameters that it changes."""
-    spec = methods.convergence.spec_of(text)
+    spec = methods.runs.spec_of(text)
     frame = frame_of(b, spec)
     y = codec.decode(frame, b.bound(spec))
     exact, lossy = (step_of(b.optimizer, g, b.state) for g in (b.grad, y))

@@ -9,7 +9,8 @@ from typing import Any
 
 import methods
 import numpy as np
-from convergence import ORDERED, PLAIN, Run, deviation, mean, steps_to_target, values_sent
+from runs import ORDERED, PLAIN, Run, values_sent
+from summary import deviation, mean, steps_to_target
 
 QUANTILES = (50, 90, 99)  # percent
 

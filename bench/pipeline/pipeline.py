@@ -38,9 +38,9 @@ from pathlib import Path
 
 import tables
 import torch
-from convergence import without_nonfinite
 from parts import CODING_RATE, SAFE, Bench
 from stages import FIRST_STEPS, netns
+from summary import without_nonfinite
 from systems import BITS_OF, FP32, FP32_TCP, SYSTEMS, Setting, message_nbytes, parse_bits, settings_of
 from tasks import LANGUAGE, TASKS, Sizes
 

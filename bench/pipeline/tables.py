@@ -9,7 +9,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
 import netns
-from convergence import table
+from summary import table
 
 MARK = "†"
 BELOW = f"{MARK} messages are smaller than two token buckets: the link carries them faster than its rate"

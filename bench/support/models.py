@@ -109,7 +109,7 @@ class Task:
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the mean cross-entropy of a batch. `model` is the task's model or a wrapper of it."""
         x, y = batch
-        return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+        return F.cross_entropy(model(x).flatten(0, -2).float(), y.flatten())
 
     @torch.no_grad()
     def evaluate(self) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Task:
         self.model.eval()
         found = torch.zeros(3, dtype=torch.float64)
         for x, y in zip(*(part.split(128) for part in self.held_out), strict=True):
-            out, to = self.model(x).flatten(0, -2), y.flatten()
+            out, to = self.model(x).flatten(0, -2).float(), y.flatten()
             right = (out.argmax(-1) == to).sum()
             found += torch.stack(
                 [F.cross_entropy(out, to, reduction="sum").double(), right.double(), right * 0 + len(to)]
@@ -132,9 +132,10 @@ def _warmup_cosine(steps: int) -> Callable[[int], float]:
     return lambda step: min((step + 1) / warmup, 0.51 + 0.49 * math.cos(math.pi * step / steps))
 
 
-def _task(
+def task_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, batch: Callable[[], Batch], held_out: Batch
 ) -> Task:
+    """Return a task whose learning rate follows :func:`_warmup_cosine`."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warmup_cosine(steps))
     return Task(model, optimizer, schedule, batch, held_out)
 
@@ -153,7 +154,7 @@ def digits_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int
     torch.manual_seed(seed)
     model = cnn_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    return _task(model, optimizer, steps, share, (images[held], labels[held]))
+    return task_of(model, optimizer, steps, share, (images[held], labels[held]))
 
 
 def _text_task(
@@ -182,7 +183,7 @@ def _text_task(
 
     torch.manual_seed(seed)
     model = Language(width, 2, context)
-    return _task(model, optimizer_of(model.parameters()), steps, share, (windows[:, :-1], windows[:, 1:]))
+    return task_of(model, optimizer_of(model.parameters()), steps, share, (windows[:, :-1], windows[:, 1:]))
 
 
 def _sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:

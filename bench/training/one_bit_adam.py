@@ -39,8 +39,9 @@ import codec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
-from convergence import PLAIN, Job, Run, table, train_all, values_sent
 from models import Task
+from runs import PLAIN, Job, Run, train_all, values_sent
+from summary import table
 
 SIGNS = "AdamW, signs"
 ZERO_ONE = "0/1 Adam, Quantize(4)"

@@ -18,7 +18,7 @@ import methods
 import report
 import sizes
 import trainings
-from convergence import PLAIN, Job, Run, train
+from runs import PLAIN, Job, Run, train
 
 STEPS = 13  # PowerSGD compresses from step 10 on
 TRAINED = (PLAIN, methods.ZLIB, methods.FP16, methods.TOP_K, methods.RANDOM_K, methods.POWER_SGD, methods.NEAR)

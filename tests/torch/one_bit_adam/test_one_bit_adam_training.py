@@ -16,12 +16,12 @@ METHODS = "float32", "AdamW, signs", "1-bit Adam", "1-bit Adam, Quantize(4)"
 def _losses(rank, size, steps, seed):
     """Return the held-out loss after a training with each of METHODS, and the bits a value that a rank has sent."""
     sys.path.insert(0, str(ROOT / "bench/training"))
-    import convergence
     import one_bit_adam
+    import runs as trainings
 
-    jobs = [convergence.Job("text-adamw", name, seed, steps) for name in METHODS]
-    runs = [convergence.train(job, lambda n: None, one_bit_adam.add_optimizer) for job in jobs]
-    return [(r.loss, 8 * r.nbytes / convergence.values_sent(r.values, size)) for r in runs]
+    jobs = [trainings.Job("text-adamw", name, seed, steps) for name in METHODS]
+    runs = [trainings.train(job, lambda n: None, one_bit_adam.add_optimizer) for job in jobs]
+    return [(r.loss, 8 * r.nbytes / trainings.values_sent(r.values, size)) for r in runs]
 
 
 def test_short_training_is_near_adamw_unlike_signs_of_gradients():
