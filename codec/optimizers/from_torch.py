@@ -240,25 +240,26 @@ def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
 def _adafactor_v(parameter: Any, have: Mapping[str, Any], eps1: float | None, eps2: float) -> Any:
     """Return the second moment of Adafactor over the square of the step's scale, a tensor like the parameter.
 
-    Means over a tensor are rounded up to powers of two, in float64. So they are equal on all ranks, although torch sums
-    in an order that depends on the number of threads.
+    Means over a tensor are computed in float64 and rounded up to 4 bits. So they are equal on all ranks, although torch
+    sums in an order that depends on the number of threads.
     """
     import torch
 
     with torch.no_grad():
         eps1 = float(torch.finfo(parameter.dtype).eps) if eps1 is None else eps1
         wide = parameter.detach().double()
-        scale = _power_above((wide.norm() / wide.numel() ** 0.5).clamp(min=eps2))
+        scale = _rounded_up((wide.norm() / wide.numel() ** 0.5).clamp(min=eps2))
         v = torch.empty_like(parameter, dtype=torch.float64)
         if "variance" in have:
             return v.copy_(have["variance"]).div_(scale.square()).float()
-        mean = _power_above(have["row_var"].double().mean(dim=-2, keepdim=True).clamp(min=eps1))
+        mean = _rounded_up(have["row_var"].double().mean(dim=-2, keepdim=True).clamp(min=eps1))
         torch.mul(have["row_var"].double() / mean, have["col_var"].double(), out=v)
         return v.div_(scale.square()).float()
 
 
-def _power_above(x: Any) -> Any:
-    """Return the smallest powers of two that are larger than positive numbers."""
+def _rounded_up(x: Any) -> Any:
+    """Return positive numbers rounded up to 4 bits."""
     import torch
 
-    return torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent)
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp(mantissa.mul(16).ceil().div(16), exponent)

@@ -240,7 +240,7 @@ def test_lion_with_another_state_is_rejected():
 
 @pytest.mark.parametrize("shape", [(1000,), (25, 40), (5, 4, 5, 10)])
 def test_adafactor_state_is_a_lower_bound_of_its_second_moment(shape):
-    """v is V over the square of the scale, rounded down by less than a factor of 8, and equal for any thread count."""
+    """v is V over the square of the scale, rounded down by at most a third, and equal for any thread count."""
     w = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     optimizer = torch.optim.Adafactor([w], lr=0.1)
     assert set(optimizers.state_of(optimizer, w)) == {"theta"}
@@ -256,7 +256,7 @@ def test_adafactor_state_is_a_lower_bound_of_its_second_moment(shape):
         exact = state["row_var"] * state["col_var"] / state["row_var"].mean(dim=-2, keepdim=True)
     exact = exact / w.detach().square().mean()
     assert (v <= exact * (1 + 1e-5)).all()
-    assert (v >= exact / 8).all()
+    assert (v >= exact / 1.5).all()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
