@@ -79,6 +79,24 @@ def float64(x):
     return x.detach().double().numpy()
 
 
+PLAIN = {
+    "sgd": lambda p, lr: torch.optim.SGD(p, lr, weight_decay=0.1),
+    "momentum": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9, dampening=0.3, weight_decay=0.1),
+    "nesterov": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adagrad": lambda p, lr: torch.optim.Adagrad(p, lr, lr_decay=0.1),
+    "rmsprop": lambda p, lr: torch.optim.RMSprop(p, lr),
+}
+
+
+@given(case=cases(), name=st.sampled_from(sorted(PLAIN)))
+def test_steps_of_other_optimizers_change_little(case, name):
+    """By share |theta'| for g = 0."""
+    optimizer, theta, g, y = trained(case, PLAIN[name])
+    after, other, zero = (stepped(optimizer, theta, x, PLAIN[name], case.lr) for x in (g, y, torch.zeros_like(g)))
+    assert (abs(after - other) <= FLOAT_ERROR * case.share * abs(zero) + 1e-14 * abs(float64(theta))).all()
+    assert case.spec.guard_bits > 0 or (g != y).any()
+
+
 ADAM_LIKE = {
     "adam": lambda p, lr: torch.optim.Adam(p, lr, weight_decay=0.01),
     "adamw": lambda p, lr: torch.optim.AdamW(p, lr, weight_decay=0.1),
