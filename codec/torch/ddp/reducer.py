@@ -201,8 +201,9 @@ class Reducer:
         self.state.commit(step)
 
     def _is_overflow(self, error: BaseException) -> bool:
-        """Return True if gradients overflowed by their scale, which the GradScaler will notice."""
-        return self._scaler is not None and getattr(error, "code", None) == Status.NONFINITE
+        """Return True if gradients overflowed by their scale, and the GradScaler will skip the step."""
+        scales = self._scaler is not None and self._scaler.is_enabled()
+        return scales and getattr(error, "code", None) == Status.NONFINITE
 
     # One bucket
 
