@@ -34,9 +34,10 @@ def view(tensor: Any, dtype: Any = None, segments: Any = None) -> View:
     segments : mapping, torch.nn.Module, or iterable of (int, tuple of int), optional
         Parameters inside a flat bucket. A mapping from names to shapes or tensors, in the order of the bucket without
         gaps, or a module, which stands for its parameters; error feedback keeps residuals by these names. Or pairs of
-        an offset, in values, and a shape, ascending; :func:`segments` makes them. Lossless models and scales of lossy
-        codecs then follow the rows of each parameter of 4,096 values or more. Values outside all segments are encoded
-        as a vector. Default: the tensor's own shape.
+        an offset, in values, and a shape, ascending; :func:`segments` makes them. Scales of lossy codecs then follow
+        the rows of each parameter, and lossless models those of each parameter of 8,192 values or more. Values outside
+        all segments are encoded as a vector. Frames of thousands of tiny parameters have a limit (``docs/encoder.md``,
+        section 7.1), beyond which those share scales. Default: the tensor's own shape.
 
     Returns
     -------

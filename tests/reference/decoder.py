@@ -594,7 +594,7 @@ class Rows:
         parts = [(self.n, self.row)]
         if self.flags & 2:
             (nparts,) = r.ints("I")
-            need(1 <= nparts <= 2 * (self.n // 4096) + 1, "nparts")
+            need(1 <= nparts <= 2 * (self.n // 4096) + 1 + min(self.n // 16, 64), "nparts")
             parts = []
             for _ in range(nparts):
                 count, row, zero = r.ints("QII")

@@ -131,14 +131,14 @@ class Frame:
         return self.header(1, at, checksum & MASK64, *fields) + side + directory + middle + b"".join(regions)
 
 
-def cut_parts(ask: Ask, n: int, shape: tuple[int, ...], least: int) -> list[tuple[int, int, Any]]:
-    """Return start, count and shape of each part (section 3); shape None: flat."""
+def cut_parts(ask: Ask, n: int, shape: tuple[int, ...]) -> list[tuple[int, int, Any]]:
+    """Return start, count and shape of each part of the scale model (section 3); shape None: flat."""
     if not ask.segments:
         return [(0, n, shape)]
     parts, flat = [], 0
     for start, dims in ask.segments:
         count = int(np.prod(dims, dtype=object))
-        if count >= least:
+        if count >= 8192:
             parts += [(flat, start - flat, None), (start, count, dims)]
             flat = start + count
     return [p for p in [*parts, (flat, n - flat, None)] if p[1]]
@@ -427,14 +427,43 @@ def row_of(ask: Ask, shape: Any, entropy: bool) -> int:
     return 1024 if entropy and row > 16384 else row
 
 
+def row_parts(ask: Ask, n: int, shape: tuple[int, ...], entropy: bool) -> list[tuple[int, int, int]]:
+    """Return start, count and row of each part (section 7.1)."""
+    if not ask.segments:
+        return [(0, n, row_of(ask, shape, entropy))]
+    by_shape = ask.row == BY_SHAPE or (ask.row is None and ask.codec == 4)
+    pieces: list[tuple[int, int, int, bool]] = []  # start, count, row, large: of segments, and of what lies between
+    end = 0
+    for start, dims in [*ask.segments, (n, (0,))]:
+        pieces.append((end, start - end, row_of(ask, None, entropy), False))
+        row, count = row_of(ask, dims, entropy), int(np.prod(dims, dtype=object))
+        pieces.append((start, count, max(row, 64) if by_shape else row, count >= 4096))
+        end = start + count
+    most = 2 * (n // 4096) + 1 + min(n // 16, 64)
+    spare = most - (2 * sum(large for *_, large in pieces) + 1)
+    parts: list[tuple[int, int, int]] = []
+    open_part = False  # the last part is of small pieces
+    for start, count, row, large in pieces:
+        if not count:
+            continue
+        if not large and open_part:
+            first, m, of_part = parts[-1]
+            scaled = row == 0 or (ask.codec == 5 and ask.variant == 0)
+            if not spare or (row == of_part and not scaled and m % row == 0):
+                parts[-1] = first, m + count, of_part
+                continue
+            spare -= 1
+        parts.append((start, count, row))
+        open_part = not large
+    return parts
+
+
 def encode_rows(ask: Ask, frame: Frame, v: Array, dtype: int) -> bytes:
     """Return the frame of a row codec (section 7)."""
     n = len(v)
     entropy = (ask.codec == 3 and ask.variant == 2) or (ask.codec == 4 and ask.options & 4 != 0)
     stochastic = ask.options & 1 != 0
-    parts = [
-        (start, count, row_of(ask, shape, entropy)) for start, count, shape in cut_parts(ask, n, frame.shape, 4096)
-    ]
+    parts = row_parts(ask, n, frame.shape, entropy)
     options = ask.options | (32 if ask.clip else 0)
     row = parts[0][2] if n and not ask.segments else 0
     frame.params(options, row)
@@ -701,7 +730,7 @@ def scale_model(
         return None, plain, int(plain[0]), int(plain.sum())
     centre = 0x4800 if octave == 16 else 0x4000
     by_eighths = finest == 0 and octave == 128 and n >= 524288
-    cuts = cut_parts(replace(ask, segments=None) if flat else ask, n, shape if n >= 8192 else (), 8192)
+    cuts = cut_parts(replace(ask, segments=None) if flat else ask, n, shape if n >= 8192 else ())
     raw, zeros, parts, samples = np.zeros(256, np.int64), 0, [], []
     for start, count, dims in cuts:
         row = columns_of(dims, count)

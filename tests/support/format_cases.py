@@ -356,6 +356,15 @@ def sign_parts(side):
     return blocks
 
 
+def many_parts(*counts):
+    """Return a Sign frame of parts without rows that are all 1, of which part i has scale i + 1."""
+    records = b"".join(struct.pack("<QII", count, 0, 0) for count in counts)
+    scales = b"".join(f32(i + 1, 0) for i in range(len(counts)))
+    blocks = Blocks(FLOAT32, sum(counts), [], SIGN, row_params(), u32(len(counts)) + records + scales, log2=0, flags=2)
+    blocks.regions = [region(((1 << count) - 1).to_bytes(-(-count // 8), "little")) for count in counts]
+    return blocks
+
+
 def halves(*bits):
     """Return little-endian 16-bit words."""
     return struct.pack(f"<{len(bits)}H", *bits)
@@ -410,6 +419,8 @@ ROW_CASES = {
     "shifts of a record": (entropy8(record=(2, 1024, 0, 1, 0)), "part"),
     "base of a record": (entropy8(record=(2, 1024, 0, 0, 1)), "part"),
     "no record": (rows(SIGN, 8, b"\xff", row_params(), u32(0), flags=2), "nparts"),
+    "as many parts as may be": (many_parts(8, 8, 16), f32(*[1] * 8, *[2] * 8, *[3] * 16)),
+    "one part more": (many_parts(8, 8, 8, 8), "nparts"),
     "scales of the part that has one": (
         sign_parts(struct.pack("<QIIQII", 4096, 0, 0, 4096, 2048, 0) + f32(2, 0)),
         f32(-2) * 4096 + f32(3) * 2048 + f32(5) * 2048,

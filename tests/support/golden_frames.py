@@ -117,6 +117,17 @@ def golden_tensor(name):
     if kind == "parts":
         segments = [(0, (50, 100)), (5000, (700,)), (6000, (70, 80))]
         return floats(dtype, 12000, 18), dtype, {"segments": segments, "spec": codec.Sign("l1", "row")}
+    if kind == "small_parts":
+        segments = [
+            (0, (3, 100)),
+            (300, (7,)),
+            (307, (2, 128)),
+            (563, (4, 8)),
+            (700, (10, 10)),
+            (800, (96,)),
+            (896, ()),
+        ]
+        return floats(dtype, 1000, 18), dtype, {"segments": segments, "spec": codec.Float8()}
     x = ones(hashed(2000, 15)).astype(np.int64) - 32
     return (x.astype(f"i{size}").view(u) if kind == "small" else (x * x * x).astype(f"i{size}").view(u)), dtype, {}
 
@@ -131,6 +142,7 @@ NAMES = [
     *(f"float32-{k}" for k in LOSSY),
     *(f"{d}-{k}" for d in ("bfloat16", "float16") for k in ("sign_l1", "ternary_base3", "float8_e4m3fn", "quantize_4")),
     "float32-parts",
+    "float32-small_parts",
     *(f"{d}-{k}" for d in ("float32", "bfloat16", "float16") for k in TRUNCATES),
     "float32-truncate_bit-narrow",
     "float32-truncate_coded-narrow",

@@ -159,7 +159,7 @@ static __device__ codec_status read_row_parts(side *s, codec_view *v, codec_row_
 
 	if (v->flags & WIRE_FLAG_SEGMENTS) {
 		count = s->end - s->at < 4 ? 0 : load32(s->frame + s->at);
-		if (!count || count > WIRE_MAX_PARTS(v->n) || count > (s->end - s->at - 4) / WIRE_SEGMENT_NBYTES)
+		if (!count || count > WIRE_MAX_ROW_PARTS(v->n) || count > (s->end - s->at - 4) / WIRE_SEGMENT_NBYTES)
 			return CODEC_BAD_SIDE;
 		s->at += 4;
 	}

@@ -109,7 +109,7 @@ static uint64_t memory_nbytes(uint64_t n)
 {
 	uint64_t part = max64(sizeof(codec_model_part) + 2, sizeof(codec_row_part));
 
-	return align16(TABLES_NBYTES + WIRE_MAX_PARTS(n) * part + n / 32 + 64);
+	return align16(TABLES_NBYTES + WIRE_MAX_ROW_PARTS(n) * part + n / 32 + 64);
 }
 
 /* Plan the job of a tensor like `like`. */

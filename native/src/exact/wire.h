@@ -108,8 +108,10 @@
 
 #define WIRE_ROW_BLOCK 16384   /* maximum values per block, if rows fit */
 #define WIRE_TRITS_BLOCK 81920 /* maximum values per block, if 5 values are packed per byte */
-#define WIRE_PART_MIN 4096     /* smaller segments share a part with their neighbours */
+#define WIRE_PART_MIN 4096     /* segments of so many values are always parts of their own */
 #define WIRE_MAX_PARTS(n) (2 * ((n) / WIRE_PART_MIN) + 1)
+/* Codecs of rows: up to 64 more parts, so that small segments, or what cuts leave of large ones, keep their scales. */
+#define WIRE_MAX_ROW_PARTS(n) (WIRE_MAX_PARTS(n) + ((n) < 1024 ? (n) / 16 : 64))
 #define WIRE_MAX_ROW 0x80000000u
 #define WIRE_MAX_NVFP4 126 /* a row's scale: e4m3fn without sign and NaN */
 #define WIRE_MAX_MXFP4 252 /* a row's scale exponent: 6 times the scale is finite */
@@ -151,7 +153,7 @@
 #define WIRE_REGION_PRUNED (1u << 16)
 
 /* Scale model: one record per segment, then nibbles. Parts of codecs of rows use the same record. */
-#define WIRE_SEGMENT_NBYTES 16 /* bytes per record; at most WIRE_MAX_PARTS records */
+#define WIRE_SEGMENT_NBYTES 16 /* bytes per record; at most WIRE_MAX_PARTS or WIRE_MAX_ROW_PARTS records */
 #define WIRE_SEGMENT_ROWS 1u
 #define WIRE_SEGMENT_COLS 2u
 #define WIRE_MAX_SHIFT 3   /* offsets are nibble << shift, in eighths of an octave */

@@ -196,7 +196,7 @@ codec_status job_open(void *memory, size_t nbytes, const struct header *h, uint3
 	j->model.segments_at = ALIGN8(sizeof *j);
 	j->model.offsets_at = j->model.segments_at;
 	j->parts_at = ALIGN8(sizeof *j);
-	j->sums_at = j->parts_at + WIRE_MAX_PARTS(h->n) * sizeof(struct part);
+	j->sums_at = j->parts_at + WIRE_MAX_ROW_PARTS(h->n) * sizeof(struct part);
 	j->work_at = j->parts_at + family_of(h)->job_nbytes(h);
 	*out = j;
 	return CODEC_OK;

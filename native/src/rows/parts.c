@@ -11,42 +11,86 @@ static void add_part(struct job *j, uint64_t start, uint64_t count, uint32_t row
 	j->h.nblocks += row_nblocks(header_kind(&j->h), row, count);
 }
 
-static void add_flat(struct job *j, uint64_t start, uint64_t end)
+/* Consecutive small segments, and values outside of segments, that will be one part. */
+struct run {
+	uint64_t start, end;
+	uint32_t row;
+	uint64_t spare; /* parts that may be added beyond one run between two large segments */
+};
+
+static void end_run(struct job *j, struct run *run)
 {
-	if (end > start)
-		add_part(j, start, end - start, row_in_use(header_kind(&j->h), j->h.group_size, 1, NULL));
+	if (run->end > run->start)
+		add_part(j, run->start, run->end - run->start, run->row);
+	run->start = run->end;
+}
+
+/* Add the values up to `end`, whose row is `row`, to the run, if they keep their scales there; else begin a new run. */
+static void add_to_run(struct job *j, struct run *run, uint64_t end, uint32_t row)
+{
+	uint64_t n = run->end - run->start;
+
+	if (end == run->end)
+		return;
+	if (n && run->spare && (row != run->row || row_part_scaled(header_kind(&j->h), row) || n % row)) {
+		end_run(j, run);
+		run->spare--;
+		n = 0;
+	}
+	if (!n)
+		run->row = row;
+	run->end = end;
+}
+
+/* Return how many parts small segments may have beyond one between each two large segments. */
+static uint64_t spare_parts(uint64_t n, const codec_context *with)
+{
+	uint64_t large = 0;
+
+	for (uint64_t i = 0; i < with->nsegments; i++)
+		large += segment_count(with->segments + i) >= WIRE_PART_MIN;
+	return WIRE_MAX_ROW_PARTS(n) - (2 * large + 1);
 }
 
 /* Cut a tensor into parts for encoding, count the blocks, and set the header's row to the one in use. */
 void rows_cut(struct job *j, const codec_context *with)
 {
-	uint64_t flat = 0, end = 0;
+	const struct row_kind q = header_kind(&j->h);
+	const uint32_t asked = j->h.group_size, flat = row_in_use(q, asked, 1, NULL);
+	const uint32_t least = asked == ROW_ASKED_LAST ? ROW_LEAST : 0;
+	struct run run = {.spare = spare_parts(j->h.n, with)};
 
 	j->nparts = j->nsums = j->h.nblocks = 0;
 	if (!with->nsegments) {
-		add_part(j, 0, j->h.n, row_in_use(header_kind(&j->h), j->h.group_size, j->h.rank, j->h.shape));
+		add_part(j, 0, j->h.n, row_in_use(q, asked, j->h.rank, j->h.shape));
 		j->h.group_size = job_parts(j)->group_size;
 		return;
 	}
 	for (uint64_t i = 0; i < with->nsegments; i++) {
 		const codec_segment *s = with->segments + i;
-		uint64_t count = segment_count(s);
+		uint64_t count = segment_count(s), end = s->offset + count;
+		uint32_t row = row_in_use(q, asked, s->rank, s->shape);
 
-		end = s->offset + count;
-		if (count < WIRE_PART_MIN)
+		if (!count)
 			continue;
-		add_flat(j, flat, s->offset);
-		add_part(j, s->offset, count, row_in_use(header_kind(&j->h), j->h.group_size, s->rank, s->shape));
-		flat = end;
+		add_to_run(j, &run, s->offset, flat);
+		if (count < WIRE_PART_MIN) {
+			add_to_run(j, &run, end, MAX(row, least));
+			continue;
+		}
+		end_run(j, &run);
+		add_part(j, s->offset, count, row);
+		run.start = run.end = end;
 	}
-	add_flat(j, flat, j->h.n);
+	add_to_run(j, &run, j->h.n, flat);
+	end_run(j, &run);
 	j->h.group_size = 0;
 	j->h.flags |= WIRE_FLAG_SEGMENTS;
 }
 
 uint64_t rows_job_nbytes(const struct header *h)
 {
-	uint64_t parts = WIRE_MAX_PARTS(h->n);
+	uint64_t parts = WIRE_MAX_ROW_PARTS(h->n);
 
 	return parts * sizeof(struct part) + (parts + h->n / WIRE_TREE + 1) * sizeof(struct row_sums) + 16;
 }
@@ -91,14 +135,14 @@ uint64_t rows_bound(const struct header *h)
 {
 	const struct row_kind q = header_kind(h);
 	uint32_t row = row_in_use(q, h->group_size, h->rank, h->shape);
-	uint64_t nblocks = row_nblocks(q, row, h->n), nparts = WIRE_MAX_PARTS(h->n), most, cut;
+	uint64_t nblocks = row_nblocks(q, row, h->n), nparts = WIRE_MAX_ROW_PARTS(h->n), most, cut;
 	uint64_t head = WIRE_AT_SHAPE + 8 * (uint64_t)h->rank + ALIGN8(16 + (q.entropy ? BOOK_MAX_NBYTES : 0));
 
 	if (!h->n)
 		return head;
 	/*
-	 * Either there are no segments; or parts have WIRE_PART_MIN values or lie between such parts, with rows of at
-	 * least ROW_LEAST.
+	 * Either there are no segments; or there are at most WIRE_MAX_ROW_PARTS(n) parts, with rows of at least
+	 * ROW_LEAST, of which the last one of a part may be shorter.
 	 */
 	most = nblocks * (WIRE_DIRECTORY_ENTRY + 16) + (row_count(row, h->n) + (row ? nblocks : 0)) * 8;
 	row = h->group_size == CODEC_GROUP_SIZE_ROW ? ROW_LEAST : row;
@@ -161,7 +205,7 @@ static codec_status read_records(const uint8_t *frame, uint64_t *at, uint64_t en
 {
 	uint64_t nparts = end - *at < 4 ? 0 : load32(frame + *at), start = 0;
 
-	if (!nparts || nparts > WIRE_MAX_PARTS(j->h.n) || nparts > (end - *at - 4) / WIRE_SEGMENT_NBYTES)
+	if (!nparts || nparts > WIRE_MAX_ROW_PARTS(j->h.n) || nparts > (end - *at - 4) / WIRE_SEGMENT_NBYTES)
 		BAD(*at, nparts, (end - *at) / WIRE_SEGMENT_NBYTES);
 	*at += 4;
 	for (uint64_t i = 0; i < nparts; i++, *at += WIRE_SEGMENT_NBYTES) {
