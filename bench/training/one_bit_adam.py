@@ -65,7 +65,7 @@ def add_optimizer(job: Job, task: Task, model: DistributedDataParallel) -> Any:
 
     options = codec.options(algorithm=job.algorithm)
     if job.codec == SIGNS:
-        policy = codec.torch.Policy(lossless_uneven=False)
+        policy = codec.torch.Policy(uneven=None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Sign warns under Adam; this benchmark shows the effect
             hook = codec.torch.ddp_hook(

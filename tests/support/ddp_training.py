@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 import codec.torch
 from codec.torch.ddp import checkpoint
 
-ENCODE_ALL = codec.torch.Policy(lossless_small=False, lossless_uneven=False)  # the hook's spec for every parameter
+ENCODE_ALL = codec.torch.Policy(lossless_small=False, uneven=None)  # the hook's spec for every parameter
 
 
 def net():

@@ -5,23 +5,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+import torch
 
-from codec import StateError
+from codec import ArgumentError, StateError
 from codec.arguments import whole
 from codec.stateful import ErrorFeedback
 from codec.stateful.checkpoint import opened, plain
 from codec.stateful.ranges import Range, shown
 from codec.torch._compat import from_numpy
+from codec.torch.ddp.buckets import n_values
 from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, of_tensors
 
 VERSION = 1
 _NUMBERS = ("rank", "world_size", "steps")
-_LISTS = ("sparse", "buckets")
+_LISTS = ("sparse", "dense", "buckets", "shapes")
 _HEAD = ("version", *_NUMBERS, *_LISTS)
+
+Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by name
 
 
 def head(
-    rank: int, world_size: int, steps: int, sparse: Iterable[str] | None, buckets: Sequence[Sequence[str]]
+    rank: int,
+    world_size: int,
+    steps: int,
+    zeros: Mapping[str, bool],
+    buckets: Sequence[Sequence[str]],
+    shapes: Shapes,
 ) -> dict[str, Any]:
     """Return the entries that every state has.
 
@@ -31,12 +40,16 @@ def head(
         Rank to which the state belongs, and number of ranks.
     steps : int
         Number of steps that have succeeded.
-    sparse : iterable of str or None
-        Names of parameters whose gradients are mostly zero; None: not known yet.
+    zeros : mapping of str to bool
+        True for parameters whose gradients are mostly zero; without those that are not known yet.
     buckets : sequence of sequences of str
         Names of the parameters in each bucket of the last step.
+    shapes : mapping of str to tuple of int
+        Shape of each parameter.
     """
-    lists = {"sparse": "" if sparse is None else json.dumps(sorted(sparse)), "buckets": json.dumps(buckets)}
+    names = {True: "sparse", False: "dense"}
+    lists = {entry: json.dumps(sorted(name for name in zeros if zeros[name] is kind)) for kind, entry in names.items()}
+    lists |= {"buckets": json.dumps(buckets), "shapes": json.dumps(list(shapes.items()))}
     return {"version": VERSION, "rank": rank, "world_size": world_size, "steps": steps, **lists}
 
 
@@ -70,10 +83,11 @@ class Saved:
                 f"a state of rank {self.rank} of {self.world_size} after {self.steps} steps is impossible: "
                 "it is damaged"
             )
-        text = plain(entries, "sparse", str)
-        self.sparse = frozenset(_names("sparse", _read("sparse", text))) if text else None
+        kinds = {name: _names(name, _read(name, plain(entries, name, str))) for name in ("sparse", "dense")}
+        self.zeros = dict.fromkeys(kinds["dense"], False) | dict.fromkeys(kinds["sparse"], True)
         buckets = _read("buckets", plain(entries, "buckets", str))
         self.buckets = [_names("buckets", bucket) for bucket in buckets]
+        self.shapes = _shapes(_read("shapes", plain(entries, "shapes", str)))
         self.parts: dict[str, Any] = {name: part for name, part in entries.items() if name not in _HEAD}
 
     def check_parts(self, expected: Iterable[str]) -> None:
@@ -96,23 +110,37 @@ def check_rank(owner: tuple[int, int], here: tuple[int, int]) -> None:
         )
 
 
-def check_ranges(ranges: Iterable[Range], sizes: Mapping[str, int]) -> None:
-    """Raise StateError if residuals belong to parameters, or to values, that a model does not have.
+def check_ranges(ranges: Iterable[Range], saved: Shapes, names: Mapping[torch.nn.Parameter, str]) -> None:
+    """Raise StateError if residuals belong to parameters that a model does not have, or that have another shape.
 
     Parameters
     ----------
     ranges : iterable of (str, int, int)
         Ranges of parameters that have residuals.
-    sizes : mapping of str to int
-        Number of values of each parameter of the model.
+    saved : mapping of str to tuple of int
+        Shape that each parameter had when the residuals were saved.
+    names : mapping
+        Name of each parameter of the model.
     """
     ranges = list(ranges)
-    if unknown := sorted({name for name, _, _ in ranges if name not in sizes}):
+    here = {name: p for p, name in names.items()}
+    if unknown := sorted({name for name, _, _ in ranges if name not in here}):
         some = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} others" if len(unknown) > 5 else "")
         raise StateError(f"the state has residuals of parameters that the model does not have: {some}")
     for r in ranges:
-        if r[2] > sizes[r[0]]:
-            raise StateError(f"the state has a residual of {shown(r)}, but {r[0]} has {sizes[r[0]]} values")
+        p, was = here[r[0]], saved.get(r[0], "unknown")
+        if was != (shape := tuple(p.shape)):
+            raise StateError(
+                f"the state has a residual of {r[0]} of shape {was}, but the model's has the shape {shape}: load the "
+                "state of the same model, or go on without it"
+            )
+        if r[2] > n_values(p):
+            raise StateError(f"the state has a residual of {shown(r)}, but {r[0]} has {n_values(p)} values")
+
+
+def shapes_of(names: Mapping[torch.nn.Parameter, str]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter, by name."""
+    return {name: tuple(p.shape) for p, name in names.items()}
 
 
 def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
@@ -132,7 +160,8 @@ def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
             )
         each.check_parts(saved[0].parts)
     first = saved[0]
-    new = [head(rank, world_size, first.steps, first.sparse, first.buckets) | first.parts for rank in range(world_size)]
+    known = first.steps, first.zeros, first.buckets, first.shapes
+    new = [head(rank, world_size, *known) | first.parts for rank in range(world_size)]
     for role in set(ROLES) & set(first.parts):
         for state, part in zip(
             new, ErrorFeedback.reshard([each.parts[role] for each in saved], world_size), strict=True
@@ -213,6 +242,13 @@ def _read(name: str, text: str) -> list[Any]:
     if not isinstance(read, list):
         raise StateError(f"{name!r} of this state is not a list of names")
     return cast(list[Any], read)
+
+
+def _shapes(read: list[Any]) -> dict[str, tuple[int, ...]]:
+    try:
+        return {str(name): tuple(whole("a dimension", n, 0) for n in shape) for name, shape in read}
+    except (TypeError, ValueError, ArgumentError):
+        raise StateError("'shapes' of this state is not a list of names and shapes") from None
 
 
 def _names(name: str, read: Any) -> list[str]:

@@ -248,7 +248,10 @@ class Hook:
         )
         if by_parameter:
             norms = {} if state.residuals is None else state.residuals.norms()
+            sent = {name for bucket in state.buckets for name in bucket}
             for p, name in plan.names.items():
+                if not p.requires_grad and name not in sent:
+                    continue
                 spec, _ = plan.chosen.get(p, (self.spec, False))
                 stats.parameters[name] = ParameterStats(spec, n_values(p), norms.get(name, 0.0), ratios.get(name, 0.0))
         return stats

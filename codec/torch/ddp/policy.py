@@ -1,5 +1,6 @@
 """Choice of the spec and the error feedback of each parameter of a model, in every step."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -7,22 +8,35 @@ from typing import Any, cast
 import torch
 
 from codec import ArgumentError
+from codec.advisor.advise import named
 from codec.arguments import shown
-from codec.specs import Lossless, Sign, Spec, Ternary, Truncate
-from codec.torch.ddp.buckets import Part
+from codec.specs import Lossless, Quantize, Sign, Spec, Ternary, Truncate
+from codec.stateful.ranges import NOBODY
+from codec.torch.ddp.buckets import Part, n_values
 from codec.torch.reduction.arguments import plain_spec
 
 Chooser = Callable[[str, torch.nn.Parameter], Spec | str | None]  # of a parameter's name and the parameter
+logger = logging.getLogger("codec.torch")
+
 Choice = tuple[Spec, bool]  # spec, and whether error feedback is applied
 
-_SMALL = 4096  # values of a parameter; smaller ones are sent lossless
+_SMALL = 4096  # values of a matrix; smaller ones are sent lossless, if they are few
+_FEW = 1 / 32  # largest share of a model's values that small parameters may have together to be sent lossless
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 _MOSTLY = 0.5  # share of zeros above which a gradient counts as mostly zero
+_MUCH = 0.3  # share of the gradients' bytes; if more stay uncompressed, a warning is logged
+
+# reasons for a choice other than the hook's spec
+START, MEASURED, UNKNOWN = "start_step", "first step", "gradient is zero so far"
+CHOSEN, SMALL, EMBEDDING, ZEROS, DTYPE = "policy", "small", "embedding", "mostly zero", "dtype"
+_UNMEASURED = frozenset({START, MEASURED, UNKNOWN})
+
+_EVEN = Quantize(4)  # as exact for rows of any magnitude, since groups of 64 values have scales of their own
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Choice of the spec of each parameter: exceptions by name, and rules that leave some parameters lossless.
+    """Choice of the spec of each parameter: exceptions by name, and rules for small and uneven parameters.
 
     A parameter for which `choose` returns a spec is encoded with that spec. The rules apply to all others.
 
@@ -33,13 +47,15 @@ class Policy:
         every step, and must return the same on all ranks. Names are without the parts that wrappers such as
         torch.compile add. Default: the rules decide for all parameters.
     lossless_small : bool
-        Send norms, biases and parameters of fewer than 4,096 values lossless.
-    lossless_uneven : bool
-        Leave parameters lossless whose rows have gradients of very different magnitudes or none, if the hook's spec is
-        :class:`codec.Sign` or :class:`codec.Ternary`, whose rows share scales. Such parameters are weights of
-        ``nn.Embedding`` and ``nn.EmbeddingBag``; the output head over the same vocabulary, that is the last
-        ``nn.Linear`` with as many outputs as an embedding has entries; and parameters of which more than half of the
-        mean gradient was zero in the first step. All gradients of the first step are sent lossless to find the latter.
+        Send norms and biases lossless if they are together at most 1/32 of the model's values; and matrices of fewer
+        than 4,096 values, if they and the norms and biases are together at most 1/32. So low-rank adapters are encoded.
+    uneven : Spec, str or None
+        Spec, or name of a preset, of parameters whose rows have gradients of very different magnitudes or none, if the
+        hook's spec is :class:`codec.Sign` or :class:`codec.Ternary`, whose groups of values share one magnitude. Such
+        parameters are weights of ``nn.Embedding`` and ``nn.EmbeddingBag``; the output head over the same vocabulary,
+        that is the last ``nn.Linear`` with as many outputs as an embedding has entries; and parameters of which more
+        than half of the mean gradient was zero when it was first not zero everywhere. All gradients of the first step
+        are sent lossless to find the latter. None: the hook's spec. Default: ``Quantize(4)``.
 
     Examples
     --------
@@ -48,17 +64,22 @@ class Policy:
     >>> policy = codec.torch.Policy(lambda name, p: codec.Lossless() if name == "head.weight" else None)
     >>> hook = codec.torch.ddp_hook("small", policy=policy)
 
-    A function without a Policy around it has the same effect. Encode everything, also biases and embeddings:
+    A function without a Policy around it has the same effect. Encode everything with the hook's spec, also biases and
+    embeddings:
 
-    >>> hook = codec.torch.ddp_hook("smallest", policy=codec.torch.Policy(lossless_small=False, lossless_uneven=False))
+    >>> hook = codec.torch.ddp_hook("smallest", policy=codec.torch.Policy(lossless_small=False, uneven=None))
     """
 
     choose: Chooser | None = None
     lossless_small: bool = True
-    lossless_uneven: bool = True
+    uneven: Spec | str | None = _EVEN
+
+    def __post_init__(self) -> None:
+        if self.uneven is not None:
+            object.__setattr__(self, "uneven", plain_spec(self.uneven))
 
     def __call__(self, name: str, parameter: torch.nn.Parameter) -> Spec | None:
-        """Return the spec of a parameter; None for the spec of the hook, unless the parameter is uneven.
+        """Return the spec that `choose` returns for a parameter; None: the rules decide.
 
         Raises
         ------
@@ -66,10 +87,18 @@ class Policy:
             `choose` returned neither a spec nor a preset nor None.
         """
         chosen = None if self.choose is None else self.choose(name, parameter)
-        if chosen is not None:
-            return plain_spec(chosen)
-        small = parameter.dim() < 2 or parameter.numel() < _SMALL
-        return Lossless() if self.lossless_small and small else None
+        return None if chosen is None else plain_spec(chosen)
+
+    def small(self, parameters: Iterable[torch.Tensor]) -> set[torch.Tensor]:
+        """Return the parameters, of those that a model trains, that are lossless because they are small and few."""
+        trained = [p for p in parameters if p.requires_grad]
+        vectors = {p for p in trained if p.dim() < 2}
+        matrices = {p for p in trained if p.dim() >= 2 and p.numel() < _SMALL}
+        most = sum(p.numel() for p in trained) * _FEW
+        for few in (vectors | matrices, vectors) if self.lossless_small else ():
+            if sum(p.numel() for p in few) <= most:
+                return few
+        return set()
 
 
 default_policy = Policy()
@@ -93,11 +122,11 @@ def policy_of(given: Any, default: Policy = default_policy) -> Policy:
 
 
 def names_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[torch.nn.Parameter, str]:
-    """Return the names of the parameters that require gradients, without the parts that wrappers add.
+    """Return the names of parameters, without the parts that wrappers add.
 
     Wrappers are torch.compile, checkpoint, FSDP and DDP. If two names would become equal, all names are unchanged.
     """
-    kept = {cast(torch.nn.Parameter, p): name for name, p in named if p.requires_grad}
+    kept = {cast(torch.nn.Parameter, p): name for name, p in named}
     plain = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in kept.values()]
     return dict(zip(kept, plain, strict=True)) if len(set(plain)) == len(plain) else kept
 
@@ -129,6 +158,13 @@ class Plan:
         Chooses the spec of each parameter.
     start_step : int
         Number of first steps in which all gradients are sent lossless.
+
+    Attributes
+    ----------
+    zeros : dict of str to bool
+        True for parameters whose gradients are mostly zero. Gradients that were zero everywhere so far are left out.
+    contents : dict of str to int
+        Bytes of the gradients of a step by spec and reason.
     """
 
     def __init__(self, spec: Spec, feedback: bool | None, policy: Policy, start_step: int) -> None:
@@ -136,13 +172,19 @@ class Plan:
         self.feedback_argument = feedback
         self.names: dict[torch.nn.Parameter, str] = {}
         self.chosen: dict[torch.nn.Parameter, Choice] = {}
-        self.sparse: frozenset[str] | None = None  # parameters whose gradients are mostly zero; None: not known yet
+        self.zeros: dict[str, bool] = {}
+        self.contents: dict[str, int] = {}
         self._basis: object = None  # inputs of the last choices; None if a policy of the user may choose otherwise
         self._uneven: set[torch.Tensor] = set()  # parameters whose rows have gradients of very different magnitudes
+        self._small: set[torch.Tensor] = set()  # parameters that are lossless because they are small
+        self._other: set[torch.Tensor] = set()  # parameters whose gradients frames cannot carry
+        self._reasons: dict[torch.nn.Parameter, str] = {}  # for choices other than the hook's spec
+        self._reported = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the plan without the model's parameters."""
-        return self.__dict__ | {"names": {}, "chosen": {}, "_uneven": set[Any](), "_basis": None}
+        none: dict[str, Any] = {"names": {}, "chosen": {}, "_reasons": {}, "_basis": None}
+        return self.__dict__ | none | {name: set[Any]() for name in ("_uneven", "_small", "_other")}
 
     @property
     def feedback(self) -> bool:
@@ -151,7 +193,7 @@ class Plan:
 
     def serve(self, model: torch.nn.Module, names: Mapping[torch.nn.Parameter, str]) -> None:
         """Choose for the parameters of a model from now on."""
-        self._uneven = _uneven(model)
+        self._uneven, self._small, self._other = _uneven(model), self.policy.small(names), _other(model)
         self.names, self.chosen, self._basis = dict(names), {}, None
 
     def spec_of(self, name: str, parameter: torch.nn.Parameter) -> Spec:
@@ -167,38 +209,105 @@ class Plan:
 
     @property
     def _protects_uneven(self) -> bool:
-        """True if parameters stay lossless whose rows have very different magnitudes, but would share scales."""
-        return self.policy.lossless_uneven and isinstance(self.spec, Sign | Ternary)
+        """True if parameters whose rows have very different magnitudes, but would share scales, get another spec."""
+        return self.policy.uneven is not None and isinstance(self.spec, Sign | Ternary)
 
     def is_exact(self, step: int) -> bool:
         """Return True if a step sends all gradients lossless: before `start_step`, or to find mostly zero ones."""
         if step < self.start_step:
             return True
-        unknown = self._protects_uneven and self.sparse is None
-        return unknown and any(self.policy(name, p) is None for p, name in self.names.items())
+        unknown = self._protects_uneven and not self.zeros
+        return unknown and any(self.policy(name, p) is None for p, name in self.names.items() if p not in self._small)
 
     def choose(self, step: int) -> bool:
         """Choose for a step; return True if a choice differs from that of the step before."""
-        exact, protects, former = self.is_exact(step), self._protects_uneven, self.chosen
-        basis = (self.spec, self.feedback_argument, exact, self.sparse) if self.policy.choose is None else None
+        exact, former, reasons = self.is_exact(step), self.chosen, self._reasons
+        basis = (self.spec, self.feedback_argument, exact, self.zeros) if self.policy.choose is None else None
         if basis is not None and basis == self._basis:
             return False
         self._basis = basis
-        chosen: dict[torch.nn.Parameter, Choice] = {}
-        for p, name in self.names.items():
-            spec = self.policy(name, p)
-            if exact or (spec is None and protects and (p in self._uneven or name in (self.sparse or ()))):
-                spec = Lossless()
-            elif spec is None:
-                spec = self.spec
-            chosen[p] = spec, self.feedback and spec.contraction and not isinstance(spec, Lossless)
-        self.chosen = chosen
-        return chosen != former
+        found = {p: self._choose(name, p, exact, step) for p, name in self.names.items()}
+        lossy = {p for p, (spec, _) in found.items() if spec.contraction and not isinstance(spec, Lossless)}
+        self.chosen = {p: (spec, self.feedback and p in lossy) for p, (spec, _) in found.items()}
+        self._reasons = {p: reason for p, (_, reason) in found.items()}
+        if self.chosen != former or self._reasons != reasons:
+            self.contents = self._contents()
+        return self.chosen != former
+
+    def _choose(self, name: str, p: torch.nn.Parameter, exact: bool, step: int) -> tuple[Spec, str]:
+        """Return the spec of a parameter in a step, and the reason; "" for the hook's own spec."""
+        own, uneven = self.policy(name, p), cast(Spec, self.policy.uneven)
+        if exact:
+            return Lossless(), START if step < self.start_step else MEASURED
+        if own is not None:
+            return own, CHOSEN
+        if p in self._small:
+            return Lossless(), SMALL
+        if not self._protects_uneven:
+            return self.spec, ""
+        if p in self._uneven:
+            return uneven, EMBEDDING
+        if name not in self.zeros:
+            return Lossless(), UNKNOWN
+        return (uneven, ZEROS) if self.zeros[name] else (self.spec, "")
+
+    def measure(self, mean: torch.Tensor, parts: Sequence[Part], zeros: dict[str, bool]) -> None:
+        """Add to `zeros` the parameters of a bucket whose gradients are measured for the first time.
+
+        The mean gradients of lossless parts are equal on all ranks. One that is zero everywhere says nothing.
+        """
+        for part in parts:
+            if not self._protects_uneven or not isinstance(part.spec, Lossless):
+                continue
+            for p, (name, _, n), offset in zip(part.parameters, part.layout, part.offsets, strict=True):
+                if name == NOBODY or name in self.zeros or self._reasons.get(p) not in _UNMEASURED:
+                    continue
+                if count := int(torch.count_nonzero(mean[offset : offset + n])):
+                    zeros[name] = n - count > _MOSTLY * n
+
+    def note(self, zeros: Mapping[str, bool]) -> None:
+        """Keep what :meth:`measure` has found, and log it."""
+        if not zeros:
+            return
+        self.zeros = {**self.zeros, **zeros}
+        if mostly := sorted(name for name, is_zero in zeros.items() if is_zero):
+            how = "" if self.policy.uneven is None else named(cast(Spec, self.policy.uneven))
+            logger.info("gradients that are mostly zero are sent by %s from now on: %s", how, ", ".join(mostly))
+
+    def _contents(self) -> dict[str, int]:
+        """Return the bytes of the gradients of a step by spec and reason."""
+        found: dict[str, int] = {}
+        for p, (spec, _) in self.chosen.items():
+            if p.requires_grad:
+                key = f"uncompressed ({DTYPE})" if p in self._other else named(spec)
+                reason = "" if p in self._other else self._reasons[p]
+                key += f" ({reason})" if reason else ""
+                found[key] = found.get(key, 0) + n_values(p) * p.element_size() // (2 if p.is_complex() else 1)
+        return found
+
+    def report(self) -> None:
+        """Log the contents of the first step with the hook's spec; warn if much of the gradients is uncompressed."""
+        if self._reported or not self.contents or isinstance(self.spec, Lossless):
+            return
+        if any(reason in (START, MEASURED) for reason in self._reasons.values()):
+            return
+        self._reported = True
+        total = sum(self.contents.values())
+        shares = ", ".join(f"{n / total:.1%} {key}" for key, n in sorted(self.contents.items(), key=lambda kv: -kv[1]))
+        logger.info("%s encodes %.3g MB of gradients a step: %s", named(self.spec), total / 1e6, shares)
+        uncompressed = sum(n for key, n in self.contents.items() if key.startswith(("Lossless(", "uncompressed")))
+        if uncompressed > _MUCH * total:
+            logger.warning(
+                "%.0f%% of the bytes of the gradients are not compressed by %s, but sent lossless or uncompressed: %s; "
+                "policy= of ddp_hook changes that",
+                100 * uncompressed / total,
+                named(self.spec),
+                shares,
+            )
 
 
-def note_zeros(mean: torch.Tensor, parts: Sequence[Part], sparse: set[str]) -> None:
-    """Add to `sparse` the parameters of a bucket whose mean gradients, equal on all ranks, are mostly zero."""
-    for part in parts:
-        for (name, _, n), offset in zip(part.layout, part.offsets, strict=True):
-            if n - int(torch.count_nonzero(mean[offset : offset + n])) > _MOSTLY * n:
-                sparse.add(name)
+def _other(model: torch.nn.Module) -> set[torch.Tensor]:
+    """Return the parameters whose gradients frames cannot carry: float64, complex128 and sparse ones."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    sparse: set[torch.Tensor] = {m.weight for m in model.modules() if isinstance(m, kinds) and m.sparse}
+    return sparse | {p for p in model.parameters() if p.dtype in (torch.float64, torch.complex128)}

@@ -13,7 +13,7 @@ from codec.stateful import CodebookRefresher
 from codec.torch._compat import backward_pass, call_after_backward
 from codec.torch.ddp import uncompressed
 from codec.torch.ddp.buckets import Bucket, Part, bind_to_part, check_has, cut, cut_as, n_values, scatter
-from codec.torch.ddp.policy import Plan, note_zeros
+from codec.torch.ddp.policy import Plan
 from codec.torch.ddp.step import BackwardEnd, Step, StepState
 from codec.torch.feedback.pair import owned_values
 from codec.torch.group.communicator import Communicator, close_communicator, close_on_error, communicator_of
@@ -99,7 +99,7 @@ class Reducer:
         """
         if self.state.current.in_flight:
             self.cancel()
-        self.state.serve(group.rank(), group.size())
+        self.state.serve(names, group.rank(), group.size())
         self.plan.serve(module, names)
         self._parts.clear()
         self.group = group
@@ -216,8 +216,7 @@ class Reducer:
         else:
             out = self._reduce_parts(comm, bucket, step, parts)
         self.state.stats.add_bucket(comm.channel.counters - before)
-        if step.exact:
-            note_zeros(out, parts, step.sparse)
+        self.plan.measure(out, parts, step.zeros)
         return out
 
     def _prepare_bucket(self, step: Step, bucket: Bucket) -> None:

@@ -43,6 +43,12 @@ class Stats(Counters):
     residual_ratio : float
         Largest norm of a parameter's residual divided by the norm of its gradient, measured every 8 steps. Runs that
         converge stay below 15.
+    uncompressed_nbytes : int
+        Part of `raw_nbytes` in buckets that were sent uncompressed, at least in part: because that was faster, or
+        because frames cannot carry them.
+    contents : dict of str to int
+        Bytes of the gradients of the last step by spec and reason, such as ``"Quantize(bits=4)"`` or
+        ``"Lossless() (small)"``. Reasons are: policy, small, embedding, mostly zero, dtype, start_step, first step.
     world_size : int
         Number of ranks.
     parameters : dict of str to ParameterStats
@@ -59,6 +65,8 @@ class Stats(Counters):
     failed_steps: int = 0
     buckets: int = 0
     residual_ratio: float = 0.0
+    uncompressed_nbytes: int = 0
+    contents: dict[str, int] = field(default_factory=dict[str, int])
     world_size: int = 1
     parameters: dict[str, ParameterStats] = field(default_factory=dict[str, ParameterStats])
 
@@ -73,3 +81,4 @@ class Stats(Counters):
         for f in fields(Counters):
             setattr(self, f.name, getattr(self, f.name) + getattr(traffic, f.name))
         self.buckets += 1
+        self.uncompressed_nbytes += traffic.raw_nbytes if traffic.raw_collectives else 0

@@ -11,7 +11,7 @@ import torch
 from codec import PeerError
 from codec.stateful import CodebookRefresher
 from codec.torch.ddp import checkpoint
-from codec.torch.ddp.buckets import Buffers, sizes_of
+from codec.torch.ddp.buckets import Buffers
 from codec.torch.ddp.codebook_sync import CodebookSync
 from codec.torch.ddp.policy import Plan
 from codec.torch.ddp.residuals import Residuals
@@ -32,7 +32,7 @@ class Step:
     exact: bool = False  # all gradients are sent lossless
     in_flight: bool = False  # begun, and neither ended nor its error raised
     error: BaseException | None = None  # first error of a bucket
-    sparse: set[str] = field(default_factory=set[str])  # parameters whose mean gradients are mostly zero
+    zeros: dict[str, bool] = field(default_factory=dict[str, bool])  # True if mean gradients are mostly zero
     buckets: list[list[str]] = field(default_factory=list[list[str]])  # names of the parameters in each bucket
 
 
@@ -71,7 +71,7 @@ class StepState:
     Parameters
     ----------
     plan : Plan
-        Specs of the parameters. The state sets its `sparse`.
+        Specs of the parameters. The state sets its `zeros`.
     refresher : CodebookRefresher or None
         Codebooks that all ranks agree on.
     """
@@ -81,6 +81,7 @@ class StepState:
         self.owner = UNKNOWN, UNKNOWN  # rank and number of ranks to which the residuals belong
         self.buckets: list[list[str]] = []  # names of the parameters in each bucket of the last step
         self.loaded_buckets: list[list[str]] = []  # those of a loaded state, until the first step has succeeded
+        self.shapes: checkpoint.Shapes = {}  # of the parameters
         self.residuals: Residuals | None = None
         self.codebooks = None if refresher is None else CodebookSync(refresher)
         self.stats = Stats()
@@ -114,12 +115,11 @@ class StepState:
         if self.codebooks is not None:
             self.codebooks.begin_step(channel)
         if not self._in_sync:
-            signature, sparse = hash64("hook"), self._plan.sparse
-            known = hash64(sparse is None, sorted(sparse or ()), self.loaded_buckets)
-            _, requests = exchange_requests(channel, lambda: (None, [signature, self.count, known]))
+            known = hash64(sorted(self._plan.zeros.items()), self.loaded_buckets)
+            _, requests = exchange_requests(channel, lambda: (None, [hash64("hook"), self.count, known]))
             self.count = max(steps for _, steps, _ in requests)
             if len({theirs for _, _, theirs in requests}) > 1:  # a rank is new: measure again
-                self._plan.sparse, self.loaded_buckets = None, []
+                self._plan.zeros, self.loaded_buckets = {}, []
             self._in_sync = True
         step.number = self.count
 
@@ -153,8 +153,10 @@ class StepState:
         if self.loaded_buckets:
             self.loaded_buckets = []
             self.buffers = Buffers()  # the old ones hold all gradients at once
-        if step.exact:
-            self._plan.sparse = frozenset(step.sparse)
+        self.stats.contents = self._plan.contents
+        self._plan.note(step.zeros)
+        if self.owner[0] == 0:
+            self._plan.report()
         if self.residuals is not None:
             self.residuals.commit()
 
@@ -192,20 +194,21 @@ class StepState:
             return
         if not self._plan.names:
             checkpoint.check_rank(self.owner, (rank, size))
-        checkpoint.check_ranges(ranges, sizes_of(names))
+        checkpoint.check_ranges(ranges, self.shapes, names)
 
-    def serve(self, rank: int, size: int) -> None:
-        """Note that the next step may run on other ranks, of which this one has another state."""
+    def serve(self, names: Mapping[torch.nn.Parameter, str], rank: int, size: int) -> None:
+        """Note that the next step has these parameters, and perhaps other ranks, whose states differ."""
         if self.codebooks is not None:
             self.codebooks.wait()
             self.codebooks.require_sync()
         self._in_sync, self.loaded_buckets, self.owner = False, self.buckets, (rank, size)
+        self.shapes = checkpoint.shapes_of(names)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank; see :meth:`codec.torch.Hook.state_dict`."""
         if self.codebooks is not None:
             self.codebooks.wait()
-        state = checkpoint.head(*self.owner, self.count, self._plan.sparse, self.buckets)
+        state = checkpoint.head(*self.owner, self.count, self._plan.zeros, self.buckets, self.shapes)
         if self.residuals is not None:
             state |= self.residuals.state_dict()
         if self.codebooks is not None:
@@ -223,10 +226,10 @@ class StepState:
             residuals = Residuals(self._plan.spec)
             residuals.load_state_dict(saved.parts)
             if names:
-                checkpoint.check_ranges(residuals.ranges(), sizes_of(names))
+                checkpoint.check_ranges(residuals.ranges(), saved.shapes, names)
         if self.codebooks is not None:
             self.codebooks.load(saved.parts["refresher"])
         self.residuals, self.count, self._in_sync = residuals, saved.steps, False
-        self._plan.sparse, self.buckets, self.loaded_buckets = saved.sparse, saved.buckets, saved.buckets
+        self._plan.zeros, self.buckets, self.loaded_buckets = saved.zeros, saved.buckets, saved.buckets
         if not names:
-            self.owner = saved.rank, saved.world_size
+            self.owner, self.shapes = (saved.rank, saved.world_size), saved.shapes

@@ -25,7 +25,7 @@ from codec.torch.one_bit_adam.model import Model
 from codec.torch.one_bit_adam.schedule import Kind
 
 # Embeddings and their heads are encoded, too: a momentum over sqrt(v) has even rows.
-EVEN_POLICY = Policy(lossless_uneven=False)
+EVEN_POLICY = Policy(uneven=None)
 SENT: tuple[Kind, ...] = ("gradients", "momenta")
 
 _BUCKET = 25 << 20  # bytes of a bucket without DistributedDataParallel; that is its default, too

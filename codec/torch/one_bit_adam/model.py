@@ -59,7 +59,7 @@ def check_model(model: Any, mine: Mapping[torch.Tensor, int]) -> Model:
         raise ArgumentError(
             f"the optimizer has {len(others)} parameters that are not the model's: register a module that has them all"
         )
-    return Model(names_of(module.named_parameters()), module, ddp)
+    return Model(names_of((name, p) for p, name in named.items()), module, ddp)
 
 
 def model_of(named: Sequence[tuple[str, torch.Tensor]]) -> Model:
@@ -76,4 +76,4 @@ def model_of(named: Sequence[tuple[str, torch.Tensor]]) -> Model:
             "the parameters belong to a DistributedDataParallel, which averages gradients itself: call "
             "optimizer.register(model) with it before the first step"
         )
-    return Model(names_of(named), torch.nn.Module())
+    return Model(names_of((name, p) for name, p in named if p.requires_grad), torch.nn.Module())

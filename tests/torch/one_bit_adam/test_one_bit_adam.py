@@ -439,7 +439,7 @@ def test_step_averages_by_itself_without_ddp():
 
 def _embedding(rank, size):
     module = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 100))
-    for policy, lossless in ((codec.torch.Policy(), True), (codec.torch.Policy(lossless_uneven=False), False)):
+    for policy, lossless in ((codec.torch.Policy(), True), (codec.torch.Policy(uneven=None), False)):
         optimizer = codec.torch.OneBitAdam(module.parameters(), freeze_step=1).register(module, policy=policy)
         for _ in range(3):
             module(torch.arange(100)).square().mean().backward()
