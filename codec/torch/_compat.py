@@ -68,6 +68,14 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return owner._buffers
 
 
+def divides_by_ranks_with_inputs(model: torch.nn.Module) -> bool:
+    """Return True within ``join(divide_by_initial_world_size=False)`` of a DistributedDataParallel."""
+    ddp: Any = model
+    return (
+        isinstance(model, DistributedDataParallel) and ddp._join_config.enable and not ddp._divide_by_initial_world_size
+    )
+
+
 _PIPELINING_TESTED = "2.13"  # versions of torch
 # Methods of PipelineStage that CompressedStage overrides, with the parameters that are used by position.
 STAGE_METHODS = {

@@ -25,6 +25,7 @@ _FEW = 1 / 32  # largest share of a model's values that small parameters may hav
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 _MOSTLY = 0.5  # share of zeros above which a gradient counts as mostly zero
 _MUCH = 0.3  # share of the gradients' bytes; if more stay uncompressed, a warning is logged
+_PATIENCE = 8  # steps in which gradients that are zero everywhere are waited for, before the log tells the contents
 
 # reasons for a choice other than the hook's spec
 START, MEASURED, UNKNOWN = "start_step", "first step", "gradient is zero so far"
@@ -285,11 +286,15 @@ class Plan:
                 found[key] = found.get(key, 0) + n_values(p) * p.element_size() // (2 if p.is_complex() else 1)
         return found
 
-    def report(self) -> None:
-        """Log the contents of the first step with the hook's spec; warn if much of the gradients is uncompressed."""
+    def report(self, step: int) -> None:
+        """Log once what the gradients are sent by, after a step in which all choices are made.
+
+        A warning follows if much of the gradients stays uncompressed.
+        """
         if self._reported or not self.contents or isinstance(self.spec, Lossless):
             return
-        if any(reason in (START, MEASURED) for reason in self._reasons.values()):
+        waiting = {START, MEASURED, *([UNKNOWN] if step < self.start_step + _PATIENCE else [])}
+        if waiting & set(self._reasons.values()):
             return
         self._reported = True
         total = sum(self.contents.values())

@@ -1,5 +1,6 @@
 """Reduction of the buckets of a model's backward passes: a step succeeds or fails as a whole."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -10,7 +11,7 @@ import torch
 from codec import ArgumentError, CallOptions, PeerError, Status
 from codec.arguments import check_timeout, shown
 from codec.stateful import CodebookRefresher
-from codec.torch._compat import backward_pass, call_after_backward
+from codec.torch._compat import backward_pass, call_after_backward, divides_by_ranks_with_inputs
 from codec.torch.ddp import uncompressed
 from codec.torch.ddp.buckets import Bucket, Part, bind_to_part, check_has, cut, cut_as, n_values, scatter
 from codec.torch.ddp.policy import Plan
@@ -63,11 +64,12 @@ class Reducer:
         self.group: Any = None  # ranks of the model whose gradients are reduced; None: no model yet
         self.state = StepState(plan, refresher)
         self._scaler = grad_scaler
+        self._module: weakref.ref[torch.nn.Module] | None = None  # of the last call of serve()
         self._parts: dict[tuple[str, ...], tuple[int, list[Part]]] = {}  # values and parts of each bucket, by its names
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the reducer without the process group, which belongs to this process."""
-        return self.__dict__ | {"state": copy(self.state), "group": None, "_parts": {}}
+        return self.__dict__ | {"state": copy(self.state), "group": None, "_module": None, "_parts": {}}
 
     # Model
 
@@ -102,7 +104,7 @@ class Reducer:
         self.state.serve(names, group.rank(), group.size())
         self.plan.serve(module, names)
         self._parts.clear()
-        self.group = group
+        self.group, self._module = group, weakref.ref(module)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of :meth:`StepState.state_dict`."""
@@ -223,6 +225,7 @@ class Reducer:
         """Transform a bucket; with the first one, roll a step back that was never ended, and choose specs."""
         with self.state.changed_by(step):
             if bucket.number == 0:
+                self._check_join()
                 if self.state.residuals is not None:
                     self.state.residuals.begin_step(step.number, step.scale)
                 step.exact = self.plan.is_exact(step.number)
@@ -236,6 +239,15 @@ class Reducer:
                 raise ArgumentError(
                     f"transform= must change the buffer in place and return None; it returned {shown(returned)}"
                 )
+
+    def _check_join(self) -> None:
+        """Raise ArgumentError if the model divides gradients by another number than that of the group's ranks."""
+        module = self._module and self._module()
+        if module is not None and divides_by_ranks_with_inputs(module):
+            raise ArgumentError(
+                "join(divide_by_initial_world_size=False) divides gradients by the number of ranks that have inputs "
+                "left, but the hook by that of all ranks: call join() without it"
+            )
 
     def _reduce_parts(self, comm: Communicator, bucket: Bucket, step: Step, parts: list[Part]) -> torch.Tensor:
         """Return the mean of a bucket that frames can carry; add its parts to `parts`."""

@@ -156,7 +156,7 @@ class StepState:
         self.stats.contents = self._plan.contents
         self._plan.note(step.zeros)
         if self.owner[0] == 0:
-            self._plan.report()
+            self._plan.report(step.number)
         if self.residuals is not None:
             self.residuals.commit()
 

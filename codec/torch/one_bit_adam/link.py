@@ -185,12 +185,15 @@ class Link:
     def stats(self) -> Stats:
         """Return the statistics of both hooks together."""
         all_stats = [hook.stats() for hook in self.hooks.values()]
-        kept = ("residual_ratio", "world_size", "parameters")
+        kept = ("residual_ratio", "world_size", "parameters", "contents")
         total: dict[str, Any] = {
             f.name: sum(getattr(s, f.name) for s in all_stats) for f in fields(Stats) if f.name not in kept
         }
         return Stats(
-            **total, residual_ratio=max(s.residual_ratio for s in all_stats), world_size=all_stats[0].world_size
+            **total,
+            residual_ratio=max(s.residual_ratio for s in all_stats),
+            world_size=all_stats[0].world_size,
+            contents=next((s.contents for s in all_stats[::-1] if s.contents), {}),  # momenta, once they are sent
         )
 
 

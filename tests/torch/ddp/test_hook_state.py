@@ -194,7 +194,17 @@ def test_wrong_refresher_arguments_are_rejected():
         codec.torch.ddp_hook(codec.Lossless(), refresher=codec.CodebookRefresher(codec.Truncate()))
     hook = codec.torch.ddp_hook(refresher=codec.CodebookRefresher(interval=7, delay=2))
     assert pickle.loads(pickle.dumps(hook)).refresher.interval == 7
-    assert set(hook.state_dict()) == {"version", "rank", "world_size", "steps", "sparse", "dense", "buckets", "shapes", "refresher"}
+    assert set(hook.state_dict()) == {
+        "version",
+        "rank",
+        "world_size",
+        "steps",
+        "sparse",
+        "dense",
+        "buckets",
+        "shapes",
+        "refresher",
+    }
 
 
 def mean_over_ranks(t):
