@@ -193,7 +193,9 @@ class Link:
             **total,
             residual_ratio=max(s.residual_ratio for s in all_stats),
             world_size=all_stats[0].world_size,
-            contents=next((s.contents for s in all_stats[::-1] if s.contents), {}),  # momenta, once they are sent
+            contents=next(
+                (s.contents for s in all_stats[::-1] if s.contents), dict[str, int]()
+            ),  # momenta, once they are sent
         )
 
 

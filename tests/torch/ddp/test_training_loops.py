@@ -10,6 +10,8 @@ from codec.torch.ddp import policy
 from support.ddp_training import hook_state_bytes
 from support.ranks import run_ranks
 
+TWO_SHOT = codec.options(algorithm="two_shot")  # not "auto", which may send values uncompressed
+
 
 def _batch(rank, step, n=80):
     return torch.randn(16, n, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -121,7 +123,7 @@ def _begins_at_zero(rank, size, kind, spec):
     policy.logger.info = policy.logger.warning = lambda text, *args: logged.append(text % args)
     torch.manual_seed(0)
     net = MODELS[kind]()
-    hook = codec.torch.ddp_hook(spec).register(model := DistributedDataParallel(net))
+    hook = codec.torch.ddp_hook(spec, options=TWO_SHOT).register(model := DistributedDataParallel(net))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(12):
         optimizer.zero_grad()
@@ -129,7 +131,7 @@ def _begins_at_zero(rank, size, kind, spec):
         optimizer.step()
         if step == 7:
             saved = hook.state_dict(gather=True)
-            hook = codec.torch.ddp_hook(spec)
+            hook = codec.torch.ddp_hook(spec, options=TWO_SHOT)
             hook.register(model := DistributedDataParallel(net))
             hook.load_state_dict(saved)
     stats = hook.stats(by_parameter=True)
@@ -156,7 +158,7 @@ def _tells(rank, size):
     policy.logger.info = policy.logger.warning = lambda text, *args: logged.append(text % args)
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     lossless = codec.torch.Policy(lambda name, p: codec.Lossless() if name == "weight" else None)
-    hook = codec.torch.ddp_hook("small", policy=lossless).register(model)
+    hook = codec.torch.ddp_hook("small", policy=lossless, options=TWO_SHOT).register(model)
     for step in range(3):
         model(_batch(rank, step, 64)).square().mean().backward()
     return hook.stats().contents, logged
