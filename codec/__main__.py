@@ -34,11 +34,11 @@ def run_advise(args: argparse.Namespace) -> int:
     advice = advise(
         {name: codec.view(x, args.dtype) for name, x in arrays.items()},
         args.link,
+        rtt=args.rtt,
         world_size=args.ranks,
-        algorithm=args.algorithm,
         lossy=args.lossy,
         feedback=args.feedback,
-        options=codec.options(threads=args.threads),
+        options=codec.options(threads=args.threads, algorithm=args.algorithm),
     )
     print(advice.to_json() if args.json else advice)
     return 0
@@ -137,8 +137,9 @@ def main(argv: list[str] | None = None) -> int:
         help="names of arrays to measure; default: all of float32, bfloat16 and float16, or of --dtype",
     )
     p.add_argument("--link", required=True, help="100mbit, 10Gbps, or bits per second")
+    p.add_argument("--rtt", help="round trip between ranks, as ping measures it: 40ms, or seconds; default: 0.2ms")
     p.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
-    p.add_argument("--algorithm", choices=get_args(Algorithm), default="two_shot", help="default: %(default)s")
+    p.add_argument("--algorithm", choices=get_args(Algorithm), help="default: two_shot; of 2 ranks all_gather")
     p.add_argument("--lossy", action="store_true", help="also consider lossy codecs")
     p.add_argument("--feedback", action="store_true", help="with error feedback: also consider Ternary and Sign")
     p.add_argument("--threads", type=int, help="threads that encode and decode; default: as many as pay")

@@ -26,6 +26,7 @@ from codec.inspection import Info, inspect, verify
 from codec.tensors.view import Array, dtype_name
 
 _HEADER: int = lib.CODEC_HEADER_NBYTES
+_NUMPY = b"\x93NUMPY"  # first bytes of an array
 _MAX_SIDE = 16 << 20  # bytes of a side section that inspect_file reads
 _MAX_JSON = 100_000_000  # maximum bytes of a .safetensors header, from its specification
 _CHUNK = 1 << 20  # bytes read from standard input at once
@@ -186,7 +187,7 @@ def _arrays_in(fd: int, path: str) -> Arrays:
     head = os.pread(fd, 9, 0)
     if head.startswith(b"PK"):
         return _npz(fd, path)
-    if head.startswith(b"\x93NUMPY"):
+    if head.startswith(_NUMPY):
         return [Path(path).stem], lambda _: np.load(path, mmap_mode="r")
     if head[8:] == b"{":
         return _safetensors(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
@@ -208,6 +209,7 @@ def _npz(fd: int, path: str) -> Arrays:
     with os.fdopen(fd, "rb", closefd=False) as f, ZipFile(f) as archive:
         if any(name.endswith("data.pkl") for name in archive.namelist()):
             raise _pickled(path)
+        members = [member for member in archive.namelist() if _begins_as_array(archive, member)]
 
     def read(name: str) -> Array:
         with np.load(path) as file:
@@ -218,8 +220,13 @@ def _npz(fd: int, path: str) -> Arrays:
                     raise ArgumentError(f"{name!r} holds Python objects: save it as an array of numbers") from None
                 raise
 
-    with np.load(path) as file:
-        return list(file.files), read
+    return [member.removesuffix(".npy") for member in members], read
+
+
+def _begins_as_array(archive: ZipFile, member: str) -> bool:
+    """Return True if a member of a .npz file is an array; np.load returns others as bytes."""
+    with archive.open(member) as f:
+        return f.read(len(_NUMPY)) == _NUMPY
 
 
 _SAFETENSORS = {

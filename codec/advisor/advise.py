@@ -1,5 +1,6 @@
 """Choice of a codec for a link, by measuring it on the tensors on this machine."""
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -16,11 +17,13 @@ from codec.advisor.cost_model import (
     Link,
     check_algorithm,
     compute_seconds,
+    latency_seconds,
     link_of,
     predict_seconds,
     wire_nbytes,
 )
-from codec.advisor.sampling import Sample, bound_for, samples, tensors_of
+from codec.advisor.model_rules import Kind, kinds_by_spec, kinds_of
+from codec.advisor.sampling import Sample, bound_for, is_model, samples, tensors_of
 from codec.arguments import shown, whole
 from codec.decoding import decode, reduce
 from codec.encoding import bound, encode
@@ -32,6 +35,7 @@ from codec.tensors.wrapper import view
 
 CHUNK_NBYTES = 1 << 20  # bytes of a chunk of a slice
 MAX_CHUNKS = 16
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's buckets, each of which is a round trip
 RUNS = 3  # repetitions of a measurement; the shortest time counts
 
 
@@ -55,6 +59,8 @@ class Row:
         Seconds of the all-reduce.
     wire_seconds, compute_seconds : float
         Seconds in which each rank sends, and in which it encodes, adds and decodes. They overlap.
+    latency_seconds : float
+        Seconds of round trips, in which nothing is sent.
     nbytes : int
         Bytes that each rank sends, which are as many as it receives.
     cost : Cost
@@ -65,6 +71,7 @@ class Row:
     seconds: float
     wire_seconds: float
     compute_seconds: float
+    latency_seconds: float
     nbytes: int
     cost: Cost
 
@@ -125,13 +132,14 @@ class Advice:
         width = max(len(named(row.spec)) for row in self.table)
         lines = [
             f"{self.algorithm} all-reduce of {_mb(self.tensor_nbytes)}, {self.world_size} ranks, {self.link}",
-            f"  {'':{width}}   frames   of sums     on the wire    compute      total   speedup",
+            f"  {'':{width}}   frames   of sums     on the wire    compute  round trips      total   speedup",
         ]
         for row in self.table:
             lines.append(
                 f"{'>' if row.spec == self.spec else ' '} {named(row.spec):{width}}"
                 f" {row.cost.frame_nbytes / self.tensor_nbytes:8.1%} {row.cost.sum_nbytes / self.tensor_nbytes:9.1%}"
-                f" {_ms(row.wire_seconds):>15} {_ms(row.compute_seconds):>10} {_ms(row.seconds):>10}"
+                f" {_ms(row.wire_seconds):>15} {_ms(row.compute_seconds):>10} {_ms(row.latency_seconds):>12}"
+                f" {_ms(row.seconds):>10}"
                 f" {_times(self.raw_seconds, row.seconds):>9}"
             )
         lines.append(self.why)
@@ -166,8 +174,8 @@ def advise(
     tensor_or_model: Any,
     link: Any,
     *,
+    rtt: Any = None,
     world_size: int = 4,
-    algorithm: Algorithm = "two_shot",
     lossy: bool | Literal["near"] = False,
     feedback: bool = False,
     candidates: Any = None,
@@ -181,6 +189,11 @@ def advise(
     gradient, because its mantissas are longer; it is simulated by the mean of the sample and of shifted copies of it.
     Times are those of this process under the current load of the machine.
 
+    For a model, frames are those of a hook with the default :class:`codec.torch.Policy`: small parameters are lossless,
+    and Ternary and Sign leave embeddings to another spec. Uncompressed tensors are then sent in the buckets of
+    DistributedDataParallel, each of which takes a round trip; the hook sends all buckets of a step in the same round
+    trips.
+
     :func:`predict_seconds` turns the measured costs into the seconds of an all-reduce. The advice is the candidate with
     the fewest seconds, or raw if uncompressed tensors are as fast.
 
@@ -191,12 +204,12 @@ def advise(
         of its parameters are measured; if it has none yet, the parameters, whose frames differ a little in size.
     link : str, number or Link
         Link of each rank: ``"100mbit"``, ``"10Gbps"``, bits per second (also as text), or
-        ``codec.Link(10e9, latency=5e-5)``.
+        ``codec.Link(10e9, rtt=1e-4)``.
+    rtt : str or number, optional
+        Round trip between two ranks, as ``ping`` measures it: seconds, or text such as ``"40ms"``. Default: that of
+        `link`, 0.2 ms unless it is a Link.
     world_size : int
         Number of ranks, 1 to 2^20.
-    algorithm : {"two_shot", "ring", "all_gather"}
-        Algorithm of compressed tensors. Uncompressed ones are predicted with two_shot, which sends as many bytes as a
-        ring in fewer messages.
     lossy : {False, "near", True}
         Loss that is allowed. False: none, so that :class:`Lossless` is the only candidate. "near": also
         :class:`Truncate`, if `optimizer` is given. True: also Float8 and Quantize with 8 and with 4 bits.
@@ -208,7 +221,9 @@ def advise(
     optimizer : torch.optim.Optimizer, optional
         Optimizer whose next step gets the gradients, for Truncate. The tensors must be gradients of its parameters.
     options : CallOptions, optional
-        Engine and number of threads, made by :func:`options`.
+        Engine and number of threads, made by :func:`options`; and the algorithm of compressed tensors, "two_shot",
+        "ring" or "all_gather". Default: all_gather between two ranks, two_shot between more. Uncompressed tensors are
+        predicted with two_shot, which sends as many bytes as a ring.
 
     Returns
     -------
@@ -233,39 +248,58 @@ def advise(
     >>> codec.advise(grad, codec.Link(float("inf"))).spec is None
     True
     """
-    link = link_of(link)
+    link = link_of(link, rtt)
     world_size = whole("world_size", world_size, 1, MAX_RANKS)
-    check_algorithm(algorithm)
     options = settings_of(options)
+    algorithm = _algorithm_of(options, world_size)
     specs = _specs(candidates, lossy, feedback, optimizer)
     tensors, weights = tensors_of(tensor_or_model, optimizer)
     nbytes = sum(t.v.nbytes for t in tensors)
     chunks = max(1, min(MAX_CHUNKS, nbytes // world_size // CHUNK_NBYTES))
-    taken = samples(tensors, world_size, optimizer)
+    model = tensor_or_model if is_model(tensor_or_model) else None
+    kinds: list[Kind] = [None] * len(tensors) if model is None else kinds_of(tensors, model)
 
-    def row(spec: Spec | None, cost: Cost, way: Algorithm) -> Row:
+    @functools.cache
+    def taken(some: frozenset[Kind]) -> list[Sample]:
+        return samples([t for t, kind in zip(tensors, kinds, strict=True) if kind in some], world_size, optimizer)
+
+    def row(spec: Spec | None, cost: Cost, way: Algorithm, waiting: float) -> Row:
         sent = wire_nbytes(cost, world_size, way)
-        seconds = predict_seconds(cost, link, world_size, algorithm=way, chunks=chunks)
+        seconds = predict_seconds(cost, replace(link, rtt=0.0), world_size, algorithm=way, chunks=chunks) + waiting
         return Row(
             spec,
             seconds,
             wire_seconds=8 * sent / link.bits_per_second,
             compute_seconds=compute_seconds(cost, world_size, way),
+            latency_seconds=waiting,
             nbytes=round(sent),
             cost=cost,
         )
 
-    raw = row(None, Cost(nbytes, nbytes), "two_shot")
-    table = [raw]
+    buckets = 1 + max(0, -(-(nbytes - FIRST_BUCKET) // BUCKET)) if model is not None else 1
+    raw = row(None, Cost(nbytes, nbytes), "two_shot", buckets * link.rtt if world_size > 1 else 0.0)
+    waiting, table = latency_seconds(link, world_size, algorithm), [raw]
     for spec, given in specs:
-        costs = [measure(s, spec, given, feedback, options) * (s.n / s.x.size) for s in taken]
-        table.append(row(spec, sum(costs[1:], costs[0]), algorithm))
+        by_spec = kinds_by_spec(kinds, spec)
+        costs = [
+            measure(s, its, given, feedback, options) * (s.n / s.x.size)
+            for its, some in by_spec.items()
+            for s in taken(some)
+        ]
+        table.append(row(spec, sum(costs[1:], costs[0]), algorithm, waiting))
     best = min(table, key=lambda r: r.seconds)  # raw in a tie
     why = _why(best, table, world_size)
     if weights:
         why += " Measured on weights: call advise() again once the model has gradients."
     found = best.spec, best.seconds, raw.seconds, best.nbytes
     return Advice(*found, why, tuple(table), link, world_size, nbytes, algorithm, feedback)
+
+
+def _algorithm_of(options: CallOptions, world_size: int) -> Algorithm:
+    """Return the algorithm of compressed tensors: that of the options, or the one that "auto" chooses."""
+    if options.algorithm in (None, "auto"):
+        return "all_gather" if world_size == 2 else "two_shot"
+    return check_algorithm(options.algorithm)
 
 
 def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[tuple[Spec, BoundSpec | None]]:
@@ -338,9 +372,11 @@ def _why(best: Row, table: list[Row], world_size: int) -> str:
     if not smaller:
         return "Raw: no frame is smaller than the tensors themselves."
     rival = min(smaller, key=lambda r: r.seconds)
+    more = rival.latency_seconds - raw.latency_seconds
+    waiting = f", and its round trips {_ms(more)} more" if more > 0 else ""
     return (
         f"Raw: {named(rival.spec)} would save {_ms(raw.wire_seconds - rival.wire_seconds)} on the wire, but encoding, "
-        f"adding and decoding take {_ms(rival.compute_seconds)}."
+        f"adding and decoding take {_ms(rival.compute_seconds)}{waiting}."
     )
 
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from codec.arguments import shown, whole
@@ -18,6 +18,8 @@ MAX_PIECES = 1 << 62  # maximum number of chunks of a slice
 _RATE = re.compile(
     r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?:([kmgtKMGT]?)(?i:bit(?:s?/s)?)|([MGT])bps)?\s*", re.ASCII
 )
+_DURATION = re.compile(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(s|ms|us)?\s*", re.ASCII)
+_SECONDS = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 _TIMES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}  # ascending
 _UNITS = {unit.lower(): times for unit, times in _TIMES.items()}
 
@@ -40,35 +42,44 @@ class Link:
     ----------
     bits_per_second : float
         Rate of each direction, full duplex; may be infinite.
-    latency : float
-        Seconds from the sending of a small message to its arrival.
+    rtt : float
+        Seconds of a round trip: from the sending of a small message to the arrival of its answer.
 
     Raises
     ------
     ArgumentError
-        The rate is not above 0, or the latency is negative or infinite.
+        The rate is not above 0, or the round trip is negative or infinite.
     """
 
     bits_per_second: float
-    latency: float = 1e-4
+    rtt: float = 2e-4
 
     def __post_init__(self) -> None:
         _number("bits_per_second", self.bits_per_second, "a number above 0", 5e-324, math.inf)
-        _number("latency", self.latency, "seconds, 0 or more", 0.0, 1e300)
+        _number("rtt", self.rtt, "seconds, 0 or more", 0.0, 1e300)
 
     def __str__(self) -> str:
         unit = [u for u, times in _TIMES.items() if self.bits_per_second >= times or not u][-1]
-        return f"{self.bits_per_second / _TIMES[unit]:.4g} {unit}bit/s"
+        return f"{self.bits_per_second / _TIMES[unit]:.4g} {unit}bit/s, round trip {1e3 * self.rtt:.3g} ms"
 
 
-def link_of(link: Any) -> Link:
-    """Return the link that an argument means: a Link, text such as ``"100mbit"``, or a number of bits per second.
+def link_of(link: Any, rtt: Any = None) -> Link:
+    """Return the link that arguments mean.
+
+    Parameters
+    ----------
+    link : Link, str or number
+        A Link, text such as ``"100mbit"``, or bits per second.
+    rtt : str or number, optional
+        Seconds of a round trip, or text such as ``"40ms"``. Default: that of `link`.
 
     Raises
     ------
     ArgumentError
-        The argument is none of these.
+        An argument is none of these.
     """
+    if rtt is not None:
+        return replace(link_of(link), rtt=_seconds(rtt))
     if isinstance(link, Link):
         return link
     if isinstance(link, str) and (found := _RATE.fullmatch(link)):
@@ -78,6 +89,15 @@ def link_of(link: Any) -> Link:
     raise ArgumentError(
         f'link must be text such as "100mbit" or "10Gbps", bits per second, or a codec.Link, got {shown(link)}'
     )
+
+
+def _seconds(rtt: Any) -> float:
+    """Return the seconds that a number, or text such as ``"40ms"``, means."""
+    if isinstance(rtt, str):
+        if found := _DURATION.fullmatch(rtt):
+            return float(found[1]) * _SECONDS[found[2]]
+        raise ArgumentError(f'rtt must be seconds, 0 or more, or text such as "40ms", got {shown(rtt)}')
+    return _number("rtt", rtt, "seconds, 0 or more", 0.0, 1e300)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,24 +133,24 @@ class _Model:
 
     nbytes: Callable[[Cost, int], float]  # bytes that a rank of several sends
     seconds: Callable[[Cost, int], float]  # seconds of compute
-    messages: Callable[[int], int]  # messages of several ranks whose latencies add up
+    round_trips: Callable[[int], int]  # round trips of several ranks that add up, requests and verdict included
 
 
 _MODELS: dict[Algorithm, _Model] = {
     "two_shot": _Model(
         lambda cost, n: (n - 1) / n * (cost.frame_nbytes + cost.sum_nbytes),
         lambda cost, n: cost.encode + cost.reduce + cost.encode_sum / n + cost.decode,
-        lambda n: 2,
+        lambda n: 2 if n > 2 else 1,
     ),
     "ring": _Model(
         lambda cost, n: (cost.frame_nbytes + (n - 2) * cost.sum_nbytes + (n - 1) * cost.sum_nbytes) / n,
         lambda cost, n: (cost.encode + (n - 1) * (cost.reduce + cost.encode_sum)) / n + cost.decode,
-        lambda n: 2 * (n - 1),
+        lambda n: n,
     ),
     "all_gather": _Model(
         lambda cost, n: (n - 1) * cost.frame_nbytes,
         lambda cost, n: cost.encode + n * cost.reduce,
-        lambda n: 1,
+        lambda n: 2 if n > 2 else 1,
     ),
 }
 
@@ -145,6 +165,11 @@ def compute_seconds(cost: Cost, world_size: int, algorithm: Algorithm = "two_sho
     return _MODELS[algorithm].seconds(cost, world_size)
 
 
+def latency_seconds(link: Link, world_size: int, algorithm: Algorithm = "two_shot") -> float:
+    """Return the seconds in which each rank waits for messages under way; see :func:`predict_seconds`."""
+    return _MODELS[algorithm].round_trips(world_size) * link.rtt if world_size > 1 else 0.0
+
+
 def predict_seconds(
     cost: Cost, link: Link | str | float, world_size: int, *, algorithm: Algorithm = "two_shot", chunks: int = 1
 ) -> float:
@@ -153,13 +178,13 @@ def predict_seconds(
     With N ranks, frames of f bytes a tensor and of s bytes a sum, and e, a, e', d seconds for a tensor to encode it, to
     add it, to encode the sum and to decode it, each rank has
 
-    ============  ==================================  ===============================  ========
-    algorithm     bytes on the wire                   seconds of compute               messages
-    ============  ==================================  ===============================  ========
-    two_shot      (N - 1)/N (f + s)                   e + a + e'/N + d                 2
-    ring          (f + (N - 2) s + (N - 1) s)/N       (e + (N - 1)(a + e'))/N + d      2 (N - 1)
-    all_gather    (N - 1) f                           e + N a                          1
-    ============  ==================================  ===============================  ========
+    ============  ==================================  ===============================  =================
+    algorithm     bytes on the wire                   seconds of compute               round trips
+    ============  ==================================  ===============================  =================
+    two_shot      (N - 1)/N (f + s)                   e + a + e'/N + d                 2; of 2 ranks 1
+    ring          (f + (N - 2) s + (N - 1) s)/N       (e + (N - 1)(a + e'))/N + d      N
+    all_gather    (N - 1) f                           e + N a                          2; of 2 ranks 1
+    ============  ==================================  ===============================  =================
 
     In two_shot a rank encodes its tensor, sends all slices but its own, adds N frames of its slice, encodes their sum,
     sends the sum to all others, and decodes the sums of all slices. A tensor is sent in chunks: while one chunk is on
@@ -167,9 +192,11 @@ def predict_seconds(
     overlap::
 
         wire    = 8 bytes / bits_per_second
-        seconds = max(wire, compute) + min(wire, compute) / chunks + messages latency
+        seconds = max(wire, compute) + min(wire, compute) / chunks + round trips * rtt
 
-    With one chunk nothing overlaps. An uncompressed tensor has Cost(nbytes, nbytes): the time to add it is neglected.
+    Round trips are those of a step, whatever the number of its buckets: request, data and verdict of all buckets travel
+    together. With one chunk nothing overlaps. An uncompressed tensor has Cost(nbytes, nbytes): the time to add it is
+    neglected.
 
     Parameters
     ----------
@@ -196,7 +223,7 @@ def predict_seconds(
 
     Examples
     --------
-    >>> slow, raw = codec.Link(100e6, latency=0), codec.Cost(25e6, 25e6)
+    >>> slow, raw = codec.Link(100e6, rtt=0), codec.Cost(25e6, 25e6)
     >>> codec.predict_seconds(raw, slow, 4)
     3.0
     >>> frames = codec.Cost(5e6, 5e6, encode=0.01, encode_sum=0.01, reduce=0.01, decode=0.01)
@@ -211,8 +238,7 @@ def predict_seconds(
     chunks = whole("chunks", chunks, 1, MAX_PIECES)
     wire = 8 * wire_nbytes(cost, world_size, algorithm) / link.bits_per_second
     compute = compute_seconds(cost, world_size, algorithm)
-    messages = _MODELS[algorithm].messages(world_size) if world_size > 1 else 0
-    return max(wire, compute) + min(wire, compute) / chunks + messages * link.latency
+    return max(wire, compute) + min(wire, compute) / chunks + latency_seconds(link, world_size, algorithm)
 
 
 def check_algorithm(algorithm: Any) -> Algorithm:

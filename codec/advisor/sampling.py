@@ -104,10 +104,15 @@ def _segments_of(v: TensorView, segments: Records | None) -> list[TensorView]:
     return found
 
 
+def is_model(given: Any) -> bool:
+    """Return True if an argument is a torch.nn.Module, without importing torch."""
+    module: Any = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", ())
+    return isinstance(given, module)
+
+
 def _items(given: Any) -> tuple[Iterable[tuple[Any, Any, Any]], bool]:
     """Return keys, tensors and, of a model, their parameters; and True if the tensors are parameters."""
-    module: Any = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", ())
-    if isinstance(given, module):
+    if is_model(given):
         named = [(name, p) for name, p in given.named_parameters() if p.requires_grad]
         if grads := [(name, p.grad, p) for name, p in named if p.grad is not None]:
             return grads, False

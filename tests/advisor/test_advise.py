@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import zipfile
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,17 +60,17 @@ def test_predictions_follow_the_documented_formulas():
     cost = Cost(120, 160, encode=1, encode_sum=2, reduce=3, decode=4)
     expected = {
         "two_shot": (210, 1 + 3 + 0.5 + 4, 2),
-        "ring": (230, 0.25 * (1 + 15) + 4, 6),
-        "all_gather": (360, 13, 1),
+        "ring": (230, 0.25 * (1 + 15) + 4, 4),
+        "all_gather": (360, 13, 2),
     }
-    for algorithm, (nbytes, compute, messages) in expected.items():
+    for algorithm, (nbytes, compute, round_trips) in expected.items():
         assert wire_nbytes(cost, 4, algorithm) == nbytes
         assert compute_seconds(cost, 4, algorithm) == compute
         how = {"algorithm": algorithm}
         assert predict_seconds(cost, Link(8, 0), 4, **how) == nbytes + compute
         assert predict_seconds(cost, Link(8, 0), 4, chunks=5, **how) == nbytes + compute / 5
         assert predict_seconds(cost, Link(80, 0), 4, chunks=10**9, **how) == pytest.approx(max(nbytes / 10, compute))
-        assert predict_seconds(cost, Link(8, 10), 4, **how) == nbytes + compute + 10 * messages
+        assert predict_seconds(cost, Link(8, 10), 4, **how) == nbytes + compute + 10 * round_trips
 
 
 def test_predictions_of_uncompressed_all_reduces():
@@ -112,14 +113,9 @@ def test_links_take_names_numbers_and_latencies():
         assert link_of(text) == Link(rate)
     for number in (1e8, 10**8, np.int64(10**8), np.float32(1e8)):
         assert link_of(number) == Link(1e8)
-    assert link_of(own := Link(5, latency=1)) is own
+    assert link_of(own := Link(5, rtt=1)) is own
     assert [str(Link(rate)) for rate in (5, 64e3, 1e8, 2.5e9, 4e12, math.inf)] == [
-        "5 bit/s",
-        "64 kbit/s",
-        "100 Mbit/s",
-        "2.5 Gbit/s",
-        "4 Tbit/s",
-        "inf Tbit/s",
+        f"{rate}bit/s, round trip 0.2 ms" for rate in ("5 ", "64 k", "100 M", "2.5 G", "4 T", "inf T")
     ]
     for bad in ("fast", "", "100mb", "100mbps", "-1gbit", "\u0661gbit", None, True, [1], 1j):
         with pytest.raises(codec.ArgumentError, match='link must be text such as "100mbit"'):
@@ -128,7 +124,7 @@ def test_links_take_names_numbers_and_latencies():
         with pytest.raises(codec.ArgumentError, match="bits_per_second must be a number above 0"):
             link_of(bad)
     for bad in (-1, math.inf, math.nan, "0", None, True):
-        with pytest.raises(codec.ArgumentError, match="latency must be seconds, 0 or more"):
+        with pytest.raises(codec.ArgumentError, match="rtt must be seconds, 0 or more"):
             Link(1, bad)
 
 
@@ -209,15 +205,15 @@ def test_given_candidates_and_raw_are_compared(clock):
 
 
 def test_algorithms_use_their_own_formulas(clock):
-    """Raw uses two_shot; the number of chunks follows the size."""
+    """Raw uses two_shot, in one round trip; the number of chunks follows the size."""
     x = gradients("cnn_float32")
     for algorithm in ("two_shot", "ring", "all_gather"):
-        advice = codec.advise(x, "1gbit", algorithm=algorithm, world_size=5)
+        advice = codec.advise(x, "1gbit", options=codec.options(algorithm=algorithm), world_size=5)
         raw, row = advice.table
         link = Link(1e9)
         assert row.seconds == predict_seconds(row.cost, link, 5, algorithm=algorithm)
         assert row.nbytes == round(wire_nbytes(row.cost, 5, algorithm))
-        assert raw.seconds == predict_seconds(Cost(4 * 145_994, 4 * 145_994), link, 5)
+        assert raw.seconds == predict_seconds(Cost(4 * 145_994, 4 * 145_994), Link(1e9, 0), 5) + link.rtt
     raw, row = codec.advise(np.ones(5 << 20, np.float32), "1gbit").table
     assert row.seconds == predict_seconds(row.cost, Link(1e9), 4, chunks=5)
 
@@ -454,7 +450,7 @@ def test_wrong_arguments_are_rejected_before_measuring():
         ({"world_size": 0}, "world_size must be an int from 1 to"),
         ({"world_size": 10**400}, "world_size must be an int from 1 to"),
         ({"world_size": 2.0}, "world_size must be an int"),
-        ({"algorithm": "tree"}, "algorithm must be one of"),
+        ({"options": codec.options(algorithm="raw")}, "algorithm must be one of"),
         ({"lossy": "far"}, 'lossy must be False, "near" or True'),
         ({"lossy": 1}, "lossy must be"),
         ({"feedback": 1}, "feedback must be True or False"),
@@ -481,7 +477,7 @@ def test_advice_prints_a_table_and_json(clock):
     with pytest.raises(dataclasses.FrozenInstanceError):
         advice.spec = None
     lines = str(advice).splitlines()
-    assert lines[0] == "two_shot all-reduce of 0.584 MB, 4 ranks, 100 Mbit/s"
+    assert lines[0] == "two_shot all-reduce of 0.584 MB, 4 ranks, 100 Mbit/s, round trip 1 ms"
     assert lines[-2] == advice.why
     assert lines[-1] == (
         "For DistributedDataParallel: hook = codec.torch.ddp_hook("
@@ -499,7 +495,7 @@ def test_advice_prints_a_table_and_json(clock):
     assert [line[0] for line in lines[2:-2]] == [" "] * 6 + [">"]
     parsed = json.loads(advice.to_json())
     assert parsed == advice.to_dict()
-    assert parsed["link"] == {"bits_per_second": 1e8, "latency": 1e-3}
+    assert parsed["link"] == {"bits_per_second": 1e8, "rtt": 1e-3}
     for row, real in zip(parsed["table"], advice.table, strict=True):
         spec = row["spec"] and eval(row["spec"], vars(codec))
         assert (spec, row["seconds"], Cost(**row["cost"])) == (real.spec, real.seconds, real.cost)
@@ -574,7 +570,9 @@ def test_json_has_null_for_infinity():
     """JSON of an advice names the algorithm, and has null where a number is infinite."""
     for rate in (1e-323, 1e9, float("inf")):
         for algorithm in ("ring", "two_shot"):
-            advice = codec.advise(np.ones(1000, np.float32), codec.Link(rate), algorithm=algorithm)
+            advice = codec.advise(
+                np.ones(1000, np.float32), codec.Link(rate), options=codec.options(algorithm=algorithm)
+            )
             parsed = json.loads(advice.to_json(), parse_constant=pytest.fail)
             assert parsed == advice.to_dict()
             assert parsed["algorithm"] == advice.algorithm == algorithm
@@ -606,3 +604,70 @@ def test_printed_ddp_hook_call_is_valid_python(feedback):
         hook = eval(call, {"codec": codec, "optimizer": optimizer})
         assert hook.spec == spec
     assert codec.advise([p.grad], codec.Link(float("inf"))).hook is None
+
+
+def test_round_trips_are_added_to_the_predictions(clock):
+    """The hook waits for 2 round trips a step, of 2 ranks for 1; uncompressed buckets of a model for 1 each."""
+    x = gradients("cnn_float32")
+    for rtt, seconds in (("40ms", 0.04), (0.04, 0.04), ("0.04", 0.04), (" 40000 us", 0.04), ("2s", 2.0)):
+        advice = codec.advise(x, "1gbit", rtt=rtt)
+        assert advice.link.rtt == pytest.approx(seconds)
+        raw, row = advice.table
+        assert (raw.latency_seconds, row.latency_seconds) == pytest.approx((seconds, 2 * seconds))
+        assert row.seconds == pytest.approx(predict_seconds(row.cost, advice.link, 4))
+        assert "round trips" in str(advice)
+        assert json.loads(advice.to_json())["table"][1]["latency_seconds"] == pytest.approx(2 * seconds)
+    assert codec.advise(x, Link(1e9, rtt=1), rtt="1ms").link.rtt == 1e-3
+    two = codec.advise(x, "1gbit", rtt=1, world_size=2)
+    assert two.algorithm == "all_gather"
+    assert [row.latency_seconds for row in two.table] == [1, 1]
+    assert codec.advise(x, "1gbit", rtt=1, world_size=1).table[1].latency_seconds == 0
+    model = torch.nn.Linear(4096, 2000, bias=False)  # 32.8 MB: buckets of 1, 25 and 5.3 MiB
+    assert codec.advise(model, "1gbit", rtt=1).table[0].latency_seconds == 3
+    assert "its round trips 1 s more" in codec.advise(x, "1tbit", rtt=1).why
+    for bad in ("fast", "-1ms", "40m", "", -1, math.nan, math.inf, True, [1], np.ones(3)):
+        with pytest.raises(codec.ArgumentError, match=r"rtt must be seconds, 0 or more"):
+            codec.advise(x, "1gbit", rtt=bad)
+
+
+class Language(torch.nn.Module):
+    """Embedding, head and body of a language model, with gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.token, self.norm = torch.nn.Embedding(300, 64), torch.nn.LayerNorm(64)
+        self.body, self.head = torch.nn.Linear(64, 256), torch.nn.Linear(64, 300, bias=False)
+        for p in self.parameters():
+            p.grad = torch.randn_like(p)
+
+
+def test_models_are_measured_under_the_policy_of_hooks(clock):
+    """Small parameters are lossless, embeddings and heads of a Sign hook have 4 bits; a bucket has no policy."""
+    model = Language()
+    n = {name: p.numel() for name, p in model.named_parameters()}
+    advice = codec.advise(model, "1gbit", lossy=True, feedback=True)
+    share = {type(row.spec).__name__: row.cost.frame_nbytes / advice.tensor_nbytes for row in advice.table[1:]}
+    small, uneven = n["norm.weight"] + n["norm.bias"] + n["body.bias"], n["token.weight"] + n["head.weight"]
+    expected = (27 * small + 4.5 * uneven + 1.06 * n["body.weight"]) / 32 / sum(n.values())
+    assert share["Sign"] == pytest.approx(expected, rel=0.03)
+    expected = (27 * small + 4.5 * (sum(n.values()) - small)) / 32 / sum(n.values())
+    assert share["Quantize"] == pytest.approx(expected, rel=0.03)  # of 4 bits, the last one
+    flat = codec.advise([p.grad for p in model.parameters()], "1gbit", lossy=True, feedback=True)
+    assert flat.table[-1].cost.frame_nbytes < advice.table[-1].cost.frame_nbytes / 2
+
+
+def test_members_that_are_no_arrays_are_left_out(tmp_path, capsys):
+    """Of a zip file; without arrays, or if such a member is named, one line tells what is there."""
+    np.savez(path := tmp_path / "gradients.npz", weight=np.ones((50, 60), np.float32))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("README.txt", "hello")
+        archive.writestr("notes.npy", "hello")
+    assert main(["advise", str(path), "--link", "1gbit", "--rtt", "40ms"]) == 0
+    assert "4 ranks, 1 Gbit/s, round trip 40 ms" in capsys.readouterr().out
+    assert main(["advise", str(path), "notes", "--link", "1gbit"]) == 1
+    assert capsys.readouterr().err == f"codec: {path} has weight, not notes\n"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("README.txt", "hello")
+    assert main(["advise", str(path), "--link", "1gbit"]) == 1
+    assert "but no arrays" in capsys.readouterr().err

@@ -322,7 +322,7 @@ def test_error_lists_the_choices():
             codec.Truncate(no)
     for call in (
         lambda: codec.advise(X, "1gbit", lossy=X),
-        lambda: codec.advise(X, "1gbit", algorithm=X),
+        lambda: codec.advise(X, "1gbit", rtt=X),
         lambda: codec.reduce([codec.encode(X)], op=X),
         lambda: codec.ErrorFeedback(codec.Sign(), role=X),
         lambda: codec.ErrorFeedback.reshard([], 2, op=X),

@@ -9,8 +9,9 @@ import torch
 
 from codec import ArgumentError
 from codec.advisor.advise import named
+from codec.advisor.model_rules import UNEVEN, needs_even_rows, small_of, uneven_of
 from codec.arguments import shown
-from codec.specs import Lossless, Quantize, Sign, Spec, Ternary, Truncate
+from codec.specs import Lossless, Sign, Spec, Truncate
 from codec.stateful.ranges import NOBODY
 from codec.torch.ddp.buckets import Part, n_values
 from codec.torch.reduction.arguments import plain_spec
@@ -20,8 +21,6 @@ logger = logging.getLogger("codec.torch")
 
 Choice = tuple[Spec, bool]  # spec, and whether error feedback is applied
 
-_SMALL = 4096  # values of a matrix; smaller ones are sent lossless, if they are few
-_FEW = 1 / 32  # largest share of a model's values that small parameters may have together to be sent lossless
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 _MOSTLY = 0.5  # share of zeros above which a gradient counts as mostly zero
 _MUCH = 0.3  # share of the gradients' bytes; if more stay uncompressed, a warning is logged
@@ -31,8 +30,6 @@ _PATIENCE = 8  # steps in which gradients that are zero everywhere are waited fo
 START, MEASURED, UNKNOWN = "start_step", "first step", "gradient is zero so far"
 CHOSEN, SMALL, EMBEDDING, ZEROS, DTYPE = "policy", "small", "embedding", "mostly zero", "dtype"
 _UNMEASURED = frozenset({START, MEASURED, UNKNOWN})
-
-_EVEN = Quantize(4)  # as exact for rows of any magnitude, since groups of 64 values have scales of their own
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class Policy:
 
     choose: Chooser | None = None
     lossless_small: bool = True
-    uneven: Spec | str | None = _EVEN
+    uneven: Spec | str | None = UNEVEN
 
     def __post_init__(self) -> None:
         if self.uneven is not None:
@@ -89,17 +86,6 @@ class Policy:
         """
         chosen = None if self.choose is None else self.choose(name, parameter)
         return None if chosen is None else plain_spec(chosen)
-
-    def small(self, parameters: Iterable[torch.Tensor]) -> set[torch.Tensor]:
-        """Return the parameters, of those that a model trains, that are lossless because they are small and few."""
-        trained = [p for p in parameters if p.requires_grad]
-        vectors = {p for p in trained if p.dim() < 2}
-        matrices = {p for p in trained if p.dim() >= 2 and p.numel() < _SMALL}
-        most = sum(p.numel() for p in trained) * _FEW
-        for few in (vectors | matrices, vectors) if self.lossless_small else ():
-            if sum(p.numel() for p in few) <= most:
-                return few
-        return set()
 
 
 default_policy = Policy()
@@ -130,15 +116,6 @@ def names_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[torch.nn.Paramet
     kept = {cast(torch.nn.Parameter, p): name for name, p in named}
     plain = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in kept.values()]
     return dict(zip(kept, plain, strict=True)) if len(set(plain)) == len(plain) else kept
-
-
-def _uneven(model: torch.nn.Module) -> set[torch.Tensor]:
-    """Return the weights of embeddings and of output heads over the same vocabulary."""
-    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    embeddings = {m.weight for m in model.modules() if isinstance(m, kinds)}
-    vocabularies = {w.shape[0] for w in embeddings if w.shape[0] > w.shape[1]}  # without embeddings of positions
-    heads = {m.out_features: m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)}
-    return embeddings | {heads[n] for n in vocabularies & heads.keys()}
 
 
 def feeds_back(spec: Spec) -> bool:
@@ -194,7 +171,8 @@ class Plan:
 
     def serve(self, model: torch.nn.Module, names: Mapping[torch.nn.Parameter, str]) -> None:
         """Choose for the parameters of a model from now on."""
-        self._uneven, self._small, self._other = _uneven(model), self.policy.small(names), _other(model)
+        self._uneven, self._other = uneven_of(model), _other(model)
+        self._small = small_of(names) if self.policy.lossless_small else set()
         self.names, self.chosen, self._basis = dict(names), {}, None
 
     def spec_of(self, name: str, parameter: torch.nn.Parameter) -> Spec:
@@ -211,7 +189,7 @@ class Plan:
     @property
     def _protects_uneven(self) -> bool:
         """True if parameters whose rows have very different magnitudes, but would share scales, get another spec."""
-        return self.policy.uneven is not None and isinstance(self.spec, Sign | Ternary)
+        return self.policy.uneven is not None and needs_even_rows(self.spec)
 
     def is_exact(self, step: int) -> bool:
         """Return True if a step sends all gradients lossless: before `start_step`, or to find mostly zero ones."""
