@@ -54,7 +54,5 @@ def kinds_of(tensors: Sequence[Tensor], model: Any) -> list[Kind]:
 def kinds_by_spec(kinds: Sequence[Kind], spec: Spec) -> dict[Spec, frozenset[Kind]]:
     """Return the kinds of tensors by the spec that they have under a hook with `spec`."""
     specs: dict[Kind, Spec] = {None: spec, "small": Lossless(), "uneven": UNEVEN if needs_even_rows(spec) else spec}
-    found: dict[Spec, frozenset[Kind]] = {}
-    for kind in dict.fromkeys(kinds):
-        found[specs[kind]] = found.get(specs[kind], frozenset()) | {kind}
-    return found
+    there = set(kinds)
+    return {its: frozenset(k for k in there if specs[k] == its) for its in {specs[k]: None for k in kinds}}

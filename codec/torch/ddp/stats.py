@@ -47,7 +47,7 @@ class Stats(Counters):
         Part of `raw_nbytes` in buckets that were sent uncompressed, at least in part: because that was faster, or
         because frames cannot carry them.
     contents : dict of str to int
-        Bytes of the gradients of the last step by spec and reason, such as ``"Quantize(bits=4)"`` or
+        Bytes of the gradients of the last step by spec and reason, such as ``"Quantize()"`` or
         ``"Lossless() (small)"``. Reasons are: policy, small, embedding, mostly zero, dtype, start_step, first step.
     world_size : int
         Number of ranks.
