@@ -6,10 +6,11 @@ from typing import Any, TypeVar, cast, overload
 from codec._options import CallOptions, settings_of
 from codec.codebook import Codebook, given_codebooks
 from codec.decoding import check_bound, check_limit, decode_request, engine_for, explain
-from codec.encoding import DEFAULT, check_stream, encode_request, explain_dtype, one_codebook
+from codec.encoding import DEFAULT, check_stream, encode_request, one_codebook
 from codec.engines import choose
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import ArgumentError, CodecError
+from codec.explain import explain as explain_encoding
 from codec.presets import resolve
 from codec.specs import BoundSpec, Spec, SpecLike
 from codec.tensors.view import Array, mark_written, view_bytes
@@ -102,7 +103,7 @@ def encode_many(
         frames = chosen.encode_many(requests)
     except CodecError as e:
         if isinstance(e, ArgumentError) and isinstance(e.item, int):
-            explain_dtype(e, requests[e.item].spec, requests[e.item].x.dtype)
+            explain_encoding(e, requests[e.item])
         _name(e, keys, at)
         raise
     return _like(tensors, keys, frames)

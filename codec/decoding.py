@@ -207,7 +207,10 @@ def explain(error: ArgumentError, frame: TensorView, out: Any, *, adds: bool = F
             "decode it, and add its values",
         )
     elif error.code == Status.NONFINITE:
-        error.args = ("the result holds NaN or Inf",)
+        error.args = (
+            "the result holds NaN or Inf: a frame does, or a sum overflows float32; scale the tensors down before they "
+            "are encoded",
+        )
 
 
 def engine_for(engine: Any, frame: TensorView, out: Any, like: Any) -> Engine:

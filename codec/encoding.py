@@ -11,7 +11,8 @@ from codec.arguments import shown, whole
 from codec.codebook import Codebook, given_codebooks
 from codec.engines import choose, device_engine
 from codec.engines.request import EncodeRequest
-from codec.errors import ArgumentError, EngineError, SpecError, Status
+from codec.errors import ArgumentError, EngineError, SpecError
+from codec.explain import explain, explain_dtype
 from codec.optimizers.arguments import level_source_for
 from codec.presets import resolve
 from codec.specs import Lossless, Spec, SpecLike, Truncate
@@ -58,20 +59,6 @@ def bound(shape: int | Iterable[int], dtype: Any, spec: SpecLike = DEFAULT) -> i
         explain_dtype(e, kind, name, "the tensor")
         raise
     return size[0]
-
-
-def explain_dtype(error: ArgumentError, spec: Spec, dtype: str, x: str = "x") -> None:
-    """Replace the message of an error for a dtype that a codec does not take by one that says which it takes.
-
-    `x` is the name of the tensor in the message.
-    """
-    if error.code == Status.BAD_DTYPE:
-        struct, size = spec_struct(spec), ffi.new("size_t *")
-        *most, last = [
-            d for d, n in reversed(DTYPES.items()) if not lib.codec_bound(struct, _call.new_tensor(n, ()), size)
-        ]
-        accepted = f"{', '.join(most)} or {last}"
-        error.args = (f"{type(spec).__name__} takes {accepted}, got {dtype}: convert {x}, or use Lossless",)
 
 
 def checked_shape(shape: int | Iterable[int]) -> tuple[int, ...]:
@@ -163,7 +150,7 @@ def encode(
     try:
         return choose(settings.engine, "x", r.x.device).encode(r)
     except ArgumentError as e:
-        explain_dtype(e, r.spec, r.x.dtype)
+        explain(e, r)
         raise
     finally:
         if residual is not None:
@@ -227,7 +214,7 @@ def encode_async(
     try:
         return engine.encode_async(r)
     except ArgumentError as e:
-        explain_dtype(e, r.spec, r.x.dtype)
+        explain(e, r)
         raise
 
 

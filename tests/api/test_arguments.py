@@ -244,6 +244,28 @@ def test_dtype_that_a_codec_does_not_take_is_named_with_those_that_it_takes(engi
         codec.CodebookRefresher(dtype="int32")
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nonfinite_values_are_counted_and_the_first_one_is_named_with_remedies(engine):
+    how = {"options": codec.options(engine=engine)}
+    x = X[:200].reshape(10, 20).copy()
+    x[3, 7], x[5, 0], x[9, 19] = -np.inf, np.nan, np.inf
+    place = r"NaN or Inf in 3 of 200 values, the first, -Inf, at \(3, 7\)"
+    remedy = r"Correct them, or use Lossless or Float8\(nonfinite=\"propagate\"\)$"
+    for spec in (codec.Sign(), codec.Ternary(), codec.Float8(), codec.Float4(), codec.Quantize(4)):
+        words = f"x holds {place}: {type(spec).__name__} takes finite values only. {remedy}"
+        for y in (x, x.astype(np.float16), torch.from_numpy(x).bfloat16()):
+            with refused(match=f"^{words}") as e:
+                codec.encode(y, spec, **how)
+            assert e.value.code == codec.Status.NONFINITE
+        with refused(match=f"^'b': {words}"):
+            codec.encode_many({"a": X, "b": x}, spec, **how)
+    x[3, 7] = 0
+    with refused(match=r"the first, NaN, at index 100: "):
+        codec.encode(x.ravel(), "small", **how)
+    with refused(match=r"x \+ residual overflows float32, or the residual holds NaN or Inf: reset the residual"):
+        codec.encode(X, codec.Sign(), residual=np.full(X.size, np.inf, np.float32), feedback=True, **how)
+
+
 def test_residual_of_another_size_or_dtype_is_named_with_both_sizes():
     for wrong, said in (
         (np.zeros(9, np.float32), "9 values of float32"),

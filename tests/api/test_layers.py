@@ -18,7 +18,7 @@ LAYERS = [
     {"_call"},
     {"inspection"},
     {"engines"},
-    {"codebook"},
+    {"codebook", "explain"},
     {"encoding", "decoding"},
     {"batch", "code_sums", "advisor", "frame_size", "_files", "_warmup"},
     {"stateful"},

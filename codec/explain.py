@@ -1,0 +1,107 @@
+"""Messages of errors about the dtype or the values of a tensor: what was given, what is accepted, what to do."""
+
+import math
+
+import numpy as np
+
+from codec import _call
+from codec._c.library import DTYPES, ITEMSIZE, ffi, lib
+from codec._c.spec_structs import spec_struct
+from codec.engines.request import EncodeRequest
+from codec.errors import ArgumentError, CodecError, Status
+from codec.specs import Spec
+from codec.tensors.view import Array, TensorView, fetch
+
+CARRIES_NONFINITE = 'Lossless or Float8(nonfinite="propagate")'
+# Bits of the exponent, all of which are set in NaN and Inf, and of the sign.
+_EXPONENT = {"float32": (0x7F800000, 1 << 31), "bfloat16": (0x7F80, 1 << 15), "float16": (0x7C00, 1 << 15)}
+
+
+def explain(error: ArgumentError, r: EncodeRequest) -> None:
+    """Replace the message of an error of encoding that concerns dtype or values by one with the reason and the remedy.
+
+    Parameters
+    ----------
+    error : ArgumentError
+        Error that an engine has raised.
+    r : EncodeRequest
+        The engine's request.
+    """
+    explain_dtype(error, r.spec, r.x.dtype, "x")
+    if error.code == Status.NONFINITE:
+        error.args = (nonfinite_message(r.x, r.spec, "x"),)
+
+
+def explain_dtype(error: ArgumentError, spec: Spec, dtype: str, name: str) -> None:
+    """Replace the message of an error for a dtype that a codec does not take by one that says which it takes."""
+    if error.code == Status.BAD_DTYPE:
+        struct, size = spec_struct(spec), ffi.new("size_t *")
+        *most, last = [
+            d for d, n in reversed(DTYPES.items()) if not lib.codec_bound(struct, _call.new_tensor(n, ()), size)
+        ]
+        accepted = f"{', '.join(most)} or {last}"
+        error.args = (f"{type(spec).__name__} takes {accepted}, got {dtype}: convert {name}, or use Lossless",)
+
+
+def nonfinite_message(x: TensorView, spec: Spec, name: str, shape: tuple[int, ...] | None = None) -> str:
+    """Return the message for NaN or Inf that a codec refuses: how many, the first one's place, the remedies.
+
+    Parameters
+    ----------
+    x : TensorView
+        Tensor. If all its values are finite, its sum with a residual is not.
+    spec : Spec
+        The codec.
+    name : str
+        Name of the tensor.
+    shape : tuple of int, optional
+        Shape in which the place is given. Default: that of `x`.
+    """
+    remedy = f"{type(spec).__name__} takes finite values only. Correct them, or use {CARRIES_NONFINITE}"
+    try:
+        found = count_nonfinite(bits_of(x), x.dtype, shape or x.shape)
+    except CodecError:  # memory of a device that the host cannot read
+        found = "NaN or Inf"
+    if found is None:
+        return f"{name} + residual overflows {x.dtype}, or the residual holds NaN or Inf: reset the residual to zeros"
+    return f"{name} holds {found}: {remedy}"
+
+
+def overflow_message(x: TensorView, terms: str) -> str:
+    """Return the message for a sum `x` of finite tensors, named `terms`, that is not finite."""
+    found = count_nonfinite(bits_of(x), x.dtype, x.shape)
+    return f"the sum of {terms} overflows {x.dtype}: it holds {found}. Scale them down before they are reduced"
+
+
+def bits_of(v: TensorView) -> Array:
+    """Return the values of a tensor as a flat array of unsigned integers in host memory."""
+    host = fetch("x", v)
+    return np.frombuffer(ffi.buffer(host.data, host.nbytes), f"u{ITEMSIZE[v.dtype]}")
+
+
+def count_nonfinite(bits: Array, dtype: str, shape: tuple[int, ...]) -> str | None:
+    """Return a phrase with the number of NaN and Inf in a tensor and the place of the first one.
+
+    Parameters
+    ----------
+    bits : ndarray of unsigned integers
+        Flat values.
+    dtype : {"float32", "bfloat16", "float16"}
+        Dtype of the values.
+    shape : tuple of int
+        Shape of the tensor.
+
+    Returns
+    -------
+    str or None
+        Such as "NaN or Inf in 2 of 10 values, the first, -Inf, at (0, 3)"; None if all values are finite.
+    """
+    exponent, sign = _EXPONENT[dtype]
+    where = (bits & exponent) == exponent
+    if not (count := int(np.count_nonzero(where))):
+        return None
+    at = int(where.argmax())
+    first = int(bits[at])
+    kind = "NaN" if first & ~(exponent | sign) else "-Inf" if first & sign else "Inf"
+    place = f"({', '.join(map(str, np.unravel_index(at, shape)))})" if len(shape) > 1 else f"index {at}"
+    return f"NaN or Inf in {count} of {math.prod(shape)} values, the first, {kind}, at {place}"
