@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from codec import ArgumentError, SpecError, optimizers
 from codec._c.library import lib
+from codec.explain import CARRIES_NONFINITE, bits_of, count_nonfinite
 from codec.specs import Spec, SpecLike, Truncate
 from codec.stateful.ranges import NOBODY, Layout, numel
 from codec.tensors.segments import Records, pack, segments
+from codec.tensors.view import view
 from codec.torch.reduction import arguments
 from codec.torch.reduction.host import Reduction, Values
 
@@ -49,6 +51,18 @@ class Bucket:
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradient of each parameter, as views of the buffer."""
         return gradients_in(self.buffer, self.parameters)
+
+    def explain_nonfinite(self, error: BaseException, names: Mapping[torch.nn.Parameter, str]) -> None:
+        """Name the parameter, and the place in it, in the message of an error about NaN or Inf in this bucket."""
+        for p, gradient in zip(self.parameters, self.gradients(), strict=True):
+            values = view(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
+            if found := count_nonfinite(bits_of(values), values.dtype, values.shape):
+                error.args = (
+                    f"the gradient of {names[p]!r} holds {found}. The step is refused on all ranks: skip the batch, "
+                    "pass grad_scaler= to ddp_hook if a GradScaler scales the loss, or use the spec "
+                    f"{CARRIES_NONFINITE}",
+                )
+                return
 
 
 @dataclass

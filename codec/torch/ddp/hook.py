@@ -137,8 +137,8 @@ class Hook:
         Raises
         ------
         ArgumentError
-            The model, or a spec that the policy returns for its parameters, cannot be used; or the hook serves another
-            model.
+            The model, or a spec that the policy returns for its parameters, cannot be used; the hook serves another
+            model; or the model has a communication hook.
         StateError
             A loaded state belongs to another model or rank.
 
@@ -152,7 +152,7 @@ class Hook:
         if not isinstance(model, DistributedDataParallel):
             raise ArgumentError(f"a hook is for a DistributedDataParallel, not for {type(model).__name__}")
         names, group = self._check_model(model, group)
-        model.register_comm_hook(None, self)  # pyright: ignore[reportUnknownMemberType]
+        lifetime.register(model, self)
         self._adopt(model, names, group)
         return self
 

@@ -6,7 +6,7 @@ import gc
 import logging
 import warnings
 import weakref
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +20,7 @@ from codec.torch.ddp.reducer import Reducer
 logger = logging.getLogger("codec.torch")
 
 
+@runtime_checkable
 class _Hook(Protocol):
     """Hook of this process."""
 
@@ -48,6 +49,29 @@ def _warn_of_unused() -> None:
                 "DistributedDataParallel. Frameworks may ignore hooks, see docs/frameworks.md",
                 hook,
             )
+
+
+def register(model: DistributedDataParallel, hook: Any) -> None:
+    """Register the communication hook of a model, which must not have one.
+
+    Raises
+    ------
+    ArgumentError
+        The model has a hook. DistributedDataParallel has one hook for its lifetime.
+    """
+    for former, state in comm_hooks(model):
+        theirs = f"{state!r} of {former!r}" if isinstance(state, _Hook) else repr(former)
+        raise ArgumentError(
+            f"the model has a communication hook already, {theirs}: to change its codec, call its set_spec(); for "
+            "another hook, wrap the module in a new DistributedDataParallel"
+        )
+    try:
+        model.register_comm_hook(None, hook)  # pyright: ignore[reportUnknownMemberType]
+    except RuntimeError as e:  # one of torch's built-in hooks, which a model does not list
+        comm_hooks(model).pop()
+        raise ArgumentError(
+            f"the model takes no hook ({str(e).strip()}): wrap the module in a new DistributedDataParallel"
+        ) from e
 
 
 def check_reducer(model: DistributedDataParallel) -> None:

@@ -188,6 +188,8 @@ class Reducer:
         except BaseException as e:
             clear_frames(e)
             self.state.fail(step, e)
+            if isinstance(e, ArgumentError) and e.code == Status.NONFINITE and self._scaler is None:
+                bucket.explain_nonfinite(e, self.plan.names)
             if self._is_overflow(e):
                 with suppress(PeerError), self.state.changed_by(step):
                     bucket.buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step

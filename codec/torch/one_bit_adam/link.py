@@ -13,6 +13,7 @@ from codec import CallOptions, SpecError
 from codec.specs import Lossless, Spec
 from codec.torch._compat import backward_pass, call_after_backward
 from codec.torch.collectives.calls import all_reduce
+from codec.torch.ddp import lifetime
 from codec.torch.ddp.buckets import Bucket, gradients_in, n_values, needs_optimizer
 from codec.torch.ddp.hook import Hook
 from codec.torch.ddp.make import ddp_hook
@@ -118,7 +119,7 @@ class Link:
         def one_bit_adam(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
             return self._reduce_bucket(bucket)
 
-        self.model.ddp.register_comm_hook(None, one_bit_adam)  # pyright: ignore[reportUnknownMemberType]
+        lifetime.register(self.model.ddp, one_bit_adam)
 
     def _reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
         """Reduce a bucket of a backward pass; in a local step, return it unchanged."""

@@ -205,6 +205,60 @@ def test_second_model_of_a_hook_is_rejected():
     run_ranks(2, _second_model)
 
 
+def _second_hook(rank, size):
+    model = DistributedDataParallel(small_net())
+    hook = codec.torch.ddp_hook("small").register(model)
+    for call in (
+        lambda: hook.register(model),
+        lambda: codec.torch.ddp_hook("balanced").register(model),
+        lambda: codec.torch.OneBitAdam(model.parameters(), freeze_step=8).register(model),
+    ):
+        with pytest.raises(
+            codec.ArgumentError, match=r"has a communication hook already, .*Hook Quantize.* set_spec\("
+        ):
+            call()
+    take_step(model, rank, small_forward)
+    hook.set_spec("balanced")
+    take_step(model, rank, small_forward)
+    assert hook.stats().steps == 2
+    built_in = DistributedDataParallel(small_net())
+    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    with pytest.raises(codec.ArgumentError, match=r"only be called once.*: wrap the module in a new"):
+        codec.torch.ddp_hook().register(built_in)
+
+
+def test_second_hook_of_a_model_is_refused_with_the_way_to_change_the_codec():
+    run_ranks(1, _second_hook)
+
+
+def _nonfinite(rank, size):
+    """Return the error of a step in which rank 1 has one NaN and one Inf in a gradient."""
+
+    def spoil(buffer, gradients):
+        for p, gradient in gradients:
+            if rank == 1 and p is model.module[2].weight:
+                gradient[2, 5], gradient[3, 1] = torch.inf, torch.nan
+
+    model = DistributedDataParallel(small_net())
+    hook = codec.torch.ddp_hook("small", policy=ENCODE_ALL, transform=spoil).register(model)
+    with pytest.raises(codec.CodecError) as e:
+        take_step(model, rank, small_forward)
+    assert hook.stats().steps == 0
+    return type(e.value).__name__, str(e.value)
+
+
+def test_nonfinite_gradient_is_named_with_the_parameter_and_the_place():
+    (other, told), (own, text) = run_ranks(2, _nonfinite)
+    assert (other, told) == ("PeerError", "rank 1 has NaN or Inf: nothing was changed")
+    assert own == "ArgumentError"
+    values = small_net()[2].weight.numel()
+    assert text.startswith(
+        f"the gradient of '2.weight' holds NaN or Inf in 2 of {values} values, the first, Inf, at (2, 5)"
+    )
+    assert "grad_scaler=" in text
+    assert 'Float8(nonfinite="propagate")' in text
+
+
 def _python_reducer(rank, size):
     torch._dynamo.config.optimize_ddp = "python_reducer"
     try:
