@@ -164,7 +164,7 @@ def store_sum(
     total = r.sum_buffer(channel, piece.n)
     r.sum(parts, piece, total, check_finite=check)
     place[:] = r.rounded(total)
-    if check and (fault := nonfinite_error(r, place)):  # the sum overflows only in the tensor's dtype
+    if check and (fault := nonfinite_error(r, place, summed=True)):  # the sum overflows only in the tensor's dtype
         raise fault
 
 

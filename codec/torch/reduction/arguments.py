@@ -122,7 +122,10 @@ def reduction_of(
     check_dense(tensor)
     dtype = NAMES.get(tensor.dtype)
     if dtype is None:
-        raise ArgumentError(f"only float32, bfloat16 and float16 can be reduced, not {tensor.dtype}")
+        raise ArgumentError(
+            f"only float32, bfloat16 and float16 can be reduced, got {tensor.dtype}: convert the tensor, or pass it to "
+            "torch.distributed or codec.torch.exchange"
+        )
     op = op_of(op)
     if segments:
         _check_inside(segments, tensor.numel())

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import torch
 
 import codec
+from codec import ArgumentError
 from codec.decoding import decode_request
 from codec.encoding import encode_request
 from codec.engines import choose
+from codec.explain import explain
 from codec.frame_size import has_fixed_rate
 from codec.specs import BoundSpec
 from codec.stateful.ranges import Memory
@@ -167,7 +169,12 @@ class DeviceReduction(Reduction):
             )
             for term, room in zip(terms, out, strict=True)
         ]
-        frames = choose("cuda", "a tensor", "cuda").encode_many(requests)
+        try:
+            frames = choose("cuda", "a tensor", "cuda").encode_many(requests)
+        except ArgumentError as e:
+            if isinstance(e.item, int):
+                explain(e, requests[e.item])
+            raise
         if self.count_symbols is not None:
             for term in terms:
                 self.count_symbols(View(term.values, self.dtype, term.piece.segments), self._bound_to(term.piece))

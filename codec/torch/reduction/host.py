@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, cast
 
 import numpy as np
@@ -14,11 +15,12 @@ from codec import ArgumentError, BoundSpec, CallOptions, Codebook, FrameError, S
 from codec._c.library import DTYPES, lib
 from codec._c.spec_structs import spec_struct
 from codec.decoding import check_values
+from codec.explain import nonfinite_message, overflow_message
 from codec.inspection import read_header
 from codec.specs import Lossless, Spec, Truncate
 from codec.stateful.ranges import HOST
-from codec.tensors.segments import Records
-from codec.tensors.view import view_bytes
+from codec.tensors.segments import Records, unpack
+from codec.tensors.view import view, view_bytes
 from codec.tensors.wrapper import View
 from codec.torch._compat import from_numpy
 from codec.torch.reduction.partition import Piece, chunk_nbytes, cut, cut_evenly
@@ -92,12 +94,23 @@ class Reduction:
     def encode(self, piece: Piece, out: Array, number: int) -> int:
         """Encode this rank's term of a piece to `out`, with random stream `number`; return the bytes of the frame."""
         residual = None if self.residual is None else self.residual[piece.begin : piece.end]
-        return self._encode(self.own_term(piece), piece, out, residual, number)
+        try:
+            return self._encode(self.own_term(piece), piece, out, residual, number)
+        except ArgumentError as e:
+            if e.code == Status.NONFINITE:
+                e.args = (self.nonfinite_text(),)
+            raise
 
     def encode_sum(self, total: Values, piece: Piece, out: Array, number: int) -> int:
         """Encode the float32 sum of a piece to `out`; return the bytes of the frame."""
         residual = None if self.sum_residual is None else self.sum_residual(piece.begin, piece.end)
-        return self._encode(self.rounded(total), piece, out, residual, number)
+        x = self.rounded(total)
+        try:
+            return self._encode(x, piece, out, residual, number)
+        except ArgumentError as e:
+            if e.code == Status.NONFINITE:
+                e.args = (overflow_message(view(x, self.dtype), "the ranks' tensors"),)
+            raise
 
     def _encode(self, x: Values, piece: Piece, out: Array, residual: Values | None, number: int) -> int:
         spec = self.spec_of(piece)
@@ -133,6 +146,12 @@ class Reduction:
     def rejects_nonfinite(self) -> bool:
         """True if the codec refuses NaN and Inf."""
         return not isinstance(self.spec, Lossless | Truncate) and getattr(self.spec, "nonfinite", "") != "propagate"
+
+    def nonfinite_text(self) -> str:
+        """Return the message for NaN or Inf among this rank's values."""
+        parts = unpack(self.segments) if self.segments else []
+        shape = parts[0][1] if len(parts) == 1 and prod(parts[0][1]) == self.n else None
+        return nonfinite_message(view(self.x, self.dtype), self.spec, "the tensor", shape)
 
     # Decoding
 
@@ -324,11 +343,13 @@ def bound_to_range(spec: BoundSpec, begin: int, end: int) -> BoundSpec:
     return spec.spec.bind(optimizer, **{name: x[begin:end] for name, x in spec.state.items()})
 
 
-def nonfinite_error(r: Reduction, x: Values) -> ArgumentError | None:
+def nonfinite_error(r: Reduction, x: Values, *, summed: bool = False) -> ArgumentError | None:
     """Return the error that encoding raises for NaN or Inf, if `x` has some and the codec refuses them.
 
     Uncompressed values are checked with it, so that an error does not depend on the way in which values are sent.
+    `summed`: `x` is a sum, else this rank's values.
     """
     if not r.rejects_nonfinite or not len(x) or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
         return None
-    return ArgumentError("the tensor holds NaN or Inf, which this codec does not take", Status.NONFINITE)
+    text = overflow_message(view(x, r.dtype), "the ranks' tensors") if summed else r.nonfinite_text()
+    return ArgumentError(text, Status.NONFINITE)

@@ -53,7 +53,7 @@ def two_shot(channel: Channel, r: Reduction) -> Result:
         residual = None if r.sum_residual is None else r.sum_residual(piece.begin, piece.end)
         with channel.clock.during("decode_s"):
             _round_with_residual(_reduce_terms([parts[rank] for rank in range(size)], r, total), r, residual, total)
-            fault = nonfinite_error(r, total)
+            fault = nonfinite_error(r, total, summed=True)
             if fault is not None and not any(
                 nonfinite_error(r, part) for part in parts.values()
             ):  # else the rank of that term reports it

@@ -8,8 +8,10 @@ import numpy as np
 
 from codec import ArgumentError, FrameError, SpecError, Status
 from codec.arguments import float32
+from codec.explain import nonfinite_message
 from codec.specs import Lossless, Spec, Ternary
 from codec.tensors.segments import Records, Segments, unpack
+from codec.tensors.view import view
 from codec.torch._compat import from_numpy
 from codec.torch.reduction.algorithms import all_gather, two_shot
 from codec.torch.reduction.host import Reduction, Result, bound
@@ -43,8 +45,8 @@ def shared_scale(channel: Channel, r: Reduction) -> Result:
     try:
         for begin, end, i in parts:
             mine[i] = max(mine[i], magnitude(x[begin:end], r.spec))
-    except ArgumentError as e:
-        error = e
+    except ArgumentError:
+        error = ArgumentError(r.nonfinite_text(), Status.NONFINITE)
     scales, fault = all_gather(channel, Reduction(mine, "float32", Lossless(), "max", r.stream))
     if fault is None and not np.isfinite(scales).all():
         fault = FrameError("a rank has sent a scale that is not finite")
@@ -69,7 +71,7 @@ def magnitude(x: Array, spec: Spec) -> float:
     """Return the largest magnitude, limited to `clip` standard deviations of the spec, unless those are 0."""
     most = abs(max(float(x.max()), -float(x.min())))
     if not math.isfinite(most):
-        raise ArgumentError("the tensor holds NaN or Inf, which this codec does not take", Status.NONFINITE)
+        raise ArgumentError(nonfinite_message(view(x), spec, "the tensor"), Status.NONFINITE)
     assert isinstance(spec, Ternary)
     if spec.clip is None:
         return most
