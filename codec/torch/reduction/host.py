@@ -69,6 +69,12 @@ class Reduction:
         """Number of values on this rank."""
         return len(self.x)
 
+    @property
+    def whole_shape(self) -> tuple[int, ...] | None:
+        """Shape of the tensor, if it is one segment."""
+        parts = unpack(self.segments) if self.segments else []
+        return parts[0][1] if len(parts) == 1 and prod(parts[0][1]) == self.n else None
+
     def bound(self, n: int) -> int:
         """Return an upper bound of the bytes of a frame of `n` values."""
         return bound(n, self.dtype, self.spec)
@@ -149,9 +155,7 @@ class Reduction:
 
     def nonfinite_text(self) -> str:
         """Return the message for NaN or Inf among this rank's values."""
-        parts = unpack(self.segments) if self.segments else []
-        shape = parts[0][1] if len(parts) == 1 and prod(parts[0][1]) == self.n else None
-        return nonfinite_message(view(self.x, self.dtype), self.spec, "the tensor", shape)
+        return nonfinite_message(view(self.x, self.dtype), self.spec, "the tensor", self.whole_shape)
 
     # Decoding
 
