@@ -10,7 +10,7 @@ import codec
 # finds the compiled package, is below all others.
 LAYERS = [
     {"errors"},
-    {"arguments", "_ownership"},
+    {"arguments", "_ownership", "readable"},
     {"specs", "_options"},
     {"_c"},
     {"tensors", "presets"},

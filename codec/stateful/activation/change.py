@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from codec.readable import Rounded, count, size
 from codec.stateful.activation.coding import difference
 from codec.stateful.activation.entries import Floats
 
@@ -17,8 +18,8 @@ GROWTH = 1.5  # growth of the change, over that of an earlier visit, that is rep
 logger = logging.getLogger("codec")
 
 
-@dataclass(frozen=True, slots=True)
-class ActivationStats:
+@dataclass(frozen=True, slots=True, repr=False)
+class ActivationStats(Rounded):
     """Counts of one side of an edge, from :meth:`ActivationDelta.stats`.
 
     Attributes
@@ -53,6 +54,16 @@ class ActivationStats:
     evicted: int = 0
     damaged: int = 0
     change: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the messages, samples, store and last change in a line."""
+        change = f", change {self.change[-1]:.3g}" if self.change else ""
+        lost = f", {self.evicted} evicted, {self.damaged} damaged" if self.evicted or self.damaged else ""
+        stored = f"{count(self.entries, 'sample')} stored in {size(self.entries_nbytes)}"
+        return (
+            f"{count(self.messages, 'message')} of {size(self.nbytes)}: {count(self.delta_samples, 'delta')}, "
+            f"{self.raw_samples} raw{change}; {stored}{lost}"
+        )
 
 
 class Moved(NamedTuple):

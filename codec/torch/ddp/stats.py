@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, field, fields
 
+from codec.readable import Rounded, count, duration, share
 from codec.specs import Spec
 from codec.torch.transport.counters import Counters
 
 
-@dataclass(frozen=True)
-class ParameterStats:
+@dataclass(frozen=True, repr=False)
+class ParameterStats(Rounded):
     """Statistics of one parameter of a hook's model.
 
     Attributes
@@ -27,8 +28,12 @@ class ParameterStats:
     residual_norm: float
     residual_ratio: float
 
+    def __str__(self) -> str:
+        residual = f", residual {self.residual_ratio:.3g} times the gradient" if self.residual_ratio else ""
+        return f"{count(self.n, 'value')} by {self.spec}{residual}"
 
-@dataclass
+
+@dataclass(repr=False)
 class Stats(Counters):
     """Statistics of a hook on this rank: the attributes of :class:`Counters`, and these.
 
@@ -73,8 +78,20 @@ class Stats(Counters):
     @property
     def ratio(self) -> float:
         """Bytes sent divided by those of an uncompressed all-reduce, 2 (N - 1) / N of each tensor; nan if none."""
-        plain = self.raw_nbytes * 2 * (self.world_size - 1) / self.world_size
+        plain = self._uncompressed_nbytes
         return self.sent_nbytes / plain if plain else float("nan")
+
+    @property
+    def _uncompressed_nbytes(self) -> float:
+        return self.raw_nbytes * 2 * (self.world_size - 1) / self.world_size
+
+    def __str__(self) -> str:
+        """Return the steps, the bytes of all of them, and the time of one step on the wire, in a line."""
+        wire = f", {duration(self.wire_s / self.steps)} a step on the wire" if self.steps else ""
+        failed = f", {self.failed_steps} failed" if self.failed_steps else ""
+        residual = f", residual {self.residual_ratio:.3g} times the gradient" if self.residual_ratio else ""
+        sent = share(self.sent_nbytes, self._uncompressed_nbytes)
+        return f"{count(self.steps, 'step')}: {sent}{wire}{residual}{failed}"
 
     def add_bucket(self, traffic: Counters) -> None:
         """Add the traffic of a bucket."""

@@ -3,10 +3,11 @@
 import math
 from dataclasses import dataclass
 
+from codec.readable import count, duration, share
 from codec.torch.transport.counters import Counters
 
 
-@dataclass
+@dataclass(repr=False)
 class CommStats(Counters):
     """Totals of a :class:`ReduceScatter`, :class:`AllGather` or :class:`AllReduce`, over all modules that use it.
 
@@ -33,3 +34,9 @@ class CommStats(Counters):
     def ratio(self) -> float:
         """Bytes sent divided by those without compression; nan before the first collective."""
         return self.sent_nbytes / self.uncompressed_nbytes if self.uncompressed_nbytes else math.nan
+
+    def __str__(self) -> str:
+        """Return the number of collectives, the bytes of all of them, and the time of one on the wire, in a line."""
+        n = self.frame_collectives + self.raw_collectives
+        wire = f", {duration(self.wire_s / n)} each on the wire" if n else ""
+        return f"{count(n, 'collective')}: {share(self.sent_nbytes, self.uncompressed_nbytes)}{wire}"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from codec import CodecError, PeerError
+from codec.readable import Rounded, count, size
 from codec.torch.parameter_server.messages import TAG, Outgoing
 from codec.torch.point_to_point.endpoint import Endpoint
 from codec.torch.point_to_point.tcp import PeerConnection
@@ -15,8 +16,8 @@ T = TypeVar("T")
 _SMALL_NBYTES = 1 << 16  # bytes of any reply without values, such as an error
 
 
-@dataclass(frozen=True)
-class ClientStats:
+@dataclass(frozen=True, repr=False)
+class ClientStats(Rounded):
     """Totals of a client, from :meth:`ParameterClient.stats`.
 
     Attributes
@@ -30,6 +31,11 @@ class ClientStats:
     requests: int
     sent_nbytes: int
     received_nbytes: int
+
+    def __str__(self) -> str:
+        """Return the requests and bytes in a line."""
+        sent, received = size(self.sent_nbytes), size(self.received_nbytes)
+        return f"{count(self.requests, 'request')}: {sent} sent, {received} received"
 
 
 class ServerLinks:

@@ -14,6 +14,7 @@ import codec
 from codec import CallOptions, CodecError, PeerError, SpecError
 from codec._options import settings_of
 from codec.arguments import check_timeout, whole
+from codec.readable import Rounded, count, size
 from codec.torch import _compat
 from codec.torch.parameter_server import messages, sums
 from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
@@ -27,8 +28,8 @@ from codec.torch.transport.messages import Array
 logger = logging.getLogger("codec.torch")
 
 
-@dataclass(frozen=True)
-class ServerStats:
+@dataclass(frozen=True, repr=False)
+class ServerStats(Rounded):
     """Totals of a parameter server, from :meth:`ParameterServer.stats`.
 
     Attributes
@@ -58,6 +59,15 @@ class ServerStats:
     received_nbytes: int
     sent_nbytes: int
     lost_workers: dict[int, str]
+
+    def __str__(self) -> str:
+        """Return the keys, steps, requests and bytes in a line."""
+        lost = f", lost workers {', '.join(map(str, self.lost_workers))}" if self.lost_workers else ""
+        return (
+            f"{count(self.steps, 'step')}, {self.steps_in_flight} in flight ({size(self.in_flight_nbytes)}), of "
+            f"{count(self.keys, 'key')}: {count(self.requests, 'request')}, {self.refused} refused, "
+            f"{size(self.received_nbytes)} received, {size(self.sent_nbytes)} sent{lost}"
+        )
 
 
 class ParameterServer:

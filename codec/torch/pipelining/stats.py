@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
+from codec.readable import Rounded, count, share
 from codec.stateful.activation.change import ActivationStats
 from codec.torch.pipelining.end import End
 from codec.torch.pipelining.envelope import Kind
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineStats:
+@dataclass(frozen=True, slots=True, repr=False)
+class PipelineStats(Rounded):
     """Totals of one stage, from :meth:`CompressedStage.stats`.
 
     Attributes
@@ -30,6 +31,14 @@ class PipelineStats:
     refused_steps: int
     sender: tuple[ActivationStats, ...]
     receiver: tuple[ActivationStats, ...]
+
+    def __str__(self) -> str:
+        """Return the bytes of both directions, and how much activations change, in a line."""
+        sent = share(self.forward_nbytes + self.backward_nbytes, self.raw_nbytes)
+        change = next((s.change for s in self.sender if s.change), ())
+        moved = f", activations change by {change[-1]:.0%} between visits" if change else ""
+        refused = f", {count(self.refused_steps, 'step')} refused" if self.refused_steps else ""
+        return f"{sent}{moved}{refused}"
 
 
 def stats_of(incoming: End | None, outgoing: End | None, refused_steps: int) -> PipelineStats:

@@ -4,11 +4,13 @@ from dataclasses import dataclass, fields, replace
 from time import perf_counter
 from typing import Any, Literal
 
+from codec.readable import Rounded, count, duration, size
+
 Phase = Literal["encode_s", "wire_s", "decode_s"]
 
 
-@dataclass
-class Counters:
+@dataclass(repr=False)
+class Counters(Rounded):
     """Totals of the collectives of a group, on this rank. Subtract an earlier copy to get a difference.
 
     Only the thread that runs the collectives writes a group's counters. :meth:`copy` may be called by any thread; while
@@ -47,6 +49,15 @@ class Counters:
     encode_s: float = 0.0
     wire_s: float = 0.0
     decode_s: float = 0.0
+
+    def __str__(self) -> str:
+        """Return the number of collectives, the bytes and the times of all of them, in a line."""
+        raw = f" ({self.raw_collectives} uncompressed)" if self.raw_collectives else ""
+        return (
+            f"{count(self.frame_collectives + self.raw_collectives, 'collective')}{raw} of {size(self.raw_nbytes)}: "
+            f"{size(self.sent_nbytes)} sent, {size(self.received_nbytes)} received; "
+            f"encoding {duration(self.encode_s)}, wire {duration(self.wire_s)}, decoding {duration(self.decode_s)}"
+        )
 
     def copy(self) -> "Counters":
         """Return the current totals, which later collectives do not change."""
