@@ -10,6 +10,9 @@ internal, and may change in any version.
 True
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 from codec import optimizers
 from codec._c.library import isas, use_isa
 from codec._options import CallOptions, options
@@ -42,6 +45,9 @@ from codec.specs import BoundSpec, Float4, Float8, Lossless, Quantize, Sign, Spe
 from codec.stateful import ActivationDelta, ActivationStats, CodebookRefresher, ErrorFeedback, StoreInfo, inspect_store
 from codec.tensors.segments import segments
 from codec.tensors.wrapper import View, view
+
+if TYPE_CHECKING:
+    from codec import torch as torch  # imported on first use, see __getattr__
 
 __version__ = "0.1.0"
 
@@ -103,3 +109,22 @@ __all__ = [
     "view",
     "warmup",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted([*__all__, "torch", "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"])
+
+
+if not TYPE_CHECKING:  # type checkers would accept any attribute
+
+    def __getattr__(name: str) -> object:
+        """Import :mod:`codec.torch` on its first use."""
+        if name != "torch":
+            raise AttributeError(f"module 'codec' has no attribute {name!r}")
+        try:
+            return importlib.import_module("codec.torch")
+        except ModuleNotFoundError as e:
+            if e.name != "torch":
+                raise
+            raise AttributeError("codec.torch needs PyTorch, which is not installed: pip install torch") from e

@@ -10,7 +10,9 @@ from codec.errors import ArgumentError, EngineError
 
 Algorithm = Literal["auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"]
 
-ENGINES = ("native", "numba", "cuda")
+EngineName = Literal["native", "numba", "cuda"]
+
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
@@ -21,7 +23,7 @@ class CallOptions:
     An object can be given to any number of calls and entered as a context any number of times, in several threads.
     """
 
-    engine: str | None = None
+    engine: EngineName | None = None
     threads: int | None = None
     verify_first: bool | None = None
     nontemporal: bool | None = None
@@ -58,11 +60,11 @@ _scope: ContextVar[_Scope] = ContextVar("codec_options", default=_Scope(_UNSET, 
 
 
 def options(
-    engine: str | None = None,
+    engine: EngineName | None = None,
     threads: int | None = None,
     verify_first: bool | None = None,
     nontemporal: bool | None = None,
-    algorithm: str | None = None,
+    algorithm: Algorithm | None = None,
     timeout: float | timedelta | None = None,
 ) -> CallOptions:
     """Make settings for one call, by ``options=``, or for all calls inside a ``with`` block.

@@ -86,7 +86,7 @@ def encode_many(
     settings, stream = settings_of(options), check_stream(stream)
     keys, xs = _items("tensors", tensors)
     one = isinstance(spec, Spec | BoundSpec | str) or not hasattr(spec, "__iter__")
-    specs = [spec] * len(keys) if one else _alike("spec=", spec, tensors, keys)
+    specs = cast(Sequence[SpecLike], [spec] * len(keys) if one else _alike("spec=", spec, tensors, keys))
     if one:  # an error that concerns no tensor of its own
         kind, _ = resolve(spec)
         codebook = None if codebook is None else one_codebook(codebook, kind)

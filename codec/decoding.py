@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, get_args, overload
 
 import numpy as np
 
@@ -301,7 +301,8 @@ def views_of(frames: Any) -> list[TensorView]:
     return [view_bytes(frame) for frame in frames]
 
 
-_OPS = ("mean", "sum", "max")
+Op = Literal["mean", "sum", "max"]
+_OPS = get_args(Op)
 
 
 @overload
@@ -309,7 +310,7 @@ def reduce(
     frames: Sequence[Any],
     spec: BoundSpec | None = None,
     *,
-    op: str = "mean",
+    op: Op = "mean",
     out: None = None,
     like: None = None,
     codebooks: Codebook | Sequence[Codebook] | None = None,
@@ -322,7 +323,7 @@ def reduce(
     frames: Sequence[Any],
     spec: BoundSpec | None = None,
     *,
-    op: str = "mean",
+    op: Op = "mean",
     out: Tensor,
     like: Any = None,
     codebooks: Codebook | Sequence[Codebook] | None = None,
@@ -335,7 +336,7 @@ def reduce(
     frames: Sequence[Any],
     spec: BoundSpec | None = None,
     *,
-    op: str = "mean",
+    op: Op = "mean",
     out: None = None,
     like: Tensor,
     codebooks: Codebook | Sequence[Codebook] | None = None,
@@ -347,7 +348,7 @@ def reduce(
     frames: Sequence[Any],
     spec: BoundSpec | None = None,
     *,
-    op: str = "mean",
+    op: Op = "mean",
     out: Any = None,
     like: Any = None,
     codebooks: Codebook | Sequence[Codebook] | None = None,

@@ -1,7 +1,7 @@
 """Encoding of tensors as frames."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, overload
 
 from codec import _call
 from codec._c.library import DTYPES, ITEMSIZE, check, ffi, lib
@@ -73,6 +73,30 @@ def checked_shape(shape: int | Iterable[int]) -> tuple[int, ...]:
     return sizes
 
 
+@overload
+def encode(
+    x: Any,
+    spec: SpecLike = DEFAULT,
+    *,
+    out: None = None,
+    residual: Any = None,
+    feedback: bool = False,
+    codebook: Codebook | None = None,
+    stream: int = 0,
+    options: CallOptions | None = None,
+) -> bytes: ...
+@overload
+def encode(
+    x: Any,
+    spec: SpecLike = DEFAULT,
+    *,
+    out: Any,
+    residual: Any = None,
+    feedback: bool = False,
+    codebook: Codebook | None = None,
+    stream: int = 0,
+    options: CallOptions | None = None,
+) -> memoryview: ...
 def encode(
     x: Any,
     spec: SpecLike = DEFAULT,

@@ -5,9 +5,9 @@ from typing import Any
 from codec._c.spec_structs import spec_hint
 from codec.arguments import shown
 from codec.errors import SpecError
-from codec.specs import BoundSpec, Float8, Lossless, Quantize, Sign, Spec, Truncate
+from codec.specs import BoundSpec, Float8, Lossless, Preset, Quantize, Sign, Spec, Truncate
 
-_PRESETS: dict[str, Spec] = {
+_PRESETS: dict[Preset, Spec] = {
     "lossless": Lossless(),
     "near": Truncate(),
     "balanced": Float8(group_size=128),

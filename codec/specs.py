@@ -18,6 +18,7 @@ LevelCoding = Literal["plane", "coded", "shared"]
 Granularity = Literal["six", "bit"]
 Guard = Literal["exact", "near", "feedback", "max"]
 Nonfinite = Literal["error", "propagate"]
+Preset = Literal["lossless", "near", "balanced", "small", "smallest"]
 
 
 def _one_of(name: str, value: object, choices: object) -> None:
@@ -581,7 +582,7 @@ class BoundSpec:
         return f"{self.spec!r}.bind({', '.join([*given, *(f'{name}=...' for name in self.state)])})"
 
 
-SpecLike = Spec | BoundSpec | str
+SpecLike = Spec | BoundSpec | Preset
 
 # Spec classes of all codecs, in the order of messages. The C library's constant of Float8 is CODEC_FLOAT8.
 CODECS: tuple[type[Spec], ...] = (Lossless, Truncate, Quantize, Float8, Float4, Ternary, Sign)

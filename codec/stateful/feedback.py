@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast, overload
 
 from codec._c.library import ITEMSIZE
 from codec._options import CallOptions, settings_of
@@ -11,7 +11,7 @@ from codec.codebook import Codebook
 from codec.encoding import encode
 from codec.errors import ArgumentError, SpecError
 from codec.presets import resolve
-from codec.specs import BoundSpec, Lossless, Spec
+from codec.specs import BoundSpec, Lossless, Preset, Spec
 from codec.stateful.checkpoint import ROLES
 from codec.stateful.ranges import Array, layout_of
 from codec.stateful.resharding import reshard
@@ -76,7 +76,7 @@ class ErrorFeedback:
 
     reshard = staticmethod(reshard)
 
-    def __init__(self, spec: Spec | str, *, role: Role = "worker") -> None:
+    def __init__(self, spec: Spec | Preset, *, role: Role = "worker") -> None:
         spec, bound = resolve(spec)
         if bound is not None:
             raise SpecError(f"ErrorFeedback takes {spec} unbound: pass the bound spec to encode()")
@@ -187,6 +187,30 @@ class ErrorFeedback:
         """
         self._store.rescale(scale)
 
+    @overload
+    def encode(
+        self,
+        key: str,
+        x: Any,
+        spec: BoundSpec | None = None,
+        *,
+        out: None = None,
+        codebook: Codebook | None = None,
+        stream: int = 0,
+        options: CallOptions | None = None,
+    ) -> bytes: ...
+    @overload
+    def encode(
+        self,
+        key: str,
+        x: Any,
+        spec: BoundSpec | None = None,
+        *,
+        out: Any,
+        codebook: Codebook | None = None,
+        stream: int = 0,
+        options: CallOptions | None = None,
+    ) -> memoryview: ...
     def encode(
         self,
         key: str,
@@ -232,7 +256,8 @@ class ErrorFeedback:
             error = self.begin(at)
             once = replace(settings_of(options), verify_first=False)  # `error` is a copy
             how: Any = {"out": out, "codebook": codebook, "stream": stream, "options": once}
-            frame = encode(x, self.spec if spec is None else spec, residual=error, feedback=True, **how)
+            bound = self.spec if spec is None else spec
+            frame = cast(bytes | memoryview, encode(x, bound, residual=error, feedback=True, **how))
             self._store.commit(at)
         except BaseException:
             self._store.state = before

@@ -9,6 +9,9 @@ Public is what this package exports. Importing it registers the backend `codec` 
 >>> hook = codec.torch.ddp_hook(codec.Float8()).register(model)
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 from codec.torch.backend import Options, ProcessGroup, register_backend
 from codec.torch.collectives.bytes import exchange
 from codec.torch.collectives.calls import all_gather, all_reduce, all_to_all, reduce_scatter
@@ -31,6 +34,9 @@ from codec.torch.parameter_server.links import ClientStats
 from codec.torch.parameter_server.server import ParameterServer, ServerStats
 from codec.torch.point_to_point.send_recv import recv, send
 from codec.torch.transport.counters import Counters
+
+if TYPE_CHECKING:
+    from codec.torch import pipelining as pipelining  # imported on first use, see __getattr__
 
 __all__ = [
     "AllGather",
@@ -67,5 +73,20 @@ __all__ = [
     "register_backend",
     "send",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted([*__all__, "pipelining", "__all__", "__doc__", "__file__", "__name__", "__path__"])
+
+
+if not TYPE_CHECKING:  # type checkers would accept any attribute
+
+    def __getattr__(name: str) -> object:
+        """Import :mod:`codec.torch.pipelining` on its first use."""
+        if name == "pipelining":
+            return importlib.import_module("codec.torch.pipelining")
+        raise AttributeError(f"module 'codec.torch' has no attribute {name!r}")
+
 
 register_backend()  # so that init_process_group("codec") works

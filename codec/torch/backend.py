@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from codec import PeerError, options
 from codec._options import Algorithm, check_algorithm
 from codec.arguments import whole
-from codec.specs import Lossless, Spec, SpecLike
+from codec.specs import Lossless, Preset, Spec, SpecLike
 from codec.torch import _compat
 from codec.torch.collectives import calls, lists
 from codec.torch.group.communicator import close_communicator, group_stats
@@ -63,8 +63,8 @@ class Options:
     1
     """
 
-    spec: Spec | str = Lossless()  # noqa: RUF009 - immutable
-    gather: Spec | str = Lossless()  # noqa: RUF009
+    spec: Spec | Preset = Lossless()  # noqa: RUF009 - immutable
+    gather: Spec | Preset = Lossless()  # noqa: RUF009
     algorithm: Algorithm = "auto"
     small: int = 1 << 14
 
@@ -321,9 +321,9 @@ def _begin(collective: Callable[..., Work | None], *tensors: torch.Tensor, **how
 
 
 def register_backend(
-    spec: Spec | str = Lossless(),  # noqa: B008 - immutable
+    spec: Spec | Preset = Lossless(),  # noqa: B008 - immutable
     *,
-    gather: Spec | str = Lossless(),  # noqa: B008
+    gather: Spec | Preset = Lossless(),  # noqa: B008
     algorithm: Algorithm = "auto",
     small: int = Options.small,
 ) -> None:

@@ -1,5 +1,8 @@
 """Types that pyright must infer for calls, and interfaces of engines; `make lint` checks this file, nothing runs it."""
 
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+# A comment `pyright: ignore` below marks a mistake that pyright must report.
+
 from typing import Any, assert_type
 
 import numpy as np
@@ -46,7 +49,8 @@ def check_encode(tensor: torch.Tensor, optimizer: codec.optimizers.Optimizer) ->
     assert_type(bound, codec.BoundSpec)
     assert_type(codec.preset("near"), codec.Spec)
     for spec in ("near", codec.Sign(), bound):
-        assert_type(codec.encode(tensor, spec), bytes | memoryview)
+        assert_type(codec.encode(tensor, spec), bytes)
+        assert_type(codec.encode(tensor, spec, out=bytearray(9000)), memoryview)
     with codec.options(threads=1) as options:
         assert_type(options, codec.CallOptions)
     codec.encode(codec.view(tensor, "bfloat16"))
@@ -54,3 +58,35 @@ def check_encode(tensor: torch.Tensor, optimizer: codec.optimizers.Optimizer) ->
 
 def check_engines() -> tuple[Engine, Engine, DeviceEngine]:
     return native, numba, cuda
+
+
+def check_encode_to_memory(tensor: torch.Tensor, out: bytearray) -> None:
+    frame: bytes = codec.encode(tensor)
+    assert_type(codec.encode(tensor, "small", out=out), memoryview)
+    feedback = codec.ErrorFeedback("smallest")
+    assert_type(feedback.encode("weight", tensor), bytes)
+    assert_type(feedback.encode("weight", tensor, out=out), memoryview)
+    codec.decode(frame)
+
+
+def check_names(tensor: torch.Tensor, frames: list[bytes]) -> None:
+    codec.encode(tensor, "smal")  # pyright: ignore[reportArgumentType]
+    codec.bound(5, "float32", "tiny")  # pyright: ignore[reportArgumentType]
+    codec.options(algorithm="twoshot")  # pyright: ignore[reportArgumentType]
+    codec.options(engine="gpu")  # pyright: ignore[reportArgumentType]
+    codec.reduce(frames, op="average")  # pyright: ignore[reportArgumentType]
+    codec.torch.all_reduce(tensor, "balanced", op="mean", options=codec.options(algorithm="ring"))
+    codec.torch.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+    codec.torch.all_reduce(tensor, op="average")  # pyright: ignore[reportArgumentType]
+    codec.torch.ddp_hook("smal")  # pyright: ignore[reportArgumentType]
+    codec.torch.ddp_hook("small").set_spec("large")  # pyright: ignore[reportArgumentType]
+    codec.torch.register_backend("small", algorithm="two_shots")  # pyright: ignore[reportArgumentType]
+    codec.torch.no_such_name()  # pyright: ignore[reportAttributeAccessIssue]
+    codec.no_such_name()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def check_hooks(model: torch.nn.parallel.DistributedDataParallel) -> None:
+    hook = codec.torch.ddp_hook("small").register(model)
+    assert_type(hook, codec.torch.Hook)
+    assert_type(hook.stats(), codec.torch.Stats)
+    assert_type(hook.stats().ratio, float)

@@ -10,7 +10,7 @@ from codec._options import CallOptions, settings_of
 from codec.arguments import whole
 from codec.encoding import bound
 from codec.errors import PeerError, StateError
-from codec.specs import Quantize, Spec
+from codec.specs import Preset, Quantize, Spec
 from codec.stateful.activation import state
 from codec.stateful.activation.change import ActivationStats, Change
 from codec.stateful.activation.entries import EIGHT_BIT
@@ -109,7 +109,7 @@ class ActivationDelta:
 
     def __init__(
         self,
-        spec: Spec | str = _FORWARD,
+        spec: Spec | Preset = _FORWARD,
         *,
         backward: Spec | str = _BACKWARD,
         first: Spec | str = EIGHT_BIT,
@@ -140,7 +140,7 @@ class ActivationDelta:
         return self._spec
 
     @spec.setter
-    def spec(self, spec: Spec | str) -> None:
+    def spec(self, spec: Spec | Preset) -> None:
         self._spec = delta_spec_of(spec)
 
     def encode(

@@ -19,7 +19,15 @@ from codec.torch.feedback.feedback import Feedback
 from codec.torch.feedback.turn import Turn, named, spec_or_default
 from codec.torch.group.communicator import Communicator, start
 from codec.torch.group.work import Work
-from codec.torch.reduction.arguments import check_output, check_sizes, publish, reduction_of, unwrapped, values_of
+from codec.torch.reduction.arguments import (
+    OpLike,
+    check_output,
+    check_sizes,
+    publish,
+    reduction_of,
+    unwrapped,
+    values_of,
+)
 from codec.torch.reduction.execution import Planned, algorithm_of, choose, run, run_all_reduce
 from codec.torch.reduction.host import Reduction, Values
 from codec.torch.reduction.table import ALL_TO_ALL, GATHER, REDUCE_SCATTER, check_request
@@ -29,7 +37,7 @@ def all_reduce(
     tensor: Any,
     spec: SpecLike | None = None,
     *,
-    op: Any = dist.ReduceOp.SUM,
+    op: OpLike = dist.ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
     out: torch.Tensor | None = None,
@@ -201,7 +209,7 @@ def reduce_scatter(
     tensor: Any,
     spec: SpecLike | None = None,
     *,
-    op: Any = dist.ReduceOp.SUM,
+    op: OpLike = dist.ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
     feedback: Feedback | None = None,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from codec import ArgumentError, SpecError, StateError
-from codec.specs import Spec, check_contraction
+from codec.specs import Preset, Spec, check_contraction
 from codec.stateful import CodebookRefresher
 from codec.torch.collectives.bytes import exchange
 from codec.torch.ddp import checkpoint, lifetime
@@ -195,7 +195,7 @@ class Hook:
         self._model = weakref.ref(model)
         lifetime.warn_of_adam(self.reducer)
 
-    def set_spec(self, spec: Spec | str, *, feedback: bool | None = None) -> None:
+    def set_spec(self, spec: Spec | Preset, *, feedback: bool | None = None) -> None:
         """Encode gradients with another spec from the next step on; all ranks must do so between the same two steps.
 
         Residuals that the new spec does not use are added to the gradients of the next step.
@@ -333,7 +333,7 @@ class Hook:
 
 
 def check(
-    spec: Spec | str,
+    spec: Spec | Preset,
     optimizer: torch.optim.Optimizer | None,
     feedback: bool | None,
     algorithm: str,

@@ -13,7 +13,7 @@ from codec import ArgumentError, CallOptions, SpecError
 from codec._options import settings_of
 from codec.arguments import shown, whole
 from codec.optimizers.from_torch import check_known, unwrapped
-from codec.specs import Lossless, Spec
+from codec.specs import Lossless, Preset, Spec
 from codec.stateful import CodebookRefresher
 from codec.torch.ddp import lifetime
 from codec.torch.ddp.buckets import needs_optimizer
@@ -24,7 +24,7 @@ from codec.torch.reduction.execution import algorithm_of
 
 
 def ddp_hook(
-    spec: Spec | str = Lossless(),  # noqa: B008 - immutable
+    spec: Spec | Preset = Lossless(),  # noqa: B008 - immutable
     *,
     optimizer: Any = None,
     feedback: bool | None = None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from codec import ArgumentError, PeerError, StateError
-from codec.specs import Spec, check_contraction
+from codec.specs import Preset, Spec, check_contraction
 from codec.stateful.ranges import Layout
 from codec.torch.feedback import checkpoint
 from codec.torch.feedback.checkpoint import UNKNOWN
@@ -87,7 +87,7 @@ class Feedback:
     >>> feedback.load_state_dict(state)
     """
 
-    def __init__(self, spec: Spec | str) -> None:
+    def __init__(self, spec: Spec | Preset) -> None:
         self.spec = plain_spec(spec)
         check_contraction(self.spec)
         self._pair = ResidualPair(self.spec)

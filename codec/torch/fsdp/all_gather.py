@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from codec import CallOptions
-from codec.specs import Lossless, Spec
+from codec.specs import Lossless, Preset, Spec
 from codec.torch import _compat
 from codec.torch.fsdp.base import Collective, modules_of
 from codec.torch.group.communicator import Communicator
@@ -36,7 +36,7 @@ class AllGather(Collective):
     0
     """
 
-    def __init__(self, spec: Spec | str = Lossless(), *, options: CallOptions | None = None) -> None:  # noqa: B008
+    def __init__(self, spec: Spec | Preset = Lossless(), *, options: CallOptions | None = None) -> None:  # noqa: B008
         super().__init__(spec, options)
 
     def register(self, model: torch.nn.Module) -> "AllGather":

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from codec import ArgumentError, CallOptions
-from codec.specs import Lossless, Spec
+from codec.specs import Lossless, Preset, Spec
 from codec.torch.feedback.single import JointResidual
 from codec.torch.fsdp.base import GradientCollective, modules_of
 from codec.torch.fsdp.passes import Pass
 from codec.torch.group.communicator import Communicator
-from codec.torch.reduction.arguments import NAMES, check_output, op_of, publish, reduction_of
+from codec.torch.reduction.arguments import NAMES, OpLike, check_output, op_of, publish, reduction_of
 from codec.torch.reduction.execution import Planned, algorithm_of, choose, run_all_reduce
 from codec.torch.reduction.host import Reduction, Values
 from codec.torch.reduction.table import check_request
@@ -65,20 +65,20 @@ class AllReduce(GradientCollective):
 
     def __init__(
         self,
-        spec: Spec | str = Lossless(),  # noqa: B008 - immutable
+        spec: Spec | Preset = Lossless(),  # noqa: B008 - immutable
         *,
         group: Any,
-        op: Any = dist.ReduceOp.AVG,
+        op: OpLike = dist.ReduceOp.AVG,
         feedback: bool = False,
         options: CallOptions | None = None,
     ) -> None:
         super().__init__(spec, feedback, options)
-        op = op_of(op)
-        if op == "max":
+        kind = op_of(op)
+        if kind == "max":
             raise ArgumentError("op must be a sum or a mean of gradients, got a maximum")
         self._algorithm = algorithm_of(self._settings)
-        check_request(self._algorithm, self._spec, op, feedback=feedback)
-        self._group, self._op = group, op
+        check_request(self._algorithm, self._spec, kind, feedback=feedback)
+        self._group, self._op = group, kind
 
     def register(self, model: torch.nn.Module) -> "AllReduce":
         """Make all FSDP2 modules in `model` all-reduce their gradients by this object, and return it.

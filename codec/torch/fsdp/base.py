@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from codec import ArgumentError, CallOptions, StateError
 from codec._options import settings_of
-from codec.specs import Spec, check_contraction
+from codec.specs import Preset, Spec, check_contraction
 from codec.stateful.checkpoint import VERSION, opened, plain
 from codec.torch.feedback.single import JointResidual, Residuals
 from codec.torch.fsdp.passes import Pass
@@ -26,7 +26,7 @@ _STREAM = 1 << 32  # distance between the random streams of two collectives; mor
 class Collective:
     """Common base of the three collectives: codec, timeout, random streams, statistics."""
 
-    def __init__(self, spec: Spec | str, options: CallOptions | None) -> None:
+    def __init__(self, spec: Spec | Preset, options: CallOptions | None) -> None:
         self._spec, self._settings = plain_spec(spec), settings_of(options)
         self._calls = 0  # collectives so far; equal on all ranks of a group
         self._stats = CommStats()
@@ -89,7 +89,7 @@ class Collective:
 class GradientCollective(Collective):
     """Common base of the collectives that reduce gradients, with or without error feedback."""
 
-    def __init__(self, spec: Spec | str, feedback: bool, options: CallOptions | None) -> None:
+    def __init__(self, spec: Spec | Preset, feedback: bool, options: CallOptions | None) -> None:
         super().__init__(spec, options)
         if feedback:
             check_contraction(self._spec)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from codec import CallOptions
-from codec.specs import Lossless, Spec
+from codec.specs import Lossless, Preset, Spec
 from codec.torch import _compat
 from codec.torch.fsdp.base import GradientCollective, modules_of
 from codec.torch.fsdp.passes import Pass
@@ -55,7 +55,7 @@ class ReduceScatter(GradientCollective):
 
     def __init__(
         self,
-        spec: Spec | str = Lossless(),  # noqa: B008 - immutable
+        spec: Spec | Preset = Lossless(),  # noqa: B008 - immutable
         *,
         feedback: bool = False,
         options: CallOptions | None = None,

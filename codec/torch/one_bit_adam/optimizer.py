@@ -9,7 +9,7 @@ import torch
 
 from codec import ArgumentError, CallOptions, StateError, Status
 from codec.arguments import shown
-from codec.specs import Lossless, Sign, Spec
+from codec.specs import Lossless, Preset, Sign, Spec
 from codec.torch.ddp.policy import Chooser, Policy, policy_of
 from codec.torch.ddp.stats import Stats
 from codec.torch.one_bit_adam import arithmetic, checkpoint, parameters
@@ -88,7 +88,7 @@ class OneBitAdam(torch.optim.Adam):
         weight_decay: float = 0.0,
         *,
         freeze_step: int | Literal["auto"] | ZeroOneSchedule,
-        spec: Spec | str = Sign(group_size=1024),  # noqa: B008 - immutable
+        spec: Spec | Preset = Sign(group_size=1024),  # noqa: B008 - immutable
         warmup: Spec | str = Lossless(),  # noqa: B008 - immutable
         decoupled_weight_decay: bool = True,
     ) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from codec import ArgumentError, CallOptions
 from codec.arguments import shown
+from codec.decoding import Op
 from codec.encoding import bound, check_stream
 from codec.optimizers.arguments import level_source_for
 from codec.presets import resolve
@@ -24,7 +25,7 @@ from codec.torch.reduction.host import FLOATS, Reduction, Values
 from codec.torch.transport.messages import Array
 from codec.torch.transport.streams import encodes_in_place, settle
 
-Op = Literal["mean", "sum", "max"]
+OpLike = Op | Literal["avg"] | dist.ReduceOp | dist.ReduceOp.RedOpType  # pyright: ignore[reportPrivateImportUsage]
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _OPS: dict[Any, Op] = {

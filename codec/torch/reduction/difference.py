@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast, get_args
 
 from codec import FrameError
 from codec.arguments import shown
-from codec.torch.reduction.arguments import Op
+from codec.decoding import Op
 from codec.torch.reduction.host import Reduction
 
 MAX_NBYTES = 2048  # of an encoded collective

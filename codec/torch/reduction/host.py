@@ -14,7 +14,8 @@ import codec
 from codec import ArgumentError, BoundSpec, CallOptions, Codebook, FrameError, Status
 from codec._c.library import DTYPES, lib
 from codec._c.spec_structs import spec_struct
-from codec.decoding import check_values
+from codec._options import EngineName
+from codec.decoding import Op, check_values
 from codec.explain import nonfinite_message, overflow_message
 from codec.inspection import read_header
 from codec.specs import Lossless, Spec, Truncate
@@ -46,7 +47,7 @@ class Reduction:
     x: Values  # values of this rank
     dtype: str
     spec: Spec
-    op: str  # "sum", "mean" or "max"
+    op: Op
     stream: int  # number of the random stream
     segments: Records | None = None
     bound_spec: BoundSpec | None = None  # `spec` bound to an optimizer; its arrays are flat, each as long as `x`
@@ -320,7 +321,7 @@ def square(x: Values) -> float:
 
 
 @functools.lru_cache(64)
-def _options_for(engine: str | None, threads: int | None, large: bool, nontemporal: bool) -> CallOptions:
+def _options_for(engine: EngineName | None, threads: int | None, large: bool, nontemporal: bool) -> CallOptions:
     if threads is None and not large:
         threads = 1
     return codec.options(engine=engine, threads=threads, verify_first=False, nontemporal=nontemporal)
