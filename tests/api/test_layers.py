@@ -22,7 +22,8 @@ LAYERS = [
     {"encoding", "decoding"},
     {"batch", "code_sums", "advisor", "frame_size", "_files", "_warmup"},
     {"stateful"},
-    {"torch", "__main__"},
+    {"torch"},
+    {"integrations", "__main__"},
 ]
 TORCH = [  # within codec.torch; `__init__`, the public names, is above all of them
     {"_compat"},

@@ -22,7 +22,10 @@ from codec.torch.group import communicator
 from support.ranks import run_ranks
 
 DILOCO = Path(__file__).parents[2] / "examples/diloco.py"
+# modules that need a framework: tests/frameworks
+FRAMEWORKS = {f"codec.integrations.{name}" for name in ("accelerate", "lightning", "transformers")}
 MODULES = ["codec", *(m.name for m in pkgutil.walk_packages(codec.__path__, "codec.") if not m.name.endswith("_cffi"))]
+MODULES = [name for name in MODULES if name not in FRAMEWORKS]
 # public functions and classes: each must have an example
 SHOWN = [
     "encode",

@@ -1,0 +1,121 @@
+"""Common parts of the integrations: a hook from arguments, its registration, and its state for checkpoints."""
+
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from codec.arguments import shown
+from codec.errors import ArgumentError
+from codec.specs import Preset, Spec
+from codec.torch import Hook, ddp_hook
+from codec.torch._compat import comm_hooks
+from codec.torch.ddp.lifetime import models
+
+logger = logging.getLogger("codec.torch")
+
+Given = Hook | Spec | Preset
+
+
+def host(*modules: str) -> Any:
+    """Return the first of some modules of a framework that is installed.
+
+    Raises
+    ------
+    ImportError
+        None of them is installed.
+    """
+    for module in modules:
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as e:
+            if (e.name or "").split(".")[0] != module.split(".")[0]:
+                raise
+    package = modules[0].split(".")[0]
+    raise ImportError(f"codec.integrations.{package} needs {package}, which is not installed: pip install {package}")
+
+
+def hook_of(given: Given, how: Mapping[str, Any], optimizers: Sequence[Any] = (), scaler: Any = None) -> Hook:
+    """Return a hook, or make it from a spec and keyword arguments of :func:`codec.torch.ddp_hook`.
+
+    Parameters
+    ----------
+    given : Hook, Spec or str
+        Hook, or what makes one.
+    how : mapping
+        Arguments of a new hook.
+    optimizers : sequence of torch.optim.Optimizer
+        Optimizers of the framework; a single one is the default of ``optimizer=``.
+    scaler : torch.amp.GradScaler or None
+        Scaler of the framework, the default of ``grad_scaler=`` if it is enabled.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        As for :func:`codec.torch.ddp_hook`; or there are arguments for a hook that is made already.
+    """
+    if isinstance(given, Hook):
+        if how:
+            raise ArgumentError(f"{', '.join(how)} cannot change {shown(given)}: pass them to ddp_hook")
+        return given
+    arguments = dict(how)
+    if len(optimizers) == 1:
+        arguments.setdefault("optimizer", optimizers[0])
+    if scaler is not None and scaler.is_enabled():
+        arguments.setdefault("grad_scaler", scaler)
+    return ddp_hook(given, **arguments)
+
+
+def attach(hook: Hook, model: Any, world_size: int) -> bool:
+    """Register a hook with the model that a framework has wrapped; return False in a run of one process.
+
+    Raises
+    ------
+    ArgumentError
+        The model is no DistributedDataParallel, or has another hook.
+    """
+    plain: Any = _plain(model)
+    if not isinstance(plain, DistributedDataParallel) and world_size == 1:
+        logger.info("one process: no gradient is sent, and none compressed")
+        hook.called = True  # no warning at exit
+        return False
+    if not isinstance(plain, DistributedDataParallel) or all(h is not hook for h, _ in comm_hooks(plain)):
+        hook.register(model)
+    return True
+
+
+def wrapper_of(module: Any) -> Any:
+    """Return the DistributedDataParallel around a module, or the module itself if there is none.
+
+    One without a hook is preferred: those of earlier trainings of the module may be garbage that is not collected yet.
+    """
+    ddp: list[Any] = [*models()]  # torch does not type its attributes
+    found = [m for m in ddp if _plain(m.module) is _plain(module)]
+    return min(found, key=lambda m: len(comm_hooks(m)), default=module)
+
+
+def _plain(module: Any) -> Any:
+    """Return the module inside of a ``torch.compile``."""
+    return getattr(module, "_orig_mod", module)
+
+
+def state_of(hook: Hook | None) -> dict[str, Any]:
+    """Return the states of all ranks, which call this together; an empty dict if the hook is not registered."""
+    return {} if hook is None or hook.reducer.group is None else hook.state_dict(gather=True)
+
+
+def restore(hook: Hook, state: Mapping[str, Any]) -> None:
+    """Load a state of :func:`state_of` into a registered hook. States of another number of ranks are resharded."""
+    group = hook.reducer.group
+    if group is None:
+        return
+    if not state:
+        logger.warning("the checkpoint holds no state of a hook: residuals begin at zero")
+        return
+    if len(state.get("ranks", ())) in (0, group.size()):
+        hook.load_state_dict(state)
+    else:
+        mine: list[dict[str, Any]] = Hook.reshard(state, group.size())
+        hook.load_state_dict(mine[int(group.rank())])

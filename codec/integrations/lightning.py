@@ -1,0 +1,78 @@
+"""Compressed gradients with Lightning."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from codec.errors import StateError
+from codec.integrations.attach import Given, attach, hook_of, host, restore, state_of
+from codec.specs import Lossless
+from codec.torch import Hook
+
+_Callback: Any = host("lightning.pytorch", "pytorch_lightning").Callback
+
+
+class Compression(_Callback):
+    """Callback that compresses the gradients of a Trainer with ``strategy="ddp"``.
+
+    The hook is registered when training begins. Checkpoints of the trainer hold the hook's state of all ranks, which
+    is restored for ``ckpt_path=``, also with another number of ranks. ``accumulate_grad_batches`` sends no gradients
+    before the last batch, and ``gradient_clip_val`` applies to the mean over all ranks, as without compression.
+
+    Parameters
+    ----------
+    spec : Spec, str or Hook
+        Codec, or name of a preset; or a hook that :func:`codec.torch.ddp_hook` made. Default: lossless.
+    **how
+        Keyword arguments of :func:`codec.torch.ddp_hook`. Defaults: `optimizer` is the trainer's optimizer, if it has
+        one; `grad_scaler` is the trainer's scaler with ``precision="16-mixed"``.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        When training begins: the strategy does not wrap the model in a DistributedDataParallel; or as for
+        :func:`codec.torch.ddp_hook`.
+
+    Examples
+    --------
+    >>> compression = codec.integrations.lightning.Compression("small")
+    >>> trainer = lightning.Trainer(strategy="ddp", callbacks=[compression])  # doctest: +SKIP
+    >>> trainer.fit(module)  # doctest: +SKIP
+    >>> print(compression.hook.stats())  # doctest: +SKIP
+    """
+
+    def __init__(self, spec: Given = Lossless(), **how: Any) -> None:  # noqa: B008 - immutable
+        self._given: Given = spec
+        self._how = how
+        self._hook: Hook | None = None
+        self._saved: Mapping[str, Any] | None = None
+
+    @property
+    def hook(self) -> Hook:
+        """Hook of the model, once training has begun.
+
+        Raises
+        ------
+        StateError
+            Training has not begun.
+        """
+        if self._hook is None:
+            raise StateError("the hook is made when training begins: call trainer.fit() first")
+        return self._hook
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Register the hook, and restore its state if the trainer has loaded a checkpoint."""
+        if self._hook is None:
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            self._hook = hook_of(self._given, self._how, trainer.optimizers, scaler)
+        attach(self._hook, trainer.strategy.model, trainer.world_size)
+        if self._saved is not None:
+            restore(self._hook, self._saved)
+            self._saved = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks."""
+        return state_of(self._hook)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Keep a state until training begins."""
+        self._saved = state_dict

@@ -1,0 +1,85 @@
+"""Compressed gradients with the Trainer of Hugging Face Transformers."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from codec.errors import StateError
+from codec.integrations.attach import Given, attach, hook_of, host, restore, state_of, wrapper_of
+from codec.specs import Lossless
+from codec.torch import Hook
+
+_TrainerCallback: Any = host("transformers").TrainerCallback
+_FILE = "codec.pt"  # in the folder of a checkpoint
+
+logger = logging.getLogger("codec.torch")
+
+
+class Compression(_TrainerCallback):
+    """Callback that compresses the gradients of a Trainer that runs several processes.
+
+    The hook is registered when training begins. Each checkpoint folder gets a file ``codec.pt`` with the hook's state
+    of all ranks, which ``train(resume_from_checkpoint=)`` restores, also with another number of ranks.
+    ``gradient_accumulation_steps`` sends no gradients before the last batch, and ``max_grad_norm`` applies to the mean
+    over all ranks, as without compression.
+
+    Parameters
+    ----------
+    spec : Spec, str or Hook
+        Codec, or name of a preset; or a hook that :func:`codec.torch.ddp_hook` made. Default: lossless.
+    resume : str or path, optional
+        Folder of the checkpoint that is passed to ``train(resume_from_checkpoint=)``. Default: the folder
+        ``checkpoint-STEP`` in ``output_dir``. The Trainer does not tell callbacks where it resumes from.
+    **how
+        Keyword arguments of :func:`codec.torch.ddp_hook`. Default: `optimizer` is that of the Trainer.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        When training begins: the model is not wrapped in a DistributedDataParallel; or as for
+        :func:`codec.torch.ddp_hook`.
+
+    Examples
+    --------
+    >>> compression = codec.integrations.transformers.Compression("small")
+    >>> trainer = transformers.Trainer(model, args, callbacks=[compression])  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+    >>> print(compression.hook.stats())  # doctest: +SKIP
+    """
+
+    def __init__(self, spec: Given = Lossless(), *, resume: Any = None, **how: Any) -> None:  # noqa: B008 - immutable
+        self._given: Given = spec
+        self._how, self._resume = how, resume
+        self._hook: Hook | None = None
+
+    @property
+    def hook(self) -> Hook:
+        """Hook of the model, once training has begun.
+
+        Raises
+        ------
+        StateError
+            Training has not begun.
+        """
+        if self._hook is None:
+            raise StateError("the hook is made when training begins: call trainer.train() first")
+        return self._hook
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Register the hook, and restore its state if the Trainer resumes."""
+        if self._hook is None:
+            optimizer = kwargs.get("optimizer")
+            self._hook = hook_of(self._given, self._how, [] if optimizer is None else [optimizer])
+        attached = attach(self._hook, wrapper_of(kwargs["model"]), args.world_size)
+        if attached and state.global_step:
+            folder = self._resume or Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            file = Path(folder) / _FILE
+            restore(self._hook, torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {})
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the states of all ranks with a checkpoint."""
+        saved = state_of(self._hook)  # on all ranks
+        if saved and args.should_save:
+            torch.save(saved, Path(args.output_dir) / f"checkpoint-{state.global_step}" / _FILE)
