@@ -23,7 +23,7 @@ LAYERS = [
     {"batch", "code_sums", "advisor", "frame_size", "_files", "_warmup"},
     {"stateful"},
     {"torch"},
-    {"integrations", "__main__"},
+    {"integrations", "run", "__main__"},
 ]
 TORCH = [  # within codec.torch; `__init__`, the public names, is above all of them
     {"_compat"},

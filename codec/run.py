@@ -1,0 +1,214 @@
+"""Launcher ``python -m codec.run``: compress the gradients of a training script that is not edited.
+
+``torchrun --nproc-per-node 2 -m codec.run --codec small train.py ARGUMENT ...`` runs the script as ``__main__``. Each
+DistributedDataParallel that the script makes gets a hook, :func:`codec.torch.ddp_hook`, before its first forward pass.
+"""
+
+import argparse
+import ast
+import functools
+import gc
+import logging
+import os
+import runpy
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import codec
+from codec._options import ALGORITHMS, CallOptions
+from codec.arguments import shown
+from codec.errors import ArgumentError, CodecError, SpecError
+from codec.optimizers.from_torch import unwrapped
+from codec.presets import resolve
+from codec.specs import CODECS, Spec
+from codec.torch import Hook, ddp_hook
+from codec.torch._compat import comm_hooks
+from codec.torch.ddp.buckets import needs_optimizer
+
+PROGRAM = "codec.run"
+VARIABLE = "CODEC_DDP"  # environment variable: the default of --codec; "off" is --off
+
+logger = logging.getLogger("codec.torch")
+
+T = TypeVar("T")
+
+
+def spec_of(text: str) -> Spec:
+    """Return the spec that a text means: the name of a preset, or a spec as it is written in Python.
+
+    Parameters
+    ----------
+    text : str
+        Such as "small", "Quantize(4)" or "Float8(group_size=128)". It is not evaluated as Python code.
+
+    Raises
+    ------
+    SpecError
+        The text is neither, or the spec has wrong parameters.
+
+    Examples
+    --------
+    >>> from codec.run import spec_of
+    >>> spec_of("Sign(group_size=1024)")
+    Sign(scale='l1', group_size=1024)
+    """
+    kinds = {kind.__name__: kind for kind in CODECS}
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in kinds):
+            return resolve(text)[0]
+        given = [ast.literal_eval(a) for a in call.args]
+        named = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        return kinds[call.func.id](*given, **named)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as e:
+        if isinstance(e, CodecError):
+            raise
+        raise SpecError(f"--codec must be a preset or a spec such as Quantize(4), got {shown(text)}: {e}") from None
+
+
+class Launch:
+    """Hooks of the models that a script makes.
+
+    Parameters
+    ----------
+    spec : Spec
+        Codec of the gradients.
+    options : CallOptions
+        Algorithm of the all-reduces.
+    """
+
+    def __init__(self, spec: Spec, options: CallOptions) -> None:
+        self._spec, self._options = spec, options
+        self._rank = 0
+        self.hooks: list[Hook] = []
+        self.models = 0  # models that were left alone included
+
+    def install(self) -> None:
+        """Let each DistributedDataParallel of this process register a hook in its first forward pass.
+
+        Until then a script may register a hook of its own, which this launcher leaves alone.
+        """
+        ddp: Any = DistributedDataParallel
+        plain = ddp.forward
+        seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+        @functools.wraps(plain)
+        def forward(model: Any, *args: Any, **how: Any) -> Any:
+            if model not in seen:
+                seen.add(model)
+                self._register(model)
+            return plain(model, *args, **how)
+
+        compiler: Any = torch.compiler
+        ddp.forward = compiler.disable(forward, recursive=False)  # torch.compile still compiles the module inside
+
+    def _register(self, model: Any) -> None:
+        """Register a hook with a model, unless it has one."""
+        self.models += 1
+        self._rank = torch.distributed.get_rank()
+        if comm_hooks(model):
+            logger.warning(
+                "%s leaves a model alone that has a communication hook: %r", PROGRAM, comm_hooks(model)[0][0]
+            )
+            return
+        how: dict[str, Any] = {"grad_scaler": _scaler(), "options": self._options}
+        if needs_optimizer(self._spec):
+            how["optimizer"] = _optimizer(model)
+        hook = ddp_hook(self._spec, **how)
+        try:
+            hook.register(model)
+        except ArgumentError as e:
+            if not isinstance(e.__cause__, RuntimeError):
+                raise
+            hook.called = True  # no warning at exit
+            logger.warning("%s leaves a model alone that has a built-in communication hook", PROGRAM)
+            return
+        self.hooks.append(hook)
+        logger.info("%s compresses the gradients of a model by %s", PROGRAM, self._spec)
+
+    def report(self, *, stats: bool) -> None:
+        """Print on rank 0 what the hooks have sent, if `stats`; warn if there was no model to compress."""
+        if not self.models and os.environ.get("RANK", "0") == "0":
+            print(f"{PROGRAM}: no DistributedDataParallel has run: nothing was compressed", file=sys.stderr)
+        if stats and self._rank == 0:
+            for hook in self.hooks:
+                print(f"{PROGRAM}: {hook.spec}: {hook.stats()}", file=sys.stderr, flush=True)
+
+
+def _living(kind: type[T]) -> list[T]:
+    """Return all objects of a class in this process."""
+    return [x for x in gc.get_objects() if issubclass(type(x), kind)]
+
+
+def _scaler() -> Any:
+    """Return the enabled GradScaler of the script, or None if it has none, or several."""
+    scalers = [s for s in _living(torch.amp.GradScaler) if s.is_enabled()]
+    if len(scalers) > 1:
+        logger.warning("%s: the script has %d GradScalers: NaN and Inf are errors", PROGRAM, len(scalers))
+    return scalers[0] if len(scalers) == 1 else None
+
+
+def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of all parameters of a model.
+
+    Raises
+    ------
+    SpecError
+        There is no such optimizer, or there are several.
+    """
+    wanted = {p for p in model.parameters() if p.requires_grad}
+    plain: set[torch.optim.Optimizer] = {unwrapped(o) for o in _living(torch.optim.Optimizer)}
+    found = {o for o in plain if wanted <= {p for g in o.param_groups for p in g["params"]}}
+    if len(found) != 1:
+        raise SpecError(
+            f"the codec drops bits by the optimizer's step, and {len(found)} optimizers have all parameters of the "
+            "model at its first forward pass: make the optimizer before it, or use a codec that needs none: balanced"
+        )
+    return found.pop()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a script with compressed gradients. Its exit code and its exceptions are those of this program."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROGRAM}",
+        description="Run a training script; compress the gradients of each DistributedDataParallel that it makes.",
+        epilog="example: torchrun --nproc-per-node 2 -m codec.run --codec small train.py --epochs 3",
+    )
+    parser.add_argument(
+        "--codec", default=os.environ.get(VARIABLE), help=f"preset, or spec such as 'Quantize(4)'; default: ${VARIABLE}"
+    )
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="auto", help="of all-reduces; default: auto")
+    parser.add_argument("--stats", action="store_true", help="print what was sent when the script ends")
+    parser.add_argument("--off", action="store_true", help=f"run the script without compression; also {VARIABLE}=off")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
+    parser.add_argument("script", help="Python file, or module with -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    args = parser.parse_args(argv)
+    launch: Launch | None = None
+    if not args.off and args.codec != "off":
+        if not args.codec:
+            parser.error(f"name a codec, such as --codec small or {VARIABLE}=small; --off compresses nothing")
+        try:
+            launch = Launch(spec_of(args.codec), codec.options(algorithm=args.algorithm))
+        except CodecError as e:
+            parser.error(str(e))
+        launch.install()
+    sys.argv = [args.script, *args.arguments]
+    try:
+        if args.module:
+            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(args.script))
+            runpy.run_path(args.script, run_name="__main__")
+    finally:
+        if launch is not None:
+            launch.report(stats=args.stats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""``python -m codec.run`` compresses the gradients of scripts that are not edited."""
+
+import contextlib
+import io
+import logging
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import codec
+import codec.torch
+from codec import run
+from support import launched
+from support.ddp_training import small_forward, small_net, take_step
+from support.ranks import run_ranks
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def train(register):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+    model = DistributedDataParallel(net)
+    register(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(16, 64, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+def mean(state, bucket):
+    reduced = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+    return reduced.get_future().then(lambda f: f.value()[0])
+
+def explicit(model):
+    import codec
+    options = codec.options(algorithm="two_shot")
+    codec.torch.ddp_hook("small", options=options).register(model)
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print(sys.argv[1:], __file__)
+    launched, own = train(lambda model: None), train(explicit)
+    plain = train(lambda model: model.register_comm_hook(None, mean))
+    print("equal", all(map(torch.equal, launched, own)), "exact", all(map(torch.equal, launched, plain)))
+    dist.destroy_process_group()
+"""
+
+
+def torchrun(folder, *arguments, **environment):
+    """Run the script on two ranks; return what they print."""
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "codec.run", *arguments]
+    more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, cwd=folder, env=os.environ | more
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def _main(rank, size, folder, arguments):
+    """Run the launcher in this process; return what it and the script print and log."""
+    os.chdir(folder)
+    plain, text = DistributedDataParallel.forward, io.StringIO()
+    log = logging.StreamHandler(text)
+    logging.getLogger("codec.torch").addHandler(log)
+    try:
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            run.main(arguments)
+    finally:
+        DistributedDataParallel.forward = plain
+        logging.getLogger("codec.torch").removeHandler(log)
+    return text.getvalue()
+
+
+def check(texts):
+    """Check what the ranks have printed for 4 steps of "small"."""
+    for rank, text in enumerate(texts):
+        assert re.search(r"^\['--epochs', '3'\] .*train\.py$", text, re.MULTILINE), text
+        assert "equal True exact False" in text
+        for former in ("<function mean", "<codec.torch.Hook"):
+            assert f"leaves a model alone that has a communication hook: {former}" in text
+        sent = re.findall(r"codec\.run: Quantize\(bits=4.*\): 4 steps: .* of 268 kB sent \(1\d%\)", text)
+        assert len(sent) == (rank == 0), text
+
+
+ARGUMENTS = ["--codec", "small", "--algorithm", "two_shot", "--stats", "train.py", "--epochs", "3"]
+
+
+def test_launched_script_trains_as_with_a_hook_of_its_own(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    check(launched.run(2, _main, str(tmp_path), ARGUMENTS))
+
+
+@pytest.mark.nightly
+def test_torchrun_launches_scripts(tmp_path):
+    out, err = torchrun(tmp_path, *ARGUMENTS)
+    assert out.count("equal True exact False") == 2, out
+    assert err.count("4 steps: ") == 1, err
+
+
+@pytest.mark.nightly
+def test_modules_are_launched_and_the_environment_names_the_codec(tmp_path):
+    for codec_name, exact in (("small", False), ("off", True)):
+        out, _ = torchrun(tmp_path, "-m", "train", "--epochs", "3", CODEC_DDP=codec_name, PYTHONPATH=str(tmp_path))
+        assert out.count(f"exact {exact}") == 2, out
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("small", codec.Quantize(4)),
+        ("Quantize(4)", codec.Quantize(4)),
+        (" Float8(group_size=128) ", codec.Float8(group_size=128)),
+        ("Sign('l2', group_size='row')", codec.Sign("l2", group_size="row")),
+    ],
+)
+def test_text_names_a_preset_or_a_spec(text, spec):
+    assert run.spec_of(text) == spec
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "smal",
+        "Quantize",
+        "Quantize(",
+        "Quantize(40)",
+        "Quantize(open('x'))",
+        "Quantize(bits=__import__('os'))",
+        "Quantize(no_such=4)",
+        "Quantize(*[4])",
+        "Quantize(**{'bits': 4})",
+        "codec.Quantize(4)",
+        "BoundSpec(1)",
+        "(" * 10_000,
+        "\0",
+    ],
+)
+def test_other_text_is_refused(text):
+    with pytest.raises(codec.SpecError) as e:
+        run.spec_of(text)
+    assert len(str(e.value)) < 400
+
+
+def test_command_line_says_what_is_missing(capsys):
+    for arguments, words in (
+        ([], "the following arguments are required"),
+        (["train.py"], "name a codec, such as --codec small or CODEC_DDP=small"),
+        (["--codec", "tiny", "train.py"], "not a spec: 'tiny'; the presets are"),
+        (["--codec", "small", "--algorithm", "mesh", "train.py"], "invalid choice: 'mesh'"),
+    ):
+        with pytest.raises(SystemExit) as e:
+            run.main(arguments)
+        assert e.value.code == 2
+        assert words in capsys.readouterr().err
+
+
+def _launched(rank, size):
+    """Return the steps of models that a launcher finds: with an optimizer; with a scaler and torch.compile."""
+    plain = DistributedDataParallel.forward
+    try:
+        near = run.Launch(run.spec_of("near"), codec.options())
+        near.install()
+        model = DistributedDataParallel(small_net())
+        with pytest.raises(codec.SpecError, match="0 optimizers have all parameters"):
+            take_step(model, rank, small_forward)
+        model = DistributedDataParallel(small_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        take_step(model, rank, small_forward, optimizer)
+        assert near.hooks[0].optimizer is optimizer
+
+        DistributedDataParallel.forward = plain
+        launch = run.Launch(codec.Quantize(4), codec.options())
+        launch.install()
+        compiled = torch.compile(DistributedDataParallel(small_net()), backend="eager")
+        scaler = torch.amp.GradScaler("cpu")
+        for _ in range(2):
+            scaler.scale(small_forward(compiled, rank)).backward()
+        assert launch.hooks[0].reducer._scaler is scaler
+        built_in = DistributedDataParallel(small_net())
+        built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+        take_step(built_in, rank, small_forward)
+        assert (launch.models, len(launch.hooks)) == (2, 1)
+    finally:
+        DistributedDataParallel.forward = plain
+    return [launch.hooks[0].stats().steps, near.hooks[0].stats().steps]
+
+
+def test_launcher_finds_optimizers_scalers_and_compiled_models():
+    assert run_ranks(2, _launched) == [[2, 1]] * 2
