@@ -115,7 +115,11 @@ def run_flags(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command, and return its exit code: 0, or 1 if the command failed, with an error message on stderr."""
-    parser: Any = argparse.ArgumentParser(prog=PROGRAM, description="Compression of tensors on the wire.")
+    parser: Any = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Compression of tensors on the wire.",
+        epilog="python -m codec.run --help: run a training script with compressed gradients",
+    )
     for name, of in {
         "cflags": "compiler flags for programs that use the C library",
         "libs": "linker flags for programs that use the C library",
@@ -127,7 +131,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.set_defaults(run=run_flags)
     commands = parser.add_subparsers(metavar="command")
     measured = "Measure gradients, and print which codec makes their all-reduce over a link fastest."
-    compiled = "Compile all kernels of the Numba engine, and cache them on disk for later processes."
+    compiled = (
+        'Compile the loops of engine="numba" ahead of their first use, and cache them on disk. Only programs that '
+        "choose this engine need it, such as those with a quantizer of their own written in Python "
+        "(docs/new-kernel.md). The default engine is compiled already. The package numba must be installed; compiling "
+        "takes a minute or more."
+    )
     usage = "%(prog)s FILE [ARRAY ...] --link LINK [options]"  # argparse does not accept arrays after options
     p = commands.add_parser("advise", help="find the fastest codec for a link", description=measured, usage=usage)
     p.add_argument("file", help=".npz, .npy or .safetensors file with the gradients of a step")
@@ -157,12 +166,17 @@ def main(argv: list[str] | None = None) -> int:
         "files", nargs="+", metavar="file", help="file that is a frame, - for standard input, or folder of activations"
     )
     p.set_defaults(run=run_verify)
-    p = commands.add_parser("warmup", help="compile the Numba engine's kernels", description=compiled)
-    p.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="default: %(default)s")
+    p = commands.add_parser("warmup", help='compile the loops of engine="numba" ahead of use', description=compiled)
+    p.add_argument(
+        "--dtypes", nargs="+", default=["float32", "bfloat16"], help="dtypes of tensors; default: float32 bfloat16"
+    )
     p.set_defaults(run=run_warmup)
     args = parser.parse_args(argv)
-    if (args.run is run_flags) != bool(args.flags):
-        parser.error("give a command, or a flag such as --cflags: see --help")
+    if args.run is run_flags and not args.flags:
+        parser.print_help()
+        return 0
+    if args.run is not run_flags and args.flags:
+        parser.error("give a command or flags such as --cflags, not both: see --help")
     try:
         return args.run(args)
     except CodecError as e:

@@ -39,6 +39,27 @@ def sparse(path, head):
     return path
 
 
+def test_command_alone_lists_the_commands(capsys):
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for name in ("advise", "inspect", "verify", "warmup", "--cflags", "python -m codec.run --help"):
+        assert name in out
+    with pytest.raises(SystemExit) as e:
+        main(["--cflags", "warmup"])
+    assert e.value.code == 2
+    assert "not both" in capsys.readouterr().err
+
+
+def test_help_of_warmup_says_who_needs_it(capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["warmup", "--help"])
+    assert e.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Only programs that choose this engine need it" in text
+    assert "default: float32 bfloat16" in text
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify", "advise --link 1gbit"])
 def test_commands_reject_files_that_are_not_regular(command, tmp_path, capsys):
     name, *options = command.split()
