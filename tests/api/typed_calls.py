@@ -70,7 +70,7 @@ def check_encode_to_memory(tensor: torch.Tensor, out: bytearray) -> None:
 
 
 def check_names(tensor: torch.Tensor, frames: list[bytes]) -> None:
-    codec.encode(tensor, "smal")  # pyright: ignore[reportArgumentType]
+    codec.encode(tensor, "tiny")  # pyright: ignore[reportArgumentType]
     codec.bound(5, "float32", "tiny")  # pyright: ignore[reportArgumentType]
     codec.options(algorithm="twoshot")  # pyright: ignore[reportArgumentType]
     codec.options(engine="gpu")  # pyright: ignore[reportArgumentType]
@@ -78,7 +78,7 @@ def check_names(tensor: torch.Tensor, frames: list[bytes]) -> None:
     codec.torch.all_reduce(tensor, "balanced", op="mean", options=codec.options(algorithm="ring"))
     codec.torch.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
     codec.torch.all_reduce(tensor, op="average")  # pyright: ignore[reportArgumentType]
-    codec.torch.ddp_hook("smal")  # pyright: ignore[reportArgumentType]
+    codec.torch.ddp_hook("tiny")  # pyright: ignore[reportArgumentType]
     codec.torch.ddp_hook("small").set_spec("large")  # pyright: ignore[reportArgumentType]
     codec.torch.register_backend("small", algorithm="two_shots")  # pyright: ignore[reportArgumentType]
     codec.torch.no_such_name()  # pyright: ignore[reportAttributeAccessIssue]

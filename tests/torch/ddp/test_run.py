@@ -136,7 +136,7 @@ def test_text_names_a_preset_or_a_spec(text, spec):
     "text",
     [
         "",
-        "smal",
+        "tiny",
         "Quantize",
         "Quantize(",
         "Quantize(40)",
