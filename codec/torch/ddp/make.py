@@ -71,7 +71,9 @@ def ddp_hook(
         the bucket is encoded. `buffer` is the bucket as a flat tensor; `gradients` is a list of pairs (parameter,
         gradient), whose gradients are views of `buffer` in the shapes of the parameters. It is called without
         autograd, in the thread of the group's collectives, for every bucket of every step; buckets differ from step to
-        step. It must change nothing but the buffer, since the step may fail. Its errors are errors on all ranks.
+        step. It must change nothing but the buffer, since the step may fail. Its errors are errors on all ranks. It
+        returns None, or an int or str that must be the same on all ranks, such as the kind of the values and the number
+        of the step: if ranks differ, all raise an error before any value is sent.
     options : CallOptions, optional
         ``codec.options(algorithm=, timeout=, engine=, threads=)``, as for :func:`all_reduce`, and those of the ``with``
         blocks in which the hook is made.

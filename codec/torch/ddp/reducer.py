@@ -22,7 +22,7 @@ from codec.torch.group.work import Work, clear_frames
 from codec.torch.reduction import arguments, execution
 from codec.torch.reduction.execution import Planned
 
-Transform = Callable[[torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor]]], None]
+Transform = Callable[[torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor]]], int | str | None]
 
 
 class Reducer:
@@ -223,8 +223,11 @@ class Reducer:
         self.plan.measure(out, parts, step.zeros)
         return out
 
-    def _prepare_bucket(self, step: Step, bucket: Bucket) -> None:
-        """Transform a bucket; with the first one, roll a step back that was never ended, and choose specs."""
+    def _prepare_bucket(self, step: Step, bucket: Bucket) -> int | str | None:
+        """Transform a bucket, and return what all ranks must agree on; the first one chooses the specs of a step.
+
+        The first bucket rolls a step back that was never ended.
+        """
         with self.state.changed_by(step):
             if bucket.number == 0:
                 self._check_join()
@@ -233,14 +236,17 @@ class Reducer:
                 step.exact = self.plan.is_exact(step.number)
                 if self.plan.choose(step.number):
                     self._parts.clear()
-        if self.transform is not None:
-            gradients = list(zip(bucket.parameters, bucket.gradients(), strict=True))
-            with torch.no_grad():
-                returned: Any = self.transform(bucket.buffer, gradients)
-            if returned is not None:
-                raise ArgumentError(
-                    f"transform= must change the buffer in place and return None; it returned {shown(returned)}"
-                )
+        if self.transform is None:
+            return None
+        gradients = list(zip(bucket.parameters, bucket.gradients(), strict=True))
+        with torch.no_grad():
+            returned: Any = self.transform(bucket.buffer, gradients)
+        if returned is not None and type(returned) not in (int, str):
+            raise ArgumentError(
+                "transform= must change the buffer in place, and return an int or str, the same on all ranks, or "
+                f"return None; it returned {shown(returned)}"
+            )
+        return returned
 
     def _check_join(self) -> None:
         """Raise ArgumentError if the model divides gradients by another number than that of the group's ranks."""
@@ -254,14 +260,16 @@ class Reducer:
     def _reduce_parts(self, comm: Communicator, bucket: Bucket, step: Step, parts: list[Part]) -> torch.Tensor:
         """Return the mean of a bucket that frames can carry; add its parts to `parts`."""
         buffer = bucket.buffer
+        item: int | str | None = None
 
         def prepare() -> list[Planned]:
-            self._prepare_bucket(step, bucket)
+            nonlocal item
+            item = self._prepare_bucket(step, bucket)
             with self.state.changed_by(step):
                 parts.extend(self._parts_of(bucket.parameters, buffer.numel(), bucket.number, step))
                 return [self._prepare(comm, buffer, i, part, step) for i, part in enumerate(parts)]
 
-        results = execution.all_reduce_several(comm, self.algorithm, prepare)
+        results = execution.all_reduce_several(comm, self.algorithm, prepare, lambda: item)
         out = buffer if parts[0].out is None else parts[0].out
         with close_on_error(comm.channel), comm.channel.writing():
             for part, (result, r) in zip(parts, results, strict=True):

@@ -1,7 +1,6 @@
 """Uncompressed sums, in rank order, of buckets that frames cannot carry: float64, and sparse gradients."""
 
 import logging
-from collections.abc import Callable
 from math import prod
 
 import numpy as np
@@ -12,7 +11,7 @@ from codec.specs import Lossless
 from codec.torch._compat import from_numpy
 from codec.torch.collectives.bytes import swap
 from codec.torch.group.communicator import Communicator, close_on_error, exchange_requests, hash64
-from codec.torch.reduction.execution import Planned, run_all_reduce
+from codec.torch.reduction.execution import Agree, Planned, agreed, run_all_reduce
 from codec.torch.reduction.host import Reduction, Values
 from codec.torch.reduction.phases import FirstError
 from codec.torch.reduction.table import RAW
@@ -28,7 +27,7 @@ def is_other(buffer: torch.Tensor) -> bool:
     return buffer.is_sparse or buffer.dtype == torch.float64
 
 
-def mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], None]) -> torch.Tensor:
+def mean(comm: Communicator, buffer: torch.Tensor, begin: Agree) -> torch.Tensor:
     """Return the mean of a bucket over all ranks; float64 is summed in float64.
 
     Parameters
@@ -38,7 +37,7 @@ def mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], None]) ->
     buffer : torch.Tensor
         float64, or sparse (COO) of any dtype. A dense one gets the result.
     begin : callable
-        Called before the request; if it raises an error, all ranks raise one.
+        Called before the request; if it raises an error, all ranks raise one. All ranks must agree on its result.
     """
     kind = "sparse" if buffer.is_sparse else str(buffer.dtype).removeprefix("torch.")
     if kind not in _logged:
@@ -51,28 +50,31 @@ def mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], None]) ->
         begin()
         return buffer
 
+    item: int | str | None = None
+
     def prepare() -> Planned:
-        begin()
+        nonlocal item
+        item = begin()
         return Reduction(buffer.cpu().numpy(), "float64", Lossless(), "mean", 0), RAW
 
     def store(result: Values, _: Reduction) -> None:
         buffer.copy_(from_numpy(result))
 
-    run_all_reduce(comm, RAW.name, prepare, store)
+    run_all_reduce(comm, RAW.name, prepare, store, lambda: item)
     return buffer
 
 
-def _sparse_mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], None]) -> torch.Tensor:
+def _sparse_mean(comm: Communicator, buffer: torch.Tensor, begin: Agree) -> torch.Tensor:
     """Return the mean of sparse tensors: each rank sends its entries to all, and all add them in rank order."""
     channel = comm.channel
     shape, dims = tuple(buffer.shape), buffer.sparse_dim()
 
     def prepare() -> tuple[tuple[Array, Array], list[int]]:
-        begin()
+        item = begin()
         t = buffer.detach().coalesce()
         entries = t.indices().contiguous().cpu().numpy(), t.values().contiguous().cpu()
         signature = hash64("sparse", shape, dims, str(t.dtype))
-        return (entries[0], entries[1].view(-1).view(torch.uint8).numpy()), [signature]
+        return (entries[0], entries[1].view(-1).view(torch.uint8).numpy()), [agreed(signature, item)]
 
     (indices, values), _ = exchange_requests(channel, prepare)
     with close_on_error(channel):

@@ -18,6 +18,7 @@ _SMALL = 1 << 16  # bytes of a tensor up to which one phase with N - 1 frames is
 
 Planned = tuple[Reduction, Algorithm]  # the algorithm is chosen once, when the reduction is prepared
 Store = Callable[[Values, Reduction], None]
+Agree = Callable[[], int | str | None]
 
 
 def algorithm_of(settings: CallOptions) -> str:
@@ -82,7 +83,9 @@ def run(comm: Communicator, algorithm: Algorithm, prepare: Callable[[], Reductio
         store(result, r)
 
 
-def run_all_reduce(comm: Communicator, requested: str, prepare: Callable[[], Planned], store: Store) -> None:
+def run_all_reduce(
+    comm: Communicator, requested: str, prepare: Callable[[], Planned], store: Store, agree: Agree = lambda: None
+) -> None:
     """Run an all-reduce.
 
     Parameters
@@ -96,14 +99,16 @@ def run_all_reduce(comm: Communicator, requested: str, prepare: Callable[[], Pla
         errors on all ranks.
     store : callable
         store(result, reduction) stores the result, after all ranks have succeeded.
+    agree : callable
+        As for :func:`all_reduce_several`.
     """
-    [(result, r)] = all_reduce_several(comm, requested, lambda: [prepare()])
+    [(result, r)] = all_reduce_several(comm, requested, lambda: [prepare()], agree)
     with storing_results(comm.channel):
         store(result, r)
 
 
 def all_reduce_several(
-    comm: Communicator, requested: str, prepare: Callable[[], list[Planned]]
+    comm: Communicator, requested: str, prepare: Callable[[], list[Planned]], agree: Agree = lambda: None
 ) -> list[tuple[Values, Reduction]]:
     """Run an all-reduce of several tensors: all of them are reduced, or none.
 
@@ -111,6 +116,8 @@ def all_reduce_several(
     ----------
     comm, requested, prepare
         As for :func:`run_all_reduce`, with a list of reductions.
+    agree : callable
+        Returns, after `prepare`, an int or str that must be the same on all ranks; None: nothing else must be.
 
     Returns
     -------
@@ -125,7 +132,7 @@ def all_reduce_several(
         planned = prepare()
         # "auto" is part of the signature: it may become another algorithm on all ranks later
         number = hash64(requested, [signature(r, algorithm.name) for r, algorithm in planned])
-        return planned, [number]
+        return planned, [agreed(number, agree())]
 
     planned = request(channel, begin)
     reductions = [r for r, _ in planned]
@@ -187,6 +194,11 @@ def signature(r: Reduction, algorithm: str) -> int:
     book = r.codebook and r.codebook.id
     inside = None if r.segments is None else _hashed_segments(r.segments)
     return hash64(r.spec, r.dtype, r.n, r.op, algorithm, inside, r.bound_spec is None, book)
+
+
+def agreed(number: int, item: int | str | None) -> int:
+    """Return the signature that a collective sends, whose own is `number`; all ranks must agree on `item`, too."""
+    return number if item is None else hash64(number, item)
 
 
 @functools.lru_cache(256)

@@ -124,6 +124,42 @@ def test_error_of_a_transform_on_one_rank_fails_the_step_on_all():
     assert len(set(run_ranks(3, _failing))) == 1
 
 
+class _TwoDtypes(nn.Module):
+    """Parameters whose gradients are the input; frames carry those of one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(20, 20)), nn.Parameter(torch.ones(9, dtype=torch.float64))
+
+    def forward(self, x):
+        return (self.a * x).sum() + (self.b * x).sum()
+
+
+def _agreeing(rank, size):
+    """Ranks whose transforms return different items fail in every step; those that return equal ones go on."""
+    model = DistributedDataParallel(_TwoDtypes(), process_group=dist.new_group())
+    item = None
+    hook = codec.torch.ddp_hook(transform=lambda *_: item, options=TWO_SHOT).register(model)
+    for given in (5, "step 5", None):
+        item = given
+        model(rank + 1.0).backward()
+        for p in model.parameters():
+            assert (p.grad == 1.5).all()
+            p.grad = None
+    for ours, error in (((1, 2), codec.PeerError), (("1", None), codec.PeerError), ((1, 1.5), codec.CodecError)):
+        item, before = ours[rank], hook_state_bytes(hook)
+        with pytest.raises(error):
+            model(1.0).backward()
+        assert hook_state_bytes(hook) == before
+    item = 7
+    model(1.0).backward()
+    assert hook.stats().steps == 4
+
+
+def test_ranks_whose_transforms_return_other_items_fail_the_step():
+    run_ranks(2, _agreeing)
+
+
 def _nonfinite(rank, size):
     """The status of an error of the transform on one rank is that of the PeerError of all others."""
     model = wrapped()
