@@ -484,3 +484,25 @@ def _growing(rank, size):
 
 def test_residual_that_outgrows_its_gradient_is_logged_once():
     run_ranks(2, _growing)
+
+
+def _frozen(rank, size):
+    """A layer frozen after DDP has wrapped the model, before or after register(), leaves the gradients of plain DDP."""
+    found = []
+    for registers, when in [(False, "before"), (True, "before"), (True, "after")]:
+        model = DistributedDataParallel(small_net(), find_unused_parameters=True)
+        if when == "before":
+            model.module[0].requires_grad_(False)
+        if registers:
+            hook = codec.torch.ddp_hook(options=codec.options(algorithm="two_shot")).register(model)
+        model.module[0].requires_grad_(False)
+        for _ in range(2):
+            gradients = take_step(model, rank, small_forward)
+        found.append([None if g is None else g.tolist() for g in gradients])
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] is None
+    assert hook.stats().steps == 2
+
+
+def test_layers_frozen_after_wrapping_train_as_with_plain_ddp():
+    run_ranks(2, _frozen)
