@@ -1,6 +1,6 @@
 """Compare 1-bit Adam and 0/1 Adam with AdamW: held-out loss and bytes of a language model, and the time of a step.
 
-    python bench/training/one_bit_adam.py              # about 7 minutes on two cores
+    python bench/training/one_bit_adam.py              # about 8 minutes on two cores
     python bench/training/one_bit_adam.py --quick      # one seed, fewer steps
     python bench/training/one_bit_adam.py --only time
 
@@ -11,8 +11,9 @@ loss    Trains the transformer of bench/support/models.py (task text-adamw) on l
         AdamW, signs              gradients as Sign(group_size=1024) with error feedback, by ddp_hook. The same
                                   parameters are lossless as by OneBitAdam: norms, biases, small ones
         lossless momenta          OneBitAdam(spec=Lossless()): the effect of frozen second moments alone
-        1-bit Adam                OneBitAdam with its defaults: a lossless warm-up
-        1-bit Adam, Quantize(4)   OneBitAdam(warmup=Quantize(4))
+        4-bit momenta             OneBitAdam(warmup=Quantize(4)), whose momenta are in 4 bits by default
+        1-bit Adam                OneBitAdam(spec=Sign(group_size=1024)): a lossless warm-up, then signs
+        1-bit Adam, Quantize(4)   the same with warmup=Quantize(4)
         0/1 Adam, Quantize(4)     the same with ZeroOneSchedule(max_interval=4): momenta in some steps of the warm-up,
                                   and local steps later
 
@@ -47,9 +48,10 @@ SIGNS = "AdamW, signs"
 ZERO_ONE = "0/1 Adam, Quantize(4)"
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lossless momenta": {"spec": codec.Lossless()},
-    "1-bit Adam": {},
-    "1-bit Adam, Quantize(4)": {"warmup": codec.Quantize(4)},
-    ZERO_ONE: {"warmup": codec.Quantize(4)},
+    "4-bit momenta": {"warmup": codec.Quantize(4)},
+    "1-bit Adam": {"spec": codec.Sign(group_size=1024)},
+    "1-bit Adam, Quantize(4)": {"warmup": codec.Quantize(4), "spec": codec.Sign(group_size=1024)},
+    ZERO_ONE: {"warmup": codec.Quantize(4), "spec": codec.Sign(group_size=1024)},
 }
 METHODS = (PLAIN, SIGNS, *OPTIMIZERS)
 FREEZE = 0.2  # part of the steps before the freeze

@@ -76,6 +76,13 @@ def divides_by_ranks_with_inputs(model: torch.nn.Module) -> bool:
     )
 
 
+def joins(model: DistributedDataParallel) -> bool:
+    """Return True if a pass runs within join(), where ranks without inputs left repeat the collectives of others."""
+    ddp: Any = model
+    config = ddp._join_config
+    return config.enable and not config.throw_on_early_termination
+
+
 _PIPELINING_TESTED = "2.13"  # versions of torch
 # Methods of PipelineStage that CompressedStage overrides, with the parameters that are used by position.
 STAGE_METHODS = {

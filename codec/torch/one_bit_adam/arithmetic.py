@@ -1,7 +1,7 @@
 """Local arithmetic of 1-bit Adam and 0/1 Adam: momenta before the all-reduce, and updates of parameters and state."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ State = dict[str, Any]  # state of a parameter
 def start(p: torch.Tensor, state: State) -> None:
     """Add the entries of torch.optim.Adam to the state of a parameter that has none."""
     if "exp_avg" not in state:
-        state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        state["step"] = torch.tensor(0.0)
+        state["variance_step"] = 0  # updates of exp_avg_sq
         state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
@@ -44,6 +45,8 @@ def adam_step(
         eps=group["eps"],
         maximize=False,
     )
+    for s in states:
+        s["variance_step"] += 1
 
 
 class Denominators:
@@ -75,7 +78,7 @@ class Denominators:
     def _of(self, p: torch.Tensor, state: State, group: Group) -> tuple[torch.Tensor, torch.Tensor | None]:
         if p not in self._known:
             v = state["exp_avg_sq"]
-            correction = 1 - group["betas"][1] ** state.get("variance_step", 0)
+            correction = 1 - group["betas"][1] ** state["variance_step"]
             dead = v == 0
             denominator = (v.sqrt() / math.sqrt(correction or 1)).add_(group["eps"]).masked_fill_(dead, math.inf)
             self._known[p] = denominator, dead if bool(dead.any()) else None
@@ -109,13 +112,17 @@ def local_momentum(
 
 
 def adopt(states: Sequence[State], momenta: Sequence[torch.Tensor], dead: Sequence[torch.Tensor | None]) -> None:
-    """Count a step, and set the momenta of parameters, except where masks tell values that never move."""
+    """Set the momenta of parameters, except where masks tell values that never move."""
     own = [s["exp_avg"] for s in states]
     _torch._foreach_copy_(own, list(momenta))
-    _torch._foreach_add_([s["step"] for s in states], 1)
     for m, mask in zip(own, dead, strict=True):
         if mask is not None:
             m.masked_fill_(mask, 0)
+
+
+def count(states: Sequence[State]) -> None:
+    """Count a step of parameters."""
+    _torch._foreach_add_([s["step"] for s in states], 1)
 
 
 def refresh(
@@ -130,9 +137,9 @@ def refresh(
     _torch._foreach_lerp_([s["exp_avg"] for s in states], given, 1 - beta1)
     _torch._foreach_mul_(squares, beta2)
     _torch._foreach_addcmul_(squares, given, given, 1 - beta2)
-    _torch._foreach_add_([s["step"] for s in states], 1)
+    count(states)
     for s in states:
-        s["variance_step"] = s.get("variance_step", 0) + 1
+        s["variance_step"] += 1
 
 
 def step_size(group: Group, step: float) -> float:
@@ -147,15 +154,29 @@ def decay(group: Group, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def update(
-    group: Group,
     parameters: Sequence[torch.Tensor],
     momenta: Sequence[torch.Tensor],
     denominators: Sequence[torch.Tensor],
     factors: Sequence[float],
 ) -> None:
-    """Decay the weights if weight decay is decoupled, and add factor * momentum / denominator to parameters."""
-    decay(group, parameters)
+    """Add factor * momentum / denominator to parameters."""
     _torch._foreach_addcdiv_(list(parameters), list(momenta), list(denominators), list(factors))
+
+
+def clip_factor(gradients: Iterable[torch.Tensor], max_norm: float, scale: float = 1.0) -> float:
+    """Return the factor by which ``torch.nn.utils.clip_grad_norm_`` multiplies gradients; 1 without any.
+
+    Parameters
+    ----------
+    gradients : iterable
+        Gradients of this rank.
+    max_norm : float
+        Largest norm of all gradients together.
+    scale : float
+        Factor of a GradScaler in the gradients.
+    """
+    norms = [float(_torch.linalg.vector_norm(g, dtype=torch.float32)) for g in gradients]
+    return min(1.0, max_norm / (math.hypot(*norms) / scale + 1e-6))
 
 
 def is_finite(x: torch.Tensor) -> bool:

@@ -1,16 +1,17 @@
 """Means of an optimizer's gradients and momenta over ranks, with or without a link to other ranks."""
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from codec import ArgumentError, Status
+from codec import ArgumentError, StateError, Status
 from codec.specs import Spec
 from codec.torch.ddp.hook import Hook
 from codec.torch.ddp.stats import Stats
 from codec.torch.one_bit_adam import arithmetic, checkpoint, parameters
+from codec.torch.one_bit_adam.backward import Backward
+from codec.torch.one_bit_adam.checkpoint import HookStates
 from codec.torch.one_bit_adam.link import Link, Settings
 from codec.torch.one_bit_adam.model import Model, model_of
 from codec.torch.one_bit_adam.phase import Phase
@@ -35,66 +36,169 @@ class Averager:
 
     def __init__(self, optimizer: torch.optim.Adam, phase: Phase, steps: Steps, warmup: Spec, spec: Spec) -> None:
         self.link: Link | None = None
-        self.waiting: dict[Kind, Any] = {}  # states of hooks that were loaded before there is a link
+        self.waiting = HookStates()  # states of hooks that were loaded before there is a link
         self.settings = Settings(warmup, spec, self._transform, parameters.as_adam(optimizer))  # defaults of `register`
         self._optimizer, self._phase, self._steps = optimizer, phase, steps
+        self._finishing = False  # the hook of momenta sends what local steps have not sent
+
+    # Connection
 
     def connect(self, model: Model, group: Any, settings: Settings) -> None:
         """Make the link to the other ranks; residuals of an earlier link are kept."""
-        group = group or model.group
+        group = model.group(group)
         link = Link(settings, model, group, lambda: self._phase.kind)
-        waiting: dict[Kind, Any] = self.waiting
+        waiting = self.waiting
         if self.link is not None:
-            here = {"rank": group.rank(), "world_size": group.size()}
-            waiting = {kind: state | here for kind, state in checkpoint.hook_states(self.link, False, {}).items()}
+            waiting = checkpoint.moved(self.link, group)
         link.hooks = checkpoint.new_hooks(link, waiting)
         link.attach()
         link.hooks["gradients"].called |= self._phase.frozen
-        self.link, self.waiting = link, {}
+        self.link, self.waiting = link, HookStates()
 
     def _connected(self) -> Link | None:
-        """Return the link; made now for the default group if there is one."""
+        """Return the link to the ranks of all parameters; without DDP it is made now if there is none."""
+        named = parameters.named(self._optimizer)
         if self.link is None and dist.is_available() and dist.is_initialized():
-            self.connect(model_of(parameters.named(self._optimizer)), None, self.settings)
+            self.connect(model_of(named), None, self.settings)
+        elif self.link is not None and any(self.link.model.lacks(p) for _, p in named):
+            self.connect(self.link.model.extended(named), self.link.group, self.link.settings)
         return self.link
 
-    def _transform(self, buffer: torch.Tensor, gradients: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
-        """Check the gradients of a bucket, and replace them by momenta after the freeze; runs before the all-reduce."""
+    def check_new(self) -> None:
+        """Check the parameters that were added to the optimizer.
+
+        Raises
+        ------
+        ArgumentError
+            They are not those of the registered module.
+        StateError
+            Second moments are frozen.
+        """
+        if self._phase.frozen:
+            raise StateError(
+                "second moments are frozen, so that new parameters would not move: add them before the freeze, or give "
+                "them an optimizer of their own"
+            )
+        if self.link is not None:
+            self.link.model.extended(parameters.named(self._optimizer))
+
+    # Messages
+
+    def _transform(self, buffer: torch.Tensor, gradients: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> str:
+        """Check the gradients of a bucket, and replace them by momenta after the freeze; runs before the all-reduce.
+
+        Returns
+        -------
+        str
+            What the bucket holds and the number of the step, which must be the same on all ranks.
+        """
+        step = f"step {self._phase.steps + 1}"
+        if self._finishing:
+            for p, gradient in gradients:
+                self._steps.unsent(p, gradient)
+            return f"finish, {step}"
         if buffer.is_sparse:
             raise ArgumentError("OneBitAdam does not support sparse gradients")
         if not arithmetic.is_finite(buffer):
             raise ArgumentError("a gradient holds NaN or Inf: the step is refused on all ranks", Status.NONFINITE)
         if self._phase.kind == "gradients":
-            return
-        scaler = None if self.link is None else self.link.settings.grad_scaler
-        scale = 1.0 if scaler is None else scaler.get_scale()
+            return f"gradients, {step}"
+        self._replace(gradients, 1.0 if self.link is None else self.link.settings.scale)
+        return f"momenta, {step}"
+
+    def _replace(self, gradients: list[tuple[torch.nn.Parameter, torch.Tensor]], scale: float) -> None:
+        """Replace gradients, which have the factor `scale`, by the momenta that this rank sends."""
         groups = parameters.groups(self._optimizer)
         for p, gradient in gradients:
-            self._steps.message(p, gradient, groups[p], scale)
+            if p in groups:  # else a parameter that was frozen when the model was registered
+                self._steps.message(p, gradient, groups[p], scale)
+
+    def _local(self, kind: Kind, gradients: Tensors) -> Tensors:
+        """Return what this rank would send of gradients that no other rank gets; in local steps nothing is sent.
+
+        Raises
+        ------
+        ArgumentError
+            A gradient holds NaN or Inf.
+        """
+        if kind == "local":
+            return gradients
+        if not all(map(arithmetic.is_finite, gradients.values())):
+            raise ArgumentError("a gradient holds NaN or Inf: this rank has not moved", Status.NONFINITE)
+        if kind == "gradients":
+            return gradients
+        found = {p: g.clone() for p, g in gradients.items()}
+        self._replace([(cast(torch.nn.Parameter, p), g) for p, g in found.items()], 1.0)
+        return found
+
+    # Means
 
     def received(self, kind: Kind) -> Tensors:
-        """Return the mean gradient or momentum of each parameter, without those that have none."""
-        link = self._connected()
-        if link is not None and link.is_ddp and kind != "gradients":
-            scaler = link.settings.grad_scaler
-            link.guard.check_unchanged(scaler is not None and scaler.is_enabled())
-        if kind == "local" or (link is not None and link.is_ddp):
-            return parameters.gradients(self._optimizer)
-        if link is None:
-            return self._alone(kind)
-        means = link.reduce(kind, {p: p.grad for p in link.model.names})
-        # a parameter that no rank has ever used stays as it is, as in torch.optim.Adam
-        states = self._optimizer.state
-        return {p: x for p, x in means.items() if p.grad is not None or states.get(p) or bool(x.any())}
+        """Return the mean gradient or momentum of each parameter that takes part in a step.
 
-    def _alone(self, kind: Kind) -> Tensors:
-        """Return what :meth:`received` does, without a process group."""
-        gradients = parameters.gradients(self._optimizer)
-        if kind != "gradients":
-            gradients = {p: g.clone() for p, g in gradients.items()}
-        for p, gradient in gradients.items():
-            self._transform(gradient, [(cast(torch.nn.Parameter, p), gradient)])
-        return gradients
+        What is averaged is decided by what was received, never by this rank's own gradients, so that all ranks decide
+        alike. In local steps these are the gradients of this rank.
+        """
+        link = self._connected()
+        gradients = {p: g for p, g in parameters.gradients(self._optimizer).items() if self._steps.moves(p)}
+        if link is None:
+            found = self._local(kind, gradients)
+        elif link.backward is not None:
+            found = self._after_backward(link, link.backward, kind, gradients)
+        elif kind == "local":
+            factor = link.settings.clip_factor(gradients.values())
+            found = {p: g * factor for p, g in gradients.items()} if factor < 1 else gradients
+        else:
+            found = link.reduce(kind, gradients)
+            if kind == "gradients":  # a parameter that no rank has ever used stays as it is, as in torch.optim.Adam
+                found = {p: x for p, x in found.items() if self._optimizer.state.get(p) or bool(x.any())}
+        if kind == "momenta":  # a parameter without second moments does not move
+            found = {p: x for p, x in found.items() if self._optimizer.state.get(p)}
+        return {p: x for p, x in found.items() if self._steps.moves(p)}
+
+    def _after_backward(self, link: Link, backward: Backward, kind: Kind, gradients: Tensors) -> Tensors:
+        """Return what a backward pass has averaged, and gradients of other parameters as they are or as momenta.
+
+        Raises
+        ------
+        StateError
+            The gradients of the model were not averaged, or were changed since.
+        """
+        mine = {p: g for p, g in gradients.items() if p in link.model.names}
+        if (mine or kind != "gradients") and not self._is_blank(gradients):
+            backward.guard.check_unchanged(link.settings.grad_scaler is not None)
+        left = [] if self._is_blank(gradients) else [p for p in mine if p not in backward.reduced]
+        if left:
+            names = ", ".join(link.model.names[cast(torch.nn.Parameter, p)] for p in left[:5])
+            raise StateError(
+                f"the DistributedDataParallel does not average {names}, which required no gradient when it was made: "
+                "make a new one after requires_grad_(True)"
+            )
+        others = {p: g for p, g in gradients.items() if p not in link.model.names}
+        return mine | self._local(kind, others)
+
+    def _is_blank(self, gradients: Tensors) -> bool:
+        """Return True if torch.distributed.checkpoint has made gradients of zeros, to have the state allocated."""
+        optimizer = self._optimizer
+        unused = not optimizer.state and all(not group["lr"] for group in optimizer.param_groups)
+        return unused and not any(bool(g.any()) for g in gradients.values())
+
+    def starts(self, received: Tensors) -> bool:
+        """Return True if a step only allocates the state: the first one, of learning rates and means of 0."""
+        return not self._phase.steps and self._is_blank(received)
+
+    def finish(self) -> Tensors:
+        """Return the means of what local steps have not sent."""
+        found: Tensors = {}
+        if (link := self._connected()) is not None:
+            self._finishing = True
+            try:
+                found = link.reduce("momenta", {})
+            finally:
+                self._finishing = False
+        for p in self._steps.apart - found.keys():
+            self._steps.unsent(p, found.setdefault(p, torch.empty_like(p)))
+        return found
 
     def agree(self, decision: bool) -> bool:
         """Return True on all ranks if any of them decides so: sums may differ in the last bit between machines."""
@@ -107,8 +211,8 @@ class Averager:
 
     def forget_gradients(self) -> None:
         """Forget the gradients of the last backward pass, after a step or after they were set to zero."""
-        if self.link is not None:
-            self.link.guard.clear()
+        if self.link is not None and self.link.backward is not None:
+            self.link.backward.guard.clear()
 
     def stats(self) -> Stats:
         """Return the statistics of the link."""
@@ -116,19 +220,19 @@ class Averager:
 
     # State
 
-    def hook_states(self, gather: bool) -> dict[Kind, Any]:
+    def hook_states(self, gather: bool) -> HookStates:
         """Return the states of the hooks of this rank or of all ranks."""
         return checkpoint.hook_states(self.link, gather, self.waiting)
 
-    def new_hooks(self, saved: Mapping[Kind, Any]) -> dict[Kind, Hook] | None:
+    def new_hooks(self, saved: HookStates) -> dict[Kind, Hook] | None:
         """Return hooks with saved states for :meth:`load`; None if there is no link."""
         return None if self.link is None else checkpoint.new_hooks(self.link, saved)
 
-    def load(self, saved: dict[Kind, Any], hooks: dict[Kind, Hook] | None) -> None:
+    def load(self, saved: HookStates, hooks: dict[Kind, Hook] | None) -> None:
         """Go on from saved states, with the hooks that :meth:`new_hooks` made of them."""
         if self.link is None or hooks is None:
             self.waiting = saved
             return
         self.link.hooks = hooks
         hooks["gradients"].called |= self._phase.frozen
-        self.link.guard.clear()
+        self.forget_gradients()

@@ -1,87 +1,246 @@
-"""Entry ``one_bit`` of a state dict: phase, measured drift, and the states of the hooks of one rank or of all."""
+"""State dicts of OneBitAdam: the layout of torch.optim.Adam, and an entry ``one_bit`` of the first parameter group.
 
+Functions of torch.distributed.checkpoint carry parameter groups, but no other entries of a state dict. The entry holds
+integers, strings and bytes, so that a state that was just made can be the template of one that is loaded.
+"""
+
+import math
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
+
 from codec import StateError
+from codec.arguments import shown
+from codec.torch.ddp.checkpoint import packed, unpacked
 from codec.torch.ddp.hook import Hook
+from codec.torch.one_bit_adam import parameters
 from codec.torch.one_bit_adam.link import SENT, Link
+from codec.torch.one_bit_adam.phase import Phase
 from codec.torch.one_bit_adam.schedule import Kind
 
 KEY = "one_bit"
 VERSION = 1
+_RANK = re.compile("rank ([0-9]{1,9}) of ([0-9]{1,9})")
+_NUMBERS = (("lr", math.inf), ("eps", math.inf), ("weight_decay", math.inf))  # entries of a group, from 0 to a limit
 
 
-class Saved:
-    """Parsed entry of a state dict.
+@dataclass(frozen=True)
+class HookStates:
+    """States of the hooks of some of `size` ranks, packed, by rank; 0 ranks: there were no hooks."""
 
-    Parameters
-    ----------
-    entry : mapping or None
-        The entry; None for the state of torch.optim.Adam or AdamW.
+    size: int = 0
+    ranks: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
 
-    Raises
-    ------
-    StateError
-        It is no such entry.
-    """
+    def of(self, rank: int, size: int) -> Mapping[Kind, Any]:
+        """Return the states of a rank's hooks, redistributed if they are those of another number of ranks.
 
-    def __init__(self, entry: Any) -> None:
-        if entry is None:
-            self.frozen, self.drift, self.hooks = False, None, dict[Kind, Any]()
-            return
-        if not isinstance(entry, Mapping):
-            raise StateError(f"{KEY!r} of the state is a dict, not {type(entry).__name__}")
-        entries = cast(Mapping[str, Any], entry)
-        if entries.get("version") != VERSION:
+        Raises
+        ------
+        StateError
+            A state is missing or damaged.
+        """
+        if size == self.size and rank in self.ranks:
+            return self._unpacked(rank)
+        if size == self.size:
             raise StateError(
-                f"{KEY!r} of the state has version {entries.get('version')!r}; this library reads {VERSION}"
+                f"the state holds residuals of {len(self.ranks)} of {self.size} ranks, and none of rank {rank}: load "
+                "each rank's own state, or one of all ranks, optimizer.state_dict(gather=True). A template for "
+                "torch.distributed.checkpoint must be made after optimizer.register(model)"
             )
-        if entries.get("frozen") not in (0, 1) or not isinstance(entries.get("hooks"), Mapping):
-            raise StateError(f"{KEY!r} of the state is damaged: it lacks 'frozen' or 'hooks'")
-        self.frozen, self.drift = bool(entries["frozen"]), entries.get("drift")
-        hooks = cast(Mapping[Any, Any], entries["hooks"])
-        if unknown := [kind for kind in hooks if kind not in SENT]:
-            raise StateError(f"{KEY!r} of the state has hooks of unknown kinds: {unknown}")
-        self.hooks = dict(hooks)
+        if len(self.ranks) != self.size:
+            raise StateError(
+                f"the state is that of one of {self.size} ranks, and there are {size}: save "
+                "optimizer.state_dict(gather=True) of all ranks, which can be loaded by any number of ranks"
+            )
+        old = [self._unpacked(r) for r in range(self.size)]
+        return {kind: Hook.reshard([states[kind] for states in old], size)[rank] for kind in SENT}
+
+    def _unpacked(self, rank: int) -> Mapping[Kind, Any]:
+        try:
+            states = cast(Mapping[Kind, Any], unpacked(self.ranks[rank]))
+        except (StateError, RecursionError, KeyError) as e:
+            raise StateError(f"'rank {rank} of {self.size}' of {KEY!r} is damaged: {shown(e)}") from e
+        if sorted(states) != sorted(SENT):
+            raise StateError(f"'rank {rank} of {self.size}' of {KEY!r} has states of {sorted(states)}, not of {SENT}")
+        return states
 
 
-def hook_states(link: Link | None, gather: bool, waiting: Mapping[Kind, Any]) -> dict[Kind, Any]:
-    """Return the states of the hooks; those that wait for a link if there is none."""
+def hook_states(link: Link | None, gather: bool, waiting: HookStates) -> HookStates:
+    """Return the states of the hooks of this rank or of all; those that wait for a link if there is none."""
     if link is None:
         if gather:
             raise StateError("register the model before the states of all ranks are gathered")
-        return dict(waiting)
-    return {kind: link.hooks[kind].state_dict(gather=gather) for kind in SENT}
+        return waiting
+    rank, size = link.group.rank(), link.group.size()
+    if not gather:
+        return HookStates(size, {rank: packed({kind: link.hooks[kind].state_dict() for kind in SENT})})
+    gathered = {kind: link.hooks[kind].state_dict(gather=True)["ranks"] for kind in SENT}
+    return HookStates(size, {r: packed({kind: gathered[kind][r] for kind in SENT}) for r in range(size)})
 
 
-def new_hooks(link: Link, saved: Mapping[Kind, Any]) -> dict[Kind, Hook]:
+def moved(link: Link, group: Any) -> HookStates:
+    """Return the states of this rank's hooks for the ranks of another group."""
+    here = {"rank": group.rank(), "world_size": group.size()}
+    states = {kind: hook.state_dict() | here for kind, hook in link.hooks.items()}
+    return HookStates(group.size(), {group.rank(): packed(states)})
+
+
+def new_hooks(link: Link, saved: HookStates) -> dict[Kind, Hook]:
     """Return hooks with saved states, redistributed if they are those of another number of ranks.
 
     Raises
     ------
     StateError
-        A state is damaged, belongs to another rank or another model, or is that of one of another number of ranks.
+        A state is missing or damaged, or belongs to another rank or another model.
     """
     hooks = link.new_hooks()
-    rank, size = link.group.rank(), link.group.size()
-    for kind, state in saved.items():
-        hooks[kind].load_state_dict(_state_of(state, rank, size))
+    if saved.size:
+        states = saved.of(link.group.rank(), link.group.size())
+        for kind, hook in hooks.items():
+            hook.load_state_dict(states[kind])
     return hooks
 
 
-def _state_of(state: Any, rank: int, size: int) -> Any:
-    """Return the state of a rank's hook, from one that may hold the states of all ranks."""
-    if not isinstance(state, Mapping):
-        return state  # which the hook refuses
-    entries = cast(Mapping[str, Any], state)
-    if "ranks" in entries:
-        ranks = entries["ranks"]
-        others = isinstance(ranks, list) and len(cast(list[Any], ranks)) != size
-        return Hook.reshard(entries, size)[rank] if others else entries
-    if entries.get("world_size") not in (-1, size):
+def with_entry(state: dict[str, Any], phase: Phase, hooks: HookStates) -> dict[str, Any]:
+    """Return a state of torch.optim.Adam with the entry of an optimizer's phase and hooks."""
+    entry = {"version": VERSION, "steps": phase.steps, "frozen": int(phase.frozen), "drift": phase.drift.state()}
+    entry |= {"ranks": hooks.size} | {f"rank {rank} of {hooks.size}": data for rank, data in hooks.ranks.items()}
+    first, *others = state["param_groups"]
+    return state | {"param_groups": [first | {KEY: entry}, *others]}
+
+
+class Saved:
+    """State dict that was checked.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        The optimizer that is to go on from it.
+    state_dict : mapping
+        State of OneBitAdam, torch.optim.AdamW or torch.optim.Adam.
+
+    Attributes
+    ----------
+    adam : dict
+        State for torch.optim.Adam's ``load_state_dict``, with ``variance_step`` of each parameter.
+    steps : int
+        Number of steps.
+    frozen : bool
+        True if second moments are frozen.
+    drift : str or None
+        Measured drift.
+    hooks : HookStates
+        States of hooks.
+    refreshed : bool
+        True if all steps have updated the second moments.
+
+    Raises
+    ------
+    StateError
+        It is no such state, or only a part of one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
+        groups, states = _parsed(state_dict)
+        numbers = [i for group in groups for i in group["params"]]
+        for i, p in zip(numbers, parameters.of(optimizer), strict=False):  # torch compares the groups
+            if i in states:
+                _check_parameter(i, p, states[i])
+        counts = {i: int(state["step"]) for i, state in states.items()}
+        entries = [group[KEY] for group in groups if KEY in group]
+        taken = max(counts.values(), default=0)
+        if not entries and any("variance_step" in state for state in states.values()):
+            raise StateError(
+                f"the state is one of OneBitAdam without its entry {KEY!r} of the first parameter group, so that the "
+                "phase and the residuals are lost: save and load all entries of optimizer.state_dict()"
+            )
+        entry = _checked_entry(entries[0]) if entries else None
+        if entry is None or entry["steps"] < taken:  # torch.optim.AdamW has gone on from a state with such an entry
+            entry = {"steps": taken, "frozen": 0, "ranks": 0}
+            states = {i: state | {"variance_step": counts[i]} for i, state in states.items()}
+        if lacking := [i for i, state in states.items() if "variance_step" not in state]:
+            raise StateError(f"variance_step of parameter {lacking[0]} is missing: only a part of the state was loaded")
+        self.adam = {"state": states, "param_groups": [{k: g[k] for k in g if k != KEY} for g in groups]}
+        self.steps, self.frozen, self.drift = entry["steps"], bool(entry["frozen"]), entry.get("drift")
+        self.hooks = _hooks_of(entry)
+        self.refreshed = all(state["variance_step"] == counts[i] for i, state in states.items())
+
+
+def _parsed(state_dict: Any) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
+    """Return the groups of a state dict, and the state of each parameter that has one, as copies."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(cast(Any, state_dict)):
         raise StateError(
-            f"the state is that of one of {entries.get('world_size')} ranks, and there are {size}: save "
-            "optimizer.state_dict(gather=True) of all ranks, which can be loaded by any number of ranks"
+            f"the state of an optimizer has 'state' and 'param_groups', got {shown(cast(Any, state_dict))}"
         )
+    entries = cast(Mapping[str, Any], state_dict)
+    try:
+        groups = [dict(group) for group in entries["param_groups"]]
+        numbers: list[Any] = [i for group in groups for i in group["params"]]
+        states: dict[Any, dict[str, Any]] = {i: dict(s) for i in numbers if (s := entries["state"].get(i))}
+    except (TypeError, KeyError, AttributeError, ValueError) as e:
+        raise StateError(f"the state of an optimizer is damaged: {shown(e)}") from e
+    for group in groups:
+        _check_group(group)
+    return groups, states
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    """Raise StateError if an option of a saved group is not supported or impossible."""
+    if on := [name for name in parameters.UNSUPPORTED if group.get(name)]:
+        raise StateError(f"the state is of an optimizer with {', '.join(on)}, which OneBitAdam does not support")
+    betas = group.get("betas")
+    if not isinstance(betas, tuple | list) or len(cast(Any, betas)) != 2:
+        raise StateError(f"betas of a saved group are two numbers, got {shown(cast(Any, betas))}")
+    values = [(name, group.get(name), limit) for name, limit in _NUMBERS]
+    for name, value, limit in [*values, *(("betas", b, 1.0) for b in cast(Any, betas))]:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < limit:
+            raise StateError(f"{name} of a saved group is {shown(value)}: a number from 0 to below {limit} is expected")
+
+
+def _check_parameter(number: Any, p: torch.Tensor, state: Mapping[str, Any]) -> None:
+    """Raise StateError if the saved state of a parameter is not one of it."""
+    try:
+        step = float(state["step"])
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+        step = -1.0
+    if not (step >= 0 and step.is_integer() and step < 1 << 48):
+        raise StateError(
+            f"step of parameter {number} is {shown(state.get('step'))}, no count of steps: the state is damaged"
+        )
+    updates = state.get("variance_step", 0)
+    if type(updates) is not int or not 0 <= updates <= step:
+        raise StateError(f"variance_step of parameter {number} is no count of steps: the state is damaged")
+    for name in ("exp_avg", "exp_avg_sq"):
+        x = state.get(name)
+        if not isinstance(x, torch.Tensor) or x.shape != p.shape:
+            found = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise StateError(f"{name} of parameter {number} has shape {found}, the parameter {tuple(p.shape)}")
+
+
+def _checked_entry(entry: Any) -> Mapping[str, Any]:
+    """Return the entry ``one_bit``, whose numbers are possible."""
+    if not isinstance(entry, Mapping):
+        raise StateError(f"{KEY!r} of the state is a dict, not {type(entry).__name__}")
+    entries = cast(Mapping[str, Any], entry)
+    if entries.get("version") != VERSION:
+        raise StateError(f"{KEY!r} of the state has version {entries.get('version')!r}; this library reads {VERSION}")
+    for name, limit in (("steps", 1 << 48), ("frozen", 2), ("ranks", 1 << 30)):
+        value = entries.get(name)
+        if type(value) is not int or not 0 <= value < limit:
+            raise StateError(f"{name!r} in {KEY!r} of the state is {shown(value)}: the state is damaged")
     return entries
+
+
+def _hooks_of(entry: Mapping[str, Any]) -> HookStates:
+    """Return the states of hooks in an entry."""
+    found: dict[int, bytes] = {}
+    for name, data in entry.items():
+        match = _RANK.fullmatch(str(name))
+        if match and int(match[2]) == entry["ranks"]:
+            if not isinstance(data, bytes):
+                raise StateError(f"{name!r} in {KEY!r} of the state is bytes, not {type(data).__name__}")
+            found[int(match[1])] = data
+    return HookStates(entry["ranks"], found)

@@ -1,19 +1,16 @@
 """Connection of an optimizer to the other ranks: two hooks, one for gradients and one for momenta."""
 
-# no `from __future__ import annotations`: torch checks the annotations of a hook
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from math import isfinite
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from codec import CallOptions, SpecError
+from codec import ArgumentError, CallOptions, SpecError
+from codec.arguments import shown
 from codec.specs import Lossless, Spec
-from codec.torch._compat import backward_pass, call_after_backward
 from codec.torch.collectives.calls import all_reduce
-from codec.torch.ddp import lifetime
 from codec.torch.ddp.buckets import Bucket, gradients_in, n_values, needs_optimizer
 from codec.torch.ddp.hook import Hook
 from codec.torch.ddp.make import ddp_hook
@@ -21,12 +18,13 @@ from codec.torch.ddp.policy import Policy
 from codec.torch.ddp.reducer import Transform
 from codec.torch.ddp.stats import Stats
 from codec.torch.group.work import Work
-from codec.torch.one_bit_adam.guard import Guard
+from codec.torch.one_bit_adam import arithmetic
+from codec.torch.one_bit_adam.backward import Backward
 from codec.torch.one_bit_adam.model import Model
-from codec.torch.one_bit_adam.schedule import Kind
+from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
 
 # Embeddings and their heads are encoded, too: a momentum over sqrt(v) has even rows.
-EVEN_POLICY = Policy(uneven=None)
+EVEN_POLICY = Policy(lossless_uneven=False)
 SENT: tuple[Kind, ...] = ("gradients", "momenta")
 
 _BUCKET = 25 << 20  # bytes of a bucket without DistributedDataParallel; that is its default, too
@@ -41,8 +39,20 @@ class Settings:
     transform: Transform
     optimizer: torch.optim.Optimizer  # Adam whose state Truncate reads, if the warm-up is Truncate
     policy: Policy = EVEN_POLICY
-    grad_scaler: Any = None
+    grad_scaler: Any = None  # an enabled one
+    max_grad_norm: float | None = None
     options: CallOptions | None = None
+
+    @property
+    def scale(self) -> float:
+        """Factor of the GradScaler in gradients."""
+        return 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
+
+    def clip_factor(self, gradients: Iterable[torch.Tensor], scale: float = 1.0) -> float:
+        """Return the factor by which this rank's gradients, which have the factor `scale`, are clipped."""
+        if self.max_grad_norm is None:
+            return 1.0
+        return arithmetic.clip_factor(gradients, self.max_grad_norm, scale)
 
     def hook(self, kind: Kind) -> Hook:
         """Return a new hook for gradients or momenta."""
@@ -66,6 +76,38 @@ def check_spec(spec: Spec) -> None:
         raise SpecError(f"{spec} is no contraction, so that error feedback does not converge: use Sign")
 
 
+def check_clipping(max_grad_norm: Any) -> float | None:
+    """Return an argument `max_grad_norm`; raise ArgumentError unless it is a positive number or None."""
+    number = isinstance(max_grad_norm, int | float) and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not (number and isfinite(max_grad_norm) and max_grad_norm > 0):
+        raise ArgumentError(f"max_grad_norm must be a finite number above 0, or None, got {shown(max_grad_norm)}")
+    return max_grad_norm
+
+
+def check_scaler(grad_scaler: Any, model: Model, schedule: ZeroOneSchedule | None) -> Any:
+    """Return a GradScaler; None for one that is switched off, which scales nothing and skips no step.
+
+    Raises
+    ------
+    ArgumentError
+        It is no GradScaler, or ranks could skip different steps.
+    """
+    if grad_scaler is None:
+        return None
+    if not hasattr(grad_scaler, "is_enabled") or not hasattr(grad_scaler, "get_scale"):
+        raise ArgumentError(f"grad_scaler must be a torch.amp.GradScaler or None, got {shown(grad_scaler)}")
+    if not grad_scaler.is_enabled():
+        return None
+    if schedule is not None and schedule.max_interval > 1:
+        raise ArgumentError(
+            "grad_scaler= needs communication in every step, since ranks could skip different local steps: use "
+            "ZeroOneSchedule(max_interval=1), or bfloat16 without a scaler"
+        )
+    if model.ddp is None:
+        raise ArgumentError("grad_scaler= needs a DistributedDataParallel: scalers of ranks could skip other steps")
+    return grad_scaler
+
+
 class Link:
     """Model, ranks and hooks of an optimizer.
 
@@ -87,16 +129,11 @@ class Link:
     """
 
     def __init__(self, settings: Settings, model: Model, group: Any, kind_of_step: Callable[[], Kind]) -> None:
-        self.settings, self.model, self.group, self._kind_of_step = settings, model, group, kind_of_step
-        self.guard = Guard()
-        self._before = 0  # steps of the hook before this backward pass
+        self.settings, self.model, self.group = settings, model, group
+        self.backward: Backward | None = None  # buckets of a DistributedDataParallel; None: step() averages
+        self._kind_of_step = kind_of_step
         self._buckets: list[Bucket] = []  # memory of :meth:`reduce`
         self.hooks = self.new_hooks()
-
-    @property
-    def is_ddp(self) -> bool:
-        """True if a DistributedDataParallel calls the hooks in backward()."""
-        return self.model.ddp is not None
 
     def new_hooks(self) -> dict[Kind, Hook]:
         """Return new hooks that serve the model."""
@@ -115,63 +152,55 @@ class Link:
         """Have the DistributedDataParallel, if there is one, send its buckets through the hooks."""
         if self.model.ddp is None:
             return
-
-        def one_bit_adam(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
-            return self._reduce_bucket(bucket)
-
-        lifetime.register(self.model.ddp, one_bit_adam)
-
-    def _reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
-        """Reduce a bucket of a backward pass; in a local step, return it unchanged."""
-        kind = self._kind_of_step()
-        hook = self.hooks["gradients" if kind == "gradients" else "momenta"]
-        if bucket.index() == 0:
-            if kind != "gradients":
-                self.guard.check_first()
-            self._before = hook.reducer.state.count
-        if kind == "local":
-            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            future.set_result(bucket.buffer())
-        else:
-            future = hook.reduce(bucket)
-        if bucket.is_last() and backward_pass() is not None:
-            call_after_backward(lambda: self._end_backward(hook, kind))
-        return future
-
-    def _end_backward(self, hook: Hook, kind: Kind) -> None:
-        """Record the gradients that a backward pass has left, unless its step has failed."""
-        self.guard.clear()
-        if kind == "local" or (kind == "momenta" and hook.reducer.state.count > self._before):
-            self.guard.record(self.model.names)
+        settings = self.settings
+        clips = settings.max_grad_norm is not None
+        self.backward = Backward(
+            self.model.ddp,
+            lambda kind: self.hooks.get(kind),
+            self._kind_of_step,
+            (lambda buffers: settings.clip_factor(buffers, settings.scale)) if clips else None,
+        )
+        self.model.ddp.register_comm_hook(None, self.backward)  # pyright: ignore[reportUnknownMemberType]
 
     def reduce(
         self, kind: Kind, tensors: Mapping[torch.Tensor, torch.Tensor | None]
     ) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the means of tensors over all ranks, without DistributedDataParallel; all ranks must call this.
+        """Return the means of tensors over all ranks, outside of a backward pass; all ranks must call this.
 
         Parameters
         ----------
         kind : str
             The hook that sends them, whose transform is applied.
         tensors : mapping
-            Gradient of each parameter of the model; None counts as zeros.
+            Gradient of each parameter; None, or none at all, counts as zeros.
         """
         hook = self.hooks[kind]
         hook.called = True
-        self._buckets = self._buckets or _buckets_of(self.model.names)
+        self._buckets = self._buckets or self._make_buckets(hook)
+        factor = self.settings.clip_factor(g for g in tensors.values() if g is not None)
         works: list[Work] = []
         for bucket in self._buckets:
             for p, place in zip(bucket.parameters, bucket.gradients(), strict=True):
-                given = tensors[p]
+                given = tensors.get(p)
                 if given is None:
                     place.zero_()
                 else:
                     place.copy_(given)
+            if factor < 1:
+                bucket.buffer.mul_(factor)
             works.append(hook.reducer.reduce(bucket))
         found: dict[torch.Tensor, torch.Tensor] = {}
         for bucket, work in zip(self._buckets, works, strict=True):
             found |= zip(bucket.parameters, gradients_in(work.result(), bucket.parameters), strict=True)
         return found
+
+    def _make_buckets(self, hook: Hook) -> list[Bucket]:
+        """Return buckets for the model's gradients: those of the last backward pass, to which residuals belong."""
+        known = hook.reducer.state.buckets
+        if self.model.ddp is None or not known:
+            return _buckets_of(list(_cut(self.model.names)))
+        named = {name: p for p, name in self.model.names.items()}
+        return _buckets_of([[named[name] for name in bucket] for bucket in known])
 
     def agree(self, decision: bool) -> bool:
         """Return True on all ranks if any of them decides so; all ranks must call this."""
@@ -186,24 +215,18 @@ class Link:
     def stats(self) -> Stats:
         """Return the statistics of both hooks together."""
         all_stats = [hook.stats() for hook in self.hooks.values()]
-        kept = ("residual_ratio", "world_size", "parameters", "contents")
+        kept = ("residual_ratio", "world_size", "parameters")
         total: dict[str, Any] = {
             f.name: sum(getattr(s, f.name) for s in all_stats) for f in fields(Stats) if f.name not in kept
         }
         return Stats(
-            **total,
-            residual_ratio=max(s.residual_ratio for s in all_stats),
-            world_size=all_stats[0].world_size,
-            contents=next(
-                (s.contents for s in all_stats[::-1] if s.contents), dict[str, int]()
-            ),  # momenta, once they are sent
+            **total, residual_ratio=max(s.residual_ratio for s in all_stats), world_size=all_stats[0].world_size
         )
 
 
-def _buckets_of(parameters: Iterable[torch.nn.Parameter]) -> list[Bucket]:
-    """Return buckets for the gradients of parameters."""
+def _buckets_of(groups: list[list[torch.nn.Parameter]]) -> list[Bucket]:
+    """Return buckets for the gradients of groups of parameters."""
     buckets: list[Bucket] = []
-    groups = list(_cut(parameters))
     for i, some in enumerate(groups):
         buffer = torch.empty(sum(map(n_values, some)), dtype=some[0].dtype, device=some[0].device)
         buckets.append(Bucket(buffer, some, i, last=i == len(groups) - 1))

@@ -1,41 +1,65 @@
 """Models whose gradients an optimizer averages: a DistributedDataParallel, a module, or parameters alone."""
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from codec import ArgumentError, StateError
 from codec.torch.ddp import lifetime
 from codec.torch.ddp.policy import names_of
+from codec.torch.group.communicator import key_of
+
+logger = logging.getLogger("codec.torch")
 
 
 @dataclass(frozen=True)
 class Model:
     """Parameters whose gradients the ranks average."""
 
-    names: Mapping[torch.nn.Parameter, str]  # of parameters that require gradients
+    names: Mapping[torch.nn.Parameter, str]
     module: torch.nn.Module  # module whose layers the policy knows; an empty one if they are unknown
     ddp: DistributedDataParallel | None = None  # calls hooks in backward(); None: step() averages
 
-    @property
-    def group(self) -> Any:
-        """Ranks of the DistributedDataParallel, or all."""
+    def group(self, group: Any) -> Any:
+        """Return the given ranks; None: those of the DistributedDataParallel, or all."""
         ddp: Any = self.ddp  # torch does not type its attributes
-        return dist.group.WORLD if ddp is None else ddp.process_group
+        return key_of(group) if group is not None or ddp is None else ddp.process_group
+
+    def lacks(self, p: torch.Tensor) -> bool:
+        """Return True if step() would not average the gradient of a parameter, but the model has no DDP that does."""
+        return self.ddp is None and p.requires_grad and p not in self.names
+
+    def extended(self, named: Sequence[tuple[str, torch.Tensor]]) -> "Model":
+        """Return the model with those parameters of an optimizer that it lacks, such as of a new parameter group.
+
+        Raises
+        ------
+        ArgumentError
+            The registered module does not have them.
+        """
+        new = [(name, p) for name, p in named if self.lacks(p)]
+        own = {cast(torch.Tensor, p): name for name, p in self.module.named_parameters()}
+        if own and (others := [name for name, p in new if p not in own]):
+            raise ArgumentError(
+                f"the registered module lacks parameters of the optimizer: {', '.join(others[:5])}; register a module "
+                "that has them all"
+            )
+        both = [(name, cast(torch.Tensor, p)) for p, name in self.names.items()]
+        return replace(self, names=names_of([*both, *((own.get(p, name), p) for name, p in new)]))
 
 
-def check_model(model: Any, mine: Mapping[torch.Tensor, int]) -> Model:
+def check_model(model: Any, named: Sequence[tuple[str, torch.Tensor]]) -> Model:
     """Check the argument of ``register``; return the model.
 
     Parameters
     ----------
     model : DistributedDataParallel or torch.nn.Module
         The argument, maybe inside of what torch.compile returned.
-    mine : mapping
+    named : sequence of (str, torch.Tensor)
         Parameters of the optimizer.
 
     Raises
@@ -49,17 +73,31 @@ def check_model(model: Any, mine: Mapping[torch.Tensor, int]) -> Model:
     ddp = model if isinstance(model, DistributedDataParallel) else None
     wrapper: Any = ddp  # torch does not type its attributes
     module = cast(torch.nn.Module, model if ddp is None else wrapper.module)
-    named = {p: name for name, p in module.named_parameters() if p.requires_grad}
-    if lacking := [name for p, name in named.items() if p not in mine]:
+    ignored: set[str] = set() if ddp is None else wrapper.parameters_to_ignore
+    served = {p: name for name, p in module.named_parameters() if name not in ignored}
+    mine = {p for _, p in named}
+    if lacking := [name for p, name in served.items() if p.requires_grad and p not in mine]:
         raise ArgumentError(f"the optimizer lacks parameters of the model: {', '.join(lacking[:5])}")
-    if not any(p in mine for p in named):
+    if not any(p in mine for p in served):
         raise ArgumentError("the model has none of the optimizer's parameters")
-    others = [p for p in mine if p not in named and p.requires_grad]
-    if ddp is None and others:
-        raise ArgumentError(
-            f"the optimizer has {len(others)} parameters that are not the model's: register a module that has them all"
+    others = {name: p for name, p in named if p not in served and p.requires_grad}
+    if ddp is None:
+        names = names_of((name, p) for p, name in served.items() if p in mine and p.requires_grad)
+        return Model(names, module).extended(list(others.items()))
+    _report(others, ddp)
+    return Model(names_of((name, p) for p, name in served.items()), module, ddp)
+
+
+def _report(others: Mapping[str, torch.Tensor], ddp: DistributedDataParallel) -> None:
+    """Log the parameters of an optimizer that neither its DistributedDataParallel nor another one averages."""
+    elsewhere = {p for model in lifetime.models() if model is not ddp for p in model.parameters()}
+    if alone := [name for name, p in others.items() if p not in elsewhere]:
+        logger.warning(
+            "OneBitAdam has %d parameters that no DistributedDataParallel averages, such as %s: this rank steps them "
+            "by its own gradients. If these differ between ranks, average them before step().",
+            len(alone),
+            ", ".join(alone[:5]),
         )
-    return Model(names_of((name, p) for p, name in named.items()), module, ddp)
 
 
 def model_of(named: Sequence[tuple[str, torch.Tensor]]) -> Model:

@@ -9,12 +9,12 @@ import torch
 
 from codec import ArgumentError, CallOptions, StateError, Status
 from codec.arguments import shown
-from codec.specs import Lossless, Preset, Sign, Spec
+from codec.specs import Lossless, Quantize, Spec
 from codec.torch.ddp.policy import Chooser, Policy, policy_of
 from codec.torch.ddp.stats import Stats
 from codec.torch.one_bit_adam import arithmetic, checkpoint, parameters
 from codec.torch.one_bit_adam.averager import Averager
-from codec.torch.one_bit_adam.link import EVEN_POLICY, check_spec
+from codec.torch.one_bit_adam.link import EVEN_POLICY, check_clipping, check_scaler, check_spec
 from codec.torch.one_bit_adam.model import check_model
 from codec.torch.one_bit_adam.phase import Phase
 from codec.torch.one_bit_adam.schedule import ZeroOneSchedule, parsed
@@ -23,9 +23,10 @@ from codec.torch.reduction.arguments import plain_spec
 
 
 class OneBitAdam(torch.optim.Adam):
-    """Adam that sends signs of momenta instead of gradients, after a warm-up (1-bit Adam, Tang et al. 2021).
+    """Adam that sends quantized momenta instead of gradients, after a warm-up (1-bit Adam, Tang et al. 2021).
 
-    With a :class:`ZeroOneSchedule` it is 0/1 Adam (Lu et al. 2023).
+    Momenta are sent in 4 bits by default, with the loss of AdamW; ``spec=Sign(group_size=1024)`` sends their signs, as
+    1-bit Adam does. With a :class:`ZeroOneSchedule` the optimizer is 0/1 Adam (Lu et al. 2023).
 
     For `freeze_step` steps it is :class:`torch.optim.AdamW`, or Adam, over the mean gradients of all ranks. Then the
     second moments v stay as they are. Each rank computes its momentum ``b1 m + (1 - b1) g`` and sends it with error
@@ -50,12 +51,13 @@ class OneBitAdam(torch.optim.Adam):
     weight_decay : float
         Weight decay.
     freeze_step : int, "auto" or ZeroOneSchedule
-        Number of steps before second moments are frozen, at least 1: 15 to 25% of a run. "auto": until the sum of
+        Number of steps before second moments are frozen, at least 1: 20 to 40% of a run. "auto": until the sum of
         second moments has changed by at most 4% over 1 / (1 - b2) steps. The learning rate's warm-up should end before
         the freeze. :class:`ZeroOneSchedule`: 0/1 Adam, whose warm-up sends gradients in some steps only, and which
         later takes steps without communication.
     spec : Spec or str
-        Codec of momenta, or the name of a preset: lossless or a contraction (:attr:`codec.Spec.contraction`).
+        Codec of momenta, or the name of a preset: lossless or a contraction (:attr:`codec.Spec.contraction`). Signs
+        suit long trainings; they can cost 0.1 nats and more in short ones.
     warmup : Spec or str
         Codec of gradients before the freeze. A lossless warm-up sends most of the bytes of a run:
         ``Quantize(4)`` or ``Truncate(...)`` send fewer.
@@ -88,7 +90,7 @@ class OneBitAdam(torch.optim.Adam):
         weight_decay: float = 0.0,
         *,
         freeze_step: int | Literal["auto"] | ZeroOneSchedule,
-        spec: Spec | Preset = Sign(group_size=1024),  # noqa: B008 - immutable
+        spec: Spec | str = Quantize(4, levels="odd", rounding="nearest"),  # noqa: B008 - immutable
         warmup: Spec | str = Lossless(),  # noqa: B008 - immutable
         decoupled_weight_decay: bool = True,
     ) -> None:
@@ -105,13 +107,12 @@ class OneBitAdam(torch.optim.Adam):
     def _begin(self, phase: Phase) -> None:
         """Make the parts of the optimizer that know its parameters."""
         self._phase = phase
+        phase.watch()
         self._arithmetic = Steps(self, refresh=self.schedule is not None)
         self._averager = Averager(self, phase, self._arithmetic, self.warmup, self.spec)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as torch.optim.Adam does.
-
-        After the freeze its parameters have no second moments, so they do not move.
+        """Add a parameter group, as torch.optim.Adam does, before second moments are frozen; on all ranks.
 
         Parameters
         ----------
@@ -122,12 +123,16 @@ class OneBitAdam(torch.optim.Adam):
         ------
         ArgumentError
             A parameter or an option is not supported: DTensor, complex values, ``amsgrad``, ``maximize``, ``fused``,
-            ``capturable``, ``differentiable``.
+            ``capturable``, ``differentiable``. Or a parameter is not one of the module that was registered.
+        StateError
+            Second moments are frozen: parameters that have none would not move.
         """
         super().add_param_group(param_group)
         try:
             parameters.check_group(self.param_groups[-1])
-        except ArgumentError:
+            if "_averager" in self.__dict__:  # else torch's constructor adds the first groups
+                self._averager.check_new()
+        except (ArgumentError, StateError):
             self.param_groups.pop()
             raise
 
@@ -139,25 +144,33 @@ class OneBitAdam(torch.optim.Adam):
         *,
         policy: Policy | Chooser = EVEN_POLICY,
         grad_scaler: Any = None,
+        max_grad_norm: float | None = None,
         group: Any = None,
         options: CallOptions | None = None,
     ) -> "OneBitAdam":
         """Send the gradients, and later the momenta, of a model as frames.
 
         With a DistributedDataParallel, buckets travel while backward() runs. After the freeze ``p.grad`` then holds the
-        averaged momentum: ``clip_grad_norm_`` between backward() and step() is refused. With a plain module,
-        :meth:`step` averages by itself, and gradients of this rank may be clipped before.
+        averaged momentum, so ``clip_grad_norm_`` between backward() and step() is refused in all steps: use
+        `max_grad_norm`. With a plain module, :meth:`step` averages by itself.
 
         Parameters
         ----------
         model : torch.nn.parallel.DistributedDataParallel or torch.nn.Module
             The model, or its ``torch.compile``. All of its parameters that require gradients are this optimizer's.
+            Parameters of the optimizer that a DistributedDataParallel does not average, such as those of a second one,
+            are stepped by the gradients that this rank has in :meth:`step`.
         policy : Policy or callable
             Specs of parameters, as for :func:`ddp_hook`; None stands for `warmup` before and `spec` after the freeze.
             Default, and the rules behind a function: norms, biases and parameters of fewer than 4,096 values are sent
             lossless; embeddings are encoded.
         grad_scaler : torch.amp.GradScaler, optional
-            Scaler of the gradients of a DistributedDataParallel. All ranks skip a step with NaN or Inf.
+            Scaler of the gradients of a DistributedDataParallel. All ranks skip a step with NaN or Inf. One that is
+            switched off counts as None.
+        max_grad_norm : float, optional
+            Largest norm of each rank's gradient, all parameters of the model together. Larger ones are scaled before
+            they are averaged or added to momenta, as ``clip_grad_norm_`` does. Buckets of a DistributedDataParallel
+            then travel after the backward pass. Default: gradients are not clipped.
         group : ProcessGroup, optional
             Ranks. Default: those of the model, or all.
         options : CallOptions, optional
@@ -174,24 +187,12 @@ class OneBitAdam(torch.optim.Adam):
             The model or another argument cannot be used.
         StateError
             A loaded state belongs to another model or rank.
-
-        Examples
-        --------
-        >>> module = torch.nn.Linear(100, 100)
-        >>> optimizer = codec.torch.OneBitAdam(module.parameters(), freeze_step=1).register(module)
-        >>> module(torch.randn(8, 100)).square().sum().backward()
-        >>> optimizer.step()
         """
-        served = check_model(model, dict.fromkeys(parameters.of(self), 0))
-        if grad_scaler is not None and self.schedule is not None and self.schedule.max_interval > 1:
-            raise ArgumentError(
-                "grad_scaler= needs communication in every step, since ranks could skip different local steps: use "
-                "ZeroOneSchedule(max_interval=1), or bfloat16 without a scaler"
-            )
-        if grad_scaler is not None and served.ddp is None:
-            raise ArgumentError("grad_scaler= needs a DistributedDataParallel: scalers of ranks could skip other steps")
-        how = {"policy": policy_of(policy, EVEN_POLICY), "grad_scaler": grad_scaler, "options": options}
-        self._averager.connect(served, group, replace(self._averager.settings, **how))
+        served = check_model(model, parameters.named(self))
+        scaler = check_scaler(grad_scaler, served, self.schedule)
+        how = {"grad_scaler": scaler, "max_grad_norm": check_clipping(max_grad_norm), "options": options}
+        settings = replace(self._averager.settings, policy=policy_of(policy, EVEN_POLICY), **how)
+        self._averager.connect(served, group, settings)
         return self
 
     # Steps
@@ -213,13 +214,12 @@ class OneBitAdam(torch.optim.Adam):
         Raises
         ------
         ArgumentError
-            Without DistributedDataParallel: a gradient holds NaN or Inf. Parameters and state are unchanged on all
+            A gradient holds NaN or Inf that backward() has not averaged. Parameters and state are unchanged on all
             ranks.
         PeerError
             Without DistributedDataParallel: another rank has raised an error, or is gone.
         StateError
-            With DistributedDataParallel, after the freeze: gradients were changed after the backward pass, or there was
-            none.
+            With DistributedDataParallel: gradients were changed after the backward pass, or there was none.
         """
         loss = None
         if closure is not None:
@@ -228,6 +228,9 @@ class OneBitAdam(torch.optim.Adam):
         phase = self._phase
         kind = phase.kind
         received = self._averager.received(kind)
+        if self._averager.starts(received):
+            self._arithmetic.start()
+            return loss
         finite = kind != "local" or all(arithmetic.is_finite(g) for g in received.values())
         if kind == "local":
             self._arithmetic.take_alone(received if finite else None)
@@ -254,6 +257,21 @@ class OneBitAdam(torch.optim.Adam):
         self._averager.share_buckets()
         self._phase.warn_of_freeze(parameters.without_moments(self))
 
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Make parameters and momenta the same on all ranks after local steps of 0/1 Adam; all ranks must call this.
+
+        It sends what local steps have not sent, and counts no step. Call it before parameters are saved or evaluated.
+        Nothing happens if the ranks are synchronized, as they always are without local steps.
+
+        Raises
+        ------
+        PeerError
+            Another rank has called something else, or is gone.
+        """
+        if not self.synchronized:
+            self._arithmetic.synchronize(self._averager.finish())
+
     # State
 
     @property
@@ -275,16 +293,6 @@ class OneBitAdam(torch.optim.Adam):
             Relative change, from 0 to 1, of the sum of bias-corrected second moments over the last 1 / (1 - b2) steps,
             or over half of the steps if those are fewer; as last measured. It stays as it is after the freeze. nan
             after fewer than two steps.
-
-        Examples
-        --------
-        >>> weight = torch.nn.Parameter(torch.ones(100))
-        >>> optimizer = codec.torch.OneBitAdam([weight], freeze_step=100)
-        >>> for _ in range(20):
-        ...     weight.grad = torch.ones(100)
-        ...     optimizer.step()
-        >>> round(optimizer.drift(), 6)
-        0.0
         """
         return self._phase.drift.value
 
@@ -310,7 +318,7 @@ class OneBitAdam(torch.optim.Adam):
         self._averager.forget_gradients()
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        """Return the state, in the layout of torch.optim.Adam with one more entry ``one_bit``.
+        """Return the state, in the layout of torch.optim.Adam; its first parameter group has an entry ``one_bit``.
 
         Moments are the same on all ranks, residuals are not: each rank saves its own state, or rank 0 saves one file
         for all.
@@ -324,28 +332,18 @@ class OneBitAdam(torch.optim.Adam):
         Returns
         -------
         dict
-            State that ``torch.load(weights_only=True)`` accepts. torch.optim.AdamW ignores the entry ``one_bit``.
+            State that ``torch.load(weights_only=True)`` and torch.distributed.checkpoint accept, and torch.optim.AdamW.
 
         Raises
         ------
         StateError
-            `gather`, and no model is registered. Or the last step was local, so that parameters of ranks differ: save
-            when :attr:`synchronized` is True.
+            `gather`, and no model is registered. Or the last step was local, so that parameters of ranks differ: call
+            :meth:`finish` before.
         PeerError
             `gather`, and another rank is lost.
         """
-        self._check_synchronized()
-        hooks, phase = self._averager.hook_states(gather), self._phase
-        entry = {"version": checkpoint.VERSION, "frozen": int(phase.frozen), "drift": phase.drift.state()}
-        return super().state_dict() | {checkpoint.KEY: {**entry, "hooks": hooks}}
-
-    def _check_synchronized(self) -> None:
-        if not self.synchronized:
-            interval = self.schedule.max_interval if self.schedule else 1
-            raise StateError(
-                f"step {self._phase.steps} was local, so that parameters of ranks differ: save when "
-                f"optimizer.synchronized is True, as after every step that is a multiple of {interval}"
-            )
+        self._phase.check_saving(self.synchronized)
+        return checkpoint.with_entry(super().state_dict(), self._phase, self._averager.hook_states(gather))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict`, of torch.optim.AdamW or of torch.optim.Adam.
@@ -364,20 +362,14 @@ class OneBitAdam(torch.optim.Adam):
             The mapping is no such state, or belongs to other parameters, another rank or another number of ranks. The
             optimizer is unchanged.
         """
-        parameters.check_state(self, state_dict)
-        saved = checkpoint.Saved(state_dict.get(checkpoint.KEY))
-        partly = any("variance_step" in state for state in state_dict["state"].values())
-        if self.schedule is None and partly and not saved.frozen:
-            raise StateError("the state is one of 0/1 Adam before its freeze: load it with a ZeroOneSchedule")
-        drift = self._phase.drift.loaded(saved.drift)
+        saved = checkpoint.Saved(self, state_dict)
+        phase = self._phase.loaded(saved.steps, saved.frozen, saved.refreshed, saved.drift)
         hooks = self._averager.new_hooks(saved.hooks)
         try:
-            super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
+            super().load_state_dict(saved.adam)
         except (ValueError, KeyError, TypeError) as e:
             raise StateError(f"the state does not fit the optimizer: {shown(e)}") from e
-        phase = self._phase
-        phase.frozen, phase.drift = saved.frozen, drift
-        phase.steps = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
+        self._phase.adopt(phase)
         self._arithmetic.restart()
         self._averager.load(saved.hooks, hooks)
         if phase.is_overdue:
@@ -394,7 +386,7 @@ class OneBitAdam(torch.optim.Adam):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the optimizer without its link, which belongs to this process."""
-        self._check_synchronized()
+        self._phase.check_saving(self.synchronized)
         own = {name: getattr(self, name) for name in ("schedule", "freeze_step", "spec", "warmup")}
         waiting = self._averager.hook_states(gather=False)
         return super().__getstate__() | own | {"_phase": copy(self._phase), "_waiting": waiting}

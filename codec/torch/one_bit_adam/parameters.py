@@ -5,10 +5,9 @@ from typing import Any, cast
 
 import torch
 
-from codec import ArgumentError, StateError
-from codec.arguments import shown
+from codec import ArgumentError
 
-_UNSUPPORTED = ("amsgrad", "maximize", "fused", "capturable", "differentiable")
+UNSUPPORTED = ("amsgrad", "maximize", "fused", "capturable", "differentiable")
 
 
 def of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -37,12 +36,11 @@ def gradients(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tens
 
 
 def named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """Return all parameters with their names: those given to the optimizer, else group and place."""
-    found: list[tuple[str, torch.Tensor]] = []
-    for i, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names") or [f"{i}.{j}" for j in range(len(group["params"]))]
-        found += zip(given, group["params"], strict=True)
-    return found
+    """Return all parameters with their names: those given to the optimizer, if they differ, else group and place."""
+    groups = optimizer.param_groups
+    given = [name for group in groups for name in group.get("param_names", ())]
+    places = [f"{i}.{j}" for i, group in enumerate(groups) for j in range(len(group["params"]))]
+    return list(zip(given if len(set(given)) == len(places) else places, of(optimizer), strict=True))
 
 
 def second_moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], float]]:
@@ -80,44 +78,7 @@ def check_group(group: Mapping[str, Any]) -> None:
             )
         if not p.is_floating_point():
             raise ArgumentError(f"OneBitAdam supports real parameters only, not {p.dtype}")
-    if on := [name for name in _UNSUPPORTED if group.get(name)]:
+    if on := [name for name in UNSUPPORTED if group.get(name)]:
         raise ArgumentError(f"OneBitAdam does not support {', '.join(f'{name}=True' for name in on)}")
     if isinstance(group["lr"], torch.Tensor) or isinstance(group["betas"][0], torch.Tensor):
         raise ArgumentError("OneBitAdam needs numbers as lr and betas, not tensors")
-
-
-def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
-    """Check that a state dict has groups and moments for an optimizer's parameters.
-
-    Raises
-    ------
-    StateError
-        It has not.
-    """
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(cast(Any, state_dict)):
-        raise StateError(
-            f"the state of an optimizer has 'state' and 'param_groups', got {shown(cast(Any, state_dict))}"
-        )
-    entries = cast(Mapping[str, Any], state_dict)
-    try:
-        saved: list[tuple[Any, Any]] = [(i, group) for group in entries["param_groups"] for i in group["params"]]
-        states: dict[Any, Any] = {i: entries["state"].get(i) for i, _ in saved}
-        for _, group in saved:
-            if on := [name for name in _UNSUPPORTED if group.get(name)]:
-                raise StateError(
-                    f"the state is of an optimizer with {', '.join(on)}, which OneBitAdam does not support"
-                )
-    except (TypeError, KeyError, AttributeError) as e:
-        raise StateError(f"the state of an optimizer is damaged: {shown(e)}") from e
-    for number, ((i, _), p) in enumerate(zip(saved, of(optimizer), strict=False)):
-        state = states[i]
-        if state is None:
-            continue
-        refreshes = state.get("variance_step", 0)
-        if type(refreshes) is not int or refreshes < 0:
-            raise StateError(f"variance_step of parameter {number} is no count of steps: the state is damaged")
-        for name in ("exp_avg", "exp_avg_sq"):
-            x = state.get(name)
-            if not isinstance(x, torch.Tensor) or x.shape != p.shape:
-                found = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-                raise StateError(f"{name} of parameter {number} has shape {found}, the parameter {tuple(p.shape)}")

@@ -1,11 +1,113 @@
 """Phase of a run: number of steps, drift of second moments, and the step of their freeze."""
 
+import atexit
+import json
+import logging
+import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from typing import Any, Literal
 
-from codec.torch.one_bit_adam.drift import MOVING, STABLE, Drift, total
+import torch
+
+from codec import StateError
 from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
+
+logger = logging.getLogger("codec.torch")
+
+STABLE = 0.04  # drift at which freeze_step="auto" freezes: the ratio of 0.96 of the paper on 1-bit Adam
+MOVING = 0.25  # drift above which a freeze is warned of: step sizes are then off by a seventh or more
+_MEASUREMENTS = 16  # in a window
+
+
+class Drift:
+    """Sums of the bias-corrected second moments at some steps.
+
+    Steps lie closer together at the beginning: a measurement reads all second moments.
+
+    Parameters
+    ----------
+    window : int
+        Steps over which a drift is measured: 1 / (1 - b2).
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.samples: list[tuple[int, float]] = []  # step and sum, oldest first
+
+    def is_due(self, step: int) -> bool:
+        """Return True if the sum after a step is to be measured."""
+        last = self.samples[-1][0] if self.samples else 0
+        return step - last >= max(1, min(last // 8, self.window // _MEASUREMENTS))
+
+    def add(self, step: int, total: float) -> None:
+        """Add the sum after a step; drop those that no drift needs any more."""
+        if self.samples and self.samples[-1][0] >= step:
+            return
+        self.samples.append((step, total))
+        while len(self.samples) > 2 and self.samples[1][0] <= self._begin(step):
+            del self.samples[0]
+
+    def _begin(self, step: int) -> float:
+        """Return the step with which a later one is compared."""
+        return max(step - self.window, step / 2)
+
+    @property
+    def has_window(self) -> bool:
+        """True if the measurements span a whole window."""
+        return bool(self.samples) and self.samples[-1][0] - self.samples[0][0] >= self.window
+
+    @property
+    def span(self) -> int:
+        """Number of steps over which :attr:`value` is measured; 0 if there is none."""
+        return self.samples[-1][0] - self._former[0] if len(self.samples) > 1 else 0
+
+    @property
+    def _former(self) -> tuple[int, float]:
+        """Measurement with which the last one is compared."""
+        begin = self._begin(self.samples[-1][0])
+        return max((s for s in self.samples[:-1] if s[0] <= begin), default=self.samples[0])
+
+    @property
+    def value(self) -> float:
+        """Relative change of the sum over the last window, or over half of all steps if those are fewer; else nan."""
+        if len(self.samples) < 2:
+            return math.nan
+        now, before = self.samples[-1][1], self._former[1]
+        largest = max(before, now)
+        return 1 - min(before, now) / largest if largest > 0 else 0.0
+
+    def state(self) -> str:
+        """Return the measurements as a list of steps and sums in JSON."""
+        return json.dumps(self.samples)
+
+    def loaded(self, state: Any) -> "Drift":
+        """Return a drift over the same window with the measurements of :meth:`state`; None: without any.
+
+        Raises
+        ------
+        StateError
+            `state` is something else.
+        """
+        drift = Drift(self.window)
+        if state is None:
+            return drift
+        try:
+            drift.samples = [(int(step), float(total)) for step, total in json.loads(state)]
+        except (TypeError, ValueError, OverflowError, RecursionError) as e:
+            raise StateError("'drift' of this state is no list of steps and sums in JSON: the state is damaged") from e
+        return drift
+
+
+def total(states: Iterable[tuple[Mapping[str, Any], float]]) -> float:
+    """Return the sum of the bias-corrected second moments of parameters, given by their states and b2."""
+    found = 0.0
+    for state, beta2 in states:
+        if state["variance_step"]:
+            found += state["exp_avg_sq"].sum(dtype=torch.float64).item() / (1 - beta2 ** state["variance_step"])
+    return found
 
 
 class Phase:
@@ -70,11 +172,75 @@ class Phase:
         if self.drift.value > MOVING:
             warnings.warn(
                 f"second moments were frozen after {self.steps} steps, but still changed by {self.drift.value:.0%} "
-                f"over the last {self.drift.span} steps: freeze later, or use a smaller b2",
+                f"over the last {self.drift.span} steps: freeze later, such as at 40% of the steps, or use a smaller "
+                "b2; with signs, use spec=Quantize(4, levels='odd', rounding='nearest') or smaller groups",
                 stacklevel=6,  # the caller of step()
             )
         if still:
             warnings.warn(
                 f"{len(still)} parameters had no gradient before the freeze and will not move: numbers {still[:5]}",
                 stacklevel=6,  # the caller of step()
+            )
+
+    def check_saving(self, synchronized: bool) -> None:
+        """Raise StateError unless the parameters are the same on all ranks."""
+        if not synchronized:
+            interval = self._schedule.max_interval if self._schedule else 1
+            raise StateError(
+                f"step {self.steps} was local, so that parameters of ranks differ: call finish() on all ranks "
+                f"before, or save after a step that is a multiple of {interval}"
+            )
+
+    def loaded(self, steps: int, frozen: bool, refreshed: bool, drift: Any) -> "Phase":
+        """Return the phase after a checkpoint.
+
+        Parameters
+        ----------
+        steps : int
+            Number of steps.
+        frozen : bool
+            True if second moments are frozen. A schedule that ends later refreshes them again.
+        refreshed : bool
+            True if all steps have updated them.
+        drift : object
+            Measurements of :meth:`Drift.state`, or None.
+
+        Raises
+        ------
+        StateError
+            The checkpoint is damaged, or one of 0/1 Adam.
+        """
+        if self._schedule is None and not refreshed and not frozen:
+            raise StateError("the state is one of 0/1 Adam before its freeze: load it with a ZeroOneSchedule")
+        phase = copy(self)
+        early = self._schedule is not None and steps < self._schedule.freeze_step
+        phase.steps, phase.frozen, phase.drift = steps, frozen and not early, self.drift.loaded(drift)
+        return phase
+
+    def adopt(self, other: "Phase") -> None:
+        """Go on from another phase."""
+        self.steps, self.frozen, self.drift = other.steps, other.frozen, other.drift
+
+    def watch(self) -> None:
+        """Log a warning when the process ends and "auto" has never frozen the second moments."""
+        if self._freeze_step == "auto":
+            _waiting.add(self)
+
+
+_waiting: "weakref.WeakSet[Phase]" = weakref.WeakSet()  # phases of this process that may never be frozen
+
+
+@atexit.register
+def _warn_of_unfrozen() -> None:
+    for phase in _waiting:
+        if phase.steps and not phase.frozen:
+            logger.warning(
+                'OneBitAdam(freeze_step="auto") has not frozen second moments in %d steps, so that all steps sent '
+                "gradients: they must change by at most %.0f%% over 1 / (1 - b2) = %d steps, and have changed by "
+                "%.0f%% over the last %d. Use a smaller b2, or a number of steps as freeze_step.",
+                phase.steps,
+                100 * STABLE,
+                phase.drift.window,
+                100 * phase.drift.value,
+                phase.drift.span,
             )

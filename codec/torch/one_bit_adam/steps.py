@@ -17,7 +17,7 @@ State = dict[str, Any]  # state of a parameter
 
 @dataclass
 class Local:
-    """Steps of a parameter since the ranks were synchronized."""
+    """Steps of a parameter since the ranks were synchronized; `total` is 0 if all of its learning rates were 0."""
 
     anchor: torch.Tensor  # values that the parameter would have without these steps; the same on all ranks
     sum: torch.Tensor  # of this rank's momenta times step sizes
@@ -45,35 +45,65 @@ class Steps:
         """True if the parameters are the same on all ranks."""
         return not self._local
 
+    @property
+    def apart(self) -> set[torch.Tensor]:
+        """Parameters that have taken local steps since the ranks were synchronized."""
+        return set(self._local)
+
+    def moves(self, p: torch.Tensor) -> bool:
+        """Return True if a parameter takes part in steps: it requires a gradient, or has taken local steps."""
+        return p.requires_grad or p in self._local
+
+    def start(self) -> None:
+        """Start the state of all parameters, before the first step."""
+        for p in parameters.of(self._optimizer):
+            if p.requires_grad:
+                arithmetic.start(p, self._optimizer.state[p])
+
     def restart(self) -> None:
         """Go on from parameters and state that were replaced."""
         self._denominators.clear()
         self._local.clear()
-        if self._refresh:  # a state of torch.optim.AdamW has refreshed v in every step
-            for state in self._optimizer.state.values():
-                state.setdefault("variance_step", int(state["step"]))
 
     def freeze(self) -> None:
-        """Record how often second moments were updated; they are constant from now on."""
-        for p in parameters.of(self._optimizer):
-            if state := self._optimizer.state.get(p):
-                state.setdefault("variance_step", int(state["step"].item()))
+        """Keep second moments as they are from now on."""
         self._denominators.clear()
 
     def message(self, p: torch.Tensor, gradient: torch.Tensor, group: Group, scale: float) -> None:
         """Replace the gradient of a parameter by the momentum that this rank sends.
 
-        After local steps that is the mean of their momenta and of this step's, weighted by step sizes.
+        After local steps that is the mean of their momenta and of this step's, weighted by step sizes; this step's
+        momentum if all step sizes are 0.
         """
         state = cast(State, self._optimizer.state.get(p, {}))
-        if not state:
-            gradient.zero_()  # it had no gradient before
+        if not state or not self.moves(p):
+            gradient.zero_()  # it had no gradient before, or is not trained
             return
         dead = self._denominators.dead(p, state, group)
         arithmetic.local_momentum(p, gradient, state, group, dead, scale)
         if local := self._local.get(p):
             size = arithmetic.step_size(group, float(state["step"]) + 1)
-            gradient.mul_(size).add_(local.sum, alpha=scale).div_(local.total + size)
+            if local.total + size > 0:
+                gradient.mul_(size).add_(local.sum, alpha=scale).div_(local.total + size)
+
+    def unsent(self, p: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Replace the gradient of a parameter by the mean momentum of the local steps that it has taken, or by 0."""
+        local = self._local.get(p)
+        if local is None:
+            gradient.zero_()
+        elif local.total > 0:
+            torch.div(local.sum, local.total, out=gradient)
+        else:
+            gradient.copy_(self._optimizer.state[p]["exp_avg"])
+
+    def synchronize(self, received: Tensors) -> None:
+        """Move parameters from where the ranks were synchronized last, by the averages of what :meth:`unsent` sent."""
+        for group in self._optimizer.param_groups:
+            some = [p for p in group["params"] if p in self._local]
+            states: list[State] = [self._optimizer.state[p] for p in some]
+            if some:
+                sizes = self._adopt(group, some, states, [received[p] for p in some])
+                self._move(group, some, states, sizes)
 
     def take(self, kind: Kind, received: Tensors) -> None:
         """Update parameters and state by the mean gradients or momenta that were received."""
@@ -86,16 +116,20 @@ class Steps:
                 arithmetic.start(p, state)
             tensors = [received[p] for p in some]
             if kind == "momenta":
-                self._adopt(group, some, states, tensors)
+                earlier = self._adopt(group, some, states, tensors)
+                arithmetic.count(states)
+                self._step(group, some, states, earlier)
             elif self._refresh:
                 arithmetic.refresh(group, states, tensors, some)
                 self._denominators.forget(some)
-                self._move(group, some, states)
+                self._step(group, some, states)
             else:
                 arithmetic.adam_step(group, some, states, tensors)
 
-    def _adopt(self, group: Group, some: list[torch.Tensor], states: list[State], momenta: list[torch.Tensor]) -> None:
-        """Adopt averaged momenta, and step by them from where the ranks were synchronized last."""
+    def _adopt(
+        self, group: Group, some: list[torch.Tensor], states: list[State], momenta: list[torch.Tensor]
+    ) -> list[float]:
+        """Adopt averaged momenta; put parameters where the ranks were synchronized last, and return the sizes since."""
         arithmetic.adopt(states, momenta, [self._denominators.dead(*x, group) for x in zip(some, states, strict=True)])
         earlier: list[float] = []
         for p in some:
@@ -103,17 +137,21 @@ class Steps:
             if local is not None:
                 p.copy_(local.anchor)
             earlier.append(local.total if local is not None else 0.0)
-        self._move(group, some, states, earlier)
+        return earlier
 
-    def _move(
+    def _step(
         self, group: Group, some: list[torch.Tensor], states: list[State], earlier: Sequence[float] | None = None
     ) -> None:
-        """Step by the momenta in the state, with step sizes to which `earlier` ones are added."""
+        """Decay, and step by the momenta in the state, with step sizes to which `earlier` ones are added."""
         sizes = [arithmetic.step_size(group, float(s["step"])) for s in states]
         if earlier is not None:
             sizes = [a + b for a, b in zip(sizes, earlier, strict=True)]
+        arithmetic.decay(group, some)
+        self._move(group, some, states, sizes)
+
+    def _move(self, group: Group, some: list[torch.Tensor], states: list[State], sizes: Sequence[float]) -> None:
+        """Step by the momenta in the state."""
         arithmetic.update(
-            group,
             some,
             [s["exp_avg"] for s in states],
             [self._denominators.of(*x, group) for x in zip(some, states, strict=True)],
@@ -130,12 +168,11 @@ class Steps:
             and counts the step only.
         """
         for group in self._optimizer.param_groups:
-            some = [p for p in group["params"] if self._optimizer.state.get(p)]
+            some = [p for p in group["params"] if self._optimizer.state.get(p) and self.moves(p)]
             if not some:
                 continue
             states: list[State] = [self._optimizer.state[p] for p in some]
-            for s in states:
-                s["step"] += 1
+            arithmetic.count(states)
             locals_ = [self._since(p) for p in some]
             if gradients is not None:
                 for p, s in zip(some, states, strict=True):
@@ -143,7 +180,7 @@ class Steps:
                     g = torch.zeros_like(p) if g is None else g.clone()
                     arithmetic.local_momentum(p, g, s, group, self._denominators.dead(p, s, group))
                     s["exp_avg"].copy_(g)
-                self._move(group, some, states)
+                self._step(group, some, states)
             for local, s in zip(locals_, states, strict=True):
                 size = arithmetic.step_size(group, float(s["step"]))
                 local.total += size

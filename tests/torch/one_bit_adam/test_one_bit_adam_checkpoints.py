@@ -11,11 +11,26 @@ from torch import nn
 
 import codec
 import codec.torch
+from codec.torch.ddp.checkpoint import unpacked
 from support.ddp_training import data, net, parameter_bytes, wrapped
 from support.ranks import run_ranks
 
 OPTIONS = codec.options(algorithm="two_shot")
 FREEZE, STEPS = 4, 9
+
+
+def residuals_of(state):
+    """Return the states of the hooks in a state dict, by rank."""
+    entry = state["param_groups"][0]["one_bit"]
+    size = entry["ranks"]
+    return {r: unpacked(entry[f"rank {r} of {size}"]) for r in range(size) if f"rank {r} of {size}" in entry}
+
+
+def with_entry(state, **changes):
+    """Return a state whose entry ``one_bit`` has other values; those of None are missing."""
+    first, *others = state["param_groups"]
+    entry = {k: v for k, v in (first["one_bit"] | changes).items() if v is not None}
+    return state | {"param_groups": [first | {"one_bit": entry}, *others]}
 
 
 def through_a_file(state):
@@ -98,9 +113,9 @@ def _loaded(rank, size, saved):
         optimizer.load_state_dict(alone)
     assert plain(optimizer.state_dict()) == before
     optimizer.load_state_dict(state)
-    residuals = optimizer.state_dict()["one_bit"]["hooks"]["momenta"]
+    residuals = residuals_of(optimizer.state_dict())[rank]["momenta"]
     take_steps(model, optimizer, rank, 7, 9)
-    return parameter_bytes(model), residuals
+    return parameter_bytes(model), plain(residuals)
 
 
 def test_two_ranks_go_on_from_four_with_the_same_total_residual():
@@ -109,7 +124,7 @@ def test_two_ranks_go_on_from_four_with_the_same_total_residual():
     assert all(first == other for other in others)
     (first, *residuals), (second, *others) = run_ranks(2, _loaded, saved[0])
     assert first == second
-    old = pickle.loads(saved[0])[1]["one_bit"]["hooks"]["momenta"]["ranks"]
+    old = [plain(residuals_of(pickle.loads(saved[0])[1])[r]["momenta"]) for r in range(4)]
     new = residuals + others
     for role in ("worker", "server"):
         totals = []
@@ -119,7 +134,7 @@ def test_two_ranks_go_on_from_four_with_the_same_total_residual():
                 name, _, bounds = key.partition("[")
                 begin, end = map(int, bounds[:-1].split(":"))
                 place = total.setdefault(name, np.zeros(64 * 64))
-                place[begin:end] += np.asarray(x) / (len(ranks) if role == "worker" else 1)
+                place[begin:end] += np.frombuffer(x[2], np.float32) / (len(ranks) if role == "worker" else 1)
             totals.append(total)
         assert totals[0].keys() == totals[1].keys()
         assert any(x.any() for x in totals[0].values())
@@ -190,6 +205,10 @@ def test_wrong_states_are_refused_and_change_nothing():
     amsgrad["param_groups"][0]["amsgrad"] = True
     groups = copy.deepcopy(good)
     groups["param_groups"] *= 2
+    without_entry = copy.deepcopy(good)
+    del without_entry["param_groups"][0]["one_bit"]
+    no_dict = copy.deepcopy(good)
+    no_dict["param_groups"][0]["one_bit"] = 5
     before = plain(good)
     for wrong, match in [
         ("x", "has 'state' and 'param_groups'"),
@@ -198,11 +217,14 @@ def test_wrong_states_are_refused_and_change_nothing():
         (shape, r"exp_avg_sq of parameter 0 has shape \(3,\), the parameter \(30, 20\)"),
         (amsgrad, "amsgrad"),
         (groups, "does not fit"),
-        ({**good, "one_bit": 5}, "is a dict, not int"),
-        ({**good, "one_bit": {}}, "version None"),
-        ({**good, "one_bit": {"version": 1, "hooks": {}}}, "damaged"),
-        ({**good, "one_bit": {"version": 1, "frozen": 1, "hooks": {"x": {}}}}, "unknown kinds"),
-        ({**good, "one_bit": {"version": 1, "frozen": 1, "hooks": {}, "drift": 1}}, "'drift'"),
+        (without_entry, "without its entry 'one_bit'"),
+        (no_dict, "is a dict, not int"),
+        (with_entry(good, version=None), "version None"),
+        *((with_entry(good, frozen=x), "'frozen'") for x in (None, 2, True, "1")),
+        *((with_entry(good, steps=x), "'steps'") for x in (None, -1, 5.0)),
+        *((with_entry(good, ranks=x), "'ranks'") for x in (None, -1, 2**40)),
+        *((with_entry(good, drift=x), "'drift'") for x in (5, "x", "[[1]]", "[[1, []]]", "[" * 10**5)),
+        (with_entry(good, **{"ranks": 1, "rank 0 of 1": "x"}), "'rank 0 of 1'.*is bytes"),
     ]:
         with pytest.raises(codec.StateError, match=match):
             optimizer.load_state_dict(wrong)

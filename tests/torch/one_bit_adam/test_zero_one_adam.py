@@ -74,6 +74,7 @@ def reference(start, gradients, kinds, lr, betas, eps, decay):
 HOW = (1e-3, (0.9, 0.99), 1e-8, 0.1)
 
 
+@pytest.mark.filterwarnings("ignore:second moments were frozen")  # these gradients differ in magnitude by step
 @pytest.mark.parametrize("shape", [(40, 30), (17,)])
 def test_steps_of_one_process_are_those_of_the_reference(shape):
     torch.manual_seed(0)
@@ -131,7 +132,7 @@ def test_a_copied_optimizer_goes_on_alike():
         other.step()
         assert torch.equal(p, q)
         if not optimizer.synchronized:
-            with pytest.raises(codec.StateError, match=r"a multiple of 4"):
+            with pytest.raises(codec.StateError, match=r"finish\(\).*a multiple of 4"):
                 pickle.dumps(optimizer)
 
 

@@ -1,0 +1,138 @@
+"""Backward passes of a DistributedDataParallel: its communication hook, and what a pass has averaged."""
+
+# no `from __future__ import annotations`: torch checks the annotations of a hook
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from codec import ArgumentError
+from codec.torch._compat import backward_pass, call_after_backward, joins
+from codec.torch.ddp.buckets import gradients_in
+from codec.torch.ddp.hook import Hook
+from codec.torch.one_bit_adam.guard import Guard
+from codec.torch.one_bit_adam.schedule import Kind
+
+_Bucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]
+_Future = torch.futures.Future[torch.Tensor]
+_Reduced = tuple[list[torch.nn.Parameter], _Future]  # parameters and mean of a bucket
+
+
+class Backward:
+    """Communication hook that sends the buckets of a model's backward passes through one of two hooks.
+
+    Parameters
+    ----------
+    ddp : DistributedDataParallel
+        The model. A copy of it that pickle or deepcopy makes has no connection to an optimizer.
+    hook_of : callable
+        Returns the hook of a kind of step; None for local steps.
+    kind_of_step : callable
+        Returns what the next step sends.
+    clip_factor : callable or None
+        Returns the factor by which all gradients of this rank, given as a list of buffers, are clipped; None: they are
+        not. If they are, buckets travel after the last one is complete.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        hook_of: Callable[[Kind], Hook | None],
+        kind_of_step: Callable[[], Kind],
+        clip_factor: Callable[[list[torch.Tensor]], float] | None,
+    ) -> None:
+        self.guard = Guard()
+        self.reduced: set[torch.nn.Parameter] = set()  # parameters whose gradients the last pass has averaged
+        self._ddp, self._hook_of, self._kind_of_step, self._clip_factor = ddp, hook_of, kind_of_step, clip_factor
+        self._before = 0  # steps of the hook before this pass
+        self._held: list[tuple[_Bucket, _Future]] = []  # buckets that wait for the norm of all gradients
+        self._buckets: list[_Reduced] = []  # those of this pass
+        self.__name__ = self.__qualname__ = "codec.torch.OneBitAdam"  # torch asks a hook for both
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return nothing but the name: the optimizer is not part of a model."""
+        return {"__name__": self.__name__, "__qualname__": self.__qualname__}
+
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
+        """Reduce a bucket; in a local step, return it unchanged."""
+        if "_ddp" not in self.__dict__:
+            raise ArgumentError("this model is a copy, which no OneBitAdam serves: call optimizer.register(model)")
+        kind = self._kind_of_step()
+        if bucket.index() == 0:
+            self._begin(kind)
+        future = self._send(kind, bucket) if self._clip_factor is None else self._hold(kind, bucket)
+        self._buckets.append((cast(list[torch.nn.Parameter], bucket.parameters()), future))
+        if bucket.is_last() and backward_pass() is not None:
+            call_after_backward(lambda: self._end(kind))
+        return future
+
+    def _begin(self, kind: Kind) -> None:
+        """Begin a pass.
+
+        Raises
+        ------
+        ArgumentError
+            The pass runs within join(), on all ranks: joined ranks take no steps, so their momenta would be old.
+        StateError
+            Momenta of the pass before would be mixed with gradients.
+        """
+        if joins(self._ddp):
+            raise ArgumentError(
+                "OneBitAdam does not support model.join(), whose joined ranks take no steps: give all ranks the same "
+                "number of batches, or use join(throw_on_early_termination=True)"
+            )
+        if kind != "gradients":
+            self.guard.check_first()
+        self.guard.clear()
+        self.reduced, self._held, self._buckets = set(), [], []
+        hook = self._hook_of(kind)
+        self._before = 0 if hook is None else hook.reducer.state.count
+
+    def _send(self, kind: Kind, bucket: _Bucket) -> _Future:
+        """Begin to reduce a bucket."""
+        hook = self._hook_of(kind)
+        if hook is not None:
+            return hook.reduce(bucket)
+        future: _Future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def _hold(self, kind: Kind, bucket: _Bucket) -> _Future:
+        """Hold a bucket back until the last one is complete; then clip all, and begin to reduce them."""
+        future: _Future = torch.futures.Future()
+        self._held.append((bucket, future))
+        if bucket.is_last():
+            held, self._held = self._held, []
+            assert self._clip_factor is not None
+            factor = self._clip_factor([each.buffer() for each, _ in held if not each.buffer().is_sparse])
+            for each, promised in held:
+                if factor < 1:
+                    each.buffer().mul_(factor)
+                sent = self._send(kind, each)
+                sent.add_done_callback(lambda done, promised=promised: promised.set_result(done.wait()))
+        return future
+
+    def _end(self, kind: Kind) -> None:
+        """Record what a backward pass has averaged, unless its step has failed; torch has stored the gradients."""
+        buckets, self._buckets = self._buckets, []
+        hook = self._hook_of(kind)
+        if hook is not None and hook.reducer.state.count == self._before:
+            return
+        self.reduced = {p for parameters, _ in buckets for p in parameters}
+        ddp: Any = self._ddp  # torch does not type its attributes
+        if kind == "momenta" and (ddp.find_unused_parameters or ddp.static_graph):
+            _store(buckets)
+        self.guard.record(self.reduced)
+
+
+def _store(buckets: list[_Reduced]) -> None:
+    """Store averaged momenta as gradients, also those of parameters that no rank has used, which torch leaves."""
+    for parameters, future in buckets:
+        for p, momentum in zip(parameters, gradients_in(future.wait(), parameters), strict=True):
+            if p.requires_grad and p.grad is None:
+                p.grad = momentum.clone()
+            elif p.requires_grad and p.grad is not None:
+                p.grad.copy_(momentum)
