@@ -204,10 +204,10 @@ class Averager:
         """Return True on all ranks if any of them decides so: sums may differ in the last bit between machines."""
         return decision if self.link is None else self.link.agree(decision)
 
-    def share_buckets(self) -> None:
-        """Let momenta travel in the buckets of gradients after a checkpoint."""
+    def share_buckets(self, kind: Kind) -> None:
+        """Let gradients and momenta travel in the buckets of the last step after a checkpoint."""
         if self.link is not None:
-            self.link.share_buckets()
+            self.link.share_buckets(kind)
 
     def forget_gradients(self) -> None:
         """Forget the gradients of the last backward pass, after a step or after they were set to zero."""

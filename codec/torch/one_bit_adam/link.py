@@ -208,9 +208,11 @@ class Link:
         all_reduce(vote, op="max", group=self.group, options=self.settings.options)
         return bool(vote.item())
 
-    def share_buckets(self) -> None:
-        """Let momenta travel in the buckets of gradients after a checkpoint."""
-        self.hooks["momenta"].reducer.state.buckets = self.hooks["gradients"].reducer.state.buckets
+    def share_buckets(self, kind: Kind) -> None:
+        """Let gradients and momenta travel in the buckets of the last step, of a kind, after a checkpoint."""
+        if kind != "local":
+            for hook in self.hooks.values():
+                hook.reducer.state.buckets = self.hooks[kind].reducer.state.buckets
 
     def stats(self) -> Stats:
         """Return the statistics of both hooks together."""

@@ -238,8 +238,7 @@ class OneBitAdam(torch.optim.Adam):
             self._arithmetic.take(kind, received)
         phase.steps += 1
         self._averager.forget_gradients()
-        if self.schedule is not None and kind == "gradients":
-            self._averager.share_buckets()
+        self._averager.share_buckets(kind)
         if phase.ends(kind, lambda: parameters.second_moments(self), self._averager.agree):
             self._freeze()
         if not finite:
@@ -254,7 +253,6 @@ class OneBitAdam(torch.optim.Adam):
         """Freeze the second moments."""
         self._arithmetic.freeze()
         self._phase.frozen = True
-        self._averager.share_buckets()
         self._phase.warn_of_freeze(parameters.without_moments(self))
 
     @torch.no_grad()

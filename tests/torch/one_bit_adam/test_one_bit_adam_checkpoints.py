@@ -7,7 +7,15 @@ import pickle
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 import codec
 import codec.torch
@@ -196,11 +204,25 @@ def test_copies_and_pickles_go_on():
     assert torch.equal(p, q)
 
 
+def changed(state, *path_and_value):
+    """Return a copy of a state whose entry at a path has another value."""
+    *path, last, value = path_and_value
+    state = copy.deepcopy(state)
+    place = state
+    for each in path:
+        place = place[each]
+    place[last] = value
+    return state
+
+
 def test_wrong_states_are_refused_and_change_nothing():
     _, optimizer = trained(codec.torch.OneBitAdam, 5, freeze_step=3)
     good = optimizer.state_dict()
     shape = copy.deepcopy(good)
     shape["state"][0]["exp_avg_sq"] = torch.ones(3)
+    steps = [[], None, "x", float("nan"), float("inf"), -1, 1.5, 2**60, torch.ones(2), torch.tensor(float("nan"))]
+    groups_of = {"lr": ["x", -1.0, float("nan"), True, torch.ones(2)], "eps": [None, -1], "weight_decay": [[], -0.1]}
+    groups_of["betas"] = [0.9, (0.9,), (0.9, 1.0), (-0.1, 0.9), ("x", 0.9), None]
     amsgrad = copy.deepcopy(good)
     amsgrad["param_groups"][0]["amsgrad"] = True
     groups = copy.deepcopy(good)
@@ -211,6 +233,12 @@ def test_wrong_states_are_refused_and_change_nothing():
     no_dict["param_groups"][0]["one_bit"] = 5
     before = plain(good)
     for wrong, match in [
+        *((changed(good, "state", 0, "step", x), "step of parameter 0 is") for x in steps),
+        *((changed(good, "param_groups", 0, k, x), k) for k, some in groups_of.items() for x in some),
+        *((changed(good, "state", 0, x), "damaged") for x in ("x", 5, [1])),
+        (changed(good, "state", 0, "variance_step", 9), "variance_step"),
+        (changed(good, "param_groups", torch.ones(3)), "damaged"),
+        (changed(good, "param_groups", 0, "params", 5), "damaged"),
         ("x", "has 'state' and 'param_groups'"),
         ({}, "has 'state' and 'param_groups'"),
         ({"state": {}, "param_groups": 5}, "damaged"),
@@ -231,3 +259,120 @@ def test_wrong_states_are_refused_and_change_nothing():
         assert plain(optimizer.state_dict()) == before
     with pytest.raises(codec.StateError, match="register the model"):
         optimizer.state_dict(gather=True)
+
+
+def _parts_missing(rank, size):
+    """A part of a state is never taken for the whole, and changes nothing."""
+    model = wrapped()
+    optimizer = optimizer_of(model).register(model, options=OPTIONS)
+    take_steps(model, optimizer, rank, 0, 6)
+    own, good = optimizer.state_dict(), optimizer.state_dict(gather=True)
+    mine, other = f"rank {rank} of 2", f"rank {1 - rank} of 2"
+    data = good["param_groups"][0]["one_bit"][mine]
+    assert own["param_groups"][0]["one_bit"][mine] == data
+    part = copy.deepcopy(good)
+    for state in part["state"].values():
+        del state["variance_step"]
+    lost = copy.deepcopy(good)
+    del lost["param_groups"][0]["one_bit"]
+    before = plain(optimizer.state_dict())
+    for wrong, match in [
+        (part, "only a part of the state"),
+        (lost, "residuals are lost"),
+        (with_entry(own, **{mine: None}), f"none of rank {rank}: load"),
+        (with_entry(own, **{mine: None, other: data}), f"none of rank {rank}: load"),
+        (with_entry(own, **{mine: good["param_groups"][0]["one_bit"][other]}), f"belong to rank {1 - rank}"),
+        (with_entry(own, ranks=3), "that of one of 3 ranks"),
+        *((with_entry(own, **{mine: data[:n]}), "is damaged") for n in (0, 7, 8, 100, len(data) - 1)),
+        (with_entry(own, **{mine: b"\x02" + bytes(7) + b"{}"}), r"damaged|has states of \[\]"),
+        (with_entry(own, **{mine: (10**5).to_bytes(8, "little") + b"[" * 10**5}), "is damaged"),
+    ]:
+        with pytest.raises(codec.StateError, match=match):
+            optimizer.load_state_dict(wrong)
+        assert plain(optimizer.state_dict()) == before
+    optimizer.load_state_dict(good)
+    assert plain(optimizer.state_dict()) == before
+
+
+def test_parts_of_states_are_refused():
+    run_ranks(2, _parts_missing)
+
+
+def test_torch_adamw_goes_on_from_a_state_and_back():
+    p, ours = trained(codec.torch.OneBitAdam, 6, freeze_step=4)
+    q = nn.Parameter(p.detach().clone())
+    theirs = torch.optim.AdamW([q], 1e-2, weight_decay=0.1)
+    theirs.load_state_dict(through_a_file(ours.state_dict()))
+    back = codec.torch.OneBitAdam([q], freeze_step=4)
+    back.load_state_dict(through_a_file(theirs.state_dict()))  # no step since: still frozen after step 4
+    assert back.frozen
+    assert back.state[q]["variance_step"] == 4
+    more_steps(q, theirs, 6, 9)
+    back = codec.torch.OneBitAdam([q], freeze_step=20)
+    back.load_state_dict(through_a_file(theirs.state_dict()))  # AdamW has updated second moments
+    assert not back.frozen
+    assert back.state[q]["variance_step"] == back._phase.steps == 9
+
+
+def _by_torch(rank, size, folder):
+    """States of torch.distributed.checkpoint resume to the bit, in memory and from files, in all phases."""
+    for schedule in (FREEZE, codec.torch.ZeroOneSchedule(FREEZE, refreshes=1, max_interval=1)):
+        for make in (wrapped, net):
+            model = make()
+            optimizer = optimizer_of(model, freeze_step=schedule).register(model, options=OPTIONS)
+            saved = {}
+            for step in range(STEPS):
+                take_steps(model, optimizer, rank, step, step + 1)
+                if step + 1 in (2, 6):
+                    both = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+                    saved[step + 1] = state = copy.deepcopy(dict(zip(("model", "optimizer"), both, strict=True)))
+                    dcp.save(state, checkpoint_id=f"{folder}/{make.__name__}{schedule}{step + 1}")
+            expected = parameter_bytes(model), plain(optimizer.state_dict())
+            for at, state in saved.items():
+                for from_file in (False, True):
+                    model = make()
+                    optimizer = optimizer_of(model, freeze_step=schedule).register(model, options=OPTIONS)
+                    if from_file:
+                        template = get_optimizer_state_dict(model, optimizer)
+                        state = {"model": get_model_state_dict(model), "optimizer": template}  # noqa: PLW2901
+                        dcp.load(state, checkpoint_id=f"{folder}/{make.__name__}{schedule}{at}")
+                    set_model_state_dict(model, state["model"])
+                    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+                    assert optimizer.frozen == (at >= FREEZE)
+                    take_steps(model, optimizer, rank, at, STEPS)
+                    assert parameter_bytes(model) == expected[0], (schedule, make, at, from_file)
+                    assert plain(optimizer.state_dict()) == expected[1]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch.distributed.checkpoint
+def test_torch_distributed_checkpoint_resumes_to_the_bit(tmp_path):
+    run_ranks(2, _by_torch, str(tmp_path))
+
+
+def _templates(rank, size, folder):
+    """A template without a place for residuals, one of an unregistered optimizer, and flattened states are errors."""
+    model = wrapped()
+    optimizer = optimizer_of(model).register(model, options=OPTIONS)
+    take_steps(model, optimizer, rank, 0, 6)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    optimizer.zero_grad()
+    with pytest.raises(codec.StateError, match=r"call optimizer\.register\(model\)"):
+        get_optimizer_state_dict(model, optimizer_of(model))
+    model = wrapped()
+    fresh = optimizer_of(model).register(model, options=OPTIONS)
+    template = get_optimizer_state_dict(model, fresh)
+    del template["param_groups"][0]["one_bit"][f"rank {rank} of 2"]
+    dcp.load({"optimizer": template}, checkpoint_id=folder)
+    before = parameter_bytes(model), plain(fresh.state_dict())
+    with pytest.raises(codec.StateError, match=r"holds residuals of 0 of 2 ranks.*after optimizer\.register"):
+        set_optimizer_state_dict(model, fresh, template)
+    with pytest.raises(codec.StateError, match="residuals are lost"):
+        set_optimizer_state_dict(model, fresh, flat)
+    assert (parameter_bytes(model), plain(fresh.state_dict())) == before
+    assert fresh._phase.steps == 0
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_templates_that_lose_residuals_are_refused(tmp_path):
+    run_ranks(2, _templates, str(tmp_path))
