@@ -2,6 +2,9 @@
 
 import copy
 import math
+import subprocess
+import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -168,6 +171,36 @@ def test_freeze_of_moving_second_moments_warns_once():
     drift = optimizer.drift()
     optimizer.step()  # warnings are errors
     assert optimizer.drift() == drift
+
+
+@pytest.mark.parametrize(("factor", "warns"), [(0.95, True), (0.98, False)])
+def test_freeze_warns_from_a_drift_of_a_quarter_on(factor, warns):
+    p = nn.Parameter(torch.zeros(1000))
+    optimizer = codec.torch.OneBitAdam([p], 1e-3, freeze_step=20)
+    for step in range(20):
+        p.grad = torch.full_like(p, factor**step)
+        with pytest.warns(UserWarning, match="40% of the steps") if warns and step == 19 else nullcontext():
+            optimizer.step()
+    assert (optimizer.drift() > 0.25) == warns
+
+
+UNFROZEN = """
+import torch, codec.torch
+for freeze_step, steps in (("auto", 0), ("auto", 7), (9, 3)):
+    p = torch.nn.Parameter(torch.ones(9))
+    optimizer = codec.torch.OneBitAdam([p], freeze_step=freeze_step)
+    for _ in range(steps):
+        p.grad = torch.ones(9)
+        optimizer.step()
+    globals()[f"kept{freeze_step}{steps}"] = optimizer
+"""
+
+
+def test_end_of_a_process_logs_that_auto_has_not_frozen():
+    done = subprocess.run([sys.executable, "-c", UNFROZEN], capture_output=True, text=True, check=True)
+    assert done.stderr.count("has not frozen second moments") == 1
+    assert "in 7 steps" in done.stderr
+    assert "1 / (1 - b2) = 1000 steps" in done.stderr
 
 
 def test_parameter_without_gradients_before_the_freeze_is_reported():

@@ -244,3 +244,100 @@ def _trained(rank, size):
 def test_replicas_stay_identical_and_resume_to_the_bit():
     first, second = run_ranks(2, _trained)
     assert first == second
+
+
+def _without_learning_rate(rank, size):
+    """Learning rates of 0, of a group or at the end of a schedule, stop parameters and nothing else."""
+    found = []
+    for zero in ("group", "norms", "end", "once"):
+        for make in (wrapped, net)[: 1 + (zero == "end")]:
+            model = make()
+            some = [p for i, p in enumerate(model.parameters()) if {"group": i < 9, "norms": p.dim() < 2}.get(zero)]
+            others = [p for p in model.parameters() if all(p is not q for q in some)]
+            groups = [{"params": others}, *([{"params": some, "lr": 0.0}] if some else [])]
+            optimizer = codec.torch.OneBitAdam(groups, 1e-3, weight_decay=0.1, freeze_step=SCHEDULE, spec=SIGN)
+            optimizer.register(model, options=OPTIONS)
+            before = [p.detach().clone() for p in some]
+            for t in range(len(KINDS) + 4):
+                optimizer.param_groups[0]["lr"] = 0.0 if t >= {"end": 9, "once": 10}.get(zero, 99) else 1e-3
+                if zero == "once" and t == 11:
+                    optimizer.param_groups[0]["lr"] = 1e-3
+                stopped = parameter_bytes(model)
+                take_step(model, optimizer, rank, t)
+                if zero == "end" and t >= 12:
+                    assert parameter_bytes(model) == stopped
+            assert all(torch.equal(p, q) for p, q in zip(some, before, strict=True))
+            assert all(p.isfinite().all() and (optimizer.state[p]["exp_avg"] != 0).any() for p in model.parameters())
+            assert optimizer.stats().failed_steps == 0
+            found.append(parameter_bytes(model))
+    return found
+
+
+def test_learning_rates_of_zero_stop_parameters_and_nothing_else():
+    first, second = run_ranks(2, _without_learning_rate)
+    assert first == second
+
+
+def _finished(rank, size):
+    """finish() gives all ranks the mean of their parameters; training goes on, also from a checkpoint, to the bit."""
+    found = []
+    for make in (net, wrapped):
+        model = make()
+        optimizer = optimizer_of(model, codec.Lossless())
+        for t in range(12):
+            take_step(model, optimizer, rank, t)
+            sent = optimizer.stats().sent_nbytes
+            apart = [p.detach().clone() for p in model.parameters()]
+            synchronized = optimizer.synchronized
+            optimizer.finish()
+            assert optimizer.synchronized
+            if synchronized:  # nothing is sent, nothing moves
+                assert optimizer.stats().sent_nbytes == sent
+                assert all(torch.equal(p, q) for p, q in zip(model.parameters(), apart, strict=True))
+            for p, q in zip(model.parameters(), apart, strict=True):
+                mean = q.clone()
+                torch.distributed.all_reduce(mean)
+                assert torch.allclose(p, mean / size, atol=1e-6)
+            assert float(optimizer.state[p]["step"]) == t + 1
+        state = copy.deepcopy([getattr(model, "module", model).state_dict(), optimizer.state_dict()])
+        inner = net()
+        inner.load_state_dict(state[0])
+        again = make(inner) if make is wrapped else inner
+        other = optimizer_of(again, codec.Lossless())
+        other.load_state_dict(state[1])
+        for t in range(12, 17):
+            take_step(model, optimizer, rank, t)
+            take_step(again, other, rank, t)
+        optimizer.finish()
+        other.finish()
+        assert parameter_bytes(model) == parameter_bytes(again)
+        found.append(parameter_bytes(model))
+    other = optimizer_of(again := net())
+    for t in range(11):
+        take_step(again, other, rank, t)
+    before = parameter_bytes(again)
+    with pytest.raises(codec.PeerError):
+        take_step(again, other, rank, 11) if rank == 0 else other.finish()
+    assert parameter_bytes(again) == before
+    other.finish()
+    assert other.synchronized
+    return [*found, parameter_bytes(again)]
+
+
+def test_finish_synchronizes_parameters_and_momenta():
+    first, second = run_ranks(2, _finished)
+    assert first == second
+
+
+def test_finish_works_without_ranks():
+    p = nn.Parameter(torch.ones(50))
+    optimizer = codec.torch.OneBitAdam([p], *HOW, freeze_step=SCHEDULE)
+    optimizer.finish()
+    for t in range(11):
+        p.grad = torch.randn(50, generator=torch.Generator().manual_seed(t))
+        optimizer.step()
+    assert not optimizer.synchronized
+    before = p.detach().clone()
+    optimizer.finish()
+    assert optimizer.synchronized
+    assert torch.allclose(p, before, atol=1e-6)
