@@ -165,6 +165,6 @@ def _warn_if_adam(spec: Spec, optimizer: torch.optim.Optimizer) -> None:
     if "Adam" in type(optimizer).__name__:
         warnings.warn(
             f"{spec} distorts the second moments that {type(optimizer).__name__} divides by, and more so with error "
-            "feedback: use it with SGD, Quantize(4) with Adam, or codec.torch.OneBitAdam (1-bit Adam)",
+            "feedback: use Quantize(4) with Adam, or codec.torch.OneBitAdam (1-bit Adam); this codec suits SGD",
             stacklevel=4,
         )

@@ -330,7 +330,7 @@ def test_optimizers_are_unwrapped_or_rejected_by_name():
 def _warned(rank, size):
     model = DistributedDataParallel(small_net())
     adam, sgd = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.warns(UserWarning, match=r"Sign.*distorts.*AdamW.*1-bit Adam"):
+    with pytest.warns(UserWarning, match=r"Sign.*distorts.*AdamW.*use Quantize\(4\) with Adam.*1-bit Adam"):
         codec.torch.ddp_hook(codec.Sign(), optimizer=adam).register(model)
     for spec in (codec.Sign(), codec.Ternary()):
         model = DistributedDataParallel(small_net())
