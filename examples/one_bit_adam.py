@@ -39,7 +39,12 @@ def build(
     )
     model = DistributedDataParallel(net)
     optimizer = codec.torch.OneBitAdam(
-        model.parameters(), lr=3e-3, betas=(0.9, 0.97), freeze_step=freeze_step, warmup=WARMUPS[warmup]
+        model.parameters(),
+        lr=3e-3,
+        betas=(0.9, 0.97),
+        freeze_step=freeze_step,
+        spec=codec.Sign(group_size=1024),  # 1 bit; the default of 4 bits suits short trainings better
+        warmup=WARMUPS[warmup],
     )
     # "auto" would send everything uncompressed: that is faster within one machine
     return model, optimizer.register(model, options=codec.options(algorithm="two_shot"))
@@ -89,6 +94,7 @@ def main() -> None:
     losses += train(model, optimizer, generator, args.steps // 4)
     report("0/1 Adam" if args.zero_one else "1-bit Adam", losses[freeze_step:], optimizer, sent)
 
+    optimizer.finish()  # after local steps of 0/1 Adam ranks differ
     with tempfile.TemporaryDirectory() as folder:
         path = args.checkpoint or Path(folder) / "checkpoint.pt"
         state = optimizer.state_dict(gather=True)  # moments, and the residuals of all ranks
@@ -103,6 +109,7 @@ def main() -> None:
     optimizer.load_state_dict(saved[0]["optimizer"])  # any number of ranks can load it
     losses += train(model, optimizer, generator, max(1, args.steps - len(losses)))
     report("after the checkpoint", losses[freeze_step + args.steps // 4 :], optimizer, 0)
+    optimizer.finish()
     if losses[-1] > losses[0]:
         raise SystemExit("the loss has not fallen")
     dist.destroy_process_group()

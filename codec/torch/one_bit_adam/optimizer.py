@@ -57,7 +57,7 @@ class OneBitAdam(torch.optim.Adam):
         later takes steps without communication.
     spec : Spec or str
         Codec of momenta, or the name of a preset: lossless or a contraction (:attr:`codec.Spec.contraction`). Signs
-        suit long trainings; they can cost 0.1 nats and more in short ones.
+        suit long trainings; they can raise the loss of short ones.
     warmup : Spec or str
         Codec of gradients before the freeze. A lossless warm-up sends most of the bytes of a run:
         ``Quantize(4)`` or ``Truncate(...)`` send fewer.

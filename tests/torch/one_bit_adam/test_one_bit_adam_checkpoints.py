@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -359,6 +360,13 @@ def _templates(rank, size, folder):
     optimizer.zero_grad()
     with pytest.raises(codec.StateError, match=r"call optimizer\.register\(model\)"):
         get_optimizer_state_dict(model, optimizer_of(model))
+    converted = f"{folder}/{rank}.pt"
+    dcp_to_torch_save(folder, converted)  # one file with the residuals of all ranks
+    state = torch.load(converted)["optimizer"]
+    assert sorted(residuals_of(state)) == [0, 1]
+    expected = plain(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    assert plain(optimizer.state_dict()) == expected
     model = wrapped()
     fresh = optimizer_of(model).register(model, options=OPTIONS)
     template = get_optimizer_state_dict(model, fresh)
