@@ -46,7 +46,7 @@ class Averager:
     def connect(self, model: Model, group: Any, settings: Settings) -> None:
         """Make the link to the other ranks; residuals of an earlier link are kept."""
         group = model.group(group)
-        link = Link(settings, model, group, lambda: self._phase.kind)
+        link = Link(settings, model, group, lambda: self._phase.kind, self._steps.moves)
         waiting = self.waiting
         if self.link is not None:
             waiting = checkpoint.moved(self.link, group)

@@ -32,6 +32,8 @@ class Backward:
         Returns the hook of a kind of step; None for local steps.
     kind_of_step : callable
         Returns what the next step sends.
+    moves : callable
+        Returns True if a parameter takes part in steps.
     clip_factor : callable or None
         Returns the factor by which all gradients of this rank, given as a list of buffers, are clipped; None: they are
         not. If they are, buckets travel after the last one is complete.
@@ -42,11 +44,13 @@ class Backward:
         ddp: DistributedDataParallel,
         hook_of: Callable[[Kind], Hook | None],
         kind_of_step: Callable[[], Kind],
+        moves: Callable[[torch.Tensor], bool],
         clip_factor: Callable[[list[torch.Tensor]], float] | None,
     ) -> None:
         self.guard = Guard()
         self.reduced: set[torch.nn.Parameter] = set()  # parameters whose gradients the last pass has averaged
-        self._ddp, self._hook_of, self._kind_of_step, self._clip_factor = ddp, hook_of, kind_of_step, clip_factor
+        self._ddp, self._hook_of, self._kind_of_step = ddp, hook_of, kind_of_step
+        self._moves, self._clip_factor = moves, clip_factor
         self._before = 0  # steps of the hook before this pass
         self._held: list[tuple[_Bucket, _Future]] = []  # buckets that wait for the norm of all gradients
         self._buckets: list[_Reduced] = []  # those of this pass
@@ -124,15 +128,14 @@ class Backward:
         self.reduced = {p for parameters, _ in buckets for p in parameters}
         ddp: Any = self._ddp  # torch does not type its attributes
         if kind == "momenta" and (ddp.find_unused_parameters or ddp.static_graph):
-            _store(buckets)
+            self._store(buckets)
         self.guard.record(self.reduced)
 
-
-def _store(buckets: list[_Reduced]) -> None:
-    """Store averaged momenta as gradients, also those of parameters that no rank has used, which torch leaves."""
-    for parameters, future in buckets:
-        for p, momentum in zip(parameters, gradients_in(future.wait(), parameters), strict=True):
-            if p.requires_grad and p.grad is None:
-                p.grad = momentum.clone()
-            elif p.requires_grad and p.grad is not None:
-                p.grad.copy_(momentum)
+    def _store(self, buckets: list[_Reduced]) -> None:
+        """Store averaged momenta as gradients, also those of parameters that no rank has used, which torch leaves."""
+        for parameters, future in buckets:
+            for p, momentum in zip(parameters, gradients_in(future.wait(), parameters), strict=True):
+                if self._moves(p) and p.grad is None:
+                    p.grad = momentum.clone()
+                elif self._moves(p) and p.grad is not None:
+                    p.grad.copy_(momentum)

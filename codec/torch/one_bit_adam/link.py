@@ -121,6 +121,8 @@ class Link:
         Ranks.
     kind_of_step : callable
         Returns what the next step sends.
+    moves : callable
+        Returns True if a parameter takes part in steps.
 
     Raises
     ------
@@ -128,10 +130,17 @@ class Link:
         The settings do not go with each other or with the model.
     """
 
-    def __init__(self, settings: Settings, model: Model, group: Any, kind_of_step: Callable[[], Kind]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        model: Model,
+        group: Any,
+        kind_of_step: Callable[[], Kind],
+        moves: Callable[[torch.Tensor], bool],
+    ) -> None:
         self.settings, self.model, self.group = settings, model, group
         self.backward: Backward | None = None  # buckets of a DistributedDataParallel; None: step() averages
-        self._kind_of_step = kind_of_step
+        self._kind_of_step, self._moves = kind_of_step, moves
         self._buckets: list[Bucket] = []  # memory of :meth:`reduce`
         self.hooks = self.new_hooks()
 
@@ -158,6 +167,7 @@ class Link:
             self.model.ddp,
             lambda kind: self.hooks.get(kind),
             self._kind_of_step,
+            self._moves,
             (lambda buffers: settings.clip_factor(buffers, settings.scale)) if clips else None,
         )
         self.model.ddp.register_comm_hook(None, self.backward)  # pyright: ignore[reportUnknownMemberType]

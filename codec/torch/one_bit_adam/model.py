@@ -106,12 +106,12 @@ def model_of(named: Sequence[tuple[str, torch.Tensor]]) -> Model:
     Raises
     ------
     StateError
-        The first parameter belongs to a DistributedDataParallel.
+        A parameter belongs to a DistributedDataParallel.
     """
-    first = named[0][1]
-    if any(p is first for model in lifetime.models() for p in model.parameters()):
+    averaged = {p for model in lifetime.models() for p in model.parameters()}
+    if served := [name for name, p in named if p in averaged]:
         raise StateError(
-            "the parameters belong to a DistributedDataParallel, which averages gradients itself: call "
-            "optimizer.register(model) with it before the first step"
+            f"{len(served)} parameters, such as {served[0]}, belong to a DistributedDataParallel, which averages "
+            "gradients itself: call optimizer.register(model) with it before the first step"
         )
     return Model(names_of((name, p) for name, p in named if p.requires_grad), torch.nn.Module())

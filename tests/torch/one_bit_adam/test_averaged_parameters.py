@@ -6,8 +6,10 @@ import logging
 import math
 import pickle
 import time
+import warnings
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -218,6 +220,61 @@ def test_zeros_on_one_rank_and_no_gradient_on_another_count_alike():
     first, second = run_ranks(2, _zeros_or_none)
     assert first == second
     assert first[1] == 6
+
+
+def _random_training(rank, seed, wraps):
+    """Train with random experts, frozen layers and learning rates of 0; return the parameters of each step."""
+    random = np.random.default_rng(seed)
+    model = Chain(5)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True) if wraps else model
+    freeze = int(random.integers(1, 5))
+    schedule = codec.torch.ZeroOneSchedule(freeze, refreshes=int(random.integers(1, 4)), max_interval=4)
+    groups = [{"params": model.layers[:3].parameters(), "lr": float(random.choice([0, 1e-4]))}]
+    groups += [{"params": model.layers[3:].parameters()}]
+    how = {"freeze_step": [freeze, schedule][seed % 2], "decoupled_weight_decay": bool(random.integers(2)), **LOSSLESS}
+    optimizer = codec.torch.OneBitAdam(groups, 1e-4, weight_decay=0.1, **how)
+    optimizer.register(ddp, options=OPTIONS, max_grad_norm=random.choice([None, 0.01]))
+    found = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "second moments were frozen")
+        warnings.filterwarnings("ignore", ".* parameters had no gradient")
+        for step in range(12):
+            used = random.random((2, 5)) < 0.7  # of each rank
+            used[:, 0] = True
+            frozen = random.random(5) < 0.1
+            for layer, stays in zip(model.layers, frozen, strict=True):
+                layer.requires_grad_(not stays)
+            poisoned = random.random() < 0.15
+            before = parameter_bytes(model)
+            optimizer.zero_grad(set_to_none=False)
+            try:
+                loss = ddp(batch(rank, step), np.flatnonzero(used[rank]))
+                (loss * (math.nan if poisoned and rank == step % 2 else 1)).backward()
+                optimizer.step()
+            except codec.CodecError as e:
+                if not poisoned or e.code != codec.Status.NONFINITE or parameter_bytes(model) != before:
+                    raise
+            found.append([p.detach().clone() for p in model.parameters()])
+    optimizer.finish()
+    return [*found, [p.detach().clone() for p in model.parameters()]], optimizer
+
+
+def _random(rank, size, seeds):
+    ends = []
+    for seed in seeds:
+        (plain, first), (wrapped, second) = (_random_training(rank, seed, wraps) for wraps in (False, True))
+        for step, (ours, theirs) in enumerate(zip(plain, wrapped, strict=True)):
+            for p, q in zip(ours, theirs, strict=True):
+                assert torch.allclose(p, q, rtol=1e-4, atol=1e-6), (seed, step)
+        assert first._phase.steps == second._phase.steps
+        ends.append([p.tolist() for p in plain[-1] + wrapped[-1]])
+    return ends
+
+
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 60), marks=pytest.mark.nightly)])
+def test_random_trainings_agree_with_and_without_ddp(seeds):
+    first, second = run_ranks(2, _random, seeds)
+    assert first == second
 
 
 # Parameters that are added
