@@ -61,7 +61,7 @@ class Guard:
             )
         for p, gradient, version, values in self._gradients:
             same = p.grad is gradient and gradient._version == version
-            if not same or not (scaled or torch.equal(_sample(gradient), values)):
+            if not same or not (scaled or torch.allclose(_sample(gradient), values, 0, 0, equal_nan=True)):
                 raise StateError(
                     "gradients were changed between backward() and step(): after the freeze they hold averaged "
                     "momenta, so this is refused in all steps. Remove clip_grad_norm_ and the like; to clip gradients, "

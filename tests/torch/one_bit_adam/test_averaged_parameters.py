@@ -242,6 +242,7 @@ def _random_training(rank, seed, wraps):
             used = random.random((2, 5)) < 0.7  # of each rank
             used[:, 0] = True
             frozen = random.random(5) < 0.1
+            frozen[0] = False
             for layer, stays in zip(model.layers, frozen, strict=True):
                 layer.requires_grad_(not stays)
             poisoned = random.random() < 0.15
