@@ -4,7 +4,6 @@ Functions of torch.distributed.checkpoint carry parameter groups, but no other e
 integers, strings and bytes, so that a state that was just made can be the template of one that is loaded.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +23,8 @@ from codec.torch.one_bit_adam.schedule import Kind
 KEY = "one_bit"
 VERSION = 1
 _RANK = re.compile("rank ([0-9]{1,9}) of ([0-9]{1,9})")
-_NUMBERS = (("lr", math.inf), ("eps", math.inf), ("weight_decay", math.inf))  # entries of a group, from 0 to a limit
+_NUMBERS = ("lr", "eps", "weight_decay")  # entries of a group
+_LARGEST = 2.0**53  # limit of these numbers
 
 
 @dataclass(frozen=True)
@@ -179,25 +179,36 @@ def _parsed(state_dict: Any) -> tuple[list[dict[str, Any]], dict[Any, dict[str, 
     try:
         groups = [dict(group) for group in entries["param_groups"]]
         numbers: list[Any] = [i for group in groups for i in group["params"]]
-        states: dict[Any, dict[str, Any]] = {i: dict(s) for i in numbers if (s := entries["state"].get(i))}
-    except (TypeError, KeyError, AttributeError, ValueError) as e:
+        given: dict[Any, Any] = {i: entries["state"][i] for i in numbers if i in entries["state"]}
+    except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as e:
         raise StateError(f"the state of an optimizer is damaged: {shown(e)}") from e
     for group in groups:
         _check_group(group)
-    return groups, states
+    for i, state in given.items():
+        if not isinstance(state, Mapping):
+            raise StateError(f"the state of parameter {i} is damaged: a dict is expected, not {shown(state)}")
+    return groups, {i: dict(state) for i, state in given.items() if state}
 
 
 def _check_group(group: Mapping[str, Any]) -> None:
     """Raise StateError if an option of a saved group is not supported or impossible."""
-    if on := [name for name in parameters.UNSUPPORTED if group.get(name)]:
+    if on := [name for name in parameters.UNSUPPORTED if not _is_flag(group.get(name), False)]:
         raise StateError(f"the state is of an optimizer with {', '.join(on)}, which OneBitAdam does not support")
+    for name in ("foreach", "decoupled_weight_decay"):
+        if not _is_flag(group.get(name), False, True):
+            raise StateError(f"{name} of a saved group is True, False or None, not {shown(group.get(name))}")
     betas = group.get("betas")
     if not isinstance(betas, tuple | list) or len(cast(Any, betas)) != 2:
         raise StateError(f"betas of a saved group are two numbers, got {shown(cast(Any, betas))}")
-    values = [(name, group.get(name), limit) for name, limit in _NUMBERS]
+    values = [(name, group.get(name), _LARGEST) for name in _NUMBERS]
     for name, value, limit in [*values, *(("betas", b, 1.0) for b in cast(Any, betas))]:
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < limit:
             raise StateError(f"{name} of a saved group is {shown(value)}: a number from 0 to below {limit} is expected")
+
+
+def _is_flag(value: Any, *values: bool) -> bool:
+    """Return True if a value is None or one of some bools."""
+    return value is None or any(value is each for each in values)
 
 
 def _check_parameter(number: Any, p: torch.Tensor, state: Mapping[str, Any]) -> None:
@@ -225,7 +236,7 @@ def _checked_entry(entry: Any) -> Mapping[str, Any]:
     if not isinstance(entry, Mapping):
         raise StateError(f"{KEY!r} of the state is a dict, not {type(entry).__name__}")
     entries = cast(Mapping[str, Any], entry)
-    if entries.get("version") != VERSION:
+    if type(entries.get("version")) is not int or entries["version"] != VERSION:
         raise StateError(f"{KEY!r} of the state has version {entries.get('version')!r}; this library reads {VERSION}")
     for name, limit in (("steps", 1 << 48), ("frozen", 2), ("ranks", 1 << 30)):
         value = entries.get(name)

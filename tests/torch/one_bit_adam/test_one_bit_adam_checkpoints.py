@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 
 import numpy as np
@@ -260,6 +261,60 @@ def test_wrong_states_are_refused_and_change_nothing():
         assert plain(optimizer.state_dict()) == before
     with pytest.raises(codec.StateError, match="register the model"):
         optimizer.state_dict(gather=True)
+
+
+ODD = [None, True, -1, 2**70, 1.5, math.nan, math.inf, "", "x", b"", b"x" * 9, [], [1], (), {}, {"x": 1}, 1j, object()]
+ODD += [torch.ones(2), torch.ones(0), torch.tensor(5.0), torch.tensor(math.nan), torch.ones(30, 20, dtype=torch.int64)]
+
+
+def paths_of(state, path=()):
+    """Yield the path of each entry of a state."""
+    for key in state if isinstance(state, dict) else range(len(state)):
+        yield (*path, key)
+        if isinstance(state[key], dict | list | tuple):
+            yield from paths_of(state[key], (*path, key))
+
+
+def _odd_entries(rank, size, every):
+    """A state with an odd or missing entry is a StateError that changes nothing, or can be loaded and trained."""
+    model = nn.ParameterDict({"p": torch.randn(30, 20)})
+    optimizer = codec.torch.OneBitAdam(model.parameters(), 1e-2, freeze_step=3, spec=codec.Sign(group_size=20))
+    optimizer.register(model, policy=codec.torch.Policy(lossless_small=False), options=OPTIONS)
+    more_steps(model["p"], optimizer, 0, 5)
+    good = optimizer.state_dict()
+    before = plain(good)
+    refused = taken = 0
+    for path in paths_of(good):
+        for odd in (*ODD, "missing")[len(path) % every :: every]:
+            state = copy.deepcopy(good)
+            *outer, last = path
+            place = state
+            for key in outer:
+                place = list(place) if isinstance(place, tuple) else place
+                place = place[key]
+            if isinstance(place, tuple):
+                continue
+            if isinstance(odd, str) and odd == "missing":
+                del place[last]
+            else:
+                place[last] = odd
+            try:
+                optimizer.load_state_dict(state)
+            except codec.StateError:
+                refused += 1
+                assert plain(optimizer.state_dict()) == before, (path, odd)
+                continue
+            taken += 1
+            more_steps(model["p"], optimizer, 5, 6)
+            optimizer.load_state_dict(copy.deepcopy(good))
+            assert plain(optimizer.state_dict()) == before, (path, odd)
+    assert refused > taken
+    return refused, taken
+
+
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.nightly)])
+def test_odd_entries_are_refused_or_harmless(every):
+    run_ranks(1, _odd_entries, every)
 
 
 def _parts_missing(rank, size):
