@@ -13,6 +13,7 @@ from codec import ArgumentError
 from codec.torch._compat import backward_pass, call_after_backward, joins
 from codec.torch.ddp.buckets import gradients_in
 from codec.torch.ddp.hook import Hook
+from codec.torch.ddp.step import BackwardEnd
 from codec.torch.one_bit_adam.guard import Guard
 from codec.torch.one_bit_adam.schedule import Kind
 
@@ -107,6 +108,9 @@ class Backward:
     def _hold(self, kind: Kind, bucket: _Bucket) -> _Future:
         """Hold a bucket back until the last one is complete; then clip all, and begin to reduce them."""
         future: _Future = torch.futures.Future()
+        hook = self._hook_of(kind)
+        if bucket.index() == 0 and hook is not None and backward_pass() is not None:
+            call_after_backward(BackwardEnd(None, hook.reducer.cancel))  # a pass that fails here fails on peers at once
         self._held.append((bucket, future))
         if bucket.is_last():
             held, self._held = self._held, []

@@ -523,6 +523,85 @@ def _clipped(rank, size):
     return [p.tolist() for p in found[-1]]
 
 
+def _refused_while_clipping(rank, size):
+    """NaN in one bucket is refused on all ranks, though buckets wait for the norm."""
+    model = wrapped()
+    optimizer = registered(model, freeze_step=2, spec=codec.Sign(group_size=64), register={"max_grad_norm": 0.1})
+    scale = nn.Parameter(torch.tensor(1.0))
+    for step in range(4):
+        before = parameter_bytes(model), optimizer.state_dict()["param_groups"]
+        for factor in (math.nan, math.inf):
+            optimizer.zero_grad()
+            loss = model(batch(rank, step, 20)).square().mean() * (scale * (factor if rank == step % 2 else 1))
+            with pytest.raises(codec.CodecError) as raised:
+                loss.backward()
+            assert raised.value.code == codec.Status.NONFINITE
+            assert (parameter_bytes(model), optimizer.state_dict()["param_groups"]) == before
+        optimizer.zero_grad()
+        model(batch(rank, step, 20)).square().mean().backward()
+        optimizer.step()
+    assert optimizer.stats().failed_steps == 8
+    return parameter_bytes(model)
+
+
+@pytest.mark.filterwarnings("ignore:second moments were frozen")
+def test_nan_is_refused_on_all_ranks_while_buckets_wait_for_the_norm():
+    first, second = run_ranks(2, _refused_while_clipping)
+    assert first == second
+
+
+class _Raise(torch.autograd.Function):
+    """The identity, whose gradient is an error."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError("no gradient today")
+
+
+def _interrupted(rank, size, max_grad_norm):
+    """A backward pass that fails on one rank after some buckets fails on the other at once."""
+    model = wrapped(process_group=dist.new_group(timeout=timedelta(seconds=60)))
+    optimizer = registered(model, register={"max_grad_norm": max_grad_norm})
+    model(batch(rank, 0, 20)).square().mean().backward()
+    optimizer.step()
+    before = parameter_bytes(model)
+    if rank == 1:
+        model.module[8].register_forward_hook(lambda module, inputs, output: _Raise.apply(output))
+    begun = time.monotonic()
+    with pytest.raises(ZeroDivisionError if rank == 1 else codec.PeerError):
+        model(batch(rank, 1, 20)).square().mean().backward()
+    assert time.monotonic() - begun < 20
+    assert parameter_bytes(model) == before
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_backward_pass_that_fails_on_one_rank_fails_on_all_at_once(max_grad_norm):
+    run_ranks(2, _interrupted, max_grad_norm)
+
+
+def _twice(rank, size):
+    """Two backward passes before a step of the warm-up add their mean gradients, as with plain DDP."""
+    ours, theirs = wrapped(), wrapped()
+    optimizer = registered(ours, freeze_step=9, weight_decay=0.01)
+    adam = torch.optim.AdamW(theirs.parameters(), 1e-2, weight_decay=0.01)
+    for step in range(3):
+        for model, each in ((ours, optimizer), (theirs, adam)):
+            each.zero_grad()
+            for half in range(2):
+                model(batch(rank, 2 * step + half, 20)).square().mean().backward()
+            each.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_backward_passes_of_the_warmup_add_up():
+    run_ranks(2, _twice)
+
+
 @pytest.mark.filterwarnings("ignore:second moments were frozen")
 def test_max_grad_norm_clips_the_gradients_of_each_rank():
     first, second = run_ranks(2, _clipped)
