@@ -55,7 +55,8 @@ def ddp_hook(
         and for :class:`codec.Truncate` with ``guard="feedback"``, else False.
     policy : Policy or callable
         Specs of parameters. policy(name, parameter) returns a spec, a preset, or None: the rules of :class:`Policy`
-        decide, which use `spec`, but have exceptions for small and uneven parameters. Default: the rules decide for all.
+        decide, which use `spec`, but have exceptions for small and uneven parameters. Default: the rules decide for
+        all.
     refresher : CodebookRefresher, optional
         Refresher of the same spec, :class:`codec.Lossless` or :class:`codec.Truncate`: frames then name codebooks that
         all ranks have agreed on, instead of holding their own. Symbols are counted and summed behind the buckets of a

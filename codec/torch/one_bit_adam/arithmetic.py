@@ -15,7 +15,7 @@ State = dict[str, Any]  # state of a parameter
 def start(p: torch.Tensor, state: State) -> None:
     """Add the entries of torch.optim.Adam to the state of a parameter that has none."""
     if "exp_avg" not in state:
-        state["step"] = torch.tensor(0.0)
+        state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         state["variance_step"] = 0  # updates of exp_avg_sq
         state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)

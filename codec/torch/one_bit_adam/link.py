@@ -11,6 +11,7 @@ from codec import ArgumentError, CallOptions, SpecError
 from codec.arguments import shown
 from codec.specs import Lossless, Spec
 from codec.torch.collectives.calls import all_reduce
+from codec.torch.ddp import lifetime
 from codec.torch.ddp.buckets import Bucket, gradients_in, n_values, needs_optimizer
 from codec.torch.ddp.hook import Hook
 from codec.torch.ddp.make import ddp_hook
@@ -24,7 +25,7 @@ from codec.torch.one_bit_adam.model import Model
 from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
 
 # Embeddings and their heads are encoded, too: a momentum over sqrt(v) has even rows.
-EVEN_POLICY = Policy(lossless_uneven=False)
+EVEN_POLICY = Policy(uneven=None)
 SENT: tuple[Kind, ...] = ("gradients", "momenta")
 
 _BUCKET = 25 << 20  # bytes of a bucket without DistributedDataParallel; that is its default, too
@@ -170,7 +171,7 @@ class Link:
             self._moves,
             (lambda buffers: settings.clip_factor(buffers, settings.scale)) if clips else None,
         )
-        self.model.ddp.register_comm_hook(None, self.backward)  # pyright: ignore[reportUnknownMemberType]
+        lifetime.register(self.model.ddp, self.backward)
 
     def reduce(
         self, kind: Kind, tensors: Mapping[torch.Tensor, torch.Tensor | None]
@@ -227,12 +228,16 @@ class Link:
     def stats(self) -> Stats:
         """Return the statistics of both hooks together."""
         all_stats = [hook.stats() for hook in self.hooks.values()]
-        kept = ("residual_ratio", "world_size", "parameters")
+        kept = ("residual_ratio", "world_size", "parameters", "contents")
         total: dict[str, Any] = {
             f.name: sum(getattr(s, f.name) for s in all_stats) for f in fields(Stats) if f.name not in kept
         }
+        contents = [s.contents for s in all_stats if s.contents]  # the last ones are of momenta, once they are sent
         return Stats(
-            **total, residual_ratio=max(s.residual_ratio for s in all_stats), world_size=all_stats[0].world_size
+            **total,
+            residual_ratio=max(s.residual_ratio for s in all_stats),
+            world_size=all_stats[0].world_size,
+            contents=contents[-1] if contents else {},
         )
 
 

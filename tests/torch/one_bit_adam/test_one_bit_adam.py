@@ -464,7 +464,8 @@ def test_step_averages_by_itself_without_ddp():
 
 def _embedding(rank, size):
     module = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 100))
-    for policy, lossless in ((codec.torch.Policy(), True), (codec.torch.Policy(lossless_uneven=False), False)):
+    for uneven in (codec.Lossless(), codec.Quantize(4), None):
+        policy = codec.torch.Policy(uneven=uneven)
         optimizer = codec.torch.OneBitAdam(module.parameters(), freeze_step=1, spec=SIGN).register(
             module, policy=policy
         )
@@ -474,7 +475,7 @@ def _embedding(rank, size):
             optimizer.zero_grad()
         momenta = optimizer._averager.link.hooks["momenta"].stats(by_parameter=True).parameters
         for name in ("0.weight", "1.weight"):
-            assert isinstance(momenta[name].spec, codec.Lossless) == lossless
+            assert momenta[name].spec == (uneven or SIGN)
 
 
 def test_policy_protects_embeddings_of_a_module_without_ddp():
