@@ -27,6 +27,7 @@ LAYERS = [
 ]
 TORCH = [  # within codec.torch; `__init__`, the public names, is above all of them
     {"_compat"},
+    {"network"},
     {"transport"},
     {"group"},
     {"point_to_point", "reduction"},

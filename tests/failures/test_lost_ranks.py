@@ -11,6 +11,7 @@ import torch
 
 import codec
 import codec.torch
+from codec.torch.transport.collective import Collective
 from support.faults import SEND_BUFFER, acked_nbytes, cut_after, die, freeze, new_connections
 from support.rank_loss import (
     ALGORITHMS,
@@ -19,7 +20,6 @@ from support.rank_loss import (
     SLACK_SECONDS,
     TIMEOUT,
     channel,
-    check_waits,
     digest,
     disturbed_all_reduce,
     disturbed_step,
@@ -36,7 +36,8 @@ from support.ranks import RankPool, run_ranks
 
 def _sweep(algorithms, fault, most):
     """Lose a rank at several fault points of each algorithm; return a line of text for each."""
-    timeout = TIMEOUT if fault is freeze else 10  # waits of ranks that notice a death at once are far below 10 s
+    timeout = TIMEOUT if fault is freeze else 10
+    within = timeout + 1 + SLACK_SECONDS if fault is freeze else timeout / 2  # a death is noticed at once
     rows = []
     with RankPool(3) as ranks:
         for algorithm in algorithms:
@@ -44,21 +45,18 @@ def _sweep(algorithms, fault, most):
             ranks.new_group()
             want = ranks.run(undisturbed_all_reduce, algorithm, spec, timeout)
             assert len({result for result, *_ in want}) == 1
-            points, took, late = fault_points(want[FAULTY][1], FAULT_POINTS or most), [], 0
+            points, took = fault_points(want[FAULTY][1], FAULT_POINTS or most), []
             for point in points:
                 voted = point > want[FAULTY][2]
-                within = timeout + 1 + SLACK_SECONDS
                 found = run_with_fault(
                     ranks, fault, disturbed_all_reduce, algorithm, spec, point, within=within, voted=voted
                 )
                 took += [seconds for _, seconds, *_ in found[:2]]
                 assert all(error or result == want[0][0] for error, _, result, _ in found), point
-                if fault is die:
-                    late += check_waits(found, timeout / 2)
                 ranks.new_group()
                 assert ranks.run(undisturbed_all_reduce, algorithm, spec, timeout) == want, point
             tried = f"{len(points)} of {want[FAULTY][1]} points"
-            rows.append(f"{fault.__name__} {algorithm}: {tried}, {max(took):.2f} s, {late} late")
+            rows.append(f"{fault.__name__} {algorithm}: {tried}, {max(took):.2f} s")
     return rows
 
 
@@ -140,10 +138,12 @@ def _late_votes(rank, size):
     """Reduce while ranks vote late, each by less than a timeout after the one before."""
     x = torch.full((1000,), float(rank))
     codec.torch.all_reduce(torch.ones(3), options=codec.options(timeout=TIMEOUT))
-    line = channel()
-    exchange_verdict = line.requests.exchange_verdict
-    line.requests.exchange_verdict = lambda *how: (time.sleep((0.4, 0, 1.2)[rank] * TIMEOUT), exchange_verdict(*how))[1]
-    codec.torch.all_reduce(x, op="mean", options=codec.options(algorithm="two_shot"))
+    agree = Collective.agree
+    Collective.agree = lambda *how: (time.sleep((0.4, 0, 1.2)[rank] * TIMEOUT), agree(*how))[1]
+    try:
+        codec.torch.all_reduce(x, op="mean", options=codec.options(algorithm="two_shot"))
+    finally:
+        Collective.agree = agree
     return x.tolist()
 
 

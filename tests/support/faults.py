@@ -8,53 +8,27 @@ import struct
 import threading
 import time
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
-_FRAMES = 0  # tag of messages that hold frames or uncompressed values
+from codec.torch.transport.collective import Part
+
 KILLED = "killed"  # result of a rank that died
 _BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
 _MAX_PACING_RATE = 47  # Linux's SO_MAX_PACING_RATE
 
 
-class Wait(NamedTuple):
-    """Wait for a message of a channel."""
-
-    peer: int  # other rank
-    in_part: bool  # a part of the message has arrived, or may have left: Gloo does not end the wait if the peer dies
-
-
 class _Events:
-    """Posted messages and waits of a channel.
-
-    All works are kept, as tracebacks of errors may keep them: a channel must close its connections all the same.
-    """
+    """Events of a channel: messages that are sent or asked for, and waits."""
 
     def __init__(self):
         self.count = self.last_send = 0
-        self._posted = {}  # by id of the work
-        self._last_wait = None
-
-    def posted(self, work, kind, message, rank, tag=_FRAMES):
-        self._posted[id(work)] = work, kind, message, message.tobytes(), tag
-
-    def waits(self, work, rank, *within):
-        self._last_wait = rank, self._posted.get(id(work))  # None: posted by an earlier collective
-
-    def last_wait(self):
-        """Return the last wait that was begun, or None."""
-        if self._last_wait is None:
-            return None
-        rank, posted = self._last_wait
-        _, kind, message, before, tag = posted or (None,) * 5
-        return Wait(rank, tag == _FRAMES and (kind == "send" or message.tobytes() != before))
 
 
 @contextmanager
 def at_fault_point(channel, point, fault):
     """Call fault() before event number `point` of a channel.
 
-    Events are posting a message, waiting for one, and beginning an agreement. Yields the events: `count` is their
-    number so far, `last_send` the number of the last message that was sent, and `last_wait()` the last wait.
+    Events are sending a message, asking for one, and beginning to wait for one. Yields the events: `count` is their
+    number so far, and `last_send` the number of the last message that was sent.
 
     Parameters
     ----------
@@ -66,31 +40,40 @@ def at_fault_point(channel, point, fault):
         Function without arguments.
     """
     events = _Events()
-    places = [(channel.connections, "post"), (channel.connections, "wait"), (channel.numbers, "gather")]
+    mesh, wait = channel.mesh, Part._wait
 
     def before(name, call):
         def counted(*args):
-            if args[:1] == ("send",):
+            if name == "send":
                 events.last_send = events.count
             events.count += 1
             if events.count - 1 == point:
                 fault()
-            if name == "wait":
-                events.waits(*args)
-            result = call(*args)
-            if name == "post":
-                events.posted(result, *args)
-            return result
+            return call(*args)
 
         return counted
 
-    for part, name in places:
-        setattr(part, name, before(name, getattr(part, name)))
+    mesh.send, mesh.post = before("send", mesh.send), before("post", mesh.post)
+    Part._wait = before("wait", wait)
     try:
         yield events
     finally:
-        for part, name in places:
-            delattr(part, name)
+        del mesh.send, mesh.post
+        Part._wait = wait
+
+
+@contextmanager
+def damaged_frames(damage):
+    """Replace each frame that this rank sends: `damage(frame, to)` returns the bytes to send instead.
+
+    The same frame may go to several ranks.
+    """
+    send = Part.send_frame
+    Part.send_frame = lambda part, frame, to: send(part, damage(frame, to), to)
+    try:
+        yield
+    finally:
+        Part.send_frame = send
 
 
 def die():

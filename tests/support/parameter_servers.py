@@ -51,7 +51,7 @@ def ternary_mean(every, spec, step, ranks):
     ranks : list of int
         Ranks of the workers.
     """
-    from codec.torch.group.communicator import hash64
+    from codec.torch.network.version import hash64
 
     limits = []
     for _, x in every:

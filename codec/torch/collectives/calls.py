@@ -4,7 +4,7 @@ Each collective has a function work(comm), which the thread of the group runs. I
 error there is an error on all ranks. Its store() stores the result after all ranks have succeeded.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from codec.torch.reduction.arguments import (
 from codec.torch.reduction.execution import Planned, algorithm_of, choose, run, run_all_reduce
 from codec.torch.reduction.host import Reduction, Values
 from codec.torch.reduction.table import ALL_TO_ALL, GATHER, REDUCE_SCATTER, check_request
+from codec.torch.transport.collective import Collective
 
 
 def all_reduce(
@@ -123,8 +124,8 @@ def all_reduce(
     settings = settings_of(options)
     requested = algorithm_of(settings)
 
-    def work(comm: Communicator) -> list[torch.Tensor]:
-        with Turn() as turn:
+    async def work(comm: Communicator, collective: Collective) -> list[torch.Tensor]:
+        async with Turn(feedback, comm.channel) as turn:
 
             def prepare() -> Planned:
                 values, segments = unwrapped(tensor)
@@ -137,23 +138,27 @@ def all_reduce(
                 algorithm = choose(requested, r, comm.channel)
                 _prepare_output(r, values, out, settings)
                 if feedback is not None:
-                    turn.begin(feedback, r, named(tensor, r), comm.channel, algorithm)
+                    turn.begin(r, named(tensor, r), algorithm)
                 return r, algorithm
 
             def store(result: Values, r: Reduction) -> None:
                 _store(result, r, unwrapped(tensor)[0], out)
                 turn.commit()
 
-            run_all_reduce(comm, requested, prepare, store)
+            await run_all_reduce(comm, collective, requested, prepare, store)
         return [unwrapped(tensor)[0] if out is None else out]
 
     return _begin("all_reduce", work, group, async_op, settings)
 
 
 def _begin(
-    name: str, work: Callable[[Communicator], list[torch.Tensor]], group: Any, async_op: bool, settings: CallOptions
+    name: str,
+    work: Callable[[Communicator, Collective], Awaitable[list[torch.Tensor]]],
+    group: Any,
+    async_op: bool,
+    settings: CallOptions,
 ) -> Work | None:
-    """Run work(comm) in the thread of the group; return the handle of a collective in flight, None after its end."""
+    """Run work(comm, collective) in the thread of the group; return its handle if `async_op`, else None."""
     started = start(name, group, settings.timeout, async_op, work)
     return started if isinstance(started, Work) else None
 
@@ -248,8 +253,8 @@ def reduce_scatter(
     """
     settings = settings_of(options)
 
-    def work(comm: Communicator) -> list[torch.Tensor]:
-        with Turn() as turn:
+    async def work(comm: Communicator, collective: Collective) -> list[torch.Tensor]:
+        async with Turn(feedback, comm.channel) as turn:
 
             def prepare() -> Reduction:
                 values, _ = unwrapped(tensor)
@@ -257,14 +262,14 @@ def reduce_scatter(
                 r = reduction_of(values, spec_or_default(spec, feedback), op, stream, settings=settings)
                 check_output(output, output.dtype, output.numel())
                 if feedback is not None:
-                    turn.begin(feedback, r, named(tensor, r), comm.channel, REDUCE_SCATTER)
+                    turn.begin(r, named(tensor, r), REDUCE_SCATTER)
                 return r
 
             def store(result: Values, r: Reduction) -> None:
                 publish(result, r, output)
                 turn.commit()
 
-            run(comm, REDUCE_SCATTER, prepare, store)
+            await run(comm, collective, REDUCE_SCATTER, prepare, store)
         return [output]
 
     return _begin("reduce_scatter", work, group, async_op, settings)
@@ -314,13 +319,13 @@ def all_gather(
     """
     settings = settings_of(options)
 
-    def work(comm: Communicator) -> list[torch.Tensor]:
+    async def work(comm: Communicator, collective: Collective) -> list[torch.Tensor]:
         def prepare() -> Reduction:
             check_sizes(output, comm.channel.size, tensor)
             check_output(output, output.dtype, output.numel())
             return reduction_of(tensor, spec, "sum", stream, settings=settings)
 
-        run(comm, GATHER, prepare, lambda result, r: publish(result, r, output))
+        await run(comm, collective, GATHER, prepare, lambda result, r: publish(result, r, output))
         return [output]
 
     return _begin("all_gather", work, group, async_op, settings)
@@ -368,7 +373,7 @@ def all_to_all(
     """
     settings = settings_of(options)
 
-    def work(comm: Communicator) -> list[torch.Tensor]:
+    async def work(comm: Communicator, collective: Collective) -> list[torch.Tensor]:
         def prepare() -> Reduction:
             check_sizes(output, 1, tensor)
             if tensor.numel() % comm.channel.size:
@@ -376,7 +381,7 @@ def all_to_all(
             check_output(output, output.dtype, output.numel())
             return reduction_of(tensor, spec, "sum", stream, settings=settings)
 
-        run(comm, ALL_TO_ALL, prepare, lambda result, r: publish(result, r, output))
+        await run(comm, collective, ALL_TO_ALL, prepare, lambda result, r: publish(result, r, output))
         return [output]
 
     return _begin("all_to_all", work, group, async_op, settings)

@@ -1,6 +1,6 @@
 """Collectives over lists of tensors for the backend `codec`: all tensors of a list travel in one collective."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from codec.torch.reduction.arguments import check_dense, check_output, publish, 
 from codec.torch.reduction.execution import Planned, algorithm_of, choose, run, run_all_reduce
 from codec.torch.reduction.host import Reduction, Values
 from codec.torch.reduction.table import GATHER, REDUCE_SCATTER, check_request
+from codec.torch.transport.collective import Collective
 
 Tensors = Sequence[torch.Tensor]
 
@@ -24,7 +25,7 @@ def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, stream: int
     settings = settings_of(options)
     requested = algorithm_of(settings)
 
-    def work(comm: Communicator) -> Tensors:
+    async def work(comm: Communicator, collective: Collective) -> Tensors:
         def prepare() -> Planned:
             for t in tensors:
                 check_output(t, tensors[0].dtype, t.numel(), "a tensor")
@@ -33,7 +34,7 @@ def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, stream: int
             check_request(requested, r.spec, r.op, feedback=False)
             return r, choose(requested, r, comm.channel)
 
-        run_all_reduce(comm, requested, prepare, lambda result, r: _store_each(result, r, tensors))
+        await run_all_reduce(comm, collective, requested, prepare, lambda result, r: _store_each(result, r, tensors))
         return tensors
 
     return _begin("all_reduce", work, group)
@@ -42,7 +43,7 @@ def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, stream: int
 def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, op: Any, stream: int) -> Work:
     """Reduce tensors of one dtype over all ranks; each rank gets its part of each tensor."""
 
-    def work(comm: Communicator) -> Tensors:
+    async def work(comm: Communicator, collective: Collective) -> Tensors:
         size = comm.channel.size
 
         def prepare() -> Reduction:
@@ -55,7 +56,7 @@ def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any,
             flat = torch.cat([t.detach().reshape(size, -1) for t in inputs], 1)
             return reduction_of(flat, spec, op, stream)
 
-        run(comm, REDUCE_SCATTER, prepare, lambda result, r: _store_each(result, r, outputs))
+        await run(comm, collective, REDUCE_SCATTER, prepare, lambda result, r: _store_each(result, r, outputs))
         return outputs
 
     return _begin("reduce_scatter", work, group)
@@ -64,7 +65,7 @@ def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any,
 def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, stream: int) -> Work:
     """Gather the tensors of all ranks: input i of all ranks, in their order, becomes output i."""
 
-    def work(comm: Communicator) -> Tensors:
+    async def work(comm: Communicator, collective: Collective) -> Tensors:
         def prepare() -> Reduction:
             _check_pairs(inputs, outputs)
             for t, everyones in zip(inputs, outputs, strict=True):
@@ -77,7 +78,7 @@ def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, str
                 publish(rows[:, begin : begin + t.numel()], r, everyones)
                 begin += t.numel()
 
-        run(comm, GATHER, prepare, store)
+        await run(comm, collective, GATHER, prepare, store)
         return outputs
 
     return _begin("all_gather", work, group)
@@ -86,7 +87,7 @@ def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, str
 def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group: Any, stream: int) -> Work:
     """Gather one tensor of each rank: that of rank i becomes output i."""
 
-    def work(comm: Communicator) -> Tensors:
+    async def work(comm: Communicator, collective: Collective) -> Tensors:
         def prepare() -> Reduction:
             if len(outputs) != comm.channel.size:
                 raise ArgumentError(f"{len(outputs)} outputs were given for the tensors of {comm.channel.size} ranks")
@@ -94,7 +95,7 @@ def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group
                 check_output(theirs, tensor.dtype, tensor.numel())
             return _joined([tensor], spec, stream)
 
-        run(comm, GATHER, prepare, lambda result, r: _store_each(result, r, outputs))
+        await run(comm, collective, GATHER, prepare, lambda result, r: _store_each(result, r, outputs))
         return outputs
 
     return _begin("all_gather", work, group)
@@ -120,8 +121,8 @@ def _store_each(result: Values, r: Reduction, tensors: Tensors) -> None:
         begin += t.numel()
 
 
-def _begin(name: str, work: Callable[[Communicator], Tensors], group: Any) -> Work:
-    """Run work(comm) in the thread of the group; return its handle."""
+def _begin(name: str, work: Callable[[Communicator, Collective], Awaitable[Tensors]], group: Any) -> Work:
+    """Run work(comm, collective) in the thread of the group; return its handle."""
     started = start(name, group, None, True, work)
     assert isinstance(started, Work)
     return started

@@ -7,12 +7,14 @@ import numpy as np
 from codec import CodecError
 from codec.specs import Lossless, Truncate
 from codec.stateful import CodebookRefresher
-from codec.torch.group.communicator import Communicator, close_on_error, exchange_requests, hash64, request
+from codec.torch.group.communicator import Communicator
 from codec.torch.group.work import Work
+from codec.torch.network.version import hash64
+from codec.torch.network.waits import Wait
 from codec.torch.reduction import algorithms
-from codec.torch.reduction.execution import signature
+from codec.torch.reduction.execution import signed
 from codec.torch.reduction.host import Reduction
-from codec.torch.transport.channel import Channel
+from codec.torch.transport.collective import Collective
 from codec.torch.transport.messages import Array
 
 
@@ -55,14 +57,14 @@ class CodebookSync:
         """Note that ranks may have different codebooks: one is new, or a step has failed."""
         self._in_sync = False
 
-    def begin_step(self, channel: Channel) -> None:
+    async def begin_step(self, collective: Collective) -> None:
         """Advance the step. If ranks have different steps or codebooks, all ranks drop their codebooks."""
         if not self._in_sync:
-            _, requests = exchange_requests(channel, lambda: (None, self._request()))
-            states = [(step, books) for _, step, books in requests]
+            signature, *mine = self._request()
+            part = collective.part(signature, {"collective": "state of codebooks"})
+            states = [(step, books) for step, books in await part.gather(mine)]
             if len(set(states)) > 1:
-                with close_on_error(channel):
-                    self._reset()
+                self._reset()
             self._step = max(step for step, _ in states)
             self._in_sync = True
         self._step += 1
@@ -89,32 +91,29 @@ class CodebookSync:
         if refresher.due(self._step):
             r.count_symbols = refresher.count
 
-    def submit(self, comm: Communicator) -> None:
-        """Refresh the codebooks after all collectives that were submitted before."""
-        self._refresh_work = comm.worker.submit(lambda: self._refresh(comm.channel))
+    def submit(self, comm: Communicator, over: Wait) -> None:
+        """Refresh the codebooks at the end of a step, which `over` waits for."""
+        self._refresh_work = comm.submit(lambda collective: self._refresh(collective, over))
 
-    def _refresh(self, channel: Channel) -> None:
+    async def _refresh(self, collective: Collective, over: Wait) -> None:
         """Sum the counts of all ranks, and propose the same codebook for a later step on all of them."""
+        await over
         refresher = self.refresher
         if not refresher.due(self._step):
             return
-
-        def prepare() -> tuple[Reduction, list[int]]:
-            r = Reduction(refresher.counts(), "int64", Lossless(), "sum", 0)
-            refresher.rollback(self._step)  # counts of a step that fails are dropped
-            return r, [signature(r, "refresh")]
-
         if not self._in_sync:
             refresher.rollback(self._step)
             return
+        r = Reduction(refresher.counts(), "int64", Lossless(), "sum", 0)
+        refresher.rollback(self._step)  # counts of a step that fails are dropped
         try:
-            r = request(channel, prepare)
-            with close_on_error(channel):
-                counts, error = algorithms.gather(channel, r)
-            channel.requests.exchange_verdict(error)
-            refresher.propose(self._step, sum_of_counts(counts.reshape(channel.size, -1)))
-        except CodecError:
-            pass  # on all ranks; they keep the current codebook
+            fields = signed(r, "refresh")
+            counts = await algorithms.gather(collective.part(hash64(*fields.items()), fields), r)
+            await collective.agree()
+        except CodecError as e:  # on all ranks; they keep the current codebook
+            collective.fail(e)
+            return
+        refresher.propose(self._step, sum_of_counts(counts.reshape(collective.size, -1)))
 
     def wait(self) -> None:
         """Wait for the refresh in flight, if there is one."""

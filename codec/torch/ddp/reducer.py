@@ -17,10 +17,15 @@ from codec.torch.ddp.buckets import Bucket, Part, bind_to_part, check_has, cut, 
 from codec.torch.ddp.policy import Plan
 from codec.torch.ddp.step import BackwardEnd, Step, StepState
 from codec.torch.feedback.pair import owned_values
-from codec.torch.group.communicator import Communicator, close_communicator, close_on_error, communicator_of
-from codec.torch.group.work import Work, clear_frames
+from codec.torch.group.autotune import Measurement
+from codec.torch.group.communicator import Communicator, close_communicator, communicator_of
+from codec.torch.group.work import Work
+from codec.torch.network.waits import Wait
 from codec.torch.reduction import arguments, execution
-from codec.torch.reduction.execution import Planned
+from codec.torch.reduction.execution import Planned, in_way
+from codec.torch.reduction.table import RAW
+from codec.torch.transport.collective import Collective
+from codec.torch.transport.counters import Counters
 
 Transform = Callable[[torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor]]], int | str | None]
 
@@ -132,6 +137,7 @@ class Reducer:
             work = self._begin(bucket)
             if bucket.last:
                 work.wait()  # the model would wait, too, but Ctrl-C would not interrupt it
+                communicator_of(self.group).worker.wait_for_callbacks()  # those of this bucket come behind others
         except BaseException:
             self.cancel()
             raise
@@ -147,9 +153,11 @@ class Reducer:
         if backward_pass() is not None:
             call_after_backward(BackwardEnd(self.end_step if bucket.last else None, lambda: self.cancel(step)))
         comm = communicator_of(self.group, self.settings.timeout)
-        work = comm.worker.submit(lambda: self._run_bucket(comm, bucket, step))
+        step.arrived.append(Wait())
+        work = comm.submit(lambda collective: self._run_bucket(comm, collective, bucket, step))
+        work.overlaps = True
         if bucket.last and self.state.codebooks is not None:
-            self.state.codebooks.submit(comm)
+            self.state.codebooks.submit(comm, step.over)
         return work
 
     def end_step(self) -> None:
@@ -175,28 +183,100 @@ class Reducer:
             close_communicator(self.group, cancel=True)
         self.state.cancel()
 
-    def _run_bucket(self, comm: Communicator, bucket: Bucket, step: Step) -> torch.Tensor:
-        """Reduce a bucket, in the worker's thread; return its mean, or the buffer after an error."""
+    async def _run_bucket(self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step) -> torch.Tensor:
+        """Reduce a bucket, and wait for the end of the step; return the mean, or the buffer after an error."""
         reduced = bucket.buffer
+        step.traffic.append(collective.counters)
+        step.buffers.append(bucket.buffer)
         try:
             if bucket.number == 0:
-                self.state.synchronize(comm.channel, step)
-            reduced = self._reduce(comm, bucket, step)
-            if bucket.last and step.error is None:
-                with close_on_error(comm.channel), self.state.changed_by(step):
-                    self._commit(step)
+                await self._begin_step(comm, collective, step)
+            else:
+                await step.begun
+            if not step.succeeded:
+                raise PeerError("an earlier bucket of this step has failed: nothing was changed")
+            reduced = await self._reduce(comm, collective, bucket, step)
         except BaseException as e:
-            clear_frames(e)
-            self.state.fail(step, e)
+            collective.fail(e)
+            self.state.fail(step, bucket.number, e)
             if isinstance(e, ArgumentError) and e.code == Status.NONFINITE and self._scaler is None:
                 bucket.explain_nonfinite(e, self.plan.names)
-            if self._is_overflow(e):
-                with suppress(PeerError), self.state.changed_by(step):
-                    bucket.buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step
-        if bucket.last and step.error is not None:  # buckets after the one that failed have changed residuals, too
+        finally:
+            step.begun.complete()
+            step.arrived[bucket.number].complete()
+        if bucket.last:
+            try:
+                await self._agree(comm, collective, bucket.number, step)
+            finally:
+                step.over.complete()
+            for wait in step.returned:
+                await wait
+        else:
+            step.returned.append(Wait())
+            await step.over
+            step.returned[bucket.number].complete()
+        return reduced if step.succeeded else bucket.buffer
+
+    async def _begin_step(self, comm: Communicator, collective: Collective, step: Step) -> None:
+        """Agree with all ranks on the state of the hook if they may differ, and choose how buckets are sent."""
+        step.waited = comm.channel.counters.copy()
+        await self.state.synchronize(collective, step)
+        step.measured = Measurement(collective.mesh.rtt())
+        if self.algorithm == "auto" and collective.size > 1:
+            step.turn = self.state.choice.begin()
+            step.way = await step.turn.wait()
+
+    async def _agree(self, comm: Communicator, collective: Collective, number: int, step: Step) -> None:
+        """End a step by its last bucket, `number`: all ranks keep its results, or none does."""
+        for wait in step.arrived:
+            await wait
+        trips = max(c.round_trips for c in step.traffic)
+        before = collective.counters.round_trips
+        try:
+            if not step.succeeded:
+                collective.fail(PeerError("an earlier bucket of this step has failed: nothing was changed"))
+            else:
+                report = await collective.agree(self._report(comm, step, trips))
+                with self.state.changed_by(step), collective.storing():
+                    for store in step.store:
+                        store()
+                    self._commit(step)
+                if step.turn is not None:
+                    step.turn.learn(report)
+        except BaseException as e:
+            collective.fail(e)
+            self.state.fail(step, number, e)
+        self._count(comm, step, trips + collective.counters.round_trips - before)
+        if step.turn is not None:
+            step.turn.end()
+        if step.error is not None:
             with suppress(PeerError), self.state.changed_by(step):
-                self.state.rollback()
-        return reduced
+                self._undo(step, step.error)
+
+    def _report(self, comm: Communicator, step: Step, round_trips: float) -> list[int]:
+        """Return the measurements that this rank reports of a step; none if the first bucket has failed."""
+        size = comm.channel.size
+        nbytes = sum(2 * c.raw_nbytes * (size - 1) // size for c in step.traffic)
+        assert step.measured is not None
+        return step.measured.report(sum(c.sent_nbytes for c in step.traffic), nbytes, round_trips)
+
+    def _count(self, comm: Communicator, step: Step, round_trips: float) -> None:
+        """Add the traffic of a step to the statistics."""
+        total = Counters()
+        for counters in step.traffic:
+            total.add(counters)
+        now = comm.channel.counters.copy()
+        waited = now - step.waited
+        total.wire_s, total.waited_s, total.cpu_s = waited.wire_s, waited.waited_s, waited.cpu_s
+        total.round_trips = round_trips
+        self.state.stats.add_step(total, len(step.traffic))
+
+    def _undo(self, step: Step, error: BaseException) -> None:
+        """Drop what a step has computed that has failed; after an overflow all ranks' scalers skip the step."""
+        if self._is_overflow(error):
+            for buffer in step.buffers:
+                buffer.fill_(torch.nan)
+        self.state.rollback()
 
     def _commit(self, step: Step) -> None:
         """Keep what a step has computed that has succeeded on all ranks."""
@@ -211,17 +291,25 @@ class Reducer:
 
     # One bucket
 
-    def _reduce(self, comm: Communicator, bucket: Bucket, step: Step) -> torch.Tensor:
-        """Return the mean of a bucket over all ranks, in its own or in another buffer."""
-        before = comm.channel.counters.copy()
-        parts: list[Part] = []
-        if uncompressed.is_other(bucket.buffer):
-            out = uncompressed.mean(comm, bucket.buffer, lambda: self._prepare_bucket(step, bucket))
-        else:
-            out = self._reduce_parts(comm, bucket, step, parts)
-        self.state.stats.add_bucket(comm.channel.counters - before)
-        self.plan.measure(out, parts, step.zeros)
-        return out
+    async def _reduce(self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step) -> torch.Tensor:
+        """Compute the mean of a bucket over all ranks; return the tensor that gets it at the end of the step."""
+        item = self._prepare_bucket(step, bucket)
+        step.begun.complete()
+        buffer = bucket.buffer
+        counters = collective.counters
+        if uncompressed.is_other(buffer):
+            mean = await uncompressed.mean(collective, buffer, item)
+            counters.raw_collectives += 1
+            counters.raw_nbytes += 0 if buffer.is_sparse else buffer.nbytes
+            if buffer.is_sparse:
+                return mean
+
+            def store() -> None:
+                buffer.copy_(mean)
+
+            step.store.append(store)
+            return buffer
+        return await self._reduce_parts(comm, collective, bucket, step, item)
 
     def _prepare_bucket(self, step: Step, bucket: Bucket) -> int | str | None:
         """Transform a bucket, and return what all ranks must agree on; the first one chooses the specs of a step.
@@ -257,24 +345,28 @@ class Reducer:
                 "left, but the hook by that of all ranks: call join() without it"
             )
 
-    def _reduce_parts(self, comm: Communicator, bucket: Bucket, step: Step, parts: list[Part]) -> torch.Tensor:
-        """Return the mean of a bucket that frames can carry; add its parts to `parts`."""
+    async def _reduce_parts(
+        self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step, item: int | str | None
+    ) -> torch.Tensor:
+        """Compute the mean of a bucket that frames can carry; return the tensor that gets it."""
         buffer = bucket.buffer
-        item: int | str | None = None
-
-        def prepare() -> list[Planned]:
-            nonlocal item
-            item = self._prepare_bucket(step, bucket)
-            with self.state.changed_by(step):
-                parts.extend(self._parts_of(bucket.parameters, buffer.numel(), bucket.number, step))
-                return [self._prepare(comm, buffer, i, part, step) for i, part in enumerate(parts)]
-
-        results = execution.all_reduce_several(comm, self.algorithm, prepare, lambda: item)
+        with self.state.changed_by(step):
+            parts = self._parts_of(bucket.parameters, buffer.numel(), bucket.number, step)
+            planned = [self._prepare(comm, bucket, i, part, step) for i, part in enumerate(parts)]
+        results = await execution.run_several(collective, self.algorithm, planned, item)
         out = buffer if parts[0].out is None else parts[0].out
-        with close_on_error(comm.channel), comm.channel.writing():
-            for part, (result, r) in zip(parts, results, strict=True):
+        is_raw = any(algorithm is RAW for _, algorithm in planned)
+        collective.counters.raw_nbytes += sum(r.x.nbytes for r, _ in planned)
+        collective.counters.raw_collectives += is_raw
+        collective.counters.frame_collectives += not is_raw
+
+        def store() -> None:
+            for part, result, (r, _) in zip(parts, results, planned, strict=True):
                 if part.out is None:
                     scatter(result, r, part, out)
+            self.plan.measure(out, parts, step.zeros)
+
+        step.store.append(store)
         return out
 
     def _parts_of(self, parameters: Sequence[torch.nn.Parameter], n: int, number: int, step: Step) -> list[Part]:
@@ -300,14 +392,14 @@ class Reducer:
             raise ArgumentError(f"a bucket has {n} values, but its parameters have {known}: they cannot be separated")
         return parts
 
-    def _prepare(self, comm: Communicator, buffer: torch.Tensor, i: int, part: Part, step: Step) -> Planned:
+    def _prepare(self, comm: Communicator, bucket: Bucket, i: int, part: Part, step: Step) -> Planned:
         """Return the reduction of part `i` of a bucket, and its algorithm."""
-        channel = comm.channel
-        x = buffer
+        channel, buffer = comm.channel, bucket.buffer
+        x, which = buffer, (bucket.number << 20) + i
         if not part.whole:
             places = zip(part.offsets, part.layout, strict=True)
-            x = self.state.buffers.joined((i, "grad"), [buffer[o : o + n] for o, (_, _, n) in places])
-        spec = bind_to_part(self.optimizer, part, step.scale, self.state.buffers, i)
+            x = self.state.buffers.joined((which, "grad"), [buffer[o : o + n] for o, (_, _, n) in places])
+        spec = bind_to_part(self.optimizer, part, step.scale, self.state.buffers, which)
         stream = (step.number << 20) + part.number
         r = arguments.reduction_of(x, spec, "mean", stream, segments=part.segments, settings=self.settings)
         if part.whole and (r.on_device or buffer.device.type == "cpu"):
@@ -319,4 +411,4 @@ class Reducer:
             state.residuals.feed_part(r, part, owned_values(r, algorithm, channel.rank, channel.size), channel.size)
         if state.codebooks is not None:
             state.codebooks.prepare(r)
-        return r, algorithm
+        return r, in_way(step.way, r, algorithm) if algorithm.raw_fallback else algorithm

@@ -1,6 +1,6 @@
 """Statistics of hooks: steps, traffic, residuals."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from codec.readable import Rounded, count, duration, share
 from codec.specs import Spec
@@ -93,9 +93,8 @@ class Stats(Counters):
         sent = share(self.sent_nbytes, self._uncompressed_nbytes)
         return f"{count(self.steps, 'step')}: {sent}{wire}{residual}{failed}"
 
-    def add_bucket(self, traffic: Counters) -> None:
-        """Add the traffic of a bucket."""
-        for f in fields(Counters):
-            setattr(self, f.name, getattr(self, f.name) + getattr(traffic, f.name))
-        self.buckets += 1
+    def add_step(self, traffic: Counters, buckets: int) -> None:
+        """Add the traffic of a step."""
+        self.add(traffic)
+        self.buckets += buckets
         self.uncompressed_nbytes += traffic.raw_nbytes if traffic.raw_collectives else 0

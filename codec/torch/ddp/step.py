@@ -17,10 +17,16 @@ from codec.torch.ddp.policy import Plan
 from codec.torch.ddp.residuals import Residuals
 from codec.torch.ddp.stats import Stats
 from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, of_tensors
-from codec.torch.group.communicator import exchange_requests, hash64
-from codec.torch.transport.channel import Channel
+from codec.torch.group.autotune import Choice, Measurement, Turn, Way
+from codec.torch.network.version import hash64
+from codec.torch.network.waits import Wait
+from codec.torch.transport.collective import Collective
+from codec.torch.transport.counters import Counters
 
 _changing = threading.Lock()  # guards residuals and current steps of all hooks
+
+
+NO_BUCKET = 1 << 30  # above all numbers of buckets
 
 
 @dataclass
@@ -31,9 +37,26 @@ class Step:
     scale: float = 1.0  # factor of the GradScaler in all gradients
     exact: bool = False  # all gradients are sent lossless
     in_flight: bool = False  # begun, and neither ended nor its error raised
-    error: BaseException | None = None  # first error of a bucket
+    error: BaseException | None = None  # error of the first bucket that failed
+    failed: int = NO_BUCKET  # number of that bucket
     zeros: dict[str, bool] = field(default_factory=dict[str, bool])  # True if mean gradients are mostly zero
     buckets: list[list[str]] = field(default_factory=list[list[str]])  # names of the parameters in each bucket
+    traffic: list[Counters] = field(default_factory=list[Counters])  # of each bucket
+    begun: Wait = field(default_factory=Wait)  # for the agreement on the state of the hook, and the choice of specs
+    arrived: list[Wait] = field(default_factory=list[Wait])  # for the data of each bucket
+    over: Wait = field(default_factory=Wait)  # for the end of the step
+    returned: list[Wait] = field(default_factory=list[Wait])  # for the work of each bucket but the last one
+    store: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])  # store the results of buckets
+    buffers: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # gradients of each bucket
+    waited: Counters = field(default_factory=Counters)  # totals of the group at the begin
+    measured: Measurement | None = None  # times since the begin
+    turn: Turn | None = None  # of the choice between frames and uncompressed values
+    way: Way = "frames"
+
+    @property
+    def succeeded(self) -> bool:
+        """True if no bucket has failed."""
+        return self.failed == NO_BUCKET
 
 
 class BackwardEnd:
@@ -87,13 +110,19 @@ class StepState:
         self.stats = Stats()
         self.current = Step()
         self.buffers = Buffers()  # memory of the current step
+        self.choice = Choice("gradients")  # of frames or uncompressed values
         self._plan = plan
         self._in_sync = False  # all ranks are known to have the same step count, sparse parameters and loaded buckets
         self.begin_feedback()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the step in flight."""
-        return self.__dict__ | {"buffers": Buffers(), "current": Step(), "_in_sync": False}
+        return self.__dict__ | {
+            "buffers": Buffers(),
+            "current": Step(),
+            "choice": Choice("gradients"),
+            "_in_sync": False,
+        }
 
     # One step
 
@@ -110,17 +139,18 @@ class StepState:
         self.current = Step(self.count, scale, in_flight=True)
         return self.current
 
-    def synchronize(self, channel: Channel, step: Step) -> None:
+    async def synchronize(self, collective: Collective, step: Step) -> None:
         """Agree with all ranks on the number of the step, on sparse parameters and on loaded buckets."""
         if self.codebooks is not None:
-            self.codebooks.begin_step(channel)
+            await self.codebooks.begin_step(collective)
         if not self._in_sync:
             known = hash64(sorted(self._plan.zeros.items()), self.loaded_buckets)
-            _, requests = exchange_requests(channel, lambda: (None, [hash64("hook"), self.count, known]))
-            self.count = max(steps for _, steps, _ in requests)
-            if len({theirs for _, _, theirs in requests}) > 1:  # a rank is new: measure again
+            part = collective.part(hash64("hook"), {"collective": "step of a DDP hook"})
+            states = await part.gather([self.count, known])
+            self.count = max(steps for steps, _ in states)
+            if len({theirs for _, theirs in states}) > 1:  # a rank is new: measure again
                 self._plan.zeros, self.loaded_buckets = {}, []
-            self._in_sync = True
+            self._in_sync, self.choice = True, Choice("gradients")
         step.number = self.count
 
     @contextmanager
@@ -137,9 +167,10 @@ class StepState:
                 raise PeerError("the step was cancelled: make a new group")
             yield
 
-    def fail(self, step: Step, error: BaseException) -> None:
-        """Note an error of a bucket. Ranks may have different states from now on."""
-        step.error = step.error or error
+    def fail(self, step: Step, bucket: int, error: BaseException) -> None:
+        """Note an error of a bucket, unless an earlier one failed. Ranks may have different states from now on."""
+        if bucket < step.failed:
+            step.failed, step.error = bucket, error
         self._in_sync = False
         if self.codebooks is not None:
             self.codebooks.require_sync()
@@ -175,11 +206,12 @@ class StepState:
     def cancel(self) -> None:
         """Cancel the current step: its work in the background changes nothing more."""
         with _changing:
-            self.current = Step()
+            cancelled, self.current = self.current, Step()
             self.rollback()
             # work in the background may still write to the old residuals, and send from the old buffers
             self.buffers = Buffers()
             self.residuals = self.residuals and self.residuals.copied()
+        cancelled.over.complete()
 
     # All steps
 

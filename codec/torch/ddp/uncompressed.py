@@ -10,12 +10,11 @@ from codec import FrameError
 from codec.specs import Lossless
 from codec.torch._compat import from_numpy
 from codec.torch.collectives.bytes import swap
-from codec.torch.group.communicator import Communicator, close_on_error, exchange_requests, hash64
-from codec.torch.reduction.execution import Agree, Planned, agreed, run_all_reduce
-from codec.torch.reduction.host import Reduction, Values
-from codec.torch.reduction.phases import FirstError
+from codec.torch.network.version import hash64
+from codec.torch.reduction.execution import agreed, run_several
+from codec.torch.reduction.host import Reduction
 from codec.torch.reduction.table import RAW
-from codec.torch.transport.messages import Array
+from codec.torch.transport.collective import Collective
 
 logger = logging.getLogger("codec.torch")
 
@@ -27,68 +26,46 @@ def is_other(buffer: torch.Tensor) -> bool:
     return buffer.is_sparse or buffer.dtype == torch.float64
 
 
-def mean(comm: Communicator, buffer: torch.Tensor, begin: Agree) -> torch.Tensor:
+async def mean(collective: Collective, buffer: torch.Tensor, item: int | str | None) -> torch.Tensor:
     """Return the mean of a bucket over all ranks; float64 is summed in float64.
 
     Parameters
     ----------
-    comm : Communicator
-        Communicator of the group.
+    collective : Collective
+        The collective of the bucket.
     buffer : torch.Tensor
-        float64, or sparse (COO) of any dtype. A dense one gets the result.
-    begin : callable
-        Called before the request; if it raises an error, all ranks raise one. All ranks must agree on its result.
+        float64, or sparse (COO) of any dtype.
+    item : int or str, optional
+        Item that must be the same on all ranks.
     """
     kind = "sparse" if buffer.is_sparse else str(buffer.dtype).removeprefix("torch.")
     if kind not in _logged:
         _logged.add(kind)
         logger.info("gradients that are %s are sent uncompressed: frames cannot carry their sums", kind)
     if buffer.is_sparse:
-        return _sparse_mean(comm, buffer, begin)
-
-    if comm.channel.size == 1:
-        begin()
+        return await _sparse_mean(collective, buffer, item)
+    if collective.size == 1:
         return buffer
-
-    item: int | str | None = None
-
-    def prepare() -> Planned:
-        nonlocal item
-        item = begin()
-        return Reduction(buffer.cpu().numpy(), "float64", Lossless(), "mean", 0), RAW
-
-    def store(result: Values, _: Reduction) -> None:
-        buffer.copy_(from_numpy(result))
-
-    run_all_reduce(comm, RAW.name, prepare, store, lambda: item)
-    return buffer
+    r = Reduction(buffer.cpu().numpy(), "float64", Lossless(), "mean", 0)
+    [result] = await run_several(collective, RAW.name, [(r, RAW)], item)
+    return from_numpy(result).to(buffer.device, copy=True)
 
 
-def _sparse_mean(comm: Communicator, buffer: torch.Tensor, begin: Agree) -> torch.Tensor:
+async def _sparse_mean(collective: Collective, buffer: torch.Tensor, item: int | str | None) -> torch.Tensor:
     """Return the mean of sparse tensors: each rank sends its entries to all, and all add them in rank order."""
-    channel = comm.channel
-    shape, dims = tuple(buffer.shape), buffer.sparse_dim()
-
-    def prepare() -> tuple[tuple[Array, Array], list[int]]:
-        item = begin()
-        t = buffer.detach().coalesce()
-        entries = t.indices().contiguous().cpu().numpy(), t.values().contiguous().cpu()
-        signature = hash64("sparse", shape, dims, str(t.dtype))
-        return (entries[0], entries[1].view(-1).view(torch.uint8).numpy()), [agreed(signature, item)]
-
-    (indices, values), _ = exchange_requests(channel, prepare)
-    with close_on_error(channel):
-        message = np.concatenate([indices.reshape(-1).view(np.uint8), values])
-        received, error = swap(channel, [message] * channel.size)
-        first_error = FirstError(channel)
-        first_error.error = error
-        parts = [first_error(_entries, received[rank], buffer, shape, dims) for rank in range(channel.size)]
-    channel.requests.exchange_verdict(first_error.error)
+    size, shape, dims = collective.size, tuple(buffer.shape), buffer.sparse_dim()
+    t = buffer.detach().coalesce()
+    indices, values = t.indices().contiguous().cpu().numpy(), t.values().contiguous().cpu()
+    message = np.concatenate([indices.reshape(-1).view(np.uint8), values.view(-1).view(torch.uint8).numpy()])
+    fields = {"collective": "sparse gradients", "shape": f"{shape}, {dims} sparse", "dtype": str(t.dtype)}
+    fields |= agreed(item)
+    received = await swap(collective.part(hash64(*fields.items()), fields), [message] * size)
+    parts = [_entries(each, buffer, shape, dims) for each in received]
     all_indices, all_values = torch.cat([i for i, _ in parts], 1), torch.cat([v for _, v in parts])
     total = torch.sparse_coo_tensor(  # pyright: ignore[reportUnknownMemberType] - torch types its arguments in part
         all_indices, all_values, shape, device="cpu", check_invariants=False
     )
-    return (total.coalesce() / channel.size).to(buffer.device)
+    return (total.coalesce() / size).to(buffer.device)
 
 
 def _entries(data: bytes, like: torch.Tensor, shape: tuple[int, ...], dims: int) -> tuple[torch.Tensor, torch.Tensor]:

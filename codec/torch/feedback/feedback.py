@@ -4,6 +4,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from codec import ArgumentError, PeerError, StateError
 from codec.specs import Preset, Spec, check_contraction
@@ -11,6 +12,7 @@ from codec.stateful.ranges import Layout
 from codec.torch.feedback import checkpoint
 from codec.torch.feedback.checkpoint import UNKNOWN
 from codec.torch.feedback.pair import ResidualPair, owned_values
+from codec.torch.network.waits import Turns
 from codec.torch.reduction.arguments import plain_spec
 from codec.torch.reduction.host import Reduction
 from codec.torch.reduction.table import Algorithm
@@ -97,6 +99,7 @@ class Feedback:
         self._owned: dict[str, Any] = {}  # by parameter: layout, begin and end of the last reduction that had it
         self._change: Change | None = None  # of the collective in flight
         self._lock = threading.Lock()  # collectives run in threads of their groups
+        self._turns: WeakKeyDictionary[Channel, Turns] = WeakKeyDictionary()  # of the collectives of each group
 
     def __repr__(self) -> str:
         return f"<codec.torch.Feedback {self.spec}, {len(self._sizes)} parameters>"
@@ -179,6 +182,10 @@ class Feedback:
         return checkpoint.reshard(states, world_size)
 
     # For collectives, in the threads of their groups
+
+    def turns(self, channel: Channel) -> Turns:
+        """Return the turns of the collectives of a group: each begins when the one before has ended."""
+        return self._turns.setdefault(channel, Turns())
 
     def begin(self, r: Reduction, layout: Layout, channel: Channel, algorithm: Algorithm) -> Change:
         """Make the frames of a collective's reduction add the residuals; for implementations of collectives.

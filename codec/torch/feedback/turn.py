@@ -8,32 +8,49 @@ from codec.specs import Lossless, SpecLike
 from codec.stateful.ranges import Layout, layout_of_view, numel
 from codec.tensors.wrapper import View
 from codec.torch.feedback.feedback import Change, Feedback
+from codec.torch.network.waits import Wait
 from codec.torch.reduction.host import Reduction
 from codec.torch.reduction.table import Algorithm
 from codec.torch.transport.channel import Channel
 
 
 class Turn:
-    """Error feedback of one collective, as a context manager that drops new residuals unless :meth:`commit` was called.
+    """Error feedback of one collective, as an asynchronous context manager.
 
-    A collective without :meth:`begin` has no error feedback.
+    At its end new residuals are dropped, unless :meth:`commit` was called. Collectives of a group that use the same
+    error feedback follow each other. A collective without :meth:`begin` has none.
+
+    Parameters
+    ----------
+    feedback : Feedback or None
+        Error feedback; other objects are refused when the arguments are checked.
+    channel : Channel
+        Channel of the group.
     """
 
-    def __init__(self) -> None:
-        self._feedback: Feedback | None = None
+    def __init__(self, feedback: Any, channel: Channel) -> None:
+        self._feedback = feedback if isinstance(feedback, Feedback) else None
+        self._channel = channel
         self._change: Change | None = None
+        self._after: Wait | None = None
 
-    def __enter__(self) -> "Turn":
+    async def __aenter__(self) -> "Turn":
+        if self._feedback is not None:
+            before, self._after = self._feedback.turns(self._channel).ask()
+            if before is not None:
+                await before
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         if self._feedback is not None and self._change is not None:
             self._feedback.drop(self._change)
+        if self._after is not None:
+            self._after.complete()
 
-    def begin(self, feedback: Feedback, r: Reduction, layout: Layout, channel: Channel, algorithm: Algorithm) -> None:
+    def begin(self, r: Reduction, layout: Layout, algorithm: Algorithm) -> None:
         """Make the frames of a reduction add the residuals; as :meth:`Feedback.begin`."""
-        self._change = feedback.begin(r, layout, channel, algorithm)
-        self._feedback = feedback
+        assert self._feedback is not None
+        self._change = self._feedback.begin(r, layout, self._channel, algorithm)
 
     def commit(self) -> None:
         """Keep the new residuals, after all ranks have succeeded."""

@@ -8,15 +8,16 @@ import torch.distributed as dist
 from codec import CallOptions
 from codec.specs import Lossless, Preset, Spec
 from codec.torch import _compat
-from codec.torch.fsdp.base import Collective, modules_of
+from codec.torch.fsdp.base import ModuleCollective, modules_of
 from codec.torch.group.communicator import Communicator
 from codec.torch.reduction.arguments import NAMES, check_output, check_sizes, publish, reduction_of
 from codec.torch.reduction.execution import run
 from codec.torch.reduction.host import Reduction
 from codec.torch.reduction.table import GATHER
+from codec.torch.transport.collective import Collective
 
 
-class AllGather(Collective):
+class AllGather(ModuleCollective):
     """All-gather of FSDP2's parameters, with frames on the wire.
 
     Parameters
@@ -53,12 +54,12 @@ class AllGather(Collective):
             self._count_plain()
             return _compat.all_gather_single(output_tensor, input_tensor, group, async_op)
 
-        def work(comm: Communicator, stream: int) -> None:
+        async def work(comm: Communicator, collective: Collective, stream: int) -> None:
             def prepare() -> Reduction:
                 check_sizes(output_tensor, comm.channel.size, input_tensor)
                 check_output(output_tensor, output_tensor.dtype, output_tensor.numel())
                 return reduction_of(input_tensor, self._spec, "sum", stream, settings=self._settings)
 
-            run(comm, GATHER, prepare, lambda result, r: publish(result, r, output_tensor))
+            await run(comm, collective, GATHER, prepare, lambda result, r: publish(result, r, output_tensor))
 
         return self._run("all_gather", group, input_tensor, lambda size: size - 1, work, output_tensor, async_op)

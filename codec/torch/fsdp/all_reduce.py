@@ -16,6 +16,7 @@ from codec.torch.reduction.arguments import NAMES, OpLike, check_output, op_of, 
 from codec.torch.reduction.execution import Planned, algorithm_of, choose, run_all_reduce
 from codec.torch.reduction.host import Reduction, Values
 from codec.torch.reduction.table import check_request
+from codec.torch.transport.collective import Collective
 
 
 class AllReduce(GradientCollective):
@@ -116,7 +117,7 @@ class AllReduce(GradientCollective):
             return
         now = Pass.current()
 
-        def work(comm: Communicator, stream: int) -> None:
+        async def work(comm: Communicator, collective: Collective, stream: int) -> None:
             feedback: JointResidual | None = None
 
             def prepare() -> Planned:
@@ -131,7 +132,7 @@ class AllReduce(GradientCollective):
                 if feedback is not None:
                     feedback.add_sum_errors(comm.channel.size)
 
-            run_all_reduce(comm, self._algorithm, prepare, store)
+            await run_all_reduce(comm, collective, self._algorithm, prepare, store)
 
         begin = functools.partial(
             self._run, "all_reduce", self._group, tensor, lambda size: 2 * (size - 1) / size, work, tensor

@@ -1,7 +1,8 @@
 """Common parts of FSDP2's collectives: codec, random streams, statistics, residuals and their state."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,12 +19,13 @@ from codec.torch.group.communicator import Communicator, start
 from codec.torch.group.work import Work
 from codec.torch.reduction.arguments import plain_spec
 from codec.torch.reduction.host import Reduction
+from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
 
 _STREAM = 1 << 32  # distance between the random streams of two collectives; more than a collective has frames
 
 
-class Collective:
+class ModuleCollective:
     """Common base of the three collectives: codec, timeout, random streams, statistics."""
 
     def __init__(self, spec: Spec | Preset, options: CallOptions | None) -> None:
@@ -45,12 +47,11 @@ class Collective:
             A copy, which later collectives do not change.
         """
         with self._counting:
-            return CommStats(**vars(self._stats))
+            return replace(self._stats, waited_s=self._stats.waited_s.copy())
 
     def _count(self, counters: Counters, uncompressed_nbytes: int = 0) -> None:
         with self._counting:
-            for name, value in vars(counters).items():
-                setattr(self._stats, name, getattr(self._stats, name) + value)
+            self._stats.add(counters)
             self._stats.uncompressed_nbytes += uncompressed_nbytes
 
     def _run(
@@ -59,11 +60,11 @@ class Collective:
         group: Any,
         tensor: torch.Tensor,
         copies: Callable[[int], float],
-        work: Callable[[Communicator, int], Any],
+        work: Callable[[Communicator, Collective, int], Awaitable[None]],
         output: torch.Tensor,
         async_op: bool,
     ) -> Work | None:
-        """Run work(comm, stream) in the thread of a group's collectives, and count it.
+        """Run work(comm, collective, stream) in the thread of a group's collectives, and count it.
 
         Without compression this rank would send the bytes of `tensor` times copies(number of ranks).
         """
@@ -72,10 +73,12 @@ class Collective:
         self._calls += 1
         stream = self._calls * _STREAM
 
-        def counted(comm: Communicator) -> list[torch.Tensor]:
-            before = comm.channel.counters.copy()
-            work(comm, stream)
-            self._count(comm.channel.counters - before, round(tensor.nbytes * copies(comm.channel.size)))
+        async def counted(comm: Communicator, collective: Collective) -> list[torch.Tensor]:
+            waited = comm.channel.counters.wire_s
+            await work(comm, collective, stream)
+            counters = collective.counters.copy()
+            counters.wire_s = comm.channel.counters.wire_s - waited
+            self._count(counters, round(tensor.nbytes * copies(comm.channel.size)))
             return [output]
 
         started = start(name, group, self._settings.timeout, async_op, counted)
@@ -86,7 +89,7 @@ class Collective:
         self._count(Counters(raw_collectives=1))
 
 
-class GradientCollective(Collective):
+class GradientCollective(ModuleCollective):
     """Common base of the collectives that reduce gradients, with or without error feedback."""
 
     def __init__(self, spec: Spec | Preset, feedback: bool, options: CallOptions | None) -> None:

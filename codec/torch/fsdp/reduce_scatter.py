@@ -16,6 +16,7 @@ from codec.torch.reduction.arguments import NAMES, check_output, check_sizes, pu
 from codec.torch.reduction.execution import run
 from codec.torch.reduction.host import Reduction
 from codec.torch.reduction.table import REDUCE_SCATTER
+from codec.torch.transport.collective import Collective
 
 
 class ReduceScatter(GradientCollective):
@@ -88,7 +89,7 @@ class ReduceScatter(GradientCollective):
             tensor, op = tensor * factor, dist.ReduceOp.SUM
         now = Pass.current()
 
-        def work(comm: Communicator, stream: int) -> None:
+        async def work(comm: Communicator, collective: Collective, stream: int) -> None:
             def prepare() -> Reduction:
                 check_sizes(tensor, comm.channel.size, output)
                 r = reduction_of(tensor, self._spec, op, stream, settings=self._settings)
@@ -96,7 +97,7 @@ class ReduceScatter(GradientCollective):
                 self._feed(r, now, name)
                 return r
 
-            run(comm, REDUCE_SCATTER, prepare, lambda result, r: publish(result, r, output))
+            await run(comm, collective, REDUCE_SCATTER, prepare, lambda result, r: publish(result, r, output))
 
         begin = functools.partial(
             self._run, "reduce_scatter", group, tensor, lambda size: (size - 1) / size, work, output

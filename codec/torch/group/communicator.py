@@ -1,28 +1,27 @@
-"""Communicator of a group: its channel, the thread that uses it, and the begin and end of collectives."""
+"""Communicator of a group: its channel, the thread that uses it, and the beginning of collectives."""
 
-import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from codec import ArgumentError, PeerError
+from codec import ArgumentError
 from codec.arguments import check_timeout, shown
 from codec.torch._compat import rank_not_in_group, warn_not_in_group
 from codec.torch.group.autotune import Choice
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
+from codec.torch.network.timeouts import Timeout
+from codec.torch.network.version import hash64
 from codec.torch.transport.channel import Channel
+from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
-from codec.torch.transport.gloo import Timeout
+from codec.torch.transport.nccl import rank_is_usable, uses_nccl
 
 T = TypeVar("T")
-
-PROTOCOL_VERSION = 1  # of docs/protocol.md; raise it whenever ranks before and after a change misunderstand each other
 
 # Communicators
 
@@ -39,35 +38,62 @@ class Communicator:
     """
 
     def __init__(self, group: Any, timeout: Timeout | None) -> None:
-        self.worker = Worker(f"codec, rank {group.rank()}")
-        weakref.finalize(self, self.worker.stop)
+        self.worker = worker = Worker(f"codec, rank {group.rank()}")
+        weakref.finalize(self, worker.stop)
         # Ctrl-C interrupts a thread that waits for another thread, but not one that waits for peers.
-        self.channel: Channel = self.worker.submit(lambda: Channel(group, timeout)).result()
+        channel: Channel = worker.submit(lambda: Channel(group, timeout)).result()
+        self.channel = channel
         self.choices: dict[int, Choice] = {}  # frames or uncompressed, by signature; the last used is last
-        self.run(lambda: self.channel.numbers.check_same("version of codec.torch's protocol", [protocol_hash()]))
-        self.run(lambda: self.channel.device.connect(group))
+        worker.timeout = channel.timeout.total_seconds()
+        worker.on_timeout, worker.on_wait = channel.close, channel.counters.add_wait
+        if channel.size > 1 and uses_nccl(group):
+            usable = self.run(lambda c: c.part(hash64("GPUs")).gather([rank_is_usable()]))
+            worker.submit(lambda: channel.device.connect(group, usable)).result()
+            if channel.device.connected:
+                worker.most_in_flight = 1  # NCCL needs the same order of messages on all ranks
 
-    def run(self, collective: Callable[[], T]) -> T:
-        """Run a collective after those submitted before, and return its result.
+    def submit(self, collective: Callable[[Collective], Awaitable[Any]]) -> Work:
+        """Begin a collective after those submitted before; the result is that of `collective`.
+
+        An error of the coroutine is an error on all ranks.
+        """
+        return self.worker.submit_collective(lambda number: self._run(number, collective))
+
+    def run(self, collective: Callable[[Collective], Awaitable[T]]) -> T:
+        """Run a collective, and return its result.
 
         If Ctrl-C ends the wait, the collective is cancelled: no tensor of the caller is written any more.
         """
         self.worker.check_thread()
         work: Work | None = None
         try:
-            work = self.worker.submit(collective)
+            work = self.submit(collective)
             return work.result()
         except BaseException:
             if work is None or not work.is_completed():
                 self.cancel()
             raise
 
+    async def _run(self, number: int, work: Callable[[Collective], Awaitable[T]]) -> T:
+        channel = self.channel
+        collective = channel.collective(number)
+        waited = channel.counters.wire_s
+        try:
+            return await work(collective)
+        except BaseException as e:
+            collective.fail(e)
+            raise
+        finally:
+            collective.end()
+            collective.counters.wire_s = channel.counters.wire_s - waited
+            channel.count(collective)
+
     def cancel(self) -> None:
-        """Make the collective in flight and all later ones fail without writing a tensor, here and on peers."""
+        """Make the collectives in flight and all later ones fail without writing a tensor, here and on peers."""
         if self.worker.forked:  # the connections are the parent's
             return
         self.channel.cancel()
-        self.worker.submit(self.channel.close)
+        self.channel.close()
 
 
 class _Slot:
@@ -196,8 +222,14 @@ def group_stats(group: Any = None) -> Counters:
 # Collectives
 
 
-def start(name: str, group: Any, timeout: Timeout | None, async_op: bool, work: Callable[[Communicator], Any]) -> Any:
-    """Run work(comm) in the thread of a group's collectives.
+def start(
+    name: str,
+    group: Any,
+    timeout: Timeout | None,
+    async_op: bool,
+    work: Callable[[Communicator, Collective], Awaitable[Any]],
+) -> Any:
+    """Run work(communicator, collective) in the thread of a group's collectives.
 
     A wrong timeout is an error on all ranks, as other arguments are: this rank connects in spite of it, to report the
     error.
@@ -226,21 +258,12 @@ def start(name: str, group: Any, timeout: Timeout | None, async_op: bool, work: 
         timeout, error = None, e
     comm = communicator_of(group, timeout)
 
-    def run() -> Any:
+    async def run(collective: Collective) -> Any:
         if error is not None:
-            _refuse(comm.channel, error)
-        return work(comm)
+            raise error
+        return await work(comm, collective)
 
-    return comm.worker.submit(run) if async_op else comm.run(run)
-
-
-def _refuse(channel: Channel, error: ArgumentError) -> None:
-    """Tell all ranks that this one cannot take part, and raise the error."""
-
-    def prepare() -> NoReturn:
-        raise error
-
-    request(channel, prepare)
+    return comm.submit(run) if async_op else comm.run(run)
 
 
 def warn_non_member(group: Any, name: str) -> bool:
@@ -249,81 +272,3 @@ def warn_non_member(group: Any, name: str) -> bool:
     if outside:
         warn_not_in_group(name)
     return outside
-
-
-def hash64(*values: Any) -> int:
-    """Return a signed 64-bit hash of the representation of some values, equal on all ranks and in all processes."""
-    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def protocol_hash() -> int:
-    """Return the hash of the protocol's version, which ranks compare when they connect."""
-    return hash64("codec.torch", PROTOCOL_VERSION)
-
-
-@contextmanager
-def close_on_error(channel: Channel) -> Generator[None]:
-    """Return a context manager that closes the channel if its body fails on this rank alone, such as out of memory.
-
-    Without it, ranks would wait for messages that never come, or take messages of one collective for those of the next.
-    """
-    try:
-        yield
-    except BaseException:
-        if not channel.requests.refused:
-            channel.close()
-        raise
-
-
-@contextmanager
-def storing_results(channel: Channel) -> Generator[None]:
-    """Return a context manager for storing results in the caller's tensors, after all ranks have succeeded.
-
-    An error closes the channel: the other ranks have gone on, and fail at the next collective.
-    """
-    with close_on_error(channel), channel.writing():
-        yield
-
-
-def request(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> T:
-    """Begin a collective: check this rank's arguments and send the request.
-
-    An error on one rank is an error on all: the other ranks raise PeerError before they send any data.
-
-    Parameters
-    ----------
-    channel : Channel
-        Channel of the group.
-    prepare : callable
-        Returns a value and at most 3 numbers. The first number, the signature, must be the same on all ranks. Raises an
-        error if the arguments are wrong.
-
-    Returns
-    -------
-    object
-        The value.
-    """
-    try:
-        prepared, numbers = prepare()
-    except BaseException as e:
-        with close_on_error(channel):
-            channel.request([0], e)
-            with suppress(PeerError):  # this rank is the cause
-                channel.requests.await_all()
-        raise
-    with close_on_error(channel):
-        channel.request(numbers)
-    return prepared
-
-
-def exchange_requests(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> tuple[T, list[list[int]]]:
-    """Begin a collective as :func:`request` does, and wait for the requests of all ranks.
-
-    Returns
-    -------
-    object, list of list of int
-        The value that prepare() returned; the numbers of each rank.
-    """
-    prepared = request(channel, prepare)
-    with close_on_error(channel):
-        return prepared, channel.requests.await_all()

@@ -1,7 +1,6 @@
 """Handle of a collective in flight, as torch.distributed returns for ``async_op=True``."""
 
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -18,7 +17,7 @@ class _Worker(Protocol):
 
     lock: threading.Lock
 
-    def before_wait(self, batch: Any) -> None: ...
+    def before_wait(self) -> None: ...
 
 
 class Work(dist.Work):
@@ -34,9 +33,10 @@ class Work(dist.Work):
     True
     """
 
-    def __init__(self, worker: _Worker, batch: Any) -> None:
+    def __init__(self, worker: _Worker) -> None:
         super().__init__()
-        self._worker, self._batch = worker, batch
+        self.overlaps = False  # later collectives begin in spite of the callbacks of this one
+        self._worker = worker
         self._done: Future[Any] = Future()
         self._over: torch.futures.Future[None] | None = None  # set when callbacks may run
         self._future: torch.futures.Future[Any] | None = None
@@ -99,10 +99,10 @@ class Work(dist.Work):
     def get_future(self) -> "torch.futures.Future[Any]":
         """Return a future with the list of output tensors, or with the error as a RuntimeError that names its type.
 
-        Callbacks (``then``, ``add_done_callback``) run one after the other in a thread of their own, or at once in this
-        thread if the collective has completed. Collectives that a callback begins run before all other collectives of
-        the group that wait in the queue. So ranks with the same callbacks begin the same collectives in the same
-        order. A callback that waits for anything else delays the next collective by at most one second.
+        Callbacks (``then``, ``add_done_callback``) run one after the other, in the order in which the collectives were
+        begun, in a thread of their own, or at once in this thread if the collective and those before it have
+        completed. They may begin collectives and wait for them. So that these have the same order on all ranks, later
+        collectives of the group begin when the callbacks have returned, or wait for a collective, or after one second.
 
         Returns
         -------
@@ -119,21 +119,18 @@ class Work(dist.Work):
             self._over.set_result(None)
         return self._future
 
-    def run(self, function: Callable[[], Any]) -> None:
-        """Run the collective, in the worker's thread.
+    @property
+    def delays_others(self) -> bool:
+        """True if later collectives wait for the callbacks of this one, which may begin collectives."""
+        return self._over is not None and not self.overlaps
 
-        Parameters
-        ----------
-        function : callable
-            Returns the result.
-        """
-        try:
-            result = function()
-        except BaseException as e:
-            clear_frames(e)
-            self._done.set_exception(e)
-        else:
-            self._done.set_result(result)
+    def set_result(self, result: Any) -> None:
+        """End the collective with a result, in the worker's thread."""
+        self._done.set_result(result)
+
+    def set_error(self, error: BaseException) -> None:
+        """End the collective with an error, in the worker's thread."""
+        self._done.set_exception(error)
 
     def take_callbacks(self) -> Callback | None:
         """Return a function that runs the callbacks of the future, or None without a future.
@@ -147,21 +144,5 @@ class Work(dist.Work):
 
     def _result(self, seconds: float | None = None) -> Any:
         if not self._done.done():
-            self._worker.before_wait(self._batch)
+            self._worker.before_wait()
         return self._done.result(seconds or None)
-
-
-def clear_frames(error: BaseException | None) -> None:
-    """Clear the frames of an error's traceback.
-
-    Local variables of those frames hold messages in flight. A message keeps its connection open, on whose other end a
-    rank waits. Frames keep their functions, so no closure may hold a message.
-
-    Parameters
-    ----------
-    error : BaseException or None
-        Error whose causes and contexts are cleared, too.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

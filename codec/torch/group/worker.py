@@ -1,162 +1,110 @@
-"""Thread that runs the collectives of a group in order, and threads that run their callbacks."""
+"""Thread that runs the collectives of a group, several of them in flight."""
 
 import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from codec import ArgumentError, PeerError
-from codec.torch.group.work import Callback, Work
-from codec.torch.transport.streams import in_stream_order
+from codec.torch.group.callbacks import Batch, CallbackThreads, running
+from codec.torch.group.tasks import Task
+from codec.torch.group.work import Work
+from codec.torch.transport.streams import StreamOrder
+
+MOST_IN_FLIGHT = 64  # collectives that wait for other ranks
 
 _STOP_INTERVAL = 2.0  # seconds between two looks at the CPU time of a thread that is to end
-_CALLBACK_TIMEOUT = 1.0  # seconds that the next collective waits for callbacks that begin no collective
+_LOOK, _END = "look", "end"
 _FORKED = "the group belongs to the process that forked this one: make a new group here, or start processes by spawn"
 
-_Item = tuple[Work, Callable[[], Any]]
-
-
-class _Batch:
-    """Callbacks of one collective, and the collectives that they begin, which run before all others.
-
-    Parameters
-    ----------
-    worker : Worker
-        Runs the collectives.
-    callbacks : callable
-        Runs the callbacks.
-    """
-
-    def __init__(self, worker: "Worker", callbacks: Callback) -> None:
-        self.worker = worker
-        self.ended = False
-        self._callbacks: Callback | None = callbacks
-        self._begun: SimpleQueue[_Item | None] = SimpleQueue()
-        self._open = True
-
-    def run_callbacks(self) -> None:
-        """Run the callbacks, in this thread."""
-        callbacks, self._callbacks = self._callbacks, None
-        _running.batch = self
-        try:
-            if callbacks is not None:
-                callbacks()
-        finally:
-            _running.batch = None
-            self.ended = True
-            self.release()
-
-    def submit(self, item: _Item) -> bool:
-        """Have the worker run `item` next; return False if the worker does not wait for this batch any more."""
-        with self.worker.lock:
-            if self._open:
-                self._begun.put(item)
-            return self._open
-
-    def release(self) -> None:
-        """Let the worker go on with other collectives."""
-        self._begun.put(None)
-
-    def serve(self, run: Callable[[_Item], None]) -> list[_Item]:
-        """Run collectives that callbacks begin, until all callbacks have returned or wait for something else.
-
-        Returns
-        -------
-        list
-            Items that were not run.
-        """
-        try:
-            while (item := self._begun.get(timeout=_CALLBACK_TIMEOUT)) is not None:
-                run(item)
-        except Empty:
-            pass
-        return self.close()
-
-    def close(self) -> list[_Item]:
-        """Take no more collectives; return those that were not run."""
-        left: list[_Item] = []
-        with self.worker.lock:
-            self._open = False
-            while not self._begun.empty():
-                if (item := self._begun.get()) is not None:
-                    left.append(item)
-        return left
-
-
-class _Running(threading.local):
-    batch: _Batch | None = None  # batch whose callbacks this thread runs
-
-
-_running = _Running()
-
-
-class _CallbackThread:
-    """Thread that runs batches of callbacks."""
-
-    def __init__(self, name: str) -> None:
-        self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
-
-    def run(self, batch: _Batch) -> None:
-        """Run the callbacks of a batch after those of earlier batches."""
-        self._batches.put(batch)
-
-    def stop(self) -> None:
-        """End the thread after its batches."""
-        self._batches.put(None)
-
-    def _serve(self) -> None:
-        while (batch := self._batches.get()) is not None:
-            batch.run_callbacks()
-            del batch
+_Item = Task | str  # a new task, or one whose wait has ended; _LOOK: tasks may begin; _END: the thread ends
 
 
 class Worker:
-    """Thread that runs submitted functions in the order of submission.
+    """Thread that starts submitted functions in the order of submission, and advances those that are coroutines.
 
-    Gloo matches collectives by their order, so one thread begins all those of a group. Callbacks run in another
-    thread, so that they can begin collectives and wait for them.
+    A coroutine that waits lets others go on, so that several collectives are in flight. They may end in any order.
+    Their callbacks run in the order of submission, in other threads, and may begin collectives and wait for them.
+    Ranks number collectives in the order in which they begin. So that this is the same on all ranks, a collective
+    begins after those that callbacks of earlier ones begin: it waits for earlier ones whose future somebody has, and
+    for their callbacks, at most one second.
 
     Parameters
     ----------
     name : str
         Name of the thread.
+
+    Attributes
+    ----------
+    most_in_flight : int
+        Largest number of coroutines that wait for other ranks.
+    timeout : float
+        Seconds that a coroutine may wait for a rank.
+    on_timeout : callable
+        Called before the coroutine that has waited too long gets an error.
+    on_wait : callable
+        on_wait(seconds, source) is called when the thread had nothing to do for some seconds while coroutines were in
+        flight, with the rank whose message has ended that.
     """
 
     def __init__(self, name: str) -> None:
-        self.lock = threading.Lock()  # guards registration of callbacks, and batches that end
-        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
-        self._name = name
+        self.lock = threading.Lock()  # guards registration of callbacks
+        self.most_in_flight = MOST_IN_FLIGHT
+        self.timeout = float("inf")
+        self.on_timeout: Callable[[], Any] = lambda: None
+        self.on_wait: Callable[[float, int | None], Any] = lambda seconds, source: None
+        self.forked = False
+        self._queue: SimpleQueue[_Item] = SimpleQueue()
+        self._pending: deque[Task] = deque()  # not begun
+        self._of_callbacks: deque[Task] = deque()  # not begun, submitted by callbacks
+        self._waiting: set[Task] = set()
+        self._in_order: deque[Work] = deque()  # works whose callbacks have not run
+        self._in_callbacks = False  # callbacks run that may begin collectives
+        self._next = 0  # number of the next collective
         self._clock = 0
-        self._callback_thread: _CallbackThread | None = None
-        self.forked = False  # True in a child process, where the thread does not run
+        self._callbacks = CallbackThreads(f"{name}, callbacks", lambda: self._queue.put(_LOOK))
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
         _workers.add(self)
 
     def submit(self, function: Callable[[], Any]) -> Work:
-        """Run `function` after what was submitted before; within a callback, after the collective of that callback.
+        """Run a function of this rank alone, after what was submitted before has ended, and before what comes later."""
+        return self._submit(function, alone=True)
 
-        On GPUs its work follows that of this thread, and is complete when `function` has returned.
+    def submit_collective(self, function: Callable[[int], Any]) -> Work:
+        """Run function(number), with a number that is equal on all ranks; the result may be a coroutine.
+
+        Collectives begin in the order of submission, those that callbacks submit before all others.
+
+        On GPUs their work follows that of this thread, and is complete when they have ended.
 
         Raises
         ------
         PeerError
             This process was forked from the one that made the worker.
         """
+        return self._submit(lambda: function(self._new_number()), alone=False)
+
+    def _submit(self, function: Callable[[], Any], *, alone: bool) -> Work:
         if self.forked:
             raise PeerError(_FORKED)
-        function = in_stream_order(function)
-        batch = _running.batch
-        if batch is not None and batch.worker is not self:
-            batch = None
-        work = Work(self, batch)
-        if batch is None or not batch.submit((work, function)):
-            self._queue.put((work, function))
+        work, batch = Work(self), running.batch
+        of_callback = batch is not None and batch.owner is self and not alone
+        self._queue.put(Task(work, function, StreamOrder.of_this_thread(), alone=alone, of_callback=of_callback))
         return work
+
+    def _new_number(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def wait_for_callbacks(self) -> None:
+        """Wait until the callbacks of all collectives that have ended have run, at most as long as collectives do."""
+        if running.batch is None:
+            self._callbacks.wait()
 
     def check_thread(self) -> None:
         """Check that this thread may wait for a collective.
@@ -173,26 +121,20 @@ class Worker:
         if threading.current_thread() is self._thread:
             raise ArgumentError("the thread that runs collectives cannot wait for one: begin it with async_op=True")
 
-    def before_wait(self, batch: _Batch | None) -> None:
-        """Let the worker go on, if this thread runs callbacks and is about to wait for a later collective.
-
-        Parameters
-        ----------
-        batch : _Batch or None
-            Callbacks that have begun the collective.
-        """
+    def before_wait(self) -> None:
+        """Let other callbacks run, if this thread runs callbacks and is about to wait for a collective."""
         self.check_thread()
-        mine = _running.batch
-        if mine is not None and mine.worker is self and mine is not batch:
-            mine.release()
+        batch = running.batch
+        if batch is not None and batch.owner is self:
+            self._callbacks.release(batch)
 
     def stop(self) -> None:
         """End the thread, after what was submitted before.
 
-        Waits while the thread computes: a process that ends while one of its threads is about to return from C++, or
-        closes connections, is aborted. Does not wait while the thread waits for peers, who may not answer.
+        Waits while the thread computes: a process that ends while one of its threads is about to return from C++ is
+        aborted. Does not wait while the thread waits for peers, who may not answer.
         """
-        self._queue.put(None)
+        self._queue.put(_END)
         if self.forked or threading.current_thread() is self._thread:
             return
         used = None
@@ -212,37 +154,99 @@ class Worker:
         except OSError:
             return 0.0
 
+    # The thread
+
     def _serve(self) -> None:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
-        while (item := self._queue.get()) is not None:
-            self._run(item)
-            del item
-        if self._callback_thread is not None:
-            self._callback_thread.stop()
+        while self._turn(self._next_task()):
+            pass
+        self._callbacks.stop()
 
-    def _run(self, item: _Item) -> None:
-        """Run a collective, then the collectives that its callbacks begin."""
-        work, function = item
-        work.run(function)
-        if (callbacks := work.take_callbacks()) is not None:
-            self._run_callbacks(_Batch(self, callbacks))
+    def _turn(self, item: "_Item") -> bool:
+        """Handle a new task, or one that can go on, and begin tasks; return False at the end."""
+        if item is _END:
+            return False
+        if isinstance(item, Task):
+            if item.begun:
+                self._waiting.discard(item)
+                self._advance(item)
+            elif item.of_callback:
+                self._of_callbacks.append(item)
+            else:
+                self._pending.append(item)
+                self._in_order.append(item.work)
+        elif self._in_callbacks:  # what callbacks have submitted came before in the queue
+            self._in_callbacks = not self._callbacks.idle
+        while (task := self._next_to_begin()) is not None:
+            self._advance(task)
+        return True
 
-    def _run_callbacks(self, batch: _Batch) -> None:
-        # callbacks of collectives that the batch begins need a thread other than the one of the batch
-        thread, self._callback_thread = self._callback_thread, None
-        try:
-            thread = thread or _CallbackThread(f"{self._name}, callbacks")
-        except RuntimeError:  # no thread can be started, for instance because the interpreter ends
-            batch.close()
-            batch.run_callbacks()
+    def _next_to_begin(self) -> Task | None:
+        if sum(t.waits_for_a_rank for t in self._waiting) >= self.most_in_flight:
+            return None
+        if self._of_callbacks:
+            return self._of_callbacks.popleft()
+        if not self._pending or (self._pending[0].alone and self._waiting) or self._in_callbacks:
+            return None
+        first = self._pending[0].work
+        for work in self._in_order:
+            if work is first:
+                return self._pending.popleft()
+            if work.delays_others and not work.is_completed():
+                return None
+        return self._pending.popleft()
+
+    def _advance(self, task: Task) -> None:
+        if task.step():
+            self._run_callbacks(task.work)
             return
-        thread.run(batch)
-        for item in batch.serve(self._run):
-            self._queue.put(item)
-        if batch.ended and self._callback_thread is None:
-            self._callback_thread = thread
-        else:  # the thread ends when its callbacks have returned
-            thread.stop()
+        self._waiting.add(task)
+        wait = task.wait
+        if wait is None or not wait.call_when_done(lambda: self._queue.put(task)):
+            self._queue.put(task)
+
+    def _next_task(self) -> "_Item":
+        """Return the next item of the queue; wait for it, and expire waits that take too long."""
+        try:
+            return self._queue.get_nowait()
+        except Empty:
+            pass
+        begin = time.perf_counter()
+        try:
+            found = self._queue.get(timeout=self._until_next_look())
+        except Empty:
+            self._expire()
+            return _LOOK
+        if self._waiting:
+            wait = found.wait if isinstance(found, Task) else None
+            self.on_wait(time.perf_counter() - begin, None if wait is None else wait.source)
+        return found
+
+    def _until_next_look(self) -> float | None:
+        deadline = min((t.deadline(self.timeout) for t in self._waiting), default=float("inf"))
+        left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
+        look = self._callbacks.look()
+        if look is not None:
+            left = min(left, look)
+        return None if left == threading.TIMEOUT_MAX else max(0.0, left)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        late = [t for t in self._waiting if t.deadline(self.timeout) <= now]
+        if late:
+            for task in late:
+                task.expire()
+            self.on_timeout()
+
+    def _run_callbacks(self, ended: Work) -> None:
+        """Have the callbacks run of works that have ended, in the order of submission."""
+        works = [] if ended in self._in_order else [ended]
+        while self._in_order and self._in_order[0].is_completed():
+            works.append(self._in_order.popleft())
+        for work in works:
+            if (callbacks := work.take_callbacks()) is not None:
+                self._in_callbacks = True
+                self._callbacks.run(Batch(self, callbacks))
 
 
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()

@@ -8,7 +8,7 @@ from codec import ArgumentError
 from codec.arguments import shown, whole
 from codec.torch import _compat
 from codec.torch.group.communicator import key_of
-from codec.torch.point_to_point.endpoint import Endpoint, endpoint_of
+from codec.torch.network.endpoint import Endpoint, endpoint_of
 
 
 def endpoint_for(group: Any, timeout: timedelta | None) -> Endpoint:

@@ -11,7 +11,7 @@ import torch
 import codec
 from codec import FrameError
 from codec.specs import Ternary
-from codec.torch.group.communicator import hash64
+from codec.torch.network.version import hash64
 from codec.torch.parameter_server.messages import INTERNAL, Key
 from codec.torch.parameter_server.session import Session
 from codec.torch.parameter_server.table import server_of

@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from codec import CodecError, PeerError
 from codec.readable import Rounded, count, size
+from codec.torch.network.endpoint import Endpoint
+from codec.torch.network.tcp import PeerConnection
 from codec.torch.parameter_server.messages import TAG, Outgoing
-from codec.torch.point_to_point.endpoint import Endpoint
-from codec.torch.point_to_point.tcp import PeerConnection
 from codec.torch.transport.messages import Array
 
 T = TypeVar("T")

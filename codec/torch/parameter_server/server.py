@@ -16,13 +16,13 @@ from codec._options import settings_of
 from codec.arguments import check_timeout, whole
 from codec.readable import Rounded, count, size
 from codec.torch import _compat
+from codec.torch.network.endpoint import Endpoint
+from codec.torch.network.tcp import PeerConnection
 from codec.torch.parameter_server import messages, sums
 from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
 from codec.torch.parameter_server.messages import ABANDON, CLOSE, FLOATS, INIT, PUSH, REDUCES, TAG, Key, Request
 from codec.torch.parameter_server.steps import Steps
 from codec.torch.parameter_server.table import Table
-from codec.torch.point_to_point.endpoint import Endpoint
-from codec.torch.point_to_point.tcp import PeerConnection
 from codec.torch.transport.messages import Array
 
 logger = logging.getLogger("codec.torch")

@@ -9,12 +9,12 @@ import torch
 import codec
 from codec import ArgumentError, FrameError, StateError
 from codec.arguments import shown
-from codec.torch.group.communicator import hash64
+from codec.torch.network.endpoint import Endpoint
+from codec.torch.network.version import hash64
 from codec.torch.parameter_server import messages, sums
 from codec.torch.parameter_server.links import ServerLinks
 from codec.torch.parameter_server.messages import DTYPES, FLOATS, REDUCES, Key, Outgoing, Reduce
 from codec.torch.parameter_server.table import server_of
-from codec.torch.point_to_point.endpoint import Endpoint
 from codec.torch.transport.messages import Array
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from codec import ArgumentError, PeerError, StateError
 from codec.arguments import shown, whole
 from codec.torch.collectives.bytes import exchange
-from codec.torch.group.communicator import PROTOCOL_VERSION
+from codec.torch.network.version import PROTOCOL_VERSION
 from codec.torch.pipelining.notes import Notes, Report, report_of
 from codec.torch.pipelining.snapshot import Snapshot
 from codec.torch.pipelining.stage import CompressedStage

@@ -12,8 +12,8 @@ from codec.arguments import check_timeout, shown, whole
 from codec.torch.group.communicator import key_of, warn_non_member
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
-from codec.torch.point_to_point.endpoint import Endpoint, endpoint_of
-from codec.torch.point_to_point.tcp import PeerConnection
+from codec.torch.network.endpoint import Endpoint, endpoint_of
+from codec.torch.network.tcp import PeerConnection
 
 DEFAULT_MAX_NBYTES = 1 << 30
 _MOST_NBYTES = 1 << 36  # bytes of a message

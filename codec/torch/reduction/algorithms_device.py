@@ -1,23 +1,23 @@
 """Algorithms whose frames stay on GPUs: NCCL carries them (docs/protocol.md, section 18).
 
 Values, frames and random streams are those of :mod:`codec.torch.reduction.algorithms`, so results are, too. All frames
-of a phase travel in one message for each two ranks, in slots of one size: no rank asks another for sizes if the codec
-has a fixed rate.
+of a phase travel in one message for each two ranks, in slots of one size.
 """
 
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Sequence
 
 import torch
 
-from codec import PeerError
+from codec import FrameError, PeerError
 from codec._c.library import lib
 from codec.torch.reduction.algorithms import store_sum
 from codec.torch.reduction.device import DeviceReduction, Term
-from codec.torch.reduction.host import Result, Values
+from codec.torch.reduction.host import Values
 from codec.torch.reduction.partition import Piece
-from codec.torch.reduction.phases import FirstError
-from codec.torch.transport.channel import Channel
-from codec.torch.transport.messages import FRAME_LENGTH, check_frame_nbytes
+from codec.torch.transport.collective import Part
+
+FRAME_LENGTH = struct.Struct("<Q")  # before each frame
 
 _ALIGN = 16  # bytes: slots begin at multiples of this
 _BEFORE = FRAME_LENGTH.size  # bytes of a slot before the frame
@@ -29,85 +29,78 @@ Frames = list[list[torch.Tensor]]  # by rank and chunk
 class Slots:
     """Frames of a collective, in memory of the GPU: a row of slots for each rank, a slot for each chunk.
 
-    A slot has a frame behind its length, as a message has (docs/protocol.md, section 3.2). After an error this rank
-    goes on and sends slots without frames, so that no rank waits for a message that never comes.
+    A slot has a frame behind its length (docs/protocol.md, section 18). A length of 0 tells all ranks that this rank
+    has failed, so that no rank waits for a message that never comes.
 
     Parameters
     ----------
-    channel : Channel
-        Channel of the collective, which connects GPUs.
+    part : Part
+        Part of the collective, whose channel connects GPUs.
     r : DeviceReduction
         Values of this rank.
     pieces : sequence of sequences of Piece
         All pieces of the collective, in rows of as many chunks each.
     """
 
-    def __init__(self, channel: Channel, r: DeviceReduction, pieces: Sequence[Sequence[Piece]]) -> None:
-        self._channel, self._r, self._pieces = channel, r, pieces
+    def __init__(self, part: Part, r: DeviceReduction, pieces: Sequence[Sequence[Piece]]) -> None:
+        self._part, self._r, self._pieces = part, r, pieces
         self._most = max(r.frame_bound(piece) for row in pieces for piece in row)
-        self.first_error = FirstError(channel)
 
-    def scatter(self) -> Frames | None:
+    async def scatter(self) -> Frames:
         """Send frames of row i to rank i, which has as many rows as there are ranks.
 
         Returns
         -------
-        list of list of tensor, or None
-            Frames of this rank's row by rank and chunk; None if one is missing.
+        list of list of tensor
+            Frames of this rank's row, by rank and chunk.
         """
-        me, size, chunks = self._channel.rank, self._channel.size, len(self._pieces[0])
+        me, size, chunks = self._part.rank, self._part.size, len(self._pieces[0])
         terms = [
             self._r.term(piece, (me * size + o) * chunks + c)
             for o, row in enumerate(self._pieces)
             for c, piece in enumerate(row)
         ]
-        slots = self._encoded(size, lambda: terms)
-        return self.first_error(self._frames_in, self._channel.device.all_to_all(slots), [self._pieces[me]] * size)
+        slots = await self._encoded(size, terms)
+        received = self._part.device.all_to_all(slots, self._part.counters)
+        return self._frames_in(received, [self._pieces[me]] * size)
 
-    def gather(self, terms: Callable[[], list[Term]], pieces: Sequence[Sequence[Piece]]) -> Frames | None:
+    async def gather(self, terms: Sequence[Term], pieces: Sequence[Sequence[Piece]]) -> Frames:
         """Send a row of frames to all ranks.
 
         Parameters
         ----------
-        terms : callable
-            Returns the terms of this rank's row, by chunk; not called after an error.
+        terms : sequence of Term
+            Terms of this rank's row, by chunk.
         pieces : sequence of sequences of Piece
             Pieces of each rank's row.
 
         Returns
         -------
-        list of list of tensor, or None
-            Frames by rank and chunk; None if one is missing.
+        list of list of tensor
+            Frames by rank and chunk.
         """
-        [row] = self._encoded(1, terms)
-        return self.first_error(self._frames_in, self._channel.device.all_gather(row), pieces)
+        [row] = await self._encoded(1, terms)
+        return self._frames_in(self._part.device.all_gather(row, self._part.counters), pieces)
 
-    def _encoded(self, rows: int, terms: Callable[[], list[Term]]) -> torch.Tensor:
-        """Return slots with frames of this rank, the first ones encoded while requests of other ranks arrive."""
-        r, channel = self._r, self._channel
+    async def _encoded(self, rows: int, terms: Sequence[Term]) -> torch.Tensor:
+        """Return slots with frames of this rank, once all ranks have encoded theirs.
+
+        NCCL's messages could not be ended if a rank had failed. So all ranks first report the size of their largest
+        frame.
+        """
+        r, part = self._r, self._part
         slots = r.empty_bytes((rows, len(self._pieces[0]), _slot_nbytes(self._most)))
-        lengths: list[int] = [0] * (rows * slots.shape[1])  # without frames
-
-        def encode() -> None:
-            made = terms()
-            with channel.clock.during("encode_s"):
-                lengths[:] = r.encode_all(made, [slot[_BEFORE:] for row in slots for slot in row])
-
-        channel.begin(0, lambda: self.first_error.at_once(encode))
-        if not r.has_fixed_rate:
-            slots = slots[:, :, : _slot_nbytes(self._agreed(max(lengths)))].contiguous()
+        with part.clock.during("encode_s"):
+            lengths = r.encode_all(terms, [slot[_BEFORE:] for row in slots for slot in row])
+        largest = max(theirs for [theirs] in await part.gather([max(lengths)]))
+        if largest > self._most:
+            raise PeerError(f"a rank reports a frame of {largest} bytes, but at most {self._most} are possible")
+        slots = slots[:, :, : _slot_nbytes(largest)].contiguous()
         slots.view(torch.int64)[:, :, 0] = (
             torch.tensor(lengths, dtype=torch.int64, device="cpu").view(rows, -1).to(slots.device)
         )
+        part.counters.round_trips += 1
         return slots
-
-    def _agreed(self, nbytes: int) -> int:
-        """Return the size of the largest frame of any rank, from that of this rank."""
-        largest = max(theirs for [theirs] in self._channel.numbers.gather([nbytes]))
-        if largest > self._most:
-            self._channel.close()
-            raise PeerError(f"a rank reports a frame of {largest} bytes, but at most {self._most} are possible")
-        return largest
 
     def _frames_in(self, slots: torch.Tensor, pieces: Sequence[Sequence[Piece]]) -> Frames:
         """Return the frames in slots of all ranks, after checks of their lengths and headers.
@@ -126,10 +119,18 @@ class Slots:
             frames.append([])
             for c, piece in enumerate(row):
                 (nbytes,) = FRAME_LENGTH.unpack_from(heads[rank, c])
-                check_frame_nbytes(rank, nbytes, most)
+                _check_nbytes(rank, nbytes, most)
                 self._r.check_frame(heads[rank, c, _BEFORE:], piece)
                 frames[rank].append(slots[rank, c, _BEFORE : _BEFORE + nbytes])
         return frames
+
+
+def _check_nbytes(rank: int, nbytes: int, most: int) -> None:
+    """Raise the error for a frame's length that a rank has sent, unless it is 1 to `most` bytes."""
+    if not nbytes:
+        raise PeerError(f"rank {rank} sent no frame, because of an error")
+    if nbytes > most:
+        raise FrameError(f"rank {rank} sends a frame of {nbytes} bytes, but at most {most} are possible")
 
 
 def _slot_nbytes(nbytes: int) -> int:
@@ -137,88 +138,85 @@ def _slot_nbytes(nbytes: int) -> int:
     return -(-max(_HEAD, _BEFORE + nbytes) // _ALIGN) * _ALIGN
 
 
-def two_shot(channel: Channel, r: DeviceReduction) -> Result:
+async def two_shot(part: Part, r: DeviceReduction) -> Values:
     """Run a two-shot all-reduce: each rank sums a slice and sends the sum to all."""
-    slices, me = r.slices(channel.size), channel.rank
-    slots = Slots(channel, r, slices)
-    received = slots.scatter()
-
-    def sums() -> list[Term]:
-        first = (channel.size**2 + me) * len(slices[me])
-        terms: list[Term] = []
-        for c, piece in enumerate(slices[me]):
-            total = r.sum_buffer(channel, piece.n)
-            r.sum([row[c] for row in received or ()], piece, total)
-            terms.append(r.sum_term(total, piece, first + c))
-        return terms
-
-    frames = slots.gather(sums, slices)
-    result = r.result(channel, r.n)
-    slots.first_error(_decode, r, frames, slices, [result] * channel.size)
-    return result, slots.first_error.error
+    slices, me = r.slices(part.size), part.rank
+    slots = Slots(part, r, slices)
+    received = await slots.scatter()
+    first = (part.size**2 + me) * len(slices[me])
+    sums: list[Term] = []
+    for c, piece in enumerate(slices[me]):
+        total = r.sum_buffer(part, piece.n)
+        r.sum([row[c] for row in received], piece, total)
+        sums.append(r.sum_term(total, piece, first + c))
+    frames = await slots.gather(sums, slices)
+    result = r.result(part, r.n)
+    _decode(part, r, frames, slices, [result] * part.size)
+    return result
 
 
-def all_gather(channel: Channel, r: DeviceReduction) -> Result:
+async def all_gather(part: Part, r: DeviceReduction) -> Values:
     """Run an all-gather: each rank sends its frames to all, and sums all of them."""
     pieces = [piece for row in r.slices(1) for piece in row]
-    slots = Slots(channel, r, [pieces])
-    frames = _gathered(slots, channel, r, pieces)
-    result = r.result(channel, r.n)
+    frames = await _gathered(part, r, pieces)
+    result = r.result(part, r.n)
     for c, piece in enumerate(pieces):
-        slots.first_error(_store_sum, channel, r, frames, c, piece, result[piece.begin :])
-    return result, slots.first_error.error
+        _store_sum(part, r, frames, c, piece, result[piece.begin :])
+    return result
 
 
-def gather(channel: Channel, r: DeviceReduction) -> Result:
+async def gather(part: Part, r: DeviceReduction) -> Values:
     """Gather the values of all ranks, in their order."""
-    size, n = channel.size, r.n
+    size, n = part.size, r.n
     pieces = [piece for row in r.slices(1) for piece in row]
-    slots = Slots(channel, r, [pieces])
-    frames = _gathered(slots, channel, r, pieces)
-    result = r.result(channel, size * n)
-    slots.first_error(_decode, r, frames, [pieces] * size, [result[i * n : (i + 1) * n] for i in range(size)])
-    return result, slots.first_error.error
+    frames = await _gathered(part, r, pieces)
+    result = r.result(part, size * n)
+    _decode(part, r, frames, [pieces] * size, [result[i * n : (i + 1) * n] for i in range(size)])
+    return result
 
 
-def _gathered(slots: Slots, channel: Channel, r: DeviceReduction, pieces: Sequence[Piece]) -> Frames | None:
-    """Send this rank's terms to all ranks."""
-    first = channel.rank * len(pieces)
+async def _gathered(part: Part, r: DeviceReduction, pieces: Sequence[Piece]) -> Frames:
+    """Send this rank's terms to all ranks, and return those of all."""
+    first = part.rank * len(pieces)
     terms = [r.term(piece, first + c) for c, piece in enumerate(pieces)]
-    return slots.gather(lambda: terms, [pieces] * channel.size)
+    return await Slots(part, r, [pieces]).gather(terms, [pieces] * part.size)
 
 
-def reduce_scatter(channel: Channel, r: DeviceReduction) -> Result:
+async def reduce_scatter(part: Part, r: DeviceReduction) -> Values:
     """Run a reduce-scatter: each rank sums a slice. Slices have one size."""
-    slices = r.even_slices(channel.size)
-    slots = Slots(channel, r, slices)
-    frames, mine = slots.scatter(), slices[channel.rank]
-    result = r.result(channel, r.n // channel.size)
+    slices = r.even_slices(part.size)
+    frames = await Slots(part, r, slices).scatter()
+    mine = slices[part.rank]
+    result = r.result(part, r.n // part.size)
     for c, piece in enumerate(mine):
-        slots.first_error(_store_sum, channel, r, frames, c, piece, result[piece.begin - mine[0].begin :])
-    return result, slots.first_error.error
+        _store_sum(part, r, frames, c, piece, result[piece.begin - mine[0].begin :])
+    return result
 
 
-def all_to_all(channel: Channel, r: DeviceReduction) -> Result:
+async def all_to_all(part: Part, r: DeviceReduction) -> Values:
     """Run an all-to-all: slice i of each rank goes to rank i. Slices have one size."""
-    slices = r.even_slices(channel.size)
-    slots = Slots(channel, r, slices)
-    frames = slots.scatter()
-    result = r.result(channel, r.n)
-    slots.first_error(_decode, r, frames, slices, [result] * channel.size)
-    return result, slots.first_error.error
+    slices = r.even_slices(part.size)
+    frames = await Slots(part, r, slices).scatter()
+    result = r.result(part, r.n)
+    _decode(part, r, frames, slices, [result] * part.size)
+    return result
 
 
-def _store_sum(channel: Channel, r: DeviceReduction, frames: Frames, c: int, piece: Piece, place: Values) -> None:
+def _store_sum(part: Part, r: DeviceReduction, frames: Frames, c: int, piece: Piece, place: Values) -> None:
     """Store the sum of chunk `c`, a piece, of all ranks."""
-    store_sum(channel, r, piece, [row[c] for row in frames], place, check=True)
+    with part.clock.during("decode_s"):
+        store_sum(part, r, piece, [row[c] for row in frames], place, check=True)
 
 
-def _decode(r: DeviceReduction, frames: Frames, pieces: Sequence[Sequence[Piece]], results: Sequence[Values]) -> None:
+def _decode(
+    part: Part, r: DeviceReduction, frames: Frames, pieces: Sequence[Sequence[Piece]], results: Sequence[Values]
+) -> None:
     """Decode the frames of each rank to the pieces of its result."""
-    r.decode_all(
-        [
-            (frame, piece, result)
-            for row, places, result in zip(frames, pieces, results, strict=True)
-            for frame, piece in zip(row, places, strict=True)
-        ]
-    )
+    with part.clock.during("decode_s"):
+        r.decode_all(
+            [
+                (frame, piece, result)
+                for row, places, result in zip(frames, pieces, results, strict=True)
+                for frame, piece in zip(row, places, strict=True)
+            ]
+        )

@@ -20,7 +20,7 @@ from codec.tensors.wrapper import View
 from codec.torch._compat import from_numpy
 from codec.torch.reduction.host import FLOATS, Frame, Reduction, Values
 from codec.torch.reduction.partition import Piece
-from codec.torch.transport.channel import Channel
+from codec.torch.transport.collective import Part
 from codec.torch.transport.messages import Array
 
 
@@ -70,11 +70,11 @@ class DeviceReduction(Reduction):
         """Return memory on the GPU for `n` values, of the tensor's dtype unless given."""
         return torch.empty(n, dtype=dtype or FLOATS[self.dtype], device=self.x.device)
 
-    def result(self, channel: Channel, n: int) -> Values:
+    def result(self, part: Part, n: int) -> Values:
         """Return memory for a result of `n` values."""
         return self.empty(n) if self.out is None else self.out
 
-    def sum_buffer(self, channel: Channel, n: int) -> Values:
+    def sum_buffer(self, part: Part, n: int) -> Values:
         """Return memory for a sum of `n` float32 values."""
         return self.empty(n, torch.float32)
 

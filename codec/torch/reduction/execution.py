@@ -6,19 +6,20 @@ from collections.abc import Callable, Sequence
 from codec import CallOptions
 from codec.specs import Ternary
 from codec.tensors.segments import Records, unpack
-from codec.torch.group.autotune import Choice, report
-from codec.torch.group.communicator import Communicator, close_on_error, hash64, request, storing_results
-from codec.torch.reduction import algorithms
-from codec.torch.reduction.host import Reduction, Result, Values
+from codec.torch.group.autotune import Choice, Measurement, Turn, Way
+from codec.torch.group.communicator import Communicator
+from codec.torch.group.tasks import Together
+from codec.torch.network.version import hash64
+from codec.torch.reduction.host import Reduction, Values
 from codec.torch.reduction.table import ALL_GATHER, ALL_REDUCES, RAW, SHARED_SCALE, TWO_SHOT, Algorithm
 from codec.torch.transport.channel import Channel
+from codec.torch.transport.collective import Collective
 
 _CHOICES = 256  # signatures whose choice between frames and uncompressed values a group remembers
 _SMALL = 1 << 16  # bytes of a tensor up to which one phase with N - 1 frames is faster than two phases
 
 Planned = tuple[Reduction, Algorithm]  # the algorithm is chosen once, when the reduction is prepared
 Store = Callable[[Values, Reduction], None]
-Agree = Callable[[], int | str | None]
 
 
 def algorithm_of(settings: CallOptions) -> str:
@@ -53,13 +54,15 @@ def _placed(algorithm: Algorithm, r: Reduction, channel: Channel) -> Algorithm:
     return algorithm.on_device if algorithm.on_device and channel.device.connected and r.on_device else algorithm
 
 
-def run(comm: Communicator, algorithm: Algorithm, prepare: Callable[[], Reduction], store: Store) -> None:
+async def run(
+    comm: Communicator, collective: Collective, algorithm: Algorithm, prepare: Callable[[], Reduction], store: Store
+) -> None:
     """Run a collective other than an all-reduce.
 
     Parameters
     ----------
-    comm : Communicator
-        Communicator of the group.
+    comm, collective : Communicator, Collective
+        Communicator of the group, and the collective in flight.
     algorithm : Algorithm
         The algorithm.
     prepare : callable
@@ -67,110 +70,87 @@ def run(comm: Communicator, algorithm: Algorithm, prepare: Callable[[], Reductio
     store : callable
         store(result, reduction) stores the result, after all ranks have succeeded.
     """
-    channel = comm.channel
-
-    def begin() -> tuple[Planned, list[int]]:
-        r = prepare()
-        chosen = _placed(algorithm, r, channel)
-        return (r, chosen), [signature(r, chosen.name)]
-
-    r, chosen = request(channel, begin)
-    with close_on_error(channel):
-        result, error = chosen.run(channel, r)
-    channel.requests.exchange_verdict(error)
-    _count(channel, [r])
-    with storing_results(channel):
+    r = prepare()
+    chosen = _placed(algorithm, r, comm.channel)
+    result = await _run(collective, chosen, r)
+    await collective.agree()
+    _count(collective, [r])
+    with collective.storing():
         store(result, r)
 
 
-def run_all_reduce(
-    comm: Communicator, requested: str, prepare: Callable[[], Planned], store: Store, agree: Agree = lambda: None
+async def run_all_reduce(
+    comm: Communicator, collective: Collective, requested: str, prepare: Callable[[], Planned], store: Store
 ) -> None:
     """Run an all-reduce.
 
     Parameters
     ----------
-    comm : Communicator
-        Communicator of the group.
+    comm, collective, store
+        As for :func:`run`.
     requested : str
         Value of ``algorithm=``.
     prepare : callable
         Checks the arguments, and returns the reduction with the algorithm that :func:`choose` returned; its errors are
         errors on all ranks.
-    store : callable
-        store(result, reduction) stores the result, after all ranks have succeeded.
-    agree : callable
-        As for :func:`all_reduce_several`.
     """
-    [(result, r)] = all_reduce_several(comm, requested, lambda: [prepare()], agree)
-    with storing_results(comm.channel):
+    r, algorithm = prepare()
+    turn: Turn | None = None
+    try:
+        if requested == "auto" and collective.size > 1 and algorithm.raw_fallback:
+            turn = _choice(comm, r, algorithm).begin()
+            algorithm = in_way(await turn.wait(), r, algorithm)
+        measured = Measurement(collective.mesh.rtt())
+        [result] = await run_several(collective, requested, [(r, algorithm)])
+        sent = collective.counters.sent_nbytes
+        nbytes = 2 * r.x.nbytes * (collective.size - 1) // collective.size
+        report = await collective.agree(measured.report(sent, nbytes, collective.counters.round_trips))
+        if turn is not None:
+            turn.learn(report)
+    finally:
+        if turn is not None:
+            turn.end()
+    _count(collective, [r], raw=algorithm is RAW)
+    with collective.storing():
         store(result, r)
 
 
-def all_reduce_several(
-    comm: Communicator, requested: str, prepare: Callable[[], list[Planned]], agree: Agree = lambda: None
-) -> list[tuple[Values, Reduction]]:
-    """Run an all-reduce of several tensors: all of them are reduced, or none.
+def in_way(way: Way, r: Reduction, algorithm: Algorithm) -> Algorithm:
+    """Return the algorithm that sends a reduction as frames or as uncompressed values; small ones go as frames."""
+    return RAW if way == "values" and r.x.nbytes > _SMALL else algorithm
 
-    Parameters
-    ----------
-    comm, requested, prepare
-        As for :func:`run_all_reduce`, with a list of reductions.
-    agree : callable
-        Returns, after `prepare`, an int or str that must be the same on all ranks; None: nothing else must be.
 
-    Returns
-    -------
-    list of (ndarray or tensor, Reduction)
-        Results, which the caller stores.
+async def run_several(
+    collective: Collective, requested: str, planned: Sequence[Planned], item: int | str | None = None
+) -> list[Values]:
+    """Reduce several tensors in one collective, side by side; return their results, which may be in its memory.
+
+    All ranks must agree on `item`. Between GPUs they follow each other: NCCL needs the same order of messages on all ranks.
     """
-    channel = comm.channel
-    number = 0  # signature of the collective
+    # "auto" is part of the signature: it may become another algorithm on all ranks
+    if len(planned) == 1 or collective.device.connected:
+        return [await _run(collective, algorithm, r, requested, item) for r, algorithm in planned]
+    return await Together([_run(collective, algorithm, r, requested, item) for r, algorithm in planned])
 
-    def begin() -> tuple[list[Planned], list[int]]:
-        nonlocal number
-        planned = prepare()
-        # "auto" is part of the signature: it may become another algorithm on all ranks later
-        number = hash64(requested, [signature(r, algorithm.name) for r, algorithm in planned])
-        return planned, [agreed(number, agree())]
 
-    planned = request(channel, begin)
-    reductions = [r for r, _ in planned]
-    choice = comm.choices.get(number) or Choice(_describe(reductions))
-    may_be_raw = requested == "auto" and channel.size > 1 and all(algorithm.raw_fallback for _, algorithm in planned)
-    before = channel.counters.sent_nbytes
-    with close_on_error(channel):
-        largest = max(reductions, key=lambda r: r.n, default=None)
-        for r in reductions:
-            if r is not largest and r.out is None and r.deferred is None:  # the channel has memory for one result
-                r.out = r.empty(r.n)
-        if may_be_raw and choice.kind == "values":
-            planned = [(r, RAW if r.x.nbytes > _SMALL else algorithm) for r, algorithm in planned]
-        ended = _run_each(channel, planned)
-    first = next((error for _, error in ended if error is not None), None)
-    nbytes = sum(2 * r.x.nbytes * (channel.size - 1) // channel.size for r in reductions)
-    reports = channel.requests.exchange_verdict(
-        first, report(channel.requests.started, channel.counters.sent_nbytes - before, nbytes)
-    )
-    if may_be_raw:
-        choice.learn(reports)
-    _count(channel, reductions, raw=any(algorithm is RAW for _, algorithm in planned))
-    comm.choices.pop(number, None)
+async def _run(
+    collective: Collective, algorithm: Algorithm, r: Reduction, requested: str = "", item: int | str | None = None
+) -> Values:
+    """Run an algorithm as a part of a collective."""
+    if not algorithm.defers:
+        r.deferred = None
+    fields = signed(r, algorithm.name, requested) | agreed(item)
+    return await algorithm.run(collective.part(hash64(*fields.items()), fields), r)
+
+
+def _choice(comm: Communicator, r: Reduction, algorithm: Algorithm) -> Choice:
+    """Return the choice of all-reduces with the same arguments."""
+    number = hash64(*signed(r, algorithm.name, "auto").items())
+    choice = comm.choices.pop(number, None) or Choice(_describe([r]))
     comm.choices[number] = choice
     if len(comm.choices) > _CHOICES:  # drop the least recently used one, which is the same on all ranks
         del comm.choices[next(iter(comm.choices))]
-    return [(result, r) for r, (result, _) in zip(reductions, ended, strict=True)]
-
-
-def _run_each(channel: Channel, planned: Sequence[Planned]) -> list[Result]:
-    """Run the algorithm of each reduction: interleaved if all of them have steps, else one after the other."""
-    for r, algorithm in planned:
-        if not algorithm.defers:
-            r.deferred = None
-    steps = [algorithm.steps(channel, r) for r, algorithm in planned if algorithm.steps]
-    if len(steps) == len(planned):
-        return algorithms.interleave(steps)
-    return [algorithm.run(channel, r) for r, algorithm in planned]
+    return choice
 
 
 def _describe(reductions: list[Reduction]) -> str:
@@ -179,9 +159,9 @@ def _describe(reductions: list[Reduction]) -> str:
     return f"{sum(r.x.nbytes for r in reductions)} bytes ({specs})"
 
 
-def _count(channel: Channel, reductions: Sequence[Reduction], *, raw: bool = False) -> None:
+def _count(collective: Collective, reductions: Sequence[Reduction], *, raw: bool = False) -> None:
     """Count a collective that has succeeded."""
-    counters = channel.counters
+    counters = collective.counters
     counters.raw_nbytes += sum(r.x.nbytes for r in reductions)
     if raw:
         counters.raw_collectives += 1
@@ -189,16 +169,23 @@ def _count(channel: Channel, reductions: Sequence[Reduction], *, raw: bool = Fal
         counters.frame_collectives += 1
 
 
-def signature(r: Reduction, algorithm: str) -> int:
-    """Return the hash of all that must be equal on all ranks (docs/protocol.md, section 5.1)."""
-    book = r.codebook and r.codebook.id
-    inside = None if r.segments is None else _hashed_segments(r.segments)
-    return hash64(r.spec, r.dtype, r.n, r.op, algorithm, inside, r.bound_spec is None, book)
+def signed(r: Reduction, algorithm: str, requested: str = "") -> dict[str, str]:
+    """Return all that must be equal on all ranks, by name (docs/protocol.md, section 5.1)."""
+    return {
+        "collective": f"{algorithm}, requested as {requested}" if requested else algorithm,
+        "spec": repr(r.spec),
+        "dtype": r.dtype,
+        "number of values": str(r.n),
+        "op": r.op,
+        "segments": "none" if r.segments is None else f"{_hashed_segments(r.segments) % (1 << 64):016x}",
+        "optimizer": "none" if r.bound_spec is None else "bound",
+        "codebook": "none" if r.codebook is None else str(r.codebook.id),
+    }
 
 
-def agreed(number: int, item: int | str | None) -> int:
-    """Return the signature that a collective sends, whose own is `number`; all ranks must agree on `item`, too."""
-    return number if item is None else hash64(number, item)
+def agreed(item: int | str | None) -> dict[str, str]:
+    """Return the part of :func:`signed` for an item on which all ranks must agree; empty for None."""
+    return {} if item is None else {"step": str(item)}
 
 
 @functools.lru_cache(256)

@@ -25,13 +25,12 @@ from codec.tensors.view import view, view_bytes
 from codec.tensors.wrapper import View
 from codec.torch._compat import from_numpy
 from codec.torch.reduction.partition import Piece, chunk_nbytes, cut, cut_evenly
-from codec.torch.transport.channel import Channel
+from codec.torch.transport.collective import Part
 from codec.torch.transport.messages import Array
 
 bound = functools.lru_cache(1024)(codec.bound)  # a training asks for few sizes
 Frame = Any  # in host memory, an array of bytes; or on a GPU, a tensor of bytes
 Values = Any  # flat values of a reduction: an array in host memory, bfloat16 as uint16; or a tensor on a GPU
-Result = tuple[Values, Exception | None]  # of an algorithm: values, and the error of this rank
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _LARGE = 1 << 21  # values of a piece above which several threads encode it
@@ -57,7 +56,7 @@ class Reduction:
     codebook: Codebook | None = None  # codebook with which all ranks encode
     codebooks: Sequence[Codebook] = ()  # codebooks that frames may name
     count_symbols: Callable[[View, BoundSpec | None], None] | None = None  # called with the values of each frame
-    out: Values | None = None  # memory for the result; None: memory of the channel
+    out: Values | None = None  # memory for the result; None: memory of the collective
     # Functions to call after the verdict, if the result replaces `x` itself and stays in frames until then. For many
     # values with small frames that is faster than to decode them to other memory and to copy the result.
     deferred: list[Callable[[], None]] | None = None
@@ -164,15 +163,15 @@ class Reduction:
         """Return new memory for `n` values of the tensor's dtype."""
         return np.empty(n, self.x.dtype)
 
-    def result(self, channel: Channel, n: int) -> Values:
+    def result(self, part: Part, n: int) -> Values:
         """Return memory for a result of `n` values."""
         if self.deferred is not None:
             return self.x
-        return channel.arena.result_buffer(n, self.x.dtype) if self.out is None else self.out
+        return part.arena.result_buffer(n, self.x.dtype) if self.out is None else self.out
 
-    def sum_buffer(self, channel: Channel, n: int) -> Values:
+    def sum_buffer(self, part: Part, n: int) -> Values:
         """Return memory for a sum of `n` float32 values, which may be that of the sum before."""
-        return channel.arena.sum_buffer(n)
+        return part.arena.sum_buffer(n)
 
     @property
     def can_defer(self) -> bool:

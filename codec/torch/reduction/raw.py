@@ -1,91 +1,116 @@
 """All-reduce of uncompressed values, for links so fast that encoding would take longer than sending."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from codec import FrameError
 from codec.torch._compat import from_numpy
-from codec.torch.reduction.host import FLOATS, Reduction, Result, nonfinite_error
+from codec.torch.network.inbox import Receive
+from codec.torch.reduction.host import FLOATS, Reduction, nonfinite_error
 from codec.torch.reduction.partition import Piece, cut
-from codec.torch.transport.channel import Channel
-from codec.torch.transport.messages import Array, IncomingValues
+from codec.torch.transport.collective import Part
+from codec.torch.transport.messages import Array
 
-# Bytes of a chunk. The receives of a chunk are posted when the chunk before has been summed, into the same memory, so
-# that all data in flight fits into caches: with uncompressed values the processors are the bottleneck.
-_CHUNK_NBYTES = 3 << 18
+_CHUNK_NBYTES = 3 << 18  # bytes of a chunk
 _TILE = 1 << 16  # values that are summed and divided at a time
 
 
-def two_shot(channel: Channel, r: Reduction) -> Result:
-    """Run two-shot with uncompressed values: each rank sums a slice. Lossless frames would give the same bits.
-
-    Returns
-    -------
-    ndarray, Exception or None
-        Result, and error of this rank.
-    """
-    size, me, x = channel.size, channel.rank, r.x
+async def two_shot(part: Part, r: Reduction) -> Array:
+    """Run two-shot with uncompressed values: each rank sums a slice. Lossless frames would give the same bits."""
+    size, me, x = part.size, part.rank, r.x
     # the slices of frames, so that a residual of sums belongs to the same slice
     slices = cut(x.size, size, x.itemsize, r.segments, _CHUNK_NBYTES)
-    others = channel.others
-    most = max(piece.n for piece in slices[me])
-    result = r.result(channel, x.size)
-    channel.begin(channel.arena.nbytes_of([most * x.itemsize] * len(others)))
-    buffers = {o: channel.arena.allocate(most * x.itemsize)[: most * x.itemsize].view(x.dtype) for o in others}
-
-    terms = _post_receives(channel, buffers, slices[me][0])
-    sums: list[IncomingValues] = []
+    result = r.result(part, x.size)
+    rooms = _Rooms(part, max(piece.n for piece in slices[me]), x.dtype)
     if r.residual is not None:
         x = np.empty_like(x)
-        with channel.clock.during("encode_s"):
+        with part.clock.during("encode_s"):
             _round_with_residual(r.as_float32(r.x), r, r.residual, x)
-    error = nonfinite_error(r, x)
+    _check_finite(r, x)
     chunks = range(len(slices[me]))
+    terms = {c: rooms.receive(c, slices[me][c].n) for c in chunks[:2]}
     for c in chunks[:2]:
-        _send(channel, x, slices, c)
+        _send(part, x, slices, c)
+    sums: list[Receive] = []
     for c in chunks:
         piece = slices[me][c]
-        error = _wait_for(terms) or error
-        parts = {o: buffers[o][: piece.n] for o in others} | {me: x[piece.begin : piece.end]}
+        found = {me: x[piece.begin : piece.end]} | {o: await rooms.values(*each) for o, each in terms.pop(c).items()}
         total = result[piece.begin : piece.end]
-        residual = None if r.sum_residual is None else r.sum_residual(piece.begin, piece.end)
-        with channel.clock.during("decode_s"):
-            _round_with_residual(_reduce_terms([parts[rank] for rank in range(size)], r, total), r, residual, total)
-            fault = nonfinite_error(r, total, summed=True)
-            if fault is not None and not any(
-                nonfinite_error(r, part) for part in parts.values()
-            ):  # else the rank of that term reports it
-                error = error or fault
-        # post receives in the order in which others send: terms of the next chunk, then sums of this one
-        if c + 1 in chunks:
-            terms = _post_receives(channel, buffers, slices[me][c + 1])
-        sums += [channel.frames.receive_values(result[slices[o][c].begin : slices[o][c].end], o) for o in others]
-        for o in others:
-            channel.frames.send_values(total, o)
+        with part.clock.during("decode_s"):
+            _sum_piece([found[rank] for rank in range(size)], r, piece, total)
+        sums += [part.receive_values(result[slices[o][c].begin : slices[o][c].end], o) for o in part.others]
+        if c + 2 in chunks:  # behind the sums, as they are sent
+            terms[c + 2] = rooms.receive(c + 2, slices[me][c + 2].n)
+        for o in part.others:
+            part.send_values(total, o)
         if c + 2 in chunks:
-            _send(channel, x, slices, c + 2)
-    error = _wait_for(sums) or error
-    channel.frames.wait_for_sends()
-    return result, error
+            _send(part, x, slices, c + 2)
+    for each in sums:
+        await part.frame(each)
+    await part.sent()
+    part.counters.round_trips += 1
+    return result
 
 
-def _post_receives(channel: Channel, buffers: dict[int, Array], piece: Piece) -> list[IncomingValues]:
-    """Post the receives of a piece's terms from other ranks, into their buffers."""
-    return [channel.frames.receive_values(buffer[: piece.n], o) for o, buffer in buffers.items()]
+class _Rooms:
+    """Memory for the terms of two chunks of all other ranks.
+
+    The receives of a chunk are posted when the chunk two before has been summed, into the same memory, so that all data
+    in flight fits into caches: with uncompressed values the processors are the bottleneck.
+
+    Parameters
+    ----------
+    part : Part
+        Part of the collective.
+    n : int
+        Most values of a chunk.
+    dtype : dtype
+        Dtype of the values.
+    """
+
+    def __init__(self, part: Part, n: int, dtype: Any) -> None:
+        self._part = part
+        nbytes = n * np.dtype(dtype).itemsize
+        part.arena.reserve(part.arena.nbytes_of([nbytes] * 2 * len(part.others)))
+        self._rooms = [{o: part.arena.allocate(nbytes).view(dtype) for o in part.others} for _ in range(2)]
+
+    def receive(self, c: int, n: int) -> dict[int, tuple[Array, Receive]]:
+        """Ask all other ranks for their terms of chunk `c`, `n` values."""
+        rooms = {o: room[:n] for o, room in self._rooms[c % 2].items()}
+        return {o: (room, self._part.receive_values(room, o)) for o, room in rooms.items()}
+
+    async def values(self, room: Array, receive: Receive) -> Array:
+        """Wait for values, and return them."""
+        await self._part.frame(receive)
+        return room
 
 
-def _wait_for(incoming: Sequence[IncomingValues]) -> FrameError | None:
-    """Wait for messages; return the error of the first that lacks values."""
-    errors = [each.wait() for each in incoming]
-    return next((error for error in errors if error is not None), None)
+def _check_finite(r: Reduction, x: Array) -> None:
+    if (error := nonfinite_error(r, x)) is not None:
+        raise error
 
 
-def _send(channel: Channel, x: Array, slices: list[list[Piece]], c: int) -> None:
+def _send(part: Part, x: Array, slices: list[list[Piece]], c: int) -> None:
     """Send each other rank chunk `c` of its slice."""
-    for o in channel.others:
-        channel.frames.send_values(x[slices[o][c].begin : slices[o][c].end], o)
+    for o in part.others:
+        part.send_values(x[slices[o][c].begin : slices[o][c].end], o)
+
+
+def _sum_piece(terms: Sequence[Array], r: Reduction, piece: Piece, total: Array) -> None:
+    """Store the sum of a piece in `total`, rounded with the residual of sums.
+
+    Raises
+    ------
+    ArgumentError
+        The sum holds NaN or Inf, and no term does: else the rank of that term raises the error.
+    """
+    residual = None if r.sum_residual is None else r.sum_residual(piece.begin, piece.end)
+    _round_with_residual(_reduce_terms(terms, r, total), r, residual, total)
+    fault = nonfinite_error(r, total, summed=True)
+    if fault is not None and not any(nonfinite_error(r, term) for term in terms):
+        raise fault
 
 
 def _reduce_terms(parts: Sequence[Array], r: Reduction, total: Array) -> Array:

@@ -14,9 +14,9 @@ from codec.tensors.segments import Records, Segments, unpack
 from codec.tensors.view import view
 from codec.torch._compat import from_numpy
 from codec.torch.reduction.algorithms import all_gather, two_shot
-from codec.torch.reduction.host import Reduction, Result, bound
+from codec.torch.reduction.host import Reduction, Values, bound
 from codec.torch.reduction.partition import Piece
-from codec.torch.transport.channel import Channel
+from codec.torch.transport.collective import Part
 from codec.torch.transport.messages import Array
 
 _Part = tuple[int, int, int]  # begin and end of values that share a scale; number of the scale
@@ -32,7 +32,7 @@ def check(spec: Spec, op: str) -> None:
         raise ArgumentError('algorithm="shared_scale" sums values: op must be a sum or a mean, got a maximum')
 
 
-def shared_scale(channel: Channel, r: Reduction) -> Result:
+async def shared_scale(part: Part, r: Reduction) -> Values:
     """Agree on a scale for each parameter, then run two-shot with ternary terms and integer sums.
 
     The scale is the largest magnitude on any rank, limited by ``clip`` of the spec. Ternary is not a contraction, so
@@ -41,16 +41,15 @@ def shared_scale(channel: Channel, r: Reduction) -> Result:
     x = r.tensor_of(r.x).float().numpy()
     parts = _parts(r.n, r.segments)
     mine = np.zeros(1 + len(_pairs(r.segments)), np.float32)
-    error: Exception | None = None
     try:
         for begin, end, i in parts:
             mine[i] = max(mine[i], magnitude(x[begin:end], r.spec))
     except ArgumentError:
-        error = ArgumentError(r.nonfinite_text(), Status.NONFINITE)
-    scales, fault = all_gather(channel, Reduction(mine, "float32", Lossless(), "max", r.stream))
-    if fault is None and not np.isfinite(scales).all():
-        fault = FrameError("a rank has sent a scale that is not finite")
-    return two_shot(channel, _Shared(r, x, parts, scales.copy(), channel.size, error or fault))
+        raise ArgumentError(r.nonfinite_text(), Status.NONFINITE) from None
+    scales = await all_gather(part, Reduction(mine, "float32", Lossless(), "max", r.stream))
+    if not np.isfinite(scales).all():
+        raise FrameError("a rank has sent a scale that is not finite")
+    return await two_shot(part, _Shared(r, x, parts, scales.copy(), part.size))
 
 
 def _pairs(segments: Records | None) -> Segments:
@@ -81,12 +80,10 @@ def magnitude(x: Array, spec: Spec) -> float:
 class _Shared(Reduction):
     """Reduction whose terms are ternary values with scale 1, and whose sums are integers, several in a byte."""
 
-    def __init__(
-        self, r: Reduction, values: Array, parts: Sequence[_Part], scales: Array, size: int, error: Exception | None
-    ) -> None:
+    def __init__(self, r: Reduction, values: Array, parts: Sequence[_Part], scales: Array, size: int) -> None:
         super().__init__(r.x, r.dtype, r.spec, r.op, r.stream, out=r.out)
         assert isinstance(r.spec, Ternary)
-        self._values, self._parts, self._scales, self._error = values, parts, scales, error
+        self._values, self._parts, self._scales = values, parts, scales
         self._begins = np.array([begin for begin, _, _ in parts])
         self._signs = Reduction(
             values, "float32", Ternary(r.spec.packing, scale=1.0, seed=r.spec.seed), "sum", r.stream
@@ -116,8 +113,6 @@ class _Shared(Reduction):
 
     def encode(self, piece: Piece, out: Array, number: int) -> int:
         """Encode the ternary terms of a piece to `out`; return the bytes of the frame."""
-        if self._error is not None:
-            raise self._error
         x = np.zeros(piece.n, np.float32)
         for here, there, scale in self._within(piece):
             if scale:

@@ -1,6 +1,6 @@
 """Table of algorithms: what each one does, and all that other modules need to know of it."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -9,12 +9,15 @@ from codec import ArgumentError
 from codec._options import check_algorithm
 from codec.specs import Spec
 from codec.torch.reduction import algorithms, algorithms_device, raw, shared_scale
-from codec.torch.reduction.host import Reduction, Result
-from codec.torch.transport.channel import Channel
+from codec.torch.reduction.host import Reduction, Values
+from codec.torch.transport.collective import Part
 
 
 def _accept(spec: Spec, op: str) -> None:
     """Accept any spec and operation."""
+
+
+Run = Callable[[Part, Any], Awaitable[Values]]
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,7 @@ class Algorithm:
     name : str
         Name in signatures (docs/protocol.md, section 5.1). That of an all-reduce is also a value of ``algorithm=``.
     run : callable
-        run(channel, reduction) exchanges values, and returns the result and the error of this rank.
-    steps : callable, optional
-        steps(channel, reduction) does the same as a generator that can be interleaved with others.
+        run(part, reduction) is a coroutine that exchanges values and returns the result.
     on_device : Algorithm, optional
         Variant whose frames stay on GPUs.
     encodes_sums : bool
@@ -44,8 +45,7 @@ class Algorithm:
     """
 
     name: str
-    run: Callable[[Channel, Any], Result]
-    steps: Callable[[Channel, Any], algorithms.Steps] | None = None
+    run: Run
     on_device: "Algorithm | None" = None
     encodes_sums: bool = False
     feedback: bool = True
@@ -54,24 +54,22 @@ class Algorithm:
     check: Callable[[Spec, str], None] = _accept
 
 
-def _with_device(algorithm: Algorithm, run: Callable[[Channel, Any], Result]) -> Algorithm:
+def _with_device(algorithm: Algorithm, run: Run) -> Algorithm:
     """Return an algorithm with a variant whose frames stay on GPUs."""
     name = f"{algorithm.name} on GPUs"
-    variant = replace(algorithm, name=name, run=run, steps=None, defers=False, raw_fallback=False)
+    variant = replace(algorithm, name=name, run=run, defers=False, raw_fallback=False)
     return replace(algorithm, on_device=variant)
 
 
-def _on_host(run: Callable[[Channel, Reduction], Result], channel: Channel, r: Reduction) -> Result:
+async def _on_host(run: Callable[[Part, Reduction], Awaitable[Values]], part: Part, r: Reduction) -> Values:
     """Run an algorithm that needs values in host memory."""
-    result, error = run(channel, r.on_host())
-    return r.from_host(result), error
+    return r.from_host(await run(part, r.on_host()))
 
 
 TWO_SHOT = _with_device(
     Algorithm(
         "two_shot",
         algorithms.two_shot,
-        algorithms.two_shot_steps,
         encodes_sums=True,
         defers=True,
         raw_fallback=True,
@@ -79,7 +77,7 @@ TWO_SHOT = _with_device(
     algorithms_device.two_shot,
 )
 ALL_GATHER = _with_device(
-    Algorithm("all_gather", algorithms.all_gather, algorithms.all_gather_steps, defers=True, raw_fallback=True),
+    Algorithm("all_gather", algorithms.all_gather, defers=True, raw_fallback=True),
     algorithms_device.all_gather,
 )
 RING = Algorithm("ring", partial(_on_host, algorithms.ring), feedback=False, defers=True)

@@ -1,42 +1,42 @@
-"""Memory on the host for the messages, the result and the sums of a collective, used again by the next one."""
+"""Memory on the host for the messages, the result and the sums of one collective."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from codec.torch.transport.messages import FRAME_LENGTH, Array
-from codec.torch.transport.streams import host_memory
+from codec.torch.transport.buffers import Buffers
+from codec.torch.transport.messages import Array
 
 _ALIGN = 64  # bytes: messages begin at multiples of this
 
 
 class Arena:
-    """Memory of one collective at a time.
+    """Memory of one collective, taken from the buffers of its channel.
 
-    Messages lie one behind another in one array. A collective first reserves memory for all of its messages, in one or
-    several calls. Messages allocated before the array grows keep the old array.
+    Messages lie one behind another in one array. An algorithm first reserves memory for all of its messages. Messages
+    allocated before the array grows keep the old array.
 
-    No method waits for other ranks or closes connections. An allocation beyond the reserved bytes is a mistake in an
-    algorithm: AssertionError.
+    An allocation beyond the reserved bytes is a mistake in an algorithm: AssertionError.
+
+    Parameters
+    ----------
+    buffers : Buffers
+        Gives the memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._taken: list[tuple[Array, bool]] = []  # buffers in use, and whether they are pinned
         self._messages = np.empty(0, np.uint8)
-        self._pinned = False  # the array of messages is page-locked
-        self._reserved = 0  # bytes of it that algorithms have reserved
-        self._used = self._last = 0  # bytes of it in use; offset of the message allocated last
-        self._result = np.empty(0, np.uint8)
+        self._left = 0  # bytes that algorithms have reserved and not used
+        self._used = self._last = 0  # bytes of `_messages` in use; offset of the message allocated last
         self._sum = np.empty(0, np.float32)
 
     @staticmethod
     def nbytes_of(bounds: Sequence[int]) -> int:
-        """Return the bytes that messages take whose frames have at most `bounds` bytes."""
-        return sum(-(-(n + FRAME_LENGTH.size) // _ALIGN) * _ALIGN for n in bounds)
-
-    def clear(self) -> None:
-        """Free the messages of the collective before, and what it has reserved."""
-        self._reserved = self._used = 0
+        """Return the bytes that messages take which have at most `bounds` bytes."""
+        return sum(-(-n // _ALIGN) * _ALIGN for n in bounds)
 
     def reserve(self, nbytes: int, *, pinned: bool = False) -> None:
         """Reserve memory for the messages of an algorithm, in addition to what is reserved.
@@ -48,60 +48,46 @@ class Arena:
         pinned : bool
             Frames are copied from and to a GPU.
         """
-        self._reserved += nbytes
-        if self._messages.nbytes < self._reserved or pinned > self._pinned:
-            self._pinned = self._pinned or pinned
-            self._messages = host_memory(self._reserved, pinned=self._pinned)
+        self._left += nbytes
+        if self._messages.nbytes - self._used < self._left:
+            self._messages, self._used = self._take(self._left, pinned), 0
 
     def allocate(self, nbytes: int) -> Array:
-        """Return memory for a message whose frame has at most `nbytes` bytes."""
+        """Return memory for a message of at most `nbytes` bytes."""
+        taken = -(-nbytes // _ALIGN) * _ALIGN
+        if taken > self._left:
+            raise AssertionError(f"a collective allocates {taken} bytes of messages; {self._left} are reserved")
         begin = self._last = self._used
-        end = begin + FRAME_LENGTH.size + nbytes
-        if end > self._messages.nbytes:
-            raise AssertionError(
-                f"a collective allocates {end} bytes of messages; it has reserved {self._messages.nbytes}"
-            )
-        self._used = -(-end // _ALIGN) * _ALIGN
-        return self._messages[begin:end]
+        self._used += taken
+        self._left -= taken
+        return self._messages[begin : begin + nbytes]
 
-    @staticmethod
-    def frame_buffer(message: Array) -> Array:
-        """Return the bytes of a message that hold the frame."""
-        return message[FRAME_LENGTH.size :]
-
-    def finish_message(self, message: Array, nbytes: int) -> Array:
-        """Write the length of the frame into the message allocated last, and free the memory behind the frame.
-
-        Parameters
-        ----------
-        message : ndarray of uint8
-            Memory that :meth:`allocate` returned last.
-        nbytes : int
-            Bytes of the frame in it.
-
-        Returns
-        -------
-        ndarray of uint8
-            Message to send.
-        """
-        FRAME_LENGTH.pack_into(message.data, 0, nbytes)
-        message = message[: FRAME_LENGTH.size + nbytes]
-        self._used = -(-(self._last + message.nbytes) // _ALIGN) * _ALIGN
-        return message
+    def shrink(self, message: Array, nbytes: int) -> Array:
+        """Return the first `nbytes` bytes of the message allocated last, and free the memory behind them."""
+        self._left += self._used
+        self._used = -(-(self._last + nbytes) // _ALIGN) * _ALIGN
+        self._left -= self._used
+        return message[:nbytes]
 
     def result_buffer(self, n: int, dtype: Any) -> Array:
-        """Return an array of `n` values; it shares memory with the one returned before."""
+        """Return an array of `n` values."""
         nbytes = n * np.dtype(dtype).itemsize
-        if self._result.nbytes < nbytes:
-            self._result = np.empty(nbytes, np.uint8)
-        return self._result[:nbytes].view(dtype)
+        return self._take(nbytes)[:nbytes].view(dtype)
 
     def sum_buffer(self, n: int) -> Array:
         """Return an array of `n` float32 values; it shares memory with the one returned before."""
         if self._sum.size < n:
-            self._sum = np.empty(n, np.float32)
+            self._sum = self._take(4 * n)[: 4 * n].view(np.float32)
         return self._sum[:n]
 
     def release(self) -> None:
-        """Give up the memory of messages and result: messages in flight may still be written to it."""
-        self._messages = self._result = np.empty(0, np.uint8)
+        """Give the memory back: nobody uses it any more."""
+        for buffer, pinned in self._taken:
+            self._buffers.give(buffer, pinned=pinned)
+        self._taken.clear()
+        self._messages, self._sum, self._left = np.empty(0, np.uint8), np.empty(0, np.float32), 0
+
+    def _take(self, nbytes: int, pinned: bool = False) -> Array:
+        buffer = self._buffers.take(nbytes, pinned=pinned)
+        self._taken.append((buffer, pinned))
+        return buffer

@@ -1,28 +1,28 @@
-"""Channel of a group: all that its ranks send each other, a subject in each part (docs/protocol.md)."""
+"""Channel of a group: what its collectives share on this rank (docs/protocol.md)."""
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
 from codec import PeerError
-from codec.torch.transport.arena import Arena
-from codec.torch.transport.connections import Connections
-from codec.torch.transport.frames import FrameTransfer
-from codec.torch.transport.gloo import Timeout
+from codec.arguments import check_timeout
+from codec.torch.network.mesh import connect
+from codec.torch.network.timeouts import Timeout, timeout_of
+from codec.torch.transport.buffers import Buffers
+from codec.torch.transport.collective import Collective
+from codec.torch.transport.counters import Counters
 from codec.torch.transport.nccl import DeviceTransfer
-from codec.torch.transport.numbers import Numbers
-from codec.torch.transport.requests import Requests
 
 
 class Channel:
     """Connections among the ranks of a group that carry nothing but the messages of codec's collectives.
 
-    One collective runs at a time, in the same order on all ranks. It begins with :meth:`request` and :meth:`begin`,
-    sends its data, and ends with :meth:`Requests.exchange_verdict`. A :class:`PeerError` that breaks a connection
-    closes the channel, and the ranks that wait for this rank fail at once.
+    Several collectives can be in flight. A lost rank closes the channel, and the ranks that wait for this rank fail at
+    once. Closed connections stay closed.
 
     Parameters
     ----------
@@ -38,80 +38,69 @@ class Channel:
     others : list of int
         All other ranks, a different one first on each rank.
     counters : Counters
-        Bytes and seconds of all collectives.
-    clock : Stopwatch
-        Adds seconds to the counters.
-    connections : Connections
-        Messages of any kind, and their end.
-    arena : Arena
-        Memory of messages, results and sums.
-    frames : FrameTransfer
-        Frames and uncompressed values in host memory.
+        Totals of all collectives that have ended.
+    mesh : Mesh
+        Connections in host memory.
     device : DeviceTransfer
         Frames that stay on GPUs.
-    numbers : Numbers
-        Messages of integers.
-    requests : Requests
-        Requests and verdicts.
+    buffers : Buffers
+        Memory for messages, results and sums.
     """
 
     def __init__(self, group: Any, timeout: Timeout | None) -> None:
-        self.connections = Connections(group or dist.group.WORLD, timeout)
-        self.rank, self.size, self.others = self.connections.rank, self.connections.size, self.connections.others
-        self.counters, self.clock = self.connections.counters, self.connections.clock
-        self.arena = Arena()
-        self.connections.attach(self.arena)
-        self.frames = FrameTransfer(self.connections, self.arena)
-        self.numbers = Numbers(self.connections)
-        self.requests = Requests(self.connections, self.numbers)
-        self.device = DeviceTransfer(self.connections, self.numbers)
+        group = group or dist.group.WORLD
+        self.timeout = check_timeout(timeout) or timeout_of(group)
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self.counters = Counters()
+        self.buffers = Buffers()
+        self.mesh = connect(group, self.timeout)
+        self.device = DeviceTransfer(self.mesh, self.others, self.timeout, self.counters.add_wait)
+        self._cancelled = False
         self._writing = threading.Lock()
 
-    def request(self, numbers: Sequence[int], error: BaseException | None = None) -> None:
-        """Free the memory of the collective before, and send all ranks the request of the next one.
+    def collective(self, number: int) -> Collective:
+        """Begin a collective.
 
-        Parameters
-        ----------
-        numbers, error
-            As for :meth:`Requests.send`.
+        Raises
+        ------
+        PeerError
+            The channel is closed or cancelled.
         """
-        self.arena.clear()
-        self.requests.send(numbers, error)
-        self.frames.renew_mark()
+        self.check_open()
+        return Collective(self, number)
 
-    def begin(self, nbytes: int, meanwhile: Callable[[], None] = lambda: None, *, pinned: bool = False) -> None:
-        """Reserve memory for the messages of an algorithm, and wait for the requests of all ranks.
+    def check_open(self) -> None:
+        """Raise PeerError if the channel is closed; close it first if it was cancelled."""
+        if self._cancelled:
+            self.close()
+        self.mesh.check_open()
 
-        Parameters
-        ----------
-        nbytes : int
-            Bytes of the arena, by :meth:`Arena.nbytes_of`.
-        meanwhile : callable
-            Called before this rank waits.
-        pinned : bool
-            Frames are copied from and to a GPU.
-        """
-        self.arena.reserve(nbytes, pinned=pinned)
-        meanwhile()
-        self.requests.await_all()
+    def count(self, ended: Collective) -> None:
+        """Add the counters of a collective that has ended to the totals."""
+        waited = self.counters.wire_s  # counted by :meth:`Counters.add_wait`
+        self.counters.add(ended.counters)
+        self.counters.wire_s = waited
+        self.counters.cpu_s = time.thread_time() + self.mesh.cpu_seconds()
 
     @property
     def closed(self) -> bool:
         """True after a connection was lost, or after :meth:`close`."""
-        return self.connections.closed
+        return self.mesh.closed
 
     @property
     def cancelled(self) -> bool:
         """True after :meth:`cancel`."""
-        return self.connections.cancelled
+        return self._cancelled
 
     def cancel(self) -> None:
-        """Make the collective in flight and all later ones fail; from then on no tensor of the caller is written.
+        """Make the collectives in flight and all later ones fail; from then on no tensor of the caller is written.
 
-        This is the only method for threads other than the one that runs the collectives.
+        Any thread may call this.
         """
         with self._writing:
-            self.connections.cancel()
+            self._cancelled = self.device.cancelled = True
 
     @contextmanager
     def writing(self) -> Generator[None]:
@@ -120,11 +109,11 @@ class Channel:
         :meth:`cancel` waits until the body has ended; after it, entering the context raises PeerError.
         """
         with self._writing:
-            if self.connections.cancelled:
+            if self._cancelled:
                 raise PeerError("the collective was cancelled: make a new group")
-            with self.clock.during("decode_s"):
-                yield
+            yield
 
     def close(self) -> None:
-        """Close the connections, and give up messages in flight and their memory."""
-        self.connections.close()
+        """Close the connections: all collectives in flight fail."""
+        self.mesh.close()
+        self.device.release()

@@ -1,20 +1,20 @@
 """Counters of a channel: bytes on the wire, and the time of its collectives by phase."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from time import perf_counter
 from typing import Any, Literal
 
 from codec.readable import Rounded, count, duration, size
 
-Phase = Literal["encode_s", "wire_s", "decode_s"]
+Phase = Literal["encode_s", "decode_s"]
 
 
 @dataclass(repr=False)
 class Counters(Rounded):
     """Totals of the collectives of a group, on this rank. Subtract an earlier copy to get a difference.
 
-    Only the thread that runs the collectives writes a group's counters. :meth:`copy` may be called by any thread; while
-    a collective is in flight, the copied values may belong to different moments of that collective.
+    Collectives are counted when they have ended. Only the thread that runs them writes a group's counters;
+    :meth:`copy` may be called by any thread.
 
     Attributes
     ----------
@@ -29,9 +29,18 @@ class Counters(Rounded):
     encode_s : float
         Seconds spent encoding.
     wire_s : float
-        Seconds spent sending and waiting for other ranks.
+        Seconds in which this rank had nothing to do but to wait for other ranks. Collectives in flight at the same time
+        wait together: each of them counts these seconds, and :func:`group_stats` counts them once.
     decode_s : float
         Seconds spent decoding, summing and storing results.
+    cpu_s : float
+        Seconds of CPU time that the threads of collectives have used, at other work included that they did meanwhile.
+        Encoding and decoding by several threads is counted for one of them.
+    round_trips : float
+        Round trips between ranks that collectives took at least, 0.5 for each message that waits for another one.
+        Buckets of one step are one collective.
+    waited_s : dict of int to float
+        Seconds of `wire_s` by the rank whose message ended the wait.
 
     Examples
     --------
@@ -49,6 +58,9 @@ class Counters(Rounded):
     encode_s: float = 0.0
     wire_s: float = 0.0
     decode_s: float = 0.0
+    cpu_s: float = 0.0
+    round_trips: float = 0.0
+    waited_s: dict[int, float] = field(default_factory=dict[int, float])
 
     def __str__(self) -> str:
         """Return the number of collectives, the bytes and the times of all of them, in a line."""
@@ -61,17 +73,35 @@ class Counters(Rounded):
 
     def copy(self) -> "Counters":
         """Return the current totals, which later collectives do not change."""
-        return replace(self)
+        return replace(self, waited_s=self.waited_s.copy())
 
     def __sub__(self, earlier: "Counters") -> "Counters":
         """Return the totals since `earlier` was copied."""
-        values: list[Any] = [getattr(self, f.name) - getattr(earlier, f.name) for f in fields(Counters)]
-        return Counters(*values)
+        return self._combined(earlier, -1)
 
     def __add__(self, other: "Counters") -> "Counters":
         """Return the sums of the totals of two groups."""
-        values: list[Any] = [getattr(self, f.name) + getattr(other, f.name) for f in fields(Counters)]
-        return Counters(*values)
+        return self._combined(other, 1)
+
+    def add(self, other: "Counters") -> None:
+        """Add the totals of other collectives to these."""
+        for name, value in vars(self._combined(other, 1)).items():
+            setattr(self, name, value)
+
+    def add_wait(self, seconds: float, source: int | None) -> None:
+        """Add seconds in which this rank has waited, at last for a message of rank `source`."""
+        self.wire_s += seconds
+        if source is not None:
+            self.waited_s[source] = self.waited_s.get(source, 0.0) + seconds
+
+    def _combined(self, other: "Counters", sign: int) -> "Counters":
+        found = Counters()
+        for f in fields(Counters):
+            if f.name != "waited_s":
+                setattr(found, f.name, getattr(self, f.name) + sign * getattr(other, f.name))
+        for rank in sorted({*self.waited_s, *other.waited_s}):
+            found.waited_s[rank] = self.waited_s.get(rank, 0.0) + sign * other.waited_s.get(rank, 0.0)
+        return found
 
 
 class Stopwatch:

@@ -1,124 +1,118 @@
-"""Messages between ranks as bytes (docs/protocol.md, section 3): numbers, frames, uncompressed values."""
+"""Bodies of messages between ranks (docs/protocol.md, section 3): integers, and the reason of an abort."""
 
-import os
+import json
 import struct
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from codec import FrameError, PeerError
-from codec.torch.transport.counters import Counters
+from codec import PeerError, Status
 
 Array = np.ndarray[Any, Any]
 
-FRAME_LENGTH = struct.Struct("<Q")  # before each frame; 0: the sender has no frame
-FRAME_BEGIN = FRAME_LENGTH.size + 48  # bytes of a message that hold the length and the header of a frame
-NUMBERS_WORDS = 8  # 64-bit words of a message of numbers: their count, then the numbers
-FRAMES_TAG, NUMBERS_TAG = range(2)  # a message of one tag never arrives in a receive of the other one
+# Statuses of an abort, in ascending order of severity. OTHER_RANK: another rank's error is the cause.
+OTHER_RANK, ERROR, NONFINITE, DIFFERS = range(1, 5)
+
+_ABORT = struct.Struct("<qq")  # status, rank that is the cause; a text follows
+_MOST_TEXT = 1 << 12  # bytes of the text
+_SHOWN = 200  # characters of another rank's text in an error
+_MOST_FIELDS = 32  # arguments in the text of an abort
+_NUMBERS_NBYTES = 8
+
+Fields = Mapping[str, str]  # arguments that a signature is computed from, by name
 
 
-def numbers_message(numbers: Sequence[int]) -> Array:
-    """Return the message that holds some integers, as bytes.
-
-    Parameters
-    ----------
-    numbers : sequence of int
-        At most 7 integers of 64 bits. Gloo aborts the receiver of a longer message.
-    """
-    message = np.zeros(NUMBERS_WORDS, np.int64)
-    message[: 1 + len(numbers)] = len(numbers), *numbers
-    return message.view(np.uint8)
+def pack_numbers(numbers: Sequence[int]) -> Array:
+    """Return signed integers of 64 bits as the body of a message."""
+    return np.array(numbers, "<i8").view(np.uint8)
 
 
-def check_frame_nbytes(source: int, nbytes: int, most: int) -> None:
-    """Raise the error for a frame's length that a rank has sent, unless it is 1 to `most` bytes."""
-    if not nbytes:
-        raise PeerError(f"rank {source} sent no frame, because of an error")
-    if nbytes > most:
-        raise FrameError(f"rank {source} sends a frame of {nbytes} bytes, but at most {most} are possible")
+def unpack_numbers(body: Array) -> list[int]:
+    """Return the integers in the body of a message."""
+    return [int(n) for n in body.view("<i8")] if body.flags.aligned else np.frombuffer(body.tobytes(), "<i8").tolist()
 
 
-def new_mark() -> int:
-    """Return a random mark for :class:`IncomingValues`.
-
-    Returns
-    -------
-    int
-        64 bits that are a NaN in float64; their lower 32 or 16 bits are one in the other dtypes. It is a signaling NaN,
-        which no arithmetic returns, except in float16.
-    """
-    return 0x7FF00001_7F807F81 | int.from_bytes(os.urandom(8), "little") & 0x8007FFFE_803F803E
+def numbers_nbytes(count: int) -> int:
+    """Return the bytes of a body with `count` integers."""
+    return _NUMBERS_NBYTES * count
 
 
-class IncomingFrame:
-    """Message with a frame whose receive is posted.
+def status_of(error: BaseException) -> int:
+    """Return the status with which a rank gives a collective up because of an error."""
+    if isinstance(error, PeerError):
+        return OTHER_RANK
+    return NONFINITE if getattr(error, "code", None) == Status.NONFINITE else ERROR
+
+
+class Cause(NamedTuple):
+    """Reason for which ranks give a collective up.
 
     Parameters
     ----------
-    buffer : ndarray of uint8
-        Gets the message.
-    source : int
-        Rank that sends the message.
-    wait : callable
-        Returns when the message has arrived.
-    counters : Counters
-        Counts the bytes.
+    status : int
+        Status of the abort.
+    rank : int
+        Rank that is the cause; with DIFFERS, the rank whose signature differs from the sender's.
+    text : str
+        Text of the error; with DIFFERS, :func:`pack_fields`.
     """
 
-    def __init__(self, buffer: Array, source: int, wait: Callable[[], None], counters: Counters) -> None:
-        self._buffer, self._source, self._wait, self._counters = buffer, source, wait, counters
+    status: int
+    rank: int
+    text: str
 
-    def frame(self) -> Array:
-        """Wait for the message and return its frame.
+    def pack(self) -> bytes:
+        """Return the body of an abort."""
+        return _ABORT.pack(self.status, self.rank) + self.text.encode(errors="replace")[:_MOST_TEXT]
 
-        Raises
-        ------
-        PeerError
-            The connection broke, nothing came in time, or the sender had no frame to send.
-        FrameError
-            The length is larger than the buffer.
-        """
-        self._wait()
-        header = FRAME_LENGTH.size
-        (nbytes,) = FRAME_LENGTH.unpack(self._buffer[:header].tobytes())
-        check_frame_nbytes(self._source, nbytes, self._buffer.nbytes - header)
-        self._counters.received_nbytes += header + nbytes
-        return self._buffer[header : header + nbytes]
+    @staticmethod
+    def unpack(body: bytes) -> "Cause":
+        """Return the reason in the body of an abort; status 0 if it has none."""
+        if len(body) < _ABORT.size:
+            return Cause(0, 0, "")
+        status, rank = _ABORT.unpack_from(body)
+        return Cause(status, rank, body[_ABORT.size :].decode(errors="replace"))
+
+    def error(self) -> PeerError:
+        """Return the error for a rank that has given a collective up."""
+        if self.status == NONFINITE:
+            return PeerError(f"rank {self.rank} has NaN or Inf: nothing was changed", Status.NONFINITE)
+        if self.status == OTHER_RANK:
+            return PeerError(f"rank {self.rank} has lost another rank, or was cancelled: nothing was changed")
+        return PeerError(f"rank {self.rank} could not do its part: nothing was changed ({_printable(self.text)})")
 
 
-class IncomingValues:
-    """Message with uncompressed values, whose number both ranks know.
+def pack_fields(fields: Fields) -> str:
+    """Return the arguments of a collective as the text of an abort."""
+    return json.dumps(dict(fields))
 
-    Gloo does not report the length of a message. So the last value of the buffer is a mark, a NaN with random bits,
-    until the message has overwritten it. If the mark is still there, the message was too short: no former content of
-    the buffer is taken for values of the sender.
 
-    Parameters
-    ----------
-    buffer : ndarray
-        Gets the values: floats, or uint16 for bfloat16.
-    source : int
-        Rank that sends the values.
-    mark : int
-        Random bits of :func:`new_mark`.
-    """
+def unpack_fields(text: str) -> dict[str, str]:
+    """Return the arguments in the text of an abort; empty if there are none, or if the text is damaged."""
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    items = cast(dict[Any, Any], found).items()
+    return {_printable(str(name)): _printable(str(value)) for name, value in list(items)[:_MOST_FIELDS]}
 
-    def __init__(self, buffer: Array, source: int, mark: int) -> None:
-        self._source = source
-        self._last = buffer.view(f"u{buffer.itemsize}")[-1:]
-        self._last[:] = mark & (1 << 8 * buffer.itemsize) - 1
-        self._mark = int(self._last[0]) if buffer.nbytes else 0
-        self._wait: Callable[[], None] = lambda: None
 
-    def posted(self, wait: Callable[[], None]) -> "IncomingValues":
-        """Note that the receive was posted; wait() returns when the message has arrived."""
-        self._wait = wait
-        return self
+def _printable(text: str) -> str:
+    """Return the begin of a text of another rank, without characters that would change a terminal."""
+    return "".join(c if c.isprintable() else " " for c in text[:_SHOWN])
 
-    def wait(self) -> FrameError | None:
-        """Wait for the values; return an error if some are missing."""
-        self._wait()
-        if self._last.size and int(self._last[0]) == self._mark:
-            return FrameError(f"rank {self._source} has sent fewer values than agreed")
-        return None
+
+def difference(rank: int, theirs: Fields, mine: Fields) -> PeerError:
+    """Return the error for a rank that has begun another collective, or has passed other arguments."""
+    names = [name for name in mine if name in theirs and theirs[name] != _printable(mine[name])]
+    if names and theirs.get("collective") == mine.get("collective"):
+        what = "; ".join(f"{name} is {theirs[name]} there and {mine[name]} here" for name in names)
+        return PeerError(f"rank {rank} has passed other arguments: {what}; nothing was changed")
+    other = theirs.get("collective", "another collective")
+    return PeerError(
+        f"rank {rank} has begun {other}, and this rank {mine.get('collective', 'another one')}: all ranks must begin "
+        "the same collectives in the same order; nothing was changed"
+    )

@@ -2,18 +2,19 @@
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from codec import PeerError
-from codec.torch.transport.connections import CLOSED, Connections
-from codec.torch.transport.numbers import Numbers
+from codec.torch.network.mesh import CLOSED, Mesh
+from codec.torch.network.store import own_store
+from codec.torch.network.timeouts import timeout_of
+from codec.torch.transport.counters import Counters
 from codec.torch.transport.streams import engine_is_usable, logger
 
 _POLL_SECONDS = 20e-6  # between two looks at a message in flight
@@ -26,52 +27,60 @@ class DeviceTransfer:
     They are not those of the group itself, which the caller may use in another thread: NCCL needs the same order of
     collectives on all ranks.
 
-    A rank that is lost or does not answer in time, and :meth:`Connections.cancel`, end a collective with PeerError and
-    close all connections of the channel.
+    A rank that is lost or does not answer in time, and `cancelled`, end a collective with PeerError and close all
+    connections of the channel.
 
     Parameters
     ----------
-    connections : Connections
-        Connections in host memory; the GPUs' are closed with them.
-    numbers : Numbers
-        Tells other ranks that this one can encode on its GPU.
+    mesh : Mesh
+        Connections in host memory, which are closed with those of GPUs.
+    others : sequence of int
+        Other ranks.
+    timeout : timedelta
+        Longest time that other ranks may keep this rank waiting.
+    on_wait : callable
+        on_wait(seconds, None) is called after each wait.
+
+    Attributes
+    ----------
+    cancelled : bool
+        True: the collective in flight ends.
     """
 
-    def __init__(self, connections: Connections, numbers: Numbers) -> None:
-        self._connections, self._numbers = connections, numbers
+    def __init__(
+        self, mesh: Mesh, others: Sequence[int], timeout: timedelta, on_wait: Callable[[float, int | None], Any]
+    ) -> None:
+        self._mesh, self._others, self._timeout, self._on_wait = mesh, others, timeout, on_wait
         self._pg: Any = None  # None: not connected, or closed
         self._abort: Callable[[], Any] | None = None  # closes the connections, also while messages are in flight
-        connections.attach(self)
+        self.cancelled = False
 
     @property
     def connected(self) -> bool:
         """True if frames need not cross to host memory."""
         return self._pg is not None
 
-    def connect(self, group: Any) -> None:
-        """Connect the GPUs of all ranks if NCCL carries the tensors of `group` there and all ranks can encode there."""
-        if self._connections.size == 1 or not uses_nccl(group):
-            return
-        usable = self._numbers.gather([int(engine_is_usable())])
+    def connect(self, group: Any, usable: Sequence[Sequence[int]]) -> None:
+        """Connect the GPUs of all ranks, unless `usable`, by rank, says that one of them cannot encode there."""
         if [0] in usable:
             logger.info("rank %d cannot encode on its GPU: frames cross to host memory", usable.index([0]))
             return
         self._pg = connect_nccl(group)
         self._abort = weakref.finalize(self, _abort, self._pg)
 
-    def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, rows: torch.Tensor, counters: Counters) -> torch.Tensor:
         """Send row i of bytes on the GPU to rank i; return the rows from all ranks, by rank."""
         received = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        self._run(lambda pg: pg.alltoall_base(received, rows, [], []), rows.nbytes // self._connections.size)
+        self._run(lambda pg: pg.alltoall_base(received, rows, [], []), rows.nbytes // (1 + len(self._others)), counters)
         return received
 
-    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, row: torch.Tensor, counters: Counters) -> torch.Tensor:
         """Return the rows of bytes on the GPUs of all ranks, by rank, from this rank's row."""
-        received = torch.empty((self._connections.size, *row.shape), dtype=row.dtype, device=row.device)
-        self._run(lambda pg: pg._allgather_base(received.view(-1), row.view(-1)), row.nbytes)
+        received = torch.empty((1 + len(self._others), *row.shape), dtype=row.dtype, device=row.device)
+        self._run(lambda pg: pg._allgather_base(received.view(-1), row.view(-1)), row.nbytes, counters)
         return received
 
-    def _run(self, begin: Callable[[Any], Any], nbytes: int) -> None:
+    def _run(self, begin: Callable[[Any], Any], nbytes: int, counters: Counters) -> None:
         """Run the collective that begin(NCCL's connections) begins; it sends `nbytes` bytes to each other rank.
 
         Raises
@@ -82,23 +91,25 @@ class DeviceTransfer:
         if self._pg is None:
             raise PeerError(CLOSED)
         try:
-            with self._connections.clock.during("wire_s"):
-                self._await(begin)
+            since = time.perf_counter()
+            self._await(begin)
         except PeerError:
-            self._connections.close()
+            self._mesh.close()
+            self.release()
             raise
-        total = nbytes * len(self._connections.others)
-        self._connections.counters.sent_nbytes += total
-        self._connections.counters.received_nbytes += total
+        total = nbytes * len(self._others)
+        self._on_wait(time.perf_counter() - since, None)
+        counters.sent_nbytes += total
+        counters.received_nbytes += total
 
     def _await(self, begin: Callable[[Any], Any]) -> None:
         """Begin a collective, and wait for it on the host: a stream that waits for a lost rank would never go on."""
-        timeout = self._connections.timeout
+        timeout = self._timeout
         end = time.monotonic() + timeout.total_seconds()
         try:
             work = begin(self._pg)
             while not work.is_completed():
-                if self._connections.cancelled:
+                if self.cancelled:
                     raise PeerError("the collective was cancelled: make a new group")
                 if time.monotonic() > end:
                     raise PeerError(f"frames from other GPUs did not arrive within {timeout}")
@@ -121,6 +132,11 @@ def _abort(pg: Any) -> None:
         pg.abort()
 
 
+def rank_is_usable() -> int:
+    """Return 1 if this rank can encode on its GPU, else 0."""
+    return int(engine_is_usable())
+
+
 def uses_nccl(group: Any) -> bool:
     """Return True if NCCL carries a group's tensors on GPUs."""
     cuda = torch.device("cuda")
@@ -129,7 +145,7 @@ def uses_nccl(group: Any) -> bool:
 
 def connect_nccl(group: Any) -> Any:
     """Return new NCCL connections of a group's ranks, without a timeout: NCCL's own ends the process."""
-    store = PrefixStore("codec/nccl", group.get_group_store().clone())
+    store = own_store(group, "codec/nccl", timeout_of(group).total_seconds())
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NEVER
     return dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)

@@ -2,8 +2,9 @@
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +14,6 @@ from codec.engines import choose
 from codec.torch.transport.messages import Array
 
 logger = logging.getLogger("codec.torch")
-
-T = TypeVar("T")
 
 
 def encodes_in_place(tensor: torch.Tensor, settings: CallOptions) -> bool:
@@ -40,27 +39,51 @@ def host_memory(nbytes: int, *, pinned: bool) -> Array:
     return np.empty(nbytes, np.uint8)
 
 
-def in_stream_order(function: Callable[[], T]) -> Callable[[], T]:
-    """Return a function for another thread, whose work on GPUs follows what this thread has submitted so far.
+class StreamOrder:
+    """Order of the work on GPUs of a function in another thread: it follows what this thread has submitted so far.
 
     The function runs in a stream of its own on this thread's current GPU, beside the work that this thread submits
-    later, and returns when the GPU has completed that work. Without GPUs it is `function` itself.
+    later. Without GPUs nothing is done.
+
+    Parameters
+    ----------
+    device : int or None
+        GPU; None: there is none.
+    submitted : torch.cuda.Event or None
+        Event behind the work that comes before.
     """
-    if not torch.cuda.is_initialized():
-        return function
-    device = torch.cuda.current_device()
-    submitted = torch.cuda.current_stream(device).record_event()
 
-    def run() -> T:
-        stream = _side_stream(device)
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            stream.wait_event(submitted)
-            try:
-                return function()
-            finally:
-                stream.synchronize()
+    def __init__(self, device: int | None, submitted: Any) -> None:
+        self._device, self._submitted = device, submitted
 
-    return run
+    @staticmethod
+    def of_this_thread() -> "StreamOrder":
+        """Return the order for a function that follows the work that this thread has submitted."""
+        if not torch.cuda.is_initialized():
+            return _NO_ORDER
+        device = torch.cuda.current_device()
+        return StreamOrder(device, torch.cuda.current_stream(device).record_event())
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """Return a context manager for a part of the function."""
+        if self._device is None:
+            yield
+            return
+        stream = _side_stream(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            if self._submitted is not None:
+                stream.wait_event(self._submitted)
+                self._submitted = None
+            yield
+
+    def finish(self) -> None:
+        """Wait until the GPU has completed the work of the function."""
+        if self._device is not None:
+            _side_stream(self._device).synchronize()
+
+
+_NO_ORDER = StreamOrder(None, None)
 
 
 @functools.cache

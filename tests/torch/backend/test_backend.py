@@ -20,6 +20,7 @@ import codec
 import codec.torch
 from codec.torch import _compat
 from codec.torch.group import communicator
+from codec.torch.transport.collective import Collective
 from support.ranks import run_ranks
 from support.tiers import HANG_SECONDS, nightly
 
@@ -41,7 +42,8 @@ def sum_in_order(tensors, op="sum"):
 
 def calls():
     """Return the number of collectives that were sent as frames."""
-    return communicator.communicator_of(dist.group.WORLD).channel.requests.calls
+    counters = communicator.communicator_of(dist.group.WORLD).channel.counters
+    return counters.frame_collectives + counters.raw_collectives
 
 
 def _reduced(rank, size):
@@ -357,16 +359,15 @@ def test_abort_during_a_collective_raises_on_all():
 def _aborted_before_results_are_stored(rank, size):
     """The group is aborted after all ranks have succeeded and before results are stored."""
     group, gate, there = dist.group.WORLD, threading.Event(), threading.Event()
-    channel = communicator.communicator_of(group).channel
-    conclude = channel.requests.exchange_verdict
+    agree = Collective.agree
 
-    def and_wait(*args):
-        largest = conclude(*args)
+    async def and_wait(*args):
+        largest = await agree(*args)
         there.set()
         gate.wait()
         return largest
 
-    channel.requests.exchange_verdict = and_wait
+    Collective.agree = and_wait
     lists = [torch.zeros(9000) for _ in range(size)]
     work = dist.all_gather(lists, values(rank, 9000), async_op=True)
     there.wait()

@@ -1,7 +1,5 @@
 """All-reduces between processes: bit-identical results on all ranks, and unchanged tensors after any failure."""
 
-import functools
-import os
 import warnings
 
 import numpy as np
@@ -13,8 +11,9 @@ import codec
 import codec.torch
 from codec.tensors.segments import pack, unpack
 from codec.torch.group import communicator
+from codec.torch.network.mesh import Mesh
+from codec.torch.network.waits import Wait
 from codec.torch.reduction import arguments, execution, partition
-from codec.torch.transport import gloo, messages
 from support.collective_values import LARGE, rank_values, sum_in_order, tensor_bytes
 from support.ranks import run_ranks
 from support.tiers import every, nightly
@@ -243,14 +242,13 @@ SEVERAL = [
 
 
 def _together(rank, size):
-    """Several reductions of one call give the bits of single ones; no message waits for another reduction."""
-    line, events, found = communicator.communicator_of(None), [], []
-    connections = line.channel.connections
-    post, wait = connections.post, connections.wait
-    connections.post = lambda what, message, to, tag=0: events.append((what, tag)) or post(what, message, to, tag)
-    connections.wait = lambda work, other, *within: events.append(("wait", len(within))) or wait(work, other, *within)
+    """Several reductions of one collective give the bits of single ones; no message waits for another reduction."""
+    line, events, terms, found = communicator.communicator_of(None), [], [], []
+    send, call_when_done = Mesh.send, Wait.call_when_done
+    Mesh.send = lambda *args: events.append("send") or send(*args)
+    Wait.call_when_done = lambda wait, wake: call_when_done(wait, wake) and (wait.done or not events.append("wait"))
 
-    def planned(which, algorithm, spoiled=None):
+    def planned(which, algorithm, spoiled):
         made = []
         for i in which:
             n, dtype, spec = SEVERAL[i]
@@ -262,24 +260,27 @@ def _together(rank, size):
 
     def run(which, algorithm, spoiled=None):
         events.clear()
-        prepare = functools.partial(planned, which, algorithm, spoiled)
-        ended = line.run(lambda: execution.all_reduce_several(line, algorithm, prepare))
-        return [result.tobytes() for result, _ in ended]
+
+        async def reduced(collective):
+            several = planned(which, algorithm, spoiled)
+            terms[:] = [len(r.slices(size if a.name == "two_shot" else 1)[0]) * (size - 1) for r, a in several]
+            results = await execution.run_several(collective, algorithm, several)
+            await collective.agree()
+            return [result.tobytes() for result in results]
+
+        return line.run(reduced)
 
     def sent():
-        """How many messages, before any of another rank's was waited for."""
-        return events[: events.index(("wait", 0))].count(("send", messages.FRAMES_TAG))
+        """How many messages, before this rank had nothing to do but to wait."""
+        return [*events, "wait"].index("wait")
 
     for algorithm in ("two_shot", "all_gather", "ring", "raw", "auto"):
-        each, alone = [], []
-        for i in range(len(SEVERAL)):
-            each += run([i], algorithm)
-            alone.append(sent())
+        each = [run([i], algorithm)[0] for i in range(len(SEVERAL))]
         for which in ([0, 1], [1, 0], [4, 2, 0, 3, 1]):
             for _ in range(2):  # in new and in reused memory
                 assert run(which, algorithm) == [each[i] for i in which], (algorithm, which)
             if algorithm in ("two_shot", "all_gather"):
-                assert sent() == sum(alone[i] for i in which) >= len(which) * (size - 1)
+                assert sent() >= sum(terms)
         with pytest.raises(codec.CodecError):
             run([0, 1, 2], algorithm, spoiled=(1, 1 + (algorithm == "two_shot")))
         assert run([0, 2], algorithm) == [each[0], each[2]]
@@ -322,45 +323,6 @@ def _large(rank, size):
 def test_large_tensors_in_place():
     results = run_ranks(3, _large)
     assert results[1:] == results[:1] * 2
-
-
-def _policies(rank, size):
-    """Threads for messages have no signal handlers; the scheduling policy of the caller is unchanged."""
-
-    def batch():
-        return {t for t in os.listdir("/proc/self/task") if os.sched_getscheduler(int(t)) == os.SCHED_BATCH}
-
-    before = batch()
-    codec.torch.all_reduce(rank_values(rank, (1000,)), op="mean")
-    assert not before
-    assert batch()
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    group = dist.new_group()
-    codec.torch.all_reduce(rank_values(rank, (1000,)), group=group, op="mean")
-    assert os.sched_getscheduler(0) == os.SCHED_BATCH
-
-
-def test_message_threads_do_not_change_the_callers_scheduling():
-    run_ranks(2, _policies)
-
-
-def test_scheduling_policy_is_restored_or_left_alone(monkeypatch):
-    def forbidden(*args):
-        raise PermissionError
-
-    def failing():
-        with gloo.batch_scheduling():
-            assert os.sched_getscheduler(0) == os.SCHED_BATCH
-            raise codec.PeerError("no connection")
-
-    with pytest.raises(codec.PeerError, match="no connection"):
-        failing()
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
-    for name in ("sched_setscheduler", "sched_getscheduler"):
-        monkeypatch.setattr(os, name, forbidden)
-        with gloo.batch_scheduling():
-            pass
 
 
 def test_partition_covers_all_values_and_keeps_rows():

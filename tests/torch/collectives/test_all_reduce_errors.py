@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import numpy as np
@@ -15,6 +16,7 @@ import codec.torch
 from codec.torch.group import communicator
 from support import flatcall
 from support.collective_values import LARGE, rank_values, sum_in_order, tensor_bytes
+from support.faults import at_fault_point, damaged_frames
 from support.ranks import run_ranks
 
 
@@ -176,23 +178,18 @@ def test_timeout_takes_seconds_and_timedelta():
 
 def _damaged(rank, size, n):
     x = rank_values(rank, (n,))
-    channel = communicator.communicator_of(None).channel
     raised = []
+
+    def damage(frame, to):
+        frame = frame.copy()
+        frame[frame.nbytes // 2] ^= 4
+        return frame
+
     for algorithm in ("two_shot", "all_gather", "ring"):
         before = tensor_bytes(x)
-        send = channel.frames.send
-        if rank == 2:
-
-            def damage(message, to, send=send):
-                if message is not None:
-                    message = message.copy()  # the message also goes to other ranks
-                    message[message.nbytes // 2] ^= 4
-                send(message, to)
-
-            channel.frames.send = damage
-        with pytest.raises((codec.FrameError, codec.PeerError)) as e:
-            codec.torch.all_reduce(x, codec.Quantize(4), op="mean", options=codec.options(algorithm=algorithm))
-        channel.frames.send = send
+        with damaged_frames(damage) if rank == 2 else nullcontext():  # noqa: SIM117
+            with pytest.raises((codec.FrameError, codec.PeerError)) as e:
+                codec.torch.all_reduce(x, codec.Quantize(4), op="mean", options=codec.options(algorithm=algorithm))
         assert tensor_bytes(x) == before
         raised.append(type(e.value).__name__)
         codec.torch.all_reduce(x.clone(), codec.Quantize(4), op="mean", options=codec.options(algorithm=algorithm))
@@ -209,19 +206,12 @@ def _lost(rank, size, how, moment):
     codec.torch.reduction.partition.MOST_NBYTES = 1 << 20  # several chunks per slice
     x = rank_values(rank, (LARGE,))
     codec.torch.all_reduce(x.clone(), op="mean")  # connects all ranks
-    channel = communicator.communicator_of(None).channel
-    if rank == 1:
-        count, post = [0], channel.connections.post
-
-        def die(*args):
-            count[0] += 1
-            if count[0] > moment:
-                os.kill(os.getpid(), how)
-            return post(*args)
-
-        channel.connections.post = die
     before, begin = tensor_bytes(x), time.monotonic()
-    with pytest.raises(codec.PeerError):
+    channel = communicator.communicator_of(None).channel
+    with (
+        at_fault_point(channel, moment if rank == 1 else -1, lambda: os.kill(os.getpid(), how)),
+        pytest.raises(codec.PeerError),
+    ):
         codec.torch.all_reduce(x, codec.Float8(), op="mean", options=codec.options(algorithm="two_shot"))
     took = time.monotonic() - begin
     assert tensor_bytes(x) == before

@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 import codec
 import codec.torch
-from codec.torch.group import communicator
+from codec.torch.collectives import bytes as bytes_module
+from codec.torch.transport.collective import Part
 from support.collective_values import rank_values, sum_in_order, tensor_bytes
 from support.ranks import run_ranks
 
@@ -30,28 +31,32 @@ def _announced(rank, size):
     for lie in (1 << 60, -1, None):
         group = dist.new_group()
         codec.torch.exchange([b"x"] * size, group=group)
-        line = communicator.communicator_of(group).channel
-        scatter, begin = line.numbers.scatter, line.begin
+        scatter, empty = Part.scatter, bytes_module._memory
 
-        def lying(numbers, scatter=scatter, lie=lie):
-            return scatter([lie] * len(numbers))
+        def lying(part, numbers, scatter=scatter, lie=lie):
+            return scatter(part, [lie] * len(numbers))
 
-        def failing(room):
+        def failing(*args):
             raise MemoryError
 
-        if rank == 1:
-            line.numbers.scatter, line.begin = (scatter, failing) if lie is None else (lying, begin)
+        if rank == 1 and lie is None:
+            bytes_module._memory = failing
+        elif rank == 1:
+            Part.scatter = lying
         for _ in range(2):
             with pytest.raises((codec.CodecError, MemoryError)) as e:
                 codec.torch.exchange([b"y" * 5000] * size, group=group)
             raised.append(type(e.value).__name__)
+        Part.scatter, bytes_module._memory = scatter, empty
+        assert codec.torch.exchange([b"z"] * size, group=group) == [b"z"] * size
     return raised
 
 
 def test_exchange_of_impossible_sizes_raises_on_all():
     results = run_ranks(3, _announced)
-    wrong = ["FrameError", "PeerError"] * 2
-    assert results == [[*wrong, "PeerError", "PeerError"], [*wrong, "MemoryError", "PeerError"], results[0]]
+    wrong = ["FrameError"] * 4
+    assert results[0] == results[2] == [*wrong, "PeerError", "PeerError"]
+    assert results[1] == [*wrong, "MemoryError", "MemoryError"]
 
 
 def _others(rank, size):

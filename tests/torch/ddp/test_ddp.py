@@ -1,10 +1,8 @@
 """DDP hooks: replicas stay identical, Lossless gives sums in the order of ranks, and a failed step changes nothing."""
 
 import io
-import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +19,7 @@ import codec
 import codec.torch
 from codec.torch.ddp import residuals as hook_residuals
 from support.ddp_training import ENCODE_ALL, data, hook_state_bytes, net, parameter_bytes, train, wrapped
+from support.faults import at_fault_point, die
 from support.ranks import run_ranks
 from support.tiers import HANG_SECONDS, NIGHTLY
 
@@ -176,6 +175,11 @@ def _rounded(rank, size):
     every = [(torch.arange(70_000) % 251 + r).to(torch.bfloat16) for r in range(size)]
     from codec.torch.reduction import partition, raw
 
+    async def reduced(collective, r):
+        result = await raw.two_shot(collective.part(1), r)
+        await collective.agree()
+        return result.copy()
+
     line = codec.torch.group.communicator.communicator_of(None)
     r = codec.torch.reduction.arguments.reduction_of(every[rank], codec.Float8(), "mean")
     r.residual = torch.full((70_000,), 0.3).numpy()
@@ -183,8 +187,7 @@ def _rounded(rank, size):
     begin, end = owned[0].begin, owned[-1].end
     sums = torch.full((end - begin,), 0.2).numpy()
     r.sum_residual = lambda a, b: sums[a - begin : b - begin]
-    result, error = raw.two_shot(line.channel, r)
-    line.channel.requests.exchange_verdict(error)
+    result = line.run(lambda collective: reduced(collective, r))
     mean = torch.stack([t.float() for t in every]).mean(0) + 0.3 + 0.2
     residual = torch.from_numpy(r.residual.copy())
     dist.all_reduce(residual)
@@ -200,8 +203,7 @@ def _rounded(rank, size):
     r.residual = torch.full((70_000,), 600.0).numpy()
     sums = torch.full((end - begin,), 100.0).numpy()
     r.sum_residual = lambda a, b: sums[a - begin : b - begin]
-    result, error = raw.two_shot(line.channel, r)
-    line.channel.requests.exchange_verdict(error)
+    result = line.run(lambda collective: reduced(collective, r))
     infinite = [partition.cut(70_000, size, 2, None)[i][0].begin for i in range(size)]
     assert set(np.delete(result, infinite)) == {65_504}
     assert set(result[infinite]) == {torch.inf}
@@ -301,7 +303,7 @@ def test_errors_in_reentrant_backward_passes_are_raised():
 
 
 def _alone(rank, size):
-    """Fail on one rank, before its first message or after the last one of a bucket."""
+    """Fail on one rank, before its first message or after the agreement of all ranks."""
     found = []
     for where, name in ((hook_residuals.Residuals, "begin_step"), (codec.torch.ddp.reducer, "scatter")):
         model = wrapped(EqualLayers(), process_group=dist.new_group())
@@ -321,8 +323,11 @@ def _alone(rank, size):
         found.append(step(0))
         if rank:
             setattr(where, name, fails)
-        with pytest.raises(MemoryError if rank else codec.PeerError):
+        if name == "scatter" and rank == 0:  # the others have succeeded when rank 1 stores its results
             step(1)
+        else:
+            with pytest.raises(MemoryError if rank else codec.PeerError):
+                step(1)
         if name == "begin_step":  # nothing was sent, so that all continue
             found.append(step(2))
         else:
@@ -465,18 +470,12 @@ def _lost(rank, size):
     train(model, optimizer, rank, 2)
     before, state = parameter_bytes(model), hook_state_bytes(hook)
     x, y = data(rank, 2)
-    if rank == 1:
-        post, count = codec.torch.group.communicator.communicator_of(model.process_group).channel.connections.post, [0]
-
-        def die(*args):
-            count[0] += 1
-            if count[0] > 25:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return post(*args)
-
-        codec.torch.group.communicator.communicator_of(model.process_group).channel.connections.post = die
+    channel = codec.torch.group.communicator.communicator_of(model.process_group).channel
     begin = time.monotonic()
-    with pytest.raises(codec.PeerError, match=r"gone|new group"):
+    with (
+        at_fault_point(channel, 15 if rank == 1 else -1, die),
+        pytest.raises(codec.PeerError, match=r"gone|new group"),
+    ):
         torch.nn.functional.cross_entropy(model(x), y).backward()
     assert parameter_bytes(model) == before
     assert hook_state_bytes(hook) == state

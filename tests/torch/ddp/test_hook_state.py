@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 import codec.torch
 from codec.torch.ddp import codebook_sync
-from codec.torch.group import communicator
+from codec.torch.group.autotune import Choice
 from codec.torch.reduction import execution
 from support import flatcall
 from support.ddp_training import ENCODE_ALL, data, hook_state_bytes, parameter_bytes, wrapped
+from support.faults import damaged_frames
 from support.ranks import run_ranks
 
 EVERYTHING = {"policy": ENCODE_ALL}
@@ -25,28 +26,28 @@ class Sent:
     """Record of messages: bytes, and the codebooks that frames name."""
 
     def __init__(self):
-        self.channel = communicator.communicator_of(None).channel
-        self.pass_on = self.channel.frames.send
+        self._replaced = damaged_frames(self)
         self.damage = lambda frame: False
-        self.channel.frames.send = self
+        self._replaced.__enter__()
         self.clear()
 
     def clear(self):
         self.nbytes, self.books, self.frames = 0, set(), 0
         return self
 
-    def __call__(self, message, to):
-        if message is not None:
-            frame = message[8:]
-            info = codec.inspect(frame)
-            if info.dtype != "int64":  # counts are int64
-                self.nbytes += frame.nbytes
-                self.books.add(info.codebook_id)
-            self.frames += 1  # includes frames of counts
-            if self.damage(frame):
-                message = message.copy()
-                message[message.nbytes // 2] ^= 4
-        self.pass_on(message, to)
+    def stop(self):
+        self._replaced.__exit__(None, None, None)
+
+    def __call__(self, frame, to):
+        info = codec.inspect(frame)
+        if info.dtype != "int64":  # counts are int64
+            self.nbytes += frame.nbytes
+            self.books.add(info.codebook_id)
+        self.frames += 1  # includes frames of counts
+        if self.damage(frame):
+            frame = frame.copy()
+            frame[frame.nbytes // 2] ^= 4
+        return frame
 
 
 class SimilarLayers(torch.nn.Module):
@@ -103,7 +104,7 @@ def _refreshed(rank, size):
             assert parameter_bytes(runs[0][0]) == parameter_bytes(runs[1][0])
             assert steps.pop() == {None}
             assert (nbytes[0] < nbytes[1]) == (steps[-1] != {None}), (spec, step, nbytes)
-        sent.channel.frames.send = sent.pass_on
+        sent.stop()
         found.append((parameter_bytes(runs[0][0]), steps))
     return found
 
@@ -267,7 +268,7 @@ CHANGES = [
 
 def _change_algorithm(rank, size):
     left = []
-    kind, small = execution.Choice.kind, execution._SMALL
+    way, small = Choice.way, execution._SMALL
     for spec, before, after in CHANGES:
         model, hook = hook_with_feedback(spec, before)
         train_and_sum(model, rank, [0, 1])
@@ -279,12 +280,12 @@ def _change_algorithm(rank, size):
         for step in (2, 3, 4):  # step 2 has a single bucket
             if after == "auto":
                 execution._SMALL = 100
-                execution.Choice.kind = "values" if step > 2 else "frames"
+                Choice.way = lambda choice, index, step=step: "values" if step > 2 else "frames"
             mean, sent = train_and_sum(model, rank, [step])
             now = residual_sum(hook, model)
             torch.testing.assert_close(sent + now, mean + was, atol=1e-5, rtol=1e-4)
             was = now
-        execution.Choice.kind, execution._SMALL = kind, small
+        Choice.way, execution._SMALL = way, small
         left.append((bool(now.any()), len(hook.state_dict()["server"].keys() - {"version", "role"})))
     return left
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import codec
 import codec.torch
 from codec.torch.group import communicator
+from codec.torch.transport.arena import Arena
 from support import flatcall
 from support.collective_values import tensor_bytes
 from support.ddp_training import take_step
@@ -338,22 +339,22 @@ def test_error_on_one_rank_leaves_residuals_unchanged_on_all():
 
 def _damaged(rank, size):
     """Damage a frame of the second phase, when residuals of this step have been computed."""
-    channel = communicator.communicator_of(None).channel
     feedback, x = codec.torch.Feedback(codec.Quantize(4)), gradient(rank, 8)
     reduce(gradient(rank, 7), feedback)
     before = state_bytes(feedback)
-    finish_message, calls = channel.arena.finish_message, 0
+    shrink, calls = Arena.shrink, 0
 
-    def damage(message, nbytes):
+    def damage(arena, message, nbytes):
         nonlocal calls
-        message, calls = finish_message(message, nbytes), calls + 1
+        message, calls = shrink(arena, message, nbytes), calls + 1
         if rank == 0 and calls == size + 1:  # the frame of its sum, after frames of its terms
             message[-1] ^= 1
         return message
 
-    channel.arena.finish_message = damage
+    Arena.shrink = damage
     with pytest.raises(codec.CodecError):
         reduce(x, feedback)
+    Arena.shrink = shrink
     assert state_bytes(feedback) == before
     assert torch.equal(x, gradient(rank, 8))
     return calls
@@ -365,21 +366,21 @@ def test_damaged_frame_leaves_residuals_unchanged():
 
 def _killed(rank, size, at):
     """Kill rank 1 at one of its messages; the others must have unchanged residuals and tensors."""
-    channel = communicator.communicator_of(None, 5).channel
+    communicator.communicator_of(None, 5)
     feedback, x = codec.torch.Feedback(codec.Sign(group_size=256)), gradient(rank, 8)
     reduce(gradient(rank, 7), feedback)
     before = state_bytes(feedback)
-    finish_message, calls = channel.arena.finish_message, 0
+    shrink, calls = Arena.shrink, 0
 
-    def die(message, nbytes):
+    def die(arena, message, nbytes):
         nonlocal calls
         calls += 1
         if calls == at:
             os._exit(1)
-        return finish_message(message, nbytes)
+        return shrink(arena, message, nbytes)
 
     if rank == 1:
-        channel.arena.finish_message = die
+        Arena.shrink = die
     with pytest.raises(codec.PeerError):
         reduce(x, feedback)
     assert state_bytes(feedback) == before

@@ -91,7 +91,7 @@ def test_average_of_other_specs_is_the_mean_of_frames(pools, spec):
     def mean(name):
         frames = []
         for worker, rank in ((0, 1), (1, 2)):
-            from codec.torch.group.communicator import hash64
+            from codec.torch.network.version import hash64
 
             stream = hash64("parameter server", 0, rank, name) % (1 << 64)
             frames.append(codec.encode(gradients(worker)[name], spec, stream=stream))
@@ -637,7 +637,7 @@ def test_wrong_arguments_of_servers_and_clients_are_rejected(pools):
 
 def _hostile(rank, size):
     """Worker 1 sends bytes by hand; the server reports errors, and goes on with worker 2."""
-    from codec.torch.point_to_point.endpoint import endpoint_of
+    from codec.torch.network.endpoint import endpoint_of
 
     if rank == 0:
         limits = {"max_keys": 10, "max_key_nbytes": 1 << 16}  # flipped bytes may register keys; requests stay short
@@ -738,7 +738,7 @@ def _replies():
 
 def _hostile_server(rank, size):
     """Rank 0 sends replies by hand."""
-    from codec.torch.point_to_point.endpoint import endpoint_of
+    from codec.torch.network.endpoint import endpoint_of
 
     good = messages.reply(values=[(b"", bytes(codec.encode(torch.ones(4))))])
     if rank == 0:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import codec
 import codec.torch
 from codec.torch.group import communicator
-from codec.torch.point_to_point import endpoint, tcp
+from codec.torch.network import endpoint, tcp
 from support.faults import KILLED, die, freeze
 from support.ranks import RankPool
 from support.tiers import NIGHTLY

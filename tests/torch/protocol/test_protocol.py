@@ -8,6 +8,7 @@ specification: it calls `codec.encode`, `codec.decode` and `codec.reduce`, but n
 
 import hashlib
 import itertools
+import json
 import re
 import struct
 from collections import defaultdict
@@ -18,17 +19,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore
 
 import codec
 import codec.torch
-from codec.torch.transport.connections import Connections
+from codec.torch.network.stripe import Stripe
 from support import flatcall
 from support.ranks import RankPool, run_ranks
 
 SPECIFICATION = Path(__file__).parents[3] / "docs/protocol.md"
-HANDSHAKE = ("codec.torch", 1)  # its text is hashed; 1: version of the protocol
-FRAMES, NUMBERS = range(2)  # tags
-ANY = object()  # a number that differs from run to run: a duration
+VERSION = ("codec.torch", 2)  # its text is hashed; 2: version of the protocol
+DATA, ABORT = range(2)  # kinds of messages
+FAILED, NONFINITE, DIFFERS = range(2, 5)  # statuses of aborts
+HEADER = struct.Struct("<4sIQIIqQ")
+VERDICT = 0  # signature of the last part of a collective
+REPORT = object()  # body of three durations, which differ from run to run
 MIB = 1 << 20
 STREAM_STRIDE = 0x9E3779B97F4A7C15
 
@@ -82,26 +88,43 @@ def perform(call: Call, rank: int, size: int) -> Any:
 
 
 class Message(NamedTuple):
+    """Message as it travels, and the rank that gets it."""
+
     to: int
-    tag: int
     data: bytes
+
+    @property
+    def kind(self) -> int:
+        return HEADER.unpack_from(self.data)[1]
+
+    @property
+    def number(self) -> int:
+        return HEADER.unpack_from(self.data)[2]
+
+    @property
+    def part(self) -> int:
+        return HEADER.unpack_from(self.data)[3]
+
+    @property
+    def body(self) -> bytes:
+        return self.data[HEADER.size :]
 
 
 def recording(call: Any) -> tuple[list[Message], Any]:
     """Return the messages that this rank sends during `call`, and its result."""
     sent: list[Message] = []
-    begin = Connections._post
+    put = Stripe.put
 
-    def recorded(connections: Connections, what: str, message: Any, to: int, tag: int) -> Any:
-        if what == "send":
-            sent.append(Message(to, tag, message.tobytes()))
-        return begin(connections, what, message, to, tag)
+    def recorded(stripe: Stripe, send: Any, *, direct: bool) -> None:
+        sent.append(Message(stripe.peer, b"".join(send.parts)))
+        put(stripe, send, direct=direct)
 
-    Connections._post = recorded
+    Stripe.put = recorded
     try:
-        return sent, call()
+        result = call()
     finally:
-        Connections._post = begin
+        Stripe.put = put
+    return sent, result
 
 
 def record(rank: int, size: int, calls: list[Call]) -> list[tuple[list[Message], Any]]:
@@ -110,7 +133,7 @@ def record(rank: int, size: int, calls: list[Call]) -> list[tuple[list[Message],
 
 
 def record_failures(rank: int, size: int) -> list[list[Message]]:
-    """Return the messages of three calls: rank 1 has a wrong argument, then NaN, and then none of these."""
+    """Return the messages of calls: rank 1 has a wrong argument, then NaN, then another op, and then none of these."""
     x = torch.ones(2048)
 
     def refused() -> None:
@@ -123,8 +146,13 @@ def record_failures(rank: int, size: int) -> list[list[Message]]:
         with pytest.raises(codec.ArgumentError if rank else codec.PeerError, match="NaN or Inf"):
             codec.torch.all_reduce(y, codec.Float8(), op="mean", options=codec.options(algorithm="two_shot"))
 
+    def other_op() -> None:
+        here, there = ("sum", "mean") if rank else ("mean", "sum")
+        with pytest.raises(codec.PeerError, match=f"op is {there} there and {here} here"):
+            codec.torch.all_reduce(x, op=here, options=codec.options(algorithm="two_shot"))
+
     perform(EXAMPLE, rank, size)
-    calls = [refused, not_finite, lambda: perform(EXAMPLE, rank, size)]
+    calls = [refused, not_finite, other_op, lambda: perform(EXAMPLE, rank, size)]
     return [recording(call)[0] for call in calls]
 
 
@@ -135,13 +163,27 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def numbers(*words: Any) -> list[Any]:
-    """Return the 8 words of a message of numbers."""
-    return [len(words), *words, *[0] * (7 - len(words))]
+def integers(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
 
 
-def framed(frame: bytes) -> bytes:
-    return struct.pack("<Q", len(frame)) + frame
+def signed(collective: str, spec: Any, n: int, op: str, **how: Any) -> dict[str, str]:
+    """Return the items of a signature, in their order."""
+    return {
+        "collective": collective,
+        "spec": repr(spec),
+        "dtype": how.get("dtype", "float32"),
+        "number of values": str(n),
+        "op": op,
+        "segments": f"{digest(repr((how['segments'],))) % (1 << 64):016x}" if how.get("segments") else "none",
+        "optimizer": how.get("optimizer", "none"),
+        "codebook": "none",
+    }
+
+
+def text_of(items: dict[str, str]) -> str:
+    """Return the text whose hash is a signature."""
+    return repr(tuple(items.items()))
 
 
 class Piece(NamedTuple):
@@ -197,12 +239,12 @@ def even_partition(n: int, size: int, itemsize: int, chunk_nbytes: int) -> list[
 
 
 class Expected:
-    """The messages of one collective: `sent[rank][to, tag]` is a list of bytes, or of words for numbers."""
+    """The messages of one collective: `sent[rank][to]` has the bodies of part 0, in their order."""
 
     def __init__(self, call: Call, size: int) -> None:
         self.call, self.size = call, size
         self.x = [values(call, rank) for rank in range(size)]
-        self.sent: list[dict[tuple[int, int], list[Any]]] = [defaultdict(list) for _ in range(size)]
+        self.sent: list[dict[int, list[Any]]] = [defaultdict(list) for _ in range(size)]
         self.itemsize = self.x[0].element_size()
         frame_nbytes = codec.bound(MIB // self.itemsize, self.dtype, call.spec)
         self.chunk_nbytes = max(MIB, min(4 * MIB, MIB * (MIB // 2) // frame_nbytes))
@@ -214,9 +256,9 @@ class Expected:
     def others(self, rank: int) -> list[int]:
         return [(rank + i) % self.size for i in range(1, self.size)]
 
-    def to_all(self, rank: int, message: Any, tag: int = FRAMES) -> None:
+    def to_all(self, rank: int, body: Any) -> None:
         for o in self.others(rank):
-            self.sent[rank][o, tag].append(message)
+            self.sent[rank][o].append(body)
 
     def frame(self, x: Any, piece: Piece, number: int) -> bytes:
         stream = (self.call.stream * STREAM_STRIDE + number) % (1 << 64)
@@ -225,33 +267,32 @@ class Expected:
     def reduced(self, frames: list[bytes], op: str) -> torch.Tensor:
         return torch.from_numpy(codec.reduce(frames, op=op)).to(self.call.dtype)
 
-    def request(self) -> None:
+    @property
+    def signature(self) -> int:
         call = self.call
         if call.kind == "exchange":
-            signature = 0
-        else:
-            book, metric_is_none = None, True
-            names = {"all_gather": "gather"}
-            name = call.algorithm if call.kind == "all_reduce" else names.get(call.kind, call.kind)
-            inside = digest(repr((call.segments,))) if call.segments else None
-            op = call.op if call.kind in ("all_reduce", "reduce_scatter") else "sum"
-            signature = digest(repr((call.spec, self.dtype, call.n, op, name, inside, metric_is_none, book)))
-            if call.kind == "all_reduce":
-                signature = digest(repr((call.algorithm, [signature])))
+            return digest(repr(("exchange",)))
+        names = {"all_gather": "gather", "all_reduce": f"{call.algorithm}, requested as {call.algorithm}"}
+        op = call.op if call.kind in ("all_reduce", "reduce_scatter") else "sum"
+        how = {"dtype": self.dtype, "segments": call.segments}
+        return digest(text_of(signed(names.get(call.kind, call.kind), call.spec, call.n, op, **how)))
+
+    def messages(self, number: int) -> list[dict[int, list[Any]]]:
+        """Return, by rank and receiving rank, the messages of collective `number`; of reports only the headers."""
+        report = REPORT if self.call.kind == "all_reduce" else b""
+        getattr(
+            self, f"_{self.call.kind}_{self.call.algorithm}" if self.call.kind == "all_reduce" else f"_{self.call.kind}"
+        )()
+        found: list[dict[int, list[Any]]] = [defaultdict(list) for _ in range(self.size)]
         for rank in range(self.size):
-            self.to_all(rank, numbers(signature, 0, 0, 0), NUMBERS)
-
-    def verdict(self) -> None:
-        report = [ANY] * 3 if self.call.kind == "all_reduce" else []
-        for rank in range(1, self.size):
-            self.sent[rank][0, NUMBERS].append(numbers(0, rank, *report))
-            self.sent[0][rank, NUMBERS].append(numbers(0, 0, *report))
-
-    def collective(self) -> None:
-        name = self.call.kind if self.call.kind != "all_reduce" else self.call.algorithm
-        self.request()
-        getattr(self, f"_{self.call.kind}_{name}" if self.call.kind == "all_reduce" else f"_{name}")()
-        self.verdict()
+            for to in self.others(rank):
+                for index, body in enumerate(self.sent[rank][to]):
+                    header = HEADER.pack(b"CDCM", DATA, number, 0, index, self.signature, len(body))
+                    found[rank][to].append(header + body)
+                if self.size == 2 or 0 in (rank, to):
+                    nbytes = 24 if report is REPORT else 0
+                    found[rank][to].append(HEADER.pack(b"CDCM", DATA, number, 1, 0, VERDICT, nbytes))
+        return found
 
     def slices(self) -> list[list[Piece]]:
         chunk_nbytes = 3 * MIB // 4 if self.call.algorithm == "raw" else self.chunk_nbytes
@@ -266,7 +307,7 @@ class Expected:
             number = (rank * self.size + o) * chunks + c
             found[rank, o, c] = self.frame(self.x[rank][piece.begin : piece.end], piece, number)
             if o != rank:
-                self.sent[rank][o, FRAMES].append(framed(found[rank, o, c]))
+                self.sent[rank][o].append(found[rank, o, c])
         return found
 
     def _all_reduce_two_shot(self) -> None:
@@ -275,13 +316,13 @@ class Expected:
         for rank, c in itertools.product(range(self.size), range(chunks)):
             total = self.reduced([terms[k, rank, c] for k in range(self.size)], self.call.op)
             number = (self.size**2 + rank) * chunks + c
-            self.to_all(rank, framed(self.frame(total, slices[rank][c], number)))
+            self.to_all(rank, self.frame(total, slices[rank][c], number))
 
     def _all_reduce_all_gather(self) -> None:
         (pieces,) = partition(self.call.n, 1, self.itemsize, self.call.segments, self.chunk_nbytes)
         for rank, (c, piece) in itertools.product(range(self.size), enumerate(pieces)):
             x = self.x[rank][piece.begin : piece.end]
-            self.to_all(rank, framed(self.frame(x, piece, rank * len(pieces) + c)))
+            self.to_all(rank, self.frame(x, piece, rank * len(pieces) + c))
 
     def _all_gather(self) -> None:
         self._all_reduce_all_gather()
@@ -312,12 +353,12 @@ class Expected:
                 if last:
                     final[o, c] = frame
                 else:
-                    self.sent[rank][(rank + 1) % size, FRAMES].append((step, c, framed(frame)))
+                    self.sent[rank][(rank + 1) % size].append((step, c, frame))
         for rank in range(size):
-            queue = self.sent[rank][(rank + 1) % size, FRAMES]
+            queue = self.sent[rank][(rank + 1) % size]
             queue[:] = [message for _, _, message in sorted(queue, key=lambda m: m[:2])]
             for step, c in itertools.product(range(size - 1), range(chunks)):
-                queue.append(framed(final[(rank + 1 - step) % size, c]))
+                queue.append(final[(rank + 1 - step) % size, c])
 
     def _all_reduce_raw(self) -> None:
         slices = self.slices()
@@ -338,14 +379,14 @@ class Expected:
                 order = terms[:2]
                 for c in range(chunks):
                     order += [sums[c], *terms[c + 2 : c + 3]]
-                self.sent[rank][o, FRAMES] += [raw(x) for x in order]
+                self.sent[rank][o] += [raw(x) for x in order]
 
     def _all_reduce_shared_scale(self) -> None:
         """Without segments: one scale of all values."""
         call, size = self.call, self.size
         scales = [torch.stack([x.float().abs().max()]) for x in self.x]
         for rank in range(size):
-            self.to_all(rank, framed(bytes(codec.encode(scales[rank], codec.Lossless()))))
+            self.to_all(rank, bytes(codec.encode(scales[rank], codec.Lossless())))
         scale = torch.stack(scales).max()
         spec = codec.Ternary(call.spec.packing, scale=1.0, seed=call.spec.seed)  # pyright: ignore
         base = 2 * size + 1
@@ -359,39 +400,34 @@ class Expected:
         terms = signs.terms(slices)
         for rank in range(size):
             for o in self.others(rank):
-                self.sent[rank][o, FRAMES] += signs.sent[rank][o, FRAMES]
+                self.sent[rank][o] += signs.sent[rank][o]
             total = codec.reduce([terms[k, rank, 0] for k in range(size)], op="sum")
             padded = np.zeros(-(-total.size // digits) * digits, np.uint8)
             padded[: total.size] = total + size
             packed = np.zeros(padded.size // digits, np.uint8)
             for column in padded.reshape(-1, digits).T:
                 packed = packed * np.uint8(base) + column
-            self.to_all(rank, framed(bytes(codec.encode(packed, codec.Lossless()))))
+            self.to_all(rank, bytes(codec.encode(packed, codec.Lossless())))
 
     def _exchange(self) -> None:
         for rank in range(self.size):
             for o in self.others(rank):
                 data = blobs(rank, self.size)[o]
-                self.sent[rank][o, NUMBERS].append(numbers(len(data)))
-                for begin in range(0, len(data), 4 * MIB):
-                    chunk = data[begin : begin + 4 * MIB]
-                    self.sent[rank][o, FRAMES].append(chunk + struct.pack("<Q", ~len(chunk) % (1 << 64)))
+                self.sent[rank][o].append(integers(len(data)))
+                self.sent[rank][o] += [data[begin : begin + 4 * MIB] for begin in range(0, len(data), 4 * MIB)]
 
 
-def check_sent(expected: dict[tuple[int, int], list[Any]], found: list[Message]) -> None:
-    """Compare the messages to each rank under each tag, whose order the specification fixes."""
-    queues: dict[tuple[int, int], list[bytes]] = defaultdict(list)
+def check_sent(expected: dict[int, list[bytes]], found: list[Message]) -> None:
+    """Compare the messages to each rank, whose order the specification fixes; of a report only the header."""
+    queues: dict[int, list[bytes]] = defaultdict(list)
     for message in found:
-        queues[message.to, message.tag].append(message.data)
+        last = HEADER.unpack_from(message.data)[5] == VERDICT
+        queues[message.to].append(message.data[: HEADER.size] if last else message.data)
     assert queues.keys() == expected.keys()
-    for key, messages in expected.items():
-        assert len(queues[key]) == len(messages), key
-        for want, got in zip(messages, queues[key], strict=True):
-            if key[1] == NUMBERS:
-                words = struct.unpack("<8q", got)
-                assert all(w is ANY or w == g for w, g in zip(want, words, strict=True)), (want, words)
-            else:
-                assert want == got, key
+    for to, messages in expected.items():
+        assert len(queues[to]) == len(messages), to
+        for want, got in zip(messages, queues[to], strict=True):
+            assert want == got, to
 
 
 SEGMENTS = [(0, (900, 100)), (90_000, (7,)), (90_100, (3, 66_000)), (300_000, (500, 1000)), (800_000, ())]
@@ -431,10 +467,17 @@ def recorded() -> list[list[tuple[list[Message], Any]]]:
     ids=lambda i: f"{ALL[i].kind}-{ALL[i].algorithm}-{i}" if ALL[i].kind == "all_reduce" else f"{ALL[i].kind}-{i}",
 )
 def test_messages_are_those_of_the_specification(recorded: Any, i: int) -> None:
-    expected = Expected(ALL[i], 3)
-    expected.collective()
+    expected = Expected(ALL[i], 3).messages(1 + i)
     for rank in range(3):
-        check_sent(expected.sent[rank], recorded[rank][1 + i][0])
+        check_sent(expected[rank], recorded[rank][1 + i][0])
+
+
+def test_two_ranks_report_to_each_other() -> None:
+    found = run_ranks(2, record, [EXAMPLE, Call(spec=codec.Sign(), n=6000, algorithm="all_gather", op="mean")])
+    for number, call in enumerate([EXAMPLE, Call(spec=codec.Sign(), n=6000, algorithm="all_gather", op="mean")]):
+        expected = Expected(call, 2).messages(number)
+        for rank in range(2):
+            check_sent(expected[rank], found[rank][number][0])
 
 
 def test_specification_names_existing_tests() -> None:
@@ -451,31 +494,74 @@ def test_results_are_the_same_bits_on_all_ranks(recorded: Any) -> None:
             assert all(torch.equal(first, other) for other in others), call
 
 
-def test_handshake_compares_versions_of_the_protocol(recorded: Any) -> None:
-    for rank in range(3):
-        messages = recorded[rank][0][0]
-        for o in {0, 1, 2} - {rank}:
-            first = next(m for m in messages if m.to == o)
-            assert first.tag == NUMBERS
-            assert struct.unpack("<8q", first.data) == tuple(numbers(digest(repr(HANDSHAKE))))
+def address_of(rank: int, size: int) -> bytes:
+    perform(EXAMPLE, rank, size)
+    return PrefixStore("codec/point-to-point", dist.group.WORLD.get_group_store().clone()).get(str(rank))
 
 
-def words_of(messages: list[Message]) -> list[tuple[int, ...]]:
-    return [struct.unpack("<8q", m.data) for m in messages if m.tag == NUMBERS]
+def test_address_of_a_rank_has_the_version_of_the_protocol() -> None:
+    for address in run_ranks(2, address_of):
+        assert address[:8] == integers(digest(repr(VERSION)))
 
 
-def test_refused_argument_ends_a_collective_with_the_request() -> None:
+def aborts_of(messages: list[Message]) -> list[tuple[int, int, int, str]]:
+    """Return the collective, the status, the rank and the text of each abort, after a check of its header."""
+    found = []
+    for m in messages:
+        if m.kind == ABORT:
+            assert m.data[: HEADER.size] == HEADER.pack(b"CDCM", ABORT, m.number, 0, 0, 0, len(m.body))
+            found.append((m.number, *struct.unpack_from("<qq", m.body), m.body[16:].decode()))
+    return found
+
+
+def test_errors_are_sent_as_aborts() -> None:
     zero, one = run_ranks(2, record_failures)
-    assert words_of(zero[0])[0][2:] == (0, 0, 0, 0, 0, 0)
-    assert words_of(one[0]) == [tuple(numbers(0, 0, 0, 1))]
-    assert len(zero[0]) == len(one[0]) == 1
-    # NaN on rank 1: all messages travel, without frames, and the verdict names status 3 of rank 1
-    no_frame = bytes(8)
-    assert [m.data for m in one[1] if m.tag == FRAMES] == [no_frame, no_frame]
-    assert [len(m.data) > 8 for m in zero[1] if m.tag == FRAMES] == [True, False]
-    assert words_of(one[1])[1][:3] == (5, 3, 1)
-    assert words_of(zero[1])[1][:3] == (5, 3, 1)
-    assert words_of(zero[2])[1][:3] == (5, 0, 0)  # the connections are still there
+    (refused,), (not_finite,), (differs,) = (aborts_of(messages) for messages in one[:3])
+    assert refused[:3] == (1, FAILED, 1)
+    assert refused[3].startswith("ArgumentError: ")
+    assert len(one[0]) == 1  # nothing else is sent
+    assert not_finite[:3] == (2, NONFINITE, 1)
+    for abort, messages in ((refused, zero[0]), (not_finite, zero[1])):
+        assert aborts_of(messages) == [abort]  # passed on
+        assert not [m for m in messages if m.kind == DATA and m.part == 1]  # no report
+    for (found,), rank, op in ((aborts_of(zero[2]), 1, "mean"), ([differs], 0, "sum")):
+        items = signed("two_shot, requested as two_shot", codec.Lossless(), 2048, op)
+        assert found == (3, DIFFERS, rank, json.dumps(items))
+    assert [m.number for m in zero[3]] == [4] * 3  # term, sum, report: the connections are still there
+
+
+def record_steps(rank: int, size: int) -> list[list[Message]]:
+    """Return the messages of two training steps with two buckets."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(40, 40, bias=False) for _ in range(2)])
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    hook = codec.torch.ddp_hook(options=codec.options(algorithm="all_gather"))
+    hook.register(ddp)
+
+    def step() -> None:
+        ddp(torch.ones(1, 40)).sum().backward()
+
+    step()  # DistributedDataParallel rebuilds its buckets after it
+    hook.load_state_dict(hook.state_dict())
+    return [recording(step)[0] for _ in range(2)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_steps_have_a_collective_for_each_bucket_and_one_agreement(size: int) -> None:
+    items = signed("all_gather, requested as all_gather", codec.Lossless(), 1600, "mean", segments=[(0, (40, 40))])
+    hook, bucket = digest(repr(("hook",))), digest(text_of(items))
+    for rank, steps in enumerate(run_ranks(size, record_steps)):
+        for i, messages in enumerate(steps):
+            to = 1 - min(rank, 1)  # of rank 0 the messages to rank 1, of others those to rank 0
+            sent = sorted((m for m in messages if m.to == to), key=lambda m: (m.number, m.part))
+            found = [HEADER.unpack_from(m.data) for m in sent]
+            first = found[0][2]
+            state = [(first, 0, hook)] if i == 0 else []
+            reports = [(first + 1, 1, VERDICT)]
+            expected = [*state, (first, len(state), bucket), (first + 1, 0, bucket), *reports]
+            assert [(number, part, signature) for _, _, number, part, _, signature, _ in found] == expected
+            if i == 0:
+                assert sent[0].body[:8] == integers(1)  # steps so far
 
 
 # The generated blocks of the specification
@@ -492,14 +578,24 @@ SPECS = [
 ]
 
 
-def requests_block() -> str:
-    """Return examples of the strings that are hashed, and their hashes."""
+def signatures_block() -> str:
+    """Return examples of the texts that are hashed, and their hashes."""
+    segments = [(0, (64, 100)), (6400, (64,))]
     reductions = [
-        repr((spec, "float32", 1000, "mean", "two_shot", None, not isinstance(spec, codec.Truncate), None))
+        text_of(
+            signed(
+                "two_shot, requested as auto",
+                spec,
+                1000,
+                "mean",
+                optimizer="bound" if isinstance(spec, codec.Truncate) else "none",
+            )
+        )
         for spec in SPECS
     ]
-    others = repr(("two_shot", [digest(reductions[0])])), repr(([(0, (64, 100)), (6400, (64,))],))
-    return "\n".join(f"{text}\n    {digest(text)}" for text in [repr(HANDSHAKE), *reductions, *others])
+    others = text_of(signed("gather", codec.Sign(), 6464, "sum", segments=segments)), repr((segments,))
+    texts = [repr(VERSION), repr(("exchange",)), repr(("hook",)), *reductions, *others]
+    return "\n".join(f"{text}\n    {digest(text)}" for text in texts)
 
 
 def partitions_block() -> str:
@@ -516,37 +612,38 @@ def partitions_block() -> str:
 
 
 def sizes_block(recorded: Any) -> str:
-    """Return tags and sizes of the messages from rank 0 to each other rank."""
+    """Return the sizes of the bodies from rank 0 to each other rank."""
     lines = []
     for call, (messages, _) in zip(SIZED, recorded[0][1 + len(CALLS) :], strict=True):
         lines.append(f"all_reduce, {call.algorithm}" if call.kind == "all_reduce" else call.kind)
         for o in (1, 2):
-            sizes = [f"{len(m.data)}{'n' if m.tag == NUMBERS else ''}" for m in messages if m.to == o]
+            sizes = [f"{len(m.body)}{'v' if m.part else ''}" for m in messages if m.to == o]
             lines.append(f"    to rank {o}: {' '.join(sizes)}")
     return "\n".join(lines)
 
 
-def fields_of(message: bytes, tag: int, what: str) -> list[tuple[int, str]]:
+def fields_of(message: Message, what: str) -> list[tuple[int, str]]:
     """Return the sizes in bytes and the meanings of the fields of a message of the example."""
-    if tag == FRAMES:
-        values = [(len(message) - 64, "values of the frame")] if len(message) > 64 else []
-        return [(8, "length of the frame"), (48, "header of the frame"), (8, "shape of the frame"), *values]
-    words = {
-        "handshake": ["hash of the protocol's version"],
-        "request": ["signature", "0", "0", "0: the rank can take part"],
-        "verdict": ["status", "rank", "wall time", "load", "waiting time"],
-    }[what]
-    return [(8, "count"), *[(8, word) for word in words], (8 * (7 - len(words)), "zeros")]
+    head = [(4, "magic"), (4, "kind: data"), (8, "number of the collective"), (4, "part"), (4, "index")]
+    head += [(8, "signature"), (8, "bytes of the body")]
+    if what == "report":
+        return [*head, (8, "wall time"), (8, "load"), (8, "waiting time")]
+    values = len(message.body) - 56
+    return [
+        *head,
+        (48, "header of the frame"),
+        (8, "shape of the frame"),
+        *([(values, "values of the frame")] * (values > 0)),
+    ]
 
 
 def dumped(rank: int, message: Message, what: str) -> list[str]:
-    kind = "verdict" if "verdict" in what else what
-    lines = [f"rank {rank} -> rank {message.to}, tag {message.tag}, {len(message.data)} bytes: {what}"]
+    lines = [f"rank {rank} -> rank {message.to}, {len(message.data)} bytes: {what}"]
     offset = 0
-    for nbytes, meaning in fields_of(message.data, message.tag, kind):
+    for nbytes, meaning in fields_of(message, what):
         for begin in range(offset, offset + nbytes, 16):
             field = message.data[begin : min(begin + 16, offset + nbytes)]
-            varies = kind == "verdict" and 24 <= begin < 48
+            varies = what == "report" and begin >= HEADER.size
             text = " ".join(".." if varies else f"{byte:02x}" for byte in field)
             lines.append(f"  {begin:4}  {text:<47}  {meaning if begin == offset else ''}".rstrip())
         offset += nbytes
@@ -557,16 +654,15 @@ def dumped(rank: int, message: Message, what: str) -> list[str]:
 def example_block(ranks: RankPool) -> str:
     """Return all messages of EXAMPLE between two ranks."""
     sent = [iter(rank[0][0]) for rank in ranks.run(record, [EXAMPLE])]
-    order = [(rank, what) for what in ("handshake", "request", "term", "sum") for rank in (0, 1)]
     lines: list[str] = []
-    for rank, what in [*order, (1, "report for the verdict"), (0, "verdict")]:
+    for what, rank in itertools.product(("term", "sum", "report"), (0, 1)):
         lines += [*dumped(rank, next(sent[rank]), what), ""]
     assert all(next(rest, None) is None for rest in sent)
     return "\n".join(lines).rstrip()
 
 
 def blocks(ranks: RankPool, recorded: Any) -> list[str]:
-    return [requests_block(), partitions_block(), sizes_block(recorded), example_block(ranks)]
+    return [signatures_block(), partitions_block(), sizes_block(recorded), example_block(ranks)]
 
 
 def test_specification_has_the_generated_blocks(recorded: Any) -> None:

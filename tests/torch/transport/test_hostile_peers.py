@@ -1,10 +1,13 @@
 """A rank sends wrong messages: the other one raises in time, and its tensor is unchanged."""
 
+import json
 import os
+import resource
+import socket
 import struct
+import threading
 import time
 from contextlib import suppress
-from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -15,6 +18,8 @@ from torch.distributed import PrefixStore
 import codec
 import codec.torch
 from codec.torch.group import communicator
+from codec.torch.network import mesh
+from codec.torch.network.version import protocol_hash
 from support import flatcall
 from support.faults import KILLED
 from support.ranks import RankPool
@@ -22,9 +27,13 @@ from support.ranks import RankPool
 N = 40_000
 TIMEOUT = 3
 LIMIT = TIMEOUT + 3  # seconds until the error, with margin for shared CPUs
-_FRAMES, _NUMBERS = range(2)  # tags
 OURS, THEIRS = 19_456, 20_544  # values of the slices of rank 0 and rank 1
-_ROOM = 4 * N + 4096  # bytes; more than any frame needs
+HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, signature, bytes of the body
+HELLO = struct.Struct("<4s16sqqq")  # magic, token, hash of the version, rank, tag
+ADDRESS = struct.Struct("<q16sH")  # hash of the version, token, port; the host follows
+DATA, ABORT = range(2)
+LOST, FAILED, NONFINITE, DIFFERS = range(1, 5)  # statuses of aborts
+TAG = -2
 
 
 @pytest.fixture(scope="module")
@@ -37,55 +46,77 @@ def values():
     return torch.linspace(-1, 1, N)
 
 
+def header(body=b"", *, number=0, part=0, index=0, signature=0, kind=DATA, magic=b"CDCM", nbytes=None):
+    return HEADER.pack(magic, kind, number, part, index, signature, len(body) if nbytes is None else nbytes)
+
+
 class FakeRank:
-    """Rank that writes and reads the messages of a channel by hand."""
+    """Rank that writes and reads the messages of a group of two ranks by hand."""
 
     def __init__(self, rank):
-        store = PrefixStore("codec", dist.group.WORLD.get_group_store())
-        self._timeout = timedelta(seconds=TIMEOUT)
-        self._pg = dist.ProcessGroupGloo(store, rank, 2, self._timeout)
-        self._other, self._sent = 1 - rank, []
+        store = PrefixStore("codec/point-to-point", dist.group.WORLD.get_group_store().clone())
+        self.signature, self._indices = 0, {}
+        if rank:
+            version, token, port = ADDRESS.unpack_from(store.get("0"))
+            host = store.get("0")[ADDRESS.size :].decode()
+            self.sock = socket.create_connection((host, port), timeout=2 * TIMEOUT)
+            self.sock.sendall(HELLO.pack(b"CDPH", token, version, rank, TAG))
+            return
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(2 * TIMEOUT)
+            token = os.urandom(16)
+            mine = ADDRESS.pack(protocol_hash(), token, server.getsockname()[1]) + b"127.0.0.1"
+            store.set("0", mine)
+            self.sock = server.accept()[0]
+            self.sock.settimeout(2 * TIMEOUT)
+            assert self._take(HELLO.size) == HELLO.pack(b"CDPH", token, protocol_hash(), 1, TAG)
 
-    def send(self, message, tag=_FRAMES):
-        tensor = (
-            torch.tensor(list(message), dtype=torch.uint8)
-            if len(message) < 100
-            else torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        )
-        self._sent.append((tensor, self._pg.send([tensor], self._other, tag)))
+    def raw(self, data):
+        """Send bytes."""
+        self.sock.sendall(data)
 
-    def receive(self, nbytes=_ROOM, tag=_FRAMES):
-        room = torch.zeros(nbytes, dtype=torch.uint8)
-        self._pg.recv([room], self._other, tag).wait(self._timeout)
-        return room.numpy().tobytes()
+    def send(self, body=b"", *, number=0, part=0, index=None, **how):
+        """Send a message; its index follows those before it in this part, its signature is the one of the real rank."""
+        expected = self._indices.get((number, part), 0)
+        self._indices[number, part] = expected + 1
+        how = {"signature": 0 if part else self.signature} | how
+        index = expected if index is None else index
+        self.raw(header(body, number=number, part=part, index=index, **how) + body)
 
-    def numbers(self, *numbers, count=None):
-        """Send a message of numbers."""
-        count = len(numbers) if count is None else count
-        self.send(struct.pack("<8q", count, *numbers, *[0] * (7 - len(numbers))), _NUMBERS)
+    def abort(self, *body, number=0, text=b""):
+        """Send an abort; `body` is status and rank."""
+        self.send(struct.pack(f"<{len(body)}q", *body) + text, number=number, index=0, signature=0, kind=ABORT)
 
-    def receive_numbers(self):
-        """Receive a message of numbers, and return them."""
-        count, *numbers = struct.unpack("<8q", self.receive(64, _NUMBERS))
-        return numbers[:count]
+    def report(self, body=None, **how):
+        """Send the report of an all-reduce."""
+        self.send(struct.pack("<3q", 1, 1, 1) if body is None else body, part=1, **how)
 
-    def agree(self, times=1):
-        """Answer messages of numbers with the same ones: agree to every request."""
-        for _ in range(times):
-            self.numbers(*self.receive_numbers())
+    def read(self):
+        """Return kind, collective, part and body of the next message."""
+        _, kind, number, part, _, signature, nbytes = HEADER.unpack(self._take(HEADER.size))
+        if kind == DATA and not part:
+            self.signature = signature
+        return kind, number, part, self._take(nbytes)
 
-    def frame(self, frame=b"", length=None, message_nbytes=None):
-        message = struct.pack("<Q", (len(frame) if length is None else length) % (1 << 64)) + frame
-        self.send(message[:message_nbytes])
+    def read_abort(self):
+        """Return the status and the rank of the next abort."""
+        while True:
+            kind, _, _, body = self.read()
+            if kind == ABORT:
+                return struct.unpack_from("<qq", body)
 
-    def vote(self, *verdict):
-        """Send the vote of a rank other than 0, and receive the verdict."""
-        self.numbers(*(verdict or (0, 1, 1, 1, 1)))
-        self.receive_numbers()
+    def _take(self, nbytes):
+        data = b""
+        while len(data) < nbytes:
+            more = self.sock.recv(min(nbytes - len(data), 1 << 20))
+            if not more:
+                raise ConnectionError("the real rank has closed the connection")
+            data += more
+        return data
 
 
 def reduce(spec=codec.Lossless(), **how):  # noqa: B008
-    """Return a call that reduces values(), and the values before and after."""
+    """Return a call that reduces values(), and checks that an error leaves them unchanged."""
 
     def call():
         x = values()
@@ -97,96 +128,104 @@ def reduce(spec=codec.Lossless(), **how):  # noqa: B008
     return call
 
 
+def gathered():
+    return reduce(algorithm="all_gather")
+
+
 def exchange():
     codec.torch.exchange([b"abc", b"def"])
 
 
-def _version(act):
+def _bytes(*data):
+    """Send bytes in the place of a frame."""
+
     def fake(k):
-        k.receive_numbers()
+        k.read()
+        for each in data:
+            k.raw(each)
+        wait_for_end(k)
+
+    return gathered(), fake
+
+
+def wait_for_end(k):
+    """Read until the real rank closes the connection, or its error has passed."""
+    with suppress(OSError):
+        while True:
+            k.read()
+
+
+def _acted(act, call=None):
+    def fake(k):
+        k.read()
         act(k)
+        wait_for_end(k)
 
-    return reduce(), fake
-
-
-def _asked(act):
-    def fake(k):
-        k.agree()
-        signature = k.receive_numbers()[0]
-        act(k, signature)
-
-    return reduce(), fake
+    return call or gathered(), fake
 
 
-def _sent(frame=b"", spec=codec.Lossless(), **how):  # noqa: B008
-    def fake(k):
-        k.agree(2)
-        k.frame(frame, **how)
-        k.receive()
-        k.vote()
+def _sent(frame=b"", spec=codec.Lossless()):  # noqa: B008
+    """Send a frame that is wrong; the real rank reports its error."""
 
-    return reduce(spec, algorithm="all_gather"), fake
+    def act(k):
+        k.send(bytes(frame))
+        assert k.read_abort() == (FAILED, 0)
 
-
-def _cut_behind_a_good_one(message_nbytes):
-    """Send a frame, and in the next collective only the begin of the same message."""
-
-    def call():
-        reduced = values()
-        flatcall.all_reduce(reduced, op="mean", algorithm="all_gather")
-        assert torch.equal(reduced, values())
-        reduce(algorithm="all_gather")()
-
-    def fake(k):
-        k.agree()
-        for nbytes in (None, message_nbytes):
-            k.agree()
-            k.frame(good(), message_nbytes=nbytes)
-            k.receive()
-            k.vote()
-
-    return call, fake
+    return _acted(act, reduce(spec, algorithm="all_gather"))
 
 
-def _verdict(*verdict, n=N):
-    def fake(k):
-        k.agree(2)
-        k.frame(good())
-        k.receive()
-        k.vote(*verdict)
+def _reported(body, **how):
+    return _acted(lambda k: (k.send(good()), k.report(body, **how)))
 
-    return reduce(algorithm="all_gather"), fake
+
+def _aborted(*body, text=b""):
+    return _acted(lambda k: k.abort(*body, text=text))
+
+
+def _differing(then):
+    return _acted(lambda k: (k.send(good(), signature=k.signature + 1), then(k)))
 
 
 def _exchanged(announced, *messages):
-    def fake(k):
-        k.agree(2)
-        k.numbers(announced)
-        k.receive_numbers()
+    def act(k):
+        k.send(struct.pack("<q", announced) if isinstance(announced, int) else announced)
         for message in messages:
             k.send(message)
-        k.receive(3 + 8)
-        k.vote(0, 1)
 
-    return exchange, fake
+    return _acted(act, exchange)
 
 
 def _raw(terms, sums):
-    """Send uncompressed values; a slice has 20,480 or 19,520 of them in one chunk."""
+    """Send uncompressed values; a slice has one chunk."""
 
-    def fake(k):
-        k.agree(2)
+    def act(k):
         k.send(bytes(terms))
-        k.receive()
         k.send(bytes(sums))
-        k.receive()
-        k.vote()
 
-    return reduce(algorithm="raw"), fake
+    return _acted(act, reduce(algorithm="raw"))
+
+
+def _in_pieces(data, pause):
+    """Send a message one byte at a time."""
+
+    def act(k):
+        for byte in data(k):
+            k.raw(bytes([byte]))
+            time.sleep(pause)
+
+    return _acted(lambda k: suppress(OSError)(act)(k))
+
+
+def _closed(data):
+    return _acted(lambda k: (k.raw(data(k)), k.sock.close()))
+
+
+def whole(k):
+    return header(good(), signature=k.signature) + good()
 
 
 def good():
-    return codec.encode(values().numpy())
+    return bytes(codec.encode(values().numpy()))
 
 
 def flipped():
@@ -196,57 +235,84 @@ def flipped():
 
 
 def encoded(*args, **how):
-    return flatcall.encode(*args, **how)
+    return bytes(flatcall.encode(*args, **how))
 
 
 def ones(dtype="f4", n=N):
     return np.ones(n, dtype)
 
 
+def shared_scale(scale):
+    def act(k):
+        k.send(encoded(np.array([scale], "f4")))
+        k.send(encoded(np.full(OURS, 5.0, "f4")))
+
+    return _acted(act, reduce(codec.Ternary(), algorithm="shared_scale"))
+
+
 PEER, FRAME = codec.PeerError, codec.FrameError
 SHORT = {  # run by make test: each kind of message
-    "version that differs": (PEER, lambda: _version(lambda k: k.numbers(12345))),
-    "count of numbers that is negative": (PEER, lambda: _version(lambda k: k.numbers(1, count=-1))),
-    "numbers that are short": (PEER, lambda: _version(lambda k: k.send(struct.pack("<q", 1), _NUMBERS))),
-    "signature that differs": (PEER, lambda: _asked(lambda k, s: k.numbers(5, 0, 0, 0))),
+    "magic of another protocol": (PEER, lambda: _bytes(header(magic=b"CDPM"))),
+    "kind that is unknown": (PEER, lambda: _bytes(header(kind=2))),
+    "body of 2^60 bytes": (PEER, lambda: _bytes(header(nbytes=1 << 60))),
+    "body of 2^36 bytes that nobody has asked for": (PEER, lambda: _bytes(header(nbytes=1 << 36, number=7))),
+    "abort that is too long": (PEER, lambda: _bytes(header(nbytes=1 << 20, kind=ABORT))),
+    "garbage": (PEER, lambda: _bytes(os.urandom(4096))),
+    "abort of this rank": (PEER, lambda: _aborted(FAILED, 1, text=b"reason")),
+    "abort with garbage as text": (PEER, lambda: _aborted(FAILED, 1, text=os.urandom(4096))),
+    "abort with an unknown status": (PEER, lambda: _aborted(99, 1)),
+    "abort of status 0": (PEER, lambda: _aborted(0, 1)),
+    "abort of a rank that is not there": (PEER, lambda: _aborted(FAILED, 1 << 40)),
+    "abort that is empty": (PEER, lambda: _aborted()),
+    "signature that differs, and arguments": (
+        PEER,
+        lambda: _differing(lambda k: k.abort(DIFFERS, 0, text=json.dumps({"collective": "other"}).encode())),
+    ),
+    "signature that differs, and nested text": (
+        PEER,
+        lambda: _differing(lambda k: k.abort(DIFFERS, 0, text=b"[" * 8000)),
+    ),
+    "signature that differs, and silence": (PEER, lambda: _differing(lambda k: None)),
+    "signature that differs, and a closed connection": (PEER, lambda: _differing(lambda k: k.sock.close())),
+    "message of another index": (PEER, lambda: _acted(lambda k: k.send(good(), index=1))),
+    "header that ends": (PEER, lambda: _closed(lambda k: whole(k)[:17])),
+    "body that ends": (PEER, lambda: _closed(lambda k: whole(k)[:-1])),
     "frame that is garbage": (FRAME, lambda: _sent(os.urandom(5000))),
+    "frame that is empty": (FRAME, lambda: _sent(b"")),
+    "frame that is cut": (FRAME, lambda: _sent(good()[:-9])),
+    "frame that is too long": (FRAME, lambda: _sent(good() + bytes(4 * N))),
     "frame of another shape": (FRAME, lambda: _sent(encoded(ones(n=N - 1)))),
     "frame of another codec": (FRAME, lambda: _sent(encoded(ones(), codec.Sign()))),
     "frame with other parameters": (FRAME, lambda: _sent(encoded(ones(), codec.Quantize(2)), codec.Quantize(4))),
-    "length beyond the message": (FRAME, lambda: _sent(good()[:-9], length=len(good()))),
-    "length without a frame, behind a collective with one": (FRAME, lambda: _cut_behind_a_good_one(8)),
-    "length beyond the room": (FRAME, lambda: _sent(good(), length=1 << 62)),
-    "verdict that is negative": (PEER, lambda: _verdict(-5, 1, 1, 1, 1)),
-    "verdict that is unknown": (PEER, lambda: _verdict(99, 1, 1, 1, 1)),
-    "verdict of a rank that is not there": (PEER, lambda: _verdict(1, 1 << 40, 1, 1, 1)),
+    "report that is short": (FRAME, lambda: _reported(bytes(16))),
+    "report that is long": (FRAME, lambda: _reported(bytes(32))),
     "raw terms that lack a value": (FRAME, lambda: _raw(4 * OURS - 4, 4 * THEIRS)),
-    "raw terms that lack all values": (FRAME, lambda: _raw(0, 4 * THEIRS)),
+    "raw terms that have one too many": (FRAME, lambda: _raw(4 * OURS + 4, 4 * THEIRS)),
     "raw sums that lack a value": (FRAME, lambda: _raw(4 * OURS, 4 * THEIRS - 4)),
     "exchange of an impossible size": (FRAME, lambda: _exchanged(1 << 62)),
+    "exchange of half a size": (FRAME, lambda: _exchanged(bytes(4))),
     "exchange of a message that is short": (FRAME, lambda: _exchanged(1000, b"x" * 300)),
-    "exchange of a message that is empty": (FRAME, lambda: _exchanged(1000, b"")),
+    "exchange of a message that is long": (FRAME, lambda: _exchanged(1000, b"x" * 1001)),
 }
 LONG = {  # run by make nightly: more of each kind, and cases that last until the timeout
-    "count of numbers that is another": (PEER, lambda: _version(lambda k: k.numbers(1, 2))),
-    "count of numbers that is huge": (PEER, lambda: _version(lambda k: k.numbers(1, count=1 << 62))),
-    "count of numbers that is 0": (PEER, lambda: _version(lambda k: k.numbers())),
-    "numbers that are empty": (PEER, lambda: _version(lambda k: k.send(b"", _NUMBERS))),
-    "silence from the start": (PEER, lambda: (reduce(), lambda k: time.sleep(TIMEOUT + 1))),
-    "answers that drip": (PEER, lambda: _version(drip)),
-    "inability": (PEER, lambda: _asked(lambda k, s: k.numbers(s, 0, 0, 1))),
-    "too few numbers": (PEER, lambda: _asked(lambda k, s: k.numbers(s))),
-    "too many numbers": (PEER, lambda: _asked(lambda k, s: k.numbers(s, 2, 3, 4, 5, 6, 7))),
-    "agreement twice": (PEER, lambda: _asked(lambda k, s: (k.numbers(s, 0, 0, 0), k.numbers(s, 0, 0, 0), k.vote(0)))),
-    "silence instead of a frame": (PEER, lambda: (reduce(), lambda k: (k.agree(2), time.sleep(TIMEOUT + 1)))),
-    "end of the process instead of a frame": (PEER, lambda: (reduce(), lambda k: (k.agree(2), os._exit(0)))),
-    "no frame": (PEER, lambda: _sent(length=0)),
-    "negative length": (FRAME, lambda: _sent(good(), length=-1)),
-    "length of an empty frame": (FRAME, lambda: _sent(length=1000)),
-    "length that is 5 too much": (FRAME, lambda: _sent(good(), length=len(good()) + 5)),
-    "empty message, behind a collective with a frame": (PEER, lambda: _cut_behind_a_good_one(0)),
-    "part of a header, behind a collective with a frame": (FRAME, lambda: _cut_behind_a_good_one(30)),
-    "frame that is cut": (FRAME, lambda: _sent(good(), message_nbytes=500)),
-    "length that is cut": (codec.CodecError, lambda: _sent(good(), message_nbytes=4)),
+    "silence from the start": (PEER, lambda: (gathered(), None)),
+    "silence instead of a frame": (PEER, lambda: _acted(lambda k: None)),
+    "silence instead of a report": (PEER, lambda: _acted(lambda k: k.send(good()))),
+    "header that drips": (PEER, lambda: _in_pieces(lambda k: whole(k)[:20], TIMEOUT / 8)),
+    "body that drips": (PEER, lambda: _in_pieces(lambda k: whole(k)[:60], TIMEOUT / 40)),
+    "end of the process instead of a frame": (PEER, lambda: _acted(lambda k: os._exit(0))),
+    "message of another part": (PEER, lambda: _acted(lambda k: k.send(good(), part=3))),
+    "message of another collective": (PEER, lambda: _acted(lambda k: k.send(good(), number=9))),
+    "numbers of millions of collectives": (
+        PEER,
+        lambda: _acted(lambda k: suppress(OSError)(flood)(k, lambda i: header(number=1 + i))),
+    ),
+    "abort of a negative status": (PEER, lambda: _aborted(-1, 1)),
+    "abort of half a status": (PEER, lambda: _acted(lambda k: k.send(b"1234", index=0, kind=ABORT))),
+    "abort, and no explanation of a difference": (PEER, lambda: _aborted(DIFFERS, 0)),
+    "difference from a rank that is not there": (PEER, lambda: _aborted(DIFFERS, 77, text=b"{}")),
+    "signature that differs, and another reason": (PEER, lambda: _differing(lambda k: k.abort(FAILED, 1, text=b"x"))),
+    "report of another signature": (PEER, lambda: _reported(None, signature=5)),
     "frame of another dtype": (FRAME, lambda: _sent(encoded(ones("f8")))),
     "frame of bfloat16": (FRAME, lambda: _sent(encoded(ones("u2"), dtype="bfloat16"))),
     "frame of two dimensions": (FRAME, lambda: _sent(encoded(ones().reshape(2, -1)))),
@@ -268,47 +334,39 @@ LONG = {  # run by make nightly: more of each kind, and cases that last until th
         lambda: _sent(encoded(values().numpy(), codebook=codec.Codebook.from_tensors(values().numpy()))),
     ),
     "flipped bit": (FRAME, lambda: _sent(flipped())),
-    "verdict with too few numbers": (PEER, lambda: _verdict(0)),
-    "verdict of a negative rank": (PEER, lambda: _verdict(0, -1, 1, 1, 1)),
-    "raw terms that lack half": (FRAME, lambda: _raw(2 * OURS, 4 * THEIRS)),
+    "raw terms that lack all values": (FRAME, lambda: _raw(0, 4 * THEIRS)),
     "raw sums that lack all values": (FRAME, lambda: _raw(4 * OURS, 0)),
+    "raw sums that have one too many": (FRAME, lambda: _raw(4 * OURS, 4 * THEIRS + 4)),
     "exchange of a negative size": (FRAME, lambda: _exchanged(-1)),
-    "exchange that announces 64 GiB and sends 100 bytes": (codec.CodecError, lambda: _exchanged(1 << 36, b"x" * 100)),
+    "exchange of a message that is empty": (FRAME, lambda: _exchanged(1000, b"")),
+    "exchange that announces 64 GiB and sends 100 bytes": (FRAME, lambda: _exchanged(1 << 36, b"x" * 100)),
     "exchange that announces 64 GiB and sends nothing": (PEER, lambda: _exchanged(1 << 36)),
     "scale that is NaN": (codec.CodecError, lambda: shared_scale(np.nan)),
     "scale that is negative": (codec.CodecError, lambda: shared_scale(-1e30)),
 }
 
 
-def drip(k):
-    for _ in range(10):
-        time.sleep(TIMEOUT / 8)
-        k.send(bytes(8), _NUMBERS)
-
-
-def shared_scale(scale):
-    def fake(k):
-        k.agree(2)
-        k.frame(encoded(np.array([scale], "f4")))
-        k.receive()
-        k.frame(encoded(np.full(OURS, 5.0, "f4")))
-        k.vote()
-
-    return reduce(codec.Ternary(), algorithm="shared_scale"), fake
+def flood(k, message, n=200_000):
+    """Send many messages."""
+    for begin in range(0, n, 1000):
+        k.raw(b"".join(message(i) for i in range(begin, begin + 1000)))
 
 
 def _case(rank, size, table, name, real=0):
-    """Return the error's name and the seconds on the rank that is tested."""
-    wanted, make = table[name]
+    """Return the seconds until the error on the rank that is tested."""
+    wanted, make = TABLES[table][name]
     call, fake = make()
     if rank != real:
-        with suppress(RuntimeError):
-            fake(FakeRank(rank))
+        with suppress(OSError):
+            if fake is not None:
+                fake(FakeRank(rank))
         return None
     begin = time.monotonic()
     with pytest.raises(wanted):
         call()
-    return time.monotonic() - begin
+    took = time.monotonic() - begin
+    communicator.close_communicator(dist.group.WORLD, cancel=True)  # the fake rank reads until then
+    return took
 
 
 def _try(ranks, table, names, real=0):
@@ -322,66 +380,185 @@ def _try(ranks, table, names, real=0):
             ranks.replace(1 - real)
 
 
-class _Names:
-    """Mapping that resolves names on the rank, since functions in tables cannot be pickled."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def __getitem__(self, key):
-        return {"SHORT": SHORT, "LONG": LONG, "OF_RANK_0": OF_RANK_0}[self.name][key]
-
-
 def test_wrong_message_is_an_error_and_changes_no_tensor(ranks):
-    _try(ranks, _Names("SHORT"), SHORT)
+    _try(ranks, "SHORT", SHORT)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", LONG)
 def test_more_wrong_messages_are_errors(ranks, name):
-    _try(ranks, _Names("LONG"), [name])
+    _try(ranks, "LONG", [name])
 
 
-def _verdict_of_rank_0(*verdict):
-    def fake(k):
-        k.agree(2)
-        k.frame(good())
-        k.receive()
-        k.receive_numbers()
-        k.numbers(*verdict)
-        time.sleep(0.3)
-
-    return reduce(algorithm="all_gather"), fake
+# Rank 0 is hostile: the real rank connects to it
 
 
 OF_RANK_0 = {
-    "negative": (PEER, lambda: _verdict_of_rank_0(-7, 0, 1, 1, 1)),
-    "of a rank that is not there": (PEER, lambda: _verdict_of_rank_0(1, -(1 << 60), 1, 1, 1)),
+    "abort": (PEER, lambda: _aborted(FAILED, 0, text=b"reason")),
+    "body of 2^60 bytes": (PEER, lambda: _bytes(header(nbytes=1 << 60))),
+    "connection that ends": (PEER, lambda: _acted(lambda k: k.sock.close())),
+    "report that is short": (FRAME, lambda: _reported(bytes(8))),
+}
+TABLES = {"SHORT": SHORT, "LONG": LONG, "OF_RANK_0": OF_RANK_0}
+
+
+def test_wrong_message_of_rank_0_is_an_error(ranks):
+    _try(ranks, "OF_RANK_0", OF_RANK_0, real=1)
+
+
+ADDRESSES = {
+    "another version": ADDRESS.pack(12345, bytes(16), 1) + b"127.0.0.1",
+    "too short": b"1234",
+    "host that is no text": ADDRESS.pack(protocol_hash(), bytes(16), 1) + b"\xff",
+    "port that is closed": ADDRESS.pack(protocol_hash(), bytes(16), 1) + b"127.0.0.1",
 }
 
 
-def test_wrong_verdict_of_rank_0_is_an_error(ranks):
-    _try(ranks, _Names("OF_RANK_0"), OF_RANK_0, real=1)
-
-
-def _memory(rank, size):
-    """Return the peak memory in KiB that an announcement of 64 GiB costs."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if rank:
-        with suppress(RuntimeError):
-            _exchanged(1 << 36, b"x" * 100)[1](FakeRank(rank))
+def _wrong_address(rank, size, name):
+    if not rank:
+        store = PrefixStore("codec/point-to-point", dist.group.WORLD.get_group_store().clone())
+        store.set("0", ADDRESSES[name])
         return 0
-    with pytest.raises(codec.CodecError):
-        exchange()
+    begin = time.monotonic()
+    with pytest.raises(codec.PeerError):
+        gathered()()
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("name", ADDRESSES)
+def test_wrong_address_of_rank_0_is_an_error(ranks, name):
+    ranks.new_group()
+    assert ranks.run(_wrong_address, name)[1] < LIMIT
+
+
+# Ranks that behave oddly, but not wrongly
+
+
+def _odd(k):
+    """Send what a receiver must accept: early and late messages, messages twice, other collectives, any report."""
+    k.read()
+    k.send(b"early", number=3)
+    k.send(b"early", number=(1 << 64) - 1)
+    k.abort(FAILED, 1, number=2)
+    k.send(good())
+    k.send(good()[:100], index=0)
+    k.send(b"behind", index=77)
+    k.report(struct.pack("<3q", -(1 << 63), (1 << 63) - 1, 0))
+    k.report(b"again", index=0)
+    while k.read()[:3] != (DATA, 0, 1):
+        pass
+    k.send(b"late", number=0, index=5)
+    while k.read()[:2] != (DATA, 1):
+        pass
+    k.send(good(), number=1)
+    k.send(struct.pack("<3q", 1, 1, 1), number=1, part=1, signature=0)
+    wait_for_end(k)
+
+
+def _accepted(rank, size):
+    if rank:
+        _odd(FakeRank(rank))
+        return
+    for _ in range(2):
+        x = values()
+        flatcall.all_reduce(x, op="mean", algorithm="all_gather")
+        assert torch.equal(x, values())
+    with pytest.raises(codec.PeerError, match="rank 1"):
+        flatcall.all_reduce(x, op="mean", algorithm="all_gather")
+    communicator.communicator_of(None).channel.close()
+
+
+def test_messages_out_of_order_twice_and_late_are_accepted(ranks):
+    ranks.new_group()
+    ranks.run(_accepted)
+
+
+def _with_strangers(rank, size):
+    """Connections without the token, or with another rank or tag, do not disturb."""
+    if not rank:
+        reduced = values()
+        flatcall.all_reduce(reduced, op="mean", algorithm="all_gather")
+        assert torch.equal(reduced, values())
+        return
+    store = PrefixStore("codec/point-to-point", dist.group.WORLD.get_group_store().clone())
+    version, token, port = ADDRESS.unpack_from(store.get("0"))
+    host = store.get("0")[ADDRESS.size :].decode()
+    hellos = [
+        HELLO.pack(b"CDPH", bytes(16), version, 1, TAG),
+        HELLO.pack(b"CDPH", token, version + 1, 1, TAG),
+        HELLO.pack(b"CDPH", token, version, 0, TAG),
+        HELLO.pack(b"CDCM", token, version, 1, TAG),
+        os.urandom(44),
+        b"CDPH",
+    ]
+    strangers = []
+    for hello in hellos:
+        strangers.append(socket.create_connection((host, port)))
+        strangers[-1].sendall(hello)
+    for stranger in strangers[:-1]:
+        stranger.settimeout(LIMIT)
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    k = FakeRank(1)
+    k.read()
+    k.send(good())
+    k.report()
+    k.read()
+    for stranger in [*strangers, k.sock]:
+        stranger.close()
+
+
+def test_connections_of_strangers_do_not_disturb(ranks):
+    ranks.new_group()
+    ranks.run(_with_strangers)
+
+
+# Memory
+
+
+def _flooded(rank, size):
+    """Return the peak memory in KiB that a flood of early messages costs, with a limit of 8 MiB instead of 4 GiB."""
+    if rank:
+        k = FakeRank(rank)
+        k.read()
+        threading.Thread(target=wait_for_end, args=(k,), daemon=True).start()
+        with suppress(OSError):
+            flood(k, lambda i: header(number=1, index=i), n=1_000_000)
+        return 0
+    limit, mesh._MOST_AHEAD_NBYTES = mesh._MOST_AHEAD_NBYTES, 8 << 20
+    early, mesh._MOST_EARLY_NBYTES = mesh._MOST_EARLY_NBYTES, 4 << 20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(codec.PeerError, match="not asked for"):
+        gathered()()
+    mesh._MOST_AHEAD_NBYTES, mesh._MOST_EARLY_NBYTES = limit, early
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
 
 
-@pytest.mark.nightly
+def test_flood_of_early_messages_ends_the_connection_and_takes_little_memory(ranks):
+    ranks.new_group()
+    assert ranks.run(_flooded)[0] < 64 << 10
+
+
+def _announced(rank, size):
+    """Return the peak memory in KiB that announcements of 64 GiB cost."""
+    if rank:
+        k = FakeRank(rank)
+        with suppress(OSError):
+            k.read()
+            k.send(struct.pack("<q", 1 << 36))
+            k.send(b"x" * 100)
+            wait_for_end(k)
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(codec.FrameError):
+        exchange()
+    communicator.communicator_of(None).channel.close()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
+
+
 def test_announcement_of_a_large_frame_allocates_little(ranks):
     ranks.new_group()
-    assert ranks.run(_memory)[0] < 64 << 10
+    assert ranks.run(_announced)[0] < 64 << 10
 
 
 def _behave(rank, size):

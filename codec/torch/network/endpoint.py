@@ -1,4 +1,4 @@
-"""Endpoint of a rank: the port where peers connect for point-to-point messages (docs/protocol.md, section 15)."""
+"""Endpoint of a rank: the port where other ranks connect (docs/protocol.md, sections 4 and 15)."""
 
 import fcntl
 import os
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from codec import PeerError
-from codec.torch.group.communicator import protocol_hash
-from codec.torch.point_to_point.tcp import FORKED, PeerConnection
-from codec.torch.transport.gloo import own_store, timeout_of, within
+from codec.torch.network.store import own_store, within
+from codec.torch.network.tcp import FORKED, PeerConnection
+from codec.torch.network.timeouts import timeout_of
+from codec.torch.network.version import protocol_hash
 
 HELLO = struct.Struct("<4s16sqqq")  # magic, token of the listening rank, hash of the protocol's version, rank, tag
 HELLO_MAGIC = b"CDPH"

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from codec import PeerError
-from codec.torch.transport.messages import Array
+
+Array = np.ndarray[Any, Any]
 
 MESSAGE = struct.Struct("<4sIQ")  # header of a message: magic, number of the message, bytes of its body
 MAGIC = b"CDPM"
@@ -140,6 +141,12 @@ class PeerConnection:
                 gone = True
         if gone:
             raise self._lost()
+
+    def detach(self) -> socket.socket:
+        """Return the socket, which the caller owns from now on; this object must not be used any more."""
+        self._closed = True
+        self._finalizer.detach()
+        return self._sock
 
     def close(self) -> None:
         """Close the connection; calls in flight in other threads raise PeerError."""

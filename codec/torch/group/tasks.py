@@ -1,0 +1,128 @@
+"""Tasks of a worker: coroutines that are in flight together."""
+
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, cast
+
+from codec import PeerError
+from codec.torch.group.work import Work
+from codec.torch.network.waits import Wait
+from codec.torch.transport.streams import StreamOrder
+
+
+class Task:
+    """Function in a worker's thread: called once, or a coroutine that waits in between for messages.
+
+    Parameters
+    ----------
+    work : Work
+        Gets the result.
+    function : callable
+        Returns the result, or a coroutine that does.
+    order : StreamOrder
+        Keeps the order of work on GPUs.
+    alone : bool
+        No coroutine may be in flight when the function is called.
+    of_callback : bool
+        A callback has submitted the function.
+    """
+
+    def __init__(
+        self, work: Work, function: Callable[[], Any], order: StreamOrder, *, alone: bool, of_callback: bool
+    ) -> None:
+        self.work, self.alone, self.of_callback = work, alone, of_callback
+        self.wait: Wait | None = None  # what the coroutine waits for
+        self._function: Callable[[], Any] | None = function
+        self._order = order
+        self._coroutine: Coroutine[Wait, None, Any] | None = None
+        self._since = 0.0  # time at which the wait has begun
+
+    @property
+    def begun(self) -> bool:
+        """True after the first :meth:`step`."""
+        return self._function is None
+
+    @property
+    def waits_for_a_rank(self) -> bool:
+        """False if the coroutine waits for another one of this rank."""
+        return self.wait is None or self.wait.source is not None
+
+    def step(self) -> bool:
+        """Go on until the coroutine waits, or has ended; return True if it has ended."""
+        try:
+            with self._order.step():
+                try:
+                    self.wait = self._go_on()
+                except StopIteration as end:
+                    result = end.value
+                else:
+                    self._since = time.monotonic()
+                    return False
+                finally:
+                    if self.wait is None:
+                        self._order.finish()
+        except BaseException as e:
+            self.work.set_error(e)
+        else:
+            self.work.set_result(result)
+        return True
+
+    def _go_on(self) -> Wait:
+        """Return what the coroutine waits for; raise StopIteration with the result at the end."""
+        self.wait = None
+        if self._function is not None:
+            function, self._function = self._function, None
+            result = function()
+            if not isinstance(result, Coroutine):
+                raise StopIteration(result)
+            self._coroutine = cast(Coroutine[Wait, None, Any], result)
+        assert self._coroutine is not None
+        return self._coroutine.send(None)
+
+    def deadline(self, timeout: float) -> float:
+        """Return the time at which the wait is too long; Inf if there is no limit."""
+        wait = self.wait
+        if wait is None or wait.source is None:
+            return float("inf")
+        return max(self._since, wait.progress) + wait.timeouts * timeout
+
+    def expire(self) -> None:
+        """End the wait with an error: its time is over."""
+        if self.wait is not None:
+            self.wait.complete(
+                PeerError(f"rank {self.wait.source} is gone or does not answer in time; make a new group")
+            )
+
+
+class Together:
+    """Awaitable of several coroutines: one of them goes on while others wait. Its result is the list of their results.
+
+    If one fails, the others are closed.
+
+    Parameters
+    ----------
+    coroutines : sequence of coroutine
+        They start in this order.
+    """
+
+    def __init__(self, coroutines: Sequence[Coroutine[Wait, None, Any]]) -> None:
+        self._coroutines = coroutines
+
+    def __await__(self) -> Any:
+        found: dict[int, Any] = {}
+        waits: dict[int, Wait] = {}
+        try:
+            while len(found) < len(self._coroutines):
+                for i, coroutine in enumerate(self._coroutines):
+                    if i not in found and (i not in waits or waits[i].done):
+                        try:
+                            waits[i] = coroutine.send(None)
+                        except StopIteration as end:
+                            found[i] = end.value
+                            waits.pop(i, None)
+                if waits and not any(wait.done for wait in waits.values()):
+                    yield next(iter(waits.values()))
+        finally:
+            for coroutine in self._coroutines:
+                coroutine.close()
+        return [found[i] for i in range(len(self._coroutines))]

@@ -1,0 +1,463 @@
+"""Messages among all ranks of a group, for collectives (docs/protocol.md, sections 2 and 3)."""
+
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from codec import PeerError
+from codec.torch.network.endpoint import endpoint_of
+from codec.torch.network.inbox import Arrival, Inbox, Receive
+from codec.torch.network.stripe import HEADER, Send, Stripe
+from codec.torch.network.waits import Wait
+
+CLOSED = "a peer was lost, or the group was shut down: make a new group"
+
+STRIPES = 1  # connections of two ranks
+FIRST_TAG = -2  # of connections of a mesh, in their hello; the next ones have the tags below
+
+_MAGIC = b"CDCM"
+_DATA, _ABORT = range(2)  # kinds of messages
+_MOST_NBYTES = {_DATA: 1 << 36, _ABORT: 1 << 13}  # bytes of a body, by kind
+_MOST_EARLY_NBYTES = 1 << 26  # messages of a rank that are read before this rank asks for them
+_MOST_AHEAD_NBYTES = 1 << 32  # the same, while this rank waits for another message of the rank
+_DIRECT_NBYTES = 1 << 18  # bytes of a message that the sending thread writes itself
+_TURN_NBYTES = 1 << 22  # bytes that are read from one connection before others have their turn
+_EARLY_COST = 1 << 10  # bytes of memory that an early message takes beside its body
+_MOST_INBOXES = 1 << 16  # collectives in flight, and those that other ranks have begun
+
+
+class Mesh:
+    """Connections with all other ranks, and the thread that reads from and writes to them.
+
+    A message belongs to a collective, by its number, and to a part of it. The messages of a part from one rank to
+    another are counted, so that they can take different connections. A message that arrives before this rank has asked
+    for it waits in the inbox of its collective. Messages of collectives that have ended here are dropped. A rank that
+    sends more early messages than this rank can keep is lost.
+
+    The loss of a rank ends all waits for it with :class:`PeerError`.
+
+    Parameters
+    ----------
+    rank : int
+        This rank.
+    sockets : mapping
+        Connected sockets of each other rank, which the mesh owns from now on.
+    """
+
+    def __init__(self, rank: int, sockets: Mapping[int, Sequence[socket.socket]]) -> None:
+        self.rank = rank
+        self.progress = dict.fromkeys(sockets, time.monotonic())  # time at which each rank has last sent a message
+        self._lock = threading.Lock()  # guards inboxes and lost ranks
+        self._pid = os.getpid()
+        self._poll = select.epoll()
+        self._stripes = {o: [Stripe(s, o, self._poll) for s in each] for o, each in sockets.items()}
+        self._by_fd = {s.fd: s for each in self._stripes.values() for s in each}
+        self._inboxes: dict[int, Inbox] = {}
+        self._early = dict.fromkeys(sockets, 0)  # bytes of memory that early messages of each rank take
+        self._next = 0  # numbers of collectives below this have begun here
+        self._lost: dict[int, str] = {}  # reason, by rank
+        self._closed = False
+        self._clock = 0  # CPU clock of the thread
+        self._wakes, self._waker = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._waker.setblocking(False)
+        self._poll.register(self._wakes, select.EPOLLIN)
+        if sockets:
+            mine = weakref.ref(self), self._poll, self._wakes
+            threading.Thread(target=_serve, args=mine, name=f"codec, rank {rank}, network", daemon=True).start()
+        else:
+            self._poll.close()
+            self._wakes.close()
+
+    # Collectives
+
+    def begin(self, number: int) -> Inbox:
+        """Begin a collective: keep its messages until :meth:`end`, and return its inbox."""
+        with self._lock:
+            self._next = max(self._next, number + 1)
+            return self._inboxes.setdefault(number, Inbox())
+
+    def end(self, number: int) -> None:
+        """End a collective: drop its messages, also those that are still on their way.
+
+        No memory that was passed to :meth:`post` is written from then on.
+        """
+        with self._lock:
+            inbox = self._inboxes.pop(number, None)
+            if inbox is not None:
+                for arrival in inbox.arriving:
+                    arrival.drop()
+                for arrival in inbox.arrived.values():
+                    self._early[arrival.source] -= _cost(arrival)
+                for source, body in inbox.aborts.items():
+                    self._early[source] -= _EARLY_COST + len(body)
+        self._resume()
+
+    def post(self, number: int, receive: Receive) -> None:
+        """Ask for a message of a collective that has begun; `receive` ends when it has arrived."""
+        with self._lock:
+            inbox = self._inboxes[number]
+            arrival = inbox.arrived.pop(receive.place, None)
+            here = arrival is not None and arrival.complete  # else the thread of the network hands it over
+            error: Exception | None = None
+            if arrival is None:
+                error = inbox.refusal(receive.source) or self._loss(receive.source)
+                if error is None:
+                    inbox.posted[receive.place] = receive
+            else:
+                self._early[arrival.source] -= _cost(arrival)
+                if not here:
+                    arrival.receive = receive
+        if error is not None:
+            receive.complete(error)
+        elif arrival is None:
+            self._resume()
+        elif here:
+            receive.take(arrival)
+
+    def send(self, to: int, number: int, part: int, index: int, signature: int, body: Sequence[Any]) -> Send:
+        """Begin to send a message.
+
+        Parameters
+        ----------
+        to : int
+            Receiving rank.
+        number, part, index : int
+            Collective, its part, and number of the message among those of the part to this rank.
+        signature : int
+            Signature of the part.
+        body : sequence of buffers
+            Bytes of the message, which must not change before the returned wait ends.
+
+        Raises
+        ------
+        PeerError
+            The rank is lost, or the connections are closed.
+        """
+        return self._send(to, _DATA, number, part, index, signature, body)
+
+    def abort(self, number: int, body: bytes) -> None:
+        """Tell all ranks that can be reached that this rank gives a collective up."""
+        for o in self._stripes:
+            with suppress(PeerError):
+                self._send(o, _ABORT, number, 0, 0, 0, [body])
+
+    def explanation(self, number: int, source: int) -> Wait:
+        """Return a wait for the abort of a rank, whose body is then in :attr:`Inbox.aborts`."""
+        wait = Wait()
+        wait.source = source
+        with self._lock:
+            inbox, error = self._inboxes[number], self._loss(source)
+            inbox.explained[source] = wait
+            known = source in inbox.aborts
+        if known or error is not None:
+            wait.complete(None if known else error)
+        return wait
+
+    def _send(
+        self, to: int, kind: int, number: int, part: int, index: int, signature: int, body: Sequence[Any]
+    ) -> Send:
+        if (error := self._loss(to)) is not None:
+            raise error
+        parts = [memoryview(b).cast("B") for b in body]
+        nbytes = sum(p.nbytes for p in parts)
+        header = HEADER.pack(_MAGIC, kind, number, part, index, signature, nbytes)
+        send = Send([memoryview(header), *(p for p in parts if p.nbytes)], to)
+        stripes, direct = self._stripes[to], nbytes <= _DIRECT_NBYTES
+        stripe = stripes[0 if direct else index % len(stripes)]
+        try:
+            stripe.put(send, direct=direct)
+        except (OSError, ValueError) as e:  # ValueError: closed by another thread
+            self._lose(stripe, e if isinstance(e, OSError) else OSError(CLOSED))
+        if (error := self._loss(to)) is not None:  # also if it was lost or closed meanwhile
+            send.complete(error)
+        return send
+
+    def _loss(self, rank: int | None) -> PeerError | None:
+        """Return the error for a lost rank, or for closed connections; else None."""
+        if self._closed:
+            return PeerError(CLOSED)
+        return PeerError(self._lost[rank]) if rank in self._lost else None
+
+    # Life
+
+    @property
+    def closed(self) -> bool:
+        """True after :meth:`close`."""
+        return self._closed
+
+    @property
+    def has_lost(self) -> bool:
+        """True if a rank is lost, or after :meth:`close`."""
+        return self._closed or bool(self._lost)
+
+    def check_open(self) -> None:
+        """Raise PeerError if the connections are closed, or if a rank is lost; close them then."""
+        if self._lost:
+            self.close()
+            raise PeerError(next(iter(self._lost.values())))
+        if self._closed:
+            raise PeerError(CLOSED)
+
+    def close(self) -> None:
+        """Close all connections, so that no rank waits for this one; all waits end with PeerError."""
+        waiting: list[Wait] = []
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for inbox in self._inboxes.values():
+                waiting += [*inbox.take_waiting(), *inbox.take_explained()]
+                for arrival in inbox.arriving:
+                    arrival.drop()
+        mine = os.getpid() == self._pid  # a shutdown by a forked child would end the parent's connections
+        for stripe in self._by_fd.values():
+            if mine:
+                stripe.shut_down()
+            waiting += stripe.take_queue()
+        if mine:
+            self._wake()
+        for wait in waiting:
+            wait.complete(PeerError(CLOSED))
+
+    def __del__(self) -> None:
+        self.close()
+        self._waker.close()
+        for stripe in self._by_fd.values():
+            stripe.close()
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time that the thread of the network has used."""
+        try:
+            return time.clock_gettime(self._clock) if self._clock else 0.0
+        except OSError:
+            return 0.0
+
+    def rtt(self) -> float:
+        """Return the longest round trip to a rank, in seconds, as the kernel has measured it; 0 if it is unknown."""
+        return max((each[0].rtt() for each in self._stripes.values()), default=0.0)
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # the buffer is full, so that the thread wakes in any case, or the thread has ended
+            self._waker.send(b"\0")
+
+    def _lose(self, stripe: Stripe, error: OSError | str) -> None:
+        """Note the end of a connection. Its rank is lost with the last one, or at once by an error."""
+        waiting: list[Wait] = []
+        with self._lock:
+            stripe.ended = True
+            rank, stripes = stripe.peer, self._stripes[stripe.peer]
+            if not isinstance(error, str) or all(s.ended for s in stripes):
+                self._lost.setdefault(rank, f"rank {rank} is gone or does not answer: {error}; make a new group")
+            if rank in self._lost:
+                for inbox in self._inboxes.values():
+                    waiting += [*inbox.take_waiting(rank), *inbox.take_explained(rank)]
+                for s in stripes:
+                    waiting += s.take_queue()
+        for wait in waiting:
+            wait.complete(PeerError(self._lost[rank]))
+
+    # The thread of the network
+
+    def start(self) -> None:
+        """Note the thread that calls :meth:`handle`."""
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+
+    def handle(self, events: Sequence[tuple[int, int]]) -> bool:
+        """Read and write what is possible; return False after the connections were closed."""
+        for fd, event in events:
+            stripe = self._by_fd.get(fd)
+            if stripe is None:
+                self._read_paused()
+            else:
+                self._handle(stripe, event)
+        if self._closed:
+            for stripe in self._by_fd.values():
+                stripe.close()
+        return not self._closed
+
+    def _handle(self, stripe: Stripe, event: int) -> None:
+        try:
+            if stripe.paused and event & (select.EPOLLERR | select.EPOLLHUP):  # which would be reported again and again
+                raise OSError("the connection is broken")
+            if event & select.EPOLLOUT:
+                stripe.flush()
+            if event & ~select.EPOLLOUT:
+                self._read(stripe)
+        except (OSError, MemoryError) as e:
+            self._lose(stripe, e if isinstance(e, OSError) else OSError("there is no memory for its message"))
+        if stripe.ended:
+            stripe.forget()
+        else:
+            stripe.arm()
+
+    def _read(self, stripe: Stripe) -> None:
+        left = _TURN_NBYTES
+        while left > 0 and not stripe.ended:
+            if stripe.arrival is None and not (stripe.read_header() and self._begin_body(stripe)):
+                break
+            if not stripe.read_body():
+                break
+            left -= HEADER.size + self._complete(stripe)
+        if stripe.ended:
+            self._lose(stripe, "it has closed the connection")
+
+    def _begin_body(self, stripe: Stripe) -> bool:
+        """Find a place for the message whose header has arrived; return False if it has to wait."""
+        magic, kind, number, part, index, signature, nbytes = HEADER.unpack(stripe.header)
+        if magic != _MAGIC or nbytes > _MOST_NBYTES.get(kind, -1):
+            raise OSError("it has sent bytes that are no message")
+        arrival = Arrival(stripe.peer, number, part, index, signature, nbytes, abort=kind == _ABORT)
+        receive: Receive | None = None
+        error: Exception | None = None
+        with self._lock:
+            inbox = self._inbox_of(number)
+            if inbox is None:
+                arrival.drop()
+            elif arrival.abort:
+                arrival.allocate()
+            elif (receive := inbox.posted.pop(arrival.place, None)) is not None:
+                error = receive.mismatch(arrival)
+                if error is None:
+                    arrival.receive = receive
+                    arrival.allocate(receive.room)
+                else:
+                    arrival.drop()
+            elif arrival.place in inbox.arrived:
+                arrival.drop()
+            elif self._must_wait(arrival):
+                stripe.paused = True
+                return False
+            else:
+                arrival.allocate()
+                inbox.arrived[arrival.place] = arrival
+                self._early[arrival.source] += _cost(arrival)
+            if inbox is not None:
+                inbox.arriving.add(arrival)
+        stripe.arrival = arrival
+        if error is not None and receive is not None:
+            receive.complete(error)
+        return True
+
+    def _inbox_of(self, number: int) -> Inbox | None:
+        """Return the inbox of a collective, or None if the collective has ended here."""
+        inbox = self._inboxes.get(number)
+        if inbox is None and number >= self._next:
+            if len(self._inboxes) >= _MOST_INBOXES:
+                raise OSError(f"it has begun {_MOST_INBOXES} collectives that this rank has not")
+            inbox = self._inboxes[number] = Inbox()
+        return inbox
+
+    def _must_wait(self, arrival: Arrival) -> bool:
+        """Return True if a message that nobody has asked for must not be read yet.
+
+        While this rank waits for its sender, the message is read: the awaited one may come behind.
+        """
+        early = self._early[arrival.source] + _cost(arrival)
+        if early <= _MOST_EARLY_NBYTES:
+            return False
+        if not any(r.source == arrival.source for inbox in self._inboxes.values() for r in inbox.posted.values()):
+            return True
+        if early > _MOST_AHEAD_NBYTES:
+            raise OSError(f"it has sent {early} bytes of messages that this rank has not asked for")
+        return False
+
+    def _complete(self, stripe: Stripe) -> int:
+        """Hand over a message that has arrived as a whole; return the bytes of its body."""
+        arrival, stripe.arrival = stripe.arrival, None
+        assert arrival is not None
+        self.progress[stripe.peer] = time.monotonic()
+        with self._lock:  # post() has set the receive, or finds the message complete
+            receive = arrival.receive
+        if receive is not None:
+            arrival.hand_over(receive)
+        waiting: list[Wait] = []
+        refusal: Exception | None = None
+        explained: Wait | None = None
+        with self._lock:
+            inbox = self._inboxes.get(arrival.number)
+            if inbox is not None:
+                inbox.arriving.discard(arrival)
+                if arrival.abort and not arrival.dropped and arrival.source not in inbox.aborts:
+                    inbox.aborts[arrival.source] = arrival.body.tobytes()
+                    self._early[arrival.source] += _cost(arrival)
+                    waiting, refusal = inbox.take_waiting(arrival.source), inbox.refusal(arrival.source)
+                    explained = inbox.explained.pop(arrival.source, None)
+        for wait in waiting:
+            wait.complete(refusal)
+        if explained is not None:
+            explained.complete()
+        return arrival.nbytes
+
+    def _read_paused(self) -> None:
+        """Read from connections whose next message nobody had asked for."""
+        with suppress(BlockingIOError):
+            self._wakes.recv(4096)
+        if self._closed:
+            return
+        for stripe in self._by_fd.values():
+            if stripe.paused:
+                stripe.paused = False
+                self._handle(stripe, select.EPOLLIN)
+
+    def _resume(self) -> None:
+        """Have the thread look at paused connections again."""
+        if any(s.paused for s in self._by_fd.values()):
+            self._wake()
+
+
+def _cost(arrival: Arrival) -> int:
+    """Return the bytes of memory that an early message takes."""
+    return _EARLY_COST + arrival.nbytes
+
+
+def _serve(reference: "weakref.ref[Mesh]", poll: Any, wakes: socket.socket) -> None:
+    """Serve the connections of a mesh until it is closed; without a reference to it while nothing happens."""
+    mesh = reference()
+    if mesh is not None:
+        mesh.start()
+    del mesh
+    with poll, wakes:
+        while True:
+            events = poll.poll()
+            mesh = reference()
+            if mesh is None or not mesh.handle(events):
+                return
+            del mesh
+
+
+def connect(group: Any, timeout: timedelta) -> Mesh:
+    """Connect all ranks of a group.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        Ranks. Every rank must connect at the same point of the program.
+    timeout : timedelta
+        Longest time until all ranks are connected.
+
+    Raises
+    ------
+    PeerError
+        A rank cannot be reached in time, or uses another version of the protocol.
+    """
+    rank, size = group.rank(), group.size()
+    sockets: dict[int, list[socket.socket]] = {}
+    if size > 1:
+        end = time.monotonic() + timeout.total_seconds()
+        endpoint = endpoint_of(group, timeout.total_seconds())
+        for o in (o for o in range(size) if o != rank):
+            for i in range(STRIPES):
+                left = max(0.001, end - time.monotonic())
+                reach = endpoint.connect if rank > o else endpoint.accept
+                connection = reach(o, FIRST_TAG - i, left)
+                assert connection is not None
+                sockets.setdefault(o, []).append(connection.detach())
+    return Mesh(rank, sockets)

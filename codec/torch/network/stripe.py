@@ -1,0 +1,182 @@
+"""One TCP connection of a mesh: what has been read of its next message, and the messages that are to be written."""
+
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+from codec.torch.network.inbox import Arrival
+from codec.torch.network.waits import Wait
+
+HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, signature, bytes of the body
+_MOST_BUFFERS = 512  # buffers in one call of sendmsg; Linux takes 1,024
+_RTT_OFFSET = 68  # bytes of Linux's struct tcp_info before tcpi_rtt, in microseconds
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
+
+
+class Send(Wait):
+    """Message on its way to a rank.
+
+    Parameters
+    ----------
+    parts : list of memoryview
+        Header and body.
+    to : int
+        Receiving rank.
+    """
+
+    def __init__(self, parts: list[memoryview], to: int) -> None:
+        super().__init__()
+        self.source = to
+        self.parts = parts
+        self._progress = time.monotonic()
+
+    @property
+    def progress(self) -> float:
+        """Time at which bytes of the message were last written."""
+        return self._progress
+
+    def advance(self, nbytes: int) -> int:
+        """Note that bytes were written; return how many of them are not of this message."""
+        self._progress = time.monotonic()
+        while self.parts and nbytes >= self.parts[0].nbytes:
+            nbytes -= self.parts.pop(0).nbytes
+        if self.parts and nbytes:
+            self.parts[0], nbytes = self.parts[0][nbytes:], 0
+        return nbytes
+
+
+class Stripe:
+    """Connection with one rank. The thread of the network reads; any thread writes.
+
+    Parameters
+    ----------
+    sock : socket.socket
+        Connected socket, which this object owns from now on.
+    peer : int
+        Rank at the other end.
+    poll : select.epoll
+        Wakes the thread of the network.
+    """
+
+    def __init__(self, sock: socket.socket, peer: int, poll: Any) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.peer, self.fd = peer, sock.fileno()
+        self.ended = False  # the other rank has closed it, or it is broken
+        self.paused = False  # nobody has asked for its next message
+        self.header = bytearray(HEADER.size)  # of the next message
+        self.arrival: Arrival | None = None  # message whose body is being read
+        self._header_nbytes = 0  # bytes of the header that have arrived
+        self._sock, self._poll = sock, poll
+        self._lock = threading.Lock()  # guards what follows
+        self._queue: deque[Send] = deque()
+        self._armed = select.EPOLLIN
+        poll.register(self.fd, self._armed)
+
+    # Reading
+
+    def read_header(self) -> bool:
+        """Read of a header what has arrived; return True if it is complete."""
+        while self._header_nbytes < HEADER.size:
+            n = self._receive(memoryview(self.header)[self._header_nbytes :])
+            if not n:
+                return False
+            self._header_nbytes += n
+        return True
+
+    def read_body(self) -> bool:
+        """Read of a body what has arrived; return True if it is complete."""
+        assert self.arrival is not None
+        while not self.arrival.complete:
+            if not self.arrival.fill(self._receive):
+                return False
+        self._header_nbytes = 0
+        return True
+
+    def _receive(self, into: memoryview) -> int:
+        """Read bytes; return their number, 0 if none has arrived."""
+        try:
+            n = self._sock.recv_into(into)
+        except BlockingIOError:
+            return 0
+        self.ended = self.ended or not n
+        return n
+
+    # Writing
+
+    def put(self, send: Send, *, direct: bool) -> None:
+        """Write a message behind those before it; `direct`: what the kernel takes at once in this thread."""
+        with self._lock:
+            self._queue.append(send)
+            if direct and len(self._queue) == 1:
+                self._write()
+            self._arm()
+
+    def flush(self) -> None:
+        """Write what the kernel takes."""
+        with self._lock:
+            self._write()
+
+    def _write(self) -> None:
+        while self._queue:
+            buffers = [part for send in self._queue for part in send.parts][:_MOST_BUFFERS]
+            try:
+                n = self._sock.sendmsg(buffers)
+            except BlockingIOError:
+                return
+            while self._queue:
+                n = self._queue[0].advance(n)
+                if self._queue[0].parts:
+                    break
+                self._queue.popleft().complete()
+
+    def arm(self) -> None:
+        """Have the thread of the network wait for what the connection can do now."""
+        with self._lock:
+            self._arm()
+
+    def _arm(self) -> None:
+        events = (0 if self.paused else select.EPOLLIN) | (select.EPOLLOUT if self._queue else 0)
+        if events != self._armed and not self.ended:
+            self._armed = events
+            self._poll.modify(self.fd, events)
+
+    # End
+
+    def forget(self) -> None:
+        """Have the thread of the network look at the connection no more."""
+        with self._lock, suppress(OSError, ValueError):
+            self._poll.unregister(self.fd)
+
+    def take_queue(self) -> list[Send]:
+        """Return the messages that are not written, and forget them."""
+        with self._lock:
+            taken = list(self._queue)
+            self._queue.clear()
+            return taken
+
+    def shut_down(self) -> None:
+        """Close the connection in both directions."""
+        with self._lock, suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Release the socket."""
+        self._sock.close()
+
+    def rtt(self) -> float:
+        """Return the round trip that the kernel has measured, in seconds; 0 if it is unknown."""
+        try:
+            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_OFFSET + 4)
+        except OSError:
+            return 0.0
+        return int.from_bytes(info[_RTT_OFFSET:], "little") * 1e-6

@@ -1,0 +1,16 @@
+"""Version of the protocol between ranks, and hashes that are equal on all ranks."""
+
+import hashlib
+from typing import Any
+
+PROTOCOL_VERSION = 2  # of docs/protocol.md; raise it whenever ranks before and after a change misunderstand each other
+
+
+def hash64(*values: Any) -> int:
+    """Return a signed 64-bit hash of the representation of some values, equal on all ranks and in all processes."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def protocol_hash() -> int:
+    """Return the hash of the protocol's version, which ranks compare when they connect."""
+    return hash64("codec.torch", PROTOCOL_VERSION)

@@ -1,0 +1,331 @@
+"""One collective in flight on this rank: its messages, its memory, and the agreement of all ranks on its outcome."""
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from codec import PeerError
+from codec.torch.network.inbox import Receive, Refused
+from codec.torch.network.mesh import Mesh
+from codec.torch.network.waits import Wait
+from codec.torch.transport.arena import Arena
+from codec.torch.transport.buffers import Buffers
+from codec.torch.transport.counters import Counters, Stopwatch
+from codec.torch.transport.messages import (
+    DIFFERS,
+    OTHER_RANK,
+    Array,
+    Cause,
+    Fields,
+    difference,
+    numbers_nbytes,
+    pack_fields,
+    pack_numbers,
+    status_of,
+    unpack_fields,
+    unpack_numbers,
+)
+from codec.torch.transport.nccl import DeviceTransfer
+
+_VERDICT = 0  # signature of the last part
+
+
+class _Channel(Protocol):
+    """Channel of the group: a :class:`codec.torch.transport.channel.Channel`."""
+
+    rank: int
+    size: int
+    others: list[int]
+    mesh: Mesh
+    buffers: Buffers
+    device: DeviceTransfer
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Return a context manager for writing to tensors of the caller."""
+        ...
+
+
+class Collective:
+    """Collective of all ranks of a group.
+
+    It consists of parts, which send messages and wait for those of other ranks, and ends with :meth:`agree`. All
+    messages name the collective and the signature of their part, so that no rank asks others before it sends data.
+
+    An error of one rank is an error of all: a rank that fails sends all others an abort, which ends their waits.
+    Errors leave the connections open for other collectives. A lost rank, or one that does not answer in time, closes
+    all connections.
+
+    Parameters
+    ----------
+    channel : Channel
+        Ranks and connections.
+    number : int
+        Number of the collective, equal on all ranks.
+
+    Attributes
+    ----------
+    counters : Counters
+        Bytes and seconds of this collective.
+    clock : Stopwatch
+        Adds seconds to the counters.
+    arena : Arena
+        Memory of messages, results and sums.
+    agreed : bool
+        All ranks have succeeded: this rank must not fail any more.
+    """
+
+    def __init__(self, channel: _Channel, number: int) -> None:
+        self.rank, self.size, self.others = channel.rank, channel.size, channel.others
+        self.number, self.mesh, self.device = number, channel.mesh, channel.device
+        self.counters = Counters()
+        self.clock = Stopwatch(self.counters)
+        self.arena = Arena(channel.buffers)
+        self.agreed = False
+        self._writing = channel.writing
+        self._inbox = self.mesh.begin(number)
+        self._parts = 0
+        self._aborted = False  # this rank has given the collective up
+        self._cause: Cause | None = None  # for which another rank has
+        self._fields: Fields = {}
+
+    def part(self, signature: int, fields: Fields | None = None) -> "Part":
+        """Begin the next part. All ranks begin the same parts in the same order.
+
+        Parameters
+        ----------
+        signature : int
+            Hash of the arguments that must be equal on all ranks.
+        fields : mapping, optional
+            These arguments by name, for the error if they differ.
+        """
+        if fields is not None:
+            self._fields = fields
+        self._parts += 1
+        return Part(self, self._parts - 1, signature)
+
+    async def agree(self, report: Sequence[int] = ()) -> list[int]:
+        """Report that this rank has succeeded, and return once all ranks have.
+
+        Two ranks report to each other. Of more ranks rank 0 gets the reports, and then tells all others: whichever
+        other rank is lost meanwhile, either all ranks succeed or none does. Rank 0 may begin to wait one timeout after
+        another rank, and wait for one timeout itself.
+
+        Parameters
+        ----------
+        report : sequence of int
+            Integers, as many on all ranks.
+
+        Returns
+        -------
+        list of int
+            Maximum over all ranks of each integer.
+
+        Raises
+        ------
+        PeerError
+            Another rank has failed.
+        """
+        last = self.part(_VERDICT)
+        self.counters.round_trips += (0.0, 0.0, 0.5, 1.0)[min(self.size, 3)]
+        if self.size <= 2:
+            verdict = _largest(await last.gather(report))
+        elif self.rank:
+            last.send([pack_numbers(report)], 0)
+            verdict = await last.numbers(0, len(report), timeouts=2)
+        else:
+            verdict = _largest([list(report), *[await last.numbers(o, len(report)) for o in self.others]])
+            self.agreed = True
+            for o in self.others:
+                last.send([pack_numbers(verdict)], o)
+        self.agreed = True
+        await last.sent()
+        return verdict
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks that this rank gives the collective up because of an error; they raise PeerError.
+
+        After a lost connection, or if other ranks may have succeeded, close the connections instead: the other ranks
+        fail at the next collective at the latest.
+        """
+        if self.agreed or self.mesh.has_lost:
+            self.mesh.close()
+            return
+        if not self._aborted:
+            self._abort(self._cause or Cause(status_of(error), self.rank, f"{type(error).__name__}: {error}"))
+
+    def _abort(self, cause: Cause) -> None:
+        self._aborted = True
+        self.mesh.abort(self.number, cause.pack())
+
+    @contextmanager
+    def storing(self) -> Generator[None]:
+        """Return a context manager for storing results in the caller's tensors, after all ranks have succeeded."""
+        with self._writing(), self.clock.during("decode_s"):
+            yield
+
+    def end(self) -> None:
+        """End the collective: no message is received any more, and its memory is given back."""
+        self.mesh.end(self.number)
+        self.arena.release()
+
+    async def explain(self, refused: Refused) -> PeerError:
+        """Return the error for another rank's abort or other signature."""
+        source, seen = refused.source, set[int]()
+        while True:
+            if refused.body is None and not self._aborted:
+                self._abort(Cause(DIFFERS, source, pack_fields(self._fields)))
+            await self.mesh.explanation(self.number, source)
+            cause = Cause.unpack(self._inbox.aborts[source])
+            if not (OTHER_RANK <= cause.status <= DIFFERS and 0 <= cause.rank < self.size):
+                self.mesh.close()
+                return PeerError(f"rank {source} reports the status {cause.status}, which cannot be: make a new group")
+            if cause.status != DIFFERS:
+                self._cause = cause
+                return cause.error()
+            if not self._aborted:
+                self._abort(Cause(DIFFERS, source, pack_fields(self._fields)))
+            theirs = unpack_fields(cause.text)
+            seen.add(source)
+            if theirs != unpack_fields(pack_fields(self._fields)) or cause.rank in seen or cause.rank == self.rank:
+                return difference(source, theirs, self._fields)
+            source = cause.rank  # the rank that differs from `source`, which has the arguments of this rank
+
+
+def _largest(reports: Sequence[Sequence[int]]) -> list[int]:
+    """Return the maximum of each number of some reports."""
+    return [max(column) for column in zip(*reports, strict=True)]
+
+
+class Part:
+    """Part of a collective: messages under one signature.
+
+    Parameters
+    ----------
+    collective : Collective
+        The collective.
+    number : int
+        Number of the part.
+    signature : int
+        Hash of the arguments that must be equal on all ranks.
+    """
+
+    def __init__(self, collective: Collective, number: int, signature: int) -> None:
+        self._collective, self._number, self._signature = collective, number, signature
+        self.rank, self.size, self.others = collective.rank, collective.size, collective.others
+        self.arena, self.clock, self.device = collective.arena, collective.clock, collective.device
+        self.counters = collective.counters
+        self._sent = dict.fromkeys(self.others, 0)  # messages to each rank
+        self._received = dict.fromkeys(self.others, 0)  # messages asked for, from each rank
+        self._sends: list[Wait] = []
+
+    def send(self, body: Sequence[Any], to: int, *, data: bool = False) -> None:
+        """Begin to send a message.
+
+        Parameters
+        ----------
+        body : sequence of buffers
+            Bytes of the message, which must not change before :meth:`sent`.
+        to : int
+            Receiving rank.
+        data : bool
+            Count the bytes as those of frames or values.
+        """
+        index = self._sent[to]
+        self._sent[to] += 1
+        c = self._collective
+        self._sends.append(c.mesh.send(to, c.number, self._number, index, self._signature, body))
+        if data:
+            self.counters.sent_nbytes += sum(b.nbytes for b in body)
+
+    def send_frame(self, frame: Array, to: int) -> None:
+        """Begin to send a frame, which must not change before :meth:`sent`."""
+        self.send([frame], to, data=True)
+
+    def send_values(self, values: Array, to: int) -> None:
+        """Begin to send uncompressed values, which must not change before :meth:`sent`."""
+        self.send([np.ascontiguousarray(values).view(np.uint8)], to, data=True)
+
+    async def sent(self) -> None:
+        """Wait until all messages of this part are sent."""
+        sends, self._sends = self._sends, []
+        for send in sends:
+            await self._wait(send)
+
+    def receive(self, most: int, source: int) -> Receive:
+        """Ask for a frame of at most `most` bytes; :meth:`frame` waits for it."""
+        return self._receive(source, most, self.arena.allocate(most))
+
+    def receive_values(self, buffer: Array, source: int) -> Receive:
+        """Ask for as many uncompressed values as `buffer` has; they are there after :meth:`frame`."""
+        return self._receive(source, buffer.nbytes, buffer.view(np.uint8), exact=True)
+
+    def _receive(self, source: int, most: int, room: Array | None = None, *, exact: bool = False) -> Receive:
+        index = self._received[source]
+        self._received[source] += 1
+        receive = Receive(source, self._number, index, self._signature, most, room, exact=exact)
+        mesh = self._collective.mesh
+        receive.last_message = lambda: mesh.progress[source]
+        mesh.post(self._collective.number, receive)
+        return receive
+
+    async def frame(self, receive: Receive) -> Array:
+        """Wait for a message and return its bytes.
+
+        Raises
+        ------
+        PeerError
+            The rank has failed, is lost, or nothing came in time.
+        FrameError
+            The message is too long.
+        """
+        await self._wait(receive)
+        self.counters.received_nbytes += receive.message.nbytes
+        return receive.message
+
+    async def numbers(self, source: int, count: int, *, timeouts: int = 1) -> list[int]:
+        """Receive `count` integers of a rank, within `timeouts` timeouts of the group."""
+        receive = self._receive(source, numbers_nbytes(count), exact=True)
+        receive.timeouts = timeouts
+        await self._wait(receive)
+        return unpack_numbers(receive.message)
+
+    async def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Send all ranks integers, and return those of each rank, as many on all of them."""
+        body = pack_numbers(numbers)
+        for o in self.others:
+            self.send([body], o)
+        found = {self.rank: list(numbers)} | {o: await self.numbers(o, len(numbers)) for o in self.others}
+        await self.sent()
+        return [found[rank] for rank in range(self.size)]
+
+    async def scatter(self, numbers: Sequence[int]) -> list[int]:
+        """Send number i of this rank to rank i; return the number that each rank has sent to this one."""
+        for o in self.others:
+            self.send([pack_numbers([numbers[o]])], o)
+        found = {self.rank: [numbers[self.rank]]} | {o: await self.numbers(o, 1) for o in self.others}
+        await self.sent()
+        return [found[rank][0] for rank in range(self.size)]
+
+    async def _wait(self, wait: Wait) -> None:
+        try:
+            await wait
+        except Refused as e:
+            refused = e
+        else:
+            return
+        raise await self._collective.explain(refused)
+
+    async def breathe(self) -> None:
+        """Let other collectives go on that have something to do."""
+        await _Pause()
+
+
+class _Pause:
+    """Awaitable by which a coroutine lets others go on."""
+
+    def __await__(self) -> Any:
+        wait = Wait()
+        wait.complete()
+        yield wait
