@@ -47,7 +47,7 @@ def save(ledger: Ledger, edge: int, like: Any) -> dict[str, Any]:
     }
     arrays: dict[str, Any] = {
         "samples": np.array(list(entries), np.int64),
-        "checks": np.array([e.check for e in entries.values()], np.uint64),
+        "checks": np.array([e.check for e in entries.values()], np.uint64).view(np.int64),  # torch pickles no uint64
         "numel": np.array([e.n for e in entries.values()], np.int64),
         "visits": np.array([e.visits for e in entries.values()], np.int64),
         "nbytes": np.array([len(c) for c in found], np.int64),
@@ -80,7 +80,7 @@ def load(saved: Any, dtype: str, edge: int) -> Saved:
     in_files = plain(fields, "store", str) == "files"
     arrays = {name: _array(fields, name, "int64") for name in ("samples", "numel", "visits", "nbytes")}
     samples, numel, visits, nbytes = arrays.values()
-    checks, contents = _array(fields, "checks", "uint64"), _array(fields, "entries", "uint8")
+    checks, contents = _array(fields, "checks", "int64").view(np.uint64), _array(fields, "entries", "uint8")
     if any(len(a) != len(samples) for a in (*arrays.values(), checks)) or len(np.unique(samples)) != len(samples):
         raise StateError("this state dict does not have one check and one entry for each of its samples")
     if (numel < 1).any() or (visits < 0).any() or (nbytes < 0).any() or (checks == 0).any():

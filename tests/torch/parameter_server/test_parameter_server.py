@@ -183,10 +183,11 @@ def test_numbers_and_integers(pools):
         assert found["codes"] == (torch.uint8, [0, 51, 102, 153, 204])
 
 
-def _leaves_early(client, worker, workers):
+def _abandons(client, worker, workers):
     client.init({"a": (4,)})
     client.average(0, {"a": torch.ones(4)}, TERNARY)
     if worker == 1:
+        client.abandon(1)
         return None
     with raises(codec.PeerError, "before it pushed the shared scales in step 1") as raised:
         client.average(1, {"a": torch.ones(4)}, TERNARY)
@@ -194,7 +195,7 @@ def _leaves_early(client, worker, workers):
 
 
 def test_errors_name_no_internal_key(pools):
-    (message, _), (stats,) = run(pools(3), 1, _leaves_early, max_keys=1)
+    (message, _), (stats,) = run(pools(3), 1, _abandons, max_keys=1)
     assert "\0" not in message
     assert "\\x00" not in message
     assert stats.keys == 1
