@@ -125,7 +125,8 @@ async def run_several(
 ) -> list[Values]:
     """Reduce several tensors in one collective, side by side; return their results, which may be in its memory.
 
-    All ranks must agree on `item`. Between GPUs they follow each other: NCCL needs the same order of messages on all ranks.
+    All ranks must agree on `item`. Between GPUs the reductions follow each other: NCCL needs the same order of messages
+    on all ranks.
     """
     # "auto" is part of the signature: it may become another algorithm on all ranks
     if len(planned) == 1 or collective.device.connected:
