@@ -71,7 +71,7 @@ def all_reduce(
     out : torch.Tensor, optional
         Tensor that gets the result, while `tensor` stays unchanged: contiguous, of the same dtype and size, in host
         memory or where `tensor` is, in memory that `tensor` does not share. After an error it is undefined, so no
-        result has to be copied after the verdict, which is faster.
+        result has to be copied after the agreement, which is faster.
     feedback : Feedback, optional
         Residuals of a lossy codec, for a sum or mean by any algorithm but "ring". The errors of this rank's frames are
         added to the values of the next call with the same parameter names, the errors of its encoded sums to the next

@@ -1,4 +1,4 @@
-"""Error feedback of a public collective: its arguments, and its life from request to verdict."""
+"""Error feedback of a public collective: its arguments, and its life until the agreement."""
 
 from typing import Any
 

@@ -80,7 +80,7 @@ class DeviceReduction(Reduction):
 
     @property
     def can_defer(self) -> bool:
-        """False: results are decoded to memory of their own, and copied on the GPU after the verdict."""
+        """False: results are decoded to memory of their own, and copied on the GPU after the agreement."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""Execution of reductions: signature, choice of an algorithm, data, verdict."""
+"""Execution of reductions: signature, choice of an algorithm, data, agreement."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -57,7 +57,7 @@ class Reduction:
     codebooks: Sequence[Codebook] = ()  # codebooks that frames may name
     count_symbols: Callable[[View, BoundSpec | None], None] | None = None  # called with the values of each frame
     out: Values | None = None  # memory for the result; None: memory of the collective
-    # Functions to call after the verdict, if the result replaces `x` itself and stays in frames until then. For many
+    # Functions to call after the agreement, if the result replaces `x` itself and stays in frames until then. For many
     # values with small frames that is faster than to decode them to other memory and to copy the result.
     deferred: list[Callable[[], None]] | None = None
 
@@ -175,7 +175,7 @@ class Reduction:
 
     @property
     def can_defer(self) -> bool:
-        """True if it is faster to decode results after the verdict than to copy them."""
+        """True if it is faster to decode results after the agreement than to copy them."""
         entropy = getattr(self.spec, "entropy", False) or getattr(self.spec, "packing", "") == "entropy"
         return self.nontemporal and not entropy and not isinstance(self.spec, Lossless | Truncate)
 
@@ -185,7 +185,7 @@ class Reduction:
         return self.x.nbytes >= lib.CODEC_UNCACHED_NBYTES
 
     def decode_or_defer(self, frame: Array, piece: Piece, into: Values) -> None:
-        """Decode a frame to a piece of the result, or only validate it now and decode it after the verdict."""
+        """Decode a frame to a piece of the result, or only validate it now and decode it after the agreement."""
         if self.deferred is None:
             self.decode(frame, piece, into)
             return

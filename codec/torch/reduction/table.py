@@ -37,7 +37,7 @@ class Algorithm:
     feedback : bool
         Error feedback is possible.
     defers : bool
-        Results can stay in frames until the verdict: ``run`` takes reductions with :attr:`Reduction.deferred`.
+        Results can stay in frames until the agreement: ``run`` takes reductions with :attr:`Reduction.deferred`.
     raw_fallback : bool
         Tensors may be sent uncompressed instead if that is measured to be faster.
     check : callable
