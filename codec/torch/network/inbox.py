@@ -1,7 +1,7 @@
 """Messages of one collective that arrive at a rank, and those that the rank has asked for."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,11 @@ from codec.torch.network.waits import Wait
 
 Array = np.ndarray[Any, Any]
 
+MOST_EARLY_NBYTES = 1 << 26  # messages of a rank that are read before this rank asks for them
+MOST_AHEAD_NBYTES = 1 << 32  # the same, while this rank waits for another message of the rank
+MOST_INBOXES = 1 << 16  # collectives in flight, and those that other ranks have begun
+
+_EARLY_COST = 1 << 10  # bytes of memory that an early message takes beside its body
 _SCRATCH = memoryview(bytearray(1 << 16))  # gets the bytes of messages that nobody wants
 
 
@@ -127,6 +132,11 @@ class Arrival:
         return self.source, self.part, self.index
 
     @property
+    def cost(self) -> int:
+        """Bytes of memory that the message takes while nobody has asked for it."""
+        return _EARLY_COST + self.nbytes
+
+    @property
     def complete(self) -> bool:
         """True if the whole body has arrived."""
         return self._filled == self.nbytes
@@ -181,3 +191,83 @@ class Inbox:
         """Return the waits for aborts of one rank or of all, and forget them."""
         found = [o for o in self.explained if source in (None, o)]
         return [self.explained.pop(o) for o in found]
+
+
+class Inboxes(dict[int, Inbox]):
+    """Inboxes of collectives in flight and of those that other ranks have begun, by number.
+
+    Parameters
+    ----------
+    ranks : iterable of int
+        Other ranks.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        super().__init__()
+        self.early = dict.fromkeys(ranks, 0)  # bytes of memory that early messages of each rank take
+        self._next = 0  # numbers of collectives below this have begun here
+
+    def begin(self, number: int) -> Inbox:
+        """Begin a collective, and return its inbox."""
+        self._next = max(self._next, number + 1)
+        return self.setdefault(number, Inbox())
+
+    def end(self, number: int) -> None:
+        """End a collective: drop its messages."""
+        inbox = self.pop(number, None)
+        if inbox is None:
+            return
+        for arrival in inbox.arriving:
+            arrival.drop()
+        for arrival in inbox.arrived.values():
+            self.early[arrival.source] -= arrival.cost
+        for source, body in inbox.aborts.items():
+            self.early[source] -= _EARLY_COST + len(body)
+
+    def find(self, number: int) -> Inbox | None:
+        """Return the inbox for a message of a collective, or None if the collective has ended here.
+
+        Raises
+        ------
+        OSError
+            There are too many inboxes.
+        """
+        if number not in self and number >= self._next:
+            if len(self) >= MOST_INBOXES:
+                raise OSError(f"it has begun {MOST_INBOXES} collectives that this rank has not")
+            self[number] = Inbox()
+        return self.get(number)
+
+    def keep(self, inbox: Inbox, arrival: Arrival) -> None:
+        """Keep a message that nobody has asked for, or an abort that has arrived as a whole."""
+        self.early[arrival.source] += arrival.cost
+        if arrival.abort:
+            inbox.aborts[arrival.source] = arrival.body.tobytes()
+        else:
+            inbox.arrived[arrival.place] = arrival
+
+    def take(self, inbox: Inbox, receive: Receive) -> Arrival | None:
+        """Return the kept message that `receive` asks for, and keep it no more; None if there is none."""
+        arrival = inbox.arrived.pop(receive.place, None)
+        if arrival is not None:
+            self.early[arrival.source] -= arrival.cost
+        return arrival
+
+    def must_wait(self, arrival: Arrival) -> bool:
+        """Return True if a message that nobody has asked for must not be read yet.
+
+        While this rank waits for its sender, the message is read: the awaited one may come behind.
+
+        Raises
+        ------
+        OSError
+            The sender has sent too many such messages.
+        """
+        early = self.early[arrival.source] + arrival.cost
+        if early <= MOST_EARLY_NBYTES:
+            return False
+        if not any(r.source == arrival.source for inbox in self.values() for r in inbox.posted.values()):
+            return True
+        if early > MOST_AHEAD_NBYTES:
+            raise OSError(f"it has sent {early} bytes of messages that this rank has not asked for")
+        return False

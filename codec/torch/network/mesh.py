@@ -8,29 +8,20 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 from codec import PeerError
-from codec.torch.network.endpoint import endpoint_of
-from codec.torch.network.inbox import Arrival, Inbox, Receive
+from codec.torch.network.inbox import Arrival, Inbox, Inboxes, Receive
 from codec.torch.network.stripe import HEADER, Send, Stripe
 from codec.torch.network.waits import Wait
 
 CLOSED = "a peer was lost, or the group was shut down: make a new group"
 
-STRIPES = 1  # connections of two ranks
-FIRST_TAG = -2  # of connections of a mesh, in their hello; the next ones have the tags below
-
 _MAGIC = b"CDCM"
 _DATA, _ABORT = range(2)  # kinds of messages
 _MOST_NBYTES = {_DATA: 1 << 36, _ABORT: 1 << 13}  # bytes of a body, by kind
-_MOST_EARLY_NBYTES = 1 << 26  # messages of a rank that are read before this rank asks for them
-_MOST_AHEAD_NBYTES = 1 << 32  # the same, while this rank waits for another message of the rank
 _DIRECT_NBYTES = 1 << 18  # bytes of a message that the sending thread writes itself
 _TURN_NBYTES = 1 << 22  # bytes that are read from one connection before others have their turn
-_EARLY_COST = 1 << 10  # bytes of memory that an early message takes beside its body
-_MOST_INBOXES = 1 << 16  # collectives in flight, and those that other ranks have begun
 
 
 class Mesh:
@@ -59,9 +50,7 @@ class Mesh:
         self._poll = select.epoll()
         self._stripes = {o: [Stripe(s, o, self._poll) for s in each] for o, each in sockets.items()}
         self._by_fd = {s.fd: s for each in self._stripes.values() for s in each}
-        self._inboxes: dict[int, Inbox] = {}
-        self._early = dict.fromkeys(sockets, 0)  # bytes of memory that early messages of each rank take
-        self._next = 0  # numbers of collectives below this have begun here
+        self._inboxes = Inboxes(sockets)
         self._lost: dict[int, str] = {}  # reason, by rank
         self._closed = False
         self._clock = 0  # CPU clock of the thread
@@ -81,8 +70,7 @@ class Mesh:
     def begin(self, number: int) -> Inbox:
         """Begin a collective: keep its messages until :meth:`end`, and return its inbox."""
         with self._lock:
-            self._next = max(self._next, number + 1)
-            return self._inboxes.setdefault(number, Inbox())
+            return self._inboxes.begin(number)
 
     def end(self, number: int) -> None:
         """End a collective: drop its messages, also those that are still on their way.
@@ -90,31 +78,22 @@ class Mesh:
         No memory that was passed to :meth:`post` is written from then on.
         """
         with self._lock:
-            inbox = self._inboxes.pop(number, None)
-            if inbox is not None:
-                for arrival in inbox.arriving:
-                    arrival.drop()
-                for arrival in inbox.arrived.values():
-                    self._early[arrival.source] -= _cost(arrival)
-                for source, body in inbox.aborts.items():
-                    self._early[source] -= _EARLY_COST + len(body)
+            self._inboxes.end(number)
         self._resume()
 
     def post(self, number: int, receive: Receive) -> None:
         """Ask for a message of a collective that has begun; `receive` ends when it has arrived."""
         with self._lock:
             inbox = self._inboxes[number]
-            arrival = inbox.arrived.pop(receive.place, None)
+            arrival = self._inboxes.take(inbox, receive)
             here = arrival is not None and arrival.complete  # else the thread of the network hands it over
             error: Exception | None = None
             if arrival is None:
                 error = inbox.refusal(receive.source) or self._loss(receive.source)
                 if error is None:
                     inbox.posted[receive.place] = receive
-            else:
-                self._early[arrival.source] -= _cost(arrival)
-                if not here:
-                    arrival.receive = receive
+            elif not here:
+                arrival.receive = receive
         if error is not None:
             receive.complete(error)
         elif arrival is None:
@@ -318,7 +297,7 @@ class Mesh:
         receive: Receive | None = None
         error: Exception | None = None
         with self._lock:
-            inbox = self._inbox_of(number)
+            inbox = self._inboxes.find(number)
             if inbox is None:
                 arrival.drop()
             elif arrival.abort:
@@ -332,42 +311,18 @@ class Mesh:
                     arrival.drop()
             elif arrival.place in inbox.arrived:
                 arrival.drop()
-            elif self._must_wait(arrival):
+            elif self._inboxes.must_wait(arrival):
                 stripe.paused = True
                 return False
             else:
                 arrival.allocate()
-                inbox.arrived[arrival.place] = arrival
-                self._early[arrival.source] += _cost(arrival)
+                self._inboxes.keep(inbox, arrival)
             if inbox is not None:
                 inbox.arriving.add(arrival)
         stripe.arrival = arrival
         if error is not None and receive is not None:
             receive.complete(error)
         return True
-
-    def _inbox_of(self, number: int) -> Inbox | None:
-        """Return the inbox of a collective, or None if the collective has ended here."""
-        inbox = self._inboxes.get(number)
-        if inbox is None and number >= self._next:
-            if len(self._inboxes) >= _MOST_INBOXES:
-                raise OSError(f"it has begun {_MOST_INBOXES} collectives that this rank has not")
-            inbox = self._inboxes[number] = Inbox()
-        return inbox
-
-    def _must_wait(self, arrival: Arrival) -> bool:
-        """Return True if a message that nobody has asked for must not be read yet.
-
-        While this rank waits for its sender, the message is read: the awaited one may come behind.
-        """
-        early = self._early[arrival.source] + _cost(arrival)
-        if early <= _MOST_EARLY_NBYTES:
-            return False
-        if not any(r.source == arrival.source for inbox in self._inboxes.values() for r in inbox.posted.values()):
-            return True
-        if early > _MOST_AHEAD_NBYTES:
-            raise OSError(f"it has sent {early} bytes of messages that this rank has not asked for")
-        return False
 
     def _complete(self, stripe: Stripe) -> int:
         """Hand over a message that has arrived as a whole; return the bytes of its body."""
@@ -386,8 +341,7 @@ class Mesh:
             if inbox is not None:
                 inbox.arriving.discard(arrival)
                 if arrival.abort and not arrival.dropped and arrival.source not in inbox.aborts:
-                    inbox.aborts[arrival.source] = arrival.body.tobytes()
-                    self._early[arrival.source] += _cost(arrival)
+                    self._inboxes.keep(inbox, arrival)
                     waiting, refusal = inbox.take_waiting(arrival.source), inbox.refusal(arrival.source)
                     explained = inbox.explained.pop(arrival.source, None)
         for wait in waiting:
@@ -413,11 +367,6 @@ class Mesh:
             self._wake()
 
 
-def _cost(arrival: Arrival) -> int:
-    """Return the bytes of memory that an early message takes."""
-    return _EARLY_COST + arrival.nbytes
-
-
 def _serve(reference: "weakref.ref[Mesh]", poll: Any, wakes: socket.socket) -> None:
     """Serve the connections of a mesh until it is closed; without a reference to it while nothing happens."""
     mesh = reference()
@@ -431,33 +380,3 @@ def _serve(reference: "weakref.ref[Mesh]", poll: Any, wakes: socket.socket) -> N
             if mesh is None or not mesh.handle(events):
                 return
             del mesh
-
-
-def connect(group: Any, timeout: timedelta) -> Mesh:
-    """Connect all ranks of a group.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-        Ranks. Every rank must connect at the same point of the program.
-    timeout : timedelta
-        Longest time until all ranks are connected.
-
-    Raises
-    ------
-    PeerError
-        A rank cannot be reached in time, or uses another version of the protocol.
-    """
-    rank, size = group.rank(), group.size()
-    sockets: dict[int, list[socket.socket]] = {}
-    if size > 1:
-        end = time.monotonic() + timeout.total_seconds()
-        endpoint = endpoint_of(group, timeout.total_seconds())
-        for o in (o for o in range(size) if o != rank):
-            for i in range(STRIPES):
-                left = max(0.001, end - time.monotonic())
-                reach = endpoint.connect if rank > o else endpoint.accept
-                connection = reach(o, FIRST_TAG - i, left)
-                assert connection is not None
-                sockets.setdefault(o, []).append(connection.detach())
-    return Mesh(rank, sockets)

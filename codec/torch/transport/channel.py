@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from codec import PeerError
 from codec.arguments import check_timeout
-from codec.torch.network.mesh import connect
+from codec.torch.network.connect import connect
 from codec.torch.network.timeouts import Timeout, timeout_of
 from codec.torch.transport.buffers import Buffers
 from codec.torch.transport.collective import Collective

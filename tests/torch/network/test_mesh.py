@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import codec
-from codec.torch.network import mesh as mesh_module
+from codec.torch.network import inbox
 from codec.torch.network.inbox import Receive, Refused
 from codec.torch.network.mesh import Mesh
 from codec.torch.network.stripe import HEADER
@@ -163,14 +163,14 @@ def test_second_message_of_a_place_is_dropped(hand):
     peer.sendall(packed(0, b"three") + packed(0, b"end", index=2))
     assert received(ask(mesh, 0, index=2)) == b"end"
     mesh.end(0)
-    assert mesh._early == {1: 0}
+    assert mesh._inboxes.early == {1: 0}
 
 
 # Early messages
 
 
 def test_connection_pauses_at_many_early_messages_and_goes_on_when_they_are_asked_for(hand, monkeypatch):
-    monkeypatch.setattr(mesh_module, "_MOST_EARLY_NBYTES", 4 << 20)
+    monkeypatch.setattr(inbox, "MOST_EARLY_NBYTES", 4 << 20)
     mesh, peer = hand
     n, body = 12, bytes(1 << 20)
     sender = threading.Thread(target=lambda: [peer.sendall(packed(5, body, index=i)) for i in range(n)])
@@ -181,11 +181,11 @@ def test_connection_pauses_at_many_early_messages_and_goes_on_when_they_are_aske
     assert [len(received(ask(mesh, 5, index=i))) for i in range(n)] == [1 << 20] * n
     sender.join(SECONDS)
     mesh.end(5)
-    assert mesh._early == {1: 0}
+    assert mesh._inboxes.early == {1: 0}
 
 
 def test_end_of_a_collective_resumes_a_paused_connection(hand, monkeypatch):
-    monkeypatch.setattr(mesh_module, "_MOST_EARLY_NBYTES", 1 << 16)
+    monkeypatch.setattr(inbox, "MOST_EARLY_NBYTES", 1 << 16)
     mesh, peer = hand
     mesh.begin(0)
     peer.sendall(packed(0, bytes(60_000)) + packed(0, bytes(60_000), index=1) + packed(1, b"next"))
@@ -196,7 +196,7 @@ def test_end_of_a_collective_resumes_a_paused_connection(hand, monkeypatch):
 
 
 def test_awaited_message_behind_early_ones_is_read(hand, monkeypatch):
-    monkeypatch.setattr(mesh_module, "_MOST_EARLY_NBYTES", 1 << 16)
+    monkeypatch.setattr(inbox, "MOST_EARLY_NBYTES", 1 << 16)
     mesh, peer = hand
     mesh.begin(0)
     awaited = ask(mesh, 0)
@@ -205,8 +205,8 @@ def test_awaited_message_behind_early_ones_is_read(hand, monkeypatch):
 
 
 def test_rank_that_floods_a_waiting_one_is_lost(hand, monkeypatch):
-    monkeypatch.setattr(mesh_module, "_MOST_EARLY_NBYTES", 1 << 16)
-    monkeypatch.setattr(mesh_module, "_MOST_AHEAD_NBYTES", 1 << 18)
+    monkeypatch.setattr(inbox, "MOST_EARLY_NBYTES", 1 << 16)
+    monkeypatch.setattr(inbox, "MOST_AHEAD_NBYTES", 1 << 18)
     mesh, peer = hand
     mesh.begin(0)
     awaited = ask(mesh, 0)
@@ -232,7 +232,7 @@ def test_many_small_early_messages_take_linear_time(hand):
 
 @pytest.mark.parametrize("kind", [DATA, ABORT])
 def test_rank_that_begins_too_many_collectives_is_lost(hand, monkeypatch, kind):
-    monkeypatch.setattr(mesh_module, "_MOST_INBOXES", 50)
+    monkeypatch.setattr(inbox, "MOST_INBOXES", 50)
     mesh, peer = hand
     mesh.begin(0)
     awaited = ask(mesh, 0)
@@ -312,7 +312,7 @@ def test_first_abort_of_a_rank_counts(hand):
     assert received(ask(mesh, 3)) == b"next"
     assert mesh.begin(5).aborts == {1: b"first"}
     mesh.end(5)
-    assert mesh._early == {1: 0}
+    assert mesh._inboxes.early == {1: 0}
 
 
 def test_abort_before_the_collective_has_begun_refuses_its_first_wait(hand):
@@ -393,7 +393,7 @@ def test_bytes_that_are_no_message_are_a_lost_rank(hand, bytes_):
 
 
 def test_paused_connection_that_breaks_is_noticed_once(hand, monkeypatch):
-    monkeypatch.setattr(mesh_module, "_MOST_EARLY_NBYTES", 1 << 10)
+    monkeypatch.setattr(inbox, "MOST_EARLY_NBYTES", 1 << 10)
     mesh, peer = hand
     peer.sendall(packed(0, b"x" * 5000))
     until(lambda: any(s.paused for s in mesh._by_fd.values()))

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore
 import codec
 import codec.torch
 from codec.torch.group import communicator
-from codec.torch.network import mesh
+from codec.torch.network import inbox
 from codec.torch.network.version import protocol_hash
 from support import flatcall
 from support.faults import KILLED
@@ -525,12 +525,12 @@ def _flooded(rank, size):
         with suppress(OSError):
             flood(k, lambda i: header(number=1, index=i), n=1_000_000)
         return 0
-    limit, mesh._MOST_AHEAD_NBYTES = mesh._MOST_AHEAD_NBYTES, 8 << 20
-    early, mesh._MOST_EARLY_NBYTES = mesh._MOST_EARLY_NBYTES, 4 << 20
+    limit, inbox.MOST_AHEAD_NBYTES = inbox.MOST_AHEAD_NBYTES, 8 << 20
+    early, inbox.MOST_EARLY_NBYTES = inbox.MOST_EARLY_NBYTES, 4 << 20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(codec.PeerError, match="not asked for"):
         gathered()()
-    mesh._MOST_AHEAD_NBYTES, mesh._MOST_EARLY_NBYTES = limit, early
+    inbox.MOST_AHEAD_NBYTES, inbox.MOST_EARLY_NBYTES = limit, early
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
 
 

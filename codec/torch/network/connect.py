@@ -1,0 +1,42 @@
+"""Connections of a new mesh (docs/protocol.md, section 2)."""
+
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+from codec.torch.network.endpoint import endpoint_of
+from codec.torch.network.mesh import Mesh
+
+STRIPES = 1  # connections of two ranks
+FIRST_TAG = -2  # of connections of a mesh, in their hello; the next ones have the tags below
+
+
+def connect(group: Any, timeout: timedelta) -> Mesh:
+    """Connect all ranks of a group.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        Ranks. Every rank must connect at the same point of the program.
+    timeout : timedelta
+        Longest time until all ranks are connected.
+
+    Raises
+    ------
+    PeerError
+        A rank cannot be reached in time, or uses another version of the protocol.
+    """
+    rank, size = group.rank(), group.size()
+    sockets: dict[int, list[socket.socket]] = {}
+    if size > 1:
+        end = time.monotonic() + timeout.total_seconds()
+        endpoint = endpoint_of(group, timeout.total_seconds())
+        for o in (o for o in range(size) if o != rank):
+            for i in range(STRIPES):
+                left = max(0.001, end - time.monotonic())
+                reach = endpoint.connect if rank > o else endpoint.accept
+                connection = reach(o, FIRST_TAG - i, left)
+                assert connection is not None
+                sockets.setdefault(o, []).append(connection.detach())
+    return Mesh(rank, sockets)
