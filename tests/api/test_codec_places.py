@@ -89,7 +89,7 @@ PLACES = [
     Place("docs/torch.md", r"^\|[^|]*`{Name}\("),
     Place("docs/benchmarks.md", r"^\|[ |]*{Name}\b"),
     Place("docs/convergence.md", r"^\| `{Name}\("),
-    Place("docs/protocol.md", r"^\({Name}\("),
+    Place("docs/protocol.md", r"\('spec', \"{Name}\("),
     Place("docs/gpu-c.md", r"`CODEC_{NAME}`", (Lossless,)),
     Place("docs/internals/lossy.md", r"\b{Name}\b", (Lossless,)),
 ]

@@ -19,6 +19,7 @@ RESULTS = (
     codec.Status,
     codec.StoreInfo,
     codec.torch.CommStats,
+    codec.torch.Counters,
     codec.torch.LocalStats,
     codec.torch.Stats,
     codec.torch.pipelining.PipelineStats,
