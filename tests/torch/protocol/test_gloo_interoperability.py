@@ -112,14 +112,16 @@ def _with_feedback(job, x, size):
     """Reduce with the residuals of a hook, which all_reduce does not have."""
     residual, sums = residual_of(job, size), residual_of(job, size)
 
-    def prepare():
+    async def reduced(collective):
         r = arguments.reduction_of(x, job.spec, job.op, job.stream, segments=pack(job.segments or ()))
         r.residual, r.sum_residual = residual, lambda begin, end: sums[begin:end]
-        return r, execution.choose(job.algorithm, r, line.channel)
+        planned = r, execution.choose(job.algorithm, r, line.channel)
+        [result] = await execution.run_several(collective, job.algorithm, [planned])
+        await collective.agree()
+        return result.tobytes()  # of the collective's memory
 
     line = communicator.communicator_of(None)
-    [(result, _)] = line.run(lambda: execution.all_reduce_several(line, job.algorithm, lambda: [prepare()]))
-    return b"".join(a.tobytes() for a in (result, residual, sums))
+    return line.run(reduced) + residual.tobytes() + sums.tobytes()
 
 
 def packed_metrics(job, size):
