@@ -1,0 +1,41 @@
+"""Rows keep their scales in slices of any size: results do not depend on the number of ranks."""
+
+import torch
+
+import codec
+import codec.torch
+from support.ddp_training import wrapped
+from support.ranks import run_ranks
+
+SPECS = (codec.Float8(), codec.Sign("two_mean", group_size="row"))
+
+
+def _rows(rank, size):
+    """Return the sums of a matrix whose rows have very different sizes, as a tensor, in a view and in a hook."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 128, generator=g) * 10.0 ** torch.linspace(-4, 4, 64)[:, None]
+    bucket = torch.cat([x.flatten(), torch.ones(100), x[:20, :90].flatten()])
+    found = []
+    for spec in SPECS:
+        options = codec.options(algorithm="two_shot")
+        tensor, flat = x.clone(), bucket.clone()
+        codec.torch.all_reduce(tensor, spec, op="mean", options=options)
+        shapes = {"a": (64, 128), "b": (100,), "c": (20, 90)}
+        codec.torch.all_reduce(codec.view(flat, segments=shapes), spec, op="mean", options=options)
+        model = wrapped(torch.nn.Linear(128, 64, bias=False))
+        hook = codec.torch.ddp_hook(spec, feedback=False, policy=lambda *_, spec=spec: spec, options=options)
+        hook.register(model)
+        (model(torch.eye(128)).T * x).sum().backward()
+        found += [tensor, flat, model.module.weight.grad]
+    errors = []
+    for y in found[:1] + found[2:3]:
+        errors.append(float(((y - x).norm(dim=1) / x.norm(dim=1)).max()))
+    assert max(errors) < 0.04, errors
+    return [t.numpy().tobytes() for t in found]
+
+
+def test_rows_have_the_same_scales_on_any_number_of_ranks():
+    one = run_ranks(1, _rows)[0]
+    for size in (2, 4):
+        for found in run_ranks(size, _rows):
+            assert found == one
