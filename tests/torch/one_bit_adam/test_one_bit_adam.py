@@ -13,6 +13,7 @@ from torch import nn
 
 import codec
 import codec.torch
+from codec.torch.one_bit_adam import phase
 from support.ddp_training import ENCODE_ALL, data, net, parameter_bytes, wrapped
 from support.ranks import run_ranks
 
@@ -196,6 +197,21 @@ for freeze_step, steps in (("auto", 0), ("auto", 7), (9, 3)):
 """
 
 
+def test_auto_that_has_not_frozen_is_logged(caplog):
+    kept = []
+    for freeze_step, steps in (("auto", 0), ("auto", 7), (9, 3)):
+        p = nn.Parameter(torch.ones(9))
+        kept.append(codec.torch.OneBitAdam([p], freeze_step=freeze_step))
+        for _ in range(steps):
+            p.grad = torch.ones(9)
+            kept[-1].step()
+    phase._warn_of_unfrozen()
+    (message,) = [record.getMessage() for record in caplog.records if "in 7 steps" in record.getMessage()]
+    assert "1 / (1 - b2) = 1000 steps" in message
+    assert "in 3 steps" not in caplog.text
+
+
+@pytest.mark.nightly
 def test_end_of_a_process_logs_that_auto_has_not_frozen():
     done = subprocess.run([sys.executable, "-c", UNFROZEN], capture_output=True, text=True, check=True)
     assert done.stderr.count("has not frozen second moments") == 1

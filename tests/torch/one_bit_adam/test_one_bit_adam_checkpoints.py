@@ -370,39 +370,42 @@ def test_torch_adamw_goes_on_from_a_state_and_back():
     assert back.state[q]["variance_step"] == back._phase.steps == 9
 
 
-def _by_torch(rank, size, folder):
-    """States of torch.distributed.checkpoint resume to the bit, in memory and from files, in all phases."""
-    for schedule in (FREEZE, codec.torch.ZeroOneSchedule(FREEZE, refreshes=1, max_interval=1)):
-        for make in (wrapped, net):
-            model = make()
-            optimizer = optimizer_of(model, freeze_step=schedule).register(model, options=OPTIONS)
-            saved = {}
-            for step in range(STEPS):
-                take_steps(model, optimizer, rank, step, step + 1)
-                if step + 1 in (2, 6):
-                    both = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
-                    saved[step + 1] = state = copy.deepcopy(dict(zip(("model", "optimizer"), both, strict=True)))
-                    dcp.save(state, checkpoint_id=f"{folder}/{make.__name__}{schedule}{step + 1}")
-            expected = parameter_bytes(model), plain(optimizer.state_dict())
-            for at, state in saved.items():
-                for from_file in (False, True):
-                    model = make()
-                    optimizer = optimizer_of(model, freeze_step=schedule).register(model, options=OPTIONS)
-                    if from_file:
-                        template = get_optimizer_state_dict(model, optimizer)
-                        state = {"model": get_model_state_dict(model), "optimizer": template}  # noqa: PLW2901
-                        dcp.load(state, checkpoint_id=f"{folder}/{make.__name__}{schedule}{at}")
-                    set_model_state_dict(model, state["model"])
-                    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-                    assert optimizer.frozen == (at >= FREEZE)
-                    take_steps(model, optimizer, rank, at, STEPS)
-                    assert parameter_bytes(model) == expected[0], (schedule, make, at, from_file)
-                    assert plain(optimizer.state_dict()) == expected[1]
+def _by_torch(rank, size, folder, make, schedule):
+    """States of torch.distributed.checkpoint resume to the bit, in memory and from files, in both phases."""
+    model = make()
+    optimizer = optimizer_of(model, freeze_step=schedule).register(model, options=OPTIONS)
+    saved = {}
+    for step in range(STEPS):
+        take_steps(model, optimizer, rank, step, step + 1)
+        if step + 1 in (2, 6):
+            both = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+            saved[step + 1] = state = copy.deepcopy(dict(zip(("model", "optimizer"), both, strict=True)))
+            dcp.save(state, checkpoint_id=f"{folder}/{step + 1}")
+    expected = parameter_bytes(model), plain(optimizer.state_dict())
+    for at, from_file in ((2, True), (6, False), (6, True)):
+        model = make()
+        optimizer = optimizer_of(model, freeze_step=schedule).register(model, options=OPTIONS)
+        state = saved[at]
+        if from_file:
+            template = get_optimizer_state_dict(model, optimizer)
+            state = {"model": get_model_state_dict(model), "optimizer": template}
+            dcp.load(state, checkpoint_id=f"{folder}/{at}")
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        assert optimizer.frozen == (at >= FREEZE)
+        take_steps(model, optimizer, rank, at, STEPS)
+        assert parameter_bytes(model) == expected[0], (at, from_file)
+        assert plain(optimizer.state_dict()) == expected[1], (at, from_file)
+
+
+ZERO_ONE = codec.torch.ZeroOneSchedule(FREEZE, refreshes=1, max_interval=1)
+LONG = [pytest.param(net, FREEZE, marks=pytest.mark.nightly), pytest.param(net, ZERO_ONE, marks=pytest.mark.nightly)]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch.distributed.checkpoint
-def test_torch_distributed_checkpoint_resumes_to_the_bit(tmp_path):
-    run_ranks(2, _by_torch, str(tmp_path))
+@pytest.mark.parametrize(("make", "schedule"), [(wrapped, FREEZE), (wrapped, ZERO_ONE), *LONG])
+def test_torch_distributed_checkpoint_resumes_to_the_bit(tmp_path, make, schedule):
+    run_ranks(2, _by_torch, str(tmp_path), make, schedule)
 
 
 def _templates(rank, size, folder):
