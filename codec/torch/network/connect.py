@@ -32,11 +32,16 @@ def connect(group: Any, timeout: timedelta) -> Mesh:
     if size > 1:
         end = time.monotonic() + timeout.total_seconds()
         endpoint = endpoint_of(group, timeout.total_seconds())
-        for o in (o for o in range(size) if o != rank):
-            for i in range(STRIPES):
-                left = max(0.001, end - time.monotonic())
-                reach = endpoint.connect if rank > o else endpoint.accept
-                connection = reach(o, FIRST_TAG - i, left)
-                assert connection is not None
-                sockets.setdefault(o, []).append(connection.detach())
+        try:
+            for o in (o for o in range(size) if o != rank):
+                for i in range(STRIPES):
+                    left = max(0.001, end - time.monotonic())
+                    reach = endpoint.connect if rank > o else endpoint.accept
+                    connection = reach(o, FIRST_TAG - i, left)
+                    assert connection is not None
+                    sockets.setdefault(o, []).append(connection.detach())
+        except BaseException:
+            for sock in (sock for each in sockets.values() for sock in each):
+                sock.close()  # so that no rank waits for this one
+            raise
     return Mesh(rank, sockets)

@@ -6,12 +6,14 @@ import struct
 import threading
 import time
 import weakref
+from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import codec
-from codec.torch.network import inbox
+from codec.torch.network import connect, inbox
 from codec.torch.network.inbox import Receive, Refused
 from codec.torch.network.mesh import Mesh
 from codec.torch.network.stripe import HEADER
@@ -417,6 +419,20 @@ def test_send_to_a_rank_that_reads_nothing_does_not_block_and_ends_with_the_conn
 
 
 # Life
+
+
+def test_failed_connecting_closes_the_connections_that_were_made(monkeypatch):
+    a, b = tcp_pair()
+
+    def accept(peer, tag, seconds):
+        raise codec.PeerError(f"rank {peer} has not connected in time")
+
+    connection = SimpleNamespace(detach=lambda: a)
+    endpoint = SimpleNamespace(connect=lambda peer, tag, seconds: connection, accept=accept)
+    monkeypatch.setattr(connect, "endpoint_of", lambda group: endpoint)
+    with pytest.raises(codec.PeerError, match="rank 2"), b:
+        connect.connect(SimpleNamespace(rank=lambda: 1, size=lambda: 3), timedelta(seconds=1))
+    assert a.fileno() == -1
 
 
 def test_close_from_another_thread_ends_all_waits_here_and_on_the_peer(two):
