@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from codec.engines.cuda import devices as engine_devices
-from codec.torch.transport import gloo, nccl, streams
+from codec.torch.network.timeouts import timeout_of
+from codec.torch.transport import nccl, streams
 from support.device import Emulated, build
 
 DEVICE = torch.device("cuda", 0)
@@ -169,7 +170,7 @@ class GlooBetweenGpus:
 
     def __init__(self, group):
         store = PrefixStore("codec/nccl", group.get_group_store().clone())
-        self.pg = dist.ProcessGroupGloo(store, group.rank(), group.size(), gloo.timeout_of(group))
+        self.pg = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout_of(group))
 
     def alltoall_base(self, received, rows, received_sizes, sent_sizes):
         assert len(rows) == len(received) == self.pg.size()

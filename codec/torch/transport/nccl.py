@@ -111,6 +111,8 @@ class DeviceTransfer:
             while not work.is_completed():
                 if self.cancelled:
                     raise PeerError("the collective was cancelled: make a new group")
+                if self._mesh.has_lost:  # NCCL does not notice it
+                    raise PeerError(CLOSED)
                 if time.monotonic() > end:
                     raise PeerError(f"frames from other GPUs did not arrive within {timeout}")
                 time.sleep(_POLL_SECONDS)

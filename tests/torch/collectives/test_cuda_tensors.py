@@ -4,6 +4,7 @@ Without a GPU the kernels run on the CPU (`support.cuda_tensors`); ``make gpu-te
 ranks share.
 """
 
+import contextlib
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
@@ -17,11 +18,14 @@ import codec
 import codec.torch
 from codec.torch.ddp import uncompressed
 from codec.torch.group import communicator
+from codec.torch.group.tasks import Task
+from codec.torch.group.work import Work
 from codec.torch.transport import nccl, streams
+from codec.torch.transport.collective import Part
 from support.collective_values import rank_values, tensor_bytes
 from support.cuda_tensors import DeviceTensor, connect_gpus, gpu, host
 from support.ddp_training import ENCODE_ALL, hook_state_bytes, parameter_bytes, train, wrapped
-from support.faults import KILLED, at_fault_point, die
+from support.faults import KILLED, at_fault_point, damaged_frames, die
 from support.ranks import RankPool
 from support.specs import LOSSLESS, LOSSY, TRUNCATES
 from support.tensors import ADAMW
@@ -385,24 +389,19 @@ def test_nan_on_one_rank_is_an_error_on_all_ranks(ranks, kind):
 
 def _damaged(rank, size, kind):
     """Rank 1 sends damaged frames; return the outcome and whether the tensor is unchanged."""
-    channel = communicator.communicator_of(None).channel
-    send, found = channel.frames.send, []
+    found = []
 
-    def damage(message, to):
-        message = np.array(message)
-        message[-1] ^= 1
-        send(message, to)
+    def damage(frame, to):
+        frame = np.array(frame)
+        frame[-1] ^= 1
+        return frame
 
     with gpu(kind) as put:
         for spec in (codec.Lossless(), codec.Quantize(4), codec.Ternary()):
             for algorithm in ("two_shot", "all_gather"):
                 x = put(values := rank_values(rank, SHAPE))
-                if rank == 1:
-                    channel.frames.send = damage
-                try:
+                with damaged_frames(damage) if rank == 1 else contextlib.nullcontext():
                     found.append(outcome(codec.torch.all_reduce, x, spec, options=how(algorithm))[0])
-                finally:
-                    channel.frames.send = send
                 assert torch.equal(host(x), values)
     return found
 
@@ -428,11 +427,11 @@ def _bytes_by_way(rank, size):
         for spec in (codec.Float8(), codec.Lossless()):
             codec.torch.all_reduce(x := put(rank_values(rank, (7000,))), spec, options=how())
             channel, messages, copied = communicator.communicator_of(None).channel, [], DeviceTensor.copied_nbytes
-            before, connections, post = channel.counters.copy(), channel.connections, channel.connections.post
-            connections.post = lambda *args, post=post, messages=messages: messages.append(args[:2]) or post(*args)
+            before, send = channel.counters.copy(), channel.mesh.send
+            channel.mesh.send = lambda *args, send=send, messages=messages: messages.append(args[-1]) or send(*args)
             codec.torch.all_reduce(x, spec, options=how())
-            del connections.post
-            assert all(message.nbytes == 64 for _, message in messages)  # numbers
+            del channel.mesh.send
+            assert all(sum(part.nbytes for part in body) <= 3 * 8 for body in messages)  # integers
             assert DeviceTensor.copied_nbytes - copied == 2 * size * 120  # lengths and headers
             yield (channel.counters - before).sent_nbytes
 
@@ -453,7 +452,12 @@ def _slots(rank, size):
     device, rows = communicator.communicator_of(None).channel.device, []
     for name in ("all_to_all", "all_gather"):
         collective = getattr(device, name)
-        setattr(device, name, lambda sent, run=collective: rows.append(host(sent).numpy().copy()) or run(sent))
+
+        def noted(sent, counters, run=collective):
+            rows.append(host(sent).numpy().copy())
+            return run(sent, counters)
+
+        setattr(device, name, noted)
     with gpu("emulated") as put:
         x = rank_values(rank, (7000,))
         codec.torch.all_reduce(put(x), codec.Quantize(4), stream=5, options=how())
@@ -485,8 +489,8 @@ def _altered(rank, size, kind):
     def altering(name, at, value):
         collective = getattr(device, name)
 
-        def run(rows):
-            received = collective(rows)
+        def run(rows, counters):
+            received = collective(rows, counters)
             if rank == 0:
                 slot = host(received[1, 0]).clone()
                 slot[at] = slot[at] ^ value
@@ -515,12 +519,14 @@ def test_altered_frame_between_gpus_is_an_error_on_all_ranks(gpus, kind):
 
 def _large_frame(rank, size):
     """Report a frame on rank 1 that is larger than possible."""
-    comm = communicator.communicator_of(None)
-    gather = comm.channel.numbers.gather
+    gather = Part.gather
     if rank == 1:
-        comm.channel.numbers.gather = lambda _: gather([1 << 40])
-    with gpu("emulated") as put:
-        return outcome(codec.torch.all_reduce, put(torch.ones(SHAPE)), codec.Lossless(), options=how())[0]
+        Part.gather = lambda part, numbers: gather(part, [1 << 40])
+    try:
+        with gpu("emulated") as put:
+            return outcome(codec.torch.all_reduce, put(torch.ones(SHAPE)), codec.Lossless(), options=how())[0]
+    finally:
+        Part.gather = gather
 
 
 def test_size_beyond_the_bound_of_a_frame_is_an_error_on_all_ranks(gpus):
@@ -562,7 +568,8 @@ def _silent(rank, size, cancel):
     comm = communicator.communicator_of(None, timeout=60 if cancel else 0.5)
     if rank == 1:
         return None
-    work = comm.worker.submit(lambda: comm.channel.device.all_gather(torch.zeros(10, dtype=torch.uint8)))
+    rows = torch.zeros(10, dtype=torch.uint8)
+    work = comm.worker.submit(lambda: comm.channel.device.all_gather(rows, comm.channel.counters))
     if cancel:
         comm.cancel()
     with pytest.raises(codec.PeerError) as error:
@@ -587,7 +594,7 @@ def _dies(rank, size, collective):
     with gpu("emulated") as put:
         codec.torch.all_reduce(put(torch.ones(10)), options=how())
         if rank == 1:
-            setattr(communicator.communicator_of(None).channel.device, collective, lambda _: die())
+            setattr(communicator.communicator_of(None).channel.device, collective, lambda *_: die())
         x = put(values := rank_values(rank, SHAPE))
         found = outcome(codec.torch.all_reduce, x, codec.Quantize(4), options=how())
         assert torch.equal(host(x), values)
@@ -648,9 +655,12 @@ def fake_cuda(monkeypatch):
 
 
 def test_collective_waits_for_work_of_the_caller_and_returns_after_its_own(fake_cuda):
-    run = streams.in_stream_order(lambda: fake_cuda.calls.append("collective"))
-    assert fake_cuda.calls == [("caller", "record")]  # when the collective is begun, not when its turn comes
-    run()
+    async def collective():
+        fake_cuda.calls.append("collective")
+
+    task = Task(Work(None), collective, streams.StreamOrder.of_this_thread(), alone=False, of_callback=False)
+    assert fake_cuda.calls == [("caller", "record")]  # when the collective is submitted, not when its turn comes
+    assert task.step()
     assert fake_cuda.calls[1:] == [
         "enter",
         ("side", "wait for", "event of caller"),
