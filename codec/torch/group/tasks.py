@@ -22,7 +22,7 @@ class Task:
     order : StreamOrder
         Keeps the order of work on GPUs.
     alone : bool
-        No coroutine may be in flight when the function is called.
+        No coroutine may wait for other ranks when the function is called.
     of_callback : bool
         A callback has submitted the function.
     """

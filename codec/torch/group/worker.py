@@ -72,7 +72,10 @@ class Worker:
         _workers.add(self)
 
     def submit(self, function: Callable[[], Any]) -> Work:
-        """Run a function of this rank alone, after what was submitted before has ended, and before what comes later."""
+        """Run a function of this rank alone, before what is submitted later.
+
+        What was submitted before has ended then, or waits for something else of this rank than messages.
+        """
         return self._submit(function, alone=True)
 
     def submit_collective(self, function: Callable[[int], Any]) -> Work:
@@ -182,11 +185,12 @@ class Worker:
         return True
 
     def _next_to_begin(self) -> Task | None:
-        if sum(t.waits_for_a_rank for t in self._waiting) >= self.most_in_flight:
+        in_flight = sum(t.waits_for_a_rank for t in self._waiting)
+        if in_flight >= self.most_in_flight:
             return None
         if self._of_callbacks:
             return self._of_callbacks.popleft()
-        if not self._pending or (self._pending[0].alone and self._waiting) or self._in_callbacks:
+        if not self._pending or (self._pending[0].alone and in_flight) or self._in_callbacks:
             return None
         first = self._pending[0].work
         for work in self._in_order:

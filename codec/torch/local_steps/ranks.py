@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -163,9 +163,7 @@ class Ranks:
 
     def _count(self, before: Counters) -> None:
         """Add what the group has sent since `before` to the traffic."""
-        more = self.counters() - before
-        for f in fields(Counters):
-            setattr(self.traffic, f.name, getattr(self.traffic, f.name) + getattr(more, f.name))
+        self.traffic.add(self.counters() - before)
 
 
 def group_of(group: Any) -> dist.ProcessGroup:

@@ -34,7 +34,7 @@ OPTIMIZERS = {
     "adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
     "lion": lambda model: Lion(model.parameters()),
 }
-if hasattr(torch.optim, "Muon"):  # the hook sends parameters that Muon does not take lossless: they are small
+if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["muon"] = lambda model: torch.optim.Muon(matrices(model))
 
 
@@ -44,7 +44,13 @@ def _train(rank, size):
         for spec in ("near", codec.Truncate(level_coding="shared", granularity="bit")):
             model = ddp_training.wrapped()
             optimizer = make(model.module)
-            hook = codec.torch.ddp_hook(spec, optimizer=optimizer, options=codec.options(algorithm="two_shot"))
+            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            hook = codec.torch.ddp_hook(
+                spec,
+                optimizer=optimizer,
+                policy=lambda _, p, mine=mine: None if id(p) in mine else codec.Lossless(),  # Muon takes matrices only
+                options=codec.options(algorithm="two_shot"),
+            )
             hook.register(model)
             losses = ddp_training.train(model, optimizer, rank, 6)
             copies = [None] * size
