@@ -33,8 +33,9 @@ steps        steps until an evaluation reaches the target: 1 point below float32
              above its final loss (others)
 100 Mbit     predicted time until the target: steps * (CPU/step + bytes / link rate), without any overlap
 
-A loss is within the noise if it is at most float32's loss plus float32's noise: the standard deviation over seeds, or
-the effect of the order of sums, whichever is larger.
+The noise is the standard deviation of float32's loss over seeds, or the effect of the order of sums, whichever is
+larger. A loss is within the noise if it is at most float32's loss plus twice the standard error of a difference of two
+means over n seeds, noise * sqrt(2 / n): a change of a training's course moves its loss like another seed.
 """
 
 import argparse

@@ -58,7 +58,7 @@ def summarize(runs: list[Run], world: int) -> list[dict[str, Any]]:
                     "loss": mean([r.loss for r in some]),
                     "loss_vs_float32": mean(apart),
                     "loss_vs_float32_deviation": deviation(apart),
-                    "within_noise": mean(apart) <= noise,  # NaN is not
+                    "within_noise": mean(apart) <= 2 * noise * math.sqrt(2 / len(some)),  # NaN is not
                     "accuracy": mean([r.accuracy for r in some]),
                     "residual": max((r.residual for r in some if not math.isnan(r.residual)), default=math.nan),
                     "cpu_s": cpu,
@@ -183,11 +183,11 @@ def show(rows: list[dict[str, Any]], ranks: int) -> None:
         print(table(heads, lines))
         if math.isfinite(noise := some[0]["noise"]):
             near = ", ".join(r["codec"] for r in some if r["within_noise"] and r["codec"] != PLAIN)
-            print(f"\nNoise of float32 (seeds, order of sums): ±{noise:.4f}. Within it: {near or 'none'}.")
+            print(f"\nNoise of float32 (seeds, order of sums): {noise:.4f}. Within the noise: {near or 'none'}.")
         for r in some:
             if r["stopped"]:
                 print(f"\n{r['codec']}: stopped {r['stopped']}")
-    print(f"\n**all tasks** (!: above float32's loss by more than its noise)\n\n{overview(rows)}")
+    print(f"\n**all tasks** (!: above float32's loss by more than the noise)\n\n{overview(rows)}")
 
 
 def plot(runs: list[Run], rows: list[dict[str, Any]], path: Path) -> None:
