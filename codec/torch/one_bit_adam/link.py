@@ -1,7 +1,8 @@
 """Connection of an optimizer to the other ranks: two hooks, one for gradients and one for momenta."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -23,6 +24,7 @@ from codec.torch.one_bit_adam import arithmetic
 from codec.torch.one_bit_adam.backward import Backward
 from codec.torch.one_bit_adam.model import Model
 from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
+from codec.torch.transport.counters import Counters
 
 # Embeddings and their heads are encoded, too: a momentum over sqrt(v) has even rows.
 EVEN_POLICY = Policy(uneven=None)
@@ -228,13 +230,12 @@ class Link:
     def stats(self) -> Stats:
         """Return the statistics of both hooks together."""
         all_stats = [hook.stats() for hook in self.hooks.values()]
-        kept = ("residual_ratio", "world_size", "parameters", "contents")
-        total: dict[str, Any] = {
-            f.name: sum(getattr(s, f.name) for s in all_stats) for f in fields(Stats) if f.name not in kept
-        }
+        totals: dict[str, Any] = vars(functools.reduce(Counters.__add__, all_stats, Counters()))
+        for name in ("steps", "failed_steps", "buckets", "uncompressed_nbytes"):
+            totals[name] = sum(getattr(s, name) for s in all_stats)
         contents = [s.contents for s in all_stats if s.contents]  # the last ones are of momenta, once they are sent
         return Stats(
-            **total,
+            **totals,
             residual_ratio=max(s.residual_ratio for s in all_stats),
             world_size=all_stats[0].world_size,
             contents=contents[-1] if contents else {},
