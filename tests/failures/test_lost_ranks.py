@@ -51,8 +51,8 @@ def _sweep(algorithms, fault, most):
                 found = run_with_fault(
                     ranks, fault, disturbed_all_reduce, algorithm, spec, point, within=within, voted=voted
                 )
-                took += [seconds for _, seconds, *_ in found[:2]]
-                assert all(error or result == want[0][0] for error, _, result, _ in found), point
+                took += [seconds for _, seconds, _ in found[:2]]
+                assert all(error or result == want[0][0] for error, _, result in found), point
                 ranks.new_group()
                 assert ranks.run(undisturbed_all_reduce, algorithm, spec, timeout) == want, point
             tried = f"{len(points)} of {want[FAULTY][1]} points"
@@ -127,7 +127,7 @@ def _sweep_bytes(algorithm, most):
             gone = raised_in_time(found)
             assert gone or (arrived or [nbytes])[0] >= most_nbytes - 2 * SEND_BUFFER, (nbytes, arrived, found)
             cut += gone
-            assert all(error or x == want[0][0] for error, _, x, _ in found), (nbytes, found)
+            assert all(error or x == want[0][0] for error, _, x in found), (nbytes, found)
             ranks.new_group()
             assert ranks.run(undisturbed_all_reduce, algorithm, spec) == want, nbytes
         assert cut, algorithm

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import codec
 import codec.torch
-from codec.torch.group import communicator
 from codec.torch.network import endpoint, tcp
+from codec.torch.network.version import protocol_hash
 from support.faults import KILLED, die, freeze
 from support.ranks import RankPool
 from support.tiers import NIGHTLY
@@ -212,7 +212,7 @@ def hello(peer, tag, *, token=None, version=None, rank=None, magic=endpoint.HELL
     mine = endpoint.endpoint_of(dist.group.WORLD)
     true_token, port, host = mine._address_of(peer, time.monotonic() + SOON)
     sock = socket.create_connection((host, port))
-    version = communicator.protocol_hash() if version is None else version
+    version = protocol_hash() if version is None else version
     return sock, endpoint.HELLO.pack(magic, token or true_token, version, mine.rank if rank is None else rank, tag)
 
 
