@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from codec.engines.cuda import devices as engine_devices
+from codec.torch.group import communicator
 from codec.torch.network.timeouts import timeout_of
 from codec.torch.transport import nccl, streams
 from support.device import Emulated, build
@@ -128,7 +129,7 @@ def gpu(kind):
 @contextlib.contextmanager
 def emulated_gpu():
     """Make codec.torch find a GPU, and torch make tensors there."""
-    made = {name: getattr(torch, name) for name in ("empty", "zeros")}
+    made = {name: getattr(torch, name) for name in ("empty", "zeros", "as_tensor")}
     to, stream = torch.Tensor.to, torch.cuda.current_stream
     before = engine_devices.backend, torch.cuda.current_device
 
@@ -205,5 +206,5 @@ class _Arrival:
 
 def connect_gpus(*_):
     """Make the groups of this process send frames from GPU to GPU."""
-    nccl.uses_nccl, nccl.connect_nccl = lambda _: True, GlooBetweenGpus
+    communicator.uses_nccl, nccl.connect_nccl = lambda _: True, GlooBetweenGpus
     nccl.engine_is_usable = lambda: True  # asked outside of `gpu`
