@@ -54,6 +54,7 @@ class Term(NamedTuple):
     piece: Piece
     residual: torch.Tensor | None
     number: int  # of the random stream
+    summed: bool = False  # values of several ranks
 
 
 class DeviceReduction(Reduction):
@@ -152,7 +153,7 @@ class DeviceReduction(Reduction):
     def sum_term(self, total: Values, piece: Piece, number: int) -> Term:
         """Return the float32 sum of a piece as a term."""
         residual = None if self.sum_residual is None else self.sum_residual(piece.begin, piece.end)
-        return Term(self.rounded(total), piece, residual, number)
+        return Term(self.rounded(total), piece, residual, number, summed=True)
 
     def encode_all(self, terms: Sequence[Term], out: Sequence[torch.Tensor]) -> list[int]:
         """Encode terms into memory on the GPU; return the bytes of each frame."""
@@ -173,7 +174,10 @@ class DeviceReduction(Reduction):
             frames = choose("cuda", "a tensor", "cuda").encode_many(requests)
         except ArgumentError as e:
             if isinstance(e.item, int):
+                term = terms[e.item]
                 explain(e, requests[e.item])
+                self.explain_nonfinite(e, term.values if term.summed else None)
+                e.item = None  # the caller has given one tensor
             raise
         if self.count_symbols is not None:
             for term in terms:

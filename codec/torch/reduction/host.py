@@ -33,6 +33,7 @@ Frame = Any  # in host memory, an array of bytes; or on a GPU, a tensor of bytes
 Values = Any  # flat values of a reduction: an array in host memory, bfloat16 as uint16; or a tensor on a GPU
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_TERMS = "the ranks' tensors"  # terms of sums, in messages
 _LARGE = 1 << 21  # values of a piece above which several threads encode it
 _STREAM_STRIDE = (
     0x9E3779B97F4A7C15  # between random streams; odd and large, so that pieces of two streams never collide
@@ -103,8 +104,7 @@ class Reduction:
         try:
             return self._encode(self.own_term(piece), piece, out, residual, number)
         except ArgumentError as e:
-            if e.code == Status.NONFINITE:
-                e.args = (self.nonfinite_text(),)
+            self.explain_nonfinite(e)
             raise
 
     def encode_sum(self, total: Values, piece: Piece, out: Array, number: int) -> int:
@@ -114,9 +114,14 @@ class Reduction:
         try:
             return self._encode(x, piece, out, residual, number)
         except ArgumentError as e:
-            if e.code == Status.NONFINITE:
-                e.args = (overflow_message(view(x, self.dtype), "the ranks' tensors"),)
+            self.explain_nonfinite(e, x)
             raise
+
+    def explain_nonfinite(self, error: ArgumentError, total: Values | None = None) -> None:
+        """Name the place of NaN or Inf in an error of encoding: in this rank's values, or in a sum if it is given."""
+        if error.code == Status.NONFINITE:
+            text = self.nonfinite_text() if total is None else overflow_message(view(total, self.dtype), _TERMS)
+            error.args = (text,)
 
     def _encode(self, x: Values, piece: Piece, out: Array, residual: Values | None, number: int) -> int:
         spec = self.spec_of(piece)
@@ -355,5 +360,5 @@ def nonfinite_error(r: Reduction, x: Values, *, summed: bool = False) -> Argumen
     """
     if not r.rejects_nonfinite or not len(x) or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
         return None
-    text = overflow_message(view(x, r.dtype), "the ranks' tensors") if summed else r.nonfinite_text()
+    text = overflow_message(view(x, r.dtype), _TERMS) if summed else r.nonfinite_text()
     return ArgumentError(text, Status.NONFINITE)
