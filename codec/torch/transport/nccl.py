@@ -1,5 +1,6 @@
 """Frames that stay on GPUs: NCCL carries them, by connections of its own (docs/protocol.md, section 18)."""
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -53,6 +54,7 @@ class DeviceTransfer:
         self._mesh, self._others, self._timeout, self._on_wait = mesh, others, timeout, on_wait
         self._pg: Any = None  # None: not connected, or closed
         self._abort: Callable[[], Any] | None = None  # closes the connections, also while messages are in flight
+        self._closing = threading.Lock()
         self.cancelled = False
 
     @property
@@ -88,14 +90,14 @@ class DeviceTransfer:
         PeerError
             A rank is lost or does not answer in time, the collective was cancelled, or the connections are closed.
         """
-        if self._pg is None:
-            raise PeerError(CLOSED)
+        since = time.perf_counter()
         try:
-            since = time.perf_counter()
             self._await(begin)
-        except PeerError:
+        except PeerError as e:
             self._mesh.close()
             self.release()
+            if self.cancelled:  # by a thread that may have closed the connections first
+                raise PeerError("the collective was cancelled: make a new group") from e
             raise
         total = nbytes * len(self._others)
         self._on_wait(time.perf_counter() - since, None)
@@ -104,15 +106,14 @@ class DeviceTransfer:
 
     def _await(self, begin: Callable[[Any], Any]) -> None:
         """Begin a collective, and wait for it on the host: a stream that waits for a lost rank would never go on."""
-        timeout = self._timeout
+        timeout, pg = self._timeout, self._pg
         end = time.monotonic() + timeout.total_seconds()
+        if pg is None:
+            raise PeerError(CLOSED)
         try:
-            work = begin(self._pg)
+            work = begin(pg)
             while not work.is_completed():
-                if self.cancelled:
-                    raise PeerError("the collective was cancelled: make a new group")
-                if self._mesh.has_lost:  # NCCL does not notice it
-                    raise PeerError(CLOSED)
+                self._mesh.check_open()  # NCCL does not notice a lost rank
                 if time.monotonic() > end:
                     raise PeerError(f"frames from other GPUs did not arrive within {timeout}")
                 time.sleep(_POLL_SECONDS)
@@ -123,10 +124,11 @@ class DeviceTransfer:
             raise PeerError(f"a rank is gone or does not answer: {e}") from e
 
     def release(self) -> None:
-        """Close the connections between GPUs."""
-        abort, self._abort, self._pg = self._abort, None, None
-        if abort is not None:
-            abort()
+        """Close the connections between GPUs. NCCL writes no memory any more when this returns, in any thread."""
+        with self._closing:
+            abort, self._abort, self._pg = self._abort, None, None
+            if abort is not None:
+                abort()
 
 
 def _abort(pg: Any) -> None:
