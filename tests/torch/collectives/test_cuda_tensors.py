@@ -300,11 +300,13 @@ def _float64(rank, size, kind):
     every = [rank_values(r, (9000,)).double() for r in range(size)]
     with gpu(kind) as put:
         x = put(every[rank])
-        assert comm.run(lambda: uncompressed.mean(comm, x, lambda: None)) is x
+        mean = comm.run(lambda collective: uncompressed.mean(collective, x, None))
+        assert mean.device == x.device
+        assert torch.equal(host(x), every[rank])
     total = every[0]
     for other in every[1:]:
         total = total + other
-    assert torch.equal(host(x), total / size)
+    assert torch.equal(host(mean), total / size)
 
 
 def test_float64_gradients_on_a_gpu_are_summed_uncompressed(ranks, kind):
