@@ -5,7 +5,7 @@ of a phase travel in one message for each two ranks, in slots of one size.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,8 +29,7 @@ Frames = list[list[torch.Tensor]]  # by rank and chunk
 class Slots:
     """Frames of a collective, in memory of the GPU: a row of slots for each rank, a slot for each chunk.
 
-    A slot has a frame behind its length (docs/protocol.md, section 18). A length of 0 tells all ranks that this rank
-    has failed, so that no rank waits for a message that never comes.
+    A slot has a frame behind its length (docs/protocol.md, section 18).
 
     Parameters
     ----------
@@ -60,8 +59,8 @@ class Slots:
             for o, row in enumerate(self._pieces)
             for c, piece in enumerate(row)
         ]
-        slots = await self._encoded(size, terms)
-        received = self._part.device.all_to_all(slots, self._part.counters)
+        device = self._part.device
+        received = await self._exchange(size, terms, lambda slots: device.all_to_all(slots, self._part.counters))
         return self._frames_in(received, [self._pieces[me]] * size)
 
     async def gather(self, terms: Sequence[Term], pieces: Sequence[Sequence[Piece]]) -> Frames:
@@ -79,11 +78,14 @@ class Slots:
         list of list of tensor
             Frames by rank and chunk.
         """
-        [row] = await self._encoded(1, terms)
-        return self._frames_in(self._part.device.all_gather(row, self._part.counters), pieces)
+        device = self._part.device
+        received = await self._exchange(1, terms, lambda slots: device.all_gather(slots[0], self._part.counters))
+        return self._frames_in(received, pieces)
 
-    async def _encoded(self, rows: int, terms: Sequence[Term]) -> torch.Tensor:
-        """Return slots with frames of this rank, once all ranks have encoded theirs.
+    async def _exchange(
+        self, rows: int, terms: Sequence[Term], send: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Encode terms, and return the slots that send(rows of slots) receives, once all ranks have encoded theirs.
 
         NCCL's messages could not be ended if a rank had failed. So all ranks first report the size of their largest
         frame.
@@ -95,12 +97,13 @@ class Slots:
         largest = max(theirs for [theirs] in await part.gather([max(lengths)]))
         if largest > self._most:
             raise PeerError(f"a rank reports a frame of {largest} bytes, but at most {self._most} are possible")
-        slots = slots[:, :, : _slot_nbytes(largest)].contiguous()
-        slots.view(torch.int64)[:, :, 0] = (
-            torch.tensor(lengths, dtype=torch.int64, device="cpu").view(rows, -1).to(slots.device)
-        )
         part.counters.round_trips += 1
-        return slots
+        with part.device.phase():
+            slots = slots[:, :, : _slot_nbytes(largest)].contiguous()
+            slots.view(torch.int64)[:, :, 0] = (
+                torch.tensor(lengths, dtype=torch.int64, device="cpu").view(rows, -1).to(slots.device)
+            )
+            return send(slots)
 
     def _frames_in(self, slots: torch.Tensor, pieces: Sequence[Sequence[Piece]]) -> Frames:
         """Return the frames in slots of all ranks, after checks of their lengths and headers.

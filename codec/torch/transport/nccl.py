@@ -3,8 +3,8 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -28,8 +28,7 @@ class DeviceTransfer:
     They are not those of the group itself, which the caller may use in another thread: NCCL needs the same order of
     collectives on all ranks.
 
-    A rank that is lost or does not answer in time, and `cancelled`, end a collective with PeerError and close all
-    connections of the channel.
+    A rank that is lost or does not answer in time, and closed connections, end a collective with PeerError.
 
     Parameters
     ----------
@@ -45,7 +44,7 @@ class DeviceTransfer:
     Attributes
     ----------
     cancelled : bool
-        True: the collective in flight ends.
+        A thread has cancelled the collective in flight, and closes the connections.
     """
 
     def __init__(
@@ -70,14 +69,29 @@ class DeviceTransfer:
         self._pg = connect_nccl(group)
         self._abort = weakref.finalize(self, _abort, self._pg)
 
+    @contextmanager
+    def phase(self) -> Generator[None]:
+        """Return a context manager for all that a rank does once other ranks may wait for its frames.
+
+        An error closes all connections of the channel: a collective of NCCL cannot be ended in another way.
+        """
+        try:
+            yield
+        except BaseException as e:
+            self._mesh.close()
+            self.release()
+            if self.cancelled:  # by a thread that may have closed the connections first
+                raise PeerError("the collective was cancelled: make a new group") from e
+            raise
+
     def all_to_all(self, rows: torch.Tensor, counters: Counters) -> torch.Tensor:
-        """Send row i of bytes on the GPU to rank i; return the rows from all ranks, by rank."""
+        """Send row i of bytes on the GPU to rank i; return the rows from all ranks, by rank. In :meth:`phase`."""
         received = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         self._run(lambda pg: pg.alltoall_base(received, rows, [], []), rows.nbytes // (1 + len(self._others)), counters)
         return received
 
     def all_gather(self, row: torch.Tensor, counters: Counters) -> torch.Tensor:
-        """Return the rows of bytes on the GPUs of all ranks, by rank, from this rank's row."""
+        """Return the rows of bytes on the GPUs of all ranks, by rank, from this rank's row. In :meth:`phase`."""
         received = torch.empty((1 + len(self._others), *row.shape), dtype=row.dtype, device=row.device)
         self._run(lambda pg: pg._allgather_base(received.view(-1), row.view(-1)), row.nbytes, counters)
         return received
@@ -88,17 +102,10 @@ class DeviceTransfer:
         Raises
         ------
         PeerError
-            A rank is lost or does not answer in time, the collective was cancelled, or the connections are closed.
+            A rank is lost or does not answer in time, or the connections are closed.
         """
         since = time.perf_counter()
-        try:
-            self._await(begin)
-        except PeerError as e:
-            self._mesh.close()
-            self.release()
-            if self.cancelled:  # by a thread that may have closed the connections first
-                raise PeerError("the collective was cancelled: make a new group") from e
-            raise
+        self._await(begin)
         total = nbytes * len(self._others)
         self._on_wait(time.perf_counter() - since, None)
         counters.sent_nbytes += total

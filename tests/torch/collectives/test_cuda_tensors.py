@@ -570,8 +570,13 @@ def _silent(rank, size, cancel):
     comm = communicator.communicator_of(None, timeout=60 if cancel else 0.5)
     if rank == 1:
         return None
-    rows = torch.zeros(10, dtype=torch.uint8)
-    work = comm.worker.submit(lambda: comm.channel.device.all_gather(rows, comm.channel.counters))
+    rows, device = torch.zeros(10, dtype=torch.uint8), comm.channel.device
+
+    def gather():
+        with device.phase():
+            device.all_gather(rows, comm.channel.counters)
+
+    work = comm.worker.submit(gather)
     if cancel:
         comm.cancel()
     with pytest.raises(codec.PeerError) as error:
@@ -601,6 +606,28 @@ def _dies(rank, size, collective):
         found = outcome(codec.torch.all_reduce, x, codec.Quantize(4), options=how())
         assert torch.equal(host(x), values)
         return found[0]
+
+
+@pytest.mark.parametrize("collective", ["all_to_all", "all_gather"])
+def test_error_while_frames_leave_the_gpu_fails_all_ranks_at_once(gpus, collective):
+    [message, unchanged], [_, also_unchanged] = gpus.run(_lacks_memory, collective)
+    assert "is gone" in message  # not a timeout
+    assert unchanged
+    assert also_unchanged
+
+
+def _lacks_memory(rank, size, collective):
+    def fail(*_):
+        raise MemoryError("no memory for received frames")
+
+    with gpu("emulated") as put:
+        codec.torch.all_reduce(put(torch.ones(10)), options=how())
+        if rank == 1:
+            setattr(communicator.communicator_of(None).channel.device, collective, fail)
+        x = put(values := rank_values(rank, SHAPE))
+        with pytest.raises(MemoryError if rank == 1 else codec.PeerError) as error:
+            codec.torch.all_reduce(x, codec.Quantize(4), options=how())
+        return str(error.value), torch.equal(host(x), values)
 
 
 class _FakeCuda:
