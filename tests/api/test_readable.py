@@ -12,7 +12,7 @@ from codec.torch.pipelining import PipelineStats
 
 ACTIVATIONS = codec.ActivationStats(6, 4096, 8, 40, 48, 98_304, 2, 0, (0.43210987, 0.28123456))
 STATS = codec.torch.Stats(
-    18, 2, 1_500_000, 340_000, 340_000, 0.4910187149985177, 0.5, 0.25, 20, 1, 20, 0.12345678, 2, {}
+    18, 2, 1_500_000, 340_000, 340_000, 0.4910187149985177, 0.5, 0.25, 0.3, 20.0, {1: 0.5}, 20, 1, 20, 0.12345678, 2, {}
 )
 
 
@@ -35,7 +35,7 @@ STATS = codec.torch.Stats(
             "decoding 250 ms",
         ),
         (
-            codec.torch.CommStats(4, 0, 4_000_000, 300_000, 0, 0, 0.1, 0, 2_000_000, 0.0),
+            codec.torch.CommStats(4, 0, 4_000_000, 300_000, 0, 0, 0.1, 0, 0.0, 4.0, {}, 2_000_000, 0.0),
             "4 collectives: 0.3 of 2 MB sent (15%), 25 ms each on the wire",
         ),
         (

@@ -25,7 +25,6 @@ from codec.torch.reduction import arguments, execution
 from codec.torch.reduction.execution import Planned, in_way
 from codec.torch.reduction.table import RAW
 from codec.torch.transport.collective import Collective
-from codec.torch.transport.counters import Counters
 
 Transform = Callable[[torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor]]], int | str | None]
 
@@ -236,7 +235,7 @@ class Reducer:
             if not step.succeeded:
                 collective.fail(PeerError("an earlier bucket of this step has failed: nothing was changed"))
             else:
-                report = await collective.agree(self._report(comm, step, trips))
+                report = await collective.agree(step.report(comm.channel.size, trips))
                 with self.state.changed_by(step), collective.storing():
                     for store in step.store:
                         store()
@@ -246,30 +245,13 @@ class Reducer:
         except BaseException as e:
             collective.fail(e)
             self.state.fail(step, number, e)
-        self._count(comm, step, trips + collective.counters.round_trips - before)
+        traffic = step.total(comm.channel.counters, trips + collective.counters.round_trips - before)
+        self.state.stats.add_step(traffic, len(step.traffic))
         if step.turn is not None:
             step.turn.end()
         if step.error is not None:
             with suppress(PeerError), self.state.changed_by(step):
                 self._undo(step, step.error)
-
-    def _report(self, comm: Communicator, step: Step, round_trips: float) -> list[int]:
-        """Return the measurements that this rank reports of a step; none if the first bucket has failed."""
-        size = comm.channel.size
-        nbytes = sum(2 * c.raw_nbytes * (size - 1) // size for c in step.traffic)
-        assert step.measured is not None
-        return step.measured.report(sum(c.sent_nbytes for c in step.traffic), nbytes, round_trips)
-
-    def _count(self, comm: Communicator, step: Step, round_trips: float) -> None:
-        """Add the traffic of a step to the statistics."""
-        total = Counters()
-        for counters in step.traffic:
-            total.add(counters)
-        now = comm.channel.counters.copy()
-        waited = now - step.waited
-        total.wire_s, total.waited_s, total.cpu_s = waited.wire_s, waited.waited_s, waited.cpu_s
-        total.round_trips = round_trips
-        self.state.stats.add_step(total, len(step.traffic))
 
     def _undo(self, step: Step, error: BaseException) -> None:
         """Drop what a step has computed that has failed; after an overflow all ranks' scalers skip the step."""

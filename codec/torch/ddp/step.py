@@ -58,6 +58,21 @@ class Step:
         """True if no bucket has failed."""
         return self.failed == NO_BUCKET
 
+    def report(self, size: int, round_trips: float) -> list[int]:
+        """Return the measurements that this rank reports of a step among `size` ranks; the first bucket has begun."""
+        assert self.measured is not None
+        nbytes = sum(2 * c.raw_nbytes * (size - 1) // size for c in self.traffic)
+        return self.measured.report(sum(c.sent_nbytes for c in self.traffic), nbytes, round_trips)
+
+    def total(self, now: Counters, round_trips: float) -> Counters:
+        """Return the traffic of all buckets; `now` are the totals of the group."""
+        total, waited = Counters(), now - self.waited
+        for counters in self.traffic:
+            total.add(counters)
+        total.wire_s, total.waited_s, total.cpu_s = waited.wire_s, waited.waited_s, waited.cpu_s
+        total.round_trips = round_trips
+        return total
+
 
 class BackwardEnd:
     """Callback for the end of a backward pass. If it is deleted uncalled, an exception has ended the pass and the step.

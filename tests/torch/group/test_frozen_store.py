@@ -10,8 +10,8 @@ from torch.distributed.pipelining import ScheduleGPipe
 
 import codec
 import codec.torch
+from codec.torch.network.endpoint import endpoint_of
 from codec.torch.pipelining import CompressedStage, attempts
-from codec.torch.point_to_point.endpoint import endpoint_of
 from support.faults import freeze
 from support.ranks import RankPool
 from support.tiers import HANG_SECONDS
