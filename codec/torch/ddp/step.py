@@ -29,6 +29,12 @@ _changing = threading.Lock()  # guards residuals and current steps of all hooks
 NO_BUCKET = 1 << 30  # above all numbers of buckets
 
 
+def _wait_for_last_bucket() -> Wait:
+    wait = Wait()
+    wait.of_program = True
+    return wait
+
+
 @dataclass
 class Step:
     """State of a backward pass."""
@@ -44,7 +50,7 @@ class Step:
     traffic: list[Counters] = field(default_factory=list[Counters])  # of each bucket
     begun: Wait = field(default_factory=Wait)  # for the agreement on the state of the hook, and the choice of specs
     arrived: list[Wait] = field(default_factory=list[Wait])  # for the data of each bucket
-    over: Wait = field(default_factory=Wait)  # for the end of the step
+    over: Wait = field(default_factory=_wait_for_last_bucket)  # for the end of the step
     returned: list[Wait] = field(default_factory=list[Wait])  # for the work of each bucket but the last one
     store: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])  # store the results of buckets
     buffers: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # gradients of each bucket

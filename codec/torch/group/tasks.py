@@ -22,7 +22,7 @@ class Task:
     order : StreamOrder
         Keeps the order of work on GPUs.
     alone : bool
-        No coroutine may wait for other ranks when the function is called.
+        All coroutines in flight wait for the program when the function is called.
     of_callback : bool
         A callback has submitted the function.
     """
@@ -46,6 +46,11 @@ class Task:
     def waits_for_a_rank(self) -> bool:
         """False if the coroutine waits for another one of this rank."""
         return self.wait is None or self.wait.source is not None
+
+    @property
+    def waits_for_the_program(self) -> bool:
+        """True if the coroutine waits for collectives that the program has not begun."""
+        return self.wait is not None and self.wait.of_program
 
     def step(self) -> bool:
         """Go on until the coroutine waits, or has ended; return True if it has ended."""

@@ -74,7 +74,7 @@ class Worker:
     def submit(self, function: Callable[[], Any]) -> Work:
         """Run a function of this rank alone, before what is submitted later.
 
-        What was submitted before has ended then, or waits for something else of this rank than messages.
+        What was submitted before has ended then, or waits for collectives that this rank has not begun.
         """
         return self._submit(function, alone=True)
 
@@ -190,7 +190,9 @@ class Worker:
             return None
         if self._of_callbacks:
             return self._of_callbacks.popleft()
-        if not self._pending or (self._pending[0].alone and in_flight) or self._in_callbacks:
+        if not self._pending or self._in_callbacks:
+            return None
+        if self._pending[0].alone and not all(t.waits_for_the_program for t in self._waiting):
             return None
         first = self._pending[0].work
         for work in self._in_order:

@@ -18,12 +18,15 @@ class Wait:
         Rank that the coroutine waits for; None: no rank, so that there is no timeout.
     timeouts : int
         Longest wait, in timeouts of the group.
+    of_program : bool
+        The wait ends when the program of this rank has begun other collectives.
     """
 
     def __init__(self) -> None:
         self.done = False
         self.source: int | None = None
         self.timeouts = 1
+        self.of_program = False
         self._error: BaseException | None = None
         self._wakes: list[Callable[[], Any]] = []
 

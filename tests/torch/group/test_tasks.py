@@ -138,7 +138,7 @@ def test_error_of_one_coroutine_closes_the_others():
 def test_reductions_of_a_bucket_follow_each_other_only_between_gpus(monkeypatch, connected, order):
     waits, seen = [Wait(), Wait()], []
 
-    async def run(collective, algorithm, r, requested):
+    async def run(collective, algorithm, r, requested, item):
         seen.append(algorithm)
         if not (connected and algorithm == "1"):
             await waits[int(algorithm)]

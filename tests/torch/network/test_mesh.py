@@ -429,7 +429,7 @@ def test_failed_connecting_closes_the_connections_that_were_made(monkeypatch):
 
     connection = SimpleNamespace(detach=lambda: a)
     endpoint = SimpleNamespace(connect=lambda peer, tag, seconds: connection, accept=accept)
-    monkeypatch.setattr(connect, "endpoint_of", lambda group: endpoint)
+    monkeypatch.setattr(connect, "endpoint_of", lambda group, seconds: endpoint)
     with pytest.raises(codec.PeerError, match="rank 2"), b:
         connect.connect(SimpleNamespace(rank=lambda: 1, size=lambda: 3), timedelta(seconds=1))
     assert a.fileno() == -1
