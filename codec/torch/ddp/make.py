@@ -37,9 +37,10 @@ def ddp_hook(
 ) -> Hook:
     """Make a communication hook that sends DistributedDataParallel's gradients as frames, and averages them.
 
-    Buckets are reduced one after the other in the background, over connections of their own, while the backward pass
-    goes on. All ranks get the same bits. After an error on any rank all ranks raise an error, and the residuals of
-    error feedback are as before the step. Gradients of float64 and sparse gradients are sent uncompressed.
+    Buckets are reduced in the background while the backward pass goes on, all of them in flight together, over
+    connections of their own. A step waits for one round trip between two ranks and for two between more. All ranks get
+    the same bits. After an error on any rank all ranks raise an error, and gradients and the residuals of error
+    feedback are as before the step. Gradients of float64 and sparse gradients are sent uncompressed.
 
     Parameters
     ----------
