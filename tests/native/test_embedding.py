@@ -163,7 +163,6 @@ def test_compiler_flags(tmp_path, monkeypatch, capsys):
     assert shlex.split(capsys.readouterr().out) == expected
     assert cli.main(["--cmakedir", "--pkgconfigdir"]) == 0
     assert capsys.readouterr().out == f"{lib}/cmake/codec\n{lib}/pkgconfig\n"
-    for neither in ([], ["--libs", "advise", "x.npz", "--link", "1gbit"]):
-        with pytest.raises(SystemExit) as caught:
-            cli.main(neither)
-        assert caught.value.code == 2
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--libs", "advise", "x.npz", "--link", "1gbit"])
+    assert caught.value.code == 2
