@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from codec.decoding import decode
-from codec.encoding import bound, encode
+from codec.encoding import encode
 from codec.errors import ArgumentError
+from codec.frame_size import frame_nbytes
 from codec.inspection import inspect, verify
 from codec.specs import Quantize
 
@@ -71,7 +72,7 @@ def narrow(x: Floats, dtype: str, out: Bits) -> None:
 
 def largest_nbytes(dtype: str, n: int) -> int:
     """Return the size in bytes of the largest entry of n values."""
-    return bound((n,), "float32", EIGHT_BIT) if dtype == "8bit" else n * (4 if dtype == "float32" else 2)
+    return frame_nbytes((n,), "float32", EIGHT_BIT) if dtype == "8bit" else n * (4 if dtype == "float32" else 2)
 
 
 def pack(row: Floats, dtype: str, out: Bytes) -> int:

@@ -55,6 +55,8 @@ class Mesh:
         self._closed = False
         self._clock = 0  # CPU clock of the thread
         self._wakes, self._waker = socket.socketpair()
+        # before a garbage collection, which would warn of an open socket
+        weakref.finalize(self, self._waker.close).atexit = False
         self._wakes.setblocking(False)
         self._waker.setblocking(False)
         self._poll.register(self._wakes, select.EPOLLIN)
@@ -208,7 +210,6 @@ class Mesh:
 
     def __del__(self) -> None:
         self.close()
-        self._waker.close()
         for stripe in self._by_fd.values():
             stripe.close()
 

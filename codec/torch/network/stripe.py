@@ -5,6 +5,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from contextlib import suppress
 from typing import Any
@@ -77,6 +78,7 @@ class Stripe:
         self.arrival: Arrival | None = None  # message whose body is being read
         self._header_nbytes = 0  # bytes of the header that have arrived
         self._sock, self._poll = sock, poll
+        weakref.finalize(self, sock.close).atexit = False
         self._lock = threading.Lock()  # guards what follows
         self._queue: deque[Send] = deque()
         self._armed = select.EPOLLIN
