@@ -192,12 +192,12 @@ class Reducer:
                 await self._begin_step(comm, collective, step)
             else:
                 await step.begun
-            if not step.succeeded:
-                raise PeerError("an earlier bucket of this step has failed: nothing was changed")
-            reduced = await self._reduce(comm, collective, bucket, step)
+            if step.succeeded:
+                reduced = await self._reduce(comm, collective, bucket, step)
+            else:
+                _fail_after(collective, step)
         except BaseException as e:
-            collective.fail(e)
-            self.state.fail(step, bucket.number, e)
+            self.state.fail(step, bucket.number, e, collective.fail(e))
             if isinstance(e, ArgumentError) and e.code == Status.NONFINITE and self._scaler is None:
                 bucket.explain_nonfinite(e, self.plan.names)
         finally:
@@ -211,9 +211,9 @@ class Reducer:
             for wait in step.returned:
                 await wait
         else:
-            step.returned.append(Wait())
+            step.returned.append(returned := Wait())
             await step.over
-            step.returned[bucket.number].complete()
+            returned.complete()
         return reduced if step.succeeded else bucket.buffer
 
     async def _begin_step(self, comm: Communicator, collective: Collective, step: Step) -> None:
@@ -233,7 +233,7 @@ class Reducer:
         before = collective.counters.round_trips
         try:
             if not step.succeeded:
-                collective.fail(PeerError("an earlier bucket of this step has failed: nothing was changed"))
+                _fail_after(collective, step)
             else:
                 report = await collective.agree(step.report(comm.channel.size, trips))
                 with self.state.changed_by(step), collective.storing():
@@ -243,8 +243,7 @@ class Reducer:
                 if step.turn is not None:
                     step.turn.learn(report)
         except BaseException as e:
-            collective.fail(e)
-            self.state.fail(step, number, e)
+            self.state.fail(step, number, e, collective.fail(e))
         traffic = step.total(comm.channel.counters, trips + collective.counters.round_trips - before)
         self.state.stats.add_step(traffic, len(step.traffic))
         if step.turn is not None:
@@ -361,7 +360,7 @@ class Reducer:
                 f"a bucket has a parameter of shape {shape} that the hook does not know: it was registered to another "
                 "model since"
             ) from None
-        step.buckets.append([*names])
+        step.buckets[number] = [*names]
         if names not in self._parts:
             chosen, loaded = [self.plan.chosen[p] for p in parameters], self.state.loaded_buckets
             if sorted(names) == sorted(name for bucket in loaded for name in bucket):
@@ -394,3 +393,8 @@ class Reducer:
         if state.codebooks is not None:
             state.codebooks.prepare(r)
         return r, in_way(step.way, r, algorithm) if algorithm.raw_fallback else algorithm
+
+
+def _fail_after(collective: Collective, step: Step) -> None:
+    """Give the collective of a bucket up whose step has failed in another bucket: all ranks learn the first cause."""
+    collective.fail(PeerError("another bucket of this step has failed: nothing was changed"), step.cause)

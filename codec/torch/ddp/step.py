@@ -22,6 +22,7 @@ from codec.torch.network.version import hash64
 from codec.torch.network.waits import Wait
 from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
+from codec.torch.transport.messages import Cause
 
 _changing = threading.Lock()  # guards residuals and current steps of all hooks
 
@@ -45,8 +46,9 @@ class Step:
     in_flight: bool = False  # begun, and neither ended nor its error raised
     error: BaseException | None = None  # error of the first bucket that failed
     failed: int = NO_BUCKET  # number of that bucket
+    cause: Cause | None = None  # what other ranks are told of the error that was the first in time
     zeros: dict[str, bool] = field(default_factory=dict[str, bool])  # True if mean gradients are mostly zero
-    buckets: list[list[str]] = field(default_factory=list[list[str]])  # names of the parameters in each bucket
+    buckets: dict[int, list[str]] = field(default_factory=dict[int, list[str]])  # names of the parameters, by bucket
     traffic: list[Counters] = field(default_factory=list[Counters])  # of each bucket
     begun: Wait = field(default_factory=Wait)  # for the agreement on the state of the hook, and the choice of specs
     arrived: list[Wait] = field(default_factory=list[Wait])  # for the data of each bucket
@@ -188,8 +190,9 @@ class StepState:
                 raise PeerError("the step was cancelled: make a new group")
             yield
 
-    def fail(self, step: Step, bucket: int, error: BaseException) -> None:
+    def fail(self, step: Step, bucket: int, error: BaseException, cause: Cause) -> None:
         """Note an error of a bucket, unless an earlier one failed. Ranks may have different states from now on."""
+        step.cause = step.cause or cause
         if bucket < step.failed:
             step.failed, step.error = bucket, error
         self._in_sync = False
@@ -201,7 +204,7 @@ class StepState:
         self.stats.steps += 1
         self.count += 1
         if not self.loaded_buckets or len(step.buckets) > 1:
-            self.buckets = step.buckets
+            self.buckets = [step.buckets[number] for number in sorted(step.buckets)]
         if self.loaded_buckets:
             self.loaded_buckets = []
             self.buffers = Buffers()  # the old ones hold all gradients at once

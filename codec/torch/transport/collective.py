@@ -143,17 +143,31 @@ class Collective:
         await last.sent()
         return verdict
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, cause: Cause | None = None) -> Cause:
         """Tell all ranks that this rank gives the collective up because of an error; they raise PeerError.
 
         After a lost connection, or if other ranks may have succeeded, close the connections instead: the other ranks
         fail at the next collective at the latest.
+
+        Parameters
+        ----------
+        error : BaseException
+            Error of this rank.
+        cause : Cause, optional
+            What another collective of the same step has returned that failed before. Default: `error`, or the cause
+            that another rank has named.
+
+        Returns
+        -------
+        Cause
+            What the other ranks are told.
         """
+        cause = cause or self._cause or Cause(status_of(error), self.rank, f"{type(error).__name__}: {error}")
         if self.agreed or self.mesh.has_lost:
             self.mesh.close()
-            return
-        if not self._aborted:
-            self._abort(self._cause or Cause(status_of(error), self.rank, f"{type(error).__name__}: {error}"))
+        elif not self._aborted:
+            self._abort(cause)
+        return cause
 
     def _abort(self, cause: Cause) -> None:
         self._aborted = True

@@ -79,7 +79,8 @@ class Cause(NamedTuple):
         if self.status == NONFINITE:
             return PeerError(f"rank {self.rank} has NaN or Inf: nothing was changed", Status.NONFINITE)
         if self.status == OTHER_RANK:
-            return PeerError(f"rank {self.rank} has lost another rank, or was cancelled: nothing was changed")
+            what = f"rank {self.rank} has lost another rank, or was cancelled: nothing was changed"
+            return PeerError(f"{what} ({_printable(self.text)})" if self.text else what)
         return PeerError(f"rank {self.rank} could not do its part: nothing was changed ({_printable(self.text)})")
 
 

@@ -385,3 +385,12 @@ def test_residuals_survive_a_change_of_the_number_of_ranks():
     for size, algorithm in ((2, "two_shot"), (4, "two_shot"), (1, "auto")):
         states = codec.torch.Hook.reshard([state for state, _ in old], size)
         assert all(run_ranks(size, _train_with_other_ranks, states, old[0][1], algorithm))
+
+
+def test_buckets_are_saved_by_number_whichever_is_reduced_first():
+    state = codec.torch.ddp_hook(codec.Quantize(4)).reducer.state
+    step = state.begin(1.0)
+    for number in (1, 2, 0):
+        step.buckets[number] = [f"parameter of bucket {number}"]
+    state.commit(step)
+    assert state.buckets == [[f"parameter of bucket {number}"] for number in range(3)]
