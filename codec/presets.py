@@ -23,7 +23,7 @@ def preset(name: str) -> Spec:
     name          spec                          bits a value  error   effect on training
     ============  ============================  ============  ======  =================================================
     lossless      ``Lossless()``                26.7          0       none: every bit is restored
-    near          ``Truncate()``                10.7          0.0051  at the loss of float32
+    near          ``Truncate()``                10.7          0.0051  within the noise of float32
     balanced      ``Float8(group_size=128)``    8.3           0.026   within the noise of float32 (``Float8()``)
     small         ``Quantize(4)``               4.5           0.15    within the noise of float32
     smallest      ``Sign(group_size=1024)``     1.05          0.68    higher loss by 0.03 with SGD, by 0.12 with AdamW

@@ -33,7 +33,7 @@ _LION_OPTIONS = {
 }
 
 
-def from_optimizer(optimizer: Any, group: int = 0) -> Optimizer:
+def from_optimizer(optimizer: Any, group: int = 0, *, parameter: Any = None) -> Optimizer:
     """Return the optimizer of the step that a torch optimizer takes next, for :meth:`codec.Truncate.bind`.
 
     The implementation of the step (``foreach``, ``fused``, ``capturable``, ``differentiable``) makes no difference.
@@ -47,6 +47,9 @@ def from_optimizer(optimizer: Any, group: int = 0) -> Optimizer:
         decoupled weight decay and with ``exp_avg`` as its only array.
     group : int
         Index into ``optimizer.param_groups``.
+    parameter : torch.nn.Parameter, optional
+        A parameter of the group, whose number of steps counts, for a group with layers that were unfrozen later.
+        Default: all parameters of the group, which must have taken the same number of steps.
 
     Returns
     -------
@@ -74,9 +77,12 @@ def from_optimizer(optimizer: Any, group: int = 0) -> Optimizer:
     groups: list[dict[str, Any]] = optimizer.param_groups
     if not -len(groups) <= whole("group", group, -len(groups)) < len(groups):
         raise ArgumentError(f"group must be an index into the optimizer's {len(groups)} param_groups, got {group}")
-    g = groups[group]
+    g: dict[str, Any] = groups[group]
+    if parameter is not None and not optimizer.state.get(parameter):
+        g = {**g, "dampening": 0.0}  # SGD does not use it in the first step of a parameter
     known = {name: float(g[name]) for name in ("lr", "weight_decay")} | {"maximize": bool(g.get("maximize"))}
-    return _READERS[kind](g, known, lambda: _steps(optimizer, g["params"]))
+    counted = g["params"] if parameter is None else [parameter]
+    return _READERS[kind](g, known, lambda: _steps(optimizer, counted))
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -130,12 +136,12 @@ def _check_lion(optimizer: Any) -> None:
 
 
 def _steps(optimizer: Any, params: Sequence[Any]) -> int:
-    """Return the number of steps that all parameters of a group have taken."""
+    """Return the number of steps that some parameters have taken; those without gradients so far do not count."""
     steps = {int(s["step"]) for p in params if "step" in (s := optimizer.state.get(p, {}))}
     if len(steps) > 1:
         raise ArgumentError(
             f"parameters of this group have taken {min(steps)} to {max(steps)} steps: "
-            "make an optimizer for each, by dataclasses.replace(optimizer, step=...)"
+            "make an optimizer for each, by from_optimizer(optimizer, group, parameter=...)"
         )
     return steps.pop() if steps else 0
 

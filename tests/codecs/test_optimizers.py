@@ -209,8 +209,19 @@ def test_unknown_optimizers_groups_and_parameters_are_rejected():
         optimizers.state_of(optimizer, torch.nn.Parameter(torch.ones(3)))
     other.grad = None
     optimizer.step()
-    with pytest.raises(codec.ArgumentError, match="have taken 3 to 4 steps"):
+    with pytest.raises(codec.ArgumentError, match=r"have taken 3 to 4 steps.*parameter="):
         optimizers.from_optimizer(optimizer)
+    assert [optimizers.from_optimizer(optimizer, parameter=p).step for p in (w, other)] == [4, 3]
+
+
+def test_first_step_of_a_parameter_has_no_dampening():
+    """A layer that is unfrozen later takes its first step as torch does: m is its gradient."""
+    w, late = (torch.nn.Parameter(torch.ones(100)) for _ in range(2))
+    optimizer = torch.optim.SGD([w, late], 0.1, momentum=0.9, dampening=0.5)
+    w.grad = torch.ones(100)
+    optimizer.step()
+    found = [optimizers.from_optimizer(optimizer, parameter=p) for p in (w, late)]
+    assert [step.dampening for step in found] == [0.5, 0]
 
 
 @pytest.mark.parametrize(

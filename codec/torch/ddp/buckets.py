@@ -185,6 +185,11 @@ def flat(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
 
 
+def _flat_or_zeros(x: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
+    """Return a moment of a parameter as flat values; zeros before its first step."""
+    return flat(p.new_zeros(p.shape) if x is None else x, p)
+
+
 def gradients_in(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
     """Return the gradient of each parameter in a bucket, as views in the parameters' shapes, complex ones as complex.
 
@@ -265,19 +270,17 @@ def bind_to_part(optimizer: Any, part: Part, scale: float, buffers: Buffers, num
     group_of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     if lacking := [name for name, p in zip(part.names, part.parameters, strict=True) if p not in group_of]:
         raise ArgumentError(f"optimizer= does not have {', '.join(lacking)}: give another spec for it by policy=")
-    of_group = {
-        i: replace(optimizers.from_optimizer(optimizer, i), grad_scale=scale)
-        for i in {group_of[p] for p in part.parameters}
-    }
     groups: list[tuple[int, Any]] = []
     offset = 0
     for p in part.parameters:
-        group = of_group[group_of[p]]
+        group = replace(optimizers.from_optimizer(optimizer, group_of[p], parameter=p), grad_scale=scale)
         if not groups or groups[-1][1] != group:
             groups.append((offset, group))
         offset += n_values(p)
     states = [(p, optimizers.state_of(optimizer, p)) for p in part.parameters]
-    common = [name for name in ("theta", "m", "v") if all(name in s for _, s in states)]
-    state = {name: buffers.joined((number, name), [flat(s[name], p) for p, s in states]) for name in common}
+    known = [name for name in ("theta", "m", "v") if any(name in s for _, s in states)]
+    state = {
+        name: buffers.joined((number, name), [_flat_or_zeros(s.get(name), p) for p, s in states]) for name in known
+    }
     assert isinstance(part.spec, Truncate)
     return part.spec.bind(groups, **state)

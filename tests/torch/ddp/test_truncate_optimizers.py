@@ -72,3 +72,39 @@ def test_hooks_of_four_more_optimizers_train_as_float32():
                 assert losses == pytest.approx(found[name], abs=2e-3), (name, spec)
                 assert copies == 1
                 assert share < 0.9, (name, spec, share)
+
+
+LATE = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters()),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, dampening=0.5),
+}
+
+
+def _unfrozen(rank, size, name, hooked):
+    """Train with the last layers, then, wrapped again, with all."""
+    net = ddp_training.net()
+    late = [p for layer in list(net)[:10] for p in layer.parameters()]
+    optimizer = LATE[name](net)
+    hook = codec.torch.ddp_hook("near", optimizer=optimizer) if hooked else None
+    losses = []
+    for first, trainable in ((0, False), (4, True)):
+        for p in late:
+            p.requires_grad_(trainable)
+        model = ddp_training.wrapped(net)
+        if hook is not None:
+            hook.register(model)
+        losses += ddp_training.train(model, optimizer, rank, 4, first)
+    copies = [None] * size
+    dist.all_gather_object(copies, ddp_training.parameter_bytes(net))
+    assert len(set(copies)) == 1
+    return losses, [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_layers_unfrozen_later_train_as_float32(name):
+    """A parameter group whose parameters have taken different numbers of steps, some of them none."""
+    hooked, float32 = (run_ranks(2, _unfrozen, name, hooked) for hooked in (True, False))
+    for (losses, found), (plain, expected) in zip(hooked, float32, strict=True):
+        assert losses == pytest.approx(plain, abs=1e-5)
+        for p, q in zip(found, expected, strict=True):
+            torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-4)
