@@ -149,6 +149,8 @@ static size_t whole(struct source *s, struct memory *m, struct arguments *a)
 	codec_status status;
 
 	said(codec_bound(OR_NULL(s, &a->spec), OR_NULL(s, &a->like), OR_NULL(s, &need)));
+	said(codec_bound_segments(OR_NULL(s, &a->spec), OR_NULL(s, &a->like), OR_NULL(s, a->segments), below(s, 4),
+				  OR_NULL(s, &need)));
 	said(codec_scratch(OR_NULL(s, &a->spec), OR_NULL(s, &a->like), OR_NULL(s, &need)));
 	said(codec_count(OR_NULL(s, &a->spec), OR_NULL(s, &a->like), OR_NULL(s, a->counts), OR_NULL(s, &a->with),
 			 OR_NULL(s, m->scratch.p), OR_LESS(s, SCRATCH)));

@@ -595,6 +595,31 @@ static void check_room(struct task *k, const struct result *r, int residual)
 	exact_free(&scratch);
 }
 
+/* Replace the bound by that for the task's segments. */
+static void bound_by_segments(struct task *k, codec_status bound_status)
+{
+	size_t nbytes = 0;
+	codec_status status = codec_bound_segments(&k->spec, &k->t, k->with.segments, k->with.nsegments, &nbytes);
+
+	if (bound_status == CODEC_OK && status == CODEC_BAD_SEGMENTS) {
+		CHECK(k->with.nsegments && k->expected != CODEC_OK, k->with.nsegments, k->expected);
+		return;
+	}
+	CHECK(status == bound_status && nbytes <= k->bound, status, nbytes);
+	k->bound = nbytes;
+}
+
+/* Return 1 if the size of a frame does not depend on values, so that the bound for its segments is exact. */
+static int fixed_rate(const codec_spec *p)
+{
+	switch (p->codec) {
+	case CODEC_LOSSLESS:
+	case CODEC_TRUNCATE: return 0;
+	case CODEC_TERNARY: return p->variant != CODEC_TERNARY_ENTROPY;
+	default: return !(p->options & CODEC_OPTION_ENTROPY);
+	}
+}
+
 static void check_encoder(struct task *k)
 {
 	int residual = one_in(&k->s, 3) && k->t.dtype == CODEC_FLOAT32 ? IN_PLACE : below(&k->s, 2) ? APART : NONE;
@@ -633,6 +658,8 @@ static void check_encoder(struct task *k)
 					     first.status == CODEC_BAD_SPEC)),
 		      first.status, k->expected);
 	if (first.status == CODEC_OK) {
+		if (fixed_rate(&k->spec))
+			CHECK(first.nbytes == k->bound, first.nbytes, k->bound);
 		check_values(k, &first, residual);
 		k->with.isa = check_some_isa(&k->s);
 		if (one_in(&k->s, 2))
@@ -662,6 +689,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	pick_rest(&k);
 	k.s.p = k.s.end;
 	status = codec_bound(&k.spec, &k.t, &k.bound);
+	bound_by_segments(&k, status);
 	CHECK(codec_scratch(&k.spec, &k.t, &k.need) == status, status, 0);
 	CHECK(codec_job_nbytes(&k.spec, &k.t, &k.job_nbytes, &k.work_nbytes) == status, status, 0);
 	if (status == CODEC_OK) {

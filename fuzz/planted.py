@@ -1,6 +1,6 @@
 """Plant bugs in a copy of the library, one at a time, and measure how soon the fuzzers find them without a corpus.
 
-``make planted`` runs this. Each of the 23 bugs takes a build and at most a minute of fuzzing. A bug removes one check
+``make planted`` runs this. Each of the 24 bugs takes a build and at most a minute of fuzzing. A bug removes one check
 of hostile input or one guarantee of codec.h. The script prints a line for each bug, and fails if fewer than nine in
 ten are found.
 """
@@ -72,7 +72,7 @@ PLANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "fuzz_frames",
         "accepts more parts than the job has room for",
-        [("!nparts || nparts > WIRE_MAX_PARTS(j->h.n) ||", "!nparts ||")],
+        [("!nparts || nparts > WIRE_MAX_ROW_PARTS(j->h.n) ||", "!nparts ||")],
     ),
     (
         "fuzz_frames",
@@ -110,6 +110,11 @@ PLANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         [("most > capacity ? RESIDUAL_LAST : RESIDUAL_WITH_BLOCKS", "RESIDUAL_WITH_BLOCKS")],
     ),
     ("fuzz_encode", "codec_bound omits the list of parts", [("+\n\t      nparts * (WIRE_SEGMENT_NBYTES + 8)", "")]),
+    (
+        "fuzz_encode",
+        "codec_bound_segments omits the records of parts",
+        [("4 + WIRE_SEGMENT_NBYTES * sum.nparts : 0", "4 : 0")],
+    ),
     (
         "fuzz_encode",
         "one instruction set rounds differently",

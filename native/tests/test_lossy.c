@@ -349,6 +349,83 @@ static void test_feedback_rejects_wrong_calls(void **unused)
 	free(scratch);
 }
 
+/* Encode a vector into memory of the bound for its segments, which is exact without an entropy stage. */
+static void encode_bounded(codec_spec spec, uint32_t dtype, uint64_t n, const codec_segment *segments, uint64_t count)
+{
+	uint64_t nbytes = n * codec_dtype_nbytes(dtype);
+	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = dtype, .rank = 1, .shape = {n}, .nbytes = nbytes};
+	codec_context with = {.struct_nbytes = sizeof with, .segments = segments, .nsegments = count};
+	struct guarded src = guard(nbytes), dst, scratch;
+	int entropy = spec.options & CODEC_OPTION_ENTROPY ||
+		      (spec.codec == CODEC_TERNARY && spec.variant == CODEC_TERNARY_ENTROPY);
+	size_t bound, any, need, written, again;
+
+	spec.struct_nbytes = sizeof spec;
+	fill(src.p, dtype, n);
+	assert_int_equal(codec_bound(&spec, &t, &any), CODEC_OK);
+	assert_int_equal(codec_bound_segments(&spec, &t, segments, count, &bound), CODEC_OK);
+	assert_true(bound <= any);
+	assert_int_equal(codec_scratch(&spec, &t, &need), CODEC_OK);
+	dst = guard(bound);
+	scratch = guard(need);
+	t.data = src.p;
+	assert_int_equal(codec_encode(&spec, &t, dst.p, bound, &written, NULL, &with, scratch.p, need), CODEC_OK);
+	assert_true(entropy || written == bound);
+	if (!entropy)
+		assert_int_equal(codec_encode(&spec, &t, dst.p, bound - 1, &again, NULL, &with, scratch.p, need),
+				 CODEC_SHORT_OUTPUT);
+	unguard(src);
+	unguard(dst);
+	unguard(scratch);
+}
+
+static void test_bound_of_segments_is_exact_without_entropy_stage(void **unused)
+{
+	static const codec_segment segments[] = {
+		{.offset = 0, .rank = 2, .shape = {3, 100}},
+		{.offset = 300, .rank = 1, .shape = {7}},
+		{.offset = 310, .rank = 2, .shape = {0, 9}},
+		{.offset = 310, .rank = 2, .shape = {5, 64}},
+		{.offset = 700, .rank = 0},
+		{.offset = 701, .rank = 2, .shape = {60, 300}},
+		{.offset = 19000, .rank = 3, .shape = {2, 3, 5}},
+	};
+
+	(void)unused;
+	for (size_t s = 0; s < NSPECS; s++)
+		for (size_t i = 0; i < 3 && SPECS[s].codec != CODEC_TRUNCATE; i++)
+			for (uint64_t count = 0; count <= sizeof segments / sizeof *segments; count++) {
+				encode_bounded(SPECS[s], DTYPES[i], 19030, segments, count);
+				encode_bounded(SPECS[s], DTYPES[i], 90001, segments, count);
+				if (!count)
+					encode_bounded(SPECS[s], DTYPES[i], 0, segments, count);
+			}
+}
+
+static void test_bound_of_segments_rejects_wrong_arguments(void **unused)
+{
+	codec_segment segments[] = {{.offset = 4, .rank = 1, .shape = {4}}, {.offset = 8, .rank = 1, .shape = {2}}};
+	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = CODEC_FLOAT32, .rank = 1, .shape = {10}};
+	codec_spec spec = {.struct_nbytes = sizeof spec, .codec = CODEC_FLOAT8};
+	size_t nbytes;
+
+	(void)unused;
+	assert_int_equal(codec_bound_segments(&spec, &t, segments, 2, &nbytes), CODEC_OK);
+	assert_int_equal(codec_bound_segments(&spec, &t, segments, 2, NULL), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_bound_segments(&spec, &t, NULL, 2, &nbytes), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_bound_segments(&spec, &t, NULL, 0, &nbytes), CODEC_OK);
+	assert_int_equal(codec_bound_segments(NULL, &t, segments, 2, &nbytes), CODEC_BAD_ARGUMENT);
+	segments[1].offset = 7;
+	assert_int_equal(codec_bound_segments(&spec, &t, segments, 2, &nbytes), CODEC_BAD_SEGMENTS);
+	segments[1].offset = 9;
+	assert_int_equal(codec_bound_segments(&spec, &t, segments, 2, &nbytes), CODEC_BAD_SEGMENTS);
+	spec.codec = CODEC_LOSSLESS;
+	assert_int_equal(codec_bound_segments(&spec, &t, segments, 2, &nbytes), CODEC_BAD_SEGMENTS);
+	t.dtype = CODEC_INT8;
+	spec.codec = CODEC_SIGN;
+	assert_int_equal(codec_bound_segments(&spec, &t, NULL, 0, &nbytes), CODEC_BAD_DTYPE);
+}
+
 /* CODEC_REDUCE_CODES gives integers that equal `sum` / scale, in each integer dtype that holds them, if frames add up.
  */
 static void check_sums_of_codes(const void *const *frames, const size_t *nbytes, size_t count, float scale,
@@ -642,6 +719,8 @@ int main(void)
 		cmocka_unit_test(test_round_trip_between_guard_pages),
 		cmocka_unit_test(test_residual_is_added_or_subtracted),
 		cmocka_unit_test(test_feedback_rejects_wrong_calls),
+		cmocka_unit_test(test_bound_of_segments_is_exact_without_entropy_stage),
+		cmocka_unit_test(test_bound_of_segments_rejects_wrong_arguments),
 		cmocka_unit_test(test_reduce_equals_decode_and_add),
 		cmocka_unit_test(test_environment_is_restored),
 		cmocka_unit_test(test_stack_use_is_limited),

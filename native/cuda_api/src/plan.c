@@ -139,7 +139,7 @@ static int make_plan(codec_cuda_plan *p, const codec_spec *spec, codec_tensor *l
 {
 	size_t bound;
 
-	TRY(codec_bound(spec, like, &bound));
+	TRY(codec_bound_segments(spec, like, with->segments, with->nsegments, &bound));
 	p->bound = bound;
 	p->codec = spec->codec;
 	p->dtype = like->dtype;

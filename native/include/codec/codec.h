@@ -365,10 +365,20 @@ typedef struct codec_context {
 
 /**
  * Compute the size in bytes of the largest frame that `spec` can make of a tensor with the dtype and shape of `like`,
- * for any values: *nbytes. The bound is equal on all machines. codec_encode with this capacity never returns
- * CODEC_SHORT_OUTPUT. `like->data` is not read.
+ * for any values and any segments: *nbytes. The bound is equal on all machines. codec_encode with this capacity never
+ * returns CODEC_SHORT_OUTPUT. `like->data` is not read.
  */
 CODEC_API codec_status codec_bound(const codec_spec *spec, const codec_tensor *like, size_t *nbytes);
+
+/**
+ * Compute the size in bytes of the largest frame with these segments, for any values: *nbytes, at most the size that
+ * codec_bound gives. No segments (`nsegments` 0): the tensor is encoded without segments. codec_encode with these
+ * segments and this capacity never returns CODEC_SHORT_OUTPUT. The size is exact for codecs 2 to 6 without an entropy
+ * stage, which is in FLOAT8 with CODEC_OPTION_ENTROPY and in CODEC_TERNARY_ENTROPY. CODEC_BAD_SEGMENTS: as
+ * codec_encode.
+ */
+CODEC_API codec_status codec_bound_segments(const codec_spec *spec, const codec_tensor *like,
+					    const codec_segment *segments, uint64_t nsegments, size_t *nbytes);
 
 /**
  * Compute the scratch size in bytes that encoding or decoding a tensor like `like` needs: *nbytes, at most 2.5% of the

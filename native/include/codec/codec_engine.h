@@ -56,7 +56,7 @@ CODEC_API codec_status codec_job_nbytes(const codec_spec *spec, const codec_tens
 
 /**
  * Compute the frame capacity in bytes that lets all ranges of blocks be encoded concurrently, with gaps between their
- * regions. With less, down to codec_bound, more tensors must be encoded by one thread.
+ * regions. With less, down to codec_bound_segments, more tensors must be encoded by one thread.
  */
 CODEC_API codec_status codec_encode_room(const codec_spec *spec, const codec_tensor *like, size_t *nbytes);
 
@@ -65,7 +65,8 @@ CODEC_API codec_status codec_encode_room(const codec_spec *spec, const codec_ten
  * codec_encode_start makes these choices. `dst` is not written. plan->nblocks is 0 if the tensor will be stored.
  *
  * With a residual, codecs whose values share scales write it together with the blocks. `capacity` must then hold the
- * largest frame, for which codec_bound is enough; otherwise CODEC_SHORT_OUTPUT is returned before anything is written.
+ * largest frame, for which codec_bound_segments is enough; otherwise CODEC_SHORT_OUTPUT is returned before anything is
+ * written.
  */
 CODEC_API codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
 					 const codec_context *with, void *job, size_t job_nbytes, codec_plan *plan);

@@ -46,10 +46,12 @@ struct family {
 	uint8_t (*symbols)(const struct header *h);
 
 	/*
-	 * bound: return the largest frame in bytes; NULL: a stored one. job_nbytes: return the bytes needed behind
-	 * struct job. opens_with_work: return 1 if opening an encode job needs a thread's buffer; NULL: never.
+	 * bound: return the largest frame in bytes, for any segments; bound_segments: for these; NULL: a stored one.
+	 * job_nbytes: return the bytes needed behind struct job. opens_with_work: return 1 if opening an encode job
+	 * needs a thread's buffer; NULL: never.
 	 */
 	uint64_t (*bound)(const struct header *h);
+	uint64_t (*bound_segments)(const struct header *h, const codec_context *with);
 	uint64_t (*job_nbytes)(const struct header *h);
 	int (*opens_with_work)(const struct header *h);
 	/* Return the size of the family's own work buffers, and place them from *p on. NULL: none. */

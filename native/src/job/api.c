@@ -134,6 +134,21 @@ codec_status codec_bound(const codec_spec *spec, const codec_tensor *like, size_
 	return CODEC_OK;
 }
 
+codec_status codec_bound_segments(const codec_spec *spec, const codec_tensor *like, const codec_segment *segments,
+				  uint64_t nsegments, size_t *nbytes)
+{
+	const codec_context with = {.segments = segments, .nsegments = nsegments};
+	struct header h;
+	codec_tensor t;
+
+	if (!nbytes || (nsegments && !segments))
+		return CODEC_BAD_ARGUMENT;
+	TRY(request(spec, like, 0, &h, &t));
+	TRY(segments_check(&with, h.n));
+	*nbytes = family_of(&h)->bound_segments ? family_of(&h)->bound_segments(&h, &with) : stored_nbytes(&h);
+	return CODEC_OK;
+}
+
 codec_status codec_encode_room(const codec_spec *spec, const codec_tensor *like, size_t *nbytes)
 {
 	struct header h;

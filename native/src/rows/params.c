@@ -94,6 +94,7 @@ const struct family rows_family = {
 	.header_check = header_check,
 	.header_check_size = header_check_size,
 	.bound = rows_bound,
+	.bound_segments = rows_bound_segments,
 	.job_nbytes = rows_job_nbytes,
 	.opens_with_work = rows_opens_with_work,
 	.work_nbytes = rows_work_nbytes,

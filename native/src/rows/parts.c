@@ -11,35 +11,41 @@ static void add_part(struct job *j, uint64_t start, uint64_t count, uint32_t row
 	j->h.nblocks += row_nblocks(header_kind(&j->h), row, count);
 }
 
-/* Consecutive small segments, and values outside of segments, that will be one part. */
-struct run {
-	uint64_t start, end;
-	uint32_t row;
-	uint64_t spare; /* parts that may be added beyond one run between two large segments */
+/*
+ * Cutting a tensor into parts. `add` takes each part in order. A run is consecutive small segments, and values outside
+ * of segments, that will be one part.
+ */
+struct cut {
+	struct row_kind q;
+	void (*add)(void *to, uint64_t start, uint64_t count, uint32_t row);
+	void *to;
+	uint64_t start, end; /* of the run */
+	uint32_t row;        /* of the run */
+	uint64_t spare;      /* parts that may be added beyond one run between two large segments */
 };
 
-static void end_run(struct job *j, struct run *run)
+static void end_run(struct cut *cut)
 {
-	if (run->end > run->start)
-		add_part(j, run->start, run->end - run->start, run->row);
-	run->start = run->end;
+	if (cut->end > cut->start)
+		cut->add(cut->to, cut->start, cut->end - cut->start, cut->row);
+	cut->start = cut->end;
 }
 
 /* Add the values up to `end`, whose row is `row`, to the run, if they keep their scales there; else begin a new run. */
-static void add_to_run(struct job *j, struct run *run, uint64_t end, uint32_t row)
+static void add_to_run(struct cut *cut, uint64_t end, uint32_t row)
 {
-	uint64_t n = run->end - run->start;
+	uint64_t n = cut->end - cut->start;
 
-	if (end == run->end)
+	if (end == cut->end)
 		return;
-	if (n && run->spare && (row != run->row || row_part_scaled(header_kind(&j->h), row) || n % row)) {
-		end_run(j, run);
-		run->spare--;
+	if (n && cut->spare && (row != cut->row || row_part_scaled(cut->q, row) || n % row)) {
+		end_run(cut);
+		cut->spare--;
 		n = 0;
 	}
 	if (!n)
-		run->row = row;
-	run->end = end;
+		cut->row = row;
+	cut->end = end;
 }
 
 /* Return how many parts small segments may have beyond one between each two large segments. */
@@ -52,18 +58,17 @@ static uint64_t spare_parts(uint64_t n, const codec_context *with)
 	return WIRE_MAX_ROW_PARTS(n) - (2 * large + 1);
 }
 
-/* Cut a tensor into parts for encoding, count the blocks, and set the header's row to the one in use. */
-void rows_cut(struct job *j, const codec_context *with)
+/* Cut a tensor that has values into parts. The header has the row that the spec requests. */
+static void cut_parts(const struct header *h, const codec_context *with,
+		      void (*add)(void *to, uint64_t start, uint64_t count, uint32_t row), void *to)
 {
-	const struct row_kind q = header_kind(&j->h);
-	const uint32_t asked = j->h.group_size, flat = row_in_use(q, asked, 1, NULL);
+	const struct row_kind q = header_kind(h);
+	const uint32_t asked = h->group_size, flat = row_in_use(q, asked, 1, NULL);
 	const uint32_t least = asked == ROW_ASKED_LAST ? ROW_LEAST : 0;
-	struct run run = {.spare = spare_parts(j->h.n, with)};
+	struct cut cut = {.q = q, .add = add, .to = to, .spare = spare_parts(h->n, with)};
 
-	j->nparts = j->nsums = j->h.nblocks = 0;
 	if (!with->nsegments) {
-		add_part(j, 0, j->h.n, row_in_use(q, asked, j->h.rank, j->h.shape));
-		j->h.group_size = job_parts(j)->group_size;
+		add(to, 0, h->n, row_in_use(q, asked, h->rank, h->shape));
 		return;
 	}
 	for (uint64_t i = 0; i < with->nsegments; i++) {
@@ -73,19 +78,33 @@ void rows_cut(struct job *j, const codec_context *with)
 
 		if (!count)
 			continue;
-		add_to_run(j, &run, s->offset, flat);
+		add_to_run(&cut, s->offset, flat);
 		if (count < WIRE_PART_MIN) {
-			add_to_run(j, &run, end, MAX(row, least));
+			add_to_run(&cut, end, MAX(row, least));
 			continue;
 		}
-		end_run(j, &run);
-		add_part(j, s->offset, count, row);
-		run.start = run.end = end;
+		end_run(&cut);
+		add(to, s->offset, count, row);
+		cut.start = cut.end = end;
 	}
-	add_to_run(j, &run, j->h.n, flat);
-	end_run(j, &run);
-	j->h.group_size = 0;
-	j->h.flags |= WIRE_FLAG_SEGMENTS;
+	add_to_run(&cut, h->n, flat);
+	end_run(&cut);
+}
+
+static void add_to_job(void *job, uint64_t start, uint64_t count, uint32_t row)
+{
+	add_part(job, start, count, row);
+}
+
+/* Cut a tensor into parts for encoding, count the blocks, and set the header's row to the one in use. */
+void rows_cut(struct job *j, const codec_context *with)
+{
+	const struct header h = j->h;
+
+	j->nparts = j->nsums = j->h.nblocks = 0;
+	cut_parts(&h, with, add_to_job, j);
+	j->h.group_size = with->nsegments ? 0 : job_parts(j)->group_size;
+	j->h.flags |= with->nsegments ? WIRE_FLAG_SEGMENTS : 0;
 }
 
 uint64_t rows_job_nbytes(const struct header *h)
@@ -150,6 +169,38 @@ uint64_t rows_bound(const struct header *h)
 	cut = cut * (WIRE_DIRECTORY_ENTRY + 16) + (row ? (h->n / row + cut) * 8 : 0) +
 	      nparts * (WIRE_SEGMENT_NBYTES + 8);
 	return head + row_codes_nbytes(q, h->n) + MAX(most, cut);
+}
+
+/* Bytes of a frame that depend on its parts. */
+struct parts_nbytes {
+	struct row_kind q;
+	uint64_t nparts, scales, nblocks, regions; /* scales: of parts, not of rows */
+};
+
+static void add_nbytes(void *to, uint64_t start, uint64_t count, uint32_t row)
+{
+	struct parts_nbytes *sum = to;
+	uint64_t block = row_block(sum->q, row), rest = count % block;
+
+	(void)start;
+	sum->nparts++;
+	sum->scales += row_part_scaled(sum->q, row) ? 8 : 0;
+	sum->nblocks += row_nblocks(sum->q, row, count);
+	sum->regions += count / block * row_region_nbytes(sum->q, row, block);
+	sum->regions += rest ? row_region_nbytes(sum->q, row, rest) : 0;
+}
+
+/* Return the largest frame in bytes, for these segments; exact without an entropy stage. */
+uint64_t rows_bound_segments(const struct header *h, const codec_context *with)
+{
+	struct parts_nbytes sum = {.q = header_kind(h)};
+	uint64_t head = WIRE_AT_SHAPE + 8 * (uint64_t)h->rank, side = sum.q.entropy ? BOOK_MAX_NBYTES : 0;
+
+	if (!h->n)
+		return head;
+	cut_parts(h, with, add_nbytes, &sum);
+	side += (with->nsegments ? 4 + WIRE_SEGMENT_NBYTES * sum.nparts : 0) + sum.scales;
+	return head + ALIGN8(side) + WIRE_DIRECTORY_ENTRY * sum.nblocks + sum.regions;
 }
 
 uint64_t rows_side_nbytes(const struct job *j)

@@ -22,6 +22,7 @@ struct place {
 };
 struct place rows_place(const struct job *j, uint64_t block);
 uint64_t rows_bound(const struct header *h);
+uint64_t rows_bound_segments(const struct header *h, const codec_context *with);
 uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count);
 
 /* Return the length of the run of values from index i of a block: whole rows, or a piece of one. */

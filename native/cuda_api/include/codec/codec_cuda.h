@@ -106,7 +106,7 @@ CODEC_API int codec_cuda_plan_open(const codec_cuda_device *device, const codec_
 /** Free a plan. Work that was submitted with it may still run. NULL: do nothing. */
 CODEC_API void codec_cuda_plan_close(codec_cuda_plan *plan);
 
-/** Return the size in bytes of the largest frame of such a tensor, for any values: codec_bound. */
+/** Return the size in bytes of the largest frame of such a tensor, for any values: codec_bound_segments. */
 CODEC_API uint64_t codec_cuda_bound(const codec_cuda_plan *plan);
 
 /** Result in device memory, valid when the stream has passed the call. Its address is a multiple of 8. */
