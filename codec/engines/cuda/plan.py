@@ -55,10 +55,10 @@ class Plan:
         job, view, head = new_bytes(size[0]), ffi.new("codec_view *"), new_bytes(lib.CODEC_HEADER_NBYTES)
         check(lib.codec_encode_plan(spec, like, call.context, job, size[0], plan))
         check(lib.codec_encode_head(job, head, lib.CODEC_HEADER_NBYTES, size + 1))
-        _call.give(call)
         view.struct_nbytes = VIEW_NBYTES
         check(lib.codec_job_view(job, view))
-        check(lib.codec_bound(spec, like, size))
+        check(lib.codec_bound_segments(spec, like, call.context.segments, call.context.nsegments, size))
+        _call.give(call)
         self.view, self.bound = view, size[0]
         self.nparts = view.model_parts.count
         self._region = -(-plan.region_bound // 64) * 64

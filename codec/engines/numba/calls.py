@@ -27,7 +27,7 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
     count = pool.choose_threads(threads, r.x.nbytes)
     try:
         if out is not None:
-            check(lib.codec_bound(s, t, call.size))
+            check(lib.codec_bound_segments(s, t, call.context.segments, call.context.nsegments, call.size))
             if out.nbytes >= call.size[0]:
                 n = blockwise.encode(loops, call, s, out.data, out.nbytes, count)
                 if n is not None:
