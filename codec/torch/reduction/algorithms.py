@@ -22,7 +22,7 @@ async def two_shot(part: Part, r: Reduction) -> Values:
     """
     size, me, others = part.size, part.rank, part.others
     slices = r.slices(size)
-    bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
+    bounds = [[r.frame_bound(piece) for piece in pieces] for pieces in slices]
     scatter = ScatterPhase(part, r, slices, part.arena.nbytes_of([b for each in bounds for b in each]))
     chunks = range(len(slices[me]))
     sums = {(c, o): part.receive(bounds[o][c], o) for c in chunks for o in others}
@@ -169,7 +169,7 @@ async def ring(part: Part, r: Reduction) -> Values:
     """
     size, me = part.size, part.rank
     slices = r.slices(size)
-    bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
+    bounds = [[r.frame_bound(piece) for piece in pieces] for pieces in slices]
     left, right, steps = (me - 1) % size, (me + 1) % size, range(size - 1)
     part.arena.reserve(part.arena.nbytes_of(4 * [b for each in bounds for b in each]))
     sums = [[part.receive(b, left) for b in bounds[(me - s - 1) % size]] for s in steps]

@@ -11,10 +11,8 @@ from codec.decoding import decode_request
 from codec.encoding import encode_request
 from codec.engines import choose
 from codec.explain import explain
-from codec.frame_size import has_fixed_rate
 from codec.specs import BoundSpec
 from codec.stateful.ranges import Memory
-from codec.tensors.segments import unpack
 from codec.tensors.view import view_bytes
 from codec.tensors.wrapper import View
 from codec.torch._compat import from_numpy
@@ -128,18 +126,6 @@ class DeviceReduction(Reduction):
         return rounded
 
     # Frames that stay on the GPU, many in one call of the engine
-
-    @property
-    def has_fixed_rate(self) -> bool:
-        """True if the sizes of frames do not depend on values."""
-        return has_fixed_rate(self.spec)
-
-    def frame_bound(self, piece: Piece) -> int:
-        """Return the size of a piece's frame if the codec has a fixed rate, else its upper bound."""
-        if not self.has_fixed_rate:
-            return self.bound(piece.n)
-        segments = None if piece.segments is None else unpack(piece.segments)
-        return codec.frame_nbytes(piece.n, self.dtype, self.spec, segments=segments)
 
     def empty_bytes(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return memory on the GPU for bytes."""

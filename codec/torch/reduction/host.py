@@ -77,8 +77,12 @@ class Reduction:
         return parts[0][1] if len(parts) == 1 and prod(parts[0][1]) == self.n else None
 
     def bound(self, n: int) -> int:
-        """Return an upper bound of the bytes of a frame of `n` values."""
+        """Return the upper bound of the bytes of a frame of `n` values with any segments, for the partition."""
         return bound(n, self.dtype, self.spec)
+
+    def frame_bound(self, piece: Piece) -> int:
+        """Return the upper bound of the bytes of a piece's frame; its size if the codec has a fixed rate."""
+        return bound(piece.n, self.dtype, self.spec, segments=piece.segments or ())
 
     def slices(self, size: int) -> list[list[Piece]]:
         """Return a slice for each of `size` ranks, as pieces."""

@@ -66,7 +66,7 @@ class ScatterPhase:
 
     def __init__(self, part: Part, r: Reduction, slices: Sequence[Sequence[Piece]], nbytes: int = 0) -> None:
         self._part, self._r, self._slices = part, r, slices
-        self._bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
+        self._bounds = [[r.frame_bound(piece) for piece in pieces] for pieces in slices]
         self._own: list[Array | None] = []
         mine = self._bounds[part.rank]
         needed = [b for bounds in self._bounds for b in bounds] + mine * (part.size - 1)
@@ -111,7 +111,7 @@ class BroadcastPhase:
     def __init__(self, part: Part, r: Reduction) -> None:
         self._part, self._r = part, r
         self._pieces = [piece for pieces in r.slices(1) for piece in pieces]
-        self._bounds = [r.bound(piece.n) for piece in self._pieces]
+        self._bounds = [r.frame_bound(piece) for piece in self._pieces]
         part.arena.reserve(part.arena.nbytes_of(self._bounds * part.size), pinned=r.on_device)
         self._incoming = [{o: part.receive(b, o) for o in part.others} for b in self._bounds]
 

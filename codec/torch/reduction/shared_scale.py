@@ -104,8 +104,12 @@ class _Shared(Reduction):
                 yield slice(a - piece.begin, b - piece.begin), slice(a, b), self._scales[i]
 
     def bound(self, n: int) -> int:
-        """Return an upper bound of the bytes of a frame of `n` terms or sums."""
+        """Return the upper bound of the bytes of a frame of `n` terms or sums, for the partition."""
         return max(self._signs.bound(n), bound(*self._packed(n), Lossless()))
+
+    def frame_bound(self, piece: Piece) -> int:
+        """Return the upper bound of the bytes of the frames of a piece's terms and sums."""
+        return max(self._signs.frame_bound(piece), bound(*self._packed(piece.n), Lossless()))
 
     def _packed(self, n: int) -> tuple[int, str]:
         """Return the number and dtype of the integers that hold `n` sums."""

@@ -1,9 +1,12 @@
 """Rows keep their scales in slices of any size: results do not depend on the number of ranks."""
 
+import numpy as np
 import torch
 
 import codec
 import codec.torch
+from codec.tensors.segments import pack
+from codec.torch.reduction.host import Reduction
 from support.ddp_training import wrapped
 from support.ranks import run_ranks
 
@@ -40,3 +43,15 @@ def test_rows_have_the_same_scales_on_any_number_of_ranks():
         for found in run_ranks(size, _rows):
             for y, expected in zip(found, one, strict=True):  # means of means are rounded once more
                 torch.testing.assert_close(y, expected, rtol=1e-5, atol=0)
+
+
+def test_room_for_a_piece_is_the_size_of_its_frame():
+    """Pieces with few rows take no memory for the records of parts that only other segments could cause."""
+    x = np.random.default_rng(0).standard_normal(8192).astype(np.float32)
+    segments = pack([(0, (20, 100)), (2000, (100,)), (2100, (30, 200))])
+    for given_segments in (None, segments):
+        for spec in (*SPECS, codec.Quantize(4)):
+            r = Reduction(x, "float32", spec, "sum", 0, given_segments)
+            for piece in [piece for pieces in r.slices(4) for piece in pieces]:
+                out = np.empty(r.frame_bound(piece), np.uint8)
+                assert r.encode(piece, out, 0) == out.size < r.bound(piece.n) - 1000
