@@ -68,6 +68,27 @@ TEST_CASE("Elements reduced by Gloo's ring and bcube are identical on all ranks"
 		ranks::run_alike(size, by_hand);
 }
 
+TEST_CASE("Elements have the size of the frame of a block")
+{
+	for (const Case &c : codecs()) {
+		if (!is_fixed_rate(c.spec))
+			continue;
+		for (uint64_t block : {1024, 5000, 65536}) {
+			Tensor x = tensor(0, CODEC_FLOAT32, block);
+			const codec_tensor src = detail::tensor_of(CODEC_FLOAT32, x.data(), block);
+			const Blocks blocks(c.spec, CODEC_FLOAT32, block, Op::sum, 0, block);
+			size_t written, nbytes;
+
+			detail::check(codec_scratch(&c.spec, &src, &nbytes));
+			std::vector<uint8_t> frame(blocks.element_nbytes()), scratch(nbytes);
+			detail::check(codec_encode(&c.spec, &src, frame.data(), frame.size(), &written, nullptr,
+						   nullptr, scratch.data(), scratch.size()));
+			CAPTURE(c.name);
+			CHECK(written == blocks.element_nbytes());
+		}
+	}
+}
+
 namespace
 {
 

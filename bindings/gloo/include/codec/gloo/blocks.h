@@ -78,7 +78,8 @@ public:
 
 		if (!is_fixed_rate(spec))
 			throw SpecError(CODEC_BAD_SPEC, "frames of this codec differ in size: they cannot be elements");
-		detail::check(codec_bound(&spec, &like, &element_nbytes_));
+		/* exact: elements have no segments, and the frame of the last, shorter one is not larger */
+		detail::check(codec_bound_segments(&spec, &like, nullptr, 0, &element_nbytes_));
 		detail::check(codec_scratch(&spec, &like, &nbytes));
 		scratch_.resize(nbytes);
 		parameters_.emplace(spec, dtype, false, scratch_);

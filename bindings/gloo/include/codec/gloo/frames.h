@@ -172,13 +172,23 @@ struct Reduction {
 		return x + piece.begin * itemsize;
 	}
 
-	/* Return the upper bound of a frame of `count` values, in bytes. */
+	/* Return the upper bound of a frame of `count` values with any segments, in bytes: for the partition. */
 	size_t bound(uint64_t count) const
 	{
 		codec_tensor t = tensor_of(dtype, nullptr, count);
 		size_t nbytes;
 
 		check(codec_bound(&spec, &t, &nbytes));
+		return nbytes;
+	}
+
+	/* Return the upper bound of the frame of a piece, in bytes. */
+	size_t bound(const Piece &piece) const
+	{
+		codec_tensor t = tensor_of(dtype, nullptr, piece.n());
+		size_t nbytes;
+
+		check(codec_bound_segments(&spec, &t, piece.segments.data(), piece.segments.size(), &nbytes));
 		return nbytes;
 	}
 
@@ -203,7 +213,7 @@ struct Reduction {
 		std::vector<size_t> found;
 
 		for (const Piece &piece : pieces)
-			found.push_back(bound(piece.n()));
+			found.push_back(bound(piece));
 		return found;
 	}
 
