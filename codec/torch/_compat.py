@@ -83,6 +83,25 @@ def joins(model: DistributedDataParallel) -> bool:
     return config.enable and not config.throw_on_early_termination
 
 
+def fsdp_shards(module: Any) -> list[tuple[tuple[int, ...], bool]]:
+    """Return the padded shape of a rank's shard of each parameter of an FSDP2 module, and whether it is trained.
+
+    The order is that of the flat tensors which FSDP2 passes to collectives. Empty if `module` is None, or if this torch
+    lacks the private names.
+    """
+    state = module._get_fsdp_state() if module is not None else None
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # older torch
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    if len(groups) != 1:
+        return []
+    parameters = getattr(groups[0], "fsdp_params", [])
+    try:
+        return [(tuple(p.padded_sharded_param_size), p.sharded_param.requires_grad) for p in parameters]
+    except AttributeError:
+        return []
+
+
 _PIPELINING_TESTED = "2.13"  # versions of torch
 # Methods of PipelineStage that CompressedStage overrides, with the parameters that are used by position.
 STAGE_METHODS = {

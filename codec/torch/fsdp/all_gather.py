@@ -9,6 +9,7 @@ from codec import CallOptions
 from codec.specs import Lossless, Preset, Spec
 from codec.torch import _compat
 from codec.torch.fsdp.base import ModuleCollective, modules_of
+from codec.torch.fsdp.layout import parameter_segments
 from codec.torch.group.communicator import Communicator
 from codec.torch.reduction.arguments import NAMES, check_output, check_sizes, publish, reduction_of
 from codec.torch.reduction.execution import run
@@ -28,6 +29,10 @@ class AllGather(ModuleCollective):
     options : CallOptions, optional
         As for :class:`ReduceScatter`.
 
+    Notes
+    -----
+    Scales of lossy codecs follow the rows of each shard, if :meth:`register` was used.
+
     Examples
     --------
     >>> model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(100, 100))
@@ -43,13 +48,19 @@ class AllGather(ModuleCollective):
     def register(self, model: torch.nn.Module) -> "AllGather":
         """Make all FSDP2 modules in `model` gather their parameters by this object, and return it."""
         for module in modules_of(model).values():
-            module.set_custom_all_gather(self)
+            module.set_custom_all_gather(_ModuleAllGather(self, module))
         return self
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Do what ``dist.all_gather_single`` does; FSDP2 calls this."""
+        return self.all_gather(None, output_tensor, input_tensor, group, async_op)
+
+    def all_gather(
+        self, module: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool
+    ) -> dist.Work | None:
+        """Gather the parameters of a module; None: not known."""
         if input_tensor.dtype not in NAMES:
             self._count_plain()
             return _compat.all_gather_single(output_tensor, input_tensor, group, async_op)
@@ -58,8 +69,22 @@ class AllGather(ModuleCollective):
             def prepare() -> Reduction:
                 check_sizes(output_tensor, comm.channel.size, input_tensor)
                 check_output(output_tensor, output_tensor.dtype, output_tensor.numel())
-                return reduction_of(input_tensor, self._spec, "sum", stream, settings=self._settings)
+                segments = parameter_segments(module, input_tensor.numel())
+                return reduction_of(input_tensor, self._spec, "sum", stream, segments=segments, settings=self._settings)
 
             await run(comm, collective, GATHER, prepare, lambda result, r: publish(result, r, output_tensor))
 
         return self._run("all_gather", group, input_tensor, lambda size: size - 1, work, output_tensor, async_op)
+
+
+class _ModuleAllGather:
+    """The all-gather of one module."""
+
+    def __init__(self, comm: AllGather, module: Any) -> None:
+        self.allocate = comm.allocate
+        self._comm, self._module = comm, module
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        return self._comm.all_gather(self._module, output_tensor, input_tensor, group, async_op)

@@ -10,6 +10,7 @@ from codec import ArgumentError, CallOptions
 from codec.specs import Lossless, Preset, Spec
 from codec.torch.feedback.single import JointResidual
 from codec.torch.fsdp.base import GradientCollective, modules_of
+from codec.torch.fsdp.layout import gradient_segments
 from codec.torch.fsdp.passes import Pass
 from codec.torch.group.communicator import Communicator
 from codec.torch.reduction.arguments import NAMES, OpLike, check_output, op_of, publish, reduction_of
@@ -50,6 +51,8 @@ class AllReduce(GradientCollective):
 
     Notes
     -----
+    Scales follow the rows of each shard, as for :class:`ReduceScatter`.
+
     ``set_requires_all_reduce(False)`` is for FSDP2's own all-reduce; to accumulate gradients without this one, use
     ``set_requires_gradient_sync(False)``.
 
@@ -100,7 +103,7 @@ class AllReduce(GradientCollective):
                     'the mesh of fully_shard has the replicas, too: use fully_shard(mesh=mesh["shard"])'
                 )
         for name, module in modules.items():
-            module.set_all_reduce_hook(functools.partial(self.all_reduce, name))
+            module.set_all_reduce_hook(functools.partial(self.all_reduce, name, module=module))
         self._names = list(modules)
         return self
 
@@ -108,8 +111,8 @@ class AllReduce(GradientCollective):
         """Reduce a shard of gradients in place; for ``set_all_reduce_hook``."""
         self.all_reduce(None, tensor)
 
-    def all_reduce(self, name: str | None, tensor: torch.Tensor) -> None:
-        """Reduce the gradients of the module `name` in place."""
+    def all_reduce(self, name: str | None, tensor: torch.Tensor, *, module: Any = None) -> None:
+        """Reduce the gradients of a module in place; None: its name or the module is not known."""
         if tensor.dtype not in NAMES:
             self._count_plain()
             op = dist.ReduceOp.AVG if self._op == "mean" else dist.ReduceOp.SUM
@@ -122,7 +125,8 @@ class AllReduce(GradientCollective):
 
             def prepare() -> Planned:
                 nonlocal feedback
-                r = reduction_of(tensor, self._spec, self._op, stream, settings=self._settings)
+                segments = gradient_segments(module, tensor.numel(), 1)
+                r = reduction_of(tensor, self._spec, self._op, stream, segments=segments, settings=self._settings)
                 check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
                 feedback = self._feed(r, now, name)
                 return r, choose(self._algorithm, r, comm.channel)

@@ -10,6 +10,7 @@ from codec import CallOptions
 from codec.specs import Lossless, Preset, Spec
 from codec.torch import _compat
 from codec.torch.fsdp.base import GradientCollective, modules_of
+from codec.torch.fsdp.layout import gradient_segments
 from codec.torch.fsdp.passes import Pass
 from codec.torch.group.communicator import Communicator
 from codec.torch.reduction.arguments import NAMES, check_output, check_sizes, publish, reduction_of
@@ -42,6 +43,12 @@ class ReduceScatter(GradientCollective):
 
     Notes
     -----
+    Scales of lossy codecs follow the rows of each rank's shard of each parameter, as in the DDP hook. FSDP2 passes
+    gradients as flat tensors, so :meth:`register` is needed, which knows the modules. There are no rows in a pass in
+    which a parameter of the module gets no gradient, nor if this object was given to ``set_custom_reduce_scatter``:
+    ``Float8()`` then has a scale for 1,024 values, whatever their rows. Frozen parameters do no harm. For others call
+    ``set_reduce_scatter_unused_params(True)``, or use ``Float8(group_size=64)``, which limits what shares a scale.
+
     An error on one rank is an error on all ranks, and residuals are as before that backward pass. Gradients of dtypes
     without a codec go through torch.distributed.
 
@@ -67,7 +74,7 @@ class ReduceScatter(GradientCollective):
         """Make all FSDP2 modules in `model` reduce their gradients by this object, and return it."""
         modules = modules_of(model)
         for name, module in modules.items():
-            module.set_custom_reduce_scatter(_ModuleReduceScatter(self, name))
+            module.set_custom_reduce_scatter(_ModuleReduceScatter(self, name, module))
         self._names = list(modules)
         return self
 
@@ -78,9 +85,17 @@ class ReduceScatter(GradientCollective):
         return self.reduce_scatter(None, output_tensor, input_tensor, group, op, async_op)
 
     def reduce_scatter(
-        self, name: str | None, output: torch.Tensor, tensor: torch.Tensor, group: Any, op: Any, async_op: bool
+        self,
+        name: str | None,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool,
+        *,
+        module: Any = None,
     ) -> dist.Work | None:
-        """Reduce the gradients of the module `name`."""
+        """Reduce the gradients of a module; None: its name or the module is not known."""
         if tensor.dtype not in NAMES:
             self._count_plain()
             return _compat.reduce_scatter_single(output, tensor, op, group, async_op)
@@ -92,7 +107,8 @@ class ReduceScatter(GradientCollective):
         async def work(comm: Communicator, collective: Collective, stream: int) -> None:
             def prepare() -> Reduction:
                 check_sizes(tensor, comm.channel.size, output)
-                r = reduction_of(tensor, self._spec, op, stream, settings=self._settings)
+                segments = gradient_segments(module, tensor.numel(), comm.channel.size)
+                r = reduction_of(tensor, self._spec, op, stream, segments=segments, settings=self._settings)
                 check_output(output, output.dtype, output.numel())
                 self._feed(r, now, name)
                 return r
@@ -114,11 +130,13 @@ class ReduceScatter(GradientCollective):
 class _ModuleReduceScatter:
     """The reduce-scatter of one module."""
 
-    def __init__(self, comm: ReduceScatter, name: str) -> None:
+    def __init__(self, comm: ReduceScatter, name: str, module: Any) -> None:
         self.allocate = comm.allocate
-        self._comm, self._name = comm, name
+        self._comm, self._name, self._module = comm, name, module
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        return self._comm.reduce_scatter(self._name, output_tensor, input_tensor, group, op, async_op)
+        return self._comm.reduce_scatter(
+            self._name, output_tensor, input_tensor, group, op, async_op, module=self._module
+        )

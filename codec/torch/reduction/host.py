@@ -90,7 +90,7 @@ class Reduction:
 
     def even_slices(self, size: int) -> list[list[Piece]]:
         """Return slices of equal size for `size` ranks, as pieces."""
-        return cut_evenly(self.n, size, self.x.itemsize, self._chunk_nbytes)
+        return cut_evenly(self.n, size, self.x.itemsize, self._chunk_nbytes, self.segments)
 
     @property
     def _chunk_nbytes(self) -> int:

@@ -72,12 +72,26 @@ def cut(
     return [pieces[r * chunks : (r + 1) * chunks] for r in range(size)]
 
 
-def cut_evenly(n: int, size: int, itemsize: int, chunk_nbytes: int) -> list[list[Piece]]:
-    """Return slices of n / size values each, as :func:`cut` does without segments; `n` is a multiple of `size`."""
+@functools.lru_cache(256)
+def cut_evenly(
+    n: int, size: int, itemsize: int, chunk_nbytes: int, segments: Records | None = None
+) -> list[list[Piece]]:
+    """Return slices of n / size values each, as :func:`cut` does; `n` is a multiple of `size`.
+
+    Cut points do not depend on the segments. The values of a row that a cut divides lie outside of segments.
+    """
     each = n // size
     chunks = _chunks(each * itemsize, chunk_nbytes)
-    cuts = [i * each // chunks for i in range(chunks + 1)]
-    return [[Piece(r * each + a, r * each + b, None) for a, b in pairwise(cuts)] for r in range(size)]
+    cuts = [r * each + i * each // chunks for r in range(size) for i in range(chunks)] + [n]
+    inside = unpack(segments) if segments else []
+    offsets, ends = [offset for offset, _ in inside], [offset + prod(shape) for offset, shape in inside]
+
+    def within(a: int, b: int) -> Records | None:
+        near = inside[bisect.bisect_right(ends, a) : bisect.bisect_left(offsets, b)]
+        return pack(_inside(near, a, b)) if inside else None
+
+    pieces = [Piece(a, b, within(a, b)) for a, b in pairwise(cuts)]
+    return [pieces[r * chunks : (r + 1) * chunks] for r in range(size)]
 
 
 def _chunks(nbytes: float, chunk_nbytes: int) -> int:
