@@ -274,6 +274,62 @@ static void test_residual_is_added_or_subtracted(void **unused)
 							 SIZES[i / 3], 1 + isa);
 }
 
+/*
+ * CODEC_DELTA with NaN: frames are equal for all payloads in the residual and all instruction sets. The new residual is
+ * NaN where the tensor or the residual is, and else bit-identical.
+ */
+static void test_delta_of_nan_depends_on_no_payload(void **unused)
+{
+	enum { N = 4999 };
+	static const uint32_t PAYLOADS[] = {0x7fc00000, 0xffc00000, 0x7f800001, 0xffabcdef, 0x7fffffff};
+	codec_spec spec = {.struct_nbytes = sizeof spec, .codec = CODEC_FLOAT8, .options = CODEC_OPTION_PROPAGATE};
+	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = CODEC_FLOAT32, .rank = 1, .shape = {N}, .nbytes = 4 * N};
+	uint32_t *x = malloc(4 * N), *e = malloc(4 * N), *sum = malloc(4 * N), *first = malloc(4 * N);
+	size_t bound, need, written, nbytes = 0;
+	uint8_t *frame, *other, *scratch;
+
+	(void)unused;
+	fill((uint8_t *)x, CODEC_FLOAT32, N);
+	fill((uint8_t *)e, CODEC_FLOAT32, N);
+	for (uint64_t i = 3; i < N; i += 11)
+		x[i] = 0xff812345;
+	t.data = x;
+	assert_int_equal(codec_bound(&spec, &t, &bound), CODEC_OK);
+	assert_int_equal(codec_scratch(&spec, &t, &need), CODEC_OK);
+	frame = malloc(bound);
+	other = malloc(bound);
+	scratch = malloc(need);
+	for (uint32_t isa = 0; codec_isa_name(isa); isa++)
+		for (size_t p = 0; p < sizeof PAYLOADS / sizeof *PAYLOADS && codec_isa_usable(isa); p++) {
+			codec_context with = {.struct_nbytes = sizeof with, .isa = 1 + isa, .flags = CODEC_DELTA};
+
+			for (uint64_t i = 0; i < N; i += 7)
+				e[i] = PAYLOADS[p];
+			memcpy(sum, e, 4 * N);
+			assert_int_equal(
+				codec_encode(&spec, &t, other, bound, &written, (float *)sum, &with, scratch, need),
+				CODEC_OK);
+			if (!nbytes) {
+				nbytes = written;
+				memcpy(frame, other, nbytes);
+				memcpy(first, sum, 4 * N);
+			}
+			assert_true(written == nbytes && memcmp(frame, other, nbytes) == 0);
+			for (uint64_t i = 0; i < N; i++)
+				if (i % 7 == 0 || i % 11 == 3)
+					assert_true((sum[i] & ROUND_ABS) > ROUND_INF);
+				else
+					assert_int_equal(sum[i], first[i]);
+		}
+	free(x);
+	free(e);
+	free(sum);
+	free(first);
+	free(frame);
+	free(other);
+	free(scratch);
+}
+
 /* Error feedback with invalid arguments or sums is rejected, and the residual is unchanged. */
 static void test_feedback_rejects_wrong_calls(void **unused)
 {
@@ -718,6 +774,7 @@ int main(void)
 		cmocka_unit_test(test_conversions_equal_scalar_functions),
 		cmocka_unit_test(test_round_trip_between_guard_pages),
 		cmocka_unit_test(test_residual_is_added_or_subtracted),
+		cmocka_unit_test(test_delta_of_nan_depends_on_no_payload),
 		cmocka_unit_test(test_feedback_rejects_wrong_calls),
 		cmocka_unit_test(test_bound_of_segments_is_exact_without_entropy_stage),
 		cmocka_unit_test(test_bound_of_segments_rejects_wrong_arguments),

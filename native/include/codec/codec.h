@@ -274,7 +274,9 @@ typedef struct codec_fault {
 /**
  * Encode: encode the tensor minus `residual`, each difference rounded to float32, and add the decoded values to
  * `residual`, each sum rounded. `residual` is a tensor that receivers know, and keep by codec_accumulate of the frame.
- * The frame is the one that encoding the differences gives, but has the tensor's dtype. A NaN becomes 0x7fc00000.
+ * The frame is the one that encoding the differences gives, but has the tensor's dtype. A NaN difference becomes
+ * 0x7fc00000, so frames do not depend on payloads. A sum in `residual` is NaN where the decoded value or the given
+ * residual is; its payload is unspecified, as that of codec_accumulate, and may differ between instruction sets.
  * `residual` must not be the tensor. For codecs 2 to 6; others, and CODEC_FEEDBACK with it, return CODEC_BAD_ARGUMENT.
  */
 #define CODEC_DELTA 1024u
