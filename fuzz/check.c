@@ -6,6 +6,7 @@
 #include "check.h"
 #include "codec/codec_engine.h"
 #include "exact/round.h"
+#include "exact/wire.h"
 
 #define ISAS 8
 #define FRAMES 4
@@ -773,6 +774,17 @@ static int subject_open(struct subject *f, const struct given *given, struct sou
 	return 0;
 }
 
+/* Check that a frame that was accepted has no more parts than the format allows: jobs have room for so many. */
+static void check_parts(const struct subject *f, codec_status status)
+{
+	uint32_t codec = f->info.spec.codec;
+	uint64_t n = f->info.n;
+	int rows = codec != CODEC_LOSSLESS && codec != CODEC_TRUNCATE;
+
+	if (status == CODEC_OK)
+		CHECK(f->info.nsegments <= (rows ? WIRE_MAX_ROW_PARTS(n) : WIRE_MAX_PARTS(n)), f->info.nsegments, n);
+}
+
 codec_status check_frame(const struct given *given, const struct given *others, size_t nothers, struct source *s)
 {
 	codec_status status = CODEC_BAD_HEADER;
@@ -783,6 +795,7 @@ codec_status check_frame(const struct given *given, const struct given *others, 
 	if (subject_open(f, given, s)) {
 		plain = decode_everywhere(f, (struct way){0});
 		status = plain.status;
+		check_parts(f, status);
 		check_flags(f, &plain);
 		check_missing(f, &plain);
 		check_floats(f, &plain);

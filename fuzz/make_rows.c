@@ -207,6 +207,8 @@ static uint64_t block_of(const struct kind *q, uint64_t row)
 	return row < WIRE_ROW_BLOCK ? WIRE_ROW_BLOCK / row * row : row;
 }
 
+#define PARTS 128 /* maximum number of parts of a frame */
+
 struct part {
 	uint64_t count;
 	uint32_t row;
@@ -215,7 +217,7 @@ struct part {
 /* Write the parts: a single one, or several with their own rows. */
 static uint64_t put_parts(struct maker *m, const struct kind *q, struct part *part)
 {
-	uint64_t n = m->g->n, nparts = 0, most = WIRE_MAX_PARTS(n), done = 0, allowed = most;
+	uint64_t n = m->g->n, nparts = 0, most = WIRE_MAX_ROW_PARTS(n), done = 0, allowed = most;
 	/* params may be those of a frame in parts */
 	int rows = q->codec == CODEC_FLOAT8 || q->codec == CODEC_FLOAT4 || q->codec == CODEC_QUANTIZE;
 
@@ -227,8 +229,8 @@ static uint64_t put_parts(struct maker *m, const struct kind *q, struct part *pa
 	put_row(m, 0);
 	m->flags = WIRE_FLAG_SEGMENTS;
 	most = 1 + below(&m->s, most < 64 ? most : 64);
-	if (allowed < 64 && n > 64 && slip(m))
-		most = allowed + 1 + below(&m->s, 64 - allowed);
+	if (allowed < PARTS && n > allowed && slip(m))
+		most = allowed + 1 + below(&m->s, (n < PARTS ? n : PARTS) - allowed);
 	for (; done < n; done += part[nparts++].count) {
 		uint64_t left = n - done;
 
@@ -253,7 +255,7 @@ static uint64_t put_parts(struct maker *m, const struct kind *q, struct part *pa
 void make_rows(struct maker *m)
 {
 	struct kind q = kind_of(m->g);
-	struct part part[64];
+	struct part part[PARTS];
 	uint64_t nparts, n;
 	uint32_t b = 0;
 
