@@ -183,7 +183,7 @@ def test_rank_lost_during_a_training_step_leaves_the_others_unchanged(fault, mos
             assert [states for states, _, _ in both] == want[done][0]
             found = run_with_fault(ranks, fault, disturbed_step, point, voted=point >= events[done] - 2)
             if found[0][0] is None:
-                assert all(state in after[done] for _, _, state in found), point
+                assert all(state in after[done] for _, _, state, _ in found), point
                 continue
             ranks.new_group()
             if fault is die:  # the new process continues from a checkpoint

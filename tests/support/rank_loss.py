@@ -197,17 +197,20 @@ def train(rank, size, saved, steps):
 
 
 def disturbed_step(rank, size, point, fault):
-    """Take a training step with a fault on one rank; return the error's name or None, the seconds, and the state."""
+    """Take a training step with a fault on one rank.
+
+    Return the error's name or None, the seconds, the state, and the number of the last message, which is the vote.
+    """
     before, raised = _training.state(), None
     line = communicator.communicator_of(_training.model.process_group, TIMEOUT)
     begin = time.monotonic()
     try:
-        with at_fault_point(line.channel, point if rank == FAULTY else -1, fault):
+        with at_fault_point(line.channel, point if rank == FAULTY else -1, fault) as events:
             _training.step(rank)
     except codec.CodecError as e:
         raised = type(e).__name__
         assert _training.state() == before
-    return raised, time.monotonic() - begin, _training.state()
+    return raised, time.monotonic() - begin, _training.state(), events.last_send
 
 
 def load_training(saved):
