@@ -32,20 +32,26 @@ public:
 		return context_;
 	}
 
-	void send_numbers(const Bytes &message)
+	/* Kinds of messages of numbers, and of sums of raw. */
+	static constexpr uint64_t REQUEST = 1, SUMS = 3, LAST_WORDS = 4, REPORT = 5;
+
+	/* Key of the slots of data. */
+	uint64_t key = 0;
+
+	void send_numbers(const Bytes &message, uint64_t kind = REQUEST)
 	{
-		send(message, 1);
+		send(message, kind);
 	}
 
-	void send_frame(const Bytes &message)
+	void send_frame(const Bytes &message, uint64_t kind = 2)
 	{
-		send(message, 2);
+		send(message, kind);
 	}
 
 	/* Receive numbers, the last word of the message excluded. */
-	Numbers numbers(size_t words = WORDS)
+	Numbers numbers(uint64_t kind = REQUEST, size_t words = WORDS)
 	{
-		const Bytes message = receive(words * sizeof(uint64_t), 1);
+		const Bytes message = receive(words * sizeof(uint64_t), kind);
 		Numbers found(words);
 
 		std::memcpy(found.data(), message.data(), message.size());
@@ -54,9 +60,9 @@ public:
 	}
 
 	/* Receive a message of a frame or of values, of at most `nbytes` bytes. */
-	Bytes frame(size_t nbytes)
+	Bytes frame(size_t nbytes, uint64_t kind = 2)
 	{
-		return receive(nbytes, 2);
+		return receive(nbytes, kind);
 	}
 
 	/* Answer the other rank's request with an equal one. Return the stamp of the collective. */
@@ -64,22 +70,23 @@ public:
 	{
 		Numbers wanted = numbers();
 
-		wanted.resize(6);
+		wanted.resize(4);
 		send_numbers(message_of(wanted));
-		return codec::gloo::detail::Channel::stamp_of(wanted[5]);
+		key = wanted[2] ? wanted[2] : wanted[3];
+		return codec::gloo::detail::Channel::stamp_of(wanted[3]);
 	}
 
 	/* Report success. */
 	void succeed()
 	{
 		if (context_->rank)
-			send_numbers(message_of({0, 1}));
+			send_numbers(message_of({0, 1, 0, 0, 0}), REPORT);
 		else
-			numbers();
+			numbers(REPORT);
 		if (context_->rank)
-			numbers();
+			numbers(REPORT);
 		else
-			send_numbers(message_of({0, 0}));
+			send_numbers(message_of({0, 0, 0, 0, 0}), REPORT);
 	}
 
 	/* Return the message that carries some numbers. */
@@ -114,9 +121,11 @@ public:
 private:
 	static constexpr std::chrono::milliseconds PATIENCE{5000};
 
-	static uint64_t slot(uint64_t kind)
+	uint64_t slot(uint64_t kind) const
 	{
-		return uint64_t(0xc0) << 56 | kind;
+		const uint64_t k = kind == REQUEST ? 0 : key % (uint64_t(1) << 21);
+
+		return uint64_t(0xc0) << 56 | k / 32 << 40 | k % 32 << 3 | kind;
 	}
 
 	void send(const Bytes &message, uint64_t kind)

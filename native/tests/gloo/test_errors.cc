@@ -339,7 +339,7 @@ std::string many_kinds(Rank &me)
 			thrown<ArgumentError>(refused);
 		else
 			thrown<PeerError>(refused, "rank 1 could not begin");
-		for (size_t n = 1; n < detail::Choices::MOST; n++)
+		for (size_t n = 1; n < detail::Recent<detail::Choice>::MOST; n++)
 			group.allreduce(x.data(), n, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS));
 	}
 	return "";

@@ -239,7 +239,9 @@ std::string last_message(Rank &me, bool too_late)
 	detail::Channel channel(me.connect(), 0);
 
 	channel.timeout = TIMEOUT;
-	channel.hear(*std::make_unique<detail::Channel::Asked>(channel.ask({0}))); /* all ranks have started */
+	channel.request({1, true, 0});
+	EXPECT(channel.agree()); /* all ranks have started */
+	channel.open();
 	std::this_thread::sleep_for(milliseconds(wait_ms[me.rank]));
 	try {
 		channel.verdict(detail::Outcome::success);

@@ -38,8 +38,9 @@ uint64_t stamp(uint64_t round)
 /* Return the signature of an all-reduce of float32 values: mean, no metric, no codebook. */
 uint64_t signature(const codec_spec &spec, uint64_t n, Algorithm algorithm, const Numbers &segments)
 {
-	const auto chosen = static_cast<uint64_t>(algorithm);
-	Numbers words = {2,
+	const auto asked = static_cast<uint64_t>(algorithm);
+	const auto used = static_cast<uint64_t>(algorithm == Algorithm::automatic ? Algorithm::all_gather : algorithm);
+	Numbers words = {3,
 			 0,
 			 1,
 			 spec.codec,
@@ -57,8 +58,8 @@ uint64_t signature(const codec_spec &spec, uint64_t n, Algorithm algorithm, cons
 			 n,
 			 0,
 			 0,
-			 chosen,
-			 chosen,
+			 asked,
+			 used,
 			 0,
 			 0};
 
@@ -66,11 +67,13 @@ uint64_t signature(const codec_spec &spec, uint64_t n, Algorithm algorithm, cons
 	return fnv(words);
 }
 
-/* Return the words of a request without a report, up to the count. */
-Numbers request(uint64_t signature, uint64_t round)
+/* Return the words of a request, up to the count. */
+Numbers request(uint64_t signature, uint64_t key, uint64_t round)
 {
-	return {signature, 0, 0, 0, 0, round, 0};
+	return {signature, 0, key, round, 0, 0, 0};
 }
+
+const Numbers SUCCESS = {0, 0, 0, 0, 0, 0, 0};
 
 Bytes bytes_of(const std::vector<float> &values, size_t begin, size_t end)
 {
@@ -79,8 +82,11 @@ Bytes bytes_of(const std::vector<float> &values, size_t begin, size_t end)
 	return {p + begin * sizeof(float), p + end * sizeof(float)};
 }
 
-/* Check the messages of rank 0 in a raw all-reduce of 2,048 values: two slices of one chunk each. */
-void check_raw(Peer &peer, uint64_t round)
+/*
+ * Check the messages of rank 0 in a raw all-reduce of 2,048 values: two slices of one chunk each. If the signature has
+ * a key, terms come before rank 0 has this rank's request.
+ */
+void check_raw(Peer &peer, uint64_t key, uint64_t round)
 {
 	constexpr size_t N = 2048, HALF = N / 2;
 	const std::vector<float> theirs = tensor(0, CODEC_FLOAT32, N).floats();
@@ -93,18 +99,25 @@ void check_raw(Peer &peer, uint64_t round)
 		return word;
 	};
 
-	EXPECT(peer.numbers() == request(signature(spec_of(CODEC_LOSSLESS), N, Algorithm::raw, {}), round));
-	peer.send_numbers(Peer::message_of({signature(spec_of(CODEC_LOSSLESS), N, Algorithm::raw, {}), 0, 0, 0, 0, 1}));
-	EXPECT(peer.numbers() == (Numbers{last(theirs, HALF), last(theirs, N), 0, 0, 0, 0, 0}));
-	peer.send_numbers(Peer::message_of({last(ours, HALF), last(ours, N)}));
+	const Numbers wanted = request(signature(spec_of(CODEC_LOSSLESS), N, Algorithm::raw, {}), key, round);
+	const auto answer = [&] { peer.send_numbers(Peer::message_of({wanted[0], wanted[1], wanted[2], wanted[3]})); };
+
+	EXPECT(peer.numbers() == wanted);
+	if (!key)
+		answer();
+	peer.key = key ? key : round;
+	EXPECT(peer.numbers(Peer::LAST_WORDS) == (Numbers{last(theirs, HALF), last(theirs, N), 0, 0, 0, 0, 0}));
 	EXPECT(peer.frame(HALF * sizeof(float)) == bytes_of(theirs, HALF, N));
+	if (key)
+		answer();
+	peer.send_numbers(Peer::message_of({last(ours, HALF), last(ours, N)}), Peer::LAST_WORDS);
 	peer.send_frame(bytes_of(ours, 0, HALF));
-	EXPECT(peer.frame(HALF * sizeof(float)) == bytes_of(sums, 0, HALF));
-	peer.send_frame(bytes_of(sums, HALF, N));
-	EXPECT(peer.numbers() == (Numbers{last(sums, HALF), 0, 0, 0, 0, 0, 0}));
-	peer.send_numbers(Peer::message_of({last(sums, N)}));
-	peer.send_numbers(Peer::message_of({0, 1}));
-	EXPECT(peer.numbers() == (Numbers{0, 0, 0, 0, 0, 0, 0}));
+	EXPECT(peer.frame(HALF * sizeof(float), Peer::SUMS) == bytes_of(sums, 0, HALF));
+	peer.send_frame(bytes_of(sums, HALF, N), Peer::SUMS);
+	EXPECT(peer.numbers(Peer::LAST_WORDS) == (Numbers{last(sums, HALF), 0, 0, 0, 0, 0, 0}));
+	peer.send_numbers(Peer::message_of({last(sums, N)}), Peer::LAST_WORDS);
+	peer.send_numbers(Peer::message_of({0, 1, 0, 0, 0}), Peer::REPORT);
+	EXPECT(peer.numbers(Peer::REPORT) == SUCCESS);
 }
 
 constexpr size_t FRAMED = 3000; /* values of the all-gather */
@@ -124,19 +137,50 @@ void check_frames(Peer &peer)
 	const uint64_t signed_by = signature(framed_spec(), FRAMED, Algorithm::all_gather, {7, 10, 30, 2});
 	uint64_t length, end;
 
-	EXPECT(peer.numbers() == request(signed_by, 1));
-	peer.send_numbers(Peer::message_of({signed_by, 0, 0, 0, 0, 40}));
+	EXPECT(peer.numbers() == request(signed_by, 0, 1));
+	peer.send_numbers(Peer::message_of({signed_by, 0, 0, 40}));
+	peer.key = 40;
 	peer.send_frame(Peer::message_of({}, 0, stamp(40)));
 	const Bytes message = peer.frame(FRAMED * sizeof(float));
 	std::memcpy(&length, message.data(), sizeof length);
 	EXPECT(length > 48 && length < FRAMED);
 	std::memcpy(&end, &message[8 + length], sizeof end);
 	EXPECT(end == stamp(40));
-	peer.send_numbers(Peer::message_of({2, 1}));
-	EXPECT(peer.numbers() == (Numbers{2, 1, 0, 0, 0, 0, 0}));
+	peer.send_numbers(Peer::message_of({2, 1, 0, 0, 0}), Peer::REPORT);
+	EXPECT(peer.numbers(Peer::REPORT) == (Numbers{2, 1, 0, 0, 0, 0, 0}));
 }
 
-/* Perform both collectives as rank 0. */
+/*
+ * Check the messages of rank 0 in a steady all-gather, which come before it has this rank's request, and its report and
+ * verdict with times: those of rank 1 are larger.
+ */
+void check_automatic(Peer &peer)
+{
+	const uint64_t signed_by = signature(spec_of(CODEC_LOSSLESS), FRAMED, Algorithm::automatic, {});
+	const Bytes frame = hostile::encoded(spec_of(CODEC_LOSSLESS), CODEC_FLOAT32, FRAMED, 0);
+	const Bytes mine = hostile::encoded(spec_of(CODEC_LOSSLESS), CODEC_FLOAT32, FRAMED, 1);
+	constexpr uint64_t LONG = uint64_t(1) << 40;
+
+	for (uint64_t round = 43; round < 45; round++) {
+		const uint64_t key = round == 43 ? 0 : 43;
+		const auto answer = [&] { peer.send_numbers(Peer::message_of({signed_by, 0, key, round})); };
+
+		EXPECT(peer.numbers() == request(signed_by, key, round));
+		if (!key)
+			answer();
+		peer.key = 43;
+		const Bytes message = peer.frame(2 * FRAMED * sizeof(float));
+		const Bytes wanted = Peer::message_of(frame, frame.size(), stamp(round));
+		EXPECT(std::equal(wanted.begin(), wanted.end(), message.begin()));
+		if (key)
+			answer();
+		peer.send_frame(Peer::message_of(mine, mine.size(), stamp(round)));
+		peer.send_numbers(Peer::message_of({0, 1, LONG, 2000, LONG + 1}), Peer::REPORT);
+		EXPECT(peer.numbers(Peer::REPORT) == (Numbers{0, 0, LONG, 2000, LONG + 1, 0, 0}));
+	}
+}
+
+/* Perform all collectives as rank 0. */
 void reduce(Group &group)
 {
 	std::vector<float> x = tensor(0, CODEC_FLOAT32, FRAMED).floats();
@@ -153,8 +197,14 @@ void reduce(Group &group)
 				 "rank 1 could not do its part");
 	options.algorithm = Algorithm::raw;
 	options.segments.clear();
-	x = tensor(0, CODEC_FLOAT32, 2048).floats();
-	group.allreduce(x.data(), x.size(), CODEC_FLOAT32, spec_of(CODEC_LOSSLESS), options);
+	for (int i = 0; i < 2; i++) {
+		x = tensor(0, CODEC_FLOAT32, 2048).floats();
+		group.allreduce(x.data(), x.size(), CODEC_FLOAT32, spec_of(CODEC_LOSSLESS), options);
+	}
+	for (int i = 0; i < 2; i++) {
+		x = tensor(0, CODEC_FLOAT32, FRAMED).floats();
+		group.allreduce(x.data(), x.size(), CODEC_FLOAT32, spec_of(CODEC_LOSSLESS));
+	}
 }
 
 } // namespace
@@ -166,7 +216,9 @@ TEST_CASE("Requests, frames, raw values and verdicts are those of docs/protocol.
 			Peer peer(me.connect());
 
 			check_frames(peer);
-			check_raw(peer, 41);
+			check_raw(peer, 0, 41);
+			check_raw(peer, 41, 42);
+			check_automatic(peer);
 		} else {
 			Group group(me.connect());
 

@@ -333,23 +333,25 @@ namespace
 {
 
 /*
- * Return the choices (true: raw) of n collectives that take `frames` or `values` microseconds, and check that two
- * ranks choose alike. Frames are `smaller` times smaller than values.
+ * Return the largest times of two ranks: one takes `wall` microseconds and computes for `busy` of them, the other one
+ * waits for half of that time. Frames are `smaller` times smaller than values.
  */
+Times largest(uint64_t wall, uint64_t busy, uint64_t smaller = 1)
+{
+	return {wall, 1000 * busy / std::max<uint64_t>(1, wall), std::max((wall - busy) * smaller, wall / 2)};
+}
+
+/* Return the choices (true: raw) of n collectives that take `frames` or `values` microseconds. */
 std::vector<bool> chosen(uint64_t frames, uint64_t values, double load, int n, uint64_t smaller = 1)
 {
-	Choice here, there;
-	std::vector<Choice::Report> reports(2);
+	Choice choice;
 	std::vector<bool> found;
 
 	for (int i = 0; i < n; i++) {
-		const bool mine = here.use_raw(reports, 1000);
-
-		REQUIRE(mine == there.use_raw({reports[1], reports[0]}, 1000));
-		found.push_back(mine);
-		const uint64_t wall = (mine ? values : frames) * (i % 200 ? 1 : 5);
+		found.push_back(choice.begin());
+		const uint64_t wall = (found.back() ? values : frames) * (i % 200 ? 1 : 5);
 		const uint64_t busy = static_cast<uint64_t>(static_cast<double>(wall) * load);
-		reports = {{wall, busy, 1000 / smaller}, {wall / 2, 0, 1000}};
+		choice.record(largest(wall, busy, smaller));
 	}
 	return found;
 }
@@ -385,14 +387,13 @@ TEST_CASE("The median of the last times decides, and raw is not chosen without a
 	/* frames(i) and values(i) are the times of collective i on the slower of two ranks */
 	const auto sent = [](auto frames, auto values, int n, auto load) {
 		Choice choice;
-		std::vector<Choice::Report> reports(2);
 		std::vector<bool> found;
 
 		for (int i = 0; i < n; i++) {
-			found.push_back(choice.use_raw(reports, 1000));
+			found.push_back(choice.begin());
 			const uint64_t wall = found.back() ? values(i) : frames(i);
 
-			reports = {{wall, wall * load(i) / 100, 1000}, {wall / 2, 0, 1000}};
+			choice.record(largest(wall, wall * load(i) / 100));
 		}
 		return found;
 	};
@@ -416,43 +417,50 @@ TEST_CASE("The median of the last times decides, and raw is not chosen without a
 
 TEST_CASE("The last 256 choices are remembered")
 {
-	Choices choices;
-	Choice *first = choices.add(0);
+	Recent<Choice> choices;
+	Choice *first = choices.add(0, {});
 
 	CHECK(choices.find(0) == first);
 	CHECK(!choices.find(1));
 	for (uint64_t i = 1; i < 256; i++)
-		choices.add(i * i);
+		choices.add(i * i, {});
 	CHECK(choices.find(0) == first);
-	Choice *second = choices.find(1), *last = choices.add(7);
+	Choice *second = choices.find(1), *last = choices.add(7, {});
 	CHECK(!choices.find(0));
 	CHECK(choices.find(1) == second);
 	CHECK(choices.find(7) == last);
-	choices.add(8);
+	choices.add(8, {});
 	CHECK(!choices.find(1));
+	Recent<uint64_t> keys;
+	keys.add(1, 10);
+	keys.add(2, 20);
+	keys.drop([](uint64_t key) { return key == 10; });
+	CHECK(!keys.find(1));
+	CHECK(*keys.find(2) == 20);
+	keys.clear();
+	CHECK(!keys.find(2));
 }
 
-TEST_CASE("The times of a collective are reported with the next one")
+TEST_CASE("A report has the time, the load and the waiting time for raw of a collective")
 {
 	uint64_t sent = 7;
-	Choice choice;
 	timespec begin, now;
+	Timer timer(sent);
 
-	CHECK(choice.report().wall == 0);
-	{
-		Choice::Timer timer(choice, sent);
-
-		clock_gettime(CLOCK_THREAD_CPUTIME_ID, &begin);
-		do
-			clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-		while ((now.tv_sec - begin.tv_sec) * 1000000000 + now.tv_nsec - begin.tv_nsec < 3000000);
-		sent += 5;
-		timespec pause{0, 20000000};
-		nanosleep(&pause, nullptr);
-	}
-	CHECK(choice.report().busy >= 3000);
-	CHECK(choice.report().wall >= choice.report().busy + 19000);
-	CHECK(choice.report().sent == 5);
+	clock_gettime(CLOCK_THREAD_CPUTIME_ID, &begin);
+	do
+		clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+	while ((now.tv_sec - begin.tv_sec) * 1000000000 + now.tv_nsec - begin.tv_nsec < 3000000);
+	timespec pause{0, 20000000};
+	nanosleep(&pause, nullptr);
+	CHECK(timer.stop(100).waited == 0); /* nothing was sent */
+	sent += 5;
+	const Times times = timer.stop(100);
+	const uint64_t idle = times.wall - times.wall * times.load / 1000;
+	CHECK(times.wall * (times.load + 1) >= 3000 * 1000);
+	CHECK(times.waited >= 20 * 19000);
+	CHECK(times.waited <= 20 * (idle + 1));
+	CHECK(timer.stop(~uint64_t(0)).waited == uint64_t(1) << 62);
 }
 
 namespace

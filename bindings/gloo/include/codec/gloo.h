@@ -145,11 +145,7 @@ public:
 					check_blocks(options, r);
 				return r;
 			},
-			[&](detail::Reduction &r, bool use_raw) {
-				Algorithm algorithm = chosen(options, r);
-
-				if (use_raw && n * r.itemsize > SMALL)
-					algorithm = Algorithm::raw;
+			[&](detail::Reduction &r, Algorithm algorithm) {
 				r.late = !out && r.is_large() && is_fixed_rate(r.spec) && algorithm != Algorithm::raw &&
 					 algorithm != Algorithm::blocks;
 				place(r, r.late ? static_cast<uint8_t *>(values) : out, n);
@@ -175,7 +171,7 @@ public:
 				place(r, nullptr, n);
 				return r;
 			},
-			[&](detail::Reduction &r, bool) {
+			[&](detail::Reduction &r, Algorithm) {
 				return std::make_unique<detail::ReduceScatter>(channel_, r);
 			},
 			out, n, options);
@@ -197,8 +193,8 @@ public:
 				place(r, nullptr, all);
 				return r;
 			},
-			[&](detail::Reduction &r, bool) { return std::make_unique<detail::Gather>(channel_, r); }, out,
-			n * channel_.size, options);
+			[&](detail::Reduction &r, Algorithm) { return std::make_unique<detail::Gather>(channel_, r); },
+			out, n * channel_.size, options);
 	}
 
 	/** Return the bytes of frames and values that this rank has sent, without the overhead of Gloo and TCP. */
@@ -214,7 +210,7 @@ public:
 	}
 
 private:
-	static constexpr uint64_t PROTOCOL = 2;  /* protocol version: docs/protocol.md, section 13 */
+	static constexpr uint64_t PROTOCOL = 3;  /* protocol version: docs/protocol.md, section 13 */
 	static constexpr size_t SMALL = 1 << 16; /* bytes of a tensor up to which one phase is faster than two */
 	static constexpr std::chrono::milliseconds MOST_TIMEOUT = std::chrono::hours(24 * 3652); /* 10 years */
 	static constexpr std::chrono::milliseconds GLOO_TIMEOUT = std::chrono::seconds(30); /* the default of Gloo */
@@ -349,7 +345,7 @@ private:
 
 	/*
 	 * Perform a collective: prepare the arguments, agree with all ranks, reduce, exchange outcomes, and write the
-	 * caller's n values.
+	 * caller's n values. With a signature that ranks have agreed on before, data is sent before they agree.
 	 */
 	template <class Prepare, class Make>
 	void run(Kind kind, Prepare &&prepare, Make &&make, void *values, size_t n, const Options &options)
@@ -358,8 +354,9 @@ private:
 		std::optional<Keep> keep;
 		std::exception_ptr error;
 		const bool automatic = kind == Kind::allreduce && options.algorithm == Algorithm::automatic;
-		detail::Choice fresh, *choice = &fresh;
-		uint64_t signature = 0;
+		detail::Choice *choice = nullptr;
+		Algorithm algorithm{};
+		detail::Request mine;
 
 		const bool in_time = set_timeout(options);
 		try {
@@ -368,48 +365,62 @@ private:
 					CODEC_BAD_ARGUMENT,
 					"the timeout must be from 1 ms to 10 years, in Options or in the context");
 			r.emplace(prepare());
-			signature = signature_of(*r, kind, options.algorithm, chosen(options, *r));
+			algorithm = chosen(options, *r);
+			mine.signature = signature_of(*r, kind, options.algorithm, algorithm);
 			keep.emplace(work_.residuals, options, *r, channel_);
-			if (detail::Choice *known = automatic ? choices_.find(signature) : nullptr)
-				choice = known;
+			if (automatic) {
+				choice = choices_.find(mine.signature);
+				if (!choice)
+					choice = choices_.add(mine.signature, {});
+				if (choice->begin() && n * r->itemsize > SMALL) {
+					algorithm = Algorithm::raw;
+					mine.signature = signature_of(*r, kind, options.algorithm, algorithm);
+				}
+			}
+			if (const uint64_t *key = keys_.find(mine.signature))
+				mine.key = *key;
+			mine.able = true;
 		} catch (const std::exception &) { /* an Error, or std::bad_alloc */
 			error = std::current_exception();
+			mine = {};
 		}
-		detail::Channel::Asked asked;
+		const detail::Timer timer(channel_.sent_nbytes);
 		std::unique_ptr<detail::Collective> of;
-		std::vector<detail::Numbers> told;
 
 		counted_on([&] {
-			const detail::Choice::Report mine = choice->report();
-
-			asked = channel_.ask({signature, error ? uint64_t(1) : 0, mine.wall, mine.busy, mine.sent,
-					      channel_.next_round()});
-			if (!error) { /* while the requests of other ranks are in flight */
-				of = make(*r, choice->last());
+			channel_.request(mine);
+			if (mine.able) {
+				of = make(*r, algorithm);
 				of->prepare();
 			}
-			told = channel_.hear(asked);
-			channel_.begin_round(proposals_of(told));
+			if (mine.key)
+				of->run();
+			if (!channel_.agree()) {
+				choices_.clear();
+				choice = nullptr;
+				keys_.clear();
+			}
 		});
 		if (error)
 			std::rethrow_exception(error);
-		check_agreed(told, signature);
+		check_agreed(mine.signature);
 		counted_on([&] {
-			if (automatic && choice == &fresh) /* all ranks add the same choices, after they have agreed */
-				choice = choices_.add(signature);
-			const bool before = choice->last();
-			const bool use_raw = choice->use_raw(reports_of(told), raw_nbytes(*r));
-
-			if (use_raw != before) {
+			if (mine.key && channel_.agree())
+				return;
+			if (mine.key) { /* another rank has no key: begin anew */
 				keep->restore();
-				of = make(*r, use_raw);
+				of = make(*r, algorithm);
 				of->prepare();
 			}
-			detail::Choice::Timer timer(*choice, channel_.sent_nbytes);
+			const uint64_t key = channel_.open();
+			if (algorithm != Algorithm::blocks) { /* their messages are not in slots of a key */
+				keys_.drop([&](uint64_t other) { return (key - other) % detail::Channel::KEYS == 0; });
+				keys_.add(mine.signature, key);
+			}
 			of->run();
 		});
 		error = of->error();
-		conclude(error);
+		conclude(error, automatic ? timer.stop(raw_nbytes(*r)) : detail::Times(), choice);
 		keep->commit();
 		counted_on([&] { of->deliver(); });
 		if (n && r->result != values)
@@ -485,42 +496,30 @@ private:
 	};
 
 	/* Throw PeerError unless all ranks could begin, with the same signature. */
-	void check_agreed(const std::vector<detail::Numbers> &told, uint64_t signature) const
+	void check_agreed(uint64_t signature) const
 	{
 		for (int rank = 0; rank < channel_.size; rank++) {
-			if (told[rank][1])
+			const detail::Request request = channel_.request_of(rank);
+
+			if (!request.able)
 				throw PeerError(detail::Channel::name(rank) + " could not begin: nothing was changed");
-			if (told[rank][0] != signature)
+			if (request.signature != signature)
 				throw PeerError(detail::Channel::name(rank) + " asks for something else than " +
 						detail::Channel::name(channel_.rank) + ": nothing was changed");
 		}
 	}
 
-	static detail::Numbers proposals_of(const std::vector<detail::Numbers> &told)
-	{
-		detail::Numbers found;
-
-		for (const detail::Numbers &each : told)
-			found.push_back(each[5]);
-		return found;
-	}
-
-	static std::vector<detail::Choice::Report> reports_of(const std::vector<detail::Numbers> &told)
-	{
-		std::vector<detail::Choice::Report> found;
-
-		for (const detail::Numbers &each : told)
-			found.push_back({each[2], each[3], each[4]});
-		return found;
-	}
-
-	/* Exchange outcomes with all ranks. Returns only if all ranks have succeeded. */
-	void conclude(std::exception_ptr error)
+	/* Exchange outcomes with all ranks, and give the largest times to a choice, if any. Returns only if all ranks
+	 * have succeeded. */
+	void conclude(std::exception_ptr error, const detail::Times &times, detail::Choice *choice)
 	{
 		using detail::Outcome;
 		const Outcome mine = outcome_of(error);
-		const detail::Verdict verdict = channel_.verdict(mine);
+		const detail::Verdict verdict = channel_.verdict(mine, times);
 		const std::string who = detail::Channel::name(verdict.rank);
+
+		if (choice)
+			choice->record(verdict.times);
 
 		if (error && mine != Outcome::lost_peer)
 			std::rethrow_exception(error);
@@ -590,7 +589,8 @@ private:
 
 	detail::Channel channel_;
 	detail::Workspace work_;
-	detail::Choices choices_;
+	detail::Recent<detail::Choice> choices_; /* by signatures of frames */
+	detail::Recent<uint64_t> keys_;          /* keys of the signatures that all ranks have agreed on */
 	const uint32_t tag_;
 };
 

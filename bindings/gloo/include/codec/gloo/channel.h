@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdint>
@@ -41,10 +42,25 @@ using Numbers = std::vector<uint64_t>;
 /* Outcome of a collective on one rank, the worst last. lost_peer: another rank is the cause. */
 enum class Outcome : uint64_t { success, lost_peer, refused, not_finite };
 
-/* The worst outcome of all ranks, and the rank that reported it. */
+/* Times of a collective on one rank, or the largest of all ranks. */
+struct Times {
+	uint64_t wall = 0;   /* microseconds of the collective */
+	uint64_t load = 0;   /* thousandths of them in which the thread computed */
+	uint64_t waited = 0; /* microseconds that the rank would have waited for raw values */
+};
+
+/* The worst outcome of all ranks, the rank that reported it, and the largest times. */
 struct Verdict {
 	Outcome outcome;
 	int rank;
+	Times times;
+};
+
+/* First numbers of a rank's request. A rank without a key waits for the requests of all before it sends data. */
+struct Request {
+	uint64_t signature = 0;
+	bool able = false;
+	uint64_t key = 0;
 };
 
 /* The output function of splitmix64: a bijection whose results look random. */
@@ -81,6 +97,11 @@ inline uint64_t last_word(const void *p, size_t nbytes)
  *
  * All receives of a phase are posted before this rank sends.
  *
+ * Data and verdicts travel in slots of a key, which stands for one signature on all ranks. A collective whose signature
+ * has a key begins with data, while the requests are in flight. The first wait for data waits for the requests, too. If
+ * they differ, other ranks with another request are `absent` for the rest of the collective: what was posted for them
+ * stays in slots that are not used again.
+ *
  * Gloo closes a connection that is lost or timed out. Channel then closes all others, so that no rank waits for this
  * one; the context cannot be used any more.
  */
@@ -95,7 +116,8 @@ public:
 
 	explicit Channel(std::shared_ptr<::gloo::Context> context, uint32_t tag)
 	    : rank(context->rank), size(context->size), context_(std::move(context)),
-	      slot_(SLOTS << 56 | static_cast<uint64_t>(tag) << 8)
+	      slot_(SLOTS << 56 | static_cast<uint64_t>(tag) << 8), adopted_(newest_round().load()),
+	      absent_(static_cast<size_t>(size))
 	{
 		std::random_device random;
 
@@ -107,6 +129,8 @@ public:
 
 	Channel(const Channel &) = delete;
 	Channel &operator=(const Channel &) = delete;
+
+	static constexpr uint64_t KEYS = uint64_t(1) << 21; /* slots tell this many keys apart */
 
 	const int rank, size;
 	std::vector<int> others; /* in the order in which this rank addresses them */
@@ -142,25 +166,56 @@ public:
 		return mixed(round * 0x9E3779B97F4A7C15);
 	}
 
-	/* Number of the next collective that this rank proposes. */
-	uint64_t next_round() const
+	/*
+	 * Begin a collective: send a request to all ranks. With a key, messages may follow at once; without one,
+	 * await agree() and call open().
+	 */
+	void request(const Request &mine)
 	{
-		return round_ + 1;
+		mine_ = mine;
+		waiting_ = true;
+		absent_.assign(absent_.size(), false);
+		requests_ = expect(REQUEST, REQUESTS, others);
+		say(requests_, {mine.signature, !mine.able, mine.key, adopted_ + 1}, others);
+		if (mine.key)
+			open(mine.key, adopted_ + 1);
 	}
 
 	/*
-	 * Begin the collective whose number is the largest of all ranks' proposals: frames carry its stamp. Throws
-	 * PeerError if a proposal is so large that numbers could run out.
+	 * Wait for the requests of all ranks, and begin the collective whose number is the largest of their proposals.
+	 * Return true if all requests are equal, and all ranks able. Throws PeerError if a proposal is so large that
+	 * numbers could run out.
 	 */
-	void begin_round(const Numbers &proposals)
+	bool agree()
 	{
-		const uint64_t round = *std::max_element(proposals.begin(), proposals.end());
+		bool agreed = mine_.able;
 
-		if (round > MOST_ROUNDS)
-			throw PeerError("a rank proposes " + std::to_string(round) +
-					" as the number of this collective, which is more than possible");
-		round_ = round;
-		no_frame_[1] = stamp_of(round);
+		if (waiting_) {
+			waiting_ = false;
+			const std::vector<Numbers> all = hear(requests_);
+			for (int o : others)
+				absent_[o] = all[o] != all[rank];
+			adopt(all);
+		}
+		for (int o : others)
+			agreed = agreed && !absent_[o];
+		return agreed;
+	}
+
+	/* Return the request of a rank, after agree(). */
+	Request request_of(int o) const
+	{
+		const Numbers &numbers = requests_.all[o];
+
+		return {numbers[0], !numbers[1], numbers[2]};
+	}
+
+	/* Open the slots of a new key, after agree(). Return the key. */
+	uint64_t open()
+	{
+		absent_.assign(absent_.size(), false);
+		open(adopted_, adopted_);
+		return adopted_;
 	}
 
 	/* Make room for messages that take() will hand out, `room` bytes in total. */
@@ -214,14 +269,14 @@ public:
 	}
 
 	/* Post the receive of `nbytes` bytes of values. Until they arrive, the last 8 bytes at p are random. */
-	Incoming receive_values(void *p, size_t nbytes, int source)
+	Incoming receive_values(void *p, size_t nbytes, int source, uint64_t kind = FRAMES)
 	{
 		const uint64_t filler = mixed(filler_ += 0x9E3779B97F4A7C15);
 		const size_t n = std::min(nbytes, sizeof filler);
 
 		if (n)
 			std::memcpy(static_cast<uint8_t *>(p) + nbytes - n, &filler, n);
-		return post(p, nbytes, source, false, FRAMES);
+		return post(p, nbytes, source, false, kind);
 	}
 
 	/*
@@ -230,11 +285,12 @@ public:
 	 */
 	Bytes frame(Incoming &incoming)
 	{
+		wait(incoming, timeout);
+
 		auto *p = static_cast<uint8_t *>(incoming.buffer->ptr);
 		const size_t most = incoming.buffer->size - LENGTH - STAMP;
 		uint64_t nbytes, found;
 
-		wait(incoming, timeout);
 		std::memcpy(&nbytes, p, LENGTH);
 		if (nbytes > most)
 			throw FrameError(CODEC_LIMIT, name(incoming.source) + " announces a frame of " +
@@ -285,9 +341,9 @@ public:
 	}
 
 	/* Send bytes from the caller's memory, which must not change until finish(). */
-	void send_values(const void *p, size_t nbytes, int to)
+	void send_values(const void *p, size_t nbytes, int to, uint64_t kind = FRAMES)
 	{
-		sending_.push_back(post(const_cast<void *>(p), nbytes, to, true, FRAMES));
+		sending_.push_back(post(const_cast<void *>(p), nbytes, to, true, kind));
 		sent_nbytes += nbytes;
 	}
 
@@ -295,61 +351,64 @@ public:
 	void finish()
 	{
 		for (Incoming &each : sending_)
-			guarded(each.source, [&] { each.buffer->waitSend(timeout); });
+			wait_sent(each);
 		sending_.clear();
 	}
 
 	/* An exchange of numbers in flight. */
 	struct Asked {
-		std::vector<Numbers> all;
+		std::vector<Numbers> all; /* messages; this rank's, too */
 		std::vector<Incoming> in, out;
+		uint64_t kind = 0;
 	};
 
-	/* Send numbers to all ranks and post the receives of theirs, as many from each; hear() waits for them. */
-	Asked ask(const Numbers &mine)
+	/* Post the receives of `count` numbers from all ranks; hear() waits for them. */
+	Asked expect(size_t count, uint64_t kind)
 	{
-		Asked asked{std::vector<Numbers>(size, Numbers(words(mine))), {}, {}};
-
-		put(mine, asked.all[rank]);
-		post_numbers(asked, others, others);
-		return asked;
+		return expect(count, kind, others);
 	}
 
+	/* Send numbers to all ranks, as many as are expected from each. */
+	void say(Asked &asked, const Numbers &mine)
+	{
+		say(asked, mine, others);
+	}
+
+	/* Return the numbers of all ranks. Those of absent ranks are unspecified. */
 	std::vector<Numbers> hear(Asked &asked)
 	{
 		const size_t n = asked.all[rank].back();
 
 		wait(asked, timeout);
-		check(asked.all, n, others);
+		check(asked, n);
 		for (Numbers &each : asked.all)
 			each.resize(n);
 		return asked.all;
 	}
 
 	/*
-	 * Return the worst outcome of all ranks. Every rank reports to rank 0, which answers all: if another rank is
-	 * lost meanwhile, either all succeed or none does. Other ranks wait for two timeouts, since rank 0 may begin
-	 * to wait one timeout later than they, and waits for one itself. An unknown outcome counts as `refused`; if
-	 * rank 0 answers with one, the channel is closed and PeerError thrown.
+	 * Return the worst outcome and the largest times of all ranks. Every rank reports to rank 0, which answers all:
+	 * if another rank is lost meanwhile, either all succeed or none does. Other ranks wait for two timeouts, since
+	 * rank 0 may begin to wait one timeout later than they, and waits for one itself. An unknown outcome counts as
+	 * `refused`; if rank 0 answers with one, the channel is closed and PeerError thrown.
 	 */
-	Verdict verdict(Outcome mine)
+	Verdict verdict(Outcome mine, const Times &times = {})
 	{
-		const Numbers report{static_cast<uint64_t>(mine), static_cast<uint64_t>(rank)};
-		Asked asked{std::vector<Numbers>(size, Numbers(words(report))), {}, {}};
-		const std::vector<int> sources = rank ? std::vector<int>{0} : others;
+		const Numbers report = numbers_of({mine, rank, times});
 
-		put(report, asked.all[rank]);
-		post_numbers(asked, sources, rank ? sources : std::vector<int>{});
-		wait(asked, rank ? 2 * timeout : timeout);
-		check(asked.all, report.size(), sources);
+		say(reports_, report, rank ? std::vector<int>{0} : std::vector<int>{});
+		wait(reports_, rank ? 2 * timeout : timeout);
+		check(reports_, report.size());
 		if (rank)
-			return told_by_first(asked.all[0]);
-		const Verdict worst = worst_of(asked.all);
-		Numbers message(words(report));
-		put({static_cast<uint64_t>(worst.outcome), static_cast<uint64_t>(worst.rank)}, message);
-		tell(message);
+			return told_by_first(reports_.all[0]);
+		const Verdict worst = worst_of(reports_.all);
+		put(numbers_of(worst), reports_.all[rank]);
+		tell(reports_.all[rank]);
 		return worst;
 	}
+
+	/* Kinds of messages. Each has slots of its own. */
+	static constexpr uint64_t REQUESTS = 1, FRAMES = 2, SUMS = 3, WORDS_OF_VALUES = 4, REPORTS = 5;
 
 	static std::string name(int rank)
 	{
@@ -358,7 +417,7 @@ public:
 
 private:
 	static constexpr uint64_t SLOTS = 0xc0; /* prefix of slots; Gloo's collectives use 1 and up, other users 0 */
-	static constexpr uint64_t NUMBERS = 1, FRAMES = 2;
+	static constexpr size_t REQUEST = 4, REPORT = 5; /* numbers of a request, and of a report */
 	static constexpr size_t LENGTH = sizeof(uint64_t), STAMP = sizeof(uint64_t), ALIGN = 64;
 	static constexpr size_t WORDS = 8; /* messages of numbers have a multiple of this number of words */
 	static constexpr uint64_t MOST_ROUNDS = uint64_t(1) << 62;
@@ -412,11 +471,6 @@ private:
 			std::signal(SIGPIPE, SIG_IGN);
 	}
 
-	static size_t words(const Numbers &numbers)
-	{
-		return (numbers.size() + WORDS) / WORDS * WORDS;
-	}
-
 	/* Fill a message with numbers. Their count comes last, so that it arrives only if all the rest does. */
 	static void put(const Numbers &numbers, Numbers &message)
 	{
@@ -424,10 +478,63 @@ private:
 		message.back() = numbers.size();
 	}
 
-	/* Return the worst of the outcomes that ranks report. */
+	/* Return the newest round of all channels of this process: new channels begin behind it, with unused keys. */
+	static std::atomic<uint64_t> &newest_round()
+	{
+		static std::atomic<uint64_t> round{0};
+
+		return round;
+	}
+
+	/*
+	 * Adopt the largest proposal. Throws PeerError and closes the channel if it is so large that numbers could run
+	 * out.
+	 */
+	void adopt(const std::vector<Numbers> &requests)
+	{
+		for (const Numbers &each : requests)
+			adopted_ = std::max(adopted_, each.back());
+		if (adopted_ > MOST_ROUNDS) {
+			close();
+			throw PeerError("a rank proposes " + std::to_string(adopted_) +
+					" as the number of this collective, which is more than possible");
+		}
+		for (uint64_t newest = newest_round(); newest < adopted_;)
+			newest_round().compare_exchange_weak(newest, adopted_);
+	}
+
+	/* Use the slots of a key and the stamp of a round from now on, and post the receives of reports. */
+	void open(uint64_t key, uint64_t round)
+	{
+		key_ = key % KEYS;
+		round_ = round;
+		no_frame_[1] = stamp_of(round);
+		reports_ = expect(REPORT, REPORTS, rank ? std::vector<int>{0} : others);
+	}
+
+	/* Return the slot of a kind of messages. That of requests does not depend on the key. */
+	uint64_t slot(uint64_t kind) const
+	{
+		constexpr uint64_t LOW = 32; /* keys that the last byte of a slot tells apart */
+
+		return slot_ | kind | (kind == REQUESTS ? 0 : key_ / LOW << 40 | key_ % LOW << 3);
+	}
+
+	static Numbers numbers_of(const Verdict &of)
+	{
+		return {static_cast<uint64_t>(of.outcome), static_cast<uint64_t>(of.rank), of.times.wall, of.times.load,
+			of.times.waited};
+	}
+
+	static Times times_of(const Numbers &report)
+	{
+		return {report[2], report[3], report[4]};
+	}
+
+	/* Return the worst of the outcomes that ranks report, and the largest times. */
 	Verdict worst_of(const std::vector<Numbers> &reports) const
 	{
-		Verdict worst{Outcome::success, 0};
+		Verdict worst{Outcome::success, 0, {}};
 
 		for (int o = 0; o < size; o++) {
 			const uint64_t status = reports[o][0];
@@ -435,7 +542,10 @@ private:
 			const Outcome outcome = known ? static_cast<Outcome>(status) : Outcome::refused;
 
 			if (outcome > worst.outcome)
-				worst = {outcome, o};
+				worst = {outcome, o, worst.times};
+			const Times times = times_of(reports[o]);
+			worst.times = {std::max(worst.times.wall, times.wall), std::max(worst.times.load, times.load),
+				       std::max(worst.times.waited, times.waited)};
 		}
 		return worst;
 	}
@@ -449,40 +559,66 @@ private:
 			throw PeerError("rank 0 reports outcome " + std::to_string(message[0]) + " of rank " +
 					std::to_string(message[1]) + ", which is unknown: nothing was changed");
 		}
-		return {static_cast<Outcome>(message[0]), static_cast<int>(message[1])};
+		return {static_cast<Outcome>(message[0]), static_cast<int>(message[1]), times_of(message)};
 	}
 
-	/* Post a send or a receive. */
+	/* Post a send or a receive; do nothing if the peer is absent. */
 	Incoming post(void *p, size_t nbytes, int peer, bool to_send, uint64_t kind)
 	{
+		if (absent_[peer])
+			return {nullptr, peer};
 		Incoming found{context_->createUnboundBuffer(p, nbytes), peer};
 
 		guarded(peer, [&] {
 			if (to_send)
-				found.buffer->send(peer, slot_ | kind);
+				found.buffer->send(peer, slot(kind));
 			else
-				found.buffer->recv(peer, slot_ | kind);
+				found.buffer->recv(peer, slot(kind));
 		});
 		return found;
 	}
 
-	/* Post the receives of messages from `sources`, and the sends of this rank's message. */
-	void post_numbers(Asked &asked, const std::vector<int> &sources, const std::vector<int> &to)
+	Asked expect(size_t count, uint64_t kind, const std::vector<int> &sources)
 	{
-		const size_t nbytes = asked.all[rank].size() * sizeof(uint64_t);
+		Asked asked{std::vector<Numbers>(size, Numbers((count + WORDS) / WORDS * WORDS)), {}, {}, kind};
 
 		for (int o : sources)
-			asked.in.push_back(post(asked.all[o].data(), nbytes, o, false, NUMBERS));
-		for (int o : to)
-			asked.out.push_back(post(asked.all[rank].data(), nbytes, o, true, NUMBERS));
+			asked.in.push_back(post(asked.all[o].data(), nbytes_of(asked.all[o]), o, false, kind));
+		return asked;
 	}
 
+	void say(Asked &asked, const Numbers &mine, const std::vector<int> &to)
+	{
+		put(mine, asked.all[rank]);
+		for (int o : to)
+			asked.out.push_back(
+				post(asked.all[rank].data(), nbytes_of(asked.all[rank]), o, true, asked.kind));
+	}
+
+	static size_t nbytes_of(const Numbers &message)
+	{
+		return message.size() * sizeof(uint64_t);
+	}
+
+	/*
+	 * Wait for a message. The first wait of a collective waits for the requests of all ranks, too. Throws PeerError
+	 * if the sender is absent.
+	 */
 	void wait(Incoming &incoming, std::chrono::milliseconds within)
 	{
+		agree();
+		if (absent_[incoming.source])
+			throw PeerError(name(incoming.source) + " takes part in another collective");
 		guarded(incoming.source, [&] { incoming.buffer->waitRecv(within); });
 	}
 
-	/* Wait for all messages of an exchange; `within` limits the sum of all waits. */
+	void wait_sent(Incoming &sending)
+	{
+		if (!absent_[sending.source])
+			guarded(sending.source, [&] { sending.buffer->waitSend(timeout); });
+	}
+
+	/* Wait for all messages of an exchange, but those of absent ranks; `within` limits the sum of all waits. */
 	void wait(Asked &asked, std::chrono::milliseconds within)
 	{
 		const auto end = std::chrono::steady_clock::now() + within;
@@ -493,18 +629,22 @@ private:
 			return std::max(least, std::chrono::duration_cast<std::chrono::milliseconds>(time));
 		};
 
+		agree();
 		for (Incoming &each : asked.in)
-			wait(each, left());
+			if (!absent_[each.source])
+				wait(each, left());
 		for (Incoming &each : asked.out)
-			guarded(each.source, [&] { each.buffer->waitSend(timeout); });
+			wait_sent(each);
 	}
 
-	void check(const std::vector<Numbers> &all, size_t n, const std::vector<int> &sources)
+	/* Close the channel and throw PeerError if a message has another count than n. */
+	void check(const Asked &asked, size_t n)
 	{
-		for (int o : sources) {
-			if (all[o].back() != n) {
+		for (const Incoming &each : asked.in) {
+			if (!absent_[each.source] && asked.all[each.source].back() != n) {
 				close();
-				throw PeerError(name(o) + " is at another point of the program than " + name(rank) +
+				throw PeerError(name(each.source) + " is at another point of the program than " +
+						name(rank) +
 						", has another version of codec/gloo.h, or sent a message in part");
 			}
 		}
@@ -524,7 +664,7 @@ private:
 				out.push_back({context_->createUnboundBuffer(const_cast<uint64_t *>(message.data()),
 									     message.size() * sizeof(uint64_t)),
 					       o});
-				out.back().buffer->send(o, slot_ | NUMBERS);
+				out.back().buffer->send(o, slot(REPORTS));
 			} catch (const ::gloo::Exception &) {
 				out.pop_back();
 				lost = true;
@@ -557,11 +697,17 @@ private:
 	std::shared_ptr<::gloo::Context> context_;
 	const uint64_t slot_;
 	uint64_t filler_;           /* secret state of the generator of random bits */
-	uint64_t round_ = 0;        /* number of the collective in progress */
+	uint64_t adopted_;          /* number of the last collective that all ranks know */
+	uint64_t round_ = 0;        /* number of the collective in progress, which stamps its frames */
+	uint64_t key_ = 0;          /* key of the slots for its data */
 	uint64_t no_frame_[2] = {}; /* message without a frame: length 0, stamp */
 	Room room_;
 	size_t taken_ = 0, last_ = 0; /* bytes of the room in use; begin of the message taken last */
 	std::vector<Incoming> sending_;
+	Request mine_;
+	Asked requests_, reports_;
+	bool waiting_ = false;     /* true if the requests of other ranks have not been awaited yet */
+	std::vector<bool> absent_; /* ranks whose requests differ from this rank's */
 	bool closed_ = false;
 };
 

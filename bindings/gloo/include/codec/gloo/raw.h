@@ -58,8 +58,8 @@ inline void add_up(Reduction &r, const std::vector<const uint8_t *> &parts, cons
 
 /*
  * Two-shot all-reduce of uncompressed values; its result has the bits of lossless frames. Ranks announce the last
- * word of each message of values: of terms before they send them, of sums before the verdict, because sums are not
- * used earlier.
+ * word of each message of values: of terms beside them, of sums before the verdict, because sums are not used
+ * earlier.
  */
 class Raw : public Collective
 {
@@ -81,12 +81,22 @@ public:
 		for (int o : channel_.others)
 			rooms_[o] = channel_.take(room).p;
 
-		const uint8_t *x = values();
-		Channel::Asked asked = channel_.ask(last_words(x, slices_));
+		const uint64_t kind = Channel::WORDS_OF_VALUES;
+		Channel::Asked words = channel_.expect(slices_.size() * mine.size(), kind);
+		Channel::Asked words_of_sums = channel_.expect(mine.size(), kind);
 		std::vector<Channel::Incoming> terms = expected(mine[0]);
+		for (size_t c = 0; c < mine.size(); c++) {
+			for (int o : channel_.others) {
+				const Piece &piece = slices_[o][c];
+
+				sums.push_back(channel_.receive_values(place(piece), nbytes(piece), o, Channel::SUMS));
+			}
+		}
+		const uint8_t *x = values();
+		channel_.say(words, last_words(x, slices_));
 		for (size_t c = 0; c < std::min<size_t>(2, mine.size()); c++)
 			send(x, c);
-		const std::vector<Numbers> announced = channel_.hear(asked);
+		const std::vector<Numbers> announced = channel_.hear(words);
 		for (size_t c = 0; c < mine.size(); c++) {
 			std::vector<const uint8_t *> parts(rooms_.begin(), rooms_.end());
 
@@ -96,23 +106,15 @@ public:
 			attempt_([&] { add_up(r_, parts, mine[c], place(mine[c])); });
 			if (attempt_.error && mine[c].n()) /* do not send uninitialized memory */
 				std::memset(place(mine[c]), 0, nbytes(mine[c]));
-			/*
-			 * receives are posted in the order in which others send: terms of chunk c + 1, sums of chunk
-			 * c, terms of chunk c + 2
-			 */
 			if (c + 1 < mine.size())
 				terms = expected(mine[c + 1]);
-			for (int o : channel_.others) {
-				const Piece &piece = slices_[o][c];
-
-				sums.push_back(channel_.receive_values(place(piece), nbytes(piece), o));
-				channel_.send_values(place(mine[c]), nbytes(mine[c]), o);
-			}
+			for (int o : channel_.others)
+				channel_.send_values(place(mine[c]), nbytes(mine[c]), o, Channel::SUMS);
 			if (c + 2 < mine.size())
 				send(x, c + 2);
 		}
-		asked = channel_.ask(last_words(r_.result, {mine}));
-		const std::vector<Numbers> of_sums = channel_.hear(asked);
+		channel_.say(words_of_sums, last_words(r_.result, {mine}));
+		const std::vector<Numbers> of_sums = channel_.hear(words_of_sums);
 		for (size_t i = 0; i < sums.size(); i++) /* sums[] has one per other rank and chunk */
 			attempt_.values(sums[i], of_sums[sums[i].source][i / channel_.others.size()]);
 		channel_.finish();
@@ -120,9 +122,9 @@ public:
 
 private:
 	/*
-	 * Bytes of the tensor in a chunk. Raw all-reduces are limited by memory bandwidth: the receives of a chunk
-	 * are posted, into the same buffers, when the chunk before it has been summed up, so that the data in flight
-	 * fits in caches.
+	 * Bytes of the tensor in a chunk. Raw all-reduces are limited by memory bandwidth: the receives of terms of a
+	 * chunk are posted, into the same buffers, when the chunk before it has been summed up, so that the data in
+	 * flight fits in caches.
 	 */
 	static constexpr uint64_t CHUNK = 3 << 18;
 
