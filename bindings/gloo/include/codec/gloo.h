@@ -31,6 +31,10 @@
  *   - With Algorithm::blocks the messages are those of gloo::allreduce, which does not check their lengths. Elements
  *     have checksums; an element that arrives in part is an error, unless the memory already held the rest of it.
  *
+ * The first call with some arguments waits until all ranks have agreed on them. A Group remembers that: its later calls
+ * send data at once, and compare arguments meanwhile. If they differ, all ranks throw PeerError, and the connections
+ * stay usable.
+ *
  * A rank computes in the thread that calls; Gloo's thread sends and receives in the background. All ranks call the
  * same functions in the same order. Collectives of different groups over one context may run at the same time in
  * different threads, if the groups have different tags.
@@ -594,7 +598,10 @@ private:
 	const uint32_t tag_;
 };
 
-/** Perform one all-reduce. A Group is faster for several: it reuses buffers, and chooses between frames and raw. */
+/**
+ * Perform one all-reduce. A Group is faster for several: it reuses buffers, sends data before ranks agree, and chooses
+ * between frames and raw.
+ */
 inline void allreduce(const std::shared_ptr<::gloo::Context> &context, void *values, size_t n, uint32_t dtype,
 		      const codec_spec &spec, const Options &options = {}, uint32_t tag = 0)
 {

@@ -112,7 +112,7 @@ public:
 	Collective(const Collective &) = delete;
 	Collective &operator=(const Collective &) = delete;
 
-	/* Do the work that needs no message, while the request is in flight. */
+	/* Do the work that needs no message, while the requests may be in flight. */
 	virtual void prepare()
 	{
 	}
