@@ -3,6 +3,7 @@
     sudo python bench/network/gloo_allreduce.py                # 2 and 4 ranks, four links: about 25 minutes
     sudo python bench/network/gloo_allreduce.py --quick        # a few codecs on 2 MiB: under two minutes
     sudo python bench/network/gloo_allreduce.py --ranks 4 --links 100mbit --codecs lossless --algorithms ring
+    sudo python bench/network/gloo_allreduce.py --rtt 100 --mib 0.01 --links 1gbit --algorithms two_shot auto
 
 This is the experiment of GComp (SoCC 2024, figure 10): the time of an all-reduce of gradients, relative to
 gloo::allreduce of float32 in the same run. `make gloo` builds bench/network/gloo_allreduce.cc, the program that each
@@ -206,7 +207,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
         with Progress(console=Console(stderr=True), transient=True) as bar:
             for ranks in args.ranks:
                 task = bar.add_task(f"{ranks} ranks: preparing", total=None)
-                with tempfile.TemporaryDirectory() as folder, netns.Network(ranks, **how) as network:
+                with tempfile.TemporaryDirectory() as folder, netns.Network(ranks, rtt=args.rtt, **how) as network:
                     plan = Plan(Path(folder), ranks, args, names)
                     bar.update(task, total=len(plan.about) * len(args.links))
                     for link in args.links:
@@ -227,7 +228,11 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
     finally:  # also after an error, since measurements take long
         if tables:
             about = {"mib": args.mib, "cores": len(os.sched_getaffinity(0)), "bound": bind, "isa": codec.isas()[-1]}
-            about |= {"sources": ", ".join(plan.sources), "load": [round(x, 1) for x in os.getloadavg()]}
+            about |= {
+                "rtt_ms": args.rtt,
+                "sources": ", ".join(plan.sources),
+                "load": [round(x, 1) for x in os.getloadavg()],
+            }
             print(", ".join(f"{k} {v}" for k, v in about.items()))
             for table in tables:
                 report(table)
@@ -247,6 +252,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--codecs", nargs="+", help="beginnings of names of codecs; none: no codec (all)")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, help="two_shot ring auto")
     parser.add_argument("--bcube", action="store_true", help="also measure Gloo's algorithm bcube")
+    parser.add_argument("--rtt", type=float, default=0, help="round-trip time in milliseconds (0)")
     parser.add_argument("--mib", type=float, help="MiB of float32 on each rank (25)")
     parser.add_argument("--repeat", type=int, help="minimum number of timed repetitions (5)")
     parser.add_argument("--seconds", type=float, help="minimum time for the repetitions of a row (0.5)")
