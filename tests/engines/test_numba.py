@@ -626,7 +626,7 @@ def test_all_blocks_run_in_numba_loops(name, monkeypatch):
         "codec_decode_open", "codec_decode_close",
     )  # fmt: skip
     monkeypatch.setattr(blockwise, "lib", WithoutLoops(blockwise.lib, *around))
-    monkeypatch.setattr(calls, "lib", WithoutLoops(calls.lib, "codec_bound", "codec_encode_room"))
+    monkeypatch.setattr(calls, "lib", WithoutLoops(calls.lib, "codec_bound_segments", "codec_encode_room"))
     monkeypatch.setattr(loops, "lib", WithoutLoops(loops.lib, "codec_strerror"))
     monkeypatch.setattr(view, "lib", WithoutLoops(view.lib, "codec_job_view"))
     monkeypatch.setattr(encoding, "lib", WithoutLoops(encoding.lib))

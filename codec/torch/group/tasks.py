@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from codec import PeerError
 from codec.torch.group.work import Work
-from codec.torch.network.waits import Wait
+from codec.torch.network.waits import FirstOf, Wait
 from codec.torch.transport.streams import StreamOrder
 
 
@@ -126,7 +126,7 @@ class Together:
                             found[i] = end.value
                             waits.pop(i, None)
                 if waits and not any(wait.done for wait in waits.values()):
-                    yield next(iter(waits.values()))
+                    yield FirstOf([*waits.values()])
         finally:
             for coroutine in self._coroutines:
                 coroutine.close()

@@ -131,12 +131,14 @@ class Mesh:
                 self._send(o, _ABORT, number, 0, 0, 0, [body])
 
     def explanation(self, number: int, source: int) -> Wait:
-        """Return a wait for the abort of a rank, whose body is then in :attr:`Inbox.aborts`."""
-        wait = Wait()
-        wait.source = source
+        """Return a wait for the abort of a rank, whose body is then in :attr:`Inbox.aborts`.
+
+        All parts of a collective that wait for the same rank share it.
+        """
         with self._lock:
             inbox, error = self._inboxes[number], self._loss(source)
-            inbox.explained[source] = wait
+            wait = inbox.explained.setdefault(source, Wait())
+            wait.source = source
             known = source in inbox.aborts
         if known or error is not None:
             wait.complete(None if known else error)

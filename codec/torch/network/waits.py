@@ -1,7 +1,7 @@
 """Awaitable objects of coroutines that run in a worker's thread, and are completed by any thread."""
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 _lock = threading.Lock()  # guards the completion of all waits; held for a few instructions
@@ -57,6 +57,37 @@ class Wait:
             yield self
         if self._error is not None:
             raise self._error
+
+
+class FirstOf(Wait):
+    """Wait that ends when the first of several waits ends, and whose timeout is that of one of them.
+
+    An error that this wait is completed with goes to that one: the coroutine that awaits it gets the error.
+
+    Parameters
+    ----------
+    waits : sequence of Wait
+        At least one.
+    """
+
+    def __init__(self, waits: Sequence[Wait]) -> None:
+        super().__init__()
+        self._timed = next((w for w in waits if w.source is not None), waits[0])
+        self.source, self.timeouts = self._timed.source, self._timed.timeouts
+        for wait in waits:
+            if not wait.call_when_done(self.complete):
+                self.complete()
+
+    @property
+    def progress(self) -> float:
+        """Time at which the rank of the timeout has last done something."""
+        return self._timed.progress
+
+    def complete(self, error: BaseException | None = None) -> None:
+        """End the wait."""
+        if error is not None:
+            self._timed.complete(error)
+        super().complete()
 
 
 class Turns:

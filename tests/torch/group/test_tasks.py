@@ -96,11 +96,37 @@ def test_together_goes_on_with_one_coroutine_while_others_wait():
     async def both():
         return await Together([work(0), work(1)])
 
-    coroutine, _ = started(both())
+    coroutine, awaited = started(both())
     assert steps == [(0, "begins"), (1, "begins")]
     waits[1].complete()
+    assert awaited.done
+    awaited = coroutine.send(None)
+    assert steps[2:] == [(1, "ends")]
+    assert not awaited.done
     waits[0].complete()
+    assert awaited.done
     assert result_of(coroutine) == [0, 10]
+
+
+def test_together_passes_the_error_of_a_late_rank_to_the_coroutine_that_waits_for_it():
+    waits, seen = [Wait(), of_rank(3, timeouts=2)], []
+
+    async def work(i):
+        try:
+            await waits[i]
+        except codec.PeerError as e:
+            seen.append((i, str(e)))
+            raise
+
+    async def both():
+        await Together([work(0), work(1)])
+
+    coroutine, awaited = started(both())
+    assert (awaited.source, awaited.timeouts) == (3, 2)
+    awaited.complete(codec.PeerError("too late"))
+    with pytest.raises(codec.PeerError, match="too late"):
+        coroutine.send(None)
+    assert seen == [(1, "too late")]
 
 
 def test_together_needs_no_wait_for_coroutines_that_do_not_wait():
@@ -128,7 +154,7 @@ def test_error_of_one_coroutine_closes_the_others():
 
     coroutine, awaited = started(all_of_them())
     waits[1].complete(codec.FrameError("wrong"))
-    awaited.complete()
+    assert awaited.done
     with pytest.raises(codec.FrameError, match="wrong"):
         coroutine.send(None)
     assert 2 in closed

@@ -338,6 +338,15 @@ def test_wait_for_an_explanation_ends_with_the_connection(hand, end):
     assert isinstance(outcome(wait), codec.PeerError)
 
 
+def test_all_waits_for_an_explanation_end(hand):
+    """Several parts of a collective may find that a rank has other arguments."""
+    mesh, peer = hand
+    mesh.begin(0)
+    waits = [mesh.explanation(0, 1) for _ in range(2)]
+    peer.sendall(packed(0, b"reason", kind=ABORT))
+    assert [outcome(wait) for wait in [*waits, mesh.explanation(0, 1)]] == [None] * 3
+
+
 # Lost ranks
 
 
