@@ -55,7 +55,7 @@ def fill_context(call: Call, r: EncodeRequest) -> None:
         call.set_levels(levels)
     if residual is not None:
         call.context.residual = ffi.cast("float *", residual.data)
-        reads = lib.CODEC_DELTA if delta else lib.CODEC_FEEDBACK if feedback else 0
+        reads = lib.CODEC_DIFFERENCE if delta else lib.CODEC_FEEDBACK if feedback else 0
         call.context.flags = reads | (0 if verify_first else lib.CODEC_NO_VERIFY_FIRST)
 
 

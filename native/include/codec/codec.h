@@ -279,7 +279,7 @@ typedef struct codec_fault {
  * residual is; its payload is unspecified, as that of codec_accumulate, and may differ between instruction sets.
  * `residual` must not be the tensor. For codecs 2 to 6; others, and CODEC_FEEDBACK with it, return CODEC_BAD_ARGUMENT.
  */
-#define CODEC_DELTA 1024u
+#define CODEC_DIFFERENCE 1024u
 /**
  * Decode: store values with non-temporal (streaming) stores, which bypass the caches. Set it if the destination is not
  * read soon, for example because it is part of a buffer larger than the caches. Destinations of CODEC_UNCACHED_NBYTES

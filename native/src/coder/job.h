@@ -80,7 +80,7 @@ struct job {
 	uint8_t blocks_scan;     /* encode: encoding the blocks replaces the scan */
 	uint64_t outer_checksum; /* decode: the frame's checksum without those of its blocks */
 	uint64_t codebook_id;
-	uint32_t reads_residual; /* encode: CODEC_FEEDBACK or CODEC_DELTA if set */
+	uint32_t reads_residual; /* encode: CODEC_FEEDBACK or CODEC_DIFFERENCE if set */
 	uint8_t checked;         /* decode: the checksum is verified, or CODEC_NO_CHECKSUM is set */
 	codebook books[WIRE_MAX_PLANES];
 	union {

@@ -1,7 +1,7 @@
 /* encode.c - encode a tensor: open (sample, choose), encode blocks. close.c completes the frame. */
 #include "api.h"
 
-/* Check CODEC_FEEDBACK and CODEC_DELTA: each needs a residual and a lossy codec, CODEC_DELTA one of rows. */
+/* Check CODEC_FEEDBACK and CODEC_DIFFERENCE: each needs a residual and a lossy codec, CODEC_DIFFERENCE one of rows. */
 static codec_status check_residual(const struct header *h, const codec_context *with)
 {
 	int usable;
@@ -9,7 +9,7 @@ static codec_status check_residual(const struct header *h, const codec_context *
 	switch (with->flags & READS_RESIDUAL) {
 	case 0: return CODEC_OK;
 	case CODEC_FEEDBACK: usable = h->codec != CODEC_LOSSLESS; break;
-	case CODEC_DELTA: usable = codec_is_rows(h->codec); break;
+	case CODEC_DIFFERENCE: usable = codec_is_rows(h->codec); break;
 	default: usable = 0;
 	}
 	return usable && (with->residual || !h->n) ? CODEC_OK : CODEC_BAD_ARGUMENT;
@@ -156,7 +156,7 @@ static int fits_tensor(const struct job *j, const codec_tensor *src)
 	       src->nbytes == j->h.n * dtype_of(j->h.dtype)->nbytes && (src->data || !src->nbytes);
 }
 
-/* Check that CODEC_FEEDBACK and CODEC_DELTA match how the job was opened. */
+/* Check that CODEC_FEEDBACK and CODEC_DIFFERENCE match how the job was opened. */
 static int fits_residual(const struct job *j, const codec_context *with)
 {
 	return (with->flags & READS_RESIDUAL) == j->reads_residual && check_residual(&j->h, with) == CODEC_OK;
