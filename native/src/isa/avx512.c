@@ -3,6 +3,7 @@
 
 #include "planes_avx512.h"
 #include "rows_avx512.h"
+#include "delta_avx512.h"
 #include "truncate_avx512.h"
 
 #define V __m512i
