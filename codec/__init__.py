@@ -1,7 +1,7 @@
 """Compression of tensors that training jobs send over a network.
 
-Public are the names that ``codec``, :mod:`codec.torch` and :mod:`codec.optimizers` export. All other modules are
-internal, and may change in any version.
+Public are the names that ``codec``, :mod:`codec.torch`, :mod:`codec.optimizers` and :mod:`codec.weight_sync` export.
+All other modules are internal, and may change in any version.
 
 >>> import codec, numpy as np
 >>> x = np.linspace(0, 1, 100_000, dtype=np.float32)
@@ -45,6 +45,7 @@ from codec.specs import BoundSpec, Delta, Float4, Float8, Lossless, Quantize, Si
 from codec.stateful import ActivationDelta, ActivationStats, CodebookRefresher, ErrorFeedback, StoreInfo, inspect_store
 from codec.tensors.segments import segments
 from codec.tensors.wrapper import View, view
+from codec.weight_sync import Update, WeightReceiver, WeightSender
 
 if TYPE_CHECKING:
     from codec import torch as torch  # imported on first use, see __getattr__
@@ -84,7 +85,10 @@ __all__ = [
     "Ternary",
     "Truncate",
     "UnsupportedError",
+    "Update",
     "View",
+    "WeightReceiver",
+    "WeightSender",
     "accumulate",
     "advise",
     "bound",
