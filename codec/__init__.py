@@ -45,10 +45,11 @@ from codec.specs import BoundSpec, Delta, Float4, Float8, Lossless, Quantize, Si
 from codec.stateful import ActivationDelta, ActivationStats, CodebookRefresher, ErrorFeedback, StoreInfo, inspect_store
 from codec.tensors.segments import segments
 from codec.tensors.wrapper import View, view
-from codec.weight_sync import Update, WeightReceiver, WeightSender
 
-if TYPE_CHECKING:
-    from codec import torch as torch  # imported on first use, see __getattr__
+if TYPE_CHECKING:  # imported on first use, see __getattr__
+    from codec import torch as torch
+    from codec import weight_sync as weight_sync
+    from codec.weight_sync import Update, WeightReceiver, WeightSender
 
 __version__ = "0.1.0"
 
@@ -125,7 +126,11 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # type checkers would accept any attribute
 
     def __getattr__(name: str) -> object:
-        """Import :mod:`codec.torch` on its first use."""
+        """Import :mod:`codec.torch` or :mod:`codec.weight_sync` on its first use."""
+        if name == "weight_sync":
+            return importlib.import_module("codec.weight_sync")
+        if name in ("Update", "WeightReceiver", "WeightSender"):
+            return getattr(importlib.import_module("codec.weight_sync"), name)
         if name != "torch":
             raise AttributeError(f"module 'codec' has no attribute {name!r}")
         try:
