@@ -102,10 +102,13 @@ static inline __attribute__((always_inline)) size_t classes_avx2(const struct de
 	if (item == 8)
 		return 0;
 	for (; i + 64 <= n; i += 64) {
+		const char *p = (const char *)base + i * item;
 		size_t j = i / 64;
 		__m256i c[2];
 
-		fields_avx2(q, (const char *)base + i * item, item, c);
+		fields_avx2(q, p, item, c);
+		for (uint32_t v = 0; v < item; v++)
+			_mm_prefetch((const void *)((uintptr_t)p + DELTA_AHEAD + 64 * v), _MM_HINT_T0);
 		for (int h = 0; h < 2; h++) {
 			c[h] = _mm256_adds_epu8(_mm256_subs_epu8(_mm256_max_epu8(c[h], one), less), more);
 			c[h] = _mm256_min_epu8(_mm256_avg_epu8(c[h], zero), eight);
