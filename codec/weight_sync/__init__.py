@@ -8,19 +8,10 @@ trainer. This package needs no framework, and never changes a tensor of the call
 
 from codec.weight_sync.http import UpdateServer, serve
 from codec.weight_sync.publisher import Publisher
-from codec.weight_sync.receiver import WeightReceiver
-from codec.weight_sync.sender import WeightSender
+from codec.weight_sync.receiver import WeightReceiver as WeightReceiver
+from codec.weight_sync.sender import WeightSender as WeightSender
 from codec.weight_sync.store import UpdateStore, pull
-from codec.weight_sync.update import Kind, Update
+from codec.weight_sync.update import Kind
+from codec.weight_sync.update import Update as Update
 
-__all__ = [
-    "Kind",
-    "Publisher",
-    "Update",
-    "UpdateServer",
-    "UpdateStore",
-    "WeightReceiver",
-    "WeightSender",
-    "pull",
-    "serve",
-]
+__all__ = ["Kind", "Publisher", "UpdateServer", "UpdateStore", "pull", "serve"]  # and three that codec exports
