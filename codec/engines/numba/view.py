@@ -34,6 +34,7 @@ _ROW_PART = np.dtype(
 )
 _TABLE, _OFFSET = np.dtype("514u1"), np.dtype("i1")
 _ROW_SUMS = np.dtype([("sum0", "f8"), ("sum1", "f8"), ("negative", "u4"), ("max", "u4")])
+_DELTA_BLOCK = np.dtype([("base", "u8"), ("result", "u8"), ("changes", "u4"), ("state", "u4")])
 _OCTAVES = {"float32": 128, "float64": 16, "bfloat16": 128, "float16": 1024}
 
 
@@ -69,6 +70,7 @@ class Job(NamedTuple):
     offsets: Array  # int8 offsets of rows and columns
     row_parts: Array
     row_sums: Array
+    delta_blocks: Array  # digests and numbers of changes of Delta's blocks
 
 
 def view_job(job: Any) -> Job:
@@ -115,4 +117,5 @@ def view_job(job: Any) -> Job:
         array(v.offsets, _OFFSET),
         array(v.row_parts, _ROW_PART),
         array(v.row_sums, _ROW_SUMS),
+        array(v.delta_blocks, _DELTA_BLOCK),
     )

@@ -26,6 +26,11 @@ SAME(row_sums, codec_row_sums, sum);
 SAME(row_sums, codec_row_sums, negative);
 SAME(row_sums, codec_row_sums, max);
 _Static_assert(sizeof(struct row_sums) == sizeof(codec_row_sums), "sums of a scan");
+SAME(delta_block, codec_delta_block, base);
+SAME(delta_block, codec_delta_block, result);
+SAME(delta_block, codec_delta_block, changes);
+SAME(delta_block, codec_delta_block, state);
+_Static_assert(sizeof(struct delta_block) == sizeof(codec_delta_block), "digests of a block");
 _Static_assert(sizeof(codebook) == 257 && sizeof(book_codes) == 514 && sizeof(book_lookup) == 514, "tables of bytes");
 
 /* Return a job of either kind, in any state; NULL if there is none. */
@@ -95,6 +100,12 @@ codec_status codec_job_view(const void *job, codec_view *view)
 	v.offsets = array_of(j, job, j->model.offsets_at, rows ? 0 : 2 * j->model.nibbles, sizeof(int8_t));
 	v.row_parts = array_of(j, job, j->parts_at, j->nparts, sizeof(struct part));
 	v.row_sums = array_of(j, job, j->sums_at, j->nscans, sizeof(struct row_sums));
+	v.delta_blocks = array_of(j, job, j->parts_at, codec_is_delta(j->h.codec) ? j->h.nblocks : 0,
+				  sizeof(struct delta_block));
+	if (codec_is_delta(j->h.codec) && !encoding) {
+		v.base_digest = j->base_digest;
+		v.result_digest = j->result_digest;
+	}
 	memcpy(view, &v, MIN(view->struct_nbytes, sizeof v));
 	return CODEC_OK;
 }
