@@ -10,8 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from codec._c.library import DTYPE_NAMES, MANTISSA_BITS
-from codec.engines.numba.bitstream import WORD, Bits, bit_length, ends, get_bits, get_gamma, get_rice
-from codec.engines.numba.bitstream import put_bits, put_gamma, put_rice, rice_nbits
+from codec.engines.numba.bitstream import (
+    WORD,
+    Bits,
+    bit_length,
+    ends,
+    get_bits,
+    get_gamma,
+    get_rice,
+    put_bits,
+    put_gamma,
+    put_rice,
+    rice_nbits,
+)
 from codec.engines.numba.checksum import VALUES, digest_from
 from codec.engines.numba.floats import NOWHERE
 from codec.engines.numba.jit import jit, kernel
@@ -294,10 +305,11 @@ def _put_steps(kind, work, m, count, scale, out, limit):
         put_rice(work.bits, out, z, _small_k(kind, work.exponent[i], scale), kind.w)
         if work.bits.at[0] > limit:
             return False
-    for r in range(1, top + 1):
-        if not _put_class(kind, work, m, count, r, out, limit):
-            return False
-    return True
+    r, fits = 1, True
+    while fits and r <= top:
+        fits = _put_class(kind, work, m, count, r, out, limit)
+        r += 1
+    return fits
 
 
 @jit
@@ -364,7 +376,7 @@ def encode_blocks(job, work, base, data, frame, limit, first, count, result):
             if work.base[i] != work.new[i]:
                 work.at[changes] = i
                 changes += 1
-        block, chunk = job.delta_blocks[b], job.size * start // CHUNK
+        block, chunk = job.row_sums[b], job.size * start // CHUNK
         block.base, block.result = digest_from(old, VALUES, chunk), digest_from(new, VALUES, chunk)
         block.changes = changes
         size = 8
@@ -543,7 +555,7 @@ def decode_blocks(job, work, frame, checks, base, first, count, sink, checksum, 
         new = work.bytes[: job.size * m]
         _store(job.size, work.new[:m], new)
         if checks:
-            block, chunk = job.delta_blocks[b], job.size * start // CHUNK
+            block, chunk = job.row_sums[b], job.size * start // CHUNK
             block.base, block.result = digest_from(old, VALUES, chunk), digest_from(new, VALUES, chunk)
         if sink.into != NOWHERE:
             copy(sink.data[job.size * start :], new)

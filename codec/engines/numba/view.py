@@ -69,8 +69,7 @@ class Job(NamedTuple):
     parts: Array  # parts of the scale model
     offsets: Array  # int8 offsets of rows and columns
     row_parts: Array
-    row_sums: Array
-    delta_blocks: Array  # digests and numbers of changes of Delta's blocks
+    row_sums: Array  # of Delta: digests and numbers of changes of blocks
 
 
 def view_job(job: Any) -> Job:
@@ -116,6 +115,5 @@ def view_job(job: Any) -> Job:
         array(v.model_parts, _MODEL_PART),
         array(v.offsets, _OFFSET),
         array(v.row_parts, _ROW_PART),
-        array(v.row_sums, _ROW_SUMS),
-        array(v.delta_blocks, _DELTA_BLOCK),
+        array(v.row_sums, _DELTA_BLOCK if v.codec == lib.CODEC_DELTA else _ROW_SUMS),
     )

@@ -15,7 +15,7 @@
  * An engine with its own kernels (in another language, or on a device) may process the blocks and nothing else. It
  * reads the decisions with codec_job_view and may copy the job's arrays to where its kernels run. They are final when
  * codec_encode_open, codec_encode_start, codec_decode_open or codec_decode_plan returns, with three exceptions: the
- * engine may still write offsets of rows (codec_view.offsets) and digests of blocks (codec_view.delta_blocks), and
+ * engine may still write offsets of rows (codec_view.offsets) and digests of blocks (codec_view.row_sums), and
  * codec_encode_start reads results of a scan (codec_view.row_sums).
  */
 #ifndef CODEC_ENGINE_H
@@ -238,15 +238,12 @@ typedef struct codec_view {
 	codec_array row_parts; /**< codec_row_part */
 	/**
 	 * Encode: codec_row_sums of all pieces. An engine may write them here in place of calling codec_encode_scan.
+	 *
+	 * DELTA, encode and decode: codec_delta_block of all blocks. An engine that processes blocks writes all members
+	 * when it encodes, and the digests when it decodes; codec_encode_close and codec_decode_close add them up.
 	 */
 	codec_array row_sums;
 	uint64_t codebook_id; /**< id of the agreed codebook that the frame names; 0: none */
-	/**
-	 * DELTA: codec_delta_block of all blocks. Encode: an engine stores all members before codec_encode_close. Decode:
-	 * it stores the digests before codec_decode_close, which compares their sums with those below.
-	 */
-	codec_array delta_blocks;
-	uint64_t base_digest, result_digest; /**< DELTA, decode: of all values, as in the side section */
 } codec_view;
 
 /** Describe a job of either direction, in any state. */
