@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from codec._call import CodeLengths
-from codec.errors import EngineError, LimitError, Status
+from codec.errors import LimitError, Status
 from codec.optimizers.arguments import LevelSource
 from codec.specs import BoundSpec, Spec
 from codec.tensors.overlap import check_apart
@@ -12,11 +12,6 @@ from codec.tensors.view import TensorView
 
 # By default a new tensor has at most this many bytes, or this many times as many as its frame.
 _ALWAYS, _TIMES = 1 << 30, 256
-
-
-def refuse_delta(engine: str) -> None:
-    """Raise EngineError for a frame of Delta, or for a tensor to be encoded with it, in an engine that lacks it."""
-    raise EngineError(f"the {engine} engine does not have Delta: use the native engine, with tensors in host memory")
 
 
 class EncodeRequest(NamedTuple):

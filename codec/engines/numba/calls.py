@@ -12,11 +12,10 @@ from codec.engines import blockwise
 from codec.engines.native import decoding, encoding
 from codec.engines.native.memory import NewBytes
 from codec.engines.numba import loops
-from codec.engines.request import DecodeRequest, EncodeRequest, refuse_delta
+from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import ArgumentError, Status
 from codec.inspection import read_header
 from codec.optimizers.arguments import LevelSource
-from codec.specs import Delta
 from codec.tensors.view import TensorView, empty
 
 _BAD_ARGUMENT, _SHORT_OUTPUT = int(Status.BAD_ARGUMENT), int(Status.SHORT_OUTPUT)
@@ -24,8 +23,6 @@ _BAD_ARGUMENT, _SHORT_OUTPUT = int(Status.BAD_ARGUMENT), int(Status.SHORT_OUTPUT
 
 def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> bytes | memoryview:
     """Return the frame of a request whose call context is filled in."""
-    if isinstance(r.spec, Delta):
-        refuse_delta("numba")
     t, out = call.fill_tensor(r.x), r.out
     count = pool.choose_threads(threads, r.x.nbytes)
     try:
@@ -85,20 +82,21 @@ def decode_prepared(
     """Decode a frame into a destination, as the call's context says."""
     frame = r.frames[0]
     info = read_header(frame)
-    if info.spec.codec == lib.CODEC_DELTA:
-        refuse_delta("numba")
     if not info.nblocks:
         decoding.decode_prepared(call, r, v, levels, threads)
         return
     call.keep = call.keep, r, v
     if levels is not None:
         call.set_levels(levels)
+    base = None if r.base is None else decoding.base_of(r, v.dtype)
+    if base is not None:
+        call.set_base(base)
     call.fill_tensor(v)
     try:
         blockwise.decode(loops, call, info, frame.data, frame.nbytes, pool.choose_threads(threads, v.nbytes))
     except ArgumentError as e:
         if e.code == _BAD_ARGUMENT:
-            r.check_apart(v, levels, in_place=True)
+            r.check_apart(v, levels, in_place=True, base=base)
         raise
 
 

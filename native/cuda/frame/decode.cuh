@@ -17,6 +17,7 @@ struct codec_found {
 	unsigned long long fault;    /* block + 1 << 8 | status of the first bad block; block 0: the frame; ~0: none */
 	unsigned long long checksum; /* sum over blocks and directory; of a stored tensor: the frame's */
 	uint32_t done, reserved;     /* stored tensors: warps that are done */
+	unsigned long long base, result; /* Delta: digests of the base's and of the result's values */
 };
 
 /* Arguments of decoding kernels for one frame. */
@@ -24,8 +25,11 @@ struct codec_decoding {
 	const codec_view *view; /* of a job made by codec_decode_plan */
 	const uint8_t *memory;  /* arrays of the view */
 	const uint8_t *frame;
-	codec_units scratch;      /* see decode_*_nbytes */
-	const uint8_t *exponents; /* Truncate, shared levels: exponents of A for all values */
+	codec_units scratch; /* see decode_*_nbytes */
+	union {
+		const uint8_t *exponents; /* Truncate, shared levels: exponents of A for all values */
+		const uint8_t *base;      /* Delta: values, at a multiple of the size of a value; may be sink.data */
+	};
 	codec_found *found;
 	codec_sink sink;
 	uint32_t checks; /* not 0: verify checksums */
