@@ -1,4 +1,4 @@
-/* avx512.c - kernels for AVX-512 F, BW, VL, DQ, VBMI and VBMI2. */
+/* avx512.c - kernels for AVX-512 F, BW, VL, DQ, VBMI, VBMI2 and VPOPCNTDQ. */
 #include <immintrin.h>
 
 #include "planes_avx512.h"

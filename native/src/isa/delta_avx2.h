@@ -86,17 +86,15 @@ static inline __attribute__((always_inline)) void fields_avx2(const struct delta
 		e[i] = _mm256_permute4x64_epi64(_mm256_packus_epi16(z[2 * i], z[2 * i + 1]), 0xd8);
 }
 
-/*
- * Classes from exponents: the difference to S, saturated at 0 and 255, halved and rounded up. Each bit of the class
- * becomes a word; their products are the members of classes.
- */
+/* Classes from exponents: the difference to S, saturated at 0 and 255, halved and rounded up. */
 static inline __attribute__((always_inline)) size_t classes_avx2(const struct delta_kind *q, const void *base, size_t n,
-								 int scale, uint64_t *const *member, uint32_t *top,
+								 int scale, uint64_t *const *plane, uint32_t *top,
 								 uint32_t item)
 {
 	const __m256i less = _mm256_set1_epi8((char)(scale < 0 ? 0 : scale > 255 ? 255 : scale));
 	const __m256i more = _mm256_set1_epi8((char)(scale < 0 ? -scale : 0));
 	const __m256i zero = _mm256_setzero_si256(), one = _mm256_set1_epi8(1), eight = _mm256_set1_epi8(8);
+	uint64_t *p0 = plane[0], *p1 = plane[1], *p2 = plane[2], *p3 = plane[3];
 	__m256i most = zero;
 	uint8_t bytes[32];
 	size_t i = 0;
@@ -104,33 +102,22 @@ static inline __attribute__((always_inline)) size_t classes_avx2(const struct de
 	if (item == 8)
 		return 0;
 	for (; i + 64 <= n; i += 64) {
-		uint64_t p0, p1, p2, p3, few[4], *const *m = member;
-		__m256i c[2];
+		const char *p = (const char *)base + i * item;
 		size_t j = i / 64;
+		__m256i c[2];
 
-		fields_avx2(q, (const char *)base + i * item, item, c);
+		fields_avx2(q, p, item, c);
+		for (uint32_t v = 0; v < item; v++)
+			_mm_prefetch((const void *)((uintptr_t)p + DELTA_AHEAD + 64 * v), _MM_HINT_T0);
 		for (int h = 0; h < 2; h++) {
 			c[h] = _mm256_adds_epu8(_mm256_subs_epu8(_mm256_max_epu8(c[h], one), less), more);
 			c[h] = _mm256_min_epu8(_mm256_avg_epu8(c[h], zero), eight);
 			most = _mm256_max_epu8(most, c[h]);
 		}
-		p0 = bits_avx2(_mm256_slli_epi16(c[0], 7), _mm256_slli_epi16(c[1], 7));
-		p1 = bits_avx2(_mm256_slli_epi16(c[0], 6), _mm256_slli_epi16(c[1], 6));
-		p2 = bits_avx2(_mm256_slli_epi16(c[0], 5), _mm256_slli_epi16(c[1], 5));
-		p3 = bits_avx2(_mm256_slli_epi16(c[0], 4), _mm256_slli_epi16(c[1], 4));
-		few[0] = ~(p0 | p1);
-		few[1] = p0 & ~p1;
-		few[2] = p1 & ~p0;
-		few[3] = p0 & p1;
-		m[0][j] = few[0] & ~(p2 | p3);
-		m[1][j] = few[1] & ~p2;
-		m[2][j] = few[2] & ~p2;
-		m[3][j] = few[3] & ~p2;
-		m[4][j] = few[0] & p2;
-		m[5][j] = few[1] & p2;
-		m[6][j] = few[2] & p2;
-		m[7][j] = few[3] & p2;
-		m[8][j] = p3;
+		p0[j] = bits_avx2(_mm256_slli_epi16(c[0], 7), _mm256_slli_epi16(c[1], 7));
+		p1[j] = bits_avx2(_mm256_slli_epi16(c[0], 6), _mm256_slli_epi16(c[1], 6));
+		p2[j] = bits_avx2(_mm256_slli_epi16(c[0], 5), _mm256_slli_epi16(c[1], 5));
+		p3[j] = bits_avx2(_mm256_slli_epi16(c[0], 4), _mm256_slli_epi16(c[1], 4));
 	}
 	_mm256_storeu_si256((__m256i *)bytes, most);
 	for (int b = 0; b < 32; b++)
@@ -138,5 +125,24 @@ static inline __attribute__((always_inline)) size_t classes_avx2(const struct de
 	return i;
 }
 
+/* Numbers are below 2^31. 32 at a time: the distance cannot be predicted, so that fewer branches pay. */
+static inline size_t find_word_avx2(const uint32_t *before, size_t from, uint32_t number)
+{
+	const __m256i than = _mm256_set1_epi32((int)number);
+
+	for (;; from += 32) {
+		unsigned more = 0;
+
+		for (int i = 0; i < 4; i++) {
+			__m256i x = _mm256_loadu_si256((const __m256i *)(before + from + 8 * i + 1));
+
+			more |= (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(x, than))) << 8 * i;
+		}
+		if (__builtin_expect(more != 0, 1))
+			return from + (size_t)__builtin_ctz(more);
+	}
+}
+
 #define DIFFERENCES_FIRST(a, b, n, item, changed, count) differences_avx2(a, b, n, item, changed, count)
-#define CLASSES_FIRST(q, base, n, scale, member, top) classes_avx2(q, base, n, scale, member, top, item)
+#define CLASSES_FIRST(q, base, n, scale, plane, top, item) classes_avx2(q, base, n, scale, plane, top, item)
+#define FIND_WORD find_word_avx2
