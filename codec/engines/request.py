@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from codec._call import CodeLengths
-from codec.errors import LimitError, Status
+from codec.errors import EngineError, LimitError, Status
 from codec.optimizers.arguments import LevelSource
 from codec.specs import BoundSpec, Spec
 from codec.tensors.overlap import check_apart

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import codec
 from codec._c.library import ITEMSIZE
+from codec.engines.cuda import batch_decode
 from support import flatcall
 from support.device import Emulated, build, use
 from support.engine_comparison import like, misaligned, outcome, sample_bits
@@ -95,8 +96,10 @@ def test_other_bases_are_refused(engine, dtype):
             assert (wrong == before).all()
 
 
-def test_base_on_a_device(monkeypatch):
-    """A base on the device is updated there, and nothing is copied to the host but the frame's head."""
+@pytest.mark.parametrize("listed", [256_000_000, 800, 0])
+def test_base_on_a_device(listed, monkeypatch):
+    """A base on the device is updated there: from lists of changes, or decoded again where these find no room."""
+    monkeypatch.setattr(batch_decode, "_MOST_LISTED", listed)
     device = Emulated(build())
     use(monkeypatch, device)
     base = random_bits("bfloat16", 5000, "normal")

@@ -24,10 +24,12 @@ from codec.specs import BoundSpec
 from codec.tensors.view import TensorView, view_base
 
 _FOUND = struct.Struct("<QQII2Q")  # codec_found of native/cuda/frame/decode.cuh
-_DECODING = struct.Struct(f"<3Q {UNITS_NBYTES}s 2Q QIffII4x 2I")  # codec_decoding
+_DECODING = struct.Struct(f"<3Q {UNITS_NBYTES}s 2Q QIffII4x 2I 2Q")  # codec_decoding
 _NONE = 2**64 - 1
 FOUND_NBYTES, DECODING_NBYTES = _FOUND.size, _DECODING.size
 NOTHING_FOUND = _FOUND.pack(_NONE, 0, 0, 0, 0, 0)
+_LISTS = struct.Struct("<2Q")  # codec_lists
+_LISTED_SHARE, _CHANGES = 8, 4  # as in native/cuda/delta/decode.cuh; most changes for each byte of a frame
 _GROUP = 1024  # values of a block that share planes: see native/cuda/delta/decode.cuh
 
 
@@ -76,6 +78,8 @@ class Frame:
         Job of the frame.
     base : TensorView or None
         Base of a frame of Delta, after :meth:`open_base`.
+    lists : int
+        Address of the codec_lists of a frame of Delta, after :meth:`take_lists`; 0: blocks are decoded twice.
 
     Raises
     ------
@@ -90,7 +94,7 @@ class Frame:
         self.shape = tuple(info.shape[0 : info.rank])
         self.dtype = DTYPE_NAMES[info.dtype]
         self.base: TensorView | None = None
-        self._base_at = 0
+        self._base_at = self.lists = 0
 
     @property
     def is_delta(self) -> bool:
@@ -154,6 +158,22 @@ class Frame:
         if base is None or base[:2] != kind:
             native.check_base(r, self.on_host(), *kind)
         self.base = base
+
+    @property
+    def list_nbytes(self) -> int:
+        """Bytes of entries for all changes that blocks may list."""
+        if not self.is_delta or not self.info.nblocks:
+            return 0
+        most = min(self.info.n // _LISTED_SHARE, _CHANGES * self.frame.nbytes)
+        return most * (12 if ITEMSIZE[self.dtype] == 8 else 8)
+
+    def take_lists(self, nbytes: int) -> None:
+        """Take memory for lists of changes, `nbytes` of entries."""
+        zeros = _LISTS.size + 8 * self.info.nblocks
+        self.lists = self.work.new(zeros + nbytes)
+        self.work.device.clear(self.lists, zeros)
+        entry = 12 if ITEMSIZE[self.dtype] == 8 else 8
+        self.work.send(self.lists, _LISTS.pack(0, nbytes // entry))
 
     def _level_source(self, bound: BoundSpec) -> LevelSource:
         """Return the source of levels; if the state does not fit, report a damaged frame first."""
@@ -244,7 +264,9 @@ class Frame:
         codes = bool(sink.codes & lib.CODEC_UNSCALED), bool(sink.codes & lib.CODEC_RESCALE)
         addresses = self._base_at or self.preprocessing.exponents, found
         warps = WARPS * self.grid
-        return _DECODING.pack(at, at + DATA_AT, self._at, scratch, *addresses, *sink[:4], *codes, checks, warps)
+        return _DECODING.pack(
+            at, at + DATA_AT, self._at, scratch, *addresses, *sink[:4], *codes, checks, warps, self.lists, 0
+        )
 
     def close(self, found: bytes) -> None:
         """Raise the error that the kernels found.

@@ -9,8 +9,8 @@
 #define CODEC_CUDA_DELTA_DECODE_CUH
 
 #include "coder/encode.cuh"
-#include "delta/delta.cuh"
-#include "frame/decode.cuh"
+#include "delta/lists.cuh"
+#include "delta/stream.cuh"
 
 #define GROUP 1024     /* values whose planes are 32 words each */
 #define CLASS_PLANES 4 /* bits of a class */
@@ -19,81 +19,6 @@
 /* Bytes of scratch memory for each 1,024 values of a block: planes, then sums of chunks. */
 #define DELTA_ROOM(size) (GROUP / 8 * CLASS_PLANES + 8 * (size))
 
-/* Cursor over a bit stream at a multiple of 4; zeros follow the last bit. All lanes of a warp have the same one. */
-struct bit_reader {
-	const uint32_t *words;
-	uint32_t nwords;
-	uint64_t at;
-};
-
-DEVICE uint32_t word_at(const bit_reader &r, uint64_t i)
-{
-	return i < r.nwords ? global(r.words)[i] : 0;
-}
-
-/* Return the next 32 bits. */
-DEVICE uint32_t peek_bits(const bit_reader &r)
-{
-	return __funnelshift_r(word_at(r, r.at / 32), word_at(r, r.at / 32 + 1), (uint32_t)(r.at % 32));
-}
-
-/* Read n <= 64 bits. */
-DEVICE uint64_t read_bits(bit_reader *r, uint32_t n)
-{
-	uint64_t x = 0;
-
-	if (n > 32) {
-		x = peek_bits(*r);
-		r->at += 32;
-		n -= 32;
-		x |= (peek_bits(*r) & ((1ull << n) - 1)) << 32;
-	} else {
-		x = peek_bits(*r) & ((1ull << n) - 1);
-	}
-	r->at += n;
-	return x;
-}
-
-/* Read a Rice code of a number below 2^full, k < full; an escape has it in full. Sets *bad if it is larger. */
-DEVICE uint64_t read_rice(bit_reader *r, uint32_t k, uint32_t full, bool *bad)
-{
-	const uint32_t q = (uint32_t)__ffs((int)(peek_bits(*r) | 1u << WIRE_DELTA_LONGEST)) - 1;
-
-	if (q == WIRE_DELTA_LONGEST) {
-		r->at += WIRE_DELTA_LONGEST;
-		return read_bits(r, full);
-	}
-	*bad |= q >> 1 >> (full - 1 - k);
-	r->at += q + 1;
-	return (uint64_t)q << k | read_bits(r, k);
-}
-
-/* Read an Elias gamma code, at least 1. Returns 0 if it is 2^64 or more. */
-DEVICE uint64_t read_gamma(bit_reader *r)
-{
-	uint32_t n = 0, zeros;
-
-	do {
-		const uint32_t bits = peek_bits(*r);
-
-		zeros = bits ? (uint32_t)__ffs((int)bits) - 1 : 32;
-		r->at += zeros;
-		n += zeros;
-	} while (zeros == 32 && n < 64);
-	if (n >= 64)
-		return 0;
-	r->at++;
-	return 1ull << n | read_bits(r, n);
-}
-
-/* Return true if a stream has been read to its end: fewer than 64 bits are left, and are 0. */
-DEVICE bool stream_ends(bit_reader r)
-{
-	const uint64_t nbits = 32ull * r.nwords;
-
-	return r.at <= nbits && nbits - r.at < 64 && !read_bits(&r, (uint32_t)(nbits - r.at));
-}
-
 /* Block being decoded. `count`: changes that its head says. */
 struct delta_block {
 	delta_kind q;
@@ -101,6 +26,7 @@ struct delta_block {
 	uint8_t *to;    /* destination of all values of the tensor, which may be the base; NULL: none */
 	uint64_t first; /* index of the first value */
 	uint32_t m, mode, field, count;
+	uint32_t *list;           /* output: entries of all changes, see write_list; NULL: not wanted */
 	uint32_t *planes;         /* scratch memory */
 	unsigned long long *sums; /* sums of chunks: of the base, to which changes are added; NULL: not wanted */
 };
@@ -138,6 +64,14 @@ template <int SIZE> DEVICE void apply_changes(const delta_block &o, change_list 
 			add_change<SIZE>(o.sums, l->place, x, y);
 		if (o.to)
 			store_value<SIZE>(o.to, i, y);
+		if (o.list) {
+			uint32_t *e = global(o.list) + ENTRY_WORDS(SIZE) * (l->count - l->kept + lane);
+
+			e[0] = l->place;
+			e[1] = (uint32_t)y;
+			if (SIZE == 8)
+				e[2] = (uint32_t)(y >> 32);
+		}
 	}
 	l->kept = 0;
 	__syncwarp();
@@ -461,13 +395,28 @@ template <int SIZE>
 DEVICE codec_status read_delta(const codec_decoding &d, const codec_view &v, uint64_t b, const cursor &c,
 			       uint8_t *scratch, uint32_t lane)
 {
-	delta_block o = {kind_of_delta<SIZE>(v.dtype),  d.base, d.sink.data, b * v.block_nvalues,
-			 (uint32_t)block_values(&v, b), 0,      0,           0,
-			 (uint32_t *)scratch,           NULL};
+	delta_block o = {};
+
+	o.q = kind_of_delta<SIZE>(v.dtype);
+	o.base = d.base;
+	o.to = d.sink.data;
+	o.first = b * v.block_nvalues;
+	o.m = (uint32_t)block_values(&v, b);
+	o.planes = (uint32_t *)scratch;
 	const uint64_t chunk = o.first * SIZE / (4 * WIRE_CHUNK_WORDS);
 	const uint32_t count = chunks_of((uint64_t)o.m * SIZE);
-	uint64_t base = 0, result = 0;
+	uint64_t base = 0, result = 0, taken = ~0ull;
 
+	if (o.to && d.lists) {
+		const uint64_t record = records_of(d.lists)[b], entry = (record & ((1ull << RECORD_COUNT_AT) - 1)) - 1;
+
+		if (record) {
+			copy_base<SIZE>(o, lane);
+			write_list<SIZE>(o.to, o.first, entries_of(d.lists, v.nblocks) + ENTRY_WORDS(SIZE) * entry,
+					 (uint32_t)(record >> RECORD_COUNT_AT), lane);
+			return CODEC_OK;
+		}
+	}
 	if (d.checks) {
 		o.sums = (unsigned long long *)(scratch + GROUP / 8 * CLASS_PLANES * ((o.m + GROUP - 1) / GROUP));
 		base = sum_base(o, v.n * SIZE, chunk, count, lane);
@@ -476,6 +425,10 @@ DEVICE codec_status read_delta(const codec_decoding &d, const codec_view &v, uin
 	}
 	if (!open_delta(o.q, o.m, c, &o, lane))
 		return CODEC_BAD_REGION;
+	if (!o.to && d.lists && o.count && o.mode != WIRE_DELTA_RAW && o.count <= o.m / LISTED_SHARE)
+		taken = take_entries(d.lists, o.count, lane);
+	if (taken != ~0ull)
+		o.list = entries_of(d.lists, v.nblocks) + ENTRY_WORDS(SIZE) * taken;
 	if (!read_changes<SIZE>(o, c, lane))
 		return d.checks ? CODEC_OTHER_BASE : CODEC_BAD_REGION;
 	if (d.checks) {
@@ -483,6 +436,8 @@ DEVICE codec_status read_delta(const codec_decoding &d, const codec_view &v, uin
 		if (lane == 0)
 			atomicAdd(&d.found->result, (unsigned long long)result);
 	}
+	if (taken != ~0ull && lane == 0)
+		records_of(d.lists)[b] = (taken + 1) | (uint64_t)o.count << RECORD_COUNT_AT;
 	return CODEC_OK;
 }
 

@@ -20,6 +20,15 @@ struct codec_found {
 	unsigned long long base, result; /* Delta: digests of the base's and of the result's values */
 };
 
+/*
+ * Delta: lists of changes that a launch which only checks leaves for the one that writes. The head is followed by a
+ * record for each block, 0 at first, and by the entries. A block has no list if its record is 0; it is decoded again.
+ */
+struct codec_lists {
+	unsigned long long used; /* entries taken by blocks; 0 at first */
+	uint64_t room;           /* entries */
+};
+
 /* Arguments of decoding kernels for one frame. */
 struct codec_decoding {
 	const codec_view *view; /* of a job made by codec_decode_plan */
@@ -32,8 +41,10 @@ struct codec_decoding {
 	};
 	codec_found *found;
 	codec_sink sink;
-	uint32_t checks; /* not 0: verify checksums */
-	uint32_t warps;  /* warps that work on this frame; a launch may have more */
+	uint32_t checks;    /* not 0: verify checksums */
+	uint32_t warps;     /* warps that work on this frame; a launch may have more */
+	codec_lists *lists; /* Delta: NULL if there are none */
+	uint64_t reserved;
 };
 
 #define WARPS 4                        /* warps of a CTA of kernels that encode or decode blocks */

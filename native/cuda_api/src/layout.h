@@ -56,6 +56,7 @@ struct decoding {
 	float weight, divide;
 	uint32_t unscaled, rescale, padding; /* and to here */
 	uint32_t checks, warps;
+	uint64_t lists, reserved; /* lists: 0, this library decodes twice */
 };
 
 /* codec_found of native/cuda/frame/decode.cuh. */
