@@ -39,9 +39,9 @@ from codec.errors import (
     UnsupportedError,
 )
 from codec.frame_size import frame_nbytes
-from codec.inspection import Info, inspect, verify
+from codec.inspection import Info, digest, inspect, verify
 from codec.presets import preset
-from codec.specs import BoundSpec, Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
+from codec.specs import BoundSpec, Delta, Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
 from codec.stateful import ActivationDelta, ActivationStats, CodebookRefresher, ErrorFeedback, StoreInfo, inspect_store
 from codec.tensors.segments import segments
 from codec.tensors.wrapper import View, view
@@ -63,6 +63,7 @@ __all__ = [
     "CodebookRefresher",
     "CodecError",
     "Cost",
+    "Delta",
     "EngineError",
     "ErrorFeedback",
     "Float4",
@@ -89,6 +90,7 @@ __all__ = [
     "bound",
     "decode",
     "decode_many",
+    "digest",
     "encode",
     "encode_async",
     "encode_many",

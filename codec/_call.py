@@ -131,6 +131,12 @@ class Call:
         self.context.segments, self.context.nsegments = array, len(array)
         self.keep = self.keep, array
 
+    def set_base(self, v: TensorView) -> None:
+        """Set the base of Delta's frames."""
+        t = new_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
+        self.context.base = t
+        self.keep = self.keep, v, t
+
     def forget_levels(self) -> None:
         """Unset the source of levels."""
         self.context.levels = self.context.metric = ffi.NULL

@@ -26,6 +26,7 @@ def encode_many(
     tensors: Mapping[Key, Any],
     spec: SpecLike | Sequence[SpecLike] | Mapping[Key, SpecLike] = DEFAULT,
     *,
+    base: Any = None,
     codebook: Codebook | None = None,
     stream: int = 0,
     options: CallOptions | None = None,
@@ -35,6 +36,7 @@ def encode_many(
     tensors: Sequence[Any] | Iterator[Any],
     spec: SpecLike | Sequence[SpecLike] = DEFAULT,
     *,
+    base: Any = None,
     codebook: Codebook | None = None,
     stream: int = 0,
     options: CallOptions | None = None,
@@ -43,6 +45,7 @@ def encode_many(
     tensors: Any,
     spec: Any = DEFAULT,
     *,
+    base: Any = None,
     codebook: Codebook | None = None,
     stream: int = 0,
     options: CallOptions | None = None,
@@ -58,6 +61,8 @@ def encode_many(
     spec : Spec, bound spec or name of a preset; or sequence or mapping of them
         Spec of all tensors, or a spec for each tensor: a mapping, with the same keys, if `tensors` is one. Specs that
         are bound to an optimizer differ from tensor to tensor.
+    base : iterable or mapping of arrays or tensors, optional
+        As in :func:`encode`, for each tensor; None for a tensor whose spec takes no base.
     codebook : Codebook, optional
         As in :func:`encode`, for all tensors.
     stream : int
@@ -87,6 +92,7 @@ def encode_many(
     keys, xs = _items("tensors", tensors)
     one = isinstance(spec, Spec | BoundSpec | str) or not hasattr(spec, "__iter__")
     specs = cast(Sequence[SpecLike], [spec] * len(keys) if one else _alike("spec=", spec, tensors, keys))
+    bases = _alike("base=", base, tensors, keys)
     if one:  # an error that concerns no tensor of its own
         kind, _ = resolve(spec)
         codebook = None if codebook is None else one_codebook(codebook, kind)
@@ -96,7 +102,7 @@ def encode_many(
     try:
         for at, x in enumerate(xs):
             number = (stream + (at << 32)) % (1 << 64)
-            r = encode_request(x, specs[at], settings, codebook=codebook, stream=number)
+            r = encode_request(x, specs[at], settings, codebook=codebook, stream=number, base=bases[at])
             chosen = choose(settings.engine, "x", r.x.device)
             requests.append(r)
         at = None
@@ -114,6 +120,7 @@ def decode_many(
     frames: Mapping[Key, Any],
     spec: BoundSpec | Mapping[Key, BoundSpec | None] | None = None,
     *,
+    base: Any = None,
     out: None = None,
     like: None = None,
     codebooks: Codebooks = None,
@@ -125,6 +132,7 @@ def decode_many(
     frames: Mapping[Key, Any],
     spec: BoundSpec | Mapping[Key, BoundSpec | None] | None = None,
     *,
+    base: Any = None,
     out: Mapping[Key, Tensor],
     like: Any = None,
     codebooks: Codebooks = None,
@@ -136,6 +144,7 @@ def decode_many(
     frames: Mapping[Key, Any],
     spec: BoundSpec | Mapping[Key, BoundSpec | None] | None = None,
     *,
+    base: Any = None,
     out: None = None,
     like: Tensor,
     codebooks: Codebooks = None,
@@ -147,6 +156,7 @@ def decode_many(
     frames: Sequence[Any] | Iterator[Any],
     spec: BoundSpec | Sequence[BoundSpec | None] | None = None,
     *,
+    base: Any = None,
     out: None = None,
     like: None = None,
     codebooks: Codebooks = None,
@@ -158,6 +168,7 @@ def decode_many(
     frames: Sequence[Any] | Iterator[Any],
     spec: BoundSpec | Sequence[BoundSpec | None] | None = None,
     *,
+    base: Any = None,
     out: Sequence[Tensor] | Iterator[Tensor],
     like: Any = None,
     codebooks: Codebooks = None,
@@ -169,6 +180,7 @@ def decode_many(
     frames: Sequence[Any] | Iterator[Any],
     spec: BoundSpec | Sequence[BoundSpec | None] | None = None,
     *,
+    base: Any = None,
     out: None = None,
     like: Tensor,
     codebooks: Codebooks = None,
@@ -179,6 +191,7 @@ def decode_many(
     frames: Any,
     spec: Any = None,
     *,
+    base: Any = None,
     out: Any = None,
     like: Any = None,
     codebooks: Codebooks = None,
@@ -195,8 +208,11 @@ def decode_many(
         Whole frames, all on one device.
     spec : BoundSpec, or sequence or mapping of BoundSpec or None; optional
         As in :func:`decode`: for all frames, or for each frame.
+    base : iterable or mapping of arrays or tensors, optional
+        As in :func:`decode`, for each frame; None for a frame that needs no base.
     out : iterable or mapping of arrays or tensors, optional
-        Memory for the values of each frame, which does not overlap. All of `out` is unchanged after an error.
+        Memory for the values of each frame, which does not overlap. All of `out` is unchanged after an error. Items may
+        be those of `base`: a model is updated as a whole, or not at all.
     like : array or tensor, optional
         Return tensors of the kind of this one.
     codebooks, options : optional
@@ -226,6 +242,7 @@ def decode_many(
     most = None if max_nbytes is None else check_limit(max_nbytes)
     keys, given = _items("frames", frames)
     outs = _alike("out=", out, frames, keys)
+    bases = _alike("base=", base, frames, keys)
     one = spec is None or isinstance(spec, BoundSpec | str) or not hasattr(spec, "__iter__")
     specs = [spec] * len(keys) if one else _alike("spec=", spec, frames, keys)
     if one and spec is not None:
@@ -236,7 +253,7 @@ def decode_many(
     try:
         for at, frame in enumerate(given):
             v = view_bytes(frame)
-            requests.append(decode_request((v,), specs[at], settings, outs[at], like, books, most))
+            requests.append(decode_request((v,), specs[at], settings, outs[at], like, books, most, bases[at]))
             chosen = engine_for(settings.engine, v, outs[at], like)
         at = None
         tensors = chosen.decode_many(requests)

@@ -14,7 +14,7 @@ from codec.engines import Engine, choose
 from codec.engines.request import DecodeRequest
 from codec.errors import ArgumentError, SpecError, Status
 from codec.inspection import inspect
-from codec.specs import BoundSpec
+from codec.specs import BoundSpec, Delta
 from codec.tensors.view import Array, TensorView, device_like, kind_of, mark_written, view_bytes, view_output
 
 Tensor = TypeVar("Tensor")
@@ -26,6 +26,7 @@ def decode(
     frame: Any,
     spec: BoundSpec | None = None,
     *,
+    base: Any = None,
     out: None = None,
     like: None = None,
     codebooks: Codebook | Sequence[Codebook] | None = None,
@@ -37,6 +38,7 @@ def decode(
     frame: Any,
     spec: BoundSpec | None = None,
     *,
+    base: Any = None,
     out: Tensor,
     like: Any = None,
     codebooks: Codebook | Sequence[Codebook] | None = None,
@@ -48,6 +50,7 @@ def decode(
     frame: Any,
     spec: BoundSpec | None = None,
     *,
+    base: Any = None,
     out: None = None,
     like: Tensor,
     codebooks: Codebook | Sequence[Codebook] | None = None,
@@ -58,6 +61,7 @@ def decode(
     frame: Any,
     spec: BoundSpec | None = None,
     *,
+    base: Any = None,
     out: Any = None,
     like: Any = None,
     codebooks: Codebook | Sequence[Codebook] | None = None,
@@ -73,8 +77,12 @@ def decode(
     spec : BoundSpec, optional
         Spec bound to the sender's optimizer and state, by :meth:`Truncate.bind`: for frames of :class:`Truncate` with
         shared levels. Other frames describe themselves and ignore it.
+    base : array or tensor, optional
+        Tensor that the changes in a frame of :class:`Delta` apply to, of the frame's shape and dtype, or the bits of
+        one as unsigned integers. Other frames ignore it.
     out : array or tensor, optional
-        Memory for the values: contiguous, writable, of the frame's shape and dtype, and apart from the frame. It may
+        Memory for the values: contiguous, writable, of the frame's shape and dtype, and apart from the frame. It may be
+        `base`, which is then updated in place. It may
         also have unsigned integers, or a dtype that cannot be encoded such as complex64, of the same itemsize, and then
         gets the bits. It is unchanged after an error, unless the options have ``verify_first=False``.
     like : array or tensor, optional
@@ -83,7 +91,8 @@ def decode(
         Codebooks that the frame may name.
     max_nbytes : int, optional
         Upper bound of the size of a new tensor, in bytes; nothing is allocated for a frame that declares more. Default:
-        1 GiB, or 256 times the size of the frame if that is more. A tensor given as `out` may have any size.
+        1 GiB, or 256 times the size of the frame if that is more. A tensor given as `out` may have any size, and so may
+        the result of :class:`Delta`, which is as large as `base`.
     options : CallOptions, optional
         Engine, threads, ``verify_first`` and ``nontemporal``, made by :func:`options`.
 
@@ -99,10 +108,10 @@ def decode(
         The bytes are no frame, are damaged (`ChecksumError`), need a later version (`UnsupportedError`) or declare too
         large a tensor (`LimitError`).
     StateError
-        The frame names a codebook that is not among `codebooks`, or needs a bound spec that is missing or that is not
-        the sender's.
+        The frame names a codebook that is not among `codebooks`, or needs a bound spec or a base that is missing or
+        that is not the sender's, or the base equals the frame's result already.
     ArgumentError
-        `out` does not fit the frame.
+        `out` or `base` does not fit the frame.
     SpecError
         `spec` is not a bound spec.
     EngineError
@@ -121,7 +130,7 @@ def decode(
     """
     settings = settings_of(options)
     v = view_bytes(frame)
-    r = decode_request((v,), spec, settings, out, like, codebooks, max_nbytes)
+    r = decode_request((v,), spec, settings, out, like, codebooks, max_nbytes, base)
     try:
         return engine_for(settings.engine, v, out, like).decode(r)
     except ArgumentError as e:
@@ -140,6 +149,7 @@ def decode_request(
     like: Any = None,
     codebooks: Any = None,
     max_nbytes: Any = None,
+    base: Any = None,
 ) -> DecodeRequest:
     """Return the checked arguments of :func:`decode` or :func:`reduce`, with the settings of the call."""
     fields = (
@@ -155,6 +165,7 @@ def decode_request(
         settings.nontemporal is True,
         False,  # check_finite
         False,  # check_only
+        base,
     )
     return DecodeRequest._make(fields)  # twice as fast as a call of the class; a missing field is a TypeError, too
 
@@ -196,7 +207,9 @@ def explain(error: ArgumentError, frame: TensorView, out: Any, *, adds: bool = F
     adds : bool
         True if values are added to `out`, which is float32 then.
     """
-    if error.code == Status.SHAPE_MISMATCH:
+    if adds and isinstance(inspect(frame.owner).spec, Delta):
+        error.args = ("a frame of Delta holds changes, which cannot be added up: decode it with base=, add its values",)
+    elif error.code == Status.SHAPE_MISMATCH:
         info, o = inspect(frame.owner), view_output(out)
         dtype = "float32" if adds else info.dtype
         error.args = (f"the frame needs an out= of {dtype} and shape {info.shape}, not of {o.dtype} and {o.shape}",)

@@ -15,8 +15,8 @@ from codec.errors import ArgumentError, EngineError, SpecError
 from codec.explain import explain, explain_dtype
 from codec.optimizers.arguments import level_source_for
 from codec.presets import resolve
-from codec.specs import Lossless, Spec, SpecLike, Truncate
-from codec.tensors.view import TensorView, dtype_name, mark_written, view, view_output
+from codec.specs import Delta, Lossless, Spec, SpecLike, Truncate
+from codec.tensors.view import TensorView, dtype_name, mark_written, view, view_base, view_output
 from codec.tensors.wrapper import View
 from codec.tensors.wrapper import view as make_view
 
@@ -93,6 +93,7 @@ def encode(
     x: Any,
     spec: SpecLike = DEFAULT,
     *,
+    base: Any = None,
     out: None = None,
     residual: Any = None,
     feedback: bool = False,
@@ -105,6 +106,7 @@ def encode(
     x: Any,
     spec: SpecLike = DEFAULT,
     *,
+    base: Any = None,
     out: Any,
     residual: Any = None,
     feedback: bool = False,
@@ -116,6 +118,7 @@ def encode(
     x: Any,
     spec: SpecLike = DEFAULT,
     *,
+    base: Any = None,
     out: Any = None,
     residual: Any = None,
     feedback: bool = False,
@@ -138,6 +141,8 @@ def encode(
     spec : Spec, bound spec or name of a preset
         Codec and its parameters; :class:`Lossless` by default. :class:`Truncate` needs the optimizer, by
         :meth:`Truncate.bind`. Names: see :func:`preset`.
+    base : array or tensor, optional
+        For :class:`Delta`, which needs it: tensor of x's shape and dtype that decoders have, too.
     out : writable buffer, optional
         Memory for the frame, which overlaps with no other argument. :func:`bound` bytes are always enough.
     residual : float32 array or tensor, optional
@@ -183,7 +188,7 @@ def encode(
     ...     frame = codec.encode(grad, codec.Sign(), residual=residual, feedback=True, stream=step)
     """
     settings = settings_of(options)
-    r = encode_request(x, spec, settings, out, residual, feedback, codebook, stream)
+    r = encode_request(x, spec, settings, out, residual, feedback, codebook, stream, base)
     if r.residual is not None and r.levels is not None:
         r.check_apart()  # the C library allows a residual that is an array of the state
     try:
@@ -266,6 +271,7 @@ def encode_request(
     feedback: Any = False,
     codebook: Any = None,
     stream: Any = 0,
+    base: Any = None,
 ) -> EncodeRequest:
     """Return the checked arguments of :func:`encode`, with the settings of the call."""
     dtype = segments = bound = None
@@ -287,8 +293,23 @@ def encode_request(
         feedback if feedback is False else _check_feedback(feedback, residual, spec),
         settings.verify_first is not False,
         False,
+        _view_base(base, spec, v) if base is not None or type(spec) is Delta else None,
     )
     return EncodeRequest._make(fields)  # twice as fast as a call of the class; a missing field is a TypeError, too
+
+
+def _view_base(base: Any, spec: Spec, v: TensorView) -> TensorView:
+    """Return the view of a base, which Delta needs and other specs do not take."""
+    if not isinstance(spec, Delta):
+        raise ArgumentError(f"base= is for Delta, not for {type(spec).__name__}")
+    if base is None:
+        raise ArgumentError("Delta() needs base=, the tensor that decoders have: encode(x, Delta(), base=...)")
+    b = view_base(base.tensor, base.dtype or v.dtype) if type(base) is View else view_base(base, v.dtype)
+    if b[:2] != v[:2]:
+        raise ArgumentError(
+            f"base= must have x's dtype and shape, {v.dtype} and {v.shape}, got {b.dtype} and {b.shape}"
+        )
+    return b
 
 
 def check_stream(stream: Any) -> int:
@@ -316,8 +337,8 @@ def _check_feedback(feedback: Any, residual: Any, spec: Spec) -> bool:
         raise ArgumentError(f"feedback must be True or False, got {shown(feedback)}")
     if residual is None:
         raise ArgumentError("feedback= needs residual=: float32, zeros before the first frame")
-    if isinstance(spec, Lossless):
-        raise SpecError("feedback= is for lossy specs: Lossless has no residual")
+    if isinstance(spec, Lossless | Delta):
+        raise SpecError(f"feedback= is for lossy specs: {type(spec).__name__} has no residual")
     return True
 
 

@@ -13,7 +13,7 @@ class Status(IntEnum):
 
     10 to 19: wrong argument. 20 to 29: output or scratch memory too small. 30 to 39: the frame violates the format.
     40 to 49: the frame is damaged. 50 to 59: the frame is valid, but this library or the caller's limit does not accept
-    it. 60 to 69: a codebook or state is missing or different. Values never change.
+    it. 60 to 69: a codebook, state or base is missing or different. Values never change.
     """
 
     OK = _numbers["CODEC_OK"]
@@ -42,6 +42,9 @@ class Status(IntEnum):
     UNKNOWN_CODEBOOK = _numbers["CODEC_UNKNOWN_CODEBOOK"]
     MISSING_STATE = _numbers["CODEC_MISSING_STATE"]
     OTHER_STATE = _numbers["CODEC_OTHER_STATE"]
+    MISSING_BASE = _numbers["CODEC_MISSING_BASE"]
+    OTHER_BASE = _numbers["CODEC_OTHER_BASE"]
+    ALREADY_APPLIED = _numbers["CODEC_ALREADY_APPLIED"]
 
 
 class CodecError(Exception):
@@ -141,7 +144,7 @@ class EngineError(CodecError, RuntimeError):
 
 
 class StateError(CodecError, LookupError):
-    """Missing or different state: a codebook, an optimizer's state, or a checkpoint of another rank or model."""
+    """Missing or different state: a codebook, an optimizer's state, a base, a checkpoint of another rank or model."""
 
 
 class PeerError(CodecError, RuntimeError):

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from codec import _call
-from codec._c.library import DTYPE_NAMES, check, ffi, lib
+from codec._c import pool
+from codec._c.library import DTYPE_NAMES, DTYPES, check, ffi, lib
 from codec._c.spec_structs import spec_of
 from codec.specs import Spec
-from codec.tensors.view import TensorView, fetch, view_bytes
+from codec.tensors.view import TensorView, fetch, view, view_bytes
 
+_CHUNK = 1024  # bytes of a tensor that are digested as one
 _HEAD = 1 << 16  # bytes that are copied of a frame on a device: more than header and most side sections have
 
 
@@ -53,6 +55,9 @@ class Info:
         Number of segments with records in the frame.
     clipped : bool
         True if :class:`codec.Ternary` has limited magnitudes by ``clip``. The limit is not in the frame.
+    base_digest, result_digest : int or None
+        :func:`digest` of the base of a frame of :class:`codec.Delta`, and of the tensor that it decodes to. They are
+        equal if nothing has changed. None: the side section is missing, or another codec.
     scale : float or None
         Scale of all values of a frame of :class:`codec.Ternary`. The frame does not say if the scale was given or
         computed, so that ``spec.scale`` is None; ``dataclasses.replace(info.spec, scale=info.scale)`` is the spec for
@@ -76,6 +81,8 @@ class Info:
     nsegments: int
     clipped: bool
     scale: float | None
+    base_digest: int | None
+    result_digest: int | None
 
     @property
     def ratio(self) -> float:
@@ -130,8 +137,8 @@ def inspect(frame: Any) -> Info:
     Parameters
     ----------
     frame : bytes, buffer, array or tensor
-        Frame, or its beginning: the header (at most 112 bytes) is enough, but ``codebook_id``, ``nsegments`` and
-        ``scale`` are known only if the side section is there too.
+        Frame, or its beginning: the header (at most 112 bytes) is enough, but ``codebook_id``, ``nsegments``, ``scale``
+        and digests are known only if the side section is there too.
 
     Returns
     -------
@@ -158,6 +165,7 @@ def inspect(frame: Any) -> Info:
         "planes": (info.planes_offset, info.planes_nbytes),
         "regions": (info.regions_offset, info.regions_nbytes),
     }
+    has_digests = info.spec.codec == lib.CODEC_DELTA and v.nbytes >= info.side_offset + info.side_nbytes
     return Info(
         spec=spec_of(info.spec),
         dtype=DTYPE_NAMES[info.dtype],
@@ -175,4 +183,48 @@ def inspect(frame: Any) -> Info:
         nsegments=info.nsegments,
         clipped=bool(info.clipped),
         scale=float(info.scale) if info.spec.codec == lib.CODEC_TERNARY and info.scale >= 0 else None,
+        base_digest=info.base_digest if has_digests else None,
+        result_digest=info.result_digest if has_digests else None,
     )
+
+
+def digest(x: Any) -> int:
+    """Return the digest of a tensor's values, by which frames of :class:`codec.Delta` identify base and result.
+
+    It depends on the bits of the values only, not on dtype and shape, and is equal on all machines. Sender and receiver
+    can compare it to find out which update comes next. It detects accidents, not attackers.
+
+    Parameters
+    ----------
+    x : array, tensor or buffer
+        Tensor as :func:`encode` takes it.
+
+    Returns
+    -------
+    int
+        64 bits.
+
+    Raises
+    ------
+    ArgumentError
+        x is not a tensor, or has a dtype that cannot be encoded.
+
+    Examples
+    --------
+    >>> old, new = np.zeros(1000, np.float32), np.ones(1000, np.float32)
+    >>> info = codec.inspect(codec.encode(new, codec.Delta(), base=old))
+    >>> info.base_digest == codec.digest(old), info.result_digest == codec.digest(new)
+    (True, True)
+    """
+    v = fetch("x", view(x))
+    t = _call.new_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
+    threads = pool.choose_threads(None, v.nbytes)
+    ranges = pool.ranges(-(-v.nbytes // _CHUNK), threads) if v.nbytes else []
+    sums = ffi.new("uint64_t[]", len(ranges) + 1)
+
+    def part(i: int, _: int) -> int:
+        return lib.codec_digest(t, *ranges[i], sums + i)
+
+    for status in pool.run(part, len(ranges), threads):
+        check(status)
+    return sum(sums) % (1 << 64)

@@ -404,7 +404,7 @@ static struct result begin(struct task *k, size_t capacity, int residual, float 
 		r.residual = exact(4 * k->n, &k->s);
 		memcpy(r.residual.p, k->error.p, r.residual.n);
 		*at = (float *)r.residual.p;
-		k->with.flags = residual == DELTA ? CODEC_DELTA : CODEC_FEEDBACK;
+		k->with.flags = residual == DELTA ? CODEC_DIFFERENCE : CODEC_FEEDBACK;
 	} else if (residual == IN_PLACE) {
 		r.residual = exact(k->t.nbytes, &k->s);
 		if (k->t.nbytes)
@@ -511,7 +511,7 @@ static struct result encode_steps(struct task *k, uint32_t isa, int residual)
 	return r;
 }
 
-/* Return 1 if residuals have the same bits. With CODEC_DELTA payloads of NaN are unspecified. */
+/* Return 1 if residuals have the same bits. With CODEC_DIFFERENCE payloads of NaN are unspecified. */
 static int same_residual(const struct exact *a, const struct exact *b, int residual)
 {
 	for (size_t i = 0; residual == DELTA && i < a->n; i += 4) {

@@ -28,6 +28,8 @@ LEVEL_BITS: dict[str, tuple[int, ...]] = {  # mantissa bits that each level drop
 }
 
 _OF_SPECS = (Status.BAD_SPEC, Status.BAD_SCALE, Status.ROUNDED_SCALE)
+_OF_BASES = (Status.OTHER_BASE, Status.ALREADY_APPLIED)
+_OF_STATES = (Status.MISSING_STATE, Status.OTHER_STATE, Status.MISSING_BASE, *_OF_BASES)
 _FRAME_ERRORS: dict[int, type[errors.FrameError]] = {
     Status.CHECKSUM: errors.ChecksumError,
     Status.UNSUPPORTED: errors.UnsupportedError,
@@ -43,8 +45,8 @@ def check(status: int, fault: Any = None) -> None:
     if status == 0:
         return
     text: str = ffi.string(lib.codec_strerror(status)).decode()
-    if status in (Status.MISSING_STATE, Status.OTHER_STATE):
-        raise errors.StateError(text, status)
+    if status in _OF_STATES:
+        raise errors.StateError(text + _digests(status, fault), status)
     if status == Status.UNKNOWN_CODEBOOK:
         raise errors.StateError(f"{text}: id {fault.found:#018x}", status)
     if status < Status.TRUNCATED:
@@ -58,6 +60,13 @@ def check(status: int, fault: Any = None) -> None:
     if status == Status.TRUNCATED:
         where = f"{fault.found} bytes, {fault.expected} are needed"
     raise error(f"{text} ({where})", status, fault.offset, fault.found, fault.expected)
+
+
+def _digests(status: int, fault: Any) -> str:
+    """Return the digests of a base that is not a frame's, for a message."""
+    if fault is None or status not in _OF_BASES:
+        return ""
+    return f" (the frame was made against digest {fault.found:#018x}, the base has {fault.expected:#018x})"
 
 
 _new_uninitialized = ffi.new_allocator(should_clear_after_alloc=False)

@@ -95,12 +95,16 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
                 options |= (granularity == "bit") * lib.CODEC_OPTION_BITS
                 how = {"variant": _index(specs.LevelCoding, level_coding), "guard": spec.guard_bits}
             return {"max_code_length": max_code_length, "options": options, **how}
+        case specs.Delta(block_size):
+            return {"group_size": block_size or 0}
         case _:
             raise SpecError(f"not a spec: {shown(spec)}; {spec_hint(spec)}")
 
 
 def spec_of(struct: Any) -> Spec:
     """Return the spec of a codec_spec; seed, scale and clip, which frames do not hold, have their defaults."""
+    if struct.codec == lib.CODEC_DELTA:
+        return specs.Delta(struct.group_size or None)
     stochastic: specs.Rounding = "stochastic" if struct.options & lib.CODEC_OPTION_STOCHASTIC else "nearest"
     variant = struct.variant
     row = struct.group_size if struct.group_size != lib.CODEC_GROUP_SIZE_ROW else 0  # 0: it differs between parts

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from codec._call import CodeLengths
-from codec.errors import LimitError, Status
+from codec.errors import EngineError, LimitError, Status
 from codec.optimizers.arguments import LevelSource
 from codec.specs import BoundSpec, Spec
 from codec.tensors.overlap import check_apart
@@ -12,6 +12,11 @@ from codec.tensors.view import TensorView
 
 # By default a new tensor has at most this many bytes, or this many times as many as its frame.
 _ALWAYS, _TIMES = 1 << 30, 256
+
+
+def refuse_delta(engine: str) -> None:
+    """Raise EngineError for a frame of Delta, or for a tensor to be encoded with it, in an engine that lacks it."""
+    raise EngineError(f"the {engine} engine does not have Delta: use the native engine, with tensors in host memory")
 
 
 class EncodeRequest(NamedTuple):
@@ -29,6 +34,7 @@ class EncodeRequest(NamedTuple):
     feedback: bool = False  # encode x + residual
     verify_first: bool = True  # validate all of x before `residual` is written
     delta: bool = False  # native only: encode x - residual, and add the decoded values to residual
+    base: TensorView | None = None  # Delta: tensor of x's dtype and shape
 
     @property
     def views(self) -> list[tuple[str, TensorView]]:
@@ -38,11 +44,15 @@ class EncodeRequest(NamedTuple):
             views.append(("out=", self.out))
         if self.residual is not None:
             views.append(("residual=", self.residual))
+        if self.base is not None:
+            views.append(("base=", self.base))
         return views + self.levels.read if self.levels else views
 
     def check_apart(self) -> None:
         """Raise ArgumentError if an output overlaps with an input or with the other output."""
         state = [(name, v, False) for name, v in self.levels.read] if self.levels else []
+        if self.base is not None:
+            state.append(("base=", self.base, False))
         if self.residual is not None:
             check_apart("residual=", self.residual, [("x", self.x, not (self.feedback or self.delta)), *state])
         if self.out is not None:
@@ -65,6 +75,7 @@ class DecodeRequest(NamedTuple):
     nontemporal: bool = False  # write with non-temporal stores
     check_finite: bool = False  # reject NaN and Inf in the result of a reduction
     check_only: bool = False  # validate, and write nothing
+    base: Any = None  # Delta: as given, since its view depends on the frame's dtype
 
     def limit(self) -> int:
         """Return the upper bound of the bytes of a new tensor."""
@@ -84,12 +95,16 @@ class DecodeRequest(NamedTuple):
                 Status.LIMIT,
             )
 
-    def check_apart(self, out: TensorView, levels: LevelSource | None, in_place: bool) -> None:
+    def check_apart(
+        self, out: TensorView, levels: LevelSource | None, in_place: bool, base: TensorView | None = None
+    ) -> None:
         """Raise ArgumentError if `out` shares memory with an input.
 
-        `in_place`: `out` may be the same array as one of the optimizer's state.
+        `in_place`: `out` may be the same array as one of the optimizer's state, or as the base.
         """
         others = [("a frame", frame, False) for frame in self.frames]
+        if base is not None:
+            others.append(("base=", base, in_place))
         if levels is not None:
             others += [(name, v, in_place) for name, v in levels.read]
         check_apart("out=", out, others)

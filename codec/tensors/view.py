@@ -323,6 +323,13 @@ def view_bytes(frame: Any) -> TensorView:
     return TensorView._make(("uint8", (n,), data, n, frame, "cpu", None))
 
 
+def view_base(base: Any, dtype: str) -> TensorView:
+    """Return a view of the base of a tensor of `dtype`; unsigned integers of that size are taken as its bits."""
+    v = view(base)
+    takes_bits = v.dtype in ("uint8", "uint16", "uint32", "uint64") and ITEMSIZE[v.dtype] == ITEMSIZE[dtype]
+    return view(base, dtype) if takes_bits and v.dtype != dtype else v
+
+
 def view_output(out: Any, dtype: str | None = None, name: str = "out=") -> TensorView:
     """Return a view of an argument that will be written in place.
 

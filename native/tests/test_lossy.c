@@ -190,8 +190,8 @@ static codec_status encode_steps(const codec_spec *spec, const codec_tensor *t, 
 }
 
 /*
- * CODEC_FEEDBACK equals encoding the sums, CODEC_DELTA the differences: bit-identical in float32. The residual becomes
- * the error of the sums, or the sum of the residual and the decoded values.
+ * CODEC_FEEDBACK equals encoding the sums, CODEC_DIFFERENCE the differences: bit-identical in float32. The residual
+ * becomes the error of the sums, or the sum of the residual and the decoded values.
  */
 static void residual_is_read(uint32_t flag, codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa)
 {
@@ -213,7 +213,7 @@ static void residual_is_read(uint32_t flag, codec_spec spec, uint32_t dtype, uin
 	theta.data = calloc(n + 1, 4);
 	fill(theta.data, CODEC_FLOAT32, n);
 	for (uint64_t i = 0; i < n; i++)
-		sum[i] = widened((uint8_t *)x, dtype, i) + (flag == CODEC_DELTA ? -e[i] : e[i]);
+		sum[i] = widened((uint8_t *)x, dtype, i) + (flag == CODEC_DIFFERENCE ? -e[i] : e[i]);
 	assert_int_equal(codec_bound(&spec, &t, &bound), CODEC_OK);
 	room = 2 * bound + (1 << 16); /* leaves gaps between ranges */
 	assert_int_equal(codec_scratch(&spec, &t, &need), CODEC_OK);
@@ -227,8 +227,8 @@ static void residual_is_read(uint32_t flag, codec_spec spec, uint32_t dtype, uin
 	y.data = back;
 	assert_int_equal(codec_decode(frame, written, &y, &with, scratch, need), CODEC_OK);
 	for (uint64_t i = 0; i < n; i++)
-		assert_true(left[i] ==
-			    (flag == CODEC_DELTA ? e[i] + widened(back, dtype, i) : sum[i] - widened(back, dtype, i)));
+		assert_true(left[i] == (flag == CODEC_DIFFERENCE ? e[i] + widened(back, dtype, i)
+								 : sum[i] - widened(back, dtype, i)));
 	/* exact capacity; one byte short, which leaves the residual unchanged */
 	memcpy(sum, e, 4 * n);
 	assert_int_equal(codec_encode(&spec, &t, other, written - 1, &again, sum, &with, scratch, need),
@@ -244,11 +244,11 @@ static void residual_is_read(uint32_t flag, codec_spec spec, uint32_t dtype, uin
 	with.residual = NULL;
 	if (dtype == CODEC_FLOAT32) {
 		for (uint64_t i = 0; i < n; i++)
-			sum[i] = flag == CODEC_DELTA ? x[i] - e[i] : x[i] + e[i];
+			sum[i] = flag == CODEC_DIFFERENCE ? x[i] - e[i] : x[i] + e[i];
 		t.data = sum;
 		assert_int_equal(codec_encode(&spec, &t, other, bound, &again, sum, &with, scratch, need), CODEC_OK);
 		assert_true(again == written && memcmp(other, frame, written) == 0);
-		assert_true(flag == CODEC_DELTA || memcmp(sum, left, 4 * n) == 0);
+		assert_true(flag == CODEC_DIFFERENCE || memcmp(sum, left, 4 * n) == 0);
 	}
 	free(x);
 	free(e);
@@ -270,13 +270,13 @@ static void test_residual_is_added_or_subtracted(void **unused)
 		for (size_t s = 0; s < NSPECS && codec_isa_usable(isa); s++)
 			for (size_t i = 0; i < 3 * sizeof SIZES / sizeof *SIZES; i++)
 				for (int f = 0; f < 1 + (SPECS[s].codec != CODEC_TRUNCATE); f++)
-					residual_is_read(f ? CODEC_DELTA : CODEC_FEEDBACK, SPECS[s], DTYPES[i % 3],
+					residual_is_read(f ? CODEC_DIFFERENCE : CODEC_FEEDBACK, SPECS[s], DTYPES[i % 3],
 							 SIZES[i / 3], 1 + isa);
 }
 
 /*
- * CODEC_DELTA with NaN: frames are equal for all payloads in the residual and all instruction sets. The new residual is
- * NaN where the tensor or the residual is, and else bit-identical.
+ * CODEC_DIFFERENCE with NaN: frames are equal for all payloads in the residual and all instruction sets. The new
+ * residual is NaN where the tensor or the residual is, and else bit-identical.
  */
 static void test_delta_of_nan_depends_on_no_payload(void **unused)
 {
@@ -301,7 +301,7 @@ static void test_delta_of_nan_depends_on_no_payload(void **unused)
 	scratch = malloc(need);
 	for (uint32_t isa = 0; codec_isa_name(isa); isa++)
 		for (size_t p = 0; p < sizeof PAYLOADS / sizeof *PAYLOADS && codec_isa_usable(isa); p++) {
-			codec_context with = {.struct_nbytes = sizeof with, .isa = 1 + isa, .flags = CODEC_DELTA};
+			codec_context with = {.struct_nbytes = sizeof with, .isa = 1 + isa, .flags = CODEC_DIFFERENCE};
 
 			for (uint64_t i = 0; i < N; i += 7)
 				e[i] = PAYLOADS[p];
@@ -364,14 +364,14 @@ static void test_feedback_rejects_wrong_calls(void **unused)
 	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need), CODEC_BAD_SCALE);
 	assert_true(e[N - 1] == 3 && e[0] == 0);
 	/* TRUNCATE has no deltas, and a residual is either added or subtracted */
-	with.flags = CODEC_DELTA;
+	with.flags = CODEC_DIFFERENCE;
 	spec = (codec_spec){.struct_nbytes = sizeof spec, .codec = CODEC_TRUNCATE};
 	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need),
 			 CODEC_BAD_ARGUMENT);
 	spec.codec = CODEC_TERNARY;
 	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, x, &with, scratch, need),
 			 CODEC_BAD_ARGUMENT);
-	with.flags = CODEC_DELTA | CODEC_FEEDBACK;
+	with.flags = CODEC_DIFFERENCE | CODEC_FEEDBACK;
 	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need),
 			 CODEC_BAD_ARGUMENT);
 	with.flags = CODEC_FEEDBACK;

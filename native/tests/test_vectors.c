@@ -51,7 +51,8 @@ static int check(const uint8_t *frame, size_t nbytes)
 
 	if (codec_verify(frame, nbytes) != CODEC_OK || codec_inspect(frame, nbytes, &info) != CODEC_OK)
 		return 0;
-	if (info.codebook_id || (info.spec.codec == CODEC_TRUNCATE && info.spec.variant == CODEC_LEVEL_CODING_SHARED))
+	if (info.codebook_id || info.spec.codec == CODEC_DELTA ||
+	    (info.spec.codec == CODEC_TRUNCATE && info.spec.variant == CODEC_LEVEL_CODING_SHARED))
 		return -1;
 	t.dtype = info.dtype;
 	t.rank = info.rank;

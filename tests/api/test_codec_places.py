@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 import codec
-from codec import Lossless, Truncate, specs
+from codec import Delta, Lossless, Truncate, specs
 from codec._c.library import lib
 from codec.specs import CODECS
 
@@ -50,15 +50,15 @@ PLACES = [
     Place("docs/encoder.md", r"\b(?i:{name})\b"),
     Place("tests/reference/decoder.py", r"\bcodec [!=]= {number}\b"),
     Place("tests/reference/encoder.py", r"\bask\.codec == {number}\b"),
-    Place("tests/support/format_cases.py", r"^ .*\b{NAME}\b", (Lossless,)),
+    Place("tests/support/format_cases.py", r"^ .*\b{NAME}\b", (Lossless, Delta)),  # tests/format/test_delta_rules.py
     Place("tests/format/test_encoder_rules.py", r"\bcodec\.{Name}\("),
     # C
     Place("native/include/codec/codec.h", r"^#define CODEC_{NAME} {number}\b"),
     Place("native/src/exact/wire.h", r"^#define WIRE_CODEC_{NAME} {number}\b"),
     Place("native/src/exact/wire.h", r"^\tX\({NAME}, "),
-    Place("native/tests/test_lossy.c", r"\bCODEC_{NAME}\b", (Lossless,)),
-    Place("native/tests/test_race.c", r"\bCODEC_{NAME}\b"),
-    Place("native/tests/test_steps.c", r"\bCODEC_{NAME}\b"),
+    Place("native/tests/test_lossy.c", r"\bCODEC_{NAME}\b", (Lossless, Delta)),
+    Place("native/tests/test_race.c", r"\bCODEC_{NAME}\b", (Delta,)),
+    Place("native/tests/test_steps.c", r"\bCODEC_{NAME}\b", (Delta,)),
     Place("native/abi/codec/constants.txt", r"^CODEC_{NAME} {number}$"),
     # Python
     Place("codec/__init__.py", r'^    "{Name}",$'),
@@ -67,31 +67,31 @@ PLACES = [
     Place("codec/frame_size.py", r"case .*\b{Name}\("),
     # other engines
     Place("codec/engines/numba/", r"\blib\.CODEC_{NAME}\b"),
-    Place("native/cuda/", r"\b(WIRE_CODEC_{NAME}|encode_{name})\b"),
-    Place("native/cuda_api/src/kernels.h", r'"encode_(rows<{number}>|{name}["<])'),
+    Place("native/cuda/", r"\b(WIRE_CODEC_{NAME}|encode_{name})\b", (Delta,)),
+    Place("native/cuda_api/src/kernels.h", r'"encode_(rows<{number}>|{name}["<])', (Delta,)),
     # C++
-    Place("bindings/gloo/include/codec/gloo/blocks.h", r"case CODEC_{NAME}:"),
-    Place("native/tests/gloo/tensors.h", r"\bCODEC_{NAME}\b"),
+    Place("bindings/gloo/include/codec/gloo/blocks.h", r"case CODEC_{NAME}:", (Delta,)),  # needs a base
+    Place("native/tests/gloo/tensors.h", r"\bCODEC_{NAME}\b", (Delta,)),
     # tests
-    Place("tests/support/specs.py", r": codec\.{Name}\("),
-    Place("tests/support/specs.py", r'^FAMILIES = \([^)]*"{name}'),
-    Place("tests/codecs/test_lossy.py", r"^def test_{name}_", (Lossless, Truncate)),
-    Place("tests/codecs/test_contraction.py", r"\bcodec\.{Name}\(", (Lossless,)),
-    Place("tests/format/test_frame_size.py", r"\bbuilds\(codec\.{Name}\b", (Lossless, Truncate)),
+    Place("tests/support/specs.py", r": codec\.{Name}\(", (Delta,)),  # specs that need no base
+    Place("tests/support/specs.py", r'^FAMILIES = \([^)]*"{name}', (Delta,)),
+    Place("tests/codecs/test_lossy.py", r"^def test_{name}_", (Lossless, Truncate, Delta)),
+    Place("tests/codecs/test_contraction.py", r"\bcodec\.{Name}\(", (Lossless, Delta)),
+    Place("tests/format/test_frame_size.py", r"\bbuilds\(codec\.{Name}\b", (Lossless, Truncate, Delta)),
     Place("tests/vectors/index.json", r'"\w+-{name}', (Lossless,)),
-    Place("fuzz/grammar.c", r"\bCODECS\[\] = {{[^}}]*\b{number}\b"),
-    Place("fuzz/fuzz_encode.c", r"\bCODEC_{NAME}\b"),
-    Place("fuzz/make_rows.c", r"\bCODEC_{NAME}\b", (Lossless, Truncate)),
+    Place("fuzz/grammar.c", r"\bCODECS\[\] = {{[^}}]*\b{number}\b", (Delta,)),
+    Place("fuzz/fuzz_encode.c", r"\bCODEC_{NAME}\b", (Delta,)),
+    Place("fuzz/make_rows.c", r"\bCODEC_{NAME}\b", (Lossless, Truncate, Delta)),
     # benchmarks and pages
-    Place("bench/support/family.py", r": codec\.{Name}\(", (Lossless,)),
-    Place("bench/training/convergence.py", r"\b{Name}\("),
+    Place("bench/support/family.py", r": codec\.{Name}\(", (Lossless, Delta)),  # bench/codec/delta.py
+    Place("bench/training/convergence.py", r"\b{Name}\(", (Delta,)),
     Place("docs/quickstart.md", r"^\|[^|]*`{Name}`"),
-    Place("docs/torch.md", r"^\|[^|]*`{Name}\("),
-    Place("docs/benchmarks.md", r"^\|[ |]*{Name}\b"),
-    Place("docs/convergence.md", r"^\| `{Name}\("),
-    Place("docs/protocol.md", r"\('spec', \"{Name}\("),
-    Place("docs/gpu-c.md", r"`CODEC_{NAME}`", (Lossless,)),
-    Place("docs/internals/lossy.md", r"\b{Name}\b", (Lossless,)),
+    Place("docs/torch.md", r"^\|[^|]*`{Name}\(", (Delta,)),
+    Place("docs/benchmarks.md", r"^\|[ |]*{Name}\b", (Delta,)),
+    Place("docs/convergence.md", r"^\| `{Name}\(", (Delta,)),
+    Place("docs/protocol.md", r"\('spec', \"{Name}\(", (Delta,)),
+    Place("docs/gpu-c.md", r"`CODEC_{NAME}`", (Lossless, Delta)),
+    Place("docs/internals/lossy.md", r"\b{Name}\b", (Lossless, Delta)),
 ]
 EACH = pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.path}: {place.pattern}")
 

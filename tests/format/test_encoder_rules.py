@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import struct
 from dataclasses import replace
 from math import prod
 from typing import get_args
@@ -33,6 +34,8 @@ def ask_of(spec):
     index = lambda choices, value: get_args(choices).index(value)
     stochastic = getattr(spec, "rounding", None) == "stochastic"
     match spec:
+        case codec.Delta():
+            return Ask(8, block_log2=(spec.block_size or 1 << 16).bit_length() - 1)
         case codec.Lossless():
             return Ask(1, index(specs.Model, spec.model), max_code_length=spec.max_code_length)
         case codec.Sign():
@@ -89,6 +92,9 @@ def same(x, spec=LOSSLESS, *, dtype=None, shape=None, **how):
         ask = replace(ask, book=[*book.lengths, book.escape_length])
     if (error := how.get("residual")) is not None:
         ask = replace(ask, error=error.copy())
+    if (base := how.get("base")) is not None:
+        ask = replace(ask, base=base)
+        how["base"] = codec.view(base.reshape(shape), dtype)
     expected = encoder.encode(bits, NUMBER[dtype], shape, ask)
     for isa in codec.isas():
         with codec.use_isa(isa):
@@ -655,3 +661,48 @@ def test_frames_with_error_feedback(spec, dtype):
         sums = encoder.floats(x, NUMBER[dtype]) + error
         lost = sums - flatcall.reduce([frame], "sum", **shared)
     np.testing.assert_array_equal(left, np.where(np.isfinite(sums), lost, 0))
+
+
+# -- Delta
+
+
+def delta_modes(frame):
+    """Return the modes of a frame's regions."""
+    (nblocks,) = struct.unpack_from("<I", frame, 44)
+    directory = 48 + 8 * frame[7] + 16
+    ends = [8 * struct.unpack_from("<I", frame, directory + 8 * b)[0] for b in range(nblocks)]
+    return {frame[at] & 3 for at in [directory + 8 * nblocks, *ends][:nblocks]}
+
+
+def moved(base, dtype, density, largest, seed):
+    """Return values of which a share has moved by up to `largest` patterns, some by any number."""
+    rng = np.random.default_rng([seed, len(base)])
+    steps = rng.integers(1, largest + 1, len(base), dtype=np.uint64).astype(base.dtype)
+    steps = np.where(rng.random(len(base)) < 0.5, steps, (0 - steps.astype(np.int64)).astype(base.dtype))
+    steps = np.where(rng.random(len(base)) < 0.01, random_bits(dtype, len(base), "noise"), steps)
+    return np.where(rng.random(len(base)) < density, base + steps, base).astype(base.dtype)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_delta_frames(dtype):
+    found = set()
+    for kind, n in itertools.product(KINDS, (0, 1, 1024, 1025, 6000)):
+        base = random_bits(dtype, n, kind)
+        for density, largest in ((0, 1), (0.002, 1), (0.05, 3), (0.7, 100)):
+            new = moved(base, dtype, density, min(largest, 1 << 8 * base.itemsize - 2), seed=n)
+            found |= delta_modes(same(new, codec.Delta(1024), dtype=dtype, base=base))
+    base = random_bits(dtype, 20_000, "normal")
+    for density, largest in ((0.001, 1), (1, 60)):
+        new = moved(base, dtype, density, largest, seed=7)
+        found |= delta_modes(same(new, codec.Delta(), dtype=dtype, shape=(100, 200), base=base))
+    noise = random_bits(dtype, 20_000, "noise")
+    for new in (noise, np.where(noise % 20 == 0, noise * base.dtype.type(77), base)):
+        found |= delta_modes(same(new, codec.Delta(), dtype=dtype, base=base))
+    assert found == {0, 1, 2, 3}
+
+
+def test_delta_of_masters():
+    """All values of float32 and float64 move by thousands of patterns: S is above all exponents."""
+    for dtype, largest in (("float32", 5000), ("float64", 1 << 40)):
+        base = random_bits(dtype, 3000, "normal")
+        assert delta_modes(same(moved(base, dtype, 1, largest, seed=3), codec.Delta(), dtype=dtype, base=base)) == {1}

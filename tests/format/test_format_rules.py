@@ -9,6 +9,7 @@ import codec
 from reference import decoder as oracle
 from reference.decoder import ESCAPE
 from support import flatcall
+from support.decode_ways import decode_all_ways
 from support.format_cases import (
     BOOL,
     F32,
@@ -36,32 +37,6 @@ from support.format_cases import (
     u64,
 )
 from support.frame_builder import Blocks, recompute_checksums, region, stored
-
-
-def decode_all_ways(frame, **how):
-    """Return the values' bytes for each way to decode a frame, None where it is rejected and `out` is unchanged."""
-    kind = np.dtype(f"u{oracle.DTYPES[frame[6]][1]}")
-    shape = struct.unpack_from(f"<{frame[7]}Q", frame, 48)
-    results = {}
-    for isa in codec.isas():
-        with codec.use_isa(isa):
-            for threads in (1, 4):
-                try:
-                    y = flatcall.decode(frame, like=np.empty(0, kind), threads=threads, **how)
-                    results[isa, threads] = y.tobytes()
-                except codec.FrameError:
-                    results[isa, threads] = None
-                if np.prod([s or 1 for s in shape], dtype=object) >= 1 << 60:
-                    continue  # numpy cannot make such an array
-                out = np.full(shape, 7, kind)
-                try:
-                    assert flatcall.decode(frame, out=out, threads=threads, **how) is out
-                    results[isa, threads, "out"] = out.tobytes()
-                except codec.FrameError:
-                    assert (out == 7).all()
-                    results[isa, threads, "out"] = None
-    return results
-
 
 LEADS = pytest.mark.parametrize("lead", [False, True], ids=["alone", "behind a block"])
 
@@ -192,7 +167,7 @@ def test_shared_codebook_needs_a_float_dtype():
 
 
 def test_lowest_damaged_block_is_reported():
-    """Section 10: in that block the checksum comes before the structure, for any threads and `out`."""
+    """Section 11: in that block the checksum comes before the structure, for any threads and `out`."""
     good, bad = region(head(RAW) + bytes(512)), region(head(RAW) + bytes(511) + bytes(9))
     for malformed, damaged, expected in (
         (1, 2, codec.FrameError),
@@ -215,7 +190,7 @@ def test_lowest_damaged_block_is_reported():
 
 
 def test_damage_is_reported_before_wrong_arguments():
-    """Section 10: before an `out` that does not fit and before a missing codebook."""
+    """Section 11: before an `out` that does not fit and before a missing codebook."""
     x = np.random.default_rng(0).standard_normal(600).astype(F32)
     counts = np.bincount(x.view(np.uint32) >> 23 & 255, minlength=256)
     for how in ({}, {"codebook": codec.Codebook.from_counts(counts)}):

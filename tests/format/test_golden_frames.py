@@ -9,7 +9,7 @@ import pytest
 import codec
 from reference import decoder as oracle
 from support import flatcall
-from support.golden_frames import FOLDER, GOLDEN, NAMES, OLDER_FRAMES, a_exponents, golden_tensor
+from support.golden_frames import FOLDER, GOLDEN, NAMES, OLDER_FRAMES, decoded, golden_tensor
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -19,12 +19,12 @@ def test_golden_frame(name, isa):
     x, dtype, how = golden_tensor(name)
     assert hashlib.sha256(x.tobytes()).hexdigest() == about["tensor_sha256"]
     book = how.get("codebook")
-    shared = {k: v for k, v in how.items() if k in ("optimizer", "state")}
+    shared = {k: v for k, v in how.items() if k in ("optimizer", "state", "base")}
     y = flatcall.decode(frame, out=np.empty_like(x), codebooks=book, **shared)
     assert hashlib.sha256(y.tobytes()).hexdigest() == about.get("values_sha256", about["tensor_sha256"])
     assert flatcall.encode(x, dtype=dtype, **how) == frame
     lengths = {book.id: [*book.lengths, book.escape_length]} if book else None
-    assert oracle.decode(frame, lengths, a_exponents(how)) == (dtype, x.shape, y.tobytes())
+    assert decoded(frame, lengths, how) == (dtype, x.shape, y.tobytes())
 
 
 @pytest.mark.parametrize("path", OLDER_FRAMES, ids=[path.stem for path in OLDER_FRAMES])

@@ -1,7 +1,7 @@
 """Reference decoder of frames, written from docs/format.md alone with numpy and struct; plain and slow.
 
 The decoder shares no code with the library. It is one file, so that it can be read beside the specification.
-``python tests/reference/decoder.py FRAME`` prints the contents of a frame, ``--example`` the example of section 12.
+``python tests/reference/decoder.py FRAME`` prints the contents of a frame, ``--example`` the example of section 13.
 """
 
 import struct
@@ -46,6 +46,7 @@ PARAMS = {
     5: (2, 1, 0, 0, 0),
     6: (2, 1, 8, 0, 0),
     7: (4, 24, 3, 2, 8),
+    8: (1, 0, 0, 0, 0),
 }
 
 
@@ -57,6 +58,7 @@ def check_params(codec: int, variant: int, options: int, bits: int, max_code_len
         "params",
     )
     need(codec != 1 or row == 0, "row of lossless")
+    need(codec != 8 or row == 0, "row of delta")
     need(codec != 6 or bits >= 1 + variant, "bits")
     if codec == 7:
         need(not options & 8 or variant == 2, "option 8")
@@ -259,10 +261,12 @@ def decode(
     frame: bytes,
     codebooks: dict[int, list[int]] | None = None,
     a_exponents: np.ndarray[Any, Any] | None = None,
+    base: bytes | None = None,
 ) -> tuple[str, tuple[int, ...], bytes]:
     """Decode a frame; return the dtype's name, the shape, and the values' little-endian bytes.
 
     ``codebooks``: 257 lengths by id, that of the escape last. ``a_exponents``: exponent fields of A for shared levels.
+    ``base``: little-endian bytes of the values of delta's base.
     """
     need(len(frame) >= 48, "truncated")
     magic, version, codec, dtype, rank, layout, block_log2, fixed, coded, side_nbytes = struct.unpack_from(
@@ -270,7 +274,7 @@ def decode(
     )
     frame_nbytes, checksum, *params = struct.unpack_from("<QQBBBBI", frame, 16)
     flags, halved, reserved, nblocks = struct.unpack_from("<BBHI", frame, 40)
-    need(magic == b"CODC" and version == 1 and 1 <= codec <= 7, "magic, version or codec")
+    need(magic == b"CODC" and version == 1 and 1 <= codec <= 8, "magic, version or codec")
     need(dtype in DTYPES and rank <= 8 and layout <= 1, "dtype, rank or layout")
     need(reserved == 0 and flags <= 3, "reserved")
     check_params(codec, *params)
@@ -287,8 +291,14 @@ def decode(
     computed = digest(frame[:24] + bytes(8) + frame[32:header_nbytes], 0x100)
     truncate = Truncate(params, dtype, a_exponents) if codec == 7 else None
     rows = Rows(codec, params, n, flags) if 1 < codec < 7 else None
-    if codec > 1:
+    if 1 < codec < 8:
         need(dtype in (1, 3, 4) and (codec == 7 or (layout == 1) == (n > 0)), "dtype or layout of a codec")
+    if codec == 8:
+        need(layout == 1 and not any((fixed, coded, halved, flags)) and side_nbytes == 16, "fields of delta")
+        need(10 <= block_log2 <= 18 if nblocks else block_log2 == 0, "blocks of delta")
+        need(len(frame) % 8 == 0 and len(frame) // 8 < 1 << 32, "sizes")
+        values = Delta(dtype, n, base).decode(frame, header_nbytes, 1 << block_log2, nblocks, computed, checksum)
+        return name, shape, values
     if layout == 0:
         need(not any((block_log2, fixed, coded, halved, side_nbytes, flags, nblocks)), "stored")
         values = frame[header_nbytes:]
@@ -527,6 +537,159 @@ class Truncate:
         sign = 15 if self.p != 23 else 31
         value = field >> self.p << sign | e << self.p | field & (1 << self.p) - 1
         return np.where(some, value, 0).astype(np.uint64)
+
+
+class Bits:
+    """Cursor over a bit stream (section 10.3)."""
+
+    def __init__(self, data: bytes) -> None:
+        self.word, self.left = int.from_bytes(data, "little"), 8 * len(data)
+
+    def take(self, n: int) -> int:
+        need(n <= self.left, "stream is too short")
+        x, self.word = self.word & (1 << n) - 1, self.word >> n
+        self.left -= n
+        return x
+
+    def zeros(self, most: int) -> int:
+        """Read zeros and the one behind them, or `most` zeros; return the number of zeros."""
+        for n in range(most):
+            if self.take(1):
+                return n
+        return most
+
+    def rice(self, k: int, b: int) -> int:
+        q = self.zeros(24)
+        x = self.take(b) if q == 24 else q << k | self.take(k)
+        need(x < 1 << b, "number of a Rice code")
+        return x
+
+    def gamma(self) -> int:
+        t = self.zeros(64)
+        need(t < 64, "gamma code")
+        return 1 << t | self.take(t)
+
+    def end(self) -> None:
+        need(self.left < 64 and not self.word, "end of a stream")
+
+
+class Delta:
+    """Decoder of delta's frames (section 10)."""
+
+    def __init__(self, dtype: int, n: int, base: bytes | None) -> None:
+        self.size = DTYPES[dtype][1]
+        self.w = w = 8 * self.size
+        self.mbits, self.last = {1: (23, 255), 2: (52, 2047), 3: (7, 255), 4: (10, 31)}.get(
+            dtype, ((3, 15), (2, 31), (3, 15), (2, 31))[dtype - 5] if 5 <= dtype <= 8 else (0, 0)
+        )
+        need(base is not None or not n, "no base")
+        self.base = base or b""
+        need(len(self.base) == n * self.size, "size of the base")
+        self.mask, self.half = (1 << w) - 1, 1 << (w - 1)
+
+    def rank(self, x: int) -> int:
+        """Return the rank of a value, or the value of a rank."""
+        return x ^ (self.half - 1) if self.last and x & self.half else x
+
+    def moved(self, x: int, size: int, negative: int) -> int:
+        """Return the value that a step leads to from x."""
+        return self.rank((self.rank(x) + (-size if negative else size)) & self.mask)
+
+    def exponent(self, x: int) -> int:
+        return (x >> self.mbits & self.last) or 1
+
+    def decode(self, frame: bytes, at: int, block: int, nblocks: int, computed: int, checksum: int) -> bytes:
+        base_digest, result_digest = struct.unpack_from("<QQ", frame, at)
+        directory = frame[at + 16 : at + 16 + 8 * nblocks]
+        n, out = len(self.base) // self.size, b""
+        need(nblocks == -(-n // block) if nblocks else len(frame) == at + 16, "nblocks")
+        need(len(directory) == 8 * nblocks, "directory")
+        computed += digest(frame[at : at + 16], 0x101) + digest(directory, 0x200)
+        at += 16 + 8 * nblocks
+        regions = []
+        for b in range(nblocks):
+            end, short = struct.unpack_from("<II", directory, 8 * b)
+            need(at < 8 * end <= len(frame), "directory")
+            regions.append(frame[at : 8 * end])
+            at = 8 * end
+            s = mix(digest(regions[-1], 0x300) ^ ((b + 1) * GOLDEN & MASK64))
+            need(s >> 32 == short, "block digest")
+            computed += s
+        need(at == len(frame), "last region")
+        need(computed & MASK64 == checksum, "checksum")
+        need(digest(self.base, 0x600) == base_digest, "another base")
+        for b, region in enumerate(regions):
+            part = self.base[b * block * self.size : (b + 1) * block * self.size]
+            values = [int(x) for x in np.frombuffer(part, f"<u{self.size}")]
+            out += np.array(self.region(region, values), f"<u{self.size}").tobytes()
+        out = out if nblocks else self.base
+        need(digest(out, 0x600) == result_digest, "another result")
+        return out
+
+    def region(self, region: bytes, base: list[int]) -> list[int]:
+        """Return the values of a block."""
+        head, m, new = int.from_bytes(region[:4], "little"), len(base), list(base)
+        mode, scale, changes = head & 3, head >> 2 & 0xFFF, (head >> 14) + 1
+        if mode == 0:
+            need(region == bytes(8), "same")
+            return new
+        need(changes <= m, "number of changes")
+        if mode == 2:
+            raw = region[4 : 4 + m * self.size]
+            need(scale == 0 and len(raw) == m * self.size, "raw")
+            need(len(region) == -(-(4 + len(raw)) // 8) * 8 and not any(region[4 + len(raw) :]), "padding")
+            new = [int(x) for x in np.frombuffer(raw, f"<u{self.size}")]
+        else:
+            bits = Bits(region[4:])
+            if mode == 1 and self.last:
+                need(scale <= self.last + self.w - 2 + 16, "scale")
+                self.steps(bits, base, new, scale - 16)
+            else:
+                need(scale <= 18, "k")
+                self.patches(bits, base, new, scale, changes, mode == 1)
+            bits.end()
+        need(sum(x != y for x, y in zip(base, new, strict=True)) == changes, "number of changes")
+        return new
+
+    def patches(self, bits: Bits, base: list[int], new: list[int], k: int, changes: int, steps: bool) -> None:
+        i = 0
+        for _ in range(changes):
+            i += bits.rice(k, 20)
+            need(i < len(base), "gap")
+            if steps:
+                negative, size = bits.take(1), bits.gamma()
+                need(size <= self.half, "size of a step")
+                new[i] = self.moved(base[i], size, negative)
+            else:
+                new[i] = base[i] ^ bits.take(self.w)
+            i += 1
+
+    def steps(self, bits: Bits, base: list[int], new: list[int], scale: int) -> None:
+        members: list[list[int]] = [[] for _ in range(9)]
+        for i, x in enumerate(base):
+            above = self.exponent(x) - scale
+            members[min((above + 1) // 2, 8) if above > 0 else 0].append(i)
+        for i in members[0]:
+            z = bits.rice(min(scale - self.exponent(base[i]), self.w - 2), self.w)
+            new[i] = self.moved(base[i], (z + 1) // 2, z & 1)
+        top = max(r for r in range(9) if members[r])
+        for r in range(1, top + 1):
+            self.steps_of_class(bits, base, new, members[r], r)
+
+    def steps_of_class(self, bits: Bits, base: list[int], new: list[int], members: list[int], r: int) -> None:
+        at, run, i, negative = -1, 8, 0, 0  # run: codes 0 since the last change; none may be the first
+        for _ in range(bits.gamma() - 1):
+            x = bits.rice(2 * r, 20)
+            if x == 0:
+                need(run < 8, "code 0")
+                run += 1
+                size = 8 + bits.gamma() if run == 8 else run + 1
+                need(size <= self.half, "size of a step")
+            else:
+                at += x
+                need(at < len(members), "gap")
+                run, i, negative, size = 0, members[at], bits.take(1), 1
+            new[i] = self.moved(base[i], size, negative)
 
 
 F32 = np.float32

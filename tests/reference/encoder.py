@@ -7,6 +7,7 @@ of docs/encoder.md.
 
 import heapq
 import struct
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from reference.decoder import (
     F32,
     GOLDEN,
     MASK64,
+    Delta,
     codebook_id,
     digest,
     mix,
@@ -55,6 +57,8 @@ class Ask:
     p: int = 23  # mantissa bits of the parameters
     levels: Any = None  # given level of each value
     error: Any = None  # residual that is added
+    base: Any = None  # delta: bits of the base
+    block_log2: int = 16  # delta
 
 
 def pad8(data: bytes) -> bytes:
@@ -1052,6 +1056,127 @@ def encode_truncate(ask: Ask, frame: Frame, x: Array, dtype: int) -> bytes:
     return built if len(built) < len(stored) else stored
 
 
+# ---- delta: section 10
+
+
+def put_rice(out: list[str], x: int, k: int, b: int) -> None:
+    """Append a Rice code; bits are strings, the first bit of the stream first."""
+    q = x >> k
+    out.append("0" * 24 + low_first(x, b) if q >= 24 else "0" * q + "1" + low_first(x - (q << k), k))
+
+
+def put_gamma(out: list[str], x: int) -> None:
+    t = x.bit_length() - 1
+    out.append("0" * t + "1" + low_first(x - (1 << t), t))
+
+
+def low_first(x: int, n: int) -> str:
+    return f"{x:0{n}b}"[::-1] if n else ""
+
+
+class DeltaBlock:
+    """Changes of a block: all values as Python ints."""
+
+    def __init__(self, dtype: int, base: list[int], new: list[int]) -> None:
+        self.base, self.new = base, new
+        self.d = Delta(dtype, 0, None)
+        self.w = self.d.w
+        self.changed = [i for i, (x, y) in enumerate(zip(base, new, strict=True)) if x != y]
+        self.step = {i: (self.d.rank(new[i]) - self.d.rank(base[i])) & self.d.mask for i in self.changed}
+        self.size = {i: min(s, (1 << self.w) - s) for i, s in self.step.items()}
+
+    def negative(self, i: int) -> str:
+        return "1" if self.step[i] & self.d.half else "0"
+
+    def region(self) -> bytes:
+        c, m, w = len(self.changed), len(self.base), self.w
+        if not c:
+            return bytes(8)
+        k = max((k for k in range(19) if 3 * c << k <= 2 * m), default=0)
+        by_steps, scale = self.steps() if self.d.last else (self.patches(k, True), k)
+        mode, body = 1, by_steps
+        patches = self.patches(k, False)
+        if -(-len(patches) // 8) < -(-len(body) // 8):
+            mode, body, scale = 3, patches, k
+        data = int(body[::-1], 2).to_bytes(-(-len(body) // 8), "little")
+        raw = b"".join(x.to_bytes(w // 8, "little") for x in self.new)
+        if len(pad8(bytes(4) + data)) >= len(pad8(bytes(4) + raw)):
+            mode, data, scale = 2, raw, 0
+        return pad8(struct.pack("<I", mode | scale << 2 | (c - 1) << 14) + data)
+
+    def patches(self, k: int, steps: bool) -> str:
+        out: list[str] = []
+        at = 0
+        for i in self.changed:
+            put_rice(out, i - at, k, 20)
+            at = i + 1
+            if steps:
+                out.append(self.negative(i))
+                put_gamma(out, self.size[i])
+            else:
+                out.append(low_first(self.base[i] ^ self.new[i], self.w))
+        return "".join(out)
+
+    def scale(self, e: list[int]) -> int:
+        values, codes, total = Counter(e[::31]), Counter[int](), Counter[int]()
+        for i in self.changed:
+            codes[e[i]] += min(self.size[i], 9)
+            total[e[i]] += min(self.size[i], 1 << 40)
+        seen = sorted({*values, *codes})
+        low, high = max(seen[0] - 16, -16), seen[-1] + self.w - 2
+
+        def cost(s: int) -> int:
+            bits = 0
+            for x in (x for x in seen if x <= s):
+                k = min(s - x, self.w - 2)
+                bits += 31 * values[x] * (k + 1) + (2 * total[x] >> k)
+            for r in range(1, 9):
+                some = [x for x in seen if x > s and min((x - s + 1) // 2, 8) == r]
+                bits += (2 * r + 2) * sum(codes[x] for x in some) + (31 * sum(values[x] for x in some) >> 2 * r)
+            return bits
+
+        best = min(range(low, high + 1, 8), key=cost)
+        return min(range(max(low, best - 7), min(high, best + 7) + 1), key=cost)
+
+    def steps(self) -> tuple[str, int]:
+        """Return the stream, and the field of the head."""
+        e = [self.d.exponent(x) for x in self.base]
+        s = self.scale(e)
+        out: list[str] = []
+        classes = [min((x - s + 1) // 2, 8) if x > s else 0 for x in e]
+        for i in (i for i, r in enumerate(classes) if r == 0):
+            z = 2 * self.size.get(i, 0) - (i in self.step and self.negative(i) == "1")
+            put_rice(out, z, min(s - e[i], self.w - 2), self.w)
+        for r in range(1, max(classes) + 1):
+            members = [i for i, x in enumerate(classes) if x == r]
+            put_gamma(out, 1 + sum(min(self.size.get(i, 0), 9) for i in members))
+            gap = 1
+            for i in members:
+                if i not in self.step:
+                    gap += 1
+                    continue
+                put_rice(out, gap, 2 * r, 20)
+                gap = 1
+                out.append(self.negative(i))
+                for _ in range(min(self.size[i], 9) - 1):
+                    put_rice(out, 0, 2 * r, 20)
+                if self.size[i] > 8:
+                    put_gamma(out, self.size[i] - 8)
+        return "".join(out), s + 16
+
+
+def encode_delta(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
+    """Return the frame of a tensor against ``ask.base``."""
+    base = ask.base.reshape(-1)
+    little = lambda x: x.astype(f"<u{DTYPES[dtype][1]}").tobytes()
+    side = struct.pack("<QQ", digest(little(base), 0x600), digest(little(bits), 0x600))
+    if (base == bits).all():
+        return frame.blocks(side, [])
+    log2 = next((k for k in range(10, ask.block_log2) if 1 << k >= len(bits)), ask.block_log2)
+    pairs = [(base[a : a + m].tolist(), bits[a : a + m].tolist()) for a, m in blocks_of(len(bits), 1 << log2)]
+    return frame.blocks(side, [DeltaBlock(dtype, *pair).region() for pair in pairs], log2)
+
+
 # ---- all codecs
 
 
@@ -1082,6 +1207,8 @@ def encode(bits: Array, dtype: int, shape: tuple[int, ...], ask: Ask) -> bytes:
     frame = Frame(ask, dtype, shape)
     if ask.codec == 1:
         return encode_lossless(ask, frame, bits, dtype)
+    if ask.codec == 8:
+        return encode_delta(ask, frame, bits, dtype)
     error = np.zeros(len(bits), F32) if ask.error is None else ask.error
     if ask.codec == 7:
         bits = bits if ask.error is None else in_dtype(with_error(bits, dtype, error), dtype)

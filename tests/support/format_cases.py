@@ -45,12 +45,13 @@ def check_case(decode, frame, values, a_exponents=None, **how):
     values : bytes or str
         Expected values; a string is the reference decoder's reason to reject the frame.
     """
+    base = how["base"].tobytes() if "base" in how else None
     if isinstance(values, str):
         with pytest.raises(oracle.Bad, match=f"^{values}$"):
-            oracle.decode(frame, None, a_exponents)
+            oracle.decode(frame, None, a_exponents, base)
         values = None
     else:
-        assert oracle.decode(frame, None, a_exponents)[2] == values
+        assert oracle.decode(frame, None, a_exponents, base)[2] == values
     assert {way: got for way, got in decode(frame, **how).items() if got != values} == {}
 
 

@@ -101,6 +101,17 @@ class Blocks:
         return recompute_checksums(head + side + directory + planes + b"".join(regions))
 
 
+def delta_frame(dtype, base, regions, result, log2=10, **fields):
+    """Return a frame of delta: values of base and result as bytes, and a region for each block."""
+    n = len(base) // oracle.DTYPES[dtype][1]
+    side = struct.pack("<QQ", oracle.digest(base, 0x600), oracle.digest(result, 0x600))
+    ends = np.cumsum([72 + 8 * len(regions), *map(len, regions)])
+    how = {"codec": 8, "dtype": dtype, "shape": (n,), "params": b"", "layout": 1, "log2": log2, "side": 16}
+    how |= {"nbytes": int(ends[-1]), "blocks": len(regions)} | fields
+    directory = b"".join(struct.pack("<II", end // 8, 0) for end in ends[1:])
+    return recompute_checksums(header(**how) + side + directory + b"".join(regions))
+
+
 def region(body):
     """Pad a region to a multiple of 8 bytes."""
     return body + bytes(-len(body) % 8)

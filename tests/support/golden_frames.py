@@ -128,8 +128,33 @@ def golden_tensor(name):
             (896, ()),
         ]
         return floats(dtype, 1000, 18), dtype, {"segments": segments, "spec": codec.Float8()}
+    if kind.startswith("delta"):
+        return golden_delta(dtype, kind)
     x = ones(hashed(2000, 15)).astype(np.int64) - 32
     return (x.astype(f"i{size}").view(u) if kind == "small" else (x * x * x).astype(f"i{size}").view(u)), dtype, {}
+
+
+def golden_delta(dtype, kind):
+    """Return a tensor with a base: 1 in 64 values changes by a small step, others as `kind` says."""
+    n, u = 3000, np.dtype(f"u{ITEMSIZE[dtype]}")
+    has_exponent = dtype in ("float32", "float64", "bfloat16", "float16")
+    base = floats(dtype, n, 21) if has_exponent else hashed(n, 21).astype(u)
+    step = (ones(hashed(n, 22) & np.uint64(0xFFF)).astype(np.int64) - 6).astype(u)
+    changed = hashed(n, 23) % np.uint64(64) == 0
+    if kind == "delta_same":
+        changed[:] = False
+    if kind == "delta_dense":
+        changed[:] = True
+        step = (hashed(n, 24) % np.uint64(4001)).astype(u) - u.type(2000)
+    if kind == "delta_far":
+        step = hashed(n, 25).astype(u)
+    if kind == "delta_raw":
+        base = np.zeros(n, u)
+        changed[:] = True
+        step = hashed(n, 26).astype(u)
+    x = np.where(changed, base + step, base).astype(u)
+    spec = codec.Delta(1024) if kind == "delta_blocks" else codec.Delta()
+    return x.reshape(30, 100), dtype, {"spec": spec, "base": base.reshape(30, 100)}
 
 
 NAMES = [
@@ -144,6 +169,11 @@ NAMES = [
     "float32-parts",
     "float32-small_parts",
     *(f"{d}-{k}" for d in ("float32", "bfloat16", "float16") for k in TRUNCATES),
+    *(f"{d}-delta" for d in ("float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "uint64")),
+    *(f"bfloat16-delta_{k}" for k in ("same", "dense", "far", "raw", "blocks")),
+    "float32-delta_dense",
+    "uint8-delta_far",
+    "bool-delta_same",
     "float32-truncate_bit-narrow",
     "float32-truncate_coded-narrow",
 ]  # fmt: skip
@@ -156,6 +186,12 @@ def a_exponents(how):
     return (how["state"]["theta"] * np.float32(8)).view(np.uint32).ravel() >> 23 & 255
 
 
+def decoded(frame, lengths, how):
+    """Return what the reference decoder makes of a frame."""
+    base = how.get("base")
+    return oracle.decode(frame, lengths, a_exponents(how), None if base is None else base.tobytes())
+
+
 if __name__ == "__main__" and sys.argv[1] == "--write":
     for name in sys.argv[2:] or NAMES:
         if name in GOLDEN:
@@ -166,7 +202,7 @@ if __name__ == "__main__" and sys.argv[1] == "--write":
         GOLDEN[name] = {"tensor_sha256": hashlib.sha256(x.tobytes()).hexdigest()}
         book = how.get("codebook")
         lengths = {book.id: [*book.lengths, book.escape_length]} if book else None
-        values = hashlib.sha256(oracle.decode(frame, lengths, a_exponents(how))[2]).hexdigest()
+        values = hashlib.sha256(decoded(frame, lengths, how)[2]).hexdigest()
         if values != GOLDEN[name]["tensor_sha256"]:  # lossy
             GOLDEN[name]["values_sha256"] = values
     INDEX_FILE.write_text(json.dumps(GOLDEN, indent=1) + "\n")

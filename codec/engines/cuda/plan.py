@@ -11,7 +11,8 @@ from codec.engines.cuda.devices import Device
 from codec.engines.cuda.kernels import blocks_for
 from codec.engines.cuda.scratch import WARPS, Need
 from codec.engines.cuda.upload import VIEW_NBYTES, Image, aligned
-from codec.engines.request import EncodeRequest
+from codec.engines.request import EncodeRequest, refuse_delta
+from codec.specs import Delta
 
 _KEPT, _KEPT_NBYTES = 256, 1 << 16  # maximum number of plans that are kept, and of their bytes
 _STREAM, _STREAM_AT = struct.Struct("<Q"), ffi.offsetof("codec_view", "stream")
@@ -136,6 +137,8 @@ _plans: dict[tuple[Any, ...], Plan] = {}  # of requests without levels
 
 def plan_of(r: EncodeRequest) -> Plan:
     """Return the plan of a request's frame."""
+    if isinstance(r.spec, Delta):
+        refuse_delta("cuda")
     if r.levels is not None:  # the plan of such a frame depends on the optimizer
         return Plan(r)
     with_residual = None if r.residual is None else r.verify_first

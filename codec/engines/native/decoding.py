@@ -14,12 +14,13 @@ from codec.errors import ArgumentError, StateError, Status
 from codec.inspection import check_frame, read_header
 from codec.optimizers.arguments import LevelSource, level_source
 from codec.specs import BoundSpec
-from codec.tensors.view import TensorView, empty, on_host, view_output
+from codec.tensors.view import TensorView, empty, on_host, view_base, view_output
 
 _SCRATCH, _SMALL_TENSOR = _call.SMALL_SCRATCH, _call.SMALL_TENSOR
 _BAD_ARGUMENT = int(Status.BAD_ARGUMENT)
 _NULL, _VERIFY_FIRST, _NONTEMPORAL = ffi.NULL, lib.CODEC_VERIFY_FIRST, lib.CODEC_NONTEMPORAL
 _CHECK_ONLY = lib.CODEC_CHECK_ONLY
+_DELTA, _CODEC_AT = lib.CODEC_DELTA, 5  # number, and its offset in a frame
 _MAX_HEADER: int = lib.CODEC_HEADER_NBYTES  # bytes of a frame that are read before the tensor is allocated
 
 # A frame whose tensor has more than _BOMB times the frame's size, plus _SMALL bytes, is validated before the tensor is
@@ -63,13 +64,43 @@ def prepare(call: Call, r: DecodeRequest) -> Prepared:
     dtype = DTYPE_NAMES[info.dtype]
     shape = tuple(info.shape[0 : info.rank])
     tensor_nbytes: int = info.tensor_nbytes
-    if info.frame_nbytes != nbytes or not r.allows(tensor_nbytes):
+    if info.frame_nbytes != nbytes or not (r.allows(tensor_nbytes) or _is_bounded(info, r)):
         refuse(call, r, frame, TensorView(dtype, shape, _NULL, 0, None))
     m = _level_source(info, r.bound, frame) if r.bound is not None else None
+    is_delta = info.spec.codec == _DELTA
+    if is_delta:
+        _check_base(r, frame, dtype, shape)
     if r.out is None:
         result, v = empty(dtype, shape, r.like)
-        return v, result, m, is_bomb(info)
+        return v, result, m, not is_delta and is_bomb(info)
     return on_host("out=", view_output(r.out, dtype), ME), r.out, m, r.verify_first
+
+
+def _is_bounded(info: Any, r: DecodeRequest) -> bool:
+    """Return True if the tensor has the size of a base that the caller has, and the request sets no limit."""
+    return info.spec.codec == _DELTA and r.base is not None and r.max_nbytes is None
+
+
+def base_of(r: DecodeRequest, dtype: str) -> TensorView | None:
+    """Return the view of the base of a frame of Delta; None for other frames, and without a base."""
+    if r.base is None or r.frames[0].device != "cpu" or ffi.cast("uint8_t *", r.frames[0].data)[_CODEC_AT] != _DELTA:
+        return None
+    return on_host("base=", view_base(r.base, dtype), ME)
+
+
+def _check_base(r: DecodeRequest, frame: TensorView, dtype: str, shape: tuple[int, ...]) -> None:
+    """Raise an error if the base is missing, or of another dtype or shape; before it that of a damaged frame."""
+    base = None if r.base is None else view_base(r.base, dtype)
+    if base is not None and base[:2] == (dtype, shape):
+        return
+    check_frame(frame)
+    if base is None:
+        raise StateError(
+            "the frame holds changes of a tensor: pass base=, the tensor that they apply to", Status.MISSING_BASE
+        )
+    raise ArgumentError(
+        f"base= must have the frame's dtype and shape, {dtype} and {shape}, got {base.dtype} and {base.shape}"
+    )
 
 
 def is_bomb(info: Any) -> bool:
@@ -107,6 +138,9 @@ def decode_prepared(
     call.keep = call.keep, r, v
     if levels is not None:
         call.set_levels(levels)
+    base = None if r.base is None else base_of(r, v.dtype)
+    if base is not None:
+        call.set_base(base)
     t = call.fill_tensor(v)
     try:
         if v.nbytes > _SMALL_TENSOR or (threads is not None and threads > 1):
@@ -117,7 +151,7 @@ def decode_prepared(
             check(status, call.fault)
     except ArgumentError as e:
         if e.code == _BAD_ARGUMENT:
-            r.check_apart(v, levels, in_place=True)
+            r.check_apart(v, levels, in_place=True, base=base)
         raise
 
 

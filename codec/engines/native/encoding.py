@@ -31,7 +31,7 @@ def encode(r: EncodeRequest, make: EncodeFilled | None = None) -> bytes | memory
     """
     x, out = r.x, r.out
     here = x.device == "cpu" and (out is None or out.device == "cpu")
-    if not here or r.residual is not None or r.levels is not None:
+    if not here or r.residual is not None or r.levels is not None or r.base is not None:
         check_host(r)
     s = spec_struct(r.spec)
     call = _call.take()
@@ -43,7 +43,7 @@ def encode(r: EncodeRequest, make: EncodeFilled | None = None) -> bytes | memory
 
 def fill_context(call: Call, r: EncodeRequest) -> None:
     """Copy the options of a request into the call's context, which must have been reset."""
-    _, _, _, residual, codebook, segments, stream, levels, _, feedback, verify_first, delta = r
+    _, _, _, residual, codebook, segments, stream, levels, _, feedback, verify_first, delta, base = r
     call.keep = r
     if stream:
         call.context.stream = stream
@@ -53,9 +53,11 @@ def fill_context(call: Call, r: EncodeRequest) -> None:
         call.set_segments(segments)
     if levels is not None:
         call.set_levels(levels)
+    if base is not None:
+        call.set_base(base)
     if residual is not None:
         call.context.residual = ffi.cast("float *", residual.data)
-        reads = lib.CODEC_DELTA if delta else lib.CODEC_FEEDBACK if feedback else 0
+        reads = lib.CODEC_DIFFERENCE if delta else lib.CODEC_FEEDBACK if feedback else 0
         call.context.flags = reads | (0 if verify_first else lib.CODEC_NO_VERIFY_FIRST)
 
 

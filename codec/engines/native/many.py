@@ -8,7 +8,7 @@ from codec._c import pool
 from codec._c.library import lib
 from codec._c.spec_structs import spec_struct
 from codec._call import Call
-from codec.engines.native.decoding import DecodePrepared, decode_prepared, prepare
+from codec.engines.native.decoding import DecodePrepared, base_of, decode_prepared, prepare
 from codec.engines.native.encoding import EncodeFilled, check_host, encode_filled, fill_context
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import CodecError
@@ -21,11 +21,11 @@ def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_f
     """Return the frames of requests, all with the first one's `threads`; an error's item is the index of the first."""
     last: Any = None
     for i, r in enumerate(requests):
-        if r.x.device != "cpu" or r.levels is not None:
+        if r.x.device != "cpu" or r.levels is not None or r.base is not None:
             at_item(i, check_host, r)
         if r.spec is not last:
             at_item(i, spec_struct, last := r.spec)
-    plain = all(r.codebook is None and r.segments is None and r.levels is None for r in requests)
+    plain = all(r.codebook is None and r.segments is None and r.levels is None and r.base is None for r in requests)
     frames: list[Any] = [None] * len(requests)
 
     def do(call: Call, i: int, threads: int) -> None:
@@ -90,6 +90,8 @@ def check_many_apart(requests: Sequence[DecodeRequest], made: Sequence[tuple[Ten
     for i, (r, (v, levels)) in enumerate(zip(requests, made, strict=True)):
         read.append((i, r.frames[0]))
         read += [(i, array) for _, array in (levels.read if levels else [])]
+        if (base := base_of(r, v.dtype)) is not None:
+            read.append((i, base))
         if r.out is not None:
             written.append((i, v))
     check_all_apart("out=", written, read)

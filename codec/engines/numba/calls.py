@@ -12,10 +12,11 @@ from codec.engines import blockwise
 from codec.engines.native import decoding, encoding
 from codec.engines.native.memory import NewBytes
 from codec.engines.numba import loops
-from codec.engines.request import DecodeRequest, EncodeRequest
+from codec.engines.request import DecodeRequest, EncodeRequest, refuse_delta
 from codec.errors import ArgumentError, Status
 from codec.inspection import read_header
 from codec.optimizers.arguments import LevelSource
+from codec.specs import Delta
 from codec.tensors.view import TensorView, empty
 
 _BAD_ARGUMENT, _SHORT_OUTPUT = int(Status.BAD_ARGUMENT), int(Status.SHORT_OUTPUT)
@@ -23,6 +24,8 @@ _BAD_ARGUMENT, _SHORT_OUTPUT = int(Status.BAD_ARGUMENT), int(Status.SHORT_OUTPUT
 
 def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> bytes | memoryview:
     """Return the frame of a request whose call context is filled in."""
+    if isinstance(r.spec, Delta):
+        refuse_delta("numba")
     t, out = call.fill_tensor(r.x), r.out
     count = pool.choose_threads(threads, r.x.nbytes)
     try:
@@ -82,6 +85,8 @@ def decode_prepared(
     """Decode a frame into a destination, as the call's context says."""
     frame = r.frames[0]
     info = read_header(frame)
+    if info.spec.codec == lib.CODEC_DELTA:
+        refuse_delta("numba")
     if not info.nblocks:
         decoding.decode_prepared(call, r, v, levels, threads)
         return

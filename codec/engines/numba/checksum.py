@@ -1,5 +1,5 @@
 # pyright: basic
-"""Digests of bytes and checksums of blocks (docs/format.md, section 11)."""
+"""Digests of bytes and checksums of blocks (docs/format.md, section 12)."""
 
 import numpy as np
 

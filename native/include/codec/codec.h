@@ -86,7 +86,10 @@ typedef enum codec_status {
 	CODEC_LIMIT = 51,            /**< tensor larger than max_nbytes, or than the format allows */
 	CODEC_UNKNOWN_CODEBOOK = 60, /**< the frame names a codebook that was not supplied */
 	CODEC_MISSING_STATE = 61,    /**< the codec needs a metric with its state, or levels */
-	CODEC_OTHER_STATE = 62       /**< the frame was encoded with a different optimizer state */
+	CODEC_OTHER_STATE = 62,      /**< the frame was encoded with a different optimizer state */
+	CODEC_MISSING_BASE = 63,     /**< DELTA: codec_context.base is NULL */
+	CODEC_OTHER_BASE = 64,       /**< DELTA: the base is not the tensor that the frame was encoded against */
+	CODEC_ALREADY_APPLIED = 65   /**< DELTA: the base is the frame's result, so it was decoded in place before */
 } codec_status;
 
 /** Return one English sentence that describes `status`. Never returns NULL, for any argument. */
@@ -139,7 +142,7 @@ typedef struct codec_tensor {
 
 /**
  * @name codec_spec.codec
- * Every codec but LOSSLESS is lossy and accepts float32, bfloat16 and float16 only.
+ * LOSSLESS and DELTA are lossless and accept all dtypes. The others are lossy, for float32, bfloat16 and float16.
  * @{
  */
 #define CODEC_LOSSLESS 1 /**< exact, for all dtypes */
@@ -149,6 +152,7 @@ typedef struct codec_tensor {
 #define CODEC_FLOAT4 5   /**< 4-bit floats in NVFP4 or MXFP4 layout */
 #define CODEC_QUANTIZE 6 /**< integers of 1 to 8 bits per value */
 #define CODEC_TRUNCATE 7 /**< mantissa bits dropped where the optimizer's step rounds them away */
+#define CODEC_DELTA 8 /**< exact, for all dtypes: the changes against codec_context.base, which the decoder has too */
 /** @} */
 
 /** @name codec_spec.variant */
@@ -200,13 +204,16 @@ typedef struct codec_tensor {
  */
 typedef struct codec_spec {
 	uint32_t struct_nbytes;   /**< sizeof(codec_spec) */
-	uint32_t codec;           /**< CODEC_LOSSLESS to CODEC_TRUNCATE */
+	uint32_t codec;           /**< CODEC_LOSSLESS to CODEC_DELTA */
 	uint32_t max_code_length; /**< LOSSLESS, TRUNCATE: longest code in bits, 2..8; 0: 8 */
 	uint32_t model;           /**< LOSSLESS: CODEC_MODEL_* */
 	uint32_t variant;         /**< all codecs but LOSSLESS: one of the variants above */
 	uint32_t options;         /**< bitwise or of CODEC_OPTION_* */
 	uint32_t bits;            /**< QUANTIZE: 1..8, 0: 4; TRUNCATE, LEVEL_CODING_FIXED: the level, 0..3 */
-	/** Values that share a scale. SIGN: 0 for all; FLOAT8: 0 for CODEC_GROUP_SIZE_ROW; QUANTIZE: 0 for 64. */
+	/**
+	 * Values that share a scale. SIGN: 0 for all; FLOAT8: 0 for CODEC_GROUP_SIZE_ROW; QUANTIZE: 0 for 64. DELTA:
+	 * values per block, a power of two from 1,024 to 262,144, 0 for 65,536.
+	 */
 	uint32_t group_size;
 	uint32_t seed; /**< seed of random bits for stochastic rounding */
 	float scale;   /**< TERNARY, FLOAT8: scale to use; 0: computed from the tensor; see CODEC_OPTION_ZERO_SCALE */
@@ -259,8 +266,12 @@ typedef struct codec_fault {
  */
 #define CODEC_VERIFY_FIRST 2u
 #define CODEC_CHECK_ONLY 64u /**< decode or reduce in one call: check as CODEC_VERIFY_FIRST does, write nothing */
-#define CODEC_NO_CHECKSUM 4u /**< decode: skip checksums; the structure is checked nevertheless */
-#define CODEC_UNSCALED 8u    /**< decode, TERNARY: values are -1, 0 and 1, not scaled */
+/**
+ * Decode: skip checksums; the structure is checked nevertheless. DELTA: skip the digests of base and result, too, so
+ * that a base that is not the frame's gives wrong values or CODEC_BAD_REGION.
+ */
+#define CODEC_NO_CHECKSUM 4u
+#define CODEC_UNSCALED 8u /**< decode, TERNARY: values are -1, 0 and 1, not scaled */
 /** With CODEC_UNSCALED: multiply the result by the scale, before `divide`. Not with CODEC_INTO_STORE. */
 #define CODEC_RESCALE 16u
 /**
@@ -279,7 +290,7 @@ typedef struct codec_fault {
  * residual is; its payload is unspecified, as that of codec_accumulate, and may differ between instruction sets.
  * `residual` must not be the tensor. For codecs 2 to 6; others, and CODEC_FEEDBACK with it, return CODEC_BAD_ARGUMENT.
  */
-#define CODEC_DELTA 1024u
+#define CODEC_DIFFERENCE 1024u
 /**
  * Decode: store values with non-temporal (streaming) stores, which bypass the caches. Set it if the destination is not
  * read soon, for example because it is part of a buffer larger than the caches. Destinations of CODEC_UNCACHED_NBYTES
@@ -363,6 +374,7 @@ typedef struct codec_context {
 	float divide;               /**< decode, not CODEC_INTO_STORE: divide results by this; 0: do not */
 	const codec_metric *metric; /**< TRUNCATE: for encoding, and for decoding shared levels */
 	const uint8_t *levels;      /**< TRUNCATE, encode: level 0..3 of each value, in place of a metric */
+	const codec_tensor *base;   /**< DELTA: tensor of the frame's dtype and shape that the changes apply to */
 } codec_context;
 
 /**
@@ -384,7 +396,8 @@ CODEC_API codec_status codec_bound_segments(const codec_spec *spec, const codec_
 
 /**
  * Compute the scratch size in bytes that encoding or decoding a tensor like `like` needs: *nbytes, at most 2.5% of the
- * tensor plus 1 MiB. `like->data` is not read.
+ * tensor plus 1 MiB; for DELTA, which lists changes before it applies them, at most 75% of the tensor plus 6 MiB.
+ * `like->data` is not read.
  */
 CODEC_API codec_status codec_scratch(const codec_spec *spec, const codec_tensor *like, size_t *nbytes);
 
@@ -440,6 +453,8 @@ typedef struct codec_info {
 	uint32_t reserved;         /**< 0 */
 	float scale;               /**< TERNARY: scale that all values share; -1: none, or not in the bytes given */
 	uint32_t reserved_2;       /**< 0 */
+	uint64_t base_digest;      /**< DELTA: codec_digest of the base; 0: not in the bytes given */
+	uint64_t result_digest;    /**< DELTA: codec_digest of the decoded tensor; 0: not in the bytes given */
 } codec_info;
 
 #define CODEC_HEADER_NBYTES 112 /**< maximum size of a header, in bytes */
@@ -456,13 +471,20 @@ typedef struct codec_info {
  */
 CODEC_API codec_status codec_inspect(const void *frame, size_t nbytes, codec_info *info);
 
+/**
+ * Compute the digest of a tensor's values, or the part of it that chunks [first, first + count) of 1,024 bytes
+ * contribute; count UINT64_MAX: up to the last one. Parts add up to the digest, modulo 2^64. It identifies the base and
+ * the result of DELTA's frames, and does not depend on dtype and shape. It detects accidents, not attackers.
+ */
+CODEC_API codec_status codec_digest(const codec_tensor *tensor, uint64_t first, uint64_t count, uint64_t *digest);
+
 /** Check everything that can be checked without decoding: header, sections, directory and all checksums. */
 CODEC_API codec_status codec_verify(const void *frame, size_t nbytes);
 
 /**
  * Decode a frame into `dst`, whose dtype, rank and shape must be the frame's. `dst` may be an array of the metric's
- * state. `scratch` needs the size that codec_scratch returns. On an error with a status below 30, or with
- * CODEC_VERIFY_FIRST, dst is unchanged; on any other error it is unspecified.
+ * state, or DELTA's base. `scratch` needs the size that codec_scratch returns. On an error with a status below 30, or
+ * with CODEC_VERIFY_FIRST, dst is unchanged; on any other error it is unspecified.
  */
 CODEC_API codec_status codec_decode(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
 				    void *scratch, size_t scratch_nbytes);

@@ -54,6 +54,14 @@ struct sample {
 	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], all[CHOOSE_BINS];
 };
 
+/* DELTA: a block's part of the digests, and what is known of its changes. */
+enum { DELTA_UNKNOWN, DELTA_CHECKED, DELTA_LISTED };
+struct delta_block {
+	uint64_t base, result;
+	uint32_t changes;
+	uint32_t state; /* decode; DELTA_LISTED: changes are in the job's lists */
+};
+
 /* Direction and state of a job. Steps out of order, or of the other direction, return CODEC_BAD_ARGUMENT. */
 enum { JOB_ENCODE = 0x4a454e43, JOB_DECODE = 0x4a444543 };
 /* JOB_PLANNED: opened without a frame or destination; another engine processes the blocks. */
@@ -80,8 +88,9 @@ struct job {
 	uint8_t blocks_scan;     /* encode: encoding the blocks replaces the scan */
 	uint64_t outer_checksum; /* decode: the frame's checksum without those of its blocks */
 	uint64_t codebook_id;
-	uint32_t reads_residual; /* encode: CODEC_FEEDBACK or CODEC_DELTA if set */
-	uint8_t checked;         /* decode: the checksum is verified, or CODEC_NO_CHECKSUM is set */
+	uint64_t base_digest, result_digest; /* DELTA, decode: as the side section says */
+	uint32_t reads_residual;             /* encode: CODEC_FEEDBACK or CODEC_DIFFERENCE if set */
+	uint8_t checked;                     /* decode: the checksum is verified, or CODEC_NO_CHECKSUM is set */
 	codebook books[WIRE_MAX_PLANES];
 	union {
 		struct { /* encode */
@@ -116,6 +125,12 @@ static inline int8_t *segment_row_offsets(const struct job *j, const struct segm
 static inline int8_t *segment_col_offsets(const struct job *j, const struct segment *s)
 {
 	return segment_row_offsets(j, s) + (segment_rows(s) + 1) / 2 * 2;
+}
+
+/* DELTA: return the records of blocks. Decoding writes those of its blocks, although the job is const to steps. */
+static inline struct delta_block *job_delta_blocks(const struct job *j)
+{
+	return (struct delta_block *)((char *)j + j->parts_at);
 }
 
 /* Return the job in a caller's memory, aligned. */

@@ -26,9 +26,9 @@ static inline const float_any *load_floats(const struct kernels *k, uint32_t dty
 }
 
 /* Flags with which `residual` is an input, too. */
-#define READS_RESIDUAL (CODEC_FEEDBACK | CODEC_DELTA)
+#define READS_RESIDUAL (CODEC_FEEDBACK | CODEC_DIFFERENCE)
 
-/* Values to encode: a tensor; plus the residual if CODEC_FEEDBACK is set, minus it if CODEC_DELTA is set. */
+/* Values to encode: a tensor; plus the residual if CODEC_FEEDBACK is set, minus it if CODEC_DIFFERENCE is set. */
 struct source {
 	uint32_t dtype;
 	const void *data;
@@ -40,7 +40,7 @@ struct source {
 static inline struct source source_of(const codec_tensor *t, const codec_context *with)
 {
 	return (struct source){t->dtype, t->data, t->nbytes, with->flags & READS_RESIDUAL ? with->residual : NULL,
-			       (with->flags & CODEC_DELTA) != 0};
+			       (with->flags & CODEC_DIFFERENCE) != 0};
 }
 
 /*

@@ -39,7 +39,9 @@ struct work {
 	const codec_metric *metric; /* metric of the values that come next, or of some before them */
 	char *values; /* decode: values of a block that is not decoded into its tensor; same memory as `region` */
 	uint32_t *words, *words_end;
-	struct stream top[2]; /* memory for plane 0 of two blocks; plane[0] is the first's */
+	struct delta_buffers delta; /* DELTA; lists of decoded changes are at delta.at and values */
+	uint64_t *sums[2];          /* DELTA: sums of a block's chunks, of the base and of the result */
+	struct stream top[2];       /* memory for plane 0 of two blocks; plane[0] is the first's */
 	struct ahead ahead;
 };
 

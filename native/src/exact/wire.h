@@ -26,8 +26,9 @@
 #define WIRE_MAX_RANK 8
 #define WIRE_MAX_HEADER (WIRE_AT_SHAPE + 8 * WIRE_MAX_RANK)
 
-/* Dtypes of the lossy codecs 2 to 7. */
+/* Dtypes with exponents. Those of the lossy codecs 2 to 7 are float32, bfloat16 and float16. */
 #define WIRE_FLOAT32 1
+#define WIRE_FLOAT64 2
 #define WIRE_BFLOAT16 3
 #define WIRE_FLOAT16 4
 /* Sets of dtypes: bit d stands for dtype d. */
@@ -41,6 +42,7 @@
 #define WIRE_CODEC_FLOAT4 5
 #define WIRE_CODEC_QUANTIZE 6
 #define WIRE_CODEC_TRUNCATE 7
+#define WIRE_CODEC_DELTA 8
 
 /* Parameters: byte offsets from WIRE_AT_PARAMS on. A codec without a parameter stores 0. */
 #define WIRE_PARAM_VARIANT 0 /* LOSSLESS: model; TRUNCATE: level coding */
@@ -90,7 +92,8 @@
 	  0)                                                                                                           \
 	X(FLOAT4, rows, WIRE_DTYPES_LOSSY, 2, WIRE_OPTION_STOCHASTIC, 0, 0)                                            \
 	X(QUANTIZE, rows, WIRE_DTYPES_LOSSY, 2, WIRE_OPTION_STOCHASTIC, 8, 0)                                          \
-	X(TRUNCATE, truncate, WIRE_DTYPES_LOSSY, 4, WIRE_OPTION_BITS | WIRE_OPTION_CUT, 3, WIRE_LEAST_MAX_CODE_LENGTH)
+	X(TRUNCATE, truncate, WIRE_DTYPES_LOSSY, 4, WIRE_OPTION_BITS | WIRE_OPTION_CUT, 3, WIRE_LEAST_MAX_CODE_LENGTH) \
+	X(DELTA, delta, WIRE_DTYPES_ALL, 1, 0, 0, 0)
 
 #define WIRE_PIECE_ZERO (1u << 8) /* region: the first piece of all mantissas is 0 and omitted; << i: piece i */
 #define WIRE_TAIL_AT 8 /* region, any number of bits: number of trailing zero bits omitted from all fields, 5 bits */
@@ -152,6 +155,25 @@
 #define WIRE_MODE_ROWS 3u
 #define WIRE_REGION_PRUNED (1u << 16)
 
+/* DELTA: blocks, the head of a region, and its codes. */
+#define WIRE_DELTA_MIN_BLOCK_LOG2 10 /* a block is a whole number of chunks of the digest */
+#define WIRE_DELTA_MAX_BLOCK_LOG2 18
+#define WIRE_DELTA_BLOCK_LOG2 16 /* of encoders, unless asked for another one */
+#define WIRE_DELTA_SIDE_NBYTES 16
+#define WIRE_DELTA_SAME 0u
+#define WIRE_DELTA_STEPS 1u
+#define WIRE_DELTA_RAW 2u
+#define WIRE_DELTA_PATCHES 3u
+#define WIRE_DELTA_SCALE_AT 2 /* head: bits 2..13 are the scale, bits 14..31 the number of changes - 1 */
+#define WIRE_DELTA_SCALE 0xfffu
+#define WIRE_DELTA_CHANGES_AT 14
+#define WIRE_DELTA_BIAS 16 /* scale = S + 16 */
+#define WIRE_DELTA_CLASSES 8
+#define WIRE_DELTA_LONGEST 24  /* zeros before the escape of a Rice code */
+#define WIRE_DELTA_GAP_BITS 20 /* bits of an escaped gap */
+#define WIRE_DELTA_MORE 8      /* codes 0 in a row, before a gamma code */
+#define WIRE_DELTA_MAX_GAP_K 18
+
 /* Scale model: one record per segment, then nibbles. Parts of codecs of rows use the same record. */
 #define WIRE_SEGMENT_NBYTES 16 /* bytes per record; at most WIRE_MAX_PARTS or WIRE_MAX_ROW_PARTS records */
 #define WIRE_SEGMENT_ROWS 1u
@@ -166,7 +188,8 @@
 #define WIRE_SEED_SIDE 0x101u
 #define WIRE_SEED_DIRECTORY 0x200u
 #define WIRE_SEED_REGION 0x300u
-#define WIRE_SEED_PLANE 0x400u /* + plane */
-#define WIRE_SEED_STATE 0x500u /* exponents of A; their digest is in a region */
+#define WIRE_SEED_PLANE 0x400u  /* + plane */
+#define WIRE_SEED_STATE 0x500u  /* exponents of A; their digest is in a region */
+#define WIRE_SEED_VALUES 0x600u /* DELTA: values of the base, and of the result */
 
 #endif

@@ -59,10 +59,16 @@ int params_fault(const struct header *h)
 	return c->family->params_fault ? c->family->params_fault(h) : -1;
 }
 
-/* Convert a header to the spec that it records. */
+/* Return the values per block of DELTA, 0 if a frame has no blocks or is not valid. */
+static uint32_t delta_group_size(const struct header *h)
+{
+	return h->block_log2 && h->block_log2 <= WIRE_DELTA_MAX_BLOCK_LOG2 ? 1u << h->block_log2 : 0;
+}
+
+/* Convert a header to the spec that it records, as far as it is valid. */
 void params_spec(const struct header *h, codec_spec *s)
 {
-	int lossless = h->codec == CODEC_LOSSLESS;
+	int lossless = h->codec == CODEC_LOSSLESS, delta = h->codec == CODEC_DELTA;
 
 	*s = (codec_spec){.struct_nbytes = sizeof *s,
 			  .codec = h->codec,
@@ -71,7 +77,7 @@ void params_spec(const struct header *h, codec_spec *s)
 			  .variant = lossless ? 0 : h->variant,
 			  .options = h->options & ~WIRE_OPTION_CLIPPED,
 			  .bits = h->bits,
-			  .group_size = h->group_size};
+			  .group_size = delta ? delta_group_size(h) : h->group_size};
 	/* See truncate/params.c. The correction for dtypes can leave the range of specs, so clamp it. */
 	s->guard = h->guard - (h->options & WIRE_OPTION_CUT && h->variant != WIRE_LEVELS_FIXED);
 	s->guard = MIN(MAX(s->guard, LEAST_GUARD), MOST_GUARD);

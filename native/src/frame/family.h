@@ -17,6 +17,8 @@ struct codec_range;
 struct family {
 	int is_rows; /* 1: values share scales, blocks follow rows and parts, and only an empty tensor is stored */
 
+	int is_delta; /* 1: values are encoded against a base; no tensor is stored, and a frame may have no blocks */
+
 	int whole_octaves; /* 1: the scale model changes exponents only, by offsets of whole octaves */
 
 	/* params_ask: convert a spec to header fields. */
@@ -111,7 +113,7 @@ struct family {
 };
 
 /* Defined by the families, in layers above this one. */
-extern const struct family lossless_family, rows_family, truncate_family;
+extern const struct family lossless_family, rows_family, truncate_family, delta_family;
 
 struct codec {
 	const struct family *family;
@@ -122,7 +124,7 @@ struct codec {
 	uint8_t least_max_code_length; /* smallest longest-code limit; 0: codec has none */
 };
 
-extern const struct codec codecs[CODEC_TRUNCATE + 1];
+extern const struct codec codecs[CODEC_DELTA + 1];
 
 /* Return the codec's entry, or NULL if there is no such codec. */
 static inline const struct codec *codec_of(uint32_t id)
@@ -148,6 +150,17 @@ static inline const struct family *family_of(const struct header *h)
 static inline int codec_is_rows(uint32_t id)
 {
 	return codec_of(id)->family->is_rows;
+}
+
+static inline int codec_is_delta(uint32_t id)
+{
+	return codec_of(id)->family->is_delta;
+}
+
+/* Return 1 if tensors that would grow are stored. */
+static inline int codec_may_store(uint32_t id)
+{
+	return !codec_is_rows(id) && !codec_is_delta(id);
 }
 
 static inline codec_status family_check_state(const struct header *h, const codec_context *with, int encoding)

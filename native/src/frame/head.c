@@ -125,7 +125,8 @@ static codec_status check_sizes(const struct header *h, uint64_t nblocks, codec_
 {
 	uint64_t least = h->regions_at + WIRE_ALIGN * h->nblocks;
 
-	if (h->layout == WIRE_LAYOUT_STORED ? codec_is_rows(h->codec) && h->n : !h->n)
+	if (h->layout == WIRE_LAYOUT_STORED ? codec_is_delta(h->codec) || (codec_is_rows(h->codec) && h->n)
+					    : !codec_is_delta(h->codec) && !h->n)
 		BAD(WIRE_AT_LAYOUT, h->layout, !h->layout);
 	if (nblocks != h->nblocks || h->nblocks > h->n)
 		BAD(WIRE_AT_NBLOCKS, nblocks, MIN(h->nblocks, h->n));

@@ -250,6 +250,7 @@ static inline size_t unprune_avx2(const uint8_t *e, uint8_t least, const uint8_t
 #include "plane_loops.h"
 #include "row_loops.h"
 #include "truncate_loops.h"
+#include "delta_loops.h"
 
 const struct kernels kernels_avx2 = {.name = "avx2",
 				     .encode_lanes = encode_lanes,
@@ -257,4 +258,5 @@ const struct kernels kernels_avx2 = {.name = "avx2",
 				     .check_lanes = check_lanes,
 				     KERNEL_LOOPS,
 				     ROW_LOOPS,
-				     TRUNCATE_LOOPS};
+				     TRUNCATE_LOOPS,
+				     DELTA_LOOPS};

@@ -120,6 +120,7 @@ static inline size_t unprune_avx512(const uint8_t *e, uint8_t least, const uint8
 #include "plane_loops.h"
 #include "row_loops.h"
 #include "truncate_loops.h"
+#include "delta_loops.h"
 
 const struct kernels kernels_avx512 = {.name = "avx512",
 				       .encode_lanes = encode_lanes,
@@ -127,4 +128,5 @@ const struct kernels kernels_avx512 = {.name = "avx512",
 				       .check_lanes = check_lanes,
 				       KERNEL_LOOPS,
 				       ROW_LOOPS,
-				       TRUNCATE_LOOPS};
+				       TRUNCATE_LOOPS,
+				       DELTA_LOOPS};

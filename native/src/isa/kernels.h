@@ -8,6 +8,7 @@
 
 #include "exact/bits.h"
 #include "exact/book.h"
+#include "exact/delta.h"
 #include "exact/round.h"
 #include "exact/scales.h"
 #include "exact/checksum.h"
@@ -191,6 +192,21 @@ struct signs {
 enum { SIGNS_STORE, SIGNS_ADD, SIGNS_NONTEMPORAL }; /* accumulate; store non-temporally at a multiple of 16 bytes */
 enum { SETTLE_AS_IS, SETTLE_TIMES, SETTLE_OVER };   /* Final operation on results: none; multiply; divide. */
 
+/* DELTA: changes of a block. `count` of at most `room` are filled in. */
+struct delta_list {
+	uint32_t *at;
+	void *value; /* new values */
+	size_t count, room;
+};
+
+/* DELTA: memory for encoding a block. */
+struct delta_buffers {
+	uint64_t *changed;                        /* bit of each value: it differs from the base's */
+	uint64_t *member[WIRE_DELTA_CLASSES + 1]; /* bit of each value: the class is that of the base's value */
+	uint32_t *at, *sorted;                    /* places of changes, in order and by class */
+	struct delta_bin *bin;                    /* one for each exponent */
+};
+
 struct kernels {
 	const char *name;
 
@@ -341,6 +357,36 @@ struct kernels {
 	void (*unjoin)(const uint16_t *pair, size_t n, uint8_t *e, uint8_t *level);
 	uint8_t (*drops_under)(const uint8_t *e, const uint8_t *drop, size_t n, uint8_t e0);
 	uint8_t (*below_four)(const uint8_t *p, size_t n);
+
+	/* delta_loops.h */
+	/* Compute the sums of n whole chunks of the checksum (checksum_of_chunk). */
+	void (*chunk_sums)(const uint8_t *src, size_t n, uint64_t *sums);
+	/* Add to the sums of a block's chunks what its changes add. put_changes: write the new values to the block. */
+	void (*change_sums)(const void *base, const struct delta_list *list, uint32_t item, uint64_t *sums);
+	void (*put_changes)(const struct delta_list *list, uint32_t item, void *dst);
+	/* Set bit i of `changed` if values i of a and b, of `item` bytes, differ. Returns the number of such values. */
+	size_t (*differences)(const void *a, const void *b, size_t n, uint32_t item, uint64_t *changed);
+	void (*list_changes)(const uint64_t *changed, size_t n, uint32_t *at);
+	/* Set bit i of member[r] if value i has class r. Returns the largest class. */
+	uint32_t (*delta_classes)(const struct delta_kind *q, const void *base, size_t n, int scale,
+				  uint64_t *const *member);
+	/*
+	 * Read a stream of steps, or of patches with gaps of parameter k: all of `stream`, whose last bits are 0.
+	 * Return 0 if it is not valid. `steps`: patches are steps, not bits to change.
+	 */
+	int (*delta_decode)(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *member,
+			    const uint8_t *stream, size_t nbytes, struct delta_list *list);
+	int (*delta_patches)(const struct delta_kind *q, const void *base, size_t n, uint32_t k, int steps,
+			     const uint8_t *stream, size_t nbytes, struct delta_list *list);
+	/*
+	 * Write such streams of the `count` changes at b->at. delta_encode chooses *scale. Return the size in bytes, or
+	 * 0 if it exceeds `room`.
+	 */
+	size_t (*delta_encode)(const struct delta_kind *q, const void *base, const void *values, size_t n,
+			       const struct delta_buffers *b, size_t count, int *scale, uint8_t *dst, size_t room);
+	size_t (*delta_encode_patches)(const struct delta_kind *q, const void *base, const void *values,
+				       const uint32_t *at, size_t count, uint32_t k, int steps, uint8_t *dst,
+				       size_t room);
 };
 
 extern const struct kernels kernels_scalar; /* others: cpu.c */

@@ -252,6 +252,7 @@ static void check_lanes(const book_lookup *book, struct stream *a, struct stream
 #include "plane_loops.h"
 #include "row_loops.h"
 #include "truncate_loops.h"
+#include "delta_loops.h"
 
 const struct kernels kernels_scalar = {.name = "scalar",
 				       .encode_lanes = encode_lanes,
@@ -259,4 +260,5 @@ const struct kernels kernels_scalar = {.name = "scalar",
 				       .check_lanes = check_lanes,
 				       KERNEL_LOOPS,
 				       ROW_LOOPS,
-				       TRUNCATE_LOOPS};
+				       TRUNCATE_LOOPS,
+				       DELTA_LOOPS};

@@ -29,6 +29,9 @@ const char *codec_strerror(codec_status status)
 	case CODEC_LIMIT: return "the tensor is larger than allowed";
 	case CODEC_MISSING_STATE: return "a metric and the optimizer's state must be supplied";
 	case CODEC_OTHER_STATE: return "the frame was made with another optimizer state than was supplied";
+	case CODEC_MISSING_BASE: return "the frame holds changes: the base that they apply to must be supplied";
+	case CODEC_OTHER_BASE: return "the base is not the tensor that the frame was made against";
+	case CODEC_ALREADY_APPLIED: return "already applied: the base equals the frame's result";
 	case CODEC_UNKNOWN_CODEBOOK: return "the frame names a codebook that was not supplied";
 	}
 	return "unknown status";
@@ -60,7 +63,7 @@ codec_status context_read(const codec_context *with, codec_context *copy)
 	READ_STRUCT(*copy, with);
 	if (copy->flags & ~(CODEC_ALLOW_SLACK | CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY | CODEC_NO_CHECKSUM |
 			    CODEC_UNSCALED | CODEC_RESCALE | CODEC_FEEDBACK | CODEC_NONTEMPORAL | CODEC_FINITE |
-			    CODEC_NO_VERIFY_FIRST | CODEC_DELTA) ||
+			    CODEC_NO_VERIFY_FIRST | CODEC_DIFFERENCE) ||
 	    copy->into > CODEC_INTO_ADD_CODES || !(copy->divide >= 0 && copy->divide < INFINITY) ||
 	    (copy->nsegments && !copy->segments) || (copy->ncodebooks && !copy->codebooks) || !kernels_for(copy))
 		return CODEC_BAD_ARGUMENT;
@@ -227,4 +230,28 @@ void job_plan(struct job *j, codec_plan *plan)
 			       .regions_at = j->h.regions_at};
 	if (plan)
 		*plan = j->plan;
+}
+
+codec_status codec_digest(const codec_tensor *tensor, uint64_t first, uint64_t count, uint64_t *digest)
+{
+	const struct kernels *k = kernels_for(NULL);
+	uint64_t chunks, n, item;
+	codec_tensor t;
+
+	READ_STRUCT(t, tensor);
+	if (!digest || (t.nbytes && !t.data))
+		return CODEC_BAD_ARGUMENT;
+	if (!dtype_of(t.dtype))
+		return CODEC_BAD_DTYPE;
+	if (t.rank > CODEC_MAX_RANK)
+		return CODEC_BAD_SHAPE;
+	item = dtype_of(t.dtype)->nbytes;
+	TRY(shape_product(t.rank, t.shape, &n));
+	if (t.nbytes != n * item)
+		return CODEC_BAD_ARGUMENT;
+	chunks = (t.nbytes + DELTA_CHUNK - 1) / DELTA_CHUNK;
+	first = MIN(first, chunks);
+	count = MIN(count, chunks - first);
+	*digest = delta_digest(k, t.data, DELTA_CHUNK * first, MIN(t.nbytes, DELTA_CHUNK * (first + count)), item);
+	return CODEC_OK;
 }

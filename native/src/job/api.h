@@ -2,6 +2,7 @@
 #ifndef CODEC_API_H
 #define CODEC_API_H
 
+#include "delta/delta.h"
 #include "frame/frame.h"
 #include "isa/cpu.h"
 #include "lossless/lossless.h"

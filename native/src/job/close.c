@@ -49,6 +49,25 @@ uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, cons
 	return to + end - at;
 }
 
+/* Write the frame of a tensor that equals its base: header and digests. */
+static codec_status encode_unchanged(const struct job *j, const struct kernels *k, uint8_t *dst, size_t capacity,
+				     size_t *written)
+{
+	struct header h = j->h;
+
+	h.block_log2 = 0;
+	h.nblocks = 0;
+	TRY(header_derive(&h));
+	h.frame_nbytes = h.regions_at;
+	if (h.frame_nbytes > capacity)
+		return CODEC_SHORT_OUTPUT;
+	side_write(j, dst + h.side_at);
+	h.checksum = head_checksum(&h, k, dst + h.side_at);
+	header_write(&h, dst);
+	*written = h.frame_nbytes;
+	return CODEC_OK;
+}
+
 codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
 			   const struct job *j, const codec_range *ranges, size_t nranges, size_t *written)
 {
@@ -58,7 +77,8 @@ codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capaci
 	uint8_t *directory;
 
 	if (h.nblocks == 0)
-		return encode_store(src, k, h, dst, capacity, written);
+		return codec_is_delta(h.codec) ? encode_unchanged(j, k, dst, capacity, written)
+					       : encode_store(src, k, h, dst, capacity, written);
 	directory = dst + h.directory_at;
 	for (size_t i = 0; i < nranges; i++) {
 		const codec_range r = ranges[i];
@@ -75,7 +95,9 @@ codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capaci
 	}
 	if (b != h.nblocks)
 		return CODEC_BAD_ARGUMENT;
-	if (!codec_is_rows(h.codec) && choose_stored(to, stored_nbytes(&h)))
+	if (codec_is_delta(h.codec) && delta_is_unchanged(j))
+		return encode_unchanged(j, k, dst, capacity, written);
+	if (codec_may_store(h.codec) && choose_stored(to, stored_nbytes(&h)))
 		return encode_store(src, k, h, dst, capacity, written);
 	checksum += k->digest(directory, WIRE_DIRECTORY_ENTRY * h.nblocks, WIRE_SEED_DIRECTORY);
 	head_write(j, to, checksum, dst);

@@ -26,6 +26,8 @@ static codec_status check_destination(const struct header *h, const codec_tensor
 {
 	uint32_t dtype = into == CODEC_INTO_STORE ? h->dtype : takes_codes(into) ? dst->dtype : CODEC_FLOAT32;
 
+	if (into != CODEC_INTO_STORE && codec_is_delta(h->codec))
+		return CODEC_BAD_ARGUMENT; /* changes cannot be added up */
 	if (takes_codes(into) &&
 	    (h->codec != CODEC_TERNARY || (dtype != CODEC_INT8 && dtype != CODEC_INT16 && dtype != CODEC_INT32)))
 		return CODEC_BAD_ARGUMENT;
@@ -109,8 +111,11 @@ codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor
 	*out = j;
 	if (!j->checked)
 		j->outer_checksum = frame_outer_checksum(frame, &h, kernels_for(with));
-	if (h.layout == WIRE_LAYOUT_STORED && !j->checked)
+	if (!h.nblocks && !j->checked) {
 		TRY(frame_compare_checksum(&h, j->outer_checksum, with->fault));
+		if (codec_is_delta(h.codec))
+			TRY(delta_open(j, with));
+	}
 	j->state = JOB_READY;
 	return CODEC_OK;
 }
@@ -131,8 +136,10 @@ codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const 
 
 codec_status decode_close(const codec_context *with, const struct job *j, uint64_t checksum)
 {
-	return j->checked || !j->h.nblocks ? CODEC_OK
-					   : frame_compare_checksum(&j->h, j->outer_checksum + checksum, with->fault);
+	if (j->checked || !j->h.nblocks)
+		return CODEC_OK;
+	TRY(frame_compare_checksum(&j->h, j->outer_checksum + checksum, with->fault));
+	return codec_is_delta(j->h.codec) ? delta_close(j, with) : CODEC_OK;
 }
 
 /* Check everything that can be wrong with an opened frame, before anything is written. */
@@ -158,7 +165,10 @@ codec_status decode_values(const uint8_t *frame, const codec_tensor *dst, const 
 		TRY(decode_blocks(frame, dst, with, j, &all, work));
 		return decode_close(with, j, all.checksum);
 	}
-	put_stored(frame, dst, with, &j->h);
+	if (codec_is_delta(j->h.codec))
+		delta_copy(j, with, dst);
+	else
+		put_stored(frame, dst, with, &j->h);
 	return CODEC_OK;
 }
 
@@ -273,7 +283,7 @@ codec_status codec_decode_close(const codec_context *with, const void *job, uint
 static int fits_buffer(const struct job *j, const codec_context *with)
 {
 	return with->flags & CODEC_VERIFY_FIRST && !(with->flags & CODEC_CHECK_ONLY) &&
-	       with->into == CODEC_INTO_STORE && j->h.nblocks == 1 && !family_of(&j->h)->is_rows;
+	       with->into == CODEC_INTO_STORE && j->h.nblocks == 1 && codec_may_store(j->h.codec);
 }
 
 /* Decode into the work buffer, then copy. For one block this is faster than decoding twice. */

@@ -1,15 +1,15 @@
 /* encode.c - encode a tensor: open (sample, choose), encode blocks. close.c completes the frame. */
 #include "api.h"
 
-/* Check CODEC_FEEDBACK and CODEC_DELTA: each needs a residual and a lossy codec, CODEC_DELTA one of rows. */
+/* Check CODEC_FEEDBACK and CODEC_DIFFERENCE: each needs a residual and a lossy codec, CODEC_DIFFERENCE one of rows. */
 static codec_status check_residual(const struct header *h, const codec_context *with)
 {
 	int usable;
 
 	switch (with->flags & READS_RESIDUAL) {
 	case 0: return CODEC_OK;
-	case CODEC_FEEDBACK: usable = h->codec != CODEC_LOSSLESS; break;
-	case CODEC_DELTA: usable = codec_is_rows(h->codec); break;
+	case CODEC_FEEDBACK: usable = h->codec != CODEC_LOSSLESS && !codec_is_delta(h->codec); break;
+	case CODEC_DIFFERENCE: usable = codec_is_rows(h->codec); break;
 	default: usable = 0;
 	}
 	return usable && (with->residual || !h->n) ? CODEC_OK : CODEC_BAD_ARGUMENT;
@@ -68,7 +68,9 @@ static codec_status start(struct job *j, const struct source *src, size_t capaci
 		TRY(header_derive(&j->h));
 		if (codec_is_rows(j->h.codec))
 			TRY(fit_rows(j, capacity));
-		else if (stays_stored(j, capacity))
+		else if (codec_is_delta(j->h.codec) && j->h.regions_at > capacity)
+			return CODEC_SHORT_OUTPUT;
+		else if (codec_may_store(j->h.codec) && stays_stored(j, capacity))
 			TRY(header_store(&j->h, &asked));
 	}
 	j->state = JOB_READY;
@@ -156,7 +158,7 @@ static int fits_tensor(const struct job *j, const codec_tensor *src)
 	       src->nbytes == j->h.n * dtype_of(j->h.dtype)->nbytes && (src->data || !src->nbytes);
 }
 
-/* Check that CODEC_FEEDBACK and CODEC_DELTA match how the job was opened. */
+/* Check that CODEC_FEEDBACK and CODEC_DIFFERENCE match how the job was opened. */
 static int fits_residual(const struct job *j, const codec_context *with)
 {
 	return (with->flags & READS_RESIDUAL) == j->reads_residual && check_residual(&j->h, with) == CODEC_OK;
@@ -377,7 +379,7 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	all.at = j->h.regions_at;
 	if (j->h.nblocks) {
 		status = encode_blocks(&values, dst, capacity, with, j, &all, work);
-		if ((status == CODEC_SHORT_OUTPUT || status == CODEC_LIMIT) && !codec_is_rows(j->h.codec)) {
+		if ((status == CODEC_SHORT_OUTPUT || status == CODEC_LIMIT) && codec_may_store(j->h.codec)) {
 			TRY(encode_store(&values, k, j->h, dst, capacity, written)); /* it may fit as a stored frame */
 			return encode_leave(j, &values, dst, with, work);
 		}

@@ -51,6 +51,11 @@ static void inspect_side(const uint8_t *frame, const struct header *h, codec_inf
 	uint64_t at = h->side_at, end = h->directory_at;
 	codebook b;
 
+	if (codec_is_delta(h->codec) && end - at == WIRE_DELTA_SIDE_NBYTES) {
+		out->base_digest = load64(frame + at);
+		out->result_digest = load64(frame + at + 8);
+		return;
+	}
 	if (h->flags & WIRE_FLAG_PRIOR) {
 		if (end - at < 8)
 			return;

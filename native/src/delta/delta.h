@@ -1,0 +1,67 @@
+/*
+ * delta.h - DELTA: the changes of a tensor against a base that both sides hold. docs/format.md, section 10.
+ *
+ * The side section has digests of the base's and of the result's values. A job sums them up block by block, and a
+ * decoder knows both before it writes: the sums of the result's chunks follow from those of the base and from the list
+ * of changes, because they are linear in the words.
+ */
+#ifndef CODEC_DELTA_FAMILY_H
+#define CODEC_DELTA_FAMILY_H
+
+#include "coder/sink.h"
+#include "coder/work.h"
+#include "frame/frame.h"
+
+#define DELTA_LIST_SHARE 8 /* a job lists the changes of a block if at most one value in so many changes */
+#define DELTA_CHUNK (4 * WIRE_CHUNK_WORDS)
+
+static inline struct delta_kind delta_kind(const struct header *h)
+{
+	return delta_kind_of(h->dtype, dtype_of(h->dtype)->nbytes);
+}
+
+/* Get the number of the first value of block b, and the number of its values. */
+static inline uint64_t delta_span(const struct header *h, uint64_t b, uint64_t *m)
+{
+	*m = MIN(h->block, h->n - b * h->block);
+	return b * h->block;
+}
+
+static inline uint64_t delta_raw_nbytes(const struct header *h, uint64_t m)
+{
+	return ALIGN8(4 + m * dtype_of(h->dtype)->nbytes);
+}
+
+/* Return log2 of the values in a block: that of a frame, or the one that an encoder takes. */
+uint8_t delta_block_log2(const struct header *h);
+
+/* Compute the sums of the chunks of `nbytes` bytes, the last one padded with zeros. `item`: bytes per value. */
+void delta_sums(const struct kernels *k, const void *values, uint64_t nbytes, uint64_t item, uint64_t *sums);
+/* Return what the sums of `nbytes` bytes that begin with chunk `first` add to a digest. */
+uint64_t delta_digest_of(const uint64_t *sums, uint64_t nbytes, uint64_t first);
+/* Return what bytes [at, end) of a tensor add to its digest; `at` is a multiple of DELTA_CHUNK. */
+uint64_t delta_digest(const struct kernels *k, const void *values, uint64_t at, uint64_t end, uint64_t item);
+
+/*
+ * Compare the digests of a decode job's blocks with the frame's. delta_open does that for a frame without blocks, whose
+ * base must have the digest of the frame. delta_copy writes its values.
+ */
+codec_status delta_close(const struct job *j, const codec_context *with);
+codec_status delta_open(const struct job *j, const codec_context *with);
+void delta_copy(const struct job *j, const codec_context *with, const codec_tensor *dst);
+
+codec_status delta_begin(struct job *j, const codec_spec *s, const codec_context *with);
+codec_status delta_choose(struct job *j, const struct kernels *k, const struct source *src, const codec_context *with);
+codec_status delta_encode_block(struct job *j, const struct kernels *k, const codec_context *with,
+				const struct source *src, uint64_t b, uint8_t *frame, struct work *w, uint64_t *digest,
+				uint64_t *nbytes);
+codec_status delta_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+				 const struct job *j, codec_range *range, struct work *w);
+
+/* Return 1 if no block of an encoded tensor has changes. */
+int delta_is_unchanged(const struct job *j);
+
+/* Get the list of changes of block b in a decode job, which has room for one change in DELTA_LIST_SHARE values. */
+void delta_list_at(const struct job *j, uint64_t b, struct delta_list *list);
+
+#endif

@@ -1,0 +1,230 @@
+/* delta_decode.h - read DELTA's bit streams; part of delta_loops.h. */
+
+/*
+ * Cursor over a bit stream, whose bit i is bit i mod 8 of byte i / 8. Zeros follow the last bit: a reader may run over
+ * the end, which is checked once in a while by comparing `at` with 8 * nbytes.
+ */
+struct bit_reader {
+	const uint8_t *p;
+	uint64_t nbytes, at;
+};
+
+/* Return at least the next 57 bits. */
+ALWAYS uint64_t peek_bits(const struct bit_reader *r)
+{
+	uint64_t byte = r->at >> 3;
+
+	if (__builtin_expect(byte + 8 <= r->nbytes, 1))
+		return load64(r->p + byte) >> (r->at & 7);
+	if (byte >= r->nbytes)
+		return 0;
+	{
+		uint8_t last[8] = {0};
+
+		memcpy(last, r->p + byte, r->nbytes - byte);
+		return load64(last) >> (r->at & 7);
+	}
+}
+
+/* Read n <= 64 bits. */
+ALWAYS uint64_t read_bits(struct bit_reader *r, uint32_t n)
+{
+	uint64_t x = 0;
+
+	if (n > 32) {
+		x = peek_bits(r) & 0xffffffffu;
+		r->at += 32;
+		n -= 32;
+		x |= (peek_bits(r) & ((1ull << n) - 1)) << 32;
+	} else {
+		x = peek_bits(r) & ((1ull << n) - 1);
+	}
+	r->at += n;
+	return x;
+}
+
+/* Read a Rice code of a number below 2^full, k < full; an escape has it in full. Sets *bad if it is larger. */
+ALWAYS uint64_t read_rice(struct bit_reader *r, uint32_t k, uint32_t full, uint32_t *bad)
+{
+	uint64_t v = peek_bits(r);
+	uint32_t q = (uint32_t)__builtin_ctzll(v | 1ull << WIRE_DELTA_LONGEST);
+
+	if (__builtin_expect(q == WIRE_DELTA_LONGEST, 0)) {
+		r->at += WIRE_DELTA_LONGEST;
+		return read_bits(r, full);
+	}
+	*bad |= q >> 1 >> (full - 1 - k);
+	r->at += q + 1;
+	if (full > 32) /* too long for one peek */
+		return (uint64_t)q << k | read_bits(r, k);
+	r->at += k;
+	return (uint64_t)q << k | (v >> (q + 1) & ((1ull << k) - 1));
+}
+
+/* Read an Elias gamma code, at least 1. Returns 0 if it is 2^64 or more. */
+ALWAYS uint64_t read_gamma(struct bit_reader *r)
+{
+	uint32_t n = 0, zeros;
+
+	do {
+		zeros = (uint32_t)__builtin_ctzll(peek_bits(r) | 1ull << 32);
+		r->at += zeros;
+		n += zeros;
+	} while (zeros == 32 && n < 64);
+	if (n >= 64)
+		return 0;
+	r->at++;
+	return 1ull << n | read_bits(r, n);
+}
+
+/* Return the place of set bit number k of x. */
+ALWAYS uint32_t select_bit(uint64_t x, uint32_t k)
+{
+#ifdef __BMI2__
+	return (uint32_t)__builtin_ctzll(_pdep_u64(1ull << k, x));
+#else
+	for (; k; k--)
+		x &= x - 1;
+	return (uint32_t)__builtin_ctzll(x);
+#endif
+}
+
+/* Read the steps of the small values. Returns 0 if the stream is not valid. */
+ALWAYS int decode_small(const struct delta_kind *q, const void *base, size_t n, int scale, const uint64_t *member,
+			struct bit_reader *r, struct delta_list *list, uint32_t item)
+{
+	uint32_t bad = 0;
+
+	for (size_t j = 0; j < DELTA_WORDS(n); j++)
+		for (uint64_t m = member[j]; m; m &= m - 1) {
+			size_t i = 64 * j + (size_t)__builtin_ctzll(m);
+			uint64_t x = delta_load(base, i, item), z;
+
+			z = read_rice(r, delta_small_k(delta_exponent(q, x), scale, item), 8 * item, &bad);
+			if (!z)
+				continue;
+			if (list->count == list->room)
+				return 0;
+			list->at[list->count] = (uint32_t)i;
+			delta_store(list->value, list->count++, item, delta_apply(q, x, delta_unzigzag(z, item)));
+		}
+	return !bad && r->at <= 8 * r->nbytes;
+}
+
+/* Read the steps of a class. Returns 0 if its codes are not valid. */
+ALWAYS int decode_class(const struct delta_kind *q, const void *base, size_t n, uint32_t class_, const uint64_t *member,
+			struct bit_reader *r, struct delta_list *list, uint32_t item)
+{
+	const size_t words = DELTA_WORDS(n);
+	uint64_t codes = read_gamma(r) - 1, word, step;
+	/* zeros since the last change; no change yet: none is allowed */
+	uint32_t k = delta_class_k(class_), more = WIRE_DELTA_MORE, negative = 0, bad = 0;
+	size_t j = 0, i = 0;
+
+	if (r->at > 8 * r->nbytes || codes > 8 * r->nbytes - r->at)
+		return 0;
+	word = member[0];
+	for (; codes; codes--) {
+		uint64_t gap = read_rice(r, k, WIRE_DELTA_GAP_BITS, &bad), count;
+
+		if (!gap) { /* one more step of the value before */
+			if (more == WIRE_DELTA_MORE)
+				return 0;
+			step = ++more + 1;
+			if (more == WIRE_DELTA_MORE) {
+				uint64_t rest = read_gamma(r);
+
+				step = more + rest;
+				if (!rest || step > 1ull << (8 * item - 1) || step < rest)
+					return 0;
+			}
+			step = negative ? 0 - step : step;
+			delta_store(list->value, list->count - 1, item,
+				    delta_apply(q, delta_load(base, i, item), step & delta_mask(item)));
+			continue;
+		}
+		negative = (uint32_t)read_bits(r, 1);
+		for (gap--; gap >= (count = (uint64_t)__builtin_popcountll(word)); word = member[j]) {
+			gap -= count;
+			if (++j == words)
+				return 0;
+		}
+		if (list->count == list->room)
+			return 0;
+		i = 64 * j + select_bit(word, (uint32_t)gap);
+		word &= ~1ull << (i & 63);
+		list->at[list->count] = (uint32_t)i;
+		delta_store(list->value, list->count++, item,
+			    delta_apply(q, delta_load(base, i, item), negative ? delta_mask(item) : 1));
+		more = 0;
+	}
+	return !bad && r->at <= 8 * r->nbytes;
+}
+
+/* Return 1 if a stream has been read to its end: fewer than 64 bits are left, and are 0. */
+static int stream_ends(struct bit_reader *r)
+{
+	uint64_t left = 8 * r->nbytes - r->at;
+
+	return r->at <= 8 * r->nbytes && left < 64 && !read_bits(r, (uint32_t)left);
+}
+
+ALWAYS int delta_decode_as(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *member,
+			   const uint8_t *stream, size_t nbytes, struct delta_list *list, uint32_t item)
+{
+	struct bit_reader r = {stream, nbytes, 0};
+	uint32_t top = classes(q, base, n, scale, member);
+
+	if (!decode_small(q, base, n, scale, member[0], &r, list, item))
+		return 0;
+	for (uint32_t c = 1; c <= top; c++)
+		if (!decode_class(q, base, n, c, member[c], &r, list, item))
+			return 0;
+	return stream_ends(&r);
+}
+
+static int delta_decode(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *member,
+			const uint8_t *stream, size_t nbytes, struct delta_list *list)
+{
+#define DELTA_DECODE(item) delta_decode_as(q, base, n, scale, member, stream, nbytes, list, item)
+	return BY_ITEM(q->item, DELTA_DECODE);
+}
+
+ALWAYS int delta_patches_as(const struct delta_kind *q, const void *base, size_t n, uint32_t k, int steps,
+			    const uint8_t *stream, size_t nbytes, struct delta_list *list, uint32_t item)
+{
+	struct bit_reader r = {stream, nbytes, 0};
+	uint32_t bad = 0;
+	size_t i = 0;
+
+	for (; list->count < list->room; i++) {
+		uint64_t gap = read_rice(&r, k, WIRE_DELTA_GAP_BITS, &bad), x, y;
+
+		if (gap >= n - i)
+			return 0;
+		i += gap;
+		x = delta_load(base, i, item);
+		if (steps) {
+			uint32_t negative = (uint32_t)read_bits(&r, 1);
+			uint64_t step = read_gamma(&r);
+
+			if (!step || step > 1ull << (8 * item - 1))
+				return 0;
+			y = delta_apply(q, x, (negative ? 0 - step : step) & delta_mask(item));
+		} else {
+			y = x ^ read_bits(&r, 8 * item);
+		}
+		if (x == y || r.at > 8 * nbytes)
+			return 0;
+		list->at[list->count] = (uint32_t)i;
+		delta_store(list->value, list->count++, item, y);
+	}
+	return !bad && stream_ends(&r);
+}
+
+static int delta_patches(const struct delta_kind *q, const void *base, size_t n, uint32_t k, int steps,
+			 const uint8_t *stream, size_t nbytes, struct delta_list *list)
+{
+#define DELTA_PATCHES(item) delta_patches_as(q, base, n, k, steps, stream, nbytes, list, item)
+	return BY_ITEM(q->item, DELTA_PATCHES);
+}

@@ -1,0 +1,214 @@
+/* delta_encode.h - write DELTA's bit streams; part of delta_loops.h. */
+
+/* Bit stream being written. `full` is set, and nothing more is written, when `end` is reached. */
+struct bit_writer {
+	uint64_t word;
+	uint32_t count;
+	int full;
+	uint8_t *p, *end;
+};
+
+/* Append n <= 64 bits. */
+ALWAYS void put_bits(struct bit_writer *w, uint64_t x, uint32_t n)
+{
+	w->word |= x << w->count;
+	if (w->count + n < 64) {
+		w->count += n;
+		return;
+	}
+	if (w->end - w->p < 8) {
+		w->full = 1;
+		w->p = w->end;
+	} else {
+		store64(w->p, w->word);
+		w->p += 8;
+	}
+	w->word = w->count ? x >> (64 - w->count) : 0;
+	w->count += n - 64;
+}
+
+ALWAYS void put_rice(struct bit_writer *w, uint64_t x, uint32_t k, uint32_t full)
+{
+	uint64_t q = x >> k;
+
+	if (q >= WIRE_DELTA_LONGEST) {
+		put_bits(w, 0, WIRE_DELTA_LONGEST);
+		put_bits(w, x, full);
+		return;
+	}
+	put_bits(w, 1ull << q, (uint32_t)q + 1);
+	put_bits(w, x & ((1ull << k) - 1), k);
+}
+
+ALWAYS void put_gamma(struct bit_writer *w, uint64_t x)
+{
+	uint32_t n = 63 - (uint32_t)__builtin_clzll(x);
+
+	put_bits(w, 0, n);
+	put_bits(w, 1, 1);
+	put_bits(w, x & ((1ull << n) - 1), n);
+}
+
+/* Write the last bits. Returns the size of the stream in bytes, or 0 if it was full. */
+ALWAYS size_t close_bits(struct bit_writer *w, const uint8_t *start)
+{
+	size_t rest = (w->count + 7) / 8;
+
+	if (w->full || (size_t)(w->end - w->p) < rest)
+		return 0;
+	for (size_t i = 0; i < rest; i++)
+		w->p[i] = (uint8_t)(w->word >> 8 * i);
+	return (size_t)(w->p - start) + rest;
+}
+
+/* List the places of changes, in order. */
+static void list_changes(const uint64_t *changed, size_t n, uint32_t *at)
+{
+	for (size_t j = 0; j < DELTA_WORDS(n); j++)
+		for (uint64_t m = changed[j]; m; m &= m - 1)
+			*at++ = (uint32_t)(64 * j) + (uint32_t)__builtin_ctzll(m);
+}
+
+/* Fill in bins of exponents from samples of the base and from all changes. Returns their number. */
+ALWAYS uint32_t fill_bins(const struct delta_kind *q, const void *base, const void *values, size_t n,
+			  const uint32_t *at, size_t count, struct delta_bin *bin, uint32_t item)
+{
+	uint32_t used = 0;
+
+	memset(bin, 0, (q->last + 1) * sizeof *bin);
+	for (size_t i = 0; i < n; i += DELTA_SAMPLE)
+		bin[delta_exponent(q, delta_load(base, i, item))].values++;
+	for (size_t c = 0; c < count; c++) {
+		uint64_t x = delta_load(base, at[c], item), y = delta_load(values, at[c], item);
+		uint64_t size = delta_magnitude(delta_step(q, x, y), item);
+		struct delta_bin *b = bin + delta_exponent(q, x);
+
+		b->codes += size < WIRE_DELTA_MORE + 1 ? size : WIRE_DELTA_MORE + 1;
+		b->total += size < DELTA_TOTAL ? size : DELTA_TOTAL;
+	}
+	for (uint32_t e = 1; e <= q->last; e++)
+		if (bin[e].values || bin[e].codes) {
+			bin[used] = bin[e];
+			bin[used++].exponent = e;
+		}
+	return used;
+}
+
+/* Sort changes by class, in place order within a class. end[r] is the end of class r in `sorted`. */
+ALWAYS void sort_changes(const struct delta_kind *q, const void *base, int scale, const uint32_t *at, size_t count,
+			 uint32_t *sorted, uint32_t *end, uint32_t item)
+{
+	uint32_t next[WIRE_DELTA_CLASSES + 2] = {0};
+
+	for (size_t c = 0; c < count; c++)
+		next[1 + delta_class(delta_exponent(q, delta_load(base, at[c], item)), scale)]++;
+	for (int r = 1; r <= WIRE_DELTA_CLASSES; r++)
+		next[r] += next[r - 1];
+	for (size_t c = 0; c < count; c++)
+		sorted[next[delta_class(delta_exponent(q, delta_load(base, at[c], item)), scale)]++] = at[c];
+	for (int r = 0; r <= WIRE_DELTA_CLASSES; r++)
+		end[r] = next[r];
+}
+
+ALWAYS void encode_small(const struct delta_kind *q, const void *base, const void *values, size_t n, int scale,
+			 const uint64_t *member, struct bit_writer *w, uint32_t item)
+{
+	for (size_t j = 0; j < DELTA_WORDS(n) && !w->full; j++)
+		for (uint64_t m = member[j]; m; m &= m - 1) {
+			size_t i = 64 * j + (size_t)__builtin_ctzll(m);
+			uint64_t x = delta_load(base, i, item);
+			uint64_t z = delta_zigzag(delta_step(q, x, delta_load(values, i, item)), item);
+
+			put_rice(w, z, delta_small_k(delta_exponent(q, x), scale, item), 8 * item);
+		}
+}
+
+/* Return the number of codes of a change: one, and one for each further step up to WIRE_DELTA_MORE. */
+ALWAYS uint64_t codes_of(uint64_t size)
+{
+	return size <= WIRE_DELTA_MORE ? size : WIRE_DELTA_MORE + 1;
+}
+
+ALWAYS void encode_class(const struct delta_kind *q, const void *base, const void *values, uint32_t class_,
+			 const uint64_t *member, const uint32_t *at, const uint32_t *end, struct bit_writer *w,
+			 uint32_t item)
+{
+	uint64_t codes = 0, gap = 1, word = member[0];
+	uint32_t k = delta_class_k(class_);
+	size_t j = 0;
+
+	for (const uint32_t *c = at; c < end; c++)
+		codes += codes_of(
+			delta_magnitude(delta_step(q, delta_load(base, *c, item), delta_load(values, *c, item)), item));
+	put_gamma(w, codes + 1);
+	for (; at < end && !w->full; at++) {
+		uint64_t step = delta_step(q, delta_load(base, *at, item), delta_load(values, *at, item));
+		uint64_t size = delta_magnitude(step, item), below = (1ull << (*at & 63)) - 1;
+
+		for (; j < *at / 64; word = member[++j])
+			gap += (uint64_t)__builtin_popcountll(word);
+		gap += (uint64_t)__builtin_popcountll(word & below);
+		word &= ~below << 1;
+		put_rice(w, gap, k, WIRE_DELTA_GAP_BITS);
+		put_bits(w, delta_negative(step, item), 1);
+		for (uint64_t i = 1; i < codes_of(size); i++)
+			put_bits(w, 1, k + 1);
+		if (size > WIRE_DELTA_MORE)
+			put_gamma(w, size - WIRE_DELTA_MORE);
+		gap = 1;
+	}
+}
+
+ALWAYS size_t delta_encode_as(const struct delta_kind *q, const void *base, const void *values, size_t n,
+			      const struct delta_buffers *b, size_t count, int *scale, uint8_t *dst, size_t room,
+			      uint32_t item)
+{
+	struct bit_writer w = {0, 0, 0, dst, dst + room};
+	uint32_t end[WIRE_DELTA_CLASSES + 1], top;
+
+	*scale = delta_scale(q, b->bin, fill_bins(q, base, values, n, b->at, count, b->bin, item));
+	top = classes(q, base, n, *scale, b->member);
+	sort_changes(q, base, *scale, b->at, count, b->sorted, end, item);
+	encode_small(q, base, values, n, *scale, b->member[0], &w, item);
+	for (uint32_t c = 1; c <= top && !w.full; c++)
+		encode_class(q, base, values, c, b->member[c], b->sorted + end[c - 1], b->sorted + end[c], &w, item);
+	return close_bits(&w, dst);
+}
+
+static size_t delta_encode(const struct delta_kind *q, const void *base, const void *values, size_t n,
+			   const struct delta_buffers *b, size_t count, int *scale, uint8_t *dst, size_t room)
+{
+#define DELTA_ENCODE(item) delta_encode_as(q, base, values, n, b, count, scale, dst, room, item)
+	return BY_ITEM(q->item, DELTA_ENCODE);
+}
+
+ALWAYS size_t delta_encode_patches_as(const struct delta_kind *q, const void *base, const void *values,
+				      const uint32_t *at, size_t count, uint32_t k, int steps, uint8_t *dst,
+				      size_t room, uint32_t item)
+{
+	struct bit_writer w = {0, 0, 0, dst, dst + room};
+	uint32_t from = 0;
+
+	for (size_t c = 0; c < count && !w.full; c++) {
+		uint64_t x = delta_load(base, at[c], item), y = delta_load(values, at[c], item);
+
+		put_rice(&w, at[c] - from, k, WIRE_DELTA_GAP_BITS);
+		from = at[c] + 1;
+		if (steps) {
+			uint64_t step = delta_step(q, x, y);
+
+			put_bits(&w, delta_negative(step, item), 1);
+			put_gamma(&w, delta_magnitude(step, item));
+		} else {
+			put_bits(&w, x ^ y, 8 * item);
+		}
+	}
+	return close_bits(&w, dst);
+}
+
+static size_t delta_encode_patches(const struct delta_kind *q, const void *base, const void *values, const uint32_t *at,
+				   size_t count, uint32_t k, int steps, uint8_t *dst, size_t room)
+{
+#define DELTA_ENCODE_PATCHES(item) delta_encode_patches_as(q, base, values, at, count, k, steps, dst, room, item)
+	return BY_ITEM(q->item, DELTA_ENCODE_PATCHES);
+}

@@ -1,0 +1,144 @@
+/*
+ * delta_loops.h - loops of DELTA, compiled once per instruction set: differences, classes, bit streams.
+ *
+ * Included by scalar.c, avx2.c and avx512.c, behind plane_loops.h. Functions that take `item`, the bytes per value, are
+ * inlined with a constant.
+ */
+#include "kernels.h"
+
+#define DELTA_WORDS(n) (((n) + 63) / 64)
+#define BY_ITEM(item, call) ((item) == 1 ? call(1) : (item) == 2 ? call(2) : (item) == 4 ? call(4) : call(8))
+#define ALWAYS static inline __attribute__((always_inline))
+
+ALWAYS uint64_t delta_load(const void *p, size_t i, uint32_t item)
+{
+	uint64_t x = 0;
+
+	switch (item) {
+	case 1: return ((const uint8_t *)p)[i];
+	case 2: return native16(p, i);
+	case 4: return native32(p, i);
+	default: memcpy(&x, (const char *)p + 8 * i, 8); return x;
+	}
+}
+
+ALWAYS void delta_store(void *p, size_t i, uint32_t item, uint64_t x)
+{
+	uint8_t x1 = (uint8_t)x;
+	uint16_t x2 = (uint16_t)x;
+	uint32_t x4 = (uint32_t)x;
+
+	switch (item) {
+	case 1: memcpy((char *)p + i, &x1, 1); break;
+	case 2: memcpy((char *)p + 2 * i, &x2, 2); break;
+	case 4: memcpy((char *)p + 4 * i, &x4, 4); break;
+	default: memcpy((char *)p + 8 * i, &x, 8); break;
+	}
+}
+
+/* Add to the sums of chunks what changes of a block add, whose first value begins a chunk. */
+ALWAYS void change_sums_as(const void *base, const struct delta_list *list, uint64_t *sums, uint32_t item)
+{
+	for (size_t c = 0; c < list->count; c++) {
+		uint64_t x = delta_load(base, list->at[c], item), y = delta_load(list->value, c, item);
+		size_t byte = (size_t)list->at[c] * item, word = byte / 4 % WIRE_CHUNK_WORDS;
+		uint64_t *sum = sums + byte / (4 * WIRE_CHUNK_WORDS);
+		uint32_t shift = item < 4 ? 8 * (byte & 3) : 0;
+
+		if (item == 8) {
+			*sum += ((y & 0xffffffffu) - (x & 0xffffffffu)) * CHECKSUM_KEY[word];
+			*sum += ((y >> 32) - (x >> 32)) * CHECKSUM_KEY[word + 1];
+		} else {
+			*sum += ((y << shift) - (x << shift)) * CHECKSUM_KEY[word];
+		}
+	}
+}
+
+static void change_sums(const void *base, const struct delta_list *list, uint32_t item, uint64_t *sums)
+{
+#define CHANGE_SUMS(item) change_sums_as(base, list, sums, item)
+	BY_ITEM(item, CHANGE_SUMS);
+}
+
+ALWAYS void put_changes_as(const struct delta_list *list, void *dst, uint32_t item)
+{
+	for (size_t c = 0; c < list->count; c++)
+		delta_store(dst, list->at[c], item, delta_load(list->value, c, item));
+}
+
+static void put_changes(const struct delta_list *list, uint32_t item, void *dst)
+{
+#define PUT_CHANGES(item) put_changes_as(list, dst, item)
+	BY_ITEM(item, PUT_CHANGES);
+}
+
+static void chunk_sums(const uint8_t *src, size_t n, uint64_t *sums)
+{
+	for (size_t c = 0; c < n; c++)
+		sums[c] = CHUNK_SUM(src + 4 * WIRE_CHUNK_WORDS * c, CHECKSUM_KEY);
+}
+
+/* Vectorized parts process the first values, whole words of 64, and return how many. */
+#ifndef DIFFERENCES_FIRST
+#define DIFFERENCES_FIRST(a, b, n, item, changed, count) 0
+#endif
+#ifndef CLASSES_FIRST
+#define CLASSES_FIRST(q, base, n, scale, m, top) 0
+#endif
+
+ALWAYS size_t differences_as(const void *a, const void *b, size_t n, uint64_t *changed, uint32_t item)
+{
+	size_t count = 0;
+
+	for (size_t i = DIFFERENCES_FIRST(a, b, n, item, changed, &count); i < n; i += 64) {
+		size_t m = n - i < 64 ? n - i : 64;
+		uint64_t word = 0;
+
+		for (size_t k = 0; k < m; k++)
+			word |= (uint64_t)(delta_load(a, i + k, item) != delta_load(b, i + k, item)) << k;
+		changed[i / 64] = word;
+		count += (size_t)__builtin_popcountll(word);
+	}
+	return count;
+}
+
+static size_t differences(const void *a, const void *b, size_t n, uint32_t item, uint64_t *changed)
+{
+#define DIFFERENCES(item) differences_as(a, b, n, changed, item)
+	return BY_ITEM(item, DIFFERENCES);
+}
+
+ALWAYS uint32_t classes_as(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *member,
+			   uint32_t item)
+{
+	uint32_t top = 0;
+
+	for (size_t i = CLASSES_FIRST(q, base, n, scale, member, &top); i < n; i += 64) {
+		uint64_t word[WIRE_DELTA_CLASSES + 1] = {0};
+		size_t m = n - i < 64 ? n - i : 64;
+
+		for (size_t k = 0; k < m; k++) {
+			uint32_t r = delta_class(delta_exponent(q, delta_load(base, i + k, item)), scale);
+
+			word[r] |= 1ull << k;
+			top = r > top ? r : top;
+		}
+		for (int r = 0; r <= WIRE_DELTA_CLASSES; r++)
+			member[r][i / 64] = word[r];
+	}
+	return top;
+}
+
+static uint32_t classes(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *member)
+{
+#define CLASSES(item) classes_as(q, base, n, scale, member, item)
+	return BY_ITEM(q->item, CLASSES);
+}
+
+#include "delta_decode.h"
+#include "delta_encode.h"
+
+#define DELTA_LOOPS                                                                                                    \
+	.chunk_sums = chunk_sums, .change_sums = change_sums, .put_changes = put_changes, .differences = differences,  \
+	.delta_classes = classes, .delta_decode = delta_decode, .delta_patches = delta_patches,                        \
+	.delta_encode = delta_encode, .delta_encode_patches = delta_encode_patches, .list_changes = list_changes
