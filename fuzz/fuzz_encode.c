@@ -70,7 +70,13 @@ static void pick_spec(struct task *k)
 		p->options |= p->variant == CODEC_LEVEL_CODING_SHARED && below(s, 2) ? CODEC_OPTION_BITS : 0;
 		p->bits = p->variant == CODEC_LEVEL_CODING_FIXED ? (uint32_t)below(s, 4) : 0;
 		p->guard = one_in(s, 8) ? (int32_t)below(s, 255) - 128 : (int32_t)below(s, 8) - 4;
-	} else {
+	} else if (p->codec == CODEC_TOPK) {
+		p->group_size = below(s, 2) ? 64u << below(s, 11) : 0;
+		p->kept = below(s, 2) ? 1 + (uint32_t)below(s, (p->group_size ? p->group_size : 4096) / 2) : 0;
+		p->bits = (uint32_t)below(s, 9);
+		p->options = (uint32_t)below(s, 2);
+		p->seed = (uint32_t)noise(s);
+	} else if (p->codec != CODEC_DELTA) {
 		p->variant = (uint32_t)below(s, p->codec == CODEC_SIGN || p->codec == CODEC_TERNARY ? 3 : 2);
 		p->group_size = below(s, 3) ? ROWS[below(s, sizeof ROWS / sizeof *ROWS)] : CODEC_GROUP_SIZE_ROW;
 		p->group_size = p->codec == CODEC_TERNARY || p->codec == CODEC_FLOAT4 ? 0 : p->group_size;
@@ -628,6 +634,8 @@ static int fixed_rate(const codec_spec *p)
 {
 	switch (p->codec) {
 	case CODEC_LOSSLESS:
+	case CODEC_DELTA:
+	case CODEC_TOPK:
 	case CODEC_TRUNCATE: return 0;
 	case CODEC_TERNARY: return p->variant != CODEC_TERNARY_ENTROPY;
 	default: return !(p->options & CODEC_OPTION_ENTROPY);
@@ -641,7 +649,9 @@ static void check_encoder(struct task *k)
 	struct given given;
 
 	if (k->spec.codec != CODEC_LOSSLESS && one_in(&k->s, 4)) {
-		residual = k->spec.codec != CODEC_TRUNCATE && one_in(&k->s, 3) ? DELTA : FEEDBACK;
+		residual = k->spec.codec != CODEC_TRUNCATE && k->spec.codec != CODEC_TOPK && one_in(&k->s, 3)
+				   ? DELTA
+				   : FEEDBACK;
 		k->error = exact(4 * k->n, &k->s);
 		make_values(k, k->error.p, CODEC_FLOAT32, one_in(&k->s, 2));
 		k->expected = UNKNOWN; /* sums and differences may be NaN or Inf, or exceed a scale */

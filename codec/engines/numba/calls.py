@@ -12,11 +12,10 @@ from codec.engines import blockwise
 from codec.engines.native import decoding, encoding
 from codec.engines.native.memory import NewBytes
 from codec.engines.numba import loops
-from codec.engines.request import DecodeRequest, EncodeRequest, refuse_delta
+from codec.engines.request import DecodeRequest, EncodeRequest, check_codec
 from codec.errors import ArgumentError, Status
 from codec.inspection import read_header
 from codec.optimizers.arguments import LevelSource
-from codec.specs import Delta
 from codec.tensors.view import TensorView, empty
 
 _BAD_ARGUMENT, _SHORT_OUTPUT = int(Status.BAD_ARGUMENT), int(Status.SHORT_OUTPUT)
@@ -24,8 +23,7 @@ _BAD_ARGUMENT, _SHORT_OUTPUT = int(Status.BAD_ARGUMENT), int(Status.SHORT_OUTPUT
 
 def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> bytes | memoryview:
     """Return the frame of a request whose call context is filled in."""
-    if isinstance(r.spec, Delta):
-        refuse_delta("numba")
+    check_codec("numba", s.codec)
     t, out = call.fill_tensor(r.x), r.out
     count = pool.choose_threads(threads, r.x.nbytes)
     try:
@@ -85,8 +83,7 @@ def decode_prepared(
     """Decode a frame into a destination, as the call's context says."""
     frame = r.frames[0]
     info = read_header(frame)
-    if info.spec.codec == lib.CODEC_DELTA:
-        refuse_delta("numba")
+    check_codec("numba", info.spec.codec)
     if not info.nblocks:
         decoding.decode_prepared(call, r, v, levels, threads)
         return
@@ -104,6 +101,7 @@ def decode_prepared(
 
 def reduce_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
     """Reduce frames into the call's tensor; with CODEC_FINITE, check the result for NaN and Inf."""
+    check_codec("numba", read[0][0].spec.codec)
     nblocks = read[0][0].nblocks
     aligned = all(info.nblocks == nblocks > 0 for info, _ in read)
     if not (aligned and blockwise.reduce(loops, call, read, op, threads)):

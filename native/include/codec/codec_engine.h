@@ -255,7 +255,7 @@ CODEC_API codec_status codec_encode_head(const void *job, void *head, size_t cap
 
 /**
  * Write the part of the frame that precedes the directory, with its size and checksum. `checksum` is the sum of the
- * blocks' checksums and of the directory's digest (docs/format.md, section 12).
+ * blocks' checksums and of the directory's digest (docs/format.md, section 13).
  */
 CODEC_API codec_status codec_encode_final_head(const void *job, uint64_t frame_nbytes, uint64_t checksum, void *head,
 					       size_t head_nbytes);

@@ -94,7 +94,7 @@ codec_status codec_job_view(const void *job, codec_view *view)
 	v.model_parts = array_of(j, job, j->model.segments_at, rows ? 0 : j->model.nsegments, sizeof(struct segment));
 	v.offsets = array_of(j, job, j->model.offsets_at, rows ? 0 : 2 * j->model.nibbles, sizeof(int8_t));
 	v.row_parts = array_of(j, job, j->parts_at, j->nparts, sizeof(struct part));
-	v.row_sums = array_of(j, job, j->sums_at, j->nscans, sizeof(struct row_sums));
+	v.row_sums = array_of(j, job, j->sums_at, rows ? j->nscans : 0, sizeof(struct row_sums));
 	memcpy(view, &v, MIN(view->struct_nbytes, sizeof v));
 	return CODEC_OK;
 }
