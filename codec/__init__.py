@@ -1,7 +1,7 @@
 """Compression of tensors that training jobs send over a network.
 
-Public are the names that ``codec``, :mod:`codec.torch` and :mod:`codec.optimizers` export. All other modules are
-internal, and may change in any version.
+Public are the names that ``codec``, :mod:`codec.torch`, :mod:`codec.optimizers` and :mod:`codec.weight_sync` export.
+All other modules are internal, and may change in any version.
 
 >>> import codec, numpy as np
 >>> x = np.linspace(0, 1, 100_000, dtype=np.float32)
@@ -46,8 +46,10 @@ from codec.stateful import ActivationDelta, ActivationStats, CodebookRefresher, 
 from codec.tensors.segments import segments
 from codec.tensors.wrapper import View, view
 
-if TYPE_CHECKING:
-    from codec import torch as torch  # imported on first use, see __getattr__
+if TYPE_CHECKING:  # imported on first use, see __getattr__
+    from codec import torch as torch
+    from codec import weight_sync as weight_sync
+    from codec.weight_sync import Update, WeightReceiver, WeightSender
 
 __version__ = "0.1.0"
 
@@ -85,7 +87,10 @@ __all__ = [
     "TopK",
     "Truncate",
     "UnsupportedError",
+    "Update",
     "View",
+    "WeightReceiver",
+    "WeightSender",
     "accumulate",
     "advise",
     "bound",
@@ -122,7 +127,11 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # type checkers would accept any attribute
 
     def __getattr__(name: str) -> object:
-        """Import :mod:`codec.torch` on its first use."""
+        """Import :mod:`codec.torch` or :mod:`codec.weight_sync` on its first use."""
+        if name == "weight_sync":
+            return importlib.import_module("codec.weight_sync")
+        if name in ("Update", "WeightReceiver", "WeightSender"):
+            return getattr(importlib.import_module("codec.weight_sync"), name)
         if name != "torch":
             raise AttributeError(f"module 'codec' has no attribute {name!r}")
         try:

@@ -2,7 +2,9 @@
 
 ``codec advise FILE --link 100mbit``: find the fastest codec for the gradients in a .npz, .npy or .safetensors file.
 ``codec inspect FRAME``, ``codec verify FRAME``: print the header of a frame in a file, or check the frame. FRAME may be
-the folder of an :class:`codec.ActivationDelta`, too.
+the folder of an :class:`codec.ActivationDelta` or an update of weights, too.
+``codec delta OLD NEW -o UPDATE``, ``codec apply OLD UPDATE ... -o NEW``, ``codec compose OLD UPDATE ... -o UPDATE``:
+write the update of weights between two .safetensors files, apply updates, or make one of a chain.
 ``codec warmup``: compile the Numba engine's kernels, for example when a container image is built.
 ``codec --cflags --libs``: print compiler and linker flags for programs that use the C library of this package.
 """
@@ -17,6 +19,7 @@ from typing import Any, get_args
 import codec
 from codec import _c
 from codec._files import arrays_of, inspect_file, printable, verify_file
+from codec._update_commands import add_commands, is_update, update_entries, verify_update
 from codec._warmup import warmup
 from codec.advisor.advise import advise, named
 from codec.advisor.cost_model import Algorithm
@@ -49,6 +52,8 @@ def run_inspect(args: argparse.Namespace) -> int:
     entries: dict[str, Any]
     if is_store(args.file):
         entries = asdict(inspect_store(args.file))
+    elif is_update(args.file):
+        entries = update_entries(args.file)
     else:
         try:
             info = inspect_file(args.file)
@@ -83,6 +88,8 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def verify(file: str) -> str:
     """Return a line about a frame or a folder of activations. Raise CodecError if it is damaged."""
+    if is_update(file):
+        return verify_update(file)
     if not is_store(file):
         verify_file(file)
         return "a whole frame"
@@ -156,16 +163,22 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--json", action="store_true", help="print JSON")
     p.set_defaults(run=run_advise)
     p = commands.add_parser("inspect", help="print the header of a frame", description="Print a frame's header.")
-    p.add_argument("file", help="file that begins with a frame, - for standard input, or folder of activations")
+    p.add_argument(
+        "file", help="file that begins with a frame, - for standard input, update of weights, or folder of activations"
+    )
     p.add_argument("--json", action="store_true", help="print JSON")
     p.set_defaults(run=run_inspect)
     p = commands.add_parser(
         "verify", help="check that frames are valid", description="Check frames without decoding their values."
     )
     p.add_argument(
-        "files", nargs="+", metavar="file", help="file that is a frame, - for standard input, or folder of activations"
+        "files",
+        nargs="+",
+        metavar="file",
+        help="frame, - for standard input, update of weights, or folder of activations",
     )
     p.set_defaults(run=run_verify)
+    add_commands(commands)
     p = commands.add_parser("warmup", help='compile the loops of engine="numba" ahead of use', description=compiled)
     p.add_argument(
         "--dtypes", nargs="+", default=["float32", "bfloat16"], help="dtypes of tensors; default: float32 bfloat16"

@@ -28,7 +28,7 @@ from codec.tensors.view import Array, dtype_name
 _HEADER: int = lib.CODEC_HEADER_NBYTES
 _NUMPY = b"\x93NUMPY"  # first bytes of an array
 _MAX_SIDE = 16 << 20  # bytes of a side section that inspect_file reads
-_MAX_JSON = 100_000_000  # maximum bytes of a .safetensors header, from its specification
+MAX_JSON = 100_000_000  # maximum bytes of a .safetensors header, from its specification
 _CHUNK = 1 << 20  # bytes read from standard input at once
 _CANNOT_READ = (
     OSError, ValueError, TypeError, LookupError, EOFError, BadZipFile, zlib.error, MemoryError, RuntimeError
@@ -229,7 +229,7 @@ def _begins_as_array(archive: ZipFile, member: str) -> bool:
         return f.read(len(_NUMPY)) == _NUMPY
 
 
-_SAFETENSORS = {
+SAFETENSORS = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
     "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
@@ -244,17 +244,17 @@ def _is_table(value: Any) -> bool:
 def _safetensors(file: mmap.mmap) -> Arrays:
     """Return a reader of a .safetensors file: u64 length of a JSON header, the header, the bytes of all arrays."""
     nbytes = int.from_bytes(file[:8], "little")
-    if nbytes > min(_MAX_JSON, len(file) - 8):
+    if nbytes > min(MAX_JSON, len(file) - 8):
         raise ValueError("its header is longer than the file, or than 100 MB")
     header: Any = json.loads(file[8 : 8 + nbytes])
     if not _is_table(header) or not all(_is_table(entry) for entry in header.values()):
         raise ValueError("its header does not describe arrays")
     # skip metadata, and arrays whose values take less than a byte
-    entries = {str(name): entry for name, entry in header.items() if entry.get("dtype") in _SAFETENSORS}
+    entries = {str(name): entry for name, entry in header.items() if entry.get("dtype") in SAFETENSORS}
 
     def read(name: str) -> Array:
         entry = entries[name]
-        kind = _numpy_dtype(_SAFETENSORS[entry["dtype"]])
+        kind = _numpy_dtype(SAFETENSORS[entry["dtype"]])
         shape = tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         fits = all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and end <= len(file) - 8 - nbytes

@@ -1,5 +1,5 @@
-"""Compressed gradients in Accelerate, Lightning and Transformers: one import for each framework.
+"""Compressed gradients in Accelerate, Lightning and Transformers, and updates of weights in vLLM, TRL and verl.
 
-Each module imports its framework, and registers a hook of :mod:`codec.torch` with the DistributedDataParallel that the
-framework makes. No module changes how a framework trains.
+Each module imports its framework. Those for gradients register a hook of :mod:`codec.torch` with the
+DistributedDataParallel that the framework makes. No module changes how a framework trains.
 """

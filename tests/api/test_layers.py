@@ -22,7 +22,8 @@ LAYERS = [
     {"encoding", "decoding"},
     {"batch", "code_sums", "advisor", "frame_size", "_files", "_warmup"},
     {"stateful"},
-    {"torch"},
+    {"weight_sync"},
+    {"torch", "_update_commands"},
     {"integrations", "run", "__main__"},
 ]
 TORCH = [  # within codec.torch; `__init__`, the public names, is above all of them

@@ -8,6 +8,7 @@ import pytest
 import codec
 import codec.torch
 import codec.torch.pipelining
+import codec.weight_sync
 
 X = np.linspace(-1, 1, 5000, dtype=np.float32)
 PRESETS = ("lossless", "near", "balanced", "small", "smallest")
@@ -28,7 +29,7 @@ RESULTS = (
 
 def public():
     """Yield names and objects that users call."""
-    for module in (codec, codec.optimizers, codec.torch, codec.torch.pipelining):
+    for module in (codec, codec.optimizers, codec.torch, codec.torch.pipelining, codec.weight_sync):
         for name in module.__all__:
             value = getattr(module, name)
             if (inspect.isclass(value) or inspect.isroutine(value)) and value not in RESULTS:

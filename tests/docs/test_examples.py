@@ -10,6 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,9 @@ from support.ranks import run_ranks
 
 DILOCO = Path(__file__).parents[2] / "examples/diloco.py"
 # modules that need a framework: tests/frameworks
-FRAMEWORKS = {f"codec.integrations.{name}" for name in ("accelerate", "lightning", "transformers")}
+FRAMEWORKS = {
+    f"codec.integrations.{name}" for name in ("accelerate", "lightning", "transformers", "verl", "vllm", "vllm_trainer")
+}
 MODULES = ["codec", *(m.name for m in pkgutil.walk_packages(codec.__path__, "codec.") if not m.name.endswith("_cffi"))]
 MODULES = [name for name in MODULES if name not in FRAMEWORKS]
 # public functions and classes: each must have an example
@@ -60,7 +63,7 @@ def single_rank_group(request, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("single_rank_group")
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
-    globs = {"codec": codec, "np": np, "torch": torch, "metrics": codec.optimizers}
+    globs = {"codec": codec, "tempfile": tempfile, "np": np, "torch": torch, "metrics": codec.optimizers}
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     module = importlib.import_module(name)
     assert doctest.testmod(module, extraglobs=globs, optionflags=flags).failed == 0

@@ -59,7 +59,9 @@ enum { DELTA_UNKNOWN, DELTA_CHECKED, DELTA_LISTED };
 struct delta_block {
 	uint64_t base, result;
 	uint32_t changes;
-	uint32_t state; /* decode; DELTA_LISTED: changes are in the job's lists */
+	uint32_t state;  /* decode; DELTA_LISTED: changes are in the job's list */
+	uint64_t list;   /* index of the first of them */
+	uint64_t origin; /* first block of the range with which the block was checked */
 };
 
 /* Direction and state of a job. Steps out of order, or of the other direction, return CODEC_BAD_ARGUMENT. */

@@ -74,8 +74,8 @@ static codec_status read_changes(const uint8_t *frame, const struct kernels *k, 
 	}
 	c->list.room = c->count;
 	if (c->mode == WIRE_DELTA_STEPS && c->q.last)
-		good = k->delta_decode(&c->q, c->base, c->m, (int)c->field - WIRE_DELTA_BIAS, w->delta.member, stream,
-				       nbytes, &c->list);
+		good = k->delta_decode(&c->q, c->base, c->m, (int)c->field - WIRE_DELTA_BIAS, &w->delta, stream, nbytes,
+				       &c->list);
 	else if (c->mode != WIRE_DELTA_SAME)
 		good = k->delta_patches(&c->q, c->base, c->m, c->field, c->mode == WIRE_DELTA_STEPS, stream, nbytes,
 					&c->list);
@@ -131,37 +131,57 @@ static codec_status explain(const uint8_t *frame, const struct job *j, const cod
 	return fault(with->fault, base, found.offset, found.found, found.expected);
 }
 
+/*
+ * Decode block b, whose region is known, to c->list; `kept` is where the job may list its changes. Sets the record of
+ * the block.
+ */
+static codec_status decode_block(const uint8_t *frame, const struct kernels *k, const codec_context *with,
+				 const struct job *j, struct changes *c, const struct delta_list *kept, struct work *w,
+				 struct delta_block *block)
+{
+	codec_status status;
+
+	c->list = (struct delta_list){.at = w->delta.at, .value = w->values};
+	if (kept && c->mode != WIRE_DELTA_RAW && c->count <= kept->room)
+		c->list = *kept;
+	status = read_changes(frame, k, c, w, with->fault);
+	if (status != CODEC_OK)
+		return explain(frame, j, with, status);
+	if (!j->checked && !(with->flags & CODEC_NO_CHECKSUM))
+		take_digests(k, c, w, block);
+	block->changes = c->count;
+	block->state = kept && c->list.at == kept->at ? DELTA_LISTED : DELTA_CHECKED;
+	return CODEC_OK;
+}
+
 codec_status delta_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 				 const struct job *j, codec_range *range, struct work *w)
 {
 	const struct kernels *k = kernels_for(with);
-	const int unchecked = j->checked || with->flags & CODEC_NO_CHECKSUM;
-	struct delta_block *blocks = job_delta_blocks(j);
+	struct delta_block *blocks = job_delta_blocks(j), *first = blocks + range->first;
 	struct changes c = {.q = delta_kind(&j->h)};
+	uint64_t index = delta_list_first(j, range->first);
+	/* in the middle of a range that was checked before, the list may hold changes of blocks behind this range */
+	int lists = !dst && range->count && (first->state == DELTA_UNKNOWN || first->origin == range->first);
 
 	for (uint64_t b = range->first; b < range->first + range->count; b++) {
 		struct delta_block *block = blocks + b;
 		struct delta_list kept;
-		codec_status status;
 
 		TRY(job_block(j, frame, with, b, &c.at, &c.end, &range->checksum));
 		TRY(read_head(frame, &j->h, b, &c, with->fault));
 		c.base = (const char *)with->base->data + c.first * c.q.item;
-		c.list = (struct delta_list){.at = w->delta.at, .value = w->values};
-		delta_list_at(j, b, &kept);
-		if (dst && block->state == DELTA_LISTED && block->changes == c.count && c.count <= kept.room) {
-			c.list = kept;
+		if (dst && block->state == DELTA_LISTED && block->changes == c.count) {
+			delta_list_at(j, block->list, &c.list);
 			c.list.count = c.count;
 		} else {
-			if (!dst && c.count <= kept.room && c.mode != WIRE_DELTA_RAW)
-				c.list = kept;
-			status = read_changes(frame, k, &c, w, with->fault);
-			if (status != CODEC_OK)
-				return explain(frame, j, with, status);
-			if (!unchecked)
-				take_digests(k, &c, w, block);
-			block->changes = c.count;
-			block->state = !dst && c.list.at == kept.at ? DELTA_LISTED : DELTA_CHECKED;
+			delta_list_at(j, index, &kept);
+			TRY(decode_block(frame, k, with, j, &c, lists ? &kept : NULL, w, block));
+			if (lists) {
+				block->origin = range->first;
+				block->list = index;
+				index += block->state == DELTA_LISTED ? c.count : 0;
+			}
 		}
 		if (dst)
 			write_values(frame, k, &c, (char *)dst->data + c.first * c.q.item);

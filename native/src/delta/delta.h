@@ -61,7 +61,12 @@ codec_status delta_decode_blocks(const uint8_t *frame, const codec_tensor *dst, 
 /* Return 1 if no block of an encoded tensor has changes. */
 int delta_is_unchanged(const struct job *j);
 
-/* Get the list of changes of block b in a decode job, which has room for one change in DELTA_LIST_SHARE values. */
-void delta_list_at(const struct job *j, uint64_t b, struct delta_list *list);
+/*
+ * The list of changes of a decode job has room for one in DELTA_LIST_SHARE values. Those of a range of blocks begin at
+ * delta_list_first of its first block, and follow each other, so that little memory is touched where few values change.
+ * delta_list_at gets the list that begins at an index.
+ */
+uint64_t delta_list_first(const struct job *j, uint64_t b);
+void delta_list_at(const struct job *j, uint64_t index, struct delta_list *list);
 
 #endif

@@ -95,16 +95,20 @@ static uint64_t job_nbytes(const struct header *h)
 	return blocks_of(h) * sizeof(struct delta_block) + ALIGN8(room * dtype_of(h->dtype)->nbytes) + 4 * room;
 }
 
-void delta_list_at(const struct job *j, uint64_t b, struct delta_list *list)
+uint64_t delta_list_first(const struct job *j, uint64_t b)
 {
-	uint64_t room = j->h.n / DELTA_LIST_SHARE, first = b * (j->h.block / DELTA_LIST_SHARE);
-	uint64_t item = dtype_of(j->h.dtype)->nbytes;
+	return b * (j->h.block / DELTA_LIST_SHARE);
+}
+
+void delta_list_at(const struct job *j, uint64_t index, struct delta_list *list)
+{
+	uint64_t room = j->h.n / DELTA_LIST_SHARE, item = dtype_of(j->h.dtype)->nbytes;
 	char *values = (char *)(job_delta_blocks(j) + j->h.nblocks);
 
-	list->at = (uint32_t *)(values + ALIGN8(room * item)) + first;
-	list->value = values + first * item;
+	list->at = (uint32_t *)(values + ALIGN8(room * item)) + index;
+	list->value = values + index * item;
 	list->count = 0;
-	list->room = MIN(j->h.block / DELTA_LIST_SHARE, room - first);
+	list->room = MIN(j->h.block / DELTA_LIST_SHARE, room - index);
 }
 
 /* Return the values of the largest block. */
@@ -117,8 +121,8 @@ static uint64_t work_nbytes_of(const struct header *h)
 {
 	uint64_t m = most_values(h), words = m / 64 + 1, chunks = m * dtype_of(h->dtype)->nbytes / DELTA_CHUNK + 1;
 
-	return delta_raw_nbytes(h, m) + 8 * words * (2 + WIRE_DELTA_CLASSES) + 2 * 4 * m + 2 * 8 * chunks +
-	       (delta_kind(h).last + 1) * sizeof(struct delta_bin) +
+	return delta_raw_nbytes(h, m) + 8 * words * (2 + DELTA_PLANES) + 4 * (words + DELTA_SLACK) + 2 * 4 * m +
+	       2 * 8 * chunks + (delta_kind(h).last + 1) * sizeof(struct delta_bin) +
 	       2 * m * dtype_of(h->dtype)->nbytes * CODEC_BIG_ENDIAN;
 }
 
@@ -129,8 +133,10 @@ static void work_place_of(const struct header *h, char **p, struct work *w)
 	w->region = work_take(p, delta_raw_nbytes(h, m));
 	w->values = (char *)w->region;
 	w->delta.changed = work_take(p, 8 * words);
-	for (int r = 0; r <= WIRE_DELTA_CLASSES; r++)
-		w->delta.member[r] = work_take(p, 8 * words);
+	for (int i = 0; i < DELTA_PLANES; i++)
+		w->delta.plane[i] = work_take(p, 8 * words);
+	w->delta.member = work_take(p, 8 * words);
+	w->delta.before = work_take(p, 4 * (words + DELTA_SLACK));
 	w->delta.at = work_take(p, 4 * m);
 	w->delta.sorted = work_take(p, 4 * m);
 	w->delta.bin = work_take(p, (delta_kind(h).last + 1) * sizeof(struct delta_bin));

@@ -3,6 +3,7 @@
 
 #include "planes_avx2.h"
 #include "rows_avx2.h"
+#include "delta_avx2.h"
 #include "truncate_avx2.h"
 #include "permute_avx2.h"
 

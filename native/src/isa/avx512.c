@@ -1,8 +1,9 @@
-/* avx512.c - kernels for AVX-512 F, BW, VL, DQ, VBMI and VBMI2. */
+/* avx512.c - kernels for AVX-512 F, BW, VL, DQ, VBMI, VBMI2 and VPOPCNTDQ. */
 #include <immintrin.h>
 
 #include "planes_avx512.h"
 #include "rows_avx512.h"
+#include "delta_avx512.h"
 #include "truncate_avx512.h"
 
 #define V __m512i

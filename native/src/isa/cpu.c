@@ -23,6 +23,8 @@ static unsigned detect(void)
 	unsigned found = X86_KNOWN;
 	uint64_t state;
 	const uint32_t avx2 = bit_AVX2 | bit_BMI | bit_BMI2;
+	const uint32_t avx512_2 =
+		bit_AVX512VBMI | bit_AVX512VBMI2 | bit_AVX512VPOPCNTDQ; /* all since Ice Lake and Zen 4 */
 	const uint32_t avx512 = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
 
 	if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_POPCNT) || !(c & bit_FMA) ||
@@ -32,7 +34,7 @@ static unsigned detect(void)
 	if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d) || (state & 6) != 6 || (b7 & avx2) != avx2)
 		return found;
 	found |= X86_AVX2;
-	if ((state & 0xe6) == 0xe6 && (b7 & avx512) == avx512 && c7 & bit_AVX512VBMI && c7 & bit_AVX512VBMI2)
+	if ((state & 0xe6) == 0xe6 && (b7 & avx512) == avx512 && (c7 & avx512_2) == avx512_2)
 		found |= X86_AVX512;
 	return found;
 }

@@ -28,7 +28,7 @@ ALWAYS uint32_t select_bit(uint64_t x, uint32_t k)
 #endif
 }
 
-/* Read the steps of the small values. Returns 0 if the stream is not valid. */
+/* Read the steps of the small values, which are `member`. Returns 0 if the stream is not valid. */
 ALWAYS int decode_small(const struct delta_kind *q, const void *base, size_t n, int scale, const uint64_t *member,
 			struct bit_reader *r, struct delta_list *list, uint32_t item)
 {
@@ -50,74 +50,86 @@ ALWAYS int decode_small(const struct delta_kind *q, const void *base, size_t n, 
 	return !bad && r->at <= 8 * r->nbytes;
 }
 
-/* Read the steps of a class. Returns 0 if its codes are not valid. */
-ALWAYS int decode_class(const struct delta_kind *q, const void *base, size_t n, uint32_t class_, const uint64_t *member,
-			struct bit_reader *r, struct delta_list *list, uint32_t item)
+/* Read what follows a code 0: the last change is a step larger. Returns 0 if that is not valid. */
+ALWAYS int decode_more(const struct delta_kind *q, uint64_t x, uint32_t negative, uint32_t *more, struct bit_reader *r,
+		       struct delta_list *list, uint32_t item)
 {
-	const size_t words = DELTA_WORDS(n);
-	uint64_t codes = read_gamma(r) - 1, word, step;
-	/* zeros since the last change; no change yet: none is allowed */
-	uint32_t k = delta_class_k(class_), more = WIRE_DELTA_MORE, negative = 0, bad = 0;
-	size_t j = 0, i = 0;
+	uint64_t size;
+
+	if (*more == WIRE_DELTA_MORE)
+		return 0;
+	size = ++*more + 1;
+	if (*more == WIRE_DELTA_MORE) {
+		uint64_t rest = read_gamma(r);
+
+		size = WIRE_DELTA_MORE + rest;
+		if (!rest || size > 1ull << (8 * item - 1) || size < rest)
+			return 0;
+	}
+	size = (negative ? 0 - size : size) & delta_mask(item);
+	delta_store(list->value, list->count - 1, item, delta_apply(q, x, size));
+	return 1;
+}
+
+/* Read the steps of a class. Returns 0 if its codes are not valid. */
+ALWAYS int decode_class(const struct delta_kind *q, const void *base, size_t n, uint32_t class_,
+			const struct delta_buffers *b, struct bit_reader *r, struct delta_list *list, uint32_t item)
+{
+	uint64_t codes = read_gamma(r) - 1, x = 0;
+	/* zeros since the last change; at first none is allowed */
+	uint32_t k = delta_class_k(class_), more = WIRE_DELTA_MORE, negative = 0, bad = 0, next = 0, total;
+	size_t j = 0;
 
 	if (r->at > 8 * r->nbytes || codes > 8 * r->nbytes - r->at)
 		return 0;
-	word = member[0];
+	if (!codes)
+		return 1;
+	members(b, n, class_);
+	total = b->before[DELTA_WORDS(n)];
 	for (; codes; codes--) {
-		uint64_t gap = read_rice(r, k, WIRE_RICE_GAP_BITS, &bad), count;
+		uint64_t gap = read_rice(r, k, WIRE_RICE_GAP_BITS, &bad);
+		size_t i;
 
-		if (!gap) { /* one more step of the value before */
-			if (more == WIRE_DELTA_MORE)
+		if (__builtin_expect(!gap, 0)) {
+			if (!decode_more(q, x, negative, &more, r, list, item))
 				return 0;
-			step = ++more + 1;
-			if (more == WIRE_DELTA_MORE) {
-				uint64_t rest = read_gamma(r);
-
-				step = more + rest;
-				if (!rest || step > 1ull << (8 * item - 1) || step < rest)
-					return 0;
-			}
-			step = negative ? 0 - step : step;
-			delta_store(list->value, list->count - 1, item,
-				    delta_apply(q, delta_load(base, i, item), step & delta_mask(item)));
 			continue;
 		}
-		negative = (uint32_t)read_bits(r, 1);
-		for (gap--; gap >= (count = (uint64_t)__builtin_popcountll(word)); word = member[j]) {
-			gap -= count;
-			if (++j == words)
-				return 0;
-		}
-		if (list->count == list->room)
+		negative = (uint32_t)(peek_bits(r) & 1);
+		r->at++;
+		if (gap > total - next || list->count == list->room)
 			return 0;
-		i = 64 * j + select_bit(word, (uint32_t)gap);
-		word &= ~1ull << (i & 63);
+		next += (uint32_t)gap;
+		j = FIND_WORD(b->before, j, next - 1);
+		i = 64 * j + select_bit(b->member[j], next - 1 - b->before[j]);
+		x = delta_load(base, i, item);
 		list->at[list->count] = (uint32_t)i;
-		delta_store(list->value, list->count++, item,
-			    delta_apply(q, delta_load(base, i, item), negative ? delta_mask(item) : 1));
+		delta_store(list->value, list->count++, item, delta_apply(q, x, negative ? delta_mask(item) : 1));
 		more = 0;
 	}
 	return !bad && r->at <= 8 * r->nbytes;
 }
 
-ALWAYS int delta_decode_as(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *member,
-			   const uint8_t *stream, size_t nbytes, struct delta_list *list, uint32_t item)
+ALWAYS int delta_decode_as(const struct delta_kind *q, const void *base, size_t n, int scale,
+			   const struct delta_buffers *b, const uint8_t *stream, size_t nbytes, struct delta_list *list,
+			   uint32_t item)
 {
 	struct bit_reader r = {stream, nbytes, 0};
-	uint32_t top = classes(q, base, n, scale, member);
+	uint32_t top = classes(q, base, n, scale, b->plane);
 
-	if (!decode_small(q, base, n, scale, member[0], &r, list, item))
+	members(b, n, 0);
+	if (!decode_small(q, base, n, scale, b->member, &r, list, item))
 		return 0;
 	for (uint32_t c = 1; c <= top; c++)
-		if (!decode_class(q, base, n, c, member[c], &r, list, item))
+		if (!decode_class(q, base, n, c, b, &r, list, item))
 			return 0;
 	return stream_ends(&r);
 }
 
-static int delta_decode(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *member,
-			const uint8_t *stream, size_t nbytes, struct delta_list *list)
+static int delta_decode(const struct delta_kind *q, const void *base, size_t n, int scale,
+			const struct delta_buffers *b, const uint8_t *stream, size_t nbytes, struct delta_list *list)
 {
-#define DELTA_DECODE(item) delta_decode_as(q, base, n, scale, member, stream, nbytes, list, item)
+#define DELTA_DECODE(item) delta_decode_as(q, base, n, scale, b, stream, nbytes, list, item)
 	return BY_ITEM(q->item, DELTA_DECODE);
 }
 

@@ -78,12 +78,11 @@ ALWAYS uint64_t codes_of(uint64_t size)
 }
 
 ALWAYS void encode_class(const struct delta_kind *q, const void *base, const void *values, uint32_t class_,
-			 const uint64_t *member, const uint32_t *at, const uint32_t *end, struct bit_writer *w,
+			 const struct delta_buffers *b, const uint32_t *at, const uint32_t *end, struct bit_writer *w,
 			 uint32_t item)
 {
-	uint64_t codes = 0, gap = 1, word = member[0];
-	uint32_t k = delta_class_k(class_);
-	size_t j = 0;
+	uint32_t k = delta_class_k(class_), next = 0;
+	uint64_t codes = 0;
 
 	for (const uint32_t *c = at; c < end; c++)
 		codes += codes_of(
@@ -92,18 +91,15 @@ ALWAYS void encode_class(const struct delta_kind *q, const void *base, const voi
 	for (; at < end && !w->full; at++) {
 		uint64_t step = delta_step(q, delta_load(base, *at, item), delta_load(values, *at, item));
 		uint64_t size = delta_magnitude(step, item), below = (1ull << (*at & 63)) - 1;
+		uint32_t number = b->before[*at / 64] + (uint32_t)__builtin_popcountll(b->member[*at / 64] & below);
 
-		for (; j < *at / 64; word = member[++j])
-			gap += (uint64_t)__builtin_popcountll(word);
-		gap += (uint64_t)__builtin_popcountll(word & below);
-		word &= ~below << 1;
-		put_rice(w, gap, k, WIRE_RICE_GAP_BITS);
+		put_rice(w, number - next + 1, k, WIRE_RICE_GAP_BITS);
 		put_bits(w, delta_negative(step, item), 1);
 		for (uint64_t i = 1; i < codes_of(size); i++)
 			put_bits(w, 1, k + 1);
 		if (size > WIRE_DELTA_MORE)
 			put_gamma(w, size - WIRE_DELTA_MORE);
-		gap = 1;
+		next = number + 1;
 	}
 }
 
@@ -115,11 +111,15 @@ ALWAYS size_t delta_encode_as(const struct delta_kind *q, const void *base, cons
 	uint32_t end[WIRE_DELTA_CLASSES + 1], top;
 
 	*scale = delta_scale(q, b->bin, fill_bins(q, base, values, n, b->at, count, b->bin, item));
-	top = classes(q, base, n, *scale, b->member);
+	top = classes(q, base, n, *scale, b->plane);
 	sort_changes(q, base, *scale, b->at, count, b->sorted, end, item);
-	encode_small(q, base, values, n, *scale, b->member[0], &w, item);
-	for (uint32_t c = 1; c <= top && !w.full; c++)
-		encode_class(q, base, values, c, b->member[c], b->sorted + end[c - 1], b->sorted + end[c], &w, item);
+	members(b, n, 0);
+	encode_small(q, base, values, n, *scale, b->member, &w, item);
+	for (uint32_t c = 1; c <= top && !w.full; c++) {
+		if (end[c] > end[c - 1])
+			members(b, n, c);
+		encode_class(q, base, values, c, b, b->sorted + end[c - 1], b->sorted + end[c], &w, item);
+	}
 	return close_bits(&w, dst);
 }
 

@@ -8,6 +8,8 @@
 
 #define DELTA_WORDS(n) (((n) + 63) / 64)
 #define BY_ITEM(item, call) ((item) == 1 ? call(1) : (item) == 2 ? call(2) : (item) == 4 ? call(4) : call(8))
+#define PUT_AHEAD 32 /* changes whose place is prefetched: lists are not in order, and the tensor may be in no cache   \
+		      */
 
 ALWAYS uint64_t delta_load(const void *p, size_t i, uint32_t item)
 {
@@ -61,8 +63,11 @@ static void change_sums(const void *base, const struct delta_list *list, uint32_
 
 ALWAYS void put_changes_as(const struct delta_list *list, void *dst, uint32_t item)
 {
-	for (size_t c = 0; c < list->count; c++)
+	for (size_t c = 0; c < list->count; c++) {
+		if (c + PUT_AHEAD < list->count)
+			__builtin_prefetch((const char *)dst + (size_t)list->at[c + PUT_AHEAD] * item, 1);
 		delta_store(dst, list->at[c], item, delta_load(list->value, c, item));
+	}
 }
 
 static void put_changes(const struct delta_list *list, uint32_t item, void *dst)
@@ -82,7 +87,19 @@ static void chunk_sums(const uint8_t *src, size_t n, uint64_t *sums)
 #define DIFFERENCES_FIRST(a, b, n, item, changed, count) 0
 #endif
 #ifndef CLASSES_FIRST
-#define CLASSES_FIRST(q, base, n, scale, m, top) 0
+#define CLASSES_FIRST(q, base, n, scale, plane, top, item) 0
+#endif
+#ifndef MEMBERS_FIRST
+#define MEMBERS_FIRST(b, words, class_, total) 0
+#endif
+/* Return the first j from `from` on with before[j + 1] > number; `before` ascends, and has such a j. */
+#ifndef FIND_WORD
+static inline size_t FIND_WORD(const uint32_t *before, size_t from, uint32_t number)
+{
+	while (before[from + 1] <= number)
+		from++;
+	return from;
+}
 #endif
 
 ALWAYS size_t differences_as(const void *a, const void *b, size_t n, uint64_t *changed, uint32_t item)
@@ -107,31 +124,54 @@ static size_t differences(const void *a, const void *b, size_t n, uint32_t item,
 	return BY_ITEM(item, DIFFERENCES);
 }
 
-ALWAYS uint32_t classes_as(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *member,
+ALWAYS uint32_t classes_as(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *plane,
 			   uint32_t item)
 {
 	uint32_t top = 0;
 
-	for (size_t i = CLASSES_FIRST(q, base, n, scale, member, &top); i < n; i += 64) {
-		uint64_t word[WIRE_DELTA_CLASSES + 1] = {0};
+	for (size_t i = CLASSES_FIRST(q, base, n, scale, plane, &top, item); i < n; i += 64) {
+		uint64_t word[DELTA_PLANES] = {0};
 		size_t m = n - i < 64 ? n - i : 64;
 
 		for (size_t k = 0; k < m; k++) {
 			uint32_t r = delta_class(delta_exponent(q, delta_load(base, i + k, item)), scale);
 
-			word[r] |= 1ull << k;
+			for (int p = 0; p < DELTA_PLANES; p++)
+				word[p] |= (uint64_t)(r >> p & 1) << k;
 			top = r > top ? r : top;
 		}
-		for (int r = 0; r <= WIRE_DELTA_CLASSES; r++)
-			member[r][i / 64] = word[r];
+		for (int p = 0; p < DELTA_PLANES; p++)
+			plane[p][i / 64] = word[p];
 	}
 	return top;
 }
 
-static uint32_t classes(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *member)
+static uint32_t classes(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *plane)
 {
-#define CLASSES(item) classes_as(q, base, n, scale, member, item)
+#define CLASSES(item) classes_as(q, base, n, scale, plane, item)
 	return BY_ITEM(q->item, CLASSES);
+}
+
+/* Find the members of a class, and count those before each word. Only class 8 has bit 3, and no other bit. */
+static void members(const struct delta_buffers *b, size_t n, uint32_t class_)
+{
+	const uint64_t x0 = class_ & 1 ? 0 : ~0ull, x1 = class_ & 2 ? 0 : ~0ull, x2 = class_ & 4 ? 0 : ~0ull;
+	const uint64_t x3 = class_ & 8 ? 0 : ~0ull, *p0 = b->plane[0], *p1 = b->plane[1], *p2 = b->plane[2],
+		       *p3 = b->plane[3];
+	uint64_t *restrict member = b->member;
+	uint32_t *restrict before = b->before, count = 0;
+	size_t words = DELTA_WORDS(n), first = MEMBERS_FIRST(b, words - (n % 64 != 0), class_, &count), j;
+
+	for (j = first; j < words; j++)
+		member[j] = (p0[j] ^ x0) & (p1[j] ^ x1) & (p2[j] ^ x2) & (p3[j] ^ x3);
+	if (n % 64)
+		member[words - 1] &= (1ull << n % 64) - 1;
+	for (j = first; j < words; j++) {
+		before[j] = count;
+		count += (uint32_t)__builtin_popcountll(member[j]);
+	}
+	for (j = 0; j < DELTA_SLACK; j++)
+		before[words + j] = j ? INT32_MAX : count;
 }
 
 #include "delta_decode.h"

@@ -200,12 +200,17 @@ struct delta_list {
 	size_t count, room;
 };
 
-/* DELTA: memory for encoding a block. */
+/* DELTA: memory for a block. Words have a bit for each of 64 values. */
+#define DELTA_PLANES 4
+#define DELTA_AHEAD 4096 /* bytes: values that are prefetched; streams of hardware end at pages */
+#define DELTA_SLACK 17   /* numbers behind `before` that are written and read */
 struct delta_buffers {
-	uint64_t *changed;                        /* bit of each value: it differs from the base's */
-	uint64_t *member[WIRE_DELTA_CLASSES + 1]; /* bit of each value: the class is that of the base's value */
-	uint32_t *at, *sorted;                    /* places of changes, in order and by class */
-	struct delta_bin *bin;                    /* one for each exponent */
+	uint64_t *changed;             /* the value differs from the base's */
+	uint64_t *plane[DELTA_PLANES]; /* bit p of the class of the base's value */
+	uint64_t *member;              /* the base's value is of the class that is being coded */
+	uint32_t *before;              /* number of such values before each word, and in all words */
+	uint32_t *at, *sorted;         /* encode: places of changes, in order and by class */
+	struct delta_bin *bin;         /* encode: one for each exponent */
 };
 
 struct kernels {
@@ -368,15 +373,16 @@ struct kernels {
 	/* Set bit i of `changed` if values i of a and b, of `item` bytes, differ. Returns the number of such values. */
 	size_t (*differences)(const void *a, const void *b, size_t n, uint32_t item, uint64_t *changed);
 	void (*list_changes)(const uint64_t *changed, size_t n, uint32_t *at);
-	/* Set bit i of member[r] if value i has class r. Returns the largest class. */
+	/* Set bit i of plane[p] to bit p of value i's class. Returns the largest class. */
 	uint32_t (*delta_classes)(const struct delta_kind *q, const void *base, size_t n, int scale,
-				  uint64_t *const *member);
+				  uint64_t *const *plane);
 	/*
 	 * Read a stream of steps, or of patches with gaps of parameter k: all of `stream`, whose last bits are 0.
 	 * Return 0 if it is not valid. `steps`: patches are steps, not bits to change.
 	 */
-	int (*delta_decode)(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *member,
-			    const uint8_t *stream, size_t nbytes, struct delta_list *list);
+	int (*delta_decode)(const struct delta_kind *q, const void *base, size_t n, int scale,
+			    const struct delta_buffers *b, const uint8_t *stream, size_t nbytes,
+			    struct delta_list *list);
 	int (*delta_patches)(const struct delta_kind *q, const void *base, size_t n, uint32_t k, int steps,
 			     const uint8_t *stream, size_t nbytes, struct delta_list *list);
 	/*

@@ -52,6 +52,51 @@ static inline void emulated_mask_storeu_epi32(void *p, __mmask16 k, __m512i a)
 			memcpy((char *)p + 4 * i, w + i, 4);
 }
 
+static inline __m512i emulated_popcnt_epi64(__m512i a)
+{
+	uint64_t x[8];
+
+	memcpy(x, &a, 64);
+	for (int i = 0; i < 8; i++)
+		x[i] = (uint64_t)__builtin_popcountll(x[i]);
+	return simde_mm512_loadu_si512(x);
+}
+
+static inline __m512i emulated_alignr_epi64(__m512i a, __m512i b, int by)
+{
+	uint64_t x[16], out[8];
+
+	memcpy(x, &b, 64);
+	memcpy(x + 8, &a, 64);
+	for (int i = 0; i < 8; i++)
+		out[i] = x[i + by];
+	return simde_mm512_loadu_si512(out);
+}
+
+static inline __mmask32 emulated_cmpeq_epi16_mask(__m512i a, __m512i b)
+{
+	uint16_t x[32], y[32];
+	uint32_t k = 0;
+
+	memcpy(x, &a, 64);
+	memcpy(y, &b, 64);
+	for (int i = 0; i < 32; i++)
+		k |= (uint32_t)(x[i] == y[i]) << i;
+	return k;
+}
+
+static inline uint8_t emulated_cmpeq_epi64_mask(__m512i a, __m512i b)
+{
+	uint64_t x[8], y[8];
+	unsigned k = 0;
+
+	memcpy(x, &a, 64);
+	memcpy(y, &b, 64);
+	for (int i = 0; i < 8; i++)
+		k |= (unsigned)(x[i] == y[i]) << i;
+	return (uint8_t)k;
+}
+
 static inline __m512i emulated_maskz_expand_epi32(__mmask16 k, __m512i a)
 {
 	uint32_t w[16], out[16];
@@ -363,6 +408,14 @@ static inline __m128i emulated_cvtepi32_epi8(__m512i a)
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
 #define _mm512_srai_epi32 emulated_srai_epi32
 #define _mm512_mask_shuffle_epi32 emulated_mask_shuffle_epi32
+#undef _mm512_popcnt_epi64
+#undef _mm512_alignr_epi64
+#undef _mm512_cmpeq_epi16_mask
+#undef _mm512_cmpeq_epi64_mask
+#define _mm512_cmpeq_epi16_mask emulated_cmpeq_epi16_mask
+#define _mm512_popcnt_epi64 emulated_popcnt_epi64
+#define _mm512_alignr_epi64 emulated_alignr_epi64
+#define _mm512_cmpeq_epi64_mask emulated_cmpeq_epi64_mask
 #undef _mm512_madd_epi16
 #undef _mm512_mask_storeu_epi32
 #undef _mm512_maskz_expand_epi32

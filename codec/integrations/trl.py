@@ -1,0 +1,66 @@
+"""Weight transfer for TRL's ``AsyncGRPOTrainer(weight_transfer=...)``: updates instead of full weights.
+
+The vLLM server is started with ``--weight-transfer-config '{"backend": "codec"}'``. The trainer needs no vLLM.
+"""
+
+from collections.abc import Iterator
+from os import PathLike
+from typing import Any
+
+from codec.integrations.weights import synchronize
+from codec.weight_sync import Publisher
+
+
+class CodecWeightTransfer:
+    """Implementation of TRL's ``WeightTransferProtocol``. Only rank 0 of the trainer makes one.
+
+    Parameters
+    ----------
+    client : VLLMClient
+        TRL's client of the server: ``trl.experimental.async_grpo.vllm_client.VLLMClient(url)``.
+    folder : str or path
+        Folder for the updates.
+    host : str, optional
+        Address of this machine to serve the folder on, if the server is on another machine without a shared disk.
+    port : int
+        Port to serve the folder on; 0: any free one.
+    base : str or path, optional
+        Folder for the base, as in :class:`codec.WeightSender`. Default: it is kept in memory.
+    worker_folder : str, optional
+        Folder where the server's workers keep their weights. Default: in memory.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        folder: str | PathLike[str],
+        *,
+        host: str | None = None,
+        port: int = 0,
+        base: str | PathLike[str] | None = None,
+        worker_folder: str | None = None,
+    ) -> None:
+        self._client, self._worker_folder = client, worker_folder
+        self._publisher = Publisher(folder, host=host, port=port, base=base)
+
+    def init_weight_transfer(self) -> None:
+        """Wait for the server, and tell its workers where updates are."""
+        self._client.wait_for_server_ready()
+        info = {"source": self._publisher.source, "folder": self._worker_folder}
+        self._client.init_weight_transfer_engine(info)
+
+    def pause(self) -> None:
+        """Pause the server; requests in flight are kept."""
+        self._client.pause()
+
+    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+        """Send weights as an update, in two phases. An update that fails leaves the server with its weights."""
+        synchronize(self._publisher, self._client, iterator)
+
+    def resume(self) -> None:
+        """Resume the server."""
+        self._client.resume()
+
+    def destroy(self) -> None:
+        """Close the store."""
+        self._publisher.close()

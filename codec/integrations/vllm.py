@@ -1,0 +1,153 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# The framework is not installed where types are checked: its classes are unknown.
+"""Weight transfer engine for vLLM, registered as ``codec`` by an entry point of the group ``vllm.general_plugins``.
+
+``vllm serve MODEL --weight-transfer-config '{"backend": "codec"}'`` chooses the engine of the workers; the trainer's is
+in :mod:`codec.integrations.vllm_trainer`. Each worker keeps the weights in host memory, applies updates there, and
+loads full tensors, so that every dtype works.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    layerwise_groups,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+
+from codec.weight_sync import Update, WeightReceiver, pull
+from codec.weight_sync.store import Listed, read_update
+
+
+def register() -> None:
+    """Register the engines of worker and trainer with vLLM. A second call changes nothing."""
+    with suppress(ValueError):  # registered already
+        WeightTransferEngineFactory.register_engine("codec", __name__, "CodecWeightTransferEngine")
+    with suppress(ValueError):
+        trainer = ("codec.integrations.vllm_trainer", "CodecTrainerWeightTransferEngine")
+        WeightTransferTrainerFactory.register_engine("codec", *trainer)
+
+
+@dataclass
+class CodecInitInfo(WeightTransferInitInfo):
+    """Store of the trainer's updates, and the folder where workers keep their weights; None: in memory."""
+
+    source: str
+    folder: str | None = None
+
+
+@dataclass
+class CodecUpdateInfo(WeightTransferUpdateInfo):
+    """Update in the store, to be checked (phase "stage") or to be loaded (phase "load")."""
+
+    phase: str
+    version: int
+    base: int | None
+    nbytes: int
+
+
+class CodecWeightTransferEngine(WeightTransferEngine[CodecInitInfo, CodecUpdateInfo]):
+    """Engine of a worker. An update that fails leaves the worker with the weights that it served."""
+
+    init_info_cls = CodecInitInfo
+    update_info_cls = CodecUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._receiver: WeightReceiver | None = None
+        self._source = ""
+        self._unloaded: set[str] = set()  # changed by updates that were applied to catch up
+
+    def init_transfer_engine(self, init_info: CodecInitInfo) -> None:
+        """Open the weights of this worker. A trainer that starts again finds them as they are."""
+        self._source = init_info.source
+        if self._receiver is None:
+            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+            folder = None if init_info.folder is None else f"{init_info.folder}/rank-{rank}"
+            self._receiver = WeightReceiver(folder=folder)
+            self._unloaded.update(self._receiver.kinds)
+
+    def start_weight_update(self) -> None:
+        """Do nothing: layers are prepared after the update was checked."""
+
+    def finish_weight_update(self) -> None:
+        """Do nothing: the update was committed."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Check or load an update."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: CodecUpdateInfo) -> None:
+        """Check an update in phase "stage", load and commit it in phase "load"."""
+        receiver = self._receiver
+        if receiver is None:
+            raise RuntimeError("the weight transfer is not initialized: call init_weight_transfer_engine first")
+        if update_info.phase == "stage":
+            one = Listed(update_info.version, update_info.base, update_info.nbytes)
+            if one.base is not None and one.base != receiver.version:
+                pull(receiver, self._source, progress=lambda update: self._unloaded.update(update.changed))
+            receiver.stage(read_update(self._source, one))
+        elif receiver.staged is None or receiver.staged.version != update_info.version:
+            raise RuntimeError(f"the update to version {update_info.version} was not staged: send it again")
+        else:
+            self._load_staged(receiver, receiver.staged)
+
+    def _load_staged(self, receiver: WeightReceiver, update: Update) -> None:
+        names, like = list(update.tensors), torch.empty(0)
+        if not self._drop_cpu_kernels():
+            names = whole_groups(names, {*update.changed, *self._unloaded})
+        try:
+            self._load(receiver.updated(names, like=like))
+        except BaseException:
+            receiver.discard()
+            if receiver.version is not None:
+                self._drop_cpu_kernels()
+                self._load(receiver.tensors(like=like))
+            raise
+        receiver.commit()
+        self._unloaded.clear()
+
+    def _drop_cpu_kernels(self) -> bool:
+        """Let vLLM build the kernels of experts again on a CPU, and return True if there are any.
+
+        vLLM packs weights of experts for CPUs only while it builds the kernel. All layers must be loaded then.
+        """
+        if self.device.type != "cpu":
+            return False
+        methods: list[Any] = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
+        packed = [method for method in methods if getattr(method, "moe_kernel", None) is not None]
+        for method in packed:
+            method.moe_kernel = None
+        return bool(packed)
+
+    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load whole layers. vLLM leaves weights of a layer undefined if it gets only some of them."""
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+        try:
+            with disable_mtp_completeness_check():
+                self.model.load_weights(tensors)
+        finally:
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Release the weights in host memory."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = None
+
+
+def whole_groups(names: list[str], changed: set[str]) -> list[str]:
+    """Return the names of all groups, such as decoder layers, in which a name has changed."""
+    return [name for group in layerwise_groups(names) if changed.intersection(group) for name in group]

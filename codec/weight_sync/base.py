@@ -1,0 +1,185 @@
+"""Weights that are brought from version to version by updates, in memory."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from codec._options import CallOptions
+from codec.arguments import whole
+from codec.errors import ChecksumError, CodecError, LimitError, StateError
+from codec.weight_sync.coding import decode_delta, decode_full, digest_of, digests_in
+from codec.weight_sync.update import MAX_VERSION, PIECE_NBYTES, Bytes, Kind, Update, weights_digest
+from codec.weight_sync.weights import Given, Slot, Weights, allocated, copied, new_tensor
+
+
+class Base:
+    """Weights of a version. An update replaces them as a whole, or not at all.
+
+    Parameters
+    ----------
+    max_nbytes : int, optional
+        Maximum size of all tensors.
+    options : CallOptions, optional
+        Engine and threads.
+
+    Attributes
+    ----------
+    version : int or None
+        Version of the weights; None: there are none yet.
+    weights : Weights
+    """
+
+    def __init__(self, max_nbytes: int | None = None, options: CallOptions | None = None) -> None:
+        self.max_nbytes = None if max_nbytes is None else whole("max_nbytes", max_nbytes, 1)
+        self.options = options
+        self.version: int | None = None
+        self.weights = Weights()
+        self._applying: Update | None = None  # an update that was interrupted while the weights were written
+
+    def fill(self, given: Given, version: int) -> None:
+        """Set weights and version from tensors, which are copied."""
+        version = whole("version", version, 0, MAX_VERSION)
+        self.complete(self.adopt(copied(given)), version)
+
+    def settle(self) -> None:
+        """Complete an update that an exception such as KeyboardInterrupt has interrupted."""
+        if self._applying is not None:
+            self.apply(self._applying)
+
+    def check(self, update: Update) -> None:
+        """Check that an update can be applied, without writing anything. Each frame is decoded once.
+
+        Raises
+        ------
+        StateError
+            The update needs another base, or was applied already.
+        FrameError
+            The update is damaged.
+        """
+        if update.digest == self.weights.digest() and update.version == self.version:
+            raise StateError(f"the update to version {update.version} was applied already; the weights are unchanged")
+        if self.version is not None and update.version <= self.version:
+            raise StateError(
+                f"the update to version {update.version} is older than version {self.version}, which is here"
+            )
+        if update.base is not None and (update.base != self.version or update.base_digest != self.weights.digest()):
+            here = "there are no weights yet" if self.version is None else f"version {self.version} is here"
+            same = " with other values" if update.base == self.version else ""
+            raise StateError(
+                f"the update needs version {update.base} as its base, {here}{same}: apply the missing updates first, "
+                "or a snapshot"
+            )
+        if update.base is not None and update.tensors != self.weights.kinds:
+            raise StateError("the update has other names, dtypes or shapes than its base")
+        total = sum(kind.nbytes for kind in update.tensors.values())
+        if self.max_nbytes is not None and total > self.max_nbytes:
+            raise LimitError(f"the update has weights of {total} bytes; max_nbytes is {self.max_nbytes}")
+        largest = max((entry.kind.nbytes for entry in update.entries.values()), default=0)
+        scratch = np.empty(min(largest, PIECE_NBYTES), np.uint8)
+        found = {n: (entry.kind, self._check_frames(update, n, scratch)) for n, entry in update.entries.items()}
+        if weights_digest(found) != update.digest:
+            raise ChecksumError("the weights after the update do not have the digest that the update names")
+
+    def _check_frames(self, update: Update, name: str, scratch: Bytes) -> list[bytes]:
+        """Decode the frames of a tensor, and return the digests of its pieces after the update."""
+        digests = list[bytes]()
+        for k, (begin, end) in enumerate(update.entries[name].kind.spans):
+            frame = update.frame(name, k)
+            if frame is None:
+                digests.append(self.weights[name].digests[k])
+                continue
+            out = scratch[: end - begin]
+            self._decode(update, name, k, out)
+            digests.append(digest_of(out) if update.base is None else digests_in(frame)[1])
+        return digests
+
+    def _decode(self, update: Update, name: str, k: int, out: Bytes) -> None:
+        """Decode a piece of a tensor after an update; `out` may be the memory of the piece before."""
+        frame, kind = update.frame(name, k), update.entries[name].kind
+        try:
+            if frame is None:
+                out[:] = self.weights[name].piece(k)
+            elif update.base is None:
+                decode_full(frame, out, kind.dtype, self.options)
+            else:
+                decode_delta(frame, self.weights[name].piece(k), out, kind.dtype, self.options)
+        except CodecError as e:
+            e.of(name)
+            raise
+
+    def tensors(self, names: Iterable[str], update: Update | None, like: Any) -> Iterator[tuple[str, Any]]:
+        """Yield names and new tensors with the values after an update, or those of the weights for None.
+
+        The weights are not written.
+        """
+        for name in names:
+            kind = self.weights[name].kind if update is None else update.entries[name].kind
+            tensor, memory = new_tensor(kind, like)
+            for k, (begin, end) in enumerate(kind.spans):
+                if update is None:
+                    memory[begin:end] = self.weights[name].piece(k)
+                else:
+                    self._decode(update, name, k, memory[begin:end])
+            yield name, tensor
+
+    def apply(self, update: Update) -> None:
+        """Apply an update that :meth:`check` accepted. After an interruption, a second call completes the first."""
+        resumed = self._applying is not None
+        self._applying = update
+        target = self.weights if self.in_place(update) else self.allocate(update.tensors)
+        for name, entry in update.entries.items():
+            for k, (begin, end) in enumerate(entry.frames):
+                if begin < end:
+                    self._apply_piece(update, name, k, target[name], resumed)
+        self.complete(target, update.version)
+        self._applying = None
+
+    def _apply_piece(self, update: Update, name: str, k: int, slot: Slot, resumed: bool) -> None:
+        out = slot.piece(k)
+        if update.base is None:
+            self._decode(update, name, k, out)
+            slot.digests[k] = digest_of(out)
+            return
+        after = digests_in(_frame(update, name, k))[1]
+        found = digest_of(out) if resumed else slot.digests[k]
+        if found == slot.digests[k] != after:
+            self.write(out, lambda scratch: self._decode(update, name, k, scratch))
+        elif found != after and not self.restore(out, lambda saved: digest_of(saved) == after):
+            raise StateError(f"{name!r} was damaged by an interrupted update: start from a snapshot")
+        slot.digests[k] = after
+
+    # where values are kept: codec/weight_sync/folder.py has its own functions for these
+
+    def in_place(self, update: Update) -> bool:
+        """Return True if an update is written over the weights."""
+        return update.tensors == self.weights.kinds
+
+    def allocate(self, kinds: Mapping[str, Kind]) -> Weights:
+        """Return memory for weights."""
+        return allocated(kinds)
+
+    def adopt(self, weights: Weights) -> Weights:
+        """Return weights of new memory as weights that this object keeps."""
+        return weights
+
+    def write(self, out: Bytes, decode: Callable[[Bytes], None]) -> None:
+        """Decode a piece over its value before the update."""
+        decode(out)
+
+    def restore(self, out: Bytes, is_right: Callable[[Bytes], bool]) -> bool:
+        """Complete a piece that an interrupted write has left between two values. Return False if it cannot."""
+        return False
+
+    def complete(self, weights: Weights, version: int) -> None:
+        """Make weights and version those of this object."""
+        self.weights, self.version = weights, version
+
+    def close(self) -> None:
+        """Release files."""
+
+
+def _frame(update: Update, name: str, k: int) -> Bytes:
+    frame = update.frame(name, k)
+    assert frame is not None
+    return frame

@@ -1,0 +1,77 @@
+"""Frames of pieces: deltas against the base, and lossless frames of snapshots."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from codec._c.library import ITEMSIZE
+from codec._options import CallOptions
+from codec.batch import encode_many
+from codec.decoding import decode
+from codec.errors import FrameError, Status
+from codec.inspection import Info, digest, inspect
+from codec.specs import Delta, Lossless, Spec
+from codec.tensors.wrapper import View, view
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def digest_of(piece: Bytes) -> bytes:
+    """Return the digest of a piece, 8 bytes: the one that frames of :class:`codec.Delta` name."""
+    return digest(piece).to_bytes(8, "little")
+
+
+def digests_in(frame: Any) -> tuple[bytes, bytes]:
+    """Return the digests of base and result that a frame of :class:`codec.Delta` names."""
+    info = inspect(frame)
+    if info.base_digest is None or info.result_digest is None:
+        raise FrameError("the frame is not one of Delta, or is truncated", Status.BAD_HEADER)
+    return info.base_digest.to_bytes(8, "little"), info.result_digest.to_bytes(8, "little")
+
+
+def encode_deltas(
+    pieces: Sequence[Bytes], bases: Sequence[Bytes], dtypes: Sequence[str], options: CallOptions | None
+) -> list[bytes]:
+    """Encode pieces against their bases."""
+    new, old = ([_values(x, dtype) for x, dtype in zip(xs, dtypes, strict=True)] for xs in (pieces, bases))
+    return encode_many(new, Delta(), base=old, options=options)
+
+
+def encode_full(pieces: Sequence[Bytes], dtypes: Sequence[str], options: CallOptions | None) -> list[bytes]:
+    """Encode pieces by themselves."""
+    return encode_many(
+        [_values(x, dtype) for x, dtype in zip(pieces, dtypes, strict=True)], Lossless(), options=options
+    )
+
+
+def decode_delta(frame: Bytes, base: Bytes, out: Bytes, dtype: str, options: CallOptions | None) -> None:
+    """Decode a piece; `out` may be `base`. Both are unchanged after an error."""
+    _check(inspect(frame), Delta, dtype, len(out))
+    decode(frame, base=_bits(base, dtype), out=_bits(out, dtype), options=options)
+
+
+def decode_full(frame: Bytes, out: Bytes, dtype: str, options: CallOptions | None) -> None:
+    """Decode a piece of a snapshot."""
+    _check(inspect(frame), Lossless, dtype, len(out))
+    decode(frame, out=_bits(out, dtype), options=options)
+
+
+def _check(info: Info, spec: type[Spec], dtype: str, nbytes: int) -> None:
+    """Raise FrameError if a frame is not the one that the index of the update names."""
+    if type(info.spec) is not spec or info.dtype != dtype or info.tensor_nbytes != nbytes or len(info.shape) != 1:
+        found = f"{type(info.spec).__name__}, {info.dtype} and {info.tensor_nbytes} bytes"
+        message = f"the frame has {found}; the index names {spec.__name__}, {dtype} and {nbytes} bytes"
+        raise FrameError(message, Status.BAD_HEADER)
+
+
+def _bits(piece: Bytes, dtype: str) -> Any:
+    """Return a piece as an array of unsigned integers of the dtype's size."""
+    return piece.view(_BITS[ITEMSIZE[dtype]])
+
+
+def _values(piece: Bytes, dtype: str) -> View:
+    """Return a piece as a tensor of the dtype."""
+    return view(_bits(piece, dtype), dtype)

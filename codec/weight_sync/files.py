@@ -1,0 +1,159 @@
+"""Updates between .safetensors files: their difference, its application, and chains as one update."""
+
+import json
+import math
+import mmap
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from codec._c.library import ITEMSIZE
+from codec._files import MAX_JSON, SAFETENSORS
+from codec._options import CallOptions
+from codec.errors import ArgumentError, StateError
+from codec.tensors.view import TensorView, view
+from codec.weight_sync.base import Base
+from codec.weight_sync.coding import decode_delta
+from codec.weight_sync.update import MAX_RANK, Bytes, Kind, Update, mapped
+from codec.weight_sync.weights import Slot, Weights
+from codec.weight_sync.writing import Progress, replaced, write_update
+
+_OTHER_DTYPES = {"complex64": "uint64"}  # dtypes that frames lack, and one for their bits
+
+
+def weights_in(path: str, memory: Bytes | None = None) -> Weights:
+    """Return the tensors of a .safetensors file, which is mapped to memory, and their digests.
+
+    Parameters
+    ----------
+    path : str
+        Path of a regular file.
+    memory : array of uint8, optional
+        Contents of the file. Default: map it.
+
+    Raises
+    ------
+    ArgumentError
+        The file cannot be read, or is not a .safetensors file.
+    """
+    data = np.frombuffer(mapped(path), np.uint8) if memory is None else memory
+    weights = Weights()
+    try:
+        size = int.from_bytes(data[:8].tobytes(), "little")
+        if len(data) < 8 or size > min(MAX_JSON, len(data) - 8):
+            raise ValueError("its header is longer than the file, or than 100 MB")
+        header: Any = json.loads(data[8 : 8 + size].tobytes())
+        for name, entry in header.items():
+            if name != "__metadata__":
+                values = data[8 + size :]
+                weights[name] = _slot(entry["dtype"], entry["shape"], entry["data_offsets"], values)
+    except (ValueError, LookupError, TypeError, AttributeError) as e:
+        raise ArgumentError(f"{path} cannot be read as a .safetensors file: {e}") from None
+    for slot in weights.values():
+        slot.digests = slot.measure()
+    return weights
+
+
+def _slot(dtype: Any, shape: Any, offsets: Any, values: Bytes) -> Slot:
+    """Return the place of a tensor. Values of less than a byte, such as packed FP4, are taken as bytes."""
+    begin, end = offsets
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)) or not begin <= end <= len(values):
+        raise ValueError("a tensor does not lie in the file as its header says")
+    name = SAFETENSORS.get(dtype)
+    name = _OTHER_DTYPES.get(name or "", name)
+    kind = Kind("uint8", (end - begin,)) if name is None or len(shape) > MAX_RANK else Kind(name, tuple(shape))
+    if name is not None and math.prod(shape) * ITEMSIZE[name] != end - begin:
+        raise ValueError("a tensor does not have the size that its header says")
+    return Slot(kind, values[begin:end])
+
+
+def diff_files(old: str, new: str, out: str, *, version: int = 1, **how: Any) -> Update:
+    """Write the update from one .safetensors file to another.
+
+    Parameters
+    ----------
+    old, new : str
+        Files with the same names, dtypes and shapes.
+    out : str
+        File to write.
+    version : int
+        Version of `new`; `old` has the version before.
+    **how
+        ``options`` and ``progress``, as in :func:`write_update`.
+    """
+    given: CallOptions | None = how.get("options")
+    after = weights_in(new)
+    pairs = ((name, _tensor(slot)) for name, slot in after.items())
+    progress: Progress | None = how.get("progress")
+    return write_update(pairs, version, weights_in(old), version - 1, file=out, options=given, progress=progress)
+
+
+def apply_files(old: str, updates: Sequence[Update], out: str, progress: Progress | None = None) -> Base:
+    """Apply updates to a .safetensors file, and write the result. It has the header of `old`.
+
+    Raises
+    ------
+    StateError
+        An update needs other weights.
+    """
+    with replaced(Path(out)) as target:
+        with Path(old).open("rb") as source:
+            shutil.copyfileobj(source, target, 1 << 24)
+        target.flush()
+        memory = np.frombuffer(mmap.mmap(target.fileno(), 0), np.uint8)
+        base = Base()
+        base.weights = weights_in(old, memory)
+        for k, update in enumerate(updates):
+            digest = base.weights.digest()
+            if update.tensors != base.weights.kinds:
+                raise StateError(f"the update has other names, dtypes or shapes than {old}")
+            if update.digest == digest != update.base_digest:
+                raise StateError(f"the update to version {update.version} was applied already")
+            if update.base is not None and update.base_digest != digest:
+                raise StateError(f"the update needs version {update.base} of the weights, {old} has others")
+            base.version = update.base
+            base.check(update)
+            base.apply(update)
+            if progress is not None:
+                progress(k + 1, len(updates))
+    return base
+
+
+def compose_files(old: str, updates: Sequence[Update], out: str, progress: Progress | None = None) -> Update:
+    """Write one update that does what a chain of updates does to a .safetensors file.
+
+    Raises
+    ------
+    StateError
+        The first update needs other weights than `old`, or one does not follow the one before.
+    """
+    weights = weights_in(old)
+    digest = weights.digest()
+    for update in updates:
+        if update.base_digest != digest or update.tensors != weights.kinds:
+            raise StateError(f"the update to version {update.version} does not follow the weights before it")
+        digest = update.digest
+    first, last = updates[0], updates[-1]
+    pairs = _composed(weights, updates)
+    composed = write_update(pairs, last.version, weights, first.base, file=out, options=None, progress=progress)
+    assert composed.digest == last.digest, "frames and index of an update disagree"
+    return composed
+
+
+def _composed(weights: Weights, updates: Sequence[Update]) -> Iterator[tuple[str, TensorView]]:
+    """Yield each tensor after a chain of updates."""
+    for name, slot in weights.items():
+        after = Slot(slot.kind, slot.memory.copy())
+        for k in range(len(slot.digests)):
+            for update in updates:
+                if (frame := update.frame(name, k)) is not None:
+                    piece = after.piece(k)
+                    decode_delta(frame, piece, piece, slot.kind.dtype, None)
+        yield name, _tensor(after)
+
+
+def _tensor(slot: Slot) -> TensorView:
+    return view(slot.memory)._replace(dtype=slot.kind.dtype, shape=slot.kind.shape)

@@ -1,0 +1,238 @@
+"""Weights in a folder: a mapped file, so that memory can be reclaimed, and versions survive the process.
+
+The folder has a file ``state`` with version, names, dtypes, shapes and digests, and a file of values that it names.
+A snapshot is written to a new file of values; renaming the new ``state`` makes it current. An update from a version is
+written ahead to the file ``pending``. Each piece is then written to the file ``piece`` before it replaces its old
+value. A process that opens the folder completes a pending update, wherever the process before it was killed.
+"""
+
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from codec._c.library import DTYPES
+from codec._options import CallOptions
+from codec.errors import CodecError, StateError
+from codec.weight_sync.base import Base
+from codec.weight_sync.update import MAX_RANK, MAX_VERSION, Bytes, Kind, Update
+from codec.weight_sync.weights import Weights, allocated, memory_nbytes
+from codec.weight_sync.writing import remove_temporary, replaced
+
+_FORMAT = 1
+
+
+class FolderBase(Base):
+    """Weights in the files of a folder, which one process at a time may open.
+
+    Parameters
+    ----------
+    path : str or path
+        Folder, which is created if it does not exist.
+    max_nbytes, options : optional
+        As in :class:`Base`.
+
+    Raises
+    ------
+    StateError
+        The folder is in use, holds other files, or its weights are damaged.
+    """
+
+    def __init__(
+        self, path: str | PathLike[str], max_nbytes: int | None = None, options: CallOptions | None = None
+    ) -> None:
+        super().__init__(max_nbytes, options)
+        self._path = Path(path)
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(self._path)
+        except OSError as e:
+            raise StateError(f"{self._path} cannot be used: {e.strerror}") from None
+        self._current: Path | None = None  # file of the weights
+        self._next: Path | None = None  # file that :meth:`allocate` has made
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        remove_temporary(self._path)
+        state = self._path / "state"
+        if state.exists():
+            self.version, kinds, digests, name = _read_state(state)
+            self._current = self._path / name
+            self.weights = allocated(kinds, self._map(self._current, memory_nbytes(kinds.values())))
+            for slot, found in zip(self.weights.values(), digests, strict=True):
+                slot.digests = found
+        self._delete_other_values()
+        pending = self._path / "pending"
+        if pending.exists():
+            update = Update.open(pending)
+            if update.version != self.version:
+                if update.base != self.version or update.base_digest != self.weights.digest():
+                    raise StateError(f"{pending} needs other weights than {self._path} holds: use another folder")
+                self._applying = update
+                self.settle()
+            self._forget()
+        if damaged := self.weights.damaged():
+            names = ", ".join(map(repr, damaged[:5]))
+            raise StateError(f"{len(damaged)} tensors in {self._path} are damaged: {names}; start from an empty folder")
+
+    def in_place(self, update: Update) -> bool:
+        """Return True for an update from a version; a snapshot is written to a new file."""
+        return update.base is not None
+
+    def apply(self, update: Update) -> None:
+        """Apply an update that was checked; if the process is killed, the next one completes it."""
+        if update.base is not None and self._applying is None:
+            with replaced(self._path / "pending") as f:
+                f.write(update.data)
+        super().apply(update)
+
+    def write(self, out: Bytes, decode: Callable[[Bytes], None]) -> None:
+        """Decode a piece, and keep it in the file ``piece`` while it is written over its old value."""
+        scratch = np.empty(len(out), np.uint8)
+        decode(scratch)
+        with _opened(self._path / "piece", os.O_WRONLY | os.O_CREAT) as fd:
+            rest = memoryview(scratch)  # pyright: ignore[reportArgumentType] - numpy's stubs
+            while rest:
+                rest = rest[os.pwrite(fd, rest, len(scratch) - len(rest)) :]
+        out[:] = scratch
+
+    def restore(self, out: Bytes, is_right: Callable[[Bytes], bool]) -> bool:
+        """Copy a piece from the file ``piece``, if it is there."""
+        with suppress(OSError), _opened(self._path / "piece", os.O_RDONLY) as fd:
+            saved = np.frombuffer(os.pread(fd, len(out), 0), np.uint8)
+            if len(saved) == len(out) and is_right(saved):
+                out[:] = saved
+                return True
+        return False
+
+    def complete(self, weights: Weights, version: int) -> None:
+        """Write the new state, and remove the files that it no longer needs."""
+        old, file = self._current, self._next or self._current
+        assert file is not None
+        _write_state(self._path / "state", version, weights, file.name)
+        super().complete(weights, version)
+        self._current, self._next = file, None
+        if old is not None and old != file:
+            old.unlink(missing_ok=True)
+        self._forget()
+
+    def _forget(self) -> None:
+        for name in ("piece", "pending"):
+            (self._path / name).unlink(missing_ok=True)
+
+    def _delete_other_values(self) -> None:
+        """Delete the files of values that a killed or failed process has left."""
+        for path in self._path.glob("values-*"):
+            if path != self._current:
+                path.unlink()
+
+    def adopt(self, weights: Weights) -> Weights:
+        """Move weights to a file."""
+        target = self.allocate(weights.kinds)
+        for name, slot in weights.items():
+            target[name].memory[:] = slot.memory
+            target[name].digests = slot.digests
+        return target
+
+    def allocate(self, kinds: Mapping[str, Kind]) -> Weights:
+        """Create a file for weights, and map it."""
+        nbytes = memory_nbytes(kinds.values())
+        self._delete_other_values()
+        number = 0 if self._current is None else int(self._current.name.split("-")[1]) + 1
+        self._next = self._path / f"values-{number}"
+        with _opened(self._next, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
+            try:
+                os.posix_fallocate(fd, 0, max(1, nbytes))  # or a full disk would kill the process later
+            except OSError as e:
+                raise StateError(f"{self._next} cannot have {nbytes} bytes: {e.strerror}") from None
+        return allocated(kinds, self._map(self._next, nbytes))
+
+    def _map(self, file: Path, nbytes: int) -> Bytes:
+        try:
+            with _opened(file, os.O_RDWR) as fd:
+                if os.fstat(fd).st_size < nbytes:
+                    raise StateError(f"{file} is too short: start from an empty folder")
+                return np.frombuffer(mmap.mmap(fd, max(1, nbytes)), np.uint8)
+        except OSError as e:
+            raise StateError(f"{file} cannot be read: {e.strerror}") from None
+
+    def close(self) -> None:
+        """Release the files, so that another object may open the folder."""
+        self.weights, self.version = Weights(), None
+        self._lock()
+
+
+class _opened:
+    """File descriptor of a file in the folder."""
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self._fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def __enter__(self) -> int:
+        return self._fd
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._fd)
+
+
+def _lock(path: Path) -> Callable[[], object]:
+    """Lock a folder until the returned function is called, or until the process ends."""
+    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise StateError(f"{path} is in use by another sender or receiver: give each a folder of its own") from None
+    owner = type("Lock", (), {})()
+    release = weakref.finalize(owner, os.close, fd)
+    return lambda _=owner: release()
+
+
+def _write_state(path: Path, version: int, weights: Weights, file: str) -> None:
+    tensors = [[n, s.kind.dtype, s.kind.shape, [d.hex() for d in s.digests]] for n, s in weights.items()]
+    body = json.dumps({"format": _FORMAT, "version": version, "file": file, "tensors": tensors}).encode()
+    with replaced(path) as f:
+        f.write(hashlib.blake2b(body, digest_size=16).hexdigest().encode() + b"\n" + body)
+
+
+def _read_state(path: Path) -> tuple[int, dict[str, Kind], list[list[bytes]], str]:
+    """Return the version, the kinds of tensors, the digests of their pieces, and the name of the file of values."""
+    try:
+        check, _, body = path.read_bytes().partition(b"\n")
+        if check.decode() != hashlib.blake2b(body, digest_size=16).hexdigest():
+            raise ValueError("its digest is another one")
+        state: Any = json.loads(body)
+        if state["format"] != _FORMAT:
+            raise ValueError(f"it has format {state['format']}, this library reads {_FORMAT}")
+        version, file = state["version"], state["file"]
+        if type(version) is not int or not 0 <= version <= MAX_VERSION or not str(file).startswith("values-"):
+            raise ValueError("it has no version or file")
+        kinds: dict[str, Kind] = {}
+        for name, dtype, shape, _ in state["tensors"]:
+            if dtype not in DTYPES or len(shape) > MAX_RANK or not all(type(n) is int and n >= 0 for n in shape):
+                raise ValueError(f"{name!r} has no dtype or shape")
+            kinds[name] = Kind(dtype, tuple(shape))
+        digests = [[bytes.fromhex(d) for d in cast(list[str], found)] for _, _, _, found in state["tensors"]]
+        return version, kinds, digests, Path(file).name
+    except CodecError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        raise StateError(f"{path} cannot be read: {e}; start from an empty folder") from None
+
+
+def base_in(folder: Any, max_nbytes: int | None, options: CallOptions | None) -> Base:
+    """Return weights in memory, or in a folder if one is given."""
+    return Base(max_nbytes, options) if folder is None else FolderBase(folder, max_nbytes, options)

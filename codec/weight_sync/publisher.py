@@ -1,0 +1,174 @@
+"""The parts of a trainer together: a sender, a store, and a server of the store."""
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from codec._options import CallOptions
+from codec.arguments import whole
+from codec.errors import StateError
+from codec.weight_sync.http import UpdateServer, serve
+from codec.weight_sync.sender import WeightSender
+from codec.weight_sync.store import UpdateStore, chain, read_head, read_update
+from codec.weight_sync.update import Update
+from codec.weight_sync.weights import Given, items
+
+
+class Publisher:
+    """Trainer's side of weight synchronization through a folder, in two phases.
+
+    :meth:`stage` writes the file of an update, which receivers that know its name can check. :meth:`commit` publishes
+    the update; then receivers find it by :func:`pull`, and the base advances. A receiver that has failed, or joins
+    late, catches up by the chain of updates, or from a snapshot.
+
+    Parameters
+    ----------
+    folder : str or path
+        Folder of the store.
+    host : str, optional
+        Address to serve the folder on, over HTTP. Default: receivers read the folder itself.
+    port : int
+        Port to serve on; 0: any free one.
+    base : str or path, optional
+        Folder for the base, as in :class:`WeightSender`.
+    snapshot_every : int
+        Publish a snapshot after so many updates.
+    options : CallOptions, optional
+        Engine and threads.
+
+    Attributes
+    ----------
+    source : str
+        Folder or URL, for :func:`pull`.
+
+    Examples
+    --------
+    >>> from codec.weight_sync import Publisher, pull
+    >>> publisher = Publisher(tempfile.mkdtemp(), host="127.0.0.1")
+    >>> publisher.publish({"w": np.zeros(3, np.float32)})
+    0
+    >>> publisher.publish({"w": np.ones(3, np.float32)})
+    1
+    >>> pull(codec.WeightReceiver(), publisher.source)
+    1
+    >>> publisher.close()
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        *,
+        host: str | None = None,
+        port: int = 0,
+        base: str | PathLike[str] | None = None,
+        snapshot_every: int = 100,
+        options: CallOptions | None = None,
+    ) -> None:
+        self._every = whole("snapshot_every", snapshot_every, 1)
+        self._store = UpdateStore(folder)
+        self._base, self._options = base, options
+        self._sender: WeightSender | None = None
+        self._staged: Update | None = None
+        self._full = False  # True: no receiver can have the base
+        self._since = 0  # updates since the last snapshot
+        self._server: UpdateServer | None = None if host is None else serve(self._store.folder, host, port)
+        self.source = str(self._store.folder.resolve()) if self._server is None else self._server.url
+
+    @property
+    def version(self) -> int | None:
+        """Version that was published last; None: none was."""
+        listed = read_head(self._store.folder)
+        return listed[-1].version if listed else None
+
+    def stage(self, weights: Given, *, full: bool = False) -> Update:
+        """Encode new weights, and write the file of the update, which is not published yet.
+
+        Parameters
+        ----------
+        weights : mapping, torch.nn.Module, or iterable of (str, tensor)
+            All weights, as in :meth:`WeightSender.diff`.
+        full : bool
+            True: write a snapshot, because receivers have other weights, or because names, dtypes or shapes change. The
+            first update is always a snapshot.
+
+        Returns
+        -------
+        Update
+        """
+        self._staged = None
+        if self._sender is None and not self._resume():
+            last = self.version
+            version = 0 if last is None else last + 1
+            self._sender = WeightSender(weights, version=version, folder=self._base, options=self._options)
+            self._staged = self._sender.snapshot(file=self._store.path(version, None))
+            return self._staged
+        sender = self._sender
+        assert sender is not None
+        full = full or self._full
+        number = sender.next_version
+        file = self._store.path(number, None if full else sender.version)
+        given = dict(items(weights)) if full else weights
+        self._staged = sender.diff(given, version=number, full=full, file=file)
+        return self._staged
+
+    def _resume(self) -> bool:
+        """Open the base that a process before this one has left. Return False if there is none."""
+        if self._base is None or not (Path(self._base) / "state").exists():
+            return False
+        sender = WeightSender(folder=self._base, options=self._options)
+        for one in chain(read_head(self._store.folder), sender.version):
+            sender.adopt(read_update(self._store.folder, one))
+        self._sender = sender
+        return True
+
+    def commit(self) -> int:
+        """Publish the staged update, and advance the base.
+
+        Returns
+        -------
+        int
+            Version.
+
+        Raises
+        ------
+        StateError
+            No update is staged.
+        """
+        sender, update = self._sender, self._staged
+        if sender is None or update is None:
+            raise StateError("no update is staged: call stage(weights) first")
+        self._store.publish(update)
+        if sender.pending is update:
+            sender.commit(update.version)
+        self._staged, self._full = None, False
+        self._since = 0 if update.base is None else self._since + 1
+        if self._since >= self._every:
+            self._store.publish(sender.snapshot(file=self._store.path(sender.version, None)))
+            self._since = 0
+        return update.version
+
+    def abandon(self) -> None:
+        """Forget the staged update. The next one refers to the same base, and has another version."""
+        if self._sender is not None:
+            self._sender.abandon()
+        if self._staged is not None and self._staged.base is None:
+            self._full = True
+        self._staged = None
+
+    def publish(self, weights: Given) -> int:
+        """Stage and commit an update. Return its version."""
+        self.stage(weights)
+        return self.commit()
+
+    def close(self) -> None:
+        """Stop the server, and release the folder of the base."""
+        if self._server is not None:
+            self._server.close()
+        if self._sender is not None:
+            self._sender.close()
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()

@@ -1,0 +1,260 @@
+"""The server's side: updates are checked, handed on, and committed."""
+
+from collections.abc import Callable, Iterable, Iterator
+from os import PathLike
+from typing import Any
+
+from codec._options import CallOptions
+from codec.errors import ArgumentError, StateError
+from codec.weight_sync.folder import base_in
+from codec.weight_sync.update import Kind, Update
+from codec.weight_sync.weights import Given
+
+Load = Callable[[Iterator[tuple[str, Any]]], object]
+
+
+class WeightReceiver:
+    """Server's side of weight synchronization: it holds the weights of a version, and applies updates to them.
+
+    An update is staged, handed to the program that serves the weights, and committed. Whatever fails, the receiver has
+    the weights of one version as a whole: those before the update, or those after it.
+
+    Parameters
+    ----------
+    weights : mapping, torch.nn.Module, or iterable of (str, tensor); optional
+        Weights of `version`, which are copied to host memory. Default: those in `folder`, or none; then the first
+        update must be a snapshot.
+    version : int
+        Version of `weights`.
+    folder : str or path, optional
+        Folder for the weights, which are mapped to memory. They survive the process, also one that is killed during an
+        update. Default: the weights are in memory.
+    max_nbytes : int, optional
+        Maximum size of all tensors. Set it where senders are not trusted: a small snapshot may expand to large weights.
+    options : CallOptions, optional
+        Engine and threads, made by :func:`options`.
+
+    Attributes
+    ----------
+    version : int or None
+        Version of the weights; None: there are none yet.
+    digest : bytes
+        Digest of the weights, 16 bytes.
+    kinds : dict of str to Kind
+        ``dtype`` and ``shape`` of all tensors.
+    staged : Update or None
+        Update that was staged and is not committed.
+
+    Raises
+    ------
+    ArgumentError
+        A tensor cannot be read.
+    StateError
+        The folder is in use, damaged, or holds weights although `weights` are given.
+
+    Examples
+    --------
+    >>> sender = codec.WeightSender({"w": np.arange(4, dtype=np.float32)})
+    >>> receiver = codec.WeightReceiver()
+    >>> receiver.apply(sender.snapshot().data)
+    >>> update = sender.diff({"w": np.array([0, 1, 2, 5], np.float32)})
+    >>> receiver.apply(update.data, load=lambda tensors: print(dict(tensors)))
+    {'w': array([0., 1., 2., 5.], dtype=float32)}
+    >>> receiver.apply(update.data)
+    Traceback (most recent call last):
+    codec.errors.StateError: the update to version 1 was applied already; the weights are unchanged
+    """
+
+    def __init__(
+        self,
+        weights: Given | None = None,
+        *,
+        version: int = 0,
+        folder: str | PathLike[str] | None = None,
+        max_nbytes: int | None = None,
+        options: CallOptions | None = None,
+    ) -> None:
+        self._base = base_in(folder, max_nbytes, options)
+        self._staged: Update | None = None
+        try:
+            if weights is not None:
+                if self._base.version is not None:
+                    raise StateError(
+                        f"{folder} holds version {self._base.version}: open it without weights, or give an empty folder"
+                    )
+                self._base.fill(weights, version)
+        except BaseException:
+            self._base.close()
+            raise
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights; None: there are none yet."""
+        self._base.settle()
+        return self._base.version
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of the weights, 16 bytes."""
+        self._base.settle()
+        return self._base.weights.digest()
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """Dtype and shape of all tensors."""
+        return self._base.weights.kinds
+
+    @property
+    def staged(self) -> Update | None:
+        """Update that was staged and is not committed."""
+        return self._staged
+
+    def stage(self, update: Any) -> Update:
+        """Check an update completely, without writing anything. It replaces an update that was staged before.
+
+        Parameters
+        ----------
+        update : Update, bytes, buffer or array
+            The update. Its bytes must not change before :meth:`commit`.
+
+        Returns
+        -------
+        Update
+
+        Raises
+        ------
+        StateError
+            The update needs other weights as its base, is older than the weights, or was applied already.
+        FrameError
+            The update is damaged, or invalid.
+        LimitError
+            The weights would be larger than `max_nbytes`.
+        """
+        self._base.settle()
+        self._staged = None
+        parsed = update if isinstance(update, Update) else Update(update)
+        self._base.check(parsed)
+        self._staged = parsed
+        return parsed
+
+    def updated(self, names: Iterable[str] | None = None, *, like: Any = None) -> Iterator[tuple[str, Any]]:
+        """Yield tensors with the values that they have after the staged update.
+
+        Parameters
+        ----------
+        names : iterable of str, optional
+            Names of the tensors. Default: those that the update changes.
+        like : array or tensor, optional
+            Yield tensors of the kind of this one, such as ``torch.empty(0)``. Default: numpy arrays.
+
+        Yields
+        ------
+        (str, tensor)
+            Name, and a new tensor in host memory.
+
+        Raises
+        ------
+        StateError
+            No update is staged.
+        """
+        update = self._require_staged()
+        yield from self._base.tensors(update.changed if names is None else _known(names, update.entries), update, like)
+
+    def tensors(self, names: Iterable[str] | None = None, *, like: Any = None) -> Iterator[tuple[str, Any]]:
+        """Yield copies of the tensors of :attr:`version`, also while an update is staged.
+
+        Parameters
+        ----------
+        names : iterable of str, optional
+            Names of the tensors. Default: all.
+        like : array or tensor, optional
+            As in :meth:`updated`.
+        """
+        self._base.settle()
+        table = self._base.weights
+        yield from self._base.tensors(list(table) if names is None else _known(names, table), None, like)
+
+    def commit(self) -> None:
+        """Make the staged update the version of this receiver.
+
+        Raises
+        ------
+        StateError
+            No update is staged.
+        """
+        self._base.apply(self._require_staged())
+        self._staged = None
+
+    def discard(self) -> None:
+        """Forget the staged update, if there is one."""
+        self._staged = None
+
+    def apply(self, update: Any, load: Load | None = None, *, like: Any = None) -> None:
+        """Stage an update, hand the changed tensors on, and commit.
+
+        Parameters
+        ----------
+        update : Update, bytes, buffer or array
+            As in :meth:`stage`.
+        load : callable, optional
+            Called with an iterator of names and changed tensors, such as the ``load_weights`` method of a model. If it
+            raises an exception, it is called a second time, with the tensors of the version before, so that the program
+            serves these again; then the exception is raised.
+        like : array or tensor, optional
+            As in :meth:`updated`.
+
+        Raises
+        ------
+        StateError, FrameError, LimitError
+            As in :meth:`stage`. `load` was not called.
+        """
+        staged = self.stage(update)
+        if load is not None:
+            try:
+                load(self.updated(like=like))
+            except BaseException:
+                self._staged = None
+                names = [name for name in staged.changed if name in self._base.weights]
+                load(self.tensors(names, like=like))
+                raise
+        self.commit()
+
+    def verify(self) -> None:
+        """Compute the digests of all values in memory, and compare them with those of the version.
+
+        Raises
+        ------
+        StateError
+            Memory was changed by something else than this receiver.
+        """
+        self._base.settle()
+        if damaged := self._base.weights.damaged():
+            raise StateError(f"{len(damaged)} tensors are damaged in memory: {', '.join(map(repr, damaged[:5]))}")
+
+    def close(self) -> None:
+        """Release the folder, so that another object may open it."""
+        self._base.close()
+
+    def __enter__(self) -> "WeightReceiver":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<codec.WeightReceiver version {self._base.version}, {len(self._base.weights)} tensors>"
+
+    def _require_staged(self) -> Update:
+        self._base.settle()
+        if self._staged is None:
+            raise StateError("no update is staged: call stage(update) first")
+        return self._staged
+
+
+def _known(names: Iterable[str], table: Any) -> list[str]:
+    """Return names as a list, or raise ArgumentError for an unknown one."""
+    given = list(names)
+    for name in given:
+        if name not in table:
+            raise ArgumentError(f"there is no tensor {name!r}")
+    return given

@@ -1,0 +1,234 @@
+"""The trainer's side: updates from the weights that receivers have."""
+
+from os import PathLike
+from typing import Any
+
+from codec._options import CallOptions
+from codec.arguments import whole
+from codec.errors import ArgumentError, StateError
+from codec.tensors.view import TensorView, view
+from codec.weight_sync.folder import base_in
+from codec.weight_sync.update import MAX_VERSION, Update
+from codec.weight_sync.weights import Given
+from codec.weight_sync.writing import Progress, write_update
+
+
+class WeightSender:
+    """Trainer's side of weight synchronization: it holds the weights that receivers have, and encodes updates to them.
+
+    The base changes in two phases: :meth:`diff` encodes an update and leaves the base as it is, :meth:`commit` applies
+    the update to the base after the receivers have confirmed it. After a failed transfer, the next :meth:`diff` refers
+    to the same base, so that no change is lost.
+
+    Parameters
+    ----------
+    weights : mapping, torch.nn.Module, or iterable of (str, tensor); optional
+        Weights that receivers have, which are copied to host memory: the base. Dtypes and shapes are kept to the bit.
+        Not given: the weights in `folder`.
+    version : int
+        Version of `weights`.
+    folder : str or path, optional
+        Folder for the base, which is mapped to memory and survives the process. Default: the base is in memory.
+    options : CallOptions, optional
+        Engine and threads, made by :func:`options`.
+
+    Attributes
+    ----------
+    version : int
+        Version of the base.
+    digest : bytes
+        Digest of the base, 16 bytes.
+    pending : Update or None
+        Update that was encoded and is not committed.
+
+    Raises
+    ------
+    ArgumentError
+        A tensor cannot be read, or `weights` and `folder` are both missing.
+    StateError
+        The folder is in use, damaged, or holds weights although `weights` are given.
+
+    Examples
+    --------
+    >>> weights = {"w": np.zeros((64, 64), np.float32)}
+    >>> sender, receiver = codec.WeightSender(weights), codec.WeightReceiver(weights)
+    >>> weights["w"][0, :3] = 1.0
+    >>> update = sender.diff(weights)
+    >>> receiver.apply(update.data)
+    >>> sender.commit(update.version)
+    >>> sender.version, receiver.version, bool((dict(receiver.tensors())["w"] == weights["w"]).all())
+    (1, 1, True)
+    """
+
+    def __init__(
+        self,
+        weights: Given | None = None,
+        *,
+        version: int = 0,
+        folder: str | PathLike[str] | None = None,
+        options: CallOptions | None = None,
+    ) -> None:
+        if weights is None and folder is None:
+            raise ArgumentError("give weights, the weights that receivers have, or a folder that holds them")
+        self._base = base_in(folder, None, options)
+        self._options = options
+        self._pending: Update | None = None
+        try:
+            if weights is not None:
+                if self._base.version is not None:
+                    raise StateError(
+                        f"{folder} holds version {self._base.version}: open it without weights, or give an empty folder"
+                    )
+                self._base.fill(weights, version)
+            if self._base.version is None:
+                raise StateError(f"{folder} holds no weights: give weights")
+        except BaseException:
+            self._base.close()
+            raise
+        self._last = self._base.version
+
+    @property
+    def version(self) -> int:
+        """Version of the base."""
+        self._base.settle()
+        if self._base.version is None:
+            raise StateError("the sender is closed")
+        return self._base.version
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of the base, 16 bytes."""
+        self._base.settle()
+        return self._base.weights.digest()
+
+    @property
+    def pending(self) -> Update | None:
+        """Update that was encoded and is not committed."""
+        return self._pending
+
+    @property
+    def next_version(self) -> int:
+        """Default version of the next update: one more than the last one's, committed or not."""
+        return max(self._last, self.version) + 1
+
+    def diff(
+        self,
+        weights: Given,
+        *,
+        version: int | None = None,
+        full: bool = False,
+        file: str | PathLike[str] | None = None,
+        progress: Progress | None = None,
+    ) -> Update:
+        """Encode the difference of new weights to the base. The base is unchanged until :meth:`commit`.
+
+        An update that is pending is abandoned first, as by :meth:`abandon`.
+
+        Parameters
+        ----------
+        weights : mapping, torch.nn.Module, or iterable of (str, tensor)
+            All new weights, in any order. An iterable is read once, one tensor at a time, so that tensors may be
+            gathered one by one. Tensors on a device are copied to host memory in pieces of 32 MiB.
+        version : int, optional
+            Version of the new weights. Default: :attr:`next_version`, which is the lowest that is accepted.
+        full : bool
+            True: encode a snapshot, which needs no base and may change names, dtypes and shapes. `weights` must be a
+            mapping or module then.
+        file : str or path, optional
+            File to write; it appears when it is complete, and must not change before :meth:`commit`. Memory for pieces
+            is bounded by 256 MB then, whatever the size of the weights. Default: the update is in memory.
+        progress : callable, optional
+            Called as ``progress(done, total)`` with bytes of weights, after each tensor.
+
+        Returns
+        -------
+        Update
+            Update, whose ``data`` are the bytes for receivers.
+
+        Raises
+        ------
+        ArgumentError
+            Names, dtypes or shapes are not those of the base, a tensor is missing, or the file cannot be written.
+        """
+        self._base.settle()
+        number = self.next_version if version is None else whole("version", version, self.next_version, MAX_VERSION)
+        self._pending = None
+        if full and not hasattr(weights, "keys") and not hasattr(weights, "state_dict"):
+            raise ArgumentError("full=True needs a mapping from names to tensors, or a module")
+        base = None if full else self._base.weights
+        update = write_update(weights, number, base, self.version, file=file, options=self._options, progress=progress)
+        self._pending, self._last = update, number
+        return update
+
+    def commit(self, version: int | None = None) -> None:
+        """Apply the pending update to the base, because receivers have it.
+
+        Parameters
+        ----------
+        version : int, optional
+            Version that was confirmed, as a check.
+
+        Raises
+        ------
+        StateError
+            No update is pending, or one to another version.
+        """
+        self._base.settle()
+        update = self._pending
+        if update is None or (version is not None and update.version != version):
+            found = "no update" if update is None else f"the update to version {update.version}"
+            raise StateError(f"{found} is pending" + ("" if version is None else f", not one to version {version}"))
+        self._base.apply(update)
+        self._pending = None
+
+    def adopt(self, update: Update) -> None:
+        """Apply an update that receivers have to the base, such as one that was published by a process before this one.
+
+        Raises
+        ------
+        StateError, FrameError
+            As in :meth:`WeightReceiver.stage`.
+        """
+        self._base.settle()
+        self._base.check(update)
+        self._base.apply(update)
+        self._pending, self._last = None, max(self._last, update.version)
+
+    def abandon(self) -> None:
+        """Forget the pending update, if there is one, because receivers do not have it. Its version is not used again.
+
+        A receiver that has applied it needs a snapshot: ``diff(weights, full=True)``.
+        """
+        self._pending = None
+
+    def snapshot(self, *, file: str | PathLike[str] | None = None, progress: Progress | None = None) -> Update:
+        """Encode the base as a whole, for receivers that have no weights or other ones.
+
+        Parameters
+        ----------
+        file, progress : optional
+            As in :meth:`diff`.
+
+        Returns
+        -------
+        Update
+            Snapshot of version :attr:`version`.
+        """
+        self._base.settle()
+        weights, views = self._base.weights, dict[str, TensorView]()
+        for name, slot in weights.items():
+            views[name] = view(slot.memory)._replace(dtype=slot.kind.dtype, shape=slot.kind.shape)
+        return write_update(views, self.version, None, None, file=file, options=self._options, progress=progress)
+
+    def close(self) -> None:
+        """Release the folder, so that another object may open it."""
+        self._base.close()
+
+    def __enter__(self) -> "WeightSender":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<codec.WeightSender version {self._base.version}, {len(self._base.weights)} tensors>"

