@@ -60,6 +60,8 @@ static void pick_spec(struct task *k)
 	codec_spec *p = &k->spec;
 
 	*p = (codec_spec){.struct_nbytes = sizeof *p, .codec = CODECS[below(s, sizeof CODECS / sizeof *CODECS)]};
+	if (p->codec == CODEC_DELTA) /* needs a base, which tasks do not have */
+		p->codec = CODEC_TOPK;
 	if (p->codec == CODEC_LOSSLESS) {
 		p->max_code_length = (uint32_t)below(s, 2) ? 2 + (uint32_t)below(s, 7) : 0;
 		p->model = (uint32_t)below(s, 3);
@@ -76,7 +78,7 @@ static void pick_spec(struct task *k)
 		p->bits = (uint32_t)below(s, 9);
 		p->options = (uint32_t)below(s, 2);
 		p->seed = (uint32_t)noise(s);
-	} else if (p->codec != CODEC_DELTA) {
+	} else {
 		p->variant = (uint32_t)below(s, p->codec == CODEC_SIGN || p->codec == CODEC_TERNARY ? 3 : 2);
 		p->group_size = below(s, 3) ? ROWS[below(s, sizeof ROWS / sizeof *ROWS)] : CODEC_GROUP_SIZE_ROW;
 		p->group_size = p->codec == CODEC_TERNARY || p->codec == CODEC_FLOAT4 ? 0 : p->group_size;
@@ -634,7 +636,6 @@ static int fixed_rate(const codec_spec *p)
 {
 	switch (p->codec) {
 	case CODEC_LOSSLESS:
-	case CODEC_DELTA:
 	case CODEC_TOPK:
 	case CODEC_TRUNCATE: return 0;
 	case CODEC_TERNARY: return p->variant != CODEC_TERNARY_ENTROPY;

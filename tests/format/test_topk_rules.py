@@ -5,6 +5,7 @@ import struct
 import numpy as np
 import pytest
 
+import codec
 from support.decode_ways import decode_all_ways
 from support.format_cases import check_case
 from support.frame_builder import Blocks, region, stored
@@ -156,3 +157,15 @@ def test_only_empty_tensors_are_stored():
     }
     for reason, frame in reasons.items():
         check_case(decode_all_ways, frame, reason)
+
+
+def test_blocks_may_be_smaller_than_those_of_the_encoder():
+    """Memory for decoding follows from spec and shape, not from the number of blocks."""
+    text = kept(0, bits=1) + kept(3, 1, bits=1)
+    one = region(struct.pack("<H", ONE) + int(text[::-1], 2).to_bytes(-(-len(text) // 8), "little"))
+    params = struct.pack("<BBBBI", 0, 0, 1, 0, 6 << 16 | 2)
+    frame = Blocks(FLOAT32, 64 * 40, [one] * 40, codec=9, params=params, log2=6).frame()
+    x = np.zeros((40, 64), F32)
+    x[:, 0], x[:, 4] = 1, -1
+    check_case(decode_all_ways, frame, x.tobytes())
+    assert (codec.reduce([frame, frame], op="sum") == 2 * x.ravel()).all()

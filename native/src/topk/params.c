@@ -96,12 +96,10 @@ static uint64_t bound_segments(const struct header *h, const codec_context *with
 	return bound(h);
 }
 
-/* Largest magnitudes of blocks. */
+/* Return the size of the largest magnitudes of an encoder's blocks. A frame may have smaller blocks, but needs none. */
 static uint64_t job_nbytes(const struct header *h)
 {
-	uint64_t log2 = h->block_log2 ? h->block_log2 : WIRE_TOPK_MAX_BLOCK_LOG2;
-
-	return ALIGN8(4 * ((h->n >> log2) + 1));
+	return ALIGN8(4 * ((h->n >> WIRE_TOPK_MAX_BLOCK_LOG2) + 1));
 }
 
 /* Return the values of the largest chunk. */
