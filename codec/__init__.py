@@ -41,7 +41,7 @@ from codec.errors import (
 from codec.frame_size import frame_nbytes
 from codec.inspection import Info, digest, inspect, verify
 from codec.presets import preset
-from codec.specs import BoundSpec, Delta, Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
+from codec.specs import BoundSpec, Delta, Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, TopK, Truncate
 from codec.stateful import ActivationDelta, ActivationStats, CodebookRefresher, ErrorFeedback, StoreInfo, inspect_store
 from codec.tensors.segments import segments
 from codec.tensors.wrapper import View, view
@@ -84,6 +84,7 @@ __all__ = [
     "Status",
     "StoreInfo",
     "Ternary",
+    "TopK",
     "Truncate",
     "UnsupportedError",
     "Update",

@@ -80,6 +80,14 @@ def plain(value: Any) -> Any:
         return float(value) if hasattr(value, "__float__") else value
 
 
+def decay_of(value: object) -> float:
+    """Return the decay of error feedback as a float; raise ArgumentError unless it is above 0 and at most 1."""
+    decay = plain(value)
+    if type(decay) not in (int, float) or not 0 < decay <= 1:
+        raise ArgumentError(f"decay must be a number above 0 and at most 1, got {shown(value)}")
+    return float(decay)
+
+
 def float32(value: object) -> float | None:
     """A number rounded to float32, maybe to Inf; None if it is no number."""
     if not isinstance(value, int | float) or isinstance(value, bool):

@@ -7,7 +7,7 @@ from codec._c.library import check, lib
 from codec.encoding import bound
 from codec.errors import SpecError
 from codec.presets import resolve
-from codec.specs import Delta, Float4, Float8, Lossless, Quantize, Sign, Spec, SpecLike, Ternary, Truncate
+from codec.specs import Delta, Float4, Float8, Lossless, Quantize, Sign, Spec, SpecLike, Ternary, TopK, Truncate
 
 _LARGEST = 8 * ((1 << 32) - 1)  # bytes of a frame
 
@@ -69,7 +69,7 @@ def has_fixed_rate(spec: Spec) -> bool:
             return not entropy
         case Ternary(packing=packing):
             return packing != "entropy"
-        case Lossless() | Truncate() | Delta():
+        case Lossless() | Truncate() | Delta() | TopK():
             return False
         case _:
             raise SpecError(f"the size of a frame by {spec} is not known")

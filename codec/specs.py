@@ -636,10 +636,93 @@ class Delta(Spec):
                 raise SpecError(f"block_size must be a power of two, got {self.block_size}")
 
 
+@dataclass(frozen=True, slots=True)
+class TopK(Spec):
+    """Sparsification: the values of largest magnitude of each chunk, all others are decoded as zero.
+
+    It is for sparse pseudo-gradients [1]_ and needs error feedback, which sends later what is left out. By default 1
+    value in 64 is kept, and a frame takes 0.158 bits per value of the tensor. Of equal magnitudes the first ones in
+    the chunk are kept. NaN and Inf are refused. It takes float32, bfloat16 and float16.
+
+    Parameters
+    ----------
+    density : float, default 1/64
+        Share of values to keep, above 0 and at most 1/2. ``kept``, the number of values kept of a chunk, is the nearest
+        whole number, at least 1; of a last chunk that is shorter, as large a share, rounded up.
+    bits : int, default 2
+        Bits of a kept value, its sign included, 1 to 8. 1: all of a chunk have their mean magnitude. More:
+        2^(bits - 1) evenly spaced magnitudes from the least to the largest that the chunk keeps.
+    chunk : int, default 4096
+        Values in a chunk, a power of two from 64 to 65,536. Chunks follow the tensor's values in C order. Each has
+        scales of its own, 16 bits with 1 bit per value, else 32.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        "nearest" rounds a kept magnitude to the nearest level; "stochastic" rounds it to one of the two neighbours,
+        without bias.
+    seed : int, default 0
+        Seed of stochastic rounding, 0 to 2^32 - 1.
+
+    Raises
+    ------
+    SpecError
+        A field has another type or value.
+
+    References
+    ----------
+    .. [1] A. Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv:2508.15706.
+    .. [2] A. F. Aji, K. Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017.
+
+    Examples
+    --------
+    >>> x = np.array([1, -2, 3, -4, 0.5, 0.25, 0, 0], np.float32)
+    >>> codec.decode(codec.encode(x, codec.TopK(1 / 4, chunk=64)))
+    array([ 0.,  0.,  3., -4.,  0.,  0.,  0.,  0.], dtype=float32)
+    >>> grad = np.random.default_rng(0).standard_normal(1_000_000, np.float32)
+    >>> grad.nbytes // len(codec.encode(grad, codec.TopK()))
+    202
+    """
+
+    density: float = 1 / 64
+    bits: int = 2
+    chunk: int = 4096
+    rounding: Rounding = "nearest"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _store_plain(self, "density", "bits", "chunk", "seed")
+        if type(self.density) not in (int, float) or not 0 < self.density <= 1 / 2:
+            raise SpecError(f"density must be a number above 0 and at most 1/2, got {shown(self.density)}")
+        _whole("bits", self.bits, 1, 8)
+        _whole("chunk", self.chunk, 64, 1 << 16, "a power of two, ")
+        if self.chunk & (self.chunk - 1):
+            raise SpecError(f"chunk must be a power of two, got {self.chunk}")
+        _one_of("rounding", self.rounding, Rounding)
+        _whole("seed", self.seed, 0, (1 << 32) - 1)
+
+    @property
+    def kept(self) -> int:
+        """Number of values kept of a whole chunk."""
+        return max(1, round(self.density * self.chunk))
+
+    @property
+    def contraction(self) -> bool:
+        """True for rounding to nearest, and for 1 bit, which is not rounded.
+
+        The largest value of a chunk is exact, or all have their mean; stochastic rounding between levels that are far
+        apart may add a larger error than values have.
+        """
+        return self.rounding == "nearest" or self.bits == 1
+
+
 SpecLike = Spec | BoundSpec | Preset
 
 # Spec classes of all codecs, in the order of messages. The C library's constant of Float8 is CODEC_FLOAT8.
-CODECS: tuple[type[Spec], ...] = (Lossless, Delta, Truncate, Quantize, Float8, Float4, Ternary, Sign)
+CODECS: tuple[type[Spec], ...] = (Lossless, Delta, Truncate, TopK, Quantize, Float8, Float4, Ternary, Sign)
+
+
+def require_feedback(spec: Spec, advice: str) -> None:
+    """Raise SpecError, with advice, for a spec whose frames must not be sent without error feedback."""
+    if isinstance(spec, TopK):
+        raise SpecError(f"{spec} drops most values, and needs error feedback, which sends them later: {advice}")
 
 
 def check_contraction(spec: Spec) -> None:
@@ -651,6 +734,8 @@ def check_contraction(spec: Spec) -> None:
     advice = "leave scale= out"
     if isinstance(spec, Ternary):
         advice = "its values are unbiased, leave feedback out"
+    elif isinstance(spec, TopK):
+        advice = 'use rounding="nearest" or bits=1'
     elif isinstance(spec, Sign):
         advice = 'use scale="l1" or "two_mean"'
     elif isinstance(spec, Quantize):

@@ -60,6 +60,8 @@ static void pick_spec(struct task *k)
 	codec_spec *p = &k->spec;
 
 	*p = (codec_spec){.struct_nbytes = sizeof *p, .codec = CODECS[below(s, sizeof CODECS / sizeof *CODECS)]};
+	if (p->codec == CODEC_DELTA) /* needs a base, which tasks do not have */
+		p->codec = CODEC_TOPK;
 	if (p->codec == CODEC_LOSSLESS) {
 		p->max_code_length = (uint32_t)below(s, 2) ? 2 + (uint32_t)below(s, 7) : 0;
 		p->model = (uint32_t)below(s, 3);
@@ -70,6 +72,12 @@ static void pick_spec(struct task *k)
 		p->options |= p->variant == CODEC_LEVEL_CODING_SHARED && below(s, 2) ? CODEC_OPTION_BITS : 0;
 		p->bits = p->variant == CODEC_LEVEL_CODING_FIXED ? (uint32_t)below(s, 4) : 0;
 		p->guard = one_in(s, 8) ? (int32_t)below(s, 255) - 128 : (int32_t)below(s, 8) - 4;
+	} else if (p->codec == CODEC_TOPK) {
+		p->group_size = below(s, 2) ? 64u << below(s, 11) : 0;
+		p->kept = below(s, 2) ? 1 + (uint32_t)below(s, (p->group_size ? p->group_size : 4096) / 2) : 0;
+		p->bits = (uint32_t)below(s, 9);
+		p->options = (uint32_t)below(s, 2);
+		p->seed = (uint32_t)noise(s);
 	} else {
 		p->variant = (uint32_t)below(s, p->codec == CODEC_SIGN || p->codec == CODEC_TERNARY ? 3 : 2);
 		p->group_size = below(s, 3) ? ROWS[below(s, sizeof ROWS / sizeof *ROWS)] : CODEC_GROUP_SIZE_ROW;
@@ -628,6 +636,7 @@ static int fixed_rate(const codec_spec *p)
 {
 	switch (p->codec) {
 	case CODEC_LOSSLESS:
+	case CODEC_TOPK:
 	case CODEC_TRUNCATE: return 0;
 	case CODEC_TERNARY: return p->variant != CODEC_TERNARY_ENTROPY;
 	default: return !(p->options & CODEC_OPTION_ENTROPY);
@@ -641,7 +650,9 @@ static void check_encoder(struct task *k)
 	struct given given;
 
 	if (k->spec.codec != CODEC_LOSSLESS && one_in(&k->s, 4)) {
-		residual = k->spec.codec != CODEC_TRUNCATE && one_in(&k->s, 3) ? DELTA : FEEDBACK;
+		residual = k->spec.codec != CODEC_TRUNCATE && k->spec.codec != CODEC_TOPK && one_in(&k->s, 3)
+				   ? DELTA
+				   : FEEDBACK;
 		k->error = exact(4 * k->n, &k->s);
 		make_values(k, k->error.p, CODEC_FLOAT32, one_in(&k->s, 2));
 		k->expected = UNKNOWN; /* sums and differences may be NaN or Inf, or exceed a scale */

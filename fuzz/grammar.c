@@ -144,7 +144,7 @@ static uint32_t pick_dtype(struct maker *m)
 /* Pick codec, dtype, shape and params. */
 static void pick(struct maker *m, const struct grammar *like)
 {
-	static const uint8_t CODECS[] = {1, 7, 2, 3, 4, 5, 6, 1, 7, 1, 4, 3};
+	static const uint8_t CODECS[] = {1, 7, 2, 3, 4, 5, 6, 1, 7, 1, 4, 3, 9};
 	struct grammar *g = m->g;
 	int same = like && below(&m->s, 3);
 
@@ -171,6 +171,8 @@ static void pick(struct maker *m, const struct grammar *like)
 		g->params[WIRE_PARAM_VARIANT] = (uint8_t)below(&m->s, 3);
 	} else if (g->codec == CODEC_TRUNCATE) {
 		pick_truncate_params(m);
+	} else if (g->codec == CODEC_TOPK) {
+		pick_topk_params(m);
 	} else {
 		pick_rows_params(m);
 	}
@@ -234,6 +236,8 @@ static void make(struct maker *m, const struct grammar *like)
 			make_lossless(m);
 		else if (g->codec == CODEC_TRUNCATE)
 			make_truncate(m);
+		else if (g->codec == CODEC_TOPK)
+			make_topk(m);
 		else
 			make_rows(m);
 		m->side_at = m->directory_at - header;

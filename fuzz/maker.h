@@ -79,7 +79,9 @@ uint32_t bad_scale(struct maker *m);
 void make_lossless(struct maker *m);
 void make_rows(struct maker *m);
 void make_truncate(struct maker *m);
+void make_topk(struct maker *m);
 void pick_rows_params(struct maker *m);
 void pick_truncate_params(struct maker *m);
+void pick_topk_params(struct maker *m);
 
 #endif

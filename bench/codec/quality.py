@@ -22,7 +22,7 @@ import numpy as np
 import codec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from family import FAMILY, TRUNCATE, optimizer_state, step_of
+from family import FAMILY, SPARSE, TRUNCATE, optimizer_state, step_of
 from gradients import SAMPLE, segments, tensors
 
 Array = np.ndarray[Any, Any]
@@ -50,7 +50,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
         if ":grad" not in name or not shapes:
             continue
         real, inside = wide(x, dtype), segments(shapes)
-        for codec_name, spec in FAMILY.items():
+        for codec_name, spec in {**FAMILY, **SPARSE}.items():
             frame = codec.encode(codec.view(x, dtype, segments=inside), spec)
             y = codec.decode(frame, like=x)
             y = wide(y, dtype) if y.dtype == np.uint16 else np.asarray(y)
@@ -89,7 +89,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
-    kinds = dict.fromkeys(type(spec).__name__ for spec in [*FAMILY.values(), *TRUNCATE.values()])
+    kinds = dict.fromkeys(type(spec).__name__ for spec in [*FAMILY.values(), *SPARSE.values(), *TRUNCATE.values()])
     marks = dict(zip(kinds, "os^Dv*PXp", strict=False))
     names = list(dict.fromkeys(r["tensor"] for r in rows))
     for i, tensor in enumerate(names):

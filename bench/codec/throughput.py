@@ -43,7 +43,7 @@ from codec._c.spec_structs import spec_struct
 from codec._call import new_tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from family import FAMILY, TRUNCATE, moved
+from family import FAMILY, SPARSE, TRUNCATE, moved
 from measure import best, tensor
 
 
@@ -116,7 +116,7 @@ def lossy(nbytes: int, dtype: str) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     most = float(np.abs(tensor("float32", x.size)).max())
     given = {"Ternary 2bit": codec.Ternary(scale=most), "Ternary base3": codec.Ternary("base3", most)}
-    for name, spec in {**FAMILY, **given, **TRUNCATE}.items():
+    for name, spec in {**FAMILY, **SPARSE, **given, **TRUNCATE}.items():
         print(f"\r{name:30}", end="", file=sys.stderr, flush=True)
         bound = spec.bind(metric, **state) if isinstance(spec, codec.Truncate) else None
         values, by, one = codec.view(x, dtype), bound or spec, codec.options(threads=1)

@@ -60,13 +60,16 @@ def nesterov(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
-# arguments of LocalSteps
+# arguments of LocalSteps; a pair as spec: a codec, and the decay of its residuals
 LOCAL: dict[str, dict[str, Any]] = {
     "local, Lossless()": {"spec": codec.Lossless()},
     "local": {},
     "local, every=30": {"every": 30},
     "local, Quantize(2, odd)": {"spec": TWO_BITS},
     "local, Sign(1024)": {"spec": codec.Sign(group_size=1024)},
+    "local, TopK(), decay .95": {"spec": (codec.TopK(), 0.95)},
+    "local, every=30, TopK(), decay .95": {"every": 30, "spec": (codec.TopK(), 0.95)},
+    "local, TopK(1/16), decay .95": {"spec": (codec.TopK(1 / 16), 0.95)},
     "local, 5 fragments, delay 1": {"fragments": 5, "delay": 1},
     "local, outer Nesterov": {"outer": nesterov},
     "warm-up, local": {"warmup": True},
@@ -100,11 +103,13 @@ def add_method(job: Job, task: Task, model: DistributedDataParallel) -> Any:
         return add_hook(Job(job.task, DDP.get(job.codec, PLAIN), job.seed, job.steps), task, model)
     if job.codec in DDP:
         return one_bit_adam.add_optimizer(Job(job.task, DDP[job.codec], job.seed, job.steps), task, model)
-    from codec.torch import LocalSteps
+    from codec.torch import Feedback, LocalSteps
 
     how = dict(LOCAL[job.codec])
     if how.pop("warmup", False):
         how["warmup"] = (round(WARMUP * job.steps), "small")
+    if isinstance(how.get("spec"), tuple):
+        how["spec"] = Feedback(how["spec"][0], decay=how["spec"][1])
     model.register_comm_hook(None, send_nothing)
     local = LocalSteps(task.model, task.optimizer, **how)
 

@@ -95,6 +95,14 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
                 options |= (granularity == "bit") * lib.CODEC_OPTION_BITS
                 how = {"variant": _index(specs.LevelCoding, level_coding), "guard": spec.guard_bits}
             return {"max_code_length": max_code_length, "options": options, **how}
+        case specs.TopK(_, bits, chunk, rounding, seed):
+            return {
+                "bits": bits,
+                "group_size": chunk,
+                "kept": spec.kept,
+                "options": (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC,
+                "seed": seed,
+            }
         case specs.Delta(block_size):
             return {"group_size": block_size or 0}
         case _:
@@ -124,6 +132,10 @@ def spec_of(struct: Any) -> Spec:
         return specs.Float4(get_args(specs.Format4)[variant], stochastic)
     if struct.codec == lib.CODEC_QUANTIZE:
         return specs.Quantize(struct.bits, row or 64, get_args(specs.Levels)[variant], stochastic)
+    if struct.codec == lib.CODEC_TOPK:
+        if not struct.group_size:  # a stored frame does not hold them
+            return specs.TopK(bits=struct.bits, rounding=stochastic)
+        return specs.TopK(struct.kept / struct.group_size, struct.bits, struct.group_size, stochastic)
     if struct.codec == lib.CODEC_TRUNCATE:
         cut: specs.Cut = "truncate" if struct.options & lib.CODEC_OPTION_CUT else "nearest"
         if struct.variant == lib.CODEC_LEVEL_CODING_FIXED:

@@ -54,6 +54,8 @@ class ResidualStore:
     ----------
     role : {"worker", "server"}
         Role of the residuals in state dicts.
+    decay : float
+        Factor of the copies that :meth:`begin` returns.
 
     Attributes
     ----------
@@ -61,12 +63,13 @@ class ResidualStore:
         Complete state. Assigning an earlier one undoes all later calls.
     """
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, decay: float = 1.0) -> None:
         self.role: Role = role
+        self.decay = decay
         self.state = State({}, {}, {})
 
     def begin(self, layout: Any, memory: Memory = HOST) -> Array:
-        """Return a copy of the residuals of a layout, which the caller may write to until commit or rollback.
+        """Return a copy of the residuals of a layout, decayed, which the caller may write to until commit or rollback.
 
         Raises
         ------
@@ -86,6 +89,8 @@ class ResidualStore:
         else:
             buffer = memory.copy(state.kept[at], state.spare.get(at))
             forget_nobodys(buffer, at)
+        if self.decay != 1:
+            buffer *= np.float32(self.decay)
         self.state = state._replace(pending={**state.pending, at: buffer})
         return buffer
 
@@ -169,7 +174,7 @@ class ResidualStore:
 
         Both share the arrays of residuals, and nothing is copied. Only the new store may write to spare buffers.
         """
-        fork = ResidualStore(self.role)
+        fork = ResidualStore(self.role, self.decay)
         fork.state, self.state = self.state, self.state._replace(spare={})
         return fork
 

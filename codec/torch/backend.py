@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from codec import PeerError, options
 from codec._options import Algorithm, check_algorithm
 from codec.arguments import whole
-from codec.specs import Lossless, Preset, Spec, SpecLike
+from codec.specs import Lossless, Preset, Spec, SpecLike, require_feedback
 from codec.torch import _compat
 from codec.torch.collectives import calls, lists
 from codec.torch.group.communicator import close_communicator, group_stats
@@ -71,6 +71,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("spec", "gather"):
             object.__setattr__(self, name, arguments.plain_spec(getattr(self, name)))
+            require_feedback(getattr(self, name), "the backend has none, use codec.torch.all_reduce(feedback=)")
         check_algorithm(self.algorithm)
         whole("small", self.small, 0)
 

@@ -24,6 +24,8 @@ static const codec_spec SPECS[] = {
 	{.codec = CODEC_QUANTIZE, .options = CODEC_OPTION_STOCHASTIC},
 	{.codec = CODEC_QUANTIZE, .bits = 3, .variant = CODEC_LEVELS_ODD, .group_size = 3000},
 	{.codec = CODEC_QUANTIZE, .bits = 7, .group_size = 17000},
+	{.codec = CODEC_TOPK},
+	{.codec = CODEC_TOPK, .bits = 8, .group_size = 64, .kept = 16, .options = CODEC_OPTION_STOCHASTIC},
 	{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_FIXED, .bits = 2},
 	{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_PLANE, .guard = -8},
 	{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_CODED, .guard = -8},
@@ -261,6 +263,12 @@ static void residual_is_read(uint32_t flag, codec_spec spec, uint32_t dtype, uin
 	free(theta.data);
 }
 
+/* Return 1 for codecs of rows: frames may hold differences to the residual, and follow segments. */
+static int is_rows(uint32_t codec)
+{
+	return codec != CODEC_TRUNCATE && codec != CODEC_TOPK;
+}
+
 static void test_residual_is_added_or_subtracted(void **unused)
 {
 	static const uint64_t SIZES[] = {0, 1, 100, 513, 2561, 16385, 22500, 90001};
@@ -269,7 +277,7 @@ static void test_residual_is_added_or_subtracted(void **unused)
 	for (uint32_t isa = 0; codec_isa_name(isa); isa++)
 		for (size_t s = 0; s < NSPECS && codec_isa_usable(isa); s++)
 			for (size_t i = 0; i < 3 * sizeof SIZES / sizeof *SIZES; i++)
-				for (int f = 0; f < 1 + (SPECS[s].codec != CODEC_TRUNCATE); f++)
+				for (int f = 0; f < 1 + is_rows(SPECS[s].codec); f++)
 					residual_is_read(f ? CODEC_DIFFERENCE : CODEC_FEEDBACK, SPECS[s], DTYPES[i % 3],
 							 SIZES[i / 3], 1 + isa);
 }
@@ -449,7 +457,7 @@ static void test_bound_of_segments_is_exact_without_entropy_stage(void **unused)
 
 	(void)unused;
 	for (size_t s = 0; s < NSPECS; s++)
-		for (size_t i = 0; i < 3 && SPECS[s].codec != CODEC_TRUNCATE; i++)
+		for (size_t i = 0; i < 3 && is_rows(SPECS[s].codec); i++)
 			for (uint64_t count = 0; count <= sizeof segments / sizeof *segments; count++) {
 				encode_bounded(SPECS[s], DTYPES[i], 19030, segments, count);
 				encode_bounded(SPECS[s], DTYPES[i], 90001, segments, count);
@@ -614,7 +622,7 @@ static void test_stack_use_is_limited(void **unused)
 static void test_rejects_wrong_specs(void **unused)
 {
 	static const codec_spec BAD[] = {
-		{.codec = 8},
+		{.codec = 10},
 		{.codec = CODEC_SIGN, .variant = 3},
 		{.codec = CODEC_SIGN, .options = CODEC_OPTION_STOCHASTIC},
 		{.codec = CODEC_SIGN, .max_code_length = 8},
@@ -628,6 +636,11 @@ static void test_rejects_wrong_specs(void **unused)
 		{.codec = CODEC_QUANTIZE, .bits = 9},
 		{.codec = CODEC_QUANTIZE, .bits = 1, .variant = CODEC_LEVELS_ODD},
 		{.codec = CODEC_QUANTIZE, .group_size = CODEC_GROUP_SIZE_ROW},
+		{.codec = CODEC_TOPK, .bits = 9},
+		{.codec = CODEC_TOPK, .group_size = 100},
+		{.codec = CODEC_TOPK, .group_size = 32},
+		{.codec = CODEC_TOPK, .group_size = 64, .kept = 33},
+		{.codec = CODEC_TOPK, .scale = 1},
 		{.codec = CODEC_TRUNCATE, .variant = 4},
 		{.codec = CODEC_TRUNCATE, .bits = 4, .variant = CODEC_LEVEL_CODING_FIXED},
 		{.codec = CODEC_TRUNCATE, .bits = 1},

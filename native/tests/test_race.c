@@ -51,6 +51,7 @@ static const struct kind {
 	{CODEC_FLOAT32, {.codec = CODEC_FLOAT4}},
 	{CODEC_FLOAT32, {.codec = CODEC_FLOAT4, .variant = CODEC_FLOAT4_MXFP4}},
 	{CODEC_FLOAT32, {.codec = CODEC_QUANTIZE, .bits = 3, .variant = CODEC_LEVELS_ODD, .group_size = 17000}},
+	{CODEC_FLOAT32, {.codec = CODEC_TOPK, .group_size = 1024, .kept = 100}},
 	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_PLANE}},
 	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_CODED}},
 	{CODEC_BFLOAT16, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_SHARED, .options = CODEC_OPTION_BITS}},

@@ -169,7 +169,8 @@ static void test_steps_require_metric(void **unused)
 /* Without room for the largest possible frame, steps with a residual fail before any of it is written. */
 static void test_steps_with_residual_require_bound(void **unused)
 {
-	static const uint32_t CODECS[] = {CODEC_SIGN, CODEC_TERNARY, CODEC_FLOAT8, CODEC_FLOAT4, CODEC_QUANTIZE};
+	static const uint32_t CODECS[] = {CODEC_SIGN,   CODEC_TERNARY,  CODEC_FLOAT8,
+					  CODEC_FLOAT4, CODEC_QUANTIZE, CODEC_TOPK};
 	codec_tensor t = tensor(x, N);
 	codec_context with = context();
 	size_t job_nbytes, work_nbytes, bound;

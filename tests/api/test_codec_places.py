@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 import codec
-from codec import Delta, Lossless, Truncate, specs
+from codec import Delta, Lossless, TopK, Truncate, specs
 from codec._c.library import lib
 from codec.specs import CODECS
 
@@ -50,7 +50,7 @@ PLACES = [
     Place("docs/encoder.md", r"\b(?i:{name})\b"),
     Place("tests/reference/decoder.py", r"\bcodec [!=]= {number}\b"),
     Place("tests/reference/encoder.py", r"\bask\.codec == {number}\b"),
-    Place("tests/support/format_cases.py", r"^ .*\b{NAME}\b", (Lossless, Delta)),  # tests/format/test_delta_rules.py
+    Place("tests/support/format_cases.py", r"^ .*\b{NAME}\b", (Lossless, Delta, TopK)),  # tests/format/test_*_rules.py
     Place("tests/format/test_encoder_rules.py", r"\bcodec\.{Name}\("),
     # C
     Place("native/include/codec/codec.h", r"^#define CODEC_{NAME} {number}\b"),
@@ -66,31 +66,31 @@ PLACES = [
     Place("codec/_c/spec_structs.py", r"return specs\.{Name}\("),  # from C
     Place("codec/frame_size.py", r"case .*\b{Name}\("),
     # other engines
-    Place("codec/engines/numba/", r"\blib\.CODEC_{NAME}\b"),
-    Place("native/cuda/", r"\b(WIRE_CODEC_{NAME}|encode_{name})\b", (Delta,)),
-    Place("native/cuda_api/src/kernels.h", r'"encode_(rows<{number}>|{name}["<])', (Delta,)),
+    Place("codec/engines/numba/", r"\blib\.CODEC_{NAME}\b", (Delta, TopK)),
+    Place("native/cuda/", r"\b(WIRE_CODEC_{NAME}|encode_{name})\b", (Delta, TopK)),
+    Place("native/cuda_api/src/kernels.h", r'"encode_(rows<{number}>|{name}["<])', (Delta, TopK)),
     # C++
     Place("bindings/gloo/include/codec/gloo/blocks.h", r"case CODEC_{NAME}:", (Delta,)),  # needs a base
-    Place("native/tests/gloo/tensors.h", r"\bCODEC_{NAME}\b", (Delta,)),
+    Place("native/tests/gloo/tensors.h", r"\bCODEC_{NAME}\b", (Delta, TopK)),
     # tests
     Place("tests/support/specs.py", r": codec\.{Name}\(", (Delta,)),  # specs that need no base
-    Place("tests/support/specs.py", r'^FAMILIES = \([^)]*"{name}', (Delta,)),
-    Place("tests/codecs/test_lossy.py", r"^def test_{name}_", (Lossless, Truncate, Delta)),
+    Place("tests/support/specs.py", r'^FAMILIES = \([^)]*"{name}', (Delta, TopK)),
+    Place("tests/codecs/test_lossy.py", r"^def test_{name}_", (Lossless, Truncate, Delta, TopK)),
     Place("tests/codecs/test_contraction.py", r"\bcodec\.{Name}\(", (Lossless, Delta)),
-    Place("tests/format/test_frame_size.py", r"\bbuilds\(codec\.{Name}\b", (Lossless, Truncate, Delta)),
+    Place("tests/format/test_frame_size.py", r"\bbuilds\(codec\.{Name}\b", (Lossless, Truncate, Delta, TopK)),
     Place("tests/vectors/index.json", r'"\w+-{name}', (Lossless,)),
     Place("fuzz/grammar.c", r"\bCODECS\[\] = {{[^}}]*\b{number}\b", (Delta,)),
     Place("fuzz/fuzz_encode.c", r"\bCODEC_{NAME}\b", (Delta,)),
-    Place("fuzz/make_rows.c", r"\bCODEC_{NAME}\b", (Lossless, Truncate, Delta)),
+    Place("fuzz/make_rows.c", r"\bCODEC_{NAME}\b", (Lossless, Truncate, Delta, TopK)),
     # benchmarks and pages
     Place("bench/support/family.py", r": codec\.{Name}\(", (Lossless, Delta)),  # bench/codec/delta.py
-    Place("bench/training/convergence.py", r"\b{Name}\(", (Delta,)),
+    Place("bench/training/convergence.py", r"\b{Name}\(", (Delta, TopK)),
     Place("docs/quickstart.md", r"^\|[^|]*`{Name}`"),
     Place("docs/torch.md", r"^\|[^|]*`{Name}\(", (Delta,)),
     Place("docs/benchmarks.md", r"^\|[ |]*{Name}\b", (Delta,)),
-    Place("docs/convergence.md", r"^\| `{Name}\(", (Delta,)),
+    Place("docs/convergence.md", r"^\| `{Name}\(", (Delta, TopK)),
     Place("docs/protocol.md", r"\('spec', \"{Name}\(", (Delta,)),
-    Place("docs/gpu-c.md", r"`CODEC_{NAME}`", (Lossless, Delta)),
+    Place("docs/gpu-c.md", r"`CODEC_{NAME}`", (Lossless, Delta, TopK)),
     Place("docs/internals/lossy.md", r"\b{Name}\b", (Lossless, Delta)),
 ]
 EACH = pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.path}: {place.pattern}")

@@ -21,6 +21,11 @@ SPECS = [
     codec.Float4(),
     codec.Float4("mxfp4", "stochastic"),
     codec.Truncate(3),
+    codec.TopK(),
+    codec.TopK(1 / 4096),
+    codec.TopK(1 / 2, 1, 64),
+    codec.TopK(1 / 16, 4, 1024),
+    codec.TopK(1 / 2, 2, 64, "stochastic"),
     *(
         codec.Quantize(bits, group, levels, rounding)
         for bits, group, levels, rounding in itertools.product(
@@ -46,6 +51,7 @@ def tensors():
         x = np.full(n, small)
         x[::64] = 1
         yield f"one beside {small}", x
+    yield "most magnitudes between two far apart", np.tile([1, *[0.1] * 30, 0.001, *[0] * 32], n // 64)
     yield "heavy tails", rng.standard_normal(n) ** 7
     yield "far below a scale of 1", np.full(n, 2.0**-13)
 

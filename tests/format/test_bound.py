@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import codec
 from codec.frame_size import has_fixed_rate
-from support.specs import FAMILIES, LOSSLESS, LOSSY, SPECS
+from support.specs import FAMILIES, LOSSLESS, LOSSY, SPECS, TOPKS
 
 DTYPE = st.sampled_from(["float32", "bfloat16", "float16"])
 GROUPS = st.integers(1, 20_000)
@@ -73,13 +73,14 @@ def test_bounds_hold_for_any_segments(spec, dtype, layout, seed, digits):
         assert most <= codec.bound(n, dtype, spec)
 
 
-@given(st.integers(0, 2000), st.integers(1, 70), DTYPE, st.sampled_from(list(LOSSY)), st.data())
+@given(st.integers(0, 2000), st.integers(1, 70), DTYPE, st.sampled_from(list(LOSSY | TOPKS)), st.data())
 def test_bound_without_segments_holds_for_as_many_parts_as_a_frame_may_have(n, cuts, dtype, name, data):
     at = sorted(data.draw(st.lists(st.integers(0, n), min_size=cuts, max_size=cuts)))
     segments = [(a, (b - a,)) if i % 2 else (a, (1, b - a)) for i, (a, b) in enumerate(pairwise(at))]
-    x, most = uniform(n, dtype, 1, 6), codec.bound(n, dtype, LOSSY[name])
-    frame = encoded(x, dtype, segments, LOSSY[name], most)
-    assert len(frame) <= codec.bound(n, dtype, LOSSY[name], segments=segments) <= most
+    x, spec = uniform(n, dtype, 1, 6), (LOSSY | TOPKS)[name]
+    most = codec.bound(n, dtype, spec)
+    frame = encoded(x, dtype, segments, spec, most)
+    assert len(frame) <= codec.bound(n, dtype, spec, segments=segments) <= most
 
 
 @pytest.mark.parametrize("engine", ["native", "numba"])

@@ -13,7 +13,7 @@ import codec
 from codec.engines.native import encoding
 from reference import decoder as oracle
 from support import flatcall
-from support.specs import LOSSY, TRUNCATES
+from support.specs import LOSSY, TOPKS, TRUNCATES
 from support.tensors import ALL_DTYPES, KINDS, random_bits
 
 PYTHON = (sys.executable, "-P", "-W", "ignore", "-c")  # -P: ignore the working directory
@@ -102,7 +102,7 @@ def test_threads_give_the_same_bytes(dtype, isa):
         assert codec.encode(codec.view(x, dtype), out=exact, options=codec.options(threads=4)) == frame
 
 
-@pytest.mark.parametrize("spec", [codec.Lossless(), *LOSSY.values(), *TRUNCATES.values()], ids=repr)
+@pytest.mark.parametrize("spec", [codec.Lossless(), *LOSSY.values(), *TOPKS.values(), *TRUNCATES.values()], ids=repr)
 def test_every_codec_uses_all_threads(spec, monkeypatch):
     """No codec falls back to one thread where its frame is smaller than the tensor."""
     x = np.random.default_rng(0).standard_normal(300_001).astype(np.float32)

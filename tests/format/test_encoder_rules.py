@@ -18,7 +18,7 @@ from reference import encoder
 from reference.decoder import DTYPES as NUMBERED
 from reference.encoder import Ask
 from support import flatcall
-from support.specs import LOSSY, TRUNCATES
+from support.specs import LOSSY, TOPKS, TRUNCATES
 from support.tensors import ALL_DTYPES, KINDS, random_bits
 from support.tiers import every
 
@@ -36,6 +36,9 @@ def ask_of(spec):
     match spec:
         case codec.Delta():
             return Ask(8, block_log2=(spec.block_size or 1 << 16).bit_length() - 1)
+        case codec.TopK():
+            log2 = spec.chunk.bit_length() - 1
+            return Ask(9, 0, int(stochastic), spec.bits, seed=spec.seed, chunk_log2=log2, kept=spec.kept)
         case codec.Lossless():
             return Ask(1, index(specs.Model, spec.model), max_code_length=spec.max_code_length)
         case codec.Sign():
@@ -316,7 +319,10 @@ def test_sampling_of_large_tensors():
 # -- row codecs
 
 
-ROWS = LOSSY | {
+ROWS = (LOSSY | TOPKS) | {
+    "topk_default": codec.TopK(),
+    "topk_3": codec.TopK(1 / 2, 3, 1024, "stochastic"),
+    "topk_sparse": codec.TopK(1 / 5000, 4, 1 << 16),
     "sign_block": codec.Sign("l1", 700),
     "ternary_entropy_clip": codec.Ternary("entropy", clip=0.7, seed=9),
     "ternary_given": codec.Ternary("base3", scale=1e4),
@@ -626,7 +632,7 @@ def test_random_truncate_frames(n, seed, way, guard, data):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("spec", every(2, [*LOSSY.values(), *TRUNCATES.values()]), ids=repr)
+@pytest.mark.parametrize("spec", every(2, [*LOSSY.values(), *TOPKS.values(), *TRUNCATES.values()]), ids=repr)
 def test_frames_with_error_feedback(spec, dtype):
     """Some sums lie between the dtype's numbers or beyond its range."""
     n = 3000

@@ -1,7 +1,7 @@
 """Reference decoder of frames, written from docs/format.md alone with numpy and struct; plain and slow.
 
 The decoder shares no code with the library. It is one file, so that it can be read beside the specification.
-``python tests/reference/decoder.py FRAME`` prints the contents of a frame, ``--example`` the example of section 13.
+``python tests/reference/decoder.py FRAME`` prints the contents of a frame, ``--example`` the example of section 14.
 """
 
 import struct
@@ -47,6 +47,7 @@ PARAMS = {
     6: (2, 1, 8, 0, 0),
     7: (4, 24, 3, 2, 8),
     8: (1, 0, 0, 0, 0),
+    9: (1, 1, 8, 0, 0),
 }
 
 
@@ -60,6 +61,7 @@ def check_params(codec: int, variant: int, options: int, bits: int, max_code_len
     need(codec != 1 or row == 0, "row of lossless")
     need(codec != 8 or row == 0, "row of delta")
     need(codec != 6 or bits >= 1 + variant, "bits")
+    need(codec != 9 or bits, "bits")
     if codec == 7:
         need(not options & 8 or variant == 2, "option 8")
         need(variant == 3 or bits == 0, "level")
@@ -274,7 +276,7 @@ def decode(
     )
     frame_nbytes, checksum, *params = struct.unpack_from("<QQBBBBI", frame, 16)
     flags, halved, reserved, nblocks = struct.unpack_from("<BBHI", frame, 40)
-    need(magic == b"CODC" and version == 1 and 1 <= codec <= 8, "magic, version or codec")
+    need(magic == b"CODC" and version == 1 and 1 <= codec <= 9, "magic, version or codec")
     need(dtype in DTYPES and rank <= 8 and layout <= 1, "dtype, rank or layout")
     need(reserved == 0 and flags <= 3, "reserved")
     check_params(codec, *params)
@@ -291,7 +293,7 @@ def decode(
     computed = digest(frame[:24] + bytes(8) + frame[32:header_nbytes], 0x100)
     truncate = Truncate(params, dtype, a_exponents) if codec == 7 else None
     rows = Rows(codec, params, n, flags) if 1 < codec < 7 else None
-    if 1 < codec < 8:
+    if 1 < codec < 8 or codec == 9:
         need(dtype in (1, 3, 4) and (codec == 7 or (layout == 1) == (n > 0)), "dtype or layout of a codec")
     if codec == 8:
         need(layout == 1 and not any((fixed, coded, halved, flags)) and side_nbytes == 16, "fields of delta")
@@ -301,6 +303,7 @@ def decode(
         return name, shape, values
     if layout == 0:
         need(not any((block_log2, fixed, coded, halved, side_nbytes, flags, nblocks)), "stored")
+        need(codec != 9 or not params[4], "group_size of a stored frame")
         values = frame[header_nbytes:]
         need(len(values) == n * nplanes, "size")
         need((computed + digest(b"", 0x101) + mix(digest(values, 0x300) ^ GOLDEN)) & MASK64 == checksum, "checksum")
@@ -311,6 +314,12 @@ def decode(
         need(coded == rows.entropy and flags in (0, 2), "coded or flags")
         values = rows.decode(frame, dtype, header_nbytes, side_nbytes, nblocks, computed, checksum)
         return name, shape, narrow(values, dtype)
+    if codec == 9:
+        need(not any((fixed, coded, halved, flags, side_nbytes)), "fields of topk")
+        topk = TopK(params[2], params[4], n)
+        need(topk.c <= block_log2 <= 16 and nblocks == -(-n // (1 << block_log2)), "blocks of topk")
+        values = topk.decode(frame, header_nbytes, 1 << block_log2, nblocks, computed, checksum)
+        return name, shape, narrow(narrowed(values, dtype) + F32(0), dtype)  # the sum with +0 is never -0
     planes_mask = (1 << nplanes) - 1
     need(n and 9 <= block_log2 <= 14 and not (fixed | coded) & ~planes_mask and not fixed & coded, "planes")
     need(not halved & ~coded and not (octave and halved & 1), "halved")
@@ -864,6 +873,63 @@ class Rows:
         need((codes <= (2 * n if self.variant else n)).all(), "code")
         c = codes - n if self.variant else 2 * codes - n
         return np.where(s > 0, s * (c.astype(F32) / F32(n)), F32(0)).astype(F32)
+
+
+class TopK:
+    """Decoder of topk's frames (section 11)."""
+
+    def __init__(self, bits: int, group: int, n: int) -> None:
+        self.b, self.c, self.kept, self.n = bits, group >> 16, group & 0xFFFF, n
+        need(6 <= self.c <= 16 and 1 <= self.kept <= 1 << (self.c - 1), "chunk or kept")
+        self.r = max(k for k in range(17) if k == 0 or 3 * self.kept << k <= 2 << self.c)
+
+    def decode(
+        self, frame: bytes, at: int, block: int, nblocks: int, computed: int, checksum: int
+    ) -> np.ndarray[Any, Any]:
+        need(len(frame) % 8 == 0 and len(frame) // 8 < 1 << 32, "sizes")
+        directory = frame[at : at + 8 * nblocks]
+        need(len(directory) == 8 * nblocks, "directory")
+        computed += digest(directory, 0x200)
+        at += 8 * nblocks
+        out = np.zeros(self.n, F32)
+        for b in range(nblocks):
+            end, short = struct.unpack_from("<II", directory, 8 * b)
+            end *= 8
+            need(at < end <= len(frame), "directory")
+            s = mix(digest(frame[at:end], 0x300) ^ ((b + 1) * GOLDEN & MASK64))
+            need(s >> 32 == short, "block digest")
+            computed += s
+            self.region(frame[at:end], out[b * block : (b + 1) * block])
+            at = end
+        need(at == len(frame), "last region")
+        need(computed & MASK64 == checksum, "checksum")
+        return out
+
+    def region(self, region: bytes, out: np.ndarray[Any, Any]) -> None:
+        """Write the values of a block to `out`, which is zero."""
+        chunks = -(-len(out) // (1 << self.c))
+        r = Reader(region, 0, len(region))
+        each = 1 if self.b == 1 else 2
+        scales = np.frombuffer(r.take(2 * each * chunks), "<u2")
+        need((scales < 0x7F80).all(), "scale")
+        levels = (scales.astype(np.uint32) << 16).view(F32).reshape(-1, each)
+        need((levels[:, 0] <= levels[:, -1]).all(), "scales")
+        bits = Bits(region[2 * each * chunks :])
+        for i in range(chunks):
+            low, high = levels[i, 0], levels[i, -1]
+            if high:
+                self.chunk(bits, low, high, out[i << self.c : (i + 1) << self.c])
+        bits.end()
+
+    def chunk(self, bits: Bits, low: Any, high: Any, out: np.ndarray[Any, Any]) -> None:
+        steps, i = (1 << (self.b - 1)) - 1, 0
+        for _ in range(-(-len(out) * self.kept // (1 << self.c))):
+            i += bits.rice(self.r, 20)
+            need(i < len(out), "gap")
+            minus, level = bits.take(1), bits.take(self.b - 1)
+            v = low + (high - low) * (F32(level) / F32(steps)) if level else low
+            out[i] = -v if minus else v
+            i += 1
 
 
 def example() -> bytes:

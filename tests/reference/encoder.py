@@ -59,6 +59,8 @@ class Ask:
     error: Any = None  # residual that is added
     base: Any = None  # delta: bits of the base
     block_log2: int = 16  # delta
+    chunk_log2: int = 12  # topk: log2 of a chunk
+    kept: int = 64  # topk
 
 
 def pad8(data: bytes) -> bytes:
@@ -1177,6 +1179,57 @@ def encode_delta(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
     return frame.blocks(side, [DeltaBlock(dtype, *pair).region() for pair in pairs], log2)
 
 
+# ---- topk: section 11
+
+
+def topk_chunk(ask: Ask, v: Array, h: Array | None, out: list[str]) -> bytes:
+    """Return the scales of a chunk, and append its codes."""
+    c, kept = ask.chunk_log2, ask.kept
+    k, a = -(-len(v) * kept // (1 << c)), np.abs(v)
+    at = np.sort(np.argsort(-a, kind="stable")[:k])
+    if ask.bits == 1:
+        total = 0.0
+        for x in a[at]:
+            total += float(x)
+        scales = [F32(total / k)]
+    else:
+        scales = [a[at].min(), a[at].max()]
+    stored = narrow(np.array(scales, F32), 3)
+    levels = narrowed(np.array(scales, F32), 3)
+    low, high, top = levels[0], levels[-1], (1 << (ask.bits - 1)) - 1
+    if not high:
+        return stored
+    r = max(x for x in range(17) if x == 0 or 3 * kept << x <= 2 << c)
+    d, last = high - low, -1
+    for i in (int(i) for i in at):
+        put_rice(out, i - last - 1, r, 20)
+        last, level = i, 0
+        if top and d > 0 and a[i] > low:
+            x = over(np.array([min(a[i] - low, d)], F32), d, 1) * F32(top)
+            level = int(steps(x, 0x8000 if h is None else h[i])[0])
+        out.append(low_first(int(np.signbit(v[i])) | level << 1, ask.bits))
+    return stored
+
+
+def encode_topk(ask: Ask, frame: Frame, v: Array, dtype: int) -> bytes:
+    n, c = len(v), ask.chunk_log2
+    frame.params(ask.options, c << 16 | ask.kept if n else 0)
+    if not n:
+        return frame.stored(b"")
+    log2 = next((k for k in range(c, 16) if 1 << k >= n), 16)
+    h = draws(ask, n, 0) if ask.options & 1 else None
+    regions: list[bytes] = []
+    for first, m in blocks_of(n, 1 << log2):
+        out: list[str] = []
+        scales = b""
+        for at, size in blocks_of(m, 1 << c):
+            i = slice(first + at, first + at + size)
+            scales += topk_chunk(ask, v[i], None if h is None else h[i], out)
+        text = "".join(out)
+        regions.append(pad8(scales + int("0" + text[::-1], 2).to_bytes(-(-len(text) // 8), "little")))
+    return frame.blocks(b"", regions, log2)
+
+
 # ---- all codecs
 
 
@@ -1213,7 +1266,10 @@ def encode(bits: Array, dtype: int, shape: tuple[int, ...], ask: Ask) -> bytes:
     if ask.codec == 7:
         bits = bits if ask.error is None else in_dtype(with_error(bits, dtype, error), dtype)
         return encode_truncate(ask, frame, bits, dtype)
-    return encode_rows(ask, frame, floats(bits, dtype) if ask.error is None else with_error(bits, dtype, error), dtype)
+    v = floats(bits, dtype) if ask.error is None else with_error(bits, dtype, error)
+    if ask.codec == 9:
+        return encode_topk(ask, frame, v, dtype)
+    return encode_rows(ask, frame, v, dtype)
 
 
 @np.errstate(all="ignore")

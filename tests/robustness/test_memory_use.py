@@ -7,7 +7,7 @@ from codec._c.library import DTYPES, ITEMSIZE, ffi, lib
 from codec._c.spec_structs import spec_struct
 from codec._call import SMALL_FRAME, SMALL_SCRATCH, new_tensor
 from codec.specs import Lossless
-from support.specs import LOSSY, TRUNCATES
+from support.specs import LOSSY, TOPKS, TRUNCATES
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -21,7 +21,7 @@ def test_memory_of_lossless(dtype):
             assert size[0] <= total / 40 + (1 << 20)
 
 
-@pytest.mark.parametrize("spec", [*LOSSY.values(), *TRUNCATES.values()])
+@pytest.mark.parametrize("spec", [*LOSSY.values(), *TOPKS.values(), *TRUNCATES.values()])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_of_lossy_codecs(spec, dtype):
     for n in (0, 1, 1000, 1 << 14, 1 << 18, 1 << 24, 1 << 30, 1 << 36):

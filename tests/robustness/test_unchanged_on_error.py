@@ -9,11 +9,11 @@ import pytest
 import codec
 from support import flatcall
 from support.frame_builder import recompute_checksums
-from support.specs import LOSSY, TRUNCATES
+from support.specs import LOSSY, TOPKS, TRUNCATES
 
 N = 120_003  # several blocks; the last one has padding
 THREADS = [1, 4]
-SPECS = {"lossless": codec.Lossless(), **LOSSY, **TRUNCATES}
+SPECS = {"lossless": codec.Lossless(), **LOSSY, **TOPKS, **TRUNCATES}
 SGD = codec.optimizers.SGD(1 / 10)
 
 
@@ -189,7 +189,7 @@ def encode_errors(name):
     size = len(FRAMES[name])
     for capacity in (0, 50, size // 2, size - 8, size - 1):
         yield f"{capacity} bytes of {size}", X.copy(), spec, {"out": np.zeros(capacity, np.uint8)}
-    if name in LOSSY and not (isinstance(spec, codec.Float8) and spec.nonfinite == "propagate"):
+    if name in LOSSY | TOPKS and not (isinstance(spec, codec.Float8) and spec.nonfinite == "propagate"):
         for bad in (np.nan, np.inf):
             x = X.copy()
             x[-1] = bad

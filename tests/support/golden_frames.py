@@ -18,7 +18,7 @@ from codec import optimizers
 from codec._c.library import ITEMSIZE
 from reference import decoder as oracle
 from support import flatcall
-from support.specs import LOSSY, TRUNCATES
+from support.specs import LOSSY, TOPKS, TRUNCATES
 
 FOLDER = Path(__file__).parents[1] / "vectors"
 INDEX_FILE = FOLDER / "index.json"
@@ -100,11 +100,11 @@ def golden_tensor(name):
         counts = np.zeros(256, int)
         counts[115:135] = np.arange(1, 21)
         return floats(dtype, 1500, 14), dtype, {"codebook": codec.Codebook.from_counts(counts)}
-    if kind in LOSSY:
+    if kind in LOSSY | TOPKS:
         x = floats(dtype, 3000, 16)
         x[hashed(3000, 17) % np.uint64(9) == 0] = 0
         x[300:400] = 0
-        return x.reshape(30, 100), dtype, {"spec": LOSSY[kind], "stream": 3}
+        return x.reshape(30, 100), dtype, {"spec": (LOSSY | TOPKS)[kind], "stream": 3}
     if kind in TRUNCATES:
         theta = floats("float32", 3000, 20, wide=2)
         theta[::50] = 0x7F800000, *[0] * 59  # one Inf, then zeros
@@ -166,6 +166,8 @@ NAMES = [
     *(f"{d}-cubes" for d in ("int32", "uint64")),
     *(f"float32-{k}" for k in LOSSY),
     *(f"{d}-{k}" for d in ("bfloat16", "float16") for k in ("sign_l1", "ternary_base3", "float8_e4m3fn", "quantize_4")),
+    *(f"float32-{k}" for k in TOPKS),
+    *(f"{d}-topk_2" for d in ("bfloat16", "float16")),
     "float32-parts",
     "float32-small_parts",
     *(f"{d}-{k}" for d in ("float32", "bfloat16", "float16") for k in TRUNCATES),

@@ -6,7 +6,7 @@ import codec
 from support import flatcall
 from support.engine_comparison import level_arguments, sample_bits
 from support.frame_builder import recompute_checksums
-from support.specs import LOSSY, SPECS, TRUNCATES
+from support.specs import LOSSY, SPECS, TOPKS, TRUNCATES
 from support.tensors import random_bits
 
 TRUNCATE_HOW = {
@@ -33,7 +33,7 @@ def small_frames():
     x = random_bits("bfloat16", 8192, "sparse").reshape(64, 128)
     out["model"] = (bytes(codec.encode(codec.view(x, "bfloat16"), codec.Lossless(model="separable"))), "bfloat16", 8192)
     y = random_bits("float32", 8300, "normal").view(np.float32) * np.float32(0.01)
-    for name, spec in LOSSY.items():
+    for name, spec in (LOSSY | TOPKS).items():
         out[name] = (bytes(codec.encode(y[:300], spec)), "float32", 300)
     for name, spec in TRUNCATES.items():
         how = TRUNCATE_HOW if spec.fixed_level is None else {}
@@ -66,6 +66,9 @@ def frames_to_damage():
         spec = SPECS[name]
         x, how = sample_bits("float16", 34_000, "zeros"), level_arguments(spec, 34_000)
         frames[f"blocks_{name}"] = (bytes(flatcall.encode(x, spec, dtype="float16", **how)), "float16", 34_000, how)
+    x = sample_bits("float16", 34_000, "zeros")
+    spec = codec.TopK(1 / 16, chunk=1 << 14)
+    frames["blocks_topk"] = (bytes(flatcall.encode(x, spec, dtype="float16")), "float16", 34_000, {})
     x = sample_bits("float16", 1000, "wide")
     for name, spec in TRUNCATES.items():
         how = level_arguments(spec, 1000)

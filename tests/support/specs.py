@@ -23,6 +23,13 @@ LOSSY = {
     "quantize_8": codec.Quantize(8, 3000, "even", "nearest"),
 }
 
+# the native engine alone has this codec
+TOPKS = {
+    "topk_2": codec.TopK(1 / 16, chunk=512),
+    "topk_1": codec.TopK(bits=1),
+    "topk_8": codec.TopK(1 / 4, 8, 64, "stochastic", seed=5),
+}
+
 TRUNCATES = {
     "truncate_fixed": codec.Truncate(2),
     "truncate_plane": codec.Truncate(level_coding="plane", guard=0),

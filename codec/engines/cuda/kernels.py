@@ -16,10 +16,10 @@ from codec.engines.cuda import library, sources
 from codec.engines.cuda.cache import load_cached, store_cached
 from codec.engines.cuda.library import Code
 from codec.errors import EngineError
-from codec.specs import Delta, Lossless, Truncate
+from codec.specs import Delta, Lossless, TopK, Truncate
 
 _SIZES = 1, 2, 4, 8  # bytes of a value
-_ROWS = tuple(n for kind, n in NUMBERS.items() if kind not in (Lossless, Delta, Truncate))  # codecs of rows
+_ROWS = tuple(n for kind, n in NUMBERS.items() if kind not in (Lossless, Delta, Truncate, TopK))  # codecs of rows
 
 
 class File(NamedTuple):

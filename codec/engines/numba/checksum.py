@@ -1,5 +1,5 @@
 # pyright: basic
-"""Digests of bytes and checksums of blocks (docs/format.md, section 12)."""
+"""Digests of bytes and checksums of blocks (docs/format.md, section 13)."""
 
 import numpy as np
 

@@ -6,7 +6,7 @@ from typing import Any
 from codec.arguments import shown
 from codec.errors import ArgumentError, SpecError
 from codec.presets import resolve
-from codec.specs import Float8, Lossless, Spec, Truncate
+from codec.specs import Delta, Float8, Lossless, Spec, TopK, Truncate
 from codec.stateful.activation.message import ENTRY_CODES
 from codec.stateful.activation.store_file import FileStore
 from codec.stateful.activation.store_ram import RamStore
@@ -23,7 +23,9 @@ def spec_of(name: str, given: Any) -> Spec:
 def delta_spec_of(given: Any) -> Spec:
     """Return the spec of deltas that an argument means."""
     spec = spec_of("spec", given)
-    if isinstance(spec, Lossless) or (isinstance(spec, Float8) and spec.nonfinite != "error"):
+    if isinstance(spec, TopK):
+        raise SpecError(f"deltas need a codec that sends all values, such as Quantize(4), got {spec}")
+    if isinstance(spec, Lossless | Delta) or (isinstance(spec, Float8) and spec.nonfinite != "error"):
         raise SpecError(f"deltas need a lossy spec that refuses NaN and Inf, got {spec}")
     return spec
 

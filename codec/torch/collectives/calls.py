@@ -5,7 +5,7 @@ error there is an error on all ranks. Its store() stores the result after all ra
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ def all_reduce(
     group: Any = None,
     async_op: bool = False,
     out: torch.Tensor | None = None,
-    feedback: Feedback | None = None,
+    feedback: Feedback | Literal[False] | None = None,
     stream: int = 0,
     options: CallOptions | None = None,
 ) -> Work | None:
@@ -72,11 +72,11 @@ def all_reduce(
         Tensor that gets the result, while `tensor` stays unchanged: contiguous, of the same dtype and size, in host
         memory or where `tensor` is, in memory that `tensor` does not share. After an error it is undefined, so no
         result has to be copied after the agreement, which is faster.
-    feedback : Feedback, optional
+    feedback : Feedback or False, optional
         Residuals of a lossy codec, for a sum or mean by any algorithm but "ring". The errors of this rank's frames are
         added to the values of the next call with the same parameter names, the errors of its encoded sums to the next
         sums. Rounding of results to bfloat16 or float16 is not included. After an error residuals are unchanged on all
-        ranks.
+        ranks. Default: none, which :class:`codec.TopK` takes as False only.
     stream : int
         Number of the random stream of codecs with random rounding. Tensors of one step need different numbers.
     options : CallOptions, optional
@@ -134,10 +134,10 @@ def all_reduce(
                 r = reduction_of(
                     values, spec_or_default(spec, feedback), op, stream, segments=segments, settings=settings
                 )
-                check_request(requested, r.spec, r.op, feedback=feedback is not None)
+                check_request(requested, r.spec, r.op, feedback=isinstance(feedback, Feedback))
                 algorithm = choose(requested, r, comm.channel)
                 _prepare_output(r, values, out, settings)
-                if feedback is not None:
+                if isinstance(feedback, Feedback):
                     turn.begin(r, named(tensor, r), algorithm)
                 return r, algorithm
 
@@ -217,7 +217,7 @@ def reduce_scatter(
     op: OpLike = dist.ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
-    feedback: Feedback | None = None,
+    feedback: Feedback | Literal[False] | None = None,
     stream: int = 0,
     options: CallOptions | None = None,
 ) -> Work | None:
@@ -261,7 +261,7 @@ def reduce_scatter(
                 check_sizes(values, comm.channel.size, output)
                 r = reduction_of(values, spec_or_default(spec, feedback), op, stream, settings=settings)
                 check_output(output, output.dtype, output.numel())
-                if feedback is not None:
+                if isinstance(feedback, Feedback):
                     turn.begin(r, named(tensor, r), REDUCE_SCATTER)
                 return r
 

@@ -7,7 +7,7 @@ import torch
 
 from codec import ArgumentError, CallOptions
 from codec._options import settings_of
-from codec.specs import Spec
+from codec.specs import Spec, require_feedback
 from codec.tensors.segments import pack, segments
 from codec.torch.group.communicator import Communicator, start
 from codec.torch.group.work import Work
@@ -30,6 +30,9 @@ def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, stream: int
             for t in tensors:
                 check_output(t, tensors[0].dtype, t.numel(), "a tensor")
             flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+            require_feedback(
+                spec, "reduce lists of tensors with another codec, or use codec.torch.all_reduce(feedback=)"
+            )
             r = reduction_of(flat, spec, op, stream, segments=pack(segments(tensors)), settings=settings)
             check_request(requested, r.spec, r.op, feedback=False)
             return r, choose(requested, r, comm.channel)
@@ -54,6 +57,7 @@ def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any,
                 if t.numel() % size:
                     raise ArgumentError(f"{t.numel()} values cannot be scattered over {size} ranks in equal parts")
             flat = torch.cat([t.detach().reshape(size, -1) for t in inputs], 1)
+            require_feedback(spec, "reduce lists of tensors with another codec")
             return reduction_of(flat, spec, op, stream)
 
         await run(comm, collective, REDUCE_SCATTER, prepare, lambda result, r: _store_each(result, r, outputs))

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from codec import ArgumentError, SpecError, StateError
-from codec.specs import Preset, Spec, check_contraction
+from codec.arguments import shown
+from codec.specs import Preset, Spec, check_contraction, require_feedback
 from codec.stateful import CodebookRefresher
 from codec.torch.collectives.bytes import exchange
 from codec.torch.ddp import checkpoint, lifetime
@@ -195,7 +196,7 @@ class Hook:
         self._model = weakref.ref(model)
         lifetime.warn_of_adam(self.reducer)
 
-    def set_spec(self, spec: Spec | Preset, *, feedback: bool | None = None) -> None:
+    def set_spec(self, spec: Spec | Preset, *, feedback: bool | float | None = None) -> None:
         """Encode gradients with another spec from the next step on; all ranks must do so between the same two steps.
 
         Residuals that the new spec does not use are added to the gradients of the next step.
@@ -204,7 +205,7 @@ class Hook:
         ----------
         spec : Spec or str
             As for :func:`ddp_hook`.
-        feedback : bool, optional
+        feedback : bool or float, optional
             As for :func:`ddp_hook`.
 
         Raises
@@ -332,10 +333,18 @@ class Hook:
         return self.__dict__ | {"reducer": copy(self.reducer), "_model": None}
 
 
+def check_feedback(feedback: Any) -> None:
+    """Raise ArgumentError unless ``feedback=`` of a hook is True, False, None or a decay."""
+    if not isinstance(feedback, bool | None) and (type(feedback) is not float or not 0 < feedback <= 1):
+        raise ArgumentError(
+            f"feedback must be True, False, None or a decay above 0 and at most 1, got {shown(feedback)}"
+        )
+
+
 def check(
     spec: Spec | Preset,
     optimizer: torch.optim.Optimizer | None,
-    feedback: bool | None,
+    feedback: bool | float | None,
     algorithm: str,
     refresher: CodebookRefresher | None,
 ) -> Spec:
@@ -343,11 +352,13 @@ def check(
     spec = plain_spec(spec)
     if needs_optimizer(spec) and optimizer is None:
         raise SpecError(f"{spec} drops bits by the optimizer's step: pass optimizer=")
-    if feedback not in (None, True, False):
-        raise ArgumentError(f"feedback must be True, False or None, got {feedback!r}")
+    check_feedback(feedback)
     if feedback:
         check_contraction(spec)
-    check_request(algorithm, spec, "mean", feedback=feeds_back(spec) if feedback is None else feedback)
+    has_feedback = feeds_back(spec) if feedback is None else bool(feedback)
+    if feedback is None and not has_feedback:
+        require_feedback(spec, 'use rounding="nearest"; or feedback=False, to send without it')
+    check_request(algorithm, spec, "mean", feedback=has_feedback)
     if refresher is not None and refresher.spec != spec:
         raise ArgumentError(f"refresher= is of {refresher.spec}, but the spec is {spec}: make a refresher of that spec")
     return spec

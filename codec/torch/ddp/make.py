@@ -27,7 +27,7 @@ def ddp_hook(
     spec: Spec | Preset = Lossless(),  # noqa: B008 - immutable
     *,
     optimizer: Any = None,
-    feedback: bool | None = None,
+    feedback: bool | float | None = None,
     policy: Policy | Chooser = default_policy,
     refresher: CodebookRefresher | None = None,
     grad_scaler: Any = None,
@@ -49,11 +49,12 @@ def ddp_hook(
     optimizer : torch.optim.Optimizer, optional
         Optimizer from whose step :class:`codec.Truncate` computes how many bits of each gradient matter
         (:func:`codec.optimizers.from_optimizer`). Optimizers that Accelerate or Lightning have wrapped are unwrapped.
-    feedback : bool, optional
+    feedback : bool or float, optional
         Error feedback: the errors of frames are added to the gradients of the next step, on each rank and once more
         where sums are encoded; it takes 8 bytes for each value. It converges for codecs that are contractions
-        (:attr:`codec.Spec.contraction`). Default: True for :class:`codec.Sign`, which does not converge well without,
-        and for :class:`codec.Truncate` with ``guard="feedback"``, else False.
+        (:attr:`codec.Spec.contraction`). A number below 1, such as 0.95, is the decay of the residuals, by which they
+        are multiplied before they are added. Default: True for :class:`codec.Sign` and :class:`codec.TopK`, which do
+        not converge well without, and for :class:`codec.Truncate` with ``guard="feedback"``, else False.
     policy : Policy or callable
         Specs of parameters. policy(name, parameter) returns a spec, a preset, or None: the rules of :class:`Policy`
         decide, which use `spec`, but have exceptions for small and uneven parameters. Default: the rules decide for

@@ -11,7 +11,7 @@ from codec import ArgumentError
 from codec.advisor.advise import named
 from codec.advisor.model_rules import UNEVEN, needs_even_rows, small_of, uneven_of
 from codec.arguments import shown
-from codec.specs import Lossless, Sign, Spec, Truncate
+from codec.specs import Lossless, Sign, Spec, TopK, Truncate
 from codec.stateful.ranges import NOBODY
 from codec.torch.ddp.buckets import Part, n_values
 from codec.torch.reduction.arguments import plain_spec
@@ -120,7 +120,8 @@ def names_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[torch.nn.Paramet
 
 def feeds_back(spec: Spec) -> bool:
     """Return True if error feedback is the default for a spec."""
-    return spec.contraction and (isinstance(spec, Sign) or (isinstance(spec, Truncate) and spec.guard == "feedback"))
+    usual = isinstance(spec, Sign | TopK) or (isinstance(spec, Truncate) and spec.guard == "feedback")
+    return usual and spec.contraction
 
 
 class Plan:
@@ -130,8 +131,8 @@ class Plan:
     ----------
     spec : Spec
         Spec of parameters for which the policy returns None.
-    feedback : bool or None
-        Error feedback on or off; None: by :func:`feeds_back`.
+    feedback : bool, float or None
+        Error feedback on or off, or its decay; None: by :func:`feeds_back`.
     policy : Policy
         Chooses the spec of each parameter.
     start_step : int
@@ -145,7 +146,7 @@ class Plan:
         Bytes of the gradients of a step by spec and reason.
     """
 
-    def __init__(self, spec: Spec, feedback: bool | None, policy: Policy, start_step: int) -> None:
+    def __init__(self, spec: Spec, feedback: bool | float | None, policy: Policy, start_step: int) -> None:
         self.spec, self.policy, self.start_step = spec, policy, start_step
         self.feedback_argument = feedback
         self.names: dict[torch.nn.Parameter, str] = {}
@@ -167,7 +168,12 @@ class Plan:
     @property
     def feedback(self) -> bool:
         """True if lossy parameters have residuals."""
-        return feeds_back(self.spec) if self.feedback_argument is None else self.feedback_argument
+        return feeds_back(self.spec) if self.feedback_argument is None else bool(self.feedback_argument)
+
+    @property
+    def decay(self) -> float:
+        """Factor of residuals each time they are added to gradients."""
+        return 1.0 if self.feedback_argument is None else float(self.feedback_argument or 1)
 
     def serve(self, model: torch.nn.Module, names: Mapping[torch.nn.Parameter, str]) -> None:
         """Choose for the parameters of a model from now on."""

@@ -28,10 +28,12 @@ class Residuals(ResidualPair):
     ----------
     spec : Spec
         Spec of the hook. Frames of other specs can use the residuals, too.
+    decay : float
+        Factor of a residual each time it is added.
     """
 
-    def __init__(self, spec: Spec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: Spec, decay: float = 1.0) -> None:
+        super().__init__(spec, decay)
         self._squares: dict[str, tuple[float, float]] = {}  # running means of both squared norms, by parameter
         self._measuring = False
         self._measurements = 0
@@ -129,7 +131,7 @@ class Residuals(ResidualPair):
 
     def copied(self) -> "Residuals":
         """Return the same residuals in memory of their own."""
-        again = Residuals(self.spec)
+        again = Residuals(self.spec, self.decay)
         again.load_state_dict(self.state_dict())
         again._squares, again._measurements, again._warned = self._squares, self._measurements, self._warned
         return again

@@ -242,7 +242,9 @@ class StepState:
     def begin_feedback(self) -> None:
         """Keep residuals from now on if the plan has error feedback."""
         if self._plan.feedback and self.residuals is None:
-            self.residuals = Residuals(self._plan.spec)
+            self.residuals = Residuals(self._plan.spec, self._plan.decay)
+        elif self.residuals is not None:
+            self.residuals.set_decay(self._plan.decay)
 
     def check_owner(self, names: Mapping[torch.nn.Parameter, str], rank: int, size: int) -> None:
         """Raise StateError if the residuals belong to other parameters, or were loaded and belong to another rank."""
@@ -279,7 +281,7 @@ class StepState:
         names, residuals = self._plan.names, None
         if self.residuals is not None:
             checkpoint.check_rank((saved.rank, saved.world_size), self.owner)
-            residuals = Residuals(self._plan.spec)
+            residuals = Residuals(self._plan.spec, self._plan.decay)
             residuals.load_state_dict(saved.parts)
             if names:
                 checkpoint.check_ranges(residuals.ranges(), saved.shapes, names)

@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from codec import ArgumentError, PeerError, StateError
+from codec.arguments import decay_of
 from codec.specs import Preset, Spec, check_contraction
 from codec.stateful.ranges import Layout
 from codec.torch.feedback import checkpoint
@@ -53,18 +54,23 @@ class Feedback:
     spec : Spec or str
         Codec of calls without a spec, or the name of a preset. It must be a contraction
         (:attr:`codec.Spec.contraction`).
+    decay : float
+        Factor of a residual each time it is added, above 0 and at most 1, as of :class:`codec.ErrorFeedback`.
 
     Attributes
     ----------
     spec : Spec
         Codec of calls without a spec.
+    decay : float
+        Factor of residuals.
 
     Raises
     ------
     SpecError
         The spec is lossless or not a contraction.
     ArgumentError
-        The spec is bound to an optimizer, which is for one call: pass the bound spec to the call.
+        The spec is bound to an optimizer, which is for one call: pass the bound spec to the call. Or `decay` is out of
+        range.
 
     Examples
     --------
@@ -89,10 +95,10 @@ class Feedback:
     >>> feedback.load_state_dict(state)
     """
 
-    def __init__(self, spec: Spec | Preset) -> None:
-        self.spec = plain_spec(spec)
+    def __init__(self, spec: Spec | Preset, *, decay: float = 1.0) -> None:
+        self.spec, self.decay = plain_spec(spec), decay_of(decay)
         check_contraction(self.spec)
-        self._pair = ResidualPair(self.spec)
+        self._pair = ResidualPair(self.spec, self.decay)
         self._owner = UNKNOWN, UNKNOWN  # rank and number of ranks of the residuals
         self._op = ""  # operation of the reductions; "" before the first one
         self._sizes: dict[str, int] = {}  # values of each parameter that has a residual
@@ -136,7 +142,7 @@ class Feedback:
             rank or number of ranks, the next collective raises this error.
         """
         rank, world_size, op, parts = checkpoint.parse(state)
-        pair = ResidualPair(self.spec)
+        pair = ResidualPair(self.spec, self.decay)
         pair.load_state_dict(parts)
         with self._lock:
             if self._change is not None and not self._change.is_over:
@@ -272,9 +278,9 @@ class Feedback:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the residuals and the spec for pickle and copy."""
-        return {"spec": self.spec, "state": self.state_dict()}
+        return {"spec": self.spec, "decay": self.decay, "state": self.state_dict()}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         """Restore what :meth:`__getstate__` returned."""
-        self.__init__(saved["spec"])
+        self.__init__(saved["spec"], decay=saved["decay"])
         self.load_state_dict(saved["state"])

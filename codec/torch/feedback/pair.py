@@ -25,12 +25,18 @@ class ResidualPair:
     ----------
     spec : Spec
         Spec of the frames. Frames of other specs can use the residuals, too.
+    decay : float
+        Factor of a residual each time it is added.
     """
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
-        self.worker = ResidualStore("worker")
-        self.server = ResidualStore("server")
+    def __init__(self, spec: Spec, decay: float = 1.0) -> None:
+        self.spec, self.decay = spec, decay
+        self.worker = ResidualStore("worker", decay)
+        self.server = ResidualStore("server", decay)
+
+    def set_decay(self, decay: float) -> None:
+        """Multiply residuals by another factor from now on."""
+        self.decay = self.worker.decay = self.server.decay = decay
 
     def feed(self, r: Reduction, layout: Layout, owned: tuple[int, int], size: int, *, moved: bool) -> Array | None:
         """Make the frames of a reduction add the residuals, and keep their own errors.
@@ -77,7 +83,7 @@ class ResidualPair:
 
     def forked(self) -> "ResidualPair":
         """Return the same residuals for one collective, whose changes do not affect this object."""
-        again = ResidualPair(self.spec)
+        again = ResidualPair(self.spec, self.decay)
         again.worker, again.server = self.worker.fork(), self.server.fork()
         return again
 
@@ -102,7 +108,7 @@ class ResidualPair:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the residuals; an error leaves them unchanged."""
-        loaded = ResidualPair(self.spec)
+        loaded = ResidualPair(self.spec, self.decay)
         for store in (loaded.worker, loaded.server):
             store.load_state_dict(state[store.role])
         self.worker, self.server = loaded.worker, loaded.server

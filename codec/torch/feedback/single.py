@@ -60,14 +60,21 @@ class JointResidual:
 
 
 class Residuals:
-    """Float32 residuals by module name. :class:`codec.torch.fsdp.passes.Pass` writes copies and then replaces them."""
+    """Float32 residuals by module name. :class:`codec.torch.fsdp.passes.Pass` writes copies and then replaces them.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    decay : float
+        Factor of a residual each time it is added.
+    """
+
+    def __init__(self, decay: float = 1.0) -> None:
+        self._decay = decay
         self._kept: dict[str, Values] = {}
         self._spare: dict[str, Values] = {}  # memory for the next copies
 
     def copy(self, key: str, n: int, memory: Memory) -> Values:
-        """Return a copy of the residual of a module that reduces `n` values, zeros for a new module, in a memory.
+        """Return a copy of the residual of a module that reduces `n` values, decayed, in a memory; 0 for a new module.
 
         Raises
         ------
@@ -83,7 +90,10 @@ class Residuals:
                 "another sharding change that number; call set_reduce_scatter_unused_params(True), and load only "
                 "states of the same sharding"
             )
-        return memory.copy(kept, spare)
+        copy = memory.copy(kept, spare)
+        if self._decay != 1:
+            copy *= np.float32(self._decay)
+        return copy
 
     def replace(self, copies: Mapping[str, Values]) -> None:
         """Replace residuals by copies of :meth:`copy`."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from codec import ArgumentError
 from codec.arguments import shown
-from codec.specs import Lossless, SpecLike
+from codec.specs import Lossless, Spec, SpecLike, require_feedback
 from codec.stateful.ranges import Layout, layout_of_view, numel
 from codec.tensors.wrapper import View
 from codec.torch.feedback.feedback import Change, Feedback
@@ -63,14 +63,18 @@ def spec_or_default(spec: SpecLike | None, feedback: Any) -> SpecLike:
 
     Raises
     ------
-    ArgumentError
-        `feedback` is neither None nor a Feedback.
+    ArgumentError, SpecError
+        `feedback` is neither None, False nor a Feedback; or it is None, and the spec must not be sent without.
     """
-    if feedback is not None and not isinstance(feedback, Feedback):
-        raise ArgumentError(f"feedback must be a codec.torch.Feedback, got {shown(feedback)}")
-    if spec is not None:
-        return spec
-    return Lossless() if feedback is None else feedback.spec
+    if isinstance(feedback, Feedback):
+        return feedback.spec if spec is None else spec
+    if feedback is not None and feedback is not False:
+        raise ArgumentError(f"feedback must be a codec.torch.Feedback, None or False, got {shown(feedback)}")
+    if feedback is None and isinstance(spec, Spec):
+        require_feedback(
+            spec, f"pass feedback=codec.torch.Feedback({spec!r}, decay=0.95); feedback=False reduces without"
+        )
+    return Lossless() if spec is None else spec
 
 
 def named(tensor: Any, r: Reduction) -> Layout:

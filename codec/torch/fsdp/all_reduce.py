@@ -36,10 +36,12 @@ class AllReduce(GradientCollective):
     op : {"mean", "avg", "sum"} or ReduceOp
         Reduction over the replicas. FSDP2 averages gradients, so the default is "mean"; use "sum" together with FSDP2's
         ``set_gradient_divide_factor``.
-    feedback : bool
+    feedback : bool or float
         Error feedback: the errors of a rank's frames are added to its next gradients. It takes 8 bytes for each value
         of this rank's shards. As for :class:`ReduceScatter`, a gradient must have the same number of values in each
         pass.
+        A number below 1, such as 0.95, is the decay of the residuals, by which they are multiplied before. TopK needs
+        error feedback.
     options : CallOptions, optional
         ``codec.options(algorithm=, timeout=, engine=, threads=)``, as for :func:`all_reduce`, and those of the ``with``
         blocks in which this object is made.
@@ -73,7 +75,7 @@ class AllReduce(GradientCollective):
         *,
         group: Any,
         op: OpLike = dist.ReduceOp.AVG,
-        feedback: bool = False,
+        feedback: bool | float = False,
         options: CallOptions | None = None,
     ) -> None:
         super().__init__(spec, feedback, options)
@@ -81,7 +83,7 @@ class AllReduce(GradientCollective):
         if kind == "max":
             raise ArgumentError("op must be a sum or a mean of gradients, got a maximum")
         self._algorithm = algorithm_of(self._settings)
-        check_request(self._algorithm, self._spec, kind, feedback=feedback)
+        check_request(self._algorithm, self._spec, kind, feedback=bool(feedback))
         self._group, self._op = group, kind
 
     def register(self, model: torch.nn.Module) -> "AllReduce":

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from codec import ArgumentError, CallOptions, StateError
 from codec._options import settings_of
-from codec.specs import Preset, Spec, check_contraction
+from codec.arguments import decay_of
+from codec.specs import Preset, Spec, check_contraction, require_feedback
 from codec.stateful.checkpoint import VERSION, opened, plain
 from codec.torch.feedback.single import JointResidual, Residuals
 from codec.torch.fsdp.passes import Pass
@@ -92,11 +93,13 @@ class ModuleCollective:
 class GradientCollective(ModuleCollective):
     """Common base of the collectives that reduce gradients, with or without error feedback."""
 
-    def __init__(self, spec: Spec | Preset, feedback: bool, options: CallOptions | None) -> None:
+    def __init__(self, spec: Spec | Preset, feedback: bool | float, options: CallOptions | None) -> None:
         super().__init__(spec, options)
         if feedback:
             check_contraction(self._spec)
-        self._residuals = Residuals() if feedback else None
+        else:
+            require_feedback(self._spec, "pass feedback=True, or its decay, such as feedback=0.95")
+        self._residuals = Residuals(decay_of(1.0 if feedback is True else feedback)) if feedback else None
         self._names: list[str] = []  # names of the registered modules
 
     def stats(self) -> CommStats:

@@ -27,11 +27,13 @@ class ReduceScatter(GradientCollective):
     ----------
     spec : Spec or str
         Codec, or name of a preset, of the gradients. Default: lossless.
-    feedback : bool
+    feedback : bool or float
         Error feedback: the errors of a rank's frames are added to its next gradients. It takes 8 bytes for each value
         that the rank reduces, which is 8 bytes for each parameter of the whole model. A gradient must have the same
         number of values in each pass: if some parameters get no gradient, call
         ``set_reduce_scatter_unused_params(True)``.
+        A number below 1, such as 0.95, is the decay of the residuals, by which they are multiplied before. TopK needs
+        error feedback.
     options : CallOptions, optional
         ``codec.options(timeout=, engine=, threads=)``, as for :func:`all_reduce`, and those of the ``with`` blocks in
         which this object is made.
@@ -65,7 +67,7 @@ class ReduceScatter(GradientCollective):
         self,
         spec: Spec | Preset = Lossless(),  # noqa: B008 - immutable
         *,
-        feedback: bool = False,
+        feedback: bool | float = False,
         options: CallOptions | None = None,
     ) -> None:
         super().__init__(spec, feedback, options)

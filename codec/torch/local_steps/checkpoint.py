@@ -158,7 +158,7 @@ def _feedback(
         if state:
             raise StateError("the state has residuals, and the spec of LocalSteps has no error feedback")
         return None
-    loaded = Feedback(feedback.spec)
+    loaded = Feedback(feedback.spec, decay=feedback.decay)
     loaded.load_state_dict(state)
     if parse(state)[:2] not in (place, (-1, -1)):
         raise StateError("the residuals of the state belong to another rank")

@@ -12,6 +12,7 @@ from codec import StateError
 from codec._options import settings_of
 from codec.arguments import truth
 from codec.specs import Quantize, Spec
+from codec.torch.feedback.feedback import Feedback
 from codec.torch.local_steps import agreement, checkpoint, residuals
 from codec.torch.local_steps import warmup as warmup_
 from codec.torch.local_steps.ranks import Problem, Ranks
@@ -47,9 +48,10 @@ class LocalSteps:
         Optimizer of the module, or its wrapper by Accelerate or Lightning. LocalSteps takes no step of it.
     every : int
         Steps between two synchronizations of a parameter.
-    spec : Spec or str
+    spec : Spec, str or Feedback
         Codec of the changes, or the name of a preset. With a lossy contraction (:attr:`codec.Spec.contraction`) there
-        is error feedback.
+        is error feedback. A :class:`codec.torch.Feedback` gives a codec and the decay of residuals, such as
+        ``Feedback(codec.TopK(), decay=0.95)``; its own residuals are not used.
     warmup : int or (int, Spec)
         Number of first steps in which the ranks average gradients instead, as DistributedDataParallel does, before each
         step of the optimizer; and the codec of the gradients, lossless by default. Gradients are float32 on the wire.
@@ -94,7 +96,7 @@ class LocalSteps:
         optimizer: Any,
         *,
         every: int = 10,
-        spec: Spec | str = Quantize(4),  # noqa: B008 - immutable
+        spec: Spec | str | Feedback = Quantize(4),  # noqa: B008 - immutable
         warmup: int | tuple[int, Spec | str] = 0,
         fragments: int = 1,
         delay: int = 0,

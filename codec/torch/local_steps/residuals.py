@@ -32,7 +32,7 @@ def moved(feedback: Feedback, rank: int, size: int) -> Feedback:
     rank, size : int
         This rank in the new group, and the number of ranks there.
     """
-    state, found = feedback.state_dict(), Feedback(feedback.spec)
+    state, found = feedback.state_dict(), Feedback(feedback.spec, decay=feedback.decay)
     if state["world_size"] != UNKNOWN:
         factor = size / state["world_size"]
         worker = {name: x * factor if isinstance(x, torch.Tensor) else x for name, x in state["worker"].items()}

@@ -5,7 +5,8 @@ from typing import Any, cast
 
 from codec import ArgumentError, SpecError
 from codec.arguments import shown, whole
-from codec.specs import Lossless, Spec, Truncate
+from codec.specs import Lossless, Spec, Truncate, require_feedback
+from codec.torch.feedback.feedback import Feedback
 from codec.torch.reduction.arguments import plain_spec
 
 _MOST_STEPS = 1 << 40
@@ -21,6 +22,8 @@ class Settings:
         Steps between two synchronizations of a parameter.
     spec : Spec
         Codec of parameter changes.
+    decay : float
+        Factor of residuals each time they are added.
     warmup : int
         Number of first steps that average gradients.
     warmup_spec : Spec
@@ -33,6 +36,7 @@ class Settings:
 
     every: int
     spec: Spec
+    decay: float
     warmup: int
     warmup_spec: Spec
     fragments: int
@@ -52,7 +56,12 @@ class Settings:
         steps, warmup_spec = _parsed_warmup(warmup)
         # one synchronization is in flight at a time
         delay = whole("delay", delay, 0, every // fragments)
-        return cls(every, _checked(plain_spec(spec), "spec"), steps, warmup_spec, fragments, delay)
+        decay = spec.decay if isinstance(spec, Feedback) else 1.0
+        plain = _checked(plain_spec(spec.spec if isinstance(spec, Feedback) else spec), "spec")
+        if not plain.contraction:
+            require_feedback(plain, 'use rounding="nearest"')
+        require_feedback(warmup_spec, "use another codec in the warm-up")
+        return cls(every, plain, decay, steps, warmup_spec, fragments, delay)
 
     @property
     def has_feedback(self) -> bool:

@@ -63,7 +63,7 @@ class Synchronizer:
         self.rounds = self.failed = 0  # synchronizations that succeeded, and that failed
 
     def _new_feedback(self) -> Feedback | None:
-        return Feedback(self.settings.spec) if self.settings.has_feedback else None
+        return Feedback(self.settings.spec, decay=self.settings.decay) if self.settings.has_feedback else None
 
     def reset(self) -> None:
         """Take the parameters, which are equal on all ranks, as those of the last synchronization."""
@@ -202,6 +202,7 @@ class Synchronizer:
         return {
             "every": s.every,
             "spec": str(s.spec),
+            "decay": s.decay,
             "warmup": [s.warmup, str(s.warmup_spec)],
             "fragments": s.fragments,
             "delay": s.delay,

@@ -153,6 +153,7 @@ typedef struct codec_tensor {
 #define CODEC_QUANTIZE 6 /**< integers of 1 to 8 bits per value */
 #define CODEC_TRUNCATE 7 /**< mantissa bits dropped where the optimizer's step rounds them away */
 #define CODEC_DELTA 8 /**< exact, for all dtypes: the changes against codec_context.base, which the decoder has too */
+#define CODEC_TOPK 9  /**< the values of largest magnitude; the others are 0 */
 /** @} */
 
 /** @name codec_spec.variant */
@@ -191,6 +192,8 @@ typedef struct codec_tensor {
  */
 #define CODEC_GROUP_SIZE_ROW 4294967295
 
+#define CODEC_TOPK_CHUNK 4096 /**< TOPK: default of codec_spec.group_size */
+
 /** @name codec_spec.model */
 /** @{ */
 #define CODEC_MODEL_AUTO 0      /**< use offsets if a sample shows that they shrink the frame */
@@ -204,21 +207,23 @@ typedef struct codec_tensor {
  */
 typedef struct codec_spec {
 	uint32_t struct_nbytes;   /**< sizeof(codec_spec) */
-	uint32_t codec;           /**< CODEC_LOSSLESS to CODEC_DELTA */
+	uint32_t codec;           /**< CODEC_LOSSLESS to CODEC_TOPK */
 	uint32_t max_code_length; /**< LOSSLESS, TRUNCATE: longest code in bits, 2..8; 0: 8 */
 	uint32_t model;           /**< LOSSLESS: CODEC_MODEL_* */
 	uint32_t variant;         /**< all codecs but LOSSLESS: one of the variants above */
 	uint32_t options;         /**< bitwise or of CODEC_OPTION_* */
-	uint32_t bits;            /**< QUANTIZE: 1..8, 0: 4; TRUNCATE, LEVEL_CODING_FIXED: the level, 0..3 */
+	uint32_t bits; /**< QUANTIZE: 1..8, 0: 4; TRUNCATE, LEVEL_CODING_FIXED: the level, 0..3; TOPK: 1..8, 0: 2 */
 	/**
 	 * Values that share a scale. SIGN: 0 for all; FLOAT8: 0 for CODEC_GROUP_SIZE_ROW; QUANTIZE: 0 for 64. DELTA:
-	 * values per block, a power of two from 1,024 to 262,144, 0 for 65,536.
+	 * values per block, a power of two from 1,024 to 262,144, 0 for 65,536. TOPK: values per chunk, a power of two
+	 * from 64 to 65,536, 0 for CODEC_TOPK_CHUNK.
 	 */
 	uint32_t group_size;
 	uint32_t seed; /**< seed of random bits for stochastic rounding */
 	float scale;   /**< TERNARY, FLOAT8: scale to use; 0: computed from the tensor; see CODEC_OPTION_ZERO_SCALE */
 	float clip;    /**< TERNARY: clip magnitudes to this many standard deviations; 0: none */
 	int32_t guard; /**< TRUNCATE: mantissa bits to keep beyond those the step needs, -128..126 */
+	uint32_t kept; /**< TOPK: values kept of each chunk, at most half of them; 0: 1/64 */
 } codec_spec;
 
 /** Part of a flat tensor that has a shape of its own: values [offset, offset + product of shape). */

@@ -193,6 +193,7 @@ typedef struct codec_delta_block {
 	uint64_t base, result; /**< parts of the digests of the base and of the result */
 	uint32_t changes;      /**< number of values that differ from the base's */
 	uint32_t state;        /**< decode: for the C library; an engine leaves it 0 */
+	uint64_t list, origin; /**< decode: for the C library */
 } codec_delta_block;
 
 /** Header fields as in docs/format.md, and values derived from them. Offsets are in bytes from the frame's start. */
@@ -265,7 +266,7 @@ CODEC_API codec_status codec_encode_head(const void *job, void *head, size_t cap
 
 /**
  * Write the part of the frame that precedes the directory, with its size and checksum. `checksum` is the sum of the
- * blocks' checksums and of the directory's digest (docs/format.md, section 12).
+ * blocks' checksums and of the directory's digest (docs/format.md, section 13).
  */
 CODEC_API codec_status codec_encode_final_head(const void *job, uint64_t frame_nbytes, uint64_t checksum, void *head,
 					       size_t head_nbytes);

@@ -41,7 +41,7 @@ static const struct dtype *coded_dtype(const struct header *h)
 
 static uint64_t coded_block(const struct header *h)
 {
-	if (codec_is_delta(h->codec))
+	if (codec_is_delta(h->codec) || h->codec == CODEC_TOPK)
 		return 0;
 	return largest_block(codec_is_rows(h->codec) && !header_kind(h).entropy ? 0 : h->n);
 }

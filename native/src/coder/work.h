@@ -30,6 +30,13 @@ struct work {
 	uint16_t *half;
 	uint8_t *code;
 	/*
+	 * TOPK: candidates' positions and values; codes that were read; where the next search begins; size of the
+	 * block's stream.
+	 */
+	uint32_t *at, *code_of, guess;
+	float *candidate;
+	uint64_t stream_nbytes;
+	/*
 	 * TRUNCATE: joint symbols; patterns; fields or their pieces; exponents, exponents of A, bits dropped, bits
 	 * kept; levels.
 	 */

@@ -63,7 +63,7 @@ static uint64_t patch_bits(const struct delta_kind *q, const char *base, const c
 		uint64_t gap = at[c] - from, x = 0, y = 0;
 
 		from = at[c] + 1ull;
-		gaps += gap >> k < WIRE_DELTA_LONGEST ? (gap >> k) + 1 + k : WIRE_DELTA_LONGEST + WIRE_DELTA_GAP_BITS;
+		gaps += gap >> k < WIRE_RICE_LONGEST ? (gap >> k) + 1 + k : WIRE_RICE_LONGEST + WIRE_RICE_GAP_BITS;
 		if (!q->last) {
 			memcpy((char *)&x + CODEC_BIG_ENDIAN * (8 - q->item), base + q->item * (uint64_t)at[c],
 			       q->item);

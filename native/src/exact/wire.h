@@ -26,7 +26,7 @@
 #define WIRE_MAX_RANK 8
 #define WIRE_MAX_HEADER (WIRE_AT_SHAPE + 8 * WIRE_MAX_RANK)
 
-/* Dtypes with exponents. Those of the lossy codecs 2 to 7 are float32, bfloat16 and float16. */
+/* Dtypes with exponents. Those of the lossy codecs are float32, bfloat16 and float16. */
 #define WIRE_FLOAT32 1
 #define WIRE_FLOAT64 2
 #define WIRE_BFLOAT16 3
@@ -43,13 +43,16 @@
 #define WIRE_CODEC_QUANTIZE 6
 #define WIRE_CODEC_TRUNCATE 7
 #define WIRE_CODEC_DELTA 8
+#define WIRE_CODEC_TOPK 9
 
 /* Parameters: byte offsets from WIRE_AT_PARAMS on. A codec without a parameter stores 0. */
 #define WIRE_PARAM_VARIANT 0 /* LOSSLESS: model; TRUNCATE: level coding */
 #define WIRE_PARAM_OPTIONS 1
 #define WIRE_PARAM_BITS 2 /* TRUNCATE: level of all values */
 #define WIRE_PARAM_MAX_CODE_LENGTH 3
-#define WIRE_PARAM_GROUP_SIZE 4 /* u32: values that share a scale, 0: all of a part; TRUNCATE: guard + WIRE_GUARD */
+#define WIRE_PARAM_GROUP_SIZE                                                                                          \
+	4 /* u32: values that share a scale, 0: all of a part; TRUNCATE: guard + WIRE_GUARD;                           \
+	    TOPK: chunk_log2 << WIRE_TOPK_CHUNK_AT | kept */
 #define WIRE_PARAMS_NBYTES 8
 #define WIRE_GUARD 128
 
@@ -93,7 +96,8 @@
 	X(FLOAT4, rows, WIRE_DTYPES_LOSSY, 2, WIRE_OPTION_STOCHASTIC, 0, 0)                                            \
 	X(QUANTIZE, rows, WIRE_DTYPES_LOSSY, 2, WIRE_OPTION_STOCHASTIC, 8, 0)                                          \
 	X(TRUNCATE, truncate, WIRE_DTYPES_LOSSY, 4, WIRE_OPTION_BITS | WIRE_OPTION_CUT, 3, WIRE_LEAST_MAX_CODE_LENGTH) \
-	X(DELTA, delta, WIRE_DTYPES_ALL, 1, 0, 0, 0)
+	X(DELTA, delta, WIRE_DTYPES_ALL, 1, 0, 0, 0)                                                                   \
+	X(TOPK, topk, WIRE_DTYPES_LOSSY, 1, WIRE_OPTION_STOCHASTIC, 8, 0)
 
 #define WIRE_PIECE_ZERO (1u << 8) /* region: the first piece of all mantissas is 0 and omitted; << i: piece i */
 #define WIRE_TAIL_AT 8 /* region, any number of bits: number of trailing zero bits omitted from all fields, 5 bits */
@@ -169,10 +173,18 @@
 #define WIRE_DELTA_CHANGES_AT 14
 #define WIRE_DELTA_BIAS 16 /* scale = S + 16 */
 #define WIRE_DELTA_CLASSES 8
-#define WIRE_DELTA_LONGEST 24  /* zeros before the escape of a Rice code */
-#define WIRE_DELTA_GAP_BITS 20 /* bits of an escaped gap */
-#define WIRE_DELTA_MORE 8      /* codes 0 in a row, before a gamma code */
+#define WIRE_DELTA_MORE 8 /* codes 0 in a row, before a gamma code */
 #define WIRE_DELTA_MAX_GAP_K 18
+/* Rice codes: zeros before the escape, and bits of an escaped gap. */
+#define WIRE_RICE_LONGEST 24
+#define WIRE_RICE_GAP_BITS 20
+
+/* TOPK: chunks, values kept of a whole one, blocks. */
+#define WIRE_TOPK_KEPT 0xffffu
+#define WIRE_TOPK_CHUNK_AT 16
+#define WIRE_TOPK_CHUNK 4096 /* unless asked for another one */
+#define WIRE_TOPK_MIN_CHUNK_LOG2 6
+#define WIRE_TOPK_MAX_BLOCK_LOG2 16
 
 /* Scale model: one record per segment, then nibbles. Parts of codecs of rows use the same record. */
 #define WIRE_SEGMENT_NBYTES 16 /* bytes per record; at most WIRE_MAX_PARTS or WIRE_MAX_ROW_PARTS records */

@@ -25,6 +25,7 @@ SAME(WIRE_LEVELS_PLANE, CODEC_LEVEL_CODING_PLANE);
 SAME(WIRE_LEVELS_CODED, CODEC_LEVEL_CODING_CODED);
 SAME(WIRE_LEVELS_SHARED, CODEC_LEVEL_CODING_SHARED);
 SAME(WIRE_LEVELS_FIXED, CODEC_LEVEL_CODING_FIXED);
+SAME(WIRE_TOPK_CHUNK, CODEC_TOPK_CHUNK);
 SAME(WIRE_OPTION_STOCHASTIC, CODEC_OPTION_STOCHASTIC);
 SAME(WIRE_OPTION_PROPAGATE, CODEC_OPTION_PROPAGATE);
 SAME(WIRE_OPTION_ENTROPY, CODEC_OPTION_ENTROPY);
@@ -65,10 +66,18 @@ static uint32_t delta_group_size(const struct header *h)
 	return h->block_log2 && h->block_log2 <= WIRE_DELTA_MAX_BLOCK_LOG2 ? 1u << h->block_log2 : 0;
 }
 
+/* Return the values per chunk of TOPK, 0 if a frame is stored or not valid. */
+static uint32_t topk_group_size(const struct header *h)
+{
+	uint32_t log2 = h->group_size >> WIRE_TOPK_CHUNK_AT;
+
+	return log2 && log2 <= WIRE_TOPK_MAX_BLOCK_LOG2 ? 1u << log2 : 0;
+}
+
 /* Convert a header to the spec that it records, as far as it is valid. */
 void params_spec(const struct header *h, codec_spec *s)
 {
-	int lossless = h->codec == CODEC_LOSSLESS, delta = h->codec == CODEC_DELTA;
+	int lossless = h->codec == CODEC_LOSSLESS, delta = h->codec == CODEC_DELTA, topk = h->codec == CODEC_TOPK;
 
 	*s = (codec_spec){.struct_nbytes = sizeof *s,
 			  .codec = h->codec,
@@ -77,7 +86,10 @@ void params_spec(const struct header *h, codec_spec *s)
 			  .variant = lossless ? 0 : h->variant,
 			  .options = h->options & ~WIRE_OPTION_CLIPPED,
 			  .bits = h->bits,
-			  .group_size = delta ? delta_group_size(h) : h->group_size};
+			  .group_size = delta  ? delta_group_size(h)
+					: topk ? topk_group_size(h)
+					       : h->group_size,
+			  .kept = topk ? h->group_size & WIRE_TOPK_KEPT : 0};
 	/* See truncate/params.c. The correction for dtypes can leave the range of specs, so clamp it. */
 	s->guard = h->guard - (h->options & WIRE_OPTION_CUT && h->variant != WIRE_LEVELS_FIXED);
 	s->guard = MIN(MAX(s->guard, LEAST_GUARD), MOST_GUARD);

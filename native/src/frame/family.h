@@ -15,7 +15,9 @@ struct codec_range;
 
 /* Functions of codecs that build frames the same way. A member may be NULL only where its comment says so. */
 struct family {
-	int is_rows; /* 1: values share scales, blocks follow rows and parts, and only an empty tensor is stored */
+	int is_rows; /* 1: values share scales, blocks follow rows and parts */
+
+	int never_stored; /* 1: only an empty tensor is stored; blocks write the residual */
 
 	int is_delta; /* 1: values are encoded against a base; no tensor is stored, and a frame may have no blocks */
 
@@ -84,8 +86,8 @@ struct family {
 			       const codec_context *with);
 	/*
 	 * Save a pass over the tensor if one call encodes all blocks. blocks_can_scan: return 1 if blocks do not depend
-	 * on the scan's results. encode_block then scans (j->blocks_scan is 1), `choose` skips what depends on the
-	 * scan, and `scanned` does that after the last block.
+	 * on the scan's results; NULL: never. encode_block then scans (j->blocks_scan is 1), `choose` skips what
+	 * depends on the scan, and `scanned` does that after the last block.
 	 */
 	int (*blocks_can_scan)(const struct job *j);
 	codec_status (*scanned)(struct job *j);
@@ -96,10 +98,13 @@ struct family {
 	codec_status (*encode_block)(struct job *j, const struct kernels *k, const codec_context *with,
 				     const struct source *src, uint64_t b, uint8_t *frame, struct work *w,
 				     uint64_t *digest, uint64_t *nbytes);
-	/* Codecs of rows: write the residual of block b, just encoded at frame[at]. */
+	/* Codecs that are never stored: write the residual of block b, just encoded at frame[at]. */
 	codec_status (*block_leave)(const struct job *j, const struct kernels *k, const struct source *src,
 				    const uint8_t *frame, uint64_t b, uint64_t at, float *residual, struct work *w);
-	/* Codecs of rows: return an upper bound in bytes of these blocks' regions; exact without an entropy stage. */
+	/*
+	 * Codecs that are never stored: return an upper bound in bytes of these blocks' regions; exact for codecs of
+	 * rows without an entropy stage.
+	 */
 	uint64_t (*regions_bound)(const struct job *j, uint64_t first, uint64_t count);
 	/* Write the residual, unless it was written with the blocks. NULL: the codec is lossless. */
 	codec_status (*leave)(const struct job *j, const struct kernels *k, const codec_context *with,
@@ -113,7 +118,7 @@ struct family {
 };
 
 /* Defined by the families, in layers above this one. */
-extern const struct family lossless_family, rows_family, truncate_family, delta_family;
+extern const struct family lossless_family, rows_family, truncate_family, delta_family, topk_family;
 
 struct codec {
 	const struct family *family;
@@ -124,7 +129,7 @@ struct codec {
 	uint8_t least_max_code_length; /* smallest longest-code limit; 0: codec has none */
 };
 
-extern const struct codec codecs[CODEC_DELTA + 1];
+extern const struct codec codecs[CODEC_TOPK + 1];
 
 /* Return the codec's entry, or NULL if there is no such codec. */
 static inline const struct codec *codec_of(uint32_t id)
@@ -157,10 +162,15 @@ static inline int codec_is_delta(uint32_t id)
 	return codec_of(id)->family->is_delta;
 }
 
+static inline int codec_never_stored(uint32_t id)
+{
+	return codec_of(id)->family->never_stored;
+}
+
 /* Return 1 if tensors that would grow are stored. */
 static inline int codec_may_store(uint32_t id)
 {
-	return !codec_is_rows(id) && !codec_is_delta(id);
+	return !codec_never_stored(id) && !codec_is_delta(id);
 }
 
 static inline codec_status family_check_state(const struct header *h, const codec_context *with, int encoding)

@@ -41,7 +41,7 @@ static void params_read(struct header *h, const uint8_t *params)
 	h->max_code_length = params[WIRE_PARAM_MAX_CODE_LENGTH];
 	if (h->codec == CODEC_TRUNCATE)
 		h->guard = (int8_t)(params[WIRE_PARAM_GROUP_SIZE] - WIRE_GUARD);
-	else if (codec_is_rows(h->codec))
+	else if (codec_is_rows(h->codec) || h->codec == CODEC_TOPK)
 		h->group_size = load32(params + WIRE_PARAM_GROUP_SIZE);
 }
 
@@ -125,7 +125,7 @@ static codec_status check_sizes(const struct header *h, uint64_t nblocks, codec_
 {
 	uint64_t least = h->regions_at + WIRE_ALIGN * h->nblocks;
 
-	if (h->layout == WIRE_LAYOUT_STORED ? codec_is_delta(h->codec) || (codec_is_rows(h->codec) && h->n)
+	if (h->layout == WIRE_LAYOUT_STORED ? codec_is_delta(h->codec) || (codec_never_stored(h->codec) && h->n)
 					    : !codec_is_delta(h->codec) && !h->n)
 		BAD(WIRE_AT_LAYOUT, h->layout, !h->layout);
 	if (nblocks != h->nblocks || h->nblocks > h->n)

@@ -68,6 +68,7 @@
 #define TABLE_LOAD table_avx2
 #define TABLE_FIND table_find_avx2
 #define SIGNS bits_of
+#define MASK_BITS bits_of
 #define SETTLE_ALIGN 16
 #define PUT_NONTEMPORAL(p, v) put256(1, p, v)
 #define CHAINS 3
@@ -252,6 +253,7 @@ static inline size_t unprune_avx2(const uint8_t *e, uint8_t least, const uint8_t
 #include "row_loops.h"
 #include "truncate_loops.h"
 #include "delta_loops.h"
+#include "topk_loops.h"
 
 const struct kernels kernels_avx2 = {.name = "avx2",
 				     .encode_lanes = encode_lanes,
@@ -260,4 +262,5 @@ const struct kernels kernels_avx2 = {.name = "avx2",
 				     KERNEL_LOOPS,
 				     ROW_LOOPS,
 				     TRUNCATE_LOOPS,
-				     DELTA_LOOPS};
+				     DELTA_LOOPS,
+				     TOPK_LOOPS};

@@ -66,6 +66,7 @@
 #define TABLE_LOAD(x, by) _mm512_mul_ps(_mm512_loadu_ps(x), by)
 #define TABLE_FIND(t, c, few) ((void)(few), _mm512_permutexvar_ps(c, t))
 #define SIGNS _mm512_movepi32_mask
+#define MASK_BITS (unsigned)
 #define SETTLE_ALIGN 64
 #define PUT_NONTEMPORAL(p, v) put512(1, p, v)
 #define CHAINS 4
@@ -122,6 +123,7 @@ static inline size_t unprune_avx512(const uint8_t *e, uint8_t least, const uint8
 #include "row_loops.h"
 #include "truncate_loops.h"
 #include "delta_loops.h"
+#include "topk_loops.h"
 
 const struct kernels kernels_avx512 = {.name = "avx512",
 				       .encode_lanes = encode_lanes,
@@ -130,4 +132,5 @@ const struct kernels kernels_avx512 = {.name = "avx512",
 				       KERNEL_LOOPS,
 				       ROW_LOOPS,
 				       TRUNCATE_LOOPS,
-				       DELTA_LOOPS};
+				       DELTA_LOOPS,
+				       TOPK_LOOPS};

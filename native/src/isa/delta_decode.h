@@ -1,66 +1,5 @@
 /* delta_decode.h - read DELTA's bit streams; part of delta_loops.h. */
 
-/*
- * Cursor over a bit stream, whose bit i is bit i mod 8 of byte i / 8. Zeros follow the last bit: a reader may run over
- * the end, which is checked once in a while by comparing `at` with 8 * nbytes.
- */
-struct bit_reader {
-	const uint8_t *p;
-	uint64_t nbytes, at;
-};
-
-/* Return at least the next 57 bits. */
-ALWAYS uint64_t peek_bits(const struct bit_reader *r)
-{
-	uint64_t byte = r->at >> 3;
-
-	if (__builtin_expect(byte + 8 <= r->nbytes, 1))
-		return load64(r->p + byte) >> (r->at & 7);
-	if (byte >= r->nbytes)
-		return 0;
-	{
-		uint8_t last[8] = {0};
-
-		memcpy(last, r->p + byte, r->nbytes - byte);
-		return load64(last) >> (r->at & 7);
-	}
-}
-
-/* Read n <= 64 bits. */
-ALWAYS uint64_t read_bits(struct bit_reader *r, uint32_t n)
-{
-	uint64_t x = 0;
-
-	if (n > 32) {
-		x = peek_bits(r) & 0xffffffffu;
-		r->at += 32;
-		n -= 32;
-		x |= (peek_bits(r) & ((1ull << n) - 1)) << 32;
-	} else {
-		x = peek_bits(r) & ((1ull << n) - 1);
-	}
-	r->at += n;
-	return x;
-}
-
-/* Read a Rice code of a number below 2^full, k < full; an escape has it in full. Sets *bad if it is larger. */
-ALWAYS uint64_t read_rice(struct bit_reader *r, uint32_t k, uint32_t full, uint32_t *bad)
-{
-	uint64_t v = peek_bits(r);
-	uint32_t q = (uint32_t)__builtin_ctzll(v | 1ull << WIRE_DELTA_LONGEST);
-
-	if (__builtin_expect(q == WIRE_DELTA_LONGEST, 0)) {
-		r->at += WIRE_DELTA_LONGEST;
-		return read_bits(r, full);
-	}
-	*bad |= q >> 1 >> (full - 1 - k);
-	r->at += q + 1;
-	if (full > 32) /* too long for one peek */
-		return (uint64_t)q << k | read_bits(r, k);
-	r->at += k;
-	return (uint64_t)q << k | (v >> (q + 1) & ((1ull << k) - 1));
-}
-
 /* Read an Elias gamma code, at least 1. Returns 0 if it is 2^64 or more. */
 ALWAYS uint64_t read_gamma(struct bit_reader *r)
 {
@@ -148,7 +87,7 @@ ALWAYS int decode_class(const struct delta_kind *q, const void *base, size_t n, 
 	members(b, n, class_);
 	total = b->before[DELTA_WORDS(n)];
 	for (; codes; codes--) {
-		uint64_t gap = read_rice(r, k, WIRE_DELTA_GAP_BITS, &bad);
+		uint64_t gap = read_rice(r, k, WIRE_RICE_GAP_BITS, &bad);
 		size_t i;
 
 		if (__builtin_expect(!gap, 0)) {
@@ -169,14 +108,6 @@ ALWAYS int decode_class(const struct delta_kind *q, const void *base, size_t n, 
 		more = 0;
 	}
 	return !bad && r->at <= 8 * r->nbytes;
-}
-
-/* Return 1 if a stream has been read to its end: fewer than 64 bits are left, and are 0. */
-static int stream_ends(struct bit_reader *r)
-{
-	uint64_t left = 8 * r->nbytes - r->at;
-
-	return r->at <= 8 * r->nbytes && left < 64 && !read_bits(r, (uint32_t)left);
 }
 
 ALWAYS int delta_decode_as(const struct delta_kind *q, const void *base, size_t n, int scale,
@@ -210,7 +141,7 @@ ALWAYS int delta_patches_as(const struct delta_kind *q, const void *base, size_t
 	size_t i = 0;
 
 	for (; list->count < list->room; i++) {
-		uint64_t gap = read_rice(&r, k, WIRE_DELTA_GAP_BITS, &bad), x, y;
+		uint64_t gap = read_rice(&r, k, WIRE_RICE_GAP_BITS, &bad), x, y;
 
 		if (gap >= n - i)
 			return 0;

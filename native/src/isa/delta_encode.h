@@ -1,45 +1,5 @@
 /* delta_encode.h - write DELTA's bit streams; part of delta_loops.h. */
 
-/* Bit stream being written. `full` is set, and nothing more is written, when `end` is reached. */
-struct bit_writer {
-	uint64_t word;
-	uint32_t count;
-	int full;
-	uint8_t *p, *end;
-};
-
-/* Append n <= 64 bits. */
-ALWAYS void put_bits(struct bit_writer *w, uint64_t x, uint32_t n)
-{
-	w->word |= x << w->count;
-	if (w->count + n < 64) {
-		w->count += n;
-		return;
-	}
-	if (w->end - w->p < 8) {
-		w->full = 1;
-		w->p = w->end;
-	} else {
-		store64(w->p, w->word);
-		w->p += 8;
-	}
-	w->word = w->count ? x >> (64 - w->count) : 0;
-	w->count += n - 64;
-}
-
-ALWAYS void put_rice(struct bit_writer *w, uint64_t x, uint32_t k, uint32_t full)
-{
-	uint64_t q = x >> k;
-
-	if (q >= WIRE_DELTA_LONGEST) {
-		put_bits(w, 0, WIRE_DELTA_LONGEST);
-		put_bits(w, x, full);
-		return;
-	}
-	put_bits(w, 1ull << q, (uint32_t)q + 1);
-	put_bits(w, x & ((1ull << k) - 1), k);
-}
-
 ALWAYS void put_gamma(struct bit_writer *w, uint64_t x)
 {
 	uint32_t n = 63 - (uint32_t)__builtin_clzll(x);
@@ -47,18 +7,6 @@ ALWAYS void put_gamma(struct bit_writer *w, uint64_t x)
 	put_bits(w, 0, n);
 	put_bits(w, 1, 1);
 	put_bits(w, x & ((1ull << n) - 1), n);
-}
-
-/* Write the last bits. Returns the size of the stream in bytes, or 0 if it was full. */
-ALWAYS size_t close_bits(struct bit_writer *w, const uint8_t *start)
-{
-	size_t rest = (w->count + 7) / 8;
-
-	if (w->full || (size_t)(w->end - w->p) < rest)
-		return 0;
-	for (size_t i = 0; i < rest; i++)
-		w->p[i] = (uint8_t)(w->word >> 8 * i);
-	return (size_t)(w->p - start) + rest;
 }
 
 /* List the places of changes, in order. */
@@ -145,7 +93,7 @@ ALWAYS void encode_class(const struct delta_kind *q, const void *base, const voi
 		uint64_t size = delta_magnitude(step, item), below = (1ull << (*at & 63)) - 1;
 		uint32_t number = b->before[*at / 64] + (uint32_t)__builtin_popcountll(b->member[*at / 64] & below);
 
-		put_rice(w, number - next + 1, k, WIRE_DELTA_GAP_BITS);
+		put_rice(w, number - next + 1, k, WIRE_RICE_GAP_BITS);
 		put_bits(w, delta_negative(step, item), 1);
 		for (uint64_t i = 1; i < codes_of(size); i++)
 			put_bits(w, 1, k + 1);
@@ -192,7 +140,7 @@ ALWAYS size_t delta_encode_patches_as(const struct delta_kind *q, const void *ba
 	for (size_t c = 0; c < count && !w.full; c++) {
 		uint64_t x = delta_load(base, at[c], item), y = delta_load(values, at[c], item);
 
-		put_rice(&w, at[c] - from, k, WIRE_DELTA_GAP_BITS);
+		put_rice(&w, at[c] - from, k, WIRE_RICE_GAP_BITS);
 		from = at[c] + 1;
 		if (steps) {
 			uint64_t step = delta_step(q, x, y);

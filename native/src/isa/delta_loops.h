@@ -4,13 +4,12 @@
  * Included by scalar.c, avx2.c and avx512.c, behind plane_loops.h. Functions that take `item`, the bytes per value, are
  * inlined with a constant.
  */
-#include "kernels.h"
+#include "bit_stream.h"
 
 #define DELTA_WORDS(n) (((n) + 63) / 64)
 #define BY_ITEM(item, call) ((item) == 1 ? call(1) : (item) == 2 ? call(2) : (item) == 4 ? call(4) : call(8))
 /* Changes whose place is prefetched: lists are not in order, and the tensor may be in no cache. */
 #define PUT_AHEAD 32
-#define ALWAYS static inline __attribute__((always_inline))
 
 ALWAYS uint64_t delta_load(const void *p, size_t i, uint32_t item)
 {

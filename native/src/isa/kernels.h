@@ -11,6 +11,7 @@
 #include "exact/delta.h"
 #include "exact/round.h"
 #include "exact/scales.h"
+#include "exact/topk.h"
 #include "exact/checksum.h"
 #include "exact/wire.h"
 
@@ -393,6 +394,11 @@ struct kernels {
 	size_t (*delta_encode_patches)(const struct delta_kind *q, const void *base, const void *values,
 				       const uint32_t *at, size_t count, uint32_t k, int steps, uint8_t *dst,
 				       size_t room);
+
+	/* topk_loops.h. Count, or list the positions of, values whose magnitude's pattern is at least `key`. */
+	size_t (*count_above)(const float_any *x, size_t n, uint32_t key);
+	/* Returns room + 1 if there are more than `room`. */
+	size_t (*list_above)(const float_any *x, size_t n, uint32_t key, size_t room, uint32_t *at);
 };
 
 extern const struct kernels kernels_scalar; /* others: cpu.c */

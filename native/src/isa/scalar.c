@@ -253,6 +253,7 @@ static void check_lanes(const book_lookup *book, struct stream *a, struct stream
 #include "row_loops.h"
 #include "truncate_loops.h"
 #include "delta_loops.h"
+#include "topk_loops.h"
 
 const struct kernels kernels_scalar = {.name = "scalar",
 				       .encode_lanes = encode_lanes,
@@ -261,4 +262,5 @@ const struct kernels kernels_scalar = {.name = "scalar",
 				       KERNEL_LOOPS,
 				       ROW_LOOPS,
 				       TRUNCATE_LOOPS,
-				       DELTA_LOOPS};
+				       DELTA_LOOPS,
+				       TOPK_LOOPS};

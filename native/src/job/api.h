@@ -7,6 +7,7 @@
 #include "isa/cpu.h"
 #include "lossless/lossless.h"
 #include "rows/rows.h"
+#include "topk/topk.h"
 #include "truncate/truncate.h"
 
 /* close.c: close an encode job */

@@ -40,17 +40,23 @@ static int stays_stored(const struct job *j, size_t capacity)
 	       j->h.fixed == (1 << dtype_of(j->h.dtype)->nbytes) - 1;
 }
 
+/* Return 1 if sizes of regions depend on values. */
+static int regions_vary(const struct header *h)
+{
+	return !codec_is_rows(h->codec) || h->coded;
+}
+
 /*
- * Decide when the residual is written, for codecs of rows: with the blocks if the largest possible frame fits. Without
- * an entropy stage the frame's size is known, so that it must fit.
+ * Decide when the residual is written, for codecs that are never stored: with the blocks if the largest possible frame
+ * fits. If sizes of regions are known, the frame must fit.
  */
-static codec_status fit_rows(struct job *j, size_t capacity)
+static codec_status fit_blocks(struct job *j, size_t capacity)
 {
 	uint64_t most = j->h.regions_at + family_of(&j->h)->regions_bound(j, 0, j->h.nblocks);
 
 	if (j->h.side_nbytes > UINT32_MAX || most / WIRE_ALIGN > UINT32_MAX)
 		return CODEC_LIMIT;
-	if ((j->h.coded ? j->h.regions_at : most) > capacity)
+	if ((regions_vary(&j->h) ? j->h.regions_at : most) > capacity)
 		return CODEC_SHORT_OUTPUT;
 	if (j->residual)
 		j->residual = most > capacity ? RESIDUAL_LAST : RESIDUAL_WITH_BLOCKS;
@@ -66,8 +72,8 @@ static codec_status start(struct job *j, const struct source *src, size_t capaci
 		TRY(family_of(&j->h)->choose(j, kernels_for(with), src, with));
 		j->h.side_nbytes = side_write(j, NULL);
 		TRY(header_derive(&j->h));
-		if (codec_is_rows(j->h.codec))
-			TRY(fit_rows(j, capacity));
+		if (codec_never_stored(j->h.codec))
+			TRY(fit_blocks(j, capacity));
 		else if (codec_is_delta(j->h.codec) && j->h.regions_at > capacity)
 			return CODEC_SHORT_OUTPUT;
 		else if (codec_may_store(j->h.codec) && stays_stored(j, capacity))
@@ -114,7 +120,7 @@ static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t
 	const struct kernels *k = kernels_for(with);
 	const struct family *family = family_of(&j->h);
 	/* without a buffer, region sizes are known beforehand */
-	int has_buffer = !family->is_rows || j->h.coded;
+	int has_buffer = regions_vary(&j->h);
 	uint64_t most = region_bound(j), at = range->at;
 	uint8_t *buffer;
 	struct work w;
@@ -169,7 +175,7 @@ static codec_status check_step(const struct job *j, const codec_tensor *src, con
 			       const codec_context *with)
 {
 	if (!j || !fits_tensor(j, src) || !fits_residual(j, with) || (!dst && capacity) ||
-	    (codec_is_rows(j->h.codec) && !with->residual != (j->residual == RESIDUAL_NONE)))
+	    (codec_never_stored(j->h.codec) && !with->residual != (j->residual == RESIDUAL_NONE)))
 		return CODEC_BAD_ARGUMENT;
 	TRY(family_check_state(&j->h, with, 1));
 	return outputs_overlap(&j->h, src, dst, capacity, with) ? CODEC_BAD_ARGUMENT : CODEC_OK;
@@ -368,7 +374,7 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	family = family_of(&j->h);
 	values = source_of(src, with);
 	if (j->nscans) {
-		j->blocks_scan = (uint8_t)family->blocks_can_scan(j);
+		j->blocks_scan = (uint8_t)(family->blocks_can_scan && family->blocks_can_scan(j));
 		if (!j->blocks_scan)
 			family->scan(j, k, &values, 0, j->nscans);
 		TRY(start(j, &values, capacity, with));

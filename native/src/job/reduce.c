@@ -143,7 +143,7 @@ static codec_status sum_blocks(const struct sum *s, const codec_range *range, ui
 {
 	const struct kernels *k = kernels_for(s->with);
 	const struct job *j = job_place((void *)s->jobs[0]);
-	const uint64_t once = codec_is_rows(j->h.codec) ? 1 : 2;
+	const uint64_t once = codec_never_stored(j->h.codec) ? 1 : 2;
 	const float by = s->op == CODEC_REDUCE_MEAN ? (float)s->count : 0;
 	const uint64_t end = range->first + range->count;
 	int signs = s->count > 1 && s->op <= CODEC_REDUCE_MEAN;

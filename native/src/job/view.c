@@ -30,6 +30,8 @@ SAME(delta_block, codec_delta_block, base);
 SAME(delta_block, codec_delta_block, result);
 SAME(delta_block, codec_delta_block, changes);
 SAME(delta_block, codec_delta_block, state);
+SAME(delta_block, codec_delta_block, list);
+SAME(delta_block, codec_delta_block, origin);
 _Static_assert(sizeof(struct delta_block) == sizeof(codec_delta_block), "digests of a block");
 _Static_assert(sizeof(codebook) == 257 && sizeof(book_codes) == 514 && sizeof(book_lookup) == 514, "tables of bytes");
 
@@ -99,7 +101,7 @@ codec_status codec_job_view(const void *job, codec_view *view)
 	v.model_parts = array_of(j, job, j->model.segments_at, rows ? 0 : j->model.nsegments, sizeof(struct segment));
 	v.offsets = array_of(j, job, j->model.offsets_at, rows ? 0 : 2 * j->model.nibbles, sizeof(int8_t));
 	v.row_parts = array_of(j, job, j->parts_at, j->nparts, sizeof(struct part));
-	v.row_sums = array_of(j, job, j->sums_at, j->nscans, sizeof(struct row_sums));
+	v.row_sums = array_of(j, job, j->sums_at, rows ? j->nscans : 0, sizeof(struct row_sums));
 	if (codec_is_delta(j->h.codec))
 		v.row_sums = array_of(j, job, j->parts_at, j->h.nblocks, sizeof(struct delta_block));
 	memcpy(view, &v, MIN(view->struct_nbytes, sizeof v));

@@ -89,6 +89,7 @@ static codec_status header_check_size(const struct header *h, codec_fault *f)
 
 const struct family rows_family = {
 	.is_rows = 1,
+	.never_stored = 1,
 	.params_ask = params_ask,
 	.params_fault = own_fault,
 	.header_check = header_check,

@@ -574,6 +574,7 @@ SPECS = [
     codec.Float8(),
     codec.Float4(),
     codec.Quantize(4),
+    codec.TopK(),
     codec.Truncate(),
 ]
 

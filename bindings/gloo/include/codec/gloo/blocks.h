@@ -25,6 +25,7 @@ inline bool is_fixed_rate(const codec_spec &spec)
 	case CODEC_FLOAT8: return !(spec.options & CODEC_OPTION_ENTROPY);
 	case CODEC_TERNARY: return spec.variant != CODEC_TERNARY_ENTROPY;
 	case CODEC_LOSSLESS:
+	case CODEC_TOPK:
 	case CODEC_TRUNCATE:
 	default: return false;
 	}

@@ -1,0 +1,88 @@
+/*
+ * topk.h - TOPK: kept values of a chunk, their scales and levels. C, C++ and NVRTC.
+ *
+ * The tensor is cut into chunks of 2^chunk_log2 values. Of each, the values of largest magnitude are kept: their
+ * positions, signs and the levels of their magnitudes. docs/format.md, section 10.
+ */
+#ifndef CODEC_TOPK_H
+#define CODEC_TOPK_H
+
+#include "delta.h"
+#include "round.h"
+#include "wire.h"
+
+struct topk_kind {
+	uint32_t chunk_log2, kept; /* of a whole chunk */
+	uint32_t rice_k;           /* parameter of gaps */
+	uint32_t bits;             /* of a kept value: sign and level */
+	uint32_t dtype;
+};
+
+/* Return the parameter of a header or a spec that has both numbers. */
+BITS_FN uint32_t topk_group(uint32_t chunk_log2, uint32_t kept)
+{
+	return chunk_log2 << WIRE_TOPK_CHUNK_AT | kept;
+}
+
+BITS_FN struct topk_kind topk_kind_of(uint32_t group, uint32_t bits, uint32_t dtype)
+{
+	struct topk_kind q = {0, 0, 0, 0, 0};
+
+	q.chunk_log2 = group >> WIRE_TOPK_CHUNK_AT;
+	q.kept = group & WIRE_TOPK_KEPT;
+	q.bits = bits;
+	q.dtype = dtype;
+	q.rice_k = delta_gap_k(1ull << q.chunk_log2, q.kept ? q.kept : 1);
+	return q;
+}
+
+/* Return the number of values kept of a chunk of n. */
+BITS_FN uint32_t topk_kept(const struct topk_kind *q, uint64_t n)
+{
+	return (uint32_t)((n * q->kept + (1ull << q->chunk_log2) - 1) >> q->chunk_log2);
+}
+
+/* Return the scales of a chunk: one, or the lowest and the highest level. */
+BITS_FN uint32_t topk_scales(uint32_t bits)
+{
+	return bits == 1 ? 1 : 2;
+}
+
+/* Return the number of steps between the lowest and the highest level. */
+BITS_FN int topk_steps(uint32_t bits)
+{
+	return (1 << (bits - 1)) - 1;
+}
+
+/* Return the level of a magnitude. h: 16 random bits, or 2^15 to round to nearest. */
+BITS_FN uint32_t topk_level(float magnitude, float low, float high, int steps, uint32_t h)
+{
+	float range = round_sub(high, low), above = round_sub(magnitude, low);
+
+	if (!(range > 0.0f) || !(above > 0.0f) || !steps)
+		return 0;
+	above = above < range ? above : range;
+	return (uint32_t)round_place(round_mul(round_over_times(above, round_over(range, 1.0f)), (float)steps), h);
+}
+
+/* Return the magnitude of a level, before it is rounded to the dtype. */
+BITS_FN float topk_magnitude(uint32_t level, float low, float high, int steps)
+{
+	if (!level)
+		return low;
+	return round_add(low, round_mul(round_sub(high, low), round_div((float)level, (float)steps)));
+}
+
+/* Return the value of a code: sign in bit 0, level above. A value that is rounded to 0 is +0. */
+BITS_FN float topk_value(uint32_t code, float low, float high, int steps, uint32_t dtype)
+{
+	uint32_t x = round_bits(topk_magnitude(code >> 1, low, high, steps));
+
+	if (dtype == WIRE_BFLOAT16)
+		x = round_from_bfloat16(round_to_bfloat16(x));
+	else if (dtype == WIRE_FLOAT16)
+		x = round_from_float16(round_to_float16(x));
+	return round_float(x ? x | code << 31 : 0);
+}
+
+#endif

@@ -1,0 +1,87 @@
+/*
+ * topk.h - TOPK: the values of largest magnitude of each chunk. docs/format.md, section 10.
+ *
+ * Blocks are whole numbers of chunks, in one bit stream each. The residual is written with the blocks; a pass over the
+ * tensor before searches for NaN and Inf, which are refused.
+ */
+#ifndef CODEC_TOPK_FAMILY_H
+#define CODEC_TOPK_FAMILY_H
+
+#include "coder/sink.h"
+#include "coder/work.h"
+#include "isa/bit_stream.h"
+
+static inline struct topk_kind topk_kind(const struct header *h)
+{
+	return topk_kind_of(h->group_size, h->bits, h->dtype);
+}
+
+/* Get the number of the first value of block b, and the number of its values. */
+static inline uint64_t topk_span(const struct header *h, uint64_t b, uint64_t *m)
+{
+	*m = MIN(h->block, h->n - b * h->block);
+	return b * h->block;
+}
+
+/* Return the size of the scales of m values. */
+static inline uint64_t topk_scales_nbytes(const struct topk_kind *q, uint64_t m)
+{
+	return 2 * topk_scales(q->bits) * ((m + (1ull << q->chunk_log2) - 1) >> q->chunk_log2);
+}
+
+/* Largest magnitudes of blocks, as patterns, that the pass before the first block has found. */
+static inline uint32_t *topk_maxima(const struct job *j)
+{
+	return (uint32_t *)((char *)j + j->parts_at);
+}
+
+/* Scales of a chunk, as numbers; the last one is 0 if the chunk has no codes. */
+struct topk_range {
+	float low, high;
+};
+
+/* Read the scales of chunk c, which are known to be valid. */
+static inline struct topk_range topk_range_at(const struct topk_kind *q, const uint8_t *scales, uint64_t c)
+{
+	uint32_t n = topk_scales(q->bits);
+	const uint8_t *p = scales + 2 * n * c;
+
+	return (struct topk_range){round_float(round_from_bfloat16(load16(p))),
+				   round_float(round_from_bfloat16(load16(p + 2 * (n - 1))))};
+}
+
+/* Get the positions and codes of the next chunk, of n values, from a stream. Returns 0 if they are not valid. */
+static inline int topk_read(const struct topk_kind *q, struct bit_reader *r, uint64_t n, uint32_t count, uint32_t *at,
+			    uint32_t *code)
+{
+	uint64_t next = 0;
+	uint32_t bad = 0;
+
+	for (uint32_t i = 0; i < count; i++) {
+		next += read_rice(r, q->rice_k, WIRE_RICE_GAP_BITS, &bad);
+		if (next >= n)
+			return 0;
+		at[i] = (uint32_t)next++;
+		code[i] = (uint32_t)read_bits(r, q->bits);
+	}
+	return !bad && r->at <= 8 * r->nbytes;
+}
+
+/* select.c: list the positions of the `kept` largest magnitudes, ascending; *guess helps the next call. */
+codec_status topk_select(const struct kernels *k, const float_any *x, uint64_t n, uint64_t kept, uint32_t *guess,
+			 struct work *w);
+
+codec_status topk_begin(struct job *j, const codec_spec *s, const codec_context *with);
+void topk_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count);
+codec_status topk_choose(struct job *j, const struct kernels *k, const struct source *src, const codec_context *with);
+codec_status topk_encode_block(struct job *j, const struct kernels *k, const codec_context *with,
+			       const struct source *src, uint64_t b, uint8_t *frame, struct work *w, uint64_t *digest,
+			       uint64_t *nbytes);
+codec_status topk_residual(const struct job *j, const struct kernels *k, const struct source *src, const uint8_t *frame,
+			   uint64_t b, uint64_t at, float *residual, struct work *w);
+codec_status topk_leave(const struct job *j, const struct kernels *k, const codec_context *with,
+			const struct source *src, void *work);
+codec_status topk_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+				const struct job *j, codec_range *range, struct work *w);
+
+#endif
