@@ -45,7 +45,9 @@ from codec.specs import BoundSpec, Delta, Float4, Float8, Lossless, Quantize, Si
 from codec.stateful import ActivationDelta, ActivationStats, CodebookRefresher, ErrorFeedback, StoreInfo, inspect_store
 from codec.tensors.segments import segments
 from codec.tensors.wrapper import View, view
-from codec.weight_sync import Update, WeightReceiver, WeightSender
+from codec.weight_sync.receiver import WeightReceiver
+from codec.weight_sync.sender import WeightSender
+from codec.weight_sync.update import Update
 
 if TYPE_CHECKING:
     from codec import torch as torch  # imported on first use, see __getattr__
