@@ -20,7 +20,7 @@ LAYERS = [
     {"engines"},
     {"codebook", "explain"},
     {"encoding", "decoding"},
-    {"batch", "code_sums", "advisor", "frame_size", "_files", "_warmup"},
+    {"batch", "code_sums", "delta", "advisor", "frame_size", "_files", "_warmup"},
     {"stateful"},
     {"weight_sync"},
     {"torch", "_update_commands"},
