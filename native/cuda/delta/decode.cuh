@@ -257,12 +257,11 @@ DEVICE bool read_class(const delta_block &o, uint32_t class_, bit_reader *r, cha
 	if (codes)
 		open_group(o, &c, 0, lane);
 	for (; codes; codes--) {
-		const uint64_t gap = read_rice(r, delta_class_k(class_), WIRE_DELTA_GAP_BITS, &bad);
+		const uint32_t gap = read_gap(r, delta_class_k(class_), &negative, &bad);
 		uint64_t step = 1;
 
 		if (gap) {
-			negative = read_bits(r, 1) != 0;
-			if (bad || !pass_members(o, &c, (uint32_t)gap, &place, lane) ||
+			if (bad || !pass_members(o, &c, gap, &place, lane) ||
 			    !add_change<SIZE>(o, l, place, negative ? delta_mask(SIZE) : 1, lane))
 				return false;
 			more = 0;
