@@ -23,6 +23,7 @@ from codec.batch import decode_many, encode_many
 from codec.code_sums import sum_codes
 from codec.codebook import Codebook
 from codec.decoding import accumulate, decode, reduce
+from codec.delta import compose, decode_blocks
 from codec.encoding import bound, encode, encode_async
 from codec.engines import engines
 from codec.errors import (
@@ -88,7 +89,9 @@ __all__ = [
     "accumulate",
     "advise",
     "bound",
+    "compose",
     "decode",
+    "decode_blocks",
     "decode_many",
     "digest",
     "encode",

@@ -20,7 +20,7 @@ LAYERS = [
     {"engines"},
     {"codebook", "explain"},
     {"encoding", "decoding"},
-    {"batch", "code_sums", "advisor", "frame_size", "_files", "_warmup"},
+    {"batch", "code_sums", "delta", "advisor", "frame_size", "_files", "_warmup"},
     {"stateful"},
     {"torch"},
     {"integrations", "run", "__main__"},

@@ -490,6 +490,19 @@ CODEC_API codec_status codec_decode(const void *frame, size_t nbytes, codec_tens
 				    void *scratch, size_t scratch_nbytes);
 
 /**
+ * Decode blocks [first, first + count) of a frame of DELTA, for a process that holds a part of the tensor. `base` and
+ * `dst`, `part_nbytes` bytes each, hold the values of these blocks and nothing else; they may be the same memory. A
+ * block has codec_info.block_nvalues values, the last one of the tensor perhaps fewer; a frame without blocks counts as
+ * one block of all values. `scratch` needs the size that codec_scratch returns for the whole tensor.
+ *
+ * The frame's checksums are verified, and any error leaves dst unchanged. The digests of base and result are those of
+ * whole tensors: values that the frame was not made against give wrong values or CODEC_BAD_REGION.
+ */
+CODEC_API codec_status codec_decode_part(const void *frame, size_t nbytes, uint64_t first, uint64_t count,
+					 const void *base, void *dst, size_t part_nbytes, const codec_context *with,
+					 void *scratch, size_t scratch_nbytes);
+
+/**
  * Compute dst = dst + weight * decode(frame) in float32, without a temporary tensor. Same as codec_decode with
  * CODEC_INTO_ADD and CODEC_VERIFY_FIRST: any error leaves dst unchanged.
  */

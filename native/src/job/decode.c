@@ -331,6 +331,80 @@ codec_status codec_decode(const void *frame, size_t nbytes, codec_tensor *dst, c
 	return status;
 }
 
+/* Return a tensor whose bytes from `at` on are those at `part`; no others may be used. */
+static codec_tensor around(const struct header *h, const void *part, uint64_t at)
+{
+	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = h->dtype, .rank = h->rank};
+
+	memcpy(t.shape, h->shape, sizeof t.shape);
+	t.data = (void *)((uintptr_t)part - at);
+	t.nbytes = h->n * dtype_of(h->dtype)->nbytes;
+	return t;
+}
+
+/* Check that a frame of DELTA has a range of blocks, and that a part has their size. *at is its offset in the tensor.
+ */
+static codec_status check_part(const struct header *h, const codec_range *range, const void *base, const void *dst,
+			       uint64_t part_nbytes, uint64_t *at)
+{
+	uint64_t nblocks = h->nblocks ? h->nblocks : h->n > 0, block = h->nblocks ? h->block : h->n, first, end;
+
+	if (!codec_is_delta(h->codec) || range->first > nblocks || range->count > nblocks - range->first ||
+	    (part_nbytes && (!base || !dst)))
+		return CODEC_BAD_ARGUMENT;
+	first = MIN(range->first * block, h->n);
+	end = MIN((range->first + range->count) * block, h->n);
+	*at = first * dtype_of(h->dtype)->nbytes;
+	return part_nbytes == (end - first) * dtype_of(h->dtype)->nbytes ? CODEC_OK : CODEC_SHAPE_MISMATCH;
+}
+
+static codec_status decode_part(const uint8_t *frame, const struct header *h, codec_range *range,
+				const codec_tensor *dst, const codec_context *with, void *scratch,
+				size_t scratch_nbytes)
+{
+	struct job *j;
+
+	TRY(open_job(frame, h, with, scratch, scratch_nbytes, &j));
+	if (scratch_nbytes < job_scratch(h))
+		return CODEC_SHORT_SCRATCH;
+	TRY(decode_blocks(frame, NULL, with, j, range, job_work(j, scratch)));
+	return decode_blocks(frame, dst, with, j, range, job_work(j, scratch));
+}
+
+codec_status codec_decode_part(const void *frame, size_t nbytes, uint64_t first, uint64_t count, const void *base,
+			       void *dst, size_t part_nbytes, const codec_context *with, void *scratch,
+			       size_t scratch_nbytes)
+{
+	codec_range range = {.first = first, .count = count};
+	codec_tensor values, result;
+	codec_status status;
+	struct header h;
+	codec_context c;
+	uint64_t saved, at;
+
+	TRY(context_read(with, &c));
+	TRY(frame_open(frame, nbytes, &c, &h));
+	if (!(c.flags & CODEC_NO_CHECKSUM))
+		TRY(frame_verify(frame, &h, kernels_for(&c), c.fault));
+	TRY(check_part(&h, &range, base, dst, part_nbytes, &at));
+	if (spans_overlap(dst, part_nbytes, frame, nbytes) ||
+	    (base != dst && spans_overlap(dst, part_nbytes, base, part_nbytes)) || c.into != CODEC_INTO_STORE)
+		return CODEC_BAD_ARGUMENT;
+	if (!h.nblocks) {
+		if (part_nbytes && base != dst)
+			memcpy(dst, base, part_nbytes);
+		return CODEC_OK;
+	}
+	values = around(&h, base, at);
+	result = around(&h, dst, at);
+	c.base = &values;
+	c.flags |= CODEC_NO_CHECKSUM;
+	saved = call_enter();
+	status = decode_part(frame, &h, &range, &result, &c, scratch, scratch_nbytes);
+	call_leave(saved);
+	return status;
+}
+
 codec_status codec_accumulate(const void *frame, size_t nbytes, float weight, codec_tensor *dst,
 			      const codec_context *with, void *scratch, size_t scratch_nbytes)
 {
