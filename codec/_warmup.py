@@ -22,7 +22,7 @@ from codec.engines import choose
 from codec.errors import ArgumentError
 from codec.optimizers import SGD, Custom
 from codec.presets import resolve
-from codec.specs import CODECS, BoundSpec, Spec, SpecLike, Truncate
+from codec.specs import CODECS, BoundSpec, Delta, Spec, SpecLike, Truncate
 from codec.tensors.view import dtype_name
 from codec.tensors.wrapper import view
 
@@ -116,11 +116,12 @@ def _try(spec: Spec, given: BoundSpec | None, dtype: str, settings: CallOptions)
         names = ("theta",) if custom is None else custom.names
         bound = spec.bind(custom or SGD(1.0), **{name: np.ones(_N, np.float32) for name in names})
     x = np.zeros(_N, f"u{ITEMSIZE[dtype]}")
+    base = view(x ^ x.dtype.type(1), dtype) if isinstance(spec, Delta) else None
     try:
-        frame = encode(view(x, dtype), spec if bound is None else bound, options=settings)
+        frame = encode(view(x, dtype), spec if bound is None else bound, options=settings, base=base)
     except ArgumentError:
         return False
-    decode(frame, bound, out=x, options=settings)
+    decode(frame, bound, out=x, options=settings, base=base)
     return True
 
 

@@ -212,6 +212,7 @@ def encode_async(
     feedback: bool = False,
     codebook: Codebook | None = None,
     stream: int = 0,
+    base: Any = None,
 ) -> Any:
     """Encode a tensor on a GPU asynchronously: enqueue the kernels, and wait for nothing.
 
@@ -230,6 +231,8 @@ def encode_async(
         enough, and required with `residual`.
     residual, feedback, codebook, stream
         As in :func:`encode`; `residual` on the same GPU.
+    base : array or tensor, optional
+        For :class:`Delta`: tensor of x's shape and dtype on the same GPU.
 
     Returns
     -------
@@ -249,7 +252,7 @@ def encode_async(
     Traceback (most recent call last):
     codec.errors.EngineError: encode_async takes tensors on a GPU...
     """
-    r = encode_request(x, spec, settings_of(None), out, residual, feedback, codebook, stream)
+    r = encode_request(x, spec, settings_of(None), out, residual, feedback, codebook, stream, base)
     if r.x.device == "cpu":
         raise EngineError("encode_async takes tensors on a GPU, x lies in host memory: use encode")
     engine = device_engine("x", r.x.device)

@@ -183,6 +183,8 @@ def begun(frames: Sequence[Any], steps: Callable[[list[Frame]], list[Step]], int
     asked = [(work, r, r.frames[0]) for r in (DecodeRequest((view_bytes(frame),), **given) for frame in frames)]
     opened = open_frames(asked)
     for frame in opened:
+        if frame.is_delta:
+            frame.open_base()
         frame.open(new(frame, into), into)
 
     def begin() -> BatchDecode:
@@ -316,6 +318,41 @@ def many(rate: float) -> dict[str, Any]:
     return row_of(name, size, size + nbytes, size / 2, 8 * nbytes, rate, **seconds)
 
 
+def updated(rate: float, log2: int, changed: float) -> dict[str, Any]:
+    """Return the row of Delta for bfloat16 weights of which a share has moved by one pattern.
+
+    Decoding is the check that precedes an update in place, and the writing of listed changes: the base is the
+    destination. All runs apply the frame to the same base, whose changes are undone before each.
+    """
+    import cupy
+
+    shape = (1 << log2 - 12, 1 << 12)
+    base, rng = gradient(shape, "bfloat16"), cupy.random.default_rng(2)
+    new = base + (rng.random(shape, dtype=cupy.float32) < changed).astype(cupy.uint16)
+    old, values, spec = codec.view(base, "bfloat16"), codec.view(new, "bfloat16"), codec.Delta()
+    out, weights = cupy.empty(codec.bound(shape, "bfloat16", spec), cupy.uint8), base.copy()
+    frame = codec.encode(values, spec, out=out, base=old)
+    assert codec.decode(frame, base=weights, out=weights) is weights
+    assert bool((weights == new).all())
+    encode = timed(lambda: codec.encode_async(values, spec, out=out, base=old))
+    weights[:] = base
+
+    def steps(opened: list[Frame]) -> list[Step]:
+        opened[0].take_lists(opened[0].list_nbytes)
+        return [Step([(opened[0], Sink(0))]), Step([(opened[0], Sink(view_output(weights).address))])]
+
+    apply = begun([frame], steps, lib.CODEC_INTO_STORE, base=weights)
+
+    def restore() -> None:
+        weights.data.copy_from_device_async(base.data, base.nbytes)
+
+    decode = timed(lambda: (restore(), apply())) - timed(restore)
+    name = f"Delta bfloat16, {changed:.1%} changed"
+    return row_of(
+        name, new.nbytes, new.nbytes + frame.nbytes, new.size, 8 * frame.nbytes, rate, encode=encode, decode=decode
+    )
+
+
 def show(row: dict[str, Any]) -> None:
     """Print a row."""
     both = [
@@ -334,6 +371,7 @@ def all_cases(log2: int, rate: float) -> list[tuple[str, Callable[[], dict[str, 
     return [
         *large,
         *small,
+        *((f"Delta, {share:.1%}", lambda share=share: updated(rate, log2, share)) for share in (0.003, 0.02)),
         ("reduce of 8 Float8", lambda: reduced(rate, log2 - 3)),
         ("200 tensors", lambda: many(rate)),
         ("nvCOMP ANS, bfloat16", lambda: nvcomp(gradient(shape, "bfloat16"), rate)),

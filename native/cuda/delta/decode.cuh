@@ -94,12 +94,53 @@ DEVICE bool add_change(const delta_block &o, change_list *l, uint32_t place, uin
 	return true;
 }
 
-/* Make the planes of a block's classes. */
+/* Constants of classes of values of 2 bytes, two in a word: 1 - S, and twice the class of exponent 1. */
+struct class_pair {
+	uint32_t field, add, least;
+};
+
+/*
+ * Write the planes of a group of values of 2 bytes, at a multiple of 16. A lane computes the classes of 8 values, two
+ * at a time, and writes a byte of each plane. *most: twice the largest class of both halves, which may grow.
+ */
+DEVICE void put_planes(const uint8_t *values, uint32_t mbits, const class_pair &by, uint8_t *planes, uint32_t *most,
+		       uint32_t lane)
+{
+	for (uint32_t s = 0; s < GROUP / 256; s++) {
+		const uint4 w = global((const uint4 *)values)[32 * s + lane];
+		const uint32_t pairs[4] = {w.x, w.y, w.z, w.w};
+		uint32_t classes = 0; /* four bits each: values 0, 2, 4, 6, 1, 3, 5, 7 */
+
+		for (uint32_t k = 0; k < 4; k++) {
+			const uint32_t field = pairs[k] >> mbits & by.field;
+			const uint32_t twice = __vminu2(__viaddmax_s16x2(field, by.add, by.least), 0x00110011);
+
+			*most = __viaddmax_s16x2(twice, 0, *most);
+			classes |= (twice >> 1 & 0x000f000f) << 4 * k;
+		}
+		for (uint32_t p = 0; p < CLASS_PLANES; p++) {
+			uint32_t bits = classes >> p & 0x11111111;
+
+			bits = (bits | bits >> 15) & 0x3333;
+			bits = (bits | bits >> 2) & 0x0f0f;
+			planes[GROUP / 8 * p + 32 * s + lane] = (uint8_t)(bits | bits >> 4);
+		}
+	}
+}
+
+/* Make the planes of a block's classes. Returns the largest class. */
 template <int SIZE> DEVICE uint32_t make_planes(const delta_block &o, int scale, uint32_t lane)
 {
-	uint32_t top = 0;
+	const uint32_t least = 2 * delta_class(1, scale), add = (uint32_t)(1 - scale) & 0xffff;
+	const class_pair by = {o.q.last | o.q.last << 16, add | add << 16, least | least << 16};
+	uint32_t top = 0, most = 0;
 
 	for (uint32_t from = 0; from < o.m; from += GROUP) {
+		if (SIZE == 2 && o.m - from >= GROUP && (uint64_t)o.base % sizeof(uint4) == 0) {
+			put_planes(o.base + SIZE * (o.first + from), o.q.mbits, by,
+				   (uint8_t *)(o.planes + CLASS_PLANES * (from / 32)), &most, lane);
+			continue;
+		}
 		uint32_t mine[CLASS_PLANES] = {0};
 
 		for (uint32_t k = 0; k < 32; k++) {
@@ -120,7 +161,8 @@ template <int SIZE> DEVICE uint32_t make_planes(const delta_block &o, int scale,
 			o.planes[CLASS_PLANES * (from / 32) + 32 * p + lane] = mine[p];
 	}
 	__syncwarp();
-	return warp_max(top);
+	most = (most & 0xffff) > most >> 16 ? most & 0xffff : most >> 16;
+	return warp_max(top > most / 2 ? top : most / 2);
 }
 
 /* Return this lane's word of the members of a class in group g. */
@@ -215,12 +257,11 @@ DEVICE bool read_class(const delta_block &o, uint32_t class_, bit_reader *r, cha
 	if (codes)
 		open_group(o, &c, 0, lane);
 	for (; codes; codes--) {
-		const uint64_t gap = read_rice(r, delta_class_k(class_), WIRE_DELTA_GAP_BITS, &bad);
+		const uint32_t gap = read_gap(r, delta_class_k(class_), &negative, &bad);
 		uint64_t step = 1;
 
 		if (gap) {
-			negative = read_bits(r, 1) != 0;
-			if (bad || !pass_members(o, &c, (uint32_t)gap, &place, lane) ||
+			if (bad || !pass_members(o, &c, gap, &place, lane) ||
 			    !add_change<SIZE>(o, l, place, negative ? delta_mask(SIZE) : 1, lane))
 				return false;
 			more = 0;

@@ -54,6 +54,25 @@ DEVICE uint64_t read_rice(bit_reader *r, uint32_t k, uint32_t full, bool *bad)
 	return (uint64_t)q << k | read_bits(r, k);
 }
 
+/* Read the Rice code of a gap, which is not 0, and the sign behind it; or a gap of 0. Most take one look at 32 bits. */
+DEVICE uint32_t read_gap(bit_reader *r, uint32_t k, bool *negative, bool *bad)
+{
+	const uint32_t bits = peek_bits(*r), q = (uint32_t)__ffs((int)(bits | 1u << WIRE_DELTA_LONGEST)) - 1;
+
+	if (q + k + 2 <= 32 && q < WIRE_DELTA_LONGEST) {
+		const uint32_t gap = q << k | (bits >> (q + 1) & ((1u << k) - 1));
+
+		*negative = gap ? bits >> (q + 1 + k) & 1 : *negative;
+		r->at += q + k + 1 + (gap != 0);
+		return gap;
+	}
+	const uint32_t gap = (uint32_t)read_rice(r, k, WIRE_DELTA_GAP_BITS, bad);
+
+	if (gap)
+		*negative = read_bits(r, 1) != 0;
+	return gap;
+}
+
 /* Read an Elias gamma code, at least 1. Returns 0 if it is 2^64 or more. */
 DEVICE uint64_t read_gamma(bit_reader *r)
 {

@@ -192,8 +192,7 @@ typedef struct codec_row_sums {
 typedef struct codec_delta_block {
 	uint64_t base, result; /**< parts of the digests of the base and of the result */
 	uint32_t changes;      /**< number of values that differ from the base's */
-	uint32_t state;        /**< decode: for the C library; an engine leaves it 0 */
-	uint64_t list, origin; /**< decode: for the C library */
+	uint32_t reserved[5];  /**< decode: of the C library; an engine leaves them unchanged */
 } codec_delta_block;
 
 /** Header fields as in docs/format.md, and values derived from them. Offsets are in bytes from the frame's start. */
