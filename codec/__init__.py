@@ -49,7 +49,9 @@ from codec.tensors.wrapper import View, view
 if TYPE_CHECKING:  # imported on first use, see __getattr__
     from codec import torch as torch
     from codec import weight_sync as weight_sync
-    from codec.weight_sync import Update, WeightReceiver, WeightSender
+    from codec.weight_sync.receiver import WeightReceiver
+    from codec.weight_sync.sender import WeightSender
+    from codec.weight_sync.update import Update
 
 __version__ = "0.1.0"
 
@@ -125,13 +127,14 @@ def __dir__() -> list[str]:
 
 
 if not TYPE_CHECKING:  # type checkers would accept any attribute
+    _OF_WEIGHT_SYNC = {"Update": "update", "WeightReceiver": "receiver", "WeightSender": "sender"}
 
     def __getattr__(name: str) -> object:
         """Import :mod:`codec.torch` or :mod:`codec.weight_sync` on its first use."""
         if name == "weight_sync":
             return importlib.import_module("codec.weight_sync")
-        if name in ("Update", "WeightReceiver", "WeightSender"):
-            return getattr(importlib.import_module("codec.weight_sync"), name)
+        if name in _OF_WEIGHT_SYNC:
+            return getattr(importlib.import_module(f"codec.weight_sync.{_OF_WEIGHT_SYNC[name]}"), name)
         if name != "torch":
             raise AttributeError(f"module 'codec' has no attribute {name!r}")
         try:

@@ -7,7 +7,7 @@ from codec._c.spec_structs import NUMBERS
 from codec._call import CodeLengths
 from codec.errors import EngineError, LimitError, Status
 from codec.optimizers.arguments import LevelSource
-from codec.specs import BoundSpec, Delta, Spec, TopK
+from codec.specs import BoundSpec, Spec, TopK
 from codec.tensors.overlap import check_apart
 from codec.tensors.view import TensorView
 
@@ -15,7 +15,7 @@ from codec.tensors.view import TensorView
 _ALWAYS, _TIMES = 1 << 30, 256
 
 
-_NATIVE_ONLY = {NUMBERS[kind]: kind.__name__ for kind in (Delta, TopK)}
+_NATIVE_ONLY = {NUMBERS[kind]: kind.__name__ for kind in (TopK,)}
 
 
 def check_codec(engine: str, number: int) -> None:

@@ -15,7 +15,8 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from codec.errors import StateError
-from codec.weight_sync import Publisher, WeightReceiver
+from codec.weight_sync import Publisher
+from codec.weight_sync.receiver import WeightReceiver
 from codec.weight_sync.store import Listed, chain, read_head, read_update
 
 _POLL = 0.05  # seconds

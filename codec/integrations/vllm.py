@@ -13,16 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-    layerwise_groups,
-)
+from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
-from codec.weight_sync import Update, WeightReceiver, pull
-from codec.weight_sync.store import Listed, read_update
+from codec.weight_sync.receiver import WeightReceiver
+from codec.weight_sync.store import Listed, pull, read_update
+from codec.weight_sync.update import Update
 
 
 def register() -> None:
@@ -35,7 +31,7 @@ def register() -> None:
 
 
 @dataclass
-class CodecInitInfo(WeightTransferInitInfo):
+class CodecInitInfo(base.WeightTransferInitInfo):
     """Store of the trainer's updates, and the folder where workers keep their weights; None: in memory."""
 
     source: str
@@ -43,7 +39,7 @@ class CodecInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class CodecUpdateInfo(WeightTransferUpdateInfo):
+class CodecUpdateInfo(base.WeightTransferUpdateInfo):
     """Update in the store, to be checked (phase "stage") or to be loaded (phase "load")."""
 
     phase: str
@@ -52,7 +48,7 @@ class CodecUpdateInfo(WeightTransferUpdateInfo):
     nbytes: int
 
 
-class CodecWeightTransferEngine(WeightTransferEngine[CodecInitInfo, CodecUpdateInfo]):
+class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUpdateInfo]):
     """Engine of a worker. An update that fails leaves the worker with the weights that it served."""
 
     init_info_cls = CodecInitInfo
@@ -150,4 +146,4 @@ class CodecWeightTransferEngine(WeightTransferEngine[CodecInitInfo, CodecUpdateI
 
 def whole_groups(names: list[str], changed: set[str]) -> list[str]:
     """Return the names of all groups, such as decoder layers, in which a name has changed."""
-    return [name for group in layerwise_groups(names) if changed.intersection(group) for name in group]
+    return [name for group in base.layerwise_groups(names) if changed.intersection(group) for name in group]

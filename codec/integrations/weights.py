@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from codec.weight_sync import Publisher, Update
+from codec.weight_sync import Publisher
+from codec.weight_sync.update import Update
 
 
 class Client(Protocol):

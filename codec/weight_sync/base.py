@@ -40,7 +40,7 @@ class Base:
     def fill(self, given: Given, version: int) -> None:
         """Set weights and version from tensors, which are copied."""
         version = whole("version", version, 0, MAX_VERSION)
-        self.complete(self.adopt(copied(given)), version)
+        self.complete(copied(given), version)
 
     def settle(self) -> None:
         """Complete an update that an exception such as KeyboardInterrupt has interrupted."""
@@ -122,6 +122,7 @@ class Base:
                 else:
                     self._decode(update, name, k, memory[begin:end])
             yield name, tensor
+            del tensor, memory  # or there would be two while the next one is made
 
     def apply(self, update: Update) -> None:
         """Apply an update that :meth:`check` accepted. After an interruption, a second call completes the first."""
@@ -158,10 +159,6 @@ class Base:
     def allocate(self, kinds: Mapping[str, Kind]) -> Weights:
         """Return memory for weights."""
         return allocated(kinds)
-
-    def adopt(self, weights: Weights) -> Weights:
-        """Return weights of new memory as weights that this object keeps."""
-        return weights
 
     def write(self, out: Bytes, decode: Callable[[Bytes], None]) -> None:
         """Decode a piece over its value before the update."""

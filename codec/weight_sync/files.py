@@ -14,7 +14,7 @@ from codec._c.library import ITEMSIZE
 from codec._files import MAX_JSON, SAFETENSORS
 from codec._options import CallOptions
 from codec.errors import ArgumentError, StateError
-from codec.tensors.view import TensorView, view
+from codec.tensors.view import TensorView
 from codec.weight_sync.base import Base
 from codec.weight_sync.coding import decode_delta
 from codec.weight_sync.update import MAX_RANK, Bytes, Kind, Update, mapped
@@ -86,7 +86,7 @@ def diff_files(old: str, new: str, out: str, *, version: int = 1, **how: Any) ->
     """
     given: CallOptions | None = how.get("options")
     after = weights_in(new)
-    pairs = ((name, _tensor(slot)) for name, slot in after.items())
+    pairs = ((name, slot.view) for name, slot in after.items())
     progress: Progress | None = how.get("progress")
     return write_update(pairs, version, weights_in(old), version - 1, file=out, options=given, progress=progress)
 
@@ -152,8 +152,4 @@ def _composed(weights: Weights, updates: Sequence[Update]) -> Iterator[tuple[str
                 if (frame := update.frame(name, k)) is not None:
                     piece = after.piece(k)
                     decode_delta(frame, piece, piece, slot.kind.dtype, None)
-        yield name, _tensor(after)
-
-
-def _tensor(slot: Slot) -> TensorView:
-    return view(slot.memory)._replace(dtype=slot.kind.dtype, shape=slot.kind.shape)
+        yield name, after.view

@@ -22,10 +22,21 @@ import numpy as np
 
 from codec._c.library import DTYPES
 from codec._options import CallOptions
+from codec.arguments import whole
 from codec.errors import CodecError, StateError
 from codec.weight_sync.base import Base
-from codec.weight_sync.update import MAX_RANK, MAX_VERSION, Bytes, Kind, Update
-from codec.weight_sync.weights import Weights, allocated, memory_nbytes
+from codec.weight_sync.update import MAX_RANK, MAX_VERSION, Bytes, Kind, Update, check_name
+from codec.weight_sync.weights import (
+    Given,
+    Weights,
+    allocated,
+    as_view,
+    copied,
+    is_streamed,
+    items,
+    kind_of,
+    memory_nbytes,
+)
 from codec.weight_sync.writing import remove_temporary, replaced
 
 _FORMAT = 1
@@ -88,6 +99,16 @@ class FolderBase(Base):
             names = ", ".join(map(repr, damaged[:5]))
             raise StateError(f"{len(damaged)} tensors in {self._path} are damaged: {names}; start from an empty folder")
 
+    def fill(self, given: Given, version: int) -> None:
+        """Set weights and version from tensors; those of an iterable are in memory until all were read."""
+        version = whole("version", version, 0, MAX_VERSION)
+        pairs = [(n, slot.view) for n, slot in copied(given).items()] if is_streamed(given) else items(given)
+        views = {check_name(name): as_view(x) for name, x in pairs}
+        weights = self.allocate({name: kind_of(name, v) for name, v in views.items()})
+        for name, v in views.items():
+            weights[name].fill(v)
+        self.complete(weights, version)
+
     def in_place(self, update: Update) -> bool:
         """Return True for an update from a version; a snapshot is written to a new file."""
         return update.base is not None
@@ -138,14 +159,6 @@ class FolderBase(Base):
         for path in self._path.glob("values-*"):
             if path != self._current:
                 path.unlink()
-
-    def adopt(self, weights: Weights) -> Weights:
-        """Move weights to a file."""
-        target = self.allocate(weights.kinds)
-        for name, slot in weights.items():
-            target[name].memory[:] = slot.memory
-            target[name].digests = slot.digests
-        return target
 
     def allocate(self, kinds: Mapping[str, Kind]) -> Weights:
         """Create a file for weights, and map it."""

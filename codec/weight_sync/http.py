@@ -5,16 +5,15 @@ import re
 import shutil
 import tempfile
 import threading
-import urllib.error
-import urllib.request
-from http.client import HTTPException
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from codec.arguments import whole
 from codec.errors import ArgumentError, FrameError, Status
+
+if TYPE_CHECKING:
+    from http.server import ThreadingHTTPServer
 
 _NAMES = re.compile(r"/(head|\d{20}\.(?:update|snapshot))")
 _CHUNK = 1 << 20
@@ -30,7 +29,7 @@ class UpdateServer:
         URL for :func:`pull`.
     """
 
-    def __init__(self, server: ThreadingHTTPServer) -> None:
+    def __init__(self, server: "ThreadingHTTPServer") -> None:
         host, port = server.server_address[:2]
         name = host if isinstance(host, str) else bytes(host).decode()
         self.url = f"http://{f'[{name}]' if ':' in name else name}:{port}"
@@ -75,6 +74,8 @@ def serve(folder: str | PathLike[str], host: str = "127.0.0.1", port: int = 0) -
     ArgumentError
         The address cannot be listened on.
     """
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # not by everyone who imports codec
+
     root = Path(folder)
 
     class Handler(BaseHTTPRequestHandler):
@@ -138,6 +139,10 @@ def read_remote(url: str, name: str, most: int, timeout: float) -> mmap.mmap | b
     FrameError
         The file is larger than `most`, or the connection ended inside.
     """
+    import urllib.error
+    import urllib.request
+    from http.client import HTTPException
+
     try:
         with (
             urllib.request.urlopen(f"{url.rstrip('/')}/{name}", timeout=timeout) as reply,

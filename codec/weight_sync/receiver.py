@@ -199,7 +199,7 @@ class WeightReceiver:
         load : callable, optional
             Called with an iterator of names and changed tensors, such as the ``load_weights`` method of a model. If it
             raises an exception, it is called a second time, with the tensors of the version before, so that the program
-            serves these again; then the exception is raised.
+            serves these again; then the exception is raised. There is no version before a first snapshot.
         like : array or tensor, optional
             As in :meth:`updated`.
 
@@ -215,7 +215,8 @@ class WeightReceiver:
             except BaseException:
                 self._staged = None
                 names = [name for name in staged.changed if name in self._base.weights]
-                load(self.tensors(names, like=like))
+                if names:
+                    load(self.tensors(names, like=like))
                 raise
         self.commit()
 

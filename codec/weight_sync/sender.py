@@ -6,7 +6,6 @@ from typing import Any
 from codec._options import CallOptions
 from codec.arguments import whole
 from codec.errors import ArgumentError, StateError
-from codec.tensors.view import TensorView, view
 from codec.weight_sync.folder import base_in
 from codec.weight_sync.update import MAX_VERSION, Update
 from codec.weight_sync.weights import Given
@@ -215,9 +214,7 @@ class WeightSender:
             Snapshot of version :attr:`version`.
         """
         self._base.settle()
-        weights, views = self._base.weights, dict[str, TensorView]()
-        for name, slot in weights.items():
-            views[name] = view(slot.memory)._replace(dtype=slot.kind.dtype, shape=slot.kind.shape)
+        views = {name: slot.view for name, slot in self._base.weights.items()}
         return write_update(views, self.version, None, None, file=file, options=self._options, progress=progress)
 
     def close(self) -> None:

@@ -30,6 +30,17 @@ class Slot:
         """Return the memory of a piece."""
         return self.memory[k * PIECE_NBYTES : (k + 1) * PIECE_NBYTES]
 
+    @property
+    def view(self) -> TensorView:
+        """The values as a tensor."""
+        return view(self.memory)._replace(dtype=self.kind.dtype, shape=self.kind.shape)
+
+    def fill(self, v: TensorView) -> None:
+        """Copy the values of a tensor of this kind, and compute the digests."""
+        for k, piece in enumerate(pieces_of(v)):
+            self.piece(k)[:] = piece
+        self.digests = self.measure()
+
     def measure(self) -> list[bytes]:
         """Return the digest of each piece, computed from its values."""
         return [digest_of(self.memory[begin:end]) for begin, end in self.kind.spans]
@@ -53,16 +64,14 @@ class Weights(dict[str, Slot]):
 
 
 def copied(given: Given) -> Weights:
-    """Copy tensors to host memory one by one, and compute their digests."""
+    """Copy tensors to new memory one by one, and compute their digests."""
     weights = Weights()
     for name, x in items(given):
-        v = as_view(x)
         if check_name(name) in weights:
             raise ArgumentError(f"tensor {name!r} was given twice")
-        slot = weights[name] = Slot(kind_of(name, v), np.empty(v.nbytes, np.uint8))
-        for k, piece in enumerate(pieces_of(v)):
-            slot.piece(k)[:] = piece
-        slot.digests = slot.measure()
+        v = as_view(x)
+        weights[name] = Slot(kind_of(name, v), np.empty(v.nbytes, np.uint8))
+        weights[name].fill(v)
     return weights
 
 
@@ -83,6 +92,11 @@ def memory_nbytes(kinds: Iterable[Kind]) -> int:
 
 def _aligned(kind: Kind) -> int:
     return -(-kind.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def is_streamed(given: Given) -> bool:
+    """Return True for an iterable that can be read once only, False for a mapping or module."""
+    return not isinstance(given, Mapping) and not hasattr(given, "state_dict")
 
 
 def items(given: Given) -> Iterable[tuple[str, Any]]:

@@ -23,7 +23,7 @@ from codec.weight_sync.update import (
     index_nbytes,
     weights_digest,
 )
-from codec.weight_sync.weights import Given, Weights, as_view, items, kind_of, pieces_of
+from codec.weight_sync.weights import Given, Weights, as_view, is_streamed, items, kind_of, pieces_of
 
 BATCH_NBYTES = 1 << 26  # bytes of values that are encoded by one call
 BATCH_PIECES = 1024
@@ -148,7 +148,7 @@ def write_update(
     progress : callable, optional
         Called with the number of bytes read, and with the total.
     """
-    pairs, streamed = items(given), not isinstance(given, Mapping) and not hasattr(given, "state_dict")
+    pairs, streamed = items(given), is_streamed(given)
     if base is None:
         pairs = list(pairs)
         kinds = {check_name(name): kind_of(name, as_view(x)) for name, x in pairs}
@@ -163,6 +163,7 @@ def write_update(
             encoder.add(check_name(name), tensor)
             if streamed:
                 encoder.flush()  # a generator may write its next tensor to the same memory
+            del tensor  # or there would be two while a generator gathers the next one
             done += kinds[name].nbytes
             if progress is not None:
                 progress(done, total)

@@ -229,16 +229,6 @@ def test_block_size_is_a_power_of_two(block_size):
         codec.Delta(block_size)
 
 
-def test_other_engines_refuse():
-    x = np.ones(10_000, np.float32)
-    frame = codec.encode(x, DELTA, base=np.zeros_like(x))
-    with codec.options(engine="numba"):
-        with pytest.raises(codec.EngineError, match="the numba engine does not have Delta"):
-            codec.encode(x, DELTA, base=x)
-        with pytest.raises(codec.EngineError, match="the numba engine does not have Delta"):
-            codec.decode(frame, base=np.zeros_like(x))
-
-
 class TestBatches:
     """encode_many and decode_many: a model in one call."""
 

@@ -22,7 +22,7 @@ from support import cuda_c, device, flatcall
 from support.cuda_c import Decode, Encode, Failed
 from support.format_cases import HAND_MADE
 from support.frame_builder import recompute_checksums
-from support.golden_frames import GOLDEN, GOLDEN_FRAMES
+from support.golden_frames import GOLDEN, GOLDEN_FRAMES, golden_tensor
 from support.sample_frames import FRAMES_TO_DAMAGE, damage
 from support.specs import SPECS, TRUNCATES
 from support.tensors import ALL_DTYPES, KINDS, random_bits
@@ -266,10 +266,11 @@ def test_golden_frames(cuda, name):
     else:
         expected = 0
     spec = info.spec if expected != Status.MISSING_STATE else codec.Truncate(0)
-    [(result, back)] = cuda.decode(Decode(frame, spec, info.dtype, info.shape))
+    base = golden_tensor(name)[2].get("base")
+    [(result, back)] = cuda.decode(Decode(frame, spec, info.dtype, info.shape, base=base))
     assert result.status == expected
     if not expected:
-        assert back == codec.decode(frame, like=np.empty(0, f"u{ITEMSIZE[info.dtype]}")).tobytes()
+        assert back == codec.decode(frame, like=np.empty(0, f"u{ITEMSIZE[info.dtype]}"), base=base).tobytes()
 
 
 def native_outcome(frame, dtype):

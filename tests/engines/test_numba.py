@@ -493,7 +493,7 @@ def test_golden_frames(name):
     """Encoding and decoding."""
     about, frame = GOLDEN[name], GOLDEN_FRAMES[name]
     x, dtype, how = golden_tensor(name)
-    shared = {k: v for k, v in how.items() if k in ("optimizer", "state")}
+    shared = {k: v for k, v in how.items() if k in ("optimizer", "state", "base")}
     y = flatcall.decode(frame, out=np.empty_like(x), codebooks=how.get("codebook"), engine="numba", **shared)
     assert hashlib.sha256(y.tobytes()).hexdigest() == about.get("values_sha256", about["tensor_sha256"])
     assert flatcall.encode(x, dtype=dtype, engine="numba", **how) == frame

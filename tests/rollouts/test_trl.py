@@ -122,6 +122,16 @@ class Rollouts:
         pass
 
 
+class Trainer(AsyncGRPOTrainer):
+    """Trainer with a loss of its own: TRL's attention runs on GPUs only."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        hidden = model.model(torch.tensor([PROMPT])).last_hidden_state
+        loss = model.lm_head(hidden).float().log_softmax(-1)[0, :, 9].mean().neg()
+        loss.backward()
+        return loss.detach()
+
+
 def generated(url):
     """Return tokens and log-probabilities of a completion."""
     body = {"prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 1, "ignore_eos": True}
@@ -138,10 +148,11 @@ def test_trainer_updates_a_server(model, serve, tmp_path, monkeypatch):
     before = generated(url)
     transfer: WeightTransferProtocol = CodecWeightTransfer(VLLMClient(url), tmp_path / "updates", host="127.0.0.1")
     worker = Rollouts()
-    trainer = AsyncGRPOTrainer(
+    trainer = Trainer(
         model=str(model),
         args=AsyncGRPOConfig(
             output_dir=str(tmp_path / "out"),
+            vllm_server_base_url=url,
             max_steps=3,
             per_device_train_batch_size=2,
             gradient_accumulation_steps=1,
@@ -160,6 +171,7 @@ def test_trainer_updates_a_server(model, serve, tmp_path, monkeypatch):
         rollout_worker=worker,
         weight_transfer=transfer,
     )
+    trainer.model.set_attn_implementation("sdpa")
     trainer.train()
     assert worker.versions == [1, 2, 3, 4]
     names = sorted(p.name[-9:] for p in (tmp_path / "updates").glob("0*"))

@@ -83,6 +83,7 @@ class EncodeItem(ctypes.Structure):
         ("residual", ctypes.c_void_p),
         ("levels", ctypes.c_void_p),
         ("stream", ctypes.c_uint64),
+        ("base", ctypes.c_void_p),
     ]
 
 
@@ -100,6 +101,7 @@ class DecodeItem(ctypes.Structure):
         ("result", ctypes.c_void_p),
         ("weight", ctypes.c_float),
         ("divide", ctypes.c_float),
+        ("base", ctypes.c_void_p),
     ]
 
 
@@ -265,6 +267,8 @@ class Encode:
         Add `residual` to the tensor.
     capacity : int, optional
         Bytes of the frame's memory; the bound by default.
+    base : array, optional
+        Base of Delta.
     """
 
     def __init__(
@@ -279,8 +283,10 @@ class Encode:
         levels: np.ndarray | None = None,
         stream: int = 0,
         capacity: int | None = None,
+        base: np.ndarray | None = None,
     ) -> None:
         self.key = spec, dtype, x.shape, segments
+        self.base = None if base is None else Memory(base.nbytes, base.tobytes())
         self.tensor, self.residual = Memory(x.nbytes, x.tobytes()), residual
         self.levels = None if levels is None else Memory(levels.nbytes, levels.tobytes())
         self.left = None if residual is None else Memory(residual.nbytes, residual.tobytes())
@@ -291,10 +297,10 @@ class Encode:
         plan = cuda.plan(*self.key)
         capacity = cuda.lib.codec_cuda_bound(plan) if self.capacity is None else self.capacity
         self.frame = Memory(capacity)
-        residual, levels = (None if m is None else m.address for m in (self.left, self.levels))
+        residual, levels, base = (None if m is None else m.address for m in (self.left, self.levels, self.base))
         outputs = self.tensor.address, self.frame.address, capacity, self.result.address
         flags = lib.CODEC_FEEDBACK if self.feedback else 0
-        return EncodeItem(ctypes.sizeof(EncodeItem), flags, plan, *outputs, residual, levels, self.stream)
+        return EncodeItem(ctypes.sizeof(EncodeItem), flags, plan, *outputs, residual, levels, self.stream, base)
 
     def finish(self) -> tuple[Result, bytes]:
         """Return result and frame; store the residual."""
@@ -319,6 +325,8 @@ class Decode:
         Contents of the destination before the call.
     into, weight, divide : optional
         Fields of the item.
+    base : array, optional
+        Base of a frame of Delta; without it the destination is the base.
     sized : bool, optional
         The device reads the frame's size from memory; the frame's memory is 64 bytes larger.
     """
@@ -335,7 +343,9 @@ class Decode:
         weight: float = 1,
         divide: float = 0,
         sized: bool = False,
+        base: np.ndarray | None = None,
     ) -> None:
+        self.base = None if base is None else Memory(base.nbytes, base.tobytes())
         self.key, self.how = (spec, dtype, tuple(shape)), (weight, divide)
         nbytes = int(np.prod(shape)) * (native.ITEMSIZE[dtype] if into == 0 else 4)
         self.tensor = Memory(nbytes, None if before is None else before.tobytes())
@@ -347,7 +357,8 @@ class Decode:
         at = self.nbytes.address if self.sized else None
         frame = self.frame.address, len(self.frame.bytes), at
         outputs = self.tensor.address, self.result.address
-        return DecodeItem(ctypes.sizeof(DecodeItem), self.into, cuda.plan(*self.key), *frame, *outputs, *self.how)
+        base = self.tensor.address if self.base is None else self.base.address  # in place
+        return DecodeItem(ctypes.sizeof(DecodeItem), self.into, cuda.plan(*self.key), *frame, *outputs, *self.how, base)
 
     def finish(self) -> tuple[Result, bytes]:
         """Return result and tensor."""

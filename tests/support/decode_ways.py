@@ -8,6 +8,8 @@ import codec
 from reference import decoder as oracle
 from support import flatcall
 
+DELTA = 8
+
 
 def decode_all_ways(frame, **how):
     """Return the values' bytes for each way to decode a frame, None where it is rejected and `out` is unchanged."""
@@ -31,4 +33,17 @@ def decode_all_ways(frame, **how):
                 except codec.FrameError:
                     assert (out == 7).all()
                     results[isa, threads, "out"] = None
+    if frame[5] == DELTA:
+        results["numba"] = decode_delta(frame, kind, "numba", **how)
     return results
+
+
+def decode_delta(frame, kind, engine, base=None, **how):
+    """Return the values' bytes of a frame of Delta that is decoded in place, None if it is rejected."""
+    weights = None if base is None else base.copy()
+    try:
+        y = flatcall.decode(frame, like=np.empty(0, kind), base=weights, out=weights, engine=engine, **how)
+        return y.tobytes()
+    except codec.FrameError:
+        assert base is None or (weights == base).all()
+        return None

@@ -286,6 +286,28 @@ def test_torch_tensors_on_both_sides():
         assert torch.equal(x, served.state_dict()[name]), name
 
 
+class Exported:
+    """Array that other libraries can read by DLPack only, as those of JAX."""
+
+    def __init__(self, x):
+        self._x = x
+
+    def __dlpack__(self, **kwargs):
+        return self._x.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self._x.__dlpack_device__()
+
+
+def test_arrays_of_other_libraries_are_read_by_dlpack():
+    old = {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}
+    new = {"w": old["w"] * 2}
+    exported = {name: Exported(x) for name, x in new.items()}
+    receiver = codec.WeightReceiver({name: Exported(x) for name, x in old.items()})
+    receiver.apply(codec.WeightSender(old).diff(exported))
+    assert equal(new, receiver.tensors())
+
+
 def test_updates_do_not_depend_on_threads_or_place(chain, tmp_path):
     all_weights, updates = chain
     sender = codec.WeightSender(all_weights[0], options=codec.options(threads=1))

@@ -15,6 +15,7 @@ from codec.tensors.view import TensorView
 
 _HEAD = 4096  # bytes of each frame that are downloaded first: most side sections end within them
 _NOWHERE = Sink(0)
+_MOST_LISTED = 256_000_000  # maximum bytes of lists of changes of a call
 
 
 class Step(NamedTuple):
@@ -135,6 +136,14 @@ class BatchDecode:
             each(i, frame.close, found[FOUND_NBYTES * i : FOUND_NBYTES * (i + 1)])
 
 
+def _take_lists(frames: Sequence[Frame]) -> None:
+    """Give frames of Delta memory for lists of changes, so that their blocks are decoded once."""
+    wanted = sum(frame.list_nbytes for frame in frames)
+    for frame in frames:
+        if nbytes := frame.list_nbytes:
+            frame.take_lists(nbytes * min(wanted, _MOST_LISTED) // wanted)
+
+
 def read(
     work: Work, frames: Sequence[Frame], steps: Sequence[Step], *, verify_first: bool = False, each: Each = alone
 ) -> None:
@@ -145,6 +154,7 @@ def read(
     if not frames:
         return
     if verify_first:
+        _take_lists(frames)
         steps = [Step([(frame, _NOWHERE) for frame in frames]), *steps]
     batch = BatchDecode(work, frames, steps)
     for i in range(len(steps)):

@@ -1,6 +1,7 @@
 """Frames to decode on a device: parts that the host reads, and the parameters of their kernels."""
 
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from codec import _call
@@ -20,13 +21,16 @@ from codec.errors import ArgumentError, CodecError, FrameError, StateError, Stat
 from codec.inspection import read_header
 from codec.optimizers.arguments import LevelSource, level_source
 from codec.specs import BoundSpec
-from codec.tensors.view import TensorView
+from codec.tensors.view import TensorView, view_base
 
-_FOUND = struct.Struct("<QQII")  # codec_found of native/cuda/frame/decode.cuh
-_DECODING = struct.Struct(f"<3Q {UNITS_NBYTES}s 2Q QIffII4x 2I")  # codec_decoding
+_FOUND = struct.Struct("<QQII2Q")  # codec_found of native/cuda/frame/decode.cuh
+_DECODING = struct.Struct(f"<3Q {UNITS_NBYTES}s 2Q QIffII4x 2I 2Q")  # codec_decoding
 _NONE = 2**64 - 1
 FOUND_NBYTES, DECODING_NBYTES = _FOUND.size, _DECODING.size
-NOTHING_FOUND = _FOUND.pack(_NONE, 0, 0, 0)
+NOTHING_FOUND = _FOUND.pack(_NONE, 0, 0, 0, 0, 0)
+_LISTS = struct.Struct("<2Q")  # codec_lists
+_LISTED_SHARE, _CHANGES = 8, 4  # as in native/cuda/delta/decode.cuh; most changes for each byte of a frame
+_GROUP = 1024  # values of a block that share planes: see native/cuda/delta/decode.cuh
 
 
 class Sink(NamedTuple):
@@ -72,6 +76,10 @@ class Frame:
         Kernel that decodes and adds several such frames at once; "" if there is none.
     image : Image
         Job of the frame.
+    base : TensorView or None
+        Base of a frame of Delta, after :meth:`open_base`.
+    lists : int
+        Address of the codec_lists of a frame of Delta, after :meth:`take_lists`; 0: blocks are decoded twice.
 
     Raises
     ------
@@ -86,6 +94,13 @@ class Frame:
         self.head_nbytes = min(frame.nbytes, info.side_offset + info.side_nbytes)
         self.shape = tuple(info.shape[0 : info.rank])
         self.dtype = DTYPE_NAMES[info.dtype]
+        self.base: TensorView | None = None
+        self._base_at = self.lists = 0
+
+    @property
+    def is_delta(self) -> bool:
+        """True if the frame holds changes of a base."""
+        return self.info.spec.codec == lib.CODEC_DELTA
 
     def on_host(self) -> TensorView:
         """Return the whole frame in host memory."""
@@ -128,6 +143,7 @@ class Frame:
         view.tables.count = view.coded.bit_length()  # only coded planes have tables
         self.image = Image(view, job, ["tables", "model_parts", "offsets", "row_parts"])
         self._at = work.read(self.frame, ALIGNMENT)
+        self._base_at = work.read(self.base) if self.base is not None else 0
         self.preprocessing = preprocessing = Preprocessing(work, info.n)
         if levels is not None and self._shared:
             preprocessing.ask(levels)
@@ -135,6 +151,30 @@ class Frame:
         device = work.device
         blocks = blocks_for(self.kernel, device.processors, view.nblocks)
         self.grid = blocks if view.nblocks else grid_for(device, view.n)
+
+    def open_base(self) -> None:
+        """Set :attr:`base` to the view of the request's base; if it does not fit, report a damaged frame first."""
+        r, kind = self.request, (self.dtype, self.shape)
+        base = None if r.base is None else view_base(r.base, self.dtype)
+        if base is None or base[:2] != kind:
+            native.check_base(r, self.on_host(), *kind)
+        self.base = base
+
+    @property
+    def list_nbytes(self) -> int:
+        """Bytes of entries for all changes that blocks may list."""
+        if not self.is_delta or not self.info.nblocks:
+            return 0
+        most = min(self.info.n // _LISTED_SHARE, _CHANGES * self.frame.nbytes)
+        return most * (12 if ITEMSIZE[self.dtype] == 8 else 8)
+
+    def take_lists(self, nbytes: int) -> None:
+        """Take memory for lists of changes, `nbytes` of entries."""
+        zeros = _LISTS.size + 8 * self.info.nblocks
+        self.lists = self.work.new(zeros + nbytes)
+        self.work.device.clear(self.lists, zeros)
+        entry = 12 if ITEMSIZE[self.dtype] == 8 else 8
+        self.work.send(self.lists, _LISTS.pack(0, nbytes // entry))
 
     def _level_source(self, bound: BoundSpec) -> LevelSource:
         """Return the source of levels; if the state does not fit, report a damaged frame first."""
@@ -155,7 +195,7 @@ class Frame:
     def _fits(self, v: TensorView, source: LevelSource | None, into: int) -> bool:
         """Return whether the destination matches the frame's tensor, and the state that the frame needs is given."""
         dtype = self.dtype if into == lib.CODEC_INTO_STORE else "float32"
-        takes = into == lib.CODEC_INTO_STORE or self.dtype in MANTISSA_BITS
+        takes = into == lib.CODEC_INTO_STORE or (self.dtype in MANTISSA_BITS and not self.is_delta)
         state = (source is not None and source.levels is None) or not self._shared
         return takes and state and (v.dtype, v.shape) == (dtype, self.shape)
 
@@ -170,6 +210,8 @@ class Frame:
             state = {name: self.work.fetch(array) for name, array in source.state.items()}
             levels = self.work.fetch(source.levels) if source.levels is not None else None
             call.set_levels(LevelSource(source.groups, state, levels))
+        if self.base is not None:
+            call.set_base(self.work.fetch(self.base))
         check(lib.codec_scratch(ffi.addressof(info.spec), tensor_like(info), call.size))
         size = call.size[0]
         call.context.flags |= lib.CODEC_CHECK_ONLY
@@ -207,6 +249,10 @@ class Frame:
         """Scratch memory that :attr:`kernel`, which has been prepared, needs."""
         if not self._constant:
             return Need(0)
+        if self.is_delta:
+            rooms = self.work.device.constant(self.kernel, self._constant, 4)
+            groups = -(-min(self.view.block_nvalues, self.view.n) // _GROUP)
+            return Need(rooms[ITEMSIZE[self.dtype].bit_length() - 1] * groups)
         [nbytes] = self.work.device.constant(self.kernel, self._constant, 1)
         if self.view.codec != lib.CODEC_LOSSLESS:
             return Need(nbytes)
@@ -217,9 +263,11 @@ class Frame:
     def decoding(self, at: int, found: int, scratch: bytes, sink: Sink, *, checks: bool) -> bytes:
         """Return the codec_decoding, from the addresses of the frame's image and result and a codec_units."""
         codes = bool(sink.codes & lib.CODEC_UNSCALED), bool(sink.codes & lib.CODEC_RESCALE)
-        addresses = self.preprocessing.exponents, found
+        addresses = self._base_at or self.preprocessing.exponents, found
         warps = WARPS * self.grid
-        return _DECODING.pack(at, at + DATA_AT, self._at, scratch, *addresses, *sink[:4], *codes, checks, warps)
+        return _DECODING.pack(
+            at, at + DATA_AT, self._at, scratch, *addresses, *sink[:4], *codes, checks, warps, self.lists, 0
+        )
 
     def close(self, found: bytes) -> None:
         """Raise the error that the kernels found.
@@ -234,16 +282,33 @@ class Frame:
         FrameError, StateError
             Error of the first invalid block, or of the checksum.
         """
-        fault, checksum, _, _ = _FOUND.unpack(found)
+        fault, checksum, _, _, *digests = _FOUND.unpack(found)
+        status = fault & 255
+        if status == Status.OTHER_BASE:  # changes are invalid: with this base, or with any
+            if digests[0] != self.info.base_digest:
+                self.verify()
+                self._check_digests(digests)
+            status = int(Status.BAD_REGION)
         if fault != _NONE:
             try:
-                check(fault & 255)
+                check(status)
             except CodecError as e:
                 if fault >> 8:
                     e.args = (f"{e.args[0]} (block {(fault >> 8) - 1})", *e.args[1:])
                 raise
         check(lib.codec_decode_close(self._call.context, self._job, checksum), self._call.fault)
+        if self.is_delta:
+            self._check_digests(digests)
         _call.give(self._call)
+
+    def _check_digests(self, digests: Sequence[int]) -> None:
+        """Compare the digests of base and result with those of the frame, as the C library does."""
+        fault, expected = self._call.fault, (self.info.base_digest, self.info.result_digest)
+        applied = digests[0] == self.info.result_digest
+        for i, status in enumerate((Status.ALREADY_APPLIED if applied else Status.OTHER_BASE, Status.CHECKSUM)):
+            if digests[i] != expected[i]:
+                fault.offset, fault.found, fault.expected = self.view.side_offset + 8 * i, expected[i], digests[i]
+                check(int(status), fault)
 
 
 def _kernels(v: Any, size: int) -> tuple[str, str, str]:
@@ -254,6 +319,8 @@ def _kernels(v: Any, size: int) -> tuple[str, str, str]:
         return f"decode_lossless<{size}>", "decode_lossless_nbytes", ""
     if v.codec == lib.CODEC_TRUNCATE:
         return "decode_truncate", "decode_truncate_nbytes", ""
+    if v.codec == lib.CODEC_DELTA:
+        return f"decode_delta<{size}>", "decode_delta_nbytes" if v.nblocks else "", ""
     if is_entropy_coded(v):
         return f"decode_rows<{v.codec}>", "decode_rows_nbytes", ""
     return f"decode_rows<{v.codec}>", "", f"reduce_rows<{v.codec}>"

@@ -15,7 +15,7 @@ from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, Job, begin
 from codec.engines.cuda.pending import Pending
 from codec.engines.cuda.plan import plan_of
 from codec.engines.cuda.workspace import Work
-from codec.engines.native.decoding import check_whole, is_bomb
+from codec.engines.native.decoding import check_whole, is_bomb, is_bounded
 from codec.engines.native.many import at_item, check_many_apart
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import ArgumentError, CodecError, EngineError, Status
@@ -95,6 +95,8 @@ def _views(r: DecodeRequest) -> Named:
         named.append(("out=", view_output(r.out)))
     elif r.out is None and r.like is not None and device_like(r.like) != "cpu":
         named.append(("like=", view(r.like)))
+    if r.base is not None and device_like(r.base) != "cpu":
+        named.append(("base=", view(r.base)))
     if r.bound is not None:
         named += [(f"state's {name}", view(x)) for name, x in r.bound.state.items() if device_like(x) != "cpu"]
     return named
@@ -114,12 +116,14 @@ def _target(work: Work, r: DecodeRequest, dtype: str, shape: tuple[int, ...]) ->
 def _prepare(work: Work, r: DecodeRequest, frame: Frame) -> tuple[Any, TensorView]:
     """Open a frame for its destination, and return that as the caller sees it and as a view."""
     info = frame.info
-    if info.frame_nbytes != frame.frame.nbytes or not r.allows(info.tensor_nbytes):
+    if info.frame_nbytes != frame.frame.nbytes or not (r.allows(info.tensor_nbytes) or is_bounded(info, r)):
         frame.refuse_size()
+    if frame.is_delta:
+        frame.open_base()
     result, v = _target(work, r, frame.dtype, frame.shape)
     frame.open(v, _STORE)
     if r.out is not None:
-        r.check_apart(v, frame.levels, in_place=True)
+        r.check_apart(v, frame.levels, in_place=True, base=frame.base)
     return result, v
 
 
@@ -128,7 +132,7 @@ def decode(r: DecodeRequest) -> Any:
     with _working(_views(r)) as work:
         [frame] = open_frames([(work, r, r.frames[0])])
         result, v = _prepare(work, r, frame)
-        verify_first = r.verify_first if r.out is not None else is_bomb(frame.info)
+        verify_first = r.verify_first if r.out is not None else not frame.is_delta and is_bomb(frame.info)
         read(work, [frame], [Step([(frame, Sink(work.write(v)))])], verify_first=verify_first)
         work.finish()
     return result
@@ -143,7 +147,9 @@ def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
         made = [at_item(i, _prepare, work, r, frames[i]) for i, r in enumerate(requests)]
         verify_first = any(r.out is not None for r in requests)
         if verify_first:
-            check_many_apart(requests, [(v, frame.levels) for frame, (_, v) in zip(frames, made, strict=True)])
+            check_many_apart(
+                requests, [(v, frame.levels, frame.base) for frame, (_, v) in zip(frames, made, strict=True)]
+            )
         step = [(frame, Sink(work.write(v))) for frame, (_, v) in zip(frames, made, strict=True)]
         read(work, frames, [Step(step)], verify_first=verify_first, each=at_item)
         work.finish()

@@ -11,7 +11,7 @@ from codec.engines.cuda.upload import DATA_AT, aligned
 from codec.engines.cuda.workspace import Work, grid_for, launch_each
 from codec.engines.request import EncodeRequest
 
-WRITTEN_NBYTES = 48  # bytes of a codec_written of native/cuda/frame/encode.cuh
+WRITTEN_NBYTES = 64  # bytes of a codec_written of native/cuda/frame/encode.cuh
 COUNTS_NBYTES = 1024  # bytes of the symbol counts at the beginning of a codec_choice (native/cuda/coder/sample.cuh)
 _ENCODING = struct.Struct(f"<7Q{UNITS_NBYTES}s6Q2I")  # codec_encoding of native/cuda/frame/encode.cuh
 
@@ -55,11 +55,13 @@ class Job:
         if r.feedback:
             preprocessing.add(r.x, values, residual)
             values = preprocessing.rounded
+        self._base = work.read(r.base) if r.base is not None else 0
         self._source = values, preprocessing.sums, residual, frame, capacity
 
     def struct(self, at: int, scratch: bytes) -> bytes:
         """Return the codec_encoding, from the address of the plan's upload and a codec_units."""
-        plan, layout, ends = self.plan, self.layout, (self.preprocessing.exponents, self.preprocessing.levels)
+        plan, layout = self.plan, self.layout
+        ends = self._base or self.preprocessing.exponents, self.preprocessing.levels
         zeros = self.counts, at + plan.head_at, self.counts + layout.choice_nbytes, self.written
         warps = WARPS * layout.grid
         return _ENCODING.pack(at, at + DATA_AT, *self._source, scratch, *zeros, *ends, plan.nparts, warps)

@@ -53,6 +53,8 @@ FILES = {
     "rows/decode": File(128, _each("decode_rows", _ROWS, 6)),
     "rows/reduce": File(128, _each("reduce_rows", _ROWS, 4)),
     "truncate/decode": File(128, {"decode_truncate": 4}),
+    "delta/encode": File(128, _each("encode_delta", _SIZES, 4)),
+    "delta/decode": File(128, _each("decode_delta", _SIZES, 4)),
     "frame/decode_stored": File(128, {"decode_stored": 4}),
 }
 FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kernels}

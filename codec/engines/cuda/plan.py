@@ -109,6 +109,8 @@ class Plan:
             return Need(size[0], lib.codec_dtype_nbytes(v.dtype) + 1)
         if self._family == "truncate":
             return Need(size[v.variant == lib.CODEC_LEVEL_CODING_CODED])
+        if self._family == "delta":
+            return Need(size[lib.codec_dtype_nbytes(v.dtype).bit_length() - 1])
         if is_entropy_coded(v):
             return Need(size[0] + self._region)
         packs_trits = v.codec == lib.CODEC_TERNARY and v.variant == lib.CODEC_TERNARY_BASE3
@@ -119,6 +121,8 @@ class Plan:
         v = self.view
         if not v.nblocks:
             return []
+        if self._family == "delta":  # blocks choose for themselves
+            return [(self.kernel, layout.grid)]
         steps = [(f"choose_{self._family}", layout.other_grid), (self.kernel, layout.grid)]
         scaled_last = v.codec == lib.CODEC_SIGN and v.row_sums.count and not residual  # as in rows/encode.cuh
         return [*steps, ("scale_rows", layout.other_grid)] if scaled_last else steps
@@ -172,4 +176,6 @@ def _kernels(v: Any, size: int) -> tuple[str, str, tuple[str, int]]:
         return "lossless", f"encode_lossless<{size}>", ("encode_lossless_nbytes", 1)
     if v.codec == lib.CODEC_TRUNCATE:
         return "truncate", "encode_truncate", ("encode_truncate_nbytes", 2)
+    if v.codec == lib.CODEC_DELTA:
+        return "delta", f"encode_delta<{size}>", ("encode_delta_nbytes", 4)
     return "rows", f"encode_rows<{v.codec}>", ("encode_rows_nbytes", 2)

@@ -64,19 +64,19 @@ def prepare(call: Call, r: DecodeRequest) -> Prepared:
     dtype = DTYPE_NAMES[info.dtype]
     shape = tuple(info.shape[0 : info.rank])
     tensor_nbytes: int = info.tensor_nbytes
-    if info.frame_nbytes != nbytes or not (r.allows(tensor_nbytes) or _is_bounded(info, r)):
+    if info.frame_nbytes != nbytes or not (r.allows(tensor_nbytes) or is_bounded(info, r)):
         refuse(call, r, frame, TensorView(dtype, shape, _NULL, 0, None))
     m = _level_source(info, r.bound, frame) if r.bound is not None else None
     is_delta = info.spec.codec == _DELTA
     if is_delta:
-        _check_base(r, frame, dtype, shape)
+        check_base(r, frame, dtype, shape)
     if r.out is None:
         result, v = empty(dtype, shape, r.like)
         return v, result, m, not is_delta and is_bomb(info)
     return on_host("out=", view_output(r.out, dtype), ME), r.out, m, r.verify_first
 
 
-def _is_bounded(info: Any, r: DecodeRequest) -> bool:
+def is_bounded(info: Any, r: DecodeRequest) -> bool:
     """Return True if the tensor has the size of a base that the caller has, and the request sets no limit."""
     return info.spec.codec == _DELTA and r.base is not None and r.max_nbytes is None
 
@@ -88,7 +88,7 @@ def base_of(r: DecodeRequest, dtype: str) -> TensorView | None:
     return on_host("base=", view_base(r.base, dtype), ME)
 
 
-def _check_base(r: DecodeRequest, frame: TensorView, dtype: str, shape: tuple[int, ...]) -> None:
+def check_base(r: DecodeRequest, frame: TensorView, dtype: str, shape: tuple[int, ...]) -> None:
     """Raise an error if the base is missing, or of another dtype or shape; before it that of a damaged frame."""
     base = None if r.base is None else view_base(r.base, dtype)
     if base is not None and base[:2] == (dtype, shape):

@@ -16,6 +16,8 @@ from codec.optimizers.arguments import LevelSource
 from codec.tensors.overlap import check_all_apart
 from codec.tensors.view import TensorView
 
+Destination = tuple[TensorView, LevelSource | None, TensorView | None]  # view, source of levels, base
+
 
 def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_filled) -> list[Any]:
     """Return the frames of requests, all with the first one's `threads`; an error's item is the index of the first."""
@@ -63,7 +65,8 @@ def decode_many(requests: Sequence[DecodeRequest], make: DecodePrepared = decode
         make(call, requests[i], v, levels, threads)
 
     if any(r.out is not None for r in requests):
-        check_many_apart(requests, [(v, levels) for v, _, levels, _ in prepared])
+        made = zip(requests, prepared, strict=True)
+        check_many_apart(requests, [(v, levels, base_of(r, v.dtype)) for r, (v, _, levels, _) in made])
         flags = lib.CODEC_CHECK_ONLY  # validate all frames before any destination is written
         _spread(do, sizes, requests[0].threads, requests[0].codebooks)
         flags = lib.CODEC_NO_CHECKSUM
@@ -80,17 +83,17 @@ def at_item(i: int, call: Callable[..., Any], *args: Any) -> Any:
         raise
 
 
-def check_many_apart(requests: Sequence[DecodeRequest], made: Sequence[tuple[TensorView, LevelSource | None]]) -> None:
+def check_many_apart(requests: Sequence[DecodeRequest], made: Sequence[Destination]) -> None:
     """Raise ArgumentError if an `out` shares memory with another destination, or with an input of another request.
 
-    `made`: view of the destination and source of levels of each request.
+    `made`: destination of each request.
     """
     written: list[tuple[int, TensorView]] = []
     read: list[tuple[int, TensorView]] = []
-    for i, (r, (v, levels)) in enumerate(zip(requests, made, strict=True)):
+    for i, (r, (v, levels, base)) in enumerate(zip(requests, made, strict=True)):
         read.append((i, r.frames[0]))
         read += [(i, array) for _, array in (levels.read if levels else [])]
-        if (base := base_of(r, v.dtype)) is not None:
+        if base is not None:
             read.append((i, base))
         if r.out is not None:
             written.append((i, v))

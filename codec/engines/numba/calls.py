@@ -90,12 +90,15 @@ def decode_prepared(
     call.keep = call.keep, r, v
     if levels is not None:
         call.set_levels(levels)
+    base = None if r.base is None else decoding.base_of(r, v.dtype)
+    if base is not None:
+        call.set_base(base)
     call.fill_tensor(v)
     try:
         blockwise.decode(loops, call, info, frame.data, frame.nbytes, pool.choose_threads(threads, v.nbytes))
     except ArgumentError as e:
         if e.code == _BAD_ARGUMENT:
-            r.check_apart(v, levels, in_place=True)
+            r.check_apart(v, levels, in_place=True, base=base)
         raise
 
 

@@ -7,7 +7,7 @@ from codec.engines.numba.jit import jit
 
 U32, U64 = np.uint32, np.uint64
 GOLDEN = U64(0x9E3779B97F4A7C15)
-REGION, PLANE, STATE = 0x300, 0x400, 0x500  # seeds
+REGION, PLANE, STATE, VALUES = 0x300, 0x400, 0x500, 0x600  # seeds
 PAIRS = 128  # pairs of 32-bit words in a chunk
 LOWER = U64(0xFFFFFFFF)
 
@@ -43,6 +43,12 @@ def _product(x, i):
 @jit
 def digest(data, seed):
     """Return the 64-bit digest of bytes."""
+    return digest_from(data, seed, 0)
+
+
+@jit
+def digest_from(data, seed, first):
+    """Return what bytes add to the 64-bit digest of a sequence in which they begin chunk ``first``."""
     total = U64(0)
     whole = len(data) // 8
     pairs = data[: 8 * whole].view(U64)
@@ -57,7 +63,7 @@ def digest(data, seed):
             for i in range(8 * whole, len(data)):
                 last |= U64(data[i]) << U64(8 * (i % 8))
             s += _product(last, whole % PAIRS)
-        total += mix(s + ((U64(seed) << U64(40)) + U64(c)) * GOLDEN)
+        total += mix(s + ((U64(seed) << U64(40)) + U64(first + c)) * GOLDEN)
     return total
 
 

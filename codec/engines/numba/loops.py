@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from codec._c.library import ffi, lib
-from codec.engines.numba import lossless, rows, truncate
+from codec.engines.numba import delta, lossless, rows, truncate
 from codec.engines.numba.floats import NOWHERE, Sink
 from codec.engines.numba.memory import NOTHING, Array, memory_of
 from codec.engines.numba.metric import fill_exponents
@@ -17,7 +17,13 @@ _VALUES_PER_STEP = 1 << 18  # values whose exponents of A are computed at once
 
 def _family(job: Job) -> Any:
     """Return the module with the kernels of a job's codec."""
-    return {lib.CODEC_LOSSLESS: lossless, lib.CODEC_TRUNCATE: truncate}.get(job.codec, rows)
+    others = {lib.CODEC_LOSSLESS: lossless, lib.CODEC_TRUNCATE: truncate, lib.CODEC_DELTA: delta}
+    return others.get(job.codec, rows)
+
+
+def _base(context: Any) -> Array:
+    """Return the bytes of Delta's base."""
+    return memory_of(context.base.data, context.base.nbytes)
 
 
 def _feedback(context: Any, n: int) -> Array:
@@ -44,6 +50,8 @@ def codec_encode_blocks(
     status: int = 0
     if kernels is lossless:
         status = lossless.encode_blocks(j, own_work, data, frame, capacity, first, count, result)
+    elif kernels is delta:
+        status = delta.encode_blocks(j, own_work, _base(context), data, frame, capacity, first, count, result)
     elif kernels is rows:
         residual = memory_of(context.residual, 4 * j.n) if context.residual else NOTHING
         status = rows.encode_blocks(j, own_work, data, feedback, residual, frame, capacity, first, count, result)
@@ -123,6 +131,8 @@ class _Decoding:
                 status = truncate.decode_blocks(*args, ea, start, some, n, sink, self.checksum, self.fault)
                 if status:
                     break
+        elif self.kernels is delta:
+            status = delta.decode_blocks(*args, _base(self.context), first, count, sink, self.checksum, self.fault)
         else:
             status = self.kernels.decode_blocks(*args, first, count, sink, self.checksum, self.fault)
         if status and self.context.fault:
@@ -135,7 +145,8 @@ def _step(frame: Any, nbytes: int, dst: Any, context: Any, job: Any, blocks: Any
     """Decode a range of blocks to ``dst``; if that is None, only validate them."""
     d = _Decoding(frame, nbytes, context, job)
     status = d.run(blocks.first, blocks.count, _sink(d.job, context, dst))
-    if status == truncate.OTHER_STATE:  # the frame may be damaged instead: let the C library distinguish
+    # the frame may be damaged, or a stream be invalid with another base: let the C library distinguish
+    if status == truncate.OTHER_STATE or (status == delta.BAD_REGION and d.kernels is delta and d.checks):
         return lib.codec_decode_check(frame, nbytes, context, job, blocks, work, work_nbytes)
     blocks.checksum = int(d.checksum[0])
     return status

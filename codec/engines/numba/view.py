@@ -34,6 +34,9 @@ _ROW_PART = np.dtype(
 )
 _TABLE, _OFFSET = np.dtype("514u1"), np.dtype("i1")
 _ROW_SUMS = np.dtype([("sum0", "f8"), ("sum1", "f8"), ("negative", "u4"), ("max", "u4")])
+_DELTA_BLOCK = np.dtype(
+    [("base", "u8"), ("result", "u8"), ("changes", "u4"), ("state", "u4"), ("list", "u8"), ("origin", "u8")]
+)
 _OCTAVES = {"float32": 128, "float64": 16, "bfloat16": 128, "float16": 1024}
 
 
@@ -68,7 +71,7 @@ class Job(NamedTuple):
     parts: Array  # parts of the scale model
     offsets: Array  # int8 offsets of rows and columns
     row_parts: Array
-    row_sums: Array
+    row_sums: Array  # of Delta: digests and numbers of changes of blocks
 
 
 def view_job(job: Any) -> Job:
@@ -114,5 +117,5 @@ def view_job(job: Any) -> Job:
         array(v.model_parts, _MODEL_PART),
         array(v.offsets, _OFFSET),
         array(v.row_parts, _ROW_PART),
-        array(v.row_sums, _ROW_SUMS),
+        array(v.row_sums, _DELTA_BLOCK if v.codec == lib.CODEC_DELTA else _ROW_SUMS),
     )

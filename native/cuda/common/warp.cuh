@@ -188,6 +188,19 @@ DEVICE uint32_t equal_mask(uint32_t x, uint32_t byte)
 	return (~(((d & 0x7f7f7f7fu) + 0x7f7f7f7fu) | d) >> 7 & ONES) * 255;
 }
 
+/* OR up to 32 bits into a region, at a multiple of 4, from bit `bit` on. Other lanes may write bits of the same words.
+ */
+DEVICE void or_bits(uint8_t *region, uint64_t bit, uint32_t x)
+{
+	uint32_t *word = global((uint32_t *)region) + bit / 32;
+	uint32_t low = x << bit % 32, high = __funnelshift_l(x, 0, (uint32_t)(bit % 32));
+
+	if (low)
+		atomicOr(word, low);
+	if (high)
+		atomicOr(word + 1, high);
+}
+
 /* Wait for about half a microsecond, so that a loop that waits for memory leaves the GPU to other warps. */
 DEVICE void wait_briefly()
 {

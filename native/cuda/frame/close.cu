@@ -168,6 +168,17 @@ DEVICE float residual_of_stored(const codec_view *v, const codec_source *source,
 	return source->sums ? round_minus(source->sums[i], value_at(v->dtype, &rounded, i)) : 0;
 }
 
+/* Write Delta's side section, the digests of base and result. Returns its checksum. By one warp. */
+DEVICE uint64_t put_digests(const codec_view *v, const codec_written *out, uint8_t *frame, uint32_t lane)
+{
+	const uint64_t digest = lane < 2 ? out->base : out->result;
+	const uint32_t word = (uint32_t)(digest >> 32 * (lane % 2));
+
+	if (lane < 4)
+		((uint32_t *)(frame + v->side_offset))[lane] = word;
+	return checksum_of_chunk(warp_sum(lane < 4 ? (uint64_t)word * CHECKSUM_KEY[lane] : 0), WIRE_SEED_SIDE, 0);
+}
+
 /* Store x in nbytes bytes, little-endian. */
 DEVICE void put_field(uint8_t *to, uint64_t x, uint32_t nbytes)
 {
@@ -177,23 +188,23 @@ DEVICE void put_field(uint8_t *to, uint64_t x, uint32_t nbytes)
 
 /*
  * Write the header. `head`: header of the planned job. `checksum`: of everything behind the header. `image`: shared
- * memory for a header. By one warp.
+ * memory for a header. `unchanged`: the tensor equals Delta's base, and has no blocks. By one warp.
  */
-DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool stored, uint64_t frame_nbytes,
-			    uint64_t checksum, uint8_t *frame, uint8_t *image, uint32_t lane)
+DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool stored, bool unchanged,
+			    uint64_t frame_nbytes, uint64_t checksum, uint8_t *frame, uint8_t *image, uint32_t lane)
 {
 	for (uint32_t i = lane; i < v->side_offset; i += 32)
 		image[i] = head[i];
 	__syncwarp();
 	if (lane == 0) {
 		image[WIRE_AT_LAYOUT] = stored ? WIRE_LAYOUT_STORED : WIRE_LAYOUT_BLOCKS;
-		image[WIRE_AT_BLOCK_LOG2] = stored ? 0 : head[WIRE_AT_BLOCK_LOG2];
+		image[WIRE_AT_BLOCK_LOG2] = stored || unchanged ? 0 : head[WIRE_AT_BLOCK_LOG2];
 		image[WIRE_AT_FIXED] = stored ? 0 : (uint8_t)v->fixed;
 		image[WIRE_AT_CODED] = stored ? 0 : (uint8_t)v->coded;
 		image[WIRE_AT_HALVED] = stored ? 0 : (uint8_t)v->halved;
 		image[WIRE_AT_FLAGS] = stored ? 0 : (uint8_t)v->flags;
 		put_field(image + WIRE_AT_SIDE_NBYTES, stored ? 0 : v->side_nbytes, 4);
-		put_field(image + WIRE_AT_NBLOCKS, stored ? 0 : v->nblocks, 4);
+		put_field(image + WIRE_AT_NBLOCKS, stored || unchanged ? 0 : v->nblocks, 4);
 		put_field(image + WIRE_AT_FRAME_NBYTES, frame_nbytes, 8);
 		put_field(image + WIRE_AT_CHECKSUM, 0, 8);
 	}
@@ -213,7 +224,8 @@ DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool store
  * CTA that finishes last writes the header.
  *
  * Sets out->nbytes to the frame's size in bytes, and out->fault to a status; if that is an error, there is no frame and
- * nbytes is 0. A tensor is stored if its blocks take too much room, or more than the stored frame does.
+ * nbytes is 0. A tensor is stored if its blocks take too much room, or more than the stored frame does. With Delta it
+ * is never stored, and has no blocks if it equals the base.
  */
 extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const codec_encoding *encodings)
 {
@@ -227,21 +239,29 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const
 	const uint64_t warp = blockIdx.x * CLOSE_WARPS + threadIdx.x / 32, warps = gridDim.x * CLOSE_WARPS;
 	const uint64_t nbytes = v.n * size, stored_nbytes = v.side_offset + nbytes, chunk = 4 * WIRE_CHUNK_WORDS;
 	const bool rows = v.row_parts.count > 0, large = out->fault == CODEC_SHORT_OUTPUT || out->fault == CODEC_LIMIT;
-	const bool stored =
-		!rows && (!out->fault || large) && (!v.nblocks || large || choose_stored(out->end, stored_nbytes));
-	const uint32_t fault = !stored ? out->fault : stored_nbytes > e.capacity ? (uint32_t)CODEC_SHORT_OUTPUT : 0;
+	const bool delta = v.codec == WIRE_CODEC_DELTA, unchanged = delta && !out->changed;
+	const bool stored = !rows && !delta && (!out->fault || large) &&
+			    (!v.nblocks || large || choose_stored(out->end, stored_nbytes));
+	/* frames without blocks have a size that is known, and a checksum of their own */
+	const bool blocks = !stored && !unchanged;
+	const uint64_t known_nbytes = stored ? stored_nbytes : v.side_offset + WIRE_DELTA_SIDE_NBYTES;
+	const uint32_t fault = !stored && out->fault                  ? out->fault
+			       : !blocks && known_nbytes > e.capacity ? (uint32_t)CODEC_SHORT_OUTPUT
+								      : 0;
 	uint64_t checksum = 0;
 
 	if (!fault && stored) {
 		for (uint64_t i = warp; chunk * i < nbytes; i += warps)
 			checksum += put_stored(source.values, nbytes, frame + v.side_offset, i, lane);
 	} else if (!fault) {
-		for (uint64_t i = blockIdx.x; chunk * i < v.side_nbytes; i += gridDim.x) {
+		if (delta && warp == 0)
+			checksum += put_digests(&v, out, frame, lane);
+		for (uint64_t i = blockIdx.x; !delta && chunk * i < v.side_nbytes; i += gridDim.x) {
 			uint64_t sum = put_side(&v, e.memory, e.found, frame, i);
 
 			checksum += threadIdx.x == 0 ? sum : 0;
 		}
-		for (uint64_t i = warps - 1 - warp; chunk * i < WIRE_DIRECTORY_ENTRY * v.nblocks; i += warps)
+		for (uint64_t i = warps - 1 - warp; blocks && chunk * i < WIRE_DIRECTORY_ENTRY * v.nblocks; i += warps)
 			checksum += digest_chunk(frame + v.directory_offset, WIRE_DIRECTORY_ENTRY * v.nblocks,
 						 WIRE_SEED_DIRECTORY, i, lane);
 	}
@@ -249,17 +269,20 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const
 	for (uint64_t i = 32 * warp + lane; has_residual && i < v.n; i += 32 * warps)
 		source.residual[i] = residual_of_stored(&v, &source, i);
 	if (lane == 0 && checksum)
-		atomicAdd(stored ? &out->stored : &out->checksum, (unsigned long long)checksum);
+		atomicAdd(blocks ? &out->checksum : &out->stored, (unsigned long long)checksum);
 	/* the last CTA reads only sums that atomics made */
 	if (!cta_is_last(&out->closed, gridDim.x) || threadIdx.x >= 32)
 		return;
 	const volatile codec_written *seen = out;
 
 	if (!fault)
-		put_header(&v, e.head, stored, stored ? stored_nbytes : seen->end,
-			   stored ? checksum_of_block(seen->stored, 0) : seen->checksum, frame, (uint8_t *)image, lane);
+		put_header(&v, e.head, stored, unchanged, blocks ? seen->end : known_nbytes,
+			   blocks   ? seen->checksum
+			   : stored ? checksum_of_block(seen->stored, 0)
+				    : seen->stored,
+			   frame, (uint8_t *)image, lane);
 	if (lane == 0) {
-		out->nbytes = fault ? 0 : stored ? stored_nbytes : seen->end;
+		out->nbytes = fault ? 0 : blocks ? seen->end : known_nbytes;
 		out->fault = fault;
 	}
 }

@@ -17,6 +17,16 @@ struct codec_found {
 	unsigned long long fault;    /* block + 1 << 8 | status of the first bad block; block 0: the frame; ~0: none */
 	unsigned long long checksum; /* sum over blocks and directory; of a stored tensor: the frame's */
 	uint32_t done, reserved;     /* stored tensors: warps that are done */
+	unsigned long long base, result; /* Delta: digests of the base's and of the result's values */
+};
+
+/*
+ * Delta: lists of changes that a launch which only checks leaves for the one that writes. The head is followed by a
+ * record for each block, 0 at first, and by the entries. A block has no list if its record is 0; it is decoded again.
+ */
+struct codec_lists {
+	unsigned long long used; /* entries taken by blocks; 0 at first */
+	uint64_t room;           /* entries */
 };
 
 /* Arguments of decoding kernels for one frame. */
@@ -24,12 +34,17 @@ struct codec_decoding {
 	const codec_view *view; /* of a job made by codec_decode_plan */
 	const uint8_t *memory;  /* arrays of the view */
 	const uint8_t *frame;
-	codec_units scratch;      /* see decode_*_nbytes */
-	const uint8_t *exponents; /* Truncate, shared levels: exponents of A for all values */
+	codec_units scratch; /* see decode_*_nbytes */
+	union {
+		const uint8_t *exponents; /* Truncate, shared levels: exponents of A for all values */
+		const uint8_t *base;      /* Delta: values, at a multiple of the size of a value; may be sink.data */
+	};
 	codec_found *found;
 	codec_sink sink;
-	uint32_t checks; /* not 0: verify checksums */
-	uint32_t warps;  /* warps that work on this frame; a launch may have more */
+	uint32_t checks;    /* not 0: verify checksums */
+	uint32_t warps;     /* warps that work on this frame; a launch may have more */
+	codec_lists *lists; /* Delta: NULL if there are none */
+	uint64_t reserved;
 };
 
 #define WARPS 4                        /* warps of a CTA of kernels that encode or decode blocks */

@@ -14,20 +14,25 @@
 
 /* Result of encoding a frame, and counters that its warps share. All 0 at first. */
 struct codec_written {
-	unsigned long long checksum; /* sum of checksums of blocks; close_frame adds the rest */
-	unsigned long long end;      /* of the last region: offset in the frame */
-	unsigned long long stored;   /* sum of checksums of a stored tensor */
-	unsigned long long nbytes;   /* of the frame; set by close_frame */
-	uint32_t ticket, closed;     /* blocks taken; CTAs that are done in close_frame */
-	uint32_t fault, reserved;    /* fault: a status */
+	unsigned long long checksum;     /* sum of checksums of blocks; close_frame adds the rest */
+	unsigned long long end;          /* of the last region: offset in the frame */
+	unsigned long long stored;       /* sum of checksums of a stored tensor, or of an unchanged one's frame */
+	unsigned long long nbytes;       /* of the frame; set by close_frame */
+	uint32_t ticket, closed;         /* blocks taken; CTAs that are done in close_frame */
+	uint32_t fault, changed;         /* fault: a status; changed: Delta, 1 if a value differs from the base's */
+	unsigned long long base, result; /* Delta: digests of the values, summed over blocks */
 };
 
 /*
- * Truncate: what determines how many bits each value loses. exponents: of A, one byte a value. levels: one byte a
- * value. Both NULL: all values have the level of the spec.
+ * State that the encoder reads besides the tensor. Truncate: what determines how many bits each value loses. exponents:
+ * of A, one byte a value. levels: one byte a value. Both NULL: all values have the level of the spec. Delta: values of
+ * the base, at a multiple of the size of a value.
  */
 struct codec_cuts {
-	const uint8_t *exponents, *levels;
+	union {
+		const uint8_t *exponents, *base;
+	};
+	const uint8_t *levels;
 };
 
 struct codec_choice;

@@ -216,18 +216,6 @@ DEVICE cut_sums cut_rows(const job *j, const cutter &c, const codec_source *sour
 	return sums;
 }
 
-/* OR up to 32 bits into a region from bit `bit` on. */
-DEVICE void or_bits(uint8_t *region, uint64_t bit, uint32_t x)
-{
-	uint32_t *word = global((uint32_t *)region) + bit / 32;
-	uint32_t low = x << bit % 32, high = __funnelshift_l(x, 0, (uint32_t)(bit % 32));
-
-	if (low)
-		atomicOr(word, low);
-	if (high)
-		atomicOr(word + 1, high);
-}
-
 /* Clear bytes from to end - 1 of a region, and the rest of the last word. */
 DEVICE void clear_bytes(uint8_t *region, uint32_t from, uint32_t end, uint32_t lane)
 {

@@ -14,19 +14,34 @@ extern "C" __global__ void __launch_bounds__(128) finish_encode(const written_re
 	*(codec_cuda_result *)items[i].result = {w->nbytes, w->fault, 0};
 }
 
+/* Return the status of Delta's digests. */
+DEVICE uint32_t digests_status(const opened *o, const found *f)
+{
+	if (f->base != o->base)
+		return f->base == o->result ? CODEC_ALREADY_APPLIED : CODEC_OTHER_BASE;
+	return f->result == o->result ? CODEC_OK : CODEC_CHECKSUM;
+}
+
 /* Return the status of a frame whose blocks were decoded or checked, and 1 + the index of the block that has it. */
 DEVICE uint32_t found_status(const opened *o, const found *f, uint32_t *block)
 {
 	const uint64_t order = f->fault >> 8;
+	const bool valid = f->checksum + o->head_checksum == o->checksum;
 
 	*block = 0;
 	if (o->status)
 		return o->status;
+	if ((f->fault & 255) == CODEC_OTHER_BASE && f->fault != ~0ull) { /* changes are invalid */
+		if (valid && f->base != o->base)
+			return digests_status(o, f);
+		*block = order > 0xffffffffu ? 0xffffffffu : (uint32_t)order;
+		return CODEC_BAD_REGION;
+	}
 	if (f->fault != ~0ull) {
 		*block = order > 0xffffffffu ? 0xffffffffu : (uint32_t)order;
 		return (uint32_t)f->fault & 255;
 	}
-	return f->checksum + o->head_checksum == o->checksum ? CODEC_OK : CODEC_CHECKSUM;
+	return valid ? digests_status(o, f) : (uint32_t)CODEC_CHECKSUM; /* other codecs have digests of 0 */
 }
 
 /*

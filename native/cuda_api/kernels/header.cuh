@@ -17,7 +17,7 @@ DEVICE uint64_t load64(const uint8_t *p)
 
 /* Entry of a codec in WIRE_CODECS. */
 struct codec_entry {
-	enum { none, lossless, rows, truncate } family;
+	enum { none, lossless, rows, truncate, delta } family;
 	uint32_t dtypes;
 	uint8_t variants, options, max_bits, least_max_code_length;
 };
@@ -126,6 +126,11 @@ DEVICE codec_status check_blocks(const codec_view *v, uint32_t log2)
 		      (v->flags ? v->group_size != 0 : !row_allowed(q, v->group_size));
 		return bad ? CODEC_BAD_HEADER : CODEC_OK;
 	}
+	if (v->codec == CODEC_DELTA) {
+		bad = v->fixed || v->coded || v->halved || v->flags || v->side_nbytes != WIRE_DELTA_SIDE_NBYTES ||
+		      (log2 && (log2 < WIRE_DELTA_MIN_BLOCK_LOG2 || log2 > WIRE_DELTA_MAX_BLOCK_LOG2));
+		return bad ? CODEC_BAD_HEADER : CODEC_OK;
+	}
 	bad = log2 < WIRE_MIN_BLOCK_LOG2 || log2 > WIRE_MAX_BLOCK_LOG2;
 	if (v->codec == CODEC_TRUNCATE)
 		bad |= v->fixed || v->coded != 1 || v->halved;
@@ -138,9 +143,9 @@ DEVICE codec_status check_blocks(const codec_view *v, uint32_t log2)
 /* Derive the sections' offsets from the fields of a frame in blocks. Nothing overflows: n is less than 2^60. */
 DEVICE void derive_sections(codec_view *v, uint32_t log2)
 {
-	if (log2) {
+	if (log2 || v->codec == CODEC_DELTA) {
 		v->block_nvalues = 1ull << log2;
-		v->nblocks = (v->n + v->block_nvalues - 1) / v->block_nvalues;
+		v->nblocks = log2 ? (v->n + v->block_nvalues - 1) / v->block_nvalues : 0;
 	}
 	v->planes_offset = v->directory_offset + WIRE_DIRECTORY_ENTRY * v->nblocks;
 	v->plane_stride = (v->n + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
@@ -151,8 +156,12 @@ DEVICE void derive_sections(codec_view *v, uint32_t log2)
 /* Check that the frame has as many blocks and bytes as its fields need. given: number of blocks in the header. */
 DEVICE codec_status check_nbytes(const codec_view *v, uint64_t given)
 {
-	if (!v->n || given != v->nblocks || v->nblocks > v->n || v->frame_nbytes % WIRE_ALIGN ||
-	    v->frame_nbytes < v->regions_offset + WIRE_ALIGN * v->nblocks)
+	const bool delta = v->codec == CODEC_DELTA;
+
+	if ((!v->n && (!delta || v->block_nvalues > 1)) || given != v->nblocks || v->nblocks > v->n ||
+	    v->frame_nbytes % WIRE_ALIGN || v->frame_nbytes < v->regions_offset + WIRE_ALIGN * v->nblocks)
+		return CODEC_BAD_HEADER;
+	if (delta && !v->nblocks && v->frame_nbytes != v->regions_offset)
 		return CODEC_BAD_HEADER;
 	if (is_rows(v->codec)) {
 		const row_kind q = kind_of(v);
@@ -193,7 +202,7 @@ static __device__ codec_status read_header(const uint8_t *b, uint64_t have, cons
 		return CODEC_BAD_HEADER;
 	if (v->layout == WIRE_LAYOUT_STORED)
 		return log2 || v->fixed || v->coded || v->side_nbytes || v->flags || v->halved || v->group_size ||
-				       (is_rows(v->codec) && n) || blocks ||
+				       (is_rows(v->codec) && n) || v->codec == CODEC_DELTA || blocks ||
 				       v->frame_nbytes != v->side_offset + n * size_of(v->dtype)
 			       ? CODEC_BAD_HEADER
 			       : CODEC_OK;
@@ -203,6 +212,8 @@ static __device__ codec_status read_header(const uint8_t *b, uint64_t have, cons
 	derive_sections(v, log2);
 	if ((status = check_nbytes(v, blocks)))
 		return status;
+	if (v->codec == CODEC_DELTA)
+		return v->nblocks && v->block_nvalues > a.block_nvalues ? CODEC_BAD_SPEC : CODEC_OK;
 	return is_rows(v->codec) && kind_of(v).entropy != a.entropy ? CODEC_BAD_SPEC : CODEC_OK;
 }
 

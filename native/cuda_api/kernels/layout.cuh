@@ -35,7 +35,10 @@ SAME(AT(decoding, divide), AT(codec_decoding, sink.divide));
 SAME(AT(decoding, rescale), AT(codec_decoding, sink.rescale));
 SAME(AT(decoding, checks), AT(codec_decoding, checks));
 SAME(AT(decoding, warps), AT(codec_decoding, warps));
+SAME(AT(decoding, lists), AT(codec_decoding, lists));
 SAME(AT(found, checksum), AT(codec_found, checksum));
+SAME(AT(found, base), AT(codec_found, base));
+SAME(AT(found, result), AT(codec_found, result));
 #undef AT
 #endif
 #undef SAME

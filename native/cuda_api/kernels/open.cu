@@ -16,6 +16,7 @@ struct open_state {
 	uint8_t lead[LEAD_NBYTES];
 	codebook books[WIRE_MAX_PLANES];
 	uint64_t nbytes, n;
+	uint64_t base, result; /* DELTA: digests in the side section */
 	uint32_t status;
 };
 
@@ -63,6 +64,13 @@ DEVICE_CALL void open_header(open_state *o)
 /* Read the side section's codebooks and records. By thread 0. */
 DEVICE_CALL void open_side(open_state *o, uint8_t *memory)
 {
+	if (o->v.codec == CODEC_DELTA) {
+		o->base = load64(o->lead);
+		o->result = load64(o->lead + 8);
+		o->s.at += WIRE_DELTA_SIDE_NBYTES;
+		o->status = !o->v.nblocks && o->base != o->result ? CODEC_BAD_SIDE : CODEC_OK;
+		return;
+	}
 	o->v.tables = {0, o->v.coded ? 32u - (uint32_t)__clz((int)o->v.coded) : 0, TABLE_NBYTES};
 	o->status = read_books(&o->s, o->lead, &o->v, o->books);
 	if (o->status || !o->v.layout)
@@ -96,6 +104,7 @@ DEVICE void put_decodings(const opening &a, const uint64_t to[2], bool checks, b
 	decoding d = {};
 
 	d.view = a.view, d.memory = a.memory, d.frame = a.frame, d.scratch = a.scratch, d.found = a.found;
+	d.exponents = a.base;
 	d.data = writes ? a.tensor : 0;
 	d.into = a.into, d.weight = a.weight, d.divide = a.divide;
 	d.checks = checks;
@@ -120,8 +129,8 @@ DEVICE_CALL void put_results(const open_state *o, uint64_t checksum, uint64_t he
 	}
 	v.struct_nbytes = sizeof v;
 	*(codec_view *)a.view = v;
-	*(found *)a.found = {~0ull, 0, 0, 0};
-	*(opened *)a.opened = {v.frame_nbytes, checksum, head, o->status, stored};
+	*(found *)a.found = {~0ull, 0, 0, 0, 0, 0};
+	*(opened *)a.opened = {v.frame_nbytes, checksum, head, o->base, o->result, o->status, stored};
 	if (first)
 		put_decodings(a, a.checking, true, false, valid && !stored, stored);
 	put_decodings(a, a.decoding, !first, true, valid && !stored && !first, stored && !first);
@@ -135,6 +144,8 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) open_frames(const open
 	bool bad = false;
 
 	share(&o.a, openings + blockIdx.y);
+	if (threadIdx.x == 0)
+		o.base = o.result = 0; /* of other codecs */
 	for (uint32_t i = threadIdx.x; i < sizeof o.v / 8; i += blockDim.x)
 		((uint64_t *)&o.v)[i] = 0;
 	take_header(&o);

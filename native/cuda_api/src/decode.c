@@ -100,6 +100,10 @@ static int check_item(const codec_cuda_decode_item *a)
 	if ((p->n && !a->tensor) || (uint64_t)a->tensor % size || !a->frame || (uint64_t)a->frame % 8 || !a->result ||
 	    (uint64_t)a->result % 8 || (uint64_t)a->frame_nbytes_at % 8 || a->into > CODEC_INTO_FLOAT32)
 		return CODEC_BAD_ARGUMENT;
+	if (p->codec == CODEC_DELTA && (a->into != CODEC_INTO_STORE || (uint64_t)a->base % p->itemsize))
+		return CODEC_BAD_ARGUMENT;
+	if (p->codec == CODEC_DELTA && p->n && !a->base)
+		return CODEC_MISSING_BASE;
 	if (!(a->divide >= 0 && a->divide <= FLT_MAX) || (a->divide > 0 && a->into == CODEC_INTO_STORE))
 		return CODEC_BAD_ARGUMENT;
 	return a->into != CODEC_INTO_STORE && p->dtype != CODEC_FLOAT32 && p->dtype != CODEC_BFLOAT16 &&
@@ -169,6 +173,8 @@ static struct opening opening_of(const codec_cuda_decode_item *items, size_t cou
 		.divide = a->divide,
 		.warps = WARPS * ctas_of(p, l),
 		.stored_warps = WARPS * stored_ctas(p, count),
+		.base = p->codec == CODEC_DELTA ? (uint64_t)a->base : 0,
+		.block_nvalues = p->view.block_nvalues,
 	};
 
 	if (p->decode_each)

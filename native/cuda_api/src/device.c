@@ -90,6 +90,8 @@ static int read_scratch_sizes(codec_cuda_device *d)
 	TRY(read_constants(d, "decode_rows_nbytes", &s->decode_rows, 1));
 	TRY(read_constants(d, "encode_truncate_nbytes", s->encode_truncate, 2));
 	TRY(read_constants(d, "decode_truncate_nbytes", &s->decode_truncate, 1));
+	TRY(read_constants(d, "encode_delta_nbytes", s->encode_delta, 4));
+	TRY(read_constants(d, "decode_delta_nbytes", s->decode_delta, 4));
 	return read_constants(d, "choose_nbytes", s->choose, 2);
 }
 

@@ -11,6 +11,8 @@ struct scratch_sizes {
 	uint64_t encode_rows[2]; /* with an entropy stage, without the region; with codes of which five share a byte */
 	uint64_t encode_truncate[2]; /* levels apart from symbols; coded together */
 	uint64_t decode_rows, decode_truncate;
+	/* By the size of a value; decode_delta: for each 1,024 values of a block. */
+	uint64_t encode_delta[4], decode_delta[4];
 	uint64_t choose[2]; /* bytes of a codec_choice, and of a codec_part_found */
 };
 

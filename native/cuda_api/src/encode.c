@@ -115,6 +115,10 @@ static int check_item(const codec_cuda_encode_item *a)
 		return CODEC_BAD_ARGUMENT;
 	if (a->flags & CODEC_FEEDBACK && (!a->residual || p->codec == CODEC_LOSSLESS))
 		return CODEC_BAD_ARGUMENT;
+	if (p->codec == CODEC_DELTA && (a->residual || (uint64_t)a->base % p->itemsize))
+		return CODEC_BAD_ARGUMENT;
+	if (p->codec == CODEC_DELTA && p->n && !a->base)
+		return CODEC_MISSING_BASE;
 	if (a->residual && a->residual == a->tensor)
 		return CODEC_BAD_ARGUMENT; /* kernels write the residual while others still read the tensor */
 	if (p->needs_levels && p->n && !a->levels)
@@ -187,6 +191,7 @@ static struct encoding encoding_of(const codec_cuda_encode_item *a, const struct
 		.head = at->arguments + align16(sizeof p->view) + p->image_nbytes,
 		.places = at->zeroed + align16(WRITTEN_NBYTES) + align16(p->choice_nbytes),
 		.out = at->zeroed,
+		.exponents = p->codec == CODEC_DELTA ? (uint64_t)a->base : 0,
 		.levels = p->needs_levels ? (uint64_t)a->levels : 0,
 		.nparts = (uint32_t)p->nparts,
 		.warps = WARPS * ctas_of(a, l),
@@ -303,7 +308,8 @@ static int launch_group(const codec_cuda_encode_item *items, size_t count, const
 	for (size_t i = 1; i < count && (int)group_of(items + i - 1) != group; i++)
 		p = items[i].plan;
 	if (group != CLOSE_FRAME) {
-		TRY(launch_kernel(items, count, l, group, p->choose, at, stream));
+		if (p->choose != p->encode)
+			TRY(launch_kernel(items, count, l, group, p->choose, at, stream));
 		TRY(launch_kernel(items, count, l, group, p->encode, at, stream));
 	}
 	if (group == SCALE_ROWS)

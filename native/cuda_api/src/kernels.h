@@ -38,6 +38,14 @@
 	X(DECODE_ROWS_5, "decode_rows<5>", 128, 6)                                                                     \
 	X(DECODE_ROWS_6, "decode_rows<6>", 128, 6)                                                                     \
 	X(DECODE_TRUNCATE, "decode_truncate", 128, 4)                                                                  \
+	X(ENCODE_DELTA_1, "encode_delta<1>", 128, 4)                                                                   \
+	X(ENCODE_DELTA_2, "encode_delta<2>", 128, 4)                                                                   \
+	X(ENCODE_DELTA_4, "encode_delta<4>", 128, 4)                                                                   \
+	X(ENCODE_DELTA_8, "encode_delta<8>", 128, 4)                                                                   \
+	X(DECODE_DELTA_1, "decode_delta<1>", 128, 4)                                                                   \
+	X(DECODE_DELTA_2, "decode_delta<2>", 128, 4)                                                                   \
+	X(DECODE_DELTA_4, "decode_delta<4>", 128, 4)                                                                   \
+	X(DECODE_DELTA_8, "decode_delta<8>", 128, 4)                                                                   \
 	X(DECODE_STORED, "decode_stored", 128, 4)
 
 /* Kernels that the library itself does not launch. Other host parts get them from codec_cuda_code_for. */

@@ -28,7 +28,7 @@ struct units {
 struct encoding {
 	uint64_t view, memory, values, sums, residual, frame, capacity;
 	struct units scratch;
-	uint64_t found, head, places, out, exponents, levels;
+	uint64_t found, head, places, out, exponents, levels; /* exponents: DELTA's base */
 	uint32_t nparts, warps;
 };
 
@@ -39,7 +39,7 @@ struct preprocessing {
 	uint64_t out;
 };
 
-#define WRITTEN_NBYTES 48 /* size of codec_written of native/cuda/frame/encode.cuh */
+#define WRITTEN_NBYTES 64 /* size of codec_written of native/cuda/frame/encode.cuh */
 
 /* Argument of finish_encode for one tensor: addresses of its codec_written and codec_cuda_result. */
 struct written_result {
@@ -50,18 +50,20 @@ struct written_result {
 struct decoding {
 	uint64_t view, memory, frame;
 	struct units scratch;
-	uint64_t exponents, found;
-	uint64_t data; /* codec_sink from here on */
+	uint64_t exponents, found; /* exponents: DELTA's base */
+	uint64_t data;             /* codec_sink from here on */
 	uint32_t into;
 	float weight, divide;
 	uint32_t unscaled, rescale, padding; /* and to here */
 	uint32_t checks, warps;
+	uint64_t lists, reserved; /* lists: 0, this library decodes twice */
 };
 
 /* codec_found of native/cuda/frame/decode.cuh. */
 struct found {
 	uint64_t fault, checksum;
 	uint32_t done, reserved;
+	uint64_t base, result;
 };
 
 /* What open_frames has found in a frame's header, for finish_decode. */
@@ -69,6 +71,7 @@ struct opened {
 	uint64_t frame_nbytes;
 	uint64_t checksum;      /* of the frame, by its header */
 	uint64_t head_checksum; /* of header and side section */
+	uint64_t base, result;  /* DELTA: digests in the side section */
 	uint32_t status;
 	uint32_t stored; /* 1: the tensor is stored uncompressed */
 };
@@ -85,6 +88,7 @@ struct opening {
 	uint32_t flags, into;                 /* flags: CODEC_ALLOW_SLACK, CODEC_VERIFY_FIRST */
 	float weight, divide;
 	uint32_t warps, stored_warps; /* warps that decode blocks, and stored tensors */
+	uint64_t base, block_nvalues; /* DELTA: address of the base; most values of a block */
 };
 
 #endif

@@ -91,6 +91,11 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 		p->decode = DECODE_TRUNCATE;
 		p->encode_each = s->encode_truncate[spec->variant == CODEC_LEVEL_CODING_CODED];
 		p->decode_each = s->decode_truncate;
+	} else if (p->codec == CODEC_DELTA) {
+		p->choose = p->encode = ENCODE_DELTA_1 + log2;
+		p->decode = DECODE_DELTA_1 + log2;
+		p->encode_each = s->encode_delta[log2];
+		p->decode_each = s->decode_delta[log2] * ((min64(p->view.block_nvalues, p->n) + 1023) / 1024);
 	} else {
 		p->choose = CHOOSE_ROWS;
 		p->encode = ENCODE_ROWS_2 + (p->codec - CODEC_SIGN);
@@ -149,7 +154,7 @@ static int make_plan(codec_cuda_plan *p, const codec_spec *spec, codec_tensor *l
 	for (uint32_t i = 0; i < like->rank; i++)
 		p->n *= p->shape[i] = like->shape[i];
 	p->nbytes = like->nbytes = p->n * p->itemsize;
-	p->entropy = p->codec != CODEC_LOSSLESS && p->codec != CODEC_TRUNCATE &&
+	p->entropy = p->codec != CODEC_LOSSLESS && p->codec != CODEC_TRUNCATE && p->codec != CODEC_DELTA &&
 		     row_kind_of(spec->codec, spec->variant, spec->options, 8, like->dtype).entropy;
 	TRY(plan_job(p, spec, like, with));
 	p->choice_nbytes = p->device->scratch.choose[0] + max64(p->nparts, 1) * p->device->scratch.choose[1];

@@ -16,13 +16,13 @@ struct codec_cuda_plan {
 
 	/* Encoding. Without blocks the tensor is stored whatever its values are, and only CLOSE_FRAME is launched. */
 	uint64_t nblocks, nparts;
-	enum kernel choose, encode;
-	int scales_last;        /* SCALE_ROWS makes the scales after all blocks; not if there is a residual */
-	uint64_t encode_each;   /* bytes of a unit of scratch memory; 0: none is needed */
-	uint64_t encode_units;  /* maximum for a warp */
-	uint64_t choice_nbytes; /* size of a codec_choice with its parts */
-	codec_view view;        /* arrays: offsets in `image`, or in the memory that kernels fill */
-	uint64_t made_nbytes;   /* size of that memory: offsets, row_sums, lengths, tables */
+	enum kernel choose, encode; /* equal: blocks choose for themselves */
+	int scales_last;            /* SCALE_ROWS makes the scales after all blocks; not if there is a residual */
+	uint64_t encode_each;       /* bytes of a unit of scratch memory; 0: none is needed */
+	uint64_t encode_units;      /* maximum for a warp */
+	uint64_t choice_nbytes;     /* size of a codec_choice with its parts */
+	codec_view view;            /* arrays: offsets in `image`, or in the memory that kernels fill */
+	uint64_t made_nbytes;       /* size of that memory: offsets, row_sums, lengths, tables */
 	uint64_t head_nbytes, image_nbytes;
 	uint8_t head[(CODEC_HEADER_NBYTES + 15) / 16 * 16];
 	uint8_t *image; /* arrays that kernels read */

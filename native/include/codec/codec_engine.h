@@ -14,9 +14,9 @@
  *
  * An engine with its own kernels (in another language, or on a device) may process the blocks and nothing else. It
  * reads the decisions with codec_job_view and may copy the job's arrays to where its kernels run. They are final when
- * codec_encode_open, codec_encode_start, codec_decode_open or codec_decode_plan returns, with two exceptions: the
- * engine may still write offsets of rows (codec_view.offsets), and codec_encode_start reads results of a scan
- * (codec_view.row_sums).
+ * codec_encode_open, codec_encode_start, codec_decode_open or codec_decode_plan returns, with three exceptions: the
+ * engine may still write offsets of rows (codec_view.offsets) and digests of blocks (codec_view.row_sums), and
+ * codec_encode_start reads results of a scan (codec_view.row_sums).
  */
 #ifndef CODEC_ENGINE_H
 #define CODEC_ENGINE_H
@@ -188,6 +188,14 @@ typedef struct codec_row_sums {
 	uint32_t max;      /**< bit pattern of the largest |v|, as float32 */
 } codec_row_sums;
 
+/** Block of a frame of DELTA: what its values add to the digests of the side section, and its number of changes. */
+typedef struct codec_delta_block {
+	uint64_t base, result; /**< parts of the digests of the base and of the result */
+	uint32_t changes;      /**< number of values that differ from the base's */
+	uint32_t state;        /**< decode: for the C library; an engine leaves it 0 */
+	uint64_t list, origin; /**< decode: for the C library */
+} codec_delta_block;
+
 /** Header fields as in docs/format.md, and values derived from them. Offsets are in bytes from the frame's start. */
 typedef struct codec_view {
 	uint32_t struct_nbytes; /**< sizeof(codec_view), set by the caller */
@@ -231,6 +239,9 @@ typedef struct codec_view {
 	codec_array row_parts; /**< codec_row_part */
 	/**
 	 * Encode: codec_row_sums of all pieces. An engine may write them here in place of calling codec_encode_scan.
+	 *
+	 * DELTA, encode and decode: codec_delta_block of all blocks. An engine that processes blocks writes all members
+	 * when it encodes, and the digests when it decodes; codec_encode_close and codec_decode_close add them up.
 	 */
 	codec_array row_sums;
 	uint64_t codebook_id; /**< id of the agreed codebook that the frame names; 0: none */

@@ -6,6 +6,7 @@ codec_status delta_begin(struct job *j, const codec_spec *s, const codec_context
 	(void)s, (void)with;
 	j->h.block_log2 = delta_block_log2(&j->h);
 	j->h.layout = WIRE_LAYOUT_BLOCKS;
+	j->h.side_nbytes = WIRE_DELTA_SIDE_NBYTES;
 	TRY(header_derive(&j->h));
 	memset(job_delta_blocks(j), 0, j->h.nblocks * sizeof(struct delta_block));
 	return CODEC_OK;

@@ -8,9 +8,8 @@
 
 #define DELTA_WORDS(n) (((n) + 63) / 64)
 #define BY_ITEM(item, call) ((item) == 1 ? call(1) : (item) == 2 ? call(2) : (item) == 4 ? call(4) : call(8))
-#define PUT_AHEAD                                                                                                      \
-	32 /* changes whose place is prefetched: lists are not in order, and the tensor may be in no cache             \
-	    */
+/* Changes whose place is prefetched: lists are not in order, and the tensor may be in no cache. */
+#define PUT_AHEAD 32
 
 ALWAYS uint64_t delta_load(const void *p, size_t i, uint32_t item)
 {

@@ -203,7 +203,7 @@ struct delta_list {
 /* DELTA: memory for a block. Words have a bit for each of 64 values. */
 #define DELTA_PLANES 4
 #define DELTA_AHEAD 4096 /* bytes: values that are prefetched; streams of hardware end at pages */
-#define DELTA_SLACK 17   /* numbers behind `before` that are written and read */
+#define DELTA_SLACK 65   /* numbers behind `before` that are written and read */
 struct delta_buffers {
 	uint64_t *changed;             /* the value differs from the base's */
 	uint64_t *plane[DELTA_PLANES]; /* bit p of the class of the base's value */

@@ -26,6 +26,13 @@ SAME(row_sums, codec_row_sums, sum);
 SAME(row_sums, codec_row_sums, negative);
 SAME(row_sums, codec_row_sums, max);
 _Static_assert(sizeof(struct row_sums) == sizeof(codec_row_sums), "sums of a scan");
+SAME(delta_block, codec_delta_block, base);
+SAME(delta_block, codec_delta_block, result);
+SAME(delta_block, codec_delta_block, changes);
+SAME(delta_block, codec_delta_block, state);
+SAME(delta_block, codec_delta_block, list);
+SAME(delta_block, codec_delta_block, origin);
+_Static_assert(sizeof(struct delta_block) == sizeof(codec_delta_block), "digests of a block");
 _Static_assert(sizeof(codebook) == 257 && sizeof(book_codes) == 514 && sizeof(book_lookup) == 514, "tables of bytes");
 
 /* Return a job of either kind, in any state; NULL if there is none. */
@@ -95,6 +102,8 @@ codec_status codec_job_view(const void *job, codec_view *view)
 	v.offsets = array_of(j, job, j->model.offsets_at, rows ? 0 : 2 * j->model.nibbles, sizeof(int8_t));
 	v.row_parts = array_of(j, job, j->parts_at, j->nparts, sizeof(struct part));
 	v.row_sums = array_of(j, job, j->sums_at, rows ? j->nscans : 0, sizeof(struct row_sums));
+	if (codec_is_delta(j->h.codec))
+		v.row_sums = array_of(j, job, j->parts_at, j->h.nblocks, sizeof(struct delta_block));
 	memcpy(view, &v, MIN(view->struct_nbytes, sizeof v));
 	return CODEC_OK;
 }
@@ -111,7 +120,8 @@ static codec_status encode_plan(const codec_spec *spec, const codec_tensor *like
 	TRY(request(spec, like, 0, &h, &t));
 	memcpy(&s, spec, sizeof s);
 	TRY(segments_check(with, h.n));
-	TRY(family_check_state(&h, with, 1));
+	if (!codec_is_delta(h.codec)) /* a plan needs no base */
+		TRY(family_check_state(&h, with, 1));
 	TRY(job_open(memory, job_nbytes, &h, JOB_ENCODE, &j));
 	memset(&j->sample, 0, sizeof *j - offsetof(struct job, sample)); /* the engine fills it in */
 	j->no_verify_first = (with->flags & CODEC_NO_VERIFY_FIRST) != 0;

@@ -13,6 +13,8 @@
 #include "lossless/encode.cu"
 #include "rows/encode.cu"
 #include "truncate/encode.cu"
+#include "delta/decode.cu"
+#include "delta/encode.cu"
 #include "frame/check_finite.cu"
 #include "frame/gather.cu"
 #include "rows/reduce.cu"
@@ -45,3 +47,5 @@ EXPORT_SIZES(encode_lossless)
 EXPORT_ROWS(reduce_rows)
 EXPORT_ROWS(encode_rows)
 EXPORT(encode_truncate)
+EXPORT_SIZES(decode_delta)
+EXPORT_SIZES(encode_delta)

@@ -21,7 +21,8 @@
  * Device memory
  *   - Frames lie at multiples of 8 bytes, workspaces at multiples of 256, and tensors at multiples of the size of a
  *     value. Memory of cudaMalloc and cuMemAlloc does.
- *   - Outputs must not overlap inputs, each other or the workspace. Addresses are not compared.
+ *   - Outputs must not overlap inputs, each other or the workspace, except that DELTA's base may be the tensor to
+ * decode to. Addresses are not compared.
  *
  * Status: functions return CODEC_OK, another codec_status for a wrong argument, or a codec_cuda_status if a device or
  * its driver fails. Errors of values and frames are known on the device only: codec_cuda_result.status.
@@ -132,6 +133,7 @@ typedef struct codec_cuda_encode_item {
 	float *residual;
 	const uint8_t *levels; /**< TRUNCATE: level 0..3 of each value; NULL with CODEC_LEVEL_CODING_FIXED */
 	uint64_t stream;       /**< random stream id, as in codec_context; not the CUDA stream */
+	const void *base;      /**< DELTA: values of the base, as `tensor` is; NULL with other codecs */
 } codec_cuda_encode_item;
 
 /**
@@ -164,6 +166,7 @@ typedef struct codec_cuda_decode_item {
 	codec_cuda_result *result; /**< output: size of the frame, and status */
 	float weight;              /**< CODEC_INTO_ADD: factor of decoded values */
 	float divide;              /**< not CODEC_INTO_STORE: divide results by this; 0: do not */
+	const void *base;          /**< DELTA: values of the base, which may be `tensor` itself; `into` is STORE */
 } codec_cuda_decode_item;
 
 /**
@@ -180,6 +183,10 @@ CODEC_API int codec_cuda_decode_workspace(const codec_cuda_decode_item *items, s
  * Frames carry their own parameters. The status of a frame is as codec_decode returns it, and first of all
  * CODEC_SHAPE_MISMATCH if dtype or shape are not the plan's, or CODEC_BAD_SPEC if the codec, or its use of an entropy
  * stage, is not. A frame that names an agreed codebook is CODEC_UNKNOWN_CODEBOOK.
+ *
+ * DELTA: blocks of a frame have at most as many values as the plan's, or the status is CODEC_BAD_SPEC. The digests of
+ * base and result are compared on the device. To update a tensor in place, pass CODEC_VERIFY_FIRST: then nothing is
+ * written before the verdict, which the writing kernels read on the device.
  */
 CODEC_API int codec_cuda_decode(const codec_cuda_decode_item *items, size_t count, uint32_t flags, void *workspace,
 				uint64_t workspace_nbytes, struct CUstream_st *stream);

@@ -1,0 +1,464 @@
+/* delta/decode.cuh - decode the changes of a block by a warp. docs/format.md, section 10.
+ *
+ * Codes follow one another, so all lanes read the same one. For dtypes with exponents the warp first makes planes: bits
+ * of the classes of 1,024 values, 32 words at a time. A code names the x-th value of its class behind the last change,
+ * which is found by a sum over 32 words of the class. Changes are kept, one a lane, until there are 32 of them: then
+ * values of the base are loaded together.
+ */
+#ifndef CODEC_CUDA_DELTA_DECODE_CUH
+#define CODEC_CUDA_DELTA_DECODE_CUH
+
+#include "coder/encode.cuh"
+#include "delta/lists.cuh"
+#include "delta/stream.cuh"
+
+#define GROUP 1024     /* values whose planes are 32 words each */
+#define CLASS_PLANES 4 /* bits of a class */
+#define NO_CLASS 15u   /* of values behind the end of a block */
+
+/* Bytes of scratch memory for each 1,024 values of a block: planes, then sums of chunks. */
+#define DELTA_ROOM(size) (GROUP / 8 * CLASS_PLANES + 8 * (size))
+
+/* Block being decoded. `count`: changes that its head says. */
+struct delta_block {
+	delta_kind q;
+	const uint8_t *base;
+	uint8_t *to;    /* destination of all values of the tensor, which may be the base; NULL: none */
+	uint64_t first; /* index of the first value */
+	uint32_t m, mode, field, count;
+	uint32_t *list;           /* output: entries of all changes, see write_list; NULL: not wanted */
+	uint32_t *planes;         /* scratch memory */
+	unsigned long long *sums; /* sums of chunks: of the base, to which changes are added; NULL: not wanted */
+};
+
+/* Changes that are read: those of all lanes below `kept` are not applied yet. */
+struct change_list {
+	uint32_t count, kept;
+	uint32_t place; /* of this lane's change */
+	uint64_t step;  /* of PATCHES: the bits to change */
+	bool bad;       /* a change that changes nothing */
+};
+
+/* Add to a chunk's sum what the change of a value adds. */
+template <int SIZE> DEVICE void add_change(unsigned long long *sums, uint32_t place, uint64_t x, uint64_t y)
+{
+	const uint32_t byte = place * SIZE, word = byte / 4 % WIRE_CHUNK_WORDS, shift = SIZE < 4 ? 8 * (byte & 3) : 0;
+	unsigned long long *sum = sums + byte / (4 * WIRE_CHUNK_WORDS);
+
+	if (SIZE == 8)
+		atomicAdd(sum, (unsigned long long)(((y & FULL) - (x & FULL)) * CHECKSUM_KEY[word] +
+						    ((y >> 32) - (x >> 32)) * CHECKSUM_KEY[word + 1]));
+	else
+		atomicAdd(sum, (unsigned long long)(((y << shift) - (x << shift)) * CHECKSUM_KEY[word]));
+}
+
+/* Apply the changes that lanes keep. */
+template <int SIZE> DEVICE void apply_changes(const delta_block &o, change_list *l, uint32_t lane)
+{
+	if (lane < l->kept) {
+		const uint64_t i = o.first + l->place, x = load_value<SIZE>(o.base, i);
+		const uint64_t y = o.mode == WIRE_DELTA_PATCHES ? x ^ l->step : delta_apply(&o.q, x, l->step);
+
+		l->bad |= x == y;
+		if (o.sums)
+			add_change<SIZE>(o.sums, l->place, x, y);
+		if (o.to)
+			store_value<SIZE>(o.to, i, y);
+		if (o.list) {
+			uint32_t *e = global(o.list) + ENTRY_WORDS(SIZE) * (l->count - l->kept + lane);
+
+			e[0] = l->place;
+			e[1] = (uint32_t)y;
+			if (SIZE == 8)
+				e[2] = (uint32_t)(y >> 32);
+		}
+	}
+	l->kept = 0;
+	__syncwarp();
+}
+
+/* Append a change. Returns false if there are more than the head says. */
+template <int SIZE>
+DEVICE bool add_change(const delta_block &o, change_list *l, uint32_t place, uint64_t step, uint32_t lane)
+{
+	if (l->count == o.count)
+		return false;
+	if (l->kept == 32)
+		apply_changes<SIZE>(o, l, lane);
+	if (lane == l->kept) {
+		l->place = place;
+		l->step = step;
+	}
+	l->count++;
+	l->kept++;
+	return true;
+}
+
+/* Make the planes of a block's classes. */
+template <int SIZE> DEVICE uint32_t make_planes(const delta_block &o, int scale, uint32_t lane)
+{
+	uint32_t top = 0;
+
+	for (uint32_t from = 0; from < o.m; from += GROUP) {
+		uint32_t mine[CLASS_PLANES] = {0};
+
+		for (uint32_t k = 0; k < 32; k++) {
+			const uint32_t i = from + 32 * k + lane;
+			const bool there = i < o.m;
+			const uint32_t class_ =
+				there ? delta_class(delta_exponent(&o.q, load_value<SIZE>(o.base, o.first + i)), scale)
+				      : NO_CLASS;
+
+			top = there && class_ > top ? class_ : top;
+			for (uint32_t p = 0; p < CLASS_PLANES; p++) {
+				const uint32_t word = __ballot_sync(FULL, class_ >> p & 1);
+
+				mine[p] = lane == k ? word : mine[p];
+			}
+		}
+		for (uint32_t p = 0; p < CLASS_PLANES; p++)
+			o.planes[CLASS_PLANES * (from / 32) + 32 * p + lane] = mine[p];
+	}
+	__syncwarp();
+	return warp_max(top);
+}
+
+/* Return this lane's word of the members of a class in group g. */
+DEVICE uint32_t members_of(const delta_block &o, uint32_t class_, uint32_t g, uint32_t lane)
+{
+	const uint32_t *plane = global(o.planes) + 32 * CLASS_PLANES * g + lane;
+	uint32_t word = FULL;
+
+	for (uint32_t p = 0; p < CLASS_PLANES; p++)
+		word &= plane[32 * p] ^ (class_ >> p & 1 ? 0 : FULL);
+	return word;
+}
+
+/* Read the steps of small values. Returns false if the stream is not valid. */
+template <int SIZE>
+DEVICE bool read_small(const delta_block &o, int scale, bit_reader *r, change_list *l, uint32_t lane)
+{
+	bool bad = false;
+
+	for (uint32_t g = 0; GROUP * g < o.m; g++) {
+		const uint32_t mine = members_of(o, 0, g, lane);
+
+		for (uint32_t words = __ballot_sync(FULL, mine != 0); words; words &= words - 1) {
+			const uint32_t f = (uint32_t)__ffs((int)words) - 1, place = GROUP * g + 32 * f;
+			uint32_t word = __shfl_sync(FULL, mine, f), k = 0;
+
+			if (word >> lane & 1)
+				k = delta_small_k(
+					delta_exponent(&o.q, load_value<SIZE>(o.base, o.first + place + lane)), scale,
+					SIZE);
+			for (; word; word &= word - 1) {
+				const uint32_t bit = (uint32_t)__ffs((int)word) - 1;
+				const uint64_t z = read_rice(r, __shfl_sync(FULL, k, bit), 8 * SIZE, &bad);
+
+				if (z && !add_change<SIZE>(o, l, place + bit, delta_unzigzag(z, SIZE), lane))
+					return false;
+			}
+		}
+	}
+	return !bad && r->at <= 32ull * r->nwords;
+}
+
+/* Members of a class in a group of values, of which the first `used` are passed. upto: members up to this lane's word.
+ */
+struct class_cursor {
+	uint32_t class_, group, word, upto, total, used;
+};
+
+DEVICE void open_group(const delta_block &o, class_cursor *c, uint32_t group, uint32_t lane)
+{
+	c->group = group;
+	c->word = members_of(o, c->class_, group, lane);
+	const uint32_t own = (uint32_t)__popc(c->word);
+
+	c->upto = own + warp_scan(own, lane, &c->total);
+	c->used = 0;
+}
+
+/* Pass `gap` members, at least 1, and set *place to that of the last one. Returns false if there are fewer. */
+DEVICE bool pass_members(const delta_block &o, class_cursor *c, uint32_t gap, uint32_t *place, uint32_t lane)
+{
+	uint32_t target = gap - 1;
+
+	while (target >= c->total - c->used) {
+		target -= c->total - c->used;
+		if (GROUP * (c->group + 1) >= o.m)
+			return false;
+		open_group(o, c, c->group + 1, lane);
+	}
+	target += c->used;
+	const uint32_t f = (uint32_t)__ffs((int)__ballot_sync(FULL, c->upto > target)) - 1;
+	const uint32_t word = __shfl_sync(FULL, c->word, f), upto = __shfl_sync(FULL, c->upto, f);
+
+	*place = GROUP * c->group + 32 * f + warp_select(word, target - (upto - (uint32_t)__popc(word)), lane);
+	c->used = target + 1;
+	return true;
+}
+
+/* Read the steps of a class. Returns false if its codes are not valid. */
+template <int SIZE>
+DEVICE bool read_class(const delta_block &o, uint32_t class_, bit_reader *r, change_list *l, uint32_t lane)
+{
+	const uint64_t nbits = 32ull * r->nwords;
+	uint64_t codes = read_gamma(r) - 1;
+	/* zeros since the last change; no change yet: none is allowed */
+	uint32_t more = WIRE_DELTA_MORE, place = 0;
+	bool negative = false, bad = false;
+	class_cursor c = {class_, 0, 0, 0, 0, 0};
+
+	if (r->at > nbits || codes > nbits - r->at)
+		return false;
+	if (codes)
+		open_group(o, &c, 0, lane);
+	for (; codes; codes--) {
+		const uint64_t gap = read_rice(r, delta_class_k(class_), WIRE_DELTA_GAP_BITS, &bad);
+		uint64_t step = 1;
+
+		if (gap) {
+			negative = read_bits(r, 1) != 0;
+			if (bad || !pass_members(o, &c, (uint32_t)gap, &place, lane) ||
+			    !add_change<SIZE>(o, l, place, negative ? delta_mask(SIZE) : 1, lane))
+				return false;
+			more = 0;
+			continue;
+		}
+		if (more == WIRE_DELTA_MORE)
+			return false;
+		step = ++more + 1; /* one more step of the value before */
+		if (more == WIRE_DELTA_MORE) {
+			const uint64_t rest = read_gamma(r);
+
+			step = more + rest;
+			if (!rest || step > 1ull << (8 * SIZE - 1) || step < rest)
+				return false;
+		}
+		if (lane == l->kept - 1)
+			l->step = (negative ? 0 - step : step) & delta_mask(SIZE);
+	}
+	return !bad && r->at <= nbits;
+}
+
+/* Read steps of a dtype with exponents. Returns false if the stream is not valid. */
+template <int SIZE> DEVICE bool read_steps(const delta_block &o, bit_reader *r, change_list *l, uint32_t lane)
+{
+	const int scale = (int)o.field - WIRE_DELTA_BIAS;
+	const uint32_t top = make_planes<SIZE>(o, scale, lane);
+
+	if (!read_small<SIZE>(o, scale, r, l, lane))
+		return false;
+	for (uint32_t c = 1; c <= top; c++)
+		if (!read_class<SIZE>(o, c, r, l, lane))
+			return false;
+	return true;
+}
+
+/* Read patches, or steps of a dtype without exponents. Returns false if the stream is not valid. */
+template <int SIZE> DEVICE bool read_patches(const delta_block &o, bit_reader *r, change_list *l, uint32_t lane)
+{
+	bool bad = false;
+
+	for (uint32_t i = 0; l->count < o.count; i++) {
+		const uint64_t gap = read_rice(r, o.field, WIRE_DELTA_GAP_BITS, &bad);
+		uint64_t step;
+
+		if (gap >= o.m - i)
+			return false;
+		i += (uint32_t)gap;
+		if (o.mode == WIRE_DELTA_STEPS) {
+			const bool negative = read_bits(r, 1) != 0;
+			const uint64_t size = read_gamma(r);
+
+			if (!size || size > 1ull << (8 * SIZE - 1))
+				return false;
+			step = (negative ? 0 - size : size) & delta_mask(SIZE);
+		} else {
+			step = read_bits(r, 8 * SIZE);
+		}
+		if (r->at > 32ull * r->nwords || !add_change<SIZE>(o, l, i, step, lane))
+			return false;
+	}
+	return !bad;
+}
+
+/* Return true if a region's head, and the size that follows from it, are valid. */
+DEVICE bool open_delta(const delta_kind &q, uint32_t m, const cursor &c, delta_block *o, uint32_t lane)
+{
+	const uint32_t head = load32(here(&c)), raw = 4 + m * q.item;
+
+	o->mode = head & 3;
+	o->field = head >> WIRE_DELTA_SCALE_AT & WIRE_DELTA_SCALE;
+	o->count = (head >> WIRE_DELTA_CHANGES_AT) + 1;
+	if (o->mode == WIRE_DELTA_SAME) {
+		o->count = 0;
+		return !head && left(&c) == WIRE_ALIGN && !load32(here(&c) + 4);
+	}
+	if (o->count > m)
+		return false;
+	if (o->mode == WIRE_DELTA_RAW)
+		return !o->field && left(&c) == (raw + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN &&
+		       !__any_sync(FULL, lane < left(&c) - raw && here(&c)[raw + lane]);
+	if (o->mode == WIRE_DELTA_STEPS && q.last)
+		return (int)o->field - WIRE_DELTA_BIAS <= delta_most_scale(&q);
+	return o->field <= WIRE_DELTA_MAX_GAP_K;
+}
+
+/* Compare raw values with the base, and store them. Returns the number of those that differ. */
+template <int SIZE> DEVICE uint32_t read_raw(const delta_block &o, const uint8_t *raw, uint32_t lane)
+{
+	uint32_t differ = 0;
+
+	for (uint32_t i = lane; i < o.m; i += 32) {
+		uint64_t x = load_bytes(raw + SIZE * i, SIZE < 4 ? SIZE : 4);
+
+		if (SIZE == 8)
+			x |= (uint64_t)load32(raw + SIZE * i + 4) << 32;
+		differ += x != load_value<SIZE>(o.base, o.first + i);
+		if (o.to)
+			store_value<SIZE>(o.to, o.first + i, x);
+	}
+	return warp_sum(differ);
+}
+
+/* Copy the base's block to the destination, unless that is the base. */
+template <int SIZE> DEVICE void copy_base(const delta_block &o, uint32_t lane)
+{
+	if (o.to && o.to != o.base)
+		copy_bytes(o.to + SIZE * o.first, o.base + SIZE * o.first, o.m * SIZE, lane);
+	__syncwarp();
+}
+
+/* Compute the sums of the base's chunks, and return what they add to its digest. nbytes: of the tensor. */
+DEVICE uint64_t sum_base(const delta_block &o, uint64_t nbytes, uint64_t chunk, uint32_t count, uint32_t lane)
+{
+	uint64_t digest = 0;
+
+	for (uint32_t c = 0; c < count; c++) {
+		const uint64_t sum = warp_sum(lane_sum(o.base, nbytes, chunk + c, lane));
+
+		if (lane == 0 && o.sums)
+			o.sums[c] = sum;
+		digest += checksum_of_chunk(sum, WIRE_SEED_VALUES, chunk + c);
+	}
+	__syncwarp();
+	return digest;
+}
+
+/* Return the part of the result's digest that follows from the sums, or from raw values. */
+template <int SIZE>
+DEVICE uint64_t digest_result(const delta_block &o, const uint8_t *raw, uint64_t chunk, uint32_t count, uint32_t lane)
+{
+	uint64_t digest = 0;
+
+	for (uint32_t c = 0; raw && c < count; c++)
+		digest += checksum_of_chunk(warp_sum(lane_sum(raw, (uint64_t)o.m * SIZE, c, lane)), WIRE_SEED_VALUES,
+					    chunk + c);
+	if (raw)
+		return digest;
+	__syncwarp();
+	for (uint32_t c = lane; c < count; c += 32)
+		digest += checksum_of_chunk(((volatile unsigned long long *)o.sums)[c], WIRE_SEED_VALUES, chunk + c);
+	return warp_sum(digest);
+}
+
+/* Decode a region's changes. Returns false if the region is invalid. */
+template <int SIZE> DEVICE bool read_changes(const delta_block &o, const cursor &c, uint32_t lane)
+{
+	const uint8_t *stream = here(&c) + 4;
+	change_list l = {0, 0, 0, 0, false};
+	bit_reader r = {(const uint32_t *)stream, (uint32_t)(left(&c) / 4 - 1), 0};
+	bool good = true;
+
+	if (o.mode == WIRE_DELTA_RAW)
+		return read_raw<SIZE>(o, stream, lane) == o.count;
+	copy_base<SIZE>(o, lane);
+	if (o.mode == WIRE_DELTA_SAME)
+		return true;
+	if (o.mode == WIRE_DELTA_STEPS && o.q.last)
+		good = read_steps<SIZE>(o, &r, &l, lane);
+	else
+		good = read_patches<SIZE>(o, &r, &l, lane);
+	good = good && l.count == o.count && stream_ends(r);
+	if (good)
+		apply_changes<SIZE>(o, &l, lane);
+	return good && !__any_sync(FULL, l.bad);
+}
+
+/*
+ * Decode block b, or only check it, and add its parts to the digests of base and result. scratch: of a warp.
+ * CODEC_OTHER_BASE: the changes are invalid, because of another base unless its digest is the frame's.
+ */
+template <int SIZE>
+DEVICE codec_status read_delta(const codec_decoding &d, const codec_view &v, uint64_t b, const cursor &c,
+			       uint8_t *scratch, uint32_t lane)
+{
+	delta_block o = {};
+
+	o.q = kind_of_delta<SIZE>(v.dtype);
+	o.base = d.base;
+	o.to = d.sink.data;
+	o.first = b * v.block_nvalues;
+	o.m = (uint32_t)block_values(&v, b);
+	o.planes = (uint32_t *)scratch;
+	const uint64_t chunk = o.first * SIZE / (4 * WIRE_CHUNK_WORDS);
+	const uint32_t count = chunks_of((uint64_t)o.m * SIZE);
+	uint64_t base = 0, result = 0, taken = ~0ull;
+
+	if (o.to && d.lists) {
+		const uint64_t record = records_of(d.lists)[b], entry = (record & ((1ull << RECORD_COUNT_AT) - 1)) - 1;
+
+		if (record) {
+			copy_base<SIZE>(o, lane);
+			write_list<SIZE>(o.to, o.first, entries_of(d.lists, v.nblocks) + ENTRY_WORDS(SIZE) * entry,
+					 (uint32_t)(record >> RECORD_COUNT_AT), lane);
+			return CODEC_OK;
+		}
+	}
+	if (d.checks) {
+		o.sums = (unsigned long long *)(scratch + GROUP / 8 * CLASS_PLANES * ((o.m + GROUP - 1) / GROUP));
+		base = sum_base(o, v.n * SIZE, chunk, count, lane);
+		if (lane == 0)
+			atomicAdd(&d.found->base, (unsigned long long)base);
+	}
+	if (!open_delta(o.q, o.m, c, &o, lane))
+		return CODEC_BAD_REGION;
+	if (!o.to && d.lists && o.count && o.mode != WIRE_DELTA_RAW && o.count <= o.m / LISTED_SHARE)
+		taken = take_entries(d.lists, o.count, lane);
+	if (taken != ~0ull)
+		o.list = entries_of(d.lists, v.nblocks) + ENTRY_WORDS(SIZE) * taken;
+	if (!read_changes<SIZE>(o, c, lane))
+		return d.checks ? CODEC_OTHER_BASE : CODEC_BAD_REGION;
+	if (d.checks) {
+		result = digest_result<SIZE>(o, o.mode == WIRE_DELTA_RAW ? here(&c) + 4 : NULL, chunk, count, lane);
+		if (lane == 0)
+			atomicAdd(&d.found->result, (unsigned long long)result);
+	}
+	if (taken != ~0ull && lane == 0)
+		records_of(d.lists)[b] = (taken + 1) | (uint64_t)o.count << RECORD_COUNT_AT;
+	return CODEC_OK;
+}
+
+/* Decode a frame without blocks, whose result is the base. Warps take chunks of bytes in turn. */
+template <int SIZE> DEVICE void read_unchanged(const codec_decoding &d, const codec_view &v, uint32_t lane)
+{
+	const uint64_t nbytes = v.n * SIZE, chunk = 4 * WIRE_CHUNK_WORDS, warp = blockIdx.x * WARPS + threadIdx.x / 32;
+	uint64_t digest = 0;
+
+	for (uint64_t i = warp; warp < d.warps && chunk * i < nbytes; i += d.warps) {
+		const uint64_t at = chunk * i, some = nbytes - at < chunk ? nbytes - at : chunk;
+
+		if (d.checks)
+			digest += digest_chunk(d.base, nbytes, WIRE_SEED_VALUES, i, lane);
+		if (d.sink.data && d.sink.data != d.base)
+			copy_bytes(d.sink.data + at, d.base + at, (uint32_t)some, lane);
+	}
+	if (lane == 0 && digest) {
+		atomicAdd(&d.found->base, (unsigned long long)digest);
+		atomicAdd(&d.found->result, (unsigned long long)digest);
+	}
+}
+
+#endif

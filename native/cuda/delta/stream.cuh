@@ -1,0 +1,83 @@
+/* delta/stream.cuh - read the bit stream of a region of Delta, by all lanes of a warp alike. docs/format.md,
+ * section 10.3. */
+#ifndef CODEC_CUDA_DELTA_STREAM_CUH
+#define CODEC_CUDA_DELTA_STREAM_CUH
+
+#include "delta/delta.cuh"
+
+/* Cursor over a bit stream at a multiple of 4; zeros follow the last bit. All lanes of a warp have the same one. */
+struct bit_reader {
+	const uint32_t *words;
+	uint32_t nwords;
+	uint64_t at;
+};
+
+DEVICE uint32_t word_at(const bit_reader &r, uint64_t i)
+{
+	return i < r.nwords ? global(r.words)[i] : 0;
+}
+
+/* Return the next 32 bits. */
+DEVICE uint32_t peek_bits(const bit_reader &r)
+{
+	return __funnelshift_r(word_at(r, r.at / 32), word_at(r, r.at / 32 + 1), (uint32_t)(r.at % 32));
+}
+
+/* Read n <= 64 bits. */
+DEVICE uint64_t read_bits(bit_reader *r, uint32_t n)
+{
+	uint64_t x = 0;
+
+	if (n > 32) {
+		x = peek_bits(*r);
+		r->at += 32;
+		n -= 32;
+		x |= (peek_bits(*r) & ((1ull << n) - 1)) << 32;
+	} else {
+		x = peek_bits(*r) & ((1ull << n) - 1);
+	}
+	r->at += n;
+	return x;
+}
+
+/* Read a Rice code of a number below 2^full, k < full; an escape has it in full. Sets *bad if it is larger. */
+DEVICE uint64_t read_rice(bit_reader *r, uint32_t k, uint32_t full, bool *bad)
+{
+	const uint32_t q = (uint32_t)__ffs((int)(peek_bits(*r) | 1u << WIRE_DELTA_LONGEST)) - 1;
+
+	if (q == WIRE_DELTA_LONGEST) {
+		r->at += WIRE_DELTA_LONGEST;
+		return read_bits(r, full);
+	}
+	*bad |= q >> 1 >> (full - 1 - k);
+	r->at += q + 1;
+	return (uint64_t)q << k | read_bits(r, k);
+}
+
+/* Read an Elias gamma code, at least 1. Returns 0 if it is 2^64 or more. */
+DEVICE uint64_t read_gamma(bit_reader *r)
+{
+	uint32_t n = 0, zeros;
+
+	do {
+		const uint32_t bits = peek_bits(*r);
+
+		zeros = bits ? (uint32_t)__ffs((int)bits) - 1 : 32;
+		r->at += zeros;
+		n += zeros;
+	} while (zeros == 32 && n < 64);
+	if (n >= 64)
+		return 0;
+	r->at++;
+	return 1ull << n | read_bits(r, n);
+}
+
+/* Return true if a stream has been read to its end: fewer than 64 bits are left, and are 0. */
+DEVICE bool stream_ends(bit_reader r)
+{
+	const uint64_t nbits = 32ull * r.nwords;
+
+	return r.at <= nbits && nbits - r.at < 64 && !read_bits(&r, (uint32_t)(nbits - r.at));
+}
+
+#endif
