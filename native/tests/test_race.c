@@ -514,7 +514,7 @@ static void check_rewriting(const struct kind *kind, int rounds)
 	}
 	memcpy(e.larger, e.good[0], sizeof e.larger);
 	memcpy(e.larger + 48, &(uint64_t){8 * (N / 3)}, 8);
-	if (kind->spec.codec == CODEC_LOSSLESS || kind->spec.codec == CODEC_TRUNCATE)
+	if (kind->spec.codec == CODEC_LOSSLESS || kind->spec.codec == CODEC_TRUNCATE || kind->spec.codec == CODEC_TOPK)
 		memcpy(e.larger + 44, &(uint32_t){(8 * N + (1u << e.good[0][9]) - 1) >> e.good[0][9]}, 4);
 	MUST(pthread_create(&thread, NULL, rewrite, &e) == 0);
 	for (int i = 0; i < rounds; i++) {

@@ -335,7 +335,7 @@ class Hook:
 
 def check_feedback(feedback: Any) -> None:
     """Raise ArgumentError unless ``feedback=`` of a hook is True, False, None or a decay."""
-    if not isinstance(feedback, bool | None) and (type(feedback) is not float or not 0 < feedback <= 1):
+    if not isinstance(feedback, bool | None) and (type(feedback) not in (int, float) or not 0 < feedback <= 1):
         raise ArgumentError(
             f"feedback must be True, False, None or a decay above 0 and at most 1, got {shown(feedback)}"
         )

@@ -11,7 +11,7 @@ from codec import ArgumentError
 from codec.advisor.advise import named
 from codec.advisor.model_rules import UNEVEN, needs_even_rows, small_of, uneven_of
 from codec.arguments import shown
-from codec.specs import Lossless, Sign, Spec, TopK, Truncate
+from codec.specs import Lossless, Sign, Spec, TopK, Truncate, require_feedback
 from codec.stateful.ranges import NOBODY
 from codec.torch.ddp.buckets import Part, n_values
 from codec.torch.reduction.arguments import plain_spec
@@ -187,10 +187,17 @@ class Plan:
         Raises
         ------
         SpecError, ArgumentError
-            The policy returned neither a spec nor a preset nor None.
+            The policy returned neither a spec nor a preset nor None, or one that needs error feedback.
         """
-        spec = self.policy(name, parameter)
+        spec = self._policys(name, parameter)
         return self.spec if spec is None else spec
+
+    def _policys(self, name: str, parameter: torch.nn.Parameter) -> Spec | None:
+        """Return the policy's spec of a parameter, which must not need error feedback that the hook does not have."""
+        spec = self.policy(name, parameter)
+        if spec is not None and self.feedback_argument is None and not self.feedback:
+            require_feedback(spec, "pass feedback=True to the hook; feedback=False sends without")
+        return spec
 
     @property
     def _protects_uneven(self) -> bool:
@@ -221,7 +228,7 @@ class Plan:
 
     def _choose(self, name: str, p: torch.nn.Parameter, exact: bool, step: int) -> tuple[Spec, str]:
         """Return the spec of a parameter in a step, and the reason; "" for the hook's own spec."""
-        own, uneven = self.policy(name, p), cast(Spec, self.policy.uneven)
+        own, uneven = self._policys(name, p), cast(Spec, self.policy.uneven)
         if exact:
             return Lossless(), START if step < self.start_step else MEASURED
         if own is not None:

@@ -403,7 +403,7 @@ def _refused(rank, size):
         ({"spec": codec.Ternary()}, codec.SpecError, "not a contraction"),
         ({"algorithm": "ring"}, codec.ArgumentError, "ring"),
         ({"op": "max"}, codec.ArgumentError, "maximum"),
-        ({"feedback": torch.zeros(N)}, codec.ArgumentError, r"must be a codec\.torch\.Feedback, got"),
+        ({"feedback": torch.zeros(N)}, codec.ArgumentError, r"must be a codec\.torch\.Feedback, None or False, got"),
         ({"feedback": True}, codec.ArgumentError, "got True"),
         ({"feedback": of_sums}, codec.ArgumentError, "residuals of a sum, and op is a mean"),
         ({"feedback": shorter}, codec.ArgumentError, "the tensor has 40000 values, but its residual has 100"),
