@@ -81,7 +81,6 @@ def _refused(rank, size):
     model = DistributedDataParallel(small_net())
     with pytest.raises(codec.SpecError, match="needs error feedback"):
         hook.register(model)
-        take_step(model, rank, small_forward)
     codec.torch.all_reduce(x, TOPK, feedback=False, options=codec.options(algorithm="two_shot"))
     assert int((x != 0).sum()) < N // 15
     assert codec.torch.ddp_hook(STOCHASTIC, feedback=False)
