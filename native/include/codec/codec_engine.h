@@ -190,9 +190,10 @@ typedef struct codec_row_sums {
 
 /** Block of a frame of DELTA: what its values add to the digests of the side section, and its number of changes. */
 typedef struct codec_delta_block {
-	uint64_t base, result; /**< parts of the digests of the base and of the result */
-	uint32_t changes;      /**< number of values that differ from the base's */
-	uint32_t reserved[5];  /**< decode: of the C library; an engine leaves them unchanged */
+	uint64_t base;        /**< part of the base's digest */
+	uint64_t result;      /**< part of the result's digest */
+	uint32_t changes;     /**< number of values that differ from the base's */
+	uint32_t reserved[5]; /**< decode: of the C library; an engine leaves them unchanged */
 } codec_delta_block;
 
 /** Header fields as in docs/format.md, and values derived from them. Offsets are in bytes from the frame's start. */
