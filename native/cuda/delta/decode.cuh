@@ -167,7 +167,7 @@ template <int SIZE> DEVICE bool read_patches(const delta_block &o, bit_reader *r
 	bool bad = false;
 
 	for (uint32_t i = 0; l->count < o.count; i++) {
-		const uint64_t gap = read_rice(r, o.field, WIRE_DELTA_GAP_BITS, &bad);
+		const uint64_t gap = read_rice(r, o.field, WIRE_RICE_GAP_BITS, &bad);
 		uint64_t step;
 
 		if (gap >= o.m - i)

@@ -45,7 +45,7 @@ DEVICE uint32_t codes_of(uint64_t size)
 
 DEVICE uint32_t rice_nbits(uint64_t x, uint32_t k, uint32_t full)
 {
-	return x >> k < WIRE_DELTA_LONGEST ? (uint32_t)(x >> k) + 1 + k : WIRE_DELTA_LONGEST + full;
+	return x >> k < WIRE_RICE_LONGEST ? (uint32_t)(x >> k) + 1 + k : WIRE_RICE_LONGEST + full;
 }
 
 DEVICE uint32_t gamma_nbits(uint64_t x)
@@ -59,7 +59,7 @@ template <int SIZE> DEVICE uint32_t change_nbits(const delta_kind &q, const delt
 	const uint64_t size = step_size<SIZE>(q, r.x, r.y);
 	const uint32_t k = delta_class_k(r.class_);
 
-	return rice_nbits(r.gap, k, WIRE_DELTA_GAP_BITS) + 1 + (codes_of(size) - 1) * (k + 1) +
+	return rice_nbits(r.gap, k, WIRE_RICE_GAP_BITS) + 1 + (codes_of(size) - 1) * (k + 1) +
 	       (size > WIRE_DELTA_MORE ? gamma_nbits(size - WIRE_DELTA_MORE) : 0);
 }
 
@@ -184,7 +184,7 @@ DEVICE delta_sums sum_block(const delta_pair &p, int scale, uint32_t gap_k, uint
 			if (r.changed) {
 				const uint64_t size = step_size<SIZE>(p.q, r.x, r.y);
 
-				s.gaps += rice_nbits(r.patch_gap, gap_k, WIRE_DELTA_GAP_BITS);
+				s.gaps += rice_nbits(r.patch_gap, gap_k, WIRE_RICE_GAP_BITS);
 				s.patches += 1 + gamma_nbits(size);
 				codes = codes_of(size);
 				nbits = r.class_ ? change_nbits<SIZE>(p.q, r) : 0;
@@ -223,9 +223,9 @@ DEVICE uint32_t put_rice(uint8_t *stream, uint32_t bit, uint64_t x, uint32_t k, 
 {
 	const uint64_t q = x >> k;
 
-	if (q >= WIRE_DELTA_LONGEST) {
-		or_stream(stream, bit + WIRE_DELTA_LONGEST, x);
-		return bit + WIRE_DELTA_LONGEST + full;
+	if (q >= WIRE_RICE_LONGEST) {
+		or_stream(stream, bit + WIRE_RICE_LONGEST, x);
+		return bit + WIRE_RICE_LONGEST + full;
 	}
 	or_bits(stream, bit + (uint32_t)q, 1);
 	or_stream(stream, bit + (uint32_t)q + 1, x & ((1ull << k) - 1));
@@ -247,7 +247,7 @@ template <int SIZE> DEVICE void put_change(const delta_kind &q, const delta_row 
 	const uint64_t step = delta_step(&q, r.x, r.y), size = delta_magnitude(step, SIZE);
 	const uint32_t k = delta_class_k(r.class_);
 
-	bit = put_rice(stream, bit, r.gap, k, WIRE_DELTA_GAP_BITS);
+	bit = put_rice(stream, bit, r.gap, k, WIRE_RICE_GAP_BITS);
 	or_bits(stream, bit++, delta_negative(step, SIZE));
 	for (uint32_t i = 1; i < codes_of(size); i++, bit += k + 1)
 		or_bits(stream, bit, 1);
@@ -309,14 +309,14 @@ DEVICE void put_patches(const delta_pair &p, uint32_t gap_k, bool steps, uint8_t
 			if (!__any_sync(FULL, r.changed))
 				return;
 			if (r.changed)
-				nbits = rice_nbits(r.patch_gap, gap_k, WIRE_DELTA_GAP_BITS) +
+				nbits = rice_nbits(r.patch_gap, gap_k, WIRE_RICE_GAP_BITS) +
 					(steps ? 1 + gamma_nbits(size) : 8 * SIZE);
 			uint32_t bit = at + warp_scan(nbits, lane, &all);
 
 			at += all;
 			if (!r.changed)
 				return;
-			bit = put_rice(stream, bit, r.patch_gap, gap_k, WIRE_DELTA_GAP_BITS);
+			bit = put_rice(stream, bit, r.patch_gap, gap_k, WIRE_RICE_GAP_BITS);
 			if (!steps) {
 				or_stream(stream, bit, r.x ^ r.y);
 				return;

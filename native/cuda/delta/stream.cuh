@@ -43,10 +43,10 @@ DEVICE uint64_t read_bits(bit_reader *r, uint32_t n)
 /* Read a Rice code of a number below 2^full, k < full; an escape has it in full. Sets *bad if it is larger. */
 DEVICE uint64_t read_rice(bit_reader *r, uint32_t k, uint32_t full, bool *bad)
 {
-	const uint32_t q = (uint32_t)__ffs((int)(peek_bits(*r) | 1u << WIRE_DELTA_LONGEST)) - 1;
+	const uint32_t q = (uint32_t)__ffs((int)(peek_bits(*r) | 1u << WIRE_RICE_LONGEST)) - 1;
 
-	if (q == WIRE_DELTA_LONGEST) {
-		r->at += WIRE_DELTA_LONGEST;
+	if (q == WIRE_RICE_LONGEST) {
+		r->at += WIRE_RICE_LONGEST;
 		return read_bits(r, full);
 	}
 	*bad |= q >> 1 >> (full - 1 - k);
@@ -57,16 +57,16 @@ DEVICE uint64_t read_rice(bit_reader *r, uint32_t k, uint32_t full, bool *bad)
 /* Read the Rice code of a gap, which is not 0, and the sign behind it; or a gap of 0. Most take one look at 32 bits. */
 DEVICE uint32_t read_gap(bit_reader *r, uint32_t k, bool *negative, bool *bad)
 {
-	const uint32_t bits = peek_bits(*r), q = (uint32_t)__ffs((int)(bits | 1u << WIRE_DELTA_LONGEST)) - 1;
+	const uint32_t bits = peek_bits(*r), q = (uint32_t)__ffs((int)(bits | 1u << WIRE_RICE_LONGEST)) - 1;
 
-	if (q + k + 2 <= 32 && q < WIRE_DELTA_LONGEST) {
+	if (q + k + 2 <= 32 && q < WIRE_RICE_LONGEST) {
 		const uint32_t gap = q << k | (bits >> (q + 1) & ((1u << k) - 1));
 
 		*negative = gap ? bits >> (q + 1 + k) & 1 : *negative;
 		r->at += q + k + 1 + (gap != 0);
 		return gap;
 	}
-	const uint32_t gap = (uint32_t)read_rice(r, k, WIRE_DELTA_GAP_BITS, bad);
+	const uint32_t gap = (uint32_t)read_rice(r, k, WIRE_RICE_GAP_BITS, bad);
 
 	if (gap)
 		*negative = read_bits(r, 1) != 0;
