@@ -150,7 +150,9 @@ def packed(job, size):
         *(KINDS.index(job.kind), DTYPES[job.dtype], OPS.index(job.op), ALGORITHMS.index(job.algorithm)),
         *(*dtypes, job.feedback, job.n, job.stream, len(job.segments or ()), nmetrics),
     )
-    yield head + ffi.buffer(spec_struct(job.spec))[:] + (pack(job.segments) if job.segments else b"") + terms
+    head += ffi.buffer(spec_struct(job.spec))[:]
+    head += bytes(-len(head) % 8)
+    yield head + (pack(job.segments) if job.segments else b"") + terms
     yield from (as_bytes(state[name]) for name in STATE if name in state)
     yield residual_of(job, size).tobytes()
     yield from (as_bytes(values(job, rank, size)) for rank in range(size))
