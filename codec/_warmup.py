@@ -116,9 +116,10 @@ def _try(spec: Spec, given: BoundSpec | None, dtype: str, settings: CallOptions)
         names = ("theta",) if custom is None else custom.names
         bound = spec.bind(custom or SGD(1.0), **{name: np.ones(_N, np.float32) for name in names})
     x = np.zeros(_N, f"u{ITEMSIZE[dtype]}")
-    base = view(x ^ x.dtype.type(1), dtype) if isinstance(spec, Delta) else None
+    base = x ^ x.dtype.type(1) if isinstance(spec, Delta) else None
+    viewed = None if base is None else view(base, dtype)
     try:
-        frame = encode(view(x, dtype), spec if bound is None else bound, options=settings, base=base)
+        frame = encode(view(x, dtype), spec if bound is None else bound, options=settings, base=viewed)
     except ArgumentError:
         return False
     decode(frame, bound, out=x, options=settings, base=base)

@@ -116,6 +116,21 @@ def test_base_on_a_device(listed, monkeypatch):
     assert (old.array == base).all()
 
 
+def test_kernels_are_compiled_by_warmup(engine):
+    codec.warmup(codec.Delta(), ["bfloat16", "int8"], options=codec.options(engine=engine))
+
+
+def test_encode_async_takes_a_base(monkeypatch):
+    device = Emulated(build())
+    use(monkeypatch, device)
+    base = np.linspace(1, 2, 3000, dtype=np.float32)
+    new = base.copy()
+    new[::50] *= np.float32(1.000001)
+    out = device.put(np.empty(codec.bound(new.shape, new.dtype, SMALL), np.uint8))
+    pending = codec.encode_async(device.put(new), SMALL, out=out, base=device.put(base))
+    assert bytes(pending.wait().get()) == bytes(codec.encode(new, SMALL, base=base))
+
+
 def test_base_must_be_given_and_fit(engine):
     x = np.ones(2000, np.float32)
     frame = bytes(codec.encode(x, DELTA, base=np.zeros_like(x)))
