@@ -241,6 +241,12 @@ def test_other_engines_refuse():
             codec.decode(frame, base=np.zeros_like(x))
 
 
+def test_collectives_refuse():
+    arguments = pytest.importorskip("codec.torch.reduction.arguments")
+    with pytest.raises(codec.SpecError, match="Delta needs a base, which collectives do not have"):
+        arguments.plain_spec(DELTA)
+
+
 class TestBatches:
     """encode_many and decode_many: a model in one call."""
 
