@@ -35,7 +35,7 @@ from support.engine_comparison import (
 )
 from support.format_cases import HAND_MADE
 from support.frame_builder import recompute_checksums
-from support.golden_frames import GOLDEN, GOLDEN_FRAMES, golden_tensor
+from support.golden_frames import GOLDEN, GOLDEN_FRAMES, OF_ALL_ENGINES, golden_tensor
 from support.sample_frames import FRAMES_TO_DAMAGE, damage
 from support.specs import LOSSY, MORE, SPECS, TRUNCATES
 from support.tensors import ADAMW, ALL_DTYPES, KINDS, NUMPY_DTYPES, gradient, optimizer_state, random_bits
@@ -1087,7 +1087,7 @@ def test_scale_models_in_any_order_of_threads(order, monkeypatch):
 
 
 @by_cupy
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", OF_ALL_ENGINES)
 def test_golden_frames(name):
     frame, about = GOLDEN_FRAMES[name], GOLDEN[name]
     x, dtype, how = golden_tensor(name)
@@ -1098,7 +1098,7 @@ def test_golden_frames(name):
     assert encode(x, how.pop("spec", codec.Lossless()), dtype, **how) == frame
 
 
-@pytest.mark.parametrize("name", list(GOLDEN)[::3])
+@pytest.mark.parametrize("name", OF_ALL_ENGINES[::3])
 def test_truncated_golden_frames(name):
     """At any byte, with and without a size field that agrees."""
     frame = GOLDEN_FRAMES[name]

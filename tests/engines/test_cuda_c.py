@@ -22,7 +22,7 @@ from support import cuda_c, device, flatcall
 from support.cuda_c import Decode, Encode, Failed
 from support.format_cases import HAND_MADE
 from support.frame_builder import recompute_checksums
-from support.golden_frames import GOLDEN, GOLDEN_FRAMES
+from support.golden_frames import GOLDEN_FRAMES, OF_ALL_ENGINES
 from support.sample_frames import FRAMES_TO_DAMAGE, damage
 from support.specs import SPECS, TRUNCATES
 from support.tensors import ALL_DTYPES, KINDS, random_bits
@@ -255,7 +255,7 @@ def test_statuses_of_encoding(cuda):
     assert result == (0, BAD_ARGUMENT, 0)
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", OF_ALL_ENGINES)
 def test_golden_frames(cuda, name):
     frame = GOLDEN_FRAMES[name]
     info = codec.inspect(frame)
@@ -332,7 +332,7 @@ def test_every_damaged_byte_of_headers_and_side_sections(cuda, name):
         check_outcome(cuda, bytes(mutant) if recomputed is None else recomputed, info.spec, info.dtype, info.shape)
 
 
-@pytest.mark.parametrize("name", list(GOLDEN)[::11])
+@pytest.mark.parametrize("name", OF_ALL_ENGINES[::11])
 def test_truncated_frames(cuda, name):
     frame = GOLDEN_FRAMES[name]
     info = codec.inspect(frame)

@@ -33,7 +33,7 @@ from support.engine_comparison import (
 )
 from support.format_cases import FLOAT16, HAND_MADE, JOINT, SEVEN, cut, u32
 from support.frame_builder import coded
-from support.golden_frames import GOLDEN, GOLDEN_FRAMES, OLDER_FRAMES, golden_tensor
+from support.golden_frames import GOLDEN, GOLDEN_FRAMES, OF_ALL_ENGINES, OLDER_FRAMES, golden_tensor
 from support.philox import random_words
 from support.sample_frames import FRAMES_TO_DAMAGE, damage
 from support.specs import FAMILIES, LOSSY, MORE, SPECS, TRUNCATE_LEVELS, TRUNCATES
@@ -488,7 +488,7 @@ def test_flush_denormal_does_not_change_results(name):
         assert flushed[1] == expected
 
 
-@pytest.mark.parametrize("name", GOLDEN_FRAMES)
+@pytest.mark.parametrize("name", OF_ALL_ENGINES)
 def test_golden_frames(name):
     """Encoding and decoding."""
     about, frame = GOLDEN[name], GOLDEN_FRAMES[name]
