@@ -313,7 +313,7 @@ clean:
 	rm -rf build dist $(VENV) $(FRAMEWORKS) $(ROLLOUTS) .pytest_cache .ruff_cache .hypothesis
 
 # Each fuzzer for SECONDS, from what it found before; then which lines and branches of the library their inputs reach.
-FUZZERS := fuzz_frames fuzz_encode fuzz_decode fuzz_calls
+FUZZERS := fuzz_frames fuzz_delta fuzz_encode fuzz_decode fuzz_calls
 fuzz: SECONDS = 60
 fuzz: $(VENV)/clang
 	$(CMAKE) -S native -B build/fuzz $(CLANG)

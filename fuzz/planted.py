@@ -151,6 +151,31 @@ PLANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "reduces into the destination with CODEC_CHECK_ONLY",
         [("if (with->flags & CODEC_CHECK_ONLY)\n\t\treturn CODEC_OK;", "")],
     ),
+    (
+        "fuzz_delta",
+        "delta: accepts gaps behind the last value of a class",
+        [("if (gap > total - next || list->count == list->room)", "if (list->count == list->room)")],
+    ),
+    (
+        "fuzz_delta",
+        "delta: writes more changes than the list has room for",
+        [("if (list->count == list->room)\n\t\t\t\treturn 0;", "")],
+    ),
+    (
+        "fuzz_delta",
+        "delta: accepts another base",
+        [("return digest == j->base_digest ? CODEC_OK", "return CODEC_OK == 0 ? CODEC_OK")],
+    ),
+    (
+        "fuzz_delta",
+        "delta: lists changes of a part in the list of the whole",
+        [("(first->state == DELTA_UNKNOWN || first->origin == range->first)", "1")],
+    ),
+    (
+        "fuzz_delta",
+        "delta: one instruction set has another class for exponent 0",
+        [("_mm256_subs_epu8(_mm256_max_epu8(c[h], one), less)", "_mm256_subs_epu8(c[h], less)")],
+    ),
 ]
 
 

@@ -15,7 +15,8 @@ from codec.tensors.view import TensorView
 _ALWAYS, _TIMES = 1 << 30, 256
 
 
-_NATIVE_ONLY = {NUMBERS[kind]: kind.__name__ for kind in (TopK,)}
+NATIVE_ONLY: tuple[type[Spec], ...] = (TopK,)
+_NATIVE_ONLY = {NUMBERS[kind]: kind.__name__ for kind in NATIVE_ONLY}
 
 
 def check_codec(engine: str, number: int) -> None:

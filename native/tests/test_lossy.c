@@ -623,6 +623,12 @@ static void test_rejects_wrong_specs(void **unused)
 {
 	static const codec_spec BAD[] = {
 		{.codec = 10},
+		{.codec = CODEC_DELTA, .group_size = 512},
+		{.codec = CODEC_DELTA, .group_size = 3000},
+		{.codec = CODEC_DELTA, .group_size = 1u << 19},
+		{.codec = CODEC_DELTA, .bits = 1},
+		{.codec = CODEC_DELTA, .variant = 1},
+		{.codec = CODEC_DELTA, .seed = 1},
 		{.codec = CODEC_SIGN, .variant = 3},
 		{.codec = CODEC_SIGN, .options = CODEC_OPTION_STOCHASTIC},
 		{.codec = CODEC_SIGN, .max_code_length = 8},

@@ -1,7 +1,5 @@
 """Delta: a tensor against a base that both sides hold."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +10,7 @@ from codec._c.library import DTYPES, ITEMSIZE
 from codec.specs import check_contraction
 from reference import decoder as oracle
 from support.tensors import ALL_DTYPES, random_bits
+from support.weights import encode, weights
 
 DELTA = codec.Delta()
 
@@ -23,10 +22,6 @@ def pair(dtype, n, density, largest, seed=0):
     steps = rng.integers(1, largest + 1, n, dtype=np.uint64).astype(base.dtype)
     signs = np.where(rng.random(n) < 0.5, steps, -steps.astype(np.int64)).astype(base.dtype)
     return base, np.where(rng.random(n) < density, base + signs, base).astype(base.dtype)
-
-
-def encode(new, base, dtype, spec=DELTA, **how):
-    return codec.encode(codec.view(new, dtype), spec, base=codec.view(base, dtype), **how)
 
 
 def check(new, base, dtype, spec=DELTA):
@@ -78,15 +73,6 @@ def test_unchanged_tensor_takes_80_bytes():
     assert len(frame) == 80
     assert codec.inspect(frame).nblocks == 0
     assert (codec.decode(frame, base=x) == x).all()
-
-
-def weights(n=300_000, density=0.01):
-    """Return bfloat16 bits of weights and of their successors; small weights change more often."""
-    rng = np.random.default_rng(1)
-    base = (rng.standard_normal(n).astype(np.float32) / 50).view(np.uint32)
-    moved = base.view(np.float32) + rng.standard_normal(n).astype(np.float32) * np.float32(density * 1e-4)
-    round_ = lambda x: ((x + 0x7FFF + (x >> 16 & 1)) >> 16).astype(np.uint16)
-    return round_(base), round_(moved.view(np.uint32))
 
 
 def test_sparse_update_takes_few_bits():
@@ -231,6 +217,12 @@ def test_block_size_is_a_power_of_two(block_size):
         codec.Delta(block_size)
 
 
+def test_collectives_refuse():
+    arguments = pytest.importorskip("codec.torch.reduction.arguments")
+    with pytest.raises(codec.SpecError, match="Delta needs a base, which collectives do not have"):
+        arguments.plain_spec(DELTA)
+
+
 class TestBatches:
     """encode_many and decode_many: a model in one call."""
 
@@ -309,100 +301,6 @@ class TestDigest:
     def test_refuses_what_is_no_tensor(self):
         with pytest.raises(codec.ArgumentError):
             codec.digest("text")
-
-
-class TestCompose:
-    """compose: several updates as one."""
-
-    @staticmethod
-    def chain(n=200_000):
-        rng = np.random.default_rng(5)
-        x, _ = weights(n)
-        chain = [x]
-        for _ in range(4):
-            step = np.where(rng.random(n) < 0.01, rng.choice([1, -1], n), 0).astype(np.uint16)
-            chain.append(chain[-1] + step)
-        return chain, [encode(new, old, "bfloat16") for old, new in itertools.pairwise(chain)]
-
-    def test_equals_the_update_from_the_first_to_the_last(self):
-        chain, frames = self.chain()
-        before = chain[0].copy()
-        frame = codec.compose(frames, base=chain[0])
-        assert frame == encode(chain[-1], chain[0], "bfloat16")
-        assert (chain[0] == before).all()
-        assert len(frame) < sum(map(len, frames))
-        large = codec.compose(frames[:1], codec.Delta(1 << 18), base=codec.view(chain[0], "bfloat16").tensor)
-        assert large == encode(chain[1], chain[0], "bfloat16", codec.Delta(1 << 18))
-
-    def test_updates_that_cancel_out_change_nothing(self):
-        a, b = np.zeros(3000, np.int32), np.arange(3000, dtype=np.int32)
-        there, back = codec.encode(b, DELTA, base=a), codec.encode(a, DELTA, base=b)
-        assert len(codec.compose([there, back], base=a)) == 72
-
-    def test_names_the_frame_that_does_not_follow(self):
-        chain, frames = self.chain()
-        with pytest.raises(codec.StateError, match=r"^1: the base is not the tensor"):
-            codec.compose([frames[0], frames[2]], base=chain[0])
-        with pytest.raises(codec.StateError, match=r"^0: already applied"):
-            codec.compose(frames, base=chain[1])
-        with pytest.raises(codec.ArgumentError, match="no frames"):
-            codec.compose([], base=chain[0])
-        with pytest.raises(codec.SpecError, match="compose"):
-            codec.compose(frames, codec.Lossless(), base=chain[0])
-
-
-class TestBlocks:
-    """decode_blocks: shards of a tensor."""
-
-    def test_blocks_equal_those_of_the_whole(self, isa):
-        base, new = weights()
-        frame = encode(new, base, "bfloat16", codec.Delta(1 << 14))
-        block, nblocks = codec.inspect(frame).block, codec.inspect(frame).nblocks
-        for first, count in ((0, nblocks), (0, 1), (3, 4), (nblocks - 1, 1), (5, 0), (nblocks, 0)):
-            part = base[first * block : (first + count) * block].copy()
-            expected = new[first * block : (first + count) * block]
-            out = np.empty_like(part)
-            assert codec.decode_blocks(frame, first, count, base=part, out=out) is out
-            assert (out == expected).all()
-            codec.decode_blocks(frame, first, count, base=part, out=part)
-            assert (part == expected).all()
-
-    def test_unchanged_tensor_is_one_block(self):
-        x = np.arange(100_000, dtype=np.float32)
-        frame = codec.encode(x, DELTA, base=x)
-        assert (codec.decode_blocks(frame, 0, 1, base=x) == x).all()
-
-    def test_refuses_other_blocks_frames_and_sizes(self):
-        base, new = weights()
-        frame = encode(new, base, "bfloat16")
-        with pytest.raises(codec.ArgumentError, match="has 5 blocks"):
-            codec.decode_blocks(frame, 4, 2, base=base)
-        with pytest.raises(codec.ArgumentError, match="base= must have the 65536 values"):
-            codec.decode_blocks(frame, 1, 1, base=base)
-        with pytest.raises(codec.ArgumentError, match="out= must have the 65536 values"):
-            codec.decode_blocks(frame, 1, 1, base=base[:65536], out=base[:65535].copy())
-        with pytest.raises(codec.ArgumentError, match="for frames of Delta"):
-            codec.decode_blocks(codec.encode(base), 0, 1, base=base)
-        damaged = bytearray(frame)
-        damaged[-1] ^= 128
-        with pytest.raises(codec.FrameError):
-            codec.decode_blocks(damaged, 0, 1, base=base[:65536])
-
-    def test_wrong_base_never_writes_outside_of_the_shard(self):
-        base, new = weights()
-        frame = encode(new, base, "bfloat16")
-        rng = np.random.default_rng(0)
-        room = np.full(3 << 16, 7, np.uint16)
-        shard = room[1 << 16 : 2 << 16]
-        for _ in range(30):
-            shard[:] = rng.integers(0, 1 << 16, 1 << 16)
-            before = shard.copy()
-            try:
-                codec.decode_blocks(frame, 2, 1, base=shard, out=shard)
-            except codec.FrameError:
-                assert (shard == before).all()
-            assert (room[: 1 << 16] == 7).all()
-            assert (room[2 << 16 :] == 7).all()
 
 
 def test_dtypes_of_the_format_are_those_of_the_library():

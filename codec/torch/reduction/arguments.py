@@ -9,13 +9,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from codec import ArgumentError, CallOptions
+from codec import ArgumentError, CallOptions, SpecError
 from codec.arguments import shown
 from codec.decoding import Op
 from codec.encoding import bound, check_stream
 from codec.optimizers.arguments import level_source_for
 from codec.presets import resolve
-from codec.specs import BoundSpec, Spec, SpecLike
+from codec.specs import BoundSpec, Delta, Spec, SpecLike
 from codec.tensors.segments import Records, unpack
 from codec.tensors.view import check_storage, mark_written, view
 from codec.tensors.wrapper import View
@@ -60,17 +60,27 @@ def op_of(op: Any) -> Op:
     return _OPS[kind]
 
 
+def _resolved(spec: Any) -> tuple[Spec, BoundSpec | None]:
+    """Return the spec of a collective, and the bound spec if it is one; refuse Delta, which needs a base."""
+    plain, bound_spec = resolve(spec)
+    if isinstance(plain, Delta):
+        raise SpecError(
+            "Delta needs a base, which collectives do not have: send frames of encode(new, Delta(), base=old)"
+        )
+    return plain, bound_spec
+
+
 def plain_spec(spec: Any) -> Spec:
     """Return the spec that an argument means which may also be the name of a preset.
 
     Raises
     ------
     SpecError
-        `spec` is no spec and no preset.
+        `spec` is no spec and no preset, or needs a base.
     ArgumentError
         `spec` is bound to an optimizer, which is for one call only.
     """
-    plain, bound_spec = resolve(spec)
+    plain, bound_spec = _resolved(spec)
     if bound_spec is not None:
         raise ArgumentError(f"{shown(bound_spec)} is bound to one step of an optimizer: pass {shown(plain)}")
     return plain
@@ -130,7 +140,7 @@ def reduction_of(
     op = op_of(op)
     if segments:
         _check_inside(segments, tensor.numel())
-    plain, bound_spec = resolve(spec)
+    plain, bound_spec = _resolved(spec)
     bound(tensor.numel(), dtype, plain)
     x, kind = values_of(tensor, settings), Reduction
     if isinstance(x, torch.Tensor):

@@ -17,7 +17,14 @@ DEVICE uint64_t load64(const uint8_t *p)
 
 /* Entry of a codec in WIRE_CODECS. */
 struct codec_entry {
-	enum { none, lossless, rows, truncate, delta } family;
+	enum {
+		none,
+		lossless,
+		rows,
+		truncate,
+		delta,
+		topk
+	} family; /* topk: of no plan, whose codec frames must have */
 	uint32_t dtypes;
 	uint8_t variants, options, max_bits, least_max_code_length;
 };

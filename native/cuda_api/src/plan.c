@@ -176,6 +176,8 @@ int codec_cuda_plan_open(const codec_cuda_device *device, const codec_spec *spec
 	*plan = NULL;
 	if (!device || !spec || spec->struct_nbytes < sizeof *spec || !like || like->struct_nbytes < sizeof *like)
 		return CODEC_BAD_ARGUMENT;
+	if (spec->codec == CODEC_TOPK)
+		return CODEC_UNSUPPORTED;
 	if (!(p = calloc(1, sizeof *p)))
 		return CODEC_CUDA_NO_MEMORY;
 	p->device = device;

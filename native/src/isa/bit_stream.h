@@ -64,7 +64,7 @@ ALWAYS uint64_t read_rice(struct bit_reader *r, uint32_t k, uint32_t full, uint3
 		r->at += WIRE_RICE_LONGEST;
 		return read_bits(r, full);
 	}
-	*bad |= q >> 1 >> (full - 1 - k);
+	*bad |= (uint32_t)((uint64_t)q >> 1 >> (full - 1 - k));
 	r->at += q + 1;
 	if (full > 32) /* too long for one peek */
 		return (uint64_t)q << k | read_bits(r, k);

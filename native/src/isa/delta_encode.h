@@ -2,7 +2,7 @@
 
 ALWAYS void put_gamma(struct bit_writer *w, uint64_t x)
 {
-	uint32_t n = 63 - (uint32_t)__builtin_clzll(x);
+	uint32_t n = 63 - (uint32_t)__builtin_clzll(x | 1); /* x is 0 if another thread changes values */
 
 	put_bits(w, 0, n);
 	put_bits(w, 1, 1);
@@ -42,7 +42,10 @@ ALWAYS uint32_t fill_bins(const struct delta_kind *q, const void *base, const vo
 	return used;
 }
 
-/* Sort changes by class, in place order within a class. end[r] is the end of class r in `sorted`. */
+/*
+ * Sort changes by class, in the order of their places within a class. end[r] is the end of class r in `sorted`. Classes
+ * are computed twice: if another thread changes the base meanwhile, no more are written than were counted.
+ */
 ALWAYS void sort_changes(const struct delta_kind *q, const void *base, int scale, const uint32_t *at, size_t count,
 			 uint32_t *sorted, uint32_t *end, uint32_t item)
 {
@@ -50,12 +53,17 @@ ALWAYS void sort_changes(const struct delta_kind *q, const void *base, int scale
 
 	for (size_t c = 0; c < count; c++)
 		next[1 + delta_class(delta_exponent(q, delta_load(base, at[c], item)), scale)]++;
-	for (int r = 1; r <= WIRE_DELTA_CLASSES; r++)
+	for (int r = 1; r <= WIRE_DELTA_CLASSES + 1; r++)
 		next[r] += next[r - 1];
-	for (size_t c = 0; c < count; c++)
-		sorted[next[delta_class(delta_exponent(q, delta_load(base, at[c], item)), scale)]++] = at[c];
 	for (int r = 0; r <= WIRE_DELTA_CLASSES; r++)
-		end[r] = next[r];
+		end[r] = next[r + 1];
+	memset(sorted, 0, count * sizeof *sorted);
+	for (size_t c = 0; c < count; c++) {
+		uint32_t r = delta_class(delta_exponent(q, delta_load(base, at[c], item)), scale);
+
+		if (next[r] < end[r])
+			sorted[next[r]++] = at[c];
+	}
 }
 
 ALWAYS void encode_small(const struct delta_kind *q, const void *base, const void *values, size_t n, int scale,
