@@ -16,6 +16,7 @@ from support.frame_builder import recompute_checksums
 from support.sample_frames import DAMAGED_ON_ALL_ENGINES
 from support.specs import SPECS
 from support.tensors import LOSSY_DTYPES
+from support.tiers import NIGHTLY
 
 MAX_NBYTES = 1 << 22
 LARGE = 40_000  # bytes; larger frames get fewer mutants
@@ -188,13 +189,13 @@ def check_cuda(seed, count):
 
 
 def test_crossed_frames_agree_with_numba():
-    count = 1500
+    count = 1500 if NIGHTLY else 500
     assert count // 2 < check_numba(0, count) < count
 
 
 def test_crossed_frames_agree_with_cuda(monkeypatch):
     use(monkeypatch, Emulated(build()))
-    check_cuda(1, 100)
+    check_cuda(1, 100 if NIGHTLY else 40)
 
 
 @pytest.mark.nightly

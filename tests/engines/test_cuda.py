@@ -39,7 +39,7 @@ from support.golden_frames import GOLDEN, GOLDEN_FRAMES, OF_ALL_ENGINES, golden_
 from support.sample_frames import DAMAGED_ON_ALL_ENGINES, damage
 from support.specs import LOSSY, MORE, SPECS, TRUNCATES
 from support.tensors import ADAMW, ALL_DTYPES, KINDS, NUMPY_DTYPES, gradient, optimizer_state, random_bits
-from support.tiers import N_DAMAGED, nightly
+from support.tiers import N_DAMAGED, NIGHTLY, nightly
 
 F32 = np.float32
 LOSSY_DTYPES = ("float32", "bfloat16", "float16")
@@ -1048,7 +1048,7 @@ def test_thread_blocks_in_parallel(monkeypatch):
     cases += [(x, spec, "bfloat16", {}) for spec in (codec.Ternary("entropy"), codec.Sign(), codec.Float8())]
     for values, spec, dtype, how in cases:
         frame = bytes(flatcall.encode(values, spec, dtype=dtype, **how))
-        for _ in range(3):
+        for _ in range(20 if NIGHTLY else 1):
             assert encode(values, spec, dtype, **how) == frame, spec
             ours, native = both_outcomes(frame, dtype)
             assert ours == native, spec
