@@ -209,6 +209,7 @@ def pull(
     load: Load | None = None,
     *,
     like: Any = None,
+    into: Any = None,
     timeout: float = TIMEOUT,
     progress: Callable[[Update], object] | None = None,
 ) -> int | None:
@@ -222,7 +223,7 @@ def pull(
         Folder of an :class:`UpdateStore`, or the URL of :func:`serve`.
     load : callable, optional
         As in :meth:`WeightReceiver.apply`, for each update.
-    like : array or tensor, optional
+    like, into : optional
         As in :meth:`WeightReceiver.apply`.
     timeout : float
         Seconds to wait for each byte from a server.
@@ -245,7 +246,7 @@ def pull(
     """
     for one in chain(read_head(source, timeout), receiver.version):
         update = read_update(source, one, timeout)
-        receiver.apply(update, load, like=like)
+        receiver.apply(update, load, like=like, into=into)
         if progress is not None:
             progress(update)
     return receiver.version
