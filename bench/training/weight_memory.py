@@ -115,9 +115,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         write(folder / "old", folder / "new", values)
-        print(
-            f"{values / 1e9:.3g} billion values, {2 * values / 1e9:.3g} GB; tensors of {values / 2e9:.3g} GB and less"
-        )
+        print(f"{values / 1e9:.3g} billion values, {values / 5e8:.3g} GB; the largest tensor has {values / 2e9:.3g} GB")
         context = multiprocessing.get_context("spawn")
         for target, *more in ((send,), (receive, True), (receive, False)):
             process = context.Process(target=target, args=(folder, values, *more))

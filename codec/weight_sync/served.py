@@ -1,5 +1,6 @@
 """Tensors of a program that serves weights, overwritten piece by piece, so that no tensor needs a second copy."""
 
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,7 +75,7 @@ def _target(name: str, tensor: Any, kind: Kind) -> _Target:
 
 def _copy(values: Bytes, target: _Target, begin: int) -> None:
     """Copy a piece in host memory to a torch tensor on a device."""
-    import torch
+    torch: Any = sys.modules["torch"]
 
     size = ITEMSIZE[target.kind.dtype]
     flat = target.tensor.detach().view(-1)[begin // size : (begin + len(values)) // size]
