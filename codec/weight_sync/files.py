@@ -4,9 +4,9 @@ import json
 import math
 import mmap
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -38,6 +38,14 @@ def weights_in(path: str, memory: Bytes | None = None) -> Weights:
     ArgumentError
         The file cannot be read, or is not a .safetensors file.
     """
+    weights, _ = read_safetensors(path, memory)
+    for slot in weights.values():
+        slot.digests = slot.measure()
+    return weights
+
+
+def read_safetensors(path: str, memory: Bytes | None = None) -> tuple[Weights, Mapping[str, Any]]:
+    """Return the tensors of a .safetensors file as :func:`weights_in`, without digests, and the file's metadata."""
     data = np.frombuffer(mapped(path), np.uint8) if memory is None else memory
     weights = Weights()
     try:
@@ -49,11 +57,10 @@ def weights_in(path: str, memory: Bytes | None = None) -> Weights:
             if name != "__metadata__":
                 values = data[8 + size :]
                 weights[name] = _slot(entry["dtype"], entry["shape"], entry["data_offsets"], values)
-    except (ValueError, LookupError, TypeError, AttributeError) as e:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
         raise ArgumentError(f"{path} cannot be read as a .safetensors file: {e}") from None
-    for slot in weights.values():
-        slot.digests = slot.measure()
-    return weights
+    metadata = header.get("__metadata__")
+    return weights, cast(dict[str, Any], metadata) if isinstance(metadata, dict) else {}
 
 
 def _slot(dtype: Any, shape: Any, offsets: Any, values: Bytes) -> Slot:

@@ -74,8 +74,11 @@ class Encoder:
                 f"tensor {name!r} is {Kind(v.dtype, v.shape)}, the base has {was}: names, dtypes and shapes change "
                 "with a snapshot only, diff(..., full=True)"
             )
-        self._sizes[name], self._digests[name] = [], []
         old = None if self._base is None else self._base[name]
+        if old is not None and v.address == old.view.address:  # the memory of the base itself
+            self.put(name, ((None, digest) for digest in old.digests))
+            return
+        self._sizes[name], self._digests[name] = [], []
         for k, new in enumerate(pieces_of(v)):
             self._waiting.append(
                 Piece(name, new, *((_NOTHING, b"") if old is None else (old.piece(k), old.digests[k])))
