@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -141,7 +141,7 @@ def _checkpoint(folder: Path) -> Iterator[tuple[str, TensorView]]:
 
 
 @contextmanager
-def _engine(folder: Path) -> Iterator[FolderBase]:
+def _engine(folder: Path) -> Generator[FolderBase]:
     base = _opened(folder / "codec-engine", _variable("CODEC_SLIME_CHECKPOINT"))
     try:
         yield base
@@ -150,7 +150,7 @@ def _engine(folder: Path) -> Iterator[FolderBase]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Generator[None]:
     """Wait until no other process of this host fetches."""
     with path.open("w") as f:
         fcntl.flock(f, fcntl.LOCK_EX)

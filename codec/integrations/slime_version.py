@@ -1,9 +1,9 @@
 """Folders of slime's delta weight sync: a .safetensors file of compressed differences by tensor, and an index.
 
-The index ``model.safetensors.index.json`` names version, base version, encoding and checksum. Files have, for each
-tensor that has changed, the zstd frame of a difference as uint8 values: "xor", the XOR of its bytes, or "overwrite", the
-number of changed bytes and their positions, 4 bytes each, then their values. The metadata of a file has the checksum of
-each tensor after the update.
+The index ``model.safetensors.index.json`` names version, base version, encoding and checksum. A file has the zstd frame
+of a difference, as uint8 values, for each tensor that has changed: "xor", the XOR of its bytes, or "overwrite", the
+number of changed bytes and their positions, 4 bytes each, then their values. The metadata of the file has the checksum
+of each tensor after the update.
 """
 
 import importlib
@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,14 @@ def _adler32(data: Any) -> str:
     return f"{zlib.adler32(data):08x}"
 
 
+def _xxh3(data: Any) -> str:
+    return _package("xxhash").xxh3_128(data).hexdigest()
+
+
+def _blake3(data: Any) -> str:
+    return _package("blake3").blake3(data).hexdigest()
+
+
 def _zstandard() -> Any:
     return _package("zstandard")
 
@@ -157,8 +166,8 @@ def _package(name: str) -> Any:
         raise ArgumentError(f"slime's deltas need the package {name}: pip install {name}") from None
 
 
-_HASHES: dict[str, Any] = {
-    "xxh3-128": lambda data: _package("xxhash").xxh3_128(data).hexdigest(),
-    "blake3": lambda data: _package("blake3").blake3(data).hexdigest(),
+_HASHES: dict[str, Callable[[Any], str]] = {
+    "xxh3-128": _xxh3,
+    "blake3": _blake3,
     "adler32": _adler32,
 }

@@ -1,4 +1,4 @@
-"""slime's delta folders. slime cannot be installed here: its writer and reader are made again from their description."""
+"""slime's delta folders. Its writer and reader are made again from their description, because no index has slime."""
 
 import argparse
 import concurrent.futures
@@ -55,7 +55,7 @@ def apply_as_slime(folder, local, version):
     assert (int(index["version"]), int(index["base_version"])) == (version, version - 1)
     for path in folder.glob("*.safetensors"):
         with safetensors.safe_open(path, "np") as f:
-            for name in f.keys():
+            for name in f.offset_keys():
                 diff = zstandard.ZstdDecompressor().decompress(f.get_tensor(name).tobytes())
                 local[name] = local[name] ^ np.frombuffer(diff, np.uint8)
                 assert HASHES[index["checksum_format"]](local[name]) == f.metadata()[name]
@@ -71,7 +71,7 @@ class Run:
             some = dict(list(self.weights[0].items())[part])
             shards = path / "checkpoint" / f"model-{number}.safetensors"
             shards.parent.mkdir(exist_ok=True)
-            shards.write_bytes(safetensors.numpy.save({n: x for n, x in some.items()}))
+            shards.write_bytes(safetensors.numpy.save(some))
         self.args = argparse.Namespace(hf_checkpoint=str(path / "checkpoint"), update_weight_mode="delta")
         monkeypatch.setenv("CODEC_SLIME_STORE", str(self.store))
         monkeypatch.setenv("CODEC_SLIME_CHECKPOINT", self.args.hf_checkpoint)
@@ -189,7 +189,7 @@ def flip(folder):
 def replace(folder, diff):
     """Replace the difference of the first tensor."""
     with safetensors.safe_open(first_file(folder), "np") as f:
-        tensors, metadata = {n: f.get_tensor(n) for n in f.keys()}, f.metadata()
+        tensors, metadata = {n: f.get_tensor(n) for n in f.offset_keys()}, f.metadata()
     tensors[min(tensors)] = np.frombuffer(zstandard.ZstdCompressor().compress(diff), np.uint8)
     safetensors.numpy.save_file(tensors, first_file(folder), metadata)
 
