@@ -52,6 +52,21 @@ def test_parameters_of_a_module_are_written():
     assert all(torch.equal(x, served.state_dict()[name]) for name, x in model.state_dict().items())
 
 
+def test_torch_tensors_on_a_device_are_written_by_copies(chain, monkeypatch):
+    """Tensors in host memory stand for those on a device."""
+    all_weights, updates = chain
+    served = dict(codec.WeightReceiver(all_weights[0]).tensors(like=torch.empty(0)))
+    expected = dict(codec.WeightReceiver(all_weights[1]).tensors(like=torch.empty(0)))
+    original = codec.weight_sync.served.view_output
+    on_device = lambda x, name: original(x, name=name)._replace(device="cuda:0")
+    monkeypatch.setattr("codec.weight_sync.served.view_output", on_device)
+    codec.WeightReceiver(all_weights[0]).apply(updates[0], into=served)
+    bits = lambda x: x.reshape(-1).view(torch.uint8)
+    assert all(torch.equal(bits(served[name]), bits(x)) for name, x in expected.items())
+    with pytest.raises(codec.ArgumentError, match="on cuda:0, where only torch tensors can be written: use load="):
+        codec.WeightReceiver(all_weights[0]).apply(updates[0], into=copies(all_weights[0]))
+
+
 @pytest.mark.parametrize("folder", [False, True])
 def test_failure_and_interruption_leave_a_committed_version(chain, folder, tmp_path, monkeypatch):
     """Whichever piece fails, the served tensors have the version of the receiver."""
