@@ -113,7 +113,7 @@ def decode(
         The frame names a codebook that is not among `codebooks`, or needs a bound spec or a base that is missing or
         that is not the sender's, or the base equals the frame's result already.
     ArgumentError
-        `out` or `base` does not fit the frame.
+        `out` or `base` does not fit the frame, or `like` is an array of JAX, which lacks the frame's dtype.
     SpecError
         `spec` is not a bound spec.
     EngineError

@@ -102,6 +102,7 @@ def fetch(delta_dir: str | PathLike[str], target_version: int) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / "codec-engine.lock"), _engine(folder) as base:
+        assert base.version is not None  # the checkpoint's, at least
         for one in chain(read_head(store), base.version):
             if one.version > target_version:
                 break
@@ -109,8 +110,10 @@ def fetch(delta_dir: str | PathLike[str], target_version: int) -> None:
             base.check(update)
             write_version(folder / f"weight_v{one.version:06d}", update, base)
             base.apply(update)
+        if base.version < target_version:
+            raise StateError(f"{wanted} cannot be written: {store} has versions up to {base.version}")
         if not wanted.exists():
-            raise StateError(f"{wanted} cannot be written: {store} leads from version 0 to {base.version}")
+            raise StateError(f"{wanted} is missing, but was written before: empty {folder} to begin with version 0")
 
 
 def _after(version: Version, weights: Weights) -> Iterator[tuple[str, TensorView]]:

@@ -146,6 +146,15 @@ def test_host_that_stopped_between_folder_and_copy_goes_on(run, monkeypatch):
         apply_as_slime(run.engine / f"weight_v{version:06d}", local, version)
 
 
+def test_deleted_folder_of_an_old_version_is_an_error(run):
+    run.publish(run.write())
+    run.publish(run.write())
+    slime.fetch(str(run.engine), 2)
+    shutil.rmtree(run.engine / "weight_v000001")
+    with pytest.raises(codec.StateError, match="is missing, but was written before: empty"):
+        slime.fetch(str(run.engine), 1)
+
+
 def test_version_without_changes_and_a_second_run(run):
     run.weights.append(run.weights[0])
     run.publish(write_as_slime(run.trainer / "weight_v000001", *run.weights, 1, files=0))
@@ -242,7 +251,7 @@ def test_doubled_versions_gaps_and_other_bases_are_errors(run, monkeypatch):
     run.publish(one)
     with pytest.raises(codec.StateError, match="has base version 0, the trainer's last one is 1"):
         run.publish(one)
-    with pytest.raises(codec.StateError, match="leads from version 0 to 1"):
+    with pytest.raises(codec.StateError, match="has versions up to 1"):
         slime.fetch(run.engine, 2)
     run.publish(two)
     other = {name: x for name, x in stepped(run.weights[0], 9).items()}
