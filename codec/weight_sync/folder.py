@@ -107,21 +107,19 @@ class FolderBase(Base):
         digests: dict[str, list[bytes]] = {}
         begin = 0
         with _opened(self._next, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
-            try:
-                for name, x in items(given):
-                    if check_name(name) in kinds:
-                        raise ArgumentError(f"tensor {name!r} was given twice")
-                    v = as_view(x)
-                    kinds[name], digests[name], at = kind_of(name, v), [], begin
-                    for piece in pieces_of(v):
-                        _write(fd, piece, at)
-                        digests[name].append(digest_of(piece))
-                        at += len(piece)
-                    begin += memory_nbytes([kinds[name]])
-                    del x, v  # or there would be two while a generator gathers the next one
-                os.ftruncate(fd, max(1, begin))
-            except OSError as e:
-                raise StateError(f"{self._next} cannot be written: {e.strerror}") from None
+            for name, x in items(given):
+                if check_name(name) in kinds:
+                    raise ArgumentError(f"tensor {name!r} was given twice")
+                v = as_view(x)
+                kinds[name], digests[name], at = kind_of(name, v), [], begin
+                for piece in pieces_of(v):
+                    _write(fd, piece, at)
+                    digests[name].append(digest_of(piece))
+                    at += len(piece)
+                begin += memory_nbytes([kinds[name]])
+                del x, v  # or there would be two while a generator gathers the next one
+            size = os.fstat(fd).st_size
+            _write(fd, np.zeros(max(1, begin) - size, np.uint8), size)  # to the alignment of the last tensor
         weights = allocated(kinds, self._map(self._next, begin))
         for name, slot in weights.items():
             slot.digests = digests[name]
@@ -223,9 +221,12 @@ class _opened:
 
 def _write(fd: int, data: Bytes, at: int) -> None:
     rest = memoryview(data)  # pyright: ignore[reportArgumentType] - numpy's stubs
-    while rest:
-        at += (n := os.pwrite(fd, rest, at))
-        rest = rest[n:]
+    try:
+        while rest:
+            at += (n := os.pwrite(fd, rest, at))
+            rest = rest[n:]
+    except OSError as e:
+        raise StateError(f"{len(rest)} bytes of weights cannot be written: {e.strerror}") from None
 
 
 def _lock(path: Path) -> Callable[[], object]:

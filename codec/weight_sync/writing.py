@@ -75,7 +75,7 @@ class Encoder:
                 "with a snapshot only, diff(..., full=True)"
             )
         old = None if self._base is None else self._base[name]
-        if old is not None and v.address == old.view.address:  # the memory of the base itself
+        if old is not None and v.device == "cpu" and v.address == old.view.address:  # the memory of the base itself
             self.put(name, ((None, digest) for digest in old.digests))
             return
         self._sizes[name], self._digests[name] = [], []
@@ -110,6 +110,7 @@ class Encoder:
         frames : iterable of (bytes or None, bytes)
             Frame of each piece, None for an unchanged one, and the digest of the piece in the base.
         """
+        self.flush()
         self._sizes[name], self._digests[name] = [], []
         for frame, old_digest in frames:
             digest = old_digest if frame is None else digests_in(frame)[1]

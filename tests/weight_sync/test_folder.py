@@ -167,5 +167,12 @@ def test_full_disk_is_an_error_before_anything_is_written(tmp_path, monkeypatch)
     with pytest.raises(codec.StateError, match="No space left"):
         codec.WeightReceiver(weights(), folder=tmp_path / "other")
     monkeypatch.undo()
+
+    def lost():
+        yield from list(weights().items())[:3]
+        raise ConnectionResetError("lost rank")
+
+    with pytest.raises(ConnectionResetError, match="lost rank"):
+        codec.WeightReceiver(lost(), folder=tmp_path / "other")
     with codec.WeightReceiver(iter(weights().items()), folder=tmp_path / "other") as other:
         assert equal(weights(), other.tensors())
