@@ -13,6 +13,7 @@ from codec.errors import ArgumentError, CodecError
 from codec.explain import explain as explain_encoding
 from codec.presets import resolve
 from codec.specs import BoundSpec, Spec, SpecLike
+from codec.tensors.jax_arrays import of_kind
 from codec.tensors.view import Array, mark_written, view_bytes
 from codec.tensors.wrapper import View
 
@@ -266,7 +267,7 @@ def decode_many(
     finally:
         for x in outs:
             mark_written(x)
-    return _like(frames, keys, tensors)
+    return _like(frames, keys, tensors if like is None else [of_kind(x, like) for x in tensors])
 
 
 def _items(name: str, given: Any) -> tuple[Sequence[Any], Sequence[Any]]:

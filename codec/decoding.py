@@ -15,6 +15,7 @@ from codec.engines.request import DecodeRequest
 from codec.errors import ArgumentError, SpecError, Status
 from codec.inspection import inspect
 from codec.specs import BoundSpec, Delta
+from codec.tensors.jax_arrays import of_kind
 from codec.tensors.view import Array, TensorView, device_like, kind_of, mark_written, view_bytes, view_output
 
 Tensor = TypeVar("Tensor")
@@ -86,7 +87,8 @@ def decode(
         also have unsigned integers, or a dtype that cannot be encoded such as complex64, of the same itemsize, and then
         gets the bits. It is unchanged after an error, unless the options have ``verify_first=False``.
     like : array or tensor, optional
-        Return a tensor of the kind of this one, such as a torch tensor. Its dtype and shape do not matter.
+        Return a tensor of the kind of this one, such as a torch tensor or an array of JAX. Its dtype and shape do not
+        matter.
     codebooks : Codebook or sequence of Codebook, optional
         Codebooks that the frame may name.
     max_nbytes : int, optional
@@ -111,7 +113,7 @@ def decode(
         The frame names a codebook that is not among `codebooks`, or needs a bound spec or a base that is missing or
         that is not the sender's, or the base equals the frame's result already.
     ArgumentError
-        `out` or `base` does not fit the frame.
+        `out` or `base` does not fit the frame, or `like` is an array of JAX, which lacks the frame's dtype.
     SpecError
         `spec` is not a bound spec.
     EngineError
@@ -132,7 +134,8 @@ def decode(
     v = view_bytes(frame)
     r = decode_request((v,), spec, settings, out, like, codebooks, max_nbytes, base)
     try:
-        return engine_for(settings.engine, v, out, like).decode(r)
+        result = engine_for(settings.engine, v, out, like).decode(r)
+        return result if like is None else of_kind(result, like)
     except ArgumentError as e:
         explain(e, v, out)
         raise
@@ -426,7 +429,8 @@ def reduce(
     if check_finite is not False:
         r = r._replace(check_finite=truth("check_finite", check_finite))
     try:
-        return engine_for(settings.engine, views[0], out, like).reduce(r, op)
+        result = engine_for(settings.engine, views[0], out, like).reduce(r, op)
+        return result if like is None else of_kind(result, like)
     except ArgumentError as e:
         wrong = (v for v in views if inspect(v.owner).dtype not in MANTISSA_BITS)
         explain(e, next(wrong, views[0]), out, adds=True)

@@ -4,9 +4,11 @@
 
 Each process takes some AdamW steps on its own data (inner steps). Then all processes average the changes of their
 parameters [1]_. That average is the only communication: codec.torch.LocalSteps sends it in 4 bits a value, with error
-feedback. The last run has the outer optimizer of the paper, SGD with Nesterov momentum, which needs many outer steps.
+feedback. Further runs have the outer optimizer of the paper, SGD with Nesterov momentum, which needs many outer steps,
+and send the largest 1 in 16 changes only [2]_; what is left is sent later, or fades.
 
 .. [1] A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
+.. [2] A. Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025.
 """
 
 import argparse
@@ -36,6 +38,7 @@ RUNS = {
     "float32": {"spec": codec.Lossless()},
     "Quantize(4)": {},
     "Quantize(4), Nesterov": {"outer": nesterov},
+    "TopK(1/16)": {"spec": codec.torch.Feedback(codec.TopK(1 / 16), decay=0.95)},
 }
 
 

@@ -369,7 +369,7 @@ def view_output(out: Any, dtype: str | None = None, name: str = "out=") -> Tenso
     else:
         try:
             memory = memoryview(out)
-        except TypeError:
+        except (TypeError, BufferError):  # BufferError: a bfloat16 array of JAX
             raise ArgumentError(f"{name} must be an array or tensor to write to, not {kind_of(out)}") from None
         v = _from_own(_as_array(memory), name, dtype)
     if dtype and v.dtype != dtype and v.dtype == f"uint{8 * ITEMSIZE[dtype]}":

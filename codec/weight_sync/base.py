@@ -8,6 +8,7 @@ import numpy as np
 from codec._options import CallOptions
 from codec.arguments import whole
 from codec.errors import ChecksumError, CodecError, LimitError, StateError
+from codec.tensors.jax_arrays import of_kind
 from codec.weight_sync.coding import decode_delta, decode_full, digest_of, digests_in
 from codec.weight_sync.update import MAX_VERSION, PIECE_NBYTES, Bytes, Kind, Update, weights_digest
 from codec.weight_sync.weights import Given, Slot, Weights, allocated, copied, new_tensor
@@ -90,17 +91,19 @@ class Base:
                 digests.append(self.weights[name].digests[k])
                 continue
             out = scratch[: end - begin]
-            self._decode(update, name, k, out)
+            self.decode(update, name, k, out)
             digests.append(digest_of(out) if update.base is None else digests_in(frame)[1])
         return digests
 
-    def _decode(self, update: Update, name: str, k: int, out: Bytes) -> None:
-        """Decode a piece of a tensor after an update; `out` may be the memory of the piece before."""
-        frame, kind = update.frame(name, k), update.entries[name].kind
+    def decode(self, update: Update | None, name: str, k: int, out: Bytes) -> None:
+        """Decode a piece of a tensor after an update; `out` may be the memory of the piece before. None: no update."""
+        frame = None if update is None else update.frame(name, k)
+        if update is None or frame is None:
+            out[:] = self.weights[name].piece(k)
+            return
+        kind = update.entries[name].kind
         try:
-            if frame is None:
-                out[:] = self.weights[name].piece(k)
-            elif update.base is None:
+            if update.base is None:
                 decode_full(frame, out, kind.dtype, self.options)
             else:
                 decode_delta(frame, self.weights[name].piece(k), out, kind.dtype, self.options)
@@ -117,11 +120,8 @@ class Base:
             kind = self.weights[name].kind if update is None else update.entries[name].kind
             tensor, memory = new_tensor(kind, like)
             for k, (begin, end) in enumerate(kind.spans):
-                if update is None:
-                    memory[begin:end] = self.weights[name].piece(k)
-                else:
-                    self._decode(update, name, k, memory[begin:end])
-            yield name, tensor
+                self.decode(update, name, k, memory[begin:end])
+            yield name, of_kind(tensor, like)
             del tensor, memory  # or there would be two while the next one is made
 
     def apply(self, update: Update) -> None:
@@ -139,13 +139,13 @@ class Base:
     def _apply_piece(self, update: Update, name: str, k: int, slot: Slot, resumed: bool) -> None:
         out = slot.piece(k)
         if update.base is None:
-            self._decode(update, name, k, out)
+            self.decode(update, name, k, out)
             slot.digests[k] = digest_of(out)
             return
         after = digests_in(_frame(update, name, k))[1]
         found = digest_of(out) if resumed else slot.digests[k]
         if found == slot.digests[k] != after:
-            self.write(out, lambda scratch: self._decode(update, name, k, scratch))
+            self.write(out, lambda scratch: self.decode(update, name, k, scratch))
         elif found != after and not self.restore(out, lambda saved: digest_of(saved) == after):
             raise StateError(f"{name!r} was damaged by an interrupted update: start from a snapshot")
         slot.digests[k] = after

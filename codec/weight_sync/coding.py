@@ -9,6 +9,7 @@ from codec._c.library import ITEMSIZE
 from codec._options import CallOptions
 from codec.batch import encode_many
 from codec.decoding import decode
+from codec.delta import compose
 from codec.errors import FrameError, Status
 from codec.inspection import Info, digest, inspect
 from codec.specs import Delta, Lossless, Spec
@@ -51,6 +52,13 @@ def decode_delta(frame: Bytes, base: Bytes, out: Bytes, dtype: str, options: Cal
     """Decode a piece; `out` may be `base`. Both are unchanged after an error."""
     _check(inspect(frame), Delta, dtype, len(out))
     decode(frame, base=_bits(base, dtype), out=_bits(out, dtype), options=options)
+
+
+def compose_deltas(frames: Sequence[Bytes], base: Bytes, dtype: str) -> bytes:
+    """Return one frame that does what frames of a piece do one after the other."""
+    for frame in frames:
+        _check(inspect(frame), Delta, dtype, len(base))
+    return compose(frames, base=_bits(base, dtype))
 
 
 def decode_full(frame: Bytes, out: Bytes, dtype: str, options: CallOptions | None) -> None:

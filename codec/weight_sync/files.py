@@ -4,22 +4,21 @@ import json
 import math
 import mmap
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from codec._c.library import ITEMSIZE
 from codec._files import MAX_JSON, SAFETENSORS
 from codec._options import CallOptions
-from codec.errors import ArgumentError, StateError
-from codec.tensors.view import TensorView
+from codec.errors import ArgumentError, FrameError, StateError
 from codec.weight_sync.base import Base
-from codec.weight_sync.coding import decode_delta
+from codec.weight_sync.coding import compose_deltas
 from codec.weight_sync.update import MAX_RANK, Bytes, Kind, Update, mapped
 from codec.weight_sync.weights import Slot, Weights
-from codec.weight_sync.writing import Progress, replaced, write_update
+from codec.weight_sync.writing import Encoder, Progress, replaced, write_update
 
 _OTHER_DTYPES = {"complex64": "uint64"}  # dtypes that frames lack, and one for their bits
 
@@ -39,6 +38,14 @@ def weights_in(path: str, memory: Bytes | None = None) -> Weights:
     ArgumentError
         The file cannot be read, or is not a .safetensors file.
     """
+    weights, _ = read_safetensors(path, memory)
+    for slot in weights.values():
+        slot.digests = slot.measure()
+    return weights
+
+
+def read_safetensors(path: str, memory: Bytes | None = None) -> tuple[Weights, Mapping[str, Any]]:
+    """Return the tensors of a .safetensors file as :func:`weights_in`, without digests, and the file's metadata."""
     data = np.frombuffer(mapped(path), np.uint8) if memory is None else memory
     weights = Weights()
     try:
@@ -50,11 +57,10 @@ def weights_in(path: str, memory: Bytes | None = None) -> Weights:
             if name != "__metadata__":
                 values = data[8 + size :]
                 weights[name] = _slot(entry["dtype"], entry["shape"], entry["data_offsets"], values)
-    except (ValueError, LookupError, TypeError, AttributeError) as e:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
         raise ArgumentError(f"{path} cannot be read as a .safetensors file: {e}") from None
-    for slot in weights.values():
-        slot.digests = slot.measure()
-    return weights
+    metadata = header.get("__metadata__")
+    return weights, cast(dict[str, Any], metadata) if isinstance(metadata, dict) else {}
 
 
 def _slot(dtype: Any, shape: Any, offsets: Any, values: Bytes) -> Slot:
@@ -129,6 +135,8 @@ def compose_files(old: str, updates: Sequence[Update], out: str, progress: Progr
     ------
     StateError
         The first update needs other weights than `old`, or one does not follow the one before.
+    FrameError
+        An update is damaged.
     """
     weights = weights_in(old)
     digest = weights.digest()
@@ -137,19 +145,19 @@ def compose_files(old: str, updates: Sequence[Update], out: str, progress: Progr
             raise StateError(f"the update to version {update.version} does not follow the weights before it")
         digest = update.digest
     first, last = updates[0], updates[-1]
-    pairs = _composed(weights, updates)
-    composed = write_update(pairs, last.version, weights, first.base, file=out, options=None, progress=progress)
-    assert composed.digest == last.digest, "frames and index of an update disagree"
-    return composed
+    with replaced(Path(out)) as target:
+        encoder = Encoder(weights.kinds, weights, target, None)
+        for n, (name, slot) in enumerate(weights.items()):
+            encoder.put(name, _composed(name, slot, updates))
+            if progress is not None:
+                progress(n + 1, len(weights))
+        if encoder.finish(last.version, first.base) != last.digest:
+            raise FrameError(f"the frames of the update to version {last.version} do not lead to its digest")
+    return Update.open(out)
 
 
-def _composed(weights: Weights, updates: Sequence[Update]) -> Iterator[tuple[str, TensorView]]:
-    """Yield each tensor after a chain of updates."""
-    for name, slot in weights.items():
-        after = Slot(slot.kind, slot.memory.copy())
-        for k in range(len(slot.digests)):
-            for update in updates:
-                if (frame := update.frame(name, k)) is not None:
-                    piece = after.piece(k)
-                    decode_delta(frame, piece, piece, slot.kind.dtype, None)
-        yield name, after.view
+def _composed(name: str, slot: Slot, updates: Sequence[Update]) -> Iterator[tuple[bytes | None, bytes]]:
+    """Yield the frame of each piece for a chain of updates, None for an unchanged one, and the piece's digest."""
+    for k, digest in enumerate(slot.digests):
+        frames = [frame for update in updates if (frame := update.frame(name, k)) is not None]
+        yield compose_deltas(frames, slot.piece(k), slot.kind.dtype) if frames else None, digest

@@ -23,19 +23,19 @@ import numpy as np
 from codec._c.library import DTYPES
 from codec._options import CallOptions
 from codec.arguments import whole
-from codec.errors import CodecError, StateError
+from codec.errors import ArgumentError, CodecError, StateError
 from codec.weight_sync.base import Base
+from codec.weight_sync.coding import digest_of
 from codec.weight_sync.update import MAX_RANK, MAX_VERSION, Bytes, Kind, Update, check_name
 from codec.weight_sync.weights import (
     Given,
     Weights,
     allocated,
     as_view,
-    copied,
-    is_streamed,
     items,
     kind_of,
     memory_nbytes,
+    pieces_of,
 )
 from codec.weight_sync.writing import remove_temporary, replaced
 
@@ -100,13 +100,29 @@ class FolderBase(Base):
             raise StateError(f"{len(damaged)} tensors in {self._path} are damaged: {names}; start from an empty folder")
 
     def fill(self, given: Given, version: int) -> None:
-        """Set weights and version from tensors; those of an iterable are in memory until all were read."""
+        """Set weights and version from tensors, which are written to a file one by one."""
         version = whole("version", version, 0, MAX_VERSION)
-        pairs = [(n, slot.view) for n, slot in copied(given).items()] if is_streamed(given) else items(given)
-        views = {check_name(name): as_view(x) for name, x in pairs}
-        weights = self.allocate({name: kind_of(name, v) for name, v in views.items()})
-        for name, v in views.items():
-            weights[name].fill(v)
+        self._next = self._new_file()
+        kinds: dict[str, Kind] = {}
+        digests: dict[str, list[bytes]] = {}
+        begin = 0
+        with _opened(self._next, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
+            for name, x in items(given):
+                if check_name(name) in kinds:
+                    raise ArgumentError(f"tensor {name!r} was given twice")
+                v = as_view(x)
+                kinds[name], digests[name], at = kind_of(name, v), [], begin
+                for piece in pieces_of(v):
+                    _write(fd, piece, at)
+                    digests[name].append(digest_of(piece))
+                    at += len(piece)
+                begin += memory_nbytes([kinds[name]])
+                del x, v  # or there would be two while a generator gathers the next one
+            size = os.fstat(fd).st_size
+            _write(fd, np.zeros(max(1, begin) - size, np.uint8), size)  # to the alignment of the last tensor
+        weights = allocated(kinds, self._map(self._next, begin))
+        for name, slot in weights.items():
+            slot.digests = digests[name]
         self.complete(weights, version)
 
     def in_place(self, update: Update) -> bool:
@@ -125,9 +141,7 @@ class FolderBase(Base):
         scratch = np.empty(len(out), np.uint8)
         decode(scratch)
         with _opened(self._path / "piece", os.O_WRONLY | os.O_CREAT) as fd:
-            rest = memoryview(scratch)  # pyright: ignore[reportArgumentType] - numpy's stubs
-            while rest:
-                rest = rest[os.pwrite(fd, rest, len(scratch) - len(rest)) :]
+            _write(fd, scratch, 0)
         out[:] = scratch
 
     def restore(self, out: Bytes, is_right: Callable[[Bytes], bool]) -> bool:
@@ -163,15 +177,19 @@ class FolderBase(Base):
     def allocate(self, kinds: Mapping[str, Kind]) -> Weights:
         """Create a file for weights, and map it."""
         nbytes = memory_nbytes(kinds.values())
-        self._delete_other_values()
-        number = 0 if self._current is None else int(self._current.name.split("-")[1]) + 1
-        self._next = self._path / f"values-{number}"
+        self._next = self._new_file()
         with _opened(self._next, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
             try:
                 os.posix_fallocate(fd, 0, max(1, nbytes))  # or a full disk would kill the process later
             except OSError as e:
                 raise StateError(f"{self._next} cannot have {nbytes} bytes: {e.strerror}") from None
         return allocated(kinds, self._map(self._next, nbytes))
+
+    def _new_file(self) -> Path:
+        """Return the path of the next file of values."""
+        self._delete_other_values()
+        number = 0 if self._current is None else int(self._current.name.split("-")[1]) + 1
+        return self._path / f"values-{number}"
 
     def _map(self, file: Path, nbytes: int) -> Bytes:
         try:
@@ -199,6 +217,16 @@ class _opened:
 
     def __exit__(self, *error: object) -> None:
         os.close(self._fd)
+
+
+def _write(fd: int, data: Bytes, at: int) -> None:
+    rest = memoryview(data)  # pyright: ignore[reportArgumentType] - numpy's stubs
+    try:
+        while rest:
+            at += (n := os.pwrite(fd, rest, at))
+            rest = rest[n:]
+    except OSError as e:
+        raise StateError(f"{len(rest)} bytes of weights cannot be written: {e.strerror}") from None
 
 
 def _lock(path: Path) -> Callable[[], object]:

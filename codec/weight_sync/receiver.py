@@ -7,6 +7,7 @@ from typing import Any
 from codec._options import CallOptions
 from codec.errors import ArgumentError, StateError
 from codec.weight_sync.folder import base_in
+from codec.weight_sync.served import Served
 from codec.weight_sync.update import Kind, Update
 from codec.weight_sync.weights import Given
 
@@ -189,8 +190,8 @@ class WeightReceiver:
         """Forget the staged update, if there is one."""
         self._staged = None
 
-    def apply(self, update: Any, load: Load | None = None, *, like: Any = None) -> None:
-        """Stage an update, hand the changed tensors on, and commit.
+    def apply(self, update: Any, load: Load | None = None, *, like: Any = None, into: Any = None) -> None:
+        """Stage an update, hand the changed tensors on or write them, and commit.
 
         Parameters
         ----------
@@ -202,13 +203,24 @@ class WeightReceiver:
             serves these again; then the exception is raised. There is no version before a first snapshot.
         like : array or tensor, optional
             As in :meth:`updated`.
+        into : mapping from names to tensors, or torch.nn.Module; optional
+            Served tensors, instead of `load`. Those that the update changes are overwritten in pieces of 32 MiB, so
+            that a large tensor needs no second copy. They are contiguous and writable, in host memory, or torch tensors
+            on any device. If the update is not committed, they have the values of the version before again.
 
         Raises
         ------
         StateError, FrameError, LimitError
-            As in :meth:`stage`. `load` was not called.
+            As in :meth:`stage`. `load` was not called, and `into` is unchanged.
+        ArgumentError
+            `load` and `into` are both given, or `into` lacks a changed tensor, or has another dtype or shape for one.
         """
+        if load is not None and into is not None:
+            raise ArgumentError("give load= or into=, not both")
         staged = self.stage(update)
+        if into is not None:
+            self._write(staged, into)
+            return
         if load is not None:
             try:
                 load(self.updated(like=like))
@@ -219,6 +231,19 @@ class WeightReceiver:
                     load(self.tensors(names, like=like))
                 raise
         self.commit()
+
+    def _write(self, staged: Update, into: Any) -> None:
+        try:
+            served = Served(into, staged)
+            try:
+                served.write(self._base, staged)
+                self.commit()
+            except BaseException:
+                if self.version != staged.version:  # the property completes an interrupted commit
+                    served.write(self._base, None)
+                raise
+        finally:
+            self._staged = None
 
     def verify(self) -> None:
         """Compute the digests of all values in memory, and compare them with those of the version.

@@ -51,6 +51,9 @@ class UpdateStore:
     keep : int
         Number of snapshots that are kept, with the updates that follow them. Older files are deleted when a snapshot is
         published.
+    base : int, optional
+        Version that all receivers have without the store, which may begin with an update of it. Default: an empty store
+        begins with a snapshot.
 
     Raises
     ------
@@ -71,8 +74,9 @@ class UpdateStore:
     1
     """
 
-    def __init__(self, folder: str | PathLike[str], *, keep: int = 2) -> None:
+    def __init__(self, folder: str | PathLike[str], *, keep: int = 2, base: int | None = None) -> None:
         self.folder = Path(folder)
+        self._base = None if base is None else whole("base", base, 0, MAX_VERSION)
         self._keep = whole("keep", keep, 1)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +104,7 @@ class UpdateStore:
             The update does not follow the last one in the list.
         """
         listed = read_head(self.folder)
-        last = listed[-1].version if listed else None
+        last = listed[-1].version if listed else self._base
         if update.base is not None and update.base != last:
             raise StateError(f"the update needs version {update.base}; the last one in {self.folder} is {last}")
         if update.base is None and last is not None and update.version < last:
@@ -115,6 +119,11 @@ class UpdateStore:
         with replaced(self.folder / "head") as f:
             f.write(json.dumps(body).encode())
         self._delete_before(oldest, {one.file for one in listed})
+
+    def clear(self) -> None:
+        """Delete all updates, for a run that begins anew."""
+        (self.folder / "head").unlink(missing_ok=True)
+        self._delete_before(MAX_VERSION, set())
 
     def _delete_before(self, version: int, kept: set[str]) -> None:
         """Delete the files of older versions; a file that was put for a later version stays."""
@@ -209,6 +218,7 @@ def pull(
     load: Load | None = None,
     *,
     like: Any = None,
+    into: Any = None,
     timeout: float = TIMEOUT,
     progress: Callable[[Update], object] | None = None,
 ) -> int | None:
@@ -222,7 +232,7 @@ def pull(
         Folder of an :class:`UpdateStore`, or the URL of :func:`serve`.
     load : callable, optional
         As in :meth:`WeightReceiver.apply`, for each update.
-    like : array or tensor, optional
+    like, into : optional
         As in :meth:`WeightReceiver.apply`.
     timeout : float
         Seconds to wait for each byte from a server.
@@ -245,7 +255,7 @@ def pull(
     """
     for one in chain(read_head(source, timeout), receiver.version):
         update = read_update(source, one, timeout)
-        receiver.apply(update, load, like=like)
+        receiver.apply(update, load, like=like, into=into)
         if progress is not None:
             progress(update)
     return receiver.version

@@ -35,12 +35,6 @@ class Slot:
         """The values as a tensor."""
         return view(self.memory)._replace(dtype=self.kind.dtype, shape=self.kind.shape)
 
-    def fill(self, v: TensorView) -> None:
-        """Copy the values of a tensor of this kind, and compute the digests."""
-        for k, piece in enumerate(pieces_of(v)):
-            self.piece(k)[:] = piece
-        self.digests = self.measure()
-
     def measure(self) -> list[bytes]:
         """Return the digest of each piece, computed from its values."""
         return [digest_of(self.memory[begin:end]) for begin, end in self.kind.spans]
@@ -70,8 +64,10 @@ def copied(given: Given) -> Weights:
         if check_name(name) in weights:
             raise ArgumentError(f"tensor {name!r} was given twice")
         v = as_view(x)
-        weights[name] = Slot(kind_of(name, v), np.empty(v.nbytes, np.uint8))
-        weights[name].fill(v)
+        slot = weights[name] = Slot(kind_of(name, v), np.empty(v.nbytes, np.uint8))
+        for k, piece in enumerate(pieces_of(v)):
+            slot.piece(k)[:] = piece
+        slot.digests = slot.measure()
     return weights
 
 

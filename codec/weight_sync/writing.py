@@ -1,7 +1,7 @@
 """Encoding of an update: tensors are read one by one, and frames are written as they are made."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from io import BytesIO
 from os import PathLike
 from pathlib import Path
@@ -74,8 +74,11 @@ class Encoder:
                 f"tensor {name!r} is {Kind(v.dtype, v.shape)}, the base has {was}: names, dtypes and shapes change "
                 "with a snapshot only, diff(..., full=True)"
             )
-        self._sizes[name], self._digests[name] = [], []
         old = None if self._base is None else self._base[name]
+        if old is not None and v.device == "cpu" and v.address == old.view.address:  # the memory of the base itself
+            self.put(name, ((None, digest) for digest in old.digests))
+            return
+        self._sizes[name], self._digests[name] = [], []
         for k, new in enumerate(pieces_of(v)):
             self._waiting.append(
                 Piece(name, new, *((_NOTHING, b"") if old is None else (old.piece(k), old.digests[k])))
@@ -96,14 +99,31 @@ class Encoder:
             frames = encode_deltas(new, [p.old for p in waiting], dtypes, self._options)
             digests = [digests_in(frame)[1] for frame in frames]
         for piece, frame, digest in zip(waiting, frames, digests, strict=True):
-            same = digest == piece.old_digest
-            if not same:
-                self._file.write(frame)
-            self._sizes[piece.name].append(0 if same else len(frame))
-            self._digests[piece.name].append(digest)
+            self._write(piece.name, frame, digest, piece.old_digest)
 
-    def finish(self, version: int, base: int | None) -> None:
-        """Write header and index.
+    def put(self, name: str, frames: Iterable[tuple[bytes | None, bytes]]) -> None:
+        """Write the frames of a tensor, in place of :meth:`add`.
+
+        Parameters
+        ----------
+        name : str
+        frames : iterable of (bytes or None, bytes)
+            Frame of each piece, None for an unchanged one, and the digest of the piece in the base.
+        """
+        self.flush()
+        self._sizes[name], self._digests[name] = [], []
+        for frame, old_digest in frames:
+            digest = old_digest if frame is None else digests_in(frame)[1]
+            self._write(name, frame or b"", digest, old_digest)
+
+    def _write(self, name: str, frame: bytes, digest: bytes, old_digest: bytes) -> None:
+        frame = b"" if digest == old_digest else frame
+        self._file.write(frame)
+        self._sizes[name].append(len(frame))
+        self._digests[name].append(digest)
+
+    def finish(self, version: int, base: int | None) -> bytes:
+        """Write header and index, and return the digest of the weights.
 
         Raises
         ------
@@ -119,6 +139,7 @@ class Encoder:
         tensors = [(name, self._kinds[name], sizes) for name, sizes in self._sizes.items()]
         self._file.seek(0)
         self._file.write(head_and_index(Head(version, base, before, digest), tensors))
+        return digest
 
 
 def write_update(

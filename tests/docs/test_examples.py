@@ -99,8 +99,10 @@ def test_diloco_runs_under_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(DILOCO)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment)
-    plain, compressed, _ = done.stdout.splitlines()[-3:]
-    found = [re.search(r"loss ([\d.]+), each rank sent ([\d.]+) MB", line).groups() for line in (plain, compressed)]
-    (loss, sent), (loss4, sent4) = ([float(x) for x in each] for each in found)
+    lines = done.stdout.splitlines()[-4:]
+    found = [re.search(r"loss ([\d.]+), each rank sent ([\d.]+) MB", line).groups() for line in lines]
+    (loss, sent), (loss4, sent4), _, (sparse_loss, sparse_sent) = ([float(x) for x in each] for each in found)
+    assert sparse_loss == pytest.approx(loss, rel=0.7)
+    assert sparse_sent < sent4 / 5
     assert loss4 == pytest.approx(loss, rel=0.05)
     assert 6.5 < sent / sent4 < 7.5

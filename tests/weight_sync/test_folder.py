@@ -163,3 +163,16 @@ def test_full_disk_is_an_error_before_anything_is_written(tmp_path, monkeypatch)
         receiver.apply(other.snapshot())
     assert receiver._base.version == 0
     assert equal(weights(), receiver._base.tensors(weights(), None, None))
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(codec.StateError, match="No space left"):
+        codec.WeightReceiver(weights(), folder=tmp_path / "other")
+    monkeypatch.undo()
+
+    def lost():
+        yield from list(weights().items())[:3]
+        raise ConnectionResetError("lost rank")
+
+    with pytest.raises(ConnectionResetError, match="lost rank"):
+        codec.WeightReceiver(lost(), folder=tmp_path / "other")
+    with codec.WeightReceiver(iter(weights().items()), folder=tmp_path / "other") as other:
+        assert equal(weights(), other.tensors())

@@ -1,0 +1,131 @@
+"""Measure the memory of weight synchronization beside the weights themselves.
+
+    python bench/training/weight_memory.py --values 2e9
+
+A sender encodes an update between two versions of bfloat16 weights, one tensor of which has a quarter of all values. A
+receiver applies it, and copies the tensors that have changed into the served weights, by ``load=`` and by ``into=``.
+All weights are in mapped files: their pages can be reclaimed, and are not counted. What is printed is the peak of
+anonymous memory (RssAnon of /proc/self/status) above that before each step, in a process of its own for each side.
+"""
+
+import argparse
+import multiprocessing
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import codec
+
+PART = 1 << 24  # values that are written at once
+
+
+def anonymous() -> int:
+    """Return the anonymous memory of this process in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) << 10
+    raise OSError("/proc/self/status has no RssAnon")
+
+
+def measured(name: str, call: Callable[[], Any]) -> Any:
+    """Call a function, and print its time and the peak of anonymous memory."""
+    before = peak = anonymous()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    begin = time.perf_counter()
+    result = call()
+    seconds = time.perf_counter() - begin
+    done.set()
+    thread.join()
+    print(f"{name:28} {(peak - before) / 1e6:8.0f} MB  {seconds:6.1f} s", flush=True)
+    return result
+
+
+def shapes(values: int) -> dict[str, int]:
+    """Return the number of values of each tensor: an embedding with a quarter of all, and 24 equal ones."""
+    rest = 3 * values // (4 * 24)
+    return {"embedding": values // 4} | {f"layer.{i}": rest for i in range(24)}
+
+
+def mapped(path: Path, values: int, mode: str) -> dict[str, Any]:
+    """Return tensors in a mapped file."""
+    memory = np.memmap(path, np.uint16, mode, shape=(values,))
+    tensors, at = {}, 0
+    for name, n in shapes(values).items():
+        tensors[name] = np.asarray(memory[at : at + n]).view(ml_dtypes.bfloat16)
+        at += n
+    return tensors
+
+
+def write(old: Path, new: Path, values: int) -> None:
+    """Write two versions of the weights; about one value in a hundred differs."""
+    rng = np.random.default_rng(0)
+    one = (rng.standard_normal(PART, np.float32) / 50).astype(ml_dtypes.bfloat16).view(np.uint16)
+    two = np.where(rng.random(PART, np.float32) < 0.01, one ^ 1, one)
+    for path, part in ((old, one), (new, two)):
+        with path.open("wb") as f:
+            for at in range(0, values, PART):
+                f.write(part[: min(PART, values - at)])
+
+
+def send(folder: Path, values: int) -> None:
+    old, new = (mapped(folder / name, values, "r") for name in ("old", "new"))
+    sender = measured("WeightSender(folder=)", lambda: codec.WeightSender(iter(old.items()), folder=folder / "base"))
+    measured("snapshot(file=)", lambda: sender.snapshot(file=folder / "snapshot"))
+    update = measured("diff(file=)", lambda: sender.diff(iter(new.items()), file=folder / "update"))
+    measured("commit()", sender.commit)
+    print(f"update of {100 * update.nbytes / (2 * values):.2f}% of the weights")
+
+
+def receive(folder: Path, values: int, into: bool) -> None:
+    served = mapped(folder / "old", values, "r+")
+
+    def load(tensors: Any) -> None:
+        for name, x in tensors:
+            served[name][:] = x
+
+    how: dict[str, Any] = {"into": served} if into else {"load": load}
+    receiver = codec.WeightReceiver(folder=folder / "receiver")
+    for name in ("snapshot", "update"):
+        update = codec.Update.open(folder / name)
+        measured(f"apply({name}, {next(iter(how))}=)", lambda u=update: receiver.apply(u, **how))
+    new = mapped(folder / "new", values, "r")
+    assert all(np.array_equal(x.view(np.uint16), new[name].view(np.uint16)) for name, x in served.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--values", type=float, default=2e9)
+    parser.add_argument("--folder", help="where files of 9 times the weights fit; default: a temporary one")
+    args = parser.parse_args()
+    values = int(args.values)
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        write(folder / "old", folder / "new", values)
+        print(f"{values / 1e9:.3g} billion values, {values / 5e8:.3g} GB; the largest tensor has {values / 2e9:.3g} GB")
+        context = multiprocessing.get_context("spawn")
+        for target, *more in ((send,), (receive, True), (receive, False)):
+            process = context.Process(target=target, args=(folder, values, *more))
+            process.start()
+            process.join()
+            if process.exitcode:
+                raise SystemExit(process.exitcode)
+            for path in (folder / "receiver").glob("*"):
+                path.unlink()
+
+
+if __name__ == "__main__":
+    main()

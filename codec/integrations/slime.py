@@ -1,0 +1,166 @@
+"""Hooks of slime's delta weight sync: updates of this library travel to the engines, in place of XOR and zstd.
+
+``--custom-update-weight-post-write-path codec.integrations.slime.publish`` encodes each folder ``weight_v{N:06d}`` that
+the trainer has written to ``--update-weight-disk-dir``, and adds it to the store that the environment variable
+``CODEC_SLIME_STORE`` names. ``--sglang-custom-pull-weights-pre-read-hook codec.integrations.slime.fetch`` writes the
+same folder on an engine's host, from the store. ``CODEC_SLIME_STORE`` is a folder, or on engines also the URL of
+:func:`codec.weight_sync.serve`. ``CODEC_SLIME_CHECKPOINT`` on engines is the checkpoint of their ``--model-path``.
+
+The disk dir is local then: all ranks of the trainer share it, hosts of engines do not. Each side keeps a copy of the
+weights there. Hooks need the packages zstandard, and xxhash or blake3 for their checksums.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import sys
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from codec.errors import ArgumentError, StateError
+from codec.integrations.slime_version import Version, write_version
+from codec.tensors.view import TensorView
+from codec.weight_sync.files import read_safetensors
+from codec.weight_sync.folder import FolderBase
+from codec.weight_sync.store import UpdateStore, chain, read_head, read_update
+from codec.weight_sync.weights import Weights
+from codec.weight_sync.writing import write_update
+
+_NAME = re.compile(r"weight_v\d{6,}")
+_trainers: dict[Path, FolderBase] = {}  # by the disk dir
+
+
+def publish(args: Any, version_dir: str | PathLike[str], rollout_engines: Any) -> None:
+    """Publish a version that slime has written: the hook of the trainer, which rank 0 carries out.
+
+    Parameters
+    ----------
+    args : Namespace
+        slime's arguments, of which ``hf_checkpoint`` is read: version 0.
+    version_dir : str or path
+        Folder of the version; the disk dir itself at the start of a run, which begins a new store.
+    rollout_engines : object
+        Not used.
+
+    Raises
+    ------
+    StateError
+        The version was published already, or has another base than the last one.
+    ArgumentError, FrameError
+        The folder is not whole, or damaged. The store is unchanged.
+    """
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is not None and distributed.is_initialized() and distributed.get_rank() != 0:
+        return
+    folder, store = Path(version_dir), UpdateStore(_variable("CODEC_SLIME_STORE"), base=0)
+    if not _NAME.fullmatch(folder.name):
+        if (old := _trainers.pop(folder.resolve(), None)) is not None:
+            old.close()
+        shutil.rmtree(folder / "codec-trainer", ignore_errors=True)
+        store.clear()
+        _trainers[folder.resolve()] = _opened(folder / "codec-trainer", args.hf_checkpoint)
+        return
+    disk_dir = folder.parent.resolve()
+    if disk_dir not in _trainers:
+        _trainers[disk_dir] = _opened(disk_dir / "codec-trainer", args.hf_checkpoint)
+    base, version = _trainers[disk_dir], Version(folder)
+    if version.base != base.version:
+        raise StateError(f"{folder} has base version {version.base}, the trainer's last one is {base.version}")
+    if unknown := sorted(version.changed - base.weights.keys()):
+        raise ArgumentError(f"{folder} has a tensor that {args.hf_checkpoint} lacks: {unknown[0]!r}")
+    file = store.path(version.number, base.version)
+    pairs = _after(version, base.weights)
+    update = write_update(pairs, version.number, base.weights, base.version, file=file, options=None)
+    store.publish(update)
+    base.apply(update)
+
+
+def fetch(delta_dir: str | PathLike[str], target_version: int) -> None:
+    """Write the folders of versions up to one: the hook of an engine, which any number of ranks of a host may call.
+
+    Parameters
+    ----------
+    delta_dir : str or path
+        slime's disk dir.
+    target_version : int
+        Version that the engine will read.
+
+    Raises
+    ------
+    StateError
+        The store has no such version, or the checkpoint is not that of the trainer.
+    ArgumentError, FrameError
+        The store cannot be read, or is damaged. No folder was written for the damaged version.
+    """
+    folder, store = Path(delta_dir), _variable("CODEC_SLIME_STORE")
+    wanted = folder / f"weight_v{target_version:06d}"
+    if wanted.exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / "codec-engine.lock"), _engine(folder) as base:
+        assert base.version is not None  # the checkpoint's, at least
+        for one in chain(read_head(store), base.version):
+            if one.version > target_version:
+                break
+            update = read_update(store, one)
+            base.check(update)
+            write_version(folder / f"weight_v{one.version:06d}", update, base)
+            base.apply(update)
+        if base.version < target_version:
+            raise StateError(f"{wanted} cannot be written: {store} has versions up to {base.version}")
+        if not wanted.exists():
+            raise StateError(f"{wanted} is missing, but was written before: empty {folder} to begin with version 0")
+
+
+def _after(version: Version, weights: Weights) -> Iterator[tuple[str, TensorView]]:
+    """Yield all tensors after a version; those that it does not change are in the memory of the base."""
+    for name, slot in weights.items():
+        yield name, version.apply(name, slot).view if name in version.changed else slot.view
+
+
+def _opened(folder: Path, checkpoint: str | PathLike[str]) -> FolderBase:
+    """Open the copy of the weights in a folder; an empty folder begins with the checkpoint, as version 0."""
+    base = FolderBase(folder)
+    try:
+        if base.version is None:
+            base.fill(_checkpoint(Path(checkpoint)), 0)
+    except BaseException:
+        base.close()
+        raise
+    return base
+
+
+def _checkpoint(folder: Path) -> Iterator[tuple[str, TensorView]]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ArgumentError(f"{folder} has no .safetensors files: name the folder of a checkpoint")
+    for path in files:
+        for name, slot in read_safetensors(str(path))[0].items():
+            yield name, slot.view
+
+
+@contextmanager
+def _engine(folder: Path) -> Generator[FolderBase]:
+    base = _opened(folder / "codec-engine", _variable("CODEC_SLIME_CHECKPOINT"))
+    try:
+        yield base
+    finally:
+        base.close()
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """Wait until no other process of this host fetches."""
+    with path.open("w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def _variable(name: str, environment: Mapping[str, str] = os.environ) -> str:
+    if not environment.get(name):
+        raise ArgumentError(f"set the environment variable {name}: see the documentation of codec.integrations.slime")
+    return environment[name]

@@ -1,0 +1,173 @@
+"""Folders of slime's delta weight sync: a .safetensors file of compressed differences by tensor, and an index.
+
+The index ``model.safetensors.index.json`` names version, base version, encoding and checksum. A file has the zstd frame
+of a difference, as uint8 values, for each tensor that has changed: "xor", the XOR of its bytes, or "overwrite", the
+number of changed bytes and their positions, 4 bytes each, then their values. The metadata of the file has the checksum
+of each tensor after the update.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from codec._files import MAX_JSON
+from codec.errors import ArgumentError, ChecksumError, FrameError, UnsupportedError
+from codec.weight_sync.base import Base
+from codec.weight_sync.files import read_safetensors
+from codec.weight_sync.update import MAX_VERSION, Bytes, Update, mapped
+from codec.weight_sync.weights import Slot
+
+_INDEX = "model.safetensors.index.json"
+_FILE = "model-00000-of-00001.safetensors"
+_WINDOW = 1 << 27  # bytes: the largest window of zstd's levels
+
+
+class Version:
+    """Folder of one version, opened and complete.
+
+    Parameters
+    ----------
+    folder : path
+
+    Attributes
+    ----------
+    number, base : int
+        Version, and the one before it that it changes.
+    changed : set of str
+        Names of the tensors that differ.
+
+    Raises
+    ------
+    ArgumentError
+        A file is missing, or cannot be read.
+    FrameError
+        Index and files disagree, or are not those of a delta of slime.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            text = mapped(folder / _INDEX)[: MAX_JSON + 1]
+            index: Any = json.loads(text)
+            meta, places = index["metadata"], index["weight_map"]
+            self.number, self.base = int(meta["version"]), int(meta["base_version"])
+            if not 0 <= self.base < self.number <= MAX_VERSION:
+                raise ValueError(f"version {self.number} does not follow version {self.base}")
+            self._encoding, self._checksum = meta["delta_encoding"], meta["checksum_format"]
+            found = self._encoding, meta["compression_format"], self._checksum
+            self._tensors = dict[str, tuple[Bytes, str]]()
+            for file in sorted(set(places.values())):
+                if Path(file).name != file:
+                    raise ValueError(f"{file!r} is not the name of a file")
+                slots, sums = read_safetensors(str(folder / file))
+                self._tensors |= {n: (slot.memory, sums[n]) for n, slot in slots.items() if places.get(n) == file}
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+            raise FrameError(f"{folder} is not a delta of slime: {type(e).__name__}: {e}") from None
+        if self._encoding not in ("xor", "overwrite") or found[1] != "zstd" or self._checksum not in _HASHES:
+            raise UnsupportedError(f"{folder} has encoding, compression and checksum {found}, which are unknown")
+        if missing := sorted(places.keys() - self._tensors.keys()):
+            raise FrameError(f"{folder} is not whole: {missing[0]!r} is not in {places[missing[0]]}")
+        self.changed = set(self._tensors)
+
+    def apply(self, name: str, before: Slot) -> Slot:
+        """Return a tensor after the version, checked by its checksum.
+
+        Raises
+        ------
+        FrameError
+            The difference is damaged, or `before` is not the tensor that it was made against.
+        """
+        data, checksum = self._tensors[name]
+        nbytes = before.kind.nbytes
+        xor = self._encoding == "xor"
+        diff = np.frombuffer(_decompressed(data, nbytes if xor else 4 + 5 * nbytes, name), np.uint8)
+        if xor and len(diff) == nbytes:
+            after = diff ^ before.memory
+        else:
+            after, n = before.memory.copy(), int.from_bytes(diff[:4].tobytes(), "little")
+            positions = np.frombuffer(diff[4 : 4 + 4 * n].tobytes(), np.uint8)
+            if xor or len(diff) != 4 + 5 * n or (at := positions.view("<u4")).max(initial=0) >= max(1, nbytes):
+                raise FrameError(f"the difference of {name!r} in {self._folder} does not fit {before.kind}")
+            after[at] = diff[4 + 4 * n :]
+        if _HASHES[self._checksum](after) != checksum:
+            raise ChecksumError(f"{name!r} has another checksum after {self._folder}: damage, or another base")
+        return Slot(before.kind, after)
+
+
+def write_version(folder: Path, update: Update, base: Base) -> None:
+    """Write an update that `base` has checked as a folder of slime, which appears when it is complete."""
+    if folder.exists():
+        return
+    new = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    compress = _zstandard().ZstdCompressor(level=1).compress
+    sums, entries, frames, end = dict[str, str](), dict[str, Any](), list[bytes](), 0
+    for name in update.changed:
+        slot = base.weights[name]
+        after = np.empty(slot.kind.nbytes, np.uint8)
+        for k, (begin, stop) in enumerate(slot.kind.spans):
+            base.decode(update, name, k, after[begin:stop])
+        sums[name] = _adler32(after)
+        frame: bytes = compress(np.bitwise_xor(after, slot.memory, out=after))
+        entries[name] = {"dtype": "U8", "shape": [len(frame)], "data_offsets": [end, end + len(frame)]}
+        frames.append(frame)
+        end += len(frame)
+    if frames:
+        header = json.dumps({"__metadata__": sums, **entries}).encode()
+        header += b" " * (-len(header) % 8)
+        with (new / _FILE).open("wb") as f:
+            f.writelines([len(header).to_bytes(8, "little"), header, *frames])
+    numbers = {"version": f"{update.version:06d}", "base_version": f"{update.base or 0:06d}"}
+    how = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "adler32"}
+    (new / _INDEX).write_text(json.dumps({"metadata": numbers | how, "weight_map": dict.fromkeys(entries, _FILE)}))
+    os.rename(new, folder)
+
+
+def _decompressed(data: Bytes, most: int, name: str) -> bytes:
+    zstandard = _zstandard()
+    found = bytearray()
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(data.tobytes()) as reader:
+            while chunk := reader.read(most + 1 - len(found)):
+                found += chunk
+    except zstandard.ZstdError as e:
+        raise FrameError(f"the difference of {name!r} is damaged: {e}") from None
+    return bytes(found)
+
+
+def _adler32(data: Any) -> str:
+    return f"{zlib.adler32(data):08x}"
+
+
+def _xxh3(data: Any) -> str:
+    return _package("xxhash").xxh3_128(data).hexdigest()
+
+
+def _blake3(data: Any) -> str:
+    return _package("blake3").blake3(data).hexdigest()
+
+
+def _zstandard() -> Any:
+    return _package("zstandard")
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ArgumentError(f"slime's deltas need the package {name}: pip install {name}") from None
+
+
+_HASHES: dict[str, Callable[[Any], str]] = {
+    "xxh3-128": _xxh3,
+    "blake3": _blake3,
+    "adler32": _adler32,
+}

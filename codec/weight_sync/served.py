@@ -1,0 +1,82 @@
+"""Tensors of a program that serves weights, overwritten piece by piece, so that no tensor needs a second copy."""
+
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from codec._c.library import ITEMSIZE, ffi
+from codec.errors import ArgumentError
+from codec.tensors.view import is_torch, mark_written, view_output
+from codec.weight_sync.base import Base
+from codec.weight_sync.update import PIECE_NBYTES, Bytes, Kind, Update
+from codec.weight_sync.weights import items
+
+
+class _Target(NamedTuple):
+    kind: Kind
+    tensor: Any
+    memory: Bytes | None  # None: the tensor is on a device
+
+
+class Served:
+    """Tensors that an update changes, to be overwritten.
+
+    Parameters
+    ----------
+    given : mapping or torch.nn.Module
+        Contiguous writable tensors in host memory, or torch tensors on any device. Names that the update does not
+        change are ignored.
+    update : Update
+
+    Raises
+    ------
+    ArgumentError
+        A changed tensor is missing, has another dtype or shape, or cannot be written to.
+    """
+
+    def __init__(self, given: Any, update: Update) -> None:
+        tensors = dict(items(given))
+        self._targets: dict[str, _Target] = {}
+        for name in update.changed:
+            if name not in tensors:
+                raise ArgumentError(f"into= has no tensor {name!r}, which the update changes")
+            self._targets[name] = _target(name, tensors[name], update.entries[name].kind)
+
+    def write(self, base: Base, update: Update | None) -> None:
+        """Write the values after an update that `base` has checked; None: those of `base`, where it has the tensor."""
+        scratch = np.empty(0, np.uint8)
+        for name, target in self._targets.items():
+            if update is None and base.weights.kinds.get(name) != target.kind:
+                continue
+            for k, (begin, end) in enumerate(target.kind.spans):
+                if update is not None and update.frame(name, k) is None:
+                    continue
+                if target.memory is not None:
+                    base.decode(update, name, k, target.memory[begin:end])
+                    continue
+                if len(scratch) < end - begin:
+                    scratch = np.empty(min(target.kind.nbytes, PIECE_NBYTES), np.uint8)
+                base.decode(update, name, k, scratch[: end - begin])
+                _copy(scratch[: end - begin], target, begin)
+            mark_written(target.tensor)
+
+
+def _target(name: str, tensor: Any, kind: Kind) -> _Target:
+    v = view_output(tensor, name=f"tensor {name!r} of into=")
+    if (v.dtype, v.shape) != kind:
+        raise ArgumentError(f"into= has {Kind(v.dtype, v.shape)} for {name!r}, the update has {kind}")
+    if v.device == "cpu":
+        return _Target(kind, tensor, np.frombuffer(ffi.buffer(v.data, v.nbytes) if v.nbytes else b"", np.uint8))
+    if not is_torch(tensor) or v.device == "meta":
+        raise ArgumentError(f"into= has {name!r} on {v.device}, where only torch tensors can be written: use load=")
+    return _Target(kind, tensor, None)
+
+
+def _copy(values: Bytes, target: _Target, begin: int) -> None:
+    """Copy a piece in host memory to a torch tensor on a device."""
+    torch: Any = sys.modules["torch"]
+
+    size = ITEMSIZE[target.kind.dtype]
+    flat = target.tensor.detach().view(-1)[begin // size : (begin + len(values)) // size]
+    flat.copy_(torch.from_numpy(values).view(target.tensor.dtype))
