@@ -19,7 +19,6 @@ from codec.arguments import truth
 from codec.decoding import decode
 from codec.encoding import encode
 from codec.engines import choose
-from codec.engines.request import NATIVE_ONLY
 from codec.errors import ArgumentError
 from codec.optimizers import SGD, Custom
 from codec.presets import resolve
@@ -80,7 +79,7 @@ def warmup(
     progress = None if progress is None else truth("progress", progress)
     if engine == "numba":
         _warn_of_shared_cache()
-    specs = [kind() for kind in CODECS if kind not in NATIVE_ONLY] if specs is None else specs
+    specs = [kind() for kind in CODECS] if specs is None else specs
     wanted = [resolve(spec) for spec in (specs if _are_many(specs) else (specs,))]
     names = [dtype_name(d) for d in (dtypes if _are_many(dtypes) else (dtypes,))]
     todo = [(spec, name) for spec in wanted for name in names]

@@ -3,28 +3,15 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from codec._c.spec_structs import NUMBERS
 from codec._call import CodeLengths
-from codec.errors import EngineError, LimitError, Status
+from codec.errors import LimitError, Status
 from codec.optimizers.arguments import LevelSource
-from codec.specs import BoundSpec, Spec, TopK
+from codec.specs import BoundSpec, Spec
 from codec.tensors.overlap import check_apart
 from codec.tensors.view import TensorView
 
 # By default a new tensor has at most this many bytes, or this many times as many as its frame.
 _ALWAYS, _TIMES = 1 << 30, 256
-
-
-NATIVE_ONLY: tuple[type[Spec], ...] = (TopK,)
-_NATIVE_ONLY = {NUMBERS[kind]: kind.__name__ for kind in NATIVE_ONLY}
-
-
-def check_codec(engine: str, number: int) -> None:
-    """Raise EngineError for a frame of a codec that other engines than the native one lack, or for its encoding."""
-    if (name := _NATIVE_ONLY.get(number)) is not None:
-        raise EngineError(
-            f"the {engine} engine does not have {name}: use the native engine, with tensors in host memory"
-        )
 
 
 class EncodeRequest(NamedTuple):

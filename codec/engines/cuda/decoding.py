@@ -16,7 +16,7 @@ from codec.engines.cuda.scratch import UNITS_NBYTES, WARPS, Need
 from codec.engines.cuda.upload import DATA_AT, Image
 from codec.engines.cuda.workspace import Work, grid_for
 from codec.engines.native import decoding as native
-from codec.engines.request import DecodeRequest, check_codec
+from codec.engines.request import DecodeRequest
 from codec.errors import ArgumentError, CodecError, FrameError, StateError, Status
 from codec.inspection import read_header
 from codec.optimizers.arguments import LevelSource, level_source
@@ -90,7 +90,6 @@ class Frame:
     def __init__(self, work: Work, r: DecodeRequest, frame: TensorView, head: TensorView) -> None:
         self.work, self.request, self.frame, self.head = work, r, frame, head
         self.info = info = read_header(head)
-        check_codec("cuda", info.spec.codec)
         self.head_nbytes = min(frame.nbytes, info.side_offset + info.side_nbytes)
         self.shape = tuple(info.shape[0 : info.rank])
         self.dtype = DTYPE_NAMES[info.dtype]

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 from codec import _call
 from codec._c.library import DTYPES, ITEMSIZE, check, ffi, lib, new_bytes
-from codec._c.spec_structs import NUMBERS, spec_struct
+from codec._c.spec_structs import spec_struct
 from codec._call import Call, new_tensor
 from codec.engines.cuda.devices import Device
 from codec.engines.cuda.kernels import blocks_for
 from codec.engines.cuda.scratch import WARPS, Need
 from codec.engines.cuda.upload import VIEW_NBYTES, Image, aligned
-from codec.engines.request import EncodeRequest, check_codec
+from codec.engines.request import EncodeRequest
 
 _KEPT, _KEPT_NBYTES = 256, 1 << 16  # maximum number of plans that are kept, and of their bytes
 _STREAM, _STREAM_AT = struct.Struct("<Q"), ffi.offsetof("codec_view", "stream")
@@ -140,7 +140,6 @@ _plans: dict[tuple[Any, ...], Plan] = {}  # of requests without levels
 
 def plan_of(r: EncodeRequest) -> Plan:
     """Return the plan of a request's frame."""
-    check_codec("cuda", NUMBERS[type(r.spec)])
     if r.levels is not None:  # the plan of such a frame depends on the optimizer
         return Plan(r)
     with_residual = None if r.residual is None else r.verify_first

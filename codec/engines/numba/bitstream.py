@@ -1,5 +1,5 @@
 # pyright: basic
-"""Bit streams of Delta (docs/format.md, section 10.3): bit i is bit i mod 8 of byte floor(i / 8).
+"""Bit streams of Delta and TopK (docs/format.md, section 10.3): bit i is bit i mod 8 of byte floor(i / 8).
 
 A reader may run over the end of a stream, where it reads zeros; callers compare the position with the end.
 """
@@ -27,6 +27,22 @@ class Bits(NamedTuple):
 
     at: Any
     word: Any
+
+
+@jit
+def begin(bits, at):
+    """Begin a stream at byte ``at``, to read or to write."""
+    bits.at[0], bits.at[1] = 0, at
+    bits.word[0] = U64(0)
+
+
+@jit
+def close_bits(bits, out):
+    """Write the last bits of a stream, and return its size in bytes."""
+    rest = (bits.at[0] % WORD + 7) // 8
+    for i in range(rest):
+        out[bits.at[1] + i] = U8(bits.word[0] >> U64(8 * i))
+    return (bits.at[0] + 7) // 8
 
 
 @jit

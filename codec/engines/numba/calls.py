@@ -12,7 +12,7 @@ from codec.engines import blockwise
 from codec.engines.native import decoding, encoding
 from codec.engines.native.memory import NewBytes
 from codec.engines.numba import loops
-from codec.engines.request import DecodeRequest, EncodeRequest, check_codec
+from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import ArgumentError, Status
 from codec.inspection import read_header
 from codec.optimizers.arguments import LevelSource
@@ -23,7 +23,6 @@ _BAD_ARGUMENT, _SHORT_OUTPUT = int(Status.BAD_ARGUMENT), int(Status.SHORT_OUTPUT
 
 def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> bytes | memoryview:
     """Return the frame of a request whose call context is filled in."""
-    check_codec("numba", s.codec)
     t, out = call.fill_tensor(r.x), r.out
     count = pool.choose_threads(threads, r.x.nbytes)
     try:
@@ -83,7 +82,6 @@ def decode_prepared(
     """Decode a frame into a destination, as the call's context says."""
     frame = r.frames[0]
     info = read_header(frame)
-    check_codec("numba", info.spec.codec)
     if not info.nblocks:
         decoding.decode_prepared(call, r, v, levels, threads)
         return
@@ -104,7 +102,6 @@ def decode_prepared(
 
 def reduce_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
     """Reduce frames into the call's tensor; with CODEC_FINITE, check the result for NaN and Inf."""
-    check_codec("numba", read[0][0].spec.codec)
     nblocks = read[0][0].nblocks
     aligned = all(info.nblocks == nblocks > 0 for info, _ in read)
     if not (aligned and blockwise.reduce(loops, call, read, op, threads)):

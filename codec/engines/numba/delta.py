@@ -11,9 +11,10 @@ import numpy as np
 
 from codec._c.library import DTYPE_NAMES, MANTISSA_BITS
 from codec.engines.numba.bitstream import (
-    WORD,
     Bits,
+    begin,
     bit_length,
+    close_bits,
     ends,
     get_bits,
     get_gamma,
@@ -313,26 +314,12 @@ def _put_steps(kind, work, m, count, scale, out, limit):
 
 
 @jit
-def _begin(bits, region):
-    """Begin a stream behind the head of a region."""
-    bits.at[0], bits.at[1] = 0, 4
-    bits.word[0] = U64(0)
-
-
-@jit
-def _end(bits, region):
-    """Write the last bits of a stream."""
-    for i in range((bits.at[0] % WORD + 7) // 8):
-        region[bits.at[1] + i] = U8(bits.word[0] >> U64(8 * i))
-
-
-@jit
 def _put_changes(kind, work, m, count, region):
     """Write the changes of a block to a region in the smallest mode, and return the size in bytes."""
     room, k = m * kind.w // 8, _gap_k(m, count)
     patches = (_patch_nbits(kind, work, count, k, False) + 7) // 8
     mode, field, size = STEPS, k, 0
-    _begin(work.bits, region)
+    begin(work.bits, 4)
     if kind.last:
         _fill_exponents(kind, work.base[:m], work.exponent)
         scale = _choose_scale(kind, work, m, count)
@@ -345,14 +332,14 @@ def _put_changes(kind, work, m, count, region):
             _put_patches(kind, work, count, k, True, region)
     if patches < size:
         mode, field, size = PATCHES, k, patches
-        _begin(work.bits, region)
+        begin(work.bits, 4)
         if size < room:
             _put_patches(kind, work, count, k, False, region)
     if (4 + size + 7) // 8 >= (4 + room + 7) // 8:
         mode, field, size = RAW, 0, room
         _store(kind.w // 8, work.new[:m], region[4:])
     else:
-        _end(work.bits, region)
+        close_bits(work.bits, region)
     store32(region, 0, mode | field << 2 | (count - 1) << 14)
     return 4 + size
 
@@ -502,7 +489,7 @@ def _get_changes(kind, work, m, frame, c, fault):
     mode, field, changes = head & 3, head >> 2 & 4095, (head >> 14) + 1
     raw = (4 + m * kind.w // 8 + 7) // 8 * 8
     end, found = 8 * (c[1] - at - 4), -1
-    work.bits.at[0], work.bits.at[1] = 0, at + 4
+    begin(work.bits, at + 4)
     if mode == SAME:
         valid = head == 0 and c[1] - at == 8 and load32(frame, at + 4) == 0
         return 0 if valid else -bad(fault, BAD_REGION, at, head, 0)

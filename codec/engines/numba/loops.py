@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from codec._c.library import ffi, lib
-from codec.engines.numba import delta, lossless, rows, truncate
+from codec.engines.numba import delta, lossless, rows, topk, truncate
 from codec.engines.numba.floats import NOWHERE, Sink
 from codec.engines.numba.memory import NOTHING, Array, memory_of
 from codec.engines.numba.metric import fill_exponents
@@ -17,7 +17,12 @@ _VALUES_PER_STEP = 1 << 18  # values whose exponents of A are computed at once
 
 def _family(job: Job) -> Any:
     """Return the module with the kernels of a job's codec."""
-    others = {lib.CODEC_LOSSLESS: lossless, lib.CODEC_TRUNCATE: truncate, lib.CODEC_DELTA: delta}
+    others = {
+        lib.CODEC_LOSSLESS: lossless,
+        lib.CODEC_TRUNCATE: truncate,
+        lib.CODEC_DELTA: delta,
+        lib.CODEC_TOPK: topk,
+    }
     return others.get(job.codec, rows)
 
 
@@ -33,9 +38,10 @@ def _feedback(context: Any, n: int) -> Array:
 
 
 def codec_encode_scan(src: Any, context: Any, job: Any, first: int, count: int) -> int:
-    """Sum leaves [first, first + count) of the tensor, from which the C library computes scales."""
+    """Scan pieces [first, first + count) of the tensor, from which the C library computes scales."""
     j = view_job(job)
-    rows.scan(j, _family(j).work_of(j), memory_of(src.data, src.nbytes), _feedback(context, j.n), first, count)
+    kernels, data, feedback = _family(j), memory_of(src.data, src.nbytes), _feedback(context, j.n)
+    kernels.scan(j, kernels.work_of(j), data, feedback, first, count)
     return 0
 
 
@@ -52,9 +58,9 @@ def codec_encode_blocks(
         status = lossless.encode_blocks(j, own_work, data, frame, capacity, first, count, result)
     elif kernels is delta:
         status = delta.encode_blocks(j, own_work, _base(context), data, frame, capacity, first, count, result)
-    elif kernels is rows:
+    elif kernels in (rows, topk):
         residual = memory_of(context.residual, 4 * j.n) if context.residual else NOTHING
-        status = rows.encode_blocks(j, own_work, data, feedback, residual, frame, capacity, first, count, result)
+        status = kernels.encode_blocks(j, own_work, data, feedback, residual, frame, capacity, first, count, result)
     else:
         levels = memory_of(context.levels, j.n) if context.levels else NOTHING
         for some, n, start, ea in _with_exponents(j, context, first, count):

@@ -242,6 +242,8 @@ typedef struct codec_view {
 	 *
 	 * DELTA, encode and decode: codec_delta_block of all blocks. An engine that processes blocks writes all members
 	 * when it encodes, and the digests when it decodes; codec_encode_close and codec_decode_close add them up.
+	 *
+	 * TOPK, encode with a residual: uint32_t, the bit pattern of the largest |v| of each block, as float32.
 	 */
 	codec_array row_sums;
 	uint64_t codebook_id; /**< id of the agreed codebook that the frame names; 0: none */

@@ -2,7 +2,7 @@
  * topk.h - TOPK: kept values of a chunk, their scales and levels. C, C++ and NVRTC.
  *
  * The tensor is cut into chunks of 2^chunk_log2 values. Of each, the values of largest magnitude are kept: their
- * positions, signs and the levels of their magnitudes. docs/format.md, section 10.
+ * positions, signs and the levels of their magnitudes. docs/format.md, section 11.
  */
 #ifndef CODEC_TOPK_H
 #define CODEC_TOPK_H
@@ -46,6 +46,23 @@ BITS_FN uint32_t topk_kept(const struct topk_kind *q, uint64_t n)
 BITS_FN uint32_t topk_scales(uint32_t bits)
 {
 	return bits == 1 ? 1 : 2;
+}
+
+/* Return the size of the scales of m values. */
+BITS_FN uint64_t topk_scales_nbytes(const struct topk_kind *q, uint64_t m)
+{
+	return 2 * topk_scales(q->bits) * ((m + (1ull << q->chunk_log2) - 1) >> q->chunk_log2);
+}
+
+/* Return an upper bound of the size of a region of m values. */
+BITS_FN uint64_t topk_region_nbytes(const struct topk_kind *q, uint64_t m)
+{
+	uint64_t chunk = 1ull << q->chunk_log2, rest = m % chunk, chunks = m / chunk;
+	uint64_t kept = chunks * q->kept + (rest ? topk_kept(q, rest) : 0);
+	/* a gap of q << k takes q bits more than 1 + k; an escape at most twice as many */
+	uint64_t nbits = kept * (1 + q->rice_k + q->bits) + (2 * m >> q->rice_k);
+
+	return (topk_scales_nbytes(q, m) + (nbits + 7) / 8 + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
 }
 
 /* Return the number of steps between the lowest and the highest level. */

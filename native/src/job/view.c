@@ -101,6 +101,8 @@ codec_status codec_job_view(const void *job, codec_view *view)
 	v.row_sums = array_of(j, job, j->sums_at, rows ? j->nscans : 0, sizeof(struct row_sums));
 	if (codec_is_delta(j->h.codec))
 		v.row_sums = array_of(j, job, j->parts_at, j->h.nblocks, sizeof(struct delta_block));
+	if (j->h.codec == CODEC_TOPK)
+		v.row_sums = array_of(j, job, j->parts_at, j->nscans, sizeof(uint32_t));
 	memcpy(view, &v, MIN(view->struct_nbytes, sizeof v));
 	return CODEC_OK;
 }

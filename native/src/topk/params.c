@@ -49,17 +49,6 @@ static codec_status header_check(const struct header *h, codec_fault *f)
 	return CODEC_OK;
 }
 
-/* Return an upper bound of the region of m values. */
-static uint64_t region_nbytes(const struct topk_kind *q, uint64_t m)
-{
-	uint64_t chunk = 1ull << q->chunk_log2, rest = m % chunk, chunks = m / chunk;
-	uint64_t kept = chunks * q->kept + (rest ? topk_kept(q, rest) : 0);
-	/* a gap of q << k takes q bits more than 1 + k; an escape at most twice as many */
-	uint64_t nbits = kept * (1 + q->rice_k + q->bits) + (2 * m >> q->rice_k);
-
-	return ALIGN8(topk_scales_nbytes(q, m) + (nbits + 7) / 8);
-}
-
 /* Return an upper bound of the size of `count` blocks' regions. */
 static uint64_t regions_bound(const struct job *j, uint64_t first, uint64_t count)
 {
@@ -69,14 +58,14 @@ static uint64_t regions_bound(const struct job *j, uint64_t first, uint64_t coun
 	if (!count)
 		return 0;
 	topk_span(&j->h, last - 1, &m);
-	return (count - 1) * region_nbytes(&q, j->h.block) + region_nbytes(&q, m);
+	return (count - 1) * topk_region_nbytes(&q, j->h.block) + topk_region_nbytes(&q, m);
 }
 
 static uint64_t region_bound_of(const struct job *j)
 {
 	const struct topk_kind q = topk_kind(&j->h);
 
-	return region_nbytes(&q, MIN(j->h.n, j->h.block));
+	return topk_region_nbytes(&q, MIN(j->h.n, j->h.block));
 }
 
 static uint64_t bound(const struct header *h)
@@ -86,8 +75,8 @@ static uint64_t bound(const struct header *h)
 	uint64_t whole = h->n / block, rest = h->n % block;
 
 	return WIRE_AT_SHAPE + 8 * (uint64_t)h->rank +
-	       whole * (WIRE_DIRECTORY_ENTRY + (h->n ? region_nbytes(&q, block) : 0)) +
-	       (rest ? WIRE_DIRECTORY_ENTRY + region_nbytes(&q, rest) : 0);
+	       whole * (WIRE_DIRECTORY_ENTRY + (h->n ? topk_region_nbytes(&q, block) : 0)) +
+	       (rest ? WIRE_DIRECTORY_ENTRY + topk_region_nbytes(&q, rest) : 0);
 }
 
 static uint64_t bound_segments(const struct header *h, const codec_context *with)
@@ -112,7 +101,7 @@ static uint64_t most_region(const struct header *h)
 {
 	const struct topk_kind q = topk_kind(h);
 
-	return h->group_size ? region_nbytes(&q, MIN(h->n, 1ull << WIRE_TOPK_MAX_BLOCK_LOG2)) : 0;
+	return h->group_size ? topk_region_nbytes(&q, MIN(h->n, 1ull << WIRE_TOPK_MAX_BLOCK_LOG2)) : 0;
 }
 
 static uint64_t work_nbytes_of(const struct header *h)

@@ -1,5 +1,5 @@
 /*
- * topk.h - TOPK: the values of largest magnitude of each chunk. docs/format.md, section 10.
+ * topk.h - TOPK: the values of largest magnitude of each chunk. docs/format.md, section 11.
  *
  * Blocks are whole numbers of chunks, in one bit stream each. The residual is written with the blocks; a pass over the
  * tensor before searches for NaN and Inf, which are refused.
@@ -21,12 +21,6 @@ static inline uint64_t topk_span(const struct header *h, uint64_t b, uint64_t *m
 {
 	*m = MIN(h->block, h->n - b * h->block);
 	return b * h->block;
-}
-
-/* Return the size of the scales of m values. */
-static inline uint64_t topk_scales_nbytes(const struct topk_kind *q, uint64_t m)
-{
-	return 2 * topk_scales(q->bits) * ((m + (1ull << q->chunk_log2) - 1) >> q->chunk_log2);
 }
 
 /* Largest magnitudes of blocks, as patterns, that the pass before the first block has found. */
