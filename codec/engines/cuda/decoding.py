@@ -320,6 +320,8 @@ def _kernels(v: Any, size: int) -> tuple[str, str, str]:
         return "decode_truncate", "decode_truncate_nbytes", ""
     if v.codec == lib.CODEC_DELTA:
         return f"decode_delta<{size}>", "decode_delta_nbytes" if v.nblocks else "", ""
+    if v.codec == lib.CODEC_TOPK:
+        return "decode_topk", "", ""
     if is_entropy_coded(v):
         return f"decode_rows<{v.codec}>", "decode_rows_nbytes", ""
     return f"decode_rows<{v.codec}>", "", f"reduce_rows<{v.codec}>"

@@ -55,6 +55,8 @@ FILES = {
     "truncate/decode": File(128, {"decode_truncate": 4}),
     "delta/encode": File(128, _each("encode_delta", _SIZES, 4)),
     "delta/decode": File(128, _each("decode_delta", _SIZES, 4)),
+    "topk/encode": File(256, {"choose_topk": 4, "encode_topk": 4}),
+    "topk/decode": File(128, {"decode_topk": 8}),
     "frame/decode_stored": File(128, {"decode_stored": 4}),
 }
 FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kernels}
@@ -63,10 +65,10 @@ FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kerne
 def blocks_for(kernel: str, processors: int, nblocks: int) -> int:
     """Return the thread blocks to launch for ``nblocks`` blocks of values.
 
-    A warp processes a block of values; the warps of a thread block of ``reduce_rows`` share one.
+    A warp processes a block of values; the warps of a thread block of ``reduce_rows`` or ``encode_topk`` share one.
     """
     file = FILES[FILE_OF[kernel]]
-    each = 1 if kernel.startswith("reduce_rows") else file.threads // 32
+    each = 1 if kernel.startswith(("reduce_rows", "encode_topk")) else file.threads // 32
     return max(1, min(-(-nblocks // each), resident_blocks(kernel, processors)))
 
 

@@ -84,7 +84,7 @@ class Plan:
         """
         upload = self._upload.copy()
         self._image.place_made(upload, made)
-        if self._family == "rows":  # other codecs have no random bits
+        if self._family in ("rows", "topk"):  # other codecs have no random bits
             _STREAM.pack_into(upload, _STREAM_AT, stream)
         return upload
 
@@ -104,6 +104,8 @@ class Plan:
 
     def _scratch(self, device: Device) -> Need:
         """Return the scratch memory that the encoding kernel needs."""
+        if self._family == "topk":  # of a warp; a thread block takes that of all its warps for a region
+            return Need(self._region // WARPS)
         v, size = self.view, device.constant(self.kernel, *self._room)
         if self._family == "lossless":
             return Need(size[0], lib.codec_dtype_nbytes(v.dtype) + 1)
@@ -121,7 +123,8 @@ class Plan:
         v = self.view
         if not v.nblocks:
             return []
-        if self._family == "delta":  # blocks choose for themselves
+        scans = self._family == "topk" and v.row_sums.count
+        if self._family in ("delta", "topk") and not scans:  # blocks choose for themselves
             return [(self.kernel, layout.grid)]
         steps = [(f"choose_{self._family}", layout.other_grid), (self.kernel, layout.grid)]
         scaled_last = v.codec == lib.CODEC_SIGN and v.row_sums.count and not residual  # as in rows/encode.cuh
@@ -170,11 +173,13 @@ def _new_call(r: EncodeRequest) -> Call:
 
 
 def _kernels(v: Any, size: int) -> tuple[str, str, tuple[str, int]]:
-    """Return the family, its encoding kernel, and the constant with bytes of scratch memory."""
+    """Return the family, its encoding kernel, and the constant with bytes of scratch memory, if there is one."""
     if v.codec == lib.CODEC_LOSSLESS:
         return "lossless", f"encode_lossless<{size}>", ("encode_lossless_nbytes", 1)
     if v.codec == lib.CODEC_TRUNCATE:
         return "truncate", "encode_truncate", ("encode_truncate_nbytes", 2)
     if v.codec == lib.CODEC_DELTA:
         return "delta", f"encode_delta<{size}>", ("encode_delta_nbytes", 4)
+    if v.codec == lib.CODEC_TOPK:
+        return "topk", "encode_topk", ("", 0)
     return "rows", f"encode_rows<{v.codec}>", ("encode_rows_nbytes", 2)

@@ -9,9 +9,9 @@
 #define CODEC_CUDA_DELTA_DECODE_CUH
 
 #include "coder/encode.cuh"
+#include "common/bit_stream.cuh"
 #include "delta/classes.cuh"
 #include "delta/lists.cuh"
-#include "delta/stream.cuh"
 
 /* Changes that are read: those of all lanes below `kept` are not applied yet. */
 struct change_list {

@@ -6,6 +6,7 @@
 #ifndef CODEC_CUDA_DELTA_ENCODE_CUH
 #define CODEC_CUDA_DELTA_ENCODE_CUH
 
+#include "common/bit_stream.cuh"
 #include "delta/choose.cuh"
 #include "frame/encode.cuh"
 
@@ -41,11 +42,6 @@ template <int SIZE> DEVICE uint64_t step_size(const delta_kind &q, uint64_t x, u
 DEVICE uint32_t codes_of(uint64_t size)
 {
 	return size <= WIRE_DELTA_MORE ? (uint32_t)size : WIRE_DELTA_MORE + 1;
-}
-
-DEVICE uint32_t rice_nbits(uint64_t x, uint32_t k, uint32_t full)
-{
-	return x >> k < WIRE_RICE_LONGEST ? (uint32_t)(x >> k) + 1 + k : WIRE_RICE_LONGEST + full;
 }
 
 DEVICE uint32_t gamma_nbits(uint64_t x)
@@ -208,28 +204,6 @@ DEVICE delta_sums sum_block(const delta_pair &p, int scale, uint32_t gap_k, uint
 		s.bits += gamma_nbits(s.codes + 1);
 	s.bits = lane ? s.bits : small;
 	return s;
-}
-
-/* OR up to 64 bits into a stream, which is a multiple of 4. */
-DEVICE void or_stream(uint8_t *stream, uint32_t bit, uint64_t x)
-{
-	or_bits(stream, bit, (uint32_t)x);
-	if (x >> 32)
-		or_bits(stream, bit + 32, (uint32_t)(x >> 32));
-}
-
-/* Write a Rice code to a stream of zeros. Returns the position behind it. */
-DEVICE uint32_t put_rice(uint8_t *stream, uint32_t bit, uint64_t x, uint32_t k, uint32_t full)
-{
-	const uint64_t q = x >> k;
-
-	if (q >= WIRE_RICE_LONGEST) {
-		or_stream(stream, bit + WIRE_RICE_LONGEST, x);
-		return bit + WIRE_RICE_LONGEST + full;
-	}
-	or_bits(stream, bit + (uint32_t)q, 1);
-	or_stream(stream, bit + (uint32_t)q + 1, x & ((1ull << k) - 1));
-	return bit + (uint32_t)q + 1 + k;
 }
 
 DEVICE uint32_t put_gamma(uint8_t *stream, uint32_t bit, uint64_t x)

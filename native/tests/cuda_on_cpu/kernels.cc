@@ -15,6 +15,8 @@
 #include "truncate/encode.cu"
 #include "delta/decode.cu"
 #include "delta/encode.cu"
+#include "topk/decode.cu"
+#include "topk/encode.cu"
 #include "frame/check_finite.cu"
 #include "frame/gather.cu"
 #include "rows/reduce.cu"
@@ -49,3 +51,6 @@ EXPORT_ROWS(encode_rows)
 EXPORT(encode_truncate)
 EXPORT_SIZES(decode_delta)
 EXPORT_SIZES(encode_delta)
+EXPORT(decode_topk)
+EXPORT(choose_topk)
+EXPORT(encode_topk)

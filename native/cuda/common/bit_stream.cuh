@@ -1,9 +1,10 @@
-/* delta/stream.cuh - read the bit stream of a region of Delta, by all lanes of a warp alike. docs/format.md,
- * section 10.3. */
-#ifndef CODEC_CUDA_DELTA_STREAM_CUH
-#define CODEC_CUDA_DELTA_STREAM_CUH
+/* common/bit_stream.cuh - bit streams of Delta and TopK: read by all lanes of a warp alike, and written by lanes or
+ * threads at positions that they know. docs/format.md, section 10.3.
+ */
+#ifndef CODEC_CUDA_COMMON_BIT_STREAM_CUH
+#define CODEC_CUDA_COMMON_BIT_STREAM_CUH
 
-#include "delta/delta.cuh"
+#include "common/warp.cuh"
 
 /* Cursor over a bit stream at a multiple of 4; zeros follow the last bit. All lanes of a warp have the same one. */
 struct bit_reader {
@@ -97,6 +98,34 @@ DEVICE bool stream_ends(bit_reader r)
 	const uint64_t nbits = 32ull * r.nwords;
 
 	return r.at <= nbits && nbits - r.at < 64 && !read_bits(&r, (uint32_t)(nbits - r.at));
+}
+
+/* Return the size of a Rice code in bits. */
+DEVICE uint32_t rice_nbits(uint64_t x, uint32_t k, uint32_t full)
+{
+	return x >> k < WIRE_RICE_LONGEST ? (uint32_t)(x >> k) + 1 + k : WIRE_RICE_LONGEST + full;
+}
+
+/* OR up to 64 bits into a stream, which is a multiple of 4. */
+DEVICE void or_stream(uint8_t *stream, uint32_t bit, uint64_t x)
+{
+	or_bits(stream, bit, (uint32_t)x);
+	if (x >> 32)
+		or_bits(stream, bit + 32, (uint32_t)(x >> 32));
+}
+
+/* Write a Rice code to a stream of zeros. Returns the position behind it. */
+DEVICE uint32_t put_rice(uint8_t *stream, uint32_t bit, uint64_t x, uint32_t k, uint32_t full)
+{
+	const uint64_t q = x >> k;
+
+	if (q >= WIRE_RICE_LONGEST) {
+		or_stream(stream, bit + WIRE_RICE_LONGEST, x);
+		return bit + WIRE_RICE_LONGEST + full;
+	}
+	or_bits(stream, bit + (uint32_t)q, 1);
+	or_stream(stream, bit + (uint32_t)q + 1, x & ((1ull << k) - 1));
+	return bit + (uint32_t)q + 1 + k;
 }
 
 #endif

@@ -1,0 +1,53 @@
+/* topk/encode.cu - kernels that encode blocks of TopK's frames. */
+#include "topk/encode.cuh"
+
+/*
+ * Search a tensor for NaN and Inf before the residual, which encode_topk writes, is changed. Grid: (CTAs, frames);
+ * threads take values in turn. Where they need not be searched, v.row_sums is empty.
+ */
+extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_topk(const codec_encoding *encodings)
+{
+	const codec_encoding &e = encodings[blockIdx.y];
+	const uint32_t dtype = e.view->dtype;
+	const uint64_t n = e.view->row_sums.count ? e.view->n : 0;
+	bool bad = false;
+
+	for (uint64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (uint64_t)gridDim.x * blockDim.x)
+		bad |= (round_bits(value_at(dtype, &e.source, i)) & ROUND_ABS) >= ROUND_INF;
+	if (__any_sync(FULL, bad) && threadIdx.x % 32 == 0)
+		atomicMax(&e.out->fault, (uint32_t)CODEC_NONFINITE);
+}
+
+/*
+ * Encode blocks, one a CTA. Grid: (CTAs, frames). A CTA takes WARPS units of scratch memory for the largest region.
+ * After a fault that choose_topk has found nothing is written.
+ */
+extern "C" __global__ void __launch_bounds__(CTA_THREADS, 4) encode_topk(const codec_encoding *encodings)
+{
+	__shared__ topk_room room;
+	__shared__ taken_units unit;
+	const codec_encoding &e = encoding_of(encodings);
+	const codec_view &v = share_job(e.view, e.memory).v;
+	const topk_kind q = kind_of_topk(v);
+	const uint32_t lane = threadIdx.x % 32;
+
+	if (WARPS * blockIdx.x >= e.warps ||
+	    cta_broadcast(threadIdx.x == 0 ? *(volatile uint32_t *)&e.out->fault : 0))
+		return;
+	if (threadIdx.x < 32)
+		unit = take_units(e.scratch,
+				  topk_region_nbytes(&q, v.n < v.block_nvalues ? v.n : v.block_nvalues), lane);
+	__syncthreads();
+	for (uint64_t b; (b = cta_next_task(&e.out->ticket)) < v.nblocks;) {
+		uint32_t size = WIRE_ALIGN;
+		const codec_status status = write_topk(e, v, b, unit.memory, &room, &size);
+
+		__syncthreads();
+		if (threadIdx.x == 0 && status != CODEC_OK)
+			atomicMax(&e.out->fault, (uint32_t)status);
+		if (threadIdx.x < 32)
+			put_region(&v, e, b, unit.memory, size, 0, lane);
+	}
+	if (threadIdx.x < 32)
+		give_units(e.scratch, unit, lane);
+}

@@ -1,0 +1,186 @@
+/* topk/encode.cuh - encode a block of TopK by a CTA, one chunk after the other. docs/encoder.md, section 11.
+ *
+ * Positions of kept values follow from sums over threads. They are listed in shared memory with their codes, so that
+ * the next step has a kept value a thread: sums of sizes say where its code stands. A region grows in scratch memory, and
+ * is copied to the frame when its size, and so its place, is known.
+ */
+#ifndef CODEC_CUDA_TOPK_ENCODE_CUH
+#define CODEC_CUDA_TOPK_ENCODE_CUH
+
+#include "common/bit_stream.cuh"
+#include "frame/encode.cuh"
+#include "topk/select.cuh"
+
+#define LISTED TILE_VALUES /* entries of a list */
+#define CODE_AT 16         /* an entry: position in the chunk, and from this bit on the code */
+
+/* Shared memory of a CTA. */
+struct topk_room {
+	uint32_t counts[DIGITS], list[LISTED];
+	uint32_t scale;
+};
+
+/* Region being written to zeros. All threads have the same one. */
+struct topk_writer {
+	uint8_t *region;
+	uint32_t bit;  /* end of the stream */
+	uint32_t next; /* position behind the last value kept of the chunk */
+};
+
+/* Return the mean of the magnitudes kept, added in order, as bits of bfloat16. By a warp. */
+DEVICE_CALL uint32_t mean_scale(const topk_chunk &c, const topk_least &least, uint32_t lane)
+{
+	uint32_t ties = least.ties;
+	double sum = 0;
+
+	for (uint32_t from = 0; from < c.n; from += 32) {
+		const float x = from + lane < c.n ? value_at(c.dtype, c.source, c.first + from + lane) : 0;
+		const uint32_t key = round_bits(x) & ROUND_ABS, tied = __ballot_sync(FULL, key == least.key);
+		const uint32_t rank = (uint32_t)__popc(tied & ((1u << lane) - 1));
+		const bool keep = from + lane < c.n && (key > least.key || (key == least.key && rank < ties));
+
+		for (uint32_t kept = __ballot_sync(FULL, keep); kept; kept &= kept - 1)
+			sum = round_add64(sum, (double)round_float(__shfl_sync(FULL, key, __ffs((int)kept) - 1)));
+		const uint32_t used = (uint32_t)__popc(tied);
+
+		ties -= used < ties ? used : ties;
+	}
+	return round_to_bfloat16(round_bits(round_to_float(round_div64(sum, (double)c.kept))));
+}
+
+/* Write the scales of chunk number k, and return its range. */
+DEVICE topk_range put_scales(const topk_kind &q, const topk_chunk &c, const topk_least &least, uint32_t k,
+			     const topk_writer &w, topk_room *room)
+{
+	uint32_t low = round_to_bfloat16(least.key), high = round_to_bfloat16(least.most);
+
+	if (q.bits == 1) {
+		if (threadIdx.x < 32)
+			room->scale = mean_scale(c, least, threadIdx.x);
+		__syncthreads();
+		low = high = room->scale;
+		if (threadIdx.x == 0)
+			or_bits(w.region, 16 * k, low);
+	} else if (threadIdx.x == 0) {
+		or_bits(w.region, 32ull * k, low | high << 16);
+	}
+	return range_of(low, high);
+}
+
+/* Append the codes of a list of kept values to the stream. */
+DEVICE_CALL void put_list(const topk_kind &q, const uint32_t *list, uint32_t count, topk_writer *w)
+{
+	const uint32_t position = (1u << CODE_AT) - 1;
+
+	__syncthreads(); /* the list is complete */
+	for (uint32_t from = 0; from < count; from += CTA_THREADS) {
+		const uint32_t j = from + threadIdx.x;
+		uint32_t gap = 0, nbits = 0;
+		uint64_t all;
+
+		if (j < count) {
+			gap = (list[j] & position) - (j ? (list[j - 1] & position) + 1 : w->next);
+			nbits = rice_nbits(gap, q.rice_k, WIRE_RICE_GAP_BITS) + q.bits;
+		}
+		uint32_t bit = w->bit + (uint32_t)cta_scan(nbits, &all);
+
+		w->bit += (uint32_t)all;
+		if (j < count) {
+			bit = put_rice(w->region, bit, gap, q.rice_k, WIRE_RICE_GAP_BITS);
+			or_bits(w->region, bit, list[j] >> CODE_AT);
+		}
+	}
+	w->next = count ? (list[count - 1] & position) + 1 : w->next;
+	__syncthreads(); /* all threads have read the list */
+}
+
+/* Return the code of a kept value. key_of: of its random bits; index: of the value in the tensor. */
+DEVICE uint32_t code_of(const topk_kind &q, const topk_range &range, const philox *key_of, uint64_t index, uint32_t x)
+{
+	const uint32_t h = key_of ? philox_half(*key_of, index, 0) : 0x8000;
+
+	return x >> 31 | topk_level(round_float(x & ROUND_ABS), range.low, range.high, topk_steps(q.bits), h) << 1;
+}
+
+/* Write the codes of a chunk, and its residual if there is one. */
+DEVICE void put_kept(const topk_kind &q, const topk_chunk &c, const topk_least &least, const topk_range &range,
+			  const philox *key_of, uint32_t *list, topk_writer *w)
+{
+	float *residual = c.source->residual;
+	const bool coded = range.high > 0;
+	uint32_t ties = least.ties, listed = 0;
+
+	w->next = 0;
+	for (uint32_t from = 0; from < c.n; from += TILE_VALUES) {
+		uint32_t x[4], above = 0, tied = 0;
+		const uint32_t there = load_tile(c, from, x), at = from + 4 * threadIdx.x;
+		uint64_t all;
+
+		for (uint32_t k = 0; k < there; k++) {
+			above += (x[k] & ROUND_ABS) > least.key;
+			tied += (x[k] & ROUND_ABS) == least.key;
+		}
+		const uint32_t before = (uint32_t)cta_scan(above | tied << 16, &all), all_tied = (uint32_t)all >> 16;
+		const uint32_t kept = ((uint32_t)all & 0xffff) + (all_tied < ties ? all_tied : ties);
+		uint32_t tie = before >> 16, rank = (before & 0xffff) + (tie < ties ? tie : ties);
+
+		if (coded && listed + kept > LISTED) {
+			put_list(q, list, listed, w);
+			listed = 0;
+		}
+		for (uint32_t k = 0; k < there; k++) {
+			const uint32_t key = x[k] & ROUND_ABS;
+			float left = round_float(x[k]);
+
+			if (coded && (key > least.key || (key == least.key && tie < ties))) {
+				const uint32_t code = code_of(q, range, key_of, c.first + at + k, x[k]);
+
+				list[listed + rank++] = (at + k) | code << CODE_AT;
+				left = round_sub(left,
+						 topk_value(code, range.low, range.high, topk_steps(q.bits), q.dtype));
+			}
+			tie += key == least.key;
+			if (residual)
+				residual[c.first + at + k] = left;
+		}
+		ties -= all_tied < ties ? all_tied : ties;
+		listed += kept;
+	}
+	if (coded)
+		put_list(q, list, listed, w);
+}
+
+/*
+ * Encode block b to a region in scratch memory, and set *size to its size in bytes. CODEC_NONFINITE: the block has NaN
+ * or Inf.
+ */
+DEVICE codec_status write_topk(const codec_encoding &e, const codec_view &v, uint64_t b, uint8_t *region,
+				    topk_room *room, uint32_t *size)
+{
+	const topk_kind q = kind_of_topk(v);
+	const philox key = {v.seed, (uint32_t)v.stream, (uint32_t)(v.stream >> 32)};
+	const uint32_t m = (uint32_t)block_values(&v, b), chunk = 1u << q.chunk_log2;
+	const uint32_t most = (uint32_t)topk_region_nbytes(&q, m);
+	topk_writer w = {region, 8 * (uint32_t)topk_scales_nbytes(&q, m), 0};
+
+	for (uint32_t i = threadIdx.x; i < most / 4; i += CTA_THREADS)
+		((uint32_t *)region)[i] = 0;
+	__syncthreads();
+	for (uint32_t k = 0; k << q.chunk_log2 < m; k++) {
+		const uint32_t from = k << q.chunk_log2, n = m - from < chunk ? m - from : chunk;
+		const topk_chunk c = {&e.source,       b * v.block_nvalues + from,     n, topk_kept(&q, n), v.dtype,
+				      in_quads(v.dtype, &e.source)};
+		const topk_least least = find_least(c, room->counts);
+
+		if (least.most >= ROUND_INF)
+			return CODEC_NONFINITE;
+		const topk_range range = put_scales(q, c, least, k, w, room);
+
+		if (range.high > 0 || e.source.residual)
+			put_kept(q, c, least, range, v.options & WIRE_OPTION_STOCHASTIC ? &key : NULL, room->list, &w);
+	}
+	*size = (w.bit + 8 * WIRE_ALIGN - 1) / (8 * WIRE_ALIGN) * WIRE_ALIGN;
+	return CODEC_OK;
+}
+
+#endif
