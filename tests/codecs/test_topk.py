@@ -138,18 +138,6 @@ def test_wrong_fields_are_rejected():
     assert codec.TopK(1e-9).kept == 1
 
 
-def test_other_engines_refuse_it():
-    x = values(1000, 0, 3)
-    frame = codec.encode(x, codec.TopK())
-    for call in (
-        lambda: codec.encode(x, codec.TopK(), options=codec.options(engine="numba")),
-        lambda: codec.decode(frame, options=codec.options(engine="numba")),
-        lambda: codec.reduce([frame, frame], options=codec.options(engine="numba")),
-    ):
-        with pytest.raises(codec.EngineError, match="numba engine does not have TopK"):
-            call()
-
-
 def test_deltas_of_activations_refuse_it():
     with pytest.raises(codec.SpecError, match="sends all values"):
         codec.ActivationDelta(codec.TopK())

@@ -13,7 +13,7 @@ from support import flatcall
 from support.device import Emulated, build, use
 from support.engine_comparison import level_arguments, like, outcome, sample_bits
 from support.frame_builder import recompute_checksums
-from support.sample_frames import DAMAGED_ON_ALL_ENGINES
+from support.sample_frames import FRAMES_TO_DAMAGE
 from support.specs import SPECS
 from support.tensors import LOSSY_DTYPES
 from support.tiers import NIGHTLY
@@ -26,7 +26,7 @@ EXTREMES = (*NUMBERS, *(2**k + d for k in (31, 32, 40, 60, 62, 63, 64) for d in 
 
 def originals():
     """Return frames to mutate: the frame, its dtype, and what decoding needs."""
-    frames = [(bytes(frame), dtype, how) for frame, dtype, _, how in DAMAGED_ON_ALL_ENGINES.values()]
+    frames = [(bytes(frame), dtype, how) for frame, dtype, _, how in FRAMES_TO_DAMAGE.values()]
     rng = np.random.default_rng(0)
     for seed, spec in enumerate(SPECS.values()):
         for dtype in ("float32", "bfloat16"):

@@ -35,8 +35,8 @@ from support.engine_comparison import (
 )
 from support.format_cases import HAND_MADE
 from support.frame_builder import recompute_checksums
-from support.golden_frames import GOLDEN, GOLDEN_FRAMES, OF_ALL_ENGINES, golden_tensor
-from support.sample_frames import DAMAGED_ON_ALL_ENGINES, damage
+from support.golden_frames import GOLDEN, GOLDEN_FRAMES, golden_tensor
+from support.sample_frames import FRAMES_TO_DAMAGE, damage
 from support.specs import LOSSY, MORE, SPECS, TRUNCATES
 from support.tensors import ADAMW, ALL_DTYPES, KINDS, NUMPY_DTYPES, gradient, optimizer_state, random_bits
 from support.tiers import N_DAMAGED, NIGHTLY, nightly
@@ -1059,7 +1059,7 @@ def test_thread_blocks_in_parallel(monkeypatch):
 def test_any_order_of_threads(order, monkeypatch):
     """Between collectives threads may run in any order."""
     monkeypatch.setenv("CUDA_ON_CPU_ORDER", order)
-    for name, (frame, dtype, _, how) in DAMAGED_ON_ALL_ENGINES.items():
+    for name, (frame, dtype, _, how) in FRAMES_TO_DAMAGE.items():
         ours, native = both_outcomes(frame, dtype, **how)
         assert ours == native, name
 
@@ -1087,7 +1087,7 @@ def test_scale_models_in_any_order_of_threads(order, monkeypatch):
 
 
 @by_cupy
-@pytest.mark.parametrize("name", OF_ALL_ENGINES)
+@pytest.mark.parametrize("name", GOLDEN)
 def test_golden_frames(name):
     frame, about = GOLDEN_FRAMES[name], GOLDEN[name]
     x, dtype, how = golden_tensor(name)
@@ -1098,7 +1098,7 @@ def test_golden_frames(name):
     assert encode(x, how.pop("spec", codec.Lossless()), dtype, **how) == frame
 
 
-@pytest.mark.parametrize("name", OF_ALL_ENGINES[::3])
+@pytest.mark.parametrize("name", [*GOLDEN][::3])
 def test_truncated_golden_frames(name):
     """At any byte, with and without a size field that agrees."""
     frame = GOLDEN_FRAMES[name]
@@ -1114,11 +1114,11 @@ def reduce_bits(frames, engine):
     return unify_nan(np.frombuffer(bytes_of(codec.reduce(frames, options=codec.options(engine=engine))), np.float32))
 
 
-@pytest.mark.parametrize("name", DAMAGED_ON_ALL_ENGINES)
+@pytest.mark.parametrize("name", FRAMES_TO_DAMAGE)
 def test_hostile_frames(name):
     """Damaged frames give the same tensor or the same error."""
-    frame, dtype, _, how = DAMAGED_ON_ALL_ENGINES[name]
-    rng = np.random.default_rng(sorted(DAMAGED_ON_ALL_ENGINES).index(name))
+    frame, dtype, _, how = FRAMES_TO_DAMAGE[name]
+    rng = np.random.default_rng(sorted(FRAMES_TO_DAMAGE).index(name))
     refused = 0
     for _ in range(N_DAMAGED):
         mutant = damage(frame, rng)

@@ -22,8 +22,8 @@ from support import cuda_c, device, flatcall
 from support.cuda_c import Decode, Encode, Failed
 from support.format_cases import HAND_MADE
 from support.frame_builder import recompute_checksums
-from support.golden_frames import GOLDEN_FRAMES, OF_ALL_ENGINES, golden_tensor
-from support.sample_frames import DAMAGED_ON_ALL_ENGINES, damage
+from support.golden_frames import GOLDEN, GOLDEN_FRAMES, golden_tensor
+from support.sample_frames import FRAMES_TO_DAMAGE, damage
 from support.specs import SPECS, TRUNCATES
 from support.tensors import ALL_DTYPES, KINDS, random_bits
 from support.tiers import N_DAMAGED, every
@@ -255,7 +255,7 @@ def test_statuses_of_encoding(cuda):
     assert result == (0, BAD_ARGUMENT, 0)
 
 
-@pytest.mark.parametrize("name", OF_ALL_ENGINES)
+@pytest.mark.parametrize("name", GOLDEN)
 def test_golden_frames(cuda, name):
     frame = GOLDEN_FRAMES[name]
     info = codec.inspect(frame)
@@ -304,14 +304,14 @@ def check_outcome(cuda, frame, spec, dtype, shape, flags=0):
     return result.status
 
 
-@pytest.mark.parametrize("name", DAMAGED_ON_ALL_ENGINES)
+@pytest.mark.parametrize("name", FRAMES_TO_DAMAGE)
 def test_hostile_frames(cuda, name):
     """Damaged frames give the values or the status of the native engine; the tensor is unchanged with VERIFY_FIRST."""
-    frame = DAMAGED_ON_ALL_ENGINES[name][0]
+    frame = FRAMES_TO_DAMAGE[name][0]
     info = codec.inspect(frame)
     if getattr(info.spec, "level_coding", "") == "shared":
         return
-    rng = np.random.default_rng(sorted(DAMAGED_ON_ALL_ENGINES).index(name))
+    rng = np.random.default_rng(sorted(FRAMES_TO_DAMAGE).index(name))
     statuses = [
         check_outcome(cuda, damage(frame, rng), info.spec, info.dtype, info.shape, flags)
         for flags in (0, VERIFY)
@@ -323,7 +323,7 @@ def test_hostile_frames(cuda, name):
 @pytest.mark.parametrize("name", ["model", "parts", "float8_entropy", "uint8-1500-sparse", "sign_two_mean"])
 def test_every_damaged_byte_of_headers_and_side_sections(cuda, name):
     """Frames with a recomputed checksum, so that the checks behind it are reached."""
-    frame = DAMAGED_ON_ALL_ENGINES[name][0]
+    frame = FRAMES_TO_DAMAGE[name][0]
     info = codec.inspect(frame)
     rng = np.random.default_rng(0)
     for i in every(3, range(48 + 8 * len(info.shape) + int.from_bytes(frame[12:16], "little"))):
@@ -333,7 +333,7 @@ def test_every_damaged_byte_of_headers_and_side_sections(cuda, name):
         check_outcome(cuda, bytes(mutant) if recomputed is None else recomputed, info.spec, info.dtype, info.shape)
 
 
-@pytest.mark.parametrize("name", OF_ALL_ENGINES[::11])
+@pytest.mark.parametrize("name", [*GOLDEN][::11])
 def test_truncated_frames(cuda, name):
     frame = GOLDEN_FRAMES[name]
     info = codec.inspect(frame)

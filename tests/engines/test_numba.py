@@ -33,9 +33,9 @@ from support.engine_comparison import (
 )
 from support.format_cases import FLOAT16, HAND_MADE, JOINT, SEVEN, cut, u32
 from support.frame_builder import coded
-from support.golden_frames import GOLDEN, GOLDEN_FRAMES, OF_ALL_ENGINES, OLDER_FRAMES, golden_tensor
+from support.golden_frames import GOLDEN, GOLDEN_FRAMES, OLDER_FRAMES, golden_tensor
 from support.philox import random_words
-from support.sample_frames import DAMAGED_ON_ALL_ENGINES, damage
+from support.sample_frames import FRAMES_TO_DAMAGE, damage
 from support.specs import FAMILIES, LOSSY, MORE, SPECS, TRUNCATE_LEVELS, TRUNCATES
 from support.tensors import ADAMW, ALL_DTYPES, KINDS, NUMPY_DTYPES, gradient, normal_values, optimizer_state
 from support.tiers import N_DAMAGED, every
@@ -488,7 +488,7 @@ def test_flush_denormal_does_not_change_results(name):
         assert flushed[1] == expected
 
 
-@pytest.mark.parametrize("name", OF_ALL_ENGINES)
+@pytest.mark.parametrize("name", GOLDEN)
 def test_golden_frames(name):
     """Encoding and decoding."""
     about, frame = GOLDEN[name], GOLDEN_FRAMES[name]
@@ -506,11 +506,11 @@ def test_golden_frames_of_former_encoders(path):
     assert hashlib.sha256(values).hexdigest() == about.get("older_values_sha256", about["tensor_sha256"])
 
 
-@pytest.mark.parametrize("name", DAMAGED_ON_ALL_ENGINES)
+@pytest.mark.parametrize("name", FRAMES_TO_DAMAGE)
 def test_hostile_frames(name):
     """Damaged frames give the same tensor or the same error for any threads, and leave memory unchanged."""
-    frame, dtype, n, how = DAMAGED_ON_ALL_ENGINES[name]
-    rng = np.random.default_rng(sorted(DAMAGED_ON_ALL_ENGINES).index(name))
+    frame, dtype, n, how = FRAMES_TO_DAMAGE[name]
+    rng = np.random.default_rng(sorted(FRAMES_TO_DAMAGE).index(name))
     out, seen = np.zeros(codec.inspect(frame).shape, like(dtype).dtype), []
     for i in range(N_DAMAGED if n < 20_000 else N_DAMAGED // 2):
         mutant = damage(frame, rng)

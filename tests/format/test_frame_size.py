@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import codec
 from codec.frame_size import has_fixed_rate
-from support.specs import SPECS, TOPKS
+from support.specs import SPECS
 
 FIXED = {name: spec for name, spec in SPECS.items() if has_fixed_rate(spec)}
 SHAPES = [(), (0,), (1,), (5,), (3, 7), (16_384,), (16_385,), (100, 1000), (81_921,), (3, 70_000)]
@@ -87,7 +87,7 @@ def test_frame_nbytes_takes_mappings_and_presets():
     assert codec.frame_nbytes(6464, "f4", "smallest", segments=parameters) == len(frame)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in (SPECS | TOPKS).values() if not has_fixed_rate(spec)])
+@pytest.mark.parametrize("spec", [spec for spec in SPECS.values() if not has_fixed_rate(spec)])
 def test_frame_nbytes_rejects_specs_of_variable_rate(spec):
     with pytest.raises(codec.SpecError, match="depends on the values"):
         codec.frame_nbytes(1000, "float32", spec)

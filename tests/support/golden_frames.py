@@ -24,7 +24,6 @@ FOLDER = Path(__file__).parents[1] / "vectors"
 INDEX_FILE = FOLDER / "index.json"
 OLDER_FRAMES = sorted((FOLDER / "older").glob("*.codec"))
 GOLDEN = json.loads(INDEX_FILE.read_text())
-OF_ALL_ENGINES = [name for name in GOLDEN if "-topk" not in name]
 GOLDEN_FRAMES = {name: (FOLDER / f"{name}.codec").read_bytes() for name in GOLDEN}
 
 

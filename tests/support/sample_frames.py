@@ -77,8 +77,6 @@ def frames_to_damage():
 
 
 FRAMES_TO_DAMAGE = frames_to_damage()
-# without those of codecs that the native engine alone has
-DAMAGED_ON_ALL_ENGINES = {name: about for name, about in FRAMES_TO_DAMAGE.items() if "topk" not in name}
 
 
 def damage(frame, rng):

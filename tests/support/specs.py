@@ -23,7 +23,6 @@ LOSSY = {
     "quantize_8": codec.Quantize(8, 3000, "even", "nearest"),
 }
 
-# the native engine alone has this codec
 TOPKS = {
     "topk_2": codec.TopK(1 / 16, chunk=512),
     "topk_1": codec.TopK(bits=1),
@@ -59,7 +58,7 @@ MORE = {
     "truncate_feedback": codec.Truncate(level_coding="shared", guard="feedback"),
 }
 
-SPECS = LOSSLESS | LOSSY | TRUNCATES | MORE
+SPECS = LOSSLESS | LOSSY | TOPKS | TRUNCATES | MORE
 # names of one spec of each family of codecs
 FAMILIES = (
     "lossless",

@@ -56,7 +56,7 @@ FILES = {
     "delta/encode": File(128, _each("encode_delta", _SIZES, 4)),
     "delta/decode": File(128, _each("decode_delta", _SIZES, 4)),
     "topk/encode": File(256, {"choose_topk": 4, "encode_topk": 4}),
-    "topk/decode": File(128, {"decode_topk": 8}),
+    "topk/decode": File(128, {"decode_topk": 6}),
     "frame/decode_stored": File(128, {"decode_stored": 4}),
 }
 FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kernels}

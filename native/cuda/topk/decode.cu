@@ -5,7 +5,7 @@
  * Decode blocks, one a warp, or only check them. Grid: (CTAs, frames). Values are stored while codes are read: a launch
  * that only checks must come first, if an invalid frame may not change the destination.
  */
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 8) decode_topk(const codec_decoding *decodings)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 6) decode_topk(const codec_decoding *decodings)
 {
 	decode_blocks<1>(decodings, 0,
 			 [](const codec_decoding &d, const job *j, uint64_t b, const cursor &c, const pairs &,

@@ -31,12 +31,11 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 4) encode_topk(const c
 	const topk_kind q = kind_of_topk(v);
 	const uint32_t lane = threadIdx.x % 32;
 
-	if (WARPS * blockIdx.x >= e.warps ||
-	    cta_broadcast(threadIdx.x == 0 ? *(volatile uint32_t *)&e.out->fault : 0))
+	if (WARPS * blockIdx.x >= e.warps || cta_broadcast(threadIdx.x == 0 ? *(volatile uint32_t *)&e.out->fault : 0))
 		return;
 	if (threadIdx.x < 32)
-		unit = take_units(e.scratch,
-				  topk_region_nbytes(&q, v.n < v.block_nvalues ? v.n : v.block_nvalues), lane);
+		unit = take_units(e.scratch, topk_region_nbytes(&q, v.n < v.block_nvalues ? v.n : v.block_nvalues),
+				  lane);
 	__syncthreads();
 	for (uint64_t b; (b = cta_next_task(&e.out->ticket)) < v.nblocks;) {
 		uint32_t size = WIRE_ALIGN;

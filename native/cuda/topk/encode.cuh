@@ -1,8 +1,8 @@
 /* topk/encode.cuh - encode a block of TopK by a CTA, one chunk after the other. docs/encoder.md, section 11.
  *
  * Positions of kept values follow from sums over threads. They are listed in shared memory with their codes, so that
- * the next step has a kept value a thread: sums of sizes say where its code stands. A region grows in scratch memory, and
- * is copied to the frame when its size, and so its place, is known.
+ * the next step has a kept value a thread: sums of sizes say where its code stands. A region grows in scratch memory,
+ * and is copied to the frame when its size, and so its place, is known.
  */
 #ifndef CODEC_CUDA_TOPK_ENCODE_CUH
 #define CODEC_CUDA_TOPK_ENCODE_CUH
@@ -104,7 +104,7 @@ DEVICE uint32_t code_of(const topk_kind &q, const topk_range &range, const philo
 
 /* Write the codes of a chunk, and its residual if there is one. */
 DEVICE void put_kept(const topk_kind &q, const topk_chunk &c, const topk_least &least, const topk_range &range,
-			  const philox *key_of, uint32_t *list, topk_writer *w)
+		     const philox *key_of, uint32_t *list, topk_writer *w)
 {
 	float *residual = c.source->residual;
 	const bool coded = range.high > 0;
@@ -155,7 +155,7 @@ DEVICE void put_kept(const topk_kind &q, const topk_chunk &c, const topk_least &
  * or Inf.
  */
 DEVICE codec_status write_topk(const codec_encoding &e, const codec_view &v, uint64_t b, uint8_t *region,
-				    topk_room *room, uint32_t *size)
+			       topk_room *room, uint32_t *size)
 {
 	const topk_kind q = kind_of_topk(v);
 	const philox key = {v.seed, (uint32_t)v.stream, (uint32_t)(v.stream >> 32)};
@@ -168,8 +168,8 @@ DEVICE codec_status write_topk(const codec_encoding &e, const codec_view &v, uin
 	__syncthreads();
 	for (uint32_t k = 0; k << q.chunk_log2 < m; k++) {
 		const uint32_t from = k << q.chunk_log2, n = m - from < chunk ? m - from : chunk;
-		const topk_chunk c = {&e.source,       b * v.block_nvalues + from,     n, topk_kept(&q, n), v.dtype,
-				      in_quads(v.dtype, &e.source)};
+		const topk_chunk c = {&e.source, b * v.block_nvalues + from,  n, topk_kept(&q, n),
+				      v.dtype,   in_quads(v.dtype, &e.source)};
 		const topk_least least = find_least(c, room->counts);
 
 		if (least.most >= ROUND_INF)

@@ -41,8 +41,8 @@ DEVICE uint32_t load_tile(const topk_chunk &c, uint32_t from, uint32_t x[4])
 }
 
 /*
- * Count the keys of a chunk by the digit from bit `shift` on, if the bits above the digit are those of `high`. Keys of 0
- * are not counted. Returns the thread's largest key.
+ * Count the keys of a chunk by the digit from bit `shift` on, if the bits above the digit are those of `high`. Keys of
+ * 0 are not counted. Returns the thread's largest key.
  */
 DEVICE uint32_t count_digits(const topk_chunk &c, uint32_t *counts, uint32_t shift, uint32_t bits, uint32_t high)
 {

@@ -8,6 +8,7 @@
 
 #include "coder/sample.cuh"
 #include "kernels/layout.cuh"
+#include "exact/topk.h"
 #include "rows/rows.cuh"
 
 DEVICE uint64_t load64(const uint8_t *p)
@@ -24,7 +25,7 @@ struct codec_entry {
 		truncate,
 		delta,
 		topk
-	} family; /* topk: of no plan, whose codec frames must have */
+	} family;
 	uint32_t dtypes;
 	uint8_t variants, options, max_bits, least_max_code_length;
 };
@@ -116,8 +117,10 @@ DEVICE codec_status read_params(const uint8_t *b, codec_view *v)
 			       ? CODEC_BAD_HEADER
 			       : CODEC_OK;
 	}
-	v->group_size = is_rows(v->codec) ? rest : 0;
-	return is_rows(v->codec) || !rest ? CODEC_OK : CODEC_BAD_HEADER;
+	if (v->codec == CODEC_TOPK && (!v->bits || (rest && !topk_is_group(rest))))
+		return CODEC_BAD_HEADER;
+	v->group_size = is_rows(v->codec) || v->codec == CODEC_TOPK ? rest : 0;
+	return v->group_size == rest ? CODEC_OK : CODEC_BAD_HEADER;
 }
 
 /* Check that the fields of a frame in blocks are consistent. log2: of a block's values; 0: blocks follow rows. */
@@ -136,6 +139,11 @@ DEVICE codec_status check_blocks(const codec_view *v, uint32_t log2)
 	if (v->codec == CODEC_DELTA) {
 		bad = v->fixed || v->coded || v->halved || v->flags || v->side_nbytes != WIRE_DELTA_SIDE_NBYTES ||
 		      (log2 && (log2 < WIRE_DELTA_MIN_BLOCK_LOG2 || log2 > WIRE_DELTA_MAX_BLOCK_LOG2));
+		return bad ? CODEC_BAD_HEADER : CODEC_OK;
+	}
+	if (v->codec == CODEC_TOPK) {
+		bad = !v->group_size || v->fixed || v->coded || v->halved || v->flags || v->side_nbytes ||
+		      log2 < v->group_size >> WIRE_TOPK_CHUNK_AT || log2 > WIRE_TOPK_MAX_BLOCK_LOG2;
 		return bad ? CODEC_BAD_HEADER : CODEC_OK;
 	}
 	bad = log2 < WIRE_MIN_BLOCK_LOG2 || log2 > WIRE_MAX_BLOCK_LOG2;
@@ -209,7 +217,8 @@ static __device__ codec_status read_header(const uint8_t *b, uint64_t have, cons
 		return CODEC_BAD_HEADER;
 	if (v->layout == WIRE_LAYOUT_STORED)
 		return log2 || v->fixed || v->coded || v->side_nbytes || v->flags || v->halved || v->group_size ||
-				       (is_rows(v->codec) && n) || v->codec == CODEC_DELTA || blocks ||
+				       ((is_rows(v->codec) || v->codec == CODEC_TOPK) && n) ||
+				       v->codec == CODEC_DELTA || blocks ||
 				       v->frame_nbytes != v->side_offset + n * size_of(v->dtype)
 			       ? CODEC_BAD_HEADER
 			       : CODEC_OK;

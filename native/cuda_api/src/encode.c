@@ -42,12 +42,18 @@ static uint64_t sums_nbytes(const codec_cuda_encode_item *a)
 	return a->flags & CODEC_FEEDBACK ? align16(4 * p->n) + align16(p->nbytes) : 0;
 }
 
+/* Return the CTAs that encode a tensor: a warp encodes a block, or all warps of a CTA do (TOPK). */
+static uint32_t needed_ctas(const codec_cuda_plan *p)
+{
+	return plan_ctas(p, p->encode, p->codec == CODEC_TOPK ? WARPS * p->nblocks : p->nblocks);
+}
+
 /* Return the CTAs of an item's encoding kernel. */
 static uint32_t ctas_of(const codec_cuda_encode_item *a, const struct layout *l)
 {
 	const codec_cuda_plan *p = a->plan;
 
-	return share_ctas(p->device, p->encode, plan_ctas(p, p->encode, p->nblocks), l->ctas[group_of(a)]);
+	return share_ctas(p->device, p->encode, needed_ctas(p), l->ctas[group_of(a)]);
 }
 
 /* Return 1 if an item is of a group and of a class of it. */
@@ -72,7 +78,7 @@ static void lay_out(const codec_cuda_encode_item *items, size_t count, struct la
 		const codec_cuda_plan *p = items[i].plan;
 
 		l->count[group_of(items + i)]++;
-		l->ctas[group_of(items + i)] += plan_ctas(p, p->encode, p->nblocks);
+		l->ctas[group_of(items + i)] += needed_ctas(p);
 		l->npreprocessings += is_preprocessed(items + i);
 		zeroed += ZEROED_NBYTES(p);
 		made += p->made_nbytes;

@@ -46,12 +46,15 @@
 	X(DECODE_DELTA_2, "decode_delta<2>", 128, 4)                                                                   \
 	X(DECODE_DELTA_4, "decode_delta<4>", 128, 4)                                                                   \
 	X(DECODE_DELTA_8, "decode_delta<8>", 128, 4)                                                                   \
+	X(ENCODE_TOPK, "encode_topk", 256, 4)                                                                          \
+	X(DECODE_TOPK, "decode_topk", 128, 6)                                                                          \
 	X(DECODE_STORED, "decode_stored", 128, 4)
 
 /* Kernels that the library itself does not launch. Other host parts get them from codec_cuda_code_for. */
 #define CODEC_CUDA_OTHER_KERNELS(X)                                                                                    \
 	X(GATHER, "gather", 256, 4)                                                                                    \
 	X(CHECK_FINITE, "check_finite", 256, 4)                                                                        \
+	X(CHOOSE_TOPK, "choose_topk", 256, 4)                                                                          \
 	X(REDUCE_ROWS_2, "reduce_rows<2>", 128, 4)                                                                     \
 	X(REDUCE_ROWS_3, "reduce_rows<3>", 128, 4)                                                                     \
 	X(REDUCE_ROWS_4, "reduce_rows<4>", 128, 4)                                                                     \

@@ -96,6 +96,10 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 		p->decode = DECODE_DELTA_1 + log2;
 		p->encode_each = s->encode_delta[log2];
 		p->decode_each = s->decode_delta[log2] * ((min64(p->view.block_nvalues, p->n) + 1023) / 1024);
+	} else if (p->codec == CODEC_TOPK) {
+		p->choose = p->encode = ENCODE_TOPK;
+		p->decode = DECODE_TOPK;
+		p->encode_each = region / WARPS; /* a CTA takes the units of all its warps for a region */
 	} else {
 		p->choose = CHOOSE_ROWS;
 		p->encode = ENCODE_ROWS_2 + (p->codec - CODEC_SIGN);
@@ -154,7 +158,7 @@ static int make_plan(codec_cuda_plan *p, const codec_spec *spec, codec_tensor *l
 	for (uint32_t i = 0; i < like->rank; i++)
 		p->n *= p->shape[i] = like->shape[i];
 	p->nbytes = like->nbytes = p->n * p->itemsize;
-	p->entropy = p->codec != CODEC_LOSSLESS && p->codec != CODEC_TRUNCATE && p->codec != CODEC_DELTA &&
+	p->entropy = p->codec >= CODEC_SIGN && p->codec <= CODEC_QUANTIZE &&
 		     row_kind_of(spec->codec, spec->variant, spec->options, 8, like->dtype).entropy;
 	TRY(plan_job(p, spec, like, with));
 	p->choice_nbytes = p->device->scratch.choose[0] + max64(p->nparts, 1) * p->device->scratch.choose[1];
@@ -176,8 +180,6 @@ int codec_cuda_plan_open(const codec_cuda_device *device, const codec_spec *spec
 	*plan = NULL;
 	if (!device || !spec || spec->struct_nbytes < sizeof *spec || !like || like->struct_nbytes < sizeof *like)
 		return CODEC_BAD_ARGUMENT;
-	if (spec->codec == CODEC_TOPK)
-		return CODEC_UNSUPPORTED;
 	if (!(p = calloc(1, sizeof *p)))
 		return CODEC_CUDA_NO_MEMORY;
 	p->device = device;

@@ -24,6 +24,14 @@ BITS_FN uint32_t topk_group(uint32_t chunk_log2, uint32_t kept)
 	return chunk_log2 << WIRE_TOPK_CHUNK_AT | kept;
 }
 
+/* Return 1 if both numbers of such a parameter are in range. */
+BITS_FN int topk_is_group(uint32_t group)
+{
+	uint32_t log2 = group >> WIRE_TOPK_CHUNK_AT, kept = group & WIRE_TOPK_KEPT;
+
+	return log2 >= WIRE_TOPK_MIN_CHUNK_LOG2 && log2 <= WIRE_TOPK_MAX_BLOCK_LOG2 && kept && kept <= 1u << (log2 - 1);
+}
+
 BITS_FN struct topk_kind topk_kind_of(uint32_t group, uint32_t bits, uint32_t dtype)
 {
 	struct topk_kind q = {0, 0, 0, 0, 0};

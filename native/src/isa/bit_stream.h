@@ -73,11 +73,12 @@ ALWAYS uint64_t read_rice(struct bit_reader *r, uint32_t k, uint32_t full, uint3
 }
 
 /* Return 1 if a stream has been read to its end: fewer than 64 bits are left, and are 0. */
-ALWAYS int stream_ends(struct bit_reader *r)
+ALWAYS int stream_ends(const struct bit_reader *r)
 {
+	struct bit_reader rest = *r;
 	uint64_t left = 8 * r->nbytes - r->at;
 
-	return r->at <= 8 * r->nbytes && left < 64 && !read_bits(r, (uint32_t)left);
+	return r->at <= 8 * r->nbytes && left < 64 && !read_bits(&rest, (uint32_t)left);
 }
 
 /* Bit stream being written. `full` is set, and nothing more is written, when `end` is reached. */

@@ -3,14 +3,6 @@
 
 #define BAD(at, found, expected) return fault(f, CODEC_BAD_HEADER, at, found, expected)
 
-/* Return 1 if a group_size has numbers in range. */
-static int is_group(uint32_t group)
-{
-	uint32_t log2 = group >> WIRE_TOPK_CHUNK_AT, kept = group & WIRE_TOPK_KEPT;
-
-	return log2 >= WIRE_TOPK_MIN_CHUNK_LOG2 && log2 <= WIRE_TOPK_MAX_BLOCK_LOG2 && kept && kept <= 1u << (log2 - 1);
-}
-
 static codec_status params_ask(const codec_spec *s, struct header *h)
 {
 	uint32_t chunk = s->group_size ? s->group_size : WIRE_TOPK_CHUNK;
@@ -23,7 +15,7 @@ static codec_status params_ask(const codec_spec *s, struct header *h)
 	h->options = (uint8_t)s->options;
 	h->bits = (uint8_t)(s->bits ? s->bits : 2);
 	h->group_size = topk_group((uint32_t)__builtin_ctz(chunk), kept);
-	return is_group(h->group_size) ? CODEC_OK : CODEC_BAD_SPEC;
+	return topk_is_group(h->group_size) ? CODEC_OK : CODEC_BAD_SPEC;
 }
 
 static int own_fault(const struct header *h)
@@ -31,7 +23,7 @@ static int own_fault(const struct header *h)
 	if (!h->bits)
 		return WIRE_PARAM_BITS;
 	/* a stored frame has none */
-	return h->group_size && !is_group(h->group_size) ? WIRE_PARAM_GROUP_SIZE : -1;
+	return h->group_size && !topk_is_group(h->group_size) ? WIRE_PARAM_GROUP_SIZE : -1;
 }
 
 static codec_status header_check(const struct header *h, codec_fault *f)

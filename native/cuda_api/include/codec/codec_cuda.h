@@ -99,7 +99,7 @@ typedef struct codec_cuda_plan codec_cuda_plan;
  * Make a plan for tensors like `like`, whose data is not read. The host's memory that the plan takes is freed by
  * codec_cuda_plan_close. `segments`, which may be NULL, are the parts of a flat tensor, as in codec_context.
  *
- * CODEC_UNSUPPORTED: TRUNCATE with CODEC_LEVEL_CODING_SHARED, whose decoder needs an optimizer's state, and TOPK.
+ * CODEC_UNSUPPORTED: TRUNCATE with CODEC_LEVEL_CODING_SHARED, whose decoder needs an optimizer's state.
  */
 CODEC_API int codec_cuda_plan_open(const codec_cuda_device *device, const codec_spec *spec, const codec_tensor *like,
 				   const codec_segment *segments, uint64_t nsegments, codec_cuda_plan **plan);
