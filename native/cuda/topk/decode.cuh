@@ -88,24 +88,24 @@ DEVICE bool read_chunk(const codec_sink &sink, topk_codes *c, uint32_t kept, bit
 	uint32_t next = 0, done = 0;
 	bool bad = false;
 
-	for (uint32_t i = 0; i < kept; i++) {
-		uint32_t code;
-		const uint32_t at = next + read_kept(c->q, r, &code, &bad);
+	do { /* also of a chunk without codes, whose values are 0 */
+		const uint32_t count = kept < 32 ? kept : 32;
 
-		if (bad || at >= c->n)
-			return false;
-		next = at + 1;
-		if (i % 32 == lane) {
-			c->at = at;
-			c->code = code;
+		for (uint32_t i = 0; i < count; i++) {
+			uint32_t code;
+			const uint32_t at = next + read_kept(c->q, r, &code, &bad);
+
+			if (bad || at >= c->n)
+				return false;
+			next = at + 1;
+			c->at = i == lane ? at : c->at;
+			c->code = i == lane ? code : c->code;
 		}
-		if (i % 32 == 31 && sink.data) {
-			put_codes(sink, *c, 32, done, next, lane);
-			done = next;
-		}
-	}
-	if (sink.data)
-		put_codes(sink, *c, kept % 32, done, c->n, lane);
+		kept -= count;
+		if (sink.data)
+			put_codes(sink, *c, count, done, kept ? next : c->n, lane);
+		done = next;
+	} while (kept);
 	return r->at <= 32ull * r->nwords;
 }
 
