@@ -27,7 +27,7 @@ from support.cuda_tensors import DeviceTensor, connect_gpus, gpu, host
 from support.ddp_training import ENCODE_ALL, hook_state_bytes, parameter_bytes, train, wrapped
 from support.faults import KILLED, at_fault_point, damaged_frames, die
 from support.ranks import RankPool
-from support.specs import LOSSLESS, LOSSY, TRUNCATES
+from support.specs import LOSSLESS, LOSSY, TOPKS, TRUNCATES
 from support.tensors import ADAMW
 from support.tiers import every, nightly
 
@@ -215,7 +215,8 @@ def _feedback(rank, size, kind):
     """Reduce tensors with error feedback, on a GPU in most steps, and with residuals from a checkpoint in others."""
     with gpu(kind) as put:
         for algorithm in ("two_shot", "all_gather", "raw"):
-            here, there = codec.torch.Feedback(codec.Sign()), codec.torch.Feedback(codec.Sign())
+            spec = TOPKS["topk_2"] if algorithm == "all_gather" else codec.Sign()
+            here, there = codec.torch.Feedback(spec), codec.torch.Feedback(spec)
             for step, place in enumerate((put, put, torch.clone, put)):
                 x = rank_values(10 * step + rank, SHAPE)
                 codec.torch.all_reduce(x_here := x.clone(), op="mean", feedback=here, options=how(algorithm))
@@ -265,7 +266,7 @@ class _BucketOnGpu:
 
 def _train(rank, size, kind, name, feedback):
     """Train by a hook with gradients in host memory and on a GPU; return whether parameters and residuals are equal."""
-    spec, found = SPECS.get(name) or TRUNCATES[name], []
+    spec, found = (SPECS | TOPKS | TRUNCATES)[name], []
     with gpu(kind) as put:
         for place in (torch.clone, put):
             model = wrapped()
@@ -285,7 +286,7 @@ def _train(rank, size, kind, name, feedback):
 
 @pytest.mark.parametrize(
     ("name", "feedback"),
-    [("quantize_4", True), ("truncate_bit", False)]
+    [("quantize_4", True), ("topk_2", True), ("truncate_bit", False)]
     + [
         pytest.param(*x, marks=pytest.mark.nightly)
         for x in (("lossless", False), ("sign_row", True), ("float8_e4m3fn", False))
