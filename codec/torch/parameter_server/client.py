@@ -11,7 +11,7 @@ import codec
 from codec import ArgumentError, CallOptions, PeerError, SpecError, StateError, Status
 from codec._options import settings_of
 from codec.arguments import check_timeout, shown, whole
-from codec.specs import SpecLike, Ternary
+from codec.specs import SpecLike, Ternary, require_feedback
 from codec.torch.parameter_server.arguments import check_ranks, endpoint_for
 from codec.torch.parameter_server.average import mean, terngrad
 from codec.torch.parameter_server.links import ClientStats
@@ -107,7 +107,8 @@ class ParameterClient:
             Tensors to encode, by key; numbers for keys of shape (); None for zeros; or frames, which for keys of floats
             may be uint8 tensors.
         spec : Spec or name of a preset
-            Spec of the frames of float tensors. Integers are sent by Lossless.
+            Spec of the frames of float tensors. Integers are sent by Lossless. :class:`codec.TopK` needs error
+            feedback: push frames that ``codec.encode(residual=, feedback=True)`` has made.
 
         Raises
         ------
@@ -120,6 +121,7 @@ class ParameterClient:
             A server is lost.
         """
         step, spec = _step(step), plain_spec(spec)
+        require_feedback(spec, "push frames of codec.encode(residual=, feedback=True)")
         with self._call():
             frames = {name: self._session.frame(step, name, value, spec) for name, value in tensors.items()}
             self._session.round(self._session.push(step, frames))
@@ -198,11 +200,12 @@ class ParameterClient:
         PeerError
             Another worker has failed, was lost or was too late; or a server is lost.
         SpecError
-            A spec with a `scale`: workers agree on it.
+            A spec with a `scale`: workers agree on it; or :class:`codec.TopK`, which needs error feedback.
         StateError
             As for :meth:`push`.
         """
         step, spec = _step(step), plain_spec(spec)
+        require_feedback(spec, "push frames of codec.encode(residual=, feedback=True), and pull their mean")
         if isinstance(spec, Ternary) and spec.scale is not None:
             raise SpecError("workers agree on the scale themselves: leave out scale=")
         with self._call():

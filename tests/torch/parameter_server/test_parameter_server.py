@@ -123,6 +123,30 @@ def test_push_and_pull(pools):
         assert later["c"] == 2
 
 
+def _topk(client, worker, workers):
+    """Push frames of TopK, made with residuals, in three steps; return the sums of means, gradients and residuals."""
+    spec, left = codec.TopK(1 / 16, chunk=64), np.zeros(1000, np.float32)
+    total, given = np.zeros_like(left), np.zeros_like(left)
+    client.init({"x": (1000,)})
+    for step in range(3):
+        x = torch.randn(1000, generator=torch.Generator().manual_seed(10 * step + worker))
+        for call in (client.push, client.average):
+            with pytest.raises(codec.SpecError, match=r"needs error feedback.*residual="):
+                call(step, {"x": x}, spec)
+        client.push(step, {"x": codec.encode(x, spec, residual=left, feedback=True)})
+        total += client.pull(step, ["x"])["x"].numpy()
+        given += x.numpy()
+    return total, given, left
+
+
+def test_frames_of_topk_are_averaged_and_topk_without_residuals_is_refused(pools):
+    found, _ = run(pools(3), 1, _topk)
+    assert found[0][0].tobytes() == found[1][0].tobytes()
+    sent = np.mean([given - left for _, given, left in found], axis=0)
+    np.testing.assert_allclose(found[0][0], sent, atol=1e-5)
+    assert np.linalg.norm(found[0][2]) > 1
+
+
 def _unused_and_frozen(client, worker, workers):
     """The loop of docs/parameter-server.md; worker 0 does not use an expert, and a layer is frozen."""
     torch.manual_seed(0)
