@@ -93,6 +93,13 @@ std::vector<Mistake> mistakes()
 {
 	return {
 		{CODEC_BAD_SPEC, [](Call &c) { c.spec.codec = 99; }},
+		{CODEC_BAD_SPEC, [](Call &c) { c.spec = spec_of(CODEC_DELTA); }},
+		{CODEC_BAD_SPEC, [](Call &c) { c.spec = spec_of(CODEC_TOPK), c.options.sums_residual = nullptr; }},
+		{CODEC_BAD_SPEC,
+		 [](Call &c) {
+			 c.spec = spec_of(CODEC_TOPK), c.options.residual = nullptr;
+			 c.options.algorithm = Algorithm::all_gather;
+		 }},
 		{CODEC_BAD_SPEC, [](Call &c) { c.spec.bits = 9; }},
 		{CODEC_BAD_SPEC, [](Call &c) { c.spec.clip = 1; }},
 		{CODEC_BAD_ARGUMENT, [](Call &c) { c.spec.struct_nbytes = 0; }},
@@ -381,13 +388,19 @@ std::string other_wish(Rank &me)
 		[](Group &g, Call &c) { g.reduce_scatter(c.x.data(), c.out.data(), N / 4, c.dtype, c.spec); },
 	};
 
-	for (size_t i = 0; i < wishes.size(); i++) {
+	const size_t keeps = wishes.size(); /* another number of values that TOPK keeps */
+
+	for (size_t i = 0; i <= keeps; i++) {
 		Call call(me.rank, CODEC_BFLOAT16);
 
+		if (i == keeps)
+			call.spec = spec_of(CODEC_TOPK);
+		if (i == keeps && me.rank == WRONG)
+			call.spec.kept = 100;
 		try {
 			thrown<PeerError>(
 				[&] {
-					if (me.rank == WRONG)
+					if (me.rank == WRONG && i < keeps)
 						wishes[i](group, call);
 					else
 						call.run(group);

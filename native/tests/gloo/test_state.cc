@@ -278,7 +278,7 @@ std::string telescoped(Rank &me)
 	Group group(me.connect());
 
 	for (uint32_t dtype : DTYPES) {
-		for (uint32_t codec : {CODEC_QUANTIZE, CODEC_SIGN, CODEC_FLOAT8}) {
+		for (uint32_t codec : {CODEC_QUANTIZE, CODEC_SIGN, CODEC_FLOAT8, CODEC_TOPK}) {
 			/* the rounding of sums to the dtype before encoding is in no residual */
 			const double limit = dtype == CODEC_FLOAT32 ? 2e-6 : dtype == CODEC_BFLOAT16 ? 0.04 : 0.005;
 			codec_spec spec = spec_of(codec);

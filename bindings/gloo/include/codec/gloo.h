@@ -111,7 +111,8 @@ struct Options {
 	/**
 	 * Residuals of error feedback, n values each, zero before the first call. A call adds them to the values that
 	 * it encodes, and stores what encoding loses. `residual` is for this rank's frames, `sums_residual` for the
-	 * sums that this rank encodes. The ring has none, blocks only the first.
+	 * sums that this rank encodes. The ring has none, blocks only the first. Reductions with CODEC_TOPK need them:
+	 * all_gather and reduce_scatter the first, two_shot both.
 	 */
 	float *residual = nullptr;
 	float *sums_residual = nullptr; /**< residual of the sums that this rank encodes */
@@ -147,6 +148,8 @@ public:
 						"a ring has no error feedback: its frames hold other ranks' values");
 				if (chosen(options, r) == Algorithm::blocks)
 					check_blocks(options, r);
+				if (chosen(options, r) != Algorithm::raw)
+					require_feedback(r, chosen(options, r) != Algorithm::all_gather);
 				return r;
 			},
 			[&](detail::Reduction &r, Algorithm algorithm) {
@@ -172,6 +175,7 @@ public:
 				detail::Reduction r = reduction(values, all, dtype, spec, options);
 
 				only_plain(options);
+				require_feedback(r, false);
 				place(r, nullptr, n);
 				return r;
 			},
@@ -239,6 +243,9 @@ private:
 			throw ArgumentError(CODEC_BAD_DTYPE, "only float32, bfloat16 and float16 can be reduced");
 		if (!values && n)
 			throw ArgumentError(CODEC_BAD_ARGUMENT, "no tensor");
+		if (spec.codec == CODEC_DELTA)
+			throw SpecError(CODEC_BAD_SPEC, "CODEC_DELTA needs a base, which collectives do not have: use "
+							"CODEC_LOSSLESS for exact results");
 		detail::check_segments(options.segments, n);
 		if (options.codebook)
 			detail::check(codec_codebook_check(options.codebook));
@@ -312,6 +319,16 @@ private:
 		if (options.sums_residual || !options.segments.empty())
 			throw ArgumentError(CODEC_BAD_ARGUMENT,
 					    "blocks have no segments, and no error feedback of sums");
+	}
+
+	/* Throw SpecError if TOPK would drop most values, or most of the `sums` that are encoded, for ever. */
+	static void require_feedback(const detail::Reduction &r, bool sums)
+	{
+		if (r.spec.codec == CODEC_TOPK && r.n && (!r.residual || (sums && !r.sums_residual)))
+			throw SpecError(
+				CODEC_BAD_SPEC,
+				"CODEC_TOPK drops most values: pass Options::residual, which sends them later, and "
+				"Options::sums_residual if this algorithm encodes sums (all_gather does not)");
 	}
 
 	Algorithm chosen(const Options &options, const detail::Reduction &r) const
@@ -569,7 +586,7 @@ private:
 		mix(kind);
 		mix(uint32_t(CODEC_FORMAT_VERSION));
 		for (uint32_t word :
-		     {s.codec, s.max_code_length, s.model, s.variant, s.options, s.bits, s.group_size, s.seed})
+		     {s.codec, s.max_code_length, s.model, s.variant, s.options, s.bits, s.group_size, s.kept, s.seed})
 			mix(word);
 		mix(s.scale);
 		mix(s.clip);

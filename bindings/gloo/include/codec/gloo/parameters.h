@@ -63,7 +63,8 @@ public:
 	void check(const codec_info &info, bool any_row) const
 	{
 		const codec_spec &s = info.spec;
-		const bool row = any_row || !info.n || s.group_size == spec_.group_size;
+		const bool has_rows = s.codec != CODEC_TOPK; /* whose group_size is that of its chunks */
+		const bool row = (has_rows && any_row) || !info.n || s.group_size == spec_.group_size;
 		const bool guard = has_metric_ || s.guard == spec_.guard;
 
 		if (s.codec != spec_.codec)
@@ -72,7 +73,7 @@ public:
 								 std::to_string(spec_.codec));
 		if (!row || !guard || s.max_code_length != spec_.max_code_length || s.model != spec_.model ||
 		    s.variant != spec_.variant || s.options != spec_.options || s.bits != spec_.bits ||
-		    info.clipped != clipped_)
+		    (info.n && s.kept != spec_.kept) || info.clipped != clipped_)
 			throw FrameError(
 				CODEC_BAD_SPEC,
 				"a frame was received whose parameters are not those that the ranks agreed on");
