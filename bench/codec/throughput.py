@@ -204,7 +204,7 @@ def beside_native(engine: str, nbytes: int) -> list[dict[str, Any]]:
     """Print GB/s of an engine and its fraction of the native engine with AVX2, on one thread."""
     cases: dict[str, tuple[str, codec.Spec]] = {
         **{f"Lossless {made}": (made, codec.Lossless()) for made in ("float32", "float32:bfloat16", "bfloat16")},
-        **{name: ("float32", spec) for name, spec in {**FAMILY, **TRUNCATE}.items()},
+        **{name: ("float32", spec) for name, spec in {**FAMILY, **SPARSE, **TRUNCATE}.items()},
     }
     rng = np.random.default_rng(1)
     rows: list[dict[str, Any]] = []
