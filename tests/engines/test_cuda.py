@@ -893,6 +893,7 @@ SCRATCHED = {  # codecs that need scratch memory
     "ternary": codec.Ternary("entropy"),
     "truncate": codec.Truncate(1),
     "joint": codec.Truncate(level_coding="coded"),
+    "topk": codec.TopK(1 / 4, chunk=64),
 }
 
 
@@ -1045,7 +1046,7 @@ def test_thread_blocks_in_parallel(monkeypatch):
     how = level_arguments(codec.Truncate(), len(x))
     cases = [(x, codec.Lossless(), "bfloat16", {}), (x, codec.Lossless(), "bfloat16", {"segments": BUCKET})]
     cases += [(y, codec.Lossless(), "float64", {}), (x, codec.Truncate(), "bfloat16", how)]
-    cases += [(x, spec, "bfloat16", {}) for spec in (codec.Ternary("entropy"), codec.Sign(), codec.Float8())]
+    cases += [(x, spec, "bfloat16", {}) for spec in (codec.Ternary("entropy"), codec.Sign(), codec.TopK())]
     for values, spec, dtype, how in cases:
         frame = bytes(flatcall.encode(values, spec, dtype=dtype, **how))
         for _ in range(20 if NIGHTLY else 1):

@@ -104,8 +104,8 @@ class Plan:
 
     def _scratch(self, device: Device) -> Need:
         """Return the scratch memory that the encoding kernel needs."""
-        if self._family == "topk":  # of a warp; a thread block takes that of all its warps for a region
-            return Need(self._region // WARPS)
+        if self._family == "topk":  # for the region of a thread block
+            return Need(self._region)
         v, size = self.view, device.constant(self.kernel, *self._room)
         if self._family == "lossless":
             return Need(size[0], lib.codec_dtype_nbytes(v.dtype) + 1)

@@ -19,8 +19,8 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_topk(const code
 }
 
 /*
- * Encode blocks, one a CTA. Grid: (CTAs, frames). A CTA takes WARPS units of scratch memory for the largest region.
- * After a fault that choose_topk has found nothing is written.
+ * Encode blocks, one a CTA. Grid: (CTAs, frames). A CTA takes scratch memory for the largest region. After a fault
+ * that choose_topk has found nothing is written.
  */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS, 4) encode_topk(const codec_encoding *encodings)
 {
@@ -37,9 +37,11 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 4) encode_topk(const c
 		unit = take_units(e.scratch, topk_region_nbytes(&q, v.n < v.block_nvalues ? v.n : v.block_nvalues),
 				  lane);
 	__syncthreads();
+	uint32_t guess = 0;
+
 	for (uint64_t b; (b = cta_next_task(&e.out->ticket)) < v.nblocks;) {
 		uint32_t size = WIRE_ALIGN;
-		const codec_status status = write_topk(e, v, b, unit.memory, &room, &size);
+		const codec_status status = write_topk(e, v, b, unit.memory, &room, &guess, &size);
 
 		__syncthreads();
 		if (threadIdx.x == 0 && status != CODEC_OK)

@@ -17,6 +17,7 @@
 /* Shared memory of a CTA. */
 struct topk_room {
 	uint32_t counts[DIGITS], list[LISTED];
+	topk_candidates candidates;
 	uint32_t scale;
 };
 
@@ -34,7 +35,7 @@ DEVICE_CALL uint32_t mean_scale(const topk_chunk &c, const topk_least &least, ui
 	double sum = 0;
 
 	for (uint32_t from = 0; from < c.n; from += 32) {
-		const float x = from + lane < c.n ? value_at(c.dtype, c.source, c.first + from + lane) : 0;
+		const float x = from + lane < c.n ? value_at(c.dtype, c.source, c.first + place_of(c, from + lane)) : 0;
 		const uint32_t key = round_bits(x) & ROUND_ABS, tied = __ballot_sync(FULL, key == least.key);
 		const uint32_t rank = (uint32_t)__popc(tied & ((1u << lane) - 1));
 		const bool keep = from + lane < c.n && (key > least.key || (key == least.key && rank < ties));
@@ -102,7 +103,7 @@ DEVICE uint32_t code_of(const topk_kind &q, const topk_range &range, const philo
 	return x >> 31 | topk_level(round_float(x & ROUND_ABS), range.low, range.high, topk_steps(q.bits), h) << 1;
 }
 
-/* Write the codes of a chunk, and its residual if there is one. */
+/* Write the codes of a chunk, and the residual of the values from which they were chosen, if there is one. */
 DEVICE void put_kept(const topk_kind &q, const topk_chunk &c, const topk_least &least, const topk_range &range,
 		     const philox *key_of, uint32_t *list, topk_writer *w)
 {
@@ -113,7 +114,7 @@ DEVICE void put_kept(const topk_kind &q, const topk_chunk &c, const topk_least &
 	w->next = 0;
 	for (uint32_t from = 0; from < c.n; from += TILE_VALUES) {
 		uint32_t x[4], above = 0, tied = 0;
-		const uint32_t there = load_tile(c, from, x), at = from + 4 * threadIdx.x;
+		const uint32_t i = from + 4 * threadIdx.x, there = load_four(c, i, x);
 		uint64_t all;
 
 		for (uint32_t k = 0; k < there; k++) {
@@ -129,19 +130,19 @@ DEVICE void put_kept(const topk_kind &q, const topk_chunk &c, const topk_least &
 			listed = 0;
 		}
 		for (uint32_t k = 0; k < there; k++) {
-			const uint32_t key = x[k] & ROUND_ABS;
+			const uint32_t key = x[k] & ROUND_ABS, at = place_of(c, i + k);
 			float left = round_float(x[k]);
 
 			if (coded && (key > least.key || (key == least.key && tie < ties))) {
-				const uint32_t code = code_of(q, range, key_of, c.first + at + k, x[k]);
+				const uint32_t code = code_of(q, range, key_of, c.first + at, x[k]);
 
-				list[listed + rank++] = (at + k) | code << CODE_AT;
+				list[listed + rank++] = at | code << CODE_AT;
 				left = round_sub(left,
 						 topk_value(code, range.low, range.high, topk_steps(q.bits), q.dtype));
 			}
 			tie += key == least.key;
 			if (residual)
-				residual[c.first + at + k] = left;
+				residual[c.first + at] = left;
 		}
 		ties -= all_tied < ties ? all_tied : ties;
 		listed += kept;
@@ -151,11 +152,11 @@ DEVICE void put_kept(const topk_kind &q, const topk_chunk &c, const topk_least &
 }
 
 /*
- * Encode block b to a region in scratch memory, and set *size to its size in bytes. CODEC_NONFINITE: the block has NaN
- * or Inf.
+ * Encode block b to a region in scratch memory, and set *size to its size in bytes. *guess helps the next call.
+ * CODEC_NONFINITE: the block has NaN or Inf.
  */
 DEVICE codec_status write_topk(const codec_encoding &e, const codec_view &v, uint64_t b, uint8_t *region,
-			       topk_room *room, uint32_t *size)
+			       topk_room *room, uint32_t *guess, uint32_t *size)
 {
 	const topk_kind q = kind_of_topk(v);
 	const philox key = {v.seed, (uint32_t)v.stream, (uint32_t)(v.stream >> 32)};
@@ -168,10 +169,12 @@ DEVICE codec_status write_topk(const codec_encoding &e, const codec_view &v, uin
 	__syncthreads();
 	for (uint32_t k = 0; k << q.chunk_log2 < m; k++) {
 		const uint32_t from = k << q.chunk_log2, n = m - from < chunk ? m - from : chunk;
-		const topk_chunk c = {&e.source, b * v.block_nvalues + from,  n, topk_kept(&q, n),
-				      v.dtype,   in_quads(v.dtype, &e.source)};
+		const topk_chunk whole = {&e.source,        NULL,    b * v.block_nvalues + from,  n,
+					  topk_kept(&q, n), v.dtype, in_quads(v.dtype, &e.source)};
+		const topk_chunk c = narrow(whole, *guess, &room->candidates, room->counts);
 		const topk_least least = find_least(c, room->counts);
 
+		*guess = least.key > GUESS_SLACK ? least.key - GUESS_SLACK : 0;
 		if (least.most >= ROUND_INF)
 			return CODEC_NONFINITE;
 		const topk_range range = put_scales(q, c, least, k, w, room);

@@ -1,8 +1,10 @@
 /* topk/select.cuh - find the values of largest magnitude of a chunk, by a CTA. docs/encoder.md, section 11.
  *
- * A key is the bit pattern of a magnitude as float32, which orders magnitudes as integers. The least key that is kept
- * is found digit by digit: values are counted by their first 11 bits, then those of the chosen digit by the next 10
- * bits, then by the last 10. Counters are in shared memory. Values are read again for each digit, from a cache.
+ * A key is the bit pattern of a magnitude as float32, which orders magnitudes as integers. Candidates are the values
+ * whose keys reach a guess, which is near the least key that the chunk before has kept. If these are too few or too
+ * many, or there is no guess, keys are counted by their first 11 bits. The least key that is kept is then found digit
+ * by digit among the candidates: by 11 bits, 10 bits and 10 bits, with counters in shared memory. Guesses change the
+ * time only.
  */
 #ifndef CODEC_CUDA_TOPK_SELECT_CUH
 #define CODEC_CUDA_TOPK_SELECT_CUH
@@ -13,13 +15,23 @@
 
 #define DIGITS 2048                   /* values of the first digit */
 #define TILE_VALUES (4 * CTA_THREADS) /* values that a CTA reads at once, four a thread */
+#define MOST_FOUND 256                /* candidates of a warp's part of a chunk */
+#define GUESS_SLACK (1u << 20)        /* an eighth of an octave: half as many candidates again as are kept */
 
-/* Chunk of a tensor. */
+/* Values of a chunk from which the largest are chosen: all, or candidates. */
 struct topk_chunk {
 	const codec_source *source;
-	uint64_t first; /* index of the first value */
-	uint32_t n, kept, dtype;
+	const uint16_t *at; /* places of candidates in the chunk, ascending; NULL: all values */
+	uint64_t first;     /* index of the chunk's first value */
+	uint32_t n;         /* number of values, or of candidates */
+	uint32_t kept, dtype;
 	bool quads; /* four values are aligned for one load */
+};
+
+/* Shared memory of a CTA for candidates. */
+struct topk_candidates {
+	uint16_t found[CTA_WARPS][MOST_FOUND], at[CTA_WARPS * MOST_FOUND];
+	uint32_t count[CTA_WARPS];
 };
 
 /* Least key that is kept: `ties` values with this key are kept, the first ones. most: largest key. */
@@ -27,17 +39,71 @@ struct topk_least {
 	uint32_t key, ties, most;
 };
 
-/* Load the thread's values of the tile at value `from` of a chunk, as bits of float32. Returns how many there are. */
-DEVICE uint32_t load_tile(const topk_chunk &c, uint32_t from, uint32_t x[4])
+/* Return the place of value i in its chunk. */
+DEVICE uint32_t place_of(const topk_chunk &c, uint32_t i)
 {
-	const uint32_t i = from + 4 * threadIdx.x, there = i < c.n ? (c.n - i < 4 ? c.n - i : 4) : 0;
+	return c.at ? c.at[i] : i;
+}
 
-	if (there == 4 && c.quads)
+/* Load values i to i + 3, as bits of float32; there are none behind c.n. Returns how many there are. */
+DEVICE uint32_t load_four(const topk_chunk &c, uint32_t i, uint32_t x[4])
+{
+	const uint32_t there = i < c.n ? (c.n - i < 4 ? c.n - i : 4) : 0;
+
+	if (there == 4 && c.quads && !c.at)
 		values_at_quads<4>(c.dtype, c.source, c.first + i, x);
 	else
 		for (uint32_t k = 0; k < 4; k++)
-			x[k] = k < there ? round_bits(value_at(c.dtype, c.source, c.first + i + k)) : 0;
+			x[k] = k < there ? round_bits(value_at(c.dtype, c.source, c.first + place_of(c, i + k))) : 0;
 	return there;
+}
+
+/*
+ * List the places of values whose keys reach `low`, in order. A warp searches an eighth of the chunk. Returns their
+ * number; 0 if a warp finds too many. All values are written to the residual, if there is one.
+ */
+DEVICE uint32_t list_candidates(const topk_chunk &c, uint32_t low, topk_candidates *to)
+{
+	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32,
+		       each = (c.n + TILE_VALUES - 1) / TILE_VALUES * 128;
+	const uint32_t end = (warp + 1) * each < c.n ? (warp + 1) * each : c.n;
+	uint32_t count = 0, before = 0, all = 0, most = 0;
+
+	for (uint32_t from = warp * each; from < end; from += 128) {
+		const uint32_t i = from + 4 * lane;
+		uint32_t x[4], mine = 0, slot = count, some = 0;
+		const uint32_t there = load_four(c, i, x);
+
+		for (uint32_t k = 0; k < there; k++) {
+			mine |= (uint32_t)((x[k] & ROUND_ABS) >= low) << k;
+			if (c.source->residual)
+				c.source->residual[c.first + i + k] = round_float(x[k]);
+		}
+		if (!__any_sync(FULL, mine != 0))
+			continue;
+		for (uint32_t k = 0; k < 4; k++) {
+			const uint32_t lanes = __ballot_sync(FULL, mine >> k & 1);
+
+			slot += (uint32_t)__popc(lanes & ((1u << lane) - 1));
+			some += (uint32_t)__popc(lanes);
+		}
+		for (uint32_t k = 0; k < 4; k++)
+			if (mine >> k & 1 && slot < MOST_FOUND)
+				to->found[warp][slot++] = (uint16_t)(i + k);
+		count += some;
+	}
+	if (lane == 0)
+		to->count[warp] = count;
+	__syncthreads();
+	for (uint32_t w = 0; w < CTA_WARPS; w++) {
+		before += w < warp ? to->count[w] : 0;
+		all += to->count[w];
+		most = to->count[w] > most ? to->count[w] : most;
+	}
+	for (uint32_t i = lane; most <= MOST_FOUND && i < count; i += 32)
+		to->at[before + i] = to->found[warp][i];
+	__syncthreads();
+	return most <= MOST_FOUND ? all : 0;
 }
 
 /*
@@ -55,7 +121,7 @@ DEVICE uint32_t count_digits(const topk_chunk &c, uint32_t *counts, uint32_t shi
 	for (uint32_t from = 0; from < c.n; from += TILE_VALUES) {
 		uint32_t x[4];
 
-		load_tile(c, from, x);
+		load_four(c, from + 4 * threadIdx.x, x);
 		for (uint32_t k = 0; k < 4; k++) {
 			const uint32_t key = x[k] & ROUND_ABS;
 
@@ -117,6 +183,34 @@ DEVICE topk_least find_least(const topk_chunk &c, uint32_t *counts)
 	count_digits(c, counts, 0, 10, least.key);
 	least.key |= choose_digit(counts, 1024, &least.ties);
 	return least;
+}
+
+/*
+ * Return the values of a chunk from which the largest are chosen. guess: where the search begins; 0: there is none.
+ * room: for candidates; counts: as in find_least.
+ */
+DEVICE topk_chunk narrow(const topk_chunk &c, uint32_t guess, topk_candidates *room, uint32_t *counts)
+{
+	topk_chunk few = c;
+	uint32_t count = 0, rank = c.kept;
+
+	if (c.kept > CTA_WARPS * MOST_FOUND)
+		return c;
+	if (guess)
+		count = list_candidates(c, guess, room);
+	if (count < c.kept) {
+		count_digits(c, counts, 20, 11, 0);
+		const uint32_t digit = choose_digit(counts, DIGITS, &rank);
+
+		if (digit == DIGITS) /* fewer values than are kept are not 0 */
+			return c;
+		count = list_candidates(c, digit ? digit << 20 : 1, room);
+	}
+	if (count < c.kept)
+		return c;
+	few.at = room->at;
+	few.n = count;
+	return few;
 }
 
 #endif

@@ -99,7 +99,7 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 	} else if (p->codec == CODEC_TOPK) {
 		p->choose = p->encode = ENCODE_TOPK;
 		p->decode = DECODE_TOPK;
-		p->encode_each = region / WARPS; /* a CTA takes the units of all its warps for a region */
+		p->encode_each = region; /* of a CTA */
 	} else {
 		p->choose = CHOOSE_ROWS;
 		p->encode = ENCODE_ROWS_2 + (p->codec - CODEC_SIGN);
