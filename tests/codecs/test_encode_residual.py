@@ -67,8 +67,6 @@ def test_errors_leave_the_residual_unchanged(name, threads):
 @pytest.mark.parametrize("name", SPECS)
 def test_one_pass_gives_the_same_frames_residuals_and_errors(name, threads, engine):
     """verify_first=False: after an error the residual may hold anything; x is unchanged."""
-    if name in TOPKS and engine == "numba":
-        pytest.skip("the native engine alone has TopK")
     spec, once = SPECS[name], {"verify_first": False, "threads": threads, "engine": engine}
     for n in (700, N):
         x, keywords = values(2, n), how(spec, n)
