@@ -238,10 +238,11 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const
 	const uint32_t size = size_of(v.dtype), lane = threadIdx.x % 32;
 	const uint64_t warp = blockIdx.x * CLOSE_WARPS + threadIdx.x / 32, warps = gridDim.x * CLOSE_WARPS;
 	const uint64_t nbytes = v.n * size, stored_nbytes = v.side_offset + nbytes, chunk = 4 * WIRE_CHUNK_WORDS;
-	const bool rows = v.row_parts.count > 0 || (v.codec == WIRE_CODEC_TOPK && v.nblocks);
+	/* codecs of rows and TopK store tensors without values only */
+	const bool never_stored = v.row_parts.count > 0 || (v.codec == WIRE_CODEC_TOPK && v.nblocks);
 	const bool large = out->fault == CODEC_SHORT_OUTPUT || out->fault == CODEC_LIMIT;
 	const bool delta = v.codec == WIRE_CODEC_DELTA, unchanged = delta && !out->changed;
-	const bool stored = !rows && !delta && (!out->fault || large) &&
+	const bool stored = !never_stored && !delta && (!out->fault || large) &&
 			    (!v.nblocks || large || choose_stored(out->end, stored_nbytes));
 	/* frames without blocks have a size that is known, and a checksum of their own */
 	const bool blocks = !stored && !unchanged;
