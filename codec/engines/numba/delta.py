@@ -537,7 +537,8 @@ def decode_blocks(job, work, frame, checks, base, first, count, sink, checksum, 
     """Decode blocks [first, first + count) to the sink, which may be the base, or only check them.
 
     With ``checks``, checksums of blocks are compared and added to ``checksum[0]``, and digests of values stored in the
-    job. Nothing of a block is written before all of it has been read.
+    job. Nothing of a block is written before all of it has been read. ``fault[3]`` becomes the block whose changes are
+    invalid.
     """
     kind, c = work.kind, work.c
     for b in range(first, first + count):
@@ -551,12 +552,14 @@ def decode_blocks(job, work, frame, checks, base, first, count, sink, checksum, 
         copy(work.new, work.base[:m])
         changes = _get_changes(kind, work, m, frame, c, fault)
         if changes < 0:
+            fault[3] = U64(b)
             return BAD_REGION
         new = work.bytes[: job.size * m]
         _store(job.size, work.new[:m], new)
         if checks:
             block, chunk = job.row_sums[b], job.size * start // CHUNK
             block.base, block.result = digest_from(old, VALUES, chunk), digest_from(new, VALUES, chunk)
+            block.state = 1
         if sink.into != NOWHERE:
             copy(sink.data[job.size * start :], new)
     return OK

@@ -123,7 +123,7 @@ static codec_status explain(const uint8_t *frame, const struct job *j, const cod
 
 	if (status != CODEC_BAD_REGION || with->flags & CODEC_NO_CHECKSUM)
 		return status;
-	base = delta_open(j, with);
+	base = delta_check_base(j, with);
 	if (base == CODEC_OK)
 		return fault(with->fault, status, found.offset, found.found, found.expected);
 	found = with->fault ? *with->fault : found;
@@ -150,7 +150,7 @@ static codec_status decode_block(const uint8_t *frame, const struct kernels *k, 
 	if (!j->checked && !(with->flags & CODEC_NO_CHECKSUM))
 		take_digests(k, c, w, block);
 	block->changes = c->count;
-	block->state = kept && c->list.at == kept->at ? DELTA_LISTED : DELTA_CHECKED;
+	delta_set_state(block, kept && c->list.at == kept->at ? DELTA_LISTED : DELTA_CHECKED);
 	return CODEC_OK;
 }
 

@@ -43,6 +43,14 @@ uint64_t delta_digest_of(const uint64_t *sums, uint64_t nbytes, uint64_t first);
 uint64_t delta_digest(const struct kernels *k, const void *values, uint64_t at, uint64_t end, uint64_t item);
 
 /*
+ * Set the state of a block whose part of the digests is recorded, before its values are written. delta_check_base
+ * compares the base's digest with the frame's while blocks are decoded, maybe in place: the record of a block with a
+ * state counts, not its values.
+ */
+void delta_set_state(struct delta_block *block, uint32_t state);
+codec_status delta_check_base(const struct job *j, const codec_context *with);
+
+/*
  * Compare the digests of a decode job's blocks with the frame's. delta_open does that for a frame without blocks, whose
  * base must have the digest of the frame. delta_copy writes its values.
  */
