@@ -13,7 +13,6 @@
 #include "frame/frame.h"
 
 #define DELTA_LIST_SHARE 8 /* a job lists the changes of a block if at most one value in so many changes */
-#define DELTA_CHUNK (4 * WIRE_CHUNK_WORDS)
 
 static inline struct delta_kind delta_kind(const struct header *h)
 {
@@ -34,6 +33,12 @@ static inline uint64_t delta_raw_nbytes(const struct header *h, uint64_t m)
 
 /* Return log2 of the values in a block: that of a frame, or the one that an encoder takes. */
 uint8_t delta_block_log2(const struct header *h);
+
+/* Return the number of chunks whose sums kernels compute from values in memory. */
+static inline uint64_t delta_whole_chunks(uint64_t nbytes)
+{
+	return CODEC_BIG_ENDIAN ? 0 : nbytes / DELTA_CHUNK;
+}
 
 /* Compute the sums of the chunks of `nbytes` bytes, the last one padded with zeros. `item`: bytes per value. */
 void delta_sums(const struct kernels *k, const void *values, uint64_t nbytes, uint64_t item, uint64_t *sums);

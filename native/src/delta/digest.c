@@ -4,7 +4,7 @@
 /* Values are little-endian in digests. A chunk is copied if it is short, or if this machine's byte order is another. */
 void delta_sums(const struct kernels *k, const void *values, uint64_t nbytes, uint64_t item, uint64_t *sums)
 {
-	uint64_t whole = CODEC_BIG_ENDIAN ? 0 : nbytes / DELTA_CHUNK;
+	uint64_t whole = delta_whole_chunks(nbytes);
 	const uint8_t *p = values;
 
 	(void)item;
