@@ -73,8 +73,8 @@ def test_any_change(engine, dtype, n, density, largest, seed):
 
 
 def test_blocks_of_default_size(engine):
-    for dtype, density in (("bfloat16", 0.01), ("float32", 0.4), ("int8", 0.002)):
-        base = random_bits(dtype, 70_000, "normal")
+    for dtype, n, density in (("bfloat16", 132_000, 0.01), ("float32", 40_000, 0.4), ("int8", 40_000, 0.002)):
+        base = random_bits(dtype, n, "normal")
         check(engine, dtype, base, changed(dtype, base, density, 3), DELTA)
 
 
