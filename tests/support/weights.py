@@ -31,11 +31,12 @@ def frames_with_invalid_changes():
     directory, _ = codec.inspect(frame).sections["directory"]
     at = 8 * int.from_bytes(frame[directory + 8 : directory + 12], "little")  # the end of block 1
     frame[at + 2] += 1  # four changes more
-    frame = recompute_checksums(frame)
+    valid = recompute_checksums(frame)
+    assert valid
     other = base.copy()
     other[-1] ^= 1
     for entry, damage in ((None, Status.OTHER_BASE), (0, Status.BAD_DIRECTORY), (4, Status.CHECKSUM)):
-        damaged = bytearray(frame)
+        damaged = bytearray(valid)
         if entry is not None:
             damaged[directory + 8 * 4 + entry : directory + 8 * 4 + entry + 4] = b"\xff" * 4
         yield bytes(damaged), base, Status.BAD_REGION
