@@ -598,7 +598,8 @@ class Delta(Spec):
     ----------
     block_size : int, optional
         Number of values in a block, a power of two from 1,024 to 262,144. Blocks are coded independently, by any number
-        of threads. Larger ones give smaller frames if fewer than 1 in 200 values change. None: 65,536.
+        of threads. Smaller ones let more threads, or a GPU, work on a small tensor, but give larger frames if few
+        values change: 2^16 takes 5% more than 2^17 if 0.3% change. None: 131,072.
 
     Raises
     ------

@@ -2,7 +2,7 @@
  * test_race.c - thread safety of codec.h and codec_engine.h, for TSan; and memory that changes during calls, for ASan.
  *
  *   - test_race [SECONDS]: 4 threads process the steps of one job; the bytes equal those of the one-call functions
- *   - test_race hostile [SECONDS]: another thread rewrites tensor, state, levels and frames during calls;
+ *   - test_race hostile [SECONDS]: another thread rewrites tensor, base, state, levels and frames during calls;
  * results are unspecified, but no byte outside of the buffers is accessed
  *
  * Without SECONDS: each codec once.
@@ -52,6 +52,10 @@ static const struct kind {
 	{CODEC_FLOAT32, {.codec = CODEC_FLOAT4, .variant = CODEC_FLOAT4_MXFP4}},
 	{CODEC_FLOAT32, {.codec = CODEC_QUANTIZE, .bits = 3, .variant = CODEC_LEVELS_ODD, .group_size = 17000}},
 	{CODEC_FLOAT32, {.codec = CODEC_TOPK, .group_size = 1024, .kept = 100}},
+	{CODEC_BFLOAT16, {.codec = CODEC_DELTA, .group_size = 4096}},
+	{CODEC_FLOAT32, {.codec = CODEC_DELTA, .group_size = 1024}},
+	{CODEC_INT32, {.codec = CODEC_DELTA, .group_size = 8192}},
+	{CODEC_FLOAT64, {.codec = CODEC_DELTA}},
 	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_PLANE}},
 	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_CODED}},
 	{CODEC_BFLOAT16, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_SHARED, .options = CODEC_OPTION_BITS}},
@@ -61,7 +65,7 @@ static const struct kind {
 /* A tensor and a spec. Every buffer is an allocation of its own, so that ASan knows its end. */
 struct task {
 	codec_spec spec;
-	codec_tensor x, out, sum, theta;
+	codec_tensor x, out, sum, theta, base;
 	codec_metric metric;
 	codec_segment segment;
 	codec_context with;
@@ -118,6 +122,28 @@ static void tensor(codec_tensor *t, uint32_t dtype)
 	fill(t, &seed);
 }
 
+static int is_delta(const struct task *k)
+{
+	return k->spec.codec == CODEC_DELTA;
+}
+
+/* Fill the tensor: for DELTA with the base, of which one value in 8, 64 or 512 has changed, by steps of all sizes. */
+static void fill_tensor(struct task *k, int i)
+{
+	uint32_t size = codec_dtype_nbytes(k->x.dtype);
+
+	if (!is_delta(k)) {
+		fill(&k->x, &seed);
+		return;
+	}
+	memcpy(k->x.data, k->base.data, k->x.nbytes);
+	for (uint64_t v = 0; v < N; v += 1 + next_random(&seed) % (16u << 3 * i)) {
+		uint64_t r = next_random(&seed);
+
+		((uint8_t *)k->x.data)[v * size + (r & 7 ? 0 : (r >> 3) % size)] += (uint8_t)(r >> 32 | 1);
+	}
+}
+
 static void task_open(struct task *k, const struct kind *kind)
 {
 	void *scratch;
@@ -129,8 +155,11 @@ static void task_open(struct task *k, const struct kind *kind)
 	tensor(&k->out, kind->dtype);
 	tensor(&k->sum, CODEC_FLOAT32);
 	tensor(&k->theta, CODEC_FLOAT32);
+	tensor(&k->base, kind->dtype);
 	k->metric = (codec_metric){.struct_nbytes = sizeof k->metric, .theta_term = 100, .theta = &k->theta};
 	k->with = (codec_context){.struct_nbytes = sizeof k->with, .metric = &k->metric};
+	if (is_delta(k))
+		k->with.base = &k->base;
 	k->segment = (codec_segment){.offset = 1, .rank = 2, .shape = {NROWS, ROW}};
 	if (kind->spec.codec == CODEC_LOSSLESS || kind->spec.codec == CODEC_TRUNCATE) {
 		k->with.segments = &k->segment;
@@ -148,7 +177,7 @@ static void task_open(struct task *k, const struct kind *kind)
 	for (int i = 0; i < FRAMES; i++) {
 		uint8_t *frame = room(k->bound);
 
-		fill(&k->x, &seed);
+		fill_tensor(k, i);
 		k->with.stream = (uint64_t)i;
 		MUST(codec_encode(&k->spec, &k->x, frame, k->bound, k->nbytes + i, NULL, &k->with, scratch, k->need) ==
 		     CODEC_OK);
@@ -165,6 +194,7 @@ static void task_close(struct task *k)
 	free(k->out.data);
 	free(k->sum.data);
 	free(k->theta.data);
+	free(k->base.data);
 	free(k->made);
 	free(k->levels);
 	free(k->residual);
@@ -383,6 +413,16 @@ static codec_status reduce_steps(struct task *k, uint32_t op)
 	return status;
 }
 
+/* Decode the second block of a frame of DELTA by itself. */
+static codec_status decode_part(struct task *k, const codec_context *with, void *scratch)
+{
+	uint64_t size = k->spec.group_size ? k->spec.group_size * codec_dtype_nbytes(k->x.dtype) : 0;
+	const char *base = (const char *)k->base.data + size;
+
+	return codec_decode_part(k->frame[0], k->nbytes[0], 1, size > 0, base, (char *)k->out.data + size, size, with,
+				 scratch, k->need);
+}
+
 static codec_status at_once(struct task *k, int what, size_t *written)
 {
 	size_t need = k->need;
@@ -390,7 +430,7 @@ static codec_status at_once(struct task *k, int what, size_t *written)
 	codec_status status;
 	void *scratch;
 
-	if (what == 3) {
+	if (what == 3 && !is_delta(k)) {
 		status = codec_reduce_scratch((const void *const *)k->frame, k->nbytes, FRAMES, &need);
 		if (status != CODEC_OK || need > 64 << 20) /* from a header that was rewritten */
 			return status;
@@ -398,11 +438,16 @@ static codec_status at_once(struct task *k, int what, size_t *written)
 	scratch = room(need);
 	switch (what) {
 	case 0:
-		status = codec_encode(&k->spec, &k->x, k->made, k->bound, written, k->residual, &with, scratch, need);
+		status = codec_encode(&k->spec, &k->x, k->made, k->bound, written, is_delta(k) ? NULL : k->residual,
+				      &with, scratch, need);
 		break;
 	case 1: status = codec_decode(k->frame[0], k->nbytes[0], &k->out, &with, scratch, need); break;
 	case 2: status = codec_accumulate(k->frame[0], k->nbytes[0], 0.5f, &k->sum, &with, scratch, need); break;
 	default:
+		if (is_delta(k)) {
+			status = decode_part(k, &with, scratch);
+			break;
+		}
 		with.flags |= CODEC_NONTEMPORAL; /* uses the tile, whose size is read from a header */
 		status = codec_reduce((const void *const *)k->frame, k->nbytes, FRAMES, CODEC_REDUCE_MEAN, &k->sum,
 				      &with, scratch, need);
@@ -411,9 +456,20 @@ static codec_status at_once(struct task *k, int what, size_t *written)
 	return status;
 }
 
-static int is_float(uint32_t dtype)
+/* Return 1 if values of this kind can be added up. */
+static int is_summed(const struct kind *kind)
 {
-	return dtype == CODEC_FLOAT32 || dtype == CODEC_BFLOAT16 || dtype == CODEC_FLOAT16;
+	return kind->spec.codec != CODEC_DELTA &&
+	       (kind->dtype == CODEC_FLOAT32 || kind->dtype == CODEC_BFLOAT16 || kind->dtype == CODEC_FLOAT16);
+}
+
+/* Exchange the base and the destination by one tensor that is both, and back. */
+static void swap_in_place(struct task *k, void **kept)
+{
+	void *own = k->out.data;
+
+	k->out.data = *kept ? *kept : k->base.data;
+	*kept = *kept ? NULL : own;
 }
 
 /* Check that four threads produce the same bytes as one. */
@@ -430,8 +486,15 @@ static void check_steps(const struct kind *kind)
 	once = k.out;
 	tensor(&k.out, kind->dtype);
 	MUST(decode_steps(&k, 0) == CODEC_OK && !memcmp(once.data, k.out.data, k.out.nbytes));
+	if (is_delta(&k)) {
+		void *kept = NULL;
+
+		swap_in_place(&k, &kept);
+		MUST(decode_steps(&k, 0) == CODEC_OK && !memcmp(once.data, k.base.data, k.base.nbytes));
+		swap_in_place(&k, &kept);
+	}
 	free(once.data);
-	if (is_float(kind->dtype)) {
+	if (is_summed(kind)) {
 		once = k.sum;
 		once.data = room(once.nbytes);
 		memcpy(once.data, k.sum.data, once.nbytes);
@@ -484,6 +547,7 @@ static void *rewrite(void *p)
 		case 2: flip_bit(k->x.data, k->x.nbytes, x); break;
 		case 3: flip_bit(k->theta.data, k->theta.nbytes, x); break;
 		case 4: flip_bit(k->levels, N, x); break;
+		case 10: flip_bit(k->base.data, k->base.nbytes, x); break;
 		case 5:
 		case 6:
 		case 7: flip_bit(k->frame[i], k->nbytes[i] < 120 ? k->nbytes[i] : 120, x); break;
@@ -514,7 +578,8 @@ static void check_rewriting(const struct kind *kind, int rounds)
 	}
 	memcpy(e.larger, e.good[0], sizeof e.larger);
 	memcpy(e.larger + 48, &(uint64_t){8 * (N / 3)}, 8);
-	if (kind->spec.codec == CODEC_LOSSLESS || kind->spec.codec == CODEC_TRUNCATE || kind->spec.codec == CODEC_TOPK)
+	if (kind->spec.codec == CODEC_LOSSLESS || kind->spec.codec == CODEC_TRUNCATE ||
+	    kind->spec.codec == CODEC_TOPK || kind->spec.codec == CODEC_DELTA)
 		memcpy(e.larger + 44, &(uint32_t){(8 * N + (1u << e.good[0][9]) - 1) >> e.good[0][9]}, 4);
 	MUST(pthread_create(&thread, NULL, rewrite, &e) == 0);
 	for (int i = 0; i < rounds; i++) {
@@ -525,13 +590,21 @@ static void check_rewriting(const struct kind *kind, int rounds)
 		k.with.flags &= ~CODEC_VERIFY_FIRST;
 		encode_steps(&k, &written);
 		decode_steps(&k, 0);
-		if (is_float(kind->dtype)) {
+		if (is_delta(&k)) {
+			void *kept = NULL;
+
+			swap_in_place(&k, &kept);
+			decode_steps(&k, 0);
+			at_once(&k, 1, &written);
+			swap_in_place(&k, &kept);
+		}
+		if (is_summed(kind)) {
 			decode_steps(&k, 1);
 			reduce_steps(&k, CODEC_REDUCE_SUM);
 		}
 	}
 	atomic_store(&e.headers, 1);
-	for (int i = 0; i < 200 * rounds && is_float(kind->dtype); i++)
+	for (int i = 0; i < 200 * rounds && is_summed(kind); i++)
 		at_once(&k, 3, &written);
 	atomic_store(&e.stop, 1);
 	pthread_join(thread, NULL);

@@ -74,7 +74,7 @@ class TestBlocks:
 
     def test_refuses_other_blocks_frames_and_sizes(self):
         base, new = weights()
-        frame = encode(new, base, "bfloat16")
+        frame = encode(new, base, "bfloat16", codec.Delta(1 << 16))
         with pytest.raises(codec.ArgumentError, match="has 5 blocks"):
             codec.decode_blocks(frame, 4, 2, base=base)
         with pytest.raises(codec.ArgumentError, match="base= must have the 65536 values"):
@@ -90,7 +90,7 @@ class TestBlocks:
 
     def test_wrong_base_never_writes_outside_of_the_shard(self):
         base, new = weights()
-        frame = encode(new, base, "bfloat16")
+        frame = encode(new, base, "bfloat16", codec.Delta(1 << 16))
         rng = np.random.default_rng(0)
         room = np.full(3 << 16, 7, np.uint16)
         shard = room[1 << 16 : 2 << 16]

@@ -11,6 +11,7 @@ from support.format_cases import u64
 from support.sample_frames import damage
 from support.tensors import ALL_DTYPES, random_bits
 from support.tiers import N_DAMAGED, every
+from support.weights import frames_with_invalid_changes
 
 SMALL = codec.Delta(1024)
 VERIFY = 2  # CODEC_VERIFY_FIRST
@@ -126,3 +127,10 @@ def test_digests_of_frames_without_blocks_are_equal(cuda):
     frame[-8:] = u64(7)
     [(result, _)] = cuda.decode(Decode(bytes(frame), SMALL, "bfloat16", base.shape, base=base))
     assert result.status == native_status(bytes(frame), base) == Status.BAD_SIDE
+
+
+@pytest.mark.parametrize("flags", [0, VERIFY])
+def test_first_error_is_reported(cuda, flags):
+    for frame, base, status in frames_with_invalid_changes():
+        [(result, _)] = cuda.decode(Decode(frame, SMALL, "bfloat16", base.shape, before=base), flags=flags)
+        assert result.status == status

@@ -58,7 +58,7 @@ class Ask:
     levels: Any = None  # given level of each value
     error: Any = None  # residual that is added
     base: Any = None  # delta: bits of the base
-    block_log2: int = 16  # delta
+    block_log2: int = 17  # delta
     chunk_log2: int = 12  # topk: log2 of a chunk
     kept: int = 64  # topk
 

@@ -3,6 +3,8 @@
 import numpy as np
 
 import codec
+from codec.errors import Status
+from support.frame_builder import recompute_checksums
 
 
 def encode(new, base, dtype, spec=codec.Delta(), **how):  # noqa: B008 - immutable
@@ -17,3 +19,25 @@ def weights(n=300_000, density=0.01):
     moved = base.view(np.float32) + rng.standard_normal(n).astype(np.float32) * np.float32(density * 1e-4)
     round_ = lambda x: ((x + 0x7FFF + (x >> 16 & 1)) >> 16).astype(np.uint16)
     return round_(base), round_(moved.view(np.uint32))
+
+
+def frames_with_invalid_changes():
+    """Yield frames of which block 2 is invalid, their bases, and the status of the error that comes first.
+
+    The checksum or the directory entry of block 4 may be damaged, and the base be another one in the last block.
+    """
+    base, new = weights(6000, 0.1)
+    frame = bytearray(encode(new, base, "bfloat16", codec.Delta(1024)))
+    directory, _ = codec.inspect(frame).sections["directory"]
+    at = 8 * int.from_bytes(frame[directory + 8 : directory + 12], "little")  # the end of block 1
+    frame[at + 2] += 1  # four changes more
+    valid = recompute_checksums(frame)
+    assert valid
+    other = base.copy()
+    other[-1] ^= 1
+    for entry, damage in ((None, Status.OTHER_BASE), (0, Status.BAD_DIRECTORY), (4, Status.CHECKSUM)):
+        damaged = bytearray(valid)
+        if entry is not None:
+            damaged[directory + 8 * 4 + entry : directory + 8 * 4 + entry + 4] = b"\xff" * 4
+        yield bytes(damaged), base, Status.BAD_REGION
+        yield bytes(damaged), other, damage

@@ -23,11 +23,11 @@ from codec.optimizers.arguments import LevelSource, level_source
 from codec.specs import BoundSpec
 from codec.tensors.view import TensorView, view_base
 
-_FOUND = struct.Struct("<QQII2Q")  # codec_found of native/cuda/frame/decode.cuh
+_FOUND = struct.Struct("<QQII3Q")  # codec_found of native/cuda/frame/decode.cuh
 _DECODING = struct.Struct(f"<3Q {UNITS_NBYTES}s 2Q QIffII4x 2I 2Q")  # codec_decoding
 _NONE = 2**64 - 1
 FOUND_NBYTES, DECODING_NBYTES = _FOUND.size, _DECODING.size
-NOTHING_FOUND = _FOUND.pack(_NONE, 0, 0, 0, 0, 0)
+NOTHING_FOUND = _FOUND.pack(_NONE, *[0] * 6)
 _LISTS = struct.Struct("<2Q")  # codec_lists
 _LISTED_SHARE, _CHANGES = 8, 4  # as in native/cuda/delta/decode.cuh; most changes for each byte of a frame
 _GROUP = 1024  # values of a block that share planes: see native/cuda/delta/decode.cuh
@@ -281,7 +281,7 @@ class Frame:
         FrameError, StateError
             Error of the first invalid block, or of the checksum.
         """
-        fault, checksum, _, _, *digests = _FOUND.unpack(found)
+        fault, checksum, _, _, *digests, _ = _FOUND.unpack(found)
         status = fault & 255
         if status == Status.OTHER_BASE:  # changes are invalid: with this base, or with any
             if digests[0] != self.info.base_digest:

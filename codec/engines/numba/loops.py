@@ -126,7 +126,7 @@ class _Decoding:
         self.checks = not context.flags & lib.CODEC_NO_CHECKSUM
         self.kernels = _family(self.job)
         self.work = self.kernels.work_of(self.job)
-        self.checksum, self.fault = np.zeros(1, np.uint64), np.zeros(3, np.uint64)
+        self.checksum, self.fault = np.zeros(1, np.uint64), np.zeros(4, np.uint64)
 
     def run(self, first: int, count: int, sink: Sink) -> int:
         """Decode blocks to a sink, and return the status; on failure fill the context's fault."""
@@ -143,7 +143,7 @@ class _Decoding:
             status = self.kernels.decode_blocks(*args, first, count, sink, self.checksum, self.fault)
         if status and self.context.fault:
             fault = self.context.fault
-            fault.offset, fault.found, fault.expected = (int(x) for x in self.fault)
+            fault.offset, fault.found, fault.expected = (int(x) for x in self.fault[:3])
         return status
 
 
@@ -152,8 +152,13 @@ def _step(frame: Any, nbytes: int, dst: Any, context: Any, job: Any, blocks: Any
     d = _Decoding(frame, nbytes, context, job)
     status = d.run(blocks.first, blocks.count, _sink(d.job, context, dst))
     # the frame may be damaged, or a stream be invalid with another base: let the C library distinguish
-    if status == truncate.OTHER_STATE or (status == delta.BAD_REGION and d.kernels is delta and d.checks):
-        return lib.codec_decode_check(frame, nbytes, context, job, blocks, work, work_nbytes)
+    again = None
+    if status == truncate.OTHER_STATE:
+        again = blocks
+    elif status == delta.BAD_REGION and d.kernels is delta and d.checks:
+        again = ffi.new("codec_range *", (int(d.fault[3]), 1))  # blocks before it may be written, over their base
+    if again is not None:
+        return lib.codec_decode_check(frame, nbytes, context, job, again, work, work_nbytes) or status
     blocks.checksum = int(d.checksum[0])
     return status
 

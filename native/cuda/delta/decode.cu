@@ -21,8 +21,11 @@ template <int SIZE> __global__ void __launch_bounds__(32 * WARPS, 4) decode_delt
 		read_unchanged<SIZE>(frame, v, lane);
 		return;
 	}
-	decode_blocks<1>(decodings, 0,
-			 [](const codec_decoding &d, const job *j, uint64_t b, const cursor &c, const pairs &,
-			    uint8_t *mine, uint32_t lane,
-			    uint64_t *) { return read_delta<SIZE>(d, j->v, b, c, mine, lane); });
+	decode_blocks<1>(
+		decodings, 0,
+		[](const codec_decoding &d, const job *j, uint64_t b, const cursor &c, const pairs &, uint8_t *mine,
+		   uint32_t lane, uint64_t *) { return read_delta<SIZE>(d, j->v, b, c, mine, lane); },
+		[](const codec_decoding &d, const job *j, uint64_t b, uint32_t lane) {
+			skip_delta<SIZE>(d, j->v, b, lane);
+		});
 }

@@ -236,8 +236,12 @@ template <int SIZE> DEVICE void copy_base(const delta_block &o, uint32_t lane)
 	__syncwarp();
 }
 
-/* Compute the sums of the base's chunks, and return what they add to its digest. nbytes: of the tensor. */
-DEVICE uint64_t sum_base(const delta_block &o, uint64_t nbytes, uint64_t chunk, uint32_t count, uint32_t lane)
+/*
+ * Compute the sums of `count` of the base's chunks to o.sums, unless that is NULL, and add what they contribute to its
+ * digest. nbytes: of the tensor.
+ */
+DEVICE void sum_base(const codec_decoding &d, const delta_block &o, uint64_t nbytes, uint64_t chunk, uint32_t count,
+		     uint32_t lane)
 {
 	uint64_t digest = 0;
 
@@ -248,8 +252,9 @@ DEVICE uint64_t sum_base(const delta_block &o, uint64_t nbytes, uint64_t chunk, 
 			o.sums[c] = sum;
 		digest += checksum_of_chunk(sum, WIRE_SEED_VALUES, chunk + c);
 	}
+	if (lane == 0)
+		atomicAdd(&d.found->base, (unsigned long long)digest);
 	__syncwarp();
-	return digest;
 }
 
 /* Return the part of the result's digest that follows from the sums, or from raw values. */
@@ -310,7 +315,7 @@ DEVICE codec_status read_delta(const codec_decoding &d, const codec_view &v, uin
 	o.planes = (uint32_t *)scratch;
 	const uint64_t chunk = o.first * SIZE / (4 * WIRE_CHUNK_WORDS);
 	const uint32_t count = chunks_of((uint64_t)o.m * SIZE);
-	uint64_t base = 0, result = 0, taken = ~0ull;
+	uint64_t result = 0, taken = ~0ull;
 
 	if (o.to && d.lists) {
 		const uint64_t record = records_of(d.lists)[b], entry = (record & ((1ull << RECORD_COUNT_AT) - 1)) - 1;
@@ -324,9 +329,7 @@ DEVICE codec_status read_delta(const codec_decoding &d, const codec_view &v, uin
 	}
 	if (d.checks) {
 		o.sums = (unsigned long long *)(scratch + GROUP / 8 * CLASS_PLANES * ((o.m + GROUP - 1) / GROUP));
-		base = sum_base(o, v.n * SIZE, chunk, count, lane);
-		if (lane == 0)
-			atomicAdd(&d.found->base, (unsigned long long)base);
+		sum_base(d, o, v.n * SIZE, chunk, count, lane);
 	}
 	if (!open_delta(o.q, o.m, c, &o, lane))
 		return CODEC_BAD_REGION;
@@ -344,6 +347,17 @@ DEVICE codec_status read_delta(const codec_decoding &d, const codec_view &v, uin
 	if (taken != ~0ull && lane == 0)
 		records_of(d.lists)[b] = (taken + 1) | (uint64_t)o.count << RECORD_COUNT_AT;
 	return CODEC_OK;
+}
+
+/* Take account of block b, whose directory entry is bad: the base's digest is that of all values. */
+template <int SIZE> DEVICE void skip_delta(const codec_decoding &d, const codec_view &v, uint64_t b, uint32_t lane)
+{
+	delta_block o = {};
+
+	o.base = d.base;
+	if (d.checks)
+		sum_base(d, o, v.n * SIZE, b * v.block_nvalues * SIZE / (4 * WIRE_CHUNK_WORDS),
+			 chunks_of((uint64_t)block_values(&v, b) * SIZE), lane);
 }
 
 /* Decode a frame without blocks, whose result is the base. Warps take chunks of bytes in turn. */

@@ -18,6 +18,8 @@ struct codec_found {
 	unsigned long long checksum; /* sum over blocks and directory; of a stored tensor: the frame's */
 	uint32_t done, reserved;     /* stored tensors: warps that are done */
 	unsigned long long base, result; /* Delta: digests of the base's and of the result's values */
+	/* ~fault of the first block with a bad directory entry or checksum; 0: none */
+	unsigned long long damage;
 };
 
 /*
@@ -80,8 +82,13 @@ static __device__ uint64_t digest_block(const codec_view *v, uint64_t b, const c
 /* Report that a block (order: its index + 1) or the frame (order 0) is bad; the lowest order wins. */
 DEVICE void report_fault(codec_found *found, uint64_t order, codec_status status, uint32_t lane)
 {
-	if (lane == 0 && status != CODEC_OK)
-		atomicMin(&found->fault, (unsigned long long)(order << 8 | status));
+	const unsigned long long fault = order << 8 | status;
+
+	if (lane || status == CODEC_OK)
+		return;
+	atomicMin(&found->fault, fault);
+	if (status == CODEC_BAD_DIRECTORY || status == CODEC_CHECKSUM)
+		atomicMax(&found->damage, ~fault);
 }
 
 /* Return the CTA's codec_decoding in shared memory. */
@@ -110,8 +117,10 @@ DEVICE uint64_t lossless_scratch_nbytes(const codec_view &v, int size)
  * read(decoding, job, block, cursor, pairs, scratch, lane, checksum) decodes one block and returns a status. pairs:
  * tables of 2^PAIR_BITS entries in shared memory; scratch: the warp's memory; *checksum: read adds to it the checksums
  * of the block's parts of the `size` planes that are fixed. size: of a lossless value in bytes; else 0.
+ * skip(decoding, job, block, lane) is called in place of it if the block's directory entry is bad.
  */
-template <uint32_t PAIR_BITS, class F> DEVICE void decode_blocks(const codec_decoding *decodings, int size, F read)
+template <uint32_t PAIR_BITS, class F, class G>
+DEVICE void decode_blocks(const codec_decoding *decodings, int size, F read, G skip)
 {
 	__shared__ uint32_t entries[1 << PAIR_BITS];
 	const codec_decoding &d = decoding_of(decodings);
@@ -141,6 +150,7 @@ template <uint32_t PAIR_BITS, class F> DEVICE void decode_blocks(const codec_dec
 
 		if (status != CODEC_OK) {
 			report_fault(found, b + 1, status, lane);
+			skip(d, &j, b, lane);
 			continue;
 		}
 		status = read(d, &j, b, c, by, units.memory, lane, &checksum);
@@ -162,6 +172,11 @@ template <uint32_t PAIR_BITS, class F> DEVICE void decode_blocks(const codec_dec
 		__syncwarp();
 	}
 	give_units(d.scratch, units, lane);
+}
+
+template <uint32_t PAIR_BITS, class F> DEVICE void decode_blocks(const codec_decoding *decodings, int size, F read)
+{
+	decode_blocks<PAIR_BITS>(decodings, size, read, [](const codec_decoding &, const job *, uint64_t, uint32_t) {});
 }
 
 #endif

@@ -22,26 +22,22 @@ DEVICE uint32_t digests_status(const opened *o, const found *f)
 	return f->result == o->result ? CODEC_OK : CODEC_CHECKSUM;
 }
 
-/* Return the status of a frame whose blocks were decoded or checked, and 1 + the index of the block that has it. */
+/*
+ * Return the status of a frame whose blocks were decoded or checked, and 1 + the index of the block that has it.
+ * Changes that are invalid with another base are not the frame's fault: then only its damage counts.
+ */
 DEVICE uint32_t found_status(const opened *o, const found *f, uint32_t *block)
 {
-	const uint64_t order = f->fault >> 8;
-	const bool valid = f->checksum + o->head_checksum == o->checksum;
+	const bool invalid = f->fault != ~0ull && (f->fault & 255) == CODEC_OTHER_BASE;
+	const uint64_t fault = invalid && f->base != o->base ? ~f->damage : f->fault, order = fault >> 8;
 
 	*block = 0;
 	if (o->status)
 		return o->status;
-	if ((f->fault & 255) == CODEC_OTHER_BASE && f->fault != ~0ull) { /* changes are invalid */
-		if (valid && f->base != o->base)
-			return digests_status(o, f);
-		*block = order > 0xffffffffu ? 0xffffffffu : (uint32_t)order;
-		return CODEC_BAD_REGION;
-	}
-	if (f->fault != ~0ull) {
-		*block = order > 0xffffffffu ? 0xffffffffu : (uint32_t)order;
-		return (uint32_t)f->fault & 255;
-	}
-	return valid ? digests_status(o, f) : (uint32_t)CODEC_CHECKSUM; /* other codecs have digests of 0 */
+	if (fault == ~0ull) /* other codecs have digests of 0 */
+		return f->checksum + o->head_checksum == o->checksum ? digests_status(o, f) : (uint32_t)CODEC_CHECKSUM;
+	*block = order > 0xffffffffu ? 0xffffffffu : (uint32_t)order;
+	return invalid && f->base == o->base ? (uint32_t)CODEC_BAD_REGION : (uint32_t)fault & 255;
 }
 
 /*

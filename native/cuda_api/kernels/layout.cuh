@@ -39,6 +39,7 @@ SAME(AT(decoding, lists), AT(codec_decoding, lists));
 SAME(AT(found, checksum), AT(codec_found, checksum));
 SAME(AT(found, base), AT(codec_found, base));
 SAME(AT(found, result), AT(codec_found, result));
+SAME(AT(found, damage), AT(codec_found, damage));
 #undef AT
 #endif
 #undef SAME

@@ -63,7 +63,7 @@ struct decoding {
 struct found {
 	uint64_t fault, checksum;
 	uint32_t done, reserved;
-	uint64_t base, result;
+	uint64_t base, result, damage;
 };
 
 /* What open_frames has found in a frame's header, for finish_decode. */

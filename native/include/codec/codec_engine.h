@@ -190,10 +190,11 @@ typedef struct codec_row_sums {
 
 /** Block of a frame of DELTA: what its values add to the digests of the side section, and its number of changes. */
 typedef struct codec_delta_block {
-	uint64_t base;        /**< part of the base's digest */
-	uint64_t result;      /**< part of the result's digest */
-	uint32_t changes;     /**< number of values that differ from the base's */
-	uint32_t reserved[5]; /**< decode: of the C library; an engine leaves them unchanged */
+	uint64_t base;    /**< part of the base's digest */
+	uint64_t result;  /**< part of the result's digest */
+	uint32_t changes; /**< number of values that differ from the base's */
+	uint32_t state;   /**< decode: 0 until both digests are set; an engine then sets 1, before it writes values */
+	uint32_t reserved[4]; /**< decode: of the C library; an engine leaves them unchanged */
 } codec_delta_block;
 
 /** Header fields as in docs/format.md, and values derived from them. Offsets are in bytes from the frame's start. */
@@ -241,7 +242,7 @@ typedef struct codec_view {
 	 * Encode: codec_row_sums of all pieces. An engine may write them here in place of calling codec_encode_scan.
 	 *
 	 * DELTA, encode and decode: codec_delta_block of all blocks. An engine that processes blocks writes all members
-	 * when it encodes, and the digests when it decodes; codec_encode_close and codec_decode_close add them up.
+	 * when it encodes, digests and state when it decodes; codec_encode_close and codec_decode_close add them up.
 	 *
 	 * TOPK, encode with a residual: uint32_t, the bit pattern of the largest |v| of each block, as float32.
 	 */

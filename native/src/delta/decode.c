@@ -10,6 +10,7 @@ struct changes {
 	const char *base;
 	uint32_t mode, field, count;
 	struct delta_list list; /* changes, unless the mode is RAW */
+	uint64_t summed;        /* chunks of the base whose sums are known */
 };
 
 static codec_status read_head(const uint8_t *frame, const struct header *h, uint64_t b, struct changes *c,
@@ -57,15 +58,19 @@ static void copy_raw(const uint8_t *frame, const struct changes *c, char *dst)
 #endif
 }
 
-/* Read the changes of a block to its list, whose room is the number of changes. */
-static codec_status read_changes(const uint8_t *frame, const struct kernels *k, struct changes *c, struct work *w,
-				 codec_fault *f)
+/*
+ * Read the changes of a block to its list, whose room is the number of changes. `sums`: sums of the base's chunks are
+ * wanted; they are computed if that costs less here.
+ */
+static codec_status read_changes(const uint8_t *frame, const struct kernels *k, struct changes *c, int sums,
+				 struct work *w, codec_fault *f)
 {
 	const uint8_t *stream = frame + c->at + 4;
 	uint64_t nbytes = c->end - c->at - 4;
 	int good = 1;
 
 	c->list.count = 0;
+	c->summed = 0;
 	if (c->mode == WIRE_DELTA_RAW) {
 		copy_raw(frame, c, w->values);
 		if (k->differences(c->base, w->values, c->m, c->q.item, w->delta.changed) != c->count)
@@ -73,12 +78,14 @@ static codec_status read_changes(const uint8_t *frame, const struct kernels *k, 
 		return CODEC_OK;
 	}
 	c->list.room = c->count;
-	if (c->mode == WIRE_DELTA_STEPS && c->q.last)
+	if (c->mode == WIRE_DELTA_STEPS && c->q.last) {
+		c->summed = sums ? delta_whole_chunks(c->m * c->q.item) : 0;
 		good = k->delta_decode(&c->q, c->base, c->m, (int)c->field - WIRE_DELTA_BIAS, &w->delta, stream, nbytes,
-				       &c->list);
-	else if (c->mode != WIRE_DELTA_SAME)
+				       &c->list, c->summed ? w->sums[0] : NULL);
+	} else if (c->mode != WIRE_DELTA_SAME) {
 		good = k->delta_patches(&c->q, c->base, c->m, c->field, c->mode == WIRE_DELTA_STEPS, stream, nbytes,
 					&c->list);
+	}
 	if (!good || c->list.count != c->count)
 		BAD(c->at + 4, c->list.count, c->count);
 	return CODEC_OK;
@@ -89,8 +96,9 @@ static void take_digests(const struct kernels *k, const struct changes *c, const
 			 struct delta_block *block)
 {
 	uint64_t nbytes = c->m * c->q.item, chunk = c->first * c->q.item / DELTA_CHUNK;
+	uint64_t at = c->summed * DELTA_CHUNK;
 
-	delta_sums(k, c->base, nbytes, c->q.item, w->sums[0]);
+	delta_sums(k, c->base + at, nbytes - at, c->q.item, w->sums[0] + c->summed);
 	block->base = block->result = delta_digest_of(w->sums[0], nbytes, chunk);
 	if (c->mode == WIRE_DELTA_SAME)
 		return;
@@ -123,7 +131,7 @@ static codec_status explain(const uint8_t *frame, const struct job *j, const cod
 
 	if (status != CODEC_BAD_REGION || with->flags & CODEC_NO_CHECKSUM)
 		return status;
-	base = delta_open(j, with);
+	base = delta_check_base(j, with);
 	if (base == CODEC_OK)
 		return fault(with->fault, status, found.offset, found.found, found.expected);
 	found = with->fault ? *with->fault : found;
@@ -139,18 +147,19 @@ static codec_status decode_block(const uint8_t *frame, const struct kernels *k, 
 				 const struct job *j, struct changes *c, const struct delta_list *kept, struct work *w,
 				 struct delta_block *block)
 {
+	const int digests = !j->checked && !(with->flags & CODEC_NO_CHECKSUM);
 	codec_status status;
 
 	c->list = (struct delta_list){.at = w->delta.at, .value = w->values};
 	if (kept && c->mode != WIRE_DELTA_RAW && c->count <= kept->room)
 		c->list = *kept;
-	status = read_changes(frame, k, c, w, with->fault);
+	status = read_changes(frame, k, c, digests, w, with->fault);
 	if (status != CODEC_OK)
 		return explain(frame, j, with, status);
-	if (!j->checked && !(with->flags & CODEC_NO_CHECKSUM))
+	if (digests)
 		take_digests(k, c, w, block);
 	block->changes = c->count;
-	block->state = kept && c->list.at == kept->at ? DELTA_LISTED : DELTA_CHECKED;
+	delta_set_state(block, kept && c->list.at == kept->at ? DELTA_LISTED : DELTA_CHECKED);
 	return CODEC_OK;
 }
 

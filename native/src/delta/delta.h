@@ -13,7 +13,6 @@
 #include "frame/frame.h"
 
 #define DELTA_LIST_SHARE 8 /* a job lists the changes of a block if at most one value in so many changes */
-#define DELTA_CHUNK (4 * WIRE_CHUNK_WORDS)
 
 static inline struct delta_kind delta_kind(const struct header *h)
 {
@@ -35,12 +34,26 @@ static inline uint64_t delta_raw_nbytes(const struct header *h, uint64_t m)
 /* Return log2 of the values in a block: that of a frame, or the one that an encoder takes. */
 uint8_t delta_block_log2(const struct header *h);
 
+/* Return the number of chunks whose sums kernels compute from values in memory. */
+static inline uint64_t delta_whole_chunks(uint64_t nbytes)
+{
+	return CODEC_BIG_ENDIAN ? 0 : nbytes / DELTA_CHUNK;
+}
+
 /* Compute the sums of the chunks of `nbytes` bytes, the last one padded with zeros. `item`: bytes per value. */
 void delta_sums(const struct kernels *k, const void *values, uint64_t nbytes, uint64_t item, uint64_t *sums);
 /* Return what the sums of `nbytes` bytes that begin with chunk `first` add to a digest. */
 uint64_t delta_digest_of(const uint64_t *sums, uint64_t nbytes, uint64_t first);
 /* Return what bytes [at, end) of a tensor add to its digest; `at` is a multiple of DELTA_CHUNK. */
 uint64_t delta_digest(const struct kernels *k, const void *values, uint64_t at, uint64_t end, uint64_t item);
+
+/*
+ * Set the state of a block whose part of the digests is recorded, before its values are written. delta_check_base
+ * compares the base's digest with the frame's while blocks are decoded, maybe in place: the record of a block with a
+ * state counts, not its values.
+ */
+void delta_set_state(struct delta_block *block, uint32_t state);
+codec_status delta_check_base(const struct job *j, const codec_context *with);
 
 /*
  * Compare the digests of a decode job's blocks with the frame's. delta_open does that for a frame without blocks, whose

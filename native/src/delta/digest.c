@@ -4,7 +4,7 @@
 /* Values are little-endian in digests. A chunk is copied if it is short, or if this machine's byte order is another. */
 void delta_sums(const struct kernels *k, const void *values, uint64_t nbytes, uint64_t item, uint64_t *sums)
 {
-	uint64_t whole = CODEC_BIG_ENDIAN ? 0 : nbytes / DELTA_CHUNK;
+	uint64_t whole = delta_whole_chunks(nbytes);
 	const uint8_t *p = values;
 
 	(void)item;
@@ -51,6 +51,40 @@ static codec_status compare_base(const struct job *j, uint64_t digest, const cod
 	codec_status status = digest == j->result_digest ? CODEC_ALREADY_APPLIED : CODEC_OTHER_BASE;
 
 	return digest == j->base_digest ? CODEC_OK : fault(with->fault, status, j->h.side_at, j->base_digest, digest);
+}
+
+void delta_set_state(struct delta_block *block, uint32_t state)
+{
+	__atomic_store_n(&block->state, state, __ATOMIC_RELEASE);
+	__atomic_thread_fence(__ATOMIC_RELEASE);
+}
+
+/* Read what a block's values added to the base's digest before it was decoded. Returns 0 if it was not decoded yet. */
+static int read_digest(const struct delta_block *block, uint64_t *digest)
+{
+	__atomic_thread_fence(__ATOMIC_ACQUIRE);
+	if (__atomic_load_n(&block->state, __ATOMIC_ACQUIRE) == DELTA_UNKNOWN)
+		return 0;
+	*digest = block->base;
+	return 1;
+}
+
+codec_status delta_check_base(const struct job *j, const codec_context *with)
+{
+	const uint64_t item = dtype_of(j->h.dtype)->nbytes;
+	uint64_t digest = 0;
+
+	for (uint64_t b = 0; b < j->h.nblocks; b++) {
+		const struct delta_block *block = job_delta_blocks(j) + b;
+		uint64_t m, at = delta_span(&j->h, b, &m) * item, own;
+
+		if (!read_digest(block, &own)) {
+			own = delta_digest(kernels_for(with), with->base->data, at, at + m * item, item);
+			read_digest(block, &own); /* another thread may have decoded it meanwhile */
+		}
+		digest += own;
+	}
+	return compare_base(j, digest, with);
 }
 
 codec_status delta_open(const struct job *j, const codec_context *with)

@@ -28,27 +28,20 @@ int delta_is_unchanged(const struct job *j)
 	return 1;
 }
 
-#define TILE 16384 /* bytes of each tensor at once: both are in the first-level cache while they are compared */
-
 /* Find the changes of a block, and what it adds to the digests. Returns the number of changes. */
 static uint64_t compare(const struct kernels *k, const char *base, const char *values, uint64_t m, uint64_t item,
 			uint64_t first, struct work *w, struct delta_block *block)
 {
-	uint64_t nbytes = m * item, changes = 0;
+	uint64_t nbytes = m * item, chunk = first * item / DELTA_CHUNK, whole = delta_whole_chunks(nbytes);
+	uint64_t at = whole * DELTA_CHUNK, changes;
 
-	block->base = block->result = 0;
-	for (uint64_t at = 0, n; at < nbytes; at += n) {
-		uint64_t chunk = (first * item + at) / DELTA_CHUNK, some;
-
-		n = MIN(TILE, nbytes - at);
-		some = k->differences(base + at, values + at, n / item, (uint32_t)item,
-				      w->delta.changed + at / item / 64);
-		changes += some;
-		delta_sums(k, base + at, n, item, w->sums[0]);
-		block->base += delta_digest_of(w->sums[0], n, chunk);
-		delta_sums(k, values + at, n, item, w->sums[1]);
-		block->result += delta_digest_of(w->sums[1], n, chunk);
-	}
+	changes = k->compare_chunks(base, values, whole, (uint32_t)item, w->delta.changed, w->sums[0], w->sums[1]);
+	changes += k->differences(base + at, values + at, (nbytes - at) / item, (uint32_t)item,
+				  w->delta.changed + at / item / 64);
+	delta_sums(k, base + at, nbytes - at, item, w->sums[0] + whole);
+	delta_sums(k, values + at, nbytes - at, item, w->sums[1] + whole);
+	block->base = delta_digest_of(w->sums[0], nbytes, chunk);
+	block->result = delta_digest_of(w->sums[1], nbytes, chunk);
 	block->changes = (uint32_t)changes;
 	return changes;
 }

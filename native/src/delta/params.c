@@ -121,8 +121,8 @@ static uint64_t work_nbytes_of(const struct header *h)
 {
 	uint64_t m = most_values(h), words = m / 64 + 1, chunks = m * dtype_of(h->dtype)->nbytes / DELTA_CHUNK + 1;
 
-	return delta_raw_nbytes(h, m) + 8 * words * (2 + DELTA_PLANES) + 4 * (words + DELTA_SLACK) + 2 * 4 * m +
-	       2 * 8 * chunks + (delta_kind(h).last + 1) * sizeof(struct delta_bin) +
+	return delta_raw_nbytes(h, m) + 8 * words * (2 + DELTA_PLANES) + 4 * (words + DELTA_SLACK) +
+	       2 * 4 * (m + DELTA_SLACK) + 2 * 8 * chunks + (delta_kind(h).last + 1) * sizeof(struct delta_bin) +
 	       2 * m * dtype_of(h->dtype)->nbytes * CODEC_BIG_ENDIAN;
 }
 
@@ -137,8 +137,8 @@ static void work_place_of(const struct header *h, char **p, struct work *w)
 		w->delta.plane[i] = work_take(p, 8 * words);
 	w->delta.member = work_take(p, 8 * words);
 	w->delta.before = work_take(p, 4 * (words + DELTA_SLACK));
-	w->delta.at = work_take(p, 4 * m);
-	w->delta.sorted = work_take(p, 4 * m);
+	w->delta.at = work_take(p, 4 * (m + DELTA_SLACK));
+	w->delta.sorted = work_take(p, 4 * (m + DELTA_SLACK));
 	w->delta.bin = work_take(p, (delta_kind(h).last + 1) * sizeof(struct delta_bin));
 	for (int i = 0; i < 2; i++)
 		w->sums[i] = work_take(p, 8 * chunks);

@@ -162,7 +162,7 @@
 /* DELTA: blocks, the head of a region, and its codes. */
 #define WIRE_DELTA_MIN_BLOCK_LOG2 10 /* a block is a whole number of chunks of the digest */
 #define WIRE_DELTA_MAX_BLOCK_LOG2 18
-#define WIRE_DELTA_BLOCK_LOG2 16 /* of encoders, unless asked for another one */
+#define WIRE_DELTA_BLOCK_LOG2 17 /* of encoders, unless asked for another one */
 #define WIRE_DELTA_SIDE_NBYTES 16
 #define WIRE_DELTA_SAME 0u
 #define WIRE_DELTA_STEPS 1u

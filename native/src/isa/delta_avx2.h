@@ -89,7 +89,7 @@ static inline __attribute__((always_inline)) void fields_avx2(const struct delta
 /* Classes from exponents: the difference to S, saturated at 0 and 255, halved and rounded up. */
 static inline __attribute__((always_inline)) size_t classes_avx2(const struct delta_kind *q, const void *base, size_t n,
 								 int scale, uint64_t *const *plane, uint32_t *top,
-								 uint32_t item)
+								 uint32_t item, uint64_t *sums, const uint32_t *key)
 {
 	const __m256i less = _mm256_set1_epi8((char)(scale < 0 ? 0 : scale > 255 ? 255 : scale));
 	const __m256i more = _mm256_set1_epi8((char)(scale < 0 ? -scale : 0));
@@ -118,6 +118,9 @@ static inline __attribute__((always_inline)) size_t classes_avx2(const struct de
 		p1[j] = bits_avx2(_mm256_slli_epi16(c[0], 6), _mm256_slli_epi16(c[1], 6));
 		p2[j] = bits_avx2(_mm256_slli_epi16(c[0], 5), _mm256_slli_epi16(c[1], 5));
 		p3[j] = bits_avx2(_mm256_slli_epi16(c[0], 4), _mm256_slli_epi16(c[1], 4));
+		if (sums && (i + 64) * item % DELTA_CHUNK == 0)
+			sums[i * item / DELTA_CHUNK] =
+				chunk_sum_avx2((const uint8_t *)p + 64 * item - DELTA_CHUNK, key);
 	}
 	_mm256_storeu_si256((__m256i *)bytes, most);
 	for (int b = 0; b < 32; b++)
@@ -144,5 +147,6 @@ static inline size_t find_word_avx2(const uint32_t *before, size_t from, uint32_
 }
 
 #define DIFFERENCES_FIRST(a, b, n, item, changed, count) differences_avx2(a, b, n, item, changed, count)
-#define CLASSES_FIRST(q, base, n, scale, plane, top, item) classes_avx2(q, base, n, scale, plane, top, item)
+#define CLASSES_FIRST(q, base, n, scale, plane, top, item, sums)                                                       \
+	classes_avx2(q, base, n, scale, plane, top, item, sums, CHECKSUM_KEY)
 #define FIND_WORD find_word_avx2

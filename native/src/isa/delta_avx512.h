@@ -28,6 +28,41 @@ static inline __attribute__((always_inline)) size_t differences_avx512(const voi
 	return i;
 }
 
+/* List the set bits of words in groups of 8, of which most words may be 0. */
+static inline size_t list_avx512(const uint64_t *bits, size_t words, uint32_t *at, size_t *count)
+{
+	uint8_t number[64];
+	__m512i numbers;
+	size_t j = 0;
+
+	for (int i = 0; i < 64; i++)
+		number[i] = (uint8_t)i;
+	numbers = _mm512_loadu_si512(number);
+	for (; j + 8 <= words; j += 8) {
+		__m512i group = _mm512_loadu_si512(bits + j);
+
+		for (uint32_t some = _mm512_test_epi64_mask(group, group); some; some &= some - 1) {
+			size_t k = j + (size_t)__builtin_ctz(some), n = (size_t)__builtin_popcountll(bits[k]);
+			__m512i places = _mm512_maskz_compress_epi8(bits[k], numbers);
+			__m512i first = _mm512_set1_epi32((int)(64 * k));
+			uint32_t *to = at + *count;
+
+#define PUT_PLACES(i)                                                                                                  \
+	_mm512_storeu_si512(to + 16 * (i),                                                                             \
+			    _mm512_add_epi32(first, _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(places, i))))
+			PUT_PLACES(0);
+			if (n > 16) {
+				PUT_PLACES(1);
+				PUT_PLACES(2);
+				PUT_PLACES(3);
+			}
+#undef PUT_PLACES
+			*count += n;
+		}
+	}
+	return j;
+}
+
 /* Get the exponent fields of 64 values as bytes. */
 static inline __attribute__((always_inline)) __m512i fields_avx512(const struct delta_kind *q, const char *p,
 								   uint32_t item)
@@ -62,7 +97,8 @@ static inline __attribute__((always_inline)) __m512i fields_avx512(const struct 
 /* Classes from exponents: the difference to S, saturated at 0 and 255, halved and rounded up. */
 static inline __attribute__((always_inline)) size_t classes_avx512(const struct delta_kind *q, const void *base,
 								   size_t n, int scale, uint64_t *const *plane,
-								   uint32_t *top, uint32_t item)
+								   uint32_t *top, uint32_t item, uint64_t *sums,
+								   const uint32_t *key)
 {
 	const __m512i less = _mm512_set1_epi8((char)(scale < 0 ? 0 : scale > 255 ? 255 : scale));
 	const __m512i more = _mm512_set1_epi8((char)(scale < 0 ? -scale : 0));
@@ -88,6 +124,9 @@ static inline __attribute__((always_inline)) size_t classes_avx512(const struct 
 		p1[i / 64] = _mm512_test_epi8_mask(c, two);
 		p2[i / 64] = _mm512_test_epi8_mask(c, four);
 		p3[i / 64] = _mm512_test_epi8_mask(c, eight);
+		if (sums && (i + 64) * item % DELTA_CHUNK == 0)
+			sums[i * item / DELTA_CHUNK] =
+				chunk_sum_avx512((const uint8_t *)p + 64 * item - DELTA_CHUNK, key);
 	}
 	_mm512_storeu_si512(bytes, most);
 	for (int b = 0; b < 64; b++)
@@ -95,24 +134,41 @@ static inline __attribute__((always_inline)) size_t classes_avx512(const struct 
 	return i;
 }
 
+/* Return the words of a class: of class 8, which alone has bit 3, or of one that the lower bits tell. */
+#define MEMBERS_OF(class_)                                                                                             \
+	case class_: return _mm512_ternarylogic_epi64(LOWER(2), LOWER(1), LOWER(0), 1 << (class_))
+static inline
+	__attribute__((always_inline)) __m512i members_of(const struct delta_buffers *b, size_t j, uint32_t class_)
+{
+#define LOWER(p) _mm512_loadu_si512(b->plane[p] + j)
+	switch (class_) {
+	case 0:
+		return _mm512_andnot_si512(LOWER(3), _mm512_ternarylogic_epi64(LOWER(2), LOWER(1), LOWER(0), 1));
+		MEMBERS_OF(1);
+		MEMBERS_OF(2);
+		MEMBERS_OF(3);
+		MEMBERS_OF(4);
+		MEMBERS_OF(5);
+		MEMBERS_OF(6);
+		MEMBERS_OF(7);
+	default: return LOWER(3);
+	}
+#undef LOWER
+}
+
 /*
  * Find the members of a class in groups of 8 words, and count those before each word: sums over the words of a group by
  * three shifts. Returns the number of words; *total is the number of members.
  */
-static inline size_t members_avx512(const struct delta_buffers *b, size_t words, uint32_t class_, uint32_t *total)
+static inline __attribute__((always_inline)) size_t members_avx512_as(const struct delta_buffers *b, size_t words,
+								      uint32_t class_, uint32_t *total)
 {
-	const __m512i zero = _mm512_setzero_si512(), ones = _mm512_set1_epi64(-1), last = _mm512_set1_epi64(7);
-	const __m512i x0 = class_ & 1 ? zero : ones, x1 = class_ & 2 ? zero : ones, x2 = class_ & 4 ? zero : ones;
-	const __m512i x3 = class_ & 8 ? zero : ones;
+	const __m512i zero = _mm512_setzero_si512(), last = _mm512_set1_epi64(7);
 	__m512i before = zero;
 	size_t j = 0;
 
 	for (; j + 8 <= words; j += 8) {
-		__m512i low = _mm512_and_si512(_mm512_xor_si512(_mm512_loadu_si512(b->plane[0] + j), x0),
-					       _mm512_xor_si512(_mm512_loadu_si512(b->plane[1] + j), x1));
-		__m512i high = _mm512_and_si512(_mm512_xor_si512(_mm512_loadu_si512(b->plane[2] + j), x2),
-						_mm512_xor_si512(_mm512_loadu_si512(b->plane[3] + j), x3));
-		__m512i member = _mm512_and_si512(low, high), count = _mm512_popcnt_epi64(member), sum;
+		__m512i member = members_of(b, j, class_), count = _mm512_popcnt_epi64(member), sum;
 
 		_mm512_storeu_si512(b->member + j, member);
 		sum = _mm512_add_epi64(count, _mm512_alignr_epi64(count, zero, 7));
@@ -124,6 +180,21 @@ static inline size_t members_avx512(const struct delta_buffers *b, size_t words,
 	}
 	*total = (uint32_t)_mm_cvtsi128_si64(_mm512_castsi512_si128(before));
 	return j;
+}
+
+static inline size_t members_avx512(const struct delta_buffers *b, size_t words, uint32_t class_, uint32_t *total)
+{
+	switch (class_) { /* a constant for each loop */
+	case 0: return members_avx512_as(b, words, 0, total);
+	case 1: return members_avx512_as(b, words, 1, total);
+	case 2: return members_avx512_as(b, words, 2, total);
+	case 3: return members_avx512_as(b, words, 3, total);
+	case 4: return members_avx512_as(b, words, 4, total);
+	case 5: return members_avx512_as(b, words, 5, total);
+	case 6: return members_avx512_as(b, words, 6, total);
+	case 7: return members_avx512_as(b, words, 7, total);
+	default: return members_avx512_as(b, words, 8, total);
+	}
 }
 
 /* 64 at a time: the distance cannot be predicted, so that fewer branches pay. */
@@ -143,6 +214,8 @@ static inline size_t find_word_avx512(const uint32_t *before, size_t from, uint3
 }
 
 #define DIFFERENCES_FIRST(a, b, n, item, changed, count) differences_avx512(a, b, n, item, changed, count)
-#define CLASSES_FIRST(q, base, n, scale, plane, top, item) classes_avx512(q, base, n, scale, plane, top, item)
+#define LIST_FIRST(changed, words, at, count) list_avx512(changed, words, at, count)
+#define CLASSES_FIRST(q, base, n, scale, plane, top, item, sums)                                                       \
+	classes_avx512(q, base, n, scale, plane, top, item, sums, CHECKSUM_KEY)
 #define MEMBERS_FIRST(b, words, class_, total) members_avx512(b, words, class_, total)
 #define FIND_WORD find_word_avx512

@@ -16,6 +16,25 @@ ALWAYS uint64_t read_gamma(struct bit_reader *r)
 	return 1ull << n | read_bits(r, n);
 }
 
+/* Read a Rice code of a gap with k <= 16, and the sign behind it: both are in one peek unless the code is an escape. */
+ALWAYS uint32_t read_gap(struct bit_reader *r, uint32_t k, uint32_t *negative, uint32_t *bad)
+{
+	uint64_t v = peek_bits(r);
+	uint32_t q = (uint32_t)__builtin_ctzll(v | 1ull << WIRE_RICE_LONGEST), nbits = q + 1 + k, gap;
+
+	if (__builtin_expect(q == WIRE_RICE_LONGEST, 0)) {
+		gap = (uint32_t)read_rice(r, k, WIRE_RICE_GAP_BITS, bad);
+		if (gap)
+			*negative = (uint32_t)read_bits(r, 1);
+		return gap;
+	}
+	gap = q << k | (uint32_t)(v >> (q + 1) & ((1ull << k) - 1));
+	*bad |= gap >> WIRE_RICE_GAP_BITS;
+	*negative = gap ? (uint32_t)(v >> nbits & 1) : *negative;
+	r->at += nbits + (gap != 0);
+	return gap;
+}
+
 /* Return the place of set bit number k of x. */
 ALWAYS uint32_t select_bit(uint64_t x, uint32_t k)
 {
@@ -28,25 +47,30 @@ ALWAYS uint32_t select_bit(uint64_t x, uint32_t k)
 #endif
 }
 
-/* Read the steps of the small values, which are `member`. Returns 0 if the stream is not valid. */
-ALWAYS int decode_small(const struct delta_kind *q, const void *base, size_t n, int scale, const uint64_t *member,
+/*
+ * Read the steps of the `small` values. Returns 0 if the stream is not valid. A change is listed before it is known if
+ * it is one, since that cannot be predicted; the list has room for it.
+ */
+ALWAYS int decode_small(const struct delta_kind *q, const void *base, int scale, const uint32_t *small, size_t n,
 			struct bit_reader *r, struct delta_list *list, uint32_t item)
 {
+	size_t count = 0, room = list->room;
 	uint32_t bad = 0;
 
-	for (size_t j = 0; j < DELTA_WORDS(n); j++)
-		for (uint64_t m = member[j]; m; m &= m - 1) {
-			size_t i = 64 * j + (size_t)__builtin_ctzll(m);
-			uint64_t x = delta_load(base, i, item), z;
+	for (size_t s = 0; s < n; s++) {
+		uint64_t x = delta_load(base, small[s], item), z;
 
-			z = read_rice(r, delta_small_k(delta_exponent(q, x), scale, item), 8 * item, &bad);
-			if (!z)
-				continue;
-			if (list->count == list->room)
+		z = read_rice(r, delta_small_k(delta_exponent(q, x), scale, item), 8 * item, &bad);
+		if (__builtin_expect(count == room, 0)) {
+			if (z)
 				return 0;
-			list->at[list->count] = (uint32_t)i;
-			delta_store(list->value, list->count++, item, delta_apply(q, x, delta_unzigzag(z, item)));
+			continue;
 		}
+		list->at[count] = small[s];
+		delta_store(list->value, count, item, delta_apply(q, x, delta_unzigzag(z, item)));
+		count += z != 0;
+	}
+	list->count = count;
 	return !bad && r->at <= 8 * r->nbytes;
 }
 
@@ -78,6 +102,7 @@ ALWAYS int decode_class(const struct delta_kind *q, const void *base, size_t n, 
 	uint64_t codes = read_gamma(r) - 1, x = 0;
 	/* zeros since the last change; at first none is allowed */
 	uint32_t k = delta_class_k(class_), more = WIRE_DELTA_MORE, negative = 0, bad = 0, next = 0, total;
+	struct delta_list l = *list;
 	size_t j = 0;
 
 	if (r->at > 8 * r->nbytes || codes > 8 * r->nbytes - r->at)
@@ -87,38 +112,37 @@ ALWAYS int decode_class(const struct delta_kind *q, const void *base, size_t n, 
 	members(b, n, class_);
 	total = b->before[DELTA_WORDS(n)];
 	for (; codes; codes--) {
-		uint64_t gap = read_rice(r, k, WIRE_RICE_GAP_BITS, &bad);
+		uint32_t gap = read_gap(r, k, &negative, &bad);
 		size_t i;
 
 		if (__builtin_expect(!gap, 0)) {
-			if (!decode_more(q, x, negative, &more, r, list, item))
+			if (!decode_more(q, x, negative, &more, r, &l, item))
 				return 0;
 			continue;
 		}
-		negative = (uint32_t)(peek_bits(r) & 1);
-		r->at++;
-		if (gap > total - next || list->count == list->room)
+		if (gap > total - next || l.count == l.room)
 			return 0;
-		next += (uint32_t)gap;
+		next += gap;
 		j = FIND_WORD(b->before, j, next - 1);
 		i = 64 * j + select_bit(b->member[j], next - 1 - b->before[j]);
 		x = delta_load(base, i, item);
-		list->at[list->count] = (uint32_t)i;
-		delta_store(list->value, list->count++, item, delta_apply(q, x, negative ? delta_mask(item) : 1));
+		l.at[l.count] = (uint32_t)i;
+		delta_store(l.value, l.count++, item, delta_apply(q, x, negative ? delta_mask(item) : 1));
 		more = 0;
 	}
+	list->count = l.count;
 	return !bad && r->at <= 8 * r->nbytes;
 }
 
 ALWAYS int delta_decode_as(const struct delta_kind *q, const void *base, size_t n, int scale,
 			   const struct delta_buffers *b, const uint8_t *stream, size_t nbytes, struct delta_list *list,
-			   uint32_t item)
+			   uint64_t *sums, uint32_t item)
 {
 	struct bit_reader r = {stream, nbytes, 0};
-	uint32_t top = classes(q, base, n, scale, b->plane);
+	uint32_t top = classes(q, base, n, scale, b->plane, sums, item);
 
 	members(b, n, 0);
-	if (!decode_small(q, base, n, scale, b->member, &r, list, item))
+	if (!decode_small(q, base, scale, b->sorted, list_changes(b->member, n, b->sorted), &r, list, item))
 		return 0;
 	for (uint32_t c = 1; c <= top; c++)
 		if (!decode_class(q, base, n, c, b, &r, list, item))
@@ -127,10 +151,11 @@ ALWAYS int delta_decode_as(const struct delta_kind *q, const void *base, size_t 
 }
 
 static int delta_decode(const struct delta_kind *q, const void *base, size_t n, int scale,
-			const struct delta_buffers *b, const uint8_t *stream, size_t nbytes, struct delta_list *list)
+			const struct delta_buffers *b, const uint8_t *stream, size_t nbytes, struct delta_list *list,
+			uint64_t *sums)
 {
-#define DELTA_DECODE(item) delta_decode_as(q, base, n, scale, b, stream, nbytes, list, item)
-	return BY_ITEM(q->item, DELTA_DECODE);
+#define DELTA_DECODE(kind, item) delta_decode_as(kind, base, n, scale, b, stream, nbytes, list, sums, item)
+	return BY_KIND(q, DELTA_DECODE);
 }
 
 ALWAYS int delta_patches_as(const struct delta_kind *q, const void *base, size_t n, uint32_t k, int steps,

@@ -9,12 +9,29 @@ ALWAYS void put_gamma(struct bit_writer *w, uint64_t x)
 	put_bits(w, x & ((1ull << n) - 1), n);
 }
 
-/* List the places of changes, in order. */
-static void list_changes(const uint64_t *changed, size_t n, uint32_t *at)
+/*
+ * Count samples of the base by exponent. There are four counters of each, since most samples have few exponents, and
+ * one increment of a counter must wait for the one before.
+ */
+ALWAYS void count_samples(const struct delta_kind *q, const void *base, size_t n, struct delta_bin *bin, uint32_t item)
 {
-	for (size_t j = 0; j < DELTA_WORDS(n); j++)
-		for (uint64_t m = changed[j]; m; m &= m - 1)
-			*at++ = (uint32_t)(64 * j) + (uint32_t)__builtin_ctzll(m);
+	uint32_t count[4][256] = {{0}};
+	size_t i = 0;
+
+#define EXPONENT_AT(i) delta_exponent(q, delta_load(base, i, item))
+	if (q->last < 256) {
+		for (; i + 3 * DELTA_SAMPLE < n; i += 4 * DELTA_SAMPLE) {
+			count[0][EXPONENT_AT(i)]++;
+			count[1][EXPONENT_AT(i + DELTA_SAMPLE)]++;
+			count[2][EXPONENT_AT(i + 2 * DELTA_SAMPLE)]++;
+			count[3][EXPONENT_AT(i + 3 * DELTA_SAMPLE)]++;
+		}
+		for (uint32_t e = 1; e <= q->last; e++)
+			bin[e].values = count[0][e] + count[1][e] + count[2][e] + count[3][e];
+	}
+	for (; i < n; i += DELTA_SAMPLE)
+		bin[EXPONENT_AT(i)].values++;
+#undef EXPONENT_AT
 }
 
 /* Fill in bins of exponents from samples of the base and from all changes. Returns their number. */
@@ -24,8 +41,7 @@ ALWAYS uint32_t fill_bins(const struct delta_kind *q, const void *base, const vo
 	uint32_t used = 0;
 
 	memset(bin, 0, (q->last + 1) * sizeof *bin);
-	for (size_t i = 0; i < n; i += DELTA_SAMPLE)
-		bin[delta_exponent(q, delta_load(base, i, item))].values++;
+	count_samples(q, base, n, bin, item);
 	for (size_t c = 0; c < count; c++) {
 		uint64_t x = delta_load(base, at[c], item), y = delta_load(values, at[c], item);
 		uint64_t size = delta_magnitude(delta_step(q, x, y), item);
@@ -66,17 +82,15 @@ ALWAYS void sort_changes(const struct delta_kind *q, const void *base, int scale
 	}
 }
 
-ALWAYS void encode_small(const struct delta_kind *q, const void *base, const void *values, size_t n, int scale,
-			 const uint64_t *member, struct bit_writer *w, uint32_t item)
+ALWAYS void encode_small(const struct delta_kind *q, const void *base, const void *values, int scale,
+			 const uint32_t *small, size_t n, struct bit_writer *w, uint32_t item)
 {
-	for (size_t j = 0; j < DELTA_WORDS(n) && !w->full; j++)
-		for (uint64_t m = member[j]; m; m &= m - 1) {
-			size_t i = 64 * j + (size_t)__builtin_ctzll(m);
-			uint64_t x = delta_load(base, i, item);
-			uint64_t z = delta_zigzag(delta_step(q, x, delta_load(values, i, item)), item);
+	for (size_t s = 0; s < n && !w->full; s++) {
+		uint64_t x = delta_load(base, small[s], item);
+		uint64_t z = delta_zigzag(delta_step(q, x, delta_load(values, small[s], item)), item);
 
-			put_rice(w, z, delta_small_k(delta_exponent(q, x), scale, item), 8 * item);
-		}
+		put_rice(w, z, delta_small_k(delta_exponent(q, x), scale, item), 8 * item);
+	}
 }
 
 /* Return the number of codes of a change: one, and one for each further step up to WIRE_DELTA_MORE. */
@@ -119,10 +133,10 @@ ALWAYS size_t delta_encode_as(const struct delta_kind *q, const void *base, cons
 	uint32_t end[WIRE_DELTA_CLASSES + 1], top;
 
 	*scale = delta_scale(q, b->bin, fill_bins(q, base, values, n, b->at, count, b->bin, item));
-	top = classes(q, base, n, *scale, b->plane);
-	sort_changes(q, base, *scale, b->at, count, b->sorted, end, item);
+	top = classes(q, base, n, *scale, b->plane, NULL, item);
 	members(b, n, 0);
-	encode_small(q, base, values, n, *scale, b->member, &w, item);
+	encode_small(q, base, values, *scale, b->sorted, list_changes(b->member, n, b->sorted), &w, item);
+	sort_changes(q, base, *scale, b->at, count, b->sorted, end, item);
 	for (uint32_t c = 1; c <= top && !w.full; c++) {
 		if (end[c] > end[c - 1])
 			members(b, n, c);
@@ -134,8 +148,8 @@ ALWAYS size_t delta_encode_as(const struct delta_kind *q, const void *base, cons
 static size_t delta_encode(const struct delta_kind *q, const void *base, const void *values, size_t n,
 			   const struct delta_buffers *b, size_t count, int *scale, uint8_t *dst, size_t room)
 {
-#define DELTA_ENCODE(item) delta_encode_as(q, base, values, n, b, count, scale, dst, room, item)
-	return BY_ITEM(q->item, DELTA_ENCODE);
+#define DELTA_ENCODE(kind, item) delta_encode_as(kind, base, values, n, b, count, scale, dst, room, item)
+	return BY_KIND(q, DELTA_ENCODE);
 }
 
 ALWAYS size_t delta_encode_patches_as(const struct delta_kind *q, const void *base, const void *values,

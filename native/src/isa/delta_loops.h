@@ -8,6 +8,15 @@
 
 #define DELTA_WORDS(n) (((n) + 63) / 64)
 #define BY_ITEM(item, call) ((item) == 1 ? call(1) : (item) == 2 ? call(2) : (item) == 4 ? call(4) : call(8))
+/* Do that for dtypes with exponents, of which all but those of 8 bits are constants. */
+static const struct delta_kind FLOAT32_KIND = {4, 23, 255}, FLOAT64_KIND = {8, 52, 2047}, BFLOAT16_KIND = {2, 7, 255},
+			       FLOAT16_KIND = {2, 10, 31};
+#define BY_KIND(q, call)                                                                                               \
+	((q)->item == 1    ? call(q, 1)                                                                                \
+	 : (q)->item == 4  ? call(&FLOAT32_KIND, 4)                                                                    \
+	 : (q)->item == 8  ? call(&FLOAT64_KIND, 8)                                                                    \
+	 : (q)->mbits == 7 ? call(&BFLOAT16_KIND, 2)                                                                   \
+			   : call(&FLOAT16_KIND, 2))
 /* Changes whose place is prefetched: lists are not in order, and the tensor may be in no cache. */
 #define PUT_AHEAD 32
 
@@ -43,7 +52,7 @@ ALWAYS void change_sums_as(const void *base, const struct delta_list *list, uint
 	for (size_t c = 0; c < list->count; c++) {
 		uint64_t x = delta_load(base, list->at[c], item), y = delta_load(list->value, c, item);
 		size_t byte = (size_t)list->at[c] * item, word = byte / 4 % WIRE_CHUNK_WORDS;
-		uint64_t *sum = sums + byte / (4 * WIRE_CHUNK_WORDS);
+		uint64_t *sum = sums + byte / (DELTA_CHUNK);
 		uint32_t shift = item < 4 ? 8 * (byte & 3) : 0;
 
 		if (item == 8) {
@@ -79,15 +88,18 @@ static void put_changes(const struct delta_list *list, uint32_t item, void *dst)
 static void chunk_sums(const uint8_t *src, size_t n, uint64_t *sums)
 {
 	for (size_t c = 0; c < n; c++)
-		sums[c] = CHUNK_SUM(src + 4 * WIRE_CHUNK_WORDS * c, CHECKSUM_KEY);
+		sums[c] = CHUNK_SUM(src + DELTA_CHUNK * c, CHECKSUM_KEY);
 }
 
 /* Vectorized parts process the first values, whole words of 64, and return how many. */
 #ifndef DIFFERENCES_FIRST
 #define DIFFERENCES_FIRST(a, b, n, item, changed, count) 0
 #endif
+#ifndef LIST_FIRST
+#define LIST_FIRST(changed, words, at, count) 0
+#endif
 #ifndef CLASSES_FIRST
-#define CLASSES_FIRST(q, base, n, scale, plane, top, item) 0
+#define CLASSES_FIRST(q, base, n, scale, plane, top, item, sums) 0
 #endif
 #ifndef MEMBERS_FIRST
 #define MEMBERS_FIRST(b, words, class_, total) 0
@@ -124,12 +136,50 @@ static size_t differences(const void *a, const void *b, size_t n, uint32_t item,
 	return BY_ITEM(item, DIFFERENCES);
 }
 
-ALWAYS uint32_t classes_as(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *plane,
-			   uint32_t item)
+ALWAYS size_t compare_chunks_as(const void *a, const void *b, size_t n, uint64_t *changed, uint64_t *sums_a,
+				uint64_t *sums_b, uint32_t item)
+{
+	const size_t values = DELTA_CHUNK / item;
+	size_t count = 0;
+
+	for (size_t c = 0; c < n; c++) {
+		const uint8_t *x = (const uint8_t *)a + DELTA_CHUNK * c, *y = (const uint8_t *)b + DELTA_CHUNK * c;
+
+		count += differences_as(x, y, values, changed + values / 64 * c, item);
+		sums_a[c] = CHUNK_SUM(x, CHECKSUM_KEY);
+		sums_b[c] = CHUNK_SUM(y, CHECKSUM_KEY);
+	}
+	return count;
+}
+
+static size_t compare_chunks(const void *a, const void *b, size_t n, uint32_t item, uint64_t *changed, uint64_t *sums_a,
+			     uint64_t *sums_b)
+{
+#define COMPARE_CHUNKS(item) compare_chunks_as(a, b, n, changed, sums_a, sums_b, item)
+	return BY_ITEM(item, COMPARE_CHUNKS);
+}
+
+static size_t list_changes(const uint64_t *changed, size_t n, uint32_t *at)
+{
+	size_t count = 0;
+
+	for (size_t j = LIST_FIRST(changed, DELTA_WORDS(n), at, &count); j < DELTA_WORDS(n); j++)
+		for (uint64_t m = changed[j]; m; m &= m - 1)
+			at[count++] = (uint32_t)(64 * j) + (uint32_t)__builtin_ctzll(m);
+	return count;
+}
+
+/* sums: of the base's whole chunks, computed while they are in the cache; NULL: not wanted. */
+ALWAYS uint32_t classes(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *plane,
+			uint64_t *sums, uint32_t item)
 {
 	uint32_t top = 0;
+	size_t i = CLASSES_FIRST(q, base, n, scale, plane, &top, item, sums), whole = n * item / DELTA_CHUNK;
 
-	for (size_t i = CLASSES_FIRST(q, base, n, scale, plane, &top, item); i < n; i += 64) {
+	if (sums)
+		for (size_t c = i * item / DELTA_CHUNK; c < whole; c++)
+			sums[c] = CHUNK_SUM((const uint8_t *)base + DELTA_CHUNK * c, CHECKSUM_KEY);
+	for (; i < n; i += 64) {
 		uint64_t word[DELTA_PLANES] = {0};
 		size_t m = n - i < 64 ? n - i : 64;
 
@@ -144,12 +194,6 @@ ALWAYS uint32_t classes_as(const struct delta_kind *q, const void *base, size_t 
 			plane[p][i / 64] = word[p];
 	}
 	return top;
-}
-
-static uint32_t classes(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *plane)
-{
-#define CLASSES(item) classes_as(q, base, n, scale, plane, item)
-	return BY_ITEM(q->item, CLASSES);
 }
 
 /* Find the members of a class, and count those before each word. Only class 8 has bit 3, and no other bit. */
@@ -179,5 +223,5 @@ static void members(const struct delta_buffers *b, size_t n, uint32_t class_)
 
 #define DELTA_LOOPS                                                                                                    \
 	.chunk_sums = chunk_sums, .change_sums = change_sums, .put_changes = put_changes, .differences = differences,  \
-	.delta_classes = classes, .delta_decode = delta_decode, .delta_patches = delta_patches,                        \
+	.compare_chunks = compare_chunks, .delta_decode = delta_decode, .delta_patches = delta_patches,                \
 	.delta_encode = delta_encode, .delta_encode_patches = delta_encode_patches, .list_changes = list_changes

@@ -202,14 +202,16 @@ struct delta_list {
 
 /* DELTA: memory for a block. Words have a bit for each of 64 values. */
 #define DELTA_PLANES 4
-#define DELTA_AHEAD 4096 /* bytes: values that are prefetched; streams of hardware end at pages */
-#define DELTA_SLACK 65   /* numbers behind `before` that are written and read */
+#define DELTA_CHUNK (4 * WIRE_CHUNK_WORDS) /* bytes of a chunk of the checksum */
+#define DELTA_AHEAD 4096                   /* bytes: values that are prefetched; streams of hardware end at pages */
+#define DELTA_SLACK 65                     /* numbers behind `before` and lists of places that are written or read */
 struct delta_buffers {
 	uint64_t *changed;             /* the value differs from the base's */
 	uint64_t *plane[DELTA_PLANES]; /* bit p of the class of the base's value */
 	uint64_t *member;              /* the base's value is of the class that is being coded */
 	uint32_t *before;              /* number of such values before each word, and in all words */
-	uint32_t *at, *sorted;         /* encode: places of changes, in order and by class */
+	uint32_t *at;                  /* encode: places of changes, in order */
+	uint32_t *sorted;              /* places of values of class 0; encode: later, of changes by class */
 	struct delta_bin *bin;         /* encode: one for each exponent */
 };
 
@@ -372,17 +374,19 @@ struct kernels {
 	void (*put_changes)(const struct delta_list *list, uint32_t item, void *dst);
 	/* Set bit i of `changed` if values i of a and b, of `item` bytes, differ. Returns the number of such values. */
 	size_t (*differences)(const void *a, const void *b, size_t n, uint32_t item, uint64_t *changed);
-	void (*list_changes)(const uint64_t *changed, size_t n, uint32_t *at);
-	/* Set bit i of plane[p] to bit p of value i's class. Returns the largest class. */
-	uint32_t (*delta_classes)(const struct delta_kind *q, const void *base, size_t n, int scale,
-				  uint64_t *const *plane);
+	/* Do that for n whole chunks, and compute the sums of both. */
+	size_t (*compare_chunks)(const void *a, const void *b, size_t n, uint32_t item, uint64_t *changed,
+				 uint64_t *sums_a, uint64_t *sums_b);
+	/* List the bits that are set. Up to DELTA_SLACK more items may be written. */
+	size_t (*list_changes)(const uint64_t *changed, size_t n, uint32_t *at);
 	/*
 	 * Read a stream of steps, or of patches with gaps of parameter k: all of `stream`, whose last bits are 0.
-	 * Return 0 if it is not valid. `steps`: patches are steps, not bits to change.
+	 * Return 0 if it is not valid. `steps`: patches are steps, not bits to change. delta_decode computes the sums
+	 * of the base's whole chunks on the way, unless `sums` is NULL.
 	 */
 	int (*delta_decode)(const struct delta_kind *q, const void *base, size_t n, int scale,
 			    const struct delta_buffers *b, const uint8_t *stream, size_t nbytes,
-			    struct delta_list *list);
+			    struct delta_list *list, uint64_t *sums);
 	int (*delta_patches)(const struct delta_kind *q, const void *base, size_t n, uint32_t k, int steps,
 			     const uint8_t *stream, size_t nbytes, struct delta_list *list);
 	/*

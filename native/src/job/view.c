@@ -29,6 +29,7 @@ _Static_assert(sizeof(struct row_sums) == sizeof(codec_row_sums), "sums of a sca
 SAME(delta_block, codec_delta_block, base);
 SAME(delta_block, codec_delta_block, result);
 SAME(delta_block, codec_delta_block, changes);
+SAME(delta_block, codec_delta_block, state);
 _Static_assert(sizeof(struct delta_block) == sizeof(codec_delta_block), "digests of a block");
 _Static_assert(sizeof(codebook) == 257 && sizeof(book_codes) == 514 && sizeof(book_lookup) == 514, "tables of bytes");
 

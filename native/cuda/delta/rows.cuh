@@ -1,0 +1,120 @@
+/* delta/rows.cuh - rows of 32 values of a block and of its base, for a warp, and the sizes of their codes. */
+#ifndef CODEC_CUDA_DELTA_ROWS_CUH
+#define CODEC_CUDA_DELTA_ROWS_CUH
+
+#include "common/bit_stream.cuh"
+#include "delta/choose.cuh"
+#include "frame/encode.cuh"
+
+/* Block to be encoded, and the base's block. */
+struct delta_pair {
+	delta_kind q;
+	const uint8_t *base, *values;
+	uint64_t first; /* index of the first value */
+	uint32_t m;
+};
+
+/* Sums over a block. Lane r has those of class r in bits; other lanes 0. */
+struct delta_sums {
+	uint64_t bits, codes;   /* of the lane's class */
+	uint64_t gaps, patches; /* of all changes: bits of gaps, and of signs and sizes of steps */
+};
+
+/* Row of 32 values, one a lane. */
+struct delta_row {
+	uint64_t x, y;
+	uint32_t i; /* index in the block */
+	bool there, changed;
+	uint32_t class_, gap; /* gap: to the last change in the class, as its code says; of changed values */
+	uint32_t patch_gap;   /* values since the change before */
+};
+
+/* Return the size of a step. */
+template <int SIZE> DEVICE uint64_t step_size(const delta_kind &q, uint64_t x, uint64_t y)
+{
+	return delta_magnitude(delta_step(&q, x, y), SIZE);
+}
+
+DEVICE uint32_t codes_of(uint64_t size)
+{
+	return size <= WIRE_DELTA_MORE ? (uint32_t)size : WIRE_DELTA_MORE + 1;
+}
+
+DEVICE uint32_t gamma_nbits(uint64_t x)
+{
+	return 2 * delta_length(x) - 1;
+}
+
+/* Return the size in bits of the codes of a change in a class above 0. */
+template <int SIZE> DEVICE uint32_t change_nbits(const delta_kind &q, const delta_row &r)
+{
+	const uint64_t size = step_size<SIZE>(q, r.x, r.y);
+	const uint32_t k = delta_class_k(r.class_);
+
+	return rice_nbits(r.gap, k, WIRE_RICE_GAP_BITS) + 1 + (codes_of(size) - 1) * (k + 1) +
+	       (size > WIRE_DELTA_MORE ? gamma_nbits(size - WIRE_DELTA_MORE) : 0);
+}
+
+/* Return the Rice parameter and the number of a small value's code. */
+template <int SIZE> DEVICE uint32_t small_k(const delta_kind &q, const delta_row &r, int scale)
+{
+	return delta_small_k(delta_exponent(&q, r.x), scale, SIZE);
+}
+
+template <int SIZE> DEVICE uint64_t small_code(const delta_kind &q, const delta_row &r)
+{
+	return delta_zigzag(delta_step(&q, r.x, r.y), SIZE);
+}
+
+/* Return the highest set bit of x below bit `lane`; -1: there is none. */
+DEVICE int last_below(uint32_t x, uint32_t lane)
+{
+	return 31 - __clz((int)(x & ((1u << lane) - 1)));
+}
+
+/*
+ * Pass all rows of a block to f(row), called by all lanes. Classes are those under `scale`; with NO_SCALE all values
+ * have class 0, and only patch_gap is computed.
+ */
+template <int SIZE, class F> DEVICE void walk_rows(const delta_pair &p, int scale, F f, uint32_t lane)
+{
+	uint32_t members = 0, since = 0; /* members of class `lane` since its last change; values since a change */
+
+	for (uint32_t from = 0; from < p.m; from += 32) {
+		delta_row r = {0, 0, from + lane, from + lane < p.m, false, 0, 0, 0};
+
+		if (r.there) {
+			r.x = load_value<SIZE>(p.base, p.first + r.i);
+			r.y = load_value<SIZE>(p.values, p.first + r.i);
+			r.changed = r.x != r.y;
+			r.class_ = scale == NO_SCALE ? 0 : delta_class(delta_exponent(&p.q, r.x), scale);
+		}
+		const uint32_t changed = __ballot_sync(FULL, r.changed), n = p.m - from < 32 ? p.m - from : 32;
+		const int before = last_below(changed, lane);
+
+		r.patch_gap = before < 0 ? since + lane : lane - 1 - (uint32_t)before;
+		since = changed ? n - 1 - (31 - (uint32_t)__clz((int)changed)) : since + n;
+		if (scale != NO_SCALE) {
+			uint32_t mine = 0; /* lane r: the members of class r */
+
+			for (uint32_t c = 1; c <= WIRE_DELTA_CLASSES; c++) {
+				uint32_t mask = __ballot_sync(FULL, r.there && r.class_ == c);
+
+				mine = lane == c ? mask : mine;
+			}
+			const uint32_t own = __shfl_sync(FULL, mine, r.class_),
+				       had = __shfl_sync(FULL, members, r.class_);
+			const int last = last_below(changed & own, lane);
+			const uint32_t ranks = own & ((1u << lane) - 1) & (last < 0 ? FULL : ~(FULL >> (31 - last)));
+
+			r.gap = (uint32_t)__popc(ranks) + 1 + (last < 0 ? had : 0);
+			const uint32_t some = changed & mine;
+
+			members = some ? (uint32_t)__popc(mine & ~(FULL >> __clz((int)some)))
+				       : members + (uint32_t)__popc(mine);
+		}
+		f(r);
+	}
+}
+
+#endif
