@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from codec._files import MAX_JSON
+from codec.files.header import MAX_JSON
 from codec.errors import ArgumentError, ChecksumError, FrameError, UnsupportedError
 from codec.weight_sync.base import Base
 from codec.weight_sync.files import read_safetensors

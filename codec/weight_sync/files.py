@@ -11,14 +11,15 @@ from typing import Any, cast
 import numpy as np
 
 from codec._c.library import ITEMSIZE
-from codec._files import MAX_JSON, SAFETENSORS
+from codec.files.header import MAX_JSON, SAFETENSORS
+from codec.files.replacing import replaced
 from codec._options import CallOptions
 from codec.errors import ArgumentError, FrameError, StateError
 from codec.weight_sync.base import Base
 from codec.weight_sync.coding import compose_deltas
 from codec.weight_sync.update import MAX_RANK, Bytes, Kind, Update, mapped
 from codec.weight_sync.weights import Slot, Weights
-from codec.weight_sync.writing import Encoder, Progress, replaced, write_update
+from codec.weight_sync.writing import Encoder, Progress, write_update
 
 _OTHER_DTYPES = {"complex64": "uint64"}  # dtypes that frames lack, and one for their bits
 

@@ -24,6 +24,7 @@ from codec._c.library import DTYPES
 from codec._options import CallOptions
 from codec.arguments import whole
 from codec.errors import ArgumentError, CodecError, StateError
+from codec.files.replacing import replaced
 from codec.weight_sync.base import Base
 from codec.weight_sync.coding import digest_of
 from codec.weight_sync.update import MAX_RANK, MAX_VERSION, Bytes, Kind, Update, check_name
@@ -37,7 +38,7 @@ from codec.weight_sync.weights import (
     memory_nbytes,
     pieces_of,
 )
-from codec.weight_sync.writing import remove_temporary, replaced
+from codec.weight_sync.writing import remove_temporary
 
 _FORMAT = 1
 

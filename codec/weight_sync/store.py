@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from codec.arguments import whole
 from codec.errors import ArgumentError, FrameError, StateError
+from codec.files.replacing import replaced
 from codec.weight_sync.http import is_url, read_remote
 from codec.weight_sync.receiver import Load, WeightReceiver
 from codec.weight_sync.update import MAX_VERSION, Update
-from codec.weight_sync.writing import remove_temporary, replaced
+from codec.weight_sync.writing import remove_temporary
 
 _FORMAT = 1
 _MOST_HEAD = 1 << 24  # bytes

@@ -1,0 +1,83 @@
+"""Frames in files: their headers, and checks that read no more than needed."""
+
+import mmap
+import os
+import sys
+from collections.abc import Callable
+
+from codec._c.library import lib
+from codec.files.opening import opened
+from codec.inspection import Info, inspect, verify
+
+_HEADER: int = lib.CODEC_HEADER_NBYTES
+_MAX_SIDE = 16 << 20  # bytes of a side section that inspect_file reads
+_CHUNK = 1 << 20  # bytes read from standard input at once
+
+Read = Callable[[int], bytes]  # reads the next bytes, at most so many
+
+
+def inspect_file(path: str) -> Info:
+    """Return the header of a frame as :class:`codec.Info`, reading only the header and the side section.
+
+    Parameters
+    ----------
+    path : str
+        Path of a regular file that begins with a frame; "-" for standard input.
+
+    Returns
+    -------
+    Info
+
+    Raises
+    ------
+    ArgumentError
+        The file cannot be read.
+    FrameError
+        The header or the side section is invalid, as in :func:`codec.inspect`.
+    """
+    if path == "-":
+        return _inspect_by(sys.stdin.buffer.read)
+    with opened(path) as fd:
+        return _inspect_by(lambda nbytes: os.read(fd, nbytes))
+
+
+def _inspect_by(read: Read) -> Info:
+    """Inspect a frame by a function that reads its next bytes."""
+    head = read(_HEADER)
+    begin, nbytes = inspect(head).sections["side"]
+    if nbytes <= _MAX_SIDE:
+        head += read(max(0, begin + nbytes - len(head)))
+    return inspect(head)
+
+
+def verify_file(path: str) -> None:
+    """Verify a frame without decoding its values. A regular file is mapped, not copied to memory.
+
+    Parameters
+    ----------
+    path : str
+        Path of a regular file that is a frame; "-" for standard input, of which at most the frame and a byte are read.
+
+    Raises
+    ------
+    ArgumentError
+        The file cannot be read.
+    FrameError
+        The frame is invalid, as in :func:`codec.verify`.
+    """
+    if path == "-":
+        verify(_frame_from(sys.stdin.buffer.read))
+        return
+    with opened(path) as fd:
+        size = os.fstat(fd).st_size
+        # files of size 0 cannot be mapped; files in /proc report size 0 but have contents
+        verify(mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else os.read(fd, _HEADER))
+
+
+def _frame_from(read: Read) -> bytearray:
+    """Return a frame, and the first byte after the frame if there is one."""
+    frame = bytearray(read(_HEADER))
+    most = inspect(frame).nbytes + 1
+    while more := read(min(_CHUNK, most - len(frame))):
+        frame += more
+    return frame

@@ -1,0 +1,166 @@
+"""Header of a .safetensors file: a JSON text that gives dtype, shape and place of each tensor."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+from codec._c.library import ITEMSIZE, lib
+
+MAX_JSON = 100_000_000  # maximum bytes of a header, from the specification of the format
+MAX_RANK: int = lib.CODEC_MAX_RANK
+METADATA = "__metadata__"
+SAFETENSORS = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
+    "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "C64": "complex64",
+}  # fmt: skip
+_WIRE = {"complex64": "uint64"}  # dtypes that frames lack, and one for their bits
+_ALIGNMENT = 8  # bytes: the header ends at a multiple of it
+
+
+class Tensor(NamedTuple):
+    """Tensor of a file: its dtype by the name that the header has, and its place in the data section in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.end - self.begin
+
+    @property
+    def wire(self) -> str:
+        """Dtype of frames of the tensor: uint8 for dtypes with values of less than a byte, and for unknown ones."""
+        known = SAFETENSORS.get(self.dtype, "uint8")
+        return _WIRE.get(known, known)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a value of dtype :attr:`wire`."""
+        return ITEMSIZE[self.wire]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Header of a .safetensors file.
+
+    Parameters
+    ----------
+    text : bytes
+        JSON text, with its padding.
+    tensors : tuple of Tensor
+        All tensors, in the order of the data section.
+    names : tuple of str
+        Names of all tensors, in the order of the text.
+    metadata : dict of str to str
+    """
+
+    text: bytes
+    tensors: tuple[Tensor, ...]
+    names: tuple[str, ...]
+    metadata: dict[str, str]
+
+    @property
+    def data_nbytes(self) -> int:
+        """Size of the data section in bytes."""
+        return self.tensors[-1].end if self.tensors else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file in bytes."""
+        return 8 + len(self.text) + self.data_nbytes
+
+    @property
+    def prefix(self) -> bytes:
+        """Bytes of the file before the data section."""
+        return len(self.text).to_bytes(8, "little") + self.text
+
+
+def parse(text: bytes) -> Header:
+    """Return the header that a JSON text describes.
+
+    Raises
+    ------
+    ValueError
+        The text is not a header, or tensors do not fill the data section without gaps.
+    """
+    try:
+        given = json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if not isinstance(given, dict):
+        raise ValueError("its header does not describe tensors")
+    entries = cast(dict[str, Any], given)
+    metadata = entries.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in cast(dict[str, Any], metadata).values()):
+        raise ValueError("the metadata of its header are not texts")
+    tensors = sorted((_tensor(name, entry) for name, entry in entries.items()), key=lambda t: (t.begin, t.end))
+    if tensors and (tensors[0].begin or any(a.end != b.begin for a, b in pairwise(tensors))):
+        raise ValueError("tensors overlap, or leave gaps")
+    return Header(text, tuple(tensors), tuple(entries), cast(dict[str, str], metadata))
+
+
+def read_header(fd: int) -> Header:
+    """Return the header of an open .safetensors file, whose size must be the one that the header gives.
+
+    Raises
+    ------
+    ValueError
+        The file is not a .safetensors file.
+    """
+    size, length = os.fstat(fd).st_size, int.from_bytes(os.pread(fd, 8, 0), "little")
+    if size < 8 or length > min(MAX_JSON, size - 8):
+        raise ValueError("its header is longer than the file, or than 100 MB")
+    header = parse(os.pread(fd, length, 8))
+    if header.nbytes != size:
+        raise ValueError(f"its header describes {header.nbytes} bytes, the file has {size}")
+    return header
+
+
+def compose(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> Header:
+    """Return the header of a new file.
+
+    Parameters
+    ----------
+    tensors : iterable of (name, dtype, shape, size in bytes)
+        Tensors in the order of the data section; dtypes by the names of .safetensors files.
+    metadata : mapping of str to str
+    """
+    entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    at, placed = 0, list[Tensor]()
+    for name, dtype, shape, nbytes in tensors:
+        placed.append(Tensor(name, dtype, shape, at, at + nbytes))
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return Header(text, tuple(placed), tuple(t.name for t in placed), dict(metadata))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict, unless a key occurs twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice in its header")
+    return found
+
+
+def _tensor(name: str, entry: Any) -> Tensor:
+    """Return the tensor that an entry of a header describes."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(f"the entry of {name!r} lacks a dtype, a shape or offsets") from None
+    fits = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
+    if not fits or (dtype in SAFETENSORS and math.prod(shape) * ITEMSIZE.get(SAFETENSORS[dtype], 8) != end - begin):
+        raise ValueError(f"{name!r} does not lie in the file as its header says")
+    return Tensor(name, dtype, shape, begin, end)

@@ -1,0 +1,186 @@
+"""Index of a packed model file: the original header, and the parts from which its data section is made."""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple, cast
+
+from codec.errors import FrameError, UnsupportedError
+from codec.files.header import Header, parse
+
+FORMAT = 1  # version of the container
+VERSION_KEY, DIGEST_KEY = "codec.container", "codec.index"  # of the metadata
+INDEX, GROUPS = "codec.index", "codec.groups"  # names of entries
+PART_NBYTES = 1 << 23  # maximum bytes of tensors that a part holds
+_MAX_GROWTH, _MIN_JSON = 32, 1 << 20  # the index inflates to at most so many times its size, or to so many bytes
+
+
+class Part(NamedTuple):
+    """Bytes of one tensor or of several whole ones, encoded together.
+
+    Parameters
+    ----------
+    tensors : tuple of int
+        Numbers of the tensors, in the order of the data section.
+    begin : int
+        Offset in bytes in the tensor, if it is one.
+    size : int
+        Bytes of the tensors that the part holds, at most PART_NBYTES.
+    coding : str
+        Way in which the part is stored: one of :data:`codec.files.parts.CODINGS`.
+    at, nbytes : int
+        Place in the data section of the container, in bytes.
+    digest : int
+        :func:`codec.digest` of the bytes.
+    """
+
+    tensors: tuple[int, ...]
+    begin: int
+    size: int
+    coding: str
+    at: int
+    nbytes: int
+    digest: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """Contents of a container.
+
+    Parameters
+    ----------
+    header : Header
+        Header of the original file.
+    parts : tuple of Part
+    equal : dict of int to int
+        For each tensor that is not stored, the number of the one whose bytes it has.
+    """
+
+    header: Header
+    parts: tuple[Part, ...]
+    equal: dict[int, int]
+
+    @cached_property
+    def by_tensor(self) -> dict[int, list[Part]]:
+        """Parts of each stored tensor, in order."""
+        found: dict[int, list[Part]] = {}
+        for part in self.parts:
+            for k in part.tensors:
+                found.setdefault(k, []).append(part)
+        return found
+
+    def stored_as(self, k: int) -> list[Part]:
+        """Return the parts of a tensor; none if the tensor has no bytes."""
+        return self.by_tensor.get(self.equal.get(k, k), [])
+
+    def to_bytes(self) -> bytes:
+        """Return the index as a container holds it."""
+        rows = [[p.tensors, p.size, p.coding, p.nbytes, f"{p.digest:016x}"] for p in self.parts]
+        equal = sorted(self.equal.items())
+        given = {"header": self.header.text.decode(), "parts": rows, "equal": equal}
+        text = json.dumps(given, separators=(",", ":"), ensure_ascii=False).encode()
+        packed = zlib.compress(text, 9)
+        return packed if len(text) <= _limit(packed) else zlib.compress(text, 0)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, data_nbytes: int) -> "Index":
+        """Return the index of a container whose other entries take `data_nbytes`.
+
+        Raises
+        ------
+        FrameError
+            The bytes are not an index, or one that does not fit its header or the container.
+        """
+        try:
+            given = json.loads(_inflated(data))
+            header = parse(given["header"].encode())
+            parts = tuple(_parts(given["parts"], header))
+            equal = {_number(k, header): _number(other, header) for k, other in given["equal"]}
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, zlib.error) as e:
+            raise damaged(f"the index is damaged: {e}") from None
+        index = cls(header, parts, equal)
+        _check(index, data_nbytes)
+        return index
+
+
+def damaged(message: str) -> FrameError:
+    """Return the error for a container that is damaged."""
+    return FrameError(f"not a valid packed file: {message}")
+
+
+def index_digest(data: bytes) -> str:
+    """Return the digest of an index that the metadata of a container hold."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def is_container(header: Header) -> bool:
+    """Return True if a .safetensors file is a container, of any version."""
+    return VERSION_KEY in header.metadata
+
+
+def check_version(header: Header) -> None:
+    """Raise UnsupportedError for a container of a later version."""
+    if header.metadata[VERSION_KEY] != str(FORMAT):
+        found = header.metadata[VERSION_KEY]
+        raise UnsupportedError(f"a packed file of version {found!r}, codec reads version {FORMAT}: update codec")
+
+
+def _limit(packed: bytes) -> int:
+    return max(_MIN_JSON, _MAX_GROWTH * len(packed))
+
+
+def _inflated(data: bytes) -> bytes:
+    """Return the text of an index, whose size is bounded."""
+    inflate = zlib.decompressobj()
+    text = inflate.decompress(data, _limit(data))
+    if not inflate.eof or inflate.unused_data:
+        raise ValueError("it is truncated, or too large")
+    return text
+
+
+def _number(k: Any, header: Header) -> int:
+    if type(k) is not int or not 0 <= k < len(header.tensors):
+        raise ValueError("there is no such tensor")
+    return k
+
+
+def _parts(rows: Sequence[Any], header: Header) -> Iterator[Part]:
+    """Yield the parts that the rows of an index describe."""
+    at, last, end = 0, -1, 0  # the last tensor that a part holds alone, and the end of that part in the tensor
+    for tensors, size, coding, nbytes, digest in rows:
+        numbers = tuple(_number(k, header) for k in cast(list[Any], tensors))
+        begin = end if numbers == (last,) else 0
+        if not numbers or not isinstance(coding, str) or not all(type(n) is int and n > 0 for n in (size, nbytes)):
+            raise ValueError("a part has wrong fields")
+        whole = sum(header.tensors[k].nbytes for k in numbers)
+        fits = begin + size <= whole if len(numbers) == 1 else size == whole
+        if not fits or size > PART_NBYTES or len({header.tensors[k].dtype for k in numbers}) != 1:
+            raise ValueError("a part does not have the size of its tensors")
+        if size % header.tensors[numbers[0]].itemsize:
+            raise ValueError("a part cuts a value")
+        yield Part(numbers, begin, size, coding, at, nbytes, int(digest, 16))
+        last, end = (numbers[0], begin + size) if len(numbers) == 1 else (-1, 0)
+        at += nbytes
+
+
+def _check(index: Index, data_nbytes: int) -> None:
+    """Raise FrameError unless parts fill the container, and hold each tensor once."""
+    if sum(p.nbytes for p in index.parts) != data_nbytes:
+        raise damaged("its parts do not have the size of its data")
+    stored: dict[int, int] = {}
+    for numbers, run in groupby(index.parts, key=lambda p: p.tensors):
+        together = list(run)
+        if stored.keys() & set(numbers) or len(set(numbers)) != len(numbers) or len(together) > 1 < len(numbers):
+            raise damaged("a tensor is stored twice")
+        for k in numbers:
+            stored[k] = sum(p.size for p in together) if len(numbers) == 1 else index.header.tensors[k].nbytes
+    for k, t in enumerate(index.header.tensors):
+        other = index.equal.get(k, k)
+        if (k in stored) == (k in index.equal) and t.nbytes:
+            raise damaged(f"{t.name!r} is stored twice, or not at all")
+        if stored.get(other, 0) != t.nbytes:
+            raise damaged(f"{t.name!r} is not stored as a whole")

@@ -1,0 +1,111 @@
+"""Opening of regular files, and recognition of formats by their first bytes."""
+
+import os
+import stat
+import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
+from enum import Enum
+from zipfile import BadZipFile, ZipFile
+
+from codec.errors import ArgumentError, CodecError
+
+NUMPY = b"\x93NUMPY"  # first bytes of an array
+_CANNOT_READ = (
+    OSError, ValueError, TypeError, LookupError, EOFError, BadZipFile, zlib.error, MemoryError, RuntimeError
+)  # fmt: skip
+
+
+class Kind(Enum):
+    """Format of a file; the value names it in messages."""
+
+    SAFETENSORS = "a .safetensors file"
+    NPZ = "a .npz file"
+    NPY = "a .npy file"
+    TORCH = "a file of torch.save"
+    PICKLE = "a pickle"
+    FRAME = "a frame"
+    UPDATE = "an update of weights"
+    GGUF = "a GGUF file"
+    ZIP = "a zip file"
+    ZSTD = "a zstd file"
+    GZIP = "a gzip file"
+    HDF5 = "an HDF5 file"
+    EMPTY = "empty"
+    UNKNOWN = "of an unknown format"
+
+
+_MAGIC = (
+    (NUMPY, Kind.NPY), (b"CODC", Kind.FRAME), (b"\x89CWU\r\n\x1a\n", Kind.UPDATE), (b"GGUF", Kind.GGUF),
+    (b"\x28\xb5\x2f\xfd", Kind.ZSTD), (b"\x1f\x8b", Kind.GZIP), (b"\x89HDF", Kind.HDF5), (b"\x80", Kind.PICKLE),
+)  # fmt: skip
+
+
+def printable(path: str) -> str:
+    """Return a path for a message: unchanged, or its repr if it has characters that are unsafe in a terminal."""
+    return path if path.isprintable() and path else repr(path)
+
+
+@contextmanager
+def readable(path: str) -> Generator[None]:
+    """Turn the errors of a block that reads a file into ArgumentError, with the file's name."""
+    try:
+        yield
+    except CodecError:
+        raise
+    except _CANNOT_READ as e:
+        why = getattr(e, "strerror", None) or str(e) or type(e).__name__
+        raise ArgumentError(f"{printable(path)} cannot be read: {why}") from None
+
+
+def open_regular(path: str) -> int:
+    """Open a regular file for reading, and return its descriptor.
+
+    Raises
+    ------
+    ArgumentError
+        The file cannot be opened or is not regular.
+    """
+    with readable(path):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise ArgumentError(f"{printable(path)} cannot be read: it is not a regular file")
+        return fd
+
+
+@contextmanager
+def opened(path: str) -> Generator[int]:
+    """Open a regular file, and yield its descriptor.
+
+    Raises
+    ------
+    ArgumentError
+        The file cannot be opened or is not regular, or the ``with`` block cannot read it.
+    """
+    fd = open_regular(path)
+    try:
+        with readable(path):
+            yield fd
+    finally:
+        os.close(fd)
+
+
+def kind_of(fd: int) -> Kind:
+    """Return the format of an open file."""
+    head = os.pread(fd, 9, 0)
+    if head.startswith(b"PK"):
+        return _kind_of_zip(fd)
+    if head[8:] == b"{":
+        return Kind.SAFETENSORS
+    found = next((kind for magic, kind in _MAGIC if head.startswith(magic)), Kind.UNKNOWN)
+    return found if head else Kind.EMPTY
+
+
+def _kind_of_zip(fd: int) -> Kind:
+    """Return the format of a zip file, by the names of its members."""
+    with os.fdopen(fd, "rb", closefd=False) as f, ZipFile(f) as archive:
+        names = archive.namelist()
+    if any(name.endswith("data.pkl") for name in names):
+        return Kind.TORCH
+    return Kind.NPZ if all(name.endswith(".npy") for name in names) else Kind.ZIP

@@ -1,0 +1,212 @@
+"""Writer of packed model files: parts are encoded by threads, and written in order."""
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from codec._c import pool
+from codec.files.header import MAX_RANK, Header, Tensor, compose
+from codec.files.index import (
+    DIGEST_KEY,
+    FORMAT,
+    GROUPS,
+    INDEX,
+    PART_NBYTES,
+    VERSION_KEY,
+    Index,
+    Part,
+    index_digest,
+)
+from codec.files.parts import BOUND, Bytes, Encoded, encode_part, repeats
+from codec.files.sources import Source
+
+Progress = Callable[[int, int], object]  # called with the bytes of tensors that are done, and with those of all
+
+SMALL_NBYTES = 1 << 16  # smaller tensors share parts
+_GROUP_NBYTES = 1 << 20  # bytes of a group: a small tensor is decoded with its group
+_WINDOW = 14  # parts in memory at once, 16 MiB each: less than 4 blocks of 64 MiB
+_COMPARED = 1 << 22  # bytes that are compared at once
+_PROBE = 64  # bytes at the begin, middle and end of tensors that may be equal
+
+
+class Job(NamedTuple):
+    """Part to encode."""
+
+    tensors: tuple[int, ...]
+    begin: int
+    size: int
+
+
+class _Room(NamedTuple):
+    """Memory of a thread for the bytes of a part."""
+
+    values: Bytes
+
+
+def pack(source: Source, file: BinaryIO, *, threads: int | None = None, progress: Progress | None = None) -> Index:
+    """Write the container of a file of tensors.
+
+    Parameters
+    ----------
+    source : Source
+    file : binary file
+        Seekable, open for writing, and empty.
+    threads : int, optional
+        Default: as many as CPUs.
+    progress : callable, optional
+        Called with the bytes of tensors that are done, and with those of all.
+
+    Returns
+    -------
+    Index
+    """
+    header = source.header
+    equal = _equal_tensors(source)
+    jobs, entries = plan(source, equal)
+    reserved = len(_outer(entries, [header.nbytes + BOUND] * len(entries), "0" * 32).prefix)
+    file.seek(reserved)
+    parts, done, at = list[Part](), 0, 0
+    sizes = [0] * len(entries)
+    for job, encoded in _encoded(source, jobs, pool.choose_threads(threads, header.data_nbytes)):
+        nbytes = len(encoded.data)
+        file.write(encoded.data)
+        parts.append(Part(job.tensors, job.begin, job.size, encoded.coding, at, nbytes, encoded.digest))
+        sizes[entries.index(_entry(header, job))] += nbytes
+        at, done = at + nbytes, done + job.size
+        if progress is not None:
+            progress(done, header.data_nbytes)
+    index = Index(header, tuple(parts), equal)
+    packed = index.to_bytes()
+    file.write(packed)
+    sizes[-1] = len(packed)
+    prefix = _outer(entries, sizes, index_digest(packed)).prefix
+    file.seek(0)
+    file.write((reserved - 8).to_bytes(8, "little") + prefix[8:].ljust(reserved - 8))
+    return index
+
+
+def plan(source: Source, equal: dict[int, int]) -> tuple[list[Job], list[str]]:
+    """Return the parts to encode, and the names of the container's entries, both in order."""
+    jobs, small, entries = list[Job](), dict[tuple[str, bool], list[int]](), list[str]()
+    room = np.empty(SMALL_NBYTES, np.uint8)
+    for k, t in enumerate(source.header.tensors):
+        if k in equal or not t.nbytes:
+            continue
+        if t.nbytes < SMALL_NBYTES:
+            again = repeats(source.read(k, 0, t.nbytes, room), t.itemsize)
+            small.setdefault((t.dtype, again), []).append(k)
+            continue
+        step = _rows_nbytes(t)
+        jobs += [Job((k,), begin, min(step, t.nbytes - begin)) for begin in range(0, t.nbytes, step)]
+        entries.append(_entry(source.header, jobs[-1]))
+    for numbers in small.values():
+        jobs += _groups(source.header, numbers)
+    jobs.sort(key=lambda job: _entry(source.header, job) == GROUPS)  # stable: the others stay in order
+    return jobs, [*dict.fromkeys(name for name in entries if name != GROUPS), GROUPS, INDEX]
+
+
+def _groups(header: Header, numbers: list[int]) -> Iterator[Job]:
+    """Yield parts of small tensors of one dtype."""
+    at = 0
+
+    def group_of(k: int) -> int:
+        nonlocal at
+        at += header.tensors[k].nbytes
+        return (at - 1) // _GROUP_NBYTES
+
+    for _, together in groupby(numbers, key=group_of):
+        group = tuple(together)
+        yield Job(group, 0, sum(header.tensors[k].nbytes for k in group))
+
+
+def _rows_nbytes(t: Tensor) -> int:
+    """Return the bytes of a tensor that go into one part: whole rows of its first dimension, if they fit."""
+    row = t.nbytes // max(1, t.shape[0]) if t.shape else t.nbytes
+    return PART_NBYTES // row * row if _has_rows(t) and row <= PART_NBYTES else PART_NBYTES
+
+
+def _has_rows(t: Tensor) -> bool:
+    """Return True if the values of a tensor are whole bytes that frames know, in a shape that frames can have."""
+    return 0 < len(t.shape) <= MAX_RANK and int(np.prod(t.shape)) * t.itemsize == t.nbytes
+
+
+def _shape(t: Tensor, size: int) -> tuple[int, ...]:
+    """Return the shape of a part of a tensor."""
+    row = t.nbytes // max(1, t.shape[0]) if t.shape else t.nbytes
+    return (size // row, *t.shape[1:]) if _has_rows(t) and size % row == 0 else (size // t.itemsize,)
+
+
+def _entry(header: Header, job: Job) -> str:
+    """Return the name of the container's entry that a part belongs to: that of a large tensor."""
+    name = header.tensors[job.tensors[0]].name
+    large = len(job.tensors) == 1 and header.tensors[job.tensors[0]].nbytes >= SMALL_NBYTES
+    return name if large and name not in (INDEX, GROUPS) else GROUPS
+
+
+def _outer(entries: list[str], sizes: list[int], digest: str) -> Header:
+    """Return the header of the container."""
+    named = [(name, "U8", (n,), n) for name, n in zip(entries, sizes, strict=True)]
+    return compose(named, {VERSION_KEY: str(FORMAT), DIGEST_KEY: digest})
+
+
+def _encoded(source: Source, jobs: list[Job], threads: int) -> Iterator[tuple[Job, Encoded]]:
+    """Encode parts by threads, and yield them in order."""
+    threads = min(threads, _WINDOW, max(1, len(jobs)))
+    window = min(len(jobs), threads * 2, _WINDOW)
+    rooms = [np.empty(min(PART_NBYTES, source.header.data_nbytes), np.uint8) for _ in range(threads)]
+    outs = [np.empty(BOUND, np.uint8) for _ in range(window)]
+
+    for first in range(0, len(jobs), max(1, window)):
+        batch = jobs[first : first + window]
+
+        def task(i: int, w: int, batch: list[Job] = batch) -> Encoded:
+            return _encode(source, batch[i], rooms[w], outs[i])
+
+        yield from zip(batch, pool.run(task, len(batch), threads), strict=True)
+
+
+def _encode(source: Source, job: Job, room: Bytes, out: Bytes) -> Encoded:
+    tensors = [source.header.tensors[k] for k in job.tensors]
+    if len(tensors) == 1:
+        values = source.read(job.tensors[0], job.begin, job.begin + job.size, room)
+        return encode_part(values, tensors[0].wire, _shape(tensors[0], job.size), out)
+    at, segments = 0, list[tuple[int, tuple[int, ...]]]()
+    for k, t in zip(job.tensors, tensors, strict=True):
+        place = room[at : at + t.nbytes]
+        place[:] = source.read(k, 0, t.nbytes, place)
+        if t.nbytes:
+            segments.append((at // t.itemsize, _shape(t, t.nbytes)))
+        at += t.nbytes
+    return encode_part(room[:at], tensors[0].wire, (at // tensors[0].itemsize,), out, segments)
+
+
+def _equal_tensors(source: Source) -> dict[int, int]:
+    """Return, for each tensor with the bytes of one before it, the number of that one. Few bytes are read of others."""
+    seen: dict[Any, list[int]] = {}
+    found: dict[int, int] = {}
+    room = np.empty(_PROBE, np.uint8)
+    sizes = [t.nbytes for t in source.header.tensors]
+    shared = {n for n, run in groupby(sorted(sizes)) if n >= _PROBE and len(list(run)) > 1}
+    for k, n in enumerate(sizes):
+        if n not in shared:
+            continue
+        places = {0, n // 2, max(0, n - _PROBE)}
+        probe = (n, *(source.read(k, b, min(n, b + _PROBE), room).tobytes() for b in sorted(places)))
+        others = seen.setdefault(probe, [])
+        same = next((other for other in others if _is_equal(source, k, other, n)), None)
+        if same is None:
+            others.append(k)
+        else:
+            found[k] = same
+    return found
+
+
+def _is_equal(source: Source, k: int, other: int, nbytes: int) -> bool:
+    rooms = np.empty((2, min(nbytes, _COMPARED)), np.uint8)
+    return all(
+        np.array_equal(source.read(k, b, e, rooms[0]), source.read(other, b, e, rooms[1]))
+        for b in range(0, nbytes, _COMPARED)
+        for e in [min(nbytes, b + _COMPARED)]
+    )

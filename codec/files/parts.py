@@ -1,0 +1,248 @@
+"""Coding of a part: lossless frames, or a general compressor where values repeat.
+
+``docs/container.md`` specifies how each coding is decoded. Which one a part gets is the writer's choice.
+"""
+
+import importlib
+import zlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from codec._c.library import ITEMSIZE
+from codec._options import options
+from codec.decoding import decode
+from codec.encoding import bound, encode
+from codec.errors import EngineError
+from codec.files.index import PART_NBYTES, damaged
+from codec.inspection import digest, inspect
+from codec.specs import Lossless
+from codec.tensors.wrapper import view
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Segments = Sequence[tuple[int, tuple[int, ...]]]
+
+FRAME = "frame"
+NARROW = {"frame-bfloat16": "bfloat16", "frame-float16": "float16"}  # frames of float32 tensors that fit this dtype
+ZSTD, ZSTD_PLANES, DEFLATE, DEFLATE_PLANES = "zstd", "zstd-planes", "deflate", "deflate-planes"
+CODINGS = (FRAME, *NARROW, ZSTD, ZSTD_PLANES, DEFLATE, DEFLATE_PLANES)
+
+BOUND: int = max(bound(PART_NBYTES // ITEMSIZE[d], d) for d in ("uint8", "bfloat16", "float32", "float64"))
+_ONE = options(threads=1)
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_SMALL = 1 << 20  # bytes of a part up to which the slowest levels are used
+_WINDOW, _WINDOWS = 1 << 14, 4  # bytes and number of the samples that are compressed
+_PICKED, _TWICE = 4096, 0.03  # values that are compared, and share of equal ones from which on a part is tried
+_PAYS = 0.98  # a part is stored in another way than by frames if that is smaller by this factor
+_LEVELS = {True: (19, 9), False: (3, 6)}  # of zstd and zlib, for small and for large parts
+_MAX_WINDOW = 1 << 23  # bytes: maximum window of zstd that is accepted
+
+
+class Encoded(NamedTuple):
+    """Part as it is stored."""
+
+    coding: str
+    data: Any  # bytes-like
+    digest: int
+
+
+@cache
+def _zstandard() -> Any:
+    """Return the module zstandard; None if the package is not installed."""
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError:
+        return None
+
+
+def encode_part(
+    values: Bytes, dtype: str, shape: tuple[int, ...], out: Bytes, segments: Segments | None = None
+) -> Encoded:
+    """Encode the bytes of a part in the smallest way that a cheap test suggests.
+
+    Parameters
+    ----------
+    values : array of uint8
+        Bytes of a tensor, of some of its rows, or of several tensors; at most PART_NBYTES.
+    dtype : str
+        Dtype of the values.
+    shape : tuple of int
+        Shape of the values.
+    out : array of uint8
+        Memory for BOUND bytes, which the result may use.
+    segments : sequence of (int, tuple of int), optional
+        Offset in values, and shape, of each of several tensors.
+
+    Returns
+    -------
+    Encoded
+    """
+    total = digest(values)
+    narrow = _narrowed(values) if dtype == "float32" else None
+    if narrow is None:
+        coding, bits = FRAME, values.view(_BITS[ITEMSIZE[dtype]])
+    else:
+        coding, dtype, bits = narrow
+    tensor = view(bits.reshape(shape), dtype) if segments is None else view(bits, dtype, segments)
+    frame = encode(tensor, out=out, options=_ONE)
+    if not _may_repeat(bits, len(frame) / bits.nbytes):
+        return Encoded(coding, frame, total)
+    names = (ZSTD, ZSTD_PLANES) if _zstandard() is not None else (DEFLATE, DEFLATE_PLANES)
+    size = ITEMSIZE[dtype] if narrow is None else 4
+    tried = [(_compress(x), name) for x, name in zip((values, _planes(values, size)), names, strict=True)]
+    data, name = min(tried, key=lambda each: len(each[0]))
+    return Encoded(name, data, total) if len(data) < _PAYS * len(frame) else Encoded(coding, frame, total)
+
+
+def repeats(values: Bytes, itemsize: int) -> bool:
+    """Return True if a small tensor is better stored with those that have repeated values than with others."""
+    if itemsize not in (2, 4, 8) or not len(values):
+        return True
+    return len(_compress(_planes(values, itemsize), fast=True)) < (0.6 if itemsize == 2 else 0.78) * len(values)
+
+
+def decode_part(coding: str, data: Bytes, out: Bytes, dtype: str, total: int) -> None:
+    """Decode a part.
+
+    Parameters
+    ----------
+    coding : str
+        One of CODINGS.
+    data : array of uint8
+        Part as it is stored.
+    out : array of uint8
+        Memory of exactly the part's bytes. Its contents are undefined after an error.
+    dtype : str
+        Dtype of the tensors.
+    total : int
+        Digest that the bytes must have.
+
+    Raises
+    ------
+    FrameError
+        The part is damaged.
+    EngineError
+        The part needs the package zstandard, which is not installed.
+    """
+    if coding == FRAME:
+        _decode_frame(data, out, dtype)
+    elif coding in NARROW and dtype == "float32":
+        narrow = np.empty(len(out) // 2, np.uint8)
+        _decode_frame(data, narrow, NARROW[coding])
+        _widen(narrow, out, NARROW[coding])
+    elif coding in (ZSTD, ZSTD_PLANES, DEFLATE, DEFLATE_PLANES):
+        inflate = _unzstd if coding in (ZSTD, ZSTD_PLANES) else _inflate
+        plain = np.frombuffer(inflate(data, len(out)), np.uint8)
+        size = ITEMSIZE[dtype] if coding in (ZSTD_PLANES, DEFLATE_PLANES) else 1
+        out.reshape(-1, size)[:] = plain.reshape(size, -1).T
+    else:
+        raise damaged(f"a part of {dtype} is stored in an unknown way, {coding!r}")
+    if digest(out) != total:
+        raise damaged("a part does not have the digest that the index names")
+
+
+def _decode_frame(data: Bytes, out: Bytes, dtype: str) -> None:
+    info = inspect(data)
+    if type(info.spec) is not Lossless or info.dtype != dtype or info.tensor_nbytes != len(out):
+        raise damaged(f"a frame has {info.dtype} of {info.tensor_nbytes} bytes, the index names {dtype}, {len(out)}")
+    decode(data, out=out.view(_BITS[ITEMSIZE[dtype]]).reshape(info.shape), options=_ONE)
+
+
+def _narrowed(values: Bytes) -> tuple[str, str, Any] | None:
+    """Return float32 values as a dtype of 2 bytes, with its coding and name, if that loses no bit."""
+    for coding, dtype in NARROW.items():
+        for part in (values[:4096], values):  # most tensors are told by their beginning
+            bits = part.view(np.uint32)
+            if dtype == "bfloat16":
+                narrow = None if (part.view(np.uint16)[::2] if _LITTLE else bits & 0xFFFF).any() else bits >> 16
+            else:
+                narrow = _half(bits)
+            if narrow is None:
+                break
+        else:
+            return coding, dtype, narrow.astype(np.uint16, copy=False)
+    return None
+
+
+_LITTLE = np.little_endian
+
+
+def _half(bits: Any) -> Any:
+    """Return float32 values as bits of float16; None if that loses bits, or there are NaN."""
+    if (bits & 0x1FFF).any():
+        return None
+    with np.errstate(over="ignore", invalid="ignore"):
+        half = bits.view(np.float32).astype(np.float16)
+        same = not np.isnan(half).any() and (half.astype(np.float32).view(np.uint32) == bits).all()
+    return half.view(np.uint16) if same else None
+
+
+def _widen(narrow: Bytes, out: Bytes, dtype: str) -> None:
+    """Write values of 2 bytes as float32."""
+    if dtype == "bfloat16":
+        np.left_shift(narrow.view(np.uint16), np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        out.view(np.float32)[:] = narrow.view(np.float16)
+
+
+def _may_repeat(values: Any, ratio: float) -> bool:
+    """Return True if a part has repeated values, which another compressor may use: a test of some 0.1 ms.
+
+    Two values of 4 or 8 bytes in a sample are rarely equal, unless values repeat. Of 1 or 2 bytes they often are: then
+    the sample is compressed, and `ratio` is that of the frame.
+    """
+    if values.itemsize >= 4:
+        some = np.sort(values[:: max(1, len(values) // _PICKED)])
+        return bool((some[1:] == some[:-1]).sum() > _TWICE * len(some))
+    sample = _planes(_sample(values.view(np.uint8)), values.itemsize)
+    return len(_compress(sample, fast=True)) < ratio * len(sample)
+
+
+def _sample(values: Bytes) -> Bytes:
+    """Return a small part, or windows of a large one, at multiples of 8 bytes."""
+    if len(values) <= _WINDOW * _WINDOWS:
+        return values
+    step = (len(values) - _WINDOW) // (_WINDOWS - 1) // 8 * 8
+    return np.concatenate([values[i * step : i * step + _WINDOW] for i in range(_WINDOWS)])
+
+
+def _planes(values: Bytes, itemsize: int) -> Bytes:
+    """Return the first bytes of all values, then the second ones, and so on."""
+    return values if itemsize == 1 else np.ascontiguousarray(values.reshape(-1, itemsize).T).reshape(-1)
+
+
+def _compress(values: Bytes, *, fast: bool = False) -> bytes:
+    """Compress bytes by zstd, or by zlib if zstandard is not installed."""
+    zstd_level, zlib_level = (1, 1) if fast else _LEVELS[len(values) <= _SMALL]
+    zstandard = _zstandard()
+    if zstandard is None:
+        return zlib.compress(values, zlib_level)
+    return zstandard.ZstdCompressor(level=zstd_level).compress(values)
+
+
+def _unzstd(data: Bytes, nbytes: int) -> bytes:
+    """Decompress exactly `nbytes` by zstd."""
+    zstandard = _zstandard()
+    if zstandard is None:
+        raise EngineError("a part needs the package zstandard, which is not installed: pip install zstandard")
+    try:
+        found = zstandard.get_frame_parameters(data)
+        if found.content_size != nbytes or found.window_size > _MAX_WINDOW:
+            raise damaged(f"a part has {found.content_size} bytes, the index names {nbytes}")
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=nbytes, allow_extra_data=False)
+    except zstandard.ZstdError as e:
+        raise damaged(f"a part cannot be decompressed: {e}") from None
+
+
+def _inflate(data: Bytes, nbytes: int) -> bytes:
+    """Decompress exactly `nbytes` by zlib."""
+    inflate = zlib.decompressobj()
+    try:
+        plain = inflate.decompress(data, nbytes + 1)
+    except zlib.error as e:
+        raise damaged(f"a part cannot be decompressed: {e}") from None
+    if len(plain) != nbytes or not inflate.eof or inflate.unused_data:
+        raise damaged(f"a part does not have the {nbytes} bytes that the index names")
+    return plain

@@ -1,0 +1,219 @@
+"""Readers of model files: packed ones and plain .safetensors files, as a whole or tensor by tensor."""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from codec._c import pool
+from codec.errors import CodecError
+from codec.files.header import Header, read_header
+from codec.files.index import (
+    DIGEST_KEY,
+    INDEX,
+    PART_NBYTES,
+    Index,
+    Part,
+    check_version,
+    damaged,
+    index_digest,
+    is_container,
+)
+from codec.files.opening import Kind, kind_of, open_regular, printable, readable
+from codec.files.packing import Progress
+from codec.files.parts import Bytes, decode_part
+from codec.files.sources import pread_into
+from codec.errors import ArgumentError
+
+Place = Callable[[int], Bytes]  # returns the memory of a tensor, by number
+
+
+class ModelFile(Protocol):
+    """Open file of tensors, whose header is that of the file before it was packed."""
+
+    header: Header
+
+    def read(self, k: int, begin: int, out: Bytes) -> None:
+        """Fill `out` with the bytes of a tensor from offset `begin` on."""
+        ...
+
+    def close(self) -> None:
+        """Close the file."""
+        ...
+
+
+class PlainFile:
+    """Open .safetensors file that is not packed."""
+
+    def __init__(self, fd: int, header: Header) -> None:
+        self._fd, self.header = fd, header
+
+    def read(self, k: int, begin: int, out: Bytes) -> None:
+        """Fill `out` with the bytes of a tensor from offset `begin` on."""
+        pread_into(self._fd, out, len(self.header.prefix) + self.header.tensors[k].begin + begin)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+class PackedFile:
+    """Open container. Any number of threads may read it.
+
+    Raises
+    ------
+    FrameError
+        The container is damaged.
+    """
+
+    def __init__(self, fd: int, outer: Header) -> None:
+        check_version(outer)
+        self._fd, self._start = fd, len(outer.prefix)
+        self._group: tuple[Part, Bytes] | None = None  # the last one that was decoded
+        self._lock = threading.Lock()
+        entry = next((t for t in outer.tensors if t.name == INDEX), None)
+        if entry is None or entry.end != outer.data_nbytes:
+            raise damaged(f"it has no entry {INDEX!r} at its end")
+        packed = os.pread(fd, entry.nbytes, self._start + entry.begin)
+        if index_digest(packed) != outer.metadata.get(DIGEST_KEY):
+            raise damaged("the index does not have the digest in the header")
+        self.index = Index.from_bytes(packed, entry.begin)
+        self.nbytes = outer.nbytes
+
+    @property
+    def header(self) -> Header:
+        """Header of the file before it was packed."""
+        return self.index.header
+
+    def read(self, k: int, begin: int, out: Bytes) -> None:
+        """Fill `out` with the bytes of a tensor from offset `begin` on; only parts with these bytes are decoded."""
+        end = begin + len(out)
+        for part in self.index.stored_as(k):
+            if len(part.tensors) > 1:
+                at = begin + self._offset(part, self.index.equal.get(k, k))
+                out[:] = self._decoded(part)[at : at + len(out)]
+            elif part.begin < end and begin < part.begin + part.size:
+                first, last = max(begin, part.begin), min(end, part.begin + part.size)
+                target = out[first - begin : last - begin]
+                if len(target) == part.size:
+                    self.decode(part, target)
+                else:
+                    target[:] = self._decoded(part)[first - part.begin : last - part.begin]
+
+    def decode(self, part: Part, out: Bytes) -> None:
+        """Decode a part into memory of its size."""
+        stored = np.empty(part.nbytes, np.uint8)
+        pread_into(self._fd, stored, self._start + part.at)
+        first = self.header.tensors[part.tensors[0]]
+        try:
+            decode_part(part.coding, stored, out, first.wire, part.digest)
+        except CodecError as e:
+            e.of(first.name)
+            raise
+
+    def places(self, part: Part) -> list[tuple[int, int, int, int]]:
+        """Return where the bytes of a part belong: tensor, offset in it, offset in the part, size; also for equal ones.
+
+        Returns
+        -------
+        list of (int, int, int, int)
+        """
+        found, at = list[tuple[int, int, int, int]](), 0
+        for k in part.tensors:
+            size = part.size if len(part.tensors) == 1 else self.header.tensors[k].nbytes
+            found += [(twin, part.begin, at, size) for twin in (k, *self._twins.get(k, ()))]
+            at += size
+        return found
+
+    @property
+    def _twins(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for k, other in self.index.equal.items():
+            found.setdefault(other, []).append(k)
+        return found
+
+    def _offset(self, part: Part, k: int) -> int:
+        """Return the offset of a tensor in its group."""
+        before = part.tensors[: part.tensors.index(k)]
+        return sum(self.header.tensors[other].nbytes for other in before)
+
+    def _decoded(self, part: Part) -> Bytes:
+        """Return the bytes of a part; those of the last one are kept."""
+        with self._lock:
+            if self._group is None or self._group[0] is not part:
+                values = np.empty(part.size, np.uint8)
+                self.decode(part, values)
+                self._group = part, values
+            return self._group[1]
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def open_model(path: str) -> PackedFile | PlainFile:
+    """Open a packed model file, or a .safetensors file.
+
+    Raises
+    ------
+    ArgumentError
+        The file cannot be read, or is of another format.
+    FrameError
+        The container is damaged.
+    """
+    fd = open_regular(path)
+    try:
+        with readable(path):
+            kind = kind_of(fd)
+            if kind is not Kind.SAFETENSORS:
+                raise ArgumentError(f"{printable(path)} is {kind.value}, not a packed file or a .safetensors file")
+            outer = read_header(fd)
+            return PackedFile(fd, outer) if is_container(outer) else PlainFile(fd, outer)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def each_part(
+    file: PackedFile, use: Callable[[Part, Bytes], object], threads: int | None, progress: Progress | None = None
+) -> None:
+    """Decode all parts by threads, and call `use` with each part and its bytes, which are valid during the call."""
+    parts, total = file.index.parts, file.header.data_nbytes
+    threads = min(pool.choose_threads(threads, total), 14)
+    rooms = [np.empty(min(PART_NBYTES, total), np.uint8) for _ in range(max(1, min(threads, len(parts))))]
+    done, lock = 0, threading.Lock()
+
+    def task(i: int, w: int) -> None:
+        nonlocal done
+        values = rooms[w][: parts[i].size]
+        file.decode(parts[i], values)
+        use(parts[i], values)
+        with lock:
+            done += sum(size for *_, size in file.places(parts[i]))
+            if progress is not None:
+                progress(done, total)
+
+    pool.run(task, len(parts), threads)
+
+
+def unpack(file: PackedFile, fd: int, *, threads: int | None = None, progress: Progress | None = None) -> None:
+    """Write the file that was packed, byte by byte as it was, to the descriptor of an empty file."""
+    header = file.header
+    os.pwrite(fd, header.prefix, 0)
+    os.ftruncate(fd, header.nbytes)
+
+    def write(part: Part, values: Bytes) -> None:
+        for k, offset, at, size in file.places(part):
+            pwrite_all(fd, values[at : at + size], len(header.prefix) + header.tensors[k].begin + offset)
+
+    each_part(file, write, threads, progress)
+
+
+def pwrite_all(fd: int, values: Any, at: int) -> None:
+    """Write all bytes at an offset of a file."""
+    left = memoryview(values)
+    while left:
+        n = os.pwrite(fd, left, at)
+        left, at = left[n:], at + n

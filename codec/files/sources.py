@@ -1,0 +1,201 @@
+"""Sources of tensors to pack: .safetensors, .npz, .npy and .pt files, and tensors in memory."""
+
+import importlib
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from codec._c.library import ITEMSIZE
+from codec.errors import ArgumentError, EngineError
+from codec.files.arrays import numpy_arrays
+from codec.files.header import SAFETENSORS, Header, compose, read_header
+from codec.files.opening import Kind, kind_of, open_regular, printable, readable
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_NAMES = {name: code for code, name in SAFETENSORS.items()}
+_CACHED = 1 << 27  # bytes of arrays of a .npz file that are kept, besides the last one
+
+
+class Source(Protocol):
+    """Tensors that are read by number, in the order of the data section of the header."""
+
+    header: Header
+
+    def read(self, k: int, begin: int, end: int, out: Bytes) -> Bytes:
+        """Return bytes of a tensor: in `out`, or in memory that stays valid until the source is closed."""
+        ...
+
+
+class SafetensorsSource:
+    """Open .safetensors file."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self.header = fd, read_header(fd)
+
+    def read(self, k: int, begin: int, end: int, out: Bytes) -> Bytes:
+        """Return bytes of a tensor, as :class:`Source` says."""
+        at = len(self.header.prefix) + self.header.tensors[k].begin + begin
+        pread_into(self._fd, out[: end - begin], at)
+        return out[: end - begin]
+
+
+class MemorySource:
+    """Tensors in memory, by name.
+
+    Parameters
+    ----------
+    tensors : mapping of str to array or torch.Tensor
+    metadata : mapping of str to str, optional
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+        found = [(name, *_described(name, x), x) for name, x in tensors.items()]
+        found.sort(key=lambda each: -_itemsize(each[1]))  # values stay aligned
+        self._tensors = [x for *_, x in found]
+        self.header = compose(
+            ((name, dtype, shape, nbytes) for name, dtype, shape, nbytes, _ in found), metadata or {}
+        )
+
+    def read(self, k: int, begin: int, end: int, out: Bytes) -> Bytes:
+        """Return bytes of a tensor, as :class:`Source` says."""
+        return _bytes_of(self._tensors[k])[begin:end]
+
+
+class ArraySource:
+    """Arrays of an open .npz or .npy file, read one by one."""
+
+    def __init__(self, names: Sequence[str], read: Any) -> None:
+        self._read, self._lock, self._loaded = read, threading.Lock(), dict[int, Bytes]()
+        found: list[tuple[str, str, tuple[int, ...], int]] = []
+        for name in names:
+            x = read(name)  # .npz files have no table of dtypes
+            found.append((name, *_described(name, x)))
+        found.sort(key=lambda each: -_itemsize(each[1]))
+        self.header = compose(found, {})
+
+    def read(self, k: int, begin: int, end: int, out: Bytes) -> Bytes:
+        """Return bytes of a tensor, as :class:`Source` says."""
+        with self._lock:
+            if k not in self._loaded:
+                x = _bytes_of(self._read(self.header.tensors[k].name))
+                while self._loaded and sum(map(len, self._loaded.values())) + len(x) > _CACHED:
+                    del self._loaded[next(iter(self._loaded))]
+                self._loaded[k] = x
+            return self._loaded[k][begin:end]
+
+
+@contextmanager
+def source_of(path: str, key: str | None = None) -> Iterator[Source]:
+    """Open a file of tensors by its contents.
+
+    Parameters
+    ----------
+    path : str
+        .safetensors, .npz, .npy or .pt file.
+    key : str, optional
+        Key of the dict of tensors in a .pt file, such as "model". Default: the file is a dict of tensors.
+
+    Raises
+    ------
+    ArgumentError
+        The file cannot be read, or holds no tensors.
+    EngineError
+        A .pt file needs torch, which is not installed.
+    """
+    fd = open_regular(path)
+    try:
+        with readable(path):
+            source = _source(fd, path, key)
+        yield source
+    finally:
+        os.close(fd)
+
+
+def _source(fd: int, path: str, key: str | None) -> Source:
+    kind = kind_of(fd)
+    if kind is Kind.SAFETENSORS:
+        return SafetensorsSource(fd)
+    if kind is Kind.TORCH:
+        return MemorySource(_torch_tensors(path, key))
+    if kind in (Kind.NPZ, Kind.NPY):
+        return ArraySource(*numpy_arrays(fd, path))
+    raise ArgumentError(
+        f"{printable(path)} is {kind.value}: tensors are read from .safetensors, .npz, .npy and .pt files"
+    )
+
+
+def pread_into(fd: int, out: Bytes, at: int) -> None:
+    """Fill `out` with the bytes of a file from offset `at` on. Raise ArgumentError if that fails."""
+    done = 0
+    while done < len(out):
+        try:
+            got = os.preadv(fd, [out[done:]], at + done)
+        except OSError as e:
+            raise ArgumentError(f"a file of tensors cannot be read: {e.strerror}") from None
+        if not got:
+            raise ArgumentError("a file of tensors has become shorter while it was read")
+        done += got
+
+
+def _torch_tensors(path: str, key: str | None) -> dict[str, Any]:
+    """Return the tensors of a file of torch.save, read by the loader that runs no code."""
+    try:
+        torch: Any = importlib.import_module("torch")
+    except ImportError:
+        raise EngineError(f"{printable(path)} is a file of torch.save: reading it needs torch: pip install torch") from None
+    try:
+        try:
+            given = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # the format before torch 1.6
+            given = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as e:  # torch's own unpickler raises errors of many kinds
+        why = str(e).partition("\n")[0]
+        raise ArgumentError(
+            f"{printable(path)} cannot be read by torch.load(weights_only=True): {why[:200]}: save the state_dict() alone"
+        ) from None
+    if key is not None:
+        if not isinstance(given, dict) or key not in given:
+            raise ArgumentError(f"{printable(path)} has no key {key!r}, but {_keys(given)}")
+        given = cast(dict[str, Any], given)[key]
+    if torch.is_tensor(given):
+        given = {Path(path).stem: given}
+    if isinstance(given, dict) and all(torch.is_tensor(x) for x in cast(dict[Any, Any], given).values()):
+        return {str(name): x for name, x in cast(dict[Any, Any], given).items()}
+    raise ArgumentError(f"{printable(path)} is not a dict of tensors, it has {_keys(given)}: choose one with --key")
+
+
+def _keys(given: Any) -> str:
+    if not isinstance(given, dict):
+        return f"a {type(given).__name__}"
+    entries = cast(dict[Any, Any], given)
+    shown = [f"{k} ({type(v).__name__})" for k, v in list(entries.items())[:8]]
+    return ", ".join(shown) + (", ..." if len(entries) > 8 else "")
+
+
+def _itemsize(code: str) -> int:
+    return ITEMSIZE.get(SAFETENSORS[code], 8)
+
+
+def _described(name: str, x: Any) -> tuple[str, tuple[int, ...], int]:
+    """Return a tensor's dtype, by its name in .safetensors files, shape and size in bytes."""
+    dtype = str(getattr(x, "dtype", type(x).__name__)).removeprefix("torch.")
+    if dtype.startswith((">", "<")):
+        dtype = np.dtype(dtype).name
+    if dtype not in _NAMES:
+        raise ArgumentError(f"tensor {name!r} has dtype {dtype}: .safetensors files hold {', '.join(_NAMES)}")
+    shape = tuple(int(n) for n in x.shape)
+    return _NAMES[dtype], shape, int(np.prod(shape, dtype=np.int64)) * _itemsize(_NAMES[dtype])
+
+
+def _bytes_of(x: Any) -> Bytes:
+    """Return the bytes of a tensor or array, without a copy if they lie in order in host memory."""
+    if hasattr(x, "detach"):
+        flat = x.detach().cpu().contiguous().reshape(-1)
+        return flat.view(importlib.import_module("torch").uint8).numpy()
+    flat = np.ascontiguousarray(x).reshape(-1)
+    return flat.astype(flat.dtype.newbyteorder("="), copy=False).view(np.uint8)
