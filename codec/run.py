@@ -5,7 +5,6 @@ DistributedDataParallel that the script makes gets a hook, :func:`codec.torch.dd
 """
 
 import argparse
-import ast
 import functools
 import gc
 import logging
@@ -21,11 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 from codec._options import ALGORITHMS, CallOptions
-from codec.arguments import shown
 from codec.errors import ArgumentError, CodecError, SpecError
 from codec.optimizers.from_torch import unwrapped
-from codec.presets import resolve
-from codec.specs import CODECS, Spec
+from codec.spec_text import spec_of
+from codec.specs import Spec
 from codec.torch import Hook, ddp_hook
 from codec.torch._compat import comm_hooks
 from codec.torch.ddp.buckets import needs_optimizer
@@ -36,39 +34,6 @@ VARIABLE = "CODEC_DDP"  # environment variable: the default of --codec; "off" is
 logger = logging.getLogger("codec.torch")
 
 T = TypeVar("T")
-
-
-def spec_of(text: str) -> Spec:
-    """Return the spec that a text means: the name of a preset, or a spec as it is written in Python.
-
-    Parameters
-    ----------
-    text : str
-        Such as "small", "Quantize(4)" or "Float8(group_size=128)". It is not evaluated as Python code.
-
-    Raises
-    ------
-    SpecError
-        The text is neither, or the spec has wrong parameters.
-
-    Examples
-    --------
-    >>> from codec.run import spec_of
-    >>> spec_of("Sign(group_size=1024)")
-    Sign(scale='l1', group_size=1024)
-    """
-    kinds = {kind.__name__: kind for kind in CODECS}
-    try:
-        call = ast.parse(text.strip(), mode="eval").body
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in kinds):
-            return resolve(text)[0]
-        given = [ast.literal_eval(a) for a in call.args]
-        named = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-        return kinds[call.func.id](*given, **named)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as e:
-        if isinstance(e, CodecError):
-            raise
-        raise SpecError(f"--codec must be a preset or a spec such as Quantize(4), got {shown(text)}: {e}") from None
 
 
 class Launch:

@@ -13,7 +13,7 @@ import numpy as np
 from codec._c.library import ITEMSIZE, MANTISSA_BITS
 from codec.errors import ArgumentError
 from codec.files.header import SAFETENSORS, read_header
-from codec.files.opening import NUMPY, Kind, kind_of, opened, printable
+from codec.files.opening import NUMPY, FileBytes, Kind, kind_of, opened, printable
 from codec.tensors.view import Array, dtype_name
 
 Arrays = tuple[Sequence[str], Callable[[str], Array]]  # names of a file's arrays, and a function that reads one
@@ -109,19 +109,19 @@ def _begins_as_array(archive: ZipFile, member: str) -> bool:
 
 def _safetensors(fd: int) -> Arrays:
     """Return a reader of a .safetensors file, which is mapped to memory."""
-    header, file = read_header(fd), mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+    header, file = read_header(FileBytes(fd)), mmap.mmap(fd, 0, prot=mmap.PROT_READ)
     # values of less than a byte are skipped
     tensors = {t.name: t for t in header.tensors if t.dtype in SAFETENSORS}
 
     def read(name: str) -> Array:
         t = tensors[name]
         values = np.frombuffer(file, np.uint8, t.nbytes, len(header.prefix) + t.begin)
-        return values.view(_numpy_dtype(SAFETENSORS[t.dtype])).reshape(t.shape)
+        return values.view(numpy_dtype(SAFETENSORS[t.dtype])).reshape(t.shape)
 
     return [name for name in header.names if name in tensors], read
 
 
-def _numpy_dtype(name: str) -> np.dtype[Any]:
+def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return a dtype by name: of numpy, of ml_dtypes, or without ml_dtypes a dtype of raw bytes."""
     if hasattr(np, name):
         return np.dtype(name)

@@ -2,13 +2,13 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 from codec._c.library import ITEMSIZE, lib
+from codec.files.opening import FileBytes, MemoryBytes
 
 MAX_JSON = 100_000_000  # maximum bytes of a header, from the specification of the format
 MAX_RANK: int = lib.CODEC_MAX_RANK
@@ -19,6 +19,7 @@ SAFETENSORS = {
     "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
     "C64": "complex64",
 }  # fmt: skip
+CODES = {name: code for code, name in SAFETENSORS.items()}
 _WIRE = {"complex64": "uint64"}  # dtypes that frames lack, and one for their bits
 _ALIGNMENT = 8  # bytes: the header ends at a multiple of it
 
@@ -109,20 +110,20 @@ def parse(text: bytes) -> Header:
     return Header(text, tuple(tensors), tuple(entries), cast(dict[str, str], metadata))
 
 
-def read_header(fd: int) -> Header:
-    """Return the header of an open .safetensors file, whose size must be the one that the header gives.
+def read_header(file: FileBytes | MemoryBytes) -> Header:
+    """Return the header of a .safetensors file, which must have the size that the header gives.
 
     Raises
     ------
     ValueError
         The file is not a .safetensors file.
     """
-    size, length = os.fstat(fd).st_size, int.from_bytes(os.pread(fd, 8, 0), "little")
-    if size < 8 or length > min(MAX_JSON, size - 8):
+    length = int.from_bytes(file.get(0, min(8, file.nbytes)).tobytes(), "little")
+    if file.nbytes < 8 or length > min(MAX_JSON, file.nbytes - 8):
         raise ValueError("its header is longer than the file, or than 100 MB")
-    header = parse(os.pread(fd, length, 8))
-    if header.nbytes != size:
-        raise ValueError(f"its header describes {header.nbytes} bytes, the file has {size}")
+    header = parse(file.get(8, length).tobytes())
+    if header.nbytes != file.nbytes:
+        raise ValueError(f"its header describes {header.nbytes} bytes, the file has {file.nbytes}")
     return header
 
 

@@ -6,9 +6,14 @@ import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from enum import Enum
+from typing import Any
 from zipfile import BadZipFile, ZipFile
 
+import numpy as np
+
 from codec.errors import ArgumentError, CodecError
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 NUMPY = b"\x93NUMPY"  # first bytes of an array
 _CANNOT_READ = (
@@ -109,3 +114,51 @@ def _kind_of_zip(fd: int) -> Kind:
     if any(name.endswith("data.pkl") for name in names):
         return Kind.TORCH
     return Kind.NPZ if all(name.endswith(".npy") for name in names) else Kind.ZIP
+
+
+class FileBytes:
+    """Bytes of an open file, which any number of threads may read."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self.nbytes = fd, os.fstat(fd).st_size
+
+    def read_into(self, out: Bytes, at: int) -> None:
+        """Fill `out` with the bytes from offset `at` on. Raise ArgumentError if that fails."""
+        done = 0
+        while done < len(out):
+            try:
+                got = os.preadv(self._fd, [out[done:]], at + done)
+            except OSError as e:
+                raise ArgumentError(f"a file of tensors cannot be read: {e.strerror}") from None
+            if not got:
+                raise ArgumentError("a file of tensors has become shorter while it was read")
+            done += got
+
+    def get(self, at: int, nbytes: int) -> Bytes:
+        """Return bytes in new memory."""
+        out = np.empty(nbytes, np.uint8)
+        self.read_into(out, at)
+        return out
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+class MemoryBytes:
+    """Bytes of a file in memory."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = np.frombuffer(data, np.uint8)
+        self.nbytes = len(self._data)
+
+    def read_into(self, out: Bytes, at: int) -> None:
+        """Fill `out` with the bytes from offset `at` on."""
+        out[:] = self._data[at : at + len(out)]
+
+    def get(self, at: int, nbytes: int) -> Bytes:
+        """Return bytes, without a copy."""
+        return self._data[at : at + nbytes]
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -13,22 +13,23 @@ from codec.files.index import (
     FORMAT,
     GROUPS,
     INDEX,
-    PART_NBYTES,
     VERSION_KEY,
     Index,
     Part,
     index_digest,
 )
-from codec.files.parts import BOUND, Bytes, Encoded, encode_part, repeats
+from codec.files.parts import Bytes, Encoded, encode_part, repeats, room_for
 from codec.files.sources import Source
 
 Progress = Callable[[int, int], object]  # called with the bytes of tensors that are done, and with those of all
 
 SMALL_NBYTES = 1 << 16  # smaller tensors share parts
 _GROUP_NBYTES = 1 << 20  # bytes of a group: a small tensor is decoded with its group
-_WINDOW = 14  # parts in memory at once, 16 MiB each: less than 4 blocks of 64 MiB
+_STEP, _MIXED_STEP = 1 << 22, 1 << 17  # bytes of a part of a large tensor; if some of its values fit a narrow dtype
+_WINDOW = 28  # parts in memory at once, 8 MiB each: less than 4 blocks of 64 MiB
 _COMPARED = 1 << 22  # bytes that are compared at once
-_PROBE = 64  # bytes at the begin, middle and end of tensors that may be equal
+_PROBE = 64  # bytes that are read in some places of a tensor: where it may equal another one, or be mixed
+_PROBES = 128  # places where a tensor may be mixed
 
 
 class Job(NamedTuple):
@@ -37,12 +38,6 @@ class Job(NamedTuple):
     tensors: tuple[int, ...]
     begin: int
     size: int
-
-
-class _Room(NamedTuple):
-    """Memory of a thread for the bytes of a part."""
-
-    values: Bytes
 
 
 def pack(source: Source, file: BinaryIO, *, threads: int | None = None, progress: Progress | None = None) -> Index:
@@ -65,7 +60,7 @@ def pack(source: Source, file: BinaryIO, *, threads: int | None = None, progress
     header = source.header
     equal = _equal_tensors(source)
     jobs, entries = plan(source, equal)
-    reserved = len(_outer(entries, [header.nbytes + BOUND] * len(entries), "0" * 32).prefix)
+    reserved = len(_outer(entries, [header.nbytes + room_for(_STEP)] * len(entries), "0" * 32).prefix)
     file.seek(reserved)
     parts, done, at = list[Part](), 0, 0
     sizes = [0] * len(entries)
@@ -98,7 +93,7 @@ def plan(source: Source, equal: dict[int, int]) -> tuple[list[Job], list[str]]:
             again = repeats(source.read(k, 0, t.nbytes, room), t.itemsize)
             small.setdefault((t.dtype, again), []).append(k)
             continue
-        step = _rows_nbytes(t)
+        step = _rows_nbytes(t, _MIXED_STEP if _is_mixed(source, k, t) else _STEP)
         jobs += [Job((k,), begin, min(step, t.nbytes - begin)) for begin in range(0, t.nbytes, step)]
         entries.append(_entry(source.header, jobs[-1]))
     for numbers in small.values():
@@ -121,10 +116,22 @@ def _groups(header: Header, numbers: list[int]) -> Iterator[Job]:
         yield Job(group, 0, sum(header.tensors[k].nbytes for k in group))
 
 
-def _rows_nbytes(t: Tensor) -> int:
+def _rows_nbytes(t: Tensor, step: int) -> int:
     """Return the bytes of a tensor that go into one part: whole rows of its first dimension, if they fit."""
     row = t.nbytes // max(1, t.shape[0]) if t.shape else t.nbytes
-    return PART_NBYTES // row * row if _has_rows(t) and row <= PART_NBYTES else PART_NBYTES
+    return step // row * row if _has_rows(t) and row <= step else step
+
+
+def _is_mixed(source: Source, k: int, t: Tensor) -> bool:
+    """Return True if some values of a float32 tensor have bits that are zero in narrower dtypes, such as those of rows
+    that were never trained after a conversion. Such a tensor is cut into small parts, for each of which a dtype fits.
+    """
+    if t.wire != "float32":
+        return False
+    room = np.empty(_PROBE, np.uint8)
+    step = t.nbytes // _PROBES // t.itemsize * t.itemsize
+    some = np.concatenate([source.read(k, i * step, i * step + _PROBE, room).view(np.uint32) for i in range(_PROBES)])
+    return 0.01 < float(np.mean((some & 0x1FFF == 0) & (some != 0))) < 0.99
 
 
 def _has_rows(t: Tensor) -> bool:
@@ -155,8 +162,8 @@ def _encoded(source: Source, jobs: list[Job], threads: int) -> Iterator[tuple[Jo
     """Encode parts by threads, and yield them in order."""
     threads = min(threads, _WINDOW, max(1, len(jobs)))
     window = min(len(jobs), threads * 2, _WINDOW)
-    rooms = [np.empty(min(PART_NBYTES, source.header.data_nbytes), np.uint8) for _ in range(threads)]
-    outs = [np.empty(BOUND, np.uint8) for _ in range(window)]
+    rooms = [np.empty(min(_STEP, source.header.data_nbytes), np.uint8) for _ in range(threads)]
+    outs = [np.empty(room_for(_STEP), np.uint8) for _ in range(window)]
 
     for first in range(0, len(jobs), max(1, window)):
         batch = jobs[first : first + window]

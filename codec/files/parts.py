@@ -16,7 +16,7 @@ from codec._options import options
 from codec.decoding import decode
 from codec.encoding import bound, encode
 from codec.errors import EngineError
-from codec.files.index import PART_NBYTES, damaged
+from codec.files.index import damaged
 from codec.inspection import digest, inspect
 from codec.specs import Lossless
 from codec.tensors.wrapper import view
@@ -29,7 +29,6 @@ NARROW = {"frame-bfloat16": "bfloat16", "frame-float16": "float16"}  # frames of
 ZSTD, ZSTD_PLANES, DEFLATE, DEFLATE_PLANES = "zstd", "zstd-planes", "deflate", "deflate-planes"
 CODINGS = (FRAME, *NARROW, ZSTD, ZSTD_PLANES, DEFLATE, DEFLATE_PLANES)
 
-BOUND: int = max(bound(PART_NBYTES // ITEMSIZE[d], d) for d in ("uint8", "bfloat16", "float32", "float64"))
 _ONE = options(threads=1)
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SMALL = 1 << 20  # bytes of a part up to which the slowest levels are used
@@ -57,6 +56,12 @@ def _zstandard() -> Any:
         return None
 
 
+@cache
+def room_for(nbytes: int) -> int:
+    """Return the bytes of memory that the frame of any part of `nbytes` takes at most."""
+    return max(bound(nbytes // ITEMSIZE[d], d) for d in ("uint8", "bfloat16", "float32", "float64"))
+
+
 def encode_part(
     values: Bytes, dtype: str, shape: tuple[int, ...], out: Bytes, segments: Segments | None = None
 ) -> Encoded:
@@ -71,7 +76,7 @@ def encode_part(
     shape : tuple of int
         Shape of the values.
     out : array of uint8
-        Memory for BOUND bytes, which the result may use.
+        Memory for :func:`room_for` bytes, which the result may use.
     segments : sequence of (int, tuple of int), optional
         Offset in values, and shape, of each of several tensors.
 

@@ -3,12 +3,13 @@
 import os
 import threading
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 
 from codec._c import pool
-from codec.errors import CodecError
+from codec.errors import ArgumentError, CodecError
 from codec.files.header import Header, read_header
 from codec.files.index import (
     DIGEST_KEY,
@@ -21,11 +22,9 @@ from codec.files.index import (
     index_digest,
     is_container,
 )
-from codec.files.opening import Kind, kind_of, open_regular, printable, readable
+from codec.files.opening import FileBytes, Kind, MemoryBytes, kind_of, open_regular, printable, readable
 from codec.files.packing import Progress
 from codec.files.parts import Bytes, decode_part
-from codec.files.sources import pread_into
-from codec.errors import ArgumentError
 
 Place = Callable[[int], Bytes]  # returns the memory of a tensor, by number
 
@@ -47,16 +46,16 @@ class ModelFile(Protocol):
 class PlainFile:
     """Open .safetensors file that is not packed."""
 
-    def __init__(self, fd: int, header: Header) -> None:
-        self._fd, self.header = fd, header
+    def __init__(self, file: FileBytes | MemoryBytes, header: Header) -> None:
+        self._file, self.header = file, header
 
     def read(self, k: int, begin: int, out: Bytes) -> None:
         """Fill `out` with the bytes of a tensor from offset `begin` on."""
-        pread_into(self._fd, out, len(self.header.prefix) + self.header.tensors[k].begin + begin)
+        self._file.read_into(out, len(self.header.prefix) + self.header.tensors[k].begin + begin)
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._fd)
+        self._file.close()
 
 
 class PackedFile:
@@ -68,15 +67,15 @@ class PackedFile:
         The container is damaged.
     """
 
-    def __init__(self, fd: int, outer: Header) -> None:
+    def __init__(self, file: FileBytes | MemoryBytes, outer: Header) -> None:
         check_version(outer)
-        self._fd, self._start = fd, len(outer.prefix)
+        self._file, self._start = file, len(outer.prefix)
         self._group: tuple[Part, Bytes] | None = None  # the last one that was decoded
         self._lock = threading.Lock()
         entry = next((t for t in outer.tensors if t.name == INDEX), None)
         if entry is None or entry.end != outer.data_nbytes:
             raise damaged(f"it has no entry {INDEX!r} at its end")
-        packed = os.pread(fd, entry.nbytes, self._start + entry.begin)
+        packed = file.get(self._start + entry.begin, entry.nbytes).tobytes()
         if index_digest(packed) != outer.metadata.get(DIGEST_KEY):
             raise damaged("the index does not have the digest in the header")
         self.index = Index.from_bytes(packed, entry.begin)
@@ -104,8 +103,7 @@ class PackedFile:
 
     def decode(self, part: Part, out: Bytes) -> None:
         """Decode a part into memory of its size."""
-        stored = np.empty(part.nbytes, np.uint8)
-        pread_into(self._fd, stored, self._start + part.at)
+        stored = self._file.get(self._start + part.at, part.nbytes)
         first = self.header.tensors[part.tensors[0]]
         try:
             decode_part(part.coding, stored, out, first.wire, part.digest)
@@ -127,7 +125,7 @@ class PackedFile:
             at += size
         return found
 
-    @property
+    @cached_property
     def _twins(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
         for k, other in self.index.equal.items():
@@ -150,7 +148,7 @@ class PackedFile:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._fd)
+        self._file.close()
 
 
 def open_model(path: str) -> PackedFile | PlainFile:
@@ -169,11 +167,29 @@ def open_model(path: str) -> PackedFile | PlainFile:
             kind = kind_of(fd)
             if kind is not Kind.SAFETENSORS:
                 raise ArgumentError(f"{printable(path)} is {kind.value}, not a packed file or a .safetensors file")
-            outer = read_header(fd)
-            return PackedFile(fd, outer) if is_container(outer) else PlainFile(fd, outer)
+            return _opened(FileBytes(fd))
     except BaseException:
         os.close(fd)
         raise
+
+
+def open_bytes(data: Any) -> PackedFile | PlainFile:
+    """Open a packed model file, or a .safetensors file, in memory.
+
+    Raises
+    ------
+    ArgumentError
+        The bytes are not such a file.
+    FrameError
+        The container is damaged.
+    """
+    with readable("the file in memory"):
+        return _opened(MemoryBytes(data))
+
+
+def _opened(file: FileBytes | MemoryBytes) -> PackedFile | PlainFile:
+    outer = read_header(file)
+    return PackedFile(file, outer) if is_container(outer) else PlainFile(file, outer)
 
 
 def each_part(

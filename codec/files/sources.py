@@ -13,11 +13,10 @@ import numpy as np
 from codec._c.library import ITEMSIZE
 from codec.errors import ArgumentError, EngineError
 from codec.files.arrays import numpy_arrays
-from codec.files.header import SAFETENSORS, Header, compose, read_header
-from codec.files.opening import Kind, kind_of, open_regular, printable, readable
+from codec.files.header import CODES, SAFETENSORS, Header, compose, read_header
+from codec.files.opening import FileBytes, Kind, kind_of, open_regular, printable, readable
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-_NAMES = {name: code for code, name in SAFETENSORS.items()}
 _CACHED = 1 << 27  # bytes of arrays of a .npz file that are kept, besides the last one
 
 
@@ -35,35 +34,41 @@ class SafetensorsSource:
     """Open .safetensors file."""
 
     def __init__(self, fd: int) -> None:
-        self._fd, self.header = fd, read_header(fd)
+        self._file = FileBytes(fd)
+        self.header = read_header(self._file)
 
     def read(self, k: int, begin: int, end: int, out: Bytes) -> Bytes:
         """Return bytes of a tensor, as :class:`Source` says."""
         at = len(self.header.prefix) + self.header.tensors[k].begin + begin
-        pread_into(self._fd, out[: end - begin], at)
+        self._file.read_into(out[: end - begin], at)
         return out[: end - begin]
 
 
 class MemorySource:
-    """Tensors in memory, by name.
+    """Tensors in memory.
 
     Parameters
     ----------
-    tensors : mapping of str to array or torch.Tensor
+    tensors : sequence of (str, str, tuple of int, array of uint8)
+        Name, dtype by its name in .safetensors files, shape and bytes of each tensor.
     metadata : mapping of str to str, optional
     """
 
-    def __init__(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
-        found = [(name, *_described(name, x), x) for name, x in tensors.items()]
-        found.sort(key=lambda each: -_itemsize(each[1]))  # values stay aligned
-        self._tensors = [x for *_, x in found]
-        self.header = compose(
-            ((name, dtype, shape, nbytes) for name, dtype, shape, nbytes, _ in found), metadata or {}
-        )
+    def __init__(
+        self, tensors: Sequence[tuple[str, str, tuple[int, ...], Bytes]], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        found = sorted(tensors, key=lambda each: -_itemsize(each[1]))  # values stay aligned
+        self._values = [values for *_, values in found]
+        self.header = compose(((*each, len(values)) for *each, values in found), metadata or {})
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> "MemorySource":
+        """Return a source of arrays and torch tensors by name. Those on a device are copied to host memory."""
+        return cls([(name, *_described(name, x), _bytes_of(x)) for name, x in tensors.items()], metadata)
 
     def read(self, k: int, begin: int, end: int, out: Bytes) -> Bytes:
         """Return bytes of a tensor, as :class:`Source` says."""
-        return _bytes_of(self._tensors[k])[begin:end]
+        return self._values[k][begin:end]
 
 
 class ArraySource:
@@ -74,7 +79,7 @@ class ArraySource:
         found: list[tuple[str, str, tuple[int, ...], int]] = []
         for name in names:
             x = read(name)  # .npz files have no table of dtypes
-            found.append((name, *_described(name, x)))
+            found.append((name, *_described(name, x), x.nbytes))
         found.sort(key=lambda each: -_itemsize(each[1]))
         self.header = compose(found, {})
 
@@ -121,7 +126,7 @@ def _source(fd: int, path: str, key: str | None) -> Source:
     if kind is Kind.SAFETENSORS:
         return SafetensorsSource(fd)
     if kind is Kind.TORCH:
-        return MemorySource(_torch_tensors(path, key))
+        return MemorySource.of(_torch_tensors(path, key))
     if kind in (Kind.NPZ, Kind.NPY):
         return ArraySource(*numpy_arrays(fd, path))
     raise ArgumentError(
@@ -129,25 +134,14 @@ def _source(fd: int, path: str, key: str | None) -> Source:
     )
 
 
-def pread_into(fd: int, out: Bytes, at: int) -> None:
-    """Fill `out` with the bytes of a file from offset `at` on. Raise ArgumentError if that fails."""
-    done = 0
-    while done < len(out):
-        try:
-            got = os.preadv(fd, [out[done:]], at + done)
-        except OSError as e:
-            raise ArgumentError(f"a file of tensors cannot be read: {e.strerror}") from None
-        if not got:
-            raise ArgumentError("a file of tensors has become shorter while it was read")
-        done += got
-
-
 def _torch_tensors(path: str, key: str | None) -> dict[str, Any]:
     """Return the tensors of a file of torch.save, read by the loader that runs no code."""
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:
-        raise EngineError(f"{printable(path)} is a file of torch.save: reading it needs torch: pip install torch") from None
+        raise EngineError(
+            f"{printable(path)} is a file of torch.save: reading it needs torch: pip install torch"
+        ) from None
     try:
         try:
             given = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -155,9 +149,8 @@ def _torch_tensors(path: str, key: str | None) -> dict[str, Any]:
             given = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # torch's own unpickler raises errors of many kinds
         why = str(e).partition("\n")[0]
-        raise ArgumentError(
-            f"{printable(path)} cannot be read by torch.load(weights_only=True): {why[:200]}: save the state_dict() alone"
-        ) from None
+        name = printable(path)
+        raise ArgumentError(f"{name} cannot be read by torch.load(weights_only=True): {why[:200]}") from None
     if key is not None:
         if not isinstance(given, dict) or key not in given:
             raise ArgumentError(f"{printable(path)} has no key {key!r}, but {_keys(given)}")
@@ -181,15 +174,14 @@ def _itemsize(code: str) -> int:
     return ITEMSIZE.get(SAFETENSORS[code], 8)
 
 
-def _described(name: str, x: Any) -> tuple[str, tuple[int, ...], int]:
-    """Return a tensor's dtype, by its name in .safetensors files, shape and size in bytes."""
+def _described(name: str, x: Any) -> tuple[str, tuple[int, ...]]:
+    """Return a tensor's dtype, by its name in .safetensors files, and shape."""
     dtype = str(getattr(x, "dtype", type(x).__name__)).removeprefix("torch.")
     if dtype.startswith((">", "<")):
         dtype = np.dtype(dtype).name
-    if dtype not in _NAMES:
-        raise ArgumentError(f"tensor {name!r} has dtype {dtype}: .safetensors files hold {', '.join(_NAMES)}")
-    shape = tuple(int(n) for n in x.shape)
-    return _NAMES[dtype], shape, int(np.prod(shape, dtype=np.int64)) * _itemsize(_NAMES[dtype])
+    if dtype not in CODES:
+        raise ArgumentError(f"tensor {name!r} has dtype {dtype}: .safetensors files hold {', '.join(CODES)}")
+    return CODES[dtype], tuple(int(n) for n in x.shape)
 
 
 def _bytes_of(x: Any) -> Bytes:

@@ -11,10 +11,10 @@ from typing import Any, cast
 import numpy as np
 
 from codec._c.library import ITEMSIZE
-from codec.files.header import MAX_JSON, SAFETENSORS
-from codec.files.replacing import replaced
 from codec._options import CallOptions
 from codec.errors import ArgumentError, FrameError, StateError
+from codec.files.header import MAX_JSON, SAFETENSORS
+from codec.files.replacing import replaced
 from codec.weight_sync.base import Base
 from codec.weight_sync.coding import compose_deltas
 from codec.weight_sync.update import MAX_RANK, Bytes, Kind, Update, mapped

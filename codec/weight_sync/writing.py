@@ -1,6 +1,5 @@
 """Encoding of an update: tensors are read one by one, and frames are written as they are made."""
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from io import BytesIO
 from os import PathLike

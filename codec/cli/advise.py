@@ -1,0 +1,57 @@
+"""Command ``codec advise``."""
+
+import argparse
+import sys
+from typing import Any, get_args
+
+from codec._options import options
+from codec.advisor.advise import advise
+from codec.advisor.cost_model import Algorithm
+from codec.cli.console import EXIT_CODES, add_json, add_threads
+from codec.files.arrays import arrays_of
+from codec.tensors.wrapper import view
+
+
+def add_commands(commands: Any) -> None:
+    """Add the command to a parser of arguments."""
+    p = commands.add_parser(
+        "advise",
+        help="find the fastest codec for a link",
+        description="Measure gradients, and print which codec makes their all-reduce over a link fastest. "
+        f"{EXIT_CODES}",
+        usage="%(prog)s FILE [ARRAY ...] --link LINK [options]",  # argparse does not accept arrays after options
+    )
+    p.add_argument("file", help=".npz, .npy or .safetensors file with the gradients of a step")
+    p.add_argument(
+        "arrays",
+        nargs="*",
+        help="names of arrays to measure; default: all of float32, bfloat16 and float16, or of --dtype",
+    )
+    p.add_argument("--link", required=True, help="100mbit, 10Gbps, or bits per second")
+    p.add_argument("--rtt", help="round trip between ranks, as ping measures it: 40ms, or seconds; default: 0.2ms")
+    p.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
+    p.add_argument("--algorithm", choices=get_args(Algorithm), help="default: two_shot; of 2 ranks all_gather")
+    p.add_argument("--lossy", action="store_true", help="also consider lossy codecs")
+    p.add_argument("--feedback", action="store_true", help="with error feedback: also consider Ternary and Sign")
+    p.add_argument("--dtype", help="dtype of arrays that store bits, such as bfloat16 for uint16")
+    add_threads(p)
+    add_json(p)
+    p.set_defaults(run=run_advise)
+
+
+def run_advise(args: argparse.Namespace) -> int:
+    """Print the advice of :func:`codec.advise` for the arrays of a file."""
+    arrays = arrays_of(args.file, args.arrays, args.dtype)
+    total = sum(x.nbytes for x in arrays.values()) / 1e6
+    print(f"measuring {', '.join(arrays) or 'nothing'}: {total:.3g} MB", file=sys.stderr, flush=True)
+    advice = advise(
+        {name: view(x, args.dtype) for name, x in arrays.items()},
+        args.link,
+        rtt=args.rtt,
+        world_size=args.ranks,
+        lossy=args.lossy,
+        feedback=args.feedback,
+        options=options(threads=args.threads, algorithm=args.algorithm),
+    )
+    print(advice.to_json() if args.json else advice)
+    return 0

@@ -1,0 +1,221 @@
+"""Commands ``codec compress`` and ``codec decompress``: one array, or a stream of values."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from io import BufferedReader
+from typing import Any, cast
+
+import numpy as np
+
+from codec import readable
+from codec._c.library import ITEMSIZE
+from codec._options import options
+from codec.cli.console import (
+    EXIT_CODES,
+    STANDARD,
+    add_output,
+    add_threads,
+    check_output,
+    output_file,
+    progress_bar,
+    report,
+)
+from codec.decoding import decode
+from codec.encoding import encode
+from codec.errors import ArgumentError
+from codec.files.arrays import numpy_dtype
+from codec.files.opening import NUMPY, Kind, kind_of, open_regular, printable
+from codec.inspection import inspect, verify
+from codec.spec_text import spec_of
+from codec.tensors.view import dtype_name
+from codec.tensors.wrapper import view
+
+_SUFFIX = ".codec"
+_BLOCK = 1 << 26  # bytes of values in each frame of a stream without a shape
+_HEADER, _CHUNK = 112, 1 << 20  # bytes read at once: a frame's header, and more of the frame
+_NPY_HEADER = 128  # bytes reserved for the header of a .npy file whose length is not known
+_BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+
+
+def add_commands(commands: Any) -> None:
+    """Add the commands to a parser of arguments."""
+    p = commands.add_parser(
+        "compress",
+        help="compress one array, or a stream of values",
+        description="Compress a .npy file, or raw values with --dtype. The result is a frame, which codec.decode "
+        "takes; of raw values without --shape, a frame of every 64 MiB. Files of several tensors are for codec pack. "
+        f"{EXIT_CODES}",
+    )
+    p.add_argument("input", nargs="?", default=STANDARD, help=".npy file or raw values; default: standard input")
+    p.add_argument("--codec", default="lossless", help="preset, or spec such as 'Quantize(4)'; default: lossless")
+    p.add_argument("--dtype", help="dtype of raw values, such as bfloat16; or of a .npy file that stores bits")
+    p.add_argument("--shape", help="shape of raw values, such as 512,1024")
+    add_threads(p)
+    add_output(p, default="INPUT.codec")
+    p.set_defaults(run=run_compress)
+    p = commands.add_parser(
+        "decompress",
+        help="restore what compress has written",
+        description="Decode frames. The result is a .npy file if its name ends so, or raw values. " + EXIT_CODES,
+    )
+    p.add_argument("input", nargs="?", default=STANDARD, help="frames; default: standard input")
+    p.add_argument("--npy", action="store_true", help="write a .npy file whatever its name")
+    add_threads(p)
+    add_output(p, default="INPUT without .codec")
+    p.set_defaults(run=run_decompress)
+
+
+def run_compress(args: argparse.Namespace) -> int:
+    """Compress an array or raw values."""
+    output = args.output or (STANDARD if args.input == STANDARD else args.input + _SUFFIX)
+    args.output = output
+    check_output(output, args.force, args.input)
+    spec, given = spec_of(args.codec), options(threads=args.threads)
+    before = after = frames = 0
+    with _opened(args.input) as source, output_file(output) as file, progress_bar() as progress:
+        for x in _arrays(source, args):
+            frame = encode(x, spec, options=given)
+            file.write(frame)
+            before, after, frames = before + x.tensor.nbytes, after + len(frame), frames + 1
+            if progress is not None:
+                progress(before, max(before, _size(source)))
+    entries = {"file": output, "frames": frames, "input_nbytes": before, "output_nbytes": after,
+               "ratio": after / max(1, before)}  # fmt: skip
+    report(args, entries, f"{output}: {readable.size(before)} to {readable.size(after)} "
+                          f"({100 * entries['ratio']:.1f}%)")  # fmt: skip
+    return 0
+
+
+def run_decompress(args: argparse.Namespace) -> int:
+    """Decode a frame, or a stream of them."""
+    output = args.output or (STANDARD if args.input == STANDARD else args.input.removesuffix(_SUFFIX))
+    if output == args.input and output != STANDARD:
+        raise ArgumentError(f"{printable(args.input)} does not end in {_SUFFIX}: name the output with -o")
+    args.output = output
+    check_output(output, args.force, args.input)
+    given, npy = options(threads=args.threads), args.npy or output.endswith(".npy")
+    before = after = 0
+    kinds = list[tuple[str, tuple[int, ...]]]()
+    with _opened(args.input) as source, output_file(output) as file, progress_bar() as progress:
+        if npy:
+            file.write(bytes(_NPY_HEADER))
+        for frame in _frames(source):
+            info = inspect(frame)
+            values = np.empty(info.tensor_nbytes, np.uint8)
+            decode(frame, out=values.view(_BITS[ITEMSIZE[info.dtype]]).reshape(info.shape), options=given)
+            file.write(values)
+            kinds = _joined(kinds, info.dtype, info.shape) if npy else [(info.dtype, info.shape)]
+            before, after = before + len(frame), after + len(values)
+            if progress is not None:
+                progress(before, max(before, _size(source)))
+        if npy:
+            file.seek(0)
+            file.write(_npy_header(*kinds[0]))
+            file.seek(0, os.SEEK_END)
+    entries = {"file": output, "input_nbytes": before, "output_nbytes": after}
+    report(args, entries, f"{output}: {readable.size(before)} to {readable.size(after)}")
+    return 0
+
+
+def _opened(path: str) -> BufferedReader:
+    """Open an input; say which command a file of another format is for."""
+    if path == STANDARD:
+        return cast(BufferedReader, sys.stdin.buffer)
+    fd = open_regular(path)
+    kind = kind_of(fd)
+    if kind in (Kind.SAFETENSORS, Kind.NPZ, Kind.TORCH):
+        os.close(fd)
+        raise ArgumentError(f"{printable(path)} is {kind.value}: use codec pack, or codec unpack if it is packed")
+    return os.fdopen(fd, "rb")
+
+
+def _size(source: BufferedReader) -> int:
+    return os.fstat(source.fileno()).st_size
+
+
+def _arrays(source: BufferedReader, args: argparse.Namespace) -> Iterator[Any]:
+    """Yield the array of a .npy file, or raw values in blocks, as views of the dtype."""
+    if source.peek(len(NUMPY))[: len(NUMPY)] == NUMPY:
+        if args.shape is not None:
+            raise ArgumentError("a .npy file has a shape: leave out --shape")
+        yield view(_npy(source, args.input), args.dtype)
+        return
+    if args.dtype is None:
+        raise ArgumentError(
+            f"{printable(args.input)} is no .npy file: raw values need --dtype, such as --dtype bfloat16"
+        )
+    dtype = dtype_name(args.dtype)
+    size = ITEMSIZE[dtype]
+    if args.shape is not None:
+        shape = _shape(args.shape)
+        need = int(np.prod(shape, dtype=object)) * size
+        values = source.read(min(need, 1 << 62)) if need <= _available(source) else b""
+        if len(values) != need or source.read(1):
+            raise ArgumentError(f"the input does not have the {need} bytes of {dtype} values of shape {shape}")
+        yield view(np.frombuffer(values, _BITS[size]).reshape(shape), dtype)
+        return
+    while values := source.read(_BLOCK):
+        if len(values) % size:
+            raise ArgumentError(f"the input does not end with a whole value of {dtype}, {size} bytes")
+        yield view(np.frombuffer(values, _BITS[size]), dtype)
+
+
+def _available(source: BufferedReader) -> int:
+    """Return the bytes that a regular file has; any number for a pipe."""
+    return _size(source) or 1 << 62
+
+
+def _npy(source: BufferedReader, name: str) -> Any:
+    try:
+        x = np.load(source, allow_pickle=False) if source.seekable() else _npy_stream(source)
+    except (ValueError, EOFError, MemoryError) as e:
+        raise ArgumentError(f"{printable(name)} cannot be read as a .npy file: {e}") from None
+    return np.ascontiguousarray(x).reshape(x.shape)
+
+
+def _npy_stream(source: BufferedReader) -> Any:
+    """Return the array of a .npy file that is read once."""
+    return np.lib.format.read_array(cast(Any, source), allow_pickle=False)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(n) for n in text.replace("x", ",").split(",") if n.strip())
+    except ValueError:
+        shape = (-1,)
+    if any(n < 0 for n in shape):
+        raise ArgumentError(f"--shape must be whole numbers, such as 512,1024, got {text!r}")
+    return shape
+
+
+def _frames(source: BufferedReader) -> Iterator[bytearray]:
+    """Yield valid frames one by one; each is read as far as its header says."""
+    rest = bytearray()  # begins the next frame
+    while frame := rest + source.read(_HEADER - len(rest)):
+        nbytes = inspect(frame).nbytes
+        frame, rest = frame[:nbytes], frame[nbytes:]
+        while len(frame) < nbytes and (more := source.read(min(_CHUNK, nbytes - len(frame)))):
+            frame += more
+        verify(frame)
+        yield frame
+
+
+def _joined(kinds: list[tuple[str, tuple[int, ...]]], dtype: str, shape: tuple[int, ...]) -> Any:
+    """Return dtype and shape of all values so far, in a list."""
+    if not kinds:
+        return [(dtype, shape)]
+    before, whole = kinds[0]
+    if before != dtype or len(shape) != 1 or len(whole) != 1:
+        raise ArgumentError("the input has several arrays, which one .npy file cannot hold: write raw values, -o FILE")
+    return [(dtype, (whole[0] + shape[0],))]
+
+
+def _npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the header of a .npy file, with padding to the reserved size."""
+    descr = np.lib.format.dtype_to_descr(numpy_dtype(dtype))
+    text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
+    return (
+        NUMPY + b"\x01\x00" + (_NPY_HEADER - 10).to_bytes(2, "little") + text.encode().ljust(_NPY_HEADER - 11) + b"\n"
+    )

@@ -1,0 +1,254 @@
+"""Command ``codec bench``: sizes and speeds of presets and of other compressors, on a file of the user."""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from codec import readable
+from codec._c.library import ITEMSIZE, MANTISSA_BITS
+from codec._options import options
+from codec.batch import decode_many, encode_many
+from codec.cli.compressors import compressors, lmzip, missing
+from codec.cli.console import EXIT_CODES, add_json, check_output, print_table, progress_bar
+from codec.errors import ArgumentError, CodecError, EngineError
+from codec.tensors.wrapper import view
+
+_PRESETS = ("lossless", "balanced", "small", "smallest")  # "near" needs an optimizer
+_SECONDS = 0.3  # of repetitions of a measurement
+_SLOW_MB = 16  # MB up to which slow compressors run without --slow
+_BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+
+
+class Row(NamedTuple):
+    """Result of one compressor: size as a share of the tensors, MB of tensors a second, relative error."""
+
+    name: str
+    ratio: float
+    compress: float
+    decompress: float
+    error: float = 0.0
+
+
+def add_commands(commands: Any) -> None:
+    """Add the command to a parser of arguments."""
+    p = commands.add_parser(
+        "bench",
+        help="compare sizes and speeds on a file",
+        description="Measure the presets, and other compressors that are installed (zstandard, blosc2, pcodec, zipnn, "
+        "openzl, lmzip), on the tensors of a file: one thread, in memory, best of several runs; lmzip, which takes "
+        f"files alone, with its files. {EXIT_CODES}",
+    )
+    p.add_argument("file", help=".safetensors, .npz, .npy or .pt file")
+    p.add_argument("--key", help="key of the dict of tensors in a .pt file")
+    p.add_argument("--max-mb", type=float, default=256, metavar="MB", help="measure the first tensors; default: 256")
+    p.add_argument("--slow", action="store_true", help=f"run slow compressors on more than {_SLOW_MB} MB, too")
+    p.add_argument("--plot", metavar="FILE", help="draw a plot, such as bench.png; needs matplotlib")
+    p.add_argument("--force", action="store_true", help="replace the plot if it exists")
+    add_json(p)
+    p.set_defaults(run=run_bench)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Print a table of sizes and speeds."""
+    if args.plot is not None:
+        check_output(args.plot, args.force, args.file)
+        _matplotlib()
+    tensors = _tensors(args.file, args.key, args.max_mb * 1e6)
+    total = sum(len(values) for *_, values in tensors)
+    slow = args.slow or total <= _SLOW_MB * 1e6
+    rows = list[Row]()
+    with progress_bar("rows") as progress:
+        for row in _rows(tensors, args.file, slow):
+            rows.append(row)
+            if progress is not None:
+                progress(len(rows), len(rows) + 1)
+    if args.plot is not None:
+        _draw(rows, args.plot, args.file)
+    if args.json:
+        print(json.dumps({"file": args.file, "nbytes": total, "rows": [r._asdict() for r in rows]}, indent=1))
+        return 0
+    print(f"{readable.count(len(tensors), 'tensor')}, {readable.size(total)}; one thread, MB/s of tensors")
+    print_table(
+        ["", "size", "compress", "decompress", "error"],
+        [[r.name, f"{100 * r.ratio:.1f}%", f"{r.compress:.0f}", f"{r.decompress:.0f}",
+          f"{r.error:.2g}" if r.error else "none"] for r in rows],
+    )  # fmt: skip
+    if absent := missing():
+        print(f"not installed: {', '.join(absent)}", file=sys.stderr)
+    return 0
+
+
+Tensors = list[tuple[str, str, tuple[int, ...], Any]]  # name, dtype, shape, bytes
+
+
+def _tensors(path: str, key: str | None, most: float) -> Tensors:
+    """Read the first tensors of a file."""
+    from codec.files.index import is_container
+    from codec.files.sources import source_of
+
+    found, total = Tensors(), 0
+    with source_of(path, key) as source:
+        if is_container(source.header):
+            raise ArgumentError(f"{path} is packed: measure the file that codec unpack restores")
+        for k, t in enumerate(source.header.tensors):
+            if not t.nbytes or (total + t.nbytes > most and found):
+                continue
+            room = np.empty(t.nbytes, np.uint8)
+            values = source.read(k, 0, t.nbytes, room)
+            known = int(np.prod(t.shape)) * t.itemsize == t.nbytes and len(t.shape) <= 8
+            found.append((t.name, t.wire, t.shape if known else (t.nbytes // t.itemsize,), values.copy()))
+            total += t.nbytes
+    if not found:
+        raise ArgumentError(f"{path} has no tensors with values")
+    return found
+
+
+def _rows(tensors: Tensors, path: str, slow: bool) -> Iterator[Row]:
+    """Measure each compressor."""
+    yield _packed(tensors)
+    for preset in _PRESETS:
+        try:
+            yield _preset(tensors, preset)
+        except CodecError as e:  # NaN or Inf
+            print(f"codec: {preset}: {e}", file=sys.stderr)
+    together: dict[str, Any] = {}
+    for dtype in dict.fromkeys(dtype for _, dtype, _, _ in tensors):
+        together[dtype] = np.concatenate([values for _, d, _, values in tensors if d == dtype])
+    total = sum(map(len, together.values()))
+    for c in compressors():
+        if c.slow and not slow:
+            continue
+        once = c.slow
+        try:
+            seconds, data = _best(lambda c=c: {d: c.compress(x, d) for d, x in together.items()}, once)
+            back, restored = _best(lambda c=c, f=data: {d: c.decompress(x, d) for d, x in f.items()}, once)
+        except Exception as e:  # of a package of others, on data of the user
+            print(f"codec: {c.name} failed: {e}", file=sys.stderr)
+            continue
+        if any(np.frombuffer(restored[d], np.uint8).tobytes() != x.tobytes() for d, x in together.items()):
+            print(f"codec: {c.name} does not restore the tensors", file=sys.stderr)
+            continue
+        yield Row(c.name, sum(map(_length, data.values())) / total, total / seconds / 1e6, total / back / 1e6)
+    if path.endswith(".safetensors"):
+        yield from _lmzip(path)
+
+
+def _length(data: Any) -> int:
+    return memoryview(data).nbytes
+
+
+def _lmzip(path: str) -> Iterator[Row]:
+    """Measure lmzip on the whole file."""
+    with tempfile.TemporaryDirectory() as folder:
+        packed = str(Path(folder) / "model.lmz")
+        calls = lmzip(path, packed, str(Path(folder) / "model.safetensors"))
+        if calls is None:
+            return
+        try:
+            (seconds, _), (back, _) = (_best(call, once=True) for call in calls)
+        except Exception as e:  # of a package of others
+            print(f"codec: lmzip failed: {e}", file=sys.stderr)
+            return
+        total = os.path.getsize(path)
+        yield Row("lmzip, files", os.path.getsize(packed) / total, total / seconds / 1e6, total / back / 1e6)
+
+
+def _packed(tensors: Tensors) -> Row:
+    """Measure codec pack, in memory."""
+    from codec.files.header import CODES
+    from codec.files.packing import pack
+    from codec.files.reading import each_part, open_bytes
+    from codec.files.sources import MemorySource
+
+    source = MemorySource([(name, CODES[dtype], shape, values) for name, dtype, shape, values in tensors])
+
+    def compress() -> bytes:
+        file = BytesIO()
+        pack(source, file, threads=1)
+        return file.getvalue()
+
+    seconds, data = _best(compress)
+    back, _ = _best(lambda: each_part(open_bytes(data), lambda part, values: None, 1))
+    total = source.header.data_nbytes
+    return Row("codec pack", len(data) / total, total / seconds / 1e6, total / back / 1e6)
+
+
+def _preset(tensors: Tensors, preset: str) -> Row:
+    """Measure a preset. Tensors that are no floats are lossless."""
+    one = options(threads=1)
+    xs = [view(values.view(_BITS[ITEMSIZE[d]]).reshape(shape), d) for _, d, shape, values in tensors]
+    lossy = [d in MANTISSA_BITS and d != "float64" for _, d, _, _ in tensors]
+    specs = [preset if fits else "lossless" for fits in lossy]
+    seconds, frames = _best(lambda: encode_many(xs, specs, options=one))
+    outs = [np.empty_like(x.tensor) for x in xs]
+    back, _ = _best(lambda: decode_many(frames, out=outs, options=one))
+    total = sum(x.tensor.nbytes for x in xs)
+    error = 0.0 if preset == "lossless" else _error(xs, outs, lossy)
+    return Row(preset, sum(map(len, frames)) / total, total / seconds / 1e6, total / back / 1e6, error)
+
+
+def _error(xs: list[Any], outs: list[Any], lossy: list[bool]) -> float:
+    """Return the norm of the errors of all lossy tensors, relative to the norm of the tensors."""
+    squares = norms = 0.0
+    for x, out, fits in zip(xs, outs, lossy, strict=True):
+        if fits:
+            a, b = (_float64(bits, x.dtype) for bits in (x.tensor, out))
+            squares, norms = squares + float(((a - b) ** 2).sum()), norms + float((a**2).sum())
+    return (squares / norms) ** 0.5 if norms else 0.0
+
+
+def _float64(bits: Any, dtype: str) -> Any:
+    if dtype == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return bits.view(dtype).astype(np.float64)
+
+
+def _best(call: Callable[[], Any], once: bool = False) -> tuple[float, Any]:
+    """Return the least seconds of a call, repeated for a while, and its result."""
+    least, began, result = float("inf"), time.perf_counter(), None
+    while True:
+        start = time.perf_counter()
+        result = call()
+        end = time.perf_counter()
+        least = min(least, end - start)
+        if once or end - began > _SECONDS:
+            return least, result
+
+
+def _matplotlib() -> Any:
+    try:
+        matplotlib: Any = importlib.import_module("matplotlib")
+        matplotlib.use("Agg")
+        return importlib.import_module("matplotlib.pyplot")
+    except ImportError:
+        raise EngineError("--plot needs matplotlib, which is not installed: pip install matplotlib") from None
+
+
+def _draw(rows: list[Row], path: str, name: str) -> None:
+    """Draw size over speed: small and fast is at the lower right."""
+    plt = _matplotlib()
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for row in rows:
+        ours = row.name in ("codec pack", *_PRESETS)
+        axes.plot(row.decompress, 100 * row.ratio, "o" if ours else "s", color="tab:blue" if ours else "tab:gray")
+        axes.annotate(row.name, (row.decompress, 100 * row.ratio), xytext=(5, 4), textcoords="offset points")
+    axes.set(
+        xscale="log", xlabel="decompression, MB/s, one thread", ylabel="size, % of the tensors", title=Path(name).name
+    )
+    axes.grid(alpha=0.3)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as e:
+        raise ArgumentError(f"{path} cannot be written: {e}") from None
+    finally:
+        plt.close(figure)

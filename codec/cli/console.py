@@ -1,0 +1,132 @@
+"""Common parts of commands: arguments, outputs that appear when they are complete, progress, JSON, exit codes."""
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from codec.errors import ArgumentError
+from codec.files.opening import printable
+from codec.files.replacing import replaced
+
+PROGRAM = "codec"
+FAILED, WRONG_USAGE, OTHER_BASE, INTERRUPTED = 1, 2, 3, 130  # exit codes; 0: success
+STANDARD = "-"  # path of standard input and output
+EXIT_CODES = f"Exit codes: 0; {FAILED} after an error; {WRONG_USAGE} for wrong arguments."
+
+Progress = Callable[[int, int], None]
+
+
+def add_output(p: Any, *, required: bool = False, default: str = "") -> None:
+    """Add ``--output``, ``--force`` and ``--json`` to the parser of a command that writes a file."""
+    text = "file to write, - for standard output" if default else "file to write; it appears when it is complete"
+    p.add_argument("-o", "--output", required=required, help=f"{text}; default: {default}" if default else text)
+    p.add_argument("--force", action="store_true", help="replace the output if it exists")
+    add_json(p)
+
+
+def add_json(p: Any) -> None:
+    """Add ``--json`` to the parser of a command."""
+    p.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_threads(p: Any) -> None:
+    """Add ``--threads`` to the parser of a command."""
+    p.add_argument("--threads", type=int, metavar="N", help="default: as many as pay")
+
+
+def check_output(path: str, force: bool, *inputs: str) -> None:
+    """Raise ArgumentError if a command would replace a file without ``--force``, or its own input."""
+    if path == STANDARD:
+        return
+    if any(i != STANDARD and Path(path).exists() and Path(i).exists() and os.path.samefile(path, i) for i in inputs):
+        raise ArgumentError(f"{printable(path)} is the input: choose another name")
+    if Path(path).is_dir():
+        raise ArgumentError(f"{printable(path)} is a folder: name a file in it")
+    if Path(path).exists() and not force:
+        raise ArgumentError(f"{printable(path)} exists: choose another name, or replace it with --force")
+
+
+@contextmanager
+def output_file(path: str) -> Generator[BinaryIO]:
+    """Open an output that appears when the block ends without an error; that of ``-`` is then copied to stdout."""
+    if path != STANDARD:
+        with replaced(Path(path)) as file:
+            yield file
+        return
+    if sys.stdout.isatty():
+        raise ArgumentError("binary data is not written to a terminal: give -o FILE, or a pipe")
+    with tempfile.TemporaryFile() as file:
+        yield file
+        file.seek(0)
+        shutil.copyfileobj(file, sys.stdout.buffer, 1 << 20)
+        sys.stdout.buffer.flush()
+
+
+@contextmanager
+def input_file(path: str) -> Generator[str]:
+    """Yield the path of a regular file: of the given one, or of a temporary copy of standard input."""
+    if path != STANDARD:
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(prefix="codec-") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
+        file.flush()
+        yield file.name
+
+
+@contextmanager
+def progress_bar(unit: str = "B") -> Generator[Progress | None]:
+    """Yield a function that shows progress on standard error, or None: no terminal, or tqdm is not installed."""
+    try:
+        tqdm: Any = importlib.import_module("tqdm").tqdm if sys.stderr.isatty() else None
+    except ImportError:
+        tqdm = None
+    if tqdm is None:
+        yield None
+        return
+    with tqdm(unit=unit, unit_scale=True, leave=False, dynamic_ncols=True) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+def report(args: argparse.Namespace, entries: Mapping[str, Any], line: str) -> None:
+    """Print what a command did, as a line or as JSON; on standard error if its output is standard output."""
+    target = sys.stderr if getattr(args, "output", None) == STANDARD else sys.stdout
+    print(json.dumps(entries, indent=1) if args.json else line, file=target, flush=True)
+
+
+def print_entries(args: argparse.Namespace, entries: Mapping[str, Any]) -> None:
+    """Print a mapping, a line for each entry, or as JSON."""
+    if args.json:
+        print(json.dumps(entries, indent=1))
+        return
+    width = max(14, *map(len, entries))
+    for name, value in entries.items():
+        print(f"{name:{width}} {value}")
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table: the first column is aligned to the left, all others to the right."""
+    lines = [columns, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    for line in lines:
+        cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+        print("  ".join(cells).rstrip())
+
+
+def print_error(error: object) -> None:
+    """Print one line on standard error."""
+    text = " ".join(str(error).split("\n"))
+    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)

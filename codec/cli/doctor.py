@@ -1,0 +1,69 @@
+"""Command ``codec doctor``: what this installation can do, and why it cannot do the rest."""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+from codec._c import PACKAGE, pool
+from codec._c.library import isas
+from codec.cli.console import EXIT_CODES, add_json, print_entries
+from codec.engines import engines
+
+_PACKAGES = {  # distribution: what needs it
+    "numpy": "required",
+    "cffi": "required",
+    "torch": "codec.torch, .pt files",
+    "ml_dtypes": "bfloat16 and float8 in numpy",
+    "numba": 'engine="numba"',
+    "cupy-cuda12x": 'engine="cuda"',
+    "cupy-cuda13x": 'engine="cuda"',
+    "zstandard": "small packed files",
+    "safetensors": "",
+    "tqdm": "progress bars",
+    "shtab": "shell completion",
+    "matplotlib": "codec bench --plot",
+}
+_VARIABLES = ("CODEC_NUM_THREADS", "OMP_NUM_THREADS", "CODEC_ISA", "CODEC_LIBRARY", "CODEC_CUDA_LIBRARY", "CODEC_DDP")
+
+
+def add_commands(commands: Any) -> None:
+    """Add the command to a parser of arguments."""
+    p = commands.add_parser(
+        "doctor",
+        help="print what this installation can do",
+        description="Print versions, engines and instruction sets, and the reason why one is not available. Put it "
+        f"into a report of a problem. {EXIT_CODES}",
+    )
+    add_json(p)
+    p.set_defaults(run=run_doctor)
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Print what the installation has."""
+    from codec import __version__
+
+    entries: dict[str, Any] = {
+        "codec": __version__,
+        "package": str(PACKAGE),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}, {platform.libc_ver()[1] or 'musl'}",
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": pool.default_threads(),
+        "instruction sets": ", ".join(isas()),
+    }
+    for name, why_not in engines().items():
+        entries[f"engine {name}"] = "available" if why_not is None else f"not available: {why_not}"
+    for name, use in _PACKAGES.items():
+        entries[f"package {name}"] = _version(name) or f"not installed{f' ({use})' if use else ''}"
+    entries |= {f"${name}": os.environ[name] for name in _VARIABLES if name in os.environ}
+    print_entries(args, entries)
+    return 0
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,139 @@
+"""Commands ``codec inspect`` and ``codec verify``: frames, packed files, updates, folders of activations."""
+
+import argparse
+from collections import Counter
+from contextlib import closing
+from dataclasses import asdict, fields
+from typing import Any
+
+from codec.advisor.advise import named
+from codec.cli.console import EXIT_CODES, STANDARD, add_json, print_entries, print_error
+from codec.cli.updates import is_update, update_entries, verify_update
+from codec.errors import ArgumentError, CodecError, FrameError, StateError
+from codec.files.frames import inspect_file, verify_file
+from codec.files.opening import Kind, kind_of, opened, printable
+from codec.stateful.activation.store_info import inspect_store, is_store
+
+_ACCEPTED = "frame, - for standard input, packed model file, update of weights, or folder of activations"
+
+
+def add_commands(commands: Any) -> None:
+    """Add the commands to a parser of arguments."""
+    p = commands.add_parser(
+        "inspect",
+        help="print the header of a frame, or what a file holds",
+        description=f"Print the header of a frame, or what a file holds. {EXIT_CODES}",
+    )
+    p.add_argument("file", help=_ACCEPTED)
+    add_json(p)
+    p.set_defaults(run=run_inspect)
+    p = commands.add_parser(
+        "verify",
+        help="check that files are whole",
+        description="Check frames without decoding their values, and all digests of packed files. Exit codes: 0; 1 if "
+        "a file is damaged or cannot be read; 2 for wrong arguments.",
+    )
+    p.add_argument("files", nargs="+", metavar="file", help=_ACCEPTED)
+    p.set_defaults(run=run_verify)
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    """Print what :func:`codec.inspect` returns for a file, or what a file of another kind holds."""
+    entries: dict[str, Any]
+    if is_store(args.file):
+        entries = asdict(inspect_store(args.file))
+    elif is_update(args.file):
+        entries = update_entries(args.file)
+    elif args.file != STANDARD and _kind(args.file) is Kind.SAFETENSORS:
+        entries = _model_entries(args.file)
+    else:
+        _check_frame(args.file)
+        try:
+            info = inspect_file(args.file)
+        except FrameError as e:
+            e.of(args.file)
+            raise
+        found = {f.name: getattr(info, f.name) for f in fields(info)}
+        entries = found | {"spec": named(info.spec), "ratio": info.ratio}
+    print_entries(args, entries)
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Verify each file. Return 1 if one is damaged."""
+    failed = 0
+    for file in args.files:
+        try:
+            verified = _verify(file)
+        except CodecError as e:
+            failed = 1
+            if isinstance(e, FrameError):
+                e.of(file)
+            print_error(e)
+        else:
+            print(f"{printable(file)}: {verified}", flush=True)
+    return failed
+
+
+def _kind(path: str) -> Kind:
+    with opened(path) as fd:
+        return kind_of(fd)
+
+
+def _check_frame(path: str) -> None:
+    """Raise ArgumentError for a file that certainly is no frame, and say what it is for."""
+    if path == STANDARD:
+        return
+    kind = _kind(path)
+    if kind in (Kind.NPZ, Kind.NPY, Kind.TORCH):
+        raise ArgumentError(f"{printable(path)} is {kind.value}, not a frame: codec ls lists its tensors")
+    if kind not in (Kind.FRAME, Kind.UNKNOWN, Kind.EMPTY):
+        raise ArgumentError(f"{printable(path)} is {kind.value}, not a frame")
+
+
+def _model_entries(path: str) -> dict[str, Any]:
+    """Return what ``codec inspect`` prints of a packed file or a .safetensors file."""
+    from codec.files.reading import PackedFile, open_model
+
+    with closing(open_model(path)) as model:
+        header = model.header
+        entries: dict[str, Any] = {
+            "file": path, "kind": "a .safetensors file", "tensors": len(header.tensors),
+            "tensors_nbytes": header.data_nbytes, "dtypes": dict(Counter(t.dtype for t in header.tensors)),
+            "metadata": header.metadata,
+        }  # fmt: skip
+        if isinstance(model, PackedFile):
+            entries |= {"kind": "a packed model file", "nbytes": model.nbytes, "unpacked_nbytes": header.nbytes,
+                        "ratio": model.nbytes / header.nbytes, "parts": len(model.index.parts),
+                        "equal": len(model.index.equal),
+                        "codings": dict(Counter(p.coding for p in model.index.parts))}  # fmt: skip
+        return entries
+
+
+def _verify(path: str) -> str:
+    """Return a line about a file. Raise CodecError if it is damaged."""
+    if is_store(path):
+        info = inspect_store(path, verify=True)
+        if info.damaged:
+            raise StateError(f"{printable(path)}: {info.damaged} of {info.samples} samples are damaged")
+        return f"{info.samples} samples, all whole"
+    if is_update(path):
+        return verify_update(path)
+    if path != STANDARD and _kind(path) is Kind.SAFETENSORS:
+        return _verify_model(path)
+    _check_frame(path)
+    verify_file(path)
+    return "a whole frame"
+
+
+def _verify_model(path: str) -> str:
+    """Decode all parts of a packed file, and compare their digests."""
+    from codec.files.reading import PackedFile, each_part, open_model
+
+    with closing(open_model(path)) as model:
+        if not isinstance(model, PackedFile):
+            raise ArgumentError(
+                f"{printable(path)} is a .safetensors file, which has no checksums: codec pack makes a file that has"
+            )
+        each_part(model, lambda part, values: None, None)
+        return f"a whole packed file of {len(model.header.tensors)} tensors"

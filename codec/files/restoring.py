@@ -1,0 +1,92 @@
+"""Packed tensors as .npz and .pt files, and as arrays."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, BinaryIO
+from zipfile import ZIP_STORED, ZipFile
+
+import numpy as np
+
+from codec.errors import ArgumentError, EngineError
+from codec.files.arrays import numpy_dtype
+from codec.files.header import SAFETENSORS, Tensor
+from codec.files.packing import Progress
+from codec.files.parts import Bytes
+from codec.files.reading import ModelFile, PackedFile, each_part
+
+
+def new_array(t: Tensor) -> tuple[Any, Bytes]:
+    """Allocate a numpy array for a tensor, and return it with its bytes.
+
+    Raises
+    ------
+    ArgumentError
+        numpy has no such dtype.
+    """
+    if t.dtype not in SAFETENSORS:
+        raise ArgumentError(f"tensor {t.name!r} has dtype {t.dtype}, which numpy lacks")
+    memory = np.empty(t.nbytes, np.uint8)
+    return memory.view(numpy_dtype(SAFETENSORS[t.dtype])).reshape(t.shape), memory
+
+
+def new_tensor(t: Tensor) -> tuple[Any, Bytes]:
+    """Allocate a torch tensor in host memory for a tensor, and return it with its bytes.
+
+    Raises
+    ------
+    ArgumentError, EngineError
+        torch has no such dtype, or is not installed.
+    """
+    torch = torch_module()
+    dtype = getattr(torch, SAFETENSORS.get(t.dtype, ""), None)
+    if dtype is None:
+        raise ArgumentError(f"tensor {t.name!r} has dtype {t.dtype}, which this version of torch lacks")
+    memory = torch.empty(t.nbytes, dtype=torch.uint8)
+    return memory.view(dtype).reshape(t.shape), memory.numpy()
+
+
+def torch_module() -> Any:
+    """Return the module torch; raise EngineError if it is not installed."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        raise EngineError("tensors of PyTorch need torch, which is not installed: pip install torch") from None
+
+
+def read_all(
+    model: ModelFile,
+    new: Callable[[Tensor], tuple[Any, Bytes]],
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Return all tensors of a file by name, in the order of its header, decoded by threads."""
+    made = [new(t) for t in model.header.tensors]
+    if isinstance(model, PackedFile):
+        file = model
+
+        def place(part: Any, values: Bytes) -> None:
+            for k, offset, at, size in file.places(part):
+                made[k][1][offset : offset + size] = values[at : at + size]
+
+        each_part(file, place, threads, progress)
+    else:
+        for k, (_, memory) in enumerate(made):
+            model.read(k, 0, memory)
+    by_name = {t.name: x for t, (x, _) in zip(model.header.tensors, made, strict=True)}
+    return {name: by_name[name] for name in model.header.names}
+
+
+def save_npz(model: ModelFile, file: BinaryIO) -> None:
+    """Write the tensors of a file to a .npz file, one by one."""
+    numbers = {t.name: k for k, t in enumerate(model.header.tensors)}
+    with ZipFile(file, "w", ZIP_STORED, allowZip64=True) as archive:
+        for name in model.header.names:
+            array, memory = new_array(model.header.tensors[numbers[name]])
+            model.read(numbers[name], 0, memory)
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
+
+
+def save_torch(model: ModelFile, file: BinaryIO, threads: int | None) -> None:
+    """Write the tensors of a file as a dict by torch.save."""
+    torch_module().save(read_all(model, new_tensor, threads), file)

@@ -1,0 +1,41 @@
+"""Specs as texts on command lines."""
+
+import ast
+
+from codec.arguments import shown
+from codec.errors import CodecError, SpecError
+from codec.presets import resolve
+from codec.specs import CODECS, Spec
+
+
+def spec_of(text: str) -> Spec:
+    """Return the spec that a text means: the name of a preset, or a spec as it is written in Python.
+
+    Parameters
+    ----------
+    text : str
+        Such as "small", "Quantize(4)" or "Float8(group_size=128)". It is not evaluated as Python code.
+
+    Raises
+    ------
+    SpecError
+        The text is neither, or the spec has wrong parameters.
+
+    Examples
+    --------
+    >>> from codec.spec_text import spec_of
+    >>> spec_of("Sign(group_size=1024)")
+    Sign(scale='l1', group_size=1024)
+    """
+    kinds = {kind.__name__: kind for kind in CODECS}
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in kinds):
+            return resolve(text)[0]
+        given = [ast.literal_eval(a) for a in call.args]
+        named = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        return kinds[call.func.id](*given, **named)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as e:
+        if isinstance(e, CodecError):
+            raise
+        raise SpecError(f"--codec must be a preset or a spec such as Quantize(4), got {shown(text)}: {e}") from None
