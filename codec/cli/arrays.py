@@ -97,7 +97,7 @@ def run_decompress(args: argparse.Namespace) -> int:
     check_output(output, args.force, args.input)
     given, npy = options(threads=args.threads), args.npy or output.endswith(".npy")
     before = after = 0
-    kinds = list[tuple[str, tuple[int, ...]]]()
+    whole: tuple[str, tuple[int, ...]] | None = None  # dtype and shape of all values
     with _opened(args.input) as source, output_file(output) as file, progress_bar() as progress:
         if npy:
             file.write(bytes(_NPY_HEADER))
@@ -105,14 +105,16 @@ def run_decompress(args: argparse.Namespace) -> int:
             info = inspect(frame)
             values = np.empty(info.tensor_nbytes, np.uint8)
             decode(frame, out=values.view(_BITS[ITEMSIZE[info.dtype]]).reshape(info.shape), options=given)
-            file.write(values)
-            kinds = _joined(kinds, info.dtype, info.shape) if npy else [(info.dtype, info.shape)]
+            file.write(memoryview(cast(Any, values)))
+            whole = _joined(whole, info.dtype, info.shape) if npy else None
             before, after = before + len(frame), after + len(values)
             if progress is not None:
                 progress(before, max(before, _size(source)))
         if npy:
+            if whole is None:
+                raise ArgumentError("the input is empty: there is no array")
             file.seek(0)
-            file.write(_npy_header(*kinds[0]))
+            file.write(_npy_header(*whole))
             file.seek(0, os.SEEK_END)
     entries = {"file": output, "input_nbytes": before, "output_nbytes": after}
     report(args, entries, f"{output}: {readable.size(before)} to {readable.size(after)}")
@@ -202,14 +204,15 @@ def _frames(source: BufferedReader) -> Iterator[bytearray]:
         yield frame
 
 
-def _joined(kinds: list[tuple[str, tuple[int, ...]]], dtype: str, shape: tuple[int, ...]) -> Any:
-    """Return dtype and shape of all values so far, in a list."""
-    if not kinds:
-        return [(dtype, shape)]
-    before, whole = kinds[0]
-    if before != dtype or len(shape) != 1 or len(whole) != 1:
+def _joined(
+    whole: tuple[str, tuple[int, ...]] | None, dtype: str, shape: tuple[int, ...]
+) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape of all values so far, and those of one more frame."""
+    if whole is None:
+        return dtype, shape
+    if whole[0] != dtype or len(shape) != 1 or len(whole[1]) != 1:
         raise ArgumentError("the input has several arrays, which one .npy file cannot hold: write raw values, -o FILE")
-    return [(dtype, (whole[0] + shape[0],))]
+    return dtype, (whole[1][0] + shape[0],)
 
 
 def _npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:

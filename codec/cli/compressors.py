@@ -20,6 +20,11 @@ _PACKAGES = {
     "lmz": "lmzip",
 }
 
+_ZIPNN_LEAST, _RAW = (
+    1 << 16,
+    b"\0",
+)  # bytes below which ZipNN 0.5 may read outside of its input, and mark of such values
+
 
 class Compressor(NamedTuple):
     """Compressor of the values of one dtype.
@@ -57,11 +62,20 @@ def compressors() -> Iterator[Compressor]:
 
 def _zstd() -> Iterator[Compressor]:
     zstd: Any = importlib.import_module("zstandard")
-    for level in (3, 19):
-        c, d = zstd.ZstdCompressor(level=level), zstd.ZstdDecompressor()
-        yield Compressor(
-            f"zstd -{level}", lambda x, _, c=c: c.compress(x), lambda data, _, d=d: d.decompress(data), level > 9
-        )
+    d = zstd.ZstdDecompressor()
+
+    def made(level: int) -> Compressor:
+        c = zstd.ZstdCompressor(level=level)
+
+        def compress(x: Bytes, _: str) -> Any:
+            return c.compress(x)
+
+        return Compressor(f"zstd -{level}", compress, decompress, level > 9)
+
+    def decompress(data: Any, _: str) -> Any:
+        return d.decompress(data)
+
+    yield from map(made, (3, 19))
 
 
 def _blosc2() -> Iterator[Compressor]:
@@ -71,7 +85,10 @@ def _blosc2() -> Iterator[Compressor]:
         how: dict[str, Any] = {"codec": blosc2.Codec.ZSTD, "clevel": 5, "filters": [blosc2.Filter.SHUFFLE]}
         return blosc2.compress2(x, typesize=ITEMSIZE[dtype], nthreads=1, **how)
 
-    yield Compressor("blosc2 shuffle+zstd", compress, lambda data, _: blosc2.decompress2(data, nthreads=1))
+    def decompress(data: Any, _: str) -> Any:
+        return blosc2.decompress2(data, nthreads=1)
+
+    yield Compressor("blosc2 shuffle+zstd", compress, decompress)
 
 
 def _pcodec() -> Iterator[Compressor]:
@@ -79,12 +96,14 @@ def _pcodec() -> Iterator[Compressor]:
     native = {"float16", "float32", "float64", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
 
     def compress(x: Bytes, dtype: str) -> Any:
-        values = x.view(dtype if dtype in native else _BITS[max(2, ITEMSIZE[dtype])]) if len(x) % 2 == 0 else None
-        return x.tobytes() if values is None else pcodec.standalone.simple_compress(values, pcodec.ChunkConfig())
+        kind = dtype if dtype in native else "u2"  # of bytes, pairs
+        values = np.pad(x, (0, len(x) % 2)).view(kind)
+        return pcodec.standalone.simple_compress(values, pcodec.ChunkConfig())
 
-    yield Compressor(
-        "pcodec", compress, lambda data, _: np.asarray(pcodec.standalone.simple_decompress(data)).view(np.uint8)
-    )
+    def decompress(data: Any, _: str) -> Any:
+        return np.asarray(pcodec.standalone.simple_decompress(data)).view(np.uint8)
+
+    yield Compressor("pcodec", compress, decompress)
 
 
 def _zipnn() -> Iterator[Compressor]:
@@ -94,8 +113,15 @@ def _zipnn() -> Iterator[Compressor]:
         known = dtype if dtype in ("float32", "bfloat16", "float16") else "float32"
         return zipnn.ZipNN(input_format="byte", bytearray_dtype=known, threads=1)
 
-    # ZipNN overwrites its input
-    yield Compressor("zipnn", lambda x, dtype: made(dtype).compress(x.tobytes()), lambda d, t: made(t).decompress(d))
+    def compress(x: Bytes, dtype: str) -> Any:
+        if len(x) < _ZIPNN_LEAST:
+            return _RAW + x.tobytes()
+        return b"\1" + made(dtype).compress(bytearray(x))  # ZipNN overwrites its input
+
+    def decompress(data: Any, dtype: str) -> Any:
+        return data[1:] if data[:1] == _RAW else made(dtype).decompress(data[1:])
+
+    yield Compressor("zipnn", compress, decompress)
 
 
 def _openzl() -> Iterator[Compressor]:
@@ -117,7 +143,10 @@ def _openzl() -> Iterator[Compressor]:
         context.ref_compressor(compressor)
         return context.compress([z.Input(z.Type.Numeric, x.view(_BITS[ITEMSIZE[dtype]]))])
 
-    yield Compressor("openzl", compress, lambda data, _: z.DCtx().decompress(data)[0].content.as_nparray())
+    def decompress(data: Any, _: str) -> Any:
+        return z.DCtx().decompress(data)[0].content.as_nparray()
+
+    yield Compressor("openzl", compress, decompress)
 
 
 def lmzip(path: str, packed: str, restored: str) -> tuple[Callable[[], Any], Callable[[], Any]] | None:

@@ -97,6 +97,8 @@ def progress_bar(unit: str = "B") -> Generator[Progress | None]:
         def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
+            if done == total:
+                bar.refresh()
 
         yield show
 

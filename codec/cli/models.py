@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from codec import readable
 from codec.cli.console import (
@@ -26,8 +26,7 @@ from codec.cli.console import (
 from codec.errors import ArgumentError
 from codec.files.opening import printable
 
-_PACKED, _PLAIN, _INDEX = ".codec.safetensors", ".safetensors", ".safetensors.index.json"
-_MAX_INDEX = 100_000_000  # bytes of the index of a sharded model
+_PACKED, _PLAIN, _INDEX = ".codec.safetensors", ".safetensors", ".index.json"
 
 
 def add_commands(commands: Any) -> None:
@@ -36,8 +35,8 @@ def add_commands(commands: Any) -> None:
         "pack",
         help="compress a model file without loss",
         description="Compress a .safetensors, .npz, .npy or .pt file without loss. The result is a .safetensors file "
-        "of frames, from which unpack restores the file. Of .npz, .npy and .pt files, the tensors are restored. MODEL may "
-        f"be the index of a sharded model, too: -o then names a folder. {EXIT_CODES}",
+        "of frames, from which unpack restores the file. Of .npz, .npy and .pt files, the tensors are restored. MODEL "
+        f"may be the index of a sharded model, too: -o then names a folder. {EXIT_CODES}",
     )
     p.add_argument("model", help="file of tensors, - for standard input, or model.safetensors.index.json")
     p.add_argument("--key", help="key of the dict of tensors in a .pt file, such as model")
@@ -132,7 +131,9 @@ def _each_shard(args: argparse.Namespace, work: Callable[..., tuple[int, int, in
     """Pack or unpack the files of a sharded model into a folder, under their names, and copy its index."""
     if args.output is None or args.output == STANDARD:
         raise ArgumentError("a sharded model goes into a folder: give -o FOLDER")
-    names = _shards(args.model)
+    from codec.files.shards import shard_names
+
+    names = shard_names(args.model)
     folder = Path(args.output)
     folder.mkdir(parents=True, exist_ok=True)
     source = Path(args.model)
@@ -141,18 +142,6 @@ def _each_shard(args: argparse.Namespace, work: Callable[..., tuple[int, int, in
     with source.open("rb") as given, output_file(str(folder / source.name)) as file:
         shutil.copyfileobj(given, file)
     return _report(args, args.output, done)
-
-
-def _shards(path: str) -> list[str]:
-    """Return the names of the files that the index of a sharded model lists, all in the folder of the index."""
-    from codec.files.opening import opened
-
-    with opened(path) as fd:
-        given: Any = json.loads(os.pread(fd, _MAX_INDEX, 0))
-        names = sorted(set(cast(dict[str, str], given["weight_map"]).values()))
-        if not names or any(not isinstance(n, str) or Path(n).name != n or n in ("", ".", "..") for n in names):
-            raise ValueError("its weight_map does not name files of its folder")
-    return names
 
 
 def _report(args: argparse.Namespace, output: str, done: list[tuple[int, int, int]]) -> int:

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
@@ -127,7 +127,7 @@ class FileBytes:
         done = 0
         while done < len(out):
             try:
-                got = os.preadv(self._fd, [out[done:]], at + done)
+                got = os.preadv(self._fd, [memoryview(cast(Any, out[done:]))], at + done)
             except OSError as e:
                 raise ArgumentError(f"a file of tensors cannot be read: {e.strerror}") from None
             if not got:

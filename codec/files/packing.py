@@ -57,26 +57,27 @@ def pack(source: Source, file: BinaryIO, *, threads: int | None = None, progress
     -------
     Index
     """
+    threads = None if threads is None else pool.check_threads(threads)
     header = source.header
     equal = _equal_tensors(source)
     jobs, entries = plan(source, equal)
-    reserved = len(_outer(entries, [header.nbytes + room_for(_STEP)] * len(entries), "0" * 32).prefix)
+    reserved = len(_outer(dict.fromkeys(entries, header.nbytes + room_for(_STEP)), "0" * 32).prefix)
     file.seek(reserved)
     parts, done, at = list[Part](), 0, 0
-    sizes = [0] * len(entries)
+    sizes = dict.fromkeys(entries, 0)
     for job, encoded in _encoded(source, jobs, pool.choose_threads(threads, header.data_nbytes)):
         nbytes = len(encoded.data)
         file.write(encoded.data)
         parts.append(Part(job.tensors, job.begin, job.size, encoded.coding, at, nbytes, encoded.digest))
-        sizes[entries.index(_entry(header, job))] += nbytes
+        sizes[_entry(header, job)] += nbytes
         at, done = at + nbytes, done + job.size
         if progress is not None:
             progress(done, header.data_nbytes)
     index = Index(header, tuple(parts), equal)
     packed = index.to_bytes()
     file.write(packed)
-    sizes[-1] = len(packed)
-    prefix = _outer(entries, sizes, index_digest(packed)).prefix
+    sizes[INDEX] = len(packed)
+    prefix = _outer(sizes, index_digest(packed)).prefix
     file.seek(0)
     file.write((reserved - 8).to_bytes(8, "little") + prefix[8:].ljust(reserved - 8))
     return index
@@ -123,8 +124,10 @@ def _rows_nbytes(t: Tensor, step: int) -> int:
 
 
 def _is_mixed(source: Source, k: int, t: Tensor) -> bool:
-    """Return True if runs of values of a float32 tensor are zero or fit a narrower dtype, such as rows of an embedding
-    that were never trained. Such a tensor is cut into small parts, each of which gets a coding of its own.
+    """Return True if runs of values of a float32 tensor are zero or fit a narrower dtype, but not all.
+
+    Rows of an embedding that were never trained are an example. Such a tensor is cut into small parts, each of which
+    gets a coding of its own.
     """
     if t.wire != "float32":
         return False
@@ -152,9 +155,9 @@ def _entry(header: Header, job: Job) -> str:
     return name if large and name not in (INDEX, GROUPS) else GROUPS
 
 
-def _outer(entries: list[str], sizes: list[int], digest: str) -> Header:
-    """Return the header of the container."""
-    named = [(name, "U8", (n,), n) for name, n in zip(entries, sizes, strict=True)]
+def _outer(sizes: dict[str, int], digest: str) -> Header:
+    """Return the header of the container, whose entries have these sizes."""
+    named = [(name, "U8", (n,), n) for name, n in sizes.items()]
     return compose(named, {VERSION_KEY: str(FORMAT), DIGEST_KEY: digest})
 
 

@@ -7,7 +7,7 @@ import importlib
 import zlib
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -223,7 +223,7 @@ def _compress(values: Bytes, *, fast: bool = False) -> bytes:
     zstd_level, zlib_level = (1, 1) if fast else _LEVELS[len(values) <= _SMALL]
     zstandard = _zstandard()
     if zstandard is None:
-        return zlib.compress(values, zlib_level)
+        return zlib.compress(memoryview(cast(Any, values)), zlib_level)
     return zstandard.ZstdCompressor(level=zstd_level).compress(values)
 
 
@@ -245,7 +245,7 @@ def _inflate(data: Bytes, nbytes: int) -> bytes:
     """Decompress exactly `nbytes` by zlib."""
     inflate = zlib.decompressobj()
     try:
-        plain = inflate.decompress(data, nbytes + 1)
+        plain = inflate.decompress(memoryview(cast(Any, data)), nbytes + 1)
     except zlib.error as e:
         raise damaged(f"a part cannot be decompressed: {e}") from None
     if len(plain) != nbytes or not inflate.eof or inflate.unused_data:

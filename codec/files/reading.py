@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,21 +26,7 @@ from codec.files.opening import FileBytes, Kind, MemoryBytes, kind_of, open_regu
 from codec.files.packing import Progress
 from codec.files.parts import Bytes, decode_part
 
-Place = Callable[[int], Bytes]  # returns the memory of a tensor, by number
-
-
-class ModelFile(Protocol):
-    """Open file of tensors, whose header is that of the file before it was packed."""
-
-    header: Header
-
-    def read(self, k: int, begin: int, out: Bytes) -> None:
-        """Fill `out` with the bytes of a tensor from offset `begin` on."""
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
+_MAX_THREADS = 14  # each holds a part and its stored bytes: at most 4 blocks of 64 MiB
 
 
 class PlainFile:
@@ -151,7 +137,10 @@ class PackedFile:
         self._file.close()
 
 
-def open_model(path: str) -> PackedFile | PlainFile:
+ModelFile = PackedFile | PlainFile
+
+
+def open_model(path: str) -> ModelFile:
     """Open a packed model file, or a .safetensors file.
 
     Raises
@@ -173,7 +162,7 @@ def open_model(path: str) -> PackedFile | PlainFile:
         raise
 
 
-def open_bytes(data: Any) -> PackedFile | PlainFile:
+def open_bytes(data: Any) -> ModelFile:
     """Open a packed model file, or a .safetensors file, in memory.
 
     Raises
@@ -187,23 +176,41 @@ def open_bytes(data: Any) -> PackedFile | PlainFile:
         return _opened(MemoryBytes(data))
 
 
-def _opened(file: FileBytes | MemoryBytes) -> PackedFile | PlainFile:
+def _opened(file: FileBytes | MemoryBytes) -> ModelFile:
     outer = read_header(file)
     return PackedFile(file, outer) if is_container(outer) else PlainFile(file, outer)
 
 
 def each_part(
-    file: PackedFile, use: Callable[[Part, Bytes], object], threads: int | None, progress: Progress | None = None
+    file: PackedFile,
+    use: Callable[[Part, Bytes], object],
+    threads: int | None,
+    progress: Progress | None = None,
+    target: Callable[[Part], Bytes | None] = lambda part: None,
 ) -> None:
-    """Decode all parts by threads, and call `use` with each part and its bytes, which are valid during the call."""
+    """Decode all parts by threads, and call `use` with each part and its bytes.
+
+    Parameters
+    ----------
+    file : PackedFile
+    use : callable
+        Called with a part and its bytes, which are valid during the call.
+    threads : int, optional
+    progress : callable, optional
+        Called with the bytes of tensors that are done, and with those of all.
+    target : callable, optional
+        Returns memory of exactly the part's bytes to decode into. None: memory that is used again for other parts.
+    """
     parts, total = file.index.parts, file.header.data_nbytes
-    threads = min(pool.choose_threads(threads, total), 14)
+    threads = None if threads is None else pool.check_threads(threads)
+    threads = min(pool.choose_threads(threads, total), _MAX_THREADS)
     rooms = [np.empty(min(PART_NBYTES, total), np.uint8) for _ in range(max(1, min(threads, len(parts))))]
     done, lock = 0, threading.Lock()
 
     def task(i: int, w: int) -> None:
         nonlocal done
-        values = rooms[w][: parts[i].size]
+        given = target(parts[i])
+        values = rooms[w][: parts[i].size] if given is None else given
         file.decode(parts[i], values)
         use(parts[i], values)
         with lock:

@@ -10,6 +10,7 @@ import numpy as np
 from codec.errors import ArgumentError, EngineError
 from codec.files.arrays import numpy_dtype
 from codec.files.header import SAFETENSORS, Tensor
+from codec.files.index import Part
 from codec.files.packing import Progress
 from codec.files.parts import Bytes
 from codec.files.reading import ModelFile, PackedFile, each_part
@@ -64,11 +65,16 @@ def read_all(
     if isinstance(model, PackedFile):
         file = model
 
-        def place(part: Any, values: Bytes) -> None:
-            for k, offset, at, size in file.places(part):
-                made[k][1][offset : offset + size] = values[at : at + size]
+        def target(part: Part) -> Bytes | None:
+            """Return the place of a part of one tensor."""
+            return made[part.tensors[0]][1][part.begin :][: part.size] if len(part.tensors) == 1 else None
 
-        each_part(file, place, threads, progress)
+        def place(part: Part, values: Bytes) -> None:
+            for k, offset, at, size in file.places(part):
+                if (k,) != part.tensors:  # a group, or an equal tensor
+                    made[k][1][offset : offset + size] = values[at : at + size]
+
+        each_part(file, place, threads, progress, target)
     else:
         for k, (_, memory) in enumerate(made):
             model.read(k, 0, memory)

@@ -3,7 +3,7 @@
 import importlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -59,7 +59,7 @@ class MemorySource:
     ) -> None:
         found = sorted(tensors, key=lambda each: -_itemsize(each[1]))  # values stay aligned
         self._values = [values for *_, values in found]
-        self.header = compose(((*each, len(values)) for *each, values in found), metadata or {})
+        self.header = compose([(name, code, shape, len(x)) for name, code, shape, x in found], metadata or {})
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> "MemorySource":
@@ -95,7 +95,7 @@ class ArraySource:
 
 
 @contextmanager
-def source_of(path: str, key: str | None = None) -> Iterator[Source]:
+def source_of(path: str, key: str | None = None) -> Generator[Source]:
     """Open a file of tensors by its contents.
 
     Parameters

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import codec
-from codec import _files
 from codec.__main__ import main
+from codec.files.arrays import arrays_of
 
 X = np.random.default_rng(0).standard_normal((40, 100)).astype(np.float32)
 FRAME = bytes(codec.encode(X))
@@ -147,16 +147,16 @@ def test_advise_reads_npz_npy_and_safetensors(tmp_path, capsys):
         out, err = capsys.readouterr()
         assert f"measuring {known}:" in err
         assert "hook = codec.torch.ddp_hook(codec.Lossless(" in out
-    found = _files.arrays_of(str(tmp_path / "x.safetensors"), ["a", "b"], None)
+    found = arrays_of(str(tmp_path / "x.safetensors"), ["a", "b"], None)
     assert (found["a"].tobytes(), found["b"].tobytes()) == (X.tobytes(), half.tobytes())
     assert (found["a"].shape, found["b"].dtype) == (X.shape, ml_dtypes.bfloat16)
-    assert list(_files.arrays_of(str(tmp_path / "x.safetensors"), [], "bfloat16")) == ["b"]
+    assert list(arrays_of(str(tmp_path / "x.safetensors"), [], "bfloat16")) == ["b"]
 
 
 def test_safetensors_is_read_without_ml_dtypes(tmp_path, monkeypatch):
     path = safetensors(tmp_path / "x.safetensors", {"a": ("BF16", [3], 0, 6)}, b"abcdef")
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    found = _files.arrays_of(str(path), [], "bfloat16")
+    found = arrays_of(str(path), [], "bfloat16")
     assert codec.inspect(codec.encode(codec.view(found["a"], "bfloat16"))).dtype == "bfloat16"
 
 

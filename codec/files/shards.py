@@ -1,0 +1,25 @@
+"""Index of a sharded model, ``model.safetensors.index.json``: the files of one folder that hold its tensors."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from codec.files.header import MAX_JSON
+from codec.files.opening import opened
+
+
+def shard_names(path: str) -> list[str]:
+    """Return the names of the files that an index lists. All lie in its folder.
+
+    Raises
+    ------
+    ArgumentError
+        The index cannot be read, or lists a file of another folder.
+    """
+    with opened(path) as fd:
+        given: Any = json.loads(os.pread(fd, MAX_JSON, 0))
+        names: set[Any] = set(given["weight_map"].values())
+        if not names or any(not isinstance(n, str) or Path(n).name != n for n in names):
+            raise ValueError("its weight_map does not name files of its folder")
+        return sorted(names)

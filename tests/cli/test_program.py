@@ -1,0 +1,132 @@
+"""The command itself: help, exit codes, completion, doctor and bench."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import codec
+from codec.__main__ import main
+from codec.cli import main as program
+from codec.cli import updates
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(codec.__file__))}
+
+
+def test_help_lists_all_commands_and_exit_codes(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    for name in (
+        "pack",
+        "unpack",
+        "ls",
+        "compress",
+        "decompress",
+        "bench",
+        "doctor",
+        "completion",
+        "delta",
+        "Exit codes",
+    ):
+        assert name in out
+    for name in ("pack", "compress", "inspect", "delta", "bench"):
+        with pytest.raises(SystemExit) as e:
+            main([name, "--help"])
+        assert e.value.code == 0
+        assert "xit codes: 0" in " ".join(capsys.readouterr().out.split())
+
+
+def test_commands_import_neither_torch_nor_weight_sync():
+    """All commands start quickly: what only some need is imported when they run."""
+    code = (
+        "import sys; from codec.__main__ import main; main(['--cflags']);"
+        "bad = {'torch', 'tqdm', 'matplotlib', 'zstandard', 'codec.weight_sync', 'numba'} & set(sys.modules);"
+        "sys.exit(str(bad) if bad else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=ENVIRONMENT, capture_output=True)
+
+
+@pytest.mark.nightly
+def test_commands_start_within_a_third_of_a_second():
+    def seconds():
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "codec", "--version"], check=True, env=ENVIRONMENT, capture_output=True)
+        return time.perf_counter() - began
+
+    assert min(seconds() for _ in range(5)) < 0.33
+
+
+def test_closed_pipes_and_interrupts_are_quiet(tmp_path, monkeypatch, capsys):
+    np.save(tmp_path / "x.npy", np.ones(3))
+
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program.doctor, "run_doctor", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr() == ("", "")
+    command = f"{sys.executable} -m codec doctor | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+def test_full_disks_are_errors_of_one_line(tmp_path, capsys):
+    np.save(tmp_path / "x.npy", np.ones(3))
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "codec", "compress", str(tmp_path / "x.npy"), "-o", "-"],
+            env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("codec: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_completion_scripts_know_commands_and_options(capsys):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=True).returncode == 0
+    for word in ("unpack", "--force", "--link"):
+        assert word in script
+
+
+def test_missing_packages_are_named(monkeypatch, tmp_path, capsys):
+    np.save(tmp_path / "x.npy", np.ones(3))
+    for name in ("shtab", "matplotlib"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["completion", "bash"]) == 1
+    assert "pip install shtab" in capsys.readouterr().err
+    assert main(["bench", str(tmp_path / "x.npy"), "--plot", str(tmp_path / "p.png")]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_doctor_tells_why_an_engine_is_missing(capsys):
+    assert main(["doctor", "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert entries["codec"] == codec.__version__
+    assert entries["instruction sets"].split(", ") == list(codec.isas())
+    for name, why_not in codec.engines().items():
+        assert entries[f"engine {name}"] == ("available" if why_not is None else f"not available: {why_not}")
+
+
+def test_bench_measures_presets_and_installed_compressors(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(program.bench, "_SECONDS", 0)
+    np.savez(tmp_path / "x.npz", w=np.random.default_rng(0).standard_normal((50, 100)).astype(np.float32), n=np.int8(3))
+    assert main(["bench", str(tmp_path / "x.npz"), "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert {"codec pack", "lossless", "balanced", "small", "smallest", "zstd -3", "zstd -19"} <= set(rows)
+    assert 0.8 < rows["codec pack"]["ratio"] < 0.95
+    assert rows["lossless"]["error"] == 0 < rows["balanced"]["error"] < rows["small"]["error"]
+    np.savez(tmp_path / "none.npz")
+    assert main(["bench", str(tmp_path / "none.npz")]) == 1
+    assert "no tensors with values" in capsys.readouterr().err
+
+
+def test_updates_are_recognized_without_reading_pipes(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    assert not updates.is_update(str(tmp_path / "fifo"))
+    assert not updates.is_update(str(tmp_path / "none"))
