@@ -118,14 +118,19 @@ def index_digest(data: bytes) -> str:
 
 
 def is_container(header: Header) -> bool:
-    """Return True if a .safetensors file is a container, of any version."""
-    return VERSION_KEY in header.metadata
+    """Return True if a .safetensors file is a container, of any version: it has two of three marks.
+
+    So a container in which one of them is damaged is not read as a file of bytes.
+    """
+    marks = (VERSION_KEY in header.metadata, DIGEST_KEY in header.metadata, INDEX in header.names)
+    return sum(marks) >= 2
 
 
 def check_version(header: Header) -> None:
     """Raise UnsupportedError for a container of a later version."""
-    if header.metadata[VERSION_KEY] != str(FORMAT):
-        found = header.metadata[VERSION_KEY]
+    if (found := header.metadata.get(VERSION_KEY)) != str(FORMAT):
+        if found is None:
+            raise damaged(f"its metadata lack {VERSION_KEY!r}")
         raise UnsupportedError(f"a packed file of version {found!r}, codec reads version {FORMAT}: update codec")
 
 
