@@ -216,9 +216,13 @@ def digest(x: Any) -> int:
     >>> info.base_digest == codec.digest(old), info.result_digest == codec.digest(new)
     (True, True)
     """
-    v = fetch("x", view(x))
+    return digest_of(fetch("x", view(x)))
+
+
+def digest_of(v: TensorView, threads: int | None = None) -> int:
+    """Return the digest of a tensor in host memory, computed by these threads, or by as many as pay."""
     t = _call.new_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
-    threads = pool.choose_threads(None, v.nbytes)
+    threads = pool.choose_threads(threads, v.nbytes)
     ranges = pool.ranges(-(-v.nbytes // _CHUNK), threads) if v.nbytes else []
     sums = ffi.new("uint64_t[]", len(ranges) + 1)
 

@@ -119,12 +119,12 @@ def print_entries(args: argparse.Namespace, entries: Mapping[str, Any]) -> None:
         print(f"{name:{width}} {value}")
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table: the first column is aligned to the left, all others to the right."""
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> None:
+    """Print a table. Columns `left` are aligned to the left, all others to the right."""
     lines = [columns, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
-        cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+        cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
         print("  ".join(cells).rstrip())
 
 

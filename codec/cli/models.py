@@ -166,7 +166,7 @@ def run_ls(args: argparse.Namespace) -> int:
     total, stored = sum(r["nbytes"] for r in rows), sum(r["nbytes"] * r["ratio"] for r in rows)
     count = readable.count(len(rows), "tensor")
     table.append([count, "", "", readable.size(total), f"{100 * stored / max(1, total):.1f}%", ""])
-    print_table(["name", "dtype", "shape", "size", "stored", "as"], table)
+    print_table(["name", "dtype", "shape", "size", "stored", "as"], table, left=(0, 5))
     return 0
 
 

@@ -17,8 +17,9 @@ from codec.decoding import decode
 from codec.encoding import bound, encode
 from codec.errors import EngineError
 from codec.files.index import damaged
-from codec.inspection import digest, inspect
+from codec.inspection import digest_of, inspect
 from codec.specs import Lossless
+from codec.tensors.view import view as as_tensor
 from codec.tensors.wrapper import view
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -31,11 +32,11 @@ CODINGS = (FRAME, *NARROW, ZSTD, ZSTD_PLANES, DEFLATE, DEFLATE_PLANES)
 
 _ONE = options(threads=1)
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_SMALL = 1 << 20  # bytes of a part up to which the slowest levels are used
-_WINDOW, _WINDOWS = 1 << 14, 4  # bytes and number of the samples that are compressed
+_SMALL = 1 << 20  # bytes of a part up to which higher levels are used
+_WINDOW, _WINDOWS = 1 << 13, 4  # bytes and number of the samples that are compressed
 _PICKED, _TWICE = 4096, 0.03  # values that are compared, and share of equal ones from which on a part is tried
 _PAYS = 0.98  # a part is stored in another way than by frames if that is smaller by this factor
-_LEVELS = {True: (19, 9), False: (3, 6)}  # of zstd and zlib, for small and for large parts
+_LEVELS = (3, 9, 19), (6, 9, 9)  # of zstd and of zlib
 _MAX_WINDOW = 1 << 23  # bytes: maximum window of zstd that is accepted
 
 
@@ -84,7 +85,7 @@ def encode_part(
     -------
     Encoded
     """
-    total = digest(values)
+    total = digest_of(as_tensor(values), threads=1)
     narrow = _narrowed(values) if dtype == "float32" else None
     if narrow is None:
         coding, bits = FRAME, values.view(_BITS[ITEMSIZE[dtype]])
@@ -94,18 +95,26 @@ def encode_part(
     frame = encode(tensor, out=out, options=_ONE)
     if not _may_repeat(bits, len(frame) / bits.nbytes):
         return Encoded(coding, frame, total)
-    names = (ZSTD, ZSTD_PLANES) if _zstandard() is not None else (DEFLATE, DEFLATE_PLANES)
-    size = ITEMSIZE[dtype] if narrow is None else 4
-    tried = [(_compress(x), name) for x, name in zip((values, _planes(values, size)), names, strict=True)]
-    data, name = min(tried, key=lambda each: len(each[0]))
+    data, name = _compressed(values, ITEMSIZE[dtype] if narrow is None else 4)
     return Encoded(name, data, total) if len(data) < _PAYS * len(frame) else Encoded(coding, frame, total)
+
+
+def _compressed(values: Bytes, itemsize: int) -> tuple[bytes, str]:
+    """Return a part in the smaller of two layouts, compressed, with its coding."""
+    plain, planes = (ZSTD, ZSTD_PLANES) if _zstandard() is not None else (DEFLATE, DEFLATE_PLANES)
+    split = _planes(values, itemsize)
+    tried = min((_compress(values, 0), plain), (_compress(split, 0), planes), key=lambda each: len(each[0]))
+    if len(values) > _SMALL:
+        return tried
+    # planes gain little from the highest level
+    return (_compress(values, 2), plain) if tried[1] == plain else (_compress(split, 1), planes)
 
 
 def repeats(values: Bytes, itemsize: int) -> bool:
     """Return True if a small tensor is better stored with those that have repeated values than with others."""
     if itemsize not in (2, 4, 8) or not len(values):
         return True
-    return len(_compress(_planes(values, itemsize), fast=True)) < (0.6 if itemsize == 2 else 0.78) * len(values)
+    return len(_compress(_planes(values, itemsize))) < (0.6 if itemsize == 2 else 0.78) * len(values)
 
 
 def decode_part(coding: str, data: Bytes, out: Bytes, dtype: str, total: int) -> None:
@@ -144,7 +153,7 @@ def decode_part(coding: str, data: Bytes, out: Bytes, dtype: str, total: int) ->
         out.reshape(-1, size)[:] = plain.reshape(size, -1).T
     else:
         raise damaged(f"a part of {dtype} is stored in an unknown way, {coding!r}")
-    if digest(out) != total:
+    if digest_of(as_tensor(out), threads=1) != total:
         raise damaged("a part does not have the digest that the index names")
 
 
@@ -202,7 +211,7 @@ def _may_repeat(values: Any, ratio: float) -> bool:
         some = np.sort(values[:: max(1, len(values) // _PICKED)])
         return bool((some[1:] == some[:-1]).sum() > _TWICE * len(some))
     sample = _planes(_sample(values.view(np.uint8)), values.itemsize)
-    return len(_compress(sample, fast=True)) < ratio * len(sample)
+    return len(_compress(sample)) < ratio * len(sample)
 
 
 def _sample(values: Bytes) -> Bytes:
@@ -218,13 +227,12 @@ def _planes(values: Bytes, itemsize: int) -> Bytes:
     return values if itemsize == 1 else np.ascontiguousarray(values.reshape(-1, itemsize).T).reshape(-1)
 
 
-def _compress(values: Bytes, *, fast: bool = False) -> bytes:
-    """Compress bytes by zstd, or by zlib if zstandard is not installed."""
-    zstd_level, zlib_level = (1, 1) if fast else _LEVELS[len(values) <= _SMALL]
+def _compress(values: Bytes, level: int | None = None) -> bytes:
+    """Compress bytes by zstd, or by zlib without zstandard. `level` is an index of _LEVELS; None: fastest."""
     zstandard = _zstandard()
     if zstandard is None:
-        return zlib.compress(memoryview(cast(Any, values)), zlib_level)
-    return zstandard.ZstdCompressor(level=zstd_level).compress(values)
+        return zlib.compress(memoryview(cast(Any, values)), 1 if level is None else _LEVELS[1][level])
+    return zstandard.ZstdCompressor(level=1 if level is None else _LEVELS[0][level]).compress(values)
 
 
 def _unzstd(data: Bytes, nbytes: int) -> bytes:

@@ -108,7 +108,7 @@ def test_json_reports_sizes(tmp_path, capsys):
     assert entries["output_nbytes"] == os.path.getsize(tmp_path / "x.npy.codec")
 
 
-@pytest.mark.parametrize("text", ["Quantize(99)", "smal", "Quantize(", "__import__('os')"])
+@pytest.mark.parametrize("text", ["Quantize(99)", "tiny", "Quantize(", "__import__('os')"])
 def test_wrong_codecs_are_errors(text, tmp_path, capsys):
     np.save(tmp_path / "x.npy", X)
     failed(capsys, "compress", tmp_path / "x.npy", "--codec", text)
