@@ -104,9 +104,11 @@ def progress_bar(unit: str = "B") -> Generator[Progress | None]:
 
 
 def report(args: argparse.Namespace, entries: Mapping[str, Any], line: str) -> None:
-    """Print what a command did, as a line or as JSON; on standard error if its output is standard output."""
-    target = sys.stderr if getattr(args, "output", None) == STANDARD else sys.stdout
-    print(json.dumps(entries, indent=1) if args.json else line, file=target, flush=True)
+    """Print what a command did, as a line or as JSON. If its output is standard output: only JSON, on stderr."""
+    if args.output != STANDARD:
+        print(json.dumps(entries, indent=1) if args.json else line, flush=True)
+    elif args.json:
+        print(json.dumps(entries, indent=1), file=sys.stderr)
 
 
 def print_entries(args: argparse.Namespace, entries: Mapping[str, Any]) -> None:

@@ -2,12 +2,14 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 from codec._c.library import ITEMSIZE, lib
+from codec.errors import EngineError
 from codec.files.opening import FileBytes, MemoryBytes
 
 MAX_JSON = 100_000_000  # maximum bytes of a header, from the specification of the format
@@ -117,7 +119,11 @@ def read_header(file: FileBytes | MemoryBytes) -> Header:
     ------
     ValueError
         The file is not a .safetensors file.
+    EngineError
+        This machine is not little-endian, as .safetensors files are.
     """
+    if sys.byteorder != "little":
+        raise EngineError(".safetensors files are read and written on little-endian machines only")
     length = int.from_bytes(file.get(0, min(8, file.nbytes)).tobytes(), "little")
     if file.nbytes < 8 or length > min(MAX_JSON, file.nbytes - 8):
         raise ValueError("its header is longer than the file, or than 100 MB")

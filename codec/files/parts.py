@@ -165,26 +165,23 @@ def _decode_frame(data: Bytes, out: Bytes, dtype: str) -> None:
 
 
 def _narrowed(values: Bytes) -> tuple[str, str, Any] | None:
-    """Return float32 values as a dtype of 2 bytes, with its coding and name, if that loses no bit."""
-    for coding, dtype in NARROW.items():
-        for part in (values[:4096], values):  # most tensors are told by their beginning
-            bits = part.view(np.uint32)
-            if dtype == "bfloat16":
-                narrow = None if (part.view(np.uint16)[::2] if _LITTLE else bits & 0xFFFF).any() else bits >> 16
-            else:
-                narrow = _half(bits)
-            if narrow is None:
-                break
-        else:
-            return coding, dtype, narrow.astype(np.uint16, copy=False)
+    """Return float32 values as bits of a dtype of 2 bytes, with its coding and name, if that loses no bit."""
+    for coding, cut in (("frame-bfloat16", _brain), ("frame-float16", _half)):
+        # the beginning tells of most tensors that they do not fit
+        if cut(values[:4096]) is not None and (bits := cut(values)) is not None:
+            return coding, NARROW[coding], bits
     return None
 
 
-_LITTLE = np.little_endian
+def _brain(values: Bytes) -> Any:
+    """Return float32 values as bits of bfloat16; None if that loses bits."""
+    halves = values.view(np.uint16)
+    return None if halves[::2].any() else np.ascontiguousarray(halves[1::2])
 
 
-def _half(bits: Any) -> Any:
+def _half(values: Bytes) -> Any:
     """Return float32 values as bits of float16; None if that loses bits, or there are NaN."""
+    bits = values.view(np.uint32)
     if (bits & 0x1FFF).any():
         return None
     with np.errstate(over="ignore", invalid="ignore"):

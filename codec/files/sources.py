@@ -125,7 +125,7 @@ def _source(fd: int, path: str, key: str | None) -> Source:
     kind = kind_of(fd)
     if kind is Kind.SAFETENSORS:
         return SafetensorsSource(fd)
-    if kind is Kind.TORCH:
+    if kind in (Kind.TORCH, Kind.PICKLE):
         return MemorySource.of(_torch_tensors(path, key))
     if kind in (Kind.NPZ, Kind.NPY):
         return ArraySource(*numpy_arrays(fd, path))

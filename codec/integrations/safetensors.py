@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
 
-from codec.errors import ArgumentError
+from codec.errors import ArgumentError, LimitError
 from codec.files.header import Tensor
 from codec.files.packing import pack
 from codec.files.reading import ModelFile, open_bytes, open_model
@@ -52,6 +52,7 @@ def save_file(
     >>> save_file({"weight": torch.ones(512, 512)}, f"{folder.name}/model.codec.safetensors")
     >>> load_file(f"{folder.name}/model.codec.safetensors")["weight"].sum()
     tensor(262144.)
+    >>> folder.cleanup()
     """
     source = MemorySource.of(tensors, metadata)
     with replaced(Path(filename)) as file:
@@ -66,7 +67,12 @@ def save(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) 
 
 
 def load_file(
-    filename: str | os.PathLike[str], device: Any = "cpu", *, framework: str = "pt", threads: int | None = None
+    filename: str | os.PathLike[str],
+    device: Any = "cpu",
+    *,
+    framework: str = "pt",
+    threads: int | None = None,
+    max_nbytes: int | None = None,
 ) -> dict[str, Any]:
     """Return all tensors of a file, or of all files of a sharded model.
 
@@ -80,6 +86,9 @@ def load_file(
         "pt": tensors of torch; "numpy": arrays. bfloat16 and float8 arrays need ml_dtypes; without it they hold bytes.
     threads : int, optional
         Default: as many as CPUs.
+    max_nbytes : int, optional
+        Maximum bytes of all tensors of a file, for files from untrusted sources: a small file may hold large tensors
+        with repeated values. Default: no limit.
 
     Returns
     -------
@@ -89,6 +98,8 @@ def load_file(
     ------
     ArgumentError
         The file cannot be read, or the framework has no such dtype.
+    LimitError
+        The tensors are larger than `max_nbytes`.
     FrameError
         The file is damaged. No tensor is returned.
     """
@@ -97,15 +108,18 @@ def load_file(
     for path in _paths(filename):
         model = open_model(path)
         try:
+            _check_limit(model, max_nbytes)
             found |= {name: _moved(x, device) for name, x in read_all(model, new, threads).items()}
         finally:
             model.close()
     return found
 
 
-def load(data: bytes, *, framework: str = "pt") -> dict[str, Any]:
+def load(data: bytes, *, framework: str = "pt", max_nbytes: int | None = None) -> dict[str, Any]:
     """Return all tensors of a packed file, or of a .safetensors file, in memory; see :func:`load_file`."""
-    return read_all(open_bytes(data), _new(framework))
+    model = open_bytes(data)
+    _check_limit(model, max_nbytes)
+    return read_all(model, _new(framework))
 
 
 class safe_open:
@@ -135,6 +149,7 @@ class safe_open:
     >>> with safe_open(f"{folder.name}/model.codec.safetensors", framework="pt") as f:
     ...     f.keys(), f.get_tensor("weight").shape, f.get_slice("weight")[1:, 0]
     (['weight'], torch.Size([3, 2]), tensor([2., 4.]))
+    >>> folder.cleanup()
     """
 
     def __init__(self, filename: str | os.PathLike[str], framework: str, device: Any = "cpu") -> None:
@@ -230,6 +245,11 @@ class Slice:
         tensor, memory = self._new(part)
         self._model.read(self._k, row * rows.start, memory)
         return tensor
+
+
+def _check_limit(model: ModelFile, most: int | None) -> None:
+    if most is not None and model.header.data_nbytes > most:
+        raise LimitError(f"the tensors have {model.header.data_nbytes} bytes, max_nbytes is {most}")
 
 
 def _new(framework: str) -> Any:

@@ -68,7 +68,7 @@ def test_standard_input_and_output(model, tmp_path, monkeypatch, capsysbinary):
     feed(PLAIN)
     assert run("pack", "-") == 0
     packed, err = capsysbinary.readouterr()
-    assert b"16 tensors" in err
+    assert err == b""
     feed(packed)
     assert run("unpack", "-") == 0
     assert capsysbinary.readouterr().out == PLAIN
@@ -94,7 +94,8 @@ def test_tensors_of_npz_and_pt_files_are_restored(tmp_path, capsys):
     x = np.random.default_rng(0).standard_normal((50, 60)).astype(np.float32)
     half = torch.from_numpy(x).to(torch.bfloat16)
     np.savez(tmp_path / "a.npz", w=x, step=np.int64(3))
-    torch.save({"epoch": 3, "model": {"w": half, "v": half.t()}}, tmp_path / "b.pt")
+    old = {"_use_new_zipfile_serialization": False}
+    torch.save({"epoch": 3, "model": {"w": half, "v": half.t()}}, tmp_path / "b.pt", **old)
     np.save(tmp_path / "c.npy", x)
     for name, *how in (("a.npz",), ("b.pt", "--key", "model"), ("c.npy",)):
         assert run("pack", tmp_path / name, "-o", tmp_path / f"{name}.packed", *how) == 0
