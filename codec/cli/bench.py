@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from io import BytesIO
@@ -149,7 +148,9 @@ def _length(data: Any) -> int:
 
 def _lmzip(path: str) -> Iterator[Row]:
     """Measure lmzip on the whole file."""
-    with tempfile.TemporaryDirectory() as folder:
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
         packed = str(Path(folder) / "model.lmz")
         calls = lmzip(path, packed, str(Path(folder) / "model.safetensors"))
         if calls is None:
@@ -246,6 +247,7 @@ def _draw(rows: list[Row], path: str, name: str) -> None:
     axes.set(
         xscale="log", xlabel="decompression, MB/s, one thread", ylabel="size, % of the tensors", title=Path(name).name
     )
+    axes.set_xlim(right=4 * max(row.decompress for row in rows))  # room for names
     axes.grid(alpha=0.3)
     try:
         figure.savefig(path, dpi=120)

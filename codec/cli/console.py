@@ -4,9 +4,7 @@ import argparse
 import importlib
 import json
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,6 +61,9 @@ def output_file(path: str) -> Generator[BinaryIO]:
         return
     if sys.stdout.isatty():
         raise ArgumentError("binary data is not written to a terminal: give -o FILE, or a pipe")
+    import shutil
+    import tempfile
+
     with tempfile.TemporaryFile() as file:
         yield file
         file.seek(0)
@@ -76,6 +77,9 @@ def input_file(path: str) -> Generator[str]:
     if path != STANDARD:
         yield path
         return
+    import shutil
+    import tempfile
+
     with tempfile.NamedTemporaryFile(prefix="codec-") as file:
         shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
         file.flush()

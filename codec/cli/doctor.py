@@ -1,7 +1,6 @@
 """Command ``codec doctor``: what this installation can do, and why it cannot do the rest."""
 
 import argparse
-import importlib.metadata
 import os
 import platform
 from typing import Any
@@ -63,7 +62,10 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 
 def _version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        return version(distribution)
+    except PackageNotFoundError:
         return None

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -139,8 +138,8 @@ def _each_shard(args: argparse.Namespace, work: Callable[..., tuple[int, int, in
     source = Path(args.model)
     check_output(str(folder / source.name), args.force, args.model)
     done = [work(args, str(source.parent / name), str(folder / name)) for name in names]
-    with source.open("rb") as given, output_file(str(folder / source.name)) as file:
-        shutil.copyfileobj(given, file)
+    with output_file(str(folder / source.name)) as file:
+        file.write(source.read_bytes())
     return _report(args, args.output, done)
 
 
