@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from codec.files.header import MAX_JSON
 from codec.errors import ArgumentError, ChecksumError, FrameError, UnsupportedError
+from codec.files.header import MAX_JSON
 from codec.weight_sync.base import Base
 from codec.weight_sync.files import read_safetensors
 from codec.weight_sync.update import MAX_VERSION, Bytes, Update, mapped
