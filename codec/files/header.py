@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 from codec._c.library import ITEMSIZE, lib
-from codec.errors import EngineError
+from codec.errors import ArgumentError, EngineError
 from codec.files.opening import FileBytes, MemoryBytes
 
 MAX_JSON = 100_000_000  # maximum bytes of a header, from the specification of the format
@@ -97,7 +97,7 @@ def parse(text: bytes) -> Header:
         The text is not a header, or tensors do not fill the data section without gaps.
     """
     try:
-        given = json.loads(text, object_pairs_hook=_unique)
+        given = json.loads(text.decode(), object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(given, dict):
@@ -141,14 +141,24 @@ def compose(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: 
     tensors : iterable of (name, dtype, shape, size in bytes)
         Tensors in the order of the data section; dtypes by the names of .safetensors files.
     metadata : mapping of str to str
+
+    Raises
+    ------
+    ArgumentError
+        The metadata are not texts, or a tensor has the name of their entry.
     """
+    given: Mapping[Any, Any] = metadata
+    if not all(isinstance(each, str) for pair in given.items() for each in pair):
+        raise ArgumentError("metadata must be a mapping of str to str")
     entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at, placed = 0, list[Tensor]()
     for name, dtype, shape, nbytes in tensors:
+        if name == METADATA:
+            raise ArgumentError(f"no tensor can have the name {METADATA!r}")
         placed.append(Tensor(name, dtype, shape, at, at + nbytes))
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
         at += nbytes
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return Header(text, tuple(placed), tuple(t.name for t in placed), dict(metadata))
 

@@ -158,7 +158,10 @@ def _torch_tensors(path: str, key: str | None) -> dict[str, Any]:
     if torch.is_tensor(given):
         given = {Path(path).stem: given}
     if isinstance(given, dict) and all(torch.is_tensor(x) for x in cast(dict[Any, Any], given).values()):
-        return {str(name): x for name, x in cast(dict[Any, Any], given).items()}
+        found = {str(name): x for name, x in cast(dict[Any, Any], given).items()}
+        if len(found) != len(cast(dict[Any, Any], given)):
+            raise ArgumentError(f"{printable(path)} has keys that are equal as texts")
+        return found
     raise ArgumentError(f"{printable(path)} is not a dict of tensors, it has {_keys(given)}: choose one with --key")
 
 

@@ -228,7 +228,7 @@ class Slice:
         key = cast(tuple[Any, ...], index) if isinstance(index, tuple) else (index,)
         t = self._tensor
         rows, first = slice(0, t.shape[0] if t.shape else 1), key[0] if key else Ellipsis
-        if t.shape and isinstance(first, int) and -t.shape[0] <= first < t.shape[0]:
+        if t.shape and type(first) is int and -t.shape[0] <= first < t.shape[0]:
             rows, key = slice(first % t.shape[0], first % t.shape[0] + 1), (0, *key[1:])
         elif t.shape and isinstance(first, slice):
             begin, end, step = first.indices(t.shape[0])

@@ -63,7 +63,7 @@ def test_safe_open_agrees_with_safetensors(paths):
 
 INDEXES = [
     np.s_[3], np.s_[-1], np.s_[10:20], np.s_[:, 5], np.s_[-4:, 1:3], np.s_[290:999], np.s_[20:10], np.s_[...],
-    np.s_[..., 0], np.s_[5, 6], np.s_[::7], np.s_[3:200:50, ::2], np.s_[[5, 1, 250]],
+    np.s_[..., 0], np.s_[5, 6], np.s_[::7], np.s_[3:200:50, ::2], np.s_[[5, 1, 250]], True, None,
 ]  # fmt: skip
 
 
@@ -130,6 +130,10 @@ def test_errors_say_what_to_do(paths, tmp_path):
         load_file(tmp_path / "none")
     with pytest.raises(codec.ArgumentError, match="dtype"):
         save_file({"c": torch.ones(3, dtype=torch.complex128)}, tmp_path / "c")
+    with pytest.raises(codec.ArgumentError, match="mapping of str to str"):
+        save_file(TENSORS, tmp_path / "c", metadata={"epoch": 3})
+    with pytest.raises(codec.ArgumentError, match="__metadata__"):
+        save_file({"__metadata__": TENSORS["weight"]}, tmp_path / "c")
     assert not (tmp_path / "c").exists()
     for limited in (lambda: load_file(paths[1], max_nbytes=1000), lambda: load(paths[1].read_bytes(), max_nbytes=1000)):
         with pytest.raises(codec.LimitError, match="max_nbytes is 1000"):
