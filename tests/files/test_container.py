@@ -94,6 +94,28 @@ def test_large_tensors_are_cut_into_rows(monkeypatch):
     assert out.tobytes() == tensors()["weight"][2][5_001:35_001]
 
 
+RANDOM = np.random.default_rng(0).standard_normal(20_000).astype(np.float32).tobytes()
+ODD = {
+    "names": {name: ("F32", (20_000,), RANDOM) for name in ("codec.index", "codec.groups", "", "ü\n")},
+    "no tensors": {},
+    "no values": {"empty": ("F32", (0,), b"")},
+    "many dimensions": {"x": ("F32", (1,) * 9 + (20_000,), RANDOM)},
+    "zeros": {"x": ("F32", (100_000,), bytes(400_000)), "y": ("I64", (20_000,), bytes(160_000))},
+    "quiet NaN": {"x": ("F32", (20_000,), np.full(20_000, 0x7FC02000, np.uint32).tobytes())},
+    "signaling NaN": {"x": ("F32", (20_000,), np.full(20_000, 0x7F802000, np.uint32).tobytes())},
+    "double": {"x": ("F64", (100, 100), RANDOM)},
+    "float8": {"x": ("F8_E4M3", (80_000,), RANDOM)},
+    "unknown": {"x": ("F6_E2M3", (7, 3), RANDOM)},
+    "odd": {"x": ("U8", (79_999,), RANDOM[1:])},
+}
+
+
+@pytest.mark.parametrize("tensors", ODD.values(), ids=list(ODD))
+def test_odd_files_are_restored(tensors):
+    data = safetensors(tensors)
+    assert contents(packed(data)) == data
+
+
 @settings(max_examples=N_EXAMPLES, deadline=None)
 @given(st.integers(0, len(CONTAINER) - 1), st.integers(1, 255), st.booleans())
 def test_damaged_containers_are_errors_or_harmless(at, flip, cut):
