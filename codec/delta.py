@@ -113,7 +113,7 @@ def decode_blocks(frame: Any, first: int, count: int, *, base: Any, out: Any = N
 
     Examples
     --------
-    >>> old, new = np.zeros(200_000, np.float32), np.ones(200_000, np.float32)
+    >>> old, new = np.zeros(400_000, np.float32), np.ones(400_000, np.float32)
     >>> frame = codec.encode(new, codec.Delta(), base=old)
     >>> n = codec.inspect(frame).block
     >>> shard = old[n : 3 * n].copy()

@@ -18,14 +18,7 @@ DEVICE uint64_t load64(const uint8_t *p)
 
 /* Entry of a codec in WIRE_CODECS. */
 struct codec_entry {
-	enum {
-		none,
-		lossless,
-		rows,
-		truncate,
-		delta,
-		topk
-	} family;
+	enum { none, lossless, rows, truncate, delta, topk } family;
 	uint32_t dtypes;
 	uint8_t variants, options, max_bits, least_max_code_length;
 };

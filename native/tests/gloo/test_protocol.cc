@@ -50,6 +50,7 @@ uint64_t signature(const codec_spec &spec, uint64_t n, Algorithm algorithm, cons
 			 spec.options,
 			 spec.bits,
 			 spec.group_size,
+			 spec.kept,
 			 spec.seed,
 			 detail::bits_of(spec.scale),
 			 detail::bits_of(spec.clip),
