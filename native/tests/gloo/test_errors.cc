@@ -176,6 +176,7 @@ std::string mistaken(Rank &me)
 			}
 		}
 	}
+	me.meet("done"); /* others may still read this rank's messages */
 	return "";
 }
 
@@ -255,6 +256,7 @@ std::string without_timeout(Rank &me)
 			thrown<PeerError>([&] { call.run(group); }, "rank 1 could not begin");
 		EXPECT(!group.closed());
 	}
+	me.meet("done"); /* others may still read this rank's messages */
 	return "";
 }
 
@@ -301,6 +303,7 @@ std::string others_mistaken(Rank &me)
 			EXPECT(x == out);
 		}
 	}
+	me.meet("done"); /* others may still read this rank's messages */
 	return "";
 }
 
@@ -349,6 +352,7 @@ std::string many_kinds(Rank &me)
 		for (size_t n = 1; n < detail::Recent<detail::Choice>::MOST; n++)
 			group.allreduce(x.data(), n, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS));
 	}
+	me.meet("done"); /* others may still read this rank's messages */
 	return "";
 }
 
@@ -411,6 +415,7 @@ std::string other_wish(Rank &me)
 			throw std::logic_error("wish " + std::to_string(i) + ": " + e.what());
 		}
 	}
+	me.meet("done"); /* others may still read this rank's messages */
 	return "";
 }
 
@@ -466,6 +471,7 @@ std::string not_finite(Rank &me)
 			}
 		}
 	}
+	me.meet("done"); /* others may still read this rank's messages */
 	return "";
 }
 
@@ -511,6 +517,7 @@ std::string overflowing_part(Rank &me)
 			EXPECT(std::isfinite(part.floats()[7]) == (me.rank != WRONG));
 		}
 	}
+	me.meet("done"); /* others may still read this rank's messages */
 	return "";
 }
 
@@ -667,6 +674,7 @@ std::string books(Rank &me)
 			thrown<PeerError>([&] { reduce(&a, {a}); }, "rank 1 could not do its part");
 		EXPECT(reduce(&b, {b}) == want);
 	}
+	me.meet("done"); /* others may still read this rank's messages */
 	return "";
 }
 

@@ -123,6 +123,7 @@ std::string differ(Rank &me)
 			}
 		}
 	}
+	me.meet("done"); /* others may still read this rank's messages */
 	return "";
 }
 
@@ -186,6 +187,7 @@ std::string fail(Rank &me)
 			throw std::logic_error(call.name + ": " + e.what());
 		}
 	}
+	me.meet("done"); /* others may still read this rank's messages */
 	return "";
 }
 
@@ -232,6 +234,7 @@ std::string renew(Rank &me)
 			}
 		}
 	}
+	me.meet("done"); /* others may still read this rank's messages */
 	return "";
 }
 
