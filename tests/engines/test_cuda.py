@@ -955,10 +955,10 @@ class Counted(Emulated):
 
 _NOWHERE = 1 << 20  # address that nobody reads
 PEAKS = {  # maximum MB of scratch memory on a GPU of 132 multiprocessors, for tensors that use all of them
-    "lossless": (codec.Lossless(), 100),
-    "bfloat16": (codec.Lossless(), 100),
-    "truncate": (codec.Truncate(1), 100),
-    "float8_entropy": (codec.Float8(entropy=True), 100),
+    "lossless": (codec.Lossless(), 300),
+    "bfloat16": (codec.Lossless(), 300),
+    "truncate": (codec.Truncate(1), 140),
+    "float8_entropy": (codec.Float8(entropy=True), 180),
     "trits": (codec.Ternary("base3"), 3),
     "float8": (codec.Float8(), 0),
     "quantize": (codec.Quantize(4), 0),
@@ -1034,7 +1034,7 @@ def test_scratch_memory_of_a_call_is_limited(kernel, library):
         for nbytes, units in ((33_152, 9), (82_560, 1), (66_176, 1))
         for frames in (1, 1000)
     ]
-    assert all(4 * 528 * 33_152 <= s.nbytes <= 100_000_000 for s in most)
+    assert all(4 * 528 * 33_152 <= s.nbytes <= 300_000_000 for s in most)
 
 
 @on_cpu

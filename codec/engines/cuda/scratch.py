@@ -9,7 +9,7 @@ from codec.engines.cuda.upload import aligned
 from codec.engines.cuda.workspace import Work
 
 WARPS = 4  # warps of a thread block that encodes or decodes blocks of values
-_MOST_NBYTES = 100_000_000  # maximum bytes of the units; if warps need more, fewer of them run at once
+_MOST_NBYTES = 300_000_000  # maximum bytes of the units; if warps need more, fewer of them run at once
 _UNITS = struct.Struct("<3Q2I")  # codec_units of native/cuda/common/scratch.cuh
 _NO_UNITS = bytes(_UNITS.size)
 UNITS_NBYTES = _UNITS.size

@@ -6,7 +6,7 @@
 
 #include "exact/scales.h"
 
-#define MOST_SCRATCH 100000000                /* maximum bytes of the units of scratch memory */
+#define MOST_SCRATCH 300000000                /* maximum bytes of the units of scratch memory */
 #define TABLES_NBYTES (WIRE_MAX_PLANES * 514) /* see codec_view.tables */
 
 static uint64_t min64(uint64_t a, uint64_t b)
