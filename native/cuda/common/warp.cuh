@@ -32,6 +32,35 @@ template <class T> DEVICE T *shared(T *p)
 	return p;
 }
 
+/* Keep x in a register where the compiler would compute it again. */
+DEVICE uint32_t opaque(uint32_t x)
+{
+#ifdef __CUDA_ARCH__
+	asm volatile("" : "+r"(x));
+#endif
+	return x;
+}
+
+/* Load global memory that is used once, so that the L2 cache keeps other data. */
+template <class T> DEVICE T load_once(const T *p)
+{
+#ifdef __CUDA_ARCH__
+	return __ldcs(global(p));
+#else
+	return *p;
+#endif
+}
+
+/* Store to global memory that is not used again soon, so that the L2 cache keeps other data. */
+template <class T> DEVICE void store_once(T *p, T x)
+{
+#ifdef __CUDA_ARCH__
+	__stcs(global(p), x);
+#else
+	*p = x;
+#endif
+}
+
 /* Bring the cache line at p to the L2 cache. */
 DEVICE void prefetch(const void *p)
 {

@@ -13,6 +13,7 @@
 #include "topk/encode.cu"
 #include "frame/close.cu"
 #include "lossless/decode.cu"
+#include "lossless/decode_fast.cu"
 #include "rows/decode.cu"
 #include "truncate/decode.cu"
 #include "delta/decode.cu"

@@ -29,6 +29,7 @@ struct codec_cuda_plan {
 
 	/* Decoding. */
 	enum kernel decode;
+	int is_half;                        /* LOSSLESS of bfloat16 or float16: frames may suit DECODE_LOSSLESS_FAST */
 	uint64_t decode_each, decode_units; /* as encode_each and encode_units */
 	uint64_t memory_nbytes;             /* size of the arrays of any frame */
 };

@@ -7,6 +7,7 @@
 #include "truncate/choose.cu"
 #include "frame/close.cu"
 #include "lossless/decode.cu"
+#include "lossless/decode_fast.cu"
 #include "rows/decode.cu"
 #include "frame/decode_stored.cu"
 #include "truncate/decode.cu"
@@ -42,6 +43,7 @@ EXPORT(scale_rows)
 EXPORT(choose_truncate)
 EXPORT(close_frame)
 EXPORT_SIZES(decode_lossless)
+EXPORT(decode_lossless_fast)
 EXPORT_ROWS(decode_rows)
 EXPORT(decode_stored)
 EXPORT(decode_truncate)
