@@ -17,8 +17,10 @@ DEVICE uint32_t read_fast_chunks(const job &j, const fast_tables *t, const codec
 
 	if (r % CHUNK_ROWS || !chunks || top->mode != WIRE_MODE_CODED || aligned % 4)
 		return 0;
-	if (j.v.model_parts.count)
-		chunks = fast_chunks(*o, chunks, &kind);
+	if (j.v.model_parts.count) {
+		kind = fast_offsets_of(*o);
+		chunks = fast_chunks(*o, (o->left - 4) / WIRE_ROW + 1, chunks);
+	}
 	if (!chunks)
 		return 0;
 	const uint8_t *plane1 = fixed + WIRE_ROW * r;

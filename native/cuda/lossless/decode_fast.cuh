@@ -9,10 +9,10 @@
 #include "coder/model.cuh"
 #include "coder/plane.cuh"
 #include "common/checksum.cuh"
+#include "lossless/fast.cuh"
 
-#define FAST_BITS 13             /* of an index of the table of pairs */
-#define FAST_SYMBOLS 0x7f807f80u /* bits of an entry that hold the two symbols, as they stand in two patterns */
-#define FAST_RARE 64u            /* one of the symbols is the escape, or both codes do not fit: FAST_LONG */
+#define FAST_BITS 13  /* of an index of the table of pairs */
+#define FAST_RARE 64u /* one of the symbols is the escape, or both codes do not fit: FAST_LONG */
 #define FAST_LONG 0x8000u
 
 /*
@@ -105,9 +105,6 @@ static __device__ __noinline__ fast_row read_rare(const fast_tables *tables, uin
 		n,
 		total};
 }
-
-/* Offsets of a frame's values: none, one for all values of a part, or by rows and columns. */
-enum fast_offsets { FAST_NO_OFFSETS, FAST_ONE_OFFSET, FAST_OFFSETS };
 
 /* Merge two values. entry: their symbols. x: the byte of plane 1 of each, twice. by: offsets; see turn_pair. */
 template <fast_offsets KIND> DEVICE uint32_t fast_pair(uint32_t entry, uint32_t x, uint32_t by)
@@ -214,19 +211,6 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 	}
 	top->coder.bits = (uint64_t)high << 32 | low | 1ull << (63 - (n & 63));
 	top->coder.taken = taken;
-}
-
-/*
- * Return how many of `chunks` chunks read_fast takes from a position on: each of the lane's quads lies within one row
- * of the part at hand. *kind: offsets of the part's values.
- */
-DEVICE uint32_t fast_chunks(const place &o, uint32_t chunks, fast_offsets *kind)
-{
-	const uint64_t rows = o.left < 4 || (o.length | o.column) & 3 ? 0 : (o.left - 4) / WIRE_ROW + 1;
-	const uint32_t most = (uint32_t)(rows / CHUNK_ROWS < chunks ? rows / CHUNK_ROWS : chunks);
-
-	*kind = __any_sync(FULL, o.rows || o.cols) ? FAST_OFFSETS : FAST_ONE_OFFSET;
-	return chunks - warp_max(chunks - most);
 }
 
 #endif

@@ -7,6 +7,7 @@
 #include "rows/choose.cu"
 #include "truncate/choose.cu"
 #include "lossless/encode.cu"
+#include "lossless/encode_fast.cu"
 #include "rows/encode.cu"
 #include "truncate/encode.cu"
 #include "delta/encode.cu"

@@ -79,9 +79,9 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 	p->encode_units = p->decode_units = 1;
 	if (p->codec == CODEC_LOSSLESS) {
 		p->choose = CHOOSE_LOSSLESS;
-		p->encode = ENCODE_LOSSLESS_1 + log2;
-		p->decode = DECODE_LOSSLESS_1 + log2;
 		p->is_half = p->dtype == CODEC_BFLOAT16 || p->dtype == CODEC_FLOAT16;
+		p->encode = p->is_half ? ENCODE_LOSSLESS_FAST : ENCODE_LOSSLESS_1 + log2;
+		p->decode = DECODE_LOSSLESS_1 + log2;
 		p->encode_each = s->encode_lossless;
 		p->encode_units = p->itemsize + 1;
 		p->decode_each = s->decode_lossless;

@@ -13,6 +13,7 @@ struct codec_cuda_plan {
 	uint64_t bound;
 	int entropy;      /* codecs of rows: 1 if codes are entropy-coded */
 	int needs_levels; /* TRUNCATE */
+	int is_half;      /* LOSSLESS of bfloat16 or float16, which have kernels of their own */
 
 	/* Encoding. Without blocks the tensor is stored whatever its values are, and only CLOSE_FRAME is launched. */
 	uint64_t nblocks, nparts;
@@ -29,7 +30,6 @@ struct codec_cuda_plan {
 
 	/* Decoding. */
 	enum kernel decode;
-	int is_half;                        /* LOSSLESS of bfloat16 or float16: frames may suit DECODE_LOSSLESS_FAST */
 	uint64_t decode_each, decode_units; /* as encode_each and encode_units */
 	uint64_t memory_nbytes;             /* size of the arrays of any frame */
 };

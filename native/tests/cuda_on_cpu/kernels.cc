@@ -12,6 +12,7 @@
 #include "frame/decode_stored.cu"
 #include "truncate/decode.cu"
 #include "lossless/encode.cu"
+#include "lossless/encode_fast.cu"
 #include "rows/encode.cu"
 #include "truncate/encode.cu"
 #include "delta/decode.cu"
@@ -48,6 +49,7 @@ EXPORT_ROWS(decode_rows)
 EXPORT(decode_stored)
 EXPORT(decode_truncate)
 EXPORT_SIZES(encode_lossless)
+EXPORT(encode_lossless_fast)
 EXPORT_ROWS(reduce_rows)
 EXPORT_ROWS(encode_rows)
 EXPORT(encode_truncate)
