@@ -21,7 +21,7 @@ ALL_REGISTERS, ALL_SHARED = 65_536, 164 << 10  # registers and bytes of shared m
 MORE_SHARED = {"lossless/encode_fast": 228 << 10}  # of an H100: one thread block less is resident on an A100
 STACK = 300  # maximum bytes of a thread's stack, for which the driver reserves memory for all threads
 SPILLS = 80  # maximum bytes of registers that a thread spills to memory, most of them around calls once a block
-MORE_SPILLS = {"lossless/encode_fast": 180, "lossless/decode_fast": 550}  # outside of the loops over whole rows
+MORE_SPILLS = {"lossless/encode_fast": 180, "lossless/decode_fast": 550, "lossless/decode": 130}  # outside of loops
 CODE = {  # minimum kB of machine code of each kernel of a file: compilers drop silently what they find unreachable
     "lossless/choose": 120,
     "rows/choose": 45,

@@ -193,6 +193,36 @@ template <int SIZE> DEVICE void store_quad(uint8_t *p, uint32_t n, const uint64_
 			((uint64_t *)p)[k] = x[k];
 }
 
+/*
+ * Copy n bytes between any addresses, in words that are aligned at the destination. By one warp. GLOBAL: the source is
+ * in global memory.
+ */
+template <bool GLOBAL = true>
+static __device__ void copy_bytes(uint8_t *to, const uint8_t *from, uint64_t n, uint32_t lane)
+{
+	uint64_t skip = (4 - (uint64_t)to % 4) % 4, whole = n > skip ? (n - skip) / 4 : 0;
+	uint32_t *words = global((uint32_t *)(to + skip));
+
+	const uint8_t *source = (GLOBAL ? global(from) : from) + skip;
+	uint64_t i = lane;
+
+	if ((uint64_t)source % 4 == 0)
+		for (; i + 7 * 32 < whole; i += 8 * 32) {
+			uint32_t word[8];
+
+			for (uint32_t k = 0; k < 8; k++)
+				word[k] = ((const uint32_t *)source)[i + 32 * k];
+			for (uint32_t k = 0; k < 8; k++)
+				words[i + 32 * k] = word[k];
+		}
+	for (; i < whole; i += 32)
+		words[i] = load32(source + 4 * i);
+	if (lane < skip && lane < n)
+		to[lane] = from[lane];
+	for (i = skip + 4 * whole + lane; i < n; i += 32)
+		to[i] = from[i];
+}
+
 /* Return word x with all bytes 0 but the first n. */
 DEVICE uint32_t keep_bytes(uint32_t x, uint32_t n)
 {

@@ -34,6 +34,36 @@ DEVICE uint32_t spread_quad(const bit_source &s, uint32_t begin, const live_valu
 	return l.mask ? __byte_perm(window_at(s, begin + 8 * l.before), 0, SPREAD[l.mask]) : 0;
 }
 
+/*
+ * Read a quad's bytes in the planes of live values only in `apart`, see spread_quad. at: their addresses. All loads are
+ * in flight together.
+ */
+template <int SIZE>
+DEVICE void spread_quads(const bit_source &s, const uint8_t *const *at, uint32_t apart, const live_values &l,
+			 uint32_t *word)
+{
+	uint32_t begin[SIZE], low[SIZE], high[SIZE];
+	bool whole = true;
+
+	for (int p = 1; p < SIZE; p++) {
+		begin[p] = apart >> p & 1 ? bit_of(s, at[p]) + 8 * l.before : 0;
+		whole &= begin[p] / 32 + 2 <= s.whole;
+	}
+	if (!whole) {
+		for (int p = 1; p < SIZE; p++)
+			if (apart >> p & 1)
+				word[p] = spread_quad(s, bit_of(s, at[p]), l);
+		return;
+	}
+	for (int p = 1; p < SIZE; p++) {
+		low[p] = global(s.words)[begin[p] / 32];
+		high[p] = global(s.words)[begin[p] / 32 + 1];
+	}
+	for (int p = 1; p < SIZE; p++)
+		if (apart >> p & 1)
+			word[p] = __byte_perm(__funnelshift_r(low[p], high[p], begin[p] % 32), 0, SPREAD[l.mask]);
+}
+
 /* Spread a plane of live values only, at `kept`, to all m values. */
 static __device__ void spread(const uint32_t *top, uint32_t m, const uint8_t *kept, uint32_t *plane, uint32_t lane)
 {
@@ -137,12 +167,18 @@ DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit
 
 	if (v.model_parts.count)
 		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
-	for (uint32_t r = 0, seen = 0; r < rows; r++) {
-		uint32_t n = there(r, lane, m), word[SIZE];
-		live_values l = {0, 0};
+	uint32_t seen = 0, next = from.apart ? top[lane] : 0; /* word of plane 0 of the next row */
 
-		if (from.apart)
-			l = live_of(top[32 * r + lane], &seen, lane);
+	for (uint32_t r = 0; r < rows; r++) {
+		uint32_t n = there(r, lane, m), word[SIZE];
+
+		if (from.apart) {
+			const live_values l = live_of(next, &seen, lane);
+
+			if (r + 1 < rows)
+				next = top[32 * (r + 1) + lane];
+			spread_quads<SIZE>(source, from.at, from.apart, l, word);
+		}
 		for (int p = 0; p < SIZE; p++) {
 			const uint8_t *at = from.at[p];
 
@@ -150,8 +186,8 @@ DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit
 				word[p] = ((const uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane];
 				continue;
 			}
-			word[p] = from.apart >> p & 1 ? spread_quad(source, bit_of(source, at), l)
-						      : load_bytes(at + WIRE_ROW * r + 4 * lane, n);
+			if (!(from.apart >> p & 1))
+				word[p] = load_bytes(at + WIRE_ROW * r + 4 * lane, n);
 			if (!(v.fixed >> p & 1))
 				continue;
 			digest_word(&sums[p], word[p], r, lane);

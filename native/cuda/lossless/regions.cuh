@@ -104,21 +104,30 @@ DEVICE_CALL void prune(uint8_t *scratch, uint32_t m, uint32_t fixed, uint8_t *ou
 		to[p] = global(out ? out : scratch + p * PLANE_ROOM);
 		out += out && !(fixed >> p & 1) ? k : 0;
 	}
+	/* the next row is on its way while a row is written, which never reaches it */
+	uint32_t ahead[SIZE];
+	auto fetch = [&](uint32_t r) {
+		for (int p = 0; p < SIZE; p++)
+			ahead[p] = global((const uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane];
+	};
+	fetch(0);
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
-		uint32_t mask = ~equal_bytes(((uint32_t *)scratch)[32 * r + lane], 0) & 15, total, word[SIZE];
-		uint32_t at = seen + warp_scan(__popc(mask), lane, &total);
+		uint32_t mask = ~equal_bytes(ahead[0], 0) & 15, total, word[SIZE];
 
 		for (int p = 1; p < SIZE; p++)
-			word[p] =
-				__byte_perm(((uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane], 0, SQUEEZE[mask]);
-		__syncwarp(); /* all lanes have read the row: a shuffle orders no memory */
+			word[p] = __byte_perm(ahead[p], 0, SQUEEZE[mask]);
+		if (WIRE_ROW * (r + 1) < m)
+			fetch(r + 1);
+		uint32_t at = seen + warp_scan(__popc(mask), lane, &total);
+
+		__syncwarp(); /* all lanes have read both rows: a shuffle orders no memory */
 		for (int p = 1; p < SIZE; p++)
 			for (int i = 0; i < 4 && !(fixed >> p & 1); i++)
 				if (i < __popc(mask))
 					to[p][at + i] = (uint8_t)(word[p] >> 8 * i);
 		seen += total;
-		__syncwarp();
 	}
+	__syncwarp();
 }
 
 /*
