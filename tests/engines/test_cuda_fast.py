@@ -23,8 +23,10 @@ def device(monkeypatch):
     return device
 
 
-def halves(x, dtype):
-    """Return float32 values as bits of bfloat16, by truncation, or of float16."""
+def bits_of(x, dtype):
+    """Return float32 values as bits of a dtype: bfloat16 by truncation, float16, or float32."""
+    if dtype == "float32":
+        return x.view(np.uint32)
     bits = x.view(np.uint32) >> 16 if dtype == "bfloat16" else x.astype(np.float16).view(np.uint16)
     return bits.astype(np.uint16)
 
@@ -60,16 +62,16 @@ CASES = {name: (x, how) for name, x, how in tensors()}
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_frames_and_values_are_those_of_the_native_engine(name, dtype, device):
     x, how = CASES[name]
-    x, rng, how = halves(x, dtype), np.random.default_rng(1), dict(how)
+    x, rng, how = bits_of(x, dtype), np.random.default_rng(1), dict(how)
     spec = how.pop("spec", codec.Lossless())
     frame = bytes(flatcall.encode(x, spec, dtype=dtype, **how))
     assert bytes(flatcall.encode(x, spec, dtype=dtype, engine="cuda", **how)) == frame
     device.launched.clear()
     assert flatcall.decode(frame, like=like(dtype), engine="cuda").tobytes() == x.tobytes()
-    assert set(device.launched) == {"decode_lossless_fast"}
+    assert set(device.launched) == {f"decode_lossless_fast<{x.itemsize}>"}
     for _ in range(N_DAMAGED // 20):
         check_outcome(damage(frame, rng), dtype)
 
@@ -90,12 +92,12 @@ def test_pruned_regions_of_plane_0_alone(name, device):
     blocks = Blocks(DTYPES["bfloat16"], len(symbols), [region(body)], side=book(FEW), coded=1, log2=11)
     blocks.fixed = {1: bytes(plane1)}
     assert isinstance(check_outcome(blocks.frame(), "bfloat16"), bytes) == valid
-    assert "decode_lossless_fast" in device.launched
+    assert "decode_lossless_fast<2>" in device.launched
 
 
 def test_other_tensors_take_the_general_kernel(device):
     """Destinations that are not aligned or not of the frame's dtype, and frames with other planes in regions."""
-    x = halves(np.random.default_rng(3).standard_normal(20_000, F32), "bfloat16")
+    x = bits_of(np.random.default_rng(3).standard_normal(20_000, F32), "bfloat16")
     frame = bytes(flatcall.encode(x, codec.Lossless(), dtype="bfloat16"))
     out = DeviceArray(np.zeros(x.size + 1, np.uint16)[1:])
     flatcall.decode(frame, out=out, engine="cuda")

@@ -147,8 +147,9 @@ class Frame:
         if levels is not None and self._shared:
             preprocessing.ask(levels)
         self.kernel, self._constant, self.summing = _kernels(view, ITEMSIZE[self.dtype])
-        if into == lib.CODEC_INTO_STORE and _is_fast(view) and (v.device == "cpu" or v.address % 8 == 0):
-            self.kernel, self._constant = "decode_lossless_fast", ""
+        size = ITEMSIZE[self.dtype]
+        if into == lib.CODEC_INTO_STORE and _is_fast(view, size) and (v.device == "cpu" or v.address % (4 * size) == 0):
+            self.kernel, self._constant = f"decode_lossless_fast<{size}>", ""
         device = work.device
         blocks = blocks_for(self.kernel, device.processors, view.nblocks)
         self.grid = blocks if view.nblocks else grid_for(device, view.n)
@@ -315,10 +316,10 @@ class Frame:
                 check(int(status), fault)
 
 
-def _is_fast(v: Any) -> bool:
-    """Return whether decode_lossless_fast can decode a frame: of values of two bytes, plane 0 alone is in regions."""
-    is_half = v.codec == lib.CODEC_LOSSLESS and v.dtype in (lib.CODEC_BFLOAT16, lib.CODEC_FLOAT16)
-    return is_half and v.nblocks > 0 and v.fixed == 2 and v.coded & 1 and not v.halved & 1
+def _is_fast(v: Any, size: int) -> bool:
+    """Return whether decode_lossless_fast can decode a frame: floats of two or four bytes, plane 0 alone in regions."""
+    is_float = v.codec == lib.CODEC_LOSSLESS and v.dtype in (lib.CODEC_FLOAT32, lib.CODEC_BFLOAT16, lib.CODEC_FLOAT16)
+    return is_float and v.nblocks > 0 and v.fixed == (1 << size) - 2 and v.coded & 1 and not v.halved & 1
 
 
 def _kernels(v: Any, size: int) -> tuple[str, str, str]:

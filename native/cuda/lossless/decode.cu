@@ -224,8 +224,7 @@ template <int SIZE>
 DEVICE codec_status read_block(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
 			       const codec_sink *sink, uint64_t *checksum, uint32_t lane)
 {
-	const uint64_t first = b * j->v.block_nvalues;
-	const uint32_t head = load32(here(&c)), m = (uint32_t)block_values(&j->v, b);
+	const uint32_t head = load32(here(&c));
 	codec_status status = check_head(&j->v, head, SIZE);
 
 	c.at += 4;
@@ -235,18 +234,7 @@ DEVICE codec_status read_block(const job *j, uint64_t b, cursor c, const pairs &
 		return read_planes<SIZE>(j, b, head, c, by, scratch, sink, checksum, lane);
 	return read_single_plane<SIZE>(
 		j, b, head, c, by, sink, checksum, lane,
-		[&](plane *top, const uint8_t *fixed, digest *sums, cursor *at, place *o, uint32_t r) {
-			uint32_t rows = 0;
-
-			if constexpr (SIZE == 4)
-				if (takes_whole_rows<SIZE>(*j, *top, fixed, *sink, *o, r, m)) {
-					read_whole_rows<SIZE>(j, top, by, fixed, sums, at, o,
-							      sink->data ? sink->data + SIZE * first : NULL, r,
-							      r + 2 * CHUNK_ROWS <= m / WIRE_ROW, lane);
-					rows = CHUNK_ROWS;
-				}
-			return rows;
-		});
+		[](plane *, const uint8_t *, digest *, cursor *, place *, uint32_t) { return 0u; });
 }
 
 /* Bytes of a unit of scratch memory, read by the host: a plane. A warp takes lossless_scratch_nbytes bytes. */

@@ -1,7 +1,8 @@
-/* lossless/decode_fast.cuh - decoding of whole rows of bfloat16 and float16 whose regions hold a coded plane 0 only:
- * nearly all rows of large tensors. docs/format.md, sections 3, 5.2 and 7.
+/* lossless/decode_fast.cuh - kernel that decodes floats of two and four bytes whose regions hold plane 0 only, one
+ * block a warp: nearly all large tensors. decode_lossless decodes the same frames, more slowly; the host chooses.
  *
- * The loop has few instructions and 64 registers, so that 32 warps of a multiprocessor hide each other's latencies.
+ * The loop over whole rows has few instructions and registers, so that 32 warps of a multiprocessor, 24 for float32,
+ * hide each other's latencies. docs/format.md, sections 3, 5.2 and 7.
  */
 #ifndef CODEC_CUDA_LOSSLESS_DECODE_FAST_CUH
 #define CODEC_CUDA_LOSSLESS_DECODE_FAST_CUH
@@ -9,7 +10,9 @@
 #include "coder/model.cuh"
 #include "coder/plane.cuh"
 #include "common/checksum.cuh"
+#include "frame/decode.cuh"
 #include "lossless/fast.cuh"
+#include "lossless/single.cuh"
 
 #define FAST_BITS 13  /* of an index of the table of pairs */
 #define FAST_RARE 64u /* one of the symbols is the escape, or both codes do not fit: FAST_LONG */
@@ -117,21 +120,53 @@ template <fast_offsets KIND> DEVICE uint32_t fast_pair(uint32_t entry, uint32_t 
 	return turn_pair(both & 0x7fff7fff, symbols, by) | (x & 0x80008000);
 }
 
+/* Words of a quad in memory. */
+template <int SIZE> struct fast_quad;
+template <> struct fast_quad<2> {
+	typedef uint2 words;
+};
+template <> struct fast_quad<4> {
+	typedef uint4 words;
+};
+
 /*
- * Decode `chunks` whole chunks of CHUNK_ROWS rows, and end their checksums. from: plane 1. to: values; NULL: they are
- * only checked. first: number of the first chunk in the block. o: position of the lane's first quad, if there are
- * offsets; each quad lies within one row of its part. It does not move.
+ * Merge four values to words as they lie in memory. a, b: entries of their symbols. plane: words of planes 1 and above.
+ * by: offsets, see turn_pair.
  */
-template <fast_offsets KIND>
-DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, uint8_t *to, uint32_t first,
-		      uint32_t chunks, const place &o, int octave, cursor *c, digest *sum, uint32_t lane)
+template <int SIZE, fast_offsets KIND>
+DEVICE typename fast_quad<SIZE>::words fast_values(uint32_t a, uint32_t b, const uint32_t *plane, const uint32_t *by)
 {
-	const uint32_t *words = global((const uint32_t *)top->coder.words),
-		       *from = global((const uint32_t *)plane1) + lane;
+	const uint32_t top[2] = {fast_pair<KIND>(a, __byte_perm(plane[0], 0, 0x1100), by[0]),
+				 fast_pair<KIND>(b, __byte_perm(plane[0], 0, 0x3322), by[1])};
+
+	if constexpr (SIZE == 2) {
+		return {top[0], top[1]};
+	} else {
+		const uint32_t low[2] = {__byte_perm(plane[2], plane[1], 0x5140),
+					 __byte_perm(plane[2], plane[1], 0x7362)};
+
+		return {__byte_perm(low[0], top[0], 0x5410), __byte_perm(low[0], top[0], 0x7632),
+			__byte_perm(low[1], top[1], 0x5410), __byte_perm(low[1], top[1], 0x7632)};
+	}
+}
+
+/*
+ * Decode `chunks` whole chunks of CHUNK_ROWS rows, and end their checksums. plane1: fixed planes, `stride` bytes apart.
+ * to: values; NULL: they are only checked. first: number of the first chunk in the block. o: position of the lane's
+ * first quad, if there are offsets; each quad lies within one row of its part. It does not move. sums: of each plane.
+ */
+template <int SIZE, fast_offsets KIND>
+DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, uint64_t stride, uint8_t *to,
+		      uint32_t first, uint32_t chunks, const place &o, int octave, cursor *c, digest *sums,
+		      uint32_t lane)
+{
+	typedef typename fast_quad<SIZE>::words quad;
+	const uint32_t *words = global((const uint32_t *)top->coder.words);
+	const uint8_t *from = global(plane1) + 4 * lane;
 	const volatile uint32_t *key = t->key + lane; /* volatile: eight keys would take eight registers */
-	uint2 *out = global((uint2 *)to) + lane;
+	quad *out = global((quad *)to) + lane;
 	const uint32_t nwords = top->coder.nwords, below = opaque((1u << lane) - 1);
-	const uint32_t round = ROUND_OF(octave), AHEAD = 4;
+	const uint32_t round = ROUND_OF(octave), AHEAD = SIZE == 2 ? 4 : 2;
 	/* the reservoir: n bits, 32 to 63, in the upper end of high:low; zeros follow. n is modulo 64 */
 	const uint32_t mark = (uint32_t)__ffs((int)top->coder.bits) - 1;
 	uint32_t high = (uint32_t)(top->coder.bits >> 32), low = (uint32_t)top->coder.bits & ~(1u << mark),
@@ -142,22 +177,31 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 	if (KIND == FAST_ONE_OFFSET)
 		by[0] = by[1] = pair_offset(0x00800080, eighths, octave);
 	for (uint32_t chunk = 0; chunk < chunks; chunk++) {
-		uint32_t word[AHEAD];
+		uint32_t word[AHEAD][SIZE - 1];
+		auto fetch = [&](uint32_t k) {
+			for (int p = 1; p < SIZE; p++)
+				word[k % AHEAD][p - 1] =
+					load_once((const uint32_t *)(from + (p - 1) * stride + WIRE_ROW * k));
+		};
 
-		sum->sum = 0;
 #pragma unroll
 		for (uint32_t k = 0; k < AHEAD; k++)
-			word[k] = load_once(from + 32 * k);
-		if (chunk + 1 < chunks && lane < CHUNK_ROWS)
-			prefetch((const uint8_t *)(from + 32 * CHUNK_ROWS - lane) + LINE_NBYTES * lane);
+			fetch(k);
+		if (chunk + 1 < chunks && lane < CHUNK_ROWS * (SIZE - 1))
+			prefetch(from + CHUNK_ROWS * WIRE_ROW + lane / CHUNK_ROWS * stride +
+				 (LINE_NBYTES * (lane % CHUNK_ROWS) - 4 * lane));
 		if (lane < 4 && taken + 64 + 32 * lane < nwords)
 			prefetch(words + taken + 64 + 32 * lane);
 #pragma unroll
 		for (uint32_t k = 0; k < CHUNK_ROWS; k++) {
-			const uint32_t lower = word[k % AHEAD];
+			uint32_t plane[SIZE - 1];
 
+			for (int p = 1; p < SIZE; p++) {
+				plane[p - 1] = word[k % AHEAD][p - 1];
+				sums[p].sum += (uint64_t)plane[p - 1] * key[32 * k];
+			}
 			if (k + AHEAD < CHUNK_ROWS)
-				word[k % AHEAD] = load_once(from + 32 * (k + AHEAD));
+				fetch(k + AHEAD);
 			/* shifts use the lower five bits of an entry */
 			uint32_t a = t->pair[high >> (32 - FAST_BITS)];
 			uint32_t b = t->pair[__funnelshift_l(low, high, a) >> (32 - FAST_BITS)];
@@ -186,7 +230,6 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 			low |= __funnelshift_r(0, next, n);
 			n |= 32;
 			taken += __popc(taking);
-			sum->sum += (uint64_t)lower * key[32 * k];
 			if (KIND == FAST_OFFSETS) {
 				const uint32_t four = 0x80808080 ^ (o.cols ? columns_at(o.cols + column) : 0);
 
@@ -201,16 +244,90 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 				}
 			}
 			if (to)
-				store_once(out + 32 * k,
-					   uint2{fast_pair<KIND>(a, __byte_perm(lower, 0, 0x1100), by[0]),
-						 fast_pair<KIND>(b, __byte_perm(lower, 0, 0x3322), by[1])});
+				store_once(out + 32 * k, fast_values<SIZE, KIND>(a, b, plane, by));
 		}
-		digest_end_chunk(sum, first + chunk, lane);
-		from += 32 * CHUNK_ROWS;
+		for (int p = 1; p < SIZE; p++)
+			digest_end_chunk(&sums[p], first + chunk, lane);
+		from += WIRE_ROW * CHUNK_ROWS;
 		out += 32 * CHUNK_ROWS;
 	}
 	top->coder.bits = (uint64_t)high << 32 | low | 1ull << (63 - (n & 63));
 	top->coder.taken = taken;
+}
+
+/* Decode whole chunks from row r on, of m values, if memory is aligned. See read_single_plane. */
+template <int SIZE>
+DEVICE uint32_t read_fast_chunks(const job &j, const fast_tables *t, const codec_sink &sink, uint64_t first, uint32_t m,
+				 plane *top, const uint8_t *fixed, digest *sums, cursor *c, place *o, uint32_t r,
+				 uint32_t lane)
+{
+	const uint64_t aligned =
+		(uint64_t)top->coder.words | (uint64_t)fixed | (uint64_t)sink.data / SIZE | j.v.plane_stride;
+	const int octave = octave_of(j.v.dtype);
+	uint32_t chunks = (m / WIRE_ROW - r) / CHUNK_ROWS;
+	fast_offsets kind = FAST_NO_OFFSETS;
+
+	if (r % CHUNK_ROWS || !chunks || top->mode != WIRE_MODE_CODED || aligned % 4)
+		return 0;
+	if (j.v.model_parts.count) {
+		kind = fast_offsets_of(*o);
+		chunks = fast_chunks(*o, (o->left - 4) / WIRE_ROW + 1, chunks);
+	}
+	if (!chunks)
+		return 0;
+	const uint8_t *plane1 = fixed + WIRE_ROW * r;
+	uint8_t *to = sink.data ? sink.data + SIZE * (first + WIRE_ROW * r) : NULL;
+	const uint64_t stride = j.v.plane_stride;
+
+	if (kind == FAST_NO_OFFSETS)
+		read_fast<SIZE, FAST_NO_OFFSETS>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, octave, c,
+						 sums, lane);
+	else if (kind == FAST_ONE_OFFSET)
+		read_fast<SIZE, FAST_ONE_OFFSET>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, octave, c,
+						 sums, lane);
+	else
+		read_fast<SIZE, FAST_OFFSETS>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, octave, c, sums,
+					      lane);
+	r += CHUNK_ROWS * chunks;
+	if (j.v.model_parts.count && WIRE_ROW * r + 4 * lane < m)
+		*o = place_at(&j, first + WIRE_ROW * r + 4 * lane);
+	return CHUNK_ROWS * chunks;
+}
+
+/* Warps of a CTA, which share the tables: as many as give two CTAs 64 registers a thread, or 80. */
+#define FAST_WARPS(size) ((size) == 2 ? 16 : 12)
+
+/* Decode blocks. The sink stores values. Grid: (CTAs, frames). */
+template <int SIZE>
+__global__ void __launch_bounds__(32 * FAST_WARPS(SIZE), 2) decode_lossless_fast(const codec_decoding *decodings)
+{
+	__shared__ fast_tables tables;
+	const codec_decoding &d = decoding_of(decodings);
+	const job &j = share_job(d.view, d.memory);
+	const pairs none = {NULL, 0, WIRE_MAX_PLANES};
+	const uint32_t lane = threadIdx.x % 32, ctas = d.warps / FAST_WARPS(SIZE);
+
+	if (blockIdx.x >= ctas)
+		return;
+	fill_fast(&tables, table_of(&j, 0));
+	/* CTAs take adjacent blocks, so that few blocks occupy many multiprocessors */
+	decode_blocks_by(
+		d, j, SIZE, blockIdx.x + ctas * (threadIdx.x / 32), d.warps, lane,
+		[&](uint64_t b, cursor c, uint64_t *checksum) {
+			const uint64_t first = b * j.v.block_nvalues;
+			const uint32_t head = load32(here(&c)), m = (uint32_t)block_values(&j.v, b);
+			codec_status status = check_head(&j.v, head, SIZE);
+
+			c.at += 4;
+			if (status != CODEC_OK)
+				return status;
+			return read_single_plane<SIZE>(
+				&j, b, head, c, none, &d.sink, checksum, lane,
+				[&](plane *top, const uint8_t *fixed, digest *sums, cursor *at, place *o, uint32_t r) {
+					return read_fast_chunks<SIZE>(j, &tables, d.sink, first, m, top, fixed, sums,
+								      at, o, r, lane);
+				});
+		});
 }
 
 #endif

@@ -37,7 +37,10 @@ static uint32_t ctas_of(const codec_cuda_plan *p, const struct layout *l)
 /* Return 1 if decode_lossless_fast may decode an item, depending on its frame. */
 static int may_be_fast(const codec_cuda_decode_item *a)
 {
-	return a->plan->is_half && a->into == CODEC_INTO_STORE && (uint64_t)a->tensor % 8 == 0;
+	const codec_cuda_plan *p = a->plan;
+
+	return p->decode_fast != p->decode && a->into == CODEC_INTO_STORE &&
+	       (uint64_t)a->tensor % (4 * p->itemsize) == 0;
 }
 
 /* Return the CTAs of decode_lossless_fast for an item: those of its other kernel, or its share of the resident ones. */
@@ -46,7 +49,7 @@ static uint32_t fast_ctas(const codec_cuda_plan *p, const struct layout *l)
 	const uint64_t resident = (uint64_t)kernel_resident(p->decode) * p->device->processors,
 		       all = l->ctas[p->decode];
 
-	return share_ctas(p->device, DECODE_LOSSLESS_FAST, ctas_of(p, l), all < resident ? all : resident);
+	return share_ctas(p->device, p->decode_fast, ctas_of(p, l), all < resident ? all : resident);
 }
 
 static int class_of_item(const codec_cuda_plan *p, const struct layout *l)
@@ -187,7 +190,7 @@ static struct opening opening_of(const codec_cuda_decode_item *items, size_t cou
 		.weight = a->weight,
 		.divide = a->divide,
 		.warps = {WARPS * ctas_of(p, l),
-			  may_be_fast(a) ? kernel_threads(DECODE_LOSSLESS_FAST) / 32 * fast_ctas(p, l) : 0,
+			  may_be_fast(a) ? kernel_threads(p->decode_fast) / 32 * fast_ctas(p, l) : 0,
 			  WARPS * stored_ctas(p, count)},
 		.base = p->codec == CODEC_DELTA ? (uint64_t)a->base : 0,
 		.block_nvalues = p->view.block_nvalues,
@@ -219,27 +222,36 @@ static int upload_openings(const codec_cuda_decode_item *items, size_t count, ui
 	return upload_end(u);
 }
 
-/*
- * Launch a kernel for the items whose blocks it decodes. `at`: device address of the array of decodings. fast: launch
- * DECODE_LOSSLESS_FAST in its place, if one of these items may need it.
- */
+/* Launch a kernel for the items whose blocks it decodes. `at`: device address of the array of decodings. */
 static int launch_blocks(const codec_cuda_decode_item *items, size_t count, const struct layout *l, enum kernel k,
-			 int fast, uint64_t at, CUstream stream)
+			 uint64_t at, CUstream stream)
 {
 	const uint64_t each = sizeof(struct decoding);
-	struct run r = {
-		items[0].plan->device, fast ? DECODE_LOSSLESS_FAST : k, each, stream, at + each * l->first[k], 0, 0, 0};
-	int some = !fast;
+	struct run r = {items[0].plan->device, k, each, stream, at + each * l->first[k], 0, 0, 0};
 
-	for (size_t i = 0; !some && i < count; i++)
-		some = items[i].plan->decode == k && may_be_fast(items + i);
-	for (int class = NCLASSES - 1; some && class >= 0; class--)
-		for (size_t i = 0; l->count_of[k][class] && i < count; i++) {
-			const codec_cuda_plan *p = items[i].plan;
+	for (int class = NCLASSES - 1; class >= 0; class--)
+		for (size_t i = 0; l->count_of[k][class] && i < count; i++)
+			if (items[i].plan->decode == k && class_of_item(items[i].plan, l) == class)
+				TRY(run_add(&r, ctas_of(items[i].plan, l)));
+	return run_end(&r);
+}
 
-			if (p->decode == k && class_of_item(p, l) == class)
-				TRY(run_add(&r, fast ? fast_ctas(p, l) : ctas_of(p, l)));
-		}
+/*
+ * Launch decode_lossless_fast for the items of kernel k, if one of them may need it; items that cannot find no warps.
+ */
+static int launch_fast(const codec_cuda_decode_item *items, size_t count, const struct layout *l, enum kernel k,
+		       uint64_t at, CUstream stream)
+{
+	const uint64_t each = sizeof(struct decoding);
+	struct run r = {items[0].plan->device, k, each, stream, at + each * l->first[k], 0, 0, 0};
+
+	for (size_t i = 0; r.kernel == k && i < count; i++)
+		if (items[i].plan->decode == k && may_be_fast(items + i))
+			r.kernel = items[i].plan->decode_fast;
+	for (int class = NCLASSES - 1; r.kernel != k && class >= 0; class--)
+		for (size_t i = 0; l->count_of[k][class] && i < count; i++)
+			if (items[i].plan->decode == k && class_of_item(items[i].plan, l) == class)
+				TRY(run_add(&r, fast_ctas(items[i].plan, l)));
 	return run_end(&r);
 }
 
@@ -270,9 +282,10 @@ static int launch_decodings(const codec_cuda_decode_item *items, size_t count, c
 
 	for (int k = 0; k < NKERNELS; k++)
 		if (l->count[k])
-			TRY(launch_blocks(items, count, l, (enum kernel)k, 0, at, stream));
-	if (l->count[DECODE_LOSSLESS_2])
-		TRY(launch_blocks(items, count, l, DECODE_LOSSLESS_2, 1, at + FAST_BLOCKS * array, stream));
+			TRY(launch_blocks(items, count, l, (enum kernel)k, at, stream));
+	for (int k = DECODE_LOSSLESS_2; k <= DECODE_LOSSLESS_4; k++)
+		if (l->count[k])
+			TRY(launch_fast(items, count, l, (enum kernel)k, at + FAST_BLOCKS * array, stream));
 	return launch_stored(items, count, at + STORED * array, stream);
 }
 

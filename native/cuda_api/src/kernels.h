@@ -33,7 +33,8 @@
 	X(DECODE_LOSSLESS_2, "decode_lossless<2>", 128, 4)                                                             \
 	X(DECODE_LOSSLESS_4, "decode_lossless<4>", 128, 4)                                                             \
 	X(DECODE_LOSSLESS_8, "decode_lossless<8>", 128, 3)                                                             \
-	X(DECODE_LOSSLESS_FAST, "decode_lossless_fast", 512, 2)                                                        \
+	X(DECODE_FAST_2, "decode_lossless_fast<2>", 512, 2)                                                            \
+	X(DECODE_FAST_4, "decode_lossless_fast<4>", 384, 2)                                                            \
 	X(DECODE_ROWS_2, "decode_rows<2>", 128, 6)                                                                     \
 	X(DECODE_ROWS_3, "decode_rows<3>", 128, 6)                                                                     \
 	X(DECODE_ROWS_4, "decode_rows<4>", 128, 6)                                                                     \

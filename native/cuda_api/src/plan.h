@@ -13,7 +13,6 @@ struct codec_cuda_plan {
 	uint64_t bound;
 	int entropy;      /* codecs of rows: 1 if codes are entropy-coded */
 	int needs_levels; /* TRUNCATE */
-	int is_half;      /* LOSSLESS of bfloat16 or float16, which have kernels of their own */
 
 	/* Encoding. Without blocks the tensor is stored whatever its values are, and only CLOSE_FRAME is launched. */
 	uint64_t nblocks, nparts;
@@ -29,7 +28,7 @@ struct codec_cuda_plan {
 	uint8_t *image; /* arrays that kernels read */
 
 	/* Decoding. */
-	enum kernel decode;
+	enum kernel decode, decode_fast; /* decode_fast: LOSSLESS of floats, where frames may suit it; else `decode` */
 	uint64_t decode_each, decode_units; /* as encode_each and encode_units */
 	uint64_t memory_nbytes;             /* size of the arrays of any frame */
 };

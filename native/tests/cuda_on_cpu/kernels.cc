@@ -7,7 +7,8 @@
 #include "truncate/choose.cu"
 #include "frame/close.cu"
 #include "lossless/decode.cu"
-#include "lossless/decode_fast.cu"
+#include "lossless/decode_fast2.cu"
+#include "lossless/decode_fast4.cu"
 #include "rows/decode.cu"
 #include "frame/decode_stored.cu"
 #include "truncate/decode.cu"
@@ -44,7 +45,8 @@ EXPORT(scale_rows)
 EXPORT(choose_truncate)
 EXPORT(close_frame)
 EXPORT_SIZES(decode_lossless)
-EXPORT(decode_lossless_fast)
+CUDA_ON_CPU_EXPORT(decode_lossless_fast_2, decode_lossless_fast<2>)
+CUDA_ON_CPU_EXPORT(decode_lossless_fast_4, decode_lossless_fast<4>)
 EXPORT_ROWS(decode_rows)
 EXPORT(decode_stored)
 EXPORT(decode_truncate)
