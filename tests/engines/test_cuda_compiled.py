@@ -21,7 +21,11 @@ ALL_REGISTERS, ALL_SHARED = 65_536, 164 << 10  # registers and bytes of shared m
 MORE_SHARED = {"lossless/encode_fast": 228 << 10}  # of an H100: one thread block less is resident on an A100
 STACK = 300  # maximum bytes of a thread's stack, for which the driver reserves memory for all threads
 SPILLS = 80  # maximum bytes of registers that a thread spills to memory, most of them around calls once a block
-MORE_SPILLS = {"lossless/encode_fast": 180, "lossless/decode_fast2": 500, "lossless/decode_fast4": 360}  # outside of loops
+MORE_SPILLS = {
+    "lossless/encode_fast": 180,
+    "lossless/decode_fast2": 500,
+    "lossless/decode_fast4": 360,
+}  # outside of loops
 CODE = {  # minimum kB of machine code of each kernel of a file: compilers drop silently what they find unreachable
     "lossless/choose": 120,
     "rows/choose": 45,
@@ -42,7 +46,12 @@ CODE = {  # minimum kB of machine code of each kernel of a file: compilers drop 
     "frame/decode_stored": 20,
 }
 LOOPS = {  # instructions of the three loops over whole rows, each unrolled for 8 rows: of planes, values and words
-    "lossless/encode_fast": {"ld.global.cs.v2.u32": 3 * (4 + 8), "st.global.cs.u32": 3 * 8, "st.shared.u32": 3 * 8},
+    "lossless/encode_fast": {
+        "ld.global.cs.v2.u32": 3 * (4 + 8),
+        "ld.global.cs.v4.u32": 3 * (2 + 8),
+        "st.global.cs.u32": 3 * 8 * (1 + 3),
+        "st.shared.u32": 3 * 8 * 2,
+    },
     "lossless/decode_fast2": {"ld.global.cs.u32": 3 * 8, "st.global.cs.v2.u32": 3 * 8, "ld.shared.u32": 3 * 8 * 2},
     "lossless/decode_fast4": {"ld.global.cs.u32": 9 * 8, "st.global.cs.v4.u32": 3 * 8, "ld.shared.u32": 3 * 8 * 2},
 }

@@ -45,7 +45,7 @@ FILES = {
     "lossless/choose": File(256, {"choose_lossless": 2}),
     "rows/choose": File(256, {"choose_rows": 2, "scale_rows": 2}),
     "truncate/choose": File(256, {"choose_truncate": 2}),
-    "lossless/encode_fast": File(128, {"encode_lossless_fast": 6}),
+    "lossless/encode_fast": File(128, {"encode_lossless_fast<2>": 6, "encode_lossless_fast<4>": 5}),
     "lossless/encode": File(128, _each("encode_lossless", _SIZES, 4)),
     "rows/encode": File(128, _each("encode_rows", _ROWS, 4)),
     "truncate/encode": File(128, {"encode_truncate": 4}),

@@ -175,9 +175,8 @@ def _new_call(r: EncodeRequest) -> Call:
 def _kernels(v: Any, size: int) -> tuple[str, str, tuple[str, int]]:
     """Return the family, its encoding kernel, and the constant with bytes of scratch memory, if there is one."""
     if v.codec == lib.CODEC_LOSSLESS:
-        is_half = v.dtype in (lib.CODEC_BFLOAT16, lib.CODEC_FLOAT16)
-        kernel = "encode_lossless_fast" if is_half else f"encode_lossless<{size}>"
-        return "lossless", kernel, ("encode_lossless_nbytes", 1)
+        is_fast = v.dtype in (lib.CODEC_FLOAT32, lib.CODEC_BFLOAT16, lib.CODEC_FLOAT16)
+        return "lossless", f"encode_lossless{'_fast' * is_fast}<{size}>", ("encode_lossless_nbytes", 1)
     if v.codec == lib.CODEC_TRUNCATE:
         return "truncate", "encode_truncate", ("encode_truncate_nbytes", 2)
     if v.codec == lib.CODEC_DELTA:

@@ -120,15 +120,6 @@ template <fast_offsets KIND> DEVICE uint32_t fast_pair(uint32_t entry, uint32_t 
 	return turn_pair(both & 0x7fff7fff, symbols, by) | (x & 0x80008000);
 }
 
-/* Words of a quad in memory. */
-template <int SIZE> struct fast_quad;
-template <> struct fast_quad<2> {
-	typedef uint2 words;
-};
-template <> struct fast_quad<4> {
-	typedef uint4 words;
-};
-
 /*
  * Merge four values to words as they lie in memory. a, b: entries of their symbols. plane: words of planes 1 and above.
  * by: offsets, see turn_pair.

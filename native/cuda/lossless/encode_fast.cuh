@@ -19,8 +19,8 @@
 #define NEAR_WORDS 1536
 
 /* Tables of a CTA, and words of its warps, in shared memory. key: of checksums. */
-struct fast_codes {
-	uint32_t codes[2 * 256], key[WIRE_CHUNK_WORDS], words[WARPS][NEAR_WORDS];
+template <int SIZE> struct fast_codes {
+	uint32_t codes[SIZE * 256], key[WIRE_CHUNK_WORDS], words[WARPS][NEAR_WORDS];
 };
 
 /* Write literals of a row before `nliterals` others, as put_literals does. Returns their number. */
@@ -51,18 +51,35 @@ DEVICE void move_words(const uint32_t *near, uint32_t *far, uint32_t nwords, uin
 	__syncwarp();
 }
 
-/*
- * Code `chunks` whole chunks of CHUNK_ROWS rows, from the last one to the first, write their plane 1, and end its
- * checksums. values, plane1: end of the values and of plane 1. first: number of the first chunk in the block. o:
- * position of the lane's quad in the last row, if there are offsets; each quad lies within one row of its part. It does
- * not move. whole: these are all rows of the block; then the words stay in shared memory if there is room, see s->near.
- */
-template <fast_offsets KIND>
-DEVICE void code_fast(fast_codes *t, const uint8_t *values, uint8_t *plane1, uint32_t first, uint32_t chunks,
-		      bool whole, const place &o, int octave, coding *s, digest *sum, common *same, uint32_t lane)
+/* Return the upper halves of a quad's values, two in each word; and words of planes 2 and above. */
+DEVICE void fast_halves(uint2 x, uint32_t half[2], uint32_t *)
 {
-	const int AHEAD = 4;
-	const uint2 *from = global((const uint2 *)values) + lane;
+	half[0] = x.x, half[1] = x.y;
+}
+DEVICE void fast_halves(uint4 x, uint32_t half[2], uint32_t *plane)
+{
+	const uint32_t low[2] = {__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.z, x.w, 0x5410)};
+
+	half[0] = __byte_perm(x.x, x.y, 0x7632), half[1] = __byte_perm(x.z, x.w, 0x7632);
+	plane[0] = __byte_perm(low[0], low[1], 0x7531);
+	plane[1] = __byte_perm(low[0], low[1], 0x6420);
+}
+
+/*
+ * Code `chunks` whole chunks of CHUNK_ROWS rows, from the last one to the first, write their other planes, and end
+ * the checksums. values, plane1: end of the values and of plane 1; other planes follow, `stride` bytes apart. first:
+ * number of the first chunk in the block. o: position of the lane's quad in the last row, if there are offsets; each
+ * quad lies within one row of its part. It does not move. whole: these are all rows of the block; then the words stay
+ * in shared memory if there is room, see s->near.
+ */
+template <int SIZE, fast_offsets KIND>
+DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane1, uint64_t stride, uint32_t first,
+		      uint32_t chunks, bool whole, const place &o, int octave, coding *s, digest *sums, common *same,
+		      uint32_t lane)
+{
+	typedef typename fast_quad<SIZE>::words quad;
+	const int AHEAD = SIZE == 2 ? 4 : 2;
+	const quad *from = global((const quad *)values) + lane;
 	uint32_t *to = global((uint32_t *)plane1) + lane;
 	const volatile uint32_t *key = t->key + lane; /* volatile: eight keys would take eight registers */
 	uint32_t *const near = t->words[threadIdx.x / 32] + NEAR_WORDS;
@@ -71,7 +88,7 @@ DEVICE void code_fast(fast_codes *t, const uint8_t *values, uint8_t *plane1, uin
 	uint32_t some = 0, all = FULL, length = o.length, column = o.length ? o.column : ~0u, row = o.row;
 	uint32_t eighths = KIND == FAST_NO_OFFSETS ? 0 : row_pair(o.eighths, (int)round), by[2] = {0, 0};
 	uint32_t moved = s->nwords; /* words in scratch memory; nwords others are in shared memory */
-	uint2 next[AHEAD];
+	quad next[AHEAD];
 
 	if (KIND == FAST_ONE_OFFSET)
 		by[0] = by[1] = circle - pair_offset(0x00800080, eighths, octave);
@@ -79,7 +96,6 @@ DEVICE void code_fast(fast_codes *t, const uint8_t *values, uint8_t *plane1, uin
 	for (int k = 0; k < AHEAD; k++) /* rows CHUNK_ROWS - 1 - k of the last chunk */
 		next[(CHUNK_ROWS - 1 - k) % AHEAD] = load_once(from - 32 * (k + 1));
 	for (uint32_t chunk = chunks; chunk-- > 0;) {
-		sum->sum = 0;
 		if (nwords + 32 * (CHUNK_ROWS + 1) > NEAR_WORDS) { /* end_plane appends 32 words */
 			move_words(near, s->words + WORDS_ROOM - moved, nwords, lane);
 			moved += nwords;
@@ -87,11 +103,13 @@ DEVICE void code_fast(fast_codes *t, const uint8_t *values, uint8_t *plane1, uin
 		}
 		from -= 32 * CHUNK_ROWS;
 		to -= 32 * CHUNK_ROWS;
-		if (chunk && lane < 2 * CHUNK_ROWS)
+		if (chunk && lane < SIZE * CHUNK_ROWS)
 			prefetch((const uint8_t *)(from - 32 * CHUNK_ROWS - lane) + LINE_NBYTES * lane);
 #pragma unroll
 		for (uint32_t k = CHUNK_ROWS; k-- > 0;) {
-			const uint32_t w[2] = {next[k % AHEAD].x, next[k % AHEAD].y};
+			uint32_t w[2], plane[SIZE]; /* upper halves of the values; their planes, from plane 1 on */
+
+			fast_halves(next[k % AHEAD], w, plane + 1);
 			uint32_t u[2] = {w[0], w[1]};
 
 			if (k >= AHEAD || chunk)
@@ -115,11 +133,13 @@ DEVICE void code_fast(fast_codes *t, const uint8_t *values, uint8_t *plane1, uin
 			for (int h = 0; h < 2 && KIND != FAST_NO_OFFSETS; h++)
 				u[h] = turn_pair(w[h] & 0x7fff7fff, w[h] & FAST_SYMBOLS, by[h]);
 			const uint32_t x[2] = {u[0] + u[0], u[1] + u[1]}; /* symbols in bytes 1 and 3 */
-			const uint32_t lower = (__byte_perm(u[0], u[1], 0x6420) & 0x7f7f7f7f) |
-					       (__byte_perm(w[0], w[1], 0x7531) & 0x80808080);
 
-			store_once(to + 32 * k, lower);
-			sum->sum += (uint64_t)lower * key[32 * k];
+			plane[0] = (__byte_perm(u[0], u[1], 0x6420) & 0x7f7f7f7f) |
+				   (__byte_perm(w[0], w[1], 0x7531) & 0x80808080);
+			for (int p = 1; p < SIZE; p++) {
+				store_once(to + (p - 1) * (stride / 4) + 32 * k, plane[p - 1]);
+				sums[p].sum += (uint64_t)plane[p - 1] * key[32 * k];
+			}
 			some |= x[0] | x[1], all &= x[0] & x[1];
 
 			const uint32_t a = t->codes[__byte_perm(x[0], 0, 0x4441)],
@@ -149,7 +169,8 @@ DEVICE void code_fast(fast_codes *t, const uint8_t *values, uint8_t *plane1, uin
 				nliterals = put_rare(s->literals, nliterals, __byte_perm(x[0], x[1], 0x7531), a, b, c,
 						     d, lane);
 		}
-		digest_end_chunk(sum, first + chunk, lane);
+		for (int p = 1; p < SIZE; p++)
+			digest_end_chunk(&sums[p], first + chunk, lane);
 	}
 	if (moved || !whole) {
 		move_words(near, s->words + WORDS_ROOM - moved, nwords, lane);

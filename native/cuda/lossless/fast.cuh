@@ -1,4 +1,4 @@
-/* lossless/fast.cuh - kinds of offsets for which the loops of encode_fast.cuh and decode_fast.cuh are compiled. */
+/* lossless/fast.cuh - types that the loops of encode_fast.cuh and decode_fast.cuh share. */
 #ifndef CODEC_CUDA_LOSSLESS_FAST_CUH
 #define CODEC_CUDA_LOSSLESS_FAST_CUH
 
@@ -6,6 +6,15 @@
 
 /* Bits of two patterns whose bytes in plane 0 are symbols: bits 7 to 14 of each half. */
 #define FAST_SYMBOLS 0x7f807f80u
+
+/* Words of a quad in memory. */
+template <int SIZE> struct fast_quad;
+template <> struct fast_quad<2> {
+	typedef uint2 words;
+};
+template <> struct fast_quad<4> {
+	typedef uint4 words;
+};
 
 /* Offsets of a part's values: none, one for all of them, or by rows and columns. */
 enum fast_offsets { FAST_NO_OFFSETS, FAST_ONE_OFFSET, FAST_OFFSETS };

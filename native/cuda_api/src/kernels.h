@@ -22,7 +22,8 @@
 	X(ENCODE_LOSSLESS_2, "encode_lossless<2>", 128, 4)                                                             \
 	X(ENCODE_LOSSLESS_4, "encode_lossless<4>", 128, 4)                                                             \
 	X(ENCODE_LOSSLESS_8, "encode_lossless<8>", 128, 4)                                                             \
-	X(ENCODE_LOSSLESS_FAST, "encode_lossless_fast", 128, 6)                                                        \
+	X(ENCODE_FAST_2, "encode_lossless_fast<2>", 128, 6)                                                            \
+	X(ENCODE_FAST_4, "encode_lossless_fast<4>", 128, 5)                                                            \
 	X(ENCODE_ROWS_2, "encode_rows<2>", 128, 4)                                                                     \
 	X(ENCODE_ROWS_3, "encode_rows<3>", 128, 4)                                                                     \
 	X(ENCODE_ROWS_4, "encode_rows<4>", 128, 4)                                                                     \

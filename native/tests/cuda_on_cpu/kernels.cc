@@ -30,6 +30,9 @@
 	CUDA_ON_CPU_EXPORT(kernel##_2, kernel<2>)                                                                      \
 	CUDA_ON_CPU_EXPORT(kernel##_4, kernel<4>)                                                                      \
 	CUDA_ON_CPU_EXPORT(kernel##_8, kernel<8>)
+#define EXPORT_FAST(kernel)                                                                                            \
+	CUDA_ON_CPU_EXPORT(kernel##_2, kernel<2>)                                                                      \
+	CUDA_ON_CPU_EXPORT(kernel##_4, kernel<4>)
 #define EXPORT_ROWS(kernel)                                                                                            \
 	CUDA_ON_CPU_EXPORT(kernel##_2, kernel<2>)                                                                      \
 	CUDA_ON_CPU_EXPORT(kernel##_3, kernel<3>)                                                                      \
@@ -45,13 +48,12 @@ EXPORT(scale_rows)
 EXPORT(choose_truncate)
 EXPORT(close_frame)
 EXPORT_SIZES(decode_lossless)
-CUDA_ON_CPU_EXPORT(decode_lossless_fast_2, decode_lossless_fast<2>)
-CUDA_ON_CPU_EXPORT(decode_lossless_fast_4, decode_lossless_fast<4>)
+EXPORT_FAST(decode_lossless_fast)
 EXPORT_ROWS(decode_rows)
 EXPORT(decode_stored)
 EXPORT(decode_truncate)
 EXPORT_SIZES(encode_lossless)
-EXPORT(encode_lossless_fast)
+EXPORT_FAST(encode_lossless_fast)
 EXPORT_ROWS(reduce_rows)
 EXPORT_ROWS(encode_rows)
 EXPORT(encode_truncate)
