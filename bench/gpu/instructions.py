@@ -1,8 +1,8 @@
 """Instructions in the loops of kernels, from their machine code: ``python bench/gpu/instructions.py``.
 
 It needs CuPy with NVRTC, and nvdisasm (``pip install nvidia-cuda-nvdisasm``), but no GPU. A loop is listed with its
-number of instructions if it has at least ``--least`` of them and reads shared memory. An unrolled loop over 8 rows of 128
-values that has 640 instructions has 80 for a row, including branches that are rarely taken.
+number of instructions if it has at least ``--least`` of them and reads shared memory. If it is unrolled for 8 rows of
+128 values and has 640 instructions, these are 80 for a row, including those of branches that are rarely taken.
 """
 
 import argparse

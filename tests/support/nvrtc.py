@@ -35,17 +35,17 @@ def compile_cuda(source: str, headers: dict[str, str], options: list[str], kerne
     status = lib.nvrtcCompileProgram(program, len(options), arguments)
     log = _output(lib, program, "ProgramLog").decode()
     assert status == 0, log
-    texts_found = [log, _output(lib, program, "PTX").decode()]
+    ptx = _output(lib, program, "PTX").decode()
     sizes = _code_sizes(_output(lib, program, "CUBIN"))
     for name in kernels:
         lowered = ctypes.c_char_p()
         assert lib.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(lowered)) == 0
         assert lowered.value is not None
         mangled = lowered.value.decode()
-        texts_found = [text.replace(mangled, name) for text in texts_found]
+        log, ptx = log.replace(mangled, name), ptx.replace(mangled, name)
         sizes[name] = sizes.pop(mangled)
     lib.nvrtcDestroyProgram(ctypes.byref(program))
-    return Compiled(*texts_found, sizes)
+    return Compiled(log, ptx, sizes)
 
 
 def _output(lib: ctypes.CDLL, program: ctypes.c_void_p, kind: str) -> bytes:
