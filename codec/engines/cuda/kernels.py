@@ -70,15 +70,16 @@ def blocks_for(kernel: str, processors: int, nblocks: int) -> int:
     """Return the thread blocks to launch for ``nblocks`` blocks of values.
 
     A warp processes a block of values; the warps of a thread block of ``reduce_rows`` or ``encode_topk`` share one. A
-    thread block that has more warps is launched for as few blocks of values as others, so that small tensors use the whole GPU.
+    thread block that has more warps is launched for as few blocks of values as others, so that small tensors use the
+    whole GPU.
     """
     each = 1 if kernel.startswith(("reduce_rows", "encode_topk")) else _SHARE
     return max(1, min(-(-nblocks // each), resident_blocks(kernel, processors)))
 
 
 def warps_of(kernel: str) -> int:
-    """Return the warps of a thread block of a kernel."""
-    return FILES[FILE_OF[kernel]].threads // 32
+    """Return the warps of a thread block as a kernel's arguments count them; ``encode_topk`` counts four."""
+    return _SHARE if kernel == "encode_topk" else FILES[FILE_OF[kernel]].threads // 32
 
 
 def resident_blocks(kernel: str, processors: int) -> int:
