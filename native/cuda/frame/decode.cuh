@@ -121,8 +121,8 @@ DEVICE uint64_t lossless_scratch_nbytes(const codec_view &v, int size)
  * Decode (or only check) blocks `first`, first + warps, first + 2 * warps ... of a frame, by one warp.
  *
  * read(block, cursor, checksum) decodes one block and returns a status. *checksum: read adds to it the checksums of the
- * block's parts of the `size` planes that are fixed. size: of a lossless value in bytes; else 0. skip(block) is called in
- * place of it if the block's directory entry is bad.
+ * block's parts of the `size` planes that are fixed. size: of a lossless value in bytes; else 0. skip(block) is called
+ * in place of it if the block's directory entry is bad.
  */
 template <class F, class G>
 DEVICE void decode_blocks_by(const codec_decoding &d, const job &j, int size, uint64_t first, uint64_t warps,
