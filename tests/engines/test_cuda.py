@@ -704,7 +704,7 @@ def test_batches(device, monkeypatch, at_once):
     assert codec.encode_many(xs, options=codec.options(engine="cuda")) == frames
     device.launched.clear()
     decoded = codec.decode_many(frames, options=codec.options(engine="cuda"))
-    assert device.launched.count("decode_lossless<4>") == (
+    assert device.launched.count("decode_lossless_fast<4>") == (
         1 if at_once > 2 else 2
     )  # small tensors are stored without blocks
     assert all((decoded[i] == x).all() for i, x in xs.items())
@@ -807,7 +807,7 @@ def test_calls_do_not_synchronize(device):
 @by_cupy
 def test_warmup_compiles_kernels(device):
     codec.warmup([codec.Sign(), codec.Lossless()], "float32", progress=False, options=codec.options(engine="cuda"))
-    assert {"encode_rows<2>", "decode_rows<2>", "encode_lossless<4>", "decode_lossless<4>"} <= set(device.launched)
+    assert {"encode_rows<2>", "decode_rows<2>", "encode_lossless_fast<4>", "decode_lossless<4>"} <= set(device.launched)
 
 
 @by_cupy
@@ -845,13 +845,13 @@ def test_number_of_launches(device):
     """
     xs = [device.put(np.random.default_rng(n).standard_normal(n, F32)) for n in (5, 600, 40_000, 513, 20_000)]
     codec.encode_many(xs)
-    assert device.launched == ["choose_lossless", "encode_lossless<4>", "close_frame"]
+    assert device.launched == ["choose_lossless", "encode_lossless_fast<4>", "close_frame"]
     device.launched.clear()
     frames = codec.encode_many([*xs[1:], *(device.put(np.ones(1000, np.int16)) for _ in range(3))])
-    assert device.launched == ["choose_lossless", "encode_lossless<2>", "encode_lossless<4>", "close_frame"]
+    assert device.launched == ["choose_lossless", "encode_lossless<2>", "encode_lossless_fast<4>", "close_frame"]
     device.launched.clear()
     codec.decode_many(frames)
-    assert device.launched == ["gather", "decode_lossless<2>", "decode_lossless<4>"]
+    assert device.launched == ["gather", "decode_lossless<2>", "decode_lossless_fast<4>"]
     x = device.put(np.random.default_rng(1).standard_normal(20_000, F32))
     groups = {"optimizer": [(0, optimizers.SGD(0.1)), (500, optimizers.SGD(0.2))], "state": {"theta": x}}
     with_feedback = {"residual": device.put(np.zeros(20_000, F32)), "feedback": True}
@@ -955,10 +955,10 @@ class Counted(Emulated):
 
 _NOWHERE = 1 << 20  # address that nobody reads
 PEAKS = {  # maximum MB of scratch memory on a GPU of 132 multiprocessors, for tensors that use all of them
-    "lossless": (codec.Lossless(), 100),
-    "bfloat16": (codec.Lossless(), 100),
-    "truncate": (codec.Truncate(1), 100),
-    "float8_entropy": (codec.Float8(entropy=True), 100),
+    "lossless": (codec.Lossless(), 300),
+    "bfloat16": (codec.Lossless(), 300),
+    "truncate": (codec.Truncate(1), 140),
+    "float8_entropy": (codec.Float8(entropy=True), 180),
     "trits": (codec.Ternary("base3"), 3),
     "float8": (codec.Float8(), 0),
     "quantize": (codec.Quantize(4), 0),
@@ -1034,7 +1034,7 @@ def test_scratch_memory_of_a_call_is_limited(kernel, library):
         for nbytes, units in ((33_152, 9), (82_560, 1), (66_176, 1))
         for frames in (1, 1000)
     ]
-    assert all(4 * 528 * 33_152 <= s.nbytes <= 100_000_000 for s in most)
+    assert all(4 * 528 * 33_152 <= s.nbytes <= 300_000_000 for s in most)
 
 
 @on_cpu

@@ -80,7 +80,7 @@ def test_options_for_the_compiler_are_obeyed(built, offer, compiled, monkeypatch
     offer(built)
     monkeypatch.setenv("CODEC_NVRTC_OPTIONS", "-lineinfo")
     codec.encode(cupy.array(X))
-    assert "lossless/encode" in compiled
+    assert "lossless/encode_fast" in compiled
 
 
 def test_other_architectures_are_compiled(built, monkeypatch, compiled, tmp_path):
@@ -97,7 +97,7 @@ def test_no_library_is_no_error(offer, compiled, monkeypatch, tmp_path):
     monkeypatch.delenv("CODEC_CUDA_LIBRARY", raising=False)
     monkeypatch.setattr(library, "PACKAGE", tmp_path)
     codec.encode(cupy.array(X))
-    assert "lossless/encode" in compiled
+    assert "lossless/encode_fast" in compiled
 
 
 @pytest.mark.parametrize("library_of", ["other sources", "libcodec.so", "missing"])
@@ -117,4 +117,4 @@ def test_libraries_of_the_package_with_other_kernels_are_not_used(offer, compile
     (tmp_path / "lib/libcodec_cuda.so").symlink_to(cuda_c.library())
     monkeypatch.setattr(library, "PACKAGE", tmp_path)
     codec.encode(cupy.array(X))
-    assert "lossless/encode" in compiled
+    assert "lossless/encode_fast" in compiled

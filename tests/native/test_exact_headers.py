@@ -18,7 +18,7 @@ FUNCTIONS = sorted(name for header in HEADERS for name in FUNCTION.findall((EXAC
 
 def ptx_of(*options: str, source: str = EVERYTHING) -> str:
     """Return the PTX of all functions of all headers."""
-    log, ptx = compile_cuda(source, {name: (EXACT / name).read_text() for name in HEADERS}, list(options))
+    log, ptx, _ = compile_cuda(source, {name: (EXACT / name).read_text() for name in HEADERS}, list(options))
     assert not log.strip()
     return ptx
 

@@ -77,7 +77,7 @@ def launch(library, kernel, grid, threads, *args):
 
 
 def compile_kernels(file, arch):
-    """Compile a file of kernels by NVRTC for an architecture; return the assembler's log and the PTX."""
+    """Compile a file of kernels by NVRTC for an architecture."""
     options = [*sources.OPTIONS, f"-arch={arch}", "-Xptxas=-v", *INCLUDED]
     return compile_cuda(f'#include "{file}.cu"\n', sources.HEADERS, options, FILES[file].kernels)
 

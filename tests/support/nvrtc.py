@@ -2,8 +2,18 @@
 
 import ctypes
 import re
+import struct
 from collections.abc import Sequence
 from importlib.metadata import files
+from typing import NamedTuple
+
+
+class Compiled(NamedTuple):
+    """Output of NVRTC, in which kernels have the names of their expressions in place of mangled ones."""
+
+    log: str
+    ptx: str
+    code_nbytes: dict[str, int]  # size of the machine code of each kernel
 
 
 def nvrtc() -> ctypes.CDLL:
@@ -12,13 +22,8 @@ def nvrtc() -> ctypes.CDLL:
     return ctypes.CDLL(str(next(f.locate() for f in installed if re.fullmatch(r"libnvrtc\.so\.\d+", f.name))))
 
 
-def compile_cuda(
-    source: str, headers: dict[str, str], options: list[str], kernels: Sequence[str] = ()
-) -> tuple[str, str]:
-    """Compile a source with the given headers; return the log and the PTX.
-
-    Both name kernels by the expressions in `kernels` in place of mangled names.
-    """
+def compile_cuda(source: str, headers: dict[str, str], options: list[str], kernels: Sequence[str] = ()) -> Compiled:
+    """Compile a source with the given headers; `kernels` are name expressions of its kernels."""
     lib, program = nvrtc(), ctypes.c_void_p()
     texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
     names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
@@ -28,19 +33,40 @@ def compile_cuda(
     for name in kernels:
         assert lib.nvrtcAddNameExpression(program, name.encode()) == 0
     status = lib.nvrtcCompileProgram(program, len(options), arguments)
-    size = ctypes.c_size_t()
-    lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    lib.nvrtcGetProgramLog(program, log)
-    assert status == 0, log.value.decode()
-    lib.nvrtcGetPTXSize(program, ctypes.byref(size))
-    ptx = ctypes.create_string_buffer(size.value)
-    lib.nvrtcGetPTX(program, ptx)
-    texts_found = [log.value.decode(), ptx.value.decode()]
+    log = _output(lib, program, "ProgramLog").decode()
+    assert status == 0, log
+    ptx = _output(lib, program, "PTX").decode()
+    sizes = _code_sizes(_output(lib, program, "CUBIN"))
     for name in kernels:
         lowered = ctypes.c_char_p()
         assert lib.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(lowered)) == 0
         assert lowered.value is not None
-        texts_found = [text.replace(lowered.value.decode(), name) for text in texts_found]
+        mangled = lowered.value.decode()
+        log, ptx = log.replace(mangled, name), ptx.replace(mangled, name)
+        sizes[name] = sizes.pop(mangled)
     lib.nvrtcDestroyProgram(ctypes.byref(program))
-    return texts_found[0], texts_found[1]
+    return Compiled(log, ptx, sizes)
+
+
+def _output(lib: ctypes.CDLL, program: ctypes.c_void_p, kind: str) -> bytes:
+    """Return an output of a program; texts without their terminating 0."""
+    size = ctypes.c_size_t()
+    getattr(lib, f"nvrtcGet{kind}Size")(program, ctypes.byref(size))
+    data = ctypes.create_string_buffer(size.value)
+    getattr(lib, f"nvrtcGet{kind}")(program, data)
+    return data.raw if kind == "CUBIN" else data.value
+
+
+def _code_sizes(image: bytes) -> dict[str, int]:
+    """Return the bytes of machine code of each kernel and function in an ELF file; {} if there is only PTX."""
+    if not image:
+        return {}
+    (at,), (each, count, names) = struct.unpack_from("<Q", image, 40), struct.unpack_from("<3H", image, 58)
+    sections = [struct.unpack_from("<II4Q", image, at + each * i) for i in range(count)]
+    start = sections[names][4]
+    found = {}
+    for name, _, _, _, _, nbytes in sections:
+        text = image[start + name : image.index(b"\0", start + name)].decode()
+        if text.startswith(".text."):
+            found[text.removeprefix(".text.")] = nbytes
+    return found

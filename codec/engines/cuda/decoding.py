@@ -9,10 +9,10 @@ from codec._c.library import DTYPE_NAMES, ITEMSIZE, MANTISSA_BITS, check, ffi, l
 from codec._call import Call
 from codec.engines.blockwise import tensor_like
 from codec.engines.cuda.encoding import ALIGNMENT
-from codec.engines.cuda.kernels import blocks_for
+from codec.engines.cuda.kernels import blocks_for, warps_of
 from codec.engines.cuda.plan import is_entropy_coded
 from codec.engines.cuda.preprocess import Preprocessing
-from codec.engines.cuda.scratch import UNITS_NBYTES, WARPS, Need
+from codec.engines.cuda.scratch import UNITS_NBYTES, Need
 from codec.engines.cuda.upload import DATA_AT, Image
 from codec.engines.cuda.workspace import Work, grid_for
 from codec.engines.native import decoding as native
@@ -147,6 +147,9 @@ class Frame:
         if levels is not None and self._shared:
             preprocessing.ask(levels)
         self.kernel, self._constant, self.summing = _kernels(view, ITEMSIZE[self.dtype])
+        size = ITEMSIZE[self.dtype]
+        if into == lib.CODEC_INTO_STORE and _is_fast(view, size) and (v.device == "cpu" or v.address % (4 * size) == 0):
+            self.kernel, self._constant = f"decode_lossless_fast<{size}>", ""
         device = work.device
         blocks = blocks_for(self.kernel, device.processors, view.nblocks)
         self.grid = blocks if view.nblocks else grid_for(device, view.n)
@@ -255,7 +258,10 @@ class Frame:
         [nbytes] = self.work.device.constant(self.kernel, self._constant, 1)
         if self.view.codec != lib.CODEC_LOSSLESS:
             return Need(nbytes)
-        planes = (~self.view.fixed & ((1 << ITEMSIZE[self.dtype]) - 1)).bit_length()
+        every = (1 << ITEMSIZE[self.dtype]) - 1
+        if self.view.fixed == every - 1 and not self.view.halved & 1:
+            return Need(0)
+        planes = (~self.view.fixed & every).bit_length()
         units = planes + (planes > 1)  # lossless_scratch_nbytes of native/cuda/frame/decode.cuh
         return Need(nbytes if units else 0, units)
 
@@ -263,7 +269,7 @@ class Frame:
         """Return the codec_decoding, from the addresses of the frame's image and result and a codec_units."""
         codes = bool(sink.codes & lib.CODEC_UNSCALED), bool(sink.codes & lib.CODEC_RESCALE)
         addresses = self._base_at or self.preprocessing.exponents, found
-        warps = WARPS * self.grid
+        warps = warps_of(self.kernel) * self.grid
         return _DECODING.pack(
             at, at + DATA_AT, self._at, scratch, *addresses, *sink[:4], *codes, checks, warps, self.lists, 0
         )
@@ -308,6 +314,12 @@ class Frame:
             if digests[i] != expected[i]:
                 fault.offset, fault.found, fault.expected = self.view.side_offset + 8 * i, expected[i], digests[i]
                 check(int(status), fault)
+
+
+def _is_fast(v: Any, size: int) -> bool:
+    """Return whether decode_lossless_fast can decode a frame: floats of two or four bytes, plane 0 alone in regions."""
+    is_float = v.codec == lib.CODEC_LOSSLESS and v.dtype in (lib.CODEC_FLOAT32, lib.CODEC_BFLOAT16, lib.CODEC_FLOAT16)
+    return is_float and v.nblocks > 0 and v.fixed == (1 << size) - 2 and v.coded & 1 and not v.halved & 1
 
 
 def _kernels(v: Any, size: int) -> tuple[str, str, str]:

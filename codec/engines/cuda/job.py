@@ -4,9 +4,10 @@ import itertools
 import struct
 from collections.abc import Sequence
 
+from codec.engines.cuda.kernels import warps_of
 from codec.engines.cuda.plan import Plan
 from codec.engines.cuda.preprocess import PREPROCESSING_NBYTES, Preprocessing
-from codec.engines.cuda.scratch import UNITS_NBYTES, WARPS, Scratch
+from codec.engines.cuda.scratch import UNITS_NBYTES, Scratch
 from codec.engines.cuda.upload import DATA_AT, aligned
 from codec.engines.cuda.workspace import Work, grid_for, launch_each
 from codec.engines.request import EncodeRequest
@@ -63,7 +64,7 @@ class Job:
         plan, layout = self.plan, self.layout
         ends = self._base or self.preprocessing.exponents, self.preprocessing.levels
         zeros = self.counts, at + plan.head_at, self.counts + layout.choice_nbytes, self.written
-        warps = WARPS * layout.grid
+        warps = warps_of(plan.kernel) * layout.grid
         return _ENCODING.pack(at, at + DATA_AT, *self._source, scratch, *zeros, *ends, plan.nparts, warps)
 
 

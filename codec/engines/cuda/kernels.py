@@ -45,11 +45,14 @@ FILES = {
     "lossless/choose": File(256, {"choose_lossless": 2}),
     "rows/choose": File(256, {"choose_rows": 2, "scale_rows": 2}),
     "truncate/choose": File(256, {"choose_truncate": 2}),
+    "lossless/encode_fast": File(128, {"encode_lossless_fast<2>": 6, "encode_lossless_fast<4>": 5}),
     "lossless/encode": File(128, _each("encode_lossless", _SIZES, 4)),
     "rows/encode": File(128, _each("encode_rows", _ROWS, 4)),
     "truncate/encode": File(128, {"encode_truncate": 4}),
     "frame/close": File(256, {"close_frame": 4}),
     "lossless/decode": File(128, _each("decode_lossless", _SIZES[:3], 4) | _each("decode_lossless", _SIZES[3:], 3)),
+    "lossless/decode_fast2": File(512, {"decode_lossless_fast<2>": 2}),
+    "lossless/decode_fast4": File(384, {"decode_lossless_fast<4>": 2}),
     "rows/decode": File(128, _each("decode_rows", _ROWS, 6)),
     "rows/reduce": File(128, _each("reduce_rows", _ROWS, 4)),
     "truncate/decode": File(128, {"decode_truncate": 4}),
@@ -60,16 +63,23 @@ FILES = {
     "frame/decode_stored": File(128, {"decode_stored": 4}),
 }
 FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kernels}
+_SHARE = 4  # blocks of values for which a thread block is launched
 
 
 def blocks_for(kernel: str, processors: int, nblocks: int) -> int:
     """Return the thread blocks to launch for ``nblocks`` blocks of values.
 
-    A warp processes a block of values; the warps of a thread block of ``reduce_rows`` or ``encode_topk`` share one.
+    A warp processes a block of values; the warps of a thread block of ``reduce_rows`` or ``encode_topk`` share one. A
+    thread block that has more warps is launched for as few blocks of values as others, so that small tensors use the
+    whole GPU.
     """
-    file = FILES[FILE_OF[kernel]]
-    each = 1 if kernel.startswith(("reduce_rows", "encode_topk")) else file.threads // 32
+    each = 1 if kernel.startswith(("reduce_rows", "encode_topk")) else _SHARE
     return max(1, min(-(-nblocks // each), resident_blocks(kernel, processors)))
+
+
+def warps_of(kernel: str) -> int:
+    """Return the warps of a thread block as a kernel's arguments count them; ``encode_topk`` counts four."""
+    return _SHARE if kernel == "encode_topk" else FILES[FILE_OF[kernel]].threads // 32
 
 
 def resident_blocks(kernel: str, processors: int) -> int:

@@ -8,8 +8,8 @@ from codec._c.library import DTYPES, ITEMSIZE, check, ffi, lib, new_bytes
 from codec._c.spec_structs import spec_struct
 from codec._call import Call, new_tensor
 from codec.engines.cuda.devices import Device
-from codec.engines.cuda.kernels import blocks_for
-from codec.engines.cuda.scratch import WARPS, Need
+from codec.engines.cuda.kernels import blocks_for, warps_of
+from codec.engines.cuda.scratch import Need
 from codec.engines.cuda.upload import VIEW_NBYTES, Image, aligned
 from codec.engines.request import EncodeRequest
 
@@ -97,7 +97,7 @@ class Plan:
             choice, part = device.constant("close_frame", "choose_nbytes", 2)
             choice = aligned(choice + max(self.nparts, 1) * part)
             scratch = self._scratch(device) if v.nblocks else Need(0)
-            other_grid = min(WARPS * grid, 2 * device.processors)
+            other_grid = min(warps_of(self.kernel) * grid, 2 * device.processors)
             zeros = choice + aligned(8 * v.nblocks)
             self._layouts[device.name] = found = Layout(grid, other_grid, scratch, choice, zeros)
         return found
@@ -175,7 +175,8 @@ def _new_call(r: EncodeRequest) -> Call:
 def _kernels(v: Any, size: int) -> tuple[str, str, tuple[str, int]]:
     """Return the family, its encoding kernel, and the constant with bytes of scratch memory, if there is one."""
     if v.codec == lib.CODEC_LOSSLESS:
-        return "lossless", f"encode_lossless<{size}>", ("encode_lossless_nbytes", 1)
+        is_fast = v.dtype in (lib.CODEC_FLOAT32, lib.CODEC_BFLOAT16, lib.CODEC_FLOAT16)
+        return "lossless", f"encode_lossless{'_fast' * is_fast}<{size}>", ("encode_lossless_nbytes", 1)
     if v.codec == lib.CODEC_TRUNCATE:
         return "truncate", "encode_truncate", ("encode_truncate_nbytes", 2)
     if v.codec == lib.CODEC_DELTA:

@@ -4,12 +4,11 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from codec.engines.cuda.kernels import resident_blocks
+from codec.engines.cuda.kernels import resident_blocks, warps_of
 from codec.engines.cuda.upload import aligned
 from codec.engines.cuda.workspace import Work
 
-WARPS = 4  # warps of a thread block that encodes or decodes blocks of values
-_MOST_NBYTES = 100_000_000  # maximum bytes of the units; if warps need more, fewer of them run at once
+_MOST_NBYTES = 300_000_000  # maximum bytes of the units; if warps need more, fewer of them run at once
 _UNITS = struct.Struct("<3Q2I")  # codec_units of native/cuda/common/scratch.cuh
 _NO_UNITS = bytes(_UNITS.size)
 UNITS_NBYTES = _UNITS.size
@@ -50,8 +49,8 @@ class Scratch:
         if not some:
             return
         warp_units = max([need.units for _, _, need in some])
-        resident = max([resident_blocks(kernel, work.device.processors) for kernel, _, _ in some])
-        wanted = WARPS * min(sum([grid * need.units for _, grid, need in some]), resident * warp_units)
+        resident = max([warps_of(kernel) * resident_blocks(kernel, work.device.processors) for kernel, _, _ in some])
+        wanted = min(sum([warps_of(kernel) * grid * need.units for kernel, grid, need in some]), resident * warp_units)
         self._each = aligned(max([need.nbytes for _, _, need in some]))
         self._count = max(min(wanted, _MOST_NBYTES // self._each), warp_units)
         self.nbytes = self._count * self._each

@@ -44,7 +44,6 @@ struct coded {
 	uint64_t bits;
 	const uint8_t *words; /* words of the plane, in all lanes the same */
 	uint32_t nwords, taken;
-	uint32_t base, window[3]; /* words base + 32 * i + lane of the plane, see fill_window */
 };
 
 /* Read the head of a coded plane at the cursor: set up all lanes' reservoirs, and move the cursor behind the words. */
@@ -123,70 +122,20 @@ DEVICE symbols decode_pairs(const pairs &by, const uint8_t *table, uint64_t bits
 		__byte_perm(a, b, 0x7632), (a | b) & ESCAPED};
 }
 
-/* Load word base + 32 * i + lane of a plane whose words are aligned to 4 bytes; words behind the last one are 0. */
-DEVICE uint32_t window_word(const coded &s, uint32_t i, uint32_t lane)
-{
-	uint32_t at = s.base + 32 * i + lane;
-
-	return at < s.nwords ? global((const uint32_t *)s.words)[at] : 0;
-}
-
 /*
- * Make the window begin at or less than 32 words before the next word to be taken. The window holds the words of
- * several rows to come, so that refill_ahead does not wait for memory. Without it, `base` is ~0.
+ * Append the next words to the reservoirs of lanes that have fewer than 32 bits left: of those the end mark, after
+ * which the word's bits follow, is in the upper half.
  */
-DEVICE void fill_window(coded *s, uint32_t lane)
-{
-	if (s->taken - s->base < 32)
-		return;
-	s->base = s->taken;
-	for (uint32_t i = 0; i < 3; i++)
-		s->window[i] = window_word(*s, i, lane);
-}
-
-/*
- * Insert a word into the reservoirs of lanes that have fewer than 32 bits left: of those the end mark, after which the
- * word's bits follow, is in the upper half. take(place, taking) returns the word at `place`; others' words are ignored.
- */
-template <class T> DEVICE void refill_by(coded *s, T take, uint32_t lane)
+DEVICE void refill(coded *s, uint32_t lane)
 {
 	uint32_t high = (uint32_t)(s->bits >> 32), low = (uint32_t)s->bits;
 	uint32_t taking = __ballot_sync(FULL, low == 0), place = s->taken + __popc(taking & ((1u << lane) - 1));
 	/* the end mark, where a word is to be inserted before it; else 0 */
-	uint32_t mark = low ? 0 : high & (0 - high), word = take(place, mark != 0);
+	uint32_t mark = low ? 0 : high & (0 - high);
+	uint32_t word = mark && place < s->nwords ? load32(s->words + 4ull * place) : 0;
 
 	s->bits = ((uint64_t)(high ^ mark) << 32 | (low | mark)) + 2 * ((uint64_t)mark * word);
 	s->taken += __popc(taking);
-}
-
-/* Append the next words to lanes that have fewer than 32 bits left. */
-DEVICE void refill(coded *s, uint32_t lane)
-{
-	refill_by(
-		s,
-		[&](uint32_t place, bool taking) {
-			return taking && place < s->nwords ? load32(s->words + 4ull * place) : 0;
-		},
-		lane);
-}
-
-/* refill() from the window, which then moves on. */
-DEVICE void refill_ahead(coded *s, uint32_t lane)
-{
-	refill_by(
-		s,
-		[&](uint32_t place, bool) {
-			uint32_t at = place - s->base, near = __shfl_sync(FULL, s->window[0], at & 31);
-			uint32_t far = __shfl_sync(FULL, s->window[1], at & 31);
-
-			return at < 32 ? near : far;
-		},
-		lane);
-	if (s->taken - s->base >= 32) {
-		s->base += 32;
-		s->window[0] = s->window[1], s->window[1] = s->window[2];
-		s->window[2] = window_word(*s, 2, lane);
-	}
 }
 
 /* Return how many values of the lane's quad in row `row` exist, of k values in the plane: 0 to 4. */

@@ -10,32 +10,6 @@
 /* Upper bound of the words of a coded plane, including the first word of each lane. */
 #define WORDS_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) / 4 + 2 * WIRE_LANES)
 
-/* Copy n bytes between any addresses, in words that are aligned at the destination. By one warp. */
-static __device__ void copy_bytes(uint8_t *to, const uint8_t *from, uint64_t n, uint32_t lane)
-{
-	uint64_t skip = (4 - (uint64_t)to % 4) % 4, whole = n > skip ? (n - skip) / 4 : 0;
-	uint32_t *words = global((uint32_t *)(to + skip));
-
-	const uint8_t *source = global(from) + skip;
-	uint64_t i = lane;
-
-	if ((uint64_t)source % 4 == 0)
-		for (; i + 7 * 32 < whole; i += 8 * 32) {
-			uint32_t word[8];
-
-			for (uint32_t k = 0; k < 8; k++)
-				word[k] = ((const uint32_t *)source)[i + 32 * k];
-			for (uint32_t k = 0; k < 8; k++)
-				words[i + 32 * k] = word[k];
-		}
-	for (; i < whole; i += 32)
-		words[i] = load32(source + 4 * i);
-	if (lane < skip && lane < n)
-		to[lane] = from[lane];
-	for (i = skip + 4 * whole + lane; i < n; i += 32)
-		to[i] = from[i];
-}
-
 /* Pad a region of `at` bytes with zeros. Returns its size, a multiple of WIRE_ALIGN. */
 DEVICE uint32_t end_region(uint8_t *region, uint32_t at, uint32_t lane)
 {
@@ -81,14 +55,15 @@ DEVICE const job &share_coding(const codec_view *view, const uint8_t *memory, ui
 
 /*
  * State of a lane that codes a plane. Rows are coded from the last to the first, so that bits are prepended as the
- * decoder will take them. Words and literals are written from the end of their memory downwards. `wide`: literals have
- * two bytes.
+ * decoder will take them. Words and literals are written from the end of their memory downwards. near: end of the words
+ * if all of them lie in shared memory, with room for WIRE_LANES more before them; else NULL. `wide`: literals have two
+ * bytes.
  */
 struct coding {
 	uint32_t low, high; /* bits of the lane, right-justified; the decoder's next bit is the highest */
 	uint32_t more;      /* the number of these bits less 32, modulo 32 */
 	const uint32_t *codes;
-	uint32_t *words, nwords;
+	uint32_t *words, *near, nwords;
 	uint8_t *literals;
 	uint32_t nliterals;
 	bool wide;
@@ -100,7 +75,7 @@ struct coding {
  */
 DEVICE coding begin_plane(const job *j, uint32_t p, uint32_t *words, uint8_t *literals, bool wide)
 {
-	return {0, 0, 0, j->codes + 256 * p, words, 0, literals, 0, wide};
+	return {0, 0, 0, j->codes + 256 * p, words, NULL, 0, literals, 0, wide};
 }
 
 /* Append the literals of row r to the plane's literals. escapes: mask of the lane's symbols that are escaped. */
@@ -192,7 +167,7 @@ static __device__ void put_tails(uint8_t *p, uint32_t t, uint32_t tail, uint32_t
 template <class G> static __device__ uint32_t end_plane(const coding &s, uint32_t most, G place, uint32_t lane)
 {
 	uint32_t t = s.more & 31, sum, some, from = warp_scan(t, lane, &sum), nwords = s.nwords + WIRE_LANES;
-	uint32_t *words = s.words + WORDS_ROOM - nwords, width = s.wide ? 2 : 1;
+	uint32_t *words = (s.near ? s.near : s.words + WORDS_ROOM) - nwords, width = s.wide ? 2 : 1;
 	uint32_t size = (STATE_NBYTES + (sum + 7) / 8 + 3) / 4 * 4;
 
 	words[lane] = __funnelshift_r(s.low, s.high, t);
@@ -211,7 +186,7 @@ template <class G> static __device__ uint32_t end_plane(const coding &s, uint32_
 	if (lane < 2)
 		out[lane] = (uint8_t)(nwords >> 8 * lane);
 	put_tails(out, t, s.low & ((1u << t) - 1), from, sum, lane);
-	copy_bytes(out + size, (const uint8_t *)words, 4 * nwords, lane);
+	copy_bytes<false>(out + size, (const uint8_t *)words, 4 * nwords, lane);
 	copy_bytes(out + size + 4 * nwords, s.literals + width * (PLANE_ROOM - s.nliterals), width * s.nliterals, lane);
 	return nbytes;
 }

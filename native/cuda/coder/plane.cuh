@@ -74,7 +74,7 @@ static __device__ codec_status plane_open(plane *o, const job *j, uint32_t p, ui
 	uint32_t rows = (k + WIRE_ROW - 1) / WIRE_ROW;
 	uint64_t nbytes = mode == WIRE_MODE_RAW ? k : mode == WIRE_MODE_ROWS ? (rows + 7) / 8 : 1;
 
-	*o = {mode, k, here(c), by.plane == p ? &by : NULL, table_of(j, p), {0, NULL, 0, 0, ~0u, {0, 0, 0}}, false};
+	*o = {mode, k, here(c), by.plane == p ? &by : NULL, table_of(j, p), {0, NULL, 0, 0}, false};
 	if (mode == WIRE_MODE_CODED)
 		return open_plane(c, &o->coder, lane);
 	if (left(c) < nbytes || (mode == WIRE_MODE_ROWS && rows % 8 && o->bytes[nbytes - 1] >> rows % 8))
@@ -136,21 +136,6 @@ static __device__ uint32_t plane_row(plane *o, uint32_t r, cursor *c, uint32_t l
 		return 0;
 	c->at += run;
 	return load_bytes(here(c) - run + 4 * lane, n);
-}
-
-/*
- * plane_row for a row with all 128 values, of a coded plane with a table of pairs and words aligned to 4 bytes. The
- * window is filled.
- */
-DEVICE uint32_t plane_whole_row(plane *o, const pairs &by, cursor *c, uint32_t lane)
-{
-	symbols s = decode_pairs(by, o->table, o->coder.bits);
-
-	o->coder.bits = s.bits;
-	refill_ahead(&o->coder, lane);
-	return __any_sync(FULL, s.escaped)
-		       ? with_literals(o, c, s.quad, equal_bytes(s.quad, o->table[TABLE_ESCAPE]), lane)
-		       : s.quad;
 }
 
 /* Check, after the last row, that the plane was valid. */

@@ -32,6 +32,35 @@ template <class T> DEVICE T *shared(T *p)
 	return p;
 }
 
+/* Keep x in a register where the compiler would compute it again. */
+DEVICE uint32_t opaque(uint32_t x)
+{
+#ifdef __CUDA_ARCH__
+	asm volatile("" : "+r"(x));
+#endif
+	return x;
+}
+
+/* Load global memory that is used once, so that the L2 cache keeps other data. */
+template <class T> DEVICE T load_once(const T *p)
+{
+#ifdef __CUDA_ARCH__
+	return __ldcs(global(p));
+#else
+	return *p;
+#endif
+}
+
+/* Store to global memory that is not used again soon, so that the L2 cache keeps other data. */
+template <class T> DEVICE void store_once(T *p, T x)
+{
+#ifdef __CUDA_ARCH__
+	__stcs(global(p), x);
+#else
+	*p = x;
+#endif
+}
+
 /* Bring the cache line at p to the L2 cache. */
 DEVICE void prefetch(const void *p)
 {
@@ -162,6 +191,36 @@ template <int SIZE> DEVICE void store_quad(uint8_t *p, uint32_t n, const uint64_
 			((uint32_t *)p)[k] = (uint32_t)x[k];
 		else
 			((uint64_t *)p)[k] = x[k];
+}
+
+/*
+ * Copy n bytes between any addresses, in words that are aligned at the destination. By one warp. GLOBAL: the source is
+ * in global memory.
+ */
+template <bool GLOBAL = true>
+static __device__ void copy_bytes(uint8_t *to, const uint8_t *from, uint64_t n, uint32_t lane)
+{
+	uint64_t skip = (4 - (uint64_t)to % 4) % 4, whole = n > skip ? (n - skip) / 4 : 0;
+	uint32_t *words = global((uint32_t *)(to + skip));
+
+	const uint8_t *source = (GLOBAL ? global(from) : from) + skip;
+	uint64_t i = lane;
+
+	if ((uint64_t)source % 4 == 0)
+		for (; i + 7 * 32 < whole; i += 8 * 32) {
+			uint32_t word[8];
+
+			for (uint32_t k = 0; k < 8; k++)
+				word[k] = ((const uint32_t *)source)[i + 32 * k];
+			for (uint32_t k = 0; k < 8; k++)
+				words[i + 32 * k] = word[k];
+		}
+	for (; i < whole; i += 32)
+		words[i] = load32(source + 4 * i);
+	if (lane < skip && lane < n)
+		to[lane] = from[lane];
+	for (i = skip + 4 * whole + lane; i < n; i += 32)
+		to[i] = from[i];
 }
 
 /* Return word x with all bytes 0 but the first n. */

@@ -100,24 +100,82 @@ DEVICE const codec_decoding &decoding_of(const codec_decoding *decodings)
 	return d;
 }
 
+/* Check that a frame's regions hold plane 0 only, which is not halved, of values of `size` bytes. */
+DEVICE bool holds_plane_0_only(const codec_view &v, int size)
+{
+	return v.fixed == (1u << size) - 2 && !(v.halved & 1);
+}
+
 /*
- * Return the bytes of scratch memory with which a warp decodes lossless blocks: for each plane in regions and, if plane
- * 0 is not the only one, for a plane of live values only.
+ * Return the bytes of scratch memory with which a warp decodes lossless blocks: none if plane 0 is the only one in
+ * regions; else for each plane, and for a plane of live values only.
  */
 DEVICE uint64_t lossless_scratch_nbytes(const codec_view &v, int size)
 {
 	const uint32_t planes = planes_in_regions(v, size);
 
-	return PLANE_ROOM * (planes + (planes > 1));
+	return holds_plane_0_only(v, size) ? 0 : PLANE_ROOM * (planes + (planes > 1));
 }
 
 /*
- * Decode (or only check) all blocks of the CTA's frame.
+ * Decode (or only check) blocks `first`, first + warps, first + 2 * warps ... of a frame, by one warp.
  *
- * read(decoding, job, block, cursor, pairs, scratch, lane, checksum) decodes one block and returns a status. pairs:
- * tables of 2^PAIR_BITS entries in shared memory; scratch: the warp's memory; *checksum: read adds to it the checksums
- * of the block's parts of the `size` planes that are fixed. size: of a lossless value in bytes; else 0.
- * skip(decoding, job, block, lane) is called in place of it if the block's directory entry is bad.
+ * read(block, cursor, checksum) decodes one block and returns a status. *checksum: read adds to it the checksums of the
+ * block's parts of the `size` planes that are fixed. size: of a lossless value in bytes; else 0. skip(block) is called
+ * in place of it if the block's directory entry is bad.
+ */
+template <class F, class G>
+DEVICE void decode_blocks_by(const codec_decoding &d, const job &j, int size, uint64_t first, uint64_t warps,
+			     uint32_t lane, F read, G skip)
+{
+	const codec_view &v = j.v;
+	codec_found *found = d.found;
+
+	if (first == 0)
+		report_fault(found, 0, check_frame(&v, d.frame, lane), lane);
+	for (uint64_t b = first; b < v.nblocks; b += warps) {
+		const uint8_t *entry = d.frame + v.directory_offset + WIRE_DIRECTORY_ENTRY * b;
+		uint64_t checksum = 0;
+		cursor c;
+		codec_status status = open_region(&v, d.frame, b, &c);
+
+		if (status != CODEC_OK) {
+			report_fault(found, b + 1, status, lane);
+			skip(b);
+			continue;
+		}
+		status = read(b, c, &checksum);
+		if (d.checks) {
+			if (status == CODEC_OK)
+				checksum += digest_bytes(here(&c), left(&c), WIRE_SEED_REGION, lane);
+			else /* read() has stopped before it had read all of the block */
+				checksum = digest_block(&v, b, &c, size, lane);
+			checksum = checksum_of_block(checksum, b);
+			if (load32(entry + 4) != checksum_short(checksum))
+				status = CODEC_CHECKSUM;
+			if (b % ENTRIES == 0)
+				checksum += digest_chunk(d.frame + v.directory_offset, WIRE_DIRECTORY_ENTRY * v.nblocks,
+							 WIRE_SEED_DIRECTORY, b / ENTRIES, lane);
+			if (lane == 0)
+				atomicAdd(&found->checksum, (unsigned long long)checksum);
+		}
+		report_fault(found, b + 1, status, lane);
+		__syncwarp();
+	}
+}
+
+template <class F>
+DEVICE void decode_blocks_by(const codec_decoding &d, const job &j, int size, uint64_t first, uint64_t warps,
+			     uint32_t lane, F read)
+{
+	decode_blocks_by(d, j, size, first, warps, lane, read, [](uint64_t) {});
+}
+
+/*
+ * Decode (or only check) all blocks of the CTA's frame, see decode_blocks_by.
+ *
+ * read(decoding, job, block, cursor, pairs, scratch, lane, checksum) decodes one block. pairs: tables of 2^PAIR_BITS
+ * entries in shared memory; scratch: the warp's memory. skip(decoding, job, block, lane): see there.
  */
 template <uint32_t PAIR_BITS, class F, class G>
 DEVICE void decode_blocks(const codec_decoding *decodings, int size, F read, G skip)
@@ -126,8 +184,6 @@ DEVICE void decode_blocks(const codec_decoding *decodings, int size, F read, G s
 	const codec_decoding &d = decoding_of(decodings);
 	const job &j = share_job(d.view, d.memory);
 	const codec_view &v = j.v;
-	const uint8_t *frame = d.frame;
-	codec_found *found = d.found;
 	const pairs by = {entries, PAIR_BITS, v.coded ? (uint32_t)__ffs((int)v.coded) - 1 : WIRE_MAX_PLANES};
 	uint32_t lane = threadIdx.x % 32;
 	const uint64_t nbytes = size ? lossless_scratch_nbytes(v, size) : d.scratch.each;
@@ -140,37 +196,12 @@ DEVICE void decode_blocks(const codec_decoding *decodings, int size, F read, G s
 	__syncthreads();
 	const taken_units units = take_units(d.scratch, nbytes, lane);
 
-	if (warp == 0)
-		report_fault(found, 0, check_frame(&v, frame, lane), lane);
-	for (uint64_t b = warp; b < v.nblocks; b += warps) {
-		const uint8_t *entry = frame + v.directory_offset + WIRE_DIRECTORY_ENTRY * b;
-		uint64_t checksum = 0;
-		cursor c;
-		codec_status status = open_region(&v, frame, b, &c);
-
-		if (status != CODEC_OK) {
-			report_fault(found, b + 1, status, lane);
-			skip(d, &j, b, lane);
-			continue;
-		}
-		status = read(d, &j, b, c, by, units.memory, lane, &checksum);
-		if (d.checks) {
-			if (status == CODEC_OK)
-				checksum += digest_bytes(here(&c), left(&c), WIRE_SEED_REGION, lane);
-			else /* read() has stopped before it had read all of the block */
-				checksum = digest_block(&v, b, &c, size, lane);
-			checksum = checksum_of_block(checksum, b);
-			if (load32(entry + 4) != checksum_short(checksum))
-				status = CODEC_CHECKSUM;
-			if (b % ENTRIES == 0)
-				checksum += digest_chunk(frame + v.directory_offset, WIRE_DIRECTORY_ENTRY * v.nblocks,
-							 WIRE_SEED_DIRECTORY, b / ENTRIES, lane);
-			if (lane == 0)
-				atomicAdd(&found->checksum, (unsigned long long)checksum);
-		}
-		report_fault(found, b + 1, status, lane);
-		__syncwarp();
-	}
+	decode_blocks_by(
+		d, j, size, warp, warps, lane,
+		[&](uint64_t b, cursor c, uint64_t *checksum) {
+			return read(d, &j, b, c, by, units.memory, lane, checksum);
+		},
+		[&](uint64_t b) { skip(d, &j, b, lane); });
 	give_units(d.scratch, units, lane);
 }
 

@@ -136,8 +136,8 @@ static __device__ void put_region(const codec_view *v, const codec_encoding &e, 
 	uint64_t at = v->regions_offset + look_back(e.places, b, size, lane), end = at + size;
 	uint64_t checksum = checksum_of_block(planes + digest_bytes(region, size, WIRE_SEED_REGION, lane), b);
 
-	for (uint32_t i = lane; end <= e.capacity && i < size / 4; i += 32)
-		((uint32_t *)(e.frame + at))[i] = ((const uint32_t *)region)[i];
+	if (end <= e.capacity)
+		copy_bytes(e.frame + at, region, size, lane);
 	put_entry(v, e, b, end, checksum, lane);
 }
 

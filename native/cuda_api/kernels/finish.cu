@@ -57,9 +57,7 @@ extern "C" __global__ void __launch_bounds__(128) finish_decode(const opening *i
 	if (!checked && o->status && a->checking[0]) /* its result was written after the check */
 		return;
 	if (checked && status == CODEC_OK) {
-		decoding *to = (decoding *)a->decoding[o->stored];
-
-		to->warps = o->stored ? a->stored_warps : a->warps;
+		((decoding *)a->decoding[o->decoder])->warps = a->warps[o->decoder];
 		return;
 	}
 	if (checked)

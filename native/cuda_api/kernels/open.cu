@@ -98,8 +98,11 @@ DEVICE_CALL uint64_t head_checksum(open_state *o)
 	return cta_sum(lane == 0 ? sum : 0);
 }
 
-/* Write the arguments of the kernels that decode a frame, or only check it. `warps` is 0 if a kernel has no work. */
-DEVICE void put_decodings(const opening &a, const uint64_t to[2], bool checks, bool writes, bool blocks, bool stored)
+/*
+ * Write the arguments of all kernels that may decode a frame, or only check it. decoder: the one that does;
+ * NDECODERS: none.
+ */
+DEVICE void put_decodings(const opening &a, const uint64_t to[NDECODERS], bool checks, bool writes, int decoder)
 {
 	decoding d = {};
 
@@ -108,17 +111,19 @@ DEVICE void put_decodings(const opening &a, const uint64_t to[2], bool checks, b
 	d.data = writes ? a.tensor : 0;
 	d.into = a.into, d.weight = a.weight, d.divide = a.divide;
 	d.checks = checks;
-	d.warps = blocks ? a.warps : 0;
-	*(decoding *)to[0] = d;
-	d.warps = stored ? a.stored_warps : 0;
-	*(decoding *)to[1] = d;
+	for (int k = 0; k < NDECODERS; k++) {
+		d.warps = k == decoder ? a.warps[k] : 0;
+		*(decoding *)to[k] = d;
+	}
 }
 
 /* Write what the following kernels read. An invalid frame gets a view that they can read, and no warps. By thread 0. */
 DEVICE_CALL void put_results(const open_state *o, uint64_t checksum, uint64_t head)
 {
 	const opening &a = o->a;
-	const bool valid = !o->status, stored = valid && !o->v.layout, first = a.checking[0] != 0;
+	const bool valid = !o->status, first = a.checking[0] != 0;
+	const bool fast = a.warps[FAST_BLOCKS] && o->v.coded & 1 && holds_plane_0_only(o->v, size_of(o->v.dtype));
+	const int decoder = !valid ? NDECODERS : !o->v.layout ? STORED : fast ? FAST_BLOCKS : BLOCKS;
 	codec_view v = o->v;
 
 	if (!valid) {
@@ -130,10 +135,10 @@ DEVICE_CALL void put_results(const open_state *o, uint64_t checksum, uint64_t he
 	v.struct_nbytes = sizeof v;
 	*(codec_view *)a.view = v;
 	*(found *)a.found = {~0ull, 0, 0, 0, 0, 0};
-	*(opened *)a.opened = {v.frame_nbytes, checksum, head, o->base, o->result, o->status, stored};
+	*(opened *)a.opened = {v.frame_nbytes, checksum, head, o->base, o->result, o->status, (uint32_t)decoder};
 	if (first)
-		put_decodings(a, a.checking, true, false, valid && !stored, stored);
-	put_decodings(a, a.decoding, !first, true, valid && !stored && !first, stored && !first);
+		put_decodings(a, a.checking, true, false, decoder);
+	put_decodings(a, a.decoding, !first, true, first ? NDECODERS : decoder);
 }
 
 /* Open frames. Grid: (1, frames). */

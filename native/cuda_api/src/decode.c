@@ -1,7 +1,8 @@
 /* decode.c - decode frames on a device: workspace, arguments of kernels, launches.
  *
- * open_frames reads headers, and writes the arguments of the kernels that decode. Both kernels that a frame may need
- * are launched: that of its codec, and decode_stored. The one that has nothing to do finds no warps in its arguments.
+ * open_frames reads headers, and writes the arguments of the kernels that decode. All kernels that a frame may need are
+ * launched: that of its codec, decode_lossless_fast for values of two bytes, and decode_stored. Those that have nothing
+ * to do find no warps in their arguments.
  */
 #include <float.h>
 
@@ -11,9 +12,9 @@
 #define DECODE_FLAGS (CODEC_ALLOW_SLACK | CODEC_VERIFY_FIRST)
 
 /*
- * Workspace of a call, in bytes from its beginning. decodings: four arrays of `count` structs: blocks and stored
- * tensors that are only checked, then those that are decoded. An array's items are in the order of their kernels.
- * taken: bits that say which units of scratch are taken.
+ * Workspace of a call, in bytes from its beginning. decodings: two times NDECODERS arrays of `count` structs, first
+ * those that only check, then those that decode. An array's items are in the order of their plans' kernels. taken: bits
+ * that say which units of scratch are taken.
  */
 struct layout {
 	uint64_t openings, decodings, views, found, opened, memory, taken, scratch, end;
@@ -31,6 +32,24 @@ static uint32_t needed_ctas(const codec_cuda_plan *p)
 static uint32_t ctas_of(const codec_cuda_plan *p, const struct layout *l)
 {
 	return share_ctas(p->device, p->decode, needed_ctas(p), l->ctas[p->decode]);
+}
+
+/* Return 1 if decode_lossless_fast may decode an item, depending on its frame. */
+static int may_be_fast(const codec_cuda_decode_item *a)
+{
+	const codec_cuda_plan *p = a->plan;
+
+	return p->decode_fast != p->decode && a->into == CODEC_INTO_STORE &&
+	       (uint64_t)a->tensor % (4 * p->itemsize) == 0;
+}
+
+/* Return the CTAs of decode_lossless_fast for an item: those of its other kernel, or its share of the resident ones. */
+static uint32_t fast_ctas(const codec_cuda_plan *p, const struct layout *l)
+{
+	const uint64_t resident = (uint64_t)kernel_resident(p->decode) * p->device->processors,
+		       all = l->ctas[p->decode];
+
+	return share_ctas(p->device, p->decode_fast, ctas_of(p, l), all < resident ? all : resident);
 }
 
 static int class_of_item(const codec_cuda_plan *p, const struct layout *l)
@@ -63,7 +82,7 @@ static void lay_out(const codec_cuda_decode_item *items, size_t count, struct la
 	for (int k = 1; k < NKERNELS; k++)
 		l->first[k] = l->first[k - 1] + l->count[k - 1];
 	l->decodings = upload_nbytes(sizeof(struct opening)) * count;
-	l->views = l->decodings + align16(4 * sizeof(struct decoding) * count);
+	l->views = l->decodings + align16(2 * NDECODERS * sizeof(struct decoding) * count);
 	l->found = l->views + align16(sizeof(codec_view)) * count;
 	l->opened = l->found + align16(sizeof(struct found)) * count;
 	l->memory = l->opened + align16(sizeof(struct opened)) * count;
@@ -162,7 +181,6 @@ static struct opening opening_of(const codec_cuda_decode_item *items, size_t cou
 		.memory = next->memory,
 		.found = workspace + l->found + align16(sizeof(struct found)) * i,
 		.opened = workspace + l->opened + align16(sizeof(struct opened)) * i,
-		.decoding = {at + 2 * array, at + 3 * array},
 		.codec = p->codec,
 		.dtype = p->dtype,
 		.rank = p->rank,
@@ -171,8 +189,9 @@ static struct opening opening_of(const codec_cuda_decode_item *items, size_t cou
 		.into = a->into,
 		.weight = a->weight,
 		.divide = a->divide,
-		.warps = WARPS * ctas_of(p, l),
-		.stored_warps = WARPS * stored_ctas(p, count),
+		.warps = {WARPS * ctas_of(p, l),
+			  may_be_fast(a) ? kernel_threads(p->decode_fast) / 32 * fast_ctas(p, l) : 0,
+			  WARPS * stored_ctas(p, count)},
 		.base = p->codec == CODEC_DELTA ? (uint64_t)a->base : 0,
 		.block_nvalues = p->view.block_nvalues,
 	};
@@ -180,9 +199,9 @@ static struct opening opening_of(const codec_cuda_decode_item *items, size_t cou
 	if (p->decode_each)
 		o.scratch = (struct units){workspace + l->taken, workspace + l->scratch, l->units.each,
 					   (uint32_t)l->units.count, 0};
-	if (flags & CODEC_VERIFY_FIRST) {
-		o.checking[0] = at;
-		o.checking[1] = at + array;
+	for (int k = 0; k < NDECODERS; k++) {
+		o.checking[k] = flags & CODEC_VERIFY_FIRST ? at + k * array : 0;
+		o.decoding[k] = at + (NDECODERS + k) * array;
 	}
 	for (uint32_t k = 0; k < p->rank; k++)
 		o.shape[k] = p->shape[k];
@@ -218,6 +237,25 @@ static int launch_blocks(const codec_cuda_decode_item *items, size_t count, cons
 }
 
 /*
+ * Launch decode_lossless_fast for the items of kernel k, if one of them may need it; items that cannot find no warps.
+ */
+static int launch_fast(const codec_cuda_decode_item *items, size_t count, const struct layout *l, enum kernel k,
+		       uint64_t at, CUstream stream)
+{
+	const uint64_t each = sizeof(struct decoding);
+	struct run r = {items[0].plan->device, k, each, stream, at + each * l->first[k], 0, 0, 0};
+
+	for (size_t i = 0; r.kernel == k && i < count; i++)
+		if (items[i].plan->decode == k && may_be_fast(items + i))
+			r.kernel = items[i].plan->decode_fast;
+	for (int class = NCLASSES - 1; r.kernel != k && class >= 0; class--)
+		for (size_t i = 0; l->count_of[k][class] && i < count; i++)
+			if (items[i].plan->decode == k && class_of_item(items[i].plan, l) == class)
+				TRY(run_add(&r, fast_ctas(items[i].plan, l)));
+	return run_end(&r);
+}
+
+/*
  * Launch decode_stored for all items: few CTAs each. `at`: device address of the array of decodings, which has the
  * order of kernels and classes.
  */
@@ -240,10 +278,15 @@ static int launch_stored(const codec_cuda_decode_item *items, size_t count, uint
 static int launch_decodings(const codec_cuda_decode_item *items, size_t count, const struct layout *l, uint64_t at,
 			    CUstream stream)
 {
+	const uint64_t array = sizeof(struct decoding) * count;
+
 	for (int k = 0; k < NKERNELS; k++)
 		if (l->count[k])
 			TRY(launch_blocks(items, count, l, (enum kernel)k, at, stream));
-	return launch_stored(items, count, at + sizeof(struct decoding) * count, stream);
+	for (int k = DECODE_LOSSLESS_2; k <= DECODE_LOSSLESS_4; k++)
+		if (l->count[k])
+			TRY(launch_fast(items, count, l, (enum kernel)k, at + FAST_BLOCKS * array, stream));
+	return launch_stored(items, count, at + STORED * array, stream);
 }
 
 static int launch_openings(const codec_cuda_decode_item *items, size_t count, uint64_t at, CUstream stream)
@@ -269,7 +312,7 @@ static int launch(const codec_cuda_decode_item *items, size_t count, uint32_t fl
 		TRY(launch_decodings(items, count, l, decodings, stream));
 		TRY(device_launch(d, FINISH_DECODE, (uint32_t)((count + 127) / 128), 1, args, stream));
 	}
-	TRY(launch_decodings(items, count, l, decodings + 2 * sizeof(struct decoding) * count, stream));
+	TRY(launch_decodings(items, count, l, decodings + NDECODERS * sizeof(struct decoding) * count, stream));
 	checked = 0;
 	return device_launch(d, FINISH_DECODE, (uint32_t)((count + 127) / 128), 1, args, stream);
 }

@@ -22,6 +22,8 @@
 	X(ENCODE_LOSSLESS_2, "encode_lossless<2>", 128, 4)                                                             \
 	X(ENCODE_LOSSLESS_4, "encode_lossless<4>", 128, 4)                                                             \
 	X(ENCODE_LOSSLESS_8, "encode_lossless<8>", 128, 4)                                                             \
+	X(ENCODE_FAST_2, "encode_lossless_fast<2>", 128, 6)                                                            \
+	X(ENCODE_FAST_4, "encode_lossless_fast<4>", 128, 5)                                                            \
 	X(ENCODE_ROWS_2, "encode_rows<2>", 128, 4)                                                                     \
 	X(ENCODE_ROWS_3, "encode_rows<3>", 128, 4)                                                                     \
 	X(ENCODE_ROWS_4, "encode_rows<4>", 128, 4)                                                                     \
@@ -32,6 +34,8 @@
 	X(DECODE_LOSSLESS_2, "decode_lossless<2>", 128, 4)                                                             \
 	X(DECODE_LOSSLESS_4, "decode_lossless<4>", 128, 4)                                                             \
 	X(DECODE_LOSSLESS_8, "decode_lossless<8>", 128, 3)                                                             \
+	X(DECODE_FAST_2, "decode_lossless_fast<2>", 512, 2)                                                            \
+	X(DECODE_FAST_4, "decode_lossless_fast<4>", 384, 2)                                                            \
 	X(DECODE_ROWS_2, "decode_rows<2>", 128, 6)                                                                     \
 	X(DECODE_ROWS_3, "decode_rows<3>", 128, 6)                                                                     \
 	X(DECODE_ROWS_4, "decode_rows<4>", 128, 6)                                                                     \
@@ -68,6 +72,6 @@ enum kernel {
 		NKERNELS
 };
 
-#define WARPS 4 /* warps of a CTA that encodes or decodes blocks */
+#define WARPS 4 /* blocks of values for which a CTA is launched; warps of most CTAs */
 
 #endif

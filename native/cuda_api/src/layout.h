@@ -73,22 +73,25 @@ struct opened {
 	uint64_t head_checksum; /* of header and side section */
 	uint64_t base, result;  /* DELTA: digests in the side section */
 	uint32_t status;
-	uint32_t stored; /* 1: the tensor is stored uncompressed */
+	uint32_t decoder; /* kernel that decodes the frame */
 };
+
+/* Kernels that may decode a frame: that of its codec, decode_lossless_fast, and decode_stored. */
+enum decoder { BLOCKS, FAST_BLOCKS, STORED, NDECODERS };
 
 /* Arguments of open_frames and finish_decode for one frame. */
 struct opening {
 	uint64_t frame, frame_nbytes, frame_nbytes_at, tensor, result;
 	struct units scratch;
 	uint64_t view, memory, found, opened; /* output: codec_view, its arrays, struct found, struct opened */
-	/* Output: struct decoding of blocks and of stored tensors; first those that only check, or 0. */
-	uint64_t checking[2], decoding[2];
+	/* Output: struct decoding of each kernel; first those that only check, or 0. All but one have no warps. */
+	uint64_t checking[NDECODERS], decoding[NDECODERS];
 	uint64_t shape[CODEC_MAX_RANK];
 	uint32_t codec, dtype, rank, entropy; /* as the plan's; entropy: 1 if codes are entropy-coded */
 	uint32_t flags, into;                 /* flags: CODEC_ALLOW_SLACK, CODEC_VERIFY_FIRST */
 	float weight, divide;
-	uint32_t warps, stored_warps; /* warps that decode blocks, and stored tensors */
-	uint64_t base, block_nvalues; /* DELTA: address of the base; most values of a block */
+	uint32_t warps[NDECODERS], reserved[3]; /* warps: of each kernel; FAST_BLOCKS: 0 if it must not be used */
+	uint64_t base, block_nvalues;           /* DELTA: address of the base; most values of a block */
 };
 
 #endif

@@ -6,7 +6,7 @@
 
 #include "exact/scales.h"
 
-#define MOST_SCRATCH 100000000                /* maximum bytes of the units of scratch memory */
+#define MOST_SCRATCH 300000000                /* maximum bytes of the units of scratch memory */
 #define TABLES_NBYTES (WIRE_MAX_PLANES * 514) /* see codec_view.tables */
 
 static uint64_t min64(uint64_t a, uint64_t b)
@@ -74,13 +74,15 @@ codec_view plan_view(const codec_cuda_plan *p, uint64_t memory, uint64_t made, u
 static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t region)
 {
 	const struct scratch_sizes *s = &p->device->scratch;
-	const int log2 = __builtin_ctz(p->itemsize);
+	const int log2 = __builtin_ctz(p->itemsize), is_half = p->dtype == CODEC_BFLOAT16 || p->dtype == CODEC_FLOAT16;
+	const int is_fast = is_half || p->dtype == CODEC_FLOAT32;
 
 	p->encode_units = p->decode_units = 1;
 	if (p->codec == CODEC_LOSSLESS) {
 		p->choose = CHOOSE_LOSSLESS;
-		p->encode = ENCODE_LOSSLESS_1 + log2;
+		p->encode = is_fast ? (is_half ? ENCODE_FAST_2 : ENCODE_FAST_4) : ENCODE_LOSSLESS_1 + log2;
 		p->decode = DECODE_LOSSLESS_1 + log2;
+		p->decode_fast = is_fast ? (is_half ? DECODE_FAST_2 : DECODE_FAST_4) : p->decode;
 		p->encode_each = s->encode_lossless;
 		p->encode_units = p->itemsize + 1;
 		p->decode_each = s->decode_lossless;
@@ -111,6 +113,8 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 		p->decode_each = p->entropy ? s->decode_rows : 0;
 		p->scales_last = p->codec == CODEC_SIGN && p->view.row_sums.count;
 	}
+	if (p->codec != CODEC_LOSSLESS)
+		p->decode_fast = p->decode;
 }
 
 /* Return an upper bound in bytes of the arrays of a frame's job: tables, parts, and offsets of rows and columns. */

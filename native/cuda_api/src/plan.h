@@ -28,7 +28,7 @@ struct codec_cuda_plan {
 	uint8_t *image; /* arrays that kernels read */
 
 	/* Decoding. */
-	enum kernel decode;
+	enum kernel decode, decode_fast; /* decode_fast: LOSSLESS of floats, where frames may suit it; else `decode` */
 	uint64_t decode_each, decode_units; /* as encode_each and encode_units */
 	uint64_t memory_nbytes;             /* size of the arrays of any frame */
 };

@@ -7,10 +7,13 @@
 #include "truncate/choose.cu"
 #include "frame/close.cu"
 #include "lossless/decode.cu"
+#include "lossless/decode_fast2.cu"
+#include "lossless/decode_fast4.cu"
 #include "rows/decode.cu"
 #include "frame/decode_stored.cu"
 #include "truncate/decode.cu"
 #include "lossless/encode.cu"
+#include "lossless/encode_fast.cu"
 #include "rows/encode.cu"
 #include "truncate/encode.cu"
 #include "delta/decode.cu"
@@ -27,6 +30,9 @@
 	CUDA_ON_CPU_EXPORT(kernel##_2, kernel<2>)                                                                      \
 	CUDA_ON_CPU_EXPORT(kernel##_4, kernel<4>)                                                                      \
 	CUDA_ON_CPU_EXPORT(kernel##_8, kernel<8>)
+#define EXPORT_FAST(kernel)                                                                                            \
+	CUDA_ON_CPU_EXPORT(kernel##_2, kernel<2>)                                                                      \
+	CUDA_ON_CPU_EXPORT(kernel##_4, kernel<4>)
 #define EXPORT_ROWS(kernel)                                                                                            \
 	CUDA_ON_CPU_EXPORT(kernel##_2, kernel<2>)                                                                      \
 	CUDA_ON_CPU_EXPORT(kernel##_3, kernel<3>)                                                                      \
@@ -42,10 +48,12 @@ EXPORT(scale_rows)
 EXPORT(choose_truncate)
 EXPORT(close_frame)
 EXPORT_SIZES(decode_lossless)
+EXPORT_FAST(decode_lossless_fast)
 EXPORT_ROWS(decode_rows)
 EXPORT(decode_stored)
 EXPORT(decode_truncate)
 EXPORT_SIZES(encode_lossless)
+EXPORT_FAST(encode_lossless_fast)
 EXPORT_ROWS(reduce_rows)
 EXPORT_ROWS(encode_rows)
 EXPORT(encode_truncate)

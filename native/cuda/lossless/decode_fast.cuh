@@ -1,0 +1,324 @@
+/* lossless/decode_fast.cuh - kernel that decodes floats of two and four bytes whose regions hold plane 0 only, one
+ * block a warp: nearly all large tensors. decode_lossless decodes the same frames, more slowly; the host chooses.
+ *
+ * The loop over whole rows has few instructions and registers, so that 32 warps of a multiprocessor, 24 for float32,
+ * hide each other's latencies. docs/format.md, sections 3, 5.2 and 7.
+ */
+#ifndef CODEC_CUDA_LOSSLESS_DECODE_FAST_CUH
+#define CODEC_CUDA_LOSSLESS_DECODE_FAST_CUH
+
+#include "coder/model.cuh"
+#include "coder/plane.cuh"
+#include "common/checksum.cuh"
+#include "frame/decode.cuh"
+#include "lossless/fast.cuh"
+#include "lossless/single.cuh"
+
+#define FAST_BITS 13  /* of an index of the table of pairs */
+#define FAST_RARE 64u /* one of the symbols is the escape, or both codes do not fit: FAST_LONG */
+#define FAST_LONG 0x8000u
+
+/*
+ * Tables of a CTA in shared memory. pair: two symbols for the next FAST_BITS bits, and in bits 0 to 4 the number of
+ * bits of both codes. single: one symbol for the next 8 bits, and its number of bits from bit 8 on. key: of checksums.
+ */
+struct fast_tables {
+	uint32_t pair[1 << FAST_BITS], key[WIRE_CHUNK_WORDS], single[256], escape;
+};
+
+/* Return an entry with two symbols: bits 7 to 14 and 23 to 30. */
+DEVICE uint32_t fast_entry(uint32_t a, uint32_t b)
+{
+	return a << 7 | b << 23;
+}
+
+/* Fill the tables from the decoding table of plane 0, by all threads of the CTA. */
+DEVICE void fill_fast(fast_tables *to, const uint8_t *table)
+{
+	const uint8_t *length = table + TABLE_LENGTHS;
+	const uint32_t escape = table[TABLE_ESCAPE], mask = (1u << FAST_BITS) - 1;
+
+	for (uint32_t i = threadIdx.x; i < WIRE_CHUNK_WORDS; i += blockDim.x)
+		to->key[i] = CHECKSUM_KEY[i];
+	for (uint32_t i = threadIdx.x; i < 256; i += blockDim.x)
+		to->single[i] = table[i] | (uint32_t)length[i] << 8;
+	for (uint32_t i = threadIdx.x; i <= mask; i += blockDim.x) {
+		uint32_t top = i >> (FAST_BITS - 8), next = (i << length[top] & mask) >> (FAST_BITS - 8);
+		uint32_t a = table[top], b = table[next], n = (uint32_t)length[top] + length[next];
+		uint32_t rare = a == escape || b == escape ? FAST_RARE : 0;
+
+		to->pair[i] = n > FAST_BITS ? FAST_LONG | FAST_RARE : fast_entry(a, b) | rare | n;
+	}
+	if (threadIdx.x == 0)
+		to->escape = escape;
+	__syncthreads();
+}
+
+/* State of a lane after four symbols of a row with rare ones; count: literals that all lanes took. */
+struct fast_row {
+	uint32_t a, b;         /* entries of the symbols, escapes replaced */
+	uint32_t high, low, n; /* see read_fast */
+	uint32_t count;
+};
+
+/*
+ * Decode a row in which some lane has an escape, or codes that the table of pairs does not hold. a, b: entries of the
+ * lane. literals: `left` bytes; if the row needs more, its symbols are undefined.
+ */
+static __device__ __noinline__ fast_row read_rare(const fast_tables *tables, uint32_t a, uint32_t b, uint32_t high,
+						  uint32_t low, uint32_t n, const uint8_t *literals, uint32_t left,
+						  uint32_t lane)
+{
+	const fast_tables *t = shared(tables);
+	uint64_t bits = (uint64_t)high << 32 | low;
+	uint32_t quad = 0, by = (a & 31) + (b & 31);
+
+	if ((a | b) & FAST_LONG) {
+		for (int k = 0; k < 32; k += 8) {
+			uint32_t symbol = t->single[bits >> 56];
+
+			quad |= (symbol & 255) << k;
+			bits <<= symbol >> 8;
+			n -= symbol >> 8;
+		}
+	} else {
+		quad = __byte_perm(a >> 7, b >> 7, 0x6420);
+		bits <<= by;
+		n -= by;
+	}
+	const uint32_t below = (1u << lane) - 1;
+	uint32_t escapes = equal_bytes(quad, t->escape), total = __popc(__ballot_sync(FULL, escapes != 0)), at = 0;
+
+	if (total > 1 || __any_sync(FULL, (escapes & (escapes - 1)) != 0)) { /* mostly, a row has one escape at most */
+		const uint32_t count = __popc(escapes), bit0 = __ballot_sync(FULL, count & 1);
+		const uint32_t bit1 = __ballot_sync(FULL, count & 2), bit2 = __ballot_sync(FULL, count & 4);
+
+		at = __popc(bit0 & below) + 2 * __popc(bit1 & below) + 4 * __popc(bit2 & below);
+		total = __popc(bit0) + 2 * __popc(bit1) + 4 * __popc(bit2);
+	}
+	for (; escapes && total <= left; escapes &= escapes - 1) {
+		const uint32_t shift = 8 * ((uint32_t)__ffs((int)escapes) - 1);
+
+		quad = (quad & ~(255u << shift)) | (uint32_t)*global(literals + at++) << shift;
+	}
+	return {fast_entry(quad & 255, quad >> 8 & 255),
+		fast_entry(quad >> 16 & 255, quad >> 24),
+		(uint32_t)(bits >> 32),
+		(uint32_t)bits,
+		n,
+		total};
+}
+
+/* Merge two values. entry: their symbols. x: the byte of plane 1 of each, twice. by: offsets; see turn_pair. */
+template <fast_offsets KIND> DEVICE uint32_t fast_pair(uint32_t entry, uint32_t x, uint32_t by)
+{
+	const uint32_t symbols = entry & FAST_SYMBOLS, both = symbols | (x & ~FAST_SYMBOLS);
+
+	if (KIND == FAST_NO_OFFSETS)
+		return both;
+	/* below bit 7 and in bit 15, `symbols` is 0: its halves are 0 where those of turn_pair's `upper` are */
+	return turn_pair(both & 0x7fff7fff, symbols, by) | (x & 0x80008000);
+}
+
+/*
+ * Merge four values to words as they lie in memory. a, b: entries of their symbols. plane: words of planes 1 and above.
+ * by: offsets, see turn_pair.
+ */
+template <int SIZE, fast_offsets KIND>
+DEVICE typename fast_quad<SIZE>::words fast_values(uint32_t a, uint32_t b, const uint32_t *plane, const uint32_t *by)
+{
+	const uint32_t top[2] = {fast_pair<KIND>(a, __byte_perm(plane[0], 0, 0x1100), by[0]),
+				 fast_pair<KIND>(b, __byte_perm(plane[0], 0, 0x3322), by[1])};
+
+	if constexpr (SIZE == 2) {
+		return {top[0], top[1]};
+	} else {
+		const uint32_t low[2] = {__byte_perm(plane[2], plane[1], 0x5140),
+					 __byte_perm(plane[2], plane[1], 0x7362)};
+
+		return {__byte_perm(low[0], top[0], 0x5410), __byte_perm(low[0], top[0], 0x7632),
+			__byte_perm(low[1], top[1], 0x5410), __byte_perm(low[1], top[1], 0x7632)};
+	}
+}
+
+/*
+ * Decode `chunks` whole chunks of CHUNK_ROWS rows, and end their checksums. plane1: fixed planes, `stride` bytes apart.
+ * to: values; NULL: they are only checked. first: number of the first chunk in the block. o: position of the lane's
+ * first quad, if there are offsets; each quad lies within one row of its part. It does not move. sums: of each plane.
+ */
+template <int SIZE, fast_offsets KIND>
+DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, uint64_t stride, uint8_t *to,
+		      uint32_t first, uint32_t chunks, const place &o, int octave, cursor *c, digest *sums,
+		      uint32_t lane)
+{
+	typedef typename fast_quad<SIZE>::words quad;
+	const uint32_t *words = global((const uint32_t *)top->coder.words);
+	const uint8_t *from = global(plane1) + 4 * lane;
+	const volatile uint32_t *key = t->key + lane; /* volatile: eight keys would take eight registers */
+	quad *out = global((quad *)to) + lane;
+	const uint32_t nwords = top->coder.nwords, below = opaque((1u << lane) - 1);
+	const uint32_t round = ROUND_OF(octave), AHEAD = SIZE == 2 ? 4 : 2;
+	/* the reservoir: n bits, 32 to 63, in the upper end of high:low; zeros follow. n is modulo 64 */
+	const uint32_t mark = (uint32_t)__ffs((int)top->coder.bits) - 1;
+	uint32_t high = (uint32_t)(top->coder.bits >> 32), low = (uint32_t)top->coder.bits & ~(1u << mark),
+		 n = 63 - mark;
+	uint32_t taken = top->coder.taken, length = o.length ? o.length : ~0u, column = o.column, row = o.row;
+	uint32_t eighths = KIND == FAST_NO_OFFSETS ? 0 : row_pair(o.eighths, (int)round), by[2] = {0, 0};
+
+	if (KIND == FAST_ONE_OFFSET)
+		by[0] = by[1] = pair_offset(0x00800080, eighths, octave);
+	for (uint32_t chunk = 0; chunk < chunks; chunk++) {
+		uint32_t word[AHEAD][SIZE - 1];
+		auto fetch = [&](uint32_t k) {
+			for (int p = 1; p < SIZE; p++)
+				word[k % AHEAD][p - 1] =
+					load_once((const uint32_t *)(from + (p - 1) * stride + WIRE_ROW * k));
+		};
+
+#pragma unroll
+		for (uint32_t k = 0; k < AHEAD; k++)
+			fetch(k);
+		if (chunk + 1 < chunks && lane < CHUNK_ROWS * (SIZE - 1))
+			prefetch(from + CHUNK_ROWS * WIRE_ROW + lane / CHUNK_ROWS * stride +
+				 (LINE_NBYTES * (lane % CHUNK_ROWS) - 4 * lane));
+		if (lane < 4 && taken + 64 + 32 * lane < nwords)
+			prefetch(words + taken + 64 + 32 * lane);
+#pragma unroll
+		for (uint32_t k = 0; k < CHUNK_ROWS; k++) {
+			uint32_t plane[SIZE - 1];
+
+			for (int p = 1; p < SIZE; p++) {
+				plane[p - 1] = word[k % AHEAD][p - 1];
+				sums[p].sum += (uint64_t)plane[p - 1] * key[32 * k];
+			}
+			if (k + AHEAD < CHUNK_ROWS)
+				fetch(k + AHEAD);
+			/* shifts use the lower five bits of an entry */
+			uint32_t a = t->pair[high >> (32 - FAST_BITS)];
+			uint32_t b = t->pair[__funnelshift_l(low, high, a) >> (32 - FAST_BITS)];
+
+			if (__any_sync(FULL, ((a | b) & FAST_RARE) != 0)) {
+				fast_row x = read_rare(t, a, b, high, low, n, here(c), (uint32_t)left(c), lane);
+
+				a = x.a, b = x.b, high = x.high, low = x.low, n = x.n;
+				top->bad |= x.count > (uint32_t)left(c);
+				c->at += x.count > (uint32_t)left(c) ? 0 : x.count;
+			} else {
+				const uint32_t both = a + b;
+
+				high = __funnelshift_l(low, high, both);
+				low = __funnelshift_l(0, low, both);
+				n -= both;
+			}
+			/* append the next words to reservoirs of fewer than 32 bits */
+			const uint32_t full = n & 32, taking = __ballot_sync(FULL, !full);
+			const uint32_t at = taken + __popc(taking & below);
+			uint32_t next = 0;
+
+			if (at + (full << 26) < nwords)
+				next = *global(words + at);
+			high |= __funnelshift_r(next, 0, n);
+			low |= __funnelshift_r(0, next, n);
+			n |= 32;
+			taken += __popc(taking);
+			if (KIND == FAST_OFFSETS) {
+				const uint32_t four = 0x80808080 ^ (o.cols ? columns_at(o.cols + column) : 0);
+
+				by[0] = pair_offset(__byte_perm(four, 0, 0x4140), eighths, octave);
+				by[1] = pair_offset(__byte_perm(four, 0, 0x4342), eighths, octave);
+				column += WIRE_ROW;
+				if (column >= length && (k + 1 < CHUNK_ROWS || chunk + 1 < chunks)) {
+					column -= length, row++; /* rows have at least 64 values: at most twice */
+					if (column >= length)
+						column -= length, row++;
+					eighths = row_pair(eighths_of(o.part, o.rows, row), (int)round);
+				}
+			}
+			if (to)
+				store_once(out + 32 * k, fast_values<SIZE, KIND>(a, b, plane, by));
+		}
+		for (int p = 1; p < SIZE; p++)
+			digest_end_chunk(&sums[p], first + chunk, lane);
+		from += WIRE_ROW * CHUNK_ROWS;
+		out += 32 * CHUNK_ROWS;
+	}
+	top->coder.bits = (uint64_t)high << 32 | low | 1ull << (63 - (n & 63));
+	top->coder.taken = taken;
+}
+
+/* Decode whole chunks from row r on, of m values, if memory is aligned. See read_single_plane. */
+template <int SIZE>
+DEVICE uint32_t read_fast_chunks(const job &j, const fast_tables *t, const codec_sink &sink, uint64_t first, uint32_t m,
+				 plane *top, const uint8_t *fixed, digest *sums, cursor *c, place *o, uint32_t r,
+				 uint32_t lane)
+{
+	const uint64_t aligned =
+		(uint64_t)top->coder.words | (uint64_t)fixed | (uint64_t)sink.data / SIZE | j.v.plane_stride;
+	const int octave = octave_of(j.v.dtype);
+	uint32_t chunks = (m / WIRE_ROW - r) / CHUNK_ROWS;
+	fast_offsets kind = FAST_NO_OFFSETS;
+
+	if (r % CHUNK_ROWS || !chunks || top->mode != WIRE_MODE_CODED || aligned % 4)
+		return 0;
+	if (j.v.model_parts.count) {
+		kind = fast_offsets_of(*o);
+		chunks = fast_chunks(*o, (o->left - 4) / WIRE_ROW + 1, chunks);
+	}
+	if (!chunks)
+		return 0;
+	const uint8_t *plane1 = fixed + WIRE_ROW * r;
+	uint8_t *to = sink.data ? sink.data + SIZE * (first + WIRE_ROW * r) : NULL;
+	const uint64_t stride = j.v.plane_stride;
+
+	if (kind == FAST_NO_OFFSETS)
+		read_fast<SIZE, FAST_NO_OFFSETS>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, octave, c,
+						 sums, lane);
+	else if (kind == FAST_ONE_OFFSET)
+		read_fast<SIZE, FAST_ONE_OFFSET>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, octave, c,
+						 sums, lane);
+	else
+		read_fast<SIZE, FAST_OFFSETS>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, octave, c, sums,
+					      lane);
+	r += CHUNK_ROWS * chunks;
+	if (j.v.model_parts.count && WIRE_ROW * r + 4 * lane < m)
+		*o = place_at(&j, first + WIRE_ROW * r + 4 * lane);
+	return CHUNK_ROWS * chunks;
+}
+
+/* Warps of a CTA, which share the tables: as many as give two CTAs 64 registers a thread, or 80. */
+#define FAST_WARPS(size) ((size) == 2 ? 16 : 12)
+
+/* Decode blocks. The sink stores values. Grid: (CTAs, frames). */
+template <int SIZE>
+__global__ void __launch_bounds__(32 * FAST_WARPS(SIZE), 2) decode_lossless_fast(const codec_decoding *decodings)
+{
+	__shared__ fast_tables tables;
+	const codec_decoding &d = decoding_of(decodings);
+	const job &j = share_job(d.view, d.memory);
+	const pairs none = {NULL, 0, WIRE_MAX_PLANES};
+	const uint32_t lane = threadIdx.x % 32, ctas = d.warps / FAST_WARPS(SIZE);
+
+	if (blockIdx.x >= ctas)
+		return;
+	fill_fast(&tables, table_of(&j, 0));
+	/* CTAs take adjacent blocks, so that few blocks occupy many multiprocessors */
+	decode_blocks_by(
+		d, j, SIZE, blockIdx.x + ctas * (threadIdx.x / 32), d.warps, lane,
+		[&](uint64_t b, cursor c, uint64_t *checksum) {
+			const uint64_t first = b * j.v.block_nvalues;
+			const uint32_t head = load32(here(&c)), m = (uint32_t)block_values(&j.v, b);
+			codec_status status = check_head(&j.v, head, SIZE);
+
+			c.at += 4;
+			if (status != CODEC_OK)
+				return status;
+			return read_single_plane<SIZE>(
+				&j, b, head, c, none, &d.sink, checksum, lane,
+				[&](plane *top, const uint8_t *fixed, digest *sums, cursor *at, place *o, uint32_t r) {
+					return read_fast_chunks<SIZE>(j, &tables, d.sink, first, m, top, fixed, sums,
+								      at, o, r, lane);
+				});
+		});
+}
+
+#endif

@@ -1,0 +1,167 @@
+/* lossless/encode.cuh - the loop over blocks of kernels that encode lossless frames, and encoding of blocks whose
+ * regions hold plane 0 only, row by row. docs/encoder.md, sections 4.2 and 6.
+ */
+#ifndef CODEC_CUDA_LOSSLESS_ENCODE_CUH
+#define CODEC_CUDA_LOSSLESS_ENCODE_CUH
+
+#include "coder/encode.cuh"
+#include "coder/fit.cuh"
+#include "frame/encode.cuh"
+#include "lossless/regions.cuh"
+
+/* Check that regions hold plane 0 only, and that it is coded. */
+DEVICE bool has_single_plane(const codec_view &v, int size)
+{
+	return size > 1 && octave_of(v.dtype) && v.coded & 1 && !(v.halved & 1) && v.fixed == (1u << size) - 2;
+}
+
+/*
+ * Split and code the m values from value `first` on, from the last row to the first. Other planes than plane 0 go to
+ * their sections of the frame. sums: checksums of fixed planes. same: of plane 0.
+ *
+ * code_chunks(values, section, coding, sums, same, place, rows) codes whole chunks of CHUNK_ROWS rows, of which the
+ * last one ends at row `rows`, and ends their checksums. values, section: of the block. It returns the number of rows;
+ * 0: the last row is to be coded here.
+ */
+template <int SIZE, class F>
+DEVICE void code_values(const codec_encoding &e, const job *j, uint64_t first, uint32_t m, coding *s, digest *sums,
+			common *same, uint32_t lane, F code_chunks)
+{
+	const codec_view &v = j->v;
+	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW, pad = table_of(j, 0)[TABLE_PAD] * ONES;
+	/* last row in which this lane has a value; ~0: none */
+	const uint32_t last = there(rows - 1, lane, m) ? rows - 1 : rows - 2;
+	const bool offsets = v.model_parts.count > 0;
+	const int octave = octave_of(v.dtype);
+	const uint8_t *values = e.source.values + SIZE * first;
+	uint8_t *section = e.frame + v.planes_offset + first;
+	place o = {};
+
+	if (offsets && last != ~0u)
+		o = place_at(j, first + WIRE_ROW * last + 4 * lane);
+	for (uint32_t r = rows; r > 0;) {
+		const uint32_t done = code_chunks(values, section, s, sums, same, &o, r);
+
+		if (done) {
+			r -= done;
+			continue;
+		}
+		uint32_t n = there(--r, lane, m), word[SIZE], i = WIRE_ROW * r + 4 * lane;
+		uint16_t offset[4] = {0};
+
+		if (offsets && n) {
+			quad_offsets_here(j, &o, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
+			if (r)
+				move_back(j, &o, WIRE_ROW);
+		}
+		split_quad<SIZE>(values, i, n, octave > 0, offset, word);
+		for (int p = 1; p < SIZE; p++) {
+			digest_word(&sums[p], word[p], r, lane);
+			put_fixed(&v, e.frame, v.planes_offset + (p - 1) * v.plane_stride, first + i, word[p]);
+		}
+		same->some |= keep_bytes(word[0], n);
+		same->all &= word[0] | ~keep_bytes(FULL, n);
+		code_quad(s, filled(word[0], n, pad), r, n, lane);
+		if (r % CHUNK_ROWS == 0)
+			for (int p = 1; p < SIZE; p++)
+				digest_end_chunk(&sums[p], r / CHUNK_ROWS, lane);
+	}
+}
+
+/*
+ * Encode block b of a tensor for which has_single_plane() is true. Values are read once. As soon as the region's size
+ * is known, the region is written to its place in the frame. Returns false if plane 0 must not be coded after all; then
+ * only fixed planes have been written. literals, words: see begin_plane; code_chunks: see code_values.
+ */
+template <int SIZE, class F>
+DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b, uint8_t *literals, uint32_t *words,
+			       uint32_t lane, F code_chunks)
+{
+	const codec_view &v = j->v;
+	const uint32_t m = (uint32_t)block_values(&v, b);
+	const uint32_t chunks = (m + WIRE_ROW * CHUNK_ROWS - 1) / (WIRE_ROW * CHUNK_ROWS);
+	coding s = begin_plane(j, 0, words, literals, false);
+	common same = {0, FULL};
+	digest sums[SIZE] = {};
+	uint32_t size = 0;
+	uint64_t at = 0, checksum = 0;
+
+	code_values<SIZE>(e, j, b * v.block_nvalues, m, &s, sums, &same, lane, code_chunks);
+	auto place_for = [&](uint32_t nbytes) -> uint8_t * {
+		if (!differs(same))
+			return NULL;
+		size = (4 + nbytes + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
+		at = v.regions_offset + look_back(e.places, b, size, lane);
+		return at + size <= e.capacity ? e.frame + at + 4 : NULL;
+	};
+	uint32_t got = end_plane(s, (uint32_t)choose_coded_most(m, 0), place_for, lane);
+
+	if (!size)
+		return false;
+	if (got) {
+		for (int p = 1; p < SIZE; p++)
+			checksum += digest_sum(&sums[p], 0, chunks, WIRE_SEED_PLANE + p, lane);
+		put32(e.frame + at, WIRE_MODE_CODED, lane);
+		end_region(e.frame + at, 4 + got, lane);
+		checksum = checksum_of_block(checksum + digest_bytes(e.frame + at, size, WIRE_SEED_REGION, lane), b);
+	}
+	put_entry(&v, e, b, at + size, checksum, lane);
+	return true;
+}
+
+/*
+ * Bytes of a unit of scratch memory, read by the host. A warp takes one unit for each plane in regions: the plane, and
+ * its part of the region. One more is for the coder: literals or halved symbols, and words. Where regions hold one
+ * plane only, it has no memory of its own if it is coded (write_single_plane), and blocks in which coding does not pay
+ * are not coded again. So then one unit serves for both.
+ */
+#define LOSSLESS_UNIT (PLANE_ROOM + 4 * WORDS_ROOM)
+extern "C" __device__ const uint64_t encode_lossless_nbytes[] = {LOSSLESS_UNIT};
+static_assert(4 * WORDS_ROOM >= (1 << WIRE_MAX_BLOCK_LOG2) + 4 + WIRE_ALIGN, "room for a region's head and end");
+
+/*
+ * Encode blocks: directory entries, fixed planes and regions. SINGLE: blocks for which has_single_plane() is true are
+ * encoded by write_single_plane. code_chunks(job, first, m, ..., lane): see code_values. codes: 256 * SIZE words of
+ * shared memory.
+ */
+template <int SIZE, bool SINGLE, class F>
+DEVICE void encode_blocks(const codec_encoding *encodings, uint32_t *codes, F code_chunks)
+{
+	const codec_encoding &e = encoding_of(encodings);
+	uint32_t lane = threadIdx.x % 32;
+	const job &j = share_coding(e.view, e.memory, codes, SIZE);
+	const bool single = SINGLE && has_single_plane(j.v, SIZE), coded = j.v.coded && !single;
+	const uint32_t planes = planes_in_regions(j.v, SIZE), most = planes + coded;
+	const uint64_t nbytes = LOSSLESS_UNIT * (most ? most : 1);
+
+	if (blockIdx.x * WARPS >= useful_warps(e.scratch, nbytes, e.warps))
+		return;
+	const taken_units units = take_units(e.scratch, nbytes, lane);
+	uint8_t *scratch = units.memory, *region = scratch + planes * PLANE_ROOM;
+	uint8_t *coder = coded ? scratch + planes * LOSSLESS_UNIT : NULL;
+
+	for (uint64_t b; (b = next_block(e.out, lane)) < j.v.nblocks;) {
+		const uint32_t m = (uint32_t)block_values(&j.v, b);
+		uint64_t checksum = 0;
+
+		if (j.v.model_parts.count)
+			fit_rows(&j, e.memory, e.source.values, SIZE, octave_of(j.v.dtype), 1u << SHIFT_OF(SIZE),
+				 b * j.v.block_nvalues, m, lane);
+		if constexpr (SINGLE)
+			if (single && write_single_plane<SIZE>(e, &j, b, scratch, (uint32_t *)region, lane,
+							       [&](const uint8_t *values, uint8_t *section, coding *s,
+								   digest *sums, common *same, place *o, uint32_t r) {
+								       return code_chunks(j, b * j.v.block_nvalues, m,
+											  values, section, s, sums,
+											  same, o, r, lane);
+							       }))
+				continue;
+		uint32_t size =
+			write_block<SIZE>(&j, e.source.values, e.frame, b, scratch, coder, region, &checksum, lane);
+
+		put_region(&j.v, e, b, region, size, checksum, lane);
+	}
+	give_units(e.scratch, units, lane);
+}
+
+#endif

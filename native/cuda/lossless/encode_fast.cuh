@@ -1,0 +1,187 @@
+/* lossless/encode_fast.cuh - coding of whole rows of bfloat16 and float16 whose regions hold a coded plane 0 only:
+ * nearly all rows of large tensors. docs/encoder.md, section 6.
+ *
+ * The loop has few instructions and 80 registers, so that 24 warps of a multiprocessor hide each other's latencies.
+ */
+#ifndef CODEC_CUDA_LOSSLESS_ENCODE_FAST_CUH
+#define CODEC_CUDA_LOSSLESS_ENCODE_FAST_CUH
+
+#include "coder/encode.cuh"
+#include "common/checksum.cuh"
+#include "frame/encode.cuh"
+#include "lossless/fast.cuh"
+#include "lossless/split.cuh"
+
+/*
+ * Words of a plane that a warp keeps in shared memory: those of a block of 16,384 values with 2.7 bits a symbol. If
+ * there are more, they are moved to scratch memory from time to time.
+ */
+#define NEAR_WORDS 1536
+
+/* Tables of a CTA, and words of its warps, in shared memory. key: of checksums. */
+template <int SIZE> struct fast_codes {
+	uint32_t codes[SIZE * 256], key[WIRE_CHUNK_WORDS], words[WARPS][NEAR_WORDS];
+};
+
+/* Write literals of a row before `nliterals` others, as put_literals does. Returns their number. */
+static __device__ __noinline__ uint32_t put_rare(uint8_t *literals, uint32_t nliterals, uint32_t quad, uint32_t a,
+						 uint32_t b, uint32_t c, uint32_t d, uint32_t lane)
+{
+	const uint32_t below = (1u << lane) - 1;
+	uint32_t escapes = (a & CODE_ESCAPED ? 1 : 0) | (b & CODE_ESCAPED ? 2 : 0) | (c & CODE_ESCAPED ? 4 : 0) |
+			   (d & CODE_ESCAPED ? 8 : 0);
+	const uint32_t count = __popc(escapes), bit0 = __ballot_sync(FULL, count & 1);
+	const uint32_t bit1 = __ballot_sync(FULL, count & 2), bit2 = __ballot_sync(FULL, count & 4);
+	uint32_t at = __popc(bit0 & below) + 2 * __popc(bit1 & below) + 4 * __popc(bit2 & below);
+
+	nliterals += __popc(bit0) + 2 * __popc(bit1) + 4 * __popc(bit2);
+	at += PLANE_ROOM - nliterals;
+	for (; escapes; escapes &= escapes - 1)
+		literals[at++] = (uint8_t)(quad >> 8 * (__ffs((int)escapes) - 1));
+	return nliterals;
+}
+
+/* Move a warp's nwords words, which end at `near` in shared memory, to global memory, where they end at `far`. */
+DEVICE void move_words(const uint32_t *near, uint32_t *far, uint32_t nwords, uint32_t lane)
+{
+	__syncwarp();
+#pragma unroll 1
+	for (uint32_t i = 1 + lane; i <= nwords; i += 32)
+		*(global(far) - i) = *(near - i);
+	__syncwarp();
+}
+
+/* Return the upper halves of a quad's values, two in each word; and words of planes 2 and above. */
+DEVICE void fast_halves(uint2 x, uint32_t half[2], uint32_t *)
+{
+	half[0] = x.x, half[1] = x.y;
+}
+DEVICE void fast_halves(uint4 x, uint32_t half[2], uint32_t *plane)
+{
+	const uint32_t low[2] = {__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.z, x.w, 0x5410)};
+
+	half[0] = __byte_perm(x.x, x.y, 0x7632), half[1] = __byte_perm(x.z, x.w, 0x7632);
+	plane[0] = __byte_perm(low[0], low[1], 0x7531);
+	plane[1] = __byte_perm(low[0], low[1], 0x6420);
+}
+
+/*
+ * Code `chunks` whole chunks of CHUNK_ROWS rows, from the last one to the first, write their other planes, and end
+ * the checksums. values, plane1: end of the values and of plane 1; other planes follow, `stride` bytes apart. first:
+ * number of the first chunk in the block. o: position of the lane's quad in the last row, if there are offsets; each
+ * quad lies within one row of its part. It does not move. whole: these are all rows of the block; then the words stay
+ * in shared memory if there is room, see s->near.
+ */
+template <int SIZE, fast_offsets KIND>
+DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane1, uint64_t stride, uint32_t first,
+		      uint32_t chunks, bool whole, const place &o, int octave, coding *s, digest *sums, common *same,
+		      uint32_t lane)
+{
+	typedef typename fast_quad<SIZE>::words quad;
+	const int AHEAD = SIZE == 2 ? 4 : 2;
+	const quad *from = global((const quad *)values) + lane;
+	uint32_t *to = global((uint32_t *)plane1) + lane;
+	const volatile uint32_t *key = t->key + lane; /* volatile: eight keys would take eight registers */
+	uint32_t *const near = t->words[threadIdx.x / 32] + NEAR_WORDS;
+	const uint32_t below = opaque((1u << lane) - 1), round = ROUND_OF(octave), circle = WIRE_CIRCLE(128) * 0x10001;
+	uint32_t low = s->low, high = s->high, more = s->more, nwords = 0, nliterals = s->nliterals;
+	uint32_t some = 0, all = FULL, length = o.length, column = o.length ? o.column : ~0u, row = o.row;
+	uint32_t eighths = KIND == FAST_NO_OFFSETS ? 0 : row_pair(o.eighths, (int)round), by[2] = {0, 0};
+	uint32_t moved = s->nwords; /* words in scratch memory; nwords others are in shared memory */
+	quad next[AHEAD];
+
+	if (KIND == FAST_ONE_OFFSET)
+		by[0] = by[1] = circle - pair_offset(0x00800080, eighths, octave);
+#pragma unroll
+	for (int k = 0; k < AHEAD; k++) /* rows CHUNK_ROWS - 1 - k of the last chunk */
+		next[(CHUNK_ROWS - 1 - k) % AHEAD] = load_once(from - 32 * (k + 1));
+	for (uint32_t chunk = chunks; chunk-- > 0;) {
+		if (nwords + 32 * (CHUNK_ROWS + 1) > NEAR_WORDS) { /* end_plane appends 32 words */
+			move_words(near, s->words + WORDS_ROOM - moved, nwords, lane);
+			moved += nwords;
+			nwords = 0;
+		}
+		from -= 32 * CHUNK_ROWS;
+		to -= 32 * CHUNK_ROWS;
+		if (chunk && lane < SIZE * CHUNK_ROWS)
+			prefetch((const uint8_t *)(from - 32 * CHUNK_ROWS - lane) + LINE_NBYTES * lane);
+#pragma unroll
+		for (uint32_t k = CHUNK_ROWS; k-- > 0;) {
+			uint32_t w[2], plane[SIZE]; /* upper halves of the values; their planes, from plane 1 on */
+
+			fast_halves(next[k % AHEAD], w, plane + 1);
+			uint32_t u[2] = {w[0], w[1]};
+
+			if (k >= AHEAD || chunk)
+				next[k % AHEAD] = load_once(from + 32 * ((int)k - AHEAD));
+			if (KIND == FAST_OFFSETS) {
+				const uint32_t four = 0x80808080 ^ (o.cols ? columns_at(o.cols + column) : 0);
+
+				by[0] = circle - pair_offset(__byte_perm(four, 0, 0x4140), eighths, octave);
+				by[1] = circle - pair_offset(__byte_perm(four, 0, 0x4342), eighths, octave);
+				if (k || chunk) {
+					if (column < WIRE_ROW) {
+						column += length,
+							row--; /* rows have at least 64 values: at most twice */
+						if (column < WIRE_ROW)
+							column += length, row--;
+						eighths = row_pair(eighths_of(o.part, o.rows, row), (int)round);
+					}
+					column -= WIRE_ROW;
+				}
+			}
+			for (int h = 0; h < 2 && KIND != FAST_NO_OFFSETS; h++)
+				u[h] = turn_pair(w[h] & 0x7fff7fff, w[h] & FAST_SYMBOLS, by[h]);
+			const uint32_t x[2] = {u[0] + u[0], u[1] + u[1]}; /* symbols in bytes 1 and 3 */
+
+			plane[0] = (__byte_perm(u[0], u[1], 0x6420) & 0x7f7f7f7f) |
+				   (__byte_perm(w[0], w[1], 0x7531) & 0x80808080);
+			for (int p = 1; p < SIZE; p++) {
+				store_once(to + (p - 1) * (stride / 4) + 32 * k, plane[p - 1]);
+				sums[p].sum += (uint64_t)plane[p - 1] * key[32 * k];
+			}
+			some |= x[0] | x[1], all &= x[0] & x[1];
+
+			const uint32_t a = t->codes[__byte_perm(x[0], 0, 0x4441)],
+				       b = t->codes[__byte_perm(x[0], 0, 0x4443)];
+			const uint32_t c = t->codes[__byte_perm(x[1], 0, 0x4441)],
+				       d = t->codes[__byte_perm(x[1], 0, 0x4443)];
+			/* shifts use the lower five bits of an entry, see code_quad */
+			const uint32_t after = more + a + b + c + d;
+			uint32_t four = __funnelshift_l(a, 0, a);
+
+			four = __funnelshift_l(b, four, b);
+			four = __funnelshift_l(c, four, c);
+			four = __funnelshift_l(d, four, d);
+
+			const uint32_t longer = high | __funnelshift_l(0, four, more),
+				       over = __funnelshift_l(four, 0, more);
+			const bool gives = ((after ^ more) & 32) != 0;
+			const uint32_t giving = __ballot_sync(FULL, gives);
+
+			nwords += __popc(giving);
+			if (gives)
+				near[(int)(__popc(giving & below) - nwords)] = low;
+			low = gives ? longer : low;
+			high = gives ? over : longer;
+			more = after;
+			if (__any_sync(FULL, ((a | b | c | d) & CODE_ESCAPED) != 0))
+				nliterals = put_rare(s->literals, nliterals, __byte_perm(x[0], x[1], 0x7531), a, b, c,
+						     d, lane);
+		}
+		for (int p = 1; p < SIZE; p++)
+			digest_end_chunk(&sums[p], first + chunk, lane);
+	}
+	if (moved || !whole) {
+		move_words(near, s->words + WORDS_ROOM - moved, nwords, lane);
+		s->near = NULL;
+	} else {
+		s->near = near;
+	}
+	nwords += moved;
+	s->low = low, s->high = high, s->more = more, s->nwords = nwords, s->nliterals = nliterals;
+	same->some |= __byte_perm(some, 0, 0x3131);
+	same->all &= __byte_perm(all, 0, 0x3131);
+}
+
+#endif

@@ -1,0 +1,109 @@
+/* lossless/merge.cuh - values of lossless blocks, merged from bytes of their planes and stored. docs/format.md,
+ * sections 3 and 5.
+ */
+#ifndef CODEC_CUDA_LOSSLESS_MERGE_CUH
+#define CODEC_CUDA_LOSSLESS_MERGE_CUH
+
+#include "coder/model.cuh"
+#include "common/values.cuh"
+
+/*
+ * Return value i of a quad. plane: a word of each plane; plane 0 holds the highest bits. offset: of the value, in
+ * patterns.
+ */
+template <int SIZE> DEVICE uint64_t merge_value(const uint32_t *plane, uint32_t i, bool is_float, uint16_t offset)
+{
+	uint64_t x = 0;
+
+	for (int p = 0; p < SIZE; p++)
+		x = x << 8 | (plane[p] >> 8 * i & 255);
+	if (SIZE > 1 && is_float) {
+		const int low = SIZE > 1 ? 8 * SIZE - 16 : 0;
+		uint16_t top = bits_unturn((uint16_t)(x >> low), offset, SHIFT_OF(SIZE));
+
+		x = (x & ((1ull << low) - 1)) | (uint64_t)top << low;
+	}
+	return x;
+}
+
+/*
+ * Merge a quad from words of its planes to SIZE words as they lie in memory. offset: offsets of two values in each of
+ * two words. Plane 0 holds the pattern's upper eight bits, plane 1 the sign and the lower seven. SIZE is 2 or 4.
+ */
+template <int SIZE> DEVICE void merge_quad(const uint32_t *plane, const uint32_t *offset, uint32_t *out)
+{
+	uint32_t lower = plane[1] & 0x7f7f7f7f, signs = plane[1] & 0x80808080, top[2];
+
+	for (int h = 0; h < 2; h++) {
+		/* selectors that move two bytes to the lower, upper ends of halves */
+		uint32_t even = h ? 0x4342 : 0x4140, odd = h ? 0x3424 : 0x1404;
+		uint32_t upper = __byte_perm(plane[0], 0, even), u = upper * 128 + __byte_perm(lower, 0, even);
+
+		top[h] = turn_pair(u, upper, offset[h]) | __byte_perm(signs, 0, odd);
+	}
+	if (SIZE == 2) {
+		out[0] = top[0], out[1] = top[1];
+		return;
+	}
+	for (int h = 0; h < 2; h++) {
+		uint32_t low = __byte_perm(plane[SIZE - 1], plane[SIZE - 2], h ? 0x7362 : 0x5140);
+
+		out[2 * h % SIZE] = __byte_perm(low, top[h], 0x5410);
+		out[(2 * h + 1) % SIZE] = __byte_perm(low, top[h], 0x7632);
+	}
+}
+
+/* Store a quad, or combine it with its destination, for sinks and quads that need more than a vector store. */
+template <int SIZE> DEVICE_CALL void put_any(const codec_sink *sink, uint32_t dtype, uint64_t i, uint4 x)
+{
+	uint64_t four[4] = {x.x, x.y, x.z, x.w};
+
+	if (SIZE == 2)
+		four[0] = x.x & 0xffff, four[1] = x.x >> 16, four[2] = x.y & 0xffff, four[3] = x.y >> 16;
+	put_quad<SIZE>(sink, dtype, i, 4, four);
+}
+
+template <int SIZE> DEVICE void put_merged(const codec_sink *sink, uint32_t dtype, uint64_t i, uint4 x)
+{
+	uint8_t *to = global(sink->data) + SIZE * i;
+
+	if (sink->into != CODEC_INTO_STORE || (uint64_t)to % (4 * SIZE))
+		return put_any<SIZE>(sink, dtype, i, x);
+	if (SIZE == 2)
+		*(uint2 *)to = {x.x, x.y};
+	else
+		*(uint4 *)to = x;
+}
+
+/*
+ * Merge and store the lane's n values of row r. word: of each plane. o: position of the first value in the model, which
+ * moves on by a row.
+ */
+template <int SIZE>
+DEVICE void put_row(const job *j, uint64_t first, uint32_t r, uint32_t n, const uint32_t *word, place *o,
+		    const codec_sink *sink, uint32_t lane)
+{
+	const int octave = octave_of(j->v.dtype);
+	const uint64_t i = first + WIRE_ROW * r + 4 * lane;
+	uint16_t offset[4] = {0};
+	uint64_t values[4];
+
+	if (!sink->data)
+		return;
+	if (j->v.model_parts.count && n)
+		quad_offsets(j, o, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
+	if constexpr (SIZE == 2 || SIZE == 4)
+		if (octave && n == 4) {
+			const uint32_t pairs[2] = {offset[0] | (uint32_t)offset[1] << 16,
+						   offset[2] | (uint32_t)offset[3] << 16};
+			uint32_t out[4] = {0};
+
+			merge_quad<SIZE>(word, pairs, out);
+			return put_merged<SIZE>(sink, j->v.dtype, i, {out[0], out[1], out[2], out[3]});
+		}
+	for (uint32_t k = 0; k < 4; k++)
+		values[k] = merge_value<SIZE>(word, k, octave > 0, offset[k]);
+	put_quad<SIZE>(sink, j->v.dtype, i, n, values);
+}
+
+#endif

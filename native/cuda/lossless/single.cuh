@@ -1,0 +1,83 @@
+/* lossless/single.cuh - decoding of blocks whose regions hold plane 0 only, row by row. docs/format.md, section 6. */
+#ifndef CODEC_CUDA_LOSSLESS_SINGLE_CUH
+#define CODEC_CUDA_LOSSLESS_SINGLE_CUH
+
+#include "coder/plane.cuh"
+#include "common/checksum.cuh"
+#include "lossless/merge.cuh"
+
+/* Check the head of a region: modes of its planes, and the flag of a pruned region. */
+DEVICE codec_status check_head(const codec_view *v, uint32_t head, int size)
+{
+	if (head & ~(WIRE_REGION_PRUNED | ((1u << 2 * size) - 1)))
+		return CODEC_BAD_REGION;
+	for (int p = 0; p < size; p++) {
+		uint32_t mode = head >> 2 * p & 3;
+
+		if (v->fixed >> p & 1 ? mode != 0 : mode == WIRE_MODE_CODED && !(v->coded >> p & 1))
+			return CODEC_BAD_REGION;
+	}
+	return head & WIRE_REGION_PRUNED && (!octave_of(v->dtype) || (head & 3) != WIRE_MODE_CODED) ? CODEC_BAD_REGION
+												    : CODEC_OK;
+}
+
+/*
+ * Decode a region that holds plane 0 only, in any mode, row by row. head: of the region; the cursor is behind it.
+ *
+ * read_chunks(top, fixed, sums, cursor, place, row) decodes whole chunks of CHUNK_ROWS rows and ends their checksums.
+ * It returns the number of rows; 0: the row is to be decoded here.
+ */
+template <int SIZE, class F>
+DEVICE codec_status read_single_plane(const job *j, uint64_t b, uint32_t head, cursor c, const pairs &by,
+				      const codec_sink *sink, uint64_t *checksum, uint32_t lane, F read_chunks)
+{
+	const codec_view &v = j->v;
+	const uint64_t first = b * v.block_nvalues;
+	const uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW;
+	const uint8_t *fixed = c.frame + v.planes_offset + first;
+	const bool pruned =
+		head & WIRE_REGION_PRUNED; /* fixed planes are 0 where plane 0 is 0, and some value is live */
+	bool live = !pruned;
+	digest sums[SIZE] = {};
+	place o = {};
+	plane top;
+	codec_status status = plane_open(&top, j, 0, head & 3, by, m, &c, lane);
+
+	if (status != CODEC_OK)
+		return status;
+	if (v.model_parts.count)
+		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
+	for (uint32_t r = 0; r < rows;) {
+		const uint32_t done = pruned ? 0 : read_chunks(&top, fixed, sums, &c, &o, r);
+
+		if (done) {
+			r += done;
+			continue;
+		}
+		uint32_t n = there(r, lane, m), word[SIZE], others = 0;
+
+		word[0] = plane_row(&top, r, &c, lane);
+		for (int p = 1; p < SIZE; p++) {
+			word[p] = load_bytes(fixed + (p - 1) * v.plane_stride + WIRE_ROW * r + 4 * lane, n);
+			digest_word(&sums[p], word[p], r, lane);
+			others |= word[p];
+		}
+		if (pruned) {
+			const uint32_t zero = equal_bytes(word[0], 0);
+
+			live |= (~zero & ((1u << n) - 1)) != 0;
+			top.bad |= (zero & ~equal_bytes(others, 0)) != 0;
+		}
+		put_row<SIZE>(j, first, r++, n, word, &o, sink, lane);
+		if (r % CHUNK_ROWS == 0 || r == rows)
+			for (int p = 1; p < SIZE; p++)
+				digest_end_chunk(&sums[p], (r - 1) / CHUNK_ROWS, lane);
+	}
+	for (int p = 1; p < SIZE; p++)
+		*checksum += digest_sum(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p, lane);
+	top.bad |= !__any_sync(FULL, live);
+	status = plane_close(&top);
+	return status == CODEC_OK ? close_region(&c, lane) : status;
+}
+
+#endif

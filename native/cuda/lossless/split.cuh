@@ -1,0 +1,106 @@
+/* lossless/split.cuh - values split into bytes of their planes. docs/format.md, sections 3 and 5. */
+#ifndef CODEC_CUDA_LOSSLESS_SPLIT_CUH
+#define CODEC_CUDA_LOSSLESS_SPLIT_CUH
+
+#include "coder/model.cuh"
+#include "common/job.cuh"
+
+/*
+ * Split a quad as it lies in memory into a word of each plane; the inverse of merge_quad. offset: the circle's size
+ * less the offset, of two values in each of two words. SIZE is 2 or 4.
+ */
+template <int SIZE> DEVICE void split_pairs(const uint32_t *value, const uint32_t *offset, uint32_t *plane)
+{
+	uint32_t top[2], turned[2];
+
+	for (int h = 0; h < 2; h++) {
+		top[h] = SIZE == 2 ? value[h] : __byte_perm(value[2 * h % SIZE], value[(2 * h + 1) % SIZE], 0x7632);
+		turned[h] = turn_pair(top[h] & 0x7fff7fff, __byte_perm(2 * top[h], 0, 0x4341), offset[h]);
+	}
+	plane[1] = (__byte_perm(turned[0], turned[1], 0x6420) & 0x7f7f7f7f) |
+		   (__byte_perm(top[0], top[1], 0x7531) & 0x80808080);
+	plane[0] = __byte_perm(2 * turned[0], 2 * turned[1], 0x7531);
+	if constexpr (SIZE == 4) {
+		uint32_t low[2] = {__byte_perm(value[0], value[1], 0x5410), __byte_perm(value[2], value[3], 0x5410)};
+
+		plane[2] = __byte_perm(low[0], low[1], 0x7531);
+		plane[3] = __byte_perm(low[0], low[1], 0x6420);
+	}
+}
+
+/* Split n values at any address. offset: of each value, in patterns. */
+template <int SIZE>
+DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, const uint16_t *offset, uint32_t *word)
+{
+	for (int p = 0; p < SIZE; p++)
+		word[p] = 0;
+	uint64_t four[4];
+
+	load_quad<SIZE>(from, n, four);
+	for (uint32_t k = 0; k < n; k++) {
+		uint64_t x = four[k];
+
+		if (SIZE > 1 && is_float) {
+			const int low = SIZE > 1 ? 8 * SIZE - 16 : 0;
+			uint16_t top = bits_turn((uint16_t)(x >> low), offset[k], SHIFT_OF(SIZE));
+
+			x = (x & ((1ull << low) - 1)) | (uint64_t)top << low;
+		}
+		for (int p = 0; p < SIZE; p++)
+			word[p] |= (uint32_t)(x >> 8 * (SIZE - 1 - p) & 255) << 8 * k;
+	}
+}
+
+/* Split the lane's n values from value i on into a word of each plane. offset: of each value, in patterns. */
+template <int SIZE>
+DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_float, const uint16_t *offset,
+		       uint32_t *word)
+{
+	const uint8_t *from = global(values) + SIZE * i;
+
+	if constexpr (SIZE == 2 || SIZE == 4)
+		if (is_float && n == 4 && (uint64_t)from % (4 * SIZE) == 0) {
+			uint32_t value[SIZE], back[2]; /* the circle's size less the offset */
+
+			for (int h = 0; h < 2; h++)
+				back[h] = WIRE_CIRCLE(128) * 0x10001 -
+					  (offset[2 * h] | (uint32_t)offset[2 * h + 1] << 16);
+			for (int h = 0; h < SIZE; h += 2) {
+				uint2 w = ((const uint2 *)from)[h / 2];
+
+				value[h] = w.x, value[h + 1] = w.y;
+			}
+			return split_pairs<SIZE>(value, back, word);
+		}
+	split_some<SIZE>(from, n, is_float, offset, word);
+}
+
+/*
+ * Store the lane's quad of a fixed plane. section: offset of the plane in the frame. i: index of the quad's first
+ * value.
+ */
+DEVICE void put_fixed(const codec_view *v, uint8_t *frame, uint64_t section, uint64_t i, uint32_t word)
+{
+	if (i < v->plane_stride)
+		*(uint32_t *)(frame + section + i) = word;
+}
+
+/* OR and AND of all symbols of a plane, separately for the four values of quads. */
+struct common {
+	uint32_t some, all;
+};
+
+/* Return the OR of all bytes of all lanes' words. */
+DEVICE uint32_t any_byte(uint32_t x)
+{
+	x = __reduce_or_sync(FULL, x);
+	return (x | x >> 8 | x >> 16 | x >> 24) & 255;
+}
+
+/* Check that not all symbols of a plane are equal. */
+DEVICE bool differs(const common &same)
+{
+	return any_byte(same.some) & any_byte(~same.all);
+}
+
+#endif
