@@ -70,7 +70,7 @@ def _may_hold(own: Any, dtype: str | None) -> bool:
 def _arrays_in(fd: int, path: str) -> Arrays:
     """Return a reader of the arrays in a file, whose format its first bytes identify."""
     kind = kind_of(fd)
-    if kind in (Kind.NPZ, Kind.NPY):
+    if kind in (Kind.NPZ, Kind.NPY, Kind.ZIP):
         return numpy_arrays(fd, path)
     if kind is Kind.SAFETENSORS:
         return _safetensors(fd)
