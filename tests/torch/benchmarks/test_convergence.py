@@ -15,6 +15,8 @@ import codec.torch
 from support.ranks import RankPool
 from support.tiers import every
 
+pytestmark = pytest.mark.nightly
+
 STEPS, CONTEXT, WIDTH = 60, 32, 64
 
 # Largest difference from the held-out loss after lossless training, which is 2.50. Measured on three texts: Sign 0.13,

@@ -20,6 +20,8 @@ import sizes
 import trainings
 from runs import PLAIN, Job, Run, train
 
+pytestmark = pytest.mark.nightly
+
 STEPS = 13  # PowerSGD compresses from step 10 on
 TRAINED = (PLAIN, methods.ZLIB, methods.FP16, methods.TOP_K, methods.RANDOM_K, methods.POWER_SGD, methods.NEAR)
 

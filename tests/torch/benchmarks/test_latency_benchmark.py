@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "bench/network"))
 import latency
 import netns
 
+pytestmark = pytest.mark.nightly
 PROBE = f"""
 import json, os, sys
 sys.path.insert(0, {str(Path(netns.__file__).parent)!r})

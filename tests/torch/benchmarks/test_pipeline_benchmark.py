@@ -21,6 +21,8 @@ import tah_quant
 import tasks
 from systems import AQ, DIRECT, FP32, FP32_TCP, TAH, Setting, allowed_speedup, message_nbytes, settings_of
 
+pytestmark = pytest.mark.nightly
+
 FW4 = Setting(AQ, "fw4bw8")
 SMALL = tasks.Sizes(width=64, context=16, batch=64, samples=192, epochs=2, pretraining=1)
 
