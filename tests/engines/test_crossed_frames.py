@@ -189,7 +189,7 @@ def check_cuda(seed, count):
 
 
 def test_crossed_frames_agree_with_numba():
-    count = 1500 if NIGHTLY else 500
+    count = 1500 if NIGHTLY else 300
     assert count // 2 < check_numba(0, count) < count
 
 

@@ -39,7 +39,7 @@ from support.golden_frames import GOLDEN, GOLDEN_FRAMES, golden_tensor
 from support.sample_frames import FRAMES_TO_DAMAGE, damage
 from support.specs import LOSSY, MORE, SPECS, TRUNCATES
 from support.tensors import ADAMW, ALL_DTYPES, KINDS, NUMPY_DTYPES, gradient, optimizer_state, random_bits
-from support.tiers import N_DAMAGED, NIGHTLY, nightly
+from support.tiers import N_DAMAGED, nightly
 
 F32 = np.float32
 LOSSY_DTYPES = ("float32", "bfloat16", "float16")
@@ -1038,6 +1038,7 @@ def test_scratch_memory_of_a_call_is_limited(kernel, library):
 
 
 @on_cpu
+@pytest.mark.nightly  # builds the kernels once more
 def test_thread_blocks_in_parallel(monkeypatch):
     """Thread blocks wait for values of other blocks, which run in parallel or have not begun."""
     use(monkeypatch, Emulated(build(options=["-DCUDA_ON_CPU_WORKERS=4"]), 2))
@@ -1049,7 +1050,7 @@ def test_thread_blocks_in_parallel(monkeypatch):
     cases += [(x, spec, "bfloat16", {}) for spec in (codec.Ternary("entropy"), codec.Sign(), codec.TopK())]
     for values, spec, dtype, how in cases:
         frame = bytes(flatcall.encode(values, spec, dtype=dtype, **how))
-        for _ in range(20 if NIGHTLY else 1):
+        for _ in range(20):
             assert encode(values, spec, dtype, **how) == frame, spec
             ours, native = both_outcomes(frame, dtype)
             assert ours == native, spec

@@ -117,6 +117,7 @@ class PackageCopy:
         return [(same, int(hits), int(misses)) for same, hits, misses in results]
 
 
+@pytest.mark.nightly  # compiles four times
 def test_kernels_are_compiled_once_and_again_when_a_source_changes(tmp_path):
     """Two concurrent processes compile once each; later ones load, until a source of a called function changes."""
     copy = PackageCopy(tmp_path)
