@@ -1,7 +1,7 @@
 """Compression of tensors that training jobs send over a network.
 
-Public are the names that ``codec``, :mod:`codec.torch`, :mod:`codec.optimizers` and :mod:`codec.weight_sync` export.
-All other modules are internal, and may change in any version.
+Public are the names that ``codec``, :mod:`codec.kv`, :mod:`codec.optimizers`, :mod:`codec.torch` and
+:mod:`codec.weight_sync` export. All other modules are internal, and may change in any version.
 
 >>> import codec, numpy as np
 >>> x = np.linspace(0, 1, 100_000, dtype=np.float32)
@@ -48,6 +48,7 @@ from codec.tensors.segments import segments
 from codec.tensors.wrapper import View, view
 
 if TYPE_CHECKING:  # imported on first use, see __getattr__
+    from codec import kv as kv
     from codec import torch as torch
     from codec import weight_sync as weight_sync
     from codec.weight_sync.receiver import WeightReceiver
@@ -133,9 +134,9 @@ if not TYPE_CHECKING:  # type checkers would accept any attribute
     _OF_WEIGHT_SYNC = {"Update": "update", "WeightReceiver": "receiver", "WeightSender": "sender"}
 
     def __getattr__(name: str) -> object:
-        """Import :mod:`codec.torch` or :mod:`codec.weight_sync` on its first use."""
-        if name == "weight_sync":
-            return importlib.import_module("codec.weight_sync")
+        """Import :mod:`codec.kv`, :mod:`codec.torch` or :mod:`codec.weight_sync` on its first use."""
+        if name in ("kv", "weight_sync"):
+            return importlib.import_module(f"codec.{name}")
         if name in _OF_WEIGHT_SYNC:
             return getattr(importlib.import_module(f"codec.weight_sync.{_OF_WEIGHT_SYNC[name]}"), name)
         if name != "torch":

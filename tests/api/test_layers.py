@@ -23,7 +23,7 @@ LAYERS = [
     {"encoding", "decoding"},
     {"batch", "code_sums", "delta", "advisor", "frame_size", "_warmup"},
     {"files"},
-    {"stateful"},
+    {"stateful", "kv"},
     {"weight_sync"},
     {"torch", "cli"},
     {"integrations", "run", "__main__"},

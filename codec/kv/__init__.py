@@ -1,0 +1,10 @@
+"""Pages of KV caches: a checked piece of bytes for each page, lossless or in 1 to 8 bits a value.
+
+A :class:`PageCodec` encodes pages of any layout for tiers in host memory, on disk or behind a network. Adapters for
+LMCache, SGLang and vLLM are in :mod:`codec.integrations`. This package needs no framework.
+"""
+
+from codec.kv.container import page_nbytes
+from codec.kv.pages import PageCodec
+
+__all__ = ["PageCodec", "page_nbytes"]

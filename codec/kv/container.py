@@ -1,0 +1,133 @@
+"""Container of the frames of one page: a header with the end of each frame, then the frames."""
+
+import struct
+from itertools import pairwise
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from codec.errors import ArgumentError, ChecksumError, FrameError, Status
+from codec.tensors.view import on_host, view_bytes
+
+MAGIC, VERSION = b"CKVP", 1
+_HEAD = struct.Struct("<4sBBHII")  # magic, version, flags, frames, group of keys, group of values
+_SUM = struct.Struct("<I")  # CRC-32 of the bytes before it and of the table of ends behind it
+_TRANSPOSED = 1  # flag: frames of keys hold (channels, tokens)
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Layout(NamedTuple):
+    """Frames of a page, layer by layer: midpoints of keys, keys, midpoints of values, values."""
+
+    layers: int
+    sides: int  # 2: keys and values; 1: values only
+    transposed: bool  # frames of keys hold (channels, tokens) in place of (tokens, channels)
+    key_group: int  # values that share a midpoint, 0: keys have none
+    value_group: int
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Group of each side of a layer."""
+        return (self.key_group, self.value_group)[2 - self.sides :]
+
+    @property
+    def frames(self) -> int:
+        """Number of frames of a page."""
+        return self.layers * sum(1 + (group > 0) for group in self.groups)
+
+
+def head_nbytes(frames: int) -> int:
+    """Return the size of the header of a page with so many frames."""
+    return _HEAD.size + _SUM.size + 4 * frames
+
+
+def pack(layout: Layout, frames: list[bytes]) -> bytes:
+    """Join the frames of a page.
+
+    Raises
+    ------
+    ArgumentError
+        There are more than 65,535 frames, or they have 4 GiB or more.
+    """
+    ends = np.cumsum([head_nbytes(len(frames)), *map(len, frames)])[1:]
+    if len(frames) > 0xFFFF or ends[-1] > 0xFFFFFFFF:
+        raise ArgumentError(f"a page has {len(frames)} frames of {ends[-1]} bytes, more than 65535 or 4 GiB: split it")
+    head = _HEAD.pack(MAGIC, VERSION, layout.transposed, len(frames), layout.key_group, layout.value_group)
+    table = ends.astype("<u4").tobytes()
+    return b"".join([head, _SUM.pack(crc32(table, crc32(head))), table, *frames])
+
+
+def page_nbytes(data: Any) -> int:
+    """Return the size of an encoded page that is followed by other bytes, such as the rest of a slot.
+
+    Parameters
+    ----------
+    data : bytes or buffer
+        Bytes that begin with an encoded page.
+
+    Returns
+    -------
+    int
+        Size of the page in bytes, at most that of `data`.
+
+    Raises
+    ------
+    FrameError
+        The bytes are no encoded page, or a part of one.
+
+    Examples
+    --------
+    >>> pages = codec.kv.PageCodec((2, 2, 64, 192), "float32")
+    >>> data = pages.encode(np.zeros(pages.shape, np.float32))
+    >>> codec.kv.page_nbytes(data + bytes(100)) == len(data)
+    True
+    """
+    return int(_read(as_bytes(data))[2][-1])
+
+
+def unpack(data: Any, layers: int, sides: int) -> tuple[Layout, list[Bytes]]:
+    """Return the layout and the frames of a page. Frames share the memory of `data`.
+
+    Raises
+    ------
+    FrameError
+        The bytes are no encoded page of so many layers and sides, or not exactly one.
+    """
+    raw = as_bytes(data)
+    flags, groups, ends = _read(raw)
+    layout = Layout(layers, sides, flags == _TRANSPOSED, *groups)
+    if flags > _TRANSPOSED or len(ends) != layout.frames:
+        raise FrameError(f"the page is not one of {layers} layers and {sides} sides: it has {len(ends)} frames")
+    if ends[-1] != len(raw):
+        raise FrameError(f"the page has {ends[-1]} bytes, and {len(raw)} were given")
+    bounds = [head_nbytes(len(ends)), *ends]
+    return layout, [raw[begin:end] for begin, end in pairwise(bounds)]
+
+
+def as_bytes(data: Any) -> Bytes:
+    """Return a buffer in host memory as an array of bytes that shares its memory."""
+    v = on_host("the page", view_bytes(data))
+    owner: Any = v.owner
+    return owner.reshape(-1).view(np.uint8) if type(owner) is np.ndarray else np.frombuffer(owner, np.uint8)
+
+
+def _read(raw: Bytes) -> tuple[int, tuple[int, int], list[int]]:
+    """Return flags, groups and the end of each frame of a checked header."""
+    if len(raw) < head_nbytes(0):
+        raise FrameError(f"the page is truncated ({len(raw)} bytes)")
+    head = raw[: _HEAD.size].tobytes()
+    magic, version, flags, frames, *groups = _HEAD.unpack(head)
+    if magic != MAGIC or version != VERSION:
+        raise FrameError("these bytes are no encoded page of a KV cache, or one of another version")
+    begin = head_nbytes(frames)
+    table = raw[head_nbytes(0) : begin].tobytes()
+    if not frames or len(table) < 4 * frames:
+        raise FrameError(f"the page is truncated ({len(raw)} bytes), or has no frames")
+    if _SUM.unpack(raw[_HEAD.size : head_nbytes(0)].tobytes())[0] != crc32(table, crc32(head)):
+        raise ChecksumError("the header of the page is damaged", Status.CHECKSUM)
+    ends = np.frombuffer(table, "<u4").astype(np.int64)
+    if (np.diff(ends, prepend=begin) < 0).any() or ends[-1] > len(raw):
+        raise FrameError(f"the page is truncated ({len(raw)} bytes), or its table of frames is not valid")
+    return flags, (groups[0], groups[1]), ends.tolist()

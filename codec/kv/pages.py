@@ -1,0 +1,322 @@
+"""PageCodec: pages of a KV cache to bytes and back."""
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from codec._c.library import DTYPES, ITEMSIZE
+from codec._options import CallOptions
+from codec.arguments import whole
+from codec.batch import decode_many, encode_many
+from codec.encoding import bound, checked_shape
+from codec.errors import ArgumentError, FrameError, SpecError, StateError
+from codec.inspection import inspect
+from codec.kv import midpoints
+from codec.kv.container import Layout, head_nbytes, pack, unpack
+from codec.presets import resolve
+from codec.specs import Delta, Float4, Float8, Lossless, Quantize, Spec, SpecLike
+from codec.tensors.view import Array, dtype_name, is_torch, kind_of, mark_written, on_host
+from codec.tensors.view import view as view_tensor
+from codec.tensors.wrapper import view
+
+_DTYPE_AT = 6  # offset of the dtype's number in a frame
+_GROUPED = (Quantize, Float8, Float4)
+Place = tuple[int | str, ...]  # page, layer, "key" or "value", and "midpoints" for those
+
+
+class PageCodec:
+    """Codec of the pages of a KV cache: a frame for each layer's keys, and one for its values.
+
+    Keys have a few channels of large values, the same for all tokens. So codecs with scales get groups along tokens for
+    keys, and along channels for values [1]_. A quantized group may lie far from zero: its midpoint is subtracted first.
+
+    Parameters
+    ----------
+    shape : iterable of int
+        Shape of a page: (layers, sides, tokens, channels), or (layers, sides, tokens, heads, channels of a head).
+        sides: 2 for keys and values; 1 for one latent tensor, which is encoded as values are.
+    dtype : str, type or dtype, default "bfloat16"
+        Dtype of the values.
+    key, value : Spec or name of a preset, default "lossless"
+        :class:`Lossless`, :class:`Quantize`, :class:`Float8` or :class:`Float4`. Quantize should round to nearest.
+    zero_point : bool, default True
+        Send the midpoint of each group of Quantize, in 16 bits before compression, and quantize distances to it. The
+        error of attention at 4 bits is about half of that without midpoints.
+
+    Raises
+    ------
+    ArgumentError
+        The shape is not one of a page, or the dtype does not go with a spec.
+    SpecError
+        Another kind of spec, or a `group_size` that does not divide a row: the tokens of a page for keys, the channels
+        for values. A larger `group_size` is a whole row.
+
+    Notes
+    -----
+    A page of a layer should have 4,096 values or more for each side, so that :class:`Lossless` models its scales. The
+    format of an encoded page is in ``docs/kv-caches.md``.
+
+    References
+    ----------
+    .. [1] Z. Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024.
+
+    Examples
+    --------
+    >>> page = np.random.default_rng(0).standard_normal((2, 2, 64, 8, 32), np.float32)
+    >>> pages = codec.kv.PageCodec(page.shape, "float32", key=codec.Quantize(8, rounding="nearest"))
+    >>> data = pages.encode(page)
+    >>> again = pages.decode(data)
+    >>> bool((again[:, 1] == page[:, 1]).all()), float(abs(again - page).max()) < 0.02, len(data) <= pages.bound
+    (True, True, True)
+    """
+
+    def __init__(
+        self,
+        shape: Iterable[int],
+        dtype: Any = "bfloat16",
+        *,
+        key: SpecLike = "lossless",
+        value: SpecLike = "lossless",
+        zero_point: bool = True,
+    ) -> None:
+        self.shape = checked_shape(shape)
+        self.dtype = dtype_name(dtype)
+        if len(self.shape) < 4 or self.shape[1] not in (1, 2) or 0 in self.shape:
+            raise ArgumentError(f"a page has the shape (layers, 1 or 2, tokens, channels, ...), not {self.shape}")
+        layers, sides, tokens = self.shape[:3]
+        self._channels = math.prod(self.shape[3:])
+        self._key = _spec("key", key, tokens, self.shape, self.dtype)
+        self._value = _spec("value", value, self._channels, self.shape, self.dtype)
+        transposed = sides == 2 and isinstance(self._key, _GROUPED)
+        self._layout = Layout(
+            layers,
+            sides,
+            transposed,
+            self._key.group_size if transposed and zero_point and isinstance(self._key, Quantize) else 0,
+            self._value.group_size if zero_point and isinstance(self._value, Quantize) else 0,
+        )
+        sizes = [
+            bound(rows, dtype, spec, segments=())
+            for side in range(sides)
+            for rows, dtype, spec in self._frames_of(self._layout, side)
+        ]
+        #: Upper bound of the bytes of an encoded page: the size of a slot.
+        self.bound: int = head_nbytes(self._layout.frames) + layers * sum(sizes)
+
+    def __repr__(self) -> str:
+        return f"PageCodec({self.shape}, {self.dtype!r}, key={self._key}, value={self._value})"
+
+    @property
+    def nbytes(self) -> int:
+        """Size of a page that is not encoded, in bytes."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def encode(self, page: Any, *, options: CallOptions | None = None) -> bytes:
+        """Encode one page; see :meth:`encode_many`."""
+        return self.encode_many([page], options=options)[0]
+
+    def encode_many(
+        self, pages: Iterable[Any], *, out: Any = None, stream: int = 0, options: CallOptions | None = None
+    ) -> list[Any]:
+        """Encode pages, such as those of a paged pool, in one batch.
+
+        Parameters
+        ----------
+        pages : iterable of arrays or tensors
+            Pages in host memory, of the codec's shape and dtype, or unsigned integers with the bits. They may have any
+            strides, such as those of a transposed view of a pool; only values that are not contiguous are copied.
+        out : writable array of uint8, shape (pages, bytes of a slot), optional
+            Slots for the encoded pages. Slots of :attr:`bound` bytes are always large enough.
+        stream : int
+            Number of the stream of random bits, for stochastic rounding, as in :func:`codec.encode_many`.
+        options : CallOptions, optional
+            Engine and threads.
+
+        Returns
+        -------
+        list of bytes, or of memoryview of each slot's used part
+
+        Raises
+        ------
+        ArgumentError
+            A page has another shape, dtype or device, quantized values hold NaN or Inf, or a slot is too small. The
+            ``item`` of an error of values is (index of the page, layer, "key" or "value").
+        """
+        given = [self._bits(page, f"page {i}") for i, page in enumerate(pages)]
+        tensors: dict[Place, Any] = {}
+        specs: dict[Place, Spec] = {}
+        for i, page in enumerate(given):
+            for layer, sides in enumerate(page):
+                for side, values in enumerate(sides, 2 - len(sides)):
+                    self._prepare((i, layer, ("key", "value")[side]), values, tensors, specs)
+        n, frames = self._layout.frames, list(encode_many(tensors, specs, stream=stream, options=options).values())
+        data = [pack(self._layout, frames[i : i + n]) for i in range(0, len(frames), n)]
+        return data if out is None else _fill(out, data)
+
+    def decode(self, data: Any, *, out: Any = None, options: CallOptions | None = None) -> Any:
+        """Decode one page; see :meth:`decode_many`. Without `out` a numpy array is returned."""
+        return self.decode_many([data], out=None if out is None else [out], options=options)[0]
+
+    def decode_many(
+        self, data: Iterable[Any], *, out: Iterable[Any] | None = None, options: CallOptions | None = None
+    ) -> list[Any]:
+        """Decode pages of this shape and dtype, whatever specs they were encoded with.
+
+        Parameters
+        ----------
+        data : iterable of bytes or buffers
+            Encoded pages, exactly; :func:`page_nbytes` tells the size of one in a slot.
+        out : iterable of arrays or tensors, optional
+            Pages to write to, in host memory, of any strides, that do not overlap. All of them are unchanged after an
+            error.
+        options : CallOptions, optional
+            Engine and threads.
+
+        Returns
+        -------
+        list
+            `out`, or new numpy arrays of the dtype; of unsigned integers with the bits, if numpy lacks the dtype.
+
+        Raises
+        ------
+        FrameError
+            The bytes are damaged, or a page of another shape or dtype.
+        ArgumentError
+            A page of `out` has another shape, dtype or device.
+        """
+        blobs = list(data)
+        given = [self._new() for _ in blobs] if out is None else list(out)
+        if len(given) != len(blobs):
+            raise ArgumentError(f"out= must have as many pages as there are encoded ones, {len(blobs)}")
+        targets = [self._bits(page, f"page {i} of out=", True) for i, page in enumerate(given)]
+        frames: list[Array] = []
+        into: list[tuple[str, Array]] = []
+        later: list[tuple[Array, Array | None, Array, bool]] = []
+        for blob, page in zip(blobs, targets, strict=True):
+            layout, parts = unpack(blob, *self.shape[:2])
+            frames += parts
+            for layer in page:
+                for side, values in enumerate(layer):
+                    into += self._destinations(layout, side, values, later)
+        out_arrays = [array for _, array in into]
+        if not all(_has_dtype(frame, dtype) for frame, (dtype, _) in zip(frames, into, strict=True)):
+            raise FrameError(f"the page is damaged, or not one of dtype {self.dtype}")
+        try:
+            decode_many(frames, out=out_arrays, options=options)
+        except (ArgumentError, StateError) as e:
+            if isinstance(e, ArgumentError) and all(map(_fits, frames, out_arrays)):
+                raise  # pages of out= overlap
+            raise FrameError(f"the page is not one of shape {self.shape} and dtype {self.dtype}: {e}") from e
+        for values, middle, decoded, transposed in later:
+            bits = decoded if middle is None else midpoints.join(middle, decoded, self.dtype)
+            here = np.moveaxis(values, 0, -1) if transposed else values
+            here[...] = bits.reshape(here.shape)
+        for page in given:
+            mark_written(page)
+        return given
+
+    def _frames_of(self, layout: Layout, side: int) -> list[tuple[tuple[int, int], str, Spec]]:
+        """Return shape, dtype and spec of each frame of one side of a layer."""
+        is_key = layout.sides == 2 and side == 0
+        tokens, channels = self.shape[2], self._channels
+        rows = (channels, tokens) if is_key and layout.transposed else (tokens, channels)
+        group, spec = layout.groups[side], self._key if is_key else self._value
+        if not group:
+            return [(rows, self.dtype, spec)]
+        return [((rows[0], rows[1] // group), "bfloat16", Lossless()), (rows, "float32", spec)]
+
+    def _prepare(self, place: Place, values: Array, tensors: dict[Place, Any], specs: dict[Place, Spec]) -> None:
+        """Add the tensors of the frames of one side of a layer, and their specs."""
+        side = self._layout.sides - (2 if place[2] == "key" else 1)
+        *middle, (shape, _, spec) = self._frames_of(self._layout, side)
+        transposed = self._layout.transposed and side == 0
+        rows = np.ascontiguousarray(np.moveaxis(values, 0, -1) if transposed else values).reshape(shape)
+        if middle:
+            midpoints_, rows = midpoints.split(rows, self.dtype, self._layout.groups[side])
+            tensors[*place, "midpoints"], specs[*place, "midpoints"] = view(midpoints_, "bfloat16"), middle[0][2]
+        tensors[place], specs[place] = rows if middle else view(rows, self.dtype), spec
+
+    def _destinations(
+        self, layout: Layout, side: int, values: Array, later: list[tuple[Array, Array | None, Array, bool]]
+    ) -> list[tuple[str, Array]]:
+        """Return the dtype and the destination of each frame of one side; append to `later` what to copy from there."""
+        transposed = layout.transposed and side == 0
+        group, columns = layout.groups[side], self.shape[2] if transposed else self._channels
+        if group and (columns % group or self.dtype not in ("bfloat16", "float16", "float32")):
+            raise FrameError(f"the page has midpoints of {group} values, rows of {columns}, and dtype {self.dtype}")
+        if not (group or transposed) and values.flags.c_contiguous:
+            return [(self.dtype, values.reshape(self.shape[2], self._channels))]
+        rows = values.size // columns
+        middle = np.empty((rows, columns // group), np.uint16) if group else None
+        decoded = np.empty((rows, columns), np.float32 if group else values.dtype)
+        later.append((values, middle, decoded, transposed))
+        return [(self.dtype, decoded)] if middle is None else [("bfloat16", middle), ("float32", decoded)]
+
+    def _bits(self, page: Any, name: str, write: bool = False) -> Array:
+        """Return a page as an array of unsigned integers that shares its memory."""
+        unsigned = f"uint{8 * ITEMSIZE[self.dtype]}"
+        if is_torch(page):
+            torch: Any = sys.modules["torch"]
+            if page.device.type != "cpu":
+                on_host(name, view_tensor(page[:0]))
+            own = dtype_name(page.dtype)
+            array: Any = page.detach().view(getattr(torch, unsigned)).numpy() if own in (self.dtype, unsigned) else None
+        elif isinstance(page, np.ndarray):
+            whose = cast(Array, page)
+            own = dtype_name(whose.dtype)
+            array = whose.view(unsigned) if own in (self.dtype, unsigned) and whose.dtype.isnative else None
+        else:
+            raise ArgumentError(f"{name} must be a numpy array or a tensor of torch, not {kind_of(page)}")
+        if array is None or array.shape != self.shape:
+            given = tuple(cast(Any, page).shape)
+            raise ArgumentError(f"{name} must be {self.dtype} of shape {self.shape}, not {own} of {given}")
+        if write and not array.flags.writeable:
+            raise ArgumentError(f"{name} is read-only")
+        return array
+
+    def _new(self) -> Array:
+        known = hasattr(np, self.dtype) or self.dtype == "bool"
+        return np.empty(self.shape, self.dtype if known else f"uint{8 * ITEMSIZE[self.dtype]}")
+
+
+def _spec(name: str, given: SpecLike, row: int, shape: tuple[int, ...], dtype: str) -> Spec:
+    """Return a checked spec, whose groups are not longer than a row of values."""
+    spec, bound_to = resolve(given)
+    if bound_to is not None or not isinstance(spec, Lossless | Quantize | Float8 | Float4):
+        raise SpecError(f"{name}= must be Lossless, Quantize, Float8 or Float4, got {spec}")
+    bound(shape, dtype, spec)  # raises an error if the dtype does not go with the spec
+    if isinstance(spec, Lossless | Float4) or spec.group_size is None:
+        return spec
+    if spec.group_size < row and row % spec.group_size:
+        what = "the tokens of a page" if name == "key" else "its channels"
+        raise SpecError(f"{name}={spec}: group_size must divide {what}, {row}, or be larger")
+    return replace(spec, group_size=min(spec.group_size, row))
+
+
+def _has_dtype(frame: Array, dtype: str) -> bool:
+    """Return True if a frame's header has this dtype. Destinations hold bits, of any dtype of their size."""
+    return len(frame) > _DTYPE_AT and int(frame[_DTYPE_AT]) == DTYPES[dtype]
+
+
+def _fits(frame: Array, into: Array) -> bool:
+    """Return True if a frame holds a tensor of the shape and size of its destination, and needs no base."""
+    info = inspect(frame)
+    sizes_fit = info.shape == into.shape and info.tensor_nbytes == into.nbytes
+    return sizes_fit and not isinstance(info.spec, Delta)
+
+
+def _fill(out: Any, data: Sequence[bytes]) -> list[memoryview]:
+    """Copy each encoded page into its slot."""
+    slots = np.asarray(out)
+    if slots.ndim != 2 or slots.dtype != np.uint8 or len(slots) != len(data) or not slots.flags.writeable:
+        raise ArgumentError(f"out= must be a writable array of uint8 with {len(data)} slots of bytes")
+    if not slots.flags.c_contiguous:
+        raise ArgumentError("out= must be C-contiguous")
+    whole("the size of a slot", slots.shape[1], max(map(len, data), default=0), 1 << 62)
+    for slot, page in zip(slots, data, strict=True):
+        slot[: len(page)] = np.frombuffer(page, np.uint8)
+    return [memoryview(slot[: len(page)]).toreadonly() for slot, page in zip(slots, data, strict=True)]
