@@ -15,7 +15,7 @@ def split(bits: Bits, dtype: str, group: int) -> tuple[Bits, Floats]:
 
     Parameters
     ----------
-    bits : numpy.ndarray of unsigned integers, shape (rows, columns)
+    bits : numpy.ndarray of unsigned integers, shape (..., columns)
         Values, contiguous.
     dtype : {"bfloat16", "float16", "float32"}
         Dtype of the values.
@@ -24,12 +24,12 @@ def split(bits: Bits, dtype: str, group: int) -> tuple[Bits, Floats]:
 
     Returns
     -------
-    midpoints, distances : numpy.ndarray, shapes (rows, columns / group) and (rows, columns)
+    midpoints, distances : numpy.ndarray, shapes (..., columns / group) and (..., columns)
     """
-    values: Floats = widen(bits, dtype).reshape(len(bits), -1, group)
+    values: Floats = widen(bits, dtype).reshape(*bits.shape[:-1], -1, group)
     with np.errstate(all="ignore"):  # a group with NaN or Inf gives NaN, which Quantize refuses
-        midpoints = narrow(values.max(2) * np.float32(0.5) + values.min(2) * np.float32(0.5), "bfloat16")
-        values -= widen(midpoints, "bfloat16")[:, :, None]
+        midpoints = narrow(values.max(-1) * np.float32(0.5) + values.min(-1) * np.float32(0.5), "bfloat16")
+        values -= widen(midpoints, "bfloat16")[..., None]
     return midpoints, values.reshape(bits.shape)
 
 
@@ -37,7 +37,7 @@ def join(midpoints: Bits, distances: Floats, dtype: str) -> Bits:
     """Return the bits of values: distances plus midpoints, rounded to the nearest number of `dtype`."""
     groups = distances.reshape(*midpoints.shape, -1)
     with np.errstate(all="ignore"):
-        groups += widen(midpoints, "bfloat16")[:, :, None]
+        groups += widen(midpoints, "bfloat16")[..., None]
         return narrow(distances, dtype)
 
 

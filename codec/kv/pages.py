@@ -150,9 +150,11 @@ class PageCodec:
         tensors: dict[Place, Any] = {}
         specs: dict[Place, Spec] = {}
         for i, page in enumerate(given):
-            for layer, sides in enumerate(page):
-                for side, values in enumerate(sides, 2 - len(sides)):
-                    self._prepare((i, layer, ("key", "value")[side]), values, tensors, specs)
+            parts = [part for side in range(self.shape[1]) for part in self._split(side, page[:, side])]
+            for layer in range(len(page)):
+                for name, spec, dtype, arrays in parts:
+                    tensors[i, layer, *name] = view(arrays[layer], dtype)
+                    specs[i, layer, *name] = spec
         n, frames = self._layout.frames, list(encode_many(tensors, specs, stream=stream, options=options).values())
         data = [pack(self._layout, frames[i : i + n]) for i in range(0, len(frames), n)]
         return data if out is None else _fill(out, data)
@@ -199,9 +201,8 @@ class PageCodec:
         for blob, page in zip(blobs, targets, strict=True):
             layout, parts = unpack(blob, *self.shape[:2])
             frames += parts
-            for layer in page:
-                for side, values in enumerate(layer):
-                    into += self._destinations(layout, side, values, later)
+            sides = [self._destinations(layout, side, page[:, side], later) for side in range(self.shape[1])]
+            into += [(dtype, arrays[i]) for i in range(len(page)) for side in sides for dtype, arrays in side]
         out_arrays = [array for _, array in into]
         if not all(_has_dtype(frame, dtype) for frame, (dtype, _) in zip(frames, into, strict=True)):
             raise FrameError(f"the page is damaged, or not one of dtype {self.dtype}")
@@ -213,7 +214,7 @@ class PageCodec:
             raise FrameError(f"the page is not one of shape {self.shape} and dtype {self.dtype}: {e}") from e
         for values, middle, decoded, transposed in later:
             bits = decoded if middle is None else midpoints.join(middle, decoded, self.dtype)
-            here = np.moveaxis(values, 0, -1) if transposed else values
+            here = np.moveaxis(values, 1, -1) if transposed else values
             here[...] = bits.reshape(here.shape)
         for page in given:
             mark_written(page)
@@ -229,30 +230,32 @@ class PageCodec:
             return [(rows, self.dtype, spec)]
         return [((rows[0], rows[1] // group), "bfloat16", Lossless()), (rows, "float32", spec)]
 
-    def _prepare(self, place: Place, values: Array, tensors: dict[Place, Any], specs: dict[Place, Spec]) -> None:
-        """Add the tensors of the frames of one side of a layer, and their specs."""
-        side = self._layout.sides - (2 if place[2] == "key" else 1)
-        *middle, (shape, _, spec) = self._frames_of(self._layout, side)
-        transposed = self._layout.transposed and side == 0
-        rows = np.ascontiguousarray(np.moveaxis(values, 0, -1) if transposed else values).reshape(shape)
-        if middle:
-            midpoints_, rows = midpoints.split(rows, self.dtype, self._layout.groups[side])
-            tensors[*place, "midpoints"], specs[*place, "midpoints"] = view(midpoints_, "bfloat16"), middle[0][2]
-        tensors[place], specs[place] = rows if middle else view(rows, self.dtype), spec
+    def _split(self, side: int, values: Array) -> Sequence[tuple[tuple[str, ...], Spec, str, Sequence[Array]]]:
+        """Return name, spec, dtype and tensors of all layers, of each kind of frames of one side of a page."""
+        name = "key" if side < self._layout.sides - 1 else "value"
+        *middle, (shape, dtype, spec) = self._frames_of(self._layout, side)
+        group, transposed = self._layout.groups[side], self._layout.transposed and side == 0
+        if not group and not transposed:
+            return [((name,), spec, dtype, [np.ascontiguousarray(layer).reshape(shape) for layer in values])]
+        rows: Any = np.ascontiguousarray(np.moveaxis(values, 1, -1) if transposed else values).reshape(-1, *shape)
+        if not group:
+            return [((name,), spec, dtype, rows)]
+        centers, rows = midpoints.split(rows, self.dtype, group)
+        return [((name, "midpoints"), middle[0][2], middle[0][1], list(centers)), ((name,), spec, dtype, rows)]
 
     def _destinations(
         self, layout: Layout, side: int, values: Array, later: list[tuple[Array, Array | None, Array, bool]]
-    ) -> list[tuple[str, Array]]:
-        """Return the dtype and the destination of each frame of one side; append to `later` what to copy from there."""
+    ) -> Sequence[tuple[str, Sequence[Array]]]:
+        """Return dtype and destinations of each kind of frames of a side; append to `later` what to copy from them."""
         transposed = layout.transposed and side == 0
         group, columns = layout.groups[side], self.shape[2] if transposed else self._channels
         if group and (columns % group or self.dtype not in ("bfloat16", "float16", "float32")):
             raise FrameError(f"the page has midpoints of {group} values, rows of {columns}, and dtype {self.dtype}")
-        if not (group or transposed) and values.flags.c_contiguous:
-            return [(self.dtype, values.reshape(self.shape[2], self._channels))]
-        rows = values.size // columns
-        middle = np.empty((rows, columns // group), np.uint16) if group else None
-        decoded = np.empty((rows, columns), np.float32 if group else values.dtype)
+        if not (group or transposed) and values[0].flags.c_contiguous:
+            return [(self.dtype, [layer.reshape(-1, columns) for layer in values])]
+        shape = (len(values), values[0].size // columns, columns)
+        middle: Any = np.empty((*shape[:2], columns // group), np.uint16) if group else None
+        decoded: Any = np.empty(shape, np.float32 if group else values.dtype)
         later.append((values, middle, decoded, transposed))
         return [(self.dtype, decoded)] if middle is None else [("bfloat16", middle), ("float32", decoded)]
 
