@@ -35,7 +35,7 @@ test: $(VENV)/tools
 RANKS := tests/torch
 PROCESSES := tests/failures tests/native tests/packaging tests/processes
 ENGINES := tests/engines
-CORE := $(addprefix tests/,advisor api cli codecs docs files format integrations robustness stateful weight_sync)
+CORE := $(addprefix tests/,advisor api cli codecs docs files format integrations kv robustness stateful weight_sync)
 ranks: $(VENV)/test $(if $(BUILT),,gloo-programs)
 	$(PYTEST) $(RANKS)
 processes: $(VENV)/test

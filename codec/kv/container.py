@@ -33,9 +33,17 @@ class Layout(NamedTuple):
         return (self.key_group, self.value_group)[2 - self.sides :]
 
     @property
+    def kinds(self) -> list[tuple[str, ...]]:
+        """Names of the frames of each layer, in order."""
+        kinds: list[tuple[str, ...]] = []
+        for side, group in zip(("key", "value")[2 - self.sides :], self.groups, strict=True):
+            kinds += [(side, "midpoints"), (side,)] if group else [(side,)]
+        return kinds
+
+    @property
     def frames(self) -> int:
         """Number of frames of a page."""
-        return self.layers * sum(1 + (group > 0) for group in self.groups)
+        return self.layers * len(self.kinds)
 
 
 def head_nbytes(frames: int) -> int:

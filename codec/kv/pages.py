@@ -152,9 +152,9 @@ class PageCodec:
         for i, page in enumerate(given):
             parts = [part for side in range(self.shape[1]) for part in self._split(side, page[:, side])]
             for layer in range(len(page)):
-                for name, spec, dtype, arrays in parts:
-                    tensors[i, layer, *name] = view(arrays[layer], dtype)
-                    specs[i, layer, *name] = spec
+                for kind, (spec, dtype, arrays) in zip(self._layout.kinds, parts, strict=True):
+                    tensors[i, layer, *kind] = view(arrays[layer], dtype)
+                    specs[i, layer, *kind] = spec
         n, frames = self._layout.frames, list(encode_many(tensors, specs, stream=stream, options=options).values())
         data = [pack(self._layout, frames[i : i + n]) for i in range(0, len(frames), n)]
         return data if out is None else _fill(out, data)
@@ -186,7 +186,8 @@ class PageCodec:
         Raises
         ------
         FrameError
-            The bytes are damaged, or a page of another shape or dtype.
+            The bytes are damaged, or a page of another shape or dtype. The ``item`` of an error of a frame is (index of
+            the page, layer, "key" or "value").
         ArgumentError
             A page of `out` has another shape, dtype or device.
         """
@@ -195,21 +196,24 @@ class PageCodec:
         if len(given) != len(blobs):
             raise ArgumentError(f"out= must have as many pages as there are encoded ones, {len(blobs)}")
         targets = [self._bits(page, f"page {i} of out=", True) for i, page in enumerate(given)]
-        frames: list[Array] = []
-        into: list[tuple[str, Array]] = []
+        frames: dict[Place, Array] = {}
+        into: dict[Place, Array] = {}
         later: list[tuple[Array, Array | None, Array, bool]] = []
-        for blob, page in zip(blobs, targets, strict=True):
+        for number, (blob, page) in enumerate(zip(blobs, targets, strict=True)):
             layout, parts = unpack(blob, *self.shape[:2])
-            frames += parts
             sides = [self._destinations(layout, side, page[:, side], later) for side in range(self.shape[1])]
-            into += [(dtype, arrays[i]) for i in range(len(page)) for side in sides for dtype, arrays in side]
-        out_arrays = [array for _, array in into]
-        if not all(_has_dtype(frame, dtype) for frame, (dtype, _) in zip(frames, into, strict=True)):
-            raise FrameError(f"the page is damaged, or not one of dtype {self.dtype}")
+            kinds = list(zip(layout.kinds, (kind for side in sides for kind in side), strict=True))
+            places = [
+                ((number, i, *kind), dtype, arrays[i]) for i in range(len(page)) for kind, (dtype, arrays) in kinds
+            ]
+            for frame, (place, dtype, array) in zip(parts, places, strict=True):
+                if not _has_dtype(frame, dtype):
+                    raise FrameError(f"{place}: the frame is damaged, or the page is not one of {self.dtype}")
+                frames[place], into[place] = frame, array
         try:
-            decode_many(frames, out=out_arrays, options=options)
+            decode_many(frames, out=into, options=options)
         except (ArgumentError, StateError) as e:
-            if isinstance(e, ArgumentError) and all(map(_fits, frames, out_arrays)):
+            if isinstance(e, ArgumentError) and all(map(_fits, frames.values(), into.values())):
                 raise  # pages of out= overlap
             raise FrameError(f"the page is not one of shape {self.shape} and dtype {self.dtype}: {e}") from e
         for values, middle, decoded, transposed in later:
@@ -230,18 +234,17 @@ class PageCodec:
             return [(rows, self.dtype, spec)]
         return [((rows[0], rows[1] // group), "bfloat16", Lossless()), (rows, "float32", spec)]
 
-    def _split(self, side: int, values: Array) -> Sequence[tuple[tuple[str, ...], Spec, str, Sequence[Array]]]:
-        """Return name, spec, dtype and tensors of all layers, of each kind of frames of one side of a page."""
-        name = "key" if side < self._layout.sides - 1 else "value"
+    def _split(self, side: int, values: Array) -> Sequence[tuple[Spec, str, Sequence[Array]]]:
+        """Return spec, dtype and tensors of all layers, of each kind of frames of one side of a page."""
         *middle, (shape, dtype, spec) = self._frames_of(self._layout, side)
         group, transposed = self._layout.groups[side], self._layout.transposed and side == 0
         if not group and not transposed:
-            return [((name,), spec, dtype, [np.ascontiguousarray(layer).reshape(shape) for layer in values])]
+            return [(spec, dtype, [np.ascontiguousarray(layer).reshape(shape) for layer in values])]
         rows: Any = np.ascontiguousarray(np.moveaxis(values, 1, -1) if transposed else values).reshape(-1, *shape)
         if not group:
-            return [((name,), spec, dtype, rows)]
+            return [(spec, dtype, rows)]
         centers, rows = midpoints.split(rows, self.dtype, group)
-        return [((name, "midpoints"), middle[0][2], middle[0][1], list(centers)), ((name,), spec, dtype, rows)]
+        return [(middle[0][2], middle[0][1], list(centers)), (spec, dtype, rows)]
 
     def _destinations(
         self, layout: Layout, side: int, values: Array, later: list[tuple[Array, Array | None, Array, bool]]

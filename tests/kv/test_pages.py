@@ -206,6 +206,12 @@ def test_errors_of_values_name_page_layer_and_side():
     with pytest.raises(codec.ArgumentError) as e:
         pages.encode_many([keys_and_values(), page])
     assert e.value.item == (1, 1, "key")
+    good = pages.encode_many([keys_and_values()] * 2)
+    bad = bytearray(good[1])
+    bad[-9] ^= 1
+    with pytest.raises(codec.ChecksumError) as e:
+        pages.decode_many([good[0], bad])
+    assert e.value.item == (1, 1, "value")
 
 
 @pytest.mark.parametrize(
