@@ -120,6 +120,14 @@ def peers() -> dict[str, Coder]:
     return found
 
 
+def with_codebooks(pages: Pages) -> int:
+    """Return the bytes of frames with a codebook for each layer and side, made from every fourth page."""
+    kinds = [[page[i, side].flatten(1) for page in pages] for i in range(len(pages[0])) for side in range(2)]
+    books = [codec.Codebook.from_tensors(*frames[::4]) for frames in kinds]
+    frames = [codec.encode(x, codebook=book) for book, tensors in zip(books, kinds, strict=True) for x in tensors]
+    return sum(map(len, frames))
+
+
 def best(run: Callable[[], Any]) -> float:
     seconds = math.inf
     for _ in range(5):
@@ -170,6 +178,7 @@ def main() -> None:
         row(f"{tokens} tokens", ours(cut(kv, tokens)[0]), kv, tokens, q)
     joint = [page.unflatten(0, (-1, 5)).movedim(1, 3) for page in cut(kv, 16)]  # as many channels as larger models have
     data = ours(joint[0]).encode(joint)
+    print(f"| 16 tokens, shared codebooks | {with_codebooks(cut(kv, 16)) * 8 / kv.numel():.2f} | none | | |")
     print(f"| 16 tokens, 5 layers in a frame | {sum(map(len, data)) * 8 / kv.numel():.2f} | none | | |")
 
 

@@ -7,8 +7,8 @@ LMCache has no entry points for serdes, so its server is started by this module,
     python -m codec.integrations.lmcache server --l2-adapter '{"type": "fs", "base_path": "/cache",
         "serde": {"type": "codec", "key_bits": 8, "value_bits": 4}}'
 
-LMCache 0.5.6 loads an object only if it has exactly the size that the serde estimates. So each object has a slot of a
-fixed size, and a chunk that does not fit into it is not stored. The settings:
+The file adapter of LMCache 0.5.6 loads an object only if it has exactly the size that the serde estimates. So each
+object has a slot of a fixed size, and a chunk that does not fit into it is not stored. The settings:
 
 ``key_bits``, ``value_bits``
     Bits of :class:`codec.Quantize`, 1 to 8. Default: lossless.

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 
-from codec.errors import CodecError
+from codec.errors import ArgumentError, CodecError
 from codec.integrations.kv import dtype_of, flat_page, page_codec
 from codec.kv import PageCodec
 
@@ -78,7 +78,7 @@ class CodecFile(HiCacheFile):
         page, pages = self._page(value)
         try:
             data = pages.encode(page)
-        except CodecError:
+        except ArgumentError:
             data = page_codec(pages.shape, pages.dtype, None, None, 64).encode(page)
         return super().set(key, torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)))
 

@@ -19,7 +19,7 @@ from codec.kv import midpoints
 from codec.kv.container import Layout, head_nbytes, pack, unpack
 from codec.presets import resolve
 from codec.specs import Delta, Float4, Float8, Lossless, Quantize, Spec, SpecLike
-from codec.tensors.view import Array, dtype_name, is_torch, kind_of, mark_written, on_host
+from codec.tensors.view import Array, dtype_name, empty, is_torch, kind_of, mark_written, on_host
 from codec.tensors.view import view as view_tensor
 from codec.tensors.wrapper import view
 
@@ -143,8 +143,10 @@ class PageCodec:
         Raises
         ------
         ArgumentError
-            A page has another shape, dtype or device, quantized values hold NaN or Inf, or a slot is too small. The
-            ``item`` of an error of values is (index of the page, layer, "key" or "value").
+            A page has another shape or dtype, quantized values hold NaN or Inf, or a slot is too small. The ``item`` of
+            an error of values is (index of the page, layer, "key" or "value").
+        EngineError
+            A page is not in host memory.
         """
         given = [self._bits(page, f"page {i}") for i, page in enumerate(pages)]
         tensors: dict[Place, Any] = {}
@@ -181,7 +183,7 @@ class PageCodec:
         Returns
         -------
         list
-            `out`, or new numpy arrays of the dtype; of unsigned integers with the bits, if numpy lacks the dtype.
+            `out`, or new arrays of numpy; for dtypes that numpy lacks, such as bfloat16, this needs ml_dtypes.
 
         Raises
         ------
@@ -189,10 +191,12 @@ class PageCodec:
             The bytes are damaged, or a page of another shape or dtype. The ``item`` of an error of a frame is (index of
             the page, layer, "key" or "value").
         ArgumentError
-            A page of `out` has another shape, dtype or device.
+            A page of `out` has another shape or dtype, or shares memory with another one.
+        EngineError
+            A page of `out` is not in host memory, or there is no dtype for new arrays.
         """
         blobs = list(data)
-        given = [self._new() for _ in blobs] if out is None else list(out)
+        given = [empty(self.dtype, self.shape)[0] for _ in blobs] if out is None else list(out)
         if len(given) != len(blobs):
             raise ArgumentError(f"out= must have as many pages as there are encoded ones, {len(blobs)}")
         targets = [self._bits(page, f"page {i} of out=", True) for i, page in enumerate(given)]
@@ -283,10 +287,6 @@ class PageCodec:
         if write and not array.flags.writeable:
             raise ArgumentError(f"{name} is read-only")
         return array
-
-    def _new(self) -> Array:
-        known = hasattr(np, self.dtype) or self.dtype == "bool"
-        return np.empty(self.shape, self.dtype if known else f"uint{8 * ITEMSIZE[self.dtype]}")
 
 
 def _spec(name: str, given: SpecLike, row: int, shape: tuple[int, ...], dtype: str) -> Spec:

@@ -97,6 +97,12 @@ def test_zero_point_halves_the_error_of_keys_far_from_zero():
     assert errors[True] < errors[False] / 2
 
 
+def test_no_pages_are_no_error():
+    pages = PageCodec(SHAPE, key=NEAREST[4])
+    assert pages.encode_many([]) == pages.decode_many([]) == pages.decode_many([], out=[]) == []
+    assert pages.encode_many([], out=np.empty((0, pages.bound), np.uint8)) == []
+
+
 def test_pages_of_one_side_are_encoded_as_values():
     page = keys_and_values((3, 1, 32, 64))
     pages = PageCodec(page.shape, "float32", key="small", value=NEAREST[8])
