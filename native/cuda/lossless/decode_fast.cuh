@@ -143,7 +143,7 @@ DEVICE typename fast_quad<SIZE>::words fast_values(uint32_t a, uint32_t b, const
 
 /*
  * Decode `chunks` whole chunks of CHUNK_ROWS rows, and end their checksums. plane1: fixed planes, `stride` bytes apart.
- * to: values; NULL: they are only checked. first: number of the first chunk in the block. o: position of the lane's
+ * to: values, unless they are only checked. first: number of the first chunk in the block. o: position of the lane's
  * first quad, if there are offsets; each quad lies within one row of its part. It does not move. sums: of each plane.
  */
 template <int SIZE, fast_offsets KIND>
@@ -155,7 +155,7 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 	const uint32_t *words = global((const uint32_t *)top->coder.words);
 	const uint8_t *from = global(plane1) + 4 * lane;
 	const volatile uint32_t *key = t->key + lane; /* volatile: eight keys would take eight registers */
-	quad *out = global((quad *)to) + lane;
+	quad *out = KIND == FAST_CHECK ? NULL : global((quad *)to) + lane;
 	const uint32_t nwords = top->coder.nwords, below = opaque((1u << lane) - 1);
 	const uint32_t round = ROUND_OF(octave), AHEAD = SIZE == 2 ? 4 : 2;
 	/* the reservoir: n bits, 32 to 63, in the upper end of high:low; zeros follow. n is modulo 64 */
@@ -163,7 +163,8 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 	uint32_t high = (uint32_t)(top->coder.bits >> 32), low = (uint32_t)top->coder.bits & ~(1u << mark),
 		 n = 63 - mark;
 	uint32_t taken = top->coder.taken, length = o.length ? o.length : ~0u, column = o.column, row = o.row;
-	uint32_t eighths = KIND == FAST_NO_OFFSETS ? 0 : row_pair(o.eighths, (int)round), by[2] = {0, 0};
+	uint32_t eighths = KIND == FAST_NO_OFFSETS || KIND == FAST_CHECK ? 0 : row_pair(o.eighths, (int)round),
+		 by[2] = {0, 0};
 
 	if (KIND == FAST_ONE_OFFSET)
 		by[0] = by[1] = pair_offset(0x00800080, eighths, octave);
@@ -197,7 +198,7 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 			uint32_t a = t->pair[high >> (32 - FAST_BITS)];
 			uint32_t b = t->pair[__funnelshift_l(low, high, a) >> (32 - FAST_BITS)];
 
-			if (__any_sync(FULL, ((a | b) & FAST_RARE) != 0)) {
+			if (__any_sync(FULL, opaque((a | b) & FAST_RARE) != 0)) {
 				fast_row x = read_rare(t, a, b, high, low, n, here(c), (uint32_t)left(c), lane);
 
 				a = x.a, b = x.b, high = x.high, low = x.low, n = x.n;
@@ -211,11 +212,12 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 				n -= both;
 			}
 			/* append the next words to reservoirs of fewer than 32 bits */
-			const uint32_t full = n & 32, taking = __ballot_sync(FULL, !full);
+			const bool takes = !opaque(n & 32);
+			const uint32_t taking = __ballot_sync(FULL, takes);
 			const uint32_t at = taken + __popc(taking & below);
 			uint32_t next = 0;
 
-			if (at + (full << 26) < nwords)
+			if (takes & (at < nwords))
 				next = *global(words + at);
 			high |= __funnelshift_r(next, 0, n);
 			low |= __funnelshift_r(0, next, n);
@@ -234,13 +236,13 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 					eighths = row_pair(eighths_of(o.part, o.rows, row), (int)round);
 				}
 			}
-			if (to)
+			if (KIND != FAST_CHECK)
 				store_once(out + 32 * k, fast_values<SIZE, KIND>(a, b, plane, by));
 		}
 		for (int p = 1; p < SIZE; p++)
 			digest_end_chunk(&sums[p], first + chunk, lane);
 		from += WIRE_ROW * CHUNK_ROWS;
-		out += 32 * CHUNK_ROWS;
+		out += KIND == FAST_CHECK ? 0 : 32 * CHUNK_ROWS;
 	}
 	top->coder.bits = (uint64_t)high << 32 | low | 1ull << (63 - (n & 63));
 	top->coder.taken = taken;
@@ -256,11 +258,11 @@ DEVICE uint32_t read_fast_chunks(const job &j, const fast_tables *t, const codec
 		(uint64_t)top->coder.words | (uint64_t)fixed | (uint64_t)sink.data / SIZE | j.v.plane_stride;
 	const int octave = octave_of(j.v.dtype);
 	uint32_t chunks = (m / WIRE_ROW - r) / CHUNK_ROWS;
-	fast_offsets kind = FAST_NO_OFFSETS;
+	fast_offsets kind = sink.data ? FAST_NO_OFFSETS : FAST_CHECK;
 
 	if (r % CHUNK_ROWS || !chunks || top->mode != WIRE_MODE_CODED || aligned % 4)
 		return 0;
-	if (j.v.model_parts.count) {
+	if (sink.data && j.v.model_parts.count) {
 		kind = fast_offsets_of(*o);
 		chunks = fast_chunks(*o, (o->left - 4) / WIRE_ROW + 1, chunks);
 	}
@@ -270,7 +272,10 @@ DEVICE uint32_t read_fast_chunks(const job &j, const fast_tables *t, const codec
 	uint8_t *to = sink.data ? sink.data + SIZE * (first + WIRE_ROW * r) : NULL;
 	const uint64_t stride = j.v.plane_stride;
 
-	if (kind == FAST_NO_OFFSETS)
+	if (kind == FAST_CHECK)
+		read_fast<SIZE, FAST_CHECK>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, octave, c, sums,
+					    lane);
+	else if (kind == FAST_NO_OFFSETS)
 		read_fast<SIZE, FAST_NO_OFFSETS>(t, top, plane1, stride, to, r / CHUNK_ROWS, chunks, *o, octave, c,
 						 sums, lane);
 	else if (kind == FAST_ONE_OFFSET)

@@ -51,6 +51,12 @@ DEVICE void move_words(const uint32_t *near, uint32_t *far, uint32_t nwords, uin
 	__syncwarp();
 }
 
+/* Return the entry of a symbol, which is in bits 7 to 14 of x. Other bits are 0. */
+DEVICE uint32_t fast_code(const uint32_t *codes, uint32_t x)
+{
+	return *(const uint32_t *)((const uint8_t *)codes + (x >> 5));
+}
+
 /* Return the upper halves of a quad's values, two in each word; and words of planes 2 and above. */
 DEVICE void fast_halves(uint2 x, uint32_t half[2], uint32_t *)
 {
@@ -81,13 +87,14 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 	const int AHEAD = SIZE == 2 ? 4 : 2;
 	const quad *from = global((const quad *)values) + lane;
 	uint32_t *to = global((uint32_t *)plane1) + lane;
-	const volatile uint32_t *key = t->key + lane; /* volatile: eight keys would take eight registers */
-	uint32_t *const near = t->words[threadIdx.x / 32] + NEAR_WORDS;
+	const volatile uint32_t *key = t->key + lane;             /* volatile: eight keys would take eight registers */
+	const uint32_t end = NEAR_WORDS * (threadIdx.x / 32 + 1); /* of the warp's words, which begin at `begin` */
+	uint32_t begin = opaque(end);
 	const uint32_t below = opaque((1u << lane) - 1), round = ROUND_OF(octave), circle = WIRE_CIRCLE(128) * 0x10001;
-	uint32_t low = s->low, high = s->high, more = s->more, nwords = 0, nliterals = s->nliterals;
+	uint32_t low = s->low, high = s->high, more = s->more, nliterals = s->nliterals;
 	uint32_t some = 0, all = FULL, length = o.length, column = o.length ? o.column : ~0u, row = o.row;
 	uint32_t eighths = KIND == FAST_NO_OFFSETS ? 0 : row_pair(o.eighths, (int)round), by[2] = {0, 0};
-	uint32_t moved = s->nwords; /* words in scratch memory; nwords others are in shared memory */
+	uint32_t moved = s->nwords; /* words in scratch memory; others are in shared memory */
 	quad next[AHEAD];
 
 	if (KIND == FAST_ONE_OFFSET)
@@ -96,10 +103,10 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 	for (int k = 0; k < AHEAD; k++) /* rows CHUNK_ROWS - 1 - k of the last chunk */
 		next[(CHUNK_ROWS - 1 - k) % AHEAD] = load_once(from - 32 * (k + 1));
 	for (uint32_t chunk = chunks; chunk-- > 0;) {
-		if (nwords + 32 * (CHUNK_ROWS + 1) > NEAR_WORDS) { /* end_plane appends 32 words */
-			move_words(near, s->words + WORDS_ROOM - moved, nwords, lane);
-			moved += nwords;
-			nwords = 0;
+		if (end - begin + 32 * (CHUNK_ROWS + 1) > NEAR_WORDS) { /* end_plane appends 32 words */
+			move_words(t->words[0] + end, s->words + WORDS_ROOM - moved, end - begin, lane);
+			moved += end - begin;
+			begin = end;
 		}
 		from -= 32 * CHUNK_ROWS;
 		to -= 32 * CHUNK_ROWS;
@@ -132,22 +139,20 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 			}
 			for (int h = 0; h < 2 && KIND != FAST_NO_OFFSETS; h++)
 				u[h] = turn_pair(w[h] & 0x7fff7fff, w[h] & FAST_SYMBOLS, by[h]);
-			const uint32_t x[2] = {u[0] + u[0], u[1] + u[1]}; /* symbols in bytes 1 and 3 */
-
 			plane[0] = (__byte_perm(u[0], u[1], 0x6420) & 0x7f7f7f7f) |
 				   (__byte_perm(w[0], w[1], 0x7531) & 0x80808080);
 			for (int p = 1; p < SIZE; p++) {
 				store_once(to + (p - 1) * (stride / 4) + 32 * k, plane[p - 1]);
 				sums[p].sum += (uint64_t)plane[p - 1] * key[32 * k];
 			}
-			some |= x[0] | x[1], all &= x[0] & x[1];
+			some |= u[0] | u[1], all &= u[0] & u[1];
 
-			const uint32_t a = t->codes[__byte_perm(x[0], 0, 0x4441)],
-				       b = t->codes[__byte_perm(x[0], 0, 0x4443)];
-			const uint32_t c = t->codes[__byte_perm(x[1], 0, 0x4441)],
-				       d = t->codes[__byte_perm(x[1], 0, 0x4443)];
+			const uint32_t a = fast_code(t->codes, u[0] & 0x7f80),
+				       b = fast_code(t->codes, (u[0] & 0x7f800000) >> 16);
+			const uint32_t c = fast_code(t->codes, u[1] & 0x7f80),
+				       d = fast_code(t->codes, (u[1] & 0x7f800000) >> 16);
 			/* shifts use the lower five bits of an entry, see code_quad */
-			const uint32_t after = more + a + b + c + d;
+			const uint32_t after = opaque(more + a + b + c + d);
 			uint32_t four = __funnelshift_l(a, 0, a);
 
 			four = __funnelshift_l(b, four, b);
@@ -156,32 +161,31 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 
 			const uint32_t longer = high | __funnelshift_l(0, four, more),
 				       over = __funnelshift_l(four, 0, more);
-			const bool gives = ((after ^ more) & 32) != 0;
+			const bool gives = opaque((after ^ more) & 32) != 0;
 			const uint32_t giving = __ballot_sync(FULL, gives);
 
-			nwords += __popc(giving);
+			begin -= __popc(giving);
 			if (gives)
-				near[(int)(__popc(giving & below) - nwords)] = low;
+				t->words[0][begin + __popc(giving & below)] = low;
 			low = gives ? longer : low;
 			high = gives ? over : longer;
 			more = after;
 			if (__any_sync(FULL, ((a | b | c | d) & CODE_ESCAPED) != 0))
-				nliterals = put_rare(s->literals, nliterals, __byte_perm(x[0], x[1], 0x7531), a, b, c,
-						     d, lane);
+				nliterals = put_rare(s->literals, nliterals,
+						     __byte_perm(u[0] + u[0], u[1] + u[1], 0x7531), a, b, c, d, lane);
 		}
 		for (int p = 1; p < SIZE; p++)
 			digest_end_chunk(&sums[p], first + chunk, lane);
 	}
 	if (moved || !whole) {
-		move_words(near, s->words + WORDS_ROOM - moved, nwords, lane);
+		move_words(t->words[0] + end, s->words + WORDS_ROOM - moved, end - begin, lane);
 		s->near = NULL;
 	} else {
-		s->near = near;
+		s->near = t->words[0] + end;
 	}
-	nwords += moved;
-	s->low = low, s->high = high, s->more = more, s->nwords = nwords, s->nliterals = nliterals;
-	same->some |= __byte_perm(some, 0, 0x3131);
-	same->all &= __byte_perm(all, 0, 0x3131);
+	s->low = low, s->high = high, s->more = more, s->nwords = moved + end - begin, s->nliterals = nliterals;
+	same->some |= __byte_perm(some + some, 0, 0x3131);
+	same->all &= __byte_perm(all + all, 0, 0x3131);
 }
 
 #endif

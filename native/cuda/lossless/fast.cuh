@@ -16,8 +16,11 @@ template <> struct fast_quad<4> {
 	typedef uint4 words;
 };
 
-/* Offsets of a part's values: none, one for all of them, or by rows and columns. */
-enum fast_offsets { FAST_NO_OFFSETS, FAST_ONE_OFFSET, FAST_OFFSETS };
+/*
+ * Offsets of a part's values: none, one for all of them, or by rows and columns. FAST_CHECK: a decoder needs none,
+ * since it only checks the values.
+ */
+enum fast_offsets { FAST_NO_OFFSETS, FAST_ONE_OFFSET, FAST_OFFSETS, FAST_CHECK };
 
 DEVICE fast_offsets fast_offsets_of(const place &o)
 {
