@@ -1,9 +1,10 @@
-"""Microseconds of Python that a call of the CUDA engine takes on the host. Needs no GPU.
+"""Microseconds of Python that a call of the CUDA engine takes on the host, and its launches. Needs no GPU.
 
     python bench/gpu/host_time.py                  # 2^20 values; --values 12 for fewer, --json for programs
 
 The device launches nothing and copies only the frames' headers, so that a time is the host's work alone: arguments,
 plan, structs of the kernels. The driver's part, and CuPy's, is not in it. A time is the fastest of the runs of 0.4 s.
+Behind it: what the call gives the GPU to do, in kernels, uploads, clears of memory, copies and downloads.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import functools
 import json
 import struct
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -57,6 +59,7 @@ class Idle:
 
     def __init__(self) -> None:
         self.found = b""  # codec_found of the next frame
+        self.work: Counter[str] = Counter()  # operations on the device
 
     def why_not(self) -> str | None:
         return None
@@ -84,23 +87,28 @@ class Idle:
         return _MEMORY, None
 
     def upload(self, to: int, data: Any) -> object:
+        self.work["upload"] += 1
         return data
 
     def download(self, at: int, nbytes: int) -> bytearray:
+        self.work["download"] += 1
         if at >= 1 << 32:
             return bytearray(ctypes.string_at(at, nbytes))
         return bytearray(self.found if nbytes == FOUND_NBYTES else nbytes)
 
-    def copy(self, to: int, at: int, nbytes: int) -> None: ...
+    def copy(self, to: int, at: int, nbytes: int) -> None:
+        self.work["copy"] += 1
 
-    def clear(self, at: int, nbytes: int) -> None: ...
+    def clear(self, at: int, nbytes: int) -> None:
+        self.work["clear"] += 1
 
     def prepare(self, wanted: Iterable[str]) -> None: ...
 
     def constant(self, kernel: str, name: str, count: int) -> tuple[int, ...]:
         return (4096,) * count
 
-    def launch(self, kernel: str, grid: tuple[int, int], *args: Any) -> None: ...
+    def launch(self, kernel: str, grid: tuple[int, int], *args: Any) -> None:
+        self.work["kernel"] += 1
 
     def empty(self, dtype: str, shape: tuple[int, ...], like: Any) -> tuple[Any, TensorView]:
         array = DeviceArray(np.empty(shape, dtype))
@@ -132,7 +140,7 @@ def cases(device: Idle, n: int) -> Iterable[tuple[str, str, Callable[[], Any]]]:
         out = DeviceArray(np.empty(codec.bound(x.shape, x.dtype, spec), np.uint8))
         ours, back = DeviceArray(np.frombuffer(frame, np.uint8)), DeviceArray(np.empty_like(x))
         checksum = checksum_of(device, ours)
-        device.found = NOTHING_FOUND[:8] + struct.pack("<QII", checksum, 0, 0)
+        device.found = NOTHING_FOUND[:8] + struct.pack("<Q", checksum) + NOTHING_FOUND[16:]
         yield name, "encode_async", lambda spec=spec, out=out: codec.encode_async(there, spec, out=out)
         if not isinstance(spec, codec.Lossless):
             how = {"residual": residual, "feedback": True}
@@ -149,11 +157,16 @@ def main() -> None:
     args = parser.parse_args()
     devices.backend = device = Idle()
     for name, call, run in cases(device, 1 << args.values):
+        run()
+        device.work.clear()
+        run()
+        work = dict(sorted(device.work.items(), reverse=True))
         seconds, _ = best(run)
         if args.json:
-            print(json.dumps({"codec": name, "call": call, "seconds": seconds}), flush=True)
+            print(json.dumps({"codec": name, "call": call, "seconds": seconds, "work": work}), flush=True)
         else:
-            print(f"{name:12}{call:26}{1e6 * seconds:8.1f} us", flush=True)
+            done = ", ".join(f"{count} {what}" for what, count in work.items())
+            print(f"{name:12}{call:26}{1e6 * seconds:8.1f} us  {done}", flush=True)
 
 
 if __name__ == "__main__":
