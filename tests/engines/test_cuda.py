@@ -244,7 +244,7 @@ def test_whole_rows(dtype, columns):
 
 # rows of a few lanes, of one and several passes of a warp, without groups of 8; packed by 32, 16, 8 bits and fives
 EIGHTS = {
-    **{f"float8_{row}": codec.Float8(group_size=row) for row in (8, 64, 256, 40, 576, 4_096, 100)},
+    **{f"float8_{row}": codec.Float8(group_size=row) for row in (8, 64, 256, 40, 576, 1_152, 4_096, 100)},
     "float8_random": codec.Float8("e5m2", 1_000, "stochastic"),
     "float8_propagate": codec.Float8(group_size=128, nonfinite="propagate"),
     "float4_nearest": codec.Float4("mxfp4"),
@@ -284,7 +284,7 @@ def test_groups_of_8(name):
 @pytest.mark.parametrize("bad", [np.nan, -np.inf, 5_000.0])
 def test_values_that_the_loop_for_groups_of_8_rejects(bad):
     """NaN, Inf and values above a given scale, at any position."""
-    for name in ("float8_64", "float8_576", "quantize_4_600", "ternary_2bit", "ternary_scale", "sign_l1", "sign_1056"):
+    for name in ("float8_64", "float8_1152", "quantize_4_600", "ternary_2bit", "ternary_scale", "sign_l1", "sign_1056"):
         for at in (5, 17_000, 18_508):
             x, left = np.ones(18_509, F32), np.full(18_509, 0.5, F32)
             x[at] = bad

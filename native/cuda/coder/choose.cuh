@@ -76,18 +76,11 @@ DEVICE_CALL uint64_t conclude_bases(const codec_view *v, uint8_t *memory, const 
 	__syncthreads();
 	if (q.based || nparts > 1 || model_parts(v, memory)->kind)
 		return nparts;
-	fold(found->raw, bins, room->decide.raw);
-	if (threadIdx.x < 32) {
-		uint64_t bits = warp_cost(room->decide.raw, room->decide.cost, threadIdx.x);
+	const uint64_t raw_bits = *(const volatile uint64_t *)&found->raw_bits;
 
-		if (threadIdx.x == 0)
-			room->decide.bits[0] = bits;
-	}
-	__syncthreads();
-	if (bins > 1 && choose_record_pays(room->decide.bits[0], cost, seen->nvalues, v->n))
+	if (bins > 1 && choose_record_pays(raw_bits, cost, seen->nvalues, v->n))
 		return nparts;
-	c->counts[0][threadIdx.x] = room->decide.raw[threadIdx.x];
-	__syncthreads();
+	fold(found->raw, bins, c->counts[0]);
 	return 0;
 }
 

@@ -19,6 +19,7 @@ struct codec_part_found {
 	uint32_t rows_ready, cols_ready; /* flags: offsets of rows, then of columns, are computed */
 	int16_t mean[CHOOSE_ROWS];
 	uint64_t side_nibbles; /* bytes of nibbles in the side section before the part's own */
+	uint64_t raw_bits;     /* that symbols without offsets cost */
 	/* counts of symbols: without offsets, under them; float64: under the base only */
 	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256];
 };
@@ -561,7 +562,7 @@ struct decide_room {
 
 /* Decide whether a part's offsets pay, and drop them if not. Adds the part's counts to those of all parts. */
 DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_model_part *part, codec_choice *c,
-			     const codec_part_found *f, decide_room *room)
+			     codec_part_found *f, decide_room *room)
 {
 	uint32_t bins = (uint32_t)c->bins, warp = threadIdx.x / 32;
 	bool pays = q.flat || (v->codec == CODEC_LOSSLESS && v->variant == WIRE_MODEL_SEPARABLE);
@@ -582,6 +583,7 @@ DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_mo
 	if (threadIdx.x == 0) {
 		atomicAdd(&c->nzeros, (unsigned long long)room->lowered[0]);
 		atomicAdd(&c->nvalues, (unsigned long long)samples);
+		f->raw_bits = room->bits[0];
 	}
 	if (pays)
 		return add_lowered(f->lowered, bins, 0, c->all);

@@ -331,10 +331,11 @@ DEVICE groups_put put_groups_of(const row_job &r, uint8_t *scales, const float *
 	const codec_view *v = r.v;
 	const struct row_kind q = r.q;
 	const codec_row_part *part = r.p.part;
-	const codec_source *source = r.source;
+	const codec_source copy = *r.source, *source = &copy; /* in registers: stores could change shared memory */
 	const uint32_t row = part->group_size, limit = limit_of(v);
 	const uint32_t unit = SMALL ? WARP_STEP : row ? row : q.bits ? 8 : TRITS_CHUNK;
-	const uint32_t whole = r.p.m / unit * unit, nbytes = source->sums || v->dtype == WIRE_FLOAT32 ? 4 : 2;
+	const uint32_t dtype = v->dtype;
+	const uint32_t whole = r.p.m / unit * unit, nbytes = source->sums || dtype == WIRE_FLOAT32 ? 4 : 2;
 	uint32_t end = row ? 0 : whole, bad = 0, most = 0;
 	row_scale s = open_part(q, part);
 
@@ -343,12 +344,12 @@ DEVICE groups_put put_groups_of(const row_job &r, uint8_t *scales, const float *
 	uint32_t next[8] = {0}; /* prefetched: the lane's next 8 values */
 
 	if (8 * lane < whole)
-		values_at_quads<8>(v->dtype, source, r.p.first + 8 * lane, next);
+		values_at_quads<8>(dtype, source, r.p.first + 8 * lane, next);
 	for (uint32_t i = 0, after; i < whole; i = after) {
 		if (SMALL) {
 			end = whole;
 		} else if (i == end) {
-			scaled found = put_scale<CODEC>(v, q, part, source, r.p.first + i, row, scales, lane);
+			scaled found = put_scale<CODEC>(v, q, part, r.source, r.p.first + i, row, scales, lane);
 
 			bad |= found.status != CODEC_OK;
 			s = open_scale(q, found.scale, found.below);
@@ -366,7 +367,7 @@ DEVICE groups_put put_groups_of(const row_job &r, uint8_t *scales, const float *
 		for (int k = 0; k < 8; k++)
 			x[k] = next[k], next[k] = 0;
 		if (after + 8 * lane < whole)
-			values_at_quads<8>(v->dtype, source, r.p.first + after + 8 * lane, next);
+			values_at_quads<8>(dtype, source, r.p.first + after + 8 * lane, next);
 		if (SMALL || CODEC == WIRE_CODEC_TERNARY) {
 			uint32_t max = 0;
 
@@ -379,7 +380,7 @@ DEVICE groups_put put_groups_of(const row_job &r, uint8_t *scales, const float *
 		code_group<CODEC>(r, e, x, s, codes);
 		if (source->residual && mine < end)
 			for (int k = 0; k < 2; k++)
-				put_residual<CODEC>(source->residual + e + 4 * k, v->dtype, 4,
+				put_residual<CODEC>(source->residual + e + 4 * k, dtype, 4,
 						    {x[4 * k], x[4 * k + 1], x[4 * k + 2], x[4 * k + 3]}, codes[k], s,
 						    ratio);
 		if (q.bits) {

@@ -69,6 +69,34 @@ DEVICE found_codes find_codes(const job *j, struct row_kind q, uint32_t m, uint6
 }
 
 /*
+ * FLOAT8: store the lane's quads of N rows of 128 values of one scale. to: of the first row. Returns false if some code
+ * is NaN or Inf; then nothing is stored.
+ */
+template <bool E4M3, int N>
+DEVICE bool store_float8(const uint32_t quad[N], float scale, float inverse, uint8_t *to, uint32_t dtype, uint32_t lane)
+{
+	uint32_t special = 0;
+
+	for (uint32_t k = 0; k < N; k++)
+		special |= any_special(E4M3, quad[k]);
+	if (special)
+		return false;
+	for (uint32_t k = 0; k < N; k++) {
+		float y[4];
+
+		float8_ratios(E4M3, quad[k], y);
+		for (uint32_t l = 0; l < 4; l++)
+			y[l] = divide_float8(y[l], scale, inverse);
+		if (dtype == WIRE_FLOAT32)
+			global((uint4 *)to)[32 * k + lane] = {round_bits(y[0]), round_bits(y[1]), round_bits(y[2]),
+							      round_bits(y[3])};
+		else
+			global((uint2 *)to)[32 * k + lane] = halves_of(dtype, y);
+	}
+	return true;
+}
+
+/*
  * Decode and store whole rows of 128 values: nearly all values of most tensors. BITS: bits of a code, if they are known
  * at compile time; else 0. Returns the number of rows decoded; *bad is set if scales or codes are invalid.
  */
@@ -113,14 +141,45 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t m, uint
 			global((uint2 *)to)[32 * row + lane] = halves_of(dtype, y);
 	};
 
+	/* all codes of these are valid: to check a frame takes scales only */
+	for (; !to && CODEC != WIRE_CODEC_TERNARY && CODEC != WIRE_CODEC_QUANTIZE && WIRE_ROW * (r + 1) <= m; r++)
+		*bad |= walk_on(q, w, WIRE_ROW * r + 4 * lane);
 	for (; WIRE_ROW * (r + AT_ONCE) <= m; r += AT_ONCE) {
 		uint32_t quad[AT_ONCE];
 
-		for (uint32_t k = 0; k < AT_ONCE; k++)
-			quad[k] = load_row(r + k);
+		if (words)
+			for (uint32_t k = 0; k < AT_ONCE; k++)
+				quad[k] = global((const uint32_t *)w->codes)[32 * (r + k) + lane];
+		else if (CODEC == WIRE_CODEC_QUANTIZE && BITS == 4 && (uint64_t)w->codes % 2 == 0)
+			for (uint32_t k = 0; k < AT_ONCE; k++)
+				quad[k] = spread_nibbles(global((const uint16_t *)w->codes)[32 * (r + k) + lane]);
+		else
+			for (uint32_t k = 0; k < AT_ONCE; k++)
+				quad[k] = load_row(r + k);
 		if (q.bits && WIRE_ROW * (r + 3 * AT_ONCE) <= m &&
 		    lane < AT_ONCE * q.bits / 8) /* the rows after next */
 			prefetch(w->codes + (uint64_t)WIRE_ROW * (r + 2 * AT_ONCE) * q.bits / 8 + LINE_NBYTES * lane);
+		if (CODEC == WIRE_CODEC_FLOAT8) {
+			const uint32_t i = WIRE_ROW * r + 4 * lane;
+
+			if (i >= w->end) {
+				*bad |= walk_on(q, w, i);
+				inverse = float8_inverse(w->scale);
+			}
+			if (i + WIRE_ROW * (AT_ONCE - 1) < w->end && inverse > 0 && !*bad) {
+				uint8_t *at = to + (dtype == WIRE_FLOAT32 ? 4 : 2) * WIRE_ROW * r;
+
+				if (e4m3 ? store_float8<true, AT_ONCE>(quad, w->scale, inverse, at, dtype, lane)
+					 : store_float8<false, AT_ONCE>(quad, w->scale, inverse, at, dtype, lane))
+					continue;
+			}
+		}
+		if (CODEC == WIRE_CODEC_FLOAT8) { /* rare */
+#pragma unroll 1
+			for (uint32_t k = 0; k < AT_ONCE; k++)
+				put_row(r + k, load_row(r + k));
+			continue;
+		}
 #pragma unroll
 		for (uint32_t k = 0; k < AT_ONCE; k++)
 			put_row(r + k, quad[k]);

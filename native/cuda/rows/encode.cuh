@@ -6,7 +6,7 @@
 
 #include "coder/encode.cuh"
 #include "frame/encode.cuh"
-#include "rows/codes.cuh"
+#include "rows/float8.cuh"
 
 /*
  * Report that the tensor cannot be encoded. Any other fault replaces CODEC_BAD_SCALE: NaN or Inf anywhere is reported
@@ -105,7 +105,9 @@ DEVICE codec_status put_rows(const row_job &r, uint8_t *memory, uint8_t *scales,
 
 	if (CODEC == WIRE_CODEC_SIGN && r.p.part->group_size % 32 == 0)
 		return put_signs(r, memory, scales, (uint32_t *)to, lane);
-	if (CODEC != WIRE_CODEC_SIGN)
+	if (CODEC == WIRE_CODEC_FLOAT8)
+		put = put_float8_rows(r, scales, to, lane);
+	if (CODEC != WIRE_CODEC_SIGN && put.status == CODEC_OK && !put.done)
 		put = put_groups<CODEC>(r, scales, ratio, to, chunk, lane);
 	if (put.status == CODEC_OK && put.done < r.p.m) {
 		put.status = put_scales<CODEC>(r.v, r.q, r.p, r.source, scales, put.done, 0, 1, lane);

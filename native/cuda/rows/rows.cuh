@@ -77,6 +77,13 @@ DEVICE_CALL uint32_t read_odd_bits(const uint8_t *codes, uint32_t bits, uint32_t
 	return keep_bytes((uint32_t)bits_spread(x >> at & ((1ull << 4 * bits) - 1), (int)bits), n);
 }
 
+/* Return the four nibbles of 16 bits, a byte each. */
+DEVICE uint32_t spread_nibbles(uint32_t x)
+{
+	x = (x | x << 8) & 0x00ff00ff;
+	return (x | x << 4) & 0x0f0f0f0f;
+}
+
 /* Read n <= 4 codes from code i on, a byte each. i is a multiple of 4. codes: any address. */
 template <int CODEC> DEVICE uint32_t read_codes(struct row_kind q, const uint8_t *codes, uint32_t i, uint32_t n)
 {
@@ -87,10 +94,7 @@ template <int CODEC> DEVICE uint32_t read_codes(struct row_kind q, const uint8_t
 		return load_bytes(codes + i, n);
 	if (CODEC == WIRE_CODEC_FLOAT4 || (any && q.bits == 4)) {
 		codes += i / 2;
-		uint32_t quad = codes[0] | (n > 2 ? codes[1] << 8 : 0);
-
-		quad = (quad | quad << 8) & 0x00ff00ff;
-		return keep_bytes((quad | quad << 4) & 0x0f0f0f0f, n);
+		return keep_bytes(spread_nibbles(codes[0] | (n > 2 ? codes[1] << 8 : 0)), n);
 	}
 	if (CODEC == WIRE_CODEC_SIGN || (any && q.bits == 1))
 		return keep_bytes(((codes[i / 8] >> i % 8 & 15) * 0x204081) & 0x01010101, n);
