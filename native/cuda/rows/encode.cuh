@@ -69,7 +69,11 @@ DEVICE codec_status put_signs(const row_job &r, uint8_t *memory, uint8_t *scales
 			s = put_sign_row(v, r.q, r.source, r.p.first + i, n, scales, words + i / 32, lane);
 			scales += row_scale_nbytes(r.q);
 		} else {
-			codec_row_sums some = sums_of<true>(v, r.source, r.p.first + i, n, words + i / 32, lane);
+			const uint64_t first = r.p.first + i;
+			const bool plain = summing_of(v) == SUM_ABS; /* in line, see put_scale_here */
+			const codec_row_sums some =
+				plain ? sums_how<SUM_ABS, true>(v->dtype, r.source, first, n, words + i / 32, lane)
+				      : sums_of<true>(v, r.source, first, n, words + i / 32, lane);
 
 			s.status = some.max >= ROUND_INF ? CODEC_NONFINITE : CODEC_OK;
 			if (lane == 0)

@@ -66,7 +66,8 @@ DEVICE groups_put put_float8_rows(const row_job &r, uint8_t *scales, uint8_t *to
 	for (uint32_t i = 0; i < whole; i += row, scales += row_scale_nbytes(r.q)) {
 		const uint64_t first = r.p.first + i;
 		const uint32_t next = i + 2 * row <= whole ? nbytes * row : 0;
-		const scaled found = put_scale<WIRE_CODEC_FLOAT8>(r.v, r.q, r.p.part, &s, first, row, scales, lane);
+		const scaled found =
+			put_scale_here<WIRE_CODEC_FLOAT8>(r.v, r.q, r.p.part, &s, first, row, scales, lane);
 		uint32_t *codes = (uint32_t *)(to + i);
 
 		bad |= found.status != CODEC_OK;

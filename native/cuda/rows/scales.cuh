@@ -91,8 +91,8 @@ template <summing HOW> struct lane_sums {
 	uint32_t kept = 0;
 
 	/*
-	 * Add one value. SIGNS: also set its bit in the word of signs that lane k keeps, if the value exists. It is
-	 * value 32 * k + lane of 1,024.
+	 * Add one value. SIGNS: also set its bit in the word of signs that this lane keeps if k == lane, if the value
+	 * exists. It is value 32 * k + lane of 1,024; or both are less by the same number.
 	 */
 	template <bool SIGNS> __device__ __forceinline__ void add(float x, bool there, uint32_t k, uint32_t lane)
 	{
@@ -132,7 +132,7 @@ DEVICE codec_row_sums sums_how(uint32_t dtype, const codec_source *source, uint6
 
 			values_each_32<AT_ONCE>(dtype, source, first + i + 32 * k + lane, x);
 			for (uint32_t l = 0; l < AT_ONCE; l++)
-				sums.template add<SIGNS>(x[l], true, k + l, lane);
+				sums.template add<SIGNS>(x[l], true, l, lane - k);
 		}
 		if (SIGNS && words)
 			global(words)[i / 32 + lane] = sums.kept;
@@ -262,9 +262,12 @@ DEVICE uint32_t limit_of(const codec_view *v)
 	return v->options & WIRE_OPTION_PROPAGATE ? ROUND_INF : ~0u;
 }
 
-/* Compute the scale of a row of n values and store it at `to`. By one warp. */
+/*
+ * Compute the scale of a row of n values and store it at `to`. By one warp. This is put_scale in line: a function that
+ * is called spends two instructions more on each load, on the memory descriptor.
+ */
 template <int CODEC>
-DEVICE_CALL scaled put_scale(const codec_view *v, struct row_kind q, const codec_row_part *part,
+DEVICE scaled put_scale_here(const codec_view *v, struct row_kind q, const codec_row_part *part,
 			     const codec_source *source, uint64_t first, uint32_t n, uint8_t *to, uint32_t lane)
 {
 	if (CODEC == WIRE_CODEC_SIGN)
@@ -278,6 +281,13 @@ DEVICE_CALL scaled put_scale(const codec_view *v, struct row_kind q, const codec
 	if (lane < row_scale_nbytes(q))
 		to[lane] = (uint8_t)(bits >> 8 * lane);
 	return scale_of_bits(q, part, bits);
+}
+
+template <int CODEC>
+DEVICE_CALL scaled put_scale(const codec_view *v, struct row_kind q, const codec_row_part *part,
+			     const codec_source *source, uint64_t first, uint32_t n, uint8_t *to, uint32_t lane)
+{
+	return put_scale_here<CODEC>(v, q, part, source, first, n, to, lane);
 }
 
 /*
