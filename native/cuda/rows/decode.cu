@@ -173,8 +173,7 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t m, uint
 					 : store_float8<false, AT_ONCE>(quad, w->scale, inverse, at, dtype, lane))
 					continue;
 			}
-		}
-		if (CODEC == WIRE_CODEC_FLOAT8) { /* rare */
+			/* rare: rows of several scales, NaN or Inf */
 #pragma unroll 1
 			for (uint32_t k = 0; k < AT_ONCE; k++)
 				put_row(r + k, load_row(r + k));
