@@ -66,9 +66,7 @@ def pack_state(state: Any, spec: SpecLike = "lossless") -> Any:
 
     def keep(path: Path, x: Mapping[Any, Any]) -> None:
         if _KEY in x:
-            raise ArgumentError(
-                f"{_shown(path)} has a key {_KEY!r}, as packed tensors have: pack a state once"
-            )
+            raise ArgumentError(f"{_shown(path)} has a key {_KEY!r}, as packed tensors have: pack a state once")
 
     return _mapped(state, (), pack, keep)
 
