@@ -19,6 +19,7 @@ from numcodecs.tests import common
 import codec
 from codec.integrations import numcodecs as for_numcodecs
 from codec.integrations import zarr as for_zarr
+from support.documentation import blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore::zarr.errors.UnstableSpecificationWarning")
 HERE = Path(__file__).parent
@@ -232,6 +233,15 @@ def test_threads_share_a_codec():
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(lambda _: each.encode(x), range(64))) == {want}
         assert {bytes(y) for y in pool.map(each.decode, [want] * 64)} == {codec.decode(want).tobytes()}
+
+
+def test_code_of_the_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    for heading in ("Zarr format 3", "numcodecs and Zarr format 2"):
+        for code in blocks(heading, "zarr.md"):
+            exec(code, namespace)
+    assert namespace["y"].shape == (1000, 1000)
 
 
 def test_docstring_examples():
