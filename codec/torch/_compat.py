@@ -39,6 +39,8 @@ _c10d: Any = dist.distributed_c10d
 rank_not_in_group: Callable[[Any], bool] = _c10d._rank_not_in_group
 warn_not_in_group: Callable[[str], None] = _c10d._warn_not_in_group
 
+_MAX_RANK = 8  # dimensions of a frame
+
 _torch: Any = torch  # without its stubs, which have no private names, and no type for the argument of from_numpy
 from_numpy: Callable[[np.ndarray[Any, Any]], torch.Tensor] = _torch.from_numpy
 
@@ -46,7 +48,7 @@ from_numpy: Callable[[np.ndarray[Any, Any]], torch.Tensor] = _torch.from_numpy
 def is_plain(x: torch.Tensor) -> bool:
     """Return True for a dense tensor of torch's own class whose memory :func:`codec.encode` takes."""
     known = type(x) is torch.Tensor and x.layout is torch.strided and not (x.is_quantized or x.is_meta or x.is_neg())
-    return known and _is_encodable(x.dtype)
+    return known and x.dim() <= _MAX_RANK and _is_encodable(x.dtype)
 
 
 def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:

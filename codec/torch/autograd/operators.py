@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -45,7 +45,7 @@ def encode(x: torch.Tensor, spec: SpecLike = "lossless") -> torch.Tensor:
     >>> codec.torch.decode(frame, x.shape, x.dtype).shape
     torch.Size([1000])
     """
-    return _encode(x, _written(spec))
+    return _encode(x, _constant(spec))
 
 
 def decode(frame: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -88,9 +88,8 @@ def _written(spec: SpecLike) -> str:
         raise SpecError("make the spec outside of the compiled function, or give the name of a preset") from None
 
 
-cast(
-    Any, _written
-)._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result, which imports the compiler
+_constant: Any = _written
+_constant._dynamo_marked_constant = True  # as by torch.compiler.assume_constant_result, which imports the compiler
 
 
 @torch.library.custom_op("codec::encode", mutates_args=())

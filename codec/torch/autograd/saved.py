@@ -79,6 +79,17 @@ def _in_memory_order(x: torch.Tensor, copy: bool = True) -> torch.Tensor:
     return x.contiguous() if copy else x
 
 
+def _overlaps(x: torch.Tensor) -> bool:
+    """Return True if items may share memory, as windows of ``Tensor.unfold`` do, other than by expansion."""
+    reach = 0
+    for step, n in sorted(zip(x.stride(), x.shape, strict=True)):
+        if step and n > 1:
+            if step <= reach:
+                return True
+            reach += step * (n - 1)
+    return False
+
+
 def _is_held_elsewhere(x: torch.Tensor) -> bool:
     """Return True for a leaf or a view of one, and for a tensor computed from one parameter alone."""
     owner = x if x._base is None else x._base
@@ -99,7 +110,8 @@ class saved_tensors(torch.autograd.graph.saved_tensors_hooks):
 
     The backward pass, which may run outside of it, decodes them. A tensor that several operations save is encoded once.
     Kept as they are: parameters, tensors computed from one parameter alone, leaves that require gradients and their
-    views, sparse tensors, tensors of other classes, and tensors of fewer than `min_nbytes` bytes.
+    views, overlapping windows, sparse tensors, tensors of other classes or of more than 8 dimensions, and tensors of
+    fewer than `min_nbytes` bytes.
 
     It works with ``torch.utils.checkpoint``, where it applies to tensors that are kept between the passes, and around
     calls of compiled functions. ``torch.compile`` runs it uncompiled if it is used inside of a compiled function.
@@ -148,7 +160,7 @@ class saved_tensors(torch.autograd.graph.saved_tensors_hooks):
     def _pack(self, x: torch.Tensor) -> Any:
         if not is_plain(x) or x.device.type not in ("cpu", "cuda") or x.nbytes < self._min_nbytes or x.is_inference():
             return x
-        if _is_held_elsewhere(x):
+        if _is_held_elsewhere(x) or _overlaps(x):
             return x
         storage: Any = StorageWeakRef(x.untyped_storage())  # while it exists, no other storage has its number
         key = storage.cdata, x._version, x.storage_offset(), x.dtype, x.shape, x.stride()

@@ -128,6 +128,9 @@ def test_tensors_that_others_hold_are_left_alone():
     assert saved_by(lambda: (x + 1) * w) == 1
     y = torch.sigmoid(x)  # saved by three operations, as is exp(y)
     assert saved_by(lambda: y * y + torch.exp(y) + y * w) == 2
+    windows = (x + 1).view(-1).unfold(0, 64, 32)  # overlap, and so are left alone
+    assert saved_by(lambda: windows.square()) == 0
+    assert saved_by(lambda: (x + 1).view(2, 2, 2, 2, 2, 2, 2, 2, 64).square()) == 0  # more dimensions than frames have
     assert saved_by(lambda: ((x + 1j) * (x + 2j)).abs()) == 0  # complex tensors are left alone
     with codec.torch.saved_tensors(min_nbytes=1 << 20) as saved:
         (x.exp() * w).sum().backward()
@@ -142,6 +145,39 @@ def test_nonfinite_activations_are_kept_exactly():
     y.sum().backward()
     assert w.grad.isnan().all()
     assert saved.stats().tensors == 1
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x.transpose(0, 2),
+        lambda x: x[:, ::2, 3:],  # gaps
+        lambda x: x[:, :1].expand(8, 32, 64),
+        lambda x: x[None].to(memory_format=torch.channels_last),
+    ],
+)
+def test_backward_pass_gets_strides_that_were_saved(layout):
+    strides = []
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            strides.append((x.stride(), x.detach().clone()))
+            return x * g
+
+    x = layout(X.clone().requires_grad_() + 1)
+    with codec.torch.saved_tensors(min_nbytes=1) as saved:
+        Note.apply(x).backward()
+    assert saved.stats().tensors == 1
+    ((stride, values),) = strides
+    assert stride == x.stride()
+    assert torch.equal(values, x)
 
 
 def test_wrong_arguments_are_refused():
