@@ -1,6 +1,5 @@
 """Encoding and decoding as operators of torch.library, which ``torch.compile`` keeps in its graphs."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +7,8 @@ import torch
 
 import codec
 from codec import ArgumentError, SpecError
-from codec.spec_config import config_of, self_contained, spec_of_config
+from codec.spec_config import self_contained
+from codec.spec_text import spec_of
 from codec.specs import SpecLike
 
 _torch: Any = torch  # without its stubs, which leave these functions untyped
@@ -81,9 +81,9 @@ def decode(frame: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> tor
 
 
 def _written(spec: SpecLike) -> str:
-    """Return a spec as the string that the operator takes."""
+    """Return a spec as the text that the operator takes."""
     try:
-        return json.dumps(config_of(self_contained(spec)))
+        return repr(self_contained(spec))
     except AttributeError:  # torch.compile has traced the constructor, and has not set its fields
         raise SpecError("make the spec outside of the compiled function, or give the name of a preset") from None
 
@@ -94,11 +94,7 @@ _constant._dynamo_marked_constant = True  # as by torch.compiler.assume_constant
 
 @torch.library.custom_op("codec::encode", mutates_args=())
 def _encode(x: torch.Tensor, spec: str) -> torch.Tensor:
-    try:
-        config = json.loads(spec)
-    except ValueError:
-        config = {"spec": spec}  # name of a preset or of a class
-    frame: Any = codec.encode(x.detach(), self_contained(spec_of_config(config)))
+    frame: Any = codec.encode(x.detach(), self_contained(spec_of(spec)))
     return torch.frombuffer(bytearray(frame), dtype=torch.uint8) if isinstance(frame, bytes) else frame
 
 

@@ -181,7 +181,7 @@ def test_backward_pass_gets_strides_that_were_saved(layout):
 
 
 def test_wrong_arguments_are_refused():
-    for spec in (codec.Delta(), codec.TopK(), "near", "smal"):
+    for spec in (codec.Delta(), codec.TopK(), "near", "tiny"):
         with pytest.raises(codec.SpecError):
             codec.torch.saved_tensors(spec)
     with pytest.raises(codec.ArgumentError, match="min_nbytes must be an int of at least 0"):
