@@ -221,8 +221,8 @@ failures: $(VENV)/debian $(VENV)/test
 	CODEC_FAULT_POINTS=$(FAULT_POINTS) $(PYTEST) -s tests/failures
 .PHONY: failures
 
-# Accelerate, Lightning, Transformers, torchft and TensorBoard, in an environment of their own, with the code of
-# docs/frameworks.md; ONLY='-k torchft' names some of the tests.
+# Accelerate, Lightning, Transformers, torchft, TensorBoard, JAX, TensorFlow, numcodecs and Zarr, in an environment of
+# their own, with the code of docs/frameworks.md, arrays.md and zarr.md; ONLY='-k torchft' names some of the tests.
 FRAMEWORKS := .venv-frameworks
 $(FRAMEWORKS)/installed: $(SOURCES)
 	test -d $(FRAMEWORKS) || python3 -m venv $(FRAMEWORKS)

@@ -1,4 +1,4 @@
-"""Specs as texts on command lines."""
+"""Specs as texts, on command lines and in graphs of torch."""
 
 import ast
 
@@ -38,4 +38,4 @@ def spec_of(text: str) -> Spec:
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as e:
         if isinstance(e, CodecError):
             raise
-        raise SpecError(f"--codec must be a preset or a spec such as Quantize(4), got {shown(text)}: {e}") from None
+        raise SpecError(f"a spec is a preset, or written such as Quantize(4); got {shown(text)}: {e}") from None

@@ -12,6 +12,8 @@ Public is what this package exports. Importing it registers the backend `codec` 
 import importlib
 from typing import TYPE_CHECKING
 
+from codec.torch.autograd.operators import decode, encode
+from codec.torch.autograd.saved import SavedStats, saved_tensors
 from codec.torch.backend import Options, ProcessGroup, register_backend
 from codec.torch.collectives.bytes import exchange
 from codec.torch.collectives.calls import all_gather, all_reduce, all_to_all, reduce_scatter
@@ -33,10 +35,12 @@ from codec.torch.parameter_server.client import ParameterClient
 from codec.torch.parameter_server.links import ClientStats
 from codec.torch.parameter_server.server import ParameterServer, ServerStats
 from codec.torch.point_to_point.send_recv import recv, send
+from codec.torch.saving.state import pack_state, unpack_state
 from codec.torch.transport.counters import Counters
 
-if TYPE_CHECKING:
-    from codec.torch import pipelining as pipelining  # imported on first use, see __getattr__
+if TYPE_CHECKING:  # imported on first use, see __getattr__
+    from codec.torch import pipelining as pipelining
+    from codec.torch.saving.stream import FrameStream, checkpoint_reader, checkpoint_writer
 
 __all__ = [
     "AllGather",
@@ -45,6 +49,7 @@ __all__ = [
     "CommStats",
     "Counters",
     "Feedback",
+    "FrameStream",
     "Hook",
     "LocalStats",
     "LocalSteps",
@@ -56,6 +61,7 @@ __all__ = [
     "Policy",
     "ProcessGroup",
     "ReduceScatter",
+    "SavedStats",
     "ServerStats",
     "Stats",
     "Work",
@@ -63,15 +69,22 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "checkpoint_reader",
+    "checkpoint_writer",
     "comm_hook",
     "ddp_hook",
+    "decode",
     "default_policy",
+    "encode",
     "exchange",
     "group_stats",
+    "pack_state",
     "recv",
     "reduce_scatter",
     "register_backend",
+    "saved_tensors",
     "send",
+    "unpack_state",
 ]
 
 
@@ -83,7 +96,9 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # type checkers would accept any attribute
 
     def __getattr__(name: str) -> object:
-        """Import :mod:`codec.torch.pipelining` on its first use."""
+        """Import what takes long on its first use."""
+        if name in ("FrameStream", "checkpoint_reader", "checkpoint_writer"):
+            return getattr(importlib.import_module("codec.torch.saving.stream"), name)
         if name == "pipelining":
             return importlib.import_module("codec.torch.pipelining")
         raise AttributeError(f"module 'codec.torch' has no attribute {name!r}")

@@ -4,7 +4,9 @@ Functions of ``torch.distributed`` keep the names of torch 2.13 here, with any t
 ``ProcessGroup`` begin with ``group_``.
 """
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import codec
 from codec import EngineError
 
 
@@ -36,8 +39,29 @@ _c10d: Any = dist.distributed_c10d
 rank_not_in_group: Callable[[Any], bool] = _c10d._rank_not_in_group
 warn_not_in_group: Callable[[str], None] = _c10d._warn_not_in_group
 
+_MAX_RANK = 8  # dimensions of a frame
+
 _torch: Any = torch  # without its stubs, which have no private names, and no type for the argument of from_numpy
 from_numpy: Callable[[np.ndarray[Any, Any]], torch.Tensor] = _torch.from_numpy
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Return True for a dense tensor of torch's own class whose memory :func:`codec.encode` takes."""
+    known = type(x) is torch.Tensor and x.layout is torch.strided and not (x.is_quantized or x.is_meta or x.is_neg())
+    return known and x.dim() <= _MAX_RANK and _is_encodable(x.dtype)
+
+
+def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that torch.compile does not trace: the same one in processes without torch.compile."""
+    return _torch.compiler.disable(call) if "torch._dynamo" in sys.modules else call
+
+
+@functools.cache
+def _is_encodable(dtype: torch.dtype) -> bool:
+    try:
+        return bool(codec.bound((), dtype))
+    except codec.ArgumentError:
+        return False
 
 
 def backward_pass() -> int | None:

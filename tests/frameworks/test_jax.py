@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import codec
+from support.documentation import blocks
 
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint32", "bool")
 
@@ -28,6 +29,20 @@ def test_delta_round_trip_returns_an_array_of_jax(dtype):
     assert decoded.devices() == old.devices()
     assert not same(old, new)
     assert all(same(x, new) for x in codec.decode_many([codec.encode(new)] * 2, like=old))
+
+
+def test_code_of_the_page():
+    (code,) = blocks("JAX", "arrays.md")
+    exec(code, {})
+
+
+def test_callback_encodes_inside_of_a_compiled_function():
+    def restored(x):
+        return np.asarray(codec.decode(codec.encode(x, "balanced"), like=x))
+
+    x = jax.random.normal(jax.random.key(0), (100, 30))
+    inside = jax.jit(lambda x: jax.pure_callback(restored, jax.ShapeDtypeStruct(x.shape, x.dtype), 2 * x))
+    assert same(inside(x), jnp.asarray(restored(2 * x)))
 
 
 def test_sums_are_arrays_of_jax():

@@ -1,15 +1,15 @@
-"""Code blocks of docs/frameworks.md, which tests run."""
+"""Code blocks of pages in docs/, which tests run."""
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs/frameworks.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def blocks(heading):
-    """Return the Python blocks below a heading of the page, in order."""
-    sections = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
+def blocks(heading, page="frameworks.md"):
+    """Return the Python blocks below a heading of a page, in order."""
+    sections = re.split(r"^## ", (DOCS / page).read_text(), flags=re.MULTILINE)
     (section,) = [s for s in sections if s.partition("\n")[0] == heading]
     found = re.findall(r"^```python\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
-    assert found, f"{PAGE} has no Python below {heading!r}"
+    assert found, f"{page} has no Python below {heading!r}"
     return found

@@ -1,0 +1,106 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# The library is not installed where types are checked: its classes are unknown.
+"""Codec for numcodecs, and thereby for Zarr format 2: chunks as frames."""
+
+from typing import Any
+
+import numpy as np
+from numcodecs.abc import Codec
+from numcodecs.compat import ensure_contiguous_ndarray, ensure_contiguous_ndarray_like
+
+import codec
+from codec.errors import FrameError
+from codec.integrations.chunks import CODEC_NAME, checked, configuration, configured, decode, encode
+from codec.specs import SpecLike
+
+
+class FrameCodec(Codec):
+    """Codec of numcodecs with the id ``tensor-codec``, which encodes buffers as frames.
+
+    An instance is immutable, can be pickled, and can be used by several threads.
+
+    Parameters
+    ----------
+    spec : Spec or name of a preset
+        Codec and its parameters; :class:`codec.Lossless` by default, which takes all dtypes but objects.
+    dtype : str, optional
+        Dtype as which the items of arrays are read, such as ``"bfloat16"`` for uint16. Default: that of the array.
+
+    Raises
+    ------
+    SpecError
+        `spec` is no spec, or needs an optimizer or a base.
+    ArgumentError
+        `dtype` cannot be encoded with this spec.
+
+    Examples
+    --------
+    >>> import numcodecs
+    >>> small = numcodecs.get_codec({"id": "tensor-codec", "spec": "Quantize", "bits": 4})
+    >>> x = np.random.default_rng(0).standard_normal((64, 1000), np.float32)
+    >>> len(small.encode(x)) / x.nbytes < 0.15
+    True
+    """
+
+    codec_id = CODEC_NAME
+
+    def __init__(self, spec: SpecLike = "lossless", dtype: Any = None) -> None:
+        self._spec, self._dtype = checked(spec, dtype)
+
+    def encode(self, buf: Any) -> bytes:
+        """Return the frame of a contiguous buffer or array.
+
+        Raises
+        ------
+        TypeError
+            `buf` is no buffer, or holds objects.
+        ValueError
+            `buf` is not contiguous, or the codec does not take its dtype or values.
+        """
+        x = ensure_contiguous_ndarray_like(buf, flatten=False)
+        return encode(np.asarray(x if x.flags.c_contiguous else x.T), self._spec, self._dtype)
+
+    def decode(self, buf: Any, out: Any = None) -> Any:
+        """Return the bytes of the array in a frame.
+
+        Parameters
+        ----------
+        buf : buffer
+            Frame.
+        out : buffer, optional
+            Memory of the array's size in bytes, which is unchanged after an error.
+
+        Returns
+        -------
+        numpy.ndarray of uint8, or `out`
+
+        Raises
+        ------
+        FrameError
+            The bytes are no valid frame, or hold an array of another size than `out`.
+        """
+        frame = ensure_contiguous_ndarray(buf).view(np.uint8)
+        info = codec.inspect(frame)
+        bits = f"u{info.tensor_nbytes // info.n}" if info.n else "u1"
+        if out is None:
+            return decode(frame, like=np.empty(0, bits)).reshape(-1).view(np.uint8)
+        memory = ensure_contiguous_ndarray(out).view(np.uint8)
+        if memory.nbytes != info.tensor_nbytes:
+            raise FrameError(f"the frame holds {info.tensor_nbytes} bytes, out= has {memory.nbytes}")
+        decode(frame, out=memory.view(bits).reshape(info.shape))
+        return out
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the configuration as a JSON object."""
+        return {"id": CODEC_NAME, **configuration(self._spec, self._dtype)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "FrameCodec":
+        """Return the codec of a JSON object without its id; raise SpecError for an unknown key or a wrong value."""
+        return cls(*configured(config))
+
+    def __hash__(self) -> int:
+        return hash((self._spec, self._dtype))
+
+    def __repr__(self) -> str:
+        return f"FrameCodec({self._spec!r}, dtype={self._dtype!r})"

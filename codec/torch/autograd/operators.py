@@ -1,0 +1,121 @@
+"""Encoding and decoding as operators of torch.library, which ``torch.compile`` keeps in its graphs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import codec
+from codec import ArgumentError, SpecError
+from codec.spec_config import self_contained
+from codec.spec_text import spec_of
+from codec.specs import SpecLike
+
+_torch: Any = torch  # without its stubs, which leave these functions untyped
+
+
+def encode(x: torch.Tensor, spec: SpecLike = "lossless") -> torch.Tensor:
+    """Encode a tensor by the operator ``torch.ops.codec.encode``, with the bytes of :func:`codec.encode`.
+
+    ``torch.compile`` and ``torch.export`` keep the call in the graph. The result has no gradient.
+
+    Parameters
+    ----------
+    x : tensor
+        Tensor of rank 0 to 8.
+    spec : Spec or name of a preset
+        Codec and its parameters; :class:`codec.Lossless` by default. Make a spec outside of the compiled function.
+
+    Returns
+    -------
+    tensor of uint8
+        Frame, on the device of x. In a graph its size is not known before it runs.
+
+    Raises
+    ------
+    ArgumentError
+        x holds NaN or Inf, or has a dtype, that the codec refuses.
+    SpecError
+        `spec` is no spec, or needs an optimizer or a base.
+
+    Examples
+    --------
+    >>> x = torch.randn(1000)
+    >>> frame = codec.torch.encode(x, "balanced")
+    >>> codec.torch.decode(frame, x.shape, x.dtype).shape
+    torch.Size([1000])
+    """
+    return _encode(x, _constant(spec))
+
+
+def decode(frame: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Decode a frame by the operator ``torch.ops.codec.decode``.
+
+    Parameters
+    ----------
+    frame : tensor of uint8
+        Whole frame.
+    shape : sequence of int
+        Shape of the tensor, which graphs need before they run.
+    dtype : torch.dtype
+        Dtype of the tensor.
+
+    Returns
+    -------
+    tensor
+        Tensor on the device of `frame`.
+
+    Raises
+    ------
+    FrameError
+        The bytes are not a valid frame.
+    ArgumentError
+        The frame holds a tensor of another shape or dtype.
+
+    Examples
+    --------
+    >>> codec.torch.decode(codec.torch.encode(torch.arange(3)), (3,), torch.int64)
+    tensor([0, 1, 2])
+    """
+    return _decode(frame, shape, dtype)
+
+
+def _written(spec: SpecLike) -> str:
+    """Return a spec as the text that the operator takes."""
+    try:
+        return repr(self_contained(spec))
+    except AttributeError:  # torch.compile has traced the constructor, and has not set its fields
+        raise SpecError("make the spec outside of the compiled function, or give the name of a preset") from None
+
+
+_constant: Any = _written
+_constant._dynamo_marked_constant = True  # as by torch.compiler.assume_constant_result, which imports the compiler
+
+
+@torch.library.custom_op("codec::encode", mutates_args=())
+def _encode(x: torch.Tensor, spec: str) -> torch.Tensor:
+    frame: Any = codec.encode(x.detach(), self_contained(spec_of(spec)))
+    return torch.frombuffer(bytearray(frame), dtype=torch.uint8) if isinstance(frame, bytes) else frame
+
+
+def _fake_frame(x: torch.Tensor, spec: str) -> torch.Tensor:
+    size = _torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty(size, dtype=torch.uint8)
+
+
+@torch.library.custom_op("codec::decode", mutates_args=())
+def _decode(frame: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    if any(n < 0 for n in shape):
+        raise ArgumentError(f"shape must have no negative dimension, got {tuple(shape)}")
+    info = codec.inspect(frame)
+    if info.shape != tuple(shape) or info.dtype != str(dtype).removeprefix("torch."):
+        raise ArgumentError(f"the frame holds {info.dtype} of shape {info.shape}, not {dtype} of {tuple(shape)}")
+    return codec.decode(frame, out=torch.empty(tuple(shape), dtype=dtype, device=frame.device))
+
+
+def _fake_values(frame: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return frame.new_empty(tuple(shape), dtype=dtype)
+
+
+_torch.library.register_fake("codec::encode", _fake_frame)
+_torch.library.register_fake("codec::decode", _fake_values)
