@@ -201,10 +201,18 @@ class _Arrival:
 
     def wait(self):
         self._work.wait()
-        self._to.copy_(self._values)
+        host(self._to).copy_(self._values)
+
+
+def _order(transfer, work):
+    """Wait for a collective at once, as kernels of the emulation run at once; NCCL makes the stream wait."""
+    transfer._in_flight.append(work)
+    transfer._await(work.is_completed)
+    work.wait()
 
 
 def connect_gpus(*_):
     """Make the groups of this process send frames from GPU to GPU."""
     communicator.uses_nccl, nccl.connect_nccl = lambda _: True, GlooBetweenGpus
+    nccl.DeviceTransfer._order = _order
     nccl.engine_is_usable = lambda: True  # asked outside of `gpu`

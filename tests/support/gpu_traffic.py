@@ -6,20 +6,23 @@ from contextlib import contextmanager
 import torch
 
 from codec.torch.transport import nccl, streams
-from support.cuda_tensors import DeviceTensor, emulated_gpu, host
+from support.cuda_tensors import DeviceTensor, emulated_gpu
 from support.device import Emulated
 
 NAMES = "waits", "copies", "launches", "allocations"
-_READ = {"item", "tolist", "__bool__", "__float__", "__int__", "__len__", "__contains__"}
-# operations that launch nothing: views, and questions about a tensor
-_FREE = {
-    *("__get__", "view", "reshape", "__getitem__", "detach", "as_subclass", "numel", "dim", "size", "data_ptr", "flatten"),
-    *("is_contiguous", "contiguous", "element_size", "untyped_storage", "__len__", "stride", "unbind", "__iter__", "cpu"),
-    *("is_complex", "is_floating_point", "storage_offset", "split", "narrow", "__repr__", "record_stream", "unsqueeze"),
-    *("view_as", "transpose", "permute", "expand", "is_cuda"),
-}
+_READ = {"item", "tolist", "__bool__", "__float__", "__int__"}
 _ENGINE = {"launch": "launches", "upload": "copies", "copy": "copies", "clear": "launches", "read_back": "copies"}
 _MADE = {"allocate": "allocations", "empty": "allocations"}
+
+
+def _launched(name, result, args):
+    """Return True if an operation has computed values: in place, or in memory of their own."""
+    if name in ("copy_", "to"):  # counted apart
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        where = result.untyped_storage().data_ptr()
+        given = [x for x in args if isinstance(x, torch.Tensor)]
+        return (name.endswith("_") and name[0] != "_") or all(x.untyped_storage().data_ptr() != where for x in given)
 
 
 class Traffic(Counter):
@@ -65,13 +68,6 @@ def counted_gpu():
         if not isinstance(values, DeviceTensor) and not how.get("non_blocking"):
             traffic.wait()
 
-    def operation(func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        if name in _READ and any(isinstance(arg, DeviceTensor) for arg in args):
-            copied_and_read()
-        elif name not in _FREE and name not in ("copy_", "to"):
-            traffic.add("launches")
-
     def moved(x, *args, **how):
         if not isinstance(x, DeviceTensor) and any(str(arg).startswith("cuda") for arg in (*args, how.get("device"))):
             copied_and_read()
@@ -83,8 +79,12 @@ def counted_gpu():
     function = DeviceTensor.__torch_function__.__func__
 
     def torch_function(cls, func, types, args=(), kwargs=None):
-        operation(func, types, args, kwargs)
-        return function(cls, func, types, args, kwargs)
+        name, result = getattr(func, "__name__", ""), function(cls, func, types, args, kwargs)
+        if name in _READ:
+            copied_and_read()
+        elif name in ("__setitem__",) or (isinstance(result, DeviceTensor) and _launched(name, result, args)):
+            traffic.add("launches")
+        return result
 
     with emulated_gpu() as device:
         for name, kind in (_ENGINE | _MADE).items():
@@ -98,7 +98,7 @@ def counted_gpu():
             around(torch, name, made)
         around(nccl.DeviceTransfer, "all_to_all", lambda *_: traffic.add("launches"))
         around(nccl.DeviceTransfer, "all_gather", lambda *_: traffic.add("launches"))
-        around(nccl.DeviceTransfer, "_await", lambda *_: traffic.wait())
+        around(nccl.DeviceTransfer, "settle", lambda transfer: transfer._in_flight and traffic.wait())
         around(streams.StreamOrder, "finish", lambda *_: traffic.wait())
         DeviceTensor.__torch_function__ = classmethod(torch_function)
         try:
@@ -107,8 +107,3 @@ def counted_gpu():
             DeviceTensor.__torch_function__ = classmethod(function)
             for owner, name, call in reversed(restore):
                 setattr(owner, name, call)
-
-
-def on_host(x):
-    """Return the values of a tensor in host memory, without a count."""
-    return host(x)

@@ -197,9 +197,7 @@ class Reducer:
             else:
                 _fail_after(collective, step)
         except BaseException as e:
-            self.state.fail(step, bucket.number, e, collective.fail(e))
-            if isinstance(e, ArgumentError) and e.code == Status.NONFINITE and self._scaler is None:
-                bucket.explain_nonfinite(e, self.plan.names)
+            self._fail(collective, bucket, step, e)
         finally:
             step.begun.complete()
             step.arrived[bucket.number].complete()
@@ -229,6 +227,7 @@ class Reducer:
         """End a step by its last bucket, `number`: all ranks keep its results, or none does."""
         for wait in step.arrived:
             await wait
+        self._settle(collective, step)
         trips = max(c.round_trips for c in step.traffic)
         before = collective.counters.round_trips
         try:
@@ -251,6 +250,24 @@ class Reducer:
         if step.error is not None:
             with suppress(PeerError), self.state.changed_by(step):
                 self._undo(step, step.error)
+
+    def _settle(self, collective: Collective, step: Step) -> None:
+        """Wait once until GPUs have reduced all buckets, and note the errors that they have found."""
+        if not step.succeeded:
+            return
+        for _, r in step.launched:
+            r.request_verdicts()
+        for bucket, r in step.launched:
+            try:
+                r.settle(collective.device)
+            except BaseException as e:
+                self._fail(collective, bucket, step, e)
+
+    def _fail(self, collective: Collective, bucket: Bucket, step: Step, error: BaseException) -> None:
+        """Note the error of a bucket, and tell the other ranks."""
+        self.state.fail(step, bucket.number, error, collective.fail(error))
+        if isinstance(error, ArgumentError) and error.code == Status.NONFINITE and self._scaler is None:
+            bucket.explain_nonfinite(error, self.plan.names)
 
     def _undo(self, step: Step, error: BaseException) -> None:
         """Drop what a step has computed that has failed; after an overflow all ranks' scalers skip the step."""
@@ -335,6 +352,7 @@ class Reducer:
             parts = self._parts_of(bucket.parameters, buffer.numel(), bucket.number, step)
             planned = [self._prepare(comm, bucket, i, part, step) for i, part in enumerate(parts)]
         results = await execution.run_several(collective, self.algorithm, planned, item)
+        step.launched += [(bucket, r) for r, _ in planned]
         out = buffer if parts[0].out is None else parts[0].out
         is_raw = any(algorithm is RAW for _, algorithm in planned)
         collective.counters.raw_nbytes += sum(r.x.nbytes for r, _ in planned)

@@ -11,7 +11,7 @@ import torch
 from codec import PeerError
 from codec.stateful import CodebookRefresher
 from codec.torch.ddp import checkpoint
-from codec.torch.ddp.buckets import Buffers
+from codec.torch.ddp.buckets import Bucket, Buffers
 from codec.torch.ddp.codebook_sync import CodebookSync
 from codec.torch.ddp.policy import Plan
 from codec.torch.ddp.residuals import Residuals
@@ -20,6 +20,7 @@ from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, of_tensors
 from codec.torch.group.autotune import Choice, Measurement, Turn, Way
 from codec.torch.network.version import hash64
 from codec.torch.network.waits import Wait
+from codec.torch.reduction.host import Reduction
 from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
 from codec.torch.transport.messages import Cause
@@ -54,6 +55,7 @@ class Step:
     arrived: list[Wait] = field(default_factory=list[Wait])  # for the data of each bucket
     over: Wait = field(default_factory=_wait_for_last_bucket)  # for the end of the step
     returned: list[Wait] = field(default_factory=list[Wait])  # for the work of each bucket but the last one
+    launched: list[tuple[Bucket, Reduction]] = field(default_factory=list[tuple[Bucket, Reduction]])  # on GPUs, perhaps
     store: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])  # store the results of buckets
     buffers: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # gradients of each bucket
     waited: Counters = field(default_factory=Counters)  # totals of the group at the begin

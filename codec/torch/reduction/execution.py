@@ -73,6 +73,7 @@ async def run(
     r = prepare()
     chosen = _placed(algorithm, r, comm.channel)
     result = await _run(collective, chosen, r)
+    r.settle(collective.device)
     await collective.agree()
     _count(collective, [r])
     with collective.storing():
@@ -102,6 +103,7 @@ async def run_all_reduce(
             algorithm = in_way(await turn.wait(), r, algorithm)
         measured = Measurement(collective.mesh.rtt())
         [result] = await run_several(collective, requested, [(r, algorithm)])
+        r.settle(collective.device)
         sent = collective.counters.sent_nbytes
         nbytes = 2 * r.x.nbytes * (collective.size - 1) // collective.size
         report = await collective.agree(measured.report(sent, nbytes, collective.counters.round_trips))

@@ -55,10 +55,14 @@ class Algorithm:
 
 
 def _with_device(algorithm: Algorithm, run: Run) -> Algorithm:
-    """Return an algorithm with a variant whose frames stay on GPUs."""
-    name = f"{algorithm.name} on GPUs"
+    """Return an algorithm that runs `run` for values on GPUs, and has a variant whose frames stay there."""
+    name, on_host = f"{algorithm.name} on GPUs", algorithm.run
     variant = replace(algorithm, name=name, run=run, defers=False, raw_fallback=False)
-    return replace(algorithm, on_device=variant)
+
+    def run_where_values_lie(part: Part, r: Reduction) -> Awaitable[Values]:
+        return (run if r.on_device else on_host)(part, r)
+
+    return replace(algorithm, run=run_where_values_lie, on_device=variant)
 
 
 async def _on_host(run: Callable[[Part, Reduction], Awaitable[Values]], part: Part, r: Reduction) -> Values:

@@ -162,6 +162,7 @@ class Collective:
         Cause
             What the other ranks are told.
         """
+        self.device.drain()
         cause = cause or self._cause or Cause(status_of(error), self.rank, f"{type(error).__name__}: {error}")
         if self.agreed or self.mesh.has_lost:
             self.mesh.close()
@@ -304,6 +305,11 @@ class Part:
         receive.timeouts = timeouts
         await self._wait(receive)
         return unpack_numbers(receive.message)
+
+    async def blame(self, source: int) -> None:
+        """Raise the error for which a rank had no frame to send: wait for its abort."""
+        await self.numbers(source, 0)
+        raise PeerError(f"rank {source} sent no frame, because of an error")
 
     async def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Send all ranks integers, and return those of each rank, as many on all of them."""

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,6 +90,14 @@ _NO_ORDER = StreamOrder(None, None)
 def _side_stream(device: int) -> Any:
     """Return the stream of all collectives on a GPU."""
     return torch.cuda.Stream(device)
+
+
+def passed_by_gpu() -> Callable[[], bool]:
+    """Return a function that tells if the GPU has done all work submitted to the current stream so far."""
+    if not torch.cuda.is_initialized():
+        return lambda: True
+    event = torch.cuda.current_stream().record_event()
+    return lambda: bool(event.query())
 
 
 def settle(tensor: torch.Tensor) -> None:

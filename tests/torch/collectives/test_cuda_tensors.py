@@ -25,6 +25,7 @@ from codec.torch.transport.collective import Part
 from support.collective_values import rank_values, tensor_bytes
 from support.cuda_tensors import DeviceTensor, connect_gpus, gpu, host
 from support.ddp_training import ENCODE_ALL, hook_state_bytes, parameter_bytes, train, wrapped
+from support.device import Emulated
 from support.faults import KILLED, at_fault_point, damaged_frames, die
 from support.ranks import RankPool
 from support.specs import LOSSLESS, LOSSY, TOPKS, TRUNCATES
@@ -428,22 +429,24 @@ def _bytes_by_way(rank, size):
     """Return the bytes that an all-reduce sends from GPU to GPU and from host memory, and copies to host memory."""
     with gpu("emulated") as put:
         for spec in (codec.Float8(), codec.Lossless()):
-            codec.torch.all_reduce(x := put(rank_values(rank, (7000,))), spec, options=how())
-            channel, messages, copied = communicator.communicator_of(None).channel, [], DeviceTensor.copied_nbytes
+            codec.torch.all_reduce(x := put(rank_values(rank, (70_000,))), spec, options=how())
+            channel, messages, read = communicator.communicator_of(None).channel, [], Emulated.read_nbytes
+            copied = DeviceTensor.copied_nbytes
             before, send = channel.counters.copy(), channel.mesh.send
             channel.mesh.send = lambda *args, send=send, messages=messages: messages.append(args[-1]) or send(*args)
             codec.torch.all_reduce(x, spec, options=how())
             del channel.mesh.send
             assert all(sum(part.nbytes for part in body) <= 3 * 8 for body in messages)  # integers
-            assert DeviceTensor.copied_nbytes - copied == 2 * size * 120  # lengths and headers
+            assert DeviceTensor.copied_nbytes == copied
+            assert Emulated.read_nbytes - read < 2 * size * (8 + 4096 + 256)  # lengths, first bytes, verdicts
             yield (channel.counters - before).sent_nbytes
 
 
 def _frames_stay_on_gpus(rank, size):
     fixed, variable = _bytes_by_way(rank, size)
-    largest = codec.frame_nbytes(7000 - 3072, "float32", codec.Float8())  # slices begin at multiples of 1,024
+    largest = codec.frame_nbytes(70_000 - 34_816, "float32", codec.Float8())  # slices begin at multiples of 1,024
     assert fixed == 2 * -(-(8 + largest) // 16) * 16
-    assert fixed < variable < 4 * 7000
+    assert fixed < variable < 4 * 70_000
 
 
 def test_only_headers_are_copied_to_host_memory_if_frames_stay_on_gpus(gpus):
