@@ -5,6 +5,7 @@ and rejects what torch rejects for a tensor on a GPU: numpy arrays of it, and op
 """
 
 import contextlib
+import os
 from types import SimpleNamespace
 
 import torch
@@ -17,6 +18,7 @@ from codec.torch.network.timeouts import timeout_of
 from codec.torch.transport import nccl, streams
 from support.device import Emulated, build
 
+NCCL = os.environ.get("CODEC_NCCL") == "1"  # real NCCL between ranks that share a GPU
 DEVICE = torch.device("cuda", 0)
 _CROSS = {"copy_", "to", "cpu", "__get__", "as_subclass", "detach"}  # operations that may leave or enter the device
 
@@ -166,7 +168,7 @@ def emulated_gpu():
 class GlooBetweenGpus:
     """Backend of torch.distributed that stands for NCCL: it has its collectives, and Gloo carries the bytes.
 
-    NCCL does not let ranks share a GPU.
+    NCCL before 2.30 does not let ranks share a GPU.
     """
 
     def __init__(self, group):
@@ -201,7 +203,8 @@ class _Arrival:
 
     def wait(self):
         self._work.wait()
-        host(self._to).copy_(self._values)
+        to = host(self._to) if isinstance(self._to, DeviceTensor) else self._to
+        to.copy_(self._values)
 
 
 def _order(transfer, work):
@@ -209,6 +212,22 @@ def _order(transfer, work):
     transfer._in_flight.append(work)
     transfer._await(work.is_completed)
     work.wait()
+
+
+def new_group_of_gpus(ranks):
+    """Make a group whose frames stay on GPUs: by NCCL in ``make gpu-nccl``, else by Gloo in its place."""
+    if NCCL:
+        versions = ranks.run(_nccl_version)
+        assert min(versions) >= (2, 30), f"ranks share a GPU with NCCL 2.30 or later: this is {min(versions)}"
+        ranks.new_group("cpu:gloo,cuda:nccl")
+    else:
+        ranks.run(connect_gpus)
+        ranks.new_group()
+
+
+def _nccl_version(rank, size):
+    torch.cuda.set_device(0)
+    return torch.cuda.nccl.version()
 
 
 def connect_gpus(*_):

@@ -1,7 +1,7 @@
 """Collectives of tensors on a GPU: the CUDA engine encodes them in place, and results are those of host memory.
 
 Without a GPU the kernels run on the CPU (`support.cuda_tensors`); ``make gpu-tests`` runs the file on a GPU, which all
-ranks share.
+ranks share, and ``make gpu-nccl`` those tests in which NCCL carries frames from GPU to GPU, with NCCL itself.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from codec.torch.group.work import Work
 from codec.torch.transport import nccl, streams
 from codec.torch.transport.collective import Part
 from support.collective_values import rank_values, tensor_bytes
-from support.cuda_tensors import DeviceTensor, connect_gpus, gpu, host
+from support.cuda_tensors import NCCL, DeviceTensor, gpu, host, new_group_of_gpus
 from support.ddp_training import ENCODE_ALL, hook_state_bytes, parameter_bytes, train, wrapped
 from support.device import Emulated
 from support.faults import KILLED, at_fault_point, damaged_frames, die
@@ -42,14 +42,18 @@ def kind(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=[(2, "host"), (3, "gpus"), nightly((4, "host")), nightly((4, "gpus"))])
+WAYS = [(2, "host"), (3, "gpus"), nightly((4, "host")), nightly((4, "gpus"))]
+
+
+@pytest.fixture(scope="module", params=[(2, "gpus"), (4, "gpus")] if NCCL else WAYS)
 def ranks(request):
     """Ranks whose frames cross to host memory, or stay on GPUs."""
     size, way = request.param
     with RankPool(size) as ranks:
         if way == "gpus":
-            ranks.run(connect_gpus)
-        ranks.new_group()
+            new_group_of_gpus(ranks)
+        else:
+            ranks.new_group()
         yield ranks
 
 
@@ -64,8 +68,7 @@ def pair():
 def gpus():
     """Two ranks whose frames stay on GPUs."""
     with RankPool(2, timeout=5) as ranks:
-        ranks.run(connect_gpus)
-        ranks.new_group()
+        new_group_of_gpus(ranks)
         yield ranks
 
 
@@ -102,6 +105,7 @@ def _all_reduces(rank, size, kind, names):
                     assert found == "success", (name, algorithm, dtype, found)
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("part", every(2, range(6)))
 def test_all_reduce_equals_that_of_host_memory_for_every_codec(ranks, kind, part):
     ranks.run(_all_reduces, kind, [*SPECS][part::6])
@@ -156,6 +160,7 @@ def _other_collectives(rank, size, kind):
                     assert torch.equal(results[0], output)
 
 
+@pytest.mark.nccl
 def test_other_collectives_equal_those_of_host_memory(ranks, kind):
     ranks.run(_other_collectives, kind)
 
@@ -233,6 +238,7 @@ def _feedback(rank, size, kind):
                 assert all(torch.equal(v, its[role][k]) for k, v in tensors.items())
 
 
+@pytest.mark.nccl
 def test_error_feedback_equals_that_of_host_memory(ranks, kind):
     ranks.run(_feedback, kind)
 
@@ -285,6 +291,7 @@ def _train(rank, size, kind, name, feedback):
     return found[0] == found[1]
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize(
     ("name", "feedback"),
     [("quantize_4", True), ("topk_2", True), ("truncate_bit", False)]
@@ -311,6 +318,7 @@ def _float64(rank, size, kind):
     assert torch.equal(host(mean), total / size)
 
 
+@pytest.mark.nccl
 def test_float64_gradients_on_a_gpu_are_summed_uncompressed(ranks, kind):
     ranks.run(_float64, kind)
 
@@ -338,6 +346,7 @@ def _fsdp(rank, size, kind):
         assert results[0][4] == pytest.approx(results[1][4])
 
 
+@pytest.mark.nccl
 def test_fsdp_collectives_equal_those_of_host_memory(ranks, kind):
     ranks.run(_fsdp, kind)
 
@@ -383,6 +392,7 @@ def _special_values(rank, size, kind):
         return found
 
 
+@pytest.mark.nccl
 def test_nan_on_one_rank_is_an_error_on_all_ranks(ranks, kind):
     for rank, found in enumerate(ranks.run(_special_values, kind)):
         want = "ArgumentError" if rank == 1 else "PeerError"
@@ -518,6 +528,7 @@ def _altered(rank, size, kind):
     return found
 
 
+@pytest.mark.nccl
 def test_altered_frame_between_gpus_is_an_error_on_all_ranks(gpus, kind):
     errors = ["ChecksumError", "FrameError", "FrameError", "FrameError"] * 2
     assert gpus.run(_altered, kind) == [errors, ["PeerError"] * 8]
@@ -569,40 +580,46 @@ def test_tensors_in_host_memory_and_on_gpus_are_not_reduced_together_over_nccl(g
     assert gpus.run(_on_one_gpu) == ["PeerError"] * 2
 
 
-def _silent(rank, size, cancel):
+def _silent(rank, size, kind, cancel):
     """Let rank 1 keep rank 0 waiting for its frame until a timeout, or until rank 0 cancels the collective."""
     comm = communicator.communicator_of(None, timeout=60 if cancel else 0.5)
-    if rank == 1:
-        return None
-    rows, device = torch.zeros(10, dtype=torch.uint8), comm.channel.device
+    device = comm.channel.device
 
     def gather():
         with device.phase():
             device.all_gather(rows, comm.channel.counters)
+        device.settle()
 
-    work = comm.worker.submit(gather)
-    if cancel:
-        comm.cancel()
-    with pytest.raises(codec.PeerError) as error:
-        work.wait(30)
+    with gpu(kind) as put:
+        codec.torch.all_reduce(put(torch.ones(10)), options=how())  # NCCL connects GPUs in its first collective
+        if rank == 1:
+            return None
+        rows = put(torch.zeros(10, dtype=torch.uint8))
+        work = comm.worker.submit(gather)
+        if cancel:
+            comm.cancel()
+        with pytest.raises(codec.PeerError) as error:
+            work.wait(30)
     return str(error.value), comm.channel.closed
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("cancel", [False, True])
-def test_wait_for_frames_of_other_gpus_ends(gpus, cancel):
-    message, closed = gpus.run(_silent, cancel)[0]
+def test_wait_for_frames_of_other_gpus_ends(gpus, kind, cancel):
+    message, closed = gpus.run(_silent, kind, cancel)[0]
     assert ("was cancelled" if cancel else "did not arrive within 0:00:00.5") in message
     assert closed
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("collective", ["all_to_all", "all_gather"])
-def test_tensor_is_unchanged_if_a_rank_dies_before_its_frames_leave_the_gpu(gpus, collective):
-    gpus.start(_dies, collective)
+def test_tensor_is_unchanged_if_a_rank_dies_before_its_frames_leave_the_gpu(gpus, kind, collective):
+    gpus.start(_dies, kind, collective)
     assert gpus.results() == ["PeerError", KILLED]
 
 
-def _dies(rank, size, collective):
-    with gpu("emulated") as put:
+def _dies(rank, size, kind, collective):
+    with gpu(kind) as put:
         codec.torch.all_reduce(put(torch.ones(10)), options=how())
         if rank == 1:
             setattr(communicator.communicator_of(None).channel.device, collective, lambda *_: die())
@@ -612,19 +629,20 @@ def _dies(rank, size, collective):
         return found[0]
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("collective", ["all_to_all", "all_gather"])
-def test_error_while_frames_leave_the_gpu_fails_all_ranks_at_once(gpus, collective):
-    [message, unchanged], [_, also_unchanged] = gpus.run(_lacks_memory, collective)
+def test_error_while_frames_leave_the_gpu_fails_all_ranks_at_once(gpus, kind, collective):
+    [message, unchanged], [_, also_unchanged] = gpus.run(_lacks_memory, kind, collective)
     assert "is gone" in message  # not a timeout
     assert unchanged
     assert also_unchanged
 
 
-def _lacks_memory(rank, size, collective):
+def _lacks_memory(rank, size, kind, collective):
     def fail(*_):
         raise MemoryError("no memory for received frames")
 
-    with gpu("emulated") as put:
+    with gpu(kind) as put:
         codec.torch.all_reduce(put(torch.ones(10)), options=how())
         if rank == 1:
             setattr(communicator.communicator_of(None).channel.device, collective, fail)
