@@ -188,6 +188,11 @@ class GlooBetweenGpus:
         there = host(received)
         return _Arrival(self.pg._allgather_base(there, host(row)), there, received)
 
+    def allreduce(self, tensors):
+        [to] = tensors
+        there = host(to).clone()
+        return _Arrival(self.pg.allreduce([there]), there, to)
+
     def abort(self):
         self.pg.abort()
 

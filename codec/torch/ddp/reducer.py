@@ -23,7 +23,6 @@ from codec.torch.group.work import Work
 from codec.torch.network.waits import Wait
 from codec.torch.reduction import arguments, execution
 from codec.torch.reduction.execution import Planned, in_way
-from codec.torch.reduction.table import RAW
 from codec.torch.transport.collective import Collective
 
 Transform = Callable[[torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor]]], int | str | None]
@@ -234,7 +233,7 @@ class Reducer:
             if not step.succeeded:
                 _fail_after(collective, step)
             else:
-                report = await collective.agree(step.report(comm.channel.size, trips))
+                report = await collective.agree(step.report(comm.channel, trips))
                 with self.state.changed_by(step), collective.storing():
                     for store in step.store:
                         store()
@@ -354,7 +353,7 @@ class Reducer:
         results = await execution.run_several(collective, self.algorithm, planned, item)
         step.launched += [(bucket, r) for r, _ in planned]
         out = buffer if parts[0].out is None else parts[0].out
-        is_raw = any(algorithm is RAW for _, algorithm in planned)
+        is_raw = any(algorithm.uncompressed for _, algorithm in planned)
         collective.counters.raw_nbytes += sum(r.x.nbytes for r, _ in planned)
         collective.counters.raw_collectives += is_raw
         collective.counters.frame_collectives += not is_raw
@@ -410,7 +409,7 @@ class Reducer:
             state.residuals.feed_part(r, part, owned_values(r, algorithm, channel.rank, channel.size), channel.size)
         if state.codebooks is not None:
             state.codebooks.prepare(r)
-        return r, in_way(step.way, r, algorithm) if algorithm.raw_fallback else algorithm
+        return r, in_way(step.way, r, algorithm, channel) if algorithm.raw_fallback else algorithm
 
 
 def _fail_after(collective: Collective, step: Step) -> None:

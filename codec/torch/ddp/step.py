@@ -20,7 +20,9 @@ from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, of_tensors
 from codec.torch.group.autotune import Choice, Measurement, Turn, Way
 from codec.torch.network.version import hash64
 from codec.torch.network.waits import Wait
+from codec.torch.reduction.execution import wire_seconds
 from codec.torch.reduction.host import Reduction
+from codec.torch.transport.channel import Channel
 from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
 from codec.torch.transport.messages import Cause
@@ -68,11 +70,13 @@ class Step:
         """True if no bucket has failed."""
         return self.failed == NO_BUCKET
 
-    def report(self, size: int, round_trips: float) -> list[int]:
-        """Return the measurements that this rank reports of a step among `size` ranks; the first bucket has begun."""
+    def report(self, channel: Channel, round_trips: float) -> list[int]:
+        """Return the measurements that this rank reports of a step; the first bucket has begun."""
         assert self.measured is not None
+        size = channel.size
+        wire_s = wire_seconds([r for _, r in self.launched], channel, self.waited.wire_s)
         nbytes = sum(2 * c.raw_nbytes * (size - 1) // size for c in self.traffic)
-        return self.measured.report(sum(c.sent_nbytes for c in self.traffic), nbytes, round_trips)
+        return self.measured.report(sum(c.sent_nbytes for c in self.traffic), nbytes, round_trips, wire_s)
 
     def total(self, now: Counters, round_trips: float) -> Counters:
         """Return the traffic of all buckets; `now` are the totals of the group."""

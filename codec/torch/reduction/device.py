@@ -170,7 +170,14 @@ class DeviceReduction(Reduction):
 
     def refuse_overflow(self, total: Values) -> None:
         """Refuse a sum in the tensor's dtype that holds NaN or Inf."""
-        flag = (~torch.isfinite(total)).any().to(torch.int32).reshape(1)
+        self._refuse(total, total)
+
+    def refuse_nonfinite(self, values: Values) -> None:
+        """Refuse NaN or Inf in this rank's values, or in what is computed from them."""
+        self._refuse(values, None)
+
+    def _refuse(self, values: Values, total: Values | None) -> None:
+        flag = (~torch.isfinite(values)).any().to(torch.int32).reshape(1)
 
         def explain(e: CodecError) -> None:
             self.explain_nonfinite(cast(ArgumentError, e), total)

@@ -97,6 +97,11 @@ class DeviceTransfer:
         self._run(lambda pg: pg._allgather_base(received.view(-1), row.view(-1)), row.nbytes, counters)
         return received
 
+    def all_reduce(self, x: torch.Tensor, counters: Counters) -> None:
+        """Replace a tensor on the GPU by its sum over all ranks, in an order of NCCL's choice. In :meth:`phase`."""
+        total = 2 * x.nbytes * len(self._others) // (1 + len(self._others))
+        self._run(lambda pg: pg.allreduce([x]), total // max(1, len(self._others)), counters)
+
     def _run(self, begin: Callable[[Any], Any], nbytes: int, counters: Counters) -> None:
         """Run the collective that begin(NCCL's connections) begins; it sends `nbytes` bytes to each other rank.
 

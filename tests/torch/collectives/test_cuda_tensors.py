@@ -5,6 +5,7 @@ ranks share, and ``make gpu-nccl`` those tests in which NCCL carries frames from
 """
 
 import contextlib
+import logging
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
@@ -375,6 +376,45 @@ def _backend(rank, size, kind):
 
 def test_backend_takes_tensors_on_a_gpu(pair, kind):
     pair.run(_backend, kind)
+
+
+def _auto(rank, size, kind):
+    """Reduce by "auto"; return which calls sent uncompressed values, the messages of the log, and the last outcome."""
+    ways, messages, feedback = [], [], codec.torch.Feedback(codec.Quantize(4))
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("codec.torch").addHandler(handler)
+    logging.getLogger("codec.torch").setLevel(logging.INFO)
+    try:
+        with gpu(kind) as put:
+            total = torch.zeros(100, 400)
+            for call in range(7):
+                before = codec.torch.group_stats()
+                every = [rank_values(size * call + q, (100, 400)) for q in range(size)]
+                x = put(every[rank])
+                codec.torch.all_reduce(x, op="mean", feedback=feedback, options=how("auto"))
+                total += host(x) - sum(every) / size
+                ways.append((codec.torch.group_stats() - before).raw_collectives)
+            residuals = feedback.state_dict()
+            assert max(float(t.abs().max()) for t in residuals["worker"].values() if isinstance(t, torch.Tensor)) < 1e-6
+            assert float(total.abs().max()) < 1e-5  # residuals of frames were sent with uncompressed values
+            every[0][3, 5] = torch.nan
+            found = outcome(codec.torch.all_reduce, put(every[rank]), op="mean", feedback=feedback, options=how("auto"))
+    finally:
+        logging.getLogger("codec.torch").removeHandler(handler)
+    return ways, [m for m in messages if "sent uncompressed from now on" in m], found
+
+
+@pytest.mark.nccl
+def test_auto_uses_all_reduce_of_nccl_where_it_is_faster(gpus, kind):
+    (ways, messages, found), (others, _, other) = gpus.run(_auto, kind)
+    assert ways == others
+    assert ways[:5] == [0, 0, 0, 1, 1]  # the trial
+    if kind == "emulated":  # kernels on the CPU are slower than any link
+        assert ways[5:] == [1, 1]
+        assert len(messages) == 1
+    assert (found[0], found[2]) == ("ArgumentError", codec.Status.NONFINITE)
+    assert (other[0], other[2]) == ("PeerError", codec.Status.NONFINITE)
 
 
 def _special_values(rank, size, kind):
