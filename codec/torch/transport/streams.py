@@ -58,9 +58,20 @@ class StreamOrder:
 
     @staticmethod
     def of_this_thread() -> "StreamOrder":
-        """Return the order for a function that follows the work that this thread has submitted."""
+        """Return the order for a function that follows the work that this thread has submitted.
+
+        Raises
+        ------
+        EngineError
+            The current stream is captured in a CUDA graph.
+        """
         if not torch.cuda.is_initialized():
             return _NO_ORDER
+        if torch.cuda.is_current_stream_capturing():
+            raise EngineError(
+                "collectives of codec.torch cannot be captured in a CUDA graph, since the host takes part in them: "
+                "capture forward and backward pass without them, such as under no_sync(), and reduce gradients outside"
+            )
         device = torch.cuda.current_device()
         return StreamOrder(device, torch.cuda.current_stream(device).record_event())
 

@@ -707,8 +707,13 @@ class _FakeCuda:
             record_event=note("record"), wait_event=note("wait for"), synchronize=note("synchronize")
         )
 
+    capturing = False
+
     def is_initialized(self):
         return True
+
+    def is_current_stream_capturing(self):
+        return self.capturing
 
     def current_device(self):
         return 1
@@ -740,6 +745,7 @@ def fake_cuda(monkeypatch):
     fake = _FakeCuda()
     for name in ("is_initialized", "current_device", "current_stream", "Stream", "device", "stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fake.is_current_stream_capturing)
     streams._side_stream.cache_clear()
     yield fake
     streams._side_stream.cache_clear()
@@ -759,6 +765,13 @@ def test_collective_waits_for_work_of_the_caller_and_returns_after_its_own(fake_
         ("side", "synchronize"),
         "leave",
     ]
+
+
+def test_collective_is_refused_while_its_stream_is_captured(fake_cuda):
+    fake_cuda.capturing = True
+    with pytest.raises(codec.EngineError, match="cannot be captured in a CUDA graph"):
+        streams.StreamOrder.of_this_thread()
+    assert not fake_cuda.calls
 
 
 def test_tensor_on_another_gpu_is_synchronized(fake_cuda):
