@@ -161,6 +161,14 @@ class DeferredCalls:
             work.keep(flag)
             self._verdicts.append(_Verdict(work, flag.address, flag.nbytes, _refuse_nonfinite, explain))
 
+    def check(self, check: Callable[[], Any]) -> None:
+        """Have :meth:`conclude` call a function, behind the verdicts of the calls so far, for what was read back."""
+
+        def close(_: bytes) -> None:
+            check()
+
+        self._verdicts.append(_Verdict(self._copies[-1][0], 0, 0, close))
+
     def read_back(self, v: TensorView, into: Any = None) -> Any:
         """Copy a tensor to page-locked memory of the host, which has it after :meth:`conclude`.
 

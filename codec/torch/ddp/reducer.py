@@ -226,7 +226,7 @@ class Reducer:
         """End a step by its last bucket, `number`: all ranks keep its results, or none does."""
         for wait in step.arrived:
             await wait
-        self._settle(collective, step)
+        await self._settle(collective, step)
         trips = max(c.round_trips for c in step.traffic)
         before = collective.counters.round_trips
         try:
@@ -250,7 +250,7 @@ class Reducer:
             with suppress(PeerError), self.state.changed_by(step):
                 self._undo(step, step.error)
 
-    def _settle(self, collective: Collective, step: Step) -> None:
+    async def _settle(self, collective: Collective, step: Step) -> None:
         """Wait once until GPUs have reduced all buckets, and note the errors that they have found."""
         if not step.succeeded:
             return
@@ -258,7 +258,7 @@ class Reducer:
             r.request_verdicts()
         for bucket, r in step.launched:
             try:
-                r.settle(collective.device)
+                await execution.settle(collective, r)
             except BaseException as e:
                 self._fail(collective, bucket, step, e)
 

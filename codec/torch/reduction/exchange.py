@@ -12,7 +12,8 @@ from codec.frame_size import has_fixed_rate
 from codec.torch.network.inbox import Receive
 from codec.torch.reduction.device import DeviceReduction, Encoded, Found, Term
 from codec.torch.reduction.partition import Piece
-from codec.torch.transport.collective import Part
+from codec.torch.transport.collective import NoFrameError, Part
+from codec.torch.transport.messages import Array
 
 FRAME_LENGTH = struct.Struct("<Q")  # before each frame in a slot
 
@@ -20,6 +21,8 @@ _ALIGN = 16  # bytes: slots begin at multiples of this
 _BEFORE = FRAME_LENGTH.size  # bytes of a slot before the frame
 _LEAST = _BEFORE + lib.CODEC_HEADER_NBYTES  # bytes that hold the length and the header of a frame
 _HEAD = _BEFORE + 4096  # bytes of a slot that the host reads: most side sections end within them
+
+_CHECKSUM = slice(24, 32)  # of a header
 
 Pieces = Sequence[Sequence[Piece]]  # by rank and chunk
 Row = list[Found | None]  # a frame of each rank; None: this rank's own values
@@ -81,6 +84,8 @@ class Slots:
     def __init__(self, part: Part, r: DeviceReduction, pieces: Pieces) -> None:
         self._part, self._r, self._pieces = part, r, pieces
         self._most = max(r.frame_bound(piece) for row in pieces for piece in row)
+        self._terms: Sequence[Term] = ()  # of the last phase
+        self._sent = torch.empty(0)  # their slots
 
     async def scatter(self) -> Phase:
         """Send frames of row i to rank i, which has as many rows as there are ranks."""
@@ -105,6 +110,7 @@ class Slots:
         """
         r, part = self._r, self._part
         slots = r.empty_bytes((rows, len(self._pieces[0]), _slot_nbytes(self._most)))
+        self._terms = terms
         with part.clock.during("encode_s"):
             encoded = r.encode_all(terms, [slot[_BEFORE:] for row in slots for slot in row])
             if has_fixed_rate(r.spec):
@@ -119,36 +125,75 @@ class Slots:
         with part.device.phase():
             slots = slots[:, :, : _slot_nbytes(largest)].contiguous()
             slots.view(torch.int64)[:, :, 0] = encoded.sizes.view(rows, -1)
+            self._sent = slots
             return send(slots)
 
     async def _arrived(self, slots: torch.Tensor, pieces: Pieces) -> _Arrived:
-        """Return the frames in slots of all ranks, after checks of their lengths and headers.
+        """Return the frames in slots of all ranks.
+
+        The host waits for their first bytes, unless it knows what these will be, but for the checksum.
 
         Raises
         ------
-        PeerError
-            A rank had no frame to send.
         FrameError
-            A length or a header is not as agreed.
+            A length or a header is not as agreed; :meth:`DeviceReduction.settle` raises it if the host did not wait.
+        NoFrameError
+            A rank had no frame to send.
         """
-        r, part = self._r, self._part
-        most = slots.shape[2] - _BEFORE
-        found = r.read_back(slots[:, :, : min(_HEAD, slots.shape[2])].contiguous())
-        r.settle(part.device)
-        heads = found.reshape(*slots.shape[:2], -1)
-        frames: list[list[Found]] = []
+        r = self._r
+        expected = [[r.expected_head(piece) for piece in row] for row in pieces]
+        learns = any(r.learns_head(term.piece) for term in self._terms)
+        known = not learns and all(head is not None for row in expected for head in row)
+        sent = self._read_heads(self._sent) if learns else None
+        heads, most = self._read_heads(slots), slots.shape[2] - _BEFORE
+        if known:
+            r.check_later(lambda: self._check(heads, pieces, most, expected))
+            nbytes = [[r.frame_bound(piece) for piece in row] for row in pieces]
+        else:
+            r.settle(self._part.device)
+            nbytes = self._check(heads, pieces, most, None)
+        if sent is not None:
+            for term, head in zip(self._terms, sent.reshape(len(self._terms), -1), strict=True):
+                r.note_head(term.piece, head[_BEFORE:])
+
+        def found(rank: int, c: int, n: int) -> Found:
+            frame, head = slots[rank, c, _BEFORE : _BEFORE + n], heads[rank, c, _BEFORE : _BEFORE + n]
+            return Found(frame, expected[rank][c], head) if known else Found(frame, head)
+
+        return _Arrived([[found(rank, c, n) for c, n in enumerate(row)] for rank, row in enumerate(nbytes)])
+
+    def _read_heads(self, slots: torch.Tensor) -> Array:
+        """Return the first bytes of slots, which are there after :meth:`DeviceReduction.settle`."""
+        found = self._r.read_back(slots[:, :, : min(_HEAD, slots.shape[2])].contiguous())
+        return found.reshape(*slots.shape[:2], -1)
+
+    def _check(
+        self, heads: Array, pieces: Pieces, most: int, expected: Sequence[Sequence[Array | None]] | None
+    ) -> list[list[int]]:
+        """Check lengths and headers of frames, and return the lengths."""
+        found: list[list[int]] = []
         for rank, row in enumerate(pieces):
-            frames.append([])
+            found.append([])
             for c, piece in enumerate(row):
                 (nbytes,) = FRAME_LENGTH.unpack_from(heads[rank, c])
                 if not nbytes:
-                    await part.blame(rank)
+                    raise NoFrameError(rank)
                 if nbytes > most:
                     raise FrameError(f"rank {rank} sends a frame of {nbytes} bytes, but at most {most} are possible")
                 head = heads[rank, c, _BEFORE : _BEFORE + nbytes]
-                r.check_frame(head, piece)
-                frames[rank].append(Found(slots[rank, c, _BEFORE : _BEFORE + nbytes], head))
-        return _Arrived(frames)
+                self._r.check_frame(head, piece)
+                want = None if expected is None else expected[rank][c]
+                if want is not None and (nbytes != self._r.frame_bound(piece) or not _is_like(head, want)):
+                    raise FrameError(f"rank {rank} sends a frame whose header is not that of its spec and shape")
+                found[rank].append(nbytes)
+        return found
+
+
+def _is_like(head: Array, expected: Array) -> bool:
+    """Return True if a frame begins as expected, but for its checksum."""
+    same = head[: len(expected)] == expected
+    same[_CHECKSUM] = True
+    return bool(same.all())
 
 
 def _slot_nbytes(nbytes: int) -> int:

@@ -13,7 +13,7 @@ from codec.torch.network.version import hash64
 from codec.torch.reduction.host import Reduction, Values
 from codec.torch.reduction.table import ALL_GATHER, ALL_REDUCES, PLAIN, RAW, SHARED_SCALE, TWO_SHOT, Algorithm
 from codec.torch.transport.channel import Channel
-from codec.torch.transport.collective import Collective
+from codec.torch.transport.collective import Collective, NoFrameError
 
 _CHOICES = 256  # signatures whose choice between frames and uncompressed values a group remembers
 _SMALL = 1 << 16  # bytes of a tensor up to which one phase with N - 1 frames is faster than two phases
@@ -73,7 +73,7 @@ async def run(
     r = prepare()
     chosen = _placed(algorithm, r, comm.channel)
     result = await _run(collective, chosen, r)
-    r.settle(collective.device)
+    await settle(collective, r)
     await collective.agree()
     _count(collective, [r])
     with collective.storing():
@@ -104,7 +104,7 @@ async def run_all_reduce(
         measured = Measurement(collective.mesh.rtt())
         waited = comm.channel.counters.wire_s
         [result] = await run_several(collective, requested, [(r, algorithm)])
-        r.settle(collective.device)
+        await settle(collective, r)
         sent = collective.counters.sent_nbytes
         nbytes = 2 * r.x.nbytes * (collective.size - 1) // collective.size
         wire_s = wire_seconds([r], comm.channel, waited)
@@ -149,7 +149,20 @@ async def _run(
     if not algorithm.defers:
         r.deferred = None
     fields = signed(r, algorithm.name, requested) | agreed(item)
-    return await algorithm.run(collective.part(hash64(*fields.items()), fields), r)
+    try:
+        return await algorithm.run(collective.part(hash64(*fields.items()), fields), r)
+    except NoFrameError as e:
+        await collective.blame(e.rank)
+        raise
+
+
+async def settle(collective: Collective, r: Reduction) -> None:
+    """Wait until a GPU has done all work of a reduction, and raise the errors that it has found."""
+    try:
+        r.settle(collective.device)
+    except NoFrameError as e:
+        await collective.blame(e.rank)
+        raise
 
 
 def wire_seconds(reductions: Sequence[Reduction], channel: Channel, before: float) -> float | None:

@@ -32,6 +32,20 @@ from codec.torch.transport.nccl import DeviceTransfer
 _VERDICT = 0  # signature of the last part
 
 
+class NoFrameError(PeerError):
+    """A rank had no frame to send; :meth:`Collective.blame` finds out why.
+
+    Parameters
+    ----------
+    rank : int
+        The rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} sent no frame")
+        self.rank = rank
+
+
 class _Channel(Protocol):
     """Channel of the group: a :class:`codec.torch.transport.channel.Channel`."""
 
@@ -185,6 +199,11 @@ class Collective:
         self.mesh.end(self.number)
         self.arena.release()
 
+    async def blame(self, source: int) -> None:
+        """Raise the error for which a rank had no frame to send: wait for its abort."""
+        await self.part(_VERDICT).numbers(source, 0)
+        raise PeerError(f"rank {source} sent no frame, because of an error")
+
     async def explain(self, refused: Refused) -> PeerError:
         """Return the error for another rank's abort or other signature."""
         source, seen = refused.source, set[int]()
@@ -305,11 +324,6 @@ class Part:
         receive.timeouts = timeouts
         await self._wait(receive)
         return unpack_numbers(receive.message)
-
-    async def blame(self, source: int) -> None:
-        """Raise the error for which a rank had no frame to send: wait for its abort."""
-        await self.numbers(source, 0)
-        raise PeerError(f"rank {source} sent no frame, because of an error")
 
     async def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Send all ranks integers, and return those of each rank, as many on all of them."""

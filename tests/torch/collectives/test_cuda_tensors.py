@@ -24,10 +24,11 @@ from codec.torch.group.work import Work
 from codec.torch.transport import nccl, streams
 from codec.torch.transport.collective import Part
 from support.collective_values import rank_values, tensor_bytes
-from support.cuda_tensors import NCCL, DeviceTensor, gpu, host, new_group_of_gpus
+from support.cuda_tensors import NCCL, DeviceTensor, gpu, host, new_group_of_gpus, on_device
 from support.ddp_training import ENCODE_ALL, hook_state_bytes, parameter_bytes, train, wrapped
 from support.device import Emulated
 from support.faults import KILLED, at_fault_point, damaged_frames, die
+from support.gpu_traffic import counted_gpu
 from support.ranks import RankPool
 from support.specs import LOSSLESS, LOSSY, TOPKS, TRUNCATES
 from support.tensors import ADAMW
@@ -244,6 +245,34 @@ def test_error_feedback_equals_that_of_host_memory(ranks, kind):
     ranks.run(_feedback, kind)
 
 
+def _waits(rank, size):
+    """Return how often the host waits in the third call, by codec and algorithm."""
+    found = {}
+    with counted_gpu() as (_, traffic):
+        for name in ("lossless", "quantize_4", "sign_l1"):
+            for algorithm in ("two_shot", "all_gather"):
+                x = on_device(rank_values(rank, SHAPE))
+                for _ in range(3):
+                    traffic.clear()
+                    codec.torch.all_reduce(x, SPECS[name], op="mean", options=how(algorithm))
+                found[name, algorithm] = traffic["waits"]
+    return found
+
+
+def test_host_waits_for_few_things(pair):
+    for found in pair.run(_waits):
+        # frames, sums, the verdict, the result in place
+        assert {k: n for k, n in found.items() if n > (4 if k[1] == "two_shot" else 3)} == {}
+
+
+def test_host_waits_for_the_verdict_and_the_result_if_frames_of_fixed_rate_stay_on_gpus(gpus):
+    for found in gpus.run(_waits):
+        assert found["quantize_4", "two_shot"] == found["quantize_4", "all_gather"] == 2
+        # besides: first bytes of frames in each phase, and their sizes where these differ
+        assert found["sign_l1", "two_shot"] <= 4
+        assert found["lossless", "two_shot"] <= 6
+
+
 def _residual_copies(rank, size):
     """Return the bytes that error feedback copies to the host, for a tensor that is reduced again and again."""
     with gpu("emulated") as put:
@@ -439,6 +468,28 @@ def test_nan_on_one_rank_is_an_error_on_all_ranks(ranks, kind):
         assert [error[0] for error in found[:6]] == [want] * 6
         assert [error[2] for error in found[:6]] == [codec.Status.NONFINITE] * 6
         assert found[6:] == ["success"] * 6
+
+
+def _nan_later(rank, size, kind):
+    """Reduce three times, in the third one with NaN on rank 1, when no rank waits for the heads of frames."""
+    found = []
+    with gpu(kind) as put:
+        for algorithm in ("two_shot", "all_gather"):
+            for last in (False, False, True, False):
+                values = rank_values(rank, SHAPE)
+                values[3, 5] = torch.nan if last and rank == 1 else 1
+                x = put(values)
+                result = outcome(codec.torch.all_reduce, x, codec.Quantize(4), options=how(algorithm))
+                found.append(result if result == "success" else (result[0], result[2]))
+                assert result == "success" or tensor_bytes(host(x)) == tensor_bytes(values)
+    return found
+
+
+@pytest.mark.nccl
+def test_nan_is_an_error_on_all_ranks_if_the_host_does_not_wait_for_frames(ranks, kind):
+    for rank, found in enumerate(ranks.run(_nan_later, kind)):
+        error = "ArgumentError" if rank == 1 else "PeerError", codec.Status.NONFINITE
+        assert found == ["success", "success", error, "success"] * 2
 
 
 def _damaged(rank, size, kind):
