@@ -80,7 +80,7 @@ def _buckets(rank: int, n: int, name: str) -> Any:
     torch.manual_seed(0)
     net = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(4)])
     model = torch.nn.parallel.DistributedDataParallel(
-        net, bucket_cap_mb=4e-6 * width * width, gradient_as_bucket_view=True
+        net, bucket_cap_mb=3e-6 * width * width, gradient_as_bucket_view=True
     )
     policy = codec.torch.Policy(lossless_small=False, uneven=None)
     hook = codec.torch.ddp_hook(
