@@ -179,11 +179,12 @@ class DeferredCalls:
             return work.device.read_back(v.address, v.nbytes, into)
 
     def wait(self) -> None:
-        """Wait for copies to the host, and read no verdict."""
-        copies, self._copies = self._copies, []
-        if copies:
-            with copies[0][0].resume():
-                copies[0][0].device.wait()
+        """Wait for copies to the host, also of verdicts, and read none."""
+        works = [work for work, _ in self._copies] + [verdict.work for verdict, _ in self._requested]
+        self._copies.clear()
+        if works:
+            with works[0].resume():
+                works[0].device.wait()
 
     def request(self) -> None:
         """Have the stream copy the verdicts of all calls so far to the host, which :meth:`conclude` then reads."""

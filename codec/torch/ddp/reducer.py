@@ -11,11 +11,20 @@ import torch
 from codec import ArgumentError, CallOptions, PeerError, Status
 from codec.arguments import check_timeout, shown
 from codec.stateful import CodebookRefresher
-from codec.torch._compat import backward_pass, call_after_backward, divides_by_ranks_with_inputs
+from codec.torch._compat import backward_pass, call_after_backward
 from codec.torch.ddp import uncompressed
-from codec.torch.ddp.buckets import Bucket, Part, bind_to_part, check_has, cut, cut_as, n_values, scatter
+from codec.torch.ddp.buckets import (
+    Bucket,
+    Part,
+    bind_to_part,
+    check_has,
+    cut,
+    cut_as,
+    n_values,
+    scatter,
+)
 from codec.torch.ddp.policy import Plan
-from codec.torch.ddp.step import BackwardEnd, Step, StepState
+from codec.torch.ddp.step import BackwardEnd, Step, StepState, check_join, fail_after
 from codec.torch.feedback.pair import owned_values
 from codec.torch.group.autotune import Measurement
 from codec.torch.group.communicator import Communicator, close_communicator, communicator_of
@@ -67,6 +76,7 @@ class Reducer:
         self.group: Any = None  # ranks of the model whose gradients are reduced; None: no model yet
         self.state = StepState(plan, refresher)
         self._scaler = grad_scaler
+        self.state.names_nonfinite = grad_scaler is None
         self._module: weakref.ref[torch.nn.Module] | None = None  # of the last call of serve()
         self._parts: dict[tuple[str, ...], tuple[int, list[Part]]] = {}  # values and parts of each bucket, by its names
 
@@ -194,9 +204,9 @@ class Reducer:
             if step.succeeded:
                 reduced = await self._reduce(comm, collective, bucket, step)
             else:
-                _fail_after(collective, step)
+                fail_after(collective, step)
         except BaseException as e:
-            self._fail(collective, bucket, step, e)
+            self.state.fail_bucket(collective, bucket, step, e)
         finally:
             step.begun.complete()
             step.arrived[bucket.number].complete()
@@ -226,12 +236,12 @@ class Reducer:
         """End a step by its last bucket, `number`: all ranks keep its results, or none does."""
         for wait in step.arrived:
             await wait
-        await self._settle(collective, step)
+        await self.state.settle(collective, step)
         trips = max(c.round_trips for c in step.traffic)
         before = collective.counters.round_trips
         try:
             if not step.succeeded:
-                _fail_after(collective, step)
+                fail_after(collective, step)
             else:
                 report = await collective.agree(step.report(comm.channel, trips))
                 with self.state.changed_by(step), collective.storing():
@@ -249,24 +259,6 @@ class Reducer:
         if step.error is not None:
             with suppress(PeerError), self.state.changed_by(step):
                 self._undo(step, step.error)
-
-    async def _settle(self, collective: Collective, step: Step) -> None:
-        """Wait once until GPUs have reduced all buckets, and note the errors that they have found."""
-        if not step.succeeded:
-            return
-        for _, r in step.launched:
-            r.request_verdicts()
-        for bucket, r in step.launched:
-            try:
-                await execution.settle(collective, r)
-            except BaseException as e:
-                self._fail(collective, bucket, step, e)
-
-    def _fail(self, collective: Collective, bucket: Bucket, step: Step, error: BaseException) -> None:
-        """Note the error of a bucket, and tell the other ranks."""
-        self.state.fail(step, bucket.number, error, collective.fail(error))
-        if isinstance(error, ArgumentError) and error.code == Status.NONFINITE and self._scaler is None:
-            bucket.explain_nonfinite(error, self.plan.names)
 
     def _undo(self, step: Step, error: BaseException) -> None:
         """Drop what a step has computed that has failed; after an overflow all ranks' scalers skip the step."""
@@ -290,6 +282,8 @@ class Reducer:
 
     async def _reduce(self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step) -> torch.Tensor:
         """Compute the mean of a bucket over all ranks; return the tensor that gets it at the end of the step."""
+        if self.transform is not None or uncompressed.is_other(bucket.buffer):
+            collective.device.settle()  # both may wait for a GPU, see StepState.may_wait()
         item = self._prepare_bucket(step, bucket)
         step.begun.complete()
         buffer = bucket.buffer
@@ -315,7 +309,7 @@ class Reducer:
         """
         with self.state.changed_by(step):
             if bucket.number == 0:
-                self._check_join()
+                check_join(self._module and self._module())
                 if self.state.residuals is not None:
                     self.state.residuals.begin_step(step.number, step.scale)
                 step.exact = self.plan.is_exact(step.number)
@@ -333,15 +327,6 @@ class Reducer:
             )
         return returned
 
-    def _check_join(self) -> None:
-        """Raise ArgumentError if the model divides gradients by another number than that of the group's ranks."""
-        module = self._module and self._module()
-        if module is not None and divides_by_ranks_with_inputs(module):
-            raise ArgumentError(
-                "join(divide_by_initial_world_size=False) divides gradients by the number of ranks that have inputs "
-                "left, but the hook by that of all ranks: call join() without it"
-            )
-
     async def _reduce_parts(
         self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step, item: int | str | None
     ) -> torch.Tensor:
@@ -349,6 +334,8 @@ class Reducer:
         buffer = bucket.buffer
         with self.state.changed_by(step):
             parts = self._parts_of(bucket.parameters, buffer.numel(), bucket.number, step)
+            if self.state.may_wait(parts):
+                collective.device.settle()
             planned = [self._prepare(comm, bucket, i, part, step) for i, part in enumerate(parts)]
         results = await execution.run_several(collective, self.algorithm, planned, item)
         step.launched += [(bucket, r) for r, _ in planned]
@@ -410,8 +397,3 @@ class Reducer:
         if state.codebooks is not None:
             state.codebooks.prepare(r)
         return r, in_way(step.way, r, algorithm, channel) if algorithm.raw_fallback else algorithm
-
-
-def _fail_after(collective: Collective, step: Step) -> None:
-    """Give the collective of a bucket up whose step has failed in another bucket: all ranks learn the first cause."""
-    collective.fail(PeerError("another bucket of this step has failed: nothing was changed"), step.cause)

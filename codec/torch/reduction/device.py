@@ -16,7 +16,6 @@ from codec.encoding import encode_request
 from codec.engines import choose
 from codec.explain import explain
 from codec.frame_size import has_fixed_rate
-from codec.inspection import read_header
 from codec.specs import BoundSpec
 from codec.stateful.ranges import Memory
 from codec.tensors.view import view, view_bytes
@@ -31,10 +30,18 @@ from codec.torch.transport.nccl import DeviceTransfer
 _ALIGN = 64  # bytes: frames on the GPU begin at multiples of this
 _HEAD = 4096  # bytes of a frame that are read first: most side sections end within them
 _SLACK = 16  # 1 / _SLACK of a frame's size is copied beyond the size of the last frame
-_KEPT = 1024  # sizes and heads of frames that are kept
-_heads: dict[tuple[Any, ...], Array] = {}  # bytes before the blocks, by spec, dtype, values and segments
-_UNKNOWN = np.empty(0, np.uint8)  # in _heads: these bytes depend on the values
 _sizes: dict[tuple[Any, ...], int] = {}  # expected bytes of frames by spec, dtype and values; the last used is last
+
+
+_MOST_KEPT = 1024  # sizes, or heads, of frames that are kept
+
+
+def keep(found: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+    """Keep a value, and drop the one that was kept first of too many."""
+    found.pop(key, None)
+    found[key] = value
+    if len(found) > _MOST_KEPT:
+        del found[next(iter(found))]
 
 
 class DeviceMemory(Memory):
@@ -141,7 +148,11 @@ class DeviceReduction(Reduction):
         """
         if self._calls:
             self._calls.request()
-            transfer.settle()
+            try:
+                transfer.settle()
+            except BaseException:
+                self._calls.wait()  # the stream goes on, and copies to host memory, which is not ours any more
+                raise
             self._calls.conclude()
 
     def sum(
@@ -281,7 +292,7 @@ class DeviceReduction(Reduction):
         finally:  # no copy may arrive in memory that others use
             self._calls.wait()
         for key, length in zip(keys, lengths, strict=True):
-            _keep(_sizes, key, length + length // _SLACK)
+            keep(_sizes, key, length + length // _SLACK)
         return [
             Encoded(frame[:length], room[:length]) for frame, room, length in zip(there, rooms, lengths, strict=True)
         ]
@@ -302,23 +313,6 @@ class DeviceReduction(Reduction):
     def check_later(self, check: Callable[[], Any]) -> None:
         """Have :meth:`settle` call a function, behind all calls so far; it can read what :meth:`read_back` returned."""
         self._calls.check(check)
-
-    def expected_head(self, piece: Piece) -> Array | None:
-        """Return the bytes before the blocks of a piece's frames, with any checksum; None if they are not known."""
-        head = _heads.get(self._head_key(piece), _UNKNOWN)
-        return head if len(head) else None
-
-    def learns_head(self, piece: Piece) -> bool:
-        """Return True if :meth:`note_head` may help with the next frame of a piece."""
-        return has_fixed_rate(self.spec) and self._head_key(piece) not in _heads
-
-    def note_head(self, piece: Piece, head: Array) -> None:
-        """Note the head of a frame that this rank has encoded, and whether it depends on the piece's shape alone."""
-        if self.learns_head(piece):
-            _keep(_heads, self._head_key(piece), head[: _constant_head_nbytes(head)].copy())
-
-    def _head_key(self, piece: Piece) -> tuple[Any, ...]:
-        return self.spec, self.dtype, piece.n, piece.segments
 
     def _request(self, found: "Found", piece: Piece, out: Values) -> Any:
         """Return the request to decode a frame of a piece."""
@@ -380,25 +374,6 @@ def _explain_sum(e: CodecError) -> None:
     """Explain NaN or Inf in a sum as :func:`codec.reduce` does."""
     if isinstance(e, ArgumentError):
         decoding.explain(e, cast(Any, None), None)
-
-
-def _constant_head_nbytes(head: Array) -> int:
-    """Return the bytes of a frame before its blocks if they hold no scale (docs/format.md, 8.3); 0 if they do."""
-    info = read_header(view_bytes(head))
-    begin = info.side_offset
-    if not info.nblocks or begin + info.side_nbytes > len(head):
-        return 0
-    parts = int(head[begin : begin + 4].view("<u4")[0]) if info.side_nbytes else 0
-    records = -(-(4 + 16 * parts) // 8) * 8 if parts else 0
-    return begin + info.side_nbytes if info.side_nbytes == records else 0
-
-
-def _keep(found: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
-    """Keep a value, and drop the one that was kept first of too many."""
-    found.pop(key, None)
-    found[key] = value
-    if len(found) > _KEPT:
-        del found[next(iter(found))]
 
 
 def _unify_nan(x: torch.Tensor) -> None:

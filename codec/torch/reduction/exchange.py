@@ -2,15 +2,18 @@
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from codec import FrameError, PeerError
 from codec._c.library import lib
 from codec.frame_size import has_fixed_rate
+from codec.inspection import read_header
+from codec.tensors.view import view_bytes
 from codec.torch.network.inbox import Receive
-from codec.torch.reduction.device import DeviceReduction, Encoded, Found, Term
+from codec.torch.reduction.device import DeviceReduction, Encoded, Found, Term, keep
 from codec.torch.reduction.partition import Piece
 from codec.torch.transport.collective import NoFrameError, Part
 from codec.torch.transport.messages import Array
@@ -141,8 +144,8 @@ class Slots:
             A rank had no frame to send.
         """
         r = self._r
-        expected = [[r.expected_head(piece) for piece in row] for row in pieces]
-        learns = any(r.learns_head(term.piece) for term in self._terms)
+        expected = [[_expected_head(r, piece) for piece in row] for row in pieces]
+        learns = any(_learns_head(r, term.piece) for term in self._terms)
         known = not learns and all(head is not None for row in expected for head in row)
         sent = self._read_heads(self._sent) if learns else None
         heads, most = self._read_heads(slots), slots.shape[2] - _BEFORE
@@ -154,7 +157,7 @@ class Slots:
             nbytes = self._check(heads, pieces, most, None)
         if sent is not None:
             for term, head in zip(self._terms, sent.reshape(len(self._terms), -1), strict=True):
-                r.note_head(term.piece, head[_BEFORE:])
+                _note_head(r, term.piece, head[_BEFORE:])
 
         def found(rank: int, c: int, n: int) -> Found:
             frame, head = slots[rank, c, _BEFORE : _BEFORE + n], heads[rank, c, _BEFORE : _BEFORE + n]
@@ -187,6 +190,42 @@ class Slots:
                     raise FrameError(f"rank {rank} sends a frame whose header is not that of its spec and shape")
                 found[rank].append(nbytes)
         return found
+
+
+_heads: dict[tuple[Any, ...], Array] = {}  # bytes before the blocks, by spec, dtype, values and segments
+_UNKNOWN = np.empty(0, np.uint8)  # in _heads: these bytes depend on the values
+
+
+def _head_key(r: DeviceReduction, piece: Piece) -> tuple[Any, ...]:
+    return r.spec, r.dtype, piece.n, piece.segments
+
+
+def _expected_head(r: DeviceReduction, piece: Piece) -> Array | None:
+    """Return the bytes before the blocks of a piece's frames, with any checksum; None if they are not known."""
+    head = _heads.get(_head_key(r, piece), _UNKNOWN)
+    return head if len(head) else None
+
+
+def _learns_head(r: DeviceReduction, piece: Piece) -> bool:
+    """Return True if :func:`_note_head` may help with the next frame of a piece."""
+    return has_fixed_rate(r.spec) and _head_key(r, piece) not in _heads
+
+
+def _note_head(r: DeviceReduction, piece: Piece, head: Array) -> None:
+    """Note the head of a frame that this rank has encoded, and whether it depends on the piece's shape alone."""
+    if _learns_head(r, piece):
+        keep(_heads, _head_key(r, piece), head[: _constant_head_nbytes(head)].copy())
+
+
+def _constant_head_nbytes(head: Array) -> int:
+    """Return the bytes of a frame before its blocks if they hold no scale (docs/format.md, 8.3); 0 if they do."""
+    info = read_header(view_bytes(head))
+    begin = info.side_offset
+    if not info.nblocks or begin + info.side_nbytes > len(head):
+        return 0
+    parts = int(head[begin : begin + 4].view("<u4")[0]) if info.side_nbytes else 0
+    records = -(-(4 + 16 * parts) // 8) * 8 if parts else 0
+    return begin + info.side_nbytes if info.side_nbytes == records else 0
 
 
 def _is_like(head: Array, expected: Array) -> bool:

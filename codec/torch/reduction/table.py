@@ -8,7 +8,7 @@ from typing import Any
 from codec import ArgumentError
 from codec._options import check_algorithm
 from codec.specs import Spec
-from codec.torch.reduction import algorithms, algorithms_device, plain, raw, shared_scale
+from codec.torch.reduction import algorithms, algorithms_device, raw, shared_scale
 from codec.torch.reduction.host import Reduction, Values
 from codec.torch.transport.collective import Part
 
@@ -90,7 +90,7 @@ ALL_GATHER = _with_device(
 RING = Algorithm("ring", partial(_on_host, algorithms.ring), feedback=False, defers=True)
 RAW = Algorithm("raw", partial(_on_host, raw.two_shot), encodes_sums=True, uncompressed=True)
 # What "auto" uses in place of raw between GPUs; "raw" itself adds in rank order.
-PLAIN = Algorithm("plain on GPUs", plain.all_reduce, encodes_sums=True, uncompressed=True)
+PLAIN = Algorithm("plain on GPUs", raw.plain, encodes_sums=True, uncompressed=True)
 SHARED_SCALE = Algorithm("shared_scale", partial(_on_host, shared_scale.shared_scale), check=shared_scale.check)
 
 # By the value of ``algorithm=``; "auto" is no algorithm, but a choice among these.
