@@ -146,14 +146,13 @@ class DeviceReduction(Reduction):
 
         `transfer`: messages between GPUs, which the calls may wait for.
         """
-        if self._calls:
-            self._calls.request()
-            try:
-                transfer.settle()
-            except BaseException:
-                self._calls.wait()  # the stream goes on, and copies to host memory, which is not ours any more
-                raise
-            self._calls.conclude()
+        self._calls.request()
+        try:
+            transfer.settle()
+        except BaseException:
+            self._calls.wait()  # the stream goes on, and copies to host memory, which is not ours any more
+            raise
+        self._calls.conclude()
 
     def sum(
         self,
