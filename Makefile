@@ -265,6 +265,11 @@ gpu: $(VENV)/test
 GPU_TESTS := $(addprefix tests/,$(addprefix engines/test_cuda,.py _c.py _gpu.py) torch/collectives/test_cuda_tensors.py)
 gpu-tests:
 	$(GPU_PYTHON) -P -m pytest -m gpu $(GPU_TESTS)
+# NCCL carries frames between two and four ranks that share one GPU, which needs NCCL 2.30 or later: where torch has an
+# older one, `make gpu-nccl LIBNCCL=/path/of/libnccl.so.2`.
+gpu-nccl:
+	LD_PRELOAD=$(LIBNCCL) NCCL_MULTI_RANK_GPU_ENABLE=1 CODEC_NCCL=1 \
+		$(GPU_PYTHON) -P -m pytest -m 'gpu and nccl' tests/torch/collectives/test_cuda_tensors.py
 gpu-sanitizer:
 	for tool in memcheck racecheck synccheck; do \
 		$(SANITIZER) --tool $$tool --launch-timeout 300 --error-exitcode 1 \
@@ -284,7 +289,7 @@ gpu-bundle: $(VENV)/bin/pip
 	$(VENV)/bin/pip download --quiet --no-deps --only-binary=:all: --dest build/gpu-bundle \
 		--python-version $(GPU_PYTHON_VERSION) --implementation cp $(foreach v,17 24 27 28,--platform manylinux_2_$(v)_x86_64) \
 		--platform manylinux2014_x86_64 cffi nvidia-nvcomp-cu$(GPU_CUDA) nvidia-libnvcomp-cu$(GPU_CUDA)
-.PHONY: gpu gpu-tests gpu-sanitizer gpu-table gpu-bundle
+.PHONY: gpu gpu-tests gpu-nccl gpu-sanitizer gpu-table gpu-bundle
 
 # The files of a release, in dist/: the sdist, and a wheel that is built from it and carries a manylinux tag. The wheel is
 # installed into an empty environment and used from another folder.

@@ -169,6 +169,7 @@ def decode_request(
         False,  # check_finite
         False,  # check_only
         base,
+        None,  # arriving
     )
     return DecodeRequest._make(fields)  # twice as fast as a call of the class; a missing field is a TypeError, too
 

@@ -96,6 +96,11 @@ class Idle:
             return bytearray(ctypes.string_at(at, nbytes))
         return bytearray(self.found if nbytes == FOUND_NBYTES else nbytes)
 
+    def read_back(self, at: int, nbytes: int, into: Any = None) -> Any:
+        return self.download(at, nbytes) if into is None else into
+
+    def wait(self) -> None: ...
+
     def copy(self, to: int, at: int, nbytes: int) -> None:
         self.work["copy"] += 1
 

@@ -27,9 +27,9 @@ from codec import optimizers
 from codec._c.library import lib
 from codec.engines.cuda import cupy_backend, devices
 from codec.engines.cuda.batch_decode import BatchDecode, Step, open_frames
+from codec.engines.cuda.calls import reduction_steps
 from codec.engines.cuda.decoding import Frame, Sink
 from codec.engines.cuda.encoding import Encoding
-from codec.engines.cuda.engine import reduction_steps
 from codec.engines.cuda.job import begin as begin_jobs
 from codec.engines.cuda.workspace import Work
 from codec.engines.request import DecodeRequest, EncodeRequest

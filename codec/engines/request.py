@@ -71,6 +71,9 @@ class DecodeRequest(NamedTuple):
     check_finite: bool = False  # reject NaN and Inf in the result of a reduction
     check_only: bool = False  # validate, and write nothing
     base: Any = None  # Delta: as given, since its view depends on the frame's dtype
+    # CUDA, deferred calls: these bytes as they will be when the verdict is read; `head` then is what they are expected
+    # to be, but for the checksum
+    arriving: TensorView | None = None
 
     def limit(self) -> int:
         """Return the upper bound of the bytes of a new tensor."""

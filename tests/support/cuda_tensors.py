@@ -5,6 +5,7 @@ and rejects what torch rejects for a tensor on a GPU: numpy arrays of it, and op
 """
 
 import contextlib
+import os
 from types import SimpleNamespace
 
 import torch
@@ -17,6 +18,7 @@ from codec.torch.network.timeouts import timeout_of
 from codec.torch.transport import nccl, streams
 from support.device import Emulated, build
 
+NCCL = os.environ.get("CODEC_NCCL") == "1"  # real NCCL between ranks that share a GPU
 DEVICE = torch.device("cuda", 0)
 _CROSS = {"copy_", "to", "cpu", "__get__", "as_subclass", "detach"}  # operations that may leave or enter the device
 
@@ -166,7 +168,7 @@ def emulated_gpu():
 class GlooBetweenGpus:
     """Backend of torch.distributed that stands for NCCL: it has its collectives, and Gloo carries the bytes.
 
-    NCCL does not let ranks share a GPU.
+    NCCL before 2.30 does not let ranks share a GPU.
     """
 
     def __init__(self, group):
@@ -186,6 +188,11 @@ class GlooBetweenGpus:
         there = host(received)
         return _Arrival(self.pg._allgather_base(there, host(row)), there, received)
 
+    def allreduce(self, tensors):
+        [to] = tensors
+        there = host(to).clone()
+        return _Arrival(self.pg.allreduce([there]), there, to)
+
     def abort(self):
         self.pg.abort()
 
@@ -201,10 +208,35 @@ class _Arrival:
 
     def wait(self):
         self._work.wait()
-        self._to.copy_(self._values)
+        to = host(self._to) if isinstance(self._to, DeviceTensor) else self._to
+        to.copy_(self._values)
+
+
+def _order(transfer, work):
+    """Wait for a collective at once, as kernels of the emulation run at once; NCCL makes the stream wait."""
+    transfer._in_flight.append(work)
+    transfer._await(work.is_completed)
+    work.wait()
+
+
+def new_group_of_gpus(ranks):
+    """Make a group whose frames stay on GPUs: by NCCL in ``make gpu-nccl``, else by Gloo in its place."""
+    if NCCL:
+        versions = ranks.run(_nccl_version)
+        assert min(versions) >= (2, 30), f"ranks share a GPU with NCCL 2.30 or later: this is {min(versions)}"
+        ranks.new_group("cpu:gloo,cuda:nccl")
+    else:
+        ranks.run(connect_gpus)
+        ranks.new_group()
+
+
+def _nccl_version(rank, size):
+    torch.cuda.set_device(0)
+    return torch.cuda.nccl.version()
 
 
 def connect_gpus(*_):
     """Make the groups of this process send frames from GPU to GPU."""
     communicator.uses_nccl, nccl.connect_nccl = lambda _: True, GlooBetweenGpus
+    nccl.DeviceTransfer._order = _order
     nccl.engine_is_usable = lambda: True  # asked outside of `gpu`

@@ -4,6 +4,7 @@ import ctypes
 import fcntl
 import hashlib
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ from codec._c.library import ITEMSIZE
 from codec.engines.cuda import devices, sources
 from codec.engines.cuda.cupy_backend import Gpu
 from codec.engines.cuda.kernels import FILE_OF, FILES
-from codec.tensors.view import TensorView, view
+from codec.tensors.view import TensorView, is_torch, view
 from support.nvrtc import compile_cuda
 
 ROOT = Path(__file__).parents[2]
@@ -114,9 +115,11 @@ class Emulated:
     """Device of the CUDA engine that runs kernels on the CPU, and the backend of that device alone."""
 
     name = "cuda:0"
+    read_nbytes = 0  # bytes that were copied to the host, by any device
 
     def __init__(self, library: Any, processors: int = 1) -> None:
         self.library, self.processors, self.launched, self.uploaded = library, processors, [], []
+        self._later: list[tuple[Any, int, int]] = []  # copies to host memory that nobody has waited for
 
     def put(self, array: Any) -> DeviceArray:
         """Return a copy of an array on the device."""
@@ -157,7 +160,21 @@ class Emulated:
         return None
 
     def download(self, at: int, nbytes: int) -> bytearray:
+        self.wait()
+        Emulated.read_nbytes += nbytes
         return bytearray(ctypes.string_at(at, nbytes))
+
+    def read_back(self, at: int, nbytes: int, into: Any = None) -> Any:
+        """Note a copy, which is made when the host waits."""
+        Emulated.read_nbytes += nbytes
+        into = np.zeros(nbytes, np.uint8) if into is None else into
+        self._later.append((into, at, nbytes))
+        return into
+
+    def wait(self) -> None:
+        for into, at, nbytes in self._later:
+            memoryview(into)[:nbytes] = ctypes.string_at(at, nbytes)
+        self._later.clear()
 
     def copy(self, to: int, at: int, nbytes: int) -> None:
         ctypes.memmove(to, at, nbytes)
@@ -176,10 +193,16 @@ class Emulated:
         launch(self.library, kernel, grid, FILES[FILE_OF[kernel]].threads, *args)
 
     def empty(self, dtype: str, shape: tuple[int, ...], like: Any) -> tuple[Any, TensorView]:
+        if is_torch(like):
+            torch = sys.modules["torch"]
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.name)
+            return tensor, view(tensor)
         array = DeviceArray(np.empty(shape, f"u{ITEMSIZE[dtype]}"))
         return array, view(array)._replace(dtype=dtype)
 
     def bytes_of(self, v: TensorView, nbytes: int) -> Any:
+        if is_torch(v.owner):
+            return v.owner.reshape(-1).view(sys.modules["torch"].uint8)[:nbytes]
         memory = (ctypes.c_uint8 * nbytes).from_address(v.address)
         memory.owner = v.owner  # keeps the memory alive
         return DeviceArray(np.frombuffer(memory, np.uint8))

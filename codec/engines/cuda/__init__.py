@@ -5,6 +5,7 @@ and back.
 """
 
 from codec.engines.cuda import devices
+from codec.engines.cuda.deferred import DeferredCalls
 from codec.engines.cuda.engine import (
     accumulate,
     count,
@@ -18,6 +19,7 @@ from codec.engines.cuda.engine import (
 )
 
 __all__ = [
+    "DeferredCalls",
     "accumulate",
     "count",
     "decode",

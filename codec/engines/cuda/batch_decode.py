@@ -78,6 +78,11 @@ class BatchDecode:
         All frames of the steps.
     steps : sequence of Step
         Steps in order of execution. The first step that decodes a frame checks its digests.
+
+    Attributes
+    ----------
+    found, found_nbytes : int
+        Address and size of the results of all checks.
     """
 
     def __init__(self, work: Work, frames: Sequence[Frame], steps: Sequence[Step]) -> None:
@@ -97,7 +102,8 @@ class BatchDecode:
         uploads = taken + scratch.taken_nbytes
         sizes = [len(frame.image.upload) for frame in frames]
         address = work.new(uploads + sum(sizes))
-        self._preprocessing_at, self._at, self._found = address, address + decodings, address + found
+        self._preprocessing_at, self._at, self.found = address, address + decodings, address + found
+        self.found_nbytes = FOUND_NBYTES * len(frames)
         images = itertools.accumulate(sizes, initial=address + uploads)
         founds = itertools.count(address + found, FOUND_NBYTES)
         places = {id(frame): (next(images), next(founds)) for frame in frames}
@@ -131,7 +137,10 @@ class BatchDecode:
 
     def close(self, each: Each = alone) -> None:
         """Wait for the stream, and raise the error of the first frame that is invalid."""
-        found = bytes(self._work.device.download(self._found, FOUND_NBYTES * len(self._frames)))
+        self.conclude(bytes(self._work.device.download(self.found, self.found_nbytes)), each)
+
+    def conclude(self, found: bytes, each: Each = alone) -> None:
+        """Raise the error of the first frame that is invalid, from the bytes at :attr:`found` behind all steps."""
         for i, frame in enumerate(self._frames):
             each(i, frame.close, found[FOUND_NBYTES * i : FOUND_NBYTES * (i + 1)])
 

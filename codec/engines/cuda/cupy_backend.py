@@ -180,6 +180,17 @@ class Gpu:
         stream.synchronize()
         return data
 
+    def read_back(self, at: int, nbytes: int, into: Any = None) -> Any:
+        if into is None:
+            into = _bytes_at(self._cupy.cuda.alloc_pinned_memory(max(nbytes, 1)), nbytes)
+        if nbytes:
+            runtime = self._cupy.cuda.runtime
+            runtime.memcpyAsync(_address(into), at, nbytes, runtime.memcpyDeviceToHost, self._stream().ptr)
+        return into
+
+    def wait(self) -> None:
+        self._stream().synchronize()
+
     def copy(self, to: int, at: int, nbytes: int) -> None:
         runtime = self._cupy.cuda.runtime
         if nbytes:
@@ -247,6 +258,13 @@ def _numpy_dtype(dtype: str) -> Any:
     if importlib.util.find_spec("ml_dtypes") is None:
         raise TypeError(dtype)
     return np.dtype(getattr(importlib.import_module("ml_dtypes"), dtype))
+
+
+def _bytes_at(memory: Any, nbytes: int) -> memoryview:
+    """Return the first bytes of host memory of CuPy, which the result keeps."""
+    array: Any = (ctypes.c_uint8 * nbytes).from_address(memory.ptr)
+    array.memory = memory
+    return memoryview(array)
 
 
 def _address(data: Any) -> int:

@@ -56,6 +56,27 @@ class Device(Protocol):
         """Copy bytes to the host after waiting for the current stream."""
         ...
 
+    def read_back(self, at: int, nbytes: int, into: Any = None) -> Any:
+        """Copy bytes to page-locked memory of the host, in the order of the stream, and do not wait for that.
+
+        Parameters
+        ----------
+        at, nbytes : int
+            Bytes on the device.
+        into : buffer, optional
+            Page-locked memory of the caller. Default: new memory.
+
+        Returns
+        -------
+        buffer
+            Memory that has the bytes after :meth:`wait`.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Wait for the current stream."""
+        ...
+
     def copy(self, to: int, at: int, nbytes: int) -> None:
         """Copy bytes within the device."""
         ...

@@ -1,52 +1,28 @@
 """Calls of the CUDA engine: requests are converted to launches, and results to the caller's kind of tensor."""
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from codec._c.library import check, lib
+from codec._c.library import check
 from codec.engines.cuda.batch_decode import Step, open_frames, read
-from codec.engines.cuda.decoding import Frame, Sink
-from codec.engines.cuda.devices import device_for
+from codec.engines.cuda.calls import ADD, FLOAT32, prepare, reduction_steps, target, views_of, working
+from codec.engines.cuda.decoding import Sink
 from codec.engines.cuda.encoding import Encoding
 from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, Job, begin
 from codec.engines.cuda.pending import Pending
 from codec.engines.cuda.plan import plan_of
-from codec.engines.cuda.workspace import Work
-from codec.engines.native.decoding import check_whole, is_bomb, is_bounded
+from codec.engines.native.decoding import check_whole, is_bomb
 from codec.engines.native.many import at_item, check_many_apart
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import ArgumentError, CodecError, EngineError, Status
-from codec.tensors.view import TensorView, device_like, empty, view, view_output
-
-_STORE, _ADD, _MAX, _FLOAT32 = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX, lib.CODEC_INTO_FLOAT32
-_SUMMED = 32  # maximum frames of a launch of native/cuda/rows/reduce.cu
-Named = list[tuple[str, TensorView]]
-
-
-@contextmanager
-def _working(views: Named) -> Generator[Work]:
-    """Yield memory on the device of the arguments, in the order of the first argument's stream.
-
-    Other streams are synchronized with it before and after.
-    """
-    device = device_for(views)
-    streams = [(v.stream, v.owner) for _, v in views if v.device != "cpu" and v.stream is not None]
-    stream, like = streams[0] if streams else (device.stream(), None)
-    others = {other for other, _ in streams} - {stream}
-    with device.on(stream):
-        for other in others:
-            device.wait_for(other)
-        yield Work(device, stream, like)
-        for other in others:
-            device.delay(other)
+from codec.tensors.view import view_output
 
 
 def encode(r: EncodeRequest) -> Any:
     """Return the frame: on the tensor's device, bytes for host memory, or the part of `out` that the frame takes."""
-    with _working(r.views) as work:
+    with working(r.views) as work:
         encoding = Encoding(work, r)
         begin(work, [encoding.job])
         frame = encoding.finish()
@@ -57,7 +33,7 @@ def encode(r: EncodeRequest) -> Any:
 
 def count(r: EncodeRequest) -> np.ndarray[Any, np.dtype[np.int64]] | None:
     """Return how often each of 256 symbols occurs in the sample of a tensor; None if it is too small for symbols."""
-    with _working(r.views) as work:
+    with working(r.views) as work:
         plan = plan_of(r)
         if not plan.view.nblocks:  # too few values for symbols
             return None
@@ -68,7 +44,7 @@ def count(r: EncodeRequest) -> np.ndarray[Any, np.dtype[np.int64]] | None:
 
 def encode_async(r: EncodeRequest) -> Pending:
     """Return a pending frame, which the device encodes into the request's `out`."""
-    with _working(r.views) as work:
+    with working(r.views) as work:
         return Pending(work, r)
 
 
@@ -76,7 +52,7 @@ def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
     """Return the frames of requests, after launching all of them."""
     if not requests:
         return []
-    with _working([named for r in requests for named in r.views]) as work:
+    with working([named for r in requests for named in r.views]) as work:
         encodings = [at_item(i, Encoding, work.sibling(), r) for i, r in enumerate(requests)]
         begin(work, [encoding.job for encoding in encodings])
         first = min(encoding.job.written for encoding in encodings)
@@ -88,50 +64,11 @@ def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
         return frames
 
 
-def _views(r: DecodeRequest) -> Named:
-    """Return the tensors on a device that are known before the frame is read, with their argument names."""
-    named = [("the frame", frame) for frame in r.frames]
-    if r.out is not None and device_like(r.out) != "cpu":
-        named.append(("out=", view_output(r.out)))
-    elif r.out is None and r.like is not None and device_like(r.like) != "cpu":
-        named.append(("like=", view(r.like)))
-    if r.base is not None and device_like(r.base) != "cpu":
-        named.append(("base=", view(r.base)))
-    if r.bound is not None:
-        named += [(f"state's {name}", view(x)) for name, x in r.bound.state.items() if device_like(x) != "cpu"]
-    return named
-
-
-def _target(work: Work, r: DecodeRequest, dtype: str, shape: tuple[int, ...]) -> tuple[Any, TensorView]:
-    """Return the destination of values, as the caller sees it and as a view."""
-    if r.out is not None:
-        return r.out, view_output(r.out, dtype)
-    first = r.frames[0]
-    like = r.like if r.like is not None else first.owner if first.device != "cpu" else None
-    if device_like(like) == "cpu":
-        return empty(dtype, shape, like)
-    return work.device.empty(dtype, shape, like)
-
-
-def _prepare(work: Work, r: DecodeRequest, frame: Frame) -> tuple[Any, TensorView]:
-    """Open a frame for its destination, and return that as the caller sees it and as a view."""
-    info = frame.info
-    if info.frame_nbytes != frame.frame.nbytes or not (r.allows(info.tensor_nbytes) or is_bounded(info, r)):
-        frame.refuse_size()
-    if frame.is_delta:
-        frame.open_base()
-    result, v = _target(work, r, frame.dtype, frame.shape)
-    frame.open(v, _STORE)
-    if r.out is not None:
-        r.check_apart(v, frame.levels, in_place=True, base=frame.base)
-    return result, v
-
-
 def decode(r: DecodeRequest) -> Any:
     """Return the frame's tensor: the request's `out`, or a new one of the kind of its `like`."""
-    with _working(_views(r)) as work:
+    with working(views_of(r)) as work:
         [frame] = open_frames([(work, r, r.frames[0])])
-        result, v = _prepare(work, r, frame)
+        result, v = prepare(work, r, frame)
         verify_first = r.verify_first if r.out is not None else not frame.is_delta and is_bomb(frame.info)
         read(work, [frame], [Step([(frame, Sink(work.write(v)))])], verify_first=verify_first)
         work.finish()
@@ -142,9 +79,9 @@ def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
     """Return the tensors of requests; with `out`, all frames are validated before anything is written."""
     if not requests:
         return []
-    with _working([named for r in requests for named in _views(r)]) as work:
+    with working([named for r in requests for named in views_of(r)]) as work:
         frames = open_frames([(work, r, r.frames[0]) for r in requests], at_item)
-        made = [at_item(i, _prepare, work, r, frames[i]) for i, r in enumerate(requests)]
+        made = [at_item(i, prepare, work, r, frames[i]) for i, r in enumerate(requests)]
         verify_first = any(r.out is not None for r in requests)
         if verify_first:
             check_many_apart(
@@ -158,20 +95,20 @@ def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
 
 def accumulate(r: DecodeRequest, weight: float) -> None:
     """Add weight * the frame's values to the request's `out`."""
-    with _working(_views(r)) as work:
+    with working(views_of(r)) as work:
         [frame] = open_frames([(work, r, r.frames[0])])
         check_whole(frame.info, frame.frame)
         v = view_output(r.out)
-        frame.open(v, _ADD)
+        frame.open(v, ADD)
         r.check_apart(v, frame.levels, in_place=True)
-        sink = Sink(work.write(v, read=True), _ADD, weight)
+        sink = Sink(work.write(v, read=True), ADD, weight)
         read(work, [frame], [Step([(frame, sink)])], verify_first=r.verify_first)
         work.finish()
 
 
 def reduce(r: DecodeRequest, op: str) -> Any:
     """Return the frames' sum, mean or maximum as float32: the request's `out`, or a new tensor like its `like`."""
-    with _working(_views(r)) as work:
+    with working(views_of(r)) as work:
         frames = open_frames([(work, r, frame) for frame in r.frames])
         for frame in frames:
             check_whole(frame.info, frame.frame)
@@ -182,10 +119,10 @@ def reduce(r: DecodeRequest, op: str) -> Any:
                     each.verify()
                 raise ArgumentError(f"frames of shapes {shape} and {frame.shape} cannot be reduced")
         r.check_limit(4 * frames[0].info.n)
-        result, v = _target(work, r, "float32", shape)
+        result, v = target(work, r, "float32", shape)
         for i, frame in enumerate(frames):
             try:
-                frame.open(v, _FLOAT32)
+                frame.open(v, FLOAT32)
             except CodecError:
                 read(work, frames[:i], [], verify_first=True)  # of several faults, the first frame's is reported
                 raise
@@ -203,21 +140,3 @@ def reduce(r: DecodeRequest, op: str) -> Any:
 def sum_codes(r: DecodeRequest) -> tuple[Any, float]:
     """Raise EngineError: kernels store no integers of codes."""
     raise EngineError("the cuda engine does not add codes: copy the frames to host memory, and use the native engine")
-
-
-def reduction_steps(frames: list[Frame], to: int, op: str) -> list[Step]:
-    """Return the steps that reduce frames in order.
-
-    Codes of Ternary frames with equal scales are added as integers, and scaled by the last step.
-    """
-    first, count = frames[0], len(frames)
-    codes = op != "max" and count > 1 and all(frame.adds_up_with(first) for frame in frames)
-    items: list[tuple[Frame, Sink]] = []
-    for i, frame in enumerate(frames):
-        into = _FLOAT32 if i == 0 else _MAX if op == "max" else _ADD
-        last = i == count - 1
-        flags = (lib.CODEC_UNSCALED | (lib.CODEC_RESCALE if last else 0)) if codes else 0
-        items.append((frame, Sink(to, into, divide=count if op == "mean" and 1 < count == i + 1 else 0, codes=flags)))
-    if first.summing and all(frame.is_cut_like(first) for frame in frames):
-        return [Step(items[i : i + _SUMMED], summing=True) for i in range(0, count, _SUMMED)]
-    return [Step([item]) for item in items]

@@ -43,7 +43,7 @@ class Work:
 
     def wait(self) -> None:
         """Wait for the stream."""
-        self.device.download(0, 0)
+        self.device.wait()
 
     def sibling(self) -> "Work":
         """Return memory for another call on the same stream."""
@@ -103,17 +103,22 @@ class Work:
         there = [v for v in views if v.device != "cpu"]
         if len(there) < 2:
             return [self.fetch(v) for v in views]
-        sizes = [_PIECE.size * len(there), *(aligned(v.nbytes) for v in there)]
+        at, places = self.gather([(v.address, v.nbytes) for v in there])
+        data = memoryview(self.device.download(at, places[-1] + there[-1].nbytes))
+        found = iter([data[place:] for place in places])
+        return [v if v.device == "cpu" else _on_host(v, next(found)) for v in views]
+
+    def gather(self, pieces: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
+        """Copy pieces of device memory, (address, bytes), to one place; return it and the offset of each piece."""
+        if len(pieces) == 1:
+            return pieces[0][0], [0]
+        sizes = [_PIECE.size * len(pieces), *(aligned(nbytes) for _, nbytes in pieces)]
         at = self.new(sum(sizes))
         places = list(itertools.accumulate(sizes, initial=at))[1:-1]
-        pieces = (_PIECE.pack(v.address, place, v.nbytes) for v, place in zip(there, places, strict=True))
-        self.send(at, b"".join(pieces))
+        self.send(at, b"".join(_PIECE.pack(a, place, n) for (a, n), place in zip(pieces, places, strict=True)))
         self.device.prepare(["gather"])
-        self.device.launch("gather", (len(there), 1), pointer(at))
-        end = places[-1] + there[-1].nbytes
-        data = memoryview(self.device.download(places[0], end - places[0]))
-        found = iter([data[place - places[0] :] for place in places])
-        return [v if v.device == "cpu" else _on_host(v, next(found)) for v in views]
+        self.device.launch("gather", (len(pieces), 1), pointer(at))
+        return places[0], [place - places[0] for place in places]
 
     def copy(self, v: TensorView) -> int:
         """Return the address of a copy of a tensor on the device."""

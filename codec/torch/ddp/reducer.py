@@ -11,11 +11,20 @@ import torch
 from codec import ArgumentError, CallOptions, PeerError, Status
 from codec.arguments import check_timeout, shown
 from codec.stateful import CodebookRefresher
-from codec.torch._compat import backward_pass, call_after_backward, divides_by_ranks_with_inputs
+from codec.torch._compat import backward_pass, call_after_backward
 from codec.torch.ddp import uncompressed
-from codec.torch.ddp.buckets import Bucket, Part, bind_to_part, check_has, cut, cut_as, n_values, scatter
+from codec.torch.ddp.buckets import (
+    Bucket,
+    Part,
+    bind_to_part,
+    check_has,
+    cut,
+    cut_as,
+    n_values,
+    scatter,
+)
 from codec.torch.ddp.policy import Plan
-from codec.torch.ddp.step import BackwardEnd, Step, StepState
+from codec.torch.ddp.step import BackwardEnd, Step, StepState, check_join, fail_after
 from codec.torch.feedback.pair import owned_values
 from codec.torch.group.autotune import Measurement
 from codec.torch.group.communicator import Communicator, close_communicator, communicator_of
@@ -23,7 +32,6 @@ from codec.torch.group.work import Work
 from codec.torch.network.waits import Wait
 from codec.torch.reduction import arguments, execution
 from codec.torch.reduction.execution import Planned, in_way
-from codec.torch.reduction.table import RAW
 from codec.torch.transport.collective import Collective
 
 Transform = Callable[[torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor]]], int | str | None]
@@ -68,6 +76,7 @@ class Reducer:
         self.group: Any = None  # ranks of the model whose gradients are reduced; None: no model yet
         self.state = StepState(plan, refresher)
         self._scaler = grad_scaler
+        self.state.names_nonfinite = grad_scaler is None
         self._module: weakref.ref[torch.nn.Module] | None = None  # of the last call of serve()
         self._parts: dict[tuple[str, ...], tuple[int, list[Part]]] = {}  # values and parts of each bucket, by its names
 
@@ -195,11 +204,9 @@ class Reducer:
             if step.succeeded:
                 reduced = await self._reduce(comm, collective, bucket, step)
             else:
-                _fail_after(collective, step)
+                fail_after(collective, step)
         except BaseException as e:
-            self.state.fail(step, bucket.number, e, collective.fail(e))
-            if isinstance(e, ArgumentError) and e.code == Status.NONFINITE and self._scaler is None:
-                bucket.explain_nonfinite(e, self.plan.names)
+            self.state.fail_bucket(collective, bucket, step, e)
         finally:
             step.begun.complete()
             step.arrived[bucket.number].complete()
@@ -229,13 +236,14 @@ class Reducer:
         """End a step by its last bucket, `number`: all ranks keep its results, or none does."""
         for wait in step.arrived:
             await wait
+        await self.state.settle(collective, step)
         trips = max(c.round_trips for c in step.traffic)
         before = collective.counters.round_trips
         try:
             if not step.succeeded:
-                _fail_after(collective, step)
+                fail_after(collective, step)
             else:
-                report = await collective.agree(step.report(comm.channel.size, trips))
+                report = await collective.agree(step.report(comm.channel, trips))
                 with self.state.changed_by(step), collective.storing():
                     for store in step.store:
                         store()
@@ -274,6 +282,8 @@ class Reducer:
 
     async def _reduce(self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step) -> torch.Tensor:
         """Compute the mean of a bucket over all ranks; return the tensor that gets it at the end of the step."""
+        if self.transform is not None or uncompressed.is_other(bucket.buffer):
+            collective.device.settle()  # both may wait for a GPU, see StepState.may_wait()
         item = self._prepare_bucket(step, bucket)
         step.begun.complete()
         buffer = bucket.buffer
@@ -299,7 +309,7 @@ class Reducer:
         """
         with self.state.changed_by(step):
             if bucket.number == 0:
-                self._check_join()
+                check_join(self._module and self._module())
                 if self.state.residuals is not None:
                     self.state.residuals.begin_step(step.number, step.scale)
                 step.exact = self.plan.is_exact(step.number)
@@ -317,15 +327,6 @@ class Reducer:
             )
         return returned
 
-    def _check_join(self) -> None:
-        """Raise ArgumentError if the model divides gradients by another number than that of the group's ranks."""
-        module = self._module and self._module()
-        if module is not None and divides_by_ranks_with_inputs(module):
-            raise ArgumentError(
-                "join(divide_by_initial_world_size=False) divides gradients by the number of ranks that have inputs "
-                "left, but the hook by that of all ranks: call join() without it"
-            )
-
     async def _reduce_parts(
         self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step, item: int | str | None
     ) -> torch.Tensor:
@@ -333,10 +334,13 @@ class Reducer:
         buffer = bucket.buffer
         with self.state.changed_by(step):
             parts = self._parts_of(bucket.parameters, buffer.numel(), bucket.number, step)
+            if self.state.may_wait(parts):
+                collective.device.settle()
             planned = [self._prepare(comm, bucket, i, part, step) for i, part in enumerate(parts)]
         results = await execution.run_several(collective, self.algorithm, planned, item)
+        step.launched += [(bucket, r) for r, _ in planned]
         out = buffer if parts[0].out is None else parts[0].out
-        is_raw = any(algorithm is RAW for _, algorithm in planned)
+        is_raw = any(algorithm.uncompressed for _, algorithm in planned)
         collective.counters.raw_nbytes += sum(r.x.nbytes for r, _ in planned)
         collective.counters.raw_collectives += is_raw
         collective.counters.frame_collectives += not is_raw
@@ -392,9 +396,4 @@ class Reducer:
             state.residuals.feed_part(r, part, owned_values(r, algorithm, channel.rank, channel.size), channel.size)
         if state.codebooks is not None:
             state.codebooks.prepare(r)
-        return r, in_way(step.way, r, algorithm) if algorithm.raw_fallback else algorithm
-
-
-def _fail_after(collective: Collective, step: Step) -> None:
-    """Give the collective of a bucket up whose step has failed in another bucket: all ranks learn the first cause."""
-    collective.fail(PeerError("another bucket of this step has failed: nothing was changed"), step.cause)
+        return r, in_way(step.way, r, algorithm, channel) if algorithm.raw_fallback else algorithm

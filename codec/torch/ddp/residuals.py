@@ -1,7 +1,7 @@
 """Error feedback of a DDP hook: residuals of its frames, and a guard against residuals that grow."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,10 @@ class Residuals(ResidualPair):
             self._measure(r, part, (0, part.n), r.residual)
             if sums is not None:
                 self._measure(r, part, owned, sums)
+
+    def may_wait(self, parts: Sequence[Part]) -> bool:
+        """Return True if :meth:`feed_part` of one of the parts may read values, for which the host waits on a GPU."""
+        return self._measuring or any(part.new for part in parts)
 
     def _measure(self, r: Reduction, part: Part, within: tuple[int, int], residual: Array) -> None:
         """Note the squared norms of the gradients whose residuals a step writes to `residual`."""

@@ -56,6 +56,9 @@ class Stats(Counters):
         ``"Lossless() (small)"``. Reasons are: policy, small, embedding, mostly zero, dtype, start_step, first step.
     world_size : int
         Number of ranks.
+    buffer_nbytes : int
+        Host memory that the group keeps for messages, results and sums: at most twice what its collectives in flight
+        have used at once. Page-locked for tensors on GPUs.
     parameters : dict of str to ParameterStats
         Statistics by parameter name; empty without ``stats(by_parameter=True)``.
 
@@ -73,6 +76,7 @@ class Stats(Counters):
     uncompressed_nbytes: int = 0
     contents: dict[str, int] = field(default_factory=dict[str, int])
     world_size: int = 1
+    buffer_nbytes: int = 0
     parameters: dict[str, ParameterStats] = field(default_factory=dict[str, ParameterStats])
 
     @property

@@ -1,17 +1,18 @@
 """Steps of a hook: what one backward pass knows, and the state that a step changes if it succeeds on all ranks."""
 
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from codec import PeerError
+from codec import ArgumentError, PeerError, Status
 from codec.stateful import CodebookRefresher
+from codec.torch._compat import divides_by_ranks_with_inputs
 from codec.torch.ddp import checkpoint
-from codec.torch.ddp.buckets import Buffers
+from codec.torch.ddp.buckets import Bucket, Buffers, Part, needs_optimizer
 from codec.torch.ddp.codebook_sync import CodebookSync
 from codec.torch.ddp.policy import Plan
 from codec.torch.ddp.residuals import Residuals
@@ -20,6 +21,9 @@ from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, of_tensors
 from codec.torch.group.autotune import Choice, Measurement, Turn, Way
 from codec.torch.network.version import hash64
 from codec.torch.network.waits import Wait
+from codec.torch.reduction.execution import settle, wire_seconds
+from codec.torch.reduction.host import Reduction
+from codec.torch.transport.channel import Channel
 from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
 from codec.torch.transport.messages import Cause
@@ -54,6 +58,7 @@ class Step:
     arrived: list[Wait] = field(default_factory=list[Wait])  # for the data of each bucket
     over: Wait = field(default_factory=_wait_for_last_bucket)  # for the end of the step
     returned: list[Wait] = field(default_factory=list[Wait])  # for the work of each bucket but the last one
+    launched: list[tuple[Bucket, Reduction]] = field(default_factory=list[tuple[Bucket, Reduction]])  # on GPUs, perhaps
     store: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])  # store the results of buckets
     buffers: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # gradients of each bucket
     waited: Counters = field(default_factory=Counters)  # totals of the group at the begin
@@ -66,11 +71,13 @@ class Step:
         """True if no bucket has failed."""
         return self.failed == NO_BUCKET
 
-    def report(self, size: int, round_trips: float) -> list[int]:
-        """Return the measurements that this rank reports of a step among `size` ranks; the first bucket has begun."""
+    def report(self, channel: Channel, round_trips: float) -> list[int]:
+        """Return the measurements that this rank reports of a step; the first bucket has begun."""
         assert self.measured is not None
+        size = channel.size
+        wire_s = wire_seconds([r for _, r in self.launched], channel, self.waited.wire_s)
         nbytes = sum(2 * c.raw_nbytes * (size - 1) // size for c in self.traffic)
-        return self.measured.report(sum(c.sent_nbytes for c in self.traffic), nbytes, round_trips)
+        return self.measured.report(sum(c.sent_nbytes for c in self.traffic), nbytes, round_trips, wire_s)
 
     def total(self, now: Counters, round_trips: float) -> Counters:
         """Return the traffic of all buckets; `now` are the totals of the group."""
@@ -135,6 +142,7 @@ class StepState:
         self.buffers = Buffers()  # memory of the current step
         self.choice = Choice("gradients")  # of frames or uncompressed values
         self._plan = plan
+        self.names_nonfinite = True  # errors about NaN and Inf name the parameter
         self._in_sync = False  # all ranks are known to have the same step count, sparse parameters and loaded buckets
         self.begin_feedback()
 
@@ -198,6 +206,32 @@ class StepState:
         self._in_sync = False
         if self.codebooks is not None:
             self.codebooks.require_sync()
+
+    def fail_bucket(self, collective: Collective, bucket: Bucket, step: Step, error: BaseException) -> None:
+        """Note the error of a bucket, and tell the other ranks."""
+        self.fail(step, bucket.number, error, collective.fail(error))
+        if isinstance(error, ArgumentError) and error.code == Status.NONFINITE and self.names_nonfinite:
+            bucket.explain_nonfinite(error, self._plan.names)
+
+    async def settle(self, collective: Collective, step: Step) -> None:
+        """Wait once until GPUs have reduced all buckets, and note the errors that they have found."""
+        if not step.succeeded:
+            return
+        for _, r in step.launched:
+            r.request_verdicts()
+        for bucket, r in step.launched:
+            try:
+                await settle(collective, r)
+            except BaseException as e:
+                self.fail_bucket(collective, bucket, step, e)
+
+    def may_wait(self, parts: Sequence[Part]) -> bool:
+        """Return True if the host may wait for a GPU to prepare parts.
+
+        Messages of other buckets, which a lost rank would hold up without end, must have ended before.
+        """
+        feeds = self.residuals is not None and self.residuals.may_wait(parts)
+        return feeds or any(needs_optimizer(part.spec) for part in parts)
 
     def commit(self, step: Step) -> None:
         """Keep what a step has computed that has succeeded on all ranks."""
@@ -291,3 +325,17 @@ class StepState:
         self._plan.zeros, self.buckets, self.loaded_buckets = saved.zeros, saved.buckets, saved.buckets
         if not names:
             self.owner, self.shapes = (saved.rank, saved.world_size), saved.shapes
+
+
+def fail_after(collective: Collective, step: Step) -> None:
+    """Give the collective of a bucket up whose step has failed in another bucket: all ranks learn the first cause."""
+    collective.fail(PeerError("another bucket of this step has failed: nothing was changed"), step.cause)
+
+
+def check_join(module: torch.nn.Module | None) -> None:
+    """Raise ArgumentError if a model divides gradients by another number than that of the group's ranks."""
+    if module is not None and divides_by_ranks_with_inputs(module):
+        raise ArgumentError(
+            "join(divide_by_initial_world_size=False) divides gradients by the number of ranks that have inputs left, "
+            "but the hook by that of all ranks: call join() without it"
+        )

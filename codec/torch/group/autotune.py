@@ -34,7 +34,7 @@ class Measurement:
         self._rtt = rtt
         self._started = time.perf_counter(), time.thread_time()
 
-    def report(self, sent_nbytes: int, raw_nbytes: int, round_trips: float) -> Report:
+    def report(self, sent_nbytes: int, raw_nbytes: int, round_trips: float, wire_s: float | None = None) -> Report:
         """Return what this rank reports of the collective.
 
         Parameters
@@ -45,6 +45,9 @@ class Measurement:
             Bytes that it would have sent uncompressed.
         round_trips : float
             Round trips that the collective takes.
+        wire_s : float, optional
+            Seconds in which this rank had nothing to do but to wait for others, for values on GPUs: these work while
+            this thread waits, and count as busy for the rest of the time. Default: all time without computation.
 
         Returns
         -------
@@ -53,6 +56,8 @@ class Measurement:
             would have waited for uncompressed values: round trips as measured, and the rest in proportion to bytes.
         """
         wall, busy = time.perf_counter() - self._started[0], time.thread_time() - self._started[1]
+        if wire_s is not None:
+            busy = max(0.0, wall - wire_s)
         latency = min(max(0.0, wall - busy), round_trips * self._rtt)
         waited = latency + (wall - busy - latency) * raw_nbytes / max(1, sent_nbytes)
         return [round(wall * 1e6), round(busy / wall * 1e3), round(waited * 1e6)]

@@ -219,6 +219,12 @@ def group_stats(group: Any = None) -> Counters:
     return Counters() if comm is None else comm.channel.counters.copy()
 
 
+def buffer_nbytes(group: Any) -> int:
+    """Return the bytes of host memory that a group keeps for messages, results and sums; 0 for None."""
+    comm = None if group is None else _slot_of(group).communicator
+    return 0 if comm is None else comm.channel.buffers.nbytes
+
+
 # Collectives
 
 

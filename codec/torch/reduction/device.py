@@ -1,25 +1,47 @@
 """Values of a collective on a GPU: the CUDA engine encodes and reduces them there; frames cross to the host."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 
 import codec
-from codec import ArgumentError
+from codec import ArgumentError, CodecError, decoding
+from codec._c.library import lib
 from codec.decoding import decode_request
 from codec.encoding import encode_request
 from codec.engines import choose
 from codec.explain import explain
+from codec.frame_size import has_fixed_rate
 from codec.specs import BoundSpec
 from codec.stateful.ranges import Memory
-from codec.tensors.view import view_bytes
+from codec.tensors.view import view, view_bytes
 from codec.tensors.wrapper import View
 from codec.torch._compat import from_numpy
 from codec.torch.reduction.host import FLOATS, Frame, Reduction, Values
 from codec.torch.reduction.partition import Piece
 from codec.torch.transport.collective import Part
 from codec.torch.transport.messages import Array
+from codec.torch.transport.nccl import DeviceTransfer
+
+_ALIGN = 64  # bytes: frames on the GPU begin at multiples of this
+_HEAD = 4096  # bytes of a frame that are read first: most side sections end within them
+_SLACK = 16  # 1 / _SLACK of a frame's size is copied beyond the size of the last frame
+_sizes: dict[tuple[Any, ...], int] = {}  # expected bytes of frames by spec, dtype and values; the last used is last
+
+
+_MOST_KEPT = 1024  # sizes, or heads, of frames that are kept
+
+
+def keep(found: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+    """Keep a value, and drop the one that was kept first of too many."""
+    found.pop(key, None)
+    found[key] = value
+    if len(found) > _MOST_KEPT:
+        del found[next(iter(found))]
 
 
 class DeviceMemory(Memory):
@@ -55,6 +77,26 @@ class Term(NamedTuple):
     summed: bool = False  # values of several ranks
 
 
+class Found(NamedTuple):
+    """Frame of a rank."""
+
+    frame: Any  # on the GPU, a tensor of bytes; or in host memory, an array of them
+    head: Array | None  # first bytes of a frame on the GPU, in host memory; the header has been checked
+    arriving: Array | None = None  # the same, which will be there after `settle`; `head` is what is expected
+
+
+class Encoded(NamedTuple):
+    """Frame of this rank, on the GPU and in host memory."""
+
+    there: torch.Tensor
+    here: Array
+
+    @property
+    def found(self) -> Found:
+        """The frame, as those of other ranks."""
+        return Found(self.there, self.here)
+
+
 class DeviceReduction(Reduction):
     """Reduction of a tensor on a GPU. Values, results and sums are flat tensors there; frames are on the host."""
 
@@ -87,6 +129,31 @@ class DeviceReduction(Reduction):
         """False: the option is for stores of CPUs."""
         return False
 
+    # Calls of the engine, whose errors :meth:`settle` raises
+
+    @functools.cached_property
+    def _calls(self) -> Any:
+        """Calls for which the host has not waited: :class:`codec.engines.cuda.DeferredCalls`."""
+        engine: Any = choose("cuda", "a tensor", "cuda")
+        return engine.DeferredCalls()
+
+    def request_verdicts(self) -> None:
+        """Have the stream copy the verdicts of all calls so far to the host."""
+        self._calls.request()
+
+    def settle(self, transfer: DeviceTransfer) -> None:
+        """Wait for all calls so far, and raise the error of the first one that has failed.
+
+        `transfer`: messages between GPUs, which the calls may wait for.
+        """
+        self._calls.request()
+        try:
+            transfer.settle()
+        except BaseException:
+            self._calls.wait()  # the stream goes on, and copies to host memory, which is not ours any more
+            raise
+        self._calls.conclude()
+
     def sum(
         self,
         parts: Sequence[Frame | None],
@@ -96,10 +163,40 @@ class DeviceReduction(Reduction):
         nontemporal: bool = False,
         check_finite: bool = False,
     ) -> None:
-        """Store the float32 sum, mean or maximum of a piece in `total`, as :meth:`Reduction.sum` does."""
-        super().sum(parts, piece, total, nontemporal=nontemporal, check_finite=check_finite)
+        """Store the float32 sum, mean or maximum of a piece in `total`, as :meth:`Reduction.sum` does.
+
+        `parts` are :class:`Found`.
+        """
+        found = [None if part is None else self._request(part, piece, total) for part in parts]
+        frames = [request for request in found if request is not None]
+        if len(frames) == len(found):
+            first = frames[0]._replace(check_finite=check_finite)
+            self._calls.reduce([first, *frames[1:]], self.op, _explain_sum)
+        else:
+            for i, request in enumerate(found):
+                if request is None:
+                    self._add_own(total, self.as_float32(self.own_term(piece)), first=i == 0)
+                else:
+                    self._calls.accumulate(request, lib.CODEC_INTO_ADD if i else lib.CODEC_INTO_FLOAT32)
+            self._complete(total, len(found))
         if not self.rejects_nonfinite:
             _unify_nan(total)
+
+    def refuse_overflow(self, total: Values) -> None:
+        """Refuse a sum in the tensor's dtype that holds NaN or Inf."""
+        self._refuse(total, total)
+
+    def refuse_nonfinite(self, values: Values) -> None:
+        """Refuse NaN or Inf in this rank's values, or in what is computed from them."""
+        self._refuse(values, None)
+
+    def _refuse(self, values: Values, total: Values | None) -> None:
+        flag = (~torch.isfinite(values)).any().to(torch.int32).reshape(1)
+
+        def explain(e: CodecError) -> None:
+            self.explain_nonfinite(cast(ArgumentError, e), total)
+
+        self._calls.refuse(view(flag), explain)
 
     def _add_own(self, total: Values, own: Values, *, first: bool) -> None:
         total.copy_(own) if first else total.add_(own)
@@ -141,8 +238,8 @@ class DeviceReduction(Reduction):
         residual = None if self.sum_residual is None else self.sum_residual(piece.begin, piece.end)
         return Term(self.rounded(total), piece, residual, number, summed=True)
 
-    def encode_all(self, terms: Sequence[Term], out: Sequence[torch.Tensor]) -> list[int]:
-        """Encode terms into memory on the GPU; return the bytes of each frame."""
+    def encode_all(self, terms: Sequence[Term], out: Sequence[torch.Tensor]) -> Any:
+        """Encode terms into memory on the GPU; return their :class:`codec.engines.cuda.deferred.Encoded`."""
         requests = [
             encode_request(
                 View(term.values, self.dtype, term.piece.segments),
@@ -156,38 +253,85 @@ class DeviceReduction(Reduction):
             )
             for term, room in zip(terms, out, strict=True)
         ]
-        try:
-            frames = choose("cuda", "a tensor", "cuda").encode_many(requests)
-        except ArgumentError as e:
-            if isinstance(e.item, int):
+
+        def explain_error(e: CodecError) -> None:
+            if isinstance(e, ArgumentError) and isinstance(e.item, int):
                 term = terms[e.item]
                 explain(e, requests[e.item])
                 self.explain_nonfinite(e, term.values if term.summed else None)
                 e.item = None  # the caller has given one tensor
-            raise
+
+        encoded = self._calls.encode_many(requests, explain_error)
         if self.count_symbols is not None:
             for term in terms:
                 self.count_symbols(View(term.values, self.dtype, term.piece.segments), self._bound_to(term.piece))
-        return [view_bytes(frame).nbytes for frame in frames]
+        return encoded
 
-    def check_frame(self, frame: Frame, piece: Piece) -> None:
-        """Check a frame in host memory, or its header; those on the GPU have been checked by their headers."""
-        if not isinstance(frame, torch.Tensor):
-            super().check_frame(frame, piece)
+    def encode_to_host(self, terms: Sequence[Term], rooms: Sequence[Array]) -> list["Encoded"]:
+        """Encode terms, and copy their frames to page-locked memory; raise the errors of all calls so far.
 
-    def decode_all(self, frames: Sequence[tuple[torch.Tensor, Piece, torch.Tensor]]) -> None:
-        """Decode frames on the GPU, each to its piece of a tensor."""
-        requests = [
-            decode_request(
-                (view_bytes(frame),),
-                self.shared_levels(piece),
-                self._options(piece),
-                into[piece.begin : piece.end],
-                codebooks=self.codebooks,
-            )
-            for frame, piece, into in frames
+        The host waits once, if all frames have the expected sizes: those of the last frames of as many values.
+        """
+        if not terms:
+            return []
+        starts = [0, *itertools.accumulate(-(-room.nbytes // _ALIGN) * _ALIGN for room in rooms)]
+        memory = self.empty_bytes((starts[-1],))
+        there = [memory[at : at + room.nbytes] for at, room in zip(starts, rooms, strict=False)]
+        encoded = self.encode_all(terms, there)
+        keys = [(self.spec, self.dtype, term.piece.n) for term in terms]
+        exact = has_fixed_rate(self.spec)
+        sizes = [
+            room.nbytes if exact else min(room.nbytes, _sizes.get(key, 0))
+            for key, room in zip(keys, rooms, strict=True)
         ]
-        choose("cuda", "a frame", "cuda").decode_many(requests)
+        try:
+            self._copy_to_host(there, rooms, [(0, size) for size in sizes])
+            lengths: list[int] = encoded.lengths
+            self._copy_to_host(there, rooms, list(zip(sizes, lengths, strict=True)))
+        finally:  # no copy may arrive in memory that others use
+            self._calls.wait()
+        for key, length in zip(keys, lengths, strict=True):
+            keep(_sizes, key, length + length // _SLACK)
+        return [
+            Encoded(frame[:length], room[:length]) for frame, room, length in zip(there, rooms, lengths, strict=True)
+        ]
+
+    def _copy_to_host(
+        self, frames: Sequence[torch.Tensor], rooms: Sequence[Array], ranges: Sequence[tuple[int, int]]
+    ) -> None:
+        """Copy a range of each frame to its room, and wait for all calls."""
+        for frame, room, (begin, end) in zip(frames, rooms, ranges, strict=True):
+            if end > begin:
+                self._calls.read_back(view_bytes(frame[begin:end]), room[begin:end])
+        self._calls.conclude()
+
+    def read_back(self, x: torch.Tensor) -> Array:
+        """Return the bytes of a tensor, which are there after :meth:`settle`."""
+        return np.frombuffer(self._calls.read_back(view_bytes(x)), np.uint8)
+
+    def check_later(self, check: Callable[[], Any]) -> None:
+        """Have :meth:`settle` call a function, behind all calls so far; it can read what :meth:`read_back` returned."""
+        self._calls.check(check)
+
+    def _request(self, found: "Found", piece: Piece, out: Values) -> Any:
+        """Return the request to decode a frame of a piece."""
+        if found.head is None:
+            self.check_frame(found.frame, piece)
+        frame, head = view_bytes(found.frame), None if found.head is None else view_bytes(found.head[:_HEAD])
+        request = decode_request(
+            (frame,), self.shared_levels(piece), self._options(piece), out, codebooks=self.codebooks
+        )
+        if frame.device == "cpu":
+            return request
+        arriving = None if found.arriving is None else view_bytes(found.arriving[:_HEAD])
+        return request._replace(head=head, arriving=arriving)
+
+    def decode_all(self, frames: Sequence[tuple["Found", Piece, torch.Tensor]]) -> None:
+        """Decode frames, each to its piece of a tensor."""
+        if frames:
+            self._calls.decode_many(
+                [self._request(found, piece, into[piece.begin : piece.end]) for found, piece, into in frames]
+            )
 
     # Algorithms that send uncompressed values, or compute on the host
 
@@ -223,6 +367,12 @@ class DeviceReduction(Reduction):
             residual.copy_(from_numpy(copy))
         values = from_numpy(result).view(FLOATS[self.dtype])
         return values.to(self.x.device) if self.out is None else self.out.copy_(values)
+
+
+def _explain_sum(e: CodecError) -> None:
+    """Explain NaN or Inf in a sum as :func:`codec.reduce` does."""
+    if isinstance(e, ArgumentError):
+        decoding.explain(e, cast(Any, None), None)
 
 
 def _unify_nan(x: torch.Tensor) -> None:

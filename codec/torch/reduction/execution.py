@@ -11,9 +11,9 @@ from codec.torch.group.communicator import Communicator
 from codec.torch.group.tasks import Together
 from codec.torch.network.version import hash64
 from codec.torch.reduction.host import Reduction, Values
-from codec.torch.reduction.table import ALL_GATHER, ALL_REDUCES, RAW, SHARED_SCALE, TWO_SHOT, Algorithm
+from codec.torch.reduction.table import ALL_GATHER, ALL_REDUCES, PLAIN, RAW, SHARED_SCALE, TWO_SHOT, Algorithm
 from codec.torch.transport.channel import Channel
-from codec.torch.transport.collective import Collective
+from codec.torch.transport.collective import Collective, NoFrameError
 
 _CHOICES = 256  # signatures whose choice between frames and uncompressed values a group remembers
 _SMALL = 1 << 16  # bytes of a tensor up to which one phase with N - 1 frames is faster than two phases
@@ -73,6 +73,7 @@ async def run(
     r = prepare()
     chosen = _placed(algorithm, r, comm.channel)
     result = await _run(collective, chosen, r)
+    await settle(collective, r)
     await collective.agree()
     _count(collective, [r])
     with collective.storing():
@@ -99,25 +100,32 @@ async def run_all_reduce(
     try:
         if requested == "auto" and collective.size > 1 and algorithm.raw_fallback:
             turn = _choice(comm, r, algorithm).begin()
-            algorithm = in_way(await turn.wait(), r, algorithm)
+            algorithm = in_way(await turn.wait(), r, algorithm, comm.channel)
         measured = Measurement(collective.mesh.rtt())
+        waited = comm.channel.counters.wire_s
         [result] = await run_several(collective, requested, [(r, algorithm)])
+        await settle(collective, r)
         sent = collective.counters.sent_nbytes
         nbytes = 2 * r.x.nbytes * (collective.size - 1) // collective.size
-        report = await collective.agree(measured.report(sent, nbytes, collective.counters.round_trips))
+        wire_s = wire_seconds([r], comm.channel, waited)
+        report = await collective.agree(measured.report(sent, nbytes, collective.counters.round_trips, wire_s))
         if turn is not None:
             turn.learn(report)
     finally:
         if turn is not None:
             turn.end()
-    _count(collective, [r], raw=algorithm is RAW)
+    _count(collective, [r], raw=algorithm.uncompressed)
     with collective.storing():
         store(result, r)
 
 
-def in_way(way: Way, r: Reduction, algorithm: Algorithm) -> Algorithm:
+def in_way(way: Way, r: Reduction, algorithm: Algorithm, channel: Channel) -> Algorithm:
     """Return the algorithm that sends a reduction as frames or as uncompressed values; small ones go as frames."""
-    return RAW if way == "values" and r.x.nbytes > _SMALL else algorithm
+    if way == "frames" or r.x.nbytes <= _SMALL:
+        return algorithm
+    if r.on_device and channel.device.connected:
+        return algorithm if r.op == "max" else PLAIN
+    return RAW
 
 
 async def run_several(
@@ -141,7 +149,31 @@ async def _run(
     if not algorithm.defers:
         r.deferred = None
     fields = signed(r, algorithm.name, requested) | agreed(item)
-    return await algorithm.run(collective.part(hash64(*fields.items()), fields), r)
+    try:
+        return await algorithm.run(collective.part(hash64(*fields.items()), fields), r)
+    except NoFrameError as e:
+        await collective.blame(e.rank)
+        raise
+
+
+async def settle(collective: Collective, r: Reduction) -> None:
+    """Wait until a GPU has done all work of a reduction, and raise the errors that it has found."""
+    try:
+        r.settle(collective.device)
+    except NoFrameError as e:
+        await collective.blame(e.rank)
+        raise
+
+
+def wire_seconds(reductions: Sequence[Reduction], channel: Channel, before: float) -> float | None:
+    """Return the seconds of waiting for other ranks, as :meth:`Measurement.report` takes them.
+
+    `before`: seconds that the group had waited at the beginning. Waits for NCCL are waits for kernels, too, so between
+    GPUs uncompressed values are always tried.
+    """
+    if not any(r.on_device for r in reductions):
+        return None
+    return 0.0 if channel.device.connected else channel.counters.wire_s - before
 
 
 def _choice(comm: Communicator, r: Reduction, algorithm: Algorithm) -> Choice:

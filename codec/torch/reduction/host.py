@@ -27,6 +27,7 @@ from codec.torch._compat import from_numpy
 from codec.torch.reduction.partition import Piece, chunk_nbytes, cut, cut_evenly
 from codec.torch.transport.collective import Part
 from codec.torch.transport.messages import Array
+from codec.torch.transport.nccl import DeviceTransfer
 
 bound = functools.lru_cache(1024)(codec.bound)  # a training asks for few sizes
 Frame = Any  # in host memory, an array of bytes; or on a GPU, a tensor of bytes
@@ -313,6 +314,12 @@ class Reduction:
             return total
         rounded = from_numpy(total).to(FLOATS[self.dtype])
         return rounded.view(torch.uint16).numpy().view(self.x.dtype)
+
+    def request_verdicts(self) -> None:
+        """Prepare :meth:`settle`: several reductions that all are prepared wait once."""
+
+    def settle(self, transfer: DeviceTransfer) -> None:
+        """Raise the errors of calls that a GPU has not ended yet; in host memory there are none."""
 
     def on_host(self) -> "Reduction":
         """Return the reduction with its values in host memory, for algorithms that need them there."""

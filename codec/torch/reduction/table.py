@@ -40,6 +40,8 @@ class Algorithm:
         Results can stay in frames until the agreement: ``run`` takes reductions with :attr:`Reduction.deferred`.
     raw_fallback : bool
         Tensors may be sent uncompressed instead if that is measured to be faster.
+    uncompressed : bool
+        Values are sent as they are.
     check : callable
         check(spec, op) raises SpecError or ArgumentError for arguments of a call that do not go with the algorithm.
     """
@@ -51,14 +53,19 @@ class Algorithm:
     feedback: bool = True
     defers: bool = False
     raw_fallback: bool = False
+    uncompressed: bool = False
     check: Callable[[Spec, str], None] = _accept
 
 
 def _with_device(algorithm: Algorithm, run: Run) -> Algorithm:
-    """Return an algorithm with a variant whose frames stay on GPUs."""
-    name = f"{algorithm.name} on GPUs"
-    variant = replace(algorithm, name=name, run=run, defers=False, raw_fallback=False)
-    return replace(algorithm, on_device=variant)
+    """Return an algorithm that runs `run` for values on GPUs, and has a variant whose frames stay there."""
+    name, on_host = f"{algorithm.name} on GPUs", algorithm.run
+    variant = replace(algorithm, name=name, run=run, defers=False)
+
+    def run_where_values_lie(part: Part, r: Reduction) -> Awaitable[Values]:
+        return (run if r.on_device else on_host)(part, r)
+
+    return replace(algorithm, run=run_where_values_lie, on_device=variant)
 
 
 async def _on_host(run: Callable[[Part, Reduction], Awaitable[Values]], part: Part, r: Reduction) -> Values:
@@ -81,7 +88,9 @@ ALL_GATHER = _with_device(
     algorithms_device.all_gather,
 )
 RING = Algorithm("ring", partial(_on_host, algorithms.ring), feedback=False, defers=True)
-RAW = Algorithm("raw", partial(_on_host, raw.two_shot), encodes_sums=True)
+RAW = Algorithm("raw", partial(_on_host, raw.two_shot), encodes_sums=True, uncompressed=True)
+# What "auto" uses in place of raw between GPUs; "raw" itself adds in rank order.
+PLAIN = Algorithm("plain on GPUs", raw.plain, encodes_sums=True, uncompressed=True)
 SHARED_SCALE = Algorithm("shared_scale", partial(_on_host, shared_scale.shared_scale), check=shared_scale.check)
 
 # By the value of ``algorithm=``; "auto" is no algorithm, but a choice among these.

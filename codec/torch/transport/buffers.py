@@ -4,14 +4,22 @@ from codec.torch.transport.messages import Array
 from codec.torch.transport.streams import host_memory
 
 _MOST = 128  # buffers that are kept
+_SPARE = 2  # all buffers together have at most _SPARE times the bytes that were in use at once
 _WASTE = 4  # a buffer is used for at least this fraction of its bytes, as 1 / _WASTE, unless it is small
 _SMALL = 1 << 16  # bytes
 
 
 class Buffers:
-    """Free buffers of a channel. Only the thread that runs the collectives uses them."""
+    """Buffers of a channel. Only the thread that runs the collectives takes them and gives them back.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes of all buffers, free ones and those in use.
+    """
 
     def __init__(self) -> None:
+        self.nbytes = self._used = self._most_used = 0
         self._free: list[tuple[Array, bool]] = []  # buffer, pinned; the last ones given back come last
 
     def take(self, nbytes: int, *, pinned: bool = False) -> Array:
@@ -22,11 +30,17 @@ class Buffers:
             if kind == pinned and nbytes <= each.nbytes <= max(_SMALL, _WASTE * nbytes)
         ]
         if fits:
-            return self._free.pop(min(fits, key=lambda i: self._free[i][0].nbytes))[0]
-        return host_memory(max(nbytes, 1), pinned=pinned)
+            buffer, _ = self._free.pop(min(fits, key=lambda i: self._free[i][0].nbytes))
+        else:
+            buffer = host_memory(max(nbytes, 1), pinned=pinned)
+            self.nbytes += buffer.nbytes
+        self._used += buffer.nbytes
+        self._most_used = max(self._most_used, self._used)
+        return buffer
 
     def give(self, buffer: Array, *, pinned: bool = False) -> None:
         """Give back what :meth:`take` returned; nobody may use it any more."""
         self._free.append((buffer, pinned))
-        if len(self._free) > _MOST:
-            del self._free[0]
+        self._used -= buffer.nbytes
+        while len(self._free) > _MOST or self.nbytes > _SPARE * self._most_used:
+            self.nbytes -= self._free.pop(0)[0].nbytes

@@ -32,6 +32,20 @@ from codec.torch.transport.nccl import DeviceTransfer
 _VERDICT = 0  # signature of the last part
 
 
+class NoFrameError(PeerError):
+    """A rank had no frame to send; :meth:`Collective.blame` finds out why.
+
+    Parameters
+    ----------
+    rank : int
+        The rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} sent no frame")
+        self.rank = rank
+
+
 class _Channel(Protocol):
     """Channel of the group: a :class:`codec.torch.transport.channel.Channel`."""
 
@@ -162,6 +176,7 @@ class Collective:
         Cause
             What the other ranks are told.
         """
+        self.device.drain()
         cause = cause or self._cause or Cause(status_of(error), self.rank, f"{type(error).__name__}: {error}")
         if self.agreed or self.mesh.has_lost:
             self.mesh.close()
@@ -183,6 +198,11 @@ class Collective:
         """End the collective: no message is received any more, and its memory is given back."""
         self.mesh.end(self.number)
         self.arena.release()
+
+    async def blame(self, source: int) -> None:
+        """Raise the error for which a rank had no frame to send: wait for its abort."""
+        await self.part(_VERDICT).numbers(source, 0)
+        raise PeerError(f"rank {source} sent no frame, because of an error")
 
     async def explain(self, refused: Refused) -> PeerError:
         """Return the error for another rank's abort or other signature."""

@@ -16,7 +16,7 @@ from codec.torch.network.mesh import CLOSED, Mesh
 from codec.torch.network.store import own_store
 from codec.torch.network.timeouts import timeout_of
 from codec.torch.transport.counters import Counters
-from codec.torch.transport.streams import engine_is_usable, logger
+from codec.torch.transport.streams import engine_is_usable, logger, passed_by_gpu
 
 _POLL_SECONDS = 20e-6  # between two looks at a message in flight
 _NEVER = timedelta(days=3653)
@@ -53,6 +53,7 @@ class DeviceTransfer:
         self._mesh, self._others, self._timeout, self._on_wait = mesh, others, timeout, on_wait
         self._pg: Any = None  # None: not connected, or closed
         self._abort: Callable[[], Any] | None = None  # closes the connections, also while messages are in flight
+        self._in_flight: list[Any] = []  # collectives of NCCL for which the host has not waited
         self._closing = threading.Lock()
         self.cancelled = False
 
@@ -96,6 +97,11 @@ class DeviceTransfer:
         self._run(lambda pg: pg._allgather_base(received.view(-1), row.view(-1)), row.nbytes, counters)
         return received
 
+    def all_reduce(self, x: torch.Tensor, counters: Counters) -> None:
+        """Replace a tensor on the GPU by its sum over all ranks, in an order of NCCL's choice. In :meth:`phase`."""
+        total = 2 * x.nbytes * len(self._others) // (1 + len(self._others))
+        self._run(lambda pg: pg.allreduce([x]), total // max(1, len(self._others)), counters)
+
     def _run(self, begin: Callable[[Any], Any], nbytes: int, counters: Counters) -> None:
         """Run the collective that begin(NCCL's connections) begins; it sends `nbytes` bytes to each other rank.
 
@@ -104,31 +110,53 @@ class DeviceTransfer:
         PeerError
             A rank is lost or does not answer in time, or the connections are closed.
         """
-        since = time.perf_counter()
-        self._await(begin)
+        if (pg := self._pg) is None:
+            raise PeerError(CLOSED)
+        with _as_peer_errors():
+            self._order(begin(pg))
         total = nbytes * len(self._others)
-        self._on_wait(time.perf_counter() - since, None)
         counters.sent_nbytes += total
         counters.received_nbytes += total
 
-    def _await(self, begin: Callable[[Any], Any]) -> None:
-        """Begin a collective, and wait for it on the host: a stream that waits for a lost rank would never go on."""
-        timeout, pg = self._timeout, self._pg
-        end = time.monotonic() + timeout.total_seconds()
-        if pg is None:
-            raise PeerError(CLOSED)
-        try:
-            work = begin(pg)
-            while not work.is_completed():
+    def _order(self, work: Any) -> None:
+        """Make the current stream wait for a collective of NCCL; the host does not wait before :meth:`settle`."""
+        self._in_flight.append(work)
+        work.wait()
+
+    def settle(self) -> None:
+        """Wait on the host until the GPU has done all work of the current stream, if messages are in flight.
+
+        A stream that waits for a lost rank would never go on. So nobody may wait for it in another way before this.
+
+        Raises
+        ------
+        PeerError
+            A rank is lost or does not answer in time. The connections are closed, and the stream goes on.
+        """
+        if not self._in_flight:
+            return
+        works, self._in_flight = self._in_flight, []
+        since = time.perf_counter()
+        with self.phase():
+            for work in works:
+                self._await(work.is_completed)
+            self._await(passed_by_gpu())
+        self._on_wait(time.perf_counter() - since, None)
+
+    def drain(self) -> None:
+        """Wait for messages in flight after an error: other ranks still take part in them."""
+        with suppress(PeerError):
+            self.settle()
+
+    def _await(self, done: Callable[[], bool]) -> None:
+        """Wait on the host until done() is true, for one timeout at most."""
+        end = time.monotonic() + self._timeout.total_seconds()
+        with _as_peer_errors():
+            while not done():
                 self._mesh.check_open()  # NCCL does not notice a lost rank
                 if time.monotonic() > end:
-                    raise PeerError(f"frames from other GPUs did not arrive within {timeout}")
+                    raise PeerError(f"frames from other GPUs did not arrive within {self._timeout}")
                 time.sleep(_POLL_SECONDS)
-            work.wait()
-        except PeerError:
-            raise
-        except RuntimeError as e:
-            raise PeerError(f"a rank is gone or does not answer: {e}") from e
 
     def release(self) -> None:
         """Close the connections between GPUs. NCCL writes no memory any more when this returns, in any thread."""
@@ -136,6 +164,17 @@ class DeviceTransfer:
             abort, self._abort, self._pg = self._abort, None, None
             if abort is not None:
                 abort()
+
+
+@contextmanager
+def _as_peer_errors() -> Generator[None]:
+    """Return a context manager in which errors of NCCL are PeerError."""
+    try:
+        yield
+    except PeerError:
+        raise
+    except RuntimeError as e:
+        raise PeerError(f"a rank is gone or does not answer: {e}") from e
 
 
 def _abort(pg: Any) -> None:

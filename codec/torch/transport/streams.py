@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,9 +58,20 @@ class StreamOrder:
 
     @staticmethod
     def of_this_thread() -> "StreamOrder":
-        """Return the order for a function that follows the work that this thread has submitted."""
+        """Return the order for a function that follows the work that this thread has submitted.
+
+        Raises
+        ------
+        EngineError
+            The current stream is captured in a CUDA graph.
+        """
         if not torch.cuda.is_initialized():
             return _NO_ORDER
+        if torch.cuda.is_current_stream_capturing():
+            raise EngineError(
+                "collectives of codec.torch cannot be captured in a CUDA graph, since the host takes part in them: "
+                "capture forward and backward pass without them, such as under no_sync(), and reduce gradients outside"
+            )
         device = torch.cuda.current_device()
         return StreamOrder(device, torch.cuda.current_stream(device).record_event())
 
@@ -90,6 +101,14 @@ _NO_ORDER = StreamOrder(None, None)
 def _side_stream(device: int) -> Any:
     """Return the stream of all collectives on a GPU."""
     return torch.cuda.Stream(device)
+
+
+def passed_by_gpu() -> Callable[[], bool]:
+    """Return a function that tells if the GPU has done all work submitted to the current stream so far."""
+    if not torch.cuda.is_initialized():
+        return lambda: True
+    event = torch.cuda.current_stream().record_event()
+    return lambda: bool(event.query())
 
 
 def settle(tensor: torch.Tensor) -> None:

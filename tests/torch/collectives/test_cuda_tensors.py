@@ -1,10 +1,11 @@
 """Collectives of tensors on a GPU: the CUDA engine encodes them in place, and results are those of host memory.
 
 Without a GPU the kernels run on the CPU (`support.cuda_tensors`); ``make gpu-tests`` runs the file on a GPU, which all
-ranks share.
+ranks share, and ``make gpu-nccl`` those tests in which NCCL carries frames from GPU to GPU, with NCCL itself.
 """
 
 import contextlib
+import logging
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
@@ -23,9 +24,11 @@ from codec.torch.group.work import Work
 from codec.torch.transport import nccl, streams
 from codec.torch.transport.collective import Part
 from support.collective_values import rank_values, tensor_bytes
-from support.cuda_tensors import DeviceTensor, connect_gpus, gpu, host
+from support.cuda_tensors import NCCL, DeviceTensor, gpu, host, new_group_of_gpus, on_device
 from support.ddp_training import ENCODE_ALL, hook_state_bytes, parameter_bytes, train, wrapped
+from support.device import Emulated
 from support.faults import KILLED, at_fault_point, damaged_frames, die
+from support.gpu_traffic import counted_gpu
 from support.ranks import RankPool
 from support.specs import LOSSLESS, LOSSY, TOPKS, TRUNCATES
 from support.tensors import ADAMW
@@ -41,14 +44,18 @@ def kind(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=[(2, "host"), (3, "gpus"), nightly((4, "host")), nightly((4, "gpus"))])
+WAYS = [(2, "host"), (3, "gpus"), nightly((4, "host")), nightly((4, "gpus"))]
+
+
+@pytest.fixture(scope="module", params=[(2, "gpus"), (4, "gpus")] if NCCL else WAYS)
 def ranks(request):
     """Ranks whose frames cross to host memory, or stay on GPUs."""
     size, way = request.param
     with RankPool(size) as ranks:
         if way == "gpus":
-            ranks.run(connect_gpus)
-        ranks.new_group()
+            new_group_of_gpus(ranks)
+        else:
+            ranks.new_group()
         yield ranks
 
 
@@ -63,8 +70,7 @@ def pair():
 def gpus():
     """Two ranks whose frames stay on GPUs."""
     with RankPool(2, timeout=5) as ranks:
-        ranks.run(connect_gpus)
-        ranks.new_group()
+        new_group_of_gpus(ranks)
         yield ranks
 
 
@@ -101,6 +107,7 @@ def _all_reduces(rank, size, kind, names):
                     assert found == "success", (name, algorithm, dtype, found)
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("part", every(2, range(6)))
 def test_all_reduce_equals_that_of_host_memory_for_every_codec(ranks, kind, part):
     ranks.run(_all_reduces, kind, [*SPECS][part::6])
@@ -155,6 +162,7 @@ def _other_collectives(rank, size, kind):
                     assert torch.equal(results[0], output)
 
 
+@pytest.mark.nccl
 def test_other_collectives_equal_those_of_host_memory(ranks, kind):
     ranks.run(_other_collectives, kind)
 
@@ -232,8 +240,37 @@ def _feedback(rank, size, kind):
                 assert all(torch.equal(v, its[role][k]) for k, v in tensors.items())
 
 
+@pytest.mark.nccl
 def test_error_feedback_equals_that_of_host_memory(ranks, kind):
     ranks.run(_feedback, kind)
+
+
+def _waits(rank, size):
+    """Return how often the host waits in the third call, by codec and algorithm."""
+    found = {}
+    with counted_gpu() as (_, traffic):
+        for name in ("lossless", "quantize_4", "sign_l1"):
+            for algorithm in ("two_shot", "all_gather"):
+                x = on_device(rank_values(rank, SHAPE))
+                for _ in range(3):
+                    traffic.clear()
+                    codec.torch.all_reduce(x, SPECS[name], op="mean", options=how(algorithm))
+                found[name, algorithm] = traffic["waits"]
+    return found
+
+
+def test_host_waits_for_few_things(pair):
+    for found in pair.run(_waits):
+        # frames, sums, the verdict, the result in place
+        assert {k: n for k, n in found.items() if n > (4 if k[1] == "two_shot" else 3)} == {}
+
+
+def test_host_waits_for_the_verdict_and_the_result_if_frames_of_fixed_rate_stay_on_gpus(gpus):
+    for found in gpus.run(_waits):
+        assert found["quantize_4", "two_shot"] == found["quantize_4", "all_gather"] == 2
+        # besides: first bytes of frames in each phase, and their sizes where these differ
+        assert found["sign_l1", "two_shot"] <= 4
+        assert found["lossless", "two_shot"] <= 6
 
 
 def _residual_copies(rank, size):
@@ -284,6 +321,7 @@ def _train(rank, size, kind, name, feedback):
     return found[0] == found[1]
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize(
     ("name", "feedback"),
     [("quantize_4", True), ("topk_2", True), ("truncate_bit", False)]
@@ -310,6 +348,7 @@ def _float64(rank, size, kind):
     assert torch.equal(host(mean), total / size)
 
 
+@pytest.mark.nccl
 def test_float64_gradients_on_a_gpu_are_summed_uncompressed(ranks, kind):
     ranks.run(_float64, kind)
 
@@ -337,6 +376,7 @@ def _fsdp(rank, size, kind):
         assert results[0][4] == pytest.approx(results[1][4])
 
 
+@pytest.mark.nccl
 def test_fsdp_collectives_equal_those_of_host_memory(ranks, kind):
     ranks.run(_fsdp, kind)
 
@@ -367,6 +407,49 @@ def test_backend_takes_tensors_on_a_gpu(pair, kind):
     pair.run(_backend, kind)
 
 
+def _auto(rank, size, kind):
+    """Reduce by "auto"; return which calls sent uncompressed values, the messages of the log, and the last outcome."""
+    ways, messages, feedback = [], [], codec.torch.Feedback(codec.Quantize(4))
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("codec.torch").addHandler(handler)
+    logging.getLogger("codec.torch").setLevel(logging.INFO)
+    try:
+        with gpu(kind) as put:
+            total = torch.zeros(100, 400)
+            for call in range(7):
+                before = codec.torch.group_stats()
+                every = [rank_values(size * call + q, (100, 400)) for q in range(size)]
+                x = put(every[rank])
+                codec.torch.all_reduce(x, op="mean", feedback=feedback, options=how("auto"))
+                total += host(x) - sum(every) / size
+                ways.append((codec.torch.group_stats() - before).raw_collectives)
+            residuals = feedback.state_dict()
+            assert max(float(t.abs().max()) for t in residuals["worker"].values() if isinstance(t, torch.Tensor)) < 1e-6
+            assert float(total.abs().max()) < 1e-5  # residuals of frames were sent with uncompressed values
+            for _ in range(5):
+                codec.torch.all_reduce(x := put(torch.ones(100, 400)), options=how("auto"))
+                assert bool(host(x).eq(size).all())
+                assert not communicator.communicator_of(None).channel.device._in_flight
+            every[0][3, 5] = torch.nan
+            found = outcome(codec.torch.all_reduce, put(every[rank]), op="mean", feedback=feedback, options=how("auto"))
+    finally:
+        logging.getLogger("codec.torch").removeHandler(handler)
+    return ways, [m for m in messages if "sent uncompressed from now on" in m], found
+
+
+@pytest.mark.nccl
+def test_auto_uses_all_reduce_of_nccl_where_it_is_faster(gpus, kind):
+    (ways, messages, found), (others, _, other) = gpus.run(_auto, kind)
+    assert ways == others
+    assert ways[:5] == [0, 0, 0, 1, 1]  # the trial
+    if kind == "emulated":  # kernels on the CPU are slower than any link
+        assert ways[5:] == [1, 1]
+        assert len(messages) == 1
+    assert (found[0], found[2]) == ("ArgumentError", codec.Status.NONFINITE)
+    assert (other[0], other[2]) == ("PeerError", codec.Status.NONFINITE)
+
+
 def _special_values(rank, size, kind):
     with gpu(kind) as put:
         found = []
@@ -382,12 +465,35 @@ def _special_values(rank, size, kind):
         return found
 
 
+@pytest.mark.nccl
 def test_nan_on_one_rank_is_an_error_on_all_ranks(ranks, kind):
     for rank, found in enumerate(ranks.run(_special_values, kind)):
         want = "ArgumentError" if rank == 1 else "PeerError"
         assert [error[0] for error in found[:6]] == [want] * 6
         assert [error[2] for error in found[:6]] == [codec.Status.NONFINITE] * 6
         assert found[6:] == ["success"] * 6
+
+
+def _nan_later(rank, size, kind):
+    """Reduce three times, in the third one with NaN on rank 1, when no rank waits for the heads of frames."""
+    found = []
+    with gpu(kind) as put:
+        for algorithm in ("two_shot", "all_gather"):
+            for last in (False, False, True, False):
+                values = rank_values(rank, SHAPE)
+                values[3, 5] = torch.nan if last and rank == 1 else 1
+                x = put(values)
+                result = outcome(codec.torch.all_reduce, x, codec.Quantize(4), options=how(algorithm))
+                found.append(result if result == "success" else (result[0], result[2]))
+                assert result == "success" or tensor_bytes(host(x)) == tensor_bytes(values)
+    return found
+
+
+@pytest.mark.nccl
+def test_nan_is_an_error_on_all_ranks_if_the_host_does_not_wait_for_frames(ranks, kind):
+    for rank, found in enumerate(ranks.run(_nan_later, kind)):
+        error = "ArgumentError" if rank == 1 else "PeerError", codec.Status.NONFINITE
+        assert found == ["success", "success", error, "success"] * 2
 
 
 def _damaged(rank, size, kind):
@@ -428,22 +534,24 @@ def _bytes_by_way(rank, size):
     """Return the bytes that an all-reduce sends from GPU to GPU and from host memory, and copies to host memory."""
     with gpu("emulated") as put:
         for spec in (codec.Float8(), codec.Lossless()):
-            codec.torch.all_reduce(x := put(rank_values(rank, (7000,))), spec, options=how())
-            channel, messages, copied = communicator.communicator_of(None).channel, [], DeviceTensor.copied_nbytes
+            codec.torch.all_reduce(x := put(rank_values(rank, (70_000,))), spec, options=how())
+            channel, messages, read = communicator.communicator_of(None).channel, [], Emulated.read_nbytes
+            copied = DeviceTensor.copied_nbytes
             before, send = channel.counters.copy(), channel.mesh.send
             channel.mesh.send = lambda *args, send=send, messages=messages: messages.append(args[-1]) or send(*args)
             codec.torch.all_reduce(x, spec, options=how())
             del channel.mesh.send
             assert all(sum(part.nbytes for part in body) <= 3 * 8 for body in messages)  # integers
-            assert DeviceTensor.copied_nbytes - copied == 2 * size * 120  # lengths and headers
+            assert DeviceTensor.copied_nbytes == copied
+            assert Emulated.read_nbytes - read < 2 * size * (8 + 4096 + 256)  # lengths, first bytes, verdicts
             yield (channel.counters - before).sent_nbytes
 
 
 def _frames_stay_on_gpus(rank, size):
     fixed, variable = _bytes_by_way(rank, size)
-    largest = codec.frame_nbytes(7000 - 3072, "float32", codec.Float8())  # slices begin at multiples of 1,024
+    largest = codec.frame_nbytes(70_000 - 34_816, "float32", codec.Float8())  # slices begin at multiples of 1,024
     assert fixed == 2 * -(-(8 + largest) // 16) * 16
-    assert fixed < variable < 4 * 7000
+    assert fixed < variable < 4 * 70_000
 
 
 def test_only_headers_are_copied_to_host_memory_if_frames_stay_on_gpus(gpus):
@@ -515,6 +623,7 @@ def _altered(rank, size, kind):
     return found
 
 
+@pytest.mark.nccl
 def test_altered_frame_between_gpus_is_an_error_on_all_ranks(gpus, kind):
     errors = ["ChecksumError", "FrameError", "FrameError", "FrameError"] * 2
     assert gpus.run(_altered, kind) == [errors, ["PeerError"] * 8]
@@ -566,40 +675,46 @@ def test_tensors_in_host_memory_and_on_gpus_are_not_reduced_together_over_nccl(g
     assert gpus.run(_on_one_gpu) == ["PeerError"] * 2
 
 
-def _silent(rank, size, cancel):
+def _silent(rank, size, kind, cancel):
     """Let rank 1 keep rank 0 waiting for its frame until a timeout, or until rank 0 cancels the collective."""
     comm = communicator.communicator_of(None, timeout=60 if cancel else 0.5)
-    if rank == 1:
-        return None
-    rows, device = torch.zeros(10, dtype=torch.uint8), comm.channel.device
+    device = comm.channel.device
 
     def gather():
         with device.phase():
             device.all_gather(rows, comm.channel.counters)
+        device.settle()
 
-    work = comm.worker.submit(gather)
-    if cancel:
-        comm.cancel()
-    with pytest.raises(codec.PeerError) as error:
-        work.wait(30)
+    with gpu(kind) as put:
+        codec.torch.all_reduce(put(torch.ones(10)), options=how())  # NCCL connects GPUs in its first collective
+        if rank == 1:
+            return None
+        rows = put(torch.zeros(10, dtype=torch.uint8))
+        work = comm.worker.submit(gather)
+        if cancel:
+            comm.cancel()
+        with pytest.raises(codec.PeerError) as error:
+            work.wait(30)
     return str(error.value), comm.channel.closed
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("cancel", [False, True])
-def test_wait_for_frames_of_other_gpus_ends(gpus, cancel):
-    message, closed = gpus.run(_silent, cancel)[0]
+def test_wait_for_frames_of_other_gpus_ends(gpus, kind, cancel):
+    message, closed = gpus.run(_silent, kind, cancel)[0]
     assert ("was cancelled" if cancel else "did not arrive within 0:00:00.5") in message
     assert closed
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("collective", ["all_to_all", "all_gather"])
-def test_tensor_is_unchanged_if_a_rank_dies_before_its_frames_leave_the_gpu(gpus, collective):
-    gpus.start(_dies, collective)
+def test_tensor_is_unchanged_if_a_rank_dies_before_its_frames_leave_the_gpu(gpus, kind, collective):
+    gpus.start(_dies, kind, collective)
     assert gpus.results() == ["PeerError", KILLED]
 
 
-def _dies(rank, size, collective):
-    with gpu("emulated") as put:
+def _dies(rank, size, kind, collective):
+    with gpu(kind) as put:
         codec.torch.all_reduce(put(torch.ones(10)), options=how())
         if rank == 1:
             setattr(communicator.communicator_of(None).channel.device, collective, lambda *_: die())
@@ -609,19 +724,20 @@ def _dies(rank, size, collective):
         return found[0]
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("collective", ["all_to_all", "all_gather"])
-def test_error_while_frames_leave_the_gpu_fails_all_ranks_at_once(gpus, collective):
-    [message, unchanged], [_, also_unchanged] = gpus.run(_lacks_memory, collective)
+def test_error_while_frames_leave_the_gpu_fails_all_ranks_at_once(gpus, kind, collective):
+    [message, unchanged], [_, also_unchanged] = gpus.run(_lacks_memory, kind, collective)
     assert "is gone" in message  # not a timeout
     assert unchanged
     assert also_unchanged
 
 
-def _lacks_memory(rank, size, collective):
+def _lacks_memory(rank, size, kind, collective):
     def fail(*_):
         raise MemoryError("no memory for received frames")
 
-    with gpu("emulated") as put:
+    with gpu(kind) as put:
         codec.torch.all_reduce(put(torch.ones(10)), options=how())
         if rank == 1:
             setattr(communicator.communicator_of(None).channel.device, collective, fail)
@@ -646,8 +762,13 @@ class _FakeCuda:
             record_event=note("record"), wait_event=note("wait for"), synchronize=note("synchronize")
         )
 
+    capturing = False
+
     def is_initialized(self):
         return True
+
+    def is_current_stream_capturing(self):
+        return self.capturing
 
     def current_device(self):
         return 1
@@ -679,6 +800,7 @@ def fake_cuda(monkeypatch):
     fake = _FakeCuda()
     for name in ("is_initialized", "current_device", "current_stream", "Stream", "device", "stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fake.is_current_stream_capturing)
     streams._side_stream.cache_clear()
     yield fake
     streams._side_stream.cache_clear()
@@ -698,6 +820,13 @@ def test_collective_waits_for_work_of_the_caller_and_returns_after_its_own(fake_
         ("side", "synchronize"),
         "leave",
     ]
+
+
+def test_collective_is_refused_while_its_stream_is_captured(fake_cuda):
+    fake_cuda.capturing = True
+    with pytest.raises(codec.EngineError, match="cannot be captured in a CUDA graph"):
+        streams.StreamOrder.of_this_thread()
+    assert not fake_cuda.calls
 
 
 def test_tensor_on_another_gpu_is_synchronized(fake_cuda):

@@ -11,6 +11,7 @@ import torch
 import codec
 from codec.torch.group.communicator import communicator_of
 from codec.torch.transport import messages
+from codec.torch.transport.buffers import Buffers
 from codec.torch.transport.channel import Channel
 from support.ranks import RankPool, run_ranks
 
@@ -239,3 +240,14 @@ def test_integers_are_unpacked_from_memory_at_any_offset():
     assert messages.unpack_numbers(body) == [1, -2, 1 << 62]
     moved = np.concatenate([np.zeros(3, np.uint8), body])[3:]
     assert messages.unpack_numbers(moved) == [1, -2, 1 << 62]
+
+
+def test_buffers_keep_at_most_twice_the_bytes_that_were_in_use_at_once():
+    buffers, most = Buffers(), 0
+    for i in range(100):
+        taken = [buffers.take(nbytes) for nbytes in ((i % 7 + 1) << 17, (i % 5 + 1) << 18)]
+        most = max(most, sum(buffer.nbytes for buffer in taken))
+        for buffer in taken:
+            buffers.give(buffer)
+        assert buffers.nbytes <= 2 * most
+    assert buffers.take(1 << 17).nbytes <= buffers.nbytes

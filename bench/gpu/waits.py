@@ -1,0 +1,134 @@
+"""Waits of the host for the GPU, copies, launches and allocations of collectives of CUDA tensors. Needs no GPU.
+
+    python bench/gpu/waits.py                       # 2 ranks, 2^20 values; --ranks, --values, --json for programs
+    python bench/gpu/waits.py --only Quantize
+
+Ranks are processes with the emulated GPU of the tests (tests/support/), which must be installed with their
+dependencies. Frames cross to host memory ("host"), or stay on GPUs ("nccl"), where Gloo stands for NCCL. A line has the
+largest counts of any rank.
+
+first       the first call of a process, which makes plans and buffers
+steady      the third call
+waits       the host waits until the GPU has done all work submitted so far: synchronization, blocking copies, values
+            that the host reads. Waits for a GPU without work are not counted, nor those for other ranks over TCP
+copies      between host and GPU, and within the GPU
+launches    kernels of the engine, of torch, and of NCCL
+allocations of the engine and of torch; those of torch mostly take memory that its allocator keeps
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import codec
+import codec.torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.cuda_tensors import connect_gpus, host, on_device
+from support.gpu_traffic import NAMES, counted_gpu
+from support.ranks import RankPool
+
+SPECS = {
+    "Lossless": codec.Lossless(),
+    "Quantize(4)": codec.Quantize(4),
+    "Float8": codec.Float8(group_size=1024),
+    "Sign": codec.Sign(group_size=1024),
+    "Sign, one scale": codec.Sign(),
+    "Ternary": codec.Ternary(),
+    "Truncate(1)": codec.Truncate(1),
+    "TopK": codec.TopK(),
+}
+CALLS = 3
+
+
+def measure(rank: int, size: int, n: int, specs: list[str]) -> list[dict[str, Any]]:
+    """Return the counts of this rank's calls."""
+    found: list[dict[str, Any]] = []
+    with counted_gpu() as (_, traffic):
+        for name in specs:
+            for what, call in (*_reductions(rank, n, name), *_buckets(rank, n, name)):
+                for i in range(CALLS):
+                    traffic.clear()
+                    call()
+                    if i in (0, CALLS - 1):
+                        counts = {each: traffic[each] for each in NAMES}
+                        found.append({"codec": name, "call": what, "step": "steady" if i else "first"} | counts)
+    return found
+
+
+def _reductions(rank: int, n: int, name: str) -> Any:
+    """Yield the names of all-reduces, and functions that run them."""
+    feedback: Any = False if name == "TopK" else None
+    x = torch.randn(n, generator=torch.Generator().manual_seed(rank)) / 100
+    for algorithm in ("two_shot", "all_gather"):
+        there, options = on_device(x.clone()), codec.options(algorithm=algorithm)
+        yield (
+            f"all_reduce, {algorithm}",
+            lambda t=there, o=options: codec.torch.all_reduce(t, SPECS[name], op="mean", feedback=feedback, options=o),
+        )
+
+
+def _buckets(rank: int, n: int, name: str) -> Any:
+    """Yield the name of a step of a hook with four buckets on the GPU, and a function that runs it."""
+    width = max(64, int((n / 4) ** 0.5) // 64 * 64)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(4)])
+    model = torch.nn.parallel.DistributedDataParallel(
+        net, bucket_cap_mb=3e-6 * width * width, gradient_as_bucket_view=True
+    )
+    policy = codec.torch.Policy(lossless_small=False, uneven=None)
+    hook = codec.torch.ddp_hook(
+        SPECS[name],
+        feedback=False if name in ("TopK", "Ternary") else None,
+        policy=policy,
+        options=codec.options(algorithm="two_shot"),
+    )
+
+    def reduce(hook: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
+        there = SimpleNamespace(
+            buffer=lambda: on_device(bucket.buffer()),
+            parameters=bucket.parameters,
+            index=bucket.index,
+            is_last=bucket.is_last,
+            gradients=bucket.gradients,
+        )
+        return hook.reduce(there).then(lambda done: host(done.value()))
+
+    model.register_comm_hook(hook, reduce)
+    x = torch.randn(8, width, generator=torch.Generator().manual_seed(rank))
+    yield "DDP step, 4 buckets", lambda: model(x).square().mean().backward()
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (2)")
+    parser.add_argument("--values", type=int, default=20, help="log2 of the number of values (20)")
+    parser.add_argument("--only", default="", help="codecs whose names begin so")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    specs = [name for name in SPECS if name.startswith(args.only)]
+    if not args.json:
+        print(f"{'codec':16} {'frames':6} {'call':22} {'':7}" + "".join(f"{name:>12}" for name in NAMES))
+    for way in ("host", "nccl"):
+        with RankPool(args.ranks) as ranks:
+            if way == "nccl":
+                ranks.run(connect_gpus)
+            ranks.new_group()
+            for rows in zip(*ranks.run(measure, 1 << args.values, specs), strict=True):
+                row: dict[str, Any] = dict(rows[0]) | {name: max(each[name] for each in rows) for name in NAMES}
+                if args.json:
+                    print(json.dumps(row | {"frames": way}), flush=True)
+                    continue
+                counts = "".join(f"{row[name]:12}" for name in NAMES)
+                print(f"{row['codec']:16} {way:6} {row['call']:22} {row['step']:7}{counts}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Common parts of calls: device and stream of the arguments, destinations of frames, steps of reductions."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from codec._c.library import lib
+from codec.engines.cuda.batch_decode import Step
+from codec.engines.cuda.decoding import Frame, Sink
+from codec.engines.cuda.devices import device_for
+from codec.engines.cuda.workspace import Work
+from codec.engines.native.decoding import is_bounded
+from codec.engines.request import DecodeRequest
+from codec.tensors.view import TensorView, device_like, empty, view, view_output
+
+STORE, ADD, MAX, FLOAT32 = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX, lib.CODEC_INTO_FLOAT32
+_SUMMED = 32  # maximum frames of a launch of native/cuda/rows/reduce.cu
+Named = list[tuple[str, TensorView]]
+
+
+@contextmanager
+def working(views: Named) -> Generator[Work]:
+    """Yield memory on the device of the arguments, in the order of the first argument's stream.
+
+    Other streams are synchronized with it before and after.
+    """
+    device = device_for(views)
+    streams = [(v.stream, v.owner) for _, v in views if v.device != "cpu" and v.stream is not None]
+    stream, like = streams[0] if streams else (device.stream(), None)
+    others = {other for other, _ in streams} - {stream}
+    with device.on(stream):
+        for other in others:
+            device.wait_for(other)
+        yield Work(device, stream, like)
+        for other in others:
+            device.delay(other)
+
+
+def views_of(r: DecodeRequest) -> Named:
+    """Return the tensors on a device that are known before the frame is read, with their argument names."""
+    named = [("the frame", frame) for frame in r.frames]
+    if r.out is not None and device_like(r.out) != "cpu":
+        named.append(("out=", view_output(r.out)))
+    elif r.out is None and r.like is not None and device_like(r.like) != "cpu":
+        named.append(("like=", view(r.like)))
+    if r.base is not None and device_like(r.base) != "cpu":
+        named.append(("base=", view(r.base)))
+    if r.bound is not None:
+        named += [(f"state's {name}", view(x)) for name, x in r.bound.state.items() if device_like(x) != "cpu"]
+    return named
+
+
+def target(work: Work, r: DecodeRequest, dtype: str, shape: tuple[int, ...]) -> tuple[Any, TensorView]:
+    """Return the destination of values, as the caller sees it and as a view."""
+    if r.out is not None:
+        return r.out, view_output(r.out, dtype)
+    first = r.frames[0]
+    like = r.like if r.like is not None else first.owner if first.device != "cpu" else None
+    if device_like(like) == "cpu":
+        return empty(dtype, shape, like)
+    return work.device.empty(dtype, shape, like)
+
+
+def prepare(work: Work, r: DecodeRequest, frame: Frame) -> tuple[Any, TensorView]:
+    """Open a frame for its destination, and return that as the caller sees it and as a view."""
+    info = frame.info
+    if info.frame_nbytes != frame.frame.nbytes or not (r.allows(info.tensor_nbytes) or is_bounded(info, r)):
+        frame.refuse_size()
+    if frame.is_delta:
+        frame.open_base()
+    result, v = target(work, r, frame.dtype, frame.shape)
+    frame.open(v, STORE)
+    if r.out is not None:
+        r.check_apart(v, frame.levels, in_place=True, base=frame.base)
+    return result, v
+
+
+def reduction_steps(frames: list[Frame], to: int, op: str) -> list[Step]:
+    """Return the steps that reduce frames in order.
+
+    Codes of Ternary frames with equal scales are added as integers, and scaled by the last step.
+    """
+    first, count = frames[0], len(frames)
+    codes = op != "max" and count > 1 and all(frame.adds_up_with(first) for frame in frames)
+    items: list[tuple[Frame, Sink]] = []
+    for i, frame in enumerate(frames):
+        into = FLOAT32 if i == 0 else MAX if op == "max" else ADD
+        last = i == count - 1
+        flags = (lib.CODEC_UNSCALED | (lib.CODEC_RESCALE if last else 0)) if codes else 0
+        items.append((frame, Sink(to, into, divide=count if op == "mean" and 1 < count == i + 1 else 0, codes=flags)))
+    if first.summing and all(frame.is_cut_like(first) for frame in frames):
+        return [Step(items[i : i + _SUMMED], summing=True) for i in range(0, count, _SUMMED)]
+    return [Step([item]) for item in items]

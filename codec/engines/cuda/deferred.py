@@ -1,0 +1,218 @@
+"""Calls whose verdicts the host reads later, by one wait for all of them."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from codec._c.library import check
+from codec.engines.cuda.batch_decode import BatchDecode, Step, open_frames
+from codec.engines.cuda.calls import FLOAT32, prepare, reduction_steps, views_of, working
+from codec.engines.cuda.decoding import Frame, Sink
+from codec.engines.cuda.encoding import Encoding
+from codec.engines.cuda.job import WRITTEN_NBYTES, begin
+from codec.engines.cuda.workspace import Work, grid_for, pointer, wide
+from codec.engines.native.decoding import check_whole
+from codec.engines.native.many import at_item
+from codec.engines.request import DecodeRequest, EncodeRequest
+from codec.errors import CodecError, Status
+from codec.tensors.view import TensorView, is_torch, view, view_output
+
+_SIZE_AT = 24  # offset of the frame's size in a codec_written of native/cuda/frame/encode.cuh
+_FLAG_NBYTES = 4
+
+
+Explain = Callable[[CodecError], None]  # changes the message of an error
+
+
+class _Verdict(NamedTuple):
+    """Result words of a call on the device, and the function that reads them."""
+
+    work: Work  # keeps the memory of the call
+    at: int
+    nbytes: int
+    close: Callable[[bytes], None]
+    explain: Explain | None = None
+
+    def read(self, words: bytes) -> None:
+        """Raise the error of the call."""
+        try:
+            self.close(words)
+        except CodecError as e:
+            if self.explain is not None:
+                self.explain(e)
+            raise
+
+
+class Encoded:
+    """Frames of :meth:`DeferredCalls.encode_many`.
+
+    Attributes
+    ----------
+    sizes : array or tensor of int64
+        Bytes of each frame, on the device, in the order of the stream; 0 for a tensor that cannot be encoded.
+    lengths : list of int
+        Bytes of each frame, after :meth:`DeferredCalls.conclude`; empty before.
+    """
+
+    def __init__(self, sizes: Any) -> None:
+        self.sizes = sizes
+        self.lengths: list[int] = []
+
+
+class DeferredCalls:
+    """Calls on tensors of one device, in the order of one stream, which the host does not wait for.
+
+    Results are in their memory in the order of the stream; they are undefined if a call has failed. All calls need
+    `out=` on the device, and validate while they write. Errors are raised by :meth:`conclude`, that of the first call
+    first. Memory of the calls is kept until then.
+    """
+
+    def __init__(self) -> None:
+        self._verdicts: list[_Verdict] = []
+        self._requested: list[tuple[_Verdict, int]] = []
+        self._answer: Any = None
+        self._copies: list[tuple[Work, TensorView]] = []  # memory that is copied to the host
+
+    def __bool__(self) -> bool:
+        """Return True if there are calls or copies for which the host has not waited."""
+        return bool(self._verdicts or self._requested or self._copies)
+
+    def encode_many(self, requests: Sequence[EncodeRequest], explain: Explain | None = None) -> Encoded:
+        """Encode tensors into memory that holds the largest possible frame, at a multiple of 8 bytes.
+
+        `item` of an error is the number of its request. `explain` is called with an error before it is raised.
+        """
+        with working([named for r in requests for named in r.views]) as work:
+            encodings = [at_item(i, Encoding, work.sibling(), r) for i, r in enumerate(requests)]
+            jobs = [encoding.job for encoding in encodings]
+            written = WRITTEN_NBYTES * len(jobs)
+            sizes = [job.layout.zeros_nbytes for job in jobs]
+            memory, v = work.device.empty("uint8", (written + sum(sizes),), requests[0].x.owner)
+            work.device.clear(v.address, v.nbytes)
+            at = v.address + written
+            for i, (job, nbytes) in enumerate(zip(jobs, sizes, strict=True)):
+                job.written, job.counts = v.address + WRITTEN_NBYTES * i, at
+                at += nbytes
+            begin(work, jobs)
+            words = memory[:written].view(sys.modules["torch"].int64 if is_torch(memory) else "int64")
+            encoded = Encoded(words.reshape(len(jobs), -1)[:, _SIZE_AT // 8])
+            work.keep((memory, encodings))
+
+        def close(data: bytes) -> None:
+            frames = [
+                at_item(i, e.finish, data[WRITTEN_NBYTES * i : WRITTEN_NBYTES * (i + 1)])
+                for i, e in enumerate(encodings)
+            ]
+            encoded.lengths = [view(frame).nbytes for frame in frames]
+
+        self._verdicts.append(_Verdict(work, v.address, written, close, explain))
+        return encoded
+
+    def decode_many(self, requests: Sequence[DecodeRequest]) -> None:
+        """Decode frames; those on the device need `head`, all bytes before the blocks."""
+        with working([named for r in requests for named in views_of(r)]) as work:
+            frames = open_frames([(work, r, r.frames[0]) for r in requests], at_item)
+            made = [at_item(i, prepare, work, r, frames[i]) for i, r in enumerate(requests)]
+            step = [(frame, Sink(work.write(v))) for frame, (_, v) in zip(frames, made, strict=True)]
+            self._launch(work, frames, [Step(step)])
+
+    def accumulate(self, r: DecodeRequest, into: int) -> None:
+        """Store the float32 values of a frame in the request's `out`, add them, or take the maximum (`into`)."""
+        with working(views_of(r)) as work:
+            [frame] = open_frames([(work, r, r.frames[0])])
+            check_whole(frame.info, frame.frame)
+            v = view_output(r.out)
+            frame.open(v, into)
+            self._launch(work, [frame], [Step([(frame, Sink(work.write(v), into))])])
+
+    def reduce(self, frames: Sequence[DecodeRequest], op: str, explain: Explain | None = None) -> None:
+        """Store the float32 sum, mean or maximum of frames of equal shape in the `out` of the first request.
+
+        With ``check_finite``, NaN or Inf in the result is an error, for which `explain` is called.
+        """
+        first = frames[0]
+        with working([named for r in frames for named in views_of(r)]) as work:
+            opened = open_frames([(work, r, r.frames[0]) for r in frames])
+            v = view_output(first.out)
+            for frame in opened:
+                check_whole(frame.info, frame.frame)
+                frame.open(v, FLOAT32)
+            to = work.write(v)
+            self._launch(work, opened, reduction_steps(opened, to, op))
+            if first.check_finite:
+                self._check_finite(work, to, opened[0].info.n, explain)
+
+    def _launch(self, work: Work, frames: Sequence[Frame], steps: Sequence[Step]) -> None:
+        """Launch all steps, and note where their verdict will be."""
+        batch = BatchDecode(work, frames, steps)
+        for i in range(len(steps)):
+            batch.begin(i)
+        work.finish()
+        self._verdicts.append(_Verdict(work, batch.found, batch.found_nbytes, batch.conclude))
+
+    def _check_finite(self, work: Work, address: int, n: int, explain: Explain | None) -> None:
+        found = work.zeros(_FLAG_NBYTES)
+        work.device.launch("check_finite", (grid_for(work.device, n), 1), pointer(address), wide(n), pointer(found))
+        self._verdicts.append(_Verdict(work, found, _FLAG_NBYTES, _refuse_nonfinite, explain))
+
+    def refuse(self, flag: TensorView, explain: Explain) -> None:
+        """Raise an error for NaN or Inf if a flag on the device is not 0; `explain` is called with it."""
+        with working([("a flag", flag)]) as work:
+            work.keep(flag)
+            self._verdicts.append(_Verdict(work, flag.address, flag.nbytes, _refuse_nonfinite, explain))
+
+    def check(self, check: Callable[[], Any]) -> None:
+        """Have :meth:`conclude` call a function, behind the verdicts of the calls so far, for what was read back."""
+
+        def close(_: bytes) -> None:
+            check()
+
+        self._verdicts.append(_Verdict(self._copies[-1][0], 0, 0, close))
+
+    def read_back(self, v: TensorView, into: Any = None) -> Any:
+        """Copy a tensor to page-locked memory of the host, which has it after :meth:`conclude`.
+
+        `into`: memory of the caller; None: new memory, which is returned.
+        """
+        with working([("a tensor", v)]) as work:
+            self._copies.append((work, v))
+            return work.device.read_back(v.address, v.nbytes, into)
+
+    def wait(self) -> None:
+        """Wait for copies to the host, also of verdicts, and read none."""
+        works = [work for work, _ in self._copies] + [verdict.work for verdict, _ in self._requested]
+        self._copies.clear()
+        if works:
+            with works[0].resume():
+                works[0].device.wait()
+
+    def request(self) -> None:
+        """Have the stream copy the verdicts of all calls so far to the host, which :meth:`conclude` then reads."""
+        if self._requested or not self._verdicts:
+            return
+        verdicts, self._verdicts = self._verdicts, []
+        work = verdicts[0].work
+        with work.resume():
+            at, places = work.gather([(verdict.at, verdict.nbytes) for verdict in verdicts])
+            nbytes = places[-1] + verdicts[-1].nbytes
+            self._answer = work.device.read_back(at, nbytes)
+        self._requested = list(zip(verdicts, places, strict=True))
+
+    def conclude(self) -> None:
+        """Wait for the stream, unless the host has done so since :meth:`request`, and raise the first call's error."""
+        self.request()
+        if not self:
+            return
+        (requested, self._requested), (copies, self._copies) = (self._requested, []), (self._copies, [])
+        work = requested[0][0].work if requested else copies[0][0]
+        with work.resume():
+            work.device.wait()
+            for verdict, place in requested:
+                verdict.read(bytes(self._answer[place : place + verdict.nbytes]))
+        self._answer = None
+
+
+def _refuse_nonfinite(found: bytes) -> None:
+    """Raise ArgumentError if the flag of check_finite is set."""
+    if any(found):
+        check(int(Status.NONFINITE))
