@@ -66,9 +66,8 @@ def encode_array(x: Any, spec: Spec, base: Any, residual: np.ndarray[Any, Any] |
         return FRAME, codec.encode(x, spec if isinstance(spec, Lossless) else Lossless())
     values = _wide(x) if base is None else _wide(x) - _wide(base)
     values = np.ascontiguousarray(values, np.float32)
-    how: dict[str, Any] = {} if residual is None else {"residual": residual, "feedback": True}
     stream = codec.digest(values)  # another one for each client, round and array
-    frame: bytes = codec.encode(values, spec, stream=stream, **how)
+    frame = codec.encode(values, spec, residual=residual, feedback=residual is not None, stream=stream)
     if base is None:
         return FRAME, frame
     return DIFFERENCE, codec.digest(base).to_bytes(8, "little") + frame
@@ -117,10 +116,9 @@ def is_float(x: Any) -> bool:
     return str(x.dtype).removeprefix("torch.") in _FLOATS
 
 
-def _wide(x: Any) -> np.ndarray[Any, Any]:
+def _wide(x: Any) -> Any:
     """Return the values of an array or tensor in numpy, as float32 if they have 16 bits."""
-    if not isinstance(x, np.ndarray):
+    if hasattr(x, "detach"):
         x = x.detach().cpu()
-        x = (x.float() if x.dtype.itemsize == 2 else x).numpy()
-    values: np.ndarray[Any, Any] = x
-    return values.astype(np.float32) if values.dtype.itemsize == 2 else values
+        return (x.float() if x.dtype.itemsize == 2 else x).numpy()
+    return x.astype(np.float32) if x.dtype.itemsize == 2 else x
