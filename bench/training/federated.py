@@ -27,11 +27,12 @@ from flwr.serverapp.strategy import FedAvg
 from sklearn.datasets import load_digits
 
 import codec
-from codec.integrations.flower import Compressed, Compression
+import codec.integrations.flower
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.federation import Federation, reply_of, trained
 
+Compressed, Compression = codec.integrations.flower.Compressed, codec.integrations.flower.Compression
 CLIENTS = 10
 ROWS = {
     "float32, no mod": None,

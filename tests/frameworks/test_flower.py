@@ -3,12 +3,14 @@
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from flwr.app import Array, ArrayRecord
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
 
 import codec
 from codec.integrations.flower import RESIDUALS, Compressed, Compression, pack
+from support.documentation import blocks
 from support.federation import Federation, reply_of, trained
 
 NODES = 3
@@ -224,3 +226,24 @@ def test_stochastic_rounding_differs_between_clients_and_rounds():
 def test_specs_that_cannot_serve_are_refused_at_once(spec, how):
     with pytest.raises(codec.SpecError):
         Compression(spec, **how)
+
+
+def test_page_runs():
+    """Its app and strategy train, with initial arrays of its model in bfloat16."""
+    names = {}
+    for block in blocks("Flower", "federated-learning.md"):
+        exec(block, names)
+    app, net = names["app"], names["net"]
+
+    @app.train()
+    def train(message, context):
+        net.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        with torch.no_grad():
+            net.bias.add_(context.node_id)
+        return reply_of(message, pack(net.state_dict()))
+
+    federation = Federation(app, NODES)
+    result = trained(federation, names["Strategy"](fraction_evaluate=0), names["initial"], 1)
+    assert federation.errors == {}
+    before = torch.from_numpy(codec.decode(names["initial"]["bias"].data).astype(np.float32))
+    torch.testing.assert_close(torch.from_numpy(result.arrays["bias"].numpy()), before + 2, atol=0.1, rtol=0)
