@@ -27,8 +27,8 @@ DILOCO = Path(__file__).parents[2] / "examples/diloco.py"
 FRAMEWORKS = {
     f"codec.integrations.{name}"
     for name in (
-        *("accelerate", "flower", "flower_records", "lightning", "numcodecs", "nvflare"),
-        *("transformers", "verl", "vllm", "vllm_trainer", "zarr"),
+        *("accelerate", "flower", "flower_records", "lightning", "lmcache", "numcodecs", "nvflare", "sglang"),
+        *("transformers", "verl", "vllm", "vllm_tier", "vllm_trainer", "zarr"),
     )
 }
 MODULES = ["codec", *(m.name for m in pkgutil.walk_packages(codec.__path__, "codec.") if not m.name.endswith("_cffi"))]
