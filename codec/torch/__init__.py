@@ -17,6 +17,7 @@ from codec.torch.autograd.saved import SavedStats, saved_tensors
 from codec.torch.backend import Options, ProcessGroup, register_backend
 from codec.torch.collectives.bytes import exchange
 from codec.torch.collectives.calls import all_gather, all_reduce, all_to_all, reduce_scatter
+from codec.torch.collectives.rows import all_to_all_rows
 from codec.torch.ddp.hook import Hook
 from codec.torch.ddp.make import comm_hook, ddp_hook
 from codec.torch.ddp.policy import Policy, default_policy
@@ -69,6 +70,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "all_to_all_rows",
     "checkpoint_reader",
     "checkpoint_writer",
     "comm_hook",

@@ -28,9 +28,10 @@ FLAGS = doctest.ELLIPSIS | NUMBER
 RUN_ELSEWHERE = {
     "docs/embedding.md": {"c", "cpp", "sh"},  # tests/native/test_embedding.py
     "docs/gpu-c.md": {"c", "sh"},  # tests/engines/test_cuda_c.py
-    "docs/frameworks.md": {"python"},  # tests/frameworks, as are the next two
+    "docs/frameworks.md": {"python"},  # tests/frameworks, as are the next three
     "docs/arrays.md": {"python"},
     "docs/zarr.md": {"python"},
+    "docs/federated-learning.md": {"python"},
 }
 _COMMAND = 'codec() { python -m codec "$@"; }; '  # the command codec, of the package under test
 NOT_CODE = {"", "text", "toctree", "eval-rst", "tip", "note", "warning"}

@@ -26,7 +26,10 @@ DILOCO = Path(__file__).parents[2] / "examples/diloco.py"
 # modules that need a framework: tests/frameworks
 FRAMEWORKS = {
     f"codec.integrations.{name}"
-    for name in ("accelerate", "lightning", "numcodecs", "transformers", "verl", "vllm", "vllm_trainer", "zarr")
+    for name in (
+        *("accelerate", "flower", "flower_records", "lightning", "lmcache", "numcodecs", "nvflare", "sglang"),
+        *("transformers", "verl", "vllm", "vllm_tier", "vllm_trainer", "zarr"),
+    )
 }
 MODULES = ["codec", *(m.name for m in pkgutil.walk_packages(codec.__path__, "codec.") if not m.name.endswith("_cffi"))]
 MODULES = [name for name in MODULES if name not in FRAMEWORKS]

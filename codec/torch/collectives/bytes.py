@@ -68,15 +68,16 @@ async def _exchange(collective: Collective, frames: Sequence[Any]) -> list[bytes
     return received
 
 
-async def swap(part: Part, arrays: Sequence[Array]) -> list[bytes]:
-    """Send an array of bytes to each rank and return one from each, in order; messages have _CHUNK_NBYTES."""
+async def swap(part: Part, arrays: Sequence[Array], most: Sequence[int] | None = None) -> list[bytes]:
+    """Send an array of bytes to each rank and return one from each, in order; messages have _CHUNK_NBYTES.
+
+    `most` has the upper bound of the bytes from each rank; by default that of `exchange`.
+    """
     others = part.others
     sizes = await part.scatter([a.nbytes for a in arrays])
-    for rank, nbytes in enumerate(sizes):
-        if not 0 <= nbytes <= _MOST_NBYTES:
-            raise FrameError(
-                f"rank {rank} announces a frame of {nbytes} bytes, but at most {_MOST_NBYTES} are possible"
-            )
+    for rank, (nbytes, limit) in enumerate(zip(sizes, most or [_MOST_NBYTES] * part.size, strict=True)):
+        if not 0 <= nbytes <= limit:
+            raise FrameError(f"rank {rank} announces a frame of {nbytes} bytes, but at most {limit} are possible")
     found: dict[int, list[bytes]] = {o: [] for o in others}
     longest = max((max(sizes[o], arrays[o].nbytes) for o in others), default=0)
     for begin in range(0, longest, _CHUNK_NBYTES):

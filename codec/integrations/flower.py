@@ -1,0 +1,134 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportUntypedBaseClass=false
+# The framework is not installed where types are checked: its classes are unknown.
+"""Flower: a client mod and a strategy mix-in, between which arrays travel as frames."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
+
+from codec.errors import CodecError
+from codec.integrations.federated import DIFFERENCE, FRAME, checked_spec, decode_array, encode_array, is_float
+from codec.integrations.flower_records import Arrays, arrays_of, frame_of, pack, plain_array, values_of, with_arrays
+from codec.specs import Delta, Lossless, Preset, Spec
+
+__all__ = ["Compressed", "Compression", "pack"]
+
+RESIDUALS = "codec.residuals"  # record of a client's state
+_FAILED = 0  # Flower's code for errors of no other kind
+
+
+class Compression:
+    """Client mod: decodes the arrays of messages, and encodes those of replies to training.
+
+    It is the first of ``ClientApp(mods=[...])``, and needs :class:`Compressed` at the server. Arrays of a reply that
+    have no counterpart of their record's and their own name in the message are left as they are.
+
+    Parameters
+    ----------
+    spec : Spec or str
+        Codec, or the name of a preset. Lossless ones restore every bit, :class:`codec.Delta` against the arrays of the
+        message. Lossy ones code the change of an array.
+    feedback : bool
+        Error feedback for lossy codecs: what a reply leaves out is added to the client's next one. Residuals are a
+        record of ``context.state``, 4 bytes a value. A reply that Flower or the server drops is lost as a whole.
+
+    Raises
+    ------
+    SpecError
+        There is no such spec, or it does not converge with this `feedback`.
+    """
+
+    def __init__(self, spec: Spec | Preset = "lossless", *, feedback: bool = True) -> None:
+        self.spec = checked_spec(spec, feedback)
+        self.feedback = feedback and not isinstance(self.spec, Lossless | Delta)
+
+    def __call__(self, message: Message, context: Any, call_next: Any) -> Message:
+        """Handle a message. Damaged frames raise FrameError, which Flower sends to the server as an error."""
+        given = arrays_of(message.content)
+        base = {at: decode_array(a.stype, a.data, None) for at, a in given.items() if a.stype == FRAME}
+        message.content = with_arrays(message.content, {at: plain_array(x) for at, x in base.items()})
+        reply = call_next(message, context)
+        if reply.has_content() and message.metadata.message_type.startswith("train"):
+            state, coded = context.state, {}
+            residuals = {**state[RESIDUALS]} if RESIDUALS in state else {}
+            for at, array in arrays_of(reply.content).items():
+                if at in base:
+                    x, name, residual = values_of(array), "/".join(at), None
+                    if self.feedback and is_float(x):
+                        residual = residuals[name].numpy() if name in residuals else np.zeros(x.shape, np.float32)
+                    coded[at] = Array(array.dtype, tuple(array.shape), *encode_array(x, self.spec, base[at], residual))
+                    if residual is not None:
+                        residuals[name] = Array(residual)
+            reply.content = with_arrays(reply.content, coded)
+            if self.feedback:  # all arrays are encoded: residuals are replaced together
+                state[RESIDUALS] = ArrayRecord(residuals)
+        return reply
+
+
+class Compressed:
+    """Mix-in for strategies: encodes the arrays of messages without loss, and decodes those of replies.
+
+    ``class Strategy(Compressed, FedAvg): pass`` is FedAvg whose clients have the mod :class:`Compression`, each with a
+    codec of its own. A reply with a damaged frame, another shape or another base becomes an error of its client alone.
+
+    bfloat16 and float8 arrays, from :func:`pack`, are float32 for the strategy, and rounded to their dtype when they
+    are sent.
+    """
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self._dtypes: dict[str, Any] = {}
+        self._bases: dict[int, Arrays] = {}  # by node
+
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: Any, grid: Any) -> Iterable[Message]:
+        """Configure a round of training; see the strategy."""
+        messages = super().configure_train(server_round, self._plain(arrays), config, grid)  # pyright: ignore
+        messages, self._bases = self._encoded(messages)
+        return messages
+
+    def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: Any, grid: Any) -> Iterable[Message]:
+        """Configure a round of evaluation; see the strategy."""
+        messages = super().configure_evaluate(server_round, self._plain(arrays), config, grid)  # pyright: ignore
+        return self._encoded(messages)[0]
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+        """Aggregate replies, after they were decoded; see the strategy."""
+        return super().aggregate_train(server_round, [self._decoded(r) for r in replies])  # pyright: ignore
+
+    def _plain(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return arrays for the strategy, and remember the dtypes of frames, which numpy may lack."""
+        values = {name: values_of(a) for name, a in arrays.items()}
+        self._dtypes |= {name: values[name].dtype for name, a in arrays.items() if a.stype == FRAME}
+        return ArrayRecord({name: plain_array(x) for name, x in values.items()})
+
+    def _encoded(self, messages: Iterable[Message]) -> tuple[list[Message], dict[int, Arrays]]:
+        """Return messages with frames, and what each node gets."""
+        messages, made, bases = list(messages), {}, {}
+        for message in messages:
+            content = message.content
+            if id(content) not in made:  # strategies give many nodes one content, which is encoded once
+                base = {at: self._sent(at[1], a.numpy()) for at, a in arrays_of(content).items()}
+                made[id(content)] = content, with_arrays(content, {at: frame_of(x) for at, x in base.items()}), base
+            _, message.content, bases[message.metadata.dst_node_id] = made[id(content)]
+        return messages, bases
+
+    def _sent(self, name: str, x: Any) -> Any:
+        return x.astype(self._dtypes.get(name, x.dtype), copy=False)
+
+    def _decoded(self, reply: Message) -> Message:
+        """Return a reply with its arrays decoded, or with an error."""
+        if not reply.has_content():
+            return reply
+        base = self._bases.get(reply.metadata.src_node_id, {})
+        coded = {at: a for at, a in arrays_of(reply.content).items() if a.stype in (FRAME, DIFFERENCE)}
+        try:
+            if unknown := coded.keys() - base.keys():
+                raise CodecError(f"{unknown} are not among the arrays of the round")
+            values = {at: decode_array(a.stype, a.data, base[at]) for at, a in coded.items()}
+        except CodecError as e:
+            error = Error(_FAILED, f"the reply cannot be decoded: {e}")
+            return Message(error, reply_to=Message(RecordDict(), reply_to=reply))  # from the client, to the server
+        reply.content = with_arrays(reply.content, {at: plain_array(x) for at, x in values.items()})
+        return reply

@@ -1,0 +1,115 @@
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportUntypedBaseClass=false
+# The framework is not installed where types are checked: its classes are unknown.
+"""NVFlare: a filter for both sides and both directions, between which arrays travel as frames."""
+
+import threading
+from typing import Any
+
+import numpy as np
+from nvflare.apis.dxo import DXO, DataKind
+from nvflare.apis.dxo_filter import DXOFilter
+from nvflare.apis.filter import FilterChainType, FilterContextKey
+from nvflare.apis.fl_constant import FilterKey, FLContextKey
+
+from codec.errors import FrameError
+from codec.integrations.federated import checked_spec, decode_array, encode_array, is_float
+from codec.specs import Delta, Lossless
+
+KINDS = "codec.kinds"  # of a DXO's meta: the kind of each array that is bytes
+TORCH = "codec.torch"  # True: the arrays were torch tensors
+BASE = "codec.base"  # property of the context: arrays of the task
+
+
+class FrameFilter(DXOFilter):
+    """Filter that encodes arrays which leave a site, and decodes those which arrive.
+
+    Configure it four times: for the data and the results of tasks, at the server and at all clients. It is the last
+    filter of what leaves a site, and the first of what arrives. Numpy arrays and torch tensors of the kinds WEIGHTS and
+    WEIGHT_DIFF are encoded; a DXO is not changed, but replaced. A damaged frame, another shape or another base is a
+    filter error, which NVFlare counts for this client alone.
+
+    Parameters
+    ----------
+    spec : str
+        Codec of results, at clients: the name of a preset, or a spec as it is written in Python, "Quantize(4)". Lossy
+        ones code a WEIGHT_DIFF itself, and of WEIGHTS the change since the task began. Data of tasks are sent without
+        loss.
+    feedback : bool
+        Error feedback for lossy codecs: what a result leaves out is added to this client's next one. Residuals are kept
+        by this filter while the job runs, 4 bytes a value.
+
+    Raises
+    ------
+    SpecError
+        There is no such spec, or it does not converge with this `feedback`.
+    """
+
+    def __init__(self, spec: str = "lossless", feedback: bool = True) -> None:
+        kinds = [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF]
+        super().__init__(kinds, kinds)
+        self.spec, self.feedback = spec, feedback  # NVFlare reads the arguments from here
+        self._codec = checked_spec(spec, feedback)
+        self._residuals: dict[tuple[str, str], np.ndarray[Any, Any]] = {}
+        self._lock = threading.Lock()
+
+    def process_dxo(self, dxo: DXO, shareable: Any, fl_ctx: Any) -> DXO:
+        """Encode or decode, as the direction says."""
+        is_task = self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN
+        leaves = fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.OUT
+        peer = fl_ctx.get_peer_context() if is_task == leaves else None  # at the server, which has many
+        key = f"{BASE}/{peer.get_identity_name()}" if peer else BASE
+        base = {} if is_task else fl_ctx.get_prop(key, {})
+        meta = dict(dxo.meta)
+        data = self._encoded(dxo, base, is_task, meta) if leaves else _decoded(dxo, base, is_task, meta)
+        if is_task:
+            arrays = {name: x for name, x in (dxo.data if leaves else data).items() if _is_array(x)}
+            if not leaves:  # trainers change theirs in place
+                arrays = {name: x.copy() if isinstance(x, np.ndarray) else x.clone() for name, x in arrays.items()}
+            fl_ctx.set_prop(key, arrays, private=True, sticky=True)
+        return DXO(dxo.data_kind, data, meta)
+
+    def _encoded(self, dxo: DXO, base: dict[str, Any], is_task: bool, meta: dict[str, Any]) -> dict[str, Any]:
+        spec = Lossless() if is_task else self._codec
+        lossy = not isinstance(spec, Lossless | Delta)
+        data, kinds, residuals, is_torch = dict(dxo.data), {}, {}, False
+        with self._lock:
+            for name, x in dxo.data.items():
+                if not _is_array(x) or not (is_task or name in base):
+                    continue
+                is_torch |= not isinstance(x, np.ndarray)
+                at, residual = (str(dxo.data_kind), name), None
+                if lossy and self.feedback and is_float(x):
+                    residual = self._residuals.get(at, np.zeros(x.shape, np.float32)).copy()
+                    residuals[at] = residual
+                before = base.get(name) if dxo.data_kind == DataKind.WEIGHTS else None
+                kinds[name], data[name] = encode_array(x, spec, before, residual)
+            self._residuals |= residuals  # all arrays are encoded
+        meta |= {KINDS: kinds, TORCH: is_torch}
+        return data
+
+
+def _decoded(dxo: DXO, base: dict[str, Any], is_task: bool, meta: dict[str, Any]) -> dict[str, Any]:
+    kinds, data, like = meta.pop(KINDS, {}), dict(dxo.data), None
+    if not isinstance(kinds, dict):
+        raise FrameError(f"{KINDS} of the meta is no dict")
+    if meta.pop(TORCH, False) and kinds:
+        import torch
+
+        like = torch.empty(0)
+    for name, kind in kinds.items():
+        frame, before = data.get(name), base.get(name)
+        if not isinstance(frame, bytes) or (before is None and not is_task):
+            raise FrameError("the frames are not those of the arrays of the task")
+        try:
+            x = decode_array(kind, frame, before, like)
+        except FrameError as e:
+            e.args = (f"{name}: {e}",)
+            raise
+        if like is not None and isinstance(x, np.ndarray):  # a difference was added
+            x = torch.from_numpy(x).to(before.dtype)  # pyright: ignore
+        data[name] = x
+    return data
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray) or (hasattr(x, "detach") and hasattr(x, "dtype"))

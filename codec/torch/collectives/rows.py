@@ -1,0 +1,168 @@
+"""All-to-all of rows in uneven splits, with gradients: the dispatch and the combine of expert parallelism."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from codec import ArgumentError, CallOptions, FrameError
+from codec._options import settings_of
+from codec.arguments import whole
+from codec.specs import Lossless, SpecLike, require_feedback
+from codec.tensors.segments import pack
+from codec.torch.collectives.bytes import swap
+from codec.torch.group.communicator import start
+from codec.torch.network.version import hash64
+from codec.torch.reduction.arguments import check_dense, publish, reduction_of
+from codec.torch.reduction.execution import signed
+from codec.torch.reduction.host import Reduction, Values
+from codec.torch.reduction.partition import Piece
+from codec.torch.transport.collective import Collective
+from codec.torch.transport.messages import Array
+
+_BACKWARD = 1 << 63  # added to the random stream of gradients
+
+Splits = Sequence[int]
+
+
+def all_to_all_rows(
+    tensor: torch.Tensor,
+    output_split_sizes: Splits,
+    input_split_sizes: Splits,
+    spec: SpecLike = Lossless(),  # noqa: B008 - immutable
+    *,
+    backward_spec: SpecLike | None = None,
+    group: Any = None,
+    stream: int = 0,
+    options: CallOptions | None = None,
+) -> torch.Tensor:
+    """Send each rank some rows of a tensor and return those that it is sent, with gradients.
+
+    It does what ``dist.all_to_all_single`` does with split sizes. Its backward pass sends the rows of the gradient
+    back. Each rank's rows are one frame; no frame is sent for zero rows. Tensors on GPUs are copied to host memory.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Rows of this rank, shape (sum of `input_split_sizes`, ...): float32, bfloat16 or float16. First those for rank
+        0.
+    output_split_sizes : sequence of int
+        Number of rows that each rank sends to this one.
+    input_split_sizes : sequence of int
+        Number of rows for each rank. All of them may be zero, for example of a rank whose experts nobody uses.
+    spec : Spec, BoundSpec or str
+        Codec, or the name of a preset. Default: lossless.
+    backward_spec : Spec or str, optional
+        Codec of gradients. Default: `spec`.
+    group, options
+        As for :func:`all_reduce`; ``codec.options(algorithm=)`` is ignored.
+    stream : int
+        Number of the random stream of codecs with random rounding. Calls of one step need different numbers.
+
+    Returns
+    -------
+    torch.Tensor
+        Shape (sum of `output_split_sizes`, ...), those of rank 0 first; without rows if this rank is not of the group.
+
+    Raises
+    ------
+    ArgumentError, SpecError, FrameError, PeerError
+        As for :func:`all_reduce`, in the backward pass, too. Another rank's number of rows is a FrameError.
+
+    Examples
+    --------
+    >>> x = torch.ones(3, 8, requires_grad=True)
+    >>> y = codec.torch.all_to_all_rows(x, [3], [3])  # with one rank
+    >>> y.square().sum().backward()
+    >>> bool(x.grad.eq(2).all())
+    True
+    """
+    gradients = spec if backward_spec is None else backward_spec
+    rows = cast(Any, _Rows)  # torch does not type it
+    return rows.apply(
+        tensor, output_split_sizes, input_split_sizes, spec, gradients, group, stream, settings_of(options)
+    )
+
+
+class _Rows(torch.autograd.Function):
+    """The all-to-all, whose gradient is the all-to-all with the splits exchanged."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, theirs: Splits, mine: Splits, spec: Any, gradients: Any, group: Any, *how: Any
+    ) -> torch.Tensor:
+        ctx.back = mine, theirs, gradients, group, *how
+        return _exchanged(x, theirs, mine, spec, group, *how)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        mine, theirs, gradients, group, stream, settings = ctx.back
+        found = _exchanged(grads[0], mine, theirs, gradients, group, stream ^ _BACKWARD, settings)
+        return found, *[None] * 7
+
+
+def _exchanged(
+    x: torch.Tensor, theirs: Splits, mine: Splits, spec: Any, group: Any, stream: int, settings: CallOptions
+) -> torch.Tensor:
+    async def work(_: Any, collective: Collective) -> torch.Tensor:
+        check_dense(x)
+        if not x.dim():
+            raise ArgumentError("the tensor has no dimensions, and so no rows")
+        row = tuple(x.shape[1:])
+        outgoing = _pieces("input_split_sizes", mine, row, collective.size)
+        incoming = _pieces("output_split_sizes", theirs, row, collective.size)
+        if outgoing[-1].end != x.numel():
+            raise ArgumentError(f"the tensor has {len(x)} rows, but input_split_sizes add up to {sum(mine)}")
+        r = reduction_of(x, spec, "sum", stream, settings=settings).on_host()
+        require_feedback(r.spec, "send rows with another codec")
+        result = await _rows_of(collective, r, row, outgoing, incoming)
+        await collective.agree()
+        collective.counters.frame_collectives += 1
+        collective.counters.raw_nbytes += r.x.nbytes
+        with collective.storing():
+            output = x.new_empty((sum(theirs), *row))
+            publish(result, r, output)
+        return output
+
+    found = start("all_to_all_rows", group, settings.timeout, False, work)
+    return x.new_empty((0, *x.shape[1:])) if found is None else cast(torch.Tensor, found)
+
+
+async def _rows_of(
+    collective: Collective, r: Reduction, row: tuple[int, ...], outgoing: list[Piece], incoming: list[Piece]
+) -> Values:
+    """Return the rows of all ranks, in their order (docs/protocol.md, section 9)."""
+    fields = signed(r, "all_to_all of rows") | {"number of values": f"rows of {row}"}
+    part = collective.part(hash64(*fields.items()), fields)
+    own, frames = r.own_term_is_exact, list[Array]()
+    for o, piece in enumerate(outgoing):
+        keep = piece.n and not (o == part.rank and own)
+        room = np.empty(r.frame_bound(piece) if keep else 0, np.uint8)
+        with part.clock.during("encode_s"):
+            nbytes = r.encode(piece, room, part.rank * part.size + o) if keep else 0
+        frames.append(room[:nbytes])
+    received = await swap(part, frames, [r.frame_bound(piece) if piece.n else 0 for piece in incoming])
+    result = np.empty(incoming[-1].end, r.x.dtype)
+    for o, (frame, piece) in enumerate(zip(received, incoming, strict=True)):
+        if o == part.rank and own:
+            if outgoing[o].n != piece.n:
+                raise ArgumentError("input_split_sizes and output_split_sizes differ in the rows for this rank itself")
+            result[piece.begin : piece.end] = r.own_term(outgoing[o])
+        elif bool(frame) != bool(piece.n):
+            raise FrameError(f"rank {o} has sent {'some' if frame else 'no'} rows: output_split_sizes says otherwise")
+        elif frame:
+            with part.clock.during("decode_s"):
+                r.decode(np.frombuffer(frame, np.uint8), piece, result)
+    return result
+
+
+def _pieces(name: str, sizes: Any, row: tuple[int, ...], ranks: int) -> list[Piece]:
+    """Return the values of each rank's rows in a flat tensor; codecs know the rows by a segment."""
+    if not isinstance(sizes, Sequence) or len(cast(Sequence[Any], sizes)) != ranks:
+        raise ArgumentError(f"{name} must be a list with a number of rows for each of {ranks} ranks")
+    rows = [whole(name, n, 0) for n in cast(Sequence[Any], sizes)]
+    ends = pairwise([0, *accumulate(n * prod(row) for n in rows)])
+    return [Piece(a, b, pack([(0, (n, *row))]) if b > a else None) for (a, b), n in zip(ends, rows, strict=True)]
