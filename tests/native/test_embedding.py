@@ -151,7 +151,7 @@ def test_compiler_flags(tmp_path, monkeypatch, capsys):
     """In the given order, one line each, quoted for a shell; an error if headers are missing."""
     package = tmp_path / "in a folder"
     (package / "include/codec").mkdir(parents=True)
-    monkeypatch.setattr(cli._c, "PACKAGE", package)
+    monkeypatch.setattr(codec._c, "PACKAGE", package)
     assert cli.main(["--cflags"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
