@@ -10,8 +10,8 @@ TIER = os.environ.get("CODEC_TESTS", "merge")
 if TIER not in ("merge", "nightly"):
     raise pytest.UsageError(f"CODEC_TESTS={TIER}: unknown tier of tests; use merge or nightly")
 NIGHTLY = TIER == "nightly"
-N_EXAMPLES = 1000 if NIGHTLY else 60  # examples of each Hypothesis test
-N_DAMAGED = 400 if NIGHTLY else 60  # damaged copies of each frame, for each engine
+N_EXAMPLES = 1000 if NIGHTLY else 30  # examples of each Hypothesis test
+N_DAMAGED = 400 if NIGHTLY else 30  # damaged copies of each frame, for each engine
 HANG_SECONDS = 300  # wait for a process before it counts as hung; generous, since test machines are busy
 
 

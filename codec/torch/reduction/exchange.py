@@ -88,7 +88,7 @@ class Slots:
         self._part, self._r, self._pieces = part, r, pieces
         self._most = max(r.frame_bound(piece) for row in pieces for piece in row)
         self._terms: Sequence[Term] = ()  # of the last phase
-        self._sent = torch.empty(0)  # their slots
+        self._sent = torch.empty(0, dtype=torch.uint8, device="cpu")  # their slots
 
     async def scatter(self) -> Phase:
         """Send frames of row i to rank i, which has as many rows as there are ranks."""

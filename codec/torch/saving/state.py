@@ -14,6 +14,7 @@ from codec.specs import Lossless, SpecLike
 from codec.torch._compat import is_plain
 
 _KEY = "codec.frame"  # the only key of a dict that stands for a tensor
+_HOST = torch.empty(0, dtype=torch.uint8, device="cpu")  # the kind of tensors that frames are decoded to
 _SMALL = 1024  # bytes; smaller tensors are not encoded
 
 Path = tuple[object, ...]
@@ -118,7 +119,7 @@ def unpack_state(state: Any, *, max_nbytes: int | None = None) -> Any:
             raise FrameError(f"{_shown(path)} has a key {_KEY!r} that is not a frame")
         if frame.data_ptr() not in unpacked:
             try:
-                tensor = codec.decode(frame.cpu(), like=torch.empty(0), max_nbytes=max_nbytes)
+                tensor = codec.decode(frame.cpu(), like=_HOST, max_nbytes=max_nbytes)
             except CodecError as e:
                 e.of(_shown(path))
                 raise
