@@ -24,10 +24,10 @@ demo: $(VENV)/demo
 
 # The lanes of `make test`, for two cores: the longest ones come first. Tests of ranks wait for each other and for
 # timeouts, so that a third lane fits beside two. What lanes share is built before: make would start a lane that waits
-# for a build after all others.
-LANES := ranks engines processes core lint docs ctest abi gloo sanitize foreign
+# for a build after all others. The site, sanitizers and other machines are in `make nightly`.
+LANES := ranks engines processes core lint ctest abi gloo
 test: $(VENV)/tools
-	$(MAKE) -j2 $(VENV)/test $(VENV)/foreign gloo-programs
+	$(MAKE) -j2 $(VENV)/test $(VENV)/clang gloo-programs
 	$(MAKE) -k -j3 --output-sync=target BUILT=yes $(LANES)
 
 # The Python tests, by lanes: collectives of several ranks; processes that fail, are interrupted or compile; the Numba
