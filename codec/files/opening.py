@@ -113,7 +113,7 @@ def _kind_of_zip(fd: int) -> Kind:
         names = archive.namelist()
     if any(name.endswith("data.pkl") for name in names):
         return Kind.TORCH
-    return Kind.NPZ if all(name.endswith(".npy") for name in names) else Kind.ZIP
+    return Kind.NPZ if any(name.endswith(".npy") for name in names) or not names else Kind.ZIP
 
 
 class FileBytes:
