@@ -8,7 +8,7 @@
 
 #include "source.h"
 
-/* What is wrong with a frame or its base. */
+/* Fault of a frame or of its base. */
 enum delta_fault {
 	DELTA_RIGHT,       /* decoders must accept the frame, and give `result` */
 	DELTA_WRONG_CODE,  /* a code, count or field of a region is another one */

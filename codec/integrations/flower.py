@@ -22,8 +22,8 @@ _FAILED = 0  # Flower's code for errors of no other kind
 class Compression:
     """Client mod: decodes the arrays of messages, and encodes those of replies to training.
 
-    It is the first of ``ClientApp(mods=[...])``, and needs :class:`Compressed` at the server. Arrays of a reply that
-    have no counterpart of their record's and their own name in the message are left as they are.
+    It is the first of ``ClientApp(mods=[...])``, and needs :class:`Compressed` at the server. An array of a reply is
+    encoded if the message has an array of the same name in a record of the same name, and is sent uncompressed if not.
 
     Parameters
     ----------

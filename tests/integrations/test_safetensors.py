@@ -31,7 +31,7 @@ def equal(a, b):
 
 @pytest.fixture
 def paths(tmp_path):
-    """The same tensors in a plain and in a packed file."""
+    """Write some tensors to a plain and to a packed file, and return both paths."""
     plain.save_file(TENSORS, tmp_path / "plain", metadata={"format": "pt"})
     save_file(TENSORS, tmp_path / "packed", metadata={"format": "pt"})
     return tmp_path / "plain", tmp_path / "packed"

@@ -33,10 +33,10 @@ class ActivationDelta:
     """One side of an edge between pipeline stages, which sends activations as deltas (AQ-SGD).
 
     Both sides keep m for each sample: the activations that the receiver decoded at the last visit. Activations a of an
-    unseen sample are sent as they are (raw), in 8 bits by default, and m is what the receiver decodes. A seen sample is
-    sent as Q(a - m) (a delta), and both sides set m := m + Q(a - m), rounded to float32. The receiver continues with
-    the new m. Both m are bit-identical. Gradients are quantized directly. As training converges, a - m becomes small,
-    and so does the error of its quantization.
+    unseen sample are sent without a difference (raw), in 8 bits by default, and m is what the receiver decodes. A seen
+    sample is sent as Q(a - m) (a delta), and both sides set m := m + Q(a - m), rounded to float32. The receiver
+    continues with the new m. Both m are bit-identical. Gradients are quantized directly. As training converges, a - m
+    becomes small, and so does the error of its quantization.
 
     A step is :meth:`encode` or :meth:`decode` for each micro-batch, then :meth:`commit` or :meth:`rollback`, at the
     same points on both sides. Until then m does not change. A sample that occurs several times in a step advances

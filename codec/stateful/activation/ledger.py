@@ -138,7 +138,7 @@ class Ledger:
         return damaged
 
     def stage(self, parts: Iterable[Staging]) -> None:
-        """Keep the rows of a message for the next commit. Samples that this step already has are left as they are.
+        """Keep the rows of a message for the next commit. Samples that this step already has are ignored.
 
         Rows are taken part by part. All of a message or, after an interrupt, nothing is staged.
         """

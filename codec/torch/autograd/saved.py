@@ -109,9 +109,9 @@ class saved_tensors(torch.autograd.graph.saved_tensors_hooks):
     """Context manager within which autograd keeps the activations of a forward pass as frames.
 
     The backward pass, which may run outside of it, decodes them. A tensor that several operations save is encoded once.
-    Kept as they are: parameters, tensors computed from one parameter alone, leaves that require gradients and their
-    views, overlapping windows, sparse tensors, tensors of other classes or of more than 8 dimensions, and tensors of
-    fewer than `min_nbytes` bytes.
+    Not encoded: parameters, tensors computed from one parameter alone, leaves that require gradients and their views,
+    overlapping windows, sparse tensors, tensors of other classes or of more than 8 dimensions, and tensors of fewer
+    than `min_nbytes` bytes.
 
     It works with ``torch.utils.checkpoint``, where it applies to tensors that are kept between the passes, and around
     calls of compiled functions. ``torch.compile`` runs it uncompiled if it is used inside of a compiled function.

@@ -41,7 +41,7 @@ class Algorithm:
     raw_fallback : bool
         Tensors may be sent uncompressed instead if that is measured to be faster.
     uncompressed : bool
-        Values are sent as they are.
+        Values are sent uncompressed.
     check : callable
         check(spec, op) raises SpecError or ArgumentError for arguments of a call that do not go with the algorithm.
     """
@@ -89,7 +89,7 @@ ALL_GATHER = _with_device(
 )
 RING = Algorithm("ring", partial(_on_host, algorithms.ring), feedback=False, defers=True)
 RAW = Algorithm("raw", partial(_on_host, raw.two_shot), encodes_sums=True, uncompressed=True)
-# What "auto" uses in place of raw between GPUs; "raw" itself adds in rank order.
+# Uncompressed all-reduce that "auto" chooses between GPUs: NCCL's own. RAW adds values in the order of ranks.
 PLAIN = Algorithm("plain on GPUs", raw.plain, encodes_sums=True, uncompressed=True)
 SHARED_SCALE = Algorithm("shared_scale", partial(_on_host, shared_scale.shared_scale), check=shared_scale.check)
 

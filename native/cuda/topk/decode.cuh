@@ -54,7 +54,7 @@ DEVICE uint32_t read_kept(const topk_kind &q, bit_reader *r, uint32_t *code, boo
 
 /*
  * Store the first `count` lanes' kept values, and 0 for other values from position `from` up to `to`. CODEC_INTO_ADD
- * leaves other values as they are, unless results are divided.
+ * changes other values only if results are divided.
  */
 DEVICE void put_codes(const codec_sink &sink, const topk_codes &c, uint32_t count, uint32_t from, uint32_t to,
 		      uint32_t lane)
