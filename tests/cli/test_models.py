@@ -4,6 +4,7 @@ import io
 import json
 import os
 import sys
+import zipfile
 
 import ml_dtypes
 import numpy as np
@@ -94,6 +95,8 @@ def test_tensors_of_npz_and_pt_files_are_restored(tmp_path, capsys):
     x = np.random.default_rng(0).standard_normal((50, 60)).astype(np.float32)
     half = torch.from_numpy(x).to(torch.bfloat16)
     np.savez(tmp_path / "a.npz", w=x, step=np.int64(3))
+    with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive:
+        archive.writestr("README.txt", "no array")
     old = {"_use_new_zipfile_serialization": False}
     torch.save({"epoch": 3, "model": {"w": half, "v": half.t()}}, tmp_path / "b.pt", **old)
     np.save(tmp_path / "c.npy", x)
