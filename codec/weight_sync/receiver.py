@@ -206,7 +206,8 @@ class WeightReceiver:
         into : mapping from names to tensors, or torch.nn.Module; optional
             Served tensors, instead of `load`. Those that the update changes are overwritten in pieces of 32 MiB, so
             that a large tensor needs no second copy. They are contiguous and writable, in host memory, or torch tensors
-            on any device. If the update is not committed, they have the values of the version before again.
+            on any device. Nothing may read them during the call. If the update is not committed, they have the values
+            of the version before again.
 
         Raises
         ------
