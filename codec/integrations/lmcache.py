@@ -99,7 +99,7 @@ class CodecSerializer(Serializer):
 
 
 class CodecDeserializer(Deserializer):
-    """Decode a slot. Damaged bytes raise FrameError, a failed load for LMCache, and leave the chunk as it was."""
+    """Decode a slot. Damaged bytes raise FrameError, a failed load for LMCache, which then does not use the chunk."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
