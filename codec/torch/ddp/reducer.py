@@ -251,7 +251,7 @@ class Reducer:
                 if step.turn is not None:
                     step.turn.learn(report)
         except BaseException as e:
-            self.state.fail(step, number, e, collective.fail(e))
+            self.state.fail(step, number, e, collective)
         traffic = step.total(comm.channel.counters, trips + collective.counters.round_trips - before)
         self.state.stats.add_step(traffic, len(step.traffic))
         if step.turn is not None:

@@ -198,10 +198,16 @@ class StepState:
                 raise PeerError("the step was cancelled: make a new group")
             yield
 
-    def fail(self, step: Step, bucket: int, error: BaseException, cause: Cause) -> None:
-        """Note an error of a bucket, unless an earlier one failed. Ranks may have different states from now on."""
+    def fail(self, step: Step, bucket: int, error: BaseException, collective: Collective) -> None:
+        """Note an error of a bucket, and tell the other ranks. Ranks may have different states from now on.
+
+        The error of the first bucket is kept. A peer that gives another bucket up after an error of this rank does not
+        replace that error.
+        """
+        cause = collective.fail(error)
         step.cause = step.cause or cause
-        if bucket < step.failed:
+        echoed = step.error is not None and isinstance(error, PeerError) and cause.rank == collective.rank
+        if bucket < step.failed and not echoed:
             step.failed, step.error = bucket, error
         self._in_sync = False
         if self.codebooks is not None:
@@ -209,7 +215,7 @@ class StepState:
 
     def fail_bucket(self, collective: Collective, bucket: Bucket, step: Step, error: BaseException) -> None:
         """Note the error of a bucket, and tell the other ranks."""
-        self.fail(step, bucket.number, error, collective.fail(error))
+        self.fail(step, bucket.number, error, collective)
         if isinstance(error, ArgumentError) and error.code == Status.NONFINITE and self.names_nonfinite:
             bucket.explain_nonfinite(error, self._plan.names)
 

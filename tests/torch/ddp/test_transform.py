@@ -1,6 +1,7 @@
 """Transforms of gradients before they are encoded, and hooks that call a hook: values, errors on one rank, dtypes."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
+from codec import PeerError
+from codec.torch.ddp.policy import Plan
+from codec.torch.ddp.step import StepState
+from codec.torch.transport.messages import ERROR, Cause
 from support.collective_values import sum_in_order, tensor_bytes
 from support.ddp_training import data, hook_state_bytes, net, parameter_bytes, small_forward, small_net, wrapped
 from support.ddp_training import take_step as step_of
@@ -122,6 +127,20 @@ def _failing(rank, size):
 
 def test_error_of_a_transform_on_one_rank_fails_the_step_on_all():
     assert len(set(run_ranks(3, _failing))) == 1
+
+
+def test_peers_that_give_up_do_not_replace_the_error_of_this_rank():
+    """A peer may give up an earlier bucket after it has learned of this rank's error in a later one."""
+    own, echo = ZeroDivisionError("no gradient today"), PeerError("rank 1 could not do its part")
+    causes = iter([Cause(ERROR, 1, "no gradient today")] * 2 + [Cause(ERROR, 2, "another")])
+    collective = SimpleNamespace(rank=1, fail=lambda error: next(causes))
+    state = StepState(Plan(codec.Quantize(4), None, codec.torch.default_policy, 0), None)
+    step = state.begin(1.0)
+    state.fail(step, 3, own, collective)
+    state.fail(step, 2, echo, collective)
+    assert (step.failed, step.error) == (3, own)
+    state.fail(step, 1, echo, collective)  # rank 2 has an error of its own
+    assert (step.failed, step.error) == (1, echo)
 
 
 class _TwoDtypes(nn.Module):
