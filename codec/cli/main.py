@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import warnings
 
 import codec
 from codec.cli import advise, arrays, bench, doctor, frames, models, tools, updates
@@ -40,7 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.run is not tools.run_flags and args.flags:
         made.error("give a command or flags such as --cflags, not both: see --help")
     try:
-        return args.run(args)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = _print_warning
+            return args.run(args)
     except BrokenPipeError:  # the reader of standard output has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
@@ -51,3 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return FAILED
+
+
+def _print_warning(message: object, *_: object, **__: object) -> None:
+    print_error(message)

@@ -3,6 +3,7 @@
 import importlib
 import mmap
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -83,11 +84,14 @@ def _arrays_in(fd: int, path: str) -> Arrays:
 
 
 def numpy_arrays(fd: int, path: str) -> Arrays:
-    """Return a reader of an open .npz or .npy file."""
+    """Return a reader of an open .npz or .npy file. It warns of members of .npz files that are no arrays."""
     if kind_of(fd) is Kind.NPY:
         return [Path(path).stem], lambda _: np.load(path, mmap_mode="r")
     with os.fdopen(fd, "rb", closefd=False) as f, ZipFile(f) as archive:
         members = [member for member in archive.namelist() if _begins_as_array(archive, member)]
+        others = [member for member in archive.namelist() if member not in members]
+    if others and members:
+        warnings.warn(f"{printable(path)}: left out, no arrays: {printable(', '.join(others))}", stacklevel=2)
 
     def read(name: str) -> Array:
         with np.load(path) as file:

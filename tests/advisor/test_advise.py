@@ -664,9 +664,11 @@ def test_members_that_are_no_arrays_are_left_out(tmp_path, capsys):
         archive.writestr("README.txt", "hello")
         archive.writestr("notes.npy", "hello")
     assert main(["advise", str(path), "--link", "1gbit", "--rtt", "40ms"]) == 0
-    assert "4 ranks, 1 Gbit/s, round trip 40 ms" in capsys.readouterr().out
+    printed, warned = capsys.readouterr(), f"codec: {path}: left out, no arrays: README.txt, notes.npy\n"
+    assert "4 ranks, 1 Gbit/s, round trip 40 ms" in printed.out
+    assert printed.err.startswith(warned)
     assert main(["advise", str(path), "notes", "--link", "1gbit"]) == 1
-    assert capsys.readouterr().err == f"codec: {path} has weight, not notes\n"
+    assert capsys.readouterr().err == f"{warned}codec: {path} has weight, not notes\n"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("README.txt", "hello")
     assert main(["advise", str(path), "--link", "1gbit"]) == 1

@@ -102,6 +102,7 @@ def test_tensors_of_npz_and_pt_files_are_restored(tmp_path, capsys):
     np.save(tmp_path / "c.npy", x)
     for name, *how in (("a.npz",), ("b.pt", "--key", "model"), ("c.npy",)):
         assert run("pack", tmp_path / name, "-o", tmp_path / f"{name}.packed", *how) == 0
+    assert capsys.readouterr().err == f"codec: {tmp_path}/a.npz: left out, no arrays: README.txt\n"
     for name, suffix in (("a.npz", ".npz"), ("b.pt", ".pt"), ("b.pt", ".npz"), ("c.npy", ".pt")):
         assert run("unpack", tmp_path / f"{name}.packed", "-o", tmp_path / f"{name}.again{suffix}") == 0
     with np.load(tmp_path / "a.npz.again.npz") as found:
