@@ -2,7 +2,9 @@
 
 Python blocks of a page share one namespace and are run in order; those that begin with ``>>>`` are doctests. In console
 blocks, lines after ``$`` are commands; lines below a command are its output, where ``...`` stands for any text. A block
-that cannot run here has ``<!-- skip: next "reason" -->`` above it. ``<!-- invisible-code-block: python`` hides code.
+whose first line names a file, such as ``# train.py``, is written to that file; ``# train.py, changed`` is added below the
+file's line that begins with ``model =``. A block that cannot run here has ``<!-- skip: next "reason" -->`` above it.
+``<!-- invisible-code-block: python`` hides code.
 """
 
 import doctest
@@ -34,6 +36,9 @@ RUN_ELSEWHERE = {
     "docs/federated-learning.md": {"python"},
 }
 _COMMAND = 'codec() { python -m codec "$@"; }; '  # the command codec, of the package under test
+LONG = {"docs/tutorials/ddp.md"}  # pages that start trainings
+NAMESPACES = ("codec-left", "codec-right")  # network namespaces that a page makes
+_FILE = re.compile(r"# (\w+\.\w+)(, changed)?\n")
 NOT_CODE = {"", "text", "toctree", "eval-rst", "tip", "note", "warning"}
 
 
@@ -52,20 +57,34 @@ def _evaluate_console(example: Example) -> None:
         done = subprocess.run(
             ["bash", "-c", _COMMAND + command],
             check=False,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             env=environment,
         )
-        output = done.stdout + done.stderr
+        output = done.stdout
         if expected.strip():
+            expected = re.sub(r"^\.\.\.\n", "...", expected, flags=re.MULTILINE)  # any lines, or none
             assert doctest.OutputChecker().check_output(expected, output, FLAGS), f"$ {command}\n{output}"
         else:
             assert done.returncode == 0, f"$ {command}\n{output}"
 
 
+def _write_file(text: str) -> None:
+    """Write a block to the file that its first line names, or add it to that file."""
+    named = _FILE.match(text)
+    assert named, text
+    path, body = Path(named[1]), text[named.end() :]
+    if named[2]:
+        body = re.sub(r"^(model =.*\n)", lambda line: line[1] + body, path.read_text(), flags=re.MULTILINE)
+    path.write_text(body)
+
+
 def _parsers(page: str) -> list:
     elsewhere = RUN_ELSEWHERE.get(page, set())
     parsers = [SkipParser()]
+    if "sh" not in elsewhere:
+        parsers.append(CodeBlockParser("sh", lambda example: _write_file(example.parsed)))
     if "python" not in elsewhere:
         parsers.append(PythonCodeBlockParser(doctest_optionflags=FLAGS))
     if "console" not in elsewhere:
@@ -84,14 +103,26 @@ def folder(tmp_path, monkeypatch):
     for name in ("examples", "bench"):
         (tmp_path / name).symlink_to(ROOT / name)
     yield tmp_path
+    for name in NAMESPACES:
+        if Path("/run/netns", name).exists():
+            subprocess.run(["ip", "netns", "del", name], check=True)
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _examples(page)])
+def _tier(page: str) -> list:
+    return [pytest.mark.nightly] if page in LONG else []
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=_tier(page)) for page in PAGES if _examples(page)])
 def test_code_blocks_run_as_shown(page, folder):
+    if page in LONG and os.geteuid():
+        pytest.skip("makes network namespaces, which needs root")
     for example in _examples(page):
+        if isinstance(example.parsed, str) and _FILE.match(example.parsed):
+            _write_file(example.parsed)
+            continue
         try:
             example.evaluate()
         except unittest.SkipTest:
@@ -106,7 +137,7 @@ def test_every_block_is_run_or_says_why_not(page):
         PAGES[page].read_text(),
         re.MULTILINE,
     )
-    known = {"python", "console"} | NOT_CODE | RUN_ELSEWHERE.get(page, set())
+    known = {"python", "console", "sh"} | NOT_CODE | RUN_ELSEWHERE.get(page, set())
     assert {a or b for a, b in languages} <= known
     skips = re.findall(r"<!--+ *skip: next(.*?)--+>", PAGES[page].read_text())
     assert all(re.fullmatch(r' "[^"]{10,}" *', reason) for reason in skips), skips
