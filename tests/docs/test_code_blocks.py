@@ -2,9 +2,9 @@
 
 Python blocks of a page share one namespace and are run in order; those that begin with ``>>>`` are doctests. In console
 blocks, lines after ``$`` are commands; lines below a command are its output, where ``...`` stands for any text. A block
-whose first line names a file, such as ``# train.py``, is written to that file; ``# train.py, changed`` is added below the
-file's line that begins with ``model =``. A block that cannot run here has ``<!-- skip: next "reason" -->`` above it.
-``<!-- invisible-code-block: python`` hides code.
+whose first line names a file, such as ``# train.py``, is written to that file; ``# train.py, changed`` is added below
+the file's line that begins with ``model =``. A block that cannot run here has ``<!-- skip: next "reason" -->`` above
+it. ``<!-- invisible-code-block: python`` hides code.
 """
 
 import doctest
