@@ -23,7 +23,7 @@ def shown(value: object) -> str:
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """The value of an argument that must be an integer, of Python's or of any other kind, within bounds."""
+    """Return `value` as an int; raise ArgumentError unless it is an integer of any type within bounds."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -67,7 +67,7 @@ def check_timeout(timeout: Any) -> timedelta | None:
 
 
 def plain(value: Any) -> Any:
-    """A number of another kind, such as numpy's or a tensor of rank 0, as one of Python's; all else as it is."""
+    """Convert scalars of numpy and tensors of rank 0 to int, float or bool; return anything else unchanged."""
     if value is None or type(value) in (int, float, bool, str):
         return value
     if isinstance(value, type) or getattr(value, "shape", ()):

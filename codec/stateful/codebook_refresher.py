@@ -197,7 +197,7 @@ class CodebookRefresher:
         return book
 
     def _until(self, step: int) -> dict[int, Codebook | None]:
-        """Return the codebooks whose use begins in a step or before it, by the first step of their use."""
+        """Return the codebooks in use at a step or before it, by the first step that uses them."""
         step = whole("step", step, 0, _STEPS)
         if not (found := {at: book for at, book in self._books.items() if at <= step}):
             raise StateError(f"the codebook of step {step} is no longer known: only the last two codebooks are kept")

@@ -176,7 +176,8 @@ DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *value
 }
 
 /*
- * Set found[].side_nibbles of all parts: the bytes of nibbles before each one's. Returns the size of the side section.
+ * Set found[i].side_nibbles to the offset of part i's nibbles among all nibbles, in bytes. Returns the size of the side
+ * section.
  */
 DEVICE_CALL uint64_t place_nibbles(const codec_view *v, uint8_t *memory, uint64_t nparts, const codec_choice *c,
 				   codec_part_found *found)

@@ -349,9 +349,9 @@ DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kin
 #define COL_AT_ONCE 16 /* rows of a column that a thread loads at once */
 
 /*
- * Compute column offsets before rounding, in eighths, for a share of a part's columns: the mean over a sample of rows
- * of what row offsets leave. The sample is the first rows of the one of sample_rows, whose means are in f->mean, unless
- * that has all rows. Groups of threads share the rows of a column.
+ * Compute column offsets before rounding, in eighths, for a share of a part's columns: the column mean of pattern minus
+ * row offset over sampled rows. Rows: the first ones that sample_rows chose, whose means are in f->mean, or all rows.
+ * Groups of threads share the rows of a column.
  */
 DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_kind &q, const codec_model_part *part,
 			     const uint8_t *values, uint32_t share, uint32_t shares, const codec_part_found *f,

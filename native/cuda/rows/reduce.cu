@@ -306,7 +306,8 @@ template <int CODEC> DEVICE_CALL uint32_t add_row(const summed &s, uint32_t r, c
 	return bad;
 }
 
-/* Add up this warp's share of a block's values. Returns a mask as add_quads. */
+/* Add this warp's share of a block's values. Return the mask of frames in which this lane read an invalid code or
+ * scale. */
 template <int CODEC> DEVICE uint32_t add_up(const summed &s, const float *ratio, uint32_t warp, uint32_t lane)
 {
 	const bool quads =

@@ -66,7 +66,7 @@ struct found {
 	uint64_t base, result, damage;
 };
 
-/* What open_frames has found in a frame's header, for finish_decode. */
+/* Header fields of a frame, written by open_frames and read by finish_decode. */
 struct opened {
 	uint64_t frame_nbytes;
 	uint64_t checksum;      /* of the frame, by its header */

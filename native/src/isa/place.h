@@ -4,7 +4,7 @@
 
 #include "kernels.h"
 
-/* Return the bytes of each piece to prefetch per row, in whole cache lines. */
+/* Return how many bytes of each source to prefetch per row, rounded up to whole cache lines. */
 static inline size_t ahead_step(const struct ahead *ahead, size_t rows)
 {
 	return rows ? (ahead->n + 64 * rows - 1) / (64 * rows) * 64 : 0;

@@ -14,8 +14,8 @@
 #define STORE256(p, v) _mm256_storeu_si256((__m256i *)(p), v)
 
 /*
- * bits_turn and bits_unturn of the two top bytes of 16 floats with their offsets. On the circle of n numbers, a result
- * is correct or too small by n; as unsigned numbers, the smaller of d and d + n is correct.
+ * bits_turn and bits_unturn of the two top bytes of 16 floats with their offsets. Results are modulo n: a difference d
+ * is right or n too small. As unsigned words the right one is min(d, d + n).
  */
 #define CIRCLE256 _mm256_set1_epi16(WIRE_CIRCLE(128))
 

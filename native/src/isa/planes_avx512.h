@@ -19,7 +19,7 @@ static inline __m512i select512(__m512i mask, __m512i a, __m512i b)
 	return _mm512_ternarylogic_epi32(mask, a, b, 0xca);
 }
 
-/* Return the lanes whose pattern is 128 or more, which are lowered and raised. */
+/* Return the mask of lanes whose pattern is at least 128: only they get the scale model's offset. */
 static inline __mmask32 moving512(__m512i x)
 {
 	return _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x7f80));

@@ -10,7 +10,7 @@ const char *codec_strerror(codec_status status)
 	case CODEC_BAD_DTYPE: return "the codec does not take this dtype";
 	case CODEC_BAD_SHAPE: return "rank above 8, or a shape whose product overflows";
 	case CODEC_BAD_SEGMENTS: return "segments overlap, are out of order or lie outside of the tensor";
-	case CODEC_BAD_CODEBOOK: return "not a codebook, or not that of its id, or one for other symbols";
+	case CODEC_BAD_CODEBOOK: return "the codebook is malformed, has another id, or was made for other symbols";
 	case CODEC_SHAPE_MISMATCH: return "the destination's dtype or shape is not the frame's";
 	case CODEC_NONFINITE: return "the tensor holds NaN or Inf, which this codec does not take";
 	case CODEC_BAD_SCALE: return "the scale given is smaller than the largest magnitude";
