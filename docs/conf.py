@@ -22,6 +22,7 @@ extensions = [
     "numpydoc",
     "myst_parser",
     "breathe",
+    "sphinx_copybutton",
 ]
 templates_path = ["_templates"]
 exclude_patterns = ["Doxyfile"]
@@ -29,6 +30,11 @@ highlight_language = "text"
 html_theme = "furo"
 html_title = f"codec {release}"
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
+copybutton_prompt_text = r">>> |\.\.\. |\$ "  # copied commands have neither prompts nor output
+copybutton_prompt_is_regexp = True
+copybutton_only_copy_prompt_lines = True
 
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 3
@@ -37,6 +43,7 @@ autosummary_generate = True
 autosummary_imported_members = True  # public objects are imported into the modules that export them
 autosummary_ignore_module_all = False
 autodoc_typehints = "none"  # docstrings give types
+autodoc_preserve_defaults = True  # signatures show defaults as they are written
 autodoc_default_options = {"member-order": "bysource"}
 numpydoc_show_class_members = False
 suppress_warnings = ["ref.citation"]  # docstrings list sources that their text need not cite
@@ -48,7 +55,7 @@ breathe_order_parameters_first = False
 
 
 def _link_sources(app: Any, docname: str, source: list[str]) -> None:
-    """Replace links to files outside docs/ by their paths, and check that the files exist."""
+    """Make links to files outside docs/ downloads, those to folders paths, and check that they exist."""
     folder = (ROOT / "docs" / docname).parent
 
     def replaced(match: re.Match[str]) -> str:
@@ -58,6 +65,8 @@ def _link_sources(app: Any, docname: str, source: list[str]) -> None:
             return match.group()
         if not path.exists():
             raise FileNotFoundError(f"docs/{docname}.md links to {target}, which does not exist")
+        if path.is_file():
+            return f"{{download}}`{text.replace('`', '')} <{target}>`"
         name = path.relative_to(ROOT)
         return f"`{name}`" if text.strip("`") in (str(name), name.name) else f"{text} (`{name}`)"
 
