@@ -170,6 +170,7 @@ def decode_request(
         False,  # check_only
         base,
         None,  # arriving
+        False,  # in_flight
     )
     return DecodeRequest._make(fields)  # twice as fast as a call of the class; a missing field is a TypeError, too
 

@@ -74,6 +74,7 @@ class DecodeRequest(NamedTuple):
     # CUDA, deferred calls: these bytes as they will be when the verdict is read; `head` then is what they are expected
     # to be, but for the checksum
     arriving: TensorView | None = None
+    in_flight: bool = False  # CUDA, deferred calls: the frame may not be there yet, so that the host reads `head` alone
 
     def limit(self) -> int:
         """Return the upper bound of the bytes of a new tensor."""

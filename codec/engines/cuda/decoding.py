@@ -135,7 +135,11 @@ class Frame:
         args = head.data, head.nbytes, self.frame.nbytes, call.context, job, size[0], ffi.NULL
         status = lib.codec_decode_plan(*args)
         if status or not self._fits(v, levels, into):
-            self._refuse(call, v)
+            if self.request.in_flight:
+                check(status, call.fault)
+            else:
+                self._refuse(call, v)
+            raise FrameError("head= is of another frame: pass the head of this frame", Status.BAD_HEADER)
         view.struct_nbytes = ffi.sizeof("codec_view")
         check(lib.codec_job_view(job, view))
         self._call, self._job, self._job_nbytes, self.view = call, job, size[0], view
@@ -219,7 +223,6 @@ class Frame:
         call.context.flags |= lib.CODEC_CHECK_ONLY
         t = call.fill_tensor(v)
         check(lib.codec_decode(frame.data, frame.nbytes, t, call.context, call.scratch(size), size), call.fault)
-        raise FrameError("head= is of another frame: pass the head of this frame", Status.BAD_HEADER)
 
     def verify(self) -> None:
         """Raise FrameError if the frame is invalid."""

@@ -28,7 +28,6 @@ from codec.torch.transport.messages import Array
 from codec.torch.transport.nccl import DeviceTransfer
 
 _ALIGN = 64  # bytes: frames on the GPU begin at multiples of this
-_HEAD = 4096  # bytes of a frame that are read first: most side sections end within them
 _SLACK = 16  # 1 / _SLACK of a frame's size is copied beyond the size of the last frame
 _sizes: dict[tuple[Any, ...], int] = {}  # expected bytes of frames by spec, dtype and values; the last used is last
 
@@ -81,7 +80,7 @@ class Found(NamedTuple):
     """Frame of a rank."""
 
     frame: Any  # on the GPU, a tensor of bytes; or in host memory, an array of them
-    head: Array | None  # first bytes of a frame on the GPU, in host memory; the header has been checked
+    head: Array | None  # header and side section of a frame on the GPU, in host memory; the header has been checked
     arriving: Array | None = None  # the same, which will be there after `settle`; `head` is what is expected
 
 
@@ -317,14 +316,14 @@ class DeviceReduction(Reduction):
         """Return the request to decode a frame of a piece."""
         if found.head is None:
             self.check_frame(found.frame, piece)
-        frame, head = view_bytes(found.frame), None if found.head is None else view_bytes(found.head[:_HEAD])
+        frame, head = view_bytes(found.frame), None if found.head is None else view_bytes(found.head)
         request = decode_request(
             (frame,), self.shared_levels(piece), self._options(piece), out, codebooks=self.codebooks
         )
         if frame.device == "cpu":
             return request
-        arriving = None if found.arriving is None else view_bytes(found.arriving[:_HEAD])
-        return request._replace(head=head, arriving=arriving)
+        arriving = None if found.arriving is None else view_bytes(found.arriving)
+        return request._replace(head=head, arriving=arriving, in_flight=True)
 
     def decode_all(self, frames: Sequence[tuple["Found", Piece, torch.Tensor]]) -> None:
         """Decode frames, each to its piece of a tensor."""

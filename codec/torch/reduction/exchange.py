@@ -4,16 +4,14 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from codec import FrameError, PeerError
 from codec._c.library import lib
-from codec.frame_size import has_fixed_rate
-from codec.inspection import read_header
-from codec.tensors.view import view_bytes
 from codec.torch.network.inbox import Receive
-from codec.torch.reduction.device import DeviceReduction, Encoded, Found, Term, keep
+from codec.torch.reduction import heads
+from codec.torch.reduction.device import DeviceReduction, Encoded, Found, Term
+from codec.torch.reduction.heads import Announced
 from codec.torch.reduction.partition import Piece
 from codec.torch.transport.collective import NoFrameError, Part
 from codec.torch.transport.messages import Array
@@ -23,9 +21,6 @@ FRAME_LENGTH = struct.Struct("<Q")  # before each frame in a slot
 _ALIGN = 16  # bytes: slots begin at multiples of this
 _BEFORE = FRAME_LENGTH.size  # bytes of a slot before the frame
 _LEAST = _BEFORE + lib.CODEC_HEADER_NBYTES  # bytes that hold the length and the header of a frame
-_HEAD = _BEFORE + 4096  # bytes of a slot that the host reads: most side sections end within them
-
-_CHECKSUM = slice(24, 32)  # of a header
 
 Pieces = Sequence[Sequence[Piece]]  # by rank and chunk
 Row = list[Found | None]  # a frame of each rank; None: this rank's own values
@@ -81,158 +76,152 @@ class _Arrived(NamedTuple):
 class Slots:
     """Exchange in memory of GPUs: a row of slots for each rank, a slot for each chunk (docs/protocol.md, section 18).
 
-    A slot has a frame behind its length. All frames of a phase travel in one message for each two ranks.
+    A slot has a frame behind its length. All frames of a phase travel in one message for each two ranks. Their heads
+    travel before them from host to host, so that the host does not wait for frames that arrive.
     """
 
     def __init__(self, part: Part, r: DeviceReduction, pieces: Pieces) -> None:
         self._part, self._r, self._pieces = part, r, pieces
         self._most = max(r.frame_bound(piece) for row in pieces for piece in row)
-        self._terms: Sequence[Term] = ()  # of the last phase
-        self._sent = torch.empty(0, dtype=torch.uint8, device="cpu")  # their slots
 
     async def scatter(self) -> Phase:
         """Send frames of row i to rank i, which has as many rows as there are ranks."""
         part = self._part
         terms = scattered_terms(part, self._r, self._pieces)
-        received = await self._exchange(part.size, terms, lambda slots: part.device.all_to_all(slots, part.counters))
-        return await self._arrived(received, [self._pieces[part.rank]] * part.size)
+        pieces = [self._pieces[part.rank]] * part.size
+        return await self._exchange(terms, pieces, lambda slots: part.device.all_to_all(slots, part.counters))
 
     async def gather(self, terms: Sequence[Term], pieces: Pieces) -> Phase:
         """Send a row of frames to all ranks."""
         part = self._part
-        received = await self._exchange(1, terms, lambda slots: part.device.all_gather(slots[0], part.counters))
-        return await self._arrived(received, pieces)
+        return await self._exchange(terms, pieces, lambda slots: part.device.all_gather(slots[0], part.counters))
 
     async def _exchange(
-        self, rows: int, terms: Sequence[Term], send: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """Encode terms, and return the slots that send(rows of slots) receives, once all ranks have encoded theirs.
+        self, terms: Sequence[Term], pieces: Pieces, send: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Phase:
+        """Encode rows of terms, and return the frames of `pieces` in the slots that send(rows of slots) receives.
 
-        NCCL's messages could not be ended if a rank had failed. So all ranks first report the size of their largest
-        frame, which the host knows without a wait if the codec has a fixed rate.
-        """
-        r, part = self._r, self._part
-        slots = r.empty_bytes((rows, len(self._pieces[0]), _slot_nbytes(self._most)))
-        self._terms = terms
-        with part.clock.during("encode_s"):
-            encoded = r.encode_all(terms, [slot[_BEFORE:] for row in slots for slot in row])
-            if has_fixed_rate(r.spec):
-                largest = max(r.frame_bound(term.piece) for term in terms)
-            else:
-                r.settle(part.device)
-                largest = max(encoded.lengths)
-        largest = max(theirs for [theirs] in await part.gather([largest]))
-        if largest > self._most:
-            raise PeerError(f"a rank reports a frame of {largest} bytes, but at most {self._most} are possible")
-        part.counters.round_trips += 1
-        with part.device.phase():
-            slots = slots[:, :, : _slot_nbytes(largest)].contiguous()
-            slots.view(torch.int64)[:, :, 0] = encoded.sizes.view(rows, -1)
-            self._sent = slots
-            return send(slots)
-
-    async def _arrived(self, slots: torch.Tensor, pieces: Pieces) -> _Arrived:
-        """Return the frames in slots of all ranks.
-
-        The host waits for their first bytes, unless it knows what these will be, but for the checksum.
+        NCCL's messages could not be ended if a rank had failed. So all ranks first send each other the heads of their
+        frames.
 
         Raises
         ------
         FrameError
-            A length or a header is not as agreed; :meth:`DeviceReduction.settle` raises it if the host did not wait.
-        NoFrameError
-            A rank had no frame to send.
+            A head is not as agreed.
+        PeerError
+            A rank announces a frame that is larger than possible.
         """
-        r = self._r
-        expected = [[_expected_head(r, piece) for piece in row] for row in pieces]
-        learns = any(_learns_head(r, term.piece) for term in self._terms)
-        known = not learns and all(head is not None for row in expected for head in row)
-        sent = self._read_heads(self._sent) if learns else None
-        heads, most = self._read_heads(slots), slots.shape[2] - _BEFORE
-        if known:
-            r.check_later(lambda: self._check(heads, pieces, most, expected))
-            nbytes = [[r.frame_bound(piece) for piece in row] for row in pieces]
-        else:
-            r.settle(self._part.device)
-            nbytes = self._check(heads, pieces, most, None)
-        if sent is not None:
-            for term, head in zip(self._terms, sent.reshape(len(self._terms), -1), strict=True):
-                _note_head(r, term.piece, head[_BEFORE:])
+        r, part, chunks = self._r, self._part, len(self._pieces[0])
+        slots = r.empty_bytes((len(terms) // chunks, chunks, _slot_nbytes(self._most)))
+        with part.clock.during("encode_s"):
+            encoded = r.encode_all(terms, [slot[_BEFORE:] for row in slots for slot in row])
+            mine = self._announce(terms, slots, encoded)
+        rows = [mine[i : i + chunks] for i in range(0, len(mine), chunks)]
+        announced, largest = await self._swap(rows if len(rows) > 1 else rows * part.size, pieces)
+        part.counters.round_trips += 1
+        with part.device.phase():
+            slots = slots[:, :, : _slot_nbytes(largest)].contiguous()
+            slots.view(torch.int64)[:, :, 0] = encoded.sizes.view(len(rows), -1)
+            received = send(slots)
+        return self._arriving(received, pieces, announced)
 
-        def found(rank: int, c: int, n: int) -> Found:
-            frame, head = slots[rank, c, _BEFORE : _BEFORE + n], heads[rank, c, _BEFORE : _BEFORE + n]
-            return Found(frame, expected[rank][c], head) if known else Found(frame, head)
+    def _announce(self, terms: Sequence[Term], slots: torch.Tensor, encoded: Any) -> list[Announced]:
+        """Return what this rank sends of its frames in advance; wait for them unless shapes determine that."""
+        r, pieces = self._r, [term.piece for term in terms]
+        known = [heads.constant(r, piece) for piece in pieces]
+        found = [Announced(r.frame_bound(p), head, False) for p, head in zip(pieces, known, strict=True) if head is not None]
+        if len(found) == len(terms):
+            return found
+        read = self._heads_of(slots, heads.usual_nbytes(r, pieces))
+        for piece, head in zip(pieces, read, strict=True):
+            heads.note(r, piece, head)
+        return [Announced(n, head, True) for n, head in zip(encoded.lengths, read, strict=True)]
 
-        return _Arrived([[found(rank, c, n) for c, n in enumerate(row)] for rank, row in enumerate(nbytes)])
+    def _heads_of(self, slots: torch.Tensor, usual: int) -> list[Array]:
+        """Wait for this rank's frames, and return their heads; wait twice if one has more than `usual` bytes."""
+        while True:
+            read = self._read(slots, usual)
+            self._r.settle(self._part.device)
+            frames = [slot[_BEFORE:] for row in read for slot in row]
+            sizes = [heads.head_nbytes(frame) for frame in frames]
+            if max(sizes) <= usual:
+                return [frame[:n] for frame, n in zip(frames, sizes, strict=True)]
+            usual = max(sizes)
 
-    def _read_heads(self, slots: torch.Tensor) -> Array:
-        """Return the first bytes of slots, which are there after :meth:`DeviceReduction.settle`."""
-        found = self._r.read_back(slots[:, :, : min(_HEAD, slots.shape[2])].contiguous())
+    async def _swap(self, rows: Sequence[Sequence[Announced]], pieces: Pieces) -> tuple[list[list[Announced]], int]:
+        """Send row i to rank i; return the rows that ranks send about `pieces`, and the size of the largest frame."""
+        r, part = self._r, self._part
+        mine = max(each.nbytes for row in rows for each in row)
+        bounds = [[r.frame_bound(piece) for piece in row] for row in pieces]
+        bodies = await part.swap([heads.pack(mine, row) for row in rows], [heads.most_nbytes(row) for row in bounds])
+        found, largest = {part.rank: [*rows[part.rank]]}, mine
+        with part.device.phase():  # other ranks may begin to send their frames
+            for o, body in bodies.items():
+                theirs, found[o] = heads.unpack(body, len(bounds[o]), o)
+                largest = max(largest, theirs)
+            if largest > self._most:
+                raise PeerError(f"a rank reports a frame of {largest} bytes, but at most {self._most} are possible")
+        return [found[rank] for rank in range(part.size)], largest
+
+    def _arriving(self, slots: torch.Tensor, pieces: Pieces, announced: Sequence[Sequence[Announced]]) -> _Arrived:
+        """Return the frames in slots of all ranks, in the order of the stream.
+
+        Raises
+        ------
+        FrameError
+            A head is not as agreed; :meth:`DeviceReduction.settle` raises it if the sender did not know the checksum.
+        """
+        most = slots.shape[2] - _BEFORE
+        for rank, row in enumerate(announced):
+            for each, piece in zip(row, pieces[rank], strict=True):
+                self._check(rank, each, piece, most)
+        first: Array | None = None
+        if not all(each.complete for row in announced for each in row):
+            longest = max(len(each.head) for row in announced for each in row)
+            first = found = self._read(slots, longest)
+            self._r.check_later(lambda: _check_arrived(found, announced))
+
+        def frame(rank: int, c: int, each: Announced) -> Found:
+            begin, there = first, slots[rank, c, _BEFORE : _BEFORE + each.nbytes]
+            if each.complete or begin is None:
+                return Found(there, each.head)
+            return Found(there, each.head, begin[rank, c, _BEFORE : _BEFORE + len(each.head)])
+
+        return _Arrived([[frame(rank, c, each) for c, each in enumerate(row)] for rank, row in enumerate(announced)])
+
+    def _check(self, rank: int, each: Announced, piece: Piece, most: int) -> None:
+        """Check what a rank has announced of a frame of a piece."""
+        if each.nbytes > most:
+            raise FrameError(f"rank {rank} sends a frame of {each.nbytes} bytes, but at most {most} are possible")
+        self._r.check_frame(each.head, piece)
+        if heads.head_nbytes(each.head) != len(each.head):
+            raise FrameError(f"rank {rank} sends a head of {len(each.head)} bytes, which its header contradicts")
+
+    def _read(self, slots: torch.Tensor, nbytes: int) -> Array:
+        """Return the first bytes of slots, `nbytes` of each frame, which are there after `settle`."""
+        found = self._r.read_back(slots[:, :, : min(_BEFORE + nbytes, slots.shape[2])].contiguous())
         return found.reshape(*slots.shape[:2], -1)
 
-    def _check(
-        self, heads: Array, pieces: Pieces, most: int, expected: Sequence[Sequence[Array | None]] | None
-    ) -> list[list[int]]:
-        """Check lengths and headers of frames, and return the lengths."""
-        found: list[list[int]] = []
-        for rank, row in enumerate(pieces):
-            found.append([])
-            for c, piece in enumerate(row):
-                (nbytes,) = FRAME_LENGTH.unpack_from(heads[rank, c])
-                if not nbytes:
-                    raise NoFrameError(rank)
-                if nbytes > most:
-                    raise FrameError(f"rank {rank} sends a frame of {nbytes} bytes, but at most {most} are possible")
-                head = heads[rank, c, _BEFORE : _BEFORE + nbytes]
-                self._r.check_frame(head, piece)
-                want = None if expected is None else expected[rank][c]
-                if want is not None and (nbytes != self._r.frame_bound(piece) or not _is_like(head, want)):
-                    raise FrameError(f"rank {rank} sends a frame whose header is not that of its spec and shape")
-                found[rank].append(nbytes)
-        return found
 
+def _check_arrived(first: Array, announced: Sequence[Sequence[Announced]]) -> None:
+    """Check the first bytes of slots whose frames were announced without a checksum.
 
-_heads: dict[tuple[Any, ...], Array] = {}  # bytes before the blocks, by spec, dtype, values and segments
-_UNKNOWN = np.empty(0, np.uint8)  # in _heads: these bytes depend on the values
-
-
-def _head_key(r: DeviceReduction, piece: Piece) -> tuple[Any, ...]:
-    return r.spec, r.dtype, piece.n, piece.segments
-
-
-def _expected_head(r: DeviceReduction, piece: Piece) -> Array | None:
-    """Return the bytes before the blocks of a piece's frames, with any checksum; None if they are not known."""
-    head = _heads.get(_head_key(r, piece), _UNKNOWN)
-    return head if len(head) else None
-
-
-def _learns_head(r: DeviceReduction, piece: Piece) -> bool:
-    """Return True if :func:`_note_head` may help with the next frame of a piece."""
-    return has_fixed_rate(r.spec) and _head_key(r, piece) not in _heads
-
-
-def _note_head(r: DeviceReduction, piece: Piece, head: Array) -> None:
-    """Note the head of a frame that this rank has encoded, and whether it depends on the piece's shape alone."""
-    if _learns_head(r, piece):
-        keep(_heads, _head_key(r, piece), head[: _constant_head_nbytes(head)].copy())
-
-
-def _constant_head_nbytes(head: Array) -> int:
-    """Return the bytes of a frame before its blocks if they hold no scale (docs/format.md, 8.3); 0 if they do."""
-    info = read_header(view_bytes(head))
-    begin = info.side_offset
-    if not info.nblocks or begin + info.side_nbytes > len(head):
-        return 0
-    parts = int(head[begin : begin + 4].view("<u4")[0]) if info.side_nbytes else 0
-    records = -(-(4 + 16 * parts) // 8) * 8 if parts else 0
-    return begin + info.side_nbytes if info.side_nbytes == records else 0
-
-
-def _is_like(head: Array, expected: Array) -> bool:
-    """Return True if a frame begins as expected, but for its checksum."""
-    same = head[: len(expected)] == expected
-    same[_CHECKSUM] = True
-    return bool(same.all())
+    Raises
+    ------
+    FrameError
+        A length or a head is not as announced.
+    NoFrameError
+        A rank had no frame to send.
+    """
+    for rank, row in enumerate(announced):
+        for c, each in enumerate(row):
+            if each.complete:
+                continue
+            (nbytes,) = FRAME_LENGTH.unpack_from(first[rank, c])
+            if not nbytes:
+                raise NoFrameError(rank)
+            if nbytes != each.nbytes or not heads.is_like(first[rank, c, _BEFORE:], each.head):
+                raise FrameError(f"rank {rank} sends a frame whose header is not that of its spec and shape")
 
 
 def _slot_nbytes(nbytes: int) -> int:

@@ -342,6 +342,18 @@ class Part:
         await self.sent()
         return [found[rank][0] for rank in range(self.size)]
 
+    async def swap(self, bodies: Sequence[Sequence[Array]], most: Sequence[int]) -> dict[int, Array]:
+        """Send each other rank a message, `bodies` by rank; return theirs, of at most `most` bytes, by rank."""
+        for o in self.others:
+            self.send(bodies[o], o)
+        found: dict[int, Array] = {}
+        for o in self.others:
+            receive = self._receive(o, most[o])  # memory is allocated as bytes arrive
+            await self._wait(receive)
+            found[o] = receive.message
+        await self.sent()
+        return found
+
     async def _wait(self, wait: Wait) -> None:
         try:
             await wait

@@ -7,6 +7,7 @@ ranks share, and ``make gpu-nccl`` those tests in which NCCL carries frames from
 import contextlib
 import logging
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -21,8 +22,8 @@ from codec.torch.ddp import uncompressed
 from codec.torch.group import communicator
 from codec.torch.group.tasks import Task
 from codec.torch.group.work import Work
+from codec.torch.reduction import heads
 from codec.torch.transport import nccl, streams
-from codec.torch.transport.collective import Part
 from support.collective_values import rank_values, tensor_bytes
 from support.cuda_tensors import NCCL, DeviceTensor, gpu, host, new_group_of_gpus, on_device
 from support.ddp_training import ENCODE_ALL, hook_state_bytes, parameter_bytes, train, wrapped
@@ -265,12 +266,12 @@ def test_host_waits_for_few_things(pair):
         assert {k: n for k, n in found.items() if n > (4 if k[1] == "two_shot" else 3)} == {}
 
 
-def test_host_waits_for_the_verdict_and_the_result_if_frames_of_fixed_rate_stay_on_gpus(gpus):
+def test_host_waits_for_own_frames_once_a_phase_if_they_stay_on_gpus(gpus):
     for found in gpus.run(_waits):
-        assert found["quantize_4", "two_shot"] == found["quantize_4", "all_gather"] == 2
-        # besides: first bytes of frames in each phase, and their sizes where these differ
-        assert found["sign_l1", "two_shot"] <= 4
-        assert found["lossless", "two_shot"] <= 6
+        assert found["quantize_4", "two_shot"] == found["quantize_4", "all_gather"] == 2  # the verdict, and the result
+        for name in ("lossless", "sign_l1"):  # besides, sizes and heads of this rank's frames in each phase
+            assert found[name, "two_shot"] == 4
+            assert found[name, "all_gather"] == 3
 
 
 def _residual_copies(rank, size):
@@ -541,7 +542,7 @@ def _bytes_by_way(rank, size):
             channel.mesh.send = lambda *args, send=send, messages=messages: messages.append(args[-1]) or send(*args)
             codec.torch.all_reduce(x, spec, options=how())
             del channel.mesh.send
-            assert all(sum(part.nbytes for part in body) <= 3 * 8 for body in messages)  # integers
+            assert all(sum(part.nbytes for part in body) < 1024 for body in messages)  # integers and heads
             assert DeviceTensor.copied_nbytes == copied
             assert Emulated.read_nbytes - read < 2 * size * (8 + 4096 + 256)  # lengths, first bytes, verdicts
             yield (channel.counters - before).sent_nbytes
@@ -629,16 +630,80 @@ def test_altered_frame_between_gpus_is_an_error_on_all_ranks(gpus, kind):
     assert gpus.run(_altered, kind) == [errors, ["PeerError"] * 8]
 
 
+def _announcing(rank, size, kind):
+    """Have rank 1 send wrong heads; return the outcomes and whether all tensors are unchanged."""
+    found, pack = [], heads.pack
+
+    def damaged(largest, row, at):
+        head = row[0].head.copy()
+        head[at % len(head)] ^= 1
+        return pack(largest, [row[0]._replace(head=head), *row[1:]])
+
+    def resized(largest, row, change):
+        return pack(largest, [row[0]._replace(nbytes=row[0].nbytes + change), *row[1:]])
+
+    def cut(largest, row):
+        return pack(largest, [row[0]._replace(head=row[0].head[:-8]), *row[1:]])
+
+    changes = [partial(damaged, at=at) for at in (5, 24, 48, -1)]
+    changes += [partial(resized, change=8), partial(resized, change=-8), partial(resized, change=1 << 40), cut]
+    with gpu(kind) as put:
+        for change in changes:
+            for algorithm in ("two_shot", "all_gather"):
+                x = put(values := rank_values(rank, SHAPE))
+                heads.pack = change if rank == 1 else pack
+                try:
+                    found.append(outcome(codec.torch.all_reduce, x, codec.Lossless(), options=how(algorithm))[0])
+                finally:
+                    heads.pack = pack
+                assert torch.equal(host(x), values)
+        assert outcome(codec.torch.all_reduce, put(values), codec.Lossless(), options=how()) == "success"
+    return found
+
+
+@pytest.mark.nccl
+def test_wrong_heads_of_frames_are_errors_on_all_ranks(gpus, kind):
+    mine, theirs = gpus.run(_announcing, kind)
+    assert theirs == ["PeerError"] * len(mine)
+    assert set(mine) == {"FrameError", "ChecksumError", "UnsupportedError"}
+
+
+def _malformed(rank, size, how_many):
+    """Have rank 1 send `how_many` bytes more than it should about its frames."""
+    pack = heads.pack
+
+    def changed(largest, row):
+        body = np.concatenate(pack(largest, row))
+        return [body[:how_many] if how_many < 0 else np.append(body, np.zeros(how_many, np.uint8))]
+
+    with gpu("emulated") as put:
+        codec.torch.all_reduce(put(torch.ones(10)), options=how())
+        x = put(values := rank_values(rank, SHAPE))
+        heads.pack = changed if rank == 1 else pack
+        try:
+            found = outcome(codec.torch.all_reduce, x, codec.Lossless(), options=how())[0]
+        finally:
+            heads.pack = pack
+        assert torch.equal(host(x), values)
+        return found, communicator.communicator_of(None).channel.closed
+
+
+@pytest.mark.parametrize("how_many", [-1, 8])
+def test_malformed_message_about_frames_ends_the_group_at_once(gpus, how_many):
+    [mine, _], [theirs, closed] = gpus.run(_malformed, how_many)
+    assert (mine, theirs, closed) == ("FrameError", "PeerError", True)
+
+
 def _large_frame(rank, size):
-    """Report a frame on rank 1 that is larger than possible."""
-    gather = Part.gather
+    """Announce a frame on rank 1 that is larger than possible."""
+    pack = heads.pack
     if rank == 1:
-        Part.gather = lambda part, numbers: gather(part, [1 << 40])
+        heads.pack = lambda largest, row: pack(1 << 40, row)
     try:
         with gpu("emulated") as put:
             return outcome(codec.torch.all_reduce, put(torch.ones(SHAPE)), codec.Lossless(), options=how())[0]
     finally:
-        Part.gather = gather
+        heads.pack = pack
 
 
 def test_size_beyond_the_bound_of_a_frame_is_an_error_on_all_ranks(gpus):

@@ -1,0 +1,122 @@
+"""Heads of frames, header and side section, that ranks send each other before the frames cross between GPUs."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from codec import FrameError
+from codec.frame_size import has_fixed_rate
+from codec.inspection import read_header
+from codec.tensors.view import view_bytes
+from codec.torch.reduction.device import DeviceReduction, keep
+from codec.torch.reduction.partition import Piece
+from codec.torch.transport.messages import Array, numbers_nbytes, pack_numbers, unpack_numbers
+
+_FIELDS = 3  # integers of a frame in a message: bytes of the frame, bytes of its head, 1 if the head is complete
+_USUAL = 4096  # bytes that hold most heads
+_SPARE = 256  # bytes by which a head may be longer than the last one, as its codebooks depend on values
+
+_CHECKSUM = slice(24, 32)  # of a header
+
+
+class Announced(NamedTuple):
+    """What a rank sends of a frame in advance.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes of the frame.
+    head : ndarray of uint8
+        Header and side section.
+    complete : bool
+        False: shapes alone determine the head, but for the checksum, which is that of the frame itself. The sender need
+        not know it, nor if its values can be encoded.
+    """
+
+    nbytes: int
+    head: Array
+    complete: bool
+
+
+def pack(largest: int, row: Sequence[Announced]) -> list[Array]:
+    """Return the message about a row of frames, as buffers; `largest`: bytes of this rank's largest frame to any rank."""
+    fields = [n for each in row for n in (each.nbytes, len(each.head), int(each.complete))]
+    return [pack_numbers([largest, *fields]), *(each.head for each in row)]
+
+
+def most_nbytes(bounds: Sequence[int]) -> int:
+    """Return the most bytes of a message about frames of at most `bounds` bytes."""
+    return numbers_nbytes(1 + _FIELDS * len(bounds)) + sum(bounds)
+
+
+def unpack(body: Array, count: int, rank: int) -> tuple[int, list[Announced]]:
+    """Return the largest frame and the row of frames in a message of `rank` about `count` frames.
+
+    Raises
+    ------
+    FrameError
+        The message does not have as many bytes as its integers say.
+    """
+    begin = numbers_nbytes(1 + _FIELDS * count)
+    if len(body) < begin:
+        raise FrameError(f"rank {rank} sends {len(body)} bytes about {count} frames, at least {begin} are needed")
+    largest, *fields = unpack_numbers(body[:begin])
+    row: list[Announced] = []
+    for i in range(0, len(fields), _FIELDS):
+        nbytes, head_nbytes, complete = fields[i : i + _FIELDS]
+        if not 0 <= head_nbytes <= min(nbytes, len(body) - begin):
+            raise FrameError(f"rank {rank} sends a head of {head_nbytes} bytes, of a frame of {nbytes}")
+        row.append(Announced(nbytes, body[begin : begin + head_nbytes], complete == 1))
+        begin += head_nbytes
+    if begin != len(body):
+        raise FrameError(f"rank {rank} sends {len(body)} bytes about {count} frames, {begin} are needed")
+    return largest, row
+
+
+def head_nbytes(frame: Array) -> int:
+    """Return the bytes of header and side section, from at least the header of a frame."""
+    info = read_header(view_bytes(frame))
+    return int(info.side_offset + info.side_nbytes)
+
+
+def is_like(head: Array, expected: Array) -> bool:
+    """Return True if a frame begins as expected, but for its checksum."""
+    same = head[: len(expected)] == expected
+    same[_CHECKSUM] = True
+    return bool(same.all())
+
+
+_constant: dict[tuple[Any, ...], Array] = {}  # heads that shapes determine, with any checksum
+_lengths: dict[tuple[Any, ...], int] = {}  # bytes of the last head
+
+
+def _key(r: DeviceReduction, piece: Piece) -> tuple[Any, ...]:
+    return r.spec, r.dtype, piece.n, piece.segments
+
+
+def constant(r: DeviceReduction, piece: Piece) -> Array | None:
+    """Return the head of all frames of a piece, with any checksum; None if it depends on values, or is not known."""
+    return _constant.get(_key(r, piece))
+
+
+def usual_nbytes(r: DeviceReduction, pieces: Sequence[Piece]) -> int:
+    """Return the bytes that hold the heads of frames of some pieces, if they are as long as the last ones."""
+    return max(_USUAL, *(_lengths.get(_key(r, piece), 0) for piece in pieces))
+
+
+def note(r: DeviceReduction, piece: Piece, head: Array) -> None:
+    """Note the head of a frame that this rank has encoded: its size, and the head itself if shapes determine it."""
+    key = _key(r, piece)
+    keep(_lengths, key, len(head) + _SPARE)
+    if has_fixed_rate(r.spec) and not _depends_on_values(head):
+        keep(_constant, key, head.copy())
+
+
+def _depends_on_values(head: Array) -> bool:
+    """Return True unless the side section of a frame in blocks holds nothing but parts (docs/format.md, 8.3)."""
+    info = read_header(view_bytes(head))
+    begin = info.side_offset
+    parts = int(head[begin : begin + 4].view("<u4")[0]) if info.side_nbytes else 0
+    records = -(-(4 + 16 * parts) // 8) * 8 if parts else 0
+    return not info.nblocks or info.side_nbytes != records
