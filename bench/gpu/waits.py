@@ -65,13 +65,15 @@ def measure(rank: int, size: int, n: int, specs: list[str]) -> list[dict[str, An
 def _reductions(rank: int, n: int, name: str) -> Any:
     """Yield the names of all-reduces, and functions that run them."""
     feedback: Any = False if name == "TopK" else None
-    x = torch.randn(n, generator=torch.Generator().manual_seed(rank)) / 100
-    for algorithm in ("two_shot", "all_gather"):
-        there, options = on_device(x.clone()), codec.options(algorithm=algorithm)
-        yield (
-            f"all_reduce, {algorithm}",
-            lambda t=there, o=options: codec.torch.all_reduce(t, SPECS[name], op="mean", feedback=feedback, options=o),
-        )
+    x = on_device(torch.randn(n, generator=torch.Generator().manual_seed(rank)) / 100)
+    for call, algorithm, out in (
+        ("two_shot", "two_shot", None),
+        ("two_shot, out=", "two_shot", on_device(torch.empty(n))),
+        ("all_gather", "all_gather", None),
+    ):
+        how: Any = {"op": "mean", "feedback": feedback, "out": out, "options": codec.options(algorithm=algorithm)}
+        there = on_device(host(x).clone())
+        yield f"all_reduce, {call}", lambda t=there, how=how: codec.torch.all_reduce(t, SPECS[name], **how)
 
 
 def _buckets(rank: int, n: int, name: str) -> Any:
@@ -115,7 +117,7 @@ def main() -> None:
     args = parser.parse_args()
     specs = [name for name in SPECS if name.startswith(args.only)]
     if not args.json:
-        print(f"{'codec':16} {'frames':6} {'call':22} {'':7}" + "".join(f"{name:>12}" for name in NAMES))
+        print(f"{'codec':16} {'frames':6} {'call':26} {'':7}" + "".join(f"{name:>12}" for name in NAMES))
     for way in ("host", "nccl"):
         with RankPool(args.ranks) as ranks:
             if way == "nccl":
@@ -127,7 +129,7 @@ def main() -> None:
                     print(json.dumps(row | {"frames": way}), flush=True)
                     continue
                 counts = "".join(f"{row[name]:12}" for name in NAMES)
-                print(f"{row['codec']:16} {way:6} {row['call']:22} {row['step']:7}{counts}", flush=True)
+                print(f"{row['codec']:16} {way:6} {row['call']:26} {row['step']:7}{counts}", flush=True)
 
 
 if __name__ == "__main__":
