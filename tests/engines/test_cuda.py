@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 import codec
 from codec import optimizers
 from codec._c.library import ITEMSIZE
-from codec.engines.cuda import encoding, plan, scratch, workspace
+from codec.decoding import decode_request
+from codec.encoding import encode_request
+from codec.engines.cuda import DeferredCalls, encoding, plan, scratch, workspace
 from codec.engines.cuda.kernels import FILE_OF
 from codec.engines.cuda.plan import Plan
 from codec.engines.cuda.workspace import Work
 from codec.errors import Status
+from codec.tensors.view import view
 from reference import decoder as oracle
 from support import cupy_on_cpu, engine_comparison, flatcall
 from support.device import DeviceArray, Emulated, Real, build, use
@@ -993,6 +996,30 @@ def test_scratch_memory_does_not_grow_with_the_number_of_tensors(name, library, 
     device.peak = 0
     codec.encode_many([x] * 50, spec)
     assert device.peak <= most * 1_000_000 + 50 * (1 << 20)
+
+
+@on_cpu
+def test_deferred_calls_keep_no_scratch_memory(library, monkeypatch):
+    """Calls whose verdicts nobody has read keep arguments and results alone, and tell their memory."""
+    spec, device, noted = codec.Truncate(1), Counted(library, 132), []
+    use(monkeypatch, device)
+    values = gradient((1 << 20,))
+    frame = codec.encode(values, spec, options=codec.options(engine="native"))
+    x, out, residual, there = (
+        DeviceArray(a)
+        for a in (values, np.empty(2 * values.nbytes, np.uint8), values.copy(), np.frombuffer(frame, np.uint8))
+    )
+    calls, how = DeferredCalls(lambda *nbytes: noted.append(nbytes)), codec.options(engine="cuda")
+    for i in range(1, 21):
+        calls.encode_many([encode_request(x, spec, how, out, residual, feedback=True)])
+        assert noted[-1][1] > 11_000_000  # 3.2 MB for warps, and sums with residuals
+        decode = decode_request((view(there),), None, how, x)._replace(head=view(np.frombuffer(frame, np.uint8)))
+        calls.decode_many([decode])
+        assert noted[-1][1] > 2_000_000
+        assert sum(kept for kept, _ in noted) < i * (1 << 18)
+        assert device.live < i * (1 << 18)
+    del calls
+    assert device.live == sum(kept for kept, _ in noted) == 0
 
 
 @on_cpu

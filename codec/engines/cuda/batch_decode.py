@@ -98,7 +98,7 @@ class BatchDecode:
         taken = aligned(found + FOUND_NBYTES * len(frames))
         needs = {id(frame): frame.scratch for frame in frames}
         scratch = Scratch(work, [(frame.kernel, frame.grid, needs[id(frame)]) for frame in frames])
-        work.keep(scratch)
+        work.keep(scratch, brief=True)
         uploads = taken + scratch.taken_nbytes
         sizes = [len(frame.image.upload) for frame in frames]
         address = work.new(uploads + sum(sizes))

@@ -64,10 +64,17 @@ class DeferredCalls:
 
     Results are in their memory in the order of the stream; they are undefined if a call has failed. All calls need
     `out=` on the device, and validate while they write. Errors are raised by :meth:`conclude`, that of the first call
-    first. Memory of the calls is kept until then.
+    first. Arguments and results of the calls are kept until then, scratch memory until the kernels are launched.
+
+    Parameters
+    ----------
+    on_memory : callable, optional
+        on_memory(kept, most) is called when a call has been launched that keeps `kept` bytes of device memory, and has
+        had `most`; with the negative number of all bytes, and 0, when they are released.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_memory: Callable[[int, int], Any] = lambda kept, most: None) -> None:
+        self._on_memory, self._kept_nbytes = on_memory, 0
         self._verdicts: list[_Verdict] = []
         self._requested: list[tuple[_Verdict, int]] = []
         self._answer: Any = None
@@ -97,6 +104,7 @@ class DeferredCalls:
             words = memory[:written].view(sys.modules["torch"].int64 if is_torch(memory) else "int64")
             encoded = Encoded(words.reshape(len(jobs), -1)[:, _SIZE_AT // 8])
             work.keep((memory, encodings))
+            self._launched(work, *[encoding.work for encoding in encodings], more=v.nbytes)
 
         def close(data: bytes) -> None:
             frames = [
@@ -148,7 +156,24 @@ class DeferredCalls:
         for i in range(len(steps)):
             batch.begin(i)
         work.finish()
+        self._launched(work)
         self._verdicts.append(_Verdict(work, batch.found, batch.found_nbytes, batch.conclude))
+
+    def _launched(self, *works: Work, more: int = 0) -> None:
+        """Release temporary memory of a call, and count what is kept; `more`: bytes of memory beside that of `works`."""
+        kept = more + sum([work.kept_nbytes for work in works])
+        self._kept_nbytes += kept
+        self._on_memory(kept, more + sum([work.allocated_nbytes for work in works]))
+        for work in works:
+            work.launched()
+
+    def _release(self) -> None:
+        """Count memory as released."""
+        nbytes, self._kept_nbytes = self._kept_nbytes, 0
+        self._on_memory(-nbytes, 0)
+
+    def __del__(self) -> None:
+        self._release()
 
     def _check_finite(self, work: Work, address: int, n: int, explain: Explain | None) -> None:
         found = work.zeros(_FLAG_NBYTES)
@@ -203,6 +228,7 @@ class DeferredCalls:
         self.request()
         if not self:
             return
+        self._release()
         (requested, self._requested), (copies, self._copies) = (self._requested, []), (self._copies, [])
         work = requested[0][0].work if requested else copies[0][0]
         with work.resume():

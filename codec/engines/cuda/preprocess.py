@@ -38,7 +38,7 @@ class Preprocessing:
     def add(self, x: TensorView, values: int, residual: int) -> None:
         """Compute the sums of a tensor's values and a residual."""
         self._values, self._residual, self._dtype = values, residual, DTYPES[x.dtype]
-        self.sums, self.rounded = self._work.new(4 * self._n), self._work.new(x.nbytes)
+        self.sums, self.rounded = self._work.temporary(4 * self._n), self._work.temporary(x.nbytes)
 
     def ask(self, source: LevelSource) -> None:
         """Exponents of A of an optimizer, or levels."""
@@ -51,7 +51,7 @@ class Preprocessing:
         for (first, optimizer), end in zip(source.groups, ends, strict=True):
             if first < self._n:
                 groups += self._group(first, min(end, self._n), optimizer, state)
-        self._groups, self.exponents = self._work.put(groups or bytes(_GROUP.size)), self._work.new(self._n)
+        self._groups, self.exponents = self._work.put(groups or bytes(_GROUP.size)), self._work.temporary(self._n)
 
     def _group(self, first: int, end: int, optimizer: Optimizer | Custom, state: State) -> bytes:
         """Return the codec_group of an optimizer for values [first, end)."""

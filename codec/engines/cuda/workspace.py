@@ -30,11 +30,18 @@ class Work:
         Stream of the call.
     like : array or tensor, optional
         Argument whose library allocates the memory, on its current stream: this is the stream of the call.
+
+    Attributes
+    ----------
+    allocated_nbytes, kept_nbytes : int
+        Bytes that were allocated, and that are kept after :meth:`launched`.
     """
 
     def __init__(self, device: Device, stream: int, like: Any = None) -> None:
         self.device, self._stream, self._like = device, stream, like
         self._keep: list[object] = []
+        self._brief: list[object] = []
+        self.allocated_nbytes = self.kept_nbytes = 0
         self._written: list[tuple[TensorView, int]] = []
 
     def resume(self) -> AbstractContextManager[Any]:
@@ -53,15 +60,27 @@ class Work:
         """Return the address of uninitialized bytes, a multiple of 256."""
         address, owner = self.allocate(nbytes)
         self._keep.append(owner)
+        self.kept_nbytes += nbytes
+        return address
+
+    def temporary(self, nbytes: int) -> int:
+        """Return the address of uninitialized bytes, as :meth:`new` does, until :meth:`launched`."""
+        address, owner = self.allocate(nbytes)
+        self._brief.append(owner)
         return address
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
         """Return the address of uninitialized bytes, and their owner, which the caller keeps."""
+        self.allocated_nbytes += nbytes
         return self.device.allocate(max(nbytes, 1), self._like)
 
-    def keep(self, owner: object) -> None:
-        """Keep the owner of memory as long as this object."""
-        self._keep.append(owner)
+    def launched(self) -> None:
+        """Release temporary memory: all kernels are launched, and its allocator follows the order of the stream."""
+        self._brief.clear()
+
+    def keep(self, owner: object, *, brief: bool = False) -> None:
+        """Keep the owner of memory as long as this object; `brief`: until :meth:`launched`."""
+        (self._brief if brief else self._keep).append(owner)
 
     def zeros(self, nbytes: int) -> int:
         """Return the address of zeroed bytes."""

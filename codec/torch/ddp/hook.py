@@ -22,7 +22,7 @@ from codec.torch.ddp.buckets import Bucket, n_values, needs_optimizer, sizes_of
 from codec.torch.ddp.policy import feeds_back, names_of
 from codec.torch.ddp.reducer import Reducer
 from codec.torch.ddp.stats import ParameterStats, Stats
-from codec.torch.group.communicator import buffer_nbytes
+from codec.torch.group.communicator import buffer_nbytes, scratch_nbytes
 from codec.torch.reduction.arguments import plain_spec
 from codec.torch.reduction.table import check_request
 
@@ -247,6 +247,7 @@ class Hook:
             residual_ratio=max(ratios.values(), default=0.0),
             world_size=max(1, state.owner[1]),
             buffer_nbytes=buffer_nbytes(self.reducer.group),
+            scratch_nbytes=scratch_nbytes(self.reducer.group),
             parameters={},
         )
         if by_parameter:

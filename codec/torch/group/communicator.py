@@ -225,6 +225,12 @@ def buffer_nbytes(group: Any) -> int:
     return 0 if comm is None else comm.channel.buffers.nbytes
 
 
+def scratch_nbytes(group: Any) -> int:
+    """Return the most memory of GPUs that the engine has had at once for a group's collectives; 0 for None."""
+    comm = None if group is None else _slot_of(group).communicator
+    return 0 if comm is None else comm.channel.device.scratch.most_nbytes
+
+
 # Collectives
 
 

@@ -23,6 +23,7 @@ from codec.tensors.wrapper import View
 from codec.torch._compat import from_numpy
 from codec.torch.reduction.host import FLOATS, Frame, Reduction, Values
 from codec.torch.reduction.partition import Piece
+from codec.torch.transport.buffers import Scratch
 from codec.torch.transport.collective import Part
 from codec.torch.transport.messages import Array
 from codec.torch.transport.nccl import DeviceTransfer
@@ -100,6 +101,7 @@ class DeviceReduction(Reduction):
     """Reduction of a tensor on a GPU. Values, results and sums are flat tensors there; frames are on the host."""
 
     on_device = True
+    scratch = Scratch()  # counts memory of the engine; :func:`exchange` sets that of the group
 
     @property
     def memory(self) -> Memory:
@@ -134,7 +136,7 @@ class DeviceReduction(Reduction):
     def _calls(self) -> Any:
         """Calls for which the host has not waited: :class:`codec.engines.cuda.DeferredCalls`."""
         engine: Any = choose("cuda", "a tensor", "cuda")
-        return engine.DeferredCalls()
+        return engine.DeferredCalls(self.scratch.note)
 
     def request_verdicts(self) -> None:
         """Have the stream copy the verdicts of all calls so far to the host."""

@@ -60,6 +60,7 @@ def exchange(part: Part, r: DeviceReduction, pieces: Pieces, *, gathers: bool = 
     gathers : bool
         A gathering of all `pieces` follows the scattering.
     """
+    r.scratch = part.device.scratch
     return Slots(part, r, pieces) if part.device.connected else Messages(part, r, pieces, gathers=gathers)
 
 
@@ -129,7 +130,9 @@ class Slots:
         """Return what this rank sends of its frames in advance; wait for them unless shapes determine that."""
         r, pieces = self._r, [term.piece for term in terms]
         known = [heads.constant(r, piece) for piece in pieces]
-        found = [Announced(r.frame_bound(p), head, False) for p, head in zip(pieces, known, strict=True) if head is not None]
+        found = [
+            Announced(r.frame_bound(p), head, False) for p, head in zip(pieces, known, strict=True) if head is not None
+        ]
         if len(found) == len(terms):
             return found
         read = self._heads_of(slots, heads.usual_nbytes(r, pieces))

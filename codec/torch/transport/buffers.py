@@ -1,4 +1,4 @@
-"""Memory on the host that collectives take and give back, so that they need not touch new pages each time."""
+"""Memory that collectives take and give back: on the host, so that they need not touch new pages; a count on GPUs."""
 
 from codec.torch.transport.messages import Array
 from codec.torch.transport.streams import host_memory
@@ -44,3 +44,21 @@ class Buffers:
         self._used -= buffer.nbytes
         while len(self._free) > _MOST or self.nbytes > _SPARE * self._most_used:
             self.nbytes -= self._free.pop(0)[0].nbytes
+
+
+class Scratch:
+    """Count of the memory of GPUs that the CUDA engine takes beside tensors and frames.
+
+    Attributes
+    ----------
+    nbytes, most_nbytes : int
+        Bytes in use, and the most so far.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = self.most_nbytes = 0
+
+    def note(self, kept: int, most: int) -> None:
+        """Count a call that has had `most` bytes at once, and keeps `kept` bytes, which are negative if released."""
+        self.most_nbytes = max(self.most_nbytes, self.nbytes + most)
+        self.nbytes += kept

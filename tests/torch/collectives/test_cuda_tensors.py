@@ -318,6 +318,7 @@ def _train(rank, size, kind, name, feedback):
             reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
             model.register_comm_hook(hook, reduce)
             train(model, optimizer, rank, 3)
+            assert place is torch.clone or hook.stats().scratch_nbytes > 0
             found.append((parameter_bytes(model), hook_state_bytes(hook) if feedback else b""))
     return found[0] == found[1]
 
