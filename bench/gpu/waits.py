@@ -66,12 +66,14 @@ def _reductions(rank: int, n: int, name: str) -> Any:
     """Yield the names of all-reduces, and functions that run them."""
     feedback: Any = False if name == "TopK" else None
     x = on_device(torch.randn(n, generator=torch.Generator().manual_seed(rank)) / 100)
-    for call, algorithm, out in (
-        ("two_shot", "two_shot", None),
-        ("two_shot, out=", "two_shot", on_device(torch.empty(n))),
-        ("all_gather", "all_gather", None),
+    two_shot, all_gather = codec.options(algorithm="two_shot"), codec.options(algorithm="all_gather")
+    out = on_device(torch.empty(n))
+    for call, options, to in (
+        ("two_shot", two_shot, None),
+        ("two_shot, out=", two_shot, out),
+        ("all_gather", all_gather, None),
     ):
-        how: Any = {"op": "mean", "feedback": feedback, "out": out, "options": codec.options(algorithm=algorithm)}
+        how: Any = {"op": "mean", "feedback": feedback, "out": to, "options": options}
         there = on_device(host(x).clone())
         yield f"all_reduce, {call}", lambda t=there, how=how: codec.torch.all_reduce(t, SPECS[name], **how)
 

@@ -160,7 +160,7 @@ class DeferredCalls:
         self._verdicts.append(_Verdict(work, batch.found, batch.found_nbytes, batch.conclude))
 
     def _launched(self, *works: Work, more: int = 0) -> None:
-        """Release temporary memory of a call, and count what is kept; `more`: bytes of memory beside that of `works`."""
+        """Release temporary memory of a call, and count what is kept; `more`: bytes beside those of `works`."""
         kept = more + sum([work.kept_nbytes for work in works])
         self._kept_nbytes += kept
         self._on_memory(kept, more + sum([work.allocated_nbytes for work in works]))

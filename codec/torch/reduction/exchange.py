@@ -129,16 +129,14 @@ class Slots:
     def _announce(self, terms: Sequence[Term], slots: torch.Tensor, encoded: Any) -> list[Announced]:
         """Return what this rank sends of its frames in advance; wait for them unless shapes determine that."""
         r, pieces = self._r, [term.piece for term in terms]
-        known = [heads.constant(r, piece) for piece in pieces]
-        found = [
-            Announced(r.frame_bound(p), head, False) for p, head in zip(pieces, known, strict=True) if head is not None
-        ]
+        known = [(r.frame_bound(piece), heads.constant(r, piece)) for piece in pieces]
+        found = [Announced(nbytes, head, complete=False) for nbytes, head in known if head is not None]
         if len(found) == len(terms):
             return found
         read = self._heads_of(slots, heads.usual_nbytes(r, pieces))
         for piece, head in zip(pieces, read, strict=True):
             heads.note(r, piece, head)
-        return [Announced(n, head, True) for n, head in zip(encoded.lengths, read, strict=True)]
+        return [Announced(n, head, complete=True) for n, head in zip(encoded.lengths, read, strict=True)]
 
     def _heads_of(self, slots: torch.Tensor, usual: int) -> list[Array]:
         """Wait for this rank's frames, and return their heads; wait twice if one has more than `usual` bytes."""

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from codec import FrameError
 from codec.frame_size import has_fixed_rate
 from codec.inspection import read_header
@@ -40,7 +38,7 @@ class Announced(NamedTuple):
 
 
 def pack(largest: int, row: Sequence[Announced]) -> list[Array]:
-    """Return the message about a row of frames, as buffers; `largest`: bytes of this rank's largest frame to any rank."""
+    """Return the message about a row of frames; `largest`: bytes of this rank's largest frame to any rank."""
     fields = [n for each in row for n in (each.nbytes, len(each.head), int(each.complete))]
     return [pack_numbers([largest, *fields]), *(each.head for each in row)]
 
@@ -67,7 +65,7 @@ def unpack(body: Array, count: int, rank: int) -> tuple[int, list[Announced]]:
         nbytes, head_nbytes, complete = fields[i : i + _FIELDS]
         if not 0 <= head_nbytes <= min(nbytes, len(body) - begin):
             raise FrameError(f"rank {rank} sends a head of {head_nbytes} bytes, of a frame of {nbytes}")
-        row.append(Announced(nbytes, body[begin : begin + head_nbytes], complete == 1))
+        row.append(Announced(nbytes, body[begin : begin + head_nbytes], complete=complete == 1))
         begin += head_nbytes
     if begin != len(body):
         raise FrameError(f"rank {rank} sends {len(body)} bytes about {count} frames, {begin} are needed")
