@@ -62,6 +62,13 @@ def library() -> Path:
     return compiled("codec_cuda", library_command(TESTS / "images.c"))
 
 
+def decisions() -> Path:
+    """Return libcodec_cuda with functions that tell what its host decides (native/tests/cuda_api/layout_*.c)."""
+    command, replaced = library_command(TESTS / "images.c"), {"encode.c", "decode.c"}
+    sources = [argument for argument in command if Path(argument).name not in replaced]
+    return compiled("codec_cuda_decisions", [*sources, str(TESTS / "layout_encode.c"), str(TESTS / "layout_decode.c")])
+
+
 def installed() -> Path:
     """Return the package's libcodec_cuda, which has kernels for GPUs."""
     path = PACKAGE / "lib/libcodec_cuda.so"

@@ -55,6 +55,7 @@ class Plan:
         job, view, head = new_bytes(size[0]), ffi.new("codec_view *"), new_bytes(lib.CODEC_HEADER_NBYTES)
         check(lib.codec_encode_plan(spec, like, call.context, job, size[0], plan))
         check(lib.codec_encode_head(job, head, lib.CODEC_HEADER_NBYTES, size + 1))
+        head_nbytes = size[1]
         view.struct_nbytes = VIEW_NBYTES
         check(lib.codec_job_view(job, view))
         check(lib.codec_bound_segments(spec, like, call.context.segments, call.context.nsegments, size))
@@ -67,7 +68,7 @@ class Plan:
         known = bool(view.codebook_id)
         self._image = image = Image(view, job, planned + books * known, found + books * (not known))
         self.head_at = len(image.upload)
-        self._upload = bytearray(image.upload + ffi.buffer(head)[:].ljust(aligned(len(head)), b"\0"))
+        self._upload = bytearray(image.upload + ffi.buffer(head, head_nbytes)[:].ljust(aligned(head_nbytes), b"\0"))
         self.nbytes, self.made_nbytes = len(self._upload), image.made_nbytes
         self._family, self.kernel, self._room = _kernels(view, ITEMSIZE[x.dtype])
         self._layouts: dict[str, Layout] = {}
@@ -84,8 +85,7 @@ class Plan:
         """
         upload = self._upload.copy()
         self._image.place_made(upload, made)
-        if self._family in ("rows", "topk"):  # other codecs have no random bits
-            _STREAM.pack_into(upload, _STREAM_AT, stream)
+        _STREAM.pack_into(upload, _STREAM_AT, stream)
         return upload
 
     def layout(self, device: Device) -> Layout:

@@ -37,9 +37,8 @@ class Image:
         placed, memory, data = ffi.new("codec_view *", view[0]), ffi.buffer(job), bytearray()
         for name in given:
             array = getattr(placed, name)
-            if size := array.count * array.itemsize:
-                at, array.at = array.at, len(data)
-                data += memory[at : at + size].ljust(aligned(size), b"\0")
+            at, array.at, size = array.at, len(data), array.count * array.itemsize
+            data += memory[at : at + size].ljust(aligned(size), b"\0")
         self.made_nbytes = 0
         self._made: list[tuple[int, int]] = []  # offsets of the fields `at` in the view, and their values
         for name in made:

@@ -23,10 +23,10 @@ struct layout {
 	uint64_t count_of[NKERNELS][NCLASSES]; /* items by class of their CTAs. Larger ones come first. */
 };
 
-/* Return the CTAs of an item's decoding kernel: 4096 values are a fair share of the work of a CTA's four warps. */
+/* Return the CTAs of an item's decoding kernel, for a frame of as many blocks as this library encodes. */
 static uint32_t needed_ctas(const codec_cuda_plan *p)
 {
-	return plan_ctas(p, p->decode, (p->n + (1 << 14) - 1) >> 14);
+	return plan_ctas(p, p->decode, p->nblocks);
 }
 
 static uint32_t ctas_of(const codec_cuda_plan *p, const struct layout *l)
