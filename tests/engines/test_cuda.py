@@ -696,7 +696,7 @@ def test_reduce_of_quantized_rows(fp8):
 @pytest.mark.parametrize("at_once", [2, 65_535])
 def test_batches(device, monkeypatch, at_once):
     """Any sizes, on host and device; all or none; the first fault is reported, also over several launches."""
-    monkeypatch.setattr(workspace, "_MAX_GRID_Y", at_once)
+    monkeypatch.setattr(workspace, "MAX_GRID_Y", at_once)
     rng = np.random.default_rng(3)
     xs = {i: rng.standard_normal(n).astype(F32) for i, n in enumerate((0, 1, 600, 20_000, 512))}
     frames = codec.encode_many(xs)
@@ -907,7 +907,7 @@ def test_warps_wait_for_scratch_memory(nbytes, workers, monkeypatch):
     """Fewer units than warps need delay warps, but change nothing; all units are given back."""
     device = Emulated(build(options=[f"-DCUDA_ON_CPU_WORKERS={workers}"] if workers > 1 else []), 3)
     use(monkeypatch, device)
-    monkeypatch.setattr(scratch, "_MOST_NBYTES", nbytes)
+    monkeypatch.setattr(scratch, "MAX_SCRATCH", nbytes)
     rng = np.random.default_rng(nbytes)
     xs = [rng.standard_normal(n, F32) * (rng.random(n) > zeros) for n, zeros in ((90_000, 0.1), (600, 0), (70_000, 0))]
     for spec in SCRATCHED.values():
@@ -1039,7 +1039,7 @@ def test_batches_of_unlike_sizes_start_few_idle_thread_blocks(library, monkeypat
 @on_cpu
 def test_batches_of_several_launches(device, monkeypatch):
     """Structs of tensors whose grids differ are launched apart."""
-    monkeypatch.setattr(workspace, "_MAX_IDLE", 0)
+    monkeypatch.setattr(workspace, "MAX_IDLE", 0)
     monkeypatch.setattr(device, "processors", 3)
     rng = np.random.default_rng(0)
     for spec in (codec.Lossless(), codec.Float8(), codec.Sign()):

@@ -16,9 +16,9 @@ import pytest
 import codec
 from codec._c.library import ITEMSIZE
 from codec.engines.cuda import library
-from codec.engines.cuda.kernels import FILE_OF, FILES
+from codec.engines.cuda.kernels import FILE_OF
 from codec.errors import Status
-from support import cuda_c, device, flatcall
+from support import cuda_c, device, flatcall, kernel_table
 from support.cuda_c import Decode, Encode, Failed
 from support.format_cases import HAND_MADE
 from support.frame_builder import recompute_checksums
@@ -548,14 +548,8 @@ def test_no_driver_is_a_status():
 
 
 def test_kernel_table_is_that_of_the_engine():
-    """Names, threads of a CTA, and resident CTAs are those of codec/engines/cuda/kernels.py."""
-    table = re.findall(r'X\(\w+, "([^"]+)", (\d+), (\d+)\)', (cuda_c.API / "src/kernels.h").read_text())
-    shared = [(name, int(threads), int(resident)) for name, threads, resident in table if name in FILE_OF]
-    assert len(shared) == len(table) - 4  # own kernels of native/cuda_api
-    assert {name for name, *_ in shared} == FILE_OF.keys()
-    for name, threads, resident in shared:
-        file = FILES[FILE_OF[name]]
-        assert (threads, resident) == (file.threads, file.kernels[name])
+    """`python -m support.kernel_table --write` writes the table from codec/engines/cuda/kernels.py."""
+    assert kernel_table.PATH.read_text() == kernel_table.text()
 
 
 @on_cpu

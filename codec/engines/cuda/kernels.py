@@ -63,7 +63,15 @@ FILES = {
     "frame/decode_stored": File(128, {"decode_stored": 4}),
 }
 FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kernels}
-_SHARE = 4  # blocks of values for which a thread block is launched
+
+# Limits of launches. tests/support/kernel_table.py writes them and FILES to native/cuda_api/src/kernels.h.
+WARPS = 4  # blocks of values for which a thread block is launched; warps of most thread blocks
+ELEMENTWISE_VALUES = 4096  # values for each thread block of elementwise kernels
+ELEMENTWISE_BLOCKS = 8  # maximum thread blocks of elementwise kernels for each multiprocessor
+OTHER_BLOCKS = 2  # the same of kernels that choose how to encode, or write what surrounds blocks
+MAX_GRID_Y = 65_535  # CUDA's limit of a grid's second dimension
+MAX_IDLE = 4096  # maximum thread blocks of a launch that find no work
+MAX_SCRATCH = 300_000_000  # maximum bytes of scratch memory of a call; if warps need more, fewer of them run at once
 
 
 def blocks_for(kernel: str, processors: int, nblocks: int) -> int:
@@ -73,13 +81,13 @@ def blocks_for(kernel: str, processors: int, nblocks: int) -> int:
     thread block that has more warps is launched for as few blocks of values as others, so that small tensors use the
     whole GPU.
     """
-    each = 1 if kernel.startswith(("reduce_rows", "encode_topk")) else _SHARE
+    each = 1 if kernel.startswith(("reduce_rows", "encode_topk")) else WARPS
     return max(1, min(-(-nblocks // each), resident_blocks(kernel, processors)))
 
 
 def warps_of(kernel: str) -> int:
     """Return the warps of a thread block as a kernel's arguments count them; ``encode_topk`` counts four."""
-    return _SHARE if kernel == "encode_topk" else FILES[FILE_OF[kernel]].threads // 32
+    return WARPS if kernel == "encode_topk" else FILES[FILE_OF[kernel]].threads // 32
 
 
 def resident_blocks(kernel: str, processors: int) -> int:

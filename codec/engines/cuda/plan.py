@@ -8,7 +8,7 @@ from codec._c.library import DTYPES, ITEMSIZE, check, ffi, lib, new_bytes
 from codec._c.spec_structs import spec_struct
 from codec._call import Call, new_tensor
 from codec.engines.cuda.devices import Device
-from codec.engines.cuda.kernels import blocks_for, warps_of
+from codec.engines.cuda.kernels import OTHER_BLOCKS, blocks_for, warps_of
 from codec.engines.cuda.scratch import Need
 from codec.engines.cuda.upload import VIEW_NBYTES, Image, aligned
 from codec.engines.request import EncodeRequest
@@ -97,7 +97,7 @@ class Plan:
             choice, part = device.constant("close_frame", "choose_nbytes", 2)
             choice = aligned(choice + max(self.nparts, 1) * part)
             scratch = self._scratch(device) if v.nblocks else Need(0)
-            other_grid = min(warps_of(self.kernel) * grid, 2 * device.processors)
+            other_grid = min(warps_of(self.kernel) * grid, OTHER_BLOCKS * device.processors)
             zeros = choice + aligned(8 * v.nblocks)
             self._layouts[device.name] = found = Layout(grid, other_grid, scratch, choice, zeros)
         return found

@@ -4,11 +4,10 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from codec.engines.cuda.kernels import resident_blocks, warps_of
+from codec.engines.cuda.kernels import MAX_SCRATCH, resident_blocks, warps_of
 from codec.engines.cuda.upload import aligned
 from codec.engines.cuda.workspace import Work
 
-_MOST_NBYTES = 300_000_000  # maximum bytes of the units; if warps need more, fewer of them run at once
 _UNITS = struct.Struct("<3Q2I")  # codec_units of native/cuda/common/scratch.cuh
 _NO_UNITS = bytes(_UNITS.size)
 UNITS_NBYTES = _UNITS.size
@@ -52,7 +51,7 @@ class Scratch:
         resident = max([warps_of(kernel) * resident_blocks(kernel, work.device.processors) for kernel, _, _ in some])
         wanted = min(sum([warps_of(kernel) * grid * need.units for kernel, grid, need in some]), resident * warp_units)
         self._each = aligned(max([need.nbytes for _, _, need in some]))
-        self._count = max(min(wanted, _MOST_NBYTES // self._each), warp_units)
+        self._count = max(min(wanted, MAX_SCRATCH // self._each), warp_units)
         self.nbytes = self._count * self._each
         self._memory, self._owner = work.allocate(self.nbytes)
         self.taken_nbytes = aligned(4 * -(-self._count // 32))

@@ -9,12 +9,10 @@ from typing import Any
 
 from codec._c.library import ITEMSIZE, ffi
 from codec.engines.cuda.devices import Device
+from codec.engines.cuda.kernels import ELEMENTWISE_BLOCKS, ELEMENTWISE_VALUES, MAX_GRID_Y, MAX_IDLE
 from codec.engines.cuda.upload import aligned
 from codec.tensors.view import TensorView
 
-_VALUES = 4096  # values for each thread block
-_MAX_GRID_Y = 65_535  # CUDA's limit of a grid's second dimension
-_MAX_IDLE = 4096  # maximum thread blocks of a launch that find no work
 _PIECE = struct.Struct("<3Q")  # codec_piece of native/cuda/frame/gather.cu
 
 
@@ -216,7 +214,7 @@ def launch_each(device: Device, kernel: str, grids: Sequence[int], at: int, nbyt
     first = most = used = 0
     for i, grid in enumerate(grids):
         count, largest = i - first + 1, max(most, grid)
-        if count > _MAX_GRID_Y or largest * count - used - grid > _MAX_IDLE:
+        if count > MAX_GRID_Y or largest * count - used - grid > MAX_IDLE:
             device.launch(kernel, (most, count - 1), pointer(at + nbytes * first))
             first, largest, used = i, grid, 0
         most, used = largest, used + grid
@@ -225,4 +223,4 @@ def launch_each(device: Device, kernel: str, grids: Sequence[int], at: int, nbyt
 
 def grid_for(device: Device, n: int) -> int:
     """Return the number of thread blocks for an elementwise kernel over ``n`` values."""
-    return max(1, min(-(-n // _VALUES), 8 * device.processors))
+    return max(1, min(-(-n // ELEMENTWISE_VALUES), ELEMENTWISE_BLOCKS * device.processors))

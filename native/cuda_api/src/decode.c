@@ -60,7 +60,7 @@ static int class_of_item(const codec_cuda_plan *p, const struct layout *l)
 /* Return the CTAs that decode an item if its tensor is stored. */
 static uint32_t stored_ctas(const codec_cuda_plan *p, size_t count)
 {
-	uint64_t most = 8 * (uint64_t)p->device->processors / count + 1;
+	uint64_t most = ELEMENTWISE_BLOCKS * (uint64_t)p->device->processors / count + 1;
 	uint32_t ctas = elementwise_ctas(p->device, p->n);
 
 	return ctas < most ? ctas : (uint32_t)most;

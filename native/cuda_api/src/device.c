@@ -5,9 +5,6 @@
 
 #include "images.h"
 
-#define MAX_GRID_Y 65535 /* CUDA's limit of a grid's second dimension */
-#define MAX_IDLE 4096    /* CTAs of a launch without work: together less than a microsecond of a GPU's time */
-
 static const struct {
 	uint32_t threads, resident;
 } kernels[] = {

@@ -286,7 +286,7 @@ static int upload_arguments(const codec_cuda_encode_item *items, size_t count, c
 /* Return the CTAs that choose how an item is encoded, or that write what surrounds its blocks. */
 static uint32_t other_ctas_of(const codec_cuda_encode_item *a, const struct layout *l)
 {
-	uint32_t most = 2 * a->plan->device->processors, ctas = WARPS * ctas_of(a, l);
+	uint32_t most = OTHER_BLOCKS * a->plan->device->processors, ctas = WARPS * ctas_of(a, l);
 
 	return ctas < most ? ctas : most;
 }

@@ -6,7 +6,6 @@
 
 #include "exact/scales.h"
 
-#define MOST_SCRATCH 300000000                /* maximum bytes of the units of scratch memory */
 #define TABLES_NBYTES (WIRE_MAX_PLANES * 514) /* see codec_view.tables */
 
 static uint64_t min64(uint64_t a, uint64_t b)
@@ -80,9 +79,10 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 	p->encode_units = p->decode_units = 1;
 	if (p->codec == CODEC_LOSSLESS) {
 		p->choose = CHOOSE_LOSSLESS;
-		p->encode = is_fast ? (is_half ? ENCODE_FAST_2 : ENCODE_FAST_4) : ENCODE_LOSSLESS_1 + log2;
+		p->encode = is_fast ? (is_half ? ENCODE_LOSSLESS_FAST_2 : ENCODE_LOSSLESS_FAST_4)
+				    : ENCODE_LOSSLESS_1 + log2;
 		p->decode = DECODE_LOSSLESS_1 + log2;
-		p->decode_fast = is_fast ? (is_half ? DECODE_FAST_2 : DECODE_FAST_4) : p->decode;
+		p->decode_fast = is_fast ? (is_half ? DECODE_LOSSLESS_FAST_2 : DECODE_LOSSLESS_FAST_4) : p->decode;
 		p->encode_each = s->encode_lossless;
 		p->encode_units = p->itemsize + 1;
 		p->decode_each = s->decode_lossless;
@@ -226,7 +226,7 @@ void scratch_need(struct scratch *s, uint64_t each, uint64_t warp_units)
 
 void scratch_limit(struct scratch *s, uint64_t wanted)
 {
-	s->count = s->each ? max64(min64(wanted, MOST_SCRATCH / s->each), s->warp_units) : 0;
+	s->count = s->each ? max64(min64(wanted, MAX_SCRATCH / s->each), s->warp_units) : 0;
 }
 
 uint64_t scratch_taken_nbytes(const struct scratch *s)
@@ -250,5 +250,6 @@ uint32_t share_ctas(const codec_cuda_device *d, enum kernel k, uint32_t ctas, ui
 
 uint32_t elementwise_ctas(const codec_cuda_device *d, uint64_t n)
 {
-	return (uint32_t)max64(1, min64((n + 4095) / 4096, 8 * (uint64_t)d->processors));
+	return (uint32_t)max64(1, min64((n + ELEMENTWISE_VALUES - 1) / ELEMENTWISE_VALUES,
+					ELEMENTWISE_BLOCKS * (uint64_t)d->processors));
 }
