@@ -30,7 +30,7 @@ from support.ddp_training import ENCODE_ALL, hook_state_bytes, parameter_bytes, 
 from support.device import Emulated
 from support.faults import KILLED, at_fault_point, damaged_frames, die
 from support.gpu_traffic import counted_gpu
-from support.ranks import RankPool
+from support.ranks import RankPool, run_ranks
 from support.specs import LOSSLESS, LOSSY, TOPKS, TRUNCATES
 from support.tensors import ADAMW
 from support.tiers import every, nightly
@@ -861,14 +861,19 @@ class _FakeCuda:
         self.calls.append(("synchronize", device))
 
 
-@pytest.fixture
-def fake_cuda(monkeypatch):
+def _install_fake(monkeypatch):
+    """Replace functions of torch.cuda by those of a _FakeCuda, which is returned."""
     fake = _FakeCuda()
     for name in ("is_initialized", "current_device", "current_stream", "Stream", "device", "stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fake.is_current_stream_capturing)
     streams._side_stream.cache_clear()
-    yield fake
+    return fake
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    yield _install_fake(monkeypatch)
     streams._side_stream.cache_clear()
 
 
@@ -893,6 +898,31 @@ def test_collective_is_refused_while_its_stream_is_captured(fake_cuda):
     with pytest.raises(codec.EngineError, match="cannot be captured in a CUDA graph"):
         streams.StreamOrder.of_this_thread()
     assert not fake_cuda.calls
+
+
+def _streams(rank, size):
+    """Compute gradients in a stream of the caller, and reduce while it is captured; return the calls of the hook."""
+    with pytest.MonkeyPatch.context() as m:
+        model = wrapped(torch.nn.Linear(64, 64))
+        codec.torch.ddp_hook(codec.Quantize(4)).register(model)
+        fake = _install_fake(m)
+        fake.caller = fake._stream("producer")
+        model(torch.ones(2, 64)).sum().backward()
+        calls = [call for call in fake.calls if call not in ("enter", "leave")]
+        fake.capturing = True
+        x = torch.arange(4.0)
+        with pytest.raises(codec.EngineError, match="cannot be captured in a CUDA graph"):
+            codec.torch.all_reduce(x)
+        assert x.tolist() == [0, 1, 2, 3]
+        streams._side_stream.cache_clear()
+    return calls
+
+
+def test_hook_follows_the_stream_in_which_gradients_were_computed():
+    for calls in run_ranks(2, _streams):
+        assert calls[0] == ("producer", "record")  # when the first bucket is ready
+        assert calls[1] == ("side", "wait for", "event of producer")
+        assert calls[-1] == ("side", "synchronize")
 
 
 def test_tensor_on_another_gpu_is_synchronized(fake_cuda):

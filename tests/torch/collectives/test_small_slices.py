@@ -6,6 +6,7 @@ import torch
 import codec
 import codec.torch
 from codec.tensors.segments import pack
+from codec.torch.reduction import heads
 from codec.torch.reduction.host import Reduction
 from support.ddp_training import wrapped
 from support.ranks import run_ranks
@@ -55,3 +56,23 @@ def test_room_for_a_piece_is_the_size_of_its_frame():
             for piece in [piece for pieces in r.slices(4) for piece in pieces]:
                 out = np.empty(r.frame_bound(piece), np.uint8)
                 assert r.encode(piece, out, 0) == out.size < r.bound(piece.n) - 1000
+
+
+def test_slices_and_frames_of_more_than_2_31_values():
+    """By sizes alone: pieces cover all values in order, and messages about frames carry their sizes."""
+    n, rows = (1 << 34) + 5, 1 << 21
+    x = np.broadcast_to(np.float32(0), (n,))  # of 4 bytes
+    for segments in (None, pack([(0, (rows, (1 << 13) - 1)), (1 << 34, (5,))])):
+        for spec in (codec.Lossless(), codec.Quantize(4)):
+            r = Reduction(x, "float32", spec, "sum", 0, segments)
+            for size in (2, 64):
+                pieces = [piece for row in r.slices(size) for piece in row]
+                assert [piece.begin for piece in pieces] == [0, *(piece.end for piece in pieces[:-1])]
+                assert pieces[-1].end == n
+                bounds = [r.frame_bound(piece) for piece in pieces]
+                assert sum(bounds) > n / 2 > 1 << 32
+                row = [heads.Announced(bound, x[:0].view(np.uint8), complete=True) for bound in bounds]
+                body = np.concatenate(heads.pack(max(bounds), row))
+                largest, found = heads.unpack(body, len(row), rank=1)
+                assert (largest, [each.nbytes for each in found]) == (max(bounds), bounds)
+                assert len(body) <= heads.most_nbytes(bounds)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import codec
 import codec.torch
@@ -18,6 +19,7 @@ from codec.torch.ddp import reducer as reducer_module
 from codec.torch.ddp import uncompressed
 from support.ddp_training import ENCODE_ALL, parameter_bytes, small_forward, small_net, take_step
 from support.ranks import run_ranks
+from support.tiers import nightly
 
 EVERYTHING = {"policy": ENCODE_ALL}
 
@@ -179,6 +181,47 @@ def _registered_as_torch_does(rank, size):
 def test_every_form_of_registration_gives_the_same_bits():
     for found in run_ranks(2, _registered_as_torch_does):
         assert len(set(found.values())) == 1
+
+
+class Checkpointed(nn.Module):
+    """Small model whose layers compute their activations again in the backward pass."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.layers, self.use_reentrant = small_net(), use_reentrant
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+FORMS = {
+    "checkpoint": lambda: Checkpointed(use_reentrant=False),
+    "reentrant checkpoint": lambda: Checkpointed(use_reentrant=True),
+    "compiled": small_net,
+}
+
+
+def _trained(rank, size, form):
+    found = []
+    for make in (small_net, FORMS[form]):
+        model = DistributedDataParallel(make(), process_group=dist.new_group())
+        hook = codec.torch.ddp_hook(codec.Quantize(4), policy=ENCODE_ALL).register(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        called = torch.compile(model, backend="eager") if found and form == "compiled" else model
+        for _ in range(3):
+            take_step(called, rank, small_forward, optimizer)
+        assert hook.stats().steps == 3
+        found.append(parameter_bytes(model))
+    return found
+
+
+@pytest.mark.parametrize("form", ["checkpoint", "reentrant checkpoint", nightly("compiled")])
+def test_checkpointed_and_compiled_models_train_as_others(form):
+    for plain, found in run_ranks(2, _trained, form):
+        assert plain == found
 
 
 def _second_model(rank, size):
