@@ -170,7 +170,8 @@ class DeferredCalls:
     def _release(self) -> None:
         """Count memory as released."""
         nbytes, self._kept_nbytes = self._kept_nbytes, 0
-        self._on_memory(-nbytes, 0)
+        if nbytes:  # a garbage collection in another thread must not count
+            self._on_memory(-nbytes, 0)
 
     def __del__(self) -> None:
         self._release()

@@ -60,10 +60,11 @@ class Stats(Counters):
         Host memory that the group keeps for messages, results and sums: at most twice what its collectives in flight
         have used at once. Page-locked for tensors on GPUs.
     scratch_nbytes : int
-        Most memory of the GPU, in bytes, that the CUDA engine has taken at once to encode and decode, beside tensors
-        and frames. A call takes at most 300 MB for the warps that run, and 8 bytes for each value of a bucket with
-        error feedback; both are released when its kernels are launched. Each piece of a bucket (a chunk of one rank)
-        keeps less than 1 MB until the host has read its verdict, at the end of the step. 0 for tensors in host memory.
+        Most memory of the GPU, in bytes, that the CUDA engine has taken at once to encode and decode for the group,
+        beside tensors and frames. A call takes at most 300 MB for the warps that run, 8 bytes for each value of a
+        bucket with error feedback, and 1 for each value whose level an optimizer determines; all are released when its
+        kernels are launched. Each piece of a bucket (a chunk of one rank) keeps less than 1 MB until the host has read
+        its verdict, at the end of the step. 0 for tensors in host memory.
     parameters : dict of str to ParameterStats
         Statistics by parameter name; empty without ``stats(by_parameter=True)``.
 
