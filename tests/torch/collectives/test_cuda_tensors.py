@@ -6,6 +6,7 @@ ranks share, and ``make gpu-nccl`` those tests in which NCCL carries frames from
 
 import contextlib
 import logging
+import struct
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -561,8 +562,10 @@ def test_only_headers_are_copied_to_host_memory_if_frames_stay_on_gpus(gpus):
 
 
 def _slots(rank, size):
-    """Return the rows of both phases of a two-shot all-reduce, and this rank's values."""
-    device, rows = communicator.communicator_of(None).channel.device, []
+    """Return the rows of both phases of a two-shot all-reduce, the messages before them, and this rank's values."""
+    channel, rows, messages = communicator.communicator_of(None).channel, [], []
+    device, send = channel.device, channel.mesh.send
+    channel.mesh.send = lambda *args: messages.append(b"".join(bytes(b) for b in args[-1])) or send(*args)
     for name in ("all_to_all", "all_gather"):
         collective = getattr(device, name)
 
@@ -574,7 +577,7 @@ def _slots(rank, size):
     with gpu("emulated") as put:
         x = rank_values(rank, (7000,))
         codec.torch.all_reduce(put(x), codec.Quantize(4), stream=5, options=how())
-    return *rows, x.numpy()
+    return *rows, messages[:2], x.numpy()
 
 
 def _frame(values, number):
@@ -586,13 +589,18 @@ def test_slots_between_gpus_are_as_specified(gpus):
     size, cuts = 2, [0, 3072, 7000]
     slices = [slice(a, b) for a, b in pairwise(cuts)]
     T = -(-(8 + codec.frame_nbytes(7000 - 3072, "float32", codec.Quantize(4))) // 16) * 16
-    for r, (terms, sums, x) in enumerate(found):
+    for r, (terms, sums, messages, x) in enumerate(found):
         assert (terms.shape, sums.shape) == ((size, 1, T), (1, T))
-        total = codec.reduce([_frame(x[slices[r]], q * size + r) for q, (_, _, x) in enumerate(found)], op="sum")
+        total = codec.reduce([_frame(x[slices[r]], q * size + r) for q, (*_, x) in enumerate(found)], op="sum")
         want = [_frame(x[slices[o]], r * size + o) for o in range(size)] + [_frame(total, size * size + r)]
         for slot, frame in zip([*terms[:, 0], sums[0]], want, strict=True):
             assert slot[:8].tobytes() == len(frame).to_bytes(8, "little")
             assert slot[8 : 8 + len(frame)].tobytes() == frame
+        terms_most = max(len(frame) for frame in want[:size])
+        (first, second), head = messages, codec.inspect(want[0]).sections["directory"][0]
+        assert first == struct.pack("<4q", terms_most, len(want[1 - r]), head, 1) + want[1 - r][:head]
+        assert second[:56] == struct.pack("<4q", len(want[2]), len(want[2]), head, 0) + want[2][:24]
+        assert second[64:] == want[2][32:head]  # behind the checksum, which the sender does not know
 
 
 def _altered(rank, size, kind):
