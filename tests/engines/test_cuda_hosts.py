@@ -94,8 +94,6 @@ class Decoded(NamedTuple):
 
     unit_nbytes: int
     units: int
-    grid: int
-    fast_grid: int
 
 
 @pytest.fixture(scope="module", params=PROCESSORS)

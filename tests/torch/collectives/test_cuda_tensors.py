@@ -522,13 +522,13 @@ def test_damaged_frame_is_an_error_on_all_ranks(pair, kind):
     assert pair.run(_damaged, kind) == [["ChecksumError"] * 6, ["PeerError"] * 6]
 
 
-def _killed(rank, size, kind, point):
+def _killed(rank, size, kind, spec, point):
     with gpu(kind) as put:
-        codec.torch.all_reduce(put(torch.ones(10)))
+        codec.torch.all_reduce(put(torch.ones(10)), options=how())
         channel = communicator.communicator_of(None).channel
         x = put(values := rank_values(rank, SHAPE))
         with at_fault_point(channel, point if rank == 1 else -1, die):
-            found = outcome(codec.torch.all_reduce, x, codec.Quantize(4), options=how())
+            found = outcome(codec.torch.all_reduce, x, spec, options=how())
         assert torch.equal(host(x), values)
         return found[0]
 
@@ -944,5 +944,12 @@ def test_tensor_on_another_gpu_is_synchronized(fake_cuda):
 def test_tensor_is_unchanged_if_a_rank_dies(kind, point):
     with RankPool(2, timeout=5) as ranks:
         ranks.new_group()
-        ranks.start(_killed, kind, point)
+        ranks.start(_killed, kind, codec.Quantize(4), point)
         assert ranks.results() == ["PeerError", KILLED]
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("point", [0, 2, 5])  # before it sends heads, before it waits for them, in the second phase
+def test_tensor_is_unchanged_if_a_rank_dies_while_heads_are_sent(gpus, kind, point):
+    gpus.start(_killed, kind, codec.Lossless(), point)
+    assert gpus.results() == ["PeerError", KILLED]
