@@ -85,7 +85,7 @@ PLACES = [
     # benchmarks and pages
     Place("bench/support/family.py", r": codec\.{Name}\(", (Lossless, Delta)),  # bench/codec/delta.py
     Place("bench/training/convergence.py", r"\b{Name}\(", (Delta, TopK)),
-    Place("docs/quickstart.md", r"^\|[^|]*`{Name}`"),
+    Place("docs/codecs/index.md", r"^\|[^|]*\b{Name}\b"),
     Place("docs/torch.md", r"^\|[^|]*`{Name}\(", (Delta,)),
     Place("docs/benchmarks.md", r"^\|[ |]*{Name}\b"),
     Place("docs/convergence.md", r"^\| `{Name}\(", (Delta, TopK)),

@@ -129,7 +129,7 @@ class Steps:
     def _adopt(
         self, group: Group, some: list[torch.Tensor], states: list[State], momenta: list[torch.Tensor]
     ) -> list[float]:
-        """Set momenta to their mean over ranks, and parameters to the last synchronization; return the step sizes since."""
+        """Set momenta to their means, and parameters to the last synchronization; return the step sizes since then."""
         arithmetic.adopt(states, momenta, [self._denominators.dead(*x, group) for x in zip(some, states, strict=True)])
         earlier: list[float] = []
         for p in some:
