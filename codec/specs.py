@@ -9,7 +9,7 @@ from codec.errors import ArgumentError, SpecError
 Model = Literal["auto", "flat", "separable"]
 SignScale = Literal["l1", "l2", "two_mean"]
 Packing = Literal["2bit", "base3", "entropy"]
-Format8 = Literal["e4m3fn", "e5m2"]
+Format8 = Literal["e4m3fn", "e5m2", "mxfp8_e4m3", "mxfp8_e5m2"]
 Format4 = Literal["nvfp4", "mxfp4"]
 Levels = Literal["even", "odd"]
 Rounding = Literal["nearest", "stochastic"]
@@ -239,24 +239,28 @@ class Ternary(Spec):
 class Float8(Spec):
     """8-bit floats with a scale per group, such that its largest magnitude becomes the largest number of the format.
 
-    It takes float32, bfloat16 and float16.
+    MXFP8 is the format of the OCP specification [3]_: the same floats, with a power of two as scale. It takes float32,
+    bfloat16 and float16.
 
     Parameters
     ----------
-    format : {"e4m3fn", "e5m2"}, default "e4m3fn"
+    format : {"e4m3fn", "e5m2", "mxfp8_e4m3", "mxfp8_e5m2"}, default "e4m3fn"
         "e4m3fn" has 3 bits of mantissa and numbers up to 448; "e5m2" has 2 bits and numbers up to 57,344, for groups
-        with a wide range of magnitudes.
+        with a wide range of magnitudes. "mxfp8_e4m3" and "mxfp8_e5m2" have the same numbers, and a power of two (e8m0)
+        per 32 values as scale: 8.25 bits per value.
     group_size : int, optional
         Number of values that share a scale, 1 to 2^31; with `entropy` at most 16,384. None: the last dimension;
         dimensions before it are joined until a row has 64 values, and a tensor of rank 1 has rows of 1,024. A scale
-        takes 32 bits.
+        takes 32 bits. MXFP8: always 32, in place of None.
     rounding : {"nearest", "stochastic"}, default "nearest"
-        "nearest" rounds to nearest even; "stochastic" rounds to one of the two neighbours, without bias.
+        "nearest" rounds to nearest even; "stochastic" rounds to one of the two neighbours, without bias. MXFP8 with
+        "nearest" has the scales of the OCP specification: values above 1.75 times the largest power of two in a group
+        saturate. With "stochastic" no value does: scales of such groups are doubled.
     nonfinite : {"error", "propagate"}, default "error"
         "error" refuses NaN and Inf; "propagate" decodes both as NaN and leaves other values of the group unaffected.
     scale : float, optional
         Factor by which values are multiplied before rounding, instead of the one computed for each group; larger values
-        saturate.
+        saturate. Not with MXFP8.
     entropy : bool, default False
         True: entropy-code the bytes, for smaller frames at lower speed.
     seed : int, default 0
@@ -271,6 +275,7 @@ class Float8(Spec):
     ----------
     .. [1] P. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
     .. [2] torchft, "quantized all-reduce", github.com/pytorch/torchft pull request 194.
+    .. [3] Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023.
 
     Examples
     --------
@@ -278,6 +283,8 @@ class Float8(Spec):
     >>> frame = codec.encode(grad, codec.Float8(group_size=128))
     >>> float(np.linalg.norm(codec.decode(frame) - grad) / np.linalg.norm(grad)) < 0.03
     True
+    >>> codec.decode(codec.encode(np.array([0.5, -2.4, 3, -6], np.float32), codec.Float8("mxfp8_e4m3")))
+    array([ 0.5, -2.5,  3. , -6. ], dtype=float32)
     """
 
     format: Format8 = "e4m3fn"
@@ -291,7 +298,9 @@ class Float8(Spec):
     def __post_init__(self) -> None:
         _store_plain(self, "group_size", "scale", "seed")
         _one_of("format", self.format, Format8)
-        if self.group_size is not None:
+        if self.is_mx:
+            self._check_mx()
+        elif self.group_size is not None:
             _whole("group_size", self.group_size, 1, 1 << 31)
         _one_of("rounding", self.rounding, Rounding)
         _one_of("nonfinite", self.nonfinite, Nonfinite)
@@ -299,6 +308,23 @@ class Float8(Spec):
         if type(self.entropy) is not bool:
             raise SpecError(f"entropy must be a bool, got {shown(self.entropy)}")
         _whole("seed", self.seed, 0, (1 << 32) - 1)
+
+    def _check_mx(self) -> None:
+        """Check fields that the format decides, and set the group size."""
+        if self.group_size not in (None, 32):
+            raise SpecError(
+                f"group_size must be 32 or None: groups of {self.format} have 32, got {shown(self.group_size)}"
+            )
+        if self.scale is not None:
+            raise SpecError(
+                f"scale must be None: {self.format} computes a power of two for each group, got {shown(self.scale)}"
+            )
+        object.__setattr__(self, "group_size", 32)
+
+    @property
+    def is_mx(self) -> bool:
+        """True for MXFP8: groups of 32 whose scales are powers of two."""
+        return self.format.startswith("mxfp8")
 
     @property
     def contraction(self) -> bool:

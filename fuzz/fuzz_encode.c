@@ -49,6 +49,11 @@ static int is_float(uint32_t dtype)
 	return dtype >= CODEC_FLOAT32 && dtype <= CODEC_FLOAT16 && dtype != CODEC_FLOAT64;
 }
 
+static int is_mx(const codec_spec *p)
+{
+	return p->codec == CODEC_FLOAT8 && (p->variant == CODEC_MXFP8_E4M3 || p->variant == CODEC_MXFP8_E5M2);
+}
+
 /* Pick a spec, mostly a valid one. */
 static void pick_spec(struct task *k)
 {
@@ -79,9 +84,11 @@ static void pick_spec(struct task *k)
 		p->options = (uint32_t)below(s, 2);
 		p->seed = (uint32_t)noise(s);
 	} else {
-		p->variant = (uint32_t)below(s, p->codec == CODEC_SIGN || p->codec == CODEC_TERNARY ? 3 : 2);
+		p->variant = (uint32_t)below(s, p->codec == CODEC_SIGN || p->codec == CODEC_TERNARY ? 3
+						: p->codec == CODEC_FLOAT8                          ? 4
+												    : 2);
 		p->group_size = below(s, 3) ? ROWS[below(s, sizeof ROWS / sizeof *ROWS)] : CODEC_GROUP_SIZE_ROW;
-		p->group_size = p->codec == CODEC_TERNARY || p->codec == CODEC_FLOAT4 ? 0 : p->group_size;
+		p->group_size = p->codec == CODEC_TERNARY || p->codec == CODEC_FLOAT4 || is_mx(p) ? 0 : p->group_size;
 		p->group_size =
 			p->codec == CODEC_QUANTIZE && p->group_size == CODEC_GROUP_SIZE_ROW ? 64 : p->group_size;
 		p->seed = (uint32_t)noise(s);
@@ -345,7 +352,8 @@ static void pick_rest(struct task *k)
 	uint8_t *scratch;
 
 	k->with.stream = noise(s);
-	if ((p->codec == CODEC_TERNARY || p->codec == CODEC_FLOAT8) && is_float(k->t.dtype) && one_in(s, 4)) {
+	if ((p->codec == CODEC_TERNARY || (p->codec == CODEC_FLOAT8 && !is_mx(p))) && is_float(k->t.dtype) &&
+	    one_in(s, 4)) {
 		p->scale = largest(k) * (one_in(s, 4) ? 0.5f : 1 + (float)below(s, 4));
 		p->scale = p->codec == CODEC_FLOAT8 && below(s, 2) ? 1 : p->scale;
 		p->scale = p->scale < INFINITY ? p->scale : 1;

@@ -7,7 +7,8 @@ enum { VARIANT, OPTIONS, BITS, RESERVED, ROW };
 struct kind {
 	uint32_t codec, variant, bits, row;
 	int entropy, trits, two;
-	uint32_t most; /* largest code */
+	uint32_t most;       /* largest code */
+	uint32_t scale_most; /* largest byte that stores a row's scale; 0: scales are float32 */
 };
 
 static struct kind kind_of(const struct grammar *g)
@@ -22,8 +23,16 @@ static struct kind kind_of(const struct grammar *g)
 	switch (q.codec) {
 	case CODEC_SIGN: q.bits = 1; break;
 	case CODEC_TERNARY: q.bits = q.trits ? 0 : 2; break;
-	case CODEC_FLOAT8: q.bits = 8; break;
-	case CODEC_FLOAT4: q.bits = 4; break;
+	case CODEC_FLOAT8:
+		q.bits = 8;
+		q.scale_most = q.variant == WIRE_FLOAT8_MXFP8_E4M3   ? 246
+			       : q.variant == WIRE_FLOAT8_MXFP8_E5M2 ? 239
+								     : 0;
+		break;
+	case CODEC_FLOAT4:
+		q.bits = 4;
+		q.scale_most = q.variant == WIRE_FLOAT4_MXFP4 ? 252 : 126;
+		break;
 	default: break;
 	}
 	q.most = q.trits ? 242 : q.codec == CODEC_TERNARY ? 2 : (1u << q.bits) - 1;
@@ -40,8 +49,8 @@ static uint32_t pick_row(struct maker *m, const struct kind *q)
 
 	if (q->codec == CODEC_TERNARY || (q->codec == CODEC_SIGN && below(&m->s, 2)))
 		return 0;
-	if (q->codec == CODEC_FLOAT4)
-		return q->variant ? 32 : 16;
+	if (q->scale_most)
+		return q->scale_most == WIRE_MAX_NVFP4 ? 16 : 32;
 	row = below(&m->s, 3) ? ROWS[below(&m->s, sizeof ROWS / sizeof *ROWS)] : 1 + (uint32_t)below(&m->s, 4000);
 	return one_in(&m->s, 12) || row > most ? most : row;
 }
@@ -54,7 +63,7 @@ static void put_row(struct maker *m, uint32_t row)
 
 void pick_rows_params(struct maker *m)
 {
-	static const uint8_t VARIANTS[] = {0, 0, 3, 3, 2, 2, 2}, ALLOWED[] = {0, 0, 0, 32, 7, 1, 1};
+	static const uint8_t VARIANTS[] = {0, 0, 3, 3, 4, 2, 2}, ALLOWED[] = {0, 0, 0, 32, 7, 1, 1};
 	uint8_t *p = m->g->params;
 	uint32_t codec = m->g->codec;
 	struct kind q;
@@ -170,10 +179,9 @@ static void put_row_scales(struct maker *m, const struct kind *q, uint64_t n)
 		uint32_t u = 0x3f800000 + (uint32_t)(noise(&m->s) & 0xffffff);
 		uint8_t b[4];
 
-		if (q->codec == CODEC_FLOAT4) {
-			uint32_t most = q->variant == WIRE_FLOAT4_MXFP4 ? 252 : 126;
-
-			u = (uint32_t)(r == wrong ? between(&m->s, most + 1, 255) : noise(&m->s) % (most + 1));
+		if (q->scale_most) {
+			u = (uint32_t)(r == wrong ? between(&m->s, q->scale_most + 1, 255)
+						  : noise(&m->s) % (q->scale_most + 1));
 		} else if (r == wrong) {
 			u = bad_scale(m);
 		} else if (r < 3 || noise(&m->s) % 64 == 0) {
@@ -181,7 +189,7 @@ static void put_row_scales(struct maker *m, const struct kind *q, uint64_t n)
 		}
 		for (int i = 0; i < 4; i++)
 			b[i] = (uint8_t)(u >> 8 * i);
-		put_raw(&m->out, b, q->codec == CODEC_FLOAT4 ? 1 : 4);
+		put_raw(&m->out, b, q->scale_most ? 1 : 4);
 	}
 }
 

@@ -295,7 +295,7 @@ def _spec(name: str, given: SpecLike, row: int, shape: tuple[int, ...], dtype: s
     if bound_to is not None or not isinstance(spec, Lossless | Quantize | Float8 | Float4):
         raise SpecError(f"{name}= must be Lossless, Quantize, Float8 or Float4, got {spec}")
     bound(shape, dtype, spec)  # raises an error if the dtype does not go with the spec
-    if isinstance(spec, Lossless | Float4) or spec.group_size is None:
+    if isinstance(spec, Lossless | Float4) or spec.group_size is None or (isinstance(spec, Float8) and spec.is_mx):
         return spec
     if spec.group_size < row and row % spec.group_size:
         what = "the tokens of a page" if name == "key" else "its channels"

@@ -48,6 +48,7 @@ static const struct kind {
 	{CODEC_FLOAT32, {.codec = CODEC_TERNARY, .variant = CODEC_TERNARY_ENTROPY}},
 	{CODEC_FLOAT32, {.codec = CODEC_FLOAT8, .options = CODEC_OPTION_STOCHASTIC}},
 	{CODEC_FLOAT16, {.codec = CODEC_FLOAT8, .variant = CODEC_E5M2, .options = CODEC_OPTION_ENTROPY}},
+	{CODEC_BFLOAT16, {.codec = CODEC_FLOAT8, .variant = CODEC_MXFP8_E4M3}},
 	{CODEC_FLOAT32, {.codec = CODEC_FLOAT4}},
 	{CODEC_FLOAT32, {.codec = CODEC_FLOAT4, .variant = CODEC_FLOAT4_MXFP4}},
 	{CODEC_FLOAT32, {.codec = CODEC_QUANTIZE, .bits = 3, .variant = CODEC_LEVELS_ODD, .group_size = 17000}},

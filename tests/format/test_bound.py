@@ -20,6 +20,7 @@ ANY_ROWS = st.one_of(
     st.builds(codec.Sign, st.sampled_from(["l1", "l2", "two_mean"]), ROWS),
     st.builds(codec.Ternary, st.sampled_from(["2bit", "base3", "entropy"])),
     st.builds(codec.Float8, st.sampled_from(["e4m3fn", "e5m2"]), st.none() | GROUPS, entropy=st.booleans()),
+    st.builds(codec.Float8, st.sampled_from(["mxfp8_e4m3", "mxfp8_e5m2"]), entropy=st.booleans()),
     st.builds(codec.Float4, st.sampled_from(["nvfp4", "mxfp4"])),
     st.builds(codec.Quantize, st.integers(1, 8), GROUPS),
     st.builds(codec.Quantize, st.integers(2, 8), GROUPS, st.just("odd")),

@@ -466,6 +466,7 @@ def test_float8_ignores_nan_and_inf_for_scales(dtype, format):
     x[100:400] |= top
     same(x, codec.Float8(format, 100, nonfinite="propagate"), dtype=dtype)
     same(x, codec.Float8(format, 3000, "stochastic", "propagate", entropy=True), dtype=dtype)
+    same(x, codec.Float8(f"mxfp8_{format[:4]}", nonfinite="propagate", entropy=True), dtype=dtype)
 
 
 def test_float8_frames_hold_no_infinity():
@@ -525,6 +526,8 @@ def test_row_scales_from_the_smallest_to_the_largest(rounding):
             same(x, spec)
         same(x, codec.Quantize(4, row, "even", rounding))
         same(x, codec.Float4("mxfp4", rounding))
+        same(x, codec.Float8("mxfp8_e4m3", rounding=rounding))
+        same(x, codec.Float8("mxfp8_e5m2", rounding=rounding))
         for top in (1e-44, 1e-30, 1.0, 3e38):
             same((x / AMAX[-1] * top).astype(F32), codec.Float4("nvfp4", rounding))
 

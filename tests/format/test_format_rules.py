@@ -81,7 +81,7 @@ STORED = {
     "of float8 with values": (stored(FLOAT32, (1,), bytes(4), FLOAT8, row_params(row=9)), "dtype or layout of a codec"),
     "of truncate with values": (stored(FLOAT32, (1,), u32(5), TRUNCATE, b"\0\0\0\x08\x80"), u32(5)),
     "with another size": (stored(FLOAT32, (1,), bytes(8)), "size"),
-    "with params of no variant": (stored(FLOAT32, (0,), b"", FLOAT8, row_params(2)), "params"),
+    "with params of no variant": (stored(FLOAT32, (0,), b"", FLOAT8, row_params(4)), "params"),
     "with params of no cap": (stored(FLOAT32, (1,), bytes(4), params=b""), "params"),
     "with a flag": (stored(FLOAT32, (1,), bytes(4), flags=2), "stored"),
     "with block_log2": (stored(FLOAT32, (1,), bytes(4), log2=9), "stored"),

@@ -52,6 +52,7 @@ ANY_FIXED = st.one_of(
     st.builds(codec.Sign, st.sampled_from(["l1", "l2", "two_mean"]), st.none() | st.just("row") | GROUPS),
     st.builds(codec.Ternary, st.sampled_from(["2bit", "base3"])),
     st.builds(codec.Float8, st.sampled_from(["e4m3fn", "e5m2"]), st.none() | GROUPS),
+    st.builds(codec.Float8, st.sampled_from(["mxfp8_e4m3", "mxfp8_e5m2"])),
     st.builds(codec.Float4, st.sampled_from(["nvfp4", "mxfp4"])),
     st.builds(codec.Quantize, st.integers(1, 8), GROUPS),
     st.builds(codec.Quantize, st.integers(2, 8), GROUPS, st.just("odd")),

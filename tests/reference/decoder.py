@@ -42,7 +42,7 @@ PARAMS = {
     1: (3, 0, 0, 2, 8),
     2: (3, 0, 0, 0, 0),
     3: (3, 32, 0, 0, 0),
-    4: (2, 7, 0, 0, 0),
+    4: (4, 7, 0, 0, 0),
     5: (2, 1, 0, 0, 0),
     6: (2, 1, 8, 0, 0),
     7: (4, 24, 3, 2, 8),
@@ -760,6 +760,8 @@ class Rows:
 
     def fits(self, row: int) -> bool:
         most = 16384 if self.entropy else 1 << 31
+        if self.codec == 4 and self.variant >= 2:
+            return row == 32
         return {2: row <= most, 3: row == 0, 5: row == 16 << self.variant}.get(self.codec, 1 <= row <= most)
 
     def read_parts(self, r: Reader, dtype: int) -> list[tuple[int, int, np.ndarray[Any, Any]]]:
@@ -849,6 +851,10 @@ class Rows:
             need((stored <= (252 if self.variant else 126)).all(), "scale")
             scale = np.ldexp(F32(1), stored.astype(int) - 127) if self.variant else E4M3[stored % 128] * scales[0]
             need(np.isfinite(scale).all(), "product of scales")
+        elif self.codec == 4 and self.variant >= 2:
+            stored = np.frombuffer(r.take(nrows), np.uint8)
+            need((stored <= (239 if self.variant == 3 else 246)).all(), "scale")
+            scale = np.ldexp(F32(1), 127 - stored.astype(int))
         elif self.codec == 2 and self.variant == 2:
             both = finite(r, 2 * nrows).reshape(-1, 2) if row else scales[None]
             scale, below = both[:, 0], both[:, 1]
@@ -864,7 +870,7 @@ class Rows:
             return np.where(codes == 0, F32(0), np.where(codes == 1, s, -s)).astype(F32)
         if self.codec == 4:
             need((scale != 0).all(), "scale 0")
-            v = (E5M2 if self.variant else E4M3)[codes & 127] / s
+            v = (E5M2 if self.variant % 2 else E4M3)[codes & 127] / s
             return np.where(codes & 128, -v, v).astype(F32)
         if self.codec == 5:
             v = E2M1[codes & 7] * s

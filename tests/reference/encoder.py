@@ -352,6 +352,11 @@ def small(y: Array, table: Array, mbits: int, bias: int, h: Any) -> Array:
 def row_scale(ask: Ask, x: Array, t: Any, stochastic: bool) -> tuple[Any, bytes]:
     """Return the scale by which codes of a row are computed, and its stored bytes."""
     amax = largest(x)
+    if ask.codec == 4 and ask.variant >= 2:
+        e = int(amax.view(np.uint32)) >> 23
+        e += stochastic and float(amax) > 1.75 * 2.0 ** (e - 127)
+        e = min(max(e - 8, 0), 246) if ask.variant == 2 else min(max(e - 15, 0), 239)
+        return F32(2.0 ** (127 - e)), bytes([e])
     if ask.codec == 4:
         scale = F32(ask.scale) if ask.scale else F32(57344 if ask.variant else 448) / amax
         scale = scale if np.isfinite(scale) else F32(1)
@@ -392,7 +397,7 @@ def row_codes(ask: Ask, v: Array, s: Any, h: Array | None, h1: Array) -> Array:
         return levels + np.where(minus, -c, c)
     if ask.codec == 5:
         return small(a / s if s > 0 else a * 0, E2M1, 1, 1, h) | minus << 3
-    table, mbits, bias = ((E4M3, 3, 7), (E5M2, 2, 15))[ask.variant]
+    table, mbits, bias = ((E4M3, 3, 7), (E5M2, 2, 15))[ask.variant % 2]
     some = np.isfinite(v)
     c = small(np.where(some, a, F32(0)) * s, table, mbits, bias, h)
     return np.where(some, c, 0x7F) | minus << 7
@@ -420,7 +425,7 @@ def entropy_bytes(lengths: list[int], data: Array) -> bytes:
 
 def row_of(ask: Ask, shape: Any, entropy: bool) -> int:
     """Return the row length (section 7.1)."""
-    default = {4: BY_SHAPE, 5: 32 if ask.variant else 16, 6: 64}.get(ask.codec, 0)
+    default = {4: 32 if ask.variant >= 2 else BY_SHAPE, 5: 32 if ask.variant else 16, 6: 64}.get(ask.codec, 0)
     row = default if ask.row is None else ask.row
     if row == BY_SHAPE:
         row = 1024
@@ -437,7 +442,7 @@ def row_parts(ask: Ask, n: int, shape: tuple[int, ...], entropy: bool) -> list[t
     """Return start, count and row of each part (section 7.1)."""
     if not ask.segments:
         return [(0, n, row_of(ask, shape, entropy))]
-    by_shape = ask.row == BY_SHAPE or (ask.row is None and ask.codec == 4)
+    by_shape = ask.row == BY_SHAPE or (ask.row is None and ask.codec == 4 and ask.variant < 2)
     pieces: list[tuple[int, int, int, bool]] = []  # start, count, row, large: of segments, and of what lies between
     end = 0
     for start, dims in [*ask.segments, (n, (0,))]:

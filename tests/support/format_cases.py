@@ -328,6 +328,11 @@ def float8(codes, scale, dtype=FLOAT32, variant=0, options=0, row=100):
     return rows(FLOAT8, len(codes), f32(scale) + codes, row_params(variant, options, row=row), dtype=dtype)
 
 
+def mxfp8(codes, e, variant=2, dtype=FLOAT32, row=32):
+    """Return an MXFP8 frame of one row with exponent e."""
+    return rows(FLOAT8, len(codes), bytes([e]) + codes, row_params(variant, row=row), dtype=dtype)
+
+
 def entropy8(body=b"\0\0\x80\x40\0\0\0\0\x38", n=2, record=(2, 1024, 0, 0, 0), row=0, more=b""):
     """Return a Float8 frame with entropy stage and one part, whose record is at an odd byte."""
     side = book(LONG) + u32(1) + struct.pack("<QIBBH", *record) + more
@@ -456,6 +461,14 @@ ROW_CASES = {
         rows(FLOAT4, 2, b"\0\x26", row_params(1, row=32)),
         struct.pack("<II", 0x01000000, 0x00400000),
     ),
+    "mxfp8's exponent of 0": (mxfp8(b"\x01\xfe", 0), struct.pack("<If", 0x00002000, -448 * 2.0**-127)),
+    "mxfp8's exponent of 246": (mxfp8(b"\x01\x7e", 246), f32(2.0**110, 448 * 2.0**119)),
+    "mxfp8's exponent of 247": (mxfp8(b"\x01\x7e", 247), "scale"),
+    "mxfp8's scale of NaN": (mxfp8(b"\x01\x7e", 255), "scale"),
+    "mxfp8_e5m2's exponent of 0": (mxfp8(b"\x01\x7b", 0, 3), struct.pack("<If", 0x00000040, 57344 * 2.0**-127)),
+    "mxfp8_e5m2's exponent of 239": (mxfp8(b"\x01\xfb", 239, 3), f32(2.0**96, -57344 * 2.0**112)),
+    "mxfp8_e5m2's exponent of 240": (mxfp8(b"\x01\xfb", 240, 3), "scale"),
+    "mxfp8 in rows of 64": (mxfp8(b"\x01\x7e", 127, row=64), "row"),
     "nvfp4's scale of 127": (nvfp4(0x22, 1, 127), "scale"),
     "nvfp4's scale with a sign": (nvfp4(0x22, 1, 0x80), "scale"),
     "entropy stage of mode 3": (entropy8(f32(4) + u32(3) + b"\x38"), "mode"),
@@ -473,6 +486,8 @@ ROW_CASES = {
     ),
     "float8 beyond bfloat16": (float8(b"\x7e\xfe", 1e-38, BFLOAT16), halves(0x7F7F, 0xFF7F)),
     "float8 beyond float16": (float8(b"\x7e\xfe", 1e-5, FLOAT16), halves(0x7BFF, 0xFBFF)),
+    "mxfp8, NaN and -0": (mxfp8(b"\x7f\x80", 0), u32(0x7FC00000, 0x80000000)),
+    "mxfp8 beyond float16": (mxfp8(b"\x7e\xfe", 137, dtype=FLOAT16), halves(0x7BFF, 0xFBFF)),
     "nvfp4 beyond float32": (nvfp4(0xF7, 2.0**124, 0x48), u32(0x7F7FFFFF, 0xFF7FFFFF)),
     "nvfp4, d is Inf": (nvfp4(0x80, 2.0**124, 0x7E), "product of scales"),
     "nvfp4, d is 0": (nvfp4(0xF7, 2.0**124, 0), u32(0, 0x80000000)),

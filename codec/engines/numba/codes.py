@@ -5,7 +5,7 @@
 """
 
 from codec.engines.numba.jit import jit
-from codec.engines.numba.parts import E4M3FN, FLOAT4, FLOAT8, QUANTIZE, SIGN, TERNARY, TIE, TWO_MEAN
+from codec.engines.numba.parts import FLOAT4, FLOAT8, QUANTIZE, SIGN, TERNARY, TIE, TWO_MEAN, is_e5m2
 from codec.engines.numba.philox import random_word
 from codec.engines.numba.region import largest
 from codec.engines.numba.scales import spread
@@ -33,8 +33,8 @@ from codec.engines.numba.words import (
 @jit
 def float8_codes(variant, x, scale, random, half, code):
     """Convert values to float8 codes; values are multiplied by ``scale``."""
-    mbits, bias = (3, 7) if variant == E4M3FN else (2, 15)
-    top = bits_of(F32(448) if variant == E4M3FN else F32(57344))
+    mbits, bias = (2, 15) if is_e5m2(variant) else (3, 7)
+    top = bits_of(F32(57344) if is_e5m2(variant) else F32(448))
     u = x.view(U32)
     for i in range(len(u)):
         a = U32(u[i] & ABS)
@@ -127,7 +127,7 @@ def _sign_values(code, above, below, y):
 @jit
 def _float8_values(variant, code, scale, y):
     """Dequantize codes of Float8."""
-    mbits, bias, last = (3, 7, 0x7E) if variant == E4M3FN else (2, 15, 0x7B)
+    mbits, bias, last = (2, 15, 0x7B) if is_e5m2(variant) else (3, 7, 0x7E)
     u = y.view(U32)
     for i in range(len(u)):
         c = U32(code[i] & U8(0x7F))

@@ -10,7 +10,8 @@ NONFINITE, BAD_SCALE = int(Status.NONFINITE), int(Status.BAD_SCALE)
 SIGN, TERNARY, QUANTIZE = lib.CODEC_SIGN, lib.CODEC_TERNARY, lib.CODEC_QUANTIZE
 FLOAT8, FLOAT4 = lib.CODEC_FLOAT8, lib.CODEC_FLOAT4
 L1, L2, TWO_MEAN = lib.CODEC_SIGN_L1, lib.CODEC_SIGN_L2, lib.CODEC_SIGN_TWO_MEAN
-E4M3FN, NVFP4 = lib.CODEC_E4M3FN, lib.CODEC_FLOAT4_NVFP4
+NVFP4 = lib.CODEC_FLOAT4_NVFP4
+E5M2, MXFP8_E4M3, MXFP8_E5M2 = lib.CODEC_E5M2, lib.CODEC_MXFP8_E4M3, lib.CODEC_MXFP8_E5M2
 STOCHASTIC, PROPAGATE = lib.CODEC_OPTION_STOCHASTIC, lib.CODEC_OPTION_PROPAGATE
 ENTROPY = lib.CODEC_OPTION_ENTROPY
 ROW_BLOCK, TRITS_BLOCK = 16384, 81920  # maximum values of a block
@@ -39,9 +40,25 @@ def has_entropy(job):
 
 
 @jit
+def is_e5m2(variant):
+    """Return whether the elements of a variant of Float8 are e5m2."""
+    return variant in (E5M2, MXFP8_E5M2)
+
+
+@jit
+def scale_most(job):
+    """Return the largest byte that stores a row's scale; 0 if scales are float32."""
+    if job.codec == FLOAT4:
+        return 126 if job.variant == NVFP4 else 252
+    if job.codec == FLOAT8 and job.variant >= MXFP8_E4M3:
+        return 239 if is_e5m2(job.variant) else 246
+    return 0
+
+
+@jit
 def scale_nbytes(job):
     """Return the bytes of a row's scales."""
-    if job.codec == FLOAT4:
+    if scale_most(job):
         return 1
     return 8 if job.codec == SIGN and job.variant == TWO_MEAN else 4
 

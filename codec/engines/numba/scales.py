@@ -6,7 +6,6 @@ import numpy as np
 from codec.engines.numba.floats import FLOAT32, load
 from codec.engines.numba.jit import jit
 from codec.engines.numba.parts import (
-    E4M3FN,
     FLOAT4,
     FLOAT8,
     L1,
@@ -20,6 +19,8 @@ from codec.engines.numba.parts import (
     SIGN,
     STOCHASTIC,
     TWO_MEAN,
+    is_e5m2,
+    scale_most,
     scale_nbytes,
 )
 from codec.engines.numba.region import BAD_REGION, OK, bad, load32, store32
@@ -166,19 +167,32 @@ def store_sign_scales(job, work, data, feedback, first, m, row, region):
 
 
 @jit
-def _float4_scale(variant, stored, part):
-    """Return the divisor of a row's values from its stored byte."""
-    if variant == NVFP4:
+def _scale_of_byte(job, stored, part):
+    """Return the divisor (Float4) or factor (Float8) of a row's values from its stored byte."""
+    if job.codec == FLOAT8:
+        return float_of(U32(U32(254 - I64(stored)) << U32(23)))
+    if job.variant == NVFP4:
         return F32(small_value(U32(stored), 3, 7) * part)
     return float_of(U32(U32(stored) << U32(23)) if stored else U32(1 << 22))
 
 
 @jit
-def _float4_stored(variant, up, most, part):
-    """Return the byte that stores a row's scale; ``up``: round the scale up, so that no value is clipped."""
-    if variant != NVFP4:
-        e = I64(most >> U32(23)) + (1 if up and U32(most & U32(0x7FFFFF)) > U32(0x400000) else 0)
-        return U8(min(max(e - 2, 0), 252))
+def _mx_stored(job, up, most):
+    """Return the exponent that stores a row's scale in MXFP4 and MXFP8."""
+    if job.codec == FLOAT4:
+        last, top = 2, U32(0x400000)
+    else:
+        last, top = 15 if is_e5m2(job.variant) else 8, U32(0x600000)
+    e = I64(most >> U32(23)) + (1 if up and U32(most & U32(0x7FFFFF)) > top else 0)
+    return U8(min(max(e - last, 0), scale_most(job)))
+
+
+@jit
+def _stored(job, most, part):
+    """Return the byte that stores a row's scale, rounded up if rounding is stochastic, so that no value is clipped."""
+    up = job.options & STOCHASTIC != 0
+    if job.codec == FLOAT8 or job.variant != NVFP4:
+        return _mx_stored(job, up, most)
     a = F32(F32(float_of(most) / F32(6)) / part) if part > F32(0) else F32(0)
     stored = small_nearest(bits_of(a if a < F32(448) else F32(448)), 3, 7)
     if up and stored < U32(126) and small_value(stored, 3, 7) < a:
@@ -193,11 +207,11 @@ def _row_scale(job, part_scale, most, region, at):
     Return the factor (Float8) or divisor (other codecs) of the row's values.
     """
     scale = float_of(most)
-    if job.codec == FLOAT4:
-        region[at] = _float4_stored(job.variant, job.options & STOCHASTIC != 0, most, part_scale)
-        return _float4_scale(job.variant, region[at], part_scale)
+    if scale_most(job):
+        region[at] = _stored(job, most, part_scale)
+        return _scale_of_byte(job, region[at], part_scale)
     if job.codec == FLOAT8:
-        top = F32(448) if job.variant == E4M3FN else F32(57344)
+        top = F32(57344) if is_e5m2(job.variant) else F32(448)
         scale = job.scale if job.scale > F32(0) else F32(top / scale)
         scale = scale if bits_of(scale) < INF else F32(1)
     store32(region, at, bits_of(scale))
@@ -234,11 +248,11 @@ def read_scales(job, frame, at, part, n, work, fault):
     """Read the scales of ``n`` values of whole rows into ``work.row_scale`` and ``work.row_other``."""
     row, nbytes = I64(part.group_size), scale_nbytes(job)
     for r in range((n + row - 1) // row):
-        if job.codec == FLOAT4:
-            last = 126 if job.variant == NVFP4 else 252
+        last = scale_most(job)
+        if last:
             if frame[at] > last:
                 return bad(fault, BAD_REGION, at, frame[at], last)
-            work.row_scale[r] = _float4_scale(job.variant, frame[at], part.scale)
+            work.row_scale[r] = _scale_of_byte(job, frame[at], part.scale)
             u = bits_of(work.row_scale[r])
             if u >= INF:
                 return bad(fault, BAD_REGION, at, u, MAX)

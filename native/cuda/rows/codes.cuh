@@ -63,7 +63,7 @@ template <int CODEC> DEVICE row_job row_job_of(const codec_view *v, const row_pl
 /* Return the code of a value. x: its bits. h: 16 random bits; TERNARY may need more and then returns TERNARY_TIE. */
 template <int CODEC> DEVICE uint32_t code_of(struct row_kind q, bool random, uint32_t x, const row_scale &s, uint32_t h)
 {
-	const bool e4m3 = q.variant == WIRE_FLOAT8_E4M3FN;
+	const bool e4m3 = !q.e5m2;
 
 	if (CODEC == WIRE_CODEC_SIGN)
 		return x <= ROUND_ABS;
@@ -142,7 +142,7 @@ DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint3
 #if __CUDA_ARCH__ >= 890
 	/* a tensor with NaN or Inf has no frame, unless they are propagated */
 	if (CODEC == WIRE_CODEC_FLOAT8 && !random && !(r.v->options & WIRE_OPTION_PROPAGATE && any_nonfinite(x)))
-		return convert_to_float8(r.q.variant == WIRE_FLOAT8_E4M3FN, x, s.scale);
+		return convert_to_float8(!r.q.e5m2, x, s.scale);
 #endif
 	for (int k = 0; k < 4; k++) {
 		uint32_t h = (k < 2 ? draws : more) >> 16 * (k % 2) & 0xffff;

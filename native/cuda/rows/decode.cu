@@ -105,8 +105,7 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t m, uint
 				uint32_t lane)
 {
 	const uint32_t AT_ONCE = 8; /* rows whose loads are in flight together: no load moves above a store */
-	const bool e4m3 = q.variant == WIRE_FLOAT8_E4M3FN,
-		   words = CODEC == WIRE_CODEC_FLOAT8 && (uint64_t)w->codes % 4 == 0;
+	const bool e4m3 = !q.e5m2, words = CODEC == WIRE_CODEC_FLOAT8 && (uint64_t)w->codes % 4 == 0;
 	float inverse = CODEC == WIRE_CODEC_FLOAT8 ? float8_inverse(w->scale) : 0;
 	uint32_t r = 0;
 

@@ -71,7 +71,7 @@ DEVICE groups_put put_float8_rows(const row_job &r, uint8_t *scales, uint8_t *to
 		uint32_t *codes = (uint32_t *)(to + i);
 
 		bad |= found.status != CODEC_OK;
-		if (r.q.variant == WIRE_FLOAT8_E4M3FN)
+		if (!r.q.e5m2)
 			put_float8_codes<true>(r, values, dtype, first, row, found.scale, next, codes, lane);
 		else
 			put_float8_codes<false>(r, values, dtype, first, row, found.scale, next, codes, lane);

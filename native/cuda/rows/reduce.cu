@@ -77,7 +77,7 @@ DEVICE uint32_t fill_scales(summed *s, uint32_t lane)
 		float scale = 1, below;
 
 		if (i < rows && s->good >> f & 1)
-			bad |= (uint32_t)!read_scale(s->q, s->p.part, scales + (uint64_t)sizeof(float) * (i % s->nrows),
+			bad |= (uint32_t)!read_scale(s->q, s->p.part, scales + row_scale_nbytes(s->q) * (i % s->nrows),
 						     &scale, &below)
 			       << f;
 		const float inverse = float8_inverse(scale);
@@ -151,7 +151,7 @@ DEVICE void add_float8(const summed &s, const codec_sink &sink, const float2 *sc
 	for (uint32_t i = 0; i < QUADS; i++) {
 		const float2 scale = shared(scales)[at[i]];
 
-		float8_ratios(s.q.variant == WIRE_FLOAT8_E4M3FN, codes[i], y[i]);
+		float8_ratios(!s.q.e5m2, codes[i], y[i]);
 		for (uint32_t k = 0; k < 4; k++)
 			y[i][k] = divide_float8(y[i][k], scale.x, scale.y);
 	}
@@ -268,7 +268,7 @@ template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, cons
 		if (!(s.good >> f & 1))
 			continue;
 		if (CODEC == WIRE_CODEC_FLOAT8 && s.tabled >> f & 1 && sets_or_adds(of->sink) &&
-		    !any_specials(s.q.variant == WIRE_FLOAT8_E4M3FN, codes))
+		    !any_specials(!s.q.e5m2, codes))
 			add_float8(s, of->sink, s.scales + f * s.nrows, at, codes, sum);
 		else
 			bad |= add_codes<CODEC>(s, f, scales, at, codes, ratio, is_plain(of->sink, s.dtype), sum);

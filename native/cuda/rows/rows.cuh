@@ -40,10 +40,9 @@ DEVICE bool read_scale(struct row_kind q, const codec_row_part *part, const uint
 {
 	uint32_t u = 0, w = 0;
 
-	if (q.codec == WIRE_CODEC_FLOAT4) {
-		*scale = scale_float4_value(q, *p, part->scale[0]);
-		return *p <= (q.variant == WIRE_FLOAT4_MXFP4 ? WIRE_MAX_MXFP4 : WIRE_MAX_NVFP4) &&
-		       round_bits(*scale) < ROUND_INF;
+	if (q.scale_most) {
+		*scale = scale_byte_value(q, *p, part->scale[0]);
+		return *p <= q.scale_most && round_bits(*scale) < ROUND_INF;
 	}
 	u = w = load32(p);
 	if (q.codec == WIRE_CODEC_SIGN && q.variant == WIRE_SIGN_TWO_MEAN)
@@ -129,7 +128,7 @@ template <int CODEC> DEVICE float code_ratio(struct row_kind q, uint32_t code)
 	if (CODEC == WIRE_CODEC_TERNARY)
 		return code > 2 ? none : round_ternary_ratio(code);
 	if (CODEC == WIRE_CODEC_FLOAT8) {
-		bool e4m3 = q.variant == WIRE_FLOAT8_E4M3FN;
+		bool e4m3 = !q.e5m2;
 		uint32_t u = a > (e4m3 ? 0x7e : 0x7b) ? round_bits(none)
 			     : e4m3                   ? round_small_value(a, 3, 7)
 						      : round_small_value(a, 2, 15);

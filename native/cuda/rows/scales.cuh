@@ -243,7 +243,7 @@ DEVICE_CALL scaled put_sign_row(const codec_view *v, struct row_kind q, const co
 /* Return a row's stored scale from its largest magnitude. SIGN computes its scales from sums instead. */
 DEVICE uint32_t scale_bits(struct row_kind q, const codec_view *v, const codec_row_part *part, uint32_t max)
 {
-	return q.codec == WIRE_CODEC_FLOAT4   ? scale_float4(q, max, part->scale[0])
+	return q.scale_most                   ? scale_byte(q, max, part->scale[0])
 	       : q.codec == WIRE_CODEC_FLOAT8 ? round_bits(scale_float8(q, max, v->scale))
 					      : max;
 }
@@ -251,8 +251,8 @@ DEVICE uint32_t scale_bits(struct row_kind q, const codec_view *v, const codec_r
 /* Return the scale that stored bits stand for. */
 DEVICE scaled scale_of_bits(struct row_kind q, const codec_row_part *part, uint32_t bits)
 {
-	if (q.codec == WIRE_CODEC_FLOAT4)
-		return {CODEC_OK, scale_float4_value(q, bits, part->scale[0]), 0};
+	if (q.scale_most)
+		return {CODEC_OK, scale_byte_value(q, bits, part->scale[0]), 0};
 	return {CODEC_OK, round_float(bits), 0};
 }
 

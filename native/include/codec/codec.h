@@ -148,7 +148,7 @@ typedef struct codec_tensor {
 #define CODEC_LOSSLESS 1 /**< exact, for all dtypes */
 #define CODEC_SIGN 2     /**< 1 bit per value */
 #define CODEC_TERNARY 3  /**< -1, 0 or 1 times a scale, unbiased */
-#define CODEC_FLOAT8 4   /**< 8-bit floats, one scale per group of values */
+#define CODEC_FLOAT8 4   /**< 8-bit floats, one scale per group of values; MXFP8 */
 #define CODEC_FLOAT4 5   /**< 4-bit floats in NVFP4 or MXFP4 layout */
 #define CODEC_QUANTIZE 6 /**< integers of 1 to 8 bits per value */
 #define CODEC_TRUNCATE 7 /**< mantissa bits dropped where the optimizer's step rounds them away */
@@ -170,6 +170,8 @@ typedef struct codec_tensor {
 #define CODEC_TERNARY_ENTROPY 2     /**< TERNARY: 5 values per byte, entropy coded */
 #define CODEC_E4M3FN 0              /**< FLOAT8: 4 exponent bits, 3 mantissa bits */
 #define CODEC_E5M2 1                /**< FLOAT8: 5 exponent bits, 2 mantissa bits */
+#define CODEC_MXFP8_E4M3 2          /**< FLOAT8: E4M3FN, power-of-two scale per 32 values */
+#define CODEC_MXFP8_E5M2 3          /**< FLOAT8: E5M2, power-of-two scale per 32 values */
 #define CODEC_FLOAT4_NVFP4 0        /**< FLOAT4: e4m3fn scale per 16 values, and one scale for the tensor */
 #define CODEC_FLOAT4_MXFP4 1        /**< FLOAT4: power-of-two scale per 32 values */
 #define CODEC_LEVELS_EVEN 0         /**< QUANTIZE: 2^bits levels, none of which is 0 */
@@ -214,13 +216,17 @@ typedef struct codec_spec {
 	uint32_t options;         /**< bitwise or of CODEC_OPTION_* */
 	uint32_t bits; /**< QUANTIZE: 1..8, 0: 4; TRUNCATE, LEVEL_CODING_FIXED: the level, 0..3; TOPK: 1..8, 0: 2 */
 	/**
-	 * Values that share a scale. SIGN: 0 for all; FLOAT8: 0 for CODEC_GROUP_SIZE_ROW; QUANTIZE: 0 for 64. DELTA:
-	 * values per block, a power of two from 1,024 to 262,144, 0 for 65,536. TOPK: values per chunk, a power of two
-	 * from 64 to 65,536, 0 for CODEC_TOPK_CHUNK.
+	 * Values that share a scale. SIGN: 0 for all; FLOAT8: 0 for CODEC_GROUP_SIZE_ROW, of the MXFP8 variants for 32,
+	 * which have no other; QUANTIZE: 0 for 64. DELTA: values per block, a power of two from 1,024 to 262,144, 0 for
+	 * 65,536. TOPK: values per chunk, a power of two from 64 to 65,536, 0 for CODEC_TOPK_CHUNK.
 	 */
 	uint32_t group_size;
 	uint32_t seed; /**< seed of random bits for stochastic rounding */
-	float scale;   /**< TERNARY, FLOAT8: scale to use; 0: computed from the tensor; see CODEC_OPTION_ZERO_SCALE */
+	/**
+	 * Scale to use. TERNARY, FLOAT8 but for the MXFP8 variants; 0: computed from the tensor; see
+	 * CODEC_OPTION_ZERO_SCALE.
+	 */
+	float scale;
 	float clip;    /**< TERNARY: clip magnitudes to this many standard deviations; 0: none */
 	int32_t guard; /**< TRUNCATE: mantissa bits to keep beyond those the step needs, -128..126 */
 	uint32_t kept; /**< TOPK: values kept of each chunk, at most half of them; 0: 1/64 */

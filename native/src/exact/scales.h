@@ -17,6 +17,8 @@ struct row_kind {
 	uint8_t codec, variant, options, dtype;
 	uint8_t entropy, odd; /* odd: QUANTIZE, odd number of levels */
 	uint8_t bits;         /* bits of a code in the frame; 0: five codes per byte */
+	uint8_t e5m2;         /* FLOAT8: elements are e5m2, not e4m3 */
+	uint8_t scale_most;   /* largest byte that stores a row's scale; 0: scales are float32 */
 	float max;            /* FLOAT8: largest finite value */
 	int levels;           /* QUANTIZE: largest code (even) or largest magnitude of a level (odd) */
 };
@@ -24,7 +26,7 @@ struct row_kind {
 /* Return the row_kind of params and a dtype. For codecs without rows only `entropy` is defined, as 0. */
 BITS_FN struct row_kind row_kind_of(uint32_t codec, uint32_t variant, uint32_t options, uint32_t bits, uint32_t dtype)
 {
-	struct row_kind q = {(uint8_t)codec, (uint8_t)variant, (uint8_t)options, (uint8_t)dtype, 0, 0, 8, 0, 0};
+	struct row_kind q = {(uint8_t)codec, (uint8_t)variant, (uint8_t)options, (uint8_t)dtype, 0, 0, 8, 0, 0, 0, 0};
 
 	if (codec == WIRE_CODEC_SIGN) {
 		q.bits = 1;
@@ -32,16 +34,26 @@ BITS_FN struct row_kind row_kind_of(uint32_t codec, uint32_t variant, uint32_t o
 		q.bits = variant == WIRE_TERNARY_2BIT ? 2 : 0;
 		q.entropy = variant == WIRE_TERNARY_ENTROPY;
 	} else if (codec == WIRE_CODEC_FLOAT8) {
-		q.max = variant == WIRE_FLOAT8_E4M3FN ? 448.0f : 57344.0f;
+		q.e5m2 = variant == WIRE_FLOAT8_E5M2 || variant == WIRE_FLOAT8_MXFP8_E5M2;
+		q.max = q.e5m2 ? 57344.0f : 448.0f;
+		if (variant >= WIRE_FLOAT8_MXFP8_E4M3)
+			q.scale_most = q.e5m2 ? WIRE_MAX_MXFP8_E5M2 : WIRE_MAX_MXFP8_E4M3;
 		q.entropy = (options & WIRE_OPTION_ENTROPY) != 0;
 	} else if (codec == WIRE_CODEC_FLOAT4) {
 		q.bits = 4;
+		q.scale_most = variant == WIRE_FLOAT4_MXFP4 ? WIRE_MAX_MXFP4 : WIRE_MAX_NVFP4;
 	} else if (codec == WIRE_CODEC_QUANTIZE) {
 		q.bits = (uint8_t)bits;
 		q.odd = variant == WIRE_LEVELS_ODD;
 		q.levels = q.odd ? (1 << (bits - 1)) - 1 : (1 << bits) - 1;
 	}
 	return q;
+}
+
+/* Return 1 if rows have scales of e8m0, powers of two, and 32 values. */
+BITS_FN int row_is_mx(struct row_kind q)
+{
+	return q.scale_most > WIRE_MAX_NVFP4;
 }
 
 /* Rows: number of values that share a scale; 0: all values of a part. */
@@ -53,8 +65,8 @@ BITS_FN int row_allowed(struct row_kind q, uint32_t row)
 
 	if (q.codec == WIRE_CODEC_TERNARY)
 		return row == 0;
-	if (q.codec == WIRE_CODEC_FLOAT4)
-		return row == (q.variant == WIRE_FLOAT4_NVFP4 ? 16u : 32u);
+	if (q.scale_most)
+		return row == (row_is_mx(q) ? 32u : 16u);
 	return row <= most && (row || q.codec == WIRE_CODEC_SIGN);
 }
 
@@ -76,7 +88,7 @@ BITS_FN uint32_t row_in_use(struct row_kind q, uint32_t asked, uint32_t rank, co
 /* Return 1 if a part has scales of its own, besides those of its rows or in place of them. */
 BITS_FN int row_part_scaled(struct row_kind q, uint32_t row)
 {
-	return row == 0 || (q.codec == WIRE_CODEC_FLOAT4 && q.variant == WIRE_FLOAT4_NVFP4);
+	return row == 0 || q.scale_most == WIRE_MAX_NVFP4;
 }
 
 BITS_FN uint64_t row_count(uint32_t row, uint64_t n)
@@ -113,7 +125,7 @@ BITS_FN uint64_t row_block_n(struct row_kind q, uint32_t row, uint64_t n, uint64
 
 BITS_FN uint64_t row_scale_nbytes(struct row_kind q)
 {
-	if (q.codec == WIRE_CODEC_FLOAT4)
+	if (q.scale_most)
 		return 1;
 	return q.codec == WIRE_CODEC_SIGN && q.variant == WIRE_SIGN_TWO_MEAN ? 8 : 4;
 }
@@ -286,30 +298,41 @@ BITS_FN float scale_nvfp4(uint32_t max)
 }
 
 /*
- * FLOAT4: return the byte that stores a row's scale, rounded up if rounding is stochastic. `part` is the part's scale.
+ * MXFP4, MXFP8: return the exponent that stores a row's scale. The largest magnitude is scaled to the last octave of
+ * the elements, where values above the largest element saturate; `unbiased`: to at most the largest element, which is
+ * 1.5 (e2m1) or 1.75 (e4m3, e5m2) times a power of two.
  */
-BITS_FN uint8_t scale_float4(struct row_kind q, uint32_t max, float part)
+BITS_FN uint8_t scale_mx(struct row_kind q, uint32_t max, int unbiased)
+{
+	uint32_t last = q.codec == WIRE_CODEC_FLOAT4 ? 2 : q.e5m2 ? 15 : 8; /* log2 of the last octave */
+	uint32_t top = q.codec == WIRE_CODEC_FLOAT4 ? 0x400000 : 0x600000;
+	uint32_t stored = (max >> 23) + (unbiased && (max & 0x7fffff) > top);
+
+	stored = stored > last ? stored - last : 0;
+	return (uint8_t)(stored < q.scale_most ? stored : q.scale_most);
+}
+
+/* Return the byte that stores a row's scale, rounded up if rounding is stochastic. `part` is the part's scale. */
+BITS_FN uint8_t scale_byte(struct row_kind q, uint32_t max, float part)
 {
 	int unbiased = (q.options & WIRE_OPTION_STOCHASTIC) != 0;
 	uint32_t stored;
 	float a;
 
-	if (q.variant == WIRE_FLOAT4_MXFP4) { /* the largest magnitude is scaled to [4, 8), or to at most 6 */
-		stored = (max >> 23) + (unbiased && (max & 0x7fffff) > 0x400000);
-		stored = stored > 2 ? stored - 2 : 0;
-		return (uint8_t)(stored < WIRE_MAX_MXFP4 ? stored
-							 : WIRE_MAX_MXFP4); /* 4 and 6 times the scale are finite */
-	}
+	if (row_is_mx(q))
+		return scale_mx(q, max, unbiased);
 	a = part > 0 ? round_div(round_div(round_float(max), 6.0f), part) : 0.0f;
 	stored = round_small_nearest(round_bits(a < 448.0f ? a : 448.0f), 3, 7);
 	return (uint8_t)(stored +
 			 (unbiased && stored < WIRE_MAX_NVFP4 && round_float(round_small_value(stored, 3, 7)) < a));
 }
 
-/* FLOAT4: return the divisor of values. */
-BITS_FN float scale_float4_value(struct row_kind q, uint32_t stored, float part)
+/* Return the divisor (FLOAT4) or factor (FLOAT8) of values from a stored byte, at most q.scale_most. */
+BITS_FN float scale_byte_value(struct row_kind q, uint32_t stored, float part)
 {
-	if (q.variant == WIRE_FLOAT4_MXFP4)
+	if (q.codec == WIRE_CODEC_FLOAT8)
+		return round_float((254 - stored) << 23);
+	if (row_is_mx(q))
 		return round_float(stored ? stored << 23 : 1u << 22);
 	return round_mul(round_float(round_small_value(stored, 3, 7)), part);
 }

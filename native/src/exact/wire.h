@@ -67,6 +67,8 @@
 #define WIRE_TERNARY_ENTROPY 2
 #define WIRE_FLOAT8_E4M3FN 0
 #define WIRE_FLOAT8_E5M2 1
+#define WIRE_FLOAT8_MXFP8_E4M3 2
+#define WIRE_FLOAT8_MXFP8_E5M2 3
 #define WIRE_FLOAT4_NVFP4 0
 #define WIRE_FLOAT4_MXFP4 1
 #define WIRE_LEVELS_EVEN 0
@@ -91,7 +93,7 @@
 	X(LOSSLESS, lossless, WIRE_DTYPES_ALL, 3, 0, 0, WIRE_LEAST_MAX_CODE_LENGTH)                                    \
 	X(SIGN, rows, WIRE_DTYPES_LOSSY, 3, 0, 0, 0)                                                                   \
 	X(TERNARY, rows, WIRE_DTYPES_LOSSY, 3, WIRE_OPTION_CLIPPED, 0, 0)                                              \
-	X(FLOAT8, rows, WIRE_DTYPES_LOSSY, 2, WIRE_OPTION_STOCHASTIC | WIRE_OPTION_PROPAGATE | WIRE_OPTION_ENTROPY, 0, \
+	X(FLOAT8, rows, WIRE_DTYPES_LOSSY, 4, WIRE_OPTION_STOCHASTIC | WIRE_OPTION_PROPAGATE | WIRE_OPTION_ENTROPY, 0, \
 	  0)                                                                                                           \
 	X(FLOAT4, rows, WIRE_DTYPES_LOSSY, 2, WIRE_OPTION_STOCHASTIC, 0, 0)                                            \
 	X(QUANTIZE, rows, WIRE_DTYPES_LOSSY, 2, WIRE_OPTION_STOCHASTIC, 8, 0)                                          \
@@ -121,8 +123,11 @@
 #define WIRE_MAX_ROW_PARTS(n) (WIRE_MAX_PARTS(n) + ((n) < 1024 ? (n) / 16 : 64))
 #define WIRE_MAX_ROW 0x80000000u
 #define WIRE_MAX_NVFP4 126 /* a row's scale: e4m3fn without sign and NaN */
-#define WIRE_MAX_MXFP4 252 /* a row's scale exponent: 6 times the scale is finite */
-#define WIRE_TREE 4096     /* values summed in float32 lanes; these sums are added pairwise in float64 */
+/* exponent that a row's scale stores: the scale times the largest element, 6, 448 or 57344, is finite */
+#define WIRE_MAX_MXFP4 252
+#define WIRE_MAX_MXFP8_E4M3 246
+#define WIRE_MAX_MXFP8_E5M2 239
+#define WIRE_TREE 4096 /* values summed in float32 lanes; these sums are added pairwise in float64 */
 
 #define WIRE_LAYOUT_STORED 0
 #define WIRE_LAYOUT_BLOCKS 1

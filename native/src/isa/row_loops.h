@@ -314,7 +314,7 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 
 		switch (q->codec) {
 		case WIRE_CODEC_FLOAT8: /* constant parameters let the compiler specialize the loops */
-			if (q->variant == WIRE_FLOAT8_E4M3FN)
+			if (!q->e5m2)
 				r ? float8_run(3, 7, 448, p, m, *scale, r, finite, c)
 				  : float8_run(3, 7, 448, p, m, *scale, NULL, finite, c);
 			else
@@ -360,7 +360,7 @@ static void decode_rows(const struct row_kind *q, const uint8_t *code, size_t n,
 			table_values(0, code + at, m, ratio, *scale, y + at);
 		else if (q->codec == WIRE_CODEC_QUANTIZE)
 			level_values(code + at, m, *scale, q->odd, q->levels, y + at);
-		else if (q->variant == WIRE_FLOAT8_E4M3FN)
+		else if (!q->e5m2)
 			float8_values(3, 7, 0x7e, code + at, m, *scale, y + at);
 		else
 			float8_values(2, 15, 0x7b, code + at, m, *scale, y + at);

@@ -20,12 +20,10 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 	uint64_t nrows = row_count(p->group_size, n);
 
 	for (uint64_t r = 0; r < nrows; r++, at += nbytes) {
-		if (q->codec == CODEC_FLOAT4) {
-			uint32_t last = q->variant == WIRE_FLOAT4_MXFP4 ? WIRE_MAX_MXFP4 : WIRE_MAX_NVFP4;
-
-			if (frame[at] > last)
-				BAD(at, frame[at], last);
-			w->scale[r] = scale_float4_value(*q, frame[at], p->scale[0]);
+		if (q->scale_most) {
+			if (frame[at] > q->scale_most)
+				BAD(at, frame[at], q->scale_most);
+			w->scale[r] = scale_byte_value(*q, frame[at], p->scale[0]);
 			if (round_bits(w->scale[r]) >= ROUND_INF) /* product with the part's scale */
 				BAD(at, round_bits(w->scale[r]), ROUND_MAX);
 			continue;

@@ -25,14 +25,14 @@ static int row_asked(const struct header *h)
 	const struct row_kind q = header_kind(h);
 
 	if (h->group_size == CODEC_GROUP_SIZE_ROW)
-		return h->codec == CODEC_SIGN || h->codec == CODEC_FLOAT8;
+		return h->codec == CODEC_SIGN || (h->codec == CODEC_FLOAT8 && !row_is_mx(q));
 	return h->group_size <= WIRE_MAX_ROW && row_allowed(q, row_in_use(q, h->group_size, 1, NULL));
 }
 
 static uint32_t default_row(const struct header *h)
 {
 	switch (h->codec) {
-	case CODEC_FLOAT8: return CODEC_GROUP_SIZE_ROW;
+	case CODEC_FLOAT8: return row_is_mx(header_kind(h)) ? 32 : CODEC_GROUP_SIZE_ROW;
 	case CODEC_FLOAT4: return h->variant == WIRE_FLOAT4_NVFP4 ? 16 : 32;
 	case CODEC_QUANTIZE: return 64;
 	default: return 0;
@@ -52,6 +52,8 @@ static codec_status params_ask(const codec_spec *s, struct header *h)
 		(uint8_t)((s->options & ~(uint32_t)CODEC_OPTION_ZERO_SCALE) | (s->clip > 0 ? WIRE_OPTION_CLIPPED : 0));
 	h->bits = (uint8_t)(s->codec == CODEC_QUANTIZE && !s->bits ? 4 : s->bits);
 	h->group_size = s->group_size ? s->group_size : default_row(h);
+	if (s->scale > 0 && row_is_mx(header_kind(h)))
+		return CODEC_BAD_SPEC;
 	return row_asked(h) ? CODEC_OK : CODEC_BAD_SPEC;
 }
 

@@ -167,9 +167,9 @@ static float scale_of(const struct job *j, const struct row_kind *q, const struc
 {
 	float scale = round_float(max);
 
-	if (q->codec == CODEC_FLOAT4) {
-		*stored = scale_float4(*q, max, p->scale[0]);
-		return scale_float4_value(*q, *stored, p->scale[0]);
+	if (q->scale_most) {
+		*stored = scale_byte(*q, max, p->scale[0]);
+		return scale_byte_value(*q, *stored, p->scale[0]);
 	}
 	if (q->codec == CODEC_FLOAT8)
 		scale = scale_float8(*q, max, j->scale);

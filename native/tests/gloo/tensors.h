@@ -180,6 +180,7 @@ inline std::vector<Case> codecs()
 	add("float8, e5m2", CODEC_FLOAT8, 0.2,
 	    [](codec_spec &s) { s.variant = CODEC_E5M2, s.group_size = 100, s.options = CODEC_OPTION_STOCHASTIC; });
 	add("float8, entropy", CODEC_FLOAT8, 0.06, [](codec_spec &s) { s.options = CODEC_OPTION_ENTROPY; });
+	add("float8, mxfp8", CODEC_FLOAT8, 0.13, [](codec_spec &s) { s.variant = CODEC_MXFP8_E4M3; });
 	add("float4, nvfp4", CODEC_FLOAT4, 0.3, [](codec_spec &) {});
 	add("float4, mxfp4", CODEC_FLOAT4, 0.5,
 	    [](codec_spec &s) { s.variant = CODEC_FLOAT4_MXFP4, s.options = CODEC_OPTION_STOCHASTIC; });

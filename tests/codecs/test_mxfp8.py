@@ -1,0 +1,123 @@
+"""MXFP8 frames hold the bytes of the OCP specification's conversion, computed by torch's own casts.
+
+Scales are those of torchao's ``ScaleCalculationMode.FLOOR``, which follows the specification; stochastic rounding has
+those of ``RCEIL``.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+import codec
+from codec.errors import CodecError, Status
+
+F32 = np.float32
+KINDS = {  # element dtype, exponent of its largest power of two, largest number
+    "mxfp8_e4m3": (torch.float8_e4m3fn, 8, 448.0),
+    "mxfp8_e5m2": (torch.float8_e5m2, 15, 57344.0),
+}
+FORMATS = pytest.mark.parametrize("format", KINDS)
+
+
+def groups_of(x):
+    """Return float32 values in groups of 32, zeros after the last one."""
+    return torch.nn.functional.pad(torch.from_numpy(x).float(), (0, -len(x) % 32)).reshape(-1, 32)
+
+
+def mx_of(x, format):
+    """Return the stored scales, elements and values of MXFP8, by torch."""
+    dtype, emax, most = KINDS[format]
+    x = groups_of(x)
+    exponent = (x.abs().amax(1).view(torch.int32) >> 23) - 127  # floor(log2), -127 for subnormal numbers
+    stored = ((exponent - emax).clamp(-127, 127) + 127).to(torch.uint8)
+    scale = stored.view(torch.float8_e8m0fnu).float()[:, None]
+    elements = (x / scale).clamp(-most, most).to(dtype)
+    return stored.numpy(), elements.view(torch.uint8).ravel().numpy(), (elements.float() * scale).ravel().numpy()
+
+
+def values():
+    """Return finite values, 32 a group, that reach every branch of the conversion."""
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 1 << 32, 1 << 14, dtype=np.uint32)
+    any_bits = np.where(bits >> 23 & 255 == 255, bits & 0x807FFFFF, bits).view(F32)
+    octaves = np.exp2(rng.uniform(-160, 127.9, (1024, 1)) + rng.uniform(-20, 0, (1024, 32))) * rng.choice([-1, 1], 32)
+    edges = np.zeros((256, 32))
+    edges[:254] = np.ldexp(1.0, np.arange(-126, 128))[:, None] * np.linspace(0, 1, 32)  # largest: a power of two
+    edges[1:254:2, 31] *= 1.75  # largest: the largest element
+    edges[2:254:4, 31] = np.nextafter(F32(2), F32(0)) * np.ldexp(1.0, np.arange(-124, 128, 4))  # saturates
+    ties = np.outer(np.ldexp(1.0, [-149, -140, -130, 0, 100]), np.arange(-1024, 1024)).reshape(-1, 32)
+    zeros = np.array([0.0, -0.0] * 16)
+    tiny = np.arange(32, dtype=np.uint32).view(F32)
+    with np.errstate(over="ignore", under="ignore"):
+        parts = [any_bits, octaves, edges, ties, zeros, tiny]
+        return np.concatenate([np.asarray(part, F32).ravel() for part in parts])
+
+
+def region_of(frame, n):
+    """Return the scales and the elements of a frame of one block, n values."""
+    rows = -(-n // 32)
+    region = frame[-(-(-(rows + n) // 8) * 8) :]
+    return region[:rows], region[rows : rows + n]
+
+
+@FORMATS
+def test_frames_hold_the_bytes_of_torch_casts(format, isa):
+    x = values()
+    assert np.isfinite(x).all()
+    stored, elements, expected = mx_of(x, format)
+    for first in range(0, len(x), 1 << 14):  # one block a frame
+        here = slice(first, first + (1 << 14))
+        frame = codec.encode(x[here], codec.Float8(format))
+        scales, codes = region_of(frame, len(x[here]))
+        assert scales == stored[first // 32 :][: len(scales)].tobytes()
+        assert codes == elements[here].tobytes()
+        assert codec.decode(frame).tobytes() == expected[here].tobytes()
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_tensors_give_the_same_elements(format, dtype):
+    """All patterns that are numbers; the last group is shorter."""
+    x = torch.arange(1 << 16).to(torch.uint16).view(dtype)
+    x = x[x.isfinite()][:-7]
+    expected = torch.from_numpy(mx_of(x.float().numpy(), format)[2][: len(x)])
+    most = torch.finfo(dtype).max
+    y = codec.decode(codec.encode(x, codec.Float8(format)), out=torch.empty_like(x))
+    assert torch.equal(y, expected.to(dtype).clamp(-most, most))
+
+
+@FORMATS
+def test_stochastic_rounding_takes_scales_that_saturate_no_value(format):
+    """The smallest power of two by which the largest magnitude is at most the largest element: torchao's RCEIL."""
+    x = values()[1 << 14 :]  # without subnormal scales
+    x = x[: len(x) // 32 * 32]
+    x = x[np.repeat((abs(x) > 1e-30).reshape(-1, 32).any(1) & (abs(x) < 1e38).reshape(-1, 32).all(1), 32)][: 1 << 14]
+    frame = codec.encode(x, codec.Float8(format, rounding="stochastic"))
+    most = KINDS[format][2]
+    amax = abs(x.reshape(-1, 32)).max(1).astype(np.float64)
+    fraction, exponent = np.frexp(amax / most)  # exact: the largest element is 1.75 times a power of two, or less
+    expected = exponent - (fraction == 0.5) + 127
+    assert region_of(frame, len(x))[0] == expected.astype(np.uint8).tobytes()
+
+
+@FORMATS
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_nan_and_inf_are_refused_unless_propagated(format, value):
+    x = np.ones(100, F32)
+    x[40] = value
+    with pytest.raises(CodecError) as caught:
+        codec.encode(x, codec.Float8(format))
+    assert caught.value.code == Status.NONFINITE
+    y = codec.decode(codec.encode(x, codec.Float8(format, nonfinite="propagate")))
+    assert np.isnan(y[40])
+    assert (np.delete(y, 40) == 1).all()
+
+
+def test_group_size_is_32():
+    spec = codec.Float8("mxfp8_e4m3")
+    assert spec == codec.Float8("mxfp8_e4m3", group_size=32) == codec.inspect(codec.encode(np.ones(7, F32), spec)).spec
+    for wrong in (16, 64):
+        with pytest.raises(codec.SpecError, match="group_size must be 32 or None"):
+            codec.Float8("mxfp8_e4m3", group_size=wrong)
+    with pytest.raises(codec.SpecError, match="scale must be None"):
+        codec.Float8("mxfp8_e5m2", scale=1.0)
