@@ -13,18 +13,20 @@
 #define FROM_FLOAT16(src, n, x) 0
 #define TO_FLOAT16(x, n, dst) 0
 #define ABS_MAX(x, n, most) 0
+#define ABS_MAX_OF_32(x, n, max) 0
 #define PLUS(minus, x, e, n, sum) 0
 #define ROW_SUMS(by_sign, x, n, bits, sums) 0
 #define SETTLE(how, x, n, by, dst, most) 0
 #define SETTLE_ALIGN 4
 #define HALVES(key, block, nblocks, h) 0
 #define TERNARY_CODES(x, n, s, h, code, most) 0
-#define FLOAT8_CODES(mbits, bias, max, x, n, scale, h, finite, code) ((void)(finite), (size_t)0)
+#define FLOAT8_CODES(mbits, bias, max, x, n, row, scale, h, finite, code) ((void)(finite), (size_t)0)
 #define FLOAT4_CODES(x, n, row, scale, h, code) 0
 #define LEVEL_CODES(odd, x, n, amax, levels, h, code) 0
 #define LEVEL_VALUES(code, n, amax, odd, levels, y) 0
 #define TABLE_VALUES(few, code, n, ratio, scale, y) ((void)(few), (size_t)0)
 #define FLOAT8_VALUES(mbits, bias, last, code, n, scale, y) 0
+#define MX_VALUES(mbits, bias, last, code, n, scale, y) 0
 #endif
 
 static void to_float_bfloat16(const void *src, size_t n, float *restrict x)
@@ -63,7 +65,10 @@ static void from_float_float16(const float *x, size_t n, void *dst)
 
 static void abs_max(const float_any *x, size_t n, size_t row, uint32_t limit, uint32_t *max)
 {
-	for (size_t at = 0; at < n; at += row) {
+	size_t done = row == 32 && limit > ROUND_ABS ? ABS_MAX_OF_32(x, n, max) : 0;
+
+	max += done / row;
+	for (size_t at = done; at < n; at += row) {
 		size_t m = n - at < row ? n - at : row;
 		int32_t most = 0; /* signed, because SSE2 has no unsigned comparison */
 
@@ -238,11 +243,25 @@ static int ternary_run(const float_any *x, size_t n, float s, const uint16_t *h,
 	return most > (int32_t)top;
 }
 
-static inline void float8_run(uint32_t mbits, uint32_t bias, float max, const float_any *x, size_t n, float scale,
-			      const uint16_t *h, int finite, uint8_t *restrict code)
+/* Compute FLOAT8's codes of n values in rows of `row`, a constant of the caller; 0: one row. */
+static inline void float8_run(uint32_t mbits, uint32_t bias, float max, const float_any *x, size_t n, size_t row,
+			      const float *scale, const uint16_t *h, int finite, uint8_t *restrict code)
 {
-	for (size_t i = FLOAT8_CODES(mbits, bias, max, x, n, scale, h, finite, code); i < n; i++)
-		code[i] = round_float8_code(round_bits(x[i]), scale, max, mbits, bias, h != NULL, h ? h[i] : 0);
+	for (size_t i = FLOAT8_CODES(mbits, bias, max, x, n, row, scale, h, finite, code); i < n; i++)
+		code[i] = round_float8_code(round_bits(x[i]), scale[row ? i / row : 0], max, mbits, bias, h != NULL,
+					    h ? h[i] : 0);
+}
+
+/* Constant parameters let the compiler specialize the loops. */
+static inline void float8_codes(int e5m2, const float_any *x, size_t n, size_t row, const float *scale,
+				const uint16_t *h, int finite, uint8_t *restrict code)
+{
+	if (e5m2)
+		h ? float8_run(2, 15, 57344, x, n, row, scale, h, finite, code)
+		  : float8_run(2, 15, 57344, x, n, row, scale, NULL, finite, code);
+	else
+		h ? float8_run(3, 7, 448, x, n, row, scale, h, finite, code)
+		  : float8_run(3, 7, 448, x, n, row, scale, NULL, finite, code);
 }
 
 static inline void float8_values(uint32_t mbits, uint32_t bias, uint32_t last, const uint8_t *code, size_t n,
@@ -251,6 +270,14 @@ static inline void float8_values(uint32_t mbits, uint32_t bias, uint32_t last, c
 	/* scalar code for scales so small that a quotient could overflow */
 	for (size_t i = scale < 0x1p-111f ? 0 : FLOAT8_VALUES(mbits, bias, last, code, n, scale, y); i < n; i++)
 		y[i] = round_float8_value(code[i], scale, mbits, bias, last);
+}
+
+/* Compute values of MXFP8's rows of 32. Scales are powers of two that give finite values. */
+static inline void mx_values(uint32_t mbits, uint32_t bias, uint32_t last, const uint8_t *code, size_t n,
+			     const float *scale, float_any *y)
+{
+	for (size_t i = MX_VALUES(mbits, bias, last, code, n, scale, y); i < n; i++)
+		y[i] = round_float8_value(code[i], scale[i / 32], mbits, bias, last);
 }
 
 /* Compute the dequantized values before scaling, for codes of at most 4 bits. */
@@ -306,6 +333,10 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 		h ? float4_run(x, n, row, scale, h, code) : float4_run(x, n, row, scale, NULL, code);
 		return 0;
 	}
+	if (q->codec == WIRE_CODEC_FLOAT8 && row == 32) {
+		float8_codes(q->e5m2, x, n, 32, scale, h, finite, code);
+		return 0;
+	}
 	for (size_t at = 0; at < n; at += row, scale++) {
 		size_t m = n - at < row ? n - at : row;
 		const uint16_t *r = h ? h + at : NULL;
@@ -313,14 +344,7 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 		uint8_t *c = code + at;
 
 		switch (q->codec) {
-		case WIRE_CODEC_FLOAT8: /* constant parameters let the compiler specialize the loops */
-			if (!q->e5m2)
-				r ? float8_run(3, 7, 448, p, m, *scale, r, finite, c)
-				  : float8_run(3, 7, 448, p, m, *scale, NULL, finite, c);
-			else
-				r ? float8_run(2, 15, 57344, p, m, *scale, r, finite, c)
-				  : float8_run(2, 15, 57344, p, m, *scale, NULL, finite, c);
-			break;
+		case WIRE_CODEC_FLOAT8: float8_codes(q->e5m2, p, m, 0, scale, r, finite, c); break;
 		case WIRE_CODEC_TERNARY:
 			if (*scale > 0)
 				above |= ternary_run(p, m, *scale, r, c);
@@ -347,6 +371,10 @@ static void decode_rows(const struct row_kind *q, const uint8_t *code, size_t n,
 	int tabled = q->codec != WIRE_CODEC_FLOAT8 && q->bits <= 4, few = q->bits < 4;
 	float ratio[16];
 
+	if (q->codec == WIRE_CODEC_FLOAT8 && row_is_mx(*q)) {
+		q->e5m2 ? mx_values(2, 15, 0x7b, code, n, scale, y) : mx_values(3, 7, 0x7e, code, n, scale, y);
+		return;
+	}
 	if (tabled)
 		ratios(q, ratio);
 	for (size_t at = 0; at < n; at += row, scale++) {

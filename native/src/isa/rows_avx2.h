@@ -10,6 +10,15 @@
 
 #include "nontemporal_avx2.h"
 
+/* Return the largest of eight signed words. */
+static inline int32_t largest_avx2(__m256i v)
+{
+	__m128i four = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+	__m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+
+	return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+
 /* Restore the order of 32-bit words after packs instructions have interleaved 128-bit halves. */
 static inline __m256i in_order(__m256i v)
 {

@@ -11,6 +11,7 @@
  *   - FLOAT (v): integers to floats
  *   - SLL SRL SRA (v, n): shift all lanes by one count
  *   - XOR XOR3 MIN MAX: on words; signed
+ *   - LARGEST (v): the largest word, signed
  *   - GT EQ EITHER: signed comparisons, as MASK; or of two masks
  *   - MULU ADDQ SRLQ: products of the lower halves of 64-bit lanes; sums, shifts
  *   - SETQ SEQUENCE: a 64-bit constant; lane 2i holds i, lane 2i + 1 holds i + BLOCKS / 2
@@ -50,12 +51,9 @@ static inline void fetch_ahead(const float_any *x)
 /* Return the maximum of v's lanes and x. */
 static inline int32_t largest(V v, int32_t x)
 {
-	int32_t lane[LANES];
+	int32_t most = LARGEST(v);
 
-	STORE(lane, v);
-	for (int k = 0; k < LANES; k++)
-		x = lane[k] > x ? lane[k] : x;
-	return x;
+	return most > x ? most : x;
 }
 
 static inline size_t from_bfloat16_simd(const void *src, size_t n, float *x)
@@ -116,7 +114,25 @@ static inline size_t abs_max_simd(const float_any *x, size_t n, int32_t *most)
 	for (; i + STEP <= n; i += STEP)
 		for (int k = 0; k < 4; k++)
 			m[k] = MAX(m[k], AND(magnitude, LOAD(x + i + LANES * k)));
+	for (; i + LANES <= n; i += LANES)
+		m[0] = MAX(m[0], AND(magnitude, LOAD(x + i)));
 	*most = largest(MAX(MAX(m[0], m[1]), MAX(m[2], m[3])), *most);
+	return i;
+}
+
+/* Vectorized abs_max in whole rows of 32 values, as MX formats have: a call for each would take as long as the loop. */
+static inline size_t abs_max_of_32_simd(const float_any *x, size_t n, uint32_t *max)
+{
+	const V magnitude = SET1((int)ROUND_ABS);
+	size_t i = 0;
+
+	for (; i + 32 <= n; i += 32) {
+		V m = AND(magnitude, LOAD(x + i));
+
+		for (size_t k = LANES; k < 32; k += LANES)
+			m = MAX(m, AND(magnitude, LOAD(x + i + k)));
+		max[i / 32] = (uint32_t)LARGEST(m);
+	}
 	return i;
 }
 
@@ -336,10 +352,12 @@ static inline V small_simd(F y, int mbits, int bias, const uint16_t *h, size_t i
 	return SELECT(GT(a, SET1(((128 - bias) << 23) - 1)), SRL(normal, shift), small);
 }
 
-static inline size_t float8_codes_simd(int mbits, int bias, float max, const float_any *x, size_t n, float scale,
-				       const uint16_t *h, int finite, uint8_t *code)
+/* Compute FLOAT8's codes in rows of `row`, a multiple of LANES; 0: one row. */
+static inline size_t float8_codes_simd(int mbits, int bias, float max, const float_any *x, size_t n, size_t row,
+				       const float *scale, const uint16_t *h, int finite, uint8_t *code)
 {
-	const F by = SETF(scale), most = SETF(max);
+	const F most = SETF(max);
+	F by = SETF(*scale);
 	size_t i = 0;
 
 	for (; i + STEP <= n; i += STEP) {
@@ -349,6 +367,8 @@ static inline size_t float8_codes_simd(int mbits, int bias, float max, const flo
 		for (int k = 0; k < 4; k++) {
 			V u = LOAD(x + i + LANES * k), a = AND(u, SET1((int)ROUND_ABS));
 
+			if (row)
+				by = SETF(scale[(i + LANES * (size_t)k) / row]);
 			c[k] = small_simd(MINF(MULF(AS_F(a), by), most), mbits, bias, h, i + LANES * k);
 			if (!finite)
 				c[k] = SELECT(GT(a, SET1(ROUND_INF - 1)), SET1(FLOAT8_NAN), c[k]);
@@ -472,6 +492,24 @@ static inline size_t float8_values_simd(int mbits, int bias, int last, const uin
 	return i;
 }
 
+/* Vectorized mx_values. A product with the reciprocal of a power of two is exact. */
+static inline size_t mx_values_simd(int mbits, int bias, int last, const uint8_t *code, size_t n, const float *scale,
+				    float_any *y)
+{
+	const F minus_least = SETF(-round_float((128 - (uint32_t)bias) << 23));
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES) {
+		V c = WIDEN8(code + i), a = AND(c, SET1(0x7f)), v;
+		F normal = AS_F(ADD(SLL(a, 23 - mbits), SET1((127 - bias) << 23)));
+		F x = MINF(normal, FMA(normal, SETF(2), minus_least)); /* as round_small_value */
+
+		v = SELECT(GT(a, SET1(last)), SET1(0x7fc00000), AS_V(MULF(x, SETF(1 / scale[i / 32]))));
+		STOREF(y + i, AS_F(OR(v, SLL(SRL(c, 7), 31))));
+	}
+	return i;
+}
+
 /* Vectorized round_truncate, and the exponents of the results. */
 static inline size_t truncate_simd(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n,
 				   uint32_t *x, uint8_t *e)
@@ -548,6 +586,7 @@ static inline size_t field_pairs_simd(const uint32_t *f, const uint8_t *width, s
 #define FROM_FLOAT16 from_float16_simd
 #define TO_FLOAT16 to_float16_simd
 #define ABS_MAX abs_max_simd
+#define ABS_MAX_OF_32 abs_max_of_32_simd
 #define ROW_SUMS row_sums_simd
 #define SETTLE settle_simd
 #define HALVES halves_simd
@@ -558,3 +597,4 @@ static inline size_t field_pairs_simd(const uint32_t *f, const uint8_t *width, s
 #define LEVEL_VALUES level_values_simd
 #define TABLE_VALUES table_values_simd
 #define FLOAT8_VALUES float8_values_simd
+#define MX_VALUES mx_values_simd

@@ -13,12 +13,32 @@ static inline codec_status read_scale(const uint8_t *frame, uint64_t at, float *
 	return CODEC_OK;
 }
 
+/* Read MXFP8's scales of nrows rows at frame[at]. */
+static codec_status read_mx_scales(const uint8_t *frame, uint64_t at, const struct row_kind q, uint64_t nrows,
+				   float *scale, codec_fault *f)
+{
+	const uint8_t *stored = frame + at;
+	uint8_t most = 0;
+
+	for (uint64_t r = 0; r < nrows; r++) {
+		most = MAX(most, stored[r]);
+		scale[r] = scale_byte_value(q, stored[r], 0);
+	}
+	if (most > q.scale_most) {
+		at += first_above(stored, nrows, q.scale_most);
+		BAD(at, frame[at], q.scale_most);
+	}
+	return CODEC_OK;
+}
+
 /* Read the scales of n values in whole rows at frame[at] to w->scale. SIGN has two scales per row. */
 static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct row_kind *q, uint64_t nbytes,
 				const struct part *p, uint64_t n, struct work *w, codec_fault *f)
 {
 	uint64_t nrows = row_count(p->group_size, n);
 
+	if (q->codec == CODEC_FLOAT8 && row_is_mx(*q))
+		return read_mx_scales(frame, at, *q, nrows, w->scale, f);
 	for (uint64_t r = 0; r < nrows; r++, at += nbytes) {
 		if (q->scale_most) {
 			if (frame[at] > q->scale_most)

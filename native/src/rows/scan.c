@@ -195,6 +195,21 @@ codec_status rows_sign_scales(const struct job *j, const struct kernels *k, cons
 	return CODEC_OK;
 }
 
+/* Compute the scales of MXFP8's rows: the loop of rows_scales, which is as long as that over the values otherwise. */
+static codec_status mx_scales(const struct row_kind q, const uint32_t *max, uint64_t nrows, float *scale,
+			      uint8_t *stored)
+{
+	int unbiased = (q.options & WIRE_OPTION_STOCHASTIC) != 0;
+	uint32_t most = 0;
+
+	for (uint64_t r = 0; r < nrows; r++) {
+		most = MAX(most, max[r]);
+		stored[r] = scale_mx(q, max[r], unbiased);
+		scale[r] = scale_byte_value(q, stored[r], 0);
+	}
+	return most >= ROUND_INF ? CODEC_NONFINITE : CODEC_OK;
+}
+
 /* Compute the scales of the n values of whole rows at x, in w->scale, and store them. */
 codec_status rows_scales(const struct job *j, const struct kernels *k, const struct row_kind *q, const struct part *p,
 			 const float_any *x, uint64_t n, struct work *w, uint8_t *stored)
@@ -203,6 +218,8 @@ codec_status rows_scales(const struct job *j, const struct kernels *k, const str
 	uint64_t nbytes = row_scale_nbytes(*q), nrows = row_count(p->group_size, n);
 
 	k->abs_max(x, n, p->group_size, limit, w->max);
+	if (q->codec == CODEC_FLOAT8 && row_is_mx(*q))
+		return mx_scales(*q, w->max, nrows, w->scale, stored);
 	for (uint64_t r = 0; r < nrows; r++, stored += nbytes) {
 		if (w->max[r] >= ROUND_INF)
 			return CODEC_NONFINITE;
