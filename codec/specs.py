@@ -253,14 +253,15 @@ class Float8(Spec):
         dimensions before it are joined until a row has 64 values, and a tensor of rank 1 has rows of 1,024. A scale
         takes 32 bits. MXFP8: always 32, in place of None.
     rounding : {"nearest", "stochastic"}, default "nearest"
-        "nearest" rounds to nearest even; "stochastic" rounds to one of the two neighbours, without bias. MXFP8 with
-        "nearest" has the scales of the OCP specification: values above 1.75 times the largest power of two in a group
-        saturate. With "stochastic" no value does: scales of such groups are doubled.
+        "nearest" rounds to nearest even; "stochastic" rounds to one of the two neighbours, without bias. MXFP8 has
+        the scales of "rceil" with "stochastic"; with "nearest" values above 1.75 times the largest power of two in a
+        group saturate, unless `scale` is "rceil".
     nonfinite : {"error", "propagate"}, default "error"
         "error" refuses NaN and Inf; "propagate" decodes both as NaN and leaves other values of the group unaffected.
-    scale : float, optional
+    scale : float or "rceil", optional
         Factor by which values are multiplied before rounding, instead of the one computed for each group; larger values
-        saturate. Not with MXFP8.
+        saturate. MXFP8 takes "rceil" in its place: the next power of two in groups whose largest magnitude would
+        saturate, as torchao's mode RCEIL, for a smaller error; None is its mode FLOOR, that of the specification.
     entropy : bool, default False
         True: entropy-code the bytes, for smaller frames at lower speed.
     seed : int, default 0
@@ -291,7 +292,7 @@ class Float8(Spec):
     group_size: int | None = None
     rounding: Rounding = "nearest"
     nonfinite: Nonfinite = "error"
-    scale: float | None = None
+    scale: float | Literal["rceil"] | None = None
     entropy: bool = False
     seed: int = 0
 
@@ -304,7 +305,8 @@ class Float8(Spec):
             _whole("group_size", self.group_size, 1, 1 << 31)
         _one_of("rounding", self.rounding, Rounding)
         _one_of("nonfinite", self.nonfinite, Nonfinite)
-        _positive("scale", self.scale)
+        if not self.is_mx:
+            _positive("scale", self.scale)
         if type(self.entropy) is not bool:
             raise SpecError(f"entropy must be a bool, got {shown(self.entropy)}")
         _whole("seed", self.seed, 0, (1 << 32) - 1)
@@ -315,10 +317,10 @@ class Float8(Spec):
             raise SpecError(
                 f"group_size must be 32 or None: groups of {self.format} have 32, got {shown(self.group_size)}"
             )
-        if self.scale is not None:
-            raise SpecError(
-                f"scale must be None: {self.format} computes a power of two for each group, got {shown(self.scale)}"
-            )
+        if self.scale is not None and not (isinstance(self.scale, str) and self.scale == "rceil"):
+            raise SpecError(f'scale of {self.format} must be "rceil" or None, got {shown(self.scale)}')
+        if self.scale and self.rounding == "stochastic":
+            raise SpecError('scale must be None with rounding="stochastic", which has the scales of "rceil"')
         object.__setattr__(self, "group_size", 32)
 
     @property
@@ -328,8 +330,8 @@ class Float8(Spec):
 
     @property
     def contraction(self) -> bool:
-        """True unless a scale is given, which may round a whole tensor to zero."""
-        return self.scale is None
+        """True unless a factor is given as scale, which may round a whole tensor to zero."""
+        return self.scale is None or self.is_mx
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,8 @@ static void pick_spec(struct task *k)
 			p->options = (uint32_t)below(s, 8);
 		else if (p->codec == CODEC_FLOAT4 || p->codec == CODEC_QUANTIZE)
 			p->options = (uint32_t)below(s, 2);
+		if (is_mx(p) && !(p->options & CODEC_OPTION_STOCHASTIC) && below(s, 2))
+			p->options |= CODEC_OPTION_RCEIL;
 		p->clip = p->codec == CODEC_TERNARY && one_in(s, 3) ? 2.5f : 0;
 	}
 	if (one_in(s, 16)) { /* any field from max_code_length to guard */

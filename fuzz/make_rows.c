@@ -72,6 +72,8 @@ void pick_rows_params(struct maker *m)
 	p[OPTIONS] = (uint8_t)below(&m->s, 64) & ALLOWED[codec];
 	p[BITS] = codec == CODEC_QUANTIZE ? (uint8_t)between(&m->s, 1 + p[VARIANT], 8) : 0;
 	q = kind_of(m->g);
+	if (codec == CODEC_FLOAT8 && q.scale_most && !(p[OPTIONS] & WIRE_OPTION_STOCHASTIC) && below(&m->s, 2))
+		p[OPTIONS] |= WIRE_OPTION_RCEIL;
 	put_row(m, m->g->n ? pick_row(m, &q) : 0);
 }
 

@@ -72,8 +72,9 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
                 "group_size": group_size or 0,
                 "options": (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC
                 | (nonfinite == "propagate") * lib.CODEC_OPTION_PROPAGATE
-                | entropy * lib.CODEC_OPTION_ENTROPY,
-                "scale": scale or 0,
+                | entropy * lib.CODEC_OPTION_ENTROPY
+                | (scale == "rceil") * lib.CODEC_OPTION_RCEIL,
+                "scale": 0 if scale == "rceil" else scale or 0,
                 "seed": seed,
             }
         case specs.Float4(format, rounding, seed):
@@ -126,6 +127,7 @@ def spec_of(struct: Any) -> Spec:
             row or None,
             stochastic,
             "propagate" if struct.options & lib.CODEC_OPTION_PROPAGATE else "error",
+            "rceil" if struct.options & lib.CODEC_OPTION_RCEIL else None,
             entropy=bool(struct.options & lib.CODEC_OPTION_ENTROPY),
         )
     if struct.codec == lib.CODEC_FLOAT4:

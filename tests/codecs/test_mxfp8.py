@@ -1,7 +1,7 @@
 """MXFP8 frames hold the bytes of the OCP specification's conversion, computed by torch's own casts.
 
-Scales are those of torchao's ``ScaleCalculationMode.FLOOR``, which follows the specification; stochastic rounding has
-those of ``RCEIL``.
+Scales are those of torchao's ``ScaleCalculationMode.FLOOR``, which follows the specification. Those of
+``scale="rceil"`` and of stochastic rounding are its ``RCEIL``.
 """
 
 import numpy as np
@@ -87,17 +87,32 @@ def test_half_precision_tensors_give_the_same_elements(format, dtype):
 
 
 @FORMATS
-def test_stochastic_rounding_takes_scales_that_saturate_no_value(format):
+@pytest.mark.parametrize("how", [{"scale": "rceil"}, {"rounding": "stochastic"}], ids=str)
+def test_rceil_takes_scales_that_saturate_no_value(format, how):
     """The smallest power of two by which the largest magnitude is at most the largest element: torchao's RCEIL."""
     x = values()[1 << 14 :]  # without subnormal scales
     x = x[: len(x) // 32 * 32]
     x = x[np.repeat((abs(x) > 1e-30).reshape(-1, 32).any(1) & (abs(x) < 1e38).reshape(-1, 32).all(1), 32)][: 1 << 14]
-    frame = codec.encode(x, codec.Float8(format, rounding="stochastic"))
-    most = KINDS[format][2]
+    frame = codec.encode(x, codec.Float8(format, **how))
+    dtype, _, most = KINDS[format]
     amax = abs(x.reshape(-1, 32)).max(1).astype(np.float64)
     fraction, exponent = np.frexp(amax / most)  # exact: the largest element is 1.75 times a power of two, or less
     expected = exponent - (fraction == 0.5) + 127
-    assert region_of(frame, len(x))[0] == expected.astype(np.uint8).tobytes()
+    scales, codes = region_of(frame, len(x))
+    assert scales == expected.astype(np.uint8).tobytes()
+    if "scale" in how:
+        scaled = np.ldexp(x.reshape(-1, 32), 127 - expected[:, None])
+        assert abs(scaled).max() <= most
+        assert codes == torch.from_numpy(scaled).to(dtype).view(torch.uint8).numpy().tobytes()
+
+
+@FORMATS
+@pytest.mark.parametrize("scale", [None, "rceil"])
+def test_decoded_values_are_encoded_without_loss(format, scale):
+    """A receiver may convert them to MXFP8 again."""
+    spec = codec.Float8(format, scale=scale)
+    y = codec.decode(codec.encode(values(), spec))
+    assert codec.decode(codec.encode(y, spec)).tobytes() == y.tobytes()
 
 
 @FORMATS
@@ -119,5 +134,14 @@ def test_group_size_is_32():
     for wrong in (16, 64):
         with pytest.raises(codec.SpecError, match="group_size must be 32 or None"):
             codec.Float8("mxfp8_e4m3", group_size=wrong)
-    with pytest.raises(codec.SpecError, match="scale must be None"):
+
+
+def test_scale_is_rceil_or_none():
+    spec = codec.Float8("mxfp8_e5m2", scale="rceil")
+    assert codec.inspect(codec.encode(np.ones(7, F32), spec)).spec == spec
+    with pytest.raises(codec.SpecError, match='must be "rceil" or None'):
         codec.Float8("mxfp8_e5m2", scale=1.0)
+    with pytest.raises(codec.SpecError, match="scale must be None with rounding"):
+        codec.Float8("mxfp8_e5m2", scale="rceil", rounding="stochastic")
+    with pytest.raises(codec.SpecError, match="scale must be a positive number or None"):
+        codec.Float8(scale="rceil")

@@ -50,7 +50,9 @@ def ask_of(spec):
         case codec.Float8():
             options = stochastic | 2 * (spec.nonfinite == "propagate") | 4 * spec.entropy
             variant = index(specs.Format8, spec.format)
-            return Ask(4, variant, options, row=spec.group_size, scale=spec.scale, seed=spec.seed)
+            scale = None if spec.scale == "rceil" else spec.scale
+            options |= 128 * (spec.scale == "rceil")
+            return Ask(4, variant, options, row=spec.group_size, scale=scale, seed=spec.seed)
         case codec.Float4():
             return Ask(5, index(specs.Format4, spec.format), int(stochastic), seed=spec.seed)
         case codec.Quantize():
@@ -528,6 +530,7 @@ def test_row_scales_from_the_smallest_to_the_largest(rounding):
         same(x, codec.Float4("mxfp4", rounding))
         same(x, codec.Float8("mxfp8_e4m3", rounding=rounding))
         same(x, codec.Float8("mxfp8_e5m2", rounding=rounding))
+        same(x, codec.Float8("mxfp8_e5m2", scale="rceil"))
         for top in (1e-44, 1e-30, 1.0, 3e38):
             same((x / AMAX[-1] * top).astype(F32), codec.Float4("nvfp4", rounding))
 

@@ -13,7 +13,7 @@ from codec.kv import PageCodec, page_nbytes
 SHAPE = (2, 2, 32, 3, 16)  # layers, sides, tokens, heads, channels of a head
 RNG = np.random.default_rng(0)
 NEAREST = {bits: codec.Quantize(bits, group_size=16, rounding="nearest") for bits in (4, 8)}
-SPECS = ["lossless", NEAREST[8], codec.Float8(group_size=16), codec.Float4()]
+SPECS = ["lossless", NEAREST[8], codec.Float8(group_size=16), codec.Float8("mxfp8_e4m3"), codec.Float4()]
 
 
 def keys_and_values(shape=SHAPE, seed=0):

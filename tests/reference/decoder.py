@@ -42,7 +42,7 @@ PARAMS = {
     1: (3, 0, 0, 2, 8),
     2: (3, 0, 0, 0, 0),
     3: (3, 32, 0, 0, 0),
-    4: (4, 7, 0, 0, 0),
+    4: (4, 135, 0, 0, 0),
     5: (2, 1, 0, 0, 0),
     6: (2, 1, 8, 0, 0),
     7: (4, 24, 3, 2, 8),
@@ -61,6 +61,7 @@ def check_params(codec: int, variant: int, options: int, bits: int, max_code_len
     need(codec != 1 or row == 0, "row of lossless")
     need(codec != 8 or row == 0, "row of delta")
     need(codec != 6 or bits >= 1 + variant, "bits")
+    need(codec != 4 or not options & 128 or (variant >= 2 and not options & 1), "option 128")
     need(codec != 9 or bits, "bits")
     if codec == 7:
         need(not options & 8 or variant == 2, "option 8")

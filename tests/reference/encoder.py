@@ -354,7 +354,7 @@ def row_scale(ask: Ask, x: Array, t: Any, stochastic: bool) -> tuple[Any, bytes]
     amax = largest(x)
     if ask.codec == 4 and ask.variant >= 2:
         e = int(amax.view(np.uint32)) >> 23
-        e += stochastic and float(amax) > 1.75 * 2.0 ** (e - 127)
+        e += (stochastic or ask.options & 128 != 0) and float(amax) > 1.75 * 2.0 ** (e - 127)
         e = min(max(e - 8, 0), 246) if ask.variant == 2 else min(max(e - 15, 0), 239)
         return F32(2.0 ** (127 - e)), bytes([e])
     if ask.codec == 4:

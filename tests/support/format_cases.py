@@ -328,9 +328,9 @@ def float8(codes, scale, dtype=FLOAT32, variant=0, options=0, row=100):
     return rows(FLOAT8, len(codes), f32(scale) + codes, row_params(variant, options, row=row), dtype=dtype)
 
 
-def mxfp8(codes, e, variant=2, dtype=FLOAT32, row=32):
+def mxfp8(codes, e, variant=2, dtype=FLOAT32, row=32, options=0):
     """Return an MXFP8 frame of one row with exponent e."""
-    return rows(FLOAT8, len(codes), bytes([e]) + codes, row_params(variant, row=row), dtype=dtype)
+    return rows(FLOAT8, len(codes), bytes([e]) + codes, row_params(variant, options, row=row), dtype=dtype)
 
 
 def entropy8(body=b"\0\0\x80\x40\0\0\0\0\x38", n=2, record=(2, 1024, 0, 0, 0), row=0, more=b""):
@@ -468,6 +468,9 @@ ROW_CASES = {
     "mxfp8_e5m2's exponent of 0": (mxfp8(b"\x01\x7b", 0, 3), struct.pack("<If", 0x00000040, 57344 * 2.0**-127)),
     "mxfp8_e5m2's exponent of 239": (mxfp8(b"\x01\xfb", 239, 3), f32(2.0**96, -57344 * 2.0**112)),
     "mxfp8_e5m2's exponent of 240": (mxfp8(b"\x01\xfb", 240, 3), "scale"),
+    "mxfp8 with option 128": (mxfp8(b"\x38", 127, options=128), f32(1)),
+    "mxfp8 with options 1 and 128": (mxfp8(b"\x38", 127, options=129), "option 128"),
+    "float8 with option 128": (float8(b"\x38", 1.0, options=128), "option 128"),
     "mxfp8 in rows of 64": (mxfp8(b"\x01\x7e", 127, row=64), "row"),
     "nvfp4's scale of 127": (nvfp4(0x22, 1, 127), "scale"),
     "nvfp4's scale with a sign": (nvfp4(0x22, 1, 0x80), "scale"),

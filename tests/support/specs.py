@@ -52,7 +52,7 @@ MORE = {
     "ternary_scale": codec.Ternary(scale=1024.0),
     "float8_e5m2_nearest": codec.Float8("e5m2", 7, scale=0.5, nonfinite="propagate"),
     "float8_e4m3fn_stochastic": codec.Float8("e4m3fn", 5000, "stochastic", entropy=True),
-    "float8_mxfp8_entropy": codec.Float8("mxfp8_e5m2", nonfinite="propagate", entropy=True),
+    "float8_mxfp8_entropy": codec.Float8("mxfp8_e5m2", nonfinite="propagate", scale="rceil", entropy=True),
     "float4_nvfp4_stochastic": codec.Float4("nvfp4", "stochastic"),
     "float4_mxfp4_nearest": codec.Float4("mxfp4"),
     **{f"quantize_{b}_{way}": codec.Quantize(b, 40, way) for b in (2, 5, 6) for way in ("even", "odd")},

@@ -15,6 +15,7 @@ from codec.engines.numba.parts import (
     NONFINITE,
     NVFP4,
     PROPAGATE,
+    RCEIL,
     RUN,
     SIGN,
     STOCHASTIC,
@@ -189,8 +190,8 @@ def _mx_stored(job, up, most):
 
 @jit
 def _stored(job, most, part):
-    """Return the byte that stores a row's scale, rounded up if rounding is stochastic, so that no value is clipped."""
-    up = job.options & STOCHASTIC != 0
+    """Return the byte that stores a row's scale, rounded up with these options, so that no value is clipped."""
+    up = job.options & (STOCHASTIC | RCEIL) != 0
     if job.codec == FLOAT8 or job.variant != NVFP4:
         return _mx_stored(job, up, most)
     a = F32(F32(float_of(most) / F32(6)) / part) if part > F32(0) else F32(0)

@@ -186,6 +186,7 @@ typedef struct codec_tensor {
 #define CODEC_OPTION_CUT 16        /**< TRUNCATE: round towards zero; default: to nearest even */
 #define CODEC_OPTION_ENTROPY 4     /**< FLOAT8: entropy-code the codes */
 #define CODEC_OPTION_ZERO_SCALE 64 /**< TERNARY: the given scale is 0; every value must be 0, else CODEC_BAD_SCALE */
+#define CODEC_OPTION_RCEIL 128     /**< MXFP8 to nearest: round scales up where values would saturate */
 /** @} */
 
 /**

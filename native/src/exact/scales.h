@@ -299,32 +299,37 @@ BITS_FN float scale_nvfp4(uint32_t max)
 
 /*
  * MXFP4, MXFP8: return the exponent that stores a row's scale. The largest magnitude is scaled to the last octave of
- * the elements, where values above the largest element saturate; `unbiased`: to at most the largest element, which is
+ * the elements, where values above the largest element saturate; `up`: to at most the largest element, which is
  * 1.5 (e2m1) or 1.75 (e4m3, e5m2) times a power of two.
  */
-BITS_FN uint8_t scale_mx(struct row_kind q, uint32_t max, int unbiased)
+BITS_FN uint8_t scale_mx(struct row_kind q, uint32_t max, int up)
 {
 	uint32_t last = q.codec == WIRE_CODEC_FLOAT4 ? 2 : q.e5m2 ? 15 : 8; /* log2 of the last octave */
 	uint32_t top = q.codec == WIRE_CODEC_FLOAT4 ? 0x400000 : 0x600000;
-	uint32_t stored = (max >> 23) + (unbiased && (max & 0x7fffff) > top);
+	uint32_t stored = (max >> 23) + (up && (max & 0x7fffff) > top);
 
 	stored = stored > last ? stored - last : 0;
 	return (uint8_t)(stored < q.scale_most ? stored : q.scale_most);
 }
 
-/* Return the byte that stores a row's scale, rounded up if rounding is stochastic. `part` is the part's scale. */
+/* Return 1 if stored scales are rounded up, so that no value saturates. */
+BITS_FN int scale_rounds_up(struct row_kind q)
+{
+	return (q.options & (WIRE_OPTION_STOCHASTIC | WIRE_OPTION_RCEIL)) != 0;
+}
+
+/* Return the byte that stores a row's scale. `part` is the part's scale. */
 BITS_FN uint8_t scale_byte(struct row_kind q, uint32_t max, float part)
 {
-	int unbiased = (q.options & WIRE_OPTION_STOCHASTIC) != 0;
+	int up = scale_rounds_up(q);
 	uint32_t stored;
 	float a;
 
 	if (row_is_mx(q))
-		return scale_mx(q, max, unbiased);
+		return scale_mx(q, max, up);
 	a = part > 0 ? round_div(round_div(round_float(max), 6.0f), part) : 0.0f;
 	stored = round_small_nearest(round_bits(a < 448.0f ? a : 448.0f), 3, 7);
-	return (uint8_t)(stored +
-			 (unbiased && stored < WIRE_MAX_NVFP4 && round_float(round_small_value(stored, 3, 7)) < a));
+	return (uint8_t)(stored + (up && stored < WIRE_MAX_NVFP4 && round_float(round_small_value(stored, 3, 7)) < a));
 }
 
 /* Return the divisor (FLOAT4) or factor (FLOAT8) of values from a stored byte, at most q.scale_most. */

@@ -84,6 +84,7 @@
 #define WIRE_OPTION_BITS 8u /* TRUNCATE: any number of bits may be dropped */
 #define WIRE_OPTION_CUT 16u /* TRUNCATE: bits are truncated, not rounded */
 #define WIRE_OPTION_CLIPPED 32u
+#define WIRE_OPTION_RCEIL 128u /* MXFP8 to nearest: scales are rounded up where values would saturate */
 
 /*
  * Table of codecs. X(name, family, dtypes, variants, options, largest bits, least max_code_length); the last one is 0
@@ -93,8 +94,8 @@
 	X(LOSSLESS, lossless, WIRE_DTYPES_ALL, 3, 0, 0, WIRE_LEAST_MAX_CODE_LENGTH)                                    \
 	X(SIGN, rows, WIRE_DTYPES_LOSSY, 3, 0, 0, 0)                                                                   \
 	X(TERNARY, rows, WIRE_DTYPES_LOSSY, 3, WIRE_OPTION_CLIPPED, 0, 0)                                              \
-	X(FLOAT8, rows, WIRE_DTYPES_LOSSY, 4, WIRE_OPTION_STOCHASTIC | WIRE_OPTION_PROPAGATE | WIRE_OPTION_ENTROPY, 0, \
-	  0)                                                                                                           \
+	X(FLOAT8, rows, WIRE_DTYPES_LOSSY, 4,                                                                          \
+	  WIRE_OPTION_STOCHASTIC | WIRE_OPTION_PROPAGATE | WIRE_OPTION_ENTROPY | WIRE_OPTION_RCEIL, 0, 0)              \
 	X(FLOAT4, rows, WIRE_DTYPES_LOSSY, 2, WIRE_OPTION_STOCHASTIC, 0, 0)                                            \
 	X(QUANTIZE, rows, WIRE_DTYPES_LOSSY, 2, WIRE_OPTION_STOCHASTIC, 8, 0)                                          \
 	X(TRUNCATE, truncate, WIRE_DTYPES_LOSSY, 4, WIRE_OPTION_BITS | WIRE_OPTION_CUT, 3, WIRE_LEAST_MAX_CODE_LENGTH) \

@@ -1,13 +1,17 @@
 /* params.c - parameters of codecs of rows, and their fields of the header. */
 #include "rows.h"
 
-#define OPTIONS (CODEC_OPTION_STOCHASTIC | CODEC_OPTION_PROPAGATE | CODEC_OPTION_ENTROPY | CODEC_OPTION_ZERO_SCALE)
+#define OPTIONS                                                                                                        \
+	(CODEC_OPTION_STOCHASTIC | CODEC_OPTION_PROPAGATE | CODEC_OPTION_ENTROPY | CODEC_OPTION_ZERO_SCALE |           \
+	 CODEC_OPTION_RCEIL)
 
 /* Check all parameters but the row, which depends on more than params. */
 static int own_fault(const struct header *h)
 {
 	int least = h->codec != CODEC_QUANTIZE ? 0 : h->variant == WIRE_LEVELS_ODD ? 2 : 1;
 
+	if (h->options & WIRE_OPTION_RCEIL && (h->options & WIRE_OPTION_STOCHASTIC || !row_is_mx(header_kind(h))))
+		return WIRE_PARAM_OPTIONS;
 	return h->bits < least ? WIRE_PARAM_BITS : -1;
 }
 

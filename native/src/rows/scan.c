@@ -199,12 +199,12 @@ codec_status rows_sign_scales(const struct job *j, const struct kernels *k, cons
 static codec_status mx_scales(const struct row_kind q, const uint32_t *max, uint64_t nrows, float *scale,
 			      uint8_t *stored)
 {
-	int unbiased = (q.options & WIRE_OPTION_STOCHASTIC) != 0;
+	int up = scale_rounds_up(q);
 	uint32_t most = 0;
 
 	for (uint64_t r = 0; r < nrows; r++) {
 		most = MAX(most, max[r]);
-		stored[r] = scale_mx(q, max[r], unbiased);
+		stored[r] = scale_mx(q, max[r], up);
 		scale[r] = scale_byte_value(q, stored[r], 0);
 	}
 	return most >= ROUND_INF ? CODEC_NONFINITE : CODEC_OK;

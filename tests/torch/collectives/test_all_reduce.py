@@ -22,6 +22,7 @@ SPECS = [
     codec.Lossless(),
     codec.Float8(),
     codec.Float8(group_size=128),
+    codec.Float8("mxfp8_e4m3"),
     codec.Float4(),
     codec.Quantize(8),
     codec.Quantize(4),

@@ -57,7 +57,7 @@ def test_lossless_trains_with_sums_in_the_order_of_ranks(size, views):
 WAYS = ("two_shot", "all_gather")
 CASES = [
     (codec.Float8(group_size=128), {}),
-    (codec.Float8(), {"feedback": True}),
+    (codec.Float8("mxfp8_e4m3"), {"feedback": True}),
     (codec.Quantize(4), {"feedback": True}),
     (codec.Sign(group_size=1024), {}),
     (codec.Ternary(), {}),

@@ -22,7 +22,7 @@ from support.faults import KILLED
 from support.ranks import run_ranks
 
 N = 40_000  # values: 160 KB, so that algorithm="auto" takes two-shot from three ranks on
-SPECS = (codec.Quantize(4), codec.Float8(), codec.Sign(group_size=256), codec.Float4())
+SPECS = (codec.Quantize(4), codec.Float8(), codec.Float8("mxfp8_e4m3"), codec.Sign(group_size=256), codec.Float4())
 NEAREST = (
     codec.Quantize(3, levels="odd", rounding="nearest"),
     codec.Sign(group_size=256),

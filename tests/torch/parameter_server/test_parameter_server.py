@@ -86,7 +86,7 @@ def test_average_is_the_integer_mean_times_the_scale(pools, servers, workers, sp
     assert all(s.refused == 0 and not s.lost_workers for s in stats)
 
 
-@pytest.mark.parametrize("spec", [codec.Lossless(), codec.Quantize(8), "small"])
+@pytest.mark.parametrize("spec", [codec.Lossless(), codec.Quantize(8), codec.Float8("mxfp8_e4m3"), "small"])
 def test_average_of_other_specs_is_the_mean_of_frames(pools, spec):
     def mean(name):
         frames = []
