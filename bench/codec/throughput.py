@@ -2,6 +2,7 @@
 
     python bench/codec/throughput.py                                  # everything: more than five minutes
     python bench/codec/throughput.py --only lossy                     # one family
+    python bench/codec/throughput.py --only lossy --codec Float8      # codecs whose name contains this, without peers
     python bench/codec/throughput.py --dtypes float32 --sizes 1048576 # one dtype and size
 
 Lossless is measured by dtype, instruction set, size and number of threads; lossy codecs on float32 with one thread.
@@ -104,8 +105,8 @@ def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:
     return out
 
 
-def lossy(nbytes: int, dtype: str) -> dict[str, Any]:
-    """Print the rows of the lossy codecs, of Truncate under AdamW, and of peers for float32."""
+def lossy(nbytes: int, dtype: str, part: str = "") -> dict[str, Any]:
+    """Measure lossy codecs whose name contains `part`, Truncate under AdamW, and for all codecs of float32, peers."""
     x = tensor(dtype, nbytes // codec._c.library.ITEMSIZE[dtype])
     rng = np.random.default_rng(1)
     state = {k: rng.standard_normal(x.shape, np.float32) * np.float32(0.02) for k in ("theta", "m", "v")}
@@ -117,6 +118,8 @@ def lossy(nbytes: int, dtype: str) -> dict[str, Any]:
     most = float(np.abs(tensor("float32", x.size)).max())
     given = {"Ternary 2bit": codec.Ternary(scale=most), "Ternary base3": codec.Ternary("base3", most)}
     for name, spec in {**FAMILY, **SPARSE, **given, **TRUNCATE}.items():
+        if part not in name:
+            continue
         print(f"\r{name:30}", end="", file=sys.stderr, flush=True)
         bound = spec.bind(metric, **state) if isinstance(spec, codec.Truncate) else None
         values, by, one = codec.view(x, dtype), bound or spec, codec.options(threads=1)
@@ -148,7 +151,7 @@ def lossy(nbytes: int, dtype: str) -> dict[str, Any]:
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
     named = {
         k: {"encode_gbps": x.nbytes / e / 1e9, "decode_gbps": x.nbytes / d / 1e9}
-        for k, (e, d) in (lossy_peers(x).items() if dtype == "float32" else ())
+        for k, (e, d) in (lossy_peers(x).items() if dtype == "float32" and not part else ())
     }
     return {"dtype": dtype, "copy_gbps": x.nbytes / copy / 1e9, "rows": rows, "peers": named}
 
@@ -266,6 +269,7 @@ def main() -> None:
     parser.add_argument("--cols", type=int, default=1024, help="columns of the matrices (1,024)")
     parser.add_argument("--lossy-dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--only", choices=("lossless", "lossy"))
+    parser.add_argument("--codec", default="", help="only lossy codecs whose name contains this")
     parser.add_argument(
         "--engine", default="native", choices=("native", "numba"), help="numba: compare with the native engine"
     )
@@ -313,7 +317,7 @@ def main() -> None:
                         }
                     )
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
-    family = [lossy(max(args.sizes), d) for d in args.lossy_dtypes] if args.only != "lossless" else []
+    family = [lossy(max(args.sizes), d, args.codec) for d in args.lossy_dtypes] if args.only != "lossless" else []
     if args.json:
         print(json.dumps({"rows": rows, "lossy": family}, indent=1))
         return
