@@ -383,15 +383,18 @@ class Float4(Spec):
 class Quantize(Spec):
     """Integers of 1 to 8 bits: evenly spaced levels between plus and minus the largest magnitude of a group.
 
-    NaN and Inf are refused. A group of zeros decodes to zeros. It takes float32, bfloat16 and float16.
+    With a zero point, levels lie between the smallest and the largest value of a group. A group of zeros decodes to
+    zeros; with a zero point, a group of equal values to these. NaN and Inf are refused. It takes float32, bfloat16 and
+    float16.
 
     Parameters
     ----------
     bits : int, default 4
         Bits per value, 1 to 8.
     group_size : int, default 64
-        Number of values that share a scale, 1 to 2^31. A scale takes 32 bits: 0.5 bits per value with 64, with a
-        smaller error than larger groups have.
+        Number of values that share a scale, 1 to 2^31, consecutive in the last dimension; for groups along another one
+        encode a transposed view. A scale takes 32 bits: 0.5 bits per value with 64, with a smaller error than larger
+        groups have.
     levels : {"even", "odd"}, default "even"
         "even" has 2^bits levels, none of which is zero, as in [1]_; "odd" has 2^bits - 1 levels, one of which is zero,
         for tensors with many zeros. "odd" needs 2 bits or more.
@@ -400,22 +403,29 @@ class Quantize(Spec):
         from zero ("odd") or up ("even").
     seed : int, default 0
         Seed of stochastic rounding, 0 to 2^32 - 1.
+    zero_point : bool, default False
+        Space 2^bits levels between the smallest and the largest value of a group, both sent in the tensor's dtype, as
+        in [2]_: for groups whose values lie on one side of zero, such as activations and caches of keys and values. A
+        group takes 32 bits, as without a zero point; of float32 tensors 64 bits. `levels` must be "even".
 
     Raises
     ------
     SpecError
-        A field has another type or value, or `levels` is "odd" with 1 bit.
+        A field has another type or value, or `levels` is "odd" with 1 bit or with a zero point.
 
     References
     ----------
     .. [1] J. Wang et al., "Fine-tuning Language Models over Slow Networks using Activation Quantization with
        Guarantees", NeurIPS 2022.
+    .. [2] Z. Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024.
 
     Examples
     --------
     >>> x = np.array([1, -2, 3, -4], np.float32)
     >>> codec.decode(codec.encode(x, codec.Quantize(4, levels="odd", rounding="nearest")))
     array([ 1.1428572, -2.2857144,  2.857143 , -4.       ], dtype=float32)
+    >>> codec.decode(codec.encode(x + 100, codec.Quantize(4, rounding="nearest", zero_point=True)))
+    array([101.13333,  97.86667, 103.     ,  96.     ], dtype=float32)
     >>> codec.Quantize(9)
     Traceback (most recent call last):
     codec.errors.SpecError: bits must be an int from 1 to 8, got 9
@@ -426,9 +436,10 @@ class Quantize(Spec):
     levels: Levels = "even"
     rounding: Rounding = "stochastic"
     seed: int = 0
+    zero_point: bool = False
 
     def __post_init__(self) -> None:
-        _store_plain(self, "bits", "group_size", "seed")
+        _store_plain(self, "bits", "group_size", "seed", "zero_point")
         _whole("bits", self.bits, 1, 8)
         _whole("group_size", self.group_size, 1, 1 << 31)
         _one_of("levels", self.levels, Levels)
@@ -436,6 +447,10 @@ class Quantize(Spec):
         _whole("seed", self.seed, 0, (1 << 32) - 1)
         if self.levels == "odd" and self.bits < 2:
             raise SpecError("odd levels need 2 bits or more")
+        if type(self.zero_point) is not bool:
+            raise SpecError(f"zero_point must be True or False, got {shown(self.zero_point)}")
+        if self.zero_point and self.levels == "odd":
+            raise SpecError('zero_point=True needs levels="even": a level at the zero point would be no use')
 
     @property
     def contraction(self) -> bool:
@@ -444,8 +459,11 @@ class Quantize(Spec):
         The largest magnitude of a group is exact; the error of the others is bounded by the distance of levels. The
         squared error of a group of n values is below its squared norm if n - 1 < (2^bits - 1)^2 (even levels) or
         n - 1 < 8 (2^(bits - 1) - 1)^2 (odd levels, stochastic rounding), and for any n with odd levels and rounding to
-        nearest.
+        nearest. With a zero point the smallest and the largest value are exact, and it is if
+        n - 2 < 2 (2^bits - 1)^2.
         """
+        if self.zero_point:
+            return self.group_size - 2 < 2 * ((1 << self.bits) - 1) ** 2
         if self.levels == "odd":
             return self.rounding == "nearest" or self.group_size - 1 < 8 * ((1 << self.bits - 1) - 1) ** 2
         return self.group_size - 1 < ((1 << self.bits) - 1) ** 2

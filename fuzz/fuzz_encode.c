@@ -60,6 +60,8 @@ static void pick_spec(struct task *k)
 	static const uint32_t ROWS[] = {0, 0, 1, 2, 3, 16, 64, 1000, 2560, 2561, 8192, 16384, 16385, 20000, 1u << 31};
 #define NUMBER(name, ...) CODEC_##name,
 	static const uint32_t CODECS[] = {WIRE_CODECS(NUMBER)};
+	static const uint8_t VARIANTS[] = {
+		[CODEC_SIGN] = 3, [CODEC_TERNARY] = 3, [CODEC_FLOAT8] = 4, [CODEC_FLOAT4] = 2, [CODEC_QUANTIZE] = 3};
 #undef NUMBER
 	struct source *s = &k->s;
 	codec_spec *p = &k->spec;
@@ -84,15 +86,14 @@ static void pick_spec(struct task *k)
 		p->options = (uint32_t)below(s, 2);
 		p->seed = (uint32_t)noise(s);
 	} else {
-		p->variant = (uint32_t)below(s, p->codec == CODEC_SIGN || p->codec == CODEC_TERNARY ? 3
-						: p->codec == CODEC_FLOAT8                          ? 4
-												    : 2);
+		p->variant = (uint32_t)below(s, VARIANTS[p->codec]);
 		p->group_size = below(s, 3) ? ROWS[below(s, sizeof ROWS / sizeof *ROWS)] : CODEC_GROUP_SIZE_ROW;
 		p->group_size = p->codec == CODEC_TERNARY || p->codec == CODEC_FLOAT4 || is_mx(p) ? 0 : p->group_size;
 		p->group_size =
 			p->codec == CODEC_QUANTIZE && p->group_size == CODEC_GROUP_SIZE_ROW ? 64 : p->group_size;
 		p->seed = (uint32_t)noise(s);
-		p->bits = p->codec == CODEC_QUANTIZE ? p->variant + 1 + (uint32_t)below(s, 8 - p->variant) : 0;
+		p->bits = p->codec == CODEC_QUANTIZE ? 1 + (uint32_t)below(s, 8) : 0;
+		p->bits += p->bits == 1 && p->variant == CODEC_LEVELS_ODD;
 		if (p->codec == CODEC_FLOAT8)
 			p->options = (uint32_t)below(s, 8);
 		else if (p->codec == CODEC_FLOAT4 || p->codec == CODEC_QUANTIZE)

@@ -6,7 +6,7 @@ enum { VARIANT, OPTIONS, BITS, RESERVED, ROW };
 /* Meaning of params. */
 struct kind {
 	uint32_t codec, variant, bits, row;
-	int entropy, trits, two;
+	int entropy, trits, two, affine;
 	uint32_t most;       /* largest code */
 	uint32_t scale_most; /* largest byte that stores a row's scale; 0: scales are float32 */
 };
@@ -18,6 +18,7 @@ static struct kind kind_of(const struct grammar *g)
 
 	q.row = p[ROW] | p[ROW + 1] << 8 | p[ROW + 2] << 16 | (uint32_t)p[ROW + 3] << 24;
 	q.two = q.codec == CODEC_SIGN && q.variant == WIRE_SIGN_TWO_MEAN;
+	q.affine = q.codec == CODEC_QUANTIZE && q.variant == WIRE_LEVELS_AFFINE;
 	q.trits = q.codec == CODEC_TERNARY && q.variant != WIRE_TERNARY_2BIT;
 	q.entropy = (q.trits && q.variant == WIRE_TERNARY_ENTROPY) || p[OPTIONS] & WIRE_OPTION_ENTROPY;
 	switch (q.codec) {
@@ -63,14 +64,14 @@ static void put_row(struct maker *m, uint32_t row)
 
 void pick_rows_params(struct maker *m)
 {
-	static const uint8_t VARIANTS[] = {0, 0, 3, 3, 4, 2, 2}, ALLOWED[] = {0, 0, 0, 32, 7, 1, 1};
+	static const uint8_t VARIANTS[] = {0, 0, 3, 3, 4, 2, 3}, ALLOWED[] = {0, 0, 0, 32, 7, 1, 1};
 	uint8_t *p = m->g->params;
 	uint32_t codec = m->g->codec;
 	struct kind q;
 
 	p[VARIANT] = (uint8_t)below(&m->s, VARIANTS[codec]);
 	p[OPTIONS] = (uint8_t)below(&m->s, 64) & ALLOWED[codec];
-	p[BITS] = codec == CODEC_QUANTIZE ? (uint8_t)between(&m->s, 1 + p[VARIANT], 8) : 0;
+	p[BITS] = codec == CODEC_QUANTIZE ? (uint8_t)between(&m->s, p[VARIANT] == WIRE_LEVELS_ODD ? 2 : 1, 8) : 0;
 	q = kind_of(m->g);
 	if (codec == CODEC_FLOAT8 && q.scale_most && !(p[OPTIONS] & WIRE_OPTION_STOCHASTIC) && below(&m->s, 2))
 		p[OPTIONS] |= WIRE_OPTION_RCEIL;
@@ -195,11 +196,47 @@ static void put_row_scales(struct maker *m, const struct kind *q, uint64_t n)
 	}
 }
 
+/* Write the smallest and the largest number of n rows, of the tensor's dtype. */
+static void put_row_ends(struct maker *m, uint64_t n)
+{
+	uint64_t wrong = n && slip(m) ? below(&m->s, n) : n;
+	int wide = m->g->dtype == CODEC_FLOAT32;
+
+	for (uint64_t r = 0; r < n; r++) {
+		/* patterns of magnitudes; those of one sign are in order */
+		uint32_t inf = wide ? 0x7f800000 : m->g->dtype == CODEC_FLOAT16 ? 0x7c00 : 0x7f80;
+		uint32_t sign = wide ? 0x80000000 : 0x8000, a = (uint32_t)noise(&m->s) % inf;
+		uint32_t b = one_in(&m->s, 8) ? a : (uint32_t)noise(&m->s) % inf, low = a < b ? a : b,
+			 high = a ^ b ^ low;
+		uint8_t bytes[8];
+
+		switch (below(&m->s, 3)) {
+		case 0: break; /* both positive */
+		case 1:        /* both negative */
+			low = high ? sign | high : 0;
+			high = a ^ b ^ (low & ~sign);
+			high = high ? sign | high : 0;
+			break;
+		default: low = low ? sign | low : 0;
+		}
+		if (r == wrong)
+			*(below(&m->s, 2) ? &low : &high) = below(&m->s, 2) ? inf + (uint32_t)below(&m->s, 9) : sign;
+		for (int i = 0; i < (wide ? 4 : 2); i++) {
+			bytes[i] = (uint8_t)(low >> 8 * i);
+			bytes[i + (wide ? 4 : 2)] = (uint8_t)(high >> 8 * i);
+		}
+		put_raw(&m->out, bytes, wide ? 8 : 4);
+	}
+}
+
 static void put_block(struct maker *m, const struct kind *q, uint32_t b, uint32_t row, uint64_t n)
 {
 	struct bytes codes = {0};
 
-	put_row_scales(m, q, row ? (n + row - 1) / row * (q->two ? 2 : 1) : 0);
+	if (q->affine)
+		put_row_ends(m, (n + row - 1) / row);
+	else
+		put_row_scales(m, q, row ? (n + row - 1) / row * (q->two ? 2 : 1) : 0);
 	if (q->entropy) {
 		put_entropy(m, q, (size_t)n);
 	} else {

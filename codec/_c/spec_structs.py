@@ -80,9 +80,9 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
         case specs.Float4(format, rounding, seed):
             options = (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC
             return {"variant": _index(specs.Format4, format), "options": options, "seed": seed}
-        case specs.Quantize(bits, group_size, levels, rounding, seed):
+        case specs.Quantize(bits, group_size, levels, rounding, seed, zero_point):
             return {
-                "variant": _index(specs.Levels, levels),
+                "variant": lib.CODEC_LEVELS_AFFINE if zero_point else _index(specs.Levels, levels),
                 "bits": bits,
                 "group_size": group_size,
                 "options": (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC,
@@ -133,7 +133,9 @@ def spec_of(struct: Any) -> Spec:
     if struct.codec == lib.CODEC_FLOAT4:
         return specs.Float4(get_args(specs.Format4)[variant], stochastic)
     if struct.codec == lib.CODEC_QUANTIZE:
-        return specs.Quantize(struct.bits, row or 64, get_args(specs.Levels)[variant], stochastic)
+        affine = variant == lib.CODEC_LEVELS_AFFINE
+        levels: specs.Levels = "odd" if variant == lib.CODEC_LEVELS_ODD else "even"
+        return specs.Quantize(struct.bits, row or 64, levels, stochastic, zero_point=affine)
     if struct.codec == lib.CODEC_TOPK:
         if not struct.group_size:  # a stored frame does not hold them
             return specs.TopK(bits=struct.bits, rounding=stochastic)

@@ -244,7 +244,7 @@ def advise(
     >>> codec.advise(grad, "1mbit").spec
     Lossless(max_code_length=8, model='auto')
     >>> codec.advise(grad, "1mbit", lossy=True).spec
-    Quantize(bits=4, group_size=64, levels='even', rounding='stochastic', seed=0)
+    Quantize(bits=4, group_size=64, levels='even', rounding='stochastic', seed=0, zero_point=False)
     >>> codec.advise(grad, codec.Link(float("inf"))).spec is None
     True
     """

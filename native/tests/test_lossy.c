@@ -26,6 +26,8 @@ static const codec_spec SPECS[] = {
 	{.codec = CODEC_QUANTIZE, .options = CODEC_OPTION_STOCHASTIC},
 	{.codec = CODEC_QUANTIZE, .bits = 3, .variant = CODEC_LEVELS_ODD, .group_size = 3000},
 	{.codec = CODEC_QUANTIZE, .bits = 7, .group_size = 17000},
+	{.codec = CODEC_QUANTIZE, .variant = CODEC_LEVELS_AFFINE, .options = CODEC_OPTION_STOCHASTIC},
+	{.codec = CODEC_QUANTIZE, .bits = 8, .variant = CODEC_LEVELS_AFFINE, .group_size = 17000},
 	{.codec = CODEC_TOPK},
 	{.codec = CODEC_TOPK, .bits = 8, .group_size = 64, .kept = 16, .options = CODEC_OPTION_STOCHASTIC},
 	{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_FIXED, .bits = 2},
@@ -704,7 +706,7 @@ static void test_multiplication_equals_division(void **unused)
 			float scale = round_float(mantissa % 254 + 1 << 23 | mantissa);
 			int wrong = 0;
 
-			k->decode_rows(&float8, code, 16, 16, &scale, y);
+			k->decode_rows(&float8, code, 16, 16, &scale, NULL, y);
 			for (int i = 0; i < 16; i++)
 				wrong |= y[i] != round_float(round_small_value(code[i], 3, 7)) / scale;
 			if (wrong)
@@ -719,7 +721,7 @@ static void test_multiplication_equals_division(void **unused)
 					.codec = CODEC_QUANTIZE, .bits = (uint8_t)bits, .odd = odd, .levels = levels};
 				float amax = 0.7f;
 
-				k->decode_rows(&q, code, 256, 256, &amax, y);
+				k->decode_rows(&q, code, 256, 256, &amax, NULL, y);
 				for (int c = 0; c <= (odd ? 2 * levels : levels); c++)
 					assert_true(y[c] == round_level(odd ? c - levels : 2 * c - levels,
 									(float)levels, amax));

@@ -52,6 +52,7 @@ static const struct kind {
 	{CODEC_FLOAT32, {.codec = CODEC_FLOAT4}},
 	{CODEC_FLOAT32, {.codec = CODEC_FLOAT4, .variant = CODEC_FLOAT4_MXFP4}},
 	{CODEC_FLOAT32, {.codec = CODEC_QUANTIZE, .bits = 3, .variant = CODEC_LEVELS_ODD, .group_size = 17000}},
+	{CODEC_FLOAT16, {.codec = CODEC_QUANTIZE, .bits = 5, .variant = CODEC_LEVELS_AFFINE, .group_size = 64}},
 	{CODEC_FLOAT32, {.codec = CODEC_TOPK, .group_size = 1024, .kept = 100}},
 	{CODEC_BFLOAT16, {.codec = CODEC_DELTA, .group_size = 4096}},
 	{CODEC_FLOAT32, {.codec = CODEC_DELTA, .group_size = 1024}},

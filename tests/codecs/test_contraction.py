@@ -33,6 +33,7 @@ SPECS = [
         )
         if bits > 1 or levels == "even"
     ),
+    *(codec.Quantize(bits, group, zero_point=True) for bits, group in itertools.product((1, 2, 4), (8, 20, 400, 1024))),
 ]
 DRAWS = 24
 
@@ -87,4 +88,12 @@ def test_quantize_is_a_contraction_up_to_the_largest_allowed_group_size():
         hardest = 0.0 if levels == "even" else 1 / (4 * top)
         x = np.full((4096 // most + 1) * most, hardest, np.float32)
         x[::most] = 1
+        assert loss(spec, x) < 1
+    for bits in (2, 3, 4):
+        most = 2 * ((1 << bits) - 1) ** 2 + 1
+        spec = codec.Quantize(bits, most, zero_point=True)
+        assert spec.contraction
+        assert not codec.Quantize(bits, most + 1, zero_point=True).contraction
+        x = np.zeros((4096 // most + 1) * most, np.float32)
+        x[::most], x[1::most] = 1, -1
         assert loss(spec, x) < 1

@@ -191,6 +191,33 @@ def test_quantize_follows_its_definition(bits, levels, isa):
         assert not y[64:128].any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("bits", [1, 4, 5, 8])
+def test_quantize_with_a_zero_point_follows_its_definition(bits, dtype, isa):
+    """Values are between the smallest and the largest of their group, which are exact; so are equal values."""
+    most = np.finfo(dtype).max
+    x = (normal_values(4100) + F32(7)).astype(dtype)
+    x[64:128], x[128:192], x[192] = F32(-0.1), np.linspace(-1, 1, 64) * most, -0.0
+    groups = np.append(x, np.full(60, x[-1])).astype(F32).reshape(-1, 64)
+    low, high = groups.min(1, keepdims=True), groups.max(1, keepdims=True)
+    half = high * F32(0.5) - low * F32(0.5)
+    middle = low + half
+    n = F32(2**bits - 1)
+    h = np.zeros(65 * 64, np.int64)
+    for rounding in ("stochastic", "nearest"):
+        h[:4100] = random_words(4100, 9, 4) if rounding == "stochastic" else 0x8000
+        place = (over(groups - middle, np.where(half > 0, half, F32(1))) + F32(1)) * (n * F32(0.5))
+        c = (np.floor(np.clip(place, 0, n).astype(float) * 65536 + 0.5).astype(np.int64) + h.reshape(-1, 64)) >> 16
+        c = np.where(half > 0, c, 0)
+        y = middle + half * ((2 * c - int(n)).astype(F32) / n)
+        y = np.clip(y, -most, most).astype(dtype).ravel()[:4100]
+        spec = codec.Quantize(bits, 64, rounding=rounding, seed=9, zero_point=True)
+        decoded = codec.decode(codec.encode(x, spec, stream=4))
+        assert decoded.tobytes() == y.tobytes()
+        assert (decoded[64:128] == x[64:128]).all()
+        assert {-most, most} <= set(decoded[128:192])
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -559,6 +586,7 @@ def test_frame_sizes_follow_from_the_definitions():
         (codec.Float4("mxfp4"), 4.25),
         (codec.Quantize(), 4.5),
         (codec.Quantize(2, 128), 2.25),
+        (codec.Quantize(4, zero_point=True), 5),
     ):
         assert 8 * len(codec.encode(x, spec)) / x.size <= 1.01 * bits
 
@@ -635,6 +663,8 @@ def test_specs_reject_wrong_parameters():
         lambda: codec.Quantize(9),
         lambda: codec.Quantize(group_size=0),
         lambda: codec.Quantize(levels="many"),
+        lambda: codec.Quantize(levels="odd", zero_point=True),
+        lambda: codec.Quantize(zero_point=1),
     ):
         with pytest.raises(codec.SpecError):
             bad()

@@ -56,7 +56,7 @@ def ask_of(spec):
         case codec.Float4():
             return Ask(5, index(specs.Format4, spec.format), int(stochastic), seed=spec.seed)
         case codec.Quantize():
-            levels = index(specs.Levels, spec.levels)
+            levels = 2 if spec.zero_point else index(specs.Levels, spec.levels)
             return Ask(6, levels, int(stochastic), spec.bits, spec.group_size, seed=spec.seed)
     cut = 16 * (spec.rounding == "truncate")
     if spec.fixed_level is not None:
@@ -333,6 +333,7 @@ ROWS = (LOSSY | TOPKS) | {
     "float4_nvfp4_stochastic": codec.Float4(rounding="stochastic", seed=2),
     "float4_mxfp4_nearest": codec.Float4("mxfp4"),
     "quantize_5": codec.Quantize(5, 128, "even", "nearest"),
+    "quantize_2_zero": codec.Quantize(2, 40, "even", "nearest", zero_point=True),
 }
 EACH = pytest.mark.parametrize("spec", ROWS.values(), ids=list(ROWS))
 
@@ -527,6 +528,7 @@ def test_row_scales_from_the_smallest_to_the_largest(rounding):
         for spec in (codec.Float8("e4m3fn", row, rounding), codec.Float8("e5m2", row, rounding)):
             same(x, spec)
         same(x, codec.Quantize(4, row, "even", rounding))
+        same(x, codec.Quantize(4, row, "even", rounding, zero_point=True))
         same(x, codec.Float4("mxfp4", rounding))
         same(x, codec.Float8("mxfp8_e4m3", rounding=rounding))
         same(x, codec.Float8("mxfp8_e5m2", rounding=rounding))

@@ -44,7 +44,7 @@ PARAMS = {
     3: (3, 32, 0, 0, 0),
     4: (4, 135, 0, 0, 0),
     5: (2, 1, 0, 0, 0),
-    6: (2, 1, 8, 0, 0),
+    6: (3, 1, 8, 0, 0),
     7: (4, 24, 3, 2, 8),
     8: (1, 0, 0, 0, 0),
     9: (1, 1, 8, 0, 0),
@@ -60,7 +60,7 @@ def check_params(codec: int, variant: int, options: int, bits: int, max_code_len
     )
     need(codec != 1 or row == 0, "row of lossless")
     need(codec != 8 or row == 0, "row of delta")
-    need(codec != 6 or bits >= 1 + variant, "bits")
+    need(codec != 6 or bits >= (2 if variant == 1 else 1), "bits")
     need(codec != 4 or not options & 128 or (variant >= 2 and not options & 1), "option 128")
     need(codec != 9 or bits, "bits")
     if codec == 7:
@@ -750,6 +750,20 @@ def finite(r: Reader, count: int) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, "<f4")
 
 
+def row_ends(r: Reader, nrows: int, dtype: int) -> tuple[Any, Any]:
+    """Return half the distance and the middle of the two numbers of each row, which are of the frame's dtype."""
+    data = r.take(nrows * (8 if dtype == 1 else 4))
+    if dtype == 3:
+        ends = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(F32)
+    else:
+        ends = np.frombuffer(data, "<f4" if dtype == 1 else "<f2").astype(F32)
+    low, high = ends[::2], ends[1::2]
+    need(np.isfinite(ends).all() and (low <= high).all(), "numbers of a row")
+    need(not (np.signbit(ends) & (ends == 0)).any(), "-0")
+    half = high * F32(0.5) - low * F32(0.5)
+    return half, low + half
+
+
 class Rows:
     """Decoder of the row codecs' blocks (section 8)."""
 
@@ -810,7 +824,7 @@ class Rows:
                 s = mix(digest(frame[at:end], 0x300) ^ ((b + 1) * GOLDEN & MASK64))
                 need(s >> 32 == short, "block digest")
                 computed += s
-                out.append(self.block(Reader(frame, at, end), min(block, count - first), row, scales, book))
+                out.append(self.block(Reader(frame, at, end), min(block, count - first), row, scales, book, dtype))
                 at, b = end, b + 1
         need(b == nblocks and at == len(frame) and computed & MASK64 == checksum, "nblocks, size or checksum")
         return np.concatenate(out)
@@ -842,7 +856,7 @@ class Rows:
 
     @np.errstate(all="ignore")
     def block(
-        self, r: Reader, m: int, row: int, scales: np.ndarray[Any, Any], book: Codebook | None
+        self, r: Reader, m: int, row: int, scales: np.ndarray[Any, Any], book: Codebook | None, dtype: int
     ) -> np.ndarray[Any, Any]:
         index = np.arange(m) // row if row else np.zeros(m, np.int64)
         nrows = int(index[-1]) + 1
@@ -859,6 +873,8 @@ class Rows:
         elif self.codec == 2 and self.variant == 2:
             both = finite(r, 2 * nrows).reshape(-1, 2) if row else scales[None]
             scale, below = both[:, 0], both[:, 1]
+        elif self.codec == 6 and self.variant == 2:
+            scale, below = row_ends(r, nrows, dtype)
         else:
             scale = finite(r, nrows) if row else scales[:1]
         codes = self.codes(r, m, book)
@@ -876,9 +892,13 @@ class Rows:
         if self.codec == 5:
             v = E2M1[codes & 7] * s
             return np.where(codes & 8, -v, v).astype(F32)
-        n = 2**self.b - 1 if self.variant == 0 else 2 ** (self.b - 1) - 1
-        need((codes <= (2 * n if self.variant else n)).all(), "code")
-        c = codes - n if self.variant else 2 * codes - n
+        odd = self.variant == 1
+        n = 2 ** (self.b - 1) - 1 if odd else 2**self.b - 1
+        need((codes <= (2 * n if odd else n)).all(), "code")
+        c = codes - n if odd else 2 * codes - n
+        if below is not None:
+            most = np.finfo(F32).max
+            return np.clip(below[index] + s * (c.astype(F32) / F32(n)), -most, most)
         return np.where(s > 0, s * (c.astype(F32) / F32(n)), F32(0)).astype(F32)
 
 

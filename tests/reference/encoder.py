@@ -348,8 +348,15 @@ def small(y: Array, table: Array, mbits: int, bias: int, h: Any) -> Array:
     return c + (e - 1 + bias << mbits)
 
 
+def row_ends(x: Array, dtype: int) -> tuple[Any, bytes]:
+    """Return half the range and the middle of a row with a zero point, and its stored bytes."""
+    low, high = ends = narrowed(np.array([x.min(), x.max()], F32), dtype) + F32(0)  # no -0
+    half = high * F32(0.5) - low * F32(0.5)
+    return (half, low + half), narrow(ends, dtype)
+
+
 @np.errstate(all="ignore")
-def row_scale(ask: Ask, x: Array, t: Any, stochastic: bool) -> tuple[Any, bytes]:
+def row_scale(ask: Ask, x: Array, t: Any, stochastic: bool, dtype: int) -> tuple[Any, bytes]:
     """Return the scale by which codes of a row are computed, and its stored bytes."""
     amax = largest(x)
     if ask.codec == 4 and ask.variant >= 2:
@@ -362,7 +369,7 @@ def row_scale(ask: Ask, x: Array, t: Any, stochastic: bool) -> tuple[Any, bytes]
         scale = scale if np.isfinite(scale) else F32(1)
         return scale, struct.pack("<f", scale)
     if ask.codec == 6:
-        return amax, struct.pack("<f", amax)
+        return row_ends(x, dtype) if ask.variant == 2 else (amax, struct.pack("<f", amax))
     if ask.variant == 1:
         e = int(amax.view(np.uint32)) >> 23
         e += stochastic and float(amax) > 1.5 * 2.0 ** (e - 127)
@@ -388,9 +395,13 @@ def row_codes(ask: Ask, v: Array, s: Any, h: Array | None, h1: Array) -> Array:
     if ask.codec == 6:
         odd = ask.variant == 1
         levels = (1 << ask.bits - 1) - 1 if odd else (1 << ask.bits) - 1
+        s, middle = s if ask.variant == 2 else (s, None)
         if not s > 0:
             return np.full(len(v), levels if odd else 0)
         draw: Any = 1 << 15 if h is None else h
+        if ask.variant == 2:
+            x = (over(v - middle, s, 1) + F32(1)) * F32(levels / 2)
+            return steps(np.clip(x, F32(0), F32(levels)), draw)
         if not odd:
             return steps((over(v, s, 1) + F32(1)) * F32(levels / 2), draw)
         c = steps(over(a, s, 1) * F32(levels), draw)
@@ -509,7 +520,7 @@ def encode_rows(ask: Ask, frame: Frame, v: Array, dtype: int) -> bytes:
                     continue
                 s = t
                 if row:
-                    s, stored = row_scale(ask, v[i], t, stochastic)
+                    s, stored = row_scale(ask, v[i], t, stochastic, dtype)
                     scales += stored
                 codes.append(row_codes(ask, v[i], s, None if h is None else h[i], h1[i]))
             found.append((scales, packed_codes(ask, np.concatenate(codes))))

@@ -323,6 +323,11 @@ def rows(codec, n, body, params, side=b"", dtype=FLOAT32, **more):
     return Blocks(dtype, n, [region(body)], codec, params, side, log2=0, **more)
 
 
+def zero_point(ends, codes, dtype=FLOAT32):
+    """Return a frame of three values by Quantize with 4 bits and a zero point."""
+    return rows(QUANTIZE, 3, ends + codes, row_params(2, bits=4, row=64), dtype=dtype)
+
+
 def float8(codes, scale, dtype=FLOAT32, variant=0, options=0, row=100):
     """Return a Float8 frame of one row."""
     return rows(FLOAT8, len(codes), f32(scale) + codes, row_params(variant, options, row=row), dtype=dtype)
@@ -456,6 +461,22 @@ ROW_CASES = {
     "sign, filled up with 1": (rows(SIGN, 7, b"\xff", row_params(), f32(1, 0)), "padding"),
     "quantize, code above 2 L": (rows(QUANTIZE, 2, f32(3) + b"\x70", row_params(1, bits=4, row=64)), f32(-3, 0)),
     "quantize, code of 2 L + 1": (rows(QUANTIZE, 2, f32(3) + b"\xf0", row_params(1, bits=4, row=64)), "code"),
+    "zero point": (zero_point(f32(-1, 6.5), b"\x0f\x02"), f32(6.5, -1, 0)),
+    "zero point, one number": (zero_point(f32(5, 5), b"\x0f\x02"), f32(5, 5, 5)),
+    "zero point in bfloat16": (zero_point(halves(0xBF80, 0x40D0), b"\x0f\x02", BFLOAT16), halves(0x40D0, 0xBF80, 0)),
+    "zero point, low above high": (zero_point(f32(1, -1), b"\0\0"), "numbers of a row"),
+    "zero point, high is NaN": (zero_point(f32(1, np.nan), b"\0\0"), "numbers of a row"),
+    "zero point, low is NaN": (zero_point(f32(np.nan, 1), b"\0\0"), "numbers of a row"),
+    "zero point, low is -Inf": (zero_point(f32(-np.inf, 1), b"\0\0"), "numbers of a row"),
+    "zero point, high is Inf": (zero_point(halves(0, 0x7C00), b"\0\0", FLOAT16), "numbers of a row"),
+    "zero point, low is -0": (zero_point(f32(-0.0, 1), b"\0\0"), "-0"),
+    "zero point, high is -0": (zero_point(f32(-1, -0.0), b"\0\0"), "-0"),
+    "zero point, the largest range": (
+        zero_point(u32(0xFF7FFFFF, 0x7F7FFFFF), b"\xf0\x08"),
+        u32(0xFF7FFFFF, 0x7F7FFFFF) + f32(F32(np.finfo(F32).max) * (F32(1) / F32(15))),
+    ),
+    "zero point, filled up with 1": (zero_point(f32(-1, 1), b"\0\x10"), "padding"),
+    "zero point, levels of 3": (rows(QUANTIZE, 2, f32(3) + b"\0", row_params(3, bits=4, row=64)), "params"),
     "mxfp4's exponent of 253": (rows(FLOAT4, 2, b"\xfd\0", row_params(1, row=32)), "scale"),
     "mxfp4's exponent of 0": (
         rows(FLOAT4, 2, b"\0\x26", row_params(1, row=32)),

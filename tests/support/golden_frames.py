@@ -178,6 +178,7 @@ NAMES = [
     "bool-delta_same",
     "float32-truncate_bit-narrow",
     "float32-truncate_coded-narrow",
+    *(f"{d}-quantize_4_zero" for d in ("bfloat16", "float16")),
 ]  # fmt: skip
 
 

@@ -23,6 +23,8 @@ LOSSY = {
     "quantize_1": codec.Quantize(1, 20000),
     "quantize_7": codec.Quantize(7, 3, "odd", "nearest"),
     "quantize_8": codec.Quantize(8, 3000, "even", "nearest"),
+    "quantize_4_zero": codec.Quantize(4, zero_point=True),
+    "quantize_8_zero": codec.Quantize(8, 3000, rounding="nearest", zero_point=True),
 }
 
 TOPKS = {
@@ -56,6 +58,7 @@ MORE = {
     "float4_nvfp4_stochastic": codec.Float4("nvfp4", "stochastic"),
     "float4_mxfp4_nearest": codec.Float4("mxfp4"),
     **{f"quantize_{b}_{way}": codec.Quantize(b, 40, way) for b in (2, 5, 6) for way in ("even", "odd")},
+    **{f"quantize_{b}_zero": codec.Quantize(b, 40, zero_point=True) for b in (1, 5)},
     "truncate_0": codec.Truncate(0),
     "truncate_3_cut": codec.Truncate(3, "truncate"),
     "truncate_feedback": codec.Truncate(level_coding="shared", guard="feedback"),

@@ -176,6 +176,7 @@ typedef struct codec_tensor {
 #define CODEC_FLOAT4_MXFP4 1        /**< FLOAT4: power-of-two scale per 32 values */
 #define CODEC_LEVELS_EVEN 0         /**< QUANTIZE: 2^bits levels, none of which is 0 */
 #define CODEC_LEVELS_ODD 1          /**< QUANTIZE: 2^bits - 1 levels, one of which is 0 */
+#define CODEC_LEVELS_AFFINE 2       /**< QUANTIZE: 2^bits levels from a group's smallest to its largest value */
 /** @} */
 
 /** @name codec_spec.options */

@@ -388,6 +388,43 @@ BITS_FN uint8_t round_level_code(uint32_t x, int odd, int levels, struct over am
 	return (uint8_t)(levels + (x >> 31 ? -c : c));
 }
 
+/*
+ * QUANTIZE with zero points: half the distance between a row's smallest and largest value, and the number between them.
+ * Neither overflows.
+ */
+BITS_FN float round_half_range(float low, float high)
+{
+	return round_sub(round_mul(high, 0.5f), round_mul(low, 0.5f));
+}
+
+BITS_FN float round_middle(float low, float half)
+{
+	return round_add(low, half);
+}
+
+/* Convert between the bits of a float and an integer of the same order; -0 precedes +0. */
+BITS_FN int32_t round_ordered(uint32_t bits)
+{
+	return (int32_t)(bits ^ (uint32_t)((int32_t)bits >> 31) >> 1);
+}
+
+/* Return the code of x in a row with half > 0. Values outside of the row's range have the code of its nearest end. */
+BITS_FN uint8_t round_affine_code(float x, int levels, float middle, struct over half, uint32_t h)
+{
+	float place = round_even_place(round_sub(x, middle), half, (float)levels);
+
+	return (uint8_t)round_place(place < (float)levels ? place : (float)levels, h);
+}
+
+/* Return the value of a level between -1 and 1, clamped to the largest finite value. */
+BITS_FN float round_affine(float ratio, float half, float middle)
+{
+	float y = round_add(middle, round_mul(half, ratio)), most = round_float(ROUND_MAX);
+
+	y = y < most ? y : most;
+	return y > -most ? y : -most;
+}
+
 BITS_FN uint8_t round_level_zero(int odd, int levels)
 {
 	return (uint8_t)(odd ? levels : 0);

@@ -16,6 +16,7 @@
 struct row_kind {
 	uint8_t codec, variant, options, dtype;
 	uint8_t entropy, odd; /* odd: QUANTIZE, odd number of levels */
+	uint8_t affine;       /* QUANTIZE: rows have a smallest and a largest value */
 	uint8_t bits;         /* bits of a code in the frame; 0: five codes per byte */
 	uint8_t e5m2;         /* FLOAT8: elements are e5m2, not e4m3 */
 	uint8_t scale_most;   /* largest byte that stores a row's scale; 0: scales are float32 */
@@ -26,7 +27,8 @@ struct row_kind {
 /* Return the row_kind of params and a dtype. For codecs without rows only `entropy` is defined, as 0. */
 BITS_FN struct row_kind row_kind_of(uint32_t codec, uint32_t variant, uint32_t options, uint32_t bits, uint32_t dtype)
 {
-	struct row_kind q = {(uint8_t)codec, (uint8_t)variant, (uint8_t)options, (uint8_t)dtype, 0, 0, 8, 0, 0, 0, 0};
+	struct row_kind q = {
+		(uint8_t)codec, (uint8_t)variant, (uint8_t)options, (uint8_t)dtype, 0, 0, 0, 8, 0, 0, 0, 0};
 
 	if (codec == WIRE_CODEC_SIGN) {
 		q.bits = 1;
@@ -45,6 +47,7 @@ BITS_FN struct row_kind row_kind_of(uint32_t codec, uint32_t variant, uint32_t o
 	} else if (codec == WIRE_CODEC_QUANTIZE) {
 		q.bits = (uint8_t)bits;
 		q.odd = variant == WIRE_LEVELS_ODD;
+		q.affine = variant == WIRE_LEVELS_AFFINE;
 		q.levels = q.odd ? (1 << (bits - 1)) - 1 : (1 << bits) - 1;
 	}
 	return q;
@@ -127,6 +130,8 @@ BITS_FN uint64_t row_scale_nbytes(struct row_kind q)
 {
 	if (q.scale_most)
 		return 1;
+	if (q.affine)
+		return q.dtype == WIRE_FLOAT32 ? 8 : 4;
 	return q.codec == WIRE_CODEC_SIGN && q.variant == WIRE_SIGN_TWO_MEAN ? 8 : 4;
 }
 
@@ -289,6 +294,57 @@ BITS_FN float scale_float8(struct row_kind q, uint32_t max, float given)
 	float scale = given > 0 ? given : round_div(q.max, round_float(max));
 
 	return round_bits(scale) < ROUND_INF ? scale : 1.0f;
+}
+
+/*
+ * QUANTIZE with zero points: half the range of a row, and the number in its middle. `stored`: the smallest number in
+ * the lower half, the largest in the upper half, both of the frame's dtype; 8 bytes, or 4 of 16-bit dtypes.
+ */
+struct row_ends {
+	float half, middle;
+	uint64_t stored;
+};
+
+/* Open what a frame holds. Returns 0 unless the numbers are finite, in order, and not -0. */
+BITS_FN int scale_open_ends(uint64_t stored, uint32_t dtype, struct row_ends *ends)
+{
+	uint32_t width = dtype == WIRE_FLOAT32 ? 32 : 16, a = (uint32_t)stored, b = (uint32_t)(stored >> width);
+	float low, high;
+
+	if (dtype == WIRE_FLOAT16) {
+		a = round_from_float16((uint16_t)a);
+		b = round_from_float16((uint16_t)b);
+	} else if (dtype == WIRE_BFLOAT16) {
+		a = round_from_bfloat16((uint16_t)a);
+		b = round_from_bfloat16((uint16_t)b);
+	}
+	low = round_float(a);
+	high = round_float(b);
+	ends->stored = stored;
+	ends->half = round_half_range(low, high);
+	ends->middle = round_middle(low, ends->half);
+	return (a & ROUND_ABS) < ROUND_INF && (b & ROUND_ABS) < ROUND_INF && a != ~ROUND_ABS && b != ~ROUND_ABS &&
+	       low <= high;
+}
+
+/* Round a row's smallest and largest value to the frame's dtype, -0 to +0. */
+BITS_FN struct row_ends scale_ends(float low, float high, uint32_t dtype)
+{
+	uint32_t width = dtype == WIRE_FLOAT32 ? 32 : 16, minus_zero = 1u << (width - 1);
+	uint32_t a = round_bits(low), b = round_bits(high);
+	struct row_ends ends;
+
+	if (dtype == WIRE_FLOAT16) {
+		a = round_to_float16(a);
+		b = round_to_float16(b);
+	} else if (dtype == WIRE_BFLOAT16) {
+		a = round_to_bfloat16(a);
+		b = round_to_bfloat16(b);
+	}
+	a = a == minus_zero ? 0 : a;
+	b = b == minus_zero ? 0 : b;
+	scale_open_ends(a | (uint64_t)b << width, dtype, &ends);
+	return ends;
 }
 
 /* Return NVFP4's scale of a part. */

@@ -73,6 +73,7 @@
 #define WIRE_FLOAT4_MXFP4 1
 #define WIRE_LEVELS_EVEN 0
 #define WIRE_LEVELS_ODD 1
+#define WIRE_LEVELS_AFFINE 2
 #define WIRE_LEVELS_PLANE 0
 #define WIRE_LEVELS_CODED 1
 #define WIRE_LEVELS_SHARED 2
@@ -97,7 +98,7 @@
 	X(FLOAT8, rows, WIRE_DTYPES_LOSSY, 4,                                                                          \
 	  WIRE_OPTION_STOCHASTIC | WIRE_OPTION_PROPAGATE | WIRE_OPTION_ENTROPY | WIRE_OPTION_RCEIL, 0, 0)              \
 	X(FLOAT4, rows, WIRE_DTYPES_LOSSY, 2, WIRE_OPTION_STOCHASTIC, 0, 0)                                            \
-	X(QUANTIZE, rows, WIRE_DTYPES_LOSSY, 2, WIRE_OPTION_STOCHASTIC, 8, 0)                                          \
+	X(QUANTIZE, rows, WIRE_DTYPES_LOSSY, 3, WIRE_OPTION_STOCHASTIC, 8, 0)                                          \
 	X(TRUNCATE, truncate, WIRE_DTYPES_LOSSY, 4, WIRE_OPTION_BITS | WIRE_OPTION_CUT, 3, WIRE_LEAST_MAX_CODE_LENGTH) \
 	X(DELTA, delta, WIRE_DTYPES_ALL, 1, 0, 0, 0)                                                                   \
 	X(TOPK, topk, WIRE_DTYPES_LOSSY, 1, WIRE_OPTION_STOCHASTIC, 8, 0)

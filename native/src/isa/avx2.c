@@ -45,6 +45,7 @@
 #define XOR3(a, b, c) XOR(a, XOR(b, c))
 #define MIN _mm256_min_epi32
 #define MAX _mm256_max_epi32
+#define LEAST least_avx2
 #define LARGEST largest_avx2
 #define GT _mm256_cmpgt_epi32
 #define EQ _mm256_cmpeq_epi32

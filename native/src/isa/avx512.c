@@ -44,7 +44,8 @@
 #define XOR3(a, b, c) _mm512_ternarylogic_epi32(a, b, c, 0x96)
 #define MIN _mm512_min_epi32
 #define MAX _mm512_max_epi32
-#define LARGEST _mm512_reduce_max_epi32
+#define LEAST least_avx512
+#define LARGEST largest_avx512
 #define GT _mm512_cmpgt_epi32_mask
 #define EQ _mm512_cmpeq_epi32_mask
 #define EITHER(a, b) ((__mmask16)((a) | (b)))

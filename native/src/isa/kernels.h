@@ -282,6 +282,8 @@ struct kernels {
 	void (*from_float[2])(const float *x, size_t n, void *dst);
 	/* max[r] = largest pattern of |x| in row r, ignoring patterns from `limit` on. */
 	void (*abs_max)(const float_any *x, size_t n, size_t row, uint32_t limit, uint32_t *max);
+	/* low[r], high[r] = smallest and largest value of row r. Returns 1 if a value is NaN or Inf. */
+	int (*extremes)(const float_any *x, size_t n, size_t row, float *low, float *high);
 	/*
 	 * Add values to the lanes' sums. `first`: clear the lanes before. bits: also as sign_bits, unless NULL.
 	 * row_fold reduces the lanes to the result; it may be called once.
@@ -297,13 +299,13 @@ struct kernels {
 	void (*sign_sums)(const struct signs *s, size_t count, size_t n, int more, float by, float_any *y);
 	void (*halves)(struct philox key, uint64_t block, size_t nblocks, uint16_t *h);
 	/*
-	 * Encode values of rows as codes. h: random bits for stochastic rounding; NULL: round to nearest. Returns 1 if
-	 * the magnitude of a value exceeds the scale that TERNARY was given.
+	 * Encode values of rows as codes. middle: of each row, for q->affine. h: random bits for stochastic rounding;
+	 * NULL: round to nearest. Returns 1 if the magnitude of a value exceeds the scale that TERNARY was given.
 	 */
 	int (*encode_rows)(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,
-			   const uint16_t *h, uint8_t *code);
+			   const float *middle, const uint16_t *h, uint8_t *code);
 	void (*decode_rows)(const struct row_kind *q, const uint8_t *code, size_t n, size_t row, const float *scale,
-			    float_any *y);
+			    const float *middle, float_any *y);
 	void (*pack_codes)(const uint8_t *code, size_t n, int bits, uint8_t *dst);
 	void (*unpack_codes)(const uint8_t *src, size_t n, int bits, uint8_t *code);
 	void (*pack_trits)(const uint8_t *code, size_t n, uint8_t *dst);

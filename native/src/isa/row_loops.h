@@ -13,6 +13,7 @@
 #define FROM_FLOAT16(src, n, x) 0
 #define TO_FLOAT16(x, n, dst) 0
 #define ABS_MAX(x, n, most) 0
+#define EXTREMES(x, n, low, high) 0
 #define ABS_MAX_OF_32(x, n, max) 0
 #define PLUS(minus, x, e, n, sum) 0
 #define ROW_SUMS(by_sign, x, n, bits, sums) 0
@@ -24,6 +25,9 @@
 #define FLOAT4_CODES(x, n, row, scale, h, code) 0
 #define LEVEL_CODES(odd, x, n, amax, levels, h, code) 0
 #define LEVEL_VALUES(code, n, amax, odd, levels, y) 0
+#define AFFINE_CODES(x, n, half, middle, levels, h, code) 0
+#define AFFINE_VALUES(code, n, half, middle, levels, y) 0
+#define AFFINE_TABLE(ratio, half, middle, value) 0
 #define TABLE_VALUES(few, code, n, ratio, scale, y) ((void)(few), (size_t)0)
 #define FLOAT8_VALUES(mbits, bias, last, code, n, scale, y) 0
 #define MX_VALUES(mbits, bias, last, code, n, scale, y) 0
@@ -80,6 +84,28 @@ static void abs_max(const float_any *x, size_t n, size_t row, uint32_t limit, ui
 		}
 		*max++ = (uint32_t)most;
 	}
+}
+
+static int extremes(const float_any *x, size_t n, size_t row, float *low, float *high)
+{
+	const int32_t inf = (int32_t)ROUND_INF;
+	int nonfinite = 0;
+
+	for (size_t at = 0; at < n; at += row) {
+		size_t m = n - at < row ? n - at : row;
+		int32_t least = INT32_MAX, most = INT32_MIN;
+
+		for (size_t i = EXTREMES(x + at, m, &least, &most); i < m; i++) {
+			int32_t a = round_ordered(round_bits(x[at + i]));
+
+			least = a < least ? a : least;
+			most = a > most ? a : most;
+		}
+		nonfinite |= most >= inf || least <= ~inf;
+		*low++ = round_float((uint32_t)round_ordered((uint32_t)least));
+		*high++ = round_float((uint32_t)round_ordered((uint32_t)most));
+	}
+	return nonfinite;
 }
 
 static inline void add_squares(const float_any *x, size_t n, struct row_lanes *sums)
@@ -323,8 +349,35 @@ static void level_values(const uint8_t *code, size_t n, float amax, int odd, int
 		y[i] = round_level(round_level_of(code[i], odd, levels), (float)levels, amax);
 }
 
+/* Compute QUANTIZE's codes of a row with a zero point; half > 0. */
+static inline void affine_run(const float_any *x, size_t n, float half, float middle, int levels, const uint16_t *h,
+			      uint8_t *restrict code)
+{
+	const struct over over = round_over(half, 1);
+
+	for (size_t i = AFFINE_CODES(x, n, half, middle, levels, h, code); i < n; i++)
+		code[i] = round_affine_code(x[i], levels, middle, over, h ? h[i] : 0x8000);
+}
+
+static void affine_values(const uint8_t *code, size_t n, float half, float middle, int levels, float_any *y)
+{
+	for (size_t i = AFFINE_VALUES(code, n, half, middle, levels, y); i < n; i++)
+		y[i] = round_affine(round_level(round_level_of(code[i], 0, levels), (float)levels, 1), half, middle);
+}
+
+/* Dequantize codes of at most 4 bits: a table of the row's values, from that of all rows. */
+static void affine_table_values(int few, const uint8_t *code, size_t n, const float ratio[16], float half, float middle,
+				float_any *y)
+{
+	float value[16];
+
+	for (int c = AFFINE_TABLE(ratio, half, middle, value); c < 16; c++)
+		value[c] = round_affine(ratio[c], half, middle);
+	table_values(few, code, n, value, 1, y);
+}
+
 static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,
-		       const uint16_t *h, uint8_t *code)
+		       const float *middle, const uint16_t *h, uint8_t *code)
 {
 	int above = 0,
 	    finite = !(q->options & WIRE_OPTION_PROPAGATE); /* without PROPAGATE, NaN and Inf were rejected before */
@@ -337,7 +390,7 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 		float8_codes(q->e5m2, x, n, 32, scale, h, finite, code);
 		return 0;
 	}
-	for (size_t at = 0; at < n; at += row, scale++) {
+	for (size_t at = 0, i = 0; at < n; at += row, scale++, i++) {
 		size_t m = n - at < row ? n - at : row;
 		const uint16_t *r = h ? h + at : NULL;
 		const float_any *p = x + at;
@@ -354,6 +407,9 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 		default:
 			if (!(*scale > 0))
 				memset(c, round_level_zero(q->odd, q->levels), m);
+			else if (q->affine)
+				r ? affine_run(p, m, *scale, middle[i], q->levels, r, c)
+				  : affine_run(p, m, *scale, middle[i], q->levels, NULL, c);
 			else if (q->odd)
 				r ? level_run(1, p, m, *scale, q->levels, r, c)
 				  : level_run(1, p, m, *scale, q->levels, NULL, c);
@@ -366,7 +422,7 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 }
 
 static void decode_rows(const struct row_kind *q, const uint8_t *code, size_t n, size_t row, const float *scale,
-			float_any *y)
+			const float *middle, float_any *y)
 {
 	int tabled = q->codec != WIRE_CODEC_FLOAT8 && q->bits <= 4, few = q->bits < 4;
 	float ratio[16];
@@ -377,10 +433,15 @@ static void decode_rows(const struct row_kind *q, const uint8_t *code, size_t n,
 	}
 	if (tabled)
 		ratios(q, ratio);
-	for (size_t at = 0; at < n; at += row, scale++) {
+	for (size_t at = 0, i = 0; at < n; at += row, scale++, i++) {
 		size_t m = n - at < row ? n - at : row;
 
-		if (q->codec == WIRE_CODEC_QUANTIZE && !(*scale > 0))
+		if (q->affine && tabled)
+			few ? affine_table_values(1, code + at, m, ratio, *scale, middle[i], y + at)
+			    : affine_table_values(0, code + at, m, ratio, *scale, middle[i], y + at);
+		else if (q->affine)
+			affine_values(code + at, m, *scale, middle[i], q->levels, y + at);
+		else if (q->codec == WIRE_CODEC_QUANTIZE && !(*scale > 0))
 			memset(y + at, 0, 4 * m);
 		else if (tabled && few)
 			table_values(1, code + at, m, ratio, *scale, y + at);
@@ -674,7 +735,7 @@ static uint32_t settle(const float_any *x, size_t n, float by, float_any *dst)
 
 #define ROW_LOOPS                                                                                                      \
 	.to_float = {to_float_bfloat16, to_float_float16}, .from_float = {from_float_bfloat16, from_float_float16},    \
-	.abs_max = abs_max, .row_sums = row_sums, .row_fold = row_fold, .sign_bits = sign_bits,                        \
+	.abs_max = abs_max, .extremes = extremes, .row_sums = row_sums, .row_fold = row_fold, .sign_bits = sign_bits,  \
 	.sign_values = sign_values, .sign_sums = sign_sums, .halves = halves, .encode_rows = encode_rows,              \
 	.decode_rows = decode_rows, .pack_codes = pack_codes, .unpack_codes = unpack_codes, .pack_trits = pack_trits,  \
 	.unpack_trits = unpack_trits, .max_byte = max_byte, .sum_codes = sum_codes, .plus = plus, .minus = minus,      \

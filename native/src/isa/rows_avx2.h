@@ -306,6 +306,15 @@ static inline __m256 table_find_avx2(struct table_avx2 t, __m256i c, int few)
 				      _mm256_castsi256_ps(_mm256_slli_epi32(c, 28)));
 }
 
+/* Return the smallest of eight signed words. */
+static inline int32_t least_avx2(__m256i v)
+{
+	__m128i m = _mm_min_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+
+	m = _mm_min_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+	return _mm_cvtsi128_si32(_mm_min_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
+}
+
 /* Store numbers below 256 as bytes, in order. */
 static inline void narrow_avx2(uint8_t *p, const __m256i v[4])
 {

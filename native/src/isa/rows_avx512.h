@@ -143,6 +143,16 @@ static inline size_t unpack_codes_avx512(const uint8_t *src, size_t n, int bits,
 	return i;
 }
 
+static inline int32_t least_avx512(__m512i v)
+{
+	return least_avx2(_mm256_min_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1)));
+}
+
+static inline int32_t largest_avx512(__m512i v)
+{
+	return largest_avx2(_mm256_max_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1)));
+}
+
 static inline void narrow_avx512(uint8_t *p, const __m512i v[4])
 {
 	const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);

@@ -11,7 +11,7 @@
  *   - FLOAT (v): integers to floats
  *   - SLL SRL SRA (v, n): shift all lanes by one count
  *   - XOR XOR3 MIN MAX: on words; signed
- *   - LARGEST (v): the largest word, signed
+ *   - LEAST LARGEST (v): the smallest, the largest lane; signed
  *   - GT EQ EITHER: signed comparisons, as MASK; or of two masks
  *   - MULU ADDQ SRLQ: products of the lower halves of 64-bit lanes; sums, shifts
  *   - SETQ SEQUENCE: a 64-bit constant; lane 2i holds i, lane 2i + 1 holds i + BLOCKS / 2
@@ -54,6 +54,14 @@ static inline int32_t largest(V v, int32_t x)
 	int32_t most = LARGEST(v);
 
 	return most > x ? most : x;
+}
+
+/* Return the minimum of v's lanes and x. */
+static inline int32_t least(V v, int32_t x)
+{
+	int32_t low = LEAST(v);
+
+	return low < x ? low : x;
 }
 
 static inline size_t from_bfloat16_simd(const void *src, size_t n, float *x)
@@ -117,6 +125,29 @@ static inline size_t abs_max_simd(const float_any *x, size_t n, int32_t *most)
 	for (; i + LANES <= n; i += LANES)
 		m[0] = MAX(m[0], AND(magnitude, LOAD(x + i)));
 	*most = largest(MAX(MAX(m[0], m[1]), MAX(m[2], m[3])), *most);
+	return i;
+}
+
+/* Vectorized round_ordered. */
+static inline V ordered_simd(V bits)
+{
+	return XOR(bits, SRL(SRA(bits, 31), 1));
+}
+
+static inline size_t extremes_simd(const float_any *x, size_t n, int32_t *lowest, int32_t *most)
+{
+	V low[2] = {SET1(INT32_MAX), SET1(INT32_MAX)}, high[2] = {SET1(INT32_MIN), SET1(INT32_MIN)};
+	size_t i = 0;
+
+	for (; i + 2 * LANES <= n; i += 2 * LANES)
+		for (int k = 0; k < 2; k++) {
+			V v = ordered_simd(LOAD(x + i + LANES * k));
+
+			low[k] = MIN(low[k], v);
+			high[k] = MAX(high[k], v);
+		}
+	*most = largest(MAX(high[0], high[1]), *most);
+	*lowest = least(MIN(low[0], low[1]), *lowest);
 	return i;
 }
 
@@ -457,6 +488,64 @@ static inline size_t level_values_simd(const uint8_t *code, size_t n, float amax
 	return i;
 }
 
+/* Vectorized round_affine_code; half > 0. */
+static inline size_t affine_codes_simd(const float_any *x, size_t n, float half, float middle, int levels,
+				       const uint16_t *h, uint8_t *code)
+{
+	const struct over over = round_over(half, 1);
+	const F up = SETF(over.up), by = SETF(over.by), minus = SETF(-middle), steps = SETF((float)levels * 65536);
+	const F most = SETF((float)levels * 131072);
+	const int tiny = over.up != 1;
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP) {
+		V c[4];
+
+		fetch_ahead(x + i);
+		for (int k = 0; k < 4; k++) {
+			F y = ADDF(LOADF(x + i + LANES * k), minus);
+			F place = MULF(ADDF(MULF(tiny ? MULF(y, up) : y, by), SETF(1)), steps);
+
+			c[k] = TRUNC(AS_F(
+				MAX(AS_V(MINF(place, most)), SET1(0)))); /* negative floats are negative integers */
+			c[k] = SRL(ADD(c[k], fine_draws(h, i + LANES * k)), 17);
+		}
+		NARROW(code + i, c);
+	}
+	return i;
+}
+
+/* Vectorized round_affine. */
+static inline F affine_simd(F ratio, F half, F middle)
+{
+	V u = AS_V(ADDF(middle, MULF(half, ratio))), a = AND(u, SET1((int)ROUND_ABS));
+
+	return AS_F(OR(MIN(a, SET1(ROUND_MAX)), XOR(u, a)));
+}
+
+static inline int affine_table_simd(const float ratio[16], float half, float middle, float value[16])
+{
+	for (int i = 0; i < 16; i += LANES)
+		STOREF(value + i, affine_simd(LOADF(ratio + i), SETF(half), SETF(middle)));
+	return 16;
+}
+
+/* Vectorized affine_values. */
+static inline size_t affine_values_simd(const uint8_t *code, size_t n, float half, float middle, int levels,
+					float_any *y)
+{
+	const F all = SETF((float)levels), inverse = SETF(1 / (float)levels), by = SETF(half), to = SETF(middle);
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES) {
+		V c = WIDEN8(code + i);
+
+		c = SUB(ADD(c, c), SET1(levels));
+		STOREF(y + i, affine_simd(over_simd(FLOAT(c), all, inverse), by, to));
+	}
+	return i;
+}
+
 static inline size_t table_values_simd(int few, const uint8_t *code, size_t n, const float ratio[16], float scale,
 				       float_any *y)
 {
@@ -586,6 +675,7 @@ static inline size_t field_pairs_simd(const uint32_t *f, const uint8_t *width, s
 #define FROM_FLOAT16 from_float16_simd
 #define TO_FLOAT16 to_float16_simd
 #define ABS_MAX abs_max_simd
+#define EXTREMES extremes_simd
 #define ABS_MAX_OF_32 abs_max_of_32_simd
 #define ROW_SUMS row_sums_simd
 #define SETTLE settle_simd
@@ -595,6 +685,9 @@ static inline size_t field_pairs_simd(const uint32_t *f, const uint8_t *width, s
 #define FLOAT4_CODES float4_codes_simd
 #define LEVEL_CODES level_codes_simd
 #define LEVEL_VALUES level_values_simd
+#define AFFINE_CODES affine_codes_simd
+#define AFFINE_VALUES affine_values_simd
+#define AFFINE_TABLE affine_table_simd
 #define TABLE_VALUES table_values_simd
 #define FLOAT8_VALUES float8_values_simd
 #define MX_VALUES mx_values_simd

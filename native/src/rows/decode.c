@@ -13,6 +13,20 @@ static inline codec_status read_scale(const uint8_t *frame, uint64_t at, float *
 	return CODEC_OK;
 }
 
+/* QUANTIZE with zero points: read a row's two numbers; *scale gets half their distance. */
+static inline codec_status read_ends(const uint8_t *frame, uint64_t at, uint32_t dtype, float *scale, float *middle,
+				     codec_fault *f)
+{
+	uint64_t stored = dtype == CODEC_FLOAT32 ? load64(frame + at) : load32(frame + at);
+	struct row_ends ends;
+
+	if (!scale_open_ends(stored, dtype, &ends))
+		BAD(at, stored, 0);
+	*scale = ends.half;
+	*middle = ends.middle;
+	return CODEC_OK;
+}
+
 /* Read MXFP8's scales of nrows rows at frame[at]. */
 static codec_status read_mx_scales(const uint8_t *frame, uint64_t at, const struct row_kind q, uint64_t nrows,
 				   float *scale, codec_fault *f)
@@ -31,7 +45,10 @@ static codec_status read_mx_scales(const uint8_t *frame, uint64_t at, const stru
 	return CODEC_OK;
 }
 
-/* Read the scales of n values in whole rows at frame[at] to w->scale. SIGN has two scales per row. */
+/*
+ * Read the scales of n values in whole rows at frame[at] to w->scale. Of rows with two numbers, w->scale_below gets
+ * SIGN's second scale, or the middle of a QUANTIZE row with a zero point.
+ */
 static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct row_kind *q, uint64_t nbytes,
 				const struct part *p, uint64_t n, struct work *w, codec_fault *f)
 {
@@ -46,6 +63,10 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 			w->scale[r] = scale_byte_value(*q, frame[at], p->scale[0]);
 			if (round_bits(w->scale[r]) >= ROUND_INF) /* product with the part's scale */
 				BAD(at, round_bits(w->scale[r]), ROUND_MAX);
+			continue;
+		}
+		if (q->affine) {
+			TRY(read_ends(frame, at, q->dtype, w->scale + r, w->scale_below + r, f));
 			continue;
 		}
 		TRY(read_scale(frame, at, w->scale + r, f));
@@ -170,7 +191,7 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 		if (signs)
 			sign_run(k, code, i, n, row ? row : n, w, there ? how : SIGNS_STORE, y);
 		else
-			k->decode_rows(q, code + i - t, n, row ? row : n, w->scale, y);
+			k->decode_rows(q, code + i - t, n, row ? row : n, w->scale, w->scale_below, y);
 		if (rounds) {
 			k->from_float[half](w->y, n, w->half);
 			k->to_float[half](w->half, n, w->y);

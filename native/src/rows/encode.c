@@ -61,8 +61,8 @@ static codec_status encode_run(const struct job *j, const struct kernels *k, con
 		TRY(rows_scales(j, k, q, p, x, n, w, stored + i / p->group_size * row_scale_nbytes(*q)));
 	else if (!p->group_size)
 		*w->scale = p->scale[0];
-	above = k->encode_rows(q, x, n, p->group_size && p->group_size <= ROW_CHUNK ? p->group_size : n, w->scale, h,
-			       code);
+	above = k->encode_rows(q, x, n, p->group_size && p->group_size <= ROW_CHUNK ? p->group_size : n, w->scale,
+			       w->scale_below, h, code);
 	if (above && j->scale > 0 && !(j->clip > 0))
 		return scale_error(j, k, src, w->x);
 	if (q->codec == CODEC_TERNARY)

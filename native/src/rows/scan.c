@@ -195,6 +195,35 @@ codec_status rows_sign_scales(const struct job *j, const struct kernels *k, cons
 	return CODEC_OK;
 }
 
+/*
+ * Store a row's smallest and largest value. *scale and *middle are these before, and half the range and the middle of
+ * the row afterwards.
+ */
+static void store_ends(const struct row_kind *q, float *scale, float *middle, uint8_t *stored)
+{
+	const struct row_ends ends = scale_ends(*scale, *middle, q->dtype);
+
+	if (q->dtype == CODEC_FLOAT32)
+		store64(stored, ends.stored);
+	else
+		store32(stored, (uint32_t)ends.stored);
+	*scale = ends.half;
+	*middle = ends.middle;
+}
+
+/* QUANTIZE with zero points: do what rows_scales does; w->scale_below gets the middles. */
+static codec_status affine_scales(const struct kernels *k, const struct row_kind *q, const struct part *p,
+				  const float_any *x, uint64_t n, struct work *w, uint8_t *stored)
+{
+	uint64_t nbytes = row_scale_nbytes(*q), nrows = row_count(p->group_size, n);
+
+	if (k->extremes(x, n, p->group_size, w->scale, w->scale_below))
+		return CODEC_NONFINITE;
+	for (uint64_t r = 0; r < nrows; r++, stored += nbytes)
+		store_ends(q, w->scale + r, w->scale_below + r, stored);
+	return CODEC_OK;
+}
+
 /* Compute the scales of MXFP8's rows: the loop of rows_scales, which is as long as that over the values otherwise. */
 static codec_status mx_scales(const struct row_kind q, const uint32_t *max, uint64_t nrows, float *scale,
 			      uint8_t *stored)
@@ -217,6 +246,8 @@ codec_status rows_scales(const struct job *j, const struct kernels *k, const str
 	uint32_t limit = j->h.options & WIRE_OPTION_PROPAGATE ? ROUND_INF : ROUND_ABS + 1;
 	uint64_t nbytes = row_scale_nbytes(*q), nrows = row_count(p->group_size, n);
 
+	if (q->affine)
+		return affine_scales(k, q, p, x, n, w, stored);
 	k->abs_max(x, n, p->group_size, limit, w->max);
 	if (q->codec == CODEC_FLOAT8 && row_is_mx(*q))
 		return mx_scales(*q, w->max, nrows, w->scale, stored);
@@ -228,6 +259,24 @@ codec_status rows_scales(const struct job *j, const struct kernels *k, const str
 	return CODEC_OK;
 }
 
+/* QUANTIZE with zero points: do what rows_long_scale does; *w->scale_below gets the middle. */
+static codec_status affine_long_scale(const struct kernels *k, const struct row_kind *q, const struct source *src,
+				      uint64_t first, uint64_t n, struct work *w, uint8_t *stored)
+{
+	float low, high;
+
+	for (uint64_t at = 0; at < n; at += ROW_CHUNK) {
+		uint64_t c = MIN(ROW_CHUNK, n - at);
+
+		if (k->extremes(load_values(k, src, first + at, c, w->x), c, c, &low, &high))
+			return CODEC_NONFINITE;
+		*w->scale = at && *w->scale < low ? *w->scale : low;
+		*w->scale_below = at && *w->scale_below > high ? *w->scale_below : high;
+	}
+	store_ends(q, w->scale, w->scale_below, stored);
+	return CODEC_OK;
+}
+
 /* Compute and store the scale of one row that is longer than a chunk. */
 codec_status rows_long_scale(const struct job *j, const struct kernels *k, const struct row_kind *q,
 			     const struct part *p, const struct source *src, uint64_t first, uint64_t n, struct work *w,
@@ -235,6 +284,8 @@ codec_status rows_long_scale(const struct job *j, const struct kernels *k, const
 {
 	uint32_t limit = j->h.options & WIRE_OPTION_PROPAGATE ? ROUND_INF : ROUND_ABS + 1, max = 0, some;
 
+	if (q->affine)
+		return affine_long_scale(k, q, src, first, n, w, stored);
 	for (uint64_t at = 0; at < n; at += ROW_CHUNK) {
 		uint64_t c = MIN(ROW_CHUNK, n - at);
 

@@ -190,6 +190,8 @@ inline std::vector<Case> codecs()
 			s.variant = bits == 3 ? CODEC_LEVELS_ODD : CODEC_LEVELS_EVEN;
 			s.options = bits % 2 ? CODEC_OPTION_STOCHASTIC : 0;
 		});
+	add("quantize 4, zero point", CODEC_QUANTIZE, 0.2,
+	    [](codec_spec &s) { s.variant = CODEC_LEVELS_AFFINE, s.bits = 4; });
 	add("sign", CODEC_SIGN, 1.2, [](codec_spec &) {});
 	add("sign, rows", CODEC_SIGN, 1.2, [](codec_spec &s) { s.variant = CODEC_SIGN_L2, s.group_size = 64; });
 	add("sign, two means", CODEC_SIGN, 1.2,
