@@ -206,7 +206,13 @@ def test_nonfinite_values(name):
                 check_encode(x, SPECS[name], dtype, np.full(30_000, 7, F32), feedback=True, threads=threads, **how)
 
 
-ROWS_OF_ONE = [codec.Sign("two_mean", 1), codec.Float8(group_size=1), codec.Quantize(8, 1), codec.Quantize(3, 2, "odd")]
+ROWS_OF_ONE = [
+    codec.Sign("two_mean", 1),
+    codec.Float8(group_size=1),
+    codec.Quantize(8, 1),
+    codec.Quantize(3, 2, "odd"),
+    codec.Quantize(1, 1, zero_point=True),
+]
 
 
 @pytest.mark.parametrize("spec", [*LOSSY.values(), *TRUNCATES.values(), *ROWS_OF_ONE], ids=repr)

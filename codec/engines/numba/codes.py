@@ -5,7 +5,7 @@
 """
 
 from codec.engines.numba.jit import jit
-from codec.engines.numba.parts import FLOAT4, FLOAT8, QUANTIZE, SIGN, TERNARY, TIE, TWO_MEAN, is_e5m2
+from codec.engines.numba.parts import FLOAT4, FLOAT8, ODD, QUANTIZE, SIGN, TERNARY, TIE, TWO_MEAN, is_affine, is_e5m2
 from codec.engines.numba.philox import random_word
 from codec.engines.numba.region import largest
 from codec.engines.numba.scales import spread
@@ -72,6 +72,17 @@ def level_codes(odd, levels, x, up, by, half, code):
 
 
 @jit
+def affine_codes(bits, x, up, by, middle, half, code):
+    """Convert values to codes of levels around ``middle``; ``by`` is 0 where all values of a row are equal."""
+    n = F32((1 << bits) - 1)
+    half_n = F32(n * F32(0.5))
+    for i in range(len(x)):
+        p = F32(F32(over(F32(x[i] - middle[i]), up[i], by[i]) + F32(1)) * half_n)
+        c = U8(place(p if p < n else n, half[i]))
+        code[i] = c if by[i] > F32(0) else U8(0)
+
+
+@jit
 def _ternary_part(a, up, by):
     """Return |x| / scale as a fraction of 2^32: its upper 16 bits, and the lower ones as float32."""
     q = over(float_of(a), up, by)
@@ -113,7 +124,7 @@ def largest_code(job):
     if job.codec == TERNARY:
         return 2
     if job.codec == QUANTIZE:
-        return 2 * ((1 << (job.bits - 1)) - 1) if job.variant == 1 else (1 << job.bits) - 1
+        return 2 * ((1 << (job.bits - 1)) - 1) if job.variant == ODD else (1 << job.bits) - 1
     return 255
 
 
@@ -155,12 +166,22 @@ def _other_values(job, code, scale, y):
             v = bits_of(small_value(U32(code[i] & U8(7)), 1, 1))
             u[i] = _scaled(float_of(U32(v | U32(U32(code[i] & U8(8)) << U32(28)))), scale[i])
     else:
-        odd = job.variant == 1
+        odd = job.variant == ODD
         levels = (1 << (job.bits - 1)) - 1 if odd else (1 << job.bits) - 1
         n, each = F32(levels), I32(1 if odd else 2)
         for i in range(len(u)):
             level = I32(I32(I32(code[i]) * each) - I32(levels))
             u[i] = _scaled(F32(F32(level) / n), scale[i]) if scale[i] > F32(0) else U32(0)
+
+
+@jit
+def _affine_values(bits, code, half, middle, y):
+    """Dequantize codes of Quantize with zero points."""
+    u, levels = y.view(U32), I32((1 << bits) - 1)
+    for i in range(len(u)):
+        ratio = F32(F32(I32(I32(I32(code[i]) * I32(2)) - levels)) / F32(levels))
+        v = bits_of(F32(middle[i] + F32(half[i] * ratio)))
+        u[i] = U32(U32(v & ~ABS) | min(U32(v & ABS), MAX))
 
 
 @jit
@@ -179,5 +200,8 @@ def values(job, work, part, unscaled, code, y):
         _sign_values(code, scale, other, y)
     elif job.codec == FLOAT8:
         _float8_values(job.variant, code, scale, y)
+    elif is_affine(job):
+        spread(work.row_middle, row, other)
+        _affine_values(job.bits, code, scale, other, y)
     else:
         _other_values(job, code, scale, y)

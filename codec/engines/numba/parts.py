@@ -1,7 +1,7 @@
 # pyright: basic
 """Parts, rows and blocks of codecs whose values share scales (docs/format.md, sections 8.1 to 8.4)."""
 
-from codec._c.library import lib
+from codec._c.library import DTYPES, lib
 from codec.engines.numba.jit import jit
 from codec.engines.numba.words import I64
 from codec.errors import Status
@@ -12,8 +12,10 @@ FLOAT8, FLOAT4 = lib.CODEC_FLOAT8, lib.CODEC_FLOAT4
 L1, L2, TWO_MEAN = lib.CODEC_SIGN_L1, lib.CODEC_SIGN_L2, lib.CODEC_SIGN_TWO_MEAN
 NVFP4 = lib.CODEC_FLOAT4_NVFP4
 E5M2, MXFP8_E4M3, MXFP8_E5M2 = lib.CODEC_E5M2, lib.CODEC_MXFP8_E4M3, lib.CODEC_MXFP8_E5M2
+ODD, AFFINE = lib.CODEC_LEVELS_ODD, lib.CODEC_LEVELS_AFFINE
 STOCHASTIC, PROPAGATE = lib.CODEC_OPTION_STOCHASTIC, lib.CODEC_OPTION_PROPAGATE
 ENTROPY, RCEIL = lib.CODEC_OPTION_ENTROPY, lib.CODEC_OPTION_RCEIL
+FLOAT32 = DTYPES["float32"]
 ROW_BLOCK, TRITS_BLOCK = 16384, 81920  # maximum values of a block
 RUN, TILE = 2560, 10240  # values processed together; multiples of 40, so that codes of any width begin at a byte
 LEAF, LANES = 4096, 32  # values of a leaf of the pairwise sum, and interleaved sums in a leaf
@@ -40,6 +42,12 @@ def has_entropy(job):
 
 
 @jit
+def is_affine(job):
+    """Return whether rows have a smallest and a largest value: Quantize with zero points."""
+    return job.codec == QUANTIZE and job.variant == AFFINE
+
+
+@jit
 def is_e5m2(variant):
     """Return whether the elements of a variant of Float8 are e5m2."""
     return variant in (E5M2, MXFP8_E5M2)
@@ -60,6 +68,8 @@ def scale_nbytes(job):
     """Return the bytes of a row's scales."""
     if scale_most(job):
         return 1
+    if is_affine(job):
+        return 8 if job.dtype == FLOAT32 else 4
     return 8 if job.codec == SIGN and job.variant == TWO_MEAN else 4
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from codec.engines.numba.codes import (
+    affine_codes,
     float4_codes,
     float8_codes,
     largest_code,
@@ -28,6 +29,7 @@ from codec.engines.numba.parts import (
     LEAF,
     MIN_CODED,
     NONFINITE,
+    ODD,
     QUANTIZE,
     ROW_BLOCK,
     RUN,
@@ -38,6 +40,7 @@ from codec.engines.numba.parts import (
     code_bits,
     codes_nbytes,
     has_entropy,
+    is_affine,
     locate_block,
     run_length,
     scale_nbytes,
@@ -82,6 +85,9 @@ class Work(NamedTuple):
     other: Any
     row_scale: Any
     row_other: Any
+    middle: Any  # Quantize with zero points: middle of each value's row, of each row
+    row_middle: Any
+    ends: Any  # smallest and largest value of a row
     half: Any  # 16 random bits for each value
     keys: Any  # Philox keys
     sums: Any  # float32 lanes; sums64: float64 lanes
@@ -107,6 +113,9 @@ def work_of(job):
         np.empty(RUN, F32),
         np.empty(RUN, F32),
         np.empty(RUN, F32),
+        np.empty(RUN, F32),
+        np.empty(RUN, F32),
+        np.empty(2, F32),
         np.empty(RUN + 16, U16),
         np.empty(2 * ROUNDS + 1, U32),
         np.empty((2, LANES), F32),
@@ -191,7 +200,12 @@ def _encode_run(job, work, data, feedback, part, first, i, n, m, region, code):
                 work.row_other[r], work.y[r] = F32(1), F32(0)
         spread(work.row_other, row, other)
         spread(work.y, row, scale)
-        odd = job.variant == 1
+        if is_affine(job):
+            middle = work.middle[:n]
+            spread(work.row_middle, row, middle)
+            affine_codes(job.bits, x, other, scale, middle, half, code)
+            return OK
+        odd = job.variant == ODD
         levels = (1 << (job.bits - 1)) - 1 if odd else (1 << job.bits) - 1
         level_codes(odd, levels, x, other, scale, half, code)
         return OK

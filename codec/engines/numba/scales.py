@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from codec.engines.numba.floats import FLOAT32, load
+from codec.engines.numba.floats import FLOAT32, from_floats, load, to_floats
 from codec.engines.numba.jit import jit
 from codec.engines.numba.parts import (
     FLOAT4,
@@ -20,12 +20,27 @@ from codec.engines.numba.parts import (
     SIGN,
     STOCHASTIC,
     TWO_MEAN,
+    is_affine,
     is_e5m2,
     scale_most,
     scale_nbytes,
 )
 from codec.engines.numba.region import BAD_REGION, OK, bad, load32, store32
-from codec.engines.numba.words import ABS, F32, I64, INF, MAX, U8, U32, bits_of, float_of, small_nearest, small_value
+from codec.engines.numba.words import (
+    ABS,
+    F32,
+    I32,
+    I64,
+    INF,
+    MAX,
+    U8,
+    U32,
+    U64,
+    bits_of,
+    float_of,
+    small_nearest,
+    small_value,
+)
 
 
 @jit
@@ -220,8 +235,73 @@ def _row_scale(job, part_scale, most, region, at):
 
 
 @jit
+def _ordered(u):
+    """Convert between bits of a float and an integer of the same order; -0 precedes +0."""
+    return I32(u) ^ I32(U32(I32(u) >> I32(31)) >> U32(1))
+
+
+@jit
+def _extremes(x, least, most):
+    """Return ``least`` and ``most``, integers of :func:`_ordered`, extended by those of values."""
+    u = x.view(U32)
+    for i in range(len(u)):
+        a = _ordered(u[i])
+        least, most = min(least, a), max(most, a)
+    return least, most
+
+
+@jit
+def _store_ends(job, work, r, least, most, region, at):
+    """Write a row's smallest and largest value to ``region[at]``, and its half range and middle to ``work``."""
+    ends, size = work.ends, scale_nbytes(job) // 2
+    for k in range(2):
+        ends[k] = float_of(U32(_ordered(U32(least if k == 0 else most))))
+    from_floats(job.dtype, ends, region[at : at + 2 * size], 0)
+    to_floats(job.dtype, region[at : at + 2 * size], 0, ends)
+    for k in range(2):
+        if ends[k] == F32(0):
+            ends[k] = F32(0)
+            region[at + k * size : at + (k + 1) * size] = U8(0)
+    _use_ends(work, r)
+
+
+@jit
+def _use_ends(work, r):
+    """Compute half the distance and the middle of row r's two numbers in ``work.ends``."""
+    low, high = work.ends[0], work.ends[1]
+    half = F32(F32(high * F32(0.5)) - F32(low * F32(0.5)))
+    work.row_scale[r], work.row_middle[r] = half, F32(low + half)
+
+
+@jit
+def _store_affine_scales(job, work, data, feedback, part, first, i, n, m, x, region):
+    """Do what :func:`store_scales` does, for Quantize with zero points; middles go to ``work.row_middle``."""
+    row, nbytes = I64(part.group_size), scale_nbytes(job)
+    least, most, inf = I32(0x7FFFFFFF), I32(-0x80000000), I32(INF)
+    if row > RUN:
+        if i % row:
+            return OK
+        for at in range(first + i, first + min(i + row, m), RUN):
+            some = work.y[: min(RUN, first + min(i + row, m) - at)]
+            load(job.dtype, data, feedback, at, some)
+            least, most = _extremes(some, least, most)
+        if most >= inf or least <= ~inf:
+            return NONFINITE
+        _store_ends(job, work, 0, least, most, region, i // row * nbytes)
+        return OK
+    for r in range((n + row - 1) // row):
+        low, high = _extremes(x[r * row : (r + 1) * row], least, most)
+        if high >= inf or low <= ~inf:
+            return NONFINITE
+        _store_ends(job, work, r, low, high, region, (i // row + r) * nbytes)
+    return OK
+
+
+@jit
 def store_scales(job, work, data, feedback, part, first, i, n, m, x, region):
     """Compute the scales of rows that begin in a run, for the region and ``work.row_scale``."""
+    if is_affine(job):
+        return _store_affine_scales(job, work, data, feedback, part, first, i, n, m, x, region)
     row, nbytes = I64(part.group_size), scale_nbytes(job)
     limit = INF if job.options & PROPAGATE else U32(ABS + U32(1))
     if row > RUN:
@@ -245,8 +325,23 @@ def store_scales(job, work, data, feedback, part, first, i, n, m, x, region):
 
 
 @jit
+def _read_ends(job, frame, at, r, work, fault):
+    """Read the two numbers of row r of Quantize with zero points."""
+    size = scale_nbytes(job) // 2
+    to_floats(job.dtype, frame[at : at + 2 * size], 0, work.ends)
+    u = work.ends.view(U32)
+    finite = U32(u[0] & ABS) < INF and U32(u[1] & ABS) < INF
+    if not finite or u[0] == ~ABS or u[1] == ~ABS or work.ends[0] > work.ends[1]:
+        found = U64(load32(frame, at))
+        found |= U64(load32(frame, at + 4)) << U64(32) if size == 4 else U64(0)
+        return bad(fault, BAD_REGION, at, found, 0)
+    _use_ends(work, r)
+    return OK
+
+
+@jit
 def read_scales(job, frame, at, part, n, work, fault):
-    """Read the scales of ``n`` values of whole rows into ``work.row_scale`` and ``work.row_other``."""
+    """Read the scales of ``n`` values of whole rows into ``work``: ``row_scale``, ``row_other``, ``row_middle``."""
     row, nbytes = I64(part.group_size), scale_nbytes(job)
     for r in range((n + row - 1) // row):
         last = scale_most(job)
@@ -257,6 +352,10 @@ def read_scales(job, frame, at, part, n, work, fault):
             u = bits_of(work.row_scale[r])
             if u >= INF:
                 return bad(fault, BAD_REGION, at, u, MAX)
+        elif is_affine(job):
+            status = _read_ends(job, frame, at, r, work, fault)
+            if status:
+                return status
         else:
             u = load32(frame, at)
             if u >= INF or (job.codec == FLOAT8 and u == 0):
