@@ -254,6 +254,8 @@ EIGHTS = {
     "float4_random": codec.Float4("nvfp4", "stochastic"),
     **{f"quantize_{b}_{row}": codec.Quantize(b, row, "odd") for b, row in ((2, 16), (3, 128), (4, 600), (8, 512))},
     "quantize_nearest": codec.Quantize(4, 256, "even", "nearest"),
+    "quantize_zero_64": codec.Quantize(4, zero_point=True),
+    "quantize_zero_600": codec.Quantize(5, 600, rounding="nearest", zero_point=True),
     **{f"ternary_{packing}": codec.Ternary(packing, seed=3) for packing in ("2bit", "base3", "entropy")},
     "ternary_scale": codec.Ternary(scale=4_096.0),
     **{f"sign_{scale}": codec.Sign(scale) for scale in ("l1", "l2", "two_mean")},
@@ -287,7 +289,8 @@ def test_groups_of_8(name):
 @pytest.mark.parametrize("bad", [np.nan, -np.inf, 5_000.0])
 def test_values_that_the_loop_for_groups_of_8_rejects(bad):
     """NaN, Inf and values above a given scale, at any position."""
-    for name in ("float8_64", "float8_1152", "quantize_4_600", "ternary_2bit", "ternary_scale", "sign_l1", "sign_1056"):
+    names = "float8_64", "float8_1152", "quantize_4_600", "quantize_zero_64", "ternary_2bit", "ternary_scale"
+    for name in (*names, "sign_l1", "sign_1056"):
         for at in (5, 17_000, 18_508):
             x, left = np.ones(18_509, F32), np.full(18_509, 0.5, F32)
             x[at] = bad

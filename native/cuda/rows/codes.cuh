@@ -10,8 +10,9 @@
 #define TRITS_CHUNK (5 * WARP_STEP)
 
 /*
- * Scale of a row in the forms that rounding needs. scale: of the row. below: value of the code of negative numbers
- * (SIGN). over: reciprocal of the scale, where codes are rounded by multiplication.
+ * Scale of a row in the forms that rounding needs. scale: of the row; with zero points half its range. below: value of
+ * the code of negative numbers (SIGN), middle of the row (QUANTIZE with zero points). over: reciprocal of the scale,
+ * where codes are rounded by multiplication.
  */
 struct row_scale {
 	float scale, below;
@@ -73,6 +74,8 @@ template <int CODEC> DEVICE uint32_t code_of(struct row_kind q, bool random, uin
 		return round_float8_code(x, s.scale, q.max, e4m3 ? 3 : 2, e4m3 ? 7 : 15, random, h);
 	if (CODEC == WIRE_CODEC_FLOAT4)
 		return round_float4_code(x, s.scale, random, h);
+	if (q.affine)
+		return s.scale > 0 ? round_affine_code(round_float(x), q.levels, s.below, s.over, h) : 0;
 	return s.scale > 0 ? round_level_code(x, q.odd, q.levels, s.over, h) : round_level_zero(q.odd, q.levels);
 }
 
@@ -156,16 +159,16 @@ DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint3
 
 /* Write the residuals of n <= 4 values of one row: values less their dequantized codes. ratio: see code_ratio. */
 template <int CODEC>
-DEVICE_CALL void put_residual(float *residual, uint32_t dtype, uint32_t n, uint4 x, uint32_t codes, row_scale s,
+DEVICE_CALL void put_residual(float *residual, struct row_kind q, uint32_t n, uint4 x, uint32_t codes, row_scale s,
 			      const float *ratio)
 {
-	const uint32_t bits[4] = {x.x, x.y, x.z, x.w};
+	const uint32_t bits[4] = {x.x, x.y, x.z, x.w}, dtype = q.dtype;
 	uint64_t left[4];
 
 	for (uint32_t k = 0; k < 4; k++) {
 		uint32_t code = codes >> 8 * k & 255;
 		float y = CODEC == WIRE_CODEC_SIGN ? (code ? s.scale : s.below)
-						   : dequantize<CODEC>(shared(ratio)[code], s.scale);
+						   : dequantize<CODEC>(q, shared(ratio)[code], s.scale, s.below);
 
 		y = float_of(dtype, bits_of_float(dtype, y));
 		left[k] = round_bits(round_minus(round_float(bits[k]), y));
@@ -250,8 +253,8 @@ DEVICE_CALL uint32_t put_codes(row_job r, const uint8_t *scales, const float *ra
 				if (CODEC == WIRE_CODEC_TERNARY && code == TERNARY_TIE)
 					code = break_ties(r.key, s.over, e, code, {x, 0, 0, 0}) & 255;
 				if (r.source->residual)
-					put_residual<CODEC>(r.source->residual + e, r.v->dtype, 1, {x, 0, 0, 0}, code,
-							    s, ratio);
+					put_residual<CODEC>(r.source->residual + e, r.q, 1, {x, 0, 0, 0}, code, s,
+							    ratio);
 			}
 			codes[k / 4] |= code << 8 * (k % 4);
 			trits = 3 * trits + code;
@@ -290,6 +293,23 @@ DEVICE row_scale scale_of_lanes(const row_job &r, uint32_t most, uint32_t mine, 
 	if (mine << (32 - row_log2) == 0)
 		put_bytes(scales + (mine >> row_log2) * each, bits, each);
 	return open_scale(r.q, scale_of_bits(r.q, r.p.part, bits).scale, 0);
+}
+
+/* QUANTIZE with zero points: do what scale_of_lanes does, from the lane's 8 values. */
+DEVICE row_scale ends_of_lanes(const row_job &r, const uint32_t x[8], uint32_t mine, uint8_t *scales, uint32_t *bad)
+{
+	const uint32_t row = r.p.part->group_size, each = (uint32_t)row_scale_nbytes(r.q), row_log2 = 31 - __clz(row);
+	extremes e = no_values();
+
+	for (int k = 0; k < 8; k++)
+		extend(&e, x[k]);
+	e = extremes_of_lanes(e, row / 8);
+	*bad |= is_nonfinite(e);
+	const row_ends ends = ends_of(e, r.q.dtype);
+
+	if (mine << (32 - row_log2) == 0)
+		put_bytes(scales + (mine >> row_log2) * each, ends.stored, each);
+	return open_scale(r.q, ends.half, ends.middle);
 }
 
 /* Encode 8 values of one row. e: index of the first one in the tensor, a multiple of 8. */
@@ -368,7 +388,9 @@ DEVICE groups_put put_groups_of(const row_job &r, uint8_t *scales, const float *
 			x[k] = next[k], next[k] = 0;
 		if (after + 8 * lane < whole)
 			values_at_quads<8>(dtype, source, r.p.first + after + 8 * lane, next);
-		if (SMALL || CODEC == WIRE_CODEC_TERNARY) {
+		if (SMALL && CODEC == WIRE_CODEC_QUANTIZE && q.affine) {
+			s = ends_of_lanes(r, x, mine, scales, &bad);
+		} else if (SMALL || CODEC == WIRE_CODEC_TERNARY) {
 			uint32_t max = 0;
 
 			for (int k = 0; k < 8; k++)
@@ -380,7 +402,7 @@ DEVICE groups_put put_groups_of(const row_job &r, uint8_t *scales, const float *
 		code_group<CODEC>(r, e, x, s, codes);
 		if (source->residual && mine < end)
 			for (int k = 0; k < 2; k++)
-				put_residual<CODEC>(source->residual + e + 4 * k, dtype, 4,
+				put_residual<CODEC>(source->residual + e + 4 * k, q, 4,
 						    {x[4 * k], x[4 * k + 1], x[4 * k + 2], x[4 * k + 3]}, codes[k], s,
 						    ratio);
 		if (q.bits) {

@@ -129,7 +129,7 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t m, uint
 				y[k] = divide_float8(y[k], w->scale, inverse);
 		} else {
 			for (uint32_t k = 0; k < 4; k++)
-				*bad |= walk_code<CODEC>(*w, __byte_perm(quad, 0, 0x4440 + k), &y[k]);
+				*bad |= walk_code<CODEC>(q, *w, __byte_perm(quad, 0, 0x4440 + k), &y[k]);
 		}
 		if (!to || *bad)
 			return;

@@ -207,7 +207,7 @@ DEVICE uint32_t add_codes(const summed &s, uint32_t f, const uint8_t *scales, co
 		uint32_t wrong = go.wrong;
 
 		for (uint32_t k = 0; k < 4; k++)
-			wrong |= walk_code<CODEC>(w, __byte_perm(codes[i], 0, 0x4440 + k), &y[k]);
+			wrong |= walk_code<CODEC>(s.q, w, __byte_perm(codes[i], 0, 0x4440 + k), &y[k]);
 		bad |= wrong << f;
 		if (plain)
 			for (uint32_t k = 0; k < 4; k++)

@@ -33,8 +33,8 @@ static __device__ row_place row_place_of(const job *j, struct row_kind q, uint64
 }
 
 /*
- * Read the scale of a row. SIGN: *scale and *below become the values of positive and of negative numbers. Returns false
- * if the scale is invalid.
+ * Read the scale of a row. SIGN: *scale and *below become the values of positive and of negative numbers. QUANTIZE with
+ * zero points: half the range and the middle. Returns false if the scale is invalid.
  */
 DEVICE bool read_scale(struct row_kind q, const codec_row_part *part, const uint8_t *p, float *scale, float *below)
 {
@@ -43,6 +43,15 @@ DEVICE bool read_scale(struct row_kind q, const codec_row_part *part, const uint
 	if (q.scale_most) {
 		*scale = scale_byte_value(q, *p, part->scale[0]);
 		return *p <= q.scale_most && round_bits(*scale) < ROUND_INF;
+	}
+	if (q.affine) {
+		struct row_ends ends;
+		const uint64_t high = q.dtype == WIRE_FLOAT32 ? load32(p + 4) : 0;
+		const bool valid = scale_open_ends(load32(p) | high << 32, q.dtype, &ends);
+
+		*scale = ends.half;
+		*below = ends.middle;
+		return valid;
 	}
 	u = w = load32(p);
 	if (q.codec == WIRE_CODEC_SIGN && q.variant == WIRE_SIGN_TWO_MEAN)
@@ -142,8 +151,8 @@ template <int CODEC> DEVICE float code_ratio(struct row_kind q, uint32_t code)
 		       : round_div((float)round_level_of(code, q.odd, q.levels), (float)q.levels);
 }
 
-/* Return the dequantized value of a code, from its value before scaling. */
-template <int CODEC> DEVICE float dequantize(float ratio, float scale)
+/* Return the dequantized value of a code, from its value before scaling. below: middle of a row with a zero point. */
+template <int CODEC> DEVICE float dequantize(struct row_kind q, float ratio, float scale, float below)
 {
 	if (CODEC == WIRE_CODEC_FLOAT8) {
 		uint32_t u = round_bits(ratio), a = u & ROUND_ABS, v = round_bits(round_div(round_float(a), scale));
@@ -151,6 +160,8 @@ template <int CODEC> DEVICE float dequantize(float ratio, float scale)
 		v = v < ROUND_MAX ? v : ROUND_MAX;
 		return round_float((a > ROUND_INF ? a : v) | (u & ~ROUND_ABS));
 	}
+	if (CODEC == WIRE_CODEC_QUANTIZE && q.affine)
+		return round_affine(ratio, scale, below);
 	if (CODEC == WIRE_CODEC_QUANTIZE)
 		return scale > 0 ? round_mul(scale, ratio) : 0.0f;
 	return round_scaled(ratio, scale);
@@ -265,7 +276,7 @@ DEVICE uint32_t walk_on(struct row_kind q, row_walk *w, uint32_t i)
 }
 
 /* Set *y to the value of a code in the current row. Returns not 0 if the code is invalid. */
-template <int CODEC> DEVICE uint32_t walk_code(const row_walk &w, uint32_t code, float *y)
+template <int CODEC> DEVICE uint32_t walk_code(struct row_kind q, const row_walk &w, uint32_t code, float *y)
 {
 	if (CODEC == WIRE_CODEC_SIGN) {
 		*y = code ? w.scale : w.below;
@@ -273,7 +284,7 @@ template <int CODEC> DEVICE uint32_t walk_code(const row_walk &w, uint32_t code,
 	}
 	float ratio = shared(w.ratio)[code];
 
-	*y = dequantize<CODEC>(ratio, w.scale);
+	*y = dequantize<CODEC>(q, ratio, w.scale, w.below);
 	return (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE) && ratio != ratio;
 }
 
@@ -286,7 +297,7 @@ template <int CODEC> DEVICE uint32_t walk_quad(struct row_kind q, row_walk *w, u
 		y[k] = 0;
 		if (k < n) {
 			wrong |= walk_on(q, w, i + k);
-			wrong |= walk_code<CODEC>(*w, quad >> 8 * k & 255, &y[k]);
+			wrong |= walk_code<CODEC>(q, *w, quad >> 8 * k & 255, &y[k]);
 		}
 	}
 	return wrong;

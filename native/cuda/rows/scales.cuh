@@ -175,7 +175,7 @@ DEVICE_CALL codec_row_sums sums_of(const codec_view *v, const codec_source *sour
 	}
 }
 
-/* Scale of a row, or the error if the row holds NaN or Inf. below: value of negative numbers (SIGN). */
+/* Scale of a row, or the error if the row holds NaN or Inf. below: see row_scale. */
 struct scaled {
 	codec_status status;
 	float scale, below;
@@ -256,6 +256,67 @@ DEVICE scaled scale_of_bits(struct row_kind q, const codec_row_part *part, uint3
 	return {CODEC_OK, round_float(bits), 0};
 }
 
+/* QUANTIZE with zero points: smallest and largest value of a row, as integers of their order (round_ordered). */
+struct extremes {
+	int32_t low, high;
+};
+
+DEVICE extremes no_values()
+{
+	return {0x7fffffff, -0x7fffffff - 1};
+}
+
+DEVICE void extend(extremes *e, uint32_t x)
+{
+	const int32_t a = round_ordered(x);
+
+	e->low = a < e->low ? a : e->low;
+	e->high = a > e->high ? a : e->high;
+}
+
+/* Return the extremes of the values of `lanes` neighbouring lanes, a power of two. */
+DEVICE extremes extremes_of_lanes(extremes e, uint32_t lanes)
+{
+	for (uint32_t by = 1; by < lanes; by *= 2) {
+		const int32_t low = __shfl_xor_sync(FULL, e.low, by), high = __shfl_xor_sync(FULL, e.high, by);
+
+		e.low = low < e.low ? low : e.low;
+		e.high = high > e.high ? high : e.high;
+	}
+	return e;
+}
+
+/* Check that a row holds NaN or Inf. */
+DEVICE bool is_nonfinite(extremes e)
+{
+	return e.high >= (int32_t)ROUND_INF || e.low <= ~(int32_t)ROUND_INF;
+}
+
+/* Return what is stored of a row, and its half range and middle. */
+DEVICE row_ends ends_of(extremes e, uint32_t dtype)
+{
+	return scale_ends(round_float((uint32_t)round_ordered((uint32_t)e.low)),
+			  round_float((uint32_t)round_ordered((uint32_t)e.high)), dtype);
+}
+
+/* QUANTIZE with zero points: do what put_scale does. */
+DEVICE_CALL scaled put_ends(struct row_kind q, const codec_source *source, uint64_t first, uint32_t n, uint8_t *to,
+			    uint32_t lane)
+{
+	extremes e = no_values();
+
+	for (uint32_t i = lane; i < n; i += 32)
+		extend(&e, round_bits(value_at(q.dtype, source, first + i)));
+	e = extremes_of_lanes(e, 32);
+	if (is_nonfinite(e))
+		return {CODEC_NONFINITE, 0, 0};
+	const row_ends ends = ends_of(e, q.dtype);
+
+	if (lane < row_scale_nbytes(q))
+		to[lane] = (uint8_t)(ends.stored >> 8 * lane);
+	return {CODEC_OK, ends.half, ends.middle};
+}
+
 /* Return the bits from which on magnitudes are ignored: those of Inf if Inf and NaN are propagated, else none. */
 DEVICE uint32_t limit_of(const codec_view *v)
 {
@@ -272,6 +333,8 @@ DEVICE scaled put_scale_here(const codec_view *v, struct row_kind q, const codec
 {
 	if (CODEC == WIRE_CODEC_SIGN)
 		return put_sign_row(v, q, source, first, n, to, NULL, lane);
+	if (CODEC == WIRE_CODEC_QUANTIZE && q.affine)
+		return put_ends(q, source, first, n, to, lane);
 	uint32_t max = largest(v->dtype, source, first, n, limit_of(v), lane);
 
 	if (max >= ROUND_INF)
