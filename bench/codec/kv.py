@@ -64,7 +64,7 @@ def joined(pages: Pages) -> torch.Tensor:
 
 
 def nearest(bits: int, group_size: int = 64) -> codec.Quantize:
-    return codec.Quantize(bits, group_size=group_size, rounding="nearest")
+    return codec.Quantize(bits, group_size=group_size, rounding="nearest", zero_point=True)
 
 
 class Coder:
@@ -167,7 +167,8 @@ def main() -> None:
     for bits in (8, 6, 4, 3, 2):
         rows[f"`Quantize({bits})`"] = ours(page, key=nearest(bits), value=nearest(bits))
     rows["K `Quantize(8)`, V `Quantize(4)`"] = ours(page, key=nearest(8), value=nearest(4))
-    rows["`Quantize(4)`, no zero point"] = ours(page, key=nearest(4), value=nearest(4), zero_point=False)
+    even = codec.Quantize(4, rounding="nearest")
+    rows["`Quantize(4)`, no zero point"] = ours(page, key=even, value=even)
     rows["`Quantize(4, group_size=32)`"] = ours(page, key=nearest(4, 32), value=nearest(4, 32))
     rows["`Float8(group_size=64)`"] = ours(page, key=codec.Float8(group_size=64), value=codec.Float8(group_size=64))
     rows["e4m3 without scales"] = fp8()

@@ -13,7 +13,9 @@ FLOATS = ("bfloat16", "float16", "float32")
 def page_spec(bits: int | None, row: int, group_size: int) -> Spec:
     """Return Quantize with the largest groups that divide a row; Lossless without bits, or if groups were too small."""
     group = next(n for n in range(min(group_size, row), 0, -1) if row % n == 0)
-    return Lossless() if bits is None or group < 16 else Quantize(bits, group_size=group, rounding="nearest")
+    if bits is None or group < 16:
+        return Lossless()
+    return Quantize(bits, group_size=group, rounding="nearest", zero_point=True)
 
 
 @lru_cache(64)

@@ -13,7 +13,7 @@ object has a slot of a fixed size, and a chunk that does not fit into it is not 
 ``key_bits``, ``value_bits``
     Bits of :class:`codec.Quantize`, 1 to 8. Default: lossless.
 ``group_size``
-    Number of tokens (keys) or channels (values) that share a scale and a midpoint; default 64.
+    Number of tokens (keys) or channels (values) that share a scale and a zero point; default 64.
 ``slot``
     Size of a slot as a fraction of the chunk's, for lossless chunks; default 0.75.
 ``max_workers``

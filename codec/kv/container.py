@@ -11,7 +11,7 @@ from codec.errors import ArgumentError, ChecksumError, FrameError, Status
 from codec.tensors.view import on_host, view_bytes
 
 MAGIC, VERSION = b"CKVP", 1
-_HEAD = struct.Struct("<4sBBHII")  # magic, version, flags, frames, group of keys, group of values
+_HEAD = struct.Struct("<4sBBH")  # magic, version, flags, frames
 _SUM = struct.Struct("<I")  # CRC-32 of the bytes before it and of the table of ends behind it
 _TRANSPOSED = 1  # flag: frames of keys hold (channels, tokens)
 
@@ -19,31 +19,21 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Layout(NamedTuple):
-    """Frames of a page, layer by layer: midpoints of keys, keys, midpoints of values, values."""
+    """Frames of a page, layer by layer: keys, values."""
 
     layers: int
     sides: int  # 2: keys and values; 1: values only
     transposed: bool  # frames of keys hold (channels, tokens) in place of (tokens, channels)
-    key_group: int  # values that share a midpoint, 0: keys have none
-    value_group: int
 
     @property
-    def groups(self) -> tuple[int, ...]:
-        """Group of each side of a layer."""
-        return (self.key_group, self.value_group)[2 - self.sides :]
-
-    @property
-    def kinds(self) -> list[tuple[str, ...]]:
+    def kinds(self) -> tuple[str, ...]:
         """Names of the frames of each layer, in order."""
-        kinds: list[tuple[str, ...]] = []
-        for side, group in zip(("key", "value")[2 - self.sides :], self.groups, strict=True):
-            kinds += [(side, "midpoints"), (side,)] if group else [(side,)]
-        return kinds
+        return ("key", "value")[2 - self.sides :]
 
     @property
     def frames(self) -> int:
         """Number of frames of a page."""
-        return self.layers * len(self.kinds)
+        return self.layers * self.sides
 
 
 def head_nbytes(frames: int) -> int:
@@ -62,7 +52,7 @@ def pack(layout: Layout, frames: list[bytes]) -> bytes:
     ends = np.cumsum([head_nbytes(len(frames)), *map(len, frames)])[1:]
     if len(frames) > 0xFFFF or ends[-1] > 0xFFFFFFFF:
         raise ArgumentError(f"a page has {len(frames)} frames of {ends[-1]} bytes, more than 65535 or 4 GiB: split it")
-    head = _HEAD.pack(MAGIC, VERSION, layout.transposed, len(frames), layout.key_group, layout.value_group)
+    head = _HEAD.pack(MAGIC, VERSION, layout.transposed, len(frames))
     table = ends.astype("<u4").tobytes()
     return b"".join([head, _SUM.pack(crc32(table, crc32(head))), table, *frames])
 
@@ -92,7 +82,7 @@ def page_nbytes(data: Any) -> int:
     >>> codec.kv.page_nbytes(data + bytes(100)) == len(data)
     True
     """
-    return int(_read(as_bytes(data))[2][-1])
+    return int(_read(as_bytes(data))[1][-1])
 
 
 def unpack(data: Any, layers: int, sides: int) -> tuple[Layout, list[Bytes]]:
@@ -104,8 +94,8 @@ def unpack(data: Any, layers: int, sides: int) -> tuple[Layout, list[Bytes]]:
         The bytes are no encoded page of so many layers and sides, or not exactly one.
     """
     raw = as_bytes(data)
-    flags, groups, ends = _read(raw)
-    layout = Layout(layers, sides, flags == _TRANSPOSED, *groups)
+    flags, ends = _read(raw)
+    layout = Layout(layers, sides, flags == _TRANSPOSED)
     if flags > _TRANSPOSED or len(ends) != layout.frames:
         raise FrameError(f"the page is not one of {layers} layers and {sides} sides: it has {len(ends)} frames")
     if ends[-1] != len(raw):
@@ -121,12 +111,12 @@ def as_bytes(data: Any) -> Bytes:
     return owner.reshape(-1).view(np.uint8) if type(owner) is np.ndarray else np.frombuffer(owner, np.uint8)
 
 
-def _read(raw: Bytes) -> tuple[int, tuple[int, int], list[int]]:
-    """Return flags, groups and the end of each frame of a checked header."""
+def _read(raw: Bytes) -> tuple[int, list[int]]:
+    """Return flags and the end of each frame of a checked header."""
     if len(raw) < head_nbytes(0):
         raise FrameError(f"the page is truncated ({len(raw)} bytes)")
     head = raw[: _HEAD.size].tobytes()
-    magic, version, flags, frames, *groups = _HEAD.unpack(head)
+    magic, version, flags, frames = _HEAD.unpack(head)
     if magic != MAGIC or version != VERSION:
         raise FrameError("these bytes are no encoded page of a KV cache, or one of another version")
     begin = head_nbytes(frames)
@@ -138,4 +128,4 @@ def _read(raw: Bytes) -> tuple[int, tuple[int, int], list[int]]:
     ends = np.frombuffer(table, "<u4").astype(np.int64)
     if (np.diff(ends, prepend=begin) < 0).any() or ends[-1] > len(raw):
         raise FrameError(f"the page is truncated ({len(raw)} bytes), or its table of frames is not valid")
-    return flags, (groups[0], groups[1]), ends.tolist()
+    return flags, ends.tolist()

@@ -15,7 +15,6 @@ from codec.batch import decode_many, encode_many
 from codec.encoding import bound, checked_shape
 from codec.errors import ArgumentError, FrameError, SpecError, StateError
 from codec.inspection import inspect
-from codec.kv import midpoints
 from codec.kv.container import Layout, head_nbytes, pack, unpack
 from codec.presets import resolve
 from codec.specs import Delta, Float4, Float8, Lossless, Quantize, Spec, SpecLike
@@ -25,14 +24,14 @@ from codec.tensors.wrapper import view
 
 _DTYPE_AT = 6  # offset of the dtype's number in a frame
 _GROUPED = (Quantize, Float8, Float4)
-Place = tuple[int | str, ...]  # page, layer, "key" or "value", and "midpoints" for those
+Place = tuple[int, int, str]  # page, layer, "key" or "value"
 
 
 class PageCodec:
     """Codec of the pages of a KV cache: a frame for each layer's keys, and one for its values.
 
     Keys have a few channels of large values, the same for all tokens. So codecs with scales get groups along tokens for
-    keys, and along channels for values [1]_. A quantized group may lie far from zero: its midpoint is subtracted first.
+    keys, and along channels for values [1]_. A group of keys lies on one side of zero: quantize it with a zero point.
 
     Parameters
     ----------
@@ -42,10 +41,8 @@ class PageCodec:
     dtype : str, type or dtype, default "bfloat16"
         Dtype of the values.
     key, value : Spec or name of a preset, default "lossless"
-        :class:`Lossless`, :class:`Quantize`, :class:`Float8` or :class:`Float4`. Quantize should round to nearest.
-    zero_point : bool, default True
-        Send the midpoint of each group of Quantize, in 16 bits before compression, and quantize distances to it. The
-        error of attention at 4 bits is about half of that without midpoints.
+        :class:`Lossless`, :class:`Quantize`, :class:`Float8` or :class:`Float4`. Quantize should round to nearest, and
+        have a zero point: at 4 bits the error of attention is about half of that without.
 
     Raises
     ------
@@ -67,7 +64,8 @@ class PageCodec:
     Examples
     --------
     >>> page = np.random.default_rng(0).standard_normal((2, 2, 64, 8, 32), np.float32)
-    >>> pages = codec.kv.PageCodec(page.shape, "float32", key=codec.Quantize(8, rounding="nearest"))
+    >>> eight = codec.Quantize(8, rounding="nearest", zero_point=True)
+    >>> pages = codec.kv.PageCodec(page.shape, "float32", key=eight)
     >>> data = pages.encode(page)
     >>> again = pages.decode(data)
     >>> bool((again[:, 1] == page[:, 1]).all()), float(abs(again - page).max()) < 0.02, len(data) <= pages.bound
@@ -81,7 +79,6 @@ class PageCodec:
         *,
         key: SpecLike = "lossless",
         value: SpecLike = "lossless",
-        zero_point: bool = True,
     ) -> None:
         self.shape = checked_shape(shape)
         self.dtype = dtype_name(dtype)
@@ -91,19 +88,10 @@ class PageCodec:
         self._channels = math.prod(self.shape[3:])
         self._key = _spec("key", key, tokens, self.shape, self.dtype)
         self._value = _spec("value", value, self._channels, self.shape, self.dtype)
-        transposed = sides == 2 and isinstance(self._key, _GROUPED)
-        self._layout = Layout(
-            layers,
-            sides,
-            transposed,
-            self._key.group_size if transposed and zero_point and isinstance(self._key, Quantize) else 0,
-            self._value.group_size if zero_point and isinstance(self._value, Quantize) else 0,
-        )
-        sizes = [
-            bound(rows, dtype, spec, segments=())
-            for side in range(sides)
-            for rows, dtype, spec in self._frames_of(self._layout, side)
-        ]
+        self._layout = Layout(layers, sides, sides == 2 and isinstance(self._key, _GROUPED))
+        specs = (self._key, self._value)[2 - sides :]
+        rows = [self._rows(self._layout, side) for side in range(sides)]
+        sizes = [bound(shape, self.dtype, spec, segments=()) for shape, spec in zip(rows, specs, strict=True)]
         #: Upper bound of the bytes of an encoded page: the size of a slot.
         self.bound: int = head_nbytes(self._layout.frames) + layers * sum(sizes)
 
@@ -152,11 +140,11 @@ class PageCodec:
         tensors: dict[Place, Any] = {}
         specs: dict[Place, Spec] = {}
         for i, page in enumerate(given):
-            parts = [part for side in range(self.shape[1]) for part in self._split(side, page[:, side])]
+            sides = [self._layers(side, page[:, side]) for side in range(self.shape[1])]
             for layer in range(len(page)):
-                for kind, (spec, dtype, arrays) in zip(self._layout.kinds, parts, strict=True):
-                    tensors[i, layer, *kind] = view(arrays[layer], dtype)
-                    specs[i, layer, *kind] = spec
+                for kind, arrays in zip(self._layout.kinds, sides, strict=True):
+                    tensors[i, layer, kind] = view(arrays[layer], self.dtype)
+                    specs[i, layer, kind] = self._key if kind == "key" else self._value
         n, frames = self._layout.frames, list(encode_many(tensors, specs, stream=stream, options=options).values())
         data = [pack(self._layout, frames[i : i + n]) for i in range(0, len(frames), n)]
         return data if out is None else _fill(out, data)
@@ -202,16 +190,14 @@ class PageCodec:
         targets = [self._bits(page, f"page {i} of out=", True) for i, page in enumerate(given)]
         frames: dict[Place, Array] = {}
         into: dict[Place, Array] = {}
-        later: list[tuple[Array, Array | None, Array, bool]] = []
+        later: list[tuple[Array, Array]] = []
         for number, (blob, page) in enumerate(zip(blobs, targets, strict=True)):
             layout, parts = unpack(blob, *self.shape[:2])
             sides = [self._destinations(layout, side, page[:, side], later) for side in range(self.shape[1])]
-            kinds = list(zip(layout.kinds, (kind for side in sides for kind in side), strict=True))
-            places = [
-                ((number, i, *kind), dtype, arrays[i]) for i in range(len(page)) for kind, (dtype, arrays) in kinds
-            ]
-            for frame, (place, dtype, array) in zip(parts, places, strict=True):
-                if not _has_dtype(frame, dtype):
+            kinds = list(zip(layout.kinds, sides, strict=True))
+            places = [((number, i, kind), arrays[i]) for i in range(len(page)) for kind, arrays in kinds]
+            for frame, (place, array) in zip(parts, places, strict=True):
+                if not _has_dtype(frame, self.dtype):
                     raise FrameError(f"{place}: the frame is damaged, or the page is not one of {self.dtype}")
                 frames[place], into[place] = frame, array
         try:
@@ -220,51 +206,35 @@ class PageCodec:
             if isinstance(e, ArgumentError) and all(map(_fits, frames.values(), into.values())):
                 raise  # pages of out= overlap
             raise FrameError(f"the page is not one of shape {self.shape} and dtype {self.dtype}: {e}") from e
-        for values, middle, decoded, transposed in later:
-            bits = decoded if middle is None else midpoints.join(middle, decoded, self.dtype)
-            here = np.moveaxis(values, 1, -1) if transposed else values
-            here[...] = bits.reshape(here.shape)
+        for values, decoded in later:
+            values[...] = decoded.reshape(values.shape)
         for page in given:
             mark_written(page)
         return given
 
-    def _frames_of(self, layout: Layout, side: int) -> list[tuple[tuple[int, int], str, Spec]]:
-        """Return shape, dtype and spec of each frame of one side of a layer."""
-        is_key = layout.sides == 2 and side == 0
-        tokens, channels = self.shape[2], self._channels
-        rows = (channels, tokens) if is_key and layout.transposed else (tokens, channels)
-        group, spec = layout.groups[side], self._key if is_key else self._value
-        if not group:
-            return [(rows, self.dtype, spec)]
-        return [((rows[0], rows[1] // group), "bfloat16", Lossless()), (rows, "float32", spec)]
+    def _rows(self, layout: Layout, side: int) -> tuple[int, int]:
+        """Return the shape of each frame of one side of a page."""
+        transposed = layout.transposed and side == 0
+        return (self._channels, self.shape[2]) if transposed else (self.shape[2], self._channels)
 
-    def _split(self, side: int, values: Array) -> Sequence[tuple[Spec, str, Sequence[Array]]]:
-        """Return spec, dtype and tensors of all layers, of each kind of frames of one side of a page."""
-        *middle, (shape, dtype, spec) = self._frames_of(self._layout, side)
-        group, transposed = self._layout.groups[side], self._layout.transposed and side == 0
-        if not group and not transposed:
-            return [(spec, dtype, [np.ascontiguousarray(layer).reshape(shape) for layer in values])]
-        rows: Any = np.ascontiguousarray(np.moveaxis(values, 1, -1) if transposed else values).reshape(-1, *shape)
-        if not group:
-            return [(spec, dtype, rows)]
-        centers, rows = midpoints.split(rows, self.dtype, group)
-        return [(middle[0][2], middle[0][1], list(centers)), (spec, dtype, rows)]
+    def _layers(self, side: int, values: Array) -> Sequence[Array]:
+        """Return the tensor of each layer of one side of a page, contiguous."""
+        shape = self._rows(self._layout, side)
+        if self._layout.transposed and side == 0:
+            return list(np.ascontiguousarray(np.moveaxis(values, 1, -1)).reshape(-1, *shape))
+        return [np.ascontiguousarray(layer).reshape(shape) for layer in values]
 
     def _destinations(
-        self, layout: Layout, side: int, values: Array, later: list[tuple[Array, Array | None, Array, bool]]
-    ) -> Sequence[tuple[str, Sequence[Array]]]:
-        """Return dtype and destinations of each kind of frames of a side; append to `later` what to copy from them."""
+        self, layout: Layout, side: int, values: Array, later: list[tuple[Array, Array]]
+    ) -> Sequence[Array]:
+        """Return the destination of each layer of a side; append to `later` what to copy from them, and where to."""
+        shape = self._rows(layout, side)
         transposed = layout.transposed and side == 0
-        group, columns = layout.groups[side], self.shape[2] if transposed else self._channels
-        if group and (columns % group or self.dtype not in ("bfloat16", "float16", "float32")):
-            raise FrameError(f"the page has midpoints of {group} values, rows of {columns}, and dtype {self.dtype}")
-        if not (group or transposed) and values[0].flags.c_contiguous:
-            return [(self.dtype, [layer.reshape(-1, columns) for layer in values])]
-        shape = (len(values), values[0].size // columns, columns)
-        middle: Any = np.empty((*shape[:2], columns // group), np.uint16) if group else None
-        decoded: Any = np.empty(shape, np.float32 if group else values.dtype)
-        later.append((values, middle, decoded, transposed))
-        return [(self.dtype, decoded)] if middle is None else [("bfloat16", middle), ("float32", decoded)]
+        if not transposed and values[0].flags.c_contiguous:
+            return [layer.reshape(shape) for layer in values]
+        decoded = np.empty((len(values), *shape), values.dtype)
+        later.append((np.moveaxis(values, 1, -1) if transposed else values, decoded))
+        return list(decoded)
 
     def _bits(self, page: Any, name: str, write: bool = False) -> Array:
         """Return a page as an array of unsigned integers that shares its memory."""
