@@ -17,6 +17,7 @@ FAMILY: dict[str, codec.Spec] = {
     "Quantize 2": codec.Quantize(2),
     "Quantize 4": codec.Quantize(),
     "Quantize 4 nearest": codec.Quantize(rounding="nearest"),
+    "Quantize 4 zero point": codec.Quantize(rounding="nearest", zero_point=True),
     "Quantize 8": codec.Quantize(8),
     "Float4 mxfp4": codec.Float4("mxfp4"),
     "Float4 nvfp4": codec.Float4(),

@@ -26,6 +26,7 @@ SPECS = [
     codec.Float4(),
     codec.Quantize(8),
     codec.Quantize(4),
+    codec.Quantize(4, zero_point=True),
     codec.Sign(group_size=1024),
     codec.Ternary(),
     codec.Truncate(2),
