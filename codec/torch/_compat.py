@@ -51,6 +51,11 @@ def is_plain(x: torch.Tensor) -> bool:
     return known and x.dim() <= _MAX_RANK and _is_encodable(x.dtype)
 
 
+def local(x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, which shares its memory; other tensors as they are."""
+    return getattr(x, "_local_tensor", x)
+
+
 def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that torch.compile does not trace: the same one in processes without torch.compile."""
     return _torch.compiler.disable(call) if "torch._dynamo" in sys.modules else call

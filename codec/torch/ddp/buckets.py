@@ -17,6 +17,7 @@ from codec.specs import Spec, SpecLike, Truncate
 from codec.stateful.ranges import NOBODY, Layout, numel
 from codec.tensors.segments import Records, pack, segments
 from codec.tensors.view import view
+from codec.torch._compat import local
 from codec.torch.reduction import arguments
 from codec.torch.reduction.host import Reduction, Values
 
@@ -24,8 +25,8 @@ _MAX_OTHERS = 1 / 32  # share of a bucket: up to so many other values are encode
 
 
 def n_values(parameter: torch.Tensor) -> int:
-    """Return how many values a parameter has in a bucket: two real ones for each complex one."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
+    """Return how many values a parameter, or its shard, has in a bucket: two real ones for each complex one."""
+    return local(parameter).numel() * (2 if parameter.is_complex() else 1)
 
 
 def sizes_of(names: Mapping[torch.nn.Parameter, str]) -> dict[str, int]:
@@ -167,27 +168,27 @@ def needs_optimizer(spec: Spec) -> bool:
 
 def order(p: torch.Tensor) -> list[int]:
     """Return a parameter's dimensions in the order of its values in a bucket: the order in memory, if without gaps."""
-    dims = list(range(p.dim()))
+    p, dims = local(p), list(range(p.dim()))
     in_memory = sorted(dims, key=p.stride, reverse=True)
     return in_memory if not p.is_contiguous() and p.permute(in_memory).is_contiguous() else dims
 
 
 def _shape(p: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of a parameter's values in a bucket, its first dimensions merged to fit the format's rank."""
-    shape = tuple(p.permute(order(p)).shape) + ((2,) if p.is_complex() else ())
+    shape = tuple(local(p).permute(order(p)).shape) + ((2,) if p.is_complex() else ())
     extra = len(shape) - lib.CODEC_MAX_RANK
     return shape if extra <= 0 else (prod(shape[: extra + 1]), *shape[extra + 1 :])
 
 
 def flat(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """Return a tensor of a parameter's shape as flat values in the order of the parameter in a bucket."""
-    x = x.detach().permute(order(p))
+    x = local(x).detach().permute(order(p))
     return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
 
 
 def _flat_or_zeros(x: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
     """Return a moment of a parameter as flat values; zeros before its first step."""
-    return flat(p.new_zeros(p.shape) if x is None else x, p)
+    return flat(torch.zeros_like(local(p)) if x is None else x, p)
 
 
 def gradients_in(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
@@ -204,7 +205,8 @@ def gradients_in(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter])
         begin += n_values(p)
         values = torch.view_as_complex(values.view(-1, 2)) if p.is_complex() else values
         dims = order(p)
-        found.append(values.view([p.shape[d] for d in dims]).permute([dims.index(d) for d in range(p.dim())]))
+        shape = local(p).shape
+        found.append(values.view([shape[d] for d in dims]).permute([dims.index(d) for d in range(p.dim())]))
     return found
 
 

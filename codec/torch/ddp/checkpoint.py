@@ -12,7 +12,7 @@ from codec.arguments import whole
 from codec.stateful import ErrorFeedback
 from codec.stateful.checkpoint import opened, plain
 from codec.stateful.ranges import Range, shown
-from codec.torch._compat import from_numpy
+from codec.torch._compat import from_numpy, local
 from codec.torch.ddp.buckets import n_values
 from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, of_tensors
 
@@ -129,7 +129,7 @@ def check_ranges(ranges: Iterable[Range], saved: Shapes, names: Mapping[torch.nn
         raise StateError(f"the state has residuals of parameters that the model does not have: {some}")
     for r in ranges:
         p, was = here[r[0]], saved.get(r[0], "unknown")
-        if was != (shape := tuple(p.shape)):
+        if was != (shape := tuple(local(p).shape)):
             raise StateError(
                 f"the state has a residual of {r[0]} of shape {was}, but the model's has the shape {shape}: load the "
                 "state of the same model, or go on without it"
@@ -139,8 +139,8 @@ def check_ranges(ranges: Iterable[Range], saved: Shapes, names: Mapping[torch.nn
 
 
 def shapes_of(names: Mapping[torch.nn.Parameter, str]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter, by name."""
-    return {name: tuple(p.shape) for p, name in names.items()}
+    """Return the shape of each parameter, or of its shard, by name."""
+    return {name: tuple(local(p).shape) for p, name in names.items()}
 
 
 def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:

@@ -244,19 +244,21 @@ class Reducer:
                 fail_after(collective, step)
             else:
                 report = await collective.agree(step.report(comm.channel, trips))
-                with self.state.changed_by(step), collective.storing():
-                    for store in step.store:
-                        store()
-                    self._commit(step)
+                if self.state.confirm(step):
+                    with self.state.changed_by(step), collective.storing():
+                        for store in step.store:
+                            store()
+                        self._commit(step)
                 if step.turn is not None:
                     step.turn.learn(report)
         except BaseException as e:
             self.state.fail(step, number, e, collective)
-        traffic = step.total(comm.channel.counters, trips + collective.counters.round_trips - before)
-        self.state.stats.add_step(traffic, len(step.traffic))
+        trips += collective.counters.round_trips - before
+        self.state.stats.add_step(step.total(comm.channel.counters, trips), len(step.traffic))
         if step.turn is not None:
             step.turn.end()
         if step.error is not None:
+            self.state.confirm(step)
             with suppress(PeerError), self.state.changed_by(step):
                 self._undo(step, step.error)
 
@@ -286,8 +288,7 @@ class Reducer:
             collective.device.settle()  # both may wait for a GPU, see StepState.may_wait()
         item = self._prepare_bucket(step, bucket)
         step.begun.complete()
-        buffer = bucket.buffer
-        counters = collective.counters
+        buffer, counters = bucket.buffer, collective.counters
         if uncompressed.is_other(buffer):
             mean = await uncompressed.mean(collective, buffer, item)
             counters.raw_collectives += 1

@@ -32,6 +32,7 @@ _changing = threading.Lock()  # guards residuals and current steps of all hooks
 
 
 NO_BUCKET = 1 << 30  # above all numbers of buckets
+FAILED_ELSEWHERE = "the step has failed on a rank that holds other shards of the model: nothing was changed"
 
 
 def _wait_for_last_bucket() -> Wait:
@@ -65,6 +66,7 @@ class Step:
     measured: Measurement | None = None  # times since the begin
     turn: Turn | None = None  # of the choice between frames and uncompressed values
     way: Way = "frames"
+    confirmed: bool = False  # ranks of other groups know how the step has ended
 
     @property
     def succeeded(self) -> bool:
@@ -142,6 +144,8 @@ class StepState:
         self.buffers = Buffers()  # memory of the current step
         self.choice = Choice("gradients")  # of frames or uncompressed values
         self._plan = plan
+        # agrees with ranks that reduce other shards of a model: True if the step has succeeded on all of them
+        self.other_groups: Callable[[bool], bool] | None = None
         self.names_nonfinite = True  # errors about NaN and Inf name the parameter
         self._in_sync = False  # all ranks are known to have the same step count, sparse parameters and loaded buckets
         self.begin_feedback()
@@ -151,6 +155,7 @@ class StepState:
         return self.__dict__ | {
             "buffers": Buffers(),
             "current": Step(),
+            "other_groups": None,
             "choice": Choice("gradients"),
             "_in_sync": False,
         }
@@ -238,6 +243,22 @@ class StepState:
         """
         feeds = self.residuals is not None and self.residuals.may_wait(parts)
         return feeds or any(needs_optimizer(part.spec) for part in parts)
+
+    def confirm(self, step: Step) -> bool:
+        """Agree once with ranks of other groups on how a step has ended; return True if it has succeeded in all groups.
+
+        Connections of this group stay open if the step has failed in another one, since it then fails on all ranks.
+
+        Raises
+        ------
+        PeerError
+            The step has succeeded in this group, but a rank of another one is lost.
+        """
+        if self.other_groups is not None and not step.confirmed:
+            step.confirmed = True
+            if not self.other_groups(step.succeeded) and step.succeeded:
+                step.failed, step.error = 0, PeerError(FAILED_ELSEWHERE)
+        return step.succeeded
 
     def commit(self, step: Step) -> None:
         """Keep what a step has computed that has succeeded on all ranks."""

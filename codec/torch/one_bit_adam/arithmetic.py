@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
+from codec.torch._compat import local
+
 _torch: Any = torch  # whose functions for lists of tensors, as torch.optim uses them, are not in its types
 Group = Mapping[str, Any]  # parameter group
 State = dict[str, Any]  # state of a parameter
@@ -29,10 +31,10 @@ def adam_step(
 ) -> None:
     """Take a step of torch.optim.Adam with some parameters of a group."""
     adam(
-        list(parameters),
+        [local(p) for p in parameters],
         list(gradients),
-        [s["exp_avg"] for s in states],
-        [s["exp_avg_sq"] for s in states],
+        moments(states, "exp_avg"),
+        moments(states, "exp_avg_sq"),
         [],
         [s["step"] for s in states],
         foreach=group["foreach"],
@@ -47,6 +49,16 @@ def adam_step(
     )
     for s in states:
         s["variance_step"] += 1
+
+
+def moments(states: Sequence[State], name: str) -> list[torch.Tensor]:
+    """Return a moment of parameters, or of their shards."""
+    return [local(s[name]) for s in states]
+
+
+def corrects_bias(group: Group) -> bool:
+    """Return True if the moments of a group are bias-corrected, as in Adam."""
+    return group.get("bias_correction", True)
 
 
 class Denominators:
@@ -77,8 +89,8 @@ class Denominators:
 
     def _of(self, p: torch.Tensor, state: State, group: Group) -> tuple[torch.Tensor, torch.Tensor | None]:
         if p not in self._known:
-            v = state["exp_avg_sq"]
-            correction = 1 - group["betas"][1] ** state["variance_step"]
+            v = local(state["exp_avg_sq"])
+            correction = 1 - group["betas"][1] ** state["variance_step"] if corrects_bias(group) else 1
             dead = v == 0
             denominator = (v.sqrt() / math.sqrt(correction or 1)).add_(group["eps"]).masked_fill_(dead, math.inf)
             self._known[p] = denominator, dead if bool(dead.any()) else None
@@ -103,9 +115,9 @@ def local_momentum(
     scale : float
         Factor of a GradScaler in the gradient, and then in the momentum.
     """
-    m = state["exp_avg"] if scale == 1 else state["exp_avg"] * scale
+    m = local(state["exp_avg"]) if scale == 1 else local(state["exp_avg"]) * scale
     if group["weight_decay"] and not group["decoupled_weight_decay"]:
-        gradient.add_(p, alpha=scale * group["weight_decay"])
+        gradient.add_(local(p), alpha=scale * group["weight_decay"])
     torch.lerp(m, gradient, 1 - group["betas"][0], out=gradient)
     if dead is not None:
         gradient.masked_fill_(dead, 0)
@@ -113,7 +125,7 @@ def local_momentum(
 
 def adopt(states: Sequence[State], momenta: Sequence[torch.Tensor], dead: Sequence[torch.Tensor | None]) -> None:
     """Set the momenta of parameters, except where masks tell values that never move."""
-    own = [s["exp_avg"] for s in states]
+    own = moments(states, "exp_avg")
     _torch._foreach_copy_(own, list(momenta))
     for m, mask in zip(own, dead, strict=True):
         if mask is not None:
@@ -131,10 +143,10 @@ def refresh(
     """Count a step, and update both moments of parameters of a group by their mean gradients."""
     given = list(gradients)
     if group["weight_decay"] and not group["decoupled_weight_decay"]:
-        given = _torch._foreach_add(given, list(parameters), alpha=group["weight_decay"])
+        given = _torch._foreach_add(given, [local(p) for p in parameters], alpha=group["weight_decay"])
     beta1, beta2 = group["betas"]
-    squares = [s["exp_avg_sq"] for s in states]
-    _torch._foreach_lerp_([s["exp_avg"] for s in states], given, 1 - beta1)
+    squares = moments(states, "exp_avg_sq")
+    _torch._foreach_lerp_(moments(states, "exp_avg"), given, 1 - beta1)
     _torch._foreach_mul_(squares, beta2)
     _torch._foreach_addcmul_(squares, given, given, 1 - beta2)
     count(states)
@@ -144,13 +156,13 @@ def refresh(
 
 def step_size(group: Group, step: float) -> float:
     """Return the factor of m / (sqrt(v^) + eps) in a step: the learning rate over Adam's bias correction of m."""
-    return float(group["lr"]) / (1 - group["betas"][0] ** step)
+    return float(group["lr"]) / (1 - group["betas"][0] ** step if corrects_bias(group) else 1)
 
 
 def decay(group: Group, tensors: Sequence[torch.Tensor]) -> None:
     """Decay weights if weight decay is decoupled, as in AdamW."""
     if group["weight_decay"] and group["decoupled_weight_decay"]:
-        _torch._foreach_mul_(list(tensors), 1 - float(group["lr"]) * group["weight_decay"])
+        _torch._foreach_mul_([local(x) for x in tensors], 1 - float(group["lr"]) * group["weight_decay"])
 
 
 def update(
@@ -160,23 +172,27 @@ def update(
     factors: Sequence[float],
 ) -> None:
     """Add factor * momentum / denominator to parameters."""
-    _torch._foreach_addcdiv_(list(parameters), list(momenta), list(denominators), list(factors))
+    _torch._foreach_addcdiv_([local(p) for p in parameters], list(momenta), list(denominators), list(factors))
 
 
-def clip_factor(gradients: Iterable[torch.Tensor], max_norm: float, scale: float = 1.0) -> float:
-    """Return the factor by which ``torch.nn.utils.clip_grad_norm_`` multiplies gradients; 1 without any.
+def norm(gradients: Iterable[torch.Tensor]) -> float:
+    """Return the Euclidean norm of gradients; 0 without any."""
+    return math.hypot(*(float(_torch.linalg.vector_norm(g, dtype=torch.float32)) for g in gradients))
+
+
+def clip_factor(norm: float, max_norm: float, scale: float = 1.0) -> float:
+    """Return the factor by which ``torch.nn.utils.clip_grad_norm_`` multiplies gradients.
 
     Parameters
     ----------
-    gradients : iterable
-        Gradients of this rank.
+    norm : float
+        Norm of all gradients together.
     max_norm : float
-        Largest norm of all gradients together.
+        Largest norm.
     scale : float
         Factor of a GradScaler in the gradients.
     """
-    norms = [float(_torch.linalg.vector_norm(g, dtype=torch.float32)) for g in gradients]
-    return min(1.0, max_norm / (math.hypot(*norms) / scale + 1e-6))
+    return min(1.0, max_norm / (norm / scale + 1e-6))
 
 
 def is_finite(x: torch.Tensor) -> bool:

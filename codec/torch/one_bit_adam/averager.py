@@ -14,8 +14,9 @@ from codec.torch.one_bit_adam.backward import Backward
 from codec.torch.one_bit_adam.checkpoint import HookStates
 from codec.torch.one_bit_adam.link import Link, Settings
 from codec.torch.one_bit_adam.model import Model, model_of
-from codec.torch.one_bit_adam.phase import Phase
+from codec.torch.one_bit_adam.phase import Phase, total
 from codec.torch.one_bit_adam.schedule import Kind
+from codec.torch.one_bit_adam.sharded import WHOLE, Shards
 from codec.torch.one_bit_adam.steps import Steps, Tensors
 
 
@@ -39,6 +40,7 @@ class Averager:
         self.waiting = HookStates()  # states of hooks that were loaded before there is a link
         self.settings = Settings(warmup, spec, self._transform, parameters.as_adam(optimizer))  # defaults of `register`
         self._optimizer, self._phase, self._steps = optimizer, phase, steps
+        self._nonfinite = False  # a shard of this replica holds NaN or Inf
         self._finishing = False  # the hook of momenta sends what local steps have not sent
 
     # Connection
@@ -99,7 +101,7 @@ class Averager:
             return f"finish, {step}"
         if buffer.is_sparse:
             raise ArgumentError("OneBitAdam does not support sparse gradients")
-        if not arithmetic.is_finite(buffer):
+        if self._nonfinite or not arithmetic.is_finite(buffer):
             raise ArgumentError("a gradient holds NaN or Inf: the step is refused on all ranks", Status.NONFINITE)
         if self._phase.kind == "gradients":
             return f"gradients, {step}"
@@ -146,12 +148,17 @@ class Averager:
         elif link.backward is not None:
             found = self._after_backward(link, link.backward, kind, gradients)
         elif kind == "local":
-            factor = link.settings.clip_factor(gradients.values())
+            factor = link.settings.clip_factor(gradients.values(), shards=link.shards)
             found = {p: g * factor for p, g in gradients.items()} if factor < 1 else gradients
         else:
+            with link.before_buckets(kind):
+                self._nonfinite = link.model.shards is not None and not self.is_finite(gradients)
             found = link.reduce(kind, gradients)
             if kind == "gradients":  # a parameter that no rank has ever used stays as it is, as in torch.optim.Adam
-                found = {p: x for p, x in found.items() if self._optimizer.state.get(p) or bool(x.any())}
+                new = [p for p in link.model.names if p in found and not self._optimizer.state.get(p)]
+                used = link.shards.any([bool(found[p].any()) for p in new])
+                for p in (p for p, is_used in zip(new, used, strict=True) if not is_used):
+                    del found[p]
         if kind == "momenta":  # a parameter without second moments does not move
             found = {p: x for p, x in found.items() if self._optimizer.state.get(p)}
         return {p: x for p, x in found.items() if self._steps.moves(p)}
@@ -181,7 +188,7 @@ class Averager:
         """Return True if torch.distributed.checkpoint has made gradients of zeros, to have the state allocated."""
         optimizer = self._optimizer
         unused = not optimizer.state and all(not group["lr"] for group in optimizer.param_groups)
-        return unused and not any(bool(g.any()) for g in gradients.values())
+        return unused and not self.shards.any([any(bool(g.any()) for g in gradients.values())])[0]
 
     def starts(self, received: Tensors) -> bool:
         """Return True if a step only allocates the state: the first one, of learning rates and means of 0."""
@@ -199,6 +206,19 @@ class Averager:
         for p in self._steps.apart - found.keys():
             self._steps.unsent(p, found.setdefault(p, torch.empty_like(p)))
         return found
+
+    @property
+    def shards(self) -> Shards:
+        """The ranks that hold the shards of a replica; this one alone if parameters are whole."""
+        return WHOLE if self.link is None else self.link.shards
+
+    def second_moments(self) -> float:
+        """Return the sum of the bias-corrected second moments of all parameters."""
+        return self.shards.total(total(parameters.second_moments(self._optimizer)))
+
+    def is_finite(self, gradients: Tensors) -> bool:
+        """Return True if no gradient of this replica holds NaN or Inf."""
+        return not self.shards.any([not all(map(arithmetic.is_finite, gradients.values()))])[0]
 
     def agree(self, decision: bool) -> bool:
         """Return True on all ranks if any of them decides so: sums may differ in the last bit between machines."""

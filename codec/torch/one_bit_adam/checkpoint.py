@@ -13,6 +13,7 @@ import torch
 
 from codec import StateError
 from codec.arguments import shown
+from codec.torch._compat import local
 from codec.torch.ddp.checkpoint import packed, unpacked
 from codec.torch.ddp.hook import Hook
 from codec.torch.one_bit_adam import parameters
@@ -22,45 +23,52 @@ from codec.torch.one_bit_adam.schedule import Kind
 
 KEY = "one_bit"
 VERSION = 1
-_RANK = re.compile("rank ([0-9]{1,9}) of ([0-9]{1,9})")
+_RANK = re.compile("rank ([0-9]{1,9}) of ([0-9]{1,9})(?:, shard ([0-9]{1,9}) of ([0-9]{1,9}))?")
+Place = tuple[int, int]  # number of a rank's shard, and number of shards
 _NUMBERS = ("lr", "eps", "weight_decay")  # entries of a group
 _LARGEST = 2.0**53  # limit of these numbers
 
 
 @dataclass(frozen=True)
 class HookStates:
-    """States of the hooks of some of `size` ranks, packed, by rank; 0 ranks: there were no hooks."""
+    """States of the hooks of some of `size` ranks, packed, by rank and place; 0 ranks: there were no hooks."""
 
     size: int = 0
-    ranks: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
+    ranks: Mapping[tuple[int, Place], bytes] = field(default_factory=dict[tuple[int, Place], bytes])
 
-    def of(self, rank: int, size: int) -> Mapping[Kind, Any]:
-        """Return the states of a rank's hooks, redistributed if they are those of another number of ranks.
+    def of(self, rank: int, size: int, place: Place) -> Mapping[Kind, Any]:
+        """Return the states of the hooks of a rank and its shards, redistributed among other numbers of ranks.
 
         Raises
         ------
         StateError
             A state is missing or damaged.
         """
-        if size == self.size and rank in self.ranks:
-            return self._unpacked(rank)
+        mine = {r: data for (r, its), data in self.ranks.items() if its == place}
+        if not mine and self.ranks:
+            raise StateError(
+                f"the state holds no residuals of shard {place[0]} of {place[1]}: residuals of shards belong to the "
+                "mesh that saved them; load them with as many shards"
+            )
+        if size == self.size and rank in mine:
+            return self._unpacked(rank, mine)
         if size == self.size:
             raise StateError(
-                f"the state holds residuals of {len(self.ranks)} of {self.size} ranks, and none of rank {rank}: load "
+                f"the state holds residuals of {len(mine)} of {self.size} ranks, and none of rank {rank}: load "
                 "each rank's own state, or one of all ranks, optimizer.state_dict(gather=True). A template for "
                 "torch.distributed.checkpoint must be made after optimizer.register(model)"
             )
-        if len(self.ranks) != self.size:
+        if len(mine) != self.size:
             raise StateError(
                 f"the state is that of one of {self.size} ranks, and there are {size}: save "
                 "optimizer.state_dict(gather=True) of all ranks, which can be loaded by any number of ranks"
             )
-        old = [self._unpacked(r) for r in range(self.size)]
+        old = [self._unpacked(r, mine) for r in range(self.size)]
         return {kind: Hook.reshard([states[kind] for states in old], size)[rank] for kind in SENT}
 
-    def _unpacked(self, rank: int) -> Mapping[Kind, Any]:
+    def _unpacked(self, rank: int, ranks: Mapping[int, bytes]) -> Mapping[Kind, Any]:
         try:
-            states = cast(Mapping[Kind, Any], unpacked(self.ranks[rank]))
+            states = cast(Mapping[Kind, Any], unpacked(ranks[rank]))
         except (StateError, RecursionError, KeyError) as e:
             raise StateError(f"'rank {rank} of {self.size}' of {KEY!r} is damaged: {shown(e)}") from e
         if sorted(states) != sorted(SENT):
@@ -74,18 +82,20 @@ def hook_states(link: Link | None, gather: bool, waiting: HookStates) -> HookSta
         if gather:
             raise StateError("register the model before the states of all ranks are gathered")
         return waiting
-    rank, size = link.group.rank(), link.group.size()
+    rank, size, place = link.group.rank(), link.group.size(), link.shards.place
     if not gather:
-        return HookStates(size, {rank: packed({kind: link.hooks[kind].state_dict() for kind in SENT})})
+        return HookStates(size, {(rank, place): packed({kind: link.hooks[kind].state_dict() for kind in SENT})})
+    if place[1] > 1:
+        raise StateError("gather=True is for whole parameters: save shards by torch.distributed.checkpoint")
     gathered = {kind: link.hooks[kind].state_dict(gather=True)["ranks"] for kind in SENT}
-    return HookStates(size, {r: packed({kind: gathered[kind][r] for kind in SENT}) for r in range(size)})
+    return HookStates(size, {(r, place): packed({kind: gathered[kind][r] for kind in SENT}) for r in range(size)})
 
 
 def moved(link: Link, group: Any) -> HookStates:
     """Return the states of this rank's hooks for the ranks of another group."""
     here = {"rank": group.rank(), "world_size": group.size()}
     states = {kind: hook.state_dict() | here for kind, hook in link.hooks.items()}
-    return HookStates(group.size(), {group.rank(): packed(states)})
+    return HookStates(group.size(), {(group.rank(), link.shards.place): packed(states)})
 
 
 def new_hooks(link: Link, saved: HookStates) -> dict[Kind, Hook]:
@@ -98,16 +108,22 @@ def new_hooks(link: Link, saved: HookStates) -> dict[Kind, Hook]:
     """
     hooks = link.new_hooks()
     if saved.size:
-        states = saved.of(link.group.rank(), link.group.size())
+        states = saved.of(link.group.rank(), link.group.size(), link.shards.place)
         for kind, hook in hooks.items():
             hook.load_state_dict(states[kind])
     return hooks
 
 
+def _name(rank: int, place: Place, size: int) -> str:
+    """Return the name of an entry, which no other rank of a training has."""
+    shard, shards = place
+    return f"rank {rank} of {size}" + (f", shard {shard} of {shards}" if shards > 1 else "")
+
+
 def with_entry(state: dict[str, Any], phase: Phase, hooks: HookStates) -> dict[str, Any]:
     """Return a state of torch.optim.Adam with the entry of an optimizer's phase and hooks."""
     entry = {"version": VERSION, "steps": phase.steps, "frozen": int(phase.frozen), "drift": phase.drift.state()}
-    entry |= {"ranks": hooks.size} | {f"rank {rank} of {hooks.size}": data for rank, data in hooks.ranks.items()}
+    entry |= {"ranks": hooks.size} | {_name(*which, hooks.size): data for which, data in hooks.ranks.items()}
     first, *others = state["param_groups"]
     return state | {"param_groups": [first | {KEY: entry}, *others]}
 
@@ -163,6 +179,9 @@ class Saved:
             states = {i: state | {"variance_step": counts[i]} for i, state in states.items()}
         if lacking := [i for i, state in states.items() if "variance_step" not in state]:
             raise StateError(f"variance_step of parameter {lacking[0]} is missing: only a part of the state was loaded")
+        for group, own in zip(groups, optimizer.param_groups, strict=False):
+            if "bias_correction" in own:  # which torch.optim.AdamW does not know
+                group.setdefault("bias_correction", own["bias_correction"])
         self.adam = {"state": states, "param_groups": [{k: g[k] for k in g if k != KEY} for g in groups]}
         self.steps, self.frozen, self.drift = entry["steps"], bool(entry["frozen"]), entry.get("drift")
         self.hooks = _hooks_of(entry)
@@ -194,7 +213,7 @@ def _check_group(group: Mapping[str, Any]) -> None:
     """Raise StateError if an option of a saved group is not supported or impossible."""
     if on := [name for name in parameters.UNSUPPORTED if not _is_flag(group.get(name), False)]:
         raise StateError(f"the state is of an optimizer with {', '.join(on)}, which OneBitAdam does not support")
-    for name in ("foreach", "decoupled_weight_decay"):
+    for name in ("foreach", "decoupled_weight_decay", "bias_correction"):
         if not _is_flag(group.get(name), False, True):
             raise StateError(f"{name} of a saved group is True, False or None, not {shown(group.get(name))}")
     betas = group.get("betas")
@@ -229,6 +248,10 @@ def _check_parameter(number: Any, p: torch.Tensor, state: Mapping[str, Any]) -> 
         if not isinstance(x, torch.Tensor) or x.shape != p.shape:
             found = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise StateError(f"{name} of parameter {number} has shape {found}, the parameter {tuple(p.shape)}")
+        if local(x).shape != local(p).shape:
+            raise StateError(
+                f"{name} of parameter {number} is not sharded as the parameter: load it by torch.distributed.checkpoint"
+            )
 
 
 def _checked_entry(entry: Any) -> Mapping[str, Any]:
@@ -247,11 +270,11 @@ def _checked_entry(entry: Any) -> Mapping[str, Any]:
 
 def _hooks_of(entry: Mapping[str, Any]) -> HookStates:
     """Return the states of hooks in an entry."""
-    found: dict[int, bytes] = {}
+    found: dict[tuple[int, Place], bytes] = {}
     for name, data in entry.items():
         match = _RANK.fullmatch(str(name))
         if match and int(match[2]) == entry["ranks"]:
             if not isinstance(data, bytes):
                 raise StateError(f"{name!r} in {KEY!r} of the state is bytes, not {type(data).__name__}")
-            found[int(match[1])] = data
+            found[int(match[1]), (int(match[3] or 0), int(match[4] or 1))] = data
     return HookStates(entry["ranks"], found)

@@ -1,16 +1,18 @@
 """Connection of an optimizer to the other ranks: two hooks, one for gradients and one for momenta."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 import torch
 
-from codec import ArgumentError, CallOptions, SpecError
+from codec import ArgumentError, CallOptions, PeerError, SpecError
 from codec.arguments import shown
 from codec.specs import Lossless, Spec
+from codec.torch._compat import local
 from codec.torch.collectives.calls import all_reduce
 from codec.torch.ddp import lifetime
 from codec.torch.ddp.buckets import Bucket, gradients_in, n_values, needs_optimizer
@@ -19,11 +21,13 @@ from codec.torch.ddp.make import ddp_hook
 from codec.torch.ddp.policy import Policy
 from codec.torch.ddp.reducer import Transform
 from codec.torch.ddp.stats import Stats
+from codec.torch.ddp.step import FAILED_ELSEWHERE
 from codec.torch.group.work import Work
 from codec.torch.one_bit_adam import arithmetic
 from codec.torch.one_bit_adam.backward import Backward
 from codec.torch.one_bit_adam.model import Model
 from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
+from codec.torch.one_bit_adam.sharded import WHOLE, Shards
 from codec.torch.transport.counters import Counters
 
 # Embeddings and their heads are encoded, too: a momentum over sqrt(v) has even rows.
@@ -51,11 +55,11 @@ class Settings:
         """Factor of the GradScaler in gradients."""
         return 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
 
-    def clip_factor(self, gradients: Iterable[torch.Tensor], scale: float = 1.0) -> float:
+    def clip_factor(self, gradients: Iterable[torch.Tensor], scale: float = 1.0, shards: Shards = WHOLE) -> float:
         """Return the factor by which this rank's gradients, which have the factor `scale`, are clipped."""
         if self.max_grad_norm is None:
             return 1.0
-        return arithmetic.clip_factor(gradients, self.max_grad_norm, scale)
+        return arithmetic.clip_factor(shards.norm(arithmetic.norm(gradients)), self.max_grad_norm, scale)
 
     def hook(self, kind: Kind) -> Hook:
         """Return a new hook for gradients or momenta."""
@@ -77,6 +81,15 @@ def check_spec(spec: Spec) -> None:
         raise SpecError(f"spec= is for momenta, but {spec} drops bits of gradients: use it as warmup=")
     if not isinstance(spec, Lossless) and not spec.contraction:
         raise SpecError(f"{spec} is no contraction, so that error feedback does not converge: use Sign")
+
+
+def check_warmup(spec: Spec, group: Mapping[str, Any]) -> None:
+    """Raise ArgumentError if the gradients of a parameter group cannot be sent with a spec in the warm-up."""
+    if needs_optimizer(spec) and not arithmetic.corrects_bias(group):
+        raise ArgumentError(
+            f"warmup={spec} drops bits by the step of torch.optim.Adam, which is bias-corrected: use Lossless() or "
+            "Quantize(4), or bias_correction=True"
+        )
 
 
 def check_clipping(max_grad_norm: Any) -> float | None:
@@ -144,6 +157,7 @@ class Link:
         self.settings, self.model, self.group = settings, model, group
         self.backward: Backward | None = None  # buckets of a DistributedDataParallel; None: step() averages
         self._kind_of_step, self._moves = kind_of_step, moves
+        self.shards = Shards(model.shards, settings.options)
         self._buckets: list[Bucket] = []  # memory of :meth:`reduce`
         self.hooks = self.new_hooks()
 
@@ -157,6 +171,8 @@ class Link:
             else:
                 hook.reducer.check(model.names, self.group)
                 hook.reducer.serve(model.names, self.group, model.module)
+            if model.shards is not None:
+                hook.reducer.state.other_groups = self.shards.confirm
         hooks["momenta"].called = True  # a run may end before the freeze
         return hooks
 
@@ -175,6 +191,15 @@ class Link:
         )
         lifetime.register(self.model.ddp, self.backward)
 
+    @contextmanager
+    def before_buckets(self, kind: Kind) -> Generator[None]:
+        """Return a context manager for agreements of a replica before a step: an error fails on other replicas, too."""
+        try:
+            yield
+        except BaseException:
+            self.hooks[kind].reducer.cancel()
+            raise
+
     def reduce(
         self, kind: Kind, tensors: Mapping[torch.Tensor, torch.Tensor | None]
     ) -> dict[torch.Tensor, torch.Tensor]:
@@ -190,7 +215,8 @@ class Link:
         hook = self.hooks[kind]
         hook.called = True
         self._buckets = self._buckets or self._make_buckets(hook)
-        factor = self.settings.clip_factor(g for g in tensors.values() if g is not None)
+        with self.before_buckets(kind):
+            factor = self.settings.clip_factor((g for g in tensors.values() if g is not None), shards=self.shards)
         works: list[Work] = []
         for bucket in self._buckets:
             for p, place in zip(bucket.parameters, bucket.gradients(), strict=True):
@@ -202,7 +228,10 @@ class Link:
             if factor < 1:
                 bucket.buffer.mul_(factor)
             works.append(hook.reducer.reduce(bucket))
-        found: dict[torch.Tensor, torch.Tensor] = {}
+        if not works and not self.shards.confirm(True):
+            raise PeerError(FAILED_ELSEWHERE)
+        empty = [p for p in self.model.names if not n_values(p)]  # shards without values
+        found: dict[torch.Tensor, torch.Tensor] = {p: torch.zeros_like(local(p)) for p in empty}
         for bucket, work in zip(self._buckets, works, strict=True):
             found |= zip(bucket.parameters, gradients_in(work.result(), bucket.parameters), strict=True)
         return found
@@ -252,17 +281,18 @@ def _buckets_of(groups: list[list[torch.nn.Parameter]]) -> list[Bucket]:
 
 
 def _cut(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Group parameters of equal dtype and device into buckets."""
+    """Group parameters of equal dtype and device that have values on this rank into buckets."""
     kinds: dict[Any, list[torch.nn.Parameter]] = {}
     for p in parameters:
-        kinds.setdefault((p.dtype, p.device), []).append(p)
-    for some in kinds.values():
+        if n_values(p):
+            kinds.setdefault((p.dtype, p.device), []).append(p)
+    for (dtype, _), some in kinds.items():
         bucket: list[torch.nn.Parameter] = []
         nbytes = 0
         for p in some:
-            if bucket and nbytes + p.nbytes > _BUCKET:
+            if bucket and nbytes + n_values(p) * dtype.itemsize > _BUCKET:
                 yield bucket
                 bucket, nbytes = [], 0
             bucket.append(p)
-            nbytes += p.nbytes
+            nbytes += n_values(p) * dtype.itemsize
         yield bucket

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from codec import ArgumentError, StateError
@@ -23,6 +24,7 @@ class Model:
     names: Mapping[torch.nn.Parameter, str]
     module: torch.nn.Module  # module whose layers the policy knows; an empty one if they are unknown
     ddp: DistributedDataParallel | None = None  # calls hooks in backward(); None: step() averages
+    shards: Any = None  # ranks among which FSDP2 shards the parameters; None: they are whole
 
     def group(self, group: Any) -> Any:
         """Return the given ranks; None: those of the DistributedDataParallel, or all."""
@@ -48,11 +50,13 @@ class Model:
                 f"the registered module lacks parameters of the optimizer: {', '.join(others[:5])}; register a module "
                 "that has them all"
             )
+        if self.shards is not None and (plain := [name for name, p in new if not hasattr(p, "device_mesh")]):
+            raise ArgumentError(f"FSDP2 does not shard {', '.join(plain[:5])}: no rank would average its gradient")
         both = [(name, cast(torch.Tensor, p)) for p, name in self.names.items()]
         return replace(self, names=names_of([*both, *((own.get(p, name), p) for name, p in new)]))
 
 
-def check_model(model: Any, named: Sequence[tuple[str, torch.Tensor]]) -> Model:
+def check_model(model: Any, named: Sequence[tuple[str, torch.Tensor]], group: Any) -> Model:
     """Check the argument of ``register``; return the model.
 
     Parameters
@@ -61,11 +65,13 @@ def check_model(model: Any, named: Sequence[tuple[str, torch.Tensor]]) -> Model:
         The argument, maybe inside of what torch.compile returned.
     named : sequence of (str, torch.Tensor)
         Parameters of the optimizer.
+    group : ProcessGroup or None
+        Ranks that the caller has given.
 
     Raises
     ------
     ArgumentError
-        It is no model, is sharded by FSDP, or has parameters that the optimizer lacks.
+        It is no model, has parameters that the optimizer lacks, or is sharded in a way that is not supported.
     """
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, torch.nn.Module):
@@ -83,9 +89,41 @@ def check_model(model: Any, named: Sequence[tuple[str, torch.Tensor]]) -> Model:
     others = {name: p for name, p in named if p not in served and p.requires_grad}
     if ddp is None:
         names = names_of((name, p) for p, name in served.items() if p in mine and p.requires_grad)
-        return Model(names, module).extended(list(others.items()))
+        return Model(names, module, shards=_shard_group(names, group)).extended(list(others.items()))
     _report(others, ddp)
     return Model(names_of((name, p) for p, name in served.items()), module, ddp)
+
+
+def _shard_group(names: Mapping[torch.nn.Parameter, str], group: Any) -> Any:
+    """Return the ranks among which FSDP2 shards the parameters of a model; None: they are whole.
+
+    Raises
+    ------
+    ArgumentError
+        `group` is not that of the replicas, or some of the parameters are not sharded as the others.
+    """
+    meshes = {p: getattr(p, "device_mesh", None) for p in names}
+    mesh = next((m for m in meshes.values() if m is not None), None)
+    if mesh is None:
+        return None
+    if mesh.ndim != 1:
+        raise ArgumentError(
+            f"the parameters have a mesh of {mesh.ndim} dimensions, and OneBitAdam supports that of the shards alone: "
+            'use fully_shard(model, mesh=mesh["shard"])'
+        )
+    if others := [name for p, name in names.items() if meshes[p] != mesh]:
+        raise ArgumentError(
+            f"FSDP2 does not shard {', '.join(others[:5])} as the other parameters, so that gradients differ between "
+            "shards: call fully_shard with the same mesh for all, or requires_grad_(False)"
+        )
+    shards = mesh.get_group()
+    if group is None or len({*dist.get_process_group_ranks(shards)} & {*dist.get_process_group_ranks(group)}) > 1:
+        raise ArgumentError(
+            "FSDP2 shards this model, and OneBitAdam averages between its replicas: pass "
+            'register(model, group=mesh.get_group("replicate")). With one replica, use torch.optim.AdamW and '
+            "codec.torch.ReduceScatter"
+        )
+    return shards
 
 
 def _report(others: Mapping[str, torch.Tensor], ddp: DistributedDataParallel) -> None:
@@ -106,8 +144,13 @@ def model_of(named: Sequence[tuple[str, torch.Tensor]]) -> Model:
     Raises
     ------
     StateError
-        A parameter belongs to a DistributedDataParallel.
+        A parameter belongs to a DistributedDataParallel, or FSDP2 shards it.
     """
+    if any(hasattr(p, "device_mesh") for _, p in named):
+        raise StateError(
+            'FSDP2 shards the parameters: call optimizer.register(model, group=mesh.get_group("replicate")) before the '
+            "first step"
+        )
     averaged = {p for model in lifetime.models() for p in model.parameters()}
     if served := [name for name, p in named if p in averaged]:
         raise StateError(

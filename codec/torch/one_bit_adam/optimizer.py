@@ -12,9 +12,9 @@ from codec.arguments import shown
 from codec.specs import Lossless, Quantize, Spec
 from codec.torch.ddp.policy import Chooser, Policy, policy_of
 from codec.torch.ddp.stats import Stats
-from codec.torch.one_bit_adam import arithmetic, checkpoint, parameters
+from codec.torch.one_bit_adam import checkpoint, parameters
 from codec.torch.one_bit_adam.averager import Averager
-from codec.torch.one_bit_adam.link import EVEN_POLICY, check_clipping, check_scaler, check_spec
+from codec.torch.one_bit_adam.link import EVEN_POLICY, check_clipping, check_scaler, check_spec, check_warmup
 from codec.torch.one_bit_adam.model import check_model
 from codec.torch.one_bit_adam.phase import Phase
 from codec.torch.one_bit_adam.schedule import ZeroOneSchedule, parsed
@@ -40,8 +40,8 @@ class OneBitAdam(torch.optim.Adam):
     Parameters
     ----------
     params : iterable
-        Parameters, named parameters or parameter groups, as for torch.optim.Adam: dense, real, in one piece on each
-        rank.
+        Parameters, named parameters or parameter groups, as for torch.optim.Adam: dense, real. A group may have
+        ``bias_correction=False``: its moments are not bias-corrected then, as in DeepSpeed.
     lr : float
         Learning rate.
     betas : (float, float)
@@ -122,7 +122,7 @@ class OneBitAdam(torch.optim.Adam):
         Raises
         ------
         ArgumentError
-            A parameter or an option is not supported: DTensor, complex values, ``amsgrad``, ``maximize``, ``fused``,
+            A parameter or an option is not supported: complex values, ``amsgrad``, ``maximize``, ``fused``,
             ``capturable``, ``differentiable``. Or a parameter is not one of the module that was registered.
         StateError
             Second moments are frozen: parameters that have none would not move.
@@ -130,6 +130,7 @@ class OneBitAdam(torch.optim.Adam):
         super().add_param_group(param_group)
         try:
             parameters.check_group(self.param_groups[-1])
+            check_warmup(self.warmup, self.param_groups[-1])
             if "_averager" in self.__dict__:  # else torch's constructor adds the first groups
                 self._averager.check_new()
         except (ArgumentError, StateError):
@@ -157,7 +158,8 @@ class OneBitAdam(torch.optim.Adam):
         Parameters
         ----------
         model : torch.nn.parallel.DistributedDataParallel or torch.nn.Module
-            The model, or its ``torch.compile``. All of its parameters that require gradients are this optimizer's.
+            The model, its ``torch.compile``, or an FSDP2 model whose replicas are `group`. All of its parameters that
+            require gradients are this optimizer's.
             Parameters of the optimizer that a DistributedDataParallel does not average, such as those of a second one,
             are stepped by the gradients that this rank has in :meth:`step`.
         policy : Policy or callable
@@ -172,7 +174,7 @@ class OneBitAdam(torch.optim.Adam):
             they are averaged or added to momenta, as ``clip_grad_norm_`` does. Buckets of a DistributedDataParallel
             then travel after the backward pass. Default: gradients are not clipped.
         group : ProcessGroup, optional
-            Ranks. Default: those of the model, or all.
+            Ranks; for an FSDP2 model those with the same shard. Default: those of the model, or all.
         options : CallOptions, optional
             ``codec.options(algorithm=, timeout=, engine=, threads=)``, as for :func:`ddp_hook`.
 
@@ -188,7 +190,7 @@ class OneBitAdam(torch.optim.Adam):
         StateError
             A loaded state belongs to another model or rank.
         """
-        served = check_model(model, parameters.named(self))
+        served = check_model(model, parameters.named(self), group)
         scaler = check_scaler(grad_scaler, served, self.schedule)
         how = {"grad_scaler": scaler, "max_grad_norm": check_clipping(max_grad_norm), "options": options}
         settings = replace(self._averager.settings, policy=policy_of(policy, EVEN_POLICY), **how)
@@ -231,7 +233,7 @@ class OneBitAdam(torch.optim.Adam):
         if self._averager.starts(received):
             self._arithmetic.start()
             return loss
-        finite = kind != "local" or all(arithmetic.is_finite(g) for g in received.values())
+        finite = kind != "local" or self._averager.is_finite(received)
         if kind == "local":
             self._arithmetic.take_alone(received if finite else None)
         else:
@@ -239,7 +241,7 @@ class OneBitAdam(torch.optim.Adam):
         phase.steps += 1
         self._averager.forget_gradients()
         self._averager.share_buckets(kind)
-        if phase.ends(kind, lambda: parameters.second_moments(self), self._averager.agree):
+        if phase.ends(kind, self._averager.second_moments, self._averager.agree):
             self._freeze()
         if not finite:
             raise ArgumentError(
@@ -253,7 +255,8 @@ class OneBitAdam(torch.optim.Adam):
         """Freeze the second moments."""
         self._arithmetic.freeze()
         self._phase.frozen = True
-        self._phase.warn_of_freeze(parameters.without_moments(self))
+        moved = self._averager.shards.any(parameters.have_moments(self))
+        self._phase.warn_of_freeze([i for i, is_moved in enumerate(moved) if not is_moved])
 
     @torch.no_grad()
     def finish(self) -> None:

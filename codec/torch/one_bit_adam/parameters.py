@@ -6,6 +6,8 @@ from typing import Any, cast
 import torch
 
 from codec import ArgumentError
+from codec.arguments import shown
+from codec.torch._compat import local
 
 UNSUPPORTED = ("amsgrad", "maximize", "fused", "capturable", "differentiable")
 
@@ -22,14 +24,14 @@ def groups(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the gradients of the parameters that have one.
+    """Return the gradients of the parameters that have one; shards of those that FSDP2 shards.
 
     Raises
     ------
     ArgumentError
         A gradient is sparse.
     """
-    found = {p: p.grad for p in of(optimizer) if p.grad is not None}
+    found = {p: local(p.grad) for p in of(optimizer) if p.grad is not None}
     if any(g.is_sparse for g in found.values()):
         raise ArgumentError("OneBitAdam does not support sparse gradients")
     return found
@@ -50,10 +52,10 @@ def second_moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str,
             yield state, group["betas"][1]
 
 
-def without_moments(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return the numbers of the parameters whose second moments are all zero."""
+def have_moments(optimizer: torch.optim.Optimizer) -> list[bool]:
+    """Return True for each parameter that has a second moment above zero on this rank."""
     states = [optimizer.state.get(p) for p in of(optimizer)]
-    return [i for i, state in enumerate(states) if not state or not bool(state["exp_avg_sq"].any())]
+    return [bool(state) and bool(local(state["exp_avg_sq"]).any()) for state in states]
 
 
 def as_adam(optimizer: torch.optim.Adam) -> torch.optim.Adam:
@@ -71,13 +73,10 @@ def window(group: Mapping[str, Any]) -> int:
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise ArgumentError if a parameter or an option of a parameter group is not supported."""
     for p in cast(list[torch.Tensor], group["params"]):
-        if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):
-            raise ArgumentError(
-                "OneBitAdam needs whole parameters on each rank, and FSDP2 shards them: use torch.optim.AdamW with "
-                "codec.torch.ReduceScatter, or DistributedDataParallel"
-            )
         if not p.is_floating_point():
             raise ArgumentError(f"OneBitAdam supports real parameters only, not {p.dtype}")
+    if (corrects := group.get("bias_correction", True)) not in (True, False):
+        raise ArgumentError(f"bias_correction of a parameter group is True or False, got {shown(corrects)}")
     if on := [name for name in UNSUPPORTED if group.get(name)]:
         raise ArgumentError(f"OneBitAdam does not support {', '.join(f'{name}=True' for name in on)}")
     if isinstance(group["lr"], torch.Tensor) or isinstance(group["betas"][0], torch.Tensor):

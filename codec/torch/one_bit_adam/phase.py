@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from codec import StateError
+from codec.torch._compat import local
 from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
 
 logger = logging.getLogger("codec.torch")
@@ -102,11 +103,11 @@ class Drift:
 
 
 def total(states: Iterable[tuple[Mapping[str, Any], float]]) -> float:
-    """Return the sum of the bias-corrected second moments of parameters, given by their states and b2."""
+    """Return the sum of the bias-corrected second moments on this rank of parameters, given by their states and b2."""
     found = 0.0
     for state, beta2 in states:
         if state["variance_step"]:
-            found += state["exp_avg_sq"].sum(dtype=torch.float64).item() / (1 - beta2 ** state["variance_step"])
+            found += local(state["exp_avg_sq"]).sum(dtype=torch.float64).item() / (1 - beta2 ** state["variance_step"])
     return found
 
 
@@ -144,7 +145,7 @@ class Phase:
     def ends(
         self,
         kind: Kind,
-        states: Callable[[], Iterable[tuple[Mapping[str, Any], float]]],
+        measure: Callable[[], float],
         agree: Callable[[bool], bool],
     ) -> bool:
         """Measure the drift after a step if that is due; return True if second moments must be frozen now.
@@ -153,8 +154,8 @@ class Phase:
         ----------
         kind : str
             Kind of tensors that the step has sent.
-        states : callable
-            Returns the state and b2 of each parameter that has moments.
+        measure : callable
+            Returns the sum of the bias-corrected second moments of all parameters.
         agree : callable
             Makes a decision of this rank one of all ranks.
         """
@@ -162,7 +163,7 @@ class Phase:
             return False
         last = self.steps == self._freeze_step
         if last or (kind == "gradients" and self.drift.is_due(self.steps)):
-            self.drift.add(self.steps, total(states()))
+            self.drift.add(self.steps, measure())
             if self._freeze_step == "auto" and self.drift.has_window:
                 return agree(self.drift.value <= STABLE)
         return last

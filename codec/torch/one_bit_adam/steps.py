@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 
+from codec.torch._compat import local
 from codec.torch.one_bit_adam import arithmetic, parameters
 from codec.torch.one_bit_adam.arithmetic import Denominators
 from codec.torch.one_bit_adam.schedule import Kind
@@ -81,20 +82,20 @@ class Steps:
             return
         dead = self._denominators.dead(p, state, group)
         arithmetic.local_momentum(p, gradient, state, group, dead, scale)
-        if local := self._local.get(p):
+        if since := self._local.get(p):
             size = arithmetic.step_size(group, float(state["step"]) + 1)
-            if local.total + size > 0:
-                gradient.mul_(size).add_(local.sum, alpha=scale).div_(local.total + size)
+            if since.total + size > 0:
+                gradient.mul_(size).add_(since.sum, alpha=scale).div_(since.total + size)
 
     def unsent(self, p: torch.Tensor, gradient: torch.Tensor) -> None:
         """Replace the gradient of a parameter by the mean momentum of the local steps that it has taken, or by 0."""
-        local = self._local.get(p)
-        if local is None:
+        since = self._local.get(p)
+        if since is None:
             gradient.zero_()
-        elif local.total > 0:
-            torch.div(local.sum, local.total, out=gradient)
+        elif since.total > 0:
+            torch.div(since.sum, since.total, out=gradient)
         else:
-            gradient.copy_(self._optimizer.state[p]["exp_avg"])
+            gradient.copy_(local(self._optimizer.state[p]["exp_avg"]))
 
     def synchronize(self, received: Tensors) -> None:
         """Move parameters from where the ranks were synchronized last, by the averages of what :meth:`unsent` sent."""
@@ -119,12 +120,12 @@ class Steps:
                 earlier = self._adopt(group, some, states, tensors)
                 arithmetic.count(states)
                 self._step(group, some, states, earlier)
-            elif self._refresh:
+            elif arithmetic.corrects_bias(group) and not self._refresh:
+                arithmetic.adam_step(group, some, states, tensors)
+            else:
                 arithmetic.refresh(group, states, tensors, some)
                 self._denominators.forget(some)
                 self._step(group, some, states)
-            else:
-                arithmetic.adam_step(group, some, states, tensors)
 
     def _adopt(
         self, group: Group, some: list[torch.Tensor], states: list[State], momenta: list[torch.Tensor]
@@ -133,10 +134,10 @@ class Steps:
         arithmetic.adopt(states, momenta, [self._denominators.dead(*x, group) for x in zip(some, states, strict=True)])
         earlier: list[float] = []
         for p in some:
-            local = self._local.pop(p, None)
-            if local is not None:
-                p.copy_(local.anchor)
-            earlier.append(local.total if local is not None else 0.0)
+            since = self._local.pop(p, None)
+            if since is not None:
+                local(p).copy_(since.anchor)
+            earlier.append(since.total if since is not None else 0.0)
         return earlier
 
     def _step(
@@ -153,7 +154,7 @@ class Steps:
         """Step by the momenta in the state."""
         arithmetic.update(
             some,
-            [s["exp_avg"] for s in states],
+            arithmetic.moments(states, "exp_avg"),
             [self._denominators.of(*x, group) for x in zip(some, states, strict=True)],
             [-size for size in sizes],
         )
@@ -177,19 +178,20 @@ class Steps:
             if gradients is not None:
                 for p, s in zip(some, states, strict=True):
                     g = gradients.get(p)
-                    g = torch.zeros_like(p) if g is None else g.clone()
+                    g = torch.zeros_like(local(p)) if g is None else g.clone()
                     arithmetic.local_momentum(p, g, s, group, self._denominators.dead(p, s, group))
-                    s["exp_avg"].copy_(g)
+                    local(s["exp_avg"]).copy_(g)
                 self._step(group, some, states)
-            for local, s in zip(locals_, states, strict=True):
+            for since, s in zip(locals_, states, strict=True):
                 size = arithmetic.step_size(group, float(s["step"]))
-                local.total += size
+                since.total += size
                 if gradients is not None:
-                    local.sum.add_(s["exp_avg"], alpha=size)
-            arithmetic.decay(group, [local.anchor for local in locals_])
+                    since.sum.add_(local(s["exp_avg"]), alpha=size)
+            arithmetic.decay(group, [since.anchor for since in locals_])
 
     def _since(self, p: torch.Tensor) -> Local:
         """Return the steps of a parameter since the ranks were synchronized."""
         if p not in self._local:
-            self._local[p] = Local(p.detach().clone(), torch.zeros_like(p, memory_format=torch.preserve_format), 0.0)
+            x = local(p).detach()
+            self._local[p] = Local(x.clone(), torch.zeros_like(x, memory_format=torch.preserve_format), 0.0)
         return self._local[p]

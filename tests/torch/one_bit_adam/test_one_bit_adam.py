@@ -560,19 +560,6 @@ def test_grad_scaler_changes_no_bit_and_skips_on_all_ranks():
     run_ranks(2, _scaled)
 
 
-def _sharded(rank, size):
-    from torch.distributed.fsdp import fully_shard
-
-    model = net()
-    fully_shard(model)
-    with pytest.raises(codec.ArgumentError, match="FSDP2 shards them"):
-        codec.torch.OneBitAdam(model.parameters(), freeze_step=1)
-
-
-def test_fsdp2_is_refused():
-    run_ranks(1, _sharded)
-
-
 def _auto(rank, size):
     """Ranks freeze in the same step, and warn of nothing."""
     model = wrapped()

@@ -47,3 +47,12 @@ def test_example_runs_under_torchrun():
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
     phases = [line.split(":")[0] for line in done.stdout.splitlines() if "bits a value" in line]
     assert phases == ["warm-up", "1-bit Adam", "after the checkpoint"]
+
+
+@pytest.mark.nightly
+def test_example_of_replicas_runs_under_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    command += [str(ROOT / "examples/one_bit_adam_hsdp.py"), "--steps", "120"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
+    assert "2 replicas of 2 shards: loss" in done.stdout
+    assert "frozen: True" in done.stdout

@@ -1,0 +1,67 @@
+"""Ranks that hold the shards of a replica: agreements on what each of them sees in its own shards only."""
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from codec import CallOptions, CodecError
+from codec.torch.collectives.calls import all_reduce
+
+
+class Shards:
+    """Ranks among which FSDP2 shards the parameters of a replica. All of them must make the same calls.
+
+    Parameters
+    ----------
+    group : ProcessGroup or None
+        The ranks. None: parameters are whole, and this rank decides alone.
+    options : CallOptions or None
+        Timeout of the agreements.
+    """
+
+    def __init__(self, group: Any = None, options: CallOptions | None = None) -> None:
+        self._group = None if group is None or group.size() == 1 else group
+        self._options = options
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Number of this rank's shard, and number of shards."""
+        return (0, 1) if self._group is None else (self._group.rank(), self._group.size())
+
+    def any(self, flags: Sequence[bool]) -> list[bool]:
+        """Return True for each flag that is True on any of the ranks."""
+        if self._group is None or not flags:
+            return list(flags)
+        votes = torch.tensor(flags, dtype=torch.float32, device="cpu")
+        all_reduce(votes, op="max", group=self._group, options=self._options)
+        return [bool(vote) for vote in votes]
+
+    def total(self, value: float) -> float:
+        """Return the sum of a number over the ranks, the same on all of them."""
+        if self._group is None:
+            return value
+        found = torch.tensor([value], dtype=torch.float32, device="cpu")
+        all_reduce(found, op="sum", group=self._group, options=self._options)
+        return found.item()
+
+    def norm(self, value: float) -> float:
+        """Return the Euclidean norm of all shards together; `value` is that of this rank's."""
+        return value if self._group is None else math.sqrt(self.total(value * value))
+
+    def confirm(self, succeeded: bool) -> bool:
+        """Return True if a step has succeeded on all ranks; each has averaged its shards with those of other replicas.
+
+        Raises
+        ------
+        PeerError
+            The step has succeeded here, but another rank is lost.
+        """
+        with suppress(*() if succeeded else (CodecError,)):
+            return not self.any([not succeeded])[0]
+        return False
+
+
+WHOLE = Shards()
