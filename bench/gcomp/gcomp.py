@@ -4,12 +4,13 @@
     sudo python bench/gcomp/gcomp.py --json gcomp.json --plots docs   # all figures: about half an hour
     sudo python bench/gcomp/gcomp.py --quick                          # fewer steps and methods: below two minutes
 
-figures      what                                                                    the paper's figures
-sizes        compression over steps, truncation strategies, sources of codebooks     9, 14, 12
-deviations   deviation of the loss from that of the uncompressed run                 18
-allreduce    time of an all-reduce, relative to Gloo's in float32                    10
-iteration    time of an iteration; simulated for more ranks than were measured       15, 16, 17
-accuracy     time until the accuracy of the uncompressed run                         20
+figures        what                                                                  the paper's figures
+distributions  exponents of gradients, gradients over parameters, zeros              1, 2, 3
+sizes          compression over steps, truncation strategies, sources of codebooks   9, 14, 12
+deviations     deviation of the loss from that of the uncompressed run               18
+allreduce      time of an all-reduce, relative to Gloo's in float32                  10
+iteration      time of an iteration; simulated for more ranks than were measured     15, 16, 17
+accuracy       time until the accuracy of the uncompressed run                       20
 
 Models and data are those of bench/support/models.py, optimizers SGD with momentum (digits-sgd) and AdamW (text-adamw;
 text-adamw-wide, whose model has 12 times as many parameters, and which --tasks must name).
@@ -23,6 +24,7 @@ the same number of samples in each of them.
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -41,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
 
+import distributions
 import links
 import methods
 import report
@@ -51,8 +54,8 @@ from summary import without_nonfinite
 
 TASKS = ("digits-sgd", "text-adamw")
 MORE_TASKS = ("text-adamw-wide",)  # done only if --tasks names them
-FIGURES = ("sizes", "deviations", "allreduce", "iteration", "accuracy")
-ON_LINKS = FIGURES[2:]  # figures that need network namespaces
+FIGURES = ("distributions", "sizes", "deviations", "allreduce", "iteration", "accuracy")
+ON_LINKS = FIGURES[3:]  # figures that need network namespaces
 WITH_ZSTD = ("sizes", "allreduce", "iteration")
 EXACT = 'Truncate(guard="exact")'
 DEVIATION_METHODS = (
@@ -106,14 +109,15 @@ def progress() -> Any:
     return Progress(*columns, console=Console(stderr=True))
 
 
-def run_sizes(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run_on_gradients(measure: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what a function measures of the gradients of each task."""
     torch.set_num_threads(1)
     with progress() as bar:
         line = bar.add_task("gradients of a training", total=len(args.tasks) * args.size_steps)
         measured: list[dict[str, Any]] = []
         for task in args.tasks:
             bar.update(line, description=f"gradients of {task}")
-            measured.append(asdict(sizes.measure(task, args.size_steps, args.samples, lambda: bar.advance(line))))
+            measured.append(asdict(measure(task, args.size_steps, args.samples, lambda: bar.advance(line))))
     return measured
 
 
@@ -200,7 +204,8 @@ def run_accuracy(args: argparse.Namespace) -> dict[str, Any]:
 
 
 RUN = {
-    "sizes": run_sizes,
+    "distributions": functools.partial(run_on_gradients, distributions.measure),
+    "sizes": functools.partial(run_on_gradients, sizes.measure),
     "deviations": run_deviations,
     "allreduce": run_all_reduces,
     "iteration": run_iteration,

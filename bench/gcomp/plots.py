@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import distributions
 import netns
 import numpy as np
 import report
@@ -37,6 +38,28 @@ def figure(rows: int, columns: int, height: float = 3.4) -> tuple[Any, Any]:
 
 def legend(of: Any, axis: Any, columns: int = 4) -> None:
     of.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize=8)
+
+
+def draw_distributions(found: list[dict[str, Any]]) -> Any:
+    """Draw the exponents of gradients, those of gradients over parameters, and shares over steps."""
+    drawing, axes = figure(3, len(found), 2.6)
+    for column, result in zip(axes.T, found, strict=True):
+        of = distributions.Distributions(**result)
+        kinds = ("gradient", of.exponents), ("gradient / parameter", of.ratios)
+        for axis, (name, counts) in zip(column, kinds, strict=False):
+            for i in (0, len(of.steps) // 2, len(of.steps) - 1):
+                shares = 100 * np.array(counts[i]) / max(1, sum(counts[i]))
+                axis.plot(np.arange(256) - distributions.BIAS, shares, label=f"step {of.steps[i]}", lw=1.2)
+            used = np.flatnonzero(np.sum(counts, axis=0)) - distributions.BIAS
+            axis.set(xlim=(used[0], used[-1]), xlabel=f"exponent of {name}", ylabel="values, %")
+            axis.legend(fontsize=7)
+        shares = {"gradients that are zero": of.zeros, "parameters that the step leaves": of.still}
+        for label, values in shares.items():
+            column[2].plot(of.steps, [100 * v for v in values], label=label, lw=1.2)
+        column[2].set(xlabel="step", ylabel="values, %")
+        column[2].legend(fontsize=7)
+        column[0].set_title(of.task)
+    return drawing
 
 
 def draw_sizes(found: list[dict[str, Any]]) -> Any:
@@ -160,6 +183,7 @@ def draw_accuracy(found: dict[str, Any]) -> Any:
 
 
 DRAW = {
+    "distributions": (("distributions", draw_distributions),),
     "sizes": (("ratio", draw_sizes), ("truncation", draw_strategies)),
     "deviations": (("deviation", draw_deviations),),
     "allreduce": (("allreduce", draw_all_reduces),),

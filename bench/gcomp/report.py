@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import allreduce
+import distributions
 import netns
 import sizes
 import trainings
@@ -46,6 +47,30 @@ def all_reduce_table(t: dict[str, Any]) -> dict[str, Any]:
         for r in t["rows"]
     ]
     return {k: t[k] for k in ("program", "ranks", "link")} | {"rows": rows}
+
+
+def show_distributions(found: list[dict[str, Any]]) -> None:
+    for r in found:
+        of = distributions.Distributions(**r)
+        print(f"\n**{of.task}**: {of.values:,} values, {of.steps[-1]} steps; exponents are powers of 2\n")
+        chosen = [0, len(of.steps) // 2, len(of.steps) - 1]
+
+        def spread(counts: list[int]) -> str:
+            return ", ".join(str(distributions.quantile(counts, q)) for q in distributions.QUANTILES)
+
+        lines = [
+            ["gradient: exponent, 1, 50, 99%", *(spread(of.exponents[i]) for i in chosen)],
+            ["exponents that occur", *(str(sum(n > 0 for n in of.exponents[i])) for i in chosen)],
+            [
+                f"share of the {distributions.TOP} most frequent",
+                *(percent(distributions.top_share(of.exponents[i]), 2) for i in chosen),
+            ],
+            ["entropy of an exponent, bits", *(number(of.entropy[i]) for i in chosen)],
+            ["gradient over parameter: exponent, 1, 50, 99%", *(spread(of.ratios[i]) for i in chosen)],
+            ["parameters that the step leaves", *(percent(of.still[i], 2) for i in chosen)],
+            ["gradients that are zero", *(percent(of.zeros[i], 2) for i in chosen)],
+        ]
+        print(table(["distribution", *(f"step {of.steps[i]}" for i in chosen)], lines))
 
 
 def show_sizes(found: list[dict[str, Any]]) -> None:
@@ -178,6 +203,7 @@ def show_accuracy(found: dict[str, Any]) -> None:
 
 
 SHOW = {
+    "distributions": show_distributions,
     "sizes": show_sizes,
     "deviations": show_deviations,
     "allreduce": show_all_reduces,

@@ -129,6 +129,23 @@ def test_sizes_of_a_short_training(monkeypatch):
     assert bits[sizes.OWN]["capped"][-1] < bits[sizes.PRIOR]["capped"][-1]
 
 
+def test_distributions_of_a_short_training():
+    result = gcomp.distributions.measure("text-adamw", 6, 2, lambda: None)
+    assert result.steps == [2, 3, 6]
+    for i in range(3):
+        nonzero = round(result.values * (1 - result.zeros[i]))
+        assert sum(result.exponents[i]) == nonzero
+        assert 0.9 * nonzero < sum(result.ratios[i]) <= nonzero
+        low, middle, high = (
+            gcomp.distributions.quantile(result.exponents[i], q) for q in gcomp.distributions.QUANTILES
+        )
+        assert -40 < low < middle < high < 0
+        assert 0.9 < gcomp.distributions.top_share(result.exponents[i]) <= 1
+        assert 0 < result.zeros[i] < 0.5  # embeddings of bytes that the batch does not have
+        assert result.entropy[i] < 5
+    assert gcomp.distributions.counts(np.array([1.5, -2.0, 0.25, 3.0], np.float32))[125:129] == [1, 0, 1, 2]
+
+
 # model of an iteration and time to accuracy
 
 
