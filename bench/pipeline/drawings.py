@@ -109,7 +109,7 @@ def draw_mesh(found: dict[str, Any]) -> Any:
     drawing, axes = figure(len(rates), 2.8)
     for axis, rate in zip(axes, rates, strict=True):
         some = [r for r in rows if r["rate"] == rate]
-        names = [f"{r['label']}, gradients in {r['averaging']}" for r in some]
+        names = [f"{r['label']}, gradients: {r['averaging']}" for r in some]
         axis.barh(names, [r["later"] for r in some], color=[COLORS[r["setting"]["system"]] for r in some])
         axis.invert_yaxis()
         axis.set(title=netns.shown(rate), xlabel="seconds of a step")

@@ -100,11 +100,12 @@ class Bench:
         coded = [s for s in self.settings if s.system not in (FP32, FP32_TCP)]
         chosen = [(Setting(FP32), stages.FLOATS)]
         for setting in coded:
-            chosen += [(setting, kind) for kind in (stages.FLOATS, stages.FOUR_BITS) if setting.system == AQ]
+            kinds = stages.FLOATS, stages.FOUR_BITS, stages.QUANTIZED_ADAM
+            chosen += [(setting, kind) for kind in kinds if setting.system == AQ]
             chosen += [(setting, stages.FOUR_BITS)] if setting.system != AQ else []
         timed = [stages.Job(s, kind, args.steps) for s, kind in chosen]
         plan = stages.Plan(sizes, LANGUAGE, count, args.mesh_rates, timed, REPLICAS)
-        found: dict[str, Any] = {"stages": count, "replicas": REPLICAS}
+        found: dict[str, Any] = {"stages": count, "replicas": REPLICAS, "losses": []}
         found["times"] = self.timed_rows(plan, f"steps of {count} x {REPLICAS} ranks")
         coarse_and_fine = {self.args.bits[0], self.args.bits[-1]}
         trained = [
@@ -112,15 +113,25 @@ class Bench:
             for s, kind in chosen
             if args.train_mesh and (s.system == FP32 or (s.system == AQ and s.bits in coarse_and_fine))
         ]
-        found["losses"] = []
-        if trained:
-            plan = stages.Plan(sizes, LANGUAGE, count, ["none"], trained, REPLICAS)
-            an_epoch = sizes.steps_an_epoch
-            for job, result in zip(trained, self.run_plan(plan, "trainings with replicas"), strict=True):
-                loss = sum(result.losses[-an_epoch:]) / an_epoch
-                row = {"label": job.setting.label, "averaging": job.averaging, "loss": loss, "losses": result.losses}
-                found["losses"].append(row)
+        for task in args.tasks or [LANGUAGE] if trained else ():
+            found["losses"] += self.mesh_losses(stages.Plan(sizes, task, count, ["none"], trained, REPLICAS))
         return found
+
+    def mesh_losses(self, plan: stages.Plan) -> list[dict[str, Any]]:
+        """Return a row for each training of a plan with replicas."""
+        rows: list[dict[str, Any]] = []
+        an_epoch = plan.sizes.steps_an_epoch
+        for job, result in zip(plan.jobs, self.run_plan(plan, f"{plan.task} with replicas"), strict=True):
+            rows.append(
+                {
+                    "task": plan.task,
+                    "label": job.setting.label,
+                    "averaging": job.averaging,
+                    "loss": sum(result.losses[-an_epoch:]) / an_epoch,
+                    "losses": result.losses,
+                }
+            )
+        return rows
 
     def run_coding(self) -> list[dict[str, Any]]:
         torch.set_num_threads(1)

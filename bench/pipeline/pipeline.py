@@ -42,7 +42,7 @@ from parts import CODING_RATE, SAFE, Bench
 from stages import FIRST_STEPS, netns
 from summary import without_nonfinite
 from systems import BITS_OF, FP32, FP32_TCP, SYSTEMS, Setting, message_nbytes, parse_bits, settings_of
-from tasks import LANGUAGE, TASKS, Sizes
+from tasks import CLASSIFY, LANGUAGE, TASKS, Sizes
 
 import codec
 
@@ -156,6 +156,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         if small:
             parser.error(small)
     needed = ["rich", *(["matplotlib"] if args.plots else [])]
+    needed += ["sklearn"] if any(task == CLASSIFY for task, _ in args.places) else []
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         parser.error(f"missing packages: {', '.join(missing)}; install the extra `bench` of this project")
 

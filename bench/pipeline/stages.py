@@ -21,13 +21,14 @@ from torch.distributed.pipelining import Schedule1F1B
 sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
 import netns
 from systems import Setting, stage_of, steps_of, uses_samples
-from tasks import Data, Optimizer, Sizes, batches, data_of, loss_of, parts_of
+from tasks import Data, Optimizer, Sizes, batches, data_of, loss_of, parts_of, rate_of
 
 import codec
 import codec.torch
 from codec.torch.pipelining import CompressedStage
 
-NONE, FLOATS, FOUR_BITS = "none", "float32", "4 bits"  # how gradients of parameters are averaged over replicas
+# how gradients of parameters are averaged over replicas; QUANTIZED_ADAM: their momenta, in 4 bits
+NONE, FLOATS, FOUR_BITS, QUANTIZED_ADAM = "none", "float32", "4 bits", "QuantizedAdam"
 FIRST_STEPS = 3  # of the first epoch in a timed run; the first of them is not counted
 
 
@@ -114,14 +115,43 @@ def averaging_of(kind: str, module: torch.nn.Module, group: Any, replicas: int) 
         for g, mean in zip(gradients.values(), flat.split([g.numel() for g in gradients.values()]), strict=True):
             g.copy_(mean.view_as(g))
 
-    return average if kind != NONE else lambda: None
+    return average if kind in (FLOATS, FOUR_BITS) else lambda: None
+
+
+class QuantizedAdam:
+    """QuantizedAdam of AQ-SGD's paper: :class:`codec.torch.OneBitAdam` with its default, momenta in 4 bits.
+
+    Second moments are frozen after a quarter of a training; in a timed run after the steps of the first epoch.
+    """
+
+    def __init__(self, module: torch.nn.Module, sizes: Sizes, group: Any, timed: int) -> None:
+        self._sizes, self._step = sizes, 0
+        self._adam = codec.torch.OneBitAdam(
+            module.parameters(),
+            sizes.rate,
+            weight_decay=0.01,
+            freeze_step=FIRST_STEPS if timed else max(1, sizes.steps // 4),
+            warmup=codec.Quantize(4),
+        )
+        options = codec.options(algorithm="two_shot")
+        self._adam.register(module, group=group, max_grad_norm=1.0, options=options)
+
+    def zero_grad(self) -> None:
+        self._adam.zero_grad()
+
+    def step(self) -> None:
+        for group in self._adam.param_groups:
+            group["lr"] = rate_of(self._sizes, self._step)
+        self._adam.step()
+        self._step += 1
 
 
 def run_job(plan: Plan, job: Job, groups: Groups, data: Data, weights: Any) -> Iterator[dict[str, Any]]:
     """Run a job on this rank, and yield the measurements of each step."""
     sizes, setting = plan.sizes, job.setting
     module = parts_of(sizes, plan.task, plan.stages, weights)[groups.index]
-    optimizer = Optimizer([module], sizes)
+    quantizes = job.averaging == QUANTIZED_ADAM
+    optimizer = QuantizedAdam(module, sizes, groups.replicas, job.timed) if quantizes else Optimizer([module], sizes)
     average = averaging_of(job.averaging, module, groups.replicas, plan.replicas)
     with tempfile.TemporaryDirectory() as folder:
         kept = folder if setting.store == "files" else ""

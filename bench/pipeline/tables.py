@@ -146,7 +146,8 @@ def show_check(found: dict[str, Any]) -> None:
 
 def show_mesh(found: dict[str, Any]) -> None:
     rows = found["mesh"]["times"]
-    losses = {(r["label"], r["averaging"]): r["loss"] for r in found["mesh"]["losses"]}
+    losses = {(r["label"], r["averaging"], r["task"]): r["loss"] for r in found["mesh"]["losses"]}
+    tasks = list(dict.fromkeys(r["task"] for r in found["mesh"]["losses"]))
     rates = list(dict.fromkeys(r["rate"] for r in rows))
     base = {r["rate"]: r["later"] for r in rows if r["setting"]["system"] == "fp32"}
     print(
@@ -157,8 +158,10 @@ def show_mesh(found: dict[str, Any]) -> None:
         of = {r["rate"]: r for r in rows if (r["label"], r["averaging"]) == key}
         cells = [f"{1e3 * of[x]['later']:.0f} ({times(base[x] / of[x]['later'])})" for x in rates]
         sent = next(iter(of.values()))["sent"]
-        lines.append([*key, *cells, number(sent / 1e6, ".2f"), number(losses.get(key), ".4f")])
-    print(table(["", "gradients", *map(netns.shown, rates), "MB a step", "loss"], lines))
+        ends = [number(losses.get((*key, task)), ".4f") for task in tasks]
+        lines.append([*key, *cells, number(sent / 1e6, ".2f"), *ends])
+    heads = [f"loss, {task}" for task in tasks]
+    print(table(["", "gradients", *map(netns.shown, rates), "MB a step", *heads], lines))
 
 
 def show_coding(found: dict[str, Any]) -> None:

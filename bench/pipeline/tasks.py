@@ -1,8 +1,8 @@
 """Trainings of the benchmark: a byte transformer that is cut into stages, and its two tasks.
 
-`language` fine-tunes a language model on the text of Python's help. `classify` tells from which of 16 modules of
-Python's standard library a stretch of text is. Both begin with a transformer that was trained on the source of that
-library. Each stage has one block of the transformer; the first one embeds bytes, the last one has the task's head.
+`language` fine-tunes a language model on the text of Python's help. `classify` reads scikit-learn's handwritten digits,
+a sequence of 64 pixels each. Both begin with a transformer that was trained on the source of Python's standard library.
+Each stage has one block of the transformer; the first one embeds bytes, the last one has the task's head.
 """
 
 import math
@@ -17,11 +17,11 @@ from torch import nn
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from models import Language, text
+from models import Language, digits, text
 
 LANGUAGE, CLASSIFY = "language", "classify"
 TASKS = (LANGUAGE, CLASSIFY)
-CLASSES = 16
+CLASSES = 10
 HELD_OUT = 512  # samples
 
 
@@ -143,18 +143,17 @@ def data_of(sizes: Sizes, task: str) -> Data:
     Raises
     ------
     ValueError
-        This Python's library has less text than `sizes.samples` needs.
+        There are fewer samples than `sizes.samples` needs.
+    ModuleNotFoundError
+        scikit-learn is not installed.
     """
     if task == LANGUAGE:
         topics = (library() / "pydoc_data/topics.py").read_bytes().replace(b"\\n", b"\n").replace(b"'\n", b"\n")
         rows = windows(topics, sizes.context + 1)
         x, y = rows[:, :-1], rows[:, 1:]
     else:
-        files = sorted(library().glob("*.py"), key=lambda p: (-p.stat().st_size, p.name))[:CLASSES]
-        by_class = [windows(p.read_bytes(), sizes.context) for p in files]
-        least = min(map(len, by_class))
-        x = torch.cat([rows[:least] for rows in by_class])
-        y = torch.arange(CLASSES).repeat_interleave(least)
+        images, y = digits()
+        x = (images.flatten(1) * 16).round().long()[:, : sizes.context]
     if len(x) < sizes.samples + HELD_OUT:
         raise ValueError(f"{task}: {len(x)} samples of {sizes.context} bytes exist, {sizes.samples + HELD_OUT} needed")
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
@@ -169,6 +168,11 @@ def batches(sizes: Sizes) -> list[torch.Tensor]:
     return [ids for order in orders for ids in order.split(sizes.batch)]
 
 
+def rate_of(sizes: Sizes, step: int) -> float:
+    """Return the learning rate of a step, counted from 0."""
+    return max(sizes.rate * min(1, (step + 1) / 10) * (1 - step / sizes.steps), 0.0)
+
+
 class Optimizer:
     """AdamW with clipping of each stage's gradients, as stages that know nothing of each other do it."""
 
@@ -181,10 +185,9 @@ class Optimizer:
             adam.zero_grad()
 
     def step(self) -> None:
-        rate = self._sizes.rate * min(1, (self._step + 1) / 10) * (1 - self._step / self._sizes.steps)
         for module, adam in zip(self._modules, self._adam, strict=True):
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             for group in adam.param_groups:
-                group["lr"] = max(rate, 0.0)
+                group["lr"] = rate_of(self._sizes, self._step)
             adam.step()
         self._step += 1

@@ -1,5 +1,6 @@
 """bench/pipeline: its coder of TAH-Quant, model of times and command line agree with what they stand for."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -214,6 +215,23 @@ def test_pipelines_in_namespaces_train_as_the_simulation(one_thread):
         assert result.label == setting.label
         simulated = simulation.train(setting, tasks.LANGUAGE, 2, SMALL, weights)
         assert result.losses == pytest.approx(simulated.losses, abs=1e-5)
+
+
+@pytest.mark.nightly
+def test_replicas_in_namespaces_train_with_quantized_adam(one_thread):
+    try:
+        stages.netns.require()
+    except stages.netns.NetworkError as e:
+        pytest.skip(str(e))
+    sizes = dataclasses.replace(SMALL, batch=128, samples=384, epochs=4)
+    kinds = (stages.FLOATS, stages.QUANTIZED_ADAM)
+    jobs = [stages.Job(FW4, kind) for kind in kinds]
+    plan = stages.Plan(sizes, tasks.LANGUAGE, 2, ["none"], jobs, 2)
+    plain, quantized = stages.run(plan, tasks.pretrained(sizes, 2), lambda _: None, HANG_SECONDS)
+    assert quantized.losses[0] == pytest.approx(plain.losses[0], abs=1e-5)
+    assert quantized.losses[-1] == pytest.approx(plain.losses[-1], abs=0.1)
+    assert quantized.losses[-1] < quantized.losses[0]
+    assert quantized.sent[-1] < 0.8 * plain.sent[-1]
 
 
 @pytest.mark.nightly
