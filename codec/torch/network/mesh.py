@@ -12,6 +12,7 @@ from typing import Any
 
 from codec import PeerError
 from codec.torch.network.inbox import Arrival, Inbox, Inboxes, Receive
+from codec.torch.network.info import ConnectionInfo
 from codec.torch.network.stripe import HEADER, Send, Stripe
 from codec.torch.network.waits import Wait
 
@@ -224,7 +225,11 @@ class Mesh:
 
     def rtt(self) -> float:
         """Return the longest round trip to a rank, in seconds, as the kernel has measured it; 0 if it is unknown."""
-        return max((each[0].rtt() for each in self._stripes.values()), default=0.0)
+        return max((each[0].info().rtt for each in self._stripes.values()), default=0.0)
+
+    def connections(self) -> list[ConnectionInfo]:
+        """Return the kernel's statistics of all connections, in a fixed order."""
+        return [stripe.info() for each in self._stripes.values() for stripe in each]
 
     def _wake(self) -> None:
         with suppress(OSError):  # the buffer is full, so that the thread wakes in any case, or the thread has ended

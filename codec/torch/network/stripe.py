@@ -11,11 +11,11 @@ from contextlib import suppress
 from typing import Any
 
 from codec.torch.network.inbox import Arrival
+from codec.torch.network.info import ConnectionInfo, connection_info
 from codec.torch.network.waits import Wait
 
 HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, signature, bytes of the body
 _MOST_BUFFERS = 512  # buffers in one call of sendmsg; Linux takes 1,024
-_RTT_OFFSET = 68  # bytes of Linux's struct tcp_info before tcpi_rtt, in microseconds
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 
 
@@ -175,10 +175,6 @@ class Stripe:
         """Release the socket."""
         self._sock.close()
 
-    def rtt(self) -> float:
-        """Return the round trip that the kernel has measured, in seconds; 0 if it is unknown."""
-        try:
-            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_OFFSET + 4)
-        except OSError:
-            return 0.0
-        return int.from_bytes(info[_RTT_OFFSET:], "little") * 1e-6
+    def info(self) -> ConnectionInfo:
+        """Return the kernel's statistics of the connection."""
+        return connection_info(self._sock)

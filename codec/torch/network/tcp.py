@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from codec import PeerError
+from codec.torch.network.info import ConnectionInfo, connection_info
 
 Array = np.ndarray[Any, Any]
 
@@ -127,7 +128,12 @@ class PeerConnection:
                 self._header_nbytes = 0
                 self._nreceived += 1
                 self.received_nbytes += MESSAGE.size + nbytes
+                self._acknowledge()
                 return message
+
+    def info(self) -> ConnectionInfo:
+        """Return the kernel's statistics of the connection."""
+        return ConnectionInfo() if self._closed else connection_info(self._sock)
 
     def check(self) -> None:
         """Raise PeerError if the peer has closed the connection; does not wait."""
@@ -234,6 +240,12 @@ class PeerConnection:
                 first += 1
             if n:
                 parts[first] = parts[first][n:]
+
+    def _acknowledge(self) -> None:
+        """Send an acknowledgement that the kernel has delayed: it ends the time of sending that the peer measures."""
+        if hasattr(socket, "TCP_QUICKACK"):
+            with suppress(OSError):  # closed meanwhile
+                self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def _await_header(self, seconds: float | None) -> int:
         """Wait for the header of the next message, unless it has arrived before; return the bytes of the body."""

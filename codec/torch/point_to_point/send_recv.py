@@ -13,6 +13,7 @@ from codec.torch.group.communicator import key_of, warn_non_member
 from codec.torch.group.work import Work
 from codec.torch.group.worker import Worker
 from codec.torch.network.endpoint import Endpoint, endpoint_of
+from codec.torch.network.info import ConnectionInfo
 from codec.torch.network.tcp import PeerConnection
 
 DEFAULT_MAX_NBYTES = 1 << 30
@@ -177,6 +178,10 @@ class Link:
         pair, seconds = self._pair, self._seconds
         return pair.receivers.run(lambda: pair.receive(max_nbytes, seconds), async_op=True)
 
+    def info(self) -> ConnectionInfo:
+        """Return the kernel's statistics of the connection."""
+        return self._pair.info()
+
     def close(self) -> None:
         """Make calls in flight and later ones raise PeerError, here and at the peer."""
         self._pair.close()
@@ -245,6 +250,10 @@ class _Pair:
     def receive(self, max_nbytes: int, seconds: float) -> bytes:
         """Return the next message."""
         return self._connected(seconds).receive(max_nbytes, seconds).tobytes()
+
+    def info(self) -> ConnectionInfo:
+        """Return the kernel's statistics of the connection; zeros before it is made."""
+        return ConnectionInfo() if self._connection is None else self._connection.info()
 
     def close(self) -> None:
         """Make calls in flight and later ones raise PeerError."""
