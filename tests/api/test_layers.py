@@ -34,7 +34,7 @@ TORCH = [  # within codec.torch; `__init__`, the public names, is above all of t
     {"transport"},
     {"group"},
     {"point_to_point", "reduction"},
-    {"feedback", "parameter_server", "saving", "autograd"},
+    {"auto", "feedback", "parameter_server", "saving", "autograd"},
     {"collectives", "fsdp"},
     {"backend", "ddp", "local_steps", "pipelining"},
     {"one_bit_adam"},

@@ -93,7 +93,7 @@ class Part:
     @functools.cached_property
     def segments(self) -> Records:
         """Shapes of the parameters, whose rows get scales of their own."""
-        return pack(segments([_shape(p) for p in self.parameters]))
+        return pack(segments([shape_of(p) for p in self.parameters]))
 
     @functools.cached_property
     def n(self) -> int:
@@ -173,7 +173,7 @@ def order(p: torch.Tensor) -> list[int]:
     return in_memory if not p.is_contiguous() and p.permute(in_memory).is_contiguous() else dims
 
 
-def _shape(p: torch.Tensor) -> tuple[int, ...]:
+def shape_of(p: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of a parameter's values in a bucket, its first dimensions merged to fit the format's rank."""
     shape = tuple(local(p).permute(order(p)).shape) + ((2,) if p.is_complex() else ())
     extra = len(shape) - lib.CODEC_MAX_RANK

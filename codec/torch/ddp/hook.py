@@ -57,11 +57,12 @@ class Hook:
 
     def __repr__(self) -> str:
         on = "not registered" if self.reducer.group is None else f"registered, {self.reducer.state.count} steps"
-        return f"<codec.torch.Hook {self.spec}, feedback={self.reducer.plan.feedback}, {on}>"
+        how = "" if self.reducer.plan.auto is None else "auto: "
+        return f"<codec.torch.Hook {how}{self.spec}, feedback={self.reducer.plan.feedback}, {on}>"
 
     @property
     def spec(self) -> Spec:
-        """Codec of the gradients; :meth:`set_spec` changes it."""
+        """Codec of the gradients; :meth:`set_spec` changes it, and so does "auto"."""
         return self.reducer.plan.spec
 
     @property
@@ -200,7 +201,8 @@ class Hook:
     def set_spec(self, spec: Spec | Preset, *, feedback: bool | float | None = None) -> None:
         """Encode gradients with another spec from the next step on; all ranks must do so between the same two steps.
 
-        Residuals that the new spec does not use are added to the gradients of the next step.
+        A hook with "auto" then chooses no more. Residuals that the new spec does not use are added to the gradients of
+        the next step.
 
         Parameters
         ----------
@@ -249,6 +251,7 @@ class Hook:
             buffer_nbytes=buffer_nbytes(self.reducer.group),
             scratch_nbytes=scratch_nbytes(self.reducer.group),
             parameters={},
+            **({} if plan.auto is None else {"choices": plan.auto.steps.copy(), "link": plan.auto.link}),
         )
         if by_parameter:
             norms = {} if state.residuals is None else state.residuals.norms()

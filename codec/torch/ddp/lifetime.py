@@ -135,7 +135,7 @@ def warn_of_adam(reducer: Reducer) -> None:
     if not _distorts(reducer):
         return
     if reducer.optimizer is not None:
-        _warn_if_adam(reducer.plan.spec, reducer.optimizer)
+        _warn_if_adam(reducer.plan.lossiest, reducer.optimizer)
         return
     if not _unchecked:
         _listen()
@@ -151,14 +151,14 @@ def _listen() -> None:
             if any(p in reducer.plan.names for g in optimizer.param_groups for p in g["params"]):
                 _unchecked.discard(reducer)
                 if _distorts(reducer):
-                    _warn_if_adam(reducer.plan.spec, optimizer)
+                    _warn_if_adam(reducer.plan.lossiest, optimizer)
 
     register_optimizer_step_pre_hook(check)
 
 
 def _distorts(reducer: Reducer) -> bool:
     """Return True if a hook distorts squares of gradients, and so second moments."""
-    return reducer.transform is None and isinstance(reducer.plan.spec, Sign | Ternary)
+    return reducer.transform is None and isinstance(reducer.plan.lossiest, Sign | Ternary)
 
 
 def _warn_if_adam(spec: Spec, optimizer: torch.optim.Optimizer) -> None:

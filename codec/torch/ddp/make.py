@@ -3,7 +3,8 @@
 # no `from __future__ import annotations`: torch looks at the hook's annotations
 
 import weakref
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,21 +12,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from codec import ArgumentError, CallOptions, SpecError
 from codec._options import settings_of
+from codec.advisor.cost_model import link_of
 from codec.arguments import shown, whole
 from codec.optimizers.from_torch import check_known, unwrapped
 from codec.specs import Lossless, Preset, Spec
 from codec.stateful import CodebookRefresher
+from codec.torch.auto.gradients import GradientChoice
+from codec.torch.auto.quality import QualityName, quality_of
 from codec.torch.ddp import lifetime
 from codec.torch.ddp.buckets import needs_optimizer
-from codec.torch.ddp.hook import Hook, check
+from codec.torch.ddp.hook import Hook, check, check_feedback
 from codec.torch.ddp.policy import Chooser, Plan, Policy, default_policy, policy_of
 from codec.torch.ddp.reducer import Reducer, Transform
 from codec.torch.reduction.execution import algorithm_of
 
 
 def ddp_hook(
-    spec: Spec | Preset = Lossless(),  # noqa: B008 - immutable
+    spec: Spec | Preset | Literal["auto"] = Lossless(),  # noqa: B008 - immutable
     *,
+    quality: QualityName | float | None = None,
+    link: Any = None,
     optimizer: Any = None,
     feedback: bool | float | None = None,
     policy: Policy | Chooser = default_policy,
@@ -45,7 +51,18 @@ def ddp_hook(
     Parameters
     ----------
     spec : Spec or str
-        Codec of the gradients, or the name of a preset. Default: lossless.
+        Codec of the gradients, or the name of a preset. Default: lossless. "auto": the hook measures the link, and
+        chooses what is fastest within `quality`, and the least lossy of what is about as fast. It changes its choice
+        when the link changes, at the same step on all ranks.
+    quality : {"lossless", "balanced", "small", "smallest"} or float, optional
+        Floor of "auto". A name: no spec is lossier than that preset, and presets that lose more than twice their usual
+        error of a parameter's gradient are not used for it. A number: the largest relative error of a parameter's
+        gradient, which is the norm of what is lost over the norm of the gradient, such as 0.05. Errors are measured on
+        samples in steps 0 and 16, and every 256 steps. Default: "lossless", which chooses between lossless frames and
+        uncompressed gradients, so that bits do not depend on the choice.
+    link : str, number or Link, optional
+        Link of each rank for "auto", as for :func:`codec.advise`: ``"100mbit"``, or ``codec.Link(1e9, rtt=0.02)``.
+        Default: it is measured in every step.
     optimizer : torch.optim.Optimizer, optional
         Optimizer from whose step :class:`codec.Truncate` computes how many bits of each gradient matter
         (:func:`codec.optimizers.from_optimizer`). Optimizers that Accelerate or Lightning have wrapped are unwrapped.
@@ -112,14 +129,20 @@ def ddp_hook(
     """
     optimizer = unwrapped(optimizer)
     settings = settings_of(options)
-    spec = check(spec, optimizer, feedback, algorithm_of(settings), refresher)
+    auto = None
+    if isinstance(spec, str) and spec == "auto":
+        auto, spec = _auto(quality, link, feedback, refresher, settings), Lossless()
+    elif quality is not None or link is not None:
+        raise ArgumentError(f'quality= and link= are for ddp_hook("auto"), got the spec {shown(spec)}')
+    else:
+        spec = check(spec, optimizer, feedback, algorithm_of(settings), refresher)
     if needs_optimizer(spec):
         check_known(optimizer)
     start_step = whole("start_step", start_step, 0, 1 << 40)
     if transform is not None and not callable(transform):  # pyright: ignore[reportUnnecessaryComparison]
         raise ArgumentError(f"transform must be a function of a buffer and a list of gradients, got {shown(transform)}")
     reducer = Reducer(
-        Plan(spec, feedback, policy_of(policy), start_step),
+        Plan(spec, feedback, policy_of(policy), start_step, auto),
         optimizer=optimizer,
         refresher=refresher,
         grad_scaler=grad_scaler,
@@ -127,6 +150,27 @@ def ddp_hook(
         settings=settings,
     )
     return Hook(reducer)
+
+
+def _auto(
+    quality: Any,
+    link: Any,
+    feedback: bool | float | None,
+    refresher: CodebookRefresher | None,
+    settings: CallOptions,
+) -> GradientChoice:
+    """Return the choice of ``ddp_hook("auto")``, whose specs go with the other arguments."""
+    if refresher is not None:
+        raise ArgumentError('refresher= has one spec, but "auto" chooses specs: leave one of them out')
+    algorithm, floor = algorithm_of(settings), quality_of(quality)
+    lossless, *lossy = floor.specs
+    specs = lossless, *(s for s in lossy if not feedback or s.contraction)  # residuals of others would diverge
+    for each in specs:
+        check(each, None, None if each == lossless else feedback, algorithm, None)
+    check_feedback(feedback)
+    stated = None if link is None else link_of(link)
+    options = CallOptions(threads=settings.threads)  # samples are measured in host memory
+    return GradientChoice(replace(floor, specs=specs), stated, raw=algorithm == "auto", options=options)
 
 
 # Hooks that comm_hook has made, by the model whose gradients they send.

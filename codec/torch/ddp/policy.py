@@ -13,6 +13,7 @@ from codec.advisor.model_rules import UNEVEN, needs_even_rows, small_of, uneven_
 from codec.arguments import shown
 from codec.specs import Lossless, Sign, Spec, TopK, Truncate, require_feedback
 from codec.stateful.ranges import NOBODY
+from codec.torch.auto.gradients import GradientChoice
 from codec.torch.ddp.buckets import Part, n_values
 from codec.torch.reduction.arguments import plain_spec
 
@@ -29,6 +30,7 @@ _PATIENCE = 8  # steps in which gradients that are zero everywhere are waited fo
 # reasons for a choice other than the hook's spec
 START, MEASURED, UNKNOWN = "start_step", "first step", "gradient is zero so far"
 CHOSEN, SMALL, EMBEDDING, ZEROS, DTYPE = "policy", "small", "embedding", "mostly zero", "dtype"
+LIMITED = "error"  # the hook's spec would lose too much of this parameter's gradient
 _UNMEASURED = frozenset({START, MEASURED, UNKNOWN})
 
 
@@ -137,6 +139,8 @@ class Plan:
         Chooses the spec of each parameter.
     start_step : int
         Number of first steps in which all gradients are sent lossless.
+    auto : GradientChoice, optional
+        Chooses the spec of the hook in place of `spec`, and other specs for single parameters.
 
     Attributes
     ----------
@@ -146,8 +150,15 @@ class Plan:
         Bytes of the gradients of a step by spec and reason.
     """
 
-    def __init__(self, spec: Spec, feedback: bool | float | None, policy: Policy, start_step: int) -> None:
-        self.spec, self.policy, self.start_step = spec, policy, start_step
+    def __init__(
+        self,
+        spec: Spec,
+        feedback: bool | float | None,
+        policy: Policy,
+        start_step: int,
+        auto: GradientChoice | None = None,
+    ) -> None:
+        self._spec, self.policy, self.start_step, self.auto = spec, policy, start_step, auto
         self.feedback_argument = feedback
         self.names: dict[torch.nn.Parameter, str] = {}
         self.chosen: dict[torch.nn.Parameter, Choice] = {}
@@ -166,9 +177,25 @@ class Plan:
         return self.__dict__ | none | {name: set[Any]() for name in ("_uneven", "_small", "_other")}
 
     @property
+    def spec(self) -> Spec:
+        """Spec of the hook. Setting it ends the choice by measurements."""
+        return self._spec if self.auto is None else self.auto.spec
+
+    @spec.setter
+    def spec(self, spec: Spec) -> None:
+        self._spec, self.auto, self._basis = spec, None, None
+
+    @property
+    def lossiest(self) -> Spec:
+        """Lossiest spec that the hook may have."""
+        return self._spec if self.auto is None else self.auto.quality.specs[-1]
+
+    @property
     def feedback(self) -> bool:
         """True if lossy parameters have residuals."""
-        return feeds_back(self.spec) if self.feedback_argument is None else bool(self.feedback_argument)
+        if self.feedback_argument is not None:
+            return bool(self.feedback_argument)
+        return any(map(feeds_back, [self._spec] if self.auto is None else self.auto.quality.specs))
 
     @property
     def decay(self) -> float:
@@ -180,6 +207,10 @@ class Plan:
         self._uneven, self._other = uneven_of(model), _other(model)
         self._small = small_of(names) if self.policy.lossless_small else set()
         self.names, self.chosen, self._basis = dict(names), {}, None
+        if self.auto is not None:
+            mine = {p: name for p, name in names.items() if p.requires_grad and p not in self._small | self._other}
+            mine = {p: name for p, name in mine.items() if self.policy(name, p) is None}
+            self.auto.serve({name: n_values(p) for p, name in mine.items()}, sum(p.nbytes for p in mine))
 
     def spec_of(self, name: str, parameter: torch.nn.Parameter) -> Spec:
         """Return the spec of a parameter: the policy's, else the hook's.
@@ -214,7 +245,11 @@ class Plan:
     def choose(self, step: int) -> bool:
         """Choose for a step; return True if a choice differs from that of the step before."""
         exact, former, reasons = self.is_exact(step), self.chosen, self._reasons
-        basis = (self.spec, self.feedback_argument, exact, self.zeros) if self.policy.choose is None else None
+        if self.auto is not None:
+            self.auto.paused = exact
+        version = None if self.auto is None else self.auto.version
+        basis = self.spec, self.feedback_argument, exact, self.zeros, version
+        basis = basis if self.policy.choose is None else None
         if basis is not None and basis == self._basis:
             return False
         self._basis = basis
@@ -235,6 +270,8 @@ class Plan:
             return own, CHOSEN
         if p in self._small:
             return Lossless(), SMALL
+        if self.auto is not None and (limited := self.auto.spec_of(name)) != self.spec:
+            return limited, LIMITED
         if not self._protects_uneven:
             return self.spec, ""
         if p in self._uneven:

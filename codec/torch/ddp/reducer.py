@@ -228,8 +228,8 @@ class Reducer:
         step.waited = comm.channel.counters.copy()
         await self.state.synchronize(collective, step)
         step.measured = Measurement(collective.mesh.rtt())
-        if self.algorithm == "auto" and collective.size > 1:
-            step.turn = self.state.choice.begin()
+        step.turn = self.state.turn(self.algorithm, collective.mesh) if collective.size > 1 else None
+        if step.turn is not None:
             step.way = await step.turn.wait()
 
     async def _agree(self, comm: Communicator, collective: Collective, number: int, step: Step) -> None:
@@ -337,6 +337,7 @@ class Reducer:
             parts = self._parts_of(bucket.parameters, buffer.numel(), bucket.number, step)
             if self.state.may_wait(parts):
                 collective.device.settle()
+            self.state.sample(bucket)
             planned = [self._prepare(comm, bucket, i, part, step) for i, part in enumerate(parts)]
         results = await execution.run_several(collective, self.algorithm, planned, item)
         step.launched += [(bucket, r) for r, _ in planned]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from codec.advisor.cost_model import Link
 from codec.readable import Rounded, count, duration, share
 from codec.specs import Spec
 from codec.torch.transport.counters import Counters
@@ -53,7 +54,14 @@ class Stats(Counters):
         because frames cannot carry them.
     contents : dict of str to int
         Bytes of the gradients of the last step by spec and reason, such as ``"Quantize()"`` or
-        ``"Lossless() (small)"``. Reasons are: policy, small, embedding, mostly zero, dtype, start_step, first step.
+        ``"Lossless() (small)"``. Reasons are: policy, small, embedding, mostly zero, dtype, start_step, first step,
+        and for ``ddp_hook("auto")`` error: the spec of the hook would lose too much of the gradient.
+    choices : dict of str to int
+        Steps by spec that ``ddp_hook("auto")`` has chosen, such as ``{"raw": 10, "Quantize()": 90}``; "raw" is
+        uncompressed. Empty for other hooks.
+    link : Link or None
+        Slowest link of a rank that ``ddp_hook("auto")`` has measured last, or was told; None for other hooks. Its rate
+        is infinite if it is too high to be measured.
     world_size : int
         Number of ranks.
     buffer_nbytes : int
@@ -81,6 +89,8 @@ class Stats(Counters):
     residual_ratio: float = 0.0
     uncompressed_nbytes: int = 0
     contents: dict[str, int] = field(default_factory=dict[str, int])
+    choices: dict[str, int] = field(default_factory=dict[str, int])
+    link: Link | None = None
     world_size: int = 1
     buffer_nbytes: int = 0
     scratch_nbytes: int = 0

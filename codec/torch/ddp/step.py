@@ -11,14 +11,16 @@ import torch
 from codec import ArgumentError, PeerError, Status
 from codec.stateful import CodebookRefresher
 from codec.torch._compat import divides_by_ranks_with_inputs
+from codec.torch.auto.gradients import GradientChoice
 from codec.torch.ddp import checkpoint
-from codec.torch.ddp.buckets import Bucket, Buffers, Part, needs_optimizer
+from codec.torch.ddp.buckets import Bucket, Buffers, Part, n_values, needs_optimizer, shape_of
 from codec.torch.ddp.codebook_sync import CodebookSync
 from codec.torch.ddp.policy import Plan
 from codec.torch.ddp.residuals import Residuals
 from codec.torch.ddp.stats import Stats
 from codec.torch.feedback.checkpoint import ROLES, UNKNOWN, of_tensors
 from codec.torch.group.autotune import Choice, Measurement, Turn, Way
+from codec.torch.network.mesh import Mesh
 from codec.torch.network.version import hash64
 from codec.torch.network.waits import Wait
 from codec.torch.reduction.execution import settle, wire_seconds
@@ -64,7 +66,7 @@ class Step:
     buffers: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # gradients of each bucket
     waited: Counters = field(default_factory=Counters)  # totals of the group at the begin
     measured: Measurement | None = None  # times since the begin
-    turn: Turn | None = None  # of the choice between frames and uncompressed values
+    turn: Turn | GradientChoice | None = None  # of the choice between frames and uncompressed values
     way: Way = "frames"
     confirmed: bool = False  # ranks of other groups know how the step has ended
 
@@ -79,7 +81,8 @@ class Step:
         size = channel.size
         wire_s = wire_seconds([r for _, r in self.launched], channel, self.waited.wire_s)
         nbytes = sum(2 * c.raw_nbytes * (size - 1) // size for c in self.traffic)
-        return self.measured.report(sum(c.sent_nbytes for c in self.traffic), nbytes, round_trips, wire_s)
+        times = self.measured.report(sum(c.sent_nbytes for c in self.traffic), nbytes, round_trips, wire_s)
+        return times if self.turn is None else times + self.turn.report(channel)
 
     def total(self, now: Counters, round_trips: float) -> Counters:
         """Return the traffic of all buckets; `now` are the totals of the group."""
@@ -180,14 +183,37 @@ class StepState:
         if self.codebooks is not None:
             await self.codebooks.begin_step(collective)
         if not self._in_sync:
-            known = hash64(sorted(self._plan.zeros.items()), self.loaded_buckets)
-            part = collective.part(hash64("hook"), {"collective": "step of a DDP hook"})
+            auto = self._plan.auto
+            known = hash64(sorted(self._plan.zeros.items()), self.loaded_buckets, *([auto.key] if auto else []))
+            extra = {} if auto is None else {"auto": auto.description}
+            part = collective.part(hash64("hook", *extra.values()), {"collective": "step of a DDP hook"} | extra)
             states = await part.gather([self.count, known])
             self.count = max(steps for steps, _ in states)
-            if len({theirs for _, theirs in states}) > 1:  # a rank is new: measure again
+            equal = len({theirs for _, theirs in states}) == 1
+            if not equal:  # a rank is new: measure again
                 self._plan.zeros, self.loaded_buckets = {}, []
+            if auto is not None:
+                auto.synchronize(equal=equal)
             self._in_sync, self.choice = True, Choice("gradients")
         step.number = self.count
+
+    def turn(self, algorithm: str, mesh: Mesh) -> Turn | GradientChoice | None:
+        """Return the choice of how the buckets of a step are sent; None if `algorithm` says it."""
+        if self._plan.auto is not None:
+            return self._plan.auto.begin(mesh)
+        return self.choice.begin() if algorithm == "auto" else None
+
+    def sample(self, bucket: Bucket) -> None:
+        """Keep samples of the gradients of a bucket that frames can carry, if they are measured in this step."""
+        auto = self._plan.auto
+        if auto is None or not auto.is_due:
+            return
+        auto.note_residuals({} if self.residuals is None else self.residuals.ratios)
+        begin = 0
+        for p in bucket.parameters:
+            end = begin + n_values(p)
+            auto.sample(self._plan.names.get(p, ""), bucket.buffer[begin:end], shape_of(p))
+            begin = end
 
     @contextmanager
     def changed_by(self, step: Step) -> Generator[None, None, None]:
@@ -242,7 +268,8 @@ class StepState:
         Messages of other buckets, which a lost rank would hold up without end, must have ended before.
         """
         feeds = self.residuals is not None and self.residuals.may_wait(parts)
-        return feeds or any(needs_optimizer(part.spec) for part in parts)
+        samples = self._plan.auto is not None and self._plan.auto.is_due
+        return feeds or samples or any(needs_optimizer(part.spec) for part in parts)
 
     def confirm(self, step: Step) -> bool:
         """Agree once with ranks of other groups on how a step has ended; return True if it has succeeded in all groups.
@@ -332,11 +359,15 @@ class StepState:
             state |= self.residuals.state_dict()
         if self.codebooks is not None:
             state["refresher"] = of_tensors(self.codebooks.refresher.state_dict())
+        if self._plan.auto is not None:
+            state["auto"] = self._plan.auto.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the state of this rank; see :meth:`codec.torch.Hook.load_state_dict`."""
         saved = checkpoint.Saved(state, *self.owner)
+        of_auto, auto = saved.parts.pop("auto", None), self._plan.auto
+        chosen = None if auto is None or of_auto is None else auto.parsed(of_auto)
         expected = ROLES if self.residuals is not None else ()
         saved.check_parts([*expected, *(["refresher"] if self.codebooks is not None else ())])
         names, residuals = self._plan.names, None
@@ -348,6 +379,8 @@ class StepState:
                 checkpoint.check_ranges(residuals.ranges(), saved.shapes, names)
         if self.codebooks is not None:
             self.codebooks.load(saved.parts["refresher"])
+        if auto is not None:
+            auto.load(chosen)
         self.residuals, self.count, self._in_sync = residuals, saved.steps, False
         self._plan.zeros, self.buckets, self.loaded_buckets = saved.zeros, saved.buckets, saved.buckets
         if not names:

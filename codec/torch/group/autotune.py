@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import defaultdict
-from typing import Literal
+from typing import Any, Literal
 
 from codec.torch.network.waits import Turns, Wait
 
@@ -148,6 +148,10 @@ class Turn:
             await self._before
         self.way = self._choice.way(self._index)
         return self.way
+
+    def report(self, channel: Any) -> Report:
+        """Return what this rank reports beyond :meth:`Measurement.report`: nothing."""
+        return []
 
     def learn(self, largest: Report) -> None:
         """Note that the collective has succeeded; as :meth:`Choice.learn`."""

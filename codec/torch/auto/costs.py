@@ -1,0 +1,154 @@
+"""Errors and costs of specs, measured on samples of this rank's gradients and reported as integers."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from math import prod
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from codec import CallOptions, CodecError
+from codec.advisor.advise import measure
+from codec.advisor.cost_model import Cost
+from codec.advisor.sampling import Sample, samples, tensors_of
+from codec.decoding import decode
+from codec.encoding import encode
+from codec.specs import Spec
+from codec.tensors.wrapper import view
+
+MILLION = 1_000_000
+UNKNOWN = -1  # error of a tensor whose sample is zero everywhere, which says nothing
+_FIELDS = tuple(f.name for f in fields(Cost))
+_BUDGET = 1 << 18  # values of a sample
+_FEWEST = 512  # values of a tensor, if there are not too many tensors
+
+
+@dataclass
+class Samples:
+    """Samples of the gradients of one step, by name of the parameter."""
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    on_device: bool = False  # gradients lie on a GPU, whose costs are not measured here
+
+
+def take(flat: torch.Tensor, shape: Sequence[int], values: int, tensors: int) -> torch.Tensor:
+    """Return a copy of rows from the middle of a tensor, in host memory, or of a part of one row.
+
+    Parameters
+    ----------
+    flat : torch.Tensor
+        All values of the tensor.
+    shape : sequence of int
+        Shape of the tensor.
+    values, tensors : int
+        Number of values of all tensors that are sampled, and of these tensors.
+    """
+    n = flat.numel()
+    wanted = min(n, max(1, min(_FEWEST, _BUDGET // tensors), n * _BUDGET // max(1, values)))
+    row = next((r for i in range(1, len(shape)) if 0 < (r := prod(shape[i:])) <= wanted), 0)
+    if not row:
+        begin = (n - wanted) // 2
+        return flat[begin : begin + wanted].detach().cpu().clone()
+    count = wanted // row
+    begin = (n // row - count) // 2 * row
+    return flat[begin : begin + count * row].detach().cpu().clone().view(count, row)
+
+
+def numbers_of(
+    taken: Samples, names: Sequence[str], values: int, specs: Sequence[Spec], world_size: int, options: CallOptions
+) -> list[int]:
+    """Return what a rank reports of its samples.
+
+    Parameters
+    ----------
+    taken : Samples
+        Samples of some of the tensors.
+    names : sequence of str
+        All tensors, in the order of the report.
+    values : int
+        Number of values of all tensors.
+    specs : sequence of Spec
+        Specs; the first one is lossless.
+    world_size : int
+        Number of ranks.
+    options : CallOptions
+        Engine and threads.
+
+    Returns
+    -------
+    list of int
+        For each spec the fields of its :class:`Cost` for all values, in bytes and nanoseconds. Then for each tensor and
+        each spec but the first one its relative error in millionths, `UNKNOWN` for a tensor that is zero everywhere.
+    """
+    keys = [name for name in names if name in taken.values]
+    found = [0] * (len(_FIELDS) * len(specs))
+    errors = {name: [UNKNOWN] * (len(specs) - 1) for name in names}
+    if keys:
+        tensors, _ = tensors_of([taken.values[key] for key in keys], None)
+        by_dtype = samples(tensors, world_size, None)
+        scale = values / sum(s.n for s in by_dtype)
+        for i, spec in enumerate(specs):
+            found[len(_FIELDS) * i : len(_FIELDS) * (i + 1)] = _cost(by_dtype, spec, scale, taken.on_device, options)
+        kinds = dict.fromkeys(t.v.dtype for t in tensors)
+        for s, dtype in zip(by_dtype, kinds, strict=True):
+            mine = [key for t, key in zip(tensors, keys, strict=True) if t.v.dtype == dtype]
+            for i, spec in enumerate(specs[1:]):
+                for key, error in zip(mine, _errors(s, spec, options), strict=True):
+                    errors[key][i] = error
+    return found + [error for name in names for error in errors[name]]
+
+
+def length(tensors: int, specs: int) -> int:
+    """Return how many integers a report of samples has."""
+    return len(_FIELDS) * specs + tensors * (specs - 1)
+
+
+def costs_of(numbers: Sequence[int], specs: int) -> list[Cost]:
+    """Return the cost of each of `specs` specs from a report."""
+    costs: list[Cost] = []
+    for i in range(specs):
+        frame, total, *nanoseconds = numbers[len(_FIELDS) * i : len(_FIELDS) * (i + 1)]
+        costs.append(Cost(float(frame), float(total), *(1e-9 * t for t in nanoseconds)))
+    return costs
+
+
+def errors_of(numbers: Sequence[int], names: Sequence[str], specs: int) -> dict[str, list[int]]:
+    """Return the errors of each tensor by spec, the first one excluded, from a report."""
+    errors = numbers[len(_FIELDS) * specs :]
+    return {name: list(errors[i * (specs - 1) : (i + 1) * (specs - 1)]) for i, name in enumerate(names)}
+
+
+def _cost(by_dtype: Sequence[Sample], spec: Spec, scale: float, on_device: bool, options: CallOptions) -> Iterator[int]:
+    try:
+        costs = [measure(s, spec, None, False, options) * scale for s in by_dtype]
+    except CodecError:  # NaN or Inf: the step fails, or a GradScaler skips it
+        costs = [Cost(0.0, 0.0)]
+    total = sum(costs[1:], costs[0])
+    for name in _FIELDS:
+        value = getattr(total, name)
+        is_size = name.endswith("nbytes")
+        yield round(value) if is_size else 0 if on_device else round(1e9 * value)
+
+
+def _errors(s: Sample, spec: Spec, options: CallOptions) -> list[int]:
+    """Return the relative error of each segment of a sample in millionths."""
+    try:
+        frame = encode(view(s.x, s.dtype, s.segments), spec, options=options)
+        back = decode(frame, out=np.empty_like(s.x), options=options)
+    except CodecError:
+        return [UNKNOWN] * len(s.segments)
+    x, y = _floats(s.x, s.dtype), _floats(cast(Any, back), s.dtype)
+    found: list[int] = []
+    for start, shape in s.segments:
+        here = slice(start, start + prod(shape))
+        norm = float(np.linalg.norm(x[here].astype(np.float64)))
+        lost = float(np.linalg.norm(x[here].astype(np.float64) - y[here]))
+        found.append(UNKNOWN if norm == 0 else min(math.ceil(MILLION * lost / norm), 1 << 30))
+    return found
+
+
+def _floats(bits: Any, dtype: str) -> Any:
+    """Return values of the bits of float32, bfloat16 or float16 as float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else bits.view(dtype).astype("f4")

@@ -1,0 +1,355 @@
+"""Choice of the specs of a hook's gradients, from agreed measurements of its steps (docs/protocol.md, section 11)."""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from codec import CallOptions, Link, StateError, predict_seconds
+from codec.advisor.advise import CHUNK_NBYTES, MAX_CHUNKS, named
+from codec.advisor.cost_model import Algorithm, Cost
+from codec.specs import Lossless, Spec
+from codec.torch.auto import costs
+from codec.torch.auto.meter import Meter
+from codec.torch.auto.quality import Quality
+from codec.torch.auto.selector import Selector, Switch
+from codec.torch.group.autotune import Way
+from codec.torch.network.mesh import Mesh
+from codec.torch.network.version import hash64
+from codec.torch.transport.channel import Channel
+
+_SECOND, _PERIOD = 16, 256  # step of the second measurement of gradients, and steps between two later ones
+_PICO, _MICRO = 1e12, 1e6
+_BASE = 3  # integers of a report that all hooks send: time, load, waiting
+# Integers that follow: microseconds since the last report, picoseconds of a byte, microseconds of a round trip.
+_LINK = 3
+_UNKNOWN = [-1, -1]  # link of a rank that has not measured it
+_MOST_RATIO = 10.0  # residual over gradient above which a tensor gets a less lossy spec; stable runs stay below 15
+
+logger = logging.getLogger("codec.torch")
+
+
+class GradientChoice:
+    """Choice of the specs of a hook's gradients and of the way in which they are sent.
+
+    Levels are raw, if that is allowed, and the specs of a quality. In the first steps, and later every 256 steps, each
+    rank measures errors and costs of all specs on samples of its gradients. The reports of a step carry these and the
+    rate of the link. All ranks decide from their maxima, so they decide alike.
+
+    A tensor never gets a spec whose error on its sample was above the limit, nor one that was not measured.
+
+    Parameters
+    ----------
+    quality : Quality
+        Specs and limit.
+    link : Link or None
+        Link that the user states; None: it is measured.
+    raw : bool
+        Gradients may be sent uncompressed.
+    options : CallOptions
+        Threads of measurements.
+
+    Attributes
+    ----------
+    version : int
+        Number that changes with the choice.
+    paused : bool
+        The step sends all gradients lossless, whatever the level is.
+    link : Link or None
+        Slowest link of a rank as last measured, or the stated one.
+    steps : dict of str to int
+        Successful steps by level.
+    """
+
+    def __init__(self, quality: Quality, link: Link | None, *, raw: bool, options: CallOptions) -> None:
+        self.quality, self.stated, self.link = quality, link, link
+        self.version, self.paused = 0, False
+        self.steps: dict[str, int] = {}
+        self._options = options
+        self.offset = int(raw)  # number of the level of lossless frames
+        specs: list[tuple[Way, int]] = [("frames", i) for i in range(len(quality.specs))]
+        self._levels: list[tuple[Way, int]] = [("values", 0), *specs] if raw else specs
+        self._sizes: dict[str, int] = {}  # values of each tensor whose spec is chosen here
+        self._nbytes = 0  # of these tensors
+        self._rank, self._world_size = 0, 1
+        self._reset()
+
+    def _reset(self) -> None:
+        """Begin anew: lossless frames, and no measurements."""
+        self._count = 0  # steps since the begin
+        self._begun = False  # the first decision was made
+        self._numbers: list[int] = []  # agreed measurements of gradients; empty: none
+        self._errors: dict[str, list[int]] = {}
+        self._costs: list[Cost] = []  # of all values with each spec
+        self._add_costs()
+        self._selector = Selector(self.offset)
+        self._forget_link()
+        self.version += 1
+
+    def _forget_link(self) -> None:
+        """Keep the level, and drop what ranks may have measured differently."""
+        self._selector = Selector(self._selector.level)
+        self._meter, self._taken = Meter(), costs.Samples()
+        self.link = self.stated
+        self._ratios: Mapping[str, float] = {}
+        self._last = 0.0  # time of the last report; 0: none
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the choice without measurements of this process."""
+        return self.__dict__ | {"_meter": Meter(), "_taken": costs.Samples(), "_ratios": {}, "_last": 0.0}
+
+    @property
+    def description(self) -> str:
+        """What all ranks must have in common."""
+        specs = ", ".join(map(named, self.quality.specs))
+        return f"quality={self.quality.name} ({specs}), link={self.stated}"
+
+    # Specs
+
+    @property
+    def spec(self) -> Spec:
+        """Spec of the current level."""
+        return self.quality.specs[self._levels[self._selector.level][1]]
+
+    @property
+    def way(self) -> Way:
+        """Way of the current level."""
+        return self._levels[self._selector.level][0]
+
+    def spec_of(self, name: str) -> Spec:
+        """Return the spec of a tensor at the current level: that of the level, or a less lossy one."""
+        return self.quality.specs[self._allowed(name, self._levels[self._selector.level][1])]
+
+    def _allowed(self, name: str, most: int) -> int:
+        """Return the number of the lossiest spec up to `most` whose error on a tensor is within the limit."""
+        errors, limit = self._errors.get(name, []), self.quality.limit * costs.MILLION
+        fitting = (i for i in range(min(most, len(errors)), 0, -1) if costs.UNKNOWN < errors[i - 1] <= limit)
+        return next(fitting, 0)
+
+    def serve(self, sizes: Mapping[str, int], nbytes: int) -> None:
+        """Choose for tensors of `nbytes` bytes from now on, by name and number of values; others are not reported."""
+        if self._numbers and list(sizes) != list(self._sizes):
+            self._reset()
+        self._sizes, self._nbytes = dict(sizes), nbytes
+        self._add_costs()
+        self.version += 1
+
+    # A step
+
+    def begin(self, mesh: Mesh) -> "GradientChoice":
+        """Begin a step over the connections of a group."""
+        self._meter.begin(mesh.connections())
+        return self
+
+    async def wait(self) -> Way:
+        """Return the way of the step."""
+        return self.way
+
+    def end(self) -> None:
+        """End the step."""
+        self._taken = costs.Samples()
+
+    @property
+    def is_due(self) -> bool:
+        """True if the gradients of this step are measured."""
+        return self._count in (0, _SECOND) or self._count % _PERIOD == 0
+
+    def sample(self, name: str, gradient: torch.Tensor, shape: tuple[int, ...]) -> None:
+        """Keep a sample of the flat gradient of a tensor in a step that is due."""
+        if name in self._sizes and gradient.numel():
+            self._taken.values[name] = costs.take(gradient, shape, self._values, len(self._sizes))
+            self._taken.on_device |= gradient.device.type != "cpu"
+
+    def note_residuals(self, ratios: Mapping[str, float]) -> None:
+        """Note the norms of residuals over those of gradients, by tensor."""
+        self._ratios = ratios
+
+    def report(self, channel: Channel) -> list[int]:
+        """Return what this rank reports of the step beyond its times."""
+        self._rank, self._world_size = channel.rank, channel.size
+        self._meter.end(channel.mesh.connections())
+        link = self._meter.estimate()
+        last, self._last = self._last, time.perf_counter()
+        numbers = [round(_MICRO * (self._last - last)) if last else 0]
+        numbers += _UNKNOWN if link is None else [round(_PICO * link.seconds_per_byte), round(_MICRO * link.rtt)]
+        if self.is_due:
+            names, specs = list(self._sizes), self.quality.specs
+            found = costs.numbers_of(self._taken, names, self._values, specs, channel.size, self._options)
+            numbers += self._without_growing(found)
+        return numbers
+
+    def _without_growing(self, numbers: list[int]) -> list[int]:
+        """Return numbers in which the current spec is refused for tensors whose residual grows."""
+        i, lossy = self._levels[self._selector.level][1], len(self.quality.specs) - 1
+        begin = len(numbers) - lossy * len(self._sizes)
+        for k, name in enumerate(self._sizes):
+            if i and self._ratios.get(name, 0.0) > _MOST_RATIO:
+                for j in range(i - 1, lossy):
+                    numbers[begin + k * lossy + j] = 1 << 30
+        return numbers
+
+    def learn(self, largest: list[int]) -> None:
+        """Decide the level of the next step from the maxima of all ranks' reports of one that has succeeded."""
+        microseconds, picoseconds, rtt = largest[_BASE : _BASE + _LINK]
+        level = self._levels[self._selector.level]
+        name = self._name(self._selector.level) if not self.paused else named(Lossless())
+        self.steps[name] = self.steps.get(name, 0) + 1
+        if self.stated is None and picoseconds >= 0:
+            self.link = Link(8 * _PICO / picoseconds if picoseconds else math.inf, 1e-6 * rtt)
+        if self.is_due:
+            self._adopt(largest[_BASE + _LINK :])
+        self._count += 1
+        if self.link is None or not self._sizes:
+            return
+        first, self._begun = not self._begun, True
+        switch = self._decide(microseconds / _MICRO, first=first)
+        if level != self._levels[self._selector.level]:
+            self.version += 1
+        if switch is not None and self._rank == 0:
+            self._log(switch, measured=not first)
+
+    def _decide(self, seconds: float, *, first: bool) -> Switch | None:
+        """Choose the level of the next step, from the seconds of this one; 0: unknown."""
+        predicted = self._predicted()
+        if first:
+            return self._selector.begin(predicted)
+        return self._selector.observe(seconds, predicted) if seconds and not self.paused else None
+
+    def _adopt(self, numbers: list[int]) -> None:
+        """Use agreed measurements of gradients from now on."""
+        self._numbers, specs = numbers, len(self.quality.specs)
+        self._costs = costs.costs_of(numbers, specs)
+        self._errors = costs.errors_of(numbers, list(self._sizes), specs)
+        self._add_costs()
+        self.version += 1
+
+    def _add_costs(self) -> None:
+        """Add up the costs of a step at each level, from those of all values with one spec."""
+        self._values = sum(self._sizes.values())
+        self._totals: list[Cost] = []
+        for way, i in self._levels if self._costs else []:
+            if way == "values":
+                self._totals.append(Cost(self._nbytes, self._nbytes))
+                continue
+            counts = [0] * len(self._costs)
+            for name, n in self._sizes.items():
+                counts[self._allowed(name, i)] += n
+            shares = (count / max(1, self._values) for count in counts)
+            parts = (cost * share for cost, share in zip(self._costs, shares, strict=True))
+            self._totals.append(sum(parts, Cost(0.0, 0.0)))
+
+    def _predicted(self) -> list[float]:
+        """Return the predicted seconds of a step at each level."""
+        assert self.link is not None
+        size = self._world_size
+        frames: Algorithm = "all_gather" if size == 2 else "two_shot"
+        ways: dict[Way, Algorithm] = {"values": "two_shot", "frames": frames}
+        chunks = max(1, min(MAX_CHUNKS, self._nbytes // size // CHUNK_NBYTES))
+        return [
+            predict_seconds(cost, self.link, size, algorithm=ways[way], chunks=chunks)
+            for cost, (way, _) in zip(self._totals, self._levels, strict=True)
+        ]
+
+    def _name(self, level: int) -> str:
+        way, i = self._levels[level]
+        return named(self.quality.specs[i]) if way == "frames" else named(None)
+
+    def _log(self, switch: Switch, *, measured: bool) -> None:
+        most = self._levels[switch.level][1]
+        others = sum(self._allowed(name, most) != most for name in self._sizes)
+        logger.info(
+            "auto, step %d: gradients are sent by %s from now on, not by %s: %.3g ms a step expected after %.3g ms %s; "
+            "%s%s",
+            self._count,
+            self._name(switch.level),
+            self._name(switch.former),
+            1e3 * switch.expected,
+            1e3 * switch.seconds,
+            "measured" if measured else "predicted",
+            self.link,
+            f"; {others} of {len(self._sizes)} tensors by less lossy specs" if others else "",
+        )
+
+    # State
+
+    @property
+    def key(self) -> int:
+        """Hash of what ranks must have in common to decide alike."""
+        return hash64(self._count, self._selector.level, self._numbers)
+
+    def synchronize(self, *, equal: bool) -> None:
+        """Begin with ranks whose :attr:`key` is equal or not: keep the level, or begin anew."""
+        if equal:
+            self._forget_link()
+        else:
+            self._reset()
+
+    def state_dict(self) -> str:
+        """Return the choice for a checkpoint, as JSON."""
+        return json.dumps(
+            {
+                "quality": self.quality.name,
+                "raw": self.offset,
+                "count": self._count,
+                "level": self._selector.level,
+                "names": list(self._sizes),
+                "numbers": self._numbers,
+            }
+        )
+
+    def parsed(self, text: Any) -> "Saved | None":
+        """Return the contents of a state; None for a choice of another quality.
+
+        Raises
+        ------
+        StateError
+            The text is no state of such a choice.
+        """
+        return _parsed(text, self)
+
+    def load(self, saved: "Saved | None") -> None:
+        """Continue from a state; None, or one of other tensors: begin anew."""
+        self._reset()
+        if saved is None or not saved.numbers:
+            return
+        self._sizes = self._sizes or dict.fromkeys(saved.names, 0)
+        if list(self._sizes) == saved.names:
+            self._adopt(saved.numbers)
+            self._count, self._begun, self._selector = saved.steps, True, Selector(saved.level)
+
+
+class Saved(NamedTuple):
+    """Contents of a state."""
+
+    steps: int
+    level: int
+    names: list[str]
+    numbers: list[int]
+
+
+def _parsed(text: Any, choice: GradientChoice) -> Saved | None:
+    """Return the contents of a state; see :meth:`GradientChoice.parsed`."""
+    damaged = StateError("'auto' of this state is not the choice of a hook: it is damaged")
+    specs = len(choice.quality.specs)
+    try:
+        state = cast(dict[str, Any], json.loads(text))
+        steps, level, names, numbers = (state[key] for key in ("count", "level", "names", "numbers"))
+        if (state["quality"], state["raw"]) != (choice.quality.name, choice.offset):
+            return None
+        is_valid = (
+            all(isinstance(name, str) for name in names)
+            and all(type(n) is int and -1 <= n < 1 << 53 for n in [steps, level, *numbers])
+            and steps >= 0
+            and 0 <= level < choice.offset + specs
+            and len(numbers) in (0, costs.length(len(names), specs))
+            and min(numbers[: costs.length(0, specs)], default=0) >= 0
+        )
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise damaged from None
+    if not is_valid:
+        raise damaged
+    return Saved(steps, level, names, numbers)

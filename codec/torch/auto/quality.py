@@ -1,0 +1,69 @@
+"""Quality floors of ``"auto"``: specs that may be chosen, and the largest error of a tensor."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from codec import ArgumentError
+from codec.arguments import shown
+from codec.presets import preset
+from codec.specs import Lossless, Quantize, Spec
+
+QualityName = Literal["lossless", "balanced", "small", "smallest"]
+
+# Largest relative error of a tensor for each name: twice the usual error of its preset (codec.preset), but below 1.
+_LIMITS: dict[str, float] = {"lossless": 0.0, "balanced": 0.06, "small": 0.3, "smallest": 0.9}
+_NAMES: tuple[QualityName, ...] = ("lossless", "balanced", "small", "smallest")
+# Bits of activations and gradients that edges of pipelines may have, least lossy first.
+_BITS: dict[str, tuple[tuple[int, int], ...]] = {
+    "balanced": ((8, 8),),
+    "small": ((8, 8), (4, 8)),
+    "smallest": ((8, 8), (4, 8), (3, 6), (2, 4)),
+}
+# Specs for a quality that is a number, from the smallest to the largest error.
+_LADDER: tuple[Spec, ...] = (Lossless(), Quantize(8), Quantize(6), Quantize(5), Quantize(4), Quantize(3))
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Specs that may be chosen, least lossy first, and the largest relative error of a tensor.
+
+    The relative error is the norm of what a frame loses, divided by the norm of the tensor.
+    """
+
+    name: str
+    specs: tuple[Spec, ...]
+    limit: float
+
+
+def quality_of(given: Any) -> Quality:
+    """Return the quality that an argument means; None is "lossless".
+
+    Raises
+    ------
+    ArgumentError
+        The argument is no name of a quality, and no number above 0 and below 1.
+    """
+    if given is None:
+        given = "lossless"
+    if isinstance(given, str) and given in _LIMITS:
+        specs = tuple(preset(name) for name in _NAMES[: _NAMES.index(given) + 1])
+        return Quality(repr(given), specs, _LIMITS[given])
+    if isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < 1:
+        return Quality(repr(float(given)), _LADDER, float(given))
+    names = ", ".join(map(repr, _NAMES))
+    raise ArgumentError(f"quality must be one of {names}, or a relative error above 0 and below 1, got {shown(given)}")
+
+
+def bits_of(given: Any) -> tuple[tuple[Spec, Spec], ...]:
+    """Return the specs of activations and gradients that edges of a pipeline may have, least lossy first.
+
+    Raises
+    ------
+    ArgumentError
+        The argument is no name of a quality for pipelines.
+    """
+    found = _BITS.get(given) if isinstance(given, str) else None
+    if found is None:
+        names = ", ".join(map(repr, _BITS))
+        raise ArgumentError(f"quality of a pipeline must be one of {names}, got {shown(given)}")
+    return tuple((Quantize(forward, rounding="nearest"), Quantize(backward)) for forward, backward in found)

@@ -1,0 +1,231 @@
+"""ddp_hook("auto"): equal choices on all ranks, floors, checkpoints, failures, and the result of a training."""
+
+import json
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import codec
+import codec.torch
+from codec.torch.auto import gradients
+from support.ddp_training import (
+    hook_state_bytes,
+    net,
+    parameter_bytes,
+    small_forward,
+    small_net,
+    take_step,
+    train,
+)
+from support.ranks import RankPool
+
+SLOW = codec.Link(1e6, rtt=0.0)  # on which small frames are predicted to be the fastest
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(2) as ranks:
+        ranks.new_group()
+        yield ranks
+
+
+def hooked(model=None, **how):
+    model = DistributedDataParallel(model or net(), bucket_cap_mb=0.03)
+    return model, codec.torch.ddp_hook("auto", **how).register(model)
+
+
+def _trained(rank, size, steps, how):
+    """Return the parameters and the loss of a training, and the statistics of its hook."""
+    model = DistributedDataParallel(net(), bucket_cap_mb=0.03)
+    hook = None if how is None else codec.torch.ddp_hook(**how).register(model)
+    losses = train(model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), rank, steps)
+    stats = None if hook is None else hook.stats(by_parameter=True)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return weights, losses[-1], stats
+
+
+def test_a_training_ends_near_plain_ddp_and_is_exact_by_default(ranks):
+    plain, loss, _ = ranks.run(_trained, 40, None)[0]
+    exact, _, _ = ranks.run(_trained, 40, {"spec": "lossless"})[0]
+    found = ranks.run(_trained, 40, {"spec": "auto"})
+    for weights, _, stats in found:
+        assert torch.equal(weights, exact), "the default loses nothing, whatever is chosen"
+        assert set(stats.choices) <= {"raw", "Lossless()"}
+        assert sum(stats.choices.values()) == 40
+    found = ranks.run(_trained, 40, {"spec": "auto", "quality": "small", "link": SLOW})
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][2].choices == found[1][2].choices == {"Lossless()": 1, "Quantize()": 39}
+    assert found[0][2].link == SLOW
+    start = torch.cat([p.detach().flatten() for p in net().parameters()])
+    assert (found[0][0] - plain).norm() < 0.2 * (plain - start).norm()
+    assert abs(found[0][1] - loss) < 0.1
+
+
+def _limited(rank, size):
+    """A tensor of which 4 bits lose more than the quality allows gets a less lossy spec."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128, bias=False), torch.nn.Linear(128, 128, bias=False))
+    weight = 1e-3 * torch.ones(128, 128)
+    weight[:, ::64] = 1.0  # groups of 64 values, one of which is much larger than the others
+    model, hook = hooked(model, quality=0.05, link=SLOW, policy=codec.torch.Policy(lossless_small=False))
+    even = torch.randn(128, 128, generator=torch.Generator().manual_seed(rank))
+    for _ in range(3):
+        model.zero_grad()
+        first, second = model.module[0].weight, model.module[1].weight
+        out = model(torch.ones(1, 128))
+        ((first * even).sum() + (second * weight).sum() + 0 * out.sum()).backward()
+    parameters = hook.stats(by_parameter=True).parameters
+    lossy = [codec.Quantize(b) for b in (8, 6, 5, 4, 3)]
+    assert parameters["0.weight"].spec in lossy[:2]
+    contents = hook.stats().contents
+    assert parameters["0.weight"].spec.bits > 4
+    return {name: p.spec for name, p in parameters.items()}, contents
+
+
+def test_errors_of_tensors_limit_their_specs_equally_on_all_ranks(ranks):
+    first, second = ranks.run(_limited)
+    assert first == second
+
+
+def _slowed(rank, size):
+    """Every rank measures other times; the choices are equal, and no spec is beyond the floor."""
+    real = gradients.costs.numbers_of
+    gradients.costs.numbers_of = lambda *a: [n * (3 + rank) // 3 for n in real(*a)]
+    try:
+        model, hook = hooked(quality="balanced", feedback=True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        train(model, optimizer, rank, 30)
+    finally:
+        gradients.costs.numbers_of = real
+    stats = hook.stats()
+    assert set(stats.choices) <= {"raw", "Lossless()", "Float8(group_size=128)"}
+    return stats.choices, parameter_bytes(model)
+
+
+def test_ranks_that_measure_other_times_choose_alike(ranks):
+    first, second = ranks.run(_slowed)
+    assert first == second
+
+
+def _resumed(rank, size):
+    """A checkpoint holds the choice and the residuals; a resumed hook begins with both."""
+    how = {"quality": "smallest", "link": SLOW}
+    model, hook = hooked(small_net(), **how)
+    for _ in range(5):
+        take_step(model, rank, small_forward)
+    assert isinstance(hook.spec, codec.Sign)
+    state = hook.state_dict(gather=True)
+    other, again = hooked(small_net(), **how)
+    again.load_state_dict(state)
+    assert again.spec == hook.spec
+    late = codec.torch.ddp_hook("auto", **how)
+    late.load_state_dict(state["ranks"][rank])
+    late.register(DistributedDataParallel(small_net()))
+    assert late.spec == hook.spec
+    assert hook_state_bytes(late) == hook_state_bytes(hook)
+    expected = take_step(model, rank, small_forward)
+    assert all(torch.equal(g, h) for g, h in zip(take_step(other, rank, small_forward), expected, strict=True))
+    assert set(again.stats().choices) == {"Sign(group_size=1024)"}
+
+    fresh, lossless = hooked(small_net())
+    lossless.load_state_dict({k: v for k, v in state["ranks"][rank].items() if k not in ("worker", "server")})
+    assert lossless.spec == codec.Lossless(), "a state of another quality does not lower the floor"
+    take_step(fresh, rank, small_forward)
+    before, good = hook_state_bytes(again), json.loads(state["ranks"][rank]["auto"])
+    for wrong in (
+        "[]",
+        "{",
+        json.dumps(good | {"level": 9}),
+        json.dumps(good | {"level": True}),
+        json.dumps(good | {"numbers": good["numbers"][1:]}),
+        json.dumps(good | {"numbers": [-1, *good["numbers"][1:]]}),
+        json.dumps(good | {"count": 1.5}),
+        json.dumps(good | {"names": [1] * len(good["names"])}),
+        7,
+    ):
+        with pytest.raises(codec.StateError):
+            again.load_state_dict({**state["ranks"][rank], "auto": wrong})
+        assert hook_state_bytes(again) == before
+
+
+def test_checkpoints_hold_the_choice(ranks):
+    ranks.run(_resumed)
+
+
+def _replaced(rank, size):
+    """If a rank is new, all ranks measure again."""
+    model, hook = hooked(small_net(), quality="small", link=SLOW)
+    for _ in range(3):
+        take_step(model, rank, small_forward)
+    model, again = hooked(small_net(), quality="small", link=SLOW)
+    if rank == 0:
+        again.load_state_dict(hook.state_dict())
+        assert again.spec == codec.Quantize(4)
+    for _ in range(2):
+        take_step(model, rank, small_forward)
+    assert again.stats().choices == {"Lossless()": 1, "Quantize()": 1}
+
+
+def test_a_new_rank_makes_all_ranks_measure_again(ranks):
+    ranks.run(_replaced)
+
+
+def _disturbed(rank, size):
+    """Failed steps change no choice; join() and a new spec work; a residual is carried over to other specs."""
+    model, hook = hooked(small_net(), quality="small", link=SLOW, feedback=True, start_step=2)
+    for _ in range(3):
+        take_step(model, rank, small_forward)
+    before = hook.stats(by_parameter=True).parameters["2.weight"]
+    assert before.spec == codec.Quantize(4)
+    assert before.residual_norm > 0
+    state = hook_state_bytes(hook)
+    with pytest.raises(codec.ArgumentError if rank else codec.PeerError):
+        take_step(model, rank, lambda m, r: small_forward(m, r) * (torch.nan if r else 1.0))
+    assert hook_state_bytes(hook) == state
+    take_step(model, rank, small_forward)
+    assert hook.stats().choices == {"Lossless()": 2, "Quantize()": 2}
+    with model.join():
+        for _ in range(1 + rank):
+            take_step(model, rank, small_forward)
+    assert hook.stats().choices == {"Lossless()": 2, "Quantize()": 4}
+
+    owed = sum(p.residual_norm for p in hook.stats(by_parameter=True).parameters.values())
+    assert owed > 0
+    hook.set_spec(codec.Lossless())
+    grads = take_step(model, rank, small_forward)
+    plain = DistributedDataParallel(small_net())
+    assert not all(torch.equal(g, h) for g, h in zip(grads, take_step(plain, rank, small_forward), strict=True))
+    assert not any(p.residual_norm for p in hook.stats(by_parameter=True).parameters.values()), "added to the gradient"
+    assert hook.stats().choices == {}
+
+
+def test_failed_steps_join_and_set_spec(ranks):
+    ranks.run(_disturbed)
+
+
+def _different(rank, size):
+    model = DistributedDataParallel(small_net())
+    codec.torch.ddp_hook("auto", quality="small" if rank else "balanced").register(model)
+    with pytest.raises(codec.PeerError, match="quality"):
+        take_step(model, rank, small_forward)
+
+
+def test_other_floors_on_ranks_are_an_error(ranks):
+    ranks.run(_different)
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ({"spec": "small", "quality": "small"}, "quality= and link= are for"),
+        ({"link": "1gbit"}, "quality= and link= are for"),
+        ({"spec": "auto", "quality": "near"}, "quality must be"),
+        ({"spec": "auto", "link": "fast"}, "link must be"),
+        ({"spec": "auto", "feedback": "yes"}, "feedback must be"),
+        ({"spec": "auto", "refresher": codec.CodebookRefresher(codec.Lossless())}, "refresher="),
+    ],
+)
+def test_wrong_arguments_are_refused(how, match):
+    with pytest.raises(codec.ArgumentError, match=match):
+        codec.torch.ddp_hook(**how)
