@@ -119,7 +119,7 @@ class ActivationDelta:
         edge: int = 0,
     ) -> None:
         self.spec = spec
-        self._backward = spec_of("backward", backward)
+        self.backward = backward
         entries = entries_of(dtype)
         limit = None if budget is None else whole("budget", budget, 0)
         number = whole("edge", edge, 0, (1 << 64) - 1)
@@ -142,6 +142,24 @@ class ActivationDelta:
     @spec.setter
     def spec(self, spec: Spec | Preset) -> None:
         self._spec = delta_spec_of(spec)
+
+    @property
+    def backward(self) -> Spec:
+        """Spec of gradients. It may be set between messages: frames describe themselves."""
+        return self._backward
+
+    @backward.setter
+    def backward(self, spec: Spec | str) -> None:
+        self._backward = spec_of("backward", spec)
+
+    @property
+    def first(self) -> Spec:
+        """Spec of samples that are sent raw. It may be set between messages: frames describe themselves."""
+        return self._sender.first
+
+    @first.setter
+    def first(self, spec: Spec | str) -> None:
+        self._sender.first = spec_of("first", spec)
 
     def encode(
         self, activation: Any, samples: Iterable[int] | None, *, out: Any = None, options: CallOptions | None = None

@@ -96,7 +96,7 @@ class Attempt:
             self._agree()
         self._snapshot = Snapshot((s.submod for s in self._stages), (s.device for s in self._stages))
         for t in self._traffic:
-            t.notes = self._notes
+            t.begin_attempt(self._notes)
         return self
 
     def __exit__(
@@ -110,7 +110,9 @@ class Attempt:
             try:
                 for t in self._traffic:
                     t.wait_for_sends()
-                mine = self._notes.report(last=self._last, samples=self._again)
+                auto = self._traffic[0].auto
+                sent = None if auto is None else auto.report([s for t in self._traffic for s in t.sent()])
+                mine = self._notes.report(last=self._last, samples=self._again, auto=sent)
                 reports = [report_of(data, rank) for rank, data in enumerate(self._exchange(mine))]
             except BaseException:
                 self._abandon()
@@ -120,6 +122,7 @@ class Attempt:
             else:
                 for t in self._traffic:
                     t.commit()
+                    t.adapt(reports)
         finally:
             for t in self._traffic:
                 t.notes = None
@@ -131,7 +134,7 @@ class Attempt:
             if other != mine:
                 raise ArgumentError(
                     f"rank {rank} has stages of {other[:500].decode(errors='replace')}, this rank of {mine.decode()}: "
-                    "versions, numbers of stages, kinds of activations, first, budget and dtype must be equal"
+                    'versions, numbers of stages, kinds of activations, first, budget, dtype and "auto" must be equal'
                 )
         for t in self._traffic:
             t.agreed = True

@@ -13,6 +13,7 @@ from codec import ActivationDelta, ArgumentError, CallOptions, Status
 from codec.stateful.activation.message import Kind as DeltaKind
 from codec.stateful.activation.message import parse
 from codec.stateful.activation.values import shown_samples
+from codec.torch.auto.edges import EdgeChoice, Sending
 from codec.torch.pipelining.envelope import MOST_TENSORS, Kind, Place, Shape, envelope_nbytes, pack, unpack
 from codec.torch.pipelining.host import on_host, write
 from codec.torch.pipelining.settings import LOSSLESS, Specs
@@ -52,6 +53,7 @@ class End:
         self._specs, self._options = specs, options
         self.sent = dict.fromkeys(Kind, 0)  # bytes of messages
         self.sent_raw_nbytes = 0  # bytes of the tensors in these messages
+        self.sending = Sending(edge, Kind.ACTIVATIONS if role == "sender" else Kind.GRADIENTS)
         self._deltas: list[ActivationDelta] = []
         self.delta(0)
 
@@ -61,6 +63,8 @@ class End:
             raise ArgumentError(f"a stage may have {MOST_TENSORS} outputs, not more")
         while len(self._deltas) <= index:
             self._deltas.append(self._new_delta(len(self._deltas)))
+            if self._specs.auto is not None:
+                self.use(self._specs.auto)
         return self._deltas[index]
 
     @property
@@ -105,7 +109,30 @@ class End:
         message = pack(kind, place, [tuple(t.shape) for t in tensors], parts)
         self.sent[kind] += len(message)
         self.sent_raw_nbytes += sum(t.nbytes for t in tensors)
+        if self._specs.auto is not None:
+            self.sending.add(self._chosen_values(kind, tensors, parts), len(message))
         return message
+
+    def _chosen_values(self, kind: Kind, tensors: Sequence[torch.Tensor], parts: Sequence[bytes]) -> int:
+        """Return the number of values of a message whose bits are chosen by measurements."""
+        total = 0
+        for t, part in zip(tensors, parts, strict=True):
+            if t.dtype in NAMES and kind == Kind.ACTIVATIONS and self._specs.deltas is not None:
+                checks = parse(np.frombuffer(part, np.uint8)).checks
+                total += int(np.count_nonzero(checks)) * t[0].numel() if len(checks) else 0
+            elif t.dtype in NAMES:
+                total += t.numel()
+        return total
+
+    def use(self, auto: EdgeChoice) -> None:
+        """Send by the specs that were chosen for this edge."""
+        for d in self._deltas:
+            d.backward = auto.spec(self.edge, Kind.GRADIENTS)
+            forward = auto.spec(self.edge, Kind.ACTIVATIONS)
+            if self._specs.deltas is None:
+                d.first = forward
+            else:
+                d.spec = forward
 
     def decode(
         self, kind: Kind, message: bytes, outputs: list[torch.Tensor], place: Place, samples: Ids | None

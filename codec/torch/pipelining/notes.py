@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, cast
 
 from codec import CodecError, FrameError, PeerError, StateError, Status
 from codec.stateful.activation.values import ids_of
+from codec.torch.auto.edges import checked
 from codec.torch.pipelining.end import Aborted, Ids
 
 Samples = dict[int, list[int]]  # ids by edge
@@ -21,6 +22,7 @@ class Report(NamedTuple):
     code: int | None  # of the error; None if this version of the library does not know it
     unknown: Samples  # samples whose m is missing or different, by edge
     samples: Ids  # samples of the step that the rank knows, if it reports them
+    auto: dict[str, Any] | None = None  # measurements from which specs are chosen
 
 
 class Notes:
@@ -52,7 +54,7 @@ class Notes:
         if isinstance(unknown, tuple):
             self._unknown.setdefault(edge, []).extend(cast(tuple[Any, ...], unknown))
 
-    def report(self, *, last: bool, samples: bool) -> bytes:
+    def report(self, *, last: bool, samples: bool, auto: dict[str, Any] | None = None) -> bytes:
         """Return the report of this rank as bytes.
 
         Parameters
@@ -61,6 +63,8 @@ class Notes:
             The rank makes no further attempt.
         samples : bool
             Report the samples of the step. A rank behind an error may not know them.
+        auto : dict, optional
+            Measurements from which specs are chosen.
         """
         ids = [*self._earlier_ids, *self.ids.values()] if samples else []
         e = self.error
@@ -72,6 +76,7 @@ class Notes:
             "code": None if e is None or e.code is None else int(e.code),
             "unknown": sorted(self._unknown.items()),
             "samples": sorted({i for chunk in ids for i in chunk}),
+            **({} if auto is None else {"auto": auto}),
         }
         return json.dumps(report).encode()
 
@@ -97,6 +102,7 @@ def report_of(data: bytes, rank: int) -> Report:
             code if code in _CODES else None,
             unknown,
             samples,
+            checked(d["auto"]) if "auto" in d else None,
         )
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as e:
         raise PeerError(f"rank {rank} has sent no valid report of its step: {e}") from e

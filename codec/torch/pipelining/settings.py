@@ -3,8 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+from codec import ArgumentError
+from codec.advisor.cost_model import link_of
 from codec.specs import Lossless, Quantize, Spec
 from codec.stateful.activation.delta import EntryDtype
+from codec.torch.auto.edges import EdgeChoice
+from codec.torch.auto.quality import bits_of
 from codec.torch.reduction.arguments import plain_spec
 
 FORWARD = Quantize(4, rounding="nearest")
@@ -50,14 +54,38 @@ class Deltas:
 
 @dataclass(frozen=True, slots=True)
 class Specs:
-    """Specs of one stage; `deltas` is None if activations are encoded directly."""
+    """Specs of one stage.
+
+    `deltas` is None if activations are encoded directly. With `auto`, `forward` and `backward` are the first specs.
+    """
 
     forward: Spec
     backward: Spec
     deltas: Deltas | None
+    auto: EdgeChoice | None = None
 
     def signature(self) -> list[str]:
         """Return what all stages must have in common, for comparison by bytes."""
         d = self.deltas
         shared = [] if d is None else [str(plain_spec(d.first)), str(d.budget), d.dtype]
-        return [str(d is not None), *shared]
+        return [str(d is not None), *shared, *([] if self.auto is None else ["auto", self.auto.description])]
+
+
+def specs_of(forward: Any, backward: Any, deltas: Deltas | None, quality: Any, link: Any) -> Specs:
+    """Return the specs that arguments of a stage mean.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        An argument has a wrong type or value.
+    """
+    chosen = [isinstance(spec, str) and spec == "auto" for spec in (forward, backward)]
+    if not any(chosen):
+        if quality is not None or link is not None:
+            raise ArgumentError('quality= and link= are for forward="auto" and backward="auto"')
+        return Specs(plain_spec(forward), plain_spec(backward), deltas)
+    levels = bits_of("small" if quality is None else quality)
+    forwards = [pair[0] if chosen[0] else plain_spec(forward) for pair in levels]
+    backwards = [pair[1] if chosen[1] else plain_spec(backward) for pair in levels]
+    auto = EdgeChoice(list(zip(forwards, backwards, strict=True)), None if link is None else link_of(link))
+    return Specs(forwards[0], backwards[0], deltas, auto)

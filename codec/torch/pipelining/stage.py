@@ -17,11 +17,10 @@ from codec.stateful.activation.values import ids_of
 from codec.torch import _compat
 from codec.torch.pipelining import checkpoint
 from codec.torch.pipelining.envelope import Kind
-from codec.torch.pipelining.settings import BACKWARD, FORWARD, Deltas, Specs
+from codec.torch.pipelining.settings import BACKWARD, FORWARD, Deltas, specs_of
 from codec.torch.pipelining.snapshot import Buffers
 from codec.torch.pipelining.stats import PipelineStats, stats_of
 from codec.torch.pipelining.traffic import Traffic
-from codec.torch.reduction.arguments import plain_spec
 
 _compat.check_stage_class(PipelineStage)
 
@@ -49,11 +48,18 @@ class CompressedStage(PipelineStage):
     device : torch.device or str
         Device of the module.
     forward : Spec or str
-        Spec of deltas, or of activations that are sent directly; or the name of a preset.
+        Spec of deltas, or of activations that are sent directly; or the name of a preset. "auto": bits are chosen by
+        measurements, for each direction of each edge, equally on all ranks: the most bits with which a step is about
+        as fast as with the fewest that `quality` allows. They change when links change.
     backward : Spec or str
-        Spec of gradients.
+        Spec of gradients, or "auto".
     activations : {"delta", "direct"} or Deltas
         "delta": as :class:`Deltas` by default. "direct": without state and sample ids.
+    quality : {"balanced", "small", "smallest"}, optional
+        Fewest bits of activations and gradients that "auto" may choose: 8 and 8, 4 and 8, or 2 and 4. Default: "small",
+        the bits that stages have without "auto".
+    link : str, number or Link, optional
+        Link of each rank for "auto", as for :func:`codec.advise`. Default: it is measured in every step.
     options : CallOptions, optional
         ``codec.options(timeout=, engine=, threads=)``. The timeout is the longest wait for a neighbour; the default is
         that of the group.
@@ -91,6 +97,8 @@ class CompressedStage(PipelineStage):
         forward: Spec | str = FORWARD,
         backward: Spec | str = BACKWARD,
         activations: Literal["delta", "direct"] | Deltas = "delta",
+        quality: Literal["balanced", "small", "smallest"] | None = None,
+        link: Any = None,
         options: CallOptions | None = None,
         **stage_arguments: Any,
     ) -> None:
@@ -102,7 +110,7 @@ class CompressedStage(PipelineStage):
             )
         super().__init__(submodule, stage_index, num_stages, torch.device(device), **stage_arguments)
         _compat.check_stage(self)
-        specs = Specs(plain_spec(forward), plain_spec(backward), _deltas_of(activations))
+        specs = specs_of(forward, backward, _deltas_of(activations), quality, link)
         self._spoilt: Buffers | None = None  # buffers of the module to restore before the next forward
         # A schedule may place stages on ranks after they are made.
         # not for users: an Attempt commits and rolls back the messages of its stages
@@ -116,7 +124,8 @@ class CompressedStage(PipelineStage):
     def stats(self) -> PipelineStats:
         """Return bytes sent and counts of samples so far."""
         traffic = self.traffic
-        return stats_of(traffic.incoming, traffic.outgoing, traffic.refused_steps)
+        choices = {} if traffic.auto is None else traffic.auto.steps.copy()
+        return stats_of(traffic.incoming, traffic.outgoing, traffic.refused_steps, choices)
 
     def prefetch(self, sample_ids: Any) -> None:
         """Begin to read the m of samples of the next step, if they are in files.
@@ -132,7 +141,7 @@ class CompressedStage(PipelineStage):
                 d.prefetch(ids)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of deltas: m of all samples on both edges of this stage.
+        """Return the state of deltas: m of all samples on both edges of this stage; and the choice of "auto".
 
         Without it a restarted training sends all samples raw once. If m is in files, the dict has checks only.
 
@@ -141,7 +150,8 @@ class CompressedStage(PipelineStage):
         dict
             Tensors, integers and strings, which ``torch.load(weights_only=True)`` accepts.
         """
-        return checkpoint.save(self.traffic.ends)
+        auto = self.traffic.auto
+        return checkpoint.save(self.traffic.ends) | ({} if auto is None else {"auto": auto.state_dict()})
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Replace the state of deltas by a saved one.
@@ -159,6 +169,8 @@ class CompressedStage(PipelineStage):
         if self.traffic.notes is not None:
             raise StateError("the state of a stage cannot be loaded inside an attempt")
         checkpoint.load(self.traffic.ends, saved)
+        if self.traffic.auto is not None:
+            self.traffic.load_choice(saved.get("auto"))
 
     def close(self) -> None:
         """Write m to files, if it is kept there, and close them. The stage must not be used any more."""

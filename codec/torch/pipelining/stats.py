@@ -1,6 +1,6 @@
 """Totals of a stage."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from codec.readable import Rounded, count, share
 from codec.stateful.activation.change import ActivationStats
@@ -23,6 +23,8 @@ class PipelineStats(Rounded):
     sender, receiver : tuple of ActivationStats
         Counts of the edge to the next stage and of that from the previous one, for each tensor. ``sender[0].change``
         tells how much activations change between epochs.
+    choices : dict of str to int
+        Successful steps by the specs of activations and gradients that "auto" has chosen; empty without it.
     """
 
     forward_nbytes: int
@@ -31,6 +33,7 @@ class PipelineStats(Rounded):
     refused_steps: int
     sender: tuple[ActivationStats, ...]
     receiver: tuple[ActivationStats, ...]
+    choices: dict[str, int] = field(default_factory=dict[str, int])
 
     def __str__(self) -> str:
         """Return the bytes of both directions, and how much activations change, in a line."""
@@ -41,7 +44,7 @@ class PipelineStats(Rounded):
         return f"{sent}{moved}{refused}"
 
 
-def stats_of(incoming: End | None, outgoing: End | None, refused_steps: int) -> PipelineStats:
+def stats_of(incoming: End | None, outgoing: End | None, refused_steps: int, choices: dict[str, int]) -> PipelineStats:
     """Return the totals of a stage with these ends."""
     ends = [end for end in (incoming, outgoing) if end is not None]
     return PipelineStats(
@@ -51,4 +54,5 @@ def stats_of(incoming: End | None, outgoing: End | None, refused_steps: int) -> 
         refused_steps,
         tuple(d.stats() for d in outgoing.deltas) if outgoing else (),
         tuple(d.stats() for d in incoming.deltas) if incoming else (),
+        choices,
     )

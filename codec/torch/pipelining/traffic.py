@@ -8,6 +8,7 @@ import torch
 from codec import ArgumentError, CallOptions, CodecError, PeerError, StateError
 from codec.arguments import shown
 from codec.stateful.activation.values import ids_of
+from codec.torch.auto.edges import Sent
 from codec.torch.group.communicator import close_communicator, key_of
 from codec.torch.group.work import Work
 from codec.torch.pipelining.end import Aborted, End
@@ -57,6 +58,7 @@ class Traffic:
         self.refused_steps = 0
         self.incoming = None if stage_index == 0 else End(stage_index - 1, "receiver", specs, options)
         self.outgoing = None if stage_index == num_stages - 1 else End(stage_index, "sender", specs, options)
+        self.auto = specs.auto
         self._has_deltas, self._rank_of = specs.deltas is not None, rank_of
         self._links: dict[int, Link] = {}  # by edge
         self._expected: dict[tuple[Kind, int], tuple[Sequence[torch.Tensor], Work]] = {}  # by kind and micro-batch
@@ -167,13 +169,38 @@ class Traffic:
                 output.detach().zero_()
         return outputs
 
-    # End of an attempt
+    # Begin and end of an attempt
+
+    def begin_attempt(self, notes: Notes) -> None:
+        """Begin an attempt, whose errors go to `notes`."""
+        self.notes = notes
+        if self.auto is not None:
+            for end in self.ends:
+                end.sending.begin(self._link(end).info())
+
+    def sent(self) -> list[Sent]:
+        """Return what the stage has sent in the attempt, if specs are chosen by measurements."""
+        return [] if self.auto is None else [end.sending.end(self._link(end).info()) for end in self.ends]
+
+    def adapt(self, reports: Sequence[Report]) -> None:
+        """Choose the specs of the next step from the reports of all ranks, if they are chosen by measurements."""
+        if self.auto is not None:
+            self.auto.learn([r.auto for r in reports if r.auto is not None], logs=self.index == 0)
+            for end in self.ends:
+                end.use(self.auto)
 
     def wait_for_sends(self) -> None:
         """Wait until all messages are sent."""
         sends, self._sends = self._sends, []
         for work in sends:
             work.wait()
+
+    def load_choice(self, saved: Any) -> None:
+        """Send by the specs of a checkpoint, if they are chosen by measurements."""
+        if self.auto is not None:
+            self.auto.load_state_dict(saved)
+            for end in self.ends:
+                end.use(self.auto)
 
     def commit(self) -> None:
         """Make the activations of this step those that deltas refer to."""

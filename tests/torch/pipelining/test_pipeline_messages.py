@@ -99,8 +99,13 @@ def test_report_names_the_error_that_repeating_cannot_mend():
         notes.add(error, 5)
     notes.ids = {0: [9, 4], 1: [2]}
     found = report_of(notes.report(last=False, samples=True), 1)
-    assert found == (True, False, "NaN", False, codec.Status.NONFINITE, {5: [4, 2]}, [2, 4, 9])
-    assert report_of(Notes().report(last=True, samples=False), 0) == (False, True, "", True, None, {}, [])
+    assert found == (True, False, "NaN", False, codec.Status.NONFINITE, {5: [4, 2]}, [2, 4, 9], None)
+    assert report_of(Notes().report(last=True, samples=False), 0) == (False, True, "", True, None, {}, [], None)
+    measured = {"microseconds": 7, "sent": [[0, 1, -1, 5, 6]]}
+    assert report_of(Notes().report(last=True, samples=False, auto=measured), 0).auto == {
+        "microseconds": 7,
+        "sent": [(0, 1, -1, 5, 6)],
+    }
 
 
 VALID = json.loads(Notes().report(last=False, samples=False))
