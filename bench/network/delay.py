@@ -81,6 +81,12 @@ class Delay:
         # own session: Ctrl-C reaches only the parent
         self.process = subprocess.Popen(command, pass_fds=tuns, stdin=subprocess.PIPE, start_new_session=True)
 
+    def set(self, seconds: float) -> None:
+        """Change the time from sending to receiving, for packets that are sent from now on."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{seconds}\n".encode())
+        self.process.stdin.flush()
+
     def close(self) -> None:
         """End the process."""
         self.process.kill()
@@ -107,8 +113,8 @@ def destination(packet: bytes, ranks: int) -> int | None:
 
 
 def carry(seconds: float, tuns: Sequence[int]) -> None:
-    """Carry packets until standard input ends, which is when the parent ends."""
-    waiting: deque[tuple[float, int, bytes]] = deque()  # in the order of their times, since all wait equally long
+    """Carry packets until standard input ends, which is when the parent ends. A line of it has other seconds."""
+    waiting: deque[tuple[float, int, bytes]] = deque()  # in the order of their times
     poll = select.epoll()
     for fd in (sys.stdin.fileno(), *tuns):
         poll.register(fd, select.EPOLLIN)
@@ -116,11 +122,16 @@ def carry(seconds: float, tuns: Sequence[int]) -> None:
         patience = max(0.0, waiting[0][0] - time.monotonic()) if waiting else -1
         for fd, _ in poll.poll(patience):
             if fd not in tuns:
-                return
+                line = os.read(fd, 64).split()
+                if not line:
+                    return
+                seconds = float(line[-1])
+                continue
             for packet in packets(fd):
                 to = destination(packet, len(tuns))
                 if to is not None:
-                    waiting.append((time.monotonic() + seconds, tuns[to], packet))
+                    earliest = waiting[-1][0] if waiting else 0.0  # packets keep their order
+                    waiting.append((max(earliest, time.monotonic() + seconds), tuns[to], packet))
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:
             _, fd, packet = waiting.popleft()
