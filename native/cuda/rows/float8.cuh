@@ -6,7 +6,7 @@
 #ifndef CODEC_CUDA_ROWS_FLOAT8_CUH
 #define CODEC_CUDA_ROWS_FLOAT8_CUH
 
-#include "rows/codes.cuh"
+#include "rows/groups.cuh"
 
 /* Return the codes of four finite values. */
 template <bool E4M3> DEVICE uint32_t float8_codes(const row_job &r, const uint32_t x[4], float scale)
