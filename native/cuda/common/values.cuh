@@ -55,17 +55,17 @@ DEVICE bool in_quads(uint32_t dtype, const codec_source *s)
 }
 
 /*
- * Load N quads of values, the first at value i and each `apart` values behind the one before, as bits of float32. i and
- * `apart` are multiples of 4, and in_quads() is true. All loads are in flight together.
+ * Load N quads of values as bits of float32: PER adjacent ones at value i, PER that begin `apart` values behind the
+ * first ones, and so on. i and `apart` are multiples of 4, and in_quads() is true. All loads are in flight together.
  */
-template <int N>
+template <int N, int PER>
 DEVICE void load_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32_t apart, uint32_t x[4 * N])
 {
 	if (s->sums || dtype == WIRE_FLOAT32) {
 		const uint4 *from = (const uint4 *)(global(s->sums ? s->sums : (const float *)s->values) + i);
 
 		for (int k = 0; k < N; k++) {
-			uint4 w = from[k * (apart / 4)];
+			uint4 w = from[k / PER * (apart / 4) + k % PER];
 
 			x[4 * k] = w.x, x[4 * k + 1] = w.y, x[4 * k + 2] = w.z, x[4 * k + 3] = w.w;
 		}
@@ -74,25 +74,35 @@ DEVICE void load_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32
 	const uint2 *from = (const uint2 *)(global((const uint16_t *)s->values) + i);
 
 	for (int k = 0; k < N; k++) {
-		uint2 w = from[k * (apart / 4)];
+		uint2 w = from[k / PER * (apart / 4) + k % PER];
 
 		x[4 * k] = w.x & 0xffff, x[4 * k + 1] = w.x >> 16, x[4 * k + 2] = w.y & 0xffff,
 		      x[4 * k + 3] = w.y >> 16;
 	}
-	for (int k = 0; k < 4 * N; k++)
-		x[k] = round_bits(float_of(dtype, x[k]));
+	if (dtype == WIRE_BFLOAT16) /* one branch for all values */
+		for (int k = 0; k < 4 * N; k++)
+			x[k] = round_from_bfloat16((uint16_t)x[k]);
+	else
+		for (int k = 0; k < 4 * N; k++)
+			x[k] = round_from_float16((uint16_t)x[k]);
 }
 
 /* Load N (4 or 8) values from value i on, see load_quads. */
 template <int N> DEVICE void values_at_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32_t x[N])
 {
-	load_quads<N / 4>(dtype, s, i, 4, x);
+	load_quads<N / 4, N / 4>(dtype, s, i, 4, x);
 }
 
 /* Load the lane's quads of N rows of 128 values; i: its first value. See load_quads. */
 template <int N> DEVICE void values_at_rows(uint32_t dtype, const codec_source *s, uint64_t i, uint32_t x[4 * N])
 {
-	load_quads<N>(dtype, s, i, WIRE_ROW, x);
+	load_quads<N, 1>(dtype, s, i, WIRE_ROW, x);
+}
+
+/* Load the lane's groups of 8 values of N times 256 values; i: its first value. See load_quads. */
+template <int N> DEVICE void values_at_groups(uint32_t dtype, const codec_source *s, uint64_t i, uint32_t x[8 * N])
+{
+	load_quads<2 * N, 2>(dtype, s, i, 256, x);
 }
 
 /*

@@ -247,6 +247,21 @@ DEVICE uint32_t equal_mask(uint32_t x, uint32_t byte)
 	return (~(((d & 0x7f7f7f7fu) + 0x7f7f7f7fu) | d) >> 7 & ONES) * 255;
 }
 
+/* Return a word whose bytes are 255 where words are negative, and 0 elsewhere. */
+DEVICE uint32_t sign_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
+{
+#ifdef __CUDA_ARCH__
+	uint32_t low, high;
+
+	/* selectors of 8 and more replicate the sign of a byte */
+	asm("prmt.b32 %0, %1, %2, 0xfb;" : "=r"(low) : "r"(a), "r"(b));
+	asm("prmt.b32 %0, %1, %2, 0xfb;" : "=r"(high) : "r"(c), "r"(d));
+	return __byte_perm(low, high, 0x5410);
+#else
+	return (a >> 31) * 255 | (b >> 31) * 255 << 8 | (c >> 31) * 255 << 16 | (d >> 31) * 255 << 24;
+#endif
+}
+
 /* OR up to 32 bits into a region, at a multiple of 4, from bit `bit` on. Other lanes may write bits of the same words.
  */
 DEVICE void or_bits(uint8_t *region, uint64_t bit, uint32_t x)

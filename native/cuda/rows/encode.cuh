@@ -7,6 +7,8 @@
 #include "coder/encode.cuh"
 #include "frame/encode.cuh"
 #include "rows/float8.cuh"
+#include "rows/levels.cuh"
+#include "rows/ternary.cuh"
 
 /*
  * Report that the tensor cannot be encoded. Any other fault replaces CODEC_BAD_SCALE: NaN or Inf anywhere is reported
@@ -88,12 +90,16 @@ DEVICE codec_status put_signs(const row_job &r, uint8_t *memory, uint8_t *scales
 	return CODEC_OK;
 }
 
+/* TERNARY: return true if the scale was given, which no magnitude may exceed. */
+DEVICE bool scale_is_given(const codec_view *v, const codec_row_part *part)
+{
+	return v->scale > 0 && !(v->clip > 0) && part->scale[0] > 0;
+}
+
 /* TERNARY: check that a given scale is not less than the largest magnitude. most: the lane's, as bits. */
 DEVICE codec_status check_above(const codec_view *v, const codec_row_part *part, uint32_t most)
 {
-	bool given = v->scale > 0 && !(v->clip > 0) && part->scale[0] > 0;
-
-	if (!__any_sync(FULL, given && most > round_bits(part->scale[0])))
+	if (!__any_sync(FULL, scale_is_given(v, part) && most > round_bits(part->scale[0])))
 		return CODEC_OK;
 	return __any_sync(FULL, most >= ROUND_INF) ? CODEC_NONFINITE : CODEC_BAD_SCALE;
 }
@@ -111,6 +117,10 @@ DEVICE codec_status put_rows(const row_job &r, uint8_t *memory, uint8_t *scales,
 		return put_signs(r, memory, scales, (uint32_t *)to, lane);
 	if (CODEC == WIRE_CODEC_FLOAT8)
 		put = put_float8_rows(r, scales, to, lane);
+	if (CODEC == WIRE_CODEC_QUANTIZE)
+		put = put_level_rows(r, scales, to, lane);
+	if (CODEC == WIRE_CODEC_TERNARY)
+		put = put_ternary_steps(r, to, scale_is_given(r.v, r.p.part), lane);
 	if (CODEC != WIRE_CODEC_SIGN && put.status == CODEC_OK && !put.done)
 		put = put_groups<CODEC>(r, scales, ratio, to, chunk, lane);
 	if (put.status == CODEC_OK && put.done < r.p.m) {

@@ -32,12 +32,30 @@ DEVICE uint32_t larger(uint32_t most, uint32_t x, uint32_t limit)
 	return a < limit && a > most ? a : most;
 }
 
+/*
+ * Return larger(most, x, ~0u), or another NaN in place of one. An instruction for floats clears the sign as it
+ * compares.
+ */
+DEVICE uint32_t larger_magnitude(uint32_t most, uint32_t x)
+{
+#ifdef __CUDA_ARCH__
+	float y;
+
+	asm("{.reg .f32 a;\n\tabs.f32 a, %2;\n\tmax.NaN.f32 %0, %1, a;}"
+	    : "=f"(y)
+	    : "f"(round_float(most)), "f"(round_float(x)));
+	return round_bits(y);
+#else
+	return larger(most, x, ~0u);
+#endif
+}
+
 /* Return the largest of `most` and the magnitudes of N values, as larger() does. */
 template <int N> DEVICE uint32_t largest_of(uint32_t most, const uint32_t *x, uint32_t limit)
 {
 	if (limit == ~0u)
-		for (int k = 0; k < N; k += 2)
-			most = __vimax3_u32(most, x[k] & ROUND_ABS, x[k + 1] & ROUND_ABS);
+		for (int k = 0; k < N; k++)
+			most = larger_magnitude(most, x[k]);
 	else
 		for (int k = 0; k < N; k++)
 			most = larger(most, x[k], limit);

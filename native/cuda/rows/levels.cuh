@@ -1,0 +1,251 @@
+/* rows/levels.cuh - encoding of quantize with 2, 4 or 8 bits and without residual, in rows of 64 or 128 values or
+ * of a multiple of 256: most tensors of quantize. docs/encoder.md, section 7.
+ *
+ * A lane encodes 8 values of a step of 256. Positions among the levels are rounded by additions toward zero, and codes
+ * are packed as bytes of words. Rows of scales below 2^-60 are rare, and are encoded by put_group_slowly.
+ */
+#ifndef CODEC_CUDA_ROWS_LEVELS_CUH
+#define CODEC_CUDA_ROWS_LEVELS_CUH
+
+#include "rows/draws.cuh"
+
+/*
+ * Scale of a row. by: reciprocal of the largest magnitude, or 1; times: last factor of the position of a value. It is 0
+ * in rows of zeros, which makes their codes round_level_zero.
+ */
+struct level_scale {
+	float by, times;
+};
+
+template <bool ODD> DEVICE level_scale level_scale_of(float levels, uint32_t max)
+{
+	const float times = ODD ? levels : round_mul(levels, 0.5f);
+
+	return {round_div(1, round_float(max ? max : round_bits(1.0f))), max ? times : 0.0f};
+}
+
+/* Check that a row's largest magnitude is not 0 and so small that round_over needs two factors. */
+DEVICE bool is_tiny(uint32_t max)
+{
+	return max - 1 < round_bits(0x1p-60f) - 1;
+}
+
+/*
+ * Return the code of a value, or with ODD levels the magnitude of its level: in the lower bits; or, of at most 4 bits
+ * (!WIDE), from bit 17 on, with other bits beside it. draws: 16 random bits in half `k`.
+ *
+ * round_place adds floor(2^17 place) and 2 h + 1. A sum whose last bit is worth 2^-17 or less, and which is rounded
+ * toward zero, has the same integer part.
+ */
+template <bool ODD, bool WIDE> DEVICE uint32_t level_of(uint32_t x, const level_scale &s, uint32_t draws, uint32_t k)
+{
+	const float ratio = round_mul(round_float(ODD ? x & ROUND_ABS : x), s.by);
+	const float place = round_mul(ODD ? ratio : round_add(ratio, 1.0f), s.times);
+	const uint32_t h = k ? draws & 0xffff0000 : draws << 16;
+
+	if (!WIDE) /* the last bit of floats from 64 to 128 is worth 2^-17 */
+		return round_bits(__fadd_rz(place, 64 + 0x1p-17f)) + (h >> 15);
+	const float more = round_float((h >> 9) + round_bits(1 + 0x1p-17f)); /* 1 + (2 h + 1) / 2^17 */
+
+	return round_bits(__fadd_rz(__fadd_rz(place, more), 0x1p23f - 1));
+}
+
+/* Return a byte of each of four words. */
+DEVICE uint32_t bytes_of_four(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t byte)
+{
+	const uint32_t two = byte * 0x11 + 0x40;
+
+	return __byte_perm(__byte_perm(a, b, two), __byte_perm(c, d, two), 0x5410);
+}
+
+/* Return codes of ODD levels from magnitudes of four levels, a byte each. x: values, whose signs the levels have. */
+DEVICE uint32_t signed_levels(uint32_t magnitudes, uint32_t levels, const uint32_t *x, uint32_t apart)
+{
+	const uint32_t below = sign_bytes(x[0], x[apart], x[2 * apart], x[3 * apart]);
+
+	return ((levels + magnitudes) & ~below) | ((levels - magnitudes) & below);
+}
+
+/* Write the codes of 8 values, packed to BITS bits. levels: zero level in each byte (ODD). */
+template <int BITS, bool ODD>
+DEVICE void put_levels(const uint32_t x[8], const level_scale &s, const uint32_t draws[4], uint32_t levels, uint8_t *to)
+{
+	const uint32_t fields = BITS == 4 ? 0x0f0f0f0f : 0x03030303;
+	uint32_t z[8];
+
+	for (uint32_t k = 0; k < 8; k++)
+		z[k] = level_of<ODD, BITS == 8>(x[k], s, draws[k / 2], k % 2);
+	if (BITS == 8) {
+		for (uint32_t k = 0; k < 2; k++) {
+			const uint32_t four = bytes_of_four(z[4 * k], z[4 * k + 1], z[4 * k + 2], z[4 * k + 3], 0);
+
+			((uint32_t *)to)[k] = ODD ? signed_levels(four, levels, x + 4 * k, 1) : four;
+		}
+		return;
+	}
+	/* values of even and of odd index; codes from bit 1 on */
+	uint32_t even = bytes_of_four(z[0], z[2], z[4], z[6], 2), odd = bytes_of_four(z[1], z[3], z[5], z[7], 2);
+
+	if (ODD) {
+		even = signed_levels(even >> 1 & fields, levels, x, 2);
+		odd = signed_levels(odd >> 1 & fields, levels, x + 1, 2);
+		even |= odd << BITS;
+	} else {
+		even = (even >> 1 & fields) | (odd << (BITS - 1) & fields << BITS);
+	}
+	if (BITS == 4) {
+		*(uint32_t *)to = even;
+	} else {
+		even |= even >> 4;
+		*(uint16_t *)to = (uint16_t)__byte_perm(even, 0, 0x4420);
+	}
+}
+
+/* Return the largest magnitude of a row of 64, 128 or 256 values. most: that of the lane's 8 values. */
+DEVICE uint32_t largest_of_row(uint32_t most, uint32_t row_log2)
+{
+	auto larger_of_other = [&](uint32_t by) {
+		const uint32_t other = __shfl_xor_sync(FULL, most, by);
+
+		most = other > most ? other : most;
+	};
+
+	larger_of_other(1);
+	larger_of_other(2);
+	larger_of_other(4);
+	if (row_log2 > 6)
+		larger_of_other(8);
+	if (row_log2 > 7)
+		larger_of_other(16);
+	return most;
+}
+
+/* Parameters of the loops over a block's values. */
+struct level_loop {
+	codec_source source;
+	uint32_t dtype, nbytes;
+	uint64_t first;       /* the block's first value in the tensor */
+	float levels;         /* largest code, or with odd levels largest magnitude of a level */
+	uint32_t zero;        /* code of 0 in each byte; odd levels only */
+	uint32_t row_log2;    /* values of a row that are encoded as their scale is found; 0: rows are longer */
+	uint32_t end;         /* values of the block that are encoded */
+	uint8_t *scales, *to; /* scales of the block's rows; packed codes */
+	group_draws draws;
+	bool random;
+};
+
+/*
+ * Encode N steps of 256 values from value i of the block on. s: scale of their row; smaller rows have their scales
+ * computed, and the largest magnitude is added to *worst.
+ */
+template <int BITS, bool ODD, int N>
+DEVICE void put_level_steps(const row_job &r, const level_loop &c, uint32_t i, level_scale s, uint32_t *worst,
+			    uint32_t lane)
+{
+	const uint64_t e = c.first + i + 8 * lane;
+	const uint32_t lanes = 1u << c.row_log2 >> 3, next = i + 2 * N * WARP_STEP;
+	uint32_t x[8 * N];
+
+	values_at_groups<N>(c.dtype, &c.source, e, x);
+	if (next + N * WARP_STEP <= c.end && lane < N * WARP_STEP / LINE_NBYTES * c.nbytes)
+		prefetch(c.source.values + c.nbytes * (c.first + next) + LINE_NBYTES * lane);
+#pragma unroll
+	for (uint32_t k = 0; k < N; k++) {
+		const uint32_t mine = i + k * WARP_STEP + 8 * lane;
+		uint8_t *to = c.to + mine / 8 * BITS;
+		uint32_t draws[4];
+
+		if (c.row_log2) {
+			const uint32_t max = largest_of_row(largest_of<8>(0, x + 8 * k, ~0u), c.row_log2);
+
+			*worst = max > *worst ? max : *worst;
+			if ((lane & (lanes - 1)) == 0)
+				*(uint32_t *)(c.scales + 4 * (mine >> c.row_log2)) = max;
+			if (__any_sync(FULL, is_tiny(max))) {
+				put_group_slowly<WIRE_CODEC_QUANTIZE>(r, mine, round_float(max), to);
+				continue;
+			}
+			s = level_scale_of<ODD>(c.levels, max);
+		}
+		no_draws(draws);
+		if (c.random)
+			draw_group(c.draws, (uint32_t)((e + k * WARP_STEP) / 8), draws);
+		put_levels<BITS, ODD>(x + 8 * k, s, draws, c.zero, to);
+	}
+}
+
+/* Encode values i to end - 1 of the block. See put_level_steps. */
+template <int BITS, bool ODD>
+DEVICE void put_level_run(const row_job &r, const level_loop &c, uint32_t i, uint32_t end, level_scale s,
+			  uint32_t *worst, uint32_t lane)
+{
+	for (; i + 2 * WARP_STEP <= end; i += 2 * WARP_STEP)
+		put_level_steps<BITS, ODD, 2>(r, c, i, s, worst, lane);
+	if (i < end)
+		put_level_steps<BITS, ODD, 1>(r, c, i, s, worst, lane);
+}
+
+template <int BITS>
+DEVICE void put_level_run(const row_job &r, const level_loop &c, uint32_t i, uint32_t end, uint32_t max,
+			  uint32_t *worst, uint32_t lane)
+{
+	if (r.q.odd)
+		put_level_run<BITS, true>(r, c, i, end, level_scale_of<true>(c.levels, max), worst, lane);
+	else
+		put_level_run<BITS, false>(r, c, i, end, level_scale_of<false>(c.levels, max), worst, lane);
+}
+
+/*
+ * Write scales and codes of a block's whole rows. Does nothing if the rows, the options or the memory need put_groups.
+ */
+DEVICE groups_put put_level_rows(const row_job &r, uint8_t *scales, uint8_t *to, uint32_t lane)
+{
+	const codec_source &s = *r.source;
+	const uint32_t dtype = r.v->dtype, row = r.p.part->group_size, bits = r.q.bits, step = row % WARP_STEP;
+	const bool small = row == 64 || row == 128 || row == WARP_STEP;
+	const level_loop c = {{global(s.values), NULL, NULL},
+			      dtype,
+			      dtype == WIRE_FLOAT32 ? 4u : 2u,
+			      r.p.first,
+			      (float)r.q.levels,
+			      (uint32_t)r.q.levels * ONES,
+			      !small       ? 0u
+			      : row == 64  ? 6u
+			      : row == 128 ? 7u
+					   : 8u,
+			      r.p.m / (small ? WARP_STEP : row) * (small ? WARP_STEP : row),
+			      global(scales),
+			      global(to),
+			      group_draws_of(r.key, (uint32_t)(r.p.first / 8 >> 32)),
+			      r.random};
+	uint32_t worst = 0;
+
+	if ((!small && step) || (bits != 2 && bits != 4 && bits != 8) || s.sums || s.residual || r.p.first % 8 ||
+	    (uint64_t)scales % 4 || !in_quads(dtype, &s) || !draws_share_high(r.p.first, r.p.m))
+		return {0, 0, CODEC_OK};
+	for (uint32_t i = 0, end; i < c.end; i = end) {
+		uint32_t max = 0;
+
+		end = small ? c.end : i + row;
+		if (!small) {
+			const scaled found = put_scale_here<WIRE_CODEC_QUANTIZE>(
+				r.v, r.q, r.p.part, &c.source, c.first + i, row, c.scales + i / row * 4, lane);
+
+			max = found.status == CODEC_OK ? round_bits(found.scale) : ROUND_INF;
+			worst = max > worst ? max : worst;
+		}
+		if (is_tiny(max))
+			for (uint32_t k = i; k < end; k += WARP_STEP)
+				put_group_slowly<WIRE_CODEC_QUANTIZE>(r, k + 8 * lane, round_float(max),
+								      c.to + (k / 8 + lane) * bits);
+		else if (bits == 4)
+			put_level_run<4>(r, c, i, end, max, &worst, lane);
+		else if (bits == 2)
+			put_level_run<2>(r, c, i, end, max, &worst, lane);
+		else
+			put_level_run<8>(r, c, i, end, max, &worst, lane);
+	}
+	return {c.end, 0, __any_sync(FULL, worst >= ROUND_INF) ? CODEC_NONFINITE : CODEC_OK};
+}
+
+#endif
