@@ -253,6 +253,7 @@ EIGHTS = {
     "float4_nearest": codec.Float4("mxfp4"),
     "float4_random": codec.Float4("nvfp4", "stochastic"),
     **{f"quantize_{b}_{row}": codec.Quantize(b, row, "odd") for b, row in ((2, 16), (3, 128), (4, 600), (8, 512))},
+    **{f"quantize_{b}_{row}": codec.Quantize(b, row) for b, row in ((4, 64), (8, 128), (2, 768), (8, 1_024))},
     "quantize_nearest": codec.Quantize(4, 256, "even", "nearest"),
     "quantize_zero_64": codec.Quantize(4, zero_point=True),
     "quantize_zero_600": codec.Quantize(5, 600, rounding="nearest", zero_point=True),
@@ -269,6 +270,7 @@ def test_groups_of_8(name):
     spec, rng = EIGHTS[name], np.random.default_rng(len(name))
     x = rng.standard_normal(18_509, F32) * np.exp(rng.standard_normal(18_509, F32)) * (rng.random(18_509) > 0.02)
     x[600:1300] = 0
+    x[3_000:4_500] *= 1e-25
     cut = [(3, (7, 640)), (4_488, (2, 4_096)), (12_680, (829,))]
     for dtype in LOSSY_DTYPES:
         values = x.astype(np.float16 if dtype == "float16" else F32)
@@ -290,7 +292,7 @@ def test_groups_of_8(name):
 def test_values_that_the_loop_for_groups_of_8_rejects(bad):
     """NaN, Inf and values above a given scale, at any position."""
     names = "float8_64", "float8_1152", "quantize_4_600", "quantize_zero_64", "ternary_2bit", "ternary_scale"
-    for name in (*names, "sign_l1", "sign_1056"):
+    for name in (*names, "quantize_4_64", "quantize_8_1024", "sign_l1", "sign_1056"):
         for at in (5, 17_000, 18_508):
             x, left = np.ones(18_509, F32), np.full(18_509, 0.5, F32)
             x[at] = bad

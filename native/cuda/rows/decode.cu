@@ -1,6 +1,7 @@
 /* rows/decode.cu - kernels that decode frames of row codecs. */
 #include "frame/decode.cuh"
 #include "rows/rows.cuh"
+#include "rows/store.cuh"
 
 /* Round four values to a dtype of 16 bits. */
 DEVICE uint2 halves_of(uint32_t dtype, const float y[4])
@@ -33,6 +34,7 @@ struct found_codes {
  * Find the codes of a block's region, and check its size and the codes' end. Codes that an entropy stage has coded are
  * decoded to scratch memory. nscales: bytes of scales before the codes.
  */
+template <int CODEC>
 DEVICE found_codes find_codes(const job *j, struct row_kind q, uint32_t m, uint64_t nscales, cursor c, const pairs &by,
 			      uint8_t *scratch, uint32_t lane)
 {
@@ -62,6 +64,8 @@ DEVICE found_codes find_codes(const job *j, struct row_kind q, uint32_t m, uint6
 			bad = !allowed_end(q, o.codes, o.nbytes, m);
 		for (uint64_t i = lane; i < o.nbytes && !q.bits; i += 32)
 			bad |= o.codes[i] > 242;
+		if ((CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE) && checks_words(q))
+			bad |= !check_codes(q, o.codes, o.nbytes, lane);
 		status = __any_sync(FULL, bad) ? CODEC_BAD_REGION : CODEC_OK;
 	}
 	o.status = status;
@@ -97,20 +101,17 @@ DEVICE bool store_float8(const uint32_t quad[N], float scale, float inverse, uin
 }
 
 /*
- * Decode and store whole rows of 128 values: nearly all values of most tensors. BITS: bits of a code, if they are known
- * at compile time; else 0. Returns the number of rows decoded; *bad is set if scales or codes are invalid.
+ * Decode and store whole rows of 128 values from row r on: nearly all values of most tensors. Returns the number of the
+ * first row that is left; *bad is set if scales or codes are invalid.
  */
-template <int CODEC, int BITS>
-DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t m, uint8_t *to, uint32_t dtype, uint32_t *bad,
-				uint32_t lane)
+template <int CODEC>
+DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t r, uint32_t m, uint8_t *to, uint32_t dtype,
+				uint32_t *bad, uint32_t lane)
 {
 	const uint32_t AT_ONCE = 8; /* rows whose loads are in flight together: no load moves above a store */
 	const bool e4m3 = !q.e5m2, words = CODEC == WIRE_CODEC_FLOAT8 && (uint64_t)w->codes % 4 == 0;
 	float inverse = CODEC == WIRE_CODEC_FLOAT8 ? float8_inverse(w->scale) : 0;
-	uint32_t r = 0;
 
-	if (BITS)
-		q.bits = BITS;
 	auto load_row = [&](uint32_t row) -> uint32_t {
 		return words ? global((const uint32_t *)w->codes)[32 * row + lane]
 			     : read_codes<CODEC>(q, w->codes, WIRE_ROW * row + 4 * lane, 4);
@@ -140,8 +141,10 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t m, uint
 			global((uint2 *)to)[32 * row + lane] = halves_of(dtype, y);
 	};
 
-	/* all codes of these are valid: to check a frame takes scales only */
-	for (; !to && CODEC != WIRE_CODEC_TERNARY && CODEC != WIRE_CODEC_QUANTIZE && WIRE_ROW * (r + 1) <= m; r++)
+	const bool valid = (CODEC != WIRE_CODEC_TERNARY && CODEC != WIRE_CODEC_QUANTIZE) || checks_words(q);
+
+	/* all codes are known to be valid: to check a frame takes scales only */
+	for (; !to && valid && WIRE_ROW * (r + 1) <= m; r++)
 		*bad |= walk_on(q, w, WIRE_ROW * r + 4 * lane);
 	for (; WIRE_ROW * (r + AT_ONCE) <= m; r += AT_ONCE) {
 		uint32_t quad[AT_ONCE];
@@ -149,9 +152,6 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t m, uint
 		if (words)
 			for (uint32_t k = 0; k < AT_ONCE; k++)
 				quad[k] = global((const uint32_t *)w->codes)[32 * (r + k) + lane];
-		else if (CODEC == WIRE_CODEC_QUANTIZE && BITS == 4 && (uint64_t)w->codes % 2 == 0)
-			for (uint32_t k = 0; k < AT_ONCE; k++)
-				quad[k] = spread_nibbles(global((const uint16_t *)w->codes)[32 * (r + k) + lane]);
 		else
 			for (uint32_t k = 0; k < AT_ONCE; k++)
 				quad[k] = load_row(r + k);
@@ -198,7 +198,7 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 	const row_place p = row_place_of(j, q, b);
 	const uint64_t nscales = row_count(p.part->group_size, p.m) * row_scale_nbytes(q);
 	const uint8_t *scales = here(&c);
-	const found_codes found = find_codes(j, q, p.m, nscales, c, by, scratch, lane);
+	const found_codes found = find_codes<CODEC>(j, q, p.m, nscales, c, by, scratch, lane);
 
 	if (found.status != CODEC_OK)
 		return found.status;
@@ -207,10 +207,11 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 	uint8_t *to = sink->data ? sink->data + (wide ? 4 : 2) * p.first : NULL;
 	uint32_t r = 0, bad = 0;
 
-	if (sink->into == CODEC_INTO_STORE && (uint64_t)to % (wide ? 16 : 8) == 0 && w.row % 4 == 0)
-		r = CODEC == WIRE_CODEC_QUANTIZE && q.bits == 4
-			    ? read_whole_rows<CODEC, 4>(q, &w, p.m, to, j->v.dtype, &bad, lane)
-			    : read_whole_rows<CODEC, 0>(q, &w, p.m, to, j->v.dtype, &bad, lane);
+	if (sink->into == CODEC_INTO_STORE && (uint64_t)to % (wide ? 16 : 8) == 0 && w.row % 4 == 0) {
+		if ((CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE) && to && !q.affine)
+			r = store_whole_rows<CODEC>(q, w, p.m, to, j->v.dtype, &bad, lane);
+		r = read_whole_rows<CODEC>(q, &w, r, p.m, to, j->v.dtype, &bad, lane);
+	}
 	for (; (uint64_t)WIRE_ROW * r < p.m; r++) {
 		uint32_t n = there(r, lane, p.m), i = WIRE_ROW * r + 4 * lane;
 		float y[4];

@@ -1,5 +1,5 @@
-/* rows/levels.cuh - encoding of quantize with 2, 4 or 8 bits and without residual, in rows of 64 or 128 values or
- * of a multiple of 256: most tensors of quantize. docs/encoder.md, section 7.
+/* rows/levels.cuh - encoding of quantize with 2, 4 or 8 bits, without zero points and residual, in rows of 64 or 128
+ * values or of a multiple of 256: most tensors of quantize. docs/encoder.md, section 7.
  *
  * A lane encodes 8 values of a step of 256. Positions among the levels are rounded by additions toward zero, and codes
  * are packed as bytes of words. Rows of scales below 2^-60 are rare, and are encoded by put_group_slowly.
@@ -220,8 +220,8 @@ DEVICE groups_put put_level_rows(const row_job &r, uint8_t *scales, uint8_t *to,
 			      r.random};
 	uint32_t worst = 0;
 
-	if ((!small && step) || (bits != 2 && bits != 4 && bits != 8) || s.sums || s.residual || r.p.first % 8 ||
-	    (uint64_t)scales % 4 || !in_quads(dtype, &s) || !draws_share_high(r.p.first, r.p.m))
+	if ((!small && step) || r.q.affine || (bits != 2 && bits != 4 && bits != 8) || s.sums || s.residual ||
+	    r.p.first % 8 || (uint64_t)scales % 4 || !in_quads(dtype, &s) || !draws_share_high(r.p.first, r.p.m))
 		return {0, 0, CODEC_OK};
 	for (uint32_t i = 0, end; i < c.end; i = end) {
 		uint32_t max = 0;
