@@ -71,7 +71,7 @@ def main() -> None:
         file = kernels.FILES[name]
         code = kernels.compiled(name, (kernel,), given.arch)
         text = disassemble(code.image)
-        sections = re.split(r"(?m)^//-+ (\.text\.\S+) -+$", text)
+        sections = re.split(r"(?m)^//-+ (\.text\.\S+) +-+$", text)
         section = next(sections[i + 1] for i in range(1, len(sections), 2) if code.names[kernel] in sections[i])
         warps = file.threads // 32 * file.kernels[kernel]
         print(f"{kernel}: {warps} warps of a multiprocessor, loops of {loops(section, given.least)} instructions")
