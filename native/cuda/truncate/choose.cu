@@ -28,7 +28,7 @@ DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const codec_so
 			    uint32_t share, codec_choice *to, cut_room *room)
 {
 	const job &j = share_job(v, memory);
-	const cutter c = cutter_of(v, source, by);
+	const cutter c = cutter_of(v, source, by, v->dtype);
 	const uint32_t octave = 1u << c.q.octave_log2;
 	uint64_t nrows = (v->n + WIRE_ROW - 1) / WIRE_ROW, stride = choose_stride(nrows);
 	uint64_t take = (nrows + stride - 1) / stride;

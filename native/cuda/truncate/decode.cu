@@ -1,6 +1,6 @@
 /* truncate/decode.cu - kernel that decodes Truncate frames, one block a warp. docs/format.md, section 9. */
 #include "frame/decode.cuh"
-#include "truncate/truncate.cuh"
+#include "truncate/fields.cuh"
 
 /*
  * Take nbits bits at the cursor, which moves behind their last byte. *p: their address. Returns false if there are
@@ -79,7 +79,7 @@ DEVICE void raise_exponents(const job *j, const cut_kind &q, place *o, uint32_t 
 	if (n)
 		quad_offsets(j, o, n, 1 << q.octave_log2 >> 3, WIRE_CIRCLE(1 << q.octave_log2), offset);
 	for (uint32_t k = 0; k < 4; k++)
-		e[k] = bits_raise_exponent((uint8_t)e[k], (uint8_t)(offset[k] >> q.octave_log2), (uint8_t)q.last);
+		e[k] = lower_exponent(e[k], q.last - (offset[k] >> q.octave_log2), q.last);
 }
 
 /*
@@ -116,77 +116,6 @@ DEVICE bool cuts_last(const cut_kind &q, const uint32_t e[4], const uint32_t lev
 	return bad;
 }
 
-/* Read levels of a row's values, two bits each, from index *bit on, which moves on. */
-DEVICE void levels_sent(const bit_source &s, uint32_t *bit, const uint32_t e[4], uint32_t levels[4], uint32_t lane)
-{
-	uint32_t live = 0, all;
-
-	for (uint32_t k = 0; k < 4; k++)
-		live += e[k] != 0;
-	uint32_t at = *bit + 2 * warp_scan(live, lane, &all), bits = live ? window_at(s, at) : 0;
-
-	for (uint32_t k = 0; k < 4; k++) {
-		levels[k] = e[k] ? bits & 3 : 0;
-		bits >>= e[k] ? 2 : 0;
-	}
-	*bit += 2 * all;
-}
-
-/* Indices of the next bit of each piece; by bit, of the only stream. */
-struct pieces {
-	uint32_t bit[PIECES];
-	uint32_t left_out; /* mask of pieces that are 0 in all values */
-};
-
-/* Read the fields of the lane's values of the next row, piece by piece. */
-DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, const uint32_t e[4],
-			 const uint32_t levels[4], uint32_t field[4], uint32_t lane)
-{
-	/* width, by: bits of the lane's earlier values in each piece, a byte each */
-	uint32_t kept[4], by[4], count = 0, width = 0;
-
-	for (uint32_t k = 0; k < 4; k++) {
-		kept[k] = kept_of(e[k], levels[k]);
-		by[k] = width;
-		width += kept[k] & q.widths;
-		count += kept[k] & ONES;
-	}
-	uint32_t all, rank = warp_scan(count, lane, &all), ends = 0;
-
-	for (uint32_t i = 0; i < PIECES; i++) {
-		uint32_t width = byte_of(q.widths, i), shift = q.mbits + 1 - (ends += width);
-
-		if (!(p->left_out >> i & 1) && byte_of(count, i)) {
-			uint32_t bits = window_at(s, p->bit[i] + width * byte_of(rank, i));
-
-			for (uint32_t k = 0; k < 4; k++) {
-				uint32_t mask = byte_of(kept[k], i) & ((1u << width) - 1);
-
-				field[k] |= (bits >> byte_of(by[k], i) & mask) << shift;
-			}
-		}
-		p->bit[i] += width * byte_of(all, i);
-	}
-}
-
-/* Read the fields of the lane's values of the next row, by bit: at most `most` bits each. */
-DEVICE void bit_fields(const cut_kind &q, const bit_source &s, pieces *p, const uint32_t e[4], const uint32_t cuts[4],
-		       uint32_t most, uint32_t field[4], uint32_t lane)
-{
-	uint32_t keeps[4], mine = 0, all;
-
-	for (uint32_t k = 0; k < 4; k++)
-		mine += keeps[k] = bits_kept(q, e[k], cuts[k], most);
-	uint32_t bit = p->bit[0] + warp_scan(mine, lane, &all);
-
-	for (uint32_t k = 0; k < 4; k++) {
-		if (keeps[k])
-			field[k] = (window_at(s, bit) & ((1u << keeps[k]) - 1)) << (q.mbits + 1 - keeps[k]);
-		bit += keeps[k];
-	}
-	p->bit[0] += all;
-}
-
 /* Store n <= 4 values, or combine them with their destination. x: their bits. */
 DEVICE_CALL void put_patterns(const codec_sink *sink, uint32_t dtype, uint64_t i, uint32_t n, uint4 x)
 {
@@ -211,10 +140,11 @@ struct cut_block {
 };
 
 /* Read the head of a region of m values. Returns false if it is invalid. */
+template <uint32_t DTYPE>
 DEVICE bool open_cut(const codec_view &v, uint32_t head, const uint8_t *exponents, uint32_t m, uint8_t *scratch,
 		     cut_block *o)
 {
-	const cut_kind q = cut_kind_of(v.dtype);
+	const cut_kind q = cut_kind_of(DTYPE);
 	const bool by_bit = (v.options & WIRE_OPTION_BITS) != 0, coded = v.variant == WIRE_LEVELS_CODED;
 	const uint32_t total = q.mbits + 1, tail = by_bit ? head >> WIRE_TAIL_AT & 31 : 0;
 
@@ -227,8 +157,8 @@ DEVICE bool open_cut(const codec_view &v, uint32_t head, const uint8_t *exponent
 	      by_bit ? 0 : head / WIRE_PIECE_ZERO,
 	      coded || v.variant == WIRE_LEVELS_PLANE,
 	      v.variant == WIRE_LEVELS_PLANE,
-	      (uint32_t *)scratch,
-	      (uint32_t *)(scratch + PLANE_ROOM)};
+	      global((uint32_t *)scratch),
+	      global((uint32_t *)(scratch + PLANE_ROOM))};
 	return !(head & ~(3 | (by_bit ? 31u << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO)) || o->mode == WIRE_MODE_ROWS ||
 		 tail > total || (coded && o->mode == WIRE_MODE_RAW));
 }
@@ -352,8 +282,9 @@ DEVICE void put_cut(const cut_block &o, const bit_source &source, pieces p, uint
  * Decode block b, whose region is at the cursor. scratch: memory for two planes. exponents: of A for all values of the
  * tensor; used if levels are shared.
  */
-static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
-					const uint8_t *exponents, const codec_sink *sink, uint32_t lane)
+template <uint32_t DTYPE>
+DEVICE codec_status read_cut(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
+			     const uint8_t *exponents, const codec_sink *sink, uint32_t lane)
 {
 	const codec_view &v = j->v;
 	const uint64_t first = b * v.block_nvalues;
@@ -364,8 +295,8 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 	cut_block o;
 	pieces p;
 
-	if (!open_cut(v, load32(here(&c)), shares ? exponents + first : NULL, (uint32_t)block_values(&v, b), scratch,
-		      &o))
+	if (!open_cut<DTYPE>(v, load32(here(&c)), shares ? exponents + first : NULL, (uint32_t)block_values(&v, b),
+			     scratch, &o))
 		return CODEC_BAD_REGION;
 	const bit_source source = bits_from(&c);
 
@@ -389,7 +320,7 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 		return CODEC_BAD_REGION;
 	status = close_region(&c, lane);
 	if (status == CODEC_OK && sink->data)
-		put_cut(o, source, p, v.dtype, first, sink, lane);
+		put_cut(o, source, p, DTYPE, first, sink, lane);
 	return status;
 }
 
@@ -401,6 +332,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) decode_truncate(cons
 {
 	decode_blocks<13>(decodings, 0,
 			  [](const codec_decoding &d, const job *j, uint64_t b, cursor c, const pairs &by,
-			     uint8_t *mine, uint32_t lane,
-			     uint64_t *) { return read_cut(j, b, c, by, mine, d.exponents, &d.sink, lane); });
+			     uint8_t *mine, uint32_t lane, uint64_t *) {
+				  if (j->v.dtype == WIRE_FLOAT32)
+					  return read_cut<WIRE_FLOAT32>(j, b, c, by, mine, d.exponents, &d.sink, lane);
+				  if (j->v.dtype == WIRE_BFLOAT16)
+					  return read_cut<WIRE_BFLOAT16>(j, b, c, by, mine, d.exponents, &d.sink, lane);
+				  return read_cut<WIRE_FLOAT16>(j, b, c, by, mine, d.exponents, &d.sink, lane);
+			  });
 }

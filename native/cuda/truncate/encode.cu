@@ -12,13 +12,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) encode_truncate(cons
 	const codec_source source = e.source;
 	uint32_t lane = threadIdx.x % 32;
 	__shared__ uint32_t codes[256];
+	__shared__ uint32_t rings[WARPS][RING_WORDS * (PIECES + 1)];
 	const job &j = share_coding(e.view, e.memory, codes, 1);
 
 	if (blockIdx.x * WARPS >= useful_warps(e.scratch, e.scratch.each, e.warps))
 		return;
+	for (uint32_t i = lane; i < RING_WORDS * (PIECES + 1); i += 32)
+		rings[threadIdx.x / 32][i] = 0;
+	__syncwarp();
 	const taken_units unit = take_units(e.scratch, e.scratch.each, lane);
 
 	for (uint64_t b; (b = next_block(e.out, lane)) < j.v.nblocks;)
-		write_cut(e, &j, &source, b, unit.memory, lane);
+		if (j.v.dtype == WIRE_FLOAT32)
+			write_cut<WIRE_FLOAT32>(e, &j, &source, b, unit.memory, rings[threadIdx.x / 32], lane);
+		else if (j.v.dtype == WIRE_BFLOAT16)
+			write_cut<WIRE_BFLOAT16>(e, &j, &source, b, unit.memory, rings[threadIdx.x / 32], lane);
+		else
+			write_cut<WIRE_FLOAT16>(e, &j, &source, b, unit.memory, rings[threadIdx.x / 32], lane);
 	give_units(e.scratch, unit, lane);
 }

@@ -5,85 +5,14 @@
 #include "coder/encode.cuh"
 #include "frame/encode.cuh"
 #include "coder/fit.cuh"
-#include "truncate/truncate.cuh"
+#include "truncate/cut.cuh"
+#include "truncate/rings.cuh"
 
 /*
  * Bytes of scratch memory for a warp: symbols, then literals or, of two bytes each, pairs of symbol and level, then
  * words. Values are cut twice, since storing cut values would move more memory.
  */
 #define CUT_ROOM(joint) ((1 + 1 + (joint)) * PLANE_ROOM + 4 * WORDS_ROOM)
-
-/* Parameters of the cut of a tensor's values. */
-struct cutter {
-	cut_kind q;
-	uint32_t dtype, fixed;
-	bool nearest, by_bit, shares;
-	int guard;
-	const uint8_t *values;             /* the tensor */
-	const uint8_t *exponents, *levels; /* exponents of A; given levels; NULL if not used */
-};
-
-DEVICE cutter cutter_of(const codec_view *v, const codec_source *source, const codec_cuts &by)
-{
-	const cut_kind q = cut_kind_of(v->dtype);
-	const bool given = v->variant == WIRE_LEVELS_FIXED || by.levels;
-
-	return {q,
-		v->dtype,
-		v->bits & 3,
-		!(v->options & WIRE_OPTION_CUT),
-		(v->options & WIRE_OPTION_BITS) != 0,
-		v->variant == WIRE_LEVELS_SHARED,
-		guard_of(q, *v),
-		source->values,
-		given ? NULL : by.exponents,
-		by.levels};
-}
-
-/* A lane's values after the cut: patterns, exponents, cuts (levels; by bit: numbers of bits dropped). */
-struct cut_quad {
-	uint32_t x[4], e[4], cuts[4];
-};
-
-/* Compute the cuts of n values from value i on, whose exponents are e. */
-DEVICE void cuts_asked(const cutter &c, uint64_t i, uint32_t n, const uint32_t e[4], uint32_t cuts[4])
-{
-	if (c.exponents)
-		return shared_cuts(c.q, c.by_bit, c.guard, e, load_bytes(c.exponents + i, n), cuts);
-	uint32_t levels = c.levels ? load_bytes(c.levels + i, n) : c.fixed * ONES;
-
-	for (uint32_t k = 0; k < 4; k++)
-		cuts[k] = e[k] == c.q.last ? 0 : byte_of(levels, k) & 3;
-}
-
-/* Cut n <= 4 values from value i on. */
-DEVICE cut_quad cut_values(const cutter &c, uint64_t i, uint32_t n)
-{
-	cut_quad cut;
-	uint64_t wide[4];
-	uint32_t carried = 0;
-
-	if (c.dtype == WIRE_FLOAT32)
-		load_quad<4>(global(c.values) + 4 * i, n, wide);
-	else
-		load_quad<2>(global(c.values) + 2 * i, n, wide);
-	for (uint32_t k = 0; k < 4; k++) {
-		cut.x[k] = (uint32_t)wide[k];
-		cut.e[k] = cut.x[k] >> c.q.mbits & c.q.last;
-	}
-	cuts_asked(c, i, n, cut.e, cut.cuts);
-	for (uint32_t k = 0; k < 4; k++) {
-		uint32_t drop = c.by_bit ? cut.cuts[k] : drop_of(c.q, cut.cuts[k]), e = cut.e[k];
-
-		cut.x[k] = round_truncate(cut.x[k], drop, c.nearest, c.q.mbits, c.q.last);
-		cut.e[k] = cut.x[k] >> c.q.mbits & c.q.last;
-		carried |= e ^ cut.e[k];
-	}
-	/* Decoders compute shared levels from the exponents after rounding. */
-	if (c.shares && carried)
-		cuts_asked(c, i, n, cut.e, cut.cuts);
-	return cut;
-}
 
 /* Sums over a block's values: number of values that keep each piece, OR of all fields. */
 struct cut_sums {
@@ -104,31 +33,30 @@ DEVICE uint32_t kept_field(const cutter &c, const cut_quad &cut, uint32_t k)
  */
 struct cut_symbols {
 	uint32_t quad, outside;
-	uint16_t pair[4];
+	uint32_t pair[2]; /* 16 bits each */
 };
 
 /* Compute symbols of n values. o: position of the first value in the model; moves on by a row. */
 DEVICE cut_symbols symbols_of(const job *j, const cutter &c, place *o, uint32_t n, const cut_quad &cut)
 {
-	const bool joint = j->v.variant == WIRE_LEVELS_CODED;
 	const uint32_t octave = 1u << c.q.octave_log2;
 	cut_symbols s = {0, 0, {0}};
 	uint16_t offset[4] = {0};
 
-	if (j->v.model_parts.count && n)
+	if (c.model && n)
 		quad_offsets(j, o, n, (int)octave / 8, WIRE_CIRCLE((int)octave), offset);
 	for (uint32_t k = 0; k < 4; k++) {
-		uint8_t lowered = bits_lower_exponent((uint8_t)cut.e[k], (uint8_t)(offset[k] >> c.q.octave_log2),
-						      (uint8_t)c.q.last);
+		const uint32_t lowered = lower_exponent(cut.e[k], offset[k] >> c.q.octave_log2, c.q.last);
 
-		if (joint) {
-			s.pair[k] = bits_pair(lowered, (uint8_t)cut.cuts[k]);
-			uint32_t one = bits_pair_symbol(s.pair[k], (int)c.q.base);
+		if (c.joint) { /* bits_pair and bits_pair_symbol */
+			const uint32_t pair = lowered ? lowered << 2 | cut.cuts[k] : 0, symbol = pair - 4 * c.q.base;
+			const bool inside = pair && symbol - 4 < 252;
 
-			s.outside |= (uint32_t)(s.pair[k] && !one) << k;
-			s.quad |= one << 8 * k;
+			s.outside |= (uint32_t)(pair && !inside) << k;
+			s.quad |= (inside ? symbol : 0) << 8 * k;
+			s.pair[k / 2] |= pair << 16 * (k % 2);
 		} else {
-			s.quad |= (uint32_t)lowered << 8 * k;
+			s.quad |= lowered << 8 * k;
 		}
 	}
 	return s;
@@ -177,12 +105,13 @@ DEVICE uint32_t put_symbols(const job *j, uint32_t m, bool constant, const cut_m
 DEVICE cut_sums cut_rows(const job *j, const cutter &c, const codec_source *source, uint64_t first, uint32_t m,
 			 const cut_memory &to, bool *constant, uint32_t lane)
 {
-	const bool joint = j->v.variant == WIRE_LEVELS_CODED;
-	uint32_t differ = 0, first4 = 0;
+	const uint32_t escape = c.joint ? table_of(j, 0)[TABLE_ESCAPE] : 0;
+	uint2 *pairs = global((uint2 *)to.pairs);
+	uint32_t *symbol = global(to.symbol), differ = 0, first4 = 0;
 	cut_sums sums = {{0, 0}, 0, 0};
 	place o = {};
 
-	if (j->v.model_parts.count)
+	if (c.model)
 		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
 		const uint32_t n = there(r, lane, m);
@@ -203,11 +132,12 @@ DEVICE cut_sums cut_rows(const job *j, const cutter &c, const codec_source *sour
 				sums.bits += bits_kept(c.q, cut.e[k], cut.cuts[k], ~0u);
 		else
 			add_kept(&sums.kept, kept_by(cut.e, cut.cuts));
-		for (uint32_t k = 0; k < 4 && joint; k++) {
-			to.pairs[WIRE_ROW * r + 4 * lane + k] = s.pair[k];
-			quad |= s.outside >> k & 1 ? (uint32_t)table_of(j, 0)[TABLE_ESCAPE] << 8 * k : 0;
-		}
-		to.symbol[32 * r + lane] = quad;
+		if (c.joint)
+			pairs[32 * r + lane] = {s.pair[0], s.pair[1]};
+		if (s.outside)
+			for (uint32_t k = 0; k < 4; k++)
+				quad |= s.outside >> k & 1 ? escape << 8 * k : 0;
+		symbol[32 * r + lane] = quad;
 		first4 = r ? first4 : __shfl_sync(FULL, quad & 255, 0) * ONES;
 		differ |= s.outside | keep_bytes(quad ^ first4, n);
 	}
@@ -216,28 +146,24 @@ DEVICE cut_sums cut_rows(const job *j, const cutter &c, const codec_source *sour
 	return sums;
 }
 
-/* Clear bytes from to end - 1 of a region, and the rest of the last word. */
-DEVICE void clear_bytes(uint8_t *region, uint32_t from, uint32_t end, uint32_t lane)
-{
-	uint32_t *word = global((uint32_t *)region);
-
-	if (from % 4 && lane < 4 - from % 4)
-		region[from + lane] = 0;
-	for (uint32_t i = (from + 3) / 4 + lane; i < (end + 3) / 4; i += 32)
-		word[i] = 0;
-	__syncwarp();
-}
-
 /* Indices of the first bits of levels and pieces in the region. */
 struct cut_places {
 	uint32_t levels, piece[PIECES];
 	uint32_t left_out; /* mask of pieces that are not written */
 };
 
-/* Write pieces of all values and, if `levels`, their levels. */
-DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, cut_places to, bool levels, uint8_t *region,
-		       uint32_t lane)
+/*
+ * Write pieces of all values and, if `levels`, their levels. rings: RING_WORDS words in shared memory for each piece
+ * and for levels, all 0 before and behind. Bytes of words in which a stream begins or ends are 0 in the
+ * region.
+ */
+DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, const cut_places &at, bool levels, uint8_t *region,
+		       uint32_t *rings, uint32_t lane)
 {
+	bit_ring piece[PIECES], level = bit_ring_of(rings + RING_WORDS * PIECES, at.levels);
+
+	for (uint32_t i = 0; i < PIECES; i++)
+		piece[i] = bit_ring_of(rings + RING_WORDS * i, at.piece[i]);
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
 		const cut_quad cut = cut_values(c, first + WIRE_ROW * r + 4 * lane, there(r, lane, m));
 		/* width, by: bits of the lane's earlier values in each piece, a byte each */
@@ -261,8 +187,7 @@ DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, cut_places t
 					bits |= cut.cuts[k] << at;
 					at += 2;
 				}
-			or_bits(region, to.levels + 2 * byte_of(rank, 0), bits);
-			to.levels += 2 * byte_of(all, 0);
+			ring_bits(level, 2 * byte_of(rank, 0), bits);
 		}
 		for (uint32_t i = 0; i < PIECES; i++) {
 			uint32_t width = byte_of(c.q.widths, i), shift = c.q.mbits + 1 - (ends += width), bits = 0;
@@ -270,11 +195,21 @@ DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, cut_places t
 			/* bits that are not kept are 0 */
 			for (uint32_t k = 0; k < 4; k++)
 				bits |= (field[k] >> shift & ((1u << width) - 1)) << byte_of(by[k], i);
-			if (!(to.left_out >> i & 1))
-				or_bits(region, to.piece[i] + width * byte_of(rank, i), bits);
-			to.piece[i] += width * byte_of(all, i);
+			if (!(at.left_out >> i & 1))
+				ring_bits(piece[i], width * byte_of(rank, i), bits);
 		}
+		__syncwarp();
+		if (levels)
+			move_ring(&level, 2 * byte_of(all, 0), region, lane);
+		for (uint32_t i = 0; i < PIECES; i++)
+			if (!(at.left_out >> i & 1))
+				move_ring(piece + i, byte_of(c.q.widths, i) * byte_of(all, i), region, lane);
+		__syncwarp();
 	}
+	if (levels)
+		end_ring(level, region, lane);
+	for (uint32_t i = 0; i < PIECES; i++)
+		end_ring(piece[i], region, lane);
 	__syncwarp();
 }
 
@@ -300,7 +235,7 @@ DEVICE void put_bits(const cutter &c, uint64_t first, uint32_t m, uint32_t at, u
 }
 
 /* Return how many bits put_bits writes for all values. */
-DEVICE_CALL uint32_t count_bits(const cutter &c, uint64_t first, uint32_t m, uint32_t most, uint32_t lane)
+DEVICE_CALL uint32_t count_bits(cutter c, uint64_t first, uint32_t m, uint32_t most, uint32_t lane)
 {
 	uint32_t bits = 0;
 
@@ -358,11 +293,12 @@ DEVICE void lay_out_pieces(const cutter &c, bool levels, const cut_sums &sums, c
  * Encode block b. Its region is written to its place in the frame as soon as its size is known. Nothing is written
  * behind the frame's capacity.
  */
-DEVICE void write_cut(const codec_encoding &e, const job *j, const codec_source *source, uint64_t b, uint8_t *scratch,
-		      uint32_t lane)
+template <uint32_t DTYPE>
+DEVICE_CALL void write_cut(const codec_encoding &e, const job *j, const codec_source *source, uint64_t b,
+			   uint8_t *scratch, uint32_t *rings, uint32_t lane)
 {
 	const codec_view &v = j->v;
-	const cutter c = cutter_of(&v, source, e.by);
+	const cutter c = cutter_of(&v, source, e.by, DTYPE);
 	const cut_memory to = cut_memory_of(scratch, v.variant == WIRE_LEVELS_CODED);
 	const bool levels = v.variant == WIRE_LEVELS_PLANE;
 	const uint64_t first = b * v.block_nvalues;
@@ -396,14 +332,19 @@ DEVICE void write_cut(const codec_encoding &e, const job *j, const codec_source 
 		put32(region, l.head, lane);
 		if (c.shares)
 			put32(region + 4, (uint32_t)digest_bytes(c.exponents + first, m, WIRE_SEED_STATE, lane), lane);
-		clear_bytes(region, end, end + l.bytes, lane);
 		if (c.by_bit) {
+			clear_bytes(region, end, end + l.bytes, lane);
 			put_bits(c, first, m, 8 * end, l.most, region, lane);
 		} else {
 			l.places.levels = 8 * end;
-			for (uint32_t i = 0; i < PIECES; i++)
+			for (uint32_t i = 0; i < PIECES; i++) {
 				l.places.piece[i] += 8 * end;
-			put_pieces(c, first, m, l.places, levels, region, lane);
+				clear_word(region, end, l.places.piece[i] / 8, lane);
+			}
+			clear_word(region, end, end, lane);
+			clear_word(region, end, end + l.bytes, lane);
+			__syncwarp();
+			put_pieces(c, first, m, l.places, levels, region, shared(rings), lane);
 		}
 		end_region(region, end + l.bytes, lane);
 		checksum = checksum_of_block(digest_bytes(region, size, WIRE_SEED_REGION, lane), b);

@@ -131,6 +131,12 @@ DEVICE uint32_t bits_kept(const cut_kind &q, uint32_t e, uint32_t cut, uint32_t 
 	return !e ? 0 : keeps < most ? keeps : most;
 }
 
+/* Return bits_lower_exponent of words; as a decoder, with last - by, bits_raise_exponent. */
+DEVICE uint32_t lower_exponent(uint32_t e, uint32_t by, uint32_t last)
+{
+	return e ? e - by + (e <= by ? last : 0) : 0;
+}
+
 /* Unpack four bytes. */
 DEVICE void unpack(uint32_t quad, uint32_t x[4])
 {

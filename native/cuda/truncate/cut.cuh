@@ -1,0 +1,84 @@
+/* truncate/cut.cuh - cutting of values to the bits that are kept. docs/encoder.md, section 8. */
+#ifndef CODEC_CUDA_TRUNCATE_CUT_CUH
+#define CODEC_CUDA_TRUNCATE_CUT_CUH
+
+#include "frame/encode.cuh"
+#include "truncate/truncate.cuh"
+
+/* Parameters of the cut of a tensor's values. */
+struct cutter {
+	cut_kind q;
+	uint32_t dtype, fixed;
+	bool nearest, by_bit, shares;
+	bool joint, model; /* levels are coded with exponents; exponents have offsets */
+	int guard;
+	const uint8_t *values;             /* the tensor */
+	const uint8_t *exponents, *levels; /* exponents of A; given levels; NULL if not used */
+};
+
+/* dtype: v->dtype, where it is known at compile time. */
+DEVICE cutter cutter_of(const codec_view *v, const codec_source *source, const codec_cuts &by, uint32_t dtype)
+{
+	const cut_kind q = cut_kind_of(dtype);
+	const bool given = v->variant == WIRE_LEVELS_FIXED || by.levels;
+
+	return {q,
+		dtype,
+		v->bits & 3,
+		!(v->options & WIRE_OPTION_CUT),
+		(v->options & WIRE_OPTION_BITS) != 0,
+		v->variant == WIRE_LEVELS_SHARED,
+		v->variant == WIRE_LEVELS_CODED,
+		v->model_parts.count > 0,
+		guard_of(q, *v),
+		global(source->values),
+		given ? NULL : by.exponents,
+		by.levels};
+}
+
+/* A lane's values after the cut: patterns, exponents, cuts (levels; by bit: numbers of bits dropped). */
+struct cut_quad {
+	uint32_t x[4], e[4], cuts[4];
+};
+
+/* Compute the cuts of n values from value i on, whose exponents are e. */
+DEVICE void cuts_asked(const cutter &c, uint64_t i, uint32_t n, const uint32_t e[4], uint32_t cuts[4])
+{
+	if (c.exponents)
+		return shared_cuts(c.q, c.by_bit, c.guard, e, load_bytes(c.exponents + i, n), cuts);
+	uint32_t levels = c.levels ? load_bytes(c.levels + i, n) : c.fixed * ONES;
+
+	for (uint32_t k = 0; k < 4; k++)
+		cuts[k] = e[k] == c.q.last ? 0 : byte_of(levels, k) & 3;
+}
+
+/* Cut n <= 4 values from value i on. */
+DEVICE cut_quad cut_values(const cutter &c, uint64_t i, uint32_t n)
+{
+	cut_quad cut;
+	uint64_t wide[4];
+	uint32_t carried = 0;
+
+	if (c.dtype == WIRE_FLOAT32)
+		load_quad<4>(global(c.values) + 4 * i, n, wide);
+	else
+		load_quad<2>(global(c.values) + 2 * i, n, wide);
+	for (uint32_t k = 0; k < 4; k++) {
+		cut.x[k] = (uint32_t)wide[k];
+		cut.e[k] = cut.x[k] >> c.q.mbits & c.q.last;
+	}
+	cuts_asked(c, i, n, cut.e, cut.cuts);
+	for (uint32_t k = 0; k < 4; k++) {
+		uint32_t drop = c.by_bit ? cut.cuts[k] : drop_of(c.q, cut.cuts[k]), e = cut.e[k];
+
+		cut.x[k] = round_truncate(cut.x[k], drop, c.nearest, c.q.mbits, c.q.last);
+		cut.e[k] = cut.x[k] >> c.q.mbits & c.q.last;
+		carried |= e ^ cut.e[k];
+	}
+	/* Decoders compute shared levels from the exponents after rounding. */
+	if (c.shares && carried)
+		cuts_asked(c, i, n, cut.e, cut.cuts);
+	return cut;
+}
+
+#endif

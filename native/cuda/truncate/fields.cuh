@@ -1,0 +1,78 @@
+/* truncate/fields.cuh - reading of levels, and of the fields that values keep. docs/format.md, section 9. */
+#ifndef CODEC_CUDA_TRUNCATE_FIELDS_CUH
+#define CODEC_CUDA_TRUNCATE_FIELDS_CUH
+
+#include "truncate/truncate.cuh"
+
+/* Read levels of a row's values, two bits each, from index *bit on, which moves on. */
+DEVICE void levels_sent(const bit_source &s, uint32_t *bit, const uint32_t e[4], uint32_t levels[4], uint32_t lane)
+{
+	uint32_t live = 0, all;
+
+	for (uint32_t k = 0; k < 4; k++)
+		live += e[k] != 0;
+	uint32_t at = *bit + 2 * warp_scan(live, lane, &all), bits = live ? window_at(s, at) : 0;
+
+	for (uint32_t k = 0; k < 4; k++) {
+		levels[k] = e[k] ? bits & 3 : 0;
+		bits >>= e[k] ? 2 : 0;
+	}
+	*bit += 2 * all;
+}
+
+/* Indices of the next bit of each piece; by bit, of the only stream. */
+struct pieces {
+	uint32_t bit[PIECES];
+	uint32_t left_out; /* mask of pieces that are 0 in all values */
+};
+
+/* Read the fields of the lane's values of the next row, piece by piece. */
+DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, const uint32_t e[4],
+			 const uint32_t levels[4], uint32_t field[4], uint32_t lane)
+{
+	/* width, by: bits of the lane's earlier values in each piece, a byte each */
+	uint32_t kept[4], by[4], count = 0, width = 0;
+
+	for (uint32_t k = 0; k < 4; k++) {
+		kept[k] = kept_of(e[k], levels[k]);
+		by[k] = width;
+		width += kept[k] & q.widths;
+		count += kept[k] & ONES;
+	}
+	uint32_t all, rank = warp_scan(count, lane, &all), ends = 0;
+
+	for (uint32_t i = 0; i < PIECES; i++) {
+		uint32_t width = byte_of(q.widths, i), shift = q.mbits + 1 - (ends += width);
+
+		if (!(p->left_out >> i & 1) && byte_of(count, i)) {
+			uint32_t bits = window_at(s, p->bit[i] + width * byte_of(rank, i));
+
+			for (uint32_t k = 0; k < 4; k++) {
+				uint32_t mask = byte_of(kept[k], i) & ((1u << width) - 1);
+
+				field[k] |= (bits >> byte_of(by[k], i) & mask) << shift;
+			}
+		}
+		p->bit[i] += width * byte_of(all, i);
+	}
+}
+
+/* Read the fields of the lane's values of the next row, by bit: at most `most` bits each. */
+DEVICE void bit_fields(const cut_kind &q, const bit_source &s, pieces *p, const uint32_t e[4], const uint32_t cuts[4],
+		       uint32_t most, uint32_t field[4], uint32_t lane)
+{
+	uint32_t keeps[4], mine = 0, all;
+
+	for (uint32_t k = 0; k < 4; k++)
+		mine += keeps[k] = bits_kept(q, e[k], cuts[k], most);
+	uint32_t bit = p->bit[0] + warp_scan(mine, lane, &all);
+
+	for (uint32_t k = 0; k < 4; k++) {
+		if (keeps[k])
+			field[k] = (window_at(s, bit) & ((1u << keeps[k]) - 1)) << (q.mbits + 1 - keeps[k]);
+		bit += keeps[k];
+	}
+	p->bit[0] += all;
+}
+
+#endif
