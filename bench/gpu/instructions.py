@@ -3,22 +3,48 @@
 It needs CuPy with NVRTC, and nvdisasm (``pip install nvidia-cuda-nvdisasm``), but no GPU. A loop is listed with its
 number of instructions if it has at least ``--least`` of them and reads shared memory. If it is unrolled for 8 rows of
 128 values and has 640 instructions, these are 80 for a row, including those of branches that are rarely taken.
+
+Kernels of Quantize, Ternary and Truncate have loops for many options. For each loop over float32 values the shortest
+way through it is printed that loads or stores all values, and draws random bits where there are any: instructions a
+row of 128 values, without branches that are rarely taken.
 """
 
 import argparse
+import heapq
 import re
 import shutil
 import subprocess
 import tempfile
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import NamedTuple
 
 from codec.engines.cuda import kernels
 
+
+class Way(NamedTuple):
+    """Ways through loops of a kernel: rows of 128 values, and how often they have instructions, by their beginnings."""
+
+    kernel: str
+    what: str
+    rows: int
+    least: dict[str, int]
+
+
+WAYS = (
+    Way("encode_rows<6>", "groups of 64 to 256", 4, {"LDG.E.128": 4, "SHFL": 6, "IMAD.WIDE": 36}),
+    Way("encode_rows<6>", "longer groups, without their scales", 4, {"LDG.E.128": 4, "IMAD.WIDE": 36}),
+    Way("decode_rows<6>", "any groups", 8, {"STG.E.128": 8, "FFMA": 32}),
+    Way("encode_rows<3>", "2 bits", 4, {"LDG.E.128": 4, "IMAD.WIDE": 34}),
+    Way("decode_rows<3>", "2 bits", 8, {"STG.E.128": 8, "FMUL": 32}),
+    Way("encode_truncate", "first cut", 1, {"LDG.E.128": 1, "STG.E.64": 1}),
+    Way("encode_truncate", "pieces", 1, {"LDG.E.128": 1, "ATOMS": 8}),
+    Way("decode_truncate", "values", 1, {"STG.E.128": 1}),
+)
 FAST = [f"{way}_lossless_fast<{size}>" for way in ("encode", "decode") for size in (2, 4)]
 LABEL = re.compile(r"(\.L_x_\d+):")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,6}\*/\s+(.*?)\s*;")
-BRANCH = re.compile(r"^(?:@!?U?P\d+ )?BRA .*`\((\.L_x_\d+)\)")
+BRANCH = re.compile(r"^(?:@!?U?P\w+ )?BRA(?:\.\S+)? .*`\((\.L_x_\d+)\)")
 
 
 def nvdisasm() -> str:
@@ -38,8 +64,8 @@ def disassemble(image: bytes) -> str:
         return subprocess.run([nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
-def loops(section: str, least: int) -> list[int]:
-    """Return the numbers of instructions of the innermost loops of a section that read shared memory."""
+def parse(section: str) -> tuple[dict[str, int], list[str]]:
+    """Return the labels of a section, each the index of an instruction, and its instructions."""
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in section.splitlines():
@@ -47,34 +73,96 @@ def loops(section: str, least: int) -> list[int]:
             labels[label[1]] = len(code)
         elif instruction := INSTRUCTION.search(line):
             code.append(instruction[1])
-    spans: list[tuple[int, int]] = []
+    return labels, code
+
+
+def spans(labels: dict[str, int], code: list[str], least: int) -> list[tuple[int, int]]:
+    """Return the loops of at least so many instructions: the first one, and the branch back to it."""
+    found: list[tuple[int, int]] = []
     for end, text in enumerate(code):
         branch = BRANCH.match(text)
         begin = labels.get(branch[1], end) if branch else end
-        body = " ".join(code[begin:end])
         # branches back from the end of the section join lanes that diverged: no loops
-        if end - begin >= least and "LDS" in body and "ENDCOLLECTIVE" not in body:
-            spans.append((begin, end + 1))
-    inner = [(a, b) for a, b in spans if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in spans)]
-    return [b - a for a, b in inner]
+        if end - begin >= least and not any("ENDCOLLECTIVE" in code[i] for i in range(begin, end)):
+            found.append((begin, end))
+    return found
+
+
+def innermost(found: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the loops that hold no other one."""
+    return [(a, b) for a, b in found if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in found)]
+
+
+def loops(section: str, least: int) -> list[int]:
+    """Return the numbers of instructions of the innermost loops of a section that read shared memory."""
+    labels, code = parse(section)
+    found = [(a, b) for a, b in spans(labels, code, least) if "LDS" in " ".join(code[a:b])]
+    return [b + 1 - a for a, b in innermost(found)]
+
+
+def followers(labels: dict[str, int], code: list[str], i: int) -> list[int]:
+    """Return the instructions that may follow one, but for calls and for warps whose lanes have diverged."""
+    branch, text = BRANCH.match(code[i]), code[i].split()
+    if "CALL" in code[i] or text[0] in ("EXIT", "RET.REL.NODEC"):
+        return []
+    if not branch or "BRA.DIV" in code[i]:
+        return [i + 1]
+    always = text[0] == "BRA" and text[1].startswith("`")
+    return [labels[branch[1]], *([] if always else [i + 1])]
+
+
+def shortest(labels: dict[str, int], code: list[str], span: tuple[int, int], least: dict[str, int]) -> int | None:
+    """Return the fewest instructions of a way through a loop that has these so often; None: there is none."""
+
+    def counted(i: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+        operation = re.sub(r"^@!?U?P\w+ ", "", code[i])
+        return tuple(min(n, c + operation.startswith(o)) for (o, n), c in zip(least.items(), counts, strict=True))
+
+    begin, end = span
+    start = begin, counted(begin, (0,) * len(least))
+    best, heap = {start: 1}, [(1, start)]
+    while heap:
+        n, (i, counts) = heapq.heappop(heap)
+        if i == end and counts == tuple(least.values()):
+            return n
+        for j in followers(labels, code, i):
+            if i < j <= end and n + 1 < best.get(state := (j, counted(j, counts)), n + 2):
+                best[state] = n + 1
+                heapq.heappush(heap, (n + 1, state))
+    return None
+
+
+def ways(section: str, way: Way) -> list[float]:
+    """Return the instructions a row of the shortest ways through innermost loops, in ascending order."""
+    labels, code = parse(section)
+    found = {span: shortest(labels, code, span, way.least) for span in spans(labels, code, 60)}
+    return sorted(n / way.rows for span in innermost([s for s, n in found.items() if n]) if (n := found[span]))
+
+
+def section_of(kernel: str, arch: str) -> str:
+    """Return the machine code of a kernel as text."""
+    code = kernels.compiled(kernels.FILE_OF[kernel], (kernel,), arch)
+    sections = re.split(r"(?m)^//-+ (\.text\.\S+) +-+$", disassemble(code.image))
+    return next(sections[i + 1] for i in range(1, len(sections), 2) if code.names[kernel] in sections[i])
 
 
 def main() -> None:
-    """Print a line for each kernel."""
+    """Print a line for each kernel, and for each way."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("kernels", nargs="*", default=FAST)
+    parser.add_argument("kernels", nargs="*", default=[*FAST, *dict.fromkeys(way.kernel for way in WAYS)])
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--least", type=int, default=400, help="instructions of a loop that is listed")
     given = parser.parse_args()
     for kernel in given.kernels:
-        name = kernels.FILE_OF[kernel]
-        file = kernels.FILES[name]
-        code = kernels.compiled(name, (kernel,), given.arch)
-        text = disassemble(code.image)
-        sections = re.split(r"(?m)^//-+ (\.text\.\S+) +-+$", text)
-        section = next(sections[i + 1] for i in range(1, len(sections), 2) if code.names[kernel] in sections[i])
+        section, file = section_of(kernel, given.arch), kernels.FILES[kernels.FILE_OF[kernel]]
         warps = file.threads // 32 * file.kernels[kernel]
-        print(f"{kernel}: {warps} warps of a multiprocessor, loops of {loops(section, given.least)} instructions")
+        if kernel in FAST:
+            listed = f"loops of {loops(section, given.least)} instructions"
+            print(f"{kernel}: {warps} warps of a multiprocessor, {listed}")
+        for way in WAYS:
+            if way.kernel == kernel:
+                counts = ", ".join(f"{n:.0f}" for n in ways(section, way))
+                print(f"{kernel}, {way.what}: {warps} warps of a multiprocessor, instructions a row: {counts}")
 
 
 if __name__ == "__main__":
