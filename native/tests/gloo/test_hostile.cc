@@ -17,7 +17,7 @@ using detail::Numbers;
 namespace
 {
 
-constexpr size_t N = 40000, VALUES_NBYTES = N * sizeof(float), ROOM = VALUES_NBYTES + 4096;
+constexpr size_t N_VALUES = 40000, VALUES_NBYTES = N_VALUES * sizeof(float), ROOM = VALUES_NBYTES + 4096;
 
 /* A violation of the protocol, and the error class that the victim throws. */
 struct Attack {
@@ -34,21 +34,21 @@ struct Attack {
 /* Perform one all-reduce as the victim. Return the class of the error, after a check that the tensor is unchanged. */
 std::string reduced(Group &group, const Attack &attack, int rank)
 {
-	Tensor x = tensor(rank, CODEC_FLOAT32, N);
+	Tensor x = tensor(rank, CODEC_FLOAT32, N_VALUES);
 	Options options;
 	std::string error, words;
 
 	options.algorithm = attack.algorithm;
 	try {
-		group.allreduce(x.data(), N, CODEC_FLOAT32, attack.spec, options);
-		EXPECT(attack.spec.codec != CODEC_LOSSLESS || x == in_order(2, CODEC_FLOAT32, N, Op::mean));
+		group.allreduce(x.data(), N_VALUES, CODEC_FLOAT32, attack.spec, options);
+		EXPECT(attack.spec.codec != CODEC_LOSSLESS || x == in_order(2, CODEC_FLOAT32, N_VALUES, Op::mean));
 		return "none";
 	} catch (const FrameError &e) {
 		error = "FrameError", words = e.what();
 	} catch (const PeerError &e) {
 		error = "PeerError", words = e.what();
 	}
-	EXPECT(x == tensor(rank, CODEC_FLOAT32, N));
+	EXPECT(x == tensor(rank, CODEC_FLOAT32, N_VALUES));
 	if (words.find(attack.words) == std::string::npos)
 		throw std::logic_error("not in the message: " + words);
 	return error;
@@ -101,7 +101,7 @@ void check(const Attack &attack)
 }
 
 /* Return the frame of the attacker's values. */
-Message frame_of(const Peer &peer, const codec_spec &spec = spec_of(CODEC_LOSSLESS), size_t n = N,
+Message frame_of(const Peer &peer, const codec_spec &spec = spec_of(CODEC_LOSSLESS), size_t n = N_VALUES,
 		 uint32_t dtype = CODEC_FLOAT32)
 {
 	return hostile::encoded(spec, dtype, n, peer.context()->rank);
@@ -181,8 +181,9 @@ std::function<void(Peer &)> sends_values(bool of_terms, std::function<Message(Me
 {
 	return [=](Peer &peer) {
 		const int me = peer.context()->rank, other = 1 - me;
-		const auto slices = detail::cut(N, 2, sizeof(float), {}, 3 << 18);
-		const Tensor x = tensor(me, CODEC_FLOAT32, N), y = in_order(2, CODEC_FLOAT32, N, Op::mean);
+		const auto slices = detail::cut(N_VALUES, 2, sizeof(float), {}, 3 << 18);
+		const Tensor x = tensor(me, CODEC_FLOAT32, N_VALUES),
+			     y = in_order(2, CODEC_FLOAT32, N_VALUES, Op::mean);
 		const auto part = [&](const Tensor &of, int rank) {
 			const detail::Piece &piece = slices[rank].at(0);
 
@@ -335,7 +336,8 @@ codec_spec changed(codec_spec spec, const std::function<void(codec_spec &)> &cha
 }
 
 /* Return an attack by a frame of another spec, dtype or size than agreed. */
-Attack of_other_spec(const codec_spec &agreed, const codec_spec &sent, size_t n = N, uint32_t dtype = CODEC_FLOAT32)
+Attack of_other_spec(const codec_spec &agreed, const codec_spec &sent, size_t n = N_VALUES,
+		     uint32_t dtype = CODEC_FLOAT32)
 {
 	const auto act = sends_frame([=](Peer &peer, uint64_t stamp) {
 		const Message frame = frame_of(peer, sent, n, dtype);
@@ -359,8 +361,8 @@ TEST_CASE("A frame of another codec, parameter, dtype or size than agreed is a F
 	check(of_other_spec(quantize, spec_of(CODEC_SIGN)));
 	check(of_other_spec(quantize, changed(quantize, [](codec_spec &s) { s.bits = 3; })));
 	check(of_other_spec(quantize, changed(quantize, [](codec_spec &s) { s.group_size = 128; })));
-	check(of_other_spec(lossless, lossless, N / 2));
-	check(of_other_spec(lossless, lossless, N, CODEC_FLOAT16));
+	check(of_other_spec(lossless, lossless, N_VALUES / 2));
+	check(of_other_spec(lossless, lossless, N_VALUES, CODEC_FLOAT16));
 }
 
 TEST_CASE("A frame of each codec is accepted for its own spec only")
@@ -398,10 +400,10 @@ TEST_CASE("An element of gloo::allreduce that has other parameters than agreed i
 	const codec_spec agreed = spec_of(CODEC_FLOAT8);
 	const codec_spec sent = changed(agreed, [](codec_spec &s) { s.variant = CODEC_E5M2; });
 	const auto act = [=](Peer &peer) {
-		Tensor x = tensor(0, CODEC_FLOAT32, N);
-		Blocks blocks(sent, CODEC_FLOAT32, N, Op::mean, 0,
-			      std::clamp<uint64_t>(N / 16 / detail::CUT_ALIGN * detail::CUT_ALIGN, detail::CUT_ALIGN,
-						   Blocks::BLOCK));
+		Tensor x = tensor(0, CODEC_FLOAT32, N_VALUES);
+		Blocks blocks(sent, CODEC_FLOAT32, N_VALUES, Op::mean, 0,
+			      std::clamp<uint64_t>(N_VALUES / 16 / detail::CUT_ALIGN * detail::CUT_ALIGN,
+						   detail::CUT_ALIGN, Blocks::BLOCK));
 		Blocks::Options options(peer.context());
 
 		peer.agree();

@@ -21,7 +21,7 @@ namespace
 {
 
 constexpr int SIZE = 3, VICTIM = 1;
-constexpr size_t N = 500000;                                       /* more than the kernel accepts at once */
+constexpr size_t MANY = 500000;                                    /* more than the kernel accepts at once */
 constexpr milliseconds TIMEOUT(1000), PROMISED(2000), SLACK(2000); /* for shared CPUs */
 
 struct Way {
@@ -52,7 +52,7 @@ struct Step {
 	codec_spec spec;
 
 	Step(const Way &way, int rank, milliseconds timeout = milliseconds(20000))
-	    : x(tensor(rank, CODEC_FLOAT32, N)), residual(way.feedback ? N : 0, 0.01f), sums(residual),
+	    : x(tensor(rank, CODEC_FLOAT32, MANY)), residual(way.feedback ? MANY : 0, 0.01f), sums(residual),
 	      spec(spec_of(way.codec))
 	{
 		options.algorithm = way.algorithm;
@@ -63,7 +63,7 @@ struct Step {
 
 	void run(Group &group)
 	{
-		group.allreduce(x.data(), N, CODEC_FLOAT32, spec, options);
+		group.allreduce(x.data(), MANY, CODEC_FLOAT32, spec, options);
 	}
 
 	std::string digest() const

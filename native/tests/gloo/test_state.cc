@@ -14,7 +14,7 @@ using ranks::thrown;
 namespace
 {
 
-constexpr size_t N = 60000;
+constexpr size_t N_VALUES = 60000;
 
 /* State of an optimizer and its metrics, equal on all ranks. */
 struct State {
@@ -24,9 +24,10 @@ struct State {
 
 	/* Create one metric for each parameter group; `begins` are their first values. */
 	State(uint32_t dtype, const std::vector<uint64_t> &begins)
-	    : theta(tensor(90, dtype, N)), v(CODEC_FLOAT32, squares()), m(tensor(92, dtype, N)),
-	      t(detail::tensor_of(dtype, theta.data(), N)), w(detail::tensor_of(CODEC_FLOAT32, v.data(), N)),
-	      k(detail::tensor_of(dtype, m.data(), N)), metrics(begins.size(), detail::blank<codec_metric>())
+	    : theta(tensor(90, dtype, N_VALUES)), v(CODEC_FLOAT32, squares()), m(tensor(92, dtype, N_VALUES)),
+	      t(detail::tensor_of(dtype, theta.data(), N_VALUES)),
+	      w(detail::tensor_of(CODEC_FLOAT32, v.data(), N_VALUES)), k(detail::tensor_of(dtype, m.data(), N_VALUES)),
+	      metrics(begins.size(), detail::blank<codec_metric>())
 	{
 		for (size_t i = 0; i < metrics.size(); i++) {
 			codec_metric &each = metrics[i];
@@ -50,7 +51,7 @@ struct State {
 
 	static std::vector<float> squares()
 	{
-		std::vector<float> x = values(91, N);
+		std::vector<float> x = values(91, N_VALUES);
 
 		for (float &each : x)
 			each *= each;
@@ -76,7 +77,7 @@ void as_built_in(void *data, uint64_t first, uint64_t n, float *a)
 /* Encode and decode a whole tensor. Levels depend on single values, so that pieces must give the same result. */
 std::vector<float> through_frame(const codec_spec &spec, const codec_metric *metric, const Tensor &x)
 {
-	codec_tensor like = detail::tensor_of(x.dtype, x.bytes.data(), N);
+	codec_tensor like = detail::tensor_of(x.dtype, x.bytes.data(), N_VALUES);
 	auto with = detail::blank<codec_context>();
 	size_t bound, nbytes;
 
@@ -84,9 +85,9 @@ std::vector<float> through_frame(const codec_spec &spec, const codec_metric *met
 	detail::check(codec_bound(&spec, &like, &bound));
 	detail::check(codec_scratch(&spec, &like, &nbytes));
 	std::vector<uint8_t> frame(bound), scratch(nbytes);
-	std::vector<float> found(N);
+	std::vector<float> found(N_VALUES);
 	detail::check(codec_encode(&spec, &like, frame.data(), bound, &bound, nullptr, &with, scratch.data(), nbytes));
-	codec_tensor dst = detail::tensor_of(CODEC_FLOAT32, found.data(), N);
+	codec_tensor dst = detail::tensor_of(CODEC_FLOAT32, found.data(), N_VALUES);
 	with.into = CODEC_INTO_FLOAT32;
 	if (spec.variant != CODEC_LEVEL_CODING_SHARED)
 		with.metric = nullptr;
@@ -97,14 +98,14 @@ std::vector<float> through_frame(const codec_spec &spec, const codec_metric *met
 /* Return the mean of all ranks' decoded frames; `again`: encoded and decoded once more, as sums are. */
 Tensor expected(int size, uint32_t dtype, const codec_spec &spec, const codec_metric *metric, bool again)
 {
-	std::vector<float> total = through_frame(spec, metric, tensor(0, dtype, N));
+	std::vector<float> total = through_frame(spec, metric, tensor(0, dtype, N_VALUES));
 
 	for (int rank = 1; rank < size; rank++) {
-		const std::vector<float> next = through_frame(spec, metric, tensor(rank, dtype, N));
+		const std::vector<float> next = through_frame(spec, metric, tensor(rank, dtype, N_VALUES));
 
-		detail::add(total.data(), next.data(), N);
+		detail::add(total.data(), next.data(), N_VALUES);
 	}
-	detail::divide(total.data(), N, static_cast<float>(size));
+	detail::divide(total.data(), N_VALUES, static_cast<float>(size));
 	return again ? Tensor(dtype, through_frame(spec, metric, {dtype, total})) : Tensor(dtype, total);
 }
 
@@ -118,7 +119,7 @@ std::string by_metric(Rank &me)
 			const uint32_t of_state = dtype == CODEC_BFLOAT16 ? CODEC_BFLOAT16 : CODEC_FLOAT32;
 			/* groups that begin inside slices, and groups of a few values */
 			for (const std::vector<uint64_t> &begins :
-			     {std::vector<uint64_t>{0}, {0, 21001, 21003, 26000, N - 1}, {0, 1, 30000}}) {
+			     {std::vector<uint64_t>{0}, {0, 21001, 21003, 26000, N_VALUES - 1}, {0, 1, 30000}}) {
 				const State state(of_state, begins);
 				codec_spec spec = spec_of(CODEC_TRUNCATE);
 				Options options;
@@ -127,18 +128,19 @@ std::string by_metric(Rank &me)
 				spec.guard = -2;
 				options.metric = state.metrics.data();
 				for (Algorithm algorithm : {Algorithm::two_shot, Algorithm::all_gather}) {
-					Tensor x = tensor(me.rank, dtype, N);
+					Tensor x = tensor(me.rank, dtype, N_VALUES);
 
 					options.algorithm = algorithm;
-					group.allreduce(x.data(), N, dtype, spec, options);
+					group.allreduce(x.data(), N_VALUES, dtype, spec, options);
 					const bool again = algorithm == Algorithm::two_shot;
 					EXPECT(x == expected(me.size, dtype, spec, options.metric, again));
-					EXPECT(!(x == in_order(me.size, dtype, N, Op::mean)) || dtype != CODEC_FLOAT32);
+					EXPECT(!(x == in_order(me.size, dtype, N_VALUES, Op::mean)) ||
+					       dtype != CODEC_FLOAT32);
 				}
-				Tensor x = tensor(me.rank, dtype, N);
+				Tensor x = tensor(me.rank, dtype, N_VALUES);
 				options.algorithm = Algorithm::ring;
-				group.allreduce(x.data(), N, dtype, spec, options);
-				EXPECT(error(x, in_order(me.size, dtype, N, Op::mean)) < 0.5);
+				group.allreduce(x.data(), N_VALUES, dtype, spec, options);
+				EXPECT(error(x, in_order(me.size, dtype, N_VALUES, Op::mean)) < 0.5);
 				found += std::to_string(std::hash<std::string>()(x.str()));
 			}
 		}
@@ -166,25 +168,25 @@ std::string by_users_metric(Rank &me)
 	mine.data = &state;
 	for (uint32_t variant : {CODEC_LEVEL_CODING_CODED, CODEC_LEVEL_CODING_SHARED}) {
 		codec_spec spec = spec_of(CODEC_TRUNCATE);
-		Tensor x = tensor(me.rank, CODEC_FLOAT32, N), y = x;
+		Tensor x = tensor(me.rank, CODEC_FLOAT32, N_VALUES), y = x;
 		Options options;
 
 		spec.variant = variant;
 		options.algorithm = Algorithm::two_shot;
 		options.metric = &mine;
-		group.allreduce(x.data(), N, CODEC_FLOAT32, spec, options);
+		group.allreduce(x.data(), N_VALUES, CODEC_FLOAT32, spec, options);
 		options.metric = state.metrics.data();
-		group.allreduce(y.data(), N, CODEC_FLOAT32, spec, options);
+		group.allreduce(y.data(), N_VALUES, CODEC_FLOAT32, spec, options);
 		EXPECT(x == y);
 
 		/* one receiver has another state */
-		const Tensor before = tensor(me.rank, CODEC_FLOAT32, N);
+		const Tensor before = tensor(me.rank, CODEC_FLOAT32, N_VALUES);
 		x = before;
 		if (me.rank == 1)
 			state.metrics[0].theta_term *= 1024;
 		bool raised = false;
 		try {
-			group.allreduce(x.data(), N, CODEC_FLOAT32, spec, options);
+			group.allreduce(x.data(), N_VALUES, CODEC_FLOAT32, spec, options);
 		} catch (const Error &) {
 			raised = true;
 		}
@@ -195,7 +197,7 @@ std::string by_users_metric(Rank &me)
 		/* no metric */
 		x = before;
 		options.metric = me.rank == 1 ? nullptr : options.metric;
-		thrown<PeerError>([&] { group.allreduce(x.data(), N, CODEC_FLOAT32, spec, options); },
+		thrown<PeerError>([&] { group.allreduce(x.data(), N_VALUES, CODEC_FLOAT32, spec, options); },
 				  "asks for something else");
 	}
 	me.meet("done"); /* others may still read this rank's messages */
@@ -225,14 +227,14 @@ std::vector<float> everyones(Group &group, std::vector<float> mine)
 
 /* Steps with error feedback: sums of the results and of the exact means, and the residuals. */
 struct Steps {
-	std::vector<float> residual = std::vector<float>(N), sums = residual, given = residual;
-	std::vector<double> wanted = std::vector<double>(N);
+	std::vector<float> residual = std::vector<float>(N_VALUES), sums = residual, given = residual;
+	std::vector<double> wanted = std::vector<double>(N_VALUES);
 	int taken = 0;
 
 	void take(Group &group, const Rank &me, uint32_t dtype, const codec_spec &spec, Algorithm algorithm)
 	{
 		const uint64_t seed = 1000 + static_cast<uint64_t>(taken++);
-		Tensor x = tensor(me.rank, dtype, N, seed);
+		Tensor x = tensor(me.rank, dtype, N_VALUES, seed);
 		Options options;
 
 		options.algorithm = algorithm;
@@ -240,14 +242,14 @@ struct Steps {
 		options.residual = residual.data();
 		options.sums_residual = algorithm == Algorithm::blocks ? nullptr : sums.data();
 		for (int rank = 0; rank < me.size; rank++) {
-			const std::vector<float> g = tensor(rank, dtype, N, seed).floats();
+			const std::vector<float> g = tensor(rank, dtype, N_VALUES, seed).floats();
 
-			for (size_t i = 0; i < N; i++)
+			for (size_t i = 0; i < N_VALUES; i++)
 				wanted[i] += double(g[i]) / me.size;
 		}
-		group.allreduce(x.data(), N, dtype, spec, options);
+		group.allreduce(x.data(), N_VALUES, dtype, spec, options);
 		const std::vector<float> got = x.floats();
-		detail::add(given.data(), got.data(), N);
+		detail::add(given.data(), got.data(), N_VALUES);
 	}
 
 	/* Return the largest difference between exact and actual sums that residuals do not explain. */
@@ -256,7 +258,7 @@ struct Steps {
 		const std::vector<float> of_terms = everyones(group, residual), of_sums = everyones(group, sums);
 		double worst = 0;
 
-		for (size_t i = 0; i < N; i++) {
+		for (size_t i = 0; i < N_VALUES; i++) {
 			const double want = wanted[i] - double(of_terms[i]) / me.size - of_sums[i];
 
 			worst = std::max(worst, std::fabs(want - given[i]));
@@ -268,7 +270,7 @@ struct Steps {
 	{
 		double worst = 0;
 
-		for (size_t i = 0; i < N; i++)
+		for (size_t i = 0; i < N_VALUES; i++)
 			worst = std::max({worst, std::fabs(double(residual[i])), std::fabs(double(sums[i]))});
 		return worst;
 	}
@@ -295,7 +297,7 @@ std::string telescoped(Rank &me)
 			Steps one_phase;
 			for (int i = 0; i < 3; i++)
 				one_phase.take(group, me, dtype, spec, Algorithm::all_gather);
-			EXPECT(one_phase.sums == std::vector<float>(N));
+			EXPECT(one_phase.sums == std::vector<float>(N_VALUES));
 			EXPECT(one_phase.unexplained(group, me) < limit);
 			/* raw sends the whole residuals, up to the precision of the dtype */
 			steps.take(group, me, dtype, spec, Algorithm::raw);

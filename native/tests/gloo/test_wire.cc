@@ -18,13 +18,13 @@ namespace
 {
 
 constexpr int SIZE = 3, SENDER = 1;
-constexpr size_t N = 30000, LARGE = 2200000; /* large tensors, whose frames are decoded after the verdict */
+constexpr size_t SMALL = 30000, LARGE = 2200000; /* large tensors, whose frames are decoded after the verdict */
 
 struct Way {
 	const char *name;
 	Algorithm algorithm;
 	uint32_t codec;
-	size_t n = N;
+	size_t n = SMALL;
 };
 
 constexpr Way WAYS[] = {{"two-shot", Algorithm::two_shot, CODEC_LOSSLESS},
@@ -88,7 +88,7 @@ TEST_CASE("A flipped byte of a frame is a FrameError on its receiver and a PeerE
 		/* fields of the header, and random bytes of the first messages */
 		for (uint64_t offset : {8, 12, 16, 40, 80})
 			flips.push_back({random.below(2), offset - (blocks ? 8 : 0), 1});
-		for (int i = 0; i < (way.n == N ? 20 : 3); i++)
+		for (int i = 0; i < (way.n == SMALL ? 20 : 3); i++)
 			flips.push_back({random.below(2),
 					 100 + random.below(blocks ? 500 : 900), /* behind a frame are zeros */
 					 static_cast<uint8_t>(1 << random.below(8))});
