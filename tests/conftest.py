@@ -1,6 +1,8 @@
 """Settings and fixtures of all tests."""
 
 import os
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import codec
-from support.tiers import N_EXAMPLES
+from support.cpu_time import CpuTime
+from support.tiers import CHECK, N_EXAMPLES
 
 # Python processes that tests start import the package that the tests import, whether it is installed or not.
 _PACKAGES = str(Path(codec.__file__).parents[1])
@@ -24,8 +27,31 @@ settings.register_profile(
 settings.load_profile("codec")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure and limit the CPU time of each test."""
+    config.pluginmanager.register(CpuTime())
+
+
+def _imports_torch(source: str) -> bool:
+    return re.search(r"^(import|from) (codec\.)?torch\b", source, re.MULTILINE) is not None
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out modules that import torch from `make check`, whose environment does not have it."""
+    is_module = collection_path.suffix == ".py" and collection_path.name != "conftest.py"
+    return True if CHECK and is_module and _imports_torch(collection_path.read_text()) else None
+
+
 @pytest.fixture(params=codec.isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test under each instruction set of this machine in turn, and return its name."""
     with codec.use_isa(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_of_module() -> Iterator[None]:
+    """Keep no process of a rank for the tests of another module."""
+    yield
+    if ranks := sys.modules.get("support.ranks"):
+        ranks.close_idle_ranks()

@@ -18,6 +18,7 @@ from codec.engines.cuda import devices, sources
 from codec.engines.cuda.cupy_backend import Gpu
 from codec.engines.cuda.kernels import FILE_OF, FILES
 from codec.tensors.view import TensorView, is_torch, view
+from support import cpu_time
 from support.nvrtc import compile_cuda
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +56,7 @@ def compiled(command, folders, library, content=b""):
     with open(f"{out}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not out.exists():
-            with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+            with cpu_time.compilation(), tempfile.TemporaryDirectory(dir=out.parent) as folder:
                 subprocess.run([*command, "-o", f"{folder}/library.so"], check=True)
                 Path(folder, "library.so").replace(out)
     return out

@@ -1,4 +1,4 @@
-"""Counts and limits of the two tiers of tests: "merge" (make test) and "nightly" (make nightly)."""
+"""Counts and limits of the tiers of tests: "check" (make check), "merge" (make test) and "nightly" (make nightly)."""
 
 import os
 from collections.abc import Iterable
@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 TIER = os.environ.get("CODEC_TESTS", "merge")
-if TIER not in ("merge", "nightly"):
-    raise pytest.UsageError(f"CODEC_TESTS={TIER}: unknown tier of tests; use merge or nightly")
+if TIER not in ("check", "merge", "nightly"):
+    raise pytest.UsageError(f"CODEC_TESTS={TIER}: unknown tier of tests; use check, merge or nightly")
 NIGHTLY = TIER == "nightly"
-N_EXAMPLES = 1000 if NIGHTLY else 30  # examples of each Hypothesis test
+CHECK = TIER == "check"  # in an environment without torch, Numba and CuPy
+N_EXAMPLES = {"check": 20, "merge": 30, "nightly": 1000}[TIER]  # examples of each Hypothesis test
 N_DAMAGED = 400 if NIGHTLY else 30  # damaged copies of each frame, for each engine
 HANG_SECONDS = 300  # wait for a process before it counts as hung; generous, since test machines are busy
 
