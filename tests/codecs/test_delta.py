@@ -217,8 +217,10 @@ def test_block_size_is_a_power_of_two(block_size):
         codec.Delta(block_size)
 
 
+@pytest.mark.torch
 def test_collectives_refuse():
-    arguments = pytest.importorskip("codec.torch.reduction.arguments")
+    from codec.torch.reduction import arguments
+
     with pytest.raises(codec.SpecError, match="Delta needs a base, which collectives do not have"):
         arguments.plain_spec(DELTA)
 

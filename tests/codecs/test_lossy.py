@@ -619,6 +619,7 @@ def test_mean_is_the_correctly_rounded_quotient(isa):
             assert mean.tobytes() == (total / F32(count)).tobytes()
 
 
+@pytest.mark.torch
 @SPECS
 def test_flush_denormal_does_not_change_results(spec):
     import torch

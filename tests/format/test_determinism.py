@@ -141,6 +141,7 @@ def test_codec_isa_chooses_the_instruction_set():
     subprocess.run([*PYTHON, "import codec"], env={**os.environ, "CODEC_ISA": "mmx"}, check=True)
 
 
+@pytest.mark.torch
 def test_flush_denormal_does_not_change_results():
     import torch
 
