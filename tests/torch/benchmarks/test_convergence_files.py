@@ -14,6 +14,8 @@ import convergence
 import summary
 from runs import ONE_BIT, ORDERED, PLAIN, TASKS, Run
 
+pytestmark = pytest.mark.nightly
+
 
 def run_of(codec, seed, loss=2.0, task="text-sgd", **fields):
     curve = [(20, loss + 1, 0.2), (40, loss, 0.4)]
