@@ -116,6 +116,7 @@ def test_wheel_holds_each_module_and_file_once(wheel):
     assert set(names) == expected
 
 
+@pytest.mark.nightly
 def test_wheel_from_sdist_equals_wheel_from_checkout(wheel, unpacked, tmp_path):
     again = build("wheel", unpacked, tmp_path)
     assert again.name == wheel.name
