@@ -80,8 +80,14 @@ def _numba_listener() -> Any:
     return Compilation()
 
 
+def _is_limited(item: pytest.Item) -> bool:
+    """Return whether `make check` and `make test` run a test."""
+    elsewhere = item.nodeid.startswith(("tests/frameworks/", "tests/rollouts/"))
+    return not (TIER == "nightly" or elsewhere or any(map(item.get_closest_marker, ("gpu", "nightly"))))
+
+
 class CpuTime:
-    """Plugin of pytest: a test that takes more CPU time than its limit fails. `make nightly` has no limit.
+    """Plugin of pytest: a test of `make test` that takes more CPU time than its limit fails.
 
     Fixtures of a module or a session are not counted, since other tests use them too.
     """
@@ -109,7 +115,7 @@ class CpuTime:
         test, module = item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
         limit = self._limits.get(test, self._limits.get(module, LIMIT))
         counted = listens == self._listen()  # a test that imports Numba may have compiled, unnoticed
-        if TIER != "nightly" and counted and took > limit:
+        if counted and took > limit and _is_limited(item):
             pytest.fail(
                 f"the test took {took:.1f} s of CPU time; the limit is {limit:g} s. Use smaller tensors or fewer "
                 f"parameters, mark it nightly, or give the reason in {EXCEPTIONS.name}",
