@@ -1,8 +1,11 @@
 """Frames of the gradients in bench/data have the sizes of sizes.csv, so that a change of sizes is seen in a review."""
 
+import difflib
+
 from support.frame_sizes import committed, measured
 
 
 def test_sizes_of_frames_are_those_of_the_table():
-    changed = [f"{now}, not {was}" for now, was in zip(measured(), committed(), strict=True) if now != was]
+    was, now = ([",".join(row) for row in rows] for rows in (committed(), measured()))
+    changed = [line for line in difflib.ndiff(was, now) if line[0] in "+-"]
     assert not changed, f"{changed}: if this is meant, run `PYTHONPATH=tests python -m support.frame_sizes`"
