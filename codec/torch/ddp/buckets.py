@@ -17,7 +17,7 @@ from codec.specs import Spec, SpecLike, Truncate
 from codec.stateful.ranges import NOBODY, Layout, numel
 from codec.tensors.segments import Records, pack, segments
 from codec.tensors.view import view
-from codec.torch._compat import local
+from codec.torch._compat import divides_by_ranks_with_inputs, local
 from codec.torch.reduction import arguments
 from codec.torch.reduction.host import Reduction, Values
 
@@ -286,3 +286,12 @@ def bind_to_part(optimizer: Any, part: Part, scale: float, buffers: Buffers, num
     }
     assert isinstance(part.spec, Truncate)
     return part.spec.bind(groups, **state)
+
+
+def check_join(module: torch.nn.Module | None) -> None:
+    """Raise ArgumentError if a model divides gradients by another number than that of the group's ranks."""
+    if module is not None and divides_by_ranks_with_inputs(module):
+        raise ArgumentError(
+            "join(divide_by_initial_world_size=False) divides gradients by the number of ranks that have inputs left, "
+            "but the hook by that of all ranks: call join() without it"
+        )

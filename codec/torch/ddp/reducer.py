@@ -18,13 +18,14 @@ from codec.torch.ddp.buckets import (
     Part,
     bind_to_part,
     check_has,
+    check_join,
     cut,
     cut_as,
     n_values,
     scatter,
 )
 from codec.torch.ddp.policy import Plan
-from codec.torch.ddp.step import BackwardEnd, Step, StepState, check_join, fail_after
+from codec.torch.ddp.step import BackwardEnd, Step, StepState, fail_after
 from codec.torch.feedback.pair import owned_values
 from codec.torch.group.autotune import Measurement
 from codec.torch.group.communicator import Communicator, close_communicator, communicator_of
@@ -71,12 +72,10 @@ class Reducer:
         self.optimizer = optimizer
         self.refresher = refresher
         self.transform = transform
-        self.settings = settings
-        self.algorithm = execution.algorithm_of(settings)
+        self.settings, self.algorithm = settings, execution.algorithm_of(settings)
         self.group: Any = None  # ranks of the model whose gradients are reduced; None: no model yet
         self.state = StepState(plan, refresher)
-        self._scaler = grad_scaler
-        self.state.names_nonfinite = grad_scaler is None
+        self._scaler, self.state.names_nonfinite = grad_scaler, grad_scaler is None
         self._module: weakref.ref[torch.nn.Module] | None = None  # of the last call of serve()
         self._parts: dict[tuple[str, ...], tuple[int, list[Part]]] = {}  # values and parts of each bucket, by its names
 

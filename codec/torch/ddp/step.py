@@ -10,7 +10,6 @@ import torch
 
 from codec import ArgumentError, PeerError, Status
 from codec.stateful import CodebookRefresher
-from codec.torch._compat import divides_by_ranks_with_inputs
 from codec.torch.auto.gradients import GradientChoice
 from codec.torch.ddp import checkpoint
 from codec.torch.ddp.buckets import Bucket, Buffers, Part, n_values, needs_optimizer, shape_of
@@ -390,12 +389,3 @@ class StepState:
 def fail_after(collective: Collective, step: Step) -> None:
     """Give the collective of a bucket up whose step has failed in another bucket: all ranks learn the first cause."""
     collective.fail(PeerError("another bucket of this step has failed: nothing was changed"), step.cause)
-
-
-def check_join(module: torch.nn.Module | None) -> None:
-    """Raise ArgumentError if a model divides gradients by another number than that of the group's ranks."""
-    if module is not None and divides_by_ranks_with_inputs(module):
-        raise ArgumentError(
-            "join(divide_by_initial_world_size=False) divides gradients by the number of ranks that have inputs left, "
-            "but the hook by that of all ranks: call join() without it"
-        )
