@@ -218,8 +218,10 @@ DEVICE groups_put put_level_rows(const row_job &r, uint8_t *scales, uint8_t *to,
 			      global(to),
 			      group_draws_of(r.key, (uint32_t)(r.p.first / 8 >> 32)),
 			      r.random};
+	struct row_kind q = r.q;
 	uint32_t worst = 0;
 
+	q.affine = 0; /* a constant for the compiler */
 	if ((!small && step) || r.q.affine || (bits != 2 && bits != 4 && bits != 8) || s.sums || s.residual ||
 	    r.p.first % 8 || (uint64_t)scales % 4 || !in_quads(dtype, &s) || !draws_share_high(r.p.first, r.p.m))
 		return {0, 0, CODEC_OK};
@@ -229,7 +231,7 @@ DEVICE groups_put put_level_rows(const row_job &r, uint8_t *scales, uint8_t *to,
 		end = small ? c.end : i + row;
 		if (!small) {
 			const scaled found = put_scale_here<WIRE_CODEC_QUANTIZE>(
-				r.v, r.q, r.p.part, &c.source, c.first + i, row, c.scales + i / row * 4, lane);
+				r.v, q, r.p.part, &c.source, c.first + i, row, c.scales + i / row * 4, lane);
 
 			max = found.status == CODEC_OK ? round_bits(found.scale) : ROUND_INF;
 			worst = max > worst ? max : worst;
