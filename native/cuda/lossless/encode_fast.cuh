@@ -88,6 +88,7 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 	const quad *from = global((const quad *)values) + lane;
 	uint32_t *to = global((uint32_t *)plane1) + lane;
 	const volatile uint32_t *key = t->key + lane;             /* volatile: eight keys would take eight registers */
+	uint32_t *const words = t->words[0];                      /* of all warps */
 	const uint32_t end = NEAR_WORDS * (threadIdx.x / 32 + 1); /* of the warp's words, which begin at `begin` */
 	uint32_t begin = opaque(end);
 	const uint32_t below = opaque((1u << lane) - 1), round = ROUND_OF(octave), circle = WIRE_CIRCLE(128) * 0x10001;
@@ -104,7 +105,7 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 		next[(CHUNK_ROWS - 1 - k) % AHEAD] = load_once(from - 32 * (k + 1));
 	for (uint32_t chunk = chunks; chunk-- > 0;) {
 		if (end - begin + 32 * (CHUNK_ROWS + 1) > NEAR_WORDS) { /* end_plane appends 32 words */
-			move_words(t->words[0] + end, s->words + WORDS_ROOM - moved, end - begin, lane);
+			move_words(words + end, s->words + WORDS_ROOM - moved, end - begin, lane);
 			moved += end - begin;
 			begin = end;
 		}
@@ -166,7 +167,7 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 
 			begin -= __popc(giving);
 			if (gives)
-				t->words[0][begin + __popc(giving & below)] = low;
+				words[begin + __popc(giving & below)] = low;
 			low = gives ? longer : low;
 			high = gives ? over : longer;
 			more = after;
@@ -178,10 +179,10 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 			digest_end_chunk(&sums[p], first + chunk, lane);
 	}
 	if (moved || !whole) {
-		move_words(t->words[0] + end, s->words + WORDS_ROOM - moved, end - begin, lane);
+		move_words(words + end, s->words + WORDS_ROOM - moved, end - begin, lane);
 		s->near = NULL;
 	} else {
-		s->near = t->words[0] + end;
+		s->near = words + end;
 	}
 	s->low = low, s->high = high, s->more = more, s->nwords = moved + end - begin, s->nliterals = nliterals;
 	same->some |= __byte_perm(some + some, 0, 0x3131);

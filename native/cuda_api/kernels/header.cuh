@@ -101,6 +101,8 @@ DEVICE codec_status read_params(const uint8_t *b, codec_view *v)
 		return CODEC_BAD_HEADER;
 	if (v->codec == CODEC_QUANTIZE && v->bits < (v->variant == WIRE_LEVELS_ODD ? 2 : 1))
 		return CODEC_BAD_HEADER;
+	if (v->options & WIRE_OPTION_RCEIL && (v->options & WIRE_OPTION_STOCHASTIC || !row_is_mx(kind_of(v))))
+		return CODEC_BAD_HEADER;
 	if (v->codec == CODEC_TRUNCATE) {
 		const bool is_fixed = v->variant == WIRE_LEVELS_FIXED;
 
