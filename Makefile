@@ -262,7 +262,7 @@ failures: $(VENV)/debian $(VENV)/test
 .PHONY: failures
 
 # Accelerate, Lightning, Transformers, torchft, TensorBoard, JAX, TensorFlow, numcodecs and Zarr, in an environment of
-# their own, with the code of docs/frameworks.md, arrays.md and zarr.md; ONLY='-k torchft' names some of the tests.
+# their own, with the code of frameworks.md, arrays.md and zarr.md; ONLY='-k torchft' names some of the tests.
 FRAMEWORKS := .venv-frameworks
 $(FRAMEWORKS)/installed: $(SOURCES)
 	test -d $(FRAMEWORKS) || python3 -m venv $(FRAMEWORKS)
@@ -375,7 +375,7 @@ hosted: $(VENV)/release
 bench: $(VENV)/test ctest
 	$(PIP) '.[bench]'
 	$(PY) bench/codec/throughput.py
-	$(PY) bench/codec/quality.py --plot docs/quality.png
+	$(PY) bench/codec/quality.py --plot docs/benchmarks/quality.png
 	$(PY) bench/codec/peers.py --each --flat
 	build/native/coder
 	build/native/loops

@@ -30,7 +30,7 @@ def preset(name: str) -> Spec:
     ============  ============================  ============  ======  =================================================
 
     Bits and root mean square error, relative to that of the gradient, are those of float32 gradients of a convolutional
-    network (``python bench/codec/quality.py``). The effect is that on small transformers, in ``docs/convergence.md``.
+    network (``python bench/codec/quality.py``). The effect is that on small transformers, in ``convergence.md``.
 
     * near needs the optimizer: ``codec.preset("near").bind(...)``, or ``ddp_hook("near", optimizer=optimizer)``.
     * smallest is the smallest for convolutional networks and transformers: hooks send embeddings and output heads by

@@ -1,4 +1,4 @@
-"""Compare a quantizer with half the dither with that of the Numba engine (docs/new-kernel.md).
+"""Compare a quantizer with half the dither with that of the Numba engine (docs/tutorials/new-kernel.md).
 
 Every engine decodes the frames: the two quantizers differ only in the codes that they choose.
 """

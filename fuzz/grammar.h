@@ -1,5 +1,5 @@
 /*
- * grammar.h - frames from the grammar of docs/format.md, including those that no encoder writes but a decoder must
+ * grammar.h - frames from the grammar of docs/spec/format.md, including those that no encoder writes but a decoder must
  * accept or reject.
  */
 #ifndef FUZZ_GRAMMAR_H

@@ -1,4 +1,4 @@
-/* make_delta.h - frames of DELTA with their bases, including those that no encoder writes: docs/format.md, section 10.
+/* make_delta.h - frames of DELTA with their bases, including those that no encoder writes: format.md, section 10.
  */
 #ifndef FUZZ_MAKE_DELTA_H
 #define FUZZ_MAKE_DELTA_H

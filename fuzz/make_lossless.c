@@ -1,4 +1,4 @@
-/* make_lossless.c - make LOSSLESS frames: docs/format.md, sections 3 to 7. */
+/* make_lossless.c - make LOSSLESS frames: docs/spec/format.md, sections 3 to 7. */
 #include "maker.h"
 
 static void put_side(struct maker *m)

@@ -1,4 +1,4 @@
-/* make_rows.c - make frames whose values share scales: docs/format.md, section 8. */
+/* make_rows.c - make frames whose values share scales: docs/spec/format.md, section 8. */
 #include "maker.h"
 
 enum { VARIANT, OPTIONS, BITS, RESERVED, ROW };

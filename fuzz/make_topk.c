@@ -1,4 +1,4 @@
-/* make_topk.c - make TOPK frames: docs/format.md, section 11. */
+/* make_topk.c - make TOPK frames: docs/spec/format.md, section 11. */
 #include "maker.h"
 
 enum { VARIANT, OPTIONS, BITS, CAP, GROUP };

@@ -1,4 +1,4 @@
-/* make_truncate.c - make TRUNCATE frames, with the state that shared levels need: docs/format.md, section 9. */
+/* make_truncate.c - make TRUNCATE frames, with the state that shared levels need: docs/spec/format.md, section 9. */
 #include <math.h>
 
 #include "maker.h"

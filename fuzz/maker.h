@@ -68,7 +68,7 @@ void draw(struct maker *m, const struct book *b, size_t n, uint32_t literals);
 /* Write m->symbol as a coded plane of n values with literals of `nbytes` bytes. */
 void put_coded(struct maker *m, const struct book *b, size_t n, int nbytes);
 void put_scale_model(struct maker *m, int octaves);
-/* Use an agreed codebook for plane 0. symbols: as in docs/format.md, section 5.1. */
+/* Use an agreed codebook for plane 0. symbols: as in docs/spec/format.md, section 5.1. */
 void put_prior(struct maker *m, const struct book *b, uint8_t symbols);
 
 uint64_t digest(const uint8_t *p, size_t n, uint32_t seed);

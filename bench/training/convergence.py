@@ -5,7 +5,7 @@
     python bench/training/convergence.py --methods codecs --seeds 3 --tasks text-sgd text-adamw digits-sgd
     python bench/training/convergence.py --tasks text-sgd --methods "Quantize(3)" "Sign(group_size=256)" --feedback on
     python bench/training/convergence.py --from runs.json --plot convergence.png   # show runs that --json has written
-    python bench/training/convergence.py --page docs/convergence.md                # train, and write the page's tables
+    python bench/training/convergence.py --page docs/benchmarks/convergence.md  # train, and write its tables
 
 Each rank is a process. DistributedDataParallel averages gradients over Gloo through
 ``codec.torch.ddp_hook(spec, optimizer=optimizer)``. The policy and error feedback are the hook's defaults for the

@@ -31,7 +31,7 @@ def add_commands(commands: Any) -> None:
         help='compile the loops of engine="numba" ahead of use',
         description='Compile the loops of engine="numba" ahead of their first use, and cache them on disk. Only '
         "programs that choose this engine need it, such as those with a quantizer of their own written in Python "
-        "(docs/new-kernel.md). The default engine is compiled already. The package numba must be installed; compiling "
+        "(new-kernel.md). The default engine is compiled already. The package numba must be installed; compiling "
         f"takes a minute or more. {EXIT_CODES}",
     )
     p.add_argument(

@@ -1,6 +1,6 @@
 """Coding of a part: lossless frames, or a general compressor where values repeat.
 
-``docs/container.md`` specifies how each coding is decoded. Which one a part gets is the writer's choice.
+``docs/spec/container.md`` specifies how each coding is decoded. Which one a part gets is the writer's choice.
 """
 
 import importlib

@@ -55,7 +55,7 @@ class PageCodec:
     Notes
     -----
     A page of a layer should have 4,096 values or more for each side, so that :class:`Lossless` models its scales. The
-    format of an encoded page is in ``docs/kv-caches.md``.
+    format of an encoded page is in ``docs/guides/kv-caches.md``.
 
     References
     ----------

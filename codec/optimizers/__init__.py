@@ -18,7 +18,7 @@ are a list, ``bind([(offset, optimizer), ...], ...)``: each optimizer applies fr
 
 For most optimizers Truncate bounds the change of the parameter. Lion and Muon have no such bound by value: a sign
 jumps, and an orthogonalized matrix depends on all its values. There Truncate bounds the change of the momentum.
-docs/optimizers.md derives all formulas and bounds, and shows how to solve the step of another optimizer for A.
+docs/guides/optimizers.md derives all formulas and bounds, and shows how to solve the step of another optimizer for A.
 
 References
 ----------

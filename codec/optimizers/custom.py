@@ -24,7 +24,7 @@ class Custom:
 
     A is what the step adds to the gradient g of the value: write the new parameter as c (A + g), with A and c that do
     not depend on g. If c depends on g, take the least that its reciprocal can be. For SGD, theta - lr g gives
-    A = theta / lr. The sign of A does not matter. docs/optimizers.md solves the step of RMSprop with momentum, and
+    A = theta / lr. The sign of A does not matter. optimizers.md solves the step of RMSprop with momentum, and
     checks it.
 
     Parameters

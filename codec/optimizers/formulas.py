@@ -1,4 +1,4 @@
-"""Steps of optimizers, solved for A, the term that they add to the gradient. docs/optimizers.md derives them."""
+"""Steps of optimizers, solved for A, the term that they add to the gradient. docs/guides/optimizers.md derives them."""
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -302,7 +302,7 @@ class Muon(Optimizer):
     A value of the step depends on all values of the matrix, so there is no bound by value. :class:`codec.Truncate`
     protects the matrix U that is orthogonalized, and the momentum: A is the term that m adds to g in U. `guard` counts
     bits of that term instead of the parameter. Relative to its Frobenius norm, U changes by at most
-    ``2^(-guard - 24) |mu^2 m| / |U|`` for float32; the step's relative change follows from that (docs/optimizers.md).
+    ``2^(-guard - 24) |mu^2 m| / |U|`` for float32; the step's relative change follows from that (optimizers.md).
     Without ``m``, which is the first step, no bit is dropped.
 
     Parameters

@@ -36,7 +36,7 @@ def view(tensor: Any, dtype: Any = None, segments: Any = None) -> View:
         gaps, or a module, which stands for its parameters; error feedback keeps residuals by these names. Or pairs of
         an offset, in values, and a shape, ascending; :func:`segments` makes them. Scales of lossy codecs then follow
         the rows of each parameter, and lossless models those of each parameter of 8,192 values or more. Values outside
-        all segments are encoded as a vector. Frames of thousands of tiny parameters have a limit (``docs/encoder.md``,
+        all segments are encoded as a vector. Frames of thousands of tiny parameters have a limit (``encoder.md``,
         section 7.1), beyond which those share scales. Default: the tensor's own shape.
 
     Returns

@@ -110,7 +110,7 @@ class ProcessGroup(_Base):
     Notes
     -----
     torch.distributed makes these for the backend `codec`. For the Manager of torchft, which makes a new group whenever
-    a replica comes or goes, ``docs/frameworks.md`` has a class of a few lines.
+    a replica comes or goes, ``docs/guides/frameworks.md`` has a class of a few lines.
     """
 
     def __init__(

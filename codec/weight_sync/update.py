@@ -1,4 +1,4 @@
-"""Bytes of an update: a header, an index of all tensors, and a frame for each changed piece (docs/weight-updates.md).
+"""Bytes of an update: a header, an index of all tensors, and a frame for each changed piece (weight-updates.md).
 
 Every byte is covered by a check: header and index by a BLAKE2b digest, frames by their own checksums.
 """

@@ -1,7 +1,7 @@
 /*
  * floats.c - a file of float32 to a frame, and back: floats encode|decode FROM TO
  *
- * C99; docs/embedding.md has the command that builds it. After an error TO is unchanged.
+ * C99; docs/guides/embedding.md has the command that builds it. After an error TO is unchanged.
  */
 #include <stdio.h>
 #include <stdlib.h>

@@ -45,9 +45,9 @@ class Place(NamedTuple):
 
 PLACES = [
     # specification, and its implementations for tests
-    Place("docs/format.md", r"\| codec \|.*\b{number} {name}\b"),
-    Place("docs/format.md", r"^\| offset \| type \| field\b.*\| {name} \|"),
-    Place("docs/encoder.md", r"\b(?i:{name})\b"),
+    Place("docs/spec/format.md", r"\| codec \|.*\b{number} {name}\b"),
+    Place("docs/spec/format.md", r"^\| offset \| type \| field\b.*\| {name} \|"),
+    Place("docs/spec/encoder.md", r"\b(?i:{name})\b"),
     Place("tests/reference/decoder.py", r"\bcodec [!=]= {number}\b"),
     Place("tests/reference/encoder.py", r"\bask\.codec == {number}\b"),
     Place("tests/support/format_cases.py", r"^ .*\b{NAME}\b", (Lossless, Delta, TopK)),  # tests/format/test_*_rules.py
@@ -86,11 +86,11 @@ PLACES = [
     Place("bench/support/family.py", r": codec\.{Name}\(", (Lossless, Delta)),  # bench/codec/delta.py
     Place("bench/training/convergence.py", r"\b{Name}\(", (Delta, TopK)),
     Place("docs/codecs/index.md", r"^\|[^|]*\b{Name}\b"),
-    Place("docs/torch.md", r"^\|[^|]*`{Name}\(", (Delta,)),
-    Place("docs/benchmarks.md", r"^\|[ |]*{Name}\b"),
-    Place("docs/convergence.md", r"^\| `{Name}\(", (Delta, TopK)),
-    Place("docs/protocol.md", r"\('spec', \"{Name}\(", (Delta,)),
-    Place("docs/gpu-c.md", r"`CODEC_{NAME}`", (Lossless, Delta, TopK)),
+    Place("docs/guides/torch.md", r"^\|[^|]*`{Name}\(", (Delta,)),
+    Place("docs/benchmarks/index.md", r"^\|[ |]*{Name}\b"),
+    Place("docs/benchmarks/convergence.md", r"^\| `{Name}\(", (Delta, TopK)),
+    Place("docs/spec/protocol.md", r"\('spec', \"{Name}\(", (Delta,)),
+    Place("docs/guides/gpu-c.md", r"`CODEC_{NAME}`", (Lossless, Delta, TopK)),
     Place("docs/internals/lossy.md", r"\b{Name}\b", (Lossless, Delta)),
 ]
 EACH = pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.path}: {place.pattern}")

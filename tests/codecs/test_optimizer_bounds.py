@@ -1,4 +1,4 @@
-"""Truncate changes a step by no more than docs/optimizers.md promises, measured with the optimizers in float64."""
+"""Truncate changes a step by no more than optimizers.md promises, measured with the optimizers in float64."""
 
 import copy
 

@@ -28,12 +28,12 @@ FLAGS = doctest.ELLIPSIS | NUMBER
 
 # Languages of blocks that other tests run, by page.
 RUN_ELSEWHERE = {
-    "docs/embedding.md": {"c", "cpp", "sh"},  # tests/native/test_embedding.py
-    "docs/gpu-c.md": {"c", "sh"},  # tests/engines/test_cuda_c.py
-    "docs/frameworks.md": {"python"},  # tests/frameworks, as are the next three
-    "docs/arrays.md": {"python"},
-    "docs/zarr.md": {"python"},
-    "docs/federated-learning.md": {"python"},
+    "docs/guides/embedding.md": {"c", "cpp", "sh"},  # tests/native/test_embedding.py
+    "docs/guides/gpu-c.md": {"c", "sh"},  # tests/engines/test_cuda_c.py
+    "docs/guides/frameworks.md": {"python"},  # tests/frameworks, as are the next three
+    "docs/guides/arrays.md": {"python"},
+    "docs/guides/zarr.md": {"python"},
+    "docs/guides/federated-learning.md": {"python"},
 }
 _COMMAND = 'codec() { python -m codec "$@"; }; '  # the command codec, of the package under test
 LONG = {"docs/tutorials/ddp.md"}  # pages that start trainings

@@ -554,8 +554,8 @@ def test_kernel_table_is_that_of_the_engine():
 
 @on_cpu
 def test_code_of_the_page(cuda, tmp_path):
-    """The C code of docs/gpu-c.md compiles as C99 without a warning, and makes a round trip."""
-    page = (cuda_c.ROOT / "docs/gpu-c.md").read_text()
+    """The C code of docs/guides/gpu-c.md compiles as C99 without a warning, and makes a round trip."""
+    page = (cuda_c.ROOT / "docs/guides/gpu-c.md").read_text()
     source, out = tmp_path / "page.c", tmp_path / "page.so"
     source.write_text("\n".join(re.findall(r"^```c\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)))
     strict = ["-std=c99", "-fPIC", "-shared", "-Wpedantic", "-Wstrict-prototypes", *cuda_c.WARNINGS]

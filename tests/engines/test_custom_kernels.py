@@ -29,7 +29,7 @@ def statements_of(name, source):
 
 @pytest.mark.nightly
 def test_example_of_a_custom_quantizer(capsys):
-    """The example of docs/new-kernel.md reduces noise and adds bias; afterwards the kernels are restored."""
+    """The example of docs/tutorials/new-kernel.md reduces noise and adds bias; afterwards the kernels are restored."""
     x = np.random.default_rng(1).standard_normal(5000).astype(np.float32)
     before = codec.encode(x, codec.Quantize(3), options=codec.options(engine="numba"))
     runpy.run_path(str(EXAMPLE), run_name="__main__")
@@ -38,7 +38,7 @@ def test_example_of_a_custom_quantizer(capsys):
     assert float(more) > 2 * float(bias)
     assert loops.rows is rows
     assert codec.encode(x, codec.Quantize(3), options=codec.options(engine="numba")) == before
-    document = (EXAMPLE.parents[1] / "docs" / "new-kernel.md").read_text()
+    document = (EXAMPLE.parents[1] / "docs/tutorials/new-kernel.md").read_text()
     [block] = re.findall(r"```python\n([^`]*def narrow_codes[^`]*)```", document)
     assert statements_of("narrow_codes", block) == statements_of("narrow_codes", EXAMPLE.read_text())
 

@@ -1,4 +1,4 @@
-"""Frames are bit-identical for all instruction sets, thread counts and addresses, and decode by docs/format.md."""
+"""Frames are bit-identical for all instruction sets, thread counts and addresses, and decode by docs/spec/format.md."""
 
 import os
 import subprocess

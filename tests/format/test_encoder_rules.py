@@ -1,4 +1,4 @@
-"""The library's frames are bit-identical to those of the encoder that was written from docs/encoder.md."""
+"""The library's frames are bit-identical to those of the encoder that was written from docs/spec/encoder.md."""
 
 import functools
 import itertools

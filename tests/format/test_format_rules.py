@@ -1,4 +1,4 @@
-"""Rules of docs/format.md that are easy to misread: library and reference decoder agree on hand-made frames."""
+"""Rules of docs/spec/format.md that are easy to misread: library and reference decoder agree on hand-made frames."""
 
 import struct
 

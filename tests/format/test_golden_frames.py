@@ -44,5 +44,5 @@ def test_every_golden_frame_exists():
 
 
 def test_example_of_the_specification():
-    document = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+    document = (Path(__file__).parents[2] / "docs/spec/format.md").read_text()
     assert oracle.dump(oracle.example()) in document

@@ -1,4 +1,4 @@
-"""Rules of docs/format.md, section 11: library and reference decoder agree on frames of topk that are made by hand."""
+"""Rules of format.md, section 11: library and reference decoder agree on frames of topk that are made by hand."""
 
 import struct
 

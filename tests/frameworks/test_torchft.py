@@ -26,7 +26,7 @@ N = 6 * 4096  # values; each third and half of a tensor has at least 16 KiB
 
 
 def codec_group(timeout=20.0, small=1 << 14):
-    """Return a reconfigurable group of torchft, by the class of docs/frameworks.md with Lossless."""
+    """Return a reconfigurable group of torchft, by the class of docs/guides/frameworks.md with Lossless."""
     namespace = {}
     exec(blocks("torchft")[0], namespace)
     group = namespace["CodecGroup"](timedelta(seconds=timeout))

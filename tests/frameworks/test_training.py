@@ -1,4 +1,4 @@
-"""The training loops of docs/frameworks.md, on real processes over Gloo."""
+"""The training loops of docs/guides/frameworks.md, on real processes over Gloo."""
 
 import os
 

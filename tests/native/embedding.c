@@ -1,4 +1,4 @@
-/* embedding.c - tests of the C code of docs/embedding.md, which is copied to page.h. */
+/* embedding.c - tests of the C code of docs/guides/embedding.md, which is copied to page.h. */
 #include "page.h"
 
 #include <assert.h>

@@ -1,4 +1,4 @@
-"""The C code and commands of docs/embedding.md work from an empty folder with the installed package."""
+"""The C code and commands of docs/guides/embedding.md work from an empty folder with the installed package."""
 
 import os
 import re
@@ -17,7 +17,7 @@ import codec.__main__ as cli
 from support.tiers import HANG_SECONDS, every
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/embedding.md").read_text()
+PAGE = (ROOT / "docs/guides/embedding.md").read_text()
 HEADING = re.compile(r"^## (.*)\n((?:(?!^## ).*\n)*)", re.MULTILINE)
 SECTIONS = dict(HEADING.findall(PAGE))
 

@@ -1,4 +1,4 @@
-"""Reference decoder of frames, written from docs/format.md alone with numpy and struct; plain and slow.
+"""Reference decoder of frames, written from docs/spec/format.md alone with numpy and struct; plain and slow.
 
 The decoder shares no code with the library. It is one file, so that it can be read beside the specification.
 ``python tests/reference/decoder.py FRAME`` prints the contents of a frame, ``--example`` the example of section 14.

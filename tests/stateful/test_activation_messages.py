@@ -1,4 +1,4 @@
-"""Messages of activations equal docs/activation-messages.md, and hostile ones are errors that change nothing."""
+"""Messages of activations equal docs/spec/activation-messages.md, and hostile ones are errors that change nothing."""
 
 import struct
 import zlib

@@ -17,7 +17,7 @@ import pytest
 
 from support.tiers import TIER
 
-LIMIT = 5  # CPU seconds
+LIMIT = 10  # CPU seconds: a test should take 5 on an idle machine, and a busy one takes twice as many
 EXCEPTIONS = Path(__file__).with_name("cpu_time_exceptions.txt")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SHOWN = 10  # tests in the table

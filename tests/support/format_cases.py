@@ -1,4 +1,4 @@
-"""Frames for each rule of docs/format.md that an implementer could misread, and what they must decode to.
+"""Frames for each rule of docs/spec/format.md that an implementer could misread, and what they must decode to.
 
 A case is a frame, built by hand, with the bytes of its values, or with the reference decoder's reason to reject it.
 """

@@ -1,4 +1,4 @@
-"""Frames that no encoder writes, built from the pieces of docs/format.md."""
+"""Frames that no encoder writes, built from the pieces of docs/spec/format.md."""
 
 import struct
 from dataclasses import dataclass, field

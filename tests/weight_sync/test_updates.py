@@ -345,7 +345,7 @@ def rebuilt(update, change):
 
 
 def test_update_is_as_its_specification_says(chain):
-    """Read an update by docs/weight-updates.md alone."""
+    """Read an update by docs/spec/weight-updates.md alone."""
     all_weights, updates = chain
     data = updates[0]
     magic, form, count, size, nbytes, version, base = struct.unpack_from("<8sIIQQQQ", data)

@@ -25,7 +25,7 @@ class Preprocessing:
     sums, rounded : int
         Addresses of sums of values and residuals, as float32 and rounded to the tensor's dtype; 0 without :meth:`add`.
     exponents : int
-        Address of the exponents of an optimizer's A (docs/format.md, section 9); 0: no optimizer.
+        Address of the exponents of an optimizer's A (docs/spec/format.md, section 9); 0: no optimizer.
     levels : int
         Address of levels that the caller gave; 0: none.
     """

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Bit streams of Delta and TopK (docs/format.md, section 10.3): bit i is bit i mod 8 of byte floor(i / 8).
+"""Bit streams of Delta and TopK (docs/spec/format.md, section 10.3): bit i is bit i mod 8 of byte floor(i / 8).
 
 A reader may run over the end of a stream, where it reads zeros; callers compare the position with the end.
 """

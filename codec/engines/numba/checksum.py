@@ -1,5 +1,5 @@
 # pyright: basic
-"""Digests of bytes and checksums of blocks (docs/format.md, section 13)."""
+"""Digests of bytes and checksums of blocks (docs/spec/format.md, section 13)."""
 
 import numpy as np
 

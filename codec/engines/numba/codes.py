@@ -1,5 +1,5 @@
 # pyright: basic
-"""Quantization of values to codes, and back, for codecs of rows (docs/encoder.md, 7.4; docs/format.md, 8.5).
+"""Quantization of values to codes, and back, for codecs of rows (docs/spec/encoder.md, 7.4; docs/spec/format.md, 8.5).
 
 ``half`` holds 16 random bits for each value, ``code`` a byte for each value.
 """

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Delta: changes of blocks against a base (docs/format.md, section 10)."""
+"""Delta: changes of blocks against a base (docs/spec/format.md, section 10)."""
 
 from codec.engines.numba.checksum import VALUES, digest_from
 from codec.engines.numba.delta_decode import get_changes

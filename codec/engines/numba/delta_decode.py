@@ -1,5 +1,5 @@
 # pyright: basic
-"""Changes of Delta read from a region (docs/format.md, section 10.3). Any bytes give values or an error."""
+"""Changes of Delta read from a region (docs/spec/format.md, section 10.3). Any bytes give values or an error."""
 
 from codec.engines.numba.bitstream import begin, ends, get_bits, get_gamma, get_rice
 from codec.engines.numba.delta_values import (

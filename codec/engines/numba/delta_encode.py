@@ -1,5 +1,5 @@
 # pyright: basic
-"""Changes of Delta written to a region (docs/encoder.md, section 10)."""
+"""Changes of Delta written to a region (docs/spec/encoder.md, section 10)."""
 
 from codec.engines.numba.bitstream import (
     begin,

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Values of Delta (docs/format.md, section 10.2): ranks, steps, exponents and classes, and a thread's buffers for them.
+"""Values of Delta (format.md, section 10.2): ranks, steps, exponents and classes, and a thread's buffers for them.
 
 Values are bits as uint64. The rank of a value is its place among all patterns of its dtype, and a step the difference
 of two ranks, modulo 2^w for values of w bits.

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Loops of the entropy coder over 32 interleaved lanes (docs/format.md, section 7), and its tables of symbol pairs."""
+"""Loops of the entropy coder over 32 interleaved lanes (format.md, section 7), and its tables of symbol pairs."""
 
 import numpy as np
 

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Lossless: conversion of values to byte planes and of planes to regions, and back (docs/format.md, 3 to 7)."""
+"""Lossless: conversion of values to byte planes and of planes to regions, and back (docs/spec/format.md, 3 to 7)."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Exponents of A, from which Truncate computes levels (docs/encoder.md, section 8.1), by a formula or a function."""
+"""Exponents of A, from which Truncate computes levels (encoder.md, section 8.1), by a formula or a function."""
 
 from typing import Any
 from weakref import WeakKeyDictionary

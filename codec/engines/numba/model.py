@@ -1,5 +1,5 @@
 # pyright: basic
-"""Offsets of the scale model for all values (docs/format.md, 5.2), and their choice for rows (docs/encoder.md, 4.2)."""
+"""Offsets of the scale model for all values (format.md, 5.2), and their choice for rows (encoder.md, 4.2)."""
 
 import numpy as np
 

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Packing of codes of a few bits to bytes, and unpacking (docs/format.md, section 8.4)."""
+"""Packing of codes of a few bits to bytes, and unpacking (docs/spec/format.md, section 8.4)."""
 
 import numpy as np
 

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Parts, rows and blocks of codecs whose values share scales (docs/format.md, sections 8.1 to 8.4)."""
+"""Parts, rows and blocks of codecs whose values share scales (docs/spec/format.md, sections 8.1 to 8.4)."""
 
 from codec._c.library import DTYPES, lib
 from codec.engines.numba.jit import jit

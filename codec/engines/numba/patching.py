@@ -1,4 +1,4 @@
-"""Replacement of functions in kernels by your own: see docs/new-kernel.md."""
+"""Replacement of functions in kernels by your own: see docs/tutorials/new-kernel.md."""
 
 import importlib.util
 from collections.abc import Callable, Generator

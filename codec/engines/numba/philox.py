@@ -1,5 +1,5 @@
 # pyright: basic
-"""Random bits of elements: Philox4x32-10 (docs/encoder.md, section 7.3)."""
+"""Random bits of elements: Philox4x32-10 (docs/spec/encoder.md, section 7.3)."""
 
 from codec.engines.numba.jit import jit, kernel
 from codec.engines.numba.words import U16, U32, U64

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Regions of blocks: byte planes encoded into regions and decoded from them (docs/format.md, sections 6 and 7).
+"""Regions of blocks: byte planes encoded into regions and decoded from them (docs/spec/format.md, sections 6 and 7).
 
 Functions that read a frame return a status. On failure ``fault`` holds the byte offset, the value found, and the value
 or bound expected. ``c`` is the read position: c[0] is the offset of the next byte, c[1] the end of the region.

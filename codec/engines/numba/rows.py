@@ -1,5 +1,5 @@
 # pyright: basic
-"""Sign, Ternary, Float8, Float4 and Quantize: values share scales (docs/format.md, section 8; docs/encoder.md, 7).
+"""Sign, Ternary, Float8, Float4 and Quantize: values share scales (format.md, section 8; encoder.md, 7).
 
 Blocks are processed in runs of whole rows, or of a piece of one row, so that a run's intermediate values stay in the L1
 cache. Each value has its own copy of the scale, so that one long loop serves rows of any length.

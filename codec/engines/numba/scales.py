@@ -1,5 +1,5 @@
 # pyright: basic
-"""Scales of rows and parts (docs/encoder.md, section 7.2)."""
+"""Scales of rows and parts (docs/spec/encoder.md, section 7.2)."""
 
 import numpy as np
 

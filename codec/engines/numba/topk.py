@@ -1,5 +1,5 @@
 # pyright: basic
-"""TopK: the values of largest magnitude of each chunk (docs/format.md, section 11; docs/encoder.md, section 11).
+"""TopK: the values of largest magnitude of each chunk (format.md, section 11; encoder.md, section 11).
 
 A key is the bit pattern of a magnitude as float32, which orders magnitudes as integers.
 """

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Truncate: exponents through the coder, mantissas cut to levels (docs/format.md, section 9; docs/encoder.md, 8)."""
+"""Truncate: exponents through the coder, mantissas cut to levels (format.md, section 9; encoder.md, 8)."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Messages of an edge between pipeline stages, as docs/activation-messages.md specifies them."""
+"""Messages of an edge between pipeline stages, as docs/spec/activation-messages.md specifies them."""
 
 import struct
 import zlib
@@ -58,7 +58,7 @@ class Message(NamedTuple):
 
 
 def mix(x: Any) -> Checks:
-    """Return the mixing function of docs/format.md, section 13, of an array of uint64."""
+    """Return the mixing function of docs/spec/format.md, section 13, of an array of uint64."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)

@@ -1,4 +1,4 @@
-"""Choice of the specs of a hook's gradients, from agreed measurements of its steps (docs/protocol.md, section 11)."""
+"""Choice of the specs of a hook's gradients, from agreed measurements of its steps (protocol.md, section 11)."""
 
 import json
 import logging

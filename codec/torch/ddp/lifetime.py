@@ -46,7 +46,7 @@ def _warn_of_unused() -> None:
         if not hook.called:
             logger.warning(
                 "%r was never called, so that no gradient was compressed: call hook.register(model) with the "
-                "DistributedDataParallel. Frameworks may ignore hooks, see docs/frameworks.md",
+                "DistributedDataParallel. Frameworks may ignore hooks, see docs/guides/frameworks.md",
                 hook,
             )
 

@@ -18,7 +18,7 @@ logger = logging.getLogger("codec.torch")
 _INTERVAL = 8  # steps between two measurements of norms, which read residuals and gradients once more
 _DECAY = 0.75  # weight of earlier measurements in a running mean
 _FIRST = 3  # measurements before the guard may warn, since first gradients differ in size
-_BOUND = 20.0  # largest norm of a residual over that of its gradient; stable runs stay below 15 (docs/convergence.md)
+_BOUND = 20.0  # largest norm of a residual over that of its gradient; stable runs stay below 15 (convergence.md)
 
 
 class Residuals(ResidualPair):

@@ -1,4 +1,4 @@
-"""Choice between frames and uncompressed values, from measured times, equal on all ranks (docs/protocol.md, 11)."""
+"""Choice between frames and uncompressed values, from measured times, equal on all ranks (protocol.md, 11)."""
 
 import logging
 import time

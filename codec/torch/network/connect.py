@@ -1,4 +1,4 @@
-"""Connections of a new mesh (docs/protocol.md, section 2)."""
+"""Connections of a new mesh (docs/spec/protocol.md, section 2)."""
 
 import socket
 import time

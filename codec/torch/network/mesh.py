@@ -1,4 +1,4 @@
-"""Messages among all ranks of a group, for collectives (docs/protocol.md, sections 2 and 3)."""
+"""Messages among all ranks of a group, for collectives (docs/spec/protocol.md, sections 2 and 3)."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""Connection between two ranks for messages of any size, by TCP (docs/protocol.md, section 15)."""
+"""Connection between two ranks for messages of any size, by TCP (docs/spec/protocol.md, section 15)."""
 
 import os
 import select

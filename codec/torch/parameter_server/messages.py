@@ -1,4 +1,4 @@
-"""Requests and replies of a parameter server as bytes (docs/protocol.md, section 16)."""
+"""Requests and replies of a parameter server as bytes (docs/spec/protocol.md, section 16)."""
 
 import struct
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ ITEMSIZE = {  # dtypes of keys
 FLOATS = ("float32", "bfloat16", "float16")
 DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ITEMSIZE}
 
-_DTYPES = {  # numbers of docs/format.md, section 3
+_DTYPES = {  # numbers of docs/spec/format.md, section 3
     "float32": 1, "bfloat16": 3, "float16": 4, "int8": 17, "int16": 18, "int32": 19, "int64": 20, "uint8": 21,
 }  # fmt: skip
 _DTYPE_NAMES = {number: name for name, number in _DTYPES.items()}

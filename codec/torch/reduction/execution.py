@@ -28,7 +28,7 @@ def algorithm_of(settings: CallOptions) -> str:
 
 
 def choose(requested: str, r: Reduction, channel: Channel) -> Algorithm:
-    """Return the algorithm of an all-reduce (docs/protocol.md, section 7).
+    """Return the algorithm of an all-reduce (docs/spec/protocol.md, section 7).
 
     Parameters
     ----------
@@ -203,7 +203,7 @@ def _count(collective: Collective, reductions: Sequence[Reduction], *, raw: bool
 
 
 def signed(r: Reduction, algorithm: str, requested: str = "") -> dict[str, str]:
-    """Return all that must be equal on all ranks, by name (docs/protocol.md, section 5.1)."""
+    """Return all that must be equal on all ranks, by name (docs/spec/protocol.md, section 5.1)."""
     return {
         "collective": f"{algorithm}, requested as {requested}" if requested else algorithm,
         "spec": repr(r.spec),

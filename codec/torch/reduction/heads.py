@@ -112,7 +112,7 @@ def note(r: DeviceReduction, piece: Piece, head: Array) -> None:
 
 
 def _depends_on_values(head: Array) -> bool:
-    """Return True unless the side section of a frame in blocks holds nothing but parts (docs/format.md, 8.3)."""
+    """Return True unless the side section of a frame in blocks holds nothing but parts (docs/spec/format.md, 8.3)."""
     info = read_header(view_bytes(head))
     begin = info.side_offset
     parts = int(head[begin : begin + 4].view("<u4")[0]) if info.side_nbytes else 0

@@ -27,7 +27,7 @@ class Algorithm:
     Parameters
     ----------
     name : str
-        Name in signatures (docs/protocol.md, section 5.1). That of an all-reduce is also a value of ``algorithm=``.
+        Name in signatures (protocol.md, section 5.1). That of an all-reduce is also a value of ``algorithm=``.
     run : callable
         run(part, reduction) is a coroutine that exchanges values and returns the result.
     on_device : Algorithm, optional

@@ -1,4 +1,4 @@
-"""Channel of a group: what its collectives share on this rank (docs/protocol.md)."""
+"""Channel of a group: what its collectives share on this rank (docs/spec/protocol.md)."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-/* coder/choose.cuh - choice of the scale model, as tasks that CTAs take in order. docs/encoder.md, section 4. */
+/* coder/choose.cuh - choice of the scale model, as tasks that CTAs take in order. docs/spec/encoder.md, section 4. */
 #ifndef CODEC_CUDA_CODER_CHOOSE_CUH
 #define CODEC_CUDA_CODER_CHOOSE_CUH
 

@@ -1,5 +1,5 @@
 /* coder/decode.cuh - decoding of coded planes, four symbols a lane at a time. Each lane of a warp is a lane of the
- * coder. docs/format.md, section 7.
+ * coder. docs/spec/format.md, section 7.
  */
 #ifndef CODEC_CUDA_CODER_DECODE_CUH
 #define CODEC_CUDA_CODER_DECODE_CUH

@@ -1,5 +1,5 @@
 /* coder/encode.cuh - coding of planes, four symbols a lane at a time. Each lane of a warp is a lane of the coder.
- * docs/format.md, section 7.
+ * docs/spec/format.md, section 7.
  */
 #ifndef CODEC_CUDA_CODER_ENCODE_CUH
 #define CODEC_CUDA_CODER_ENCODE_CUH

@@ -1,4 +1,4 @@
-/* coder/fit.cuh - fitting of row offsets of the scale model, by warps. docs/encoder.md, section 4.2.
+/* coder/fit.cuh - fitting of row offsets of the scale model, by warps. docs/spec/encoder.md, section 4.2.
  *
  * Offsets of a part's rows are computed before the first block only if all rows are in the sample (is_fitted). Else
  * each block computes offsets of its own rows.

@@ -1,4 +1,4 @@
-/* coder/model.cuh - offsets of values under the scale model. docs/format.md, section 5.2.
+/* coder/model.cuh - offsets of values under the scale model. docs/spec/format.md, section 5.2.
  *
  * An offset is base + row offset + column offset, in eighths of an octave. It lowers a value's pattern on a circle of
  * 32768 - zero patterns.

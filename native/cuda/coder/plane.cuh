@@ -1,4 +1,4 @@
-/* coder/plane.cuh - reading of planes in any mode, row by row (128 values, one quad a lane). docs/format.md, sections 6
+/* coder/plane.cuh - reading of planes in any mode, row by row (128 values, one quad a lane). format.md, sections 6
  * and 7.
  */
 #ifndef CODEC_CUDA_CODER_PLANE_CUH

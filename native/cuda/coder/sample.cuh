@@ -1,4 +1,4 @@
-/* coder/sample.cuh - samples of a tensor, from which encoders choose: planes, rows, columns, symbols. docs/encoder.md,
+/* coder/sample.cuh - samples of a tensor, from which encoders choose: planes, rows, columns, symbols. encoder.md,
  * sections 4 and 5.
  *
  * Each part of the scale model is fitted in three steps: means of rows, then their offsets; columns; counts of symbols,

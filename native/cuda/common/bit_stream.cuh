@@ -1,5 +1,5 @@
 /* common/bit_stream.cuh - bit streams of Delta and TopK: read by all lanes of a warp alike, and written by lanes or
- * threads at positions that they know. docs/format.md, section 10.3.
+ * threads at positions that they know. docs/spec/format.md, section 10.3.
  */
 #ifndef CODEC_CUDA_COMMON_BIT_STREAM_CUH
 #define CODEC_CUDA_COMMON_BIT_STREAM_CUH

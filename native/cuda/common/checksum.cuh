@@ -1,5 +1,5 @@
 /* common/checksum.cuh - checksums of bytes, computed by a warp: 32 words (128 bytes) at a time, one word a lane.
- * Definition: docs/format.md, section 13.
+ * Definition: docs/spec/format.md, section 13.
  *
  * A chunk of WIRE_CHUNK_WORDS words has a sum of words times keys, which is mixed with the chunk's index. Checksums of
  * chunks are added up. Both sums are of integers, so that they do not depend on the order of execution.

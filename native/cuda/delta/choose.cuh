@@ -1,5 +1,5 @@
 /* delta/choose.cuh - choose the scale of a block from bins of exponents, as native/src/exact/delta.h does; lanes
- * compute the costs of 32 scales at once. docs/encoder.md, section 10.
+ * compute the costs of 32 scales at once. docs/spec/encoder.md, section 10.
  */
 #ifndef CODEC_CUDA_DELTA_CHOOSE_CUH
 #define CODEC_CUDA_DELTA_CHOOSE_CUH

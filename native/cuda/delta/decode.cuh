@@ -1,4 +1,4 @@
-/* delta/decode.cuh - decode the changes of a block by a warp. docs/format.md, section 10.
+/* delta/decode.cuh - decode the changes of a block by a warp. docs/spec/format.md, section 10.
  *
  * Codes follow one another, so all lanes read the same one. For dtypes with exponents the warp first makes planes: bits
  * of the classes of 1,024 values, 32 words at a time. A code names the x-th value of its class behind the last change,

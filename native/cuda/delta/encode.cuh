@@ -1,4 +1,4 @@
-/* delta/encode.cuh - encode the changes of a block by a warp. docs/format.md and docs/encoder.md, section 10.
+/* delta/encode.cuh - encode the changes of a block by a warp. docs/spec/format.md and docs/spec/encoder.md, section 10.
  *
  * A warp reads a block three times: to compare it with the base, to compute the size of its region, and to write it.
  * The place of each code follows from sums over lanes, so lanes write codes of a row of 32 values at once.

@@ -1,4 +1,4 @@
-/* delta/put.cuh - write the codes of a block, a row of 32 values at once. docs/format.md, section 10.3. */
+/* delta/put.cuh - write the codes of a block, a row of 32 values at once. docs/spec/format.md, section 10.3. */
 #ifndef CODEC_CUDA_DELTA_PUT_CUH
 #define CODEC_CUDA_DELTA_PUT_CUH
 

@@ -1,5 +1,5 @@
 /* frame/close.cu - last kernel of an encoding: writes what precedes the regions (header, side section, checksums), or
- * the whole frame of a tensor that is stored uncompressed. docs/format.md, section 2.
+ * the whole frame of a tensor that is stored uncompressed. docs/spec/format.md, section 2.
  */
 #include "rows/rows.cuh"
 #include "coder/sample.cuh"

@@ -79,7 +79,7 @@ DEVICE void sums_four(const codec_preprocessing &b, uint64_t i)
 		*(uint2 *)(global((uint16_t *)b.rounded) + i) = {y[0] | y[1] << 16, y[2] | y[3] << 16};
 }
 
-/* Return the factor of theta in A. `v`: the state's v of this value. docs/encoder.md, section 8.1. */
+/* Return the factor of theta in A. `v`: the state's v of this value. docs/spec/encoder.md, section 8.1. */
 DEVICE float factor_of(const codec_group &g, float v)
 {
 	float root = round_sqrt(round_mul(g.v_term, v));

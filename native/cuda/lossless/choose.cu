@@ -1,5 +1,5 @@
 /* lossless/choose.cu - kernel that chooses what precedes the blocks of lossless frames: the scale model, how each plane
- * is stored, codebooks. docs/encoder.md, sections 4 and 5.
+ * is stored, codebooks. docs/spec/encoder.md, sections 4 and 5.
  *
  * One launch: CTAs take numbered tasks (common/cta.cuh), first samples of planes, then the model's. The CTA that
  * finishes the last one concludes the job.

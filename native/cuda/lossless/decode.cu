@@ -1,4 +1,4 @@
-/* lossless/decode.cu - kernels that decode lossless frames, one block a warp. docs/format.md, sections 3 and 6.
+/* lossless/decode.cu - kernels that decode lossless frames, one block a warp. docs/spec/format.md, sections 3 and 6.
  *
  * A value is live if its byte in plane 0 is not 0. Planes of a pruned region hold bytes of live values only.
  */

@@ -2,7 +2,7 @@
  * block a warp: nearly all large tensors. decode_lossless decodes the same frames, more slowly; the host chooses.
  *
  * The loop over whole rows has few instructions and registers, so that 32 warps of a multiprocessor, 24 for float32,
- * hide each other's latencies. docs/format.md, sections 3, 5.2 and 7.
+ * hide each other's latencies. docs/spec/format.md, sections 3, 5.2 and 7.
  */
 #ifndef CODEC_CUDA_LOSSLESS_DECODE_FAST_CUH
 #define CODEC_CUDA_LOSSLESS_DECODE_FAST_CUH

@@ -1,5 +1,5 @@
 /* lossless/encode.cuh - the loop over blocks of kernels that encode lossless frames, and encoding of blocks whose
- * regions hold plane 0 only, row by row. docs/encoder.md, sections 4.2 and 6.
+ * regions hold plane 0 only, row by row. docs/spec/encoder.md, sections 4.2 and 6.
  */
 #ifndef CODEC_CUDA_LOSSLESS_ENCODE_CUH
 #define CODEC_CUDA_LOSSLESS_ENCODE_CUH

@@ -1,5 +1,5 @@
 /* lossless/encode_fast.cuh - coding of whole rows of bfloat16 and float16 whose regions hold a coded plane 0 only:
- * nearly all rows of large tensors. docs/encoder.md, section 6.
+ * nearly all rows of large tensors. docs/spec/encoder.md, section 6.
  *
  * The loop has few instructions and 80 registers, so that 24 warps of a multiprocessor hide each other's latencies.
  */

@@ -1,4 +1,4 @@
-/* lossless/merge.cuh - values of lossless blocks, merged from bytes of their planes and stored. docs/format.md,
+/* lossless/merge.cuh - values of lossless blocks, merged from bytes of their planes and stored. docs/spec/format.md,
  * sections 3 and 5.
  */
 #ifndef CODEC_CUDA_LOSSLESS_MERGE_CUH

@@ -1,4 +1,4 @@
-/* lossless/regions.cuh - encoding of blocks with any planes in regions. docs/encoder.md, sections 4.2 and 6.
+/* lossless/regions.cuh - encoding of blocks with any planes in regions. docs/spec/encoder.md, sections 4.2 and 6.
  *
  * A value is live if its byte in plane 0 is not 0. A region is pruned if its planes hold bytes of live values only.
  */

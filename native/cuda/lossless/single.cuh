@@ -1,4 +1,4 @@
-/* lossless/single.cuh - decoding of blocks whose regions hold plane 0 only, row by row. docs/format.md, section 6. */
+/* lossless/single.cuh - decoding of blocks whose regions hold plane 0 only, row by row. format.md, section 6. */
 #ifndef CODEC_CUDA_LOSSLESS_SINGLE_CUH
 #define CODEC_CUDA_LOSSLESS_SINGLE_CUH
 

@@ -1,4 +1,4 @@
-/* lossless/split.cuh - values split into bytes of their planes. docs/format.md, sections 3 and 5. */
+/* lossless/split.cuh - values split into bytes of their planes. docs/spec/format.md, sections 3 and 5. */
 #ifndef CODEC_CUDA_LOSSLESS_SPLIT_CUH
 #define CODEC_CUDA_LOSSLESS_SPLIT_CUH
 

@@ -1,5 +1,5 @@
 /* rows/choose.cu - kernels that compute what precedes the blocks of row codecs: scales of parts, a codebook.
- * docs/encoder.md, section 7.
+ * docs/spec/encoder.md, section 7.
  *
  * One launch, as lossless/choose.cu: CTAs take tasks in order. First pieces of WIRE_TREE values are summed, then parts
  * get their scales, then codes of a sample of blocks are counted.

@@ -1,4 +1,4 @@
-/* rows/codes.cuh - rounding of values to codes, in groups of 8 that share a block of random bits. docs/encoder.md,
+/* rows/codes.cuh - rounding of values to codes, in groups of 8 that share a block of random bits. docs/spec/encoder.md,
  * section 7.
  */
 #ifndef CODEC_CUDA_ROWS_CODES_CUH

@@ -1,4 +1,4 @@
-/* rows/draws.cuh - random bits of groups of 8 values that share the upper half of their counter. docs/encoder.md,
+/* rows/draws.cuh - random bits of groups of 8 values that share the upper half of their counter. docs/spec/encoder.md,
  * section 7.
  */
 #ifndef CODEC_CUDA_ROWS_DRAWS_CUH

@@ -1,5 +1,5 @@
 /* rows/encode.cuh - encoding of blocks of sign, ternary, float8, float4 and quantize, one block a warp.
- * docs/encoder.md, section 7.
+ * docs/spec/encoder.md, section 7.
  */
 #ifndef CODEC_CUDA_ROWS_ENCODE_CUH
 #define CODEC_CUDA_ROWS_ENCODE_CUH

@@ -1,5 +1,5 @@
 /* rows/float8.cuh - encoding of float8 without random bits or residual, in rows of at least 128 values: most tensors of
- * float8. docs/encoder.md, section 7.
+ * float8. docs/spec/encoder.md, section 7.
  *
  * The loop over a row's codes loads 8 times 128 values at once, and has few instructions.
  */

@@ -1,4 +1,4 @@
-/* rows/groups.cuh - encoding of blocks: values one at a time, or in groups of 8 of one row. docs/encoder.md, section 7.
+/* rows/groups.cuh - encoding of blocks: values one at a time, or in groups of 8 of one row. encoder.md, section 7.
  */
 #ifndef CODEC_CUDA_ROWS_GROUPS_CUH
 #define CODEC_CUDA_ROWS_GROUPS_CUH

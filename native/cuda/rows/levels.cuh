@@ -1,5 +1,5 @@
 /* rows/levels.cuh - encoding of quantize with 2, 4 or 8 bits, without zero points and residual, in rows of 64 or 128
- * values or of a multiple of 256: most tensors of quantize. docs/encoder.md, section 7.
+ * values or of a multiple of 256: most tensors of quantize. docs/spec/encoder.md, section 7.
  *
  * A lane encodes 8 values of a step of 256. Positions among the levels are rounded by additions toward zero, and codes
  * are packed as bytes of words. Rows of scales below 2^-60 are rare, and are encoded by put_group_slowly.

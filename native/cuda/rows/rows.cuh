@@ -1,4 +1,4 @@
-/* rows/rows.cuh - codes, scales and values of sign, ternary, float8, float4 and quantize. docs/format.md, section 8.
+/* rows/rows.cuh - codes, scales and values of sign, ternary, float8, float4 and quantize. format.md, section 8.
  *
  * Values of a row share a scale. Rows of a part have one length; 0: all values of the part share a scale.
  */

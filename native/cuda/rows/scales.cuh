@@ -1,4 +1,4 @@
-/* rows/scales.cuh - computation of the scales of rows. docs/encoder.md, section 7. */
+/* rows/scales.cuh - computation of the scales of rows. docs/spec/encoder.md, section 7. */
 #ifndef CODEC_CUDA_ROWS_SCALES_CUH
 #define CODEC_CUDA_ROWS_SCALES_CUH
 
@@ -179,7 +179,7 @@ DEVICE codec_row_sums sums_how(uint32_t dtype, const codec_source *source, uint6
 }
 
 /*
- * Return sums of n values, at most WIRE_TREE, in the order of docs/encoder.md, section 7.2: over 32 lanes, which are
+ * Return sums of n values, at most WIRE_TREE, in the order of encoder.md, section 7.2: over 32 lanes, which are
  * then added by halves. SIGNS: also write the codes of SIGN to `words`, unless that is NULL. By one warp.
  */
 template <bool SIGNS>

@@ -1,5 +1,5 @@
 /* rows/store.cuh - decoding of whole rows of 128 codes of 2, 4 or 8 bits: most tensors of quantize and ternary.
- * docs/format.md, section 8.
+ * docs/spec/format.md, section 8.
  *
  * All codes have been checked. A value is a product of its row's scale and an entry of a table in shared memory.
  */

@@ -1,4 +1,4 @@
-/* rows/ternary.cuh - encoding of ternary with 2 bits and without residual. docs/encoder.md, section 7.
+/* rows/ternary.cuh - encoding of ternary with 2 bits and without residual. docs/spec/encoder.md, section 7.
  *
  * A lane encodes 8 values of a step of 256. Most codes are decided by an integer between the exact position of a value
  * and its rounded one; put_group_slowly encodes the groups of a step with one that is not, 1 in 128.

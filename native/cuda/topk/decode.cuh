@@ -1,4 +1,4 @@
-/* topk/decode.cuh - decode a block of TopK by a warp. docs/format.md, section 11.
+/* topk/decode.cuh - decode a block of TopK by a warp. docs/spec/format.md, section 11.
  *
  * Codes follow one another, so all lanes read the same one, and keep it if its number is their own. Each 32 codes are
  * stored together: lanes combine kept values with the destination before others overwrite the values between with 0.

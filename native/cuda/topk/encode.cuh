@@ -1,4 +1,4 @@
-/* topk/encode.cuh - encode a block of TopK by a CTA, one chunk after the other. docs/encoder.md, section 11.
+/* topk/encode.cuh - encode a block of TopK by a CTA, one chunk after the other. docs/spec/encoder.md, section 11.
  *
  * Positions of kept values follow from sums over threads. They are listed in shared memory with their codes, so that
  * the next step has a kept value a thread: sums of sizes say where its code stands. A region grows in scratch memory,

@@ -1,4 +1,4 @@
-/* topk/select.cuh - find the values of largest magnitude of a chunk, by a CTA. docs/encoder.md, section 11.
+/* topk/select.cuh - find the values of largest magnitude of a chunk, by a CTA. docs/spec/encoder.md, section 11.
  *
  * A key is the bit pattern of a magnitude as float32, which orders magnitudes as integers. Candidates are the values
  * whose keys reach a guess, which is near the least key that the chunk before has kept. If these are too few or too

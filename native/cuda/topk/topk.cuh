@@ -1,4 +1,4 @@
-/* topk/topk.cuh - parameters of TopK's frames, and scales of chunks. docs/format.md, section 11. */
+/* topk/topk.cuh - parameters of TopK's frames, and scales of chunks. docs/spec/format.md, section 11. */
 #ifndef CODEC_CUDA_TOPK_TOPK_CUH
 #define CODEC_CUDA_TOPK_TOPK_CUH
 

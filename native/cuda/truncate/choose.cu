@@ -1,5 +1,5 @@
 /* truncate/choose.cu - kernel that chooses what precedes the blocks of Truncate frames: the scale model, a codebook.
- * docs/encoder.md, section 8.
+ * docs/spec/encoder.md, section 8.
  *
  * One launch, as lossless/choose.cu: CTAs take numbered tasks, first the model's, then samples of symbols under the
  * model.

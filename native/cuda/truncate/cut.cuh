@@ -1,4 +1,4 @@
-/* truncate/cut.cuh - cutting of values to the bits that are kept. docs/encoder.md, section 8. */
+/* truncate/cut.cuh - cutting of values to the bits that are kept. docs/spec/encoder.md, section 8. */
 #ifndef CODEC_CUDA_TRUNCATE_CUT_CUH
 #define CODEC_CUDA_TRUNCATE_CUT_CUH
 

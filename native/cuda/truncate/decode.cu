@@ -1,4 +1,4 @@
-/* truncate/decode.cu - kernel that decodes Truncate frames, one block a warp. docs/format.md, section 9. */
+/* truncate/decode.cu - kernel that decodes Truncate frames, one block a warp. docs/spec/format.md, section 9. */
 #include "frame/decode.cuh"
 #include "truncate/fields.cuh"
 

@@ -1,4 +1,4 @@
-/* truncate/encode.cuh - encoding of blocks of Truncate frames, one block a warp. docs/encoder.md, section 8. */
+/* truncate/encode.cuh - encoding of blocks of Truncate frames, one block a warp. docs/spec/encoder.md, section 8. */
 #ifndef CODEC_CUDA_TRUNCATE_ENCODE_CUH
 #define CODEC_CUDA_TRUNCATE_ENCODE_CUH
 

@@ -1,4 +1,4 @@
-/* truncate/fields.cuh - reading of levels, and of the fields that values keep. docs/format.md, section 9. */
+/* truncate/fields.cuh - reading of levels, and of the fields that values keep. docs/spec/format.md, section 9. */
 #ifndef CODEC_CUDA_TRUNCATE_FIELDS_CUH
 #define CODEC_CUDA_TRUNCATE_FIELDS_CUH
 

@@ -1,4 +1,4 @@
-/* truncate/truncate.cuh - exponents, levels and pieces of Truncate. docs/format.md, section 9. */
+/* truncate/truncate.cuh - exponents, levels and pieces of Truncate. docs/spec/format.md, section 9. */
 #ifndef CODEC_CUDA_TRUNCATE_TRUNCATE_CUH
 #define CODEC_CUDA_TRUNCATE_TRUNCATE_CUH
 

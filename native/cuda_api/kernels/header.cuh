@@ -1,4 +1,4 @@
-/* header.cuh - check the header of a frame on the device, as native/src/frame/head.c does. docs/format.md, section 2.
+/* header.cuh - check the header of a frame on the device, as native/src/frame/head.c does. format.md, section 2.
  *
  * Checks are in the order of head.c, so that damaged frames have the same status. The exception: a frame whose codec,
  * dtype or shape is not the plan's is rejected before the checks that depend on them.

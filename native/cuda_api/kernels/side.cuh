@@ -1,5 +1,5 @@
 /* side.cuh - read the side section of a frame on the device, as native/src/job/side.c does: codebooks, then the scale
- * model or the parts of a codec of rows. docs/format.md, sections 5 and 8.
+ * model or the parts of a codec of rows. docs/spec/format.md, sections 5 and 8.
  *
  * All arrays are written to the frame's memory in the workspace, where memory_nbytes() bytes hold the largest ones that
  * the format allows. Thread 0 reads what must be read in order; offsets are read by all threads.

@@ -2,7 +2,7 @@
  * @file
  * codec.h - C interface of libcodec: compress tensors to frames and decompress frames to tensors.
  *
- * A frame is a self-describing, checksummed sequence of bytes that holds one tensor. docs/format.md specifies its
+ * A frame is a self-describing, checksummed sequence of bytes that holds one tensor. docs/spec/format.md specifies its
  * layout. Equal tensors and equal specs give equal bytes on every CPU, for any number of threads and any buffer
  * address.
  *
@@ -251,7 +251,7 @@ typedef struct codec_segment {
 /** @} */
 
 /**
- * Codebook that encoder and decoder agree on beforehand. Its id is a digest of all other fields (docs/format.md,
+ * Codebook that encoder and decoder agree on beforehand. Its id is a digest of all other fields (docs/spec/format.md,
  * section 5.1). Encoders and decoders check the id and return CODEC_BAD_CODEBOOK if it does not match.
  */
 typedef struct codec_codebook {

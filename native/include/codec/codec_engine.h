@@ -159,19 +159,19 @@ typedef struct codec_array {
 	uint64_t itemsize; /**< size of an item in bytes */
 } codec_array;
 
-/** Part of the scale model (docs/format.md, section 5.2): values [start, start + count). */
+/** Part of the scale model (docs/spec/format.md, section 5.2): values [start, start + count). */
 typedef struct codec_model_part {
 	uint64_t start;      /**< index of the first value */
 	uint64_t count;      /**< number of values */
 	uint32_t row;        /**< values per row; 0: part of kind 0 */
 	uint32_t nibbles_at; /**< half an index into codec_view.offsets: rows' (an even number), then columns' */
 	uint16_t base;       /**< base in eighths of an octave, as in the format */
-	uint16_t mean;       /**< encode: mean pattern of the rows (docs/encoder.md, section 4.2) */
+	uint16_t mean;       /**< encode: mean pattern of the rows (docs/spec/encoder.md, section 4.2) */
 	uint8_t kind;        /**< kind as in the format */
 	uint8_t shifts;      /**< shifts as in the format */
 } codec_model_part;
 
-/** Part whose blocks and groups do not extend into other parts (docs/format.md, section 8). */
+/** Part whose blocks and groups do not extend into other parts (docs/spec/format.md, section 8). */
 typedef struct codec_row_part {
 	uint64_t start;       /**< index of the first value */
 	uint64_t count;       /**< number of values */
@@ -181,7 +181,7 @@ typedef struct codec_row_part {
 	float scale[2];       /**< scales of the part, if its codec has one per part */
 } codec_row_part;
 
-/** Sums over one piece of codec_encode_scan, as in docs/encoder.md, section 7.2. */
+/** Sums over one piece of codec_encode_scan, as in docs/spec/encoder.md, section 7.2. */
 typedef struct codec_row_sums {
 	double sum[2];     /**< of |v|; or of v^2 and of v; two_mean: |v| of values without, and with, a sign bit */
 	uint32_t negative; /**< two_mean: number of values with a sign bit */
@@ -197,12 +197,12 @@ typedef struct codec_delta_block {
 	uint32_t reserved[4]; /**< decode: of the C library; an engine leaves them unchanged */
 } codec_delta_block;
 
-/** Header fields as in docs/format.md, and values derived from them. Offsets are in bytes from the frame's start. */
+/** Header fields as in format.md, and values derived from them. Offsets are in bytes from the frame's start. */
 typedef struct codec_view {
 	uint32_t struct_nbytes; /**< sizeof(codec_view), set by the caller */
 	uint32_t encoding;      /**< 1: encoding; 0: decoding */
 	/** @{ */
-	/** As in the header (docs/format.md, section 2). */
+	/** As in the header (docs/spec/format.md, section 2). */
 	uint32_t codec, dtype, layout;
 	uint32_t variant, options, bits, group_size;
 	int32_t guard;
@@ -269,7 +269,7 @@ CODEC_API codec_status codec_encode_head(const void *job, void *head, size_t cap
 
 /**
  * Write the part of the frame that precedes the directory, with its size and checksum. `checksum` is the sum of the
- * blocks' checksums and of the directory's digest (docs/format.md, section 13).
+ * blocks' checksums and of the directory's digest (docs/spec/format.md, section 13).
  */
 CODEC_API codec_status codec_encode_final_head(const void *job, uint64_t frame_nbytes, uint64_t checksum, void *head,
 					       size_t head_nbytes);

@@ -1,4 +1,4 @@
-/* plane.h - encode a plane of bytes into a region, and decode it. docs/format.md, section 7. */
+/* plane.h - encode a plane of bytes into a region, and decode it. docs/spec/format.md, section 7. */
 #ifndef CODEC_PLANE_H
 #define CODEC_PLANE_H
 

@@ -1,5 +1,5 @@
 /*
- * delta.h - DELTA: the changes of a tensor against a base that both sides hold. docs/format.md, section 10.
+ * delta.h - DELTA: the changes of a tensor against a base that both sides hold. docs/spec/format.md, section 10.
  *
  * The side section has digests of the base's and of the result's values. A job sums them up block by block, and a
  * decoder knows both before it writes: the sums of the result's chunks follow from those of the base and from the list

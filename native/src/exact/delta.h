@@ -3,7 +3,7 @@
  *
  * Values are the w = 8 * item bits of a number, right-justified in 64. The *rank* of a value is its place among all
  * patterns of its dtype in ascending order, modulo 2^w: neighbours differ by 1, -0 and +0 too, and patterns of NaN have
- * ranks like others. A *step* is the difference of two ranks, modulo 2^w. docs/format.md, section 10.
+ * ranks like others. A *step* is the difference of two ranks, modulo 2^w. docs/spec/format.md, section 10.
  */
 #ifndef CODEC_DELTA_H
 #define CODEC_DELTA_H

@@ -1,6 +1,6 @@
 /*
  * scales.h - codecs whose values share scales: meaning of params, resulting rows, parts and blocks with their sizes,
- * and scales computed from the largest magnitude or from sums. C, C++ and NVRTC. docs/format.md, section 8.
+ * and scales computed from the largest magnitude or from sums. C, C++ and NVRTC. docs/spec/format.md, section 8.
  */
 #ifndef CODEC_SCALES_H
 #define CODEC_SCALES_H

@@ -2,7 +2,7 @@
  * topk.h - TOPK: kept values of a chunk, their scales and levels. C, C++ and NVRTC.
  *
  * The tensor is cut into chunks of 2^chunk_log2 values. Of each, the values of largest magnitude are kept: their
- * positions, signs and the levels of their magnitudes. docs/format.md, section 11.
+ * positions, signs and the levels of their magnitudes. docs/spec/format.md, section 11.
  */
 #ifndef CODEC_TOPK_H
 #define CODEC_TOPK_H

@@ -1,4 +1,4 @@
-/* wire.h - constants of the format (docs/format.md). C, C++ and NVRTC. */
+/* wire.h - constants of the format (docs/spec/format.md). C, C++ and NVRTC. */
 #ifndef CODEC_WIRE_H
 #define CODEC_WIRE_H
 

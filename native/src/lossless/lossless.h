@@ -1,4 +1,4 @@
-/* lossless.h - LOSSLESS: blocks of values as byte planes, some of them coded. docs/format.md, section 6. */
+/* lossless.h - LOSSLESS: blocks of values as byte planes, some of them coded. docs/spec/format.md, section 6. */
 #ifndef CODEC_LOSSLESS_H
 #define CODEC_LOSSLESS_H
 

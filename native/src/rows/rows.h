@@ -1,4 +1,4 @@
-/* rows.h - frames whose values share scales: parts, blocks, regions. docs/format.md, section 8. */
+/* rows.h - frames whose values share scales: parts, blocks, regions. docs/spec/format.md, section 8. */
 #ifndef CODEC_ROWS_H
 #define CODEC_ROWS_H
 

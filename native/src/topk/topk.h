@@ -1,5 +1,5 @@
 /*
- * topk.h - TOPK: the values of largest magnitude of each chunk. docs/format.md, section 11.
+ * topk.h - TOPK: the values of largest magnitude of each chunk. docs/spec/format.md, section 11.
  *
  * Blocks are whole numbers of chunks, in one bit stream each. The residual is written with the blocks; a pass over the
  * tensor before searches for NaN and Inf, which are refused.

@@ -1,5 +1,5 @@
 /*
- * truncate.h - TRUNCATE: exponents coded by the lane coder, mantissas truncated by levels. docs/format.md, section 9.
+ * truncate.h - TRUNCATE: exponents coded by the lane coder, mantissas truncated by levels. format.md, section 9.
  */
 #ifndef CODEC_TRUNCATE_H
 #define CODEC_TRUNCATE_H

@@ -1,4 +1,4 @@
-"""MX formats in all-reduce: the table of docs/mx-formats.md, printed by examples/mx_all_reduce.py."""
+"""MX formats in all-reduce: the table of docs/methods/mx-formats.md, printed by examples/mx_all_reduce.py."""
 
 import runpy
 from pathlib import Path
@@ -16,5 +16,5 @@ def _table(rank, size):
 def test_page_shows_the_errors_that_the_example_prints():
     tables = run_ranks(4, _table)
     assert tables == [tables[0]] * 4
-    page = (ROOT / "docs/mx-formats.md").read_text()
+    page = (ROOT / "docs/methods/mx-formats.md").read_text()
     assert "\n".join(["$ torchrun --nproc-per-node 4 examples/mx_all_reduce.py", *tables[0], "```"]) in page

@@ -207,7 +207,7 @@ def test_residuals_are_sent_when_a_codec_without_feedback_takes_over():
 
 
 def _as_documented(rank, world_size, path, blocks, steps):
-    """Run the lines of docs/torch.md that save a checkpoint, and those that load it."""
+    """Run the lines of docs/guides/torch.md that save a checkpoint, and those that load it."""
     here = {"rank": rank, "world_size": world_size, "path": path, "torch": torch, "codec": codec}
     here["net"] = small_net()
     model, here["hook"] = hooked(here["net"])
@@ -225,7 +225,7 @@ def _as_documented(rank, world_size, path, blocks, steps):
 
 
 def test_documented_lines_save_and_load_checkpoints(tmp_path):
-    text = (Path(__file__).parents[3] / "docs/torch.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/guides/torch.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text[text.index("## Checkpoints") :], re.DOTALL)[:2]
     path = str(tmp_path / "checkpoint.pt")
     saved = run_ranks(3, _as_documented, path, blocks, 3)

@@ -148,7 +148,7 @@ def test_frames_of_topk_are_averaged_and_topk_without_residuals_is_refused(pools
 
 
 def _unused_and_frozen(client, worker, workers):
-    """The loop of docs/parameter-server.md; worker 0 does not use an expert, and a layer is frozen."""
+    """The loop of docs/methods/parameter-server.md; worker 0 does not use an expert, and a layer is frozen."""
     torch.manual_seed(0)
     net = torch.nn.ModuleDict({name: torch.nn.Linear(20, 20) for name in ("frozen", "expert", "last")})
     net["frozen"].requires_grad_(False)
@@ -514,7 +514,7 @@ def test_worker_that_dies_leaves_the_others_in_agreement(servers):
             assert first == second, point
             # Each server notices the loss by itself. A step that began there before that fails, and no later one: a
             # worker that waits in the step on this server gets an error only when the server has noticed. The step that
-            # fails on one server may be an earlier one than that which fails on another (docs/protocol.md, section 16).
+            # fails on one server may be an earlier one than that which fails on another (protocol.md, section 16).
             assert first.count("PeerError") <= servers, point
             failed += first.count("PeerError")
             assert all(list(lost) == [servers + 2] for lost in pool.results(range(servers))), point

@@ -1,4 +1,4 @@
-"""Messages between ranks of codec.torch, compared with docs/protocol.md.
+"""Messages between ranks of codec.torch, compared with docs/spec/protocol.md.
 
 The tests record every message that real ranks send. `Expected` computes the same messages from the formulas of the
 specification: it calls `codec.encode`, `codec.decode` and `codec.reduce`, but nothing of `codec.torch`.
@@ -28,7 +28,7 @@ from codec.torch.network.stripe import Stripe
 from support import flatcall
 from support.ranks import RankPool, run_ranks
 
-SPECIFICATION = Path(__file__).parents[3] / "docs/protocol.md"
+SPECIFICATION = Path(__file__).parents[3] / "docs/spec/protocol.md"
 VERSION = ("codec.torch", 2)  # its text is hashed; 2: version of the protocol
 DATA, ABORT = range(2)  # kinds of messages
 FAILED, NONFINITE, DIFFERS = range(2, 5)  # statuses of aborts
@@ -672,7 +672,7 @@ def test_specification_has_the_generated_blocks(recorded: Any) -> None:
         expected = blocks(ranks, recorded)
     page = SPECIFICATION.read_text()
     for block in expected:
-        assert f"```\n{block}\n```\n" in page, f"docs/protocol.md must have this block:\n{block}"
+        assert f"```\n{block}\n```\n" in page, f"docs/spec/protocol.md must have this block:\n{block}"
 
 
 if __name__ == "__main__":

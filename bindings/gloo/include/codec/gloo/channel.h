@@ -1,5 +1,5 @@
 /*
- * channel.h - messages between the ranks of a context, and the verdict on a collective (docs/protocol.md, section
+ * channel.h - messages between the ranks of a context, and the verdict on a collective (docs/spec/protocol.md, section
  * 13).
  */
 #pragma once
