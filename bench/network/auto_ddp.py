@@ -57,7 +57,7 @@ class Training:
         self.generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
         self.hook = None
         if method == "auto":
-            self.hook = codec.torch.ddp_hook("auto", quality=plan["quality"]).register(self.model)
+            self.hook = codec.torch.ddp_hook(codec.torch.Auto(plan["quality"])).register(self.model)
         elif method != "float32":
             algorithm = "all_gather" if int(os.environ["WORLD_SIZE"]) == 2 else "two_shot"  # as "auto" has
             options = codec.options(algorithm=algorithm)

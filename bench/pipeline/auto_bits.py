@@ -44,11 +44,12 @@ class Training:
         from torch import nn
         from torch.distributed.pipelining import Schedule1F1B
 
-        import codec
+        import codec.torch
         from codec.torch.pipelining import CompressedStage
 
         rank, stages = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        how: dict[str, Any] = {"forward": "auto", "backward": "auto", "quality": plan["quality"]}
+        auto = codec.torch.Auto(plan["quality"])
+        how: dict[str, Any] = {"forward": auto, "backward": auto}
         if setting != "auto":
             forward, backward = parse_bits(setting)
             how = {"forward": codec.Quantize(forward, rounding="nearest"), "backward": codec.Quantize(backward)}

@@ -12,6 +12,7 @@ Public is what this package exports. Importing it registers the backend `codec` 
 import importlib
 from typing import TYPE_CHECKING
 
+from codec.torch.auto.quality import Auto
 from codec.torch.autograd.operators import decode, encode
 from codec.torch.autograd.saved import SavedStats, saved_tensors
 from codec.torch.backend import Options, ProcessGroup, register_backend
@@ -46,6 +47,7 @@ if TYPE_CHECKING:  # imported on first use, see __getattr__
 __all__ = [
     "AllGather",
     "AllReduce",
+    "Auto",
     "ClientStats",
     "CommStats",
     "Counters",

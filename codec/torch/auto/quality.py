@@ -24,6 +24,44 @@ _LADDER: tuple[Spec, ...] = (Lossless(), Quantize(8), Quantize(6), Quantize(5), 
 
 
 @dataclass(frozen=True)
+class Auto:
+    """Choice of codecs by measurements, in place of a spec. ``"auto"`` is ``Auto()``.
+
+    Parameters
+    ----------
+    quality : {"lossless", "balanced", "small", "smallest"} or float, optional
+        Floor of the choice.
+
+        In :func:`ddp_hook`: no spec is lossier than the preset of this name, and presets that lose more than twice
+        their usual error of a parameter's gradient are not used for it. A number: the largest relative error of a
+        parameter's gradient, which is the norm of what is lost over the norm of the gradient, such as 0.05. Errors are
+        measured on samples in steps 0 and 16, and every 256 steps. Default: "lossless", which chooses between lossless
+        frames and uncompressed gradients, so that bits do not depend on the choice.
+
+        In pipelines: fewest bits of activations and gradients. "balanced": 8 and 8; "small", the default: 4 and 8;
+        "smallest": 2 and 4.
+    link : str, number or Link, optional
+        Link of each rank, as for :func:`codec.advise`: ``"100mbit"``, or ``codec.Link(1e9, rtt=0.02)``. Default: it is
+        measured in every step.
+
+    Examples
+    --------
+    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
+    >>> hook = codec.torch.ddp_hook(codec.torch.Auto("small", link="100mbit")).register(model)
+    """
+
+    quality: QualityName | float | None = None
+    link: Any = None
+
+
+def auto_of(given: Any) -> Auto | None:
+    """Return the choice that a spec means; None if it is a spec or a preset."""
+    if isinstance(given, Auto):
+        return given
+    return Auto() if isinstance(given, str) and given == "auto" else None
+
+
+@dataclass(frozen=True)
 class Quality:
     """Specs that may be chosen, least lossy first, and the largest relative error of a tensor.
 

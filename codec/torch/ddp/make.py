@@ -4,7 +4,7 @@
 
 import weakref
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from codec.optimizers.from_torch import check_known, unwrapped
 from codec.specs import Lossless, Preset, Spec
 from codec.stateful import CodebookRefresher
 from codec.torch.auto.gradients import GradientChoice
-from codec.torch.auto.quality import QualityName, quality_of
+from codec.torch.auto.quality import Auto, auto_of, quality_of
 from codec.torch.ddp import lifetime
 from codec.torch.ddp.buckets import needs_optimizer
 from codec.torch.ddp.hook import Hook, check, check_feedback
@@ -28,10 +28,8 @@ from codec.torch.reduction.execution import algorithm_of
 
 
 def ddp_hook(
-    spec: Spec | Preset | Literal["auto"] = Lossless(),  # noqa: B008 - immutable
+    spec: Spec | Preset | Literal["auto"] | Auto = Lossless(),  # noqa: B008 - immutable
     *,
-    quality: QualityName | float | None = None,
-    link: Any = None,
     optimizer: Any = None,
     feedback: bool | float | None = None,
     policy: Policy | Chooser = default_policy,
@@ -50,19 +48,10 @@ def ddp_hook(
 
     Parameters
     ----------
-    spec : Spec or str
-        Codec of the gradients, or the name of a preset. Default: lossless. "auto": the hook measures the link, and
-        chooses what is fastest within `quality`, and the least lossy of what is about as fast. It changes its choice
-        when the link changes, at the same step on all ranks.
-    quality : {"lossless", "balanced", "small", "smallest"} or float, optional
-        Floor of "auto". A name: no spec is lossier than that preset, and presets that lose more than twice their usual
-        error of a parameter's gradient are not used for it. A number: the largest relative error of a parameter's
-        gradient, which is the norm of what is lost over the norm of the gradient, such as 0.05. Errors are measured on
-        samples in steps 0 and 16, and every 256 steps. Default: "lossless", which chooses between lossless frames and
-        uncompressed gradients, so that bits do not depend on the choice.
-    link : str, number or Link, optional
-        Link of each rank for "auto", as for :func:`codec.advise`: ``"100mbit"``, or ``codec.Link(1e9, rtt=0.02)``.
-        Default: it is measured in every step.
+    spec : Spec, str or Auto
+        Codec of the gradients, or the name of a preset. Default: lossless. "auto" or :class:`Auto`: the hook measures
+        the link, and chooses what is fastest within the quality of :class:`Auto`, and the least lossy of what is about
+        as fast. It changes its choice when the link changes, at the same step on all ranks.
     optimizer : torch.optim.Optimizer, optional
         Optimizer from whose step :class:`codec.Truncate` computes how many bits of each gradient matter
         (:func:`codec.optimizers.from_optimizer`). Optimizers that Accelerate or Lightning have wrapped are unwrapped.
@@ -129,20 +118,17 @@ def ddp_hook(
     """
     optimizer = unwrapped(optimizer)
     settings = settings_of(options)
-    auto = None
-    if isinstance(spec, str) and spec == "auto":
-        auto, spec = _auto(quality, link, feedback, refresher, settings), Lossless()
-    elif quality is not None or link is not None:
-        raise ArgumentError(f'quality= and link= are for ddp_hook("auto"), got the spec {shown(spec)}')
+    if (auto := auto_of(spec)) is None:
+        choice, spec = None, check(cast(Spec | Preset, spec), optimizer, feedback, algorithm_of(settings), refresher)
     else:
-        spec = check(spec, optimizer, feedback, algorithm_of(settings), refresher)
+        choice, spec = _choice(auto, feedback, refresher, settings), Lossless()
     if needs_optimizer(spec):
         check_known(optimizer)
     start_step = whole("start_step", start_step, 0, 1 << 40)
     if transform is not None and not callable(transform):  # pyright: ignore[reportUnnecessaryComparison]
         raise ArgumentError(f"transform must be a function of a buffer and a list of gradients, got {shown(transform)}")
     reducer = Reducer(
-        Plan(spec, feedback, policy_of(policy), start_step, auto),
+        Plan(spec, feedback, policy_of(policy), start_step, choice),
         optimizer=optimizer,
         refresher=refresher,
         grad_scaler=grad_scaler,
@@ -152,23 +138,19 @@ def ddp_hook(
     return Hook(reducer)
 
 
-def _auto(
-    quality: Any,
-    link: Any,
-    feedback: bool | float | None,
-    refresher: CodebookRefresher | None,
-    settings: CallOptions,
+def _choice(
+    auto: Auto, feedback: bool | float | None, refresher: CodebookRefresher | None, settings: CallOptions
 ) -> GradientChoice:
-    """Return the choice of ``ddp_hook("auto")``, whose specs go with the other arguments."""
+    """Return the choice that a hook makes, whose specs go with the other arguments."""
     if refresher is not None:
         raise ArgumentError('refresher= has one spec, but "auto" chooses specs: leave one of them out')
-    algorithm, floor = algorithm_of(settings), quality_of(quality)
+    algorithm, floor = algorithm_of(settings), quality_of(auto.quality)
     lossless, *lossy = floor.specs
     specs = lossless, *(s for s in lossy if not feedback or s.contraction)  # residuals of others would diverge
     for each in specs:
         check(each, None, None if each == lossless else feedback, algorithm, None)
     check_feedback(feedback)
-    stated = None if link is None else link_of(link)
+    stated = None if auto.link is None else link_of(auto.link)
     options = CallOptions(threads=settings.threads)  # samples are measured in host memory
     return GradientChoice(replace(floor, specs=specs), stated, raw=algorithm == "auto", options=options)
 

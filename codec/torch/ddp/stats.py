@@ -89,12 +89,12 @@ class Stats(Counters):
     residual_ratio: float = 0.0
     uncompressed_nbytes: int = 0
     contents: dict[str, int] = field(default_factory=dict[str, int])
-    choices: dict[str, int] = field(default_factory=dict[str, int])
-    link: Link | None = None
     world_size: int = 1
     buffer_nbytes: int = 0
     scratch_nbytes: int = 0
     parameters: dict[str, ParameterStats] = field(default_factory=dict[str, ParameterStats])
+    choices: dict[str, int] = field(default_factory=dict[str, int])
+    link: Link | None = None
 
     @property
     def ratio(self) -> float:

@@ -8,7 +8,7 @@ from codec.advisor.cost_model import link_of
 from codec.specs import Lossless, Quantize, Spec
 from codec.stateful.activation.delta import EntryDtype
 from codec.torch.auto.edges import EdgeChoice
-from codec.torch.auto.quality import bits_of
+from codec.torch.auto.quality import auto_of, bits_of
 from codec.torch.reduction.arguments import plain_spec
 
 FORWARD = Quantize(4, rounding="nearest")
@@ -71,7 +71,7 @@ class Specs:
         return [str(d is not None), *shared, *([] if self.auto is None else ["auto", self.auto.description])]
 
 
-def specs_of(forward: Any, backward: Any, deltas: Deltas | None, quality: Any, link: Any) -> Specs:
+def specs_of(forward: Any, backward: Any, deltas: Deltas | None) -> Specs:
     """Return the specs that arguments of a stage mean.
 
     Raises
@@ -79,13 +79,16 @@ def specs_of(forward: Any, backward: Any, deltas: Deltas | None, quality: Any, l
     ArgumentError, SpecError
         An argument has a wrong type or value.
     """
-    chosen = [isinstance(spec, str) and spec == "auto" for spec in (forward, backward)]
-    if not any(chosen):
-        if quality is not None or link is not None:
-            raise ArgumentError('quality= and link= are for forward="auto" and backward="auto"')
+    autos = auto_of(forward), auto_of(backward)
+    given = set(filter(None, autos))
+    if not given:
         return Specs(plain_spec(forward), plain_spec(backward), deltas)
-    levels = bits_of("small" if quality is None else quality)
-    forwards = [pair[0] if chosen[0] else plain_spec(forward) for pair in levels]
-    backwards = [pair[1] if chosen[1] else plain_spec(backward) for pair in levels]
-    auto = EdgeChoice(list(zip(forwards, backwards, strict=True)), None if link is None else link_of(link))
+    if len(given) > 1:
+        raise ArgumentError(f"forward= and backward= must have one choice, got {autos[0]} and {autos[1]}")
+    (chosen,) = given
+    levels = bits_of("small" if chosen.quality is None else chosen.quality)
+    forwards = [pair[0] if autos[0] else plain_spec(forward) for pair in levels]
+    backwards = [pair[1] if autos[1] else plain_spec(backward) for pair in levels]
+    link = None if chosen.link is None else link_of(chosen.link)
+    auto = EdgeChoice(list(zip(forwards, backwards, strict=True)), link)
     return Specs(forwards[0], backwards[0], deltas, auto)

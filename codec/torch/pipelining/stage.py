@@ -15,6 +15,7 @@ from codec.arguments import check_timeout, shown
 from codec.specs import Spec
 from codec.stateful.activation.values import ids_of
 from codec.torch import _compat
+from codec.torch.auto.quality import Auto
 from codec.torch.pipelining import checkpoint
 from codec.torch.pipelining.envelope import Kind
 from codec.torch.pipelining.settings import BACKWARD, FORWARD, Deltas, specs_of
@@ -47,19 +48,15 @@ class CompressedStage(PipelineStage):
         Number of this stage, and number of stages.
     device : torch.device or str
         Device of the module.
-    forward : Spec or str
-        Spec of deltas, or of activations that are sent directly; or the name of a preset. "auto": bits are chosen by
-        measurements, for each direction of each edge, equally on all ranks: the most bits with which a step is about
-        as fast as with the fewest that `quality` allows. They change when links change.
-    backward : Spec or str
-        Spec of gradients, or "auto".
+    forward : Spec, str or Auto
+        Spec of deltas, or of activations that are sent directly; or the name of a preset. "auto" or
+        :class:`codec.torch.Auto`: bits are chosen by measurements, for each direction of each edge, equally on all
+        ranks: the most bits with which a step is about as fast as with the fewest that the quality allows. They change
+        when links change.
+    backward : Spec, str or Auto
+        Spec of gradients, or the same "auto" as `forward`.
     activations : {"delta", "direct"} or Deltas
         "delta": as :class:`Deltas` by default. "direct": without state and sample ids.
-    quality : {"balanced", "small", "smallest"}, optional
-        Fewest bits of activations and gradients that "auto" may choose: 8 and 8, 4 and 8, or 2 and 4. Default: "small",
-        the bits that stages have without "auto".
-    link : str, number or Link, optional
-        Link of each rank for "auto", as for :func:`codec.advise`. Default: it is measured in every step.
     options : CallOptions, optional
         ``codec.options(timeout=, engine=, threads=)``. The timeout is the longest wait for a neighbour; the default is
         that of the group.
@@ -94,11 +91,9 @@ class CompressedStage(PipelineStage):
         num_stages: int,
         device: Any,
         *,
-        forward: Spec | str = FORWARD,
-        backward: Spec | str = BACKWARD,
+        forward: Spec | str | Auto = FORWARD,
+        backward: Spec | str | Auto = BACKWARD,
         activations: Literal["delta", "direct"] | Deltas = "delta",
-        quality: Literal["balanced", "small", "smallest"] | None = None,
-        link: Any = None,
         options: CallOptions | None = None,
         **stage_arguments: Any,
     ) -> None:
@@ -106,11 +101,11 @@ class CompressedStage(PipelineStage):
         if isinstance(submodule, DistributedDataParallel | FSDPModule):
             raise ArgumentError(
                 f"the module of a stage must not be wrapped, got {type(submodule).__name__}: it would send gradients "
-                "before all stages have succeeded. Send them after the step, as docs/pipelines.md shows"
+                "before all stages have succeeded. Send them after the step, as docs/methods/pipelines.md shows"
             )
         super().__init__(submodule, stage_index, num_stages, torch.device(device), **stage_arguments)
         _compat.check_stage(self)
-        specs = specs_of(forward, backward, _deltas_of(activations), quality, link)
+        specs = specs_of(forward, backward, _deltas_of(activations))
         self._spoilt: Buffers | None = None  # buffers of the module to restore before the next forward
         # A schedule may place stages on ranks after they are made.
         # not for users: an Attempt commits and rolls back the messages of its stages

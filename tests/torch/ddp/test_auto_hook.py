@@ -20,6 +20,7 @@ from support.ddp_training import (
 )
 from support.ranks import RankPool
 
+Auto = codec.torch.Auto
 SLOW = codec.Link(1e6, rtt=0.0)  # on which small frames are predicted to be the fastest
 
 
@@ -30,9 +31,9 @@ def ranks():
         yield ranks
 
 
-def hooked(model=None, **how):
+def hooked(model=None, auto="auto", **how):
     model = DistributedDataParallel(model or net(), bucket_cap_mb=0.03)
-    return model, codec.torch.ddp_hook("auto", **how).register(model)
+    return model, codec.torch.ddp_hook(auto, **how).register(model)
 
 
 def _trained(rank, size, steps, how):
@@ -53,7 +54,7 @@ def test_a_training_ends_near_plain_ddp_and_is_exact_by_default(ranks):
         assert torch.equal(weights, exact), "the default loses nothing, whatever is chosen"
         assert set(stats.choices) <= {"raw", "Lossless()"}
         assert sum(stats.choices.values()) == 40
-    found = ranks.run(_trained, 40, {"spec": "auto", "quality": "small", "link": SLOW})
+    found = ranks.run(_trained, 40, {"spec": Auto("small", SLOW)})
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][2].choices == found[1][2].choices == {"Lossless()": 1, "Quantize()": 39}
     assert found[0][2].link == SLOW
@@ -68,7 +69,7 @@ def _limited(rank, size):
     model = torch.nn.Sequential(torch.nn.Linear(128, 128, bias=False), torch.nn.Linear(128, 128, bias=False))
     weight = 1e-3 * torch.ones(128, 128)
     weight[:, ::64] = 1.0  # groups of 64 values, one of which is much larger than the others
-    model, hook = hooked(model, quality=0.05, link=SLOW, policy=codec.torch.Policy(lossless_small=False))
+    model, hook = hooked(model, Auto(0.05, SLOW), policy=codec.torch.Policy(lossless_small=False))
     even = torch.randn(128, 128, generator=torch.Generator().manual_seed(rank))
     for _ in range(3):
         model.zero_grad()
@@ -93,7 +94,7 @@ def _slowed(rank, size):
     real = gradients.costs.numbers_of
     gradients.costs.numbers_of = lambda *a: [n * (3 + rank) // 3 for n in real(*a)]
     try:
-        model, hook = hooked(quality="balanced", feedback=True)
+        model, hook = hooked(auto=Auto("balanced"), feedback=True)
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         train(model, optimizer, rank, 30)
     finally:
@@ -110,16 +111,16 @@ def test_ranks_that_measure_other_times_choose_alike(ranks):
 
 def _resumed(rank, size):
     """A checkpoint holds the choice and the residuals; a resumed hook begins with both."""
-    how = {"quality": "smallest", "link": SLOW}
-    model, hook = hooked(small_net(), **how)
+    auto = Auto("smallest", SLOW)
+    model, hook = hooked(small_net(), auto)
     for _ in range(5):
         take_step(model, rank, small_forward)
     assert isinstance(hook.spec, codec.Sign)
     state = hook.state_dict(gather=True)
-    other, again = hooked(small_net(), **how)
+    other, again = hooked(small_net(), auto)
     again.load_state_dict(state)
     assert again.spec == hook.spec
-    late = codec.torch.ddp_hook("auto", **how)
+    late = codec.torch.ddp_hook(auto)
     late.load_state_dict(state["ranks"][rank])
     late.register(DistributedDataParallel(small_net()))
     assert late.spec == hook.spec
@@ -155,10 +156,10 @@ def test_checkpoints_hold_the_choice(ranks):
 
 def _replaced(rank, size):
     """If a rank is new, all ranks measure again."""
-    model, hook = hooked(small_net(), quality="small", link=SLOW)
+    model, hook = hooked(small_net(), Auto("small", SLOW))
     for _ in range(3):
         take_step(model, rank, small_forward)
-    model, again = hooked(small_net(), quality="small", link=SLOW)
+    model, again = hooked(small_net(), Auto("small", SLOW))
     if rank == 0:
         again.load_state_dict(hook.state_dict())
         assert again.spec == codec.Quantize(4)
@@ -173,7 +174,7 @@ def test_a_new_rank_makes_all_ranks_measure_again(ranks):
 
 def _disturbed(rank, size):
     """Failed steps change no choice; join() and a new spec work; a residual is carried over to other specs."""
-    model, hook = hooked(small_net(), quality="small", link=SLOW, feedback=True, start_step=2)
+    model, hook = hooked(small_net(), Auto("small", SLOW), feedback=True, start_step=2)
     for _ in range(3):
         take_step(model, rank, small_forward)
     before = hook.stats(by_parameter=True).parameters["2.weight"]
@@ -206,7 +207,7 @@ def test_failed_steps_join_and_set_spec(ranks):
 
 def _different(rank, size):
     model = DistributedDataParallel(small_net())
-    codec.torch.ddp_hook("auto", quality="small" if rank else "balanced").register(model)
+    codec.torch.ddp_hook(Auto("small" if rank else "balanced")).register(model)
     with pytest.raises(codec.PeerError, match="quality"):
         take_step(model, rank, small_forward)
 
@@ -218,10 +219,8 @@ def test_other_floors_on_ranks_are_an_error(ranks):
 @pytest.mark.parametrize(
     ("how", "match"),
     [
-        ({"spec": "small", "quality": "small"}, "quality= and link= are for"),
-        ({"link": "1gbit"}, "quality= and link= are for"),
-        ({"spec": "auto", "quality": "near"}, "quality must be"),
-        ({"spec": "auto", "link": "fast"}, "link must be"),
+        ({"spec": Auto("near")}, "quality must be"),
+        ({"spec": Auto(link="fast")}, "link must be"),
         ({"spec": "auto", "feedback": "yes"}, "feedback must be"),
         ({"spec": "auto", "refresher": codec.CodebookRefresher(codec.Lossless())}, "refresher="),
     ],

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import codec
+import codec.torch
 from codec.torch.auto import edges
 from codec.torch.auto.edges import EdgeChoice, checked
 from codec.torch.auto.quality import bits_of
@@ -14,7 +15,14 @@ from support.pipelines import Pipeline, altered_messages, check_equal_sides, dam
 from support.ranks import RankPool
 from support.tiers import HANG_SECONDS
 
-AUTO = {"forward": "auto", "backward": "auto"}
+Auto = codec.torch.Auto
+FAST = Auto(link="1gbit")
+
+
+def both(auto):
+    return {"forward": auto, "backward": auto}
+
+
 LEVELS = bits_of("smallest")
 
 
@@ -64,7 +72,7 @@ def _trained(rank, size, schedule, arguments):
 
 @pytest.mark.parametrize("schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.nightly)])
 def test_stages_choose_equal_bits_on_all_ranks(ranks, schedule):
-    found = ranks.run(_trained, schedule, AUTO | {"quality": "smallest"})
+    found = ranks.run(_trained, schedule, both(Auto("smallest")))
     losses = next(r[0] for r in found if r[0])
     assert losses[-1] < losses[0]
     check_equal_sides([r[1] for r in found])
@@ -75,9 +83,9 @@ def test_stages_choose_equal_bits_on_all_ranks(ranks, schedule):
     assert all(s.refused_steps == 1 for r in found for s in r[2])
 
 
-@pytest.mark.parametrize("arguments", [AUTO | {"activations": "direct"}, {"forward": "auto", "backward": "small"}])
+@pytest.mark.parametrize("arguments", [both(FAST) | {"activations": "direct"}, {"forward": FAST, "backward": "small"}])
 def test_bits_stay_within_the_default_floor(ranks, arguments):
-    for *_, specs in ranks.run(_trained, "1F1B", arguments | {"link": "1gbit"}):
+    for *_, specs in ranks.run(_trained, "1F1B", arguments):
         for forward, backward in specs:
             assert forward.bits >= 4
             assert backward == (codec.Quantize(4) if arguments["backward"] == "small" else codec.Quantize(8))
@@ -128,13 +136,11 @@ def test_reports_of_other_ranks_are_validated(report):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"quality": "small"}, "quality= and link= are for"),
-        ({"link": "1gbit"}, "quality= and link= are for"),
-        (AUTO | {"quality": 0.1}, "quality of a pipeline"),
-        (AUTO | {"link": "fast"}, "link must be"),
+        ({"forward": Auto("small"), "backward": "auto"}, "must have one choice"),
+        (both(Auto(0.1)), "quality of a pipeline"),
+        (both(Auto(link="fast")), "link must be"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, match):
-    given = {"forward": "small", "backward": "small", "deltas": None, "quality": None, "link": None} | arguments
     with pytest.raises(codec.ArgumentError, match=match):
-        specs_of(**given)
+        specs_of(**arguments, deltas=None)
