@@ -25,6 +25,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -209,8 +210,10 @@ def plot(rows: Sequence[Row], path: str) -> None:
     from matplotlib import pyplot as plt
 
     throttled = [row for row in rows if link_of(row["link"])[0] != "none" and row["method"] != "fp16 hook"]
-    cells = list(dict.fromkeys((r["model"], r["dtype"], link_of(r["link"])[1]) for r in throttled))
-    figure, axes = plt.subplots(1, len(cells), figsize=(4 * len(cells), 3.6), squeeze=False, layout="constrained")
+    links = {(r["model"], r["dtype"], *link_of(r["link"])[::-1]) for r in throttled}
+    counts = Counter(cell[:3] for cell in links)
+    cells = sorted((cell for cell, rates in counts.items() if rates > 1), reverse=True)  # lines need two rates
+    figure, axes = plt.subplots(1, len(cells), figsize=(3 + 4 * len(cells), 4), squeeze=False, layout="constrained")
     for ax, (model, dtype, rtt) in zip(axes[0], cells, strict=True):
         some = [r for r in throttled if (r["model"], r["dtype"], link_of(r["link"])[1]) == (model, dtype, rtt)]
         for method in dict.fromkeys(r["method"] for r in some):
