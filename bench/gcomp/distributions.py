@@ -33,7 +33,7 @@ class Distributions:
     zeros : list of float
         Share of the gradients that are zero.
     still : list of float
-        Share of the parameters that the optimizer's step leaves as they are.
+        Share of the parameters that the optimizer's step leaves unchanged.
     entropy : list of float
         Bits of an exponent.
     """

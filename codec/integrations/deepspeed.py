@@ -20,7 +20,7 @@ __all__ = ["Config", "read_config"]
 
 _TYPES = {"onebitadam": "OneBitAdam", "zerooneadam": "ZeroOneAdam"}
 
-# What to use instead of an optimizer that is none of these.
+# Alternatives to optimizers that the converter does not know.
 _OTHERS = {
     "onebitlamb": "use OneBitAdam: 1-bit LAMB is not part of this library",
     "adam": "use torch.optim.AdamW with codec.torch.ddp_hook",
@@ -74,7 +74,7 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True)
 class Config:
-    """What :func:`read_config` has read from a DeepSpeed configuration.
+    """Settings that :func:`read_config` has read from a DeepSpeed configuration.
 
     Attributes
     ----------

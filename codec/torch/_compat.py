@@ -52,7 +52,7 @@ def is_plain(x: torch.Tensor) -> bool:
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, which shares its memory; other tensors as they are."""
+    """Return this rank's shard of a DTensor, which shares its memory; return other tensors unchanged."""
     return getattr(x, "_local_tensor", x)
 
 

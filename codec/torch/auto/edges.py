@@ -87,7 +87,7 @@ class EdgeChoice:
 
     @property
     def description(self) -> str:
-        """What all ranks must have in common."""
+        """Description of the arguments that must be equal on all ranks."""
         return f"{self._levels}, {self._stated}"
 
     def spec(self, edge: int, kind: int) -> Spec:

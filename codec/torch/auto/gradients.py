@@ -104,7 +104,7 @@ class GradientChoice:
 
     @property
     def description(self) -> str:
-        """What all ranks must have in common."""
+        """Description of the arguments that must be equal on all ranks."""
         specs = ", ".join(map(named, self.quality.specs))
         return f"quality={self.quality.name} ({specs}), link={self.stated}"
 

@@ -19,7 +19,7 @@ _CHECKSUM = slice(24, 32)  # of a header
 
 
 class Announced(NamedTuple):
-    """What a rank sends of a frame in advance.
+    """Size and head of a frame, which a rank sends in advance.
 
     Attributes
     ----------

@@ -191,8 +191,8 @@ def _disturbed(rank, size):
             take_step(model, rank, small_forward)
     assert hook.stats().choices == {"Lossless()": 2, "Quantize()": 4}
 
-    owed = sum(p.residual_norm for p in hook.stats(by_parameter=True).parameters.values())
-    assert owed > 0
+    residual_norm = sum(p.residual_norm for p in hook.stats(by_parameter=True).parameters.values())
+    assert residual_norm > 0
     hook.set_spec(codec.Lossless())
     grads = take_step(model, rank, small_forward)
     plain = DistributedDataParallel(small_net())
