@@ -188,6 +188,8 @@ class Reducer:
             return
         if self.group is not None:
             close_communicator(self.group, cancel=True)
+        if self.state.other_groups is not None:
+            self.state.other_groups.cancel()
         self.state.cancel()
 
     async def _run_bucket(self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step) -> torch.Tensor:

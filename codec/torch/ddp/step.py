@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -93,6 +93,18 @@ class Step:
         return total
 
 
+class OtherGroups(Protocol):
+    """Ranks that reduce other shards of the model in groups of their own. A step succeeds in all groups or in none."""
+
+    def confirm(self, succeeded: bool) -> bool:
+        """Return True if a step has succeeded on all of these ranks; each of them calls this at the end of a step."""
+        ...
+
+    def cancel(self) -> None:
+        """Make the ranks that wait in :meth:`confirm` fail: this rank cannot end the step."""
+        ...
+
+
 class BackwardEnd:
     """Callback for the end of a backward pass. If it is deleted uncalled, an exception has ended the pass and the step.
 
@@ -146,8 +158,7 @@ class StepState:
         self.buffers = Buffers()  # memory of the current step
         self.choice = Choice("gradients")  # of frames or uncompressed values
         self._plan = plan
-        # agrees with ranks that reduce other shards of a model: True if the step has succeeded on all of them
-        self.other_groups: Callable[[bool], bool] | None = None
+        self.other_groups: OtherGroups | None = None
         self.names_nonfinite = True  # errors about NaN and Inf name the parameter
         self._in_sync = False  # all ranks are known to have the same step count, sparse parameters and loaded buckets
         self.begin_feedback()
@@ -282,7 +293,7 @@ class StepState:
         """
         if self.other_groups is not None and not step.confirmed:
             step.confirmed = True
-            if not self.other_groups(step.succeeded) and step.succeeded:
+            if not self.other_groups.confirm(step.succeeded) and step.succeeded:
                 step.failed, step.error = 0, PeerError(FAILED_ELSEWHERE)
         return step.succeeded
 

@@ -172,7 +172,7 @@ class Link:
                 hook.reducer.check(model.names, self.group)
                 hook.reducer.serve(model.names, self.group, model.module)
             if model.shards is not None:
-                hook.reducer.state.other_groups = self.shards.confirm
+                hook.reducer.state.other_groups = self.shards
         hooks["momenta"].called = True  # a run may end before the freeze
         return hooks
 

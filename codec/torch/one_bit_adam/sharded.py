@@ -9,6 +9,7 @@ import torch
 
 from codec import CallOptions, CodecError
 from codec.torch.collectives.calls import all_reduce
+from codec.torch.group.communicator import close_communicator
 
 
 class Shards:
@@ -62,6 +63,11 @@ class Shards:
         with suppress(*() if succeeded else (CodecError,)):
             return not self.any([not succeeded])[0]
         return False
+
+    def cancel(self) -> None:
+        """Close the connections: this rank cannot end a step, and the others must not wait for it."""
+        if self._group is not None:
+            close_communicator(self._group, cancel=True)
 
 
 WHOLE = Shards()

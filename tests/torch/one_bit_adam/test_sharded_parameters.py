@@ -167,7 +167,7 @@ def test_step_that_fails_for_some_shards_changes_nothing_on_any_rank():
         assert "other shards" in found[rank][2][2]
 
 
-def _lost(rank, size):
+def _lost(rank, size, pauses):
     model, optimizer, place = hsdp(list(SHAPES), (2, 2), rank)
     take_steps(model, optimizer, place, range(FREEZE + 1))
     before = state_of(model, optimizer)
@@ -176,6 +176,7 @@ def _lost(rank, size):
     dist.barrier()
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(pauses[rank])
     begin = time.monotonic()
     with pytest.raises(codec.PeerError):
         optimizer.step()
@@ -183,8 +184,10 @@ def _lost(rank, size):
     return time.monotonic() - begin
 
 
-def test_lost_rank_fails_on_all_ranks_of_all_replicas_at_once():
-    assert max(run_ranks(4, _lost, killed=(3,))[:3]) < 15  # the timeout is 20
+@pytest.mark.parametrize("pauses", [(0, 0, 0), (0.3, 0.3, 0.6)])  # second: rank 1 knows of the loss before its step
+def test_lost_rank_fails_on_all_ranks_of_all_replicas_at_once(pauses):
+    """A rank that cannot begin the step must not leave the other ranks of its replica waiting."""
+    assert max(run_ranks(4, _lost, pauses, killed=(3,), limit=60)[:3]) < 15  # the timeout is 30 minutes
 
 
 def _saved(model, optimizer):
