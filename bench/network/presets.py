@@ -1,7 +1,8 @@
 """Time of a training step by preset and link, and the loss that each preset reaches.
 
-    sudo python bench/network/presets.py --quick                         # the small model on three links: 3 minutes
-    sudo python bench/network/presets.py --plot docs/links.png --json links.json              # all: half an hour
+    make links                                                 # all, into the pages: 40 minutes on two idle cores
+    sudo python bench/network/presets.py --quick               # the small model on three links: 2 minutes
+    sudo python bench/network/presets.py --json links.json     # interrupted: the same command measures what is missing
 
 Two ranks are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2, TUN devices). They train a
 causal transformer on the bytes of the source of Python's standard library with DistributedDataParallel and AdamW. A
@@ -9,12 +10,16 @@ token bucket limits what each rank sends, and packets wait for half of the round
 
 ms a step   milliseconds between two steps of the optimizer: median of the slowest rank. "compute" is the same step
             without communication (torch's noop_hook)
-sent        bytes that the hook sent in a step / those of the uncompressed all-reduce
-loss        held-out loss after ``--loss-steps`` steps, which are taken without a limit of the link
+bytes       bytes that the hook sends in a step / those of the uncompressed all-reduce
+loss        held-out loss after ``--loss-steps`` steps. A link changes when gradients arrive, not their values: the
+            training takes its first steps on the links that are measured, and the rest without a limit
 
-Models are ``small``, 0.9 M parameters, and ``large``, 36 M parameters; ``--dtype bfloat16`` makes all parameters and
-gradients bfloat16. Presets are those of the library, in ``ddp_hook(preset, optimizer=optimizer)`` with
-``algorithm="two_shot"``: the default, "auto", sends uncompressed values where that is faster.
+Models are ``small``, 0.9 M parameters, and ``large``, 31.8 M parameters. In bfloat16 all parameters, gradients and
+state of the optimizer are bfloat16. Presets are those of the library, in ``ddp_hook(preset, optimizer=optimizer)``
+with ``algorithm="two_shot"``: the default, "auto", sends uncompressed values where that is faster.
+
+A cell (model, dtype, link, method) has one untimed step, and as many timed ones as take ``--seconds``, estimated from
+the rate, at most ``--steps`` and at least 2; 1 where a step takes more than 6 seconds.
 """
 
 import argparse
@@ -25,24 +30,69 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import netns
+import preset_tables
+from preset_tables import ALONE, Row, link_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-METHODS = ("compute", "none", "fp16 hook", "lossless", "near", "balanced", "small", "smallest")
-MODELS = {"small": (128, 4, 8), "large": (704, 6, 2)}  # width, layers, sequences of 64 bytes on each rank
-LINKS = ("20mbit/0", "20mbit/100", "100mbit/0", "100mbit/100", "1gbit/0", "1gbit/100", "10gbit/0")
+
+class Model(NamedTuple):
+    """A transformer, and what a training of it takes on one core."""
+
+    width: int
+    layers: int
+    batch: int  # sequences of 64 bytes on each rank
+    step: float  # seconds of a step without communication, for estimates
+    start: float  # seconds until the first step, for estimates
+
+
+MODELS = {"small": Model(128, 4, 8, 0.06, 0.5), "large": Model(512, 10, 2, 0.6, 3.0)}
+DTYPES = {"float32": 4, "bfloat16": 2}
+# bytes that a method sends for a value of 4 and of 2 bytes, for estimates
+SENT = {"compute": (0, 0), "none": (4, 2), "fp16 hook": (2, 2), "lossless": (3.2, 1.4), "near": (1.6, 0.6)}
+SENT |= {"balanced": (1.06, 1.06), "small": (0.6, 0.6), "smallest": (0.2, 0.2)}
+SHORT = ("20mbit/0", "100mbit/0", "1gbit/0", "10gbit/0")
+LINKS = {  # a round trip is a small part of the minute that the large model's gradients take at 20 Mbit/s
+    "small": (*SHORT, "20mbit/100", "100mbit/100", "1gbit/100"),
+    "large": (*SHORT, "100mbit/100", "1gbit/100"),
+}
 QUICK = ("20mbit/0", "100mbit/0", "1gbit/0")
 WARMUP = 3  # untimed steps: DDP rebuilds its buckets, and hooks send the first gradients lossless
 CONTEXT = 64
 
-Row = dict[str, Any]
+
+class Cell(NamedTuple):
+    """A measurement: of a step on a link, or alone of a loss or of computing."""
+
+    model: str
+    dtype: str
+    method: str
+    link: str
+
+    def step(self) -> float:
+        """Return the estimated seconds of a step."""
+        model, (rate, rtt) = MODELS[self.model], link_of(self.link)
+        nbytes = 12 * model.width**2 * model.layers * SENT[self.method][DTYPES[self.dtype] == 2]
+        return model.step + 1.15 * 8 * nbytes / (netns.bits(rate) or 1e10) + rtt / 1000  # 15%: headers, TCP
+
+    def is_loss(self) -> bool:
+        """Return True for the loss of a training."""
+        return self.link == ALONE and self.method != "compute"
+
+    def steps(self, args: argparse.Namespace) -> int:
+        """Return the number of timed steps, or of the steps of a training whose loss is measured."""
+        if self.is_loss():
+            return args.loss_steps[self.model]
+        return max(1 if self.step() > 6 else 2, min(args.steps, round(args.seconds / self.step())))
+
+    def seconds(self, args: argparse.Namespace) -> float:
+        """Return the estimated seconds of the whole measurement."""
+        return (self.steps(args) + (not self.is_loss())) * self.step()
 
 
 # what a rank does
@@ -51,7 +101,7 @@ Row = dict[str, Any]
 class Training:
     """Data-parallel training of a model with one preset, or without a hook."""
 
-    def __init__(self, method: str, model: str, dtype: str) -> None:
+    def __init__(self, method: Any, model: str, dtype: str, source: Any) -> None:
         import torch
         from models import Language
         from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
@@ -60,7 +110,8 @@ class Training:
         import codec.torch
 
         torch.manual_seed(0)
-        width, layers, self.batch = MODELS[model]
+        width, layers, self.batch = MODELS[model][:3]
+        self.source, self.taken = source, 0
         self.net = Language(width, layers, CONTEXT).to(getattr(torch, dtype))
         self.model = DistributedDataParallel(self.net)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-3)
@@ -81,18 +132,19 @@ class Training:
         logits = self.model(windows[:, :-1]).flatten(0, -2).float()
         return F.cross_entropy(logits, windows[:, 1:].flatten())
 
-    def step(self, source: Any) -> None:
-        """Take a step on random windows of a text."""
+    def train(self, steps: int) -> list[float]:
+        """Take steps on random windows of the text, and return the times between their ends in seconds."""
         import torch
 
-        at = torch.randint(len(source) - CONTEXT, (self.batch, 1), generator=self.generator)
-        self.optimizer.zero_grad()
-        self.loss_of(source[at + torch.arange(CONTEXT + 1)].long()).backward()
-        self.optimizer.step()
-
-    def sent_nbytes(self) -> int:
-        """Return the bytes that the hook has sent; 0 without one."""
-        return 0 if self.hook is None else self.hook.stats().sent_nbytes
+        ends = [time.perf_counter()]
+        for _ in range(steps):
+            at = torch.randint(len(self.source) - CONTEXT, (self.batch, 1), generator=self.generator)
+            self.optimizer.zero_grad()
+            self.loss_of(self.source[at + torch.arange(CONTEXT + 1)].long()).backward()
+            self.optimizer.step()
+            ends.append(time.perf_counter())
+        self.taken += steps
+        return [b - a for a, b in itertools.pairwise(ends)]
 
     def evaluate(self, held_out: Any) -> float:
         """Return the mean loss on held-out windows."""
@@ -101,54 +153,36 @@ class Training:
         with torch.no_grad():
             return statistics.mean(float(self.loss_of(some)) for some in held_out.long().split(32))
 
+    def measure(self, rate: str, steps: int) -> Row:
+        """Return the time of a step at a rate of the link, and the share of bytes that the hook sends."""
+        import torch
+        import torch.distributed as dist
 
-def largest(*values: float) -> list[float]:
-    """Return the maximum over ranks of each value."""
-    import torch
-    import torch.distributed as dist
+        dist.barrier()  # no rank sends while rates differ
+        netns.shape(rate)
+        dist.barrier()
+        self.train(1)  # ranks leave the barrier at different times, and TCP adapts to the rate
+        before = self.sent_nbytes()
+        step = torch.tensor(statistics.median(self.train(steps)), dtype=torch.float64)
+        dist.all_reduce(step, op=dist.ReduceOp.MAX)
+        values = sum(p.numel() for p in self.net.parameters())
+        raw = next(self.net.parameters()).element_size() * values
+        share = (self.sent_nbytes() - before) / steps / raw
+        return {"values": values, "steps": steps, "step_ms": 1e3 * step.item(), "share": share}
 
-    t = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(t, op=dist.ReduceOp.MAX)
-    return t.tolist()
-
-
-def measured(method: str, plan: Row) -> Row:
-    """Train, and return a row of the table."""
-    from models import text
-
-    source = text()
-    kept, held = source[: len(source) // 10 * 9], source[len(source) // 10 * 9 :]
-    training = Training(method, plan["model"], plan["dtype"])
-    for _ in range(WARMUP):
-        start = time.perf_counter()
-        training.step(kept)
-    (took,) = largest(time.perf_counter() - start)
-    count = max(2, min(plan["steps"], int(plan["seconds"] / took)))
-    training.step(kept)  # ranks leave the exchange of times at different moments
-    times, sent = [time.perf_counter()], training.sent_nbytes()
-    for _ in range(count):
-        training.step(kept)
-        times.append(time.perf_counter())
-    values = sum(p.numel() for p in training.net.parameters())
-    raw = next(training.net.parameters()).element_size() * values
-    row = {"method": method, "values": values, "steps": count, "share": (training.sent_nbytes() - sent) / count / raw}
-    (step,) = largest(statistics.median(b - a for a, b in itertools.pairwise(times)))
-    row["step_ms"] = 1e3 * step
-    if plan["loss"] and method != "compute":
-        for _ in range(plan["loss_steps"] - WARMUP - 1 - count):
-            training.step(kept)
-        windows = held[: len(held) // 65 * 65].view(-1, 65)
-        row["loss"] = training.evaluate(windows[:: max(1, len(windows) // plan["held_out"])])
-    return row
+    def sent_nbytes(self) -> int:
+        """Return the bytes that the hook has sent; 0 without one."""
+        return 0 if self.hook is None else self.hook.stats().sent_nbytes
 
 
 def worker(plan: Row) -> None:
-    """Measure all methods and links of a model on one rank; rank 0 prints the rows."""
+    """Measure the links and losses of all methods on one rank; rank 0 prints the rows."""
     import logging
     import warnings
 
     import torch
     import torch.distributed as dist
+    from models import text
 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -156,99 +190,172 @@ def worker(plan: Row) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     rtt = netns.tcp_round_trip(rank)
     dist.init_process_group("gloo", "env://", timedelta(seconds=900), world, rank)
-    for method in plan["methods"]:
-        row = measured(method, plan) | {"measured_rtt_ms": 1e3 * rtt}
-        if rank == 0:
-            print(json.dumps(row), flush=True)
+    source = text()
+    kept, held = source[: len(source) // 10 * 9], source[len(source) // 10 * 9 :]
+    windows = held[: len(held) // 65 * 65].view(-1, 65)
+    windows = windows[:: max(1, len(windows) // 128)]
+    for method, links in plan["methods"].items():
+        training = Training(method, plan["model"], plan["dtype"], kept)
+        training.train(WARMUP)
+        for link, steps in links.items():
+            if link == ALONE and method != "compute":  # the last one: steps is the number of the whole training
+                netns.shape("none")
+                training.train(steps - training.taken)
+                row = {"loss": training.evaluate(windows), "steps": steps}
+            else:
+                row = training.measure(link_of(link)[0], steps) | {"measured_rtt_ms": 1e3 * rtt}
+            if rank == 0:
+                print(json.dumps({"method": method, "link": link, **row}), flush=True)
+        dist.barrier()
+        netns.shape("none")
     dist.barrier()
     dist.destroy_process_group()
 
 
-# tables and plot
+# all ranks
 
 
-def link_of(text: str) -> tuple[str, float]:
-    """Return rate and round-trip time of a link such as ``100mbit/20``."""
-    rate, _, rtt = text.partition("/")
-    netns.bits(rate)
-    return rate, float(rtt or 0)
+class Results:
+    """Rows of finished cells, in a file that survives interruptions.
+
+    Parameters
+    ----------
+    path : str, optional
+        JSON file, which may exist; None: keep the rows in memory.
+    settings : dict
+        What the rows depend on, in types of JSON.
+
+    Raises
+    ------
+    SystemExit
+        The file has rows of other settings, or is no file of this script.
+    """
+
+    def __init__(self, path: str | None, settings: Row) -> None:
+        self.path, self.settings = Path(path) if path else None, settings
+        self.rows: list[Row] = []
+        if self.path is None or not self.path.exists():
+            return
+        try:
+            found = json.loads(self.path.read_text())
+            theirs, self.rows = found["settings"], found["rows"]
+        except (ValueError, TypeError, KeyError):
+            raise SystemExit(f"{path}: not a file of bench/network/presets.py; give --json another name") from None
+        if theirs != settings:
+            differ = ", ".join(k for k in settings | theirs if settings.get(k) != theirs.get(k))
+            raise SystemExit(f"{path}: its rows were measured with another {differ}; delete it to measure all again")
+
+    def add(self, row: Row) -> None:
+        """Add the row of a cell, and write the file."""
+        self.rows.append(row)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part = self.path.with_name(self.path.name + ".part")
+            part.write_text(json.dumps({"settings": self.settings, "rows": self.rows}, indent=1))
+            part.replace(self.path)
+
+    def missing(self, cells: list[Cell]) -> list[Cell]:
+        """Return the cells that have no row."""
+        have = {tuple(row[field] for field in Cell._fields) for row in self.rows}
+        return [cell for cell in cells if cell not in have]
 
 
-def shown(link: str) -> str:
-    rate, rtt = link_of(link)
-    return netns.shown(rate) + (f", {rtt:g} ms" if rtt else "")
+def cells_of(args: argparse.Namespace) -> list[Cell]:
+    """Return all measurements; those of a method's loss come after its links without a round-trip time."""
+    cells: list[Cell] = []
+    for model, dtype, method in itertools.product(args.models, args.dtypes, args.methods):
+        if method == "fp16 hook" and DTYPES[dtype] == 2:
+            continue  # it sends as many bytes as no hook
+        links = [] if method == "compute" else list(args.links or (QUICK if args.quick else LINKS[model]))
+        some = [Cell(model, dtype, method, link) for link in links]
+        taken = WARMUP + sum(1 + cell.steps(args) for cell in some if not link_of(cell.link)[1])
+        if 0 < args.loss_steps[model] < taken:
+            raise SystemExit(f"--loss-steps: timing {model} takes {taken} steps; ask for as many or more, or for 0")
+        if method == "compute" or args.loss_steps[model]:
+            some.append(Cell(model, dtype, method, ALONE))
+        cells += some
+    return cells
 
 
-def milliseconds(row: Row, plain: Row) -> str:
-    """Return the time of a step, and how many times faster than without a hook it is."""
-    faster = f" ({plain['step_ms'] / row['step_ms']:.1f}x)" if row["method"] not in ("compute", "none") else ""
-    return f"{row['step_ms']:,.0f}{faster}"
+def runs_of(cells: list[Cell]) -> dict[tuple[str, str, float], list[Cell]]:
+    """Return the cells by model, dtype and round-trip time: each of these is a network."""
+    runs: dict[tuple[str, str, float], list[Cell]] = {}
+    for cell in cells:
+        runs.setdefault((cell.model, cell.dtype, link_of(cell.link)[1]), []).append(cell)
+    return runs
 
 
-def show(rows: Sequence[Row], loss_steps: int) -> None:
-    """Print a table in Markdown for each model: a line a method, a column a link."""
-    for model, dtype in dict.fromkeys((row["model"], row["dtype"]) for row in rows):
-        some = {(r["method"], r["link"]): r for r in rows if (r["model"], r["dtype"]) == (model, dtype)}
-        links = list(dict.fromkeys(link for _, link in some))
-        first = next(iter(some.values()))
-        print(f"\n{first['values'] / 1e6:.1f} M parameters in {dtype}, {len(links)} links, ms a step\n")
-        print("| | bytes | " + " | ".join(map(shown, links)) + f" | loss after {loss_steps} steps |")
-        print("| :-- |" + " --: |" * (len(links) + 2))
-        for method in dict.fromkeys(method for method, _ in some):
-            line = [some[method, link] for link in links]
-            share = f"{100 * line[-1]['share']:.1f}%" if line[-1]["share"] else ""
-            cells = [milliseconds(row, some["none", row["link"]]) for row in line]
-            loss = next((f"{row['loss']:.4f}" for row in line if "loss" in row), "")
-            print(f"| {method} | {share} | {' | '.join(cells)} | {loss} |")
+def estimate(cells: list[Cell], args: argparse.Namespace) -> float:
+    """Return the seconds that cells take on idle cores."""
+    starts = {(cell.model, cell.dtype, cell.method, link_of(cell.link)[1]) for cell in cells}
+    seconds = sum(MODELS[model].start + WARMUP * MODELS[model].step for model, *_ in starts)
+    return seconds + 8 * len(runs_of(cells)) + sum(cell.seconds(args) for cell in cells)
 
 
-def plot(rows: Sequence[Row], path: str) -> None:
-    """Draw the time of a step over the rate of the link, for each model and round-trip time."""
-    import matplotlib as mpl
+def measure(results: Results, cells: list[Cell], args: argparse.Namespace) -> None:
+    """Measure cells, and add their rows to the results."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    environment = {k: str(threads) for k in ("OMP_NUM_THREADS", "CODEC_NUM_THREADS")}
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("/"))
+    with Progress(*columns, TimeRemainingColumn(), transient=True) as bar:
+        task = bar.add_task("", total=sum(cell.seconds(args) for cell in cells))
+        for (model, dtype, rtt), some in runs_of(cells).items():
+            methods: dict[str, dict[str, int]] = {}
+            for cell in some:
+                methods.setdefault(cell.method, {})[cell.link] = cell.steps(args)
 
-    throttled = [row for row in rows if link_of(row["link"])[0] != "none" and row["method"] != "fp16 hook"]
-    links = {(r["model"], r["dtype"], *link_of(r["link"])[::-1]) for r in throttled}
-    counts = Counter(cell[:3] for cell in links)
-    cells = sorted((cell for cell, rates in counts.items() if rates > 1), reverse=True)  # lines need two rates
-    figure, axes = plt.subplots(1, len(cells), figsize=(3 + 4 * len(cells), 4), squeeze=False, layout="constrained")
-    for ax, (model, dtype, rtt) in zip(axes[0], cells, strict=True):
-        some = [r for r in throttled if (r["model"], r["dtype"], link_of(r["link"])[1]) == (model, dtype, rtt)]
-        for method in dict.fromkeys(r["method"] for r in some):
-            points = [(netns.bits(link_of(r["link"])[0]), r["step_ms"]) for r in some if r["method"] == method]
-            style = {"none": "k-", "compute": "k:"}.get(method, "o-")
-            label = {"none": "without codec", "compute": "compute alone"}.get(method, method)
-            ax.loglog(*zip(*points, strict=True), style, label=label, markersize=4)
-        ax.set_title(f"{some[0]['values'] / 1e6:.1f} M {dtype}, round trip {rtt:g} ms", fontsize=10)
-        ax.set_xlabel("link, bit/s")
-        ax.grid(alpha=0.3)
-    axes[0][0].set_ylabel("ms a step")
-    axes[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+            def add(rank: int, line: str, of: tuple[str, str] = (model, dtype)) -> None:
+                if rank or not line.startswith("{"):
+                    return
+                row = json.loads(line)
+                results.add({"model": of[0], "dtype": of[1], **row})
+                bar.update(task, advance=Cell(*of, row["method"], row["link"]).seconds(args))
+
+            bar.update(task, description=f"{model}, {dtype}, round trip {rtt:g} ms")
+            plan = {"threads": threads, "model": model, "dtype": dtype, "methods": methods}
+            command = [sys.executable, __file__, "--worker", json.dumps(plan)]
+            with netns.Network(2, rtt=rtt) as network:
+                network.run(command, environment=environment, timeout=7200, on_line=add, bind=True)
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return names[0].partition(":")[2].strip() if names else "unknown processor"
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default: both")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the parameters")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="dtypes of parameters and gradients (both)")
     parser.add_argument("--links", nargs="+", help="rate/round-trip time in ms, such as 100mbit/20; default: 7 links")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--quick", action="store_true", help="the small model on three links, without losses")
-    parser.add_argument("--steps", type=int, default=12, help="most timed steps of a cell (12)")
-    parser.add_argument("--seconds", type=float, default=4, help="seconds after which a cell has enough steps (4)")
-    parser.add_argument("--loss-steps", type=int, nargs=2, default=(400, 60), metavar=("SMALL", "LARGE"),
-                        help="steps of trainings whose loss is measured (400 60); 0 0: none")  # fmt: skip
+    parser.add_argument("--methods", nargs="+", choices=SENT, default=list(SENT))
+    parser.add_argument("--quick", action="store_true", help="small, float32, three links, no losses, 2 seconds a cell")
+    parser.add_argument("--steps", type=int, default=10, help="most timed steps of a cell (10)")
+    parser.add_argument("--seconds", type=float, help="seconds of the timed steps of a cell (5)")
+    parser.add_argument("--loss-steps", type=int, nargs=2, metavar=("SMALL", "LARGE"),
+                        help="steps of trainings whose loss is measured (250 50); 0 0: none")  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="keep finished cells; those that are in it are not measured")
     parser.add_argument("--plot", metavar="FILE", help="draw a plot (.png; needs matplotlib)")
-    parser.add_argument("--json", metavar="FILE", help="write the rows; complete links survive an interruption")
+    parser.add_argument("--pages", nargs="+", default=[], metavar="FILE",
+                        help="replace the tables between <!-- presets: ... --> and <!-- end presets -->")  # fmt: skip
+    parser.add_argument("--estimate", action="store_true", help="print the estimated duration only")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib")
     args.models = args.models or (["small"] if args.quick else list(MODELS))
-    args.links = args.links or list(QUICK if args.quick else LINKS)
-    args.loss_steps = (0, 0) if args.quick else args.loss_steps
+    args.dtypes = args.dtypes or (["float32"] if args.quick else list(DTYPES))
+    args.seconds = args.seconds or (2 if args.quick else 5)
+    try:
+        unlimited = [link for link in args.links or () if netns.bits(link_of(link)[0]) is None]
+    except netns.NetworkError as e:
+        parser.error(str(e))
+    if unlimited:
+        parser.error(f"--links: {unlimited[0]}: a link needs a rate, such as 10gbit/0")
+    args.loss_steps = dict(zip(MODELS, args.loss_steps or ((0, 0) if args.quick else (250, 50)), strict=True))
     return args
 
 
@@ -257,44 +364,31 @@ def main() -> None:
     if args.worker:
         worker(json.loads(args.worker))
         return
-    from rich.progress import Progress
-
+    settings = {k: getattr(args, k) for k in ("steps", "seconds", "loss_steps")}
+    settings |= {"models": {k: list(v) for k, v in MODELS.items()}, "processor": processor()}
+    results, cells = Results(args.json, settings), cells_of(args)
+    missing = results.missing(cells)
+    minutes = estimate(missing, args) / 60
+    print(f"{len(missing)} of {len(cells)} cells are to be measured: about {minutes:.0f} minutes on two idle cores")
+    if args.estimate:
+        return
     netns.end_on_sigterm()
-    threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    environment = {k: str(threads) for k in ("OMP_NUM_THREADS", "CODEC_NUM_THREADS")}
-    plan = {"threads": threads, "held_out": 128}
-    plan |= {k: getattr(args, k) for k in ("methods", "dtype", "steps", "seconds")}
-    loss_steps = dict(zip(MODELS, args.loss_steps, strict=True))
-    cells = [(m, link, False) for m in args.models for link in args.links]
-    cells += [(m, "none/0", True) for m in args.models if loss_steps[m]]
-    rows: list[Row] = []
+    kept = f"Finished cells are in {args.json}: run the same command to go on" if args.json else "--json keeps cells"
     try:
-        with Progress(transient=True) as bar:
-            task = bar.add_task("steps", total=len(cells) * len(args.methods))
-
-            def tick(rank: int, line: str) -> None:
-                if rank == 0 and line.startswith("{"):
-                    bar.update(task, advance=1)
-
-            for model, link, loss in cells:
-                bar.update(task, description=f"{model}, {shown(link)}")
-                rate, rtt = link_of(link)
-                some = plan | {"model": model, "loss": loss, "loss_steps": loss_steps[model]}
-                with netns.Network(2, rate, rtt=rtt) as network:
-                    command = [sys.executable, __file__, "--worker", json.dumps(some)]
-                    run: Row = {"environment": environment, "timeout": 3600, "on_line": tick, "bind": True}
-                    found = network.run(command, **run)[0]
-                rows += [{"model": model, "dtype": args.dtype, "link": link, **row} for row in found]
-                if args.json:
-                    Path(args.json).write_text(json.dumps(rows, indent=1))
+        if missing:
+            netns.require()
+            print(f"The load average is {os.getloadavg()[0]:.1f}; other programs make steps slower", flush=True)
+            measure(results, missing, args)
     except netns.NetworkError as e:
-        raise SystemExit(f"bench/network/presets.py: {e}") from None
+        raise SystemExit(f"bench/network/presets.py: {e}\n{kept if results.rows else ''}") from None
     except KeyboardInterrupt:
+        print(kept, file=sys.stderr)
         sys.exit(130)
-    for model in args.models:
-        show([row for row in rows if row["model"] == model], loss_steps[model])
+    print(preset_tables.tables(results.rows))
+    for page in args.pages:
+        preset_tables.write(results.rows, Path(page))
     if args.plot:
-        plot(rows, args.plot)
+        preset_tables.plot(results.rows, args.plot)
 
 
 if __name__ == "__main__":

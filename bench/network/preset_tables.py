@@ -1,0 +1,172 @@
+"""Tables in Markdown and the plot of bench/network/presets.py."""
+
+import re
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import netns
+
+Row = dict[str, Any]
+
+ALONE = "none/0"  # link of the cells of computing and of losses, which depend on no link
+LABELS = {"none": "without codec", "fp16 hook": "torch's fp16 hook"}
+MARKED = re.compile(r"(<!-- presets: (\w+)(?: (\w+))? -->\n).*?(<!-- end presets -->)", re.DOTALL)
+
+
+def link_of(text: str) -> tuple[str, float]:
+    """Return rate and round-trip time in milliseconds of a link such as ``100mbit/20``."""
+    rate, _, rtt = text.partition("/")
+    netns.bits(rate)
+    try:
+        return rate, float(rtt or 0)
+    except ValueError:
+        raise netns.NetworkError(f"a link is rate/round-trip time in ms, such as 100mbit/20: {text!r}") from None
+
+
+def shown(link: str) -> str:
+    """Return a link in the usual notation."""
+    rate, rtt = link_of(link)
+    return netns.shown(rate).replace("bit", "bit/s") + (f", {rtt:g} ms" if rtt else "")
+
+
+def milliseconds(row: Row | None, plain: Row | None) -> str:
+    """Return the time of a step, and how many times faster than without a hook it is."""
+    if row is None:
+        return ""
+    faster = f" ({plain['step_ms'] / row['step_ms']:.1f}x)" if plain is not None and row is not plain else ""
+    return f"{row['step_ms']:,.0f}{faster}"
+
+
+def share(rows: Sequence[Row], method: str) -> str:
+    """Return the bytes that a method sends, in percent of those without a hook."""
+    known = {"none": 1.0, "fp16 hook": 0.5}.get(method)
+    return f"{100 * known:.0f}%" if known else f"{100 * statistics.mean(row['share'] for row in rows):.1f}%"
+
+
+def line(rows: Sequence[Row], plain: Sequence[Row], links: Sequence[str], method: str) -> list[str]:
+    """Return the cells of a method: its name, the share of bytes, the times by link, and the loss."""
+    of, without = ({row["link"]: row for row in some if "step_ms" in row} for some in (rows, plain))
+    loss = next((f"{row['loss']:.4f}" for row in rows if "loss" in row), "")
+    times = [milliseconds(of.get(link), without.get(link)) for link in links]
+    return [LABELS.get(method, f'`"{method}"`'), share(list(of.values()), method) if of else "", *times, loss]
+
+
+def table(rows: Sequence[Row], model: str, only: str | None = None) -> str:
+    """Return a table of a model: a line a dtype and method, a column a link.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        Rows of all models.
+    model : str
+        Name of the model.
+    only : str, optional
+        The dtype to show; None: all, with a column that names it.
+
+    Returns
+    -------
+    str
+        Markdown, which begins with a sentence on the model; empty without rows of the model.
+    """
+    rows = [row for row in rows if row["model"] == model and only in (None, row["dtype"])]
+    links = list(dict.fromkeys(row["link"] for row in rows if row["link"] != ALONE))
+    links.sort(key=lambda link: (netns.bits(link_of(link)[0]), link_of(link)[1]))
+    if not links:
+        return ""
+    by: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        by.setdefault((row["dtype"], row["method"]), []).append(row)
+    steps = next((f" after {row['steps']} steps" for row in rows if "loss" in row), "")
+    table = [["dtype", "preset", "bytes", *map(shown, links), f"loss{steps}"]]
+    table += [[":--", ":--"] + ["--:"] * (len(links) + 2)]
+    for (dtype, method), some in by.items():
+        if method != "compute":
+            table.append([dtype, *line(some, by.get((dtype, "none"), []), links, method)])
+    skip = 0 if only is None else 1
+    alone = [f"{row['step_ms']:,.0f} ms in {row['dtype']}" for row in rows if row["method"] == "compute"]
+    values = next(row["values"] for row in rows if "values" in row)
+    said = f"{values / 1e6:.1f} M parameters, milliseconds a step."
+    said += f" Computing alone takes {' and '.join(alone)}." if alone else ""
+    return said + "\n\n" + "\n".join(f"| {' | '.join(cells[skip:])} |" for cells in table)
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Return the tables of all models."""
+    return "".join(f"\n{table(rows, model)}\n" for model in dict.fromkeys(row["model"] for row in rows))
+
+
+def write(rows: Sequence[Row], page: Path) -> None:
+    """Replace the tables of a page, which stand between comments.
+
+    ``<!-- presets: small float32 -->`` begins the table of a model and a dtype, ``<!-- presets: small -->`` that of all
+    dtypes; ``<!-- end presets -->`` ends it. A table without rows stays as it is.
+    """
+
+    def new(match: re.Match[str]) -> str:
+        made = table(rows, match[2], match[3])
+        return f"{match[1]}\n{made}\n\n{match[4]}" if made else match[0]
+
+    page.write_text(MARKED.sub(new, page.read_text()))
+
+
+def plot(rows: Sequence[Row], path: str) -> None:
+    """Draw the time of a step over the rate of the link: a line of panels a model, a panel a dtype and round trip."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    timed = [row for row in rows if row["link"] != ALONE and row["method"] != "fp16 hook"]
+    cells = dict.fromkeys((r["model"], r["dtype"], link_of(r["link"])) for r in timed)
+    counts = Counter((model, dtype, rtt) for model, dtype, (_, rtt) in cells)
+    panels = [key for key, rates in counts.items() if rates > 1]
+    if not panels:
+        raise SystemExit(f"{path}: a plot needs two rates of one round-trip time, such as --links 20mbit/0 1gbit/0")
+    models = list(dict.fromkeys(model for model, *_ in panels))
+    width = max(sum(of == model for of, *_ in panels) for model in models)
+    figure, axes = plt.subplots(
+        len(models),
+        width,
+        figsize=(1 + 3.4 * width, 3.4 * len(models)),
+        squeeze=False,
+        sharey="row",
+        layout="constrained",
+    )
+    for model, line_of_axes in zip(models, axes, strict=True):
+        some = sorted((dtype != "float32", rtt, dtype) for of, dtype, rtt in panels if of == model)
+        for ax in line_of_axes[len(some) :]:
+            ax.set_axis_off()
+        for ax, (_, rtt, dtype) in zip(line_of_axes, some, strict=False):
+            draw(ax, [r for r in rows if (r["model"], r["dtype"]) == (model, dtype)], rtt)
+        line_of_axes[0].set_ylabel("ms a step")
+    axes[0][0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw(ax: Any, rows: Sequence[Row], rtt: float) -> None:
+    """Draw a panel: the links of one round-trip time, for one model and dtype."""
+    from matplotlib import ticker
+
+    rates = {netns.bits(rate): netns.shown(rate) for rate, of in (link_of(r["link"]) for r in rows) if of == rtt}
+    rates.pop(None, None)
+    for method in dict.fromkeys(row["method"] for row in rows):
+        found = [(link_of(row["link"]), row["step_ms"]) for row in rows if row["method"] == method and "step_ms" in row]
+        if method == "compute":
+            ax.axhline(found[0][1], color="k", linestyle=":", label="compute alone")
+        elif method != "fp16 hook":
+            points = sorted((netns.bits(rate), ms) for (rate, of), ms in found if of == rtt)
+            style = "k-" if method == "none" else "o-"
+            ax.loglog(*zip(*points, strict=True), style, label=LABELS.get(method, method), markersize=4)
+    values = next(row["values"] for row in rows if "values" in row)
+    ax.set_title(f"{values / 1e6:.1f} M {rows[0]['dtype']}, round trip {rtt:g} ms", fontsize=10)
+    ax.set_xticks(list(rates), [name.removesuffix("bit") for name in rates.values()])
+    ax.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_minor_formatter(ticker.NullFormatter())
+    ax.set_xlabel("link, bit/s")
+    ax.grid(alpha=0.3)
