@@ -16,30 +16,24 @@ MB          megabytes that all stages send in a step
 all links   the sums over all links: "best" is the fixed setting with the least sum
 """
 
-import argparse
-import json
-import logging
 import os
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
-from auto_ddp import change_to, in_turn, new, run, show
+import changing_links
 from systems import parse_bits
 
 LINKS = ("20mbit,0", "1gbit,0", "20mbit,0", "100mbit,50")
 FIXED = ("fw8bw8", "fw4bw8", "fw2bw4")
 
-Cell = dict[str, Any]
-
 
 class Training:
     """One stage of a pipeline, by one setting."""
 
-    def __init__(self, setting: str, plan: Cell) -> None:
+    def __init__(self, setting: str, plan: changing_links.Cell) -> None:
         import torch
         from torch import nn
         from torch.distributed.pipelining import Schedule1F1B
@@ -54,6 +48,7 @@ class Training:
             forward, backward = parse_bits(setting)
             how = {"forward": codec.Quantize(forward, rounding="nearest"), "backward": codec.Quantize(backward)}
         self.batch, self.batches, self.count = plan["batch"], plan["batches"], 0
+        self.warmup = self.batches  # the first visit of all samples
         generator = torch.Generator().manual_seed(0)
         shape = self.batch * self.batches, plan["length"], plan["width"]
         self.x, self.y = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -89,65 +84,28 @@ class Training:
         stats = self.stage.stats()
         return stats.forward_nbytes + stats.backward_nbytes
 
+    def choices(self) -> dict[str, int]:
+        """Return the steps by choice."""
+        return self.stage.stats().choices
 
-def worker(plan: Cell) -> None:
-    """Measure all settings on all links on one rank; rank 0 prints the rows."""
-    import torch
-    import torch.distributed as dist
+    def size(self, nbytes: float) -> float:
+        """Return the megabytes that all stages send."""
+        import torch
+        import torch.distributed as dist
 
-    torch.set_num_threads(plan["threads"])
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank == 0 and plan["verbose"]:
-        logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="# %(message)s")
-    dist.init_process_group("gloo", "env://", timedelta(seconds=300), world, rank)
-    trainings: dict[str, Training] = {}
-    for setting in plan["settings"]:
-        trainings[setting] = Training(setting, plan)
-        for _ in range(plan["batches"]):  # the first visit of all samples; links have no limit yet
-            trainings[setting].step()
-    for turn, link in enumerate(plan["links"]):
-        dist.barrier()
-        change_to(link, rank)
-        sent = {setting: training.sent() for setting, training in trainings.items()}
-        before = {setting: training.stage.stats().choices for setting, training in trainings.items()}
-        for setting, seconds in in_turn(trainings, plan["steps"]).items():
-            training = trainings[setting]
-            nbytes = torch.tensor(training.sent() - sent[setting])
-            dist.all_reduce(nbytes)
-            row: Cell = {"turn": turn, "link": link, "setting": setting, "steps": [1e3 * s for s in seconds]}
-            row["MB"] = float(nbytes) / plan["steps"] / 1e6
-            row["choices"] = new(training.stage.stats().choices, before[setting])
-            if rank == 0:
-                print(json.dumps(row), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        total = torch.tensor(nbytes, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.item() / 1e6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--links", nargs="+", default=list(LINKS), help="rates and round-trip time, as 100mbit,20")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each setting on each link (40)")
-    parser.add_argument("--fixed", nargs="*", default=list(FIXED), help="bits to compare with, as fw4bw8")
+    parser = changing_links.parser_of(__doc__, LINKS, FIXED)
     parser.add_argument("--quality", default="smallest", help='fewest bits of "auto" (smallest)')
     parser.add_argument("--width", type=int, default=256, help="width of a layer (256)")
     parser.add_argument("--length", type=int, default=64, help="positions of a sample (64)")
     parser.add_argument("--batch", type=int, default=32, help="samples of a batch, which has 4 micro-batches (32)")
     parser.add_argument("--batches", type=int, default=3, help="batches that are visited in turn (3)")
-    parser.add_argument("--verbose", action="store_true", help='print what "auto" logs')
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        worker(json.loads(args.worker))
-        return
-    names = ("links", "steps", "quality", "width", "length", "batch", "batches", "verbose")
-    plan = {k: getattr(args, k) for k in names} | {"settings": [*args.fixed, "auto"]}
-    rows = run(__file__, plan, args.stages)
-    if args.json:
-        with open(args.json, "w") as f:
-            json.dump(rows, f, indent=1)
-    show(rows, "setting", "MB")
+    changing_links.main(__file__, parser, Training, "MB")
 
 
 if __name__ == "__main__":
