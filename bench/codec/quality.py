@@ -1,4 +1,4 @@
-"""Size and error of every lossy codec on the committed gradients or the given files. Takes a minute and a half.
+"""Size and error of every lossy codec on the committed gradients or the given files. Takes ten seconds.
 
 bits        bits per value of the whole frame
 error       root mean square of the error, relative to that of the gradient

@@ -2,7 +2,7 @@
 
     python bench/codec/throughput.py                                  # everything: more than five minutes
     python bench/codec/throughput.py --only lossy                     # one family
-    python bench/codec/throughput.py --only lossy --codec Float8      # codecs whose name contains this, without peers
+    python bench/codec/throughput.py --only lossy --codec mxfp8 zero  # codecs whose name contains a part, without peers
     python bench/codec/throughput.py --dtypes float32 --sizes 1048576 # one dtype and size
 
 Lossless is measured by dtype, instruction set, size and number of threads; lossy codecs on float32 with one thread.
@@ -13,6 +13,7 @@ scaling         speed of encoding with several threads, relative to one. In brac
                 calls with one thread at once, each with a part of the rows, relative to the same calls in sequence
 reduce 4        sum of four frames: GB/s of their tensors together
 copy            numpy.copyto of the same tensor in the same run. Machines differ, so compare fractions of it.
+of a copy       encoding and decoding as fractions of the copy's GB/s; other percentages are of the roofline, see below
 
 ``float32:bfloat16`` is float32 whose values were computed in bfloat16, as gradients under autocast are.
 
@@ -32,6 +33,7 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +107,8 @@ def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:
     return out
 
 
-def lossy(nbytes: int, dtype: str, part: str = "") -> dict[str, Any]:
-    """Measure lossy codecs whose name contains `part`, Truncate under AdamW, and for all codecs of float32, peers."""
+def lossy(nbytes: int, dtype: str, parts: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure lossy codecs whose name contains a part, Truncate under AdamW; without parts all, and float32 peers."""
     x = tensor(dtype, nbytes // codec._c.library.ITEMSIZE[dtype])
     rng = np.random.default_rng(1)
     state = {k: rng.standard_normal(x.shape, np.float32) * np.float32(0.02) for k in ("theta", "m", "v")}
@@ -118,7 +120,7 @@ def lossy(nbytes: int, dtype: str, part: str = "") -> dict[str, Any]:
     most = float(np.abs(tensor("float32", x.size)).max())
     given = {"Ternary 2bit": codec.Ternary(scale=most), "Ternary base3": codec.Ternary("base3", most)}
     for name, spec in {**FAMILY, **SPARSE, **given, **TRUNCATE}.items():
-        if part not in name:
+        if parts and not any(part in name for part in parts):
             continue
         print(f"\r{name:30}", end="", file=sys.stderr, flush=True)
         bound = spec.bind(metric, **state) if isinstance(spec, codec.Truncate) else None
@@ -151,7 +153,7 @@ def lossy(nbytes: int, dtype: str, part: str = "") -> dict[str, Any]:
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
     named = {
         k: {"encode_gbps": x.nbytes / e / 1e9, "decode_gbps": x.nbytes / d / 1e9}
-        for k, (e, d) in (lossy_peers(x).items() if dtype == "float32" and not part else ())
+        for k, (e, d) in (lossy_peers(x).items() if dtype == "float32" and not parts else ())
     }
     return {"dtype": dtype, "copy_gbps": x.nbytes / copy / 1e9, "rows": rows, "peers": named}
 
@@ -159,7 +161,8 @@ def lossy(nbytes: int, dtype: str, part: str = "") -> dict[str, Any]:
 def print_lossy(result: dict[str, Any]) -> None:
     print(f"\n{result['dtype']}, one thread; copy {result['copy_gbps']:.1f} GB/s")
     print(
-        f"{'':28} {'bits':>6} {'encode':>17} {'decode':>17} {'with residual':>17} {'accumulate':>11} {'reduce 4':>11}"
+        f"{'':28} {'bits':>6} {'encode':>17} {'decode':>17} {'with residual':>17} {'accumulate':>11} {'reduce 4':>11} "
+        f"{'of a copy':>11}"
     )
     for r in result["rows"]:
         of = "copy" if r["codec"].startswith("Truncate") else "roofline"
@@ -169,7 +172,8 @@ def print_lossy(result: dict[str, Any]) -> None:
         )
         print(
             f"{r['codec']:28} {r['bits']:6.3f} {' '.join(columns)} "
-            f"{r['accumulate_gbps']:6.2f} GB/s {r['reduce_gbps']:6.2f} GB/s"
+            f"{r['accumulate_gbps']:6.2f} GB/s {r['reduce_gbps']:6.2f} GB/s "
+            f"{100 * r['encode_copy']:5.0f}% {100 * r['decode_copy']:3.0f}%"
         )
     for name, r in result["peers"].items():
         print(f"{name:35} {r['encode_gbps']:6.2f} GB/s {r['decode_gbps']:12.2f} GB/s")
@@ -269,7 +273,7 @@ def main() -> None:
     parser.add_argument("--cols", type=int, default=1024, help="columns of the matrices (1,024)")
     parser.add_argument("--lossy-dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--only", choices=("lossless", "lossy"))
-    parser.add_argument("--codec", default="", help="only lossy codecs whose name contains this")
+    parser.add_argument("--codec", nargs="+", default=[], help="only lossy codecs whose name contains one of these")
     parser.add_argument(
         "--engine", default="native", choices=("native", "numba"), help="numba: compare with the native engine"
     )

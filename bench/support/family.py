@@ -25,7 +25,9 @@ FAMILY: dict[str, codec.Spec] = {
     "Float8 e4m3fn stochastic": codec.Float8(rounding="stochastic"),
     "Float8 e4m3fn entropy": codec.Float8(entropy=True),
     "Float8 e5m2": codec.Float8("e5m2"),
+    "Float8 groups of 128": codec.Float8(group_size=128),
     "Float8 mxfp8_e4m3": codec.Float8("mxfp8_e4m3"),
+    "Float8 mxfp8_e4m3 rceil": codec.Float8("mxfp8_e4m3", scale="rceil"),
     "Float8 mxfp8_e5m2": codec.Float8("mxfp8_e5m2"),
 }
 SPARSE: dict[str, codec.Spec] = {"TopK 1/64, 2 bits": codec.TopK(), "TopK 1/64, 1 bit": codec.TopK(bits=1)}
