@@ -13,7 +13,14 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ERRORS = ROOT / "docs/reference/errors.md"
 FOLDERS = "bench|bindings|docs|examples|fuzz|native|tests"
+SOURCES = (".c", ".cc", ".cu", ".cuh", ".h", ".md", ".py")
 PLACEHOLDERS = ("*", "NAME")
+SECTIONS = {
+    page.name: re.findall(r"^##+ ([\d.]*\d)", page.read_text(), re.M) for page in (ROOT / "docs/spec").rglob("*.md")
+}
+SECTION = re.compile(  # page and numbers in "format.md, sections 5.2 and 7", also across lines of a comment
+    r"(?:/|\b)([\w-]+\.md)[)`]*(?:\(\S+\))?,?\s+(?:[/*#]+\s+)*sections?\s+((?:[\d.]*\d)(?:(?:,| and| to)\s+[\d.]*\d)*)"
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -23,6 +30,19 @@ def test_paths_in_a_page_exist(page):
     links = re.findall(r"\]\((?!https?://|mailto:|#)([^)#\s]+)", text)
     missing = [p for p in code if not any(x in p for x in PLACEHOLDERS) and not (ROOT / p).exists()]
     missing += [p for p in links if not (page.parent / p).exists()]
+    assert not missing
+
+
+def test_sections_of_specifications_that_files_name_exist():
+    files = [p for folder in ("codec", *FOLDERS.split("|")) for p in (ROOT / folder).rglob("*") if p.suffix in SOURCES]
+    named = [(path, page, numbers) for path in files for page, numbers in SECTION.findall(path.read_text())]
+    assert len(named) > 100
+    missing = [
+        f"{path.relative_to(ROOT)}: {page}, section {number}"
+        for path, page, numbers in named
+        for number in re.findall(r"[\d.]*\d", numbers)
+        if page in SECTIONS and number not in SECTIONS[page]
+    ]
     assert not missing
 
 

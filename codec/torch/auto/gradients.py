@@ -1,4 +1,4 @@
-"""Choice of the specs of a hook's gradients, from agreed measurements of its steps (protocol.md, section 11)."""
+"""Choice of specs for gradients, from agreed measurements (docs/spec/protocol/collectives.md, section 6.1)."""
 
 import json
 import logging

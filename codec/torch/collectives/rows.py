@@ -134,7 +134,7 @@ def _exchanged(
 async def _rows_of(
     collective: Collective, r: Reduction, row: tuple[int, ...], outgoing: list[Piece], incoming: list[Piece]
 ) -> Values:
-    """Return the rows of all ranks, in their order (docs/spec/protocol.md, section 9)."""
+    """Return the rows of all ranks, in their order (docs/spec/protocol/collectives.md, section 4)."""
     fields = signed(r, "all_to_all of rows") | {"number of values": f"rows of {row}"}
     part = collective.part(hash64(*fields.items()), fields)
     own, frames = r.own_term_is_exact, list[Array]()

@@ -1,4 +1,4 @@
-"""Choice between frames and uncompressed values, from measured times, equal on all ranks (protocol.md, 11)."""
+"""Choice between frames and raw, equal on all ranks (docs/spec/protocol/collectives.md, section 6)."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""Endpoint of a rank: the port where other ranks connect (docs/spec/protocol.md, sections 2 and 15)."""
+"""Endpoint of a rank: the port where other ranks connect (docs/spec/protocol.md, section 2)."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Connection between two ranks for messages of any size, by TCP (docs/spec/protocol.md, section 15)."""
+"""Connection between two ranks for messages of any size, by TCP (docs/spec/protocol/point-to-point.md, section 1)."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""Requests and replies of a parameter server as bytes (docs/spec/protocol.md, section 16)."""
+"""Requests and replies of a parameter server as bytes (docs/spec/protocol/point-to-point.md, section 2)."""
 
 import struct
 from collections.abc import Sequence

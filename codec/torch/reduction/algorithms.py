@@ -1,4 +1,4 @@
-"""Algorithms that send frames (docs/spec/protocol.md, section 8), and their phases.
+"""Algorithms that send frames (docs/spec/protocol/collectives.md, section 3), and their phases.
 
 They do not write to tensors of the caller. A phase sends frames to the owners of slices, or to all ranks.
 """

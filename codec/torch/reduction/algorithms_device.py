@@ -1,4 +1,4 @@
-"""Algorithms for values on GPUs (docs/spec/protocol.md, sections 8 and 18).
+"""Algorithms for values on GPUs (docs/spec/protocol/collectives.md, sections 3 and 7).
 
 Values, frames and random streams are those of :mod:`codec.torch.reduction.algorithms`, so results are, too. Frames of a
 phase are encoded together, and results are complete in the order of the GPU's stream: :meth:`DeviceReduction.settle`

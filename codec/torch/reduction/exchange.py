@@ -75,7 +75,7 @@ class _Arrived(NamedTuple):
 
 
 class Slots:
-    """Exchange in memory of GPUs: a row of slots for each rank, a slot for each chunk (protocol.md, section 18).
+    """Exchange in GPU memory: a row of slots per rank, a slot per chunk (docs/spec/protocol/collectives.md, section 7).
 
     A slot has a frame behind its length. All frames of a phase travel in one message for each two ranks. Their heads
     travel before them from host to host, so that the host does not wait for frames that arrive.
@@ -231,7 +231,7 @@ def _slot_nbytes(nbytes: int) -> int:
 
 
 class Messages:
-    """Exchange by messages in host memory, as ranks without a GPU send them (docs/spec/protocol.md, section 8).
+    """Exchange by messages in host memory, as without a GPU (docs/spec/protocol/collectives.md, section 3).
 
     All frames of a phase are encoded together. Frames that arrive are used at once.
     """

@@ -28,7 +28,7 @@ def algorithm_of(settings: CallOptions) -> str:
 
 
 def choose(requested: str, r: Reduction, channel: Channel) -> Algorithm:
-    """Return the algorithm of an all-reduce (docs/spec/protocol.md, section 7).
+    """Return the algorithm of an all-reduce (docs/spec/protocol/collectives.md, section 2).
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Bodies of messages between ranks (docs/spec/protocol.md, sections 3.1 and 10.2): integers, aborts."""
+"""Bodies of messages between ranks (docs/spec/protocol.md, sections 3.1 and 6.2): integers, aborts."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Frames that stay on GPUs: NCCL carries them, by connections of its own (docs/spec/protocol.md, section 18)."""
+"""Frames that stay on GPUs: NCCL carries them (docs/spec/protocol/collectives.md, section 7)."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-/* test_protocol.cc - the messages of codec/gloo.h, compared with section 13 of docs/spec/protocol.md. */
+/* test_protocol.cc - the messages of codec/gloo.h, compared with docs/spec/protocol/cpp.md. */
 #include <doctest/doctest.h>
 
 #include "hostile.h"
@@ -210,7 +210,7 @@ void reduce(Group &group)
 
 } // namespace
 
-TEST_CASE("Requests, frames, raw values and verdicts are those of docs/spec/protocol.md")
+TEST_CASE("Requests, frames, raw values and verdicts are those of docs/spec/protocol/cpp.md")
 {
 	ranks::run(2, [](Rank &me) {
 		if (me.rank) {

@@ -514,7 +514,8 @@ def test_worker_that_dies_leaves_the_others_in_agreement(servers):
             assert first == second, point
             # Each server notices the loss by itself. A step that began there before that fails, and no later one: a
             # worker that waits in the step on this server gets an error only when the server has noticed. The step that
-            # fails on one server may be an earlier one than that which fails on another (protocol.md, section 16).
+            # fails on one server may be an earlier one than that which fails on another (protocol/point-to-point.md,
+            # section 2.4).
             assert first.count("PeerError") <= servers, point
             failed += first.count("PeerError")
             assert all(list(lost) == [servers + 2] for lost in pool.results(range(servers))), point

@@ -1,4 +1,4 @@
-"""Messages and reports of pipelines: bytes as docs/spec/protocol.md specifies them, and damaged ones."""
+"""Messages and reports of pipelines: bytes as docs/spec/protocol/point-to-point.md specifies them, and damaged ones."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Messages between ranks of codec.torch, compared with docs/spec/protocol.md.
+"""Messages between ranks of codec.torch, compared with docs/spec/protocol.md and docs/spec/protocol/collectives.md.
 
 The tests record every message that real ranks send. `Expected` computes the same messages from the formulas of the
 specification: it calls `codec.encode`, `codec.decode` and `codec.reduce`, but nothing of `codec.torch`.
@@ -28,7 +28,8 @@ from codec.torch.network.stripe import Stripe
 from support import flatcall
 from support.ranks import RankPool, run_ranks
 
-SPECIFICATION = Path(__file__).parents[3] / "docs/spec/protocol.md"
+SPECIFICATION = Path(__file__).parents[3] / "docs/spec"
+PAGES = ("protocol.md", "protocol/collectives.md")
 VERSION = ("codec.torch", 2)  # its text is hashed; 2: version of the protocol
 DATA, ABORT = range(2)  # kinds of messages
 FAILED, NONFINITE, DIFFERS = range(2, 5)  # statuses of aborts
@@ -482,7 +483,7 @@ def test_two_ranks_report_to_each_other() -> None:
 
 def test_specification_names_existing_tests() -> None:
     interoperability = (Path(__file__).parent / "test_gloo_interoperability.py").read_text()
-    names = re.findall(r"`(test_\w+)`", SPECIFICATION.read_text())
+    names = re.findall(r"`(test_\w+)`", (SPECIFICATION / "protocol/cpp.md").read_text())
     assert len(names) >= 5
     assert [name for name in names if f"def {name}(" not in interoperability] == []
 
@@ -670,9 +671,9 @@ def test_specification_has_the_generated_blocks(recorded: Any) -> None:
     with RankPool(2) as ranks:
         ranks.new_group()
         expected = blocks(ranks, recorded)
-    page = SPECIFICATION.read_text()
+    text = "".join((SPECIFICATION / page).read_text() for page in PAGES)
     for block in expected:
-        assert f"```\n{block}\n```\n" in page, f"docs/spec/protocol.md must have this block:\n{block}"
+        assert f"```\n{block}\n```\n" in text, f"{' or '.join(PAGES)} in docs/spec must have this block:\n{block}"
 
 
 if __name__ == "__main__":

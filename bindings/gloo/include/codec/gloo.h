@@ -5,7 +5,7 @@
  *     codec::gloo::Group group(context);                 // a connected gloo::Context
  *     group.allreduce(gradient, n, CODEC_FLOAT32, spec); // the mean of all ranks, in place
  *
- * docs/spec/protocol.md specifies the messages.
+ * docs/spec/protocol/cpp.md specifies the messages.
  *
  * Guarantees
  *   - All ranks get the same bits. Values are summed in float32, in an order that does not depend on timing, and all
@@ -218,7 +218,7 @@ public:
 	}
 
 private:
-	static constexpr uint64_t PROTOCOL = 3;  /* protocol version: docs/spec/protocol.md, section 13 */
+	static constexpr uint64_t PROTOCOL = 3;  /* protocol version: docs/spec/protocol/cpp.md */
 	static constexpr size_t SMALL = 1 << 16; /* bytes of a tensor up to which one phase is faster than two */
 	static constexpr std::chrono::milliseconds MOST_TIMEOUT = std::chrono::hours(24 * 3652); /* 10 years */
 	static constexpr std::chrono::milliseconds GLOO_TIMEOUT = std::chrono::seconds(30); /* the default of Gloo */

@@ -1,5 +1,6 @@
 /*
- * algorithms.h - collectives by frames: two-shot, all-gather, ring, reduce-scatter (docs/spec/protocol.md, section 8).
+ * algorithms.h - collectives by frames: two-shot, all-gather, ring, reduce-scatter
+ * (docs/spec/protocol/collectives.md, section 3).
  * They write the result and the residuals, and nothing else of the caller's.
  */
 #pragma once

@@ -1,6 +1,5 @@
 /*
- * channel.h - messages between the ranks of a context, and the verdict on a collective (docs/spec/protocol.md, section
- * 13).
+ * channel.h - messages between the ranks of a context, and the verdict on a collective (docs/spec/protocol/cpp.md).
  */
 #pragma once
 

@@ -14,7 +14,7 @@ namespace codec::gloo::detail
 
 /*
  * Choice for collectives of one signature: frames first; then raw, if ranks were busy computing; then the faster of
- * both (docs/spec/protocol.md, section 13.4).
+ * both (docs/spec/protocol/cpp.md, section 5).
  *
  * All ranks report the times of a collective and get the largest of all with the verdict, so they choose alike. Raw is
  * not tried on slow links: it would take at least half of the time that ranks waited, multiplied by the ratio of raw

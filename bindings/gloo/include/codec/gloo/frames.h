@@ -219,7 +219,7 @@ struct Reduction {
 
 	/*
 	 * Encode a piece of this rank's values and return the message. The frame has at most `most` bytes. `number`
-	 * selects the random stream: docs/spec/protocol.md, section 6.2.
+	 * selects the random stream: docs/spec/protocol/collectives.md, section 1.2.
 	 */
 	Bytes encode(Channel &channel, const Piece &piece, size_t most, uint64_t number)
 	{

@@ -1,6 +1,6 @@
 /*
  * slices.h - partition of a flat tensor into slices and chunks. It depends on sizes and shapes only, so that all
- * ranks compute the same one (docs/spec/protocol.md, section 6.1).
+ * ranks compute the same one (docs/spec/protocol/collectives.md, section 1.1).
  */
 #pragma once
 
