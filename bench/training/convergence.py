@@ -45,7 +45,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from runs import ONE_BIT, ORDERED, PLAIN, ZERO_ONE, Job, Run, spec_of, train_all
+from runs import ADAMS, ONE_BIT, ORDERED, PLAIN, ZERO_ONE, Job, Run, spec_of, train_all
 from summary import LOSSLESS, load, plot, same_bits, show, summarize, without_nonfinite, write_page
 
 METHODS = ("lossless", "near", "balanced", "small", "smallest", "Float4()", "Quantize(2)", ONE_BIT, ZERO_ONE)
@@ -79,7 +79,7 @@ def methods_of(task: str, args: argparse.Namespace) -> list[str]:
     """Return the rows of a task: the references that the chosen methods are compared with, then the methods."""
     chosen = [n for name in args.methods for n in (CODECS if name == "codecs" else (name,))]
     if task in SGD_TASKS:
-        chosen = [name for name in chosen if name not in (ONE_BIT, ZERO_ONE)]
+        chosen = [name for name in chosen if name not in ADAMS]
     return [PLAIN, *([ORDERED] if set(LOSSLESS) & set(chosen) else []), *dict.fromkeys(chosen)]
 
 
@@ -121,7 +121,7 @@ def parse_arguments() -> argparse.Namespace:
     args.methods = args.methods or list(QUICK_METHODS if args.quick else METHODS)
     args.seeds = args.seeds or 1
     try:
-        for text in set(args.methods) - {ONE_BIT, ZERO_ONE, "codecs"}:
+        for text in set(args.methods) - {*ADAMS, "codecs"}:
             spec_of(text)
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))

@@ -29,7 +29,8 @@ from architectures import TASKS
 from models import Task
 
 PLAIN, ORDERED = "float32", "float32 in order"
-ONE_BIT, ZERO_ONE = "OneBitAdam", "0/1 Adam"  # methods that replace the optimizer
+ONE_BIT, ONE_BIT_SIGNS, ZERO_ONE = "OneBitAdam", "1-bit Adam", "0/1 Adam"
+ADAMS = (ONE_BIT, ONE_BIT_SIGNS, ZERO_ONE)  # methods that replace the optimizer; the second one sends signs of momenta
 FREEZE = 0.2  # part of the steps before the freeze of OneBitAdam
 EVALUATIONS = 20
 
@@ -39,7 +40,7 @@ class Job:
     """Training run to do."""
 
     task: str
-    codec: str  # PLAIN, ORDERED, ONE_BIT, ZERO_ONE, a preset, or a spec as Python text
+    codec: str  # PLAIN, ORDERED, one of ADAMS, a preset, or a spec as Python text
     seed: int
     steps: int
     feedback: bool | None = None
@@ -114,7 +115,7 @@ def add_hook(job: Job, task: Task, model: DistributedDataParallel) -> Any:
         model.register_comm_hook(None, sum_in_rank_order)
     if job.codec in (PLAIN, ORDERED):
         return None
-    if job.codec in (ONE_BIT, ZERO_ONE):
+    if job.codec in ADAMS:
         return replace_optimizer(job, task, model)
     from codec.torch import ddp_hook
 
@@ -129,7 +130,7 @@ def add_hook(job: Job, task: Task, model: DistributedDataParallel) -> Any:
 
 
 def replace_optimizer(job: Job, task: Task, model: DistributedDataParallel) -> Any:
-    """Replace the task's optimizer by OneBitAdam with its defaults, and return the new one.
+    """Replace the task's optimizer by OneBitAdam with the defaults of the job's method, and return the new one.
 
     Second moments are frozen after 20% of the steps.
     """
@@ -144,6 +145,7 @@ def replace_optimizer(job: Job, task: Task, model: DistributedDataParallel) -> A
         group["weight_decay"],
         freeze_step=ZeroOneSchedule(freeze) if job.codec == ZERO_ONE else freeze,
         decoupled_weight_decay=isinstance(task.optimizer, torch.optim.AdamW),
+        **({"spec": codec.Sign(group_size=1024)} if job.codec == ONE_BIT_SIGNS else {}),
     )
     task.optimizer = optimizer.register(model, options=codec.options(algorithm=job.algorithm))
     task.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, task.schedule.lr_lambdas)

@@ -539,7 +539,7 @@ def test_many_overlapped_steps():
 
 
 def _as_documented(rank, size, block):
-    """Run the lines of docs/guides/torch.md for NCCL with the group of the test, which is one of Gloo."""
+    """Run the lines of docs/guides/torch/gpus.md for NCCL with the group of the test, which is one of Gloo."""
     names = []
     here = {"codec": codec, "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel, "net": net()}
     here["dist"] = SimpleNamespace(init_process_group=names.append)
@@ -551,8 +551,8 @@ def _as_documented(rank, size, block):
 
 
 def test_documented_lines_for_nccl_train():
-    text = (Path(__file__).parents[3] / "docs/guides/torch.md").read_text()
-    block = re.search(r"```python\n(.*?)```", text[text.index("### NCCL") :], re.DOTALL)[1]
+    text = (Path(__file__).parents[3] / "docs/guides/torch/gpus.md").read_text()
+    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
     found = run_ranks(2, _as_documented, block)
     assert found[0] == found[1]
     assert found[0][0] == ["nccl"]
