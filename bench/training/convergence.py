@@ -4,6 +4,7 @@
     python bench/training/convergence.py --quick                   # fewer steps, models and methods: two minutes
     python bench/training/convergence.py --methods codecs --seeds 3 --tasks text-sgd text-adamw digits-sgd
     python bench/training/convergence.py --tasks text-sgd --methods "Quantize(3)" "Sign(group_size=256)" --feedback on
+    python bench/training/convergence.py --ranks 2 --tasks gpt-tied lstm --methods "1-bit Adam"
     python bench/training/convergence.py --from runs.json --plot convergence.png   # show runs that --json has written
     python bench/training/convergence.py --page docs/benchmarks/convergence.md  # train, and write its tables
 
@@ -13,9 +14,10 @@ codec, unless ``--feedback`` says otherwise. The algorithm is fixed, because "au
 that is faster on this machine. Models and data are those of bench/support/models.py and architectures.py. All methods
 train from the same seeds.
 
-A method is a preset (lossless, near, small, ...), a spec as in Python, or one of two optimizers, which replace AdamW:
-OneBitAdam and 0/1 Adam, with their defaults; second moments are frozen after 20% of the steps. ``codecs`` stands for
-all codecs. Presets and defaults are read from the library. Two more rows are references without a codec:
+A method is a preset (lossless, near, small, ...), a spec as in Python, or an optimizer, which replaces AdamW:
+OneBitAdam and 0/1 Adam with their defaults, momenta in 4 bits, or 1-bit Adam, which sends signs in groups of 1,024.
+Second moments are frozen after 20% of the steps. ``codecs`` stands for all codecs. Presets and defaults are read from
+the library. Two more rows are references without a codec:
 
 float32           DistributedDataParallel without a hook, with at least three seeds
 float32 in order  uncompressed sums in rank order. Lossless runs must give the same bits, or this command fails. The

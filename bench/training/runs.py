@@ -130,7 +130,7 @@ def add_hook(job: Job, task: Task, model: DistributedDataParallel) -> Any:
 
 
 def replace_optimizer(job: Job, task: Task, model: DistributedDataParallel) -> Any:
-    """Replace the task's optimizer by OneBitAdam with the defaults of the job's method, and return the new one.
+    """Replace the task's optimizer by OneBitAdam, with the arguments of the job's method, and return the new one.
 
     Second moments are frozen after 20% of the steps.
     """
