@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench/training"))
 import convergence
 import summary
-from runs import ONE_BIT, ORDERED, PLAIN, TASKS, Run
+from runs import ONE_BIT, ONE_BIT_SIGNS, ORDERED, PLAIN, TASKS, Run
 
 pytestmark = pytest.mark.nightly
 
@@ -99,10 +99,10 @@ def test_methods_are_presets_specs_and_optimizers(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["convergence.py", *given])
         return convergence.parse_arguments()
 
-    args = parsed("--methods", "lossless", "codecs", "Float4()", ONE_BIT)
-    of_adamw = [PLAIN, ORDERED, "lossless", *convergence.CODECS, ONE_BIT]
+    args = parsed("--methods", "lossless", "codecs", "Float4()", ONE_BIT, ONE_BIT_SIGNS)
+    of_adamw = [PLAIN, ORDERED, "lossless", *convergence.CODECS, ONE_BIT, ONE_BIT_SIGNS]
     assert convergence.methods_of("text-adamw", args) == of_adamw
-    assert convergence.methods_of("text-sgd", args) == of_adamw[:-1]
+    assert convergence.methods_of("text-sgd", args) == of_adamw[:-2]
     assert convergence.methods_of("vit", parsed("--methods", "near")) == [PLAIN, "near"]
     assert set(parsed().tasks) == set(TASKS) - {"text-adamw-wide"}
     for wrong in ("nearly", "Float4(", "1"):
