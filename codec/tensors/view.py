@@ -443,7 +443,8 @@ def fetch(name: str, v: TensorView, nbytes: int | None = None) -> TensorView:
     if v.device == "meta" or (not is_torch(x) and not hasattr(x, "get")):
         return on_host(name, v)
     x = x.reshape(-1)[: -(-(v.nbytes if nbytes is None else nbytes) // ITEMSIZE[v.dtype])]
-    array = x.cpu().numpy() if is_torch(x) else np.asarray(x.get())
+    # numpy has no bfloat16: copy bytes
+    array = x.cpu().view(sys.modules["torch"].uint8).numpy() if is_torch(x) else np.asarray(x.get())
     return view_bytes(array)
 
 
