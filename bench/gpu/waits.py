@@ -79,34 +79,47 @@ def _reductions(rank: int, n: int, name: str) -> Any:
 
 
 def _buckets(rank: int, n: int, name: str) -> Any:
-    """Yield the name of a step of a hook with four buckets on the GPU, and a function that runs it."""
+    """Yield the names of steps of hooks with four buckets on the GPU, and functions that run them."""
     width = max(64, int((n / 4) ** 0.5) // 64 * 64)
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(4)])
-    model = torch.nn.parallel.DistributedDataParallel(
-        net, bucket_cap_mb=3e-6 * width * width, gradient_as_bucket_view=True
-    )
-    policy = codec.torch.Policy(lossless_small=False, uneven=None)
-    hook = codec.torch.ddp_hook(
-        SPECS[name],
-        feedback=False if name in ("TopK", "Ternary") else None,
-        policy=policy,
-        options=codec.options(algorithm="two_shot"),
-    )
-
-    def reduce(hook: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
-        there = SimpleNamespace(
-            buffer=lambda: on_device(bucket.buffer()),
-            parameters=bucket.parameters,
-            index=bucket.index,
-            is_last=bucket.is_last,
-            gradients=bucket.gradients,
-        )
-        return hook.reduce(there).then(lambda done: host(done.value()))
-
-    model.register_comm_hook(hook, reduce)
     x = torch.randn(8, width, generator=torch.Generator().manual_seed(rank))
-    yield "DDP step, 4 buckets", lambda: model(x).square().mean().backward()
+    whole = codec.torch.Policy(lossless_small=False, uneven=None)
+    parts = codec.torch.Policy(_spec_by_name, lossless_small=False, uneven=None)
+    for what, policy, layer in (
+        ("4 buckets", whole, lambda: [torch.nn.Linear(width, width, bias=False)]),
+        ("4 x 3 parts", parts, lambda: [torch.nn.Linear(width, width), torch.nn.LayerNorm(width)]),
+    ):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*[module for _ in range(4) for module in layer()])
+        model = torch.nn.parallel.DistributedDataParallel(
+            net, bucket_cap_mb=3e-6 * width * width, gradient_as_bucket_view=True
+        )
+        hook = codec.torch.ddp_hook(
+            SPECS[name],
+            feedback=False if name in ("TopK", "Ternary") else None,
+            policy=policy,
+            options=codec.options(algorithm="two_shot"),
+        )
+        model.register_comm_hook(hook, _reduce_on_gpu)
+        yield f"DDP step, {what}", lambda model=model: model(x).square().mean().backward()
+
+
+def _spec_by_name(name: str, _: torch.nn.Parameter) -> codec.Spec | None:
+    """Return the spec of layer norms and of biases of linear layers."""
+    if int(name.partition(".")[0]) % 2:
+        return codec.Lossless()
+    return codec.Quantize(8) if name.endswith("bias") else None
+
+
+def _reduce_on_gpu(hook: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
+    """Reduce a bucket as a hook does, with its buffer on the emulated GPU."""
+    there = SimpleNamespace(
+        buffer=lambda: on_device(bucket.buffer()),
+        parameters=bucket.parameters,
+        index=bucket.index,
+        is_last=bucket.is_last,
+        gradients=bucket.gradients,
+    )
+    return hook.reduce(there).then(lambda done: host(done.value()))
 
 
 def main() -> None:
