@@ -119,6 +119,10 @@ class Idle:
         array = DeviceArray(np.empty(shape, dtype))
         return array, view(array)
 
+    def new_bytes(self, nbytes: int, like: Any) -> tuple[Any, int]:
+        array = np.empty(nbytes, np.uint8)
+        return DeviceArray(array), array.ctypes.data
+
     def bytes_of(self, v: TensorView, nbytes: int) -> Any:
         owner: Any = v.owner
         return owner.view("uint8")[:nbytes]

@@ -188,9 +188,9 @@ def _from_torch(x: Any, wanted: str | None = None) -> TensorView:
             ".to_local() of a DTensor"
         )
     if device.type == "cpu":
-        return TensorView(name, shape, _pointer(address), nbytes, x)
+        return TensorView._make((name, shape, _pointer(address), nbytes, x, "cpu", None))
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    return TensorView(name, shape, _pointer(address), nbytes, x, str(device), stream)
+    return TensorView._make((name, shape, _pointer(address), nbytes, x, str(device), stream))
 
 
 def check_storage(x: Any, device: str) -> None:
@@ -207,7 +207,10 @@ def check_storage(x: Any, device: str) -> None:
         )
     if not x.numel():
         return
-    last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    if x.is_contiguous():
+        last = x.storage_offset() + x.numel() - 1
+    else:
+        last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     if (last + 1) * x.element_size() > there:
         raise ArgumentError(
             f"a tensor of shape {tuple(x.shape)} needs {(last + 1) * x.element_size()} bytes, its storage has {there}"
@@ -372,9 +375,13 @@ def view_output(out: Any, dtype: str | None = None, name: str = "out=") -> Tenso
         except (TypeError, BufferError):  # BufferError: a bfloat16 array of JAX
             raise ArgumentError(f"{name} must be an array or tensor to write to, not {kind_of(out)}") from None
         v = _from_own(_as_array(memory), name, dtype)
-    if dtype and v.dtype != dtype and v.dtype == f"uint{8 * ITEMSIZE[dtype]}":
-        v = v._replace(dtype=dtype)
-    return v
+    return v if dtype is None else with_bits(v, dtype)
+
+
+def with_bits(v: TensorView, dtype: str) -> TensorView:
+    """Return the view of an output that takes values of a dtype: of the same memory if it has unsigned integers."""
+    takes_bits = v.dtype != dtype and v.dtype == f"uint{8 * ITEMSIZE[dtype]}"
+    return v._replace(dtype=dtype) if takes_bits else v
 
 
 def _wanted(own: Any, dtype: str | None) -> str | None:

@@ -201,6 +201,10 @@ class Emulated:
         array = DeviceArray(np.empty(shape, f"u{ITEMSIZE[dtype]}"))
         return array, view(array)._replace(dtype=dtype)
 
+    def new_bytes(self, nbytes: int, like: Any) -> tuple[Any, int]:
+        array, v = self.empty("uint8", (nbytes,), like)
+        return array, v.address
+
     def bytes_of(self, v: TensorView, nbytes: int) -> Any:
         if is_torch(v.owner):
             return v.owner.reshape(-1).view(sys.modules["torch"].uint8)[:nbytes]

@@ -12,7 +12,7 @@ from support.device import Emulated
 NAMES = "waits", "copies", "launches", "allocations"
 _READ = {"item", "tolist", "__bool__", "__float__", "__int__"}
 _ENGINE = {"launch": "launches", "upload": "copies", "copy": "copies", "clear": "launches", "read_back": "copies"}
-_MADE = {"allocate": "allocations", "empty": "allocations"}
+_MADE = {"allocate": "allocations", "empty": "allocations"}  # Emulated.new_bytes calls empty
 
 
 def _launched(name, result, args):

@@ -1,6 +1,6 @@
 """Common parts of calls: device and stream of the arguments, destinations of frames, steps of reductions."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,11 +11,12 @@ from codec.engines.cuda.devices import device_for
 from codec.engines.cuda.workspace import Work
 from codec.engines.native.decoding import is_bounded
 from codec.engines.request import DecodeRequest
-from codec.tensors.view import TensorView, device_like, empty, view, view_output
+from codec.tensors.view import TensorView, device_like, empty, view, view_output, with_bits
 
 STORE, ADD, MAX, FLOAT32 = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX, lib.CODEC_INTO_FLOAT32
 _SUMMED = 32  # maximum frames of a launch of native/cuda/rows/reduce.cu
-Named = list[tuple[str, TensorView]]
+Named = Sequence[tuple[str, TensorView]]
+NO_VIEWS: Named = ()
 
 
 @contextmanager
@@ -50,10 +51,13 @@ def views_of(r: DecodeRequest) -> Named:
     return named
 
 
-def target(work: Work, r: DecodeRequest, dtype: str, shape: tuple[int, ...]) -> tuple[Any, TensorView]:
-    """Return the destination of values, as the caller sees it and as a view."""
+def target(
+    work: Work, r: DecodeRequest, dtype: str, shape: tuple[int, ...], views: Named = NO_VIEWS
+) -> tuple[Any, TensorView]:
+    """Return the destination of values, as the caller sees it and as a view; `views`: those of :func:`views_of`."""
     if r.out is not None:
-        return r.out, view_output(r.out, dtype)
+        known = [v for name, v in views if name == "out="]
+        return r.out, with_bits(known[0], dtype) if known else view_output(r.out, dtype)
     first = r.frames[0]
     like = r.like if r.like is not None else first.owner if first.device != "cpu" else None
     if device_like(like) == "cpu":
@@ -61,14 +65,17 @@ def target(work: Work, r: DecodeRequest, dtype: str, shape: tuple[int, ...]) -> 
     return work.device.empty(dtype, shape, like)
 
 
-def prepare(work: Work, r: DecodeRequest, frame: Frame) -> tuple[Any, TensorView]:
-    """Open a frame for its destination, and return that as the caller sees it and as a view."""
+def prepare(work: Work, r: DecodeRequest, frame: Frame, views: Named) -> tuple[Any, TensorView]:
+    """Open a frame for its destination, and return that as the caller sees it and as a view.
+
+    `views` are those of :func:`views_of`.
+    """
     info = frame.info
     if info.frame_nbytes != frame.frame.nbytes or not (r.allows(info.tensor_nbytes) or is_bounded(info, r)):
         frame.refuse_size()
     if frame.is_delta:
         frame.open_base()
-    result, v = target(work, r, frame.dtype, frame.shape)
+    result, v = target(work, r, frame.dtype, frame.shape, views)
     frame.open(v, STORE)
     if r.out is not None:
         r.check_apart(v, frame.levels, in_place=True, base=frame.base)

@@ -247,6 +247,14 @@ class Gpu:
         owner: Any = v.owner
         if is_torch(owner):
             return owner.reshape(-1).view(sys.modules["torch"].uint8)[:nbytes]
+    def new_bytes(self, nbytes: int, like: Any) -> tuple[Any, int]:
+        if is_torch(like):
+            torch: Any = sys.modules["torch"]
+            t = torch.empty(nbytes, dtype=torch.uint8, device=self.name)
+            return t, t.data_ptr()
+        array = self._cupy.empty(nbytes, np.uint8)
+        return array, array.data.ptr
+
         memory = self._cupy.cuda.UnownedMemory(v.address, max(v.nbytes, 1), owner, self._device.id)
         return self._cupy.ndarray(nbytes, np.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
 

@@ -94,17 +94,18 @@ class DeferredCalls:
             jobs = [encoding.job for encoding in encodings]
             written = WRITTEN_NBYTES * len(jobs)
             sizes = [job.layout.zeros_nbytes for job in jobs]
-            memory, v = work.device.empty("uint8", (written + sum(sizes),), requests[0].x.owner)
-            work.device.clear(v.address, v.nbytes)
-            at = v.address + written
+            total = written + sum(sizes)
+            memory, address = work.device.new_bytes(total, requests[0].x.owner)
+            work.device.clear(address, total)
+            at = address + written
             for i, (job, nbytes) in enumerate(zip(jobs, sizes, strict=True)):
-                job.written, job.counts = v.address + WRITTEN_NBYTES * i, at
+                job.written, job.counts = address + WRITTEN_NBYTES * i, at
                 at += nbytes
             begin(work, jobs)
             words = memory[:written].view(sys.modules["torch"].int64 if is_torch(memory) else "int64")
             encoded = Encoded(words.reshape(len(jobs), -1)[:, _SIZE_AT // 8])
             work.keep((memory, encodings))
-            self._launched(work, *[encoding.work for encoding in encodings], more=v.nbytes)
+            self._launched(work, *[encoding.work for encoding in encodings], more=total)
 
         def close(data: bytes) -> None:
             frames = [
@@ -113,14 +114,15 @@ class DeferredCalls:
             ]
             encoded.lengths = [view(frame).nbytes for frame in frames]
 
-        self._verdicts.append(_Verdict(work, v.address, written, close, explain))
+        self._verdicts.append(_Verdict(work, address, written, close, explain))
         return encoded
 
     def decode_many(self, requests: Sequence[DecodeRequest]) -> None:
         """Decode frames; those on the device need `head`, all bytes before the blocks."""
-        with working([named for r in requests for named in views_of(r)]) as work:
+        views = [views_of(r) for r in requests]
+        with working([named for some in views for named in some]) as work:
             frames = open_frames([(work, r, r.frames[0]) for r in requests], at_item)
-            made = [at_item(i, prepare, work, r, frames[i]) for i, r in enumerate(requests)]
+            made = [at_item(i, prepare, work, r, frames[i], views[i]) for i, r in enumerate(requests)]
             step = [(frame, Sink(work.write(v))) for frame, (_, v) in zip(frames, made, strict=True)]
             self._launch(work, frames, [Step(step)])
 

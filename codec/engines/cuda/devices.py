@@ -104,6 +104,10 @@ class Device(Protocol):
         """Return a new tensor on this device, of the library of ``like``, and its view."""
         ...
 
+    def new_bytes(self, nbytes: int, like: Any) -> tuple[Any, int]:
+        """Return a new tensor of uint8 on this device, of the library of ``like``, and its address."""
+        ...
+
     def bytes_of(self, v: TensorView, nbytes: int) -> Any:
         """Return the first bytes of a tensor on this device, as an array or tensor of its owner's library."""
         ...

@@ -10,7 +10,6 @@ from codec.engines.cuda.workspace import Work
 from codec.engines.native.encoding import frame_in
 from codec.engines.request import EncodeRequest
 from codec.errors import ArgumentError, Status
-from codec.tensors.view import TensorView
 
 ALIGNMENT = 8  # alignment of a frame's sections in bytes
 _WRITTEN = struct.Struct("<4Q4I2Q")  # codec_written of native/cuda/frame/encode.cuh
@@ -40,11 +39,11 @@ class Encoding:
         self.work, self.request = work, r
         plan = plan_of(r)
         short = r.out is not None and r.out.nbytes < plan.bound
-        self._new: TensorView | None = None
+        self._new: Any = None  # new memory for the frame, on the device
         self.copied = False
         if r.out is None and r.x.device != "cpu":
-            self._new = work.device.empty("uint8", (plan.bound,), r.x.owner)[1]
-            self.frame, self._capacity = self._new.address, plan.bound
+            self._new, self.frame = work.device.new_bytes(plan.bound, r.x.owner)
+            self._capacity = plan.bound
         elif r.out is None or r.out.device == "cpu" or r.out.address % ALIGNMENT or (short and r.residual is not None):
             self.frame, self._capacity = work.new(plan.bound), plan.bound
         else:
@@ -79,15 +78,15 @@ class Encoding:
             self.work.deliver(out, self.frame, nbytes)
             return frame_in(out, nbytes) if out.device == "cpu" else self.work.device.bytes_of(out, nbytes)
         if self._new is not None:
-            return self._fitted(self._new, nbytes)
+            return self._fitted(nbytes)
         return bytes(self.work.device.download(self.frame, nbytes))
 
-    def _fitted(self, made: TensorView, nbytes: int) -> Any:
+    def _fitted(self, nbytes: int) -> Any:
         """Return the frame in memory of its own size, by a copy if the memory of the bound is much larger."""
         device = self.work.device
-        if nbytes >= _FULL * made.nbytes:
-            return device.bytes_of(made, nbytes)
-        frame, v = device.empty("uint8", (nbytes,), self.request.x.owner)
-        device.copy(v.address, made.address, nbytes)
+        if nbytes >= _FULL * self._capacity:
+            return self._new[:nbytes]
+        frame, address = device.new_bytes(nbytes, self.request.x.owner)
+        device.copy(address, self.frame, nbytes)
         self.copied = True
         return frame

@@ -66,9 +66,9 @@ def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
 
 def decode(r: DecodeRequest) -> Any:
     """Return the frame's tensor: the request's `out`, or a new one of the kind of its `like`."""
-    with working(views_of(r)) as work:
+    with working(views := views_of(r)) as work:
         [frame] = open_frames([(work, r, r.frames[0])])
-        result, v = prepare(work, r, frame)
+        result, v = prepare(work, r, frame, views)
         verify_first = r.verify_first if r.out is not None else not frame.is_delta and is_bomb(frame.info)
         read(work, [frame], [Step([(frame, Sink(work.write(v)))])], verify_first=verify_first)
         work.finish()
@@ -79,9 +79,10 @@ def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
     """Return the tensors of requests; with `out`, all frames are validated before anything is written."""
     if not requests:
         return []
-    with working([named for r in requests for named in views_of(r)]) as work:
+    views = [views_of(r) for r in requests]
+    with working([named for some in views for named in some]) as work:
         frames = open_frames([(work, r, r.frames[0]) for r in requests], at_item)
-        made = [at_item(i, prepare, work, r, frames[i]) for i, r in enumerate(requests)]
+        made = [at_item(i, prepare, work, r, frames[i], views[i]) for i, r in enumerate(requests)]
         verify_first = any(r.out is not None for r in requests)
         if verify_first:
             check_many_apart(

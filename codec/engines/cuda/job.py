@@ -1,6 +1,7 @@
 """Jobs of frames to encode: addresses of one call, and launches of the kernels that make decisions from values."""
 
 import itertools
+import operator
 import struct
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from codec.engines.request import EncodeRequest
 
 WRITTEN_NBYTES = 64  # bytes of a codec_written of native/cuda/frame/encode.cuh
 COUNTS_NBYTES = 1024  # bytes of the symbol counts at the beginning of a codec_choice (native/cuda/coder/sample.cuh)
+_kernel = operator.itemgetter(1)
 _ENCODING = struct.Struct(f"<7Q{UNITS_NBYTES}s6Q2I")  # codec_encoding of native/cuda/frame/encode.cuh
 
 
@@ -45,7 +47,7 @@ class Job:
     def __init__(self, work: Work, r: EncodeRequest, plan: Plan, frame: int, capacity: int, residual: int = 0) -> None:
         self.plan, self.stream = plan, r.stream
         self.layout = layout = plan.layout(work.device)
-        self.steps = plan.steps(layout, residual=bool(residual))
+        self.steps = layout.steps[residual > 0]
         self.written = self.counts = 0
         # threads read the tensor while others write the residual: copy the tensor if both share memory
         in_place = r.residual is not None and residual == r.x.address
@@ -75,9 +77,8 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     decisions.
     """
     device = work.device
-    # sort, so that jobs with the same kernel become adjacent, and grids descend
-    jobs = sorted(jobs, key=lambda job: ([kernel for kernel, _ in job.steps], -job.layout.grid))
-    device.prepare({"close_frame", *(kernel for job in jobs for kernel, _ in job.steps)})
+    if len(jobs) > 1:  # jobs with the same kernel become adjacent, and grids descend
+        jobs = sorted(jobs, key=lambda job: ([kernel for kernel, _ in job.steps], -job.layout.grid))
     if not jobs[0].written:
         _place_results(work, jobs)
     preprocessing = [some for job in jobs if (some := job.preprocessing.struct(job.written))]
@@ -87,8 +88,8 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     first = aligned(PREPROCESSING_NBYTES * len(preprocessing))
     taken = first + _ENCODING.size * len(jobs)
     offset = taken + scratch.taken_nbytes
-    made = offset + sum(job.plan.nbytes for job in jobs)
-    address = work.new(made + sum(job.plan.made_nbytes for job in jobs))
+    made = offset + sum([job.plan.nbytes for job in jobs])
+    address = work.new(made + sum([job.plan.made_nbytes for job in jobs]))
     encodings, uploads = bytearray(b"".join(preprocessing).ljust(first)), bytearray(scratch.taken_nbytes)
     for job in jobs:
         encodings += job.struct(address + offset, scratch.struct(address + taken, used=job.layout.scratch.nbytes > 0))
@@ -99,9 +100,9 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     if preprocessing:
         grid = grid_for(device, max(job.plan.view.n for job in jobs))
         launch_each(device, "preprocess", [grid] * len(preprocessing), address, PREPROCESSING_NBYTES)
-    for step in range(max(len(job.steps) for job in jobs) if close else 1):
+    for step in range(max([len(job.steps) for job in jobs]) if close else 1):
         own = [(i, *job.steps[step]) for i, job in enumerate(jobs) if step < len(job.steps)]
-        for kernel, some in itertools.groupby(own, key=lambda item: item[1]):
+        for kernel, some in itertools.groupby(own, key=_kernel) if len(own) > 1 else [(own[0][1], own)]:
             numbers, _, grids = zip(*some, strict=True)
             launch_each(device, kernel, grids, address + first + _ENCODING.size * numbers[0], _ENCODING.size)
     if close:

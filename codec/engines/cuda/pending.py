@@ -24,9 +24,9 @@ class Pending:
         self._encoding = Encoding(work, r)
         job, device = self._encoding.job, work.device
         nbytes = WRITTEN_NBYTES + job.layout.zeros_nbytes
-        self._results, v = device.empty("uint8", (nbytes,), r.x.owner)
-        device.clear(v.address, nbytes)
-        job.written, job.counts = v.address, v.address + WRITTEN_NBYTES
+        self._results, at = device.new_bytes(nbytes, r.x.owner)
+        device.clear(at, nbytes)
+        job.written, job.counts = at, at + WRITTEN_NBYTES
         begin(work, [job])
 
     @property

@@ -25,6 +25,8 @@ class Layout(NamedTuple):
     scratch: Need  # of the first kernel
     choice_nbytes: int  # zeroed memory of the decisions about the tensor, from symbol counts on
     zeros_nbytes: int  # decisions, and the offsets of blocks
+    # kernels to launch before ``close_frame``, with their numbers of thread blocks: without a residual, and with one
+    steps: tuple[list[tuple[str, int]], list[tuple[str, int]]]
 
 
 class Plan:
@@ -94,12 +96,14 @@ class Plan:
         if found is None:
             v = self.view
             grid = blocks_for(self.kernel, device.processors, v.nblocks)
+            other_grid = min(warps_of(self.kernel) * grid, OTHER_BLOCKS * device.processors)
+            steps = self._steps(grid, other_grid, residual=False), self._steps(grid, other_grid, residual=True)
+            device.prepare({"close_frame", *(kernel for each in steps for kernel, _ in each)})
             choice, part = device.constant("close_frame", "choose_nbytes", 2)
             choice = aligned(choice + max(self.nparts, 1) * part)
             scratch = self._scratch(device) if v.nblocks else Need(0)
-            other_grid = min(warps_of(self.kernel) * grid, OTHER_BLOCKS * device.processors)
             zeros = choice + aligned(8 * v.nblocks)
-            self._layouts[device.name] = found = Layout(grid, other_grid, scratch, choice, zeros)
+            self._layouts[device.name] = found = Layout(grid, other_grid, scratch, choice, zeros, steps)
         return found
 
     def _scratch(self, device: Device) -> Need:
@@ -118,17 +122,17 @@ class Plan:
         packs_trits = v.codec == lib.CODEC_TERNARY and v.variant == lib.CODEC_TERNARY_BASE3
         return Need(size[1] if packs_trits else 0)
 
-    def steps(self, layout: Layout, *, residual: bool) -> list[tuple[str, int]]:
+    def _steps(self, grid: int, other_grid: int, *, residual: bool) -> list[tuple[str, int]]:
         """Return the kernels to launch before ``close_frame``, with their numbers of thread blocks."""
         v = self.view
         if not v.nblocks:
             return []
         scans = self._family == "topk" and v.row_sums.count
         if self._family in ("delta", "topk") and not scans:  # blocks choose for themselves
-            return [(self.kernel, layout.grid)]
-        steps = [(f"choose_{self._family}", layout.other_grid), (self.kernel, layout.grid)]
+            return [(self.kernel, grid)]
+        steps = [(f"choose_{self._family}", other_grid), (self.kernel, grid)]
         scaled_last = v.codec == lib.CODEC_SIGN and v.row_sums.count and not residual  # as in rows/encode.cuh
-        return [*steps, ("scale_rows", layout.other_grid)] if scaled_last else steps
+        return [*steps, ("scale_rows", other_grid)] if scaled_last else steps
 
 
 def is_entropy_coded(v: Any) -> bool:

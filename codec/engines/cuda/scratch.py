@@ -42,7 +42,7 @@ class Scratch:
     """
 
     def __init__(self, work: Work, users: Sequence[tuple[str, int, Need]]) -> None:
-        some = [user for user in users if user[2].nbytes]
+        some = [user for user in users if user[2][0]]
         self._count = self._each = self._memory = self.nbytes = self.taken_nbytes = 0
         self._owner: object = None
         if not some:
