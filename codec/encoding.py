@@ -218,7 +218,8 @@ def encode_async(
 
     The call can be captured in a CUDA graph, in any mode, after a first call outside of it, which compiles and loads
     the kernels. Each run of the graph uses the memory of all arguments and of the result, so keep them as long as the
-    graph. All runs draw the same random bits.
+    graph. All runs draw the same random bits. Calls that wait for the GPU, such as :func:`encode` and :func:`decode`,
+    are EngineError on a captured stream.
 
     Parameters
     ----------

@@ -11,6 +11,7 @@ from codec.engines.cuda.devices import device_for
 from codec.engines.cuda.workspace import Work
 from codec.engines.native.decoding import is_bounded
 from codec.engines.request import DecodeRequest
+from codec.errors import EngineError
 from codec.tensors.view import TensorView, device_like, empty, view, view_output, with_bits
 
 STORE, ADD, MAX, FLOAT32 = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX, lib.CODEC_INTO_FLOAT32
@@ -20,16 +21,26 @@ NO_VIEWS: Named = ()
 
 
 @contextmanager
-def working(views: Named) -> Generator[Work]:
+def working(views: Named, *, waits: bool = True) -> Generator[Work]:
     """Yield memory on the device of the arguments, in the order of the first argument's stream.
 
-    Other streams are synchronized with it before and after.
+    Other streams are synchronized with it before and after. `waits`: the host waits for a result, now or later.
+
+    Raises
+    ------
+    EngineError
+        The host would wait for a stream that is captured in a graph. The capture goes on.
     """
     device = device_for(views)
     streams = [(v.stream, v.owner) for _, v in views if v.device != "cpu" and v.stream is not None]
     stream, like = streams[0] if streams else (device.stream(), None)
     others = {other for other, _ in streams} - {stream}
     with device.on(stream):
+        if waits and device.capturing():
+            raise EngineError(
+                "a call that waits for the GPU cannot be captured in a CUDA graph: capture encode_async() only, and "
+                "make other calls outside of the graph"
+            )
         for other in others:
             device.wait_for(other)
         yield Work(device, stream, like)

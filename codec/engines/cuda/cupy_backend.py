@@ -87,6 +87,7 @@ class Gpu:
         self.processors = self._cupy.cuda.runtime.deviceGetAttribute(_PROCESSORS, index)
         self._arch = f"sm_{self._device.compute_capability}"
         self._functions: dict[str, Any] = {}
+        self._now = threading.local()  # in `on`: `stream`, the current one, and `captured`
         self._constants: dict[tuple[str, str], tuple[int, ...]] = {}
         self._sent = deque[list[Any]]()  # sources of copies in flight, each with the event that completes it, or None
         self._sending = threading.Lock()
@@ -94,14 +95,17 @@ class Gpu:
     @contextmanager
     def on(self, stream: int) -> Generator[None]:
         with self._device:
-            before = self._stream()  # CuPy's `with stream:` does not restore a stream chosen by use()
-            now = self._other(stream)
-            capturing = self._captures(now)
+            before = self._cupy.cuda.get_current_stream()  # CuPy's `with stream:` does not restore one chosen by use()
+            outer, now = dict(vars(self._now)), self._other(stream)
+            captured = self._captures(now)
             now.use()
+            vars(self._now).update(stream=now, captured=captured)
             try:
-                with _relaxed() if capturing else nullcontext():
+                with _relaxed() if captured else nullcontext():
                     yield
             finally:
+                vars(self._now).clear()
+                vars(self._now).update(outer)
                 before.use()
 
     def _captures(self, stream: Any) -> bool:
@@ -115,14 +119,14 @@ class Gpu:
             ) from e
 
     def _stream(self) -> Any:
-        return self._cupy.cuda.get_current_stream()
+        return self._now.stream
 
     def stream(self) -> int:
         with self._device:
-            return self._stream().ptr
+            return self._cupy.cuda.get_current_stream().ptr
 
     def capturing(self) -> bool:
-        return self._stream().is_capturing()
+        return self._now.captured
 
     def _other(self, stream: int) -> Any:
         return self._cupy.cuda.Stream.from_external(_ForeignStream(stream)) if stream else self._cupy.cuda.Stream.null
@@ -144,7 +148,7 @@ class Gpu:
     def upload(self, to: int, data: Any) -> object:
         self._drop_sent()
         runtime, stream, nbytes = self._cupy.cuda.runtime, self._stream(), len(data)
-        kept, at, capturing = data, _address(data), stream.is_capturing()
+        kept, at, capturing = data, _address(data), self.capturing()
         if capturing or nbytes <= _PINNED:
             kept = self._cupy.cuda.alloc_pinned_memory(nbytes)
             ctypes.memmove(kept.ptr, at, nbytes)
@@ -224,7 +228,7 @@ class Gpu:
             self.prepare([kernel])
         pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
         threads = FILES[FILE_OF[kernel]].threads
-        function, stream = self._functions[kernel], self._stream()
+        function, stream = self._functions[kernel], self._now.stream
         at = ctypes.addressof(pointers)
         self._cupy.cuda.driver.launchKernel(function.ptr, *grid, 1, threads, 1, 1, 0, stream.ptr, at, 0)
 
@@ -243,10 +247,6 @@ class Gpu:
             ) from e
         return array, view(array)._replace(dtype=dtype)
 
-    def bytes_of(self, v: TensorView, nbytes: int) -> Any:
-        owner: Any = v.owner
-        if is_torch(owner):
-            return owner.reshape(-1).view(sys.modules["torch"].uint8)[:nbytes]
     def new_bytes(self, nbytes: int, like: Any) -> tuple[Any, int]:
         if is_torch(like):
             torch: Any = sys.modules["torch"]
@@ -255,6 +255,10 @@ class Gpu:
         array = self._cupy.empty(nbytes, np.uint8)
         return array, array.data.ptr
 
+    def bytes_of(self, v: TensorView, nbytes: int) -> Any:
+        owner: Any = v.owner
+        if is_torch(owner):
+            return owner.reshape(-1).view(sys.modules["torch"].uint8)[:nbytes]
         memory = self._cupy.cuda.UnownedMemory(v.address, max(v.nbytes, 1), owner, self._device.id)
         return self._cupy.ndarray(nbytes, np.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
 

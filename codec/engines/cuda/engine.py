@@ -44,7 +44,7 @@ def count(r: EncodeRequest) -> np.ndarray[Any, np.dtype[np.int64]] | None:
 
 def encode_async(r: EncodeRequest) -> Pending:
     """Return a pending frame, which the device encodes into the request's `out`."""
-    with working(r.views) as work:
+    with working(r.views, waits=False) as work:
         return Pending(work, r)
 
 
