@@ -18,7 +18,7 @@ from codec import optimizers
 from codec._c.library import ITEMSIZE
 from codec.decoding import decode_request
 from codec.encoding import encode_request
-from codec.engines.cuda import DeferredCalls, encoding, plan, scratch, workspace
+from codec.engines.cuda import DeferredCalls, Sum, encoding, plan, scratch, workspace
 from codec.engines.cuda.kernels import FILE_OF
 from codec.engines.cuda.plan import Plan
 from codec.engines.cuda.workspace import Work
@@ -671,6 +671,36 @@ def test_reduce_of_many_frames_with_equal_blocks(name, device):
                 == codec.reduce(frames, op=op).tobytes()
             ), (n, op)
             assert n == 9 or len(device.launched) == (count if coded else -(-count // 32))
+
+
+@by_cupy
+def test_sums_of_several_tensors_share_launches(device):
+    """Also of tensors with other specs; errors are those of each sum alone."""
+    how = codec.options(engine="cuda")
+    specs = [codec.Quantize(4), codec.Quantize(8, group_size=128), codec.Float8(), codec.Lossless(), codec.Ternary()]
+    tensors = [(spec, n) for spec in specs for n in (600, 20_001)]
+    frames = [[codec.encode(sample_bits("float32", n, seed=i).view(F32), s) for i in range(3)] for s, n in tensors]
+    out = [device.put(np.zeros(n, F32)) for _, n in tensors]
+
+    def sums(frames):
+        asked = [
+            [decode_request((view(f),), None, how, to) for f in some] for some, to in zip(frames, out, strict=True)
+        ]
+        return [Sum(some, "mean") for some in asked]
+
+    calls = DeferredCalls()
+    device.launched.clear()
+    calls.reduce_many(sums(frames))
+    launched = [kernel for kernel in device.launched if "lossless" not in kernel]
+    assert sorted(launched) == ["reduce_rows<3>", "reduce_rows<4>", "reduce_rows<6>"]
+    assert len(device.launched) == 3 + 3  # one for each rank
+    calls.conclude()
+    for to, some in zip(out, frames, strict=True):
+        assert bytes_of(to) == codec.reduce(some, op="mean").tobytes()
+    frames[3][1] = frames[3][1][:-20] + bytes([frames[3][1][-20] ^ 1]) + frames[3][1][-19:]
+    calls.reduce_many(sums(frames))
+    with pytest.raises(codec.FrameError):
+        calls.conclude()
 
 
 @pytest.mark.parametrize("fp8", ["e4m3fn", "e5m2"])

@@ -5,7 +5,7 @@ and back.
 """
 
 from codec.engines.cuda import devices
-from codec.engines.cuda.deferred import DeferredCalls
+from codec.engines.cuda.deferred import DeferredCalls, Sum
 from codec.engines.cuda.engine import (
     accumulate,
     count,
@@ -20,6 +20,7 @@ from codec.engines.cuda.engine import (
 
 __all__ = [
     "DeferredCalls",
+    "Sum",
     "accumulate",
     "count",
     "decode",

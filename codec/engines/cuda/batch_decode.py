@@ -4,16 +4,19 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from codec._c.library import ffi
 from codec.engines.cuda.decoding import DECODING_NBYTES, FOUND_NBYTES, NOTHING_FOUND, Frame, Sink
+from codec.engines.cuda.devices import Device
 from codec.engines.cuda.kernels import blocks_for
 from codec.engines.cuda.preprocess import PREPROCESSING_NBYTES
 from codec.engines.cuda.scratch import Scratch
 from codec.engines.cuda.upload import aligned
-from codec.engines.cuda.workspace import Work, grid_for, launch_each, pointer, small
+from codec.engines.cuda.workspace import Work, grid_for, launch_each, small
 from codec.engines.request import DecodeRequest
 from codec.tensors.view import TensorView
 
 _HEAD = 4096  # bytes of each frame that are downloaded first: most side sections end within them
+_UPLOADED = 1 << 16  # maximum bytes of frames in host memory that are copied to the device by one copy
 _NOWHERE = Sink(0)
 _MOST_LISTED = 256_000_000  # maximum bytes of lists of changes of a call
 
@@ -24,20 +27,57 @@ class Step(NamedTuple):
     Attributes
     ----------
     items : sequence of (Frame, Sink)
-    summing : bool
-        One kernel decodes all frames and adds them up.
+    summing : int
+        Each so many items are frames of one sum, which a kernel decodes and adds up together; 0: no frames are.
     """
 
     items: Sequence[tuple[Frame, Sink]]
-    summing: bool = False
+    summing: int = 0
 
-    def launches(self) -> list[tuple[str, list[tuple[Frame, Sink]]]]:
-        """Return kernels, each with the frames that it decodes."""
-        first = self.items[0][0]
-        if self.summing or len(self.items) == 1:
-            return [(first.summing if self.summing else first.kernel, list(self.items))]
-        ordered = sorted(self.items, key=lambda item: (item[0].kernel, -item[0].grid))
-        return [(kernel, list(own)) for kernel, own in itertools.groupby(ordered, key=lambda item: item[0].kernel)]
+    def launches(self, device: Device) -> list["Launch"]:
+        """Return the launches of kernels, each with the frames that it decodes."""
+        count = self.summing or 1
+        if len(self.items) == count:
+            kernel, grid = self._kernel(self.items, device)
+            return [Launch(kernel, [-grid], list(self.items), self.summing)]
+        groups = [self.items[i : i + count] for i in range(0, len(self.items), count)]
+        keys = [(*self._kernel(group, device), i) for i, group in enumerate(groups)]
+        keys.sort()  # those of a kernel become adjacent, and grids descend
+        found: list[Launch] = []
+        for kernel, some in itertools.groupby(keys, key=lambda key: key[0]):
+            own = list(some)
+            items = [item for _, _, i in own for item in groups[i]]
+            found.append(Launch(kernel, [-grid for _, grid, _ in own], items, self.summing))
+        return found
+
+    def _kernel(self, group: Sequence[tuple[Frame, Sink]], device: Device) -> tuple[str, int]:
+        """Return the kernel of a frame or of a sum, and its negative number of thread blocks."""
+        frame = group[0][0]
+        if not self.summing:
+            return frame.kernel, -frame.grid
+        nblocks = max([each.view.nblocks for each, _ in group])
+        return frame.summing, -blocks_for(frame.summing, device.processors, nblocks)
+
+
+class Launch(NamedTuple):
+    """Launch of a kernel for adjacent structs; see :class:`Step`."""
+
+    kernel: str
+    grids: list[int]  # thread blocks of each frame or sum
+    items: list[tuple[Frame, Sink]]
+    summing: int
+
+
+def side_by_side(several: Sequence[Sequence[Step]]) -> list[Step]:
+    """Return the steps of several lists that do not depend on each other, with as few launches as possible."""
+    found: list[Step] = []
+    for steps in itertools.zip_longest(*several):
+        by_count: dict[int, list[tuple[Frame, Sink]]] = {}
+        for step in steps:
+            if step is not None:
+                by_count.setdefault(step.summing, []).extend(step.items)
+        found += [Step(items, count) for count, items in by_count.items()]
+    return found
 
 
 Each = Callable[..., Any]  # (i, call, *arguments) -> result of the call for frame i; may add i to its errors
@@ -64,7 +104,31 @@ def open_frames(asked: Sequence[tuple[Work, DecodeRequest, TensorView]], each: E
     longer = work.fetch_all([frame.frame.first(frame.head_nbytes) for frame in short])
     for frame, head in zip(short, longer, strict=True):
         frame.head = head
+    if len(frames) > 1:
+        _upload_small(work, frames)
     return frames
+
+
+def _upload_small(work: Work, frames: Sequence[Frame]) -> None:
+    """Copy small frames in host memory to the device, many by one copy."""
+    groups: list[list[Frame]] = [[]]
+    room = _UPLOADED
+    for frame in frames:
+        nbytes = aligned(frame.frame.nbytes)
+        if frame.frame.device != "cpu" or not 0 < nbytes <= _UPLOADED:
+            continue
+        if nbytes > room:
+            groups.append([])
+            room = _UPLOADED
+        groups[-1].append(frame)
+        room -= nbytes
+    for own in groups:
+        if len(own) < 2:
+            continue
+        images = [ffi.buffer(frame.frame.data, frame.frame.nbytes)[:] for frame in own]
+        at = work.put(b"".join([image.ljust(aligned(len(image)), b"\0") for image in images]))
+        for frame, image in zip(own, images, strict=True):
+            frame.at, at = at, at + aligned(len(image))
 
 
 class BatchDecode:
@@ -87,9 +151,9 @@ class BatchDecode:
 
     def __init__(self, work: Work, frames: Sequence[Frame], steps: Sequence[Step]) -> None:
         self._work, self._frames, device = work, frames, work.device
-        self._launches = [step.launches() for step in steps]
+        self._launches = [step.launches(device) for step in steps]
         self._preprocessing = [some for frame in frames if (some := frame.preprocessing.struct())]
-        kernels = {kernel for launch in self._launches for kernel, _ in launch}
+        kernels = {launch.kernel for launches in self._launches for launch in launches}
         device.prepare(kernels | {"preprocess"} if self._preprocessing else kernels)
         image = bytearray(b"".join(self._preprocessing))
         image += bytes(aligned(len(image)) - len(image))
@@ -108,9 +172,9 @@ class BatchDecode:
         founds = itertools.count(address + found, FOUND_NBYTES)
         places = {id(frame): (next(images), next(founds)) for frame in frames}
         seen = set[int]()
-        for kernel, items in itertools.chain(*self._launches):
-            for frame, sink in items:
-                used = kernel == frame.kernel and needs[id(frame)].nbytes > 0
+        for launch in itertools.chain(*self._launches):
+            for frame, sink in launch.items:
+                used = not launch.summing and needs[id(frame)].nbytes > 0
                 units = scratch.struct(address + taken, used=used)
                 image += frame.decoding(*places[id(frame)], units, sink, checks=id(frame) not in seen)
                 seen.add(id(frame))
@@ -125,15 +189,11 @@ class BatchDecode:
             launch_each(
                 device, "preprocess", [grid] * len(self._preprocessing), self._preprocessing_at, PREPROCESSING_NBYTES
             )
-        for kernel, items in self._launches[i]:
-            grids = [frame.grid for frame, _ in items]
-            if kernel == items[0][0].summing:
-                nblocks = max(frame.view.nblocks for frame, _ in items)
-                grid = blocks_for(kernel, device.processors, nblocks)
-                device.launch(kernel, (grid, 1), pointer(self._at), small(len(items)))
-            else:
-                launch_each(device, kernel, grids, self._at, DECODING_NBYTES)
-            self._at += DECODING_NBYTES * len(items)
+        for launch in self._launches[i]:
+            count = launch.summing
+            more = (small(count),) if count else ()
+            launch_each(device, launch.kernel, launch.grids, self._at, DECODING_NBYTES * (count or 1), *more)
+            self._at += DECODING_NBYTES * len(launch.items)
 
     def close(self, each: Each = alone) -> None:
         """Wait for the stream, and raise the error of the first frame that is invalid."""

@@ -107,5 +107,6 @@ def reduction_steps(frames: list[Frame], to: int, op: str) -> list[Step]:
         flags = (lib.CODEC_UNSCALED | (lib.CODEC_RESCALE if last else 0)) if codes else 0
         items.append((frame, Sink(to, into, divide=count if op == "mean" and 1 < count == i + 1 else 0, codes=flags)))
     if first.summing and all(frame.is_cut_like(first) for frame in frames):
-        return [Step(items[i : i + _SUMMED], summing=True) for i in range(0, count, _SUMMED)]
+        parts = [items[i : i + _SUMMED] for i in range(0, count, _SUMMED)]
+        return [Step(part, summing=len(part)) for part in parts]
     return [Step([item]) for item in items]

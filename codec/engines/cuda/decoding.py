@@ -78,6 +78,8 @@ class Frame:
         Job of the frame.
     base : TensorView or None
         Base of a frame of Delta, after :meth:`open_base`.
+    at : int
+        Address of the frame on the device; 0: not yet copied there.
     lists : int
         Address of the codec_lists of a frame of Delta, after :meth:`take_lists`; 0: blocks are decoded twice.
 
@@ -94,7 +96,7 @@ class Frame:
         self.shape = tuple(info.shape[0 : info.rank])
         self.dtype = DTYPE_NAMES[info.dtype]
         self.base: TensorView | None = None
-        self._base_at = self.lists = 0
+        self.at = self._base_at = self.lists = 0
 
     @property
     def is_delta(self) -> bool:
@@ -145,7 +147,7 @@ class Frame:
         self._call, self._job, self._job_nbytes, self.view = call, job, size[0], view
         view.tables.count = view.coded.bit_length()  # only coded planes have tables
         self.image = Image(view, job, ["tables", "model_parts", "offsets", "row_parts"])
-        self._at = work.read(self.frame, ALIGNMENT)
+        self.at = self.at or work.read(self.frame, ALIGNMENT)
         self._base_at = work.read(self.base) if self.base is not None else 0
         self.preprocessing = preprocessing = Preprocessing(work, info.n)
         if levels is not None and self._shared:
@@ -274,7 +276,7 @@ class Frame:
         addresses = self._base_at or self.preprocessing.exponents, found
         warps = warps_of(self.kernel) * self.grid
         return _DECODING.pack(
-            at, at + DATA_AT, self._at, scratch, *addresses, *sink[:4], *codes, checks, warps, self.lists, 0
+            at, at + DATA_AT, self.at, scratch, *addresses, *sink[:4], *codes, checks, warps, self.lists, 0
         )
 
     def close(self, found: bytes) -> None:

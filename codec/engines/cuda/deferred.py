@@ -1,11 +1,12 @@
 """Calls whose verdicts the host reads later, by one wait for all of them."""
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from codec._c.library import check
-from codec.engines.cuda.batch_decode import BatchDecode, Step, open_frames
+from codec.engines.cuda.batch_decode import BatchDecode, Step, open_frames, side_by_side
 from codec.engines.cuda.calls import FLOAT32, prepare, reduction_steps, views_of, working
 from codec.engines.cuda.decoding import Frame, Sink
 from codec.engines.cuda.encoding import Encoding
@@ -41,6 +42,23 @@ class _Verdict(NamedTuple):
             if self.explain is not None:
                 self.explain(e)
             raise
+
+
+class Sum(NamedTuple):
+    """Frames to be added up.
+
+    Attributes
+    ----------
+    frames : sequence of DecodeRequest
+        At least one, of equal shape; the first one has `out`.
+    op : {"sum", "mean", "max"}
+    explain : callable, optional
+        Called with the error for NaN or Inf in the result.
+    """
+
+    frames: Sequence[DecodeRequest]
+    op: str
+    explain: Explain | None = None
 
 
 class Encoded:
@@ -126,31 +144,40 @@ class DeferredCalls:
             step = [(frame, Sink(work.write(v))) for frame, (_, v) in zip(frames, made, strict=True)]
             self._launch(work, frames, [Step(step)])
 
-    def accumulate(self, r: DecodeRequest, into: int) -> None:
-        """Store the float32 values of a frame in the request's `out`, add them, or take the maximum (`into`)."""
-        with working(views_of(r)) as work:
-            [frame] = open_frames([(work, r, r.frames[0])])
-            check_whole(frame.info, frame.frame)
-            v = view_output(r.out)
-            frame.open(v, into)
-            self._launch(work, [frame], [Step([(frame, Sink(work.write(v), into))])])
-
-    def reduce(self, frames: Sequence[DecodeRequest], op: str, explain: Explain | None = None) -> None:
-        """Store the float32 sum, mean or maximum of frames of equal shape in the `out` of the first request.
-
-        With ``check_finite``, NaN or Inf in the result is an error, for which `explain` is called.
-        """
-        first = frames[0]
-        with working([named for r in frames for named in views_of(r)]) as work:
-            opened = open_frames([(work, r, r.frames[0]) for r in frames])
-            v = view_output(first.out)
-            for frame in opened:
+    def accumulate_many(self, requests: Sequence[DecodeRequest], into: int) -> None:
+        """Store the float32 values of each frame in its `out`, add them, or take the maximum (`into`)."""
+        with working([named for r in requests for named in views_of(r)]) as work:
+            frames = open_frames([(work, r, r.frames[0]) for r in requests])
+            items: list[tuple[Frame, Sink]] = []
+            for r, frame in zip(requests, frames, strict=True):
                 check_whole(frame.info, frame.frame)
-                frame.open(v, FLOAT32)
-            to = work.write(v)
-            self._launch(work, opened, reduction_steps(opened, to, op))
-            if first.check_finite:
-                self._check_finite(work, to, opened[0].info.n, explain)
+                v = view_output(r.out)
+                frame.open(v, into)
+                items.append((frame, Sink(work.write(v), into)))
+            self._launch(work, frames, [Step(items)])
+
+    def reduce_many(self, sums: Sequence[Sum]) -> None:
+        """Store the float32 sum, mean or maximum of frames of equal shape in the `out` of each sum's first request.
+
+        With its ``check_finite``, NaN or Inf in the result is an error.
+        """
+        requests = [r for each in sums for r in each.frames]
+        with working([named for r in requests for named in views_of(r)]) as work:
+            opened = open_frames([(work, r, r.frames[0]) for r in requests])
+            rest, steps, results = iter(opened), list[list[Step]](), list[tuple[int, int]]()
+            for each in sums:
+                own = list(itertools.islice(rest, len(each.frames)))
+                v = view_output(each.frames[0].out)
+                for frame in own:
+                    check_whole(frame.info, frame.frame)
+                    frame.open(v, FLOAT32)
+                to = work.write(v)
+                results.append((to, own[0].info.n))
+                steps.append(reduction_steps(own, to, each.op))
+            self._launch(work, opened, side_by_side(steps))
+            for each, (to, n) in zip(sums, results, strict=True):
+                if each.frames[0].check_finite:
+                    self._check_finite(work, to, n, each.explain)
 
     def _launch(self, work: Work, frames: Sequence[Frame], steps: Sequence[Step]) -> None:
         """Launch all steps, and note where their verdict will be."""

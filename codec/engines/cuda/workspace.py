@@ -205,20 +205,25 @@ def small(n: int) -> Any:
     return ctypes.c_uint32(n)
 
 
-def launch_each(device: Device, kernel: str, grids: Sequence[int], at: int, nbytes: int) -> None:
+def launch_each(device: Device, kernel: str, grids: Sequence[int], at: int, nbytes: int, *more: Any) -> None:
     """Launch a kernel for adjacent structs of ``nbytes`` bytes at ``at``, struct i with ``grids[i]`` thread blocks.
+
+    The kernel's arguments are the address of its first struct, and `more`.
 
     All structs of a launch have as many thread blocks as the largest one. So structs whose grids differ much are
     launched apart; in descending order they need few launches.
     """
+    if len(grids) == 1:
+        device.launch(kernel, (grids[0], 1), pointer(at), *more)
+        return
     first = most = used = 0
     for i, grid in enumerate(grids):
         count, largest = i - first + 1, max(most, grid)
         if count > MAX_GRID_Y or largest * count - used - grid > MAX_IDLE:
-            device.launch(kernel, (most, count - 1), pointer(at + nbytes * first))
+            device.launch(kernel, (most, count - 1), pointer(at + nbytes * first), *more)
             first, largest, used = i, grid, 0
         most, used = largest, used + grid
-    device.launch(kernel, (most, len(grids) - first), pointer(at + nbytes * first))
+    device.launch(kernel, (most, len(grids) - first), pointer(at + nbytes * first), *more)
 
 
 def grid_for(device: Device, n: int) -> int:

@@ -8,7 +8,7 @@ raises the errors of sums and decoding.
 from collections.abc import Sequence
 
 from codec.specs import Lossless
-from codec.torch.reduction.device import DeviceReduction, Term
+from codec.torch.reduction.device import DeviceReduction
 from codec.torch.reduction.exchange import Phase, Row, exchange
 from codec.torch.reduction.host import Values
 from codec.torch.reduction.partition import Piece
@@ -21,13 +21,13 @@ async def two_shot(part: Part, r: DeviceReduction) -> Values:
     frames = exchange(part, r, slices, gathers=True)
     terms = await frames.scatter()
     first = (size**2 + me) * len(slices[me])
-    sums: list[Term] = []
-    for c, piece in enumerate(slices[me]):
+    totals = [r.sum_buffer(part, piece.n) for piece in slices[me]]
+    for c, (piece, total) in enumerate(zip(slices[me], totals, strict=True)):
         row = await terms.chunk(c)
         with part.clock.during("decode_s"):
-            total = r.sum_buffer(part, piece.n)
             r.sum(row, piece, total)
-            sums.append(r.sum_term(total, piece, first + c))
+    await r.launched()
+    sums = [r.sum_term(totals[c], piece, first + c) for c, piece in enumerate(slices[me])]
     found = await frames.gather(sums, slices)
     result = r.result(part, r.n)
     for c in range(len(slices[me])):
@@ -107,9 +107,13 @@ def _store_sum(part: Part, r: DeviceReduction, row: Row, piece: Piece, place: Va
             return
         total = r.sum_buffer(part, piece.n)
         r.sum(row, piece, total, check_finite=check)
-        place[:] = r.rounded(total)
-        if check:  # the sum may overflow only in the tensor's dtype
-            r.refuse_overflow(place)
+
+        def store() -> None:
+            place[:] = r.rounded(total)
+            if check:  # the sum may overflow only in the tensor's dtype
+                r.refuse_overflow(place)
+
+        r.joint.after(store)
 
 
 def _keep_own(r: DeviceReduction, row: Row, piece: Piece, place: Values) -> None:

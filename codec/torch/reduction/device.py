@@ -1,7 +1,6 @@
 """Values of a collective on a GPU: the CUDA engine encodes and reduces them there; frames cross to the host."""
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -10,10 +9,8 @@ import torch
 
 import codec
 from codec import ArgumentError, CodecError, decoding
-from codec._c.library import lib
 from codec.decoding import decode_request
 from codec.encoding import encode_request
-from codec.engines import choose
 from codec.explain import explain
 from codec.frame_size import has_fixed_rate
 from codec.specs import BoundSpec
@@ -23,12 +20,15 @@ from codec.tensors.wrapper import View
 from codec.torch._compat import from_numpy
 from codec.torch.reduction.host import FLOATS, Frame, Reduction, Values
 from codec.torch.reduction.partition import Piece
-from codec.torch.transport.buffers import Scratch
+from codec.torch.transport.arena import aligned_begins
+from codec.torch.transport.buffers import DeviceMemory
 from codec.torch.transport.collective import Part
+from codec.torch.transport.joint import Encoded, Encoding, Joint, Sum
 from codec.torch.transport.messages import Array
 from codec.torch.transport.nccl import DeviceTransfer
+from codec.torch.transport.streams import host_array
 
-_ALIGN = 64  # bytes: frames on the GPU begin at multiples of this
+_GAP = 1 << 15  # most bytes between frames that one copy brings to the host, as two copies would take longer
 _SLACK = 16  # 1 / _SLACK of a frame's size is copied beyond the size of the last frame
 _sizes: dict[tuple[Any, ...], int] = {}  # expected bytes of frames by spec, dtype and values; the last used is last
 
@@ -42,29 +42,6 @@ def keep(found: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) ->
     found[key] = value
     if len(found) > _MOST_KEPT:
         del found[next(iter(found))]
-
-
-class DeviceMemory(Memory):
-    """Memory of a GPU, whose arrays are flat tensors of float32."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def empty(self, n: int) -> Any:
-        """Return a tensor of `n` values."""
-        return torch.empty(n, dtype=torch.float32, device=self._device)
-
-    def zeros(self, n: int) -> Any:
-        """Return a tensor of `n` zeros."""
-        return torch.zeros(n, dtype=torch.float32, device=self._device)
-
-    def has(self, array: Any) -> bool:
-        """Return True if an array is a tensor on this GPU."""
-        return isinstance(array, torch.Tensor) and array.device == self._device
-
-    def bring(self, array: Any) -> Any:
-        """Return a tensor if it is on this GPU, else a copy of an array or tensor there."""
-        return torch.as_tensor(array, device=self._device)
 
 
 class Term(NamedTuple):
@@ -85,7 +62,7 @@ class Found(NamedTuple):
     arriving: Array | None = None  # the same, which will be there after `settle`; `head` is what is expected
 
 
-class Encoded(NamedTuple):
+class Copied(NamedTuple):
     """Frame of this rank, on the GPU and in host memory."""
 
     there: torch.Tensor
@@ -101,7 +78,7 @@ class DeviceReduction(Reduction):
     """Reduction of a tensor on a GPU. Values, results and sums are flat tensors there; frames are on the host."""
 
     on_device = True
-    scratch = Scratch()  # counts memory of the engine; :func:`exchange` sets that of the group
+    member = 0  # number among the reductions that run side by side
 
     @property
     def memory(self) -> Memory:
@@ -133,27 +110,29 @@ class DeviceReduction(Reduction):
     # Calls of the engine, whose errors :meth:`settle` raises
 
     @functools.cached_property
-    def _calls(self) -> Any:
-        """Calls for which the host has not waited: :class:`codec.engines.cuda.DeferredCalls`."""
-        engine: Any = choose("cuda", "a tensor", "cuda")
-        return engine.DeferredCalls(self.scratch.note)
+    def joint(self) -> Joint:
+        """Calls of this reduction, and of those that run beside it."""
+        return Joint()
+
+    async def meet(self, item: Any, act: Callable[[list[Any]], list[Any]]) -> Any:
+        """Wait for the reductions that run beside this one; see :meth:`Joint.meet`."""
+        return await self.joint.meet(self.member, item, act)
+
+    async def launched(self) -> None:
+        """Wait until all sums and frames so far are launched, also those of the reductions beside this one."""
+        await self.meet(None, self.joint.launch_for)
 
     def request_verdicts(self) -> None:
         """Have the stream copy the verdicts of all calls so far to the host."""
-        self._calls.request()
+        self.joint.launch()
+        self.joint.calls.request()
 
     def settle(self, transfer: DeviceTransfer) -> None:
         """Wait for all calls so far, and raise the error of the first one that has failed.
 
         `transfer`: messages between GPUs, which the calls may wait for.
         """
-        self._calls.request()
-        try:
-            transfer.settle()
-        except BaseException:
-            self._calls.wait()  # the stream goes on, and copies to host memory, which is not ours any more
-            raise
-        self._calls.conclude()
+        self.joint.settle(transfer)
 
     def sum(
         self,
@@ -168,20 +147,20 @@ class DeviceReduction(Reduction):
 
         `parts` are :class:`Found`.
         """
-        found = [None if part is None else self._request(part, piece, total) for part in parts]
-        frames = [request for request in found if request is not None]
-        if len(frames) == len(found):
-            first = frames[0]._replace(check_finite=check_finite)
-            self._calls.reduce([first, *frames[1:]], self.op, _explain_sum)
-        else:
-            for i, request in enumerate(found):
-                if request is None:
-                    self._add_own(total, self.as_float32(self.own_term(piece)), first=i == 0)
-                else:
-                    self._calls.accumulate(request, lib.CODEC_INTO_ADD if i else lib.CODEC_INTO_FLOAT32)
-            self._complete(total, len(found))
-        if not self.rejects_nonfinite:
-            _unify_nan(total)
+        found: list[Any] = [None if part is None else self._request(part, piece, total) for part in parts]
+        if None not in found:
+            found[0] = found[0]._replace(check_finite=check_finite)
+
+        def add_own(first: bool) -> None:
+            self._add_own(total, self.as_float32(self.own_term(piece)), first=first)
+
+        def complete() -> None:
+            if None in found:
+                self._complete(total, len(found))
+            if not self.rejects_nonfinite:
+                _unify_nan(total)
+
+        self.joint.sum(Sum(found, self.op, _explain_sum, piece.n, add_own, complete))
 
     def refuse_overflow(self, total: Values) -> None:
         """Refuse a sum in the tensor's dtype that holds NaN or Inf."""
@@ -197,7 +176,7 @@ class DeviceReduction(Reduction):
         def explain(e: CodecError) -> None:
             self.explain_nonfinite(cast(ArgumentError, e), total)
 
-        self._calls.refuse(view(flag), explain)
+        self.joint.calls.refuse(view(flag), explain)
 
     def _add_own(self, total: Values, own: Values, *, first: bool) -> None:
         total.copy_(own) if first else total.add_(own)
@@ -239,8 +218,16 @@ class DeviceReduction(Reduction):
         residual = None if self.sum_residual is None else self.sum_residual(piece.begin, piece.end)
         return Term(self.rounded(total), piece, residual, number, summed=True)
 
-    def encode_all(self, terms: Sequence[Term], out: Sequence[torch.Tensor]) -> Any:
-        """Encode terms into memory on the GPU; return their :class:`codec.engines.cuda.deferred.Encoded`."""
+    async def encode_all(
+        self,
+        terms: Sequence[Term],
+        out: Sequence[torch.Tensor],
+        read: Callable[[], None] | None = None,
+    ) -> Encoded:
+        """Encode terms into memory on the GPU, together with those of the reductions beside this one.
+
+        `read` requests copies to the host, for which the host then waits, and raises the errors of all calls so far.
+        """
         requests = [
             encode_request(
                 View(term.values, self.dtype, term.piece.segments),
@@ -255,64 +242,75 @@ class DeviceReduction(Reduction):
             for term, room in zip(terms, out, strict=True)
         ]
 
-        def explain_error(e: CodecError) -> None:
-            if isinstance(e, ArgumentError) and isinstance(e.item, int):
-                term = terms[e.item]
-                explain(e, requests[e.item])
-                self.explain_nonfinite(e, term.values if term.summed else None)
+        def explain_error(e: CodecError, i: int) -> None:
+            if isinstance(e, ArgumentError):
+                explain(e, requests[i])
+                self.explain_nonfinite(e, terms[i].values if terms[i].summed else None)
                 e.item = None  # the caller has given one tensor
 
-        encoded = self._calls.encode_many(requests, explain_error)
-        if self.count_symbols is not None:
+        def count() -> None:
+            if (note := self.count_symbols) is None:
+                return
             for term in terms:
-                self.count_symbols(View(term.values, self.dtype, term.piece.segments), self._bound_to(term.piece))
-        return encoded
+                note(View(term.values, self.dtype, term.piece.segments), self._bound_to(term.piece))
 
-    def encode_to_host(self, terms: Sequence[Term], rooms: Sequence[Array]) -> list["Encoded"]:
+        return await self.meet(Encoding(requests, explain_error, count, read), self.joint.encode)
+
+    async def encode_to_host(self, terms: Sequence[Term], bounds: Sequence[int], block: Array) -> list[Copied]:
         """Encode terms, and copy their frames to page-locked memory; raise the errors of all calls so far.
 
         The host waits once, if all frames have the expected sizes: those of the last frames of as many values.
+
+        Parameters
+        ----------
+        terms : sequence of Term
+        bounds : sequence of int
+            Maximum bytes of each frame.
+        block : ndarray of uint8
+            Memory for all frames, each at a multiple of the arena's alignment.
         """
-        if not terms:
-            return []
-        starts = [0, *itertools.accumulate(-(-room.nbytes // _ALIGN) * _ALIGN for room in rooms)]
-        memory = self.empty_bytes((starts[-1],))
-        there = [memory[at : at + room.nbytes] for at, room in zip(starts, rooms, strict=False)]
-        encoded = self.encode_all(terms, there)
+        memory, begins = self.empty_bytes((block.nbytes,)), aligned_begins(bounds)
+        there = [memory[at : at + most] for at, most in zip(begins, bounds, strict=True)]
         keys = [(self.spec, self.dtype, term.piece.n) for term in terms]
         exact = has_fixed_rate(self.spec)
-        sizes = [
-            room.nbytes if exact else min(room.nbytes, _sizes.get(key, 0))
-            for key, room in zip(keys, rooms, strict=True)
-        ]
-        try:
-            self._copy_to_host(there, rooms, [(0, size) for size in sizes])
-            lengths: list[int] = encoded.lengths
-            self._copy_to_host(there, rooms, list(zip(sizes, lengths, strict=True)))
-        finally:  # no copy may arrive in memory that others use
-            self._calls.wait()
+        sizes = [most if exact else min(most, _sizes.get(key, 0)) for key, most in zip(keys, bounds, strict=True)]
+        encoded = await self.encode_all(
+            terms, there, lambda: self._copy_to_host(memory, block, begins, [0] * len(begins), sizes)
+        )
+        lengths = encoded.lengths
+        if any(length > size for length, size in zip(lengths, sizes, strict=True)):
+            self.joint.read([lambda: self._copy_to_host(memory, block, begins, sizes, lengths)])
         for key, length in zip(keys, lengths, strict=True):
             keep(_sizes, key, length + length // _SLACK)
         return [
-            Encoded(frame[:length], room[:length]) for frame, room, length in zip(there, rooms, lengths, strict=True)
+            Copied(memory[at : at + length], block[at : at + length])
+            for at, length in zip(begins, lengths, strict=True)
         ]
 
     def _copy_to_host(
-        self, frames: Sequence[torch.Tensor], rooms: Sequence[Array], ranges: Sequence[tuple[int, int]]
+        self,
+        memory: torch.Tensor,
+        block: Array,
+        begins: Sequence[int],
+        first: Sequence[int],
+        last: Sequence[int],
     ) -> None:
-        """Copy a range of each frame to its room, and wait for all calls."""
-        for frame, room, (begin, end) in zip(frames, rooms, ranges, strict=True):
-            if end > begin:
-                self._calls.read_back(view_bytes(frame[begin:end]), room[begin:end])
-        self._calls.conclude()
+        """Request copies of bytes first to last of each frame to the same places of a block; neighbours together."""
+        ranges: list[tuple[int, int]] = []
+        for at, a, b in zip(begins, first, last, strict=True):
+            if b > a:
+                near = ranges and at + a - ranges[-1][1] <= _GAP
+                ranges.append((ranges.pop()[0] if near else at + a, at + b))
+        for a, b in ranges:
+            self.joint.calls.read_back(view_bytes(memory[a:b]), block[a:b])
 
     def read_back(self, x: torch.Tensor) -> Array:
         """Return the bytes of a tensor, which are there after :meth:`settle`."""
-        return np.frombuffer(self._calls.read_back(view_bytes(x)), np.uint8)
+        return np.frombuffer(self.joint.calls.read_back(view_bytes(x)), np.uint8)
 
     def check_later(self, check: Callable[[], Any]) -> None:
         """Have :meth:`settle` call a function, behind all calls so far; it can read what :meth:`read_back` returned."""
-        self._calls.check(check)
+        self.joint.calls.check(check)
 
     def _request(self, found: "Found", piece: Piece, out: Values) -> Any:
         """Return the request to decode a frame of a piece."""
@@ -329,10 +327,8 @@ class DeviceReduction(Reduction):
 
     def decode_all(self, frames: Sequence[tuple["Found", Piece, torch.Tensor]]) -> None:
         """Decode frames, each to its piece of a tensor."""
-        if frames:
-            self._calls.decode_many(
-                [self._request(found, piece, into[piece.begin : piece.end]) for found, piece, into in frames]
-            )
+        requests = [self._request(found, piece, into[piece.begin : piece.end]) for found, piece, into in frames]
+        self.joint.decode(requests, sum(piece.n for _, piece, _ in frames))
 
     # Algorithms that send uncompressed values, or compute on the host
 
@@ -379,12 +375,6 @@ def _explain_sum(e: CodecError) -> None:
 def _unify_nan(x: torch.Tensor) -> None:
     """Give all NaN the bits of other engines' NaN; those that a GPU computes differ."""
     x.masked_fill_(x.isnan(), torch.nan)
-
-
-def host_array(x: torch.Tensor) -> Array:
-    """Return a flat tensor as an array in host memory, bfloat16 as uint16."""
-    x = x.detach().cpu()
-    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 def _on_host(spec: BoundSpec) -> BoundSpec:

@@ -1,8 +1,9 @@
 """Frames that ranks exchange whose values lie on GPUs: by NCCL from GPU to GPU, or by host memory and the mesh."""
 
+import itertools
 import struct
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -10,7 +11,7 @@ from codec import FrameError, PeerError
 from codec._c.library import lib
 from codec.torch.network.inbox import Receive
 from codec.torch.reduction import heads
-from codec.torch.reduction.device import DeviceReduction, Encoded, Found, Term
+from codec.torch.reduction.device import Copied, DeviceReduction, Found, Term
 from codec.torch.reduction.heads import Announced
 from codec.torch.reduction.partition import Piece
 from codec.torch.transport.collective import NoFrameError, Part
@@ -60,7 +61,7 @@ def exchange(part: Part, r: DeviceReduction, pieces: Pieces, *, gathers: bool = 
     gathers : bool
         A gathering of all `pieces` follows the scattering.
     """
-    r.scratch = part.device.scratch
+    r.joint.join(part)
     return Slots(part, r, pieces) if part.device.connected else Messages(part, r, pieces, gathers=gathers)
 
 
@@ -72,6 +73,51 @@ class _Arrived(NamedTuple):
     async def chunk(self, c: int) -> Row:
         """Return the frames of a chunk by rank."""
         return [row[c] for row in self.frames]
+
+
+class _Outgoing(NamedTuple):
+    """Rows of slots of a reduction: one for each rank, or, if this rank `gathers`, one for all."""
+
+    part: Part
+    slots: torch.Tensor
+    sizes: torch.Tensor  # of the frames
+    nbytes: int  # of each slot that are sent
+    gathers: bool
+
+
+def _send(items: Sequence[_Outgoing]) -> list[torch.Tensor]:
+    """Send the rows of reductions that run side by side; return the rows of slots of all ranks for each reduction."""
+    part = items[0].part
+    part.counters.round_trips += 1
+    received: dict[int, torch.Tensor] = {}
+    with part.device.phase():
+        for gathers in (False, True):
+            own = [i for i, item in enumerate(items) if item.gathers == gathers]
+            if own:
+                received |= zip(own, _send_alike([items[i] for i in own]), strict=True)
+    return [received[i] for i in range(len(items))]
+
+
+def _send_alike(items: Sequence[_Outgoing]) -> list[torch.Tensor]:
+    """Send rows by one collective of NCCL: those of several reductions one behind the other."""
+    part = items[0].part
+    rows: list[torch.Tensor] = []
+    for _, slots, sizes, nbytes, _ in items:
+        slots.view(torch.int64)[:, :, 0] = sizes.view(len(slots), -1)
+        rows.append(slots[:, :, :nbytes])
+
+    def send(rows: torch.Tensor) -> torch.Tensor:
+        if items[0].gathers:
+            return part.device.all_gather(rows[0], part.counters)
+        return part.device.all_to_all(rows, part.counters)
+
+    if len(rows) == 1:
+        return [send(rows[0].contiguous())]
+    received = send(torch.cat([row.flatten(1) for row in rows], 1))
+    ends = [*itertools.accumulate(row[0].numel() for row in rows)]
+    return [
+        received[:, end - row[0].numel() : end].unflatten(1, row.shape[1:]) for end, row in zip(ends, rows, strict=True)
+    ]
 
 
 class Slots:
@@ -90,17 +136,14 @@ class Slots:
         part = self._part
         terms = scattered_terms(part, self._r, self._pieces)
         pieces = [self._pieces[part.rank]] * part.size
-        return await self._exchange(terms, pieces, lambda slots: part.device.all_to_all(slots, part.counters))
+        return await self._exchange(terms, pieces, gathers=False)
 
     async def gather(self, terms: Sequence[Term], pieces: Pieces) -> Phase:
         """Send a row of frames to all ranks."""
-        part = self._part
-        return await self._exchange(terms, pieces, lambda slots: part.device.all_gather(slots[0], part.counters))
+        return await self._exchange(terms, pieces, gathers=True)
 
-    async def _exchange(
-        self, terms: Sequence[Term], pieces: Pieces, send: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Phase:
-        """Encode rows of terms, and return the frames of `pieces` in the slots that send(rows of slots) receives.
+    async def _exchange(self, terms: Sequence[Term], pieces: Pieces, *, gathers: bool) -> Phase:
+        """Encode rows of terms, send row i to rank i, or the only row to all ranks, and return the frames of `pieces`.
 
         NCCL's messages could not be ended if a rank had failed. So all ranks first send each other the heads of their
         frames.
@@ -114,40 +157,39 @@ class Slots:
         """
         r, part, chunks = self._r, self._part, len(self._pieces[0])
         slots = r.empty_bytes((len(terms) // chunks, chunks, _slot_nbytes(self._most)))
-        with part.clock.during("encode_s"):
-            encoded = r.encode_all(terms, [slot[_BEFORE:] for row in slots for slot in row])
-            mine = self._announce(terms, slots, encoded)
+        sizes, mine = await self._encode(terms, slots)
         rows = [mine[i : i + chunks] for i in range(0, len(mine), chunks)]
-        announced, largest = await self._swap(rows if len(rows) > 1 else rows * part.size, pieces)
-        part.counters.round_trips += 1
-        with part.device.phase():
-            slots = slots[:, :, : _slot_nbytes(largest)].contiguous()
-            slots.view(torch.int64)[:, :, 0] = encoded.sizes.view(len(rows), -1)
-            received = send(slots)
-        return self._arriving(received, pieces, announced)
+        announced, largest = await self._swap(rows * part.size if gathers else rows, pieces)
+        row = _Outgoing(part, slots, sizes, _slot_nbytes(largest), gathers)
+        return self._arriving(await r.meet(row, _send), pieces, announced)
 
-    def _announce(self, terms: Sequence[Term], slots: torch.Tensor, encoded: Any) -> list[Announced]:
-        """Return what this rank sends of its frames in advance; wait for them unless shapes determine that."""
+    async def _encode(self, terms: Sequence[Term], slots: torch.Tensor) -> tuple[torch.Tensor, list[Announced]]:
+        """Return the sizes of this rank's frames, on the GPU, and what this rank sends of them in advance.
+
+        The host waits for the frames unless shapes determine their heads.
+        """
         r, pieces = self._r, [term.piece for term in terms]
+        out = [slot[_BEFORE:] for row in slots for slot in row]
         known = [(r.frame_bound(piece), heads.constant(r, piece)) for piece in pieces]
         found = [Announced(nbytes, head, complete=False) for nbytes, head in known if head is not None]
         if len(found) == len(terms):
-            return found
-        read = self._heads_of(slots, heads.usual_nbytes(r, pieces))
+            return (await r.encode_all(terms, out)).sizes, found
+        usual, copies = heads.usual_nbytes(r, pieces), list[Array]()
+        encoded = await r.encode_all(terms, out, lambda: copies.append(self._read(slots, usual)))
+        read = self._heads_of(slots, copies[0], usual)
         for piece, head in zip(pieces, read, strict=True):
             heads.note(r, piece, head)
-        return [Announced(n, head, complete=True) for n, head in zip(encoded.lengths, read, strict=True)]
+        return encoded.sizes, [Announced(n, head, complete=True) for n, head in zip(encoded.lengths, read, strict=True)]
 
-    def _heads_of(self, slots: torch.Tensor, usual: int) -> list[Array]:
-        """Wait for this rank's frames, and return their heads; wait twice if one has more than `usual` bytes."""
-        while True:
-            read = self._read(slots, usual)
-            self._r.settle(self._part.device)
-            frames = [slot[_BEFORE:] for row in read for slot in row]
-            sizes = [heads.head_nbytes(frame) for frame in frames]
-            if max(sizes) <= usual:
-                return [frame[:n] for frame, n in zip(frames, sizes, strict=True)]
-            usual = max(sizes)
+    def _heads_of(self, slots: torch.Tensor, read: Array, usual: int) -> list[Array]:
+        """Return the heads of this rank's frames, of which `usual` bytes are read; wait if one has more."""
+        frames = [slot[_BEFORE:] for row in read for slot in row]
+        sizes = [heads.head_nbytes(frame) for frame in frames]
+        if max(sizes) <= usual:
+            return [frame[:n] for frame, n in zip(frames, sizes, strict=True)]
+        read = self._read(slots, max(sizes))
+        self._r.settle(self._part.device)
+        return self._heads_of(slots, read, max(sizes))
 
     async def _swap(self, rows: Sequence[Sequence[Announced]], pieces: Pieces) -> tuple[list[list[Announced]], int]:
         """Send row i to rank i; return the rows that ranks send about `pieces`, and the size of the largest frame."""
@@ -256,7 +298,7 @@ class Messages:
         order = [(c, o) for c in range(chunks) for o in [*part.others, part.rank]]
         if r.own_term_is_exact:
             order = [(c, o) for c, o in order if o != part.rank]
-        frames = self._encoded([terms[o * chunks + c] for c, o in order], [self._bounds[o][c] for c, o in order])
+        frames = await self._encoded([terms[o * chunks + c] for c, o in order], [self._bounds[o][c] for c, o in order])
         for (c, o), frame in zip(order, frames, strict=True):
             if o == part.rank:
                 own[c] = frame.found
@@ -264,7 +306,7 @@ class Messages:
                 part.send_frame(frame.here, o)
         await part.breathe()
         part.counters.round_trips += 0.5
-        return _Arriving(part, own, incoming)
+        return _Arriving(part, r, own, incoming)
 
     async def gather(self, terms: Sequence[Term], pieces: Pieces) -> Phase:
         """Send terms to all ranks."""
@@ -272,26 +314,26 @@ class Messages:
         if self._gathered is None:
             part.arena.reserve(part.arena.nbytes_of(bounds * part.size), pinned=True)
             self._gathered = [[(o, part.receive(b, o)) for o in part.others] for b in bounds]
-        own = self._encoded(terms, bounds)
+        own = await self._encoded(terms, bounds)
         for frame in own:
             for o in part.others:
                 part.send_frame(frame.here, o)
         await part.breathe()
         part.counters.round_trips += 0.5
         exact = self._r.own_term_is_exact and not self._gathers
-        return _Arriving(part, [None if exact else frame.found for frame in own], self._gathered)
+        return _Arriving(part, self._r, [None if exact else frame.found for frame in own], self._gathered)
 
-    def _encoded(self, terms: Sequence[Term], bounds: Sequence[int]) -> list[Encoded]:
+    async def _encoded(self, terms: Sequence[Term], bounds: Sequence[int]) -> list[Copied]:
         """Return the frames of terms."""
-        rooms = [self._part.arena.allocate(b) for b in bounds]
-        with self._part.clock.during("encode_s"):
-            return self._r.encode_to_host(terms, rooms)
+        block = self._part.arena.allocate(self._part.arena.nbytes_of(bounds))
+        return await self._r.encode_to_host(terms, bounds, block)
 
 
 class _Arriving(NamedTuple):
     """Frames that arrive in host memory."""
 
     part: Part
+    r: DeviceReduction
     own: Sequence[Found | None]
     incoming: Sequence[Sequence[tuple[int, Receive]]]
 
@@ -299,6 +341,8 @@ class _Arriving(NamedTuple):
         """Return the frames of a chunk by rank, when they have arrived."""
         found: dict[int, Found | None] = {self.part.rank: self.own[c]}
         for o, receive in self.incoming[c]:
+            if not receive.done:
+                self.r.joint.launch_large()
             found[o] = Found(await self.part.frame(receive), None)
         return [found[rank] for rank in range(self.part.size)]
 

@@ -10,10 +10,12 @@ from codec.torch.group.autotune import Choice, Measurement, Turn, Way
 from codec.torch.group.communicator import Communicator
 from codec.torch.group.tasks import Together
 from codec.torch.network.version import hash64
+from codec.torch.reduction.device import DeviceReduction
 from codec.torch.reduction.host import Reduction, Values
 from codec.torch.reduction.table import ALL_GATHER, ALL_REDUCES, PLAIN, RAW, SHARED_SCALE, TWO_SHOT, Algorithm
 from codec.torch.transport.channel import Channel
 from codec.torch.transport.collective import Collective, NoFrameError
+from codec.torch.transport.joint import Joint
 
 _CHOICES = 256  # signatures whose choice between frames and uncompressed values a group remembers
 _SMALL = 1 << 16  # bytes of a tensor up to which one phase with N - 1 frames is faster than two phases
@@ -133,11 +135,16 @@ async def run_several(
 ) -> list[Values]:
     """Reduce several tensors in one collective, side by side; return their results, which may be in its memory.
 
-    All ranks must agree on `item`. Between GPUs the reductions follow each other: NCCL needs the same order of messages
-    on all ranks.
+    All ranks must agree on `item`. Between GPUs the reductions follow each other unless all of them are in one
+    :class:`Joint`: NCCL needs the same order of messages on all ranks.
     """
+    joined = [r for r, algorithm in planned if isinstance(r, DeviceReduction) and algorithm.joins]
+    apart = collective.device.connected and len(joined) < len(planned)
+    joint = Joint(len(joined))
+    for i, r in enumerate(joined):
+        r.joint, r.member = (Joint(), 0) if apart else (joint, i)
     # "auto" is part of the signature: it may become another algorithm on all ranks
-    if len(planned) == 1 or collective.device.connected:
+    if len(planned) == 1 or apart:
         return [await _run(collective, algorithm, r, requested, item) for r, algorithm in planned]
     return await Together([_run(collective, algorithm, r, requested, item) for r, algorithm in planned])
 
@@ -150,7 +157,10 @@ async def _run(
         r.deferred = None
     fields = signed(r, algorithm.name, requested) | agreed(item)
     try:
-        return await algorithm.run(collective.part(hash64(*fields.items()), fields), r)
+        result = await algorithm.run(collective.part(hash64(*fields.items()), fields), r)
+        if isinstance(r, DeviceReduction) and algorithm.joins:
+            r.joint.leave()
+        return result
     except NoFrameError as e:
         await collective.blame(e.rank)
         raise

@@ -40,6 +40,8 @@ class Algorithm:
         Results can stay in frames until the agreement: ``run`` takes reductions with :attr:`Reduction.deferred`.
     raw_fallback : bool
         Tensors may be sent uncompressed instead if that is measured to be faster.
+    joins : bool
+        Reductions on GPUs that run side by side make their calls together (:class:`Joint`).
     uncompressed : bool
         Values are sent uncompressed.
     check : callable
@@ -53,6 +55,7 @@ class Algorithm:
     feedback: bool = True
     defers: bool = False
     raw_fallback: bool = False
+    joins: bool = False
     uncompressed: bool = False
     check: Callable[[Spec, str], None] = _accept
 
@@ -60,12 +63,12 @@ class Algorithm:
 def _with_device(algorithm: Algorithm, run: Run) -> Algorithm:
     """Return an algorithm that runs `run` for values on GPUs, and has a variant whose frames stay there."""
     name, on_host = f"{algorithm.name} on GPUs", algorithm.run
-    variant = replace(algorithm, name=name, run=run, defers=False)
+    variant = replace(algorithm, name=name, run=run, defers=False, joins=True)
 
     def run_where_values_lie(part: Part, r: Reduction) -> Awaitable[Values]:
         return (run if r.on_device else on_host)(part, r)
 
-    return replace(algorithm, run=run_where_values_lie, on_device=variant)
+    return replace(algorithm, run=run_where_values_lie, on_device=variant, joins=True)
 
 
 async def _on_host(run: Callable[[Part, Reduction], Awaitable[Values]], part: Part, r: Reduction) -> Values:

@@ -1,5 +1,6 @@
 """Memory on the host for the messages, the result and the sums of one collective."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,11 @@ from codec.torch.transport.buffers import Buffers
 from codec.torch.transport.messages import Array
 
 _ALIGN = 64  # bytes: messages begin at multiples of this
+
+
+def aligned_begins(bounds: Sequence[int]) -> list[int]:
+    """Return the offsets at which messages of at most `bounds` bytes begin in memory of :meth:`Arena.nbytes_of`."""
+    return [0, *itertools.accumulate(-(-n // _ALIGN) * _ALIGN for n in bounds)][: len(bounds)]
 
 
 class Arena:

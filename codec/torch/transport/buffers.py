@@ -1,5 +1,10 @@
-"""Memory that collectives take and give back: on the host, so that they need not touch new pages; a count on GPUs."""
+"""Memory of collectives: buffers on the host that they take and give back, memory of GPUs and its count."""
 
+from typing import Any
+
+import torch
+
+from codec.stateful.ranges import Memory
 from codec.torch.transport.messages import Array
 from codec.torch.transport.streams import host_memory
 
@@ -62,3 +67,26 @@ class Scratch:
         """Count a call that has had `most` bytes at once, and keeps `kept` bytes, which are negative if released."""
         self.most_nbytes = max(self.most_nbytes, self.nbytes + most)
         self.nbytes += kept
+
+
+class DeviceMemory(Memory):
+    """Memory of a GPU, whose arrays are flat tensors of float32."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def empty(self, n: int) -> Any:
+        """Return a tensor of `n` values."""
+        return torch.empty(n, dtype=torch.float32, device=self._device)
+
+    def zeros(self, n: int) -> Any:
+        """Return a tensor of `n` zeros."""
+        return torch.zeros(n, dtype=torch.float32, device=self._device)
+
+    def has(self, array: Any) -> bool:
+        """Return True if an array is a tensor on this GPU."""
+        return isinstance(array, torch.Tensor) and array.device == self._device
+
+    def bring(self, array: Any) -> Any:
+        """Return a tensor if it is on this GPU, else a copy of an array or tensor there."""
+        return torch.as_tensor(array, device=self._device)

@@ -39,6 +39,12 @@ def host_memory(nbytes: int, *, pinned: bool) -> Array:
     return np.empty(nbytes, np.uint8)
 
 
+def host_array(x: torch.Tensor) -> Array:
+    """Return a flat tensor as an array in host memory, bfloat16 as uint16."""
+    x = x.detach().cpu()
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
 class StreamOrder:
     """Order of the work on GPUs of a function in another thread: it follows what this thread has submitted so far.
 

@@ -367,12 +367,15 @@ DEVICE codec_status check_digests(const summed &s, uint64_t b, uint32_t known, u
 
 /*
  * Add up `count` frames, at most 32, in this order, to one destination. Each has a codec_decoding, whose sink says how
- * its values are added. Grid: (CTAs, 1). Errors are reported for each frame as by decode_rows.
+ * its values are added. Grid: (CTAs, sums); each sum has `count` codec_decodings of its own. Errors are reported for
+ * each frame as by decode_rows.
  */
 template <int CODEC>
 __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decoding *decodings, uint32_t count)
 {
+	decodings += (uint64_t)(count - 1) * blockIdx.y; /* decoding_of adds blockIdx.y */
 	const codec_decoding &d = decoding_of(decodings);
+	decodings += blockIdx.y;
 	__shared__ float ratio[256];
 	const job &j = share_job(d.view, d.memory);
 	const codec_view &v = j.v;

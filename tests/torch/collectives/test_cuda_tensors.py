@@ -8,6 +8,7 @@ import contextlib
 import logging
 import struct
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ from codec.torch.ddp import uncompressed
 from codec.torch.group import communicator
 from codec.torch.group.tasks import Task
 from codec.torch.group.work import Work
-from codec.torch.reduction import heads
+from codec.torch.reduction import arguments, execution, heads
+from codec.torch.reduction.table import ALL_GATHER, TWO_SHOT
 from codec.torch.transport import nccl, streams
 from support.collective_values import rank_values, tensor_bytes
 from support.cuda_tensors import NCCL, DeviceTensor, gpu, host, new_group_of_gpus, on_device
@@ -306,22 +308,35 @@ class _BucketOnGpu:
         return self._buffer
 
 
-def _train(rank, size, kind, name, feedback):
+def _register(model, hook, place):
+    """Register a hook for buckets that `place` puts on a GPU."""
+
+    def reduce(hook, bucket):
+        future = hook.reduce(_BucketOnGpu(bucket, place(bucket.buffer())))
+        return future.then(lambda done: host(done.value()))
+
+    reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    model.register_comm_hook(hook, reduce)
+
+
+def _by_kind(name, parameter):
+    """Return other specs for biases and norms than for matrices."""
+    if parameter.dim() > 1:
+        return None
+    return codec.Lossless() if name.startswith("1.") else codec.Quantize(8)
+
+
+def _train(rank, size, kind, name, feedback, choose=None):
     """Train by a hook with gradients in host memory and on a GPU; return whether parameters and residuals are equal."""
     spec, found = (SPECS | TOPKS | TRUNCATES)[name], []
+    policy = replace(ENCODE_ALL, choose=choose)
     with gpu(kind) as put:
         for place in (torch.clone, put):
             model = wrapped()
             optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-            hook = codec.torch.ddp_hook(spec, optimizer=optimizer, feedback=feedback, policy=ENCODE_ALL, options=how())
-
-            def reduce(hook, bucket, place=place):
-                future = hook.reduce(_BucketOnGpu(bucket, place(bucket.buffer())))
-                return future.then(lambda done: host(done.value()))
-
-            reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-            model.register_comm_hook(hook, reduce)
-            train(model, optimizer, rank, 3)
+            hook = codec.torch.ddp_hook(spec, optimizer=optimizer, feedback=feedback, policy=policy, options=how())
+            _register(model, hook, place)
+            train(model, optimizer, rank, 3 if choose is None else 2)
             assert place is torch.clone or hook.stats().scratch_nbytes > 0
             found.append((parameter_bytes(model), hook_state_bytes(hook) if feedback else b""))
     return found[0] == found[1]
@@ -338,6 +353,81 @@ def _train(rank, size, kind, name, feedback):
 )
 def test_ddp_hook_trains_as_with_gradients_in_host_memory(ranks, kind, name, feedback):
     assert all(ranks.run(_train, kind, name, feedback))
+
+
+@pytest.mark.nccl
+def test_ddp_hook_with_several_specs_trains_as_with_gradients_in_host_memory(ranks, kind):
+    assert all(ranks.run(_train, kind, "quantize_4", True, _by_kind))
+
+
+def _launched_by_parts(rank, size):
+    """Return the kernels and the waits of steps over one bucket of one part, and of three parts."""
+    found = []
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
+    with counted_gpu() as (device, traffic):
+        for policy in (ENCODE_ALL, replace(ENCODE_ALL, choose=lambda name, _: codec.Quantize(2 + int(name[0])))):
+            torch.manual_seed(0)
+            net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
+            model = torch.nn.parallel.DistributedDataParallel(net)  # one bucket
+            _register(model, codec.torch.ddp_hook(codec.Quantize(4), policy=policy, options=how()), on_device)
+            for _ in range(3):
+                traffic.clear()
+                device.launched.clear()
+                model(x).square().mean().backward()
+            found.append((sorted(device.launched), traffic["waits"]))
+    return found
+
+
+def test_parts_of_a_bucket_share_launches_and_waits(pair, gpus):
+    for ranks in (pair, gpus):
+        for (one, waits), (three, more_waits) in ranks.run(_launched_by_parts):
+            assert one.count("encode_rows<6>") == 2  # terms, and sums
+            assert three == one
+            assert more_waits == waits + 1  # results of parts are copied into the bucket
+
+
+def _several(rank, size, kind):
+    """Reduce tensors side by side, by algorithms with other numbers of phases; an error of one is an error of all."""
+    comm, found = communicator.communicator_of(None), []
+    cases = [
+        (600_000, torch.float32, codec.Quantize(4), TWO_SHOT),
+        (3000, torch.float32, codec.Lossless(), ALL_GATHER),
+        (9000, torch.bfloat16, codec.Float8(), TWO_SHOT),
+        (0, torch.float32, codec.Sign(), ALL_GATHER),
+        (70_000, torch.bfloat16, codec.Lossless(), TWO_SHOT),
+    ]
+    with gpu(kind) as put:
+        for place, spoiled in ((torch.clone, None), (put, 2), (put, None)):
+
+            async def reduced(collective, place=place, spoiled=spoiled):
+                planned = []
+                for i, (n, dtype, spec, algorithm) in enumerate(cases):
+                    x = rank_values(10 * rank + i, (n,)).to(dtype)
+                    if (rank, i) == (1, spoiled):
+                        x[n // 2] = torch.nan
+                    r = arguments.reduction_of(place(x), spec, "mean", i)
+                    on_gpus = collective.device.connected and r.on_device
+                    planned.append((r, algorithm.on_device if on_gpus else algorithm))
+                results = await execution.run_several(collective, "two_shot", planned)
+                for r, _ in planned:
+                    await execution.settle(collective, r)
+                await collective.agree()
+                tensors = [r.tensor_of(result) for (r, _), result in zip(planned, results, strict=True)]
+                return [tensor_bytes(host(t)) for t in tensors]
+
+            try:
+                found.append(comm.run(reduced))
+            except codec.CodecError as e:
+                found.append(type(e).__name__)
+    assert found[2] == found[0]
+    return found[1]
+
+
+@pytest.mark.nccl
+def test_several_tensors_are_reduced_together(ranks, kind):
+    errors = ranks.run(_several, kind)
+    assert errors[1] == "ArgumentError"
+    assert set(errors) == {"ArgumentError", "PeerError"}
 
 
 def _float64(rank, size, kind):
