@@ -144,6 +144,19 @@ def test_planes_of_every_mode(monkeypatch):
     assert seen >= {(way, False) for way in WAYS} | {(way, True) for way in PRUNED}
 
 
+@pytest.mark.parametrize("last", [17, 63])
+def test_pruned_planes_that_end_with_a_short_run_of_zeros(last):
+    """The last run of 128 bytes of live values, which is shorter, may be the only one that is left out."""
+    rng, n = np.random.default_rng(last), 16_384
+    x = np.where(rng.random(n) < 0.05, 0, rng.standard_normal(n, F32))
+    live = np.flatnonzero(x)
+    x[live[: (len(live) - last) % 128]] = 0
+    x[live[-last:]] = 1
+    frame = codec.encode(x)
+    assert encode(x, codec.Lossless(), "float32") == frame
+    assert decode(frame) == x.tobytes()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_whose_first_plane_is_not_coded(dtype, monkeypatch):
     """Blocks of one value and of noise, where only the first plane lies in regions."""

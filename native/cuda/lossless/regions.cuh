@@ -147,6 +147,21 @@ template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, common *sa
 	}
 }
 
+/*
+ * Return a mask of planes that may end with a run of fewer than 128 zeros: planes whose byte of the block's last value
+ * is 0; all, if that value is not live. i: index of the lane's first value. live: see note_live_bytes.
+ */
+template <int SIZE>
+DEVICE uint32_t may_end_in_zeros(const uint32_t *word, uint32_t live, uint32_t i, uint32_t n, uint32_t m)
+{
+	const uint32_t last = n && i + n == m ? 255u << 8 * (n - 1) : 0; /* the last value's byte */
+	uint32_t planes = 0;
+
+	for (int p = 0; p < SIZE; p++)
+		planes |= (uint32_t)(last && !(word[p] & live & last)) << p;
+	return __reduce_or_sync(FULL, planes);
+}
+
 /* Properties of a block's planes, found while its values are split. */
 template <int SIZE> struct split_block {
 	common same[SIZE];
@@ -196,6 +211,8 @@ DEVICE void split_values(const job *j, const uint8_t *values, uint8_t *frame, ui
 		}
 		if (octave && v.fixed != all - 1)
 			note_live_bytes<SIZE>(word, o->same, &o->runs);
+		if (r + 1 == rows)
+			o->runs |= may_end_in_zeros<SIZE>(word, ~equal_mask(word[0], 0), i, n, m);
 		uint32_t none = equal_bytes(word[0], 0) & ((1u << n) - 1);
 
 		o->zeros += __popc(none);
