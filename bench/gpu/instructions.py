@@ -39,6 +39,7 @@ WAYS = (
     Way("decode_rows<3>", "2 bits", 8, {"STG.E.128": 8, "FMUL": 32}),
     Way("encode_truncate", "first cut", 1, {"LDG.E.128": 1, "STG.E.64": 1}),
     Way("encode_truncate", "pieces", 1, {"LDG.E.128": 1, "ATOMS": 8}),
+    Way("decode_lossless<4>", "pruned raw planes", 1, {"STG.E.128": 1, "LDG": 7}),
     Way("decode_truncate", "values", 1, {"STG.E.128": 1}),
 )
 FAST = [f"{way}_lossless_fast<{size}>" for way in ("encode", "decode") for size in (2, 4)]

@@ -266,8 +266,7 @@ class Frame:
         every = (1 << ITEMSIZE[self.dtype]) - 1
         if self.view.fixed == every - 1 and not self.view.halved & 1:
             return Need(0)
-        planes = (~self.view.fixed & every).bit_length()
-        units = planes + (planes > 1)  # lossless_scratch_nbytes of native/cuda/frame/decode.cuh
+        units = self.view.coded.bit_count()  # lossless_scratch_nbytes of native/cuda/frame/decode.cuh
         return Need(nbytes if units else 0, units)
 
     def decoding(self, at: int, found: int, scratch: bytes, sink: Sink, *, checks: bool) -> bytes:

@@ -108,13 +108,11 @@ DEVICE bool holds_plane_0_only(const codec_view &v, int size)
 
 /*
  * Return the bytes of scratch memory with which a warp decodes lossless blocks: none if plane 0 is the only one in
- * regions; else for each plane, and for a plane of live values only.
+ * regions; else for each plane that may be coded.
  */
 DEVICE uint64_t lossless_scratch_nbytes(const codec_view &v, int size)
 {
-	const uint32_t planes = planes_in_regions(v, size);
-
-	return holds_plane_0_only(v, size) ? 0 : PLANE_ROOM * (planes + (planes > 1));
+	return holds_plane_0_only(v, size) ? 0 : PLANE_ROOM * __popc(v.coded);
 }
 
 /*

@@ -28,54 +28,16 @@ DEVICE live_values live_of(uint32_t top, uint32_t *seen, uint32_t lane)
 	return l;
 }
 
+/* Return consecutive bytes moved to the live values of a quad, and 0 in others. */
+DEVICE uint32_t spread_bytes(uint32_t bytes, const live_values &l)
+{
+	return __byte_perm(bytes, 0, SPREAD[l.mask]);
+}
+
 /* Read a quad's bytes in a plane of live values only, which begins at bit `begin`. Other values have 0. */
 DEVICE uint32_t spread_quad(const bit_source &s, uint32_t begin, const live_values &l)
 {
-	return l.mask ? __byte_perm(window_at(s, begin + 8 * l.before), 0, SPREAD[l.mask]) : 0;
-}
-
-/*
- * Read a quad's bytes in the planes of live values only in `apart`, see spread_quad. at: their addresses. All loads are
- * in flight together.
- */
-template <int SIZE>
-DEVICE void spread_quads(const bit_source &s, const uint8_t *const *at, uint32_t apart, const live_values &l,
-			 uint32_t *word)
-{
-	uint32_t begin[SIZE], low[SIZE], high[SIZE];
-	bool whole = true;
-
-	for (int p = 1; p < SIZE; p++) {
-		begin[p] = apart >> p & 1 ? bit_of(s, at[p]) + 8 * l.before : 0;
-		whole &= begin[p] / 32 + 2 <= s.whole;
-	}
-	if (!whole) {
-		for (int p = 1; p < SIZE; p++)
-			if (apart >> p & 1)
-				word[p] = spread_quad(s, bit_of(s, at[p]), l);
-		return;
-	}
-	for (int p = 1; p < SIZE; p++) {
-		low[p] = global(s.words)[begin[p] / 32];
-		high[p] = global(s.words)[begin[p] / 32 + 1];
-	}
-	for (int p = 1; p < SIZE; p++)
-		if (apart >> p & 1)
-			word[p] = __byte_perm(__funnelshift_r(low[p], high[p], begin[p] % 32), 0, SPREAD[l.mask]);
-}
-
-/* Spread a plane of live values only, at `kept`, to all m values. */
-static __device__ void spread(const uint32_t *top, uint32_t m, const uint8_t *kept, uint32_t *plane, uint32_t lane)
-{
-	uint32_t seen = 0;
-
-	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
-		live_values l = live_of(top[32 * r + lane], &seen, lane);
-		uint32_t quad = load_bytes(kept + l.before, __popc(l.mask));
-
-		plane[32 * r + lane] = __byte_perm(quad, 0, SPREAD[l.mask]);
-	}
-	__syncwarp();
+	return l.mask ? spread_bytes(window_at(s, begin + 8 * l.before), l) : 0;
 }
 
 /* Return the number of live values of a block. */
@@ -101,94 +63,209 @@ static __device__ bool zero_under(const uint32_t *top, uint32_t m, const uint8_t
 	return !__any_sync(FULL, bad);
 }
 
-/* Places from which planes of a block are read. */
+/*
+ * Planes of a block. Only coded planes are in scratch memory: the number of literals before the next plane, and of live
+ * values, is known when they have been decoded. Others are read from the frame.
+ */
 template <int SIZE> struct plane_places {
-	const uint8_t *at[SIZE]; /* address of the plane; NULL: it is in scratch memory */
-	uint32_t apart;          /* mask of planes at at[] that hold live values only */
+	const uint8_t *at[SIZE];  /* address of the plane's first byte; ROWS: of its runs, behind the bitmap */
+	uint32_t raw, same, runs; /* masks of planes in the region, by mode: RAW, CONSTANT, ROWS */
+	bool pruned;              /* planes 1 and above, but for fixed ones, hold live values only */
 };
 
-/* Find all planes of a region of m values. Planes that are not raw are read to scratch memory. */
+/* Return the bytes of a plane of mode ROWS behind its bitmap, of k bytes in nbitmap bytes of bits. */
+static __device__ uint32_t runs_nbytes(const uint8_t *bitmap, uint32_t nbitmap, uint32_t k, uint32_t lane)
+{
+	const uint32_t last = (k - 1) / WIRE_ROW;
+	const uint32_t runs = warp_sum(lane < nbitmap ? (uint32_t)__popc(bitmap[lane]) : 0);
+
+	return WIRE_ROW * runs - (bitmap[last / 8] >> last % 8 & 1 ? WIRE_ROW * (last + 1) - k : 0);
+}
+
+/*
+ * Position in planes of mode ROWS. Lane p: of plane p. run: number of a run, the same in all lanes. before: how many
+ * runs before it are not left out. bits: whether it is there (bit 0), and the one behind it (bit 1).
+ */
+struct run_place {
+	uint32_t run, before, bits;
+};
+
+/* Return the bits of two runs from number `run` on. */
+DEVICE uint32_t run_bits(const uint8_t *bitmap, uint32_t nbitmap, uint32_t run)
+{
+	const uint32_t next = run + 1;
+
+	return (bitmap[run / 8] >> run % 8 & 1) | (next / 8 < nbitmap ? bitmap[next / 8] >> next % 8 << 1 & 2 : 0);
+}
+
+/* Read n bytes from byte i on of the k bytes of plane p, which has mode ROWS. at: its runs. */
+static __device__ __noinline__ uint32_t bytes_of_runs(const uint8_t *at, run_place place, uint32_t p, uint32_t i,
+						      uint32_t n)
+{
+	const uint32_t bits = __shfl_sync(FULL, place.bits, (int)p), before = __shfl_sync(FULL, place.before, (int)p);
+	uint32_t word = 0;
+
+	for (uint32_t k = 0; k < n; k++, i++) {
+		const uint32_t second = i / WIRE_ROW - place.run;
+
+		if (bits >> second & 1)
+			word |= (uint32_t)at[WIRE_ROW * (before + (second & bits)) + i % WIRE_ROW] << 8 * k;
+	}
+	return word;
+}
+
+/* Move on to run `run`, which is the same run or the next one. runs: mask of planes of mode ROWS, of k bytes. */
+template <int SIZE>
+DEVICE void move_to_run(run_place *o, const plane_places<SIZE> &from, uint32_t run, uint32_t k, uint32_t lane)
+{
+	const uint32_t nbitmap = ((k + WIRE_ROW - 1) / WIRE_ROW + 7) / 8;
+	const uint8_t *at = NULL;
+
+	o->before += run != o->run ? o->bits & 1 : 0;
+	o->run = run;
+	for (uint32_t p = 0; p < SIZE; p++)
+		at = p == lane ? from.at[p] : at;
+	o->bits = from.runs >> lane & 1 && WIRE_ROW * run < k ? run_bits(at - nbitmap, nbitmap, run) : 0;
+}
+
+/*
+ * Find all planes of a region of m values, and decode coded ones to scratch memory. *k: bytes of planes of live values
+ * only.
+ */
 template <int SIZE>
 DEVICE codec_status find_planes(const job *j, uint64_t first, uint32_t m, uint32_t head, cursor *c, const pairs &by,
-				uint8_t *scratch, plane_places<SIZE> *o, uint32_t lane)
+				uint8_t *scratch, plane_places<SIZE> *o, uint32_t *k, uint32_t lane)
 {
 	const codec_view &v = j->v;
-	const bool pruned = head & WIRE_REGION_PRUNED;
-	const uint32_t *top = (const uint32_t *)scratch;
-	uint8_t *some = scratch + planes_in_regions(v, SIZE) * PLANE_ROOM; /* plane of live values only */
 	const uint8_t *section = c->frame + v.planes_offset + first;
 	codec_status status = CODEC_OK;
-	uint32_t k = m;
 
-	o->apart = 0;
+	*k = m;
+	*o = {{}, 0, 0, 0, (head & WIRE_REGION_PRUNED) != 0};
 	for (uint32_t p = 0; p < SIZE; p++) {
-		o->at[p] = v.fixed >> p & 1 ? section : NULL;
+		o->at[p] = section;
 		section += v.fixed >> p & 1 ? v.plane_stride : 0;
 	}
 	for (uint32_t p = 0; p < SIZE && status == CODEC_OK; p++) {
-		uint32_t *to = (uint32_t *)(scratch + p * PLANE_ROOM), mode = head >> 2 * p & 3;
+		const uint32_t mode = head >> 2 * p & 3;
 
 		if (v.fixed >> p & 1)
 			continue;
-		if (p && mode == WIRE_MODE_RAW) {
-			if (left(c) < k)
+		o->at[p] = here(c);
+		if (mode == WIRE_MODE_CODED) {
+			o->at[p] = scratch;
+			status = read_plane(j, p, mode, by, *k, (uint32_t *)scratch, c, lane);
+			scratch += PLANE_ROOM;
+		} else {
+			plane raw;
+
+			status = plane_open(&raw, j, p, mode, by, *k, c, lane);
+			o->raw |= (uint32_t)(mode == WIRE_MODE_RAW) << p;
+			o->same |= (uint32_t)(mode == WIRE_MODE_CONSTANT) << p;
+			o->runs |= (uint32_t)(mode == WIRE_MODE_ROWS) << p;
+		}
+		if (mode == WIRE_MODE_ROWS && status == CODEC_OK) {
+			const uint32_t nbitmap = (uint32_t)(here(c) - o->at[p]);
+			const uint32_t nbytes = runs_nbytes(o->at[p], nbitmap, *k, lane);
+
+			if (left(c) < nbytes)
 				return CODEC_BAD_REGION;
-			o->at[p] = here(c);
-			o->apart |= (uint32_t)pruned << p;
-			c->at += k;
-			continue;
+			o->at[p] += nbitmap;
+			c->at += nbytes;
 		}
-		status = read_plane(j, p, mode, by, k, p && pruned ? (uint32_t *)some : to, c, lane);
-		if (status != CODEC_OK || !pruned)
+		if (p || !o->pruned || status != CODEC_OK)
 			continue;
-		if (p) {
-			spread(top, m, some, to, lane);
-			continue;
-		}
-		k = count_live(top, m, lane);
+		const uint32_t *top = (const uint32_t *)o->at[0];
+
+		*k = count_live(top, m, lane);
 		for (int f = 1; f < SIZE; f++)
 			if (v.fixed >> f & 1 && !zero_under(top, m, o->at[f], lane))
 				status = CODEC_BAD_REGION;
-		if (!k)
+		if (!*k)
 			status = CODEC_BAD_REGION;
 	}
 	return status;
 }
 
-/* Merge all planes of a block, and store its values. Adds checksums of fixed planes to *checksum. */
+/* Read a quad's bytes of plane p, which holds all values: row r, n values. */
+template <int SIZE>
+DEVICE uint32_t whole_quad(const plane_places<SIZE> &from, uint32_t p, const run_place &run, uint32_t r, uint32_t n,
+			   uint32_t lane)
+{
+	const uint32_t i = WIRE_ROW * r + 4 * lane;
+
+	if (from.same >> p & 1)
+		return keep_bytes(from.at[p][0] * ONES, n);
+	return from.runs >> p & 1 ? bytes_of_runs(from.at[p], run, p, i, n) : load_bytes(from.at[p] + i, n);
+}
+
+/*
+ * Read a quad's bytes in all planes of live values only. Others are `fixed` ones and plane 0. Loads of raw planes are
+ * in flight together.
+ */
+template <int SIZE>
+DEVICE void spread_quads(const bit_source &s, const plane_places<SIZE> &from, uint32_t fixed, const run_place &run,
+			 const live_values &l, uint32_t *word)
+{
+	uint32_t begin[SIZE], low[SIZE], high[SIZE];
+	bool whole = true;
+
+	for (int p = 1; p < SIZE; p++) {
+		begin[p] = from.raw >> p & 1 ? bit_of(s, from.at[p]) + 8 * l.before : 0;
+		whole &= begin[p] / 32 + 2 <= s.whole;
+	}
+	for (int p = 1; p < SIZE && whole; p++) {
+		low[p] = global(s.words)[begin[p] / 32];
+		high[p] = global(s.words)[begin[p] / 32 + 1];
+	}
+	for (int p = 1; p < SIZE; p++)
+		if (from.raw >> p & 1)
+			word[p] = whole ? spread_bytes(__funnelshift_r(low[p], high[p], begin[p] % 32), l)
+					: spread_quad(s, bit_of(s, from.at[p]), l);
+		else if (from.same >> p & 1)
+			word[p] = spread_bytes(from.at[p][0] * ONES, l);
+		else if (from.runs >> p & 1)
+			word[p] = spread_bytes(bytes_of_runs(from.at[p], run, p, l.before, __popc(l.mask)), l);
+		else if (!(fixed >> p & 1)) /* scratch memory has room behind the plane */
+			word[p] = spread_bytes(load32(from.at[p] + l.before), l);
+}
+
+/*
+ * Merge all planes of a block, and store its values. Adds checksums of fixed planes to *checksum. k: bytes of planes of
+ * live values only.
+ */
 template <int SIZE>
 DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit_source &source, uint64_t first,
-			 uint32_t m, const uint8_t *scratch, const codec_sink *sink, uint64_t *checksum, uint32_t lane)
+			 uint32_t m, uint32_t k, const codec_sink *sink, uint64_t *checksum, uint32_t lane)
 {
 	const codec_view &v = j->v;
-	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW, *top = (const uint32_t *)scratch;
+	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW, *top = (const uint32_t *)from.at[0];
 	digest sums[SIZE] = {};
+	run_place run = {0, 0, 0};
 	place o = {};
 
 	if (v.model_parts.count)
 		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
-	uint32_t seen = 0, next = from.apart ? top[lane] : 0; /* word of plane 0 of the next row */
+	uint32_t seen = 0, next = from.pruned ? top[lane] : 0; /* word of plane 0 of the next row */
 
 	for (uint32_t r = 0; r < rows; r++) {
 		uint32_t n = there(r, lane, m), word[SIZE];
 
-		if (from.apart) {
-			const live_values l = live_of(next, &seen, lane);
+		if (from.runs)
+			move_to_run(&run, from, from.pruned ? seen / WIRE_ROW : r, k, lane);
+		if (from.pruned) {
+			const live_values l = live_of(word[0] = next, &seen, lane);
 
 			if (r + 1 < rows)
 				next = top[32 * (r + 1) + lane];
-			spread_quads<SIZE>(source, from.at, from.apart, l, word);
+			spread_quads<SIZE>(source, from, v.fixed, run, l, word);
 		}
 		for (int p = 0; p < SIZE; p++) {
-			const uint8_t *at = from.at[p];
+			const bool fixed = v.fixed >> p & 1;
 
-			if (!at) {
-				word[p] = ((const uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane];
-				continue;
-			}
-			if (!(from.apart >> p & 1))
-				word[p] = load_bytes(at + WIRE_ROW * r + 4 * lane, n);
-			if (!(v.fixed >> p & 1))
+			if (fixed || !from.pruned)
+				word[p] = whole_quad<SIZE>(from, p, run, r, n, lane);
+			if (!fixed)
 				continue;
 			digest_word(&sums[p], word[p], r, lane);
 			if (r % CHUNK_ROWS == CHUNK_ROWS - 1 || r + 1 == rows)
@@ -211,11 +288,12 @@ DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor 
 	const uint32_t m = (uint32_t)block_values(&j->v, b);
 	const bit_source source = bits_from(&c);
 	plane_places<SIZE> from;
-	codec_status status = find_planes<SIZE>(j, first, m, head, &c, by, scratch, &from, lane);
+	uint32_t k;
+	codec_status status = find_planes<SIZE>(j, first, m, head, &c, by, scratch, &from, &k, lane);
 
 	if (status != CODEC_OK)
 		return status;
-	merge_planes<SIZE>(j, from, source, first, m, scratch, sink, checksum, lane);
+	merge_planes<SIZE>(j, from, source, first, m, k, sink, checksum, lane);
 	return close_region(&c, lane);
 }
 

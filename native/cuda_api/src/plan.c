@@ -86,7 +86,7 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 		p->encode_each = s->encode_lossless;
 		p->encode_units = p->itemsize + 1;
 		p->decode_each = s->decode_lossless;
-		p->decode_units = p->itemsize + 1;
+		p->decode_units = p->itemsize;
 	} else if (p->codec == CODEC_TRUNCATE) {
 		p->choose = CHOOSE_TRUNCATE;
 		p->encode = ENCODE_TRUNCATE;
