@@ -4,9 +4,9 @@ It needs CuPy with NVRTC, and nvdisasm (``pip install nvidia-cuda-nvdisasm``), b
 number of instructions if it has at least ``--least`` of them and reads shared memory. If it is unrolled for 8 rows of
 128 values and has 640 instructions, these are 80 for a row, including those of branches that are rarely taken.
 
-Kernels of Quantize, Ternary and Truncate have loops for many options. For each loop over float32 values the shortest
-way through it is printed that loads or stores all values, and draws random bits where there are any: instructions a
-row of 128 values, without branches that are rarely taken.
+Kernels of Quantize, Ternary and Truncate, and of Lossless with several planes in regions, have loops for many options.
+For each loop over float32 values the shortest way through it is printed that loads or stores all values, and draws
+random bits where there are any: instructions a row of 128 values, without branches that are rarely taken.
 """
 
 import argparse
@@ -39,6 +39,8 @@ WAYS = (
     Way("decode_rows<3>", "2 bits", 8, {"STG.E.128": 8, "FMUL": 32}),
     Way("encode_truncate", "first cut", 1, {"LDG.E.128": 1, "STG.E.64": 1}),
     Way("encode_truncate", "pieces", 1, {"LDG.E.128": 1, "ATOMS": 8}),
+    Way("encode_lossless_fast<4>", "planes in regions, first pass", 1, {"LDG.E.64": 2, "VOTE": 6, "LDS": 4}),
+    Way("encode_lossless_fast<4>", "pruned raw planes", 1, {"LDG.E.64": 2, "STS.U8": 12, "STG.E": 3}),
     Way("decode_lossless<4>", "pruned raw planes", 1, {"STG.E.128": 1, "LDG": 7}),
     Way("decode_truncate", "values", 1, {"STG.E.128": 1}),
 )
@@ -150,7 +152,7 @@ def section_of(kernel: str, arch: str) -> str:
 def main() -> None:
     """Print a line for each kernel, and for each way."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("kernels", nargs="*", default=[*FAST, *dict.fromkeys(way.kernel for way in WAYS)])
+    parser.add_argument("kernels", nargs="*", default=[*dict.fromkeys([*FAST, *(way.kernel for way in WAYS)])])
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--least", type=int, default=400, help="instructions of a loop that is listed")
     given = parser.parse_args()

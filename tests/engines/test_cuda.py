@@ -1006,8 +1006,8 @@ class Counted(Emulated):
 
 _NOWHERE = 1 << 20  # address that nobody reads
 PEAKS = {  # maximum MB of scratch memory on a GPU of 132 multiprocessors, for tensors that use all of them
-    "lossless": (codec.Lossless(), 300),
-    "bfloat16": (codec.Lossless(), 300),
+    "lossless": (codec.Lossless(), 88),
+    "bfloat16": (codec.Lossless(), 106),
     "truncate": (codec.Truncate(1), 140),
     "float8_entropy": (codec.Float8(entropy=True), 180),
     "trits": (codec.Ternary("base3"), 3),

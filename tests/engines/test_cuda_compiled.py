@@ -58,7 +58,9 @@ LOOPS = {
         "ld.global.cs.v4.u32": 3 * (2 + 8),
         "st.global.cs.u32": 3 * 8 * (1 + 3),
         "st.shared.u32": 3 * 8 * 2,
+        "st.shared.u8": 4 * (2 + 4),  # of put_raw, for each plane of the kernels
     },
+    "lossless/encode": {"st.shared.u8": 4 * (1 + 2 + 4 + 8)},
     "lossless/decode_fast2": {"ld.global.cs.u32": 4 * 8, "st.global.cs.v2.u32": 3 * 8, "ld.shared.u32": 4 * 8 * 2},
     "lossless/decode_fast4": {"ld.global.cs.u32": 12 * 8, "st.global.cs.v4.u32": 3 * 8, "ld.shared.u32": 4 * 8 * 2},
 }

@@ -42,6 +42,7 @@ class Dry(Emulated):
 
     def __init__(self, library, processors):
         super().__init__(library, processors)
+        self.name = f"cuda:{processors}"  # plans keep grids by it
         self.grids = []
 
     def allocate(self, nbytes, like):

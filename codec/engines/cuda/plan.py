@@ -112,7 +112,8 @@ class Plan:
             return Need(self._region)
         v, size = self.view, device.constant(self.kernel, *self._room)
         if self._family == "lossless":
-            return Need(size[0], lib.codec_dtype_nbytes(v.dtype) + 1)
+            is_fast = self.kernel.startswith("encode_lossless_fast")
+            return Need(size[0], 1 if is_fast else 2, lib.codec_dtype_nbytes(v.dtype) + 1)
         if self._family == "truncate":
             return Need(size[v.variant == lib.CODEC_LEVEL_CODING_CODED])
         if self._family == "delta":

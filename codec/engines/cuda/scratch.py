@@ -17,7 +17,8 @@ class Need(NamedTuple):
     """Scratch memory that a frame needs."""
 
     nbytes: int  # of a unit; 0: the frame needs none
-    units: int = 1  # maximum for a warp
+    units: int = 1  # for each warp, so that all run at once
+    most: int = 1  # maximum that a warp of a frame of this shape may take; then fewer run at once
 
 
 class Scratch:
@@ -47,11 +48,11 @@ class Scratch:
         self._owner: object = None
         if not some:
             return
-        warp_units = max([need.units for _, _, need in some])
+        most = max([need.units for _, _, need in some])
         resident = max([warps_of(kernel) * resident_blocks(kernel, work.device.processors) for kernel, _, _ in some])
-        wanted = min(sum([warps_of(kernel) * grid * need.units for kernel, grid, need in some]), resident * warp_units)
+        wanted = min(sum([warps_of(kernel) * grid * need.units for kernel, grid, need in some]), resident * most)
         self._each = aligned(max([need.nbytes for _, _, need in some]))
-        self._count = max(min(wanted, MAX_SCRATCH // self._each), warp_units)
+        self._count = max(min(wanted, MAX_SCRATCH // self._each), *[max(need.units, need.most) for _, _, need in some])
         self.nbytes = self._count * self._each
         self._memory, self._owner = work.allocate(self.nbytes)
         self.taken_nbytes = aligned(4 * -(-self._count // 32))

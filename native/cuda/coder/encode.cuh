@@ -160,35 +160,70 @@ static __device__ void put_tails(uint8_t *p, uint32_t t, uint32_t tail, uint32_t
 	}
 }
 
-/*
- * End a plane all of whose rows are coded, and write it to the address that place(nbytes) returns for its nbytes bytes.
- * Returns nbytes; 0 if that is more than `most`, or place() returns NULL.
- */
-template <class G> static __device__ uint32_t end_plane(const coding &s, uint32_t most, G place, uint32_t lane)
-{
-	uint32_t t = s.more & 31, sum, some, from = warp_scan(t, lane, &sum), nwords = s.nwords + WIRE_LANES;
-	uint32_t *words = (s.near ? s.near : s.words + WORDS_ROOM) - nwords, width = s.wide ? 2 : 1;
-	uint32_t size = (STATE_NBYTES + (sum + 7) / 8 + 3) / 4 * 4;
+/* Sizes of a coded plane. */
+struct coded_sizes {
+	uint32_t sum, from;      /* bits of all tails, and of tails before the lane's */
+	uint32_t nwords, nbytes; /* words that are not left out; bytes of the plane */
+};
 
+/* Bytes of a coded plane before its words. */
+DEVICE uint32_t lead_nbytes(uint32_t sum)
+{
+	return (STATE_NBYTES + (sum + 7) / 8 + 3) / 4 * 4;
+}
+
+/* Return the address of a plane's words, of which the first ones are those that lanes still hold. */
+DEVICE uint32_t *words_of(const coding &s)
+{
+	return (s.near ? s.near : s.words + WORDS_ROOM) - (s.nwords + WIRE_LANES);
+}
+
+/* End a plane all of whose rows are coded. Returns its sizes. */
+static __device__ coded_sizes close_plane(const coding &s, uint32_t lane)
+{
+	coded_sizes o;
+	uint32_t t = s.more & 31, some, nwords = s.nwords + WIRE_LANES, *words = words_of(s);
+
+	o.from = warp_scan(t, lane, &o.sum);
 	words[lane] = __funnelshift_r(s.low, s.high, t);
 	__syncwarp();
 	do { /* drop words at the end that are 0 */
 		some = __ballot_sync(FULL, lane < nwords && words[nwords - 1 - lane] != 0);
 		nwords -= some ? (uint32_t)__ffs((int)some) - 1 : nwords < 32 ? nwords : 32;
 	} while (!some && nwords);
-	uint32_t nbytes = size + 4 * nwords + width * s.nliterals;
-	uint8_t *out = nbytes <= most ? place(nbytes) : NULL;
+	o.nwords = nwords;
+	o.nbytes = lead_nbytes(o.sum) + 4 * nwords + (s.wide ? 2 : 1) * s.nliterals;
+	return o;
+}
+
+/* Write a closed plane to any address. */
+static __device__ void write_plane(const coding &s, const coded_sizes &o, uint8_t *out, uint32_t lane)
+{
+	const uint32_t t = s.more & 31, width = s.wide ? 2 : 1, size = lead_nbytes(o.sum);
+
+	for (uint32_t i = STATE_NBYTES + (o.sum + 7) / 8 + lane; i < size; i += 32)
+		out[i] = 0;
+	if (lane < 2)
+		out[lane] = (uint8_t)(o.nwords >> 8 * lane);
+	put_tails(out, t, s.low & ((1u << t) - 1), o.from, o.sum, lane);
+	copy_bytes<false>(out + size, (const uint8_t *)words_of(s), 4 * o.nwords, lane);
+	copy_bytes(out + size + 4 * o.nwords, s.literals + width * (PLANE_ROOM - s.nliterals), width * s.nliterals,
+		   lane);
+}
+
+/*
+ * End a plane all of whose rows are coded, and write it to the address that place(nbytes) returns for its nbytes bytes.
+ * Returns nbytes; 0 if that is more than `most`, or place() returns NULL.
+ */
+template <class G> static __device__ uint32_t end_plane(const coding &s, uint32_t most, G place, uint32_t lane)
+{
+	const coded_sizes o = close_plane(s, lane);
+	uint8_t *out = o.nbytes <= most ? place(o.nbytes) : NULL;
 
 	if (!out)
 		return 0;
-	for (uint32_t i = STATE_NBYTES + (sum + 7) / 8 + lane; i < size; i += 32)
-		out[i] = 0;
-	if (lane < 2)
-		out[lane] = (uint8_t)(nwords >> 8 * lane);
-	put_tails(out, t, s.low & ((1u << t) - 1), from, sum, lane);
-	copy_bytes<false>(out + size, (const uint8_t *)words, 4 * nwords, lane);
-	copy_bytes(out + size + 4 * nwords, s.literals + width * (PLANE_ROOM - s.nliterals), width * s.nliterals, lane);
-	return nbytes;
+	write_plane(s, o, out, lane);
+	return o.nbytes;
 }
 
 /* Code all rows of a plane of k symbols in memory. See begin_plane. */

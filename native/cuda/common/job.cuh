@@ -31,12 +31,6 @@ DEVICE const job &share_job(const codec_view *view, const uint8_t *memory, const
 	return j;
 }
 
-/* Return the number of the last plane of values of `size` bytes that regions hold, plus 1; 0: they hold none. */
-DEVICE uint32_t planes_in_regions(const codec_view &v, int size)
-{
-	return 32 - (uint32_t)__clz((int)(~v.fixed & ((1u << size) - 1)));
-}
-
 /* Position in a region: bytes frame[at, end) are still to be read. All lanes of a warp have the same cursor. */
 struct cursor {
 	const uint8_t *frame;

@@ -126,15 +126,12 @@ static __device__ void put_entry(const codec_view *v, const codec_encoding &e, u
 	__syncwarp();
 }
 
-/*
- * Copy a finished region of `size` bytes from scratch to its place in the frame. `planes`: checksum of the block's
- * parts of fixed planes.
- */
+/* Copy a finished region of `size` bytes from scratch to its place in the frame. */
 static __device__ void put_region(const codec_view *v, const codec_encoding &e, uint64_t b, const uint8_t *region,
-				  uint32_t size, uint64_t planes, uint32_t lane)
+				  uint32_t size, uint32_t lane)
 {
 	uint64_t at = v->regions_offset + look_back(e.places, b, size, lane), end = at + size;
-	uint64_t checksum = checksum_of_block(planes + digest_bytes(region, size, WIRE_SEED_REGION, lane), b);
+	uint64_t checksum = checksum_of_block(digest_bytes(region, size, WIRE_SEED_REGION, lane), b);
 
 	if (end <= e.capacity)
 		copy_bytes(e.frame + at, region, size, lane);

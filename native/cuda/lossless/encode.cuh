@@ -29,16 +29,12 @@ DEVICE void code_values(const codec_encoding &e, const job *j, uint64_t first, u
 {
 	const codec_view &v = j->v;
 	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW, pad = table_of(j, 0)[TABLE_PAD] * ONES;
-	/* last row in which this lane has a value; ~0: none */
-	const uint32_t last = there(rows - 1, lane, m) ? rows - 1 : rows - 2;
 	const bool offsets = v.model_parts.count > 0;
 	const int octave = octave_of(v.dtype);
 	const uint8_t *values = e.source.values + SIZE * first;
 	uint8_t *section = e.frame + v.planes_offset + first;
-	place o = {};
+	place o = last_place(j, first, m, lane);
 
-	if (offsets && last != ~0u)
-		o = place_at(j, first + WIRE_ROW * last + 4 * lane);
 	for (uint32_t r = rows; r > 0;) {
 		const uint32_t done = code_chunks(values, section, s, sums, same, &o, r);
 
@@ -109,57 +105,44 @@ DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b
 	return true;
 }
 
-/*
- * Bytes of a unit of scratch memory, read by the host. A warp takes one unit for each plane in regions: the plane, and
- * its part of the region. One more is for the coder: literals or halved symbols, and words. Where regions hold one
- * plane only, it has no memory of its own if it is coded (write_single_plane), and blocks in which coding does not pay
- * are not coded again. So then one unit serves for both.
- */
-#define LOSSLESS_UNIT (PLANE_ROOM + 4 * WORDS_ROOM)
-extern "C" __device__ const uint64_t encode_lossless_nbytes[] = {LOSSLESS_UNIT};
-static_assert(4 * WORDS_ROOM >= (1 << WIRE_MAX_BLOCK_LOG2) + 4 + WIRE_ALIGN, "room for a region's head and end");
+/* Bytes of a unit of scratch memory, read by the host. See scratch_nbytes. */
+extern "C" __device__ const uint64_t encode_lossless_nbytes[] = {CODER_NBYTES};
 
 /*
  * Encode blocks: directory entries, fixed planes and regions. SINGLE: blocks for which has_single_plane() is true are
  * encoded by write_single_plane. code_chunks(job, first, m, ..., lane): see code_values. codes: 256 * SIZE words of
- * shared memory.
+ * shared memory. room_of(w): ROOM_WORDS(SIZE) words of shared memory of warp w, which code_chunks may use, too.
  */
-template <int SIZE, bool SINGLE, class F>
-DEVICE void encode_blocks(const codec_encoding *encodings, uint32_t *codes, F code_chunks)
+template <int SIZE, bool SINGLE, class R, class F>
+DEVICE void encode_blocks(const codec_encoding *encodings, uint32_t *codes, R room_of, F code_chunks)
 {
 	const codec_encoding &e = encoding_of(encodings);
 	uint32_t lane = threadIdx.x % 32;
 	const job &j = share_coding(e.view, e.memory, codes, SIZE);
-	const bool single = SINGLE && has_single_plane(j.v, SIZE), coded = j.v.coded && !single;
-	const uint32_t planes = planes_in_regions(j.v, SIZE), most = planes + coded;
-	const uint64_t nbytes = LOSSLESS_UNIT * (most ? most : 1);
+	const bool single = SINGLE && has_single_plane(j.v, SIZE);
+	const uint64_t nbytes = scratch_nbytes(j.v);
 
 	if (blockIdx.x * WARPS >= useful_warps(e.scratch, nbytes, e.warps))
 		return;
 	const taken_units units = take_units(e.scratch, nbytes, lane);
-	uint8_t *scratch = units.memory, *region = scratch + planes * PLANE_ROOM;
-	uint8_t *coder = coded ? scratch + planes * LOSSLESS_UNIT : NULL;
+	uint8_t *scratch = units.memory;
 
 	for (uint64_t b; (b = next_block(e.out, lane)) < j.v.nblocks;) {
 		const uint32_t m = (uint32_t)block_values(&j.v, b);
-		uint64_t checksum = 0;
 
 		if (j.v.model_parts.count)
 			fit_rows(&j, e.memory, e.source.values, SIZE, octave_of(j.v.dtype), 1u << SHIFT_OF(SIZE),
 				 b * j.v.block_nvalues, m, lane);
 		if constexpr (SINGLE)
-			if (single && write_single_plane<SIZE>(e, &j, b, scratch, (uint32_t *)region, lane,
-							       [&](const uint8_t *values, uint8_t *section, coding *s,
-								   digest *sums, common *same, place *o, uint32_t r) {
-								       return code_chunks(j, b * j.v.block_nvalues, m,
-											  values, section, s, sums,
-											  same, o, r, lane);
-							       }))
+			if (single &&
+			    write_single_plane<SIZE>(e, &j, b, scratch, (uint32_t *)(scratch + PLANE_ROOM), lane,
+						     [&](const uint8_t *values, uint8_t *section, coding *s,
+							 digest *sums, common *same, place *o, uint32_t r) {
+							     return code_chunks(j, b * j.v.block_nvalues, m, values,
+										section, s, sums, same, o, r, lane);
+						     }))
 				continue;
-		uint32_t size =
-			write_block<SIZE>(&j, e.source.values, e.frame, b, scratch, coder, region, &checksum, lane);
-
-		put_region(&j.v, e, b, region, size, checksum, lane);
+		write_block<SIZE>(e, &j, b, single ? 0 : j.v.coded, scratch, room_of(opaque(threadIdx.x / 32)), lane);
 	}
 	give_units(e.scratch, units, lane);
 }

@@ -44,14 +44,15 @@ DEVICE uint32_t code_fast_chunks(const job &j, fast_codes<SIZE> *t, uint64_t fir
 template <int SIZE>
 __global__ void __launch_bounds__(32 * WARPS, SIZE == 2 ? 6 : 5) encode_lossless_fast(const codec_encoding *encodings)
 {
-	__shared__ fast_codes<SIZE> tables;
+	alignas(8) __shared__ fast_codes<SIZE> tables;
 
 	for (uint32_t i = threadIdx.x; i < WIRE_CHUNK_WORDS; i += blockDim.x)
 		tables.key[i] = CHECKSUM_KEY[i];
-	encode_blocks<SIZE, true>(encodings, tables.codes,
-				  [&](const job &j, uint64_t first, uint32_t m, const uint8_t *values, uint8_t *section,
-				      coding *s, digest *sums, common *same, place *o, uint32_t r, uint32_t lane) {
-					  return code_fast_chunks<SIZE>(j, &tables, first, m, values, section, s, sums,
-									same, o, r, lane);
-				  });
+	static_assert(ROOM_WORDS(SIZE) <= NEAR_WORDS && NEAR_WORDS % 2 == 0, "room for blocks");
+	encode_blocks<SIZE, true>(
+		encodings, tables.codes, [&](uint32_t w) { return tables.words[w]; },
+		[&](const job &j, uint64_t first, uint32_t m, const uint8_t *values, uint8_t *section, coding *s,
+		    digest *sums, common *same, place *o, uint32_t r, uint32_t lane) {
+			return code_fast_chunks<SIZE>(j, &tables, first, m, values, section, s, sums, same, o, r, lane);
+		});
 }

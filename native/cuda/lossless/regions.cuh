@@ -1,13 +1,38 @@
 /* lossless/regions.cuh - encoding of blocks with any planes in regions. docs/spec/encoder.md, sections 4.2 and 6.
  *
  * A value is live if its byte in plane 0 is not 0. A region is pruned if its planes hold bytes of live values only.
+ *
+ * A block's values are read once to code plane 0 and to find how other planes are stored, once for each other plane
+ * with a codebook, and once to write planes that are not coded to their places in the frame.
  */
 #ifndef CODEC_CUDA_LOSSLESS_REGIONS_CUH
 #define CODEC_CUDA_LOSSLESS_REGIONS_CUH
 
 #include "coder/encode.cuh"
 #include "common/checksum.cuh"
+#include "frame/encode.cuh"
+#include "lossless/planes.cuh"
 #include "lossless/split.cuh"
+
+/*
+ * Scratch memory of a warp: literals and words of the plane that is being coded. If planes are coded besides plane 0 of
+ * a dtype with a pattern, it is followed by the symbols of one, and by coded planes that wait for their places.
+ */
+#define CODER_NBYTES (PLANE_ROOM + 4 * WORDS_ROOM)
+#define WAITING_NBYTES (1u << WIRE_MAX_BLOCK_LOG2)
+static_assert(PLANE_ROOM + WAITING_NBYTES <= CODER_NBYTES, "a unit for each other plane");
+
+/* Return the mask of planes with a codebook, but for plane 0 of a dtype with a pattern. */
+DEVICE uint32_t other_coded(const codec_view &v)
+{
+	return v.coded & ~(octave_of(v.dtype) ? 1u : 0u);
+}
+
+/* Return the bytes of scratch memory with which a warp encodes. */
+DEVICE uint64_t scratch_nbytes(const codec_view &v)
+{
+	return CODER_NBYTES * (1 + (uint64_t)__popc(other_coded(v)));
+}
 
 /* Check, from a sample of a plane's k bytes, that coding it saves enough. */
 static __device__ bool plane_pays(const job *j, uint32_t p, const uint32_t *plane, uint32_t k, uint32_t lane)
@@ -26,122 +51,15 @@ static __device__ bool plane_pays(const job *j, uint32_t p, const uint32_t *plan
 }
 
 /*
- * Write plane p of k bytes, which is in memory in whole rows, in the mode that takes least space. Returns the bytes
- * written to `out`. coder: memory for a plane and WORDS_ROOM words; NULL: the plane is not coded.
+ * Note bytes of live values. *runs: mask of planes that may have a run of 128 zeros among live values: such a run
+ * covers half of some row of 128 values, all of whose live values are then 0. live: 255 in bytes of live values.
  */
-DEVICE_CALL uint32_t put_plane(const job *j, uint32_t p, uint32_t *plane, uint32_t k, uint8_t *coder, uint8_t *out,
-			       uint32_t *mode, uint32_t lane)
+template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, uint32_t live, common *same, uint32_t *runs)
 {
-	const uint8_t *bytes = (const uint8_t *)plane;
-	uint32_t rows = (k + WIRE_ROW - 1) / WIRE_ROW, nbitmap = (rows + 7) / 8, got = 0, runs = 0, differ = 0;
-	uint32_t first = bytes[0] * ONES, halved = j->v.halved >> p & 1;
-
-	for (uint32_t r = 0; r < rows; r++) {
-		uint32_t n = there(r, lane, k), word = plane[32 * r + lane];
-
-		differ |= keep_bytes(word ^ first, n);
-		if (__any_sync(FULL, keep_bytes(word, n) != 0))
-			runs += k - WIRE_ROW * r < WIRE_ROW ? k - WIRE_ROW * r : WIRE_ROW;
-	}
-	bool constant = !__any_sync(FULL, differ != 0);
-
-	if (!constant && coder && j->v.coded >> p & 1 &&
-	    ((p == 0 && octave_of(j->v.dtype)) || plane_pays(j, p, plane, k, lane))) {
-		uint32_t most = (uint32_t)choose_coded_most(k, (int)halved), half = (k + 1) / 2;
-		uint32_t *symbol = (uint32_t *)coder, *words = (uint32_t *)(coder + PLANE_ROOM);
-
-		for (uint32_t r = 0; halved && r < rows; r++)
-			symbol[32 * r + lane] = plane[32 * r + lane] & 0x0f0f0f0fu;
-		got = encode_plane(j, p, halved ? symbol : plane, k, most, words, coder, false, out, lane);
-		for (uint32_t i = lane; got && halved && i < half; i += 32)
-			out[got + i] = (uint8_t)(bytes[i] >> 4 | (half + i < k ? bytes[half + i] & 0xf0 : 0));
-		got += got && halved ? half : 0;
-	}
-	*mode = choose_mode(k, constant, got, nbitmap, runs);
-	if (*mode == WIRE_MODE_CODED)
-		return got;
-	if (*mode == WIRE_MODE_CONSTANT) {
-		if (lane == 0)
-			out[0] = (uint8_t)first;
-		return 1;
-	}
-	if (*mode == WIRE_MODE_RAW) {
-		copy_bytes(out, bytes, k, lane);
-		return k;
-	}
-	uint32_t at = nbitmap, bits = 0;
-
-	for (uint32_t r = 0; r < rows; r++) {
-		uint32_t run = k - WIRE_ROW * r < WIRE_ROW ? k - WIRE_ROW * r : WIRE_ROW;
-
-		if (__any_sync(FULL, keep_bytes(plane[32 * r + lane], there(r, lane, k)) != 0)) {
-			copy_bytes(out + at, bytes + WIRE_ROW * r, run, lane);
-			at += run;
-			bits |= 1u << r % 8;
-		}
-		if ((r % 8 == 7 || r + 1 == rows) && lane == 0)
-			out[r / 8] = (uint8_t)bits;
-		bits = r % 8 == 7 ? 0 : bits;
-	}
-	return at;
-}
-
-/* Selectors of __byte_perm that move the bytes of live values of a quad together, by the mask of live values. */
-static __device__ const uint16_t SQUEEZE[16] = {0x4444, 0x4440, 0x4441, 0x4410, 0x4442, 0x4420, 0x4421, 0x4210,
-						0x4443, 0x4430, 0x4431, 0x4310, 0x4432, 0x4320, 0x4321, 0x3210};
-
-/*
- * Remove bytes of values that are not live from planes 1 and above, but for fixed ones. Planes in scratch memory are
- * overwritten; if `out` is not NULL, they are written there instead, k bytes each.
- */
-template <int SIZE>
-DEVICE_CALL void prune(uint8_t *scratch, uint32_t m, uint32_t fixed, uint8_t *out, uint32_t k, uint32_t lane)
-{
-	uint32_t seen = 0;
-	uint8_t *to[SIZE];
-
-	for (int p = 1; p < SIZE; p++) {
-		to[p] = global(out ? out : scratch + p * PLANE_ROOM);
-		out += out && !(fixed >> p & 1) ? k : 0;
-	}
-	/* the next row is on its way while a row is written, which never reaches it */
-	uint32_t ahead[SIZE];
-	auto fetch = [&](uint32_t r) {
-		for (int p = 0; p < SIZE; p++)
-			ahead[p] = global((const uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane];
-	};
-	fetch(0);
-	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
-		uint32_t mask = ~equal_bytes(ahead[0], 0) & 15, total, word[SIZE];
-
-		for (int p = 1; p < SIZE; p++)
-			word[p] = __byte_perm(ahead[p], 0, SQUEEZE[mask]);
-		if (WIRE_ROW * (r + 1) < m)
-			fetch(r + 1);
-		uint32_t at = seen + warp_scan(__popc(mask), lane, &total);
-
-		__syncwarp(); /* all lanes have read both rows: a shuffle orders no memory */
-		for (int p = 1; p < SIZE; p++)
-			for (int i = 0; i < 4 && !(fixed >> p & 1); i++)
-				if (i < __popc(mask))
-					to[p][at + i] = (uint8_t)(word[p] >> 8 * i);
-		seen += total;
-	}
-	__syncwarp();
-}
-
-/*
- * Note bytes of live values in planes 1 and above. *runs: mask of planes that may have a run of 128 zeros among live
- * values: such a run covers half of some row of 128 values, all of whose live values are then 0.
- */
-template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, common *same, uint32_t *runs)
-{
-	const uint32_t live = ~equal_mask(word[0], 0);
-
-	for (int p = 1; p < SIZE; p++) {
+	for (int p = 0; p < SIZE; p++) {
 		uint32_t some = __ballot_sync(FULL, (word[p] & live) != 0);
 
-		same[p].some |= word[p] & live;
+		same[p].some |= word[p];
 		same[p].all &= word[p] | ~live;
 		*runs |= (uint32_t)(!(some & 0xffff) || !(some >> 16)) << p;
 	}
@@ -164,126 +82,288 @@ DEVICE uint32_t may_end_in_zeros(const uint32_t *word, uint32_t live, uint32_t i
 
 /* Properties of a block's planes, found while its values are split. */
 template <int SIZE> struct split_block {
-	common same[SIZE];
-	digest sums[SIZE]; /* checksums of fixed planes */
-	uint32_t runs;     /* mask of planes that may have a run of 128 zeros */
+	common same[SIZE]; /* bytes of live values; of plane 0, of all values */
+	uint32_t runs;     /* mask of planes that may have a run of 128 zeros, or a shorter one at the end */
 	uint32_t zeros;    /* values whose byte in plane 0 is 0 */
 	uint32_t under;    /* not 0: some of these have another byte that is not 0 */
 };
 
-/* Split m values from value `first` on: fixed planes go to their sections of the frame, others to scratch memory. */
+/*
+ * Split m values from value `first` on, from the last row to the first. Fixed planes go to their sections of the frame,
+ * and the symbols of plane 0 to the coder, if it is coded (`top`). chunks: memory for sums of chunks of fixed planes,
+ * 32 a plane; lane i has those of chunk i. at: position of the lane's last quad, see offsets_back; NULL: there are no
+ * offsets.
+ */
 template <int SIZE>
-DEVICE void split_values(const job *j, const uint8_t *values, uint8_t *frame, uint64_t first, uint32_t m,
-			 uint8_t *scratch, split_block<SIZE> *o, uint32_t lane)
+DEVICE void split_values(const codec_encoding &e, const job *j, uint64_t first, uint32_t m, bool top, coding *s,
+			 uint64_t *chunks, place *at, split_block<SIZE> *o, uint32_t lane)
 {
 	const codec_view &v = j->v;
-	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW, all = (1u << SIZE) - 1;
-	const int octave = octave_of(v.dtype);
-	const bool offsets = v.model_parts.count > 0;
-	place at = {};
+	const bool octave = octave_of(v.dtype) > 0;
+	const uint8_t *values = e.source.values + SIZE * first;
+	digest sums[SIZE];
 
-	if (offsets)
-		at = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
-	o->runs = o->zeros = o->under = 0;
+	o->runs = o->zeros = 0;
 	for (int p = 0; p < SIZE; p++) {
-		o->sums[p] = {0, 0};
+		sums[p] = {0, 0};
 		o->same[p] = {0, FULL};
 	}
-	for (uint32_t r = 0; r < rows; r++) {
+#pragma unroll 1
+	for (uint32_t r = (m + WIRE_ROW - 1) / WIRE_ROW; r-- > 0;) {
 		uint32_t n = there(r, lane, m), word[SIZE], i = WIRE_ROW * r + 4 * lane, others = 0;
 		uint64_t section = v.planes_offset;
-		uint16_t offset[4] = {0};
+		uint2 offsets = {0, 0};
 
-		if (offsets && n)
-			quad_offsets(j, &at, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
-		split_quad<SIZE>(values, first + i, n, octave > 0, offset, word);
+		if (r % CHUNK_ROWS == CHUNK_ROWS - 1 && r >= CHUNK_ROWS)
+			prefetch_rows<SIZE>(values + SIZE * (WIRE_ROW * (r + 1 - 2 * CHUNK_ROWS)), lane);
+		if (at && n)
+			offsets = offsets_back(j, at, n, r, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)));
+		split_row<SIZE>(values, r, n, octave, offsets, lane, word);
 		for (int p = 0; p < SIZE; p++) {
 			others |= p ? word[p] : 0;
-			if (!(v.fixed >> p & 1)) {
-				((uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane] = word[p];
+			if (!(v.fixed >> p & 1))
 				continue;
+			digest_word(&sums[p], word[p], r, lane);
+			if (r % CHUNK_ROWS == 0) {
+				digest_end_chunk(&sums[p], lane, lane);
+				if (r / CHUNK_ROWS == lane)
+					chunks[32 * p + lane] = sums[p].mine;
 			}
-			digest_word(&o->sums[p], word[p], r, lane);
-			if (r % CHUNK_ROWS == CHUNK_ROWS - 1 || r + 1 == rows)
-				digest_end_chunk(&o->sums[p], r / CHUNK_ROWS, lane);
-			put_fixed(&v, frame, section, first + i, word[p]);
+			put_fixed(&v, e.frame, section, first + i, word[p]);
 			section += v.plane_stride;
 		}
-		if (octave && v.fixed != all - 1)
-			note_live_bytes<SIZE>(word, o->same, &o->runs);
-		if (r + 1 == rows)
-			o->runs |= may_end_in_zeros<SIZE>(word, ~equal_mask(word[0], 0), i, n, m);
-		uint32_t none = equal_bytes(word[0], 0) & ((1u << n) - 1);
+		const uint32_t some = keep_bytes(FULL, n), live = octave ? ~equal_mask(word[0], 0) : some;
+		const uint32_t none = equal_bytes(word[0], 0) & ((1u << n) - 1);
 
+		note_live_bytes<SIZE>(word, live, o->same, &o->runs);
+		o->same[0].all &= word[0] | ~some;
+		if (WIRE_ROW * (r + 1) >= m)
+			o->runs |= may_end_in_zeros<SIZE>(word, live, i, n, m);
 		o->zeros += __popc(none);
-		o->under |= none & ~equal_bytes(others, 0);
+		o->runs |= (none & ~equal_bytes(others, 0)) << 8; /* the upper bits are `under` for now */
+		if (top)
+			code_quad(s, n < 4 ? filled(word[0], n, table_of(j, 0)[TABLE_PAD] * ONES) : word[0], r, n,
+				  lane);
 	}
 	__syncwarp();
 	o->zeros = (uint32_t)warp_sum(o->zeros);
-	o->under = __any_sync(FULL, o->under != 0);
+	o->under = __any_sync(FULL, o->runs >> 8 != 0);
+}
+
+/* Set the mode and size of plane p. */
+DEVICE void set_plane(region_plan *o, uint32_t p, uint32_t mode, uint32_t nbytes, uint32_t lane)
+{
+	o->head = (o->head & ~(3u << 2 * p)) | mode << 2 * p;
+	if (lane == p)
+		o->nbytes = nbytes;
+}
+
+/* End plane p, all of whose rows are coded. It remains in the coder if it has at most `most` bytes. */
+DEVICE void end_coded(region_plan *o, uint32_t p, const coding &s, uint32_t most, uint32_t more, uint32_t lane)
+{
+	o->sizes = close_plane(s, lane);
+	o->coded_nbytes = o->sizes.nbytes <= most ? o->sizes.nbytes + more : 0;
+	o->low = s.low, o->more = s.more, o->nwords = s.nwords, o->nliterals = s.nliterals;
+	o->p = p;
+	if (o->coded_nbytes)
+		set_plane(o, p, WIRE_MODE_CODED, o->coded_nbytes, lane);
+}
+
+/* Write the coded plane in the coder's memory to `out`, and high nibbles of its symbols, if it is halved. */
+DEVICE_CALL void put_coded(const job *j, const region_plan *o, uint8_t *scratch, uint8_t *out, uint32_t lane)
+{
+	const uint8_t *symbols = scratch + CODER_NBYTES;
+	const uint32_t k = o->p ? o->k : o->m, half = (k + 1) / 2, at = o->sizes.nbytes;
+	coding s = begin_plane(j, o->p, (uint32_t *)(scratch + PLANE_ROOM), scratch, false);
+
+	s.low = o->low, s.more = o->more, s.nwords = o->nwords, s.nliterals = o->nliterals;
+	write_plane(s, o->sizes, out, lane);
+	if (j->v.halved >> o->p & 1)
+		for (uint32_t i = lane; i < half; i += 32)
+			out[at + i] = (uint8_t)(symbols[i] >> 4 | (half + i < k ? symbols[half + i] & 0xf0 : 0));
+	__syncwarp();
 }
 
 /*
- * Write the planes in scratch memory to a region, behind its head. Returns the head; *size: bytes of head and planes.
- * coder: see put_plane.
+ * Read a block's values for the first time, see split_values, and choose whether plane 0 is coded, and whether the
+ * region is pruned.
  */
 template <int SIZE>
-DEVICE uint32_t put_planes(const job *j, const split_block<SIZE> &o, uint32_t m, uint8_t *scratch, uint8_t *coder,
-			   uint8_t *region, uint32_t *size, uint32_t lane)
+DEVICE_CALL void plan_region(const codec_encoding &e, const job *j, uint32_t coded, uint8_t *scratch, uint32_t *room,
+			     uint32_t lane)
 {
+	region_plan *o = plan_of<SIZE>(room, lane);
+	uint64_t *sums = (uint64_t *)room; /* the room of lines */
 	const codec_view &v = j->v;
-	const uint32_t all = (1u << SIZE) - 1;
-	const bool prunes = octave_of(v.dtype) && (v.fixed | 1) != all && !o.under && choose_prunes(o.zeros, m);
-	uint32_t k = m, head = 0, at = 4, raw = 0; /* mask of planes that are certainly raw in a pruned region */
-
-	for (int p = 1; p < SIZE; p++)
-		raw |= (uint32_t)(!((v.fixed | v.coded | o.runs) >> p & 1) && differs(o.same[p])) << p;
-	for (uint32_t p = 0; p < SIZE; p++) {
-		uint32_t mode, *plane = (uint32_t *)(scratch + p * PLANE_ROOM);
-
-		if (v.fixed >> p & 1)
-			continue;
-		at += put_plane(j, p, plane, p ? k : m, coder, region + at, &mode, lane);
-		head |= mode << 2 * p;
-		__syncwarp();
-		if (p || mode != WIRE_MODE_CODED || !prunes)
-			continue;
-		k = m - o.zeros;
-		if (raw == (~(v.fixed | 1) & all)) { /* most mantissas: prune all planes directly into the region */
-			prune<SIZE>(scratch, m, v.fixed, region + at, k, lane);
-			for (p = 1; p < SIZE; p++)
-				if (raw >> p & 1) {
-					head |= WIRE_MODE_RAW << 2 * p;
-					at += k;
-				}
-			break;
-		}
-		prune<SIZE>(scratch, m, v.fixed, NULL, 0, lane);
-	}
-	*size = at;
-	return head | (k < m ? WIRE_REGION_PRUNED : 0);
-}
-
-/*
- * Encode block b to a region, and fixed planes to their sections of the frame. Adds checksums of the block's parts of
- * fixed planes to *checksum. Returns the region's size. scratch, coder: memory for planes; see put_plane.
- */
-template <int SIZE>
-DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *frame, uint64_t b, uint8_t *scratch,
-				 uint8_t *coder, uint8_t *region, uint64_t *checksum, uint32_t lane)
-{
-	const codec_view &v = j->v;
-	const uint32_t m = (uint32_t)block_values(&v, b);
+	const uint32_t planes = ~v.fixed & ((1u << SIZE) - 1), m = o->m;
 	const uint32_t chunks = (m + WIRE_ROW * CHUNK_ROWS - 1) / (WIRE_ROW * CHUNK_ROWS);
-	split_block<SIZE> o;
-	uint32_t size;
+	const bool octave = octave_of(v.dtype) > 0, top = octave && coded & 1;
+	uint32_t equal = 0, zero = 0; /* planes whose bytes of live values are equal; planes of zeros */
+	coding s = begin_plane(j, 0, (uint32_t *)(scratch + PLANE_ROOM), scratch, false);
+	split_block<SIZE> q;
 
-	split_values<SIZE>(j, values, frame, b * v.block_nvalues, m, scratch, &o, lane);
-	put32(region, put_planes<SIZE>(j, o, m, scratch, coder, region, &size, lane), lane);
-	for (int p = 0; p < SIZE; p++)
+	if (v.model_parts.count)
+		o->at = last_place(j, o->first, m, lane);
+	split_values<SIZE>(e, j, o->first, m, top, &s, sums, v.model_parts.count ? &o->at : NULL, &q, lane);
+	for (uint32_t p = 0; p < SIZE; p++) {
+		const uint32_t value = any_byte(q.same[p].some);
+
+		if (lane == p)
+			o->value = value;
+		equal |= (uint32_t)!differs(q.same[p]) << p;
+		zero |= (uint32_t)!value << p;
 		if (v.fixed >> p & 1)
-			*checksum += digest_sum(&o.sums[p], 0, chunks, WIRE_SEED_PLANE + p, lane);
-	return end_region(region, size, lane);
+			o->checksum += warp_sum(
+				lane < chunks ? checksum_of_chunk(sums[32 * p + lane], WIRE_SEED_PLANE + p, lane)
+					      : (uint64_t)0);
+	}
+	if (top && !(equal & 1))
+		end_coded(o, 0, s, (uint32_t)choose_coded_most(m, 0), 0, lane);
+	if (o->coded_nbytes && !q.under && planes & ~1u && choose_prunes(q.zeros, m)) {
+		o->head |= WIRE_REGION_PRUNED;
+		o->k = m - q.zeros;
+	}
+	/* planes of one value, and those that may be, or may have runs of zeros */
+	uint32_t constant = equal, unknown = q.runs | (octave ? 1 : 0);
+
+	if (octave && q.zeros && o->k == m) { /* planes hold bytes of values that are not live, too */
+		constant &= q.under ? 1 : zero | 1;
+		unknown |= q.under ? equal : 0;
+	}
+	o->constant = constant;
+	o->unknown = unknown & planes & ~constant & ~(o->coded_nbytes ? 1u : 0u);
+}
+
+/* Choose modes and sizes of planes as if none of them were coded, but for plane 0 if it is coded already. */
+template <int SIZE> DEVICE void choose_modes(const job *j, region_plan *o, uint32_t lane)
+{
+	const uint32_t planes = ~j->v.fixed & ((1u << SIZE) - 1) & ~(o->coded_nbytes ? 1u : 0u);
+
+#pragma unroll 1
+	for (uint32_t p = 0; p < SIZE; p++) {
+		if (!(planes >> p & 1))
+			continue;
+		const uint32_t k = p ? o->k : o->m, nbitmap = bitmap_nbytes(k);
+		const uint32_t kept = o->unknown >> p & 1 ? kept_nbytes(o->kept, p, k, lane) : k;
+		const uint32_t mode = choose_mode(k, (int)(o->constant >> p & 1), 0, nbitmap, kept);
+
+		set_plane(o, p, mode,
+			  mode == WIRE_MODE_CONSTANT ? 1
+			  : mode == WIRE_MODE_RAW    ? k
+						     : nbitmap + kept,
+			  lane);
+	}
+	o->coded &= planes & ~o->constant;
+}
+
+/* Code plane p, whose symbols are in scratch memory, if a sample of them promises that it pays. */
+DEVICE_CALL void code_plane(const job *j, uint32_t p, uint8_t *scratch, region_plan *o, uint32_t lane)
+{
+	const uint32_t k = p ? o->k : o->m, halved = j->v.halved >> p & 1;
+	const uint32_t *symbols = (const uint32_t *)(scratch + CODER_NBYTES);
+	uint32_t *half = (uint32_t *)scratch;
+
+	if (!plane_pays(j, p, symbols, k, lane))
+		return;
+	for (uint32_t r = 0; halved && WIRE_ROW * r < k; r++)
+		half[32 * r + lane] = symbols[32 * r + lane] & 0x0f0f0f0fu;
+	__syncwarp();
+	end_coded(o, p,
+		  code_rows(j, p, halved ? half : symbols, k, (uint32_t *)(scratch + PLANE_ROOM), scratch, false, lane),
+		  (uint32_t)choose_coded_most(k, (int)halved), halved ? (k + 1) / 2 : 0, lane);
+}
+
+/* Code planes of o->coded. They wait in scratch memory, but for the last one, which remains in the coder. */
+template <int SIZE>
+DEVICE void code_others(const codec_encoding &e, const job *j, uint8_t *scratch, uint32_t *room, region_plan *o,
+			uint32_t lane)
+{
+	uint8_t *symbols = scratch + CODER_NBYTES, *waiting = symbols + PLANE_ROOM;
+
+#pragma unroll 1
+	for (uint32_t p = 0; p < SIZE; p++) {
+		if (!(o->coded >> p & 1))
+			continue;
+		if (o->coded_nbytes) { /* make room for this plane */
+			put_coded(j, o, scratch, waiting + WAITING_NBYTES * o->nwaiting++, lane);
+			if (lane == o->p)
+				o->waiting = o->nwaiting;
+			o->coded_nbytes = 0;
+		}
+		o->to = symbols;
+		put_raw<SIZE>(j, e.source.values, 1u << p, room, lane);
+		code_plane(j, p, scratch, o, lane);
+	}
+}
+
+/* Write planes that are constant or coded, and what surrounds planes, of a planned region to `out` in the frame. */
+template <int SIZE> DEVICE void put_planes(const job *j, uint8_t *scratch, region_plan *o, uint8_t *out, uint32_t lane)
+{
+	const uint8_t *waiting = scratch + CODER_NBYTES + PLANE_ROOM;
+	uint32_t total;
+
+	o->to = out + 4 + warp_scan(o->nbytes, lane, &total);
+	put32(out, o->head, lane);
+	end_region(out, 4 + total, lane);
+#pragma unroll 1
+	for (uint32_t p = 0; p < SIZE; p++) {
+		const uint32_t mode = o->head >> 2 * p & 3, nbytes = __shfl_sync(FULL, o->nbytes, (int)p);
+		const uint32_t number = __shfl_sync(FULL, o->waiting, (int)p);
+		uint8_t *plane = (uint8_t *)__shfl_sync(FULL, (uint64_t)o->to, (int)p);
+
+		if (mode == WIRE_MODE_CONSTANT && nbytes && lane == p)
+			*plane = (uint8_t)o->value;
+		if (number)
+			copy_bytes(plane, waiting + WAITING_NBYTES * (number - 1), nbytes, lane);
+		else if (mode == WIRE_MODE_CODED)
+			put_coded(j, o, scratch, plane, lane);
+	}
+	__syncwarp();
+}
+
+/* Return the mask of planes that have a mode. */
+template <int SIZE> DEVICE uint32_t planes_in_mode(const region_plan *o, uint32_t mode)
+{
+	uint32_t planes = 0;
+
+	for (uint32_t p = 0; p < SIZE; p++)
+		planes |= (uint32_t)((o->head >> 2 * p & 3) == mode) << p;
+	return planes;
+}
+
+/*
+ * Encode block b: region, directory entry, and parts of fixed planes. coded: mask of planes that are coded if that
+ * pays. scratch: scratch_nbytes() bytes. room: ROOM_WORDS(SIZE) words of shared memory of the warp.
+ */
+template <int SIZE>
+DEVICE void write_block(const codec_encoding &e, const job *j, uint64_t b, uint32_t coded, uint8_t *scratch,
+			uint32_t *room, uint32_t lane)
+{
+	const codec_view &v = j->v;
+	region_plan *o = plan_of<SIZE>(room, lane);
+
+	*o = {};
+	o->first = b * v.block_nvalues;
+	o->m = o->k = (uint32_t)block_values(&v, b);
+	o->coded = coded & other_coded(v);
+	plan_region<SIZE>(e, j, coded, scratch, room, lane);
+	if (o->unknown)
+		find_runs<SIZE>(j, e.source.values, room, lane);
+	choose_modes<SIZE>(j, o, lane);
+	code_others<SIZE>(e, j, scratch, room, o, lane);
+
+	const uint32_t size = (4 + warp_sum(o->nbytes) + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
+	const uint64_t at = v.regions_offset + look_back(e.places, b, size, lane);
+
+	if (at + size <= e.capacity) {
+		put_planes<SIZE>(j, scratch, o, e.frame + at, lane);
+		if (planes_in_mode<SIZE>(o, WIRE_MODE_RAW))
+			put_raw<SIZE>(j, e.source.values, planes_in_mode<SIZE>(o, WIRE_MODE_RAW), room, lane);
+		if (planes_in_mode<SIZE>(o, WIRE_MODE_ROWS))
+			put_runs<SIZE>(j, e.source.values, planes_in_mode<SIZE>(o, WIRE_MODE_ROWS), room, lane);
+		o->checksum += digest_bytes(e.frame + at, size, WIRE_SEED_REGION, lane);
+	}
+	put_entry(&v, e, b, at + size, checksum_of_block(o->checksum, b), lane);
 }
 
 #endif

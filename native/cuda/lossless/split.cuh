@@ -2,8 +2,9 @@
 #ifndef CODEC_CUDA_LOSSLESS_SPLIT_CUH
 #define CODEC_CUDA_LOSSLESS_SPLIT_CUH
 
+#include "coder/decode.cuh"
 #include "coder/model.cuh"
-#include "common/job.cuh"
+#include "common/checksum.cuh"
 
 /*
  * Split a quad as it lies in memory into a word of each plane; the inverse of merge_quad. offset: the circle's size
@@ -26,6 +27,13 @@ template <int SIZE> DEVICE void split_pairs(const uint32_t *value, const uint32_
 		plane[2] = __byte_perm(low[0], low[1], 0x7531);
 		plane[3] = __byte_perm(low[0], low[1], 0x6420);
 	}
+}
+
+/* Bring CHUNK_ROWS rows of values at `from` to the L2 cache. */
+template <int SIZE> DEVICE void prefetch_rows(const uint8_t *from, uint32_t lane)
+{
+	for (uint32_t i = lane; i < SIZE * CHUNK_ROWS; i += 32)
+		prefetch(from + LINE_NBYTES * i);
 }
 
 /* Split n values at any address. offset: of each value, in patterns. */
@@ -73,6 +81,75 @@ DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_fl
 			return split_pairs<SIZE>(value, back, word);
 		}
 	split_some<SIZE>(from, n, is_float, offset, word);
+}
+
+/*
+ * Return the offsets of the lane's n values from a position on, two in each word, and move back a row, if r is not 0,
+ * the row's number. A call, and a position in shared memory, so that loops over rows keep their registers.
+ */
+DEVICE_CALL uint2 offsets_back(const job *j, place *o, uint32_t n, uint32_t r, int around)
+{
+	uint16_t offset[4] = {0};
+
+	quad_offsets_here(j, o, n, octave_of(j->v.dtype) / 8, around, offset);
+	if (r)
+		move_back(j, o, WIRE_ROW);
+	return {offset[0] | (uint32_t)offset[1] << 16, offset[2] | (uint32_t)offset[3] << 16};
+}
+
+/* Return the offsets of the lane's n values from a position on, and move on to the next row. See offsets_back. */
+DEVICE_CALL uint2 offsets_on(const job *j, place *o, uint32_t n, int around)
+{
+	uint16_t offset[4] = {0};
+
+	quad_offsets(j, o, n, octave_of(j->v.dtype) / 8, around, offset);
+	return {offset[0] | (uint32_t)offset[1] << 16, offset[2] | (uint32_t)offset[3] << 16};
+}
+
+/* Split the lane's n values of row r of a block. offsets: of the values, two in each word; see split_quad. */
+template <int SIZE>
+DEVICE void split_row(const uint8_t *values, uint32_t r, uint32_t n, bool is_float, uint2 offsets, uint32_t lane,
+		      uint32_t *word)
+{
+	const uint16_t offset[4] = {(uint16_t)offsets.x, (uint16_t)(offsets.x >> 16), (uint16_t)offsets.y,
+				    (uint16_t)(offsets.y >> 16)};
+
+	split_quad<SIZE>(values, WIRE_ROW * r + 4 * lane, n, is_float, offset, word);
+}
+
+/* Return the position of the lane's last quad in a block of m values, if there are offsets. */
+DEVICE place last_place(const job *j, uint64_t first, uint32_t m, uint32_t lane)
+{
+	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW;
+	/* last row in which this lane has a value; ~0: none */
+	const uint32_t last = there(rows - 1, lane, m) ? rows - 1 : rows - 2;
+
+	return j->v.model_parts.count && last != ~0u ? place_at(j, first + WIRE_ROW * last + 4 * lane) : place{};
+}
+
+/*
+ * Split the m values of a block, which begin at `values`, from the first row to the last. use(n, words) takes the
+ * lane's n values of a row as a word of each plane. at: position of the lane's first value, see offsets_back; NULL:
+ * there are no offsets.
+ */
+template <int SIZE, class F>
+DEVICE void split_rows(const job *j, const uint8_t *values, uint32_t m, place *at, uint32_t lane, F use)
+{
+	const bool is_float = octave_of(j->v.dtype) > 0;
+
+#pragma unroll 1
+	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
+		const uint32_t n = there(r, lane, m), next = WIRE_ROW * (r + CHUNK_ROWS);
+		uint32_t word[SIZE];
+		uint2 offsets = {0, 0};
+
+		if (r % CHUNK_ROWS == 0 && next + WIRE_ROW * CHUNK_ROWS <= m)
+			prefetch_rows<SIZE>(values + SIZE * next, lane);
+		if (at && n)
+			offsets = offsets_on(j, at, n, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)));
+		split_row<SIZE>(values, r, n, is_float, offsets, lane, word);
+		use(n, word);
+	}
 }
 
 /*

@@ -45,7 +45,7 @@ template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_row
 		if (lane == 0 && status != CODEC_OK)
 			set_fault(e.out, status);
 		if (q.entropy)
-			put_region(&v, e, b, region, status == CODEC_OK ? size : 8, 0, lane);
+			put_region(&v, e, b, region, status == CODEC_OK ? size : 8, lane);
 		else if (at + size <= e.capacity)
 			put_entry(&v, e, b, at + size,
 				  checksum_of_block(digest_bytes(region, size, WIRE_SEED_REGION, lane), b), lane);

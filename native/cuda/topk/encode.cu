@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 4) encode_topk(const c
 		if (threadIdx.x == 0 && status != CODEC_OK)
 			atomicMax(&e.out->fault, (uint32_t)status);
 		if (threadIdx.x < 32)
-			put_region(&v, e, b, unit.memory, size, 0, lane);
+			put_region(&v, e, b, unit.memory, size, lane);
 	}
 	if (threadIdx.x < 32)
 		give_units(e.scratch, unit, lane);

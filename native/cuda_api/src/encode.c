@@ -84,7 +84,7 @@ static void lay_out(const codec_cuda_encode_item *items, size_t count, struct la
 		made += p->made_nbytes;
 		sums += sums_nbytes(items + i);
 		arguments += align16(sizeof p->view) + p->image_nbytes + p->head_nbytes;
-		scratch_need(&l->units, p->nblocks ? p->encode_each : 0, p->encode_units);
+		scratch_need(&l->units, p->nblocks ? p->encode_each : 0, p->encode_most);
 	}
 	for (int k = 1; k < NKERNELS; k++)
 		l->first[k] = l->first[k - 1] + l->count[k - 1];

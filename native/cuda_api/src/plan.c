@@ -76,7 +76,7 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 	const int log2 = __builtin_ctz(p->itemsize), is_half = p->dtype == CODEC_BFLOAT16 || p->dtype == CODEC_FLOAT16;
 	const int is_fast = is_half || p->dtype == CODEC_FLOAT32;
 
-	p->encode_units = p->decode_units = 1;
+	p->encode_units = p->encode_most = p->decode_units = 1;
 	if (p->codec == CODEC_LOSSLESS) {
 		p->choose = CHOOSE_LOSSLESS;
 		p->encode = is_fast ? (is_half ? ENCODE_LOSSLESS_FAST_2 : ENCODE_LOSSLESS_FAST_4)
@@ -84,7 +84,8 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 		p->decode = DECODE_LOSSLESS_1 + log2;
 		p->decode_fast = is_fast ? (is_half ? DECODE_LOSSLESS_FAST_2 : DECODE_LOSSLESS_FAST_4) : p->decode;
 		p->encode_each = s->encode_lossless;
-		p->encode_units = p->itemsize + 1;
+		p->encode_units = is_fast ? 1 : 2;
+		p->encode_most = p->itemsize + 1;
 		p->decode_each = s->decode_lossless;
 		p->decode_units = p->itemsize;
 	} else if (p->codec == CODEC_TRUNCATE) {

@@ -19,7 +19,8 @@ struct codec_cuda_plan {
 	enum kernel choose, encode; /* equal: blocks choose for themselves */
 	int scales_last;            /* SCALE_ROWS makes the scales after all blocks; not if there is a residual */
 	uint64_t encode_each;       /* bytes of a unit of scratch memory; 0: none is needed */
-	uint64_t encode_units;      /* maximum for a warp */
+	uint64_t encode_units;      /* for each warp, so that all run at once */
+	uint64_t encode_most;       /* maximum for a warp of any tensor of this shape; then fewer run at once */
 	uint64_t choice_nbytes;     /* size of a codec_choice with its parts */
 	codec_view view;            /* arrays: offsets in `image`, or in the memory that kernels fill */
 	uint64_t made_nbytes;       /* size of that memory: offsets, row_sums, lengths, tables */
@@ -29,7 +30,7 @@ struct codec_cuda_plan {
 
 	/* Decoding. */
 	enum kernel decode, decode_fast; /* decode_fast: LOSSLESS of floats, where frames may suit it; else `decode` */
-	uint64_t decode_each, decode_units; /* as encode_each and encode_units */
+	uint64_t decode_each, decode_units; /* bytes of a unit; maximum for a warp */
 	uint64_t memory_nbytes;             /* size of the arrays of any frame */
 };
 

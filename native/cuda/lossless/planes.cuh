@@ -1,0 +1,254 @@
+/* lossless/planes.cuh - planes of regions that are not coded: their runs of zeros, and writing them from values,
+ * without memory for planes. docs/spec/format.md, section 6.
+ */
+#ifndef CODEC_CUDA_LOSSLESS_PLANES_CUH
+#define CODEC_CUDA_LOSSLESS_PLANES_CUH
+
+#include "coder/encode.cuh"
+#include "lossless/split.cuh"
+
+/*
+ * A lane's copy of a region under construction, in shared memory. Lane p describes plane p; other fields are equal in
+ * all lanes.
+ */
+struct region_plan {
+	place at;          /* position in the scale model, if there are offsets */
+	uint8_t *to;       /* lane p: address at which plane p is written */
+	uint64_t checksum; /* of the block's parts of fixed planes */
+	uint64_t first;    /* index of the block's first value */
+	uint32_t m, k;     /* values; bytes of planes 1 and above that are not fixed */
+	uint32_t head;     /* of the region */
+	uint32_t constant; /* mask of planes of one value */
+	uint32_t unknown;  /* mask of planes that may have one value, or runs of zeros */
+	uint32_t coded;    /* mask of planes that are coded if that pays, but for plane 0 of a dtype with a pattern */
+	uint32_t value;    /* lane p: OR of all bytes of plane p */
+	uint32_t nbytes;   /* lane p: bytes of plane p */
+	uint32_t kept;     /* lanes 4 p to 4 p + 3: bits of runs that are not all zero, if plane p has mode ROWS */
+	uint16_t nwaiting; /* coded planes that wait in scratch memory */
+	uint16_t waiting;  /* lane p: number of plane p among these, plus 1; 0: it does not wait */
+	/* coded plane in the coder's memory: its number, its bytes (0: there is none), state of the coder, sizes */
+	uint16_t p, coded_nbytes;
+	uint32_t low, more, nwords, nliterals;
+	coded_sizes sizes;
+};
+
+/*
+ * Words of shared memory of a warp that encodes values of `size` bytes: lines of each plane for put_raw, which are a
+ * line of 128 bytes, the next one, and 3 bytes more; then plans of lanes.
+ */
+#define LINE_WORDS 66
+#define LINES_WORDS(size) (LINE_WORDS * (size))
+#define ROOM_WORDS(size) (LINES_WORDS(size) + 32 * sizeof(region_plan) / 4)
+static_assert(LINE_WORDS % 2 == 0 && sizeof(region_plan) % 8 == 0, "alignment of plans");
+
+/* Return the lane's plan, in the warp's shared memory. */
+template <int SIZE> DEVICE region_plan *plan_of(uint32_t *room, uint32_t lane)
+{
+	return (region_plan *)(room + LINES_WORDS(SIZE)) + lane;
+}
+
+/* Move to the lane's first value. Returns the position; NULL: there are no offsets. */
+DEVICE place *to_first(const job *j, region_plan *o, uint32_t lane)
+{
+	if (!j->v.model_parts.count)
+		return NULL;
+	o->at = place_at(j, o->first + (4 * lane < o->m ? 4 * lane : 0));
+	return &o->at;
+}
+
+/* Selectors of __byte_perm that move the bytes of live values of a quad together, by the mask of live values. */
+static __device__ const uint16_t SQUEEZE[16] = {0x4444, 0x4440, 0x4441, 0x4410, 0x4442, 0x4420, 0x4421, 0x4210,
+						0x4443, 0x4430, 0x4431, 0x4310, 0x4432, 0x4320, 0x4321, 0x3210};
+
+/* Bytes of a lane's quad in planes: the first byte's index, and how many there are. */
+struct squeezed {
+	uint32_t at, count, selector;
+};
+
+/* Return the bytes of the next row, and move *seen on. word: plane 0. n: values of the lane. */
+DEVICE squeezed squeeze_row(uint32_t word, uint32_t n, bool pruned, uint32_t *seen, uint32_t lane)
+{
+	const uint32_t mask = (pruned ? ~equal_bytes(word, 0) : FULL) & ((1u << n) - 1);
+	uint32_t total;
+	squeezed o = {*seen, (uint32_t)__popc(mask), SQUEEZE[mask]};
+
+	o.at += warp_scan(o.count, lane, &total);
+	*seen += total;
+	return o;
+}
+
+/* Store bytes `begin` to `end` of lines, as far as they lie in the lane's word `w`. to: of byte 0, a multiple of 4. */
+DEVICE void put_part(uint8_t *to, const uint32_t *line, uint32_t w, uint32_t begin, uint32_t end)
+{
+	if (begin <= 4 * w && 4 * w + 4 <= end) {
+		*global((uint32_t *)to + w) = line[w];
+		return;
+	}
+	for (uint32_t i = 4 * w; i < 4 * w + 4; i++)
+		if (begin <= i && i < end)
+			*global(to + i) = (uint8_t)(line[w] >> 8 * (i % 4));
+}
+
+/* Write planes without gaps, in aligned words. planes: a mask. room: see ROOM_WORDS. */
+template <int SIZE>
+DEVICE_CALL void put_raw(const job *j, const uint8_t *values, uint32_t planes, uint32_t *room, uint32_t lane)
+{
+	uint32_t *const line = shared(room);
+	region_plan *plan = plan_of<SIZE>(line, 0);
+	uint8_t *bytes = (uint8_t *)line;
+	const bool pruned = plan[lane].head & WIRE_REGION_PRUNED;
+	uint32_t seen = 0, put = 0; /* bytes of each plane: found, and written */
+	uint32_t skew = 0;          /* lowest two bits of the address of each plane */
+
+	__syncwarp();
+	for (int p = 0; p < SIZE; p++)
+		skew |= ((uint32_t)(uint64_t)plan[p].to & 3) << 2 * p;
+	split_rows<SIZE>(j, values + SIZE * plan[lane].first, plan[lane].m, to_first(j, plan + lane, lane), lane,
+			 [&](uint32_t n, const uint32_t *word) {
+				 const squeezed q = squeeze_row(word[0], n, pruned, &seen, lane);
+
+				 for (int p = 0; p < SIZE; p++) {
+					 uint8_t *at = bytes + 4 * LINE_WORDS * p + (skew >> 2 * p & 3) + (q.at - put);
+					 const uint32_t some = __byte_perm(word[p], 0, q.selector);
+
+					 if (planes >> p & 1)
+						 for (uint32_t i = 0; i < 4; i++)
+							 if (i < q.count)
+								 at[i] = (uint8_t)(some >> 8 * i);
+				 }
+				 __syncwarp();
+				 if (seen - put < WIRE_ROW)
+					 return;
+				 for (int p = 0; p < SIZE; p++) {
+					 uint8_t *out = plan[p].to - (skew >> 2 * p & 3) + put;
+					 uint32_t *own = line + LINE_WORDS * p;
+
+					 if (!(planes >> p & 1))
+						 continue;
+					 put_part(out, own, lane, put ? 0 : skew >> 2 * p & 3, WIRE_ROW);
+					 own[lane] = own[32 + lane]; /* no other lane uses these words */
+					 if (lane == 0)
+						 own[32] = own[64];
+				 }
+				 put += WIRE_ROW;
+				 __syncwarp();
+			 });
+	for (int p = 0; p < SIZE; p++) {
+		uint8_t *out = plan[p].to - (skew >> 2 * p & 3) + put;
+		const uint32_t by = skew >> 2 * p & 3;
+
+		for (uint32_t w = lane; planes >> p & 1 && 4 * w < by + seen - put; w += 32)
+			put_part(out, line + LINE_WORDS * p, w, put ? 0 : by, by + seen - put);
+	}
+	__syncwarp();
+}
+
+/* Bytes of the bitmap of a plane of k bytes. */
+DEVICE uint32_t bitmap_nbytes(uint32_t k)
+{
+	return ((k + WIRE_ROW - 1) / WIRE_ROW + 7) / 8;
+}
+
+/* Return the bytes of a plane of k bytes in runs that are not all zero. kept: see region_plan. */
+DEVICE uint32_t kept_nbytes(uint32_t kept, uint32_t p, uint32_t k, uint32_t lane)
+{
+	const uint32_t last = (k - 1) / WIRE_ROW;
+	const uint32_t count = warp_sum(lane / 4 == p ? (uint32_t)__popc(kept) : 0);
+	const uint32_t ends = __shfl_sync(FULL, kept, (int)(4 * p + last / 32)) >> last % 32 & 1;
+
+	return WIRE_ROW * count - (ends ? WIRE_ROW * (last + 1) - k : 0);
+}
+
+/*
+ * Find runs that are not all zero, and planes of one value, in planes of which that is not known. Results are in the
+ * lane's plan.
+ */
+template <int SIZE> DEVICE_CALL void find_runs(const job *j, const uint8_t *values, uint32_t *room, uint32_t lane)
+{
+	region_plan *plan = plan_of<SIZE>(shared(room), lane);
+	const uint32_t planes = plan->unknown, value = plan->value;
+	const bool pruned = plan->head & WIRE_REGION_PRUNED;
+	uint32_t seen = 0, kept = 0, varied = 0;
+
+	split_rows<SIZE>(j, values + SIZE * plan->first, plan->m, to_first(j, plan, lane), lane,
+			 [&](uint32_t n, const uint32_t *word) {
+				 const uint32_t run = seen / WIRE_ROW;
+				 const squeezed q = squeeze_row(word[0], n, pruned, &seen, lane);
+				 const uint32_t here =
+					 q.at / WIRE_ROW > run ? 0 : WIRE_ROW * (run + 1) - q.at; /* bytes in `run` */
+
+				 for (int p = 0; p < SIZE; p++) {
+					 const uint32_t some = __byte_perm(word[p], 0, q.selector),
+							own = keep_bytes(some, here);
+					 const uint32_t only = __shfl_sync(FULL, value, p) * ONES;
+
+					 if (!(planes >> p & 1))
+						 continue;
+					 const bool now = __any_sync(FULL, own != 0),
+						    then = __any_sync(FULL, (some ^ own) != 0);
+
+					 if (lane == 4 * p + run / 32)
+						 kept |= (uint32_t)now << run % 32;
+					 if (lane == 4 * p + (run + 1) / 32)
+						 kept |= (uint32_t)then << (run + 1) % 32;
+					 varied |= (uint32_t)(keep_bytes(some ^ only, q.count) != 0) << p;
+				 }
+			 });
+	plan->kept = kept;
+	plan->constant |= planes & ~__reduce_or_sync(FULL, varied);
+}
+
+/* Write planes of mode ROWS. planes: a mask. */
+template <int SIZE>
+DEVICE_CALL void put_runs(const job *j, const uint8_t *values, uint32_t planes, uint32_t *room, uint32_t lane)
+{
+	region_plan *plan = plan_of<SIZE>(shared(room), 0);
+	const uint32_t kept = plan[lane].kept, k = plan[lane].k, m = plan[lane].m;
+	const bool pruned = plan[lane].head & WIRE_REGION_PRUNED;
+	uint32_t seen = 0;
+
+	__syncwarp();
+	for (int p = 0; p < SIZE; p++) {
+		const uint32_t bits = __shfl_sync(FULL, kept, (int)(4 * p + lane / 4) % 32);
+		uint8_t *out = plan[p].to;
+
+		if (planes >> p & 1 && lane < bitmap_nbytes(p ? k : m))
+			out[lane] = (uint8_t)(bits >> 8 * (lane % 4));
+	}
+	split_rows<SIZE>(
+		j, values + SIZE * plan[lane].first, m, to_first(j, plan + lane, lane), lane,
+		[&](uint32_t n, const uint32_t *word) {
+			const uint32_t run = seen / WIRE_ROW, next = run + 1, word_at = lane % 4;
+			const squeezed q = squeeze_row(word[0], n, pruned, &seen, lane);
+			/* runs before `run`, summed over the four lanes of a plane */
+			uint32_t before = (uint32_t)__popc(word_at < run / 32    ? kept
+							   : word_at == run / 32 ? kept & ((1u << run % 32) - 1)
+										 : 0);
+
+			before += __shfl_xor_sync(FULL, before, 1);
+			before += __shfl_xor_sync(FULL, before, 2);
+			for (int p = 0; p < SIZE; p++) {
+				const uint32_t here = __shfl_sync(FULL, kept, (int)(4 * p + run / 32)) >> run % 32 & 1;
+				const uint32_t then =
+					__shfl_sync(FULL, kept, (int)(4 * p + next / 32) % 32) >> next % 32 & 1;
+				const uint32_t from = __shfl_sync(FULL, before, 4 * p),
+					       some = __byte_perm(word[p], 0, q.selector);
+				uint8_t *out = plan[p].to;
+
+				if (!(planes >> p & 1))
+					continue;
+				out += bitmap_nbytes(p ? k : m);
+				for (uint32_t i = 0; i < q.count; i++) {
+					const uint32_t at = q.at + i;
+					const bool second = at / WIRE_ROW > run;
+
+					if (second ? then : here)
+						out[WIRE_ROW * (from + (second ? here : 0)) + at % WIRE_ROW] =
+							(uint8_t)(some >> 8 * i);
+				}
+			}
+		});
+	__syncwarp();
+}
+
+#endif
