@@ -113,14 +113,15 @@ def planes_of_all_modes():
     short, zero, rare, runs = x & 0xFFFF0000, rng.random(n) < 0.3, rng.random(n) < 0.05, np.arange(n) // 512 % 2 == 0
     some = (runs, noise, 0), (runs, 0, noise), (runs, noise, noise & 0xFFFF0000), (runs, x, short), (runs, 0, x)
     quiet = np.where(np.arange(n) % 20_000 < 300, x & 0xFFFFFF00, x)
-    more = (rare, 0, x & 0xFFFFF000), (rare, 0, x), (rare, 0, quiet)
+    ones = np.where(np.arange(n) % 20_000 < 300, 0x3F800000, x)
+    more = (rare, 0, x & 0xFFFFF000), (rare, 0, x), (rare, 0, quiet), (rare, 0, ones)
     for where, a, b in (*some, (zero, 0, np.where(runs, x, short)), *more):
         for dtype in ("float32", "uint32"):
             yield np.where(where, a, b).astype(np.uint32), dtype
 
 
 WAYS = {"fixed", "constant", "raw", "coded", "halved", "rows"}
-PRUNED = {"constant", "raw", "coded", "halved"}  # pruned values send nothing
+PRUNED = WAYS - {"fixed"}
 
 
 def test_planes_of_every_mode(monkeypatch):
