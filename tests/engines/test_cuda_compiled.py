@@ -22,8 +22,6 @@ MORE_SHARED = {"lossless/encode_fast": 228 << 10}  # of an H100: one thread bloc
 STACK = 300  # maximum bytes of a thread's stack, for which the driver reserves memory for all threads
 SPILLS = 80  # maximum bytes of registers that a thread spills to memory, most of them around calls once a block
 MORE_SPILLS = {
-    "rows/encode": 220,
-    "rows/reduce": 140,  # the middle of rows with zero points
     "lossless/encode_fast": 180,
     "lossless/decode_fast2": 500,
     "lossless/decode_fast4": 360,
@@ -137,6 +135,7 @@ def test_nvrtc_compiles_every_kernel(file):
         assert (int(shared or 0) + 1024) * resident[name] <= MORE_SHARED.get(file, ALL_SHARED), (
             name
         )  # CUDA uses 1 KiB per block
+    assert max(map(int, re.findall(r"(\d+) bytes spill stores", log))) <= MORE_SPILLS.get(file, SPILLS), "functions"
     assert max(map(int, re.findall(r"(\d+) bytes stack frame", log))) <= STACK
     assert all(ptx.count(f"{instruction} ") >= n for instruction, n in LOOPS.get(file, {}).items())
     if file in FUSED:

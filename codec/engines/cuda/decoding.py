@@ -9,7 +9,7 @@ from codec._c.library import DTYPE_NAMES, ITEMSIZE, MANTISSA_BITS, check, ffi, l
 from codec._call import Call
 from codec.engines.blockwise import tensor_like
 from codec.engines.cuda.encoding import ALIGNMENT
-from codec.engines.cuda.kernels import blocks_for, warps_of
+from codec.engines.cuda.kernels import blocks_for, rows_kernel, warps_of
 from codec.engines.cuda.plan import is_entropy_coded
 from codec.engines.cuda.preprocess import Preprocessing
 from codec.engines.cuda.scratch import UNITS_NBYTES, Need
@@ -347,4 +347,4 @@ def _kernels(v: Any, size: int) -> tuple[str, str, str]:
         return "decode_topk", "", ""
     if is_entropy_coded(v):
         return f"decode_rows<{v.codec}>", "decode_rows_nbytes", ""
-    return f"decode_rows<{v.codec}>", "", f"reduce_rows<{v.codec}>"
+    return f"decode_rows<{v.codec}>", "", rows_kernel("reduce_rows", v)

@@ -11,6 +11,7 @@ import os
 from typing import Any, NamedTuple
 
 from codec._c import pool
+from codec._c.library import lib
 from codec._c.spec_structs import NUMBERS
 from codec.engines.cuda import library, sources
 from codec.engines.cuda.cache import load_cached, store_cached
@@ -20,6 +21,7 @@ from codec.specs import Delta, Lossless, TopK, Truncate
 
 _SIZES = 1, 2, 4, 8  # bytes of a value
 _ROWS = tuple(n for kind, n in NUMBERS.items() if kind not in (Lossless, Delta, Truncate, TopK))  # codecs of rows
+_AFFINE = lib.CODEC_QUANTIZE + 16  # Quantize with zero points: QUANTIZE_AFFINE of native/cuda/rows/rows.cuh
 
 
 class File(NamedTuple):
@@ -47,14 +49,14 @@ FILES = {
     "truncate/choose": File(256, {"choose_truncate": 2}),
     "lossless/encode_fast": File(128, {"encode_lossless_fast<2>": 6, "encode_lossless_fast<4>": 5}),
     "lossless/encode": File(128, _each("encode_lossless", _SIZES, 4)),
-    "rows/encode": File(128, _each("encode_rows", _ROWS, 4)),
+    "rows/encode": File(128, _each("encode_rows", (*_ROWS, _AFFINE), 4)),
     "truncate/encode": File(128, {"encode_truncate": 4}),
     "frame/close": File(256, {"close_frame": 4}),
     "lossless/decode": File(128, _each("decode_lossless", _SIZES[:3], 4) | _each("decode_lossless", _SIZES[3:], 3)),
     "lossless/decode_fast2": File(512, {"decode_lossless_fast<2>": 2}),
     "lossless/decode_fast4": File(384, {"decode_lossless_fast<4>": 2}),
     "rows/decode": File(128, _each("decode_rows", _ROWS, 6)),
-    "rows/reduce": File(128, _each("reduce_rows", _ROWS, 4)),
+    "rows/reduce": File(128, _each("reduce_rows", (*_ROWS, _AFFINE), 4)),
     "truncate/decode": File(128, {"decode_truncate": 4}),
     "delta/encode": File(128, _each("encode_delta", _SIZES, 4)),
     "delta/decode": File(128, _each("decode_delta", _SIZES, 4)),
@@ -72,6 +74,12 @@ OTHER_BLOCKS = 2  # the same of kernels that choose how to encode, or write what
 MAX_GRID_Y = 65_535  # CUDA's limit of a grid's second dimension
 MAX_IDLE = 4096  # maximum thread blocks of a launch that find no work
 MAX_SCRATCH = 300_000_000  # maximum bytes of scratch memory of a call; if warps need more, fewer of them run at once
+
+
+def rows_kernel(template: str, v: Any) -> str:
+    """Return the instance of a kernel template of row codecs that encodes or adds up frames with a ``codec_view``."""
+    affine = v.codec == lib.CODEC_QUANTIZE and v.variant == lib.CODEC_LEVELS_AFFINE
+    return f"{template}<{_AFFINE if affine else v.codec}>"
 
 
 def blocks_for(kernel: str, processors: int, nblocks: int) -> int:

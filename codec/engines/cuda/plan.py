@@ -8,7 +8,7 @@ from codec._c.library import DTYPES, ITEMSIZE, check, ffi, lib, new_bytes
 from codec._c.spec_structs import spec_struct
 from codec._call import Call, new_tensor
 from codec.engines.cuda.devices import Device
-from codec.engines.cuda.kernels import OTHER_BLOCKS, blocks_for, warps_of
+from codec.engines.cuda.kernels import OTHER_BLOCKS, blocks_for, rows_kernel, warps_of
 from codec.engines.cuda.scratch import Need
 from codec.engines.cuda.upload import VIEW_NBYTES, Image, aligned
 from codec.engines.request import EncodeRequest
@@ -188,4 +188,4 @@ def _kernels(v: Any, size: int) -> tuple[str, str, tuple[str, int]]:
         return "delta", f"encode_delta<{size}>", ("encode_delta_nbytes", 4)
     if v.codec == lib.CODEC_TOPK:
         return "topk", "encode_topk", ("", 0)
-    return "rows", f"encode_rows<{v.codec}>", ("encode_rows_nbytes", 2)
+    return "rows", rows_kernel("encode_rows", v), ("encode_rows_nbytes", 2)

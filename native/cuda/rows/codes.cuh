@@ -43,22 +43,26 @@ struct row_job {
 	const codec_view *v;
 	struct row_kind q;
 	row_place p;
-	const codec_source *source;
+	codec_source source;
 	struct philox key;
 	bool random;
 };
 
 template <int CODEC> DEVICE row_job row_job_of(const codec_view *v, const row_place &p, const codec_source *source)
 {
-	struct row_kind q = kind_of(v);
+	const struct row_kind q = kind_for<CODEC>(kind_of(v));
 
-	q.codec = CODEC; /* a constant for the compiler */
 	return {v,
 		q,
 		p,
-		source,
+		*source,
 		{v->seed, (uint32_t)v->stream, (uint32_t)(v->stream >> 32)},
 		q.codec == WIRE_CODEC_TERNARY || (v->options & WIRE_OPTION_STOCHASTIC) != 0};
+}
+
+template <int CODEC> DEVICE row_job copy_of(const row_job &r)
+{
+	return {r.v, kind_for<CODEC>(r.q), r.p, r.source, r.key, r.random};
 }
 
 /* Return the code of a value. x: its bits. h: 16 random bits; TERNARY may need more and then returns TERNARY_TIE. */
@@ -74,7 +78,7 @@ template <int CODEC> DEVICE uint32_t code_of(struct row_kind q, bool random, uin
 		return round_float8_code(x, s.scale, q.max, e4m3 ? 3 : 2, e4m3 ? 7 : 15, random, h);
 	if (CODEC == WIRE_CODEC_FLOAT4)
 		return round_float4_code(x, s.scale, random, h);
-	if (q.affine)
+	if (CODEC == QUANTIZE_AFFINE)
 		return s.scale > 0 ? round_affine_code(round_float(x), q.levels, s.below, s.over, h) : 0;
 	return s.scale > 0 ? round_level_code(x, q.odd, q.levels, s.over, h) : round_level_zero(q.odd, q.levels);
 }
@@ -224,7 +228,7 @@ DEVICE void code_group(const row_job &r, uint64_t e, const uint32_t x[8], const 
 	 * Deterministic and stochastic rounding have code of their own, since either is constant for a tensor. Some
 	 * codecs have one only.
 	 */
-	if (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE || !r.random)
+	if (CODEC == WIRE_CODEC_TERNARY || is_quantize(CODEC) || !r.random)
 		for (int k = 0; k < 2; k++)
 			codes[k] = code_four<CODEC>(r, CODEC == WIRE_CODEC_TERNARY, e + 4 * k, x + 4 * k, s,
 						    draws[2 * k], draws[2 * k + 1]);

@@ -62,7 +62,7 @@ template <int CODEC> DEVICE_CALL void put_group_slowly(const row_job &r, uint32_
 	const uint64_t e = r.p.first + mine;
 	uint32_t x[8], codes[2];
 
-	values_at_quads<8>(r.v->dtype, r.source, e, x);
+	values_at_quads<8>(r.v->dtype, &r.source, e, x);
 	code_group<CODEC>(r, e, x, open_scale(r.q, scale, 0), codes);
 	put_bytes(to, pack_group(r.q, codes[0], codes[1]), r.q.bits);
 }

@@ -17,34 +17,40 @@ template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_row
 {
 	__shared__ float ratio[256];
 	__shared__ uint32_t codes[256];
+	__shared__ row_job jobs[WARPS]; /* in shared memory, not in registers, of which loops need most */
 	const codec_encoding &e = encoding_of(encodings);
 	const job &j = share_coding(e.view, e.memory, codes, 1);
 	const codec_view &v = j.v;
-	const struct row_kind q = kind_of(&v);
 	const uint32_t lane = threadIdx.x % 32;
 
 	fill_ratios<CODEC>(&v, ratio);
 	if (blockIdx.x * WARPS >= useful_warps(e.scratch, e.scratch.each, e.warps))
 		return;
+	row_job &r = jobs[threadIdx.x / 32];
 	const taken_units unit = take_units(e.scratch, e.scratch.each, lane);
 	uint8_t *scratch = unit.memory;
 
 	for (uint64_t b; (b = next_block(e.out, lane)) < v.nblocks;) {
 		uint8_t *region = scratch + ROWS_ROOM;
-		const row_place p = row_place_of(&j, q, b);
 		uint64_t at = 0;
-		uint32_t size = (uint32_t)row_region_nbytes(q, p.part->group_size, p.m);
 		codec_status status = CODEC_OK;
 
-		if (!q.entropy) { /* the size, and so the place, is known before encoding */
+		__syncwarp();
+		if (lane == 0)
+			r = row_job_of<CODEC>(&v, row_place_of(&j, kind_of(&v), b), &e.source);
+		__syncwarp();
+		const bool entropy = is_entropy_coded<CODEC>(r.q);
+		uint32_t size = (uint32_t)row_region_nbytes(r.q, r.p.part->group_size, r.p.m);
+
+		if (!entropy) { /* the size, and so the place, is known before encoding */
 			at = v.regions_offset + look_back(e.places, b, size, lane);
 			region = e.frame + at;
 		}
-		if (q.entropy || at + size <= e.capacity)
-			status = write_rows<CODEC>(&j, e.memory, &e.source, p, ratio, scratch, region, &size, lane);
+		if (entropy || at + size <= e.capacity)
+			status = write_rows<CODEC>(&j, e.memory, r, ratio, scratch, region, &size, lane);
 		if (lane == 0 && status != CODEC_OK)
 			set_fault(e.out, status);
-		if (q.entropy)
+		if (entropy)
 			put_region(&v, e, b, region, status == CODEC_OK ? size : 8, lane);
 		else if (at + size <= e.capacity)
 			put_entry(&v, e, b, at + size,

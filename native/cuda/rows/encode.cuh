@@ -35,7 +35,7 @@ DEVICE bool scaled_last(const codec_view *v, const codec_source *source)
 DEVICE void put_sign_residuals(const row_job &r, uint64_t first, uint32_t n, float scale, float below, uint32_t lane)
 {
 	const uint32_t dtype = r.v->dtype;
-	float *residual = global(r.source->residual) + first;
+	float *residual = global(r.source.residual) + first;
 
 	scale = float_of(dtype, bits_of_float(dtype, scale));
 	below = float_of(dtype, bits_of_float(dtype, below));
@@ -47,12 +47,12 @@ DEVICE void put_sign_residuals(const row_job &r, uint64_t first, uint32_t n, flo
 	for (; i + 3 * 32 < n; i += 4 * 32) {
 		float x[4];
 
-		values_each_32<4>(dtype, r.source, first + i, x);
+		values_each_32<4>(dtype, &r.source, first + i, x);
 		for (uint32_t k = 0; k < 4; k++)
 			put(i + 32 * k, x[k]);
 	}
 	for (; i < n; i += 32)
-		put(i, value_at(dtype, r.source, first + i));
+		put(i, value_at(dtype, &r.source, first + i));
 }
 
 /* SIGN: encode a block whose rows are multiples of 32 values: scales, or sums of pieces, and codes. */
@@ -68,14 +68,14 @@ DEVICE codec_status put_signs(const row_job &r, uint8_t *memory, uint8_t *scales
 	for (uint32_t i = 0, n; i < r.p.m; i += n) {
 		n = r.p.m - i < each ? r.p.m - i : each;
 		if (row) {
-			s = put_sign_row(v, r.q, r.source, r.p.first + i, n, scales, words + i / 32, lane);
+			s = put_sign_row(v, r.q, &r.source, r.p.first + i, n, scales, words + i / 32, lane);
 			scales += row_scale_nbytes(r.q);
 		} else {
 			const uint64_t first = r.p.first + i;
 			const bool plain = summing_of(v) == SUM_ABS; /* in line, see put_scale_here */
 			const codec_row_sums some =
-				plain ? sums_how<SUM_ABS, true>(v->dtype, r.source, first, n, words + i / 32, lane)
-				      : sums_of<true>(v, r.source, first, n, words + i / 32, lane);
+				plain ? sums_how<SUM_ABS, true>(v->dtype, &r.source, first, n, words + i / 32, lane)
+				      : sums_of<true>(v, &r.source, first, n, words + i / 32, lane);
 
 			s.status = some.max >= ROUND_INF ? CODEC_NONFINITE : CODEC_OK;
 			if (lane == 0)
@@ -83,7 +83,7 @@ DEVICE codec_status put_signs(const row_job &r, uint8_t *memory, uint8_t *scales
 		}
 		if (s.status != CODEC_OK)
 			return s.status;
-		if (r.source->residual)
+		if (r.source.residual)
 			put_sign_residuals(r, r.p.first + i, n, s.scale, s.below, lane);
 	}
 	__syncwarp();
@@ -124,7 +124,7 @@ DEVICE codec_status put_rows(const row_job &r, uint8_t *memory, uint8_t *scales,
 	if (CODEC != WIRE_CODEC_SIGN && put.status == CODEC_OK && !put.done)
 		put = put_groups<CODEC>(r, scales, ratio, to, chunk, lane);
 	if (put.status == CODEC_OK && put.done < r.p.m) {
-		put.status = put_scales<CODEC>(r.v, r.q, r.p, r.source, scales, put.done, 0, 1, lane);
+		put.status = put_scales<CODEC>(r.v, r.q, r.p, &r.source, scales, put.done, 0, 1, lane);
 		if (put.status != CODEC_OK)
 			return put.status;
 		uint32_t most = put_codes<CODEC>(r, scales, ratio, to, ncodes, put.done, 0, 1, lane);
@@ -164,11 +164,11 @@ DEVICE_CALL uint32_t code_plane(const job *j, uint8_t *scratch, uint32_t ncodes,
  * and WORDS_ROOM words, else for TRITS_CHUNK bytes if trits are packed five a byte.
  */
 template <int CODEC>
-DEVICE codec_status write_rows(const job *j, uint8_t *memory, const codec_source *source, const row_place &p,
-			       const float *ratio, uint8_t *scratch, uint8_t *region, uint32_t *size, uint32_t lane)
+DEVICE codec_status write_rows(const job *j, uint8_t *memory, const row_job &r, const float *ratio, uint8_t *scratch,
+			       uint8_t *region, uint32_t *size, uint32_t lane)
 {
-	const row_job r = row_job_of<CODEC>(&j->v, p, source);
-	const bool entropy = (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_FLOAT8) && r.q.entropy;
+	const row_place &p = r.p;
+	const bool entropy = is_entropy_coded<CODEC>(r.q);
 	const uint32_t nscales = (uint32_t)(row_count(p.part->group_size, p.m) * row_scale_nbytes(r.q));
 	uint32_t ncodes = (uint32_t)row_codes_nbytes(r.q, p.m);
 	uint8_t *to = region + nscales;

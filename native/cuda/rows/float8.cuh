@@ -54,7 +54,7 @@ DEVICE void put_float8_codes(const row_job &r, const uint8_t *values, uint32_t d
  */
 DEVICE groups_put put_float8_rows(const row_job &r, uint8_t *scales, uint8_t *to, uint32_t lane)
 {
-	const codec_source &s = *r.source;
+	const codec_source &s = r.source;
 	const uint8_t *values = s.values;
 	const uint32_t dtype = r.v->dtype, nbytes = dtype == WIRE_FLOAT32 ? 4 : 2;
 	const uint32_t row = r.p.part->group_size, whole = row ? r.p.m / row * row : 0;

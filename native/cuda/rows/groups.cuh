@@ -10,8 +10,8 @@
  * `to`, which has nbytes bytes. `warps` warps share the values. Returns the bits of the lane's largest magnitude.
  */
 template <int CODEC>
-DEVICE_CALL uint32_t put_codes(row_job r, const uint8_t *scales, const float *ratio, uint8_t *to, uint64_t nbytes,
-			       uint64_t from, uint32_t warp, uint32_t warps, uint32_t lane)
+DEVICE_CALL uint32_t put_codes(const row_job &r, const uint8_t *scales, const float *ratio, uint8_t *to,
+			       uint64_t nbytes, uint64_t from, uint32_t warp, uint32_t warps, uint32_t lane)
 {
 	const uint32_t row = r.p.part->group_size, each = (uint32_t)row_scale_nbytes(r.q), per = r.q.bits ? 8 : 5;
 	row_scale s = open_part(r.q, r.p.part);
@@ -28,7 +28,7 @@ DEVICE_CALL uint32_t put_codes(row_job r, const uint8_t *scales, const float *ra
 			uint32_t code = 0;
 
 			if (k < n) {
-				const uint32_t x = round_bits(value_at(r.v->dtype, r.source, e));
+				const uint32_t x = round_bits(value_at(r.v->dtype, &r.source, e));
 
 				if (row && i + k >= end) {
 					uint64_t at = (i + k) / row;
@@ -46,8 +46,8 @@ DEVICE_CALL uint32_t put_codes(row_job r, const uint8_t *scales, const float *ra
 				code = code_of<CODEC>(r.q, r.random, x, s, draws[e / 2 % 4] >> 16 * (e % 2) & 0xffff);
 				if (CODEC == WIRE_CODEC_TERNARY && code == TERNARY_TIE)
 					code = break_ties(r.key, s.over, e, code, {x, 0, 0, 0}) & 255;
-				if (r.source->residual)
-					put_residual<CODEC>(r.source->residual + e, r.q, 1, {x, 0, 0, 0}, code, s,
+				if (r.source.residual)
+					put_residual<CODEC>(r.source.residual + e, r.q, 1, {x, 0, 0, 0}, code, s,
 							    ratio);
 			}
 			codes[k / 4] |= code << 8 * (k % 4);
@@ -117,13 +117,14 @@ struct groups_put {
  * a row is read for its scale, and again for its codes while caches hold it.
  */
 template <int CODEC, bool SMALL>
-DEVICE groups_put put_groups_of(const row_job &r, uint8_t *scales, const float *ratio, uint8_t *to, uint8_t *chunk,
+DEVICE groups_put put_groups_of(const row_job &given, uint8_t *scales, const float *ratio, uint8_t *to, uint8_t *chunk,
 				uint32_t lane)
 {
+	const row_job r = copy_of<CODEC>(given); /* in registers: stores could change shared memory */
 	const codec_view *v = r.v;
 	const struct row_kind q = r.q;
 	const codec_row_part *part = r.p.part;
-	const codec_source copy = *r.source, *source = &copy; /* in registers: stores could change shared memory */
+	const codec_source *source = &r.source;
 	const uint32_t row = part->group_size, limit = limit_of(v);
 	const uint32_t unit = SMALL ? WARP_STEP : row ? row : q.bits ? 8 : TRITS_CHUNK;
 	const uint32_t dtype = v->dtype;
@@ -141,7 +142,7 @@ DEVICE groups_put put_groups_of(const row_job &r, uint8_t *scales, const float *
 		if (SMALL) {
 			end = whole;
 		} else if (i == end) {
-			scaled found = put_scale<CODEC>(v, q, part, r.source, r.p.first + i, row, scales, lane);
+			scaled found = put_scale<CODEC>(v, q, part, &given.source, r.p.first + i, row, scales, lane);
 
 			bad |= found.status != CODEC_OK;
 			s = open_scale(q, found.scale, found.below);
@@ -160,7 +161,7 @@ DEVICE groups_put put_groups_of(const row_job &r, uint8_t *scales, const float *
 			x[k] = next[k], next[k] = 0;
 		if (after + 8 * lane < whole)
 			values_at_quads<8>(dtype, source, r.p.first + after + 8 * lane, next);
-		if (SMALL && CODEC == WIRE_CODEC_QUANTIZE && q.affine) {
+		if (SMALL && CODEC == QUANTIZE_AFFINE) {
 			s = ends_of_lanes(r, x, mine, scales, &bad);
 		} else if (SMALL || CODEC == WIRE_CODEC_TERNARY) {
 			uint32_t max = 0;
@@ -199,7 +200,7 @@ DEVICE groups_put put_groups(const row_job &r, uint8_t *scales, const float *rat
 {
 	const uint32_t row = r.p.part->group_size;
 
-	if (row % 8 || r.p.first % 8 || !in_quads(r.v->dtype, r.source))
+	if (row % 8 || r.p.first % 8 || !in_quads(r.v->dtype, &r.source))
 		return {0, 0, CODEC_OK};
 	if (CODEC != WIRE_CODEC_TERNARY && row && WARP_STEP % row == 0)
 		return put_groups_of<CODEC, true>(r, scales, ratio, to, chunk, lane);

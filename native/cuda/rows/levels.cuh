@@ -2,7 +2,7 @@
  * values or of a multiple of 256: most tensors of quantize. docs/spec/encoder.md, section 7.
  *
  * A lane encodes 8 values of a step of 256. Positions among the levels are rounded by additions toward zero, and codes
- * are packed as bytes of words. Rows of scales below 2^-60 are rare, and are encoded by put_group_slowly.
+ * are packed as bytes of words. Rows of scales below 2^-60 are rare, and are encoded once more by put_group_slowly.
  */
 #ifndef CODEC_CUDA_ROWS_LEVELS_CUH
 #define CODEC_CUDA_ROWS_LEVELS_CUH
@@ -135,12 +135,21 @@ struct level_loop {
 };
 
 /*
+ * Largest magnitude of the lane's rows, as bits; bit i: steps 2 i and 2 i + 1 have a row that put_group_slowly must
+ * encode. A call within the loop would make the compiler spill registers.
+ */
+struct level_rows {
+	uint32_t worst, tiny;
+};
+
+static_assert(WIRE_ROW_BLOCK <= 32 * 2 * WARP_STEP, "a bit of `tiny` for two steps");
+
+/*
  * Encode N steps of 256 values from value i of the block on. s: scale of their row; smaller rows have their scales
- * computed, and the largest magnitude is added to *worst.
+ * computed, and are added to *rows.
  */
 template <int BITS, bool ODD, int N>
-DEVICE void put_level_steps(const row_job &r, const level_loop &c, uint32_t i, level_scale s, uint32_t *worst,
-			    uint32_t lane)
+DEVICE void put_level_steps(const level_loop &c, uint32_t i, level_scale s, level_rows *rows, uint32_t lane)
 {
 	const uint64_t e = c.first + i + 8 * lane;
 	const uint32_t lanes = 1u << c.row_log2 >> 3, next = i + 2 * N * WARP_STEP;
@@ -158,13 +167,10 @@ DEVICE void put_level_steps(const row_job &r, const level_loop &c, uint32_t i, l
 		if (c.row_log2) {
 			const uint32_t max = largest_of_row(largest_of<8>(0, x + 8 * k, ~0u), c.row_log2);
 
-			*worst = max > *worst ? max : *worst;
+			rows->worst = max > rows->worst ? max : rows->worst;
+			rows->tiny |= (uint32_t)is_tiny(max) << i / (2 * WARP_STEP);
 			if ((lane & (lanes - 1)) == 0)
 				*(uint32_t *)(c.scales + 4 * (mine >> c.row_log2)) = max;
-			if (__any_sync(FULL, is_tiny(max))) {
-				put_group_slowly<WIRE_CODEC_QUANTIZE>(r, mine, round_float(max), to);
-				continue;
-			}
 			s = level_scale_of<ODD>(c.levels, max);
 		}
 		no_draws(draws);
@@ -176,23 +182,35 @@ DEVICE void put_level_steps(const row_job &r, const level_loop &c, uint32_t i, l
 
 /* Encode values i to end - 1 of the block. See put_level_steps. */
 template <int BITS, bool ODD>
-DEVICE void put_level_run(const row_job &r, const level_loop &c, uint32_t i, uint32_t end, level_scale s,
-			  uint32_t *worst, uint32_t lane)
+DEVICE void put_level_run(const level_loop &c, uint32_t i, uint32_t end, level_scale s, level_rows *rows, uint32_t lane)
 {
 	for (; i + 2 * WARP_STEP <= end; i += 2 * WARP_STEP)
-		put_level_steps<BITS, ODD, 2>(r, c, i, s, worst, lane);
+		put_level_steps<BITS, ODD, 2>(c, i, s, rows, lane);
 	if (i < end)
-		put_level_steps<BITS, ODD, 1>(r, c, i, s, worst, lane);
+		put_level_steps<BITS, ODD, 1>(c, i, s, rows, lane);
 }
 
 template <int BITS>
-DEVICE void put_level_run(const row_job &r, const level_loop &c, uint32_t i, uint32_t end, uint32_t max,
-			  uint32_t *worst, uint32_t lane)
+DEVICE void put_level_run(const level_loop &c, bool odd, uint32_t i, uint32_t end, uint32_t max, level_rows *rows,
+			  uint32_t lane)
 {
-	if (r.q.odd)
-		put_level_run<BITS, true>(r, c, i, end, level_scale_of<true>(c.levels, max), worst, lane);
+	if (odd)
+		put_level_run<BITS, true>(c, i, end, level_scale_of<true>(c.levels, max), rows, lane);
 	else
-		put_level_run<BITS, false>(r, c, i, end, level_scale_of<false>(c.levels, max), worst, lane);
+		put_level_run<BITS, false>(c, i, end, level_scale_of<false>(c.levels, max), rows, lane);
+}
+
+/* Encode the steps of small rows whose bits in `tiny` are set. */
+DEVICE void put_tiny_rows(const row_job &r, const level_loop &c, uint32_t tiny, uint32_t lane)
+{
+	__syncwarp(); /* other lanes have stored scales */
+	for (uint32_t i = 0; i < 32 && tiny >> i; i++)
+		for (uint32_t k = 2 * i; tiny >> i & 1 && k < 2 * i + 2 && k * WARP_STEP < c.end; k++) {
+			const uint32_t mine = k * WARP_STEP + 8 * lane;
+			const float scale = round_float(*(const uint32_t *)(c.scales + 4 * (mine >> c.row_log2)));
+
+			put_group_slowly<WIRE_CODEC_QUANTIZE>(r, mine, scale, c.to + mine / 8 * r.q.bits);
+		}
 }
 
 /*
@@ -200,7 +218,7 @@ DEVICE void put_level_run(const row_job &r, const level_loop &c, uint32_t i, uin
  */
 DEVICE groups_put put_level_rows(const row_job &r, uint8_t *scales, uint8_t *to, uint32_t lane)
 {
-	const codec_source &s = *r.source;
+	const codec_source &s = r.source;
 	const uint32_t dtype = r.v->dtype, row = r.p.part->group_size, bits = r.q.bits, step = row % WARP_STEP;
 	const bool small = row == 64 || row == 128 || row == WARP_STEP;
 	const level_loop c = {{global(s.values), NULL, NULL},
@@ -218,12 +236,11 @@ DEVICE groups_put put_level_rows(const row_job &r, uint8_t *scales, uint8_t *to,
 			      global(to),
 			      group_draws_of(r.key, (uint32_t)(r.p.first / 8 >> 32)),
 			      r.random};
-	struct row_kind q = r.q;
-	uint32_t worst = 0;
+	const struct row_kind q = kind_for<WIRE_CODEC_QUANTIZE>(r.q);
+	level_rows rows = {0, 0};
 
-	q.affine = 0; /* a constant for the compiler */
-	if ((!small && step) || r.q.affine || (bits != 2 && bits != 4 && bits != 8) || s.sums || s.residual ||
-	    r.p.first % 8 || (uint64_t)scales % 4 || !in_quads(dtype, &s) || !draws_share_high(r.p.first, r.p.m))
+	if ((!small && step) || (bits != 2 && bits != 4 && bits != 8) || s.sums || s.residual || r.p.first % 8 ||
+	    (uint64_t)scales % 4 || !in_quads(dtype, &s) || !draws_share_high(r.p.first, r.p.m))
 		return {0, 0, CODEC_OK};
 	for (uint32_t i = 0, end; i < c.end; i = end) {
 		uint32_t max = 0;
@@ -234,20 +251,21 @@ DEVICE groups_put put_level_rows(const row_job &r, uint8_t *scales, uint8_t *to,
 				r.v, q, r.p.part, &c.source, c.first + i, row, c.scales + i / row * 4, lane);
 
 			max = found.status == CODEC_OK ? round_bits(found.scale) : ROUND_INF;
-			worst = max > worst ? max : worst;
+			rows.worst = max > rows.worst ? max : rows.worst;
 		}
 		if (is_tiny(max))
 			for (uint32_t k = i; k < end; k += WARP_STEP)
 				put_group_slowly<WIRE_CODEC_QUANTIZE>(r, k + 8 * lane, round_float(max),
 								      c.to + (k / 8 + lane) * bits);
 		else if (bits == 4)
-			put_level_run<4>(r, c, i, end, max, &worst, lane);
+			put_level_run<4>(c, q.odd, i, end, max, &rows, lane);
 		else if (bits == 2)
-			put_level_run<2>(r, c, i, end, max, &worst, lane);
+			put_level_run<2>(c, q.odd, i, end, max, &rows, lane);
 		else
-			put_level_run<8>(r, c, i, end, max, &worst, lane);
+			put_level_run<8>(c, q.odd, i, end, max, &rows, lane);
 	}
-	return {c.end, 0, __any_sync(FULL, worst >= ROUND_INF) ? CODEC_NONFINITE : CODEC_OK};
+	put_tiny_rows(r, c, __reduce_or_sync(FULL, rows.tiny), lane);
+	return {c.end, 0, __any_sync(FULL, rows.worst >= ROUND_INF) ? CODEC_NONFINITE : CODEC_OK};
 }
 
 #endif

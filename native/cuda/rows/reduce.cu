@@ -49,7 +49,7 @@ struct summed_row {
 	uint32_t wrong;
 };
 
-DEVICE_CALL summed_row open_summed(struct row_kind q, const codec_row_part *part, const uint8_t *scale, bool unscaled)
+DEVICE summed_row open_summed(struct row_kind q, const codec_row_part *part, const uint8_t *scale, bool unscaled)
 {
 	summed_row s = {unscaled ? 1 : part->scale[0], round_sign_below(part->scale[q.variant == WIRE_SIGN_TWO_MEAN]),
 			0};
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 	__shared__ float ratio[256];
 	const job &j = share_job(d.view, d.memory);
 	const codec_view &v = j.v;
-	const struct row_kind q = kind_of(&v);
+	const struct row_kind q = kind_for<CODEC>(kind_of(&v));
 	const uint32_t lane = threadIdx.x % 32;
 	const codec_decoding *mine = decodings + (lane < count ? lane : 0);
 	const uint32_t warp = threadIdx.x / 32;

@@ -22,6 +22,31 @@ DEVICE struct row_kind kind_of(const codec_view *v)
 	return row_kind_of(v->codec, v->variant, v->options, v->bits, v->dtype);
 }
 
+/*
+ * Template parameter CODEC of kernels that encode or add up QUANTIZE with zero points, which are compiled apart from
+ * those without. For all other frames it is the codec, and when decoding.
+ */
+#define QUANTIZE_AFFINE (WIRE_CODEC_QUANTIZE + 16)
+
+constexpr bool is_quantize(int codec)
+{
+	return codec == WIRE_CODEC_QUANTIZE || codec == QUANTIZE_AFFINE;
+}
+
+/* Return a row_kind in which the fields that CODEC decides are constants for the compiler. Not for decoding. */
+template <int CODEC> DEVICE struct row_kind kind_for(struct row_kind q)
+{
+	q.codec = is_quantize(CODEC) ? WIRE_CODEC_QUANTIZE : CODEC;
+	q.affine = CODEC == QUANTIZE_AFFINE;
+	return q;
+}
+
+/* Check that an entropy stage codes the codes: a constant for most codecs. */
+template <int CODEC> DEVICE bool is_entropy_coded(struct row_kind q)
+{
+	return (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_FLOAT8) && q.entropy;
+}
+
 static __device__ row_place row_place_of(const job *j, struct row_kind q, uint64_t b)
 {
 	const codec_row_part *part =
@@ -95,7 +120,7 @@ DEVICE uint32_t spread_nibbles(uint32_t x)
 /* Read n <= 4 codes from code i on, a byte each. i is a multiple of 4. codes: any address. */
 template <int CODEC> DEVICE uint32_t read_codes(struct row_kind q, const uint8_t *codes, uint32_t i, uint32_t n)
 {
-	const bool any = CODEC == WIRE_CODEC_QUANTIZE;
+	const bool any = is_quantize(CODEC);
 
 	codes = global(codes);
 	if (CODEC == WIRE_CODEC_FLOAT8 || (any && q.bits == 8))
@@ -160,7 +185,7 @@ template <int CODEC> DEVICE float dequantize(struct row_kind q, float ratio, flo
 		v = v < ROUND_MAX ? v : ROUND_MAX;
 		return round_float((a > ROUND_INF ? a : v) | (u & ~ROUND_ABS));
 	}
-	if (CODEC == WIRE_CODEC_QUANTIZE && q.affine)
+	if (is_quantize(CODEC) && q.affine)
 		return round_affine(ratio, scale, below);
 	if (CODEC == WIRE_CODEC_QUANTIZE)
 		return scale > 0 ? round_mul(scale, ratio) : 0.0f;
@@ -285,7 +310,7 @@ template <int CODEC> DEVICE uint32_t walk_code(struct row_kind q, const row_walk
 	float ratio = shared(w.ratio)[code];
 
 	*y = dequantize<CODEC>(q, ratio, w.scale, w.below);
-	return (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE) && ratio != ratio;
+	return (CODEC == WIRE_CODEC_TERNARY || is_quantize(CODEC)) && ratio != ratio;
 }
 
 /* Read n <= 4 values from value i on; they may lie in several rows. */

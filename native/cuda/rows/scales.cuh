@@ -351,7 +351,7 @@ DEVICE scaled put_scale_here(const codec_view *v, struct row_kind q, const codec
 {
 	if (CODEC == WIRE_CODEC_SIGN)
 		return put_sign_row(v, q, source, first, n, to, NULL, lane);
-	if (CODEC == WIRE_CODEC_QUANTIZE && q.affine)
+	if (CODEC == QUANTIZE_AFFINE)
 		return put_ends(q, source, first, n, to, lane);
 	uint32_t max = largest(v->dtype, source, first, n, limit_of(v), lane);
 

@@ -47,15 +47,15 @@ DEVICE ternary_codes code_ternary(const uint32_t x[8], float by, const uint32_t 
 DEVICE groups_put put_ternary_steps(const row_job &r, uint8_t *to, bool given, uint32_t lane)
 {
 	const uint32_t AT_ONCE = 2; /* steps whose loads are in flight together */
-	const codec_source source = {global(r.source->values), NULL, NULL};
+	const codec_source source = {global(r.source.values), NULL, NULL};
 	const uint32_t dtype = r.v->dtype, nbytes = dtype == WIRE_FLOAT32 ? 4 : 2,
 		       whole = r.p.m / (AT_ONCE * WARP_STEP) * (AT_ONCE * WARP_STEP);
 	const uint64_t first = r.p.first;
 	const float scale = r.p.part->scale[0];
 	uint32_t most = 0;
 
-	if (r.q.bits != 2 || scale < 0x1p-60f || r.source->sums || r.source->residual || first % 8 ||
-	    (uint64_t)to % 2 || !in_quads(dtype, &source) || !draws_share_high(first, r.p.m))
+	if (r.q.bits != 2 || scale < 0x1p-60f || r.source.sums || r.source.residual || first % 8 || (uint64_t)to % 2 ||
+	    !in_quads(dtype, &source) || !draws_share_high(first, r.p.m))
 		return {0, 0, CODEC_OK};
 	const float by = round_over(scale, 65536).by;
 	const group_draws key = group_draws_of(r.key, (uint32_t)(first / 8 >> 32));

@@ -25,6 +25,7 @@
 	X(ENCODE_LOSSLESS_2, "encode_lossless<2>", 128, 4)                                                             \
 	X(ENCODE_LOSSLESS_4, "encode_lossless<4>", 128, 4)                                                             \
 	X(ENCODE_LOSSLESS_8, "encode_lossless<8>", 128, 4)                                                             \
+	X(ENCODE_ROWS_22, "encode_rows<22>", 128, 4)                                                                   \
 	X(ENCODE_ROWS_2, "encode_rows<2>", 128, 4)                                                                     \
 	X(ENCODE_ROWS_3, "encode_rows<3>", 128, 4)                                                                     \
 	X(ENCODE_ROWS_4, "encode_rows<4>", 128, 4)                                                                     \
@@ -60,6 +61,7 @@
 #define CODEC_CUDA_OTHER_KERNELS(X)                                                                                    \
 	X(GATHER, "gather", 256, 4)                                                                                    \
 	X(CHECK_FINITE, "check_finite", 256, 4)                                                                        \
+	X(REDUCE_ROWS_22, "reduce_rows<22>", 128, 4)                                                                   \
 	X(REDUCE_ROWS_2, "reduce_rows<2>", 128, 4)                                                                     \
 	X(REDUCE_ROWS_3, "reduce_rows<3>", 128, 4)                                                                     \
 	X(REDUCE_ROWS_4, "reduce_rows<4>", 128, 4)                                                                     \

@@ -104,8 +104,10 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 		p->decode = DECODE_TOPK;
 		p->encode_each = region; /* of a CTA */
 	} else {
+		const int affine = p->codec == CODEC_QUANTIZE && spec->variant == CODEC_LEVELS_AFFINE;
+
 		p->choose = CHOOSE_ROWS;
-		p->encode = ENCODE_ROWS_2 + (p->codec - CODEC_SIGN);
+		p->encode = affine ? ENCODE_ROWS_22 : ENCODE_ROWS_2 + (p->codec - CODEC_SIGN);
 		p->decode = DECODE_ROWS_2 + (p->codec - CODEC_SIGN);
 		if (p->entropy)
 			p->encode_each = s->encode_rows[0] + region;
