@@ -4,9 +4,9 @@ It needs CuPy with NVRTC, and nvdisasm (``pip install nvidia-cuda-nvdisasm``), b
 number of instructions if it has at least ``--least`` of them and reads shared memory. If it is unrolled for 8 rows of
 128 values and has 640 instructions, these are 80 for a row, including those of branches that are rarely taken.
 
-Kernels of Quantize, Ternary and Truncate, and of Lossless with several planes in regions, have loops for many options.
-For each loop over float32 values the shortest way through it is printed that loads or stores all values, and draws
-random bits where there are any: instructions a row of 128 values, without branches that are rarely taken.
+Kernels of Quantize, Ternary, Float8 and Truncate, and of Lossless with several planes in regions, have loops for many
+options. For each loop over float32 values the shortest way through it is printed that loads or stores all values, and
+draws random bits where there are any: instructions a row of 128 values, without branches that are rarely taken.
 """
 
 import argparse
@@ -35,6 +35,8 @@ WAYS = (
     Way("encode_rows<6>", "groups of 64 to 256", 4, {"LDG.E.128": 4, "SHFL": 6, "IMAD.WIDE": 36}),
     Way("encode_rows<6>", "longer groups, without their scales", 4, {"LDG.E.128": 4, "IMAD.WIDE": 36}),
     Way("decode_rows<6>", "any groups", 8, {"STG.E.128": 8, "FFMA": 32}),
+    Way("encode_rows<4>", "groups of 32 (MXFP8), of 64 to 256", 4, {"LDG.E.128": 4, "STG.E.64": 2, "SHFL": 4}),
+    Way("decode_rows<4>", "groups of 32 (MXFP8), of 64 to 512", 8, {"STG.E.128": 8, "SHFL": 8}),
     Way("encode_rows<3>", "2 bits", 4, {"LDG.E.128": 4, "IMAD.WIDE": 34}),
     Way("decode_rows<3>", "2 bits", 8, {"STG.E.128": 8, "FMUL": 32}),
     Way("encode_truncate", "first cut", 1, {"LDG.E.128": 1, "STG.E.64": 1}),

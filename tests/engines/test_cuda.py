@@ -261,9 +261,13 @@ def test_whole_rows(dtype, columns):
 
 # rows of a few lanes, of one and several passes of a warp, without groups of 8; packed by 32, 16, 8 bits and fives
 EIGHTS = {
-    **{f"float8_{row}": codec.Float8(group_size=row) for row in (8, 64, 256, 40, 576, 1_152, 4_096, 100)},
+    **{f"float8_{row}": codec.Float8(group_size=row) for row in (8, 64, 128, 256, 512, 40, 576, 1_152, 4_096, 100)},
     "float8_random": codec.Float8("e5m2", 1_000, "stochastic"),
     "float8_propagate": codec.Float8(group_size=128, nonfinite="propagate"),
+    "float8_e5m2_64": codec.Float8("e5m2", 64),
+    "mxfp8_floor": codec.Float8("mxfp8_e4m3"),
+    "mxfp8_rceil": codec.Float8("mxfp8_e5m2", scale="rceil"),
+    "mxfp8_nan": codec.Float8("mxfp8_e4m3", nonfinite="propagate", scale="rceil"),
     "float4_nearest": codec.Float4("mxfp4"),
     "float4_random": codec.Float4("nvfp4", "stochastic"),
     **{f"quantize_{b}_{row}": codec.Quantize(b, row, "odd") for b, row in ((2, 16), (3, 128), (4, 600), (8, 512))},
@@ -285,6 +289,9 @@ def test_groups_of_8(name):
     x = rng.standard_normal(18_509, F32) * np.exp(rng.standard_normal(18_509, F32)) * (rng.random(18_509) > 0.02)
     x[600:1300] = 0
     x[3_000:4_500] *= 1e-25
+    if name.startswith("mxfp8"):
+        x[10_000] = 60_000  # rounded up, its row's largest code is more than float16 holds
+        x[2_000] = np.nan if name == "mxfp8_nan" else 1
     cut = [(3, (7, 640)), (4_488, (2, 4_096)), (12_680, (829,))]
     for dtype in LOSSY_DTYPES:
         values = x.astype(np.float16 if dtype == "float16" else F32)
@@ -306,7 +313,7 @@ def test_groups_of_8(name):
 def test_values_that_the_loop_for_groups_of_8_rejects(bad):
     """NaN, Inf and values above a given scale, at any position."""
     names = "float8_64", "float8_1152", "quantize_4_600", "quantize_zero_64", "ternary_2bit", "ternary_scale"
-    for name in (*names, "quantize_4_64", "quantize_8_1024", "sign_l1", "sign_1056"):
+    for name in (*names, "mxfp8_floor", "quantize_4_64", "quantize_8_1024", "sign_l1", "sign_1056"):
         for at in (5, 17_000, 18_508):
             x, left = np.ones(18_509, F32), np.full(18_509, 0.5, F32)
             x[at] = bad

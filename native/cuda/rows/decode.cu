@@ -2,17 +2,7 @@
 #include "frame/decode.cuh"
 #include "rows/rows.cuh"
 #include "rows/store.cuh"
-
-/* Round four values to a dtype of 16 bits. */
-DEVICE uint2 halves_of(uint32_t dtype, const float y[4])
-{
-	uint32_t u[4];
-
-	for (uint32_t k = 0; k < 4; k++)
-		u[k] = dtype == WIRE_BFLOAT16 ? round_to_bfloat16(round_bits(y[k]))
-					      : round_to_float16(round_bits(y[k]));
-	return {u[0] | u[1] << 16, u[2] | u[3] << 16};
-}
+#include "rows/store_float8.cuh"
 
 /* Combine values with a destination as put_values does, for sinks and quads that need more than a vector store. */
 DEVICE_CALL void put_others(const codec_sink *sink, uint32_t dtype, uint64_t i, uint32_t n, float a, float b, float c,
@@ -70,34 +60,6 @@ DEVICE found_codes find_codes(const job *j, struct row_kind q, uint32_t m, uint6
 	}
 	o.status = status;
 	return o;
-}
-
-/*
- * FLOAT8: store the lane's quads of N rows of 128 values of one scale. to: of the first row. Returns false if some code
- * is NaN or Inf; then nothing is stored.
- */
-template <bool E4M3, int N>
-DEVICE bool store_float8(const uint32_t quad[N], float scale, float inverse, uint8_t *to, uint32_t dtype, uint32_t lane)
-{
-	uint32_t special = 0;
-
-	for (uint32_t k = 0; k < N; k++)
-		special |= any_special(E4M3, quad[k]);
-	if (special)
-		return false;
-	for (uint32_t k = 0; k < N; k++) {
-		float y[4];
-
-		float8_ratios(E4M3, quad[k], y);
-		for (uint32_t l = 0; l < 4; l++)
-			y[l] = divide_float8(y[l], scale, inverse);
-		if (dtype == WIRE_FLOAT32)
-			global((uint4 *)to)[32 * k + lane] = {round_bits(y[0]), round_bits(y[1]), round_bits(y[2]),
-							      round_bits(y[3])};
-		else
-			global((uint2 *)to)[32 * k + lane] = halves_of(dtype, y);
-	}
-	return true;
 }
 
 /*
@@ -210,6 +172,8 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 	if (sink->into == CODEC_INTO_STORE && (uint64_t)to % (wide ? 16 : 8) == 0 && w.row % 4 == 0) {
 		if ((CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE) && to && !q.affine)
 			r = store_whole_rows<CODEC>(q, w, p.m, to, j->v.dtype, &bad, lane);
+		if (CODEC == WIRE_CODEC_FLOAT8)
+			r = store_small_rows(q, w, p.m, to, j->v.dtype, &bad, lane);
 		r = read_whole_rows<CODEC>(q, &w, r, p.m, to, j->v.dtype, &bad, lane);
 	}
 	for (; (uint64_t)WIRE_ROW * r < p.m; r++) {

@@ -1,7 +1,8 @@
-/* rows/float8.cuh - encoding of float8 without random bits or residual, in rows of at least 128 values: most tensors of
- * float8. docs/spec/encoder.md, section 7.
+/* rows/float8.cuh - encoding of float8 without random bits or residual, in rows of 32 to 256 or more than 256 values:
+ * most tensors of float8. docs/spec/encoder.md, section 7.
  *
- * The loop over a row's codes loads 8 times 128 values at once, and has few instructions.
+ * The loop over a long row's codes loads 8 times 128 values at once. Small rows, and those of MXFP8, are encoded in
+ * steps of 256 values, 8 a lane: 4 to 32 lanes share a row.
  */
 #ifndef CODEC_CUDA_ROWS_FLOAT8_CUH
 #define CODEC_CUDA_ROWS_FLOAT8_CUH
@@ -49,6 +50,102 @@ DEVICE void put_float8_codes(const row_job &r, const uint8_t *values, uint32_t d
 	}
 }
 
+/* Parameters of the loop over rows of 32 to 256 values. */
+struct float8_loop {
+	codec_source source;
+	uint32_t dtype, nbytes;
+	uint64_t first; /* the block's first value in the tensor */
+	uint32_t row_log2, end;
+	uint32_t more;        /* MXFP8: added to the largest magnitude before its mantissa is cut off; see scale_mx */
+	uint32_t scale_most;  /* MXFP8: largest byte that stores a scale */
+	float given;          /* scale of the spec; 0: none */
+	uint8_t *scales, *to; /* scales of the block's rows; codes */
+};
+
+/* Return the scale of a row as stored, from its largest magnitude, and set *factor to the factor of its values. */
+template <bool MX, bool E4M3>
+DEVICE uint32_t small_row_scale(const row_job &r, const float8_loop &c, uint32_t max, float *factor)
+{
+	if (!MX) {
+		*factor = scale_float8(r.q, max, c.given);
+		return round_bits(*factor);
+	}
+	const uint32_t last = E4M3 ? 8 : 15, exponent = (max + c.more) >> 23; /* at least last, at most most */
+	const uint32_t above = exponent > last ? exponent - last : 0,
+		       stored = above < c.scale_most ? above : c.scale_most;
+
+	*factor = round_float((254 - stored) << 23);
+	return stored;
+}
+
+/* Encode N steps of 256 values from value i of the block on. Returns the largest magnitude of the lane's rows. */
+template <bool MX, bool E4M3, int N>
+DEVICE uint32_t put_float8_steps(const row_job &r, const float8_loop &c, uint32_t i, uint32_t lane)
+{
+	const uint32_t lanes = 1u << c.row_log2 >> 3, next = i + 2 * N * WARP_STEP;
+	uint32_t x[8 * N], worst = 0;
+
+	values_at_groups<N>(c.dtype, &c.source, c.first + i + 8 * lane, x);
+	if (next + N * WARP_STEP <= c.end && lane < N * WARP_STEP / LINE_NBYTES * c.nbytes)
+		prefetch(c.source.values + c.nbytes * (c.first + next) + LINE_NBYTES * lane);
+#pragma unroll
+	for (uint32_t k = 0; k < N; k++) {
+		const uint32_t mine = i + k * WARP_STEP + 8 * lane, *y = x + 8 * k;
+		const uint32_t own = largest_of<8>(0, y, ~0u),
+			       max = MX ? largest_of_lanes(own, 4) : largest_of_row(own, c.row_log2);
+		float factor;
+		const uint32_t stored = small_row_scale<MX, E4M3>(r, c, max, &factor);
+
+		worst = max > worst ? max : worst;
+		if ((lane & (lanes - 1)) == 0 && MX)
+			c.scales[mine >> 5] = (uint8_t)stored;
+		else if ((lane & (lanes - 1)) == 0)
+			*(uint32_t *)(c.scales + 4 * (mine >> c.row_log2)) = stored;
+		*(uint2 *)(c.to + mine) = {float8_codes<E4M3>(r, y, factor), float8_codes<E4M3>(r, y + 4, factor)};
+	}
+	return worst;
+}
+
+template <bool MX, bool E4M3> DEVICE groups_put put_small_rows(const row_job &r, const float8_loop &c, uint32_t lane)
+{
+	uint32_t worst = 0, i = 0;
+
+	for (; i + 2 * WARP_STEP <= c.end; i += 2 * WARP_STEP) {
+		const uint32_t max = put_float8_steps<MX, E4M3, 2>(r, c, i, lane);
+
+		worst = max > worst ? max : worst;
+	}
+	if (i < c.end) {
+		const uint32_t max = put_float8_steps<MX, E4M3, 1>(r, c, i, lane);
+
+		worst = max > worst ? max : worst;
+	}
+	return {c.end, 0, __any_sync(FULL, worst >= ROUND_INF) ? CODEC_NONFINITE : CODEC_OK};
+}
+
+/* Write scales and codes of a block's rows of 32 values (MXFP8), or of 64, 128 or 256. As many as fill steps. */
+DEVICE groups_put put_small_rows(const row_job &r, uint8_t *scales, uint8_t *to, uint32_t lane)
+{
+	const uint32_t dtype = r.v->dtype, row = r.p.part->group_size;
+	const float8_loop c = {{global(r.source.values), NULL, NULL},
+			       dtype,
+			       dtype == WIRE_FLOAT32 ? 4u : 2u,
+			       r.p.first,
+			       31 - (uint32_t)__clz((int)row),
+			       r.p.m / WARP_STEP * WARP_STEP,
+			       scale_rounds_up(r.q) ? 0x1fffffu : 0u, /* mantissas above 1.75 carry */
+			       r.q.scale_most,
+			       r.v->scale,
+			       global(scales),
+			       global(to)};
+
+	if (r.p.first % 8 || (uint64_t)to % 8)
+		return {0, 0, CODEC_OK};
+	if (r.q.scale_most)
+		return r.q.e5m2 ? put_small_rows<true, false>(r, c, lane) : put_small_rows<true, true>(r, c, lane);
+	return r.q.e5m2 ? put_small_rows<false, false>(r, c, lane) : put_small_rows<false, true>(r, c, lane);
+}
+
 /*
  * Write scales and codes of a block's whole rows. Does nothing if the rows, the options or the memory need put_groups.
  */
@@ -60,8 +157,11 @@ DEVICE groups_put put_float8_rows(const row_job &r, uint8_t *scales, uint8_t *to
 	const uint32_t row = r.p.part->group_size, whole = row ? r.p.m / row * row : 0;
 	uint32_t bad = 0;
 
-	if (!row || row % WIRE_ROW || WARP_STEP % row == 0 || r.random || s.sums || s.residual ||
-	    r.v->options & WIRE_OPTION_PROPAGATE || r.p.first % 4 || (uint64_t)to % 4 || !in_quads(dtype, &s))
+	if (!row || r.random || s.sums || s.residual || r.v->options & WIRE_OPTION_PROPAGATE || !in_quads(dtype, &s))
+		return {0, 0, CODEC_OK};
+	if (r.q.scale_most || row == 64 || row == 128 || row == WARP_STEP)
+		return put_small_rows(r, scales, to, lane);
+	if (row % WIRE_ROW || r.p.first % 4 || (uint64_t)to % 4)
 		return {0, 0, CODEC_OK};
 	for (uint32_t i = 0; i < whole; i += row, scales += row_scale_nbytes(r.q)) {
 		const uint64_t first = r.p.first + i;

@@ -74,6 +74,25 @@ DEVICE uint32_t largest_of_lanes(uint32_t most, uint32_t lanes)
 	return most;
 }
 
+/* Return the largest magnitude of a row of 64, 128 or 256 values. most: that of the lane's 8 values. */
+DEVICE uint32_t largest_of_row(uint32_t most, uint32_t row_log2)
+{
+	auto larger_of_other = [&](uint32_t by) {
+		const uint32_t other = __shfl_xor_sync(FULL, most, by);
+
+		most = other > most ? other : most;
+	};
+
+	larger_of_other(1);
+	larger_of_other(2);
+	larger_of_other(4);
+	if (row_log2 > 6)
+		larger_of_other(8);
+	if (row_log2 > 7)
+		larger_of_other(16);
+	return most;
+}
+
 /*
  * Compute the scale of a row that `row / 8` lanes share, and store it. most: largest magnitude of the lane's 8 values,
  * the first of which is value `mine` of the block.
