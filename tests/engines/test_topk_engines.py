@@ -16,7 +16,7 @@ SPECS = st.builds(
     codec.TopK,
     st.sampled_from([1e-9, 1 / 64, 0.1, 1 / 3, 1 / 2]),
     st.integers(1, 8),
-    st.sampled_from([64, 128, 1024, 4096, 1 << 16]),
+    st.sampled_from([64, 128, 256, 1024, 4096, 1 << 16]),
     st.sampled_from(["nearest", "stochastic"]),
     st.integers(0, 3),
 )
@@ -53,7 +53,9 @@ def test_any_tensor(engine, dtype, n, kind, spec, data):
     check(x, spec, dtype, left=left, feedback=left is not None and seed % 2 == 0, stream=seed << 30)
 
 
-@pytest.mark.parametrize("spec", [codec.TopK(1 / 2, 3, 1 << 16), codec.TopK(1 / 100, 1), codec.TopK(1e-9, 2, 1 << 16)])
+@pytest.mark.parametrize(
+    "spec", [codec.TopK(1 / 2, 3, 1 << 16), codec.TopK(1 / 2, 3, 128), codec.TopK(1e-9, 2, 1 << 16)]
+)
 def test_large_tensors(engine, spec):
     """Several blocks; more kept values than fit in shared memory; gaps that are escaped."""
     x = np.random.default_rng(0).standard_normal(150_000).astype(F32)
@@ -69,10 +71,10 @@ def test_chunks_of_few_magnitudes(engine):
     x[8192 + 4000 : 8192 + 4010] = 1e-40
     x[3 * 4096 :: 5] = 7
     x[3 * 4096 + 1 :: 7] = -0.0
-    for bits in (1, 2):
+    for spec in (codec.TopK(bits=1), codec.TopK(), codec.TopK(1 / 64, 2, 64), codec.TopK(1 / 8, 1, 256)):
         for dtype in ("float32", "bfloat16"):
             bits_of = x.view(np.uint32) if dtype == "float32" else (x.view(np.uint32) >> 16).astype(np.uint16)
-            check(bits_of, codec.TopK(bits=bits), dtype, left=np.full(x.size, 0.5, F32))
+            check(bits_of, spec, dtype, left=np.full(x.size, 0.5, F32))
 
 
 def test_accumulate_leaves_other_values_as_they_are(engine):

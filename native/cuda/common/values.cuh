@@ -105,6 +105,24 @@ template <int N> DEVICE void values_at_groups(uint32_t dtype, const codec_source
 	load_quads<2 * N, 2>(dtype, s, i, 256, x);
 }
 
+/* Load N values: i, i + 32, i + 64 ... */
+template <int N> DEVICE void values_each_32(uint32_t dtype, const codec_source *s, uint64_t i, float x[N])
+{
+	if (s->sums || dtype == WIRE_FLOAT32) {
+		const float *from = global(s->sums ? s->sums : (const float *)s->values) + i;
+
+		for (int k = 0; k < N; k++)
+			x[k] = from[32 * k];
+		return;
+	}
+	const uint16_t *from = global((const uint16_t *)s->values) + i;
+
+	for (int k = 0; k < N; k++)
+		x[k] = round_float(from[32 * k]);
+	for (int k = 0; k < N; k++)
+		x[k] = float_of(dtype, round_bits(x[k]));
+}
+
 /*
  * Return what to store where `before` is stored, for a decoded value y. `scale`: scale of the value's part, used by
  * s->rescale.

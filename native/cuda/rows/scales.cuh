@@ -4,24 +4,6 @@
 
 #include "rows/rows.cuh"
 
-/* Load N values: i, i + 32, i + 64 ... */
-template <int N> DEVICE void values_each_32(uint32_t dtype, const codec_source *s, uint64_t i, float x[N])
-{
-	if (s->sums || dtype == WIRE_FLOAT32) {
-		const float *from = global(s->sums ? s->sums : (const float *)s->values) + i;
-
-		for (int k = 0; k < N; k++)
-			x[k] = from[32 * k];
-		return;
-	}
-	const uint16_t *from = global((const uint16_t *)s->values) + i;
-
-	for (int k = 0; k < N; k++)
-		x[k] = round_float(from[32 * k]);
-	for (int k = 0; k < N; k++)
-		x[k] = float_of(dtype, round_bits(x[k]));
-}
-
 /*
  * Return the larger of `most` and the magnitude of x, as bits of float32. Magnitudes of `limit` and above are ignored.
  */

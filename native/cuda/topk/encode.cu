@@ -1,5 +1,5 @@
 /* topk/encode.cu - kernels that encode blocks of TopK's frames. */
-#include "topk/encode.cuh"
+#include "topk/small.cuh"
 
 /*
  * Search a tensor for NaN and Inf before the residual, which encode_topk writes, is changed. Grid: (CTAs, frames);
@@ -41,7 +41,9 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 4) encode_topk(const c
 
 	for (uint64_t b; (b = cta_next_task(&e.out->ticket)) < v.nblocks;) {
 		uint32_t size = WIRE_ALIGN;
-		const codec_status status = write_topk(e, v, b, unit.memory, &room, &guess, &size);
+
+		clear_region(v, b, unit.memory);
+		const codec_status status = write_chunks(e, v, b, unit.memory, &room, &guess, &size);
 
 		__syncthreads();
 		if (threadIdx.x == 0 && status != CODEC_OK)

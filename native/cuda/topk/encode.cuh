@@ -19,6 +19,7 @@ struct topk_room {
 	uint32_t counts[DIGITS], list[LISTED];
 	topk_candidates candidates;
 	uint32_t scale;
+	uint32_t sizes[2][CTA_WARPS]; /* bits of the codes of a warp's chunk; of small chunks */
 };
 
 /* Region being written to zeros. All threads have the same one. */
@@ -151,9 +152,20 @@ DEVICE void put_kept(const topk_kind &q, const topk_chunk &c, const topk_least &
 		put_list(q, list, listed, w);
 }
 
+/* Set the memory of the largest region of block b to 0. */
+DEVICE void clear_region(const codec_view &v, uint64_t b, uint8_t *region)
+{
+	const topk_kind q = kind_of_topk(v);
+	const uint32_t most = (uint32_t)topk_region_nbytes(&q, block_values(&v, b));
+
+	for (uint32_t i = threadIdx.x; i < most / 4; i += CTA_THREADS)
+		((uint32_t *)region)[i] = 0;
+	__syncthreads();
+}
+
 /*
- * Encode block b to a region in scratch memory, and set *size to its size in bytes. *guess helps the next call.
- * CODEC_NONFINITE: the block has NaN or Inf.
+ * Encode block b to a region of zeros in scratch memory, and set *size to its size in bytes. *guess helps the next
+ * call. CODEC_NONFINITE: the block has NaN or Inf.
  */
 DEVICE codec_status write_topk(const codec_encoding &e, const codec_view &v, uint64_t b, uint8_t *region,
 			       topk_room *room, uint32_t *guess, uint32_t *size)
@@ -161,12 +173,8 @@ DEVICE codec_status write_topk(const codec_encoding &e, const codec_view &v, uin
 	const topk_kind q = kind_of_topk(v);
 	const philox key = {v.seed, (uint32_t)v.stream, (uint32_t)(v.stream >> 32)};
 	const uint32_t m = (uint32_t)block_values(&v, b), chunk = 1u << q.chunk_log2;
-	const uint32_t most = (uint32_t)topk_region_nbytes(&q, m);
 	topk_writer w = {region, 8 * (uint32_t)topk_scales_nbytes(&q, m), 0};
 
-	for (uint32_t i = threadIdx.x; i < most / 4; i += CTA_THREADS)
-		((uint32_t *)region)[i] = 0;
-	__syncthreads();
 	for (uint32_t k = 0; k << q.chunk_log2 < m; k++) {
 		const uint32_t from = k << q.chunk_log2, n = m - from < chunk ? m - from : chunk;
 		const topk_chunk whole = {&e.source,        NULL,    b * v.block_nvalues + from,  n,
