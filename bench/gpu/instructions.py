@@ -44,7 +44,7 @@ WAYS = (
     Way("encode_lossless_fast<4>", "planes in regions, first pass", 1, {"LDG.E.64": 2, "VOTE": 6, "LDS": 4}),
     Way("encode_lossless_fast<4>", "pruned raw planes", 1, {"LDG.E.64": 2, "STS.U8": 12, "STG.E": 3}),
     Way("decode_lossless<4>", "pruned raw planes", 1, {"STG.E.128": 1, "LDG": 7}),
-    Way("decode_truncate", "values", 1, {"STG.E.128": 1}),
+    Way("decode_truncate", "values that keep all pieces", 1, {"STG.E.128": 1, "LD.E": 8}),
 )
 FAST = [f"{way}_lossless_fast<{size}>" for way in ("encode", "decode") for size in (2, 4)]
 LABEL = re.compile(r"(\.L_x_\d+):")

@@ -325,6 +325,15 @@ def test_values_that_the_loop_for_groups_of_8_rejects(bad):
                 left[:] = 0.5
 
 
+@pytest.mark.parametrize("zero", range(4))
+def test_pieces_of_truncate_that_are_0_in_all_values(zero):
+    """They are left out of regions; those behind them are read to the region's end."""
+    x = np.random.default_rng(zero).integers(0x3F000000, 0x40000000, 33_000, np.uint32) & ~np.uint32(63 << 6 * zero)
+    frame = flatcall.encode(x, codec.Truncate(0), dtype="float32")
+    assert encode(x, codec.Truncate(0), "float32") == frame
+    assert decode(frame) == x.tobytes()
+
+
 @pytest.mark.parametrize("packing", ["2bit", "base3", "entropy"])
 def test_scale_0_of_zeros(packing):
     """Frames equal those of the native engine; another value than 0 is the same error, and changes no residual."""

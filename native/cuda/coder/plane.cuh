@@ -44,6 +44,14 @@ DEVICE_CALL uint32_t window_at_end(const uint32_t *words, const uint8_t *end, ui
 	return (uint32_t)(x >> bit % 8);
 }
 
+/* window_at for bits of which the next word is in the region, too. */
+DEVICE uint32_t window_inside(const bit_source &s, uint32_t bit)
+{
+	const uint32_t *word = global(s.words) + bit / 32;
+
+	return __funnelshift_r(word[0], word[1], bit % 32);
+}
+
 /* Return 32 bits from index `bit` on. Bits behind the region's end are undefined. */
 DEVICE uint32_t window_at(const bit_source &s, uint32_t bit)
 {
@@ -51,7 +59,7 @@ DEVICE uint32_t window_at(const bit_source &s, uint32_t bit)
 
 	if (i + 2 > s.whole)
 		return window_at_end(s.words, s.end, bit);
-	return __funnelshift_r(global(s.words)[i], global(s.words)[i + 1], bit % 32);
+	return window_inside(s, bit);
 }
 
 /* State of reading a plane of k values. */

@@ -166,8 +166,7 @@ DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, const cut_pl
 		piece[i] = bit_ring_of(rings + RING_WORDS * i, at.piece[i]);
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
 		const cut_quad cut = cut_values(c, first + WIRE_ROW * r + 4 * lane, there(r, lane, m));
-		/* width, by: bits of the lane's earlier values in each piece, a byte each */
-		uint32_t field[4], by[4], count = 0, width = 0;
+		uint32_t field[4], by[4], count = 0, width = piece_rotations(c.q); /* by: of pieces to their places */
 
 		for (uint32_t k = 0; k < 4; k++) {
 			uint32_t kept = kept_of(cut.e[k], cut.cuts[k]);
@@ -177,7 +176,7 @@ DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, const cut_pl
 			width += kept & c.q.widths;
 			count += kept & ONES;
 		}
-		uint32_t all, rank = warp_scan(count, lane, &all), ends = 0;
+		uint32_t all, rank = warp_scan(count, lane, &all);
 
 		if (levels) {
 			uint32_t bits = 0, at = 0;
@@ -190,13 +189,16 @@ DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, const cut_pl
 			ring_bits(level, 2 * byte_of(rank, 0), bits);
 		}
 		for (uint32_t i = 0; i < PIECES; i++) {
-			uint32_t width = byte_of(c.q.widths, i), shift = c.q.mbits + 1 - (ends += width), bits = 0;
+			const uint32_t mask = piece_mask(c.q, i);
+			uint32_t bits = 0;
 
-			/* bits that are not kept are 0 */
-			for (uint32_t k = 0; k < 4; k++)
-				bits |= (field[k] >> shift & ((1u << width) - 1)) << byte_of(by[k], i);
+			for (uint32_t k = 0; k < 4; k++) { /* bits that are not kept are 0 */
+				const uint32_t mine = field[k] & mask;
+
+				bits |= __funnelshift_l(mine, mine, byte_of(by[k], i));
+			}
 			if (!(at.left_out >> i & 1))
-				ring_bits(piece[i], width * byte_of(rank, i), bits);
+				ring_bits(piece[i], byte_of(c.q.widths, i) * byte_of(rank, i), bits);
 		}
 		__syncwarp();
 		if (levels)

@@ -39,21 +39,32 @@ DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, cons
 		width += kept[k] & q.widths;
 		count += kept[k] & ONES;
 	}
-	uint32_t all, rank = warp_scan(count, lane, &all), ends = 0;
+	uint32_t all, rank = warp_scan(count, lane, &all), ends = 0, bits[PIECES];
+	/*
+	 * The last piece begins and ends last, and none is wider. One that is left out stays where it would begin. So
+	 * all windows are inside if those of the last piece are. Without branches all loads are in flight together.
+	 */
+	const bool inside = (p->bit[PIECES - 1] + WIRE_ROW * byte_of(q.widths, PIECES - 1)) / 32 + 2 <= s.whole;
 
+	for (uint32_t i = 0; i < PIECES; i++)
+		bits[i] = p->bit[i] + byte_of(q.widths, i) * byte_of(rank, i);
+	if (inside)
+		for (uint32_t i = 0; i < PIECES; i++)
+			bits[i] = window_inside(s, bits[i]);
+	else
+		for (uint32_t i = 0; i < PIECES; i++)
+			bits[i] = byte_of(count, i) ? window_at(s, bits[i]) : 0;
 	for (uint32_t i = 0; i < PIECES; i++) {
 		uint32_t width = byte_of(q.widths, i), shift = q.mbits + 1 - (ends += width);
 
-		if (!(p->left_out >> i & 1) && byte_of(count, i)) {
-			uint32_t bits = window_at(s, p->bit[i] + width * byte_of(rank, i));
-
-			for (uint32_t k = 0; k < 4; k++) {
-				uint32_t mask = byte_of(kept[k], i) & ((1u << width) - 1);
-
-				field[k] |= (bits >> byte_of(by[k], i) & mask) << shift;
-			}
-		}
+		if (p->left_out >> i & 1)
+			continue;
 		p->bit[i] += width * byte_of(all, i);
+		for (uint32_t k = 0; k < 4; k++) {
+			uint32_t mask = byte_of(kept[k], i) & ((1u << width) - 1);
+
+			field[k] |= (bits[i] >> byte_of(by[k], i) & mask) << shift;
+		}
 	}
 }
 

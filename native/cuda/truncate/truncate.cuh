@@ -91,6 +91,31 @@ DEVICE uint32_t kept_of(uint32_t e, uint32_t level)
 	return e ? FULL >> 8 * level : 0;
 }
 
+/* Return the mask of piece i in a field. */
+DEVICE uint32_t piece_mask(const cut_kind &q, uint32_t i)
+{
+	uint32_t ends = 0;
+
+	for (uint32_t k = 0; k <= i; k++)
+		ends += byte_of(q.widths, k);
+	return ((1u << byte_of(q.widths, i)) - 1) << (q.mbits + 1 - ends);
+}
+
+/*
+ * Return by how much each piece of a field is rotated to the left to end at bit 0, a byte each, 14 to 32. With the bits
+ * of a lane's earlier values added, it is the rotation to its place among them.
+ */
+DEVICE uint32_t piece_rotations(const cut_kind &q)
+{
+	uint32_t ends = 0, rotations = 0;
+
+	for (uint32_t i = 0; i < PIECES; i++) {
+		ends += byte_of(q.widths, i);
+		rotations |= (32 - (q.mbits + 1 - ends)) << 8 * i;
+	}
+	return rotations;
+}
+
 /* Return how many of a lane's values keep each piece, a byte each. */
 DEVICE uint32_t kept_by(const uint32_t e[4], const uint32_t levels[4])
 {
