@@ -47,10 +47,16 @@ CODE = {  # minimum kB of machine code of each kernel of a file: compilers drop 
 }
 # instructions of the loops over whole rows, each unrolled for 8 rows: of planes, values and words; three loops encode,
 # three decode, and one that decodes stores nothing; roundings of 8 values in the steps of Quantize, two each with 8
-# bits, and of Ternary; their values and stores of float32
+# bits, and of Ternary; their values and stores of float32. Small groups of Float8, with two kinds of scales and of
+# codes: stores of codes in loops over two steps and one; pairs of codes of one kind, in code for float32 and for 16
+# bits, which longer groups add to
 LOOPS = {
-    "rows/encode": {"add.rz.f32": 8 * 3 * (4 + 2 * 2), "fma.rz.f32": 8 * 2},
-    "rows/decode": {"ld.shared.f32": 7 * 8 * 4, "st.global.v4.f32": 7 * 8},
+    "rows/encode": {"add.rz.f32": 8 * 3 * (4 + 2 * 2), "fma.rz.f32": 8 * 2, "st.global.v2.u32": 4 * (2 + 1)},
+    "rows/decode": {
+        "ld.shared.f32": 7 * 8 * 4,
+        "st.global.v4.f32": 7 * 8,
+        "cvt.rn.f16x2.e4m3x2": 2 * 8 * 2 * 2 + 8 * 2,
+    },
     "lossless/encode_fast": {
         "ld.global.cs.v2.u32": 3 * (4 + 8),
         "ld.global.cs.v4.u32": 3 * (2 + 8),

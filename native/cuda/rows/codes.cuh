@@ -60,6 +60,7 @@ template <int CODEC> DEVICE row_job row_job_of(const codec_view *v, const row_pl
 		q.codec == WIRE_CODEC_TERNARY || (v->options & WIRE_OPTION_STOCHASTIC) != 0};
 }
 
+/* Return a copy in which the fields that CODEC decides are constants for the compiler. */
 template <int CODEC> DEVICE row_job copy_of(const row_job &r)
 {
 	return {r.v, kind_for<CODEC>(r.q), r.p, r.source, r.key, r.random};

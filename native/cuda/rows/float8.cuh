@@ -70,7 +70,7 @@ DEVICE uint32_t small_row_scale(const row_job &r, const float8_loop &c, uint32_t
 		*factor = scale_float8(r.q, max, c.given);
 		return round_bits(*factor);
 	}
-	const uint32_t last = E4M3 ? 8 : 15, exponent = (max + c.more) >> 23; /* at least last, at most most */
+	const uint32_t last = E4M3 ? 8 : 15, exponent = (max + c.more) >> 23;
 	const uint32_t above = exponent > last ? exponent - last : 0,
 		       stored = above < c.scale_most ? above : c.scale_most;
 

@@ -116,8 +116,8 @@ struct level_loop {
 };
 
 /*
- * Largest magnitude of the lane's rows, as bits; bit i: steps 2 i and 2 i + 1 have a row that put_group_slowly must
- * encode. A call within the loop would make the compiler spill registers.
+ * Small rows of a lane. worst: largest magnitude, as bits. tiny: bit i is set if step 2 i or 2 i + 1 has a row that
+ * put_group_slowly must encode. A call within the loop would make the compiler spill registers.
  */
 struct level_rows {
 	uint32_t worst, tiny;

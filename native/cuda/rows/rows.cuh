@@ -24,7 +24,7 @@ DEVICE struct row_kind kind_of(const codec_view *v)
 
 /*
  * Template parameter CODEC of kernels that encode or add up QUANTIZE with zero points, which are compiled apart from
- * those without. For all other frames it is the codec, and when decoding.
+ * those without. For other frames, and in decode_rows, CODEC is the frame's codec.
  */
 #define QUANTIZE_AFFINE (WIRE_CODEC_QUANTIZE + 16)
 
@@ -33,7 +33,7 @@ constexpr bool is_quantize(int codec)
 	return codec == WIRE_CODEC_QUANTIZE || codec == QUANTIZE_AFFINE;
 }
 
-/* Return a row_kind in which the fields that CODEC decides are constants for the compiler. Not for decoding. */
+/* Return a row_kind in which the fields that CODEC decides are constants for the compiler. Not for decode_rows. */
 template <int CODEC> DEVICE struct row_kind kind_for(struct row_kind q)
 {
 	q.codec = is_quantize(CODEC) ? WIRE_CODEC_QUANTIZE : CODEC;

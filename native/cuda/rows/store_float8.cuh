@@ -56,7 +56,7 @@ struct opened_scale {
 template <bool MX, bool E4M3>
 DEVICE opened_scale open_small(struct row_kind q, const uint8_t *scales, uint32_t i, uint32_t dtype, uint32_t *bad)
 {
-	if (MX) { /* from 2^8 on float16 has no product with the largest code, E5M2 from 2^1 on */
+	if (MX) { /* with scales above 2^7 (E4M3) or 1 (E5M2) the largest codes exceed float16 */
 		const uint32_t stored = scales[i], most = dtype == WIRE_FLOAT16 ? (E4M3 ? 134u : 127u) : q.scale_most;
 
 		*bad |= stored > q.scale_most;
