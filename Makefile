@@ -141,11 +141,9 @@ native: $(VENV)/tools $(VENV)/debian
 		-DCODEC_CUDA_IMAGES=$(CURDIR)/native/tests/cuda_api/images.c -DCMAKE_C_FLAGS='$(C_FLAGS)'
 	$(BUILD) build/native --target all codec_static test_vectors
 
+C_TESTS := $(addprefix test_,core coder contract frame_contract steps step_ranges lossy residuals conversions)
 ctest: $(if $(BUILT),,native)
-	build/native/test_core
-	build/native/test_contract
-	build/native/test_steps
-	build/native/test_lossy
+	for test in $(C_TESTS); do build/native/$$test || exit 1; done
 	build/native/test_vectors tests/vectors
 
 # What programs built against the library rely on: compared with what is kept of it, or kept. And a program is built
@@ -195,11 +193,8 @@ BRIEFLY := -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_C_FLAGS_RELWITHDEBINFO='-O1
 SECONDS ?= 3
 sanitize: $(VENV)/tools $(VENV)/debian
 	$(CMAKE) -S native -B build/sanitize -DCODEC_TESTS=ON $(BRIEFLY) -DCMAKE_C_FLAGS='$(SANITIZED)'
-	$(BUILD) build/sanitize --target test_core test_contract test_steps test_lossy test_race
-	build/sanitize/test_core
-	build/sanitize/test_contract
-	build/sanitize/test_steps
-	build/sanitize/test_lossy
+	$(BUILD) build/sanitize --target $(C_TESTS) test_race
+	for test in $(C_TESTS); do build/sanitize/$$test || exit 1; done
 	build/sanitize/test_race hostile $(SECONDS)
 
 # Threads on the steps of one job, under ThreadSanitizer.
@@ -231,12 +226,9 @@ golden: $(VENV)/package
 emulated: $(VENV)/debian $(VENV)/test
 	$(CMAKE) -S native -B build/emulated -DCODEC_TESTS=ON -DCODEC_EMULATED=ON
 	$(BUILD) build/emulated
-	build/emulated/test_core
-	build/emulated/test_contract
-	build/emulated/test_steps
-	build/emulated/test_lossy
+	for test in $(C_TESTS); do build/emulated/$$test || exit 1; done
 	CODEC_LIBRARY=$(CURDIR)/build/emulated/libcodec.so $(PYTEST) \
-		tests/codecs/test_lossy.py tests/codecs/test_truncate.py tests/format/test_determinism.py \
+		$(wildcard tests/codecs/test_lossy*.py tests/codecs/test_truncate*.py) tests/format/test_determinism.py \
 		tests/format/test_golden_frames.py
 
 # golden frames on other machines, one of them big-endian

@@ -16,6 +16,8 @@ static uint8_t frame[8 * N], other[8 * N], scratch[SCRATCH];
 /* Calls with the variables of a test. */
 #define DECODE(n) codec_decode(frame, n, &to, &with, scratch, sizeof scratch)
 #define ENCODE(dst, room, r) codec_encode(&spec, &t, dst, room, &written, r, &with, scratch, sizeof scratch)
+#define CHECK() codec_decode_check(frame, written, &with, job, &range, work, work_nbytes)
+#define DECODE_BLOCKS(to) codec_decode_blocks(frame, written, to, &with, job, &range, work, work_nbytes)
 
 static inline codec_tensor tensor(void *data, uint64_t n)
 {

@@ -190,3 +190,44 @@ def test_wrong_entries_of_states_raise_codec_errors(name):
             else:
                 store.encode("a", X)
             store.load_state_dict(good)
+
+
+def test_parameters_of_specs_become_python_numbers():
+    """Numbers of numpy and torch are converted; bools and strings are rejected."""
+    f, i, t = np.float32, np.int64, torch.tensor
+    for given, kept in (
+        (codec.Ternary(scale=f(0.5), clip=t(2.5), seed=i(3)), codec.Ternary(scale=0.5, clip=2.5, seed=3)),
+        (codec.Quantize(i(4), t(32), seed=np.uint8(7)), codec.Quantize(4, 32, seed=7)),
+        (codec.Float8(group_size=i(128), scale=np.float64(2)), codec.Float8(group_size=128, scale=2.0)),
+        (codec.Sign(group_size=t(64)), codec.Sign(group_size=64)),
+        (
+            codec.Truncate(np.uint8(2), guard=i(-3), max_code_length=i(7)),
+            codec.Truncate(2, guard=-3, max_code_length=7),
+        ),
+        (codec.Lossless(i(7)), codec.Lossless(7)),
+        (
+            codec.optimizers.AdamW(f(0.25), betas=(f(0.5), t(0.75)), step=t(3.0)),
+            codec.optimizers.AdamW(0.25, betas=(0.5, 0.75), step=3),
+        ),
+        (codec.optimizers.SGD(t(0.5), maximize=np.True_), codec.optimizers.SGD(0.5, maximize=True)),
+        (codec.optimizers.Adagrad(step=2.0), codec.optimizers.Adagrad(step=2)),
+    ):
+        assert given == kept
+        assert repr(given) == repr(kept)
+    for no in (True, np.True_, t(True), "1", [1], np.ones(1), 1j, np.complex64(1)):
+        for make in (
+            lambda x: codec.Ternary(scale=x),
+            lambda x: codec.Quantize(x),
+            lambda x: codec.Sign(group_size=x),
+            lambda x: codec.Truncate(x),
+        ):
+            with pytest.raises(codec.SpecError, match="must be"):
+                make(no)
+        for make in (codec.optimizers.SGD, lambda x: codec.optimizers.Adam(step=x)):
+            with pytest.raises(codec.ArgumentError, match="must be"):
+                make(no)
+    for no in (2.5, t(2.5), -1, float("nan")):
+        with pytest.raises(codec.ArgumentError, match="step must be"):
+            codec.optimizers.Adam(step=no)
+    with pytest.raises(codec.ArgumentError, match="maximize must be True or False"):
+        codec.optimizers.SGD(maximize="no")

@@ -275,65 +275,6 @@ def test_residual_of_another_size_or_dtype_is_named_with_both_sizes():
             codec.encode(X, codec.Sign(), residual=wrong)
 
 
-def test_dtype_takes_names_and_dtypes_of_numpy_torch_and_ml_dtypes():
-    x = np.arange(9_000, dtype=np.uint16)
-    frames = {codec.encode(codec.view(x, d)) for d in ("bfloat16", torch.bfloat16, ml_dtypes.bfloat16)}
-    assert len(frames) == 1
-    assert (
-        codec.encode(codec.view(x, np.float16)) == codec.encode(codec.view(x, "f2")) == codec.encode(x.view(np.float16))
-    )
-    counts, spec = np.arange(256), codec.Truncate(2)
-    books = {codec.Codebook.from_counts(counts, spec, d) for d in ("float16", np.float16, torch.float16)}
-    assert len(books) == 1
-    assert codec.CodebookRefresher(dtype=torch.float16).dtype == "float16"
-    for bad in ([], None, "float31", 7):
-        with refused(match="cannot be encoded"):
-            codec.Codebook.from_counts(counts, dtype=bad)
-        with refused(match="cannot be encoded"):
-            codec.CodebookRefresher(dtype=bad)
-
-
-def test_parameters_of_specs_become_python_numbers():
-    """Numbers of numpy and torch are converted; bools and strings are rejected."""
-    f, i, t = np.float32, np.int64, torch.tensor
-    for given, kept in (
-        (codec.Ternary(scale=f(0.5), clip=t(2.5), seed=i(3)), codec.Ternary(scale=0.5, clip=2.5, seed=3)),
-        (codec.Quantize(i(4), t(32), seed=np.uint8(7)), codec.Quantize(4, 32, seed=7)),
-        (codec.Float8(group_size=i(128), scale=np.float64(2)), codec.Float8(group_size=128, scale=2.0)),
-        (codec.Sign(group_size=t(64)), codec.Sign(group_size=64)),
-        (
-            codec.Truncate(np.uint8(2), guard=i(-3), max_code_length=i(7)),
-            codec.Truncate(2, guard=-3, max_code_length=7),
-        ),
-        (codec.Lossless(i(7)), codec.Lossless(7)),
-        (
-            codec.optimizers.AdamW(f(0.25), betas=(f(0.5), t(0.75)), step=t(3.0)),
-            codec.optimizers.AdamW(0.25, betas=(0.5, 0.75), step=3),
-        ),
-        (codec.optimizers.SGD(t(0.5), maximize=np.True_), codec.optimizers.SGD(0.5, maximize=True)),
-        (codec.optimizers.Adagrad(step=2.0), codec.optimizers.Adagrad(step=2)),
-    ):
-        assert given == kept
-        assert repr(given) == repr(kept)
-    for no in (True, np.True_, t(True), "1", [1], np.ones(1), 1j, np.complex64(1)):
-        for make in (
-            lambda x: codec.Ternary(scale=x),
-            lambda x: codec.Quantize(x),
-            lambda x: codec.Sign(group_size=x),
-            lambda x: codec.Truncate(x),
-        ):
-            with refused(codec.SpecError, match="must be"):
-                make(no)
-        for make in (codec.optimizers.SGD, lambda x: codec.optimizers.Adam(step=x)):
-            with refused(match="must be"):
-                make(no)
-    for no in (2.5, t(2.5), -1, float("nan")):
-        with refused(match="step must be"):
-            codec.optimizers.Adam(step=no)
-    with refused(match="maximize must be True or False"):
-        codec.optimizers.SGD(maximize="no")
-
-
 def test_error_lists_the_choices():
     """An unknown choice is rejected with the list of valid ones."""
     for no in ("rows", np.arange(3), 0):

@@ -51,14 +51,14 @@ PLACES = [
     Place("tests/reference/decoder.py", r"\bcodec [!=]= {number}\b"),
     Place("tests/reference/encoder.py", r"\bask\.codec == {number}\b"),
     Place("tests/support/format_cases.py", r"^ .*\b{NAME}\b", (Lossless, Delta, TopK)),  # tests/format/test_*_rules.py
-    Place("tests/format/test_encoder_rules.py", r"\bcodec\.{Name}\("),
+    Place("tests/support/encoder_rules.py", r"\bcase codec\.{Name}\("),
     # C
     Place("native/include/codec/codec.h", r"^#define CODEC_{NAME} {number}\b"),
     Place("native/src/exact/wire.h", r"^#define WIRE_CODEC_{NAME} {number}\b"),
     Place("native/src/exact/wire.h", r"^\tX\({NAME}, "),
-    Place("native/tests/test_lossy.c", r"\bCODEC_{NAME}\b", (Lossless,)),
+    Place("native/tests/lossy.h", r"\bCODEC_{NAME}\b", (Lossless, Delta)),
     Place("native/tests/test_race.c", r"\bCODEC_{NAME}\b", (Delta,)),
-    Place("native/tests/test_steps.c", r"\bCODEC_{NAME}\b", (Delta,)),
+    Place("native/tests/test_steps.c", r"\bCODEC_{NAME}\b", (Lossless, Delta)),
     Place("native/abi/codec/constants.txt", r"^CODEC_{NAME} {number}$"),
     # Python
     Place("codec/__init__.py", r'^    "{Name}",$'),
@@ -80,7 +80,7 @@ PLACES = [
     Place("tests/format/test_frame_size.py", r"\bbuilds\(codec\.{Name}\b", (Lossless, Truncate, Delta, TopK)),
     Place("tests/vectors/index.json", r'"\w+-{name}', (Lossless,)),
     Place("fuzz/grammar.c", r"\bCODECS\[\] = {{[^}}]*\b{number}\b", (Delta,)),
-    Place("fuzz/fuzz_encode.c", r"\bCODEC_{NAME}\b", (Delta,)),
+    Place("fuzz/task.c", r"\bCODEC_{NAME}\b", (Delta,)),
     Place("fuzz/make_rows.c", r"\bCODEC_{NAME}\b", (Lossless, Truncate, Delta, TopK)),
     # benchmarks and pages
     Place("bench/support/family.py", r": codec\.{Name}\(", (Lossless, Delta)),  # bench/codec/delta.py

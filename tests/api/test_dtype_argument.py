@@ -225,3 +225,21 @@ def test_encode_names_encode_many_for_many_tensors():
     for many in ({"a": x}, [x, x], (x,)):
         with pytest.raises(codec.ArgumentError, match=r"encode_many\(\)"):
             codec.encode(many)
+
+
+def test_dtype_takes_names_and_dtypes_of_numpy_torch_and_ml_dtypes():
+    x = np.arange(9_000, dtype=np.uint16)
+    frames = {codec.encode(codec.view(x, d)) for d in ("bfloat16", torch.bfloat16, ml_dtypes.bfloat16)}
+    assert len(frames) == 1
+    assert (
+        codec.encode(codec.view(x, np.float16)) == codec.encode(codec.view(x, "f2")) == codec.encode(x.view(np.float16))
+    )
+    counts, spec = np.arange(256), codec.Truncate(2)
+    books = {codec.Codebook.from_counts(counts, spec, d) for d in ("float16", np.float16, torch.float16)}
+    assert len(books) == 1
+    assert codec.CodebookRefresher(dtype=torch.float16).dtype == "float16"
+    for bad in ([], None, "float31", 7):
+        with pytest.raises(codec.ArgumentError, match="cannot be encoded"):
+            codec.Codebook.from_counts(counts, dtype=bad)
+        with pytest.raises(codec.ArgumentError, match="cannot be encoded"):
+            codec.CodebookRefresher(dtype=bad)

@@ -10,14 +10,10 @@ import numpy as np
 import pytest
 
 import codec
-from codec.__main__ import main
 from codec.cli import arrays
+from support.command import run
 
 X = np.random.default_rng(0).standard_normal((40, 100)).astype(np.float32)
-
-
-def run(*arguments):
-    return main([str(a) for a in arguments])
 
 
 def failed(capsys, *arguments):

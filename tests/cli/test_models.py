@@ -11,14 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from codec.__main__ import main
+from support.command import run
 from support.model_files import safetensors
 
 PLAIN = safetensors()
-
-
-def run(*arguments):
-    return main([str(a) for a in arguments])
 
 
 def failed(capsys, *arguments):

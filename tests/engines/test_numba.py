@@ -1,11 +1,9 @@
 """The Numba engine gives the bytes, values and errors of the native engine for all arguments."""
 
-import hashlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,31 +12,22 @@ from codec import optimizers
 from codec.engines import blockwise
 from codec.engines.native import decoding, encoding, reducing
 from codec.engines.numba import calls, loops, view
-from reference import decoder as oracle
 from support import engine_comparison, flatcall
 from support.device import Emulated, build, use
 from support.engine_comparison import (
-    ENGINES,
     agreed,
     check_decode,
     check_encode,
     check_engines,
     check_sums,
     level_arguments,
-    like,
     misaligned,
-    outcome,
     sample_bits,
-    unify_nan,
 )
-from support.format_cases import FLOAT16, HAND_MADE, JOINT, SEVEN, cut, u32
-from support.frame_builder import coded
-from support.golden_frames import GOLDEN, GOLDEN_FRAMES, OLDER_FRAMES, golden_tensor
 from support.philox import random_words
-from support.sample_frames import FRAMES_TO_DAMAGE, damage
 from support.specs import FAMILIES, LOSSY, MORE, SPECS, TRUNCATE_LEVELS, TRUNCATES
 from support.tensors import ADAMW, ALL_DTYPES, KINDS, NUMPY_DTYPES, gradient, normal_values, optimizer_state
-from support.tiers import N_DAMAGED, every
+from support.tiers import every
 
 F32 = np.float32
 LOSSY_DTYPES = ("float32", "bfloat16", "float16")
@@ -192,126 +181,6 @@ def test_ternary_ties_and_given_scales():
             check_encode(x.astype(np.float16), codec.Ternary(packing, scale=float(scale)), "float16", np.zeros_like(x))
 
 
-@pytest.mark.parametrize("name", [*LOSSY, *MORE])
-def test_nonfinite_values(name):
-    """Compare errors, with the residual unchanged, or frames of both engines."""
-    for dtype in LOSSY_DTYPES:
-        for bad in (np.nan, np.inf, -np.inf):
-            x = normal_values(30_000)
-            x[29_000] = bad
-            x = x.astype(NUMPY_DTYPES[dtype])
-            for threads in (1, 4):
-                how = level_arguments(SPECS[name], len(x))
-                check_encode(x, SPECS[name], dtype, np.full(30_000, 7, F32), threads=threads, **how)
-                check_encode(x, SPECS[name], dtype, np.full(30_000, 7, F32), feedback=True, threads=threads, **how)
-
-
-ROWS_OF_ONE = [
-    codec.Sign("two_mean", 1),
-    codec.Float8(group_size=1),
-    codec.Quantize(8, 1),
-    codec.Quantize(3, 2, "odd"),
-    codec.Quantize(1, 1, zero_point=True),
-]
-
-
-@pytest.mark.parametrize("spec", [*LOSSY.values(), *TRUNCATES.values(), *ROWS_OF_ONE], ids=repr)
-def test_residual_in_place(spec):
-    """The tensor itself is the residual, also where the frame is larger than the tensor."""
-    x = normal_values(100_003)
-    how = level_arguments(spec, len(x))
-    left, fed = np.full_like(x, 1e-3), np.full_like(x, 1e-3)
-    frame = check_encode(x, spec, "float32", left, feedback=True, **how)
-    for threads in (1, 3):
-        given = {"threads": threads, "engine": "numba", **how}
-        flatcall.encode(x, spec, residual=fed, feedback=True, **given)
-        mine = x + F32(1e-3)
-        assert flatcall.encode(mine, spec, residual=mine, **given) == frame
-        assert (mine == fed).all()
-        fed[:] = 1e-3
-
-
-def test_value_above_the_given_scale_leaves_the_residual_unchanged():
-    """The value lies in the last block."""
-    x = np.full(200_000, 0.25, F32)
-    x[-1] = 0.75
-    for packing in ("2bit", "base3", "entropy"):
-        for threads in (1, 3):
-            for feedback in (False, True):
-                left = np.full_like(x, 0.125)
-                how = {"threads": threads, "feedback": feedback}
-                error = check_encode(x, codec.Ternary(packing, scale=0.5), "float32", left, **how)
-                assert error[1] == codec.Status.BAD_SCALE
-
-
-def test_nan_is_reported_before_a_scale_that_is_too_small():
-    """Wherever both lie: in different chunks, blocks, segments or sampled blocks."""
-    for bad, large in ((90_000, 3), (3, 90_000), (3_000, 3), (199_999, 0), (20_000, 100)):
-        x = np.full(200_000, 0.25, F32)
-        x[large] = 0.75
-        x[bad] = np.nan
-        for packing in ("2bit", "base3", "entropy"):
-            for segments in (None, [(0, (50_000,)), (50_000, (150_000,))]):
-                for left in (None, np.zeros_like(x)):
-                    spec = codec.Ternary(packing, scale=0.5)
-                    error = check_encode(x, spec, "float32", left, threads=2, segments=segments)
-                    assert error[1] == codec.Status.NONFINITE
-
-
-def test_overlapping_arguments():
-    """Overlaps are rejected alike; the decoded tensor may replace the state of its shared levels."""
-    memory = np.random.default_rng(0).standard_normal(60_000).astype(F32)
-    x, raw, before = memory[:20_000], memory.view(np.uint8), memory.tobytes()
-    frame = bytes(codec.encode(x))
-    raw[100_000 : 100_000 + len(frame)] = np.frombuffer(frame, np.uint8)
-    mine, before = raw[100_000 : 100_000 + len(frame)], memory.tobytes()
-    for call in (
-        lambda engine: codec.encode(x, codec.Sign(), out=raw[40_000:], options=codec.options(engine=engine)),
-        lambda engine: codec.encode(x, codec.Sign(), residual=memory[5:20_005], options=codec.options(engine=engine)),
-        lambda engine: codec.encode(
-            x, codec.Sign(), residual=x, out=raw[:50_000], options=codec.options(engine=engine)
-        ),
-        lambda engine: codec.decode(mine, out=memory[20_000:40_000], options=codec.options(engine=engine)),
-        lambda engine: codec.accumulate(mine, memory[20_000:40_000], options=codec.options(engine=engine)),
-        lambda engine: codec.reduce([frame, mine], out=memory[20_000:40_000], options=codec.options(engine=engine)),
-    ):
-        assert agreed(call)[0] is codec.ArgumentError
-        assert memory.tobytes() == before
-    theta = optimizer_state(300_000)["theta"]
-    how = {"optimizer": optimizers.SGD(0.1), "state": {"theta": theta}}
-    frame = flatcall.encode(gradient(300_000), TRUNCATES["truncate_shared"], **how)
-    expected = flatcall.decode(frame, **how).tobytes()
-    for threads in (1, 3):
-        out = theta.copy()
-        how["state"] = {"theta": out}
-        assert flatcall.decode(frame, out=out, threads=threads, engine="numba", **how).tobytes() == expected
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_out_of_every_size(name):
-    """Large enough: the frame and no byte behind it. Too small: the same error and no residual."""
-    spec, x = SPECS[name], sample_bits("float32", 40_000, "zeros")
-    how = level_arguments(spec, len(x))
-    left = None if name == "lossless" else np.full(len(x), 7, F32)
-    frame, most = check_encode(x, spec, "float32", left, **how), codec.bound(len(x), "float32", spec)
-    for room in (0, 47, 56, len(frame) - 8, len(frame) - 1, len(frame), len(frame) + 1, most - 1, most, most + 99):
-        for threads in (1, 4):
-            memory = np.full(room + 64, 0xA5, np.uint8)
-
-            def call(engine, memory=memory, room=room, threads=threads):
-                residual = None if left is None else left.copy()
-                given = {"out": memory[3 : 3 + room], "residual": residual, "threads": threads, "engine": engine}
-                made = outcome(lambda: bytes(flatcall.encode(x, spec, **given, dtype="float32", **how)))
-                assert made == frame if room >= len(frame) else made[0] is codec.ArgumentError
-                assert (memory[:3] == 0xA5).all()
-                assert (memory[3 + room :] == 0xA5).all()
-                if room < len(frame) and residual is not None:
-                    assert (residual == 7).all()
-                return made
-
-            agreed(call)
-
-
 @pytest.mark.parametrize("dtype", every(2, LOSSY_DTYPES))
 def test_metrics(dtype):
     """Formulas with and without m and v, groups, state of every float dtype, given levels and custom functions."""
@@ -359,31 +228,6 @@ def test_metrics(dtype):
     assert error[0] is codec.ArgumentError
 
 
-def test_wrong_state():
-    """Shared levels with another state give the same StateError, also for damaged frames."""
-    n = 40_000
-    x, arrays, adamw = gradient(n), optimizer_state(n), ADAMW
-    frame = bytes(codec.encode(x, TRUNCATES["truncate_shared"].bind(adamw, **arrays)))
-    changed = {**arrays, "theta": arrays["theta"].copy()}
-    changed["theta"][n - 1] *= 2
-    for damaged in (frame, frame[:-9] + b"\x55" + frame[-8:], frame[:1000] + b"\x55" + frame[1001:]):
-        for how in (
-            {},
-            {"optimizer": adamw, "state": changed},
-            {"optimizer": adamw, "state": {"theta": arrays["theta"], "v": arrays["v"]}},
-            {"optimizer": optimizers.SGD(0.1), "state": arrays},
-            {"optimizer": adamw, "state": {"theta": x[:9]}},
-        ):
-            for threads in (1, 3):
-                out = np.full(n, 7, F32)
-                given = {"threads": threads, **how}
-                error = agreed(lambda engine: flatcall.decode(damaged, out=out, engine=engine, **given))  # noqa: B023
-                assert issubclass(error[0], codec.CodecError)
-                assert (out == 7).all()
-                agreed(lambda engine: flatcall.reduce([frame, damaged], out=out, engine=engine, **given))  # noqa: B023
-                assert (out == 7).all()
-
-
 def test_shared_codebooks():
     """Symbols without a code are escaped."""
     x = sample_bits("float32", 30_000, "normal")
@@ -428,157 +272,6 @@ def test_batches(name):
         xs[3][5] = np.nan
         agreed(lambda engine: flatcall.encode_many(xs, spec, engine=engine, **given, **how))  # noqa: B023
         xs[3][5] = 1
-
-
-def test_reduce_of_different_codecs():
-    """Blocks that do not match, stored frames, and one scale, whose codes are added as integers."""
-    x = sample_bits("float32", 30_000, "normal").view(F32)
-    x *= F32(1 / np.abs(x).max())
-    frames = [
-        bytes(codec.encode(x, spec)) for spec in (codec.Sign(), codec.Lossless(), codec.Quantize(group_size=20_000))
-    ]
-    ternary = [bytes(codec.encode(x, codec.Ternary(scale=1.5), stream=i)) for i in range(3)]
-    noise = np.random.default_rng(0).integers(0x3F000000, 0x3F800000, 30_000, dtype=np.uint32)
-    halves = bytes(codec.encode(codec.view((x.view(np.uint32) >> 16).astype(np.uint16), "bfloat16"), codec.Sign()))
-    stored = bytes(codec.encode(noise[:400].view(F32)))
-    assert codec.inspect(stored).stored
-    for some in (
-        frames,
-        ternary,
-        [*ternary, bytes(codec.encode(x, codec.Ternary()))],
-        [halves, frames[1]],
-        [frames[1]] * 3,
-    ):
-        for threads in (1, 2):
-            for op in ("sum", "mean", "max"):
-                check_sums(some, "float32", len(x), op, threads=threads)
-    check_sums([stored, bytes(codec.encode(x[:400], codec.Sign()))], "float32", 400)
-    damaged = frames[2][:-9] + b"\x99" + frames[2][-8:]
-    for some in ([frames[0], damaged], [damaged, frames[0]], [damaged, damaged], [damaged], [ternary[0], damaged]):
-        for threads in (1, 2):
-            out = np.full(len(x), 7, F32)
-            given = {"out": out, "threads": threads}
-            error = agreed(lambda engine: flatcall.reduce(some, engine=engine, **given))  # noqa: B023
-            assert error[0] is codec.ChecksumError
-            assert (out == 7).all()
-
-
-def all_results(engine, x, spec, **how):
-    """Return the frame, residual, values and sums of a tensor for an engine."""
-    left = np.zeros_like(x)
-    feedback = not isinstance(spec, codec.Lossless)
-    frame = flatcall.encode(x, spec, residual=left, feedback=feedback, engine=engine, **how)
-    how["engine"] = engine
-    sums = [flatcall.reduce([frame] * 3, op, **how) for op in ("sum", "mean", "max")]
-    sums.append(flatcall.accumulate(frame, x.copy(), 0.5, **how))
-    return [bytes(frame), left.tobytes(), flatcall.decode(frame, **how).tobytes(), *map(unify_nan, sums)]
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_flush_denormal_does_not_change_results(name):
-    """Kernels follow the format although the thread flushes subnormals."""
-    small = np.arange(5000, dtype=np.uint32) * 1657
-    x = np.concatenate([sample_bits("float32", 5000, "normal"), small, small | np.uint32(1 << 31)]).view(F32)
-    for y in (x, x[5000:]):
-        how = level_arguments(SPECS[name], len(y))
-        if how:
-            how["state"] = {name: v * F32(1e-38) for name, v in how["state"].items()}
-        expected = all_results("native", y, SPECS[name], **how)
-        assert all_results("numba", y, SPECS[name], **how) == expected
-        torch.set_flush_denormal(True)
-        try:
-            flushed = [all_results(engine, y, SPECS[name], **how) for engine in ENGINES]
-        finally:
-            torch.set_flush_denormal(False)
-        assert flushed[0] == expected
-        assert flushed[1] == expected
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_golden_frames(name):
-    """Encoding and decoding."""
-    about, frame = GOLDEN[name], GOLDEN_FRAMES[name]
-    x, dtype, how = golden_tensor(name)
-    shared = {k: v for k, v in how.items() if k in ("optimizer", "state", "base")}
-    y = flatcall.decode(frame, out=np.empty_like(x), codebooks=how.get("codebook"), engine="numba", **shared)
-    assert hashlib.sha256(y.tobytes()).hexdigest() == about.get("values_sha256", about["tensor_sha256"])
-    assert flatcall.encode(x, dtype=dtype, engine="numba", **how) == frame
-
-
-@pytest.mark.parametrize("path", OLDER_FRAMES, ids=[path.stem for path in OLDER_FRAMES])
-def test_golden_frames_of_former_encoders(path):
-    x, about = golden_tensor(path.stem)[0], GOLDEN[path.stem]
-    values = codec.decode(path.read_bytes(), out=np.empty_like(x), options=codec.options(engine="numba")).tobytes()
-    assert hashlib.sha256(values).hexdigest() == about.get("older_values_sha256", about["tensor_sha256"])
-
-
-@pytest.mark.parametrize("name", FRAMES_TO_DAMAGE)
-def test_hostile_frames(name):
-    """Damaged frames give the same tensor or the same error for any threads, and leave memory unchanged."""
-    frame, dtype, n, how = FRAMES_TO_DAMAGE[name]
-    rng = np.random.default_rng(sorted(FRAMES_TO_DAMAGE).index(name))
-    out, seen = np.zeros(codec.inspect(frame).shape, like(dtype).dtype), []
-    for i in range(N_DAMAGED if n < 20_000 else N_DAMAGED // 2):
-        mutant = damage(frame, rng)
-        given = {"like": like(dtype), "max_nbytes": 1 << 24, "threads": 1 + i % 3, **how}
-
-        def decode(engine, mutant=mutant, given=given):
-            y = flatcall.decode(mutant, engine=engine, **given)
-            return y.shape, y.dtype, y.tobytes()
-
-        result = agreed(decode)
-        seen.append(type(result[0]) is type)
-        out[:] = 7
-        into = outcome(lambda: flatcall.decode(mutant, out=out, engine="numba", **how).tobytes())  # noqa: B023
-        assert (out == 7).all() if isinstance(into, tuple) else into == result[2]
-        if dtype in LOSSY_DTYPES and i % 4 == 0:
-            total = np.full(codec.inspect(frame).shape, 7, F32)
-
-            def add(engine, mutant=mutant, total=total):
-                return flatcall.accumulate(mutant, total.copy(), engine=engine, **how).tobytes()
-
-            def join(engine, mutant=mutant, total=total):
-                # reductions do not always report the offset
-                return outcome(lambda: flatcall.reduce([frame, mutant], out=total, engine=engine, **how).tobytes())[:2]
-
-            agreed(add)
-            if isinstance(into, tuple):
-                agreed(join)
-                assert (total == 7).all()
-                with pytest.raises(codec.CodecError):
-                    flatcall.accumulate(mutant, total, engine="numba", **how)
-                assert (total == 7).all()
-    assert any(seen)
-
-
-def decode_by_all_engines(frame, **how):
-    """Return the values' bytes by thread count, None for a rejected frame; engines must agree."""
-    kind = like(codec._c.library.DTYPE_NAMES[frame[6]])
-    results = {}
-    for threads in (1, 4):
-        given = {"threads": threads, **how}
-        result = agreed(lambda engine: flatcall.decode(frame, like=kind, engine=engine, **given).tobytes())  # noqa: B023
-        assert isinstance(result, bytes) or issubclass(result[0], codec.FrameError)
-        results[threads] = result if isinstance(result, bytes) else None
-    return results
-
-
-@pytest.mark.parametrize("case", HAND_MADE)
-def test_frames_made_by_hand(case):
-    """Hand-made frames decode to the same values or are rejected alike."""
-    check, *arguments = HAND_MADE[case]
-    check(decode_by_all_engines, *arguments)
-
-
-def test_truncated_two_byte_literals():
-    """Literals of exponent and level are read only as far as the region goes."""
-    accepted = []
-    for size in range(19):
-        plane = coded([oracle.ESCAPE] * 9, SEVEN, (b"\x7c\0" * 9)[:size])
-        frame = cut(FLOAT16, 9, u32(0xF02) + plane, JOINT).frame()
-        accepted.append(decode_by_all_engines(frame)[1] is not None)
-    assert not accepted[0]
-    assert accepted[18]
 
 
 class WithoutLoops:

@@ -32,7 +32,15 @@ def test_no_access_is_out_of_range(tmp_path):
     Kernels are not optimized, which halves the compile time; Numba's cache cannot be used then.
     """
     options = ("-p", "no:cacheprovider", "-W", "ignore::numba.core.errors.NumbaWarning")
-    command = [sys.executable, "-m", "pytest", *options, str(TESTS / "test_numba.py"), "-k", "hostile or by_hand"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *options,
+        str(TESTS / "test_numba_frames.py"),
+        "-k",
+        "hostile or by_hand",
+    ]
     out = run(*command, cwd=tmp_path, NUMBA_BOUNDSCHECK="1", NUMBA_OPT="0", NUMBA_CACHE_DIR=str(tmp_path))
     assert " passed" in out
 

@@ -10,18 +10,13 @@ from reference import decoder as oracle
 from support import flatcall
 from support.decode_ways import decode_all_ways
 from support.format_cases import check_case
-from support.frame_builder import delta_frame, recompute_checksums, region
+from support.frame_builder import delta_frame, low_first, recompute_checksums, region
 
 BFLOAT16, INT8, FLOAT64 = 3, 17, 2
 # exponents 127 and 128, of class 1 if S is 126, 129, of class 2, and two zeros, of class 0
 BASE = (0x3F85, 0x4005, 0x4085, 0x0000, 0x8000)
 INTEGERS = (1, 2, 3, 253, 0)
 S = 126
-
-
-def low_first(x, n):
-    """Return n bits of a number, the lowest one first."""
-    return f"{x:0{n}b}"[::-1] if n else ""
 
 
 def rice(x, k):

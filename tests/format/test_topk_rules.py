@@ -8,17 +8,12 @@ import pytest
 import codec
 from support.decode_ways import decode_all_ways
 from support.format_cases import check_case
-from support.frame_builder import Blocks, region, stored
+from support.frame_builder import Blocks, low_first, region, stored
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = 1, 2, 3, 4
 F32 = np.float32
 ONE, TWO, THREE, LARGEST, INF = 0x3F80, 0x4000, 0x4040, 0x7F7F, 0x7F80
 NONE = (0, 0)  # scales of a chunk without codes
-
-
-def low_first(x, n):
-    """Return n bits of a number, the lowest one first."""
-    return f"{x:0{n}b}"[::-1] if n else ""
 
 
 def kept(gap, minus=0, level=0, k=4, bits=2):

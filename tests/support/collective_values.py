@@ -11,7 +11,7 @@ def rank_values(rank, shape, dtype=torch.float32):
     return (torch.randn(shape, generator=g) * 2.0 ** torch.randint(-9, 0, shape[-1:], generator=g)).to(dtype)
 
 
-def sum_in_order(tensors, op):
+def sum_in_order(tensors, op="sum"):
     """Return the float32 sum of tensors in the order of ranks, rounded once to their dtype."""
     total = tensors[0].float()
     for t in tensors[1:]:

@@ -1,6 +1,7 @@
 """Small models and data for tests of DistributedDataParallel hooks."""
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,3 +71,18 @@ def small_net():
 def small_forward(model, rank):
     """Return the loss of the small model for a rank's batch."""
     return model(torch.randn(16, 64, generator=torch.Generator().manual_seed(rank))).square().mean()
+
+
+class EqualLayers(torch.nn.Module):
+    """Layers of one size, each in its own bucket; `nested`: their backward passes run inside the outer one."""
+
+    def __init__(self, nested=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+        self.nested = nested
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True) if self.nested else layer(x)
+        return x

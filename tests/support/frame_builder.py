@@ -160,3 +160,8 @@ def coded(symbols, lengths, literals=b"", pad=None):
     bits += "0" * (-len(bits) % 8)
     out = struct.pack("<H", len(words)) + int(bits, 2).to_bytes(len(bits) // 8, "big")
     return out + bytes(-len(out) % 4) + struct.pack(f"<{len(words)}I", *words) + literals
+
+
+def low_first(x, n):
+    """Return n bits of a number, the lowest one first."""
+    return f"{x:0{n}b}"[::-1] if n else ""

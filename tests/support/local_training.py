@@ -29,6 +29,15 @@ def adam(model, lr=1e-2):
     return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
+def nesterov(parameters):
+    """Return the outer optimizer of DiLoCo."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def local_steps(model, optimizer=None, **how):
+    return codec.torch.LocalSteps(model, optimizer or adam(model), **how)
+
+
 def train(model, optimizer, rank, steps, after=lambda: None):
     """Train over some steps, given as a range; call `after` after each step of the optimizer."""
     for step in steps:

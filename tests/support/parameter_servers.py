@@ -1,5 +1,8 @@
 """Ranks that are parameter servers and workers, and what tests run on them."""
 
+from functools import partial
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -7,9 +10,16 @@ import codec
 import codec.torch
 
 SOON = 60  # seconds: a wait that must succeed; generous, since test machines are busy
+TERNARY = codec.Ternary("base3")
 
 
-def run(rank, size, servers, function, *args, timeout=SOON, **limits):
+def run(pool, servers, function, *args, **how):
+    """Return the results of the workers and those of the servers."""
+    found = pool.run(partial(serve_or_call, **how), servers, function, *args)
+    return found[servers:], found[:servers]
+
+
+def serve_or_call(rank, size, servers, function, *args, timeout=SOON, **limits):
     """Serve on the first ranks; return function(client, worker, workers, *args) on the others, then close the client.
 
     Servers return their stats.
@@ -70,3 +80,19 @@ def ternary_mean(every, spec, step, ranks):
         frame = codec.encode(x.clamp(-scale, scale), spec_of_scale, stream=stream)
         sums += torch.as_tensor(codec.decode(frame, like=torch.empty(0))).sign().int()
     return (sums.double() * (scale / len(every))).float().to(every[0][1].dtype)
+
+
+def raises(error, match):
+    return pytest.raises(error, match=match)
+
+
+_groups = {}
+
+
+def workers_group():
+    """Return the group of the workers, which `make_groups` has made."""
+    return _groups["workers"]
+
+
+def make_groups(rank, size, servers):
+    _groups["workers"] = dist.new_group(list(range(servers, size)))

@@ -66,3 +66,11 @@ def through_torch_save(saved):
     torch.save({k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in saved.items()}, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def through_a_file(state):
+    """Return a state dict that torch has saved and loaded."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)  # weights_only is torch's default

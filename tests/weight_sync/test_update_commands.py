@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import codec
-from codec.__main__ import main
+from support.command import run
 from support.weight_updates import stepped, weights
 
 NAMES = {"bfloat16": "BF16", "float32": "F32", "float16": "F16", "uint8": "U8", "bool": "BOOL", "int64": "I64"}
@@ -40,10 +40,6 @@ def files(tmp_path):
         more["fp4"] = ("F4", (6, 10), bytes([k, *range(1, 30)]))
         paths.append(save(tmp_path / f"{k}.safetensors", tensors | more))
     return paths
-
-
-def run(*arguments):
-    return main([str(a) for a in arguments])
 
 
 def test_delta_and_apply_reproduce_the_file(files, tmp_path, capsys):

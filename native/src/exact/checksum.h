@@ -14,7 +14,7 @@
 
 #define CHECKSUM_GOLDEN 0x9e3779b97f4a7c15ull
 
-/* CHECKSUM_KEY[i] = bits_mix32(i + 1) | 1 (tests/test_core.c recomputes the keys) */
+/* CHECKSUM_KEY[i] = bits_mix32(i + 1) | 1 (tests/test_coder.c recomputes the keys) */
 #define CHECKSUM_KEYS \
 	0x514e28b7u, 0x30f4c307u, 0x85f0b427u, 0x249cb285u, 0xcc0d53cdu, 0x5ceb4d09u, 0x18c9aec5u, 0x4939650bu, \
 	0xc27c2913u, 0xe9250491u, 0x93a0fe05u, 0x7c88ad73u, 0x95bb7d93u, 0xbfebd3f1u, 0xcc1ad845u, 0x552553bdu, \

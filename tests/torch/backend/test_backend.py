@@ -3,13 +3,9 @@
 import copy
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
-import time
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
@@ -20,24 +16,11 @@ import codec
 import codec.torch
 from codec.torch import _compat
 from codec.torch.group import communicator
-from codec.torch.transport.collective import Collective
+from support.collective_values import rank_values, sum_in_order
 from support.ranks import run_ranks
 from support.tiers import HANG_SECONDS, nightly
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def values(rank, n, dtype=torch.float32):
-    g = torch.Generator().manual_seed(90 + rank)
-    return (torch.randn(n, generator=g) * 2.0 ** torch.randint(-9, 0, (n,), generator=g)).to(dtype)
-
-
-def sum_in_order(tensors, op="sum"):
-    """Return the float32 sum of tensors in the order of ranks, rounded once."""
-    total = tensors[0].float()
-    for t in tensors[1:]:
-        total = torch.maximum(total, t.float()) if op == "max" else total + t.float()
-    return (total / len(tensors) if op == "mean" else total).to(tensors[0].dtype)
 
 
 def calls():
@@ -52,14 +35,15 @@ def _reduced(rank, size):
     ops = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
     begun = calls()
     for dtype in DTYPES:
-        every = [values(r, n, dtype) for r in range(size)]
+        every = [rank_values(r, (n,), dtype) for r in range(size)]
         for name, op in ops.items():
             t = every[rank].clone()
             dist.all_reduce(t, op)
             assert torch.equal(t, sum_in_order(every, name)), (dtype, name)
     shapes = [(30, 200), (77,), ()]
     every = [
-        [values(10 * r + i, max(1, torch.Size(s).numel())).view(s) for i, s in enumerate(shapes)] for r in range(size)
+        [rank_values(10 * r + i, (max(1, torch.Size(s).numel()),)).view(s) for i, s in enumerate(shapes)]
+        for r in range(size)
     ]
     mine = [t.clone() for t in every[rank]]
     with dist._coalescing_manager():
@@ -67,7 +51,7 @@ def _reduced(rank, size):
             dist.all_reduce(t)
     for i, t in enumerate(mine):
         assert torch.equal(t, sum_in_order([x[i] for x in every]))
-    x, y = ([values(r + b, size * n).view(size, n) for r in range(size)] for b in (0, 5))
+    x, y = ([rank_values(r + b, (size * n,)).view(size, n) for r in range(size)] for b in (0, 5))
     outs = [torch.empty(n) for _ in range(4)]
     _compat.reduce_scatter_single(outs[0], x[rank].view(-1))
     dist.reduce_scatter(outs[1], list(x[rank]))
@@ -86,14 +70,14 @@ def _gathered(rank, size):
     n = 9000
     begun = calls()
     for dtype in DTYPES:
-        every = [values(r, n, dtype) for r in range(size)]
+        every = [rank_values(r, (n,), dtype) for r in range(size)]
         out = torch.empty(size * n, dtype=dtype)
         _compat.all_gather_single(out, every[rank])
         assert torch.equal(out, torch.cat(every))
         outs = [torch.empty(n, dtype=dtype) for _ in range(size)]
         dist.all_gather(outs, every[rank])
         assert all(torch.equal(*pair) for pair in zip(outs, every, strict=True))
-    x, y = ([values(r + b, n + b) for r in range(size)] for b in (0, 5))
+    x, y = ([rank_values(r + b, (n + b,)) for r in range(size)] for b in (0, 5))
     outs = [torch.empty(size * n), torch.empty(size * (n + 5))]
     with dist._coalescing_manager():
         _compat.all_gather_single(outs[0], x[rank])
@@ -117,9 +101,9 @@ def _passed_on(rank, size):
     few = torch.full((10,), rank + 1.0)
     dist.all_reduce(few, dist.ReduceOp.MAX)
     assert torch.equal(few, torch.full((10,), float(size)))
-    t = values(rank, n)
+    t = rank_values(rank, (n,))
     dist.broadcast(t, 1)
-    assert torch.equal(t, values(1, n))
+    assert torch.equal(t, rank_values(1, (n,)))
     if rank == 0:
         dist.send(t, 1)
     elif rank == 1:
@@ -128,8 +112,8 @@ def _passed_on(rank, size):
     dist.all_gather_object(objects, {"rank": rank, "much": "x" * 50_000})
     assert [o["rank"] for o in objects] == list(range(size))
     parts = torch.empty(size * 3000)
-    dist.all_to_all_single(parts, values(rank, size * 3000))
-    assert torch.equal(parts[:3000], values(0, size * 3000)[3000 * rank : 3000 * (rank + 1)])
+    dist.all_to_all_single(parts, rank_values(rank, (size * 3000,)))
+    assert torch.equal(parts[:3000], rank_values(0, (size * 3000,))[3000 * rank : 3000 * (rank + 1)])
     dist.barrier()
     assert calls() == begun
 
@@ -139,17 +123,17 @@ def _many(rank, size):
     assert dist.get_backend() == "codec"
     group = dist.new_group()
     assert isinstance(group, codec.torch.ProcessGroup)
-    tensors = [values(10 * rank + i, 20_000 + i) for i in range(6)]
+    tensors = [rank_values(10 * rank + i, (20_000 + i,)) for i in range(6)]
     works = [dist.all_reduce(t, group=(None, group)[i % 2], async_op=True) for i, t in enumerate(tensors)]
     futures = [w.get_future() for w in works]
     for i, t in enumerate(tensors):
         assert works[i].wait()
         assert futures[i].wait()[0] is t
-        assert torch.equal(t, sum_in_order([values(10 * r + i, 20_000 + i) for r in range(size)]))
+        assert torch.equal(t, sum_in_order([rank_values(10 * r + i, (20_000 + i,)) for r in range(size)]))
     import torch.distributed._functional_collectives as functional
 
-    t = functional.all_reduce(values(rank, 20_000), "sum", dist.group.WORLD)
-    assert torch.equal(t + 0, sum_in_order([values(r, 20_000) for r in range(size)]))
+    t = functional.all_reduce(rank_values(rank, (20_000,)), "sum", dist.group.WORLD)
+    assert torch.equal(t + 0, sum_in_order([rank_values(r, (20_000,)) for r in range(size)]))
 
 
 def _all_of_it(rank, size):
@@ -232,7 +216,7 @@ def test_diloco_outer_steps():
 
 def _lossy(rank, size):
     """Specs for a group, for gathers and for all groups; operations other than sums stay exact."""
-    every = [values(r, 30_000) for r in range(size)]
+    every = [rank_values(r, (30_000,)) for r in range(size)]
     want, errors = sum_in_order(every), []
     usual = dist.new_group()
     options = codec.torch.Options(codec.Float8(group_size=100), gather=codec.Quantize(8))
@@ -243,9 +227,9 @@ def _lossy(rank, size):
         t = every[rank].clone()
         dist.all_reduce(t, group=group)
         errors.append(float((t - want).norm() / want.norm()))
-    t = values(rank, 29_999)  # fewer bytes than the threshold `small`
+    t = rank_values(rank, (29_999,))  # fewer bytes than the threshold `small`
     dist.all_reduce(t, group=later)
-    assert torch.allclose(t, sum_in_order([values(r, 29_999) for r in range(size)]), rtol=0, atol=1e-5)
+    assert torch.allclose(t, sum_in_order([rank_values(r, (29_999,)) for r in range(size)]), rtol=0, atol=1e-5)
     for group in (usual, given, later):
         t = every[rank].clone()
         dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
@@ -268,7 +252,7 @@ def test_specs_apply_to_sums_only():
 def _refused(rank, size):
     """NaN under a lossy codec on one rank raises on all, in Python and in DDP's C++; tensors are unchanged."""
     group = dist.new_group(pg_options=codec.torch.Options(codec.Float8()))
-    x = values(rank, 20_000)
+    x = rank_values(rank, (20_000,))
     if rank == 1:
         x[19_999] = float("nan")
     before = x.clone()
@@ -288,7 +272,7 @@ def _refused(rank, size):
         net.module[0].weight.data[0, 0] = float("nan")
     with pytest.raises(RuntimeError, match="Error"):
         gradients(net, rank, 0)
-    y = values(rank, 20_000)
+    y = rank_values(rank, (20_000,))
     dist.all_reduce(y, group=group)
     return type(e.value).__name__, y.sum().item()
 
@@ -297,89 +281,6 @@ def test_error_on_one_rank_raises_on_all():
     results = run_ranks(3, _refused, backend="codec")
     assert [name for name, _ in results] == ["PeerError", "ArgumentError", "PeerError"]
     assert len({total for _, total in results}) == 1
-
-
-def _lost(rank, size, how, path):
-    """Without a default group, as torchft: after a loss the remaining ranks form a group through the store."""
-    dist.destroy_process_group()
-    store = dist.FileStore(path, size)
-    timeout = timedelta(seconds=4)
-    group = codec.torch.ProcessGroup(dist.PrefixStore("first", store), rank, size, timeout)
-    t = values(rank, 400_000)
-    group.allreduce([t], dist.AllreduceOptions()).wait()
-    assert torch.equal(t, sum_in_order([values(r, 400_000) for r in range(size)]))
-    if rank == 1:
-        os.kill(os.getpid(), how)
-    before, begin = t.clone(), time.monotonic()
-    work = group.allreduce([t], dist.AllreduceOptions())
-    if how == signal.SIGSTOP:
-        threading.Timer(0.5, group.abort).start()
-    with pytest.raises(codec.PeerError):
-        work.wait()
-    took = time.monotonic() - begin
-    assert torch.equal(t, before)
-    group.abort()
-    with pytest.raises(codec.PeerError, match="make a new one"):
-        group.allreduce([t], dist.AllreduceOptions())
-    left = [r for r in range(size) if r != 1]
-    again = codec.torch.ProcessGroup(dist.PrefixStore("again", store), left.index(rank), len(left), timeout)
-    t = values(rank, 400_000)
-    again.allreduce([t], dist.AllreduceOptions()).wait()
-    assert torch.equal(t, sum_in_order([values(r, 400_000) for r in left]))
-    again.shutdown()
-    return took
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_remaining_ranks_form_a_new_group_after_a_loss(how, tmp_path):
-    took = run_ranks(3, _lost, how, str(tmp_path / "store"), killed=(1,))
-    assert max(took[0], took[2]) < 4 + 1 + 2, took
-
-
-def _aborted(rank, size):
-    """One rank aborts during a collective: it raises on all, and nothing is written."""
-    t = values(rank, 20_000)
-    before = t.clone()
-    communicator.communicator_of(dist.group.WORLD)  # connects all ranks
-    if rank == 0:
-        work = dist.all_reduce(t, async_op=True)
-        dist.group.WORLD.abort()
-    else:
-        time.sleep(0.5)
-        work = dist.all_reduce(t, async_op=True)
-    with pytest.raises(codec.PeerError):
-        work.wait()
-    assert torch.equal(t, before)
-
-
-def test_abort_during_a_collective_raises_on_all():
-    run_ranks(2, _aborted, backend="codec")
-
-
-def _aborted_before_results_are_stored(rank, size):
-    """The group is aborted after all ranks have succeeded and before results are stored."""
-    group, gate, there = dist.group.WORLD, threading.Event(), threading.Event()
-    agree = Collective.agree
-
-    async def and_wait(*args):
-        largest = await agree(*args)
-        there.set()
-        gate.wait()
-        return largest
-
-    Collective.agree = and_wait
-    lists = [torch.zeros(9000) for _ in range(size)]
-    work = dist.all_gather(lists, values(rank, 9000), async_op=True)
-    there.wait()
-    group.abort()
-    gate.set()
-    with pytest.raises(codec.PeerError):
-        work.wait()
-    assert not torch.cat(lists).any()
-
-
-def test_abort_before_results_are_stored():
-    run_ranks(2, _aborted_before_results_are_stored, backend="codec")
 
 
 SCRIPT = """

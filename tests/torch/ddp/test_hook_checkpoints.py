@@ -1,6 +1,5 @@
 """States of DDP hooks: checked against rank and model, gathered to one file, resharded, resumed to the bit."""
 
-import io
 import re
 from pathlib import Path
 
@@ -16,15 +15,9 @@ from codec.torch.ddp import checkpoint
 from support import flatcall
 from support.ddp_training import ENCODE_ALL, parameter_bytes, small_forward, small_net, take_step
 from support.ranks import run_ranks
+from support.states import through_a_file
 
 SIGN = codec.Sign(group_size=1024)
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)  # weights_only is torch's default
 
 
 def hooked(model=None, spec=SIGN, cap=25, **how):

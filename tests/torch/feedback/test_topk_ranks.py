@@ -1,7 +1,5 @@
 """TopK on two ranks: collectives, hooks and local steps with error feedback, its decay, and refusals without it."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -15,6 +13,7 @@ from codec.torch.collectives import lists
 from support import local_training
 from support.ddp_training import ENCODE_ALL, parameter_bytes, small_forward, small_net, take_step
 from support.ranks import RankPool
+from support.states import through_a_file
 
 N, DECAY = 3000, 0.9
 TOPK = codec.TopK(1 / 16, chunk=256)
@@ -23,13 +22,6 @@ STOCHASTIC = codec.TopK(rounding="stochastic")
 
 def gradient(rank, step):
     return torch.randn(N, generator=torch.Generator().manual_seed(1000 * step + rank))
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)  # weights_only is torch's default
 
 
 def everyones(value):

@@ -13,6 +13,7 @@ from support.local_training import (
     Linear,
     adam,
     flat,
+    local_steps,
     moved,
     net,
     parameter_bytes,
@@ -21,11 +22,6 @@ from support.local_training import (
     train,
 )
 from support.ranks import run_ranks
-
-
-def local_steps(model, optimizer=None, **how):
-    return codec.torch.LocalSteps(model, optimizer or adam(model), **how)
-
 
 # Oracles
 

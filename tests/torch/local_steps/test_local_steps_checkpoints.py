@@ -1,25 +1,14 @@
 """States of LocalSteps: resumed to the bit, and refused unless they fit."""
 
 import copy
-import io
 
 import pytest
 import torch
 
 import codec
 import codec.torch
-from support.local_training import EXACT, adam, net, parameter_bytes, raised, state_bytes, train
-
-
-def nesterov(parameters):
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)  # weights_only is torch's default
+from support.local_training import EXACT, adam, nesterov, net, parameter_bytes, raised, state_bytes, train
+from support.states import through_a_file
 
 
 def _resumed(rank, size, how, begin):

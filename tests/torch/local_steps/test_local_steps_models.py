@@ -6,23 +6,19 @@ import numpy as np
 import torch
 from torch import nn
 
-import codec
-import codec.torch
 from support.local_training import (
     EXACT,
     Linear,
     adam,
     flat,
+    local_steps,
     moved,
+    nesterov,
     net,
     parameter_bytes,
     push,
     train,
 )
-
-
-def local_steps(model, optimizer=None, **how):
-    return codec.torch.LocalSteps(model, optimizer or adam(model), **how)
 
 
 def _of_dtype(rank, size, dtype):
@@ -153,10 +149,6 @@ def _outer(rank, size, outer):
         push(model, optimizer, rank, step)
         local.step()
     return flat(model)
-
-
-def nesterov(parameters):
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def test_outer_optimizer_takes_the_mean_change_as_its_gradient(pool):

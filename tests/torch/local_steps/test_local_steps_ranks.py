@@ -13,16 +13,24 @@ from torch.nn.parallel import DistributedDataParallel
 import codec.torch
 from codec.torch.group.communicator import communicator_of
 from support.faults import KILLED, at_fault_point, die
-from support.local_training import Linear, adam, flat, moved, net, parameter_bytes, push, raised, state_bytes, train
+from support.local_training import (
+    Linear,
+    adam,
+    flat,
+    moved,
+    nesterov,
+    net,
+    parameter_bytes,
+    push,
+    raised,
+    state_bytes,
+    train,
+)
 from support.rank_loss import FAULTY, fault_points, run_with_fault
 from support.ranks import RankPool, run_ranks
 
 LR = 0.01
 HOW = {"every": 3, "spec": codec.Sign(group_size=64)}
-
-
-def nesterov(parameters):
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def owed(local):

@@ -5,19 +5,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import codec
-import codec.torch
 from support.local_training import (
     adam,
     batch,
+    local_steps,
     net,
     parameter_bytes,
     train,
 )
-
-
-def local_steps(model, optimizer=None, **how):
-    return codec.torch.LocalSteps(model, optimizer or adam(model), **how)
 
 
 def _warmed_up(rank, size, steps, ddp):

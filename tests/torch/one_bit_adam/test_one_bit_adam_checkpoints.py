@@ -1,75 +1,22 @@
 """State dicts of OneBitAdam: resumed to the bit, loaded by other numbers of ranks, exchanged with torch.optim.AdamW."""
 
 import copy
-import io
 import math
 import pickle
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 import codec
 import codec.torch
-from codec.torch.ddp.checkpoint import unpacked
-from support.ddp_training import data, net, parameter_bytes, wrapped
+from support.ddp_training import net, parameter_bytes, wrapped
+from support.one_bit_adam import FREEZE, STEPS, optimizer_of, plain, residuals_of, take_steps, with_entry
 from support.ranks import run_ranks
+from support.states import through_a_file
 
 OPTIONS = codec.options(algorithm="two_shot")
-FREEZE, STEPS = 4, 9
-
-
-def residuals_of(state):
-    """Return the states of the hooks in a state dict, by rank."""
-    entry = state["param_groups"][0]["one_bit"]
-    size = entry["ranks"]
-    return {r: unpacked(entry[f"rank {r} of {size}"]) for r in range(size) if f"rank {r} of {size}" in entry}
-
-
-def with_entry(state, **changes):
-    """Return a state whose entry ``one_bit`` has other values; those of None are missing."""
-    first, *others = state["param_groups"]
-    entry = {k: v for k, v in (first["one_bit"] | changes).items() if v is not None}
-    return state | {"param_groups": [first | {"one_bit": entry}, *others]}
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)  # weights_only is torch's default
-
-
-def plain(state):
-    """Return a state with bytes in place of tensors, for comparison."""
-    if isinstance(state, dict):
-        return {k: plain(v) for k, v in state.items()}
-    if isinstance(state, list | tuple):
-        return [plain(v) for v in state]
-    return (str(state.dtype), tuple(state.shape), state.numpy().tobytes()) if torch.is_tensor(state) else state
-
-
-def take_steps(model, optimizer, rank, first, last):
-    for step in range(first, last):
-        x, y = data(rank, step)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-
-def optimizer_of(model, **how):
-    how = {"freeze_step": FREEZE, "spec": codec.Sign(group_size=64), "warmup": codec.Quantize(4)} | how
-    return codec.torch.OneBitAdam(model.parameters(), 1e-3, weight_decay=0.01, **how)
 
 
 def _resumed(rank, size):
@@ -368,77 +315,3 @@ def test_torch_adamw_goes_on_from_a_state_and_back():
     back.load_state_dict(through_a_file(theirs.state_dict()))  # AdamW has updated second moments
     assert not back.frozen
     assert back.state[q]["variance_step"] == back._phase.steps == 9
-
-
-def _by_torch(rank, size, folder, make, schedule):
-    """States of torch.distributed.checkpoint resume to the bit, in memory and from files, in both phases."""
-    model = make()
-    optimizer = optimizer_of(model, freeze_step=schedule).register(model, options=OPTIONS)
-    saved = {}
-    for step in range(STEPS):
-        take_steps(model, optimizer, rank, step, step + 1)
-        if step + 1 in (2, 6):
-            both = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
-            saved[step + 1] = state = copy.deepcopy(dict(zip(("model", "optimizer"), both, strict=True)))
-            dcp.save(state, checkpoint_id=f"{folder}/{step + 1}")
-    expected = parameter_bytes(model), plain(optimizer.state_dict())
-    for at, from_file in ((2, True), (6, False), (6, True)):
-        model = make()
-        optimizer = optimizer_of(model, freeze_step=schedule).register(model, options=OPTIONS)
-        state = saved[at]
-        if from_file:
-            template = get_optimizer_state_dict(model, optimizer)
-            state = {"model": get_model_state_dict(model), "optimizer": template}
-            dcp.load(state, checkpoint_id=f"{folder}/{at}")
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
-        assert optimizer.frozen == (at >= FREEZE)
-        take_steps(model, optimizer, rank, at, STEPS)
-        assert parameter_bytes(model) == expected[0], (at, from_file)
-        assert plain(optimizer.state_dict()) == expected[1], (at, from_file)
-
-
-ZERO_ONE = codec.torch.ZeroOneSchedule(FREEZE, refreshes=1, max_interval=1)
-LONG = [pytest.param(net, FREEZE, marks=pytest.mark.nightly), pytest.param(net, ZERO_ONE, marks=pytest.mark.nightly)]
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch.distributed.checkpoint
-@pytest.mark.parametrize(("make", "schedule"), [(wrapped, FREEZE), (wrapped, ZERO_ONE), *LONG])
-def test_torch_distributed_checkpoint_resumes_to_the_bit(tmp_path, make, schedule):
-    run_ranks(2, _by_torch, str(tmp_path), make, schedule)
-
-
-def _templates(rank, size, folder):
-    """A template without a place for residuals, one of an unregistered optimizer, and flattened states are errors."""
-    model = wrapped()
-    optimizer = optimizer_of(model).register(model, options=OPTIONS)
-    take_steps(model, optimizer, rank, 0, 6)
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
-    flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
-    optimizer.zero_grad()
-    with pytest.raises(codec.StateError, match=r"call optimizer\.register\(model\)"):
-        get_optimizer_state_dict(model, optimizer_of(model))
-    converted = f"{folder}/{rank}.pt"
-    dcp_to_torch_save(folder, converted)  # one file with the residuals of all ranks
-    state = torch.load(converted)["optimizer"]
-    assert sorted(residuals_of(state)) == [0, 1]
-    expected = plain(optimizer.state_dict())
-    optimizer.load_state_dict(state)
-    assert plain(optimizer.state_dict()) == expected
-    model = wrapped()
-    fresh = optimizer_of(model).register(model, options=OPTIONS)
-    template = get_optimizer_state_dict(model, fresh)
-    del template["param_groups"][0]["one_bit"][f"rank {rank} of 2"]
-    dcp.load({"optimizer": template}, checkpoint_id=folder)
-    before = parameter_bytes(model), plain(fresh.state_dict())
-    with pytest.raises(codec.StateError, match=r"holds residuals of 0 of 2 ranks.*after optimizer\.register"):
-        set_optimizer_state_dict(model, fresh, template)
-    with pytest.raises(codec.StateError, match="residuals are lost"):
-        set_optimizer_state_dict(model, fresh, flat)
-    assert (parameter_bytes(model), plain(fresh.state_dict())) == before
-    assert fresh._phase.steps == 0
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_templates_that_lose_residuals_are_refused(tmp_path):
-    run_ranks(2, _templates, str(tmp_path))

@@ -12,8 +12,6 @@ from codec.torch.auto.edges import EdgeChoice, checked
 from codec.torch.auto.quality import bits_of
 from codec.torch.pipelining.settings import specs_of
 from support.pipelines import Pipeline, altered_messages, check_equal_sides, damaged
-from support.ranks import RankPool
-from support.tiers import HANG_SECONDS
 
 Auto = codec.torch.Auto
 FAST = Auto(link="1gbit")
@@ -24,13 +22,6 @@ def both(auto):
 
 
 LEVELS = bits_of("smallest")
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(2, timeout=HANG_SECONDS) as ranks:
-        ranks.new_group()
-        yield ranks
 
 
 class Scripted:

@@ -33,13 +33,6 @@ FIRST = torch.arange(BATCH)
 KIND_AT = 5  # offset of the kind in a message
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(2, timeout=HANG_SECONDS) as ranks:
-        ranks.new_group()
-        yield ranks
-
-
 class Faults:
     """Faults of a rank: of at most one kind in each step, in its first attempt."""
 

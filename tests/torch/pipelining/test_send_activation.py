@@ -5,15 +5,6 @@ import torch
 
 import codec
 from codec.torch.pipelining import recv_activation, recv_gradient, send_activation, send_gradient
-from support.ranks import RankPool
-from support.tiers import HANG_SECONDS
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(2, timeout=HANG_SECONDS) as ranks:
-        ranks.new_group()
-        yield ranks
 
 
 def _values(dtype):

@@ -20,17 +20,9 @@ from support.pipelines import (
     data,
     places,
 )
-from support.ranks import RankPool
-from support.tiers import HANG_SECONDS, every, nightly
+from support.tiers import every, nightly
 
 SIZES = (20, 19, 17, 24, 16)  # samples of each batch
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(2, timeout=HANG_SECONDS) as ranks:
-        ranks.new_group()
-        yield ranks
 
 
 def _train(rank, size, schedule):

@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import socket
 import struct
 import threading
 import time
@@ -11,7 +10,6 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
@@ -21,119 +19,34 @@ from codec.torch.group import communicator
 from codec.torch.network import inbox
 from codec.torch.network.version import protocol_hash
 from support import flatcall
+from support.fake_rank import (
+    ABORT,
+    ADDRESS,
+    DIFFERS,
+    FAILED,
+    OURS,
+    THEIRS,
+    TIMEOUT,
+    FakeRank,
+    N,
+    exchange,
+    gathered,
+    good,
+    header,
+    reduce,
+    values,
+    wait_for_end,
+)
 from support.faults import KILLED
 from support.ranks import RankPool
 
-N = 40_000
-TIMEOUT = 3
 LIMIT = TIMEOUT + 3  # seconds until the error, with margin for shared CPUs
-OURS, THEIRS = 19_456, 20_544  # values of the slices of rank 0 and rank 1
-HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, signature, bytes of the body
-HELLO = struct.Struct("<4s16sqqq")  # magic, token, hash of the version, rank, tag
-ADDRESS = struct.Struct("<q16sH")  # hash of the version, token, port; the host follows
-DATA, ABORT = range(2)
-LOST, FAILED, NONFINITE, DIFFERS = range(1, 5)  # statuses of aborts
-TAG = -2
 
 
 @pytest.fixture(scope="module")
 def ranks():
     with RankPool(2, timeout=TIMEOUT) as ranks:
         yield ranks
-
-
-def values():
-    return torch.linspace(-1, 1, N)
-
-
-def header(body=b"", *, number=0, part=0, index=0, signature=0, kind=DATA, magic=b"CDCM", nbytes=None):
-    return HEADER.pack(magic, kind, number, part, index, signature, len(body) if nbytes is None else nbytes)
-
-
-class FakeRank:
-    """Rank that writes and reads the messages of a group of two ranks by hand."""
-
-    def __init__(self, rank):
-        store = PrefixStore("codec/point-to-point", dist.group.WORLD.get_group_store().clone())
-        self.signature, self._indices = 0, {}
-        if rank:
-            version, token, port = ADDRESS.unpack_from(store.get("0"))
-            host = store.get("0")[ADDRESS.size :].decode()
-            self.sock = socket.create_connection((host, port), timeout=2 * TIMEOUT)
-            self.sock.sendall(HELLO.pack(b"CDPH", token, version, rank, TAG))
-            return
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(2 * TIMEOUT)
-            token = os.urandom(16)
-            mine = ADDRESS.pack(protocol_hash(), token, server.getsockname()[1]) + b"127.0.0.1"
-            store.set("0", mine)
-            self.sock = server.accept()[0]
-            self.sock.settimeout(2 * TIMEOUT)
-            assert self._take(HELLO.size) == HELLO.pack(b"CDPH", token, protocol_hash(), 1, TAG)
-
-    def raw(self, data):
-        """Send bytes."""
-        self.sock.sendall(data)
-
-    def send(self, body=b"", *, number=0, part=0, index=None, **how):
-        """Send a message; its index follows those before it in this part, its signature is the one of the real rank."""
-        expected = self._indices.get((number, part), 0)
-        self._indices[number, part] = expected + 1
-        how = {"signature": 0 if part else self.signature} | how
-        index = expected if index is None else index
-        self.raw(header(body, number=number, part=part, index=index, **how) + body)
-
-    def abort(self, *body, number=0, text=b""):
-        """Send an abort; `body` is status and rank."""
-        self.send(struct.pack(f"<{len(body)}q", *body) + text, number=number, index=0, signature=0, kind=ABORT)
-
-    def report(self, body=None, **how):
-        """Send the report of an all-reduce."""
-        self.send(struct.pack("<3q", 1, 1, 1) if body is None else body, part=1, **how)
-
-    def read(self):
-        """Return kind, collective, part and body of the next message."""
-        _, kind, number, part, _, signature, nbytes = HEADER.unpack(self._take(HEADER.size))
-        if kind == DATA and not part:
-            self.signature = signature
-        return kind, number, part, self._take(nbytes)
-
-    def read_abort(self):
-        """Return the status and the rank of the next abort."""
-        while True:
-            kind, _, _, body = self.read()
-            if kind == ABORT:
-                return struct.unpack_from("<qq", body)
-
-    def _take(self, nbytes):
-        data = b""
-        while len(data) < nbytes:
-            more = self.sock.recv(min(nbytes - len(data), 1 << 20))
-            if not more:
-                raise ConnectionError("the real rank has closed the connection")
-            data += more
-        return data
-
-
-def reduce(spec=codec.Lossless(), **how):  # noqa: B008
-    """Return a call that reduces values(), and checks that an error leaves them unchanged."""
-
-    def call():
-        x = values()
-        try:
-            flatcall.all_reduce(x, spec, **({"op": "mean"} | how))
-        finally:
-            assert torch.equal(x, values())
-
-    return call
-
-
-def gathered():
-    return reduce(algorithm="all_gather")
-
-
-def exchange():
-    codec.torch.exchange([b"abc", b"def"])
 
 
 def _bytes(*data):
@@ -146,13 +59,6 @@ def _bytes(*data):
         wait_for_end(k)
 
     return gathered(), fake
-
-
-def wait_for_end(k):
-    """Read until the real rank closes the connection, or its error has passed."""
-    with suppress(OSError):
-        while True:
-            k.read()
 
 
 def _acted(act, call=None):
@@ -222,10 +128,6 @@ def _closed(data):
 
 def whole(k):
     return header(good(), signature=k.signature) + good()
-
-
-def good():
-    return bytes(codec.encode(values().numpy()))
 
 
 def flipped():
@@ -431,88 +333,6 @@ def test_wrong_address_of_rank_0_is_an_error(ranks, name):
     assert ranks.run(_wrong_address, name)[1] < LIMIT
 
 
-# Ranks that behave oddly, but not wrongly
-
-
-def _odd(k):
-    """Send what a receiver must accept: early and late messages, messages twice, other collectives, any report."""
-    k.read()
-    k.send(b"early", number=3)
-    k.send(b"early", number=(1 << 64) - 1)
-    k.abort(FAILED, 1, number=2)
-    k.send(good())
-    k.send(good()[:100], index=0)
-    k.send(b"behind", index=77)
-    k.report(struct.pack("<3q", -(1 << 63), (1 << 63) - 1, 0))
-    k.report(b"again", index=0)
-    while k.read()[:3] != (DATA, 0, 1):
-        pass
-    k.send(b"late", number=0, index=5)
-    while k.read()[:2] != (DATA, 1):
-        pass
-    k.send(good(), number=1)
-    k.send(struct.pack("<3q", 1, 1, 1), number=1, part=1, signature=0)
-    wait_for_end(k)
-
-
-def _accepted(rank, size):
-    if rank:
-        _odd(FakeRank(rank))
-        return
-    for _ in range(2):
-        x = values()
-        flatcall.all_reduce(x, op="mean", algorithm="all_gather")
-        assert torch.equal(x, values())
-    with pytest.raises(codec.PeerError, match="rank 1"):
-        flatcall.all_reduce(x, op="mean", algorithm="all_gather")
-    communicator.communicator_of(None).channel.close()
-
-
-def test_messages_out_of_order_twice_and_late_are_accepted(ranks):
-    ranks.new_group()
-    ranks.run(_accepted)
-
-
-def _with_strangers(rank, size):
-    """Connections without the token, or with another rank or tag, do not disturb."""
-    if not rank:
-        reduced = values()
-        flatcall.all_reduce(reduced, op="mean", algorithm="all_gather")
-        assert torch.equal(reduced, values())
-        return
-    store = PrefixStore("codec/point-to-point", dist.group.WORLD.get_group_store().clone())
-    version, token, port = ADDRESS.unpack_from(store.get("0"))
-    host = store.get("0")[ADDRESS.size :].decode()
-    hellos = [
-        HELLO.pack(b"CDPH", bytes(16), version, 1, TAG),
-        HELLO.pack(b"CDPH", token, version + 1, 1, TAG),
-        HELLO.pack(b"CDPH", token, version, 0, TAG),
-        HELLO.pack(b"CDCM", token, version, 1, TAG),
-        os.urandom(44),
-        b"CDPH",
-    ]
-    strangers = []
-    for hello in hellos:
-        strangers.append(socket.create_connection((host, port)))
-        strangers[-1].sendall(hello)
-    for stranger in strangers[:-1]:
-        stranger.settimeout(LIMIT)
-        with suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
-    k = FakeRank(1)
-    k.read()
-    k.send(good())
-    k.report()
-    k.read()
-    for stranger in [*strangers, k.sock]:
-        stranger.close()
-
-
-def test_connections_of_strangers_do_not_disturb(ranks):
-    ranks.new_group()
-    ranks.run(_with_strangers)
-
-
 # Memory
 
 
@@ -559,19 +379,3 @@ def _announced(rank, size):
 def test_announcement_of_a_large_frame_allocates_little(ranks):
     ranks.new_group()
     assert ranks.run(_announced)[0] < 64 << 10
-
-
-def _behave(rank, size):
-    """Make the same calls with a rank that follows the protocol."""
-    reduce_checked = values()
-    for how in ({}, {"algorithm": "raw"}, {"spec": codec.Quantize(4)}):
-        x = values()
-        flatcall.all_reduce(x, op="mean", **how)
-        assert (x - reduce_checked).abs().max() < 0.2
-    assert codec.torch.exchange([b"abc", b"def"]) == [[b"abc"] * 2, [b"def"] * 2][rank]
-    assert communicator.communicator_of(None).channel.counters.raw_collectives == 1
-
-
-def test_rank_that_follows_the_protocol_succeeds(ranks):
-    ranks.new_group()
-    ranks.run(_behave)

@@ -1,0 +1,315 @@
+"""Messages between ranks, computed from the formulas of docs/spec/protocol.md and docs/spec/protocol/collectives.md."""
+
+import hashlib
+import itertools
+import struct
+from collections import defaultdict
+from math import floor, log, prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import codec
+import codec.torch
+
+VERSION = ("codec.torch", 2)  # its text is hashed; 2: version of the protocol
+DATA, ABORT = range(2)  # kinds of messages
+FAILED, NONFINITE, DIFFERS = range(2, 5)  # statuses of aborts
+HEADER = struct.Struct("<4sIQIIqQ")
+VERDICT = 0  # signature of the last part of a collective
+REPORT = object()  # body of three durations, which differ from run to run
+MIB = 1 << 20
+STREAM_STRIDE = 0x9E3779B97F4A7C15
+
+
+class Call(NamedTuple):
+    """A collective, without its values."""
+
+    kind: str = "all_reduce"
+    spec: codec.Spec = codec.Lossless()
+    n: int = 4
+    algorithm: str = "two_shot"
+    op: str = "sum"
+    dtype: torch.dtype = torch.float32
+    segments: Any = None
+    stream: int = 0
+
+
+EXAMPLE = Call()
+
+
+# Collectives, as the ranks call them
+
+
+def values(call: Call, rank: int) -> torch.Tensor:
+    if call.n == EXAMPLE.n:
+        return torch.arange(1.0, 1 + call.n) * 10**rank
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(call.n, generator=generator).to(call.dtype)
+
+
+def blobs(rank: int, size: int) -> list[bytes]:
+    """Return what a rank passes to `exchange`: nothing, a short and a long array of bytes."""
+    return [bytes([rank]) * n for n in itertools.islice(itertools.cycle([0, 5, (4 << 20) + 3]), rank, rank + size)]
+
+
+# Messages computed by the formulas of the specification
+
+
+def digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def integers(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+def signed(collective: str, spec: Any, n: int, op: str, **how: Any) -> dict[str, str]:
+    """Return the items of a signature, in their order."""
+    return {
+        "collective": collective,
+        "spec": repr(spec),
+        "dtype": how.get("dtype", "float32"),
+        "number of values": str(n),
+        "op": op,
+        "segments": f"{digest(repr((how['segments'],))) % (1 << 64):016x}" if how.get("segments") else "none",
+        "optimizer": how.get("optimizer", "none"),
+        "codebook": "none",
+    }
+
+
+def text_of(items: dict[str, str]) -> str:
+    """Return the text whose hash is a signature."""
+    return repr(tuple(items.items()))
+
+
+class Piece(NamedTuple):
+    begin: int
+    end: int
+    segments: Any
+
+
+def chunk_count(nbytes: float, chunk_nbytes: int) -> int:
+    return min(16, max(2 if nbytes > MIB else 1, round(nbytes / chunk_nbytes)))
+
+
+def cut_point(at: int, n: int, segments: Any) -> int:
+    if at >= n:
+        return n
+    for offset, shape in segments or ():
+        row = prod(shape[1:])
+        if shape and offset <= at < offset + prod(shape) and row > 1:
+            return at - (at - offset) % row if row <= 65_536 else at
+    return at - at % 1024
+
+
+def inside(segments: Any, begin: int, end: int) -> Any:
+    """Return the segments of a piece: whole ones, and the whole rows of those that a cut divides."""
+    found = []
+    for offset, shape in segments or ():
+        stop = offset + prod(shape)
+        if max(offset, begin) >= min(stop, end):
+            continue
+        if begin <= offset and stop <= end:
+            found.append((offset - begin, shape))
+            continue
+        row = prod(shape[1:])
+        rows = [r for r in range(shape[0]) if begin <= offset + r * row and offset + (r + 1) * row <= end]
+        if rows:
+            found.append((offset + rows[0] * row - begin, (len(rows), *shape[1:])))
+    return found
+
+
+def partition(n: int, size: int, itemsize: int, segments: Any, chunk_nbytes: int) -> list[list[Piece]]:
+    chunks = chunk_count(n * itemsize / size, chunk_nbytes)
+    points = (cut_point(i * n // (size * chunks), n, segments) for i in range(size * chunks + 1))
+    cuts = list(itertools.accumulate(points, max))
+    pieces = [Piece(a, b, inside(segments, a, b) if segments else None) for a, b in itertools.pairwise(cuts)]
+    return [pieces[r * chunks : (r + 1) * chunks] for r in range(size)]
+
+
+def even_partition(n: int, size: int, itemsize: int, chunk_nbytes: int) -> list[list[Piece]]:
+    each = n // size
+    chunks = chunk_count(each * itemsize, chunk_nbytes)
+    cuts = [i * each // chunks for i in range(chunks + 1)]
+    return [[Piece(r * each + a, r * each + b, None) for a, b in itertools.pairwise(cuts)] for r in range(size)]
+
+
+class Expected:
+    """The messages of one collective: `sent[rank][to]` has the bodies of part 0, in their order."""
+
+    def __init__(self, call: Call, size: int) -> None:
+        self.call, self.size = call, size
+        self.x = [values(call, rank) for rank in range(size)]
+        self.sent: list[dict[int, list[Any]]] = [defaultdict(list) for _ in range(size)]
+        self.itemsize = self.x[0].element_size()
+        frame_nbytes = codec.bound(MIB // self.itemsize, self.dtype, call.spec)
+        self.chunk_nbytes = max(MIB, min(4 * MIB, MIB * (MIB // 2) // frame_nbytes))
+
+    @property
+    def dtype(self) -> str:
+        return str(self.call.dtype).removeprefix("torch.")
+
+    def others(self, rank: int) -> list[int]:
+        return [(rank + i) % self.size for i in range(1, self.size)]
+
+    def to_all(self, rank: int, body: Any) -> None:
+        for o in self.others(rank):
+            self.sent[rank][o].append(body)
+
+    def frame(self, x: Any, piece: Piece, number: int) -> bytes:
+        stream = (self.call.stream * STREAM_STRIDE + number) % (1 << 64)
+        return bytes(codec.encode(codec.view(x, segments=piece.segments), self.call.spec, stream=stream))
+
+    def reduced(self, frames: list[bytes], op: str) -> torch.Tensor:
+        return torch.from_numpy(codec.reduce(frames, op=op)).to(self.call.dtype)
+
+    @property
+    def signature(self) -> int:
+        call = self.call
+        if call.kind == "exchange":
+            return digest(repr(("exchange",)))
+        names = {"all_gather": "gather", "all_reduce": f"{call.algorithm}, requested as {call.algorithm}"}
+        op = call.op if call.kind in ("all_reduce", "reduce_scatter") else "sum"
+        how = {"dtype": self.dtype, "segments": call.segments}
+        return digest(text_of(signed(names.get(call.kind, call.kind), call.spec, call.n, op, **how)))
+
+    def messages(self, number: int) -> list[dict[int, list[Any]]]:
+        """Return, by rank and receiving rank, the messages of collective `number`; of reports only the headers."""
+        report = REPORT if self.call.kind == "all_reduce" else b""
+        getattr(
+            self, f"_{self.call.kind}_{self.call.algorithm}" if self.call.kind == "all_reduce" else f"_{self.call.kind}"
+        )()
+        found: list[dict[int, list[Any]]] = [defaultdict(list) for _ in range(self.size)]
+        for rank in range(self.size):
+            for to in self.others(rank):
+                for index, body in enumerate(self.sent[rank][to]):
+                    header = HEADER.pack(b"CDCM", DATA, number, 0, index, self.signature, len(body))
+                    found[rank][to].append(header + body)
+                if self.size == 2 or 0 in (rank, to):
+                    nbytes = 24 if report is REPORT else 0
+                    found[rank][to].append(HEADER.pack(b"CDCM", DATA, number, 1, 0, VERDICT, nbytes))
+        return found
+
+    def slices(self) -> list[list[Piece]]:
+        chunk_nbytes = 3 * MIB // 4 if self.call.algorithm == "raw" else self.chunk_nbytes
+        return partition(self.call.n, self.size, self.itemsize, self.call.segments, chunk_nbytes)
+
+    def terms(self, slices: list[list[Piece]]) -> dict[tuple[int, int, int], bytes]:
+        """Return the frame of chunk c of slice o of each rank, and add those that travel to `sent`."""
+        chunks = len(slices[0])
+        found = {}
+        for rank, o, c in itertools.product(range(self.size), range(self.size), range(chunks)):
+            piece = slices[o][c]
+            number = (rank * self.size + o) * chunks + c
+            found[rank, o, c] = self.frame(self.x[rank][piece.begin : piece.end], piece, number)
+            if o != rank:
+                self.sent[rank][o].append(found[rank, o, c])
+        return found
+
+    def _all_reduce_two_shot(self) -> None:
+        slices = self.slices()
+        terms, chunks = self.terms(slices), len(slices[0])
+        for rank, c in itertools.product(range(self.size), range(chunks)):
+            total = self.reduced([terms[k, rank, c] for k in range(self.size)], self.call.op)
+            number = (self.size**2 + rank) * chunks + c
+            self.to_all(rank, self.frame(total, slices[rank][c], number))
+
+    def _all_reduce_all_gather(self) -> None:
+        (pieces,) = partition(self.call.n, 1, self.itemsize, self.call.segments, self.chunk_nbytes)
+        for rank, (c, piece) in itertools.product(range(self.size), enumerate(pieces)):
+            x = self.x[rank][piece.begin : piece.end]
+            self.to_all(rank, self.frame(x, piece, rank * len(pieces) + c))
+
+    def _all_gather(self) -> None:
+        self._all_reduce_all_gather()
+
+    def _reduce_scatter(self) -> None:
+        self.terms(even_partition(self.call.n, self.size, self.itemsize, self.chunk_nbytes))
+
+    def _all_to_all(self) -> None:
+        self._reduce_scatter()
+
+    def _all_reduce_ring(self) -> None:
+        slices, size = self.slices(), self.size
+        chunks = len(slices[0])
+        final: dict[tuple[int, int], bytes] = {}
+        for o, c in itertools.product(range(size), range(chunks)):  # slice o starts at rank o
+            piece = slices[o][c]
+            total: Any = None
+            for step in range(size):
+                rank = (o + step) % size
+                own = self.x[rank][piece.begin : piece.end].float()
+                total = own if total is None else own + total  # decoded values, float32
+                last = step == size - 1
+                if last and self.call.op == "mean":
+                    total = total / size
+                number = ((size if last else step) * size + rank) * chunks + c
+                frame = self.frame(total.to(self.call.dtype), piece, number)
+                total = torch.as_tensor(codec.decode(frame)).float() if piece.end > piece.begin else total
+                if last:
+                    final[o, c] = frame
+                else:
+                    self.sent[rank][(rank + 1) % size].append((step, c, frame))
+        for rank in range(size):
+            queue = self.sent[rank][(rank + 1) % size]
+            queue[:] = [message for _, _, message in sorted(queue, key=lambda m: m[:2])]
+            for step, c in itertools.product(range(size - 1), range(chunks)):
+                queue.append(final[(rank + 1 - step) % size, c])
+
+    def _all_reduce_raw(self) -> None:
+        slices = self.slices()
+        chunks = len(slices[0])
+
+        def raw(x: Any) -> bytes:
+            return x.view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+        for rank in range(self.size):
+            sums = []
+            for piece in slices[rank]:
+                total = self.x[0][piece.begin : piece.end].float()
+                for x in self.x[1:]:
+                    total = total + x[piece.begin : piece.end].float()
+                sums.append((total / self.size if self.call.op == "mean" else total).to(self.call.dtype))
+            for o in self.others(rank):
+                terms = [self.x[rank][piece.begin : piece.end] for piece in slices[o]]
+                order = terms[:2]
+                for c in range(chunks):
+                    order += [sums[c], *terms[c + 2 : c + 3]]
+                self.sent[rank][o] += [raw(x) for x in order]
+
+    def _all_reduce_shared_scale(self) -> None:
+        """Without segments: one scale of all values."""
+        call, size = self.call, self.size
+        scales = [torch.stack([x.float().abs().max()]) for x in self.x]
+        for rank in range(size):
+            self.to_all(rank, bytes(codec.encode(scales[rank], codec.Lossless())))
+        scale = torch.stack(scales).max()
+        spec = codec.Ternary(call.spec.packing, scale=1.0, seed=call.spec.seed)  # pyright: ignore
+        base = 2 * size + 1
+        digits = floor(log(256, base))
+        bound = max(codec.bound(call.n, "float32", spec), codec.bound(-(-call.n // digits), "uint8"))
+        assert bound < MIB  # one chunk
+        slices = partition(call.n, size, self.itemsize, None, self.chunk_nbytes)
+        assert len(slices[0]) == 1
+        signs = Expected(call._replace(spec=spec), size)
+        signs.x = [(x.float() / scale).clamp(-1, 1) for x in self.x]
+        terms = signs.terms(slices)
+        for rank in range(size):
+            for o in self.others(rank):
+                self.sent[rank][o] += signs.sent[rank][o]
+            total = codec.reduce([terms[k, rank, 0] for k in range(size)], op="sum")
+            padded = np.zeros(-(-total.size // digits) * digits, np.uint8)
+            padded[: total.size] = total + size
+            packed = np.zeros(padded.size // digits, np.uint8)
+            for column in padded.reshape(-1, digits).T:
+                packed = packed * np.uint8(base) + column
+            self.to_all(rank, bytes(codec.encode(packed, codec.Lossless())))
+
+    def _exchange(self) -> None:
+        for rank in range(self.size):
+            for o in self.others(rank):
+                data = blobs(rank, self.size)[o]
+                self.sent[rank][o].append(integers(len(data)))
+                self.sent[rank][o] += [data[begin : begin + 4 * MIB] for begin in range(0, len(data), 4 * MIB)]

@@ -1,0 +1,130 @@
+"""A rank whose messages tests write by hand, and calls that a real rank makes meanwhile."""
+
+import os
+import socket
+import struct
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+import codec
+import codec.torch
+from codec.torch.network.version import protocol_hash
+from support import flatcall
+
+N = 40_000
+TIMEOUT = 3  # seconds, of the group
+OURS, THEIRS = 19_456, 20_544  # values of the slices of rank 0 and rank 1
+HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, signature, bytes of the body
+HELLO = struct.Struct("<4s16sqqq")  # magic, token, hash of the version, rank, tag
+ADDRESS = struct.Struct("<q16sH")  # hash of the version, token, port; the host follows
+DATA, ABORT = range(2)
+LOST, FAILED, NONFINITE, DIFFERS = range(1, 5)  # statuses of aborts
+TAG = -2
+
+
+def values():
+    return torch.linspace(-1, 1, N)
+
+
+def header(body=b"", *, number=0, part=0, index=0, signature=0, kind=DATA, magic=b"CDCM", nbytes=None):
+    return HEADER.pack(magic, kind, number, part, index, signature, len(body) if nbytes is None else nbytes)
+
+
+class FakeRank:
+    """Rank that writes and reads the messages of a group of two ranks by hand."""
+
+    def __init__(self, rank):
+        store = PrefixStore("codec/point-to-point", dist.group.WORLD.get_group_store().clone())
+        self.signature, self._indices = 0, {}
+        if rank:
+            version, token, port = ADDRESS.unpack_from(store.get("0"))
+            host = store.get("0")[ADDRESS.size :].decode()
+            self.sock = socket.create_connection((host, port), timeout=2 * TIMEOUT)
+            self.sock.sendall(HELLO.pack(b"CDPH", token, version, rank, TAG))
+            return
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(2 * TIMEOUT)
+            token = os.urandom(16)
+            mine = ADDRESS.pack(protocol_hash(), token, server.getsockname()[1]) + b"127.0.0.1"
+            store.set("0", mine)
+            self.sock = server.accept()[0]
+            self.sock.settimeout(2 * TIMEOUT)
+            assert self._take(HELLO.size) == HELLO.pack(b"CDPH", token, protocol_hash(), 1, TAG)
+
+    def raw(self, data):
+        """Send bytes."""
+        self.sock.sendall(data)
+
+    def send(self, body=b"", *, number=0, part=0, index=None, **how):
+        """Send a message; its index follows those before it in this part, its signature is the one of the real rank."""
+        expected = self._indices.get((number, part), 0)
+        self._indices[number, part] = expected + 1
+        how = {"signature": 0 if part else self.signature} | how
+        index = expected if index is None else index
+        self.raw(header(body, number=number, part=part, index=index, **how) + body)
+
+    def abort(self, *body, number=0, text=b""):
+        """Send an abort; `body` is status and rank."""
+        self.send(struct.pack(f"<{len(body)}q", *body) + text, number=number, index=0, signature=0, kind=ABORT)
+
+    def report(self, body=None, **how):
+        """Send the report of an all-reduce."""
+        self.send(struct.pack("<3q", 1, 1, 1) if body is None else body, part=1, **how)
+
+    def read(self):
+        """Return kind, collective, part and body of the next message."""
+        _, kind, number, part, _, signature, nbytes = HEADER.unpack(self._take(HEADER.size))
+        if kind == DATA and not part:
+            self.signature = signature
+        return kind, number, part, self._take(nbytes)
+
+    def read_abort(self):
+        """Return the status and the rank of the next abort."""
+        while True:
+            kind, _, _, body = self.read()
+            if kind == ABORT:
+                return struct.unpack_from("<qq", body)
+
+    def _take(self, nbytes):
+        data = b""
+        while len(data) < nbytes:
+            more = self.sock.recv(min(nbytes - len(data), 1 << 20))
+            if not more:
+                raise ConnectionError("the real rank has closed the connection")
+            data += more
+        return data
+
+
+def reduce(spec=codec.Lossless(), **how):  # noqa: B008
+    """Return a call that reduces values(), and checks that an error leaves them unchanged."""
+
+    def call():
+        x = values()
+        try:
+            flatcall.all_reduce(x, spec, **({"op": "mean"} | how))
+        finally:
+            assert torch.equal(x, values())
+
+    return call
+
+
+def gathered():
+    return reduce(algorithm="all_gather")
+
+
+def exchange():
+    codec.torch.exchange([b"abc", b"def"])
+
+
+def wait_for_end(k):
+    """Read until the real rank closes the connection, or its error has passed."""
+    with suppress(OSError):
+        while True:
+            k.read()
+
+
+def good():
+    return bytes(codec.encode(values().numpy()))

@@ -1,0 +1,56 @@
+"""Messages and waits of meshes that tests write by hand."""
+
+import socket
+import threading
+import time
+
+from codec.torch.network.inbox import Receive
+from codec.torch.network.stripe import HEADER
+
+SECONDS = 20  # limit of a wait, for busy machines
+SIGNATURE = 7
+DATA, ABORT = range(2)
+
+
+def tcp_pair():
+    """Return two connected sockets."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        a = socket.create_connection(server.getsockname())
+        return a, server.accept()[0]
+
+
+def packed(number, body=b"", *, part=0, index=0, kind=DATA, magic=b"CDCM", nbytes=None, signature=SIGNATURE):
+    nbytes = len(body) if nbytes is None else nbytes
+    return HEADER.pack(magic, kind, number, part, index, signature, nbytes) + body
+
+
+def outcome(wait, seconds=SECONDS):
+    """Wait, and return the error with which the wait ended, or None."""
+    ended = threading.Event()
+    if wait.call_when_done(ended.set):
+        assert ended.wait(seconds), "the wait does not end"
+    try:
+        next(wait.__await__())
+    except StopIteration:
+        return None
+    except BaseException as e:
+        return e.with_traceback(None)  # whose frames refer to the mesh
+    raise AssertionError("the wait has not ended")
+
+
+def until(condition):
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "the condition does not come true"
+        time.sleep(0.001)
+
+
+def ask(mesh, number, *, index=0, part=0, source=1, most=1 << 20, room=None, exact=False):
+    receive = Receive(source, part, index, SIGNATURE, most, room, exact=exact)
+    mesh.post(number, receive)
+    return receive
+
+
+def received(receive):
+    assert outcome(receive) is None
+    return receive.message.tobytes()

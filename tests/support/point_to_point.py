@@ -1,0 +1,21 @@
+"""Messages and connections of send and recv."""
+
+import codec
+from codec.torch.network import tcp
+
+SOON = 60  # seconds: a wait that must succeed; generous, since test machines are busy
+
+
+def within(seconds):
+    return codec.options(timeout=seconds)
+
+
+def connection(peer, tag):
+    """Return the connection of send and recv with a rank."""
+    from codec.torch.point_to_point.send_recv import _route
+
+    return _route("recv", "src", peer, None, tag, None).pair._connected(SOON)
+
+
+def raw(magic=tcp.MAGIC, number=0, nbytes=0, body=b""):
+    return tcp.MESSAGE.pack(magic, number, nbytes) + body

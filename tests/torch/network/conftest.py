@@ -1,0 +1,25 @@
+"""Meshes of two ranks in a process, and a mesh with a socket that tests write to."""
+
+import pytest
+
+from codec.torch.network.mesh import Mesh
+from support.meshes import tcp_pair
+
+
+@pytest.fixture
+def two():
+    a, b = tcp_pair()
+    meshes = Mesh(0, {1: [a]}), Mesh(1, {0: [b]})
+    yield meshes
+    for mesh in meshes:
+        mesh.close()
+
+
+@pytest.fixture
+def hand():
+    """Return a mesh, and the socket of rank 1 that a test writes to."""
+    a, b = tcp_pair()
+    mesh = Mesh(0, {1: [a]})
+    with b:
+        yield mesh, b
+    mesh.close()
