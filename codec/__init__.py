@@ -22,7 +22,7 @@ from codec.advisor.cost_model import Cost, Link, predict_seconds
 from codec.batch import decode_many, encode_many
 from codec.code_sums import sum_codes
 from codec.codebook import Codebook
-from codec.decoding import accumulate, decode, reduce
+from codec.decoding import decode
 from codec.delta import compose, decode_blocks
 from codec.encoding import bound, encode, encode_async
 from codec.engines import engines
@@ -42,6 +42,7 @@ from codec.errors import (
 from codec.frame_size import frame_nbytes
 from codec.inspection import Info, digest, inspect, verify
 from codec.presets import preset
+from codec.reducing import accumulate, reduce
 from codec.specs import BoundSpec, Delta, Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, TopK, Truncate
 from codec.stateful import ActivationDelta, ActivationStats, CodebookRefresher, ErrorFeedback, StoreInfo, inspect_store
 from codec.tensors.segments import segments

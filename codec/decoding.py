@@ -1,14 +1,11 @@
-"""Decoding of frames to tensors, and to sums of tensors."""
+"""Decoding of frames to tensors."""
 
-import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, get_args, overload
-
-import numpy as np
+from typing import Any, TypeVar, overload
 
 from codec._c.library import MANTISSA_BITS
 from codec._options import CallOptions, settings_of
-from codec.arguments import float32, shown, truth, whole
+from codec.arguments import shown, whole
 from codec.codebook import Codebook, given_codebooks
 from codec.engines import Engine, choose
 from codec.engines.request import DecodeRequest
@@ -16,10 +13,9 @@ from codec.errors import ArgumentError, SpecError, Status
 from codec.inspection import inspect
 from codec.specs import BoundSpec, Delta
 from codec.tensors.jax_arrays import of_kind
-from codec.tensors.view import Array, TensorView, device_like, kind_of, mark_written, view_bytes, view_output
+from codec.tensors.view import Array, TensorView, device_like, mark_written, view_bytes, view_output
 
 Tensor = TypeVar("Tensor")
-Float32Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @overload
@@ -240,202 +236,3 @@ def engine_for(engine: Any, frame: TensorView, out: Any, like: Any) -> Engine:
 def check_limit(max_nbytes: Any) -> int:
     """Return the value of ``max_nbytes=`` as an int."""
     return whole("max_nbytes", max_nbytes, 0, (1 << 64) - 1)
-
-
-def accumulate(
-    frame: Any,
-    out: Tensor,
-    spec: BoundSpec | None = None,
-    *,
-    weight: float = 1.0,
-    codebooks: Codebook | Sequence[Codebook] | None = None,
-    options: CallOptions | None = None,
-) -> Tensor:
-    """Add a frame's values to a tensor: ``out += weight * decode(frame)``, without an intermediate tensor.
-
-    Parameters
-    ----------
-    frame : bytes or buffer
-        Whole frame of float32, bfloat16 or float16 values.
-    out : float32 array or tensor
-        Contiguous tensor of the frame's shape. Product and sum are each rounded to float32; the payload of a sum that
-        is NaN depends on the machine. It is unchanged after an error, unless the options have ``verify_first=False``.
-    spec : BoundSpec, optional
-        As in :func:`decode`.
-    weight : float
-        Factor of the values, rounded to float32.
-    codebooks, options
-        As in :func:`decode`.
-
-    Returns
-    -------
-    array or tensor
-        `out`.
-
-    Raises
-    ------
-    FrameError, StateError, EngineError
-        As in :func:`decode`.
-    ArgumentError
-        `out` does not fit the frame, or `weight` is not a number that float32 can hold.
-    SpecError
-        `spec` is not a bound spec.
-
-    Examples
-    --------
-    >>> total = np.zeros(1000, np.float32)
-    >>> frame = codec.encode(np.ones(1000, np.float32), codec.Sign())
-    >>> codec.accumulate(frame, total, weight=0.5)[:3]
-    array([0.5, 0.5, 0.5], dtype=float32)
-    """
-    settings, factor = settings_of(options), _weight_of(weight)
-    v = view_bytes(frame)
-    r = decode_request((v,), spec, settings, out, None, codebooks)
-    try:
-        engine_for(settings.engine, v, out, None).accumulate(r, factor)
-    except ArgumentError as e:
-        explain(e, v, out, adds=True)
-        raise
-    finally:
-        mark_written(out)
-    return out
-
-
-def _weight_of(weight: Any) -> float:
-    try:
-        number = None if isinstance(weight, str | bytes) else float(weight)
-    except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or (math.isfinite(number) and not math.isfinite(float32(number) or 0)):
-        raise ArgumentError(f"weight must be a number that float32 can hold, got {shown(weight)}")
-    return number
-
-
-def views_of(frames: Any) -> list[TensorView]:
-    """Return the views of a sequence of frames."""
-    one = getattr(frames, "ndim", 2) < 2 or type(frames) in (str, bytes, bytearray) or hasattr(frames, "keys")
-    if one or not hasattr(frames, "__iter__"):
-        raise ArgumentError(f"frames must be a sequence of frames, not {kind_of(frames)}")
-    return [view_bytes(frame) for frame in frames]
-
-
-Op = Literal["mean", "sum", "max"]
-_OPS = get_args(Op)
-
-
-@overload
-def reduce(
-    frames: Sequence[Any],
-    spec: BoundSpec | None = None,
-    *,
-    op: Op = "mean",
-    out: None = None,
-    like: None = None,
-    codebooks: Codebook | Sequence[Codebook] | None = None,
-    max_nbytes: int | None = None,
-    check_finite: bool = False,
-    options: CallOptions | None = None,
-) -> Float32Array: ...
-@overload
-def reduce(
-    frames: Sequence[Any],
-    spec: BoundSpec | None = None,
-    *,
-    op: Op = "mean",
-    out: Tensor,
-    like: Any = None,
-    codebooks: Codebook | Sequence[Codebook] | None = None,
-    max_nbytes: int | None = None,
-    check_finite: bool = False,
-    options: CallOptions | None = None,
-) -> Tensor: ...
-@overload
-def reduce(
-    frames: Sequence[Any],
-    spec: BoundSpec | None = None,
-    *,
-    op: Op = "mean",
-    out: None = None,
-    like: Tensor,
-    codebooks: Codebook | Sequence[Codebook] | None = None,
-    max_nbytes: int | None = None,
-    check_finite: bool = False,
-    options: CallOptions | None = None,
-) -> Tensor: ...
-def reduce(
-    frames: Sequence[Any],
-    spec: BoundSpec | None = None,
-    *,
-    op: Op = "mean",
-    out: Any = None,
-    like: Any = None,
-    codebooks: Codebook | Sequence[Codebook] | None = None,
-    max_nbytes: int | None = None,
-    check_finite: bool = False,
-    options: CallOptions | None = None,
-) -> Any:
-    """Decode frames of one shape to their sum, mean or maximum, in float32.
-
-    Frames are added in the order given, and each addition is rounded to float32, so that the result is bit-identical on
-    all ranks that have the same list; only the payload of a NaN depends on the machine. Ternary frames with one scale
-    are added as integers and scaled once; :func:`sum_codes` returns the integers. Frames of one codec are decoded block
-    by block, so that the result is written to memory once.
-
-    Parameters
-    ----------
-    frames : sequence of bytes or buffers
-        One or more frames of float32, bfloat16 or float16 values.
-    spec : BoundSpec, optional
-        As in :func:`decode`, for all frames.
-    op : {"mean", "sum", "max"}
-        The mean is the sum divided by the number of frames.
-    out : float32 array or tensor, optional
-        Memory for the result. It is unchanged after an error, unless the options have ``verify_first=False`` or
-        `check_finite` finds a value.
-    like, codebooks, options
-        As in :func:`decode`.
-    max_nbytes : int, optional
-        Upper bound of the size of a new result, in bytes. Default: 1 GiB, or 256 times the size of the largest frame
-        if that is more.
-    check_finite : bool
-        Raise ArgumentError if the result holds NaN or Inf, such as a sum that overflows. `out` is undefined then.
-
-    Returns
-    -------
-    numpy.ndarray of float32, or `out`, or a tensor of the kind of `like`
-
-    Raises
-    ------
-    FrameError, StateError, EngineError
-        As in :func:`decode`, for any of the frames.
-    ArgumentError
-        There are no frames, shapes differ, `out` does not fit them, or `check_finite` finds NaN or Inf.
-    SpecError
-        `spec` is not a bound spec.
-
-    Examples
-    --------
-    >>> frames = [codec.encode(np.full(1000, rank, np.float32)) for rank in range(4)]
-    >>> codec.reduce(frames, op="mean")[:3]
-    array([1.5, 1.5, 1.5], dtype=float32)
-    """
-    settings = settings_of(options)
-    if isinstance(spec, str) and spec in _OPS:
-        raise ArgumentError(f"op is a keyword: reduce(frames, op={spec!r})")
-    if not isinstance(op, str) or op not in _OPS:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(f"op must be one of {_OPS}, got {shown(op)}")
-    views = views_of(frames)
-    if not views:
-        raise ArgumentError("there are no frames to reduce")
-    r = decode_request(views, spec, settings, out, like, codebooks, max_nbytes)
-    if check_finite is not False:
-        r = r._replace(check_finite=truth("check_finite", check_finite))
-    try:
-        result = engine_for(settings.engine, views[0], out, like).reduce(r, op)
-        return result if like is None else of_kind(result, like)
-    except ArgumentError as e:
-        wrong = (v for v in views if inspect(v.owner).dtype not in MANTISSA_BITS)
-        explain(e, next(wrong, views[0]), out, adds=True)
-        raise
-    finally:
-        mark_written(out)

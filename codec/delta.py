@@ -10,10 +10,11 @@ from codec._c.library import DTYPE_NAMES, ITEMSIZE, check, ffi, lib
 from codec._call import new_tensor
 from codec._options import CallOptions
 from codec.arguments import shown, whole
-from codec.decoding import decode, views_of
+from codec.decoding import decode
 from codec.encoding import encode
 from codec.errors import ArgumentError, CodecError, SpecError
 from codec.inspection import check_frame, inspect, read_header
+from codec.reducing import views_of
 from codec.specs import Delta
 from codec.tensors.view import Array, TensorView, empty, fetch, mark_written, view_base, view_bytes, view_output
 from codec.tensors.wrapper import view as make_view

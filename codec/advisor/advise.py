@@ -25,10 +25,11 @@ from codec.advisor.cost_model import (
 from codec.advisor.model_rules import Kind, kinds_by_spec, kinds_of
 from codec.advisor.sampling import Sample, bound_for, is_model, samples, tensors_of
 from codec.arguments import shown, whole
-from codec.decoding import decode, reduce
+from codec.decoding import decode
 from codec.encoding import bound, encode
 from codec.errors import ArgumentError, SpecError
 from codec.presets import resolve
+from codec.reducing import reduce
 from codec.specs import BoundSpec, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
 from codec.tensors.view import Array
 from codec.tensors.wrapper import view

@@ -21,6 +21,7 @@ LAYERS = [
     {"engines"},
     {"codebook", "explain"},
     {"encoding", "decoding"},
+    {"reducing"},
     {"batch", "code_sums", "delta", "advisor", "frame_size", "_warmup"},
     {"files"},
     {"stateful", "kv"},
@@ -112,7 +113,7 @@ def test_modules_import_each_other_without_a_cycle():
 
 def test_public_functions_do_not_import_the_native_engine():
     """They make requests, and codec.engines chooses the engine."""
-    for name in ("encoding", "decoding", "batch", "advisor.advise"):
+    for name in ("encoding", "decoding", "reducing", "batch", "advisor.advise"):
         assert not any(other.startswith("engines.native") for other in imports(FILES[name])), name
 
 

@@ -7,8 +7,8 @@
 from codec.engines.numba.jit import jit
 from codec.engines.numba.parts import FLOAT4, FLOAT8, ODD, QUANTIZE, SIGN, TERNARY, TIE, TWO_MEAN, is_affine, is_e5m2
 from codec.engines.numba.philox import random_word
-from codec.engines.numba.region import largest
 from codec.engines.numba.scales import spread
+from codec.engines.numba.scans import largest
 from codec.engines.numba.words import (
     ABS,
     F32,

@@ -10,6 +10,7 @@ from codec.engines.numba.floats import NOWHERE, STORE, put, to_floats
 from codec.engines.numba.jit import enter_floats, jit, kernel, leave_floats
 from codec.engines.numba.lanes import ROW
 from codec.engines.numba.model import fill_offsets, fill_row_offsets
+from codec.engines.numba.planes import PLANE_ROOM, halve, merge_planes, section, split_values, unhalve
 from codec.engines.numba.region import (
     BAD_REGION,
     BLOCK,
@@ -22,167 +23,22 @@ from codec.engines.numba.region import (
     close_block,
     close_region,
     coder_room,
-    compact,
-    count_from,
     end_region,
-    expand,
     get_coded,
     get_literals,
-    is_constant,
-    largest,
     load32,
     open_block,
     pass_literals,
     put_coded,
     store32,
 )
-from codec.engines.numba.words import F32, I64, U8, U16, U32, U64, copy, turn, unturn
+from codec.engines.numba.scans import compact, count_from, expand, is_constant, largest
+from codec.engines.numba.words import F32, I64, U8, U16, U32, U64, copy
 
 PRUNED = 1 << 16  # flag in a region's head: +0 values are left out of other planes
-SHIFT, SHIFT64 = 7, 4  # s of the format for float32, bfloat16 and float16; for float64
+
+
 MANY = 64  # values are pruned if at least one in 64 is +0
-PLANE_ROOM = BLOCK + ROW  # bytes of a plane's buffer
-
-
-@jit
-def _split2(x, offset, is_float, p0, p1):
-    """Split values of 2 bytes into planes."""
-    n = len(x)
-    if is_float:
-        for i in range(n):
-            y = turn(x[i], offset[i], SHIFT)
-            p0[i], p1[i] = U8(y >> U16(8)), U8(y)
-    else:
-        for i in range(n):
-            p0[i], p1[i] = U8(x[i] >> U16(8)), U8(x[i])
-
-
-@jit
-def _split4(x, offset, is_float, upper, p0, p1, p2, p3):
-    """Split values of 4 bytes into planes. ``upper`` is a buffer of 16 bits for each value."""
-    n = len(x)
-    if is_float:
-        for i in range(n):  # a loop of its own: lanes of the next one have 16 bits, twice as many in a vector
-            upper[i] = U16(x[i] >> U32(16))
-        _split2(upper[:n], offset, is_float, p0, p1)
-    else:
-        for i in range(n):
-            p0[i], p1[i] = U8(x[i] >> U32(24)), U8(x[i] >> U32(16))
-    for i in range(n):  # a loop of its own: LLVM vectorizes only loops over few arrays, whose overlap it checks
-        p2[i], p3[i] = U8(x[i] >> U32(8)), U8(x[i])
-
-
-@jit
-def _split8(x, offset, is_float, upper, half, planes):
-    """Split values of 8 bytes into planes. ``half`` is a buffer of 32 bits for each value."""
-    n = len(x)
-    for i in range(n):
-        half[i] = U32(x[i] >> U64(32))
-    _split4(half, offset, False, upper, planes[0], planes[1], planes[2], planes[3])
-    for i in range(n):
-        half[i] = U32(x[i])
-    _split4(half, offset, False, upper, planes[4], planes[5], planes[6], planes[7])
-    p0, p1 = planes[0], planes[1]
-    for i in range(n if is_float else 0):
-        y = turn(U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i])), offset[i], SHIFT64)
-        p0[i], p1[i] = U8(y >> U16(8)), U8(y)
-
-
-@jit
-def _split(job, data, offset, upper, half, planes):
-    """Split values (``data``: their bytes) into planes."""
-    is_float = job.octave > 0
-    if job.size == 1:
-        copy(planes[0], data)
-    elif job.size == 2:
-        _split2(data.view(U16), offset, is_float, planes[0], planes[1])
-    elif job.size == 4:
-        _split4(data.view(U32), offset, is_float, upper, planes[0], planes[1], planes[2], planes[3])
-    else:
-        _split8(data.view(U64), offset, is_float, upper, half, planes)
-
-
-@jit
-def _merge2(p0, p1, offset, is_float, x):
-    """Merge planes to values of 2 bytes."""
-    n = len(x)
-    if is_float:
-        for i in range(n):
-            x[i] = unturn(U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i])), offset[i], SHIFT)
-    else:
-        for i in range(n):
-            x[i] = U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i]))
-
-
-@jit
-def _merge4(p0, p1, p2, p3, offset, is_float, upper, x):
-    """Merge planes to values of 4 bytes."""
-    n = len(x)
-    _merge2(p0, p1, offset, is_float, upper[:n])  # a loop of its own: 16-bit lanes, twice as many in a vector
-    for i in range(n):
-        x[i] = U32(U32(U32(upper[i]) << U32(16)) | U32(U32(p2[i]) << U32(8)) | U32(p3[i]))
-
-
-@jit
-def _merge8(p0, p1, p2, p3, p4, p5, p6, p7, offset, is_float, upper, half, x):
-    """Merge planes to values of 8 bytes."""
-    n = len(x)
-    for i in range(n):
-        y = U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i]))
-        y = unturn(y, offset[i], SHIFT64) if is_float else y
-        half[i] = U32(U32(U32(y) << U32(16)) | U32(U32(p2[i]) << U32(8)) | U32(p3[i]))
-    for i in range(n):
-        x[i] = U64(half[i]) << U64(32)
-    _merge4(p4, p5, p6, p7, offset, False, upper, half[:n])
-    for i in range(n):
-        x[i] |= U64(half[i])
-
-
-@jit
-def _section(job, p, first):
-    """Return the offset in the frame of the values from ``first`` on in fixed plane ``p``."""
-    at = job.planes + first
-    for q in range(p):
-        at += job.plane_stride * (job.fixed >> q & 1)
-    return at
-
-
-@jit
-def _plane_array(frame, job, flat, p):
-    """Return the array that holds plane ``p``: the frame if the plane is fixed, else the thread's planes."""
-    if job.fixed >> p & 1:
-        return frame
-    return flat
-
-
-@jit
-def _plane_offset(job, p, first):
-    """Return the offset of plane ``p`` of a block in the array that :func:`_plane_array` returns."""
-    return _section(job, p, first) if job.fixed >> p & 1 else PLANE_ROOM * p
-
-
-@jit
-def _merge(frame, job, work, first, data):
-    """Merge the planes of a block to values (``data``: their bytes)."""
-    is_float, flat = job.octave > 0, work.flat
-    p0 = _plane_array(frame, job, flat, 0)[_plane_offset(job, 0, first) :]
-    if job.size == 1:
-        copy(data, p0[: len(data)])
-        return
-    p1 = _plane_array(frame, job, flat, 1)[_plane_offset(job, 1, first) :]
-    if job.size == 2:
-        _merge2(p0, p1, work.offset, is_float, data.view(U16))
-        return
-    p2 = _plane_array(frame, job, flat, 2)[_plane_offset(job, 2, first) :]
-    p3 = _plane_array(frame, job, flat, 3)[_plane_offset(job, 3, first) :]
-    if job.size == 4:
-        _merge4(p0, p1, p2, p3, work.offset, is_float, work.upper, data.view(U32))
-        return
-    p4 = _plane_array(frame, job, flat, 4)[_plane_offset(job, 4, first) :]
-    p5 = _plane_array(frame, job, flat, 5)[_plane_offset(job, 5, first) :]
-    p6 = _plane_array(frame, job, flat, 6)[_plane_offset(job, 6, first) :]
-    p7 = _plane_array(frame, job, flat, 7)[_plane_offset(job, 7, first) :]
-    _merge8(p0, p1, p2, p3, p4, p5, p6, p7, work.offset, is_float, work.upper, work.half, data.view(U64))
 
 
 @jit
@@ -196,28 +52,6 @@ def _pays(halved, lengths, plane):
             cost += np.int64(length & U8(15)) + np.int64(length >> U8(7)) * 8
             count += 1
     return 100 * cost < 98 * raw * count
-
-
-@jit
-def _halve(plane, low, high):
-    """Split a plane into low nibbles, a byte each, and high nibbles, two in a byte: of values i and i + (n + 1) / 2."""
-    n, half = len(plane), len(high)
-    for i in range(n):
-        low[i] = plane[i] & U8(15)
-    for i in range(half):
-        high[i] = plane[i] >> U8(4)
-    for i in range(n - half):
-        high[i] |= plane[half + i] & U8(0xF0)
-
-
-@jit
-def _unhalve(low, high):
-    """Add the high nibbles to the low ones: the inverse of :func:`_halve`."""
-    n, half = len(low), len(high)
-    for i in range(half):
-        low[i] |= U8(high[i] << U8(4))
-    for i in range(half, n):
-        low[i] |= high[i - half] & U8(0xF0)
 
 
 @jit
@@ -258,7 +92,7 @@ def _put_plane(job, i, memory, k, room, low, out, at):
         if halved:
             half = (k + 1) // 2
             high = low[BLOCK:][:half]
-            _halve(plane, low, high)
+            halve(plane, low, high)
             end = put_coded(job, i, low, k, room.none, k // 2 - 1, room, out, at)
             if end:
                 copy(out[end:], high)
@@ -387,7 +221,7 @@ def encode_blocks(job, work, data, frame, limit, first, count, result):
         if job.octave:
             fill_offsets(job, start, work.offset[:m])
         values = data[job.size * start : job.size * (start + m)]
-        _split(job, values, work.offset, work.upper, work.half, work.planes)
+        split_values(job, values, work.offset, work.upper, work.half, work.planes)
         fixed = _put_fixed(job, frame, work.planes, start, m)
         fits = limit - at >= m * job.size + 8
         region = frame[at:limit] if fits else work.region
@@ -429,7 +263,7 @@ def _get_high(frame, low, c, fault):
     high = frame[c[0] : c[0] + half]
     if n % 2 and high[half - 1] > 15:
         return bad(fault, BAD_REGION, c[0] + half - 1, high[half - 1], 15)
-    _unhalve(low, high)
+    unhalve(low, high)
     c[0] += half
     return OK
 
@@ -490,7 +324,7 @@ def _check_pruned(frame, job, first, m, planes, fault):
     """Check that pruned values are +0 also in the fixed planes, which hold a byte for each value."""
     for p in range(1, job.size):
         if job.fixed >> p & 1:
-            at = _section(job, p, first)
+            at = section(job, p, first)
             some = _under_zeros(planes[0][:m], frame[at : at + m])
             if some:
                 return bad(fault, BAD_REGION, at, some, 0)
@@ -540,7 +374,7 @@ def decode_blocks(job, work, frame, checks, first, count, sink, checksum, fault)
             fill_offsets(job, start, work.offset[:m])
         stores = sink.into == STORE
         data = sink.data[job.size * start : job.size * (start + m)] if stores else work.region[: job.size * m]
-        _merge(frame, job, work, start, data)
+        merge_planes(frame, job, work, start, data)
         if not stores:
             for i in range(0, m, len(work.x)):
                 x = work.x[: min(len(work.x), m - i)]

@@ -12,6 +12,7 @@ import numpy as np
 from codec.engines.numba.checksum import PLANE, REGION, block_checksum, digest
 from codec.engines.numba.jit import jit
 from codec.engines.numba.lanes import LANES, PAIR_BITS, ROW, decode_lanes, encode_lanes, fill_encode_pairs, pairs_of
+from codec.engines.numba.scans import ONES
 from codec.engines.numba.words import U8, U16, U32, U64, copy
 from codec.errors import Status
 
@@ -20,7 +21,6 @@ BAD_DIRECTORY, BAD_REGION, CHECKSUM = int(Status.BAD_DIRECTORY), int(Status.BAD_
 CONSTANT, RAW, CODED, ROWS = 0, 1, 2, 3  # modes of a plane
 BLOCK = 16384  # maximum values of a block, for codecs without rows
 STATE = 22  # bytes of a coded plane before its tails, the bits of each lane that fill no word
-ONES = U64(0x0101010101010101)  # 1 in each byte
 
 
 class Room(NamedTuple):
@@ -70,83 +70,6 @@ def store32(data, at, x):
     """Store a little-endian 32-bit word at ``data[at]``."""
     for i in range(4):
         data[at + i] = U8(U32(x) >> U32(8 * i))
-
-
-@jit
-def is_constant(plane):
-    """Return whether all bytes are equal."""
-    n = len(plane)
-    if not n:
-        return True
-    words, all_equal = plane[: n // 8 * 8].view(U64), U64(plane[0]) * ONES
-    for at in range(0, len(words), 32):  # most planes differ within the first words: stop there
-        some = U64(0)
-        for word in words[at : at + 32]:
-            some |= word ^ all_equal
-        if some:
-            return False
-    some = U8(0)
-    for x in plane[n // 8 * 8 :]:
-        some |= x ^ plane[0]
-    return some == 0
-
-
-@jit
-def largest(p):
-    """Return the largest byte; 0 if there is none."""
-    most = U8(0)
-    for i in range(len(p)):
-        most = max(most, p[i])
-    return most
-
-
-@jit
-def first_above(p, most):
-    """Return the index of the first byte above ``most``; the last index if there is none.
-
-    Memory of a frame may change while it is read, so a byte found before may be gone.
-    """
-    i = 0
-    while i + 1 < len(p) and p[i] <= most:
-        i += 1
-    return i
-
-
-@jit
-def count_from(p, least):
-    """Return the number of bytes that are at least ``least``."""
-    n = 0
-    for at in range(0, len(p), 128):  # a byte can count 128
-        some = U8(0)
-        for x in p[at : at + 128]:
-            some += U8(x >= least)
-        n += some
-    return n
-
-
-@jit
-def compact(e, least, p, kept):
-    """Copy those bytes of ``p`` whose byte of ``e`` is at least ``least`` to ``kept``, and return their number."""
-    n = 0
-    for i in range(len(p)):
-        kept[n] = p[i]
-        n += e[i] >= least
-    return n
-
-
-@jit
-def expand(e, least, kept, p):
-    """Copy ``kept`` to those bytes of ``p`` whose byte of ``e`` is at least ``least``; other bytes become 0.
-
-    Return the number of bytes copied. One byte more of ``kept`` is read than is used.
-    """
-    n = 0
-    for i in range(len(p)):
-        keeps = e[i] >= least
-        x = kept[n]  # read unconditionally: a branch would be mispredicted
-        p[i] = x if keeps else U8(0)
-        n += keeps
-    return n
 
 
 @jit

@@ -58,17 +58,15 @@ from codec.engines.numba.region import (
     close_region,
     coder_room,
     end_region,
-    first_above,
     get_coded,
     get_literals,
-    is_constant,
-    largest,
     load32,
     open_block,
     put_coded,
     store32,
 )
 from codec.engines.numba.scales import magnitude, read_scales, spread, store_scales, store_sign_scales, sum_leaf
+from codec.engines.numba.scans import first_above, is_constant, largest
 from codec.engines.numba.words import ABS, F32, I64, INF, U8, U16, U32, U64, bits_of, copy, minus, over_of
 
 

@@ -23,45 +23,44 @@ from codec.engines.numba.region import (
     close_block,
     close_region,
     coder_room,
-    compact,
-    count_from,
     end_region,
-    expand,
-    first_above,
     get_coded,
     get_literals,
-    is_constant,
-    largest,
     load32,
     open_block,
     put_coded,
     store32,
 )
-from codec.engines.numba.words import F32, I16, I64, U8, U16, U32, U64, copy
+from codec.engines.numba.scans import compact, count_from, expand, first_above, is_constant, largest
+from codec.engines.numba.truncate_fields import (
+    BITS,
+    FIXED,
+    Kind,
+    cut_patterns,
+    drops,
+    drops_at,
+    exponents_of,
+    fields_of,
+    join,
+    levels_of,
+    move_exponents,
+    pack_widths,
+    patterns_of,
+    piece_of,
+    unpack_widths,
+    widths_of,
+)
+from codec.engines.numba.words import F32, I64, U8, U16, U32, U64, copy
 from codec.errors import Status
 
-OTHER_STATE, BAD_ARGUMENT = int(Status.OTHER_STATE), int(Status.BAD_ARGUMENT)
+OTHER_STATE = int(Status.OTHER_STATE)
 PLANE, CODED_LEVELS = lib.CODEC_LEVEL_CODING_PLANE, lib.CODEC_LEVEL_CODING_CODED
-SHARED, FIXED = lib.CODEC_LEVEL_CODING_SHARED, lib.CODEC_LEVEL_CODING_FIXED
-BITS, CUT = lib.CODEC_OPTION_BITS, lib.CODEC_OPTION_CUT
+SHARED, CUT = lib.CODEC_LEVEL_CODING_SHARED, lib.CODEC_OPTION_CUT
 FLOAT16 = DTYPES["float16"]
 BASE = 96  # joint symbols of exponent and level stand for exponents 97 to 159; of float16 for 1 to 31
 PIECES = 4  # pieces of a field of sign and mantissa
-UNLIMITED = 1000  # slack in bits: more than any mantissa has
 _PIECES = {"float32": (6, 6, 6, 6), "bfloat16": (2, 2, 2, 2), "float16": (3, 3, 2, 3)}
 TILE = 1024  # values to which residuals are added at once
-
-
-class Kind(NamedTuple):
-    """Constants of the dtype (format, 9.1)."""
-
-    mbits: int
-    sign: int  # position of the sign bit
-    bias: int
-    last: int  # exponent of Inf and NaN
-    base: int  # exponents above it have joint symbols
-    drops: Any  # mantissa bits that each level drops
-    pieces: Any  # bits of the pieces of a field, from the top
 
 
 class Work(NamedTuple):
@@ -116,60 +115,6 @@ def work_of(job):
 
 
 @jit
-def _drop_bits(e, ea, kind, guard, by_bit, drop):
-    """Compute the mantissa bits that each value may drop, from its exponent ``e`` and that of A, ``ea``."""
-    shift, last, mbits = I16(guard + 127 - kind.bias), U8(kind.last), I16(kind.mbits)
-    k1, k2, k3 = I16(kind.drops[1]), I16(kind.drops[2]), I16(kind.drops[3])
-    for i in range(len(e)):
-        d = I16(I16(I16(ea[i]) - I16(e[i])) - shift)
-        d = I16(UNLIMITED) if ea[i] == U8(255) else d
-        d = I16(-UNLIMITED) if ea[i] == U8(0) or e[i] == last else d
-        level = k3 if d >= k3 else k2 if d >= k2 else k1 if d >= k1 else I16(0)
-        drop[i] = U8(min(max(d, I16(0)), mbits) if by_bit else level)
-
-
-@jit
-def _drops(job, kind, e, ea, levels, drop):
-    """Compute the mantissa bits that each value drops: from the exponents, a fixed level, or given ``levels``."""
-    last, drops = U8(kind.last), kind.drops
-    if job.variant == FIXED:
-        k = U8(drops[job.bits])
-        for i in range(len(e)):
-            drop[i] = U8(0) if e[i] == last else k
-    elif len(levels):
-        if largest(levels) > 3:
-            return BAD_ARGUMENT
-        for i in range(len(e)):
-            drop[i] = U8(0) if e[i] == last else U8(drops[levels[i]])
-    else:
-        _drop_bits(e, ea, kind, job.guard, job.options & BITS != 0, drop)
-    return OK
-
-
-@jit
-def _cut(kind, nearest, drop, x, e):
-    """Drop the last bits of patterns, and compute the resulting exponents (encoder, 8.1)."""
-    mbits, last = U32(kind.mbits), U32(kind.last)
-    for i in range(len(x)):
-        k, u = U32(drop[i]), x[i]
-        mask = U32(U32(U32(1) << k) - U32(1))
-        half = U32(U32(U32(U32(U32(1) << k) >> U32(1)) - U32(1)) + U32(U32(u >> k) & U32(1)))
-        up = U32(U32(u + (half if nearest and k else U32(0))) & U32(~mask))
-        up = U32(u & U32(~mask)) if U32(U32(up >> mbits) & last) == last else up
-        x[i] = up if U32(U32(u >> mbits) & last) else U32(0)
-    for i in range(len(x)):
-        e[i] = U8(U32(x[i] >> mbits) & last)
-
-
-@jit
-def _exponents(kind, x, e):
-    """Extract the exponents of patterns."""
-    mbits, last = U32(kind.mbits), U32(kind.last)
-    for i in range(len(x)):
-        e[i] = U8(U32(x[i] >> mbits) & last)
-
-
-@jit
 def _load_patterns(job, work, data, feedback, first, x):
     """Load the bit patterns of values, plus residuals unless ``feedback`` is empty, as uint32."""
     m = len(x)
@@ -188,63 +133,18 @@ def _load_patterns(job, work, data, feedback, first, x):
 
 
 @jit
-def _move_exponents(e, offset, shift, last, back, moved):
-    """Lower exponents by their offsets around a circle of ``last`` values from 1 on, or raise them (``back``).
-
-    Exponent 0 stays. ``moved`` may be ``e``.
-    """
-    circle = U8(last)
-    for i in range(len(e)):
-        by = U8(offset[i] >> U16(shift))
-        by = U8(circle - by) if back else by
-        a = U8(e[i] - U8(1))
-        d = U8(U8(a - by) + U8((circle if a < by else U8(0)) + U8(1)))
-        moved[i] = d if e[i] else U8(0)
-
-
-@jit
-def _levels_of(kind, drop, level):
-    """Convert dropped bits to levels."""
-    k1, k2, k3 = U8(kind.drops[1]), U8(kind.drops[2]), U8(kind.drops[3])
-    for i in range(len(drop)):
-        level[i] = U8(U8(drop[i] >= k1) + U8(drop[i] >= k2) + U8(drop[i] >= k3))
-
-
-@jit
-def _drops_at(kind, level, drop):
-    """Convert levels to dropped bits."""
-    k1, k2, k3 = U8(kind.drops[1]), U8(kind.drops[2]), U8(kind.drops[3])
-    for i in range(len(level)):
-        k = U8(level[i])
-        drop[i] = k3 if k >= 3 else k2 if k >= 2 else k1 if k >= 1 else U8(0)
-
-
-@jit
-def _join(lowered, level, base, pair, symbol):
-    """Combine exponents and levels to pairs and symbols, and return the number of pairs without a symbol."""
-    outside = 0
-    for i in range(len(pair)):
-        both = U16(U16(U16(lowered[i]) << U16(2)) | U16(level[i])) if lowered[i] else U16(0)
-        t = U16(both - U16(4 * base))
-        one = U8(t) if t >= U16(4) and t < U16(256) and both else U8(0)
-        pair[i], symbol[i] = both, one
-        outside += U8(one == 0 and both != 0)
-    return outside
-
-
-@jit
 def _put_symbols(job, work, m, out, at):
     """Encode the symbols of a block in the smallest mode, and return the mode and the end."""
     kind, joint = work.kind, job.variant == CODED_LEVELS
     symbol, e = work.symbol[:m], work.e[:m]
     lowered, outside = work.kept[:m] if joint else symbol, 0
     if len(job.parts):
-        _move_exponents(e, work.offset[:m], 10 if job.dtype == FLOAT16 else 7, kind.last, False, lowered)
+        move_exponents(e, work.offset[:m], 10 if job.dtype == FLOAT16 else 7, kind.last, False, lowered)
     else:
         copy(lowered, e)
     if joint:
-        _levels_of(kind, work.drop[:m], work.level[:m])
-        outside = _join(lowered, work.level[:m], kind.base, work.pair[:m], symbol)
+        levels_of(kind, work.drop[:m], work.level[:m])
+        outside = join(lowered, work.level[:m], kind.base, work.pair[:m], symbol)
     if not outside and is_constant(symbol):
         out[at] = symbol[0]
         return CONSTANT, at + 1
@@ -261,92 +161,25 @@ def _put_symbols(job, work, m, out, at):
 
 
 @jit
-def _widths(e, drop, total, most, width):
-    """Compute the bits of its field that each value keeps."""
-    for i in range(len(e)):
-        keeps = min(U8(U8(total) - drop[i]), U8(most))
-        width[i] = keeps if e[i] else U8(0)
-
-
-@jit
-def _fields(kind, x, f):
-    """Extract the fields of sign and mantissa; ``f`` may be ``x``."""
-    mask, mbits, sign = U32((1 << kind.mbits) - 1), U32(kind.mbits), U32(kind.sign)
-    for i in range(len(x)):
-        f[i] = U32(U32(x[i] & mask) | U32(U32(x[i] >> sign) << mbits))
-
-
-@jit
-def _patterns(kind, f, e):
-    """Combine fields with exponents to patterns, in place; +0 where the exponent is 0."""
-    mask, mbits, sign = U32((1 << kind.mbits) - 1), U32(kind.mbits), U32(kind.sign)
-    for i in range(len(f)):
-        x = U32(U32(f[i] & mask) | U32(U32(e[i]) << mbits) | U32(U32(f[i] >> mbits) << sign))
-        f[i] = x if e[i] else U32(0)
-
-
-@jit
-def _pack_widths(f, width, total, out, at):
-    """Pack the upper ``width`` bits of fields, and return the end."""
-    word, have = U64(0), U64(0)
-    for i in range(len(f)):
-        n = U64(width[i])
-        word |= U64(f[i] >> U32(U64(total) - n)) << have
-        have += n
-        while have >= U64(8):
-            out[at] = U8(word)
-            word >>= U64(8)
-            have -= U64(8)
-            at += 1
-    if have:
-        out[at] = U8(word)
-        at += 1
-    return at
-
-
-@jit
-def _unpack_widths(data, width, total, f):
-    """Unpack fields of ``width`` upper bits: the inverse of :func:`_pack_widths`."""
-    word, have, at = U64(0), U64(0), 0
-    for i in range(len(f)):
-        n = U64(width[i])
-        while have < n:
-            word |= U64(data[at]) << have
-            have += U64(8)
-            at += 1
-        f[i] = U32(U32(word & ((U64(1) << n) - U64(1))) << U32(U64(total) - n))
-        word >>= n
-        have -= n
-
-
-@jit
-def _piece(f, below, bits, piece):
-    """Extract ``bits`` bits of all fields, above the lowest ``below`` bits."""
-    mask = U32((1 << bits) - 1)
-    for i in range(len(f)):
-        piece[i] = U8(U32(f[i] >> U32(below)) & mask)
-
-
-@jit
 def _put_pieces(job, work, m, out, at):
     """Write the bits that values keep of their fields; return bits to set in the region's head, and the end."""
     kind, head = work.kind, 0
     total, f, width = kind.mbits + 1, work.pattern[:m], work.width[:m]
-    _fields(kind, f, f)
+    fields_of(kind, f, f)
     if job.options & BITS:
         some, tail = U32(0), 0
         for i in range(m):
             some |= f[i]
         while tail < total and not some >> U32(tail) & U32(1):
             tail += 1
-        _widths(work.e[:m], work.drop[:m], total, total - tail, width)
-        return tail << 8, _pack_widths(f, width, total, out, at)
-    _widths(work.e[:m], work.drop[:m], total, total, width)
+        widths_of(work.e[:m], work.drop[:m], total, total - tail, width)
+        return tail << 8, pack_widths(f, width, total, out, at)
+    widths_of(work.e[:m], work.drop[:m], total, total, width)
     least = 0
     for p in range(PIECES):
         bits = kind.pieces[p]
         least += bits
-        _piece(f, total - least, bits, work.piece[:m])
+        piece_of(f, total - least, bits, work.piece[:m])
         n = compact(width, least, work.piece[:m], work.kept)
         if n and largest(work.kept[:n]) == 0:
             head |= 1 << 8 + p
@@ -365,7 +198,7 @@ def _put_block(job, work, m, digest_of_state, region):
         at += 4
     mode, at = _put_symbols(job, work, m, region, at)
     if job.variant == PLANE:
-        _levels_of(work.kind, work.drop[:m], work.level[:m])
+        levels_of(work.kind, work.drop[:m], work.level[:m])
         n = compact(work.e[:m], 1, work.level[:m], work.kept)
         pack(work.kept, n, 2, region[at:])
         at += (n + 3) // 4
@@ -392,13 +225,13 @@ def encode_blocks(job, work, data, feedback, levels, exponents, from_, frame, li
         x, e, drop = work.pattern[:m], work.e[:m], work.drop[:m]
         ea, given = exponents[start - from_ :][:m], levels[start:][:m]
         _load_patterns(job, work, data, feedback_values, start, x)
-        _exponents(kind, x, e)
-        status = _drops(job, kind, e, ea, given, drop)
+        exponents_of(kind, x, e)
+        status = drops(job, kind, e, ea, given, drop)
         if status:
             break
-        _cut(kind, job.options & CUT == 0, drop, x, e)
+        cut_patterns(kind, job.options & CUT == 0, drop, x, e)
         if job.variant == SHARED:  # the receiver computes levels from the exponents after rounding
-            _drops(job, kind, e, ea, given, drop)
+            drops(job, kind, e, ea, given, drop)
         if len(job.parts):
             fill_offsets(job, start, work.offset[:m])
         state = digest(ea, STATE) if job.variant == SHARED else U64(0)
@@ -492,15 +325,15 @@ def _get_levels(frame, job, work, found, ea, none, m, c, fault):
         state = U32(digest(ea, STATE))
         if found != state:
             return bad(fault, OTHER_STATE, at, found, state)
-        return _drops(job, kind, e, ea, none, drop)
+        return drops(job, kind, e, ea, none, drop)
     if job.variant == FIXED:
-        return _drops(job, kind, e, ea, none, drop)
+        return drops(job, kind, e, ea, none, drop)
     if job.variant == PLANE:
         status = _get_codes(frame, count_from(e, 1), 2, False, work.kept, c, fault)
         if status:
             return status
         expand(e, 1, work.kept, work.level[:m])
-    _drops_at(kind, work.level[:m], drop)
+    drops_at(kind, work.level[:m], drop)
     some, last = U8(0), U8(kind.last)
     for i in range(m):
         some |= drop[i] if e[i] == last else U8(0)
@@ -513,7 +346,7 @@ def _get_pieces(frame, job, work, head, m, checking, c, fault):
     kind, f, width = work.kind, work.pattern[:m], work.width[:m]
     total = kind.mbits + 1
     tail = head >> 8 if job.options & BITS else 0
-    _widths(work.e[:m], work.drop[:m], total, total - tail, width)
+    widths_of(work.e[:m], work.drop[:m], total, total - tail, width)
     if job.options & BITS:
         nbits = 0
         for i in range(m):
@@ -525,7 +358,7 @@ def _get_pieces(frame, job, work, head, m, checking, c, fault):
         if nbits % 8 and frame[c[0] - 1] >> U8(nbits % 8):
             return bad(fault, BAD_REGION, c[0] - 1, frame[c[0] - 1], 0)
         if not checking:
-            _unpack_widths(frame[c[0] - nbytes : c[0]], width, total, f)
+            unpack_widths(frame[c[0] - nbytes : c[0]], width, total, f)
         return OK
     f[:] = U32(0)
     least = 0
@@ -567,7 +400,7 @@ def _get_block(frame, job, work, ea, none, first, m, checking, fault):
     if len(job.parts):
         fill_offsets(job, first, work.offset[:m])
         e = work.e[:m]
-        _move_exponents(e, work.offset[:m], 10 if job.dtype == FLOAT16 else 7, kind.last, True, e)
+        move_exponents(e, work.offset[:m], 10 if job.dtype == FLOAT16 else 7, kind.last, True, e)
     status = _get_levels(frame, job, work, found, ea, none, m, c, fault)
     if not status:
         status = _get_pieces(frame, job, work, head, m, checking, c, fault)
@@ -590,7 +423,7 @@ def decode_blocks(job, work, frame, checks, exponents, from_, first, count, sink
             break
         if sink.into == NOWHERE:
             continue
-        _patterns(work.kind, work.pattern[:m], work.e[:m])
+        patterns_of(work.kind, work.pattern[:m], work.e[:m])
         stores = sink.into == STORE
         data = sink.data[job.size * start : job.size * (start + m)] if stores else work.native[: job.size * m]
         if job.size == 4:

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from codec._options import CallOptions, settings_of
-from codec.decoding import accumulate
 from codec.encoding import encode, encode_request
 from codec.engines import native
+from codec.reducing import accumulate
 from codec.specs import Spec
 from codec.stateful.activation.entries import Floats
 

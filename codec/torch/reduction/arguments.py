@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from codec import ArgumentError, CallOptions, SpecError
 from codec.arguments import shown
-from codec.decoding import Op
 from codec.encoding import bound, check_stream
 from codec.optimizers.arguments import level_source_for
 from codec.presets import resolve
+from codec.reducing import Op
 from codec.specs import BoundSpec, Delta, Spec, SpecLike
 from codec.tensors.segments import Records, unpack
 from codec.tensors.view import check_storage, mark_written, view

@@ -15,9 +15,10 @@ from codec import ArgumentError, BoundSpec, CallOptions, Codebook, FrameError, S
 from codec._c.library import DTYPES, lib
 from codec._c.spec_structs import spec_struct
 from codec._options import EngineName
-from codec.decoding import Op, check_values
+from codec.decoding import check_values
 from codec.explain import nonfinite_message, overflow_message
 from codec.inspection import read_header
+from codec.reducing import Op
 from codec.specs import Lossless, Spec, Truncate
 from codec.stateful.ranges import HOST
 from codec.tensors.segments import Records, unpack

@@ -1,0 +1,175 @@
+# pyright: basic
+"""Values split into byte planes and merged from them (docs/spec/format.md, section 3)."""
+
+from codec.engines.numba.jit import jit
+from codec.engines.numba.lanes import ROW
+from codec.engines.numba.region import (
+    BLOCK,
+)
+from codec.engines.numba.words import U8, U16, U32, U64, copy, turn, unturn
+
+SHIFT, SHIFT64 = 7, 4  # s of the format for float32, bfloat16 and float16; for float64
+PLANE_ROOM = BLOCK + ROW  # bytes of a plane's buffer
+
+
+@jit
+def _split2(x, offset, is_float, p0, p1):
+    """Split values of 2 bytes into planes."""
+    n = len(x)
+    if is_float:
+        for i in range(n):
+            y = turn(x[i], offset[i], SHIFT)
+            p0[i], p1[i] = U8(y >> U16(8)), U8(y)
+    else:
+        for i in range(n):
+            p0[i], p1[i] = U8(x[i] >> U16(8)), U8(x[i])
+
+
+@jit
+def _split4(x, offset, is_float, upper, p0, p1, p2, p3):
+    """Split values of 4 bytes into planes. ``upper`` is a buffer of 16 bits for each value."""
+    n = len(x)
+    if is_float:
+        for i in range(n):  # a loop of its own: lanes of the next one have 16 bits, twice as many in a vector
+            upper[i] = U16(x[i] >> U32(16))
+        _split2(upper[:n], offset, is_float, p0, p1)
+    else:
+        for i in range(n):
+            p0[i], p1[i] = U8(x[i] >> U32(24)), U8(x[i] >> U32(16))
+    for i in range(n):  # a loop of its own: LLVM vectorizes only loops over few arrays, whose overlap it checks
+        p2[i], p3[i] = U8(x[i] >> U32(8)), U8(x[i])
+
+
+@jit
+def _split8(x, offset, is_float, upper, half, planes):
+    """Split values of 8 bytes into planes. ``half`` is a buffer of 32 bits for each value."""
+    n = len(x)
+    for i in range(n):
+        half[i] = U32(x[i] >> U64(32))
+    _split4(half, offset, False, upper, planes[0], planes[1], planes[2], planes[3])
+    for i in range(n):
+        half[i] = U32(x[i])
+    _split4(half, offset, False, upper, planes[4], planes[5], planes[6], planes[7])
+    p0, p1 = planes[0], planes[1]
+    for i in range(n if is_float else 0):
+        y = turn(U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i])), offset[i], SHIFT64)
+        p0[i], p1[i] = U8(y >> U16(8)), U8(y)
+
+
+@jit
+def split_values(job, data, offset, upper, half, planes):
+    """Split values (``data``: their bytes) into planes."""
+    is_float = job.octave > 0
+    if job.size == 1:
+        copy(planes[0], data)
+    elif job.size == 2:
+        _split2(data.view(U16), offset, is_float, planes[0], planes[1])
+    elif job.size == 4:
+        _split4(data.view(U32), offset, is_float, upper, planes[0], planes[1], planes[2], planes[3])
+    else:
+        _split8(data.view(U64), offset, is_float, upper, half, planes)
+
+
+@jit
+def _merge2(p0, p1, offset, is_float, x):
+    """Merge planes to values of 2 bytes."""
+    n = len(x)
+    if is_float:
+        for i in range(n):
+            x[i] = unturn(U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i])), offset[i], SHIFT)
+    else:
+        for i in range(n):
+            x[i] = U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i]))
+
+
+@jit
+def _merge4(p0, p1, p2, p3, offset, is_float, upper, x):
+    """Merge planes to values of 4 bytes."""
+    n = len(x)
+    _merge2(p0, p1, offset, is_float, upper[:n])  # a loop of its own: 16-bit lanes, twice as many in a vector
+    for i in range(n):
+        x[i] = U32(U32(U32(upper[i]) << U32(16)) | U32(U32(p2[i]) << U32(8)) | U32(p3[i]))
+
+
+@jit
+def _merge8(p0, p1, p2, p3, p4, p5, p6, p7, offset, is_float, upper, half, x):
+    """Merge planes to values of 8 bytes."""
+    n = len(x)
+    for i in range(n):
+        y = U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i]))
+        y = unturn(y, offset[i], SHIFT64) if is_float else y
+        half[i] = U32(U32(U32(y) << U32(16)) | U32(U32(p2[i]) << U32(8)) | U32(p3[i]))
+    for i in range(n):
+        x[i] = U64(half[i]) << U64(32)
+    _merge4(p4, p5, p6, p7, offset, False, upper, half[:n])
+    for i in range(n):
+        x[i] |= U64(half[i])
+
+
+@jit
+def section(job, p, first):
+    """Return the offset in the frame of the values from ``first`` on in fixed plane ``p``."""
+    at = job.planes + first
+    for q in range(p):
+        at += job.plane_stride * (job.fixed >> q & 1)
+    return at
+
+
+@jit
+def plane_array(frame, job, flat, p):
+    """Return the array that holds plane ``p``: the frame if the plane is fixed, else the thread's planes."""
+    if job.fixed >> p & 1:
+        return frame
+    return flat
+
+
+@jit
+def plane_offset(job, p, first):
+    """Return the offset of plane ``p`` of a block in the array that :func:`plane_array` returns."""
+    return section(job, p, first) if job.fixed >> p & 1 else PLANE_ROOM * p
+
+
+@jit
+def merge_planes(frame, job, work, first, data):
+    """Merge the planes of a block to values (``data``: their bytes)."""
+    is_float, flat = job.octave > 0, work.flat
+    p0 = plane_array(frame, job, flat, 0)[plane_offset(job, 0, first) :]
+    if job.size == 1:
+        copy(data, p0[: len(data)])
+        return
+    p1 = plane_array(frame, job, flat, 1)[plane_offset(job, 1, first) :]
+    if job.size == 2:
+        _merge2(p0, p1, work.offset, is_float, data.view(U16))
+        return
+    p2 = plane_array(frame, job, flat, 2)[plane_offset(job, 2, first) :]
+    p3 = plane_array(frame, job, flat, 3)[plane_offset(job, 3, first) :]
+    if job.size == 4:
+        _merge4(p0, p1, p2, p3, work.offset, is_float, work.upper, data.view(U32))
+        return
+    p4 = plane_array(frame, job, flat, 4)[plane_offset(job, 4, first) :]
+    p5 = plane_array(frame, job, flat, 5)[plane_offset(job, 5, first) :]
+    p6 = plane_array(frame, job, flat, 6)[plane_offset(job, 6, first) :]
+    p7 = plane_array(frame, job, flat, 7)[plane_offset(job, 7, first) :]
+    _merge8(p0, p1, p2, p3, p4, p5, p6, p7, work.offset, is_float, work.upper, work.half, data.view(U64))
+
+
+@jit
+def halve(plane, low, high):
+    """Split a plane into low nibbles, a byte each, and high nibbles, two in a byte: of values i and i + (n + 1) / 2."""
+    n, half = len(plane), len(high)
+    for i in range(n):
+        low[i] = plane[i] & U8(15)
+    for i in range(half):
+        high[i] = plane[i] >> U8(4)
+    for i in range(n - half):
+        high[i] |= plane[half + i] & U8(0xF0)
+
+
+@jit
+def unhalve(low, high):
+    """Add the high nibbles to the low ones: the inverse of :func:`halve`."""
+    n, half = len(low), len(high)
+    for i in range(half):
+        low[i] |= U8(high[i] << U8(4))
+    for i in range(half, n):
+        low[i] |= high[i - half] & U8(0xF0)

@@ -1,0 +1,84 @@
+# pyright: basic
+"""Scans of byte planes: constant planes, largest bytes, counts; bytes selected by another plane."""
+
+from codec.engines.numba.jit import jit
+from codec.engines.numba.words import U8, U64
+
+ONES = U64(0x0101010101010101)  # 1 in each byte
+
+
+@jit
+def is_constant(plane):
+    """Return whether all bytes are equal."""
+    n = len(plane)
+    if not n:
+        return True
+    words, all_equal = plane[: n // 8 * 8].view(U64), U64(plane[0]) * ONES
+    for at in range(0, len(words), 32):  # most planes differ within the first words: stop there
+        some = U64(0)
+        for word in words[at : at + 32]:
+            some |= word ^ all_equal
+        if some:
+            return False
+    some = U8(0)
+    for x in plane[n // 8 * 8 :]:
+        some |= x ^ plane[0]
+    return some == 0
+
+
+@jit
+def largest(p):
+    """Return the largest byte; 0 if there is none."""
+    most = U8(0)
+    for i in range(len(p)):
+        most = max(most, p[i])
+    return most
+
+
+@jit
+def first_above(p, most):
+    """Return the index of the first byte above ``most``; the last index if there is none.
+
+    Memory of a frame may change while it is read, so a byte found before may be gone.
+    """
+    i = 0
+    while i + 1 < len(p) and p[i] <= most:
+        i += 1
+    return i
+
+
+@jit
+def count_from(p, least):
+    """Return the number of bytes that are at least ``least``."""
+    n = 0
+    for at in range(0, len(p), 128):  # a byte can count 128
+        some = U8(0)
+        for x in p[at : at + 128]:
+            some += U8(x >= least)
+        n += some
+    return n
+
+
+@jit
+def compact(e, least, p, kept):
+    """Copy those bytes of ``p`` whose byte of ``e`` is at least ``least`` to ``kept``, and return their number."""
+    n = 0
+    for i in range(len(p)):
+        kept[n] = p[i]
+        n += e[i] >= least
+    return n
+
+
+@jit
+def expand(e, least, kept, p):
+    """Copy ``kept`` to those bytes of ``p`` whose byte of ``e`` is at least ``least``; other bytes become 0.
+
+    Return the number of bytes copied. One byte more of ``kept`` is read than is used.
+    """
+    n = 0
+    for i in range(len(p)):
+        keeps = e[i] >= least
+        x = kept[n]  # read unconditionally: a branch would be mispredicted
+        p[i] = x if keeps else U8(0)
+        n += keeps
+    return n
