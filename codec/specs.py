@@ -1,4 +1,7 @@
-"""Specs: a frozen dataclass for each codec, with its parameters."""
+"""Specs: a frozen dataclass for each codec, with its parameters.
+
+One file: most of it documents the parameters of the specs, which refer to each other.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

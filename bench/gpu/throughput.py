@@ -10,6 +10,8 @@ measured; a case that fails is reported on stderr, and the others go on.
 
 Peers, each measured if it is installed: nvCOMP's ANS (nvidia-nvcomp-cu12 or -cu13), and the same row scaling and sign
 packing as torch.compile generates them, which check nothing.
+
+One file: every row is measured by the same functions, in one process.
 """
 
 import argparse

@@ -2,6 +2,8 @@
 
 This module imports no tensor library except numpy. It finds torch and CuPy in sys.modules if the caller has imported
 them. A view may describe memory on a device: engines check that they can read it.
+
+One file: views of inputs and of outputs follow the same rules for each library.
 """
 
 import importlib

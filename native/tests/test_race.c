@@ -6,6 +6,8 @@
  * results are unspecified, but no byte outside of the buffers is accessed
  *
  * Without SECONDS: each codec once.
+ *
+ * One file: both modes make the same calls, for the same tensors.
  */
 #include <pthread.h>
 #include <stdatomic.h>

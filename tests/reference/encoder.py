@@ -1,8 +1,8 @@
 """Reference encoder of frames, written from format.md and encoder.md alone with numpy; plain and slow.
 
-The encoder shares no code with the library, and gives the same bytes. It is one file, so that it can be read beside the
-specification. Checksum, table of dtypes and conversions of float32 come from decoder.py. Sections named here are those
-of docs/spec/encoder.md.
+The encoder shares no code with the library, and gives the same bytes. One file: it is read beside the specification,
+section by section. Checksum, table of dtypes and conversions of float32 come from decoder.py. Sections named here are
+those of docs/spec/encoder.md.
 """
 
 import heapq

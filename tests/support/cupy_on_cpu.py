@@ -5,6 +5,8 @@ overwritten: pinned memory at once, device memory in the order of its stream. A 
 calls that CUDA calls unsafe end the capture.
 
 `tests/engines/test_cupy_backend.py` compares names, parameters and types with CuPy's own.
+
+One file: it stands in for one package.
 """
 
 import ctypes

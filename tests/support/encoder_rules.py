@@ -79,10 +79,14 @@ def asked_metric(ask, metric, state):
 
 
 def same(x, spec=LOSSLESS, *, dtype=None, shape=None, **how):
-    """Check that the library's frame equals the reference encoder's for every instruction set; return it."""
+    """Check that the library's frame equals the reference encoder's for every instruction set; return it.
+
+    The tensor must be unchanged.
+    """
     dtype = dtype or x.dtype.name
     shape = shape or x.shape
     bits = x.reshape(-1).view(f"u{x.itemsize}")
+    before = bits.tobytes()
     ask = asked_metric(ask_of(spec), how.get("optimizer"), how.get("state"))
     ask = replace(ask, segments=how.get("segments"), stream=how.get("stream", 0))
     if book := how.get("codebook"):
@@ -99,6 +103,7 @@ def same(x, spec=LOSSLESS, *, dtype=None, shape=None, **how):
                 how["residual"] = error.copy()
             for threads in (1, 3) if x.nbytes > 400_000 and error is None else (1,):
                 assert bytes(flatcall.encode(x.reshape(shape), spec, dtype=dtype, threads=threads, **how)) == expected
+    assert bits.tobytes() == before
     return expected
 
 

@@ -1,6 +1,8 @@
 """Frames for each rule of docs/spec/format.md that an implementer could misread, and what they must decode to.
 
 A case is a frame, built by hand, with the bytes of its values, or with the reference decoder's reason to reject it.
+
+One file: the cases follow the sections of the specification.
 """
 
 import struct

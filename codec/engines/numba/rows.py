@@ -3,6 +3,8 @@
 
 Blocks are processed in runs of whole rows, or of a piece of one row, so that a run's intermediate values stay in the L1
 cache. Each value has its own copy of the scale, so that one long loop serves rows of any length.
+
+One file: encoding and decoding of a run of rows share buffers and the order of parts.
 """
 
 from typing import Any, NamedTuple

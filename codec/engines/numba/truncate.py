@@ -1,5 +1,8 @@
 # pyright: basic
-"""Truncate: exponents through the coder, mantissas cut to levels (format.md, section 9; encoder.md, 8)."""
+"""Truncate: exponents through the coder, mantissas cut to levels (format.md, section 9; encoder.md, 8).
+
+One file: encoding and decoding of a region are the same steps in both directions.
+"""
 
 from typing import Any, NamedTuple
 

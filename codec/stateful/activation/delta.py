@@ -1,4 +1,7 @@
-"""One side of an edge between pipeline stages: activations as deltas to those of the last visit (AQ-SGD)."""
+"""One side of an edge between pipeline stages: activations as deltas to those of the last visit (AQ-SGD).
+
+One file: it is one class.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace

@@ -32,6 +32,8 @@
  *     faulty block (its directory entry, then its digest, then its contents); checksum of the whole frame.
  *   - A mismatch between the frame and the caller's destination, state or codebooks (status below 30, or 60 and above)
  *     is reported only if the frame's checksums are correct.
+ *
+ * One file: programs include nothing else.
  */
 #ifndef CODEC_H
 #define CODEC_H

@@ -4,6 +4,8 @@
  * The logarithms of a gradient matrix are nearly row + column. A float's pattern is its logarithm, except for the
  * mantissa's curve. A segment (a parameter in a flat bucket, or the whole tensor) has a base and, if that pays, an
  * offset for each row and column. Sample positions depend on the shape only. All arithmetic is on integers.
+ *
+ * One file: a scale model is chosen by fitting it to samples, with the functions that fit it to all values.
  */
 #include "model.h"
 

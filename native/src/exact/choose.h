@@ -3,6 +3,8 @@
  *
  * Decoders do not need them; encoders that must produce equal bytes need all of them. Sample positions depend on shapes
  * only, and all arithmetic is on integers. `eighth` is log2 of the number of patterns in an eighth of an octave.
+ *
+ * One file: the decisions follow the sections of docs/spec/encoder.md.
  */
 #ifndef CODEC_CHOOSE_H
 #define CODEC_CHOOSE_H

@@ -2,6 +2,8 @@
  * round.h - functions of lossy codecs on single words: random bits, conversions and rounding. C, C++ and NVRTC.
  *
  * Arguments are finite unless the function's comment says otherwise.
+ *
+ * One file: all floating-point operations of the core are here.
  */
 #ifndef CODEC_ROUND_H
 #define CODEC_ROUND_H

@@ -167,10 +167,7 @@ BITS_FN double scale_fold64(double *lane)
 	return lane[0];
 }
 
-/*
- * Add a sum to the tree, after `count` others. For each bit i set in `count`, level[i] of 64 holds a sum of 2^i of
- * them.
- */
+/* Add a sum to the tree after `count` others. For each bit i of `count`, level[i] of 64 holds a sum of 2^i of them. */
 BITS_FN void scale_push(double *level, uint64_t count, double sum)
 {
 	int i = 0;

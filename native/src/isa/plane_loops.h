@@ -6,30 +6,6 @@
  */
 #include "kernels.h"
 
-static inline uint16_t native16(const void *p, size_t i)
-{
-	uint16_t x;
-
-	memcpy(&x, (const char *)p + 2 * i, 2);
-	return x;
-}
-
-static inline uint32_t native32(const void *p, size_t i)
-{
-	uint32_t x;
-
-	memcpy(&x, (const char *)p + 4 * i, 4);
-	return x;
-}
-
-static inline uint64_t native64(const void *p, size_t i)
-{
-	uint64_t x;
-
-	memcpy(&x, (const char *)p + 8 * i, 8);
-	return x;
-}
-
 static void split_bytes1(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
 {
 	(void)offset;

@@ -1,4 +1,4 @@
-/* words.h - load and store little-endian words at any address. */
+/* words.h - load and store words at any address: little-endian ones of frames, native ones of tensors. */
 #ifndef CODEC_WORDS_H
 #define CODEC_WORDS_H
 
@@ -62,6 +62,31 @@ static inline void store64(void *p, uint64_t x)
 	x = __builtin_bswap64(x);
 #endif
 	memcpy(p, &x, 8);
+}
+
+/* Return word i of an array in this machine's byte order. */
+static inline uint16_t native16(const void *p, size_t i)
+{
+	uint16_t x;
+
+	memcpy(&x, (const char *)p + 2 * i, 2);
+	return x;
+}
+
+static inline uint32_t native32(const void *p, size_t i)
+{
+	uint32_t x;
+
+	memcpy(&x, (const char *)p + 4 * i, 4);
+	return x;
+}
+
+static inline uint64_t native64(const void *p, size_t i)
+{
+	uint64_t x;
+
+	memcpy(&x, (const char *)p + 8 * i, 8);
+	return x;
 }
 
 #endif

@@ -1,4 +1,8 @@
-/* decode.c - decode a frame: open (check, build tables), decode blocks, close (compare the checksum). */
+/*
+ * decode.c - decode a frame: open (check, build tables), decode blocks, close (compare the checksum).
+ *
+ * One file: codec_decode and codec_decode_part are sequences of the steps, with the same checks.
+ */
 #include "api.h"
 
 #define VERIFY_FLAGS                                                                                                   \

@@ -1,4 +1,8 @@
-/* encode.c - encode a tensor: open (sample, choose), encode blocks. close.c completes the frame. */
+/*
+ * encode.c - encode a tensor: open (sample, choose), encode blocks. close.c completes the frame.
+ *
+ * One file: codec_encode is the sequence of the steps, with the same checks.
+ */
 #include "api.h"
 
 /* Check CODEC_FEEDBACK and CODEC_DIFFERENCE: each needs a residual and a lossy codec, CODEC_DIFFERENCE one of rows. */

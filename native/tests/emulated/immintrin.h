@@ -3,6 +3,8 @@
  *
  * isa/avx512.c compiled with it runs on any CPU, slowly, and must give equal bytes. Instructions that Debian's SIMDe
  * lacks are implemented below.
+ *
+ * One file: it replaces one header of the compiler.
  */
 #ifndef EMULATED_IMMINTRIN_H
 #define EMULATED_IMMINTRIN_H

@@ -38,6 +38,8 @@
  * A rank computes in the thread that calls; Gloo's thread sends and receives in the background. All ranks call the
  * same functions in the same order. Collectives of different groups over one context may run at the same time in
  * different threads, if the groups have different tags.
+ *
+ * One file: programs include nothing else, and most of it documents the collectives.
  */
 #ifndef CODEC_GLOO_H
 #define CODEC_GLOO_H

@@ -2,6 +2,8 @@
  * algorithms.h - collectives by frames: two-shot, all-gather, ring, reduce-scatter
  * (docs/spec/protocol/collectives.md, section 3).
  * They write the result and the residuals, and nothing else of the caller's.
+ *
+ * One file: the algorithms are classes that derive from each other.
  */
 #pragma once
 

@@ -1,5 +1,7 @@
 /*
  * channel.h - messages between the ranks of a context, and the verdict on a collective (docs/spec/protocol/cpp.md).
+ *
+ * One file: it is one class.
  */
 #pragma once
 
