@@ -297,18 +297,21 @@ gpu: $(VENV)/test
 	$(MAKE) gpu-tests gpu-sanitizer gpu-table
 # Each of these targets runs with any Python that has the package, pytest, CuPy and the tests' dependencies:
 # `make gpu-table GPU_PYTHON=python3`. `CODEC_TESTS=nightly make gpu-tests` tries more examples.
-GPU_TESTS := $(addprefix tests/,$(addprefix engines/test_cuda,.py _c.py _gpu.py) torch/collectives/test_cuda_tensors.py)
+GPU_ENGINE_TESTS := $(addprefix tests/engines/test_cuda,.py $(addsuffix .py,_c _c_errors _c_frames _calls _codecs _frames _gpu _memory))
+GPU_TORCH_TESTS := $(wildcard tests/torch/collectives/test_cuda_*.py)
+GPU_TESTS := $(GPU_ENGINE_TESTS) $(GPU_TORCH_TESTS)
 gpu-tests:
 	$(GPU_PYTHON) -P -m pytest -m gpu $(GPU_TESTS)
 # NCCL carries frames between two and four ranks that share one GPU, which needs NCCL 2.30 or later: where torch has an
 # older one, `make gpu-nccl LIBNCCL=/path/of/libnccl.so.2`.
 gpu-nccl:
 	LD_PRELOAD=$(LIBNCCL) NCCL_MULTI_RANK_GPU_ENABLE=1 CODEC_NCCL=1 \
-		$(GPU_PYTHON) -P -m pytest -m 'gpu and nccl' tests/torch/collectives/test_cuda_tensors.py
+		$(GPU_PYTHON) -P -m pytest -m 'gpu and nccl' $(GPU_TORCH_TESTS)
 gpu-sanitizer:
 	for tool in memcheck racecheck synccheck; do \
 		$(SANITIZER) --tool $$tool --launch-timeout 300 --error-exitcode 1 \
-			$(GPU_PYTHON) -P -m pytest -m gpu tests/engines/test_cuda.py -k "golden or few or rows_whose_scales" || exit 1; \
+			$(GPU_PYTHON) -P -m pytest -m gpu tests/engines/test_cuda_codecs.py tests/engines/test_cuda_frames.py \
+				-k "golden or few or rows_whose_scales" || exit 1; \
 	done
 gpu-table:
 	$(GPU_PYTHON) bench/gpu/throughput.py

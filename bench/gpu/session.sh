@@ -48,7 +48,8 @@ sanitizer() {
 	local tool
 	for tool in memcheck racecheck synccheck; do
 		CODEC_NVRTC_OPTIONS=-lineinfo compute-sanitizer --tool "$tool" --launch-timeout 300 --print-limit 20 \
-			--error-exitcode 1 $PYTEST tests/engines/test_cuda.py --timeout 400 -k "few or by_hand"
+			--error-exitcode 1 $PYTEST tests/engines/test_cuda_codecs.py tests/engines/test_cuda_frames.py --timeout 400 \
+			-k "few or by_hand"
 	done
 }
 export -f about profile sanitizer
@@ -58,7 +59,8 @@ for name in "$@"; do
 	case $name in
 	about | profile) part $name 300 $name ;;
 	warmup) part warmup 180 "$PYTHON" -P -c 'import codec; codec.warmup(options=codec.options(engine="cuda"))' ;;
-	tests) part tests 480 $PYTEST -n "${PROCESSES:-8}" --maxfail 40 tests/engines/test_cuda.py tests/engines/test_cuda_c.py ;;
+	tests) part tests 480 $PYTEST -n "${PROCESSES:-8}" --maxfail 40 \
+		tests/engines/test_cuda{,_c,_c_errors,_c_frames,_calls,_codecs,_frames,_memory}.py ;;
 	stress) part stress 300 $PYTEST -n 4 --maxfail 40 --durations 8 tests/engines/test_cuda_gpu.py ;;
 	table) part table 480 "$PYTHON" -P bench/gpu/throughput.py ;;
 	sanitizer) part sanitizer 480 sanitizer ;;

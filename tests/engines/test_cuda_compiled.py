@@ -113,7 +113,8 @@ def test_no_access_is_out_of_range(tmp_path):
         "PYTHONMALLOC": "malloc",
     }
     some = "batches_of_different or hostile or by_hand or golden or few_values or rows_whose_scales"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(TESTS / "test_cuda.py"), "-k", some]
+    files = [str(TESTS / f"test_cuda_{part}.py") for part in ("codecs", "frames", "memory")]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files, "-k", some]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     assert " passed" in done.stdout

@@ -8,8 +8,8 @@
 #include <codec/codec.h>
 
 #include "errors.h"
+#include "parameters.h"
 #include "slices.h"
-#include "values.h"
 
 namespace codec::gloo::detail
 {
