@@ -16,9 +16,7 @@ from codec.tensors.view import view
 from reference import decoder as oracle
 from support import flatcall
 from support.cuda_calls import LOSSY_DTYPES, ROWS, both_outcomes, by_cupy, bytes_of, decode, encode, outcome
-from support.engine_comparison import (
-    sample_bits,
-)
+from support.engine_comparison import sample_bits
 from support.tensors import ALL_DTYPES, KINDS, random_bits
 
 pytestmark = pytest.mark.usefixtures("device")

@@ -9,10 +9,7 @@ from codec.engines.cuda import workspace
 from codec.errors import Status
 from support import flatcall
 from support.cuda_calls import ROWS, by_cupy, bytes_of, encode, on_cpu, outcome
-from support.engine_comparison import (
-    level_arguments,
-    sample_bits,
-)
+from support.engine_comparison import level_arguments, sample_bits
 from support.specs import TRUNCATES
 from support.tensors import gradient, optimizer_state
 

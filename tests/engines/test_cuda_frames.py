@@ -7,9 +7,7 @@ import pytest
 
 import codec
 from support.cuda_calls import ROWS, both_outcomes, by_cupy, bytes_of, decode, encode, outcome
-from support.engine_comparison import (
-    unify_nan,
-)
+from support.engine_comparison import unify_nan
 from support.format_cases import HAND_MADE
 from support.frame_builder import recompute_checksums
 from support.golden_frames import GOLDEN, GOLDEN_FRAMES, golden_tensor

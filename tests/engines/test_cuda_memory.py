@@ -15,10 +15,7 @@ from codec.tensors.view import view
 from support import flatcall
 from support.cuda_calls import BUCKET, both_outcomes, bytes_of, encode, like, on_cpu
 from support.device import DeviceArray, Emulated, build, use
-from support.engine_comparison import (
-    level_arguments,
-    sample_bits,
-)
+from support.engine_comparison import level_arguments, sample_bits
 from support.sample_frames import FRAMES_TO_DAMAGE
 from support.tensors import gradient, random_bits
 from support.tiers import nightly

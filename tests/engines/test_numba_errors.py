@@ -6,13 +6,7 @@ import pytest
 import codec
 from codec import optimizers
 from support import flatcall
-from support.engine_comparison import (
-    agreed,
-    check_encode,
-    level_arguments,
-    outcome,
-    sample_bits,
-)
+from support.engine_comparison import agreed, check_encode, level_arguments, outcome, sample_bits
 from support.specs import FAMILIES, LOSSY, MORE, SPECS, TRUNCATES
 from support.tensors import ADAMW, NUMPY_DTYPES, gradient, normal_values, optimizer_state
 

@@ -3,9 +3,7 @@
 
 from codec.engines.numba.jit import jit
 from codec.engines.numba.lanes import ROW
-from codec.engines.numba.region import (
-    BLOCK,
-)
+from codec.engines.numba.region import BLOCK
 from codec.engines.numba.words import U8, U16, U32, U64, copy, turn, unturn
 
 SHIFT, SHIFT64 = 7, 4  # s of the format for float32, bfloat16 and float16; for float64

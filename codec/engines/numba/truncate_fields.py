@@ -5,9 +5,7 @@ from typing import Any, NamedTuple
 
 from codec._c.library import lib
 from codec.engines.numba.jit import jit
-from codec.engines.numba.region import (
-    OK,
-)
+from codec.engines.numba.region import OK
 from codec.engines.numba.scans import largest
 from codec.engines.numba.words import I16, U8, U16, U32, U64
 from codec.errors import Status

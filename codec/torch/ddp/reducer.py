@@ -11,21 +11,11 @@ import torch
 from codec import ArgumentError, CallOptions, PeerError, Status
 from codec.arguments import check_timeout, shown
 from codec.stateful import CodebookRefresher
-from codec.torch._compat import backward_pass, call_after_backward
+from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward
 from codec.torch.ddp import uncompressed
-from codec.torch.ddp.buckets import (
-    Bucket,
-    Part,
-    bind_to_part,
-    check_has,
-    check_join,
-    cut,
-    cut_as,
-    n_values,
-    scatter,
-)
+from codec.torch.ddp.buckets import Bucket, Part, bind_to_part, check_has, check_join, cut, cut_as, n_values, scatter
 from codec.torch.ddp.policy import Plan
-from codec.torch.ddp.step import BackwardEnd, Step, StepState, fail_after
+from codec.torch.ddp.step import Step, StepState, fail_after
 from codec.torch.feedback.pair import owned_values
 from codec.torch.group.autotune import Measurement
 from codec.torch.group.communicator import Communicator, close_communicator, communicator_of
@@ -188,8 +178,6 @@ class Reducer:
             return
         if self.group is not None:
             close_communicator(self.group, cancel=True)
-        if self.state.other_groups is not None:
-            self.state.other_groups.cancel()
         self.state.cancel()
 
     async def _run_bucket(self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step) -> torch.Tensor:

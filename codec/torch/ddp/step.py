@@ -105,35 +105,6 @@ class OtherGroups(Protocol):
         ...
 
 
-class BackwardEnd:
-    """Callback for the end of a backward pass. If it is deleted uncalled, an exception has ended the pass and the step.
-
-    Ctrl-C during a backward pass is raised when Python is called the next time, before the first line of the hook.
-    Reentrant checkpoints run passes within the pass, so that a step may have several; the pass of the last bucket ends
-    the step.
-
-    Parameters
-    ----------
-    end : callable or None
-        Ends the step. None: the pass does not have the last bucket.
-    cancel : callable
-        Cancels the step.
-    """
-
-    def __init__(self, end: Callable[[], None] | None, cancel: Callable[[], None]) -> None:
-        self._end, self._cancel, self._called = end, cancel, False
-
-    def __call__(self) -> None:
-        """End the step if the pass has its last bucket."""
-        self._called = True
-        if self._end is not None:
-            self._end()
-
-    def __del__(self) -> None:
-        if not self._called:
-            self._cancel()
-
-
 class StepState:
     """State of a hook between its steps. A step changes all of it if it succeeds on all ranks, else nothing.
 
@@ -326,7 +297,9 @@ class StepState:
         return error
 
     def cancel(self) -> None:
-        """Cancel the current step: its work in the background changes nothing more."""
+        """Cancel the current step, also in other groups: its work in the background changes nothing more."""
+        if self.other_groups is not None:
+            self.other_groups.cancel()
         with _changing:
             cancelled, self.current = self.current, Step()
             self.rollback()

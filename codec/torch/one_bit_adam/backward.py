@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from codec import ArgumentError, StateError
-from codec.torch._compat import backward_pass, call_after_backward, joins
+from codec.torch._compat import BackwardEnd, backward_pass, call_after_backward, joins
 from codec.torch.ddp.buckets import gradients_in
 from codec.torch.ddp.hook import Hook
-from codec.torch.ddp.step import BackwardEnd
 from codec.torch.one_bit_adam.schedule import Kind
 
 _SAMPLED = 64  # values of each gradient that are compared

@@ -5,14 +5,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from support.local_training import (
-    adam,
-    batch,
-    local_steps,
-    net,
-    parameter_bytes,
-    train,
-)
+from support.local_training import adam, batch, local_steps, net, parameter_bytes, train
 
 
 def _warmed_up(rank, size, steps, ddp):

@@ -5,12 +5,7 @@ import torch
 
 import codec
 from codec.torch.pipelining import CompressedStage, Deltas, attempts
-from support.pipelines import (
-    BATCH,
-    SAMPLES,
-    Pipeline,
-    check_equal_sides,
-)
+from support.pipelines import BATCH, SAMPLES, Pipeline, check_equal_sides
 
 FIRST = torch.arange(BATCH)
 
