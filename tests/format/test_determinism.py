@@ -39,7 +39,7 @@ def test_reference_decoder_reads_scale_models(dtype):
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_instruction_sets_decode_to_the_same_bytes(dtype):
-    """Those that they encode to are compared with the reference encoder's, in test_encoder_rules.py."""
+    """test_encoder_rules.py compares the frames of all instruction sets with the reference encoder's."""
     for kind in KINDS:
         for n in (513, 5000, 40000):
             x = random_bits(dtype, n, kind)

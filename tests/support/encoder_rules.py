@@ -81,7 +81,7 @@ def asked_metric(ask, metric, state):
 def same(x, spec=LOSSLESS, *, dtype=None, shape=None, **how):
     """Check that the library's frame equals the reference encoder's for every instruction set; return it.
 
-    The tensor must be unchanged.
+    Check that the tensor is unchanged, too.
     """
     dtype = dtype or x.dtype.name
     shape = shape or x.shape
