@@ -286,7 +286,7 @@ def _items(name: str, given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _alike(name: str, given: Any, model: Any, keys: Sequence[Any]) -> Sequence[Any]:
-    """Return the items of an argument in the order of `keys`, those of `model`; None for each if it is None."""
+    """Return the items of an argument in the order of `keys`, the keys of `model`. None: return a None for each key."""
     if given is None:
         return [None] * len(keys)
     if isinstance(model, Mapping) != isinstance(given, Mapping):
@@ -294,7 +294,7 @@ def _alike(name: str, given: Any, model: Any, keys: Sequence[Any]) -> Sequence[A
         raise ArgumentError(f"{name} must be {kind}, as the first argument is, not {type(given).__name__}")
     have, items = _items(name, given)
     if len(have) != len(keys) or (isinstance(model, Mapping) and set(have) != set(keys)):
-        raise ArgumentError(f"{name} must have the {len(keys)} keys or items of the first argument, it has others")
+        raise ArgumentError(f"{name} must have the {len(keys)} keys or items that the first argument has, no others")
     return [given[key] for key in keys] if isinstance(model, Mapping) else items
 
 

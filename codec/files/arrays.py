@@ -54,7 +54,7 @@ def arrays_of(path: str, names: Sequence[str], dtype: str | None) -> dict[str, A
         have = ", ".join(f"{name} ({x.dtype})" for name, x in found.items()) or "no arrays"
         wanted = dtype or ", ".join(MANTISSA_BITS)
         raise ArgumentError(
-            f"{printable(path)} has no arrays of {wanted} with a dimension, but {have}: name those that are meant, "
+            f"{printable(path)} has no arrays of {wanted} with a dimension, but {have}: name the arrays to read, "
             "with --dtype if they hold the bits of another dtype"
         )
     return fit

@@ -23,7 +23,7 @@ SAFETENSORS = {
 }  # fmt: skip
 CODES = {name: code for code, name in SAFETENSORS.items()}
 _WIRE = {"complex64": "uint64"}  # dtypes that frames lack, and one for their bits
-_ALIGNMENT = 8  # bytes: the header ends at a multiple of it
+_ALIGNMENT = 8  # alignment of the header's end, in bytes
 
 
 class Tensor(NamedTuple):
@@ -179,5 +179,5 @@ def _tensor(name: str, entry: Any) -> Tensor:
         raise ValueError(f"the entry of {name!r} lacks a dtype, a shape or offsets") from None
     fits = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
     if not fits or (dtype in SAFETENSORS and math.prod(shape) * ITEMSIZE.get(SAFETENSORS[dtype], 8) != end - begin):
-        raise ValueError(f"{name!r} does not lie in the file as its header says")
+        raise ValueError(f"dtype, shape and offsets of {name!r} in its header do not match")
     return Tensor(name, dtype, shape, begin, end)

@@ -105,7 +105,7 @@ def decode_array(kind: str, data: bytes, base: Any, like: Any = None) -> Any:
     if kind == FRAME:
         return codec.decode(frame, base=base, like=like)
     if base is None or codec.digest(base).to_bytes(8, "little") != data[:8]:
-        raise StateError("the difference refers to other values than those of the round")
+        raise StateError("the difference refers to other values than those of the round: send values of this round")
     difference = np.empty(tuple(base.shape), np.float32)
     codec.decode(frame, out=difference)
     return _wide(base) + difference

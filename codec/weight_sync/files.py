@@ -46,7 +46,7 @@ def weights_in(path: str, memory: Bytes | None = None) -> Weights:
 
 
 def read_safetensors(path: str, memory: Bytes | None = None) -> tuple[Weights, Mapping[str, Any]]:
-    """Return the tensors of a .safetensors file as :func:`weights_in`, without digests, and the file's metadata."""
+    """Return the weights in a .safetensors file, without digests (see :func:`weights_in`), and the file's metadata."""
     data = np.frombuffer(mapped(path), np.uint8) if memory is None else memory
     weights = Weights()
     try:
@@ -68,7 +68,7 @@ def _slot(dtype: Any, shape: Any, offsets: Any, values: Bytes) -> Slot:
     """Return the place of a tensor. Values of less than a byte, such as packed FP4, are taken as bytes."""
     begin, end = offsets
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)) or not begin <= end <= len(values):
-        raise ValueError("a tensor does not lie in the file as its header says")
+        raise ValueError("shape or offsets of a tensor in its header are invalid, or lie outside of the file")
     name = SAFETENSORS.get(dtype)
     name = _OTHER_DTYPES.get(name or "", name)
     kind = Kind("uint8", (end - begin,)) if name is None or len(shape) > MAX_RANK else Kind(name, tuple(shape))
@@ -130,7 +130,7 @@ def apply_files(old: str, updates: Sequence[Update], out: str, progress: Progres
 
 
 def compose_files(old: str, updates: Sequence[Update], out: str, progress: Progress | None = None) -> Update:
-    """Write one update that does what a chain of updates does to a .safetensors file.
+    """Merge a chain of updates of a .safetensors file into one update, and write it.
 
     Raises
     ------
@@ -158,7 +158,7 @@ def compose_files(old: str, updates: Sequence[Update], out: str, progress: Progr
 
 
 def _composed(name: str, slot: Slot, updates: Sequence[Update]) -> Iterator[tuple[bytes | None, bytes]]:
-    """Yield the frame of each piece for a chain of updates, None for an unchanged one, and the piece's digest."""
+    """Merge a chain of updates: yield the frame and the digest of each piece; frame None: the piece is unchanged."""
     for k, digest in enumerate(slot.digests):
         frames = [frame for update in updates if (frame := update.frame(name, k)) is not None]
         yield compose_deltas(frames, slot.piece(k), slot.kind.dtype) if frames else None, digest

@@ -16,7 +16,7 @@ from codec.errors import CodecError, StateError
 from codec.stateful.activation.entries import Bytes, Entry, Floats, check_entry, largest_nbytes, pack, unpack
 from codec.stateful.activation.slots import SlotFile, slot_file, slot_files
 
-MOST_NBYTES = 256 << 20  # bytes that wait to be written; also bytes that are read ahead
+MOST_NBYTES = 256 << 20  # maximum bytes that wait to be written, and maximum bytes that are prefetched
 
 logger = logging.getLogger("codec")
 
@@ -248,7 +248,7 @@ class FileStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StateError(f"{self._path} is closed: open it by a new object")
+            raise StateError(f"{self._path} is closed: make a new ActivationDelta to use the folder again")
 
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if os.getpid() != self._pid:
@@ -305,6 +305,6 @@ class _Lock:
 
 
 def _run(lock: _Lock, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call a function. The lock is not collected for as long as there is work."""
+    """Call a function. The argument `lock` keeps the folder locked while calls are queued."""
     del lock
     return function(*arguments)

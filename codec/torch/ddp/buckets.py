@@ -21,7 +21,7 @@ from codec.torch._compat import divides_by_ranks_with_inputs, local
 from codec.torch.reduction import arguments
 from codec.torch.reduction.host import Reduction, Values
 
-_MAX_OTHERS = 1 / 32  # share of a bucket: up to so many other values are encoded along, instead of copying a part
+_MAX_OTHERS = 1 / 32  # encode a whole bucket, not a copy of the part, if other values are at most this share
 
 
 def n_values(parameter: torch.Tensor) -> int:
@@ -40,7 +40,7 @@ class Bucket:
 
     buffer: torch.Tensor  # flat, or sparse
     parameters: Sequence[torch.nn.Parameter]
-    number: int  # place in the step
+    number: int  # index of the bucket in the step
     last: bool  # the last one of the step
 
     @classmethod
@@ -79,7 +79,7 @@ class Part:
     feedback: bool  # error feedback is applied
     names: list[str]
     parameters: list[torch.nn.Parameter]
-    offsets: list[int]  # of the parameters in the bucket, in values
+    offsets: list[int]  # offset of each parameter in the bucket, in values
     whole: bool  # frames hold the whole bucket
     number: int = 0  # number of the bucket in its step, times 256, plus number of the part in the bucket
     new: bool = True  # no step with this part has succeeded yet
@@ -293,5 +293,5 @@ def check_join(module: torch.nn.Module | None) -> None:
     if module is not None and divides_by_ranks_with_inputs(module):
         raise ArgumentError(
             "join(divide_by_initial_world_size=False) divides gradients by the number of ranks that have inputs left, "
-            "but the hook by that of all ranks: call join() without it"
+            "but the hook divides by the number of all ranks: call join() without this argument"
         )

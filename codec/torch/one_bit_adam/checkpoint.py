@@ -60,7 +60,7 @@ class HookStates:
             )
         if len(mine) != self.size:
             raise StateError(
-                f"the state is that of one of {self.size} ranks, and there are {size}: save "
+                f"the state is that of one of {self.size} ranks, and there are {size} in this group: save "
                 "optimizer.state_dict(gather=True) of all ranks, which can be loaded by any number of ranks"
             )
         old = [self._unpacked(r, mine) for r in range(self.size)]
@@ -115,7 +115,7 @@ def new_hooks(link: Link, saved: HookStates) -> dict[Kind, Hook]:
 
 
 def _name(rank: int, place: Place, size: int) -> str:
-    """Return the name of an entry, which no other rank of a training has."""
+    """Return the name of an entry, unique among the ranks of a training."""
     shard, shards = place
     return f"rank {rank} of {size}" + (f", shard {shard} of {shards}" if shards > 1 else "")
 
@@ -180,7 +180,7 @@ class Saved:
         if lacking := [i for i, state in states.items() if "variance_step" not in state]:
             raise StateError(f"variance_step of parameter {lacking[0]} is missing: only a part of the state was loaded")
         for group, own in zip(groups, optimizer.param_groups, strict=False):
-            if "bias_correction" in own:  # which torch.optim.AdamW does not know
+            if "bias_correction" in own:  # a state of torch.optim.AdamW has no such option
                 group.setdefault("bias_correction", own["bias_correction"])
         self.adam = {"state": states, "param_groups": [{k: g[k] for k in g if k != KEY} for g in groups]}
         self.steps, self.frozen, self.drift = entry["steps"], bool(entry["frozen"]), entry.get("drift")

@@ -95,12 +95,12 @@ def check_model(model: Any, named: Sequence[tuple[str, torch.Tensor]], group: An
 
 
 def _shard_group(names: Mapping[torch.nn.Parameter, str], group: Any) -> Any:
-    """Return the ranks among which FSDP2 shards the parameters of a model; None: they are whole.
+    """Return the process group among whose ranks FSDP2 shards the parameters; None if parameters are not sharded.
 
     Raises
     ------
     ArgumentError
-        `group` is not that of the replicas, or some of the parameters are not sharded as the others.
+        `group` does not consist of replicas, or parameters are sharded over different meshes.
     """
     meshes = {p: getattr(p, "device_mesh", None) for p in names}
     mesh = next((m for m in meshes.values() if m is not None), None)
@@ -108,13 +108,13 @@ def _shard_group(names: Mapping[torch.nn.Parameter, str], group: Any) -> Any:
         return None
     if mesh.ndim != 1:
         raise ArgumentError(
-            f"the parameters have a mesh of {mesh.ndim} dimensions, and OneBitAdam supports that of the shards alone: "
+            f"the parameters have a mesh of {mesh.ndim} dimensions, but OneBitAdam supports a mesh of shards only: "
             'use fully_shard(model, mesh=mesh["shard"])'
         )
     if others := [name for p, name in names.items() if meshes[p] != mesh]:
         raise ArgumentError(
-            f"FSDP2 does not shard {', '.join(others[:5])} as the other parameters, so that gradients differ between "
-            "shards: call fully_shard with the same mesh for all, or requires_grad_(False)"
+            f"FSDP2 does not shard {', '.join(others[:5])} over the mesh of the other parameters, so that gradients "
+            "differ between shards: call fully_shard with the same mesh for all, or requires_grad_(False)"
         )
     shards = mesh.get_group()
     if group is None or len({*dist.get_process_group_ranks(shards)} & {*dist.get_process_group_ranks(group)}) > 1:

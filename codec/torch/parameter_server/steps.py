@@ -96,7 +96,7 @@ class Steps:
         self._steps: dict[int, _Step] = {}
         self._ended: OrderedDict[int, Mapping[int, PeerError]] = OrderedDict()
         self._of: dict[int, list[int]] = {w: [] for w in workers}  # steps in which a worker takes part
-        # Steps that a worker has abandoned before they began, and whether because of NaN or Inf; old ones are dropped.
+        # Steps that a worker has abandoned before they began; True: because of NaN or Inf. Old entries are dropped.
         self._abandoned: dict[int, OrderedDict[int, bool]] = {w: OrderedDict() for w in workers}
 
     # Workers
@@ -119,7 +119,8 @@ class Steps:
                 step.left.add(worker)
                 self._tidy(step)
                 if not any(step.number in mine for mine in self._of.values()):
-                    self._steps.pop(step.number, None)  # nobody has got a value: it may begin again without the worker
+                    # Nobody has received a value: the step may begin again without the worker.
+                    self._steps.pop(step.number, None)
             self.changed.notify_all()
 
     def abandon(self, worker: int, number: int, *, nonfinite: bool) -> None:
@@ -201,12 +202,12 @@ class Steps:
                 entry = step.entries.get(key) if step is not None else None
                 if entry is None or worker not in entry.pushed:
                     raise StateError(
-                        f"worker {worker} pulls {names(key)} in step {number} before it has pushed it: the value is "
-                        "that of all workers"
+                        f"worker {worker} pulls {names(key)} in step {number} before it has pushed it: push first, "
+                        "since all workers contribute to the value"
                     )
                 if worker in entry.pulled:
                     raise StateError(f"worker {worker} has pulled {names(key)} in step {number} before")
-            assert step is not None  # it has the keys
+            assert step is not None  # keys are not empty, and the loop raises without a step
             entries = [step.entries[key] for key in keys]
             while missing := self._missing(step, entries):
                 for w in sorted(missing & step.gone.keys()):
