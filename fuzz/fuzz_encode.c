@@ -244,7 +244,7 @@ static void check_room(struct task *k, const struct result *r, int residual)
 	exact_free(&scratch);
 }
 
-/* Replace the bound by that for the task's segments. */
+/* Compute the bound for the task's segments, and compare its status with that of the bound for any segments. */
 static void bound_by_segments(struct task *k, codec_status bound_status)
 {
 	size_t nbytes = 0;

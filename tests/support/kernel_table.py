@@ -13,10 +13,10 @@ PATH = API / "src/kernels.h"
 OWN = {"store_bytes": 256, "finish_encode": 128, "open_frames": 256, "finish_decode": 128}  # of native/cuda_api/kernels
 OTHER = re.compile("gather|check_finite|choose_topk|reduce_rows")  # kernels that the C host does not launch
 LIMITS = {
-    "WARPS": "blocks of values for which a CTA is launched; warps of most CTAs",
+    "WARPS": "warps of most CTAs; a grid has a CTA for so many blocks of values",
     "ELEMENTWISE_VALUES": "values for each CTA of elementwise kernels",
     "ELEMENTWISE_BLOCKS": "maximum CTAs of elementwise kernels for each multiprocessor",
-    "OTHER_BLOCKS": "the same of kernels that choose how to encode, or write what surrounds blocks",
+    "OTHER_BLOCKS": "maximum CTAs per multiprocessor of kernels that choose or write frame headers",
     "MAX_GRID_Y": "CUDA's limit of a grid's second dimension",
     "MAX_IDLE": "maximum CTAs of a launch that find no work",
     "MAX_SCRATCH": "maximum bytes of scratch memory of a call",

@@ -67,10 +67,10 @@ FILES = {
 FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kernels}
 
 # Limits of launches. tests/support/kernel_table.py writes them and FILES to native/cuda_api/src/kernels.h.
-WARPS = 4  # blocks of values for which a thread block is launched; warps of most thread blocks
+WARPS = 4  # warps of most thread blocks; a grid has a thread block for so many blocks of values
 ELEMENTWISE_VALUES = 4096  # values for each thread block of elementwise kernels
 ELEMENTWISE_BLOCKS = 8  # maximum thread blocks of elementwise kernels for each multiprocessor
-OTHER_BLOCKS = 2  # the same of kernels that choose how to encode, or write what surrounds blocks
+OTHER_BLOCKS = 2  # maximum thread blocks per multiprocessor of kernels that choose or write frame headers
 MAX_GRID_Y = 65_535  # CUDA's limit of a grid's second dimension
 MAX_IDLE = 4096  # maximum thread blocks of a launch that find no work
 MAX_SCRATCH = 300_000_000  # maximum bytes of scratch memory of a call; if warps need more, fewer of them run at once

@@ -128,8 +128,8 @@ DEVICE model_tasks model_tasks_of(uint64_t n, uint32_t nparts)
 }
 
 /*
- * Do task t < 3 * step, once c->finest and c->bins are known. The last CTA to finish a part's step concludes that step.
- * Returns true to the CTA whose task concludes the model.
+ * Run task t < 3 * step, once c->finest and c->bins are known. The last CTA to finish a part's step concludes that
+ * step. Returns true to the CTA whose task concludes the model.
  */
 DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *values, const sample_kind &q,
 			    const model_tasks &tasks, uint32_t t, codec_choice *c, codec_part_found *found,
@@ -176,8 +176,8 @@ DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *value
 }
 
 /*
- * Set found[i].side_nibbles to the offset of part i's nibbles among all nibbles, in bytes. Returns the size of the side
- * section.
+ * Lay out the side section: set found[i].side_nibbles to the offset in bytes of the row and column offsets of part i,
+ * counted from those of part 0. Returns the size of the section in bytes.
  */
 DEVICE_CALL uint64_t place_nibbles(const codec_view *v, uint8_t *memory, uint64_t nparts, const codec_choice *c,
 				   codec_part_found *found)

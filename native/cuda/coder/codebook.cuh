@@ -69,7 +69,7 @@ DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t max_code_length, b
 	if (n > room) {
 		uint32_t lighter = 0;
 
-		for (uint32_t j = 0; keeps && j < n; j++) /* of equal weights the largest symbol is dropped first */
+		for (uint32_t j = 0; keeps && j < n; j++) /* among equal weights, drop the largest symbol first */
 			lighter += weight[j] < w || (weight[j] == w && j > at);
 		__syncthreads();
 		if (keeps && lighter < n - room) {
@@ -202,7 +202,7 @@ DEVICE_CALL void cta_codes(const uint8_t *length, uint8_t *table, book_room *r)
 	table[TABLE_PAD] = (uint8_t)r->pad;
 }
 
-/* First and last symbol, but for symbol 0, of a packed codebook. */
+/* First and last symbol above 0 of a packed codebook. */
 struct book_ends {
 	uint32_t first, last;
 };
@@ -241,7 +241,7 @@ DEVICE_CALL uint32_t cta_pack(const uint8_t *length, uint8_t *to)
 	return n;
 }
 
-/* Return what counts cost in bits, as book_cost does. `literal`: bits of a literal. */
+/* Return the cost of symbol counts in bits, as book_cost does. `literal`: bits of a literal. */
 DEVICE_CALL uint64_t cta_cost(const uint8_t *length, const uint32_t *counts, uint32_t literal)
 {
 	uint32_t l = length[threadIdx.x];
@@ -278,7 +278,7 @@ DEVICE uint64_t merge_cost(cost_room *room, uint32_t n)
 	return cost;
 }
 
-/* Return what 256 counts cost in bits, as choose_cost does. */
+/* Return the cost of 256 symbol counts in bits, as choose_cost does. */
 DEVICE_CALL uint64_t warp_cost(const uint32_t *counts, cost_room *room, uint32_t lane)
 {
 	uint32_t total = 0, rest = 0, n = 0;

@@ -6,7 +6,7 @@
 
 #include "common/job.cuh"
 
-#define STATE_NBYTES 22 /* of a coded plane's head: u16 number of words, 32 tail lengths of 5 bits */
+#define STATE_NBYTES 22 /* head of a coded plane: u16 number of words, 32 tail lengths of 5 bits */
 
 /*
  * Decoding table of plane `plane` that yields two symbols for the next `nbits` bits, shared by all warps of the CTA. An
@@ -42,7 +42,7 @@ DEVICE void fill_pairs(const pairs &to, const uint8_t *table)
  */
 struct coded {
 	uint64_t bits;
-	const uint8_t *words; /* words of the plane, in all lanes the same */
+	const uint8_t *words; /* words of the plane, the same in all lanes */
 	uint32_t nwords, taken;
 };
 
@@ -89,7 +89,7 @@ static __device__ codec_status open_plane(cursor *c, coded *s, uint32_t lane)
 struct symbols {
 	uint64_t bits;
 	uint32_t quad;
-	uint32_t escaped; /* not 0: one of them is the escape */
+	uint32_t escaped; /* not 0: one of the symbols is the escape */
 };
 
 /* Decode four symbols, one look-up each. */
@@ -130,7 +130,7 @@ DEVICE void refill(coded *s, uint32_t lane)
 {
 	uint32_t high = (uint32_t)(s->bits >> 32), low = (uint32_t)s->bits;
 	uint32_t taking = __ballot_sync(FULL, low == 0), place = s->taken + __popc(taking & ((1u << lane) - 1));
-	/* the end mark, where a word is to be inserted before it; else 0 */
+	/* the end mark, if a word must be inserted before it; otherwise 0 */
 	uint32_t mark = low ? 0 : high & (0 - high);
 	uint32_t word = mark && place < s->nwords ? load32(s->words + 4ull * place) : 0;
 

@@ -23,7 +23,7 @@ DEVICE int octave_of(uint32_t dtype)
 /* Position of a value in its part of the model. */
 struct place {
 	const codec_model_part *part;
-	uint64_t left;                /* values of the part from this one on */
+	uint64_t left;                /* values of the part from the current one on */
 	uint32_t row, column, length; /* length: values in a row; 0: the part has no rows */
 	int eighths;                  /* base + row offset */
 	const int8_t *rows, *cols;    /* offsets of rows and columns; NULL: none */

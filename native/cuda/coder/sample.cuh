@@ -228,7 +228,7 @@ struct fit_room {
 	int8_t eighths[CHOOSE_ROWS];
 	uint64_t at[CHOOSE_COL_ROWS];               /* first value of each row in the sample for columns */
 	int mean[CHOOSE_COL_ROWS];                  /* mean pattern of the row under its rounded offset */
-	int total[CTA_THREADS], count[CTA_THREADS]; /* of each thread's rows */
+	int total[CTA_THREADS], count[CTA_THREADS]; /* sums over the rows of each thread */
 };
 
 #define SHIFT_AT_ONCE 16 /* offsets that a thread loads at once */
@@ -576,7 +576,7 @@ DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_mo
 		if (threadIdx.x % 32 == 0)
 			room->bits[warp] = bits;
 	}
-	uint64_t samples = cta_sum(room->raw[threadIdx.x]); /* its barriers order room->bits, too */
+	uint64_t samples = cta_sum(room->raw[threadIdx.x]); /* the barriers in cta_sum order room->bits, too */
 
 	pays |= choose_offsets_pay(room->bits[0], room->bits[1], samples, part->count,
 				   part_rows(part) + part_cols(part));

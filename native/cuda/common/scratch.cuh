@@ -13,13 +13,13 @@
 /* Scratch memory that all frames of a call share. */
 struct codec_units {
 	uint32_t *taken; /* one bit a unit, set while a warp has it; 0 at first */
-	uint8_t *memory; /* of all units */
+	uint8_t *memory; /* memory of all units */
 	uint64_t each;   /* bytes of a unit */
 	uint32_t count;  /* number of units; 0: this frame needs no scratch memory */
 	uint32_t reserved;
 };
 
-/* Units that a warp has taken; memory: NULL if there are none. */
+/* Units that a warp has acquired; memory: NULL without units. */
 struct taken_units {
 	uint8_t *memory;
 	uint32_t first, count;
@@ -88,7 +88,7 @@ static __device__ taken_units take_units(const codec_units &s, uint64_t nbytes, 
 
 			if (!before)
 				first = 32 * word + bit;
-			else /* another warp was faster */
+			else /* another warp has acquired the unit */
 				atomicAnd(s.taken + word, ~(all & ~before));
 		}
 		if (finder < 32)
@@ -101,7 +101,7 @@ static __device__ taken_units take_units(const codec_units &s, uint64_t nbytes, 
 	return {s.memory + s.each * first, first, count};
 }
 
-/* Give back units, by all lanes of a warp. */
+/* Release units, by all lanes of a warp. */
 static __device__ void give_units(const codec_units &s, const taken_units &t, uint32_t lane)
 {
 	__syncwarp(); /* no lane uses the memory any more */

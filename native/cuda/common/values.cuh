@@ -36,7 +36,7 @@ DEVICE uint32_t bits_of_float(uint32_t dtype, float y)
 struct codec_source {
 	const uint8_t *values; /* the tensor, at a multiple of the size of a value; with error feedback: `sums`, rounded
 				  to the tensor's dtype */
-	const float *sums;     /* with error feedback: tensor + residual as float32; else NULL */
+	const float *sums;     /* with error feedback: tensor + residual as float32; otherwise NULL */
 	float *residual;       /* output: residual (source minus its decoded values); NULL: not written */
 };
 

@@ -18,14 +18,14 @@
 
 static_assert(WIRE_LANES == 32, "a lane of the coder is a lane of a warp");
 
-/* Tell the compiler that p points to global memory, which it cannot know of an address loaded from memory. */
+/* Declare that p points to global memory, which the compiler cannot infer for an address loaded from memory. */
 template <class T> DEVICE T *global(T *p)
 {
 	__builtin_assume(__isGlobal(p));
 	return p;
 }
 
-/* Tell the compiler that p points to shared memory. */
+/* Declare to the compiler that p points to shared memory. */
 template <class T> DEVICE T *shared(T *p)
 {
 	__builtin_assume(__isShared(p));
@@ -71,7 +71,7 @@ DEVICE void prefetch(const void *p)
 #endif
 }
 
-#define LINE_NBYTES 128 /* of a cache line */
+#define LINE_NBYTES 128 /* bytes of a cache line */
 
 /* Return the sum of x over the warp. */
 DEVICE uint32_t warp_sum(uint32_t x)

@@ -6,7 +6,7 @@
 
 #include "delta/delta.cuh"
 
-#define NO_SCALE 0x7fffffff /* of blocks without classes: all values are in class 0, which has no codes */
+#define NO_SCALE 0x7fffffff /* scale of blocks without classes: all values are in class 0, which has no codes */
 
 /* Bin of an exponent in scratch memory; members as in delta_bin. */
 struct exponent_bin {
@@ -53,7 +53,7 @@ DEVICE int least_scale(uint64_t cost, int scale)
 	return scale;
 }
 
-/* Return the scale of least cost among first, first + step, ... up to last. Lanes take scales in turn. */
+/* Return the scale of least cost among first, first + step, ... up to last. Lanes try scales round-robin. */
 DEVICE int best_scale(const exponent_bin *bins, int low, int high, int first, int last, int step, uint32_t item,
 		      uint32_t lane)
 {

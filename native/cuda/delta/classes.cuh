@@ -6,12 +6,12 @@
 
 #define GROUP 1024     /* values whose planes are 32 words each */
 #define CLASS_PLANES 4 /* bits of a class */
-#define NO_CLASS 15u   /* of values behind the end of a block */
+#define NO_CLASS 15u   /* class of values behind the end of a block */
 
 /* Bytes of scratch memory for each 1,024 values of a block: planes, then sums of chunks. */
 #define DELTA_ROOM(size) (GROUP / 8 * CLASS_PLANES + 8 * (size))
 
-/* Block being decoded. `count`: changes that its head says. */
+/* Block being decoded. `count`: number of changes in its head. */
 struct delta_block {
 	delta_kind q;
 	const uint8_t *base;
@@ -121,7 +121,7 @@ DEVICE void open_group(const delta_block &o, class_cursor *c, uint32_t group, ui
 	c->used = 0;
 }
 
-/* Pass `gap` members, at least 1, and set *place to that of the last one. Returns false if there are fewer. */
+/* Skip `gap` >= 1 members; set *place to the position of the last one. Returns false if there are fewer. */
 DEVICE bool pass_members(const delta_block &o, class_cursor *c, uint32_t gap, uint32_t *place, uint32_t lane)
 {
 	uint32_t target = gap - 1;

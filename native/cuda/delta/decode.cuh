@@ -13,15 +13,15 @@
 #include "delta/classes.cuh"
 #include "delta/lists.cuh"
 
-/* Changes that are read: those of all lanes below `kept` are not applied yet. */
+/* Changes that were read. Changes of lanes below `kept` are not applied yet. */
 struct change_list {
 	uint32_t count, kept;
-	uint32_t place; /* of this lane's change */
-	uint64_t step;  /* of PATCHES: the bits to change */
+	uint32_t place; /* index in the block of this lane's change */
+	uint64_t step;  /* mode PATCHES: the bits to change */
 	bool bad;       /* a change that changes nothing */
 };
 
-/* Add to a chunk's sum what the change of a value adds. */
+/* Add the contribution of a change to the sum of its chunk. */
 template <int SIZE> DEVICE void add_to_sum(unsigned long long *sums, uint32_t place, uint64_t x, uint64_t y)
 {
 	const uint32_t byte = place * SIZE, word = byte / 4 % WIRE_CHUNK_WORDS, shift = SIZE < 4 ? 8 * (byte & 3) : 0;
@@ -59,7 +59,7 @@ template <int SIZE> DEVICE void apply_changes(const delta_block &o, change_list 
 	__syncwarp();
 }
 
-/* Append a change. Returns false if there are more than the head says. */
+/* Append a change. Returns false if there are more changes than the head's number. */
 template <int SIZE>
 DEVICE bool add_change(const delta_block &o, change_list *l, uint32_t place, uint64_t step, uint32_t lane)
 {
@@ -211,7 +211,7 @@ DEVICE bool open_delta(const delta_kind &q, uint32_t m, const cursor &c, delta_b
 	return o->field <= WIRE_DELTA_MAX_GAP_K;
 }
 
-/* Compare raw values with the base, and store them. Returns the number of those that differ. */
+/* Compare raw values with the base, and store them. Returns the number of values that differ. */
 template <int SIZE> DEVICE uint32_t read_raw(const delta_block &o, const uint8_t *raw, uint32_t lane)
 {
 	uint32_t differ = 0;
@@ -360,7 +360,7 @@ template <int SIZE> DEVICE void skip_delta(const codec_decoding &d, const codec_
 			 chunks_of((uint64_t)block_values(&v, b) * SIZE), lane);
 }
 
-/* Decode a frame without blocks, whose result is the base. Warps take chunks of bytes in turn. */
+/* Decode a frame without blocks, whose result is the base. Warps check chunks round-robin. */
 template <int SIZE> DEVICE void read_unchanged(const codec_decoding &d, const codec_view &v, uint32_t lane)
 {
 	const uint64_t nbytes = v.n * SIZE, chunk = 4 * WIRE_CHUNK_WORDS, warp = blockIdx.x * WARPS + threadIdx.x / 32;

@@ -121,7 +121,7 @@ DEVICE delta_region choose_mode(const delta_pair &p, const delta_sums &s, int sc
 	return r;
 }
 
-/* Fill a region with zeros, but for its head. */
+/* Fill a region with zeros behind its head. */
 DEVICE void open_delta(uint8_t *region, uint32_t size, uint32_t head, uint32_t lane)
 {
 	for (uint32_t i = lane; i < size / 4; i += 32)

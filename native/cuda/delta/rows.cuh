@@ -16,8 +16,8 @@ struct delta_pair {
 
 /* Sums over a block. Lane r has those of class r in bits; other lanes 0. */
 struct delta_sums {
-	uint64_t bits, codes;   /* of the lane's class */
-	uint64_t gaps, patches; /* of all changes: bits of gaps, and of signs and sizes of steps */
+	uint64_t bits, codes;   /* sums over the lane's class */
+	uint64_t gaps, patches; /* bits over all changes: of gaps; of signs and sizes of steps */
 };
 
 /* Row of 32 values, one a lane. */

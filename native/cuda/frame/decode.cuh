@@ -33,7 +33,7 @@ struct codec_lists {
 
 /* Arguments of decoding kernels for one frame. */
 struct codec_decoding {
-	const codec_view *view; /* of a job made by codec_decode_plan */
+	const codec_view *view; /* view of a job made by codec_decode_plan */
 	const uint8_t *memory;  /* arrays of the view */
 	const uint8_t *frame;
 	codec_units scratch; /* see decode_*_nbytes */

@@ -15,9 +15,9 @@
 /* Result of encoding a frame, and counters that its warps share. All 0 at first. */
 struct codec_written {
 	unsigned long long checksum;     /* sum of checksums of blocks; close_frame adds the rest */
-	unsigned long long end;          /* of the last region: offset in the frame */
+	unsigned long long end;          /* offset in the frame of the last region's end */
 	unsigned long long stored;       /* sum of checksums of a stored tensor, or of an unchanged one's frame */
-	unsigned long long nbytes;       /* of the frame; set by close_frame */
+	unsigned long long nbytes;       /* bytes of the frame; set by close_frame */
 	uint32_t ticket, closed;         /* blocks taken; CTAs that are done in close_frame */
 	uint32_t fault, changed;         /* fault: a status; changed: Delta, 1 if a value differs from the base's */
 	unsigned long long base, result; /* Delta: digests of the values, summed over blocks */
@@ -39,11 +39,11 @@ struct codec_choice;
 
 /* Arguments of encoding kernels for one tensor. */
 struct codec_encoding {
-	codec_view *view; /* of a job planned by codec_encode_plan */
+	codec_view *view; /* view of a job planned by codec_encode_plan */
 	uint8_t *memory;  /* arrays of the view */
 	codec_source source;
 	uint8_t *frame;
-	uint64_t capacity;          /* of the frame, in bytes */
+	uint64_t capacity;          /* bytes that fit at `frame` */
 	codec_units scratch;        /* see encode_*_nbytes */
 	codec_choice *found;        /* 0 at first; followed by codec_part_found of each part */
 	const uint8_t *head;        /* header of the planned job, from codec_encode_head */

@@ -135,7 +135,7 @@ DEVICE void exponents_four(const codec_preprocessing &b, const codec_group &g, u
 	*(uint32_t *)(global(b.exponents) + i) = exponents;
 }
 
-/* Compute what codec_preprocessing asks for. Grid: (CTAs, tensors); threads take four values in turn. */
+/* Compute what codec_preprocessing asks for. Grid: (CTAs, tensors); threads process groups of four in strides. */
 extern "C" __global__ void __launch_bounds__(256, 4) preprocess(const codec_preprocessing *tensors)
 {
 	__shared__ codec_preprocessing b;

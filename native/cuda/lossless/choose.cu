@@ -41,7 +41,7 @@ DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t
 	low[i] = 0;
 	for (uint32_t k = i; s.given && k < LEAVES; k += CTA_THREADS)
 		lengths[k] = given[k];
-	total = cta_sum(mine); /* its barriers order room->plane, too */
+	total = cta_sum(mine); /* the barriers in cta_sum order room->plane, too */
 	cost = 8 * total;
 	if (s.exponent) {
 		if (!s.given)

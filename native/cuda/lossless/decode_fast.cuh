@@ -14,7 +14,7 @@
 #include "lossless/fast.cuh"
 #include "lossless/single.cuh"
 
-#define FAST_BITS 13  /* of an index of the table of pairs */
+#define FAST_BITS 13  /* bits of an index of the table of pairs */
 #define FAST_RARE 64u /* one of the symbols is the escape, or both codes do not fit: FAST_LONG */
 #define FAST_LONG 0x8000u
 

@@ -88,8 +88,8 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 	const quad *from = global((const quad *)values) + lane;
 	uint32_t *to = global((uint32_t *)plane1) + lane;
 	const volatile uint32_t *key = t->key + lane;             /* volatile: eight keys would take eight registers */
-	uint32_t *const words = t->words[0];                      /* of all warps */
-	const uint32_t end = NEAR_WORDS * (threadIdx.x / 32 + 1); /* of the warp's words, which begin at `begin` */
+	uint32_t *const words = t->words[0];                      /* words of all warps */
+	const uint32_t end = NEAR_WORDS * (threadIdx.x / 32 + 1); /* end of this warp's words, which begin at `begin` */
 	uint32_t begin = opaque(end);
 	const uint32_t below = opaque((1u << lane) - 1), round = ROUND_OF(octave), circle = WIRE_CIRCLE(128) * 0x10001;
 	uint32_t low = s->low, high = s->high, more = s->more, nliterals = s->nliterals;

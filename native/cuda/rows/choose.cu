@@ -44,7 +44,7 @@ DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const codec_s
  */
 struct warp_tree {
 	double level[2], low[2]; /* low: lane l has the sum of 2^l pieces of a last group of fewer than 32 */
-	uint32_t most, below;    /* of this lane's pieces */
+	uint32_t most, below;    /* largest magnitude, and negative values, of this lane's pieces */
 };
 
 /* Add group `group` of n <= 32 pieces to a tree; all groups before it have 32. One piece a lane. */

@@ -6,7 +6,7 @@
 
 #include "rows/scales.cuh"
 
-#define WARP_STEP (8 * 32) /* values that a warp takes at once, 8 a lane */
+#define WARP_STEP (8 * 32) /* values that a warp encodes in one step, 8 a lane */
 #define TRITS_CHUNK (5 * WARP_STEP)
 
 /*
@@ -148,7 +148,7 @@ DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint3
 	uint32_t codes = 0;
 
 #if __CUDA_ARCH__ >= 890
-	/* a tensor with NaN or Inf has no frame, unless they are propagated */
+	/* a tensor with NaN or Inf cannot be encoded, unless they are propagated */
 	if (CODEC == WIRE_CODEC_FLOAT8 && !random && !(r.v->options & WIRE_OPTION_PROPAGATE && any_nonfinite(x)))
 		return convert_to_float8(!r.q.e5m2, x, s.scale);
 #endif

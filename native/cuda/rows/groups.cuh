@@ -108,7 +108,7 @@ DEVICE row_scale scale_of_lanes(const row_job &r, uint32_t most, uint32_t mine, 
 	return open_scale(r.q, scale_of_bits(r.q, r.p.part, bits).scale, 0);
 }
 
-/* QUANTIZE with zero points: do what scale_of_lanes does, from the lane's 8 values. */
+/* QUANTIZE with zero points: version of scale_of_lanes, from the lane's 8 values. */
 DEVICE row_scale ends_of_lanes(const row_job &r, const uint32_t x[8], uint32_t mine, uint8_t *scales, uint32_t *bad)
 {
 	const uint32_t row = r.p.part->group_size, each = (uint32_t)row_scale_nbytes(r.q), row_log2 = 31 - __clz(row);

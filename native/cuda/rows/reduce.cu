@@ -6,7 +6,7 @@
 #include "frame/decode.cuh"
 #include "rows/rows.cuh"
 
-#define QUADS 4    /* rows of 128 values that a warp adds up at once */
+#define QUADS 4    /* rows of 128 values that a warp adds in one step */
 #define TABLED 128 /* rows of a block, in all frames, whose scales fit into shared memory */
 
 /* Check a frame's region of block b, by each lane for a frame of its own: size, padding, last codes. Sets *c to it. */
@@ -91,7 +91,7 @@ DEVICE uint32_t fill_scales(summed *s, uint32_t lane)
 	return bad;
 }
 
-/* Combine four sums with a frame's values as its sink says. sums, values: bits of float32. */
+/* Combine four sums with a frame's values by the sink's operation. sums, values: bits of float32. */
 DEVICE_CALL uint4 put_four(const codec_sink *sink, uint32_t dtype, uint4 sums, uint4 values, float scale)
 {
 	uint32_t sum[4] = {sums.x, sums.y, sums.z, sums.w}, y[4] = {values.x, values.y, values.z, values.w};
@@ -109,7 +109,7 @@ DEVICE bool is_plain(const codec_sink &sink, uint32_t dtype)
 	       (dtype == WIRE_FLOAT32 || sink.unscaled);
 }
 
-/* Check that add_float8 knows what to do with values: no maximum, no scaling. */
+/* Return true if add_float8 supports the sink: neither a maximum nor scaling. */
 DEVICE bool sets_or_adds(const codec_sink &sink)
 {
 	return (sink.into == CODEC_INTO_ADD || sink.into == CODEC_INTO_FLOAT32) && !sink.rescale;
@@ -125,7 +125,7 @@ DEVICE void four_of_bits(uint4 u, float x[4])
 	x[0] = round_float(u.x), x[1] = round_float(u.y), x[2] = round_float(u.z), x[3] = round_float(u.w);
 }
 
-/* Divide four float32 values. A function of its own: division is long, and follows the last frame only. */
+/* Divide four float32 values. Not inlined: division is long, and is needed only after the last frame. */
 DEVICE_CALL uint4 divide_four(uint4 u, float divide)
 {
 	float x[4];
@@ -234,7 +234,7 @@ template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, cons
 	for (uint32_t i = 0; i < QUADS; i++) {
 		uint4 w = {0, 0, 0, 0};
 
-		if (s.decodings->sink.into != CODEC_INTO_FLOAT32) /* else the result does not depend on them */
+		if (s.decodings->sink.into != CODEC_INTO_FLOAT32) /* other results do not depend on what `to` holds */
 			w = to[32 * i];
 		four_of_bits(w, sum[i]);
 		at[i] = row ? (WIRE_ROW * (r + i) + 4 * lane) / row : 0; /* row of the codec, equal in all frames */

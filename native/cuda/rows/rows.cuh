@@ -313,7 +313,7 @@ template <int CODEC> DEVICE uint32_t walk_code(struct row_kind q, const row_walk
 	return (CODEC == WIRE_CODEC_TERNARY || is_quantize(CODEC)) && ratio != ratio;
 }
 
-/* Read n <= 4 values from value i on; they may lie in several rows. */
+/* Read n <= 4 values from value i on, which may lie in several rows. */
 template <int CODEC> DEVICE uint32_t walk_quad(struct row_kind q, row_walk *w, uint32_t i, uint32_t n, float y[4])
 {
 	uint32_t wrong = 0, quad = n ? read_codes<CODEC>(q, w->codes, i, n) : 0;

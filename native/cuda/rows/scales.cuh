@@ -292,14 +292,14 @@ DEVICE bool is_nonfinite(extremes e)
 	return e.high >= (int32_t)ROUND_INF || e.low <= ~(int32_t)ROUND_INF;
 }
 
-/* Return what is stored of a row, and its half range and middle. */
+/* Return the stored ends of a row, its half range and its middle. */
 DEVICE row_ends ends_of(extremes e, uint32_t dtype)
 {
 	return scale_ends(round_float((uint32_t)round_ordered((uint32_t)e.low)),
 			  round_float((uint32_t)round_ordered((uint32_t)e.high)), dtype);
 }
 
-/* QUANTIZE with zero points: do what put_scale does. */
+/* QUANTIZE with zero points: version of put_scale. */
 DEVICE_CALL scaled put_ends(struct row_kind q, const codec_source *source, uint64_t first, uint32_t n, uint8_t *to,
 			    uint32_t lane)
 {
@@ -317,7 +317,7 @@ DEVICE_CALL scaled put_ends(struct row_kind q, const codec_source *source, uint6
 	return {CODEC_OK, ends.half, ends.middle};
 }
 
-/* Return the bits from which on magnitudes are ignored: those of Inf if Inf and NaN are propagated, else none. */
+/* Return the bits from which on magnitudes are ignored: those of Inf if NaN and Inf are propagated; ~0: none. */
 DEVICE uint32_t limit_of(const codec_view *v)
 {
 	return v->options & WIRE_OPTION_PROPAGATE ? ROUND_INF : ~0u;
@@ -354,7 +354,8 @@ DEVICE_CALL scaled put_scale(const codec_view *v, struct row_kind q, const codec
 }
 
 /*
- * Compute the scales of a block's rows from value `from` on, the first one of a row. `warps` warps take rows in turn.
+ * Compute the scales of a block's rows from value `from` on, the first one of a row. `warps` warps process rows
+ * round-robin.
  */
 template <int CODEC>
 DEVICE codec_status put_scales(const codec_view *v, struct row_kind q, const row_place &p, const codec_source *source,

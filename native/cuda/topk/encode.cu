@@ -3,7 +3,7 @@
 
 /*
  * Search a tensor for NaN and Inf before the residual, which encode_topk writes, is changed. Grid: (CTAs, frames);
- * threads take values in turn. Where they need not be searched, v.row_sums is empty.
+ * threads check values in strides. Where they need not be searched, v.row_sums is empty.
  */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_topk(const codec_encoding *encodings)
 {

@@ -186,8 +186,8 @@ DEVICE topk_least find_least(const topk_chunk &c, uint32_t *counts)
 }
 
 /*
- * Return the values of a chunk from which the largest are chosen. guess: where the search begins; 0: there is none.
- * room: for candidates; counts: as in find_least.
+ * Return a small part of a chunk that contains the values to keep. guess: threshold of candidates, a key; 0: none.
+ * room: memory for candidates; counts: memory for a histogram, as in find_least.
  */
 DEVICE topk_chunk narrow(const topk_chunk &c, uint32_t guess, topk_candidates *room, uint32_t *counts)
 {

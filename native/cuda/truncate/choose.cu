@@ -1,8 +1,8 @@
-/* truncate/choose.cu - kernel that chooses what precedes the blocks of Truncate frames: the scale model, a codebook.
+/* truncate/choose.cu - kernel that chooses the side section of Truncate frames: scale model and codebook.
  * docs/spec/encoder.md, section 8.
  *
- * One launch, as lossless/choose.cu: CTAs take numbered tasks, first the model's, then samples of symbols under the
- * model.
+ * One launch: CTAs take numbered tasks, as in lossless/choose.cu. The first tasks fit the scale model, the others count
+ * symbols of a sample under that model.
  */
 #include "coder/choose.cuh"
 #include "truncate/encode.cuh"

@@ -133,7 +133,7 @@ struct cut_block {
 	cutting cut;
 	uint32_t m, rows;       /* values; rows of 128 values */
 	uint32_t most;          /* bits of a field at most; lower ones are 0 in all fields */
-	uint32_t mode;          /* of the plane of symbols */
+	uint32_t mode;          /* mode of the plane of symbols */
 	uint32_t left_out;      /* mask of pieces that are 0 in all values */
 	bool sends, plane_sent; /* the region holds levels; in a plane of their own */
 	uint32_t *e, *w;        /* scratch memory, four values a word: exponents; levels */
@@ -163,10 +163,10 @@ DEVICE bool open_cut(const codec_view &v, uint32_t head, const uint8_t *exponent
 		 tail > total || (coded && o->mode == WIRE_MODE_RAW));
 }
 
-/* Totals of a block: number of values that keep each piece; by bit: bits that this lane's values keep. */
+/* Totals of a block. */
 struct cut_totals {
-	kept_sums kept;
-	uint32_t bits;
+	kept_sums kept; /* numbers of values that keep each piece */
+	uint32_t bits;  /* CODEC_OPTION_BITS: mantissa bits that the values of this lane keep */
 };
 
 /* Read symbols. Exponents, and levels that are coded with them, go to scratch memory. */
@@ -246,7 +246,10 @@ DEVICE bool find_pieces(const cut_block &o, const bit_source &source, const cut_
 	return true;
 }
 
-/* Compute values from exponents, cuts and fields, and store them. */
+/*
+ * Rebuild the values of a block from their exponents, cuts (level, or number of dropped bits) and mantissa fields, and
+ * write them to the sink.
+ */
 DEVICE void put_cut(const cut_block &o, const bit_source &source, pieces p, uint32_t dtype, uint64_t first,
 		    const codec_sink *sink, uint32_t lane)
 {

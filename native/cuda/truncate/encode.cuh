@@ -305,7 +305,7 @@ DEVICE_CALL void write_cut(const codec_encoding &e, const job *j, const codec_so
 	const bool levels = v.variant == WIRE_LEVELS_PLANE;
 	const uint64_t first = b * v.block_nvalues;
 	const uint32_t m = (uint32_t)block_values(&v, b), start = c.shares ? 8 : 4; /* where symbols begin */
-	uint32_t end = 0, size = 0;                                                 /* of the symbols; of the region */
+	uint32_t end = 0, size = 0; /* bytes of the symbols; of the region */
 	uint64_t at = 0, checksum = 0;
 	cut_layout l = {};
 	bool constant;

@@ -148,7 +148,10 @@ DEVICE uint32_t sum_of(const kept_sums &s, uint32_t i)
 	return (i % 2 ? s.odd : s.even) >> 16 * (i / 2) & 0xffff;
 }
 
-/* Return how many bits of its field a value keeps by bit, at most `most`. */
+/*
+ * Return how many mantissa bits a value with exponent e keeps, at most `most`. cut: number of dropped bits
+ * (CODEC_OPTION_BITS).
+ */
 DEVICE uint32_t bits_kept(const cut_kind &q, uint32_t e, uint32_t cut, uint32_t most)
 {
 	uint32_t keeps = q.mbits + 1 - cut;

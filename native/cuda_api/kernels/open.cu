@@ -12,7 +12,7 @@ struct open_state {
 	opening a;
 	codec_view v;
 	side s;
-	uint64_t header[WIRE_MAX_HEADER / 8]; /* copies, so that nobody can change what was checked */
+	uint64_t header[WIRE_MAX_HEADER / 8]; /* copies, which concurrent writes to the frame cannot change */
 	uint8_t lead[LEAD_NBYTES];
 	codebook books[WIRE_MAX_PLANES];
 	uint64_t nbytes, n;
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) open_frames(const open
 
 	share(&o.a, openings + blockIdx.y);
 	if (threadIdx.x == 0)
-		o.base = o.result = 0; /* of other codecs */
+		o.base = o.result = 0; /* default for codecs other than Delta */
 	for (uint32_t i = threadIdx.x; i < sizeof o.v / 8; i += blockDim.x)
 		((uint64_t *)&o.v)[i] = 0;
 	take_header(&o);

@@ -143,7 +143,7 @@ int codec_cuda_decode_workspace(const codec_cuda_decode_item *items, size_t coun
 	return CODEC_OK;
 }
 
-/* Places that items take in turn. */
+/* Next free places in the workspace, from which each item takes its own. */
 struct places {
 	uint64_t memory, rank[NKERNELS][NCLASSES]; /* rank: index in the arrays of decodings */
 };

@@ -7,9 +7,9 @@
 
 /* Bytes of scratch memory that warps of encoding and decoding kernels need, as the kernels' files define them. */
 struct scratch_sizes {
-	uint64_t encode_lossless, decode_lossless; /* of a unit */
+	uint64_t encode_lossless, decode_lossless; /* bytes of a unit */
 	uint64_t encode_rows[2]; /* with an entropy stage, without the region; with codes of which five share a byte */
-	uint64_t encode_truncate[2]; /* levels apart from symbols; coded together */
+	uint64_t encode_truncate[2]; /* index 0: levels stored separately; 1: coded together with symbols */
 	uint64_t decode_rows, decode_truncate;
 	/* By the size of a value; decode_delta: for each 1,024 values of a block. */
 	uint64_t encode_delta[4], decode_delta[4];
@@ -41,9 +41,9 @@ int device_launch(const codec_cuda_device *d, enum kernel k, uint32_t x, uint32_
 struct run {
 	const codec_cuda_device *device;
 	enum kernel kernel;
-	uint64_t nbytes; /* of a struct */
+	uint64_t nbytes; /* bytes of a struct of arguments */
 	CUstream stream;
-	uint64_t at, count; /* of the structs that are not launched yet: address and number */
+	uint64_t at, count; /* structs not launched yet: device address and number */
 	uint64_t used;      /* sum of their CTAs */
 	uint32_t most;      /* CTAs of the largest one */
 };

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #ifndef CODEC_CUDA_DRIVER
-#define CODEC_CUDA_DRIVER "libcuda.so.1" /* tests give the name of another one */
+#define CODEC_CUDA_DRIVER "libcuda.so.1" /* tests define the name of a substitute */
 #endif
 
 static struct driver driver;

@@ -13,7 +13,7 @@ struct image {
 };
 
 extern const struct image codec_cuda_images[]; /* ends with arch 0 */
-extern const char *const codec_cuda_names[];   /* of functions in an image, in the order of the tables in kernels.h */
+extern const char *const codec_cuda_names[];   /* functions of an image, in the order of the tables in kernels.h */
 extern const char codec_cuda_sources[];        /* SHA-256 of native/cuda, in hexadecimal digits */
 
 #endif

@@ -76,10 +76,10 @@ enum kernel {
 		NKERNELS
 };
 
-#define WARPS 4                 /* blocks of values for which a CTA is launched; warps of most CTAs */
+#define WARPS 4                 /* warps of most CTAs; a grid has a CTA for so many blocks of values */
 #define ELEMENTWISE_VALUES 4096 /* values for each CTA of elementwise kernels */
 #define ELEMENTWISE_BLOCKS 8    /* maximum CTAs of elementwise kernels for each multiprocessor */
-#define OTHER_BLOCKS 2          /* the same of kernels that choose how to encode, or write what surrounds blocks */
+#define OTHER_BLOCKS 2          /* maximum CTAs per multiprocessor of kernels that choose or write frame headers */
 #define MAX_GRID_Y 65535        /* CUDA's limit of a grid's second dimension */
 #define MAX_IDLE 4096           /* maximum CTAs of a launch that find no work */
 #define MAX_SCRATCH 300000000   /* maximum bytes of scratch memory of a call */

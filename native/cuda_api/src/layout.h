@@ -51,10 +51,10 @@ struct decoding {
 	uint64_t view, memory, frame;
 	struct units scratch;
 	uint64_t exponents, found; /* exponents: DELTA's base */
-	uint64_t data;             /* codec_sink from here on */
+	uint64_t data;             /* begin of codec_sink */
 	uint32_t into;
 	float weight, divide;
-	uint32_t unscaled, rescale, padding; /* and to here */
+	uint32_t unscaled, rescale, padding; /* end of codec_sink */
 	uint32_t checks, warps;
 	uint64_t lists, reserved; /* lists: 0, this library decodes twice */
 };
@@ -69,8 +69,8 @@ struct found {
 /* Header fields of a frame, written by open_frames and read by finish_decode. */
 struct opened {
 	uint64_t frame_nbytes;
-	uint64_t checksum;      /* of the frame, by its header */
-	uint64_t head_checksum; /* of header and side section */
+	uint64_t checksum;      /* checksum of the frame, as its header gives it */
+	uint64_t head_checksum; /* computed checksum of header and side section */
 	uint64_t base, result;  /* DELTA: digests in the side section */
 	uint32_t status;
 	uint32_t decoder; /* kernel that decodes the frame */
@@ -84,7 +84,10 @@ struct opening {
 	uint64_t frame, frame_nbytes, frame_nbytes_at, tensor, result;
 	struct units scratch;
 	uint64_t view, memory, found, opened; /* output: codec_view, its arrays, struct found, struct opened */
-	/* Output: struct decoding of each kernel; first those that only check, or 0. All but one have no warps. */
+	/*
+	 * Output: addresses of a struct decoding for each kernel, to check the frame (0: decode unchecked) and to
+	 * decode it. Kernels other than opened.decoder get no warps.
+	 */
 	uint64_t checking[NDECODERS], decoding[NDECODERS];
 	uint64_t shape[CODEC_MAX_RANK];
 	uint32_t codec, dtype, rank, entropy; /* as the plan's; entropy: 1 if codes are entropy-coded */

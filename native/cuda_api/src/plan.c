@@ -35,7 +35,7 @@ static void make_array(codec_cuda_plan *p, codec_array *a)
 	p->made_nbytes += align16(a->count * a->itemsize);
 }
 
-/* Keep what kernels read of a planned job. */
+/* Copy to the plan those parts of a planned job that kernels read. */
 static int take_job(codec_cuda_plan *p, const uint8_t *job)
 {
 	codec_view *v = &p->view;
@@ -102,7 +102,7 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 	} else if (p->codec == CODEC_TOPK) {
 		p->choose = p->encode = ENCODE_TOPK;
 		p->decode = DECODE_TOPK;
-		p->encode_each = region; /* of a CTA */
+		p->encode_each = region; /* bytes of a CTA */
 	} else {
 		const int affine = p->codec == CODEC_QUANTIZE && spec->variant == CODEC_LEVELS_AFFINE;
 

@@ -9,7 +9,7 @@ struct codec_cuda_plan {
 	const codec_cuda_device *device;
 	uint32_t codec, dtype, rank, itemsize;
 	uint64_t shape[CODEC_MAX_RANK];
-	uint64_t n, nbytes; /* of the tensor */
+	uint64_t n, nbytes; /* values and bytes of the tensor */
 	uint64_t bound;
 	int entropy;      /* codecs of rows: 1 if codes are entropy-coded */
 	int needs_levels; /* TRUNCATE */
@@ -79,7 +79,7 @@ static inline int class_of(uint32_t ctas)
 	return class;
 }
 
-/* Return the CTAs of a kernel whose threads take four of n values in turn. */
+/* Return the CTAs of a kernel whose threads process n values in strides, four at a time. */
 uint32_t elementwise_ctas(const codec_cuda_device *d, uint64_t n);
 
 #endif

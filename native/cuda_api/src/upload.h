@@ -24,7 +24,7 @@ static inline void upload_begin(struct upload *u, const codec_cuda_device *d, CU
 /* Append bytes, padded with zeros to a multiple of 16. */
 int upload_add(struct upload *u, const void *bytes, uint64_t nbytes);
 
-/* Write what is left. */
+/* Write the remaining bytes. */
 int upload_end(struct upload *u);
 
 /* Compute the number of bytes that upload_add appends. */

@@ -227,7 +227,7 @@ typedef struct codec_spec {
 	uint32_t group_size;
 	uint32_t seed; /**< seed of random bits for stochastic rounding */
 	/**
-	 * Scale to use. TERNARY, FLOAT8 but for the MXFP8 variants; 0: computed from the tensor; see
+	 * Scale to use, of TERNARY and of FLOAT8 except MXFP8; 0: computed from the tensor; see
 	 * CODEC_OPTION_ZERO_SCALE.
 	 */
 	float scale;

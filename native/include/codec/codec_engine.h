@@ -43,7 +43,7 @@ typedef struct codec_range {
 	uint64_t first;    /**< index of the first block */
 	uint64_t count;    /**< number of blocks */
 	uint64_t at;       /**< encode: offset in the frame where the blocks' regions begin, a multiple of 8 */
-	uint64_t end;      /**< encode: offset in the frame where they end, set by the step */
+	uint64_t end;      /**< encode: offset in the frame of the end of the regions, set by the step */
 	uint64_t checksum; /**< sum (mod 2^64) of the blocks' checksums, set by the step */
 } codec_range;
 
@@ -183,18 +183,18 @@ typedef struct codec_row_part {
 
 /** Sums over one piece of codec_encode_scan, as in docs/spec/encoder.md, section 7.2. */
 typedef struct codec_row_sums {
-	double sum[2];     /**< of |v|; or of v^2 and of v; two_mean: |v| of values without, and with, a sign bit */
+	double sum[2]; /**< sums of |v|; or of v^2 and v; two_mean: of |v| where the sign bit is 0, and where it is 1 */
 	uint32_t negative; /**< two_mean: number of values with a sign bit */
 	uint32_t max;      /**< bit pattern of the largest |v|, as float32 */
 } codec_row_sums;
 
-/** Block of a frame of DELTA: what its values add to the digests of the side section, and its number of changes. */
+/** Block of a frame of DELTA: its contribution to the digests of the side section, and its number of changes. */
 typedef struct codec_delta_block {
 	uint64_t base;    /**< part of the base's digest */
 	uint64_t result;  /**< part of the result's digest */
 	uint32_t changes; /**< number of values that differ from the base's */
 	uint32_t state;   /**< decode: 0 until both digests are set; an engine then sets 1, before it writes values */
-	uint32_t reserved[4]; /**< decode: of the C library; an engine leaves them unchanged */
+	uint32_t reserved[4]; /**< decode: used by the C library; an engine leaves them unchanged */
 } codec_delta_block;
 
 /** Header fields as in format.md, and values derived from them. Offsets are in bytes from the frame's start. */

@@ -54,13 +54,13 @@ struct sample {
 	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], all[CHOOSE_BINS];
 };
 
-/* DELTA: a block's part of the digests, and what is known of its changes. */
+/* DELTA: a block's part of the digests, and the state of its list of changes. */
 enum { DELTA_UNKNOWN, DELTA_CHECKED, DELTA_LISTED };
 struct delta_block {
 	uint64_t base, result;
 	uint32_t changes;
 	uint32_t state;  /* decode; DELTA_LISTED: changes are in the job's list */
-	uint64_t list;   /* index of the first of them */
+	uint64_t list;   /* index of the first change in the list */
 	uint64_t origin; /* first block of the range with which the block was checked */
 };
 
@@ -88,9 +88,9 @@ struct job {
 	uint8_t residual;        /* codecs of rows: enum residual */
 	uint8_t no_verify_first; /* encode: CODEC_NO_VERIFY_FIRST is set */
 	uint8_t blocks_scan;     /* encode: encoding the blocks replaces the scan */
-	uint64_t outer_checksum; /* decode: the frame's checksum without those of its blocks */
+	uint64_t outer_checksum; /* decode: the frame's checksum minus the checksums of its blocks */
 	uint64_t codebook_id;
-	uint64_t base_digest, result_digest; /* DELTA, decode: as the side section says */
+	uint64_t base_digest, result_digest; /* DELTA, decode: digests in the side section */
 	uint32_t reads_residual;             /* encode: CODEC_FEEDBACK or CODEC_DIFFERENCE if set */
 	uint8_t checked;                     /* decode: the checksum is verified, or CODEC_NO_CHECKSUM is set */
 	codebook books[WIRE_MAX_PLANES];

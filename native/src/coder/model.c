@@ -190,7 +190,7 @@ static codec_status read_nibbles(const uint8_t *frame, uint64_t *p, uint64_t n, 
 	return CODEC_OK;
 }
 
-/* Read the scale model at frame[at, end), if there is one. *used is its end. */
+/* Read the scale model at frame[at, end), if there is one. Sets *used to the offset of the model's end. */
 codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f)
 {
 	uint64_t nsegments, start = 0, p;

@@ -44,8 +44,9 @@ static uint64_t words_at(uint64_t tail_bits)
 }
 
 /*
- * Finish encoding: store each lane's first 32 bits before the words, and keep the tails in s->part. Returns the first
- * word.
+ * Finish encoding a plane. Each lane's bit sequence begins with 32 bits and a tail: store the 32 bits in front of the
+ * words at `first`, and leave the tail in s->part. Sets *tail_bits to the bits of all tails. Returns the address of the
+ * stored bits.
  */
 static uint32_t *take_state(lanes *s, uint32_t *first, uint64_t *tail_bits)
 {
@@ -124,7 +125,7 @@ static void unpack_bits(const uint8_t *p, uint32_t *field, const uint32_t *width
 	for (int l = 0; l < WIRE_LANES; l++) {
 		uint32_t n = width ? width[l] : 5;
 
-		if (have < 32) { /* cheap whether taken or not, unlike a loop that is mispredicted */
+		if (have < 32) { /* a branch is cheap either way; a loop would be mispredicted */
 			bits |= (uint64_t)__builtin_bswap32(load32(p)) << (32 - have);
 			p += 4;
 			have += 32;

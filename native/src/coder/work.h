@@ -43,7 +43,7 @@ struct work {
 	uint16_t *exponent;
 	uint32_t *patterns, *fields;
 	uint8_t *piece[4], *e, *ea, *drop, *width, *level;
-	const codec_metric *metric; /* metric of the values that come next, or of some before them */
+	const codec_metric *metric; /* metric of the next values, or of preceding ones */
 	char *values; /* decode: values of a block that is not decoded into its tensor; same memory as `region` */
 	uint32_t *words, *words_end;
 	struct delta_buffers delta; /* DELTA; lists of decoded changes are at delta.at and values */

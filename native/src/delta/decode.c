@@ -91,7 +91,7 @@ static codec_status read_changes(const uint8_t *frame, const struct kernels *k, 
 	return CODEC_OK;
 }
 
-/* Compute what the block adds to the digests of base and result. */
+/* Compute the block's contribution to the digests of base and result. */
 static void take_digests(const struct kernels *k, const struct changes *c, const struct work *w,
 			 struct delta_block *block)
 {

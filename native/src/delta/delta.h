@@ -12,7 +12,7 @@
 #include "coder/work.h"
 #include "frame/frame.h"
 
-#define DELTA_LIST_SHARE 8 /* a job lists the changes of a block if at most one value in so many changes */
+#define DELTA_LIST_SHARE 8 /* a block gets a list of changes if at most one value in DELTA_LIST_SHARE changes */
 
 static inline struct delta_kind delta_kind(const struct header *h)
 {
@@ -31,7 +31,7 @@ static inline uint64_t delta_raw_nbytes(const struct header *h, uint64_t m)
 	return ALIGN8(4 + m * dtype_of(h->dtype)->nbytes);
 }
 
-/* Return log2 of the values in a block: that of a frame, or the one that an encoder takes. */
+/* Return log2 of the values in a block, from a frame's header or an encoder's spec. */
 uint8_t delta_block_log2(const struct header *h);
 
 /* Return the number of chunks whose sums kernels compute from values in memory. */
@@ -42,7 +42,7 @@ static inline uint64_t delta_whole_chunks(uint64_t nbytes)
 
 /* Compute the sums of the chunks of `nbytes` bytes, the last one padded with zeros. `item`: bytes per value. */
 void delta_sums(const struct kernels *k, const void *values, uint64_t nbytes, uint64_t item, uint64_t *sums);
-/* Return what the sums of `nbytes` bytes that begin with chunk `first` add to a digest. */
+/* Return the contribution to a digest of `nbytes` bytes from chunk `first` on, given the sums of their chunks. */
 uint64_t delta_digest_of(const uint64_t *sums, uint64_t nbytes, uint64_t first);
 /* Return what bytes [at, end) of a tensor add to its digest; `at` is a multiple of DELTA_CHUNK. */
 uint64_t delta_digest(const struct kernels *k, const void *values, uint64_t at, uint64_t end, uint64_t item);

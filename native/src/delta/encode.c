@@ -28,7 +28,7 @@ int delta_is_unchanged(const struct job *j)
 	return 1;
 }
 
-/* Find the changes of a block, and what it adds to the digests. Returns the number of changes. */
+/* Find the changes of a block and its contribution to the digests. Returns the number of changes. */
 static uint64_t compare(const struct kernels *k, const char *base, const char *values, uint64_t m, uint64_t item,
 			uint64_t first, struct work *w, struct delta_block *block)
 {

@@ -91,7 +91,7 @@ BITS_FN uint64_t delta_unzigzag(uint64_t z, uint32_t item)
 	return (z >> 1 ^ (0 - (z & 1))) & delta_mask(item);
 }
 
-/* Return the exponent of a value: its field, but 1 for 0, where neighbours are as far apart. */
+/* Return the exponent of a value: its field, but 1 for 0, because subnormals have the spacing of exponent 1. */
 BITS_FN uint32_t delta_exponent(const struct delta_kind *q, uint64_t x)
 {
 	uint32_t e = (uint32_t)(x >> q->mbits) & q->last;

@@ -115,7 +115,7 @@ BITS_FN float round_float(uint32_t u)
 	return c.f;
 }
 
-/* Add a residual to a value. Every NaN result is 0x7fc00000, whichever operand it comes from. */
+/* Add a residual to a value. The bits of a NaN result are 0x7fc00000, whatever the operands are. */
 BITS_FN float round_plus(float x, float e)
 {
 	float sum = round_add(x, e);

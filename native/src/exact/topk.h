@@ -12,9 +12,9 @@
 #include "wire.h"
 
 struct topk_kind {
-	uint32_t chunk_log2, kept; /* of a whole chunk */
+	uint32_t chunk_log2, kept; /* values of a whole chunk (log2), and those kept */
 	uint32_t rice_k;           /* parameter of gaps */
-	uint32_t bits;             /* of a kept value: sign and level */
+	uint32_t bits;             /* bits of a kept value: sign and level */
 	uint32_t dtype;
 };
 
@@ -24,7 +24,7 @@ BITS_FN uint32_t topk_group(uint32_t chunk_log2, uint32_t kept)
 	return chunk_log2 << WIRE_TOPK_CHUNK_AT | kept;
 }
 
-/* Return 1 if both numbers of such a parameter are in range. */
+/* Return 1 if both halves of a group parameter are in range. */
 BITS_FN int topk_is_group(uint32_t group)
 {
 	uint32_t log2 = group >> WIRE_TOPK_CHUNK_AT, kept = group & WIRE_TOPK_KEPT;

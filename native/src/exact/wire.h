@@ -119,7 +119,7 @@
 
 #define WIRE_ROW_BLOCK 16384   /* maximum values per block, if rows fit */
 #define WIRE_TRITS_BLOCK 81920 /* maximum values per block, if 5 values are packed per byte */
-#define WIRE_PART_MIN 4096     /* segments of so many values are always parts of their own */
+#define WIRE_PART_MIN 4096     /* least values of a segment that is always a separate part */
 #define WIRE_MAX_PARTS(n) (2 * ((n) / WIRE_PART_MIN) + 1)
 /* Codecs of rows: up to 64 more parts, so that small segments, or what cuts leave of large ones, keep their scales. */
 #define WIRE_MAX_ROW_PARTS(n) (WIRE_MAX_PARTS(n) + ((n) < 1024 ? (n) / 16 : 64))
@@ -169,7 +169,7 @@
 /* DELTA: blocks, the head of a region, and its codes. */
 #define WIRE_DELTA_MIN_BLOCK_LOG2 10 /* a block is a whole number of chunks of the digest */
 #define WIRE_DELTA_MAX_BLOCK_LOG2 18
-#define WIRE_DELTA_BLOCK_LOG2 17 /* of encoders, unless asked for another one */
+#define WIRE_DELTA_BLOCK_LOG2 17 /* block size of encoders, unless the spec asks for another one */
 #define WIRE_DELTA_SIDE_NBYTES 16
 #define WIRE_DELTA_SAME 0u
 #define WIRE_DELTA_STEPS 1u
@@ -197,9 +197,9 @@
 #define WIRE_SEGMENT_NBYTES 16 /* bytes per record; at most WIRE_MAX_PARTS or WIRE_MAX_ROW_PARTS records */
 #define WIRE_SEGMENT_ROWS 1u
 #define WIRE_SEGMENT_COLS 2u
-#define WIRE_MAX_SHIFT 3   /* offsets are nibble << shift, in eighths of an octave */
-#define WIRE_FLAT_ROW 512  /* values per offset in a segment without columns */
-#define WIRE_MATRIX_MIN 64 /* minimum length of the shorter side of a matrix with offsets */
+#define WIRE_MAX_SHIFT 3   /* exponent offsets are nibble << shift, in eighths of an octave */
+#define WIRE_FLAT_ROW 512  /* consecutive values that share an exponent offset in a part without columns */
+#define WIRE_MATRIX_MIN 64 /* least length of the shorter side of a matrix that has offsets of rows and columns */
 
 /* Checksum: words per chunk, and seeds of digests. */
 #define WIRE_CHUNK_WORDS 256

@@ -1,7 +1,7 @@
 /* codecs.c - checks and conversions of a codec's parameters, by the table of codecs in exact/wire.h. */
 #include "family.h"
 
-/* Constants of codec.h must equal those of the format. */
+/* Check that the constants of codec.h equal the constants of wire.h. */
 #define SAME(wire, ours) _Static_assert((wire) == (ours), #ours)
 SAME(WIRE_MAX_HEADER, CODEC_HEADER_NBYTES);
 #define SAME_NUMBER(name, ...) SAME(WIRE_CODEC_##name, CODEC_##name);

@@ -81,7 +81,7 @@ codec_status frame_check_block(const uint8_t *frame, const struct header *h, con
 	return CODEC_OK;
 }
 
-/* Return the frame's checksum without those of its blocks. */
+/* Return the frame's checksum minus the checksums of its blocks. */
 uint64_t frame_outer_checksum(const uint8_t *frame, const struct header *h, const struct kernels *k)
 {
 	uint64_t checksum = head_checksum(h, k, frame + h->side_at);

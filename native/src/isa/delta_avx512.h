@@ -134,7 +134,7 @@ static inline __attribute__((always_inline)) size_t classes_avx512(const struct 
 	return i;
 }
 
-/* Return the words of a class: of class 8, which alone has bit 3, or of one that the lower bits tell. */
+/* Return the words of a class: of class 8, the only one with bit 3, or of a class given by the lower bits. */
 #define MEMBERS_OF(class_)                                                                                             \
 	case class_: return _mm512_ternarylogic_epi64(LOWER(2), LOWER(1), LOWER(0), 1 << (class_))
 static inline

@@ -35,7 +35,7 @@ ALWAYS uint32_t read_gap(struct bit_reader *r, uint32_t k, uint32_t *negative, u
 	return gap;
 }
 
-/* Return the place of set bit number k of x. */
+/* Return the position of the k-th set bit of x. */
 ALWAYS uint32_t select_bit(uint64_t x, uint32_t k)
 {
 #ifdef __BMI2__
@@ -74,7 +74,7 @@ ALWAYS int decode_small(const struct delta_kind *q, const void *base, int scale,
 	return !bad && r->at <= 8 * r->nbytes;
 }
 
-/* Read what follows a code 0: the last change is a step larger. Returns 0 if that is not valid. */
+/* Read a code 0: it enlarges the last change by a step. Returns 0 if the stream is invalid. */
 ALWAYS int decode_more(const struct delta_kind *q, uint64_t x, uint32_t negative, uint32_t *more, struct bit_reader *r,
 		       struct delta_list *list, uint32_t item)
 {

@@ -8,7 +8,7 @@
 
 #define DELTA_WORDS(n) (((n) + 63) / 64)
 #define BY_ITEM(item, call) ((item) == 1 ? call(1) : (item) == 2 ? call(2) : (item) == 4 ? call(4) : call(8))
-/* Do that for dtypes with exponents, of which all but those of 8 bits are constants. */
+/* Call a loop that is compiled for each dtype with exponents: its kind is a constant, except for dtypes of 8 bits. */
 static const struct delta_kind FLOAT32_KIND = {4, 23, 255}, FLOAT64_KIND = {8, 52, 2047}, BFLOAT16_KIND = {2, 7, 255},
 			       FLOAT16_KIND = {2, 10, 31};
 #define BY_KIND(q, call)                                                                                               \
@@ -46,7 +46,7 @@ ALWAYS void delta_store(void *p, size_t i, uint32_t item, uint64_t x)
 	}
 }
 
-/* Add to the sums of chunks what changes of a block add, whose first value begins a chunk. */
+/* Add the contributions of a block's changes to the sums of its chunks. The block begins with a chunk. */
 ALWAYS void change_sums_as(const void *base, const struct delta_list *list, uint64_t *sums, uint32_t item)
 {
 	for (size_t c = 0; c < list->count; c++) {

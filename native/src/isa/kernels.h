@@ -146,12 +146,12 @@ struct delta_list {
 #define DELTA_PLANES 4
 #define DELTA_CHUNK (4 * WIRE_CHUNK_WORDS) /* bytes of a chunk of the checksum */
 #define DELTA_AHEAD 4096                   /* bytes: values that are prefetched; streams of hardware end at pages */
-#define DELTA_SLACK 65                     /* numbers behind `before` and lists of places that are written or read */
+#define DELTA_SLACK 65                     /* elements behind `before` and lists of positions that loops access */
 struct delta_buffers {
 	uint64_t *changed;             /* the value differs from the base's */
 	uint64_t *plane[DELTA_PLANES]; /* bit p of the class of the base's value */
 	uint64_t *member;              /* the base's value is of the class that is being coded */
-	uint32_t *before;              /* number of such values before each word, and in all words */
+	uint32_t *before;              /* number of values of the class before each word, and in all words */
 	uint32_t *at;                  /* encode: places of changes, in order */
 	uint32_t *sorted;              /* places of values of class 0; encode: later, of changes by class */
 	struct delta_bin *bin;         /* encode: one for each exponent */

@@ -55,7 +55,7 @@ static inline void place_row(struct place *at)
 		at->end = at->p + left;
 		at->in_last = 1;
 	}
-	at->p = at->p > at->end ? at->end : at->p; /* only zeros follow */
+	at->p = at->p > at->end ? at->end : at->p; /* behind the stream's end: only zeros follow */
 }
 
 #endif

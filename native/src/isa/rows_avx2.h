@@ -141,7 +141,7 @@ static inline size_t pack_any_avx2(const uint8_t *code, size_t n, int bits, uint
 	for (int k = 0; k < 16; k++)
 		order[k] = (uint8_t)(k < 2 * bits ? k % bits + k / bits * 8 : 0x80);
 	close = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)order));
-	for (; i + 160 <= n; i += 32, dst += 4 * bits) { /* dst has room for full 16-byte stores */
+	for (; i + 160 <= n; i += 32, dst += 4 * bits) { /* while dst has room for full 16-byte stores */
 		__m256i x = squeeze_avx2(_mm256_loadu_si256((const __m256i *)(code + i)), bits);
 
 		x = _mm256_shuffle_epi8(x, close);

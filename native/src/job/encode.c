@@ -36,7 +36,7 @@ static int outputs_overlap(const struct header *h, const codec_tensor *src, cons
 	return family_reads(h, with, 1, dst, capacity, 0) || family_reads(h, with, 1, with->residual, nbytes, 1);
 }
 
-/* Return 1 if the tensor is stored, for lack of room or because blocks save nothing. */
+/* Return 1 if the tensor is stored uncompressed, because blocks do not fit or save nothing. */
 static int stays_stored(const struct job *j, size_t capacity)
 {
 	return j->h.side_nbytes > UINT32_MAX || j->h.regions_at > capacity ||
@@ -161,7 +161,7 @@ static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t
 	return CODEC_OK;
 }
 
-/* Return 1 if this tensor matches the one that the job was opened with. */
+/* Return 1 if `src` has the dtype and size of the tensor with which the job was opened. */
 static int fits_tensor(const struct job *j, const codec_tensor *src)
 {
 	return src && src->struct_nbytes >= sizeof *src && src->dtype == j->h.dtype &&

@@ -113,7 +113,7 @@ struct sum {
 	const codec_context *with;
 	void *work;
 	float *tile;   /* buffer for results that are then stored with non-temporal stores; NULL: compute in dst */
-	uint64_t room; /* values that the tile holds, from an earlier reading of the header, which may have changed */
+	uint64_t room; /* capacity of the tile in values; headers may have changed since it was computed */
 };
 
 /* Accumulate values [at, at + n), those of a range of blocks, at `there`. Adds the blocks' checksums to checksums. */
@@ -127,7 +127,7 @@ static codec_status accumulate_frames(const struct sum *s, codec_range range, ui
 
 	part.data = (void *)((uintptr_t)there - size * at); /* decoding indexes values from the tensor's first */
 	part.nbytes = size * n;
-	turn.flags &= ~CODEC_NONTEMPORAL; /* the next frame reads what this one stores */
+	turn.flags &= ~CODEC_NONTEMPORAL; /* cached stores, because the next frame reads the values */
 	turn.flags |= s->count == 1 && is_nontemporal(s->with, s->dst) ? CODEC_NONTEMPORAL : 0;
 	for (size_t i = 0; i < s->count; i++) {
 		set_context(&turn, i, s->count, s->op, s->unscaled);
@@ -261,7 +261,10 @@ codec_status codec_reduce_scratch(const void *const *frames, const size_t *nbyte
 	return CODEC_OK;
 }
 
-/* Return the error of the first faulty frame: one of the first `count`, or else `status`. */
+/*
+ * Return the error of the first invalid frame in order. `status`: result of decoding the frames from index `count` on,
+ * returned if all frames before are valid.
+ */
 static codec_status first_fault(codec_status status, const void *const *frames, size_t count, const codec_context *with,
 				struct job *const *jobs, void *work)
 {

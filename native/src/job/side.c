@@ -1,4 +1,4 @@
-/* side.c - write and read the side section: codebooks, then what the codec's family stores there. */
+/* side.c - write and read the side section: codebooks, then data of the codec's family. */
 #include "api.h"
 
 /* Write the side section: codebook id, codebooks, scale model or parts. Returns its size; dst NULL: only that. */

@@ -156,7 +156,7 @@ codec_status codec_encode_plan(const codec_spec *spec, const codec_tensor *like,
 	return CODEC_OK;
 }
 
-/* Return a job whose header is known, though perhaps not yet what depends on values. */
+/* Return a job whose header fields are set; fields that depend on values may be unset. */
 static const struct job *head_job(const void *job)
 {
 	const struct job *j = job_at(job, JOB_ENCODE, JOB_PLANNED);

@@ -170,7 +170,7 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 	int signs = q->codec == CODEC_SIGN, how = sink->into == CODEC_INTO_ADD ? SIGNS_ADD
 						  : sink->nontemporal          ? SIGNS_NONTEMPORAL
 									       : SIGNS_STORE;
-	/* accumulated values must equal those that decoding to the dtype gives */
+	/* round accumulated values as decoding to the dtype does */
 	int rounds = j->h.dtype != CODEC_FLOAT32 && sink->into != CODEC_INTO_STORE && !sink->unscaled;
 
 	for (uint64_t i = t; i < end; i += n) {

@@ -19,8 +19,8 @@ struct cut {
 	struct row_kind q;
 	void (*add)(void *to, uint64_t start, uint64_t count, uint32_t row);
 	void *to;
-	uint64_t start, end; /* of the run */
-	uint32_t row;        /* of the run */
+	uint64_t start, end; /* range of the run, in values */
+	uint32_t row;        /* group size of the run */
 	uint64_t spare;      /* parts that may be added beyond one run between two large segments */
 };
 

@@ -6,7 +6,7 @@
 #include "coder/plane.h"
 #include "coder/sink.h"
 
-/* codes packed at once if rows are longer than a block */
+/* codes packed per step if rows are longer than a block */
 #define ROW_TILE 10240
 
 /* parts.c: parts and blocks, from header and segments or from a frame's side section */

@@ -211,7 +211,7 @@ static void store_ends(const struct row_kind *q, float *scale, float *middle, ui
 	*middle = ends.middle;
 }
 
-/* QUANTIZE with zero points: do what rows_scales does; w->scale_below gets the middles. */
+/* QUANTIZE with zero points: version of rows_scales; w->scale_below gets the middles. */
 static codec_status affine_scales(const struct kernels *k, const struct row_kind *q, const struct part *p,
 				  const float_any *x, uint64_t n, struct work *w, uint8_t *stored)
 {
@@ -259,7 +259,7 @@ codec_status rows_scales(const struct job *j, const struct kernels *k, const str
 	return CODEC_OK;
 }
 
-/* QUANTIZE with zero points: do what rows_long_scale does; *w->scale_below gets the middle. */
+/* QUANTIZE with zero points: version of rows_long_scale; *w->scale_below gets the middle. */
 static codec_status affine_long_scale(const struct kernels *k, const struct row_kind *q, const struct source *src,
 				      uint64_t first, uint64_t n, struct work *w, uint8_t *stored)
 {

@@ -17,7 +17,7 @@ static uint32_t last_key(const struct kernels *k, const float_any *x, uint64_t n
 }
 
 #define COARSE (1u << 21) /* a quarter of an octave, or less */
-#define SLACK (1u << 20)  /* half of that: a guess finds half as many candidates again as are kept */
+#define SLACK (1u << 20)  /* half of that: a good threshold yields 1.5 times as many candidates as are kept */
 
 codec_status topk_select(const struct kernels *k, const float_any *x, uint64_t n, uint64_t kept, uint32_t *guess,
 			 struct work *w)

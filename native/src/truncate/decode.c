@@ -224,7 +224,7 @@ static codec_status region_close(const struct job *j, const struct kernels *k, c
 	assemble_patterns(k, &q, m, w);
 	if (nontemporal && nbytes == 4) {
 		k->stream((uint8_t *)values, (const uint8_t *)w->patterns, 4 * m);
-	} else if (nontemporal) { /* the memory of fields is free now */
+	} else if (nontemporal) { /* reuse the memory of fields, which have been read */
 		k->store_patterns(w->patterns, m, (int)nbytes, w->fields);
 		k->stream((uint8_t *)values, (const uint8_t *)w->fields, nbytes * m);
 	} else {

@@ -38,10 +38,11 @@ constexpr Way WAYS[] = {{"two-shot", Algorithm::two_shot, CODEC_LOSSLESS},
 			{"large all-gather", Algorithm::all_gather, CODEC_SIGN, LARGE},
 			{"large ring", Algorithm::ring, CODEC_TERNARY, LARGE}};
 
-/* Flipped bits: number of the message among those with frames, offset of the byte, bits. */
+/* Bits to flip in a message. */
 struct Flip {
-	uint64_t number, offset;
-	uint8_t bits;
+	uint64_t number; /* index of the message among messages with frames */
+	uint64_t offset; /* offset of the byte */
+	uint8_t bits;    /* mask of the bits */
 };
 
 /* Perform one all-reduce in which a rank sends a damaged byte. Return the error of this rank. */

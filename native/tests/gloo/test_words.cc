@@ -341,7 +341,10 @@ Times largest(uint64_t wall, uint64_t busy, uint64_t smaller = 1)
 	return {wall, 1000 * busy / std::max<uint64_t>(1, wall), std::max((wall - busy) * smaller, wall / 2)};
 }
 
-/* Return the choices (true: raw) of n collectives that take `frames` or `values` microseconds. */
+/*
+ * Return the choices (true: raw) for n collectives, each of which takes `frames` microseconds if encoded and `values`
+ * microseconds if raw. `load`: share of that time in which the CPU computes.
+ */
 std::vector<bool> chosen(uint64_t frames, uint64_t values, double load, int n, uint64_t smaller = 1)
 {
 	Choice choice;

@@ -97,8 +97,8 @@ enum class Algorithm {
 
 /** Optional arguments of a collective. The caller owns all memory, which must live until the call returns. */
 struct Options {
-	Op op = Op::mean;                           /**< of reductions */
-	Algorithm algorithm = Algorithm::automatic; /**< of an all-reduce */
+	Op op = Op::mean;                           /**< operation of a reduction */
+	Algorithm algorithm = Algorithm::automatic; /**< algorithm of an all-reduce */
 	std::vector<codec_segment> segments;        /**< shapes of parameters inside a flat bucket */
 	const codec_metric *metric = nullptr; /**< for CODEC_TRUNCATE; its arrays have as many values as the tensor */
 	const codec_codebook *codebook = nullptr; /**< codebook for encoding, equal on all ranks */

@@ -131,9 +131,10 @@ typedef struct codec_cuda_encode_item {
 	 * be at least codec_cuda_bound. After an error the residual is unspecified: to go on, keep a copy.
 	 */
 	float *residual;
-	const uint8_t *levels; /**< TRUNCATE: level 0..3 of each value; NULL with CODEC_LEVEL_CODING_FIXED */
-	uint64_t stream;       /**< random stream id, as in codec_context; not the CUDA stream */
-	const void *base;      /**< DELTA: values of the base, as `tensor` is; NULL with other codecs */
+	/** TRUNCATE, input: level of each value, 0..3 (codec_level_bits); NULL with CODEC_LEVEL_CODING_FIXED */
+	const uint8_t *levels;
+	uint64_t stream;  /**< random stream id, as in codec_context; not the CUDA stream */
+	const void *base; /**< DELTA: values of the base, as `tensor` is; NULL with other codecs */
 } codec_cuda_encode_item;
 
 /**

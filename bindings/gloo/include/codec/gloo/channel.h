@@ -46,7 +46,7 @@ enum class Outcome : uint64_t { success, lost_peer, refused, not_finite };
 /* Times of a collective on one rank, or the largest of all ranks. */
 struct Times {
 	uint64_t wall = 0;   /* microseconds of the collective */
-	uint64_t load = 0;   /* thousandths of them in which the thread computed */
+	uint64_t load = 0;   /* share of that time in which the thread computed, in thousandths */
 	uint64_t waited = 0; /* microseconds that the rank would have waited for raw values */
 };
 
@@ -131,10 +131,10 @@ public:
 	Channel(const Channel &) = delete;
 	Channel &operator=(const Channel &) = delete;
 
-	static constexpr uint64_t KEYS = uint64_t(1) << 21; /* slots tell this many keys apart */
+	static constexpr uint64_t KEYS = uint64_t(1) << 21; /* number of keys that slots distinguish */
 
 	const int rank, size;
-	std::vector<int> others; /* in the order in which this rank addresses them */
+	std::vector<int> others; /* other ranks, in the order in which this rank sends to them */
 	std::chrono::milliseconds timeout{};
 	uint64_t sent_nbytes = 0; /* bytes of frames and values sent so far */
 
@@ -516,7 +516,7 @@ private:
 	/* Return the slot of a kind of messages. That of requests does not depend on the key. */
 	uint64_t slot(uint64_t kind) const
 	{
-		constexpr uint64_t LOW = 32; /* keys that the last byte of a slot tells apart */
+		constexpr uint64_t LOW = 32; /* number of keys that the last byte of a slot distinguishes */
 
 		return slot_ | kind | (kind == REQUESTS ? 0 : key_ / LOW << 40 | key_ % LOW << 3);
 	}
@@ -551,7 +551,7 @@ private:
 		return worst;
 	}
 
-	/* Return the verdict that rank 0 tells. */
+	/* Return the verdict in a message of rank 0. */
 	Verdict told_by_first(const Numbers &message)
 	{
 		if (message[0] > static_cast<uint64_t>(Outcome::not_finite) ||
@@ -703,7 +703,7 @@ private:
 	uint64_t key_ = 0;          /* key of the slots for its data */
 	uint64_t no_frame_[2] = {}; /* message without a frame: length 0, stamp */
 	Room room_;
-	size_t taken_ = 0, last_ = 0; /* bytes of the room in use; begin of the message taken last */
+	size_t taken_ = 0, last_ = 0; /* bytes of room_ in use; offset of the message allocated last */
 	std::vector<Incoming> sending_;
 	Request mine_;
 	Asked requests_, reports_;

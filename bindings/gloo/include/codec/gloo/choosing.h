@@ -30,7 +30,7 @@ public:
 		return values_ = next();
 	}
 
-	/* Record the largest times of all ranks in a collective, which its verdict tells. */
+	/* Record the largest times of all ranks in a collective, which are part of its verdict. */
 	void record(const Times &times)
 	{
 		if (!times.wall)
@@ -134,7 +134,7 @@ template <class T> class Recent
 public:
 	static constexpr size_t MOST = 256;
 
-	/* Return what is known of a signature; nullptr if nothing is. */
+	/* Return the record of a signature; nullptr if there is none. */
 	T *find(uint64_t signature)
 	{
 		for (auto &[kind, found] : kept_)

@@ -13,7 +13,7 @@
 namespace codec::gloo::detail
 {
 
-/* Return a struct of codec.h that is zero but for its size. */
+/* Return a struct of codec.h in which all fields are 0 except struct_nbytes. */
 template <class T> T blank()
 {
 	T found{};
@@ -63,7 +63,7 @@ public:
 	void check(const codec_info &info, bool any_row) const
 	{
 		const codec_spec &s = info.spec;
-		const bool has_rows = s.codec != CODEC_TOPK; /* whose group_size is that of its chunks */
+		const bool has_rows = s.codec != CODEC_TOPK; /* CODEC_TOPK: group_size is the size of a chunk */
 		const bool row = (has_rows && any_row) || !info.n || s.group_size == spec_.group_size;
 		const bool guard = has_metric_ || s.guard == spec_.guard;
 

@@ -18,12 +18,12 @@ namespace codec::gloo::detail
 {
 
 constexpr uint64_t CHUNK_NBYTES = 1 << 20; /* bytes of the tensor in a chunk */
-constexpr uint64_t FRAME_NBYTES = 1 << 19; /* as codec.torch: bytes of a frame; chunks with smaller frames are larger */
-constexpr uint64_t MOST_NBYTES = 1 << 22;  /* as codec.torch: upper bound of bytes in a chunk */
+constexpr uint64_t FRAME_NBYTES = 1 << 19; /* codec.torch's bytes of a frame; chunks with smaller frames are larger */
+constexpr uint64_t MOST_NBYTES = 1 << 22;  /* codec.torch's upper bound of the bytes in a chunk */
 constexpr int MOST_CHUNKS = 16;            /* upper bound of the chunks in a slice */
 constexpr uint64_t LONG_ROW = 1 << 16;     /* values; longer rows are cut anywhere */
-constexpr uint64_t CUT_ALIGN =
-	1024; /* values: cut points are multiples, so that no block or group whose size divides it is cut */
+/* Cut points are multiples of so many values, so that no block or group of 1024, 512, 256, ... values is cut. */
+constexpr uint64_t CUT_ALIGN = 1024;
 
 using Segments = std::vector<codec_segment>;
 
