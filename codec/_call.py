@@ -101,7 +101,7 @@ class Call:
     def fill_tensor(self, v: TensorView) -> Any:
         """Fill in and return the codec_tensor of a view."""
         t = self.tensor
-        kind = v[:2]  # dtype and shape, often those of the previous call
+        kind = v[:2]  # dtype and shape, often unchanged since the previous call
         if kind != self._kind:
             dtype, shape = kind
             rank = len(shape)

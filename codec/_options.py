@@ -41,7 +41,7 @@ class CallOptions:
             _scope.set(outer)
 
     def over(self, outer: "CallOptions") -> "CallOptions":
-        """Return these settings, and those of `outer` where these are not set."""
+        """Return a copy of these settings, in which `outer` supplies each setting that is None."""
         if outer is _UNSET:
             return self
         own = ((f.name, getattr(self, f.name)) for f in fields(self))

@@ -20,7 +20,7 @@ from codec.tensors.view import dtype_name, fetch, on_host, view, view_bytes
 from codec.tensors.wrapper import View
 
 _DEFAULT = Lossless()
-# Dtypes whose exponents the frames of a codec code.
+# Dtypes whose exponents are entropy-coded by Lossless, and by Truncate: only these can use an agreed codebook.
 _OF_LOSSLESS, _OF_TRUNCATE = ("float32", "float64", "bfloat16", "float16"), ("float32", "bfloat16", "float16")
 
 

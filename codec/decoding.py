@@ -228,7 +228,7 @@ def explain(error: ArgumentError, frame: TensorView, out: Any, *, adds: bool = F
 
 
 def engine_for(engine: Any, frame: TensorView, out: Any, like: Any) -> Engine:
-    """Return the engine of that name; if it is None, that for the device of the result, or else of the frame."""
+    """Return the engine of a name. None: return the engine for the device of the result if given, else of the frame."""
     name, device = ("out=", device_like(out)) if out is not None else ("like=", device_like(like))
     return choose(engine, name, device) if device != "cpu" else choose(engine, "the frame", frame.device)
 

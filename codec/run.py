@@ -51,7 +51,7 @@ class Launch:
         self._spec, self._options = spec, options
         self._rank = 0
         self.hooks: list[Hook] = []
-        self.models = 0  # models that were left alone included
+        self.models = 0  # number of models, including those without a hook
 
     def install(self) -> None:
         """Let each DistributedDataParallel of this process register a hook in its first forward pass.

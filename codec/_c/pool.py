@@ -110,7 +110,7 @@ def check_threads(requested: Any) -> int:
 
 
 def choose_threads(requested: int | None, nbytes: int) -> int:
-    """Return the threads for a tensor of ``nbytes``: those requested, or as many as pay."""
+    """Return the number of threads for a tensor of ``nbytes``: `requested`, or the fastest number for the size."""
     if requested is not None:
         return min(requested, MAX_THREADS)
     if nbytes < 2 * MIN_NBYTES:

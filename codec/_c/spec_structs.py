@@ -38,7 +38,7 @@ def spec_struct(spec: Spec) -> Any:
 
 
 def spec_hint(given: object) -> str:
-    """Return what to write in place of an object that is not a spec, such as a spec's class or name, for a message."""
+    """Return advice for an error message about an object that is no spec, such as "write codec.Sign()"."""
     name = given.__name__ if isinstance(given, type) else given if isinstance(given, str) else ""
     name = name.lower().partition("(")[0].rpartition(".")[2]
     meant = [kind for kind in CODECS if kind.__name__.lower() == name]
@@ -116,7 +116,8 @@ def spec_of(struct: Any) -> Spec:
         return specs.Delta(struct.group_size or None)
     stochastic: specs.Rounding = "stochastic" if struct.options & lib.CODEC_OPTION_STOCHASTIC else "nearest"
     variant = struct.variant
-    row = struct.group_size if struct.group_size != lib.CODEC_GROUP_SIZE_ROW else 0  # 0: it differs between parts
+    # 0: group sizes differ between parts
+    row = struct.group_size if struct.group_size != lib.CODEC_GROUP_SIZE_ROW else 0
     if struct.codec == lib.CODEC_SIGN:
         return specs.Sign(get_args(specs.SignScale)[variant], "row" if struct.group_size and not row else row or None)
     if struct.codec == lib.CODEC_TERNARY:
@@ -137,7 +138,7 @@ def spec_of(struct: Any) -> Spec:
         levels: specs.Levels = "odd" if variant == lib.CODEC_LEVELS_ODD else "even"
         return specs.Quantize(struct.bits, row or 64, levels, stochastic, zero_point=affine)
     if struct.codec == lib.CODEC_TOPK:
-        if not struct.group_size:  # a stored frame does not hold them
+        if not struct.group_size:  # a stored frame does not contain these fields
             return specs.TopK(bits=struct.bits, rounding=stochastic)
         return specs.TopK(struct.kept / struct.group_size, struct.bits, struct.group_size, stochastic)
     if struct.codec == lib.CODEC_TRUNCATE:

@@ -297,7 +297,7 @@ def advise(
 
 
 def _algorithm_of(options: CallOptions, world_size: int) -> Algorithm:
-    """Return the algorithm of compressed tensors: that of the options, or the one that "auto" chooses."""
+    """Return the algorithm for compressed tensors: the option ``algorithm``, or the choice that "auto" makes."""
     if options.algorithm in (None, "auto"):
         return "all_gather" if world_size == 2 else "two_shot"
     return check_algorithm(options.algorithm)

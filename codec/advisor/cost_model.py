@@ -166,7 +166,7 @@ def compute_seconds(cost: Cost, world_size: int, algorithm: Algorithm = "two_sho
 
 
 def latency_seconds(link: Link, world_size: int, algorithm: Algorithm = "two_shot") -> float:
-    """Return the seconds in which each rank waits for messages under way; see :func:`predict_seconds`."""
+    """Return the seconds in which each rank waits for messages in flight; see :func:`predict_seconds`."""
     return _MODELS[algorithm].round_trips(world_size) * link.rtt if world_size > 1 else 0.0
 
 

@@ -14,7 +14,7 @@ Kind = Literal["small", "uneven"] | None  # rule that applies to a tensor
 
 UNEVEN = Quantize(4)  # spec for uneven parameters: groups of 64 values have scales of their own
 
-_SMALL = 4096  # values of a matrix; smaller ones are sent lossless, if they are few
+_SMALL = 4096  # values of a matrix; smaller matrices are sent lossless if they hold a small share of all values
 _FEW = 1 / 32  # largest share of a model's values that small parameters may have together to be sent lossless
 
 

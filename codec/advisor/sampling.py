@@ -37,7 +37,7 @@ class Sample(NamedTuple):
 
     dtype: str
     x: Array  # bits of the values
-    mean: Array  # bits of values like those of a mean over ranks
+    mean: Array  # bits of values distributed like a mean over ranks
     segments: Segments
     n: int  # number of values of all tensors of this dtype
     offsets: list[int]  # index of each segment's first value among the values of all tensors

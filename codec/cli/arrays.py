@@ -207,7 +207,7 @@ def _frames(source: BufferedReader) -> Iterator[bytearray]:
 def _joined(
     whole: tuple[str, tuple[int, ...]] | None, dtype: str, shape: tuple[int, ...]
 ) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape of all values so far, and those of one more frame."""
+    """Return dtype and shape of the concatenation of the values so far, `whole`, and those of one more frame."""
     if whole is None:
         return dtype, shape
     if whole[0] != dtype or len(shape) != 1 or len(whole[1]) != 1:

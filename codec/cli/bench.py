@@ -23,7 +23,7 @@ from codec.errors import ArgumentError, CodecError, EngineError
 from codec.tensors.wrapper import view
 
 _PRESETS = ("lossless", "balanced", "small", "smallest")  # "near" needs an optimizer
-_SECONDS = 0.3  # of repetitions of a measurement
+_SECONDS = 0.3  # seconds for which a measurement is repeated
 _SLOW_MB = 16  # MB up to which slow compressors run without --slow
 _BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
@@ -131,7 +131,7 @@ def _rows(tensors: Tensors, path: str, slow: bool) -> Iterator[Row]:
         try:
             seconds, data = _best(lambda c=c: {d: c.compress(x, d) for d, x in together.items()}, once)
             back, restored = _best(lambda c=c, f=data: {d: c.decompress(x, d) for d, x in f.items()}, once)
-        except Exception as e:  # of a package of others, on data of the user
+        except Exception as e:  # a third-party compressor may raise anything
             print(f"codec: {c.name} failed: {e}", file=sys.stderr)
             continue
         if any(np.frombuffer(restored[d], np.uint8)[: len(x)].tobytes() != x.tobytes() for d, x in together.items()):
@@ -157,7 +157,7 @@ def _lmzip(path: str) -> Iterator[Row]:
             return
         try:
             (seconds, _), (back, _) = (_best(call, once=True) for call in calls)
-        except Exception as e:  # of a package of others
+        except Exception as e:  # a third-party compressor may raise anything
             print(f"codec: lmzip failed: {e}", file=sys.stderr)
             return
         total = os.path.getsize(path)

@@ -96,7 +96,7 @@ def _pcodec() -> Iterator[Compressor]:
     native = {"float16", "float32", "float64", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
 
     def compress(x: Bytes, dtype: str) -> Any:
-        kind = dtype if dtype in native else "u2"  # of bytes, pairs
+        kind = dtype if dtype in native else "u2"  # other dtypes: as pairs of bytes
         values = np.pad(x, (0, len(x) % 2)).view(kind)
         return pcodec.standalone.simple_compress(values, pcodec.ChunkConfig())
 

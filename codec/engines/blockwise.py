@@ -172,7 +172,7 @@ def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: i
         for info, frame in read:
             opened.append(_open(call, own, info, frame.data, frame.nbytes))
     except CodecError:
-        check_all()  # of several faults, the first frame's is reported
+        check_all()  # of several invalid frames, report the first one
         raise
     jobs, size = [job for job, _ in opened], max(work_nbytes for _, work_nbytes in opened)
     if verify:

@@ -10,7 +10,7 @@ from codec.specs import BoundSpec, Spec
 from codec.tensors.overlap import check_apart
 from codec.tensors.view import TensorView
 
-# By default a new tensor has at most this many bytes, or this many times as many as its frame.
+# Default limit of a new tensor: the larger of _ALWAYS bytes and _TIMES times the size of its frame.
 _ALWAYS, _TIMES = 1 << 30, 256
 
 
@@ -71,10 +71,10 @@ class DecodeRequest(NamedTuple):
     check_finite: bool = False  # reject NaN and Inf in the result of a reduction
     check_only: bool = False  # validate, and write nothing
     base: Any = None  # Delta: as given, since its view depends on the frame's dtype
-    # CUDA, deferred calls: these bytes as they will be when the verdict is read; `head` then is what they are expected
-    # to be, but for the checksum
+    # CUDA, deferred calls: host memory that will hold the received head when the verdict is read. `head` is then the
+    # expected head, which may differ from the received one in the checksum only.
     arriving: TensorView | None = None
-    in_flight: bool = False  # CUDA, deferred calls: the frame may not be there yet, so that the host reads `head` alone
+    in_flight: bool = False  # CUDA, deferred calls: the frame may not have been received; the host reads `head` alone
 
     def limit(self) -> int:
         """Return the upper bound of the bytes of a new tensor."""

@@ -13,10 +13,11 @@ from codec.errors import FrameError, UnsupportedError
 from codec.files.header import Header, parse
 
 FORMAT = 1  # version of the container
-VERSION_KEY, DIGEST_KEY = "codec.container", "codec.index"  # of the metadata
+VERSION_KEY, DIGEST_KEY = "codec.container", "codec.index"  # keys of the metadata
 INDEX, GROUPS = "codec.index", "codec.groups"  # names of entries
 PART_NBYTES = 1 << 23  # maximum bytes of tensors that a part holds
-_MAX_GROWTH, _MIN_JSON = 32, 1 << 20  # the index inflates to at most so many times its size, or to so many bytes
+# Limit of the inflated index: the larger of this multiple of its size and this many bytes.
+_MAX_GROWTH, _MIN_JSON = 32, 1 << 20
 
 
 class Part(NamedTuple):

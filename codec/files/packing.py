@@ -21,14 +21,14 @@ from codec.files.index import (
 from codec.files.parts import Bytes, Encoded, encode_part, repeats, room_for
 from codec.files.sources import Source
 
-Progress = Callable[[int, int], object]  # called with the bytes of tensors that are done, and with those of all
+Progress = Callable[[int, int], object]  # function of the bytes that are done and the bytes of all tensors
 
 SMALL_NBYTES = 1 << 16  # smaller tensors share parts
 _GROUP_NBYTES = 1 << 20  # bytes of a group: a small tensor is decoded with its group
 _STEP, _MIXED_STEP = 1 << 22, 1 << 17  # bytes of a part of a large tensor; if some of its values fit a narrow dtype
 _WINDOW = 28  # parts in memory at once, 8 MiB each: less than 4 blocks of 64 MiB
 _COMPARED = 1 << 22  # bytes that are compared at once
-_PROBE = 64  # bytes that are read in some places of a tensor: where it may equal another one, or be mixed
+_PROBE = 64  # bytes of a probe, which finds tensors that may be equal or mixed
 _PROBES = 128  # places where a tensor may be mixed
 
 
@@ -99,7 +99,8 @@ def plan(source: Source, equal: dict[int, int]) -> tuple[list[Job], list[str]]:
         entries.append(_entry(source.header, jobs[-1]))
     for numbers in small.values():
         jobs += _groups(source.header, numbers)
-    jobs.sort(key=lambda job: _entry(source.header, job) == GROUPS)  # stable: the others stay in order
+    # Stable sort: tensors outside of groups stay in order.
+    jobs.sort(key=lambda job: _entry(source.header, job) == GROUPS)
     return jobs, [*dict.fromkeys(name for name in entries if name != GROUPS), GROUPS, INDEX]
 
 
@@ -149,7 +150,7 @@ def _shape(t: Tensor, size: int) -> tuple[int, ...]:
 
 
 def _entry(header: Header, job: Job) -> str:
-    """Return the name of the container's entry that a part belongs to: that of a large tensor."""
+    """Return the name of the container's entry for a part: the name of a large tensor, or the entry of small ones."""
     name = header.tensors[job.tensors[0]].name
     large = len(job.tensors) == 1 and header.tensors[job.tensors[0]].nbytes >= SMALL_NBYTES
     return name if large and name not in (INDEX, GROUPS) else GROUPS
@@ -193,7 +194,7 @@ def _encode(source: Source, job: Job, room: Bytes, out: Bytes) -> Encoded:
 
 
 def _equal_tensors(source: Source) -> dict[int, int]:
-    """Return, for each tensor with the bytes of one before it, the number of that one. Few bytes are read of others."""
+    """Map each tensor whose bytes equal an earlier tensor's to its number. Few bytes are read of unequal tensors."""
     seen: dict[Any, list[int]] = {}
     found: dict[int, int] = {}
     room = np.empty(_PROBE, np.uint8)

@@ -36,7 +36,7 @@ _SMALL = 1 << 20  # bytes of a part up to which higher levels are used
 _WINDOW, _WINDOWS = 1 << 13, 4  # bytes and number of the samples that are compressed
 _PICKED, _TWICE = 4096, 0.03  # values that are compared, and share of equal ones from which on a part is tried
 _PAYS = 0.98  # a part is stored in another way than by frames if that is smaller by this factor
-_LEVELS = (3, 9, 19), (6, 9, 9)  # of zstd and of zlib
+_LEVELS = (3, 9, 19), (6, 9, 9)  # compression levels of zstd, and of zlib
 _MAX_WINDOW = 1 << 23  # bytes: maximum window of zstd that is accepted
 
 
@@ -111,7 +111,7 @@ def _compressed(values: Bytes, itemsize: int) -> tuple[bytes, str]:
 
 
 def repeats(values: Bytes, itemsize: int) -> bool:
-    """Return True if a small tensor is better stored with those that have repeated values than with others."""
+    """Return True if a small tensor compresses better in a group with other tensors that have repeated values."""
     if itemsize not in (2, 4, 8) or not len(values):
         return True
     return len(_compress(_planes(values, itemsize))) < (0.6 if itemsize == 2 else 0.78) * len(values)
@@ -167,7 +167,7 @@ def _decode_frame(data: Bytes, out: Bytes, dtype: str) -> None:
 def _narrowed(values: Bytes) -> tuple[str, str, Any] | None:
     """Return float32 values as bits of a dtype of 2 bytes, with its coding and name, if that loses no bit."""
     for coding, cut in (("frame-bfloat16", _brain), ("frame-float16", _half)):
-        # the beginning tells of most tensors that they do not fit
+        # test the beginning first: most tensors that do not fit fail there
         if cut(values[:4096]) is not None and (bits := cut(values)) is not None:
             return coding, NARROW[coding], bits
     return None

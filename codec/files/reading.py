@@ -124,7 +124,7 @@ class PackedFile:
         return sum(self.header.tensors[other].nbytes for other in before)
 
     def _decoded(self, part: Part) -> Bytes:
-        """Return the bytes of a part; those of the last one are kept."""
+        """Return the decoded bytes of a part. The last decoded part is cached."""
         with self._lock:
             if self._group is None or self._group[0] is not part:
                 values = np.empty(part.size, np.uint8)

@@ -27,7 +27,7 @@ _OTHERS = {
     "adamw": "use torch.optim.AdamW with codec.torch.ddp_hook",
 }
 
-# Keys without an effect, and what has that effect here: "" if nothing is to be done.
+# Keys that are ignored, and advice how to get the same effect: "" if there is nothing to do.
 _IGNORED = {
     "train_batch_size": "",
     "train_micro_batch_size_per_gpu": "",
@@ -58,7 +58,7 @@ _IGNORED = {
 _IGNORED_PARAMS = {"cuda_aware": "", "comm_backend_name": "", "bias_correction": "", "eps_inside_sqrt": ""}
 _IGNORED_FP16 = {"auto_cast": "", "hysteresis": "", "consecutive_hysteresis": "", "min_loss_scale": ""}
 
-# Keys that would change a training, and what to use instead.
+# Keys that are refused, because a training without them would differ, and advice what to use instead.
 _UNSUPPORTED = {
     "amp": "use torch.autocast and 'fp16' or 'bf16'",
     "sparse_gradients": "use nn.Embedding(sparse=False)",
@@ -160,7 +160,7 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
 
 
 class _Section:
-    """Entries of a configuration that are taken one by one, so that what is left is unknown.
+    """Section of a configuration. Reading an entry removes it, so the entries left at the end are unknown.
 
     Parameters
     ----------

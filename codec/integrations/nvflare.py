@@ -15,7 +15,7 @@ from codec.errors import FrameError
 from codec.integrations.federated import checked_spec, decode_array, encode_array, is_float
 from codec.specs import Delta, Lossless
 
-KINDS = "codec.kinds"  # of a DXO's meta: the kind of each array that is bytes
+KINDS = "codec.kinds"  # key of a DXO's meta: the kind of each array that is sent as bytes
 TORCH = "codec.torch"  # True: the arrays were torch tensors
 BASE = "codec.base"  # property of the context: arrays of the task
 
@@ -56,14 +56,14 @@ class FrameFilter(DXOFilter):
         """Encode or decode, as the direction says."""
         is_task = self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN
         leaves = fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.OUT
-        peer = fl_ctx.get_peer_context() if is_task == leaves else None  # at the server, which has many
+        peer = fl_ctx.get_peer_context() if is_task == leaves else None  # only the server has several peers
         key = f"{BASE}/{peer.get_identity_name()}" if peer else BASE
         base = {} if is_task else fl_ctx.get_prop(key, {})
         meta = dict(dxo.meta)
         data = self._encoded(dxo, base, is_task, meta) if leaves else _decoded(dxo, base, is_task, meta)
         if is_task:
             arrays = {name: x for name, x in (dxo.data if leaves else data).items() if _is_array(x)}
-            if not leaves:  # trainers change theirs in place
+            if not leaves:  # trainers change arrays in place
                 arrays = {name: x.copy() if isinstance(x, np.ndarray) else x.clone() for name, x in arrays.items()}
             fl_ctx.set_prop(key, arrays, private=True, sticky=True)
         return DXO(dxo.data_kind, data, meta)

@@ -63,7 +63,7 @@ class CodecFile(HiCacheFile):
             pages.decode(data.numpy(), out=page)
         except (CodecError, OSError) as e:
             logger.warning("page %s cannot be read: %s", key, e)
-            if isinstance(e, CodecError):  # set() would keep the file
+            if isinstance(e, CodecError):  # a damaged file would never be overwritten: set() keeps existing files
                 with suppress(OSError):
                     os.remove(path)
             if self.metadata_cache is not None:

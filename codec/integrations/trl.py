@@ -44,7 +44,7 @@ class CodecWeightTransfer:
         self._publisher = Publisher(folder, host=host, port=port, base=base)
 
     def init_weight_transfer(self) -> None:
-        """Wait for the server, and tell its workers where updates are."""
+        """Wait for the server, and send the location of updates to its workers."""
         self._client.wait_for_server_ready()
         info = {"source": self._publisher.source, "folder": self._worker_folder}
         self._client.init_weight_transfer_engine(info)

@@ -74,7 +74,7 @@ class CodecCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Tell all workers what the master has prepared."""
+        """Send the metadata that the master has prepared to all workers."""
         master = next(one for one in metadata if one)
         actor, rollouts = ({k: [v] * n for k, v in master.items()} for n in (actor_wg_world_size, rollout_world_size))
         return actor, rollouts

@@ -62,7 +62,7 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
         self._unloaded: set[str] = set()  # changed by updates that were applied to catch up
 
     def init_transfer_engine(self, init_info: CodecInitInfo) -> None:
-        """Open the weights of this worker. A trainer that starts again finds them as they are."""
+        """Open the weights of this worker. If they exist, as after a restart of the trainer, keep them."""
         self._source = init_info.source
         if self._receiver is None:
             rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -41,7 +41,7 @@ class CodecTrainerWeightTransferEngine(TrainerWeightTransferEngine[CodecTrainerI
     def trainer_init(
         cls, init_info: CodecTrainerInitInfo, *, client: Any, source: WeightSource | None = None
     ) -> "CodecTrainerWeightTransferEngine":
-        """Open the store, and tell the workers where it is."""
+        """Open the store, and send its location to the workers."""
         if source is None:
             raise ArgumentError("the codec weight transfer needs a WeightSource: source=ModuleSource(model)")
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)

@@ -11,7 +11,7 @@ class Client(Protocol):
     """Trainer's client of a vLLM server: its weight-transfer calls."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> object:
-        """Tell the workers where updates are."""
+        """Send the location of updates to the workers."""
         ...
 
     def start_weight_update(self) -> object:
@@ -70,5 +70,5 @@ def synchronize(publisher: Publisher, client: Client, weights: Iterable[tuple[st
 
 
 def update_info(update: Update, phase: str) -> dict[str, Any]:
-    """Return what workers are told of an update; its bytes are read from the store."""
+    """Return the description of an update for the workers, who read the update itself from the store."""
     return {"phase": phase, "version": update.version, "base": update.base, "nbytes": update.nbytes}

@@ -22,7 +22,7 @@ from codec.optimizers.formulas import (
 )
 
 _BUFFERS = {"m": ("momentum_buffer", "exp_avg"), "v": ("exp_avg_sq", "square_avg", "sum")}
-# options of packages' Lion, with the value for which the step is that of the paper
+# Options of Lion in third-party packages, and the values with which the step equals that of the paper.
 _LION_OPTIONS = {
     "caution": False,
     "cautious": False,
@@ -79,7 +79,7 @@ def from_optimizer(optimizer: Any, group: int = 0, *, parameter: Any = None) -> 
         raise ArgumentError(f"group must be an index into the optimizer's {len(groups)} param_groups, got {group}")
     g: dict[str, Any] = groups[group]
     if parameter is not None and not optimizer.state.get(parameter):
-        g = {**g, "dampening": 0.0}  # SGD does not use it in the first step of a parameter
+        g = {**g, "dampening": 0.0}  # SGD ignores dampening in the first step of a parameter
     known = {name: float(g[name]) for name in ("lr", "weight_decay")} | {"maximize": bool(g.get("maximize"))}
     counted = g["params"] if parameter is None else [parameter]
     return _READERS[kind](g, known, lambda: _steps(optimizer, counted))

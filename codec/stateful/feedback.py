@@ -118,7 +118,7 @@ class ErrorFeedback:
         return self._store.begin(layout)
 
     def commit(self) -> None:
-        """Replace residuals by those of all buffers of :meth:`begin`."""
+        """Replace the residuals by the contents of all buffers of :meth:`begin`."""
         self._store.commit()
 
     def rollback(self) -> None:
@@ -172,7 +172,7 @@ class ErrorFeedback:
         return self._store.settle(layout)
 
     def rescale(self, scale: float) -> None:
-        """Scale all residuals to gradients that are multiplied by `scale`, such as those of a scaled loss.
+        """Rescale all residuals to match gradients multiplied by `scale`, such as gradients of a scaled loss.
 
         State dicts hold residuals of unscaled gradients. The change takes effect without :meth:`commit`. A
         :meth:`rollback` undoes the change, unless something was committed after it.

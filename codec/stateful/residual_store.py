@@ -95,7 +95,7 @@ class ResidualStore:
         return buffer
 
     def commit(self, layout: Layout | None = None) -> None:
-        """Replace residuals by those of all buffers of :meth:`begin`, or of that for one layout."""
+        """Replace residuals by the contents of all buffers of :meth:`begin`, or of the buffer for one layout."""
         state = self.state
         begun = state.pending if layout is None else {layout: state.pending[layout]}
         kept = state.kept

@@ -22,7 +22,7 @@ class Exported(NamedTuple):
     itemsize: int
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None  # in bytes; None: C-contiguous
-    address: int  # of the first item
+    address: int  # address of the first item
     device: str
     stream: int | None  # CUDA stream on which the values are ready; None: they are ready already
     readonly: bool

@@ -184,7 +184,7 @@ def _from_torch(x: Any, wanted: str | None = None) -> TensorView:
     shape = tuple(x.shape)
     _check_rank(len(shape))
     nbytes, address = x.numel() * ITEMSIZE[name], x.data_ptr()
-    if nbytes and not address and device.type != "meta":  # values are in other tensors
+    if nbytes and not address and device.type != "meta":  # a subclass whose values are in other tensors
         raise ArgumentError(
             f"a {type(x).__name__} has no memory of its own: encode the tensors that hold its values, such as "
             ".to_local() of a DTensor"

@@ -16,7 +16,7 @@ class View:
     tensor: Any
     dtype: str | None = None
     segments: Records | None = None
-    names: tuple[str, ...] | None = None  # of the segments
+    names: tuple[str, ...] | None = None  # name of each segment
 
 
 def view(tensor: Any, dtype: Any = None, segments: Any = None) -> View:

@@ -100,7 +100,7 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # type checkers would accept any attribute
 
     def __getattr__(name: str) -> object:
-        """Import what takes long on its first use."""
+        """Import slow submodules when an attribute of them is first used."""
         if name in ("FrameStream", "checkpoint_reader", "checkpoint_writer"):
             return getattr(importlib.import_module("codec.torch.saving.stream"), name)
         if name == "pipelining":
@@ -108,4 +108,4 @@ if not TYPE_CHECKING:  # type checkers would accept any attribute
         raise AttributeError(f"module 'codec.torch' has no attribute {name!r}")
 
 
-register_backend()  # so that init_process_group("codec") works
+register_backend()  # makes init_process_group("codec") work

@@ -46,7 +46,7 @@ from_numpy: Callable[[np.ndarray[Any, Any]], torch.Tensor] = _torch.from_numpy
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Return True for a dense tensor of torch's own class whose memory :func:`codec.encode` takes."""
+    """Return True if :func:`codec.encode` can read ``x`` in place: a dense ``torch.Tensor``, of no subclass."""
     known = type(x) is torch.Tensor and x.layout is torch.strided and not (x.is_quantized or x.is_meta or x.is_neg())
     return known and x.dim() <= _MAX_RANK and _is_encodable(x.dtype)
 
@@ -173,7 +173,7 @@ STAGE_METHODS = {
     # Private. The first step passes keywords of schedule.step() to the module, to learn the shapes of its outputs.
     "_prepare_forward_infra": ("num_microbatches", "args", "kwargs"),
 }
-STAGE_ATTRIBUTES = (  # of an instance
+STAGE_ATTRIBUTES = (  # attributes of an instance
     "has_backward",
     "group",
     "group_rank",

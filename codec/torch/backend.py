@@ -268,7 +268,7 @@ class ProcessGroup(_Base):
             return _compat.group_all_gather_single_coalesced(self._plain, outputs, inputs, *rest)
         return self._all_gather(outputs, inputs)
 
-    # Names of older releases of torch, which torchft and others call. Those of the base class bypass this class.
+    # Method names of older torch releases, which torchft and others call. The base class's versions bypass this class.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

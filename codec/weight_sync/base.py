@@ -112,7 +112,7 @@ class Base:
             raise
 
     def tensors(self, names: Iterable[str], update: Update | None, like: Any) -> Iterator[tuple[str, Any]]:
-        """Yield names and new tensors with the values after an update, or those of the weights for None.
+        """Yield names and new tensors with the values after an update; `update` None: with the current values.
 
         The weights are not written.
         """
@@ -122,7 +122,7 @@ class Base:
             for k, (begin, end) in enumerate(kind.spans):
                 self.decode(update, name, k, memory[begin:end])
             yield name, of_kind(tensor, like)
-            del tensor, memory  # or there would be two while the next one is made
+            del tensor, memory  # free this tensor before the next one is allocated
 
     def apply(self, update: Update) -> None:
         """Apply an update that :meth:`check` accepted. After an interruption, a second call completes the first."""
@@ -150,7 +150,7 @@ class Base:
             raise StateError(f"{name!r} was damaged by an interrupted update: start from a snapshot")
         slot.digests[k] = after
 
-    # where values are kept: codec/weight_sync/folder.py has its own functions for these
+    # Storage of the weights, here in memory. Methods that codec/weight_sync/folder.py overrides to use files.
 
     def in_place(self, update: Update) -> bool:
         """Return True if an update is written over the weights."""
@@ -165,11 +165,11 @@ class Base:
         decode(out)
 
     def restore(self, out: Bytes, is_right: Callable[[Bytes], bool]) -> bool:
-        """Complete a piece that an interrupted write has left between two values. Return False if it cannot."""
+        """Complete a piece that an interrupted write has partly overwritten. Return False if that is impossible."""
         return False
 
     def complete(self, weights: Weights, version: int) -> None:
-        """Make weights and version those of this object."""
+        """Replace the weights and the version of this object."""
         self.weights, self.version = weights, version
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ def decode_delta(frame: Bytes, base: Bytes, out: Bytes, dtype: str, options: Cal
 
 
 def compose_deltas(frames: Sequence[Bytes], base: Bytes, dtype: str) -> bytes:
-    """Return one frame that does what frames of a piece do one after the other."""
+    """Merge Delta frames of a piece, to be applied in order, into one frame."""
     for frame in frames:
         _check(inspect(frame), Delta, dtype, len(base))
     return compose(frames, base=_bits(base, dtype))

@@ -118,7 +118,7 @@ class FolderBase(Base):
                     digests[name].append(digest_of(piece))
                     at += len(piece)
                 begin += memory_nbytes([kinds[name]])
-                del x, v  # or there would be two while a generator gathers the next one
+                del x, v  # free this tensor before a generator gathers the next one
             size = os.fstat(fd).st_size
             _write(fd, np.zeros(max(1, begin) - size, np.uint8), size)  # to the alignment of the last tensor
         weights = allocated(kinds, self._map(self._next, begin))
@@ -181,7 +181,8 @@ class FolderBase(Base):
         self._next = self._new_file()
         with _opened(self._next, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
             try:
-                os.posix_fallocate(fd, 0, max(1, nbytes))  # or a full disk would kill the process later
+                # Reserve the blocks: on a full disk, a store to the mapping would kill the process with SIGBUS.
+                os.posix_fallocate(fd, 0, max(1, nbytes))
             except OSError as e:
                 raise StateError(f"{self._next} cannot have {nbytes} bytes: {e.strerror}") from None
         return allocated(kinds, self._map(self._next, nbytes))

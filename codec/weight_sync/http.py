@@ -74,7 +74,7 @@ def serve(folder: str | PathLike[str], host: str = "127.0.0.1", port: int = 0) -
     ArgumentError
         The address cannot be listened on.
     """
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # not by everyone who imports codec
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # slow to import
 
     root = Path(folder)
 

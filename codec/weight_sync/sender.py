@@ -201,7 +201,7 @@ class WeightSender:
         self._pending = None
 
     def snapshot(self, *, file: str | PathLike[str] | None = None, progress: Progress | None = None) -> Update:
-        """Encode the base as a whole, for receivers that have no weights or other ones.
+        """Encode the whole base, for receivers without weights or with weights of another version.
 
         Parameters
         ----------

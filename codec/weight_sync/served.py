@@ -44,7 +44,7 @@ class Served:
             self._targets[name] = _target(name, tensors[name], update.entries[name].kind)
 
     def write(self, base: Base, update: Update | None) -> None:
-        """Write the values after an update that `base` has checked; None: those of `base`, where it has the tensor."""
+        """Write the values after an update that `base` has checked. None: write current values that `base` has."""
         scratch = np.empty(0, np.uint8)
         for name, target in self._targets.items():
             if update is None and base.weights.kinds.get(name) != target.kind:

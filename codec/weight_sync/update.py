@@ -60,7 +60,8 @@ class Entry(NamedTuple):
     """Tensor in the index of an update."""
 
     kind: Kind
-    frames: tuple[Span, ...]  # of each piece, in bytes of the update; begin and end are equal if it is unchanged
+    # Bytes of the update that hold the frame of each piece. An empty range: the piece is unchanged.
+    frames: tuple[Span, ...]
 
     @property
     def changed(self) -> bool:

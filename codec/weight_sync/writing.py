@@ -1,4 +1,4 @@
-"""Encoding of an update: tensors are read one by one, and frames are written as they are made."""
+"""Encoding of an update: tensors are read one by one, and each frame is written as soon as it is encoded."""
 
 from collections.abc import Callable, Iterable, Mapping
 from io import BytesIO
@@ -29,7 +29,7 @@ BATCH_NBYTES = 1 << 26  # bytes of values that are encoded by one call
 BATCH_PIECES = 1024
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
-Progress = Callable[[int, int], object]  # called with the bytes that were read, and with those of all tensors
+Progress = Callable[[int, int], object]  # function of the bytes that were read and the bytes of all tensors
 
 
 class Piece(NamedTuple):
@@ -58,7 +58,7 @@ class Encoder:
     def __init__(self, kinds: Mapping[str, Kind], base: Weights | None, file: BinaryIO, options: Any) -> None:
         self._kinds, self._base, self._file, self._options = kinds, base, file, options
         self._waiting: list[Piece] = []
-        self._nbytes = 0  # of waiting pieces
+        self._nbytes = 0  # bytes of waiting pieces
         self._sizes: dict[str, list[int]] = {}
         self._digests: dict[str, list[bytes]] = {}
         file.seek(index_nbytes(kinds))
@@ -184,7 +184,7 @@ def write_update(
             encoder.add(check_name(name), tensor)
             if streamed:
                 encoder.flush()  # a generator may write its next tensor to the same memory
-            del tensor  # or there would be two while a generator gathers the next one
+            del tensor  # free this tensor before a generator gathers the next one
             done += kinds[name].nbytes
             if progress is not None:
                 progress(done, total)

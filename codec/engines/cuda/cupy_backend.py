@@ -294,7 +294,8 @@ class CupyBackend:
     """GPUs of CuPy: implements :class:`codec.engines.cuda.devices.Backend`."""
 
     def __init__(self) -> None:
-        self._usable = False  # a GPU has been found, which stays: each look takes several calls of the driver
+        # True once a GPU has been found; the result is cached, since a search takes several driver calls.
+        self._usable = False
 
     def why_not(self) -> str | None:
         """Return why no GPU can be used, or None."""

@@ -29,7 +29,8 @@ _NONE = 2**64 - 1
 FOUND_NBYTES, DECODING_NBYTES = _FOUND.size, _DECODING.size
 NOTHING_FOUND = _FOUND.pack(_NONE, *[0] * 6)
 _LISTS = struct.Struct("<2Q")  # codec_lists
-_LISTED_SHARE, _CHANGES = 8, 4  # as in native/cuda/delta/decode.cuh; most changes for each byte of a frame
+# LISTED_SHARE of native/cuda/delta/decode.cuh, and the most changes that a byte of a frame can code.
+_LISTED_SHARE, _CHANGES = 8, 4
 _GROUP = 1024  # values of a block that share planes: see native/cuda/delta/decode.cuh
 
 
@@ -313,7 +314,7 @@ class Frame:
         _call.give(self._call)
 
     def _plan_again(self, head: TensorView) -> None:
-        """Take the checksum from the frame's head, which differs from the expected one in nothing else."""
+        """Plan again with the received head, which differs from the expected head in the checksum only."""
         args = head.data, head.nbytes, self.frame.nbytes, self._call.context, self._job, self._job_nbytes, ffi.NULL
         check(lib.codec_decode_plan(*args), self._call.fault)
 

@@ -189,7 +189,7 @@ class DeferredCalls:
         self._verdicts.append(_Verdict(work, batch.found, batch.found_nbytes, batch.conclude))
 
     def _launched(self, *works: Work, more: int = 0) -> None:
-        """Release temporary memory of a call, and count what is kept; `more`: bytes beside those of `works`."""
+        """Release temporary memory of launched `works`, and count the bytes kept; `more`: bytes kept elsewhere."""
         kept = more + sum([work.kept_nbytes for work in works])
         self._kept_nbytes += kept
         self._on_memory(kept, more + sum([work.allocated_nbytes for work in works]))
@@ -217,7 +217,7 @@ class DeferredCalls:
             self._verdicts.append(_Verdict(work, flag.address, flag.nbytes, _refuse_nonfinite, explain))
 
     def check(self, check: Callable[[], Any]) -> None:
-        """Have :meth:`conclude` call a function, behind the verdicts of the calls so far, for what was read back."""
+        """Register a check of bytes from :meth:`read_back`, for :meth:`conclude`, behind earlier verdicts."""
 
         def close(_: bytes) -> None:
             check()

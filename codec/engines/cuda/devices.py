@@ -133,7 +133,7 @@ backend: Backend = cupy_backend.CupyBackend()
 
 
 def device_for(views: Iterable[tuple[str, TensorView]]) -> Device:
-    """Return the device on which arguments lie, except those in host memory; the current one if all are there.
+    """Return the GPU that holds the arguments; the current GPU if all arguments are in host memory.
 
     Raises
     ------

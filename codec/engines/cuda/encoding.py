@@ -13,7 +13,7 @@ from codec.errors import ArgumentError, Status
 
 ALIGNMENT = 8  # alignment of a frame's sections in bytes
 _WRITTEN = struct.Struct("<4Q4I2Q")  # codec_written of native/cuda/frame/encode.cuh
-_FULL = 7 / 8  # part of its memory that a frame takes at least, or it is copied to memory of its own
+_FULL = 7 / 8  # least share of its memory that a frame fills; otherwise the frame is copied to smaller memory
 _SHORT_OUTPUT = int(Status.SHORT_OUTPUT)
 
 

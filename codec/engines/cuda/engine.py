@@ -125,7 +125,7 @@ def reduce(r: DecodeRequest, op: str) -> Any:
             try:
                 frame.open(v, FLOAT32)
             except CodecError:
-                read(work, frames[:i], [], verify_first=True)  # of several faults, the first frame's is reported
+                read(work, frames[:i], [], verify_first=True)  # of several invalid frames, report the first
                 raise
         if r.out is not None:
             r.check_apart(v, frames[0].levels, in_place=len(frames) == 1)

@@ -22,7 +22,7 @@ class Layout(NamedTuple):
 
     grid: int  # thread blocks of the kernel that encodes blocks
     other_grid: int  # thread blocks of all other kernels
-    scratch: Need  # of the first kernel
+    scratch: Need  # scratch memory of the first kernel
     choice_nbytes: int  # zeroed memory of the decisions about the tensor, from symbol counts on
     zeros_nbytes: int  # decisions, and the offsets of blocks
     # kernels to launch before ``close_frame``, with their numbers of thread blocks: without a residual, and with one
@@ -143,12 +143,12 @@ def is_entropy_coded(v: Any) -> bool:
     return v.codec == lib.CODEC_FLOAT8 and bool(v.options & lib.CODEC_OPTION_ENTROPY)
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}  # of requests without levels
+_plans: dict[tuple[Any, ...], Plan] = {}  # plans by key, for requests without levels
 
 
 def plan_of(r: EncodeRequest) -> Plan:
     """Return the plan of a request's frame."""
-    if r.levels is not None:  # the plan of such a frame depends on the optimizer
+    if r.levels is not None:  # a plan with levels depends on the optimizer
         return Plan(r)
     with_residual = None if r.residual is None else r.verify_first
     key = r.spec, r.x.dtype, r.x.shape, r.segments, r.codebook, with_residual

@@ -73,7 +73,7 @@ class Work:
         return self.device.allocate(max(nbytes, 1), self._like)
 
     def launched(self) -> None:
-        """Release temporary memory: all kernels are launched, and its allocator follows the order of the stream."""
+        """Release temporary memory after the last launch: a stream-ordered allocator reuses it after the kernels."""
         self._brief.clear()
 
     def keep(self, owner: object, *, brief: bool = False) -> None:

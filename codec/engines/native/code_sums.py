@@ -16,7 +16,8 @@ from codec.errors import ArgumentError, CodecError
 from codec.inspection import check_frame
 from codec.tensors.view import TensorView, empty
 
-_MOST = {"int8": 127, "int16": 32_767, "int32": 2_147_483_647}  # frames whose sums the dtype holds, whatever they are
+# Maximum number of frames whose sum the dtype can hold for any codes.
+_MOST = {"int8": 127, "int16": 32_767, "int32": 2_147_483_647}
 _ADVICE = ": encode with Ternary(scale=...), equal in all frames"
 
 

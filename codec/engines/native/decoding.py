@@ -89,7 +89,7 @@ def base_of(r: DecodeRequest, dtype: str) -> TensorView | None:
 
 
 def check_base(r: DecodeRequest, frame: TensorView, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise an error if the base is missing, or of another dtype or shape; before it that of a damaged frame."""
+    """Raise an error if the base is missing, or has another dtype or shape. Errors of a damaged frame come first."""
     base = None if r.base is None else view_base(r.base, dtype)
     if base is not None and base[:2] == (dtype, shape):
         return

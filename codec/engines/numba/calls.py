@@ -126,7 +126,7 @@ def sum_codes_into(call: Call, read: list[tuple[Any, TensorView]], op: int, thre
 
 
 def _reduce_one_by_one(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
-    """Reduce frames whose blocks do not match, or that have none: each frame is decoded into the result in turn."""
+    """Reduce frames whose blocks do not match, or that have none: decode one frame after the other into the result."""
     context, flags = call.context, call.context.flags
     if flags & lib.CODEC_VERIFY_FIRST:
         context.flags = lib.CODEC_CHECK_ONLY

@@ -48,7 +48,7 @@ def digest(data, seed):
 
 @jit
 def digest_from(data, seed, first):
-    """Return what bytes add to the 64-bit digest of a sequence in which they begin chunk ``first``."""
+    """Return the contribution of ``data``, from chunk ``first`` of a sequence on, to the sequence's 64-bit digest."""
     total = U64(0)
     whole = len(data) // 8
     pairs = data[: 8 * whole].view(U64)

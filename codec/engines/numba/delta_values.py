@@ -15,7 +15,7 @@ from codec.engines.numba.jit import jit
 from codec.engines.numba.words import I64, U8, U16, U32, U64, copy
 
 SAME, STEPS, RAW, PATCHES = 0, 1, 2, 3  # modes of a region
-BIAS, CLASSES, MORE, GAP_BITS, MAX_GAP_K = 16, 8, 8, 20, 18  # as in format.md, section 10.3
+BIAS, CLASSES, MORE, GAP_BITS, MAX_GAP_K = 16, 8, 8, 20, 18  # constants of format.md, section 10.3
 _MBITS = MANTISSA_BITS | {
     "float64": 52,
     "float8_e4m3fn": 3,
@@ -39,8 +39,8 @@ class Work(NamedTuple):
 
     kind: Kind
     region: Any
-    base: Any  # bits of the block's values: of the base,
-    new: Any  # and of the tensor
+    base: Any  # bits of the base's values in the block
+    new: Any  # bits of the tensor's values in the block
     bytes: Any  # decoded values
     at: Any  # places of changes
     exponent: Any

@@ -170,7 +170,7 @@ def into(i: int, op: int) -> int:
     return lib.CODEC_INTO_MAX if op == lib.CODEC_REDUCE_MAX else lib.CODEC_INTO_ADD
 
 
-_BLOCKS_PER_STEP = 8  # blocks of each frame in turn, so that their part of the result stays in the cache
+_BLOCKS_PER_STEP = 8  # blocks of a frame before the next frame, so that their part of the result stays in the cache
 
 
 def codec_reduce_blocks(

@@ -96,7 +96,7 @@ def _add_patterns(data, size, first, n, zero):
 
 @jit
 def fill_row_offsets(job, data, feedback, first, end, x, native):
-    """Choose the offsets of rows that touch values [first, end), where the C library left them to the blocks.
+    """Choose the offsets of rows that overlap values [first, end), in parts of many rows; C chooses all others.
 
     Threads that share a row write equal offsets. ``x`` and ``native`` are buffers of 128 values.
     """

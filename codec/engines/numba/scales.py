@@ -242,7 +242,7 @@ def _ordered(u):
 
 @jit
 def _extremes(x, least, most):
-    """Return ``least`` and ``most``, integers of :func:`_ordered`, extended by those of values."""
+    """Return the smallest and the largest of ``least``, ``most`` and the values, as integers of :func:`_ordered`."""
     u = x.view(U32)
     for i in range(len(u)):
         a = _ordered(u[i])
@@ -275,7 +275,7 @@ def _use_ends(work, r):
 
 @jit
 def _store_affine_scales(job, work, data, feedback, part, first, i, n, m, x, region):
-    """Do what :func:`store_scales` does, for Quantize with zero points; middles go to ``work.row_middle``."""
+    """Version of :func:`store_scales` for Quantize with zero points; middles go to ``work.row_middle``."""
     row, nbytes = I64(part.group_size), scale_nbytes(job)
     least, most, inf = I32(0x7FFFFFFF), I32(-0x80000000), I32(INF)
     if row > RUN:

@@ -40,7 +40,7 @@ from codec.errors import Status
 NONFINITE = int(Status.NONFINITE)
 STOCHASTIC = lib.CODEC_OPTION_STOCHASTIC
 GAP_BITS = 20
-DIGIT_BITS = 11  # bits of a key by which values are counted at once
+DIGIT_BITS = 11  # bits of a key per histogram
 HALF = U16(0x8000)  # random bits that round to nearest
 
 
@@ -48,10 +48,10 @@ class Kind(NamedTuple):
     """Parameters of the frame (format, section 11)."""
 
     chunk: int  # values
-    kept: int  # of a whole chunk
+    kept: int  # values kept of a whole chunk
     rice_k: int  # parameter of gaps
-    bits: int  # of a kept value: sign and level
-    scales: int  # of a chunk
+    bits: int  # bits of a kept value: sign and level
+    scales: int  # scales of a chunk
     steps: int  # between the lowest and the highest level
 
 
@@ -65,7 +65,7 @@ class Work(NamedTuple):
     code: Any
     count: Any  # values by digit
     range: Any  # lowest and highest level of a chunk
-    keys: Any  # of random bits
+    keys: Any  # Philox keys of the random bits
     bits: Bits
     c: Any
     floats: Any  # saved floating-point environment of the thread
@@ -319,7 +319,7 @@ def _get_codes(kind, work, n, kept, frame, end):
 
 @jit
 def _put_values(job, work, kept, sink, first, n):
-    """Store a chunk's values, or combine them with the destination. Added are only the values kept."""
+    """Store a chunk's values, or combine them with the destination. An addition touches the kept values only."""
     adds = sink.into == ADD and not sink.divide > F32(0)
     x, out = work.x[:n], sink.data[:0].view(F32)
     if adds:

@@ -35,7 +35,7 @@ _ROW_PART = np.dtype(
 _TABLE, _OFFSET = np.dtype("514u1"), np.dtype("i1")
 _ROW_SUMS = np.dtype([("sum0", "f8"), ("sum1", "f8"), ("negative", "u4"), ("max", "u4")])
 _DELTA_BLOCK = np.dtype([("base", "u8"), ("result", "u8"), ("changes", "u4"), ("state", "u4"), ("reserved", "u4", 4)])
-_SUMS = {lib.CODEC_DELTA: _DELTA_BLOCK, lib.CODEC_TOPK: np.dtype("u4")}  # of other codecs: _ROW_SUMS
+_SUMS = {lib.CODEC_DELTA: _DELTA_BLOCK, lib.CODEC_TOPK: np.dtype("u4")}  # other codecs: _ROW_SUMS
 _OCTAVES = {"float32": 128, "float64": 16, "bfloat16": 128, "float16": 1024}
 
 
@@ -70,7 +70,7 @@ class Job(NamedTuple):
     parts: Array  # parts of the scale model
     offsets: Array  # int8 offsets of rows and columns
     row_parts: Array
-    row_sums: Array  # of Delta: digests and numbers of changes of blocks; of TopK: their largest magnitudes
+    row_sums: Array  # by block; Delta: digests and numbers of changes; TopK: largest magnitudes
 
 
 def view_job(job: Any) -> Job:

@@ -95,7 +95,7 @@ def to_float16(u):
     """Round float32 bits to the nearest float16, ties to even, clipped to the largest number; NaN becomes quiet."""
     a = U32(u & ABS)
     normal = U32(U32(U32(a + U32(0xFFF) + (U32(a >> U32(13)) & U32(1))) >> U32(13)) - U32(112 << 10))
-    # below 2^-14 numbers are multiples of 2^-24, to which the sum with 1/2 is rounded
+    # float16 below 2^-14 are multiples of 2^-24. Adding 1/2 in float32 rounds to such a multiple.
     small = U32(bits_of(F32(float_of(a) + F32(0.5))) - U32(0x3F000000))
     finite = min(small if a < U32(113 << 23) else normal, U32(0x7BFF))
     return U16(U16(U32(u >> U32(16)) & U32(0x8000)) | U16(U32(0x7E00) if a > INF else finite))

@@ -13,7 +13,7 @@ from codec.stateful.activation.entries import Floats
 
 MOST_VALUES = 1 << 16  # values of a message that are measured
 LEAST_ROWS = 32  # rows of a visit before it is compared
-GROWTH = 1.5  # growth of the change, over that of an earlier visit, that is reported
+GROWTH = 1.5  # reported if the change exceeds the change at an earlier visit by this factor
 
 logger = logging.getLogger("codec")
 

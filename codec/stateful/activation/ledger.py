@@ -54,7 +54,7 @@ class Staging(NamedTuple):
 
     samples: list[int]
     checks: Checks
-    rows: Floats  # of a buffer of the ledger
+    rows: Floats  # rows in a buffer of the ledger
     visits: list[int]
 
 
@@ -190,7 +190,7 @@ class Ledger:
         self._retention.check_size(largest_nbytes(self.dtype, n))
 
     def replace(self, entries: dict[int, Entry], contents: dict[int, Bytes] | None) -> None:
-        """Replace all entries by others with the given bytes. None: keep those that the store has, forget the rest."""
+        """Replace all entries. `contents`: their bytes; None: keep entries that the store has, and forget others."""
         self.rollback()
         kept = contents is None
         self.forget([s for s, e in self._entries.items() if not kept or entries.get(s) != e])

@@ -40,11 +40,11 @@ class Head(NamedTuple):
     """Fields of a message that precede the table."""
 
     kind: Kind
-    dtype: str  # of the activations
+    dtype: str  # dtype of the activations
     entries: str  # dtype of the store's entries
     edge: int
     session: int  # random number of the sending object
-    number: int  # of the message within its session, ascending
+    number: int  # number of the message within its session, ascending
 
 
 class Message(NamedTuple):

@@ -25,7 +25,7 @@ from codec.tensors.view import empty
 
 
 class Target(NamedTuple):
-    """Arguments of decoding that tell where values are written."""
+    """Arguments of decoding that determine where values are written."""
 
     out: Any
     like: Any

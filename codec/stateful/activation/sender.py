@@ -67,7 +67,7 @@ class Sender:
     def activation(
         self, head: Head, x: Values, samples: list[int], spec: Spec, options: CallOptions | None
     ) -> tuple[bytes, list[Staging]]:
-        """Return a message of kind RAW, DELTA or MIXED, and what :meth:`Ledger.stage` is to be called with for it."""
+        """Return a message of kind RAW, DELTA or MIXED, and the arguments with which to call :meth:`Ledger.stage`."""
         a = as_rows(x, len(samples))
         self._ledger.check_size(a.shape[1])
         old = self._ledger.checks(samples, a.shape[1])

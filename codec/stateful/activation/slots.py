@@ -18,7 +18,7 @@ from codec.stateful.activation.message import ENTRY_CODES
 MAGIC = b"CODS"
 VERSION = 1
 _NAME = re.compile(r"([1-9][0-9]*)\.slots")  # number of values of a sample
-_MOST_VALUES = 1 << 48  # of a sample
+_MOST_VALUES = 1 << 48  # maximum values of a sample
 _FILE_HEAD = struct.Struct("<4sIIIQQQ")  # magic, version, dtype of entries, zero, edge, values, size of a slot
 _SLOT_HEAD = struct.Struct("<qQQII28x")  # sample, check, visits, size and CRC of the entry, zeros
 _START = 4096  # offset of the first slot
@@ -49,7 +49,7 @@ class SlotHead(NamedTuple):
     check: int
     visits: int
     nbytes: int
-    crc: int  # of the entry's bytes
+    crc: int  # CRC-32 of the entry's bytes
 
 
 class SlotFile:
@@ -131,7 +131,7 @@ class SlotFile:
         if head is None or (head.sample, head.check) != (sample, check) or head.nbytes > len(memory):
             return None
         if self._dtype != "8bit" and head.nbytes != largest_nbytes(self._dtype, self.n):
-            return None  # memory behind the entry would become m
+            return None  # otherwise bytes behind the entry would become part of m
         entry = memory[: head.nbytes]
         while got < _HEAD + head.nbytes:
             more = os.preadv(self._fd, [entry[got - _HEAD :].data], self._at(slot) + got) if got >= _HEAD else 0
@@ -179,7 +179,7 @@ class SlotFile:
                 raise StateError(f"{self.path} belongs to another edge or version, or has entries of another dtype")
         if not writable:
             raise StateError(f"the head of {self.path} is damaged")
-        os.ftruncate(self._fd, 0)  # nothing in the file can be trusted, or it is new
+        os.ftruncate(self._fd, 0)  # the file is new, or its head is damaged
         os.pwrite(self._fd, expected.ljust(_START, b"\0"), 0)
 
 

@@ -46,7 +46,7 @@ class Traffic:
         self._count(nbytes, raw, deltas)
 
     def check(self, head: Head) -> None:
-        """Raise StateError for a message of another edge or dtype, and for one that is repeated or late."""
+        """Raise StateError for a message of another edge or number of entries, and for a repeated or reordered one."""
         if (head.edge, head.entries) != (self.edge, self.entries):
             raise StateError(
                 f"this side has edge {self.edge} and entries of {self.entries}, the message edge {head.edge} and "

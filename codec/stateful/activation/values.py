@@ -116,11 +116,11 @@ def ids_of(samples: Iterable[Any]) -> list[int]:
     if isinstance(samples, bytes | bytearray | set | frozenset):
         raise ArgumentError(f"samples must be a sequence of sample ids in the order of rows, got {shown(samples)}")
     try:
-        to_list: Any = getattr(samples, "tolist", None)  # of numpy and torch
+        to_list: Any = getattr(samples, "tolist", None)  # arrays and tensors have this method
         items: Any = list(samples) if to_list is None else to_list()
     except TypeError:
         raise ArgumentError(f"samples must be a sequence of sample ids, got {shown(samples)}") from None
-    if not isinstance(items, list):  # of an array of rank 0
+    if not isinstance(items, list):  # an array of rank 0 yields a scalar
         raise ArgumentError(f"samples must be a sequence of sample ids, got {shown(samples)}")
     return [
         i if type(i) is int and 0 <= i <= _MAX_ID else whole("a sample id", i, -_MAX_ID - 1, _MAX_ID)

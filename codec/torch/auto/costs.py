@@ -19,7 +19,7 @@ from codec.specs import Spec
 from codec.tensors.wrapper import view
 
 MILLION = 1_000_000
-UNKNOWN = -1  # error of a tensor whose sample is zero everywhere, which says nothing
+UNKNOWN = -1  # error of a tensor whose sample is zero everywhere: unknown
 _FIELDS = tuple(f.name for f in fields(Cost))
 _BUDGET = 1 << 18  # values of a sample
 _FEWEST = 512  # values of a tensor, if there are not too many tensors
@@ -59,7 +59,7 @@ def take(flat: torch.Tensor, shape: Sequence[int], values: int, tensors: int) ->
 def numbers_of(
     taken: Samples, names: Sequence[str], values: int, specs: Sequence[Spec], world_size: int, options: CallOptions
 ) -> list[int]:
-    """Return what a rank reports of its samples.
+    """Return a rank's measurements of its samples, as integers that all ranks exchange.
 
     Parameters
     ----------

@@ -14,7 +14,7 @@ from codec.torch.network.info import ConnectionInfo
 
 _PICO, _MICRO = 1e12, 1e6
 _SHARE = 0.5  # share of the slowest direction's time on the wire up to which a direction gets a less lossy level
-_KEPT = 0.7  # share up to which it keeps that level
+_KEPT = 0.7  # share of that time up to which a direction keeps a less lossy level
 _MOST = 1 << 60  # largest number in a report
 
 Pair = tuple[Spec, Spec]  # specs of activations and of gradients
@@ -28,13 +28,13 @@ class Sent(NamedTuple):
 
     edge: int
     kind: int  # 0: activations, 1: gradients
-    picoseconds: int  # of a byte on the link; -1: unknown
+    picoseconds: int  # time of a byte on the link; -1: unknown
     values: int  # values whose bits depend on the level
     nbytes: int
 
 
 class Sending:
-    """Measures what one side of an edge sends."""
+    """Measurement of the messages that one side of an edge sends."""
 
     def __init__(self, edge: int, kind: int) -> None:
         self._direction: Direction = edge, kind
@@ -81,7 +81,7 @@ class EdgeChoice:
     def __init__(self, levels: Sequence[Pair], link: Link | None) -> None:
         self._levels, self._stated = tuple(dict.fromkeys(levels)), link
         self._selector = Selector(0)
-        self._at: dict[Direction, int] = {}  # level of a direction, if it is another than the selector's
+        self._at: dict[Direction, int] = {}  # levels of directions that differ from the selector's level
         self._last = 0.0  # time of the last report; 0: none
         self.steps: dict[str, int] = {}
 
@@ -98,7 +98,7 @@ class EdgeChoice:
         return min(self._selector.level, self._at.get(direction, self._selector.level))
 
     def report(self, sent: Iterable[Sent]) -> dict[str, Any]:
-        """Return what this rank reports of a step, in types of JSON."""
+        """Return this rank's measurements of a step, in types of JSON."""
         last, self._last = self._last, time.perf_counter()
         seconds = round(_MICRO * (self._last - last)) if last else 0
         return {"microseconds": seconds, "sent": [list(each) for each in sent if each.nbytes]}

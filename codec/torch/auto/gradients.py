@@ -25,7 +25,7 @@ from codec.torch.transport.channel import Channel
 _SECOND, _PERIOD = 16, 256  # step of the second measurement of gradients, and steps between two later ones
 _PICO, _MICRO = 1e12, 1e6
 _BASE = 3  # integers of a report that all hooks send: time, load, waiting
-# Integers that follow: microseconds since the last report, picoseconds of a byte, microseconds of a round trip.
+# Further integers of a report: microseconds since the last report, picoseconds of a byte, microseconds of a round trip.
 _LINK = 3
 _UNKNOWN = [-1, -1]  # link of a rank that has not measured it
 _MOST_RATIO = 10.0  # residual over gradient above which a tensor gets a less lossy spec; stable runs stay below 15
@@ -74,7 +74,7 @@ class GradientChoice:
         specs: list[tuple[Way, int]] = [("frames", i) for i in range(len(quality.specs))]
         self._levels: list[tuple[Way, int]] = [("values", 0), *specs] if raw else specs
         self._sizes: dict[str, int] = {}  # values of each tensor whose spec is chosen here
-        self._nbytes = 0  # of these tensors
+        self._nbytes = 0  # uncompressed bytes of the tensors in _sizes
         self._rank, self._world_size = 0, 1
         self._reset()
 
@@ -84,14 +84,14 @@ class GradientChoice:
         self._begun = False  # the first decision was made
         self._numbers: list[int] = []  # agreed measurements of gradients; empty: none
         self._errors: dict[str, list[int]] = {}
-        self._costs: list[Cost] = []  # of all values with each spec
+        self._costs: list[Cost] = []  # cost of all values with each spec
         self._add_costs()
         self._selector = Selector(self.offset)
         self._forget_link()
         self.version += 1
 
     def _forget_link(self) -> None:
-        """Keep the level, and drop what ranks may have measured differently."""
+        """Drop the measurements, which may differ between ranks, and keep the level."""
         self._selector = Selector(self._selector.level)
         self._meter, self._taken = Meter(), costs.Samples()
         self.link = self.stated
@@ -121,7 +121,7 @@ class GradientChoice:
         return self._levels[self._selector.level][0]
 
     def spec_of(self, name: str) -> Spec:
-        """Return the spec of a tensor at the current level: that of the level, or a less lossy one."""
+        """Return the spec of a tensor: the spec of the current level, or a less lossy one."""
         return self.quality.specs[self._allowed(name, self._levels[self._selector.level][1])]
 
     def _allowed(self, name: str, most: int) -> int:
@@ -183,7 +183,7 @@ class GradientChoice:
         return numbers
 
     def _without_growing(self, numbers: list[int]) -> list[int]:
-        """Return numbers in which the current spec is refused for tensors whose residual grows."""
+        """Return the measurements, changed to exclude the current spec for tensors whose residual grows."""
         i, lossy = self._levels[self._selector.level][1], len(self.quality.specs) - 1
         begin = len(numbers) - lossy * len(self._sizes)
         for k, name in enumerate(self._sizes):
@@ -312,7 +312,7 @@ class GradientChoice:
         return _parsed(text, self)
 
     def load(self, saved: "Saved | None") -> None:
-        """Continue from a state; None, or one of other tensors: begin anew."""
+        """Continue from a saved state. Begin anew if the state is None or belongs to other tensors."""
         self._reset()
         if saved is None or not saved.numbers:
             return

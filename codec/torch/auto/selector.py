@@ -9,18 +9,19 @@ _TRIAL = 3  # measured steps after which a new level is compared
 _WINDOW = 6  # measured steps of a level that count
 _EQUAL, _MOST_EQUAL = 1.05, 1.1  # ratio of times that count as equal, and the most where times of steps vary
 _HOPE = 1.1  # factor by which a level without measurements may be faster than predicted, so that it is tried
-_GAIN = 3.0  # the same of a lossier level: factor by which it may save more time than predicted
-_ABORT = 1.5  # a level whose first two measured steps are this much slower than the level before is left at once
-_MOVED = 0.3  # measurements are dropped when the prediction of their level changes by this share of them: another link
+_GAIN = 3.0  # factor by which a lossier level without measurements may save more time than predicted
+# A level is left immediately if its first two measured steps are slower than the previous level by this factor.
+_ABORT = 1.5
+_MOVED = 0.3  # measurements of a level are dropped when its prediction changes by this share: the link has changed
 _LASTS = 200  # steps for which measurements of another level count
 _NEAR, _NEAR_LASTS = 1.25, 50  # factor of small differences, and steps for which measurements of near levels count
 _HOLD = 16  # steps without a switch for small gains after the first return to a measured level
-_MOST_HOLD = 128  # the same after several returns, each of which doubles them
+_MOST_HOLD = 128  # upper bound of these steps, which each further return doubles
 
 
 @dataclass
 class _Record:
-    """Measured seconds of a level, the predicted seconds before the first and after the last of them, and its step."""
+    """Measured seconds of steps at a level, predicted seconds before the first and after the last, and its number."""
 
     predicted: float
     last_predicted: float = 0.0
@@ -138,10 +139,12 @@ class Selector:
         if level == self.level:
             return here
         if (record := self._records.get(level)) is not None:
-            best = min(record.seconds)  # that level was perhaps left because of other work on the machine
+            # Fastest step: the level may have been left because of other work on the machine
+            best = min(record.seconds)
             return max(0.0, best + predicted[level] - record.last_predicted)
         now = predicted[self.level]
-        scale = min(1.0, here / now) if now > 0 else 1.0  # the current level shows if predictions are too high
+        # Correct predictions by their error at the current level, if they are too high.
+        scale = min(1.0, here / now) if now > 0 else 1.0
         return max(0.0, here + (predicted[level] - now) * scale)
 
     def _forget(self, predicted: Sequence[float]) -> None:

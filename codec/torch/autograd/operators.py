@@ -89,7 +89,8 @@ def _written(spec: SpecLike) -> str:
 
 
 _constant: Any = _written
-_constant._dynamo_marked_constant = True  # as by torch.compiler.assume_constant_result, which imports the compiler
+# Set the mark of torch.compiler.assume_constant_result. Calling that function would import the compiler.
+_constant._dynamo_marked_constant = True
 
 
 @torch.library.custom_op("codec::encode", mutates_args=())

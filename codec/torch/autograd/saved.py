@@ -162,7 +162,8 @@ class saved_tensors(torch.autograd.graph.saved_tensors_hooks):
             return x
         if _is_held_elsewhere(x) or _overlaps(x):
             return x
-        storage: Any = StorageWeakRef(x.untyped_storage())  # while it exists, no other storage has its number
+        # While this reference exists, no other storage has the same id.
+        storage: Any = StorageWeakRef(x.untyped_storage())
         key = storage.cdata, x._version, x.storage_offset(), x.dtype, x.shape, x.stride()
         packed = self._known.get(key)
         if packed is None or packed.storage.expired():

@@ -81,14 +81,14 @@ def all_to_all_rows(
     True
     """
     gradients = spec if backward_spec is None else backward_spec
-    rows = cast(Any, _Rows)  # torch does not type it
+    rows = cast(Any, _Rows)  # torch has no types for this base class
     return rows.apply(
         tensor, output_split_sizes, input_split_sizes, spec, gradients, group, stream, settings_of(options)
     )
 
 
 class _Rows(torch.autograd.Function):
-    """The all-to-all, whose gradient is the all-to-all with the splits exchanged."""
+    """Differentiable all-to-all: its backward pass is an all-to-all with input and output splits exchanged."""
 
     @staticmethod
     def forward(
@@ -160,7 +160,7 @@ async def _rows_of(
 
 
 def _pieces(name: str, sizes: Any, row: tuple[int, ...], ranks: int) -> list[Piece]:
-    """Return the values of each rank's rows in a flat tensor; codecs know the rows by a segment."""
+    """Return the range of a flat tensor that holds each rank's rows, with a segment that has the shape of the rows."""
     if not isinstance(sizes, Sequence) or len(cast(Sequence[Any], sizes)) != ranks:
         raise ArgumentError(f"{name} must be a list with a number of rows for each of {ranks} ranks")
     rows = [whole(name, n, 0) for n in cast(Sequence[Any], sizes)]

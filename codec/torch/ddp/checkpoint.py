@@ -21,7 +21,7 @@ _NUMBERS = ("rank", "world_size", "steps")
 _LISTS = ("sparse", "dense", "buckets", "shapes")
 _HEAD = ("version", *_NUMBERS, *_LISTS)
 
-Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by name
+Shapes = Mapping[str, tuple[int, ...]]  # shapes of parameters, by name
 
 
 def head(

@@ -86,7 +86,7 @@ class CodebookSync:
         """Make a reduction encode with the agreed codebook, and count its symbols if a refresh is due."""
         refresher = self.refresher
         if r.spec != refresher.spec or (isinstance(r.spec, Truncate) and r.dtype != refresher.dtype):
-            return  # the codebooks are for other symbols
+            return  # the codebooks code other symbols than this spec
         r.codebook, r.codebooks = refresher.current(self._step), refresher.books
         if refresher.due(self._step):
             r.count_symbols = refresher.count
@@ -110,7 +110,7 @@ class CodebookSync:
             fields = signed(r, "refresh")
             counts = await algorithms.gather(collective.part(hash64(*fields.items()), fields), r)
             await collective.agree()
-        except CodecError as e:  # on all ranks; they keep the current codebook
+        except CodecError as e:  # raised on all ranks, which keep the current codebook
             collective.fail(e)
             return
         refresher.propose(self._step, sum_of_counts(counts.reshape(collective.size, -1)))

@@ -28,7 +28,7 @@ class _Hook(Protocol):
 
 
 _hooks: "weakref.WeakSet[_Hook]" = weakref.WeakSet()  # all hooks of this process
-_unchecked: "weakref.WeakSet[Reducer]" = weakref.WeakSet()  # those of hooks whose optimizer is not known yet
+_unchecked: "weakref.WeakSet[Reducer]" = weakref.WeakSet()  # reducers of hooks whose optimizer is not known yet
 _REDUCER = (
     'torch._dynamo.config.optimize_ddp = "python_reducer" gives hooks single gradients inside of a compiled graph, '
     'which cannot be sent as frames: set it to "ddp_optimizer", torch\'s default'

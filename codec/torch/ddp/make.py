@@ -141,12 +141,12 @@ def ddp_hook(
 def _choice(
     auto: Auto, feedback: bool | float | None, refresher: CodebookRefresher | None, settings: CallOptions
 ) -> GradientChoice:
-    """Return the choice that a hook makes, whose specs go with the other arguments."""
+    """Return the automatic choice among the specs that the other arguments of ddp_hook allow."""
     if refresher is not None:
         raise ArgumentError('refresher= has one spec, but "auto" chooses specs: leave one of them out')
     algorithm, floor = algorithm_of(settings), quality_of(auto.quality)
     lossless, *lossy = floor.specs
-    specs = lossless, *(s for s in lossy if not feedback or s.contraction)  # residuals of others would diverge
+    specs = lossless, *(s for s in lossy if not feedback or s.contraction)  # the residuals of other specs would diverge
     for each in specs:
         check(each, None, None if each == lossless else feedback, algorithm, None)
     check_feedback(feedback)

@@ -17,7 +17,7 @@ from codec.torch.auto.gradients import GradientChoice
 from codec.torch.ddp.buckets import Part, n_values
 from codec.torch.reduction.arguments import plain_spec
 
-Chooser = Callable[[str, torch.nn.Parameter], Spec | str | None]  # of a parameter's name and the parameter
+Chooser = Callable[[str, torch.nn.Parameter], Spec | str | None]  # function of a parameter's name and the parameter
 logger = logging.getLogger("codec.torch")
 
 Choice = tuple[Spec, bool]  # spec, and whether error feedback is applied
@@ -25,7 +25,7 @@ Choice = tuple[Spec, bool]  # spec, and whether error feedback is applied
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 _MOSTLY = 0.5  # share of zeros above which a gradient counts as mostly zero
 _MUCH = 0.3  # share of the gradients' bytes; if more stay uncompressed, a warning is logged
-_PATIENCE = 8  # steps in which gradients that are zero everywhere are waited for, before the log tells the contents
+_PATIENCE = 8  # steps to wait for gradients that are still zero everywhere, before the contents are logged
 
 # reasons for a choice other than the hook's spec
 START, MEASURED, UNKNOWN = "start_step", "first step", "gradient is zero so far"

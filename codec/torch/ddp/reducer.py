@@ -66,7 +66,7 @@ class Reducer:
         self.group: Any = None  # ranks of the model whose gradients are reduced; None: no model yet
         self.state = StepState(plan, refresher)
         self._scaler, self.state.names_nonfinite = grad_scaler, grad_scaler is None
-        self._module: weakref.ref[torch.nn.Module] | None = None  # of the last call of serve()
+        self._module: weakref.ref[torch.nn.Module] | None = None  # module of the last call of serve()
         self._parts: dict[tuple[str, ...], tuple[int, list[Part]]] = {}  # values and parts of each bucket, by its names
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Reducer:
             work = self._begin(bucket)
             if bucket.last:
                 work.wait()  # the model would wait, too, but Ctrl-C would not interrupt it
-                communicator_of(self.group).worker.wait_for_callbacks()  # those of this bucket come behind others
+                communicator_of(self.group).worker.wait_for_callbacks()  # of all buckets: they run in order
         except BaseException:
             self.cancel()
             raise
@@ -268,8 +268,6 @@ class Reducer:
         """Return True if gradients overflowed by their scale, and the GradScaler will skip the step."""
         scales = self._scaler is not None and self._scaler.is_enabled()
         return scales and getattr(error, "code", None) == Status.NONFINITE
-
-    # One bucket
 
     async def _reduce(self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step) -> torch.Tensor:
         """Compute the mean of a bucket over all ranks; return the tensor that gets it at the end of the step."""

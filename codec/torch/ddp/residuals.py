@@ -50,7 +50,7 @@ class Residuals(ResidualPair):
         self._measuring = step % _INTERVAL == 0
 
     def feed_part(self, r: Reduction, part: Part, owned: tuple[int, int], size: int) -> None:
-        """Make the frames of a part add the residuals, and keep their own errors.
+        """Have the encoder of a part add residuals to gradients, and store the encoding errors as new residuals.
 
         A part without error feedback, such as a lossless one, adds the residuals once, in its first step.
 
@@ -69,7 +69,8 @@ class Residuals(ResidualPair):
             if part.new:
                 self.flush(r, part.layout, size)
             return
-        sums = self.feed(r, part.layout, owned, size, moved=part.new)  # other ranks encode its sums, if it is new
+        # Moved: for a new part, other ranks encode the sums that this rank has residuals of.
+        sums = self.feed(r, part.layout, owned, size, moved=part.new)
         if self._measuring and r.residual is not None:
             self._measure(r, part, (0, part.n), r.residual)
             if sums is not None:

@@ -1,4 +1,4 @@
-"""Steps of a hook: what one backward pass knows, and the state that a step changes if it succeeds on all ranks."""
+"""Steps of a hook: state of one backward pass, and state that changes only if the step succeeds on all ranks."""
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -49,13 +49,13 @@ class Step:
     number: int = 0  # steps that have succeeded before
     scale: float = 1.0  # factor of the GradScaler in all gradients
     exact: bool = False  # all gradients are sent lossless
-    in_flight: bool = False  # begun, and neither ended nor its error raised
+    in_flight: bool = False  # True from the begin of the step until it has ended, or its error was raised
     error: BaseException | None = None  # error of the first bucket that failed
     failed: int = NO_BUCKET  # number of that bucket
-    cause: Cause | None = None  # what other ranks are told of the error that was the first in time
+    cause: Cause | None = None  # report to other ranks of the earliest error
     zeros: dict[str, bool] = field(default_factory=dict[str, bool])  # True if mean gradients are mostly zero
     buckets: dict[int, list[str]] = field(default_factory=dict[int, list[str]])  # names of the parameters, by bucket
-    traffic: list[Counters] = field(default_factory=list[Counters])  # of each bucket
+    traffic: list[Counters] = field(default_factory=list[Counters])  # traffic of each bucket
     begun: Wait = field(default_factory=Wait)  # for the agreement on the state of the hook, and the choice of specs
     arrived: list[Wait] = field(default_factory=list[Wait])  # for the data of each bucket
     over: Wait = field(default_factory=_wait_for_last_bucket)  # for the end of the step
@@ -65,7 +65,7 @@ class Step:
     buffers: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # gradients of each bucket
     waited: Counters = field(default_factory=Counters)  # totals of the group at the begin
     measured: Measurement | None = None  # times since the begin
-    turn: Turn | GradientChoice | None = None  # of the choice between frames and uncompressed values
+    turn: Turn | GradientChoice | None = None  # open choice between frames and uncompressed values
     way: Way = "frames"
     confirmed: bool = False  # ranks of other groups know how the step has ended
 
@@ -120,14 +120,14 @@ class StepState:
         self.count = 0  # steps that have succeeded, those before a checkpoint included
         self.owner = UNKNOWN, UNKNOWN  # rank and number of ranks to which the residuals belong
         self.buckets: list[list[str]] = []  # names of the parameters in each bucket of the last step
-        self.loaded_buckets: list[list[str]] = []  # those of a loaded state, until the first step has succeeded
-        self.shapes: checkpoint.Shapes = {}  # of the parameters
+        self.loaded_buckets: list[list[str]] = []  # the same of a loaded state, until a step has succeeded
+        self.shapes: checkpoint.Shapes = {}  # shapes of the parameters
         self.residuals: Residuals | None = None
         self.codebooks = None if refresher is None else CodebookSync(refresher)
         self.stats = Stats()
         self.current = Step()
         self.buffers = Buffers()  # memory of the current step
-        self.choice = Choice("gradients")  # of frames or uncompressed values
+        self.choice = Choice("gradients")  # choice between frames and uncompressed values
         self._plan = plan
         self.other_groups: OtherGroups | None = None
         self.names_nonfinite = True  # errors about NaN and Inf name the parameter
@@ -143,8 +143,6 @@ class StepState:
             "choice": Choice("gradients"),
             "_in_sync": False,
         }
-
-    # One step
 
     def begin(self, scale: float) -> Step:
         """Begin a step whose gradients have the factor `scale`.
@@ -179,7 +177,7 @@ class StepState:
         step.number = self.count
 
     def turn(self, algorithm: str, mesh: Mesh) -> Turn | GradientChoice | None:
-        """Return the choice of how the buckets of a step are sent; None if `algorithm` says it."""
+        """Return the choice of how the buckets of a step are sent; None if `algorithm` fixes the choice."""
         if self._plan.auto is not None:
             return self._plan.auto.begin(mesh)
         return self.choice.begin() if algorithm == "auto" else None
@@ -211,7 +209,7 @@ class StepState:
             yield
 
     def fail(self, step: Step, bucket: int, error: BaseException, collective: Collective) -> None:
-        """Note an error of a bucket, and tell the other ranks. Ranks may have different states from now on.
+        """Record an error of a bucket, and report it to the other ranks. States of ranks may differ from now on.
 
         The error of the first bucket is kept. A peer that gives another bucket up after an error of this rank does not
         replace that error.
@@ -226,7 +224,7 @@ class StepState:
             self.codebooks.require_sync()
 
     def fail_bucket(self, collective: Collective, bucket: Bucket, step: Step, error: BaseException) -> None:
-        """Note the error of a bucket, and tell the other ranks."""
+        """Record the error of a bucket, and report it to the other ranks."""
         self.fail(step, bucket.number, error, collective)
         if isinstance(error, ArgumentError) and error.code == Status.NONFINITE and self.names_nonfinite:
             bucket.explain_nonfinite(error, self._plan.names)
@@ -276,7 +274,7 @@ class StepState:
             self.buckets = [step.buckets[number] for number in sorted(step.buckets)]
         if self.loaded_buckets:
             self.loaded_buckets = []
-            self.buffers = Buffers()  # the old ones hold all gradients at once
+            self.buffers = Buffers()  # the old buffers hold all gradients
         self.stats.contents = self._plan.contents
         self._plan.note(step.zeros)
         if self.owner[0] == 0:
@@ -307,8 +305,6 @@ class StepState:
             self.buffers = Buffers()
             self.residuals = self.residuals and self.residuals.copied()
         cancelled.over.complete()
-
-    # All steps
 
     def begin_feedback(self) -> None:
         """Keep residuals from now on if the plan has error feedback."""
@@ -371,5 +367,5 @@ class StepState:
 
 
 def fail_after(collective: Collective, step: Step) -> None:
-    """Give the collective of a bucket up whose step has failed in another bucket: all ranks learn the first cause."""
+    """Abort the collective of a bucket after another bucket has failed: all ranks receive the first cause."""
     collective.fail(PeerError("another bucket of this step has failed: nothing was changed"), step.cause)

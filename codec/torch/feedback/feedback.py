@@ -103,9 +103,9 @@ class Feedback:
         self._op = ""  # operation of the reductions; "" before the first one
         self._sizes: dict[str, int] = {}  # values of each parameter that has a residual
         self._owned: dict[str, Any] = {}  # by parameter: layout, begin and end of the last reduction that had it
-        self._change: Change | None = None  # of the collective in flight
+        self._change: Change | None = None  # change made by the collective in flight
         self._lock = threading.Lock()  # collectives run in threads of their groups
-        self._turns: WeakKeyDictionary[Channel, Turns] = WeakKeyDictionary()  # of the collectives of each group
+        self._turns: WeakKeyDictionary[Channel, Turns] = WeakKeyDictionary()  # order of the collectives of each group
 
     def __repr__(self) -> str:
         return f"<codec.torch.Feedback {self.spec}, {len(self._sizes)} parameters>"

@@ -1,4 +1,4 @@
-"""Residuals of a rank that encodes gradients and sums: a worker's and a server's, which change together."""
+"""Residuals of a rank, as worker (its gradients) and as server (its slice of the sum), committed together."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +39,7 @@ class ResidualPair:
         self.decay = self.worker.decay = self.server.decay = decay
 
     def feed(self, r: Reduction, layout: Layout, owned: tuple[int, int], size: int, *, moved: bool) -> Array | None:
-        """Make the frames of a reduction add the residuals, and keep their own errors.
+        """Have the encoder of a reduction add residuals to values, and store the encoding errors as new residuals.
 
         Parameters
         ----------

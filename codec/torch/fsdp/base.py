@@ -69,7 +69,7 @@ class ModuleCollective:
 
         Without compression this rank would send the bytes of `tensor` times copies(number of ranks).
         """
-        if tensor.device.type not in ("cpu", "cuda"):  # of GPUs the worker keeps the order of streams
+        if tensor.device.type not in ("cpu", "cuda"):  # for GPUs, the worker keeps the order of streams
             torch.accelerator.current_stream(tensor.device).synchronize()
         self._calls += 1
         stream = self._calls * _STREAM

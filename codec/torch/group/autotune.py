@@ -13,7 +13,8 @@ _WARMUP = 1  # untimed collectives: they allocate memory, and connections are sl
 _TIMED = 2  # timed collectives of each way; the faster one counts, since other load makes single ones slower
 TRIALS = _WARMUP + 2 * _TIMED  # collectives before the decision
 _PERIOD = 200  # collectives between the beginnings of two trials, since links and loads change
-_MOST_WAIT = 4  # uncompressed values are tried only if ranks would wait at most this many times the time of frames
+# Uncompressed values are tried if their transfer would take at most this multiple of the time with frames.
+_MOST_WAIT = 4
 _BUSY = 4  # uncompressed values are tried only if a rank computes for at least 1 / _BUSY of the time
 
 _log = logging.getLogger("codec.torch")
@@ -150,7 +151,7 @@ class Turn:
         return self.way
 
     def report(self, channel: Any) -> Report:
-        """Return what this rank reports beyond :meth:`Measurement.report`: nothing."""
+        """Return numbers to report in addition to :meth:`Measurement.report`: none."""
         return []
 
     def learn(self, largest: Report) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 Callback = Callable[[], object]
 
-_TIMEOUT = 1.0  # seconds that the callbacks of a collective may take before those of the next one run, too
+_TIMEOUT = 1.0  # seconds after which callbacks of the next collective run, although earlier ones have not returned
 
 
 class Batch:
@@ -57,8 +57,8 @@ class CallbackThreads:
         self._name, self._on_idle = name, on_idle
         self._changed = threading.Condition()
         self._batches: deque[Batch] = deque()
-        self._current: Batch | None = None  # that the thread runs; None: it waits for one
-        self._since = 0.0  # time at which it has begun
+        self._current: Batch | None = None  # batch that the thread runs; None: the thread waits for a batch
+        self._since = 0.0  # time at which the batch has begun
         self._thread = 0  # number of the thread that takes batches; a thread of another number ends
         self._alive = False
         self._stopped = False

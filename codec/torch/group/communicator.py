@@ -53,7 +53,7 @@ class Communicator:
                 worker.most_in_flight = 1  # NCCL needs the same order of messages on all ranks
 
     def submit(self, collective: Callable[[Collective], Awaitable[Any]]) -> Work:
-        """Begin a collective after those submitted before; the result is that of `collective`.
+        """Submit a collective, which begins after earlier ones; return a handle with the result of the coroutine.
 
         An error of the coroutine is an error on all ranks.
         """

@@ -31,7 +31,7 @@ class Task:
         self, work: Work, function: Callable[[], Any], order: StreamOrder, *, alone: bool, of_callback: bool
     ) -> None:
         self.work, self.alone, self.of_callback = work, alone, of_callback
-        self.wait: Wait | None = None  # what the coroutine waits for
+        self.wait: Wait | None = None  # operation that the coroutine waits for
         self._function: Callable[[], Any] | None = function
         self._order = order
         self._coroutine: Coroutine[Wait, None, Any] | None = None

@@ -15,7 +15,7 @@ from codec.torch.group.tasks import Task
 from codec.torch.group.work import Work
 from codec.torch.transport.streams import StreamOrder
 
-MOST_IN_FLIGHT = 64  # collectives that wait for other ranks
+MOST_IN_FLIGHT = 64  # maximum collectives that wait for other ranks
 
 _STOP_INTERVAL = 2.0  # seconds between two looks at the CPU time of a thread that is to end
 _LOOK, _END = "look", "end"
@@ -146,7 +146,7 @@ class Worker:
             self._thread.join(_STOP_INTERVAL)
 
     def after_fork(self) -> None:
-        """Fail what is in flight: a forked child has no thread to run it. For the child."""
+        """Fail the collectives in flight, in a forked child: it has no thread to run them."""
         self.lock = threading.Lock()
         self.forked = True
 
@@ -178,7 +178,7 @@ class Worker:
             else:
                 self._pending.append(item)
                 self._in_order.append(item.work)
-        elif self._in_callbacks:  # what callbacks have submitted came before in the queue
+        elif self._in_callbacks:  # collectives that callbacks submitted precede this item in the queue
             self._in_callbacks = not self._callbacks.idle
         while (task := self._next_to_begin()) is not None:
             self._advance(task)

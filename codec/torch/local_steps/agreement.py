@@ -26,7 +26,7 @@ class Position:
 
 
 def refuse(ranks: Ranks, error: Exception) -> None:
-    """Tell the other ranks, which wait in :func:`agree`, that this one cannot take part."""
+    """Report to the other ranks, which wait in :func:`agree`, that this rank cannot take part."""
     try:
         ranks.exchange({"error": str(error)})
     except CodecError:

@@ -118,7 +118,7 @@ def check_outer(outer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -
 
 
 def _length(group: Any) -> int:
-    """Return the number of parameters of a group in an optimizer's state; -1 if it is none."""
+    """Return the number of parameters of an entry of ``param_groups``; -1 if `group` is no such entry."""
     params: Any = cast(Mapping[str, Any], group).get("params") if isinstance(group, Mapping) else None
     return len(cast(list[Any], params)) if isinstance(params, list) else -1
 

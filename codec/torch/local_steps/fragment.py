@@ -39,7 +39,7 @@ class Fragment:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Take the parameters as they are as the anchors."""
+        """Set the anchors to the current parameters."""
         for name, anchor in self.parts(self.flat):
             anchor.copy_(self.parameters[name])
 

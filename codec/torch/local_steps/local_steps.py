@@ -198,7 +198,7 @@ class LocalSteps:
         """
         exact = truth("exact", exact)
         self._begin_call()
-        self._state.leave()  # if the synchronization in flight has failed, this one sends its changes
+        self._state.leave()  # a synchronization that failed in flight is dropped: the next one sends its changes
         some = self._state.fragments if self._steps >= self._settings.warmup else []
         self._state.synchronize(self._ranks, self._steps, some, buffers=True, exact=exact)
         self._apart = False
@@ -299,7 +299,7 @@ class LocalSteps:
         self._ranks = ranks
 
     def _head(self, ranks: Ranks) -> tuple[dict[str, Any], agreement.Position]:
-        """Return what ranks compare."""
+        """Return the arguments and the position of this rank, for comparison with other ranks."""
         return self._state.arguments(ranks), self._state.position(self._steps)
 
     def _take_part(self, ranks: Ranks) -> bool:

@@ -44,7 +44,7 @@ class Flight:
 
 
 class Ranks:
-    """Ranks of a group, and what they have sent each other.
+    """Ranks of a group, and counters of their traffic.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class Ranks:
         self.group = group_of(group)
         self.rank, self.size = self.group.rank(), self.group.size()
         self.options = options.over(CallOptions(algorithm="all_gather" if self.size == 2 else "two_shot"))
-        self.traffic = Counters()  # of all means
+        self.traffic = Counters()  # traffic of all averages
 
     def mean(
         self, x: Any, spec: Spec, problem: Problem | None, feedback: Feedback | None = None, stream: int = 0

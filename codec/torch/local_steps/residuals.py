@@ -1,4 +1,4 @@
-"""Residuals of a Feedback: those of a rank in another group, and their end in an exact mean."""
+"""Residuals of a Feedback: conversion for another number of ranks, and addition to an exact mean."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

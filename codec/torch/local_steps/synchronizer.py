@@ -66,7 +66,7 @@ class Synchronizer:
         return Feedback(self.settings.spec, decay=self.settings.decay) if self.settings.has_feedback else None
 
     def reset(self) -> None:
-        """Take the parameters, which are equal on all ranks, as those of the last synchronization."""
+        """Record the current parameters, equal on all ranks, as the result of the last synchronization."""
         for f in self.fragments:
             f.reset()
 
@@ -149,7 +149,7 @@ class Synchronizer:
         self._apply(pending)
 
     def leave(self) -> None:
-        """End the synchronization in flight, or drop it if it has failed, as on all ranks, without any message."""
+        """End the synchronization in flight; drop it if it has failed, which all ranks know without a message."""
         pending = self.pending
         if pending is None:
             return

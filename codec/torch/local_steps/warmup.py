@@ -78,7 +78,7 @@ def average_gradients(
     try:
         ranks.mean(view(flat, segments=shapes), spec, problem, stream=stream)
     except SkippedStep:
-        if problem is None:  # otherwise this rank's own optimizer takes no step, and gradients may be wanted later
+        if problem is None:  # otherwise keep the gradients: this rank's optimizer skips the step
             for p in parameters.values():
                 p.grad = None
         return

@@ -9,7 +9,7 @@ from codec.torch.network.endpoint import endpoint_of
 from codec.torch.network.mesh import Mesh
 
 STRIPES = 1  # connections of two ranks
-FIRST_TAG = -2  # of connections of a mesh, in their hello; the next ones have the tags below
+FIRST_TAG = -2  # tag in the hello of a mesh's first connections; further connections have lower tags
 
 
 def connect(group: Any, timeout: timedelta) -> Mesh:
@@ -42,6 +42,6 @@ def connect(group: Any, timeout: timedelta) -> Mesh:
                     sockets.setdefault(o, []).append(connection.detach())
         except BaseException:
             for sock in (sock for each in sockets.values() for sock in each):
-                sock.close()  # so that no rank waits for this one
+                sock.close()  # no other rank may wait for this one
             raise
     return Mesh(rank, sockets)

@@ -24,7 +24,7 @@ from codec.torch.network.version import protocol_hash
 HELLO = struct.Struct("<4s16sqqq")  # magic, token of the listening rank, hash of the protocol's version, rank, tag
 HELLO_MAGIC = b"CDPH"
 ADDRESS = struct.Struct("<q16sH")  # hash of the protocol's version, token, port; the host follows
-PREFIX = "codec/point-to-point"  # of keys in the group's store
+PREFIX = "codec/point-to-point"  # prefix of keys in the group's store
 _TOKEN_NBYTES = 16
 _SIOCGIFADDR = 0x8915  # Linux: IPv4 address of an interface
 _LINK_LOCAL = 0x20  # Linux: scope of IPv6 addresses
@@ -32,7 +32,7 @@ _STORE_SECONDS = 1.0  # time, after the deadline, that the store has for its las
 _HELLO_SECONDS = 20.0  # time that a new connection has for its hello
 _MOST_STRANGERS = 256  # connections without a complete hello
 _MOST_WAITING = 16  # connections of one rank and tag that nobody has taken
-_MOST_TAGS = 1024  # tags of one rank with such connections
+_MOST_TAGS = 1024  # maximum tags of a rank with connections that nobody has asked for
 
 _Key = tuple[int, int]  # rank and tag
 
@@ -160,10 +160,10 @@ class _Listener:
     def _read_hello(
         self, stranger: Any, strangers: dict[Any, tuple[float, bytearray]], drop: Callable[..., None]
     ) -> None:
-        """Read of a hello what has arrived, and file the connection when it is complete."""
+        """Read the received part of a hello, and file the connection when the hello is complete."""
         hello = strangers[stranger][1]
         try:
-            data = stranger.recv(HELLO.size - len(hello))  # not a byte of the message behind it
+            data = stranger.recv(HELLO.size - len(hello))  # leave the message behind the hello unread
         except BlockingIOError:
             return
         except OSError:
@@ -210,7 +210,7 @@ class Endpoint:
         self.size: int = group.size()
         self.timeout: timedelta = timeout_of(group)
         self.lock = threading.Lock()
-        self.pairs: dict[_Key, Any] = {}  # of codec.torch.send and recv, by rank and tag; guarded by `lock`
+        self.pairs: dict[_Key, Any] = {}  # connections of codec.torch.send and recv, by rank and tag; guarded by `lock`
         self._pid = os.getpid()
         try:
             self._listener = _Listener(self.rank, self.size)
@@ -293,10 +293,11 @@ class Endpoint:
             self._listener.arrival.notify_all()
 
     def _stored_address(self, peer: int, deadline: float) -> bytes:
-        """Return what a rank has stored, once it has an endpoint."""
+        """Wait for the address that a rank stores when it has an endpoint, and return it."""
         pause = 0.001
         try:
-            while not self._store.check([str(peer)]):  # a wait in the store would block other threads from it
+            # Poll, since a wait in the store would block other threads that use the store.
+            while not self._store.check([str(peer)]):
                 if time.monotonic() > deadline:
                     raise PeerError(f"rank {peer} has not begun to communicate in time")
                 time.sleep(pause)

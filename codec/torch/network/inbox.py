@@ -12,7 +12,7 @@ from codec.torch.network.waits import Wait
 Array = np.ndarray[Any, Any]
 
 MOST_EARLY_NBYTES = 1 << 26  # messages of a rank that are read before this rank asks for them
-MOST_AHEAD_NBYTES = 1 << 32  # the same, while this rank waits for another message of the rank
+MOST_AHEAD_NBYTES = 1 << 32  # limit while this rank waits for another message of the rank
 MOST_INBOXES = 1 << 16  # collectives in flight, and those that other ranks have begun
 
 _EARLY_COST = 1 << 10  # bytes of memory that an early message takes beside its body
@@ -76,7 +76,7 @@ class Receive(Wait):
         return self.last_message()
 
     def mismatch(self, arrival: "Arrival") -> Exception | None:
-        """Return the error of a message that is not the one that this rank has asked for."""
+        """Return the error of a message that differs from the requested one; None if it matches."""
         if arrival.signature != self.signature:
             return Refused(arrival.source, None)
         if arrival.nbytes > self.most:

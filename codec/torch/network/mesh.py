@@ -22,7 +22,7 @@ _MAGIC = b"CDCM"
 _DATA, _ABORT = range(2)  # kinds of messages
 _MOST_NBYTES = {_DATA: 1 << 36, _ABORT: 1 << 13}  # bytes of a body, by kind
 _DIRECT_NBYTES = 1 << 18  # bytes of a message that the sending thread writes itself
-_TURN_NBYTES = 1 << 22  # bytes that are read from one connection before others have their turn
+_TURN_NBYTES = 1 << 22  # maximum bytes read from one connection before the next one is served
 
 
 class Mesh:
@@ -56,7 +56,7 @@ class Mesh:
         self._closed = False
         self._clock = 0  # CPU clock of the thread
         self._wakes, self._waker = socket.socketpair()
-        # before a garbage collection, which would warn of an open socket
+        # close sockets before the garbage collector does, which warns of open sockets
         weakref.finalize(self, self._waker.close).atexit = False
         self._wakes.setblocking(False)
         self._waker.setblocking(False)
@@ -89,7 +89,7 @@ class Mesh:
         with self._lock:
             inbox = self._inboxes[number]
             arrival = self._inboxes.take(inbox, receive)
-            here = arrival is not None and arrival.complete  # else the thread of the network hands it over
+            here = arrival is not None and arrival.complete  # if incomplete, the network thread completes `receive`
             error: Exception | None = None
             if arrival is None:
                 error = inbox.refusal(receive.source) or self._loss(receive.source)
@@ -126,7 +126,7 @@ class Mesh:
         return self._send(to, _DATA, number, part, index, signature, body)
 
     def abort(self, number: int, body: bytes) -> None:
-        """Tell all ranks that can be reached that this rank gives a collective up."""
+        """Send an abort of a collective to all ranks that can be reached."""
         for o in self._stripes:
             with suppress(PeerError):
                 self._send(o, _ABORT, number, 0, 0, 0, [body])
@@ -160,7 +160,8 @@ class Mesh:
             stripe.put(send, direct=direct)
         except (OSError, ValueError) as e:  # ValueError: closed by another thread
             self._lose(stripe, e if isinstance(e, OSError) else OSError(CLOSED))
-        if (error := self._loss(to)) is not None:  # also if it was lost or closed meanwhile
+        # Check again: the rank may have been lost, or the mesh closed, meanwhile.
+        if (error := self._loss(to)) is not None:
             send.complete(error)
         return send
 
@@ -236,7 +237,7 @@ class Mesh:
             self._waker.send(b"\0")
 
     def _lose(self, stripe: Stripe, error: OSError | str) -> None:
-        """Note the end of a connection. Its rank is lost with the last one, or at once by an error."""
+        """Record the end of a connection. Its rank is lost after its last connection, or immediately on an error."""
         waiting: list[Wait] = []
         with self._lock:
             stripe.ended = True
@@ -272,7 +273,7 @@ class Mesh:
 
     def _handle(self, stripe: Stripe, event: int) -> None:
         try:
-            if stripe.paused and event & (select.EPOLLERR | select.EPOLLHUP):  # which would be reported again and again
+            if stripe.paused and event & (select.EPOLLERR | select.EPOLLHUP):  # epoll would report these events forever
                 raise OSError("the connection is broken")
             if event & select.EPOLLOUT:
                 stripe.flush()

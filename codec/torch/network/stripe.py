@@ -1,4 +1,4 @@
-"""One TCP connection of a mesh: what has been read of its next message, and the messages that are to be written."""
+"""One TCP connection of a mesh: the message that is being read, and a queue of messages to write."""
 
 import select
 import socket
@@ -42,7 +42,7 @@ class Send(Wait):
         return self._progress
 
     def advance(self, nbytes: int) -> int:
-        """Note that bytes were written; return how many of them are not of this message."""
+        """Record that bytes were written; return how many of them belong to later messages."""
         self._progress = time.monotonic()
         while self.parts and nbytes >= self.parts[0].nbytes:
             nbytes -= self.parts.pop(0).nbytes
@@ -72,14 +72,14 @@ class Stripe:
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.peer, self.fd = peer, sock.fileno()
-        self.ended = False  # the other rank has closed it, or it is broken
+        self.ended = False  # the other rank has closed the connection, or it is broken
         self.paused = False  # nobody has asked for its next message
-        self.header = bytearray(HEADER.size)  # of the next message
+        self.header = bytearray(HEADER.size)  # header of the next message
         self.arrival: Arrival | None = None  # message whose body is being read
         self._header_nbytes = 0  # bytes of the header that have arrived
         self._sock, self._poll = sock, poll
         weakref.finalize(self, sock.close).atexit = False
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards _queue and _armed
         self._queue: deque[Send] = deque()
         self._armed = select.EPOLLIN
         poll.register(self.fd, self._armed)
@@ -87,7 +87,7 @@ class Stripe:
     # Reading
 
     def read_header(self) -> bool:
-        """Read of a header what has arrived; return True if it is complete."""
+        """Read the received part of a header; return True if the header is complete."""
         while self._header_nbytes < HEADER.size:
             n = self._receive(memoryview(self.header)[self._header_nbytes :])
             if not n:
@@ -96,7 +96,7 @@ class Stripe:
         return True
 
     def read_body(self) -> bool:
-        """Read of a body what has arrived; return True if it is complete."""
+        """Read the received part of a body; return True if the body is complete."""
         assert self.arrival is not None
         while not self.arrival.complete:
             if not self.arrival.fill(self._receive):
@@ -116,7 +116,7 @@ class Stripe:
     # Writing
 
     def put(self, send: Send, *, direct: bool) -> None:
-        """Write a message behind those before it; `direct`: what the kernel takes at once in this thread."""
+        """Queue a message for writing; `direct`: write as much as the socket buffer takes, in this thread."""
         with self._lock:
             self._queue.append(send)
             if direct and len(self._queue) == 1:
@@ -124,7 +124,7 @@ class Stripe:
             self._arm()
 
     def flush(self) -> None:
-        """Write what the kernel takes."""
+        """Write as many queued bytes as the socket buffer takes."""
         with self._lock:
             self._write()
 
@@ -142,7 +142,7 @@ class Stripe:
                 self._queue.popleft().complete()
 
     def arm(self) -> None:
-        """Have the thread of the network wait for what the connection can do now."""
+        """Have the network thread poll the socket: for input unless paused, and for output if bytes are queued."""
         with self._lock:
             self._arm()
 
@@ -155,7 +155,7 @@ class Stripe:
     # End
 
     def forget(self) -> None:
-        """Have the thread of the network look at the connection no more."""
+        """Unregister the connection from the network thread."""
         with self._lock, suppress(OSError, ValueError):
             self._poll.unregister(self.fd)
 

@@ -22,7 +22,7 @@ MESSAGE = struct.Struct("<4sIQ")  # header of a message: magic, number of the me
 MAGIC = b"CDPM"
 _PROGRESS_NBYTES = 1 << 22  # bytes for which a peer has one timeout
 _MOST_BUFFERS = 512  # buffers in one call of sendmsg; Linux takes 1,024
-_LONGEST_POLL = 1000.0  # seconds; poll takes at most 2^31 ms
+_LONGEST_POLL = 1000.0  # maximum seconds of a poll, whose limit is 2^31 ms
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 _CLOSED = "the connection with rank {} is closed: make a new group"
 FORKED = (
@@ -58,8 +58,8 @@ class PeerConnection:
         self._finalizer = weakref.finalize(self, sock.close)
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._nsent = self._nreceived = 0  # complete messages
-        self._header = bytearray(MESSAGE.size)  # of the next message
-        self._header_nbytes = 0  # bytes of it that have arrived
+        self._header = bytearray(MESSAGE.size)  # header of the next message
+        self._header_nbytes = 0  # bytes of the header that have arrived
         self._closed = False
 
     @property
@@ -165,7 +165,7 @@ class PeerConnection:
         self._release()
 
     def _release(self) -> None:
-        """Close the socket once no thread uses it: its number may then be that of another file."""
+        """Close the socket when no thread uses it any more, as the kernel may then reuse the file descriptor."""
         if self._sending.acquire(blocking=False):
             try:
                 if self._receiving.acquire(blocking=False):

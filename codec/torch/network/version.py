@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-PROTOCOL_VERSION = 2  # of protocol.md; raise it whenever ranks before and after a change misunderstand each other
+PROTOCOL_VERSION = 2  # version of protocol.md; raise it when ranks before and after a change misunderstand each other
 
 
 def hash64(*values: Any) -> int:

@@ -60,9 +60,9 @@ class Wait:
 
 
 class FirstOf(Wait):
-    """Wait that ends when the first of several waits ends, and whose timeout is that of one of them.
+    """Wait that ends when the first of several waits ends. One of them determines the timeout.
 
-    An error that this wait is completed with goes to that one: the coroutine that awaits it gets the error.
+    If this wait is completed with an error, the wait with the timeout raises it in the coroutine that awaits it.
 
     Parameters
     ----------
@@ -91,12 +91,12 @@ class FirstOf(Wait):
 
 
 class Turns:
-    """Lets coroutines pass one after the other, in the order in which they ask."""
+    """Queue that coroutines pass one at a time, in the order of their calls of :meth:`ask`."""
 
     def __init__(self) -> None:
         self._last: Wait | None = None
 
     def ask(self) -> tuple[Wait | None, Wait]:
-        """Return what to await before one's turn, if there is something, and what to complete after it."""
+        """Return the wait for the preceding turn's end, if any, and the wait to complete at the end of this turn."""
         before, self._last = self._last, Wait()
         return before, self._last

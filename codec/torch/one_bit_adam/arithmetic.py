@@ -9,7 +9,7 @@ from torch.optim.adam import adam
 
 from codec.torch._compat import local
 
-_torch: Any = torch  # whose functions for lists of tensors, as torch.optim uses them, are not in its types
+_torch: Any = torch  # torch's types lack the functions for lists of tensors that torch.optim uses
 Group = Mapping[str, Any]  # parameter group
 State = dict[str, Any]  # state of a parameter
 
@@ -124,7 +124,7 @@ def local_momentum(
 
 
 def adopt(states: Sequence[State], momenta: Sequence[torch.Tensor], dead: Sequence[torch.Tensor | None]) -> None:
-    """Set the momenta of parameters, except where masks tell values that never move."""
+    """Set the momenta of parameters, except where masks mark values that never change."""
     own = moments(states, "exp_avg")
     _torch._foreach_copy_(own, list(momenta))
     for m, mask in zip(own, dead, strict=True):

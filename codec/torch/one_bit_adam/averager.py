@@ -37,11 +37,11 @@ class Averager:
 
     def __init__(self, optimizer: torch.optim.Adam, phase: Phase, steps: Steps, warmup: Spec, spec: Spec) -> None:
         self.link: Link | None = None
-        self.waiting = HookStates()  # states of hooks that were loaded before there is a link
+        self.waiting = HookStates()  # states of hooks, loaded before the link is made
         self.settings = Settings(warmup, spec, self._transform, parameters.as_adam(optimizer))  # defaults of `register`
         self._optimizer, self._phase, self._steps = optimizer, phase, steps
         self._nonfinite = False  # a shard of this replica holds NaN or Inf
-        self._finishing = False  # the hook of momenta sends what local steps have not sent
+        self._finishing = False  # True while the hook of momenta sends the updates of local steps
 
     # Connection
 
@@ -112,11 +112,11 @@ class Averager:
         """Replace gradients, which have the factor `scale`, by the momenta that this rank sends."""
         groups = parameters.groups(self._optimizer)
         for p, gradient in gradients:
-            if p in groups:  # else a parameter that was frozen when the model was registered
+            if p in groups:  # skips parameters that were frozen when the model was registered
                 self._steps.message(p, gradient, groups[p], scale)
 
     def _local(self, kind: Kind, gradients: Tensors) -> Tensors:
-        """Return what this rank would send of gradients that no other rank gets; in local steps nothing is sent.
+        """Return the gradients, or their momenta, of parameters that are not averaged with other ranks.
 
         Raises
         ------
@@ -164,7 +164,7 @@ class Averager:
         return {p: x for p, x in found.items() if self._steps.moves(p)}
 
     def _after_backward(self, link: Link, backward: Backward, kind: Kind, gradients: Tensors) -> Tensors:
-        """Return what a backward pass has averaged, and gradients of other parameters as they are or as momenta.
+        """Return means of a backward pass, and gradients or momenta of parameters that are not in the model.
 
         Raises
         ------
@@ -195,7 +195,7 @@ class Averager:
         return not self._phase.steps and self._is_blank(received)
 
     def finish(self) -> Tensors:
-        """Return the means of what local steps have not sent."""
+        """Return the means over ranks of the updates that local steps have not sent."""
         found: Tensors = {}
         if (link := self._connected()) is not None:
             self._finishing = True

@@ -119,7 +119,7 @@ class Backward:
         self._moves, self._clip_factor = moves, clip_factor
         self._before = 0  # steps of the hook before this pass
         self._held: list[tuple[_Bucket, _Future]] = []  # buckets that wait for the norm of all gradients
-        self._buckets: list[_Reduced] = []  # those of this pass
+        self._buckets: list[_Reduced] = []  # buckets that this pass has reduced
         self.__name__ = self.__qualname__ = "codec.torch.OneBitAdam"  # torch asks a hook for both
 
     def __getstate__(self) -> dict[str, Any]:
@@ -175,7 +175,8 @@ class Backward:
         future: _Future = torch.futures.Future()
         hook = self._hook_of(kind)
         if bucket.index() == 0 and hook is not None and backward_pass() is not None:
-            call_after_backward(BackwardEnd(None, hook.reducer.cancel))  # a pass that fails here fails on peers at once
+            # If this pass fails here, cancel, so that other ranks fail without a timeout.
+            call_after_backward(BackwardEnd(None, hook.reducer.cancel))
         self._held.append((bucket, future))
         if bucket.is_last():
             held, self._held = self._held, []

@@ -262,7 +262,7 @@ class Link:
         totals: dict[str, Any] = vars(functools.reduce(Counters.__add__, all_stats, Counters()))
         for name in ("steps", "failed_steps", "buckets", "uncompressed_nbytes"):
             totals[name] = sum(getattr(s, name) for s in all_stats)
-        contents = [s.contents for s in all_stats if s.contents]  # the last ones are of momenta, once they are sent
+        contents = [s.contents for s in all_stats if s.contents]  # the last entry describes momenta, once they are sent
         return Stats(
             **totals,
             residual_ratio=max(s.residual_ratio for s in all_stats),

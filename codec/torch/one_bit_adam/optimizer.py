@@ -131,7 +131,7 @@ class OneBitAdam(torch.optim.Adam):
         try:
             parameters.check_group(self.param_groups[-1])
             check_warmup(self.warmup, self.param_groups[-1])
-            if "_averager" in self.__dict__:  # else torch's constructor adds the first groups
+            if "_averager" in self.__dict__:  # absent while torch's constructor adds the first groups
                 self._averager.check_new()
         except (ArgumentError, StateError):
             self.param_groups.pop()

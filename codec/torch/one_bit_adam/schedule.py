@@ -6,7 +6,7 @@ from typing import Any, Literal
 from codec import ArgumentError
 from codec.arguments import whole
 
-Kind = Literal["gradients", "momenta", "local"]  # what a step sends; "local": nothing
+Kind = Literal["gradients", "momenta", "local"]  # contents that a step sends; "local": nothing
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ZeroOneSchedule:
         return "momenta" if step % self._interval(step) == 0 else "local"
 
     def _refreshes(self, step: int) -> bool:
-        begin, distance = 0, 1  # of the refreshes of one distance
+        begin, distance = 0, 1  # first step of a run of refreshes, and the steps between two of them
         while step > begin + distance * self.refreshes:
             begin += distance * self.refreshes
             distance *= 2

@@ -49,7 +49,7 @@ class Shards:
         return found.item()
 
     def norm(self, value: float) -> float:
-        """Return the Euclidean norm of all shards together; `value` is that of this rank's."""
+        """Return the Euclidean norm of all shards together; `value`: norm of this rank's shards."""
         return value if self._group is None else math.sqrt(self.total(value * value))
 
     def confirm(self, succeeded: bool) -> bool:

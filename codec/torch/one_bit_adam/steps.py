@@ -1,4 +1,4 @@
-"""Steps of an optimizer by what was received: momenta to send, updates, and steps without communication."""
+"""Steps of an optimizer: momenta to send, updates from received means, and steps without communication."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Local:
     """Steps of a parameter since the ranks were synchronized; `total` is 0 if all of its learning rates were 0."""
 
     anchor: torch.Tensor  # values that the parameter would have without these steps; the same on all ranks
-    sum: torch.Tensor  # of this rank's momenta times step sizes
+    sum: torch.Tensor  # sum of this rank's momenta times step sizes
     total: float  # sum of the step sizes; the same on all ranks
 
 
@@ -78,7 +78,7 @@ class Steps:
         """
         state = cast(State, self._optimizer.state.get(p, {}))
         if not state or not self.moves(p):
-            gradient.zero_()  # it had no gradient before, or is not trained
+            gradient.zero_()  # the parameter had no gradient before, or is not trained
             return
         dead = self._denominators.dead(p, state, group)
         arithmetic.local_momentum(p, gradient, state, group, dead, scale)

@@ -70,7 +70,7 @@ class ParameterClient:
     def __exit__(self, kind: Any, *_: object) -> None:
         if kind is None:
             self.close()
-        else:  # servers tell the other workers that this one is lost
+        else:  # servers report to the other workers that this one is lost
             self._session.links.close()
 
     def init(self, parameters: Mapping[str, Any]) -> None:
@@ -228,7 +228,7 @@ class ParameterClient:
             return {name: found[name].to(self._session.device_of(name, given)) for name, given in gradients.items()}
 
     def abandon(self, step: int) -> None:
-        """Tell the servers that this worker pushes nothing more in a step: workers that wait for it raise PeerError.
+        """Abandon a step: this worker pushes nothing more in it, and workers that wait for this one raise PeerError.
 
         Parameters
         ----------
@@ -249,7 +249,7 @@ class ParameterClient:
         return self._session.links.stats()
 
     def close(self) -> None:
-        """Tell the servers that this worker is done; a server ends when all workers are."""
+        """Report to the servers that this worker is done; a server ends when all workers are done."""
         with self._lock:
             if self._session.links.closed:
                 return

@@ -34,7 +34,7 @@ class Session:
     def __init__(self, endpoint: Endpoint, servers: list[int], seconds: float) -> None:
         self.servers = servers
         self.keys: dict[str, tuple[Key, int]] = {}  # registered keys, and their numbers on their servers
-        self.devices: dict[str, torch.device] = {}  # of the tensors by which keys were registered
+        self.devices: dict[str, torch.device] = {}  # device of the tensor with which a key was registered
         self.links = ServerLinks(endpoint, servers, seconds)
         self._rank = endpoint.rank
 
@@ -155,13 +155,13 @@ class Session:
         }
 
     def abandon(self, step: int, *, nonfinite: bool) -> None:
-        """Tell all servers that this worker pushes nothing more in a step."""
+        """Report to all servers that this worker pushes nothing more in a step."""
         reason = messages.ABANDON_NONFINITE if nonfinite else messages.ABANDON_ERROR
         request = messages.request(messages.ABANDON, step, argument=reason)
         self.round(dict.fromkeys(self.links.alive(), request))
 
     def close(self) -> None:
-        """Tell all servers that this worker is done."""
+        """Report to all servers that this worker is done."""
         self.round(dict.fromkeys(self.links.alive(), messages.request(messages.CLOSE)))
 
     def round(self, *requests: Mapping[int, Outgoing]) -> list[dict[int, list[Array]]]:

@@ -15,7 +15,7 @@ from codec.torch.transport.messages import Array
 
 _HEAD = struct.Struct("<IfI")  # number of terms, scale, form
 _FRAME, _PACKED = range(2)  # forms
-_MOST_TERMS = 32_767  # of which int16 holds the sums
+_MOST_TERMS = 32_767  # maximum terms, so that int16 holds their sum
 
 
 def bits_per_sum(terms: int) -> int:

@@ -204,7 +204,7 @@ class End:
             return ActivationDelta(backward=specs.backward, first=specs.forward, edge=number)
         store = d.store
         if not (isinstance(store, str) and store == "ram"):
-            with suppress(TypeError):  # which ActivationDelta raises
+            with suppress(TypeError):  # invalid: ActivationDelta will raise the error
                 store = Path(store) / f"edge-{self.edge}-{self.role}-{index}"
         return ActivationDelta(
             specs.forward,

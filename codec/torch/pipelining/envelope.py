@@ -9,10 +9,10 @@ from typing import NamedTuple
 from codec import ChecksumError, FrameError, StateError
 
 HEAD = struct.Struct("<4sBBHIQI")  # magic, version, kind, tensors, micro-batch, run, CRC-32 of the rest of the envelope
-RECORD = struct.Struct("<QQ")  # of a tensor: bytes of its part, dimensions; its shape follows
+RECORD = struct.Struct("<QQ")  # record of a tensor: bytes of its part, number of dimensions; the shape follows
 MAGIC, VERSION = b"CDPL", 1
 MOST_TENSORS = 1 << 8
-_MOST_DIMENSIONS = 64  # of a torch tensor
+_MOST_DIMENSIONS = 64  # maximum dimensions of a torch tensor
 _DIMENSION = struct.Struct("<Q")
 
 Shape = tuple[int, ...]
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 class Contents(NamedTuple):
     """Contents of a message."""
 
-    shapes: list[Shape]  # of the tensors
+    shapes: list[Shape]  # shape of each tensor
     parts: list[memoryview] | None  # None: the sender has aborted the step
 
 

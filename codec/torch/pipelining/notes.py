@@ -19,7 +19,7 @@ class Report(NamedTuple):
     last: bool  # the rank makes no further attempt
     error: str  # "" if the rank was only told that a neighbour has failed
     repeatable: bool  # the step may succeed if it is repeated
-    code: int | None  # of the error; None if this version of the library does not know it
+    code: int | None  # code of the error; None if this version of the library does not know it
     unknown: Samples  # samples whose m is missing or different, by edge
     samples: Ids  # samples of the step that the rank knows, if it reports them
     auto: dict[str, Any] | None = None  # measurements from which specs are chosen

@@ -17,7 +17,7 @@ from codec.torch.pipelining.notes import Notes, Report
 from codec.torch.pipelining.settings import Specs
 from codec.torch.point_to_point.send_recv import Link
 
-_TAG = 1 << 30  # of edge 0; tags of users' own messages are below
+_TAG = 1 << 30  # tag of edge 0; tags of users' own messages are lower
 
 _NO_IDS = (
     "deltas of activations need sample ids: call schedule.step(x, sample_ids=ids) on the first stage, or make the "
@@ -54,7 +54,7 @@ class Traffic:
         self.index, self.group, self.options = stage_index, group, options
         self.signature = [str(num_stages), *specs.signature()]
         self.agreed = False  # all ranks have compared their signatures, since the last evaluation
-        self.notes: Notes | None = None  # of the attempt in progress
+        self.notes: Notes | None = None  # notes of the attempt in progress
         self.refused_steps = 0
         self.incoming = None if stage_index == 0 else End(stage_index - 1, "receiver", specs, options)
         self.outgoing = None if stage_index == num_stages - 1 else End(stage_index, "sender", specs, options)
@@ -104,7 +104,7 @@ class Traffic:
                 text = "sample_ids must be an int64 tensor with one id for each sample"
                 raise ArgumentError(f"{text}, got {shown(given)}")
             ids = ids_of(given)
-            known = self.notes.ids.setdefault(chunk, ids)  # another stage of this rank may have learned them
+            known = self.notes.ids.setdefault(chunk, ids)  # another stage of this rank may have received the ids
             if known != ids:
                 raise ArgumentError(
                     f"sample_ids of micro-batch {chunk} are {ids[:5]} after {known[:5]} at another stage"
@@ -213,7 +213,7 @@ class Traffic:
             end.rollback()
 
     def forget(self, reports: Sequence[Report]) -> None:
-        """Have samples sent raw that ranks do not have, or that they report."""
+        """Drop the m of samples whose m a receiver lacks or reports as different: they are sent raw the next time."""
         if self.outgoing is not None:
             for report in reports:
                 self.outgoing.forget([*report.unknown.get(self.outgoing.edge, ()), *report.samples])

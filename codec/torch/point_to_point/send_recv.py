@@ -218,7 +218,7 @@ class _Calls:
         try:
             return work.result()
         except BaseException:
-            if not work.is_completed():  # interrupted: the call would take a message that nobody gets
+            if not work.is_completed():  # interrupted: a receive left pending would consume the next message
                 self._close()
             raise
 

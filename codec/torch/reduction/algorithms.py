@@ -126,7 +126,8 @@ def store_sum(
     total = r.sum_buffer(part, piece.n)
     r.sum(terms, piece, total, check_finite=check)
     place[:] = r.rounded(total)
-    if check and (fault := nonfinite_error(r, place, summed=True)):  # the sum overflows only in the tensor's dtype
+    # Check the stored sum, which may overflow in the tensor's dtype only.
+    if check and (fault := nonfinite_error(r, place, summed=True)):
         raise fault
 
 

@@ -33,11 +33,11 @@ _SLACK = 16  # 1 / _SLACK of a frame's size is copied beyond the size of the las
 _sizes: dict[tuple[Any, ...], int] = {}  # expected bytes of frames by spec, dtype and values; the last used is last
 
 
-_MOST_KEPT = 1024  # sizes, or heads, of frames that are kept
+_MOST_KEPT = 1024  # maximum sizes or heads of frames in a cache
 
 
 def keep(found: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
-    """Keep a value, and drop the one that was kept first of too many."""
+    """Add a value to a bounded cache, and drop the oldest one if there are too many."""
     found.pop(key, None)
     found[key] = value
     if len(found) > _MOST_KEPT:
@@ -50,16 +50,16 @@ class Term(NamedTuple):
     values: torch.Tensor
     piece: Piece
     residual: torch.Tensor | None
-    number: int  # of the random stream
+    number: int  # number of the random stream
     summed: bool = False  # values of several ranks
 
 
 class Found(NamedTuple):
     """Frame of a rank."""
 
-    frame: Any  # on the GPU, a tensor of bytes; or in host memory, an array of them
+    frame: Any  # frame on the GPU, a uint8 tensor, or in host memory, a uint8 array
     head: Array | None  # header and side section of a frame on the GPU, in host memory; the header has been checked
-    arriving: Array | None = None  # the same, which will be there after `settle`; `head` is what is expected
+    arriving: Array | None = None  # received head, valid after `settle`; `head` is then the expected one
 
 
 class Copied(NamedTuple):
@@ -70,7 +70,7 @@ class Copied(NamedTuple):
 
     @property
     def found(self) -> Found:
-        """The frame, as those of other ranks."""
+        """Frame of this rank, in the form of frames received from other ranks."""
         return Found(self.there, self.here)
 
 
@@ -330,7 +330,7 @@ class DeviceReduction(Reduction):
         requests = [self._request(found, piece, into[piece.begin : piece.end]) for found, piece, into in frames]
         self.joint.decode(requests, sum(piece.n for _, piece, _ in frames))
 
-    # Algorithms that send uncompressed values, or compute on the host
+    # For algorithms that send uncompressed values, or compute on the host
 
     def on_host(self) -> Reduction:
         """Return the same reduction of copies of the values and residuals in host memory."""

@@ -66,7 +66,7 @@ def exchange(part: Part, r: DeviceReduction, pieces: Pieces, *, gathers: bool = 
 
 
 class _Arrived(NamedTuple):
-    """Frames that are there, by rank and chunk."""
+    """Frames that have been received, by rank and chunk."""
 
     frames: list[list[Found]]
 
@@ -233,7 +233,7 @@ class Slots:
         return _Arrived([[frame(rank, c, each) for c, each in enumerate(row)] for rank, row in enumerate(announced)])
 
     def _check(self, rank: int, each: Announced, piece: Piece, most: int) -> None:
-        """Check what a rank has announced of a frame of a piece."""
+        """Check the size and the head that a rank has announced for a frame of a piece."""
         if each.nbytes > most:
             raise FrameError(f"rank {rank} sends a frame of {each.nbytes} bytes, but at most {most} are possible")
         self._r.check_frame(each.head, piece)
@@ -241,7 +241,7 @@ class Slots:
             raise FrameError(f"rank {rank} sends a head of {len(each.head)} bytes, which its header contradicts")
 
     def _read(self, slots: torch.Tensor, nbytes: int) -> Array:
-        """Return the first bytes of slots, `nbytes` of each frame, which are there after `settle`."""
+        """Begin to copy the first `nbytes` bytes of each frame in slots; return them, valid after `settle`."""
         found = self._r.read_back(slots[:, :, : min(_BEFORE + nbytes, slots.shape[2])].contiguous())
         return found.reshape(*slots.shape[:2], -1)
 

@@ -233,4 +233,4 @@ def agreed(item: int | str | None) -> dict[str, str]:
 
 @functools.lru_cache(256)
 def _hashed_segments(segments: Records) -> int:
-    return hash64(unpack(segments))  # not of the records, which have this machine's byte order
+    return hash64(unpack(segments))  # the records themselves have this machine's byte order

@@ -15,7 +15,7 @@ _FIELDS = 3  # integers of a frame in a message: bytes of the frame, bytes of it
 _USUAL = 4096  # bytes that hold most heads
 _SPARE = 256  # bytes by which a head may be longer than the last one, as its codebooks depend on values
 
-_CHECKSUM = slice(24, 32)  # of a header
+_CHECKSUM = slice(24, 32)  # bytes of the checksum in a header
 
 
 class Announced(NamedTuple):
@@ -28,8 +28,8 @@ class Announced(NamedTuple):
     head : ndarray of uint8
         Header and side section.
     complete : bool
-        False: shapes alone determine the head, but for the checksum, which is that of the frame itself. The sender need
-        not know it, nor if its values can be encoded.
+        False: the sender has computed the head from the shape, before it knows the frame's checksum and if the values
+        can be encoded. The checksum in the head is then meaningless.
     """
 
     nbytes: int
@@ -79,7 +79,7 @@ def head_nbytes(frame: Array) -> int:
 
 
 def is_like(head: Array, expected: Array) -> bool:
-    """Return True if a frame begins as expected, but for its checksum."""
+    """Return True if a frame begins with the expected head; checksums may differ."""
     same = head[: len(expected)] == expected
     same[_CHECKSUM] = True
     return bool(same.all())

@@ -64,8 +64,8 @@ class Reduction:
     # values with small frames that is faster than to decode them to other memory and to copy the result.
     deferred: list[Callable[[], None]] | None = None
 
-    on_device = False  # values lie on a GPU, as those of a DeviceReduction
-    memory = HOST  # of values, and of residuals
+    on_device = False  # True in DeviceReduction, whose values lie on a GPU
+    memory = HOST  # memory of values and residuals
 
     @property
     def n(self) -> int:
@@ -136,7 +136,7 @@ class Reduction:
             values,
             spec,
             out=out,
-            residual=residual,  # undefined after an error, after which nobody reads it
+            residual=residual,  # undefined after an error; nobody reads the residual then
             feedback=residual is not None,
             codebook=self.codebook,
             stream=self.random_stream(number),
@@ -258,7 +258,7 @@ class Reduction:
             np.copyto(total, own) if first else np.add(total, own, out=total)
 
     def _complete(self, total: Values, count: int) -> None:
-        """Make a mean of the sum of `count` terms, if the operation is one, and give all NaN the same bits."""
+        """Divide the sum of `count` terms if the operation is a mean, and give all NaN the same bits."""
         if self.op == "mean":
             total /= np.float32(count)
         if total.size and np.isnan(total.min()):  # the payload of a NaN depends on the order of operands

@@ -14,7 +14,7 @@ _FRAME_NBYTES = 1 << 19  # bytes of a chunk's frame; chunks of smaller frames ar
 MOST_NBYTES = 1 << 22  # upper bound of the bytes of a tensor in a chunk
 _MOST = 16  # upper bound of the chunks of a slice
 _LONG = 1 << 16  # values; rows longer than that may be cut
-_ALIGN = 1024  # values: cut points outside of rows are multiples, so that no group of a size that divides it is cut
+_ALIGN = 1024  # cut points outside of rows are multiples of it, so that no group of 1024, 512, 256, ... values is cut
 
 
 class Piece(NamedTuple):

@@ -21,7 +21,7 @@ _TILE = 1 << 16  # values that are summed and divided at a time
 async def two_shot(part: Part, r: Reduction) -> Array:
     """Run two-shot with uncompressed values: each rank sums a slice. Lossless frames would give the same bits."""
     size, me, x = part.size, part.rank, r.x
-    # the slices of frames, so that a residual of sums belongs to the same slice
+    # use the slices of encoded collectives, since residuals of sums belong to slices
     slices = cut(x.size, size, x.itemsize, r.segments, _CHUNK_NBYTES)
     result = r.result(part, x.size)
     rooms = _Rooms(part, max(piece.n for piece in slices[me]), x.dtype)
@@ -42,7 +42,7 @@ async def two_shot(part: Part, r: Reduction) -> Array:
         with part.clock.during("decode_s"):
             _sum_piece([found[rank] for rank in range(size)], r, piece, total)
         sums += [part.receive_values(result[slices[o][c].begin : slices[o][c].end], o) for o in part.others]
-        if c + 2 in chunks:  # behind the sums, as they are sent
+        if c + 2 in chunks:  # queue terms of chunk c + 2 behind the sums of this chunk
             terms[c + 2] = rooms.receive(c + 2, slices[me][c + 2].n)
         for o in part.others:
             part.send_values(total, o)
@@ -163,7 +163,7 @@ async def plain(part: Part, r: DeviceReduction) -> Values:
     Residuals are added to the values, and keep what rounding to the tensor's dtype loses.
     """
     values = _shares(part, r)
-    if r.rejects_nonfinite:  # an error on this rank, as encoding raises it
+    if r.rejects_nonfinite:  # raise the same error as encoding would
         r.refuse_nonfinite(values)
         r.settle(part.device)
     await part.gather([0])  # a rank that has failed sends an abort: NCCL's messages could not be ended

@@ -143,7 +143,7 @@ def _mapped(
         given = cast(dict[Any, Any], x)
         if (found := mapping(path, given)) is not None:
             return found
-        result = copy.copy(given)  # of an OrderedDict with its attributes, such as the versions of modules
+        result = copy.copy(given)  # keep the attributes of an OrderedDict, such as the versions of modules
         for key, value in given.items():
             result[key] = _mapped(value, (*path, key), tensor, mapping)
         return result

@@ -16,8 +16,9 @@ import codec
 from codec import ArgumentError, CodecError, FrameError, LimitError
 
 _CHUNK = 4 << 20  # maximum bytes in a frame
-_SAMPLE = 1 << 16  # bytes by which the dtype is guessed
-_UNITS = {"float32": "u4", "bfloat16": "u2", "float16": "u2", "float64": "u8", "uint8": "u1"}  # and dtypes of the bits
+_SAMPLE = 1 << 16  # bytes from which the dtype is guessed
+# Dtypes to try, and unsigned integers of the same size.
+_UNITS = {"float32": "u4", "bfloat16": "u2", "float16": "u2", "float64": "u8", "uint8": "u1"}
 _LARGEST_FRAME = codec.bound(_CHUNK, "uint8") + 4096  # bytes
 _VERSION = "1"
 

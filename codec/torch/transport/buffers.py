@@ -10,7 +10,7 @@ from codec.torch.transport.streams import host_memory
 
 _MOST = 128  # buffers that are kept
 _SPARE = 2  # all buffers together have at most _SPARE times the bytes that were in use at once
-_WASTE = 4  # a buffer is used for at least this fraction of its bytes, as 1 / _WASTE, unless it is small
+_WASTE = 4  # a request gets a buffer of at most _WASTE times its size, unless the buffer is small
 _SMALL = 1 << 16  # bytes
 
 

@@ -158,7 +158,7 @@ class Collective:
         return verdict
 
     def fail(self, error: BaseException, cause: Cause | None = None) -> Cause:
-        """Tell all ranks that this rank gives the collective up because of an error; they raise PeerError.
+        """Abort the collective on all ranks because of an error of this rank; other ranks raise PeerError.
 
         After a lost connection, or if other ranks may have succeeded, close the connections instead: the other ranks
         fail at the next collective at the latest.
@@ -250,8 +250,8 @@ class Part:
         self.rank, self.size, self.others = collective.rank, collective.size, collective.others
         self.arena, self.clock, self.device = collective.arena, collective.clock, collective.device
         self.counters = collective.counters
-        self._sent = dict.fromkeys(self.others, 0)  # messages to each rank
-        self._received = dict.fromkeys(self.others, 0)  # messages asked for, from each rank
+        self._sent = dict.fromkeys(self.others, 0)  # number of messages sent to each rank
+        self._received = dict.fromkeys(self.others, 0)  # number of messages requested from each rank
         self._sends: list[Wait] = []
 
     def send(self, body: Sequence[Any], to: int, *, data: bool = False) -> None:
@@ -292,7 +292,7 @@ class Part:
         return self._receive(source, most, self.arena.allocate(most))
 
     def receive_values(self, buffer: Array, source: int) -> Receive:
-        """Ask for as many uncompressed values as `buffer` has; they are there after :meth:`frame`."""
+        """Request uncompressed values that fill `buffer`; its contents are valid after :meth:`frame`."""
         return self._receive(source, buffer.nbytes, buffer.view(np.uint8), exact=True)
 
     def _receive(self, source: int, most: int, room: Array | None = None, *, exact: bool = False) -> Receive:
@@ -326,7 +326,7 @@ class Part:
         return unpack_numbers(receive.message)
 
     async def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Send all ranks integers, and return those of each rank, as many on all of them."""
+        """Exchange integers with all ranks, equally many on each; return them by rank."""
         body = pack_numbers(numbers)
         for o in self.others:
             self.send([body], o)
@@ -364,12 +364,12 @@ class Part:
         raise await self._collective.explain(refused)
 
     async def breathe(self) -> None:
-        """Let other collectives go on that have something to do."""
+        """Yield to other collectives that are ready to run."""
         await _Pause()
 
 
 class _Pause:
-    """Awaitable by which a coroutine lets others go on."""
+    """Awaitable that yields to other coroutines."""
 
     def __await__(self) -> Any:
         wait = Wait()

@@ -39,14 +39,14 @@ def numbers_nbytes(count: int) -> int:
 
 
 def status_of(error: BaseException) -> int:
-    """Return the status with which a rank gives a collective up because of an error."""
+    """Return the status that a rank sends when it aborts a collective because of an error."""
     if isinstance(error, PeerError):
         return OTHER_RANK
     return NONFINITE if getattr(error, "code", None) == Status.NONFINITE else ERROR
 
 
 class Cause(NamedTuple):
-    """Reason for which ranks give a collective up.
+    """Reason for which ranks abort a collective.
 
     Parameters
     ----------

@@ -76,7 +76,7 @@ class DeviceTransfer:
 
     @contextmanager
     def phase(self) -> Generator[None]:
-        """Return a context manager for all that a rank does once other ranks may wait for its frames.
+        """Return a context manager for the operations of a rank while other ranks may wait for its frames.
 
         An error closes all connections of the channel: a collective of NCCL cannot be ended in another way.
         """
@@ -107,7 +107,7 @@ class DeviceTransfer:
         self._run(lambda pg: pg.allreduce([x]), total // max(1, len(self._others)), counters)
 
     def _run(self, begin: Callable[[Any], Any], nbytes: int, counters: Counters) -> None:
-        """Run the collective that begin(NCCL's connections) begins; it sends `nbytes` bytes to each other rank.
+        """Start a collective, begin(NCCL process group), in the stream. It sends `nbytes` bytes to each other rank.
 
         Raises
         ------

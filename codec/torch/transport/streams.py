@@ -46,7 +46,7 @@ def host_array(x: torch.Tensor) -> Array:
 
 
 class StreamOrder:
-    """Order of the work on GPUs of a function in another thread: it follows what this thread has submitted so far.
+    """Ordering of a function's GPU work in another thread: it runs after all work submitted by this thread so far.
 
     The function runs in a stream of its own on this thread's current GPU, beside the work that this thread submits
     later. Without GPUs nothing is done.
@@ -110,7 +110,7 @@ def _side_stream(device: int) -> Any:
 
 
 def passed_by_gpu() -> Callable[[], bool]:
-    """Return a function that tells if the GPU has done all work submitted to the current stream so far."""
+    """Return a function that returns True once the GPU has done all work submitted to the current stream so far."""
     if not torch.cuda.is_initialized():
         return lambda: True
     event = torch.cuda.current_stream().record_event()
