@@ -44,7 +44,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.fixture(params=codec.isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run the test under each instruction set of this machine in turn, and return its name."""
+    """Run the test once under each instruction set of this machine, and return the set's name."""
     with codec.use_isa(request.param):
         yield request.param
 

@@ -30,7 +30,7 @@ static struct fixture {
 	_Alignas(64) uint8_t decoded[2][N + 64];
 	_Alignas(64) uint16_t offset[N], pattern[N];
 	int8_t cols[N];
-	uint8_t exponent[N], drop[N], width[N]; /* of Truncate */
+	uint8_t exponent[N], drop[N], width[N]; /* input of Truncate's loops */
 	uint32_t words[WORDS], escaped[2][N / 32], *first;
 	lanes state, start, scratch[2];
 	size_t nwords;

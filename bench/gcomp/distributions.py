@@ -17,7 +17,7 @@ from models import TASKS
 from sizes import Bucket, bucket_of
 
 QUANTILES = (0.01, 0.5, 0.99)
-BIAS = 127  # of float32's exponents
+BIAS = 127  # exponent bias of float32
 TOP = 16  # exponents of which a code of 4 bits has one each
 
 

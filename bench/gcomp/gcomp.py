@@ -92,7 +92,7 @@ ACCURACY_METHODS = (
 QUICK_METHODS = (PLAIN, methods.NEAR, methods.BY_BIT, methods.FP16, methods.TOP_K, methods.POWER_SGD)
 ROUNDS = 2  # trainings of each method that are timed for the figure iteration; the faster one counts
 SIMULATED = (8, 16, 32, 64)
-EVALUATIONS, QUICK_EVALUATIONS = 30, 6  # of a training that is timed until it reaches the target
+EVALUATIONS, QUICK_EVALUATIONS = 30, 6  # evaluations in a training that is timed until its loss reaches the target
 SAMPLES_A_RANK = {"digits-sgd": 8, "text-adamw": 8, "text-adamw-wide": 8}
 
 

@@ -26,8 +26,8 @@ FP16, TOP_K, RANDOM_K, POWER_SGD, ZLIB, ZSTD = "fp16", "Top-k 1%", "Random-k 1%"
 BASELINES = (FP16, TOP_K, RANDOM_K, POWER_SGD, ZLIB, ZSTD)
 LABELS = {NEAR: "near", PLANE: "near, plane", BY_BIT: "near, shared, by bit", LOSSLESS: "lossless"}
 
-FRACTION = 0.01  # of the values that Top-k and Random-k send
-RANK = 2  # of PowerSGD's factors
+FRACTION = 0.01  # share of the values that Top-k and Random-k send
+RANK = 2  # rank of PowerSGD's factors
 POWER_START = 10  # first step that PowerSGD compresses
 LEAST_RATE = 2  # PowerSGD compresses a matrix if its factors are smaller by this factor
 ZLIB_LEVEL, ZSTD_LEVEL = 1, 1

@@ -87,7 +87,7 @@ def spans(labels: dict[str, int], code: list[str], least: int) -> list[tuple[int
     for end, text in enumerate(code):
         branch = BRANCH.match(text)
         begin = labels.get(branch[1], end) if branch else end
-        # branches back from the end of the section join lanes that diverged: no loops
+        # A backward branch around ENDCOLLECTIVE is no loop: it makes diverged lanes converge.
         if end - begin >= least and not any("ENDCOLLECTIVE" in code[i] for i in range(begin, end)):
             found.append((begin, end))
     return found
@@ -106,7 +106,7 @@ def loops(section: str, least: int) -> list[int]:
 
 
 def followers(labels: dict[str, int], code: list[str], i: int) -> list[int]:
-    """Return the instructions that may follow one, but for calls and for warps whose lanes have diverged."""
+    """Return the instructions that may follow one, except after calls and in warps whose lanes have diverged."""
     branch, text = BRANCH.match(code[i]), code[i].split()
     if "CALL" in code[i] or text[0] in ("EXIT", "RET.REL.NODEC"):
         return []

@@ -134,7 +134,7 @@ class Gradients:
 
 
 def gradients(which: Sequence[Capture], n: int, rank: int, world: int) -> Gradients:
-    """Values of a rank: captures (of the same parameters) in turn, rows moved on after each round."""
+    """Return a rank's values: captures (of the same parameters), repeated with rows rotated after each round."""
     first = which[0]
     count = -(-n // first.values.size)
     tiles: list[Array] = []

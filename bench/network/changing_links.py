@@ -57,7 +57,7 @@ def change_to(link: str, rank: int) -> None:
 
 
 def in_turn(trainings: dict[str, Training], steps: int) -> dict[str, list[float]]:
-    """Take steps of each training, a few of each in turn, since other work on the machine comes and goes.
+    """Run steps of all trainings, alternating after a few steps, since the load of the machine varies.
 
     Returns
     -------

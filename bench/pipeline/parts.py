@@ -145,7 +145,7 @@ class Bench:
             ]
 
     def run_store(self) -> list[dict[str, Any]]:
-        """Time AQ-SGD's steps with m in memory and in files, in turn."""
+        """Time AQ-SGD's steps with m in memory and with m in files, alternately."""
         base = next((s for s in self.settings if s.system == AQ), Setting(AQ, BITS_OF[0]))
         dtypes, rate = ("float32", "bfloat16", "8bit"), self.args.check_rate
         kinds = [replace(base, store=store, dtype=dtype) for dtype in dtypes for store in ("ram", "files")]

@@ -22,7 +22,7 @@ class Training:
     stages: int
     setting: dict[str, Any]
     label: str
-    losses: list[float] = field(default_factory=list)  # of each step
+    losses: list[float] = field(default_factory=list)  # loss of each step
     first_nbytes: float = 0.0  # sent in a step of the first epoch, by all stages
     later_nbytes: float = 0.0
     raw_nbytes: int = 0

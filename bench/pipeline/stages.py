@@ -29,7 +29,7 @@ from codec.torch.pipelining import CompressedStage
 
 # how gradients of parameters are averaged over replicas; QUANTIZED_ADAM: their momenta, in 4 bits
 NONE, FLOATS, FOUR_BITS, QUANTIZED_ADAM = "none", "float32", "4 bits", "QuantizedAdam"
-FIRST_STEPS = 3  # of the first epoch in a timed run; the first of them is not counted
+FIRST_STEPS = 3  # steps of the first epoch in a timed run; the first step is not counted
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Result:
     label: str
     averaging: str
     seconds: list[float]  # from the start of the first rank to the end of the last one
-    cpu_seconds: list[float]  # of the busiest rank
+    cpu_seconds: list[float]  # CPU time of the busiest rank
     sent: list[int]  # bytes of all ranks, with headers and acknowledgements
     losses: list[float]
     tcp_rate: float  # bits per second, measured before

@@ -179,7 +179,7 @@ def _pretrained() -> dict[str, Any]:
 
 
 def _adapted() -> nn.Module:
-    """Return the pretrained GPT, frozen but for low-rank changes of its linear layers."""
+    """Return the pretrained GPT, frozen except for low-rank changes (LoRA) of its linear layers."""
     random = torch.random.get_rng_state()
     state = _pretrained()
     torch.random.set_rng_state(random)

@@ -69,8 +69,8 @@ QUICK_TASKS = ("digits-sgd", "text-adamw", "gpt-tied", "lstm", "vit")
 STEPS = {"digits-sgd": 400, "text-sgd": 1000, "text-adamw": 1000}
 STEPS |= dict.fromkeys(("gpt-tied", "gpt-bfloat16", "lora", "lstm", "vit", "diffusion"), 300)
 QUICK_STEPS = 60
-PLAIN_SEEDS = 3  # of float32 at least: they give the noise
-SGD_TASKS = ("digits-sgd", "text-sgd")  # which OneBitAdam cannot train
+PLAIN_SEEDS = 3  # least number of float32 trainings with different seeds, which measure the noise
+SGD_TASKS = ("digits-sgd", "text-sgd")  # tasks that need SGD, which OneBitAdam cannot replace
 
 
 def steps_of(task: str, args: argparse.Namespace) -> int:

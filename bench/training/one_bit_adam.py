@@ -55,7 +55,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 METHODS = (PLAIN, SIGNS, *OPTIMIZERS)
 FREEZE = 0.2  # part of the steps before the freeze
-VALUES = 1 << 22  # of the model whose step is timed
+VALUES = 1 << 22  # values of the model whose step is timed
 PARAMETERS = 40
 
 

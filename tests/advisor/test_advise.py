@@ -151,7 +151,7 @@ def test_best_time_falls_with_the_links_speed(clock):
 
 
 def test_given_candidates_and_raw_are_compared(clock):
-    """In the given order, whatever `lossy` is."""
+    """Given candidates and raw are compared in the given order, whatever `lossy` is."""
     x = gradients("cnn_float32")
     specs = [codec.Sign(), codec.Float4(), codec.Lossless(max_code_length=4)]
     advice = codec.advise(x, "1mbit", candidates=iter(specs))

@@ -180,7 +180,7 @@ def test_view_takes_the_parameters_of_a_module():
 @pytest.mark.parametrize("shapes", [[(600,)], [(1 << 18,)], [(600,), (600,)], [(0,)], [(0,), (0,)]], ids=str)
 @pytest.mark.parametrize("threads", [2, 3, 1 << 70])
 def test_batch_of_fewer_tensors_than_threads(shapes, threads):
-    """Each tensor may then be split over threads itself."""
+    """In a batch of fewer tensors than threads, each tensor may be split over threads."""
     xs = [np.ones(shape, np.float32) for shape in shapes]
     frames = codec.encode_many(xs, options=codec.options(threads=threads))
     assert frames == [codec.encode(x) for x in xs]

@@ -68,7 +68,7 @@ def loss(spec, x):
 
 @pytest.mark.parametrize("spec", SPECS, ids=repr)
 def test_contraction_agrees_with_the_measured_error(spec):
-    """If the property is false, a tensor loses its norm, or groups are too large to try the worst one."""
+    """A spec that is no contraction loses the norm of some tensor, or its groups are too large to try the worst one."""
     losses = {name: loss(spec, x.astype(np.float32)) for name, x in tensors()}
     worst = max(losses, key=losses.__getitem__)
     if spec.contraction:

@@ -23,7 +23,7 @@ from codec.torch.group import communicator
 from support.ranks import run_ranks
 
 DILOCO = Path(__file__).parents[2] / "examples/diloco.py"
-# modules that need a framework: tests/frameworks
+# Modules whose examples need a framework that is not installed here. tests/frameworks tests them.
 FRAMEWORKS = {
     f"codec.integrations.{name}"
     for name in (

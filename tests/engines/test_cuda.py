@@ -257,7 +257,7 @@ def test_check_finite_rejects_nonfinite_results(device):
 
 @by_cupy
 def test_reduce_of_ternary_frames():
-    """With one scale and with several, for equal and different segments."""
+    """Ternary frames with one scale and with several, of equal and of different segments, are reduced."""
     rng = np.random.default_rng(2)
     x = rng.standard_normal((3, 30_000), F32)
     same, clipped = codec.Ternary(scale=6.0), codec.Ternary("base3", clip=2.0)
@@ -279,7 +279,7 @@ def test_reduce_of_ternary_frames():
 @by_cupy
 @pytest.mark.parametrize("name", [name for name in ROWS if "scale" not in name])
 def test_reduce_of_many_frames_with_equal_blocks(name, device):
-    """Also of more frames than one launch takes."""
+    """Frames with equal blocks are reduced, also more of them than one launch can process."""
     segments = [(0, (40, 90)), (3600, (13, 80)), (4641, (7,))]
     coded = getattr(
         ROWS[name], "entropy", name == "ternary_entropy"

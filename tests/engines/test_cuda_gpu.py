@@ -1,4 +1,4 @@
-"""What only a GPU can test: thousands of thread blocks at once, streams side by side, graphs, tensors of PyTorch.
+"""Tests that need a GPU: thousands of thread blocks at once, streams side by side, graphs, tensors of PyTorch.
 
 ``make gpu-tests`` runs the file; none of it runs without a GPU.
 """

@@ -147,7 +147,7 @@ def by_python(device, spec, dtype, shape, *, feedback):
 
 
 def by_c(cuda, spec, dtype, shape, *, feedback):
-    """Return the same of libcodec_cuda."""
+    """Return the decisions, launches and upload of libcodec_cuda for a tensor."""
     plan, at = cuda.plan(spec, dtype, shape), 1 << 20
     flags, residual = (lib.CODEC_FEEDBACK, at) if feedback else (0, None)
     size = ctypes.sizeof(cuda_c.EncodeItem)

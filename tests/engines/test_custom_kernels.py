@@ -150,7 +150,7 @@ def test_warmup_compiles_every_kernel_of_a_spec():
 
 
 def test_warmup_reports_progress_on_stderr():
-    """Only with progress=True."""
+    """warmup() prints to stderr only with progress=True."""
     code = "import codec, sys; codec.warmup(codec.Sign(), ['float32', 'bfloat16'], progress=sys.argv[1] == 'yes')"
     for asked in ("yes", "no"):
         command = [sys.executable, "-P", "-c", code, asked]

@@ -46,7 +46,7 @@ def test_no_access_is_out_of_range(tmp_path):
 
 
 def test_bounds_checks_detect_accesses_out_of_range(tmp_path):
-    """In a kernel and in functions that it calls, for arrays and slices."""
+    """Accesses out of range are detected in kernels and in functions that they call, for arrays and slices."""
     (tmp_path / "reading.py").write_text(
         "from codec.engines.numba.jit import jit, kernel\n"
         "@jit\n"

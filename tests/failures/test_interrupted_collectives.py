@@ -164,7 +164,7 @@ def test_ctrl_c_during_a_training_step_leaves_it_undone_or_complete():
                 assert raised in expected, (point, found)
                 after = want[done][rank][0][-1]
                 assert now == (before if raised else after) or (rank == FAULTY and through), (point, found)
-                # interrupted after all had succeeded: the model is unchanged, residuals may be those after the step
+                # An interrupt after all ranks have succeeded: the model is unchanged, residuals may be the new ones.
                 assert raised is None or now in (before, (*before[:2], after[2])), (point, found)
                 assert took < PROMISED_SECONDS + SLACK_SECONDS, (point, found)
             ranks.new_group()
@@ -192,7 +192,7 @@ def _interrupted_between_buckets(rank, size):
 
 
 def test_interrupted_backward_leaves_residuals_unchanged():
-    """In the step after buckets were rebuilt, in which workers pass residuals to the owners of sums."""
+    """Interrupt the step after buckets were rebuilt, in which workers send residuals to slice owners."""
     with RankPool(3) as ranks:
         ranks.new_group()
         saved = [s for _, _, s in ranks.run(rank_loss.train, None, 2)]

@@ -62,7 +62,7 @@ def _sweep(algorithms, fault, most):
 
 @pytest.mark.parametrize(("fault", "most"), [(die, 6), (freeze, 4)])
 def test_rank_lost_during_an_all_reduce_is_an_error_on_all_others(fault, most):
-    # tests of frozen ranks wait, so that they can run at once
+    # A frozen rank is noticed after a timeout: sweep all algorithms in parallel, since they mostly wait.
     each = [[algorithm] for algorithm in ALGORITHMS] if fault is freeze else [ALGORITHMS]
     with ThreadPoolExecutor() as pool:
         for rows in pool.map(lambda algorithms: _sweep(algorithms, fault, most), each):
@@ -160,7 +160,7 @@ def test_connection_cut_at_any_byte_of_an_all_reduce_is_an_error_on_all():
 
 @pytest.mark.parametrize(("fault", "most"), [(die, 6), (freeze, 4)])
 def test_rank_lost_during_a_training_step_leaves_the_others_unchanged(fault, most):
-    """In the first step of a group, in which workers pass residuals to the owners of sums, and in later ones."""
+    """Lose a rank in a group's first step, in which workers send residuals to slice owners, and in later steps."""
     with RankPool(3) as ranks:
         ranks.new_group()
         saved = [s for _, _, s in ranks.run(train, None, 3)]

@@ -148,7 +148,7 @@ def test_allreduce_example(command, tmp_path):
 
 
 def test_compiler_flags(tmp_path, monkeypatch, capsys):
-    """In the given order, one line each, quoted for a shell; an error if headers are missing."""
+    """Flags are printed in the given order, one line each, quoted for a shell; missing headers are an error."""
     package = tmp_path / "in a folder"
     (package / "include/codec").mkdir(parents=True)
     monkeypatch.setattr(codec._c, "PACKAGE", package)

@@ -37,7 +37,7 @@ def test_ptx_has_no_fused_or_approximate_instructions() -> None:
 
 
 def test_nvrtc_fuses_without_fmad_false() -> None:
-    """If this fails, the option is no longer needed."""
+    """NVRTC fuses operations without -fmad=false. If this test fails, the option is no longer needed."""
     assert "fma.rn" in ptx_of("-arch=compute_90", *ALONE, source='#include "round.h"\n')
 
 
@@ -60,7 +60,7 @@ def test_c_and_cpp_compile_without_a_warning(compiler: list[str]) -> None:
 
 
 def test_each_header_compiles_alone() -> None:
-    """Without other headers and without libc."""
+    """Each header compiles without other headers and without libc."""
     for name in HEADERS:
         options = ["-std=c11", "-fsyntax-only", "-ffreestanding", "-nostdinc", "-isystem", _freestanding()]
         text = f'#include "{EXACT / name}"\n'

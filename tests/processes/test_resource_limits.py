@@ -7,7 +7,7 @@ from support.tiers import nightly
 
 
 def test_calls_succeed_when_threads_cannot_start():
-    """The threads that did start, or the caller alone, do all the work."""
+    """If threads cannot start, those that did start, or the caller alone, do all the work."""
     run(
         """
 import _thread

@@ -268,8 +268,9 @@ def decode(
 ) -> tuple[str, tuple[int, ...], bytes]:
     """Decode a frame; return the dtype's name, the shape, and the values' little-endian bytes.
 
-    ``codebooks``: 257 lengths by id, that of the escape last. ``a_exponents``: exponent fields of A for shared levels.
-    ``base``: little-endian bytes of the values of delta's base.
+    ``codebooks``: 257 code lengths for each codebook id: of bytes 0 to 255, then of the escape.
+    ``a_exponents``: exponent fields of A, the optimizer's step, for shared levels.
+    ``base``: little-endian bytes of the base of a Delta frame.
     """
     need(len(frame) >= 48, "truncated")
     magic, version, codec, dtype, rank, layout, block_log2, fixed, coded, side_nbytes = struct.unpack_from(

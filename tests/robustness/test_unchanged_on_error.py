@@ -134,7 +134,7 @@ def test_one_pass_decoding_gives_the_same_values(name, threads):
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("small", [100, 5000])
 def test_reduce_checks_all_frames_before_it_writes(small, threads):
-    """Also where frames are added one after the other, since their blocks do not match."""
+    """All frames are checked first, also if frames with different blocks are added one after the other."""
     x = values(2, small)
     noise = np.random.default_rng(3).integers(0, 2**31, small, dtype=np.int32).view(np.float32)
     noise[~np.isfinite(noise)] = 1
@@ -250,7 +250,7 @@ def test_bound_holds_with_segments():
 @pytest.mark.parametrize("dtype", ["float32", "float64", "uint8", "float16"])
 @pytest.mark.parametrize("n", [10, 1000, 5000, 100_000])
 def test_wrong_segments_are_rejected_for_every_dtype_and_size(dtype, n):
-    """Also for small tensors and integers, which do not use segments."""
+    """Invalid segments are rejected also for small tensors and integers, whose encoding ignores segments."""
     x = np.ones(n, dtype)
     for segments in ([(0, (n + 1,))], [(1, (n,))], [(5, (2,)), (0, (2,))], [(0, (3,)), (2, (2,))], [(n + 1, (0,))]):
         with pytest.raises(codec.ArgumentError, match="segments"):

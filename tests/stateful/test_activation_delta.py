@@ -61,7 +61,7 @@ def pair(first=LOSSLESS, **arguments):
 
 
 def visits_with_engine(engine, spec):
-    """Return the table and frames of each message, the decoded tensors, and the m of both sides."""
+    """Return each message without its head, the decoded tensors, and the state m of sender and receiver by sample."""
     sender, receiver = (codec.ActivationDelta(spec, dtype="8bit") for _ in range(2))
     options = codec.options(engine=engine, threads=2)
     a = np.random.default_rng(1).standard_normal((6, 30_000), np.float32)

@@ -116,7 +116,7 @@ def test_counts_are_scaled_to_the_number_of_values():
 
 
 def test_wrong_arguments_are_rejected():
-    """Also proposals that come too early or too late; the state is unchanged."""
+    """Wrong arguments, and proposals that come too early or too late, are rejected without a change of state."""
     with pytest.raises(codec.ArgumentError):
         codec.CodebookRefresher(interval=10, delay=10)
     with pytest.raises(codec.ArgumentError):
@@ -185,7 +185,7 @@ def test_rollback_makes_ranks_agree():
 
 @pytest.mark.parametrize("through", [dict, through_npz, through_torch_save])
 def test_training_resumes_from_a_checkpoint(through):
-    """Also from that of another rank, including a pending switch."""
+    """A training resumes from its own checkpoint or from another rank's, including a pending switch."""
     a, b = (codec.CodebookRefresher(interval=10, delay=5) for _ in range(2))
     for step in (10, 20):
         for x in gradients(step, 0, 10):

@@ -264,7 +264,7 @@ def test_wrong_arguments_are_rejected():
 
 @pytest.mark.parametrize("through", [dict, through_npz, through_torch_save])
 def test_training_resumes_from_a_checkpoint(through):
-    """With the same bits, in other buckets too."""
+    """A resumed training has the same bits, also with other buckets."""
     rng = np.random.default_rng(0)
     sizes = {"layer.weight": 3000, "layer.bias": 50, "[0:1]": 9}
     a, b = (codec.ErrorFeedback(codec.Float8(), role="server") for _ in range(2))

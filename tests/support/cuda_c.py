@@ -63,7 +63,7 @@ def library() -> Path:
 
 
 def decisions() -> Path:
-    """Return libcodec_cuda with functions that tell what its host decides (native/tests/cuda_api/layout_*.c)."""
+    """Return libcodec_cuda with functions that return the decisions of its host (native/tests/cuda_api/layout_*.c)."""
     command, replaced = library_command(TESTS / "images.c"), {"encode.c", "decode.c"}
     sources = [argument for argument in command if Path(argument).name not in replaced]
     return compiled("codec_cuda_decisions", [*sources, str(TESTS / "layout_encode.c"), str(TESTS / "layout_decode.c")])

@@ -328,7 +328,7 @@ def test_large_tensors_in_place():
 
 
 def test_partition_covers_all_values_and_keeps_rows():
-    """It depends on sizes only; each value is in one piece, and segments of pieces have whole rows."""
+    """The partition depends on sizes only; each value is in one piece, and segments of pieces have whole rows."""
     shapes = [(64, 100), (64,), (128, 64, 3, 3), (1000,), (3000, 1100), (2, 500_000), ()]
     inside = codec.segments(shapes)
     n = inside[-1][0] + 1

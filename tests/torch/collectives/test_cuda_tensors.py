@@ -196,7 +196,7 @@ def _waits(rank, size):
 
 def test_host_waits_for_few_things(pair):
     for found in pair.run(_waits):
-        # frames, sums, the verdict, the result in place
+        # One wait each for the frames, the sums (two_shot), the verdict, and the copy of the result.
         assert {k: n for k, n in found.items() if n > (4 if k[1] == "two_shot" else 3)} == {}
 
 

@@ -191,7 +191,7 @@ def test_error_on_one_rank_raises_on_all():
 
 
 def _damaged(rank, size):
-    """Damage every message of one rank in turn, in all three phases."""
+    """Damage each message of one rank, one after the other, in all three phases."""
     x = torch.linspace(-1, 2, 40_000) * (1 + rank)
     raised = []
     for which in range(3 * (size - 1)):

@@ -59,7 +59,7 @@ def test_room_for_a_piece_is_the_size_of_its_frame():
 
 
 def test_slices_and_frames_of_more_than_2_31_values():
-    """By sizes alone: pieces cover all values in order, and messages about frames carry their sizes."""
+    """Computed from sizes, without data: pieces cover all values in order, and messages announce sizes of frames."""
     n, rows = (1 << 34) + 5, 1 << 21
     x = np.broadcast_to(np.float32(0), (n,))  # of 4 bytes
     for segments in (None, pack([(0, (rows, (1 << 13) - 1)), (1 << 34, (5,))])):

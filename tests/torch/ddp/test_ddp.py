@@ -192,7 +192,7 @@ def _rounded(rank, size):
     seen = torch.from_numpy(result.copy()).view(torch.bfloat16).float()
     torch.testing.assert_close((seen + residual)[begin:end], mean[begin:end], atol=1e-4, rtol=0)
     assert residual.any()
-    # saturates at the largest number; non-finite values have no residual
+    # Sums saturate at the largest number of the dtype; non-finite values have no residual.
     x = torch.full((70_000,), 65_000.0).half()
     x[begin] = torch.inf
     r = codec.torch.reduction.arguments.reduction_of(x, codec.Truncate(2), "mean")

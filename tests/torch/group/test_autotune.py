@@ -13,7 +13,7 @@ from support.ranks import run_ranks
 
 
 def choices_of(frames, values, load, n, smaller=1):
-    """Return the ways of two ranks for n collectives, of which frames and values take the given seconds."""
+    """Return the choices of two ranks for n collectives, each of which takes `frames` or `values` seconds."""
     choices = [Choice() for _ in range(2)]
     ways = []
     for i in range(n):

@@ -239,7 +239,7 @@ def _disturbed(rank, size, point, fault):
 
 @pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.nightly)])
 def test_rank_that_dies_in_a_synchronization_changes_nothing_on_the_others(count):
-    """Also between the means of buffers and of parameters; the survivors go on with a new rank."""
+    """A rank dies, also between the means of buffers and of parameters; the survivors go on with a new rank."""
     with RankPool(3) as pool:
         pool.new_group()
         pool.run(_prepare)

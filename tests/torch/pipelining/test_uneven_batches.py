@@ -90,7 +90,7 @@ def _with_deltas(rank, size, schedule, at):
 
 @pytest.mark.parametrize(("schedule", "at"), every(7, [(s, at) for s in SCHEDULES for at in (0.5, 0.999)]))
 def test_repeated_steps_of_uneven_batches_are_bit_identical(ranks, schedule, at):
-    """The envelope of a damaged message, and that of an aborted one, tells the shapes of the step."""
+    """The envelopes of damaged and of aborted messages contain the shapes of the step."""
     calm, disturbed = ranks.run(_with_deltas, schedule, None), ranks.run(_with_deltas, schedule, at)
     assert [r[:3] for r in calm] == [r[:3] for r in disturbed]
     assert disturbed[0][3][0] > 0 == calm[0][3][0]

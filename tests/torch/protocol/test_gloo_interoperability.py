@@ -201,7 +201,7 @@ def every_codec(size):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_codec_gives_the_same_bits(size, tmp_path):
-    """With every algorithm, with and without parameters."""
+    """Every codec gives the same bits with every algorithm, with and without segments."""
     compare(size, every_codec(size), tmp_path)
 
 
@@ -242,7 +242,7 @@ def optimizer_jobs():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_truncate_by_optimizer_state_gives_the_same_bits(size, tmp_path):
-    """With parameter groups; levels sent and shared."""
+    """Truncate gives the same bits with parameter groups, with levels that are sent and that are shared."""
     compare(size, list(optimizer_jobs()), tmp_path)
 
 
