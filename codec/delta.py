@@ -135,11 +135,11 @@ def decode_blocks(frame: Any, first: int, count: int, *, base: Any, out: Any = N
     size = (min((first + count) * block, n) - min(first * block, n)) * ITEMSIZE[dtype]
     part = fetch("base=", view_base(base, dtype))
     if part.dtype != dtype or part.nbytes != size:
-        raise ArgumentError(f"base= must have the {size // ITEMSIZE[dtype]} values of {dtype} of these blocks")
+        raise ArgumentError(f"base= must have {size // ITEMSIZE[dtype]} {dtype} values, as many as these blocks")
     result: Any = _new(part, dtype) if out is None else out
     to = view_output(result, dtype)
     if to.dtype != dtype or to.nbytes != size:
-        raise ArgumentError(f"out= must have the {size // ITEMSIZE[dtype]} values of {dtype} of these blocks")
+        raise ArgumentError(f"out= must have {size // ITEMSIZE[dtype]} {dtype} values, as many as these blocks")
     call = _call.take()
     check(
         lib.codec_scratch(ffi.addressof(info.spec), new_tensor(info.dtype, tuple(info.shape[0 : info.rank])), call.size)

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Launch:
-    """Hooks of the models that a script makes.
+    """Registers a hook with every DistributedDataParallel that the launched script creates.
 
     Parameters
     ----------

@@ -313,30 +313,31 @@ class Network:
         on_line: Callable[[int, str], None] | None = None,
         bind: bool = False,
     ) -> list[list[Any]]:
-        """Run a command once a rank.
+        """Run a command once for each rank.
 
         Parameters
         ----------
         command : sequence of str
-            What to run; ``[sys.executable, "worker.py"]``.
+            Program and arguments, such as ``[sys.executable, "worker.py"]``.
         timeout : float
-            Seconds for all of it.
+            Seconds until all ranks must have ended.
         environment : mapping, optional
-            More variables.
+            Additional environment variables.
         on_line : callable, optional
-            Gets rank and text of every line of standard output as it comes.
+            Called with rank and text of every line of standard output as soon as it is printed.
         bind : bool
-            Keep each rank to cores of its own, see :func:`cores_of`.
+            Bind each rank to separate cores, see :func:`cores_of`.
 
         Returns
         -------
         list of list
-            For each rank what it printed as JSON objects, one a line.
+            JSON objects that each rank has printed, one on each line.
 
         Raises
         ------
         NetworkError
-            A rank failed, or the time was over; with the end of what the ranks that failed said. No rank is left.
+            A rank has failed, or the timeout has expired. The message ends with the last output of failed ranks. All
+            ranks have been stopped.
         """
         ranks: list[Rank] = []
         ip = shutil.which("ip", path=SEARCH) or "ip"

@@ -170,9 +170,9 @@ def run(task: Callable[[int, int], Any], count: int, threads: int) -> list[Any]:
 
     helpers = [_Helper(work) for _ in range(_start(len(numbers) - 1))]
     # CPython runs signal handlers at the start of a function, after a call, and at backward jumps. So an exception
-    # after the first `put` is raised inside the `try`, and `all` runs. `all` is one call that allocates nothing, so it
-    # can neither be interrupted nor fail. It acquires all gates: then shares that have started have ended, and others
-    # cannot start.
+    # after the first `put` is raised inside the `try`, and `all(waiting)` still runs. It is one call that allocates
+    # nothing, so it can neither be interrupted nor fail. It acquires the gates of all helpers. Once it has them, every
+    # helper that had started has ended, and no other helper can start.
     waiting = itertools.starmap(_acquire, [(helper.gate, 1) for helper in helpers])
     try:
         for helper in helpers:

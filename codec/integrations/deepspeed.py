@@ -58,7 +58,7 @@ _IGNORED = {
 _IGNORED_PARAMS = {"cuda_aware": "", "comm_backend_name": "", "bias_correction": "", "eps_inside_sqrt": ""}
 _IGNORED_FP16 = {"auto_cast": "", "hysteresis": "", "consecutive_hysteresis": "", "min_loss_scale": ""}
 
-# Keys that are refused, because a training without them would differ, and advice what to use instead.
+# Keys that are refused, because training would differ if they were ignored, with advice on what to use instead.
 _UNSUPPORTED = {
     "amp": "use torch.autocast and 'fp16' or 'bf16'",
     "sparse_gradients": "use nn.Embedding(sparse=False)",

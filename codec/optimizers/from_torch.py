@@ -34,7 +34,7 @@ _LION_OPTIONS = {
 
 
 def from_optimizer(optimizer: Any, group: int = 0, *, parameter: Any = None) -> Optimizer:
-    """Return the optimizer of the step that a torch optimizer takes next, for :meth:`codec.Truncate.bind`.
+    """Return the next step of a torch optimizer as the object that :meth:`codec.Truncate.bind` takes.
 
     The implementation of the step (``foreach``, ``fused``, ``capturable``, ``differentiable``) makes no difference.
     With ``maximize``, ``amsgrad``, ``centered`` or RMSprop's ``momentum``, Truncate drops no bit.

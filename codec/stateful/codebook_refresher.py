@@ -278,7 +278,7 @@ class CodebookRefresher:
             raise StateError(f"a state dict has codebooks of one or two steps, this one of {len(books)}")
         if any(book is not None and book.symbols != symbols for book in books.values()):
             raise StateError(
-                f"the codebooks of this state dict are for other symbols than {self.spec} of {self.dtype} has"
+                f"the codebooks of this state dict are not for the symbols of {self.spec} and {self.dtype}"
             )
         self._counts, self._latest, self._books = counts, latest, dict(sorted(books.items()))
 

@@ -522,7 +522,7 @@ static void check_steps(const struct kind *kind)
 struct rewriter {
 	struct task *k;
 	const uint8_t *good[FRAMES];
-	uint8_t larger[64]; /* valid header with 8 times as many values, which constant blocks could hold */
+	uint8_t larger[64]; /* header that claims 8 times the values: valid, since constant blocks could hold them */
 	atomic_int stop, headers;
 };
 

@@ -1,4 +1,4 @@
-"""Layers of the package, of native/src and of tests: no module imports a module of a higher layer. Sizes of files."""
+"""Layers of the package, of native/src and of tests: no module imports a module of a higher layer, or is too long."""
 
 import ast
 import re

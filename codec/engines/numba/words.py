@@ -131,7 +131,7 @@ def small_nearest(y, mbits, bias):
     shift = U32(23 - mbits)
     normal = U32(y + U32((1 << (22 - mbits)) - 1) + (U32(y >> shift) & U32(1)))
     normal = U32(U32(normal >> shift) - U32((127 - bias) << mbits))
-    # below the normal range: the sum with a power of two whose last bit is worth a step is rounded to steps
+    # Below the normal range: add a power of two whose last bit equals one step, which rounds the sum to whole steps.
     step = U32((127 + 23 + 1 - bias - mbits) << 23)
     small = U32(bits_of(F32(float_of(y) + float_of(step))) - step)
     return small if y < U32((128 - bias) << 23) else normal

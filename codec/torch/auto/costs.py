@@ -115,7 +115,7 @@ def costs_of(numbers: Sequence[int], specs: int) -> list[Cost]:
 
 
 def errors_of(numbers: Sequence[int], names: Sequence[str], specs: int) -> dict[str, list[int]]:
-    """Return the errors of each tensor by spec, the first one excluded, from a report."""
+    """Return, for each tensor of a report, its errors with all specs but the first one."""
     errors = numbers[len(_FIELDS) * specs :]
     return {name: list(errors[i * (specs - 1) : (i + 1) * (specs - 1)]) for i, name in enumerate(names)}
 

@@ -76,7 +76,7 @@ class Selector:
         self._wish = 0  # 1 or -1: the last step has called for a lossier or a less lossy level
 
     def begin(self, predicted: Sequence[float]) -> Switch | None:
-        """Choose by predictions alone, and forget all measurements: before the first decision, and with other costs."""
+        """Drop all measurements and choose by predictions: before the first decision, and when costs have changed."""
         self._records.clear()
         best = min(predicted)
         level = next(i for i, seconds in enumerate(predicted) if seconds <= _EQUAL * best)

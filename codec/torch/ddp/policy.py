@@ -138,7 +138,7 @@ class Plan:
     policy : Policy
         Chooses the spec of each parameter.
     start_step : int
-        Number of first steps in which all gradients are sent lossless.
+        Number of initial steps, in which all gradients are sent lossless.
     auto : GradientChoice, optional
         Chooses the spec of the hook in place of `spec`, and other specs for single parameters.
 
@@ -147,7 +147,7 @@ class Plan:
     zeros : dict of str to bool
         True for parameters whose gradients are mostly zero. Gradients that were zero everywhere so far are left out.
     contents : dict of str to int
-        Bytes of the gradients of a step by spec and reason.
+        Bytes of the gradients of a step, by their spec and the reason for which it was chosen.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Error feedback of a public collective: its arguments, and its life until the agreement."""
+"""Error feedback of one collective: checks of its arguments, and new residuals until all ranks have succeeded."""
 
 from typing import Any
 

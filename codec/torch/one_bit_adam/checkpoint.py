@@ -31,7 +31,7 @@ _LARGEST = 2.0**53  # limit of these numbers
 
 @dataclass(frozen=True)
 class HookStates:
-    """States of the hooks of some of `size` ranks, packed, by rank and place; 0 ranks: there were no hooks."""
+    """Packed states of hooks, by rank and place of its shard, for some of `size` ranks. Without hooks `size` is 0."""
 
     size: int = 0
     ranks: Mapping[tuple[int, Place], bytes] = field(default_factory=dict[tuple[int, Place], bytes])

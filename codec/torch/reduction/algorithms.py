@@ -126,7 +126,7 @@ def store_sum(
     total = r.sum_buffer(part, piece.n)
     r.sum(terms, piece, total, check_finite=check)
     place[:] = r.rounded(total)
-    # Check the stored sum, which may overflow in the tensor's dtype only.
+    # Check the sum as stored: it may be finite in float32 and overflow in the tensor's dtype.
     if check and (fault := nonfinite_error(r, place, summed=True)):
         raise fault
 

@@ -92,7 +92,7 @@ ALL_GATHER = _with_device(
 )
 RING = Algorithm("ring", partial(_on_host, algorithms.ring), feedback=False, defers=True)
 RAW = Algorithm("raw", partial(_on_host, raw.two_shot), encodes_sums=True, uncompressed=True)
-# Uncompressed all-reduce that "auto" chooses between GPUs: NCCL's own. RAW adds values in the order of ranks.
+# Uncompressed all-reduce of "auto" if all ranks have GPUs: NCCL's own. RAW would add values in the order of ranks.
 PLAIN = Algorithm("plain on GPUs", raw.plain, encodes_sums=True, uncompressed=True)
 SHARED_SCALE = Algorithm("shared_scale", partial(_on_host, shared_scale.shared_scale), check=shared_scale.check)
 

@@ -120,7 +120,7 @@ DEVICE uint32_t with_literals(plane *o, cursor *c, uint32_t quad, uint32_t escap
 	return l.quad;
 }
 
-/* Return the lane's four bytes of row r; those of values from k on are 0. Rows are read in order. */
+/* Return the lane's four bytes of row r; bytes of values o->k and above are 0. Must be called for rows in order. */
 static __device__ uint32_t plane_row(plane *o, uint32_t r, cursor *c, uint32_t lane)
 {
 	uint32_t n = there(r, lane, o->k), run = o->k - WIRE_ROW * r, escapes;

@@ -11,15 +11,15 @@
 #include "coder/fit.cuh"
 
 #define PLANE_SHARES 8  /* tasks that sample planes */
-#define PART_SHARES 128 /* tasks of a step of a part, at most */
+#define PART_SHARES 128 /* maximum number of tasks for one step of a part */
 
 /* Results for one part of the model; all 0 at first. */
 struct codec_part_found {
-	uint32_t rows, cols, counts;     /* shares of each step that are done */
-	uint32_t rows_ready, cols_ready; /* flags: offsets of rows, then of columns, are computed */
+	uint32_t rows, cols, counts;     /* finished tasks of each step */
+	uint32_t rows_ready, cols_ready; /* flags: the offsets of rows, of columns are computed */
 	int16_t mean[CHOOSE_ROWS];
 	uint64_t side_nibbles; /* bytes of nibbles in the side section before the part's own */
-	uint64_t raw_bits;     /* that symbols without offsets cost */
+	uint64_t raw_bits;     /* cost of the part's symbols without offsets */
 	/* counts of symbols: without offsets, under them; float64: under the base only */
 	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256];
 };

@@ -53,8 +53,8 @@ DEVICE uint32_t read_kept(const topk_kind &q, bit_reader *r, uint32_t *code, boo
 }
 
 /*
- * Store the first `count` lanes' kept values, and 0 for other values from position `from` up to `to`. CODEC_INTO_ADD
- * changes other values only if results are divided.
+ * Store the kept values of the first `count` lanes, and 0 for all other values from position `from` up to `to`. With
+ * CODEC_INTO_ADD, these other values are written only if the results are divided.
  */
 DEVICE void put_codes(const codec_sink &sink, const topk_codes &c, uint32_t count, uint32_t from, uint32_t to,
 		      uint32_t lane)

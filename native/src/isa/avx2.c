@@ -98,9 +98,9 @@ static inline uint32_t *PUSH(uint32_t *end, __m256i v, __m256i mask)
 }
 
 /*
- * Two tables of 256 bytes, looked up at 32 common indices with pshufb. Seen as 16 rows by the index's high nibble, most
- * rows of codebooks hold a single value (no code, or a code of at most 4 bits). One look-up by high nibble serves all
- * those rows; each other row needs one more.
+ * Two tables of 256 bytes. pshufb looks both up at the same 32 indices. The high nibble of an index selects one of 16
+ * rows of a table. Most rows of a codebook hold one value only (no code, or a code of at most 4 bits). One look-up by
+ * high nibble serves all these rows; each other row needs one more.
  */
 struct pair {
 	__m256i by_row[2];

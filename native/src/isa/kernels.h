@@ -324,9 +324,10 @@ struct kernels {
 	/* List the bits that are set. Up to DELTA_SLACK more items may be written. */
 	size_t (*list_changes)(const uint64_t *changed, size_t n, uint32_t *at);
 	/*
-	 * Read a stream of steps, or of patches with gaps of parameter k: all of `stream`, whose last bits are 0.
-	 * Return 0 if it is not valid. `steps`: patches are steps, not bits to change. delta_decode computes the sums
-	 * of the base's whole chunks on the way, unless `sums` is NULL.
+	 * Decode all of `stream`, whose unused last bits must be 0; return 0 if it is not valid. delta_decode reads one
+	 * step for each changed value. It also computes the sums of the base's whole chunks, unless `sums` is NULL.
+	 * delta_patches reads patches: a gap, as Rice code with parameter k, and then a step if `steps` is set, else
+	 * the bits that change.
 	 */
 	int (*delta_decode)(const struct delta_kind *q, const void *base, size_t n, int scale,
 			    const struct delta_buffers *b, const uint8_t *stream, size_t nbytes,

@@ -119,7 +119,7 @@ def _passed_on(rank, size):
 
 
 def _many(rank, size):
-    """All collectives on two groups, asynchronous, and by functional names."""
+    """Run all collectives on two groups, asynchronously and by torch's functional collectives."""
     assert dist.get_backend() == "codec"
     group = dist.new_group()
     assert isinstance(group, codec.torch.ProcessGroup)

@@ -150,7 +150,7 @@ def test_distributions_of_a_short_training():
 
 
 def timed(method, ranks, seconds, sent, cpu=0.0, curve=((20, 1.0, 0.9),)):
-    """Return a training of 20 equal steps on a link of 8 Mbit/s, which sends 1 MB in a second."""
+    """Return the record of a training of 20 equal steps over a link of 8 Mbit/s, 1 MB a second."""
     n, values = 20, 1000
     run = Run("digits-sgd", method, 0, n, values, nbytes=sent, curve=list(curve))
     run.seconds, run.sent, run.cpu_seconds, run.losses = [seconds] * n, [sent] * n, [cpu] * n, [1.0] * n

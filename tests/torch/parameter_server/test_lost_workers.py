@@ -69,10 +69,8 @@ def test_worker_that_dies_leaves_the_others_in_agreement(servers):
             pool.start(_killed, servers, 2, point)
             first, second = (f for f, _ in pool.results([servers, servers + 1]))
             assert first == second, point
-            # Each server notices the loss by itself. A step that began there before that fails, and no later one: a
-            # worker that waits in the step on this server gets an error only when the server has noticed. The step that
-            # fails on one server may be an earlier one than that which fails on another (protocol/point-to-point.md,
-            # section 2.4).
+            # Each server detects the loss by itself. Its step in progress fails then, and no later one. Different
+            # servers may be in different steps (protocol/point-to-point.md, section 2.4).
             assert first.count("PeerError") <= servers, point
             failed += first.count("PeerError")
             assert all(list(lost) == [servers + 2] for lost in pool.results(range(servers))), point

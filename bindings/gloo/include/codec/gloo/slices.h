@@ -167,7 +167,7 @@ inline std::vector<Slice> cut(uint64_t n, int size, uint32_t itemsize, const Seg
 	std::vector<Slice> slices(size);
 
 	for (uint64_t i = 0; i < m; i++) {
-		/* rounding to CUT_ALIGN behind a segment can give a cut point before the last one inside the segment */
+		/* a cut behind a segment is rounded to CUT_ALIGN, perhaps to before the previous cut, in the segment */
 		uint64_t end = std::max(begin, near(share(n, i + 1, m), n, segments));
 
 		slices[i / chunks].push_back({begin, end, inside(segments, begin, end)});
