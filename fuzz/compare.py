@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 from reference import decoder as oracle  # noqa: E402
 
-SOURCES = ("grammar.c", "maker.c", "make_lossless.c", "make_rows.c", "make_topk.c", "make_truncate.c", "frames.c")
+_MADE = ("lossless", "rows", "scale_model", "topk", "truncate")
+SOURCES = ("grammar.c", "maker.c", *(f"make_{name}.c" for name in _MADE), "frames.c")
 
 LIMIT = 51  # CODEC_LIMIT
 
