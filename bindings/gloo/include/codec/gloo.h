@@ -8,36 +8,37 @@
  * docs/spec/protocol/cpp.md specifies the messages.
  *
  * Guarantees
- *   - All ranks get the same bits. Values are summed in float32, in an order that does not depend on timing, and all
- *     ranks decode results from the same frames. Lossless gives the float32 sum in the order of ranks. The bits are
- *     those of codec.torch.
+ *   - All ranks receive bit-identical results. Values are summed in float32, in an order that does not depend on
+ *     timing, and all ranks decode results from the same frames. With Lossless the result is the float32 sum in rank
+ *     order. codec.torch computes the same bits.
  *   - An error on one rank is an error on all ranks: every rank throws an Error within the timeout, and tensors and
- *     residuals are unchanged (`out` is unspecified). One exception: if rank 0 is lost while it sends the verdict,
- *     some ranks have the result, and others throw PeerError after twice the timeout.
- *   - After a PeerError because of a lost or silent rank the context's connections are closed, as after an exception
- *     of Gloo: create a new context.
- *   - A Group ignores SIGPIPE for the whole process, unless the program handles it. A lost rank would otherwise end
- *     the others.
- *   - A damaged frame, and a frame of another codec or other parameters than the ranks agreed on, is a FrameError. So
- *     is a message of a frame or of uncompressed values that is shorter than announced.
+ *     residuals are unchanged (`out` is unspecified). One exception: if rank 0 is lost while it sends the verdict on
+ *     the collective, some ranks have the result, and others throw PeerError after twice the timeout.
+ *   - A PeerError because of a lost or silent rank closes the context's connections, as an exception of Gloo does.
+ *     Create a new context to continue.
+ *   - A Group ignores SIGPIPE for the whole process, unless the program handles it. Otherwise, writing to a lost rank
+ *     would end the process.
+ *   - FrameError: a frame is damaged, or has another codec or other parameters than the ranks agreed on, or a message
+ *     (a frame or uncompressed values) is shorter than announced.
  *
  * Limits, because of Gloo
  *   - A message longer than the receive that was posted for it ends the receiving process: Gloo throws
- *     gloo::EnforceNotMet in its own thread, which calls std::terminate(). So does a damaged header of Gloo. Ranks
- *     must therefore trust each other and their network. Ranks that run this header and call the same functions in
- *     the same order never send such a message.
- *   - Uncompressed values have no checksum but the network's. Damaged values are not detected, except in the last 8
- *     bytes of a message.
- *   - With Algorithm::blocks the messages are those of gloo::allreduce, which does not check their lengths. Elements
- *     have checksums; an element that arrives in part is an error, unless the memory already held the rest of it.
+ *     gloo::EnforceNotMet in its own thread, which calls std::terminate(). A damaged header of Gloo's protocol has the
+ *     same effect. Ranks must therefore trust each other and their network. Ranks that run this header and call the
+ *     same functions in the same order never send such a message.
+ *   - Uncompressed values have no checksum except those of TCP and the network. Damaged values are not detected,
+ *     except in the last 8 bytes of a message.
+ *   - With Algorithm::blocks, gloo::allreduce sends the messages and does not check their lengths. Each element is a
+ *     frame with a checksum, so that an element that arrives in part is an error, unless the receive buffer already
+ *     contained the missing bytes.
  *
- * The first call with some arguments waits until all ranks have agreed on them. A Group remembers that: its later calls
- * send data at once, and compare arguments meanwhile. If they differ, all ranks throw PeerError, and the connections
- * stay usable.
+ * The first call with given arguments (operation, size, dtype, spec) waits until all ranks have agreed on them. The
+ * Group remembers the agreement: later calls with these arguments send data at once, and compare arguments meanwhile.
+ * If they differ between ranks, all ranks throw PeerError, and the connections stay usable.
  *
- * A rank computes in the thread that calls; Gloo's thread sends and receives in the background. All ranks call the
- * same functions in the same order. Collectives of different groups over one context may run at the same time in
- * different threads, if the groups have different tags.
+ * A rank computes in the calling thread; Gloo's thread sends and receives in the background. All ranks call the same
+ * functions in the same order. Collectives of different groups over one context may run at the same time in different
+ * threads, if the groups have different tags.
  *
  * One file: programs include nothing else, and most of it documents the collectives.
  */
@@ -83,47 +84,51 @@ inline codec_spec spec_of(uint32_t codec)
 /** Algorithm of an all-reduce. N is the number of ranks. */
 enum class Algorithm {
 	/**
-	 * all_gather for two ranks and small tensors, else two_shot. The first calls with a size and spec also
-	 * measure raw if ranks are busy encoding, and later calls use raw if it was faster. The results of lossy
-	 * codecs then depend on timing: name an algorithm if runs must be reproducible.
+	 * all_gather for two ranks and small tensors, else two_shot. If ranks spend much of their time encoding, the
+	 * first calls with a size and spec also time raw, and later calls use raw if it was faster. The results of
+	 * lossy codecs then depend on timing: pass another algorithm if runs must be reproducible.
 	 */
 	automatic,
-	two_shot,   /**< each rank reduces one slice; it sends 2 (N - 1) / N frames of the tensor */
-	all_gather, /**< each rank reduces all slices; it sends N - 1 frames, in one phase */
-	ring,       /**< as many frames as two_shot, to one neighbour; sums are encoded N - 1 times */
+	two_shot,   /**< each rank reduces one slice, and sends the bytes of 2 (N - 1) / N frames of the tensor */
+	all_gather, /**< each rank reduces the whole tensor, and sends N - 1 frames, in one phase */
+	ring,       /**< as many bytes as two_shot, to one neighbour; sums are encoded N - 1 times */
 	raw,        /**< two_shot with uncompressed values */
 	blocks,     /**< gloo::allreduce over frames of a fixed size: see Blocks */
 };
 
-/** Optional arguments of a collective. The caller owns all memory, which must live until the call returns. */
+/** Optional arguments of a collective. All pointers must stay valid until the call returns. */
 struct Options {
 	Op op = Op::mean;                           /**< operation of a reduction */
 	Algorithm algorithm = Algorithm::automatic; /**< algorithm of an all-reduce */
-	std::vector<codec_segment> segments;        /**< shapes of parameters inside a flat bucket */
-	const codec_metric *metric = nullptr; /**< for CODEC_TRUNCATE; its arrays have as many values as the tensor */
+	std::vector<codec_segment> segments;        /**< positions and shapes of the parameters in a flat bucket */
+	/** for CODEC_TRUNCATE; its arrays have one entry per value of the tensor */
+	const codec_metric *metric = nullptr;
 	const codec_codebook *codebook = nullptr; /**< codebook for encoding, equal on all ranks */
 	std::vector<codec_codebook> codebooks;    /**< codebooks that received frames may name */
-	uint64_t stream = 0; /**< selects the random bits of stochastic codecs; differs between the tensors of a step */
-	void *out = nullptr; /**< destination of the result instead of the tensor: faster than in place */
+	uint64_t stream = 0; /**< id of the random bits of stochastic codecs; must differ between tensors of a step */
+	void *out = nullptr; /**< destination of the result; nullptr: the tensor itself, which is slower */
 	/**
-	 * Cut tensors into the chunks of codec.torch, of up to 4 MiB of the tensor instead of 1 MiB. Needed for the
-	 * bits of codec.torch where scales or random bits depend on chunks. Slightly slower.
+	 * Cut tensors into chunks of up to 4 MiB of values, as codec.torch does, instead of 1 MiB. Set it if results
+	 * must be bit-identical to those of codec.torch and the codec's scales or random bits depend on chunks.
+	 * Slightly slower.
 	 */
 	bool cut_as_torch = false;
 	/**
-	 * Residuals of error feedback, n values each, zero before the first call. A call adds them to the values that
-	 * it encodes, and stores what encoding loses. `residual` is for this rank's frames, `sums_residual` for the
-	 * sums that this rank encodes. The ring has none, blocks only the first. Reductions with CODEC_TOPK need them:
-	 * all_gather and reduce_scatter the first, two_shot both.
+	 * Residuals of error feedback: n float32 values each, zero before the first call. A call adds them to the
+	 * values that it encodes, and replaces them by the encoding error. `residual` belongs to this rank's own
+	 * values, `sums_residual` to the sums that this rank encodes. The algorithm `ring` accepts neither, and
+	 * `blocks` accepts only `residual`. CODEC_TOPK requires `residual` for all_gather and reduce_scatter, and both
+	 * for two_shot.
 	 */
 	float *residual = nullptr;
-	float *sums_residual = nullptr; /**< residual of the sums that this rank encodes */
+	float *sums_residual = nullptr; /**< residual of the sums that this rank encodes: see `residual` */
 	/** Timeout of each wait for another rank, from 1 ms to 10 years; 0: the context's timeout. */
 	std::chrono::milliseconds timeout{0};
 };
 
 /**
- * Collectives over a context. A group reuses its buffers from one call to the next. One thread at a time may use it.
+ * Collectives over a connected gloo::Context. A group reuses its buffers from one call to the next. Only one thread at
+ * a time may use a group.
  */
 class Group
 {
@@ -164,8 +169,8 @@ public:
 	}
 
 	/**
-	 * Reduce n values for each rank over all ranks: `values` has n times the number of ranks. Store this rank's n
-	 * values in `out`.
+	 * Reduce N * n values over all N ranks, and store this rank's n of them in `out`. `values` has n values for
+	 * each rank, in rank order.
 	 */
 	void reduce_scatter(const void *values, void *out, size_t n, uint32_t dtype, const codec_spec &spec,
 			    const Options &options = {})
@@ -187,7 +192,10 @@ public:
 			out, n, options);
 	}
 
-	/** Gather the n values of each rank in rank order. A rank's own values are also those of its frames. */
+	/**
+	 * Gather the n values of each rank in rank order. With a lossy codec a rank's own part of `out` is decoded
+	 * from its frames, too, so that `out` is equal on all ranks.
+	 */
 	void allgather(const void *values, void *out, size_t n, uint32_t dtype, const codec_spec &spec,
 		       const Options &options = {})
 	{
@@ -207,13 +215,16 @@ public:
 			out, n * channel_.size, options);
 	}
 
-	/** Return the bytes of frames and values that this rank has sent, without the overhead of Gloo and TCP. */
+	/**
+	 * Return the number of bytes of frames and uncompressed values that this rank has sent, without the overhead
+	 * of Gloo and TCP.
+	 */
 	uint64_t sent_nbytes() const
 	{
 		return channel_.sent_nbytes;
 	}
 
-	/** Return true if the connections are closed, after a rank was lost: every call throws PeerError then. */
+	/** Return true if the connections were closed because a rank was lost. Every call throws PeerError then. */
 	bool closed() const
 	{
 		return channel_.closed();
@@ -221,12 +232,13 @@ public:
 
 private:
 	static constexpr uint64_t PROTOCOL = 3;  /* protocol version: docs/spec/protocol/cpp.md */
-	static constexpr size_t SMALL = 1 << 16; /* bytes of a tensor up to which one phase is faster than two */
+	static constexpr size_t SMALL = 1 << 16; /* bytes of a tensor up to which all_gather is faster than two_shot */
 	static constexpr std::chrono::milliseconds MOST_TIMEOUT = std::chrono::hours(24 * 3652); /* 10 years */
 	static constexpr std::chrono::milliseconds GLOO_TIMEOUT = std::chrono::seconds(30); /* the default of Gloo */
 	enum class Kind { allreduce, reduce_scatter, allgather };
 
-	/* Return the number of values of all ranks, n each. Throws ArgumentError if it is too large, or if out is null.
+	/*
+	 * Return n times the number of ranks. Throws ArgumentError if the product is too large, or if `out` is null.
 	 */
 	size_t of_all(size_t n, const void *out) const
 	{
@@ -237,7 +249,7 @@ private:
 		return n * channel_.size;
 	}
 
-	/* Return the arguments as a Reduction. Throws ArgumentError if one cannot be used. */
+	/* Return the arguments as a Reduction. Throws ArgumentError or SpecError if one is invalid. */
 	detail::Reduction reduction(const void *values, size_t n, uint32_t dtype, const codec_spec &spec,
 				    const Options &options)
 	{
@@ -275,8 +287,8 @@ private:
 	}
 
 	/*
-	 * Throw ArgumentError unless tensor, `out` and residuals are aligned and do not overlap: each is written while
-	 * another one is still read.
+	 * Throw ArgumentError unless tensor, `out` and residuals are aligned and do not overlap. Overlap is refused
+	 * because one is written while another is still read.
 	 */
 	static void check_memory(const detail::Reduction &r, const uint8_t *out)
 	{
@@ -300,7 +312,7 @@ private:
 		}
 	}
 
-	/* Set the destination of the result: the caller's memory, or a buffer of the group. */
+	/* Set the destination of the result: `out`, or a buffer of the group if `out` is null. */
 	void place(detail::Reduction &r, uint8_t *out, size_t n)
 	{
 		r.result = out ? out : detail::Workspace::room(work_.result, n * r.itemsize);
@@ -323,7 +335,10 @@ private:
 					    "blocks have no segments, and no error feedback of sums");
 	}
 
-	/* Throw SpecError if TOPK would drop most values, or most of the `sums` that are encoded, for ever. */
+	/*
+	 * Throw SpecError if CODEC_TOPK has no residual to keep the values that it drops. `sums` is true if the
+	 * algorithm also encodes sums, which need sums_residual.
+	 */
 	static void require_feedback(const detail::Reduction &r, bool sums)
 	{
 		if (r.spec.codec == CODEC_TOPK && r.n && (!r.residual || (sums && !r.sums_residual)))
@@ -354,8 +369,8 @@ private:
 	}
 
 	/*
-	 * Set the timeout of a call; return false if it is invalid. Ranks then agree within Gloo's default timeout
-	 * that the call fails.
+	 * Set the timeout of a call; return false if it is invalid. After an invalid timeout, ranks use Gloo's default
+	 * one to agree that the call fails.
 	 */
 	bool set_timeout(const Options &options)
 	{
@@ -367,8 +382,9 @@ private:
 	}
 
 	/*
-	 * Perform a collective: prepare the arguments, agree with all ranks, reduce, exchange outcomes, and write the
-	 * caller's n values. With a signature that ranks have agreed on before, data is sent before they agree.
+	 * Perform a collective: prepare the arguments, agree on them with all ranks, reduce, exchange outcomes, and
+	 * write the caller's n values. If ranks have agreed on the same signature (hash of the arguments) before, data
+	 * is sent without waiting for the agreement.
 	 */
 	template <class Prepare, class Make>
 	void run(Kind kind, Prepare &&prepare, Make &&make, void *values, size_t n, const Options &options)
@@ -430,13 +446,13 @@ private:
 		counted_on([&] {
 			if (mine.key && channel_.agree())
 				return;
-			if (mine.key) { /* another rank has no key: begin anew */
+			if (mine.key) { /* another rank has no key for this signature: restart the collective */
 				keep->restore();
 				of = make(*r, algorithm);
 				of->prepare();
 			}
 			const uint64_t key = channel_.open();
-			if (algorithm != Algorithm::blocks) { /* their messages are not in slots of a key */
+			if (algorithm != Algorithm::blocks) { /* gloo::allreduce does not use the slots of a key */
 				keys_.drop([&](uint64_t other) { return (key - other) % detail::Channel::KEYS == 0; });
 				keys_.add(mine.signature, key);
 			}
@@ -457,8 +473,8 @@ private:
 	}
 
 	/*
-	 * Call work(), on which other ranks rely. If it throws, close the connections, so that no rank waits for this
-	 * one.
+	 * Call work(), which sends messages that other ranks wait for. If it throws, close the connections, so that no
+	 * rank waits for this one.
 	 */
 	template <class F> void counted_on(F &&work)
 	{
@@ -470,7 +486,7 @@ private:
 		}
 	}
 
-	/* Restores the residuals when it is destroyed, unless commit() was called after a success. */
+	/* Backup of the residuals. The destructor restores them unless commit() was called after a success. */
 	class Keep
 	{
 	public:
@@ -518,7 +534,7 @@ private:
 		uint64_t n_, sums_n_ = 0;
 	};
 
-	/* Throw PeerError unless all ranks could begin, with the same signature. */
+	/* Throw PeerError unless all ranks have valid arguments, with the same signature. */
 	void check_agreed(uint64_t signature) const
 	{
 		for (int rank = 0; rank < channel_.size; rank++) {
@@ -532,8 +548,10 @@ private:
 		}
 	}
 
-	/* Exchange outcomes with all ranks, and give the largest times to a choice, if any. Returns only if all ranks
-	 * have succeeded. */
+	/*
+	 * Exchange outcomes with all ranks, and record the largest times of all ranks in `choice`, unless it is null.
+	 * Returns only if all ranks have succeeded.
+	 */
 	void conclude(std::exception_ptr error, const detail::Times &times, detail::Choice *choice)
 	{
 		using detail::Outcome;
@@ -612,14 +630,14 @@ private:
 
 	detail::Channel channel_;
 	detail::Workspace work_;
-	detail::Recent<detail::Choice> choices_; /* by signatures of frames */
+	detail::Recent<detail::Choice> choices_; /* by the signature of the collective with frames */
 	detail::Recent<uint64_t> keys_;          /* keys of the signatures that all ranks have agreed on */
 	const uint32_t tag_;
 };
 
 /**
- * Perform one all-reduce. A Group is faster for several: it reuses buffers, sends data before ranks agree, and chooses
- * between frames and raw.
+ * Perform one all-reduce. For several, a Group is faster: it reuses buffers, sends data before ranks have compared
+ * arguments, and chooses between frames and uncompressed values.
  */
 inline void allreduce(const std::shared_ptr<::gloo::Context> &context, void *values, size_t n, uint32_t dtype,
 		      const codec_spec &spec, const Options &options = {}, uint32_t tag = 0)

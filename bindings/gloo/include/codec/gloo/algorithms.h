@@ -1,7 +1,6 @@
 /*
- * algorithms.h - collectives by frames: two-shot, all-gather, ring, reduce-scatter
- * (docs/spec/protocol/collectives.md, section 3).
- * They write the result and the residuals, and nothing else of the caller's.
+ * algorithms.h - collectives that exchange frames: two-shot, all-gather, ring, reduce-scatter
+ * (docs/spec/protocol/collectives.md, section 3). Of the caller's memory they write only the result and the residuals.
  *
  * One file: the algorithms are classes that derive from each other.
  */
@@ -21,8 +20,8 @@ namespace codec::gloo::detail
 {
 
 /*
- * First error of a collective on this rank. After it the rank still receives every message, and sends its own without
- * frames, so that no rank waits for a message that never comes.
+ * Records the first error of a collective on this rank. After an error the rank still receives every message, and
+ * sends its own messages without frames, so that no rank waits for a message that never comes.
  */
 class Attempt
 {
@@ -34,8 +33,8 @@ public:
 	std::exception_ptr error;
 
 	/*
-	 * Return the result of step(), or an empty one after an earlier error. An Error of step() is kept in `error`;
-	 * it is thrown only if the channel is closed, since no message can follow.
+	 * Return the result of step(), or a default-constructed result after an earlier error. If step() throws, store
+	 * its exception in `error`; rethrow it only if the channel is closed, since no message can follow.
 	 */
 	template <class F> auto operator()(F &&step) -> decltype(step())
 	{
@@ -44,7 +43,7 @@ public:
 		return error ? decltype(step())() : tried(step);
 	}
 
-	/* Wait for a frame, even after an error, and return it; return nothing if it is invalid. */
+	/* Wait for a frame, even after an error, and return it. Return an empty one if the message is invalid. */
 	Bytes frame(Channel::Incoming &incoming)
 	{
 		auto wait = [&] { return channel_.frame(incoming); };
@@ -52,7 +51,10 @@ public:
 		return tried(wait);
 	}
 
-	/* Wait for values, even after an error, and compare their last word with the announced one. */
+	/*
+	 * Wait for uncompressed values, even after an error, and compare their last 8 bytes with those that the sender
+	 * announced.
+	 */
 	void values(Channel::Incoming &incoming, uint64_t announced)
 	{
 		auto wait = [&] { channel_.values(incoming, announced); };
@@ -62,8 +64,8 @@ public:
 
 private:
 	/*
-	 * Yields the core to Gloo's thread at the end of a step: no connection is locked then, so that the thread
-	 * need not spin.
+	 * Yields the core to Gloo's thread at the end of a step. This thread holds no connection's lock then, so that
+	 * Gloo's thread need not spin.
 	 */
 	struct GiveWay {
 		~GiveWay()
@@ -115,7 +117,9 @@ public:
 	Collective(const Collective &) = delete;
 	Collective &operator=(const Collective &) = delete;
 
-	/* Do the work that needs no message, while the requests may be in flight. */
+	/*
+	 * Do the work that needs no message from other ranks. The requests, which compare arguments, may be in flight.
+	 */
 	virtual void prepare()
 	{
 	}
@@ -124,7 +128,8 @@ public:
 	virtual void run() = 0;
 
 	/*
-	 * Decode the frames that were only checked before. Call it after the verdict, once all ranks have succeeded.
+	 * Decode the frames that were only validated before (Reduction::late). Call it after the verdict that all
+	 * ranks have succeeded.
 	 */
 	void deliver()
 	{
@@ -146,8 +151,8 @@ protected:
 	}
 
 	/*
-	 * Decode a frame into the result; if `late` is set, check it now and decode it in deliver(). The piece and
-	 * the frame must not change until then.
+	 * Decode a frame into the result. If Reduction::late is set, validate it now and decode it in deliver(); the
+	 * piece and the frame must not change until then.
 	 */
 	void settle(Bytes frame, const Piece &piece)
 	{
@@ -159,7 +164,7 @@ protected:
 		late_.push_back([this, frame, &piece] { r_.decode(frame, piece, place(piece), CODEC_NO_CHECKSUM); });
 	}
 
-	/* Encode the sum of a piece. Return the message, and store the values of its frame in the result. */
+	/* Encode the sum of a piece, store the values decoded from its frame in the result, and return the message. */
 	Bytes publish(const float *total, const Piece &piece, size_t most, uint64_t number)
 	{
 		Bytes message = r_.encode_sum(channel_, total, piece, most, number);
@@ -171,15 +176,18 @@ protected:
 		return message;
 	}
 
-	/* Return the flag that checks sums which no rank encodes: CODEC_FINITE if NaN and Inf are errors, else 0. */
+	/*
+	 * Return CODEC_FINITE if NaN and Inf are errors, else 0. For sums that no rank encodes, so that no encoder
+	 * refuses them.
+	 */
 	uint32_t finite_sums() const
 	{
 		return r_.only_numbers() ? CODEC_FINITE : 0;
 	}
 
 	/*
-	 * Store the sum of the frames of all ranks in the result; if `late` is set, check it now and store it in
-	 * deliver().
+	 * Store the sum of the frames of all ranks in the result. If Reduction::late is set, validate the frames now
+	 * and store the sum in deliver().
 	 */
 	void settle_sum(const std::vector<Bytes> &parts, const Piece &piece)
 	{
@@ -223,8 +231,8 @@ inline std::vector<std::vector<size_t>> bounds_of(const Reduction &r, const std:
 }
 
 /*
- * Throw ArgumentError for Inf or NaN that encoding would refuse. For values and sums that are not encoded, so that an
- * error does not depend on the algorithm.
+ * Throw ArgumentError for Inf or NaN that encoding would refuse. Called for values and sums that are not encoded, so
+ * that the same input fails with every algorithm.
  */
 inline void check_finite(const Reduction &r, uint32_t dtype, const void *values, uint64_t n)
 {
@@ -250,7 +258,7 @@ public:
 	}
 
 protected:
-	/* Return the bytes that all messages take. */
+	/* Return the total size of all messages in bytes. */
 	virtual size_t room() const
 	{
 		return room_for(bounds_) + (channel_.size - 1) * room_for({bounds_[channel_.rank]});
@@ -282,8 +290,8 @@ protected:
 	}
 
 	/*
-	 * Wait for chunk c of this rank's slice. Return the frames of all ranks in rank order, as Reduction::sum
-	 * takes them.
+	 * Wait for chunk c of this rank's slice. Return the frames of all ranks in rank order; an empty frame stands
+	 * for this rank's own values.
 	 */
 	std::vector<Bytes> parts(size_t c)
 	{
@@ -440,7 +448,10 @@ public:
 	}
 
 private:
-	/* Process the frames of a piece from all ranks, in rank order, as Reduction::sum takes them. */
+	/*
+	 * Process the frames of a piece from all ranks, in rank order. An empty frame stands for this rank's own
+	 * values.
+	 */
 	virtual void take(const Piece &piece, const std::vector<Bytes> &parts) = 0;
 
 	Bytes encode(size_t c)
@@ -485,9 +496,9 @@ class Gather : public Spread
 };
 
 /*
- * Ring all-reduce: partial sums pass from rank to rank, encoded anew by each, then the results. A rank sends 2 (N -
- * 1) / N frames of the tensor, to one neighbour only. Chunks are pipelined. Values are added in ring order; the
- * errors of lossy codecs accumulate.
+ * Ring all-reduce: partial sums pass from rank to rank, and each rank encodes them anew; then the results pass around
+ * the ring. A rank sends 2 (N - 1) / N frames of the tensor, to one neighbour only. Chunks are pipelined. Values are
+ * added in ring order; the errors of lossy codecs accumulate.
  */
 class Ring : public Collective
 {
@@ -562,8 +573,8 @@ private:
 	}
 
 	/*
-	 * Add the values of a received frame to this rank's. Return the message of the step: the encoded partial sum,
-	 * or in the last step the encoded result.
+	 * Add the values of a received frame to this rank's values. Return the message of the step: the encoded
+	 * partial sum, or in the last step the encoded result.
 	 */
 	Bytes add(Bytes frame, int step, size_t c)
 	{

@@ -1,4 +1,4 @@
-/* blocks.h - frames of a fixed size as elements of gloo::allreduce. */
+/* blocks.h - use frames of a fixed size as elements of gloo::allreduce. */
 #pragma once
 
 #include <cstring>
@@ -42,19 +42,19 @@ inline bool is_fixed_rate(const codec_spec &spec)
  *     ::gloo::allreduce(options);
  *     blocks.decode(gradient, size); // divides by size: the mean
  *
- * The reduce function does not throw, since other ranks would wait for this one. It stores an element that is no
- * frame; decode() throws on all ranks that receive such an element.
+ * The reduce function does not throw, since other ranks would wait for this one. After an error it stores zeros, which
+ * are not a valid frame, and decode() throws on all ranks that receive them.
  */
 class Blocks
 {
 public:
-	/** AllreduceOptions with an element size that is known at run time. Gloo's own takes it from a type. */
+	/** AllreduceOptions whose element size is given at run time. In Gloo's class it is the size of a C++ type. */
 	class Options : public ::gloo::AllreduceOptions
 	{
 	public:
 		using ::gloo::AllreduceOptions::AllreduceOptions;
 
-		/** Set the elements in place of setOutput(). */
+		/** Set the buffer of elements. Call it instead of setOutput(). */
 		void set_output(uint8_t *elements, size_t count, size_t element_nbytes)
 		{
 			setOutput(elements, count * element_nbytes);
@@ -63,7 +63,8 @@ public:
 		}
 	};
 
-	static constexpr uint64_t BLOCK = 1 << 16; /**< values; the header of a frame is 1% of 65,536 signs */
+	/** values per element; a header adds 1% to a frame of 65,536 signs */
+	static constexpr uint64_t BLOCK = 1 << 16;
 
 	/**
 	 * Prepare elements for n values. `stream` selects the random bits of stochastic codecs; it must differ
@@ -79,7 +80,10 @@ public:
 
 		if (!is_fixed_rate(spec))
 			throw SpecError(CODEC_BAD_SPEC, "frames of this codec differ in size: they cannot be elements");
-		/* exact: elements have no segments, and the frame of the last, shorter one is not larger */
+		/*
+		 * the bound is exact: elements have no segments, and the frame of the last, shorter element is not
+		 * larger
+		 */
 		detail::check(codec_bound_segments(&spec, &like, nullptr, 0, &element_nbytes_));
 		detail::check(codec_scratch(&spec, &like, &nbytes));
 		scratch_.resize(nbytes);
@@ -95,13 +99,16 @@ public:
 		return (n_ + block_ - 1) / block_;
 	}
 
-	/** Return the bytes of an element. */
+	/** Return the size of an element in bytes. */
 	size_t element_nbytes() const
 	{
 		return element_nbytes_;
 	}
 
-	/** Encode n values. `residual` is that of codec_encode with CODEC_FEEDBACK. */
+	/**
+	 * Encode n values. `residual` (n float32 values, or nullptr) is the residual of error feedback, as for
+	 * codec_encode with CODEC_FEEDBACK.
+	 */
 	void encode(const void *values, float *residual = nullptr)
 	{
 		error_ = nullptr;
@@ -113,7 +120,7 @@ public:
 		}
 	}
 
-	/** Fill the elements with zeros, which are no frames, so that all other ranks fail, too. */
+	/** Fill the elements with zeros, which are not valid frames, so that all other ranks fail, too. */
 	void give_up()
 	{
 		std::fill(elements_.begin(), elements_.end(), 0);
@@ -235,7 +242,8 @@ private:
 		} catch (...) {
 			if (!error_)
 				error_ = std::current_exception();
-			std::memset(out, 0, element_nbytes_); /* no frame: ranks that receive it fail */
+			/* zeros are not a valid frame: ranks that receive them fail */
+			std::memset(out, 0, element_nbytes_);
 		}
 	}
 
@@ -256,8 +264,8 @@ namespace detail
 {
 
 /*
- * gloo::allreduce over blocks. A rank has several blocks, because Gloo's ring sends one segment while it reduces
- * another.
+ * All-reduce by gloo::allreduce over blocks. Each rank's share has several blocks, so that Gloo's ring can send one
+ * segment while it reduces another.
  */
 class OfBlocks : public Collective
 {

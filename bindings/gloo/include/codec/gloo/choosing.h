@@ -1,4 +1,4 @@
-/* choosing.h - choice between frames and raw values, from measured times, equal on all ranks. */
+/* choosing.h - choose between frames and uncompressed values by measured times, alike on all ranks. */
 #pragma once
 
 #include <algorithm>
@@ -13,12 +13,12 @@ namespace codec::gloo::detail
 {
 
 /*
- * Choice for collectives of one signature: frames first; then raw, if ranks were busy computing; then the faster of
- * both (docs/spec/protocol/cpp.md, section 5).
+ * Choice for the collectives of one signature. The first ones use frames; the next ones use raw (uncompressed values),
+ * if ranks were busy computing; all later ones use the faster of both (docs/spec/protocol/cpp.md, section 5).
  *
- * All ranks report the times of a collective and get the largest of all with the verdict, so they choose alike. Raw is
- * not tried on slow links: it would take at least half of the time that ranks waited, multiplied by the ratio of raw
- * bytes to frame bytes. (Half, because ranks also wait for each other.)
+ * All ranks report their times of a collective, and the verdict tells every rank the largest of them, so that all
+ * choose alike. Raw is not tried on slow links: it would take at least half of the time that ranks waited, multiplied
+ * by the ratio of raw bytes to frame bytes. (Half, because ranks also wait for each other.)
  */
 class Choice
 {
@@ -43,14 +43,19 @@ public:
 	}
 
 private:
-	/* collectives that begin a trial and are not timed: they allocate memory, and new connections are slow */
+	/*
+	 * collectives at the beginning of a trial that are not timed: they allocate memory, and new connections are
+	 * slow
+	 */
 	static constexpr uint64_t WARM = 1;
-	/* timed collectives in a trial; their median counts, which outliers do not change */
+	/* timed collectives in a trial; their median is compared, because it ignores outliers */
 	static constexpr uint64_t TIMED = 4, TRIAL = WARM + TIMED;
-	/* times that the median covers; later times can reverse the choice */
+	/* number of latest times that the median covers, so that later collectives can reverse the choice */
 	static constexpr size_t LAST = 8;
-	static constexpr uint64_t AGAIN = 200; /* collectives from one trial to the next: links and loads change */
-	static constexpr uint64_t BUSY = 250;  /* thousandths of computing time from which raw is tried */
+	/* collectives from one trial to the next; trials are repeated because links and loads change */
+	static constexpr uint64_t AGAIN = 200;
+	/* raw is tried if ranks compute for at least this many thousandths of the time */
+	static constexpr uint64_t BUSY = 250;
 
 	static uint64_t median(std::deque<uint64_t> took)
 	{
@@ -79,7 +84,7 @@ private:
 				took_[1].clear();
 			return true;
 		}
-		/* took_[1] is empty if raw became worth a trial only after the trial */
+		/* took_[1] is empty if ranks were not busy enough during the trial to try raw */
 		return !took_[1].empty() && median(took_[1]) < median(took_[0]);
 	}
 
@@ -93,7 +98,7 @@ private:
 class Timer
 {
 public:
-	/* `sent` is the counter of bytes that this rank sends. */
+	/* `sent` counts the bytes that this rank has sent; the timer keeps a reference to it. */
 	explicit Timer(const uint64_t &sent)
 	    : sent_(sent), before_(sent), wall_(now(CLOCK_MONOTONIC)), busy_(now(CLOCK_THREAD_CPUTIME_ID))
 	{
@@ -126,15 +131,15 @@ private:
 };
 
 /*
- * What is known of signatures. Their number is bounded, since programs may use ever new sizes. All ranks drop the same
- * ones, the oldest, or they would choose differently.
+ * Cache with one record per signature. Its size is bounded, since a program may use new sizes for ever. Every rank
+ * drops the oldest signature, so that all ranks drop the same one and choose alike.
  */
 template <class T> class Recent
 {
 public:
 	static constexpr size_t MOST = 256;
 
-	/* Return the record of a signature; nullptr if there is none. */
+	/* Return the record of a signature, or nullptr. */
 	T *find(uint64_t signature)
 	{
 		for (auto &[kind, found] : kept_)

@@ -1,4 +1,4 @@
-/* connect.h - creation of connected contexts, for the Gloo of Debian and for current Gloo. */
+/* connect.h - create connected contexts, with Debian's version of Gloo and with current Gloo. */
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@ namespace codec::gloo
 namespace detail
 {
 
-/* Calls connectFullMesh with a shared pointer to the store (current Gloo) or with a reference (older Gloo). */
+/* Call connectFullMesh with a shared pointer to the store (current Gloo) or with a reference (older Gloo). */
 template <class Context, class Store>
 auto connect_full_mesh(Context &context, std::shared_ptr<Store> store,
 		       std::shared_ptr<::gloo::transport::Device> &device, int)
@@ -33,8 +33,8 @@ void connect_full_mesh(Context &context, std::shared_ptr<Store> store,
 }
 
 /*
- * Gives threads that this thread starts the scheduling policy SCHED_BATCH, so that they do not preempt computing
- * threads.
+ * While it exists, threads that this thread starts have the scheduling policy SCHED_BATCH, so that they do not preempt
+ * computing threads.
  */
 class Patient
 {
@@ -61,8 +61,8 @@ private:
 
 /**
  * Create a device whose thread does not preempt computing threads, for ranks that share cores. Gloo's thread spins
- * while another thread holds the lock of a connection. If it preempts that thread, both lose milliseconds, until its
- * time slice ends. `Group` yields to Gloo's thread between frames.
+ * while another thread holds the lock of a connection. If it preempts the thread that holds the lock, both are stuck
+ * for milliseconds, until the time slice of Gloo's thread ends. `Group` yields to Gloo's thread between frames.
  */
 inline std::shared_ptr<::gloo::transport::Device> create_device(const ::gloo::transport::tcp::attr &attr)
 {

@@ -9,16 +9,16 @@
 namespace codec::gloo
 {
 
-/** Base class of all errors, of this rank or of another one. */
+/** Base class of all exceptions of codec::gloo, for errors of this rank or of another one. */
 class Error : public std::runtime_error
 {
 public:
-	/** Make an error with a status of the codec and a message. */
+	/** Construct an error from a status of the C library and a message. */
 	Error(codec_status status, const std::string &what) : std::runtime_error(what), status_(status)
 	{
 	}
 
-	/** Return the codec's status; CODEC_OK if the error is not the codec's. */
+	/** Return the status of the C library; CODEC_OK if the error did not come from it. */
 	codec_status status() const noexcept
 	{
 		return status_;
@@ -34,13 +34,13 @@ class ArgumentError : public Error
 	using Error::Error;
 };
 
-/** The spec is invalid, or does not go with the call. */
+/** The spec is invalid, or the collective does not support it. */
 class SpecError : public Error
 {
 	using Error::Error;
 };
 
-/** A received frame is damaged, or is not one of this collective. */
+/** A received frame is damaged, or has another codec, dtype or size than the collective expects. */
 class FrameError : public Error
 {
 	using Error::Error;
@@ -50,7 +50,7 @@ class FrameError : public Error
 class PeerError : public Error
 {
 public:
-	/** Make an error with a message, and the codec's status on the other rank if it is known. */
+	/** Construct an error from a message, and the C library's status on the other rank if it is known. */
 	explicit PeerError(const std::string &what, codec_status status = CODEC_OK) : Error(status, what)
 	{
 	}

@@ -1,4 +1,4 @@
-/* frames.h - encoding, decoding and summing of pieces of a tensor. */
+/* frames.h - encode, decode and sum pieces of a tensor. */
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct Workspace {
 	std::vector<uint16_t> halves;
 	std::vector<float> total, wide, residuals;
 
-	/* Return a buffer of at least n values. */
+	/* Return `of` as a buffer of at least n values; grow it if needed. */
 	template <class T> static T *room(std::vector<T> &of, uint64_t n)
 	{
 		if (of.size() < n)
@@ -39,7 +39,7 @@ struct Workspace {
 	}
 };
 
-/* Arguments of a collective. They are equal on all ranks except for values, residuals and memory. */
+/* Arguments of a collective. They are equal on all ranks except for pointers and the values behind them. */
 struct Reduction {
 	explicit Reduction(Workspace &memory) : work(memory)
 	{
@@ -56,20 +56,22 @@ struct Reduction {
 	Segments segments;
 	bool cut_as_torch = false;
 	const codec_metric *metric = nullptr;
-	const codec_codebook *codebook = nullptr; /* for encoding, equal on all ranks; or NULL */
+	const codec_codebook *codebook = nullptr; /* codebook for encoding, equal on all ranks; or nullptr */
 	std::vector<codec_codebook> codebooks;    /* codebooks that received frames may name */
-	float *residual = nullptr;                /* n values: error feedback of this rank's frames; read and written */
-	float *sums_residual = nullptr;           /* n values: error feedback of the sums that this rank encodes */
-	uint8_t *result = nullptr;                /* destination of the result */
+	float *residual = nullptr;                /* n float32 residuals of this rank's own values; read and written */
+	/* n float32 residuals of the sums that this rank encodes; read and written */
+	float *sums_residual = nullptr;
+	uint8_t *result = nullptr; /* destination of the result */
 	/*
-	 * True if the result overwrites the tensor and frames are decoded after the verdict: until then they are only
-	 * checked. For large tensors with small frames this is faster than decoding into a buffer and copying it.
+	 * True if the result overwrites the tensor only after the verdict: until then received frames are validated
+	 * but not decoded. For large tensors with small frames this is faster than decoding into a buffer and copying
+	 * it.
 	 */
 	bool late = false;
 
 	/*
-	 * Return true if this rank may use its own values instead of their frame, because encoding is lossless. For a
-	 * maximum it must not: codec_reduce defines what becomes of NaN.
+	 * Return true if this rank may use its own values instead of their frame, because encoding is lossless. Not
+	 * for Op::max, where codec_reduce must see every frame to treat NaN as it specifies.
 	 */
 	bool own_as_is() const
 	{
@@ -88,7 +90,10 @@ struct Reduction {
 		return x + piece.begin * itemsize;
 	}
 
-	/* Return the upper bound of a frame of `count` values with any segments, in bytes: for the partition. */
+	/*
+	 * Return the upper bound in bytes of a frame of `count` values, whatever its segments. The partition is
+	 * computed from it.
+	 */
 	size_t bound(uint64_t count) const
 	{
 		codec_tensor t = tensor_of(dtype, nullptr, count);
@@ -113,7 +118,7 @@ struct Reduction {
 		return cut_as_torch ? torch_chunk_nbytes(bound(CHUNK_NBYTES / itemsize)) : CHUNK_NBYTES;
 	}
 
-	/* Return the slices of `size` ranks, cut into chunks; even_slices() returns slices of one size. */
+	/* Return one slice for each of `size` ranks, cut into chunks. even_slices() returns slices of equal size. */
 	std::vector<Slice> slices(int size) const
 	{
 		return cut(n, size, itemsize, segments, chunk_nbytes());
@@ -134,8 +139,8 @@ struct Reduction {
 	}
 
 	/*
-	 * Encode a piece of this rank's values and return the message. The frame has at most `most` bytes. `number`
-	 * selects the random stream: docs/spec/protocol/collectives.md, section 1.2.
+	 * Encode a piece of this rank's values and return the message. `most` is the upper bound of the frame in
+	 * bytes. `number` selects the random stream: docs/spec/protocol/collectives.md, section 1.2.
 	 */
 	Bytes encode(Channel &channel, const Piece &piece, size_t most, uint64_t number)
 	{
@@ -162,7 +167,7 @@ struct Reduction {
 		decode(frame, check_frame(frame, piece), piece, dtype, into, CODEC_INTO_STORE, flags);
 	}
 
-	/* Add the values of a frame to float32 values; for Op::max keep the larger ones. */
+	/* Add the values of a frame to the float32 values `total`; for Op::max store the larger of the two. */
 	void accumulate(Bytes frame, const Piece &piece, float *total)
 	{
 		uint32_t into = op == Op::max ? CODEC_INTO_MAX : CODEC_INTO_ADD;
@@ -195,12 +200,16 @@ struct Reduction {
 			else
 				add_own(piece, total, !i);
 		}
-		one_nan(total, piece.n()); /* ranks differ in the part that is no frame, and with it in NaN payloads */
+		/* each rank uses its own values uncompressed, so NaN payloads could differ between ranks */
+		one_nan(total, piece.n());
 		if (op == Op::mean)
 			divide(total, piece.n(), static_cast<float>(parts.size()));
 	}
 
-	/* Return a float32 buffer for the sum of a piece: the result itself if its dtype is float32. */
+	/*
+	 * Return a float32 buffer for the sum of a piece: `place` itself if the tensor is float32, else a temporary
+	 * buffer.
+	 */
 	float *total(const Piece &piece, uint8_t *place)
 	{
 		if (dtype == CODEC_FLOAT32)
@@ -217,8 +226,8 @@ struct Reduction {
 	}
 
 	/*
-	 * Return a float32 buffer for a sum that is encoded. With a lossy codec it is not the result, which gets the
-	 * decoded values.
+	 * Return a float32 buffer for a sum that is encoded. With a lossy codec it is a temporary buffer, since the
+	 * result receives the decoded values.
 	 */
 	float *total_to_encode(const Piece &piece, uint8_t *place)
 	{
@@ -226,8 +235,8 @@ struct Reduction {
 	}
 
 	/*
-	 * Return the values of a piece as float32. The result is valid until the next call; float32 values are not
-	 * copied.
+	 * Return the values of a piece as float32, converted in a buffer that the next call overwrites. Float32 values
+	 * are not copied.
 	 */
 	const float *as_float32(const uint8_t *values, const Piece &piece)
 	{
@@ -239,13 +248,15 @@ struct Reduction {
 		return wide;
 	}
 
-	/* Return true if the tensor is too large for caches. */
+	/* Return true if the tensor is too large for the CPU's caches. */
 	bool is_large() const
 	{
 		return n * itemsize >= CODEC_UNCACHED_NBYTES;
 	}
 
-	/* Return the flag for results that are not read again: non-temporal stores for large tensors. */
+	/*
+	 * Return CODEC_NONTEMPORAL for large tensors, else 0: non-temporal stores of results that are not read again.
+	 */
 	uint32_t past_caches() const
 	{
 		return is_large() ? CODEC_NONTEMPORAL : 0;
@@ -301,7 +312,7 @@ private:
 		with.codebooks = codebook;
 		with.ncodebooks = codebook != nullptr;
 		with.stream = stream * APART + number;
-		if (feedback) { /* one pass: after an error the caller restores the residual */
+		if (feedback) { /* encoding overwrites the residual; after an error the caller restores it */
 			with.flags = CODEC_FEEDBACK | CODEC_NO_VERIFY_FIRST;
 			feedback += piece.begin;
 		}

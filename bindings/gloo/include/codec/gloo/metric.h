@@ -1,4 +1,4 @@
-/* metric.h - metrics of Truncate: checks, and the part that describes a piece of a tensor. */
+/* metric.h - metrics of Truncate: validate them, and cut out the part for a piece of a tensor. */
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,9 @@
 namespace codec::gloo::detail
 {
 
-/* Throw ArgumentError unless metrics ascend and their arrays have n values each. MetricOf relies on it. */
+/*
+ * Throw ArgumentError unless the ranges of metrics ascend and their arrays have n values each, as MetricOf requires.
+ */
 inline void check_metrics(const codec_metric *metric, uint64_t n)
 {
 	uint64_t from = 0;

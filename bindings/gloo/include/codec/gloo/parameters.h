@@ -1,4 +1,4 @@
-/* parameters.h - comparison of a frame's codec and parameters with those that the ranks agreed on. */
+/* parameters.h - check that a frame has the codec and parameters that the ranks agreed on. */
 #pragma once
 
 #include <cstdint>
@@ -36,9 +36,9 @@ inline codec_tensor tensor_of(uint32_t dtype, const void *data, uint64_t n)
 }
 
 /*
- * The header fields that all frames of a spec share. To resolve defaults, the constructor encodes a frame of one
- * value and reads its header. A frame of TRUNCATE would need the optimizer's state; of its fields only
- * `max_code_length` has a default that a header resolves.
+ * The header fields that all frames of a spec share. To resolve defaults, the constructor encodes a frame of one value
+ * and reads its header. It does not do so for TRUNCATE, whose encoder would need the optimizer's state, and whose only
+ * default that a header resolves is `max_code_length`.
  *
  * `seed`, `scale` and `clip` are not in a header. `guard` is compared only without a metric, since the encoder
  * adjusts it to the dtype of the parameters.
@@ -58,7 +58,7 @@ public:
 
 	/*
 	 * Throw FrameError unless a header has the agreed codec and parameters. `any_row` is true for pieces with
-	 * segments, whose rows depend on the shapes.
+	 * segments: the row size of their frames depends on the segments' shapes, and is not compared.
 	 */
 	void check(const codec_info &info, bool any_row) const
 	{

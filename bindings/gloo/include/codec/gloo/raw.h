@@ -11,8 +11,8 @@ namespace codec::gloo::detail
 {
 
 /*
- * Throw for Inf or NaN in a sum that encoding would refuse: PeerError if a rank has sent one, which that rank reports
- * itself, else ArgumentError.
+ * Throw if a sum has Inf or NaN and the codec refuses them: PeerError if a rank sent an Inf or NaN (which that rank
+ * reports itself), ArgumentError if only the sum is not finite.
  */
 inline void check_sum(const Reduction &r, uint32_t dtype, const void *sum, const std::vector<const uint8_t *> &parts,
 		      uint64_t n)
@@ -57,9 +57,9 @@ inline void add_up(Reduction &r, const std::vector<const uint8_t *> &parts, cons
 }
 
 /*
- * Two-shot all-reduce of uncompressed values; its result has the bits of lossless frames. Ranks announce the last
- * word of each message of values: of terms beside them, of sums before the verdict, because sums are not used
- * earlier.
+ * Two-shot all-reduce of uncompressed values; its result is bit-identical to that with lossless frames. Ranks announce
+ * the last 8 bytes of each message of values, by which receivers detect a message that is too short: those of terms
+ * together with the terms, those of sums just before the verdict, because sums are not used earlier.
  */
 class Raw : public Collective
 {
@@ -115,16 +115,16 @@ public:
 		}
 		channel_.say(words_of_sums, last_words(r_.result, {mine}));
 		const std::vector<Numbers> of_sums = channel_.hear(words_of_sums);
-		for (size_t i = 0; i < sums.size(); i++) /* sums[] has one per other rank and chunk */
+		for (size_t i = 0; i < sums.size(); i++) /* sums[] has one entry per other rank and chunk */
 			attempt_.values(sums[i], of_sums[sums[i].source][i / channel_.others.size()]);
 		channel_.finish();
 	}
 
 private:
 	/*
-	 * Bytes of the tensor in a chunk. Raw all-reduces are limited by memory bandwidth: the receives of terms of a
-	 * chunk are posted, into the same buffers, when the chunk before it has been summed up, so that the data in
-	 * flight fits in caches.
+	 * Bytes of the tensor in a chunk. Raw all-reduces are limited by memory bandwidth, so the data in flight
+	 * should fit in caches: the receives of a chunk's terms are posted only when the previous chunk has been summed
+	 * up, and reuse its buffers.
 	 */
 	static constexpr uint64_t CHUNK = 3 << 18;
 
@@ -137,7 +137,10 @@ private:
 		return found;
 	}
 
-	/* Return the last word of each chunk of some slices. `p` points to the first value of the tensor. */
+	/*
+	 * Return the last 8 bytes of each chunk of some slices, as one number each. `p` points to the first value of
+	 * the tensor.
+	 */
 	Numbers last_words(const uint8_t *p, const std::vector<Slice> &slices) const
 	{
 		Numbers found;
@@ -160,7 +163,10 @@ private:
 		return piece.n() * r_.itemsize;
 	}
 
-	/* Return the values to send: the tensor, with the residual added. Lossy codecs refuse NaN and Inf in them. */
+	/*
+	 * Return the values to send: the tensor, with the residual added. Throws for NaN and Inf if the codec refuses
+	 * them.
+	 */
 	const uint8_t *values()
 	{
 		if (!r_.residual) {

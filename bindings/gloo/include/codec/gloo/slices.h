@@ -18,11 +18,15 @@ namespace codec::gloo::detail
 {
 
 constexpr uint64_t CHUNK_NBYTES = 1 << 20; /* bytes of the tensor in a chunk */
-constexpr uint64_t FRAME_NBYTES = 1 << 19; /* codec.torch's bytes of a frame; chunks with smaller frames are larger */
-constexpr uint64_t MOST_NBYTES = 1 << 22;  /* codec.torch's upper bound of the bytes in a chunk */
-constexpr int MOST_CHUNKS = 16;            /* upper bound of the chunks in a slice */
-constexpr uint64_t LONG_ROW = 1 << 16;     /* values; longer rows are cut anywhere */
-/* Cut points are multiples of so many values, so that no block or group of 1024, 512, 256, ... values is cut. */
+/* cut_as_torch: bytes of a frame that chunks aim at; well compressed chunks are larger */
+constexpr uint64_t FRAME_NBYTES = 1 << 19;
+constexpr uint64_t MOST_NBYTES = 1 << 22; /* cut_as_torch: upper bound of the bytes of the tensor in a chunk */
+constexpr int MOST_CHUNKS = 16;           /* upper bound of the chunks in a slice */
+constexpr uint64_t LONG_ROW = 1 << 16;    /* values in a row; longer rows may be cut inside */
+/*
+ * Cut points are multiples of this number of values, so that they never split a block or group whose size is 1024
+ * values or a smaller power of two.
+ */
 constexpr uint64_t CUT_ALIGN = 1024;
 
 using Segments = std::vector<codec_segment>;
@@ -60,7 +64,10 @@ inline void check_segments(const Segments &segments, uint64_t n)
 			    segment.offset <= n;
 		uint64_t room = good ? n - segment.offset : 0, count = 1;
 
-		/* a dimension of 0 makes the product 0, so that large other dimensions must not overflow it */
+		/*
+		 * if a dimension is 0, so is the product: skip the multiplication, which large other dimensions could
+		 * overflow
+		 */
 		for (uint32_t d = 0; good && d < segment.rank; d++)
 			count = segment.shape[d] ? count : 0;
 		for (uint32_t d = 0; good && count && d < segment.rank; d++) {
@@ -127,8 +134,8 @@ inline uint64_t near(uint64_t at, uint64_t n, const Segments &segments)
 }
 
 /*
- * Return the segments in [begin, end), with offsets relative to `begin`. Of a segment that is cut only the whole rows
- * are kept.
+ * Return the segments in [begin, end), with offsets relative to `begin`. A segment that begins or ends outside is
+ * reduced to its whole rows inside.
  */
 inline Segments inside(const Segments &segments, uint64_t begin, uint64_t end)
 {
@@ -167,7 +174,10 @@ inline std::vector<Slice> cut(uint64_t n, int size, uint32_t itemsize, const Seg
 	std::vector<Slice> slices(size);
 
 	for (uint64_t i = 0; i < m; i++) {
-		/* a cut behind a segment is rounded to CUT_ALIGN, perhaps to before the previous cut, in the segment */
+		/*
+		 * past the end of a segment a cut is rounded down to CUT_ALIGN, perhaps to before the previous cut,
+		 * which lies in the segment
+		 */
 		uint64_t end = std::max(begin, near(share(n, i + 1, m), n, segments));
 
 		slices[i / chunks].push_back({begin, end, inside(segments, begin, end)});

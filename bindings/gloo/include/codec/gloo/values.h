@@ -1,6 +1,6 @@
 /*
- * values.h - loops over values: conversion of bfloat16 and float16 to float32 and back, and sums of float32. Rounding
- * is to nearest even. NaN stays NaN, but its payload may change.
+ * values.h - loops over values: convert bfloat16 and float16 to float32 and back, and sum up float32. Rounding is to
+ * nearest, ties to even. NaN stays NaN, but its payload may change.
  */
 #pragma once
 
@@ -110,7 +110,10 @@ inline void narrow(uint32_t dtype, const float *__restrict from, size_t n, void 
 		each(n, [=](uint64_t i) { halves[i] = to_float16(from[i]); });
 }
 
-/* Convert n float32 values to a dtype. Finite values beyond its largest number become that number instead of Inf. */
+/*
+ * Convert n float32 values to a dtype. Finite values beyond the dtype's largest finite number become that number
+ * instead of Inf.
+ */
 inline void narrow_numbers(uint32_t dtype, const float *__restrict from, size_t n, void *to)
 {
 	const uint16_t infinite = dtype == CODEC_BFLOAT16 ? 0x7f80 : 0x7c00;
@@ -128,7 +131,10 @@ inline void add(float *__restrict total, const float *__restrict x, uint64_t n)
 	each(n, [=](uint64_t i) { total[i] += x[i]; });
 }
 
-/* Divide by a number. For a power of two it multiplies by the inverse, which is faster and gives the same bits. */
+/*
+ * Divide n values in place. If `by` is a power of two, multiply by its inverse, which is faster and gives the same
+ * bits.
+ */
 inline void divide(float *total, uint64_t n, float by)
 {
 	const float inverse = 1 / by;
@@ -139,7 +145,7 @@ inline void divide(float *total, uint64_t n, float by)
 		each(n, [=](uint64_t i) { total[i] *= inverse; });
 }
 
-/* Keep the larger of two values; NaN if one is. */
+/* Store the larger of total[i] and x[i] in total[i]; NaN if one of them is NaN. */
 inline void keep_larger(float *__restrict total, const float *__restrict x, uint64_t n)
 {
 	each(n, [=](uint64_t i) { total[i] = total[i] >= x[i] || total[i] != total[i] ? total[i] : x[i]; });
