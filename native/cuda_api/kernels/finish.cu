@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(128) finish_encode(const written_re
 	*(codec_cuda_result *)items[i].result = {w->nbytes, w->fault, 0};
 }
 
-/* Return the status of Delta's digests. */
+/* Return the status that follows from DELTA's digests: CODEC_OK if those of base and result are the frame's. */
 DEVICE uint32_t digests_status(const opened *o, const found *f)
 {
 	if (f->base != o->base)
@@ -23,8 +23,9 @@ DEVICE uint32_t digests_status(const opened *o, const found *f)
 }
 
 /*
- * Return the status of a frame whose blocks were decoded or checked, and 1 + the index of the block that has it.
- * Changes that are invalid with another base are not the frame's fault: then only its damage counts.
+ * Return the status of a frame whose blocks were decoded or checked, and set *block to 1 + the index of the block that
+ * caused it. If the base is not the frame's, changes that are invalid with it are not errors of the frame: then only
+ * bad directory entries and checksums (f->damage) are reported.
  */
 DEVICE uint32_t found_status(const opened *o, const found *f, uint32_t *block)
 {
@@ -34,15 +35,15 @@ DEVICE uint32_t found_status(const opened *o, const found *f, uint32_t *block)
 	*block = 0;
 	if (o->status)
 		return o->status;
-	if (fault == ~0ull) /* other codecs have digests of 0 */
+	if (fault == ~0ull) /* codecs other than DELTA have digests of 0 */
 		return f->checksum + o->head_checksum == o->checksum ? digests_status(o, f) : (uint32_t)CODEC_CHECKSUM;
 	*block = order > 0xffffffffu ? 0xffffffffu : (uint32_t)order;
 	return invalid && f->base == o->base ? (uint32_t)CODEC_BAD_REGION : (uint32_t)fault & 255;
 }
 
 /*
- * Write the results of decoding, or, if `checked`, of checking: then frames without a fault are decoded by the launches
- * that follow, without a second comparison of checksums.
+ * Write the results of decoding. If `checked`, write the results of checking: frames without a fault are then decoded
+ * by the following launches, which do not verify checksums again.
  */
 extern "C" __global__ void __launch_bounds__(128) finish_decode(const opening *items, uint64_t count, uint32_t checked)
 {
@@ -54,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(128) finish_decode(const opening *i
 	opened *o = (opened *)a->opened;
 	uint32_t block, status = found_status(o, (const found *)a->found, &block);
 
-	if (!checked && o->status && a->checking[0]) /* its result was written after the check */
+	if (!checked && o->status && a->checking[0]) /* the result was already written after the check */
 		return;
 	if (checked && status == CODEC_OK) {
 		((decoding *)a->decoding[o->decoder])->warps = a->warps[o->decoder];

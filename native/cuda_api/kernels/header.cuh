@@ -1,7 +1,8 @@
-/* header.cuh - check the header of a frame on the device, as native/src/frame/head.c does. format.md, section 2.
+/*
+ * header.cuh - check the header of a frame on the device, as native/src/frame/head.c does. format.md, section 2.
  *
- * Checks are in the order of head.c, so that damaged frames have the same status. The exception: a frame whose codec,
- * dtype or shape is not the plan's is rejected before the checks that depend on them.
+ * Checks are in the order of head.c, so that damaged frames are reported with the same status. One exception: a frame
+ * whose codec, dtype or shape differs from the plan's is rejected before the checks that depend on them.
  */
 #ifndef CODEC_CUDA_KERNELS_HEADER_CUH
 #define CODEC_CUDA_KERNELS_HEADER_CUH
@@ -51,7 +52,9 @@ DEVICE bool takes_dtype(uint32_t codec, uint32_t dtype)
 	       (dtype >= CODEC_BOOL && dtype <= CODEC_UINT64);
 }
 
-/* Check the fields on which the meaning of all others depends. b: the first bytes of the frame, of which `have` exist.
+/*
+ * Check the first fields of a header, on which the meaning of all other fields depends (format version, codec, dtype).
+ * b: first bytes of the frame; `have` of them exist.
  */
 DEVICE codec_status check_kind(const uint8_t *b, uint64_t have)
 {
@@ -73,7 +76,7 @@ DEVICE codec_status check_kind(const uint8_t *b, uint64_t have)
 	return CODEC_OK;
 }
 
-/* Check that codec, dtype and shape are the plan's. */
+/* Check that codec, dtype and shape equal those of the plan. */
 DEVICE codec_status check_plan(const uint8_t *b, const opening &a)
 {
 	if (b[WIRE_AT_CODEC] != a.codec)
@@ -86,7 +89,9 @@ DEVICE codec_status check_plan(const uint8_t *b, const opening &a)
 	return CODEC_OK;
 }
 
-/* Read the codec's parameters to v, and check that they are in range, and 0 where the codec has none. */
+/*
+ * Read the codec's parameters to *v. Check that they are in range, and that fields which the codec does not use are 0.
+ */
 DEVICE codec_status read_params(const uint8_t *b, codec_view *v)
 {
 	const codec_entry most = entry_of(v->codec);
@@ -118,7 +123,10 @@ DEVICE codec_status read_params(const uint8_t *b, codec_view *v)
 	return v->group_size == rest ? CODEC_OK : CODEC_BAD_HEADER;
 }
 
-/* Check that the fields of a frame in blocks are consistent. log2: of a block's values; 0: blocks follow rows. */
+/*
+ * Check that the fields of a frame in blocks are consistent. log2: log2 of the values in a block; 0: the block size is
+ * computed from the row size.
+ */
 DEVICE codec_status check_blocks(const codec_view *v, uint32_t log2)
 {
 	const uint32_t planes = (1u << size_of(v->dtype)) - 1, octave = octave_of(v->dtype) != 0;
@@ -150,7 +158,7 @@ DEVICE codec_status check_blocks(const codec_view *v, uint32_t log2)
 	return bad ? CODEC_BAD_HEADER : CODEC_OK;
 }
 
-/* Derive the sections' offsets from the fields of a frame in blocks. Nothing overflows: n is less than 2^60. */
+/* Compute the sections' offsets from the fields of a frame in blocks. No sum overflows, since n is less than 2^60. */
 DEVICE void derive_sections(codec_view *v, uint32_t log2)
 {
 	if (log2 || v->codec == CODEC_DELTA) {
@@ -184,8 +192,8 @@ DEVICE codec_status check_nbytes(const codec_view *v, uint64_t given)
 }
 
 /*
- * Read a header of which `have` bytes are at b, and set all fields of v but the arrays. n: number of values of the
- * plan. An error leaves v in a state that kernels must not read.
+ * Read a header, of which `have` bytes are at b, and set all fields of *v except the arrays. n: number of values of
+ * the plan. After an error, kernels must not read *v.
  */
 static __device__ codec_status read_header(const uint8_t *b, uint64_t have, const opening &a, uint64_t n, codec_view *v)
 {
@@ -228,7 +236,7 @@ static __device__ codec_status read_header(const uint8_t *b, uint64_t have, cons
 	return is_rows(v->codec) && kind_of(v).entropy != a.entropy ? CODEC_BAD_SPEC : CODEC_OK;
 }
 
-/* Compare the frame's size by its header with the size that the caller gives. */
+/* Compare the frame's size according to its header with the size that the caller passes. */
 DEVICE codec_status check_span(const codec_view *v, uint64_t nbytes, uint32_t flags)
 {
 	if (v->frame_nbytes > nbytes)
@@ -236,7 +244,9 @@ DEVICE codec_status check_span(const codec_view *v, uint64_t nbytes, uint32_t fl
 	return v->frame_nbytes < nbytes && !(flags & CODEC_ALLOW_SLACK) ? CODEC_TRAILING : CODEC_OK;
 }
 
-/* Check what precedes the side section in the order of errors: the directory's last entry, and padding of fixed planes.
+/*
+ * Check the directory's last entry and the padding of fixed planes, whose errors take precedence over those of the
+ * side section.
  */
 DEVICE codec_status check_sections(const codec_view *v, const uint8_t *frame)
 {

@@ -13,7 +13,7 @@ SAME(sizeof(decoding), sizeof(codec_decoding));
 SAME(sizeof(found), sizeof(codec_found));
 SAME(WRITTEN_NBYTES, sizeof(codec_written));
 static_assert(sizeof(opening) % 16 == 0, "uploads pad each struct to 16 bytes, and kernels index an array");
-#ifndef __CUDACC_RTC__ /* NVRTC has no offsetof: the tests' build compares offsets */
+#ifndef __CUDACC_RTC__ /* NVRTC has no offsetof, so offsets are compared only in the build of the tests */
 #define AT(type, field) __builtin_offsetof(type, field)
 SAME(AT(encoding, values), AT(codec_encoding, source.values));
 SAME(AT(encoding, residual), AT(codec_encoding, source.residual));

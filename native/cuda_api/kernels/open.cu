@@ -1,11 +1,12 @@
-/* open.cu - kernel that opens frames whose bytes are on the device: it reads and checks header and side section, and
- * makes the job that decoding kernels read, as codec_decode_plan does on the host.
+/*
+ * open.cu - kernel that opens frames whose bytes are on the device: it reads and validates header and side section,
+ * and writes the job (codec_view and its arrays) that decoding kernels read, as codec_decode_plan does on the host.
  */
 #include "kernels/side.cuh"
 #include "common/cta.cuh"
 
 /* Layout of a frame's memory in the workspace; plan.c computes its size. */
-#define TABLES_NBYTES (WIRE_MAX_PLANES * TABLE_NBYTES) /* then parts, then offsets */
+#define TABLES_NBYTES (WIRE_MAX_PLANES * TABLE_NBYTES) /* followed by parts and offsets */
 
 /* State that the threads of a CTA share. */
 struct open_state {
@@ -20,7 +21,10 @@ struct open_state {
 	uint32_t status;
 };
 
-/* Copy the first bytes of the frame, and compute its size and the plan's number of values. By all threads. */
+/*
+ * Copy the first bytes of the frame to shared memory, and compute the frame's size and the plan's number of values.
+ * Called by all threads.
+ */
 DEVICE void take_header(open_state *o)
 {
 	uint8_t *to = (uint8_t *)o->header;
@@ -42,7 +46,7 @@ DEVICE void take_header(open_state *o)
 	__syncthreads();
 }
 
-/* Read the header. By thread 0. */
+/* Read the header. Called by thread 0. */
 DEVICE_CALL void open_header(open_state *o)
 {
 	const opening &a = o->a;
@@ -61,7 +65,7 @@ DEVICE_CALL void open_header(open_state *o)
 		o->s = {(const uint8_t *)a.frame, o->v.side_offset, o->v.directory_offset};
 }
 
-/* Read the side section's codebooks and records. By thread 0. */
+/* Read the side section's codebooks and part records. Called by thread 0. */
 DEVICE_CALL void open_side(open_state *o, uint8_t *memory)
 {
 	if (o->v.codec == CODEC_DELTA) {
@@ -81,7 +85,7 @@ DEVICE_CALL void open_side(open_state *o, uint8_t *memory)
 	o->v.offsets.at = TABLES_NBYTES + sizeof(codec_model_part) * o->v.model_parts.count;
 }
 
-/* Return the checksum of header and side section. By all threads. */
+/* Return the checksum of header and side section. Called by all threads. */
 DEVICE_CALL uint64_t head_checksum(open_state *o)
 {
 	const uint32_t lane = threadIdx.x % 32;
@@ -99,8 +103,8 @@ DEVICE_CALL uint64_t head_checksum(open_state *o)
 }
 
 /*
- * Write the arguments of all kernels that may decode a frame, or only check it. decoder: the one that does;
- * NDECODERS: none.
+ * Write the arguments of all kernels that may decode a frame, or only check it. decoder: the kernel that does (enum
+ * decoder); NDECODERS: none.
  */
 DEVICE void put_decodings(const opening &a, const uint64_t to[NDECODERS], bool checks, bool writes, int decoder)
 {
@@ -117,7 +121,10 @@ DEVICE void put_decodings(const opening &a, const uint64_t to[NDECODERS], bool c
 	}
 }
 
-/* Write what the following kernels read. An invalid frame gets a view that they can read, and no warps. By thread 0. */
+/*
+ * Write the structs that the following kernels read. For an invalid frame write a view that is safe to read, and
+ * assign no warps, so that nothing is decoded. Called by thread 0.
+ */
 DEVICE_CALL void put_results(const open_state *o, uint64_t checksum, uint64_t head)
 {
 	const opening &a = o->a;
@@ -150,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) open_frames(const open
 
 	share(&o.a, openings + blockIdx.y);
 	if (threadIdx.x == 0)
-		o.base = o.result = 0; /* default for codecs other than Delta */
+		o.base = o.result = 0; /* stays 0 for codecs other than Delta */
 	for (uint32_t i = threadIdx.x; i < sizeof o.v / 8; i += blockDim.x)
 		((uint64_t *)&o.v)[i] = 0;
 	take_header(&o);

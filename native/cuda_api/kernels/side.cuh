@@ -1,8 +1,9 @@
-/* side.cuh - read the side section of a frame on the device, as native/src/job/side.c does: codebooks, then the scale
- * model or the parts of a codec of rows. docs/spec/format.md, sections 5 and 8.
+/*
+ * side.cuh - read the side section of a frame on the device, as native/src/job/side.c does: codebooks, then the scale
+ * model or the parts of a row codec. docs/spec/format.md, sections 5 and 8.
  *
- * All arrays are written to the frame's memory in the workspace, where memory_nbytes() bytes hold the largest ones that
- * the format allows. Thread 0 reads what must be read in order; offsets are read by all threads.
+ * All arrays are written to the frame's memory in the workspace, whose memory_nbytes() bytes suffice for the largest
+ * arrays that the format allows. Thread 0 reads sequential data (codebooks, records); all threads read offsets.
  */
 #ifndef CODEC_CUDA_KERNELS_SIDE_CUH
 #define CODEC_CUDA_KERNELS_SIDE_CUH
@@ -12,14 +13,14 @@
 
 #define LEAD_NBYTES (8 + WIRE_MAX_PLANES * BOOK_MAX_NBYTES) /* maximum bytes of codebooks in a side section */
 
-/* Side section: bytes [at, end) of the frame are still to be read. */
+/* Cursor over the side section: bytes [at, end) of the frame are still to be read. */
 struct side {
 	const uint8_t *frame;
 	uint64_t at, end;
 };
 
 /*
- * Read the codebooks. lead: the first min(LEAD_NBYTES, end - at) bytes of the section. By thread 0.
+ * Read the codebooks. lead: the first min(LEAD_NBYTES, end - at) bytes of the section. Called by thread 0.
  */
 static __device__ codec_status read_books(side *s, const uint8_t *lead, const codec_view *v, codebook *books)
 {
@@ -68,7 +69,7 @@ DEVICE uint64_t nibbles_nbytes(const codec_model_part *part)
 	return (part_rows(part) + 1) / 2 + (part_cols(part) + 1) / 2;
 }
 
-/* Read the records of the scale model's parts. s->at becomes the beginning of the offsets. By thread 0. */
+/* Read the records of the scale model's parts. Sets s->at to the beginning of the offsets. Called by thread 0. */
 static __device__ codec_status read_model_parts(side *s, codec_view *v, codec_model_part *parts)
 {
 	uint64_t count, start = 0, nibbles = 0, left;
@@ -105,7 +106,10 @@ static __device__ codec_status read_model_parts(side *s, codec_view *v, codec_mo
 	return start == v->n ? CODEC_OK : CODEC_BAD_SIDE;
 }
 
-/* Read n offsets from nibbles at src. Returns true if the padding of the last byte is not 0. By all threads. */
+/*
+ * Read n offsets from nibbles at src. Returns true if the padding of the last byte is invalid (not 0). Called by all
+ * threads.
+ */
 DEVICE bool read_nibbles(const uint8_t *src, uint64_t n, int shift, int8_t *offsets)
 {
 	for (uint64_t i = threadIdx.x; i < n; i += blockDim.x)
@@ -113,7 +117,10 @@ DEVICE bool read_nibbles(const uint8_t *src, uint64_t n, int shift, int8_t *offs
 	return n % 2 && src[n / 2] >> 4;
 }
 
-/* Read the offsets of all parts, and set s->at to their end. Returns true if padding is not 0. By all threads. */
+/*
+ * Read the offsets of all parts, and set s->at to their end. Returns true if padding is invalid (not 0). Called by all
+ * threads.
+ */
 static __device__ bool read_offsets(side *s, const codec_view *v, const codec_model_part *parts, int8_t *offsets)
 {
 	const uint8_t *src = s->frame + s->at;
@@ -134,7 +141,7 @@ static __device__ bool read_offsets(side *s, const codec_view *v, const codec_mo
 	return bad;
 }
 
-/* Read and check the scales of a part of a codec of rows. */
+/* Read the scales of a part of a row codec. Returns false if a scale is invalid. */
 DEVICE bool read_part_scales(const uint8_t *p, const codec_view *v, codec_row_part *part)
 {
 	const int used = v->codec == CODEC_SIGN && v->variant == WIRE_SIGN_TWO_MEAN ? 2 : 1;
@@ -151,7 +158,7 @@ DEVICE bool read_part_scales(const uint8_t *p, const codec_view *v, codec_row_pa
 	return true;
 }
 
-/* Read the parts of a codec of rows, and their scales. By thread 0. */
+/* Read the parts of a row codec, and their scales. Called by thread 0. */
 static __device__ codec_status read_row_parts(side *s, codec_view *v, codec_row_part *parts)
 {
 	const row_kind q = kind_of(v);

@@ -1,7 +1,8 @@
-/* store.cu - kernel that writes its arguments to device memory.
+/*
+ * store.cu - kernel that writes its arguments to device memory.
  *
- * A launch copies its arguments at once, also into a CUDA graph. So the host's memory need not outlive the call, and no
- * pinned memory is needed.
+ * A launch copies its arguments immediately, also when it is captured in a CUDA graph. So the caller's host memory
+ * need not outlive the call, and need not be pinned.
  */
 #include "kernels/layout.cuh"
 

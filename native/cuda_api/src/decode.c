@@ -1,8 +1,10 @@
-/* decode.c - decode frames on a device: workspace, arguments of kernels, launches.
+/*
+ * decode.c - decode frames on a device: workspace, arguments of kernels, launches.
  *
- * open_frames reads headers, and writes the arguments of the kernels that decode. All kernels that a frame may need are
- * launched: that of its codec, decode_lossless_fast for values of two bytes, and decode_stored. Those that have nothing
- * to do find no warps in their arguments.
+ * open_frames reads headers, and writes the arguments of the kernels that decode. All kernels that a frame may need
+ * are launched, because the host does not know the frame's contents: the kernel of its codec, decode_lossless_fast for
+ * LOSSLESS floats, and decode_stored. open_frames sets the number of warps to 0 in the arguments of kernels that the
+ * frame does not need.
  */
 #include <float.h>
 
@@ -12,18 +14,21 @@
 #define DECODE_FLAGS (CODEC_ALLOW_SLACK | CODEC_VERIFY_FIRST)
 
 /*
- * Workspace of a call, in bytes from its beginning. decodings: two times NDECODERS arrays of `count` structs, first
- * those that only check, then those that decode. An array's items are in the order of their plans' kernels. taken: bits
- * that say which units of scratch are taken.
+ * Workspace of a call, in bytes from its beginning. decodings: two times NDECODERS arrays of `count` struct decoding:
+ * first NDECODERS arrays of launches that only check, then those of launches that decode. In each array, items are
+ * sorted by the kernel of their plan. taken: bit mask of the units of scratch memory in use.
  */
 struct layout {
 	uint64_t openings, decodings, views, found, opened, memory, taken, scratch, end;
 	struct scratch units;
-	uint64_t first[NKERNELS], count[NKERNELS], ctas[NKERNELS]; /* by decoding kernel; ctas: needed together */
-	uint64_t count_of[NKERNELS][NCLASSES]; /* items by class of their CTAs. Larger ones come first. */
+	uint64_t first[NKERNELS], count[NKERNELS], ctas[NKERNELS]; /* by decoding kernel; ctas: sum over its items */
+	/* number of items by class_of(their CTAs); larger classes are launched first */
+	uint64_t count_of[NKERNELS][NCLASSES];
 };
 
-/* Return the CTAs of an item's decoding kernel, for a frame of as many blocks as this library encodes. */
+/*
+ * Return the number of CTAs of an item's decoding kernel, for the number of blocks that this library's encoder makes.
+ */
 static uint32_t needed_ctas(const codec_cuda_plan *p)
 {
 	return plan_ctas(p, p->decode, p->nblocks);
@@ -34,7 +39,7 @@ static uint32_t ctas_of(const codec_cuda_plan *p, const struct layout *l)
 	return share_ctas(p->device, p->decode, needed_ctas(p), l->ctas[p->decode]);
 }
 
-/* Return 1 if decode_lossless_fast may decode an item, depending on its frame. */
+/* Return 1 if decode_lossless_fast can decode the item, should its frame suit that kernel. */
 static int may_be_fast(const codec_cuda_decode_item *a)
 {
 	const codec_cuda_plan *p = a->plan;
@@ -43,7 +48,10 @@ static int may_be_fast(const codec_cuda_decode_item *a)
 	       (uint64_t)a->tensor % (4 * p->itemsize) == 0;
 }
 
-/* Return the CTAs of decode_lossless_fast for an item: those of its other kernel, or its share of the resident ones. */
+/*
+ * Return the number of CTAs of decode_lossless_fast for an item: as many as its other kernel has, or its share of the
+ * resident CTAs.
+ */
 static uint32_t fast_ctas(const codec_cuda_plan *p, const struct layout *l)
 {
 	const uint64_t resident = (uint64_t)kernel_resident(p->decode) * p->device->processors,
@@ -57,7 +65,7 @@ static int class_of_item(const codec_cuda_plan *p, const struct layout *l)
 	return class_of(ctas_of(p, l));
 }
 
-/* Return the CTAs that decode an item if its tensor is stored. */
+/* Return the number of CTAs that decode an item if its tensor is stored uncompressed. */
 static uint32_t stored_ctas(const codec_cuda_plan *p, size_t count)
 {
 	uint64_t most = ELEMENTWISE_BLOCKS * (uint64_t)p->device->processors / count + 1;
@@ -86,7 +94,7 @@ static void lay_out(const codec_cuda_decode_item *items, size_t count, struct la
 	l->found = l->views + align16(sizeof(codec_view)) * count;
 	l->opened = l->found + align16(sizeof(struct found)) * count;
 	l->memory = l->opened + align16(sizeof(struct opened)) * count;
-	for (size_t i = 0; i < count; i++) { /* kernels use scratch one after the other */
+	for (size_t i = 0; i < count; i++) { /* kernels run one after the other and share scratch memory */
 		const codec_cuda_plan *p = items[i].plan;
 
 		l->count_of[p->decode][class_of_item(p, l)]++;
@@ -110,7 +118,7 @@ static int check_plans(const codec_cuda_decode_item *items, size_t count)
 	return CODEC_OK;
 }
 
-/* Check that the arguments of an item can be used. */
+/* Return CODEC_OK if the arguments of an item are valid, else a status. */
 static int check_item(const codec_cuda_decode_item *a)
 {
 	const codec_cuda_plan *p = a->plan;
@@ -143,7 +151,7 @@ int codec_cuda_decode_workspace(const codec_cuda_decode_item *items, size_t coun
 	return CODEC_OK;
 }
 
-/* Next free places in the workspace, from which each item takes its own. */
+/* Offsets of the next free bytes and array entries in the workspace; advanced for each item. */
 struct places {
 	uint64_t memory, rank[NKERNELS][NCLASSES]; /* rank: index in the arrays of decodings */
 };
@@ -163,7 +171,7 @@ static struct places first_places(const struct layout *l, uint64_t workspace)
 	return first;
 }
 
-/* Return the arguments of open_frames for item i, and move *next on. */
+/* Return the arguments of open_frames for item i, and advance *next past the workspace of the item. */
 static struct opening opening_of(const codec_cuda_decode_item *items, size_t count, size_t i, uint32_t flags,
 				 const struct layout *l, uint64_t workspace, struct places *next)
 {
@@ -222,7 +230,7 @@ static int upload_openings(const codec_cuda_decode_item *items, size_t count, ui
 	return upload_end(u);
 }
 
-/* Launch a kernel for the items whose blocks it decodes. `at`: device address of the array of decodings. */
+/* Launch decoding kernel k for all items whose plans use it. `at`: device address of the array of struct decoding. */
 static int launch_blocks(const codec_cuda_decode_item *items, size_t count, const struct layout *l, enum kernel k,
 			 uint64_t at, CUstream stream)
 {
@@ -237,7 +245,8 @@ static int launch_blocks(const codec_cuda_decode_item *items, size_t count, cons
 }
 
 /*
- * Launch decode_lossless_fast for the items of kernel k, if one of them may need it; items that cannot find no warps.
+ * Launch decode_lossless_fast for the items of kernel k, if one of them may need it. Items that do not need it have 0
+ * warps in their arguments.
  */
 static int launch_fast(const codec_cuda_decode_item *items, size_t count, const struct layout *l, enum kernel k,
 		       uint64_t at, CUstream stream)
@@ -256,8 +265,8 @@ static int launch_fast(const codec_cuda_decode_item *items, size_t count, const 
 }
 
 /*
- * Launch decode_stored for all items: few CTAs each. `at`: device address of the array of decodings, which has the
- * order of kernels and classes.
+ * Launch decode_stored for all items, with few CTAs each. `at`: device address of the array of struct decoding, sorted
+ * by kernel and class.
  */
 static int launch_stored(const codec_cuda_decode_item *items, size_t count, uint64_t at, CUstream stream)
 {
@@ -274,7 +283,10 @@ static int launch_stored(const codec_cuda_decode_item *items, size_t count, uint
 	return run_end(&r);
 }
 
-/* Launch the kernels that read the arrays of decodings at device address `at`: of blocks, then of stored tensors. */
+/*
+ * Launch the kernels that read the arrays of struct decoding at device address `at`: first those that decode blocks,
+ * then decode_stored.
+ */
 static int launch_decodings(const codec_cuda_decode_item *items, size_t count, const struct layout *l, uint64_t at,
 			    CUstream stream)
 {

@@ -13,7 +13,7 @@ static const struct {
 #undef X
 };
 
-/* Names in the sources, in the order of codec_cuda_names. */
+/* Name expressions of the kernels in their sources, in the order of codec_cuda_names. */
 static const char *const expressions[] = {
 #define X(identifier, name, threads, resident) name,
 	CODEC_CUDA_KERNELS(X) CODEC_CUDA_OTHER_KERNELS(X)

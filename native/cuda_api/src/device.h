@@ -5,15 +5,19 @@
 #include "driver.h"
 #include "kernels.h"
 
-/* Bytes of scratch memory that warps of encoding and decoding kernels need, as the kernels' files define them. */
+/*
+ * Bytes of scratch memory that warps of encoding and decoding kernels need, read from constants in the kernels'
+ * modules.
+ */
 struct scratch_sizes {
 	uint64_t encode_lossless, decode_lossless; /* bytes of a unit */
-	uint64_t encode_rows[2]; /* with an entropy stage, without the region; with codes of which five share a byte */
+	/* index 0: with an entropy stage, without the region; 1: with ternary codes packed five a byte */
+	uint64_t encode_rows[2];
 	uint64_t encode_truncate[2]; /* index 0: levels stored separately; 1: coded together with symbols */
 	uint64_t decode_rows, decode_truncate;
-	/* By the size of a value; decode_delta: for each 1,024 values of a block. */
+	/* Indexed by log2 of a value's size in bytes. decode_delta: bytes for each 1,024 values of a block. */
 	uint64_t encode_delta[4], decode_delta[4];
-	uint64_t choose[2]; /* bytes of a codec_choice, and of a codec_part_found */
+	uint64_t choose[2]; /* sizes of codec_choice and of codec_part_found */
 };
 
 struct codec_cuda_device {
@@ -26,7 +30,10 @@ struct codec_cuda_device {
 	uint32_t processors;
 };
 
-/* Return the threads of a CTA of a kernel, and the CTAs of it that are resident on a multiprocessor. */
+/*
+ * Return the number of threads in a CTA of a kernel. kernel_resident returns the number of its CTAs that are resident
+ * on a multiprocessor.
+ */
 uint32_t kernel_threads(enum kernel k);
 uint32_t kernel_resident(enum kernel k);
 
@@ -34,24 +41,25 @@ uint32_t kernel_resident(enum kernel k);
 int device_launch(const codec_cuda_device *d, enum kernel k, uint32_t x, uint32_t y, void **args, CUstream stream);
 
 /*
- * Launches of a kernel for adjacent structs in device memory: grid.y selects the struct. All structs of a launch have
- * as many CTAs as the one with most, so structs with few are launched apart from it: at most 4,096 CTAs of a launch
- * find no work. Few launches are needed if structs are in descending order of CTAs.
+ * Launches of a kernel for adjacent structs in device memory; grid.y selects the struct. In a launch, every struct has
+ * as many CTAs as the struct with most. So that at most 4,096 CTAs of a launch are idle, structs with few CTAs are put
+ * in another launch than structs with many. Add structs in descending order of CTAs to keep the number of launches
+ * small.
  */
 struct run {
 	const codec_cuda_device *device;
 	enum kernel kernel;
 	uint64_t nbytes; /* bytes of a struct of arguments */
 	CUstream stream;
-	uint64_t at, count; /* structs not launched yet: device address and number */
-	uint64_t used;      /* sum of their CTAs */
-	uint32_t most;      /* CTAs of the largest one */
+	uint64_t at, count; /* structs not launched yet: device address of the first, and their number */
+	uint64_t used;      /* sum of the CTAs of structs not launched yet */
+	uint32_t most;      /* largest number of CTAs of such a struct */
 };
 
-/* Launch the kernel with `ctas` CTAs for the next struct, now or with later ones. */
+/* Add the next struct, with `ctas` CTAs. It is launched now, or together with later structs. */
 int run_add(struct run *r, uint32_t ctas);
 
-/* Launch the kernel for the last structs. */
+/* Launch the kernel for the structs that are not launched yet. */
 int run_end(struct run *r);
 
 #endif

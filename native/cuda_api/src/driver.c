@@ -6,7 +6,7 @@
 #include <string.h>
 
 #ifndef CODEC_CUDA_DRIVER
-#define CODEC_CUDA_DRIVER "libcuda.so.1" /* tests define the name of a substitute */
+#define CODEC_CUDA_DRIVER "libcuda.so.1" /* tests define the name of a fake driver instead */
 #endif
 
 static struct driver driver;

@@ -47,7 +47,10 @@ struct driver {
 /* Return the driver, initialized, or NULL if it cannot be used. */
 const struct driver *driver_get(void);
 
-/* Return CODEC_OK, or keep the driver's error for codec_cuda_driver_error and return CODEC_CUDA_DRIVER_ERROR. */
+/*
+ * Return CODEC_OK if the CUresult `result` is 0. Otherwise store it for codec_cuda_driver_error and return
+ * CODEC_CUDA_DRIVER_ERROR.
+ */
 int driver_check(int result);
 
 #define TRY(call)                                                                                                      \

@@ -5,24 +5,27 @@
 #define ZEROED_NBYTES(p) (align16(WRITTEN_NBYTES) + align16((p)->choice_nbytes) + align16(8 * (p)->nblocks))
 
 /*
- * Workspace of a call: arguments, then memory that is zeroed, that kernels fill, that holds sums with a residual, and
- * scratch. Offsets in bytes. Zeroed memory begins with the bits that say which units of scratch are taken.
+ * Layout of the workspace of a call, in this order: arguments; memory that is zeroed before the kernels; arrays that
+ * kernels fill; sums of tensors and residuals; scratch memory. All offsets are in bytes. Zeroed memory begins with the
+ * bit mask of the units of scratch memory in use.
  */
 struct layout {
 	uint64_t arguments, zeroed, made, sums, scratch, end;
 	uint64_t encodings, results, preprocessings; /* arrays of arguments */
 	uint64_t npreprocessings;
 	struct scratch units;
-	/* By group of tensors with the same launches: first struct encoding, their number, CTAs that they need
-	 * together. */
+	/*
+	 * For each group of tensors with the same launches: index of the first struct encoding, their number, and the
+	 * sum of their CTAs.
+	 */
 	uint64_t first[NKERNELS], count[NKERNELS], ctas[NKERNELS];
-	uint32_t classes[NKERNELS]; /* bit c: the group has a tensor of class c. Larger ones come first. */
+	uint32_t classes[NKERNELS]; /* bit c is set if the group has a tensor of class c; larger classes come first */
 };
 
 /*
- * Return the group of an item: its encoding kernel, or another kernel if its launches differ from those of other
- * tensors with that kernel: CLOSE_FRAME is the only one for tensors without blocks, SCALE_ROWS the last but one for
- * SIGN with scales of parts.
+ * Return the group of an item. Items of a group have the same launches. A group is named by its encoding kernel, with
+ * two exceptions: CLOSE_FRAME for tensors without blocks, for which only that kernel is launched, and SCALE_ROWS for
+ * SIGN with scales of parts, for which that kernel is launched before the last one.
  */
 static enum kernel group_of(const codec_cuda_encode_item *a)
 {
@@ -34,7 +37,10 @@ static int is_preprocessed(const codec_cuda_encode_item *a)
 	return a->flags & CODEC_FEEDBACK || a->plan->needs_levels;
 }
 
-/* Return the bytes of sums with the residual: as float32, and rounded to the tensor's dtype. */
+/*
+ * Return the bytes of the sums of tensor and residual: as float32, and rounded to the tensor's dtype. 0 without a
+ * residual.
+ */
 static uint64_t sums_nbytes(const codec_cuda_encode_item *a)
 {
 	const codec_cuda_plan *p = a->plan;
@@ -42,13 +48,13 @@ static uint64_t sums_nbytes(const codec_cuda_encode_item *a)
 	return a->flags & CODEC_FEEDBACK ? align16(4 * p->n) + align16(p->nbytes) : 0;
 }
 
-/* Return the CTAs that encode a tensor: a warp encodes a block, or all warps of a CTA do (TOPK). */
+/* Return the number of CTAs that encode a tensor. A block is encoded by one warp, or by all warps of a CTA (TOPK). */
 static uint32_t needed_ctas(const codec_cuda_plan *p)
 {
 	return plan_ctas(p, p->encode, p->codec == CODEC_TOPK ? WARPS * p->nblocks : p->nblocks);
 }
 
-/* Return the CTAs of an item's encoding kernel. */
+/* Return the number of CTAs of an item's encoding kernel. */
 static uint32_t ctas_of(const codec_cuda_encode_item *a, const struct layout *l)
 {
 	const codec_cuda_plan *p = a->plan;
@@ -56,13 +62,13 @@ static uint32_t ctas_of(const codec_cuda_encode_item *a, const struct layout *l)
 	return share_ctas(p->device, p->encode, needed_ctas(p), l->ctas[group_of(a)]);
 }
 
-/* Return 1 if an item is of a group and of a class of it. */
+/* Return 1 if an item belongs to group `group` and its number of CTAs to class `class`. */
 static int is_of(const codec_cuda_encode_item *a, const struct layout *l, int group, int class)
 {
 	return (int)group_of(a) == group && class_of(ctas_of(a, l)) == class;
 }
 
-/* Return the units of scratch that the warps of an item use at most. */
+/* Return the maximum number of units of scratch memory that the warps of an item use. */
 static uint64_t units_of(const codec_cuda_encode_item *a, const struct layout *l)
 {
 	return a->plan->nblocks && a->plan->encode_each ? WARPS * ctas_of(a, l) * a->plan->encode_units : 0;
@@ -92,7 +98,7 @@ static void lay_out(const codec_cuda_encode_item *items, size_t count, struct la
 	l->preprocessings = l->results + sizeof(struct written_result) * count;
 	l->arguments = l->preprocessings + align16(sizeof(struct preprocessing)) * l->npreprocessings;
 	l->zeroed = l->arguments + arguments;
-	for (size_t i = 0; i < count; i++) { /* groups use scratch one after the other */
+	for (size_t i = 0; i < count; i++) { /* groups run one after the other and share scratch memory */
 		uint64_t *of_group = units + group_of(items + i);
 
 		l->classes[group_of(items + i)] |= 1u << class_of(ctas_of(items + i, l));
@@ -106,12 +112,12 @@ static void lay_out(const codec_cuda_encode_item *items, size_t count, struct la
 	l->end = l->scratch + l->units.count * l->units.each;
 }
 
-/* Places of one item in the workspace. */
+/* Offsets of one item's data in the workspace. */
 struct places {
 	uint64_t arguments, zeroed, made, sums;
 };
 
-/* Check that the arguments of an item can be used. */
+/* Return CODEC_OK if the arguments of an item are valid, else a status. */
 static int check_item(const codec_cuda_encode_item *a)
 {
 	const codec_cuda_plan *p = a->plan;
@@ -126,7 +132,7 @@ static int check_item(const codec_cuda_encode_item *a)
 	if (p->codec == CODEC_DELTA && p->n && !a->base)
 		return CODEC_MISSING_BASE;
 	if (a->residual && a->residual == a->tensor)
-		return CODEC_BAD_ARGUMENT; /* kernels write the residual while others still read the tensor */
+		return CODEC_BAD_ARGUMENT; /* a warp writes the residual while other warps still read the tensor */
 	if (p->needs_levels && p->n && !a->levels)
 		return CODEC_MISSING_STATE;
 	return a->residual && a->capacity < p->bound ? CODEC_SHORT_OUTPUT : CODEC_OK;
@@ -156,7 +162,7 @@ int codec_cuda_encode_workspace(const codec_cuda_encode_item *items, size_t coun
 	return CODEC_OK;
 }
 
-/* Return the places of item `a` in the workspace, and move *next to those of the item that follows. */
+/* Return the offsets of item `a` in the workspace, and advance *next to those of the following item. */
 static struct places take_places(const codec_cuda_encode_item *a, struct places *next)
 {
 	const codec_cuda_plan *p = a->plan;
@@ -226,7 +232,7 @@ static struct places first_places(const struct layout *l, uint64_t workspace)
 			       workspace + l->made, workspace + l->sums};
 }
 
-/* Upload the struct encoding of the items of a group and of a class of it. */
+/* Upload the struct encoding of the items that belong to a group and to a class. */
 static int upload_encodings(const codec_cuda_encode_item *items, size_t count, const struct layout *l, struct upload *u,
 			    uint64_t workspace, int group, int class)
 {
@@ -244,7 +250,10 @@ static int upload_encodings(const codec_cuda_encode_item *items, size_t count, c
 	return CODEC_OK;
 }
 
-/* Upload the arguments of all kernels. Each struct encoding follows those of earlier groups and larger classes. */
+/*
+ * Upload the arguments of all kernels. The structs encoding are sorted by group, and within a group by descending
+ * class.
+ */
 static int upload_arguments(const codec_cuda_encode_item *items, size_t count, const struct layout *l, struct upload *u,
 			    uint64_t workspace)
 {
@@ -283,7 +292,10 @@ static int upload_arguments(const codec_cuda_encode_item *items, size_t count, c
 	return upload_end(u);
 }
 
-/* Return the CTAs that choose how an item is encoded, or that write what surrounds its blocks. */
+/*
+ * Return the number of CTAs of the kernels other than the encoding one: those that choose how an item is encoded, and
+ * those that write header, side section and directory.
+ */
 static uint32_t other_ctas_of(const codec_cuda_encode_item *a, const struct layout *l)
 {
 	uint32_t most = OTHER_BLOCKS * a->plan->device->processors, ctas = WARPS * ctas_of(a, l);

@@ -4,7 +4,7 @@
 
 #include <stddef.h>
 
-/* Machine code (a cubin) or PTX. */
+/* Kernels as machine code (a cubin) or as PTX. */
 struct image {
 	int arch; /* 10 * major + minor compute capability, for example 90 */
 	int is_ptx;
@@ -13,7 +13,8 @@ struct image {
 };
 
 extern const struct image codec_cuda_images[]; /* ends with arch 0 */
-extern const char *const codec_cuda_names[];   /* functions of an image, in the order of the tables in kernels.h */
-extern const char codec_cuda_sources[];        /* SHA-256 of native/cuda, in hexadecimal digits */
+/* function names in an image, in the order of the tables in kernels.h */
+extern const char *const codec_cuda_names[];
+extern const char codec_cuda_sources[]; /* SHA-256 of the sources in native/cuda, in hexadecimal digits */
 
 #endif

@@ -1,5 +1,5 @@
 /*
- * layout.h - structs that the host writes and kernels read. C and NVRTC.
+ * layout.h - structs that the host writes and kernels read. Compiled as C and by NVRTC.
  *
  * Pointers into device memory are uint64_t here. kernels/layout.cuh checks that the structs of native/cuda are laid out
  * in the same way.
@@ -9,22 +9,23 @@
 
 #include "codec/codec_engine.h"
 
-#define STORED_NBYTES 3968 /* bytes that a launch of store_bytes writes; a kernel's arguments are limited to 4 KiB */
+/* most bytes that a launch of store_bytes writes; a kernel's arguments are limited to 4 KiB */
+#define STORED_NBYTES 3968
 
-/* Argument of store_bytes: bytes that a launch carries to device memory. */
+/* Argument of store_bytes: bytes that a launch writes to device memory. */
 struct stored_bytes {
 	uint64_t to;
 	uint64_t nbytes; /* a multiple of 8 */
 	uint64_t words[STORED_NBYTES / 8];
 };
 
-/* codec_units of native/cuda/common/scratch.cuh. */
+/* Mirror of codec_units in native/cuda/common/scratch.cuh. */
 struct units {
 	uint64_t taken, memory, each;
 	uint32_t count, reserved;
 };
 
-/* codec_encoding of native/cuda/frame/encode.cuh. */
+/* Mirror of codec_encoding in native/cuda/frame/encode.cuh. */
 struct encoding {
 	uint64_t view, memory, values, sums, residual, frame, capacity;
 	struct units scratch;
@@ -32,34 +33,35 @@ struct encoding {
 	uint32_t nparts, warps;
 };
 
-/* codec_preprocessing of native/cuda/frame/preprocess.cu. */
+/* Mirror of codec_preprocessing in native/cuda/frame/preprocess.cu. */
 struct preprocessing {
 	uint64_t n, values, residual, sums, rounded, groups, exponents, levels;
 	uint32_t dtype, reserved;
 	uint64_t out;
 };
 
-#define WRITTEN_NBYTES 64 /* size of codec_written of native/cuda/frame/encode.cuh */
+#define WRITTEN_NBYTES 64 /* size of codec_written in native/cuda/frame/encode.cuh */
 
 /* Argument of finish_encode for one tensor: addresses of its codec_written and codec_cuda_result. */
 struct written_result {
 	uint64_t written, result;
 };
 
-/* codec_decoding of native/cuda/frame/decode.cuh. */
+/* Mirror of codec_decoding in native/cuda/frame/decode.cuh. */
 struct decoding {
 	uint64_t view, memory, frame;
 	struct units scratch;
 	uint64_t exponents, found; /* exponents: DELTA's base */
-	uint64_t data;             /* begin of codec_sink */
+	uint64_t data;             /* first field of codec_sink */
 	uint32_t into;
 	float weight, divide;
-	uint32_t unscaled, rescale, padding; /* end of codec_sink */
+	uint32_t unscaled, rescale, padding; /* last fields of codec_sink */
 	uint32_t checks, warps;
-	uint64_t lists, reserved; /* lists: 0, this library decodes twice */
+	/* lists: always 0, since this library decodes a block twice instead of listing its changes */
+	uint64_t lists, reserved;
 };
 
-/* codec_found of native/cuda/frame/decode.cuh. */
+/* Mirror of codec_found in native/cuda/frame/decode.cuh. */
 struct found {
 	uint64_t fault, checksum;
 	uint32_t done, reserved;
@@ -69,14 +71,14 @@ struct found {
 /* Header fields of a frame, written by open_frames and read by finish_decode. */
 struct opened {
 	uint64_t frame_nbytes;
-	uint64_t checksum;      /* checksum of the frame, as its header gives it */
+	uint64_t checksum;      /* checksum of the frame, read from its header */
 	uint64_t head_checksum; /* computed checksum of header and side section */
 	uint64_t base, result;  /* DELTA: digests in the side section */
 	uint32_t status;
 	uint32_t decoder; /* kernel that decodes the frame */
 };
 
-/* Kernels that may decode a frame: that of its codec, decode_lossless_fast, and decode_stored. */
+/* Kernels that may decode a frame: the kernel of its codec, decode_lossless_fast, and decode_stored. */
 enum decoder { BLOCKS, FAST_BLOCKS, STORED, NDECODERS };
 
 /* Arguments of open_frames and finish_decode for one frame. */
@@ -90,11 +92,12 @@ struct opening {
 	 */
 	uint64_t checking[NDECODERS], decoding[NDECODERS];
 	uint64_t shape[CODEC_MAX_RANK];
-	uint32_t codec, dtype, rank, entropy; /* as the plan's; entropy: 1 if codes are entropy-coded */
+	uint32_t codec, dtype, rank, entropy; /* those of the plan; entropy: 1 if codes are entropy-coded */
 	uint32_t flags, into;                 /* flags: CODEC_ALLOW_SLACK, CODEC_VERIFY_FIRST */
 	float weight, divide;
-	uint32_t warps[NDECODERS], reserved[3]; /* warps: of each kernel; FAST_BLOCKS: 0 if it must not be used */
-	uint64_t base, block_nvalues;           /* DELTA: address of the base; most values of a block */
+	/* warps: number of warps of each kernel; FAST_BLOCKS: 0 if the kernel must not be used */
+	uint32_t warps[NDECODERS], reserved[3];
+	uint64_t base, block_nvalues; /* DELTA: address of the base; maximum number of values in a block */
 };
 
 #endif

@@ -1,4 +1,7 @@
-/* plan.c - make plans: the C library's job for a tensor whose values are elsewhere, reduced to what kernels read. */
+/*
+ * plan.c - make plans: let the C library plan the job of a tensor without its values, and keep the parts that kernels
+ * read.
+ */
 #include "plan.h"
 
 #include <stdlib.h>
@@ -18,7 +21,7 @@ static uint64_t max64(uint64_t a, uint64_t b)
 	return a > b ? a : b;
 }
 
-/* Append an array of a job to the plan's image, and set its offset there. */
+/* Append an array of a job to the plan's image, and set a->at to its offset in the image. */
 static void keep_array(codec_cuda_plan *p, const uint8_t *job, codec_array *a)
 {
 	uint64_t nbytes = a->count * a->itemsize;
@@ -28,14 +31,14 @@ static void keep_array(codec_cuda_plan *p, const uint8_t *job, codec_array *a)
 	p->image_nbytes += align16(nbytes);
 }
 
-/* Give an array that kernels fill an offset in memory of its own. */
+/* Set a->at to the next free offset in the memory that kernels fill, and reserve the array's bytes there. */
 static void make_array(codec_cuda_plan *p, codec_array *a)
 {
 	a->at = p->made_nbytes;
 	p->made_nbytes += align16(a->count * a->itemsize);
 }
 
-/* Copy to the plan those parts of a planned job that kernels read. */
+/* Copy the parts of a planned job that kernels read to the plan. */
 static int take_job(codec_cuda_plan *p, const uint8_t *job)
 {
 	codec_view *v = &p->view;
@@ -69,7 +72,7 @@ codec_view plan_view(const codec_cuda_plan *p, uint64_t memory, uint64_t made, u
 	return v;
 }
 
-/* Choose kernels, and compute the scratch of their warps. region: bytes of the largest region. */
+/* Choose kernels, and compute the scratch memory of their warps. region: bytes of the largest region. */
 static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t region)
 {
 	const struct scratch_sizes *s = &p->device->scratch;
@@ -102,7 +105,7 @@ static void choose_kernels(codec_cuda_plan *p, const codec_spec *spec, uint64_t 
 	} else if (p->codec == CODEC_TOPK) {
 		p->choose = p->encode = ENCODE_TOPK;
 		p->decode = DECODE_TOPK;
-		p->encode_each = region; /* bytes of a CTA */
+		p->encode_each = region; /* bytes for a CTA, whose warps share one unit */
 	} else {
 		const int affine = p->codec == CODEC_QUANTIZE && spec->variant == CODEC_LEVELS_AFFINE;
 
@@ -176,7 +179,8 @@ static int make_plan(codec_cuda_plan *p, const codec_spec *spec, codec_tensor *l
 int codec_cuda_plan_open(const codec_cuda_device *device, const codec_spec *spec, const codec_tensor *like,
 			 const codec_segment *segments, uint64_t nsegments, codec_cuda_plan **plan)
 {
-	static const uint8_t not_read[1]; /* the levels of the plan's context: an encoder needs some */
+	/* placeholder for the levels of the context, since planning requires a non-NULL pointer */
+	static const uint8_t not_read[1];
 	codec_context with = {.struct_nbytes = sizeof with, .segments = segments, .nsegments = nsegments};
 	codec_cuda_plan *p;
 	codec_tensor t;

@@ -5,14 +5,17 @@
 #include "device.h"
 #include "layout.h"
 
-/* Bytes that are written to device memory in order. `s.to`: address of the bytes that no launch has written yet. */
+/*
+ * State of an upload: bytes are buffered in `s`, and written to device memory in order. `s.to`: device address of the
+ * first byte that no launch has written yet.
+ */
 struct upload {
 	const codec_cuda_device *device;
 	CUstream stream;
 	struct stored_bytes s;
 };
 
-/* Begin at device address `to`, a multiple of 16. */
+/* Begin an upload to device address `to`, a multiple of 16. */
 static inline void upload_begin(struct upload *u, const codec_cuda_device *d, CUstream stream, uint64_t to)
 {
 	u->device = d;
@@ -24,7 +27,7 @@ static inline void upload_begin(struct upload *u, const codec_cuda_device *d, CU
 /* Append bytes, padded with zeros to a multiple of 16. */
 int upload_add(struct upload *u, const void *bytes, uint64_t nbytes);
 
-/* Write the remaining bytes. */
+/* Write the bytes that are still buffered. */
 int upload_end(struct upload *u);
 
 /* Compute the number of bytes that upload_add appends. */

@@ -1,7 +1,8 @@
 /*
- * channel.h - messages between the ranks of a context, and the verdict on a collective (docs/spec/protocol/cpp.md).
+ * channel.h - exchange messages between the ranks of a context, and agree on the outcome (verdict) of a collective
+ * (docs/spec/protocol/cpp.md).
  *
- * One file: it is one class.
+ * One file: most of it is one class.
  */
 #pragma once
 
@@ -40,14 +41,15 @@ struct Bytes {
 
 using Numbers = std::vector<uint64_t>;
 
-/* Outcome of a collective on one rank, the worst last. lost_peer: another rank is the cause. */
+/* Outcome of a collective on one rank, in ascending order of severity. lost_peer: another rank is the cause. */
 enum class Outcome : uint64_t { success, lost_peer, refused, not_finite };
 
-/* Times of a collective on one rank, or the largest of all ranks. */
+/* Times of a collective on one rank, or the largest times of all ranks. */
 struct Times {
-	uint64_t wall = 0;   /* microseconds of the collective */
-	uint64_t load = 0;   /* share of that time in which the thread computed, in thousandths */
-	uint64_t waited = 0; /* microseconds that the rank would have waited for raw values */
+	uint64_t wall = 0; /* duration of the collective in microseconds */
+	uint64_t load = 0; /* share of `wall` in which the thread used the CPU, in thousandths */
+	/* estimated microseconds that the rank would have waited for messages of uncompressed values */
+	uint64_t waited = 0;
 };
 
 /* The worst outcome of all ranks, the rank that reported it, and the largest times. */
@@ -57,14 +59,14 @@ struct Verdict {
 	Times times;
 };
 
-/* First numbers of a rank's request. A rank without a key waits for the requests of all before it sends data. */
+/* Contents of a rank's request. A rank without a key waits for the requests of all ranks before it sends data. */
 struct Request {
 	uint64_t signature = 0;
 	bool able = false;
 	uint64_t key = 0;
 };
 
-/* The output function of splitmix64: a bijection whose results look random. */
+/* Return the output function of splitmix64 of z: a bijection whose results look random. */
 inline uint64_t mixed(uint64_t z)
 {
 	z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
@@ -72,7 +74,7 @@ inline uint64_t mixed(uint64_t z)
 	return z ^ z >> 31;
 }
 
-/* The last 8 bytes of a message, or all bytes of a shorter one, as a number. */
+/* Return the last 8 bytes of a message, or all bytes of a shorter one, as a number. */
 inline uint64_t last_word(const void *p, size_t nbytes)
 {
 	const size_t n = std::min(nbytes, sizeof(uint64_t));
@@ -84,32 +86,34 @@ inline uint64_t last_word(const void *p, size_t nbytes)
 }
 
 /*
- * Messages of a group of ranks that perform the same collectives in the same order.
+ * Sends and receives the messages of ranks that perform the same collectives in the same order.
  *
- * Gloo terminates the process if a message is longer than its receive, and does not report the length of a shorter one:
- * the memory behind it keeps its previous contents. Every message therefore carries proof of its length.
+ * Gloo terminates the process if a message is longer than its receive. It does not report the length of a shorter one,
+ * after which the rest of the receive buffer keeps its previous contents. Every message therefore carries proof of its
+ * length:
  *
- *   - Frame: its length, the frame, a stamp. All ranks agree on the stamp for one collective, and no earlier message in
- *     this channel's memory has the same one. It is received into room for the longest possible frame.
- *   - Numbers: always the same size for the same count. The count is the last word; the receive buffer is zero.
+ *   - Frame: the message is the frame's length, the frame, and a stamp of 8 bytes. All ranks use the same stamp in a
+ *     collective, and no earlier message in this channel's memory has it. The receive buffer has the size of the
+ *     longest possible frame. - Numbers: messages of the same count have the same size. The count is the last word of
+ *     the message; the receive buffer is zeroed before.
  *   - Values: sent from the caller's memory, where no stamp can follow them. The sender announces the last 8 bytes of
  *     each message in a message of numbers. The receiver fills these bytes of its buffer with random bits before the
  *     receive, and compares them afterwards. A short message passes with probability 2^-64.
  *
- * All receives of a phase are posted before this rank sends.
+ * A rank posts all receives of a phase before it sends.
  *
- * Data and verdicts travel in slots of a key, which stands for one signature on all ranks. A collective whose signature
- * has a key begins with data, while the requests are in flight. The first wait for data waits for the requests, too. If
- * they differ, other ranks with another request are `absent` for the rest of the collective: what was posted for them
- * stays in slots that are not used again.
+ * Data and verdicts use Gloo slots (message tags) of a key, which stands for the same signature on all ranks. A
+ * collective whose signature has a key sends data at once, while the requests are in flight. Its first wait for data
+ * waits for the requests, too. Ranks whose request differs from this rank's are `absent` for the rest of the
+ * collective: receives and sends that were posted for them remain in slots that are not used again.
  *
- * Gloo closes a connection that is lost or timed out. Channel then closes all others, so that no rank waits for this
- * one; the context cannot be used any more.
+ * Gloo closes a connection that is lost or timed out. Channel then closes all other connections, so that no rank waits
+ * for this one. The context cannot be used any more.
  */
 class Channel
 {
 public:
-	/* A receive (or a send) in flight, and its peer. */
+	/* A receive or a send in flight, and the peer's rank. */
 	struct Incoming {
 		std::unique_ptr<::gloo::transport::UnboundBuffer> buffer;
 		int source;
@@ -156,12 +160,12 @@ public:
 		closed_ = true;
 		try {
 			context_->closeConnections();
-		} catch (...) { /* a connection may never have been made */
+		} catch (...) { /* the connection may not exist */
 		}
 		sending_.clear();
 	}
 
-	/* Return the word that ends the messages of frames in a collective of this number. */
+	/* Return the stamp that ends messages of frames in collective number `round`. */
 	static uint64_t stamp_of(uint64_t round)
 	{
 		return mixed(round * 0x9E3779B97F4A7C15);
@@ -219,7 +223,7 @@ public:
 		return adopted_;
 	}
 
-	/* Make room for messages that take() will hand out, `room` bytes in total. */
+	/* Allocate `room` bytes, from which take() allocates messages. */
 	void begin(size_t room)
 	{
 		if (room_.size() < room)
@@ -227,13 +231,13 @@ public:
 		taken_ = 0;
 	}
 
-	/* Bytes of the message with a frame of at most `nbytes` bytes, aligned. */
+	/* Return the aligned size in bytes of a message whose frame has at most `nbytes` bytes. */
 	static size_t room_for(size_t nbytes)
 	{
 		return (nbytes + LENGTH + STAMP + ALIGN - 1) / ALIGN * ALIGN;
 	}
 
-	/* Return room for the message with a frame of at most `nbytes` bytes. */
+	/* Allocate a message for a frame of at most `nbytes` bytes from the room of begin(). */
 	Bytes take(size_t nbytes)
 	{
 		last_ = taken_;
@@ -243,7 +247,9 @@ public:
 		return {room_.data() + last_, LENGTH + nbytes + STAMP};
 	}
 
-	/* Return the message with a frame of `nbytes` bytes in the room that was taken last; free the rest of the room.
+	/*
+	 * Shrink the message that take() has allocated last to a frame of `nbytes` bytes, and write the frame's
+	 * length.
 	 */
 	Bytes sized(Bytes room, size_t nbytes)
 	{
@@ -269,7 +275,10 @@ public:
 		return post(room.p, room.nbytes, source, false, FRAMES);
 	}
 
-	/* Post the receive of `nbytes` bytes of values. Until they arrive, the last 8 bytes at p are random. */
+	/*
+	 * Post the receive of `nbytes` bytes of values. Fills the last 8 bytes of the buffer at `p` with random bits
+	 * first, to detect a short message.
+	 */
 	Incoming receive_values(void *p, size_t nbytes, int source, uint64_t kind = FRAMES)
 	{
 		const uint64_t filler = mixed(filler_ += 0x9E3779B97F4A7C15);
@@ -308,8 +317,8 @@ public:
 	}
 
 	/*
-	 * Wait for values. Throws FrameError unless their last 8 bytes are those that the sender announced: then the
-	 * message was shorter than expected.
+	 * Wait for values. Throws FrameError if their last 8 bytes differ from those that the sender announced, which
+	 * means that the message was shorter than expected.
 	 */
 	void values(Incoming &incoming, uint64_t announced)
 	{
@@ -320,7 +329,10 @@ public:
 								  " bytes of values that it announced");
 	}
 
-	/* Send a message, which must not change until finish(). An empty one says that this rank has no frame. */
+	/*
+	 * Send a message, whose bytes must not change until finish(). An empty message reports that this rank has no
+	 * frame.
+	 */
 	void send(Bytes message, int to)
 	{
 		if (!message) {
@@ -330,12 +342,16 @@ public:
 		const uint64_t word = stamp_of(round_);
 		uint8_t *end = message.p + message.nbytes - STAMP;
 
-		if (std::memcmp(end, &word, STAMP)) /* another peer's send may be reading it */
+		/* do not store an equal stamp again: a send to another peer may be reading it */
+		if (std::memcmp(end, &word, STAMP))
 			std::memcpy(end, &word, STAMP);
 		send_values(message.p, message.nbytes, to);
 	}
 
-	/* Send a received frame to another rank. Its length and stamp are still around it. */
+	/*
+	 * Send a received frame to another rank, with the length and the stamp that still surround it in the receive
+	 * buffer.
+	 */
 	void pass_on(Bytes frame, int to)
 	{
 		send(frame ? Bytes{frame.p - LENGTH, LENGTH + frame.nbytes + STAMP} : frame, to);
@@ -358,7 +374,7 @@ public:
 
 	/* An exchange of numbers in flight. */
 	struct Asked {
-		std::vector<Numbers> all; /* messages; this rank's, too */
+		std::vector<Numbers> all; /* messages of all ranks, including this one */
 		std::vector<Incoming> in, out;
 		uint64_t kind = 0;
 	};
@@ -369,13 +385,13 @@ public:
 		return expect(count, kind, others);
 	}
 
-	/* Send numbers to all ranks, as many as are expected from each. */
+	/* Send numbers to all ranks. The count must be that of expect(). */
 	void say(Asked &asked, const Numbers &mine)
 	{
 		say(asked, mine, others);
 	}
 
-	/* Return the numbers of all ranks. Those of absent ranks are unspecified. */
+	/* Wait for the numbers of all ranks and return them. The numbers of absent ranks are unspecified. */
 	std::vector<Numbers> hear(Asked &asked)
 	{
 		const size_t n = asked.all[rank].back();
@@ -388,10 +404,11 @@ public:
 	}
 
 	/*
-	 * Return the worst outcome and the largest times of all ranks. Every rank reports to rank 0, which answers all:
-	 * if another rank is lost meanwhile, either all succeed or none does. Other ranks wait for two timeouts, since
-	 * rank 0 may begin to wait one timeout later than they, and waits for one itself. An unknown outcome counts as
-	 * `refused`; if rank 0 answers with one, the channel is closed and PeerError thrown.
+	 * Return the worst outcome and the largest times of all ranks. Every rank reports to rank 0, which sends the
+	 * verdict to all. So if a rank other than rank 0 is lost meanwhile, either all other ranks succeed or none
+	 * does. Ranks wait twice the timeout for the verdict, since rank 0 may begin to wait for reports one timeout
+	 * later than they do, and may wait one timeout for them. An unknown outcome counts as `refused`; if rank 0
+	 * answers with one, the channel is closed and PeerError thrown.
 	 */
 	Verdict verdict(Outcome mine, const Times &times = {})
 	{
@@ -408,7 +425,7 @@ public:
 		return worst;
 	}
 
-	/* Kinds of messages. Each has slots of its own. */
+	/* Kinds of messages. Each kind has separate slots. */
 	static constexpr uint64_t REQUESTS = 1, FRAMES = 2, SUMS = 3, WORDS_OF_VALUES = 4, REPORTS = 5;
 
 	static std::string name(int rank)
@@ -417,10 +434,11 @@ public:
 	}
 
 private:
-	static constexpr uint64_t SLOTS = 0xc0; /* prefix of slots; Gloo's collectives use 1 and up, other users 0 */
-	static constexpr size_t REQUEST = 4, REPORT = 5; /* numbers of a request, and of a report */
+	/* first byte of slots; Gloo's collectives use prefixes from 1 up, other users of Gloo use 0 */
+	static constexpr uint64_t SLOTS = 0xc0;
+	static constexpr size_t REQUEST = 4, REPORT = 5; /* count of numbers in a request, and in a report */
 	static constexpr size_t LENGTH = sizeof(uint64_t), STAMP = sizeof(uint64_t), ALIGN = 64;
-	static constexpr size_t WORDS = 8; /* messages of numbers have a multiple of this number of words */
+	static constexpr size_t WORDS = 8; /* messages of numbers are padded to a multiple of this number of words */
 	static constexpr uint64_t MOST_ROUNDS = uint64_t(1) << 62;
 
 	/* Memory for messages. It is zeroed, so that it holds only stamps of this channel. */
@@ -472,14 +490,19 @@ private:
 			std::signal(SIGPIPE, SIG_IGN);
 	}
 
-	/* Fill a message with numbers. Their count comes last, so that it arrives only if all the rest does. */
+	/*
+	 * Fill a message with numbers, and store their count last, so that the count arrives only if all numbers do.
+	 */
 	static void put(const Numbers &numbers, Numbers &message)
 	{
 		std::copy(numbers.begin(), numbers.end(), message.begin());
 		message.back() = numbers.size();
 	}
 
-	/* Return the newest round of all channels of this process: new channels begin behind it, with unused keys. */
+	/*
+	 * Return the newest round of all channels of this process: new channels begin with the next round, so that
+	 * their keys are unused.
+	 */
 	static std::atomic<uint64_t> &newest_round()
 	{
 		static std::atomic<uint64_t> round{0};
@@ -488,8 +511,8 @@ private:
 	}
 
 	/*
-	 * Adopt the largest proposal. Throws PeerError and closes the channel if it is so large that numbers could run
-	 * out.
+	 * Adopt the largest proposal. Throws PeerError and closes the channel if the proposal is so large that round
+	 * numbers could run out.
 	 */
 	void adopt(const std::vector<Numbers> &requests)
 	{
@@ -504,7 +527,7 @@ private:
 			newest_round().compare_exchange_weak(newest, adopted_);
 	}
 
-	/* Use the slots of a key and the stamp of a round from now on, and post the receives of reports. */
+	/* Switch to the slots of a key and the stamp of a round, and post the receives of reports. */
 	void open(uint64_t key, uint64_t round)
 	{
 		key_ = key % KEYS;
@@ -513,7 +536,7 @@ private:
 		reports_ = expect(REPORT, REPORTS, rank ? std::vector<int>{0} : others);
 	}
 
-	/* Return the slot of a kind of messages. That of requests does not depend on the key. */
+	/* Return the slot of a kind of messages. The slot of requests does not depend on the key. */
 	uint64_t slot(uint64_t kind) const
 	{
 		constexpr uint64_t LOW = 32; /* number of keys that the last byte of a slot distinguishes */
@@ -532,7 +555,7 @@ private:
 		return {report[2], report[3], report[4]};
 	}
 
-	/* Return the worst of the outcomes that ranks report, and the largest times. */
+	/* Return the worst outcome that a rank reports, and the largest times. */
 	Verdict worst_of(const std::vector<Numbers> &reports) const
 	{
 		Verdict worst{Outcome::success, 0, {}};
@@ -551,7 +574,7 @@ private:
 		return worst;
 	}
 
-	/* Return the verdict in a message of rank 0. */
+	/* Return the verdict that a message of rank 0 contains. */
 	Verdict told_by_first(const Numbers &message)
 	{
 		if (message[0] > static_cast<uint64_t>(Outcome::not_finite) ||
@@ -619,13 +642,16 @@ private:
 			guarded(sending.source, [&] { sending.buffer->waitSend(timeout); });
 	}
 
-	/* Wait for all messages of an exchange, but those of absent ranks; `within` limits the sum of all waits. */
+	/*
+	 * Wait for the messages of an exchange from all ranks that are not absent. `within` limits the sum of all
+	 * waits.
+	 */
 	void wait(Asked &asked, std::chrono::milliseconds within)
 	{
 		const auto end = std::chrono::steady_clock::now() + within;
 		const auto left = [&] {
 			const auto time = end - std::chrono::steady_clock::now();
-			const std::chrono::milliseconds least(1); /* Gloo may take 0 for no limit */
+			const std::chrono::milliseconds least(1); /* Gloo may treat a timeout of 0 as no limit */
 
 			return std::max(least, std::chrono::duration_cast<std::chrono::milliseconds>(time));
 		};
@@ -638,7 +664,7 @@ private:
 			wait_sent(each);
 	}
 
-	/* Close the channel and throw PeerError if a message has another count than n. */
+	/* Close the channel and throw PeerError unless every message has n numbers. */
 	void check(const Asked &asked, size_t n)
 	{
 		for (const Incoming &each : asked.in) {
@@ -697,17 +723,18 @@ private:
 
 	std::shared_ptr<::gloo::Context> context_;
 	const uint64_t slot_;
-	uint64_t filler_;           /* secret state of the generator of random bits */
-	uint64_t adopted_;          /* number of the last collective that all ranks know */
-	uint64_t round_ = 0;        /* number of the collective in progress, which stamps its frames */
-	uint64_t key_ = 0;          /* key of the slots for its data */
+	uint64_t filler_;  /* secret state of the generator of random bits */
+	uint64_t adopted_; /* number (round) of the last collective that all ranks have agreed on */
+	/* number of the collective in progress, from which the stamp of its frames is computed */
+	uint64_t round_ = 0;
+	uint64_t key_ = 0;          /* key that selects the slots for data of the collective in progress */
 	uint64_t no_frame_[2] = {}; /* message without a frame: length 0, stamp */
 	Room room_;
 	size_t taken_ = 0, last_ = 0; /* bytes of room_ in use; offset of the message allocated last */
 	std::vector<Incoming> sending_;
 	Request mine_;
 	Asked requests_, reports_;
-	bool waiting_ = false;     /* true if the requests of other ranks have not been awaited yet */
+	bool waiting_ = false;     /* true until the requests of the other ranks have been received */
 	std::vector<bool> absent_; /* ranks whose requests differ from this rank's */
 	bool closed_ = false;
 };
