@@ -1,12 +1,16 @@
-/* common/bit_stream.cuh - bit streams of Delta and TopK: read by all lanes of a warp alike, and written by lanes or
- * threads at positions that they know. docs/spec/format.md, section 10.3.
+/*
+ * common/bit_stream.cuh - bit streams of Delta and TopK. All lanes of a warp read the same bits; lanes or threads
+ * write bits at positions that they have computed before. docs/spec/format.md, section 10.3.
  */
 #ifndef CODEC_CUDA_COMMON_BIT_STREAM_CUH
 #define CODEC_CUDA_COMMON_BIT_STREAM_CUH
 
 #include "common/warp.cuh"
 
-/* Cursor over a bit stream at a multiple of 4; zeros follow the last bit. All lanes of a warp have the same one. */
+/*
+ * Cursor over a bit stream whose address is a multiple of 4 bytes. Bits past the end read as 0. All lanes of a warp
+ * hold the same cursor.
+ */
 struct bit_reader {
 	const uint32_t *words;
 	uint32_t nwords;
@@ -18,7 +22,7 @@ DEVICE uint32_t word_at(const bit_reader &r, uint64_t i)
 	return i < r.nwords ? global(r.words)[i] : 0;
 }
 
-/* Return the next 32 bits. */
+/* Return the next 32 bits without moving the cursor. */
 DEVICE uint32_t peek_bits(const bit_reader &r)
 {
 	return __funnelshift_r(word_at(r, r.at / 32), word_at(r, r.at / 32 + 1), (uint32_t)(r.at % 32));
@@ -41,7 +45,10 @@ DEVICE uint64_t read_bits(bit_reader *r, uint32_t n)
 	return x;
 }
 
-/* Read a Rice code of a number below 2^full, k < full; an escape has it in full. Sets *bad if it is larger. */
+/*
+ * Read a Rice code with parameter k < full. An escape is followed by the number itself in `full` bits. Sets *bad if
+ * the number is not below 2^full.
+ */
 DEVICE uint64_t read_rice(bit_reader *r, uint32_t k, uint32_t full, bool *bad)
 {
 	const uint32_t q = (uint32_t)__ffs((int)(peek_bits(*r) | 1u << WIRE_RICE_LONGEST)) - 1;
@@ -55,7 +62,10 @@ DEVICE uint64_t read_rice(bit_reader *r, uint32_t k, uint32_t full, bool *bad)
 	return (uint64_t)q << k | read_bits(r, k);
 }
 
-/* Read the Rice code of a gap, which is not 0, and the sign behind it; or a gap of 0. Most take one look at 32 bits. */
+/*
+ * Read the Rice code of a gap and, unless the gap is 0, the sign after it. Most gaps are decoded from one load of 32
+ * bits.
+ */
 DEVICE uint32_t read_gap(bit_reader *r, uint32_t k, bool *negative, bool *bad)
 {
 	const uint32_t bits = peek_bits(*r), q = (uint32_t)__ffs((int)(bits | 1u << WIRE_RICE_LONGEST)) - 1;
@@ -74,7 +84,7 @@ DEVICE uint32_t read_gap(bit_reader *r, uint32_t k, bool *negative, bool *bad)
 	return gap;
 }
 
-/* Read an Elias gamma code, at least 1. Returns 0 if it is 2^64 or more. */
+/* Read an Elias gamma code of a number that is at least 1. Returns 0 if the number is 2^64 or more. */
 DEVICE uint64_t read_gamma(bit_reader *r)
 {
 	uint32_t n = 0, zeros;
@@ -92,7 +102,7 @@ DEVICE uint64_t read_gamma(bit_reader *r)
 	return 1ull << n | read_bits(r, n);
 }
 
-/* Return true if a stream has been read to its end: fewer than 64 bits are left, and are 0. */
+/* Return true if a stream has been read to its end: fewer than 64 bits are left, and all of them are 0. */
 DEVICE bool stream_ends(bit_reader r)
 {
 	const uint64_t nbits = 32ull * r.nwords;
@@ -106,7 +116,7 @@ DEVICE uint32_t rice_nbits(uint64_t x, uint32_t k, uint32_t full)
 	return x >> k < WIRE_RICE_LONGEST ? (uint32_t)(x >> k) + 1 + k : WIRE_RICE_LONGEST + full;
 }
 
-/* OR up to 64 bits into a stream, which is a multiple of 4. */
+/* OR up to 64 bits into a stream, whose address is a multiple of 4 bytes. */
 DEVICE void or_stream(uint8_t *stream, uint32_t bit, uint64_t x)
 {
 	or_bits(stream, bit, (uint32_t)x);
@@ -114,7 +124,7 @@ DEVICE void or_stream(uint8_t *stream, uint32_t bit, uint64_t x)
 		or_bits(stream, bit + 32, (uint32_t)(x >> 32));
 }
 
-/* Write a Rice code to a stream of zeros. Returns the position behind it. */
+/* Write a Rice code to a stream of zeros. Returns the bit position after the code. */
 DEVICE uint32_t put_rice(uint8_t *stream, uint32_t bit, uint64_t x, uint32_t k, uint32_t full)
 {
 	const uint64_t q = x >> k;

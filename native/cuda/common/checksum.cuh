@@ -1,8 +1,10 @@
-/* common/checksum.cuh - checksums of bytes, computed by a warp: 32 words (128 bytes) at a time, one word a lane.
+/*
+ * common/checksum.cuh - checksums of bytes, computed by a warp in steps of 32 words (128 bytes), one word per lane.
  * Definition: docs/spec/format.md, section 13.
  *
- * A chunk of WIRE_CHUNK_WORDS words has a sum of words times keys, which is mixed with the chunk's index. Checksums of
- * chunks are added up. Both sums are of integers, so that they do not depend on the order of execution.
+ * For each chunk of WIRE_CHUNK_WORDS words, words are multiplied by keys and summed up, and the sum is mixed with the
+ * chunk's index. The checksum is the sum over all chunks. Both sums are of integers, so that the order of execution
+ * does not matter.
  */
 #ifndef CODEC_CUDA_COMMON_CHECKSUM_CUH
 #define CODEC_CUDA_COMMON_CHECKSUM_CUH
@@ -14,15 +16,15 @@
 static __device__ const uint32_t CHECKSUM_KEY[WIRE_CHUNK_WORDS] = {CHECKSUM_KEYS};
 
 /*
- * Running checksum of one stream of bytes. `sum`: sum over this lane's words of the current chunk. `mine`: sum over all
- * words of the latest chunk whose index modulo 32 is this lane. Lanes keep 32 chunks, so that digest_sum can mix all of
- * them at once.
+ * Running checksum of one stream of bytes. `sum`: sum over this lane's words of the current chunk. `mine`: sum over
+ * all words of the latest chunk whose index modulo 32 equals this lane's number. So the lanes together store the sums
+ * of 32 chunks, which digest_sum mixes at once.
  */
 struct digest {
 	uint64_t sum, mine;
 };
 
-/* Add one word a lane: row `row` (of 32 words) of the stream. Rows of a chunk may come in any order. */
+/* Add row `row` (32 words, one per lane) of the stream. Rows of a chunk may be added in any order. */
 DEVICE void digest_word(digest *d, uint32_t word, uint32_t row, uint32_t lane)
 {
 	d->sum += (uint64_t)word * CHECKSUM_KEY[row % CHUNK_ROWS * 32 + lane];
@@ -37,13 +39,16 @@ DEVICE void digest_end_chunk(digest *d, uint32_t chunk, uint32_t lane)
 	d->sum = 0;
 }
 
-/* Return the checksum of chunks `first` to `first` + count - 1. The latest 32 chunks are kept: count is at most 32. */
+/*
+ * Return the checksum of chunks `first` to `first` + count - 1. `count` is at most 32, since only the sums of the
+ * latest 32 chunks are stored.
+ */
 DEVICE uint64_t digest_sum(const digest *d, uint64_t first, uint32_t count, uint32_t seed, uint32_t lane)
 {
 	return warp_sum(lane < count ? checksum_of_chunk(d->mine, seed, first + lane) : (uint64_t)0);
 }
 
-/* Load this lane's words of a whole chunk at `from`, a multiple of 4. */
+/* Load this lane's words of a whole chunk at address `from`, a multiple of 4 bytes. */
 DEVICE void load_chunk(const uint8_t *from, uint32_t word[CHUNK_ROWS], uint32_t lane)
 {
 	for (uint32_t k = 0; k < CHUNK_ROWS; k++)
@@ -89,7 +94,7 @@ DEVICE_CALL uint64_t digest_bytes(const uint8_t *p, uint64_t nbytes, uint32_t se
 {
 	uint32_t nchunks = (uint32_t)((nbytes + 4 * WIRE_CHUNK_WORDS - 1) / (4 * WIRE_CHUNK_WORDS));
 	const uint32_t whole = (uint64_t)p % 4 ? 0 : (uint32_t)(nbytes / (4 * WIRE_CHUNK_WORDS));
-	const uint32_t AT_ONCE = 2; /* chunks whose loads are in flight together */
+	const uint32_t AT_ONCE = 2; /* number of chunks whose loads are in flight together */
 	uint64_t total = 0;
 	digest d = {0, 0};
 

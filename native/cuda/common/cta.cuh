@@ -1,10 +1,11 @@
-/* common/cta.cuh - reductions over a CTA, and synchronization between CTAs. A CTA is a CUDA thread block; "block" means
+/*
+ * common/cta.cuh - reductions over a CTA, and synchronization between CTAs. A CTA is a CUDA thread block; "block" means
  * a block of values of a frame here.
  *
  * All functions are called by all CTA_THREADS threads of a CTA, and include the barriers that they need.
  *
  * CTAs share the work on a frame as numbered tasks (cta_next_task). A task waits only for tasks with smaller numbers,
- * which CTAs that already run have taken. So waiting ends however few CTAs are resident at once.
+ * which resident CTAs have already taken. So there is no deadlock, however few CTAs are resident at once.
  */
 #ifndef CODEC_CUDA_COMMON_CTA_CUH
 #define CODEC_CUDA_COMMON_CTA_CUH
@@ -43,7 +44,10 @@ DEVICE_CALL uint32_t cta_max(uint32_t x)
 	return warp_max(most[threadIdx.x % CTA_WARPS]);
 }
 
-/* Return the sum of x over the threads below this one, and over all threads in *total. */
+/*
+ * Return the exclusive prefix sum of x over threads (the sum over all threads below this one). Sets *total to the sum
+ * over all threads.
+ */
 DEVICE_CALL uint64_t cta_scan(uint32_t x, uint64_t *total)
 {
 	__shared__ uint32_t sums[CTA_WARPS];
@@ -74,7 +78,9 @@ DEVICE_CALL uint32_t cta_broadcast(uint32_t x)
 	return shared;
 }
 
-/* Return the number of the next task that no CTA has taken. `ticket`: counter in global memory, 0 at first. */
+/*
+ * Return the number of the next task that no CTA has taken. `ticket`: counter in global memory, 0 before the launch.
+ */
 DEVICE_CALL uint32_t cta_next_task(uint32_t *ticket)
 {
 	return cta_broadcast(threadIdx.x == 0 ? atomicAdd(ticket, 1u) : 0);
@@ -92,8 +98,8 @@ DEVICE void cta_release()
 }
 
 /*
- * Count one of `ctas` CTAs as done in *done. Returns true to the last one, which then sees what all others have
- * written.
+ * Count this CTA as done in *done. Returns true in the last of `ctas` CTAs, to which the writes of all other CTAs are
+ * then visible.
  */
 DEVICE_CALL bool cta_is_last(uint32_t *done, uint32_t ctas)
 {
@@ -102,12 +108,12 @@ DEVICE_CALL bool cta_is_last(uint32_t *done, uint32_t ctas)
 	cta_release();
 	if (threadIdx.x == 0) {
 		last = atomicAdd(done, 1u) == ctas - 1;
-		device_fence(); /* acquire, for all threads: cta_broadcast has a barrier */
+		device_fence(); /* acquire fence for all threads, since cta_broadcast has a barrier */
 	}
 	return cta_broadcast(last);
 }
 
-/* Set a flag in global memory on which other CTAs wait; they see all that this CTA has written before. */
+/* Set a flag in global memory for which other CTAs wait. All earlier writes of this CTA become visible to them. */
 DEVICE_CALL void cta_signal(volatile uint32_t *flag)
 {
 	cta_release();

@@ -8,11 +8,11 @@
 struct job {
 	codec_view v;
 	const uint8_t *memory;
-	const uint32_t *codes; /* encoding: 256 codes for each plane in shared memory, see share_coding in
-				  coder/encode.cuh; else NULL */
+	/* encoding: 256 entries for each plane in shared memory, see share_coding in coder/encode.cuh; else NULL */
+	const uint32_t *codes;
 };
 
-/* Copy *from to *to in shared memory, by all threads of the CTA. sizeof(T) is a multiple of 8. */
+/* Copy *from to *to in shared memory. Called by all threads of the CTA. sizeof(T) is a multiple of 8. */
 template <class T> DEVICE void share(T *to, const T *from)
 {
 	for (uint32_t i = threadIdx.x; i < sizeof(T) / sizeof(uint64_t); i += blockDim.x)
@@ -31,7 +31,7 @@ DEVICE const job &share_job(const codec_view *view, const uint8_t *memory, const
 	return j;
 }
 
-/* Position in a region: bytes frame[at, end) are still to be read. All lanes of a warp have the same cursor. */
+/* Position in a region: bytes frame[at, end) are still to be read. All lanes of a warp hold the same cursor. */
 struct cursor {
 	const uint8_t *frame;
 	uint64_t at, end;
@@ -69,8 +69,8 @@ DEVICE const uint8_t *table_of(const job *j, uint32_t p)
 }
 
 /*
- * Return the last of `count` parts that begins at or before `place`. Member `begins` of a part says where it begins;
- * the first part begins at 0, and parts ascend. Binary search.
+ * Return the last of `count` parts that begins at or before `place`, by binary search. `begins`: member of a part that
+ * stores its begin; begins ascend from 0.
  */
 template <class PART, class NUMBER>
 DEVICE const PART *part_at(const PART *part, uint64_t count, NUMBER PART::*begins, uint64_t place)

@@ -1,9 +1,10 @@
-/* common/scratch.cuh - scratch memory of a call, in units that warps take and give back.
+/*
+ * common/scratch.cuh - scratch memory of a call, divided into units that warps acquire and release.
  *
  * A launch encodes or decodes any number of frames, but only as many warps run at once as the GPU has room for. They
- * share units of scratch memory. No more warps work on a frame than find units at once (useful_warps). If several
- * frames need more, warps wait: a warp that has units never waits for one that has none, because a warp takes its units
- * before its first block.
+ * share units of scratch memory. The number of warps that work on a frame is limited to the number for which units
+ * exist (useful_warps). If several frames need more units than exist, warps wait for units. There is no deadlock: a
+ * warp acquires its units before its first block, so a warp that has units never waits for a warp that has none.
  */
 #ifndef CODEC_CUDA_COMMON_SCRATCH_CUH
 #define CODEC_CUDA_COMMON_SCRATCH_CUH
@@ -12,28 +13,28 @@
 
 /* Scratch memory that all frames of a call share. */
 struct codec_units {
-	uint32_t *taken; /* one bit a unit, set while a warp has it; 0 at first */
+	uint32_t *taken; /* bit mask, one bit per unit, set while a warp owns the unit; 0 before the launch */
 	uint8_t *memory; /* memory of all units */
 	uint64_t each;   /* bytes of a unit */
 	uint32_t count;  /* number of units; 0: this frame needs no scratch memory */
 	uint32_t reserved;
 };
 
-/* Units that a warp has acquired; memory: NULL without units. */
+/* Units that a warp has acquired; memory is NULL if there are none. */
 struct taken_units {
 	uint8_t *memory;
 	uint32_t first, count;
 };
 
-/* Return the number of units for `nbytes` bytes, which are not 0. */
+/* Return the number of units for `nbytes` bytes; `nbytes` is not 0. */
 DEVICE uint32_t units_for(const codec_units &s, uint64_t nbytes)
 {
 	return (uint32_t)((nbytes + s.each - 1) / s.each);
 }
 
 /*
- * Return how many of a frame's warps, if each takes `nbytes` bytes, find units at once. CTAs are whole, and there is at
- * least one.
+ * Return how many of a frame's warps can own `nbytes` bytes of units at the same time, rounded down to whole CTAs, at
+ * least one CTA.
  */
 DEVICE uint32_t useful_warps(const codec_units &s, uint64_t nbytes, uint32_t warps)
 {
@@ -47,8 +48,8 @@ DEVICE uint32_t useful_warps(const codec_units &s, uint64_t nbytes, uint32_t war
 }
 
 /*
- * Return a mask of the groups of `count` units, by the number of their first one, that are free in word `word` of
- * s.taken. A group begins at a multiple of `count` within its word.
+ * Return a mask of the free groups of `count` units in word `word` of s.taken: the bit of a group's first unit is set
+ * if all its units are free. Groups begin at multiples of `count` within the word.
  */
 DEVICE uint32_t free_groups(const codec_units &s, uint32_t word, uint32_t count)
 {
@@ -62,8 +63,8 @@ DEVICE uint32_t free_groups(const codec_units &s, uint32_t word, uint32_t count)
 }
 
 /*
- * Take enough units for `nbytes` bytes that no other warp has, by all lanes of a warp. There are at least as many
- * units, and they are at most 32.
+ * Acquire units for `nbytes` bytes; wait until enough are free. Called by all lanes of a warp. At most 32 units, and
+ * no more than s.count.
  */
 static __device__ taken_units take_units(const codec_units &s, uint64_t nbytes, uint32_t lane)
 {
@@ -73,7 +74,7 @@ static __device__ taken_units take_units(const codec_units &s, uint64_t nbytes, 
 	if (!s.count || !nbytes)
 		return {NULL, 0, 0};
 	const uint32_t count = units_for(s, nbytes), groups = 32 / count;
-	/* warps of a first frame find the units of their own numbers free */
+	/* start at the unit with this warp's number, which is free for the warps of the first frame */
 	const uint32_t own = (gridDim.x * blockIdx.y + blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
 	const uint32_t wanted = own % groups * count;
 
@@ -88,7 +89,7 @@ static __device__ taken_units take_units(const codec_units &s, uint64_t nbytes, 
 
 			if (!before)
 				first = 32 * word + bit;
-			else /* another warp has acquired the unit */
+			else /* another warp has acquired one of these units */
 				atomicAnd(s.taken + word, ~(all & ~before));
 		}
 		if (finder < 32)
@@ -96,17 +97,17 @@ static __device__ taken_units take_units(const codec_units &s, uint64_t nbytes, 
 		else
 			wait_briefly();
 	}
-	device_fence(); /* acquire: the former warp's accesses to the units come before this warp's */
+	device_fence(); /* acquire fence: the previous owner's accesses to the units come before this warp's */
 	__syncwarp();
 	return {s.memory + s.each * first, first, count};
 }
 
-/* Release units, by all lanes of a warp. */
+/* Release units. Called by all lanes of a warp. */
 static __device__ void give_units(const codec_units &s, const taken_units &t, uint32_t lane)
 {
 	__syncwarp(); /* no lane uses the memory any more */
 	if (lane == 0 && t.memory) {
-		device_fence(); /* release, for all lanes */
+		device_fence(); /* release fence, for all lanes */
 		atomicAnd(s.taken + t.first / 32, ~(FULL >> (32 - t.count) << t.first % 32));
 	}
 }

@@ -1,4 +1,4 @@
-/* common/values.cuh - reading of values to be encoded (codec_source), and storing of decoded values (codec_sink). */
+/* common/values.cuh - read values to be encoded (codec_source), and store decoded values (codec_sink). */
 #ifndef CODEC_CUDA_COMMON_VALUES_CUH
 #define CODEC_CUDA_COMMON_VALUES_CUH
 
@@ -16,7 +16,7 @@ struct codec_sink {
 	uint32_t unscaled, rescale;
 };
 
-/* Return the float32 that a value of `dtype` with bits x stands for. */
+/* Return the value of `dtype` with bit pattern x, as float32. */
 DEVICE float float_of(uint32_t dtype, uint32_t x)
 {
 	return round_float(dtype == WIRE_FLOAT32    ? x
@@ -32,7 +32,7 @@ DEVICE uint32_t bits_of_float(uint32_t dtype, float y)
 	return dtype == WIRE_FLOAT32 ? u : dtype == WIRE_BFLOAT16 ? round_to_bfloat16(u) : round_to_float16(u);
 }
 
-/* Tensor to be encoded; all arrays have n values. */
+/* Tensor to be encoded. All arrays have one entry per value of the tensor. */
 struct codec_source {
 	const uint8_t *values; /* the tensor, at a multiple of the size of a value; with error feedback: `sums`, rounded
 				  to the tensor's dtype */
@@ -55,8 +55,8 @@ DEVICE bool in_quads(uint32_t dtype, const codec_source *s)
 }
 
 /*
- * Load N quads of values as bits of float32: PER adjacent ones at value i, PER that begin `apart` values behind the
- * first ones, and so on. i and `apart` are multiples of 4, and in_quads() is true. All loads are in flight together.
+ * Load N quads of values as bits of float32: PER adjacent quads from value i, PER quads from value i + apart, and so
+ * on. i and `apart` are multiples of 4, and in_quads() must be true. All loads are in flight together.
  */
 template <int N, int PER>
 DEVICE void load_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32_t apart, uint32_t x[4 * N])
@@ -79,7 +79,7 @@ DEVICE void load_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32
 		x[4 * k] = w.x & 0xffff, x[4 * k + 1] = w.x >> 16, x[4 * k + 2] = w.y & 0xffff,
 		      x[4 * k + 3] = w.y >> 16;
 	}
-	if (dtype == WIRE_BFLOAT16) /* one branch for all values */
+	if (dtype == WIRE_BFLOAT16) /* one branch on the dtype for all values */
 		for (int k = 0; k < 4 * N; k++)
 			x[k] = round_from_bfloat16((uint16_t)x[k]);
 	else
@@ -124,8 +124,8 @@ template <int N> DEVICE void values_each_32(uint32_t dtype, const codec_source *
 }
 
 /*
- * Return what to store where `before` is stored, for a decoded value y. `scale`: scale of the value's part, used by
- * s->rescale.
+ * Return the result of combining a decoded value y with the destination's value `before`, according to s->into and
+ * s->divide. `scale`: scale of the value's part, used if s->rescale is set.
  */
 DEVICE float put_float(const codec_sink *s, float before, float y, float scale)
 {
@@ -138,7 +138,10 @@ DEVICE float put_float(const codec_sink *s, float before, float y, float scale)
 	return s->divide > 0 ? round_div(y, s->divide) : y;
 }
 
-/* Load n <= 4 values from value i on of a float32 destination. They stay 0 if the result does not depend on them. */
+/*
+ * Load n <= 4 values of a float32 destination, from value i on. If the result does not depend on them, set them to 0
+ * instead.
+ */
 DEVICE void load_floats(const codec_sink *s, uint64_t i, uint32_t n, float x[4])
 {
 	uint64_t words[4] = {0};
@@ -157,7 +160,7 @@ DEVICE void store_floats(const codec_sink *s, uint64_t i, uint32_t n, const floa
 	store_quad<4>(s->data + 4 * i, n, words);
 }
 
-/* Combine n <= 4 decoded values with those of a float32 destination from value i on, see put_float. */
+/* Combine n <= 4 decoded values with values i to i + n - 1 of a float32 destination, see put_float. */
 DEVICE void put_floats(const codec_sink *s, uint64_t i, uint32_t n, const float y[4], float scale)
 {
 	float x[4];
@@ -169,8 +172,8 @@ DEVICE void put_floats(const codec_sink *s, uint64_t i, uint32_t n, const float 
 }
 
 /*
- * Store n <= 4 values from value i on. x: their bits in the frame's dtype. Only float dtypes can be added to, or
- * compared with, a destination of another dtype (s->into is not CODEC_INTO_STORE).
+ * Store n <= 4 values from value i on. x: bits of the values in the frame's dtype. If s->into is not CODEC_INTO_STORE,
+ * the dtype must be a float, and the values are combined with a float32 destination.
  */
 template <int SIZE>
 DEVICE void put_quad(const codec_sink *s, uint32_t dtype, uint64_t i, uint32_t n, const uint64_t x[4])

@@ -1,7 +1,9 @@
-/* common/warp.cuh - loads and stores at any address, bytes within words, and reductions over the 32 lanes of a warp.
+/*
+ * common/warp.cuh - loads and stores at unaligned addresses, operations on the bytes of words, and reductions over the
+ * 32 lanes of a warp.
  *
- * A "quad" is four consecutive values of a tensor or plane. A lane works on one quad of a row of 128 values: values 4 *
- * lane to 4 * lane + 3.
+ * A "quad" is four consecutive values of a tensor or plane. A "row" is 128 values, of which a lane works on one quad:
+ * values 4 * lane to 4 * lane + 3.
  */
 #ifndef CODEC_CUDA_COMMON_WARP_CUH
 #define CODEC_CUDA_COMMON_WARP_CUH
@@ -32,7 +34,7 @@ template <class T> DEVICE T *shared(T *p)
 	return p;
 }
 
-/* Keep x in a register where the compiler would compute it again. */
+/* Return x such that the compiler keeps it in a register instead of computing it again. */
 DEVICE uint32_t opaque(uint32_t x)
 {
 #ifdef __CUDA_ARCH__
@@ -41,7 +43,7 @@ DEVICE uint32_t opaque(uint32_t x)
 	return x;
 }
 
-/* Load global memory that is used once, so that the L2 cache keeps other data. */
+/* Load global memory that is read only once, with a hint that the L2 cache evicts it first. */
 template <class T> DEVICE T load_once(const T *p)
 {
 #ifdef __CUDA_ARCH__
@@ -51,7 +53,7 @@ template <class T> DEVICE T load_once(const T *p)
 #endif
 }
 
-/* Store to global memory that is not used again soon, so that the L2 cache keeps other data. */
+/* Store to global memory that is not read again soon, with a hint that the L2 cache evicts it first. */
 template <class T> DEVICE void store_once(T *p, T x)
 {
 #ifdef __CUDA_ARCH__
@@ -61,7 +63,7 @@ template <class T> DEVICE void store_once(T *p, T x)
 #endif
 }
 
-/* Bring the cache line at p to the L2 cache. */
+/* Prefetch the cache line at p into the L2 cache. */
 DEVICE void prefetch(const void *p)
 {
 #ifdef __CUDA_ARCH__
@@ -79,7 +81,7 @@ DEVICE uint32_t warp_sum(uint32_t x)
 	return __reduce_add_sync(FULL, x);
 }
 
-/* Sum in parts of 27 bits, so that 32 parts cannot overflow 32 bits. */
+/* Return the sum of x over the warp. Adds parts of 27 bits, so that the sum of 32 parts cannot overflow 32 bits. */
 DEVICE uint64_t warp_sum(uint64_t x)
 {
 	const uint32_t part = (1u << 27) - 1;
@@ -93,7 +95,10 @@ DEVICE uint32_t warp_max(uint32_t x)
 	return __reduce_max_sync(FULL, x);
 }
 
-/* Return the sum of x over the lanes below this one, and over all lanes in *total. */
+/*
+ * Return the exclusive prefix sum of x over lanes (the sum over all lanes below this one). Sets *total to the sum over
+ * all lanes.
+ */
 DEVICE uint32_t warp_scan(uint32_t x, uint32_t lane, uint32_t *total)
 {
 	uint32_t sum = x;
@@ -107,7 +112,7 @@ DEVICE uint32_t warp_scan(uint32_t x, uint32_t lane, uint32_t *total)
 	return sum - x;
 }
 
-/* Load a little-endian word at any address. Aligned words that hold one of its bytes are read whole. */
+/* Load a little-endian word at any address. Reads the aligned words that contain its bytes, and no other memory. */
 DEVICE uint32_t load32(const uint8_t *p)
 {
 	const uint32_t *w = (const uint32_t *)((uint64_t)p & ~3ull);
@@ -126,13 +131,16 @@ DEVICE_CALL uint32_t load_few(const uint8_t *p, uint32_t n)
 	return x;
 }
 
-/* Load the first min(n, 4) bytes at p as a little-endian word; no byte behind them is read, if n < 4. */
+/* Load the first min(n, 4) bytes at p as a little-endian word. If n < 4, no byte after them is read. */
 DEVICE uint32_t load_bytes(const uint8_t *p, uint32_t n)
 {
 	return n >= 4 ? load32(p) : load_few(p, n);
 }
 
-/* Load n <= 4 values of SIZE bytes from p, a multiple of SIZE; others become 0. Four aligned values take one load. */
+/*
+ * Load n <= 4 values of SIZE bytes from p, a multiple of SIZE; set the other elements of x to 0. Four aligned values
+ * need one load.
+ */
 template <int SIZE> DEVICE void load_quad(const uint8_t *p, uint32_t n, uint64_t x[4])
 {
 	if (n == 4 && (uint64_t)p % (SIZE < 8 ? 4 * SIZE : 16) == 0) {
@@ -165,7 +173,7 @@ template <int SIZE> DEVICE void load_quad(const uint8_t *p, uint32_t n, uint64_t
 				   : ((const uint64_t *)p)[k];
 }
 
-/* Store n <= 4 values of SIZE bytes at p, a multiple of SIZE. Four aligned values take one store. */
+/* Store n <= 4 values of SIZE bytes at p, a multiple of SIZE. Four aligned values need one store. */
 template <int SIZE> DEVICE void store_quad(uint8_t *p, uint32_t n, const uint64_t x[4])
 {
 	if (n == 4 && (uint64_t)p % (SIZE < 8 ? 4 * SIZE : 16) == 0) {
@@ -194,8 +202,8 @@ template <int SIZE> DEVICE void store_quad(uint8_t *p, uint32_t n, const uint64_
 }
 
 /*
- * Copy n bytes between any addresses, in words that are aligned at the destination. By one warp. GLOBAL: the source is
- * in global memory.
+ * Copy n bytes between any addresses, in words that are aligned at the destination. Called by one warp. GLOBAL: the
+ * source is in global memory.
  */
 template <bool GLOBAL = true>
 static __device__ void copy_bytes(uint8_t *to, const uint8_t *from, uint64_t n, uint32_t lane)
@@ -223,7 +231,7 @@ static __device__ void copy_bytes(uint8_t *to, const uint8_t *from, uint64_t n, 
 		to[i] = from[i];
 }
 
-/* Return word x with all bytes 0 but the first n. */
+/* Return word x with all bytes except the first n set to 0. */
 DEVICE uint32_t keep_bytes(uint32_t x, uint32_t n)
 {
 	return n < 4 ? x & ((1u << 8 * n) - 1) : x;
@@ -247,13 +255,13 @@ DEVICE uint32_t equal_mask(uint32_t x, uint32_t byte)
 	return (~(((d & 0x7f7f7f7fu) + 0x7f7f7f7fu) | d) >> 7 & ONES) * 255;
 }
 
-/* Return a word whose bytes are 255 where words are negative, and 0 elsewhere. */
+/* Return a word of four bytes, one for each of a, b, c and d: 255 if the word is negative, else 0. */
 DEVICE uint32_t sign_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 {
 #ifdef __CUDA_ARCH__
 	uint32_t low, high;
 
-	/* selectors of 8 and more replicate the sign of a byte */
+	/* with selectors of 8 and above, prmt replicates the sign of a byte */
 	asm("prmt.b32 %0, %1, %2, 0xfb;" : "=r"(low) : "r"(a), "r"(b));
 	asm("prmt.b32 %0, %1, %2, 0xfb;" : "=r"(high) : "r"(c), "r"(d));
 	return __byte_perm(low, high, 0x5410);
@@ -262,7 +270,9 @@ DEVICE uint32_t sign_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 #endif
 }
 
-/* OR up to 32 bits into a region, at a multiple of 4, from bit `bit` on. Other lanes may write bits of the same words.
+/*
+ * OR up to 32 bits into a region from bit `bit` on; its address is a multiple of 4 bytes. Other lanes may write other
+ * bits of the same words.
  */
 DEVICE void or_bits(uint8_t *region, uint64_t bit, uint32_t x)
 {
@@ -275,7 +285,7 @@ DEVICE void or_bits(uint8_t *region, uint64_t bit, uint32_t x)
 		atomicOr(word + 1, high);
 }
 
-/* Wait for about half a microsecond, so that a loop that waits for memory leaves the GPU to other warps. */
+/* Sleep for about half a microsecond, so that a loop that polls memory leaves the GPU to other warps. */
 DEVICE void wait_briefly()
 {
 #ifdef __CUDA_ARCH__
@@ -284,8 +294,8 @@ DEVICE void wait_briefly()
 }
 
 /*
- * Fence of acquire and release, device scope. __threadfence() is sequentially consistent too, which costs more and
- * which flags and counters do not need.
+ * Acquire and release fence, device scope. __threadfence() is sequentially consistent, which costs more and is not
+ * needed for flags and counters.
  */
 DEVICE void device_fence()
 {

@@ -4,8 +4,8 @@
 #include "common/warp.cuh"
 
 /*
- * Set *found, which is 0 before the launch, to CODEC_NONFINITE if one of n values is NaN or Inf. Any grid: threads
- * check values in strides.
+ * Set *found, which is 0 before the launch, to CODEC_NONFINITE if one of n values is NaN or Inf. Any grid: a
+ * grid-stride loop.
  */
 extern "C" __global__ void __launch_bounds__(256) check_finite(const uint32_t *x, uint64_t n, uint32_t *found)
 {

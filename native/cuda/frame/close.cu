@@ -1,5 +1,6 @@
-/* frame/close.cu - last kernel of an encoding: writes what precedes the regions (header, side section, checksums), or
- * the whole frame of a tensor that is stored uncompressed. docs/spec/format.md, section 2.
+/*
+ * frame/close.cu - last kernel of an encoding: writes the sections before the regions (header with the frame's
+ * checksum, side section), or the whole frame of a tensor that is stored uncompressed. docs/spec/format.md, section 2.
  */
 #include "rows/rows.cuh"
 #include "coder/sample.cuh"
@@ -63,16 +64,19 @@ DEVICE_CALL uint32_t rows_byte(const codec_view *v, const uint8_t *memory, uint6
 }
 
 /*
- * Nibbles of a part's row or column offsets in the side section: bytes [from, to) of the model's part of that section
- * that hold two offsets each. from == to: none.
+ * Bytes [from, to), within the scale model's bytes of the side section, that store a part's row or column offsets as
+ * nibbles, two offsets per byte. from == to: there are none.
  */
 struct nibble_run {
 	uint64_t from, to;
-	const int8_t *offsets; /* first offset; at an even address */
+	const int8_t *offsets; /* first of the offsets; its address is even */
 	int shift;
 };
 
-/* Return the runs of the only part of a model: row offsets, then column offsets. Models of more parts have none. */
+/*
+ * Set run[0] to the row offsets and run[1] to the column offsets of a model with one part. Both are empty if the model
+ * has more parts.
+ */
 DEVICE void nibble_runs(const codec_view *v, const uint8_t *memory, nibble_run run[2])
 {
 	run[0] = run[1] = {0, 0, NULL, 0};
@@ -86,7 +90,9 @@ DEVICE void nibble_runs(const codec_view *v, const uint8_t *memory, nibble_run r
 	run[1] = {cols_at, cols_at + part_cols(&part) / 2, offsets + (rows + 1) / 2 * 2, part.shifts >> 4};
 }
 
-/* Return the word of four bytes from byte `at` of a run on, which all hold two offsets. Its loads are independent. */
+/*
+ * Return bytes `at` to at + 3 of a run as a word. Each byte stores two offsets. The loads do not depend on each other.
+ */
 DEVICE uint32_t nibble_word(const nibble_run &run, uint64_t at)
 {
 	const uint16_t *pair = (const uint16_t *)(run.offsets + 2 * (at - run.from));
@@ -116,7 +122,7 @@ DEVICE_CALL uint32_t side_byte(const codec_view *v, const uint8_t *memory, const
 				      : 0;
 }
 
-/* Write chunk i of the side section to the frame. Returns its checksum. By a CTA. */
+/* Write chunk i of the side section to the frame. Returns the chunk's checksum. Called by a CTA. */
 DEVICE_CALL uint64_t put_side(const codec_view *v, const uint8_t *memory, const codec_choice *c, uint8_t *frame,
 			      uint64_t i)
 {
@@ -142,7 +148,10 @@ DEVICE_CALL uint64_t put_side(const codec_view *v, const uint8_t *memory, const 
 	return checksum_of_chunk(cta_sum(sum), WIRE_SEED_SIDE, i);
 }
 
-/* Copy chunk i of the tensor's nbytes bytes to `to`, the data of a stored frame. Returns its checksum. By one warp. */
+/*
+ * Copy chunk i of the tensor's nbytes bytes to `to`, the data of a stored frame. Returns the chunk's checksum. Called
+ * by one warp.
+ */
 DEVICE_CALL uint64_t put_stored(const uint8_t *values, uint64_t nbytes, uint8_t *to, uint64_t i, uint32_t lane)
 {
 	uint64_t from = 4 * WIRE_CHUNK_WORDS * i, sum = 0;
@@ -168,7 +177,10 @@ DEVICE float residual_of_stored(const codec_view *v, const codec_source *source,
 	return source->sums ? round_minus(source->sums[i], value_at(v->dtype, &rounded, i)) : 0;
 }
 
-/* Write Delta's side section, the digests of base and result. Returns its checksum. By one warp. */
+/*
+ * Write Delta's side section, which consists of the digests of base and result. Returns its checksum. Called by one
+ * warp.
+ */
 DEVICE uint64_t put_digests(const codec_view *v, const codec_written *out, uint8_t *frame, uint32_t lane)
 {
 	const uint64_t digest = lane < 2 ? out->base : out->result;
@@ -187,8 +199,9 @@ DEVICE void put_field(uint8_t *to, uint64_t x, uint32_t nbytes)
 }
 
 /*
- * Write the header. `head`: header of the planned job. `checksum`: of everything behind the header. `image`: shared
- * memory for a header. `unchanged`: the tensor equals Delta's base, and has no blocks. By one warp.
+ * Write the header. `head`: header of the planned job. `checksum`: checksum of everything after the header. `image`:
+ * shared memory for a header. `unchanged`: true if the tensor equals Delta's base, so that the frame has no blocks.
+ * Called by one warp.
  */
 DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool stored, bool unchanged,
 			    uint64_t frame_nbytes, uint64_t checksum, uint8_t *frame, uint8_t *image, uint32_t lane)
@@ -210,7 +223,7 @@ DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool store
 	}
 	__syncwarp();
 	checksum += digest_bytes(image, v->side_offset, WIRE_SEED_HEADER, lane);
-	__syncwarp(); /* all lanes have read the image */
+	__syncwarp(); /* all lanes have read the image, which lane 0 changes next */
 	if (lane == 0)
 		put_field(image + WIRE_AT_CHECKSUM, checksum, 8);
 	__syncwarp();
@@ -219,13 +232,13 @@ DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool store
 }
 
 /*
- * Finish frames whose blocks are written, as codec_encode_close does. Grid: (any number of CTAs, frames). CTAs take
- * chunks of the side section in turn, and warps chunks of the directory, from the last CTA on. The first warp of the
- * CTA that finishes last writes the header.
+ * Finish frames whose blocks are written, as codec_encode_close does. Grid: (any number of CTAs, frames). CTAs process
+ * chunks of the side section round-robin, and warps process chunks of the directory round-robin, beginning with the
+ * last CTA. The first warp of the CTA that finishes last writes the header.
  *
  * Sets out->nbytes to the frame's size in bytes, and out->fault to a status; if that is an error, there is no frame and
- * nbytes is 0. A tensor is stored if its blocks take too much room, or more than the stored frame does. With Delta it
- * is never stored, and has no blocks if it equals the base.
+ * nbytes is 0. A tensor is stored uncompressed if its blocks do not fit, or if the frame would be larger than a stored
+ * one. With Delta the tensor is never stored, and the frame has no blocks if the tensor equals the base.
  */
 extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const codec_encoding *encodings)
 {
@@ -238,13 +251,13 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const
 	const uint32_t size = size_of(v.dtype), lane = threadIdx.x % 32;
 	const uint64_t warp = blockIdx.x * CLOSE_WARPS + threadIdx.x / 32, warps = gridDim.x * CLOSE_WARPS;
 	const uint64_t nbytes = v.n * size, stored_nbytes = v.side_offset + nbytes, chunk = 4 * WIRE_CHUNK_WORDS;
-	/* codecs of rows and TopK store tensors without values only */
+	/* row codecs and TopK store only empty tensors */
 	const bool never_stored = v.row_parts.count > 0 || (v.codec == WIRE_CODEC_TOPK && v.nblocks);
 	const bool large = out->fault == CODEC_SHORT_OUTPUT || out->fault == CODEC_LIMIT;
 	const bool delta = v.codec == WIRE_CODEC_DELTA, unchanged = delta && !out->changed;
 	const bool stored = !never_stored && !delta && (!out->fault || large) &&
 			    (!v.nblocks || large || choose_stored(out->end, stored_nbytes));
-	/* frames without blocks have a size that is known, and a checksum of their own */
+	/* frames without blocks have a known size, and their checksum is computed separately */
 	const bool blocks = !stored && !unchanged;
 	const uint64_t known_nbytes = stored ? stored_nbytes : v.side_offset + WIRE_DELTA_SIDE_NBYTES;
 	const uint32_t fault = !stored && out->fault                  ? out->fault
@@ -272,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const
 		source.residual[i] = residual_of_stored(&v, &source, i);
 	if (lane == 0 && checksum)
 		atomicAdd(blocks ? &out->checksum : &out->stored, (unsigned long long)checksum);
-	/* the last CTA reads only sums that atomics made */
+	/* no fence is needed: the last CTA reads only sums that were computed by atomics */
 	if (!cta_is_last(&out->closed, gridDim.x) || threadIdx.x >= 32)
 		return;
 	const volatile codec_written *seen = out;

@@ -1,7 +1,8 @@
-/* frame/decode.cuh - arguments of decoding kernels, and the loop over blocks that they share.
+/*
+ * frame/decode.cuh - arguments of decoding kernels, and the loop over blocks that they share.
  *
- * A launch decodes many frames: the grid is (CTAs, frames), and blockIdx.y selects a codec_decoding. Each warp decodes
- * block w, w + warps, w + 2 * warps ... of its frame.
+ * A launch decodes many frames: the grid is (CTAs, frames), and blockIdx.y selects a codec_decoding. Warp w decodes
+ * blocks w, w + warps, w + 2 * warps ... of its frame.
  */
 #ifndef CODEC_CUDA_FRAME_DECODE_CUH
 #define CODEC_CUDA_FRAME_DECODE_CUH
@@ -12,23 +13,26 @@
 #include "common/scratch.cuh"
 #include "common/values.cuh"
 
-/* Result of decoding a frame. fault is all ones and the rest 0 before the launch. */
+/* Result of decoding a frame. Before the launch, all bits of `fault` are 1 and all other fields are 0. */
 struct codec_found {
-	unsigned long long fault;    /* block + 1 << 8 | status of the first bad block; block 0: the frame; ~0: none */
-	unsigned long long checksum; /* sum over blocks and directory; of a stored tensor: the frame's */
-	uint32_t done, reserved;     /* stored tensors: warps that are done */
-	unsigned long long base, result; /* Delta: digests of the base's and of the result's values */
-	/* ~fault of the first block with a bad directory entry or checksum; 0: none */
+	/* (index + 1) << 8 | status of the first invalid block; status alone: the frame is invalid; ~0: no error */
+	unsigned long long fault;
+	/* sum of the checksums of blocks and directory; stored tensors: the frame's checksum */
+	unsigned long long checksum;
+	uint32_t done, reserved;         /* stored tensors: number of warps that have finished */
+	unsigned long long base, result; /* Delta: digests of base and result */
+	/* complement of the `fault` of the first block with a bad directory entry or checksum; 0: none */
 	unsigned long long damage;
 };
 
 /*
- * Delta: lists of changes that a launch which only checks leaves for the one that writes. The head is followed by a
- * record for each block, 0 at first, and by the entries. A block has no list if its record is 0; it is decoded again.
+ * Delta: lists of changes, written by a launch that only checks and read by the following launch that writes values.
+ * This head is followed by one record per block, 0 before the first launch, and then by the entries. If a block's
+ * record is 0, it has no list and is decoded again.
  */
 struct codec_lists {
-	unsigned long long used; /* entries taken by blocks; 0 at first */
-	uint64_t room;           /* entries */
+	unsigned long long used; /* number of entries that blocks have reserved; 0 before the first launch */
+	uint64_t room;           /* capacity in entries */
 };
 
 /* Arguments of decoding kernels for one frame. */
@@ -36,23 +40,27 @@ struct codec_decoding {
 	const codec_view *view; /* view of a job made by codec_decode_plan */
 	const uint8_t *memory;  /* arrays of the view */
 	const uint8_t *frame;
-	codec_units scratch; /* see decode_*_nbytes */
+	codec_units scratch; /* scratch memory: sizes are in decode_*_nbytes */
 	union {
-		const uint8_t *exponents; /* Truncate, shared levels: exponents of A for all values */
-		const uint8_t *base;      /* Delta: values, at a multiple of the size of a value; may be sink.data */
+		const uint8_t *exponents; /* Truncate, shared levels: exponents of A, one byte per value */
+		/* Delta: base values, at a multiple of the size of a value; may be sink.data */
+		const uint8_t *base;
 	};
 	codec_found *found;
 	codec_sink sink;
 	uint32_t checks;    /* not 0: verify checksums */
-	uint32_t warps;     /* warps that work on this frame; a launch may have more */
-	codec_lists *lists; /* Delta: NULL if there are none */
+	uint32_t warps;     /* number of warps that work on this frame; other warps of the launch are idle */
+	codec_lists *lists; /* Delta: lists of changes; NULL: do not use lists */
 	uint64_t reserved;
 };
 
 #define WARPS 4                        /* warps of a CTA of kernels that encode or decode blocks */
-#define ENTRIES (WIRE_CHUNK_WORDS / 2) /* directory entries in a chunk of its checksum */
+#define ENTRIES (WIRE_CHUNK_WORDS / 2) /* directory entries in a chunk of the directory's checksum */
 
-/* Check what belongs to no block: the last entry of the directory, and padding of fixed planes. By one warp. */
+/*
+ * Check the parts of a frame that belong to no block: the last entry of the directory, and padding of fixed planes.
+ * Called by one warp.
+ */
 static __device__ codec_status check_frame(const codec_view *v, const uint8_t *frame, uint32_t lane)
 {
 	const uint8_t *last = frame + v->directory_offset + WIRE_DIRECTORY_ENTRY * (v->nblocks - 1);
@@ -65,7 +73,7 @@ static __device__ codec_status check_frame(const codec_view *v, const uint8_t *f
 	return __any_sync(FULL, bad) ? CODEC_BAD_HEADER : CODEC_OK;
 }
 
-/* Return the digest of block b, read from the frame: of its region and its parts of the fixed planes. */
+/* Return the checksum of block b's bytes in the frame: its region and its parts of the fixed planes. */
 static __device__ uint64_t digest_block(const codec_view *v, uint64_t b, const cursor *c, int size, uint32_t lane)
 {
 	uint64_t total = digest_bytes(here(c), left(c), WIRE_SEED_REGION, lane), at = v->planes_offset;
@@ -79,7 +87,10 @@ static __device__ uint64_t digest_block(const codec_view *v, uint64_t b, const c
 	return total;
 }
 
-/* Report that a block (order: its index + 1) or the frame (order 0) is bad; the lowest order wins. */
+/*
+ * Report that a block (order: its index + 1) or the frame (order 0) is invalid. Of several reports the one with the
+ * lowest order is kept.
+ */
 DEVICE void report_fault(codec_found *found, uint64_t order, codec_status status, uint32_t lane)
 {
 	const unsigned long long fault = order << 8 | status;
@@ -100,15 +111,15 @@ DEVICE const codec_decoding &decoding_of(const codec_decoding *decodings)
 	return d;
 }
 
-/* Check that a frame's regions hold plane 0 only, which is not halved, of values of `size` bytes. */
+/* Check that a frame's regions contain only plane 0, and that plane 0 is not halved. size: bytes of a value. */
 DEVICE bool holds_plane_0_only(const codec_view &v, int size)
 {
 	return v.fixed == (1u << size) - 2 && !(v.halved & 1);
 }
 
 /*
- * Return the bytes of scratch memory with which a warp decodes lossless blocks: none if plane 0 is the only one in
- * regions; else for each plane that may be coded.
+ * Return the bytes of scratch memory that a warp needs to decode lossless blocks: 0 if regions contain only plane 0;
+ * otherwise memory for each plane that may be coded.
  */
 DEVICE uint64_t lossless_scratch_nbytes(const codec_view &v, int size)
 {
@@ -116,11 +127,11 @@ DEVICE uint64_t lossless_scratch_nbytes(const codec_view &v, int size)
 }
 
 /*
- * Decode (or only check) blocks `first`, first + warps, first + 2 * warps ... of a frame, by one warp.
+ * Decode, or only check, blocks `first`, first + warps, first + 2 * warps ... of a frame. Called by one warp.
  *
- * read(block, cursor, checksum) decodes one block and returns a status. *checksum: read adds to it the checksums of the
- * block's parts of the `size` planes that are fixed. size: of a lossless value in bytes; else 0. skip(block) is called
- * in place of it if the block's directory entry is bad.
+ * read(block, cursor, checksum) decodes one block and returns a status. read() adds the checksums of the block's parts
+ * of fixed planes to *checksum. size: bytes of a value, which is the number of planes (lossless); else 0. If the
+ * block's directory entry is bad, skip(block) is called instead of read().
  */
 template <class F, class G>
 DEVICE void decode_blocks_by(const codec_decoding &d, const job &j, int size, uint64_t first, uint64_t warps,
@@ -146,7 +157,7 @@ DEVICE void decode_blocks_by(const codec_decoding &d, const job &j, int size, ui
 		if (d.checks) {
 			if (status == CODEC_OK)
 				checksum += digest_bytes(here(&c), left(&c), WIRE_SEED_REGION, lane);
-			else /* read() has stopped before it had read all of the block */
+			else /* read() has returned early, before it had read all of the block */
 				checksum = digest_block(&v, b, &c, size, lane);
 			checksum = checksum_of_block(checksum, b);
 			if (load32(entry + 4) != checksum_short(checksum))
@@ -170,10 +181,11 @@ DEVICE void decode_blocks_by(const codec_decoding &d, const job &j, int size, ui
 }
 
 /*
- * Decode (or only check) all blocks of the CTA's frame, see decode_blocks_by.
+ * Decode, or only check, all blocks of the CTA's frame, see decode_blocks_by.
  *
  * read(decoding, job, block, cursor, pairs, scratch, lane, checksum) decodes one block. pairs: tables of 2^PAIR_BITS
- * entries in shared memory; scratch: the warp's memory. skip(decoding, job, block, lane): see there.
+ * entries in shared memory; scratch: the warp's scratch memory. skip(decoding, job, block, lane) is called for a block
+ * whose directory entry is bad.
  */
 template <uint32_t PAIR_BITS, class F, class G>
 DEVICE void decode_blocks(const codec_decoding *decodings, int size, F read, G skip)

@@ -13,8 +13,8 @@ template <int SIZE> DEVICE void put_four(const codec_view &v, const uint8_t *fra
 }
 
 /*
- * Decode stored tensors, or only check them. Grid: (CTAs, frames); warps take chunks of bytes to check, and rows of 128
- * values to store, in turn.
+ * Decode stored tensors, or only check them. Grid: (CTAs, frames). Warps check chunks of bytes, and store rows of 128
+ * values, round-robin.
  */
 extern "C" __global__ void __launch_bounds__(32 * WARPS) decode_stored(const codec_decoding *decodings)
 {

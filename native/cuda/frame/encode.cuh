@@ -1,8 +1,9 @@
-/* frame/encode.cuh - arguments of encoding kernels, and how blocks find their places in the frame.
+/*
+ * frame/encode.cuh - arguments of encoding kernels, and computation of the offsets of blocks in the frame.
  *
  * A launch encodes many tensors: the grid is (CTAs, frames), and blockIdx.y selects a codec_encoding. Each warp takes
- * the next block of its frame that no warp has taken. Where regions lie depends on the sizes of all regions before
- * them, which warps publish to each other (look_back).
+ * the next block of its frame that no warp has taken. The offset of a region is the sum of the sizes of all regions
+ * before it, which warps publish to each other (look_back).
  */
 #ifndef CODEC_CUDA_FRAME_ENCODE_CUH
 #define CODEC_CUDA_FRAME_ENCODE_CUH
@@ -12,21 +13,24 @@
 #include "common/scratch.cuh"
 #include "common/values.cuh"
 
-/* Result of encoding a frame, and counters that its warps share. All 0 at first. */
+/* Result of encoding a frame, and counters that its warps share. All fields are 0 before the launch. */
 struct codec_written {
-	unsigned long long checksum;     /* sum of checksums of blocks; close_frame adds the rest */
-	unsigned long long end;          /* offset in the frame of the last region's end */
-	unsigned long long stored;       /* sum of checksums of a stored tensor, or of an unchanged one's frame */
-	unsigned long long nbytes;       /* bytes of the frame; set by close_frame */
-	uint32_t ticket, closed;         /* blocks taken; CTAs that are done in close_frame */
-	uint32_t fault, changed;         /* fault: a status; changed: Delta, 1 if a value differs from the base's */
-	unsigned long long base, result; /* Delta: digests of the values, summed over blocks */
+	/* sum of the checksums of blocks; close_frame adds those of the other sections */
+	unsigned long long checksum;
+	unsigned long long end; /* offset in the frame of the last region's end */
+	/* sum of the checksums of a stored tensor, or of the frame of an unchanged tensor (Delta) */
+	unsigned long long stored;
+	unsigned long long nbytes; /* bytes of the frame; set by close_frame */
+	uint32_t ticket, closed;   /* number of blocks taken; number of CTAs that have finished in close_frame */
+	/* fault: a codec_status; changed: Delta, 1 if a value differs from the base */
+	uint32_t fault, changed;
+	unsigned long long base, result; /* Delta: digests of base and result, summed over blocks */
 };
 
 /*
- * State that the encoder reads besides the tensor. Truncate: what determines how many bits each value loses. exponents:
- * of A, one byte a value. levels: one byte a value. Both NULL: all values have the level of the spec. Delta: values of
- * the base, at a multiple of the size of a value.
+ * Inputs of the encoder besides the tensor. Truncate: `exponents` of A or `levels`, one byte per value, determine how
+ * many bits of each value are dropped; if both are NULL, all values have the level of the spec. Delta: `base` values,
+ * at a multiple of the size of a value.
  */
 struct codec_cuts {
 	union {
@@ -44,14 +48,14 @@ struct codec_encoding {
 	codec_source source;
 	uint8_t *frame;
 	uint64_t capacity;          /* bytes that fit at `frame` */
-	codec_units scratch;        /* see encode_*_nbytes */
-	codec_choice *found;        /* 0 at first; followed by codec_part_found of each part */
+	codec_units scratch;        /* scratch memory: sizes are in encode_*_nbytes */
+	codec_choice *found;        /* 0 before the launch; followed by codec_part_found of each part */
 	const uint8_t *head;        /* header of the planned job, from codec_encode_head */
-	unsigned long long *places; /* one a block, 0 at first: see look_back */
+	unsigned long long *places; /* one entry per block, 0 before the launch: see look_back */
 	codec_written *out;
 	codec_cuts by;
 	uint32_t nparts; /* parts of the planned scale model */
-	uint32_t warps;  /* warps that work on this frame; a launch may have more */
+	uint32_t warps;  /* number of warps that work on this frame; other warps of the launch are idle */
 };
 
 /* Return the CTA's codec_encoding in shared memory. */
@@ -69,9 +73,9 @@ DEVICE const codec_encoding &encoding_of(const codec_encoding *encodings)
 #define PLACE_SUMMED (2ull << 62) /* the sum of region sizes up to and including the block is known */
 
 /*
- * Publish that block b's region has `mine` bytes. Returns the size of all regions before it (decoupled look-back):
- * walks back over earlier blocks, 32 at a time, until one has published its sum. Warps take blocks in order, so that
- * all blocks before b belong to warps that run already.
+ * Publish that block b's region has `mine` bytes, and return the total size of all regions before it. This is a
+ * decoupled look-back: it walks back over earlier blocks, 32 at a time, until a block has published its prefix sum.
+ * Warps take blocks in order, so that all blocks before b belong to running warps, and the wait ends.
  */
 static __device__ uint64_t look_back(volatile unsigned long long *places, uint64_t b, uint64_t mine, uint32_t lane)
 {
@@ -98,7 +102,7 @@ static __device__ uint64_t look_back(volatile unsigned long long *places, uint64
 	return before;
 }
 
-/* Take the next block that no warp has taken; a number of v->nblocks or more: none is left. */
+/* Return the index of the next block that no warp has taken; v->nblocks or more if none is left. */
 DEVICE uint64_t next_block(codec_written *out, uint32_t lane)
 {
 	uint64_t b = lane == 0 ? atomicAdd(&out->ticket, 1u) : 0;
@@ -108,7 +112,7 @@ DEVICE uint64_t next_block(codec_written *out, uint32_t lane)
 
 /*
  * Write the directory entry of block b, whose region ends at offset `end` of the frame and whose checksum is
- * `checksum`. Nothing is written behind the frame's capacity: then the fault is CODEC_SHORT_OUTPUT.
+ * `checksum`. If the frame's capacity is exceeded, write nothing and set the fault to CODEC_SHORT_OUTPUT.
  */
 static __device__ void put_entry(const codec_view *v, const codec_encoding &e, uint64_t b, uint64_t end,
 				 uint64_t checksum, uint32_t lane)

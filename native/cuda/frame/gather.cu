@@ -1,9 +1,10 @@
-/* frame/gather.cu - kernel that copies a few bytes from each of many places to one buffer, so that one transfer brings
- * them to the host. Grid: one CTA a piece.
+/*
+ * frame/gather.cu - kernel that copies a few bytes from each of many addresses into one buffer, which is then copied
+ * to the host by one transfer. Grid: one CTA per piece.
  */
 #include "common/warp.cuh"
 
-/* Copy of nbytes bytes. */
+/* Arguments of the copy of one piece of nbytes bytes. */
 struct codec_piece {
 	const uint8_t *from;
 	uint8_t *to;

@@ -1,12 +1,13 @@
-/* frame/preprocess.cu - kernel that runs before encoding or decoding, and computes arrays of one entry a value: sums of
- * tensor and residual (error feedback), exponents of a metric's A (Truncate). It also checks levels.
+/*
+ * frame/preprocess.cu - kernel that runs before encoding or decoding. It computes arrays with one entry per value:
+ * sums of tensor and residual (error feedback), and exponents of a metric's A (Truncate). It also validates levels.
  */
 #include "common/values.cuh"
 #include "frame/encode.cuh"
 
 /*
- * Metric of values [first, end): terms and state as in codec_metric; v, m: NULL if the metric does not use them. For a
- * user's own metric, a: its values of A, the first of them that of value `first`; else NULL.
+ * Metric of values [first, end): terms and state as in codec_metric; v, m: NULL if the metric does not use them. a:
+ * for a user-defined metric, the values of A from value `first` on; else NULL.
  */
 struct codec_group {
 	uint64_t first, end;
@@ -16,21 +17,23 @@ struct codec_group {
 	float theta_term, theta_v_term, v_term, eps, m_term;
 };
 
-/* Arguments for one tensor of n values. Pointers are NULL where nothing of the kind is needed. */
+/* Arguments for one tensor of n values. Pointers to arrays that are not needed are NULL. */
 struct codec_preprocessing {
 	uint64_t n;
-	const uint8_t *values; /* error feedback: the tensor, */
-	const float *residual; /* its residual, */
-	float *sums;           /* output: their sums as float32, */
+	const uint8_t *values; /* error feedback: the tensor */
+	const float *residual; /* error feedback: its residual */
+	float *sums;           /* output: sums of tensor and residual, as float32 */
 	uint8_t *rounded;      /* output: sums rounded to the tensor's dtype */
 	const codec_group *groups;
-	uint8_t *exponents; /* output: biased exponents of A, one byte a value */
+	uint8_t *exponents; /* output: biased exponents of A, one byte per value */
 	const uint8_t *levels;
 	uint32_t dtype, reserved;
 	codec_written *out; /* out->fault becomes CODEC_BAD_ARGUMENT if a level is not 0 to 3 */
 };
 
-/* Round a sum to the tensor's dtype: to nearest even; a finite sum becomes at most the largest finite value, Inf stays.
+/*
+ * Round a sum to the tensor's dtype, to nearest even. A finite sum is clamped to the largest finite value; Inf stays
+ * Inf.
  */
 DEVICE uint32_t rounded_sum(uint32_t dtype, float sum)
 {
@@ -79,7 +82,10 @@ DEVICE void sums_four(const codec_preprocessing &b, uint64_t i)
 		*(uint2 *)(global((uint16_t *)b.rounded) + i) = {y[0] | y[1] << 16, y[2] | y[3] << 16};
 }
 
-/* Return the factor of theta in A. `v`: the state's v of this value. docs/spec/encoder.md, section 8.1. */
+/*
+ * Return the factor of theta in A. `v`: second moment v of this value in the optimizer's state. docs/spec/encoder.md,
+ * section 8.1.
+ */
 DEVICE float factor_of(const codec_group &g, float v)
 {
 	float root = round_sqrt(round_mul(g.v_term, v));
@@ -87,7 +93,10 @@ DEVICE float factor_of(const codec_group &g, float v)
 	return round_add(round_mul(round_add(root, g.eps), g.theta_v_term), g.theta_term);
 }
 
-/* Compute exponents of A for n <= 4 values from value i on. g: the group of value i; others follow it. */
+/*
+ * Compute exponents of A for n <= 4 values from value i on. g: the group that contains value i; the groups of later
+ * values follow it.
+ */
 DEVICE_CALL void exponents_some(const codec_preprocessing &b, const codec_group *g, uint64_t i, uint32_t n)
 {
 	for (uint32_t k = 0; k < n; k++, i++) {
@@ -107,7 +116,7 @@ DEVICE_CALL void exponents_some(const codec_preprocessing &b, const codec_group 
 	}
 }
 
-/* Check that all of a group's state is aligned for vector loads. */
+/* Check that all arrays of a group's state are aligned for vector loads. */
 DEVICE bool state_in_quads(const codec_group &g)
 {
 	const codec_source theta = {g.theta, NULL, NULL}, v = {g.v, NULL, NULL}, m = {g.m, NULL, NULL};
@@ -135,7 +144,10 @@ DEVICE void exponents_four(const codec_preprocessing &b, const codec_group &g, u
 	*(uint32_t *)(global(b.exponents) + i) = exponents;
 }
 
-/* Compute what codec_preprocessing asks for. Grid: (CTAs, tensors); threads process groups of four in strides. */
+/*
+ * Compute the outputs that codec_preprocessing requests. Grid: (CTAs, tensors); threads process groups of four values
+ * in a grid-stride loop.
+ */
 extern "C" __global__ void __launch_bounds__(256, 4) preprocess(const codec_preprocessing *tensors)
 {
 	__shared__ codec_preprocessing b;

@@ -2,8 +2,8 @@
 #include "topk/decode.cuh"
 
 /*
- * Decode blocks, one a warp, or only check them. Grid: (CTAs, frames). Values are stored while codes are read: a launch
- * that only checks must come first, if an invalid frame may not change the destination.
+ * Decode blocks, one a warp, or only check them. Grid: (CTAs, frames). Values are stored while codes are read. If an
+ * invalid frame must not change the destination, run a launch that only checks first.
  */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 6) decode_topk(const codec_decoding *decodings)
 {

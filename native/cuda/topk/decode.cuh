@@ -1,7 +1,9 @@
-/* topk/decode.cuh - decode a block of TopK by a warp. docs/spec/format.md, section 11.
+/*
+ * topk/decode.cuh - decode a block of TopK by a warp. docs/spec/format.md, section 11.
  *
- * Codes follow one another, so all lanes read the same one, and keep it if its number is their own. Each 32 codes are
- * stored together: lanes combine kept values with the destination before others overwrite the values between with 0.
+ * Codes have variable sizes, so all lanes read the same code at a time, and lane k keeps code number k. After every 32
+ * codes, values are stored: each lane combines its kept value with the destination before the lanes overwrite the
+ * values in between with 0.
  */
 #ifndef CODEC_CUDA_TOPK_DECODE_CUH
 #define CODEC_CUDA_TOPK_DECODE_CUH
@@ -19,7 +21,10 @@ struct topk_codes {
 	uint32_t at, code;
 };
 
-/* Check the scales of a block: finite, not negative, and no lowest level above the highest. `each`: of a chunk. */
+/*
+ * Check that the scales of a block are finite and not negative, and that no chunk's lowest level is above its highest.
+ * `each`: number of scales of a chunk.
+ */
 DEVICE bool scales_valid(const uint8_t *scales, uint32_t count, uint32_t each, uint32_t lane)
 {
 	bool bad = false;
@@ -32,7 +37,7 @@ DEVICE bool scales_valid(const uint8_t *scales, uint32_t count, uint32_t each, u
 	return !__any_sync(FULL, bad);
 }
 
-/* Read the gap and the code of a kept value. Most take one look at 32 bits. */
+/* Read the gap and the code of a kept value. Most are decoded from one load of 32 bits. */
 DEVICE uint32_t read_kept(const topk_kind &q, bit_reader *r, uint32_t *code, bool *bad)
 {
 	const uint32_t bits = peek_bits(*r), zeros = (uint32_t)__ffs((int)(bits | 1u << WIRE_RICE_LONGEST)) - 1;
@@ -67,7 +72,7 @@ DEVICE void put_codes(const codec_sink &sink, const topk_codes &c, uint32_t coun
 		y = topk_value(c.code, c.range.low, c.range.high, topk_steps(c.q.bits), c.q.dtype);
 	if (own && !stores)
 		y = put_float(&sink, sink.into == CODEC_INTO_FLOAT32 ? 0 : there[c.at], y, 0);
-	__syncwarp(); /* all lanes have read what others overwrite */
+	__syncwarp(); /* all lanes have read the values that other lanes overwrite */
 	for (uint32_t i = from / 4 * 4 + 4 * lane; !adds && i < to; i += 128) {
 		const uint32_t begin = i < from ? from : i, end = i + 4 < to ? i + 4 : to;
 		const float zero[4] = {0, 0, 0, 0};
@@ -82,13 +87,13 @@ DEVICE void put_codes(const codec_sink &sink, const topk_codes &c, uint32_t coun
 	__syncwarp();
 }
 
-/* Decode a chunk of which `kept` values have codes. Returns false if the codes are not valid. */
+/* Decode a chunk in which `kept` values have codes. Returns false if the codes are not valid. */
 DEVICE bool read_chunk(const codec_sink &sink, topk_codes *c, uint32_t kept, bit_reader *r, uint32_t lane)
 {
 	uint32_t next = 0, done = 0;
 	bool bad = false;
 
-	do { /* also of a chunk without codes, whose values are 0 */
+	do { /* runs once also for a chunk without codes, to store zeros */
 		const uint32_t count = kept < 32 ? kept : 32;
 
 		for (uint32_t i = 0; i < count; i++) {

@@ -2,8 +2,8 @@
 #include "topk/small.cuh"
 
 /*
- * Search a tensor for NaN and Inf before the residual, which encode_topk writes, is changed. Grid: (CTAs, frames);
- * threads check values in strides. Where they need not be searched, v.row_sums is empty.
+ * Search a tensor for NaN and Inf, before encode_topk changes the residual. Grid: (CTAs, frames); threads check values
+ * in a grid-stride loop. If v.row_sums is empty, there is nothing to search.
  */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_topk(const codec_encoding *encodings)
 {
@@ -19,8 +19,8 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_topk(const code
 }
 
 /*
- * Encode blocks, one a CTA. Grid: (CTAs, frames). A CTA takes scratch memory for the largest region. After a fault
- * that choose_topk has found nothing is written.
+ * Encode blocks, one per CTA at a time. Grid: (CTAs, frames). A CTA acquires scratch memory for the largest region. If
+ * choose_topk has found a fault, nothing is written.
  */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS, 4) encode_topk(const codec_encoding *encodings)
 {

@@ -1,8 +1,10 @@
-/* topk/encode.cuh - encode a block of TopK by a CTA, one chunk after the other. docs/spec/encoder.md, section 11.
+/*
+ * topk/encode.cuh - encode a block of TopK by a CTA, one chunk after the other. docs/spec/encoder.md, section 11.
  *
- * Positions of kept values follow from sums over threads. They are listed in shared memory with their codes, so that
- * the next step has a kept value a thread: sums of sizes say where its code stands. A region grows in scratch memory,
- * and is copied to the frame when its size, and so its place, is known.
+ * Prefix sums over threads give the index of each kept value. Kept values are listed in shared memory (position and
+ * code), so that in the next step each thread has one kept value, and prefix sums of code sizes give the bit position
+ * of its code. A region is built in scratch memory, and is copied to the frame once its size and therefore its offset
+ * are known.
  */
 #ifndef CODEC_CUDA_TOPK_ENCODE_CUH
 #define CODEC_CUDA_TOPK_ENCODE_CUH
@@ -11,25 +13,29 @@
 #include "frame/encode.cuh"
 #include "topk/select.cuh"
 
-#define LISTED TILE_VALUES /* entries of a list */
-#define CODE_AT 16         /* an entry: position in the chunk, and from this bit on the code */
+#define LISTED TILE_VALUES /* maximum entries of a list */
+/* an entry has the position in the chunk in the lower bits, and the code from this bit on */
+#define CODE_AT 16
 
 /* Shared memory of a CTA. */
 struct topk_room {
 	uint32_t counts[DIGITS], list[LISTED];
 	topk_candidates candidates;
 	uint32_t scale;
-	uint32_t sizes[2][CTA_WARPS]; /* bits of the codes of a warp's chunk; of small chunks */
+	uint32_t sizes[2][CTA_WARPS]; /* small chunks: bits of the codes of each warp's chunk */
 };
 
-/* Region being written to zeros. All threads have the same one. */
+/* Writer of a region, whose memory was zeroed before. All threads hold the same state. */
 struct topk_writer {
 	uint8_t *region;
-	uint32_t bit;  /* end of the stream */
-	uint32_t next; /* position behind the last value kept of the chunk */
+	uint32_t bit;  /* bit position of the stream's end */
+	uint32_t next; /* position after the last kept value of the chunk */
 };
 
-/* Return the mean of the magnitudes kept, added in order, as bits of bfloat16. By a warp. */
+/*
+ * Return the mean of the kept magnitudes as bits of bfloat16. Magnitudes are added in order of position. Called by a
+ * warp.
+ */
 DEVICE_CALL uint32_t mean_scale(const topk_chunk &c, const topk_least &least, uint32_t lane)
 {
 	uint32_t ties = least.ties;
@@ -50,7 +56,7 @@ DEVICE_CALL uint32_t mean_scale(const topk_chunk &c, const topk_least &least, ui
 	return round_to_bfloat16(round_bits(round_to_float(round_div64(sum, (double)c.kept))));
 }
 
-/* Write the scales of chunk number k, and return its range. */
+/* Write the scales of chunk k, and return the chunk's range. */
 DEVICE topk_range put_scales(const topk_kind &q, const topk_chunk &c, const topk_least &least, uint32_t k,
 			     const topk_writer &w, topk_room *room)
 {
@@ -96,7 +102,10 @@ DEVICE_CALL void put_list(const topk_kind &q, const uint32_t *list, uint32_t cou
 	__syncthreads(); /* all threads have read the list */
 }
 
-/* Return the code of a kept value. key_of: of its random bits; index: of the value in the tensor. */
+/*
+ * Return the code of a kept value. key_of: key of the random bits, NULL: round deterministically; index: index of the
+ * value in the tensor.
+ */
 DEVICE uint32_t code_of(const topk_kind &q, const topk_range &range, const philox *key_of, uint64_t index, uint32_t x)
 {
 	const uint32_t h = key_of ? philox_half(*key_of, index, 0) : 0x8000;
@@ -104,7 +113,7 @@ DEVICE uint32_t code_of(const topk_kind &q, const topk_range &range, const philo
 	return x >> 31 | topk_level(round_float(x & ROUND_ABS), range.low, range.high, topk_steps(q.bits), h) << 1;
 }
 
-/* Write the codes of a chunk, and the residual of the values from which they were chosen, if there is one. */
+/* Write the codes of a chunk and, if there is a residual, the residuals of the values or candidates in `c`. */
 DEVICE void put_kept(const topk_kind &q, const topk_chunk &c, const topk_least &least, const topk_range &range,
 		     const philox *key_of, uint32_t *list, topk_writer *w)
 {
@@ -152,7 +161,7 @@ DEVICE void put_kept(const topk_kind &q, const topk_chunk &c, const topk_least &
 		put_list(q, list, listed, w);
 }
 
-/* Set the memory of the largest region of block b to 0. */
+/* Zero the memory for the largest region that block b can have. */
 DEVICE void clear_region(const codec_view &v, uint64_t b, uint8_t *region)
 {
 	const topk_kind q = kind_of_topk(v);
@@ -164,8 +173,8 @@ DEVICE void clear_region(const codec_view &v, uint64_t b, uint8_t *region)
 }
 
 /*
- * Encode block b to a region of zeros in scratch memory, and set *size to its size in bytes. *guess helps the next
- * call. CODEC_NONFINITE: the block has NaN or Inf.
+ * Encode block b to a zeroed region in scratch memory, and set *size to the region's size in bytes. *guess: threshold
+ * of candidates, updated for the next call. Returns CODEC_NONFINITE if the block has NaN or Inf.
  */
 DEVICE codec_status write_topk(const codec_encoding &e, const codec_view &v, uint64_t b, uint8_t *region,
 			       topk_room *room, uint32_t *guess, uint32_t *size)

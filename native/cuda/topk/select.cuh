@@ -1,10 +1,11 @@
-/* topk/select.cuh - find the values of largest magnitude of a chunk, by a CTA. docs/spec/encoder.md, section 11.
+/*
+ * topk/select.cuh - find the values of largest magnitude in a chunk, by a CTA. docs/spec/encoder.md, section 11.
  *
  * A key is the bit pattern of a magnitude as float32, which orders magnitudes as integers. Candidates are the values
- * whose keys reach a guess, which is near the least key that the chunk before has kept. If these are too few or too
- * many, or there is no guess, keys are counted by their first 11 bits. The least key that is kept is then found digit
- * by digit among the candidates: by 11 bits, 10 bits and 10 bits, with counters in shared memory. Guesses change the
- * time only.
+ * whose keys are at least a threshold, which is guessed from the least key that was kept in the previous chunk. If the
+ * guess yields too few or too many candidates, or there is none, a histogram of the keys' first 11 bits gives the
+ * threshold. The least key that is kept is then found among the candidates by radix select: digits of 11, 10 and 10
+ * bits, with histograms in shared memory. A guess affects only the time, not the result.
  */
 #ifndef CODEC_CUDA_TOPK_SELECT_CUH
 #define CODEC_CUDA_TOPK_SELECT_CUH
@@ -13,19 +14,20 @@
 #include "common/values.cuh"
 #include "topk/topk.cuh"
 
-#define DIGITS 2048                   /* values of the first digit */
-#define TILE_VALUES (4 * CTA_THREADS) /* values that a CTA reads at once, four a thread */
-#define MOST_FOUND 256                /* candidates of a warp's part of a chunk */
-#define GUESS_SLACK (1u << 20)        /* an eighth of an octave: half as many candidates again as are kept */
+#define DIGITS 2048                   /* number of values of the first digit */
+#define TILE_VALUES (4 * CTA_THREADS) /* values that a CTA reads in one step, four per thread */
+#define MOST_FOUND 256                /* maximum candidates in a warp's part of a chunk */
+/* difference of keys that is an eighth of an octave: there are about 1.5 times as many candidates as kept values */
+#define GUESS_SLACK (1u << 20)
 
-/* Values of a chunk from which the largest are chosen: all, or candidates. */
+/* Values of a chunk from which the largest are chosen: all values, or only candidates. */
 struct topk_chunk {
 	const codec_source *source;
-	const uint16_t *at; /* places of candidates in the chunk, ascending; NULL: all values */
+	const uint16_t *at; /* positions of candidates in the chunk, ascending; NULL: all values */
 	uint64_t first;     /* index of the chunk's first value */
 	uint32_t n;         /* number of values, or of candidates */
 	uint32_t kept, dtype;
-	bool quads; /* four values are aligned for one load */
+	bool quads; /* true if four values can be read by one aligned load */
 };
 
 /* Shared memory of a CTA for candidates. */
@@ -34,18 +36,20 @@ struct topk_candidates {
 	uint32_t count[CTA_WARPS];
 };
 
-/* Least key that is kept: `ties` values with this key are kept, the first ones. most: largest key. */
+/*
+ * Least key that is kept. Of the values with this key only the first `ties` are kept. most: largest key of the chunk.
+ */
 struct topk_least {
 	uint32_t key, ties, most;
 };
 
-/* Return the place of value i in its chunk. */
+/* Return the position in the chunk of value (or candidate) i. */
 DEVICE uint32_t place_of(const topk_chunk &c, uint32_t i)
 {
 	return c.at ? c.at[i] : i;
 }
 
-/* Load values i to i + 3, as bits of float32; there are none behind c.n. Returns how many there are. */
+/* Load values i to i + 3, as far as they are below c.n, as bits of float32. Returns their number. */
 DEVICE uint32_t load_four(const topk_chunk &c, uint32_t i, uint32_t x[4])
 {
 	const uint32_t there = i < c.n ? (c.n - i < 4 ? c.n - i : 4) : 0;
@@ -59,8 +63,9 @@ DEVICE uint32_t load_four(const topk_chunk &c, uint32_t i, uint32_t x[4])
 }
 
 /*
- * List the places of values whose keys reach `low`, in order. A warp searches an eighth of the chunk. Returns their
- * number; 0 if a warp finds too many. All values are written to the residual, if there is one.
+ * List the positions of values whose keys are at least `low`, in order. Each warp searches an eighth of the chunk.
+ * Returns the number of values listed; 0 if a warp finds too many. If there is a residual, all values of the chunk are
+ * copied to it.
  */
 DEVICE uint32_t list_candidates(const topk_chunk &c, uint32_t low, topk_candidates *to)
 {
@@ -107,8 +112,8 @@ DEVICE uint32_t list_candidates(const topk_chunk &c, uint32_t low, topk_candidat
 }
 
 /*
- * Count the keys of a chunk by the digit from bit `shift` on, if the bits above the digit are those of `high`. Keys of
- * 0 are not counted. Returns the thread's largest key.
+ * Compute a histogram of the digit of `bits` bits from bit `shift` on, over the keys whose bits above the digit equal
+ * `high`. Keys of 0 are not counted. Returns the thread's largest key.
  */
 DEVICE uint32_t count_digits(const topk_chunk &c, uint32_t *counts, uint32_t shift, uint32_t bits, uint32_t high)
 {
@@ -135,8 +140,8 @@ DEVICE uint32_t count_digits(const topk_chunk &c, uint32_t *counts, uint32_t shi
 }
 
 /*
- * Return the digit of the key with rank *rank from the top, and make *rank its rank among keys with that digit. Returns
- * `digits` if fewer keys were counted; *rank is then reduced by their number.
+ * Return the digit of the *rank-th largest key, and set *rank to the key's rank among the keys with that digit. If
+ * fewer keys were counted, return `digits`, and reduce *rank by their number.
  */
 DEVICE uint32_t choose_digit(const uint32_t *counts, uint32_t digits, uint32_t *rank)
 {
@@ -169,13 +174,13 @@ DEVICE uint32_t choose_digit(const uint32_t *counts, uint32_t digits, uint32_t *
 	return digit;
 }
 
-/* Find the least key of the c.kept largest. counts: shared memory for DIGITS counters. */
+/* Find the least of the c.kept largest keys. counts: shared memory for DIGITS counters. */
 DEVICE topk_least find_least(const topk_chunk &c, uint32_t *counts)
 {
 	topk_least least = {0, c.kept, cta_max(count_digits(c, counts, 20, 11, 0))};
 	const uint32_t digit = choose_digit(counts, DIGITS, &least.ties);
 
-	if (digit == DIGITS) /* fewer values than are kept are not 0 */
+	if (digit == DIGITS) /* fewer than c.kept values are not 0 */
 		return least;
 	least.key = digit << 20;
 	count_digits(c, counts, 10, 10, least.key);
@@ -186,8 +191,9 @@ DEVICE topk_least find_least(const topk_chunk &c, uint32_t *counts)
 }
 
 /*
- * Return a small part of a chunk that contains the values to keep. guess: threshold of candidates, a key; 0: none.
- * room: memory for candidates; counts: memory for a histogram, as in find_least.
+ * Return the candidates of a chunk, which include all values to keep; or the chunk itself if it cannot be narrowed.
+ * guess: key that is tried as the threshold; 0: no guess. room: memory for candidates; counts: memory for a histogram,
+ * as in find_least.
  */
 DEVICE topk_chunk narrow(const topk_chunk &c, uint32_t guess, topk_candidates *room, uint32_t *counts)
 {
@@ -202,7 +208,7 @@ DEVICE topk_chunk narrow(const topk_chunk &c, uint32_t guess, topk_candidates *r
 		count_digits(c, counts, 20, 11, 0);
 		const uint32_t digit = choose_digit(counts, DIGITS, &rank);
 
-		if (digit == DIGITS) /* fewer values than are kept are not 0 */
+		if (digit == DIGITS) /* fewer than c.kept values are not 0 */
 			return c;
 		count = list_candidates(c, digit ? digit << 20 : 1, room);
 	}

@@ -1,15 +1,16 @@
-/* topk/small.cuh - encode a block of TopK whose chunks have 64 to 256 values: a warp encodes a chunk, the warps of a
- * CTA adjacent ones. docs/spec/encoder.md, section 11.
+/*
+ * topk/small.cuh - encode a block of TopK whose chunks have 64 to 256 values. Each warp encodes a chunk; the warps of
+ * a CTA encode adjacent chunks. docs/spec/encoder.md, section 11.
  *
- * Lane l has values l, l + 32, l + 64 ... of a chunk, so that ballots are masks of positions in order. A code's place
- * in the stream follows from sums over lanes, and over the warps before.
+ * Lane l holds values l, l + 32, l + 64 ... of a chunk, so that the bits of a ballot are in order of position. The bit
+ * position of a code is a prefix sum over the lanes and over the preceding warps.
  */
 #ifndef CODEC_CUDA_TOPK_SMALL_CUH
 #define CODEC_CUDA_TOPK_SMALL_CUH
 
 #include "topk/encode.cuh"
 
-/* Chunk of up to 32 N values: the lane's N values as bits of float32, 0 behind the last one. */
+/* Chunk of up to 32 N values: the lane's N values as bits of float32; 0 beyond the chunk's last value. */
 template <int N> struct small_chunk {
 	uint64_t first; /* index of the chunk's first value */
 	uint32_t n, kept;
@@ -27,14 +28,17 @@ template <int N> DEVICE uint32_t count_keys(const small_chunk<N> &c, uint32_t lo
 	return count;
 }
 
-/* Return the c.kept-th largest key. most: the largest one. */
+/* Return the c.kept-th largest key. most: the largest key. */
 template <int N> DEVICE uint32_t least_kept(const small_chunk<N> &c, uint32_t most)
 {
 	uint32_t low = 0, count = 32 * N;
 
 	if (c.kept == 1 || !most)
 		return most;
-	/* largest number that c.kept keys reach, bit by bit, or one that only they reach */
+	/*
+	 * search bit by bit for the largest number that at least c.kept keys reach; stop early if exactly c.kept keys
+	 * reach it
+	 */
 	for (uint32_t bit = 1u << (31 - __clz((int)most)); bit && count != c.kept; bit >>= 1) {
 		const uint32_t reached = (low | bit) <= most ? count_keys(c, low | bit) : 0;
 
@@ -53,7 +57,7 @@ template <int N> DEVICE uint32_t least_kept(const small_chunk<N> &c, uint32_t mo
 	return ~warp_max(~least);
 }
 
-/* Choose the values that are kept: of those with the least key the first ones. */
+/* Choose the values that are kept. Of the values with the least key, the first ones are kept. */
 template <int N> DEVICE void choose_kept(small_chunk<N> *c, uint32_t least, uint32_t lane)
 {
 	uint32_t ties = c->kept - count_keys(*c, least + 1);
@@ -67,7 +71,7 @@ template <int N> DEVICE void choose_kept(small_chunk<N> *c, uint32_t least, uint
 	}
 }
 
-/* Return the mean of the magnitudes kept, added in order, as bits of bfloat16. */
+/* Return the mean of the kept magnitudes as bits of bfloat16. Magnitudes are added in order of position. */
 template <int N> DEVICE uint32_t mean_of_kept(const small_chunk<N> &c)
 {
 	double sum = 0;
@@ -95,7 +99,7 @@ DEVICE topk_range put_small_scales(const topk_kind &q, const small_chunk<N> &c, 
 	return range_of(low, high);
 }
 
-/* List the positions of values that are kept, in order. All values are written to the residual, if there is one. */
+/* List the positions of the kept values, in order. If there is a residual, copy all values of the chunk to it. */
 template <int N> DEVICE void list_kept(const small_chunk<N> &c, uint32_t *list, float *residual, uint32_t lane)
 {
 	uint32_t listed = 0;
@@ -118,7 +122,7 @@ DEVICE uint32_t gap_before(const uint32_t *list, uint32_t j)
 	return list[j] - (j ? list[j - 1] + 1 : 0);
 }
 
-/* Return the bits of the codes of a list of `kept` values. */
+/* Return the total size in bits of the codes of a list of `kept` values. */
 DEVICE uint32_t nbits_of_list(const topk_kind &q, const uint32_t *list, uint32_t kept, uint32_t lane)
 {
 	uint32_t nbits = 0;
@@ -128,7 +132,10 @@ DEVICE uint32_t nbits_of_list(const topk_kind &q, const uint32_t *list, uint32_t
 	return warp_sum(nbits);
 }
 
-/* Write the codes of a list to the stream from `bit` on, and their residuals. first: value of the tensor. */
+/*
+ * Write the codes of a list to the stream from bit `bit` on, and the residuals of the listed values. first: index in
+ * the tensor of the chunk's first value.
+ */
 DEVICE_CALL void put_small_list(const topk_kind &q, const codec_source *source, const uint32_t *list, uint32_t kept,
 				uint64_t first, topk_range range, const philox *key_of, uint8_t *region, uint32_t bit,
 				uint32_t lane)
@@ -155,7 +162,10 @@ DEVICE_CALL void put_small_list(const topk_kind &q, const codec_source *source, 
 	}
 }
 
-/* Choose the values of a chunk that are kept, list them, and write the chunk's scales. Returns its range. */
+/*
+ * Choose the values of a chunk that are kept, list their positions, and write the chunk's scales. Returns the chunk's
+ * range.
+ */
 template <int N>
 DEVICE topk_range list_chunk(const topk_kind &q, const codec_source *source, small_chunk<N> *c, uint32_t *most,
 			     uint32_t number, uint32_t *list, uint8_t *region, uint32_t lane)
@@ -181,7 +191,7 @@ DEVICE topk_range list_chunk(const topk_kind &q, const codec_source *source, sma
 	return put_small_scales(q, *c, least, *most, number, region, lane);
 }
 
-/* Encode a block as write_topk does, whose chunks have 32 N values. */
+/* Encode a block whose chunks have 32 N values, as write_topk does. */
 template <int N>
 DEVICE codec_status write_small(const codec_encoding &e, const codec_view &v, uint64_t b, uint8_t *region,
 				topk_room *room, uint32_t *size)
@@ -191,7 +201,8 @@ DEVICE codec_status write_small(const codec_encoding &e, const codec_view &v, ui
 	const philox *key_of = v.options & WIRE_OPTION_STOCHASTIC ? &key : NULL;
 	const uint32_t m = (uint32_t)block_values(&v, b), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 	uint32_t bit = 8 * (uint32_t)topk_scales_nbytes(&q, m); /* end of the stream */
-	uint32_t *list = room->list + 16 * N * warp, turn = 0;  /* half of a chunk may be kept; which sizes */
+	/* list: up to half of a chunk may be kept; turn: index into room->sizes */
+	uint32_t *list = room->list + 16 * N * warp, turn = 0;
 
 	for (uint32_t from = 0; from < m; from += CTA_WARPS * 32 * N, turn ^= 1) {
 		const uint32_t begin = from + 32 * N * warp, left = begin < m ? m - begin : 0,
@@ -203,7 +214,7 @@ DEVICE codec_status write_small(const codec_encoding &e, const codec_view &v, ui
 
 		if (lane == 0)
 			room->sizes[turn][warp] = most < ROUND_INF ? nbits : ~0u;
-		__syncthreads(); /* also, the sizes of the turn before may be written again */
+		__syncthreads(); /* after this barrier, the sizes of the previous turn may also be overwritten */
 		const uint32_t own = room->sizes[turn][lane % CTA_WARPS];
 
 		if (__any_sync(FULL, own == ~0u))
@@ -217,7 +228,7 @@ DEVICE codec_status write_small(const codec_encoding &e, const codec_view &v, ui
 	return CODEC_OK;
 }
 
-/* Encode block b as write_topk does, by warps or by the CTA. */
+/* Encode block b as write_topk does, with one chunk per warp if chunks are small, else one chunk per CTA. */
 DEVICE codec_status write_chunks(const codec_encoding &e, const codec_view &v, uint64_t b, uint8_t *region,
 				 topk_room *room, uint32_t *guess, uint32_t *size)
 {

@@ -10,12 +10,15 @@ DEVICE topk_kind kind_of_topk(const codec_view &v)
 	return topk_kind_of(v.group_size, v.bits, v.dtype);
 }
 
-/* Lowest and highest level of a chunk; `high` is 0 if the chunk has no codes. */
+/* Range of a chunk: its lowest and highest level. `high` is 0 if the chunk has no codes. */
 struct topk_range {
 	float low, high;
 };
 
-/* Return the range of a chunk from its scales: bfloat16, of which frames with 1 bit a value have one. */
+/*
+ * Return the range of a chunk from its scales, which are bits of bfloat16. Frames with 1 bit per value store one scale
+ * per chunk.
+ */
 DEVICE topk_range range_of(uint32_t low, uint32_t high)
 {
 	return {round_float(round_from_bfloat16((uint16_t)low)), round_float(round_from_bfloat16((uint16_t)high))};

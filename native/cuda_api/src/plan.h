@@ -62,8 +62,8 @@ struct scratch {
 void scratch_need(struct scratch *s, uint64_t each, uint64_t warp_units);
 
 /*
- * Set the number of units, at most `wanted`, which is the number that launches use at once. If it is limited to fewer,
- * warps wait for units.
+ * Set the number of units. `wanted`: maximum number that a launch uses at once. If the limit on scratch memory allows
+ * only fewer units, warps wait for free ones.
  */
 void scratch_limit(struct scratch *s, uint64_t wanted);
 
