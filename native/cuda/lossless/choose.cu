@@ -1,13 +1,14 @@
-/* lossless/choose.cu - kernel that chooses what precedes the blocks of lossless frames: the scale model, how each plane
- * is stored, codebooks. docs/spec/encoder.md, sections 4 and 5.
+/*
+ * lossless/choose.cu - kernel that chooses the side section of lossless frames: the scale model, how each plane is
+ * stored, and codebooks. docs/spec/encoder.md, sections 4 and 5.
  *
- * One launch: CTAs take numbered tasks (common/cta.cuh), first samples of planes, then the model's. The CTA that
- * finishes the last one concludes the job.
+ * One launch: CTAs take numbered tasks (common/cta.cuh). The first tasks sample planes, the others fit the scale
+ * model. The CTA that finishes the last task completes the job.
  */
 #include "coder/choose.cuh"
 #include "frame/encode.cuh"
 
-/* Shared memory of a CTA: of one task at a time. */
+/* Shared memory of a CTA, which the tasks use one after the other. */
 union choose_room {
 	uint32_t bins[256 * WIRE_MAX_PLANES];
 	model_room model;
@@ -18,15 +19,18 @@ union choose_room {
 	} plane;
 };
 
-/* Return the share of a codebook's own size in bits that `total` of n values bear, as choose_price does. */
+/*
+ * Return total / n of a codebook's packed size in bits, which is the share of a sample of `total` out of n values; as
+ * choose_price does.
+ */
 DEVICE uint64_t price_of(const uint8_t *lengths, uint64_t total, uint64_t n)
 {
 	return 8 * (uint64_t)ends_nbytes(cta_span(lengths)) * total / n;
 }
 
 /*
- * Choose how a plane is stored, as choose_plane does, from 256 counts. Leaves code lengths of a codebook in
- * room->plane.lengths. given: code lengths of an agreed codebook, for s.given.
+ * Choose from 256 symbol counts how a plane is stored, as choose_plane does. Writes the code lengths of a codebook to
+ * room->plane.lengths. given: code lengths of an agreed codebook; used for s.given.
  */
 DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t n, uint32_t max_code_length,
 			       const uint8_t *given, choose_room *room)
@@ -36,12 +40,12 @@ DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t
 	uint64_t total, cost, excess = 0;
 	bool uneven = false, halved = false;
 
-	__syncthreads(); /* all are done with the plane before */
+	__syncthreads(); /* all threads have finished with the previous plane */
 	room->plane.counts[i] = mine;
 	low[i] = 0;
 	for (uint32_t k = i; s.given && k < LEAVES; k += CTA_THREADS)
 		lengths[k] = given[k];
-	total = cta_sum(mine); /* the barriers in cta_sum order room->plane, too */
+	total = cta_sum(mine); /* the barriers in cta_sum also order accesses to room->plane */
 	cost = 8 * total;
 	if (s.exponent) {
 		if (!s.given)
@@ -72,8 +76,8 @@ DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t
 }
 
 /*
- * Count all planes but plane 0 again under the scale model (float64): the model changes bits of the exponent in plane
- * 1.
+ * float64: count all planes except plane 0 again, under the scale model, because the model changes the exponent bits
+ * in plane 1.
  */
 DEVICE_CALL void sample_moved(const codec_view *v, uint8_t *memory, const uint8_t *values, uint32_t size,
 			      codec_choice *c, uint32_t *bins)
@@ -95,7 +99,7 @@ DEVICE_CALL void sample_moved(const codec_view *v, uint8_t *memory, const uint8_
 	__syncthreads();
 }
 
-/* Conclude, when everything is counted: complete the job as codec_encode_open does. */
+/* Complete the job as codec_encode_open does, once all tasks have finished. */
 DEVICE_CALL void conclude(codec_view *v, uint8_t *memory, const uint8_t *values, uint64_t capacity, codec_choice *c,
 			  codec_part_found *found, choose_room *room)
 {
@@ -142,8 +146,8 @@ DEVICE_CALL void conclude(codec_view *v, uint8_t *memory, const uint8_t *values,
 }
 
 /*
- * Complete planned jobs (codec_encode_plan) of LOSSLESS for encode_lossless. Grid: (CTAs, frames). v->nblocks becomes 0
- * if the tensor is to be stored.
+ * Complete planned jobs (codec_encode_plan) of LOSSLESS for encode_lossless. Grid: (CTAs, frames). Sets v->nblocks to
+ * 0 if the tensor is to be stored uncompressed.
  */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_lossless(const codec_encoding *encodings)
 {

@@ -1,23 +1,28 @@
-/* lossless/decode.cu - kernels that decode lossless frames, one block a warp. docs/spec/format.md, sections 3 and 6.
+/*
+ * lossless/decode.cu - kernels that decode lossless frames, one block per warp. docs/spec/format.md, sections 3 and 6.
  *
- * A value is live if its byte in plane 0 is not 0. Planes of a pruned region hold bytes of live values only.
+ * A value is live if its byte in plane 0 is not 0. In a pruned region, planes 1 and above contain bytes of live values
+ * only.
  */
 #include "frame/decode.cuh"
 #include "lossless/single.cuh"
 
 /*
- * Selectors of __byte_perm that move consecutive bytes to live values of a quad, and 0 to others, by the mask of live
- * values.
+ * Selectors of __byte_perm, indexed by the mask of live values of a quad: they move consecutive bytes to the live
+ * values, and 0 to the other values.
  */
 static __device__ const uint16_t SPREAD[16] = {0x4444, 0x4440, 0x4404, 0x4410, 0x4044, 0x4140, 0x4104, 0x4210,
 					       0x0444, 0x1440, 0x1404, 0x2410, 0x1044, 0x2140, 0x2104, 0x3210};
 
-/* Live values of a lane's quad: a mask, and the number of live values before them in the block. */
+/* Live values of a lane's quad: their mask, and the number of live values before the quad in the block. */
 struct live_values {
 	uint32_t mask, before;
 };
 
-/* Return the live values of the next row. top: word of plane 0. *seen: live values of all rows so far. */
+/*
+ * Return the live values of the lane's quad in the next row. top: the quad's word of plane 0. *seen: number of live
+ * values in all earlier rows, updated.
+ */
 DEVICE live_values live_of(uint32_t top, uint32_t *seen, uint32_t lane)
 {
 	live_values l = {~equal_bytes(top, 0) & 15, *seen};
@@ -28,13 +33,16 @@ DEVICE live_values live_of(uint32_t top, uint32_t *seen, uint32_t lane)
 	return l;
 }
 
-/* Return consecutive bytes moved to the live values of a quad, and 0 in others. */
+/* Return a word with consecutive bytes moved to the live values of a quad, and 0 for the other values. */
 DEVICE uint32_t spread_bytes(uint32_t bytes, const live_values &l)
 {
 	return __byte_perm(bytes, 0, SPREAD[l.mask]);
 }
 
-/* Read a quad's bytes in a plane of live values only, which begins at bit `begin`. Other values have 0. */
+/*
+ * Read a quad's bytes from a plane that contains live values only and begins at bit `begin`. The bytes of other values
+ * become 0.
+ */
 DEVICE uint32_t spread_quad(const bit_source &s, uint32_t begin, const live_values &l)
 {
 	return l.mask ? spread_bytes(window_at(s, begin + 8 * l.before), l) : 0;
@@ -64,16 +72,20 @@ static __device__ bool zero_under(const uint32_t *top, uint32_t m, const uint8_t
 }
 
 /*
- * Planes of a block. Only coded planes are in scratch memory: the number of literals before the next plane, and of live
- * values, is known when they have been decoded. Others are read from the frame.
+ * Planes of a block. Coded planes are decoded to scratch memory first, because the number of live values and the begin
+ * of the next plane depend on them. The other planes are read from the frame when values are merged.
  */
 template <int SIZE> struct plane_places {
-	const uint8_t *at[SIZE];  /* address of the plane's first byte; ROWS: of its runs, behind the bitmap */
+	/* address of the plane's first byte; mode ROWS: address of its runs, after the bitmap */
+	const uint8_t *at[SIZE];
 	uint32_t raw, same, runs; /* masks of planes in the region, by mode: RAW, CONSTANT, ROWS */
-	bool pruned;              /* planes 1 and above, but for fixed ones, hold live values only */
+	bool pruned;              /* planes 1 and above, except fixed ones, contain live values only */
 };
 
-/* Return the bytes of a plane of mode ROWS behind its bitmap, of k bytes in nbitmap bytes of bits. */
+/*
+ * Return the size in bytes of the runs of a plane of mode ROWS, which follow its bitmap. k: bytes of the plane when
+ * expanded. nbitmap: bytes of the bitmap.
+ */
 static __device__ uint32_t runs_nbytes(const uint8_t *bitmap, uint32_t nbitmap, uint32_t k, uint32_t lane)
 {
 	const uint32_t last = (k - 1) / WIRE_ROW;
@@ -83,14 +95,15 @@ static __device__ uint32_t runs_nbytes(const uint8_t *bitmap, uint32_t nbitmap, 
 }
 
 /*
- * Position in planes of mode ROWS. Lane p: of plane p. run: number of a run, the same in all lanes. before: how many
- * runs before it are not left out. bits: whether it is there (bit 0), and the one behind it (bit 1).
+ * Position in planes of mode ROWS; lane p holds that of plane p. run: index of the current run, equal in all lanes.
+ * before: number of runs before it that are present in the frame. bits: bit 0 is set if the current run is present, bit
+ * 1 if the next run is.
  */
 struct run_place {
 	uint32_t run, before, bits;
 };
 
-/* Return the bits of two runs from number `run` on. */
+/* Return the bitmap's bits of runs `run` and run + 1. */
 DEVICE uint32_t run_bits(const uint8_t *bitmap, uint32_t nbitmap, uint32_t run)
 {
 	const uint32_t next = run + 1;
@@ -98,7 +111,7 @@ DEVICE uint32_t run_bits(const uint8_t *bitmap, uint32_t nbitmap, uint32_t run)
 	return (bitmap[run / 8] >> run % 8 & 1) | (next / 8 < nbitmap ? bitmap[next / 8] >> next % 8 << 1 & 2 : 0);
 }
 
-/* Read n bytes from byte i on of the k bytes of plane p, which has mode ROWS. at: its runs. */
+/* Read n bytes of plane p, which has mode ROWS, from byte i on. at: address of its runs. */
 static __device__ __noinline__ uint32_t bytes_of_runs(const uint8_t *at, run_place place, uint32_t p, uint32_t i,
 						      uint32_t n)
 {
@@ -114,7 +127,10 @@ static __device__ __noinline__ uint32_t bytes_of_runs(const uint8_t *at, run_pla
 	return word;
 }
 
-/* Move on to run `run`, which is the same run or the next one. runs: mask of planes of mode ROWS, of k bytes. */
+/*
+ * Advance the position to run `run`, which is the current run or the next one. k: bytes of a plane of mode ROWS when
+ * expanded.
+ */
 template <int SIZE>
 DEVICE void move_to_run(run_place *o, const plane_places<SIZE> &from, uint32_t run, uint32_t k, uint32_t lane)
 {
@@ -129,8 +145,8 @@ DEVICE void move_to_run(run_place *o, const plane_places<SIZE> &from, uint32_t r
 }
 
 /*
- * Find all planes of a region of m values, and decode coded ones to scratch memory. *k: bytes of planes of live values
- * only.
+ * Find all planes of a region of m values, and decode coded planes to scratch memory. Sets *k to the bytes of planes 1
+ * and above: the number of live values if the region is pruned, else m.
  */
 template <int SIZE>
 DEVICE codec_status find_planes(const job *j, uint64_t first, uint32_t m, uint32_t head, cursor *c, const pairs &by,
@@ -187,7 +203,7 @@ DEVICE codec_status find_planes(const job *j, uint64_t first, uint32_t m, uint32
 	return status;
 }
 
-/* Read a quad's bytes of plane p, which holds all values: row r, n values. */
+/* Read the n bytes of the lane's quad in row r from plane p, which contains all values. */
 template <int SIZE>
 DEVICE uint32_t whole_quad(const plane_places<SIZE> &from, uint32_t p, const run_place &run, uint32_t r, uint32_t n,
 			   uint32_t lane)
@@ -200,8 +216,8 @@ DEVICE uint32_t whole_quad(const plane_places<SIZE> &from, uint32_t p, const run
 }
 
 /*
- * Read a quad's bytes in all planes of live values only. Others are `fixed` ones and plane 0. Loads of raw planes are
- * in flight together.
+ * Read a quad's bytes from all planes that contain live values only: all planes except plane 0 and those in the mask
+ * `fixed`. Loads of raw planes are in flight together.
  */
 template <int SIZE>
 DEVICE void spread_quads(const bit_source &s, const plane_places<SIZE> &from, uint32_t fixed, const run_place &run,
@@ -226,13 +242,13 @@ DEVICE void spread_quads(const bit_source &s, const plane_places<SIZE> &from, ui
 			word[p] = spread_bytes(from.at[p][0] * ONES, l);
 		else if (from.runs >> p & 1)
 			word[p] = spread_bytes(bytes_of_runs(from.at[p], run, p, l.before, __popc(l.mask)), l);
-		else if (!(fixed >> p & 1)) /* scratch memory has room behind the plane */
+		/* scratch memory extends past the plane's end, so whole words may be read */
+		else if (!(fixed >> p & 1))
 			word[p] = spread_bytes(load32(from.at[p] + l.before), l);
 }
 
 /*
- * Merge all planes of a block, and store its values. Adds checksums of fixed planes to *checksum. k: bytes of planes of
- * live values only.
+ * Merge all planes of a block, and store its values. Adds checksums of fixed planes to *checksum. k: see find_planes.
  */
 template <int SIZE>
 DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit_source &source, uint64_t first,
@@ -246,7 +262,7 @@ DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit
 
 	if (v.model_parts.count)
 		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
-	uint32_t seen = 0, next = from.pruned ? top[lane] : 0; /* word of plane 0 of the next row */
+	uint32_t seen = 0, next = from.pruned ? top[lane] : 0; /* next: word of plane 0 in the next row */
 
 	for (uint32_t r = 0; r < rows; r++) {
 		uint32_t n = there(r, lane, m), word[SIZE];
@@ -279,7 +295,7 @@ DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit
 						lane);
 }
 
-/* Decode a region with any planes. scratch: see lossless_scratch_nbytes. */
+/* Decode a region with any combination of planes. scratch: lossless_scratch_nbytes() bytes. */
 template <int SIZE>
 DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor c, const pairs &by, uint8_t *scratch,
 				const codec_sink *sink, uint64_t *checksum, uint32_t lane)
@@ -297,7 +313,9 @@ DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor 
 	return close_region(&c, lane);
 }
 
-/* Decode block b, whose region is at the cursor. Adds checksums of its parts of fixed planes to *checksum. */
+/*
+ * Decode block b, whose region is at the cursor. Adds the checksums of the block's parts of fixed planes to *checksum.
+ */
 template <int SIZE>
 DEVICE codec_status read_block(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
 			       const codec_sink *sink, uint64_t *checksum, uint32_t lane)
@@ -315,7 +333,10 @@ DEVICE codec_status read_block(const job *j, uint64_t b, cursor c, const pairs &
 		[](plane *, const uint8_t *, digest *, cursor *, place *, uint32_t) { return 0u; });
 }
 
-/* Bytes of a unit of scratch memory, read by the host: a plane. A warp takes lossless_scratch_nbytes bytes. */
+/*
+ * Size in bytes of a unit of scratch memory, read by the host: a unit stores one plane. A warp acquires
+ * lossless_scratch_nbytes() bytes.
+ */
 extern "C" __device__ const uint64_t decode_lossless_nbytes[] = {PLANE_ROOM};
 
 /* Decode blocks. Grid: (CTAs, frames). */

@@ -1,8 +1,10 @@
-/* lossless/decode_fast.cuh - kernel that decodes floats of two and four bytes whose regions hold plane 0 only, one
- * block a warp: nearly all large tensors. decode_lossless decodes the same frames, more slowly; the host chooses.
+/*
+ * lossless/decode_fast.cuh - kernel that decodes floats of two and four bytes whose regions contain only plane 0, one
+ * block per warp. Nearly all large tensors are such. decode_lossless decodes the same frames, more slowly; the host
+ * chooses between the kernels.
  *
- * The loop over whole rows has few instructions and registers, so that 32 warps of a multiprocessor, 24 for float32,
- * hide each other's latencies. docs/spec/format.md, sections 3, 5.2 and 7.
+ * The loop over whole rows has few instructions and registers, so that 32 warps (24 for float32) are resident on a
+ * multiprocessor and hide each other's latencies. docs/spec/format.md, sections 3, 5.2 and 7.
  */
 #ifndef CODEC_CUDA_LOSSLESS_DECODE_FAST_CUH
 #define CODEC_CUDA_LOSSLESS_DECODE_FAST_CUH
@@ -14,25 +16,27 @@
 #include "lossless/fast.cuh"
 #include "lossless/single.cuh"
 
-#define FAST_BITS 13  /* bits of an index of the table of pairs */
-#define FAST_RARE 64u /* one of the symbols is the escape, or both codes do not fit: FAST_LONG */
+#define FAST_BITS 13 /* bits of an index into the table of pairs */
+/* flag of an entry: a symbol is the escape, or both codes together are longer than FAST_BITS (FAST_LONG) */
+#define FAST_RARE 64u
 #define FAST_LONG 0x8000u
 
 /*
- * Tables of a CTA in shared memory. pair: two symbols for the next FAST_BITS bits, and in bits 0 to 4 the number of
- * bits of both codes. single: one symbol for the next 8 bits, and its number of bits from bit 8 on. key: of checksums.
+ * Tables of a CTA in shared memory. pair: indexed by the next FAST_BITS bits; an entry has two symbols, and in bits 0
+ * to 4 the total length of their codes in bits. single: indexed by the next 8 bits; an entry has one symbol, and the
+ * length of its code from bit 8 on. key: keys of checksums.
  */
 struct fast_tables {
 	uint32_t pair[1 << FAST_BITS], key[WIRE_CHUNK_WORDS], single[256], escape;
 };
 
-/* Return an entry with two symbols: bits 7 to 14 and 23 to 30. */
+/* Return an entry with symbol a in bits 7 to 14 and symbol b in bits 23 to 30. */
 DEVICE uint32_t fast_entry(uint32_t a, uint32_t b)
 {
 	return a << 7 | b << 23;
 }
 
-/* Fill the tables from the decoding table of plane 0, by all threads of the CTA. */
+/* Fill the tables from the decoding table of plane 0. Called by all threads of the CTA. */
 DEVICE void fill_fast(fast_tables *to, const uint8_t *table)
 {
 	const uint8_t *length = table + TABLE_LENGTHS;
@@ -54,16 +58,19 @@ DEVICE void fill_fast(fast_tables *to, const uint8_t *table)
 	__syncthreads();
 }
 
-/* State of a lane after four symbols of a row with rare ones; count: literals that all lanes took. */
+/*
+ * State of a lane after a row that read_rare has decoded. count: number of literals that all lanes together have
+ * consumed.
+ */
 struct fast_row {
-	uint32_t a, b;         /* entries of the symbols, escapes replaced */
+	uint32_t a, b;         /* entries of the lane's four symbols, with escapes replaced by literals */
 	uint32_t high, low, n; /* see read_fast */
 	uint32_t count;
 };
 
 /*
- * Decode a row in which some lane has an escape, or codes that the table of pairs does not hold. a, b: entries of the
- * lane. literals: `left` bytes; if the row needs more, its symbols are undefined.
+ * Decode a row in which some lane has an escape, or two codes that are too long for the table of pairs. a, b: the
+ * lane's entries. literals: `left` bytes of literals; if the row needs more, its symbols are undefined.
  */
 static __device__ __noinline__ fast_row read_rare(const fast_tables *tables, uint32_t a, uint32_t b, uint32_t high,
 						  uint32_t low, uint32_t n, const uint8_t *literals, uint32_t left,
@@ -89,7 +96,8 @@ static __device__ __noinline__ fast_row read_rare(const fast_tables *tables, uin
 	const uint32_t below = (1u << lane) - 1;
 	uint32_t escapes = equal_bytes(quad, t->escape), total = __popc(__ballot_sync(FULL, escapes != 0)), at = 0;
 
-	if (total > 1 || __any_sync(FULL, (escapes & (escapes - 1)) != 0)) { /* mostly, a row has one escape at most */
+	/* rare case: more than one escape in the row */
+	if (total > 1 || __any_sync(FULL, (escapes & (escapes - 1)) != 0)) {
 		const uint32_t count = __popc(escapes), bit0 = __ballot_sync(FULL, count & 1);
 		const uint32_t bit1 = __ballot_sync(FULL, count & 2), bit2 = __ballot_sync(FULL, count & 4);
 
@@ -109,19 +117,22 @@ static __device__ __noinline__ fast_row read_rare(const fast_tables *tables, uin
 		total};
 }
 
-/* Merge two values. entry: their symbols. x: the byte of plane 1 of each, twice. by: offsets; see turn_pair. */
+/* Merge two values. entry: their symbols. x: each value's byte of plane 1, twice. by: offsets, see turn_pair. */
 template <fast_offsets KIND> DEVICE uint32_t fast_pair(uint32_t entry, uint32_t x, uint32_t by)
 {
 	const uint32_t symbols = entry & FAST_SYMBOLS, both = symbols | (x & ~FAST_SYMBOLS);
 
 	if (KIND == FAST_NO_OFFSETS)
 		return both;
-	/* below bit 7 and in bit 15, `symbols` is 0: its halves are 0 where those of turn_pair's `upper` are */
+	/*
+	 * `symbols` may be passed as turn_pair's `upper`: its halves are 0 exactly where bits 7 to 14 of the patterns
+	 * are
+	 */
 	return turn_pair(both & 0x7fff7fff, symbols, by) | (x & 0x80008000);
 }
 
 /*
- * Merge four values to words as they lie in memory. a, b: entries of their symbols. plane: words of planes 1 and above.
+ * Merge four values into words in memory order. a, b: entries of their symbols. plane: words of planes 1 and above.
  * by: offsets, see turn_pair.
  */
 template <int SIZE, fast_offsets KIND>
@@ -142,9 +153,10 @@ DEVICE typename fast_quad<SIZE>::words fast_values(uint32_t a, uint32_t b, const
 }
 
 /*
- * Decode `chunks` whole chunks of CHUNK_ROWS rows, and end their checksums. plane1: fixed planes, `stride` bytes apart.
- * to: values, unless they are only checked. first: number of the first chunk in the block. o: position of the lane's
- * first quad, if there are offsets; each quad lies within one row of its part. It does not move. sums: of each plane.
+ * Decode `chunks` whole chunks of CHUNK_ROWS rows, and end their checksums. plane1: address of plane 1; further fixed
+ * planes follow at intervals of `stride` bytes. to: destination of values; NULL: only check them. first: index of the
+ * first chunk in the block. o: position of the lane's first quad in the scale model, if there are offsets; not updated.
+ * Each quad must lie within one row of its part. sums: checksum of each fixed plane.
  */
 template <int SIZE, fast_offsets KIND>
 DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, uint64_t stride, uint8_t *to,
@@ -154,11 +166,12 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 	typedef typename fast_quad<SIZE>::words quad;
 	const uint32_t *words = global((const uint32_t *)top->coder.words);
 	const uint8_t *from = global(plane1) + 4 * lane;
-	const volatile uint32_t *key = t->key + lane; /* volatile: eight keys would take eight registers */
+	/* volatile, so that the compiler does not keep eight keys in eight registers */
+	const volatile uint32_t *key = t->key + lane;
 	quad *out = KIND == FAST_CHECK ? NULL : global((quad *)to) + lane;
 	const uint32_t nwords = top->coder.nwords, below = opaque((1u << lane) - 1);
 	const uint32_t round = ROUND_OF(octave), AHEAD = SIZE == 2 ? 4 : 2;
-	/* the reservoir: n bits, 32 to 63, in the upper end of high:low; zeros follow. n is modulo 64 */
+	/* bit reservoir: the upper n bits (32 to 63) of high:low, followed by zeros. n is stored modulo 64 */
 	const uint32_t mark = (uint32_t)__ffs((int)top->coder.bits) - 1;
 	uint32_t high = (uint32_t)(top->coder.bits >> 32), low = (uint32_t)top->coder.bits & ~(1u << mark),
 		 n = 63 - mark;
@@ -194,7 +207,7 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 			}
 			if (k + AHEAD < CHUNK_ROWS)
 				fetch(k + AHEAD);
-			/* shifts use the lower five bits of an entry */
+			/* shifts use only the lower five bits of an entry, which are the codes' length */
 			uint32_t a = t->pair[high >> (32 - FAST_BITS)];
 			uint32_t b = t->pair[__funnelshift_l(low, high, a) >> (32 - FAST_BITS)];
 
@@ -211,7 +224,7 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 				low = __funnelshift_l(0, low, both);
 				n -= both;
 			}
-			/* append the next words to reservoirs of fewer than 32 bits */
+			/* refill: append the next words to the reservoirs of lanes with fewer than 32 bits */
 			const bool takes = !opaque(n & 32);
 			const uint32_t taking = __ballot_sync(FULL, takes);
 			const uint32_t at = taken + __popc(taking & below);
@@ -230,7 +243,8 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 				by[1] = pair_offset(__byte_perm(four, 0, 0x4342), eighths, octave);
 				column += WIRE_ROW;
 				if (column >= length && (k + 1 < CHUNK_ROWS || chunk + 1 < chunks)) {
-					column -= length, row++; /* rows have at least 64 values: at most twice */
+					/* at most twice, since rows have at least 64 values */
+					column -= length, row++;
 					if (column >= length)
 						column -= length, row++;
 					eighths = row_pair(eighths_of(o.part, o.rows, row), (int)round);
@@ -248,7 +262,7 @@ DEVICE void read_fast(const fast_tables *t, plane *top, const uint8_t *plane1, u
 	top->coder.taken = taken;
 }
 
-/* Decode whole chunks from row r on, of m values, if memory is aligned. See read_single_plane. */
+/* Decode whole chunks of a block of m values from row r on, if memory is aligned: read_chunks of read_single_plane. */
 template <int SIZE>
 DEVICE uint32_t read_fast_chunks(const job &j, const fast_tables *t, const codec_sink &sink, uint64_t first, uint32_t m,
 				 plane *top, const uint8_t *fixed, digest *sums, cursor *c, place *o, uint32_t r,
@@ -290,10 +304,13 @@ DEVICE uint32_t read_fast_chunks(const job &j, const fast_tables *t, const codec
 	return CHUNK_ROWS * chunks;
 }
 
-/* Warps of a CTA, which share the tables: as many as give two CTAs 64 registers a thread, or 80. */
+/*
+ * Warps of a CTA, which share the tables. With two CTAs per multiprocessor, a thread then has 64 registers (values of
+ * 2 bytes) or 80 (4 bytes).
+ */
 #define FAST_WARPS(size) ((size) == 2 ? 16 : 12)
 
-/* Decode blocks. The sink stores values. Grid: (CTAs, frames). */
+/* Decode blocks. The sink must be CODEC_INTO_STORE. Grid: (CTAs, frames). */
 template <int SIZE>
 __global__ void __launch_bounds__(32 * FAST_WARPS(SIZE), 2) decode_lossless_fast(const codec_decoding *decodings)
 {
@@ -306,7 +323,7 @@ __global__ void __launch_bounds__(32 * FAST_WARPS(SIZE), 2) decode_lossless_fast
 	if (blockIdx.x >= ctas)
 		return;
 	fill_fast(&tables, table_of(&j, 0));
-	/* CTAs take adjacent blocks, so that few blocks occupy many multiprocessors */
+	/* adjacent blocks go to different CTAs, so that few blocks occupy many multiprocessors */
 	decode_blocks_by(
 		d, j, SIZE, blockIdx.x + ctas * (threadIdx.x / 32), d.warps, lane,
 		[&](uint64_t b, cursor c, uint64_t *checksum) {

@@ -1,9 +1,9 @@
-/* lossless/encode.cu - kernels that encode blocks of lossless frames, one block a warp. */
+/* lossless/encode.cu - kernels that encode blocks of lossless frames, one block per warp. */
 #include "lossless/encode.cuh"
 
 /*
- * Encode blocks. Values are aligned to their size. Floats of two and four bytes have a kernel of their own, see
- * encode_fast.cu. Grid: (CTAs, frames).
+ * Encode blocks of any dtype; floats of two and four bytes are encoded by encode_fast.cu instead. Values must be
+ * aligned to their size. Grid: (CTAs, frames).
  */
 template <int SIZE> __global__ void __launch_bounds__(32 * WARPS, 4) encode_lossless(const codec_encoding *encodings)
 {

@@ -1,5 +1,6 @@
-/* lossless/encode.cuh - the loop over blocks of kernels that encode lossless frames, and encoding of blocks whose
- * regions hold plane 0 only, row by row. docs/spec/encoder.md, sections 4.2 and 6.
+/*
+ * lossless/encode.cuh - the loop over blocks of kernels that encode lossless frames, and the encoder of blocks whose
+ * regions contain only plane 0. docs/spec/encoder.md, sections 4.2 and 6.
  */
 #ifndef CODEC_CUDA_LOSSLESS_ENCODE_CUH
 #define CODEC_CUDA_LOSSLESS_ENCODE_CUH
@@ -9,19 +10,19 @@
 #include "frame/encode.cuh"
 #include "lossless/regions.cuh"
 
-/* Check that regions hold plane 0 only, and that it is coded. */
+/* Check that regions contain only plane 0, and that plane 0 is coded. */
 DEVICE bool has_single_plane(const codec_view &v, int size)
 {
 	return size > 1 && octave_of(v.dtype) && v.coded & 1 && !(v.halved & 1) && v.fixed == (1u << size) - 2;
 }
 
 /*
- * Split and code the m values from value `first` on, from the last row to the first. Other planes than plane 0 go to
- * their sections of the frame. sums: checksums of fixed planes. same: of plane 0.
+ * Split and code the m values from value `first` on, from the last row to the first. Planes 1 and above are written to
+ * their sections of the frame. sums: checksums of fixed planes. same: OR and AND of the symbols of plane 0.
  *
- * code_chunks(values, section, coding, sums, same, place, rows) codes whole chunks of CHUNK_ROWS rows, of which the
- * last one ends at row `rows`, and ends their checksums. values, section: of the block. It returns the number of rows;
- * 0: the last row is to be coded here.
+ * code_chunks(values, section, coding, sums, same, place, rows) codes whole chunks of CHUNK_ROWS rows, the last of
+ * which ends at row `rows`, and ends their checksums. values, section: begin of the block's values, and of its part of
+ * plane 1. It returns the number of rows coded. If it returns 0, code_values codes the last row itself.
  */
 template <int SIZE, class F>
 DEVICE void code_values(const codec_encoding &e, const job *j, uint64_t first, uint32_t m, coding *s, digest *sums,
@@ -65,9 +66,9 @@ DEVICE void code_values(const codec_encoding &e, const job *j, uint64_t first, u
 }
 
 /*
- * Encode block b of a tensor for which has_single_plane() is true. Values are read once. As soon as the region's size
- * is known, the region is written to its place in the frame. Returns false if plane 0 must not be coded after all; then
- * only fixed planes have been written. literals, words: see begin_plane; code_chunks: see code_values.
+ * Encode block b of a tensor for which has_single_plane() is true. Values are read once. The region is written to the
+ * frame as soon as its size is known. Returns false if plane 0 must not be coded after all; then only fixed planes have
+ * been written. literals, words: see begin_plane. code_chunks: see code_values.
  */
 template <int SIZE, class F>
 DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b, uint8_t *literals, uint32_t *words,
@@ -105,13 +106,14 @@ DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b
 	return true;
 }
 
-/* Bytes of a unit of scratch memory, read by the host. See scratch_nbytes. */
+/* Size in bytes of a unit of scratch memory, read by the host. See scratch_nbytes. */
 extern "C" __device__ const uint64_t encode_lossless_nbytes[] = {CODER_NBYTES};
 
 /*
  * Encode blocks: directory entries, fixed planes and regions. SINGLE: blocks for which has_single_plane() is true are
  * encoded by write_single_plane. code_chunks(job, first, m, ..., lane): see code_values. codes: 256 * SIZE words of
- * shared memory. room_of(w): ROOM_WORDS(SIZE) words of shared memory of warp w, which code_chunks may use, too.
+ * shared memory. room_of(w) returns ROOM_WORDS(SIZE) words of shared memory for warp w, which code_chunks may use,
+ * too.
  */
 template <int SIZE, bool SINGLE, class R, class F>
 DEVICE void encode_blocks(const codec_encoding *encodings, uint32_t *codes, R room_of, F code_chunks)

@@ -1,8 +1,8 @@
-/* lossless/encode_fast.cu - kernel that encodes floats of two and four bytes, one block a warp. */
+/* lossless/encode_fast.cu - kernel that encodes floats of two and four bytes, one block per warp. */
 #include "lossless/encode.cuh"
 #include "lossless/encode_fast.cuh"
 
-/* Code whole chunks that end at row r, of m values, if memory is aligned. See code_values. */
+/* Code whole chunks of a block of m values that end at row r, if memory is aligned: code_chunks of code_values. */
 template <int SIZE>
 DEVICE uint32_t code_fast_chunks(const job &j, fast_codes<SIZE> *t, uint64_t first, uint32_t m, const uint8_t *values,
 				 uint8_t *section, coding *s, digest *sums, common *same, place *o, uint32_t r,
@@ -40,7 +40,7 @@ DEVICE uint32_t code_fast_chunks(const job &j, fast_codes<SIZE> *t, uint64_t fir
 	return CHUNK_ROWS * chunks;
 }
 
-/* Encode blocks. Values are aligned to their size. Grid: (CTAs, frames). */
+/* Encode blocks. Values must be aligned to their size. Grid: (CTAs, frames). */
 template <int SIZE>
 __global__ void __launch_bounds__(32 * WARPS, SIZE == 2 ? 6 : 5) encode_lossless_fast(const codec_encoding *encodings)
 {

@@ -1,7 +1,9 @@
-/* lossless/encode_fast.cuh - coding of whole rows of bfloat16 and float16 whose regions hold a coded plane 0 only:
- * nearly all rows of large tensors. docs/spec/encoder.md, section 6.
+/*
+ * lossless/encode_fast.cuh - code whole rows of floats whose regions contain only a coded plane 0. Nearly all rows of
+ * large tensors are such. docs/spec/encoder.md, section 6.
  *
- * The loop has few instructions and 80 registers, so that 24 warps of a multiprocessor hide each other's latencies.
+ * The loop has few instructions and 80 registers, so that 24 warps are resident on a multiprocessor and hide each
+ * other's latencies.
  */
 #ifndef CODEC_CUDA_LOSSLESS_ENCODE_FAST_CUH
 #define CODEC_CUDA_LOSSLESS_ENCODE_FAST_CUH
@@ -13,17 +15,20 @@
 #include "lossless/split.cuh"
 
 /*
- * Words of a plane that a warp keeps in shared memory: those of a block of 16,384 values with 2.7 bits a symbol. If
- * there are more, they are moved to scratch memory from time to time.
+ * Words of a coded plane that a warp buffers in shared memory: enough for a block of 16,384 values at 2.7 bits per
+ * symbol. When the buffer is full, its words are moved to scratch memory.
  */
 #define NEAR_WORDS 1536
 
-/* Tables of a CTA, and words of its warps, in shared memory. key: of checksums. */
+/* Tables of a CTA, and words of its warps, in shared memory. key: keys of checksums. */
 template <int SIZE> struct fast_codes {
 	uint32_t codes[SIZE * 256], key[WIRE_CHUNK_WORDS], words[WARPS][NEAR_WORDS];
 };
 
-/* Write literals of a row before `nliterals` others, as put_literals does. Returns their number. */
+/*
+ * Write the literals of a row before the `nliterals` literals of later rows, as put_literals does. Returns the number
+ * of literals written.
+ */
 static __device__ __noinline__ uint32_t put_rare(uint8_t *literals, uint32_t nliterals, uint32_t quad, uint32_t a,
 						 uint32_t b, uint32_t c, uint32_t d, uint32_t lane)
 {
@@ -51,13 +56,16 @@ DEVICE void move_words(const uint32_t *near, uint32_t *far, uint32_t nwords, uin
 	__syncwarp();
 }
 
-/* Return the entry of a symbol, which is in bits 7 to 14 of x. Other bits are 0. */
+/* Return the code table's entry of the symbol in bits 7 to 14 of x. All other bits of x must be 0. */
 DEVICE uint32_t fast_code(const uint32_t *codes, uint32_t x)
 {
 	return *(const uint32_t *)((const uint8_t *)codes + (x >> 5));
 }
 
-/* Return the upper halves of a quad's values, two in each word; and words of planes 2 and above. */
+/*
+ * Split a quad: store the upper 16 bits of its values in `half`, two in each word, and the words of planes 2 and above
+ * in the last argument.
+ */
 DEVICE void fast_halves(uint2 x, uint32_t half[2], uint32_t *)
 {
 	half[0] = x.x, half[1] = x.y;
@@ -72,11 +80,11 @@ DEVICE void fast_halves(uint4 x, uint32_t half[2], uint32_t *plane)
 }
 
 /*
- * Code `chunks` whole chunks of CHUNK_ROWS rows, from the last one to the first, write their other planes, and end
- * the checksums. values, plane1: end of the values and of plane 1; other planes follow, `stride` bytes apart. first:
- * number of the first chunk in the block. o: position of the lane's quad in the last row, if there are offsets; each
- * quad lies within one row of its part. It does not move. whole: these are all rows of the block; then the words stay
- * in shared memory if there is room, see s->near.
+ * Code `chunks` whole chunks of CHUNK_ROWS rows, from the last one to the first, write planes 1 and above, and end the
+ * checksums. values, plane1: end of the values and of plane 1; further planes follow at intervals of `stride` bytes.
+ * first: index of the first chunk in the block. o: position in the scale model of the lane's quad in the last row, if
+ * there are offsets; not updated. Each quad must lie within one row of its part. whole: true if these are all rows of
+ * the block; then the words remain in shared memory if they fit, see s->near.
  */
 template <int SIZE, fast_offsets KIND>
 DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane1, uint64_t stride, uint32_t first,
@@ -87,15 +95,16 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 	const int AHEAD = SIZE == 2 ? 4 : 2;
 	const quad *from = global((const quad *)values) + lane;
 	uint32_t *to = global((uint32_t *)plane1) + lane;
-	const volatile uint32_t *key = t->key + lane;             /* volatile: eight keys would take eight registers */
-	uint32_t *const words = t->words[0];                      /* words of all warps */
-	const uint32_t end = NEAR_WORDS * (threadIdx.x / 32 + 1); /* end of this warp's words, which begin at `begin` */
+	const volatile uint32_t *key = t->key + lane; /* volatile: eight keys would take eight registers */
+	uint32_t *const words = t->words[0];          /* words of all warps */
+	/* end of this warp's buffer; its words begin at `begin` */
+	const uint32_t end = NEAR_WORDS * (threadIdx.x / 32 + 1);
 	uint32_t begin = opaque(end);
 	const uint32_t below = opaque((1u << lane) - 1), round = ROUND_OF(octave), circle = WIRE_CIRCLE(128) * 0x10001;
 	uint32_t low = s->low, high = s->high, more = s->more, nliterals = s->nliterals;
 	uint32_t some = 0, all = FULL, length = o.length, column = o.length ? o.column : ~0u, row = o.row;
 	uint32_t eighths = KIND == FAST_NO_OFFSETS ? 0 : row_pair(o.eighths, (int)round), by[2] = {0, 0};
-	uint32_t moved = s->nwords; /* words in scratch memory; others are in shared memory */
+	uint32_t moved = s->nwords; /* number of words in scratch memory; the remaining words are in shared memory */
 	quad next[AHEAD];
 
 	if (KIND == FAST_ONE_OFFSET)
@@ -115,7 +124,7 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 			prefetch((const uint8_t *)(from - 32 * CHUNK_ROWS - lane) + LINE_NBYTES * lane);
 #pragma unroll
 		for (uint32_t k = CHUNK_ROWS; k-- > 0;) {
-			uint32_t w[2], plane[SIZE]; /* upper halves of the values; their planes, from plane 1 on */
+			uint32_t w[2], plane[SIZE]; /* upper 16 bits of the values; words of planes, from plane 1 on */
 
 			fast_halves(next[k % AHEAD], w, plane + 1);
 			uint32_t u[2] = {w[0], w[1]};
@@ -130,7 +139,7 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 				if (k || chunk) {
 					if (column < WIRE_ROW) {
 						column += length,
-							row--; /* rows have at least 64 values: at most twice */
+							row--; /* at most twice, since rows have at least 64 values */
 						if (column < WIRE_ROW)
 							column += length, row--;
 						eighths = row_pair(eighths_of(o.part, o.rows, row), (int)round);

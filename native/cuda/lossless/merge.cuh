@@ -1,5 +1,6 @@
-/* lossless/merge.cuh - values of lossless blocks, merged from bytes of their planes and stored. docs/spec/format.md,
- * sections 3 and 5.
+/*
+ * lossless/merge.cuh - merge values of lossless blocks from the bytes of their planes, and store them.
+ * docs/spec/format.md, sections 3 and 5.
  */
 #ifndef CODEC_CUDA_LOSSLESS_MERGE_CUH
 #define CODEC_CUDA_LOSSLESS_MERGE_CUH
@@ -8,8 +9,8 @@
 #include "common/values.cuh"
 
 /*
- * Return value i of a quad. plane: a word of each plane; plane 0 holds the highest bits. offset: of the value, in
- * patterns.
+ * Return value i of a quad. plane: the quad's word of each plane; plane 0 has the highest bits. offset: the value's
+ * offset, in patterns.
  */
 template <int SIZE> DEVICE uint64_t merge_value(const uint32_t *plane, uint32_t i, bool is_float, uint16_t offset)
 {
@@ -27,15 +28,18 @@ template <int SIZE> DEVICE uint64_t merge_value(const uint32_t *plane, uint32_t 
 }
 
 /*
- * Merge a quad from words of its planes to SIZE words as they lie in memory. offset: offsets of two values in each of
- * two words. Plane 0 holds the pattern's upper eight bits, plane 1 the sign and the lower seven. SIZE is 2 or 4.
+ * Merge a quad from words of its planes into SIZE words in memory order. offset: two words with the offsets of two
+ * values each. Plane 0 holds the pattern's upper eight bits, plane 1 the sign and the lower seven. SIZE is 2 or 4.
  */
 template <int SIZE> DEVICE void merge_quad(const uint32_t *plane, const uint32_t *offset, uint32_t *out)
 {
 	uint32_t lower = plane[1] & 0x7f7f7f7f, signs = plane[1] & 0x80808080, top[2];
 
 	for (int h = 0; h < 2; h++) {
-		/* selectors that move two bytes to the lower, upper ends of halves */
+		/*
+		 * selectors of __byte_perm: `even` moves two bytes to the lower, `odd` to the upper end of 16-bit
+		 * halves
+		 */
 		uint32_t even = h ? 0x4342 : 0x4140, odd = h ? 0x3424 : 0x1404;
 		uint32_t upper = __byte_perm(plane[0], 0, even), u = upper * 128 + __byte_perm(lower, 0, even);
 
@@ -53,7 +57,7 @@ template <int SIZE> DEVICE void merge_quad(const uint32_t *plane, const uint32_t
 	}
 }
 
-/* Store a quad, or combine it with its destination, for sinks and quads that need more than a vector store. */
+/* Store a quad, or combine it with its destination. For sinks and quads that cannot be handled by one vector store. */
 template <int SIZE> DEVICE_CALL void put_any(const codec_sink *sink, uint32_t dtype, uint64_t i, uint4 x)
 {
 	uint64_t four[4] = {x.x, x.y, x.z, x.w};
@@ -76,8 +80,8 @@ template <int SIZE> DEVICE void put_merged(const codec_sink *sink, uint32_t dtyp
 }
 
 /*
- * Merge and store the lane's n values of row r. word: of each plane. o: position of the first value in the model, which
- * moves on by a row.
+ * Merge and store the lane's n values of row r. word: the quad's word of each plane. o: position of the first value in
+ * the scale model; advanced by a row.
  */
 template <int SIZE>
 DEVICE void put_row(const job *j, uint64_t first, uint32_t r, uint32_t n, const uint32_t *word, place *o,

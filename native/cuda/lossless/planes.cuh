@@ -1,5 +1,6 @@
-/* lossless/planes.cuh - planes of regions that are not coded: their runs of zeros, and writing them from values,
- * without memory for planes. docs/spec/format.md, section 6.
+/*
+ * lossless/planes.cuh - planes of regions that are not coded: find their runs of zeros, and write them directly from
+ * values, without a buffer for planes. docs/spec/format.md, section 6.
  */
 #ifndef CODEC_CUDA_LOSSLESS_PLANES_CUH
 #define CODEC_CUDA_LOSSLESS_PLANES_CUH
@@ -8,46 +9,52 @@
 #include "lossless/split.cuh"
 
 /*
- * A lane's copy of a region under construction, in shared memory. Lane p describes plane p; other fields are equal in
- * all lanes.
+ * A lane's copy of a region under construction, in shared memory. Fields marked "lane p" describe plane p; all other
+ * fields are equal in all lanes.
  */
 struct region_plan {
 	place at;          /* position in the scale model, if there are offsets */
 	uint8_t *to;       /* lane p: address at which plane p is written */
-	uint64_t checksum; /* of the block's parts of fixed planes */
+	uint64_t checksum; /* checksum of the block's parts of fixed planes */
 	uint64_t first;    /* index of the block's first value */
-	uint32_t m, k;     /* values; bytes of planes 1 and above that are not fixed */
-	uint32_t head;     /* of the region */
-	uint32_t constant; /* mask of planes of one value */
-	uint32_t unknown;  /* mask of planes that may have one value, or runs of zeros */
-	uint32_t coded;    /* mask of planes that are coded if that pays, but for plane 0 of a dtype with a pattern */
-	uint32_t value;    /* lane p: OR of all bytes of plane p */
-	uint32_t nbytes;   /* lane p: bytes of plane p */
-	uint32_t kept;     /* lanes 4 p to 4 p + 3: bits of runs that are not all zero, if plane p has mode ROWS */
-	uint16_t nwaiting; /* coded planes that wait in scratch memory */
-	uint16_t waiting;  /* lane p: number of plane p among these, plus 1; 0: it does not wait */
-	/* coded plane in the coder's memory: its number, its bytes (0: there is none), state of the coder, sizes */
+	uint32_t m, k;     /* number of values; bytes of each plane from plane 1 on that is not fixed */
+	uint32_t head;     /* head of the region */
+	uint32_t constant; /* mask of planes whose bytes are all equal */
+	/* mask of planes of which it is not known whether all bytes are equal or runs of zeros exist */
+	uint32_t unknown;
+	/* mask of planes that are coded if that saves bytes, except plane 0 of a dtype with a pattern */
+	uint32_t coded;
+	uint32_t value;  /* lane p: OR of all bytes of plane p */
+	uint32_t nbytes; /* lane p: bytes of plane p */
+	/* lanes 4 p to 4 p + 3: bitmap of the runs that are not all zero, if plane p has mode ROWS */
+	uint32_t kept;
+	uint16_t nwaiting; /* number of coded planes that wait in scratch memory until they are written */
+	uint16_t waiting;  /* lane p: 1 + index of plane p among the waiting planes; 0: it does not wait */
+	/*
+	 * coded plane in the coder's memory: index of the plane, its bytes (0: there is no such plane), state of the
+	 * coder, sizes
+	 */
 	uint16_t p, coded_nbytes;
 	uint32_t low, more, nwords, nliterals;
 	coded_sizes sizes;
 };
 
 /*
- * Words of shared memory of a warp that encodes values of `size` bytes: lines of each plane for put_raw, which are a
- * line of 128 bytes, the next one, and 3 bytes more; then plans of lanes.
+ * Words of shared memory of a warp that encodes values of `size` bytes. First a buffer for put_raw for each plane (two
+ * lines of 128 bytes and 3 bytes more), then the region_plan of each lane.
  */
 #define LINE_WORDS 66
 #define LINES_WORDS(size) (LINE_WORDS * (size))
 #define ROOM_WORDS(size) (LINES_WORDS(size) + 32 * sizeof(region_plan) / 4)
 static_assert(LINE_WORDS % 2 == 0 && sizeof(region_plan) % 8 == 0, "alignment of plans");
 
-/* Return the lane's plan, in the warp's shared memory. */
+/* Return the lane's region_plan, in the warp's shared memory. */
 template <int SIZE> DEVICE region_plan *plan_of(uint32_t *room, uint32_t lane)
 {
 	return (region_plan *)(room + LINES_WORDS(SIZE)) + lane;
 }
 
-/* Move to the lane's first value. Returns the position; NULL: there are no offsets. */
+/* Set the position in the scale model to the lane's first value, and return it; NULL if there are no offsets. */
 DEVICE place *to_first(const job *j, region_plan *o, uint32_t lane)
 {
 	if (!j->v.model_parts.count)
@@ -56,16 +63,21 @@ DEVICE place *to_first(const job *j, region_plan *o, uint32_t lane)
 	return &o->at;
 }
 
-/* Selectors of __byte_perm that move the bytes of live values of a quad together, by the mask of live values. */
+/*
+ * Selectors of __byte_perm, indexed by the mask of live values of a quad: they move the bytes of live values together.
+ */
 static __device__ const uint16_t SQUEEZE[16] = {0x4444, 0x4440, 0x4441, 0x4410, 0x4442, 0x4420, 0x4421, 0x4210,
 						0x4443, 0x4430, 0x4431, 0x4310, 0x4432, 0x4320, 0x4321, 0x3210};
 
-/* Bytes of a lane's quad in planes: the first byte's index, and how many there are. */
+/* Bytes of a lane's quad in a plane: index of the first byte, and number of bytes. */
 struct squeezed {
 	uint32_t at, count, selector;
 };
 
-/* Return the bytes of the next row, and move *seen on. word: plane 0. n: values of the lane. */
+/*
+ * Return which bytes of a plane belong to the lane's quad in the next row, and advance *seen, the bytes of all earlier
+ * rows. word: the quad's word of plane 0. n: number of values of the lane.
+ */
 DEVICE squeezed squeeze_row(uint32_t word, uint32_t n, bool pruned, uint32_t *seen, uint32_t lane)
 {
 	const uint32_t mask = (pruned ? ~equal_bytes(word, 0) : FULL) & ((1u << n) - 1);
@@ -77,7 +89,10 @@ DEVICE squeezed squeeze_row(uint32_t word, uint32_t n, bool pruned, uint32_t *se
 	return o;
 }
 
-/* Store bytes `begin` to `end` of lines, as far as they lie in the lane's word `w`. to: of byte 0, a multiple of 4. */
+/*
+ * Store bytes [begin, end) of the buffer `line`, as far as they lie in the lane's word `w`. to: destination of byte 0,
+ * a multiple of 4.
+ */
 DEVICE void put_part(uint8_t *to, const uint32_t *line, uint32_t w, uint32_t begin, uint32_t end)
 {
 	if (begin <= 4 * w && 4 * w + 4 <= end) {
@@ -89,7 +104,10 @@ DEVICE void put_part(uint8_t *to, const uint32_t *line, uint32_t w, uint32_t beg
 			*global(to + i) = (uint8_t)(line[w] >> 8 * (i % 4));
 }
 
-/* Write planes without gaps, in aligned words. planes: a mask. room: see ROOM_WORDS. */
+/*
+ * Write raw planes in aligned words, which bytes of live values fill without gaps. planes: mask of planes. room: see
+ * ROOM_WORDS.
+ */
 template <int SIZE>
 DEVICE_CALL void put_raw(const job *j, const uint8_t *values, uint32_t planes, uint32_t *room, uint32_t lane)
 {
@@ -97,8 +115,8 @@ DEVICE_CALL void put_raw(const job *j, const uint8_t *values, uint32_t planes, u
 	region_plan *plan = plan_of<SIZE>(line, 0);
 	uint8_t *bytes = (uint8_t *)line;
 	const bool pruned = plan[lane].head & WIRE_REGION_PRUNED;
-	uint32_t seen = 0, put = 0; /* bytes of each plane: found, and written */
-	uint32_t skew = 0;          /* lowest two bits of the address of each plane */
+	uint32_t seen = 0, put = 0; /* number of bytes of each plane that were found, and that were written */
+	uint32_t skew = 0;          /* lowest two bits of the address of each plane, two bits per plane */
 
 	__syncwarp();
 	for (int p = 0; p < SIZE; p++)
@@ -126,7 +144,8 @@ DEVICE_CALL void put_raw(const job *j, const uint8_t *values, uint32_t planes, u
 					 if (!(planes >> p & 1))
 						 continue;
 					 put_part(out, own, lane, put ? 0 : skew >> 2 * p & 3, WIRE_ROW);
-					 own[lane] = own[32 + lane]; /* no other lane uses these words */
+					 /* no barrier is needed: no other lane uses these words */
+					 own[lane] = own[32 + lane];
 					 if (lane == 0)
 						 own[32] = own[64];
 				 }
@@ -143,13 +162,13 @@ DEVICE_CALL void put_raw(const job *j, const uint8_t *values, uint32_t planes, u
 	__syncwarp();
 }
 
-/* Bytes of the bitmap of a plane of k bytes. */
+/* Return the size in bytes of the bitmap of a plane of k bytes (mode ROWS). */
 DEVICE uint32_t bitmap_nbytes(uint32_t k)
 {
 	return ((k + WIRE_ROW - 1) / WIRE_ROW + 7) / 8;
 }
 
-/* Return the bytes of a plane of k bytes in runs that are not all zero. kept: see region_plan. */
+/* Return how many of a plane's k bytes lie in runs that are not all zero. kept: see region_plan. */
 DEVICE uint32_t kept_nbytes(uint32_t kept, uint32_t p, uint32_t k, uint32_t lane)
 {
 	const uint32_t last = (k - 1) / WIRE_ROW;
@@ -160,8 +179,8 @@ DEVICE uint32_t kept_nbytes(uint32_t kept, uint32_t p, uint32_t k, uint32_t lane
 }
 
 /*
- * Find runs that are not all zero, and planes of one value, in planes of which that is not known. Results are in the
- * lane's plan.
+ * Find the runs that are not all zero, and the planes whose bytes are all equal, among the planes in the mask
+ * `unknown`. Results are stored in the lane's region_plan.
  */
 template <int SIZE> DEVICE_CALL void find_runs(const job *j, const uint8_t *values, uint32_t *room, uint32_t lane)
 {
@@ -174,8 +193,8 @@ template <int SIZE> DEVICE_CALL void find_runs(const job *j, const uint8_t *valu
 			 [&](uint32_t n, const uint32_t *word) {
 				 const uint32_t run = seen / WIRE_ROW;
 				 const squeezed q = squeeze_row(word[0], n, pruned, &seen, lane);
-				 const uint32_t here =
-					 q.at / WIRE_ROW > run ? 0 : WIRE_ROW * (run + 1) - q.at; /* bytes in `run` */
+				 /* number of bytes that lie in run `run` */
+				 const uint32_t here = q.at / WIRE_ROW > run ? 0 : WIRE_ROW * (run + 1) - q.at;
 
 				 for (int p = 0; p < SIZE; p++) {
 					 const uint32_t some = __byte_perm(word[p], 0, q.selector),
@@ -198,7 +217,7 @@ template <int SIZE> DEVICE_CALL void find_runs(const job *j, const uint8_t *valu
 	plan->constant |= planes & ~__reduce_or_sync(FULL, varied);
 }
 
-/* Write planes of mode ROWS. planes: a mask. */
+/* Write planes of mode ROWS. planes: mask of planes. */
 template <int SIZE>
 DEVICE_CALL void put_runs(const job *j, const uint8_t *values, uint32_t planes, uint32_t *room, uint32_t lane)
 {
@@ -220,7 +239,7 @@ DEVICE_CALL void put_runs(const job *j, const uint8_t *values, uint32_t planes, 
 		[&](uint32_t n, const uint32_t *word) {
 			const uint32_t run = seen / WIRE_ROW, next = run + 1, word_at = lane % 4;
 			const squeezed q = squeeze_row(word[0], n, pruned, &seen, lane);
-			/* runs before `run`, summed over the four lanes of a plane */
+			/* number of runs before `run` that are present, summed over the four lanes of a plane */
 			uint32_t before = (uint32_t)__popc(word_at < run / 32    ? kept
 							   : word_at == run / 32 ? kept & ((1u << run % 32) - 1)
 										 : 0);

@@ -1,9 +1,12 @@
-/* lossless/regions.cuh - encoding of blocks with any planes in regions. docs/spec/encoder.md, sections 4.2 and 6.
+/*
+ * lossless/regions.cuh - encode blocks with any combination of planes in their regions. docs/spec/encoder.md, sections
+ * 4.2 and 6.
  *
- * A value is live if its byte in plane 0 is not 0. A region is pruned if its planes hold bytes of live values only.
+ * A value is live if its byte in plane 0 is not 0. A region is pruned if its planes 1 and above contain bytes of live
+ * values only.
  *
- * A block's values are read once to code plane 0 and to find how other planes are stored, once for each other plane
- * with a codebook, and once to write planes that are not coded to their places in the frame.
+ * A block's values are read once to code plane 0 and to choose how the other planes are stored, once for each other
+ * plane with a codebook, and once to write planes that are not coded to the frame.
  */
 #ifndef CODEC_CUDA_LOSSLESS_REGIONS_CUH
 #define CODEC_CUDA_LOSSLESS_REGIONS_CUH
@@ -15,26 +18,27 @@
 #include "lossless/split.cuh"
 
 /*
- * Scratch memory of a warp: literals and words of the plane that is being coded. If planes are coded besides plane 0 of
- * a dtype with a pattern, it is followed by the symbols of one, and by coded planes that wait for their places.
+ * Scratch memory of a warp: literals and words of the plane that is being coded. If other planes than plane 0 of a
+ * dtype with a pattern are coded, the symbols of one plane follow, and then coded planes that wait to be written to the
+ * frame.
  */
 #define CODER_NBYTES (PLANE_ROOM + 4 * WORDS_ROOM)
 #define WAITING_NBYTES (1u << WIRE_MAX_BLOCK_LOG2)
 static_assert(PLANE_ROOM + WAITING_NBYTES <= CODER_NBYTES, "a unit for each other plane");
 
-/* Return the mask of planes with a codebook, but for plane 0 of a dtype with a pattern. */
+/* Return the mask of planes with a codebook, except plane 0 of a dtype with a pattern. */
 DEVICE uint32_t other_coded(const codec_view &v)
 {
 	return v.coded & ~(octave_of(v.dtype) ? 1u : 0u);
 }
 
-/* Return the bytes of scratch memory with which a warp encodes. */
+/* Return the bytes of scratch memory that a warp needs to encode. */
 DEVICE uint64_t scratch_nbytes(const codec_view &v)
 {
 	return CODER_NBYTES * (1 + (uint64_t)__popc(other_coded(v)));
 }
 
-/* Check, from a sample of a plane's k bytes, that coding it saves enough. */
+/* Estimate from a sample of a plane's k bytes if coding the plane saves enough bytes. */
 static __device__ bool plane_pays(const job *j, uint32_t p, const uint32_t *plane, uint32_t k, uint32_t lane)
 {
 	const uint32_t *codes = j->codes + 256 * p;
@@ -51,8 +55,9 @@ static __device__ bool plane_pays(const job *j, uint32_t p, const uint32_t *plan
 }
 
 /*
- * Note bytes of live values. *runs: mask of planes that may have a run of 128 zeros among live values: such a run
- * covers half of some row of 128 values, all of whose live values are then 0. live: 255 in bytes of live values.
+ * Record the bytes of live values in `same` and *runs. *runs: mask of planes that may have a run of 128 zeros among
+ * live values. A plane is ruled out if both halves of the row have a live value whose byte is not 0, because such a run
+ * covers half of some row. live: word with 255 in the bytes of live values.
  */
 template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, uint32_t live, common *same, uint32_t *runs)
 {
@@ -66,13 +71,15 @@ template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, uint32_t l
 }
 
 /*
- * Return a mask of planes that may end with a run of fewer than 128 zeros: planes whose byte of the block's last value
- * is 0; all, if that value is not live. i: index of the lane's first value. live: see note_live_bytes.
+ * Return the mask of planes that may end with a run of fewer than 128 zeros. These are the planes whose byte of the
+ * block's last value is 0; all planes if that value is not live. i: index of the lane's first value. live: see
+ * note_live_bytes.
  */
 template <int SIZE>
 DEVICE uint32_t may_end_in_zeros(const uint32_t *word, uint32_t live, uint32_t i, uint32_t n, uint32_t m)
 {
-	const uint32_t last = n && i + n == m ? 255u << 8 * (n - 1) : 0; /* the last value's byte */
+	/* mask of the byte of the block's last value */
+	const uint32_t last = n && i + n == m ? 255u << 8 * (n - 1) : 0;
 	uint32_t planes = 0;
 
 	for (int p = 0; p < SIZE; p++)
@@ -82,17 +89,17 @@ DEVICE uint32_t may_end_in_zeros(const uint32_t *word, uint32_t live, uint32_t i
 
 /* Properties of a block's planes, found while its values are split. */
 template <int SIZE> struct split_block {
-	common same[SIZE]; /* bytes of live values; of plane 0, of all values */
-	uint32_t runs;     /* mask of planes that may have a run of 128 zeros, or a shorter one at the end */
-	uint32_t zeros;    /* values whose byte in plane 0 is 0 */
-	uint32_t under;    /* not 0: some of these have another byte that is not 0 */
+	common same[SIZE]; /* bytes of live values; for plane 0 of all values */
+	uint32_t runs;     /* mask of planes that may have a run of 128 zeros, or a shorter run at the end */
+	uint32_t zeros;    /* number of values whose byte in plane 0 is 0 */
+	uint32_t under;    /* not 0 if some of these values have a byte in another plane that is not 0 */
 };
 
 /*
- * Split m values from value `first` on, from the last row to the first. Fixed planes go to their sections of the frame,
- * and the symbols of plane 0 to the coder, if it is coded (`top`). chunks: memory for sums of chunks of fixed planes,
- * 32 a plane; lane i has those of chunk i. at: position of the lane's last quad, see offsets_back; NULL: there are no
- * offsets.
+ * Split m values from value `first` on, from the last row to the first. Fixed planes are written to their sections of
+ * the frame. If plane 0 is coded (`top`), its symbols are passed to the coder. chunks: memory for checksums of chunks
+ * of fixed planes, 32 per plane; lane i holds those of chunk i. at: position in the scale model of the lane's last
+ * quad, see offsets_back; NULL: there are no offsets.
  */
 template <int SIZE>
 DEVICE void split_values(const codec_encoding &e, const job *j, uint64_t first, uint32_t m, bool top, coding *s,
@@ -140,7 +147,7 @@ DEVICE void split_values(const codec_encoding &e, const job *j, uint64_t first, 
 		if (WIRE_ROW * (r + 1) >= m)
 			o->runs |= may_end_in_zeros<SIZE>(word, live, i, n, m);
 		o->zeros += __popc(none);
-		o->runs |= (none & ~equal_bytes(others, 0)) << 8; /* the upper bits are `under` for now */
+		o->runs |= (none & ~equal_bytes(others, 0)) << 8; /* bits 8 and up temporarily hold `under` */
 		if (top)
 			code_quad(s, n < 4 ? filled(word[0], n, table_of(j, 0)[TABLE_PAD] * ONES) : word[0], r, n,
 				  lane);
@@ -158,7 +165,9 @@ DEVICE void set_plane(region_plan *o, uint32_t p, uint32_t mode, uint32_t nbytes
 		o->nbytes = nbytes;
 }
 
-/* End plane p, all of whose rows are coded. It remains in the coder if it has at most `most` bytes. */
+/*
+ * End plane p after all its rows were coded. The plane remains in the coder's memory if it has at most `most` bytes.
+ */
 DEVICE void end_coded(region_plan *o, uint32_t p, const coding &s, uint32_t most, uint32_t more, uint32_t lane)
 {
 	o->sizes = close_plane(s, lane);
@@ -169,7 +178,10 @@ DEVICE void end_coded(region_plan *o, uint32_t p, const coding &s, uint32_t most
 		set_plane(o, p, WIRE_MODE_CODED, o->coded_nbytes, lane);
 }
 
-/* Write the coded plane in the coder's memory to `out`, and high nibbles of its symbols, if it is halved. */
+/*
+ * Write the coded plane in the coder's memory to `out`, followed by the high nibbles of its symbols if the plane is
+ * halved.
+ */
 DEVICE_CALL void put_coded(const job *j, const region_plan *o, uint8_t *scratch, uint8_t *out, uint32_t lane)
 {
 	const uint8_t *symbols = scratch + CODER_NBYTES;
@@ -185,20 +197,21 @@ DEVICE_CALL void put_coded(const job *j, const region_plan *o, uint8_t *scratch,
 }
 
 /*
- * Read a block's values for the first time, see split_values, and choose whether plane 0 is coded, and whether the
- * region is pruned.
+ * Read a block's values for the first time (split_values), and decide whether plane 0 is coded and whether the region
+ * is pruned.
  */
 template <int SIZE>
 DEVICE_CALL void plan_region(const codec_encoding &e, const job *j, uint32_t coded, uint8_t *scratch, uint32_t *room,
 			     uint32_t lane)
 {
 	region_plan *o = plan_of<SIZE>(room, lane);
-	uint64_t *sums = (uint64_t *)room; /* the room of lines */
+	uint64_t *sums = (uint64_t *)room; /* reuses the buffers of put_raw */
 	const codec_view &v = j->v;
 	const uint32_t planes = ~v.fixed & ((1u << SIZE) - 1), m = o->m;
 	const uint32_t chunks = (m + WIRE_ROW * CHUNK_ROWS - 1) / (WIRE_ROW * CHUNK_ROWS);
 	const bool octave = octave_of(v.dtype) > 0, top = octave && coded & 1;
-	uint32_t equal = 0, zero = 0; /* planes whose bytes of live values are equal; planes of zeros */
+	/* masks: planes whose bytes of live values are all equal; planes whose bytes are all 0 */
+	uint32_t equal = 0, zero = 0;
 	coding s = begin_plane(j, 0, (uint32_t *)(scratch + PLANE_ROOM), scratch, false);
 	split_block<SIZE> q;
 
@@ -223,10 +236,12 @@ DEVICE_CALL void plan_region(const codec_encoding &e, const job *j, uint32_t cod
 		o->head |= WIRE_REGION_PRUNED;
 		o->k = m - q.zeros;
 	}
-	/* planes of one value, and those that may be, or may have runs of zeros */
+	/*
+	 * constant: planes whose bytes are all equal; unknown: planes that may be constant or may have runs of zeros
+	 */
 	uint32_t constant = equal, unknown = q.runs | (octave ? 1 : 0);
 
-	if (octave && q.zeros && o->k == m) { /* planes hold bytes of values that are not live, too */
+	if (octave && q.zeros && o->k == m) { /* the planes also contain bytes of values that are not live */
 		constant &= q.under ? 1 : zero | 1;
 		unknown |= q.under ? equal : 0;
 	}
@@ -234,7 +249,7 @@ DEVICE_CALL void plan_region(const codec_encoding &e, const job *j, uint32_t cod
 	o->unknown = unknown & planes & ~constant & ~(o->coded_nbytes ? 1u : 0u);
 }
 
-/* Choose modes and sizes of planes as if none of them were coded, but for plane 0 if it is coded already. */
+/* Choose modes and sizes of planes as if none of them were coded, except plane 0 if it is already coded. */
 template <int SIZE> DEVICE void choose_modes(const job *j, region_plan *o, uint32_t lane)
 {
 	const uint32_t planes = ~j->v.fixed & ((1u << SIZE) - 1) & ~(o->coded_nbytes ? 1u : 0u);
@@ -256,7 +271,7 @@ template <int SIZE> DEVICE void choose_modes(const job *j, region_plan *o, uint3
 	o->coded &= planes & ~o->constant;
 }
 
-/* Code plane p, whose symbols are in scratch memory, if a sample of them promises that it pays. */
+/* Code plane p, whose symbols are in scratch memory, if a sample of the symbols predicts that this saves bytes. */
 DEVICE_CALL void code_plane(const job *j, uint32_t p, uint8_t *scratch, region_plan *o, uint32_t lane)
 {
 	const uint32_t k = p ? o->k : o->m, halved = j->v.halved >> p & 1;
@@ -273,7 +288,10 @@ DEVICE_CALL void code_plane(const job *j, uint32_t p, uint8_t *scratch, region_p
 		  (uint32_t)choose_coded_most(k, (int)halved), halved ? (k + 1) / 2 : 0, lane);
 }
 
-/* Code planes of o->coded. They wait in scratch memory, but for the last one, which remains in the coder. */
+/*
+ * Code the planes in the mask o->coded. Coded planes wait in scratch memory, except the last one, which remains in the
+ * coder's memory.
+ */
 template <int SIZE>
 DEVICE void code_others(const codec_encoding &e, const job *j, uint8_t *scratch, uint32_t *room, region_plan *o,
 			uint32_t lane)
@@ -284,7 +302,7 @@ DEVICE void code_others(const codec_encoding &e, const job *j, uint8_t *scratch,
 	for (uint32_t p = 0; p < SIZE; p++) {
 		if (!(o->coded >> p & 1))
 			continue;
-		if (o->coded_nbytes) { /* make room for this plane */
+		if (o->coded_nbytes) { /* move the previous coded plane out of the coder's memory */
 			put_coded(j, o, scratch, waiting + WAITING_NBYTES * o->nwaiting++, lane);
 			if (lane == o->p)
 				o->waiting = o->nwaiting;
@@ -296,7 +314,7 @@ DEVICE void code_others(const codec_encoding &e, const job *j, uint8_t *scratch,
 	}
 }
 
-/* Write planes that are constant or coded, and what surrounds planes, of a planned region to `out` in the frame. */
+/* Write a planned region's head, padding, and constant and coded planes to `out` in the frame. */
 template <int SIZE> DEVICE void put_planes(const job *j, uint8_t *scratch, region_plan *o, uint8_t *out, uint32_t lane)
 {
 	const uint8_t *waiting = scratch + CODER_NBYTES + PLANE_ROOM;
@@ -321,7 +339,7 @@ template <int SIZE> DEVICE void put_planes(const job *j, uint8_t *scratch, regio
 	__syncwarp();
 }
 
-/* Return the mask of planes that have a mode. */
+/* Return the mask of planes whose mode is `mode`. */
 template <int SIZE> DEVICE uint32_t planes_in_mode(const region_plan *o, uint32_t mode)
 {
 	uint32_t planes = 0;
@@ -333,7 +351,7 @@ template <int SIZE> DEVICE uint32_t planes_in_mode(const region_plan *o, uint32_
 
 /*
  * Encode block b: region, directory entry, and parts of fixed planes. coded: mask of planes that are coded if that
- * pays. scratch: scratch_nbytes() bytes. room: ROOM_WORDS(SIZE) words of shared memory of the warp.
+ * saves bytes. scratch: scratch_nbytes() bytes. room: ROOM_WORDS(SIZE) words of the warp's shared memory.
  */
 template <int SIZE>
 DEVICE void write_block(const codec_encoding &e, const job *j, uint64_t b, uint32_t coded, uint8_t *scratch,

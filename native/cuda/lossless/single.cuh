@@ -1,4 +1,4 @@
-/* lossless/single.cuh - decoding of blocks whose regions hold plane 0 only, row by row. format.md, section 6. */
+/* lossless/single.cuh - decode blocks whose regions contain only plane 0, row by row. format.md, section 6. */
 #ifndef CODEC_CUDA_LOSSLESS_SINGLE_CUH
 #define CODEC_CUDA_LOSSLESS_SINGLE_CUH
 
@@ -6,7 +6,7 @@
 #include "common/checksum.cuh"
 #include "lossless/merge.cuh"
 
-/* Check the head of a region: modes of its planes, and the flag of a pruned region. */
+/* Check the head of a region: the modes of its planes, and the flag WIRE_REGION_PRUNED. */
 DEVICE codec_status check_head(const codec_view *v, uint32_t head, int size)
 {
 	if (head & ~(WIRE_REGION_PRUNED | ((1u << 2 * size) - 1)))
@@ -22,10 +22,11 @@ DEVICE codec_status check_head(const codec_view *v, uint32_t head, int size)
 }
 
 /*
- * Decode a region that holds plane 0 only, in any mode, row by row. head: of the region; the cursor is behind it.
+ * Decode a region that contains only plane 0, in any mode, row by row. head: head of the region; the cursor points
+ * past it.
  *
  * read_chunks(top, fixed, sums, cursor, place, row) decodes whole chunks of CHUNK_ROWS rows and ends their checksums.
- * It returns the number of rows; 0: the row is to be decoded here.
+ * It returns the number of rows decoded. If it returns 0, read_single_plane decodes the row itself.
  */
 template <int SIZE, class F>
 DEVICE codec_status read_single_plane(const job *j, uint64_t b, uint32_t head, cursor c, const pairs &by,
@@ -35,8 +36,8 @@ DEVICE codec_status read_single_plane(const job *j, uint64_t b, uint32_t head, c
 	const uint64_t first = b * v.block_nvalues;
 	const uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW;
 	const uint8_t *fixed = c.frame + v.planes_offset + first;
-	const bool pruned =
-		head & WIRE_REGION_PRUNED; /* fixed planes are 0 where plane 0 is 0, and some value is live */
+	/* a pruned region promises that fixed planes are 0 where plane 0 is 0, and that some value is live */
+	const bool pruned = head & WIRE_REGION_PRUNED;
 	bool live = !pruned;
 	digest sums[SIZE] = {};
 	place o = {};

@@ -1,4 +1,4 @@
-/* lossless/split.cuh - values split into bytes of their planes. docs/spec/format.md, sections 3 and 5. */
+/* lossless/split.cuh - split values into the bytes of their planes. docs/spec/format.md, sections 3 and 5. */
 #ifndef CODEC_CUDA_LOSSLESS_SPLIT_CUH
 #define CODEC_CUDA_LOSSLESS_SPLIT_CUH
 
@@ -7,8 +7,8 @@
 #include "common/checksum.cuh"
 
 /*
- * Split a quad as it lies in memory into a word of each plane; the inverse of merge_quad. offset: the circle's size
- * less the offset, of two values in each of two words. SIZE is 2 or 4.
+ * Split a quad in memory order into a word of each plane; the inverse of merge_quad. offset: two words with (circle's
+ * size - offset) of two values each. SIZE is 2 or 4.
  */
 template <int SIZE> DEVICE void split_pairs(const uint32_t *value, const uint32_t *offset, uint32_t *plane)
 {
@@ -29,14 +29,14 @@ template <int SIZE> DEVICE void split_pairs(const uint32_t *value, const uint32_
 	}
 }
 
-/* Bring CHUNK_ROWS rows of values at `from` to the L2 cache. */
+/* Prefetch CHUNK_ROWS rows of values at `from` into the L2 cache. */
 template <int SIZE> DEVICE void prefetch_rows(const uint8_t *from, uint32_t lane)
 {
 	for (uint32_t i = lane; i < SIZE * CHUNK_ROWS; i += 32)
 		prefetch(from + LINE_NBYTES * i);
 }
 
-/* Split n values at any address. offset: of each value, in patterns. */
+/* Split n values at any address. offset: offset of each value, in patterns. */
 template <int SIZE>
 DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, const uint16_t *offset, uint32_t *word)
 {
@@ -59,7 +59,7 @@ DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, const uin
 	}
 }
 
-/* Split the lane's n values from value i on into a word of each plane. offset: of each value, in patterns. */
+/* Split the lane's n values from value i on into a word of each plane. offset: offset of each value, in patterns. */
 template <int SIZE>
 DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_float, const uint16_t *offset,
 		       uint32_t *word)
@@ -68,7 +68,7 @@ DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_fl
 
 	if constexpr (SIZE == 2 || SIZE == 4)
 		if (is_float && n == 4 && (uint64_t)from % (4 * SIZE) == 0) {
-			uint32_t value[SIZE], back[2]; /* the circle's size less the offset */
+			uint32_t value[SIZE], back[2]; /* back: circle's size - offset, see split_pairs */
 
 			for (int h = 0; h < 2; h++)
 				back[h] = WIRE_CIRCLE(128) * 0x10001 -
@@ -84,8 +84,8 @@ DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_fl
 }
 
 /*
- * Return the offsets of the lane's n values from a position on, two in each word, and move back a row, if r is not 0,
- * the row's number. A call, and a position in shared memory, so that loops over rows keep their registers.
+ * Return the offsets of the lane's n values from position *o on, two in each word. Then move *o back by a row, unless
+ * r, the row's index, is 0. Not inlined, and *o is in shared memory, to save registers in loops over rows.
  */
 DEVICE_CALL uint2 offsets_back(const job *j, place *o, uint32_t n, uint32_t r, int around)
 {
@@ -97,7 +97,7 @@ DEVICE_CALL uint2 offsets_back(const job *j, place *o, uint32_t n, uint32_t r, i
 	return {offset[0] | (uint32_t)offset[1] << 16, offset[2] | (uint32_t)offset[3] << 16};
 }
 
-/* Return the offsets of the lane's n values from a position on, and move on to the next row. See offsets_back. */
+/* Return the offsets of the lane's n values from position *o on, and advance *o to the next row. See offsets_back. */
 DEVICE_CALL uint2 offsets_on(const job *j, place *o, uint32_t n, int around)
 {
 	uint16_t offset[4] = {0};
@@ -106,7 +106,7 @@ DEVICE_CALL uint2 offsets_on(const job *j, place *o, uint32_t n, int around)
 	return {offset[0] | (uint32_t)offset[1] << 16, offset[2] | (uint32_t)offset[3] << 16};
 }
 
-/* Split the lane's n values of row r of a block. offsets: of the values, two in each word; see split_quad. */
+/* Split the lane's n values of row r of a block. offsets: offsets of the values, two in each word. */
 template <int SIZE>
 DEVICE void split_row(const uint8_t *values, uint32_t r, uint32_t n, bool is_float, uint2 offsets, uint32_t lane,
 		      uint32_t *word)
@@ -117,20 +117,20 @@ DEVICE void split_row(const uint8_t *values, uint32_t r, uint32_t n, bool is_flo
 	split_quad<SIZE>(values, WIRE_ROW * r + 4 * lane, n, is_float, offset, word);
 }
 
-/* Return the position of the lane's last quad in a block of m values, if there are offsets. */
+/* Return the position in the scale model of the lane's last quad in a block of m values, if there are offsets. */
 DEVICE place last_place(const job *j, uint64_t first, uint32_t m, uint32_t lane)
 {
 	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW;
-	/* last row in which this lane has a value; ~0: none */
+	/* last row in which this lane has a value; ~0: there is none */
 	const uint32_t last = there(rows - 1, lane, m) ? rows - 1 : rows - 2;
 
 	return j->v.model_parts.count && last != ~0u ? place_at(j, first + WIRE_ROW * last + 4 * lane) : place{};
 }
 
 /*
- * Split the m values of a block, which begin at `values`, from the first row to the last. use(n, words) takes the
- * lane's n values of a row as a word of each plane. at: position of the lane's first value, see offsets_back; NULL:
- * there are no offsets.
+ * Split the m values of a block, which begin at `values`, from the first row to the last. Calls use(n, words) for each
+ * row with the lane's n values, split into a word of each plane. at: position in the scale model of the lane's first
+ * value, see offsets_back; NULL: there are no offsets.
  */
 template <int SIZE, class F>
 DEVICE void split_rows(const job *j, const uint8_t *values, uint32_t m, place *at, uint32_t lane, F use)
@@ -162,12 +162,12 @@ DEVICE void put_fixed(const codec_view *v, uint8_t *frame, uint64_t section, uin
 		*(uint32_t *)(frame + section + i) = word;
 }
 
-/* OR and AND of all symbols of a plane, separately for the four values of quads. */
+/* OR and AND of all symbols of a plane, separately for each of the four values of a quad. */
 struct common {
 	uint32_t some, all;
 };
 
-/* Return the OR of all bytes of all lanes' words. */
+/* Return the OR of all bytes of the words of all lanes. */
 DEVICE uint32_t any_byte(uint32_t x)
 {
 	x = __reduce_or_sync(FULL, x);
