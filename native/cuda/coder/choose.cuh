@@ -1,10 +1,13 @@
-/* coder/choose.cuh - choice of the scale model, as tasks that CTAs take in order. docs/spec/encoder.md, section 4. */
+/*
+ * coder/choose.cuh - choose the scale model, divided into tasks that CTAs take in order. docs/spec/encoder.md, section
+ * 4.
+ */
 #ifndef CODEC_CUDA_CODER_CHOOSE_CUH
 #define CODEC_CUDA_CODER_CHOOSE_CUH
 
 #include "coder/sample.cuh"
 
-/* Shared memory of a CTA: of one task at a time. */
+/* Shared memory of a CTA, which the tasks use one after the other. */
 union model_room {
 	fit_room fit;
 	count_room count;
@@ -17,9 +20,9 @@ union model_room {
 };
 
 /*
- * Return by how many eighths of an octave all bases are raised: the number, below CHOOSE_PARTS, at which symbols cost
- * least. counts: on entry those under the present bases, on return those under the raised ones. *cost: bits that they
- * cost.
+ * Return the number of eighths of an octave, below CHOOSE_PARTS, by which all bases should be raised so that symbols
+ * cost least. counts: symbol counts under the present bases on entry, under the raised bases on return. *cost: output,
+ * cost in bits of the symbols under the raised bases.
  */
 DEVICE_CALL int raise_bases(const codec_choice *c, uint32_t *counts, model_room *room, uint64_t *cost)
 {
@@ -27,7 +30,7 @@ DEVICE_CALL int raise_bases(const codec_choice *c, uint32_t *counts, model_room 
 	uint32_t e = threadIdx.x, warp = e / 32, n = counts[e], added[CHOOSE_PARTS - 1], removed[CHOOSE_PARTS - 1];
 	int best = 0;
 
-	/* one eighth more moves the lowest bin of each symbol to the symbol below it */
+	/* raising the bases by one more eighth moves the lowest bin of each symbol to the symbol below */
 #pragma unroll
 	for (uint32_t k = 0; k < CHOOSE_PARTS - 1; k++) {
 		added[k] = e ? part[(e < 255 ? e + 1 : 1) * CHOOSE_PARTS + k] : 0;
@@ -54,8 +57,9 @@ DEVICE_CALL int raise_bases(const codec_choice *c, uint32_t *counts, model_room 
 }
 
 /*
- * Raise all bases as suits the counts of all parts, and decide whether a single part without offsets needs a record.
- * Returns the number of parts that get records: nparts or 0. Writes counts of plane 0 to c->counts[0].
+ * Raise all bases by the number of eighths that costs least over all parts, and decide if a single part without
+ * offsets needs a record. Returns the number of parts with records: nparts or 0. Writes the symbol counts of plane 0 to
+ * c->counts[0].
  */
 DEVICE_CALL uint64_t conclude_bases(const codec_view *v, uint8_t *memory, const sample_kind &q, uint64_t nparts,
 				    codec_choice *c, const codec_part_found *found, model_room *room)
@@ -84,7 +88,10 @@ DEVICE_CALL uint64_t conclude_bases(const codec_view *v, uint8_t *memory, const 
 	return 0;
 }
 
-/* Conclude the model: write v->model_parts.count, and counts of plane 0 under the model to c->counts[0]. */
+/*
+ * Complete the scale model: set v->model_parts.count, and write the symbol counts of plane 0 under the model to
+ * c->counts[0].
+ */
 DEVICE_CALL void conclude_model(codec_view *v, uint8_t *memory, const sample_kind &q, uint32_t nparts, codec_choice *c,
 				const codec_part_found *found, model_room *room)
 {
@@ -98,7 +105,7 @@ DEVICE_CALL void conclude_model(codec_view *v, uint8_t *memory, const sample_kin
 
 	if (threadIdx.x == 0) {
 		v->model_parts.count = used;
-		if (!nparts) { /* with parts, decide_part has counted these */
+		if (!nparts) { /* with parts, decide_part has already counted zeros and values */
 			c->nzeros = c->counts[0][0];
 			c->nvalues = total;
 		}
@@ -115,7 +122,10 @@ struct model_tasks {
 	uint32_t nparts, shares, step;
 };
 
-/* n: values of the tensor, whose sample of symbols has a row for each warp or fewer. */
+/*
+ * Return the numbering for a tensor of n values. The number of shares is limited so that each warp has at least one
+ * row of the sample of symbols.
+ */
 DEVICE model_tasks model_tasks_of(uint64_t n, uint32_t nparts)
 {
 	uint64_t nrows = (n + WIRE_ROW - 1) / WIRE_ROW, take = nrows / choose_stride(nrows);
@@ -128,8 +138,8 @@ DEVICE model_tasks model_tasks_of(uint64_t n, uint32_t nparts)
 }
 
 /*
- * Run task t < 3 * step, once c->finest and c->bins are known. The last CTA to finish a part's step concludes that
- * step. Returns true to the CTA whose task concludes the model.
+ * Run task t < 3 * step, once c->finest and c->bins are known. The last CTA to finish a part's step completes that
+ * step. Returns true in the CTA whose task completes the model.
  */
 DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *values, const sample_kind &q,
 			    const model_tasks &tasks, uint32_t t, codec_choice *c, codec_part_found *found,
@@ -176,8 +186,8 @@ DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *value
 }
 
 /*
- * Lay out the side section: set found[i].side_nibbles to the offset in bytes of the row and column offsets of part i,
- * counted from those of part 0. Returns the size of the section in bytes.
+ * Lay out the side section: set found[i].side_nibbles to the position in bytes of the row and column offsets of part
+ * i, relative to those of part 0. Returns the size of the section in bytes.
  */
 DEVICE_CALL uint64_t place_nibbles(const codec_view *v, uint8_t *memory, uint64_t nparts, const codec_choice *c,
 				   codec_part_found *found)
@@ -198,8 +208,8 @@ DEVICE_CALL uint64_t place_nibbles(const codec_view *v, uint8_t *memory, uint64_
 }
 
 /*
- * Check whether a tensor of values of `size` bytes is to be stored: blocks do not fit into the frame's capacity, or
- * save nothing.
+ * Return true if a tensor of values of `size` bytes must be stored uncompressed, because blocks do not fit into the
+ * frame's capacity or save no bytes.
  */
 DEVICE bool should_store(const codec_view *v, uint32_t size, uint64_t capacity)
 {
@@ -208,7 +218,7 @@ DEVICE bool should_store(const codec_view *v, uint32_t size, uint64_t capacity)
 	       v->fixed == (1u << size) - 1;
 }
 
-/* Make the job one of a stored tensor. */
+/* Change the job to that of a tensor that is stored uncompressed. */
 DEVICE void make_stored(codec_view *v)
 {
 	v->layout = WIRE_LAYOUT_STORED;

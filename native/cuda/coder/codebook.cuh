@@ -1,8 +1,11 @@
-/* coder/codebook.cuh - codebooks and costs as in exact/book.h and choose_cost, computed by a CTA or a warp.
+/*
+ * coder/codebook.cuh - compute codebooks and costs by a CTA or a warp, with the results of exact/book.h and
+ * choose_cost.
  *
- * Package-merge merges two sorted lists, leaves and packages. All entries are placed at once by rank: a leaf's place is
- * its index plus the number of lighter packages; a package's place is its index plus the number of leaves that are not
- * heavier. Ties are broken as in book.h, and results do not depend on the order of threads.
+ * Package-merge merges two sorted lists, leaves and packages. All entries are merged in parallel by rank: a leaf's
+ * position in the merged list is its index plus the number of lighter packages; a package's position is its index plus
+ * the number of leaves that are not heavier. Ties are broken as in book.h, and results do not depend on the order of
+ * threads.
  */
 #ifndef CODEC_CUDA_CODER_CODEBOOK_CUH
 #define CODEC_CUDA_CODER_CODEBOOK_CUH
@@ -21,7 +24,10 @@ struct book_room {
 	uint32_t pad;
 };
 
-/* Return the largest power of two that is at most n, or 0: the first step of a binary search among n. */
+/*
+ * Return the largest power of two that is at most n, or 0 if n is 0. It is the first step of a binary search among n
+ * elements.
+ */
 DEVICE uint32_t first_step(uint32_t n)
 {
 	return n ? 0x80000000u >> __clz((int)n) : 0;
@@ -50,8 +56,8 @@ DEVICE uint32_t leaves_up_to(const uint32_t *weight, uint32_t n, uint32_t x)
 }
 
 /*
- * Make leaves for 256 counts, in order of (weight, symbol), the escape last among equals. At most 2^max_code_length - 1
- * symbols are kept. Writes r->weight, r->symbol and r->live, the number of leaves.
+ * Make leaves for 256 symbol counts, sorted by (weight, symbol); the escape is the last of equal weights. At most
+ * 2^max_code_length - 1 symbols get a code. Writes r->weight, r->symbol and r->live, the number of leaves.
  */
 DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t max_code_length, book_room *r)
 {
@@ -63,7 +69,8 @@ DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t max_code_length, b
 	bool keeps = book_keeps(counts[i], total);
 	uint32_t at = (uint32_t)cta_scan(keeps, &n), w = counts[i] >> shift ? counts[i] >> shift : 1;
 
-	if (keeps) /* most symbols are rare, so that a list of the others is short; in order of symbols */
+	/* list the symbols that are not rare, in order of symbols; most symbols are rare, so the list is short */
+	if (keeps)
 		weight[at] = w;
 	__syncthreads();
 	if (n > room) {
@@ -73,7 +80,7 @@ DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t max_code_length, b
 			lighter += weight[j] < w || (weight[j] == w && j > at);
 		__syncthreads();
 		if (keeps && lighter < n - room) {
-			weight[at] = 0xffffffffu; /* heavier than all: precedes no leaf */
+			weight[at] = 0xffffffffu; /* heavier than all leaves, so that it precedes none */
 			keeps = false;
 		}
 		__syncthreads();
@@ -92,7 +99,7 @@ DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t max_code_length, b
 	}
 	if (i)
 		return;
-	if (!n) { /* no counts: keep symbol 0 */
+	if (!n) { /* all counts are 0: give a code to symbol 0 */
 		r->weight[0] = 1;
 		r->symbol[0] = 0;
 		before = live = 1;
@@ -102,7 +109,9 @@ DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t max_code_length, b
 	r->live = live + 1;
 }
 
-/* Return how many of n ascending places are below x; n is at most LEAVES. By all lanes of a warp. */
+/*
+ * Return how many of n ascending numbers in `place` are below x; n is at most LEAVES. Called by all lanes of a warp.
+ */
 DEVICE uint32_t places_below(const uint16_t *place, uint32_t n, uint32_t x, uint32_t lane)
 {
 	uint32_t last = 8 * lane + 7;
@@ -112,8 +121,8 @@ DEVICE uint32_t places_below(const uint16_t *place, uint32_t n, uint32_t x, uint
 }
 
 /*
- * Compute code lengths (257 bytes, the escape's last) from 256 counts, as book_from_counts does. Lengths are at most
- * max_code_length. `length`: in shared memory.
+ * Compute code lengths from 256 symbol counts, as book_from_counts does. `length`: output in shared memory, 257 bytes,
+ * of which the last is for the escape; lengths are at most max_code_length.
  */
 DEVICE_CALL void cta_book(const uint32_t *counts, uint32_t max_code_length, uint8_t *length, book_room *r)
 {
@@ -145,7 +154,7 @@ DEVICE_CALL void cta_book(const uint32_t *counts, uint32_t max_code_length, uint
 	}
 	take = 2 * live - 2;
 #pragma unroll
-	for (uint32_t l = WIRE_MAX_CODE_LENGTH; l-- > 0;) { /* each warp counts all leaves that are taken */
+	for (uint32_t l = WIRE_MAX_CODE_LENGTH; l-- > 0;) { /* each warp counts all leaves of the level */
 		leaves[l] = l < max_code_length ? places_below(r->place[l], live, take, threadIdx.x % 32) : 0;
 		take = l < max_code_length ? 2 * (take - leaves[l]) : take;
 	}
@@ -161,8 +170,8 @@ DEVICE_CALL void cta_book(const uint32_t *counts, uint32_t max_code_length, uint
 }
 
 /*
- * Compute codes and decoding tables (layout: common/job.cuh) from code lengths, as book_to_codes does. `length`: in
- * shared memory.
+ * Compute codes and decoding tables (layout: common/job.cuh) from code lengths, as book_to_codes does. `length`: code
+ * lengths, in shared memory.
  */
 DEVICE_CALL void cta_codes(const uint8_t *length, uint8_t *table, book_room *r)
 {
@@ -189,7 +198,7 @@ DEVICE_CALL void cta_codes(const uint8_t *length, uint8_t *table, book_room *r)
 			break;
 		first = (first + total) << 1;
 	}
-	uint32_t code = l ? first + rank : first + total - 1; /* a symbol without a code has the escape's */
+	uint32_t code = l ? first + rank : first + total - 1; /* a symbol without a code has the escape's code */
 
 	table[i] = (uint8_t)code;
 	table[TABLE_LENGTHS + i] = (uint8_t)(l ? l : 0x80 | e);
@@ -207,7 +216,7 @@ struct book_ends {
 	uint32_t first, last;
 };
 
-/* Find the smallest and the largest non-zero symbol with a code, as book_span does. */
+/* Return the smallest and the largest non-zero symbol with a code, as book_span does. */
 DEVICE_CALL book_ends cta_span(const uint8_t *length)
 {
 	bool has = threadIdx.x && length[threadIdx.x];
@@ -241,7 +250,7 @@ DEVICE_CALL uint32_t cta_pack(const uint8_t *length, uint8_t *to)
 	return n;
 }
 
-/* Return the cost of symbol counts in bits, as book_cost does. `literal`: bits of a literal. */
+/* Return the cost in bits of the counted symbols, as book_cost does. `literal`: bits of a literal. */
 DEVICE_CALL uint64_t cta_cost(const uint8_t *length, const uint32_t *counts, uint32_t literal)
 {
 	uint32_t l = length[threadIdx.x];
@@ -255,12 +264,12 @@ struct cost_room {
 };
 
 /*
- * Return the sum of all inner nodes' weights of a Huffman tree with n leaves, which are sorted. By one lane. Ties do
- * not matter: all optimal trees cost the same.
+ * Return the sum of the weights of all inner nodes of a Huffman tree with n sorted leaves. Called by one lane. The
+ * order of equal weights does not matter, because all optimal trees cost the same.
  */
 DEVICE uint64_t merge_cost(cost_room *room, uint32_t n)
 {
-	const uint32_t none = 0x7fffffff; /* above all weights; twice this fits into 32 bits */
+	const uint32_t none = 0x7fffffff; /* larger than all weights; twice this number fits into 32 bits */
 	uint64_t cost = 0;
 
 	for (uint32_t left = n, i = 0, from = 0, to = 0; left > 1; left--) {

@@ -1,17 +1,19 @@
-/* coder/decode.cuh - decoding of coded planes, four symbols a lane at a time. Each lane of a warp is a lane of the
- * coder. docs/spec/format.md, section 7.
+/*
+ * coder/decode.cuh - decode coded planes, four symbols per lane at a time. Lane i of a warp decodes lane i of the
+ * format's interleaved coder. docs/spec/format.md, section 7.
  */
 #ifndef CODEC_CUDA_CODER_DECODE_CUH
 #define CODEC_CUDA_CODER_DECODE_CUH
 
 #include "common/job.cuh"
 
-#define STATE_NBYTES 22 /* head of a coded plane: u16 number of words, 32 tail lengths of 5 bits */
+#define STATE_NBYTES 22 /* bytes of a coded plane's head: u16 number of words, 32 tail lengths of 5 bits */
 
 /*
- * Decoding table of plane `plane` that yields two symbols for the next `nbits` bits, shared by all warps of the CTA. An
- * entry's low bits: number of bits of both codes; bits 16 to 31: both symbols. LONG is set if both codes do not fit
- * into nbits bits: then the entry has the first symbol only. ESCAPED is set if one of the two is the escape.
+ * Decoding table of plane `plane`, shared by all warps of the CTA. It is indexed by the next `nbits` bits, and an
+ * entry has two symbols. The entry's low bits: total length of both codes in bits. Bits 16 to 31: both symbols. LONG is
+ * set if both codes together are longer than nbits; then the entry has only the first symbol. ESCAPED is set if one of
+ * the symbols is the escape.
  */
 #define LONG 64u
 #define ESCAPED (3u << 7)
@@ -20,7 +22,7 @@ struct pairs {
 	uint32_t nbits, plane;
 };
 
-/* Fill a table of pairs from plane tables, by all threads of the CTA. */
+/* Fill a table of pairs from the plane's decoding table (common/job.cuh). Called by all threads of the CTA. */
 DEVICE void fill_pairs(const pairs &to, const uint8_t *table)
 {
 	const uint8_t *length = table + TABLE_LENGTHS;
@@ -37,16 +39,19 @@ DEVICE void fill_pairs(const pairs &to, const uint8_t *table)
 }
 
 /*
- * State of a lane that decodes a plane. `bits`: the lane's reservoir in the upper end, 32 to 63 bits, then a 1 that
- * marks its end, then zeros.
+ * State of a lane that decodes a plane. `bits`: the lane's bit reservoir: 32 to 63 bits at the upper end, then a 1
+ * that marks the reservoir's end, then zeros.
  */
 struct coded {
 	uint64_t bits;
-	const uint8_t *words; /* words of the plane, the same in all lanes */
+	const uint8_t *words; /* address of the plane's words, equal in all lanes */
 	uint32_t nwords, taken;
 };
 
-/* Read the head of a coded plane at the cursor: set up all lanes' reservoirs, and move the cursor behind the words. */
+/*
+ * Read the head of a coded plane at the cursor, initialize the reservoirs of all lanes, and move the cursor past the
+ * words.
+ */
 static __device__ codec_status open_plane(cursor *c, coded *s, uint32_t lane)
 {
 	const uint8_t *p = here(c);
@@ -57,7 +62,7 @@ static __device__ codec_status open_plane(cursor *c, coded *s, uint32_t lane)
 		return CODEC_BAD_REGION;
 	s->nwords = p[0] | p[1] << 8;
 	s->taken = WIRE_LANES;
-	/* the tail length's five bits, which end in the next byte if they do not end in this one */
+	/* the tail length's five bits, which may extend into the next byte */
 	uint32_t two = (uint32_t)p[2 + bit / 8] << 8 | (bit % 8 > 3 ? p[3 + bit / 8] : 0);
 	uint32_t t = two >> (11 - bit % 8) & 31;
 
@@ -66,7 +71,7 @@ static __device__ codec_status open_plane(cursor *c, coded *s, uint32_t lane)
 	if (left(c) < nbytes)
 		return CODEC_BAD_REGION;
 	for (uint32_t k = STATE_NBYTES + from / 8; k < STATE_NBYTES + from / 8 + 5;
-	     k++) /* up to 31 bits, from any bit of the first byte on */
+	     k++) /* tails have up to 31 bits, and begin at any bit of a byte */
 		tail = tail << 8 | (k < nbytes ? p[k] : 0);
 	tail = t ? tail << (24 + from % 8) >> (64 - t) : 0;
 	if (sum % 8)
@@ -92,7 +97,7 @@ struct symbols {
 	uint32_t escaped; /* not 0: one of the symbols is the escape */
 };
 
-/* Decode four symbols, one look-up each. */
+/* Decode four symbols with one table look-up each. */
 DEVICE_CALL symbols decode_singly(const uint8_t *table, uint64_t bits)
 {
 	symbols s = {bits, 0, ESCAPED};
@@ -123,14 +128,14 @@ DEVICE symbols decode_pairs(const pairs &by, const uint8_t *table, uint64_t bits
 }
 
 /*
- * Append the next words to the reservoirs of lanes that have fewer than 32 bits left: of those the end mark, after
- * which the word's bits follow, is in the upper half.
+ * Append the next words of the plane to the reservoirs of lanes with fewer than 32 bits, one word each. These are the
+ * lanes whose end mark is in the upper half of `bits`; the word is inserted before the mark.
  */
 DEVICE void refill(coded *s, uint32_t lane)
 {
 	uint32_t high = (uint32_t)(s->bits >> 32), low = (uint32_t)s->bits;
 	uint32_t taking = __ballot_sync(FULL, low == 0), place = s->taken + __popc(taking & ((1u << lane) - 1));
-	/* the end mark, if a word must be inserted before it; otherwise 0 */
+	/* the end mark if the lane needs a word; otherwise 0 */
 	uint32_t mark = low ? 0 : high & (0 - high);
 	uint32_t word = mark && place < s->nwords ? load32(s->words + 4ull * place) : 0;
 
@@ -147,8 +152,9 @@ DEVICE uint32_t there(uint32_t row, uint32_t lane, uint32_t k)
 }
 
 /*
- * Decode the lane's four symbols of row `row`, of k symbols in the plane. by: table of pairs, or NULL. *escapes: mask
- * of existing symbols that are the escape. *bad is set if symbols behind the k-th are not the padding symbol.
+ * Decode the lane's four symbols of row `row`, of k symbols in the plane. by: table of pairs, or NULL. *escapes:
+ * output, mask of the symbols (other than padding) that are the escape. *bad is set if a symbol after the k-th is not
+ * the padding symbol.
  */
 DEVICE uint32_t decode_row(coded *s, const pairs *by, const uint8_t *table, uint32_t row, uint32_t k, uint32_t lane,
 			   uint32_t *escapes, bool *bad)
@@ -163,7 +169,7 @@ DEVICE uint32_t decode_row(coded *s, const pairs *by, const uint8_t *table, uint
 	return of.quad;
 }
 
-/* Check, after the last row, that all words are used and the reservoir holds exactly 32 zeros. */
+/* Check, after the last row, that all words have been consumed and the reservoir contains exactly 32 zeros. */
 DEVICE bool ends_well(const coded *s)
 {
 	return s->bits == 1ull << 31 && s->taken >= s->nwords;

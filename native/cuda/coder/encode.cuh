@@ -1,5 +1,6 @@
-/* coder/encode.cuh - coding of planes, four symbols a lane at a time. Each lane of a warp is a lane of the coder.
- * docs/spec/format.md, section 7.
+/*
+ * coder/encode.cuh - code planes, four symbols per lane at a time. Lane i of a warp writes lane i of the format's
+ * interleaved coder. docs/spec/format.md, section 7.
  */
 #ifndef CODEC_CUDA_CODER_ENCODE_CUH
 #define CODEC_CUDA_CODER_ENCODE_CUH
@@ -10,7 +11,7 @@
 /* Upper bound of the words of a coded plane, including the first word of each lane. */
 #define WORDS_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) / 4 + 2 * WIRE_LANES)
 
-/* Pad a region of `at` bytes with zeros. Returns its size, a multiple of WIRE_ALIGN. */
+/* Pad a region of `at` bytes with zeros to a multiple of WIRE_ALIGN. Returns the padded size. */
 DEVICE uint32_t end_region(uint8_t *region, uint32_t at, uint32_t lane)
 {
 	uint32_t size = (at + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
@@ -21,7 +22,7 @@ DEVICE uint32_t end_region(uint8_t *region, uint32_t at, uint32_t lane)
 	return size;
 }
 
-/* Store a little-endian word at any address. By one warp. */
+/* Store a little-endian word at any address. Called by one warp. */
 DEVICE void put32(uint8_t *to, uint32_t x, uint32_t lane)
 {
 	if (lane < 4)
@@ -29,13 +30,13 @@ DEVICE void put32(uint8_t *to, uint32_t x, uint32_t lane)
 }
 
 /*
- * Entry of a code table: the code in the upper end; CODE_ESCAPED if the symbol is escaped; the code's number of bits in
+ * Entry of a code table: the code, left-justified; CODE_ESCAPED if the symbol is escaped; the code's length in bits in
  * bits 0 to 3.
  */
 #define CODE_ESCAPED (3u << 16)
 #define CODE_LENGTH(entry) ((entry) & 15)
 
-/* Return the CTA's job in shared memory, with tables of codes for `planes` planes at `codes` in shared memory. */
+/* Return the CTA's job in shared memory, and fill code tables for `planes` planes at `codes` in shared memory. */
 DEVICE const job &share_coding(const codec_view *view, const uint8_t *memory, uint32_t *codes, uint32_t planes)
 {
 	const job &j = share_job(view, memory, codes);
@@ -54,14 +55,15 @@ DEVICE const job &share_coding(const codec_view *view, const uint8_t *memory, ui
 }
 
 /*
- * State of a lane that codes a plane. Rows are coded from the last to the first, so that bits are prepended as the
- * decoder will take them. Words and literals are written from the end of their memory downwards. near: end of the words
- * if all of them lie in shared memory, with room for WIRE_LANES more before them; else NULL. `wide`: literals have two
- * bytes.
+ * State of a lane that codes a plane. Rows are coded from the last to the first, and bits are prepended, so that the
+ * decoder reads them in order. Words and literals are written from the end of their buffers downwards. near: end of the
+ * words if all of them lie in shared memory, with room for WIRE_LANES more words before them; else NULL. wide: true if
+ * literals have two bytes.
  */
 struct coding {
-	uint32_t low, high; /* bits of the lane, right-justified; the decoder's next bit is the highest */
-	uint32_t more;      /* the number of these bits less 32, modulo 32 */
+	/* high:low has the lane's bits, right-justified; the decoder reads the highest bit first */
+	uint32_t low, high;
+	uint32_t more; /* number of these bits modulo 32 (the number less 32) */
 	const uint32_t *codes;
 	uint32_t *words, *near, nwords;
 	uint8_t *literals;
@@ -70,8 +72,8 @@ struct coding {
 };
 
 /*
- * Begin to code plane p. words: memory for WORDS_ROOM words. literals: memory for PLANE_ROOM literals. Wide literals
- * lie there already, one a symbol; each row is read before it can be overwritten.
+ * Begin to code plane p. words: buffer for WORDS_ROOM words. literals: buffer for PLANE_ROOM literals. On entry it
+ * contains the wide literals, one per symbol; each row is read before it can be overwritten by output.
  */
 DEVICE coding begin_plane(const job *j, uint32_t p, uint32_t *words, uint8_t *literals, bool wide)
 {
@@ -99,8 +101,8 @@ DEVICE void put_literals(coding *s, uint32_t quad, uint32_t escapes, uint32_t r,
 }
 
 /*
- * Prepend the lane's four symbols of row r. n: how many of them exist; others are padding, which has no literal. Rows
- * descend.
+ * Prepend the codes of the lane's four symbols of row r. n: number of them that exist; the others are padding, which
+ * has no literals. Call it with descending r.
  */
 DEVICE void code_quad(coding *s, uint32_t quad, uint32_t r, uint32_t n, uint32_t lane)
 {
@@ -108,8 +110,8 @@ DEVICE void code_quad(coding *s, uint32_t quad, uint32_t r, uint32_t n, uint32_t
 	uint32_t a = codes[__byte_perm(quad, 0, 0x4440)], b = codes[__byte_perm(quad, 0, 0x4441)];
 	uint32_t c = codes[__byte_perm(quad, 0, 0x4442)], d = codes[__byte_perm(quad, 0, 0x4443)];
 	/*
-	 * shifts use the lower five bits of an entry, which is the number of bits; funnel shifts bring codes down from
-	 * the top
+	 * shifts use only the lower five bits of an entry, which are the code's length; funnel shifts move codes down
+	 * from the upper end
 	 */
 	uint32_t four = __funnelshift_l(a, 0, a), more = s->more + a + b + c + d;
 
@@ -142,13 +144,13 @@ DEVICE uint32_t filled(uint32_t quad, uint32_t n, uint32_t pad)
 }
 
 /*
- * Write the head of a coded plane behind its first two bytes: tail lengths, then tails. t, tail: of this lane. from:
- * bits of tails before this lane's. sum: bits of all tails.
+ * Write the head of a coded plane after its first two bytes: tail lengths, then tails. t, tail: length in bits and
+ * value of this lane's tail. from: total bits of the tails of lower lanes. sum: total bits of all tails.
  */
 static __device__ void put_tails(uint8_t *p, uint32_t t, uint32_t tail, uint32_t from, uint32_t sum, uint32_t lane)
 {
 	for (uint32_t k = 0; k < 5 + (sum + 31) / 32;
-	     k++) { /* word k from the top: words 0 to 4 are lengths, others are tails */
+	     k++) { /* word k: words 0 to 4 contain lengths, later words tails */
 		int over = (int)(32 * (k < 5 ? k + 1 : k - 4)) - (int)(k < 5 ? 5 * lane + 5 : from + t);
 		uint32_t field = k < 5 ? t : tail, part = 0;
 
@@ -162,23 +164,25 @@ static __device__ void put_tails(uint8_t *p, uint32_t t, uint32_t tail, uint32_t
 
 /* Sizes of a coded plane. */
 struct coded_sizes {
-	uint32_t sum, from;      /* bits of all tails, and of tails before the lane's */
-	uint32_t nwords, nbytes; /* words that are not left out; bytes of the plane */
+	uint32_t sum, from;      /* total bits of all tails, and of the tails of lower lanes */
+	uint32_t nwords, nbytes; /* words that are written (zeros at the end are omitted); bytes of the plane */
 };
 
-/* Bytes of a coded plane before its words. */
+/* Return the bytes of a coded plane before its words. sum: total bits of all tails. */
 DEVICE uint32_t lead_nbytes(uint32_t sum)
 {
 	return (STATE_NBYTES + (sum + 7) / 8 + 3) / 4 * 4;
 }
 
-/* Return the address of a plane's words, of which the first ones are those that lanes still hold. */
+/*
+ * Return the address of a plane's words. The first WIRE_LANES words are reserved for the bits that lanes still hold.
+ */
 DEVICE uint32_t *words_of(const coding &s)
 {
 	return (s.near ? s.near : s.words + WORDS_ROOM) - (s.nwords + WIRE_LANES);
 }
 
-/* End a plane all of whose rows are coded. Returns its sizes. */
+/* End a plane after all its rows were coded. Returns its sizes. */
 static __device__ coded_sizes close_plane(const coding &s, uint32_t lane)
 {
 	coded_sizes o;
@@ -187,7 +191,7 @@ static __device__ coded_sizes close_plane(const coding &s, uint32_t lane)
 	o.from = warp_scan(t, lane, &o.sum);
 	words[lane] = __funnelshift_r(s.low, s.high, t);
 	__syncwarp();
-	do { /* drop words at the end that are 0 */
+	do { /* omit words at the end that are 0 */
 		some = __ballot_sync(FULL, lane < nwords && words[nwords - 1 - lane] != 0);
 		nwords -= some ? (uint32_t)__ffs((int)some) - 1 : nwords < 32 ? nwords : 32;
 	} while (!some && nwords);
@@ -212,7 +216,7 @@ static __device__ void write_plane(const coding &s, const coded_sizes &o, uint8_
 }
 
 /*
- * End a plane all of whose rows are coded, and write it to the address that place(nbytes) returns for its nbytes bytes.
+ * End a plane after all its rows were coded, and write its nbytes bytes to the address that place(nbytes) returns.
  * Returns nbytes; 0 if that is more than `most`, or place() returns NULL.
  */
 template <class G> static __device__ uint32_t end_plane(const coding &s, uint32_t most, G place, uint32_t lane)

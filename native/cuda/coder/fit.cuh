@@ -1,7 +1,8 @@
-/* coder/fit.cuh - fitting of row offsets of the scale model, by warps. docs/spec/encoder.md, section 4.2.
+/*
+ * coder/fit.cuh - fit row offsets of the scale model, by warps. docs/spec/encoder.md, section 4.2.
  *
- * Offsets of a part's rows are computed before the first block only if all rows are in the sample (is_fitted). Else
- * each block computes offsets of its own rows.
+ * The row offsets of a part are computed before the first block if the sample contains all rows (is_fitted). Otherwise
+ * each block computes the offsets of the rows that it contains.
  */
 #ifndef CODEC_CUDA_CODER_FIT_CUH
 #define CODEC_CUDA_CODER_FIT_CUH
@@ -43,7 +44,7 @@ DEVICE_CALL int row_mean(const codec_model_part *part, const uint8_t *values, ui
 	return choose_mean(warp_sum(sum), warp_sum(count));
 }
 
-/* Return log2 of the patterns in an eighth of an octave. */
+/* Return log2 of the number of patterns in an eighth of an octave. */
 DEVICE int eighth_log2(int octave)
 {
 	return __ffs(octave) - 4;
@@ -58,13 +59,13 @@ DEVICE_CALL int fit_row(const codec_model_part *part, const uint8_t *values, uin
 	return choose_offset(choose_eighths(mean, part->mean, eighth_log2(octave)), part->shifts & 15);
 }
 
-/* Return the number of rows that have offsets. */
+/* Return the number of rows of a part that have offsets; 0 if its rows have none. */
 DEVICE uint64_t part_rows(const codec_model_part *part)
 {
 	return part->kind & WIRE_SEGMENT_ROWS ? (part->count + part->row - 1) / part->row : 0;
 }
 
-/* Return the number of columns that have offsets. */
+/* Return the number of columns of a part that have offsets; 0 if its columns have none. */
 DEVICE uint64_t part_cols(const codec_model_part *part)
 {
 	return part->kind & WIRE_SEGMENT_COLS ? part->row : 0;

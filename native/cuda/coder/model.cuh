@@ -1,7 +1,8 @@
-/* coder/model.cuh - offsets of values under the scale model. docs/spec/format.md, section 5.2.
+/*
+ * coder/model.cuh - offsets of values under the scale model. docs/spec/format.md, section 5.2.
  *
- * An offset is base + row offset + column offset, in eighths of an octave. It lowers a value's pattern on a circle of
- * 32768 - zero patterns.
+ * An offset is base + row offset + column offset, in eighths of an octave (a factor of two). It is subtracted from a
+ * value's pattern (the integer of exponent and upper mantissa bits), modulo a circle of 32768 - zero patterns.
  */
 #ifndef CODEC_CUDA_CODER_MODEL_CUH
 #define CODEC_CUDA_CODER_MODEL_CUH
@@ -17,16 +18,16 @@ DEVICE int octave_of(uint32_t dtype)
 								 : 0;
 }
 
-/* log2 of `zero`, the first pattern that is lowered, for values of `size` bytes. */
+/* log2 of `zero`, the smallest pattern to which offsets are applied, for values of `size` bytes. */
 #define SHIFT_OF(size) ((size) == 8 ? 4 : 7)
 
 /* Position of a value in its part of the model. */
 struct place {
 	const codec_model_part *part;
-	uint64_t left;                /* values of the part from the current one on */
+	uint64_t left;                /* number of values of the part from the current one on */
 	uint32_t row, column, length; /* length: values in a row; 0: the part has no rows */
 	int eighths;                  /* base + row offset */
-	const int8_t *rows, *cols;    /* offsets of rows and columns; NULL: none */
+	const int8_t *rows, *cols;    /* offsets of rows and of columns, one byte each; NULL: there are none */
 };
 
 /* Return base + row offset, in eighths of an octave. */
@@ -40,7 +41,7 @@ DEVICE void enter_row(place *o)
 	o->eighths = eighths_of(o->part, o->rows, o->row);
 }
 
-/* Return the position of value `first`. Binary search and division. */
+/* Return the position of value `first`. Slow: needs a binary search and a division. */
 DEVICE_CALL place place_at(const job *j, uint64_t first)
 {
 	const codec_model_part *part =
@@ -61,7 +62,7 @@ DEVICE_CALL place place_at(const job *j, uint64_t first)
 	return o;
 }
 
-/* Move n values forward. Behind the tensor's last value the position is undefined. */
+/* Move the position n values forward. After the tensor's last value the position is undefined. */
 DEVICE void move_on(const job *j, place *o, uint32_t n)
 {
 	if (n >= o->left) { /* parts may have fewer than n values */
@@ -76,12 +77,12 @@ DEVICE void move_on(const job *j, place *o, uint32_t n)
 	if (!o->length || o->column < o->length)
 		return;
 	for (; o->column >= o->length;
-	     o->row++) /* a few subtractions instead of a division: rows have at least 64 values */
+	     o->row++) /* rows have at least 64 values, so a few subtractions replace a division */
 		o->column -= o->length;
 	enter_row(o);
 }
 
-/* Move n values back; the position has at least n values before it in the tensor. */
+/* Move the position n values back. The tensor must have at least n values before the position. */
 DEVICE void move_back(const job *j, place *o, uint32_t n)
 {
 	uint64_t i = o->part->count - o->left;
@@ -103,9 +104,9 @@ DEVICE void move_back(const job *j, place *o, uint32_t n)
 #define ROUND_OF(octave) (8 * WIRE_CIRCLE(128) / (octave))
 
 /*
- * Raise two patterns, in the halves of a word, by `by` around the circle. u: patterns. upper: bits 7 to 14 of each;
- * patterns where these are 0 are below `zero` and stay. by: below the size of the circle; to lower patterns, pass the
- * circle's size less the offset.
+ * Add `by` to two patterns, in the halves of a word, modulo the circle. u: patterns. upper: bits 7 to 14 of each
+ * pattern; patterns where these bits are 0 are below `zero` and remain unchanged. by: two numbers below the circle's
+ * size; to subtract an offset, pass the circle's size - offset.
  */
 DEVICE uint32_t turn_pair(uint32_t u, uint32_t upper, uint32_t by)
 {
@@ -113,13 +114,17 @@ DEVICE uint32_t turn_pair(uint32_t u, uint32_t upper, uint32_t by)
 	uint32_t v = u + by, moves = __vminu2(upper, 0x10001) * 0xffff;
 
 	/*
-	 * A half beyond the circle is negative as a signed number, and is not after the circle is taken off. Otherwise
-	 * it is the other way round. So the larger one of both is right.
+	 * A half beyond the circle is negative as a signed number, and becomes non-negative when the circle's size is
+	 * subtracted. A half within the circle is non-negative, and becomes negative. So the maximum of both is
+	 * correct.
 	 */
 	return (__viaddmax_s16x2(v, 0x80808080, v) & moves) | (u & ~moves);
 }
 
-/* Return eighths of a row, less 128, reduced to the circle, in both halves of a word. */
+/*
+ * Return (eighths - 128), reduced to the circle, in both halves of a word. eighths: base + row offset. round: eighths
+ * of an octave in the circle.
+ */
 DEVICE uint32_t row_pair(int eighths, int round)
 {
 	int e = eighths - 128;
@@ -128,7 +133,7 @@ DEVICE uint32_t row_pair(int eighths, int round)
 	return (uint32_t)(e < round ? e : e - round) * 0x10001;
 }
 
-/* Load the column offsets of four values, from an even index. */
+/* Load the column offsets of four values, one byte each. p: address of the first; even. */
 DEVICE uint32_t columns_at(const int8_t *p)
 {
 	const uint16_t *two = global((const uint16_t *)p);
@@ -136,7 +141,10 @@ DEVICE uint32_t columns_at(const int8_t *p)
 	return two[0] | (uint32_t)two[1] << 16;
 }
 
-/* Return two offsets in patterns. columns: two column offsets in eighths, plus 128. row: from row_pair. */
+/*
+ * Return the offsets of two values, in patterns. columns: two column offsets in eighths, plus 128 each. row: result of
+ * row_pair.
+ */
 DEVICE uint32_t pair_offset(uint32_t columns, uint32_t row, int octave)
 {
 	uint32_t e = columns + row;
@@ -145,8 +153,8 @@ DEVICE uint32_t pair_offset(uint32_t columns, uint32_t row, int octave)
 }
 
 /*
- * Reduce an offset in eighths of an octave, of `grain` patterns each, to the circle of `around` patterns. The offset is
- * more than minus one circle, and less than two.
+ * Convert an offset from eighths of an octave to patterns, `grain` patterns per eighth, and reduce it to the circle of
+ * `around` patterns. The offset must be more than minus one circle and less than two circles.
  */
 DEVICE uint16_t on_circle(int eighths, int grain, int around)
 {
@@ -162,7 +170,7 @@ DEVICE uint16_t offset_at(const place *o, int grain, int around)
 	return on_circle(o->eighths + (o->cols ? o->cols[o->column] : 0), grain, around);
 }
 
-/* Compute offsets of n consecutive values in any rows and parts. */
+/* Compute the offsets of n consecutive values, which may lie in different rows and parts. */
 DEVICE_CALL void scattered_offsets(const job *j, const place *o, uint32_t n, int grain, int around, uint16_t *offset)
 {
 	place at = *o;
@@ -191,7 +199,7 @@ DEVICE void quad_offsets_here(const job *j, const place *o, uint32_t n, int grai
 	}
 }
 
-/* Compute offsets of n values, then move to the lane's quad in the next row of 128 values. */
+/* Compute offsets of n values, then move the position to the lane's quad in the next row of 128 values. */
 DEVICE void quad_offsets(const job *j, place *o, uint32_t n, int grain, int around, uint16_t offset[4])
 {
 	quad_offsets_here(j, o, n, grain, around, offset);

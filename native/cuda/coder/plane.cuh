@@ -1,17 +1,17 @@
-/* coder/plane.cuh - reading of planes in any mode, row by row (128 values, one quad a lane). format.md, sections 6
- * and 7.
+/*
+ * coder/plane.cuh - read planes in any mode, row by row (128 values, one quad per lane). format.md, sections 6 and 7.
  */
 #ifndef CODEC_CUDA_CODER_PLANE_CUH
 #define CODEC_CUDA_CODER_PLANE_CUH
 
 #include "coder/decode.cuh"
 
-/* Bytes of scratch memory for a plane; rows are written whole. */
+/* Bytes of scratch memory for a plane, which includes padding to whole rows. */
 #define PLANE_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) + WIRE_ROW)
 
 /*
- * Packed bits of a region. words: aligned to 4 bytes, at or before the region's first byte. whole: words that end
- * before `end`.
+ * Packed bits of a region. words: address, aligned to 4 bytes, at or before the region's first byte. whole: number of
+ * whole words before `end`.
  */
 struct bit_source {
 	const uint32_t *words;
@@ -33,7 +33,7 @@ DEVICE uint32_t bit_of(const bit_source &s, const uint8_t *p)
 	return 8 * (uint32_t)(p - (const uint8_t *)s.words);
 }
 
-/* window_at for the last bytes of a region, which no word load may pass. */
+/* Version of window_at for the last bytes of a region, past which no word may be loaded. */
 DEVICE_CALL uint32_t window_at_end(const uint32_t *words, const uint8_t *end, uint32_t bit)
 {
 	const uint8_t *from = (const uint8_t *)words + bit / 8;
@@ -44,7 +44,7 @@ DEVICE_CALL uint32_t window_at_end(const uint32_t *words, const uint8_t *end, ui
 	return (uint32_t)(x >> bit % 8);
 }
 
-/* window_at for bits of which the next word is in the region, too. */
+/* Version of window_at for bits whose word and the following word are inside the region. */
 DEVICE uint32_t window_inside(const bit_source &s, uint32_t bit)
 {
 	const uint32_t *word = global(s.words) + bit / 32;
@@ -52,7 +52,7 @@ DEVICE uint32_t window_inside(const bit_source &s, uint32_t bit)
 	return __funnelshift_r(word[0], word[1], bit % 32);
 }
 
-/* Return 32 bits from index `bit` on. Bits behind the region's end are undefined. */
+/* Return 32 bits from bit index `bit` on. Bits past the region's end are undefined. */
 DEVICE uint32_t window_at(const bit_source &s, uint32_t bit)
 {
 	uint32_t i = bit / 32;
@@ -66,15 +66,15 @@ DEVICE uint32_t window_at(const bit_source &s, uint32_t bit)
 struct plane {
 	uint32_t mode, k;
 	const uint8_t *bytes; /* RAW: first row; CONSTANT: byte of all values; ROWS: bitmap of rows */
-	const pairs *by;      /* coded: table of pairs, or NULL: one look-up a symbol */
+	const pairs *by;      /* CODED: table of pairs; NULL: use one table look-up per symbol */
 	const uint8_t *table;
 	coded coder;
 	bool bad;
 };
 
 /*
- * Begin to read plane p in mode `mode`. Moves the cursor behind what has a known size: all of the plane, but for
- * literals, and for bytes of mode ROWS.
+ * Begin to read plane p in mode `mode`. Moves the cursor past the parts of known size: the whole plane, except
+ * literals and the bytes of runs in mode ROWS.
  */
 static __device__ codec_status plane_open(plane *o, const job *j, uint32_t p, uint32_t mode, const pairs &by,
 					  uint32_t k, cursor *c, uint32_t lane)
@@ -91,14 +91,14 @@ static __device__ codec_status plane_open(plane *o, const job *j, uint32_t p, ui
 	return CODEC_OK;
 }
 
-/* A quad with literals in place of escapes, and the number of literals that all lanes took. */
+/* A quad with literals in place of escapes, and the number of literals that all lanes together have consumed. */
 struct literals {
 	uint32_t quad, count;
 };
 
 /*
- * Take a row's literals from p, at most `left` bytes. If there are too few, `count` is more than `left` and the quad is
- * unchanged.
+ * Replace a row's escapes by literals at p, which has `left` bytes. If there are too few literals, the result's
+ * `count` is more than `left` and its quad is unchanged.
  */
 DEVICE_CALL literals take_literals(const uint8_t *p, uint64_t left, uint32_t quad, uint32_t escapes, uint32_t lane)
 {
@@ -110,7 +110,7 @@ DEVICE_CALL literals take_literals(const uint8_t *p, uint64_t left, uint32_t qua
 	return {quad, total};
 }
 
-/* Take a row's literals at the cursor, and move it behind them. */
+/* Replace a row's escapes by literals at the cursor, move the cursor past them, and return the lane's quad. */
 DEVICE uint32_t with_literals(plane *o, cursor *c, uint32_t quad, uint32_t escapes, uint32_t lane)
 {
 	literals l = take_literals(here(c), left(c), quad, escapes, lane);
@@ -120,7 +120,10 @@ DEVICE uint32_t with_literals(plane *o, cursor *c, uint32_t quad, uint32_t escap
 	return l.quad;
 }
 
-/* Return the lane's four bytes of row r; bytes of values o->k and above are 0. Must be called for rows in order. */
+/*
+ * Return the lane's four bytes of row r; bytes of values with index o->k and above are 0. Call it for rows in
+ * ascending order.
+ */
 static __device__ uint32_t plane_row(plane *o, uint32_t r, cursor *c, uint32_t lane)
 {
 	uint32_t n = there(r, lane, o->k), run = o->k - WIRE_ROW * r, escapes;
@@ -154,7 +157,7 @@ DEVICE codec_status plane_close(const plane *o)
 	return __any_sync(FULL, bad) ? CODEC_BAD_REGION : CODEC_OK;
 }
 
-/* Add the high nibbles at the cursor to the k low ones in memory (a halved plane). */
+/* Halved plane: combine the high nibbles at the cursor with the k low nibbles in memory at `plane`. */
 static __device__ codec_status read_high(uint32_t *plane, uint32_t k, cursor *c, uint32_t lane)
 {
 	uint32_t nbytes = (k + 1) / 2, any = 0;
@@ -187,7 +190,7 @@ static __device__ codec_status read_high(uint32_t *plane, uint32_t k, cursor *c,
 	return __any_sync(FULL, any != 0) ? CODEC_BAD_REGION : CODEC_OK;
 }
 
-/* Read all k values of plane p to memory, in whole rows. */
+/* Read all k bytes of plane p to memory at `to`, in whole rows. */
 static __device__ codec_status read_plane(const job *j, uint32_t p, uint32_t mode, const pairs &by, uint32_t k,
 					  uint32_t *to, cursor *c, uint32_t lane)
 {

@@ -1,8 +1,10 @@
-/* coder/sample.cuh - samples of a tensor, from which encoders choose: planes, rows, columns, symbols. encoder.md,
- * sections 4 and 5.
+/*
+ * coder/sample.cuh - take samples of a tensor, from which encoders choose their settings: planes, rows, columns,
+ * symbols. encoder.md, sections 4 and 5.
  *
- * Each part of the scale model is fitted in three steps: means of rows, then their offsets; columns; counts of symbols,
- * then whether offsets pay. CTAs share each step of a part, and the last one to finish concludes the step.
+ * Each part of the scale model is fitted in three steps: row means and row offsets; column offsets; symbol counts,
+ * from which it is decided if offsets save bits. CTAs share each step of a part, and the last one to finish completes
+ * the step.
  */
 #ifndef CODEC_CUDA_CODER_SAMPLE_CUH
 #define CODEC_CUDA_CODER_SAMPLE_CUH
@@ -10,38 +12,45 @@
 #include "coder/codebook.cuh"
 #include "coder/fit.cuh"
 
-#define PLANE_SHARES 8  /* tasks that sample planes */
+#define PLANE_SHARES 8  /* number of tasks that sample planes */
 #define PART_SHARES 128 /* maximum number of tasks for one step of a part */
 
-/* Results for one part of the model; all 0 at first. */
+/* Results for one part of the scale model; 0 before the launch. */
 struct codec_part_found {
-	uint32_t rows, cols, counts;     /* finished tasks of each step */
-	uint32_t rows_ready, cols_ready; /* flags: the offsets of rows, of columns are computed */
+	uint32_t rows, cols, counts; /* number of finished tasks of each step */
+	/* flags: rows_ready is set once row offsets are computed, cols_ready once column offsets are */
+	uint32_t rows_ready, cols_ready;
 	int16_t mean[CHOOSE_ROWS];
-	uint64_t side_nibbles; /* bytes of nibbles in the side section before the part's own */
-	uint64_t raw_bits;     /* cost of the part's symbols without offsets */
-	/* counts of symbols: without offsets, under them; float64: under the base only */
+	uint64_t side_nibbles; /* bytes of nibbles in the side section before those of this part */
+	uint64_t raw_bits;     /* cost in bits of the part's symbols without offsets */
+	/* symbol counts: raw: without offsets; lowered: with offsets; based: with the base only (float64) */
 	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256];
 };
 
 /*
- * Results for a tensor; all 0 at first. codec_part_found of each part follow. `counts` are in the end what codec_count
- * returns.
+ * Results for a tensor; 0 before the launch. Followed by a codec_part_found for each part. `counts`: final symbol
+ * counts, equal to the result of codec_count.
  */
 struct codec_choice {
 	uint32_t counts[WIRE_MAX_PLANES][256], all[CHOOSE_BINS];
-	uint32_t ticket;            /* tasks taken */
-	uint32_t done[3], ready[2]; /* shares done of each step (PLANES, PARTS, SYMBOLS); flags: its result is ready */
-	uint32_t zero_runs, varied; /* masks of planes: a sampled row is all 0; not all bytes are equal */
-	uint32_t under;             /* not 0: another plane is not 0 where plane 0 is */
-	int32_t finest, bins;       /* finest shift; bins a symbol */
-	unsigned long long zeros, sampled;  /* sample of planes: bytes of plane 0 that are 0; all */
-	unsigned long long nzeros, nvalues; /* sample of symbols: symbols that are 0; all */
-	uint32_t lead_nbytes; /* bytes of `lead`: codebooks and number of parts, first in the side section */
+	uint32_t ticket; /* number of tasks taken */
+	/*
+	 * done: number of finished shares of each step (PLANES, PARTS, SYMBOLS); ready: flags, set once the result of
+	 * PLANES or PARTS is available
+	 */
+	uint32_t done[3], ready[2];
+	/* masks of planes: zero_runs: a sampled row is all 0; varied: not all sampled bytes are equal */
+	uint32_t zero_runs, varied;
+	uint32_t under;                     /* not 0 if another plane has a nonzero byte where plane 0 is 0 */
+	int32_t finest, bins;               /* finest: finest shift of offsets; bins: number of bins per symbol */
+	unsigned long long zeros, sampled;  /* sample of planes: bytes of plane 0 that are 0; all bytes of plane 0 */
+	unsigned long long nzeros, nvalues; /* sample of symbols: symbols that are 0; all symbols */
+	/* bytes of `lead`, which is the begin of the side section: codebooks and number of parts */
+	uint32_t lead_nbytes;
 	uint8_t lead[8 + WIRE_MAX_PLANES * BOOK_MAX_NBYTES + 4];
 };
 
-/* Bytes of results, read by the host: for a tensor; in addition for each part. */
+/* Sizes in bytes of the results, read by the host: for a tensor, and in addition for each part. */
 extern "C" __device__ const uint64_t choose_nbytes[] = {sizeof(codec_choice), sizeof(codec_part_found)};
 
 /* Steps of all parts together: indices of codec_choice.done and ready. */
@@ -50,10 +59,11 @@ enum { PLANES, PARTS, SYMBOLS };
 /* Properties of the job's dtype and codec. */
 struct sample_kind {
 	uint32_t size;
-	int octave, eighth; /* patterns in an octave; log2 of those in an eighth of one */
-	int shift;          /* first bit of a pattern in plane 0 */
-	uint32_t zero;      /* first pattern that is lowered */
-	bool flat, based;   /* no offsets, one base for all; a base is needed in any case (float64) */
+	/* octave: number of patterns in an octave; eighth: log2 of the number in an eighth of an octave */
+	int octave, eighth;
+	int shift;        /* index of the pattern's lowest bit in plane 0 */
+	uint32_t zero;    /* smallest pattern to which offsets are applied */
+	bool flat, based; /* flat: no offsets, one base for all values; based: a base is always needed (float64) */
 };
 
 /* Return the size of a value in bytes. */
@@ -114,7 +124,7 @@ DEVICE uint64_t word_of(const uint8_t *values, uint32_t size, uint64_t i)
 	}
 }
 
-/* Return the byte in plane p of a value given as a word. offset: of the value, in patterns. */
+/* Return the byte in plane p of the value whose bytes are `word`. offset: the value's offset, in patterns. */
 DEVICE uint32_t plane_byte(const sample_kind &q, uint64_t word, uint32_t p, uint16_t offset)
 {
 	if (!q.octave || p > 1)
@@ -123,8 +133,8 @@ DEVICE uint32_t plane_byte(const sample_kind &q, uint64_t word, uint32_t p, uint
 }
 
 /*
- * Count bytes in share `share` of the sample of planes, from plane first_plane on. j: job whose model lowers values,
- * then `shares` is 1; NULL: no model. bins: shared memory, 256 a plane.
+ * Count the bytes of planes from first_plane on, in share `share` of the sample of planes. j: job whose scale model is
+ * applied to values (`shares` must be 1); NULL: no model. bins: shared memory, 256 counters per plane.
  */
 DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memory, const uint8_t *values,
 			       uint32_t first_plane, uint32_t share, uint32_t shares, codec_choice *c, uint32_t *bins)
@@ -135,7 +145,7 @@ DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memor
 
 	for (uint32_t i = threadIdx.x; i < 256 * q.size; i += CTA_THREADS)
 		bins[i] = 0;
-	if (j && warp == 0) /* offset of the first value, with which all others are compared */
+	if (j && warp == 0) /* offset of the first value, since all values are compared with the first one */
 		fit_rows(j, memory, values, q.size, q.octave, q.zero, 0, 1, lane);
 	__syncthreads();
 	const uint64_t head = word_of(values, q.size, 0);
@@ -149,7 +159,7 @@ DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memor
 		if (j)
 			fit_rows(j, memory, values, q.size, q.octave, q.zero, first, n, lane);
 #pragma unroll
-		for (uint32_t k = 0; k < 4; k++) /* all loads first */
+		for (uint32_t k = 0; k < 4; k++) /* issue all loads before their results are used */
 			word[k] = lane + 32 * k < n ? word_of(values, q.size, first + lane + 32 * k) : 0;
 #pragma unroll
 		for (uint32_t k = 0; k < 4; k++)
@@ -193,8 +203,8 @@ DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memor
 }
 
 /*
- * Decide, when all shares are done, the finest shift, and how many bins a symbol has in counts. bins: shared memory,
- * 256.
+ * Choose the finest shift, and the number of bins per symbol in counts, once all shares are done. bins: shared memory,
+ * 256 counters.
  */
 DEVICE_CALL void conclude_planes(const codec_view *v, codec_choice *c, uint32_t *bins)
 {
@@ -204,8 +214,9 @@ DEVICE_CALL void conclude_planes(const codec_view *v, codec_choice *c, uint32_t 
 	int finest = 0;
 
 	if (q.based && i == 0 && choose_prunes(seen->zeros, seen->sampled) && !seen->under)
-		c->counts[1][0] = n =
-			0; /* other values of float64 do not have this byte in plane 1, and blocks prune these values */
+		/* blocks prune values whose byte in plane 0 is 0; other values of float64 do not have this byte in
+		 * plane 1 */
+		c->counts[1][0] = n = 0;
 	bins[i] = 0;
 	uint64_t total = cta_sum(n);
 
@@ -226,14 +237,17 @@ DEVICE_CALL void conclude_planes(const codec_view *v, codec_choice *c, uint32_t 
 /* Shared memory of a CTA that fits offsets. */
 struct fit_room {
 	int8_t eighths[CHOOSE_ROWS];
-	uint64_t at[CHOOSE_COL_ROWS];               /* first value of each row in the sample for columns */
+	/* index of the first value of each row in the sample for columns */
+	uint64_t at[CHOOSE_COL_ROWS];
 	int mean[CHOOSE_COL_ROWS];                  /* mean pattern of the row under its rounded offset */
-	int total[CTA_THREADS], count[CTA_THREADS]; /* sums over the rows of each thread */
+	int total[CTA_THREADS], count[CTA_THREADS]; /* sum of means, and number of rows, of each thread */
 };
 
-#define SHIFT_AT_ONCE 16 /* offsets that a thread loads at once */
+#define SHIFT_AT_ONCE 16 /* number of offsets that a thread loads at once */
 
-/* Return the shift for n offsets in eighths, at least `shift`, as choose_shift does. */
+/*
+ * Return the shift with which n offsets, in eighths of an octave, are stored: at least `shift`, as choose_shift does.
+ */
 DEVICE_CALL int cta_shift(const int8_t *eighths, uint64_t n, int shift)
 {
 	uint64_t outside[WIRE_MAX_SHIFT] = {0};
@@ -255,7 +269,7 @@ DEVICE_CALL int cta_shift(const int8_t *eighths, uint64_t n, int shift)
 			}
 	}
 	static_assert(WIRE_MAX_SHIFT == 3, "three counts are packed");
-	if (n < 1u << 21) { /* one sum of three counts of 21 bits */
+	if (n < 1u << 21) { /* add three counts of 21 bits each in one sum */
 		uint64_t all = cta_sum(outside[0] | outside[1] << 21 | outside[2] << 42), mask = (1u << 21) - 1;
 
 		for (int by = 0; by < WIRE_MAX_SHIFT; by++)
@@ -277,7 +291,7 @@ DEVICE uint16_t base_without_offsets(const sample_kind &q, const codec_choice *c
 	return choose_base(part->mean, q.eighth, (int)q.zero, c->bins == 1 ? WIRE_MAX_SHIFT : 0);
 }
 
-/* Make a part one without offsets. */
+/* Change a part to one that has a base but no row or column offsets. */
 DEVICE void set_base_only(codec_model_part *part, uint16_t base)
 {
 	part->kind = part->shifts = 0;
@@ -285,7 +299,7 @@ DEVICE void set_base_only(codec_model_part *part, uint16_t base)
 	part->base = base;
 }
 
-/* Compute mean patterns of a share of the rows in a part's sample. */
+/* Compute the mean pattern of each row in share `share` of a part's sample. */
 DEVICE_CALL void sample_rows(const sample_kind &q, const codec_model_part *part, const uint8_t *values, uint32_t share,
 			     uint32_t shares, codec_part_found *f)
 {
@@ -317,7 +331,7 @@ DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kin
 	}
 #pragma unroll
 	for (uint32_t k = 0; k < CHOOSE_ROWS / CTA_THREADS; k++)
-		if (mean[k] != CHOOSE_NONE) { /* means are below 2^15: one sum for both */
+		if (mean[k] != CHOOSE_NONE) { /* means are below 2^15, so one sum combines means and their number */
 			sum += (uint64_t)mean[k];
 			count += 1ull << 32;
 		}
@@ -346,12 +360,12 @@ DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kin
 		part->base = choose_base(part->mean, q.eighth, (int)q.zero, c->finest);
 }
 
-#define COL_AT_ONCE 16 /* rows of a column that a thread loads at once */
+#define COL_AT_ONCE 16 /* number of rows of a column that a thread loads at once */
 
 /*
- * Compute column offsets before rounding, in eighths, for a share of a part's columns: the column mean of pattern minus
- * row offset over sampled rows. Rows: the first ones that sample_rows chose, whose means are in f->mean, or all rows.
- * Groups of threads share the rows of a column.
+ * Compute unrounded column offsets, in eighths of an octave, for share `share` of a part's columns: the mean over
+ * sampled rows of (pattern - row offset). The sample is the first rows that sample_rows chose, whose means are in
+ * f->mean, or all rows. Groups of threads share the rows of a column.
  */
 DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_kind &q, const codec_model_part *part,
 			     const uint8_t *values, uint32_t share, uint32_t shares, const codec_part_found *f,
@@ -406,7 +420,7 @@ DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_
 	}
 }
 
-/* Compute the shift of column offsets, and round them. */
+/* Choose the shift of column offsets, and round the offsets to it. */
 DEVICE_CALL void fit_cols(const codec_view *v, uint8_t *memory, codec_model_part *part, const codec_choice *c)
 {
 	int8_t *cols = col_offsets(v, memory, part);
@@ -435,7 +449,7 @@ struct count_room {
 	codec_model_part part;
 };
 
-/* Count symbols of plane 0 in a share of a part's sample: of raw values and, with a model, of lowered values. */
+/* Count symbols of plane 0 in share `share` of a part's sample: without offsets and, if `model`, also with offsets. */
 DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const sample_kind &q,
 				const codec_model_part *part, const uint8_t *values, bool model, uint32_t share,
 				uint32_t shares, const codec_choice *c, codec_part_found *f, count_room *room)
@@ -460,11 +474,14 @@ DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const samp
 		uint64_t at = WIRE_ROW * choose_spread(i, take, nrows);
 		uint64_t r = !row ? 0 : at >> 32 ? at / row : (uint32_t)at / (uint32_t)row, first = at - r * row;
 		uint32_t pattern[4], in_row[4];
-		int offset[3] = {0}, by[4]; /* offset: of the rows that a run of 128 values lies in; rows have at least
-					       64 values */
+		/*
+		 * offset: offsets of the up to three rows in which a run of 128 values lies, since rows have at least
+		 * 64 values
+		 */
+		int offset[3] = {0}, by[4];
 
 #pragma unroll
-		for (uint32_t k = 0; k < 4; k++) { /* all loads first */
+		for (uint32_t k = 0; k < 4; k++) { /* issue all loads before their results are used */
 			uint64_t e = lane + 32 * k, col = first + e;
 
 			pattern[k] = at + e < part->count ? pattern_at(values, q.size, part->start + at + e) : 0;
@@ -515,8 +532,8 @@ DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const samp
 }
 
 /*
- * Load this thread's bins to n: bins threadIdx.x + k * CTA_THREADS, k < parts. parts: 1 or CHOOSE_PARTS; others become
- * 0.
+ * Load this thread's bins, threadIdx.x + k * CTA_THREADS, to n[k] for k < parts, and set the remaining elements to 0.
+ * parts: 1 or CHOOSE_PARTS.
  */
 DEVICE void load_bins(const volatile uint32_t *bins, uint32_t parts, uint32_t n[CHOOSE_PARTS])
 {
@@ -525,7 +542,7 @@ DEVICE void load_bins(const volatile uint32_t *bins, uint32_t parts, uint32_t n[
 		n[k] = k < parts ? bins[threadIdx.x + k * CTA_THREADS] : 0;
 }
 
-/* Add counts under bases raised by `by` eighths to a sum, as choose_add_lowered does. */
+/* Add the counts under bases that are raised by `by` eighths to `sum`, as choose_add_lowered does. */
 DEVICE_CALL void add_lowered(const uint32_t *bins, uint32_t parts, uint32_t by, uint32_t *sum)
 {
 	uint32_t circle = 255 * parts, low = by % circle, n[CHOOSE_PARTS];
@@ -541,7 +558,7 @@ DEVICE_CALL void add_lowered(const uint32_t *bins, uint32_t parts, uint32_t by, 
 	}
 }
 
-/* Add up the bins of each of 256 symbols. parts: bins of a symbol, 1 or CHOOSE_PARTS. */
+/* Add up the bins of each of 256 symbols. parts: bins per symbol, 1 or CHOOSE_PARTS. */
 DEVICE_CALL void fold(const volatile uint32_t *bins, uint32_t parts, uint32_t *counts)
 {
 	uint32_t sum = 0;
@@ -560,7 +577,7 @@ struct decide_room {
 	uint64_t bits[2];
 };
 
-/* Decide whether a part's offsets pay, and drop them if not. Adds the part's counts to those of all parts. */
+/* Drop a part's offsets unless they save bits. Adds the part's counts to those of all parts. */
 DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_model_part *part, codec_choice *c,
 			     codec_part_found *f, decide_room *room)
 {
@@ -576,7 +593,8 @@ DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_mo
 		if (threadIdx.x % 32 == 0)
 			room->bits[warp] = bits;
 	}
-	uint64_t samples = cta_sum(room->raw[threadIdx.x]); /* the barriers in cta_sum order room->bits, too */
+	/* the barriers in cta_sum also order accesses to room->bits */
+	uint64_t samples = cta_sum(room->raw[threadIdx.x]);
 
 	pays |= choose_offsets_pay(room->bits[0], room->bits[1], samples, part->count,
 				   part_rows(part) + part_cols(part));
@@ -590,21 +608,21 @@ DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_mo
 	__syncthreads();
 	if (threadIdx.x == 0)
 		set_base_only(part, base);
-	if (q.based) /* symbols wrap around at 256, not at the circle's 2047 */
+	if (q.based) /* float64: symbols wrap around at 256, not at the circle's 2047 */
 		return add_lowered(f->based, 1, 0, c->all);
 	add_lowered(f->raw, bins, q.octave > 128 || bins > 1 ? base : base / 8u, c->all);
 }
 
 /*
  * Write the first bytes of the side section to c->lead: id of an agreed codebook, codebooks, number of records. coded:
- * mask of planes. name: the id; 0: none.
+ * mask of planes with a codebook. name: id of the agreed codebook; 0: there is none.
  */
 DEVICE_CALL void write_lead(const codec_view *v, const uint8_t *memory, uint32_t coded, uint64_t name,
 			    uint64_t nrecords, codec_choice *c)
 {
 	uint32_t at = name ? 8 : 0, i = threadIdx.x;
 
-	__syncthreads(); /* code lengths in memory are written */
+	__syncthreads(); /* all threads have written their code lengths to memory */
 	for (uint32_t p = 0; p < WIRE_MAX_PLANES; p++)
 		if (coded >> p & 1 && !(p == 0 && name))
 			at += cta_pack(memory + v->lengths.at + LEAVES * p, c->lead + at);

@@ -1,16 +1,17 @@
-/* rows/choose.cu - kernels that compute what precedes the blocks of row codecs: scales of parts, a codebook.
+/*
+ * rows/choose.cu - kernels that compute the side section of row codecs: scales of parts, and a codebook.
  * docs/spec/encoder.md, section 7.
  *
- * One launch, as lossless/choose.cu: CTAs take tasks in order. First pieces of WIRE_TREE values are summed, then parts
- * get their scales, then codes of a sample of blocks are counted.
+ * One launch, in which CTAs take numbered tasks in order, as in lossless/choose.cu. The first tasks sum up pieces of
+ * WIRE_TREE values, the next ones compute the scales of parts, and the last ones count codes in a sample of blocks.
  */
 #include "rows/encode.cuh"
 #include "coder/sample.cuh"
 #include "frame/encode.cuh"
 
-#define SCANNED (4 * CTA_WARPS) /* pieces that a CTA sums in one task */
+#define SCANNED (4 * CTA_WARPS) /* number of pieces that a CTA sums up in one task */
 
-/* Shared memory of a CTA: of one task at a time. */
+/* Shared memory of a CTA, which the tasks use one after the other. */
 union rows_room {
 	struct {
 		double node[2][CTA_WARPS], level[2][64];
@@ -22,7 +23,7 @@ union rows_room {
 	} codes;
 };
 
-/* Sum SCANNED pieces from piece `first` on, a warp each. */
+/* Sum up SCANNED pieces from piece `first` on, one warp per piece. */
 DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const codec_source *source, uint64_t first)
 {
 	const codec_row_part *parts = row_parts(v, memory);
@@ -40,14 +41,17 @@ DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const codec_s
 	}
 }
 
-/* Sums of consecutive pieces in a tree, by one warp. Lane l keeps the sum of 2^l groups of 32 pieces, see scale_push.
+/*
+ * Sums of consecutive pieces, added in a binary tree by one warp. Lane l stores the sum of 2^l groups of 32 pieces,
+ * see scale_push.
  */
 struct warp_tree {
-	double level[2], low[2]; /* low: lane l has the sum of 2^l pieces of a last group of fewer than 32 */
-	uint32_t most, below;    /* largest magnitude, and negative values, of this lane's pieces */
+	/* low: lane l stores the sum of 2^l pieces of the last group, if it has fewer than 32 pieces */
+	double level[2], low[2];
+	uint32_t most, below; /* largest magnitude, and number of negative values, of this lane's pieces */
 };
 
-/* Add group `group` of n <= 32 pieces to a tree; all groups before it have 32. One piece a lane. */
+/* Add group `group` of n <= 32 pieces to a tree, one piece per lane. All earlier groups have 32 pieces. */
 DEVICE void push_group(warp_tree *tree, codec_row_sums piece, uint32_t group, uint32_t n, uint32_t lane)
 {
 	tree->most = piece.max > tree->most ? piece.max : tree->most;
@@ -71,12 +75,12 @@ DEVICE void push_group(warp_tree *tree, codec_row_sums piece, uint32_t group, ui
 
 /*
  * Add up sums of a part's pieces in the order of scale_push and scale_total. Also returns the largest magnitude (bits
- * of float32) in *max, and the number of negative values. Each warp adds up as many groups of 32 pieces as the others.
+ * of float32) in *max, and the number of negative values. All warps add up the same number of groups of 32 pieces.
  */
 DEVICE_CALL void add_pieces(const codec_row_sums *sums, uint64_t count, rows_room *room, double total[2], uint32_t *max,
 			    uint64_t *negative)
 {
-	const uint32_t AT_ONCE = 4; /* groups whose loads are in flight together */
+	const uint32_t AT_ONCE = 4; /* number of groups whose loads are in flight together */
 	const uint32_t t = threadIdx.x, lane = t % 32, warp = t / 32;
 	warp_tree tree = {};
 	uint32_t log2 = 5;
@@ -130,8 +134,8 @@ DEVICE_CALL void add_pieces(const codec_row_sums *sums, uint64_t count, rows_roo
 }
 
 /*
- * Compute the scales of a part, if parts of this kind have any. Returns CODEC_NONFINITE or CODEC_BAD_SCALE if values
- * forbid it.
+ * Compute the scales of a part, if parts of this codec have scales. Returns CODEC_NONFINITE if the part has NaN or
+ * Inf, CODEC_BAD_SCALE if a given scale is too small for its values.
  */
 DEVICE_CALL codec_status scale_part(const codec_view *v, const uint8_t *memory, codec_row_part *part, rows_room *room)
 {
@@ -157,7 +161,7 @@ DEVICE_CALL codec_status scale_part(const codec_view *v, const uint8_t *memory, 
 												  : CODEC_OK;
 }
 
-/* Count the codes of block b. scratch: memory for the codes, and behind them for the block's scales. */
+/* Count the codes of block b. scratch: memory for the codes, followed by memory for the block's scales. */
 DEVICE_CALL codec_status count_codes(const codec_view *v, const uint8_t *memory, const codec_source *source, uint64_t b,
 				     uint8_t *scratch, codec_choice *c, rows_room *room)
 {
@@ -186,8 +190,8 @@ DEVICE_CALL codec_status count_codes(const codec_view *v, const uint8_t *memory,
 }
 
 /*
- * Conclude, when all scales are known and codes are counted: make the codebook, and complete the job as
- * codec_encode_start does.
+ * Make the codebook, and complete the job as codec_encode_start does, once all scales are known and all codes are
+ * counted.
  */
 DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, rows_room *room, codec_written *out)
 {
@@ -215,16 +219,15 @@ DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, 
 	uint32_t fault = ((volatile codec_written *)out)->fault;
 
 	/*
-	 * A sampled value above the given scale is no final error: a block may find NaN or Inf, which is reported
-	 * instead.
+	 * CODEC_BAD_SCALE from the sample is not final: a block may find NaN or Inf, which is reported instead.
 	 */
 	if (fault && (fault != CODEC_BAD_SCALE || v->row_sums.count))
 		v->nblocks = 0;
 }
 
 /*
- * Complete planned jobs (codec_encode_plan) of row codecs for encode_rows. Grid: (CTAs, frames). On an error v->nblocks
- * becomes 0, and out->fault says why. A CTA that counts codes takes a unit of scratch memory.
+ * Complete planned jobs (codec_encode_plan) of row codecs for encode_rows. Grid: (CTAs, frames). On an error, sets
+ * v->nblocks to 0 and out->fault to the status. A CTA that counts codes acquires a unit of scratch memory.
  */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS, 2) choose_rows(const codec_encoding *encodings)
 {
@@ -283,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 2) choose_rows(const c
 	}
 }
 
-/* Compute scales of parts from the sums that encode_rows has left (scaled_last). Grid: (CTAs, frames). */
+/* Compute the scales of parts from the sums that encode_rows has written (scaled_last). Grid: (CTAs, frames). */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS, 2) scale_rows(const codec_encoding *encodings)
 {
 	__shared__ rows_room room;

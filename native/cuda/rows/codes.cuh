@@ -1,4 +1,5 @@
-/* rows/codes.cuh - rounding of values to codes, in groups of 8 that share a block of random bits. docs/spec/encoder.md,
+/*
+ * rows/codes.cuh - round values to codes, in groups of 8 that share a block of random bits. docs/spec/encoder.md,
  * section 7.
  */
 #ifndef CODEC_CUDA_ROWS_CODES_CUH
@@ -6,20 +7,20 @@
 
 #include "rows/scales.cuh"
 
-#define WARP_STEP (8 * 32) /* values that a warp encodes in one step, 8 a lane */
+#define WARP_STEP (8 * 32) /* values that a warp encodes in one step, 8 per lane */
 #define TRITS_CHUNK (5 * WARP_STEP)
 
 /*
- * Scale of a row in the forms that rounding needs. scale: of the row; with zero points half its range. below: value of
- * the code of negative numbers (SIGN), middle of the row (QUANTIZE with zero points). over: reciprocal of the scale,
- * where codes are rounded by multiplication.
+ * Scale of a row in the forms that rounding needs. scale: scale of the row; with zero points, half its range. below:
+ * decoded value of negative numbers (SIGN); middle of the row (QUANTIZE with zero points). over: reciprocal of the
+ * scale, for codecs that round by multiplication.
  */
 struct row_scale {
 	float scale, below;
 	struct over over;
 };
 
-/* Return a scale in these forms. */
+/* Return a row_scale for a scale. */
 DEVICE row_scale open_scale(struct row_kind q, float scale, float below)
 {
 	row_scale s = {scale, below, {1, 0}};
@@ -29,7 +30,7 @@ DEVICE row_scale open_scale(struct row_kind q, float scale, float below)
 	return s;
 }
 
-/* Return the scale of a part whose rows have none. */
+/* Return the scale of a part whose rows have no scales. */
 DEVICE row_scale open_part(struct row_kind q, const codec_row_part *part)
 {
 	return open_scale(q, part->scale[0], round_sign_below(part->scale[q.variant == WIRE_SIGN_TWO_MEAN]));
@@ -60,13 +61,16 @@ template <int CODEC> DEVICE row_job row_job_of(const codec_view *v, const row_pl
 		q.codec == WIRE_CODEC_TERNARY || (v->options & WIRE_OPTION_STOCHASTIC) != 0};
 }
 
-/* Return a copy in which the fields that CODEC decides are constants for the compiler. */
+/* Return a copy of r in which the fields that CODEC determines are compile-time constants. */
 template <int CODEC> DEVICE row_job copy_of(const row_job &r)
 {
 	return {r.v, kind_for<CODEC>(r.q), r.p, r.source, r.key, r.random};
 }
 
-/* Return the code of a value. x: its bits. h: 16 random bits; TERNARY may need more and then returns TERNARY_TIE. */
+/*
+ * Return the code of a value. x: bits of the value. h: 16 random bits. TERNARY returns TERNARY_TIE if it needs more
+ * random bits.
+ */
 template <int CODEC> DEVICE uint32_t code_of(struct row_kind q, bool random, uint32_t x, const row_scale &s, uint32_t h)
 {
 	const bool e4m3 = !q.e5m2;
@@ -92,8 +96,8 @@ DEVICE void no_draws(uint32_t draws[4])
 }
 
 /*
- * Decide codes of TERNARY that are TERNARY_TIE by the second 16 random bits of their values. i: index of the first of
- * four values.
+ * TERNARY: replace codes that are TERNARY_TIE by the codes that the second 16 random bits of their values give. i:
+ * index in the tensor of the first of four values.
  */
 DEVICE_CALL uint32_t break_ties(struct philox key, struct over over, uint64_t i, uint32_t codes, uint4 x)
 {
@@ -108,7 +112,7 @@ DEVICE_CALL uint32_t break_ties(struct philox key, struct over over, uint64_t i,
 	return codes;
 }
 
-/* Check that a quad holds NaN or Inf. x: bits. */
+/* Return true if one of four values is NaN or Inf. x: bits of the values. */
 DEVICE bool any_nonfinite(const uint32_t x[4])
 {
 	uint32_t most = __vimax3_u32(x[0] & ROUND_ABS, x[1] & ROUND_ABS, x[2] & ROUND_ABS);
@@ -117,7 +121,7 @@ DEVICE bool any_nonfinite(const uint32_t x[4])
 }
 
 #if __CUDA_ARCH__ >= 890 /* GPUs that convert to FLOAT8 in hardware */
-/* Return round_float8_code of four finite values, rounded to nearest. */
+/* Return round_float8_code of four finite values, rounded to nearest, one code per byte. */
 DEVICE uint32_t convert_to_float8(bool e4m3, const uint32_t x[4], float scale)
 {
 	uint16_t low, high;
@@ -138,7 +142,7 @@ DEVICE uint32_t convert_to_float8(bool e4m3, const uint32_t x[4], float scale)
 #endif
 
 /*
- * Return codes of four values, a byte each. i: index of the first one in the tensor. draws, more: 16 random bits for
+ * Return the codes of four values, one per byte. i: index in the tensor of the first value. draws: 16 random bits for
  * each value.
  */
 template <int CODEC>
@@ -148,7 +152,10 @@ DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint3
 	uint32_t codes = 0;
 
 #if __CUDA_ARCH__ >= 890
-	/* a tensor with NaN or Inf cannot be encoded, unless they are propagated */
+	/*
+	 * convert_to_float8 requires finite values; without WIRE_OPTION_PROPAGATE, a tensor with NaN or Inf is refused
+	 * anyway
+	 */
 	if (CODEC == WIRE_CODEC_FLOAT8 && !random && !(r.v->options & WIRE_OPTION_PROPAGATE && any_nonfinite(x)))
 		return convert_to_float8(!r.q.e5m2, x, s.scale);
 #endif
@@ -162,7 +169,10 @@ DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint3
 	return codes;
 }
 
-/* Write the residuals of n <= 4 values of one row: values less their dequantized codes. ratio: see code_ratio. */
+/*
+ * Write the residuals (value - dequantized code) of n <= 4 values of one row. ratio: table of code_ratio for all
+ * codes.
+ */
 template <int CODEC>
 DEVICE_CALL void put_residual(float *residual, struct row_kind q, uint32_t n, uint4 x, uint32_t codes, row_scale s,
 			      const float *ratio)
@@ -181,7 +191,7 @@ DEVICE_CALL void put_residual(float *residual, struct row_kind q, uint32_t n, ui
 	store_quad<4>((uint8_t *)residual, n, left);
 }
 
-/* Pack 8 codes, a byte each, to q.bits bits each. */
+/* Pack 8 codes, given as one per byte, to q.bits bits each. */
 DEVICE uint64_t pack_group(struct row_kind q, uint32_t low, uint32_t high)
 {
 	uint64_t codes = low | (uint64_t)high << 32;
@@ -189,7 +199,7 @@ DEVICE uint64_t pack_group(struct row_kind q, uint32_t low, uint32_t high)
 	return q.bits && q.bits < 8 ? bits_squeeze(codes, q.bits) : codes;
 }
 
-/* Store the first n <= 8 bytes of x; n = 2, 4 or 8 aligned bytes take one store. */
+/* Store the first n <= 8 bytes of x. If n is 2, 4 or 8 and `to` is aligned, one store is enough. */
 DEVICE void put_bytes(uint8_t *to, uint64_t x, uint32_t n)
 {
 	if (n == 8 && (uint64_t)to % 8 == 0)
@@ -203,7 +213,7 @@ DEVICE void put_bytes(uint8_t *to, uint64_t x, uint32_t n)
 			to[k] = (uint8_t)x;
 }
 
-/* Pack TRITS_CHUNK codes of TERNARY, five a byte. Each lane makes 8 bytes. */
+/* Pack TRITS_CHUNK codes of TERNARY, five per byte. Each lane writes 8 bytes. */
 DEVICE_CALL void pack_trits(const uint8_t *codes, uint8_t *to, uint32_t lane)
 {
 	uint64_t packed = 0;
@@ -216,7 +226,7 @@ DEVICE_CALL void pack_trits(const uint8_t *codes, uint8_t *to, uint32_t lane)
 	__syncwarp();
 }
 
-/* Encode 8 values of one row. e: index of the first one in the tensor, a multiple of 8. */
+/* Encode 8 values of one row. e: index in the tensor of the first value, a multiple of 8. */
 template <int CODEC>
 DEVICE void code_group(const row_job &r, uint64_t e, const uint32_t x[8], const row_scale &s, uint32_t codes[2])
 {
@@ -226,8 +236,8 @@ DEVICE void code_group(const row_job &r, uint64_t e, const uint32_t x[8], const 
 	if (r.random)
 		philox_block(r.key, e / 8, 0, draws);
 	/*
-	 * Deterministic and stochastic rounding have code of their own, since either is constant for a tensor. Some
-	 * codecs have one only.
+	 * Deterministic and stochastic rounding are compiled separately, since the choice is constant for a tensor.
+	 * Some codecs support only one of them.
 	 */
 	if (CODEC == WIRE_CODEC_TERNARY || is_quantize(CODEC) || !r.random)
 		for (int k = 0; k < 2; k++)

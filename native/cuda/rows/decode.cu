@@ -4,7 +4,7 @@
 #include "rows/store.cuh"
 #include "rows/store_float8.cuh"
 
-/* Combine values with a destination as put_values does, for sinks and quads that need more than a vector store. */
+/* Version of put_values for sinks and quads that cannot be handled by one vector store. Not inlined. */
 DEVICE_CALL void put_others(const codec_sink *sink, uint32_t dtype, uint64_t i, uint32_t n, float a, float b, float c,
 			    float d, float scale)
 {
@@ -13,7 +13,7 @@ DEVICE_CALL void put_others(const codec_sink *sink, uint32_t dtype, uint64_t i, 
 	put_values(sink, dtype, i, n, y, scale);
 }
 
-/* Codes of a block: nbytes packed bytes. */
+/* Packed codes of a block, nbytes bytes. */
 struct found_codes {
 	const uint8_t *codes;
 	uint64_t nbytes;
@@ -21,8 +21,8 @@ struct found_codes {
 };
 
 /*
- * Find the codes of a block's region, and check its size and the codes' end. Codes that an entropy stage has coded are
- * decoded to scratch memory. nscales: bytes of scales before the codes.
+ * Find the codes in a block's region, and check the region's size and the unused bits of the last code byte.
+ * Entropy-coded codes are decoded to scratch memory. nscales: bytes of scales before the codes.
  */
 template <int CODEC>
 DEVICE found_codes find_codes(const job *j, struct row_kind q, uint32_t m, uint64_t nscales, cursor c, const pairs &by,
@@ -63,14 +63,15 @@ DEVICE found_codes find_codes(const job *j, struct row_kind q, uint32_t m, uint6
 }
 
 /*
- * Decode and store whole rows of 128 values from row r on: nearly all values of most tensors. Returns the number of the
- * first row that is left; *bad is set if scales or codes are invalid.
+ * Decode and store whole rows of 128 values from row r on. Handles nearly all values of most tensors. Returns the
+ * index of the first row that was not decoded. *bad is set if scales or codes are invalid.
  */
 template <int CODEC>
 DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t r, uint32_t m, uint8_t *to, uint32_t dtype,
 				uint32_t *bad, uint32_t lane)
 {
-	const uint32_t AT_ONCE = 8; /* rows whose loads are in flight together: no load moves above a store */
+	/* rows whose loads are in flight together: the compiler moves no load above a store */
+	const uint32_t AT_ONCE = 8;
 	const bool e4m3 = !q.e5m2, words = CODEC == WIRE_CODEC_FLOAT8 && (uint64_t)w->codes % 4 == 0;
 	float inverse = CODEC == WIRE_CODEC_FLOAT8 ? float8_inverse(w->scale) : 0;
 
@@ -105,7 +106,7 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t r, uint
 
 	const bool valid = (CODEC != WIRE_CODEC_TERNARY && CODEC != WIRE_CODEC_QUANTIZE) || checks_words(q);
 
-	/* all codes are known to be valid: to check a frame takes scales only */
+	/* if all codes are known to be valid, checking a frame reads only scales */
 	for (; !to && valid && WIRE_ROW * (r + 1) <= m; r++)
 		*bad |= walk_on(q, w, WIRE_ROW * r + 4 * lane);
 	for (; WIRE_ROW * (r + AT_ONCE) <= m; r += AT_ONCE) {
@@ -118,7 +119,7 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t r, uint
 			for (uint32_t k = 0; k < AT_ONCE; k++)
 				quad[k] = load_row(r + k);
 		if (q.bits && WIRE_ROW * (r + 3 * AT_ONCE) <= m &&
-		    lane < AT_ONCE * q.bits / 8) /* the rows after next */
+		    lane < AT_ONCE * q.bits / 8) /* prefetch the codes of the rows after the next ones */
 			prefetch(w->codes + (uint64_t)WIRE_ROW * (r + 2 * AT_ONCE) * q.bits / 8 + LINE_NBYTES * lane);
 		if (CODEC == WIRE_CODEC_FLOAT8) {
 			const uint32_t i = WIRE_ROW * r + 4 * lane;
@@ -134,7 +135,7 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t r, uint
 					 : store_float8<false, AT_ONCE>(quad, w->scale, inverse, at, dtype, lane))
 					continue;
 			}
-			/* rare: rows of several scales, NaN or Inf */
+			/* rare case: the rows have several scales, or NaN or Inf */
 #pragma unroll 1
 			for (uint32_t k = 0; k < AT_ONCE; k++)
 				put_row(r + k, load_row(r + k));
@@ -150,7 +151,7 @@ DEVICE uint32_t read_whole_rows(struct row_kind q, row_walk *w, uint32_t r, uint
 }
 
 /*
- * Decode block b, whose region is at the cursor. scratch: memory of a plane, for codes that an entropy stage has coded.
+ * Decode block b, whose region is at the cursor. scratch: memory for a plane, used for entropy-coded codes.
  */
 template <int CODEC>
 static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,

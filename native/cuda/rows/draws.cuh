@@ -6,20 +6,24 @@
 
 #include "rows/groups.cuh"
 
-/* Parts of philox_block that are the same for all blocks of one upper half: the keys of all rounds, and two words. */
+/*
+ * Parts of philox_block that are equal for all blocks whose number has the same upper 32 bits: the keys of all rounds,
+ * and two words.
+ */
 struct group_draws {
 	uint32_t key[2 * PHILOX_ROUNDS];
 	uint32_t second_low, second_high;
 };
 
-/* high: upper 32 bits of the number of all blocks of random bits. */
+/* Return the parts for block numbers whose upper 32 bits are `high`. */
 DEVICE group_draws group_draws_of(const struct philox &key, uint32_t high)
 {
 	group_draws d;
 	uint32_t k0 = key.seed, k1 = key.stream;
 
 	for (int r = 0; r < PHILOX_ROUNDS; r++, k0 += PHILOX_W0, k1 += PHILOX_W1)
-		d.key[2 * r] = opaque(k0), d.key[2 * r + 1] = opaque(k1); /* in registers: no sums in the loop */
+		/* kept in registers, so that the loop does not compute the sums again */
+		d.key[2 * r] = opaque(k0), d.key[2 * r + 1] = opaque(k1);
 	const uint64_t second = (uint64_t)PHILOX_M0 * (high ^ key.seed);
 
 	d.key[1] = opaque(key.stream_high ^ key.stream);
@@ -28,7 +32,9 @@ DEVICE group_draws group_draws_of(const struct philox &key, uint32_t high)
 	return d;
 }
 
-/* Return philox_block of the block whose number ends in `low`, for the first draw. */
+/*
+ * Compute philox_block of the block whose number has the lower 32 bits `low`, for the first random bits of each value.
+ */
 DEVICE void draw_group(const group_draws &d, uint32_t low, uint32_t out[4])
 {
 	const uint64_t first = (uint64_t)PHILOX_M0 * low;
@@ -47,15 +53,15 @@ DEVICE void draw_group(const group_draws &d, uint32_t low, uint32_t out[4])
 		out[i] = c[i];
 }
 
-/* Check that the blocks of random bits of n values from value `first` on differ in their lower 32 bits only. */
+/* Check that the numbers of the random blocks of n values from value `first` on have the same upper 32 bits. */
 DEVICE bool draws_share_high(uint64_t first, uint32_t n)
 {
 	return first / 8 >> 32 == (first + n) / 8 >> 32;
 }
 
 /*
- * Encode 8 values from value `mine` of the block on, without regard to speed: where a loop meets a scale or random bits
- * that it cannot handle.
+ * Encode 8 values from value `mine` of the block on. Slow fallback of loops, for scales or random bits that they
+ * cannot handle.
  */
 template <int CODEC> DEVICE_CALL void put_group_slowly(const row_job &r, uint32_t mine, float scale, uint8_t *to)
 {

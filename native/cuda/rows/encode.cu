@@ -3,21 +3,21 @@
 #include "rows/encode.cuh"
 
 /*
- * Bytes of scratch memory for a warp, read by the host: for an entropy stage, where memory for the largest region
- * follows; for trits that are packed five a byte. Other frames need none.
+ * Bytes of scratch memory for a warp, read by the host. [0]: with an entropy stage; memory for the largest region
+ * follows. [1]: with ternary codes packed five per byte. Other frames need no scratch memory.
  */
 #define ROWS_ROOM (2 * PLANE_ROOM + 4 * WORDS_ROOM)
 extern "C" __device__ const uint64_t encode_rows_nbytes[] = {ROWS_ROOM, TRITS_CHUNK};
 
 /*
- * Encode blocks, as encode_lossless does, and write residuals. Without an entropy stage blocks are encoded in place,
- * for their size is known before.
+ * Encode blocks, as encode_lossless does, and write residuals. Without an entropy stage, blocks are written directly
+ * to the frame, because their size is known beforehand.
  */
 template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_rows(const codec_encoding *encodings)
 {
 	__shared__ float ratio[256];
 	__shared__ uint32_t codes[256];
-	__shared__ row_job jobs[WARPS]; /* in shared memory, not in registers, of which loops need most */
+	__shared__ row_job jobs[WARPS]; /* in shared memory, because the loops need nearly all registers */
 	const codec_encoding &e = encoding_of(encodings);
 	const job &j = share_coding(e.view, e.memory, codes, 1);
 	const codec_view &v = j.v;
@@ -42,7 +42,7 @@ template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_row
 		const bool entropy = is_entropy_coded<CODEC>(r.q);
 		uint32_t size = (uint32_t)row_region_nbytes(r.q, r.p.part->group_size, r.p.m);
 
-		if (!entropy) { /* the size, and so the place, is known before encoding */
+		if (!entropy) { /* the region's size, and therefore its offset, is known before encoding */
 			at = v.regions_offset + look_back(e.places, b, size, lane);
 			region = e.frame + at;
 		}

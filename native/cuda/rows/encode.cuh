@@ -1,4 +1,5 @@
-/* rows/encode.cuh - encoding of blocks of sign, ternary, float8, float4 and quantize, one block a warp.
+/*
+ * rows/encode.cuh - encode blocks of sign, ternary, float8, float4 and quantize, one block per warp.
  * docs/spec/encoder.md, section 7.
  */
 #ifndef CODEC_CUDA_ROWS_ENCODE_CUH
@@ -11,8 +12,8 @@
 #include "rows/ternary.cuh"
 
 /*
- * Report that the tensor cannot be encoded. Any other fault replaces CODEC_BAD_SCALE: NaN or Inf anywhere is reported
- * rather than a scale that is too small.
+ * Report that the tensor cannot be encoded. Any other fault replaces CODEC_BAD_SCALE, so that NaN or Inf anywhere
+ * takes precedence over a scale that is too small.
  */
 DEVICE void set_fault(codec_written *out, codec_status status)
 {
@@ -23,15 +24,16 @@ DEVICE void set_fault(codec_written *out, codec_status status)
 }
 
 /*
- * Check whether scales are computed after the blocks. Signs do not depend on scales. So where a part shares one scale,
- * blocks write sums from which scale_rows computes it, and the tensor is read once. Residuals need the scale earlier.
+ * Return true if scales are computed after the blocks. The codes of SIGN do not depend on scales. So if a part has one
+ * scale, blocks write sums from which scale_rows computes the scale, and the tensor is read only once. Not with a
+ * residual, which needs the scale earlier.
  */
 DEVICE bool scaled_last(const codec_view *v, const codec_source *source)
 {
 	return v->codec == WIRE_CODEC_SIGN && v->row_sums.count && !source->residual;
 }
 
-/* SIGN: write the residuals of n values. scale, below: values of positive and negative numbers. */
+/* SIGN: write the residuals of n values. scale, below: decoded values of positive and of negative numbers. */
 DEVICE void put_sign_residuals(const row_job &r, uint64_t first, uint32_t n, float scale, float below, uint32_t lane)
 {
 	const uint32_t dtype = r.v->dtype;
@@ -72,7 +74,7 @@ DEVICE codec_status put_signs(const row_job &r, uint8_t *memory, uint8_t *scales
 			scales += row_scale_nbytes(r.q);
 		} else {
 			const uint64_t first = r.p.first + i;
-			const bool plain = summing_of(v) == SUM_ABS; /* in line, see put_scale_here */
+			const bool plain = summing_of(v) == SUM_ABS; /* inlined for speed, see put_scale_here */
 			const codec_row_sums some =
 				plain ? sums_how<SUM_ABS, true>(v->dtype, &r.source, first, n, words + i / 32, lane)
 				      : sums_of<true>(v, &r.source, first, n, words + i / 32, lane);
@@ -90,13 +92,16 @@ DEVICE codec_status put_signs(const row_job &r, uint8_t *memory, uint8_t *scales
 	return CODEC_OK;
 }
 
-/* TERNARY: return true if the scale was given, which no magnitude may exceed. */
+/* TERNARY: return true if the spec gives the scale, which then no magnitude may exceed. */
 DEVICE bool scale_is_given(const codec_view *v, const codec_row_part *part)
 {
 	return v->scale > 0 && !(v->clip > 0) && part->scale[0] > 0;
 }
 
-/* TERNARY: check that a given scale is not less than the largest magnitude. most: the lane's, as bits. */
+/*
+ * TERNARY: check that a given scale is not less than the largest magnitude. most: largest magnitude of this lane's
+ * values, as bits of float32.
+ */
 DEVICE codec_status check_above(const codec_view *v, const codec_row_part *part, uint32_t most)
 {
 	if (!__any_sync(FULL, scale_is_given(v, part) && most > round_bits(part->scale[0])))
@@ -105,7 +110,8 @@ DEVICE codec_status check_above(const codec_view *v, const codec_row_part *part,
 }
 
 /*
- * Write scales of a block to `scales`, and ncodes bytes of packed codes to `to`. chunk: memory for TRITS_CHUNK bytes.
+ * Write the scales of a block to `scales`, and ncodes bytes of packed codes to `to`. chunk: scratch memory of
+ * TRITS_CHUNK bytes.
  */
 template <int CODEC>
 DEVICE codec_status put_rows(const row_job &r, uint8_t *memory, uint8_t *scales, const float *ratio, uint8_t *to,
@@ -138,8 +144,8 @@ DEVICE codec_status put_rows(const row_job &r, uint8_t *memory, uint8_t *scales,
 }
 
 /*
- * Code ncodes bytes of codes as a plane (entropy stage): mode and plane go to `out`. scratch: the codes, in memory for
- * two planes and WORDS_ROOM words. Returns the size in bytes.
+ * Entropy stage: code ncodes bytes of codes as a plane, and write its mode and the plane to `out`. scratch: the codes,
+ * in a buffer of two planes and WORDS_ROOM words. Returns the size in bytes.
  */
 DEVICE_CALL uint32_t code_plane(const job *j, uint8_t *scratch, uint32_t ncodes, uint8_t *out, uint32_t lane)
 {
@@ -160,8 +166,8 @@ DEVICE_CALL uint32_t code_plane(const job *j, uint8_t *scratch, uint32_t ncodes,
 }
 
 /*
- * Encode a block to a region, whose size in bytes goes to *size. scratch: with an entropy stage memory for two planes
- * and WORDS_ROOM words, else for TRITS_CHUNK bytes if trits are packed five a byte.
+ * Encode a block to `region`, and set *size to the region's size in bytes. scratch: memory for two planes and
+ * WORDS_ROOM words with an entropy stage, for TRITS_CHUNK bytes with ternary codes packed five per byte; else unused.
  */
 template <int CODEC>
 DEVICE codec_status write_rows(const job *j, uint8_t *memory, const row_job &r, const float *ratio, uint8_t *scratch,

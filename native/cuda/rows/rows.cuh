@@ -1,6 +1,9 @@
-/* rows/rows.cuh - codes, scales and values of sign, ternary, float8, float4 and quantize. format.md, section 8.
+/*
+ * rows/rows.cuh - codes, scales and values of the row codecs: sign, ternary, float8, float4 and quantize. format.md,
+ * section 8.
  *
- * Values of a row share a scale. Rows of a part have one length; 0: all values of the part share a scale.
+ * Values of a row share a scale. All rows of a part have the same length (group_size); 0: all values of the part share
+ * a scale.
  */
 #ifndef CODEC_CUDA_ROWS_ROWS_CUH
 #define CODEC_CUDA_ROWS_ROWS_CUH
@@ -23,8 +26,8 @@ DEVICE struct row_kind kind_of(const codec_view *v)
 }
 
 /*
- * Template parameter CODEC of kernels that encode or add up QUANTIZE with zero points, which are compiled apart from
- * those without. For other frames, and in decode_rows, CODEC is the frame's codec.
+ * Value of the template parameter CODEC for kernels that encode or add up QUANTIZE with zero points, which are
+ * compiled separately. For all other frames, and in decode_rows, CODEC is the frame's codec.
  */
 #define QUANTIZE_AFFINE (WIRE_CODEC_QUANTIZE + 16)
 
@@ -41,7 +44,7 @@ template <int CODEC> DEVICE struct row_kind kind_for(struct row_kind q)
 	return q;
 }
 
-/* Check that an entropy stage codes the codes: a constant for most codecs. */
+/* Return true if codes are entropy-coded. A compile-time constant for most codecs. */
 template <int CODEC> DEVICE bool is_entropy_coded(struct row_kind q)
 {
 	return (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_FLOAT8) && q.entropy;
@@ -58,8 +61,9 @@ static __device__ row_place row_place_of(const job *j, struct row_kind q, uint64
 }
 
 /*
- * Read the scale of a row. SIGN: *scale and *below become the values of positive and of negative numbers. QUANTIZE with
- * zero points: half the range and the middle. Returns false if the scale is invalid.
+ * Read the scale of a row. SIGN: sets *scale and *below to the decoded values of positive and of negative numbers.
+ * QUANTIZE with zero points: sets them to half the range and the middle of the row. Returns false if the scale is
+ * invalid.
  */
 DEVICE bool read_scale(struct row_kind q, const codec_row_part *part, const uint8_t *p, float *scale, float *below)
 {
@@ -86,7 +90,7 @@ DEVICE bool read_scale(struct row_kind q, const codec_row_part *part, const uint
 	return u < ROUND_INF && w < ROUND_INF && (u || q.codec != WIRE_CODEC_FLOAT8);
 }
 
-/* Read n codes of TERNARY (five a byte) from code i on, a byte each. */
+/* Read n codes of TERNARY, packed five per byte, from code i on. Returns one code per byte. */
 DEVICE_CALL uint32_t read_trits(const uint8_t *codes, uint32_t i, uint32_t n)
 {
 	uint32_t quad = 0;
@@ -101,23 +105,24 @@ DEVICE_CALL uint32_t read_trits(const uint8_t *codes, uint32_t i, uint32_t n)
 	return quad;
 }
 
-/* Read n codes of any number of bits from code i on, a byte each. */
+/* Read n codes of `bits` bits (any number) from code i on. Returns one code per byte. */
 DEVICE_CALL uint32_t read_odd_bits(const uint8_t *codes, uint32_t bits, uint32_t i, uint32_t n)
 {
-	uint64_t bit = (uint64_t)i * bits; /* bit 0 or 4 of a byte, so that four codes lie within four bytes */
+	/* `bit` is bit 0 or 4 of a byte, so that four codes lie within four bytes */
+	uint64_t bit = (uint64_t)i * bits;
 	uint32_t at = (uint32_t)bit % 8, x = load_bytes(codes + bit / 8, (at + n * bits + 7) / 8);
 
 	return keep_bytes((uint32_t)bits_spread(x >> at & ((1ull << 4 * bits) - 1), (int)bits), n);
 }
 
-/* Return the four nibbles of 16 bits, a byte each. */
+/* Return the four nibbles of a 16-bit number, one per byte. */
 DEVICE uint32_t spread_nibbles(uint32_t x)
 {
 	x = (x | x << 8) & 0x00ff00ff;
 	return (x | x << 4) & 0x0f0f0f0f;
 }
 
-/* Read n <= 4 codes from code i on, a byte each. i is a multiple of 4. codes: any address. */
+/* Read n <= 4 codes from code i on. Returns one code per byte. i is a multiple of 4. codes: any address. */
 template <int CODEC> DEVICE uint32_t read_codes(struct row_kind q, const uint8_t *codes, uint32_t i, uint32_t n)
 {
 	const bool any = is_quantize(CODEC);
@@ -140,7 +145,7 @@ template <int CODEC> DEVICE uint32_t read_codes(struct row_kind q, const uint8_t
 	return any ? read_odd_bits(codes, q.bits, i, n) : read_trits(codes, i, n);
 }
 
-/* Check that unused bits or digits of the last byte of codes are 0. By one lane. */
+/* Check that unused bits or digits of the last byte of codes are 0. Called by one lane. */
 DEVICE bool allowed_end(struct row_kind q, const uint8_t *codes, uint64_t nbytes, uint64_t m)
 {
 	uint32_t last = codes[nbytes - 1], missing = (uint32_t)(5 * nbytes - m);
@@ -176,7 +181,10 @@ template <int CODEC> DEVICE float code_ratio(struct row_kind q, uint32_t code)
 		       : round_div((float)round_level_of(code, q.odd, q.levels), (float)q.levels);
 }
 
-/* Return the dequantized value of a code, from its value before scaling. below: middle of a row with a zero point. */
+/*
+ * Return the dequantized value of a code. ratio: the code's value before scaling (code_ratio). below: middle of the
+ * row (QUANTIZE with zero points).
+ */
 template <int CODEC> DEVICE float dequantize(struct row_kind q, float ratio, float scale, float below)
 {
 	if (CODEC == WIRE_CODEC_FLOAT8) {
@@ -193,15 +201,15 @@ template <int CODEC> DEVICE float dequantize(struct row_kind q, float ratio, flo
 }
 
 /*
- * FLOAT8: return the reciprocal of a scale with which divide_float8 divides by it; 0 if a quotient or its error could
- * leave the range of float32.
+ * FLOAT8: return the reciprocal of a scale, for divide_float8; 0 if a quotient or its error could exceed the range of
+ * float32.
  */
 DEVICE float float8_inverse(float scale)
 {
 	return scale > 0x1p-100f && scale < 0x1p100f ? round_div(1, scale) : 0;
 }
 
-/* Check that a quad of FLOAT8 codes holds NaN, or Inf of E5M2. */
+/* Return a value that is not 0 if a quad of FLOAT8 codes contains NaN, or Inf of E5M2. */
 DEVICE bool any_special(bool e4m3, uint32_t quad)
 {
 	return ((quad & 0x7f7f7f7f) + (e4m3 ? 1 : 4) * ONES) & 0x80808080;
@@ -235,8 +243,9 @@ DEVICE void float8_ratios(bool e4m3, uint32_t quad, float y[4])
 }
 
 /*
- * FLOAT8: divide a code's value by a scale, with its float8_inverse. The remainder of the product is exact, and
- * corrects it to the rounded quotient: checked for all mantissas of codes and scales.
+ * FLOAT8: divide a code's value by a scale. inverse: float8_inverse of the scale. The remainder of ratio * inverse is
+ * computed exactly, and corrects the product to the correctly rounded quotient. This was checked for all mantissas of
+ * codes and scales.
  */
 DEVICE float divide_float8(float ratio, float scale, float inverse)
 {
@@ -259,7 +268,7 @@ struct row_walk {
 	const codec_row_part *part;
 	const uint8_t *scales, *codes;
 	const float *ratio;
-	uint32_t row, end; /* values of a row; end of the current row, in values of the block */
+	uint32_t row, end; /* row: values of a row; end: index in the block of the current row's end */
 	float scale, below;
 };
 
@@ -272,7 +281,7 @@ DEVICE row_walk walk_rows(struct row_kind q, const codec_row_part *part, const u
 		below};
 }
 
-/* Scale of a row, and its end; wrong: not 0 if the scale is invalid. */
+/* Scale of a row, and index in the block of the row's end. wrong: not 0 if the scale is invalid. */
 struct opened_row {
 	float scale, below;
 	uint32_t end, wrong;
