@@ -1,20 +1,25 @@
-/* delta/choose.cuh - choose the scale of a block from bins of exponents, as native/src/exact/delta.h does; lanes
- * compute the costs of 32 scales at once. docs/spec/encoder.md, section 10.
+/*
+ * delta/choose.cuh - choose the scale of a block from a histogram of exponents, as native/src/exact/delta.h does.
+ * Lanes compute the costs of 32 scales at once. docs/spec/encoder.md, section 10.
  */
 #ifndef CODEC_CUDA_DELTA_CHOOSE_CUH
 #define CODEC_CUDA_DELTA_CHOOSE_CUH
 
 #include "delta/delta.cuh"
 
-#define NO_SCALE 0x7fffffff /* scale of blocks without classes: all values are in class 0, which has no codes */
+/* scale of blocks without classes: all values are in class 0, whose codes are not used */
+#define NO_SCALE 0x7fffffff
 
-/* Bin of an exponent in scratch memory; members as in delta_bin. */
+/* Bin of one exponent in the histogram, in scratch memory. Members are those of delta_bin. */
 struct exponent_bin {
 	uint32_t values, codes;
 	unsigned long long total;
 };
 
-/* Return an estimate of a block's bits under a scale, as delta_cost does. Exponents without values or changes add 0. */
+/*
+ * Return an estimate of a block's bits under a scale, as delta_cost does. Exponents without values or changes
+ * contribute 0.
+ */
 DEVICE_CALL uint64_t cost_of(const exponent_bin *bins, int low, int high, int scale, uint32_t item)
 {
 	uint64_t cost = 0;
@@ -39,7 +44,7 @@ DEVICE_CALL uint64_t cost_of(const exponent_bin *bins, int low, int high, int sc
 	return cost;
 }
 
-/* Return the smaller of two costs' scales, over all lanes; of equal costs the smaller scale. */
+/* Return the scale of least cost over all lanes; of equal costs, the smallest scale. */
 DEVICE int least_scale(uint64_t cost, int scale)
 {
 	for (uint32_t by = 16; by; by /= 2) {

@@ -1,36 +1,49 @@
-/* delta/classes.cuh - planes of the classes of a block's values, and the values of a class in order. By a warp. */
+/*
+ * delta/classes.cuh - bit planes of the classes of a block's values, and iteration over the values of a class. Used by
+ * one warp.
+ */
 #ifndef CODEC_CUDA_DELTA_CLASSES_CUH
 #define CODEC_CUDA_DELTA_CLASSES_CUH
 
 #include "delta/delta.cuh"
 
-#define GROUP 1024     /* values whose planes are 32 words each */
+#define GROUP 1024     /* number of values in a group, each of whose bit planes has 32 words */
 #define CLASS_PLANES 4 /* bits of a class */
-#define NO_CLASS 15u   /* class of values behind the end of a block */
+#define NO_CLASS 15u   /* class of padding after the end of a block */
 
-/* Bytes of scratch memory for each 1,024 values of a block: planes, then sums of chunks. */
+/*
+ * Bytes of scratch memory for each 1,024 values of a block: bit planes of classes, then sums of the digest's chunks.
+ */
 #define DELTA_ROOM(size) (GROUP / 8 * CLASS_PLANES + 8 * (size))
 
 /* Block being decoded. `count`: number of changes in its head. */
 struct delta_block {
 	delta_kind q;
 	const uint8_t *base;
-	uint8_t *to;    /* destination of all values of the tensor, which may be the base; NULL: none */
+	uint8_t *to;    /* destination of the tensor's values, which may be the base; NULL: only check */
 	uint64_t first; /* index of the first value */
 	uint32_t m, mode, field, count;
-	uint32_t *list;           /* output: entries of all changes, see write_list; NULL: not wanted */
-	uint32_t *planes;         /* scratch memory */
-	unsigned long long *sums; /* sums of chunks: of the base, to which changes are added; NULL: not wanted */
+	uint32_t *list;   /* output: entries of the block's changes, see write_list; NULL: do not list them */
+	uint32_t *planes; /* bit planes of classes, in scratch memory */
+	/*
+	 * sums of the digest's chunks: first of the base, then of the result, as changes are added; NULL: do not
+	 * compute the digest
+	 */
+	unsigned long long *sums;
 };
 
-/* Constants of classes of values of 2 bytes, two in a word: 1 - S, and twice the class of exponent 1. */
+/*
+ * Constants for the classes of values of 2 bytes, in both halves of a word: 1 - S (S: the scale), and twice the class
+ * of exponent 1.
+ */
 struct class_pair {
 	uint32_t field, add, least;
 };
 
 /*
- * Write the planes of a group of values of 2 bytes, at a multiple of 16. A lane computes the classes of 8 values, two
- * at a time, and writes a byte of each plane. *most: twice the largest class of both halves, which may grow.
+ * Write the bit planes of a group of values of 2 bytes, which begin at a multiple of 16 bytes. A lane computes the
+ * classes of 8 values, two at a time, and writes a byte of each plane. *most: twice the largest class so far, in each
+ * half of the word; updated.
  */
 DEVICE void put_planes(const uint8_t *values, uint32_t mbits, const class_pair &by, uint8_t *planes, uint32_t *most,
 		       uint32_t lane)
@@ -38,7 +51,7 @@ DEVICE void put_planes(const uint8_t *values, uint32_t mbits, const class_pair &
 	for (uint32_t s = 0; s < GROUP / 256; s++) {
 		const uint4 w = global((const uint4 *)values)[32 * s + lane];
 		const uint32_t pairs[4] = {w.x, w.y, w.z, w.w};
-		uint32_t classes = 0; /* four bits each: values 0, 2, 4, 6, 1, 3, 5, 7 */
+		uint32_t classes = 0; /* classes of values 0, 2, 4, 6, 1, 3, 5, 7, four bits each */
 
 		for (uint32_t k = 0; k < 4; k++) {
 			const uint32_t field = pairs[k] >> mbits & by.field;
@@ -57,7 +70,7 @@ DEVICE void put_planes(const uint8_t *values, uint32_t mbits, const class_pair &
 	}
 }
 
-/* Make the planes of a block's classes. Returns the largest class. */
+/* Compute the bit planes of the classes of a block's values. Returns the largest class. */
 template <int SIZE> DEVICE uint32_t make_planes(const delta_block &o, int scale, uint32_t lane)
 {
 	const uint32_t least = 2 * delta_class(1, scale), add = (uint32_t)(1 - scale) & 0xffff;
@@ -94,7 +107,7 @@ template <int SIZE> DEVICE uint32_t make_planes(const delta_block &o, int scale,
 	return warp_max(top > most / 2 ? top : most / 2);
 }
 
-/* Return this lane's word of the members of a class in group g. */
+/* Return this lane's 32 bits of the mask of a class's members in group g. */
 DEVICE uint32_t members_of(const delta_block &o, uint32_t class_, uint32_t g, uint32_t lane)
 {
 	const uint32_t *plane = global(o.planes) + 32 * CLASS_PLANES * g + lane;
@@ -105,7 +118,9 @@ DEVICE uint32_t members_of(const delta_block &o, uint32_t class_, uint32_t g, ui
 	return word;
 }
 
-/* Members of a class in a group of values, of which the first `used` are passed. upto: members up to this lane's word.
+/*
+ * Cursor over the members of a class in a group of values. The first `used` members have been passed. upto: number of
+ * members up to and including this lane's word.
  */
 struct class_cursor {
 	uint32_t class_, group, word, upto, total, used;
@@ -121,7 +136,10 @@ DEVICE void open_group(const delta_block &o, class_cursor *c, uint32_t group, ui
 	c->used = 0;
 }
 
-/* Skip `gap` >= 1 members; set *place to the position of the last one. Returns false if there are fewer. */
+/*
+ * Advance by `gap` >= 1 members, and set *place to the index in the block of the last of them. Returns false if fewer
+ * members are left.
+ */
 DEVICE bool pass_members(const delta_block &o, class_cursor *c, uint32_t gap, uint32_t *place, uint32_t lane)
 {
 	uint32_t target = gap - 1;

@@ -1,9 +1,11 @@
-/* delta/decode.cuh - decode the changes of a block by a warp. docs/spec/format.md, section 10.
+/*
+ * delta/decode.cuh - decode the changes of a block by a warp. docs/spec/format.md, section 10.
  *
- * Codes follow one another, so all lanes read the same one. For dtypes with exponents the warp first makes planes: bits
- * of the classes of 1,024 values, 32 words at a time. A code names the x-th value of its class behind the last change,
- * which is found by a sum over 32 words of the class. Changes are kept, one a lane, until there are 32 of them: then
- * values of the base are loaded together.
+ * Codes have variable sizes, so all lanes read the same code at a time. For dtypes with exponents the warp first
+ * computes bit planes of the classes of values, 1,024 values (32 words per plane) at a time. A code gives the number of
+ * values of the same class since the last change; the changed value is found by a prefix sum over 32 words of the
+ * class's mask. Changes are buffered, one per lane. When there are 32, the warp loads their base values together and
+ * applies them.
  */
 #ifndef CODEC_CUDA_DELTA_DECODE_CUH
 #define CODEC_CUDA_DELTA_DECODE_CUH
@@ -13,15 +15,15 @@
 #include "delta/classes.cuh"
 #include "delta/lists.cuh"
 
-/* Changes that were read. Changes of lanes below `kept` are not applied yet. */
+/* Changes that were read. The changes of lanes below `kept` have not been applied yet. */
 struct change_list {
 	uint32_t count, kept;
 	uint32_t place; /* index in the block of this lane's change */
-	uint64_t step;  /* mode PATCHES: the bits to change */
-	bool bad;       /* a change that changes nothing */
+	uint64_t step;  /* step of the change; mode PATCHES: mask of the bits to flip */
+	bool bad;       /* true if a change has no effect, which is invalid */
 };
 
-/* Add the contribution of a change to the sum of its chunk. */
+/* Add the contribution of a change from x to y to the sum of its chunk of the digest. */
 template <int SIZE> DEVICE void add_to_sum(unsigned long long *sums, uint32_t place, uint64_t x, uint64_t y)
 {
 	const uint32_t byte = place * SIZE, word = byte / 4 % WIRE_CHUNK_WORDS, shift = SIZE < 4 ? 8 * (byte & 3) : 0;
@@ -34,7 +36,7 @@ template <int SIZE> DEVICE void add_to_sum(unsigned long long *sums, uint32_t pl
 		atomicAdd(sum, (unsigned long long)(((y << shift) - (x << shift)) * CHECKSUM_KEY[word]));
 }
 
-/* Apply the changes that lanes keep. */
+/* Apply the changes that are buffered in lanes. */
 template <int SIZE> DEVICE void apply_changes(const delta_block &o, change_list *l, uint32_t lane)
 {
 	if (lane < l->kept) {
@@ -59,7 +61,7 @@ template <int SIZE> DEVICE void apply_changes(const delta_block &o, change_list 
 	__syncwarp();
 }
 
-/* Append a change. Returns false if there are more changes than the head's number. */
+/* Append a change. Returns false if the region's head announces fewer changes. */
 template <int SIZE>
 DEVICE bool add_change(const delta_block &o, change_list *l, uint32_t place, uint64_t step, uint32_t lane)
 {
@@ -76,7 +78,7 @@ DEVICE bool add_change(const delta_block &o, change_list *l, uint32_t place, uin
 	return true;
 }
 
-/* Read the steps of small values. Returns false if the stream is not valid. */
+/* Read the steps of small values (class 0). Returns false if the stream is invalid. */
 template <int SIZE>
 DEVICE bool read_small(const delta_block &o, int scale, bit_reader *r, change_list *l, uint32_t lane)
 {
@@ -105,13 +107,16 @@ DEVICE bool read_small(const delta_block &o, int scale, bit_reader *r, change_li
 	return !bad && r->at <= 32ull * r->nwords;
 }
 
-/* Read the steps of a class. Returns false if its codes are not valid. */
+/* Read the steps of a class above 0. Returns false if its codes are invalid. */
 template <int SIZE>
 DEVICE bool read_class(const delta_block &o, uint32_t class_, bit_reader *r, change_list *l, uint32_t lane)
 {
 	const uint64_t nbits = 32ull * r->nwords;
 	uint64_t codes = read_gamma(r) - 1;
-	/* zeros since the last change; no change yet: none is allowed */
+	/*
+	 * more: number of gaps of 0 since the last change; each enlarges its step. Before the first change no such gap
+	 * is allowed
+	 */
 	uint32_t more = WIRE_DELTA_MORE, place = 0;
 	bool negative = false, bad = false;
 	class_cursor c = {class_, 0, 0, 0, 0, 0};
@@ -133,7 +138,7 @@ DEVICE bool read_class(const delta_block &o, uint32_t class_, bit_reader *r, cha
 		}
 		if (more == WIRE_DELTA_MORE)
 			return false;
-		step = ++more + 1; /* one more step of the value before */
+		step = ++more + 1; /* enlarge the step of the previous change by one */
 		if (more == WIRE_DELTA_MORE) {
 			const uint64_t rest = read_gamma(r);
 
@@ -147,7 +152,7 @@ DEVICE bool read_class(const delta_block &o, uint32_t class_, bit_reader *r, cha
 	return !bad && r->at <= nbits;
 }
 
-/* Read steps of a dtype with exponents. Returns false if the stream is not valid. */
+/* Read the steps of a block whose dtype has exponents. Returns false if the stream is invalid. */
 template <int SIZE> DEVICE bool read_steps(const delta_block &o, bit_reader *r, change_list *l, uint32_t lane)
 {
 	const int scale = (int)o.field - WIRE_DELTA_BIAS;
@@ -161,7 +166,7 @@ template <int SIZE> DEVICE bool read_steps(const delta_block &o, bit_reader *r, 
 	return true;
 }
 
-/* Read patches, or steps of a dtype without exponents. Returns false if the stream is not valid. */
+/* Read patches, or the steps of a block whose dtype has no exponents. Returns false if the stream is invalid. */
 template <int SIZE> DEVICE bool read_patches(const delta_block &o, bit_reader *r, change_list *l, uint32_t lane)
 {
 	bool bad = false;
@@ -189,7 +194,7 @@ template <int SIZE> DEVICE bool read_patches(const delta_block &o, bit_reader *r
 	return !bad;
 }
 
-/* Return true if a region's head, and the size that follows from it, are valid. */
+/* Read a region's head to *o. Returns false if the head or the region's size is invalid. */
 DEVICE bool open_delta(const delta_kind &q, uint32_t m, const cursor &c, delta_block *o, uint32_t lane)
 {
 	const uint32_t head = load32(here(&c)), raw = 4 + m * q.item;
@@ -211,7 +216,7 @@ DEVICE bool open_delta(const delta_kind &q, uint32_t m, const cursor &c, delta_b
 	return o->field <= WIRE_DELTA_MAX_GAP_K;
 }
 
-/* Compare raw values with the base, and store them. Returns the number of values that differ. */
+/* Mode RAW: store a block's values. Returns the number of values that differ from the base. */
 template <int SIZE> DEVICE uint32_t read_raw(const delta_block &o, const uint8_t *raw, uint32_t lane)
 {
 	uint32_t differ = 0;
@@ -228,7 +233,7 @@ template <int SIZE> DEVICE uint32_t read_raw(const delta_block &o, const uint8_t
 	return warp_sum(differ);
 }
 
-/* Copy the base's block to the destination, unless that is the base. */
+/* Copy the base's block to the destination, unless the destination is the base. */
 template <int SIZE> DEVICE void copy_base(const delta_block &o, uint32_t lane)
 {
 	if (o.to && o.to != o.base)
@@ -237,8 +242,8 @@ template <int SIZE> DEVICE void copy_base(const delta_block &o, uint32_t lane)
 }
 
 /*
- * Compute the sums of `count` of the base's chunks to o.sums, unless that is NULL, and add what they contribute to its
- * digest. nbytes: of the tensor.
+ * Add the contribution of `count` chunks of the base to its digest, and store the chunks' sums in o.sums unless that
+ * is NULL. nbytes: bytes of the tensor.
  */
 DEVICE void sum_base(const codec_decoding &d, const delta_block &o, uint64_t nbytes, uint64_t chunk, uint32_t count,
 		     uint32_t lane)
@@ -257,7 +262,10 @@ DEVICE void sum_base(const codec_decoding &d, const delta_block &o, uint64_t nby
 	__syncwarp();
 }
 
-/* Return the part of the result's digest that follows from the sums, or from raw values. */
+/*
+ * Return the block's contribution to the result's digest, computed from o.sums, or from `raw` values unless that is
+ * NULL.
+ */
 template <int SIZE>
 DEVICE uint64_t digest_result(const delta_block &o, const uint8_t *raw, uint64_t chunk, uint32_t count, uint32_t lane)
 {
@@ -298,8 +306,9 @@ template <int SIZE> DEVICE bool read_changes(const delta_block &o, const cursor 
 }
 
 /*
- * Decode block b, or only check it, and add its parts to the digests of base and result. scratch: of a warp.
- * CODEC_OTHER_BASE: the changes are invalid, because of another base unless its digest is the frame's.
+ * Decode block b, or only check it, and add its contribution to the digests of base and result. scratch: scratch
+ * memory of the warp. Returns CODEC_OTHER_BASE if the changes are invalid with this base. If the base's digest turns
+ * out to be the frame's, the frame is invalid instead.
  */
 template <int SIZE>
 DEVICE codec_status read_delta(const codec_decoding &d, const codec_view &v, uint64_t b, const cursor &c,
@@ -349,7 +358,9 @@ DEVICE codec_status read_delta(const codec_decoding &d, const codec_view &v, uin
 	return CODEC_OK;
 }
 
-/* Take account of block b, whose directory entry is bad: the base's digest is that of all values. */
+/*
+ * Skip block b, whose directory entry is bad, but add its contribution to the base's digest, which covers all values.
+ */
 template <int SIZE> DEVICE void skip_delta(const codec_decoding &d, const codec_view &v, uint64_t b, uint32_t lane)
 {
 	delta_block o = {};
@@ -360,7 +371,7 @@ template <int SIZE> DEVICE void skip_delta(const codec_decoding &d, const codec_
 			 chunks_of((uint64_t)block_values(&v, b) * SIZE), lane);
 }
 
-/* Decode a frame without blocks, whose result is the base. Warps check chunks round-robin. */
+/* Decode a frame without blocks, whose result equals the base. Warps process chunks round-robin. */
 template <int SIZE> DEVICE void read_unchanged(const codec_decoding &d, const codec_view &v, uint32_t lane)
 {
 	const uint64_t nbytes = v.n * SIZE, chunk = 4 * WIRE_CHUNK_WORDS, warp = blockIdx.x * WARPS + threadIdx.x / 32;

@@ -27,7 +27,7 @@ template <int SIZE> DEVICE void store_value(uint8_t *p, uint64_t i, uint64_t x)
 		global((uint64_t *)p)[i] = x;
 }
 
-/* Return the constants of a dtype. The size of a value is known to the compiler. */
+/* Return the constants of a dtype. SIZE makes the size of a value a compile-time constant. */
 template <int SIZE> DEVICE delta_kind kind_of_delta(uint32_t dtype)
 {
 	delta_kind q = delta_kind_of(dtype, SIZE);
@@ -36,7 +36,7 @@ template <int SIZE> DEVICE delta_kind kind_of_delta(uint32_t dtype)
 	return q;
 }
 
-/* Return the place of set bit number k of x, by all lanes. */
+/* Return the index of the k-th set bit of x. Called by all lanes, with equal arguments. */
 DEVICE uint32_t warp_select(uint32_t x, uint32_t k, uint32_t lane)
 {
 	const uint32_t below = (1u << lane) - 1;
@@ -44,7 +44,7 @@ DEVICE uint32_t warp_select(uint32_t x, uint32_t k, uint32_t lane)
 	return (uint32_t)__ffs((int)__ballot_sync(FULL, (x >> lane & 1) && (uint32_t)__popc(x & below) == k)) - 1;
 }
 
-/* Return the number of chunks of the digest in a block, whose first value begins a chunk. */
+/* Return the number of the digest's chunks in a block of nbytes bytes. Blocks begin at a chunk boundary. */
 DEVICE uint32_t chunks_of(uint64_t nbytes)
 {
 	return (uint32_t)((nbytes + 4 * WIRE_CHUNK_WORDS - 1) / (4 * WIRE_CHUNK_WORDS));

@@ -1,7 +1,10 @@
 /* delta/encode.cu - kernel that encodes blocks of Delta frames. */
 #include "delta/encode.cuh"
 
-/* Bytes of scratch memory for a warp, read by the host: bins of exponents, by the size of a value. */
+/*
+ * Bytes of scratch memory for a warp, which holds a histogram of exponents. Read by the host; indexed by log2 of a
+ * value's size in bytes.
+ */
 #define BINS_NBYTES(exponents) ((exponents) * sizeof(exponent_bin))
 extern "C" __device__ const uint64_t encode_delta_nbytes[] = {BINS_NBYTES(32), BINS_NBYTES(256), BINS_NBYTES(256),
 							      BINS_NBYTES(2048)};

@@ -1,14 +1,19 @@
-/* delta/encode.cuh - encode the changes of a block by a warp. docs/spec/format.md and docs/spec/encoder.md, section 10.
+/*
+ * delta/encode.cuh - encode the changes of a block by a warp. docs/spec/format.md and docs/spec/encoder.md, section 10.
  *
  * A warp reads a block three times: to compare it with the base, to compute the size of its region, and to write it.
- * The place of each code follows from sums over lanes, so lanes write codes of a row of 32 values at once.
+ * The bit position of each code is a prefix sum over lanes, so that lanes write the codes of a row of 32 values at
+ * once.
  */
 #ifndef CODEC_CUDA_DELTA_ENCODE_CUH
 #define CODEC_CUDA_DELTA_ENCODE_CUH
 
 #include "delta/put.cuh"
 
-/* Compare a block with the base: returns the number of changes, and the parts of both digests. */
+/*
+ * Compare a block with the base. Returns the number of changes, and the block's contributions to both digests in *base
+ * and *result.
+ */
 template <int SIZE>
 DEVICE uint32_t compare_block(const delta_pair &p, uint64_t n, uint64_t *base, uint64_t *result, uint32_t lane)
 {
@@ -25,7 +30,7 @@ DEVICE uint32_t compare_block(const delta_pair &p, uint64_t n, uint64_t *base, u
 	return warp_sum(changes);
 }
 
-/* Count a block's exponents and changes to `bins`. */
+/* Count the values and changes of a block per exponent, in `bins`. */
 template <int SIZE> DEVICE void fill_bins(const delta_pair &p, exponent_bin *bins, uint32_t lane)
 {
 	for (uint32_t e = lane; e <= p.q.last; e += 32)
@@ -47,7 +52,10 @@ template <int SIZE> DEVICE void fill_bins(const delta_pair &p, exponent_bin *bin
 	__syncwarp();
 }
 
-/* Compute the sums of a block, from which the size of its region in each mode follows. gap_k: parameter of patches. */
+/*
+ * Compute the sums of a block, from which the size of its region in each mode is computed. gap_k: Rice parameter of
+ * the gaps of patches.
+ */
 template <int SIZE>
 DEVICE delta_sums sum_block(const delta_pair &p, int scale, uint32_t gap_k, uint32_t *top, uint32_t lane)
 {
@@ -93,12 +101,12 @@ DEVICE delta_sums sum_block(const delta_pair &p, int scale, uint32_t gap_k, uint
 	return s;
 }
 
-/* Region of a block with changes: its head, and the size of what follows. */
+/* Region of a block with changes: its head, and the size in bytes of the data after the head. */
 struct delta_region {
 	uint32_t mode, field, nbytes;
 };
 
-/* Choose the smallest mode of a block. */
+/* Choose the mode that gives the smallest region of a block. */
 DEVICE delta_region choose_mode(const delta_pair &p, const delta_sums &s, int scale, uint32_t gap_k, uint32_t changes)
 {
 	const uint64_t room = (uint64_t)p.m * p.q.item, classes = warp_sum(s.bits);
@@ -121,7 +129,7 @@ DEVICE delta_region choose_mode(const delta_pair &p, const delta_sums &s, int sc
 	return r;
 }
 
-/* Fill a region with zeros behind its head. */
+/* Write a region's head, and fill the rest of the region with zeros. */
 DEVICE void open_delta(uint8_t *region, uint32_t size, uint32_t head, uint32_t lane)
 {
 	for (uint32_t i = lane; i < size / 4; i += 32)
@@ -129,7 +137,9 @@ DEVICE void open_delta(uint8_t *region, uint32_t size, uint32_t head, uint32_t l
 	__syncwarp();
 }
 
-/* Encode block b. Nothing is written behind the frame's capacity. bins: scratch memory. */
+/*
+ * Encode block b. Nothing is written past the frame's capacity. bins: scratch memory for the histogram of exponents.
+ */
 template <int SIZE>
 DEVICE void write_delta(const codec_encoding &e, const codec_view &v, uint64_t b, exponent_bin *bins, uint32_t lane)
 {

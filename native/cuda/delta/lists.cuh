@@ -1,6 +1,8 @@
-/* delta/lists.cuh - lists of the changes of blocks: made by a launch that checks, written by the one that follows.
+/*
+ * delta/lists.cuh - lists of the changes of blocks. A launch that checks a frame makes the lists, and the following
+ * launch writes the listed changes.
  *
- * Without a list, a block is decoded again when it is written, and its base is read again.
+ * A block without a list is decoded again by the second launch, which also reads its base again.
  */
 #ifndef CODEC_CUDA_DELTA_LISTS_CUH
 #define CODEC_CUDA_DELTA_LISTS_CUH
@@ -8,13 +10,16 @@
 #include "delta/delta.cuh"
 #include "frame/decode.cuh"
 
-#define LISTED_SHARE 8 /* a block's changes are listed if at most one value in so many changes */
+#define LISTED_SHARE 8 /* a block's changes are listed if at most one value in LISTED_SHARE changes */
 
-/* Words of an entry of codec_lists: the place of a change in its block, and the new value. */
+/* Words of an entry of codec_lists, which has the index of a changed value in its block, and the new value. */
 #define ENTRY_WORDS(size) ((size) == 8 ? 3 : 2)
-#define RECORD_COUNT_AT 44 /* a record: 1 + the block's first entry; from this bit on, the number of entries */
+/*
+ * a record has 1 + the index of the block's first entry in the lower bits, and the number of entries from this bit on
+ */
+#define RECORD_COUNT_AT 44
 
-/* Return the records of blocks, which the entries follow. */
+/* Return the records of blocks. The entries follow the records in memory. */
 DEVICE unsigned long long *records_of(codec_lists *lists)
 {
 	return (unsigned long long *)(lists + 1);
@@ -25,7 +30,7 @@ DEVICE uint32_t *entries_of(codec_lists *lists, uint64_t nblocks)
 	return (uint32_t *)(records_of(lists) + nblocks);
 }
 
-/* Take `count` entries for a block. Returns the first one's number, or ~0 if there are too few. */
+/* Reserve `count` entries for a block. Returns the index of the first, or ~0 if too few entries are left. */
 DEVICE uint64_t take_entries(codec_lists *lists, uint32_t count, uint32_t lane)
 {
 	const uint64_t first = __shfl_sync(FULL, lane ? 0 : atomicAdd(&lists->used, (unsigned long long)count), 0);

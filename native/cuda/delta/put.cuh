@@ -27,11 +27,11 @@ template <int SIZE> DEVICE void put_change(const delta_kind &q, const delta_row 
 		put_gamma(stream, bit, size - WIRE_DELTA_MORE);
 }
 
-/* Write steps of a dtype with exponents to a stream of zeros. s: from sum_block. */
+/* Write the steps of a block whose dtype has exponents to a stream of zeros. s: result of sum_block. */
 template <int SIZE>
 DEVICE void put_steps(const delta_pair &p, int scale, const delta_sums &s, uint32_t top, uint8_t *stream, uint32_t lane)
 {
-	uint32_t all, at = warp_scan((uint32_t)s.bits, lane, &all); /* lane r: position of class r */
+	uint32_t all, at = warp_scan((uint32_t)s.bits, lane, &all); /* lane r: bit position of the codes of class r */
 
 	if (lane && lane <= top)
 		at = put_gamma(stream, at, s.codes + 1);
@@ -66,7 +66,10 @@ DEVICE void put_steps(const delta_pair &p, int scale, const delta_sums &s, uint3
 		lane);
 }
 
-/* Write patches to a stream of zeros, or (`steps`) steps of a dtype without exponents. */
+/*
+ * Write patches to a stream of zeros. If `steps` is set, write the steps of a block whose dtype has no exponents
+ * instead.
+ */
 template <int SIZE>
 DEVICE void put_patches(const delta_pair &p, uint32_t gap_k, bool steps, uint8_t *stream, uint32_t lane)
 {
@@ -99,7 +102,7 @@ DEVICE void put_patches(const delta_pair &p, uint32_t gap_k, bool steps, uint8_t
 		lane);
 }
 
-/* Copy a block's values to a multiple of 4. */
+/* Copy a block's values to `to`, a multiple of 4 bytes. */
 template <int SIZE> DEVICE void put_raw(const delta_pair &p, uint8_t *to, uint32_t lane)
 {
 	const uint8_t *from = p.values + p.first * SIZE;

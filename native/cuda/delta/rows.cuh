@@ -14,22 +14,23 @@ struct delta_pair {
 	uint32_t m;
 };
 
-/* Sums over a block. Lane r has those of class r in bits; other lanes 0. */
+/* Sums over a block. In lane r, `bits` and `codes` are those of class r; lanes above the last class have 0. */
 struct delta_sums {
-	uint64_t bits, codes;   /* sums over the lane's class */
-	uint64_t gaps, patches; /* bits over all changes: of gaps; of signs and sizes of steps */
+	uint64_t bits, codes;   /* size in bits, and number, of the codes of the lane's class */
+	uint64_t gaps, patches; /* total bits over all changes: gaps: of gaps; patches: of signs and sizes of steps */
 };
 
 /* Row of 32 values, one a lane. */
 struct delta_row {
 	uint64_t x, y;
-	uint32_t i; /* index in the block */
+	uint32_t i; /* index of the value in the block */
 	bool there, changed;
-	uint32_t class_, gap; /* gap: to the last change in the class, as its code says; of changed values */
-	uint32_t patch_gap;   /* values since the change before */
+	/* gap of a changed value: number of values of its class since the last change in the class, as coded */
+	uint32_t class_, gap;
+	uint32_t patch_gap; /* number of values since the previous change in the block */
 };
 
-/* Return the size of a step. */
+/* Return the magnitude of the step from x to y. */
 template <int SIZE> DEVICE uint64_t step_size(const delta_kind &q, uint64_t x, uint64_t y)
 {
 	return delta_magnitude(delta_step(&q, x, y), SIZE);
@@ -55,7 +56,7 @@ template <int SIZE> DEVICE uint32_t change_nbits(const delta_kind &q, const delt
 	       (size > WIRE_DELTA_MORE ? gamma_nbits(size - WIRE_DELTA_MORE) : 0);
 }
 
-/* Return the Rice parameter and the number of a small value's code. */
+/* Return the Rice parameter of the code of a small value (class 0). small_code returns the number that is coded. */
 template <int SIZE> DEVICE uint32_t small_k(const delta_kind &q, const delta_row &r, int scale)
 {
 	return delta_small_k(delta_exponent(&q, r.x), scale, SIZE);
@@ -66,19 +67,20 @@ template <int SIZE> DEVICE uint64_t small_code(const delta_kind &q, const delta_
 	return delta_zigzag(delta_step(&q, r.x, r.y), SIZE);
 }
 
-/* Return the highest set bit of x below bit `lane`; -1: there is none. */
+/* Return the index of the highest set bit of x below bit `lane`; -1 if there is none. */
 DEVICE int last_below(uint32_t x, uint32_t lane)
 {
 	return 31 - __clz((int)(x & ((1u << lane) - 1)));
 }
 
 /*
- * Pass all rows of a block to f(row), called by all lanes. Classes are those under `scale`; with NO_SCALE all values
- * have class 0, and only patch_gap is computed.
+ * Call f(row) for all rows of a block, by all lanes. Classes are computed with `scale`. With NO_SCALE all values have
+ * class 0, and of the two gaps only patch_gap is computed.
  */
 template <int SIZE, class F> DEVICE void walk_rows(const delta_pair &p, int scale, F f, uint32_t lane)
 {
-	uint32_t members = 0, since = 0; /* members of class `lane` since its last change; values since a change */
+	/* members: members of class `lane` since its last change; since: values since the last change */
+	uint32_t members = 0, since = 0;
 
 	for (uint32_t from = 0; from < p.m; from += 32) {
 		delta_row r = {0, 0, from + lane, from + lane < p.m, false, 0, 0, 0};
@@ -95,7 +97,7 @@ template <int SIZE, class F> DEVICE void walk_rows(const delta_pair &p, int scal
 		r.patch_gap = before < 0 ? since + lane : lane - 1 - (uint32_t)before;
 		since = changed ? n - 1 - (31 - (uint32_t)__clz((int)changed)) : since + n;
 		if (scale != NO_SCALE) {
-			uint32_t mine = 0; /* lane r: the members of class r */
+			uint32_t mine = 0; /* lane r: mask of the members of class r */
 
 			for (uint32_t c = 1; c <= WIRE_DELTA_CLASSES; c++) {
 				uint32_t mask = __ballot_sync(FULL, r.there && r.class_ == c);

@@ -142,8 +142,8 @@ DEVICE uint32_t convert_to_float8(bool e4m3, const uint32_t x[4], float scale)
 #endif
 
 /*
- * Return the codes of four values, one per byte. i: index in the tensor of the first value. draws: 16 random bits for
- * each value.
+ * Return the codes of four values, one per byte. i: index in the tensor of the first value. draws, more: 16 random
+ * bits for each of the first two, and of the last two values.
  */
 template <int CODEC>
 DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint32_t x[4], const row_scale &s,

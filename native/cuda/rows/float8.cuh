@@ -1,15 +1,16 @@
-/* rows/float8.cuh - encoding of float8 without random bits or residual, in rows of 32 to 256 or more than 256 values:
- * most tensors of float8. docs/spec/encoder.md, section 7.
+/*
+ * rows/float8.cuh - encode float8 without random bits or residual, in rows of 32 to 256 or more than 256 values. This
+ * covers most tensors of float8. docs/spec/encoder.md, section 7.
  *
- * The loop over a long row's codes loads 8 times 128 values at once. Small rows, and those of MXFP8, are encoded in
- * steps of 256 values, 8 a lane: 4 to 32 lanes share a row.
+ * The loop over a long row's codes loads 8 times 128 values at once. Small rows, and the rows of MXFP8, are encoded in
+ * steps of 256 values, 8 per lane, so that 4 to 32 lanes share a row.
  */
 #ifndef CODEC_CUDA_ROWS_FLOAT8_CUH
 #define CODEC_CUDA_ROWS_FLOAT8_CUH
 
 #include "rows/groups.cuh"
 
-/* Return the codes of four finite values. */
+/* Return the codes of four finite values, one per byte. */
 template <bool E4M3> DEVICE uint32_t float8_codes(const row_job &r, const uint32_t x[4], float scale)
 {
 #if __CUDA_ARCH__ >= 890
@@ -20,8 +21,8 @@ template <bool E4M3> DEVICE uint32_t float8_codes(const row_job &r, const uint32
 }
 
 /*
- * Write the codes of a row of n values, a multiple of 128, from value `first` of `values` on. next: bytes from the row
- * to the next one, which is brought to the L2 cache; 0: there is none.
+ * Write the codes of a row of n values, a multiple of 128, from value `first` of `values` on. next: distance in bytes
+ * to the next row, which is prefetched into the L2 cache; 0: do not prefetch.
  */
 template <bool E4M3>
 DEVICE void put_float8_codes(const row_job &r, const uint8_t *values, uint32_t dtype, uint64_t first, uint32_t n,
@@ -54,15 +55,19 @@ DEVICE void put_float8_codes(const row_job &r, const uint8_t *values, uint32_t d
 struct float8_loop {
 	codec_source source;
 	uint32_t dtype, nbytes;
-	uint64_t first; /* the block's first value in the tensor */
+	uint64_t first; /* index in the tensor of the block's first value */
 	uint32_t row_log2, end;
-	uint32_t more;        /* MXFP8: added to the largest magnitude before its mantissa is cut off; see scale_mx */
+	/* MXFP8: number added to the bits of the largest magnitude before its mantissa is cut off; see scale_mx */
+	uint32_t more;
 	uint32_t scale_most;  /* MXFP8: largest byte that stores a scale */
-	float given;          /* scale of the spec; 0: none */
-	uint8_t *scales, *to; /* scales of the block's rows; codes */
+	float given;          /* scale that the spec gives; 0: compute scales */
+	uint8_t *scales, *to; /* outputs: scales of the block's rows; codes */
 };
 
-/* Return the scale of a row as stored, from its largest magnitude, and set *factor to the factor of its values. */
+/*
+ * Return the stored bits of a row's scale, computed from its largest magnitude `max`, and set *factor to the factor by
+ * which values are multiplied.
+ */
 template <bool MX, bool E4M3>
 DEVICE uint32_t small_row_scale(const row_job &r, const float8_loop &c, uint32_t max, float *factor)
 {
@@ -123,7 +128,7 @@ template <bool MX, bool E4M3> DEVICE groups_put put_small_rows(const row_job &r,
 	return {c.end, 0, __any_sync(FULL, worst >= ROUND_INF) ? CODEC_NONFINITE : CODEC_OK};
 }
 
-/* Write scales and codes of a block's rows of 32 values (MXFP8), or of 64, 128 or 256. As many as fill steps. */
+/* Write scales and codes of a block's rows of 32 (MXFP8), 64, 128 or 256 values, as many rows as fill whole steps. */
 DEVICE groups_put put_small_rows(const row_job &r, uint8_t *scales, uint8_t *to, uint32_t lane)
 {
 	const uint32_t dtype = r.v->dtype, row = r.p.part->group_size;
@@ -133,7 +138,8 @@ DEVICE groups_put put_small_rows(const row_job &r, uint8_t *scales, uint8_t *to,
 			       r.p.first,
 			       31 - (uint32_t)__clz((int)row),
 			       r.p.m / WARP_STEP * WARP_STEP,
-			       scale_rounds_up(r.q) ? 0x1fffffu : 0u, /* mantissas above 1.75 carry */
+			       /* so that mantissas above 1.75 carry into the exponent */
+			       scale_rounds_up(r.q) ? 0x1fffffu : 0u,
 			       r.q.scale_most,
 			       r.v->scale,
 			       global(scales),
@@ -147,7 +153,8 @@ DEVICE groups_put put_small_rows(const row_job &r, uint8_t *scales, uint8_t *to,
 }
 
 /*
- * Write scales and codes of a block's whole rows. Does nothing if the rows, the options or the memory need put_groups.
+ * Write scales and codes of a block's whole rows. Does nothing if the row size, the options or the alignment require
+ * put_groups.
  */
 DEVICE groups_put put_float8_rows(const row_job &r, uint8_t *scales, uint8_t *to, uint32_t lane)
 {

@@ -1,4 +1,5 @@
-/* rows/groups.cuh - encoding of blocks: values one at a time, or in groups of 8 of one row. encoder.md, section 7.
+/*
+ * rows/groups.cuh - encode blocks: values one at a time, or in groups of 8 values of one row. encoder.md, section 7.
  */
 #ifndef CODEC_CUDA_ROWS_GROUPS_CUH
 #define CODEC_CUDA_ROWS_GROUPS_CUH
@@ -6,8 +7,9 @@
 #include "rows/codes.cuh"
 
 /*
- * Encode values of a block from value `from` on, one at a time: for any rows, sizes and alignment. Packed codes go to
- * `to`, which has nbytes bytes. `warps` warps share the values. Returns the bits of the lane's largest magnitude.
+ * Encode values of a block from value `from` on, one at a time. Supports any rows, sizes and alignment. Packed codes
+ * are written to `to`, nbytes bytes. `warps` warps share the values. Returns the largest magnitude of this lane's
+ * values, as bits of float32.
  */
 template <int CODEC>
 DEVICE_CALL uint32_t put_codes(const row_job &r, const uint8_t *scales, const float *ratio, uint8_t *to,
@@ -15,7 +17,8 @@ DEVICE_CALL uint32_t put_codes(const row_job &r, const uint8_t *scales, const fl
 {
 	const uint32_t row = r.p.part->group_size, each = (uint32_t)row_scale_nbytes(r.q), per = r.q.bits ? 8 : 5;
 	row_scale s = open_part(r.q, r.p.part);
-	uint64_t end = 0, drawn = ~0ull; /* end of the row that s is for; block of random bits that draws holds */
+	/* end: end of the row whose scale s is; drawn: number of the random block in `draws` */
+	uint64_t end = 0, drawn = ~0ull;
 	uint32_t draws[4], most = 0;
 
 	no_draws(draws);
@@ -63,7 +66,7 @@ DEVICE_CALL uint32_t put_codes(const row_job &r, const uint8_t *scales, const fl
 	return most;
 }
 
-/* Return the largest magnitude of the `lanes` lanes that share a row. */
+/* Return the maximum of `most` over the `lanes` lanes that share a row. */
 DEVICE uint32_t largest_of_lanes(uint32_t most, uint32_t lanes)
 {
 	for (uint32_t by = 1; by < lanes; by *= 2) {
@@ -74,7 +77,7 @@ DEVICE uint32_t largest_of_lanes(uint32_t most, uint32_t lanes)
 	return most;
 }
 
-/* Return the largest magnitude of a row of 64, 128 or 256 values. most: that of the lane's 8 values. */
+/* Return the largest magnitude of a row of 64, 128 or 256 values. most: largest magnitude of the lane's 8 values. */
 DEVICE uint32_t largest_of_row(uint32_t most, uint32_t row_log2)
 {
 	auto larger_of_other = [&](uint32_t by) {
@@ -94,8 +97,8 @@ DEVICE uint32_t largest_of_row(uint32_t most, uint32_t row_log2)
 }
 
 /*
- * Compute the scale of a row that `row / 8` lanes share, and store it. most: largest magnitude of the lane's 8 values,
- * the first of which is value `mine` of the block.
+ * Compute and store the scale of a row that row / 8 lanes share. most: largest magnitude of the lane's 8 values. mine:
+ * index in the block of the first of them.
  */
 DEVICE row_scale scale_of_lanes(const row_job &r, uint32_t most, uint32_t mine, uint8_t *scales, uint32_t *bad)
 {
@@ -108,7 +111,7 @@ DEVICE row_scale scale_of_lanes(const row_job &r, uint32_t most, uint32_t mine, 
 	return open_scale(r.q, scale_of_bits(r.q, r.p.part, bits).scale, 0);
 }
 
-/* QUANTIZE with zero points: version of scale_of_lanes, from the lane's 8 values. */
+/* Version of scale_of_lanes for QUANTIZE with zero points. x: the lane's 8 values. */
 DEVICE row_scale ends_of_lanes(const row_job &r, const uint32_t x[8], uint32_t mine, uint8_t *scales, uint32_t *bad)
 {
 	const uint32_t row = r.p.part->group_size, each = (uint32_t)row_scale_nbytes(r.q), row_log2 = 31 - __clz(row);
@@ -125,21 +128,25 @@ DEVICE row_scale ends_of_lanes(const row_job &r, const uint32_t x[8], uint32_t m
 	return open_scale(r.q, ends.half, ends.middle);
 }
 
-/* Result of put_groups. done: values encoded. most: bits of the lane's largest magnitude (TERNARY, small rows). */
+/*
+ * Result of put_groups. done: number of values encoded. most: largest magnitude of the lane's values, as bits of
+ * float32 (TERNARY, small rows).
+ */
 struct groups_put {
 	uint32_t done, most;
 	codec_status status;
 };
 
 /*
- * put_groups for a codec and a kind of rows. SMALL: rows of a few lanes, which exchange their largest magnitudes; else
- * a row is read for its scale, and again for its codes while caches hold it.
+ * Version of put_groups for a codec and a kind of rows. SMALL: a few lanes share a row and exchange their largest
+ * magnitudes. Otherwise a row is read twice, first to compute its scale, and then, from caches, to encode it.
  */
 template <int CODEC, bool SMALL>
 DEVICE groups_put put_groups_of(const row_job &given, uint8_t *scales, const float *ratio, uint8_t *to, uint8_t *chunk,
 				uint32_t lane)
 {
-	const row_job r = copy_of<CODEC>(given); /* in registers: stores could change shared memory */
+	/* a copy in registers, since the compiler must assume that stores change shared memory */
+	const row_job r = copy_of<CODEC>(given);
 	const codec_view *v = r.v;
 	const struct row_kind q = r.q;
 	const codec_row_part *part = r.p.part;
@@ -210,8 +217,8 @@ DEVICE groups_put put_groups_of(const row_job &given, uint8_t *scales, const flo
 }
 
 /*
- * Write scales and codes of a block's values, as many as form groups of 8 of one row each: all values of most tensors.
- * Memory is read once. chunk: memory for TRITS_CHUNK bytes.
+ * Write scales and codes of the values of a block that form groups of 8 within one row, which are all values of most
+ * tensors. Global memory is read once. chunk: scratch memory of TRITS_CHUNK bytes.
  */
 template <int CODEC>
 DEVICE groups_put put_groups(const row_job &r, uint8_t *scales, const float *ratio, uint8_t *to, uint8_t *chunk,

@@ -1,8 +1,10 @@
-/* rows/levels.cuh - encoding of quantize with 2, 4 or 8 bits, without zero points and residual, in rows of 64 or 128
- * values or of a multiple of 256: most tensors of quantize. docs/spec/encoder.md, section 7.
+/*
+ * rows/levels.cuh - encode quantize with 2, 4 or 8 bits, without zero points and residual, in rows of 64 or 128 values
+ * or of a multiple of 256. This covers most tensors of quantize. docs/spec/encoder.md, section 7.
  *
- * A lane encodes 8 values of a step of 256. Positions among the levels are rounded by additions toward zero, and codes
- * are packed as bytes of words. Rows of scales below 2^-60 are rare, and are encoded once more by put_group_slowly.
+ * A step encodes 256 values, 8 per lane. A value's position among the levels is rounded by float additions in
+ * round-toward-zero mode, and codes are packed as bytes of words. Rows whose scale is below 2^-60 are rare;
+ * put_group_slowly encodes them again.
  */
 #ifndef CODEC_CUDA_ROWS_LEVELS_CUH
 #define CODEC_CUDA_ROWS_LEVELS_CUH
@@ -10,8 +12,8 @@
 #include "rows/draws.cuh"
 
 /*
- * Scale of a row. by: reciprocal of the largest magnitude, or 1; times: last factor of the position of a value. It is 0
- * in rows of zeros, which makes their codes round_level_zero.
+ * Scale of a row. by: reciprocal of the largest magnitude, or 1. times: second factor of a value's position. It is 0
+ * in rows of zeros, so that their codes are round_level_zero.
  */
 struct level_scale {
 	float by, times;
@@ -24,18 +26,19 @@ template <bool ODD> DEVICE level_scale level_scale_of(float levels, uint32_t max
 	return {round_div(1, round_float(max ? max : round_bits(1.0f))), max ? times : 0.0f};
 }
 
-/* Check that a row's largest magnitude is not 0 and so small that round_over needs two factors. */
+/* Return true if a row's largest magnitude is not 0, but so small that round_over needs two factors. */
 DEVICE bool is_tiny(uint32_t max)
 {
 	return max - 1 < round_bits(0x1p-60f) - 1;
 }
 
 /*
- * Return the code of a value, or with ODD levels the magnitude of its level: in the lower bits; or, of at most 4 bits
- * (!WIDE), from bit 17 on, with other bits beside it. draws: 16 random bits in half `k`.
+ * Return the code of a value, or with ODD levels the magnitude of its level. WIDE: the result is in the lower bits.
+ * Otherwise it has at most 4 bits and begins at bit 17; the other bits are undefined. draws: half `k` has the value's
+ * 16 random bits.
  *
- * round_place adds floor(2^17 place) and 2 h + 1. A sum whose last bit is worth 2^-17 or less, and which is rounded
- * toward zero, has the same integer part.
+ * round_place adds floor(2^17 place) and 2 h + 1. The float sum here has the same integer part, because its last bit
+ * has a weight of at most 2^-17 and it is rounded toward zero.
  */
 template <bool ODD, bool WIDE> DEVICE uint32_t level_of(uint32_t x, const level_scale &s, uint32_t draws, uint32_t k)
 {
@@ -43,14 +46,14 @@ template <bool ODD, bool WIDE> DEVICE uint32_t level_of(uint32_t x, const level_
 	const float place = round_mul(ODD ? ratio : round_add(ratio, 1.0f), s.times);
 	const uint32_t h = k ? draws & 0xffff0000 : draws << 16;
 
-	if (!WIDE) /* the last bit of floats from 64 to 128 is worth 2^-17 */
+	if (!WIDE) /* the last bit of floats from 64 to 128 has the weight 2^-17 */
 		return round_bits(__fadd_rz(place, 64 + 0x1p-17f)) + (h >> 15);
 	const float more = round_float((h >> 9) + round_bits(1 + 0x1p-17f)); /* 1 + (2 h + 1) / 2^17 */
 
 	return round_bits(__fadd_rz(__fadd_rz(place, more), 0x1p23f - 1));
 }
 
-/* Return a byte of each of four words. */
+/* Return byte `byte` of each of four words. */
 DEVICE uint32_t bytes_of_four(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t byte)
 {
 	const uint32_t two = byte * 0x11 + 0x40;
@@ -58,7 +61,9 @@ DEVICE uint32_t bytes_of_four(uint32_t a, uint32_t b, uint32_t c, uint32_t d, ui
 	return __byte_perm(__byte_perm(a, b, two), __byte_perm(c, d, two), 0x5410);
 }
 
-/* Return codes of ODD levels from magnitudes of four levels, a byte each. x: values, whose signs the levels have. */
+/*
+ * Return the codes of four ODD levels from their magnitudes, one per byte. x: the values, whose signs the levels have.
+ */
 DEVICE uint32_t signed_levels(uint32_t magnitudes, uint32_t levels, const uint32_t *x, uint32_t apart)
 {
 	const uint32_t below = sign_bytes(x[0], x[apart], x[2 * apart], x[3 * apart]);
@@ -66,7 +71,7 @@ DEVICE uint32_t signed_levels(uint32_t magnitudes, uint32_t levels, const uint32
 	return ((levels + magnitudes) & ~below) | ((levels - magnitudes) & below);
 }
 
-/* Write the codes of 8 values, packed to BITS bits. levels: zero level in each byte (ODD). */
+/* Write the codes of 8 values, packed to BITS bits each. levels: code of level 0 in each byte (ODD). */
 template <int BITS, bool ODD>
 DEVICE void put_levels(const uint32_t x[8], const level_scale &s, const uint32_t draws[4], uint32_t levels, uint8_t *to)
 {
@@ -83,7 +88,7 @@ DEVICE void put_levels(const uint32_t x[8], const level_scale &s, const uint32_t
 		}
 		return;
 	}
-	/* values of even and of odd index; codes from bit 1 on */
+	/* codes of the values with even and with odd index; in each byte, the code begins at bit 1 */
 	uint32_t even = bytes_of_four(z[0], z[2], z[4], z[6], 2), odd = bytes_of_four(z[1], z[3], z[5], z[7], 2);
 
 	if (ODD) {
@@ -105,19 +110,21 @@ DEVICE void put_levels(const uint32_t x[8], const level_scale &s, const uint32_t
 struct level_loop {
 	codec_source source;
 	uint32_t dtype, nbytes;
-	uint64_t first;       /* the block's first value in the tensor */
-	float levels;         /* largest code, or with odd levels largest magnitude of a level */
-	uint32_t zero;        /* code of 0 in each byte; odd levels only */
-	uint32_t row_log2;    /* values of a row that are encoded as their scale is found; 0: rows are longer */
-	uint32_t end;         /* values of the block that are encoded */
-	uint8_t *scales, *to; /* scales of the block's rows; packed codes */
+	uint64_t first; /* index in the tensor of the block's first value */
+	float levels;   /* largest code; with ODD levels, largest magnitude of a level */
+	uint32_t zero;  /* ODD levels: code of level 0 in each byte */
+	/* log2 of the values of a row, if its scale is computed in the same step that encodes it; 0: rows are longer */
+	uint32_t row_log2;
+	uint32_t end;         /* number of values of the block to encode */
+	uint8_t *scales, *to; /* outputs: scales of the block's rows; packed codes */
 	group_draws draws;
 	bool random;
 };
 
 /*
- * Small rows of a lane. worst: largest magnitude, as bits. tiny: bit i is set if step 2 i or 2 i + 1 has a row that
- * put_group_slowly must encode. A call within the loop would make the compiler spill registers.
+ * State of a lane over all small rows. worst: largest magnitude, as bits of float32. tiny: bit i is set if step 2 i or
+ * 2 i + 1 has a row that put_group_slowly must encode after the loop; a call within the loop would make the compiler
+ * spill registers.
  */
 struct level_rows {
 	uint32_t worst, tiny;
@@ -126,8 +133,8 @@ struct level_rows {
 static_assert(WIRE_ROW_BLOCK <= 32 * 2 * WARP_STEP, "a bit of `tiny` for two steps");
 
 /*
- * Encode N steps of 256 values from value i of the block on. s: scale of their row; smaller rows have their scales
- * computed, and are added to *rows.
+ * Encode N steps of 256 values from value i of the block on. s: scale of their row, if rows are long. For small rows,
+ * compute the scales here, and update *rows.
  */
 template <int BITS, bool ODD, int N>
 DEVICE void put_level_steps(const level_loop &c, uint32_t i, level_scale s, level_rows *rows, uint32_t lane)
@@ -184,7 +191,7 @@ DEVICE void put_level_run(const level_loop &c, bool odd, uint32_t i, uint32_t en
 /* Encode the steps of small rows whose bits in `tiny` are set. */
 DEVICE void put_tiny_rows(const row_job &r, const level_loop &c, uint32_t tiny, uint32_t lane)
 {
-	__syncwarp(); /* other lanes have stored scales */
+	__syncwarp(); /* makes the scales that other lanes have stored visible */
 	for (uint32_t i = 0; i < 32 && tiny >> i; i++)
 		for (uint32_t k = 2 * i; tiny >> i & 1 && k < 2 * i + 2 && k * WARP_STEP < c.end; k++) {
 			const uint32_t mine = k * WARP_STEP + 8 * lane;
@@ -195,7 +202,8 @@ DEVICE void put_tiny_rows(const row_job &r, const level_loop &c, uint32_t tiny, 
 }
 
 /*
- * Write scales and codes of a block's whole rows. Does nothing if the rows, the options or the memory need put_groups.
+ * Write scales and codes of a block's whole rows. Does nothing if the row size, the options or the alignment require
+ * put_groups.
  */
 DEVICE groups_put put_level_rows(const row_job &r, uint8_t *scales, uint8_t *to, uint32_t lane)
 {

@@ -1,15 +1,20 @@
-/* rows/reduce.cu - kernels that add up frames of one row codec with equal parts and blocks, whose codes have a fixed
- * width. The warps of a CTA share a block of all frames: sums stay in registers, and are written once.
+/*
+ * rows/reduce.cu - kernels that add up frames of one row codec. The frames must have equal parts and blocks, and codes
+ * of fixed width. The warps of a CTA process the same block of all frames, so that sums stay in registers and are
+ * written once.
  *
- * Memory traffic: each frame is read once, and 4 bytes a value are written once a launch.
+ * Memory traffic of a launch: each frame is read once, and 4 bytes per value are written once.
  */
 #include "frame/decode.cuh"
 #include "rows/rows.cuh"
 
-#define QUADS 4    /* rows of 128 values that a warp adds in one step */
-#define TABLED 128 /* rows of a block, in all frames, whose scales fit into shared memory */
+#define QUADS 4    /* number of rows of 128 values that a warp adds in one step */
+#define TABLED 128 /* maximum number of a block's rows, in all frames together, whose scales fit into shared memory */
 
-/* Check a frame's region of block b, by each lane for a frame of its own: size, padding, last codes. Sets *c to it. */
+/*
+ * Check a frame's region of block b: size, padding, last codes. Each lane checks a different frame. Sets *c to the
+ * region.
+ */
 DEVICE codec_status check_region(struct row_kind q, const codec_decoding *d, uint64_t b, uint64_t nscales,
 				 uint64_t ncodes, uint32_t m, cursor *c)
 {
@@ -24,23 +29,26 @@ DEVICE codec_status check_region(struct row_kind q, const codec_decoding *d, uin
 	return bad || !allowed_end(q, here(c) + nscales, ncodes, m) ? CODEC_BAD_REGION : CODEC_OK;
 }
 
-/* Return p of lane f. */
+/* Return the address p of lane f. */
 DEVICE const uint8_t *address_of(const uint8_t *p, uint32_t f)
 {
 	return (const uint8_t *)(uint64_t)__shfl_sync(FULL, (unsigned long long)p, (int)f);
 }
 
-/* A block of all frames. Lane f holds the region of frame f; bit f of `good` is set if that region is valid. */
+/*
+ * State of adding up a block of all frames. Lane f holds the region of frame f. Bit f of `good` is set if that region
+ * is valid.
+ */
 struct summed {
 	const codec_decoding *decodings;
 	uint32_t count, good;
 	struct row_kind q;
 	row_place p;
-	uint64_t part, nscales; /* index of the block's part; bytes of its scales */
+	uint64_t part, nscales; /* index of the block's part; bytes of the block's scales */
 	const uint8_t *region;
 	uint32_t dtype;
-	float2 *scales;         /* FLOAT8: scale and float8_inverse of row i of frame f at index f * nrows + i, */
-	uint32_t nrows, tabled; /* valid if bit f of `tabled` is set */
+	float2 *scales;         /* FLOAT8: element f * nrows + i is the scale and float8_inverse of row i of frame f */
+	uint32_t nrows, tabled; /* bit f of `tabled` is set if the elements of frame f in `scales` are valid */
 };
 
 /* Scale of a row of one frame; wrong: not 0 if the scale is invalid. */
@@ -60,8 +68,8 @@ DEVICE summed_row open_summed(struct row_kind q, const codec_row_part *part, con
 }
 
 /*
- * FLOAT8: read the scales of all rows of a block, if they fit into shared memory; s->tabled: frames whose scales have
- * an inverse. Returns a mask of frames with invalid scales that this lane has read.
+ * FLOAT8: read the scales of all rows of a block, if they fit into shared memory. Sets s->tabled to the mask of frames
+ * whose scales all have an inverse. Returns the mask of frames of which this lane has read an invalid scale.
  */
 DEVICE uint32_t fill_scales(summed *s, uint32_t lane)
 {
@@ -91,7 +99,10 @@ DEVICE uint32_t fill_scales(summed *s, uint32_t lane)
 	return bad;
 }
 
-/* Combine four sums with a frame's values by the sink's operation. sums, values: bits of float32. */
+/*
+ * Combine four sums with four values of a frame by the sink's operation, and return the new sums. sums, values: bits
+ * of float32.
+ */
 DEVICE_CALL uint4 put_four(const codec_sink *sink, uint32_t dtype, uint4 sums, uint4 values, float scale)
 {
 	uint32_t sum[4] = {sums.x, sums.y, sums.z, sums.w}, y[4] = {values.x, values.y, values.z, values.w};
@@ -102,7 +113,7 @@ DEVICE_CALL uint4 put_four(const codec_sink *sink, uint32_t dtype, uint4 sums, u
 	return {sum[0], sum[1], sum[2], sum[3]};
 }
 
-/* Check that values are only added: no maximum, division, scaling or rounding. */
+/* Return true if the sink only adds values, without maximum, division, scaling or rounding. */
 DEVICE bool is_plain(const codec_sink &sink, uint32_t dtype)
 {
 	return sink.into == CODEC_INTO_ADD && !sink.rescale && !(sink.divide > 0) &&
@@ -125,7 +136,10 @@ DEVICE void four_of_bits(uint4 u, float x[4])
 	x[0] = round_float(u.x), x[1] = round_float(u.y), x[2] = round_float(u.z), x[3] = round_float(u.w);
 }
 
-/* Divide four float32 values. Not inlined: division is long, and is needed only after the last frame. */
+/*
+ * Divide four float32 values. Not inlined, since division has many instructions and is needed only after the last
+ * frame.
+ */
 DEVICE_CALL uint4 divide_four(uint4 u, float divide)
 {
 	float x[4];
@@ -137,8 +151,8 @@ DEVICE_CALL uint4 divide_four(uint4 u, float divide)
 }
 
 /*
- * FLOAT8: combine sums with a frame's finite values, for which sets_or_adds() is true; its scales have an inverse.
- * scales: of the frame's first row.
+ * FLOAT8: combine sums with a frame's values, which must be finite. sets_or_adds() must be true, and all scales of the
+ * frame must have an inverse. scales: element of the frame's first row.
  */
 DEVICE void add_float8(const summed &s, const codec_sink &sink, const float2 *scales, const uint32_t at[QUADS],
 		       const uint32_t codes[QUADS], float sum[QUADS][4])
@@ -155,7 +169,7 @@ DEVICE void add_float8(const summed &s, const codec_sink &sink, const float2 *sc
 		for (uint32_t k = 0; k < 4; k++)
 			y[i][k] = divide_float8(y[i][k], scale.x, scale.y);
 	}
-	/* conditions on the sink stand outside of the loops over values */
+	/* conditions on the sink are tested outside of the loops over values */
 	if (rounds)
 		for (uint32_t i = 0; i < 4 * QUADS; i++)
 			y[i / 4][i % 4] = float_of(s.dtype, bits_of_float(s.dtype, y[i / 4][i % 4]));
@@ -173,7 +187,7 @@ DEVICE void add_float8(const summed &s, const codec_sink &sink, const float2 *sc
 			four_of_bits(divide_four(bits_of_four(sum[i]), divide), sum[i]);
 }
 
-/* FLOAT8: check that a quad of QUADS holds NaN or Inf. */
+/* FLOAT8: return true if one of QUADS quads of codes has NaN or Inf. */
 DEVICE bool any_specials(bool e4m3, const uint32_t codes[QUADS])
 {
 	bool any = false;
@@ -184,7 +198,8 @@ DEVICE bool any_specials(bool e4m3, const uint32_t codes[QUADS])
 }
 
 /*
- * Add values of frame f to sums, as its sink says. scales: of the block. Returns bit f if codes or scales are invalid.
+ * Combine sums with values of frame f, according to the frame's sink. scales: scales of the block in the frame.
+ * Returns a mask with bit f set if codes or scales are invalid, else 0.
  */
 template <int CODEC>
 DEVICE uint32_t add_codes(const summed &s, uint32_t f, const uint8_t *scales, const uint32_t at[QUADS],
@@ -221,8 +236,8 @@ DEVICE uint32_t add_codes(const summed &s, uint32_t f, const uint8_t *scales, co
 }
 
 /*
- * Add up QUADS rows of 128 values from row r on; all of them exist, and each quad lies in one row of the codec. Returns
- * a mask of frames in which this lane has read invalid codes or scales.
+ * Add up QUADS rows of 128 values from row r on, all of which must exist. Each quad must lie within one row of the
+ * codec. Returns the mask of frames in which this lane has read invalid codes or scales.
  */
 template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, const float *ratio, uint32_t lane)
 {
@@ -234,12 +249,15 @@ template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, cons
 	for (uint32_t i = 0; i < QUADS; i++) {
 		uint4 w = {0, 0, 0, 0};
 
-		if (s.decodings->sink.into != CODEC_INTO_FLOAT32) /* other results do not depend on what `to` holds */
+		/* with other operations, results do not depend on the destination's values */
+		if (s.decodings->sink.into != CODEC_INTO_FLOAT32)
 			w = to[32 * i];
 		four_of_bits(w, sum[i]);
-		at[i] = row ? (WIRE_ROW * (r + i) + 4 * lane) / row : 0; /* row of the codec, equal in all frames */
+		/* at[i]: index of the codec's row, equal in all frames */
+		at[i] = row ? (WIRE_ROW * (r + i) + 4 * lane) / row : 0;
 	}
-	const uint32_t AHEAD = CODEC == WIRE_CODEC_FLOAT8 ? 2 : 1; /* frames whose codes are in flight */
+	/* number of frames whose loads of codes are in flight */
+	const uint32_t AHEAD = CODEC == WIRE_CODEC_FLOAT8 ? 2 : 1;
 	uint32_t next[AHEAD][QUADS] = {{0}};
 	auto fetch = [&](uint32_t f, uint32_t *to) {
 		const uint8_t *codes = address_of(s.region, f) + s.nscales;
@@ -278,7 +296,10 @@ template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, cons
 	return bad;
 }
 
-/* Add up row r of 128 values, of any shape. Returns a mask as add_quads. */
+/*
+ * Add up row r of 128 values, which may be incomplete and lie in several rows of the codec. Returns the same mask as
+ * add_quads.
+ */
 template <int CODEC> DEVICE_CALL uint32_t add_row(const summed &s, uint32_t r, const float *ratio, uint32_t lane)
 {
 	const uint32_t n = there(r, lane, s.p.m);
@@ -322,8 +343,10 @@ template <int CODEC> DEVICE uint32_t add_up(const summed &s, const float *ratio,
 	return bad;
 }
 
-/* TERNARY: check the bytes of codes, of this warp's frames. Returns a mask of frames in which this lane has read an
- * invalid byte. */
+/*
+ * TERNARY: check the code bytes of this warp's share of the frames. Returns the mask of frames in which this lane has
+ * read an invalid byte.
+ */
 DEVICE uint32_t check_trits(const summed &s, uint64_t ncodes, uint32_t warp, uint32_t lane)
 {
 	uint32_t bad = 0;
@@ -338,8 +361,9 @@ DEVICE uint32_t check_trits(const summed &s, uint64_t ncodes, uint32_t warp, uin
 }
 
 /*
- * Verify checksums of block b of this warp's frames. known: mask of frames whose directory entry is valid. size: of
- * lane f's region. Returns CODEC_CHECKSUM to lane f if frame f's checksum differs, else its status.
+ * Verify the checksums of block b in this warp's share of the frames. known: mask of frames whose directory entry is
+ * valid. size: size in bytes of the region of frame f, in lane f. Returns in lane f CODEC_CHECKSUM if the checksum of
+ * frame f is wrong, else `status`.
  */
 DEVICE codec_status check_digests(const summed &s, uint64_t b, uint32_t known, uint64_t size, codec_status status,
 				  uint32_t warp, uint32_t lane)
@@ -366,9 +390,9 @@ DEVICE codec_status check_digests(const summed &s, uint64_t b, uint32_t known, u
 }
 
 /*
- * Add up `count` frames, at most 32, in this order, to one destination. Each has a codec_decoding, whose sink says how
- * its values are added. Grid: (CTAs, sums); each sum has `count` codec_decodings of its own. Errors are reported for
- * each frame as by decode_rows.
+ * Add up `count` frames, at most 32, in order, to one destination. Each frame has a codec_decoding, whose sink
+ * specifies how its values are combined with the sum. Grid: (CTAs, sums); sum s uses codec_decodings s * count to s *
+ * count + count - 1. Errors are reported for each frame as by decode_rows.
  */
 template <int CODEC>
 __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decoding *decodings, uint32_t count)
@@ -425,7 +449,10 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 		__syncthreads();
 		if (wrong >> lane & 1)
 			status = CODEC_BAD_REGION;
-		/* one warp reports a frame, as of several faults of a block that of the checksum counts */
+		/*
+		 * each frame is reported by one warp, so that a wrong checksum takes precedence over other faults of a
+		 * block
+		 */
 		status = check_digests(s, b, known, left(&c), status, warp, lane);
 		if (lane < count && lane % WARPS == warp && status != CODEC_OK)
 			report_fault(mine->found, b + 1, status, 0);

@@ -1,4 +1,4 @@
-/* rows/scales.cuh - computation of the scales of rows. docs/spec/encoder.md, section 7. */
+/* rows/scales.cuh - compute the scales of rows. docs/spec/encoder.md, section 7. */
 #ifndef CODEC_CUDA_ROWS_SCALES_CUH
 #define CODEC_CUDA_ROWS_SCALES_CUH
 
@@ -15,8 +15,8 @@ DEVICE uint32_t larger(uint32_t most, uint32_t x, uint32_t limit)
 }
 
 /*
- * Return larger(most, x, ~0u), or another NaN in place of one. An instruction for floats clears the sign as it
- * compares.
+ * Return larger(most, x, ~0u), except that a NaN may become another NaN. Uses one float instruction, which compares
+ * magnitudes.
  */
 DEVICE uint32_t larger_magnitude(uint32_t most, uint32_t x)
 {
@@ -73,7 +73,10 @@ DEVICE uint32_t largest(uint32_t dtype, const codec_source *source, uint64_t fir
 	return warp_max(most);
 }
 
-/* Kinds of sums: magnitudes; magnitudes of positive and of negative values; values and their squares. */
+/*
+ * Kinds of sums: of magnitudes; of the magnitudes of positive and of negative values separately; of values and of
+ * their squares.
+ */
 enum summing { SUM_ABS, SUM_BY_SIGN, SUM_SQUARES };
 
 DEVICE summing summing_of(const codec_view *v)
@@ -91,8 +94,9 @@ template <summing HOW> struct lane_sums {
 	uint32_t kept = 0;
 
 	/*
-	 * Add one value. SIGNS: also set its bit in the word of signs that this lane keeps if k == lane, if the value
-	 * exists. It is value 32 * k + lane of 1,024; or both are less by the same number.
+	 * Add one value. SIGNS: also compute the word of 32 sign bits of step k, which lane k stores; the bit of a
+	 * value that does not exist (`there` is false) is 0. The value has index 32 * k + lane in a piece of 1,024; k
+	 * and `lane` may both be reduced by the same number.
 	 */
 	template <bool SIGNS> __device__ __forceinline__ void add(float x, bool there, uint32_t k, uint32_t lane)
 	{
@@ -121,7 +125,7 @@ template <summing HOW, bool SIGNS>
 DEVICE codec_row_sums sums_how(uint32_t dtype, const codec_source *source, uint64_t first, uint32_t n, uint32_t *words,
 			       uint32_t lane)
 {
-	const int AT_ONCE = HOW == SUM_ABS ? 16 : 8; /* values of a lane that are loaded together */
+	const int AT_ONCE = HOW == SUM_ABS ? 16 : 8; /* number of values that a lane loads together */
 	lane_sums<HOW> sums;
 	uint32_t i = 0;
 
@@ -161,8 +165,9 @@ DEVICE codec_row_sums sums_how(uint32_t dtype, const codec_source *source, uint6
 }
 
 /*
- * Return sums of n values, at most WIRE_TREE, in the order of encoder.md, section 7.2: over 32 lanes, which are
- * then added by halves. SIGNS: also write the codes of SIGN to `words`, unless that is NULL. By one warp.
+ * Return sums of n values, at most WIRE_TREE, in the order of encoder.md, section 7.2: each lane sums up its values,
+ * then the 32 lanes' sums are added in a binary tree. SIGNS: also write the codes of SIGN to `words`, unless that is
+ * NULL. Called by one warp.
  */
 template <bool SIGNS>
 DEVICE_CALL codec_row_sums sums_of(const codec_view *v, const codec_source *source, uint64_t first, uint32_t n,
@@ -175,7 +180,7 @@ DEVICE_CALL codec_row_sums sums_of(const codec_view *v, const codec_source *sour
 	}
 }
 
-/* Scale of a row, or the error if the row holds NaN or Inf. below: see row_scale. */
+/* Scale of a row, or the status if the row has NaN or Inf. below: see row_scale. */
 struct scaled {
 	codec_status status;
 	float scale, below;
@@ -183,7 +188,7 @@ struct scaled {
 
 /*
  * Return sums of a row of SIGN that has more than WIRE_TREE values, in the order of scale_push and scale_total. Lane l
- * keeps the sums of 2^l pieces: an array of all lanes would be in memory.
+ * stores the sums of 2^l pieces, since an array in each lane would be in local memory.
  */
 DEVICE_CALL codec_row_sums sums_of_pieces(const codec_view *v, const codec_source *source, uint64_t first, uint32_t n,
 					  uint32_t *words, uint32_t lane)
@@ -248,7 +253,7 @@ DEVICE uint32_t scale_bits(struct row_kind q, const codec_view *v, const codec_r
 					      : max;
 }
 
-/* Return the scale that stored bits stand for. */
+/* Return the scale that is stored as `bits`. */
 DEVICE scaled scale_of_bits(struct row_kind q, const codec_row_part *part, uint32_t bits)
 {
 	if (q.scale_most)
@@ -256,7 +261,7 @@ DEVICE scaled scale_of_bits(struct row_kind q, const codec_row_part *part, uint3
 	return {CODEC_OK, round_float(bits), 0};
 }
 
-/* QUANTIZE with zero points: smallest and largest value of a row, as integers of their order (round_ordered). */
+/* QUANTIZE with zero points: smallest and largest value of a row, as integers with the same order (round_ordered). */
 struct extremes {
 	int32_t low, high;
 };
@@ -286,20 +291,20 @@ DEVICE extremes extremes_of_lanes(extremes e, uint32_t lanes)
 	return e;
 }
 
-/* Check that a row holds NaN or Inf. */
+/* Return true if a row has NaN or Inf. */
 DEVICE bool is_nonfinite(extremes e)
 {
 	return e.high >= (int32_t)ROUND_INF || e.low <= ~(int32_t)ROUND_INF;
 }
 
-/* Return the stored ends of a row, its half range and its middle. */
+/* Return the scale of a row with zero points: its half range and its middle, also as stored bits. */
 DEVICE row_ends ends_of(extremes e, uint32_t dtype)
 {
 	return scale_ends(round_float((uint32_t)round_ordered((uint32_t)e.low)),
 			  round_float((uint32_t)round_ordered((uint32_t)e.high)), dtype);
 }
 
-/* QUANTIZE with zero points: version of put_scale. */
+/* Version of put_scale for QUANTIZE with zero points. */
 DEVICE_CALL scaled put_ends(struct row_kind q, const codec_source *source, uint64_t first, uint32_t n, uint8_t *to,
 			    uint32_t lane)
 {
@@ -317,15 +322,18 @@ DEVICE_CALL scaled put_ends(struct row_kind q, const codec_source *source, uint6
 	return {CODEC_OK, ends.half, ends.middle};
 }
 
-/* Return the bits from which on magnitudes are ignored: those of Inf if NaN and Inf are propagated; ~0: none. */
+/*
+ * Return the bits of the least magnitude that is ignored: Inf if NaN and Inf are propagated; ~0 if no magnitude is
+ * ignored.
+ */
 DEVICE uint32_t limit_of(const codec_view *v)
 {
 	return v->options & WIRE_OPTION_PROPAGATE ? ROUND_INF : ~0u;
 }
 
 /*
- * Compute the scale of a row of n values and store it at `to`. By one warp. This is put_scale in line: a function that
- * is called spends two instructions more on each load, on the memory descriptor.
+ * Compute the scale of a row of n values and store it at `to`. Called by one warp. This is the inlined version of
+ * put_scale: in a function that is not inlined, each load needs two more instructions for its memory descriptor.
  */
 template <int CODEC>
 DEVICE scaled put_scale_here(const codec_view *v, struct row_kind q, const codec_row_part *part,
@@ -354,7 +362,7 @@ DEVICE_CALL scaled put_scale(const codec_view *v, struct row_kind q, const codec
 }
 
 /*
- * Compute the scales of a block's rows from value `from` on, the first one of a row. `warps` warps process rows
+ * Compute the scales of a block's rows from value `from` on, which must begin a row. `warps` warps process rows
  * round-robin.
  */
 template <int CODEC>

@@ -1,7 +1,9 @@
-/* rows/store.cuh - decoding of whole rows of 128 codes of 2, 4 or 8 bits: most tensors of quantize and ternary.
+/*
+ * rows/store.cuh - decode whole rows of 128 codes of 2, 4 or 8 bits. This covers most tensors of quantize and ternary.
  * docs/spec/format.md, section 8.
  *
- * All codes have been checked. A value is a product of its row's scale and an entry of a table in shared memory.
+ * All codes must have been checked before. A value is the product of its row's scale and an entry of a table in shared
+ * memory.
  */
 #ifndef CODEC_CUDA_ROWS_STORE_CUH
 #define CODEC_CUDA_ROWS_STORE_CUH
@@ -14,7 +16,7 @@ DEVICE bool checks_words(struct row_kind q)
 	return q.bits == 2 || q.bits == 4 || q.bits == 8;
 }
 
-/* Check that a word has a field of `bits` bits that are all set. */
+/* Return true if a field of `bits` bits in a word has all bits set. */
 DEVICE bool any_full(uint32_t x, uint32_t bits)
 {
 	x &= x >> 1;
@@ -23,7 +25,7 @@ DEVICE bool any_full(uint32_t x, uint32_t bits)
 	return x & (bits == 2 ? 0x55555555 : bits == 4 ? 0x11111111 : ONES);
 }
 
-/* TERNARY, QUANTIZE: check that nbytes bytes of codes hold no code with all bits set, if that is invalid. */
+/* TERNARY, QUANTIZE: check that nbytes bytes of codes contain no code with all bits set, if such a code is invalid. */
 DEVICE bool check_codes(struct row_kind q, const uint8_t *codes, uint64_t nbytes, uint32_t lane)
 {
 	const uint32_t AT_ONCE = 4; /* words whose loads are in flight together */
@@ -50,8 +52,9 @@ DEVICE bool check_codes(struct row_kind q, const uint8_t *codes, uint64_t nbytes
 }
 
 /*
- * Return two values, rounded to a dtype of 16 bits, in a word. They must not be larger than its largest number, which
- * round_to_bfloat16 and round_to_float16 would return in place of Inf.
+ * Return two values, rounded to a dtype of 16 bits, in a word. Their magnitudes must not exceed the dtype's largest
+ * number: the hardware rounds larger values to Inf, while round_to_bfloat16 and round_to_float16 return the largest
+ * number.
  */
 DEVICE uint32_t rounded_pair(uint32_t dtype, float a, float b)
 {
@@ -83,7 +86,7 @@ DEVICE void store_quad_of(uint32_t x, float scale, const float *ratio, uint32_t 
 	for (uint32_t k = 0; k < 4; k++) {
 		const float r = ratio[x >> BITS * k & ((1u << BITS) - 1)];
 
-		/* a sum with 0 leaves all products but -0, the value of a row whose scale is 0 */
+		/* adding 0 changes only -0, to 0, which is the value of a row whose scale is 0 */
 		y[k] = CODEC == WIRE_CODEC_TERNARY ? round_mul(r, scale) : __fmaf_rn(r, scale, 0.0f);
 	}
 	if (dtype == WIRE_FLOAT32)
@@ -93,9 +96,9 @@ DEVICE void store_quad_of(uint32_t x, float scale, const float *ratio, uint32_t 
 }
 
 /*
- * Decode and store 8 rows of 128 values at a time. each: rows of 64 to 512 values, a power of two, each with a scale;
- * else all 8 rows have one. Returns the number of rows; fewer than there are if scales need walk_code. *bad is set if a
- * scale is invalid.
+ * Decode and store 8 rows of 128 values at a time. EACH: the codec's rows have 64 to 512 values, a power of two, so
+ * that the 8 rows have several scales; else all 8 rows have one scale. Returns the number of rows of 128 decoded, which
+ * is less than all if scales need walk_code. *bad is set if a scale is invalid.
  */
 template <int CODEC, int BITS, bool EACH>
 DEVICE uint32_t store_rows_of(const row_walk &w, uint32_t m, uint8_t *to, uint32_t dtype, uint32_t *bad, uint32_t lane)
@@ -123,7 +126,8 @@ DEVICE uint32_t store_rows_of(const row_walk &w, uint32_t m, uint8_t *to, uint32
 			scale[0] = ((const uint32_t *)scales)[WIRE_ROW * r / w.row];
 			end = WIRE_ROW * r + w.row;
 		}
-		if (WIRE_ROW * (r + 3 * AT_ONCE) <= m && lane < AT_ONCE * BITS / 8) /* the rows after next */
+		/* prefetch the codes of the rows after the next ones */
+		if (WIRE_ROW * (r + 3 * AT_ONCE) <= m && lane < AT_ONCE * BITS / 8)
 			prefetch(codes + WIRE_ROW * (r + 2 * AT_ONCE) * BITS / 8 + LINE_NBYTES * lane);
 		worst = scale[0];
 		for (uint32_t k = 1; k < AT_ONCE && EACH; k++)
@@ -152,8 +156,8 @@ DEVICE uint32_t store_rows_by(const row_walk &w, uint32_t m, uint8_t *to, uint32
 }
 
 /*
- * Decode and store whole rows of 128 values, as many as the loops take, 8 at a time. to: a multiple of the size of four
- * values. Returns their number; *bad is set if a scale is invalid.
+ * Decode and store whole rows of 128 values, 8 at a time, as many as the loops support. to: a multiple of the size of
+ * four values. Returns the number of rows decoded. *bad is set if a scale is invalid.
  */
 template <int CODEC>
 DEVICE uint32_t store_whole_rows(struct row_kind q, const row_walk &w, uint32_t m, uint8_t *to, uint32_t dtype,

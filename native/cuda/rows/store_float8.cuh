@@ -1,4 +1,6 @@
-/* rows/store_float8.cuh - decoding of whole rows of 128 codes of float8: most tensors. docs/spec/format.md, section 8.
+/*
+ * rows/store_float8.cuh - decode whole rows of 128 codes of float8. This covers most tensors of float8.
+ * docs/spec/format.md, section 8.
  */
 #ifndef CODEC_CUDA_ROWS_STORE_FLOAT8_CUH
 #define CODEC_CUDA_ROWS_STORE_FLOAT8_CUH
@@ -17,8 +19,8 @@ DEVICE uint2 halves_of(uint32_t dtype, const float y[4])
 }
 
 /*
- * FLOAT8: store the lane's quads of N rows of 128 values of one scale. to: of the first row. Returns false if some code
- * is NaN or Inf; then nothing is stored.
+ * FLOAT8: store the lane's quads of N rows of 128 values that share a scale. to: destination of the first row. Returns
+ * false, without storing anything, if a code is NaN or Inf.
  */
 template <bool E4M3, int N>
 DEVICE bool store_float8(const uint32_t quad[N], float scale, float inverse, uint8_t *to, uint32_t dtype, uint32_t lane)
@@ -44,14 +46,14 @@ DEVICE bool store_float8(const uint32_t quad[N], float scale, float inverse, uin
 	return true;
 }
 
-/* Scale of a row of float8, and the factor of its values, or float8_inverse. */
+/* Scale of a row of float8, and its inverse: the factor of its values (MX), or float8_inverse. */
 struct opened_scale {
 	float scale, inverse;
 };
 
 /*
- * Read the scale of row i. Sets *bad if it is invalid. The inverse is 0 if the row needs walk_code: the values of its
- * largest codes may be too large for the dtype, or float8_inverse is 0.
+ * Read the scale of row i. Sets *bad if it is invalid. The result's inverse is 0 if the row needs walk_code, because
+ * values of its largest codes may exceed the dtype or float8_inverse is 0.
  */
 template <bool MX, bool E4M3>
 DEVICE opened_scale open_small(struct row_kind q, const uint8_t *scales, uint32_t i, uint32_t dtype, uint32_t *bad)
@@ -86,9 +88,9 @@ DEVICE void store_small_quad(uint32_t quad, const opened_scale &s, uint8_t *to, 
 }
 
 /*
- * Decode and store 8 rows of 128 values at a time, whose scales are those of 1,024 >> row_log2 rows of float8, at most
- * 32: a lane reads one, and all lanes exchange them. Returns the number of rows of 128; fewer than there are if some
- * need walk_code, or if *bad is set.
+ * Decode and store 8 rows of 128 values at a time. They consist of 1,024 >> row_log2 rows of float8, at most 32, each
+ * with a scale: a lane reads one scale, and lanes exchange them. Returns the number of rows of 128 decoded, which is
+ * less than all if some need walk_code or if *bad is set.
  */
 template <bool MX, bool E4M3>
 DEVICE uint32_t store_small_of(struct row_kind q, const row_walk &w, uint32_t m, uint8_t *to, uint32_t dtype,
@@ -109,7 +111,8 @@ DEVICE uint32_t store_small_of(struct row_kind q, const row_walk &w, uint32_t m,
 
 		for (uint32_t k = 0; k < AT_ONCE; k++)
 			quad[k] = codes[32 * (r + k)];
-		if (WIRE_ROW * (r + 3 * AT_ONCE) <= m && lane < AT_ONCE) /* the rows after next */
+		/* prefetch the codes of the rows after the next ones */
+		if (WIRE_ROW * (r + 3 * AT_ONCE) <= m && lane < AT_ONCE)
 			prefetch(w.codes + WIRE_ROW * (r + 2 * AT_ONCE) + LINE_NBYTES * lane);
 		for (uint32_t k = 0; k < AT_ONCE; k++)
 			special |= any_special(E4M3, quad[k]);
@@ -131,14 +134,14 @@ DEVICE uint32_t store_small_of(struct row_kind q, const row_walk &w, uint32_t m,
 }
 
 /*
- * Decode and store whole rows of 128 values, as many as the loops take, if rows of float8 have 32 values (MXFP8), or
- * 64 to 512. to: a multiple of the size of four values, or NULL. Returns their number; *bad is set if a scale is
- * invalid.
+ * Decode and store whole rows of 128 values, as many as the loops support, if rows of float8 have 32 (MXFP8) or 64 to
+ * 512 values. to: a multiple of the size of four values; NULL: only check. Returns the number of rows of 128 decoded.
+ * *bad is set if a scale is invalid.
  */
 DEVICE uint32_t store_small_rows(struct row_kind q, const row_walk &w, uint32_t m, uint8_t *to, uint32_t dtype,
 				 uint32_t *bad, uint32_t lane)
 {
-	if (q.scale_most && !to) { /* all codes are valid: to check a frame takes scales only */
+	if (q.scale_most && !to) { /* all codes are valid, so checking a frame reads only scales */
 		for (uint32_t i = lane; i < m / WIRE_ROW * 4; i += 32)
 			*bad |= w.scales[i] > q.scale_most;
 		return m / WIRE_ROW;

@@ -1,25 +1,28 @@
-/* rows/ternary.cuh - encoding of ternary with 2 bits and without residual. docs/spec/encoder.md, section 7.
+/*
+ * rows/ternary.cuh - encode ternary with 2 bits and without residual. docs/spec/encoder.md, section 7.
  *
- * A lane encodes 8 values of a step of 256. Most codes are decided by an integer between the exact position of a value
- * and its rounded one; put_group_slowly encodes the groups of a step with one that is not, 1 in 128.
+ * A step encodes 256 values, 8 per lane. Most codes follow from comparing the random bits with the integer part of a
+ * value's exact position. About 1 step in 128 has a code for which this is not certain; put_group_slowly encodes its
+ * groups.
  */
 #ifndef CODEC_CUDA_ROWS_TERNARY_CUH
 #define CODEC_CUDA_ROWS_TERNARY_CUH
 
 #include "rows/draws.cuh"
 
-/* Codes of 8 values of 2 bits each; sure: false if one may be wrong. */
+/* Codes of 8 values, 2 bits each. sure: false if a code may be wrong. */
 struct ternary_codes {
 	uint32_t packed;
 	bool sure;
 };
 
 /*
- * Return the codes of 8 values by the first draw. by: from round_over of a scale s of at least 2^-60.
+ * Return the codes of 8 values, computed from the first 16 random bits of each. by: result of round_over for a scale s
+ * of at least 2^-60.
  *
- * round_ternary_code compares a draw h with the integer part of the rounded product of |x| and `by`, which is that of
- * the exact product, or larger by 1. Where h is neither of them, it decides alone; also where |x| reaches s, for then
- * the exact product is larger than 65535.
+ * round_ternary_code compares the random bits h with the integer part of the rounded product of |x| and `by`. It
+ * equals `part`, the integer part of the exact product, or part + 1. If h is neither of them, comparing h with `part`
+ * gives the same code. This holds also if |x| is at least s, since the exact product is then larger than 65535.
  */
 DEVICE ternary_codes code_ternary(const uint32_t x[8], float by, const uint32_t draws[4])
 {
@@ -29,7 +32,7 @@ DEVICE ternary_codes code_ternary(const uint32_t x[8], float by, const uint32_t 
 		const uint32_t part = round_bits(__fmaf_rz(round_float(x[k] & ROUND_ABS), by, 0x1p23f));
 		const uint32_t h = k % 2 ? draws[k / 2] >> 16 : draws[k / 2] & 0xffff;
 		const uint32_t over =
-			h - part + round_bits(0x1p23f); /* negative: the value is kept; 0 and 1 decide nothing */
+			h - part + round_bits(0x1p23f); /* negative: the code is not 0; 0 and 1: uncertain */
 
 		least = over < least ? over : least;
 		bits = __funnelshift_l(over, bits, 1);
@@ -41,12 +44,12 @@ DEVICE ternary_codes code_ternary(const uint32_t x[8], float by, const uint32_t 
 }
 
 /*
- * Write the codes of a block's values, in pairs of steps of 256. Does nothing if the options or the memory need
- * put_groups. most: largest magnitude; computed if check_above needs it.
+ * Write the codes of a block's values, in pairs of steps of 256. Does nothing if the options or the alignment require
+ * put_groups. The result's `most` is the largest magnitude, computed only if check_above needs it (`given`).
  */
 DEVICE groups_put put_ternary_steps(const row_job &r, uint8_t *to, bool given, uint32_t lane)
 {
-	const uint32_t AT_ONCE = 2; /* steps whose loads are in flight together */
+	const uint32_t AT_ONCE = 2; /* number of steps whose loads are in flight together */
 	const codec_source source = {global(r.source.values), NULL, NULL};
 	const uint32_t dtype = r.v->dtype, nbytes = dtype == WIRE_FLOAT32 ? 4 : 2,
 		       whole = r.p.m / (AT_ONCE * WARP_STEP) * (AT_ONCE * WARP_STEP);

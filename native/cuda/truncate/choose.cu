@@ -1,5 +1,6 @@
-/* truncate/choose.cu - kernel that chooses the side section of Truncate frames: scale model and codebook.
- * docs/spec/encoder.md, section 8.
+/*
+ * truncate/choose.cu - kernel that chooses the contents of the side section of Truncate frames: scale model and
+ * codebook. docs/spec/encoder.md, section 8.
  *
  * One launch: CTAs take numbered tasks, as in lossless/choose.cu. The first tasks fit the scale model, the others count
  * symbols of a sample under that model.
@@ -10,7 +11,7 @@
 
 #define SYMBOL_SHARES 32
 
-/* Shared memory of a CTA: of one task at a time. */
+/* Shared memory of a CTA, which the tasks use one after the other. */
 union cut_room {
 	model_room model;
 	struct {
@@ -57,7 +58,7 @@ DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const codec_so
 		atomicAdd(to->all + threadIdx.x, room->sample.counts[threadIdx.x]);
 }
 
-/* Conclude, when all symbols are counted: complete the job as codec_encode_open does. */
+/* Complete the job as codec_encode_open does, once all symbols are counted. */
 DEVICE_CALL void conclude_cut(codec_view *v, uint8_t *memory, uint64_t capacity, codec_choice *c,
 			      codec_part_found *found, cut_room *room)
 {
@@ -87,8 +88,8 @@ DEVICE_CALL void conclude_cut(codec_view *v, uint8_t *memory, uint64_t capacity,
 }
 
 /*
- * Complete planned jobs (codec_encode_plan) of TRUNCATE for encode_truncate. Grid: (CTAs, frames). v->nblocks becomes 0
- * if the tensor is to be stored, or if levels are invalid (out->fault).
+ * Complete planned jobs (codec_encode_plan) of TRUNCATE for encode_truncate. Grid: (CTAs, frames). Sets v->nblocks to
+ * 0 if the tensor is to be stored uncompressed, or if levels are invalid (out->fault).
  */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_truncate(const codec_encoding *encodings)
 {
@@ -104,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_truncate(const 
 	const uint32_t all = 1 + 3 * tasks.step + SYMBOL_SHARES;
 
 	for (uint32_t t; (t = cta_next_task(&c->ticket)) < all;) {
-		if (t == 0) { /* the finest shift: offsets are whole octaves */
+		if (t == 0) { /* the finest shift gives offsets of whole octaves */
 			if (threadIdx.x == 0) {
 				c->finest = WIRE_MAX_SHIFT;
 				c->bins = 1;
@@ -113,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_truncate(const 
 		} else if (t <= 3 * tasks.step) {
 			if (model_task(v, memory, source.values, q, tasks, t - 1, c, found, &room.model)) {
 				for (uint32_t i = threadIdx.x; i < 256; i += CTA_THREADS)
-					c->all[i] = 0; /* from here on for symbols */
+					c->all[i] = 0; /* reset: from here on c->all counts symbols */
 				cta_signal(c->ready + PARTS);
 			}
 		} else {

@@ -1,22 +1,25 @@
-/* truncate/cut.cuh - cutting of values to the bits that are kept. docs/spec/encoder.md, section 8. */
+/* truncate/cut.cuh - cut values to the bits that are kept. docs/spec/encoder.md, section 8. */
 #ifndef CODEC_CUDA_TRUNCATE_CUT_CUH
 #define CODEC_CUDA_TRUNCATE_CUT_CUH
 
 #include "frame/encode.cuh"
 #include "truncate/truncate.cuh"
 
-/* Parameters of the cut of a tensor's values. */
+/*
+ * Parameters of cutting a tensor's values. A cut is a value's level or, with per-bit granularity, its number of
+ * dropped bits.
+ */
 struct cutter {
 	cut_kind q;
 	uint32_t dtype, fixed;
 	bool nearest, by_bit, shares;
-	bool joint, model; /* levels are coded with exponents; exponents have offsets */
+	bool joint, model; /* joint: levels are coded together with exponents; model: exponents have offsets */
 	int guard;
 	const uint8_t *values;             /* the tensor */
-	const uint8_t *exponents, *levels; /* exponents of A; given levels; NULL if not used */
+	const uint8_t *exponents, *levels; /* exponents of A; levels that the caller passes; NULL if not used */
 };
 
-/* dtype: v->dtype, where it is known at compile time. */
+/* dtype: v->dtype, passed separately so that it can be a compile-time constant. */
 DEVICE cutter cutter_of(const codec_view *v, const codec_source *source, const codec_cuts &by, uint32_t dtype)
 {
 	const cut_kind q = cut_kind_of(dtype);
@@ -36,7 +39,10 @@ DEVICE cutter cutter_of(const codec_view *v, const codec_source *source, const c
 		by.levels};
 }
 
-/* A lane's values after the cut: patterns, exponents, cuts (levels; by bit: numbers of bits dropped). */
+/*
+ * A lane's values after the cut: bits, exponents, and cuts (level or, with per-bit granularity, number of dropped
+ * bits).
+ */
 struct cut_quad {
 	uint32_t x[4], e[4], cuts[4];
 };
@@ -75,7 +81,7 @@ DEVICE cut_quad cut_values(const cutter &c, uint64_t i, uint32_t n)
 		cut.e[k] = cut.x[k] >> c.q.mbits & c.q.last;
 		carried |= e ^ cut.e[k];
 	}
-	/* Decoders compute shared levels from the exponents after rounding. */
+	/* With shared levels, decoders compute the cuts from the exponents after rounding, so compute them again. */
 	if (c.shares && carried)
 		cuts_asked(c, i, n, cut.e, cut.cuts);
 	return cut;

@@ -1,10 +1,10 @@
-/* truncate/decode.cu - kernel that decodes Truncate frames, one block a warp. docs/spec/format.md, section 9. */
+/* truncate/decode.cu - kernel that decodes Truncate frames, one block per warp. docs/spec/format.md, section 9. */
 #include "frame/decode.cuh"
 #include "truncate/fields.cuh"
 
 /*
- * Take nbits bits at the cursor, which moves behind their last byte. *p: their address. Returns false if there are
- * fewer, or the last byte's other bits are not 0.
+ * Set *p to the address of the next nbits bits, and move the cursor past their last byte. Returns false if fewer bits
+ * are left, or if the unused bits of the last byte are not 0.
  */
 DEVICE bool take_bits(cursor *c, uint64_t nbits, const uint8_t **p)
 {
@@ -17,7 +17,7 @@ DEVICE bool take_bits(cursor *c, uint64_t nbits, const uint8_t **p)
 	return true;
 }
 
-/* Take literals of two bytes in place of a row's escapes. Returns false if there are too few. */
+/* Replace a row's escapes by literals of two bytes. Returns false if there are too few literals. */
 DEVICE bool take_wide_literals(cursor *c, uint16_t *pairs, uint32_t escapes, uint32_t lane)
 {
 	uint32_t total, at = warp_scan(__popc(escapes), lane, &total);
@@ -34,7 +34,8 @@ DEVICE bool take_wide_literals(cursor *c, uint16_t *pairs, uint32_t escapes, uin
 }
 
 /*
- * Read symbols of row r: lowered exponents, and levels if they are coded with them. o->bad is set for invalid symbols.
+ * Read the symbols of row r: exponents from which offsets were subtracted, and levels if they are coded together. Sets
+ * o->bad if a symbol is invalid.
  */
 DEVICE void symbol_row(const job *j, const cut_kind &q, plane *o, uint32_t r, uint32_t m, cursor *c, uint32_t e[4],
 		       uint32_t levels[4], uint32_t lane)
@@ -50,7 +51,7 @@ DEVICE void symbol_row(const job *j, const cut_kind &q, plane *o, uint32_t r, ui
 			o->bad |= e[k] > q.last;
 		return;
 	}
-	if (o->mode == WIRE_MODE_CODED) /* literals are wider than symbols */
+	if (o->mode == WIRE_MODE_CODED) /* literals are two bytes wide, so they are read separately */
 		unpack(keep_bytes(decode_row(&o->coder, o->by, o->table, r, m, lane, &escapes, &o->bad),
 				  there(r, lane, m)),
 		       symbol);
@@ -71,7 +72,7 @@ DEVICE void symbol_row(const job *j, const cut_kind &q, plane *o, uint32_t r, ui
 	}
 }
 
-/* Undo the scale model's offsets of n exponents, then move `o` to the next row. */
+/* Add the scale model's offsets to n exponents, then move `o` to the next row. */
 DEVICE void raise_exponents(const job *j, const cut_kind &q, place *o, uint32_t e[4], uint32_t n)
 {
 	uint16_t offset[4] = {0};
@@ -83,13 +84,13 @@ DEVICE void raise_exponents(const job *j, const cut_kind &q, place *o, uint32_t 
 }
 
 /*
- * Parameters of the cut of a block's values, other than levels in the region. A cut is a value's level or, by bit,
- * the number of bits dropped.
+ * Parameters from which the cuts of a block's values are computed, unless the region contains levels. A cut is a
+ * value's level or, with per-bit granularity, its number of dropped bits.
  */
 struct cutting {
 	const uint8_t *exponents; /* exponents of A for the block; NULL: levels are not shared */
 	int guard;
-	uint32_t fixed; /* level of all values */
+	uint32_t fixed; /* level of all values, if levels are neither shared nor in the region */
 	bool by_bit;
 };
 
@@ -106,7 +107,7 @@ DEVICE void cuts_of(const cut_kind &q, const cutting &cut, uint32_t r, uint32_t 
 		cuts[k] = e[k] == q.last ? 0 : cut.fixed;
 }
 
-/* Check for Inf or NaN with a level other than 0, which is invalid. */
+/* Return true if an Inf or NaN has a level other than 0, which is invalid. */
 DEVICE bool cuts_last(const cut_kind &q, const uint32_t e[4], const uint32_t levels[4])
 {
 	bool bad = false;
@@ -127,16 +128,16 @@ DEVICE_CALL void put_patterns(const codec_sink *sink, uint32_t dtype, uint64_t i
 		put_quad<2>(sink, dtype, i, n, wide);
 }
 
-/* Block of values, as its region's head describes it. */
+/* Description of a block, read from its region's head. */
 struct cut_block {
 	cut_kind q;
 	cutting cut;
-	uint32_t m, rows;       /* values; rows of 128 values */
-	uint32_t most;          /* bits of a field at most; lower ones are 0 in all fields */
+	uint32_t m, rows;       /* number of values; number of rows of 128 values */
+	uint32_t most;          /* maximum bits of a field; the lower bits are 0 in all fields */
 	uint32_t mode;          /* mode of the plane of symbols */
 	uint32_t left_out;      /* mask of pieces that are 0 in all values */
-	bool sends, plane_sent; /* the region holds levels; in a plane of their own */
-	uint32_t *e, *w;        /* scratch memory, four values a word: exponents; levels */
+	bool sends, plane_sent; /* sends: the region contains levels; plane_sent: in a separate plane */
+	uint32_t *e, *w;        /* scratch memory with four values per word: e: exponents; w: levels */
 };
 
 /* Read the head of a region of m values. Returns false if it is invalid. */
@@ -165,11 +166,11 @@ DEVICE bool open_cut(const codec_view &v, uint32_t head, const uint8_t *exponent
 
 /* Totals of a block. */
 struct cut_totals {
-	kept_sums kept; /* numbers of values that keep each piece */
+	kept_sums kept; /* for each piece, the number of values that keep it */
 	uint32_t bits;  /* CODEC_OPTION_BITS: mantissa bits that the values of this lane keep */
 };
 
-/* Read symbols. Exponents, and levels that are coded with them, go to scratch memory. */
+/* Read the block's symbols. Writes exponents, and levels that are coded together with them, to scratch memory. */
 DEVICE codec_status read_symbols(const job *j, const cut_block &o, uint64_t first, cursor *c, const pairs &by,
 				 cut_totals *totals, bool *bad, uint32_t lane)
 {
@@ -205,8 +206,8 @@ DEVICE codec_status read_symbols(const job *j, const cut_block &o, uint64_t firs
 }
 
 /*
- * Read levels that have a plane of their own, of `count` values whose exponent is not 0, to scratch memory. Returns
- * false if there are too few.
+ * Read levels from their separate plane to scratch memory. count: number of values whose exponent is not 0, which have
+ * levels. Returns false if there are too few.
  */
 DEVICE bool read_levels(const cut_block &o, const bit_source &source, uint32_t count, cursor *c, kept_sums *kept,
 			bool *bad, uint32_t lane)
@@ -231,7 +232,7 @@ DEVICE bool read_levels(const cut_block &o, const bit_source &source, uint32_t c
 	return true;
 }
 
-/* Find where each piece begins. Returns false if one is incomplete. */
+/* Compute the bit index at which each piece begins. Returns false if a piece is incomplete. */
 DEVICE bool find_pieces(const cut_block &o, const bit_source &source, const cut_totals &totals, cursor *c, pieces *p)
 {
 	*p = {{0}, o.left_out};
@@ -282,8 +283,8 @@ DEVICE void put_cut(const cut_block &o, const bit_source &source, pieces p, uint
 }
 
 /*
- * Decode block b, whose region is at the cursor. scratch: memory for two planes. exponents: of A for all values of the
- * tensor; used if levels are shared.
+ * Decode block b, whose region is at the cursor. scratch: memory for two planes. exponents: exponents of A for all
+ * values of the tensor; used if levels are shared.
  */
 template <uint32_t DTYPE>
 DEVICE codec_status read_cut(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,

@@ -2,7 +2,10 @@
 #include "frame/encode.cuh"
 #include "truncate/encode.cuh"
 
-/* Bytes of scratch memory for a warp, read by the host: levels apart from symbols, or coded together. */
+/*
+ * Bytes of scratch memory for a warp, read by the host. [0]: levels are stored separately from symbols; [1]: coded
+ * together with them.
+ */
 extern "C" __device__ const uint64_t encode_truncate_nbytes[] = {CUT_ROOM(0), CUT_ROOM(1)};
 
 /* Encode blocks, as encode_lossless does, and write residuals. The residual must not be an array of the source. */

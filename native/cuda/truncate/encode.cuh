@@ -1,4 +1,4 @@
-/* truncate/encode.cuh - encoding of blocks of Truncate frames, one block a warp. docs/spec/encoder.md, section 8. */
+/* truncate/encode.cuh - encode blocks of Truncate frames, one block per warp. docs/spec/encoder.md, section 8. */
 #ifndef CODEC_CUDA_TRUNCATE_ENCODE_CUH
 #define CODEC_CUDA_TRUNCATE_ENCODE_CUH
 
@@ -9,12 +9,12 @@
 #include "truncate/rings.cuh"
 
 /*
- * Bytes of scratch memory for a warp: symbols, then literals or, of two bytes each, pairs of symbol and level, then
- * words. Values are cut twice, since storing cut values would move more memory.
+ * Bytes of scratch memory for a warp: symbols, then literals (joint: pairs of symbol and level, two bytes each), then
+ * words. Values are cut twice, since storing them after the first cut would need more memory traffic.
  */
 #define CUT_ROOM(joint) ((1 + 1 + (joint)) * PLANE_ROOM + 4 * WORDS_ROOM)
 
-/* Sums over a block's values: number of values that keep each piece, OR of all fields. */
+/* Sums over a block's values: for each piece, the number of values that keep it; OR of all fields. */
 struct cut_sums {
 	kept_sums kept;
 	uint32_t bits; /* mantissa bits kept, in total; with per-bit granularity only */
@@ -28,15 +28,15 @@ DEVICE uint32_t kept_field(const cutter &c, const cut_quad &cut, uint32_t k)
 }
 
 /*
- * Symbols of a lane's values of a row; pair: symbols and levels, if levels are coded with them; outside: mask of values
- * whose pair has no symbol.
+ * Symbols of a lane's values of a row. pair: symbols and levels, if levels are coded together with symbols. outside:
+ * mask of values whose pair has no symbol.
  */
 struct cut_symbols {
 	uint32_t quad, outside;
 	uint32_t pair[2]; /* 16 bits each */
 };
 
-/* Compute symbols of n values. o: position of the first value in the model; moves on by a row. */
+/* Compute the symbols of n values. o: position of the first value in the scale model; advanced by a row. */
 DEVICE cut_symbols symbols_of(const job *j, const cutter &c, place *o, uint32_t n, const cut_quad &cut)
 {
 	const uint32_t octave = 1u << c.q.octave_log2;
@@ -76,8 +76,9 @@ DEVICE cut_memory cut_memory_of(uint8_t *scratch, bool joint)
 }
 
 /*
- * Write a block's symbols, in the mode that takes least space, to the address that place(nbytes) returns for their
- * nbytes bytes; NULL: nowhere. Symbols with levels are never raw. Returns the mode.
+ * Write a block's symbols in the mode that needs fewest bytes, to the address that place(nbytes) returns for nbytes
+ * bytes. If it returns NULL, write nothing. Symbols that are coded together with levels are never raw. Returns the
+ * mode.
  */
 template <class G>
 DEVICE uint32_t put_symbols(const job *j, uint32_t m, bool constant, const cut_memory &to, G place, uint32_t lane)
@@ -101,7 +102,10 @@ DEVICE uint32_t put_symbols(const job *j, uint32_t m, bool constant, const cut_m
 	return constant ? WIRE_MODE_CONSTANT : WIRE_MODE_RAW;
 }
 
-/* Cut all rows of a block: writes symbols to scratch memory, and residuals. *constant: all symbols are equal. */
+/*
+ * Cut the values of a block. Writes symbols to scratch memory, and residuals. Sets *constant to true if all symbols
+ * are equal.
+ */
 DEVICE cut_sums cut_rows(const job *j, const cutter &c, const codec_source *source, uint64_t first, uint32_t m,
 			 const cut_memory &to, bool *constant, uint32_t lane)
 {
@@ -146,16 +150,16 @@ DEVICE cut_sums cut_rows(const job *j, const cutter &c, const codec_source *sour
 	return sums;
 }
 
-/* Indices of the first bits of levels and pieces in the region. */
+/* Bit indices in the region at which levels and each piece begin. */
 struct cut_places {
 	uint32_t levels, piece[PIECES];
 	uint32_t left_out; /* mask of pieces that are not written */
 };
 
 /*
- * Write pieces of all values and, if `levels`, their levels. rings: RING_WORDS words in shared memory for each piece
- * and for levels, all 0 before and behind. Bytes of words in which a stream begins or ends are 0 in the
- * region.
+ * Write the pieces of all values and, if `levels`, their levels. rings: RING_WORDS words in shared memory for each
+ * piece and for levels, which are 0 before and after the call. In the region, the words in which a stream begins or
+ * ends must have been cleared.
  */
 DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, const cut_places &at, bool levels, uint8_t *region,
 		       uint32_t *rings, uint32_t lane)
@@ -166,7 +170,8 @@ DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, const cut_pl
 		piece[i] = bit_ring_of(rings + RING_WORDS * i, at.piece[i]);
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
 		const cut_quad cut = cut_values(c, first + WIRE_ROW * r + 4 * lane, there(r, lane, m));
-		uint32_t field[4], by[4], count = 0, width = piece_rotations(c.q); /* by: of pieces to their places */
+		/* by: rotations that move pieces to their positions in the streams */
+		uint32_t field[4], by[4], count = 0, width = piece_rotations(c.q);
 
 		for (uint32_t k = 0; k < 4; k++) {
 			uint32_t kept = kept_of(cut.e[k], cut.cuts[k]);
@@ -215,7 +220,7 @@ DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, const cut_pl
 	__syncwarp();
 }
 
-/* Write fields by bit from bit `at` on, at most `most` bits of each. */
+/* Per-bit granularity: write the fields of all values from bit `at` on, at most `most` bits of each. */
 DEVICE void put_bits(const cutter &c, uint64_t first, uint32_t m, uint32_t at, uint32_t most, uint8_t *region,
 		     uint32_t lane)
 {
@@ -250,22 +255,28 @@ DEVICE_CALL uint32_t count_bits(cutter c, uint64_t first, uint32_t m, uint32_t m
 	return warp_sum(bits);
 }
 
-/* Layout of a region behind its symbols: levels and pieces, or fields by bit. Places are bits from the symbols' end. */
+/*
+ * Layout of the part of a region after its symbols: levels and pieces, or fields with per-bit granularity. Positions
+ * are in bits, relative to the symbols' end.
+ */
 struct cut_layout {
 	uint32_t head;  /* bits of the region's head */
-	uint32_t most;  /* by bit: most bits of a field */
-	uint32_t bytes; /* in total */
+	uint32_t most;  /* per-bit granularity: maximum bits of a field */
+	uint32_t bytes; /* total bytes of the region after its symbols */
 	cut_places places;
 };
 
-/* Lay out fields by bit. Gradients that were computed in a narrower dtype end in zeros, which are left out. */
+/*
+ * Lay out fields with per-bit granularity. Values that were computed in a narrower dtype end in zero bits, which are
+ * omitted.
+ */
 DEVICE void lay_out_bits(const cutter &c, uint64_t first, uint32_t m, const cut_sums &sums, cut_layout *to,
 			 uint32_t lane)
 {
 	const uint32_t total = c.q.mbits + 1, tail = (uint32_t)__ffs((int)(sums.any | 1u << total)) - 1;
 	uint32_t bits = warp_sum(sums.bits);
 
-	if (tail) /* sums.bits has the zeros, too */
+	if (tail) /* sums.bits includes the zero bits, so count again */
 		bits = count_bits(c, first, m, total - tail, lane);
 	to->head = tail << WIRE_TAIL_AT;
 	to->most = total - tail;
@@ -292,8 +303,8 @@ DEVICE void lay_out_pieces(const cutter &c, bool levels, const cut_sums &sums, c
 }
 
 /*
- * Encode block b. Its region is written to its place in the frame as soon as its size is known. Nothing is written
- * behind the frame's capacity.
+ * Encode block b. The region is written to the frame as soon as its size is known. Nothing is written past the frame's
+ * capacity.
  */
 template <uint32_t DTYPE>
 DEVICE_CALL void write_cut(const codec_encoding &e, const job *j, const codec_source *source, uint64_t b,
@@ -304,8 +315,9 @@ DEVICE_CALL void write_cut(const codec_encoding &e, const job *j, const codec_so
 	const cut_memory to = cut_memory_of(scratch, v.variant == WIRE_LEVELS_CODED);
 	const bool levels = v.variant == WIRE_LEVELS_PLANE;
 	const uint64_t first = b * v.block_nvalues;
-	const uint32_t m = (uint32_t)block_values(&v, b), start = c.shares ? 8 : 4; /* where symbols begin */
-	uint32_t end = 0, size = 0; /* bytes of the symbols; of the region */
+	/* start: byte of the region at which symbols begin */
+	const uint32_t m = (uint32_t)block_values(&v, b), start = c.shares ? 8 : 4;
+	uint32_t end = 0, size = 0; /* end: bytes of the symbols; size: bytes of the region */
 	uint64_t at = 0, checksum = 0;
 	cut_layout l = {};
 	bool constant;

@@ -1,10 +1,10 @@
-/* truncate/fields.cuh - reading of levels, and of the fields that values keep. docs/spec/format.md, section 9. */
+/* truncate/fields.cuh - read levels, and the mantissa fields that values keep. docs/spec/format.md, section 9. */
 #ifndef CODEC_CUDA_TRUNCATE_FIELDS_CUH
 #define CODEC_CUDA_TRUNCATE_FIELDS_CUH
 
 #include "truncate/truncate.cuh"
 
-/* Read levels of a row's values, two bits each, from index *bit on, which moves on. */
+/* Read the levels of a row's values, two bits each, from bit index *bit on, and advance *bit. */
 DEVICE void levels_sent(const bit_source &s, uint32_t *bit, const uint32_t e[4], uint32_t levels[4], uint32_t lane)
 {
 	uint32_t live = 0, all;
@@ -20,7 +20,7 @@ DEVICE void levels_sent(const bit_source &s, uint32_t *bit, const uint32_t e[4],
 	*bit += 2 * all;
 }
 
-/* Indices of the next bit of each piece; by bit, of the only stream. */
+/* Bit index of the next bit of each piece. With per-bit granularity there is a single stream, piece 0. */
 struct pieces {
 	uint32_t bit[PIECES];
 	uint32_t left_out; /* mask of pieces that are 0 in all values */
@@ -30,7 +30,7 @@ struct pieces {
 DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, const uint32_t e[4],
 			 const uint32_t levels[4], uint32_t field[4], uint32_t lane)
 {
-	/* width, by: bits of the lane's earlier values in each piece, a byte each */
+	/* width, by: for each piece, bits of the lane's earlier values, one byte each */
 	uint32_t kept[4], by[4], count = 0, width = 0;
 
 	for (uint32_t k = 0; k < 4; k++) {
@@ -41,8 +41,9 @@ DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, cons
 	}
 	uint32_t all, rank = warp_scan(count, lane, &all), ends = 0, bits[PIECES];
 	/*
-	 * The last piece begins and ends last, and none is wider. One that is left out stays where it would begin. So
-	 * all windows are inside if those of the last piece are. Without branches all loads are in flight together.
+	 * The last piece begins and ends last, and no piece is wider. The index of an omitted piece remains where the
+	 * piece would begin. So if the last piece's windows are inside the region, all windows are. Without branches
+	 * all loads are in flight together.
 	 */
 	const bool inside = (p->bit[PIECES - 1] + WIRE_ROW * byte_of(q.widths, PIECES - 1)) / 32 + 2 <= s.whole;
 
@@ -68,7 +69,7 @@ DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, cons
 	}
 }
 
-/* Read the fields of the lane's values of the next row, by bit: at most `most` bits each. */
+/* Per-bit granularity: read the fields of the lane's values of the next row, at most `most` bits each. */
 DEVICE void bit_fields(const cut_kind &q, const bit_source &s, pieces *p, const uint32_t e[4], const uint32_t cuts[4],
 		       uint32_t most, uint32_t field[4], uint32_t lane)
 {

@@ -1,18 +1,20 @@
-/* truncate/rings.cuh - writing of bit streams that grow side by side, through words in shared memory.
+/*
+ * truncate/rings.cuh - write several bit streams at the same time, buffered in shared memory.
  *
- * A stream begins at any bit of a region. Its words go to the region when they are complete, with one store; words that
- * it shares with the streams beside it are added to what is there, at first 0 (clear_word).
+ * A stream may begin at any bit of a region. Complete words are written to the region with one store. A word that a
+ * stream shares with a neighbouring stream is added to the word in the region, which clear_word has set to 0 before.
  */
 #ifndef CODEC_CUDA_TRUNCATE_RINGS_CUH
 #define CODEC_CUDA_TRUNCATE_RINGS_CUH
 
 #include "common/warp.cuh"
 
-#define RING_WORDS 32 /* more than a row of 128 values of 6 bits touches */
+#define RING_WORDS 32 /* more words than 128 values of 6 bits span */
 
 /*
- * End of a stream. words: those that are not complete, word i of the region at i % RING_WORDS; others are 0. bit:
- * position of the next bit in the region. shared: word of the region that another stream has begun; ~0: none.
+ * State of a stream. words: buffer of words that are not complete; word i of the region is at index i % RING_WORDS,
+ * and unused words are 0. bit: bit index in the region of the stream's end. shared: index of the region's word that
+ * another stream has begun; ~0: there is none.
  */
 struct bit_ring {
 	uint32_t *words, bit, shared;
@@ -23,7 +25,7 @@ DEVICE bit_ring bit_ring_of(uint32_t *words, uint32_t bit)
 	return {words, bit, bit % 32 ? bit / 32 : ~0u};
 }
 
-/* Add up to 32 bits, `ahead` bits behind the end. Lanes add different ones. */
+/* Add up to 32 bits at `ahead` bits past the stream's end. Lanes add different bits. */
 DEVICE void ring_bits(const bit_ring &s, uint32_t ahead, uint32_t x)
 {
 	const uint32_t bit = s.bit + ahead;
@@ -32,7 +34,7 @@ DEVICE void ring_bits(const bit_ring &s, uint32_t ahead, uint32_t x)
 	atomicOr(s.words + (bit / 32 + 1) % RING_WORDS, __funnelshift_l(x, 0, bit % 32));
 }
 
-/* Move the end by nbits bits, which have been added, and write complete words. */
+/* Advance the stream's end by nbits bits, which have been added before, and write complete words to the region. */
 DEVICE void move_ring(bit_ring *s, uint32_t nbits, uint8_t *region, uint32_t lane)
 {
 	const uint32_t i = s->bit / 32 + lane;
@@ -49,7 +51,7 @@ DEVICE void move_ring(bit_ring *s, uint32_t nbits, uint8_t *region, uint32_t lan
 	*from = 0;
 }
 
-/* Write the last word. */
+/* Add the last, incomplete word to the region. */
 DEVICE void end_ring(const bit_ring &s, uint8_t *region, uint32_t lane)
 {
 	uint32_t *from = s.words + s.bit / 32 % RING_WORDS;
@@ -60,7 +62,7 @@ DEVICE void end_ring(const bit_ring &s, uint8_t *region, uint32_t lane)
 	}
 }
 
-/* Clear bytes from to end - 1 of a region, and the rest of the last word. */
+/* Clear bytes [from, end) of a region, and the rest of the word that contains the last of them. */
 DEVICE void clear_bytes(uint8_t *region, uint32_t from, uint32_t end, uint32_t lane)
 {
 	uint32_t *word = global((uint32_t *)region);
@@ -72,7 +74,7 @@ DEVICE void clear_bytes(uint8_t *region, uint32_t from, uint32_t end, uint32_t l
 	__syncwarp();
 }
 
-/* Clear bytes from `from` on in the word of a region that holds byte `at` - 1, where a stream or its symbols end. */
+/* Clear the bytes from `from` on in the region's word that contains byte at - 1, where a stream or the symbols end. */
 DEVICE void clear_word(uint8_t *region, uint32_t from, uint32_t at, uint32_t lane)
 {
 	const uint32_t i = (at - 1) / 4 * 4 + lane;

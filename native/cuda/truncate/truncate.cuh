@@ -11,11 +11,11 @@
 
 /* Properties of a dtype. */
 struct cut_kind {
-	uint32_t mbits, sign; /* bits of mantissa; index of the sign bit */
-	uint32_t bias, last;  /* exponent of 1.0; exponent of Inf */
+	uint32_t mbits, sign; /* mbits: bits of mantissa; sign: index of the sign bit */
+	uint32_t bias, last;  /* bias: exponent of 1.0; last: exponent of Inf */
 	uint32_t octave_log2, base;
-	uint32_t drops;  /* bits dropped at each level, a byte each */
-	uint32_t widths; /* bits of each piece of a field, from the top, a byte each */
+	uint32_t drops;  /* number of bits dropped at each level, one byte each */
+	uint32_t widths; /* bits of each piece of a field, highest piece first, one byte each */
 	uint32_t per;    /* levels per dropped bit, in 256ths: see cut_of */
 };
 
@@ -65,7 +65,7 @@ DEVICE int guard_of(const cut_kind &q, const codec_view &v)
 	return v.guard + 127 - (int)q.bias;
 }
 
-/* Return a value's cut for its slack: its level or, by bit, the number of bits dropped. */
+/* Return a value's cut for its slack: its level or, with per-bit granularity (by_bit), its number of dropped bits. */
 DEVICE uint32_t cut_of(const cut_kind &q, bool by_bit, int slack)
 {
 	if (by_bit)
@@ -75,7 +75,10 @@ DEVICE uint32_t cut_of(const cut_kind &q, bool by_bit, int slack)
 	return (uint32_t)(slack < most ? slack : most) * q.per >> 8; /* the highest level that drops no more bits */
 }
 
-/* Compute the cuts of four values from exponents of A that encoder and decoder share. ea4: a byte each. */
+/*
+ * Compute the cuts of four values from the exponents of A, which encoder and decoder share. ea4: exponents of A, one
+ * byte each.
+ */
 DEVICE void shared_cuts(const cut_kind &q, bool by_bit, int guard, const uint32_t e[4], uint32_t ea4, uint32_t cuts[4])
 {
 	for (uint32_t k = 0; k < 4; k++)
@@ -83,8 +86,8 @@ DEVICE void shared_cuts(const cut_kind &q, bool by_bit, int guard, const uint32_
 }
 
 /*
- * Return which pieces a value keeps: byte i is 255 if piece i is kept. Each level keeps one piece less than the level
- * below it; exponent 0 keeps none.
+ * Return a mask of the pieces that a value keeps: byte i is 255 if piece i is kept. Each level keeps one piece less
+ * than the level below. A value with exponent 0 keeps no piece.
  */
 DEVICE uint32_t kept_of(uint32_t e, uint32_t level)
 {
@@ -102,8 +105,8 @@ DEVICE uint32_t piece_mask(const cut_kind &q, uint32_t i)
 }
 
 /*
- * Return by how much each piece of a field is rotated to the left to end at bit 0, a byte each, 14 to 32. With the bits
- * of a lane's earlier values added, it is the rotation to its place among them.
+ * Return for each piece of a field the left rotation that moves its lowest bit to bit 0: 14 to 32, one byte each. Add
+ * the bits of a lane's earlier values to obtain the rotation that places the piece after them.
  */
 DEVICE uint32_t piece_rotations(const cut_kind &q)
 {
@@ -116,7 +119,7 @@ DEVICE uint32_t piece_rotations(const cut_kind &q)
 	return rotations;
 }
 
-/* Return how many of a lane's values keep each piece, a byte each. */
+/* Return for each piece how many of a lane's values keep it, one byte each. */
 DEVICE uint32_t kept_by(const uint32_t e[4], const uint32_t levels[4])
 {
 	uint32_t kept = 0;
@@ -126,9 +129,9 @@ DEVICE uint32_t kept_by(const uint32_t e[4], const uint32_t levels[4])
 	return kept;
 }
 
-/* Numbers of values that keep each piece, of all rows of a block: at most 512 for a lane, 16,384 for a warp. */
+/* For each piece, the number of values of a block that keep it: at most 512 in a lane, 16,384 in a warp. */
 struct kept_sums {
-	uint32_t even, odd; /* 16 bits each: pieces 0 and 2; pieces 1 and 3 */
+	uint32_t even, odd; /* 16 bits per piece: even: pieces 0 and 2; odd: pieces 1 and 3 */
 };
 
 DEVICE void add_kept(kept_sums *s, uint32_t kept)
@@ -159,20 +162,20 @@ DEVICE uint32_t bits_kept(const cut_kind &q, uint32_t e, uint32_t cut, uint32_t 
 	return !e ? 0 : keeps < most ? keeps : most;
 }
 
-/* Return bits_lower_exponent of words; as a decoder, with last - by, bits_raise_exponent. */
+/* Return bits_lower_exponent(e, by). Decoders pass last - by, which gives bits_raise_exponent(e, by). */
 DEVICE uint32_t lower_exponent(uint32_t e, uint32_t by, uint32_t last)
 {
 	return e ? e - by + (e <= by ? last : 0) : 0;
 }
 
-/* Unpack four bytes. */
+/* Unpack the four bytes of a word into x. */
 DEVICE void unpack(uint32_t quad, uint32_t x[4])
 {
 	for (uint32_t k = 0; k < 4; k++)
 		x[k] = byte_of(quad, k);
 }
 
-/* Pack four bytes. */
+/* Return four bytes packed into a word. */
 DEVICE uint32_t pack(const uint32_t x[4])
 {
 	return __byte_perm(__byte_perm(x[0], x[1], 0x0040), __byte_perm(x[2], x[3], 0x0040), 0x5410);
