@@ -1,7 +1,7 @@
-"""Write the cffi module from the public headers: the declarations are written once, in C.
+"""Generate the cffi module from the public C headers, so that declarations exist only once.
 
-Usage: ``python build.py OUTPUT_DIR HEADER...`` writes ``OUTPUT_DIR/_cffi.py`` (out-of-line, ABI mode: it names no
-Python version and needs no compiler).
+Usage: ``python build.py OUTPUT_DIR HEADER...`` writes ``OUTPUT_DIR/_cffi.py``. The module is out-of-line and
+in ABI mode, so that it works with any Python version and needs no compiler.
 """
 
 import re
@@ -12,7 +12,7 @@ import cffi
 
 
 def declarations(header: str) -> str:
-    """Strip what cffi does not read: comments, directives other than integer constants, linkage and visibility."""
+    """Remove everything that cffi cannot parse: comments, directives except integer constants, and attributes."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
     text = re.sub(r"#ifndef CODEC_API\n.*?\n#endif\n#endif\n", "", text, flags=re.DOTALL)
     text = re.sub(r"#ifdef __cplusplus\n.*?#endif\n", "", text, flags=re.DOTALL)
@@ -27,7 +27,7 @@ def declarations(header: str) -> str:
 
 
 def main(directory: str, *headers: str) -> None:
-    """Write the module."""
+    """Write the module ``_cffi.py`` for these headers into a directory."""
     ffi = cffi.FFI()
     ffi.set_source("codec._c._cffi", None)
     ffi.cdef("\n".join(declarations(Path(h).read_text()) for h in headers))

@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 NATIVE = HERE.parent
-SOURCES = runpy.run_path(str(NATIVE.parent / "codec/engines/cuda/sources.py"))  # codec itself is not built yet
+SOURCES = runpy.run_path(str(NATIVE.parent / "codec/engines/cuda/sources.py"))  # not imported: codec is not built yet
 OPTIONS, STANDARD, DIGEST = [*SOURCES["OPTIONS"], "-diag-suppress=128"], SOURCES["HEADERS"], SOURCES["digest"]
 INCLUDED = [HERE, HERE / "src", HERE / "include", NATIVE / "cuda", NATIVE / "src", NATIVE / "include"]
-PACKAGES = "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"  # of PyPI, which have NVRTC
+PACKAGES = "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"  # PyPI packages that contain NVRTC
 
 
 class Image(NamedTuple):
-    """Kernels compiled for an architecture, and their names in the image."""
+    """Kernels compiled for an architecture, and their mangled names in the image."""
 
     arch: str
     data: bytes
@@ -38,7 +38,7 @@ def expressions() -> list[str]:
 
 
 def find_nvrtc(given: str | None) -> ctypes.CDLL:
-    """Load NVRTC: the given library, that of a Python package, or that of the loader's path."""
+    """Load NVRTC: the given library, else one from a Python package, else one on the loader's path."""
     if given:
         return ctypes.CDLL(given)
     for package in PACKAGES:
@@ -61,7 +61,7 @@ def _array(texts: list[str]) -> "ctypes.Array[ctypes.c_char_p]":
 
 
 def _output(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
-    """Return a result of a program: its log, machine code or PTX."""
+    """Return an output of a program: its log ("ProgramLog"), machine code ("CUBIN") or "PTX"."""
     size = ctypes.c_size_t()
     getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
     data = ctypes.create_string_buffer(size.value)
@@ -70,7 +70,7 @@ def _output(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
 
 
 def compile_image(arch: str, nvrtc_path: str | None) -> Image:
-    """Compile all kernels for an architecture: a number for machine code, "ptx" and a number for PTX."""
+    """Compile all kernels for an architecture: "90" compiles machine code, "ptx80" compiles PTX."""
     nvrtc, program, kernels = find_nvrtc(nvrtc_path), ctypes.c_void_p(), expressions()
     is_ptx, number = arch.startswith("ptx"), arch.removeprefix("ptx")
     options = [*OPTIONS, f"-arch={'compute' if is_ptx else 'sm'}_{number}", *(f"-I{folder}" for folder in INCLUDED)]
@@ -98,7 +98,7 @@ extern const unsigned char {symbol}[];
 
 
 def write_images(out: Path, images: list[Image]) -> None:
-    """Write images.c and the files that it embeds into a folder."""
+    """Write images.c, and the image files that it embeds, into a folder."""
     out.mkdir(parents=True, exist_ok=True)
     text, table = '/* images.c - written by images.py. */\n#include "images.h"\n\n', []
     for image in images:
@@ -114,7 +114,7 @@ def write_images(out: Path, images: list[Image]) -> None:
 
 
 def main() -> None:
-    """Compile the kernels for all architectures, several at once."""
+    """Compile the kernels for all architectures in parallel, and write images.c."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder of images.c and the files that it embeds")
     parser.add_argument("--archs", nargs="+", default=["90"], help="numbers such as 90, and ptx80 for PTX")

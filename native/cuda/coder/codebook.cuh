@@ -278,7 +278,7 @@ DEVICE uint64_t merge_cost(cost_room *room, uint32_t n)
 		uint32_t leaves = a + b, mixed = a + c, nodes = c + d;
 		uint32_t pair = leaves < mixed ? leaves : mixed;
 
-		pair = nodes < pair ? nodes : pair; /* the two lightest of two sorted lists */
+		pair = nodes < pair ? nodes : pair; /* weight of the two lightest entries of two sorted lists */
 		i += pair == leaves ? 2 : pair == mixed ? 1 : 0;
 		from += pair == leaves ? 0 : pair == mixed ? 1 : 2;
 		room->node[to++] = pair;

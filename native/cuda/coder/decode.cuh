@@ -39,8 +39,8 @@ DEVICE void fill_pairs(const pairs &to, const uint8_t *table)
 }
 
 /*
- * State of a lane that decodes a plane. `bits`: the lane's bit reservoir: 32 to 63 bits at the upper end, then a 1
- * that marks the reservoir's end, then zeros.
+ * State of a lane that decodes a plane. `bits`: the lane's bit reservoir, which is 32 to 63 bits at the upper end,
+ * then a 1 that marks its end, then zeros.
  */
 struct coded {
 	uint64_t bits;
@@ -71,7 +71,7 @@ static __device__ codec_status open_plane(cursor *c, coded *s, uint32_t lane)
 	if (left(c) < nbytes)
 		return CODEC_BAD_REGION;
 	for (uint32_t k = STATE_NBYTES + from / 8; k < STATE_NBYTES + from / 8 + 5;
-	     k++) /* tails have up to 31 bits, and begin at any bit of a byte */
+	     k++) /* a tail has up to 31 bits, and begins at any bit of a byte */
 		tail = tail << 8 | (k < nbytes ? p[k] : 0);
 	tail = t ? tail << (24 + from % 8) >> (64 - t) : 0;
 	if (sum % 8)

@@ -1,6 +1,6 @@
 /*
- * common/cta.cuh - reductions over a CTA, and synchronization between CTAs. A CTA is a CUDA thread block; "block" means
- * a block of values of a frame here.
+ * common/cta.cuh - reductions over a CTA, and synchronization between CTAs. A CTA is a CUDA thread block; In
+ * native/cuda, "block" means a block of values in a frame.
  *
  * All functions are called by all CTA_THREADS threads of a CTA, and include the barriers that they need.
  *

@@ -1,10 +1,10 @@
 /*
  * common/scratch.cuh - scratch memory of a call, divided into units that warps acquire and release.
  *
- * A launch encodes or decodes any number of frames, but only as many warps run at once as the GPU has room for. They
- * share units of scratch memory. The number of warps that work on a frame is limited to the number for which units
- * exist (useful_warps). If several frames need more units than exist, warps wait for units. There is no deadlock: a
- * warp acquires its units before its first block, so a warp that has units never waits for a warp that has none.
+ * A launch encodes or decodes any number of frames, but the GPU runs only a limited number of warps at once. These
+ * warps share units of scratch memory. The number of warps that work on a frame is limited to the number for which
+ * units exist (useful_warps). If several frames need more units than exist, warps wait for units. There is no deadlock:
+ * a warp acquires its units before its first block, so a warp that has units never waits for a warp that has none.
  */
 #ifndef CODEC_CUDA_COMMON_SCRATCH_CUH
 #define CODEC_CUDA_COMMON_SCRATCH_CUH

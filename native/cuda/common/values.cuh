@@ -34,10 +34,10 @@ DEVICE uint32_t bits_of_float(uint32_t dtype, float y)
 
 /* Tensor to be encoded. All arrays have one entry per value of the tensor. */
 struct codec_source {
-	const uint8_t *values; /* the tensor, at a multiple of the size of a value; with error feedback: `sums`, rounded
-				  to the tensor's dtype */
-	const float *sums;     /* with error feedback: tensor + residual as float32; otherwise NULL */
-	float *residual;       /* output: residual (source minus its decoded values); NULL: not written */
+	/* the tensor, aligned to the size of a value; with error feedback: `sums`, rounded to the tensor's dtype */
+	const uint8_t *values;
+	const float *sums; /* with error feedback: tensor + residual as float32; otherwise NULL */
+	float *residual;   /* output: residual (source minus its decoded values); NULL: not written */
 };
 
 /* Return value i as float32. */

@@ -450,8 +450,8 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 		if (wrong >> lane & 1)
 			status = CODEC_BAD_REGION;
 		/*
-		 * each frame is reported by one warp, so that a wrong checksum takes precedence over other faults of a
-		 * block
+		 * each frame is reported by one warp, so that of several faults of a block a wrong checksum takes
+		 * precedence
 		 */
 		status = check_digests(s, b, known, left(&c), status, warp, lane);
 		if (lane < count && lane % WARPS == warp && status != CODEC_OK)

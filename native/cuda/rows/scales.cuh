@@ -45,8 +45,8 @@ template <int N> DEVICE uint32_t largest_of(uint32_t most, const uint32_t *x, ui
 }
 
 /*
- * Return the largest magnitude of n values, as bits of float32. Magnitudes of `limit` and above are ignored. By one
- * warp.
+ * Return the largest magnitude of n values, as bits of float32. Magnitudes of `limit` and above are ignored. Called by
+ * one warp.
  */
 DEVICE uint32_t largest(uint32_t dtype, const codec_source *source, uint64_t first, uint32_t n, uint32_t limit,
 			uint32_t lane)

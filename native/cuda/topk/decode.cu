@@ -2,7 +2,7 @@
 #include "topk/decode.cuh"
 
 /*
- * Decode blocks, one a warp, or only check them. Grid: (CTAs, frames). Values are stored while codes are read. If an
+ * Decode blocks, one per warp, or only check them. Grid: (CTAs, frames). Values are stored while codes are read. If an
  * invalid frame must not change the destination, run a launch that only checks first.
  */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 6) decode_topk(const codec_decoding *decodings)

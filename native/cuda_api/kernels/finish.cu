@@ -14,7 +14,10 @@ extern "C" __global__ void __launch_bounds__(128) finish_encode(const written_re
 	*(codec_cuda_result *)items[i].result = {w->nbytes, w->fault, 0};
 }
 
-/* Return the status that follows from DELTA's digests: CODEC_OK if those of base and result are the frame's. */
+/*
+ * Return the status that follows from DELTA's digests: CODEC_OK if the digests of base and result equal those in the
+ * frame.
+ */
 DEVICE uint32_t digests_status(const opened *o, const found *f)
 {
 	if (f->base != o->base)

@@ -14,8 +14,8 @@
 #define DECODE_FLAGS (CODEC_ALLOW_SLACK | CODEC_VERIFY_FIRST)
 
 /*
- * Workspace of a call, in bytes from its beginning. decodings: two times NDECODERS arrays of `count` struct decoding:
- * first NDECODERS arrays of launches that only check, then those of launches that decode. In each array, items are
+ * Workspace of a call, in bytes from its beginning. decodings: 2 * NDECODERS arrays of `count` struct decoding; the
+ * first NDECODERS are for launches that only check, the others for launches that decode. In each array, items are
  * sorted by the kernel of their plan. taken: bit mask of the units of scratch memory in use.
  */
 struct layout {

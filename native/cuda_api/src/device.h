@@ -11,7 +11,7 @@
  */
 struct scratch_sizes {
 	uint64_t encode_lossless, decode_lossless; /* bytes of a unit */
-	/* index 0: with an entropy stage, without the region; 1: with ternary codes packed five a byte */
+	/* index 0: with an entropy stage, without the region; 1: with ternary codes packed five per byte */
 	uint64_t encode_rows[2];
 	uint64_t encode_truncate[2]; /* index 0: levels stored separately; 1: coded together with symbols */
 	uint64_t decode_rows, decode_truncate;
@@ -42,9 +42,9 @@ int device_launch(const codec_cuda_device *d, enum kernel k, uint32_t x, uint32_
 
 /*
  * Launches of a kernel for adjacent structs in device memory; grid.y selects the struct. In a launch, every struct has
- * as many CTAs as the struct with most. So that at most 4,096 CTAs of a launch are idle, structs with few CTAs are put
- * in another launch than structs with many. Add structs in descending order of CTAs to keep the number of launches
- * small.
+ * as many CTAs as the struct that needs most. Structs that need few CTAs are launched separately from structs that need
+ * many, so that at most 4,096 CTAs of a launch are idle. Add structs in descending order of CTAs to keep the number of
+ * launches small.
  */
 struct run {
 	const codec_cuda_device *device;

@@ -317,7 +317,7 @@ static int launch_kernel(const codec_cuda_encode_item *items, size_t count, cons
 	return run_end(&r);
 }
 
-/* Launch the kernels of a group. All its items have the same ones. */
+/* Launch the kernels of a group, which are the same for all its items. */
 static int launch_group(const codec_cuda_encode_item *items, size_t count, const struct layout *l, int group,
 			uint64_t at, CUstream stream)
 {

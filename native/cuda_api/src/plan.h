@@ -12,10 +12,10 @@ struct codec_cuda_plan {
 	const codec_cuda_device *device;
 	uint32_t codec, dtype, rank, itemsize;
 	uint64_t shape[CODEC_MAX_RANK];
-	uint64_t n, nbytes; /* values and bytes of the tensor */
+	uint64_t n, nbytes; /* number of values, and bytes, of the tensor */
 	uint64_t bound;
 	int entropy;      /* row codecs: 1 if codes are entropy-coded */
-	int needs_levels; /* TRUNCATE */
+	int needs_levels; /* TRUNCATE: 1 if encoding needs the level of each value */
 
 	/*
 	 * Encoding. If nblocks is 0, the tensor is stored uncompressed whatever its values are, and only CLOSE_FRAME

@@ -84,7 +84,7 @@ inline codec_spec spec_of(uint32_t codec)
 /** Algorithm of an all-reduce. N is the number of ranks. */
 enum class Algorithm {
 	/**
-	 * all_gather for two ranks and small tensors, else two_shot. If ranks spend much of their time encoding, the
+	 * all_gather for two ranks or small tensors, else two_shot. If ranks spend much of their time encoding, the
 	 * first calls with a size and spec also time raw, and later calls use raw if it was faster. The results of
 	 * lossy codecs then depend on timing: pass another algorithm if runs must be reproducible.
 	 */
@@ -108,9 +108,9 @@ struct Options {
 	uint64_t stream = 0; /**< id of the random bits of stochastic codecs; must differ between tensors of a step */
 	void *out = nullptr; /**< destination of the result; nullptr: the tensor itself, which is slower */
 	/**
-	 * Cut tensors into chunks of up to 4 MiB of values, as codec.torch does, instead of 1 MiB. Set it if results
-	 * must be bit-identical to those of codec.torch and the codec's scales or random bits depend on chunks.
-	 * Slightly slower.
+	 * Cut tensors into chunks of up to 4 MiB instead of 1 MiB, as codec.torch does. Set it if results must be
+	 * bit-identical to those of codec.torch and the codec's scales or random bits depend on chunks. Slightly
+	 * slower.
 	 */
 	bool cut_as_torch = false;
 	/**

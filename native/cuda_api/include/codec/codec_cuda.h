@@ -132,7 +132,7 @@ typedef struct codec_cuda_encode_item {
 	const codec_cuda_plan *plan; /**< plan of this tensor */
 	const void *tensor;          /**< values */
 	void *frame;                 /**< output: the frame */
-	uint64_t capacity;           /**< size of `frame` in bytes; less than codec_cuda_bound may not suffice */
+	uint64_t capacity;           /**< size of `frame` in bytes; less than codec_cuda_bound may be too small */
 	/** output: size of the frame, and status; after an error the frame's bytes are unspecified */
 	codec_cuda_result *result;
 	/**

@@ -209,7 +209,7 @@ private:
 	std::vector<std::function<void()>> late_;
 };
 
-using Messages = std::vector<std::vector<Channel::Incoming>>; /* [chunk][others] */
+using Messages = std::vector<std::vector<Channel::Incoming>>; /* [chunk][index into channel_.others] */
 
 inline size_t room_for(const std::vector<std::vector<size_t>> &bounds)
 {
@@ -477,7 +477,7 @@ class AllGather : public Spread
 	}
 };
 
-/* All-gather of tensors: the values of rank 0, then those of rank 1, and so on. */
+/* All-gather of tensors: the result has the values of rank 0, then the values of rank 1, and so on. */
 class Gather : public Spread
 {
 	using Spread::Spread;

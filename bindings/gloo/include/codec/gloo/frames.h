@@ -39,7 +39,7 @@ struct Workspace {
 	}
 };
 
-/* Arguments of a collective. They are equal on all ranks except for pointers and the values behind them. */
+/* Arguments of a collective. They are equal on all ranks, except pointers and the data to which they point. */
 struct Reduction {
 	explicit Reduction(Workspace &memory) : work(memory)
 	{

@@ -34,7 +34,7 @@ inline void check_metrics(const codec_metric *metric, uint64_t n)
 }
 
 /*
- * The part of a list of metrics that describes a piece: parameter groups that overlap with it, and views of their
+ * Part of a list of metrics that applies to a piece: the parameter groups that overlap the piece, and views of their
  * arrays.
  */
 class MetricOf

@@ -58,8 +58,8 @@ inline void add_up(Reduction &r, const std::vector<const uint8_t *> &parts, cons
 
 /*
  * Two-shot all-reduce of uncompressed values; its result is bit-identical to that with lossless frames. Ranks announce
- * the last 8 bytes of each message of values, by which receivers detect a message that is too short: those of terms
- * together with the terms, those of sums just before the verdict, because sums are not used earlier.
+ * the last 8 bytes of each message of values, by which receivers detect a message that is too short: for terms (values
+ * to be summed) in parallel with the terms, for sums just before the verdict, because sums are not used earlier.
  */
 class Raw : public Collective
 {
