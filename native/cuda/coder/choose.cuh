@@ -1,6 +1,6 @@
 /*
- * coder/choose.cuh - choose the scale model, divided into tasks that CTAs take in order. docs/spec/encoder.md, section
- * 4.
+ * coder/choose.cuh - choose the scale model, divided into tasks that CTAs take in order.
+ * docs/spec/encoder.md, section 4.
  */
 #ifndef CODEC_CUDA_CODER_CHOOSE_CUH
 #define CODEC_CUDA_CODER_CHOOSE_CUH

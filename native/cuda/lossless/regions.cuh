@@ -1,6 +1,6 @@
 /*
- * lossless/regions.cuh - encode blocks with any combination of planes in their regions. docs/spec/encoder.md, sections
- * 4.2 and 6.
+ * lossless/regions.cuh - encode blocks with any combination of planes in their regions.
+ * docs/spec/encoder.md, sections 4.2 and 6.
  *
  * A value is live if its byte in plane 0 is not 0. A region is pruned if its planes 1 and above contain bytes of live
  * values only.
