@@ -129,7 +129,7 @@ struct model_tasks {
 DEVICE model_tasks model_tasks_of(uint64_t n, uint32_t nparts)
 {
 	uint64_t nrows = (n + WIRE_ROW - 1) / WIRE_ROW, take = nrows / choose_stride(nrows);
-	uint32_t parts = nparts ? nparts : 1; /* symbols are counted without a model, too */
+	uint32_t parts = nparts ? nparts : 1; /* without a model, symbols are also counted */
 	uint32_t most = parts < 256 / PART_SHARES ? PART_SHARES : parts < 256 ? 256 / parts : 1;
 	uint64_t shares = (take / CTA_WARPS + parts - 1) / parts;
 

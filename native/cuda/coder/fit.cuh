@@ -71,7 +71,7 @@ DEVICE uint64_t part_cols(const codec_model_part *part)
 	return part->kind & WIRE_SEGMENT_COLS ? part->row : 0;
 }
 
-/* Check that all row offsets of a part are computed before the first block. */
+/* Return true if all row offsets of a part are computed before the first block is encoded. */
 DEVICE bool is_fitted(const codec_model_part *part)
 {
 	return part_rows(part) <= CHOOSE_ROWS;

@@ -21,7 +21,7 @@ DEVICE int octave_of(uint32_t dtype)
 /* log2 of `zero`, the smallest pattern to which offsets are applied, for values of `size` bytes. */
 #define SHIFT_OF(size) ((size) == 8 ? 4 : 7)
 
-/* Position of a value in its part of the model. */
+/* Position of a value in the scale model: its part, and its row and column in the part. */
 struct place {
 	const codec_model_part *part;
 	uint64_t left;                /* number of values of the part from the current one on */

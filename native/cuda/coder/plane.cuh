@@ -65,8 +65,9 @@ DEVICE uint32_t window_at(const bit_source &s, uint32_t bit)
 /* State of reading a plane of k values. */
 struct plane {
 	uint32_t mode, k;
-	const uint8_t *bytes; /* RAW: first row; CONSTANT: byte of all values; ROWS: bitmap of rows */
-	const pairs *by;      /* CODED: table of pairs; NULL: use one table look-up per symbol */
+	/* address; RAW: of the first row; CONSTANT: of the byte that all values share; ROWS: of the bitmap of rows */
+	const uint8_t *bytes;
+	const pairs *by; /* CODED: table of pairs; NULL: use one table look-up per symbol */
 	const uint8_t *table;
 	coded coder;
 	bool bad;
@@ -149,7 +150,7 @@ static __device__ uint32_t plane_row(plane *o, uint32_t r, cursor *c, uint32_t l
 	return load_bytes(here(c) - run + 4 * lane, n);
 }
 
-/* Check, after the last row, that the plane was valid. */
+/* Return CODEC_OK if the plane was valid, else a status. Call it after the last row. */
 DEVICE codec_status plane_close(const plane *o)
 {
 	bool bad = o->bad || (o->mode == WIRE_MODE_CODED && !ends_well(&o->coder));

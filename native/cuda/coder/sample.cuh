@@ -99,13 +99,13 @@ DEVICE sample_kind sample_kind_of(const codec_view *v)
 		v->dtype == CODEC_FLOAT64};
 }
 
-/* Return an offset, given in eighths of an octave, in patterns. */
+/* Convert an offset from eighths of an octave to patterns, modulo the circle. */
 DEVICE uint16_t around(const sample_kind &q, int eighths)
 {
 	return on_circle(eighths, 1 << q.eighth, WIRE_CIRCLE((int)q.zero));
 }
 
-/* Return the offset of value i under the job's model, in patterns. */
+/* Return the offset, in patterns, of value i under the job's scale model. */
 DEVICE uint16_t offset_of(const job *j, const sample_kind &q, uint64_t i)
 {
 	place o = place_at(j, i);

@@ -58,7 +58,7 @@ static __device__ uint32_t count_live(const uint32_t *top, uint32_t m, uint32_t 
 	return warp_sum(count);
 }
 
-/* Check that a fixed plane is 0 where plane 0 is 0. */
+/* Check that a fixed plane's bytes are 0 for all values whose byte in plane 0 is 0. */
 static __device__ bool zero_under(const uint32_t *top, uint32_t m, const uint8_t *fixed, uint32_t lane)
 {
 	bool bad = false;

@@ -95,8 +95,9 @@ DEVICE void code_fast(fast_codes<SIZE> *t, const uint8_t *values, uint8_t *plane
 	const int AHEAD = SIZE == 2 ? 4 : 2;
 	const quad *from = global((const quad *)values) + lane;
 	uint32_t *to = global((uint32_t *)plane1) + lane;
-	const volatile uint32_t *key = t->key + lane; /* volatile: eight keys would take eight registers */
-	uint32_t *const words = t->words[0];          /* words of all warps */
+	/* volatile, so that the compiler does not keep eight keys in eight registers */
+	const volatile uint32_t *key = t->key + lane;
+	uint32_t *const words = t->words[0]; /* words of all warps */
 	/* end of this warp's buffer; its words begin at `begin` */
 	const uint32_t end = NEAR_WORDS * (threadIdx.x / 32 + 1);
 	uint32_t begin = opaque(end);

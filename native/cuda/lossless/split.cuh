@@ -174,7 +174,7 @@ DEVICE uint32_t any_byte(uint32_t x)
 	return (x | x >> 8 | x >> 16 | x >> 24) & 255;
 }
 
-/* Check that not all symbols of a plane are equal. */
+/* Return true if not all symbols of a plane are equal. */
 DEVICE bool differs(const common &same)
 {
 	return any_byte(same.some) & any_byte(~same.all);

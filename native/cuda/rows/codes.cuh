@@ -37,8 +37,8 @@ DEVICE row_scale open_part(struct row_kind q, const codec_row_part *part)
 }
 
 /*
- * Properties of a block that hold for all of its values. The template parameter CODEC of this and other functions is
- * the view's codec.
+ * Properties that all values of a block share. In functions of this file, the template parameter CODEC is the view's
+ * codec.
  */
 struct row_job {
 	const codec_view *v;
@@ -88,7 +88,7 @@ template <int CODEC> DEVICE uint32_t code_of(struct row_kind q, bool random, uin
 	return s.scale > 0 ? round_level_code(x, q.odd, q.levels, s.over, h) : round_level_zero(q.odd, q.levels);
 }
 
-/* Set random bits to one half, which makes rounding deterministic. */
+/* Set the random bits to one half (0x8000), which makes rounding deterministic. */
 DEVICE void no_draws(uint32_t draws[4])
 {
 	for (int k = 0; k < 4; k++)

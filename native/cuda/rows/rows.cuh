@@ -36,7 +36,7 @@ constexpr bool is_quantize(int codec)
 	return codec == WIRE_CODEC_QUANTIZE || codec == QUANTIZE_AFFINE;
 }
 
-/* Return a row_kind in which the fields that CODEC decides are constants for the compiler. Not for decode_rows. */
+/* Return a row_kind in which the fields that CODEC determines are compile-time constants. Not used by decode_rows. */
 template <int CODEC> DEVICE struct row_kind kind_for(struct row_kind q)
 {
 	q.codec = is_quantize(CODEC) ? WIRE_CODEC_QUANTIZE : CODEC;
@@ -209,7 +209,7 @@ DEVICE float float8_inverse(float scale)
 	return scale > 0x1p-100f && scale < 0x1p100f ? round_div(1, scale) : 0;
 }
 
-/* Return a value that is not 0 if a quad of FLOAT8 codes contains NaN, or Inf of E5M2. */
+/* Return true if a quad of FLOAT8 codes contains NaN, or Inf of E5M2. */
 DEVICE bool any_special(bool e4m3, uint32_t quad)
 {
 	return ((quad & 0x7f7f7f7f) + (e4m3 ? 1 : 4) * ONES) & 0x80808080;
@@ -298,7 +298,7 @@ DEVICE_CALL opened_row open_row(struct row_kind q, const codec_row_part *part, c
 	return o;
 }
 
-/* Move to the row of value i, unless it is the current one. Returns not 0 if its scale is invalid. */
+/* Move to the row of value i, unless it is the current row. Returns a nonzero number if the row's scale is invalid. */
 DEVICE uint32_t walk_on(struct row_kind q, row_walk *w, uint32_t i)
 {
 	if (i < w->end)
@@ -309,7 +309,7 @@ DEVICE uint32_t walk_on(struct row_kind q, row_walk *w, uint32_t i)
 	return o.wrong;
 }
 
-/* Set *y to the value of a code in the current row. Returns not 0 if the code is invalid. */
+/* Set *y to the value of a code in the current row. Returns a nonzero number if the code is invalid. */
 template <int CODEC> DEVICE uint32_t walk_code(struct row_kind q, const row_walk &w, uint32_t code, float *y)
 {
 	if (CODEC == WIRE_CODEC_SIGN) {

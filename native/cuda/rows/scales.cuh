@@ -279,7 +279,7 @@ DEVICE void extend(extremes *e, uint32_t x)
 	e->high = a > e->high ? a : e->high;
 }
 
-/* Return the extremes of the values of `lanes` neighbouring lanes, a power of two. */
+/* Return the extremes over `lanes` neighbouring lanes; `lanes` is a power of two. */
 DEVICE extremes extremes_of_lanes(extremes e, uint32_t lanes)
 {
 	for (uint32_t by = 1; by < lanes; by *= 2) {

@@ -47,7 +47,7 @@ struct cut_quad {
 	uint32_t x[4], e[4], cuts[4];
 };
 
-/* Compute the cuts of n values from value i on, whose exponents are e. */
+/* Compute the cuts of values i to i + n - 1. e: exponents of these values. */
 DEVICE void cuts_asked(const cutter &c, uint64_t i, uint32_t n, const uint32_t e[4], uint32_t cuts[4])
 {
 	if (c.exponents)

@@ -8,7 +8,10 @@
  */
 extern "C" __device__ const uint64_t encode_truncate_nbytes[] = {CUT_ROOM(0), CUT_ROOM(1)};
 
-/* Encode blocks, as encode_lossless does, and write residuals. The residual must not be an array of the source. */
+/*
+ * Encode blocks, as encode_lossless does, and write residuals. The residual must not be one of the source's input
+ * arrays.
+ */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) encode_truncate(const codec_encoding *encodings)
 {
 	const codec_encoding &e = encoding_of(encodings);

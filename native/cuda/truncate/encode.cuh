@@ -17,11 +17,11 @@
 /* Sums over a block's values: for each piece, the number of values that keep it; OR of all fields. */
 struct cut_sums {
 	kept_sums kept;
-	uint32_t bits; /* mantissa bits kept, in total; with per-bit granularity only */
+	uint32_t bits; /* total mantissa bits kept; only with per-bit granularity */
 	uint32_t any;
 };
 
-/* Return the field of value k; bits that are not kept are 0. */
+/* Return the mantissa field of value k, with bits that are not kept set to 0. */
 DEVICE uint32_t kept_field(const cutter &c, const cut_quad &cut, uint32_t k)
 {
 	return bits_field(cut.x[k], (int)c.q.mbits, (int)c.q.sign);

@@ -16,7 +16,7 @@ struct cut_kind {
 	uint32_t octave_log2, base;
 	uint32_t drops;  /* number of bits dropped at each level, one byte each */
 	uint32_t widths; /* bits of each piece of a field, highest piece first, one byte each */
-	uint32_t per;    /* levels per dropped bit, in 256ths: see cut_of */
+	uint32_t per;    /* 256 * levels per dropped bit, see cut_of */
 };
 
 DEVICE uint32_t bytes_of(const uint8_t *four)

@@ -74,7 +74,7 @@ static uint64_t units_of(const codec_cuda_encode_item *a, const struct layout *l
 	return a->plan->nblocks && a->plan->encode_each ? WARPS * ctas_of(a, l) * a->plan->encode_units : 0;
 }
 
-/* Compute the layout of the workspace for items whose plans were checked. */
+/* Compute the layout of the workspace. The items' plans must have been checked. */
 static void lay_out(const codec_cuda_encode_item *items, size_t count, struct layout *l)
 {
 	uint64_t zeroed = 0, made = 0, sums = 0, arguments = 0, units[NKERNELS] = {0}, wanted = 0;
@@ -138,7 +138,7 @@ static int check_item(const codec_cuda_encode_item *a)
 	return a->residual && a->capacity < p->bound ? CODEC_SHORT_OUTPUT : CODEC_OK;
 }
 
-/* Check that the items' plans can be used together. */
+/* Return CODEC_OK if the items' plans can be used in one call (same device), else a status. */
 static int check_plans(const codec_cuda_encode_item *items, size_t count)
 {
 	if (!items && count)
@@ -175,7 +175,7 @@ static struct places take_places(const codec_cuda_encode_item *a, struct places 
 	return here;
 }
 
-/* Return the units of scratch for an item. */
+/* Return the units of scratch memory to pass to the kernels of an item. */
 static struct units scratch_of(const codec_cuda_encode_item *a, const struct layout *l, uint64_t workspace)
 {
 	if (!units_of(a, l))

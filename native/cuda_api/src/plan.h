@@ -30,7 +30,7 @@ struct codec_cuda_plan {
 	/* maximum units of a warp for any values; if warps need more than encode_units, fewer run at once */
 	uint64_t encode_most;
 	uint64_t choice_nbytes; /* bytes of a codec_choice and of codec_part_found of each part */
-	codec_view view;        /* arrays: offsets in `image`, or in the memory that kernels fill */
+	codec_view view;        /* its arrays are given as offsets in `image`, or in the memory that kernels fill */
 	uint64_t made_nbytes;   /* bytes of the memory that kernels fill: offsets, row_sums, lengths, tables */
 	uint64_t head_nbytes, image_nbytes;
 	uint8_t head[(CODEC_HEADER_NBYTES + 15) / 16 * 16];

@@ -70,8 +70,8 @@ namespace codec::gloo
 {
 
 /**
- * Return a spec with the defaults of codec.h. The defaults of Python differ in two codecs: Quantize has
- * CODEC_OPTION_STOCHASTIC, and Truncate has CODEC_LEVEL_CODING_CODED and a guard of -8.
+ * Return a spec of codec `codec` with the defaults of codec.h. The defaults of the Python package differ in two
+ * codecs: Quantize has CODEC_OPTION_STOCHASTIC, and Truncate has CODEC_LEVEL_CODING_CODED and a guard of -8.
  */
 inline codec_spec spec_of(uint32_t codec)
 {
@@ -93,7 +93,7 @@ enum class Algorithm {
 	all_gather, /**< each rank reduces the whole tensor, and sends N - 1 frames, in one phase */
 	ring,       /**< as many bytes as two_shot, to one neighbour; sums are encoded N - 1 times */
 	raw,        /**< two_shot with uncompressed values */
-	blocks,     /**< gloo::allreduce over frames of a fixed size: see Blocks */
+	blocks,     /**< gloo::allreduce over frames of a fixed size, see Blocks */
 };
 
 /** Optional arguments of a collective. All pointers must stay valid until the call returns. */
@@ -466,7 +466,7 @@ private:
 			std::memcpy(values, r->result, n * r->itemsize);
 	}
 
-	/* Return the bytes that a rank sends in a raw all-reduce. */
+	/* Return the number of bytes that a rank sends in an all-reduce of uncompressed values. */
 	uint64_t raw_nbytes(const detail::Reduction &r) const
 	{
 		return 2 * r.n * r.itemsize * (channel_.size - 1) / channel_.size;
@@ -574,7 +574,7 @@ private:
 			throw PeerError("a rank has lost another one: nothing was changed");
 	}
 
-	/* Return the outcome to report for an error. */
+	/* Return the outcome to report to the other ranks for `error`; success if it is null. */
 	static detail::Outcome outcome_of(std::exception_ptr error)
 	{
 		try {
@@ -588,7 +588,7 @@ private:
 		return detail::Outcome::success;
 	}
 
-	/* Return the hash of all arguments that must be equal on all ranks. */
+	/* Return a hash of all arguments that must be equal on all ranks. */
 	static uint64_t signature_of(const detail::Reduction &r, Kind kind, Algorithm asked, Algorithm algorithm)
 	{
 		uint64_t hash = 0xcbf29ce484222325; /* FNV-1a */

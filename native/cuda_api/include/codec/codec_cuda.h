@@ -173,7 +173,7 @@ typedef struct codec_cuda_decode_item {
 	 * that sent it; a size above frame_nbytes is reported as CODEC_TRUNCATED. NULL: the size is frame_nbytes.
 	 */
 	const uint64_t *frame_nbytes_at;
-	void *tensor;              /**< output: values; float32 unless `into` is CODEC_INTO_STORE */
+	void *tensor;              /**< output: values; their dtype is float32, unless `into` is CODEC_INTO_STORE */
 	codec_cuda_result *result; /**< output: size of the frame, and status */
 	float weight;              /**< CODEC_INTO_ADD: factor by which decoded values are multiplied */
 	float divide;              /**< divisor of results, unless `into` is CODEC_INTO_STORE; 0: do not divide */

@@ -105,7 +105,7 @@ inline void sum_into(Reduction &r, const Piece &piece, const std::vector<Bytes> 
 		check(CODEC_NONFINITE);
 }
 
-/* One collective in two steps, prepare() and run(). Both write residuals. */
+/* One collective. Call prepare(), then run(); both write residuals. */
 class Collective
 {
 public:

@@ -172,8 +172,8 @@ public:
 	}
 
 	/*
-	 * Begin a collective: send a request to all ranks. With a key, messages may follow at once; without one,
-	 * await agree() and call open().
+	 * Begin a collective: send a request to all ranks. If the request has a key, messages may follow at once;
+	 * otherwise call agree() and then open() first.
 	 */
 	void request(const Request &mine)
 	{
@@ -188,8 +188,8 @@ public:
 
 	/*
 	 * Wait for the requests of all ranks, and begin the collective whose number is the largest of their proposals.
-	 * Return true if all requests are equal, and all ranks able. Throws PeerError if a proposal is so large that
-	 * numbers could run out.
+	 * Return true if all requests are equal and all ranks are able to begin. Throws PeerError if a proposal is so
+	 * large that collective numbers could run out.
 	 */
 	bool agree()
 	{
@@ -207,7 +207,7 @@ public:
 		return agreed;
 	}
 
-	/* Return the request of a rank, after agree(). */
+	/* Return the request of a rank. Call it after agree(). */
 	Request request_of(int o) const
 	{
 		const Numbers &numbers = requests_.all[o];
@@ -215,7 +215,7 @@ public:
 		return {numbers[0], !numbers[1], numbers[2]};
 	}
 
-	/* Open the slots of a new key, after agree(). Return the key. */
+	/* Switch to the slots of a new key, and return the key. Call it after agree(). */
 	uint64_t open()
 	{
 		absent_.assign(absent_.size(), false);

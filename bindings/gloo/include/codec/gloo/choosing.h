@@ -65,7 +65,10 @@ private:
 		return *middle;
 	}
 
-	/* Return true if the next collective is to use raw, by its number. */
+	/*
+	 * Return true if the next collective is to use raw. Depends on the number of calls so far, and on recorded
+	 * times.
+	 */
 	bool next()
 	{
 		uint64_t i = (calls_ - 1) % AGAIN;
@@ -104,7 +107,7 @@ public:
 	{
 	}
 
-	/* Return the times of the collective. `raw_nbytes` are the bytes that this rank would send in a raw one. */
+	/* Return the times of the collective. `raw_nbytes`: bytes that this rank would send in a raw collective. */
 	Times stop(uint64_t raw_nbytes) const
 	{
 		constexpr double MOST = static_cast<double>(uint64_t(1) << 62);

@@ -22,7 +22,7 @@ template <class T> T blank()
 	return found;
 }
 
-/* Describe n values in memory as a vector. */
+/* Return a codec_tensor that describes n values at `data` as a vector. */
 inline codec_tensor tensor_of(uint32_t dtype, const void *data, uint64_t n)
 {
 	auto t = blank<codec_tensor>();

@@ -72,7 +72,7 @@ inline uint16_t to_float16(float x)
 inline float from_float16(uint16_t h)
 {
 	uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, magnitude = static_cast<uint32_t>(h & 0x7fff) << 13;
-	/* value of a subnormal: its bits as the low mantissa bits of 0.5, less 0.5 */
+	/* value of a subnormal: 0.5 with the subnormal's bits as low mantissa bits, minus 0.5 */
 	float small = float_of(bits_of(0.5f) + (magnitude >> 13)) - 0.5f;
 	uint32_t normal = magnitude + (112u << 23);
 
@@ -157,7 +157,9 @@ inline void one_nan(float *total, uint64_t n)
 	each(n, [=](uint64_t i) { total[i] = total[i] != total[i] ? float_of(0x7fc00000) : total[i]; });
 }
 
-/* Residual values - seen; 0 for Inf and NaN, which error feedback must not carry on. */
+/*
+ * Compute the residual `values` - `seen`; 0 for Inf and NaN, which error feedback must not propagate to later steps.
+ */
 inline void lost(float *__restrict residual, const float *__restrict values, const float *__restrict seen, uint64_t n)
 {
 	each(n, [=](uint64_t i) {
