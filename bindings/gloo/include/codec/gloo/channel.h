@@ -94,8 +94,9 @@ inline uint64_t last_word(const void *p, size_t nbytes)
  *
  *   - Frame: the message is the frame's length, the frame, and a stamp of 8 bytes. All ranks use the same stamp in a
  *     collective, and no earlier message in this channel's memory has it. The receive buffer has the size of the
- *     longest possible frame. - Numbers: messages of the same count have the same size. The count is the last word of
- *     the message; the receive buffer is zeroed before.
+ *     longest possible frame.
+ *   - Numbers: messages of the same count have the same size. The count is the last word of the message; the receive
+ *     buffer is zeroed before.
  *   - Values: sent from the caller's memory, where no stamp can follow them. The sender announces the last 8 bytes of
  *     each message in a message of numbers. The receiver fills these bytes of its buffer with random bits before the
  *     receive, and compares them afterwards. A short message passes with probability 2^-64.
