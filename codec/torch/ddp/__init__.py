@@ -1,5 +1,5 @@
 """Communication hook of DistributedDataParallel.
 
-Modules here know parameters, buckets, policies and steps. They never send messages themselves: gradients go through
-:mod:`codec.torch.reduction`, residuals through :mod:`codec.torch.feedback`.
+This package handles parameters, buckets, policies and steps. It sends no messages itself: :mod:`codec.torch.reduction`
+reduces the gradients, and :mod:`codec.torch.feedback` adds the residuals.
 """

@@ -1,4 +1,4 @@
-"""Buckets of gradients and their contents: parameters, their offsets and order in memory, and the optimizer's state."""
+"""Buckets of gradients: their parameters, offsets and order in memory, and the optimizer state that Truncate needs."""
 
 import functools
 import itertools
@@ -21,11 +21,11 @@ from codec.torch._compat import divides_by_ranks_with_inputs, local
 from codec.torch.reduction import arguments
 from codec.torch.reduction.host import Reduction, Values
 
-_MAX_OTHERS = 1 / 32  # encode a whole bucket, not a copy of the part, if other values are at most this share
+_MAX_OTHERS = 1 / 32  # encode the whole bucket, not a copy of a part, if other parts hold at most this share of it
 
 
 def n_values(parameter: torch.Tensor) -> int:
-    """Return how many values a parameter, or its shard, has in a bucket: two real ones for each complex one."""
+    """Return the number of values of a parameter, or of its shard, in a bucket; a complex value counts as two."""
     return local(parameter).numel() * (2 if parameter.is_complex() else 1)
 
 
@@ -38,14 +38,14 @@ def sizes_of(names: Mapping[torch.nn.Parameter, str]) -> dict[str, int]:
 class Bucket:
     """Gradients of some parameters, which are reduced together."""
 
-    buffer: torch.Tensor  # flat, or sparse
+    buffer: torch.Tensor  # gradients as one flat tensor, or a sparse tensor
     parameters: Sequence[torch.nn.Parameter]
     number: int  # index of the bucket in the step
-    last: bool  # the last one of the step
+    last: bool  # True for the last bucket of the step
 
     @classmethod
     def of(cls, bucket: dist.GradBucket) -> "Bucket":  # pyright: ignore[reportPrivateImportUsage]
-        """Return the contents of a bucket of DistributedDataParallel."""
+        """Return the bucket that DistributedDataParallel passed to the hook, with its parameters and its index."""
         parameters = cast(list[torch.nn.Parameter], bucket.parameters())
         return cls(bucket.buffer(), parameters, bucket.index(), bucket.is_last())
 
@@ -54,7 +54,7 @@ class Bucket:
         return gradients_in(self.buffer, self.parameters)
 
     def explain_nonfinite(self, error: BaseException, names: Mapping[torch.nn.Parameter, str]) -> None:
-        """Name the parameter, and the place in it, in the message of an error about NaN or Inf in this bucket."""
+        """Add the parameter's name and the index of the value to an error about NaN or Inf in this bucket."""
         for p, gradient in zip(self.parameters, self.gradients(), strict=True):
             values = view(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
             if found := count_nonfinite(bits_of(values), values.dtype, values.shape):
@@ -70,20 +70,20 @@ class Bucket:
 class Part:
     """Parameters of a bucket that have the same spec and the same error feedback.
 
-    If they are nearly the whole bucket, the whole bucket is encoded (`whole`), without a copy. Its frames then hold
-    the parameters of other parts, too, under the name NOBODY: these have no residual there, and get their values from
-    their own part.
+    If they hold nearly all values of the bucket, the whole bucket is encoded without a copy, and `whole` is True. Its
+    frames then also hold the parameters of other parts, under the name NOBODY. These have no residual in this part, and
+    their results are read from their own part.
     """
 
     spec: Spec
-    feedback: bool  # error feedback is applied
+    feedback: bool  # True if error feedback is applied
     names: list[str]
     parameters: list[torch.nn.Parameter]
     offsets: list[int]  # offset of each parameter in the bucket, in values
-    whole: bool  # frames hold the whole bucket
-    number: int = 0  # number of the bucket in its step, times 256, plus number of the part in the bucket
-    new: bool = True  # no step with this part has succeeded yet
-    out: torch.Tensor | None = None  # result of a whole bucket, which the model reads
+    whole: bool  # True if frames hold the whole bucket
+    number: int = 0  # index of the bucket in its step, times 256, plus index of the part in the bucket
+    new: bool = True  # True until a step with this part has succeeded
+    out: torch.Tensor | None = None  # result of a whole bucket, from which the model reads its gradients
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -92,7 +92,7 @@ class Part:
 
     @functools.cached_property
     def segments(self) -> Records:
-        """Shapes of the parameters, whose rows get scales of their own."""
+        """Shapes of the parameters; the encoder computes separate scales for their rows."""
         return pack(segments([shape_of(p) for p in self.parameters]))
 
     @functools.cached_property
@@ -107,7 +107,7 @@ def cut(
     specs: Sequence[tuple[Spec, bool]],
     number: int = 0,
 ) -> list[Part]:
-    """Group the parameters of a bucket by spec and feedback; the part that is encoded as a whole comes first."""
+    """Group the parameters of a bucket by spec and feedback; a part that is encoded as a whole bucket comes first."""
     sizes = [n_values(p) for p in parameters]
     offsets = [0, *itertools.accumulate(sizes)]
     parts: list[Part] = []
@@ -136,17 +136,17 @@ def cut_as(
     parameters: Sequence[torch.nn.Parameter],
     specs: Sequence[tuple[Spec, bool]],
 ) -> list[Part]:
-    """Group the parameters of a bucket as if they had come in several buckets.
+    """Group the parameters of a single bucket as if they had come in several buckets.
 
-    DistributedDataParallel has one bucket in its first step, in another order. If that bucket is reduced in the buckets
-    from before a checkpoint, a resumed run is bit-identical to the uninterrupted one.
+    In its first step, DistributedDataParallel puts all parameters into one bucket, in another order than later. Cutting
+    it into the buckets from before a checkpoint makes a resumed run bit-identical to an uninterrupted one.
 
     Parameters
     ----------
     buckets : sequence of sequences of str
         Names of the same parameters, in the order of each bucket.
     names, parameters, specs
-        As for :func:`cut`, of the one bucket.
+        Contents of the single bucket, as for :func:`cut`.
     """
     offsets = itertools.accumulate((n_values(p) for p in parameters), initial=0)
     offset_of = dict(zip(parameters, offsets, strict=False))
@@ -162,39 +162,40 @@ def cut_as(
 
 
 def needs_optimizer(spec: Spec) -> bool:
-    """Return True if a spec computes the level of each value from the optimizer's state."""
+    """Return True if a spec computes the number of bits to keep of each value from the optimizer's state."""
     return isinstance(spec, Truncate) and spec.fixed_level is None
 
 
 def order(p: torch.Tensor) -> list[int]:
-    """Return a parameter's dimensions in the order of its values in a bucket: the order in memory, if without gaps."""
+    """Return a parameter's dimensions in the order of its values in a bucket: by stride, if memory has no gaps."""
     p, dims = local(p), list(range(p.dim()))
     in_memory = sorted(dims, key=p.stride, reverse=True)
     return in_memory if not p.is_contiguous() and p.permute(in_memory).is_contiguous() else dims
 
 
 def shape_of(p: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter's values in a bucket, its first dimensions merged to fit the format's rank."""
+    """Return the shape of a parameter's values in a bucket. Leading dimensions are merged to fit CODEC_MAX_RANK."""
     shape = tuple(local(p).permute(order(p)).shape) + ((2,) if p.is_complex() else ())
     extra = len(shape) - lib.CODEC_MAX_RANK
     return shape if extra <= 0 else (prod(shape[: extra + 1]), *shape[extra + 1 :])
 
 
 def flat(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a parameter's shape as flat values in the order of the parameter in a bucket."""
+    """Flatten a tensor of a parameter's shape to the order in which the parameter's values lie in a bucket."""
     x = local(x).detach().permute(order(p))
     return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
 
 
 def _flat_or_zeros(x: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
-    """Return a moment of a parameter as flat values; zeros before its first step."""
+    """Flatten the state tensor `x` of a parameter; return zeros for None, before the optimizer's first step."""
     return flat(torch.zeros_like(local(p)) if x is None else x, p)
 
 
 def gradients_in(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Return the gradient of each parameter in a bucket, as views in the parameters' shapes, complex ones as complex.
+    """Return the gradient of each parameter in a bucket, as a view with the parameter's shape; complex if it is.
 
-    ``GradBucket.gradients()`` ignores the order in memory, and gives half of a complex gradient and no sparse one.
+    ``GradBucket.gradients()`` is not used: it ignores the order in memory, returns only half of a complex gradient, and
+    does not return sparse gradients.
     """
     if buffer.is_sparse:
         return [buffer]  # a sparse gradient has a bucket of its own
@@ -211,7 +212,7 @@ def gradients_in(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter])
 
 
 def scatter(result: Values, r: Reduction, part: Part, buffer: torch.Tensor) -> None:
-    """Store the result of a part into the bucket."""
+    """Copy the result of a part into the bucket."""
     if part.whole:
         arguments.publish(result, r, buffer)
         return
@@ -222,13 +223,13 @@ def scatter(result: Values, r: Reduction, part: Part, buffer: torch.Tensor) -> N
 
 
 class Buffers:
-    """Memory for tensors that are concatenated in every step: to allocate it anew would take longer than the copy."""
+    """Cached memory for tensors that are concatenated in every step; allocating it would take longer than the copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[Any, torch.Tensor] = {}
 
     def joined(self, which: tuple[int, str], tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Concatenate tensors; this overwrites the result of the last call with the same `which`, a part and a name."""
+        """Concatenate tensors; this overwrites the result of the last call with the same key `which`, (part, name)."""
         n, device = sum(t.numel() for t in tensors), tensors[0].device
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
         buffer = self._buffers.get(key := (*which, dtype, device))
@@ -244,7 +245,7 @@ def check_has(optimizer: Any, spec: Spec, name: str) -> None:
 
 
 def bind_to_part(optimizer: Any, part: Part, scale: float, buffers: Buffers, number: int) -> SpecLike:
-    """Return the spec of a part, bound to the optimizer's parameter groups and state if it needs them.
+    """Return the spec of a part, bound to the optimizer's parameter groups and state if the spec needs them.
 
     Parameters
     ----------
@@ -255,9 +256,9 @@ def bind_to_part(optimizer: Any, part: Part, scale: float, buffers: Buffers, num
     scale : float
         Factor of the GradScaler in all gradients.
     buffers : Buffers
-        Memory for the state.
+        Cached memory for the concatenated state.
     number : int
-        Number of the part in its bucket.
+        Key of the part in `buffers`.
 
     Raises
     ------
@@ -289,7 +290,7 @@ def bind_to_part(optimizer: Any, part: Part, scale: float, buffers: Buffers, num
 
 
 def check_join(module: torch.nn.Module | None) -> None:
-    """Raise ArgumentError if a model divides gradients by another number than that of the group's ranks."""
+    """Raise ArgumentError if join() makes a model divide gradients by another number than the ranks of the group."""
     if module is not None and divides_by_ranks_with_inputs(module):
         raise ArgumentError(
             "join(divide_by_initial_world_size=False) divides gradients by the number of ranks that have inputs left, "

@@ -1,4 +1,4 @@
-"""States of DDP hooks: entries, checks, and conversion to one file or to another number of ranks."""
+"""States of DDP hooks for checkpoints: entries, checks, serialization, and conversion to another number of ranks."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ def head(
     steps : int
         Number of steps that have succeeded.
     zeros : mapping of str to bool
-        True for parameters whose gradients are mostly zero; without those that are not known yet.
+        By parameter name: True if its gradient is mostly zero. Parameters that were not measured yet have no entry.
     buckets : sequence of sequences of str
         Names of the parameters in each bucket of the last step.
     shapes : mapping of str to tuple of int
@@ -54,21 +54,21 @@ def head(
 
 
 class Saved:
-    """State that was parsed and checked.
+    """Parsed and validated state of a hook.
 
     Parameters
     ----------
     state : mapping
-        State of one rank by ``Hook.state_dict``, or of all ranks by ``gather=True``.
+        State of one rank, as ``Hook.state_dict()`` returns it, or of all ranks (``gather=True``).
     rank : int
-        Rank whose state to take from one of all ranks.
+        Rank whose state to read, if `state` is of all ranks.
     world_size : int
-        Number of ranks that a state of all ranks must have.
+        Required number of ranks, if `state` is of all ranks.
 
     Raises
     ------
     StateError
-        `state` is no such state.
+        `state` is damaged, or is no state of a hook.
     """
 
     def __init__(self, state: Any, rank: int, world_size: int) -> None:
@@ -91,7 +91,7 @@ class Saved:
         self.parts: dict[str, Any] = {name: part for name, part in entries.items() if name not in _HEAD}
 
     def check_parts(self, expected: Iterable[str]) -> None:
-        """Raise StateError unless the state has these parts: ``worker``, ``server``, ``refresher``."""
+        """Raise StateError unless the state has exactly the `expected` of ``worker``, ``server``, ``refresher``."""
         lacking, extra = sorted(set(expected) - set(self.parts)), sorted(set(map(str, self.parts)) - set(expected))
         if lacking or extra:
             raise StateError(
@@ -111,7 +111,7 @@ def check_rank(owner: tuple[int, int], here: tuple[int, int]) -> None:
 
 
 def check_ranges(ranges: Iterable[Range], saved: Shapes, names: Mapping[torch.nn.Parameter, str]) -> None:
-    """Raise StateError if residuals belong to parameters that a model does not have, or that have another shape.
+    """Raise StateError if residuals belong to parameters that the model lacks, or whose shapes differ.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def shapes_of(names: Mapping[torch.nn.Parameter, str]) -> dict[str, tuple[int, .
 
 
 def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
-    """Return states for `world_size` ranks whose residuals correct gradients as the given ones do; see Hook.reshard."""
+    """Return states for `world_size` ranks, whose residuals have the same total effect; see Hook.reshard."""
     world_size = whole("world_size", world_size, 1, 1 << 20)
     if isinstance(states, Mapping) and "ranks" in states:
         states = opened(cast(Mapping[str, Any], states))["ranks"]
@@ -171,7 +171,7 @@ def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
 
 
 def packed(state: Mapping[str, Any]) -> bytes:
-    """Return a state of one rank as bytes without pickles: length of a table, the table in JSON, then the arrays."""
+    """Serialize a state of one rank without pickle: the length of a table (8 bytes), the table in JSON, the arrays."""
     table: list[Any] = []
     arrays: list[bytes] = []
 
@@ -192,12 +192,12 @@ def packed(state: Mapping[str, Any]) -> bytes:
 
 
 def unpacked(data: bytes) -> dict[str, Any]:
-    """Return the state that :func:`packed` has written.
+    """Return the state that :func:`packed` has serialized.
 
     Raises
     ------
     StateError
-        `data` is something else.
+        `data` is no serialized state.
     """
     state: dict[str, Any] = {}
     try:
@@ -220,7 +220,7 @@ def unpacked(data: bytes) -> dict[str, Any]:
 
 
 def _one_of(ranks: Any, rank: int, world_size: int) -> Any:
-    """Return the state of a rank from those of all."""
+    """Return the state of `rank` from the list of the states of all ranks."""
     if not isinstance(ranks, Sequence):
         raise StateError(f"'ranks' of the state is {type(ranks).__name__}, not a list of the states of all ranks")
     states = cast(Sequence[Any], ranks)

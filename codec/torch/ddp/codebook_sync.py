@@ -1,4 +1,4 @@
-"""Codebooks that all ranks agree on, refreshed behind the buckets of a step."""
+"""Codebooks that all ranks agree on, refreshed after the last bucket of a step."""
 
 from typing import Any
 
@@ -19,9 +19,9 @@ from codec.torch.transport.messages import Array
 
 
 def sum_of_counts(counts: Array) -> Array:
-    """Return the sum over ranks of counts of symbols, int64 of shape (ranks, symbols), without overflow.
+    """Return the sum over axis 0 of the ranks' symbol counts, int64 of shape (ranks, symbols), without overflow.
 
-    Counts that could overflow the sum are limited. All ranks have the same counts, so they get the same sum.
+    Counts are clipped so that their sum cannot overflow. All ranks have the same counts, so they get the same sum.
     """
     return np.minimum(counts, np.iinfo(np.int64).max // len(counts)).sum(0)
 
@@ -29,7 +29,8 @@ def sum_of_counts(counts: Array) -> Array:
 class CodebookSync:
     """Keeps the steps and codebooks of a refresher equal on all ranks.
 
-    Counts of symbols are gathered in the thread and over the connections of the gradients, after a step's last bucket.
+    After a step's last bucket, symbol counts are gathered over the same connections as the gradients, and in the same
+    background thread.
 
     Parameters
     ----------
@@ -39,12 +40,12 @@ class CodebookSync:
 
     def __init__(self, refresher: CodebookRefresher) -> None:
         self.refresher = refresher
-        self._in_sync = False  # all ranks are known to have the same step and codebooks
+        self._in_sync = False  # True if all ranks are known to have the same step and codebooks
         self._refresh_work: Work | None = None
-        self._step: int = refresher.state_dict()["latest"]  # failed steps count, too
+        self._step: int = refresher.state_dict()["latest"]  # number of the step, failed steps included
 
     def load(self, state: Any) -> None:
-        """Go on from a state of the refresher."""
+        """Replace the state of the refresher."""
         self.wait()
         self.refresher.load_state_dict(state)
         self._step, self._in_sync = self.refresher.state_dict()["latest"], False
@@ -54,11 +55,11 @@ class CodebookSync:
         return self.__dict__ | {"_in_sync": False, "_refresh_work": None}
 
     def require_sync(self) -> None:
-        """Note that ranks may have different codebooks: one is new, or a step has failed."""
+        """Make the next step compare the codebooks of all ranks, because a rank is new or a step has failed."""
         self._in_sync = False
 
     async def begin_step(self, collective: Collective) -> None:
-        """Advance the step. If ranks have different steps or codebooks, all ranks drop their codebooks."""
+        """Advance the step number. If ranks have different steps or codebooks, all ranks drop their codebooks."""
         if not self._in_sync:
             signature, *mine = self._request()
             part = collective.part(signature, {"collective": "state of codebooks"})
@@ -70,7 +71,7 @@ class CodebookSync:
         self._step += 1
 
     def _request(self) -> list[int]:
-        """Return the signature of the refresher's parameters, the step, and a hash of the codebooks."""
+        """Return a hash of the refresher's arguments, the step number, and a hash of the codebooks."""
         refresher = self.refresher
         how = refresher.spec, refresher.dtype, refresher.interval, refresher.delay
         books = {name: bytes(book) for name, book in refresher.state_dict().items() if name.startswith("book")}
@@ -83,7 +84,7 @@ class CodebookSync:
         refresher.load_state_dict(CodebookRefresher(refresher.spec, refresher.dtype, **how).state_dict())
 
     def prepare(self, r: Reduction) -> None:
-        """Make a reduction encode with the agreed codebook, and count its symbols if a refresh is due."""
+        """Set the agreed codebook as the one that a reduction encodes with, and count symbols if a refresh is due."""
         refresher = self.refresher
         if r.spec != refresher.spec or (isinstance(r.spec, Truncate) and r.dtype != refresher.dtype):
             return  # the codebooks code other symbols than this spec
@@ -92,7 +93,7 @@ class CodebookSync:
             r.count_symbols = refresher.count
 
     def submit(self, comm: Communicator, over: Wait) -> None:
-        """Refresh the codebooks at the end of a step, which `over` waits for."""
+        """Start the refresh of the codebooks, which begins when `over` reports the end of the step."""
         self._refresh_work = comm.submit(lambda collective: self._refresh(collective, over))
 
     async def _refresh(self, collective: Collective, over: Wait) -> None:

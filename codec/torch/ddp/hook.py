@@ -30,8 +30,8 @@ from codec.torch.reduction.table import check_request
 class Hook:
     """Communication hook that sends the gradients of a DistributedDataParallel as frames.
 
-    :func:`ddp_hook` makes hooks. A hook serves one model, and holds residuals of error feedback and agreed codebooks,
-    which belong into checkpoints.
+    :func:`ddp_hook` creates hooks. A hook serves one model. Save its state in checkpoints: it holds the residuals of
+    error feedback and the codebooks that the ranks have agreed on.
 
     Attributes
     ----------
@@ -51,8 +51,8 @@ class Hook:
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
         self.called = False
-        self._model: weakref.ref[DistributedDataParallel] | None = None  # calls this hook; None: not known yet
-        self.__name__ = self.__qualname__ = "codec.torch.Hook"  # torch asks a hook for both
+        self._model: weakref.ref[DistributedDataParallel] | None = None  # model that calls this hook; None: unknown
+        self.__name__ = self.__qualname__ = "codec.torch.Hook"  # torch reads both attributes of a hook
         lifetime.watch(self)
 
     def __repr__(self) -> str:
@@ -62,7 +62,7 @@ class Hook:
 
     @property
     def spec(self) -> Spec:
-        """Codec of the gradients; :meth:`set_spec` changes it, and so does "auto"."""
+        """Codec of the gradients. :meth:`set_spec` changes it, and a hook with "auto" changes it by itself."""
         return self.reducer.plan.spec
 
     @property
@@ -80,10 +80,10 @@ class Hook:
         return self.reduce(bucket)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
-        """Begin to reduce a bucket; for a communication hook of the caller that does more than this hook.
+        """Begin to reduce a bucket; call it from your own communication hook, to do more than this hook does.
 
-        The caller's hook must call this for every bucket, on all ranks, and return the future. Errors are raised at the
-        end of the backward pass, so the future itself does not fail.
+        Your hook must call this for every bucket, on all ranks, and return the future. The future never fails: errors
+        are raised at the end of the backward pass.
 
         Parameters
         ----------
@@ -98,7 +98,7 @@ class Hook:
         Raises
         ------
         ArgumentError
-            The hook serves no model yet, and it is not clear which one: call :meth:`serve` first.
+            The hook serves no model yet, and none or several could have called it: call :meth:`serve` first.
 
         Examples
         --------
@@ -122,15 +122,15 @@ class Hook:
     def register(self, model: Any, *, group: Any = None) -> "Hook":
         """Send the gradients of a model through this hook.
 
-        A hook serves one model. It can be registered again to a new DistributedDataParallel of the same model, such as
-        after a rank was lost; only the last one may then be used.
+        A hook serves one model. It can be registered again to a new DistributedDataParallel of the same model, for
+        example after a rank was lost. Do not use the old DistributedDataParallel after that.
 
         Parameters
         ----------
         model : torch.nn.parallel.DistributedDataParallel
             The model, or its ``torch.compile``.
         group : ProcessGroup, optional
-            Ranks. Default: those of the model.
+            Ranks over which gradients are averaged. Default: the group of the model.
 
         Returns
         -------
@@ -140,8 +140,8 @@ class Hook:
         Raises
         ------
         ArgumentError
-            The model, or a spec that the policy returns for its parameters, cannot be used; the hook serves another
-            model; or the model has a communication hook.
+            The model, or a spec that the policy returns for a parameter, is not supported; the hook serves another
+            model; or the model already has a communication hook.
         StateError
             A loaded state belongs to another model or rank.
 
@@ -160,17 +160,17 @@ class Hook:
         return self
 
     def serve(self, model: DistributedDataParallel, *, group: Any = None) -> None:
-        """Serve a model to which a communication hook is registered that calls :meth:`reduce`.
+        """Set the model whose own communication hook calls :meth:`reduce`.
 
-        :meth:`reduce` finds the model by itself in the first step. A hook that served another model of the same
-        parameters before, such as before a rank was lost, must be told.
+        In the first step, :meth:`reduce` finds the model by itself. Call this if the hook served an earlier
+        DistributedDataParallel of the same parameters, for example before a rank was lost.
 
         Parameters
         ----------
         model : torch.nn.parallel.DistributedDataParallel
             The model.
         group : ProcessGroup, optional
-            Ranks. Default: those of the model.
+            Ranks over which gradients are averaged. Default: the group of the model.
 
         Raises
         ------
@@ -180,7 +180,7 @@ class Hook:
         self._adopt(model, *self._check_model(model, group))
 
     def _check_model(self, model: DistributedDataParallel, group: Any) -> tuple[dict[torch.nn.Parameter, str], Any]:
-        """Check that this hook can serve a model; return the names of its parameters, and the ranks."""
+        """Check that this hook can serve a model; return the names of its parameters, and the process group."""
         lifetime.check_reducer(model)
         ddp: Any = model  # torch does not type its attributes
         names, group = names_of(ddp.module.named_parameters()), group or ddp.process_group
@@ -193,16 +193,16 @@ class Hook:
         return names, group
 
     def _adopt(self, model: DistributedDataParallel, names: Mapping[torch.nn.Parameter, str], group: Any) -> None:
-        """Serve a model from now on, over the ranks of a group."""
+        """Start to serve a model whose gradients are averaged over the ranks of a group."""
         self.reducer.serve(names, group, model)
         self._model = weakref.ref(model)
         lifetime.warn_of_adam(self.reducer)
 
     def set_spec(self, spec: Spec | Preset, *, feedback: bool | float | None = None) -> None:
-        """Encode gradients with another spec from the next step on; all ranks must do so between the same two steps.
+        """Encode gradients with another spec from the next step on.
 
-        A hook with "auto" then chooses no more. Residuals that the new spec does not use are added to the gradients of
-        the next step.
+        All ranks must call this between the same two steps. It ends the automatic choice of a hook with "auto". In the
+        next step, residuals of parameters that no longer have error feedback are added to their gradients.
 
         Parameters
         ----------
@@ -214,7 +214,7 @@ class Hook:
         Raises
         ------
         ArgumentError
-            The spec does not go with the other arguments of the hook, which is unchanged.
+            The spec contradicts the other arguments of the hook. The hook is unchanged.
 
         Examples
         --------
@@ -235,12 +235,12 @@ class Hook:
         Parameters
         ----------
         by_parameter : bool
-            Fill in ``parameters``, which takes a copy of the residuals.
+            Fill in ``parameters``. Computing the norms copies the residuals.
 
         Returns
         -------
         Stats
-            Totals since the hook was made. Later steps do not change them.
+            Totals since the hook was created. Later steps do not change this object.
         """
         plan, state = self.reducer.plan, self.reducer.state
         ratios = {} if state.residuals is None else state.residuals.ratios
@@ -269,20 +269,20 @@ class Hook:
         Parameters
         ----------
         gather : bool
-            True: return the states of all ranks, on all ranks, for one file; every rank must call this. False: return
-            the state of this rank, which each rank saves for itself.
+            True: return the states of all ranks, to be saved in one file; all ranks must call this, and all get the
+            same. False: return the state of this rank; each rank must save its own.
 
         Returns
         -------
         dict
-            Tensors, integers and strings, which ``torch.load(weights_only=True)`` accepts.
+            Tensors, integers and strings, in nested dicts and lists that ``torch.load(weights_only=True)`` accepts.
 
         Raises
         ------
         StateError
-            `gather`, and the hook is not registered.
+            `gather` is True, and the hook is not registered.
         PeerError
-            `gather`, and another rank is lost.
+            `gather` is True, and another rank is lost.
         """
         state = self.reducer.state.state_dict()
         if not gather:
@@ -294,31 +294,31 @@ class Hook:
         return {"version": checkpoint.VERSION, "ranks": [checkpoint.unpacked(each) for each in data]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`, which is copied.
+        """Replace the state by a copy of one that :meth:`state_dict` returned.
 
-        :meth:`register` or this method, whichever is called last, compares the state with the model.
+        Call this before or after :meth:`register`; the later call of the two compares the state with the model.
 
         Parameters
         ----------
         state : mapping
-            State of this rank, or of all ranks by ``gather=True``.
+            State of this rank, or of all ranks, as ``state_dict(gather=True)`` returns it.
 
         Raises
         ------
         StateError
-            The mapping is no state of such a hook; or residuals belong to another rank, another number of ranks, or to
-            parameters or values that the model does not have. The hook is unchanged.
+            The mapping is no state of a hook with these arguments; or its residuals belong to another rank, another
+            number of ranks, or to parameters or shapes that the model does not have. The hook is unchanged.
         """
         self.reducer.load_state_dict(state)
 
     @staticmethod
     def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
-        """Return states for another number of ranks, whose residuals correct parameters by as much as the given ones.
+        """Return states for another number of ranks, whose residuals have the same total effect as the given ones.
 
         Parameters
         ----------
         states : sequence of dict, or dict
-            States of all old ranks in their order, or the one that ``state_dict(gather=True)`` returned.
+            States of all old ranks, in rank order, or the state that ``state_dict(gather=True)`` returned.
         world_size : int
             Number of new ranks.
 
@@ -330,7 +330,7 @@ class Hook:
         Raises
         ------
         StateError
-            `states` are not those of all ranks of one hook.
+            `states` are not the states of all ranks of one hook.
         """
         return checkpoint.reshard(states, world_size)
 
@@ -354,7 +354,7 @@ def check(
     algorithm: str,
     refresher: CodebookRefresher | None,
 ) -> Spec:
-    """Check that these arguments of :func:`ddp_hook` go together; return the spec."""
+    """Check that these arguments of :func:`ddp_hook` do not contradict each other; return the spec."""
     spec = plain_spec(spec)
     if needs_optimizer(spec) and optimizer is None:
         raise SpecError(f"{spec} drops bits by the optimizer's step: pass optimizer=")

@@ -1,4 +1,4 @@
-"""Search for the models of hooks, and warnings of silent mistakes in the use of hooks."""
+"""Find the model of a hook, and warn of mistakes in the use of hooks that would otherwise be silent."""
 
 import atexit
 import functools
@@ -36,7 +36,7 @@ _REDUCER = (
 
 
 def watch(hook: _Hook) -> None:
-    """Log a warning when the process ends and the hook was never called, because no gradient was compressed."""
+    """Log a warning at the end of the process if the hook was never called, since no gradient was compressed then."""
     _hooks.add(hook)
 
 
@@ -52,12 +52,12 @@ def _warn_of_unused() -> None:
 
 
 def register(model: DistributedDataParallel, hook: Any) -> None:
-    """Register the communication hook of a model, which must not have one.
+    """Register a communication hook to a model that has none.
 
     Raises
     ------
     ArgumentError
-        The model has a hook. DistributedDataParallel has one hook for its lifetime.
+        The model already has a hook, which DistributedDataParallel cannot replace.
     """
     for former, state in comm_hooks(model):
         theirs = f"{state!r} of {former!r}" if isinstance(state, _Hook) else repr(former)
@@ -67,7 +67,7 @@ def register(model: DistributedDataParallel, hook: Any) -> None:
         )
     try:
         model.register_comm_hook(None, hook)  # pyright: ignore[reportUnknownMemberType]
-    except RuntimeError as e:  # one of torch's built-in hooks, which a model does not list
+    except RuntimeError as e:  # the model has one of torch's built-in C++ hooks, which comm_hooks() does not list
         comm_hooks(model).pop()
         raise ArgumentError(
             f"the model takes no hook ({str(e).strip()}): wrap the module in a new DistributedDataParallel"
@@ -101,19 +101,19 @@ def models() -> list[DistributedDataParallel]:
 
 
 def model_of(hook: object, parameter: torch.Tensor) -> DistributedDataParallel:
-    """Return the model to which torch's own register_comm_hook has registered a hook, or a function that calls it.
+    """Return the model to which torch's own register_comm_hook registered a hook, or a function that calls the hook.
 
     Parameters
     ----------
     hook : Hook
-        The hook. If no model has it as its hook or as the state of its hook, the model is found by `parameter`.
+        The hook. If it is neither the hook nor the hook's state of any model, the model is found by `parameter`.
     parameter : torch.Tensor
         Parameter of the model.
 
     Raises
     ------
     ArgumentError
-        There is no such model, or there are several.
+        No model or several models match.
     """
     with_hooks = [m for m in models() if comm_hooks(m)]
     mine = [m for m in with_hooks if any(h is hook or s is hook for h, s in comm_hooks(m))]
@@ -127,10 +127,10 @@ def model_of(hook: object, parameter: torch.Tensor) -> DistributedDataParallel:
 
 
 def warn_of_adam(reducer: Reducer) -> None:
-    """Warn if the optimizer of a hook's parameters is a kind of Adam and the codec distorts its second moments.
+    """Warn if the optimizer of a hook's parameters is a variant of Adam and the codec distorts its second moments.
 
-    Without ``optimizer=`` of the hook, the first optimizer that steps any of its parameters is checked. Hooks with a
-    transform are not: OneBitAdam sends momenta.
+    If the hook has no ``optimizer=``, the first optimizer that steps one of its parameters is checked. Hooks with a
+    transform are not checked, because they may send other tensors than gradients, as OneBitAdam sends momenta.
     """
     if not _distorts(reducer):
         return
@@ -144,7 +144,10 @@ def warn_of_adam(reducer: Reducer) -> None:
 
 @functools.cache
 def _listen() -> None:
-    """Check hooks before each step of an optimizer; once, since an optimizer's step cannot remove its own callback."""
+    """Check unchecked hooks before each step of any optimizer. Registered once and never removed.
+
+    A callback cannot remove itself during the optimizer's step.
+    """
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for reducer in list(_unchecked):
@@ -157,7 +160,7 @@ def _listen() -> None:
 
 
 def _distorts(reducer: Reducer) -> bool:
-    """Return True if a hook distorts squares of gradients, and so second moments."""
+    """Return True if a hook's codec distorts the squares of gradients, and so the optimizer's second moments."""
     return reducer.transform is None and isinstance(reducer.plan.lossiest, Sign | Ternary)
 
 

@@ -1,6 +1,6 @@
-"""Hooks for DistributedDataParallel: how they are made, and how torch calls them."""
+"""Create hooks for DistributedDataParallel, by :func:`ddp_hook` or by torch's own register_comm_hook."""
 
-# no `from __future__ import annotations`: torch looks at the hook's annotations
+# no `from __future__ import annotations`: torch checks the types in the hook's annotations
 
 import weakref
 from dataclasses import replace
@@ -39,53 +39,56 @@ def ddp_hook(
     transform: Transform | None = None,
     options: CallOptions | None = None,
 ) -> Hook:
-    """Make a communication hook that sends DistributedDataParallel's gradients as frames, and averages them.
+    """Create a communication hook that sends DistributedDataParallel's gradients as frames, and averages them.
 
-    Buckets are reduced in the background while the backward pass goes on, all of them in flight together, over
-    connections of their own. A step waits for one round trip between two ranks and for two between more. All ranks get
-    the same bits. After an error on any rank all ranks raise an error, and gradients and the residuals of error
-    feedback are as before the step. Gradients of float64 and sparse gradients are sent uncompressed.
+    Buckets are reduced in the background during the backward pass, all of them in flight together, over connections
+    that the library opens. A step waits for one round trip if there are two ranks, and for two round trips if there are
+    more. The averages are bit-identical on all ranks. After an error on any rank, all ranks raise an error, and
+    gradients and the residuals of error feedback are as before the step. Gradients of float64 and sparse gradients are
+    sent uncompressed.
 
     Parameters
     ----------
     spec : Spec, str or Auto
         Codec of the gradients, or the name of a preset. Default: lossless. "auto" or :class:`Auto`: the hook measures
-        the link, and chooses what is fastest within the quality of :class:`Auto`, and the least lossy of what is about
-        as fast. It changes its choice when the link changes, at the same step on all ranks.
+        the link, and chooses the least lossy of the specs that are about as fast as the fastest one within the quality
+        of :class:`Auto`. It changes its choice when the link changes, at the same step on all ranks.
     optimizer : torch.optim.Optimizer, optional
-        Optimizer from whose step :class:`codec.Truncate` computes how many bits of each gradient matter
-        (:func:`codec.optimizers.from_optimizer`). Optimizers that Accelerate or Lightning have wrapped are unwrapped.
+        Optimizer of the model. :class:`codec.Truncate` computes from its next step how many bits of each gradient
+        matter (:func:`codec.optimizers.from_optimizer`). Wrappers of Accelerate and Lightning are removed.
     feedback : bool or float, optional
-        Error feedback: the errors of frames are added to the gradients of the next step, on each rank and once more
-        where sums are encoded; it takes 8 bytes for each value. It converges for codecs that are contractions
-        (:attr:`codec.Spec.contraction`). A number below 1, such as 0.95, is the decay of the residuals, by which they
-        are multiplied before they are added. Default: True for :class:`codec.Sign` and :class:`codec.TopK`, which do
-        not converge well without, and for :class:`codec.Truncate` with ``guard="feedback"``, else False.
+        Error feedback: each rank adds the encoding errors of its frames, the residuals, to its gradients of the next
+        step. A rank that encodes sums does the same with them. Residuals take 8 bytes per value on each rank. Training
+        converges if the codec is a contraction (:attr:`codec.Spec.contraction`). A number below 1, such as 0.95, is the
+        decay of the residuals, by which they are multiplied before they are added. Default: True for
+        :class:`codec.Sign` and :class:`codec.TopK`, which converge badly without error feedback, and for
+        :class:`codec.Truncate` with ``guard="feedback"``; else False.
     policy : Policy or callable
-        Specs of parameters. policy(name, parameter) returns a spec, a preset, or None: the rules of :class:`Policy`
-        decide, which use `spec`, but have exceptions for small and uneven parameters. Default: the rules decide for
-        all.
+        Specs of parameters. policy(name, parameter) returns a spec, the name of a preset, or None to let the rules of
+        :class:`Policy` decide. The rules return `spec`, except for small and uneven parameters. Default: the rules
+        decide for all parameters.
     refresher : CodebookRefresher, optional
-        Refresher of the same spec, :class:`codec.Lossless` or :class:`codec.Truncate`: frames then name codebooks that
-        all ranks have agreed on, instead of holding their own. Symbols are counted and summed behind the buckets of a
-        step in which a refresh is due. If a rank is new, all ranks drop their codebooks. Default: none, because
-        gradients of different layers are smaller with codebooks of their own.
+        Refresher of codebooks for the same spec, which must be :class:`codec.Lossless` or :class:`codec.Truncate`.
+        Frames then refer to a codebook that all ranks have agreed on, instead of holding one each. In a step in which a
+        refresh is due, each rank counts its symbols, and the counts are summed after the last bucket. If a rank joins,
+        all ranks drop their codebooks. Default: None, because frames are smaller if the gradients of each layer have
+        their own codebook.
     grad_scaler : torch.amp.GradScaler, optional
-        Scaler of the gradients, if there is one. NaN and Inf are no error then: all ranks get NaN, all scalers skip the
-        step, and residuals are as before. Truncate reads the scale from it.
+        GradScaler of the loss, if the training has one. NaN and Inf then raise no error: all ranks receive NaN, all
+        scalers skip the step, and residuals stay unchanged. Truncate reads the scale of the gradients from it.
     start_step : int
-        Number of first steps that send all gradients lossless, as a warm-up.
+        Number of initial steps that send all gradients lossless, as a warm-up.
     transform : callable, optional
         transform(buffer, gradients) changes a bucket of this rank's gradients in place, before residuals are added and
         the bucket is encoded. `buffer` is the bucket as a flat tensor; `gradients` is a list of pairs (parameter,
-        gradient), whose gradients are views of `buffer` in the shapes of the parameters. It is called without
-        autograd, in the thread of the group's collectives, for every bucket of every step; buckets differ from step to
-        step. It must change nothing but the buffer, since the step may fail. Its errors are errors on all ranks. It
-        returns None, or an int or str that must be the same on all ranks, such as the kind of the values and the number
-        of the step: if ranks differ, all raise an error before any value is sent.
+        gradient), whose gradients are views of `buffer` in the shapes of the parameters. The library calls it without
+        autograd, in the thread of the group's collectives, for every bucket of every step. Parameters may be in other
+        buckets in the next step. It must change nothing but the buffer, because the step may fail later. If it raises,
+        all ranks raise an error. It returns None, or an int or str that must be the same on all ranks, such as the
+        number of the step: if ranks return different items, all raise an error before any gradient is sent.
     options : CallOptions, optional
-        ``codec.options(algorithm=, timeout=, engine=, threads=)``, as for :func:`all_reduce`, and those of the ``with``
-        blocks in which the hook is made.
+        ``codec.options(algorithm=, timeout=, engine=, threads=)``, as for :func:`all_reduce`. Options of the ``with``
+        blocks around the call of ddp_hook apply, too.
 
     Returns
     -------
@@ -95,7 +98,7 @@ def ddp_hook(
     Raises
     ------
     ArgumentError, SpecError
-        An argument has a wrong type or value, or the arguments do not go together.
+        An argument has a wrong type or value, or arguments contradict each other.
 
     Examples
     --------
@@ -106,7 +109,7 @@ def ddp_hook(
     >>> hook.stats().steps
     1
 
-    Send averages of this rank's last gradients instead of gradients, as optimizers that compress momenta do.
+    Send this rank's momenta instead of its gradients, as optimizers that compress momenta do.
 
     >>> momenta = {p: torch.zeros_like(p) for p in model.parameters()}
     >>> def momentum(buffer, gradients):
@@ -141,12 +144,12 @@ def ddp_hook(
 def _choice(
     auto: Auto, feedback: bool | float | None, refresher: CodebookRefresher | None, settings: CallOptions
 ) -> GradientChoice:
-    """Return the automatic choice among the specs that the other arguments of ddp_hook allow."""
+    """Return the GradientChoice of ``ddp_hook("auto")``, among the specs that the other arguments allow."""
     if refresher is not None:
         raise ArgumentError('refresher= has one spec, but "auto" chooses specs: leave one of them out')
     algorithm, floor = algorithm_of(settings), quality_of(auto.quality)
     lossless, *lossy = floor.specs
-    specs = lossless, *(s for s in lossy if not feedback or s.contraction)  # the residuals of other specs would diverge
+    specs = lossless, *(s for s in lossy if not feedback or s.contraction)  # residuals of non-contractions diverge
     for each in specs:
         check(each, None, None if each == lossless else feedback, algorithm, None)
     check_feedback(feedback)
@@ -155,19 +158,19 @@ def _choice(
     return GradientChoice(replace(floor, specs=specs), stated, raw=algorithm == "auto", options=options)
 
 
-# Hooks that comm_hook has made, by the model whose gradients they send.
+# Hooks that comm_hook has created, by the model whose gradients they send.
 _hooks: "weakref.WeakKeyDictionary[DistributedDataParallel, Hook]" = weakref.WeakKeyDictionary()
 
 
 def comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
-    """Reduce a bucket, in the form ``hook(state, bucket)`` of torch's own communication hooks.
+    """Reduce a bucket: a communication hook for ``model.register_comm_hook(state, comm_hook)``.
 
     Parameters
     ----------
     state : Hook, Spec, str or None
-        Hook that :func:`ddp_hook` returned; or a spec or a preset for ``ddp_hook(spec)``; or None for ``ddp_hook()``,
-        which is lossless. Pass a hook if it needs other arguments, such as ``optimizer=`` for :class:`codec.Truncate`,
-        or to read its statistics and to save its state.
+        Hook that :func:`ddp_hook` returned; or a spec or preset, which stands for ``ddp_hook(spec)``; or None for
+        ``ddp_hook()``, which is lossless. Pass a hook to set other arguments, such as ``optimizer=`` for
+        :class:`codec.Truncate`, to read its statistics, or to save its state.
     bucket : torch.distributed.GradBucket
         Bucket of DistributedDataParallel.
 
@@ -179,7 +182,7 @@ def comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch
     Raises
     ------
     ArgumentError
-        `state` is something else, or a spec that needs other arguments of :func:`ddp_hook`.
+        `state` is of another type, or a spec that needs further arguments of :func:`ddp_hook`.
 
     Examples
     --------
@@ -192,7 +195,7 @@ def comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch
 
 
 def _hook_of(state: Any, bucket: Any) -> Hook:
-    """Return the hook of the model that a bucket belongs to; the first bucket of a model makes it."""
+    """Return the hook of the model to which a bucket belongs; create the hook at the first bucket of the model."""
     lifetime.check_bucket(bucket)
     parameter = bucket.parameters()[0]
     for hook in _hooks.values():

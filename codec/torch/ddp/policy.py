@@ -1,4 +1,4 @@
-"""Choice of the spec and the error feedback of each parameter of a model, in every step."""
+"""Choose, in every step, the spec and the error feedback of each parameter of a model."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,13 +24,13 @@ Choice = tuple[Spec, bool]  # spec, and whether error feedback is applied
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 _MOSTLY = 0.5  # share of zeros above which a gradient counts as mostly zero
-_MUCH = 0.3  # share of the gradients' bytes; if more stay uncompressed, a warning is logged
-_PATIENCE = 8  # steps to wait for gradients that are still zero everywhere, before the contents are logged
+_MUCH = 0.3  # share of the gradients' bytes that may stay uncompressed before a warning is logged
+_PATIENCE = 8  # steps for which the log of specs waits for gradients that are still zero everywhere
 
-# reasons for a choice other than the hook's spec
+# Reasons why a gradient is not sent by the hook's spec. `Stats.contents` shows them.
 START, MEASURED, UNKNOWN = "start_step", "first step", "gradient is zero so far"
 CHOSEN, SMALL, EMBEDDING, ZEROS, DTYPE = "policy", "small", "embedding", "mostly zero", "dtype"
-LIMITED = "error"  # the hook's spec would lose too much of this parameter's gradient
+LIMITED = "error"  # the relative error of this parameter's gradient would exceed the limit of "auto"
 _UNMEASURED = frozenset({START, MEASURED, UNKNOWN})
 
 
@@ -38,24 +38,25 @@ _UNMEASURED = frozenset({START, MEASURED, UNKNOWN})
 class Policy:
     """Choice of the spec of each parameter: exceptions by name, and rules for small and uneven parameters.
 
-    A parameter for which `choose` returns a spec is encoded with that spec. The rules apply to all others.
+    A parameter for which `choose` returns a spec is encoded with that spec. The rules apply to all other parameters.
 
     Parameters
     ----------
     choose : callable, optional
-        choose(name, parameter) returns the spec of a parameter, a preset, or None: the rules decide. It is called in
-        every step, and must return the same on all ranks. Names are without the parts that wrappers such as
-        torch.compile add. Default: the rules decide for all parameters.
+        choose(name, parameter) returns a spec, the name of a preset, or None to let the rules decide. It is called for
+        each parameter in every step, and must return the same on all ranks. Names do not contain the components that
+        wrappers such as torch.compile add. Default: the rules decide for all parameters.
     lossless_small : bool
-        Send norms and biases lossless if they are together at most 1/32 of the model's values; and matrices of fewer
-        than 4,096 values, if they and the norms and biases are together at most 1/32. So low-rank adapters are encoded.
+        Send norms and biases lossless if together they hold at most 1/32 of the values that the model trains. Also send
+        matrices of fewer than 4,096 values lossless, if together with the norms and biases they hold at most 1/32.
+        Low-rank adapters exceed this share, and are encoded.
     uneven : Spec, str or None
-        Spec, or name of a preset, of parameters whose rows have gradients of very different magnitudes or none, if the
-        hook's spec is :class:`codec.Sign` or :class:`codec.Ternary`, whose groups of values share one magnitude. Such
-        parameters are weights of ``nn.Embedding`` and ``nn.EmbeddingBag``; the output head over the same vocabulary,
-        that is the last ``nn.Linear`` with as many outputs as an embedding has entries; and parameters of which more
-        than half of the mean gradient was zero when it was first not zero everywhere. All gradients of the first step
-        are sent lossless to find the latter. None: the hook's spec. Default: ``Quantize(4)``.
+        Spec, or name of a preset, for parameters whose rows have gradients of very different magnitudes. It applies if
+        the hook's spec is :class:`codec.Sign` or :class:`codec.Ternary`, whose groups of values share one magnitude.
+        Such parameters are the weights of ``nn.Embedding`` and ``nn.EmbeddingBag``; the output head over the same
+        vocabulary, which is the last ``nn.Linear`` with as many outputs as an embedding has entries; and parameters
+        whose first nonzero mean gradient had zeros in more than half of its values. To measure these zeros, the hook
+        sends all gradients of the first step lossless. None: use the hook's spec. Default: ``Quantize(4)``.
 
     Examples
     --------
@@ -64,8 +65,8 @@ class Policy:
     >>> policy = codec.torch.Policy(lambda name, p: codec.Lossless() if name == "head.weight" else None)
     >>> hook = codec.torch.ddp_hook("small", policy=policy)
 
-    A function without a Policy around it has the same effect. Encode everything with the hook's spec, also biases and
-    embeddings:
+    ``policy=`` also accepts the function itself, without a Policy. Encode all parameters with the hook's spec, biases
+    and embeddings included:
 
     >>> hook = codec.torch.ddp_hook("smallest", policy=codec.torch.Policy(lossless_small=False, uneven=None))
     """
@@ -79,7 +80,7 @@ class Policy:
             object.__setattr__(self, "uneven", plain_spec(self.uneven))
 
     def __call__(self, name: str, parameter: torch.nn.Parameter) -> Spec | None:
-        """Return the spec that `choose` returns for a parameter; None: the rules decide.
+        """Return the spec that `choose` returns for a parameter, or None if the rules decide.
 
         Raises
         ------
@@ -94,12 +95,12 @@ default_policy = Policy()
 
 
 def policy_of(given: Any, default: Policy = default_policy) -> Policy:
-    """Return the policy that a caller gave as a Policy or as a function, which then replaces `choose` of `default`.
+    """Return the policy that a caller passed: a Policy, or a function, which replaces `choose` of `default`.
 
     Raises
     ------
     ArgumentError
-        `given` is neither.
+        `given` is neither a Policy nor callable.
     """
     if isinstance(given, Policy):
         return given
@@ -111,9 +112,9 @@ def policy_of(given: Any, default: Policy = default_policy) -> Policy:
 
 
 def names_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[torch.nn.Parameter, str]:
-    """Return the names of parameters, without the parts that wrappers add.
+    """Return the names of parameters, without the components that torch.compile, checkpoint, FSDP and DDP add.
 
-    Wrappers are torch.compile, checkpoint, FSDP and DDP. If two names would become equal, all names are unchanged.
+    If two names would become equal, all names are returned unchanged.
     """
     kept = {cast(torch.nn.Parameter, p): name for name, p in named}
     plain = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in kept.values()]
@@ -134,20 +135,21 @@ class Plan:
     spec : Spec
         Spec of parameters for which the policy returns None.
     feedback : bool, float or None
-        Error feedback on or off, or its decay; None: by :func:`feeds_back`.
+        Error feedback on or off, or its decay; None: :func:`feeds_back` decides.
     policy : Policy
         Chooses the spec of each parameter.
     start_step : int
-        Number of initial steps, in which all gradients are sent lossless.
+        Number of initial steps in which all gradients are sent lossless.
     auto : GradientChoice, optional
-        Chooses the spec of the hook in place of `spec`, and other specs for single parameters.
+        Automatic choice of the hook's spec, which then replaces `spec`, and of less lossy specs for single parameters.
 
     Attributes
     ----------
     zeros : dict of str to bool
-        True for parameters whose gradients are mostly zero. Gradients that were zero everywhere so far are left out.
+        By parameter name: True if its gradient is mostly zero. Parameters whose gradients were zero everywhere in all
+        steps so far have no entry.
     contents : dict of str to int
-        Bytes of the gradients of a step, by their spec and the reason for which it was chosen.
+        Bytes of the gradients of a step, keyed by the spec and why it was chosen, such as ``"Lossless() (small)"``.
     """
 
     def __init__(
@@ -164,11 +166,13 @@ class Plan:
         self.chosen: dict[torch.nn.Parameter, Choice] = {}
         self.zeros: dict[str, bool] = {}
         self.contents: dict[str, int] = {}
-        self._basis: object = None  # inputs of the last choices; None if a policy of the user may choose otherwise
+        # Inputs of the last choices, to skip choosing while they are unchanged. None if the user's `choose` must be
+        # called in every step.
+        self._basis: object = None
         self._uneven: set[torch.Tensor] = set()  # parameters whose rows have gradients of very different magnitudes
         self._small: set[torch.Tensor] = set()  # parameters that are lossless because they are small
-        self._other: set[torch.Tensor] = set()  # parameters whose gradients frames cannot carry
-        self._reasons: dict[torch.nn.Parameter, str] = {}  # for choices other than the hook's spec
+        self._other: set[torch.Tensor] = set()  # parameters whose gradients are sent uncompressed, see _other()
+        self._reasons: dict[torch.nn.Parameter, str] = {}  # reason of each choice; "" for the hook's own spec
         self._reported = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -178,7 +182,7 @@ class Plan:
 
     @property
     def spec(self) -> Spec:
-        """Spec of the hook. Setting it ends the choice by measurements."""
+        """Spec of the hook. Setting it turns the automatic choice off."""
         return self._spec if self.auto is None else self.auto.spec
 
     @spec.setter
@@ -187,7 +191,7 @@ class Plan:
 
     @property
     def lossiest(self) -> Spec:
-        """Lossiest spec that the hook may have."""
+        """Lossiest spec that the hook may use: that of the automatic choice, if there is one, else its spec."""
         return self._spec if self.auto is None else self.auto.quality.specs[-1]
 
     @property
@@ -199,11 +203,11 @@ class Plan:
 
     @property
     def decay(self) -> float:
-        """Factor of residuals each time they are added to gradients."""
+        """Factor by which residuals are multiplied each time before they are added to gradients."""
         return 1.0 if self.feedback_argument is None else float(self.feedback_argument or 1)
 
     def serve(self, model: torch.nn.Module, names: Mapping[torch.nn.Parameter, str]) -> None:
-        """Choose for the parameters of a model from now on."""
+        """Replace the model for whose parameters this plan chooses."""
         self._uneven, self._other = uneven_of(model), _other(model)
         self._small = small_of(names) if self.policy.lossless_small else set()
         self.names, self.chosen, self._basis = dict(names), {}, None
@@ -224,7 +228,13 @@ class Plan:
         return self.spec if spec is None else spec
 
     def _policys(self, name: str, parameter: torch.nn.Parameter) -> Spec | None:
-        """Return the policy's spec of a parameter, which must not need error feedback that the hook does not have."""
+        """Return the policy's spec of a parameter, or None.
+
+        Raises
+        ------
+        SpecError
+            The spec needs error feedback, and the hook has none.
+        """
         spec = self.policy(name, parameter)
         if spec is not None and self.feedback_argument is None and not self.feedback:
             require_feedback(spec, "pass feedback=True to the hook; feedback=False sends without")
@@ -232,18 +242,18 @@ class Plan:
 
     @property
     def _protects_uneven(self) -> bool:
-        """True if parameters whose rows have very different magnitudes, but would share scales, get another spec."""
+        """True if the spec `policy.uneven` applies: rows of different magnitudes would share scales in the hook's."""
         return self.policy.uneven is not None and needs_even_rows(self.spec)
 
     def is_exact(self, step: int) -> bool:
-        """Return True if a step sends all gradients lossless: before `start_step`, or to find mostly zero ones."""
+        """Return True if a step sends all gradients lossless: before `start_step`, or to measure zeros in gradients."""
         if step < self.start_step:
             return True
         unknown = self._protects_uneven and not self.zeros
         return unknown and any(self.policy(name, p) is None for p, name in self.names.items() if p not in self._small)
 
     def choose(self, step: int) -> bool:
-        """Choose for a step; return True if a choice differs from that of the step before."""
+        """Choose the specs of a step; return True if a choice differs from that of the previous step."""
         exact, former, reasons = self.is_exact(step), self.chosen, self._reasons
         if self.auto is not None:
             self.auto.paused = exact
@@ -262,7 +272,7 @@ class Plan:
         return self.chosen != former
 
     def _choose(self, name: str, p: torch.nn.Parameter, exact: bool, step: int) -> tuple[Spec, str]:
-        """Return the spec of a parameter in a step, and the reason; "" for the hook's own spec."""
+        """Return the spec of a parameter in a step, and the reason, which is "" for the hook's own spec."""
         own, uneven = self._policys(name, p), cast(Spec, self.policy.uneven)
         if exact:
             return Lossless(), START if step < self.start_step else MEASURED
@@ -281,9 +291,10 @@ class Plan:
         return (uneven, ZEROS) if self.zeros[name] else (self.spec, "")
 
     def measure(self, mean: torch.Tensor, parts: Sequence[Part], zeros: dict[str, bool]) -> None:
-        """Add to `zeros` the parameters of a bucket whose gradients are measured for the first time.
+        """Note in `zeros` which parameters of a bucket have mostly zero gradients, measured on the mean in `mean`.
 
-        The mean gradients of lossless parts are equal on all ranks. One that is zero everywhere says nothing.
+        Only lossless parts are measured, because their mean gradients are equal on all ranks. A gradient that is zero
+        everywhere is skipped, and measured again in a later step.
         """
         for part in parts:
             if not self._protects_uneven or not isinstance(part.spec, Lossless):
@@ -295,7 +306,7 @@ class Plan:
                     zeros[name] = n - count > _MOSTLY * n
 
     def note(self, zeros: Mapping[str, bool]) -> None:
-        """Keep what :meth:`measure` has found, and log it."""
+        """Store and log the results of :meth:`measure`."""
         if not zeros:
             return
         self.zeros = {**self.zeros, **zeros}
@@ -315,9 +326,9 @@ class Plan:
         return found
 
     def report(self, step: int) -> None:
-        """Log once what the gradients are sent by, after a step in which all choices are made.
+        """Log once the specs of the gradients, after the first step in which no parameter awaits a measurement.
 
-        A warning follows if much of the gradients stays uncompressed.
+        Also log a warning if more than 30% of the gradients' bytes stay uncompressed.
         """
         if self._reported or not self.contents or isinstance(self.spec, Lossless):
             return
@@ -340,7 +351,7 @@ class Plan:
 
 
 def _other(model: torch.nn.Module) -> set[torch.Tensor]:
-    """Return the parameters whose gradients frames cannot carry: float64, complex128 and sparse ones."""
+    """Return the parameters whose gradients are sent uncompressed: float64, complex128 and sparse gradients."""
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     sparse: set[torch.Tensor] = {m.weight for m in model.modules() if isinstance(m, kinds) and m.sparse}
     return sparse | {p for p in model.parameters() if p.dtype in (torch.float64, torch.complex128)}

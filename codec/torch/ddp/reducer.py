@@ -1,4 +1,4 @@
-"""Reduction of the buckets of a model's backward passes: a step succeeds or fails as a whole."""
+"""Reduce the buckets of a model's backward passes. A step succeeds for all its buckets or for none."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ Transform = Callable[[torch.Tensor, list[tuple[torch.nn.Parameter, torch.Tensor]
 
 
 class Reducer:
-    """Reduces the buckets of a model's backward passes in the thread of its group.
+    """Reduces the buckets of a model's backward passes, in the background thread of the process group.
 
     Parameters
     ----------
@@ -63,11 +63,12 @@ class Reducer:
         self.refresher = refresher
         self.transform = transform
         self.settings, self.algorithm = settings, execution.algorithm_of(settings)
-        self.group: Any = None  # ranks of the model whose gradients are reduced; None: no model yet
+        self.group: Any = None  # process group over which gradients are averaged; None: no model yet
         self.state = StepState(plan, refresher)
         self._scaler, self.state.names_nonfinite = grad_scaler, grad_scaler is None
         self._module: weakref.ref[torch.nn.Module] | None = None  # module of the last call of serve()
-        self._parts: dict[tuple[str, ...], tuple[int, list[Part]]] = {}  # values and parts of each bucket, by its names
+        # Number of values and the parts of each bucket, by the names of its parameters.
+        self._parts: dict[tuple[str, ...], tuple[int, list[Part]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the reducer without the process group, which belongs to this process."""
@@ -90,16 +91,16 @@ class Reducer:
         self.state.check_owner(names, group.rank(), group.size())
 
     def serve(self, names: Mapping[torch.nn.Parameter, str], group: Any, module: torch.nn.Module) -> None:
-        """Reduce the gradients of some parameters from now on; :meth:`check` has accepted them.
+        """Set the parameters whose gradients are reduced, which :meth:`check` has accepted.
 
         Parameters
         ----------
         names : mapping
             Name of each parameter.
         group : ProcessGroup
-            Ranks: perhaps new ones, after a rank was lost.
+            Process group; it may be a new one, after a rank was lost.
         module : torch.nn.Module
-            Module whose layers the policy knows; an empty one if they are unknown.
+            Module in whose layers the policy looks for embeddings and heads; an empty module if they are unknown.
         """
         if self.state.current.in_flight:
             self.cancel()
@@ -109,7 +110,7 @@ class Reducer:
         self.group, self._module = group, weakref.ref(module)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of :meth:`StepState.state_dict`."""
+        """Replace the state by one that :meth:`StepState.state_dict` returned."""
         self.state.load_state_dict(state)
         self._parts.clear()
 
@@ -118,32 +119,33 @@ class Reducer:
     def reduce(self, bucket: Bucket) -> Work:
         """Begin to reduce a bucket in the background. Bucket 0 begins a step.
 
-        The last bucket of a step is waited for. It ends the step, unless that is left to the end of a backward pass.
+        For the last bucket of a step, this waits until all buckets are reduced. Within a backward pass, the step ends
+        with the pass; else this ends the step.
 
         Parameters
         ----------
         bucket : Bucket
-            Gradients. Buckets of a step are reduced in the same order on all ranks.
+            Gradients. All ranks must reduce the buckets of a step in the same order.
 
         Returns
         -------
         Work
-            Handle whose result is the tensor with the mean. It does not fail: errors are raised by :meth:`end_step`.
+            Handle whose result is the tensor with the mean. It never fails: :meth:`end_step` raises the errors.
         """
         try:
             work = self._begin(bucket)
             if bucket.last:
-                work.wait()  # the model would wait, too, but Ctrl-C would not interrupt it
-                communicator_of(self.group).worker.wait_for_callbacks()  # of all buckets: they run in order
+                work.wait()  # DistributedDataParallel would wait, too, but Ctrl-C could not interrupt its wait
+                communicator_of(self.group).worker.wait_for_callbacks()  # callbacks of all buckets, which run in order
         except BaseException:
             self.cancel()
             raise
-        if bucket.last and backward_pass() is None:  # within join(), for ranks without inputs left
+        if bucket.last and backward_pass() is None:  # join() reduces buckets on a rank that has no inputs left
             self.end_step()
         return work
 
     def _begin(self, bucket: Bucket) -> Work:
-        """Begin to reduce a bucket."""
+        """Begin to reduce a bucket; see :meth:`reduce`."""
         if bucket.number == 0:
             self.state.begin(1.0 if self._scaler is None else self._scaler.get_scale())
         step = self.state.current
@@ -158,21 +160,21 @@ class Reducer:
         return work
 
     def end_step(self) -> None:
-        """End the step and raise the error of its first bucket that failed.
+        """End the step, and raise the error of the first bucket that failed.
 
-        If the future of a bucket raised the error, DistributedDataParallel could not be used again.
+        The futures of buckets must not raise it: DistributedDataParallel could not be used again after that.
         """
         error = self.state.end()
         if error is not None and not self._is_overflow(error):
             raise error
 
     def cancel(self, step: Step | None = None) -> None:
-        """Cancel a step that cannot be completed: peers fail, and its work in the background changes nothing more.
+        """Cancel a step that cannot be completed: other ranks fail, and background work no longer changes the state.
 
         Parameters
         ----------
         step : Step, optional
-            The step, which may be over. Default: the current one.
+            Step to cancel; nothing happens if it is not the current step. Default: the current step.
         """
         if step is not None and step is not self.state.current:
             return
@@ -181,7 +183,7 @@ class Reducer:
         self.state.cancel()
 
     async def _run_bucket(self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step) -> torch.Tensor:
-        """Reduce a bucket, and wait for the end of the step; return the mean, or the buffer after an error."""
+        """Reduce a bucket, and wait for the end of the step; return the mean, or the bucket's buffer after an error."""
         reduced = bucket.buffer
         step.traffic.append(collective.counters)
         step.buffers.append(bucket.buffer)
@@ -213,7 +215,7 @@ class Reducer:
         return reduced if step.succeeded else bucket.buffer
 
     async def _begin_step(self, comm: Communicator, collective: Collective, step: Step) -> None:
-        """Agree with all ranks on the state of the hook if they may differ, and choose how buckets are sent."""
+        """Agree with all ranks on the hook's state if ranks may differ, and choose between frames and raw."""
         step.waited = comm.channel.counters.copy()
         await self.state.synchronize(collective, step)
         step.measured = Measurement(collective.mesh.rtt())
@@ -222,7 +224,7 @@ class Reducer:
             step.way = await step.turn.wait()
 
     async def _agree(self, comm: Communicator, collective: Collective, number: int, step: Step) -> None:
-        """End a step by its last bucket, `number`: all ranks keep its results, or none does."""
+        """Agree on the outcome of a step, in the collective of its last bucket `number`: all ranks commit, or none."""
         for wait in step.arrived:
             await wait
         await self.state.settle(collective, step)
@@ -252,27 +254,27 @@ class Reducer:
                 self._undo(step, step.error)
 
     def _undo(self, step: Step, error: BaseException) -> None:
-        """Drop what a step has computed that has failed; after an overflow all ranks' scalers skip the step."""
+        """Roll a failed step back; after an overflow, fill gradients with NaN, so that all scalers skip the step."""
         if self._is_overflow(error):
             for buffer in step.buffers:
                 buffer.fill_(torch.nan)
         self.state.rollback()
 
     def _commit(self, step: Step) -> None:
-        """Keep what a step has computed that has succeeded on all ranks."""
+        """Commit a step that has succeeded on all ranks."""
         if self.state.loaded_buckets:
-            self._parts.clear()  # the first step after a checkpoint was cut as the steps before
+            self._parts.clear()  # the step after a checkpoint used the old buckets' parts; later steps have new buckets
         self.state.commit(step)
 
     def _is_overflow(self, error: BaseException) -> bool:
-        """Return True if gradients overflowed by their scale, and the GradScaler will skip the step."""
+        """Return True if the error is NaN or Inf in gradients that a GradScaler scales, so that it skips the step."""
         scales = self._scaler is not None and self._scaler.is_enabled()
         return scales and getattr(error, "code", None) == Status.NONFINITE
 
     async def _reduce(self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step) -> torch.Tensor:
-        """Compute the mean of a bucket over all ranks; return the tensor that gets it at the end of the step."""
+        """Compute the mean of a bucket over all ranks; return the tensor that holds it after the end of the step."""
         if self.transform is not None or uncompressed.is_other(bucket.buffer):
-            collective.device.settle()  # both may wait for a GPU, see StepState.may_wait()
+            collective.device.settle()  # transforms and copies to the host may wait for a GPU: see StepState.may_wait()
         item = self._prepare_bucket(step, bucket)
         step.begun.complete()
         buffer, counters = bucket.buffer, collective.counters
@@ -291,9 +293,9 @@ class Reducer:
         return await self._reduce_parts(comm, collective, bucket, step, item)
 
     def _prepare_bucket(self, step: Step, bucket: Bucket) -> int | str | None:
-        """Transform a bucket, and return what all ranks must agree on; the first one chooses the specs of a step.
+        """Apply ``transform=`` to a bucket; return its result, which all ranks must agree on.
 
-        The first bucket rolls a step back that was never ended.
+        The first bucket of a step also chooses the specs of the step, and rolls residuals of an unfinished step back.
         """
         with self.state.changed_by(step):
             if bucket.number == 0:
@@ -318,7 +320,7 @@ class Reducer:
     async def _reduce_parts(
         self, comm: Communicator, collective: Collective, bucket: Bucket, step: Step, item: int | str | None
     ) -> torch.Tensor:
-        """Compute the mean of a bucket that frames can carry; return the tensor that gets it."""
+        """Compute the mean of a bucket whose dtype frames support; return the tensor that holds it after the step."""
         buffer = bucket.buffer
         with self.state.changed_by(step):
             parts = self._parts_of(bucket.parameters, buffer.numel(), bucket.number, step)
@@ -344,7 +346,7 @@ class Reducer:
         return out
 
     def _parts_of(self, parameters: Sequence[torch.nn.Parameter], n: int, number: int, step: Step) -> list[Part]:
-        """Return the parts of bucket `number`, which has `n` values."""
+        """Return the parts of bucket `number`, which must hold `n` values."""
         try:
             names = tuple(self.plan.names[p] for p in parameters)
         except KeyError as e:

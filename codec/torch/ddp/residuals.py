@@ -1,4 +1,4 @@
-"""Error feedback of a DDP hook: residuals of its frames, and a guard against residuals that grow."""
+"""Error feedback of a DDP hook: residuals of its frames, and a warning if residuals grow."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,26 +15,27 @@ from codec.torch.transport.messages import Array
 
 logger = logging.getLogger("codec.torch")
 
-_INTERVAL = 8  # steps between two measurements of norms, which read residuals and gradients once more
+_INTERVAL = 8  # steps between two measurements of norms, each of which reads all residuals and gradients again
 _DECAY = 0.75  # weight of earlier measurements in a running mean
-_FIRST = 3  # measurements before the guard may warn, since first gradients differ in size
-_BOUND = 20.0  # largest norm of a residual over that of its gradient; stable runs stay below 15 (convergence.md)
+_FIRST = 3  # measurements before the warning, because the magnitude of gradients changes in the first steps
+_BOUND = 20.0  # norm of residual / norm of gradient above which to warn; stable runs stay below 15 (convergence.md)
 
 
 class Residuals(ResidualPair):
-    """Residuals of a hook's parameters, with running means of their norms.
+    """Residuals of a hook's parameters, with running means of the squared norms of residuals and gradients.
 
     Parameters
     ----------
     spec : Spec
-        Spec of the hook. Frames of other specs can use the residuals, too.
+        Spec of the hook, for the warning. Frames of other specs can use the residuals, too.
     decay : float
-        Factor of a residual each time it is added.
+        Factor by which a residual is multiplied each time before it is added.
     """
 
     def __init__(self, spec: Spec, decay: float = 1.0) -> None:
         super().__init__(spec, decay)
-        self._squares: dict[str, tuple[float, float]] = {}  # running means of both squared norms, by parameter
+        # By parameter: running means of the squared norms of its residual and of its gradient.
+        self._squares: dict[str, tuple[float, float]] = {}
         self._measuring = False
         self._measurements = 0
         self._measured: list[
@@ -44,7 +45,7 @@ class Residuals(ResidualPair):
         self._warned = False
 
     def begin_step(self, step: int, scale: float) -> None:
-        """Roll a failed step back; from now on gradients have the factor `scale`."""
+        """Roll back a step that did not end, and rescale the residuals to gradients with the factor `scale`."""
         self.rollback()
         self.rescale(scale)
         self._measuring = step % _INTERVAL == 0
@@ -57,9 +58,9 @@ class Residuals(ResidualPair):
         Parameters
         ----------
         r : Reduction
-            Gets the arrays of the residuals.
+            Reduction; this sets its arrays of residuals.
         part : Part
-            The parameters of the reduction.
+            Parameters of the reduction.
         owned, size
             As for :meth:`feed`.
         """
@@ -69,7 +70,7 @@ class Residuals(ResidualPair):
             if part.new:
                 self.flush(r, part.layout, size)
             return
-        # Moved: for a new part, other ranks encode the sums that this rank has residuals of.
+        # A new part may assign other slices to ranks: other ranks then encode sums whose residuals this rank holds.
         sums = self.feed(r, part.layout, owned, size, moved=part.new)
         if self._measuring and r.residual is not None:
             self._measure(r, part, (0, part.n), r.residual)
@@ -77,11 +78,11 @@ class Residuals(ResidualPair):
                 self._measure(r, part, owned, sums)
 
     def may_wait(self, parts: Sequence[Part]) -> bool:
-        """Return True if :meth:`feed_part` of one of the parts may read values, for which the host waits on a GPU."""
+        """Return True if :meth:`feed_part` may read values of one of the parts, for which the host waits for a GPU."""
         return self._measuring or any(part.new for part in parts)
 
     def _measure(self, r: Reduction, part: Part, within: tuple[int, int], residual: Array) -> None:
-        """Note the squared norms of the gradients whose residuals a step writes to `residual`."""
+        """Compute the squared norms of the gradients in the range `within`; their residuals go to `residual`."""
         ranges, offset, squares = cut(part.layout, *within), within[0], list[float]()
         for _, start, stop in ranges:
             n = stop - start
@@ -105,7 +106,7 @@ class Residuals(ResidualPair):
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Norm of each parameter's residual divided by that of its gradient, from running means of their squares."""
+        """Norm of each parameter's residual divided by the norm of its gradient, from running means of the squares."""
         return {name: float(np.sqrt(e / g)) for name, (e, g) in self._squares.items()}
 
     def _note(self, measured: list[tuple[list[Range], Array, list[float]]]) -> None:
@@ -116,7 +117,7 @@ class Residuals(ResidualPair):
             for (name, start, stop), g in zip(ranges, squares, strict=True):
                 here, offset = residual[offset : offset + stop - start], offset + stop - start
                 e, former = square(here), found.get(name, (0.0, 1.0))
-                if name != NOBODY and g > 0 and e * former[1] >= former[0] * g:  # the larger one of worker and server
+                if name != NOBODY and g > 0 and e * former[1] >= former[0] * g:  # larger ratio of worker and server
                     found[name] = e, g
         for name, new in found.items():
             old = self._squares.get(name, new)
@@ -135,7 +136,7 @@ class Residuals(ResidualPair):
             )
 
     def copied(self) -> "Residuals":
-        """Return the same residuals in memory of their own."""
+        """Return a deep copy of the residuals."""
         again = Residuals(self.spec, self.decay)
         again.load_state_dict(self.state_dict())
         again._squares, again._measurements, again._warned = self._squares, self._measurements, self._warned

@@ -15,7 +15,7 @@ class ParameterStats(Rounded):
     Attributes
     ----------
     spec : Spec
-        Codec of its gradient in the last step.
+        Codec of the parameter's gradient in the last step.
     n : int
         Number of values.
     residual_norm : float
@@ -45,34 +45,36 @@ class Stats(Counters):
     failed_steps : int
         Steps that failed.
     buckets : int
-        Buckets that were reduced. `raw_collectives` of them were sent uncompressed, at least in part.
+        Number of buckets that were reduced. `raw_collectives` counts those of them that were sent uncompressed, at
+        least in part.
     residual_ratio : float
-        Largest norm of a parameter's residual divided by the norm of its gradient, measured every 8 steps. Runs that
-        converge stay below 15.
+        Largest ratio, over all parameters, of the norm of the residual to the norm of the gradient, measured every 8
+        steps. Runs that converge stay below 15.
     uncompressed_nbytes : int
-        Part of `raw_nbytes` in buckets that were sent uncompressed, at least in part: because that was faster, or
-        because frames cannot carry them.
+        Bytes of `raw_nbytes` in buckets that were sent uncompressed, at least in part, because that was faster or
+        because their dtype is float64.
     contents : dict of str to int
-        Bytes of the gradients of the last step by spec and reason, such as ``"Quantize()"`` or
-        ``"Lossless() (small)"``. Reasons are: policy, small, embedding, mostly zero, dtype, start_step, first step,
-        and for ``ddp_hook("auto")`` error: the spec of the hook would lose too much of the gradient.
+        Bytes of the gradients of the last step, keyed by the spec and why it was chosen, such as ``"Quantize()"`` or
+        ``"Lossless() (small)"``. Reasons are: policy, small, embedding, mostly zero, dtype, start_step and first step.
+        For ``ddp_hook("auto")`` there is also the reason error: with the hook's spec, the relative error of the
+        gradient would exceed the limit.
     choices : dict of str to int
-        Steps by spec that ``ddp_hook("auto")`` has chosen, such as ``{"raw": 10, "Quantize()": 90}``; "raw" is
-        uncompressed. Empty for other hooks.
+        Number of steps with each spec that ``ddp_hook("auto")`` has chosen, such as ``{"raw": 10, "Quantize()": 90}``;
+        "raw" is uncompressed. Empty for other hooks.
     link : Link or None
-        Slowest link of a rank that ``ddp_hook("auto")`` has measured last, or was told; None for other hooks. Its rate
-        is infinite if it is too high to be measured.
+        Slowest link of any rank, as ``ddp_hook("auto")`` last measured it, or the link that the user stated. Its rate
+        is infinite if it is too high to be measured. None for other hooks.
     world_size : int
         Number of ranks.
     buffer_nbytes : int
-        Host memory that the group keeps for messages, results and sums: at most twice what its collectives in flight
-        have used at once. Page-locked for tensors on GPUs.
+        Bytes of host memory that the group keeps for messages, results and sums: at most twice the peak use of its
+        collectives in flight. The memory is page-locked for tensors on GPUs.
     scratch_nbytes : int
-        Most memory of the GPU, in bytes, that the CUDA engine has taken at once to encode and decode for the group,
-        beside tensors and frames. A call takes at most 300 MB for the warps that run, 8 bytes for each value of a
-        bucket with error feedback, and 1 for each value whose level an optimizer determines; all are released when its
-        kernels are launched. Each piece of a bucket (a chunk of one rank) keeps less than 1 MB until the host has read
-        its verdict, at the end of the step. 0 for tensors in host memory.
+        Peak bytes of GPU memory that the CUDA engine has allocated to encode and decode for the group, in addition to
+        tensors and frames. A call allocates at most 300 MB for its running warps, 8 bytes per value of a bucket with
+        error feedback, and 1 byte per value whose level an optimizer determines. It releases all of this when its
+        kernels are launched. Each piece of a bucket (a chunk of one rank) also keeps less than 1 MB until the host has
+        read the error flags of its kernels, at the end of the step. 0 for tensors in host memory.
     parameters : dict of str to ParameterStats
         Statistics by parameter name; empty without ``stats(by_parameter=True)``.
 
@@ -98,7 +100,7 @@ class Stats(Counters):
 
     @property
     def ratio(self) -> float:
-        """Bytes sent divided by those of an uncompressed all-reduce, 2 (N - 1) / N of each tensor; nan if none."""
+        """Bytes sent divided by those of an uncompressed all-reduce, 2 (N - 1) / N of each tensor; NaN if that is 0."""
         plain = self._uncompressed_nbytes
         return self.sent_nbytes / plain if plain else float("nan")
 
@@ -107,7 +109,7 @@ class Stats(Counters):
         return self.raw_nbytes * 2 * (self.world_size - 1) / self.world_size
 
     def __str__(self) -> str:
-        """Return the steps, the bytes of all of them, and the time of one step on the wire, in a line."""
+        """Return one line with the number of steps, the bytes sent, and the time on the wire per step."""
         wire = f", {duration(self.wire_s / self.steps)} a step on the wire" if self.steps else ""
         failed = f", {self.failed_steps} failed" if self.failed_steps else ""
         residual = f", residual {self.residual_ratio:.3g} times the gradient" if self.residual_ratio else ""

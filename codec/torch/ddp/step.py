@@ -1,4 +1,4 @@
-"""Steps of a hook: state of one backward pass, and state that changes only if the step succeeds on all ranks."""
+"""State of a hook: of the current step, and the state that changes only if a step succeeds on all ranks."""
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -29,10 +29,10 @@ from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
 from codec.torch.transport.messages import Cause
 
-_changing = threading.Lock()  # guards residuals and current steps of all hooks
+_changing = threading.Lock()  # guards the residuals and the current step of all hooks
 
 
-NO_BUCKET = 1 << 30  # above all numbers of buckets
+NO_BUCKET = 1 << 30  # larger than the index of any bucket
 FAILED_ELSEWHERE = "the step has failed on a rank that holds other shards of the model: nothing was changed"
 
 
@@ -44,28 +44,28 @@ def _wait_for_last_bucket() -> Wait:
 
 @dataclass
 class Step:
-    """State of a backward pass."""
+    """State of the step of one backward pass."""
 
-    number: int = 0  # steps that have succeeded before
+    number: int = 0  # steps that succeeded before this one
     scale: float = 1.0  # factor of the GradScaler in all gradients
     exact: bool = False  # all gradients are sent lossless
-    in_flight: bool = False  # True from the begin of the step until it has ended, or its error was raised
-    error: BaseException | None = None  # error of the first bucket that failed
-    failed: int = NO_BUCKET  # number of that bucket
-    cause: Cause | None = None  # report to other ranks of the earliest error
-    zeros: dict[str, bool] = field(default_factory=dict[str, bool])  # True if mean gradients are mostly zero
+    in_flight: bool = False  # True from the start of the step until it has ended, or its error was raised
+    error: BaseException | None = None  # error of bucket `failed`
+    failed: int = NO_BUCKET  # smallest index of a bucket that failed
+    cause: Cause | None = None  # first error of the step, as reported to the other ranks
+    zeros: dict[str, bool] = field(default_factory=dict[str, bool])  # by parameter: True if its gradient is mostly zero
     buckets: dict[int, list[str]] = field(default_factory=dict[int, list[str]])  # names of the parameters, by bucket
     traffic: list[Counters] = field(default_factory=list[Counters])  # traffic of each bucket
-    begun: Wait = field(default_factory=Wait)  # for the agreement on the state of the hook, and the choice of specs
-    arrived: list[Wait] = field(default_factory=list[Wait])  # for the data of each bucket
-    over: Wait = field(default_factory=_wait_for_last_bucket)  # for the end of the step
-    returned: list[Wait] = field(default_factory=list[Wait])  # for the work of each bucket but the last one
-    launched: list[tuple[Bucket, Reduction]] = field(default_factory=list[tuple[Bucket, Reduction]])  # on GPUs, perhaps
+    begun: Wait = field(default_factory=Wait)  # completes when ranks agree on the hook's state and specs are chosen
+    arrived: list[Wait] = field(default_factory=list[Wait])  # each completes when the data of its bucket has arrived
+    over: Wait = field(default_factory=_wait_for_last_bucket)  # completes at the end of the step
+    returned: list[Wait] = field(default_factory=list[Wait])  # complete when buckets but the last have seen `over`
+    launched: list[tuple[Bucket, Reduction]] = field(default_factory=list[tuple[Bucket, Reduction]])  # may run on GPUs
     store: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])  # store the results of buckets
     buffers: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # gradients of each bucket
-    waited: Counters = field(default_factory=Counters)  # totals of the group at the begin
-    measured: Measurement | None = None  # times since the begin
-    turn: Turn | GradientChoice | None = None  # open choice between frames and uncompressed values
+    waited: Counters = field(default_factory=Counters)  # totals of the group at the start of the step
+    measured: Measurement | None = None  # times since the start of the step
+    turn: Turn | GradientChoice | None = None  # chooses between frames and uncompressed values
     way: Way = "frames"
     confirmed: bool = False  # ranks of other groups know how the step has ended
 
@@ -75,7 +75,7 @@ class Step:
         return self.failed == NO_BUCKET
 
     def report(self, channel: Channel, round_trips: float) -> list[int]:
-        """Return the measurements that this rank reports of a step; the first bucket has begun."""
+        """Return the measurements of the step that this rank reports to all ranks."""
         assert self.measured is not None
         size = channel.size
         wire_s = wire_seconds([r for _, r in self.launched], channel, self.waited.wire_s)
@@ -84,7 +84,7 @@ class Step:
         return times if self.turn is None else times + self.turn.report(channel)
 
     def total(self, now: Counters, round_trips: float) -> Counters:
-        """Return the traffic of all buckets; `now` are the totals of the group."""
+        """Return the traffic of the step, given the totals `now` of the group at its end."""
         total, waited = Counters(), now - self.waited
         for counters in self.traffic:
             total.add(counters)
@@ -94,43 +94,43 @@ class Step:
 
 
 class OtherGroups(Protocol):
-    """Ranks that reduce other shards of the model in groups of their own. A step succeeds in all groups or in none."""
+    """Ranks that reduce other shards of the model, in other groups. A step succeeds in all groups or in none."""
 
     def confirm(self, succeeded: bool) -> bool:
-        """Return True if a step has succeeded on all of these ranks; each of them calls this at the end of a step."""
+        """Return True if the step has succeeded in all groups. Each rank must call this at the end of a step."""
         ...
 
     def cancel(self) -> None:
-        """Make the ranks that wait in :meth:`confirm` fail: this rank cannot end the step."""
+        """Make the ranks that wait in :meth:`confirm` fail, because this rank cannot end the step."""
         ...
 
 
 class StepState:
-    """State of a hook between its steps. A step changes all of it if it succeeds on all ranks, else nothing.
+    """State of a hook between its steps. Only a step that succeeds on all ranks changes it.
 
     Parameters
     ----------
     plan : Plan
-        Specs of the parameters. The state sets its `zeros`.
+        Specs of the parameters. This object sets its `zeros`.
     refresher : CodebookRefresher or None
         Codebooks that all ranks agree on.
     """
 
     def __init__(self, plan: Plan, refresher: CodebookRefresher | None) -> None:
-        self.count = 0  # steps that have succeeded, those before a checkpoint included
+        self.count = 0  # steps that have succeeded, including those before a checkpoint
         self.owner = UNKNOWN, UNKNOWN  # rank and number of ranks to which the residuals belong
         self.buckets: list[list[str]] = []  # names of the parameters in each bucket of the last step
-        self.loaded_buckets: list[list[str]] = []  # the same of a loaded state, until a step has succeeded
+        self.loaded_buckets: list[list[str]] = []  # `buckets` of a checkpoint or an earlier model; [] after a step
         self.shapes: checkpoint.Shapes = {}  # shapes of the parameters
         self.residuals: Residuals | None = None
         self.codebooks = None if refresher is None else CodebookSync(refresher)
         self.stats = Stats()
         self.current = Step()
-        self.buffers = Buffers()  # memory of the current step
+        self.buffers = Buffers()  # memory for concatenated gradients of the current step
         self.choice = Choice("gradients")  # choice between frames and uncompressed values
         self._plan = plan
         self.other_groups: OtherGroups | None = None
-        self.names_nonfinite = True  # errors about NaN and Inf name the parameter
+        self.names_nonfinite = True  # name the parameter in errors about NaN and Inf
         self._in_sync = False  # all ranks are known to have the same step count, sparse parameters and loaded buckets
         self.begin_feedback()
 
@@ -150,7 +150,7 @@ class StepState:
         Raises
         ------
         PeerError
-            The step before is in flight: other ranks may wait for its other buckets.
+            The previous step is in flight: other ranks may wait for its remaining buckets.
         """
         if self.current.in_flight:
             raise PeerError("the backward pass before this one did not end: make a new group") from self.current.error
@@ -158,7 +158,7 @@ class StepState:
         return self.current
 
     async def synchronize(self, collective: Collective, step: Step) -> None:
-        """Agree with all ranks on the number of the step, on sparse parameters and on loaded buckets."""
+        """Agree with all ranks on the step count, on mostly zero gradients and on loaded buckets."""
         if self.codebooks is not None:
             await self.codebooks.begin_step(collective)
         if not self._in_sync:
@@ -169,7 +169,7 @@ class StepState:
             states = await part.gather([self.count, known])
             self.count = max(steps for steps, _ in states)
             equal = len({theirs for _, theirs in states}) == 1
-            if not equal:  # a rank is new: measure again
+            if not equal:  # a rank has joined: measure again
                 self._plan.zeros, self.loaded_buckets = {}, []
             if auto is not None:
                 auto.synchronize(equal=equal)
@@ -177,13 +177,13 @@ class StepState:
         step.number = self.count
 
     def turn(self, algorithm: str, mesh: Mesh) -> Turn | GradientChoice | None:
-        """Return the choice of how the buckets of a step are sent; None if `algorithm` fixes the choice."""
+        """Return the object that chooses between frames and raw for a step; None if `algorithm` fixes the choice."""
         if self._plan.auto is not None:
             return self._plan.auto.begin(mesh)
         return self.choice.begin() if algorithm == "auto" else None
 
     def sample(self, bucket: Bucket) -> None:
-        """Keep samples of the gradients of a bucket that frames can carry, if they are measured in this step."""
+        """Sample the gradients of a bucket, if the automatic choice measures gradients in this step."""
         auto = self._plan.auto
         if auto is None or not auto.is_due:
             return
@@ -196,7 +196,7 @@ class StepState:
 
     @contextmanager
     def changed_by(self, step: Step) -> Generator[None, None, None]:
-        """Return a context manager in which `step` stays the current step.
+        """Return a context manager that locks the state, in which `step` stays the current step.
 
         Raises
         ------
@@ -209,10 +209,10 @@ class StepState:
             yield
 
     def fail(self, step: Step, bucket: int, error: BaseException, collective: Collective) -> None:
-        """Record an error of a bucket, and report it to the other ranks. States of ranks may differ from now on.
+        """Record an error of a bucket, and report it to the other ranks. The next step compares the ranks' states.
 
-        The error of the first bucket is kept. A peer that gives another bucket up after an error of this rank does not
-        replace that error.
+        The error of the bucket with the smallest index is kept. Peers abort their other buckets after an error of this
+        rank; the resulting PeerError does not replace that error.
         """
         cause = collective.fail(error)
         step.cause = step.cause or cause
@@ -224,13 +224,13 @@ class StepState:
             self.codebooks.require_sync()
 
     def fail_bucket(self, collective: Collective, bucket: Bucket, step: Step, error: BaseException) -> None:
-        """Record the error of a bucket, and report it to the other ranks."""
+        """Record the error of a bucket as :meth:`fail` does, and name the parameter in errors about NaN and Inf."""
         self.fail(step, bucket.number, error, collective)
         if isinstance(error, ArgumentError) and error.code == Status.NONFINITE and self.names_nonfinite:
             bucket.explain_nonfinite(error, self._plan.names)
 
     async def settle(self, collective: Collective, step: Step) -> None:
-        """Wait once until GPUs have reduced all buckets, and note the errors that they have found."""
+        """Wait once until GPUs have reduced all buckets, and record the errors that their kernels report."""
         if not step.succeeded:
             return
         for _, r in step.launched:
@@ -242,23 +242,24 @@ class StepState:
                 self.fail_bucket(collective, bucket, step, e)
 
     def may_wait(self, parts: Sequence[Part]) -> bool:
-        """Return True if the host may wait for a GPU to prepare parts.
+        """Return True if the host may wait for a GPU while it prepares parts of a bucket.
 
-        Messages of other buckets, which a lost rank would hold up without end, must have ended before.
+        The caller must then first wait until messages of other buckets have ended. If a rank is lost, these may never
+        end, and a GPU that waits for them would block the host forever.
         """
         feeds = self.residuals is not None and self.residuals.may_wait(parts)
         samples = self._plan.auto is not None and self._plan.auto.is_due
         return feeds or samples or any(needs_optimizer(part.spec) for part in parts)
 
     def confirm(self, step: Step) -> bool:
-        """Agree once with ranks of other groups on how a step has ended; return True if it has succeeded in all groups.
+        """Agree once with ranks of other groups on the outcome of a step; return True if it succeeded in all groups.
 
-        Connections of this group stay open if the step has failed in another one, since it then fails on all ranks.
+        If the step has failed in another group, it fails on all ranks of this one, so their connections stay open.
 
         Raises
         ------
         PeerError
-            The step has succeeded in this group, but a rank of another one is lost.
+            The step has succeeded in this group, but a rank of another group is lost.
         """
         if self.other_groups is not None and not step.confirmed:
             step.confirmed = True
@@ -267,14 +268,14 @@ class StepState:
         return step.succeeded
 
     def commit(self, step: Step) -> None:
-        """Keep what a step has computed that has succeeded on all ranks."""
+        """Commit the state of a step that has succeeded on all ranks."""
         self.stats.steps += 1
         self.count += 1
         if not self.loaded_buckets or len(step.buckets) > 1:
             self.buckets = [step.buckets[number] for number in sorted(step.buckets)]
         if self.loaded_buckets:
             self.loaded_buckets = []
-            self.buffers = Buffers()  # the old buffers hold all gradients
+            self.buffers = Buffers()  # free the old buffers: the single bucket of the first step held all gradients
         self.stats.contents = self._plan.contents
         self._plan.note(step.zeros)
         if self.owner[0] == 0:
@@ -283,31 +284,31 @@ class StepState:
             self.residuals.commit()
 
     def rollback(self) -> None:
-        """Drop what a step has computed that has failed."""
+        """Drop the new residuals of a step that has failed."""
         if self.residuals is not None:
             self.residuals.rollback()
 
     def end(self) -> BaseException | None:
-        """End the current step; return the error of its first bucket that failed."""
+        """End the current step; return the error of the first bucket that failed, or None."""
         error, self.current.error = self.current.error, None
         self.current.in_flight = False
         self.stats.failed_steps += error is not None
         return error
 
     def cancel(self) -> None:
-        """Cancel the current step, also in other groups: its work in the background changes nothing more."""
+        """Cancel the current step, also in other groups. Its background work no longer changes the state."""
         if self.other_groups is not None:
             self.other_groups.cancel()
         with _changing:
             cancelled, self.current = self.current, Step()
             self.rollback()
-            # work in the background may still write to the old residuals, and send from the old buffers
+            # Background work may still write to the old residuals, and send from the old buffers.
             self.buffers = Buffers()
             self.residuals = self.residuals and self.residuals.copied()
         cancelled.over.complete()
 
     def begin_feedback(self) -> None:
-        """Keep residuals from now on if the plan has error feedback."""
+        """Create residuals, or set their decay, if the plan has error feedback."""
         if self._plan.feedback and self.residuals is None:
             self.residuals = Residuals(self._plan.spec, self._plan.decay)
         elif self.residuals is not None:
@@ -322,7 +323,7 @@ class StepState:
         checkpoint.check_ranges(ranges, self.shapes, names)
 
     def serve(self, names: Mapping[torch.nn.Parameter, str], rank: int, size: int) -> None:
-        """Note that the next step has these parameters, and perhaps other ranks, whose states differ."""
+        """Set the parameters and the rank. Other ranks may be new, so the next step compares the states of all."""
         if self.codebooks is not None:
             self.codebooks.wait()
             self.codebooks.require_sync()
@@ -367,5 +368,5 @@ class StepState:
 
 
 def fail_after(collective: Collective, step: Step) -> None:
-    """Abort the collective of a bucket after another bucket has failed: all ranks receive the first cause."""
+    """Abort the collective of a bucket after another bucket has failed, and report the first error to all ranks."""
     collective.fail(PeerError("another bucket of this step has failed: nothing was changed"), step.cause)

@@ -1,4 +1,4 @@
-"""Uncompressed sums, in rank order, of buckets that frames cannot carry: float64, and sparse gradients."""
+"""Uncompressed means, added in rank order, of gradients that frames do not support: float64 and sparse ones."""
 
 import logging
 from math import prod
@@ -18,11 +18,11 @@ from codec.torch.transport.collective import Collective
 
 logger = logging.getLogger("codec.torch")
 
-_logged: set[str] = set()  # kinds of buckets that were logged
+_logged: set[str] = set()  # kinds of gradients, such as "float64" or "sparse", that were already logged
 
 
 def is_other(buffer: torch.Tensor) -> bool:
-    """Return True if frames cannot carry a bucket."""
+    """Return True if a bucket is sparse or float64, and so cannot be averaged as frames."""
     return buffer.is_sparse or buffer.dtype == torch.float64
 
 
@@ -34,9 +34,9 @@ async def mean(collective: Collective, buffer: torch.Tensor, item: int | str | N
     collective : Collective
         The collective of the bucket.
     buffer : torch.Tensor
-        float64, or sparse (COO) of any dtype.
+        Bucket of float64, or a sparse (COO) tensor of any dtype.
     item : int or str, optional
-        Item that must be the same on all ranks.
+        Result of ``transform=``, which must be the same on all ranks.
     """
     kind = "sparse" if buffer.is_sparse else str(buffer.dtype).removeprefix("torch.")
     if kind not in _logged:
@@ -52,7 +52,7 @@ async def mean(collective: Collective, buffer: torch.Tensor, item: int | str | N
 
 
 async def _sparse_mean(collective: Collective, buffer: torch.Tensor, item: int | str | None) -> torch.Tensor:
-    """Return the mean of sparse tensors: each rank sends its entries to all, and all add them in rank order."""
+    """Return the mean of sparse tensors. Each rank sends its entries to all ranks, and each adds them in rank order."""
     size, shape, dims = collective.size, tuple(buffer.shape), buffer.sparse_dim()
     t = buffer.detach().coalesce()
     indices, values = t.indices().contiguous().cpu().numpy(), t.values().contiguous().cpu()
@@ -69,12 +69,12 @@ async def _sparse_mean(collective: Collective, buffer: torch.Tensor, item: int |
 
 
 def _entries(data: bytes, like: torch.Tensor, shape: tuple[int, ...], dims: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices and values that a rank sent.
+    """Parse the indices and values of a sparse tensor that a rank sent.
 
     Raises
     ------
     FrameError
-        The bytes are no entries of such a tensor.
+        The number of bytes is no multiple of the size of an entry, or an index is outside of the shape.
     """
     dense = shape[dims:]
     each = 8 * dims + like.element_size() * prod(dense)

@@ -1,4 +1,4 @@
-"""Error feedback: residuals of frames, kept from one collective to the next.
+"""Error feedback: the encoding errors (residuals) of one collective are added to the values of the next.
 
-Modules here change residuals only after all ranks have succeeded. They never send messages.
+This package changes residuals only after all ranks have succeeded. It never sends messages.
 """

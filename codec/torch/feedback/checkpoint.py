@@ -1,4 +1,4 @@
-"""States of codec.torch.Feedback: entries, checks, and conversion to another number of ranks."""
+"""States of codec.torch.Feedback for checkpoints: entries, checks, and conversion to another number of ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -12,22 +12,22 @@ from codec.stateful.checkpoint import VERSION, opened, plain
 from codec.torch import _compat
 
 ROLES = ("worker", "server")
-UNKNOWN = -1  # rank and world size of residuals without a group
+UNKNOWN = -1  # rank and world size of residuals that no collective has used yet
 _KEYS = frozenset({"version", "rank", "world_size", "op", *ROLES})
 
 
 def of_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part of a state with tensors in place of arrays, for torch.load."""
+    """Replace the NumPy arrays of a state by tensors, so that ``torch.load(weights_only=True)`` accepts it."""
     return {name: _compat.from_numpy(cast(Any, x)) if isinstance(x, np.ndarray) else x for name, x in state.items()}
 
 
 def head(rank: int, world_size: int, op: str) -> dict[str, Any]:
-    """Return the entries of a state without the residuals."""
+    """Return the entries of a state, except for the residuals."""
     return {"version": VERSION, "rank": rank, "world_size": world_size, "op": op}
 
 
 def parse(state: Any) -> tuple[int, int, str, dict[str, Any]]:
-    """Return rank, number of ranks, operation and residuals of a state; raise StateError if it is none."""
+    """Return rank, number of ranks, op and residuals of a state; raise StateError if it is no state of a Feedback."""
     if not isinstance(state, Mapping):
         raise StateError(f"the state of a Feedback is a dict, got {shown(state)}")
     entries = opened(cast(Mapping[str, Any], state))

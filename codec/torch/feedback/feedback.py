@@ -1,4 +1,4 @@
-"""Error feedback of all-reduces and reduce-scatters: residuals by parameter name, for a caller that keeps them."""
+"""Error feedback of all-reduces and reduce-scatters: an object of the caller that holds residuals by parameter name."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from codec.torch.transport.channel import Channel
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """Residuals that a collective in flight writes: made by :meth:`Feedback.begin`, kept by :meth:`Feedback.commit`."""
+    """New residuals of a collective in flight: :meth:`Feedback.begin` creates, :meth:`Feedback.commit` stores them."""
 
     pair: ResidualPair
     layout: Layout
@@ -32,45 +32,46 @@ class Change:
 
     @property
     def is_over(self) -> bool:
-        """True if the collective was cancelled, so that its residuals will never be kept."""
+        """True if the collective was cancelled, so that its residuals will never be committed."""
         return self.channel.cancelled
 
 
 class Feedback:
     """Error feedback for :func:`all_reduce` and :func:`reduce_scatter`: residuals of this rank, by parameter.
 
-    Each rank sends its values plus the errors of its earlier frames, and keeps the errors of the new ones. A rank that
-    encodes sums, as in a two-shot all-reduce, does the same with the sums of its slice. Results then add up to the
-    exact sums, except for the residuals. Residuals change only if the collective succeeds on all ranks. They take 4
-    bytes for each value, 4 more for each value of this rank's slice, and the same again for the copies that a
-    collective in flight changes.
+    Each rank adds the encoding errors of its last frames, the residuals, to the values that it sends, and stores the
+    errors of the new frames. A rank that encodes sums, as in a two-shot all-reduce, does the same with the sums of its
+    slice. Over many collectives, the results then add up to the exact sums, up to the current residuals. Residuals
+    change only if the collective succeeds on all ranks. They take 4 bytes per value, 4 more per value of this rank's
+    slice, and as much again for the copies that a collective in flight changes.
 
-    Residuals belong to parameter names and ranges, not to buckets. Name the parameters of a bucket, and different
-    tensors, by ``codec.view(tensor, segments={name: shape, ...})``. A tensor without names is one parameter of its own,
-    so a Feedback can serve only one such tensor.
+    Residuals belong to parameter names and ranges, not to buckets. Name the parameters of a bucket by
+    ``codec.view(tensor, segments={name: shape, ...})``, and give different tensors different names. A tensor without
+    names counts as one parameter named "", so a Feedback can serve only one such tensor.
 
     Parameters
     ----------
     spec : Spec or str
-        Codec of calls without a spec, or the name of a preset. It must be a contraction
+        Codec of collectives that are called without a spec, or the name of a preset. It must be a contraction
         (:attr:`codec.Spec.contraction`).
     decay : float
-        Factor of a residual each time it is added, above 0 and at most 1, as of :class:`codec.ErrorFeedback`.
+        Factor by which a residual is multiplied each time before it is added, above 0 and at most 1, as for
+        :class:`codec.ErrorFeedback`.
 
     Attributes
     ----------
     spec : Spec
-        Codec of calls without a spec.
+        Codec of collectives that are called without a spec.
     decay : float
-        Factor of residuals.
+        Factor by which a residual is multiplied each time before it is added.
 
     Raises
     ------
     SpecError
         The spec is lossless or not a contraction.
     ArgumentError
-        The spec is bound to an optimizer, which is for one call: pass the bound spec to the call. Or `decay` is out of
-        range.
+        The spec is bound to the state of an optimizer, which is valid for a single collective: pass such a spec to the
+        collective. Or `decay` is out of range.
 
     Examples
     --------
@@ -84,7 +85,7 @@ class Feedback:
     >>> bool((total / 100 - exact).abs().mean() < 0.05)
     True
 
-    Residuals of a bucket are kept by name, and saved with a checkpoint:
+    Store the residuals of a bucket by parameter name, and save them with a checkpoint:
 
     >>> bucket = codec.view(torch.ones(110), segments={"weight": (10, 10), "bias": (10,)})
     >>> feedback = codec.torch.Feedback(codec.Quantize(4))
@@ -100,9 +101,9 @@ class Feedback:
         check_contraction(self.spec)
         self._pair = ResidualPair(self.spec, self.decay)
         self._owner = UNKNOWN, UNKNOWN  # rank and number of ranks of the residuals
-        self._op = ""  # operation of the reductions; "" before the first one
+        self._op = ""  # op of the reductions, "mean" or "sum"; "" before the first one
         self._sizes: dict[str, int] = {}  # values of each parameter that has a residual
-        self._owned: dict[str, Any] = {}  # by parameter: layout, begin and end of the last reduction that had it
+        self._owned: dict[str, Any] = {}  # by parameter: layout and owned values of the last reduction with it
         self._change: Change | None = None  # change made by the collective in flight
         self._lock = threading.Lock()  # collectives run in threads of their groups
         self._turns: WeakKeyDictionary[Channel, Turns] = WeakKeyDictionary()  # order of the collectives of each group
@@ -111,12 +112,12 @@ class Feedback:
         return f"<codec.torch.Feedback {self.spec}, {len(self._sizes)} parameters>"
 
     def norms(self) -> dict[str, float]:
-        """Return the Euclidean norm of this rank's residual of each parameter; "" is a tensor without names."""
+        """Return the Euclidean norm of this rank's residual by parameter name; "" stands for a tensor without names."""
         with self._lock:
             return self._pair.norms()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of this rank's residuals; those of a collective in flight as before that collective.
+        """Return a copy of this rank's residuals. A collective in flight has not changed them yet.
 
         Returns
         -------
@@ -128,18 +129,19 @@ class Feedback:
             return checkpoint.head(rank, world_size, self._op) | self._pair.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the residuals by those of a state of this rank, which is copied.
+        """Replace the residuals by copies of those in a state of this rank.
 
         Parameters
         ----------
         state : mapping
-            Return value of :meth:`state_dict` on this rank, or this rank's item of that of :meth:`reshard`.
+            Return value of :meth:`state_dict` on this rank, or this rank's item of the list that :meth:`reshard`
+            returns.
 
         Raises
         ------
         StateError
-            `state` is no such state, or a collective is in flight. Residuals are unchanged. If the state is of another
-            rank or number of ranks, the next collective raises this error.
+            `state` is no such state, or a collective is in flight. Residuals are unchanged. If the state belongs to
+            another rank or number of ranks, the next collective raises this error.
         """
         rank, world_size, op, parts = checkpoint.parse(state)
         pair = ResidualPair(self.spec, self.decay)
@@ -154,15 +156,16 @@ class Feedback:
 
     @staticmethod
     def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
-        """Return states for another number of ranks, whose residuals correct results by as much as the given ones.
+        """Return states for another number of ranks, whose residuals have the same total effect as the given ones.
 
-        Every new rank gets the mean of the workers' residuals if the collectives are means, and an equal share of their
-        sum if they are sums. Residuals of encoded sums move to other ranks unchanged.
+        If the collectives are means, every new rank receives the mean of the ranks' residuals of their own values; if
+        they are sums, an equal share of the sum of these residuals. Residuals of encoded sums move to the new ranks
+        unchanged.
 
         Parameters
         ----------
         states : sequence of dict
-            State of each old rank, in their order.
+            State of each old rank, in rank order.
         world_size : int
             Number of new ranks.
 
@@ -174,7 +177,7 @@ class Feedback:
         Raises
         ------
         StateError
-            `states` are not those of all ranks of one Feedback.
+            `states` are not the states of all ranks of one Feedback.
         ArgumentError
             `world_size` is not a number from 1 to 2^20.
 
@@ -187,21 +190,21 @@ class Feedback:
         """
         return checkpoint.reshard(states, world_size)
 
-    # For collectives, in the threads of their groups
+    # Methods that collectives call, in the background threads of their groups
 
     def turns(self, channel: Channel) -> Turns:
-        """Return the turns of the collectives of a group: each begins when the one before has ended."""
+        """Return the queue in which the collectives of a group wait until the previous one has ended."""
         return self._turns.setdefault(channel, Turns())
 
     def begin(self, r: Reduction, layout: Layout, channel: Channel, algorithm: Algorithm) -> Change:
-        """Make the frames of a collective's reduction add the residuals; for implementations of collectives.
+        """Make the encoder of a collective's reduction add the residuals; for implementations of collectives.
 
         Parameters
         ----------
         r : Reduction
             Reduction of the collective.
         layout : Layout
-            Ranges of parameters that are the values of `r`.
+            Ranges of parameters whose values, in this order, are the values of `r`.
         channel : Channel
             Channel of the group.
         algorithm : Algorithm
@@ -210,12 +213,13 @@ class Feedback:
         Returns
         -------
         Change
-            New residuals: pass them to :meth:`commit` or :meth:`drop` when the collective has ended.
+            New residuals. Pass this object to :meth:`commit` or :meth:`drop` when the collective has ended.
 
         Raises
         ------
         ArgumentError, SpecError, StateError
-            The residuals cannot be used for this reduction, or another collective is in flight. They are unchanged.
+            The residuals belong to other reductions than this one, or another collective is in flight. The residuals
+            are unchanged.
         """
         check_contraction(r.spec)
         if r.op == "max":
@@ -232,7 +236,7 @@ class Feedback:
             return self._change
 
     def commit(self, change: Change) -> None:
-        """Keep the residuals of a collective that has succeeded on all ranks.
+        """Store the new residuals of a collective that has succeeded on all ranks.
 
         Raises
         ------
@@ -249,13 +253,13 @@ class Feedback:
             self._sizes |= {name: stop for name, _, stop in change.layout}
 
     def drop(self, change: Change) -> None:
-        """Drop the residuals of a collective that has failed; do nothing if they were committed."""
+        """Drop the new residuals of a collective that has failed; do nothing if they were committed."""
         with self._lock:
             if self._change is change:
                 self._change = None
 
     def _check(self, op: str, layout: Layout, here: tuple[int, int]) -> None:
-        """Raise ArgumentError or StateError if the residuals are of other reductions than this one."""
+        """Raise StateError if the residuals belong to another rank, ArgumentError if to another op or other tensors."""
         if not self._sizes:
             return
         if UNKNOWN not in self._owner and self._owner != here:
@@ -281,6 +285,6 @@ class Feedback:
         return {"spec": self.spec, "decay": self.decay, "state": self.state_dict()}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Restore what :meth:`__getstate__` returned."""
+        """Restore the object from the return value of :meth:`__getstate__`."""
         self.__init__(saved["spec"], decay=saved["decay"])
         self.load_state_dict(saved["state"])

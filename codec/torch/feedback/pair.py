@@ -1,4 +1,4 @@
-"""Residuals of a rank, as worker (its gradients) and as server (its slice of the sum), committed together."""
+"""Two residuals of a rank, committed together: of its own values (worker), and of its slice of the sums (server)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,15 +18,16 @@ from codec.torch.transport.messages import Array
 class ResidualPair:
     """Residuals of the frames of earlier steps, by parameter and range, on this rank.
 
-    A worker's residual holds the errors of encoded gradients, a server's those of the encoded sums of its slice. A step
-    changes copies, which :meth:`commit` keeps and :meth:`rollback` drops.
+    The worker's residual holds the errors of this rank's encoded gradients. The server's residual holds the errors of
+    the encoded sums of this rank's slice. A step changes copies: :meth:`commit` replaces the residuals by them, and
+    :meth:`rollback` drops them.
 
     Parameters
     ----------
     spec : Spec
         Spec of the frames. Frames of other specs can use the residuals, too.
     decay : float
-        Factor of a residual each time it is added.
+        Factor by which a residual is multiplied each time before it is added.
     """
 
     def __init__(self, spec: Spec, decay: float = 1.0) -> None:
@@ -35,7 +36,7 @@ class ResidualPair:
         self.server = ResidualStore("server", decay)
 
     def set_decay(self, decay: float) -> None:
-        """Multiply residuals by another factor from now on."""
+        """Set the factor by which residuals are multiplied each time before they are added."""
         self.decay = self.worker.decay = self.server.decay = decay
 
     def feed(self, r: Reduction, layout: Layout, owned: tuple[int, int], size: int, *, moved: bool) -> Array | None:
@@ -44,15 +45,16 @@ class ResidualPair:
         Parameters
         ----------
         r : Reduction
-            Gets the arrays of the residuals.
+            Reduction; this sets its arrays of residuals.
         layout : Layout
-            Ranges of parameters that are the values of `r`.
+            Ranges of parameters whose values, in this order, are the values of `r`.
         owned : (int, int)
             Begin and end of the values whose sums this rank encodes, as :func:`owned_values` returns them.
         size : int
             Number of ranks.
         moved : bool
-            True if this rank may have residuals of sums that other ranks encode now: its own gradients then take them.
+            True if other ranks may now encode sums whose residuals this rank holds. These residuals are then added to
+            this rank's own values.
 
         Returns
         -------
@@ -78,27 +80,27 @@ class ResidualPair:
 
     @staticmethod
     def _share(r: Reduction, size: int) -> int:
-        """Return the factor that makes a residual of the result one of a rank's values: a mean divides those."""
+        """Return the factor that converts a residual of the result to one of a rank's values, which a mean divides."""
         return size if r.op == "mean" else 1
 
     def forked(self) -> "ResidualPair":
-        """Return the same residuals for one collective, whose changes do not affect this object."""
+        """Return the same residuals for one collective. Changes to them do not affect this object."""
         again = ResidualPair(self.spec, self.decay)
         again.worker, again.server = self.worker.fork(), self.server.fork()
         return again
 
     def rescale(self, scale: float) -> None:
-        """Scale the residuals to gradients that are multiplied by `scale`."""
+        """Rescale the residuals to gradients that are multiplied by `scale`."""
         self.worker.rescale(scale)
         self.server.rescale(scale)
 
     def commit(self) -> None:
-        """Keep the residuals of a step that has succeeded on all ranks."""
+        """Store the new residuals of a step that has succeeded on all ranks."""
         self.worker.commit()
         self.server.commit()
 
     def rollback(self) -> None:
-        """Drop the residuals of a step that has failed."""
+        """Drop the new residuals of a step that has failed."""
         self.worker.rollback()
         self.server.rollback()
 
@@ -118,7 +120,7 @@ class ResidualPair:
         return union(r for store in (self.worker, self.server) for r, _ in store.pieces())
 
     def norms(self) -> dict[str, float]:
-        """Return the norm of this rank's residual of each parameter."""
+        """Return the Euclidean norm of this rank's worker residual, by parameter name."""
         found: dict[str, float] = {}
         for (name, _, _), values in self.worker.pieces():
             found[name] = found.get(name, 0.0) + square(values)

@@ -1,4 +1,4 @@
-"""Error feedback of collectives with one residual on each rank."""
+"""Error feedback of collectives that store one residual per value on each rank."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -16,22 +16,22 @@ from codec.torch.reduction.host import Reduction, Values, square
 
 
 class JointResidual:
-    """Makes a reduction send its values plus a residual, which gets the errors of all frames of this rank.
+    """Adds a residual to the values of a reduction, and stores the errors of all frames of this rank in it.
 
-    In a two-shot all-reduce a rank also encodes the sums of its slice. Their errors are kept apart until
-    :meth:`add_sum_errors` adds them to the residual, so that one residual holds both.
+    In a two-shot all-reduce a rank also encodes the sums of its slice. Errors of these sums are stored separately until
+    :meth:`add_sum_errors` adds them to the residual, which then holds both kinds of errors.
 
     Parameters
     ----------
     r : Reduction
-        The reduction. Its frames are encoded with the residual from now on.
-    residual : array of float32 in the reduction's memory
-        One value for each value of the reduction. It is written while the reduction runs, also if that fails.
+        Reduction whose frames are to be encoded with the residual.
+    residual : array of float32, in the same memory (host or GPU) as the reduction
+        Residual, one value per value of the reduction. The reduction overwrites it, even if it fails.
 
     Raises
     ------
     ArgumentError
-        The codec is lossless or not a contraction, or the reduction is a maximum.
+        The codec is lossless or not a contraction, or the op of the reduction is "max".
     """
 
     def __init__(self, r: Reduction, residual: Values) -> None:
@@ -45,13 +45,13 @@ class JointResidual:
         r.sum_residual = self._of_sum
 
     def _of_sum(self, begin: int, end: int) -> Values:
-        """Return the array for the error of the encoded sums [begin, end)."""
+        """Return the array for the errors of the encoded sums of the values [begin, end)."""
         return self._sum_errors.setdefault(begin, self._memory.zeros(end - begin))
 
     def add_sum_errors(self, size: int) -> None:
         """Add the errors of encoded sums to the residual, after a reduction over `size` ranks has succeeded.
 
-        The error of a mean is multiplied by `size`, because later means divide this rank's values by it.
+        The error of a mean is multiplied by `size`, because the next mean divides this rank's values by `size`.
         """
         factor = np.float32(size if self._mean else 1)
         for begin, error in self._sum_errors.items():
@@ -60,26 +60,26 @@ class JointResidual:
 
 
 class Residuals:
-    """Float32 residuals by module name. :class:`codec.torch.fsdp.passes.Pass` writes copies and then replaces them.
+    """Float32 residuals by module name. :class:`codec.torch.fsdp.passes.Pass` updates copies, and then replaces them.
 
     Parameters
     ----------
     decay : float
-        Factor of a residual each time it is added.
+        Factor by which a residual is multiplied each time before it is added.
     """
 
     def __init__(self, decay: float = 1.0) -> None:
         self._decay = decay
         self._kept: dict[str, Values] = {}
-        self._spare: dict[str, Values] = {}  # memory for the next copies
+        self._spare: dict[str, Values] = {}  # replaced residuals, whose memory the next copies reuse
 
     def copy(self, key: str, n: int, memory: Memory) -> Values:
-        """Return a copy of the residual of a module that reduces `n` values, decayed, in a memory; 0 for a new module.
+        """Return a copy, times the decay, of the residual of a module that reduces `n` values; zeros for a new module.
 
         Raises
         ------
         ArgumentError
-            The module has reduced another number of values before.
+            The residual of the module has another number of values.
         """
         kept, spare = self._kept.get(key), self._spare.pop(key, None)
         if kept is None:
@@ -96,7 +96,7 @@ class Residuals:
         return copy
 
     def replace(self, copies: Mapping[str, Values]) -> None:
-        """Replace residuals by copies of :meth:`copy`."""
+        """Replace residuals by `copies` that :meth:`copy` returned, after a reduction has succeeded."""
         self._spare |= {key: self._kept[key] for key in copies if key in self._kept}
         self._kept |= copies
 
@@ -114,7 +114,7 @@ class Residuals:
         Raises
         ------
         StateError
-            `tensors` is no such dict. The residuals are unchanged.
+            `tensors` is no such dict, or a residual holds NaN or Inf. The residuals are unchanged.
         """
         if not isinstance(tensors, Mapping):
             raise StateError(f"residuals must be a dict from module names to tensors, not {type(tensors).__name__}")

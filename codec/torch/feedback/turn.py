@@ -1,4 +1,4 @@
-"""Error feedback of one collective: checks of its arguments, and new residuals until all ranks have succeeded."""
+"""Error feedback in one collective: checks of ``feedback=``, and new residuals until all ranks have succeeded."""
 
 from typing import Any
 
@@ -17,13 +17,14 @@ from codec.torch.transport.channel import Channel
 class Turn:
     """Error feedback of one collective, as an asynchronous context manager.
 
-    At its end new residuals are dropped, unless :meth:`commit` was called. Collectives of a group that use the same
-    error feedback follow each other. A collective without :meth:`begin` has none.
+    Leaving the context drops the new residuals, unless :meth:`commit` was called. Entering it waits until the previous
+    collective of the group with the same Feedback has ended. A collective that does not call :meth:`begin` has no error
+    feedback.
 
     Parameters
     ----------
     feedback : Feedback or None
-        Error feedback; other objects are refused when the arguments are checked.
+        Error feedback. Objects of other types are ignored here, and rejected by :func:`spec_or_default`.
     channel : Channel
         Channel of the group.
     """
@@ -48,23 +49,23 @@ class Turn:
             self._after.complete()
 
     def begin(self, r: Reduction, layout: Layout, algorithm: Algorithm) -> None:
-        """Make the frames of a reduction add the residuals; as :meth:`Feedback.begin`."""
+        """Make the encoder of a reduction add the residuals; see :meth:`Feedback.begin`."""
         assert self._feedback is not None
         self._change = self._feedback.begin(r, layout, self._channel, algorithm)
 
     def commit(self) -> None:
-        """Keep the new residuals, after all ranks have succeeded."""
+        """Commit the new residuals. Call this after all ranks have succeeded."""
         if self._feedback is not None and self._change is not None:
             self._feedback.commit(self._change)
 
 
 def spec_or_default(spec: SpecLike | None, feedback: Any) -> SpecLike:
-    """Return the spec of a call: that of its error feedback, else Lossless, if the caller gave none.
+    """Return the spec of a collective. If the caller passed None: the spec of its Feedback, else Lossless.
 
     Raises
     ------
     ArgumentError, SpecError
-        `feedback` is neither None, False nor a Feedback; or it is None, and the spec must not be sent without.
+        `feedback` is neither None, False nor a Feedback; or it is None, and the spec requires error feedback.
     """
     if isinstance(feedback, Feedback):
         return feedback.spec if spec is None else spec
@@ -78,7 +79,7 @@ def spec_or_default(spec: SpecLike | None, feedback: Any) -> SpecLike:
 
 
 def named(tensor: Any, r: Reduction) -> Layout:
-    """Return the ranges of parameters that are the values of a reduction of `tensor`.
+    """Return the ranges of parameters whose values, in this order, are those of the reduction of `tensor`.
 
     Raises
     ------
