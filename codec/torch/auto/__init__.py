@@ -1,5 +1,6 @@
-"""Choice of codecs from measurements, equal on all ranks. It sends nothing: hooks and stages carry its reports.
+"""Choose codecs from measurements, equally on all ranks.
 
-`quality.py` turns the user's floor into specs, `meter.py` and `costs.py` measure, `selector.py` decides, and
-`gradients.py` and `edges.py` apply the decisions to hooks of DistributedDataParallel and to edges of pipelines.
+This package sends no messages: DDP hooks and pipeline stages exchange its reports. `quality.py` converts the user's
+quality to a list of specs. `meter.py` and `costs.py` measure, `selector.py` decides, and `gradients.py` and `edges.py`
+apply the decisions to hooks of DistributedDataParallel and to edges of pipelines.
 """

@@ -1,4 +1,4 @@
-"""Errors and costs of specs, measured on samples of this rank's gradients and reported as integers."""
+"""Measure the errors and costs of specs on samples of this rank's gradients, and report them as integers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,22 +19,22 @@ from codec.specs import Spec
 from codec.tensors.wrapper import view
 
 MILLION = 1_000_000
-UNKNOWN = -1  # error of a tensor whose sample is zero everywhere: unknown
+UNKNOWN = -1  # reported error of a tensor that was not measured, such as one whose sample is zero everywhere
 _FIELDS = tuple(f.name for f in fields(Cost))
-_BUDGET = 1 << 18  # values of a sample
-_FEWEST = 512  # values of a tensor, if there are not too many tensors
+_BUDGET = 1 << 18  # values that are sampled from all tensors together
+_FEWEST = 512  # least values that are sampled from a tensor, unless there are too many tensors for the budget
 
 
 @dataclass
 class Samples:
-    """Samples of the gradients of one step, by name of the parameter."""
+    """Samples of the gradients of one step, by parameter name."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    on_device: bool = False  # gradients lie on a GPU, whose costs are not measured here
+    on_device: bool = False  # True if gradients are on a GPU: encoding on the host then says nothing about its times
 
 
 def take(flat: torch.Tensor, shape: Sequence[int], values: int, tensors: int) -> torch.Tensor:
-    """Return a copy of rows from the middle of a tensor, in host memory, or of a part of one row.
+    """Copy a sample of a tensor to host memory: rows from its middle, or a part of one row if rows are too long.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def take(flat: torch.Tensor, shape: Sequence[int], values: int, tensors: int) ->
     shape : sequence of int
         Shape of the tensor.
     values, tensors : int
-        Number of values of all tensors that are sampled, and of these tensors.
+        Total number of values of all sampled tensors, and number of these tensors.
     """
     n = flat.numel()
     wanted = min(n, max(1, min(_FEWEST, _BUDGET // tensors), n * _BUDGET // max(1, values)))
@@ -66,21 +66,21 @@ def numbers_of(
     taken : Samples
         Samples of some of the tensors.
     names : sequence of str
-        All tensors, in the order of the report.
+        Names of all tensors, in the order of the report.
     values : int
-        Number of values of all tensors.
+        Total number of values of all tensors.
     specs : sequence of Spec
-        Specs; the first one is lossless.
+        Specs to measure; the first one is lossless.
     world_size : int
         Number of ranks.
     options : CallOptions
-        Engine and threads.
+        Engine and threads of the measurements.
 
     Returns
     -------
     list of int
-        For each spec the fields of its :class:`Cost` for all values, in bytes and nanoseconds. Then for each tensor and
-        each spec but the first one its relative error in millionths, `UNKNOWN` for a tensor that is zero everywhere.
+        First, for each spec: the fields of its :class:`Cost`, scaled to all values, in bytes and nanoseconds. Then, for
+        each tensor and each spec but the first: the relative error in millionths, or `UNKNOWN` if it was not measured.
     """
     keys = [name for name in names if name in taken.values]
     found = [0] * (len(_FIELDS) * len(specs))
@@ -101,12 +101,12 @@ def numbers_of(
 
 
 def length(tensors: int, specs: int) -> int:
-    """Return how many integers a report of samples has."""
+    """Return the number of integers that :func:`numbers_of` returns for a number of tensors and of specs."""
     return len(_FIELDS) * specs + tensors * (specs - 1)
 
 
 def costs_of(numbers: Sequence[int], specs: int) -> list[Cost]:
-    """Return the cost of each of `specs` specs from a report."""
+    """Return the cost of each of `specs` specs, read from the report `numbers`."""
     costs: list[Cost] = []
     for i in range(specs):
         frame, total, *nanoseconds = numbers[len(_FIELDS) * i : len(_FIELDS) * (i + 1)]
@@ -115,7 +115,7 @@ def costs_of(numbers: Sequence[int], specs: int) -> list[Cost]:
 
 
 def errors_of(numbers: Sequence[int], names: Sequence[str], specs: int) -> dict[str, list[int]]:
-    """Return, for each tensor of a report, its errors with all specs but the first one."""
+    """Return, for each tensor, its errors with all specs but the first one, read from the report `numbers`."""
     errors = numbers[len(_FIELDS) * specs :]
     return {name: list(errors[i * (specs - 1) : (i + 1) * (specs - 1)]) for i, name in enumerate(names)}
 
@@ -133,7 +133,7 @@ def _cost(by_dtype: Sequence[Sample], spec: Spec, scale: float, on_device: bool,
 
 
 def _errors(s: Sample, spec: Spec, options: CallOptions) -> list[int]:
-    """Return the relative error of each segment of a sample in millionths."""
+    """Return the relative error, in millionths, of each segment of a sample."""
     try:
         frame = encode(view(s.x, s.dtype, s.segments), spec, options=options)
         back = decode(frame, out=np.empty_like(s.x), options=options)
@@ -150,5 +150,5 @@ def _errors(s: Sample, spec: Spec, options: CallOptions) -> list[int]:
 
 
 def _floats(bits: Any, dtype: str) -> Any:
-    """Return values of the bits of float32, bfloat16 or float16 as float32."""
+    """Convert values, given as the bits of float32, bfloat16 or float16, to floats; bfloat16 becomes float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else bits.view(dtype).astype("f4")

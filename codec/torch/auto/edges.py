@@ -1,4 +1,4 @@
-"""Choice of the bits of activations and gradients between stages of a pipeline, from reports of all ranks."""
+"""Choose the bit widths of activations and gradients between pipeline stages, from the reports of all ranks."""
 
 import logging
 import time
@@ -13,24 +13,24 @@ from codec.torch.auto.selector import Selector
 from codec.torch.network.info import ConnectionInfo
 
 _PICO, _MICRO = 1e12, 1e6
-_SHARE = 0.5  # share of the slowest direction's time on the wire up to which a direction gets a less lossy level
-_KEPT = 0.7  # share of that time up to which a direction keeps a less lossy level
+_SHARE = 0.5  # a direction gets a less lossy level if it then takes at most this share of the slowest one's wire time
+_KEPT = 0.7  # a direction keeps its less lossy level up to this share of the slowest one's wire time
 _MOST = 1 << 60  # largest number in a report
 
 Pair = tuple[Spec, Spec]  # specs of activations and of gradients
-Direction = tuple[int, int]  # edge, and 0 for activations or 1 for gradients
+Direction = tuple[int, int]  # index of the edge; 0 for activations, 1 for gradients
 
 logger = logging.getLogger("codec.torch")
 
 
 class Sent(NamedTuple):
-    """Messages of one direction in a step, as their sender reports them."""
+    """Messages that were sent in one direction of an edge in a step, as their sender reports them."""
 
     edge: int
     kind: int  # 0: activations, 1: gradients
-    picoseconds: int  # time of a byte on the link; -1: unknown
-    values: int  # values whose bits depend on the level
-    nbytes: int
+    picoseconds: int  # time per byte on the link; -1: unknown
+    values: int  # number of values whose bit width depends on the level
+    nbytes: int  # bytes of all messages
 
 
 class Sending:
@@ -42,16 +42,16 @@ class Sending:
         self._values = self._nbytes = 0
 
     def begin(self, connection: ConnectionInfo) -> None:
-        """Begin a step."""
+        """Begin a step, and reset the counts."""
         self._meter.begin([connection])
         self._values = self._nbytes = 0
 
     def add(self, values: int, nbytes: int) -> None:
-        """Add a message: values whose bits depend on the level, and bytes."""
+        """Count a message: its values whose bit width depends on the level, and its bytes."""
         self._values, self._nbytes = self._values + values, self._nbytes + nbytes
 
     def end(self, connection: ConnectionInfo) -> Sent:
-        """End a step, whose messages are sent."""
+        """End a step after its messages were sent; return their report."""
         self._meter.end([connection])
         found = self._meter.estimate()
         picoseconds = -1 if found is None else round(_PICO * found.seconds_per_byte)
@@ -59,11 +59,11 @@ class Sending:
 
 
 class EdgeChoice:
-    """Choice of the bits of all edges of a pipeline. All stages make the same one, from the same reports.
+    """Chooses the bit widths of all edges of a pipeline. All stages choose alike, from the same reports.
 
-    Levels are pairs of specs. The level of the pipeline is the least lossy one with which a step is about as fast as
-    with the fastest. Directions of edges whose link is faster get less lossy pairs, as long as their messages take at
-    most half of the time of the slowest direction.
+    A level is a pair of specs. The pipeline's level is the least lossy one with which a step is about as fast as with
+    the fastest level. A direction of an edge with a faster link uses a less lossy level, as long as its messages take
+    at most half of the time of the slowest direction.
 
     Parameters
     ----------
@@ -75,19 +75,19 @@ class EdgeChoice:
     Attributes
     ----------
     steps : dict of str to int
-        Successful steps by level.
+        Number of successful steps, by the names of the level's specs.
     """
 
     def __init__(self, levels: Sequence[Pair], link: Link | None) -> None:
         self._levels, self._stated = tuple(dict.fromkeys(levels)), link
         self._selector = Selector(0)
-        self._at: dict[Direction, int] = {}  # levels of directions that differ from the selector's level
-        self._last = 0.0  # time of the last report; 0: none
+        self._at: dict[Direction, int] = {}  # level of each direction; one above the selector's level has no effect
+        self._last = 0.0  # time of the last report, in seconds of perf_counter; 0: none
         self.steps: dict[str, int] = {}
 
     @property
     def description(self) -> str:
-        """Description of the arguments that must be equal on all ranks."""
+        """Text of the arguments, which must be equal on all ranks."""
         return f"{self._levels}, {self._stated}"
 
     def spec(self, edge: int, kind: int) -> Spec:
@@ -98,20 +98,20 @@ class EdgeChoice:
         return min(self._selector.level, self._at.get(direction, self._selector.level))
 
     def report(self, sent: Iterable[Sent]) -> dict[str, Any]:
-        """Return this rank's measurements of a step, in types of JSON."""
+        """Return this rank's measurements of a step, in types that JSON supports."""
         last, self._last = self._last, time.perf_counter()
         seconds = round(_MICRO * (self._last - last)) if last else 0
         return {"microseconds": seconds, "sent": [list(each) for each in sent if each.nbytes]}
 
     def learn(self, reports: Sequence[dict[str, Any]], *, logs: bool) -> None:
-        """Decide the levels of the next step from the reports of all ranks of one that has succeeded.
+        """Choose the levels of the next step from all ranks' reports of a step that has succeeded.
 
         Parameters
         ----------
         reports : sequence of dict
             Report of each rank, which :func:`checked` has accepted.
         logs : bool
-            Log a change of the level.
+            True: log a change of the level.
         """
         name = self._name(self._selector.level)
         self.steps[name] = self.steps.get(name, 0) + 1
@@ -155,18 +155,18 @@ class EdgeChoice:
         return self._selector.level
 
     def load_state_dict(self, level: Any) -> None:
-        """Continue with the level of a checkpoint; one that is not known here is ignored. Measurements begin anew."""
+        """Restore the level of a checkpoint, or 0 if there is no such level. Measurements are dropped."""
         known = type(level) is int and 0 <= level < len(self._levels)
         self._selector, self._at, self._last = Selector(level if known else 0), {}, 0.0
 
 
 def checked(report: Any) -> dict[str, Any]:
-    """Return the report of another rank.
+    """Validate the report of another rank, and return it.
 
     Raises
     ------
     ValueError, TypeError, KeyError
-        It is none.
+        The object is no report.
     """
     sent = [Sent(*each) for each in report["sent"]]
     numbers = [report["microseconds"], *(n for each in sent for n in each)]
@@ -179,5 +179,5 @@ def checked(report: Any) -> dict[str, Any]:
 
 
 def _bits(spec: Spec) -> float:
-    """Return the bits of a value; 0 for specs that are not chosen here, whose bits do not change."""
+    """Return the bits per value of a Quantize, scales included; 0 for other specs, which no level changes."""
     return spec.bits + 32 / spec.group_size if isinstance(spec, Quantize) else 0.0

@@ -1,4 +1,4 @@
-"""Choice of specs for gradients, from agreed measurements (docs/spec/protocol/collectives.md, section 6.1)."""
+"""Choose the specs of gradients from agreed measurements (docs/spec/protocol/collectives.md, section 6.1)."""
 
 import json
 import logging
@@ -22,47 +22,48 @@ from codec.torch.network.mesh import Mesh
 from codec.torch.network.version import hash64
 from codec.torch.transport.channel import Channel
 
-_SECOND, _PERIOD = 16, 256  # step of the second measurement of gradients, and steps between two later ones
+_SECOND, _PERIOD = 16, 256  # step of the second measurement of gradients; steps between later measurements
 _PICO, _MICRO = 1e12, 1e6
-_BASE = 3  # integers of a report that all hooks send: time, load, waiting
-# Further integers of a report: microseconds since the last report, picoseconds of a byte, microseconds of a round trip.
+_BASE = 3  # first integers of a report, which all hooks send: time, load, waiting
+# Next integers of a report: microseconds since the last report, picoseconds per byte, microseconds per round trip.
 _LINK = 3
-_UNKNOWN = [-1, -1]  # link of a rank that has not measured it
-_MOST_RATIO = 10.0  # residual over gradient above which a tensor gets a less lossy spec; stable runs stay below 15
+_UNKNOWN = [-1, -1]  # picoseconds per byte and microseconds per round trip of a rank that has not measured its link
+# Norm of residual / norm of gradient above which a tensor gets a less lossy spec; stable runs stay below 15.
+_MOST_RATIO = 10.0
 
 logger = logging.getLogger("codec.torch")
 
 
 class GradientChoice:
-    """Choice of the specs of a hook's gradients and of the way in which they are sent.
+    """Chooses the specs of a hook's gradients, and between frames and uncompressed gradients.
 
-    Levels are raw, if that is allowed, and the specs of a quality. In the first steps, and later every 256 steps, each
-    rank measures errors and costs of all specs on samples of its gradients. The reports of a step carry these and the
-    rate of the link. All ranks decide from their maxima, so they decide alike.
+    Levels are "raw", if `raw` is True, and the specs of a quality. In steps 0 and 16, and every 256 steps, each rank
+    measures errors and costs of all specs on samples of its gradients. Its report of the step contains these
+    measurements and the rate of its link. All ranks receive the maxima of the reports, so they choose alike.
 
-    A tensor never gets a spec whose error on its sample was above the limit, nor one that was not measured.
+    A tensor is never sent with a lossy spec that was not measured on it, or whose measured error exceeds the limit.
 
     Parameters
     ----------
     quality : Quality
-        Specs and limit.
+        Specs that may be chosen, and limit of the relative error.
     link : Link or None
         Link that the user states; None: it is measured.
     raw : bool
-        Gradients may be sent uncompressed.
+        True: gradients may be sent uncompressed.
     options : CallOptions
         Threads of measurements.
 
     Attributes
     ----------
     version : int
-        Number that changes with the choice.
+        Number that increases whenever specs may have changed.
     paused : bool
-        The step sends all gradients lossless, whatever the level is.
+        True if the current step sends all gradients lossless, regardless of the level.
     link : Link or None
-        Slowest link of a rank as last measured, or the stated one.
+        Slowest link of any rank as last measured, or the link that the user stated.
     steps : dict of str to int
-        Successful steps by level.
+        Number of successful steps, by the name of the level's spec, or "raw".
     """
 
     def __init__(self, quality: Quality, link: Link | None, *, raw: bool, options: CallOptions) -> None:
@@ -70,41 +71,41 @@ class GradientChoice:
         self.version, self.paused = 0, False
         self.steps: dict[str, int] = {}
         self._options = options
-        self.offset = int(raw)  # number of the level of lossless frames
+        self.offset = int(raw)  # level of lossless frames: 1 if level 0 is raw, else 0
         specs: list[tuple[Way, int]] = [("frames", i) for i in range(len(quality.specs))]
         self._levels: list[tuple[Way, int]] = [("values", 0), *specs] if raw else specs
-        self._sizes: dict[str, int] = {}  # values of each tensor whose spec is chosen here
-        self._nbytes = 0  # uncompressed bytes of the tensors in _sizes
+        self._sizes: dict[str, int] = {}  # number of values of each tensor whose spec is chosen here
+        self._nbytes = 0  # uncompressed bytes of the tensors in `_sizes`
         self._rank, self._world_size = 0, 1
         self._reset()
 
     def _reset(self) -> None:
-        """Begin anew: lossless frames, and no measurements."""
-        self._count = 0  # steps since the begin
-        self._begun = False  # the first decision was made
-        self._numbers: list[int] = []  # agreed measurements of gradients; empty: none
+        """Drop all measurements, and return to lossless frames."""
+        self._count = 0  # steps since this reset
+        self._begun = False  # True after the first choice
+        self._numbers: list[int] = []  # agreed measurements of gradients; [] before the first measurement
         self._errors: dict[str, list[int]] = {}
-        self._costs: list[Cost] = []  # cost of all values with each spec
+        self._costs: list[Cost] = []  # for each spec: cost of a step that sends all values with it
         self._add_costs()
         self._selector = Selector(self.offset)
         self._forget_link()
         self.version += 1
 
     def _forget_link(self) -> None:
-        """Drop the measurements, which may differ between ranks, and keep the level."""
+        """Drop the measurements of steps and of the link, which may differ between ranks; keep the level."""
         self._selector = Selector(self._selector.level)
         self._meter, self._taken = Meter(), costs.Samples()
         self.link = self.stated
         self._ratios: Mapping[str, float] = {}
-        self._last = 0.0  # time of the last report; 0: none
+        self._last = 0.0  # time of the last report, in seconds of perf_counter; 0: none
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the choice without measurements of this process."""
+        """Return the choice without the measurements that belong to this process."""
         return self.__dict__ | {"_meter": Meter(), "_taken": costs.Samples(), "_ratios": {}, "_last": 0.0}
 
     @property
     def description(self) -> str:
-        """Description of the arguments that must be equal on all ranks."""
+        """Text of the arguments, which must be equal on all ranks."""
         specs = ", ".join(map(named, self.quality.specs))
         return f"quality={self.quality.name} ({specs}), link={self.stated}"
 
@@ -117,7 +118,7 @@ class GradientChoice:
 
     @property
     def way(self) -> Way:
-        """Way of the current level."""
+        """Way in which the current level sends gradients: "frames", or "values" for raw."""
         return self._levels[self._selector.level][0]
 
     def spec_of(self, name: str) -> Spec:
@@ -125,13 +126,13 @@ class GradientChoice:
         return self.quality.specs[self._allowed(name, self._levels[self._selector.level][1])]
 
     def _allowed(self, name: str, most: int) -> int:
-        """Return the number of the lossiest spec up to `most` whose error on a tensor is within the limit."""
+        """Return the index of the lossiest spec, up to index `most`, whose error on a tensor is within the limit."""
         errors, limit = self._errors.get(name, []), self.quality.limit * costs.MILLION
         fitting = (i for i in range(min(most, len(errors)), 0, -1) if costs.UNKNOWN < errors[i - 1] <= limit)
         return next(fitting, 0)
 
     def serve(self, sizes: Mapping[str, int], nbytes: int) -> None:
-        """Choose for tensors of `nbytes` bytes from now on, by name and number of values; others are not reported."""
+        """Set the tensors whose specs are chosen: number of values by name, and bytes of all tensors together."""
         if self._numbers and list(sizes) != list(self._sizes):
             self._reset()
         self._sizes, self._nbytes = dict(sizes), nbytes
@@ -146,11 +147,11 @@ class GradientChoice:
         return self
 
     async def wait(self) -> Way:
-        """Return the way of the step."""
+        """Return the way in which this step sends gradients."""
         return self.way
 
     def end(self) -> None:
-        """End the step."""
+        """End the step, and drop its samples."""
         self._taken = costs.Samples()
 
     @property
@@ -159,17 +160,17 @@ class GradientChoice:
         return self._count in (0, _SECOND) or self._count % _PERIOD == 0
 
     def sample(self, name: str, gradient: torch.Tensor, shape: tuple[int, ...]) -> None:
-        """Keep a sample of the flat gradient of a tensor in a step that is due."""
+        """Store a sample of a tensor's flat gradient, in a step in which :attr:`is_due` is True."""
         if name in self._sizes and gradient.numel():
             self._taken.values[name] = costs.take(gradient, shape, self._values, len(self._sizes))
             self._taken.on_device |= gradient.device.type != "cpu"
 
     def note_residuals(self, ratios: Mapping[str, float]) -> None:
-        """Note the norms of residuals over those of gradients, by tensor."""
+        """Set the ratios of the norm of the residual to the norm of the gradient, by tensor name."""
         self._ratios = ratios
 
     def report(self, channel: Channel) -> list[int]:
-        """Return what this rank reports of the step beyond its times."""
+        """Return the integers that this rank adds to its report of the step: link, and measurements if due."""
         self._rank, self._world_size = channel.rank, channel.size
         self._meter.end(channel.mesh.connections())
         link = self._meter.estimate()
@@ -183,7 +184,10 @@ class GradientChoice:
         return numbers
 
     def _without_growing(self, numbers: list[int]) -> list[int]:
-        """Return the measurements, changed to exclude the current spec for tensors whose residual grows."""
+        """Return measurements in which tensors with large residuals have errors above the limit for the current spec.
+
+        These tensors are then sent with a less lossy spec.
+        """
         i, lossy = self._levels[self._selector.level][1], len(self.quality.specs) - 1
         begin = len(numbers) - lossy * len(self._sizes)
         for k, name in enumerate(self._sizes):
@@ -193,7 +197,7 @@ class GradientChoice:
         return numbers
 
     def learn(self, largest: list[int]) -> None:
-        """Decide the level of the next step from the maxima of all ranks' reports of one that has succeeded."""
+        """Choose the level of the next step, after a successful step, from the maxima of all ranks' reports."""
         microseconds, picoseconds, rtt = largest[_BASE : _BASE + _LINK]
         level = self._levels[self._selector.level]
         name = self._name(self._selector.level) if not self.paused else named(Lossless())
@@ -213,14 +217,14 @@ class GradientChoice:
             self._log(switch, measured=not first)
 
     def _decide(self, seconds: float, *, first: bool) -> Switch | None:
-        """Choose the level of the next step, from the seconds of this one; 0: unknown."""
+        """Choose the level of the next step, given the seconds of this step (0 if unknown)."""
         predicted = self._predicted()
         if first:
             return self._selector.begin(predicted)
         return self._selector.observe(seconds, predicted) if seconds and not self.paused else None
 
     def _adopt(self, numbers: list[int]) -> None:
-        """Use agreed measurements of gradients from now on."""
+        """Replace the measurements of gradients by ones that all ranks agree on."""
         self._numbers, specs = numbers, len(self.quality.specs)
         self._costs = costs.costs_of(numbers, specs)
         self._errors = costs.errors_of(numbers, list(self._sizes), specs)
@@ -228,7 +232,7 @@ class GradientChoice:
         self.version += 1
 
     def _add_costs(self) -> None:
-        """Add up the costs of a step at each level, from those of all values with one spec."""
+        """Compute the cost of a step at each level from the costs of each spec and the values that it sends."""
         self._values = sum(self._sizes.values())
         self._totals: list[Cost] = []
         for way, i in self._levels if self._costs else []:
@@ -278,11 +282,11 @@ class GradientChoice:
 
     @property
     def key(self) -> int:
-        """Hash of what ranks must have in common to decide alike."""
+        """Hash of the state that must be equal on all ranks, so that they choose alike."""
         return hash64(self._count, self._selector.level, self._numbers)
 
     def synchronize(self, *, equal: bool) -> None:
-        """Begin with ranks whose :attr:`key` is equal or not: keep the level, or begin anew."""
+        """Keep the level if :attr:`key` is equal on all ranks, else reset to lossless frames."""
         if equal:
             self._forget_link()
         else:
@@ -302,17 +306,17 @@ class GradientChoice:
         )
 
     def parsed(self, text: Any) -> "Saved | None":
-        """Return the contents of a state; None for a choice of another quality.
+        """Parse the state of a checkpoint; return None if it is of another quality.
 
         Raises
         ------
         StateError
-            The text is no state of such a choice.
+            The text is no state of a GradientChoice.
         """
         return _parsed(text, self)
 
     def load(self, saved: "Saved | None") -> None:
-        """Continue from a saved state. Begin anew if the state is None or belongs to other tensors."""
+        """Restore a saved state; reset to lossless frames if it is None or belongs to other tensors."""
         self._reset()
         if saved is None or not saved.numbers:
             return
@@ -323,7 +327,7 @@ class GradientChoice:
 
 
 class Saved(NamedTuple):
-    """Contents of a state."""
+    """Parsed state of a GradientChoice, from a checkpoint."""
 
     steps: int
     level: int
@@ -332,7 +336,7 @@ class Saved(NamedTuple):
 
 
 def _parsed(text: Any, choice: GradientChoice) -> Saved | None:
-    """Return the contents of a state; see :meth:`GradientChoice.parsed`."""
+    """Parse the state of a checkpoint; see :meth:`GradientChoice.parsed`."""
     damaged = StateError("'auto' of this state is not the choice of a hook: it is damaged")
     specs = len(choice.quality.specs)
     try:

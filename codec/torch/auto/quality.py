@@ -1,4 +1,4 @@
-"""Quality floors of ``"auto"``: specs that may be chosen, and the largest error of a tensor."""
+"""Qualities of ``"auto"``: the specs that may be chosen, and the largest relative error of a tensor."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,36 +13,37 @@ QualityName = Literal["lossless", "balanced", "small", "smallest"]
 # Largest relative error of a tensor for each name: twice the usual error of its preset (codec.preset), but below 1.
 _LIMITS: dict[str, float] = {"lossless": 0.0, "balanced": 0.06, "small": 0.3, "smallest": 0.9}
 _NAMES: tuple[QualityName, ...] = ("lossless", "balanced", "small", "smallest")
-# Bits of activations and gradients that edges of pipelines may have, least lossy first.
+# Bit widths (activations, gradients) that are allowed on a pipeline edge, least lossy first.
 _BITS: dict[str, tuple[tuple[int, int], ...]] = {
     "balanced": ((8, 8),),
     "small": ((8, 8), (4, 8)),
     "smallest": ((8, 8), (4, 8), (3, 6), (2, 4)),
 }
-# Specs for a quality that is a number, from the smallest to the largest error.
+# Specs that may be chosen if the quality is a number, from the smallest to the largest error.
 _LADDER: tuple[Spec, ...] = (Lossless(), Quantize(8), Quantize(6), Quantize(5), Quantize(4), Quantize(3))
 
 
 @dataclass(frozen=True)
 class Auto:
-    """Choice of codecs by measurements, in place of a spec. ``"auto"`` is ``Auto()``.
+    """Choose codecs by measurements. Pass this in place of a spec; ``"auto"`` is short for ``Auto()``.
 
     Parameters
     ----------
     quality : {"lossless", "balanced", "small", "smallest"} or float, optional
-        Floor of the choice.
+        Lowest quality that may be chosen.
 
-        In :func:`ddp_hook`: no spec is lossier than the preset of this name, and presets that lose more than twice
-        their usual error of a parameter's gradient are not used for it. A number: the largest relative error of a
-        parameter's gradient, which is the norm of what is lost over the norm of the gradient, such as 0.05. Errors are
-        measured on samples in steps 0 and 16, and every 256 steps. Default: "lossless", which chooses between lossless
-        frames and uncompressed gradients, so that bits do not depend on the choice.
+        In :func:`ddp_hook`, a name: no spec is lossier than the preset of this name. A parameter is sent with a less
+        lossy spec if the relative error of its gradient would exceed twice the usual error of that preset. A number,
+        such as 0.05: the largest relative error of a parameter's gradient, which is the norm of the error divided by
+        the norm of the gradient. Errors are measured on samples in steps 0 and 16, and every 256 steps. Default:
+        "lossless", which chooses between lossless frames and uncompressed gradients. The averages are then
+        bit-identical with either choice.
 
-        In pipelines: fewest bits of activations and gradients. "balanced": 8 and 8; "small", the default: 4 and 8;
-        "smallest": 2 and 4.
+        In pipelines: lowest bit widths of activations and gradients. "balanced": 8 and 8; "small", the default: 4 and
+        8; "smallest": 2 and 4.
     link : str, number or Link, optional
-        Link of each rank, as for :func:`codec.advise`: ``"100mbit"``, or ``codec.Link(1e9, rtt=0.02)``. Default: it is
-        measured in every step.
+        Link of each rank, as for :func:`codec.advise`: ``"100mbit"``, or ``codec.Link(1e9, rtt=0.02)``. Default: the
+        link is measured in every step.
 
     Examples
     --------
@@ -55,7 +56,7 @@ class Auto:
 
 
 def auto_of(given: Any) -> Auto | None:
-    """Return the choice that a spec means; None if it is a spec or a preset."""
+    """Return the Auto that an argument ``spec=`` stands for; None if it is a spec or a preset."""
     if isinstance(given, Auto):
         return given
     return Auto() if isinstance(given, str) and given == "auto" else None
@@ -65,7 +66,7 @@ def auto_of(given: Any) -> Auto | None:
 class Quality:
     """Specs that may be chosen, least lossy first, and the largest relative error of a tensor.
 
-    The relative error is the norm of what a frame loses, divided by the norm of the tensor.
+    The relative error is the norm of the encoding error divided by the norm of the tensor.
     """
 
     name: str
@@ -74,12 +75,12 @@ class Quality:
 
 
 def quality_of(given: Any) -> Quality:
-    """Return the quality that an argument means; None is "lossless".
+    """Return the Quality that an argument ``quality=`` stands for; None stands for "lossless".
 
     Raises
     ------
     ArgumentError
-        The argument is no name of a quality, and no number above 0 and below 1.
+        The argument is neither the name of a quality nor a number above 0 and below 1.
     """
     if given is None:
         given = "lossless"
@@ -93,12 +94,12 @@ def quality_of(given: Any) -> Quality:
 
 
 def bits_of(given: Any) -> tuple[tuple[Spec, Spec], ...]:
-    """Return the specs of activations and gradients that edges of a pipeline may have, least lossy first.
+    """Return the pairs (spec of activations, spec of gradients) allowed on a pipeline edge, least lossy first.
 
     Raises
     ------
     ArgumentError
-        The argument is no name of a quality for pipelines.
+        The argument is not the name of a quality for pipelines.
     """
     found = _BITS.get(given) if isinstance(given, str) else None
     if found is None:

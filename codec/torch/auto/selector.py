@@ -1,60 +1,61 @@
-"""Choice of a level from predicted and measured times of steps. Pure: equal inputs give equal choices on all ranks."""
+"""Choose a level from predicted and measured times of steps. Equal inputs give equal choices on all ranks."""
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+# A level is the index of a spec, or of a pair of specs, in a list that starts with the least lossy one.
 _SKIPPED = 1  # steps after a switch that are not measured, since they allocate memory
-_TRIAL = 3  # measured steps after which a new level is compared
-_WINDOW = 6  # measured steps of a level that count
-_EQUAL, _MOST_EQUAL = 1.05, 1.1  # ratio of times that count as equal, and the most where times of steps vary
-_HOPE = 1.1  # factor by which a level without measurements may be faster than predicted, so that it is tried
-_GAIN = 3.0  # factor by which a lossier level without measurements may save more time than predicted
+_TRIAL = 3  # measured steps of a new level before it is compared with others
+_WINDOW = 6  # last measured steps of a level that are used
+_EQUAL, _MOST_EQUAL = 1.05, 1.1  # least and largest ratio of times that count as equal; it grows if times vary
+_HOPE = 1.1  # factor by which a level without measurements is assumed to be faster than predicted, so that it is tried
+_GAIN = 3.0  # factor by which a lossier level without measurements is assumed to save more time than predicted
 # A level is left immediately if its first two measured steps are slower than the previous level by this factor.
 _ABORT = 1.5
-_MOVED = 0.3  # measurements of a level are dropped when its prediction changes by this share: the link has changed
-_LASTS = 200  # steps for which measurements of another level count
-_NEAR, _NEAR_LASTS = 1.25, 50  # factor of small differences, and steps for which measurements of near levels count
-_HOLD = 16  # steps without a switch for small gains after the first return to a measured level
-_MOST_HOLD = 128  # upper bound of these steps, which each further return doubles
+_MOVED = 0.3  # measurements of a level are dropped if its prediction changes by this share, since the link has changed
+_LASTS = 200  # steps after which measurements of a level that is not current expire
+_NEAR, _NEAR_LASTS = 1.25, 50  # levels slower by less than this factor are near; steps until their measurements expire
+_HOLD = 16  # steps without a switch for small gains, after the first return to a measured level
+_MOST_HOLD = 128  # upper bound of _HOLD, which doubles with each further return
 
 
 @dataclass
 class _Record:
-    """Measured seconds of steps at a level, predicted seconds before the first and after the last, and its number."""
+    """Measurements of steps at a level."""
 
-    predicted: float
-    last_predicted: float = 0.0
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    step: int = 0
+    predicted: float  # predicted seconds at the first measured step
+    last_predicted: float = 0.0  # predicted seconds at the last measured step
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))  # measured seconds, oldest first
+    step: int = 0  # number of the last measured step
 
     @property
     def usual(self) -> float:
-        """Lower quartile of the measured seconds: other work on the machine only makes steps longer."""
+        """Lower quartile of the measured seconds, because other work on the machine only makes steps longer."""
         return sorted(self.seconds)[len(self.seconds) // 4]
 
     @property
     def equal(self) -> float:
-        """Ratio of times that count as equal: it is larger where times vary."""
+        """Ratio of times up to which two levels count as equally fast; larger if times vary."""
         ordered = sorted(self.seconds)
         return min(_MOST_EQUAL, max(_EQUAL, ordered[len(ordered) // 2] / max(1e-9, ordered[0])))
 
 
 @dataclass(frozen=True)
 class Switch:
-    """Change of the level after a step: from level `former` to `level`, and seconds of a step at both."""
+    """Change of the level after a step, from `former` to `level`."""
 
     former: int
     level: int
-    seconds: float  # measured at the former level
-    expected: float  # predicted, or measured before, at the new one
+    seconds: float  # seconds of a step at the former level, measured
+    expected: float  # seconds of a step at the new level, predicted or measured earlier
 
 
 class Selector:
-    """Choice among levels that are numbered from the least lossy one.
+    """Chooses among levels, which are numbered from the least lossy one.
 
-    Predictions need not be right: a level that is predicted to be faster is tried, and left if it is not. It is tried
-    again after 200 steps, or when its prediction changes by 30% of its time, which is when the link changes.
+    Predictions may be wrong: a level that is predicted to be faster is tried, and left if it is slower. It is tried
+    again after 200 steps, or when its prediction changes by 30% of its measured time, because the link has changed.
 
     Parameters
     ----------
@@ -70,20 +71,20 @@ class Selector:
     def __init__(self, level: int) -> None:
         self.level = level
         self._records: dict[int, _Record] = {}
-        self._former: float | None = None  # seconds of the level before, while this one is tried
+        self._former: float | None = None  # seconds of a step at the previous level while this one is tried; else None
         self._skip, self._hold, self._step = _SKIPPED, 0, 0
         self._next_hold = _HOLD
-        self._wish = 0  # 1 or -1: the last step has called for a lossier or a less lossy level
+        self._wish = 0  # after the last step, a lossier (1), a less lossy (-1) or no other level (0) looked better
 
     def begin(self, predicted: Sequence[float]) -> Switch | None:
-        """Drop all measurements and choose by predictions: before the first decision, and when costs have changed."""
+        """Drop all measurements, and choose by predictions alone. Call this once, before the first :meth:`observe`."""
         self._records.clear()
         best = min(predicted)
         level = next(i for i, seconds in enumerate(predicted) if seconds <= _EQUAL * best)
         return self._switch(level, predicted[self.level], predicted[level]) if level != self.level else None
 
     def observe(self, seconds: float, predicted: Sequence[float]) -> Switch | None:
-        """Note the time of a step at the current level, and choose the level of the next one.
+        """Record the time of a step at the current level, and choose the level of the next step.
 
         Parameters
         ----------
@@ -95,7 +96,7 @@ class Selector:
         Returns
         -------
         Switch or None
-            Change of the level; None: the level stays.
+            Change of the level; None if the level stays.
         """
         self._step += 1
         self._forget(predicted)
@@ -127,7 +128,7 @@ class Selector:
         return self._switch(level, record.usual, expected[level])
 
     def _hoped(self, level: int, here: float, expected: float) -> float:
-        """Return the seconds that a level may take, for which it is tried if it was not measured."""
+        """Return an optimistic estimate of a level's seconds per step: `expected` if measured, else less."""
         if level in self._records:
             return expected
         if level < self.level:
@@ -135,20 +136,20 @@ class Selector:
         return min(expected, max(expected / _HOPE, here - _GAIN * (here - expected)))
 
     def _expected(self, level: int, here: float, predicted: Sequence[float]) -> float:
-        """Return the expected seconds of a step at a level, from those of the current one."""
+        """Return the expected seconds of a step at a level, given the seconds `here` at the current level."""
         if level == self.level:
             return here
         if (record := self._records.get(level)) is not None:
-            # Fastest step: the level may have been left because of other work on the machine
+            # Use the fastest step: the level may have been left only because other work slowed the machine down.
             best = min(record.seconds)
             return max(0.0, best + predicted[level] - record.last_predicted)
         now = predicted[self.level]
-        # Correct predictions by their error at the current level, if they are too high.
+        # If the prediction is too high at the current level, scale the predicted difference down.
         scale = min(1.0, here / now) if now > 0 else 1.0
         return max(0.0, here + (predicted[level] - now) * scale)
 
     def _forget(self, predicted: Sequence[float]) -> None:
-        """Drop measurements of another link, and old ones."""
+        """Drop measurements that are old, or whose prediction has changed because the link has."""
         for level, record in list(self._records.items()):
             before = record.predicted if level == self.level else record.last_predicted
             moved = abs(predicted[level] - before) > _MOVED * record.usual

@@ -12,7 +12,7 @@ from codec.stateful.checkpoint import VERSION, opened, plain
 from codec.torch import _compat
 
 ROLES = ("worker", "server")
-UNKNOWN = -1  # rank and world size of residuals that no collective has used yet
+UNKNOWN = -1  # rank and world size of residuals that belong to no group yet
 _KEYS = frozenset({"version", "rank", "world_size", "op", *ROLES})
 
 
