@@ -36,7 +36,7 @@ class ParameterStats(Rounded):
 
 @dataclass(repr=False)
 class Stats(Counters):
-    """Statistics of a hook on this rank: the attributes of :class:`Counters`, and these.
+    """Statistics of a hook on this rank: the attributes of :class:`Counters`, and those below.
 
     Attributes
     ----------

@@ -1,5 +1,5 @@
 """Local steps: optimizer steps without communication, then the mean of the ranks' parameter changes (DiLoCo).
 
-Modules here keep the parameters of the last synchronization, and decide when ranks synchronize. They send nothing but
-by public collectives, and never take a step of the program's optimizer.
+This package stores the parameters of the last synchronization, and decides when ranks synchronize. It communicates only
+by the public collectives of :mod:`codec.torch`, and never calls ``step()`` of the program's optimizer.
 """

@@ -1,4 +1,4 @@
-"""Agreement of all ranks: equal arguments, and equal parameters at the beginning."""
+"""Agreement of all ranks on arguments, and transfer of parameters to ranks that differ."""
 
 import hashlib
 import io
@@ -13,24 +13,24 @@ from codec.arguments import shown
 from codec.torch.local_steps.ranks import Ranks
 from codec.torch.transport.messages import Array
 
-_CHUNK = 1 << 26  # bytes of a message with parameters
+_CHUNK = 1 << 26  # most bytes of a message with parameters
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a rank is: optimizer steps, synchronizations, and the digest of the values that all ranks share."""
+    """Progress of a rank, for comparison with the other ranks."""
 
-    steps: int
-    rounds: int
-    digest: str
+    steps: int  # optimizer steps
+    rounds: int  # synchronizations
+    digest: str  # digest of the values that must be equal on all ranks: anchors, and the outer optimizer's state
 
 
 def refuse(ranks: Ranks, error: Exception) -> None:
-    """Report to the other ranks, which wait in :func:`agree`, that this rank cannot take part."""
+    """Report an error of this rank to the other ranks, which wait in :func:`agree`; they raise PeerError."""
     try:
         ranks.exchange({"error": str(error)})
     except CodecError:
-        return  # `error` is raised anyway
+        return  # the caller raises `error` in any case
 
 
 def agree(ranks: Ranks, arguments: Mapping[str, Any], position: Position) -> list[Position]:
@@ -39,16 +39,16 @@ def agree(ranks: Ranks, arguments: Mapping[str, Any], position: Position) -> lis
     Parameters
     ----------
     ranks : Ranks
-        The ranks, which all call this.
+        The ranks; all of them must call this.
     arguments : dict
-        Values that JSON can hold, which must be the same on all ranks.
+        Values in types that JSON supports, which must be the same on all ranks.
     position : Position
         Position of this rank.
 
     Raises
     ------
     PeerError
-        A rank has other arguments, has an error, or is lost.
+        A rank has different arguments, has raised an error, or is lost.
     """
     heads = ranks.exchange({"arguments": arguments, "position": list(vars(position).values())})
     for rank, head in enumerate(heads):
@@ -67,7 +67,7 @@ def agree(ranks: Ranks, arguments: Mapping[str, Any], position: Position) -> lis
 
 
 def source_of(positions: Sequence[Position]) -> int:
-    """Return the rank whose values all ranks take: the first of those that are furthest."""
+    """Return the rank whose values all ranks adopt: most synchronizations, then most steps, then the lowest rank."""
     return max(range(len(positions)), key=lambda rank: (positions[rank].rounds, positions[rank].steps, -rank))
 
 
@@ -85,12 +85,12 @@ def check_equal(positions: Sequence[Position]) -> None:
 def send_tensors(
     ranks: Ranks, source: int, receivers: Sequence[int], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Send tensors from one rank to others; all ranks call this with tensors of the same shapes and dtypes.
+    """Send tensors from rank `source` to `receivers`. All ranks must pass tensors of the same shapes and dtypes.
 
     Returns
     -------
     list of tensor
-        Copies of the values of `source`, on a receiver; else `tensors`.
+        On a receiver: copies of the tensors of `source`, in host memory. On other ranks: `tensors`.
     """
     receives = ranks.rank in receivers
     found = [torch.empty_like(x, device="cpu").contiguous() for x in tensors] if receives else list(tensors)
@@ -108,7 +108,7 @@ def send_tensors(
 
 
 def send_state(ranks: Ranks, source: int, receivers: Sequence[int], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Send the state dict of an optimizer from one rank to others; return it on a receiver, else `state`."""
+    """Send the state dict of an optimizer from rank `source` to `receivers`; on other ranks, return `state`."""
     file = io.BytesIO()
     torch.save(dict(state), file)
     sent = [file.getvalue() if ranks.rank == source and rank in receivers else b"" for rank in range(ranks.size)]
@@ -117,7 +117,7 @@ def send_state(ranks: Ranks, source: int, receivers: Sequence[int], state: Mappi
         return dict(state)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as e:  # torch names no errors of damaged files
+    except Exception as e:  # torch does not document which errors damaged files raise
         raise StateError(f"rank {source} has sent no state of an outer optimizer: {shown(e)}") from e
 
 
@@ -130,7 +130,7 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _bytes_of(x: torch.Tensor) -> Array:
-    """Return the bytes of a tensor in host memory, which are those of the tensor itself if it is contiguous."""
+    """Return the bytes of a tensor in host memory: a view if the tensor is contiguous, else a copy."""
     return x.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
@@ -149,7 +149,7 @@ def _position(rank: int, found: Any) -> Position:
 
 
 def _difference(name: str, theirs: Any, first: Any) -> str:
-    """Return the text of a difference; lists, such as parameters, differ in their first unequal item."""
+    """Describe how an argument differs between two ranks; of lists, describe the first items that differ."""
     if not isinstance(theirs, list) or not isinstance(first, list):
         return f"{name}={_text(theirs)}, not the {name}={_text(first)}"
     mine, other = cast(list[Any], theirs), cast(list[Any], first)
@@ -160,5 +160,5 @@ def _difference(name: str, theirs: Any, first: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return an argument of another rank, maybe a text already, for a message."""
+    """Return the text of another rank's argument for an error message."""
     return shown(cast(object, value))

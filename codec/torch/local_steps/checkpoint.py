@@ -1,4 +1,4 @@
-"""States of LocalSteps: entries and checks."""
+"""Parse and check the states of LocalSteps that checkpoints hold."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ _MOST = 1 << 48
 
 @dataclass
 class Saved:
-    """State that was parsed and checked."""
+    """Parsed and checked state."""
 
-    steps: int
-    rounds: int
-    apart: bool  # this rank has moved since the last synchronization of all parameters
-    anchors: dict[str, torch.Tensor]
+    steps: int  # optimizer steps
+    rounds: int  # synchronizations
+    apart: bool  # True if the rank had taken steps since the last synchronization of all parameters
+    anchors: dict[str, torch.Tensor]  # values of the last synchronization, by parameter name
     feedback: Feedback | None
-    outer: dict[str, Any]
-    pending: dict[str, Any]
+    outer: dict[str, Any]  # state of the outer optimizer; {} if there is none
+    pending: dict[str, Any]  # synchronization in flight; {} if there is none
 
 
 def parsed(
@@ -40,25 +40,25 @@ def parsed(
     feedback: Feedback | None,
     place: tuple[int, int],
 ) -> Saved:
-    """Return a state of this rank.
+    """Parse and check a state of this rank.
 
     Parameters
     ----------
     state : dict
         Return value of :meth:`LocalSteps.state_dict`.
     anchors : dict of str to tensor
-        Anchor of each parameter, whose shapes and dtypes the state must have.
+        Current anchor of each parameter. The state must have the same names, shapes and dtypes.
     sizes : sequence of int
         Number of values of each fragment.
     feedback : Feedback or None
-        Error feedback, which the state must have, too; it is unchanged.
+        Current error feedback; the state must have residuals if and only if it is not None. It is not changed.
     place : (int, int)
-        Rank and number of ranks.
+        This rank and the number of ranks, which the state must have.
 
     Raises
     ------
     StateError
-        The state is damaged, or does not fit.
+        The state is damaged, or belongs to another rank, model or other arguments.
     """
     if not isinstance(state, Mapping):
         raise StateError(f"the state of LocalSteps is a dict, got {shown(state)}")
@@ -96,7 +96,7 @@ def parsed(
 
 
 def check_outer(outer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -> None:
-    """Raise StateError unless `state` is one of an outer optimizer of the same parameters; {} without one."""
+    """Raise StateError unless `state` fits the outer optimizer; without one, `state` must be {}."""
     if outer is None:
         if state:
             raise StateError("the state is of LocalSteps with an outer optimizer: pass outer=")
@@ -118,18 +118,18 @@ def check_outer(outer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -
 
 
 def _length(group: Any) -> int:
-    """Return the number of parameters of an entry of ``param_groups``; -1 if `group` is no such entry."""
+    """Return the number of parameters in an entry of ``param_groups``; -1 if `group` is not such an entry."""
     params: Any = cast(Mapping[str, Any], group).get("params") if isinstance(group, Mapping) else None
     return len(cast(list[Any], params)) if isinstance(params, list) else -1
 
 
 def _fits(x: Any, shape: torch.Size) -> bool:
-    """Return True if an entry of an optimizer's state may belong to a parameter."""
+    """Return True if `x` may be an entry in the optimizer state of a parameter with this shape."""
     return not isinstance(x, torch.Tensor) or x.shape == shape or x.numel() == 1
 
 
 def _tensors(given: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors of a state, which must have the names, shapes and dtypes of `expected`."""
+    """Return the tensors of a state; raise StateError unless names, shapes and dtypes are those of `expected`."""
     if wrong := sorted(map(str, set(given) ^ set(expected))):
         raise StateError(f"the state has other parameters than the model, such as {wrong[0]!r}")
     for name, x in expected.items():
@@ -153,7 +153,7 @@ def _check(what: str, x: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
 def _feedback(
     state: Mapping[str, Any], anchors: Mapping[str, torch.Tensor], feedback: Feedback | None, place: tuple[int, int]
 ) -> Feedback | None:
-    """Return the error feedback of a state."""
+    """Return a new Feedback with the residuals of a state; None if `feedback` is None."""
     if feedback is None:
         if state:
             raise StateError("the state has residuals, and the spec of LocalSteps has no error feedback")
@@ -169,7 +169,7 @@ def _feedback(
 
 
 def _pending(given: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
-    """Return the synchronization in flight of a state; {} if there is none."""
+    """Return the synchronization that was in flight when the state was saved; {} if there was none."""
     if not given:
         return {}
     if (names := sorted(map(str, given))) != _PENDING:

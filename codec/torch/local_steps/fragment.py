@@ -1,4 +1,4 @@
-"""Part of a model that is synchronized at once: its parameters, and their values at the last synchronization."""
+"""Fragments of a model, each of which is synchronized as a whole, and their values at the last synchronization."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,10 +10,10 @@ from codec.torch.local_steps.model import Parameters, parts_of
 
 
 class Fragment:
-    """Parameters with their anchors: the values of the last synchronization, equal on all ranks.
+    """Parameters and their anchors, which are their values at the last synchronization, equal on all ranks.
 
-    Anchors are float32 (float64 if a parameter is float64), whatever the dtype of the parameters is, so that changes
-    below the resolution of bfloat16 add up over synchronizations.
+    Anchors are float32 even if parameters are not (float64 if a parameter is float64), so that changes below the
+    resolution of bfloat16 add up over synchronizations.
 
     Parameters
     ----------
@@ -27,12 +27,12 @@ class Fragment:
         wide = any(p.dtype == torch.float64 for p in parameters.values())
         first = next(iter(parameters.values()))
         self.flat = torch.empty(self.n, dtype=torch.float64 if wide else torch.float32, device=first.device)
-        # leaves of autograd that share the memory of `flat`, for an outer optimizer
+        # Autograd leaves that share the memory of `flat`: the parameters of the outer optimizer.
         self.anchors = {name: torch.nn.Parameter(x) for name, x in self.parts(self.flat)}
         self.reset()
 
     def parts(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name of each parameter, and its part of a flat tensor in the parameter's shape."""
+        """Yield, for each parameter, its name and the view of its values in `flat`, in the parameter's shape."""
         pieces = parts_of(flat, (p.numel() for p in self.parameters.values()))
         for (name, p), piece in zip(self.parameters.items(), pieces, strict=True):
             yield name, piece.view(p.shape)
@@ -51,9 +51,9 @@ class Fragment:
 
     @torch.no_grad()
     def differences(self, out: torch.Tensor) -> None:
-        """Store the changes of the parameters since the last synchronization in `out`, flat float32.
+        """Store the changes of the parameters since the last synchronization in `out`, a flat float32 tensor.
 
-        Inner steps began at the anchor as the parameter's dtype rounds it.
+        Changes are relative to the anchor rounded to the parameter's dtype, from which the local steps started.
         """
         for (name, anchor), (_, place) in zip(self.parts(self.flat), self.parts(out), strict=True):
             p = self.parameters[name]
@@ -61,16 +61,17 @@ class Fragment:
 
     @torch.no_grad()
     def apply(self, mean: torch.Tensor, outer: torch.optim.Optimizer | None, since: torch.Tensor | None = None) -> None:
-        """Move the anchors by the mean of all ranks, and the parameters to the anchors.
+        """Add the mean change to the anchors, and set the parameters to them.
 
         Parameters
         ----------
         mean : tensor of float32, shape (n,)
             Mean of :meth:`differences` over the ranks.
         outer : torch.optim.Optimizer or None
-            Optimizer of the anchors, which takes ``-mean`` as the gradient. None: the mean is added.
+            Optimizer of the anchors, which takes a step with the gradient ``-mean``. None: the mean is added.
         since : tensor of float32, shape (n,), optional
-            This rank's own :meth:`differences` when the synchronization began: steps that were taken since then stay.
+            This rank's own :meth:`differences` when the synchronization started. Changes of later local steps are then
+            kept: the parameters are set to the anchors plus these changes.
         """
         begun = None if since is None else self.flat.clone()
         if outer is None:
@@ -91,14 +92,14 @@ class Fragment:
 
 
 def cut(parameters: Parameters, count: int) -> list[Fragment]:
-    """Cut a model's parameters, in their order, into `count` fragments of about as many values.
+    """Split a model's parameters, in their order, into `count` fragments with about equal numbers of values.
 
-    A parameter is in one fragment. `count` is at most the number of parameters.
+    Parameters are not divided. `count` must be at most the number of parameters.
     """
     total, found = sum(p.numel() for p in parameters.values()), list[Parameters]()
     names, before = list(parameters), 0
     for i, name in enumerate(names):
-        must = len(names) - i == count - len(found)  # each parameter left begins a fragment
+        must = len(names) - i == count - len(found)  # each of the remaining parameters must start a fragment
         if not found or (len(found) < count and (must or before * count >= total * len(found))):
             found.append({})
         found[-1][name] = parameters[name]
@@ -107,23 +108,23 @@ def cut(parameters: Parameters, count: int) -> list[Fragment]:
 
 
 def view_of(fragments: Sequence[Fragment], flat: torch.Tensor) -> View:
-    """Return a flat tensor as a bucket of the fragments' parameters, whose residuals have their names."""
+    """Return a View that names the fragments' parameters in a flat tensor, so that residuals are stored by name."""
     return view(flat, segments={name: tuple(p.shape) for f in fragments for name, p in f.parameters.items()})
 
 
 def split(fragments: Sequence[Fragment], flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return the part of a flat tensor that belongs to each fragment."""
+    """Split a flat tensor into a view for each fragment."""
     return parts_of(flat, (f.n for f in fragments))
 
 
 def named(fragments: Sequence[Fragment], flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the part of a flat tensor that belongs to each parameter, in its shape."""
+    """Return, by parameter name, the view of the parameter's values in a flat tensor, in the parameter's shape."""
     pairs = zip(fragments, split(fragments, flat), strict=True)
     return {name: x for f, part in pairs for name, x in f.parts(part)}
 
 
 def nonfinite(fragments: Sequence[Fragment], flat: torch.Tensor) -> str:
-    """Return the name of the first parameter whose part of a flat tensor holds NaN or Inf; "" if there is none."""
+    """Return the name of the first parameter whose values in a flat tensor hold NaN or Inf; "" if there is none."""
     if bool(flat.sum().isfinite()) or bool(flat.isfinite().all()):
         return ""
     return next(name for name, x in named(fragments, flat).items() if not bool(x.isfinite().all()))

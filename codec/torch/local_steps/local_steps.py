@@ -1,4 +1,4 @@
-"""Local steps of any optimizer, and synchronizations of the parameters between them."""
+"""Steps of any optimizer without communication (local steps), and synchronizations of the parameters between them."""
 
 import atexit
 import logging
@@ -26,54 +26,57 @@ _log = logging.getLogger("codec.torch")
 class LocalSteps:
     """Steps of an optimizer without communication, and a synchronization of the ranks after every few of them.
 
-    Each rank trains the module by itself. After `every` steps the ranks average the changes of their parameters since
-    the last synchronization, as frames with error feedback, and go on from the mean: local SGD, or DiLoCo with an outer
-    optimizer. Call :meth:`step` once after each step of the optimizer, on all ranks, and :meth:`finish` at the end.
+    Each rank trains the module by itself. Every `every` steps, the ranks average the changes of their parameters since
+    the last synchronization, sent as frames with error feedback, and continue from the mean. This is local SGD, or
+    DiLoCo with an outer optimizer. Call :meth:`step` once after each step of the optimizer, on all ranks, and
+    :meth:`finish` at the end.
 
-    When this object is made, all ranks take the parameters of rank 0, if theirs differ. All ranks must make it
-    together, with the same arguments; it synchronizes nothing but parameters that require gradients, and buffers.
-    Timeout, engine, threads and algorithm of collectives are those of the ``with codec.options(...)`` blocks around the
-    call. Without one, the algorithm is "all_gather" for two ranks, else "two_shot".
+    All ranks must create this object together, with the same arguments. Ranks whose parameters differ then adopt those
+    of rank 0. Only buffers, and parameters that require gradients, are synchronized. Timeout, engine, threads and
+    algorithm of the collectives are set by the ``with codec.options(...)`` blocks around the constructor. By default,
+    the algorithm is "all_gather" for two ranks, and "two_shot" for more.
 
-    Memory, for each value of the parameters: 4 bytes for the value of the last synchronization (8 if a parameter is
-    float64); up to 8 for residuals, and the same again while a synchronization is in flight, with 4 for the changes (8
-    with `delay`).
+    Memory, in bytes per value of the parameters: 4 for the value of the last synchronization (8 if a parameter is
+    float64), and up to 8 for residuals. A synchronization in flight needs as much again for residuals, and 4 for the
+    changes (8 with `delay`).
 
     Parameters
     ----------
     model : torch.nn.Module
-        The module, or its ``torch.compile``: no DistributedDataParallel. Its parameters may have any dtype of real
-        floats, be tied, frozen or without gradients.
+        The module, or the return value of ``torch.compile`` for it, but no DistributedDataParallel. Its parameters may
+        have any real floating-point dtype, be tied, be frozen, or have no gradients.
     optimizer : torch.optim.Optimizer
-        Optimizer of the module, or its wrapper by Accelerate or Lightning. LocalSteps takes no step of it.
+        Optimizer of the module, or its wrapper by Accelerate or Lightning. LocalSteps never calls its ``step``.
     every : int
-        Steps between two synchronizations of a parameter.
+        Number of steps between two synchronizations of a parameter.
     spec : Spec, str or Feedback
-        Codec of the changes, or the name of a preset. With a lossy contraction (:attr:`codec.Spec.contraction`) there
-        is error feedback. A :class:`codec.torch.Feedback` gives a codec and the decay of residuals, such as
-        ``Feedback(codec.TopK(), decay=0.95)``; its own residuals are not used.
+        Codec of the changes, or the name of a preset. Error feedback is applied if it is a lossy contraction
+        (:attr:`codec.Spec.contraction`). A :class:`codec.torch.Feedback` sets the codec and the decay of residuals,
+        such as ``Feedback(codec.TopK(), decay=0.95)``; the residuals that it holds are not used.
     warmup : int or (int, Spec)
-        Number of first steps in which the ranks average gradients instead, as DistributedDataParallel does, before each
-        step of the optimizer; and the codec of the gradients, lossless by default. Gradients are float32 on the wire.
+        Number of initial steps in which the ranks average their gradients before each step of the optimizer, as
+        DistributedDataParallel does, in place of local steps; and the codec of these gradients, lossless by default.
+        Gradients are sent as float32.
     fragments : int
-        Parts of the model that are synchronized one after the other, at equal distances within `every` steps
-        (streaming DiLoCo): peaks of traffic are smaller. At most `every`.
+        Number of parts of the model that are synchronized one after the other, at equal intervals within `every` steps
+        (streaming DiLoCo), to lower the peaks of traffic. At most `every`.
     delay : int
-        Steps for which a synchronization runs in the background. Its mean replaces the changes that were sent; the
-        changes of the steps since are kept, and sent the next time. At most ``every // fragments``.
+        Number of steps for which a synchronization runs in the background. The mean then replaces the changes that were
+        sent. Changes of the steps in between stay in the parameters, and are sent by the next synchronization. At most
+        ``every // fragments``.
     outer : callable, optional
         ``outer(parameters)`` returns an optimizer of the list of all synchronized parameters, whose gradient is minus
-        the mean change, such as ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. Its result
-        must have the same bits on all ranks. Default: the mean change is added.
+        the mean change, such as ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. Its steps
+        must be bit-identical on all ranks. Default: the mean change is added to the parameters.
     group : ProcessGroup, optional
-        Ranks. Default: all.
+        Ranks that train together. Default: all ranks.
 
     Raises
     ------
     ArgumentError, SpecError
         An argument has a wrong type or value, or torch.distributed is not initialized.
     PeerError
-        Another rank has raised an error, has other arguments or another model, or is lost.
+        Another rank has raised an error, has different arguments or a different model, or is lost.
 
     Examples
     --------
@@ -106,8 +109,8 @@ class LocalSteps:
         self._options = settings_of(None)
         ranks = Ranks(group, self._options)
         self._steps = 0
-        self._apart = False  # this rank has moved since the last synchronization of all parameters
-        self._averaged = False  # the gradients of this step of the warm-up were averaged
+        self._apart = False  # True if this rank has taken steps since the last synchronization of all parameters
+        self._averaged = False  # True if the gradients of the current step of the warm-up were averaged
         self._finished = False
         try:
             self._settings = Settings.of(every, spec, warmup, fragments, delay)
@@ -136,31 +139,32 @@ class LocalSteps:
 
     @property
     def synchronized(self) -> bool:
-        """True if all ranks have the same parameters: in the warm-up, and after a synchronization of all of them."""
+        """True if parameters are equal on all ranks: in the warm-up, and after a synchronization of all of them."""
         return not self._apart
 
     def step(self) -> None:
         """Count a step of the optimizer, and synchronize if that is due; call this after each ``optimizer.step()``.
 
-        All ranks must call this equally often, also if a GradScaler has skipped the optimizer's step. With gradient
-        accumulation call it once for each step of the optimizer, not for each backward pass.
+        All ranks must call this equally often, even if a GradScaler has skipped the optimizer's step. With gradient
+        accumulation, call it once for each step of the optimizer, not for each backward pass.
 
         Raises
         ------
         ArgumentError
-            A parameter, a buffer, or in the warm-up a gradient of this rank holds NaN or Inf; or the model's
-            parameters are others than before. The message names the parameter.
+            On this rank, a parameter or buffer, or a gradient in the warm-up, holds NaN or Inf; or parameters of the
+            model were replaced, removed or added. The message names the parameter.
         PeerError
-            Another rank has raised an error, which the message names, or is lost. If a rank is lost, go on with
-            :meth:`change_group`.
+            Another rank has raised an error, which the message contains, or is lost. If a rank is lost, continue by
+            calling :meth:`change_group`.
         StateError
             :meth:`finish` was called before.
 
         Notes
         -----
-        After an error on any rank all ranks raise one. Parameters, values of the last synchronization and residuals are
-        unchanged, and the step counts. Go on, and the next synchronization includes these changes; or repeat it by
-        :meth:`synchronize`. An error in the warm-up leaves the step uncounted.
+        After an error on any rank, all ranks raise an error. Parameters, values of the last synchronization and
+        residuals are unchanged, and the step is counted. To continue, take further steps, whose next synchronization
+        includes the changes so far; or repeat the synchronization by :meth:`synchronize`. After an error in the
+        warm-up, the step is not counted.
         """
         self._begin_call()
         settings, state = self._settings, self._state
@@ -179,17 +183,17 @@ class LocalSteps:
                 self._apart = not settings.is_joint
 
     def synchronize(self, *, exact: bool = False) -> None:
-        """Synchronize all parameters now, so that they are the same on all ranks; all ranks must call this.
+        """Synchronize all parameters now, so that they are equal on all ranks; all ranks must call this.
 
-        Float32, bfloat16 and float16 buffers, such as running statistics of batch norms, are averaged lossless, too.
-        Scheduled synchronizations average them only with ``fragments=1`` and ``delay=0``.
+        Float32, bfloat16 and float16 buffers, such as running statistics of batch norms, are also averaged, lossless.
+        Scheduled synchronizations average buffers only with ``fragments=1`` and ``delay=0``.
 
         Parameters
         ----------
         exact : bool
-            True: send the changes and all residuals lossless. The mean change is then exact (in float32), with all that
-            frames have lost before, and no residual is left: the model's state dict is a complete checkpoint for any
-            number of ranks, except for an outer optimizer.
+            True: send the changes, with all residuals added, lossless. The mean change is then exact (in float32), it
+            includes all earlier encoding errors, and no residuals remain. The model's state dict is then a complete
+            checkpoint for any number of ranks, except for the state of an outer optimizer.
 
         Raises
         ------
@@ -198,7 +202,7 @@ class LocalSteps:
         """
         exact = truth("exact", exact)
         self._begin_call()
-        self._state.leave()  # a synchronization that failed in flight is dropped: the next one sends its changes
+        self._state.leave()  # drops a synchronization that failed in flight; its changes are sent now
         some = self._state.fragments if self._steps >= self._settings.warmup else []
         self._state.synchronize(self._ranks, self._steps, some, buffers=True, exact=exact)
         self._apart = False
@@ -214,7 +218,7 @@ class LocalSteps:
         Raises
         ------
         ArgumentError, PeerError, StateError
-            As for :meth:`synchronize`. This method can then be called again.
+            As for :meth:`synchronize`. After an error, this method can be called again.
         """
         self.synchronize(exact=exact)
         if self._handle is not None:
@@ -222,7 +226,7 @@ class LocalSteps:
         self._finished = True
 
     def _begin_call(self) -> None:
-        """Compare the ranks if a state was loaded since they were compared last."""
+        """Check that the ranks are at the same step, if a state was loaded since the last check."""
         if self._finished:
             raise StateError("finish() was called before: make a new LocalSteps to go on")
         if not self._agreed:
@@ -232,7 +236,7 @@ class LocalSteps:
     # Warm-up
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...]) -> None:
-        """Average gradients in the warm-up; the optimizer calls this before each of its steps."""
+        """Average the gradients if this is a step of the warm-up; the optimizer calls this before each step."""
         if not self._finished and self._steps < self._settings.warmup:
             self._begin_call()
             self._average_gradients(warmup_.problem_of(optimizer, arguments))
@@ -243,8 +247,8 @@ class LocalSteps:
         warmup_.average_gradients(self._state.parameters, self._ranks, spec, problem, stream=self._steps)
 
     def _end_warmup_step(self) -> None:
-        """Count a step of the warm-up; after the last one, local steps begin at the parameters."""
-        if not self._averaged:  # a GradScaler has skipped the step, so that other ranks wait with their gradients
+        """Count a step of the warm-up; after the last one, record the parameters from which local steps start."""
+        if not self._averaged:  # a GradScaler has skipped this rank's step, and other ranks wait for its gradients
             self._average_gradients(Problem("the optimizer has taken no step", skipped=True))
         self._averaged = False
         self._steps += 1
@@ -255,25 +259,25 @@ class LocalSteps:
     # Ranks
 
     def change_group(self, group: Any = None) -> None:
-        """Go on with other ranks, after some were lost or have come; all ranks of the new group must call this.
+        """Continue with another group, after ranks were lost or have joined; all of its ranks must call this.
 
-        New ranks make a LocalSteps with the same arguments and this group instead, at the same time. They get the
-        parameters of the last synchronization, buffers, the state of the outer optimizer and the number of steps. Their
-        own optimizer begins anew, unless the program copies its state. Ranks that stay keep their parameters, and their
-        residuals, scaled to the new number of ranks; residuals of lost ranks are lost. A synchronization in flight is
-        completed if it has succeeded, else dropped.
+        At the same time, each new rank creates a LocalSteps with the same arguments and this group. It receives the
+        parameters of the last synchronization, the buffers, the state of the outer optimizer and the number of steps.
+        Its own optimizer starts without state, unless the program copies one. Ranks that stay keep their parameters,
+        and their residuals, scaled to the new number of ranks. Residuals of lost ranks are lost. A synchronization in
+        flight is applied if it has succeeded, else dropped.
 
         Parameters
         ----------
         group : ProcessGroup, optional
-            The new ranks. Default: all.
+            The new group. Default: all ranks.
 
         Raises
         ------
         ArgumentError
-            `group` is no group of this rank.
+            `group` is not a group with this rank.
         PeerError
-            Ranks have other arguments or another model, or are lost. This object goes on with its former group.
+            Ranks have different arguments or models, or are lost. This object keeps its former group.
 
         Examples
         --------
@@ -303,7 +307,10 @@ class LocalSteps:
         return self._state.arguments(ranks), self._state.position(self._steps)
 
     def _take_part(self, ranks: Ranks) -> bool:
-        """Compare the ranks; return True if this one has taken the parameters of another one, which is furthest."""
+        """Compare the ranks, and send the state of the most advanced rank to those that differ from it.
+
+        Return True if this rank has received that state.
+        """
         self._agreed = False
         positions = agreement.agree(ranks, *self._head(ranks))
         source = agreement.source_of(positions)
@@ -324,8 +331,8 @@ class LocalSteps:
         Returns
         -------
         LocalStats
-            Totals since this object was made. If the program uses the same group for other collectives of
-            :mod:`codec.torch` while a synchronization is in flight, they are counted, too.
+            Totals since this object was created. They include other collectives of :mod:`codec.torch` that the program
+            runs over the same group while a synchronization is in flight.
         """
         state = self._state
         norms = {} if state.feedback is None else state.feedback.norms()
@@ -340,14 +347,15 @@ class LocalSteps:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank for a checkpoint, with which each rank saves its own model and optimizer.
+        """Return a copy of this rank's state for a checkpoint. Each rank must save it with its model and optimizer.
 
-        A training that goes on from the three states has the same bits. It waits for a synchronization in flight.
+        A run that resumes from the three states is bit-identical to the uninterrupted one. This method waits for a
+        synchronization in flight.
 
         Returns
         -------
         dict
-            Tensors, numbers and strings, which ``torch.load(weights_only=True)`` accepts; copies.
+            Tensors, numbers and strings, in nested dicts that ``torch.load(weights_only=True)`` accepts.
 
         Raises
         ------
@@ -358,10 +366,10 @@ class LocalSteps:
         return own | {"steps": self._steps, "apart": int(self._apart)} | self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`, which is copied; load those of the model and the optimizer, too.
+        """Replace the state by a copy of one that :meth:`state_dict` returned. Also load the model and the optimizer.
 
         The next call of :meth:`step` or :meth:`synchronize` compares the ranks: all of them must have loaded states
-        that were saved together.
+        that were saved at the same step.
 
         Parameters
         ----------
@@ -384,7 +392,7 @@ _all: "weakref.WeakSet[LocalSteps]" = weakref.WeakSet()
 
 @atexit.register
 def _warn_of_unsynchronized() -> None:
-    """Log a warning when the process ends, and a model was not synchronized after its last step."""
+    """Log a warning at the end of the process for each model that was not synchronized after its last step."""
     for local in _all:
         if not local.synchronized:
             _log.warning(

@@ -1,4 +1,4 @@
-"""Parameters and buffers of the model that LocalSteps synchronizes, and checks of both."""
+"""Find and check the parameters and buffers of a model that LocalSteps synchronizes."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -15,18 +15,18 @@ Parameters = dict[str, torch.nn.Parameter]
 
 
 def parts_of(flat: torch.Tensor, sizes: Iterable[int]) -> list[torch.Tensor]:
-    """Return consecutive parts of a flat tensor, which share its memory."""
+    """Split a flat tensor into views of the given numbers of values."""
     ends = list(itertools.accumulate(sizes, initial=0))
     return [flat[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def module_of(model: Any) -> torch.nn.Module:
-    """Return the module, without ``torch.compile``, whose parameters are synchronized.
+    """Return the module whose parameters are synchronized; the wrapper of ``torch.compile`` is removed.
 
     Raises
     ------
     ArgumentError
-        `model` is no module, or a DistributedDataParallel.
+        `model` is not a module, or is a DistributedDataParallel.
     """
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, DistributedDataParallel):
@@ -41,7 +41,7 @@ def module_of(model: Any) -> torch.nn.Module:
 
 
 def optimizer_of(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer inside of wrappers; raise ArgumentError for anything else."""
+    """Return the torch optimizer, without wrappers of Accelerate or Lightning; raise ArgumentError if there is none."""
     inner = unwrapped(optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
         raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
@@ -49,12 +49,13 @@ def optimizer_of(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parameters:
-    """Return the parameters that require gradients, by name; tied ones once, under their first name.
+    """Return the parameters that require gradients, by name. Tied parameters appear once, under their first name.
 
     Raises
     ------
     ArgumentError
-        There are none, a parameter cannot be synchronized, or the optimizer has others.
+        No parameter requires a gradient, a parameter cannot be synchronized, or the optimizer has parameters that the
+        module does not have.
     """
     named = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
     if not named:
@@ -78,13 +79,13 @@ def trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Para
 
 
 def averaged_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that are averaged: float32, bfloat16 and float16 ones of the module's state dict."""
+    """Return the buffers that are averaged: float32, bfloat16 and float16 buffers in the module's state dict."""
     kinds, saved = (torch.float32, torch.bfloat16, torch.float16), module.state_dict().keys()
     return {name: b for name, b in module.named_buffers() if name in saved and b.dtype in kinds and b.numel()}
 
 
 def change_of(module: torch.nn.Module, known: Mapping[str, torch.nn.Parameter]) -> str:
-    """Return what has changed in the module's set of parameters since it was recorded as `known`; "" if nothing."""
+    """Return a message about a parameter that was replaced or added since `known` was recorded; "" if there is none."""
     now = dict(module.named_parameters())
     for name, p in known.items():
         if now.get(name) is not p or not p.numel():

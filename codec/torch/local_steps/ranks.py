@@ -1,4 +1,4 @@
-"""Collectives of local steps: means over the ranks of a group, and the causes of their errors on all ranks."""
+"""Collectives of LocalSteps: means over the ranks of a group. If one fails, all ranks learn the cause."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from codec.torch.group.communicator import group_stats
 from codec.torch.group.work import Work
 from codec.torch.transport.counters import Counters
 
-_MOST_SHOWN = 400  # characters of another rank's message
+_MOST_SHOWN = 400  # most characters of another rank's error message that are shown
 
 
 class SkippedStep(Exception):
@@ -31,16 +31,16 @@ class Problem:
 
     text: str
     code: Status | None = None
-    skipped: bool = False  # the optimizer has taken no step, which is no error
+    skipped: bool = False  # True if the optimizer has skipped its step, which is not an error
 
 
 @dataclass
 class Flight:
-    """Mean in flight."""
+    """Mean that a collective computes in the background."""
 
     work: Work
-    problem: Problem | None
-    before: Counters
+    problem: Problem | None  # reason why this rank does not take part
+    before: Counters  # totals of the group at the start
 
 
 class Ranks:
@@ -49,21 +49,21 @@ class Ranks:
     Parameters
     ----------
     group : ProcessGroup or None
-        Ranks; None: all.
+        The ranks; None: all ranks.
     options : CallOptions
-        Settings of the collectives. Without an algorithm, one is set that no measurement of time changes.
+        Settings of the collectives. The default algorithm depends only on the number of ranks, not on measured times.
 
     Raises
     ------
     ArgumentError
-        There is no such group, or this rank is not in it.
+        `group` is no process group, or this rank is not in it.
     """
 
     def __init__(self, group: Any, options: CallOptions) -> None:
         self.group = group_of(group)
         self.rank, self.size = self.group.rank(), self.group.size()
         self.options = options.over(CallOptions(algorithm="all_gather" if self.size == 2 else "two_shot"))
-        self.traffic = Counters()  # traffic of all averages
+        self.traffic = Counters()  # traffic of all means
 
     def mean(
         self, x: Any, spec: Spec, problem: Problem | None, feedback: Feedback | None = None, stream: int = 0
@@ -77,16 +77,16 @@ class Ranks:
         spec : Spec
             Codec.
         problem : Problem or None
-            Reason why this rank cannot take part: then all ranks raise, and nothing is sent.
+            Reason why this rank cannot take part. If it is not None, all ranks raise an error, and no values are sent.
         feedback : Feedback, optional
-            Residuals.
+            Error feedback.
         stream : int
-            Number of the random stream.
+            Number of the random stream that the codec rounds with.
 
         Raises
         ------
         ArgumentError
-            `problem`.
+            `problem` is not None.
         SkippedStep
             A rank has skipped its step, and no rank has an error.
         CodecError
@@ -103,14 +103,14 @@ class Ranks:
     def begin(
         self, x: Any, spec: Spec, problem: Problem | None, feedback: Feedback | None, stream: int, out: torch.Tensor
     ) -> Flight:
-        """Begin to store the mean of `x` over all ranks in `out`, in the background; as :meth:`mean`."""
+        """Start to store the mean of `x` over all ranks in `out`, in the background; see :meth:`mean`."""
         before, x = self.counters(), None if problem else x
         work = all_reduce(x, spec, out=out, async_op=True, **self._arguments(feedback, stream))
         assert work is not None
         return Flight(work, problem, before)
 
     def wait(self, flight: Flight) -> None:
-        """Wait for the end of a mean; all ranks must call this. Errors are those of :meth:`mean`."""
+        """Wait for a mean in the background; all ranks must call this. It raises the errors of :meth:`mean`."""
         try:
             flight.work.wait()
         except CodecError as e:
@@ -123,9 +123,9 @@ class Ranks:
         return {"op": "mean", "group": self.group, **how}
 
     def _explained(self, error: CodecError, problem: Problem | None) -> Exception:
-        """Return the error of a mean that has failed on all ranks, with the cause that its rank has reported.
+        """Return the error to raise for a mean that has failed on all ranks, with the cause that a rank has reported.
 
-        The ranks exchange the causes. If that fails, too, the connections are closed, and `error` says why.
+        The ranks exchange their causes. If this exchange fails, too, return `error`.
         """
         if problem is None and not isinstance(error, PeerError):
             problem = Problem(str(error), error.code)
@@ -143,36 +143,36 @@ class Ranks:
         return SkippedStep() if found else error
 
     def exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the message of each rank: dicts that JSON can hold.
+        """Send a dict, in types that JSON supports, to all ranks; return the dict of each rank.
 
         Raises
         ------
         PeerError
-            A rank is lost, or has sent something else.
+            A rank is lost, or its message is no dict in JSON.
         """
         data = json.dumps(message).encode()
         return [_parsed(rank, each) for rank, each in enumerate(self.exchange_bytes([data] * self.size))]
 
     def exchange_bytes(self, data: Sequence[Any]) -> list[bytes]:
-        """Send bytes to each rank, and return those of each rank."""
+        """Send ``data[i]`` to rank i, and return the bytes that each rank has sent to this rank."""
         return exchange(data, group=self.group, options=self.options)
 
     def counters(self) -> Counters:
-        """Return the totals of the group."""
+        """Return the traffic of the group so far."""
         return group_stats(self.group)
 
     def _count(self, before: Counters) -> None:
-        """Add what the group has sent since `before` to the traffic."""
+        """Add the traffic of the group since `before` to :attr:`traffic`."""
         self.traffic.add(self.counters() - before)
 
 
 def group_of(group: Any) -> dist.ProcessGroup:
-    """Return a process group, that of all ranks for None.
+    """Return a process group; None stands for the group of all ranks.
 
     Raises
     ------
     ArgumentError
-        `group` is something else, this rank is not in it, or torch.distributed is not initialized.
+        `group` is no process group, this rank is not in it, or torch.distributed is not initialized.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ArgumentError("torch.distributed is not initialized: call init_process_group first")
@@ -185,7 +185,7 @@ def group_of(group: Any) -> dist.ProcessGroup:
 
 
 def _parsed(rank: int, data: bytes) -> dict[str, Any]:
-    """Return the message of a rank."""
+    """Parse the message of a rank."""
     try:
         found: Any = json.loads(data)
     except (ValueError, RecursionError):
@@ -199,7 +199,7 @@ def _parsed(rank: int, data: bytes) -> dict[str, Any]:
 
 
 def _line(text: Any) -> str:
-    """Return another rank's text as one line of limited length."""
+    """Return another rank's text as one printable line of limited length."""
     return "".join(c if c.isprintable() else " " for c in str(text)[:_MOST_SHOWN])
 
 

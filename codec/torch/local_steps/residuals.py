@@ -1,4 +1,4 @@
-"""Residuals of a Feedback: conversion for another number of ranks, and addition to an exact mean."""
+"""Convert the residuals of a Feedback to another number of ranks, or add them to the values of an exact mean."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,17 +20,18 @@ def ranges(state: Mapping[str, Any]) -> Iterator[tuple[str, Range, torch.Tensor]
 
 
 def moved(feedback: Feedback, rank: int, size: int) -> Feedback:
-    """Return the residuals of this rank for another group.
+    """Return a Feedback with the residuals of this rank, converted to another group.
 
-    A mean over N ranks takes 1 / N of a worker's residual. The residual is multiplied by M / N for M ranks, so that the
-    same part of it reaches the parameters. Residuals of encoded sums, which are errors of the mean, do not change.
+    In a mean over N ranks, a worker's residual counts 1 / N. For a new group of M ranks it is multiplied by M / N, so
+    that its effect on the parameters stays the same. Residuals of encoded sums are errors of the mean itself, and stay
+    unchanged.
 
     Parameters
     ----------
     feedback : Feedback
-        Residuals, which are unchanged.
+        Residuals of the old group. This object is not changed.
     rank, size : int
-        This rank in the new group, and the number of ranks there.
+        Number of this rank in the new group, and number of ranks there.
     """
     state, found = feedback.state_dict(), Feedback(feedback.spec, decay=feedback.decay)
     if state["world_size"] != UNKNOWN:
@@ -41,16 +42,16 @@ def moved(feedback: Feedback, rank: int, size: int) -> Feedback:
 
 
 def add_to(feedback: Feedback, parts: Mapping[str, torch.Tensor], size: int) -> None:
-    """Add the residuals to this rank's values of a mean over `size` ranks.
+    """Add the residuals to the values that this rank contributes to a mean over `size` ranks.
 
     Parameters
     ----------
     feedback : Feedback
-        Residuals, which are unchanged: they are part of the mean only if that succeeds.
+        Residuals. This object is not changed, because the mean may fail.
     parts : dict of str to tensor
-        Values of each parameter.
+        Values of each parameter, by name; changed in place.
     size : int
-        Number of ranks. A residual of encoded sums is an error of the mean, so it counts `size` times.
+        Number of ranks. A residual of encoded sums is an error of the mean, so it is multiplied by `size`.
     """
     for role, (name, start, stop), values in ranges(feedback.state_dict()):
         place = parts[name].view(-1)[start:stop]

@@ -1,4 +1,4 @@
-"""Arguments of LocalSteps: checks, and the steps at which ranks synchronize."""
+"""Arguments of LocalSteps: checks, and the schedule of synchronizations that they define."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,19 +19,19 @@ class Settings:
     Attributes
     ----------
     every : int
-        Steps between two synchronizations of a parameter.
+        Number of steps between two synchronizations of a parameter.
     spec : Spec
         Codec of parameter changes.
     decay : float
-        Factor of residuals each time they are added.
+        Factor by which residuals are multiplied each time before they are added.
     warmup : int
-        Number of first steps that average gradients.
+        Number of initial steps that average gradients.
     warmup_spec : Spec
-        Codec of those gradients.
+        Codec of the gradients in these steps.
     fragments : int
-        Parts of the model that are synchronized at different steps.
+        Number of parts of the model that are synchronized at different steps.
     delay : int
-        Steps between the start of a synchronization and its end.
+        Number of steps between the start of a synchronization and its end.
     """
 
     every: int
@@ -65,7 +65,7 @@ class Settings:
 
     @property
     def has_feedback(self) -> bool:
-        """True if errors of frames are sent again: the codec is lossy, and error feedback converges with it."""
+        """True if error feedback is applied: the codec is lossy, and a contraction."""
         return not isinstance(self.spec, Lossless) and self.spec.contraction
 
     @property
@@ -74,7 +74,7 @@ class Settings:
         return self.fragments == 1 and self.delay == 0
 
     def due(self, step: int) -> list[int]:
-        """Return the numbers of the fragments whose synchronization begins after a step, counted from 1."""
+        """Return the indices of the fragments whose synchronization starts after step `step`; the first step is 1."""
         local = step - self.warmup
         if local <= 0:
             return []
@@ -83,7 +83,7 @@ class Settings:
 
 
 def _parsed_warmup(warmup: Any) -> tuple[int, Spec]:
-    """Return the number of steps and the codec of ``warmup=``."""
+    """Return the number of steps and the codec that the argument ``warmup=`` stands for."""
     if not isinstance(warmup, tuple):
         return whole("warmup", warmup, 0, _MOST_STEPS), Lossless()
     pair = cast(tuple[Any, ...], warmup)

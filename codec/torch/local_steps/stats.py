@@ -7,18 +7,18 @@ from codec.torch.transport.counters import Counters
 
 @dataclass
 class LocalStats(Counters):
-    """Statistics of :class:`LocalSteps` on this rank: the attributes of :class:`Counters`, and these.
+    """Statistics of :class:`LocalSteps` on this rank: the attributes of :class:`Counters`, and those below.
 
     Attributes
     ----------
     steps : int
-        Optimizer steps, those of the warm-up included.
+        Number of optimizer steps, including those of the warm-up.
     synchronizations : int
-        Synchronizations that succeeded, of a fragment or of all parameters.
+        Number of synchronizations, of a fragment or of all parameters, that succeeded.
     failed_synchronizations : int
-        Synchronizations that failed.
+        Number of synchronizations that failed.
     values : int
-        Number of values of the parameters.
+        Number of values of all synchronized parameters.
     residual_norm : float
         Euclidean norm of this rank's residuals; 0 without error feedback.
     world_size : int
@@ -41,6 +41,6 @@ class LocalStats(Counters):
 
     @property
     def ratio(self) -> float:
-        """Bytes sent divided by those of a float32 all-reduce in every step, 2 (N - 1) / N of all values; nan if 0."""
+        """Bytes sent divided by those of float32 all-reduces in all steps, 2 (N - 1) / N of the values; NaN if 0."""
         plain = 8 * self.values * self.steps * (self.world_size - 1) / self.world_size
         return self.sent_nbytes / plain if plain else float("nan")

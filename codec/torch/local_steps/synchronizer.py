@@ -1,4 +1,4 @@
-"""Synchronizations of parameters and buffers: all ranks change theirs, or none does."""
+"""Synchronizations of parameters and buffers, which succeed on all ranks or on none."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass
 class Pending:
-    """Synchronization of a fragment that has begun."""
+    """Synchronization of a fragment that has started, and whose mean is not applied yet."""
 
-    fragment: int
+    fragment: int  # index of the fragment
     due: int  # step after which the mean is applied
-    mine: torch.Tensor  # this rank's changes when the synchronization began
-    mean: torch.Tensor
-    flight: Flight | None  # None: the mean is complete, as in a loaded state
+    mine: torch.Tensor  # this rank's changes when the synchronization started
+    mean: torch.Tensor  # mean of the changes of all ranks; written while `flight` runs
+    flight: Flight | None  # collective in flight; None if `mean` is complete, as in a loaded state
 
 
 class Synchronizer:
-    """Parameters, buffers, values of the last synchronization, and residuals of this rank.
+    """Synchronizes this rank's parameters and buffers; holds the values of the last synchronization, and residuals.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class Synchronizer:
     Raises
     ------
     ArgumentError
-        The model or an optimizer cannot be used.
+        The model or an optimizer is not supported.
     """
 
     def __init__(self, settings: Settings, module: Any, optimizer: Any, outer: Outer | None) -> None:
@@ -66,7 +66,7 @@ class Synchronizer:
         return Feedback(self.settings.spec, decay=self.settings.decay) if self.settings.has_feedback else None
 
     def reset(self) -> None:
-        """Record the current parameters, equal on all ranks, as the result of the last synchronization."""
+        """Record the current parameters, which must be equal on all ranks, as values of the last synchronization."""
         for f in self.fragments:
             f.reset()
 
@@ -75,25 +75,25 @@ class Synchronizer:
     def synchronize(
         self, ranks: Ranks, step: int, fragments: Sequence[Fragment], *, buffers: bool, exact: bool = False
     ) -> None:
-        """Synchronize some fragments, and maybe the buffers: all of them or none.
+        """Synchronize some fragments, and optionally the buffers. If this fails, none of them is changed.
 
         Parameters
         ----------
         ranks : Ranks
             The ranks.
         step : int
-            Number of steps, for messages.
+            Number of steps so far, for error messages.
         fragments : sequence of Fragment
-            Parts of the model.
+            Fragments to synchronize.
         buffers : bool
-            True: average the buffers, too.
+            True: also average the buffers.
         exact : bool
-            True: send the changes and all residuals lossless.
+            True: send the changes, with all residuals added, lossless.
 
         Raises
         ------
         ArgumentError
-            A parameter or buffer holds NaN or Inf, or the model has other parameters than before.
+            A parameter or buffer holds NaN or Inf, or parameters of the model were replaced, removed or added.
         PeerError
             Another rank has raised an error, or is lost.
         """
@@ -120,7 +120,7 @@ class Synchronizer:
         self.rounds += 1
 
     def launch(self, ranks: Ranks, step: int, number: int) -> None:
-        """Begin the synchronization of fragment `number` in the background."""
+        """Start the synchronization of the fragment with index `number`, in the background."""
         some = [self.fragments[number]]
         mine, problem = self._changes(some, step)
         mean = torch.empty_like(mine)
@@ -134,7 +134,7 @@ class Synchronizer:
         Raises
         ------
         ArgumentError, PeerError
-            As for :meth:`synchronize`. The synchronization is dropped.
+            As for :meth:`synchronize`. The failed synchronization is dropped.
         """
         pending = self.pending
         if pending is None:
@@ -149,7 +149,10 @@ class Synchronizer:
         self._apply(pending)
 
     def leave(self) -> None:
-        """End the synchronization in flight; drop it if it has failed, which all ranks know without a message."""
+        """Wait for the synchronization in flight; apply its mean, or drop it if it has failed.
+
+        A collective fails on all ranks or on none, so ranks need not exchange messages to do the same.
+        """
         pending = self.pending
         if pending is None:
             return
@@ -168,7 +171,7 @@ class Synchronizer:
         self.rounds += 1
 
     def _changes(self, fragments: Sequence[Fragment], step: int) -> tuple[torch.Tensor, Problem | None]:
-        """Return the changes of some fragments since their last synchronization, and why they cannot be sent."""
+        """Return the changes of some fragments since their last synchronization, and a Problem if they are invalid."""
         flat = torch.empty(sum(f.n for f in fragments), device=fragments[0].flat.device, dtype=torch.float32)
         if text := model.change_of(self.module, self.parameters):
             return flat, Problem(text)
@@ -196,7 +199,7 @@ class Synchronizer:
     # Other ranks
 
     def arguments(self, ranks: Ranks) -> dict[str, Any]:
-        """Return what must be the same on all ranks."""
+        """Return the arguments, and the names, shapes and dtypes of tensors, which must be equal on all ranks."""
         s = self.settings
         tensors = {"parameters": self.parameters, "buffers": dict(self.module.named_buffers())}
         return {
@@ -212,7 +215,7 @@ class Synchronizer:
         }
 
     def position(self, steps: int) -> Position:
-        """Return how far this rank is after `steps` steps."""
+        """Return this rank's position after `steps` steps, for comparison with other ranks."""
         shared = [f.flat for f in self.fragments]
         if self.outer is not None:
             entries = self.outer.state_dict()["state"]
@@ -220,7 +223,7 @@ class Synchronizer:
         return Position(steps, self.rounds, agreement.digest_of(shared))
 
     def take_from(self, ranks: Ranks, source: int, receivers: Sequence[int], rounds: int) -> None:
-        """Send what ranks share from rank `source` to some others, where it replaces the values; all ranks call this.
+        """Copy the shared state of rank `source` to the ranks `receivers`; all ranks must call this.
 
         Parameters
         ----------
@@ -229,7 +232,7 @@ class Synchronizer:
         source : int
             Rank that sends its values of the last synchronization, its buffers, and the state of its outer optimizer.
         receivers : sequence of int
-            Ranks that take them. Their parameters are then those of the last synchronization.
+            Ranks whose state is replaced. Their parameters are set to the values of the last synchronization.
         rounds : int
             Number of synchronizations of `source`.
         """
@@ -250,12 +253,12 @@ class Synchronizer:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint that this object knows; wait for the synchronization in flight.
+        """Return this object's entries of a checkpoint; wait for the synchronization in flight.
 
         Raises
         ------
         StateError
-            That has failed.
+            The synchronization in flight has failed.
         """
         pending: dict[str, Any] = {}
         if (p := self.pending) is not None:
@@ -278,7 +281,10 @@ class Synchronizer:
         }
 
     def load_state_dict(self, state: Any, place: tuple[int, int]) -> checkpoint.Saved:
-        """Go on from a state of rank and number of ranks `place`, and return that; StateError changes nothing."""
+        """Replace the state by a saved one, and return its parsed form. After a StateError nothing is changed.
+
+        `place`: this rank and the number of ranks, which the state must have.
+        """
         anchors = self._anchors()
         saved = checkpoint.parsed(state, anchors, [f.n for f in self.fragments], self.feedback, place)
         self._load_outer(saved.outer)
@@ -297,7 +303,7 @@ class Synchronizer:
         return {name: x for f in self.fragments for name, x in f.parts(f.flat)}
 
     def _load_outer(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the outer optimizer, {} without one; StateError changes nothing."""
+        """Load the state of the outer optimizer ({} if there is none). After a StateError nothing is changed."""
         checkpoint.check_outer(self.outer, state)
         if self.outer is None:
             return
@@ -308,7 +314,7 @@ class Synchronizer:
 
 
 def _checked_outer(outer: Outer, fragments: Sequence[Fragment]) -> torch.optim.Optimizer:
-    """Return the optimizer that the argument `outer` makes for the anchors."""
+    """Return the optimizer that the argument `outer` creates for the anchors; raise ArgumentError if it is none."""
     anchors = [x for f in fragments for x in f.anchors.values()]
     made: Any = outer(anchors) if callable(outer) else outer
     held = [p for group in getattr(made, "param_groups", ()) for p in group["params"]]

@@ -1,4 +1,4 @@
-"""Warm-up of LocalSteps: means of gradients before each step of the optimizer."""
+"""Warm-up of LocalSteps: ranks average their gradients before each step of the optimizer."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,7 +15,10 @@ BeforeStep = Callable[[torch.optim.Optimizer, tuple[Any, ...]], None]
 
 
 def listen(optimizer: torch.optim.Optimizer, call: BeforeStep) -> Any:
-    """Call a bound method before each step of an optimizer, as long as its object lives; return the hook's handle."""
+    """Call a bound method before each step of an optimizer; return the hook's handle.
+
+    The hook holds a weak reference: calls end when the method's object is deleted.
+    """
     method = weakref.WeakMethod(call)
 
     def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -26,10 +29,10 @@ def listen(optimizer: torch.optim.Optimizer, call: BeforeStep) -> Any:
 
 
 def problem_of(optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> Problem | None:
-    """Return why the gradients before a step of an optimizer cannot be averaged; None if they can.
+    """Return the reason why gradients cannot be averaged before a step of an optimizer; None if they can.
 
-    A fused optimizer is called by a GradScaler also if gradients overflowed, and with gradients that are still scaled
-    unless they were unscaled before.
+    A GradScaler calls the step of a fused optimizer even if gradients overflowed. The gradients are then still scaled,
+    unless the program called ``unscale_``.
     """
     if any(callable(x) for x in arguments):
         return Problem("warmup= averages gradients before a step, and a closure computes them within it: use warmup=0")
@@ -45,9 +48,9 @@ def problem_of(optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> Pr
 def average_gradients(
     parameters: Parameters, ranks: Ranks, spec: Spec, problem: Problem | None, stream: int = 0
 ) -> None:
-    """Replace the gradients by their means over all ranks, or remove them if another rank skips this step.
+    """Replace the gradients by their means over all ranks. If another rank skips this step, set them to None.
 
-    A missing gradient counts as zeros. It stays missing if no rank has one.
+    A gradient that is None counts as zeros. It stays None if the mean is zero everywhere.
 
     Parameters
     ----------
@@ -60,12 +63,12 @@ def average_gradients(
     problem : Problem or None
         Reason why this rank cannot take part.
     stream : int
-        Number of the random stream.
+        Number of the random stream that the codec rounds with.
 
     Raises
     ------
     ArgumentError
-        `problem`; or a gradient is sparse, or holds NaN or Inf.
+        `problem` is not None; or a gradient is sparse, or holds NaN or Inf.
     PeerError
         Another rank has raised one of these errors, or is lost. Gradients are unchanged.
     """
@@ -78,7 +81,7 @@ def average_gradients(
     try:
         ranks.mean(view(flat, segments=shapes), spec, problem, stream=stream)
     except SkippedStep:
-        if problem is None:  # otherwise keep the gradients: this rank's optimizer skips the step
+        if problem is None:  # else keep the gradients, because this rank's own optimizer skips the step
             for p in parameters.values():
                 p.grad = None
         return
@@ -90,7 +93,7 @@ def average_gradients(
 
 
 def _gather(parameters: Parameters, parts: Sequence[torch.Tensor]) -> Problem | None:
-    """Copy gradients to the parts of a flat tensor; return what is wrong with them."""
+    """Copy gradients to the parts of a flat tensor; return the first problem with a gradient, or None."""
     for (name, p), part in zip(parameters.items(), parts, strict=True):
         if p.grad is None:
             continue

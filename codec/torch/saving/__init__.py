@@ -1,1 +1,1 @@
-"""Checkpoints of torch whose tensors are frames: streams for torch.distributed.checkpoint, and packed state dicts."""
+"""Checkpoints that store tensors as frames, for torch.distributed.checkpoint (streams) and torch.save (state dicts)."""

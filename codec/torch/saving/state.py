@@ -1,4 +1,4 @@
-"""State dicts whose tensors are frames, for ``torch.save`` and ``torch.load(weights_only=True)``."""
+"""Convert state dicts to ones whose tensors are frames, for ``torch.save`` and ``torch.load(weights_only=True)``."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -13,8 +13,8 @@ from codec.spec_config import self_contained
 from codec.specs import Lossless, SpecLike
 from codec.torch._compat import is_plain
 
-_KEY = "codec.frame"  # the only key of a dict that stands for a tensor
-_HOST = torch.empty(0, dtype=torch.uint8, device="cpu")  # the kind of tensors that frames are decoded to
+_KEY = "codec.frame"  # the only key of a dict that replaces a tensor
+_HOST = torch.empty(0, dtype=torch.uint8, device="cpu")  # frames are decoded to tensors in host memory, like this one
 _SMALL = 1024  # bytes; smaller tensors are not encoded
 
 Path = tuple[object, ...]
@@ -23,28 +23,30 @@ Path = tuple[object, ...]
 def pack_state(state: Any, spec: SpecLike = "lossless") -> Any:
     """Replace the tensors of a state dict by frames, for ``torch.save``.
 
-    ``torch.load`` reads the file also with ``weights_only=True``, and :func:`unpack_state` restores the tensors.
-    Tensors that share all their memory, such as tied weights, share it afterwards; those that share a part do not.
+    ``torch.load`` reads the file even with ``weights_only=True``, and :func:`unpack_state` restores the tensors.
+    Restored tensors share memory if the originals shared all of it, as tied weights do. Tensors that overlap only
+    partly become separate.
 
     Parameters
     ----------
     state : dict, list, tuple or tensor
         State dict of a model, of an optimizer, or any nesting of dicts, lists and tuples. It is not changed.
     spec : Spec or name of a preset
-        Spec of tensors of floats; :class:`codec.Lossless` by default. Other tensors are encoded losslessly.
+        Spec of floating-point tensors; :class:`codec.Lossless` by default. Tensors of integers and bools are encoded
+        losslessly.
 
     Returns
     -------
     dict, list, tuple or tensor
-        Copy of the structure, with types and keys of `state`. A tensor of 1,024 bytes or more is ``{"codec.frame":
-        tensor of uint8}``, in host memory. Unchanged are smaller tensors, parameters, sparse tensors, tensors of other
-        classes such as DTensor, and those of dtypes that cannot be encoded.
+        Copy of the structure, with the types and keys of `state`. ``{"codec.frame": tensor of uint8}``, in host memory,
+        replaces a tensor of 1,024 bytes or more. Smaller tensors, parameters, sparse tensors, tensors of subclasses
+        such as DTensor, and tensors of dtypes that cannot be encoded stay unchanged.
 
     Raises
     ------
     ArgumentError
-        A tensor holds NaN or Inf, which lossy codecs refuse; the message names it. Or `state` has a key
-        ``"codec.frame"``.
+        A tensor holds NaN or Inf, and the codec is lossy; the message names the tensor. Or a dict in `state` already
+        has the key ``"codec.frame"``.
     SpecError
         `spec` needs an optimizer or a base.
 
@@ -88,20 +90,20 @@ def unpack_state(state: Any, *, max_nbytes: int | None = None) -> Any:
     Parameters
     ----------
     state : dict, list, tuple or tensor
-        What ``torch.load`` returned. It is not changed.
+        Return value of ``torch.load``. It is not changed.
     max_nbytes : int, optional
-        Upper bound of the size of each tensor, as in :func:`codec.decode`. Set it for files that you do not trust, and
-        where a tensor of more than 1 GiB is nearly constant.
+        Upper bound of the bytes of each tensor, as in :func:`codec.decode`. Set it for files that you do not trust, or
+        if a tensor of more than 1 GiB is nearly constant.
 
     Returns
     -------
     dict, list, tuple or tensor
-        Copy of the structure with tensors in the place of frames.
+        Copy of the structure, in which tensors replace the frames.
 
     Raises
     ------
     FrameError
-        A frame is damaged, or declares a tensor that is too large; the message names it.
+        A frame is damaged, or declares a tensor that is too large; the message names the tensor.
 
     Examples
     --------
@@ -136,14 +138,14 @@ def _shown(path: Path) -> str:
 def _mapped(
     x: Any, path: Path, tensor: Callable[[Path, torch.Tensor], Any], mapping: Callable[[Path, Mapping[Any, Any]], Any]
 ) -> Any:
-    """Return a copy of a structure: each tensor replaced by `tensor`, each mapping by `mapping` unless that is None."""
+    """Copy a structure; `tensor(path, x)` replaces a tensor, `mapping(path, x)` a dict if its result is not None."""
     if isinstance(x, torch.Tensor):
         return tensor(path, x)
     if isinstance(x, dict):
         given = cast(dict[Any, Any], x)
         if (found := mapping(path, given)) is not None:
             return found
-        result = copy.copy(given)  # keep the attributes of an OrderedDict, such as the versions of modules
+        result = copy.copy(given)  # also copies attributes of an OrderedDict, such as `_metadata` with module versions
         for key, value in given.items():
             result[key] = _mapped(value, (*path, key), tensor, mapping)
         return result

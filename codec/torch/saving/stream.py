@@ -1,8 +1,8 @@
-"""Frames in the files of ``torch.distributed.checkpoint``: an extension that encodes streams of bytes.
+"""Extension of ``torch.distributed.checkpoint`` that stores the bytes of a checkpoint's items as lossless frames.
 
-A stream is a sequence of frames. Each holds up to 4 MiB of the bytes as a vector, and the last one, with no values,
-ends the stream. Streams do not name the dtype of their tensor, so it is guessed by the size of a sample. Only sizes
-depend on the guess: a frame tells how its bytes were read, and is lossless.
+A stream is a sequence of frames. Each frame holds up to 4 MiB of the bytes as a vector; a frame without values ends the
+stream. The extension sees bytes without their dtype, so it encodes a sample as each dtype and chooses the dtype with
+the smallest frame. Only the size depends on this choice: frames are lossless, and name the dtype that was used.
 """
 
 import io
@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 import codec
 from codec import ArgumentError, CodecError, FrameError, LimitError
 
-_CHUNK = 4 << 20  # maximum bytes in a frame
-_SAMPLE = 1 << 16  # bytes from which the dtype is guessed
-# Dtypes to try, and unsigned integers of the same size.
+_CHUNK = 4 << 20  # maximum uncompressed bytes in a frame
+_SAMPLE = 1 << 16  # bytes of the sample by which the dtype is chosen
+# Dtypes to try, and NumPy's unsigned integer of the same size.
 _UNITS = {"float32": "u4", "bfloat16": "u2", "float16": "u2", "float64": "u8", "uint8": "u1"}
-_LARGEST_FRAME = codec.bound(_CHUNK, "uint8") + 4096  # bytes
+_LARGEST_FRAME = codec.bound(_CHUNK, "uint8") + 4096  # bytes; larger frames are rejected
 _VERSION = "1"
 
 
@@ -28,7 +28,7 @@ def _frame(piece: memoryview, dtype: str) -> bytes:
 
 
 def _encode(piece: memoryview) -> bytes:
-    """Return the frame of some bytes, read as the dtype in which a sample of them is the smallest."""
+    """Encode some bytes as values of the dtype with which a sample of them becomes smallest."""
     if len(piece) % 8:
         return _frame(piece, "uint8")
     begin = max(0, len(piece) - _SAMPLE) // 2 & ~7
@@ -40,7 +40,7 @@ _END = codec.encode(np.empty(0, np.uint8))  # last frame of a stream
 
 
 class _Writer(io.RawIOBase):
-    """Stream that encodes what is written to it. ``close`` writes the last frames, and leaves the output open."""
+    """Stream that encodes the bytes written to it. ``close`` writes the last frames, and leaves `output` open."""
 
     def __init__(self, output: IO[bytes]) -> None:
         self._output = output
@@ -76,7 +76,7 @@ class _Writer(io.RawIOBase):
 
 
 class _Reader(io.RawIOBase):
-    """Stream of the bytes in a sequence of frames."""
+    """Stream that decodes a sequence of frames, and returns their bytes."""
 
     def __init__(self, source: IO[bytes]) -> None:
         self._source = source
@@ -103,17 +103,17 @@ class _Reader(io.RawIOBase):
         return b"".join(pieces)
 
     def _read(self, n: int) -> bytes:
-        """Read `n` bytes, or fewer at the end of the source."""
+        """Read `n` bytes from the source, or fewer at its end."""
         found = b""
         while len(found) < n and (more := self._source.read(n - len(found))):
             found += more
         return found
 
     def _next(self) -> memoryview:
-        """Return the bytes in the next frame; none after the last frame."""
+        """Return the decoded bytes of the next frame; b"" after the last frame."""
         if self._ended:
             return memoryview(b"")
-        frame = self._read(len(_END))  # the header of a vector's frame
+        frame = self._read(len(_END))  # header of a frame that holds a vector
         info = codec.inspect(frame)
         if info.tensor_nbytes > _CHUNK or info.nbytes > _LARGEST_FRAME or len(info.shape) != 1:
             raise LimitError(f"a frame of a checkpoint holds at most {_CHUNK} bytes as a vector; it has {info.shape}")
@@ -132,8 +132,9 @@ class _Reader(io.RawIOBase):
 class FrameStream(StreamTransformExtension):
     """Extension of ``torch.distributed.checkpoint`` that writes each item of a checkpoint as lossless frames.
 
-    :func:`checkpoint_writer` and :func:`checkpoint_reader` use it. Pass it to other storage writers that take
-    extensions, and register it with the registry of their readers. The extension interface of PyTorch is experimental.
+    :func:`checkpoint_writer` and :func:`checkpoint_reader` use this class. To use it with another storage writer, pass
+    an object of it as an extension, and register the class with the extension registry of the reader. PyTorch's
+    interface for extensions is experimental.
 
     Examples
     --------
@@ -144,26 +145,26 @@ class FrameStream(StreamTransformExtension):
 
     @staticmethod
     def registry_name() -> str:
-        """Return the name by which checkpoints refer to the extension."""
+        """Return the name of the extension in the metadata of checkpoints."""
         return "tensor-codec"
 
     @staticmethod
     def from_descriptor(version: str) -> "FrameStream":
-        """Return the extension for a version of the stream; raise ArgumentError if this library does not know it."""
+        """Return the extension for a stream version; raise ArgumentError if this library does not support it."""
         if version != _VERSION:
             raise ArgumentError(f"the checkpoint has streams of version {version!r}, this library reads {_VERSION!r}")
         return FrameStream()
 
     def get_descriptor(self) -> str:
-        """Return the name and version that a checkpoint's metadata keeps."""
+        """Return the name and version that are stored in a checkpoint's metadata."""
         return f"{self.registry_name()}/{_VERSION}"
 
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:
-        """Return a stream whose bytes are written to `output` as frames, the last ones when it is closed."""
+        """Return a stream that writes its bytes to `output` as frames. Closing it writes the last frames."""
         return cast(IO[bytes], _Writer(output))
 
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:
-        """Return a stream of the bytes in the frames of `input`. Reading raises FrameError for damaged frames."""
+        """Return a stream of the decoded bytes of `input`. Reading it raises FrameError if a frame is damaged."""
         return cast(IO[bytes], _Reader(input))
 
 
@@ -173,9 +174,9 @@ def checkpoint_writer(path: Any, **how: Any) -> FileSystemWriter:
     Parameters
     ----------
     path : str or path
-        Folder of the checkpoint.
+        Directory of the checkpoint.
     **how
-        Arguments of ``torch.distributed.checkpoint.FileSystemWriter``.
+        Further arguments of ``torch.distributed.checkpoint.FileSystemWriter``.
 
     Examples
     --------
@@ -191,14 +192,15 @@ def checkpoint_writer(path: Any, **how: Any) -> FileSystemWriter:
 
 
 def checkpoint_reader(path: Any) -> FileSystemReader:
-    """Return a ``FileSystemReader`` for ``torch.distributed.checkpoint.load``, for frames and other checkpoints.
+    """Return a ``FileSystemReader`` for ``torch.distributed.checkpoint.load``.
 
-    Reading raises :class:`codec.FrameError`, within the error of ``load``, for frames that are damaged or incomplete.
+    It reads checkpoints of :func:`checkpoint_writer`, and those without frames. If a frame is damaged or
+    incomplete, the error that ``load`` raises contains a :class:`codec.FrameError`.
 
     Parameters
     ----------
     path : str or path
-        Folder of the checkpoint.
+        Directory of the checkpoint.
     """
     registry = ExtensionRegistry()
     registry.register(FrameStream)
