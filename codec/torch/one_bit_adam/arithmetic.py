@@ -1,4 +1,4 @@
-"""Local arithmetic of 1-bit Adam and 0/1 Adam: momenta before the all-reduce, and updates of parameters and state."""
+"""Arithmetic of 1-bit Adam and 0/1 Adam on one rank: momenta to send, and updates of parameters and state."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,14 +11,14 @@ from codec.torch._compat import local
 
 _torch: Any = torch  # torch's types lack the functions for lists of tensors that torch.optim uses
 Group = Mapping[str, Any]  # parameter group
-State = dict[str, Any]  # state of a parameter
+State = dict[str, Any]  # optimizer state of a parameter
 
 
 def start(p: torch.Tensor, state: State) -> None:
-    """Add the entries of torch.optim.Adam to the state of a parameter that has none."""
+    """Initialize the state of a parameter with the entries of torch.optim.Adam, if it has none."""
     if "exp_avg" not in state:
         state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-        state["variance_step"] = 0  # updates of exp_avg_sq
+        state["variance_step"] = 0  # number of updates of exp_avg_sq
         state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
@@ -29,7 +29,7 @@ def adam_step(
     states: Sequence[State],
     gradients: Sequence[torch.Tensor],
 ) -> None:
-    """Take a step of torch.optim.Adam with some parameters of a group."""
+    """Take a step of torch.optim.Adam for some parameters of a group."""
     adam(
         [local(p) for p in parameters],
         list(gradients),
@@ -52,7 +52,7 @@ def adam_step(
 
 
 def moments(states: Sequence[State], name: str) -> list[torch.Tensor]:
-    """Return a moment of parameters, or of their shards."""
+    """Return the moment `name` of each parameter, or of its shard."""
     return [local(s[name]) for s in states]
 
 
@@ -62,29 +62,29 @@ def corrects_bias(group: Group) -> bool:
 
 
 class Denominators:
-    """Denominators sqrt(v) + eps of parameters whose second moments v, bias-corrected, stay as they are.
+    """Cache of the denominators sqrt(v) + eps, where v are bias-corrected second moments that do not change.
 
-    They are computed once, and take 4 bytes for each float32 value.
+    A denominator is computed once, and takes 4 bytes per float32 value of the parameter.
     """
 
     def __init__(self) -> None:
         self._known: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def clear(self) -> None:
-        """Forget all denominators, after second moments have changed."""
+        """Drop all denominators, after second moments have changed."""
         self._known.clear()
 
     def forget(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Forget the denominators of parameters whose second moments have changed."""
+        """Drop the denominators of parameters whose second moments have changed."""
         for p in parameters:
             self._known.pop(p, None)
 
     def of(self, p: torch.Tensor, state: State, group: Group) -> torch.Tensor:
-        """Return the denominator of a parameter; Inf where v is 0, so that these values never move."""
+        """Return the denominator of a parameter; Inf where v is 0, so that these values never change."""
         return self._of(p, state, group)[0]
 
     def dead(self, p: torch.Tensor, state: State, group: Group) -> torch.Tensor | None:
-        """Return a mask of the values whose v is 0; None if there are none."""
+        """Return a mask of the values whose second moment is 0; None if there are none."""
         return self._of(p, state, group)[1]
 
     def _of(self, p: torch.Tensor, state: State, group: Group) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -105,15 +105,15 @@ def local_momentum(
     Parameters
     ----------
     p : torch.Tensor
-        Parameter, which weight decay that is not decoupled adds to the gradient.
+        The parameter, for weight decay that is added to the gradient.
     gradient : torch.Tensor
-        Gradient of this rank.
+        Gradient of this rank, which becomes its momentum.
     state, group : dict
-        State and group of the parameter.
+        Optimizer state and group of the parameter.
     dead : torch.Tensor or None
-        Mask of values that never move: their momentum is 0.
+        Mask of values that never change, whose momentum is set to 0.
     scale : float
-        Factor of a GradScaler in the gradient, and then in the momentum.
+        Factor of a GradScaler in the gradient. The momentum is multiplied by it, too.
     """
     m = local(state["exp_avg"]) if scale == 1 else local(state["exp_avg"]) * scale
     if group["weight_decay"] and not group["decoupled_weight_decay"]:
@@ -124,7 +124,7 @@ def local_momentum(
 
 
 def adopt(states: Sequence[State], momenta: Sequence[torch.Tensor], dead: Sequence[torch.Tensor | None]) -> None:
-    """Set the momenta of parameters, except where masks mark values that never change."""
+    """Set the momenta of parameters to `momenta`, and to 0 where the masks `dead` mark values that never change."""
     own = moments(states, "exp_avg")
     _torch._foreach_copy_(own, list(momenta))
     for m, mask in zip(own, dead, strict=True):
@@ -133,7 +133,7 @@ def adopt(states: Sequence[State], momenta: Sequence[torch.Tensor], dead: Sequen
 
 
 def count(states: Sequence[State]) -> None:
-    """Count a step of parameters."""
+    """Increment the step count in each state."""
     _torch._foreach_add_([s["step"] for s in states], 1)
 
 
@@ -155,12 +155,12 @@ def refresh(
 
 
 def step_size(group: Group, step: float) -> float:
-    """Return the factor of m / (sqrt(v^) + eps) in a step: the learning rate over Adam's bias correction of m."""
+    """Return the factor of m / (sqrt(v^) + eps) in a step: the learning rate divided by the bias correction of m."""
     return float(group["lr"]) / (1 - group["betas"][0] ** step if corrects_bias(group) else 1)
 
 
 def decay(group: Group, tensors: Sequence[torch.Tensor]) -> None:
-    """Decay weights if weight decay is decoupled, as in AdamW."""
+    """Multiply `tensors` by 1 - lr * weight_decay if weight decay is decoupled, as in AdamW."""
     if group["weight_decay"] and group["decoupled_weight_decay"]:
         _torch._foreach_mul_([local(x) for x in tensors], 1 - float(group["lr"]) * group["weight_decay"])
 
@@ -176,7 +176,7 @@ def update(
 
 
 def norm(gradients: Iterable[torch.Tensor]) -> float:
-    """Return the Euclidean norm of gradients; 0 without any."""
+    """Return the Euclidean norm over all gradients; 0 if there are none."""
     return math.hypot(*(float(_torch.linalg.vector_norm(g, dtype=torch.float32)) for g in gradients))
 
 
@@ -196,5 +196,5 @@ def clip_factor(norm: float, max_norm: float, scale: float = 1.0) -> float:
 
 
 def is_finite(x: torch.Tensor) -> bool:
-    """Return True if a tensor holds neither NaN nor Inf. Finite values are read once."""
+    """Return True if a tensor holds neither NaN nor Inf. If its sum is finite, the tensor is read only once."""
     return bool(x.sum().isfinite()) or bool(x.isfinite().all())

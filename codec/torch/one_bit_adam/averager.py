@@ -1,4 +1,4 @@
-"""Means of an optimizer's gradients and momenta over ranks, with or without a link to other ranks."""
+"""Average the gradients and momenta of OneBitAdam over ranks, or return this rank's own if there are no others."""
 
 from typing import Any, cast
 
@@ -21,32 +21,32 @@ from codec.torch.one_bit_adam.steps import Steps, Tensors
 
 
 class Averager:
-    """Averages the gradients and momenta of an optimizer.
+    """Averages the gradients and momenta of an optimizer over ranks.
 
     Parameters
     ----------
     optimizer : torch.optim.Adam
         The optimizer.
     phase : Phase
-        Kind of tensors that the next step sends.
+        Phase of the run, which determines the kind of tensors that the next step sends.
     steps : Steps
-        Computes the momenta that are sent.
+        Arithmetic that computes the momenta to send.
     warmup, spec : Spec
         Codecs of gradients and of momenta.
     """
 
     def __init__(self, optimizer: torch.optim.Adam, phase: Phase, steps: Steps, warmup: Spec, spec: Spec) -> None:
         self.link: Link | None = None
-        self.waiting = HookStates()  # states of hooks, loaded before the link is made
+        self.waiting = HookStates()  # loaded states of hooks, until there is a link
         self.settings = Settings(warmup, spec, self._transform, parameters.as_adam(optimizer))  # defaults of `register`
         self._optimizer, self._phase, self._steps = optimizer, phase, steps
-        self._nonfinite = False  # a shard of this replica holds NaN or Inf
+        self._nonfinite = False  # True if a gradient in any shard of this replica holds NaN or Inf
         self._finishing = False  # True while the hook of momenta sends the updates of local steps
 
     # Connection
 
     def connect(self, model: Model, group: Any, settings: Settings) -> None:
-        """Make the link to the other ranks; residuals of an earlier link are kept."""
+        """Create the link to the other ranks; residuals of an earlier link are moved to it."""
         group = model.group(group)
         link = Link(settings, model, group, lambda: self._phase.kind, self._steps.moves)
         waiting = self.waiting
@@ -58,7 +58,7 @@ class Averager:
         self.link, self.waiting = link, HookStates()
 
     def _connected(self) -> Link | None:
-        """Return the link to the ranks of all parameters; without DDP it is made now if there is none."""
+        """Return the link to the other ranks. Create it if no model was registered; extend it to new parameters."""
         named = parameters.named(self._optimizer)
         if self.link is None and dist.is_available() and dist.is_initialized():
             self.connect(model_of(named), None, self.settings)
@@ -72,7 +72,7 @@ class Averager:
         Raises
         ------
         ArgumentError
-            They are not those of the registered module.
+            The registered module does not have them.
         StateError
             Second moments are frozen.
         """
@@ -87,12 +87,14 @@ class Averager:
     # Messages
 
     def _transform(self, buffer: torch.Tensor, gradients: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> str:
-        """Check the gradients of a bucket, and replace them by momenta after the freeze; runs before the all-reduce.
+        """Check the gradients of a bucket, and in steps that send momenta, replace them by momenta.
+
+        The hooks call this as their ``transform=``, before they encode the bucket.
 
         Returns
         -------
         str
-            What the bucket holds and the number of the step, which must be the same on all ranks.
+            Kind of the tensors in the bucket, and number of the step. Both must be the same on all ranks.
         """
         step = f"step {self._phase.steps + 1}"
         if self._finishing:
@@ -109,14 +111,14 @@ class Averager:
         return f"momenta, {step}"
 
     def _replace(self, gradients: list[tuple[torch.nn.Parameter, torch.Tensor]], scale: float) -> None:
-        """Replace gradients, which have the factor `scale`, by the momenta that this rank sends."""
+        """Replace gradients, which a GradScaler has scaled by `scale`, by the momenta that this rank sends."""
         groups = parameters.groups(self._optimizer)
         for p, gradient in gradients:
             if p in groups:  # skips parameters that were frozen when the model was registered
                 self._steps.message(p, gradient, groups[p], scale)
 
     def _local(self, kind: Kind, gradients: Tensors) -> Tensors:
-        """Return the gradients, or their momenta, of parameters that are not averaged with other ranks.
+        """Return the gradients, or the momenta computed from them, of parameters that ranks do not average.
 
         Raises
         ------
@@ -136,10 +138,10 @@ class Averager:
     # Means
 
     def received(self, kind: Kind) -> Tensors:
-        """Return the mean gradient or momentum of each parameter that takes part in a step.
+        """Return the mean gradient or momentum of each parameter that a step updates.
 
-        What is averaged is decided by what was received, never by this rank's own gradients, so that all ranks decide
-        alike. In local steps these are the gradients of this rank.
+        Which parameters are updated depends on the means that were received, never on this rank's own gradients, so
+        that all ranks update the same. In local steps, return the gradients of this rank.
         """
         link = self._connected()
         gradients = {p: g for p, g in parameters.gradients(self._optimizer).items() if self._steps.moves(p)}
@@ -154,22 +156,22 @@ class Averager:
             with link.before_buckets(kind):
                 self._nonfinite = link.model.shards is not None and not self.is_finite(gradients)
             found = link.reduce(kind, gradients)
-            if kind == "gradients":  # a parameter that no rank has ever used stays as it is, as in torch.optim.Adam
+            if kind == "gradients":  # skip parameters that no rank has ever used, as torch.optim.Adam does
                 new = [p for p in link.model.names if p in found and not self._optimizer.state.get(p)]
                 used = link.shards.any([bool(found[p].any()) for p in new])
                 for p in (p for p, is_used in zip(new, used, strict=True) if not is_used):
                     del found[p]
-        if kind == "momenta":  # a parameter without second moments does not move
+        if kind == "momenta":  # skip parameters without second moments
             found = {p: x for p, x in found.items() if self._optimizer.state.get(p)}
         return {p: x for p, x in found.items() if self._steps.moves(p)}
 
     def _after_backward(self, link: Link, backward: Backward, kind: Kind, gradients: Tensors) -> Tensors:
-        """Return means of a backward pass, and gradients or momenta of parameters that are not in the model.
+        """Return the means that a backward pass has computed, and the tensors of parameters outside of the model.
 
         Raises
         ------
         StateError
-            The gradients of the model were not averaged, or were changed since.
+            The gradients of the model were not averaged, or were changed after the backward pass.
         """
         mine = {p: g for p, g in gradients.items() if p in link.model.names}
         if (mine or kind != "gradients") and not self._is_blank(gradients):
@@ -185,17 +187,20 @@ class Averager:
         return mine | self._local(kind, others)
 
     def _is_blank(self, gradients: Tensors) -> bool:
-        """Return True if torch.distributed.checkpoint has made gradients of zeros, to have the state allocated."""
+        """Return True if all gradients and learning rates are 0 before the first step.
+
+        torch.distributed.checkpoint takes such a step to make an optimizer allocate its state.
+        """
         optimizer = self._optimizer
         unused = not optimizer.state and all(not group["lr"] for group in optimizer.param_groups)
         return unused and not self.shards.any([any(bool(g.any()) for g in gradients.values())])[0]
 
     def starts(self, received: Tensors) -> bool:
-        """Return True if a step only allocates the state: the first one, of learning rates and means of 0."""
+        """Return True if a step only allocates the state: it is the first one, with learning rates and means of 0."""
         return not self._phase.steps and self._is_blank(received)
 
     def finish(self) -> Tensors:
-        """Return the means over ranks of the updates that local steps have not sent."""
+        """Return the means over ranks of the momenta of local steps since the last synchronization."""
         found: Tensors = {}
         if (link := self._connected()) is not None:
             self._finishing = True
@@ -209,7 +214,7 @@ class Averager:
 
     @property
     def shards(self) -> Shards:
-        """The ranks that hold the shards of a replica; this one alone if parameters are whole."""
+        """Ranks that hold the shards of this replica; this rank alone if parameters are not sharded."""
         return WHOLE if self.link is None else self.link.shards
 
     def second_moments(self) -> float:
@@ -221,21 +226,24 @@ class Averager:
         return not self.shards.any([not all(map(arithmetic.is_finite, gradients.values()))])[0]
 
     def agree(self, decision: bool) -> bool:
-        """Return True on all ranks if any of them decides so: sums may differ in the last bit between machines."""
+        """Return True on all ranks if `decision` is True on any rank.
+
+        Decisions may differ, because the rounding of sums can differ between machines.
+        """
         return decision if self.link is None else self.link.agree(decision)
 
     def share_buckets(self, kind: Kind) -> None:
-        """Let gradients and momenta travel in the buckets of the last step after a checkpoint."""
+        """Store the buckets of the last step, of kind `kind`, in the states of both hooks, for checkpoints."""
         if self.link is not None:
             self.link.share_buckets(kind)
 
     def forget_gradients(self) -> None:
-        """Forget the gradients of the last backward pass, after a step or after they were set to zero."""
+        """Drop the record of the last backward pass, after a step or after gradients were reset."""
         if self.link is not None and self.link.backward is not None:
             self.link.backward.guard.clear()
 
     def stats(self) -> Stats:
-        """Return the statistics of the link."""
+        """Return the statistics of both hooks; empty ones if there is no link."""
         return Stats() if self.link is None else self.link.stats()
 
     # State
@@ -245,11 +253,11 @@ class Averager:
         return checkpoint.hook_states(self.link, gather, self.waiting)
 
     def new_hooks(self, saved: HookStates) -> dict[Kind, Hook] | None:
-        """Return hooks with saved states for :meth:`load`; None if there is no link."""
+        """Create hooks with saved states, for :meth:`load`; return None if there is no link."""
         return None if self.link is None else checkpoint.new_hooks(self.link, saved)
 
     def load(self, saved: HookStates, hooks: dict[Kind, Hook] | None) -> None:
-        """Go on from saved states, with the hooks that :meth:`new_hooks` made of them."""
+        """Replace the hooks by those that :meth:`new_hooks` created from `saved`; without a link, store `saved`."""
         if self.link is None or hooks is None:
             self.waiting = saved
             return

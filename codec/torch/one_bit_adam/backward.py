@@ -1,4 +1,4 @@
-"""Backward passes of a DistributedDataParallel: its communication hook, what a pass has averaged, and later changes."""
+"""Communication hook of a DistributedDataParallel, and a check that gradients stay unchanged after a backward pass."""
 
 # no `from __future__ import annotations`: torch checks the annotations of a hook
 
@@ -15,7 +15,7 @@ from codec.torch.ddp.buckets import gradients_in
 from codec.torch.ddp.hook import Hook
 from codec.torch.one_bit_adam.schedule import Kind
 
-_SAMPLED = 64  # values of each gradient that are compared
+_SAMPLED = 64  # about this many values of each gradient are compared
 
 _Bucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]
 _Future = torch.futures.Future[torch.Tensor]
@@ -23,31 +23,32 @@ _Reduced = tuple[list[torch.nn.Parameter], _Future]  # parameters and mean of a 
 
 
 class Guard:
-    """Gradients of a model after a backward pass that has averaged them.
+    """Detects changes of a model's gradients after the backward pass that averaged them.
 
-    After the freeze, DistributedDataParallel's gradients hold averaged momenta. Whatever changes gradients between
-    backward() and step(), such as clip_grad_norm_, would change the momentum instead. It is refused in all steps, so
-    that a training fails in its first step and not at the freeze. Versions count the writes of torch's operations, but
-    not those of a GradScaler, so some values are compared, too.
+    After the freeze, DistributedDataParallel's gradients hold averaged momenta. Code that changes gradients between
+    backward() and step(), such as clip_grad_norm_, would change the momenta. Such changes raise an error in all steps,
+    so that a run fails in its first step and not at the freeze. Version counters of tensors detect the writes of
+    torch's operations, but not those of a GradScaler, so some values are also compared.
     """
 
     def __init__(self) -> None:
+        # For each parameter: itself, its gradient, the gradient's version, and a sample of its values.
         self._gradients: list[tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]] = []
-        self.recorded = False  # a backward pass has averaged gradients since the last step
+        self.recorded = False  # True if a backward pass has averaged gradients since the last step
 
     def record(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Record the gradients of a backward pass that has succeeded."""
+        """Record the gradients after a successful backward pass."""
         given = [(p, p.grad) for p in parameters if p.grad is not None]
         self._gradients = [(p, g, g._version, _sample(g).clone()) for p, g in given]
         self.recorded = True
 
     def clear(self) -> None:
-        """Forget the gradients, after a step or after they were set to zero."""
+        """Drop the record, after a step or after gradients were reset."""
         self._gradients.clear()
         self.recorded = False
 
     def check_first(self) -> None:
-        """Raise StateError if a backward pass would add gradients to momenta that no step has used."""
+        """Raise StateError if a backward pass would add gradients to averaged momenta that no step has used yet."""
         if any(p.grad is gradient for p, gradient, _, _ in self._gradients):
             raise StateError(
                 "a second backward pass before step() would add gradients to averaged momenta: call "
@@ -55,17 +56,17 @@ class Guard:
             )
 
     def check_unchanged(self, scaled: bool) -> None:
-        """Check that gradients are as the backward pass left them.
+        """Check that gradients are unchanged since the backward pass.
 
         Parameters
         ----------
         scaled : bool
-            True if a known GradScaler has unscaled the gradients.
+            True if the registered GradScaler has unscaled the gradients, so that values are not compared.
 
         Raises
         ------
         StateError
-            There was no backward pass, or gradients were changed since.
+            There was no backward pass, or gradients were changed after it.
         """
         if not self.recorded:
             raise StateError(
@@ -83,26 +84,26 @@ class Guard:
 
 
 def _sample(gradient: torch.Tensor) -> torch.Tensor:
-    """Return some values of a gradient, as a view if its memory allows."""
+    """Return evenly spaced values of a gradient, as a view if possible."""
     return gradient.detach().reshape(-1)[:: max(1, gradient.numel() // _SAMPLED)]
 
 
 class Backward:
-    """Communication hook that sends the buckets of a model's backward passes through one of two hooks.
+    """Communication hook that sends the buckets of a backward pass through the hook for gradients or for momenta.
 
     Parameters
     ----------
     ddp : DistributedDataParallel
-        The model. A copy of it that pickle or deepcopy makes has no connection to an optimizer.
+        The model. Copies of the model by pickle or deepcopy have no connection to an optimizer.
     hook_of : callable
-        Returns the hook of a kind of step; None for local steps.
+        Returns the hook that sends tensors of a given kind; None for local steps.
     kind_of_step : callable
-        Returns what the next step sends.
+        Returns the kind of tensors that the next step sends.
     moves : callable
-        Returns True if a parameter takes part in steps.
+        Returns True if steps update a given parameter.
     clip_factor : callable or None
-        Returns the factor by which all gradients of this rank, given as a list of buffers, are clipped; None: they are
-        not. If they are, buckets travel after the last one is complete.
+        Returns the factor that clips this rank's gradients, given a list of all buckets' buffers. Buckets are then
+        sent only after the last one is complete. None: gradients are not clipped.
     """
 
     def __init__(
@@ -114,16 +115,16 @@ class Backward:
         clip_factor: Callable[[list[torch.Tensor]], float] | None,
     ) -> None:
         self.guard = Guard()
-        self.reduced: set[torch.nn.Parameter] = set()  # parameters whose gradients the last pass has averaged
+        self.reduced: set[torch.nn.Parameter] = set()  # parameters whose gradients the last backward pass has averaged
         self._ddp, self._hook_of, self._kind_of_step = ddp, hook_of, kind_of_step
         self._moves, self._clip_factor = moves, clip_factor
-        self._before = 0  # steps of the hook before this pass
-        self._held: list[tuple[_Bucket, _Future]] = []  # buckets that wait for the norm of all gradients
-        self._buckets: list[_Reduced] = []  # buckets that this pass has reduced
-        self.__name__ = self.__qualname__ = "codec.torch.OneBitAdam"  # torch asks a hook for both
+        self._before = 0  # step count of the hook at the start of this backward pass
+        self._held: list[tuple[_Bucket, _Future]] = []  # buckets that wait until the norm of all gradients is known
+        self._buckets: list[_Reduced] = []  # buckets that this backward pass reduces
+        self.__name__ = self.__qualname__ = "codec.torch.OneBitAdam"  # torch reads both attributes of a hook
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return nothing but the name: the optimizer is not part of a model."""
+        """Return only the name, because a copy of the model has no optimizer."""
         return {"__name__": self.__name__, "__qualname__": self.__qualname__}
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
@@ -140,14 +141,14 @@ class Backward:
         return future
 
     def _begin(self, kind: Kind) -> None:
-        """Begin a pass.
+        """Begin a backward pass.
 
         Raises
         ------
         ArgumentError
-            The pass runs within join(), on all ranks: joined ranks take no steps, so their momenta would be old.
+            The pass runs within join(). Ranks that have joined take no steps, so their momenta would be outdated.
         StateError
-            Momenta of the pass before would be mixed with gradients.
+            The pass would add gradients to the momenta of the previous pass.
         """
         if joins(self._ddp):
             raise ArgumentError(
@@ -162,7 +163,7 @@ class Backward:
         self._before = 0 if hook is None else hook.reducer.state.count
 
     def _send(self, kind: Kind, bucket: _Bucket) -> _Future:
-        """Begin to reduce a bucket."""
+        """Begin to reduce a bucket; in a local step, return it unchanged."""
         hook = self._hook_of(kind)
         if hook is not None:
             return hook.reduce(bucket)
@@ -171,11 +172,11 @@ class Backward:
         return future
 
     def _hold(self, kind: Kind, bucket: _Bucket) -> _Future:
-        """Hold a bucket back until the last one is complete; then clip all, and begin to reduce them."""
+        """Delay a bucket until the last one is complete; then clip all buckets, and begin to reduce them."""
         future: _Future = torch.futures.Future()
         hook = self._hook_of(kind)
         if bucket.index() == 0 and hook is not None and backward_pass() is not None:
-            # If this pass fails here, cancel, so that other ranks fail without a timeout.
+            # If the backward pass fails on this rank, cancel the step, so that other ranks fail before their timeout.
             call_after_backward(BackwardEnd(None, hook.reducer.cancel))
         self._held.append((bucket, future))
         if bucket.is_last():
@@ -190,7 +191,7 @@ class Backward:
         return future
 
     def _end(self, kind: Kind) -> None:
-        """Record what a backward pass has averaged, unless its step has failed; torch has stored the gradients."""
+        """Record the averaged gradients, which torch has stored by now, unless the step has failed."""
         buckets, self._buckets = self._buckets, []
         hook = self._hook_of(kind)
         if hook is not None and hook.reducer.state.count == self._before:
@@ -202,7 +203,7 @@ class Backward:
         self.guard.record(self.reduced)
 
     def _store(self, buckets: list[_Reduced]) -> None:
-        """Store averaged momenta as gradients, also those of parameters that no rank has used, which torch leaves."""
+        """Store averaged momenta as gradients. Torch does not do so for parameters that no rank has used."""
         for parameters, future in buckets:
             for p, momentum in zip(parameters, gradients_in(future.wait(), parameters), strict=True):
                 if self._moves(p) and p.grad is None:

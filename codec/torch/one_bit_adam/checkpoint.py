@@ -1,7 +1,7 @@
-"""State dicts of OneBitAdam: the layout of torch.optim.Adam, and an entry ``one_bit`` of the first parameter group.
+"""State dicts of OneBitAdam: the layout of torch.optim.Adam, and an entry ``one_bit`` in the first parameter group.
 
-Functions of torch.distributed.checkpoint carry parameter groups, but no other entries of a state dict. The entry holds
-integers, strings and bytes, so that a state that was just made can be the template of one that is loaded.
+The entry is in a parameter group because torch.distributed.checkpoint does not save other top-level entries. It holds
+only integers, strings and bytes, so that the state of a new optimizer can be the template into which a state is loaded.
 """
 
 import re
@@ -24,20 +24,23 @@ from codec.torch.one_bit_adam.schedule import Kind
 KEY = "one_bit"
 VERSION = 1
 _RANK = re.compile("rank ([0-9]{1,9}) of ([0-9]{1,9})(?:, shard ([0-9]{1,9}) of ([0-9]{1,9}))?")
-Place = tuple[int, int]  # number of a rank's shard, and number of shards
-_NUMBERS = ("lr", "eps", "weight_decay")  # entries of a group
-_LARGEST = 2.0**53  # limit of these numbers
+Place = tuple[int, int]  # index of a rank's shard, and number of shards
+_NUMBERS = ("lr", "eps", "weight_decay")  # entries of a parameter group that are numbers
+_LARGEST = 2.0**53  # upper bound of these numbers
 
 
 @dataclass(frozen=True)
 class HookStates:
-    """Packed states of hooks, by rank and place of its shard, for some of `size` ranks. Without hooks `size` is 0."""
+    """Serialized states of the hooks of some ranks, by rank and shard.
+
+    `size` is the number of ranks over which these hooks average, or 0 if there were no hooks.
+    """
 
     size: int = 0
     ranks: Mapping[tuple[int, Place], bytes] = field(default_factory=dict[tuple[int, Place], bytes])
 
     def of(self, rank: int, size: int, place: Place) -> Mapping[Kind, Any]:
-        """Return the states of the hooks of a rank and its shards, redistributed among other numbers of ranks.
+        """Return the hook states of rank `rank` of `size`, redistributed if they were saved by another number of ranks.
 
         Raises
         ------
@@ -77,7 +80,7 @@ class HookStates:
 
 
 def hook_states(link: Link | None, gather: bool, waiting: HookStates) -> HookStates:
-    """Return the states of the hooks of this rank or of all; those that wait for a link if there is none."""
+    """Return the states of the hooks of this rank, or of all ranks if `gather`; without a link, return `waiting`."""
     if link is None:
         if gather:
             raise StateError("register the model before the states of all ranks are gathered")
@@ -92,14 +95,14 @@ def hook_states(link: Link | None, gather: bool, waiting: HookStates) -> HookSta
 
 
 def moved(link: Link, group: Any) -> HookStates:
-    """Return the states of this rank's hooks for the ranks of another group."""
+    """Return the states of this rank's hooks, relabeled with its rank in another group."""
     here = {"rank": group.rank(), "world_size": group.size()}
     states = {kind: hook.state_dict() | here for kind, hook in link.hooks.items()}
     return HookStates(group.size(), {(group.rank(), link.shards.place): packed(states)})
 
 
 def new_hooks(link: Link, saved: HookStates) -> dict[Kind, Hook]:
-    """Return hooks with saved states, redistributed if they are those of another number of ranks.
+    """Create hooks with saved states, which are redistributed if they were saved by another number of ranks.
 
     Raises
     ------
@@ -115,13 +118,13 @@ def new_hooks(link: Link, saved: HookStates) -> dict[Kind, Hook]:
 
 
 def _name(rank: int, place: Place, size: int) -> str:
-    """Return the name of an entry, unique among the ranks of a training."""
+    """Return the key of a rank's hook states in the entry; it is unique among all ranks of a run."""
     shard, shards = place
     return f"rank {rank} of {size}" + (f", shard {shard} of {shards}" if shards > 1 else "")
 
 
 def with_entry(state: dict[str, Any], phase: Phase, hooks: HookStates) -> dict[str, Any]:
-    """Return a state of torch.optim.Adam with the entry of an optimizer's phase and hooks."""
+    """Add the entry ``one_bit``, with the optimizer's phase and hook states, to a state of torch.optim.Adam."""
     entry = {"version": VERSION, "steps": phase.steps, "frozen": int(phase.frozen), "drift": phase.drift.state()}
     entry |= {"ranks": hooks.size} | {_name(*which, hooks.size): data for which, data in hooks.ranks.items()}
     first, *others = state["param_groups"]
@@ -129,34 +132,34 @@ def with_entry(state: dict[str, Any], phase: Phase, hooks: HookStates) -> dict[s
 
 
 class Saved:
-    """State dict that was checked.
+    """Parsed and checked state dict.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        The optimizer that is to go on from it.
+        The optimizer that will load it.
     state_dict : mapping
         State of OneBitAdam, torch.optim.AdamW or torch.optim.Adam.
 
     Attributes
     ----------
     adam : dict
-        State for torch.optim.Adam's ``load_state_dict``, with ``variance_step`` of each parameter.
+        State for torch.optim.Adam's ``load_state_dict``, to which ``variance_step`` of each parameter is added.
     steps : int
         Number of steps.
     frozen : bool
         True if second moments are frozen.
     drift : str or None
-        Measured drift.
+        Measurements of the second moments' drift, in JSON.
     hooks : HookStates
         States of hooks.
     refreshed : bool
-        True if all steps have updated the second moments.
+        True if all steps have updated the second moments, unlike those of 0/1 Adam.
 
     Raises
     ------
     StateError
-        It is no such state, or only a part of one.
+        `state_dict` is no such state, or is incomplete.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
@@ -174,7 +177,7 @@ class Saved:
                 "phase and the residuals are lost: save and load all entries of optimizer.state_dict()"
             )
         entry = _checked_entry(entries[0]) if entries else None
-        if entry is None or entry["steps"] < taken:  # torch.optim.AdamW has gone on from a state with such an entry
+        if entry is None or entry["steps"] < taken:  # torch.optim.AdamW loaded this entry, and then took more steps
             entry = {"steps": taken, "frozen": 0, "ranks": 0}
             states = {i: state | {"variance_step": counts[i]} for i, state in states.items()}
         if lacking := [i for i, state in states.items() if "variance_step" not in state]:
@@ -189,7 +192,7 @@ class Saved:
 
 
 def _parsed(state_dict: Any) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
-    """Return the groups of a state dict, and the state of each parameter that has one, as copies."""
+    """Return copies of the groups of a state dict, and of the state of each parameter that has one."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(cast(Any, state_dict)):
         raise StateError(
             f"the state of an optimizer has 'state' and 'param_groups', got {shown(cast(Any, state_dict))}"
@@ -210,7 +213,7 @@ def _parsed(state_dict: Any) -> tuple[list[dict[str, Any]], dict[Any, dict[str, 
 
 
 def _check_group(group: Mapping[str, Any]) -> None:
-    """Raise StateError if an option of a saved group is not supported or impossible."""
+    """Raise StateError if an option of a saved group is not supported, or has an invalid value."""
     if on := [name for name in parameters.UNSUPPORTED if not _is_flag(group.get(name), False)]:
         raise StateError(f"the state is of an optimizer with {', '.join(on)}, which OneBitAdam does not support")
     for name in ("foreach", "decoupled_weight_decay", "bias_correction"):
@@ -226,12 +229,12 @@ def _check_group(group: Mapping[str, Any]) -> None:
 
 
 def _is_flag(value: Any, *values: bool) -> bool:
-    """Return True if a value is None or one of some bools."""
+    """Return True if a value is None, or one of the bools `values`."""
     return value is None or any(value is each for each in values)
 
 
 def _check_parameter(number: Any, p: torch.Tensor, state: Mapping[str, Any]) -> None:
-    """Raise StateError if the saved state of a parameter is not one of it."""
+    """Raise StateError if the saved state of a parameter is damaged, or has other shapes than the parameter."""
     try:
         step = float(state["step"])
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
@@ -255,7 +258,7 @@ def _check_parameter(number: Any, p: torch.Tensor, state: Mapping[str, Any]) -> 
 
 
 def _checked_entry(entry: Any) -> Mapping[str, Any]:
-    """Return the entry ``one_bit``, whose numbers are possible."""
+    """Return the entry ``one_bit``; raise StateError if its version or numbers are invalid."""
     if not isinstance(entry, Mapping):
         raise StateError(f"{KEY!r} of the state is a dict, not {type(entry).__name__}")
     entries = cast(Mapping[str, Any], entry)
@@ -269,7 +272,7 @@ def _checked_entry(entry: Any) -> Mapping[str, Any]:
 
 
 def _hooks_of(entry: Mapping[str, Any]) -> HookStates:
-    """Return the states of hooks in an entry."""
+    """Return the states of hooks in an entry ``one_bit``."""
     found: dict[tuple[int, Place], bytes] = {}
     for name, data in entry.items():
         match = _RANK.fullmatch(str(name))

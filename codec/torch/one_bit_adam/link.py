@@ -1,4 +1,4 @@
-"""Connection of an optimizer to the other ranks: two hooks, one for gradients and one for momenta."""
+"""Connection of an optimizer to other ranks: a communication hook for gradients, and one for momenta."""
 
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -30,39 +30,39 @@ from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
 from codec.torch.one_bit_adam.sharded import WHOLE, Shards
 from codec.torch.transport.counters import Counters
 
-# Embeddings and their heads are encoded, too: a momentum over sqrt(v) has even rows.
+# Embeddings and their heads are encoded, too, because all rows of momentum / sqrt(v) have similar magnitudes.
 EVEN_POLICY = Policy(uneven=None)
 SENT: tuple[Kind, ...] = ("gradients", "momenta")
 
-_BUCKET = 25 << 20  # bytes of a bucket without DistributedDataParallel; that is its default, too
+_BUCKET = 25 << 20  # most bytes of a bucket without DistributedDataParallel, whose default this is, too
 
 
 @dataclass
 class Settings:
-    """Arguments of ``register``, and the specs of an optimizer."""
+    """Arguments of ``OneBitAdam.register``, and the optimizer's specs."""
 
-    warmup: Spec
-    spec: Spec
-    transform: Transform
-    optimizer: torch.optim.Optimizer  # Adam whose state Truncate reads, if the warm-up is Truncate
+    warmup: Spec  # codec of gradients
+    spec: Spec  # codec of momenta
+    transform: Transform  # replaces gradients by momenta before they are sent
+    optimizer: torch.optim.Optimizer  # Adam whose state Truncate reads, if `warmup` is Truncate
     policy: Policy = EVEN_POLICY
-    grad_scaler: Any = None  # an enabled one
+    grad_scaler: Any = None  # enabled GradScaler; None: gradients are not scaled
     max_grad_norm: float | None = None
     options: CallOptions | None = None
 
     @property
     def scale(self) -> float:
-        """Factor of the GradScaler in gradients."""
+        """Factor by which the GradScaler has multiplied gradients."""
         return 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
 
     def clip_factor(self, gradients: Iterable[torch.Tensor], scale: float = 1.0, shards: Shards = WHOLE) -> float:
-        """Return the factor by which this rank's gradients, which have the factor `scale`, are clipped."""
+        """Return the factor, at most 1, that clips this rank's gradients, which a GradScaler has scaled by `scale`."""
         if self.max_grad_norm is None:
             return 1.0
         return arithmetic.clip_factor(shards.norm(arithmetic.norm(gradients)), self.max_grad_norm, scale)
 
     def hook(self, kind: Kind) -> Hook:
-        """Return a new hook for gradients or momenta."""
+        """Create the hook that sends gradients, or the one that sends momenta."""
         spec = self.warmup if kind == "gradients" else self.spec
         return ddp_hook(
             spec,
@@ -101,12 +101,12 @@ def check_clipping(max_grad_norm: Any) -> float | None:
 
 
 def check_scaler(grad_scaler: Any, model: Model, schedule: ZeroOneSchedule | None) -> Any:
-    """Return a GradScaler; None for one that is switched off, which scales nothing and skips no step.
+    """Return `grad_scaler`, or None if it is disabled and so never scales or skips a step.
 
     Raises
     ------
     ArgumentError
-        It is no GradScaler, or ranks could skip different steps.
+        `grad_scaler` is no GradScaler, or ranks could skip different steps with it.
     """
     if grad_scaler is None:
         return None
@@ -125,25 +125,25 @@ def check_scaler(grad_scaler: Any, model: Model, schedule: ZeroOneSchedule | Non
 
 
 class Link:
-    """Model, ranks and hooks of an optimizer.
+    """Sends an optimizer's gradients and momenta over a process group, through one hook for each kind.
 
     Parameters
     ----------
     settings : Settings
-        How gradients and momenta are sent.
+        Codecs and options of the hooks.
     model : Model
         Parameters whose gradients are averaged.
     group : ProcessGroup
-        Ranks.
+        Ranks to average over.
     kind_of_step : callable
-        Returns what the next step sends.
+        Returns the kind of tensors that the next step sends.
     moves : callable
-        Returns True if a parameter takes part in steps.
+        Returns True if steps update a given parameter.
 
     Raises
     ------
     ArgumentError, SpecError
-        The settings do not go with each other or with the model.
+        The settings contradict each other, or do not fit the model.
     """
 
     def __init__(
@@ -158,11 +158,11 @@ class Link:
         self.backward: Backward | None = None  # buckets of a DistributedDataParallel; None: step() averages
         self._kind_of_step, self._moves = kind_of_step, moves
         self.shards = Shards(model.shards, settings.options)
-        self._buckets: list[Bucket] = []  # memory of :meth:`reduce`
+        self._buckets: list[Bucket] = []  # buckets of reduce(), created by its first call
         self.hooks = self.new_hooks()
 
     def new_hooks(self) -> dict[Kind, Hook]:
-        """Return new hooks that serve the model."""
+        """Create a hook of each kind that serves the model."""
         hooks: dict[Kind, Hook] = {kind: self.settings.hook(kind) for kind in SENT}
         model = self.model
         for hook in hooks.values():
@@ -173,11 +173,11 @@ class Link:
                 hook.reducer.serve(model.names, self.group, model.module)
             if model.shards is not None:
                 hook.reducer.state.other_groups = self.shards
-        hooks["momenta"].called = True  # a run may end before the freeze
+        hooks["momenta"].called = True  # no warning if a run ends before the freeze, and never sends momenta
         return hooks
 
     def attach(self) -> None:
-        """Have the DistributedDataParallel, if there is one, send its buckets through the hooks."""
+        """Register the communication hook of the DistributedDataParallel, if there is one."""
         if self.model.ddp is None:
             return
         settings = self.settings
@@ -193,7 +193,10 @@ class Link:
 
     @contextmanager
     def before_buckets(self, kind: Kind) -> Generator[None]:
-        """Return a context manager for agreements of a replica before a step: an error fails on other replicas, too."""
+        """Return a context manager that cancels the step on all ranks if its body raises.
+
+        Use it for agreements among the shards of this replica before a step, so that other replicas do not wait.
+        """
         try:
             yield
         except BaseException:
@@ -203,14 +206,19 @@ class Link:
     def reduce(
         self, kind: Kind, tensors: Mapping[torch.Tensor, torch.Tensor | None]
     ) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the means of tensors over all ranks, outside of a backward pass; all ranks must call this.
+        """Average tensors over all ranks, outside of a backward pass; all ranks must call this.
 
         Parameters
         ----------
         kind : str
-            The hook that sends them, whose transform is applied.
+            Kind of the hook that sends the tensors. Its transform is applied first.
         tensors : mapping
-            Gradient of each parameter; None, or none at all, counts as zeros.
+            Gradients by parameter. A missing entry, or None, counts as zeros.
+
+        Returns
+        -------
+        dict
+            Mean of each parameter of the model.
         """
         hook = self.hooks[kind]
         hook.called = True
@@ -230,14 +238,14 @@ class Link:
             works.append(hook.reducer.reduce(bucket))
         if not works and not self.shards.confirm(True):
             raise PeerError(FAILED_ELSEWHERE)
-        empty = [p for p in self.model.names if not n_values(p)]  # shards without values
+        empty = [p for p in self.model.names if not n_values(p)]  # parameters whose shard on this rank is empty
         found: dict[torch.Tensor, torch.Tensor] = {p: torch.zeros_like(local(p)) for p in empty}
         for bucket, work in zip(self._buckets, works, strict=True):
             found |= zip(bucket.parameters, gradients_in(work.result(), bucket.parameters), strict=True)
         return found
 
     def _make_buckets(self, hook: Hook) -> list[Bucket]:
-        """Return buckets for the model's gradients: those of the last backward pass, to which residuals belong."""
+        """Create buckets for :meth:`reduce`: with DDP, the same as in the last backward pass, which have residuals."""
         known = hook.reducer.state.buckets
         if self.model.ddp is None or not known:
             return _buckets_of(list(_cut(self.model.names)))
@@ -245,19 +253,19 @@ class Link:
         return _buckets_of([[named[name] for name in bucket] for bucket in known])
 
     def agree(self, decision: bool) -> bool:
-        """Return True on all ranks if any of them decides so; all ranks must call this."""
+        """Return True on all ranks if `decision` is True on any of them; all ranks must call this."""
         vote = torch.tensor([float(decision)], dtype=torch.float32, device="cpu")
         all_reduce(vote, op="max", group=self.group, options=self.settings.options)
         return bool(vote.item())
 
     def share_buckets(self, kind: Kind) -> None:
-        """Let gradients and momenta travel in the buckets of the last step, of a kind, after a checkpoint."""
+        """Store the buckets of the last step, of kind `kind`, in the states of both hooks, for checkpoints."""
         if kind != "local":
             for hook in self.hooks.values():
                 hook.reducer.state.buckets = self.hooks[kind].reducer.state.buckets
 
     def stats(self) -> Stats:
-        """Return the statistics of both hooks together."""
+        """Return the sums of the statistics of both hooks."""
         all_stats = [hook.stats() for hook in self.hooks.values()]
         totals: dict[str, Any] = vars(functools.reduce(Counters.__add__, all_stats, Counters()))
         for name in ("steps", "failed_steps", "buckets", "uncompressed_nbytes"):
@@ -272,7 +280,7 @@ class Link:
 
 
 def _buckets_of(groups: list[list[torch.nn.Parameter]]) -> list[Bucket]:
-    """Return buckets for the gradients of groups of parameters."""
+    """Create a bucket for each group of parameters."""
     buckets: list[Bucket] = []
     for i, some in enumerate(groups):
         buffer = torch.empty(sum(map(n_values, some)), dtype=some[0].dtype, device=some[0].device)
@@ -281,7 +289,7 @@ def _buckets_of(groups: list[list[torch.nn.Parameter]]) -> list[Bucket]:
 
 
 def _cut(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Group parameters of equal dtype and device that have values on this rank into buckets."""
+    """Group parameters into buckets of one dtype and device; skip parameters without values on this rank."""
     kinds: dict[Any, list[torch.nn.Parameter]] = {}
     for p in parameters:
         if n_values(p):

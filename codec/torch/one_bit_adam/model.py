@@ -1,4 +1,4 @@
-"""Models whose gradients an optimizer averages: a DistributedDataParallel, a module, or parameters alone."""
+"""Models whose gradients OneBitAdam averages: a DistributedDataParallel, a module, or parameters without a module."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -22,26 +22,26 @@ class Model:
     """Parameters whose gradients the ranks average."""
 
     names: Mapping[torch.nn.Parameter, str]
-    module: torch.nn.Module  # module whose layers the policy knows; an empty one if they are unknown
-    ddp: DistributedDataParallel | None = None  # calls hooks in backward(); None: step() averages
-    shards: Any = None  # ranks among which FSDP2 shards the parameters; None: they are whole
+    module: torch.nn.Module  # module in whose layers the policy finds embeddings; an empty one if there is none
+    ddp: DistributedDataParallel | None = None  # averages in the backward pass; None: step() averages
+    shards: Any = None  # process group among whose ranks FSDP2 shards the parameters; None: not sharded
 
     def group(self, group: Any) -> Any:
-        """Return the given ranks; None: those of the DistributedDataParallel, or all."""
+        """Return `group`; for None, the group of the DistributedDataParallel, or of all ranks."""
         ddp: Any = self.ddp  # torch does not type its attributes
         return key_of(group) if group is not None or ddp is None else ddp.process_group
 
     def lacks(self, p: torch.Tensor) -> bool:
-        """Return True if step() would not average the gradient of a parameter, but the model has no DDP that does."""
+        """Return True if a parameter that requires a gradient is missing here, and no DDP averages its gradient."""
         return self.ddp is None and p.requires_grad and p not in self.names
 
     def extended(self, named: Sequence[tuple[str, torch.Tensor]]) -> "Model":
-        """Return the model with those parameters of an optimizer that it lacks, such as of a new parameter group.
+        """Return a model that also has the parameters that this one lacks, such as those of a new parameter group.
 
         Raises
         ------
         ArgumentError
-            The registered module does not have them.
+            The registered module does not have these parameters, or FSDP2 does not shard them.
         """
         new = [(name, p) for name, p in named if self.lacks(p)]
         own = {cast(torch.Tensor, p): name for name, p in self.module.named_parameters()}
@@ -62,16 +62,16 @@ def check_model(model: Any, named: Sequence[tuple[str, torch.Tensor]], group: An
     Parameters
     ----------
     model : DistributedDataParallel or torch.nn.Module
-        The argument, maybe inside of what torch.compile returned.
+        The argument, or the return value of torch.compile for it.
     named : sequence of (str, torch.Tensor)
-        Parameters of the optimizer.
+        Names and parameters of the optimizer.
     group : ProcessGroup or None
-        Ranks that the caller has given.
+        Argument ``group=`` of the caller.
 
     Raises
     ------
     ArgumentError
-        It is no model, has parameters that the optimizer lacks, or is sharded in a way that is not supported.
+        `model` is not a module, has parameters that the optimizer lacks, or is sharded in a way that is not supported.
     """
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, torch.nn.Module):
@@ -100,7 +100,7 @@ def _shard_group(names: Mapping[torch.nn.Parameter, str], group: Any) -> Any:
     Raises
     ------
     ArgumentError
-        `group` does not consist of replicas, or parameters are sharded over different meshes.
+        `group` is not a group of replicas, or parameters are sharded over different meshes.
     """
     meshes = {p: getattr(p, "device_mesh", None) for p in names}
     mesh = next((m for m in meshes.values() if m is not None), None)
@@ -127,7 +127,7 @@ def _shard_group(names: Mapping[torch.nn.Parameter, str], group: Any) -> Any:
 
 
 def _report(others: Mapping[str, torch.Tensor], ddp: DistributedDataParallel) -> None:
-    """Log the parameters of an optimizer that neither its DistributedDataParallel nor another one averages."""
+    """Log a warning about `others`, parameters outside `ddp`, that no other DistributedDataParallel averages either."""
     elsewhere = {p for model in lifetime.models() if model is not ddp for p in model.parameters()}
     if alone := [name for name, p in others.items() if p not in elsewhere]:
         logger.warning(
@@ -139,7 +139,7 @@ def _report(others: Mapping[str, torch.Tensor], ddp: DistributedDataParallel) ->
 
 
 def model_of(named: Sequence[tuple[str, torch.Tensor]]) -> Model:
-    """Return a model of named parameters alone, for which no module was registered.
+    """Return the model of an optimizer's named parameters, if no module was registered.
 
     Raises
     ------

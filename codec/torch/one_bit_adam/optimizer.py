@@ -1,4 +1,4 @@
-"""1-bit Adam and 0/1 Adam: steps of torch.optim.Adam, and steps by averaged momenta and unchanged second moments."""
+"""1-bit Adam and 0/1 Adam: steps of torch.optim.Adam, then steps with averaged momenta and frozen second moments."""
 
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -25,23 +25,25 @@ from codec.torch.reduction.arguments import plain_spec
 class OneBitAdam(torch.optim.Adam):
     """Adam that sends quantized momenta instead of gradients, after a warm-up (1-bit Adam, Tang et al. 2021).
 
-    Momenta are sent in 4 bits by default, with the loss of AdamW; ``spec=Sign(group_size=1024)`` sends their signs, as
-    1-bit Adam does. With a :class:`ZeroOneSchedule` the optimizer is 0/1 Adam (Lu et al. 2023).
+    By default momenta are sent in 4 bits, which reaches the loss of AdamW. ``spec=Sign(group_size=1024)`` sends only
+    their signs, as 1-bit Adam does. With a :class:`ZeroOneSchedule` the optimizer is 0/1 Adam (Lu et al. 2023).
 
-    For `freeze_step` steps it is :class:`torch.optim.AdamW`, or Adam, over the mean gradients of all ranks. Then the
-    second moments v stay as they are. Each rank computes its momentum ``b1 m + (1 - b1) g`` and sends it with error
-    feedback. All ranks adopt the decoded mean as m, and step by ``lr m^ / (sqrt(v^) + eps)``, where ^ is Adam's bias
-    correction. Values whose v is 0 at the freeze do not move any more, except by weight decay.
+    In the first `freeze_step` steps, the warm-up, this is :class:`torch.optim.AdamW` (or Adam) with the mean gradients
+    of all ranks. After these steps the second moments v are frozen. In each later step, every rank computes its
+    momentum ``b1 m + (1 - b1) g`` and sends it with error feedback. All ranks set m to the decoded mean, and subtract
+    ``lr m^ / (sqrt(v^) + eps)`` from the parameters, where ^ is Adam's bias correction. Values whose v is 0 at the
+    freeze no longer change, except by weight decay.
 
-    Call :meth:`register` with the DistributedDataParallel; gradients and momenta then travel while backward() runs.
-    Without DistributedDataParallel, :meth:`step` averages by itself. Parameter groups, learning rate schedules and
-    state dicts are those of torch.optim.Adam.
+    Call :meth:`register` with the DistributedDataParallel; gradients and momenta are then sent during the backward
+    pass. Without DistributedDataParallel, :meth:`step` averages them. Parameter groups, learning rate schedules and
+    state dicts work as with torch.optim.Adam.
 
     Parameters
     ----------
     params : iterable
-        Parameters, named parameters or parameter groups, as for torch.optim.Adam: dense, real. A group may have
-        ``bias_correction=False``: its moments are not bias-corrected then, as in DeepSpeed.
+        Parameters, named parameters or parameter groups, as for torch.optim.Adam. Parameters must be real, and
+        gradients dense. With the option ``bias_correction=False``, the moments of a group are not bias-corrected, as in
+        DeepSpeed.
     lr : float
         Learning rate.
     betas : (float, float)
@@ -51,18 +53,18 @@ class OneBitAdam(torch.optim.Adam):
     weight_decay : float
         Weight decay.
     freeze_step : int, "auto" or ZeroOneSchedule
-        Number of steps before second moments are frozen, at least 1: 20 to 40% of a run. "auto": until the sum of
-        second moments has changed by at most 4% over 1 / (1 - b2) steps. The learning rate's warm-up should end before
-        the freeze. :class:`ZeroOneSchedule`: 0/1 Adam, whose warm-up sends gradients in some steps only, and which
-        later takes steps without communication.
+        Number of steps before second moments are frozen, at least 1. Use 20 to 40% of the steps of a run. "auto":
+        freeze as soon as the sum of second moments has changed by at most 4% over the last 1 / (1 - b2) steps. The
+        warm-up of the learning rate should end before the freeze. :class:`ZeroOneSchedule`: 0/1 Adam, which sends
+        gradients in only some steps before the freeze, and takes steps without communication after it.
     spec : Spec or str
-        Codec of momenta, or the name of a preset: lossless or a contraction (:attr:`codec.Spec.contraction`). Signs
-        suit long trainings; they can raise the loss of short ones.
+        Codec of momenta, or the name of a preset. It must be lossless or a contraction
+        (:attr:`codec.Spec.contraction`). Use :class:`codec.Sign` for long runs; it can raise the loss of short ones.
     warmup : Spec or str
-        Codec of gradients before the freeze. A lossless warm-up sends most of the bytes of a run:
+        Codec of gradients before the freeze. With a lossless codec, the warm-up sends most of the bytes of a run;
         ``Quantize(4)`` or ``Truncate(...)`` send fewer.
     decoupled_weight_decay : bool
-        True: weight decay of AdamW. False: weight decay is added to the gradient, as in Adam.
+        True: weight decay as in AdamW. False: weight decay is added to the gradient, as in Adam.
 
     Raises
     ------
@@ -105,14 +107,14 @@ class OneBitAdam(torch.optim.Adam):
         self._begin(Phase(self.freeze_step, self.schedule, window))
 
     def _begin(self, phase: Phase) -> None:
-        """Make the parts of the optimizer that know its parameters."""
+        """Create the objects that hold the optimizer's phase, arithmetic and communication."""
         self._phase = phase
         phase.watch()
         self._arithmetic = Steps(self, refresh=self.schedule is not None)
         self._averager = Averager(self, phase, self._arithmetic, self.warmup, self.spec)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as torch.optim.Adam does, before second moments are frozen; on all ranks.
+        """Add a parameter group, as torch.optim.Adam does. All ranks must call this, before the freeze.
 
         Parameters
         ----------
@@ -122,10 +124,10 @@ class OneBitAdam(torch.optim.Adam):
         Raises
         ------
         ArgumentError
-            A parameter or an option is not supported: complex values, ``amsgrad``, ``maximize``, ``fused``,
-            ``capturable``, ``differentiable``. Or a parameter is not one of the module that was registered.
+            A parameter is complex or does not belong to the registered module; or an option is not supported:
+            ``amsgrad``, ``maximize``, ``fused``, ``capturable``, ``differentiable``.
         StateError
-            Second moments are frozen: parameters that have none would not move.
+            Second moments are frozen. New parameters have none, so they would not change.
         """
         super().add_param_group(param_group)
         try:
@@ -151,30 +153,31 @@ class OneBitAdam(torch.optim.Adam):
     ) -> "OneBitAdam":
         """Send the gradients, and later the momenta, of a model as frames.
 
-        With a DistributedDataParallel, buckets travel while backward() runs. After the freeze ``p.grad`` then holds the
-        averaged momentum, so ``clip_grad_norm_`` between backward() and step() is refused in all steps: use
-        `max_grad_norm`. With a plain module, :meth:`step` averages by itself.
+        With a DistributedDataParallel, buckets are sent during the backward pass. After the freeze ``p.grad`` then
+        holds the averaged momentum. Therefore :meth:`step` raises StateError in all steps if ``clip_grad_norm_`` was
+        called after the backward pass; use `max_grad_norm`. With another module, :meth:`step` averages.
 
         Parameters
         ----------
         model : torch.nn.parallel.DistributedDataParallel or torch.nn.Module
-            The model, its ``torch.compile``, or an FSDP2 model whose replicas are `group`. All of its parameters that
-            require gradients are this optimizer's.
-            Parameters of the optimizer that a DistributedDataParallel does not average, such as those of a second one,
-            are stepped by the gradients that this rank has in :meth:`step`.
+            The model, the return value of ``torch.compile`` for it, or an FSDP2 model whose replicas are the ranks of
+            `group`. All of its parameters that require gradients must belong to this optimizer. The optimizer may have
+            more parameters, such as those of a second DistributedDataParallel. Their gradients are not averaged:
+            :meth:`step` uses them as they are on this rank.
         policy : Policy or callable
             Specs of parameters, as for :func:`ddp_hook`; None stands for `warmup` before and `spec` after the freeze.
-            Default, and the rules behind a function: norms, biases and parameters of fewer than 4,096 values are sent
-            lossless; embeddings are encoded.
+            By default, and for parameters for which a function returns None, norms, biases and parameters of fewer than
+            4,096 values are sent lossless, and embeddings are encoded.
         grad_scaler : torch.amp.GradScaler, optional
-            Scaler of the gradients of a DistributedDataParallel. All ranks skip a step with NaN or Inf. One that is
-            switched off counts as None.
+            Scaler of the gradients of a DistributedDataParallel. All ranks skip a step with NaN or Inf. A scaler that
+            is disabled counts as None.
         max_grad_norm : float, optional
-            Largest norm of each rank's gradient, all parameters of the model together. Larger ones are scaled before
-            they are averaged or added to momenta, as ``clip_grad_norm_`` does. Buckets of a DistributedDataParallel
-            then travel after the backward pass. Default: gradients are not clipped.
+            Largest norm of each rank's gradient, over all parameters of the model. If the norm is larger, the gradient
+            is scaled down, as by ``clip_grad_norm_``, before it is averaged or added to the momentum. Buckets of a
+            DistributedDataParallel are then sent only at the end of the backward pass. Default: no clipping.
         group : ProcessGroup, optional
-            Ranks; for an FSDP2 model those with the same shard. Default: those of the model, or all.
+            Ranks to average over; for an FSDP2 model, the ranks that hold the same shard. Default: the group of the
+            DistributedDataParallel, or all ranks.
         options : CallOptions, optional
             ``codec.options(algorithm=, timeout=, engine=, threads=)``, as for :func:`ddp_hook`.
 
@@ -186,7 +189,7 @@ class OneBitAdam(torch.optim.Adam):
         Raises
         ------
         ArgumentError, SpecError
-            The model or another argument cannot be used.
+            The model or another argument is not supported.
         StateError
             A loaded state belongs to another model or rank.
         """
@@ -201,12 +204,12 @@ class OneBitAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; without DistributedDataParallel all ranks must call this.
+        """Take a step. Without DistributedDataParallel, this averages over the ranks, so all of them must call it.
 
         Parameters
         ----------
         closure : callable, optional
-            Computes the loss and its gradients.
+            Function that computes the gradients, and returns the loss.
 
         Returns
         -------
@@ -216,12 +219,12 @@ class OneBitAdam(torch.optim.Adam):
         Raises
         ------
         ArgumentError
-            A gradient holds NaN or Inf that backward() has not averaged. Parameters and state are unchanged on all
-            ranks.
+            A gradient that the backward pass has not averaged holds NaN or Inf. Parameters and state are unchanged on
+            all ranks.
         PeerError
-            Without DistributedDataParallel: another rank has raised an error, or is gone.
+            Without DistributedDataParallel: another rank has raised an error, or is lost.
         StateError
-            With DistributedDataParallel: gradients were changed after the backward pass, or there was none.
+            With DistributedDataParallel: gradients were changed after the backward pass, or there was no such pass.
         """
         loss = None
         if closure is not None:
@@ -260,15 +263,16 @@ class OneBitAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Make parameters and momenta the same on all ranks after local steps of 0/1 Adam; all ranks must call this.
+        """Synchronize parameters and momenta of all ranks after local steps of 0/1 Adam; all ranks must call this.
 
-        It sends what local steps have not sent, and counts no step. Call it before parameters are saved or evaluated.
-        Nothing happens if the ranks are synchronized, as they always are without local steps.
+        It averages the momenta of the local steps since the last synchronization. It is not a step. Call it before
+        parameters are saved or evaluated. Nothing happens if the ranks are synchronized, as they always are without
+        local steps.
 
         Raises
         ------
         PeerError
-            Another rank has called something else, or is gone.
+            Another rank has called another method, or is lost.
         """
         if not self.synchronized:
             self._arithmetic.synchronize(self._averager.finish())
@@ -277,7 +281,7 @@ class OneBitAdam(torch.optim.Adam):
 
     @property
     def synchronized(self) -> bool:
-        """True if parameters are the same on all ranks: always, except after a local step of 0/1 Adam."""
+        """True if parameters are equal on all ranks, which holds at all times except after a local step of 0/1 Adam."""
         return self._arithmetic.synchronized
 
     @property
@@ -286,19 +290,19 @@ class OneBitAdam(torch.optim.Adam):
         return self._phase.frozen
 
     def drift(self) -> float:
-        """Return how much second moments have moved lately.
+        """Return the relative change of the second moments over the last steps.
 
         Returns
         -------
         float
-            Relative change, from 0 to 1, of the sum of bias-corrected second moments over the last 1 / (1 - b2) steps,
-            or over half of the steps if those are fewer; as last measured. It stays as it is after the freeze. nan
-            after fewer than two steps.
+            Relative change, from 0 to 1, of the sum of bias-corrected second moments, as last measured: over the last
+            1 / (1 - b2) steps, or over the last half of all steps if these are fewer. It does not change after the
+            freeze. NaN after fewer than two steps.
         """
         return self._phase.drift.value
 
     def stats(self) -> Stats:
-        """Return statistics of communication on this rank, of warm-up and frozen steps together.
+        """Return statistics of communication on this rank, over the steps before and after the freeze.
 
         Returns
         -------
@@ -321,41 +325,41 @@ class OneBitAdam(torch.optim.Adam):
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the state, in the layout of torch.optim.Adam; its first parameter group has an entry ``one_bit``.
 
-        Moments are the same on all ranks, residuals are not: each rank saves its own state, or rank 0 saves one file
-        for all.
+        Moments are equal on all ranks, but residuals are not. So either each rank saves its own state, or rank 0 saves
+        a state with the residuals of all ranks.
 
         Parameters
         ----------
         gather : bool
-            True: return the residuals of all ranks, on all ranks, for one file; every rank must call this. Any number
-            of ranks can load it.
+            True: return a state with the residuals of all ranks, which any number of ranks can load; all ranks must
+            call this. False: return the residuals of this rank only.
 
         Returns
         -------
         dict
-            State that ``torch.load(weights_only=True)`` and torch.distributed.checkpoint accept, and torch.optim.AdamW.
+            State that ``torch.load(weights_only=True)``, torch.distributed.checkpoint and torch.optim.AdamW accept.
 
         Raises
         ------
         StateError
-            `gather`, and no model is registered. Or the last step was local, so that parameters of ranks differ: call
-            :meth:`finish` before.
+            `gather` is True, and no model is registered. Or the last step was local, so that parameters differ between
+            ranks: call :meth:`finish` first.
         PeerError
-            `gather`, and another rank is lost.
+            `gather` is True, and another rank is lost.
         """
         self._phase.check_saving(self.synchronized)
         return checkpoint.with_entry(super().state_dict(), self._phase, self._averager.hook_states(gather))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`, of torch.optim.AdamW or of torch.optim.Adam.
+        """Load a state of OneBitAdam, torch.optim.AdamW or torch.optim.Adam.
 
-        If a state of torch's optimizers has taken `freeze_step` steps already, second moments are frozen at once.
+        If a state of torch's optimizers has already taken `freeze_step` steps, second moments are frozen immediately.
 
         Parameters
         ----------
         state_dict : mapping
-            State of this rank, or of all ranks by ``gather=True``, maybe of another number of ranks: residuals are then
-            redistributed.
+            State of this rank, or of all ranks (``gather=True``). The residuals of a state of all ranks are
+            redistributed if the number of ranks has changed.
 
         Raises
         ------
@@ -377,7 +381,7 @@ class OneBitAdam(torch.optim.Adam):
             self._freeze()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of :meth:`__getstate__`; or groups and state alone, which torch's load_state_dict passes."""
+        """Restore the result of :meth:`__getstate__`; or groups and state, which torch's load_state_dict passes."""
         own = dict(state)
         phase, waiting = own.pop("_phase", None), own.pop("_waiting", None)
         super().__setstate__(own)
@@ -386,7 +390,7 @@ class OneBitAdam(torch.optim.Adam):
             self._averager.waiting = waiting
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the optimizer without its link, which belongs to this process."""
+        """Return the optimizer without its connection to other ranks, which belongs to this process."""
         self._phase.check_saving(self.synchronized)
         own = {name: getattr(self, name) for name in ("schedule", "freeze_step", "spec", "warmup")}
         waiting = self._averager.hook_states(gather=False)

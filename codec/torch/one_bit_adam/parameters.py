@@ -1,4 +1,4 @@
-"""Parameters of an optimizer: groups, names, gradients, and checks of what is supported."""
+"""Parameters of an optimizer: their groups, names and gradients, and checks that they are supported."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -13,18 +13,18 @@ UNSUPPORTED = ("amsgrad", "maximize", "fused", "capturable", "differentiable")
 
 
 def of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield all parameters in their order."""
+    """Yield all parameters of an optimizer, in the order of its groups."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def groups(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return the group of each parameter."""
+    """Return the parameter group of each parameter."""
     return {p: group for group in optimizer.param_groups for p in group["params"]}
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the gradients of the parameters that have one; shards of those that FSDP2 shards.
+    """Return the gradients of all parameters that have one. For a parameter that FSDP2 shards, return its shard.
 
     Raises
     ------
@@ -38,7 +38,7 @@ def gradients(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tens
 
 
 def named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """Return all parameters with their names: those given to the optimizer, if they differ, else group and place."""
+    """Return all parameters with names: the optimizer's own if they are unique, else "group.index"."""
     groups = optimizer.param_groups
     given = [name for group in groups for name in group.get("param_names", ())]
     places = [f"{i}.{j}" for i, group in enumerate(groups) for j in range(len(group["params"]))]
@@ -46,27 +46,27 @@ def named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
 
 
 def second_moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield the state and b2 of each parameter that has moments."""
+    """Yield, for each parameter that has moments, its state and the b2 of its group."""
     for p, group in groups(optimizer).items():
         if state := cast(dict[str, Any], optimizer.state.get(p)):
             yield state, group["betas"][1]
 
 
 def have_moments(optimizer: torch.optim.Optimizer) -> list[bool]:
-    """Return True for each parameter that has a second moment above zero on this rank."""
+    """Return, for each parameter, True if a second moment of it on this rank is not 0."""
     states = [optimizer.state.get(p) for p in of(optimizer)]
     return [bool(state) and bool(local(state["exp_avg_sq"]).any()) for state in states]
 
 
 def as_adam(optimizer: torch.optim.Adam) -> torch.optim.Adam:
-    """Return a torch.optim.Adam with the same groups and state, whose step codec.optimizers knows."""
+    """Return a torch.optim.Adam that shares groups and state with `optimizer`; codec.optimizers supports its step."""
     adam = torch.optim.Adam.__new__(torch.optim.Adam)
-    adam.__dict__ = optimizer.__dict__  # shared: load_state_dict replaces groups and state
+    adam.__dict__ = optimizer.__dict__  # share the dict itself, because load_state_dict replaces groups and state
     return adam
 
 
 def window(group: Mapping[str, Any]) -> int:
-    """Return the number of steps over which second moments forget, 1 / (1 - b2)."""
+    """Return the time constant of a group's second moments in steps, 1 / (1 - b2), at least 2."""
     return max(2, round(1 / (1 - group["betas"][1])))
 
 

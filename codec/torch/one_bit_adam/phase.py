@@ -1,4 +1,4 @@
-"""Phase of a run: number of steps, drift of second moments, and the step of their freeze."""
+"""Phase of a run of OneBitAdam: number of steps, drift of second moments, and the decision to freeze them."""
 
 import atexit
 import json
@@ -18,33 +18,34 @@ from codec.torch.one_bit_adam.schedule import Kind, ZeroOneSchedule
 
 logger = logging.getLogger("codec.torch")
 
-STABLE = 0.04  # drift at which freeze_step="auto" freezes: the ratio of 0.96 of the paper on 1-bit Adam
-MOVING = 0.25  # drift above which a freeze is warned of: step sizes are then off by a seventh or more
-_MEASUREMENTS = 16  # in a window
+STABLE = 0.04  # drift at which freeze_step="auto" freezes: 1 minus the ratio 0.96 in the paper on 1-bit Adam
+MOVING = 0.25  # drift above which a freeze warns: sqrt(v), and so the step size, is then off by a seventh or more
+_MEASUREMENTS = 16  # measurements per window
 
 
 class Drift:
-    """Sums of the bias-corrected second moments at some steps.
+    """Measures how much the sum of the bias-corrected second moments changes.
 
-    Steps lie closer together at the beginning: a measurement reads all second moments.
+    Only some steps are measured, because a measurement reads all second moments. Measurements are more frequent at the
+    beginning.
 
     Parameters
     ----------
     window : int
-        Steps over which a drift is measured: 1 / (1 - b2).
+        Number of steps over which the change is measured: 1 / (1 - b2).
     """
 
     def __init__(self, window: int) -> None:
         self.window = window
-        self.samples: list[tuple[int, float]] = []  # step and sum, oldest first
+        self.samples: list[tuple[int, float]] = []  # measurements (step, sum), oldest first
 
     def is_due(self, step: int) -> bool:
-        """Return True if the sum after a step is to be measured."""
+        """Return True if the sum should be measured after a step."""
         last = self.samples[-1][0] if self.samples else 0
         return step - last >= max(1, min(last // 8, self.window // _MEASUREMENTS))
 
     def add(self, step: int, total: float) -> None:
-        """Add the sum after a step; drop those that no drift needs any more."""
+        """Add the sum measured after a step; drop measurements that are no longer needed."""
         if self.samples and self.samples[-1][0] >= step:
             return
         self.samples.append((step, total))
@@ -52,28 +53,28 @@ class Drift:
             del self.samples[0]
 
     def _begin(self, step: int) -> float:
-        """Return the step with which a later one is compared."""
+        """Return the earlier step with which a measurement after `step` is compared."""
         return max(step - self.window, step / 2)
 
     @property
     def has_window(self) -> bool:
-        """True if the measurements span a whole window."""
+        """True if the measurements span at least one window."""
         return bool(self.samples) and self.samples[-1][0] - self.samples[0][0] >= self.window
 
     @property
     def span(self) -> int:
-        """Number of steps over which :attr:`value` is measured; 0 if there is none."""
+        """Number of steps over which :attr:`value` is measured; 0 before the second measurement."""
         return self.samples[-1][0] - self._former[0] if len(self.samples) > 1 else 0
 
     @property
     def _former(self) -> tuple[int, float]:
-        """Measurement with which the last one is compared."""
+        """Earlier measurement with which the last one is compared."""
         begin = self._begin(self.samples[-1][0])
         return max((s for s in self.samples[:-1] if s[0] <= begin), default=self.samples[0])
 
     @property
     def value(self) -> float:
-        """Relative change of the sum over the last window, or over half of all steps if those are fewer; else nan."""
+        """Relative change of the sum over the last window, or the last half of all steps if fewer; NaN if unknown."""
         if len(self.samples) < 2:
             return math.nan
         now, before = self.samples[-1][1], self._former[1]
@@ -81,16 +82,16 @@ class Drift:
         return 1 - min(before, now) / largest if largest > 0 else 0.0
 
     def state(self) -> str:
-        """Return the measurements as a list of steps and sums in JSON."""
+        """Return the measurements in JSON, as a list of pairs (step, sum)."""
         return json.dumps(self.samples)
 
     def loaded(self, state: Any) -> "Drift":
-        """Return a drift over the same window with the measurements of :meth:`state`; None: without any.
+        """Return a Drift with the same window and the measurements of a :meth:`state`; None: no measurements.
 
         Raises
         ------
         StateError
-            `state` is something else.
+            `state` is damaged.
         """
         drift = Drift(self.window)
         if state is None:
@@ -103,7 +104,7 @@ class Drift:
 
 
 def total(states: Iterable[tuple[Mapping[str, Any], float]]) -> float:
-    """Return the sum of the bias-corrected second moments on this rank of parameters, given by their states and b2."""
+    """Return the sum of this rank's bias-corrected second moments; `states` are pairs of a parameter's state and b2."""
     found = 0.0
     for state, beta2 in states:
         if state["variance_step"]:
@@ -117,15 +118,15 @@ class Phase:
     Parameters
     ----------
     freeze_step : int or "auto"
-        The step; "auto": when the drift of second moments is small.
+        Number of steps before the freeze; "auto": freeze when the drift of second moments is small.
     schedule : ZeroOneSchedule or None
-        Steps of 0/1 Adam.
+        Schedule of 0/1 Adam.
     window : int
-        Steps over which the drift is measured.
+        Number of steps over which the drift is measured.
     """
 
     def __init__(self, freeze_step: int | Literal["auto"], schedule: ZeroOneSchedule | None, window: int) -> None:
-        self.steps = 0  # steps that were taken
+        self.steps = 0  # number of steps taken
         self.frozen = False
         self.drift = Drift(window)
         self._freeze_step, self._schedule = freeze_step, schedule
@@ -139,7 +140,7 @@ class Phase:
 
     @property
     def is_overdue(self) -> bool:
-        """True if second moments are not frozen, although a state was loaded that has taken enough steps."""
+        """True if second moments are not frozen although `freeze_step` steps were taken, as in a loaded state."""
         return not self.frozen and isinstance(self._freeze_step, int) and self.steps >= self._freeze_step
 
     def ends(
@@ -157,7 +158,7 @@ class Phase:
         measure : callable
             Returns the sum of the bias-corrected second moments of all parameters.
         agree : callable
-            Makes a decision of this rank one of all ranks.
+            Returns True on all ranks if its argument is True on any of them.
         """
         if self.frozen:
             return False
@@ -169,7 +170,7 @@ class Phase:
         return last
 
     def warn_of_freeze(self, still: list[int]) -> None:
-        """Warn if second moments were frozen too early; `still` are numbers of parameters that have only zeros."""
+        """Warn if second moments were frozen too early; `still`: indices of parameters that have only zeros in them."""
         if self.drift.value > MOVING:
             warnings.warn(
                 f"second moments were frozen after {self.steps} steps, but still changed by {self.drift.value:.0%} "
@@ -184,7 +185,7 @@ class Phase:
             )
 
     def check_saving(self, synchronized: bool) -> None:
-        """Raise StateError unless the parameters are the same on all ranks."""
+        """Raise StateError unless `synchronized`, that is, unless the parameters are equal on all ranks."""
         if not synchronized:
             interval = self._schedule.max_interval if self._schedule else 1
             raise StateError(
@@ -200,16 +201,16 @@ class Phase:
         steps : int
             Number of steps.
         frozen : bool
-            True if second moments are frozen. A schedule that ends later refreshes them again.
+            True if second moments were frozen. They are unfrozen if this schedule's `freeze_step` is later.
         refreshed : bool
-            True if all steps have updated them.
+            True if all steps have updated the second moments.
         drift : object
-            Measurements of :meth:`Drift.state`, or None.
+            Return value of :meth:`Drift.state`, or None.
 
         Raises
         ------
         StateError
-            The checkpoint is damaged, or one of 0/1 Adam.
+            The checkpoint is damaged; or it is of 0/1 Adam before the freeze, and there is no schedule.
         """
         if self._schedule is None and not refreshed and not frozen:
             raise StateError("the state is one of 0/1 Adam before its freeze: load it with a ZeroOneSchedule")
@@ -219,16 +220,16 @@ class Phase:
         return phase
 
     def adopt(self, other: "Phase") -> None:
-        """Go on from another phase."""
+        """Copy the steps, the freeze and the drift of another phase."""
         self.steps, self.frozen, self.drift = other.steps, other.frozen, other.drift
 
     def watch(self) -> None:
-        """Log a warning when the process ends and "auto" has never frozen the second moments."""
+        """Log a warning at the end of the process if "auto" has never frozen the second moments."""
         if self._freeze_step == "auto":
             _waiting.add(self)
 
 
-_waiting: "weakref.WeakSet[Phase]" = weakref.WeakSet()  # phases of this process that may never be frozen
+_waiting: "weakref.WeakSet[Phase]" = weakref.WeakSet()  # phases with freeze_step="auto" in this process
 
 
 @atexit.register

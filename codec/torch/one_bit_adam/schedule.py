@@ -1,4 +1,4 @@
-"""Schedules of 1-bit Adam and 0/1 Adam: gradients, momenta or nothing is sent in a step."""
+"""Schedules of 1-bit Adam and 0/1 Adam: which steps send gradients, momenta or nothing."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -6,30 +6,30 @@ from typing import Any, Literal
 from codec import ArgumentError
 from codec.arguments import whole
 
-Kind = Literal["gradients", "momenta", "local"]  # contents that a step sends; "local": nothing
+Kind = Literal["gradients", "momenta", "local"]  # tensors that a step sends; "local": none
 
 
 @dataclass(frozen=True)
 class ZeroOneSchedule:
-    """Steps of 0/1 Adam: few of them refresh the second moments, and later few of them communicate (Lu et al. 2023).
+    """Schedule of 0/1 Adam: few steps update the second moments, and after the freeze few communicate (Lu et al. 2023).
 
-    Until `freeze_step`, some steps send gradients, which refresh the second moments v. The distance of these steps is 1
-    at first, and doubles after every `refreshes` of them. All other steps send momenta.
+    Up to `freeze_step`, some steps send gradients, which update (refresh) the second moments v. At first, each step
+    refreshes v; the interval between refreshes doubles after every `refreshes` of them. All other steps send momenta.
 
-    After `freeze_step` v stays as it is. The ranks then synchronize in every step that is a multiple of an interval,
-    and send momenta. The interval is 1 at first, and doubles after every `double_every` steps up to `max_interval`. The
-    steps between are local: each rank moves by its own momentum.
+    After `freeze_step`, v is frozen. The ranks then synchronize by sending momenta in each step whose number is a
+    multiple of a second interval. It is 1 at first, and doubles after every `double_every` steps up to `max_interval`.
+    The other steps are local: each rank updates its parameters by its own momentum.
 
     Parameters
     ----------
     freeze_step : int
-        Last step that may refresh v, at least 1: the end of the learning rate's warm-up.
+        Last step that may refresh v, at least 1. Use the end of the learning rate's warm-up.
     refreshes : int
-        Number of refreshes after which their distance doubles, at least 1.
+        Number of refreshes after which the interval between them doubles, at least 1.
     double_every : int, optional
-        Steps after which the interval doubles, at least 1. Default: `freeze_step`.
+        Number of steps after which the interval between synchronizations doubles, at least 1. Default: `freeze_step`.
     max_interval : int
-        Largest interval, a power of 2; 1: no step is local.
+        Largest interval between synchronizations, a power of 2. With 1, no step is local.
 
     Raises
     ------
@@ -60,12 +60,12 @@ class ZeroOneSchedule:
             raise ArgumentError(f"max_interval must be a power of 2, got {self.max_interval}")
 
     def kind(self, step: int) -> Kind:
-        """Return what a step sends.
+        """Return the kind of tensors that a step sends.
 
         Parameters
         ----------
         step : int
-            Number of the step; the first is 1.
+            Number of the step; the first step is 1.
 
         Returns
         -------
@@ -77,7 +77,7 @@ class ZeroOneSchedule:
         return "momenta" if step % self._interval(step) == 0 else "local"
 
     def _refreshes(self, step: int) -> bool:
-        begin, distance = 0, 1  # first step of a run of refreshes, and the steps between two of them
+        begin, distance = 0, 1  # step before the refreshes with the current interval; the interval in steps
         while step > begin + distance * self.refreshes:
             begin += distance * self.refreshes
             distance *= 2
@@ -89,12 +89,12 @@ class ZeroOneSchedule:
 
 
 def parsed(freeze_step: Any) -> tuple[ZeroOneSchedule | None, int | Literal["auto"]]:
-    """Return the schedule and the step of the freeze that an argument `freeze_step` means.
+    """Return the schedule, or None, and the step of the freeze that an argument `freeze_step` stands for.
 
     Raises
     ------
     ArgumentError
-        It is neither a number of steps, nor "auto", nor a schedule.
+        `freeze_step` is neither a number of steps, nor "auto", nor a ZeroOneSchedule.
     """
     if isinstance(freeze_step, ZeroOneSchedule):
         return freeze_step, freeze_step.freeze_step

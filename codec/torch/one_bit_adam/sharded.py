@@ -1,4 +1,4 @@
-"""Ranks that hold the shards of a replica: agreements on what each of them sees in its own shards only."""
+"""Agreements among the ranks that hold the shards of one replica, each of which sees only its own shards."""
 
 import math
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from codec.torch.group.communicator import close_communicator
 
 
 class Shards:
-    """Ranks among which FSDP2 shards the parameters of a replica. All of them must make the same calls.
+    """Ranks among which FSDP2 shards the parameters of a replica. All of them must call the same methods.
 
     Parameters
     ----------
     group : ProcessGroup or None
-        The ranks. None: parameters are whole, and this rank decides alone.
+        Group of these ranks. None: parameters are not sharded, and methods return this rank's own values.
     options : CallOptions or None
         Timeout of the agreements.
     """
@@ -29,11 +29,11 @@ class Shards:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Number of this rank's shard, and number of shards."""
+        """Index of this rank's shard, and number of shards."""
         return (0, 1) if self._group is None else (self._group.rank(), self._group.size())
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Return True for each flag that is True on any of the ranks."""
+        """Return, for each flag, True if it is True on any of the ranks."""
         if self._group is None or not flags:
             return list(flags)
         votes = torch.tensor(flags, dtype=torch.float32, device="cpu")
@@ -41,7 +41,7 @@ class Shards:
         return [bool(vote) for vote in votes]
 
     def total(self, value: float) -> float:
-        """Return the sum of a number over the ranks, the same on all of them."""
+        """Return the sum of `value` over the ranks; the sum is bit-identical on all of them."""
         if self._group is None:
             return value
         found = torch.tensor([value], dtype=torch.float32, device="cpu")
@@ -49,23 +49,23 @@ class Shards:
         return found.item()
 
     def norm(self, value: float) -> float:
-        """Return the Euclidean norm of all shards together; `value`: norm of this rank's shards."""
+        """Return the Euclidean norm over all shards, given the norm `value` of this rank's shards."""
         return value if self._group is None else math.sqrt(self.total(value * value))
 
     def confirm(self, succeeded: bool) -> bool:
-        """Return True if a step has succeeded on all ranks; each has averaged its shards with those of other replicas.
+        """Return True if a step has succeeded on all ranks, each of which averages its shards with other replicas.
 
         Raises
         ------
         PeerError
-            The step has succeeded here, but another rank is lost.
+            The step has succeeded on this rank, but another rank is lost.
         """
         with suppress(*() if succeeded else (CodecError,)):
             return not self.any([not succeeded])[0]
         return False
 
     def cancel(self) -> None:
-        """Close the connections: this rank cannot end a step, and the others must not wait for it."""
+        """Close the connections, because this rank cannot end a step and the others must not wait for it."""
         if self._group is not None:
             close_communicator(self._group, cancel=True)
 

@@ -1,4 +1,4 @@
-"""Steps of an optimizer: momenta to send, updates from received means, and steps without communication."""
+"""Steps of OneBitAdam: momenta to send, updates from received means, and steps without communication."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from codec.torch.one_bit_adam.schedule import Kind
 
 Tensors = dict[torch.Tensor, torch.Tensor]  # gradients or momenta by parameter
 Group = dict[str, Any]  # parameter group
-State = dict[str, Any]  # state of a parameter
+State = dict[str, Any]  # optimizer state of a parameter
 
 
 @dataclass
 class Local:
-    """Steps of a parameter since the ranks were synchronized; `total` is 0 if all of its learning rates were 0."""
+    """Local steps of a parameter since the last synchronization of the ranks."""
 
-    anchor: torch.Tensor  # values that the parameter would have without these steps; the same on all ranks
-    sum: torch.Tensor  # sum of this rank's momenta times step sizes
-    total: float  # sum of the step sizes; the same on all ranks
+    anchor: torch.Tensor  # parameter without these steps, but with their weight decay; equal on all ranks
+    sum: torch.Tensor  # sum over these steps of this rank's momentum times the step size
+    total: float  # sum of the step sizes, equal on all ranks; 0 if all learning rates were 0
 
 
 class Steps:
@@ -33,7 +33,7 @@ class Steps:
     optimizer : torch.optim.Adam
         The optimizer, whose parameters and state the steps change.
     refresh : bool
-        True: second moments are refreshed in some steps only (0/1 Adam). False: in all steps until the freeze.
+        True: only some steps update second moments (0/1 Adam). False: all steps until the freeze update them.
     """
 
     def __init__(self, optimizer: torch.optim.Adam, refresh: bool) -> None:
@@ -43,38 +43,38 @@ class Steps:
 
     @property
     def synchronized(self) -> bool:
-        """True if the parameters are the same on all ranks."""
+        """True if the parameters are equal on all ranks, because no local step followed the last synchronization."""
         return not self._local
 
     @property
     def apart(self) -> set[torch.Tensor]:
-        """Parameters that have taken local steps since the ranks were synchronized."""
+        """Parameters that have taken local steps since the last synchronization."""
         return set(self._local)
 
     def moves(self, p: torch.Tensor) -> bool:
-        """Return True if a parameter takes part in steps: it requires a gradient, or has taken local steps."""
+        """Return True if steps update a parameter: it requires a gradient, or has taken local steps."""
         return p.requires_grad or p in self._local
 
     def start(self) -> None:
-        """Start the state of all parameters, before the first step."""
+        """Initialize the state of all parameters that require gradients, before the first step."""
         for p in parameters.of(self._optimizer):
             if p.requires_grad:
                 arithmetic.start(p, self._optimizer.state[p])
 
     def restart(self) -> None:
-        """Go on from parameters and state that were replaced."""
+        """Drop cached denominators and local steps, after parameters and state were replaced."""
         self._denominators.clear()
         self._local.clear()
 
     def freeze(self) -> None:
-        """Keep second moments as they are from now on."""
+        """Drop cached denominators at the freeze; the next ones are computed from the final second moments."""
         self._denominators.clear()
 
     def message(self, p: torch.Tensor, gradient: torch.Tensor, group: Group, scale: float) -> None:
         """Replace the gradient of a parameter by the momentum that this rank sends.
 
-        After local steps that is the mean of their momenta and of this step's, weighted by step sizes; this step's
-        momentum if all step sizes are 0.
+        After local steps, this is the mean of the momenta of these steps and of the current step, weighted by step
+        sizes. If all step sizes are 0, it is the current step's momentum.
         """
         state = cast(State, self._optimizer.state.get(p, {}))
         if not state or not self.moves(p):
@@ -88,7 +88,7 @@ class Steps:
                 gradient.mul_(size).add_(since.sum, alpha=scale).div_(since.total + size)
 
     def unsent(self, p: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Replace the gradient of a parameter by the mean momentum of the local steps that it has taken, or by 0."""
+        """Replace the gradient of a parameter by the mean momentum of its local steps, or by 0 if it has taken none."""
         since = self._local.get(p)
         if since is None:
             gradient.zero_()
@@ -98,7 +98,7 @@ class Steps:
             gradient.copy_(local(self._optimizer.state[p]["exp_avg"]))
 
     def synchronize(self, received: Tensors) -> None:
-        """Move parameters from where the ranks were synchronized last, by the averages of what :meth:`unsent` sent."""
+        """Replace local steps by their mean over ranks; `received` are the averaged results of :meth:`unsent`."""
         for group in self._optimizer.param_groups:
             some = [p for p in group["params"] if p in self._local]
             states: list[State] = [self._optimizer.state[p] for p in some]
@@ -107,7 +107,7 @@ class Steps:
                 self._move(group, some, states, sizes)
 
     def take(self, kind: Kind, received: Tensors) -> None:
-        """Update parameters and state by the mean gradients or momenta that were received."""
+        """Update parameters and state from the mean gradients or momenta that were received."""
         for group in self._optimizer.param_groups:
             some = [p for p in group["params"] if p in received]
             if not some:
@@ -130,7 +130,7 @@ class Steps:
     def _adopt(
         self, group: Group, some: list[torch.Tensor], states: list[State], momenta: list[torch.Tensor]
     ) -> list[float]:
-        """Set momenta to their means, and parameters to the last synchronization; return the step sizes since then."""
+        """Set momenta to their means, and parameters to their anchors; return the sums of local step sizes."""
         arithmetic.adopt(states, momenta, [self._denominators.dead(*x, group) for x in zip(some, states, strict=True)])
         earlier: list[float] = []
         for p in some:
@@ -143,7 +143,10 @@ class Steps:
     def _step(
         self, group: Group, some: list[torch.Tensor], states: list[State], earlier: Sequence[float] | None = None
     ) -> None:
-        """Decay, and step by the momenta in the state, with step sizes to which `earlier` ones are added."""
+        """Apply weight decay, and update parameters by the momenta in the state.
+
+        `earlier`: sums of local step sizes, which are added to the step sizes.
+        """
         sizes = [arithmetic.step_size(group, float(s["step"])) for s in states]
         if earlier is not None:
             sizes = [a + b for a, b in zip(sizes, earlier, strict=True)]
@@ -151,7 +154,7 @@ class Steps:
         self._move(group, some, states, sizes)
 
     def _move(self, group: Group, some: list[torch.Tensor], states: list[State], sizes: Sequence[float]) -> None:
-        """Step by the momenta in the state."""
+        """Update parameters by the momenta in the state, times `sizes`."""
         arithmetic.update(
             some,
             arithmetic.moments(states, "exp_avg"),
@@ -160,13 +163,12 @@ class Steps:
         )
 
     def take_alone(self, gradients: Tensors | None) -> None:
-        """Take a local step: parameters move by this rank's momenta.
+        """Take a local step: update parameters by this rank's momenta.
 
         Parameters
         ----------
         gradients : dict or None
-            Gradients of this rank; a parameter that has none has a gradient of zeros. None: this rank does not move,
-            and counts the step only.
+            Gradients of this rank; a missing gradient counts as zeros. None: only count the step, without an update.
         """
         for group in self._optimizer.param_groups:
             some = [p for p in group["params"] if self._optimizer.state.get(p) and self.moves(p)]
@@ -190,7 +192,7 @@ class Steps:
             arithmetic.decay(group, [since.anchor for since in locals_])
 
     def _since(self, p: torch.Tensor) -> Local:
-        """Return the steps of a parameter since the ranks were synchronized."""
+        """Return the local steps of a parameter since the last synchronization; create the record if there is none."""
         if p not in self._local:
             x = local(p).detach()
             self._local[p] = Local(x.clone(), torch.zeros_like(x, memory_format=torch.preserve_format), 0.0)
