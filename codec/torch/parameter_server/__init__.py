@@ -1,1 +1,1 @@
-"""Parameter servers: workers push frames of gradients and pull means (docs/methods/parameter-server.md)."""
+"""Parameter servers: workers push frames of gradients, and pull their means (docs/methods/parameter-server.md)."""

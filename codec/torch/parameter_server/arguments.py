@@ -17,14 +17,14 @@ def endpoint_for(group: Any, timeout: timedelta | None) -> Endpoint:
     Parameters
     ----------
     group : ProcessGroup or None
-        None: all ranks.
+        Group of all servers and workers; None: all ranks.
     timeout : timedelta or None
         Longest wait for the group's store; None: the timeout of the group.
 
     Raises
     ------
     ArgumentError
-        `group` is no process group, or this rank is not of the group.
+        `group` is no process group, or this rank is not in it.
     """
     key = key_of(group)
     if _compat.rank_not_in_group(key):
@@ -35,23 +35,23 @@ def endpoint_for(group: Any, timeout: timedelta | None) -> Endpoint:
 def check_ranks(
     name: str, ranks: Any, endpoint: Endpoint, *, member: bool | None = None, other: Sequence[int] = ()
 ) -> list[int]:
-    """Return a list of ranks.
+    """Check an argument that is a sequence of ranks, and return it as a list.
 
     Parameters
     ----------
     name : str
-        Name of the argument.
+        Name of the argument, for error messages.
     ranks : sequence of int
-        One or more different ranks of the group of `endpoint`.
+        The argument: one or more different ranks of the group of `endpoint`.
     member : bool, optional
-        True: this rank must be one of them. False: it must not.
+        True: this rank must be one of `ranks`. False: it must not be one of them.
     other : sequence of int
-        Ranks that must not be among them.
+        Ranks that `ranks` must not contain.
 
     Raises
     ------
     ArgumentError
-        `ranks` is something else.
+        `ranks` violates one of these conditions.
     """
     if not isinstance(ranks, Sequence) or isinstance(ranks, str):
         raise ArgumentError(f"{name} must be a sequence of ranks, got {shown(ranks)}")

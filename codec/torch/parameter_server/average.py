@@ -1,4 +1,4 @@
-"""Means of all workers' gradients: TernGrad's step with shared scales, and means of other frames."""
+"""Means of all workers' gradients: by TernGrad with shared scales, or as means of frames of other codecs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from codec.torch.reduction.shared_scale import magnitude
 def terngrad(
     session: Session, step: int, gradients: Mapping[str, torch.Tensor], spec: Ternary
 ) -> dict[str, torch.Tensor]:
-    """Return the means of ternary codes under scales that all workers share.
+    """Return the means of gradients that workers send as ternary codes, with scales that all workers share.
 
     Parameters
     ----------
@@ -31,14 +31,14 @@ def terngrad(
     step : int
         Number of the step.
     gradients : mapping of str to torch.Tensor
-        Gradients that go with their keys.
+        Gradients with the dtypes and shapes of their keys.
     spec : Ternary
-        Spec without a scale.
+        Codec, without a scale.
 
     Raises
     ------
     ArgumentError
-        A gradient has NaN or Inf.
+        A gradient holds NaN or Inf.
     CodecError
         A server reports an error, or is lost.
     """
@@ -60,9 +60,9 @@ def terngrad(
 
 
 def _shared_scales(session: Session, step: int, names: Sequence[str], mine: Mapping[str, float]) -> dict[str, float]:
-    """Return the largest magnitude of each gradient on any worker.
+    """Return the maximum over all workers of each gradient's magnitude, given those of this worker in `mine`.
 
-    The magnitudes of all gradients of one server are one vector, in the order of names.
+    For each server, the magnitudes of the gradients whose keys it holds are sent as one vector, sorted by name.
     """
     groups = {s: sorted(group) for s, group in session.by_server(names).items()}
     keys = {s: Key(_scales_name(session.servers, s, group), "float32", (len(group),)) for s, group in groups.items()}
@@ -80,7 +80,7 @@ def _shared_scales(session: Session, step: int, names: Sequence[str], mine: Mapp
 
 
 def _scales_name(servers: Sequence[int], server: int, names: Sequence[str]) -> str:
-    """Return a name of a key for the scales of some keys, which :func:`server_of` assigns to their server."""
+    """Return a key name for the scales of the keys `names` that :func:`server_of` assigns to their own server."""
     number = 0
     while True:
         name = f"{INTERNAL}scales {hash64(*names):x} {number}"
@@ -92,7 +92,7 @@ def _scales_name(servers: Sequence[int], server: int, names: Sequence[str]) -> s
 def mean(
     session: Session, step: int, gradients: Mapping[str, torch.Tensor], spec: codec.Spec
 ) -> dict[str, torch.Tensor]:
-    """Return the means of frames of any spec; parameters as for :func:`terngrad`."""
+    """Return the means of gradients that workers send as frames of any codec; parameters as for :func:`terngrad`."""
     names = list(gradients)
     frames = {name: session.frame(step, name, gradients[name], spec) for name in names}
     _, values = session.round(session.push(step, frames), session.pull(step, names, "mean"))
@@ -100,5 +100,5 @@ def mean(
 
 
 def _rounded(limit: float, dtype: torch.dtype) -> float:
-    """Return a limit of magnitudes, which must be a value of the tensor's dtype, rounded to it; not to 0."""
+    """Round a scale to the dtype of its gradient, but never to 0."""
     return torch.tensor(limit, dtype=dtype, device="cpu").item() or limit

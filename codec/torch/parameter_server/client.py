@@ -1,4 +1,4 @@
-"""Client of parameter servers: registers keys, pushes frames, pulls reductions, and averages gradients."""
+"""Client of parameter servers, which registers keys, pushes frames, pulls reductions, and averages gradients."""
 
 import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -21,20 +21,20 @@ from codec.torch.reduction.arguments import plain_spec
 
 
 class ParameterClient:
-    """A worker's connections to all parameter servers.
+    """Client of a worker, which is connected to all parameter servers.
 
-    Methods may be called by any thread; one call runs at a time. Tensors are on any device. Steps are numbers that
-    rise; all workers push the same keys in the same steps.
+    Any thread may call methods; one call runs at a time. Tensors may be on any device. Number the steps in ascending
+    order. All workers must push the same keys in the same steps.
 
     Parameters
     ----------
     servers : sequence of int
         Ranks of the servers, in the same order as on the servers.
     group : ProcessGroup, optional
-        Ranks. Default: all.
+        Group of all servers and workers. Default: all ranks.
     options : CallOptions, optional
-        ``codec.options(timeout=)``: longest time that a pull waits for other workers; that of the servers. A server
-        that does not answer at all is lost after twice this time. Default: the timeout of the group.
+        ``codec.options(timeout=)``: longest time that a pull waits for other workers. Use the same timeout as on the
+        servers. A server that does not answer within twice this time counts as lost. Default: the timeout of the group.
 
     Raises
     ------
@@ -45,7 +45,7 @@ class ParameterClient:
 
     See Also
     --------
-    ParameterServer : The other side.
+    ParameterServer : The server to which clients connect.
 
     Examples
     --------
@@ -70,22 +70,22 @@ class ParameterClient:
     def __exit__(self, kind: Any, *_: object) -> None:
         if kind is None:
             self.close()
-        else:  # servers report to the other workers that this one is lost
+        else:  # close without notice, so that servers report this worker as lost to the other workers
             self._session.links.close()
 
     def init(self, parameters: Mapping[str, Any]) -> None:
-        """Register keys on their servers. Every worker does so; equal registrations are the same key.
+        """Register keys (named tensors) on their servers. All workers must register the same keys.
 
         Parameters
         ----------
         parameters : mapping of str to torch.Tensor or sequence of int
-            Tensors, of which dtype and shape are taken, or shapes of float32 tensors, by name. Values are not sent.
-            Dtypes are float32, bfloat16, float16, int8 to int64, and uint8.
+            By name: a tensor, whose dtype and shape are registered, or the shape of a float32 tensor. Values are not
+            sent. Allowed dtypes are float32, bfloat16, float16, int8, int16, int32, int64 and uint8.
 
         Raises
         ------
         ArgumentError
-            A name or shape is wrong, differs from another worker's, or is more than the server allows.
+            A name, dtype or shape is not supported, differs from another worker's, or exceeds a limit of the server.
         PeerError
             A server is lost.
         """
@@ -97,26 +97,26 @@ class ParameterClient:
             self._session.devices |= {n: of.device for n, of in parameters.items() if isinstance(of, torch.Tensor)}
 
     def push(self, step: int, tensors: Mapping[str, Any], spec: SpecLike = codec.Lossless()) -> None:  # noqa: B008
-        """Send values of this worker for a step.
+        """Send this worker's tensors of a step to the servers.
 
         Parameters
         ----------
         step : int
             Number of the step, 0 or more.
         tensors : mapping of str to torch.Tensor, float, int, bytes, buffer or None
-            Tensors to encode, by key; numbers for keys of shape (); None for zeros; or frames, which for keys of floats
-            may be uint8 tensors.
+            Tensors to encode, by key. A number is accepted for a key of shape (); None stands for zeros. A buffer is
+            sent as a frame that is already encoded; so is a uint8 tensor, if the key has a floating-point dtype.
         spec : Spec or name of a preset
-            Spec of the frames of float tensors. Integers are sent by Lossless. :class:`codec.TopK` needs error
-            feedback: push frames that ``codec.encode(residual=, feedback=True)`` has made.
+            Codec of floating-point tensors; integers are sent lossless. :class:`codec.TopK` needs error feedback: push
+            frames that ``codec.encode(residual=, feedback=True)`` has returned.
 
         Raises
         ------
         StateError
-            A key is not initialized, was pushed before in this step, or the step has ended or begun without this
+            A key is not initialized, or was already pushed in this step; the step has ended, or has begun without this
             worker; or too many steps are in flight.
         ArgumentError, SpecError
-            A tensor does not go with its key or with the spec.
+            A tensor does not fit its key or the spec.
         PeerError
             A server is lost.
         """
@@ -127,31 +127,31 @@ class ParameterClient:
             self._session.round(self._session.push(step, frames))
 
     def pull(self, step: int, keys: Iterable[str], *, reduce: Reduce = "mean") -> dict[str, torch.Tensor]:
-        """Wait until all workers have pushed some keys, and return what these values reduce to.
+        """Wait until all workers have pushed some keys, and return the reductions of their tensors.
 
         Parameters
         ----------
         step : int
             Number of the step.
         keys : iterable of str
-            Names. This worker must have pushed them in the step, and can pull each once.
+            Names of keys. This worker must have pushed them in the step, and can pull each key only once per step.
         reduce : {"mean", "max", "decode_average"}
-            ``"mean"`` and ``"max"`` decode the frames and return the mean or the maximum of the workers, which the
-            server sends as Lossless frames. Integers have a maximum only. ``"decode_average"`` adds the codes of
-            :class:`codec.Ternary` frames with one scale as integers, exactly, which the server sends; the result is
-            float32(sum * (scale / W)).
+            ``"mean"`` and ``"max"``: the server decodes the frames, and sends the mean or the maximum over the workers
+            as Lossless frames. For integers, only ``"max"`` is supported. ``"decode_average"``: the server adds the
+            codes of :class:`codec.Ternary` frames, which must have the same scale, exactly as integers, and sends the
+            sums; for W workers the result is float32(sum * (scale / W)).
 
         Returns
         -------
         dict of str to torch.Tensor
-            Tensors on the CPU with dtypes and shapes of the keys.
+            Tensors in host memory, with the dtypes and shapes of the keys.
 
         Raises
         ------
         StateError
-            A key is not initialized, or was not pushed by this worker, or was pulled before.
+            A key is not initialized, was not pushed by this worker, or was already pulled.
         SpecError
-            For ``"decode_average"``, if frames are not of Ternary or have different scales; for ``"mean"`` of integers.
+            ``"decode_average"`` of frames that are not Ternary or have different scales; or ``"mean"`` of integers.
         PeerError
             Another worker was lost or too late, or has abandoned the step; or a server is lost.
         """
@@ -169,38 +169,39 @@ class ParameterClient:
     ) -> dict[str, torch.Tensor]:
         """Return the mean of all workers' gradients: push and pull in one call.
 
-        With :class:`codec.Ternary` this is TernGrad's step: workers push the largest magnitude of each gradient and
-        pull the maxima of all workers, push ternary codes with these scales, and pull their ``"decode_average"``. Sums
-        are exact, and no value is rounded but by the codes. With ``clip``, a worker's magnitude is limited to that many
-        standard deviations before, as in ``algorithm="shared_scale"`` of :func:`all_reduce`. With another spec, workers
-        push frames and pull their mean.
+        With :class:`codec.Ternary` this is a step of TernGrad. Workers push the largest magnitude of each gradient, and
+        pull the maxima over all workers. They use these as scales of the ternary codes that they push, and then pull
+        ``"decode_average"``. Sums are exact, so the codes are the only source of error. With ``clip``, magnitudes are
+        first limited to that many standard deviations, as in ``algorithm="shared_scale"`` of :func:`all_reduce`. With
+        other specs, workers push frames and pull their mean.
 
-        If the call fails on this worker, it abandons the step, so that the other workers raise PeerError at once.
+        If the call fails on this worker, it abandons the step, so that the other workers raise PeerError immediately.
 
         Parameters
         ----------
         step : int
-            Number of the step, also for the random bits of the codes.
+            Number of the step. It also selects the random bits of the codes.
         gradients : mapping of str to torch.Tensor or None
-            Gradients by key; they are not changed. All workers pass the same keys. None, the gradient of a parameter
-            that this worker has not used, counts as zeros.
+            Gradients by key; they are not changed. All workers must pass the same keys. None, the gradient of a
+            parameter that this worker has not used, counts as zeros.
         spec : Spec or name of a preset
-            Such as ``codec.Ternary("base3", clip=2.5)``.
+            Codec of the gradients, such as ``codec.Ternary("base3", clip=2.5)``.
 
         Returns
         -------
         dict of str to torch.Tensor
-            Means, with dtypes and devices of the gradients, or of the parameters where gradients are None; the same
-            bits on all workers.
+            Means, bit-identical on all workers, with the dtype and device of the gradient, or of the parameter if the
+            gradient is None.
 
         Raises
         ------
         ArgumentError
-            A gradient has NaN or Inf, with ``code == codec.Status.NONFINITE``, or does not go with its key.
+            A gradient holds NaN or Inf (``code == codec.Status.NONFINITE``), or does not fit its key.
         PeerError
             Another worker has failed, was lost or was too late; or a server is lost.
         SpecError
-            A spec with a `scale`: workers agree on it; or :class:`codec.TopK`, which needs error feedback.
+            The spec has a `scale`, on which the workers must agree themselves; or it is :class:`codec.TopK`, which
+            needs error feedback.
         StateError
             As for :meth:`push`.
         """
@@ -228,7 +229,7 @@ class ParameterClient:
             return {name: found[name].to(self._session.device_of(name, given)) for name, given in gradients.items()}
 
     def abandon(self, step: int) -> None:
-        """Abandon a step: this worker pushes nothing more in it, and workers that wait for this one raise PeerError.
+        """Abandon a step: this worker pushes no more keys in it, and workers that wait for its keys raise PeerError.
 
         Parameters
         ----------
@@ -245,11 +246,11 @@ class ParameterClient:
             self._session.abandon(step, nonfinite=False)
 
     def stats(self) -> ClientStats:
-        """Return the totals so far."""
+        """Return the requests and bytes so far."""
         return self._session.links.stats()
 
     def close(self) -> None:
-        """Report to the servers that this worker is done; a server ends when all workers are done."""
+        """Notify the servers that this worker is done, and close the connections. A server ends when all are done."""
         with self._lock:
             if self._session.links.closed:
                 return
@@ -261,9 +262,9 @@ class ParameterClient:
 
     @contextmanager
     def _call(self) -> Generator[None, None, None]:
-        """Return a context manager whose body alone uses the connections.
+        """Return a context manager that locks the connections for one call.
 
-        An exception such as KeyboardInterrupt closes the client: replies may be left, which belong to this call.
+        A KeyboardInterrupt or similar exception closes the client, because later calls could read this call's replies.
         """
         with self._lock:
             if self._session.links.closed:
@@ -282,7 +283,7 @@ def _step(step: Any) -> int:
 
 
 def _key_of(name: Any, of: Any) -> Key:
-    """Return the key of a tensor or a shape."""
+    """Check an item of ``init(parameters)``, and return its key."""
     if not isinstance(name, str) or not 0 < len(name.encode(errors="replace")) <= MAX_NAME_NBYTES:
         raise ArgumentError(f"a key must be a str of 1 to {MAX_NAME_NBYTES} bytes, got {shown(name)}")
     if isinstance(of, torch.Tensor):

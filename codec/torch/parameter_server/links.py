@@ -1,4 +1,4 @@
-"""A worker's connections to parameter servers: requests to all at once, and their replies."""
+"""A worker's connections to parameter servers, over which it sends requests to several servers at once."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from codec.torch.transport.messages import Array
 
 T = TypeVar("T")
 
-_SMALL_NBYTES = 1 << 16  # bytes of any reply without values, such as an error
+_SMALL_NBYTES = 1 << 16  # most bytes of a reply without values, such as an error
 
 
 @dataclass(frozen=True, repr=False)
 class ClientStats(Rounded):
-    """Totals of a client, from :meth:`ParameterClient.stats`.
+    """Totals of a client, which :meth:`ParameterClient.stats` returns.
 
     Attributes
     ----------
     requests : int
-        Requests sent to all servers together.
+        Number of requests sent, over all servers.
     sent_nbytes, received_nbytes : int
-        Bytes of all messages, headers included.
+        Bytes of all messages, including headers.
     """
 
     requests: int
@@ -33,7 +33,7 @@ class ClientStats(Rounded):
     received_nbytes: int
 
     def __str__(self) -> str:
-        """Return the requests and bytes in a line."""
+        """Return one line with the number of requests and the bytes."""
         sent, received = size(self.sent_nbytes), size(self.received_nbytes)
         return f"{count(self.requests, 'request')}: {sent} sent, {received} received"
 
@@ -48,8 +48,8 @@ class ServerLinks:
     servers : sequence of int
         Ranks of the servers.
     seconds : float
-        Longest wait for a connection, and for the sending of 4 MiB; replies may take twice as long, since servers wait
-        for other workers as long.
+        Longest wait for a connection, and for sending 4 MiB. The longest wait for a reply is twice as long, because a
+        server itself waits up to `seconds` for other workers.
     """
 
     def __init__(self, endpoint: Endpoint, servers: Sequence[int], seconds: float) -> None:
@@ -65,11 +65,11 @@ class ServerLinks:
             raise
 
     def alive(self) -> list[int]:
-        """Return the servers that are not lost."""
+        """Return the ranks of the servers whose connections are open."""
         return [server for server, connection in self._connections.items() if not connection.closed]
 
     def stats(self) -> ClientStats:
-        """Return the totals so far."""
+        """Return the requests and bytes so far."""
         connections = self._connections.values()
         sent, received = (sum(n) for n in zip(*((c.sent_nbytes, c.received_nbytes) for c in connections), strict=True))
         return ClientStats(self._requests, sent, received)
@@ -83,21 +83,27 @@ class ServerLinks:
     def round(
         self, requests: Sequence[Mapping[int, Outgoing]], limit: int, read: Callable[[Array, int, int], T]
     ) -> list[dict[int, T]]:
-        """Send requests to servers, and return what `read` finds in each reply.
+        """Send requests to servers, and return the results of `read` for the replies.
 
         Parameters
         ----------
         requests : sequence of dict
-            Requests by server. All are sent before the first reply is awaited; a server answers them in order.
+            Requests by server; each item holds at most one request per server. All requests are sent before the first
+            reply is received. A server answers its requests in this order.
         limit : int
             Most bytes of the values in a reply.
         read : callable
-            Gets the reply, the server, and the number of keys in the reply.
+            read(reply, server, count) parses a reply that must have `count` keys, and returns its contents.
+
+        Returns
+        -------
+        list of dict
+            For each item of `requests`: results of `read` by server.
 
         Raises
         ------
         CodecError
-            The first error of any reply, after all replies were received; PeerError for a server that is lost.
+            First error that a reply reports, raised after all replies were received; PeerError if a server is lost.
         """
         lost: dict[int, PeerError] = {}
         first: CodecError | None = None
@@ -121,9 +127,9 @@ class ServerLinks:
         return found
 
     def _try(self, server: int, lost: dict[int, PeerError], call: Callable[[PeerConnection], T]) -> T | None:
-        """Return the result of a call, or None if the server is lost, which closes its connection.
+        """Return the result of a call, or None if the server is lost. Then close the connection, and note it in `lost`.
 
-        A reply that came later would be taken for that of another request.
+        On an open connection, a late reply could be read as the reply to another request.
         """
         if server not in lost:
             try:

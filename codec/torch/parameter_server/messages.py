@@ -1,4 +1,4 @@
-"""Requests and replies of a parameter server as bytes (docs/spec/protocol/point-to-point.md, section 2)."""
+"""Encode and parse requests and replies of a parameter server (docs/spec/protocol/point-to-point.md, section 2)."""
 
 import struct
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ from codec.torch.transport.messages import Array
 
 Reduce = Literal["max", "mean", "decode_average"]
 
-REDUCES: tuple[Reduce, ...] = ("max", "mean", "decode_average")  # by number
+REDUCES: tuple[Reduce, ...] = ("max", "mean", "decode_average")  # reductions, by their number in a request
 INIT, PUSH, PULL, ABANDON, CLOSE = range(5)  # kinds of requests
-INTERNAL = "\0"  # begin of names of keys that clients themselves register
+INTERNAL = "\0"  # prefix of the names of keys that the library registers itself
 TAG = -1  # tag of the connections between workers and servers
 MAX_STEP = 1 << 62
 MAX_NAME_NBYTES = 1024
 INIT_NBYTES = 1 << 22  # most bytes of a request that registers keys
-ITEMSIZE = {  # dtypes of keys
+ITEMSIZE = {  # bytes per value of each dtype that keys may have
     "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1,
 }  # fmt: skip
 FLOATS = ("float32", "bfloat16", "float16")
 DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in ITEMSIZE}
 
-_DTYPES = {  # numbers of docs/spec/format.md, section 3
+_DTYPES = {  # dtype numbers, as in docs/spec/format.md, section 3
     "float32": 1, "bfloat16": 3, "float16": 4, "int8": 17, "int16": 18, "int32": 19, "int64": 20, "uint8": 21,
 }  # fmt: skip
 _DTYPE_NAMES = {number: name for name, number in _DTYPES.items()}
@@ -35,15 +35,15 @@ _MAX_RANK = 8
 _MAX_DIMENSION = 1 << 40
 _REQUEST = struct.Struct("<BBHIq")  # kind, argument, 0, number of keys, step
 _REPLY = struct.Struct("<BBHI")  # status, 0, 0, number of keys
-_KEY = struct.Struct("<HBB")  # bytes of the name, dtype, rank
-_ERROR_NBYTES = 2000  # most bytes of an error's text
+_KEY = struct.Struct("<HBB")  # bytes of the name, dtype number, number of dimensions
+_ERROR_NBYTES = 2000  # most bytes of an error message in a reply
 _ERRORS: tuple[type[CodecError], ...] = (ArgumentError, SpecError, FrameError, StateError, PeerError)  # statuses 1 to 5
-_NONFINITE = 6  # status of a PeerError whose cause is NaN or Inf
-ABANDON_ERROR, ABANDON_NONFINITE = range(2)  # arguments of ABANDON
+_NONFINITE = 6  # status of a PeerError that is caused by NaN or Inf
+ABANDON_ERROR, ABANDON_NONFINITE = range(2)  # argument of ABANDON: reason why the worker abandons the step
 
 
 def label(name: str) -> str:
-    """Return the name of a key for messages."""
+    """Return the name of a key for error messages."""
     return "the shared scales" if name.startswith(INTERNAL) else repr(name)
 
 
@@ -57,50 +57,50 @@ class Key:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Bytes of the uncompressed tensor."""
         return prod(self.shape) * ITEMSIZE[self.dtype]
 
     @property
     def value_limit(self) -> int:
-        """Most bytes of a frame of the key, or of its packed sums."""
+        """Most bytes that a frame of the key, or a reply with its packed sums, may have."""
         return 2 * self.nbytes + 4096
 
 
 @dataclass(frozen=True)
 class Request:
-    """Request of a worker: kind, argument, step, and the keys of INIT or the ids and frames of PUSH and PULL."""
+    """Parsed request of a worker."""
 
     kind: int
-    argument: int
+    argument: int  # number of the reduction of PULL, or reason of ABANDON
     step: int
-    keys: Sequence[Key] = ()
-    ids: Sequence[int] = ()
-    frames: Sequence[Array] = ()
+    keys: Sequence[Key] = ()  # keys to register, of INIT
+    ids: Sequence[int] = ()  # numbers of keys, of PUSH and PULL
+    frames: Sequence[Array] = ()  # one frame per key, of PUSH
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """Request to send: its parts, and the number of keys in the reply."""
+    """Encoded request."""
 
-    parts: list[Any]
-    replies: int
+    parts: list[Any]  # buffers to send one after the other
+    replies: int  # number of keys in the expected reply
 
 
 def request(
     kind: int, step: int = 0, ids: Sequence[int] = (), frames: Sequence[Any] | None = None, argument: int = 0
 ) -> Outgoing:
-    """Return a request of any kind but INIT.
+    """Encode a request of any kind but INIT.
 
     Parameters
     ----------
     kind, argument : int
-        Kind of the request; the reduction of PULL, or the reason of ABANDON.
+        Kind of the request; number of the reduction of PULL, or reason of ABANDON.
     step : int
-        Step.
+        Number of the step.
     ids : sequence of int
-        Keys.
+        Numbers of keys.
     frames : sequence of buffers, optional
-        One frame for each key, for PUSH.
+        One frame per key, for PUSH.
     """
     head = _REQUEST.pack(kind, argument, 0, len(ids), step)
     parts: list[Any] = [head + np.asarray(ids, "<u4").tobytes()]
@@ -111,7 +111,7 @@ def request(
 
 
 def init_request(keys: Sequence[Key]) -> Outgoing:
-    """Return a request that registers keys."""
+    """Encode a request that registers keys."""
     body = bytearray(_REQUEST.pack(INIT, 0, 0, len(keys), 0))
     for key in keys:
         body += key_record(key)
@@ -119,14 +119,14 @@ def init_request(keys: Sequence[Key]) -> Outgoing:
 
 
 def key_record(key: Key) -> bytes:
-    """Return the record of a key in a request that registers keys."""
+    """Encode the record of one key in a request that registers keys."""
     name = key.name.encode()
     head = _KEY.pack(len(name), _DTYPES[key.dtype], len(key.shape))
     return head + struct.pack(f"<{len(key.shape)}Q", *key.shape) + name
 
 
 class _Reader:
-    """Bounds-checked reader of a message; the end of the message is a FrameError."""
+    """Bounds-checked reader of a message. Reading past the end raises FrameError."""
 
     def __init__(self, message: Array) -> None:
         self._message, self._at = message, 0
@@ -152,12 +152,12 @@ class _Reader:
 
 
 def read_request(message: Array) -> Request:
-    """Return the request that a message holds.
+    """Parse a request.
 
     Raises
     ------
     FrameError
-        The bytes are no request.
+        The bytes are no valid request.
     """
     reader = _Reader(message)
     kind, argument, zero, count, step = reader.unpack(_REQUEST)
@@ -194,14 +194,14 @@ def _read_key(reader: _Reader) -> Key:
 
 
 def reply(ids: Sequence[int] = (), values: Sequence[Sequence[Any]] | None = None) -> list[Any]:
-    """Return the parts of a reply without an error.
+    """Encode a reply to a successful request, as a list of buffers.
 
     Parameters
     ----------
     ids : sequence of int
-        Numbers of registered keys, for INIT.
+        Numbers of the registered keys, for INIT.
     values : sequence of (head, body), optional
-        Value of each key, for PULL.
+        Encoded result for each key, for PULL.
     """
     if values is None:
         return [_REPLY.pack(0, 0, 0, len(ids)) + np.asarray(ids, "<u4").tobytes()]
@@ -211,7 +211,7 @@ def reply(ids: Sequence[int] = (), values: Sequence[Sequence[Any]] | None = None
 
 
 def error_reply(error: CodecError) -> list[Any]:
-    """Return the parts of a reply that reports an error."""
+    """Encode a reply that reports an error, as a list of buffers."""
     status = next((i for i, kind in enumerate(_ERRORS, 1) if isinstance(error, kind)), len(_ERRORS))
     if isinstance(error, PeerError) and error.code == Status.NONFINITE:
         status = _NONFINITE
@@ -219,7 +219,7 @@ def error_reply(error: CodecError) -> list[Any]:
 
 
 def _read_status(reader: _Reader, server: int, count: int) -> None:
-    """Raise the error that a reply of a server reports; check the number of its keys."""
+    """Raise the error that a reply of a server reports; raise FrameError unless the reply has `count` keys."""
     status, _, _, found = reader.unpack(_REPLY)
     if status:
         text = f"server {server}: {reader.rest().tobytes().decode(errors='replace')}"
@@ -231,7 +231,7 @@ def _read_status(reader: _Reader, server: int, count: int) -> None:
 
 
 def read_ids(message: Array, server: int, count: int) -> list[int]:
-    """Return the numbers of registered keys in a reply to INIT; raise the error that the reply reports."""
+    """Parse a reply to INIT, and return the numbers of the registered keys; raise the error that it reports."""
     reader = _Reader(message)
     _read_status(reader, server, count)
     found = reader.numbers("<u4", count)
@@ -240,7 +240,7 @@ def read_ids(message: Array, server: int, count: int) -> list[int]:
 
 
 def read_values(message: Array, server: int, count: int) -> list[Array]:
-    """Return the values in a reply to PULL, or no value for other requests; raise the error that the reply reports."""
+    """Parse a reply, and return its values, if the request was PULL, or []; raise the error that it reports."""
     reader = _Reader(message)
     _read_status(reader, server, count)
     values = [reader.take(nbytes) for nbytes in reader.numbers("<u8", count)]

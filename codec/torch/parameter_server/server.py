@@ -1,4 +1,4 @@
-"""Parameter server: workers push frames of their gradients, and pull reductions of these."""
+"""Parameter server, which receives frames of gradients from workers, and sends them reductions."""
 
 import logging
 import threading
@@ -30,24 +30,24 @@ logger = logging.getLogger("codec.torch")
 
 @dataclass(frozen=True, repr=False)
 class ServerStats(Rounded):
-    """Totals of a parameter server, from :meth:`ParameterServer.stats`.
+    """Totals of a parameter server, which :meth:`ParameterServer.stats` returns.
 
     Attributes
     ----------
     keys : int
-        Registered keys, without those of the library.
+        Number of keys that users have registered.
     steps : int
-        Steps that have ended.
+        Number of steps that have ended.
     steps_in_flight : int
-        Steps that have begun and not ended.
+        Number of steps that have begun and not ended.
     in_flight_nbytes : int
         Bytes of pushed frames that the server holds.
     requests, refused : int
-        Requests answered, and those of them answered by an error.
+        Number of requests answered, and number of those that were answered by an error.
     received_nbytes, sent_nbytes : int
-        Bytes of all messages, headers included, from and to all workers together.
+        Bytes of all messages from and to all workers, including headers.
     lost_workers : dict of int to str
-        Ranks of workers whose connection broke, with the reason.
+        Ranks of workers whose connection broke, each with the reason.
     """
 
     keys: int
@@ -61,7 +61,7 @@ class ServerStats(Rounded):
     lost_workers: dict[int, str]
 
     def __str__(self) -> str:
-        """Return the keys, steps, requests and bytes in a line."""
+        """Return one line with the numbers of steps, keys and requests, and the bytes."""
         lost = f", lost workers {', '.join(map(str, self.lost_workers))}" if self.lost_workers else ""
         return (
             f"{count(self.steps, 'step')}, {self.steps_in_flight} in flight ({size(self.in_flight_nbytes)}), of "
@@ -73,28 +73,28 @@ class ServerStats(Rounded):
 class ParameterServer:
     """One of the servers to which workers push gradients, and from which they pull the mean.
 
-    All ranks of a group are servers or workers. Each server holds a share of the keys. It stores frames as they come,
-    reduces the frames of all workers when the first worker pulls, and holds no parameters: workers update their own.
+    Each rank of the group is either a server or a worker. Each server holds a share of the keys. It stores the pushed
+    frames, and reduces them when the first worker pulls. It holds no parameters: each worker updates its own copy.
 
-    Workers that are lost do not stop the others: steps that begin later go on without them. A wrong request is an error
-    for the worker that sent it, and changes nothing.
+    Lost workers do not stop the others: steps that begin later continue without them. An invalid request raises an
+    error only on the worker that sent it, and changes nothing.
 
     Parameters
     ----------
     servers, workers : sequence of int
-        Ranks of the group; the order of `servers` must be the same everywhere.
+        Ranks of the servers and of the workers. The order of `servers` must be the same on all ranks.
     group : ProcessGroup, optional
-        Ranks. Default: all.
+        Group of all servers and workers. Default: all ranks.
     max_keys : int
-        Most keys of this server.
+        Most keys that can be registered on this server.
     max_key_nbytes : int
-        Most bytes of the tensor of one key; 1 GiB by default.
+        Most bytes of the uncompressed tensor of one key; 1 GiB by default.
     max_steps : int
-        Most steps in which a worker can take part at once, 1 or more. The server holds at most as many frames of a key
-        from each worker.
+        Most steps in which a worker can take part at once, 1 or more. It limits memory: from each worker, the server
+        holds at most this many frames per key.
     options : CallOptions, optional
-        ``codec.options(timeout=)``: longest time that a pull waits for workers. Default: the timeout of the group.
-        Servers and workers need the same timeout.
+        ``codec.options(timeout=)``: longest time that a pull waits for workers. Use the same timeout on servers and
+        workers. Default: the timeout of the group.
 
     Raises
     ------
@@ -105,7 +105,7 @@ class ParameterServer:
 
     See Also
     --------
-    ParameterClient : The other side, on workers.
+    ParameterClient : The client that workers use.
 
     Examples
     --------
@@ -147,12 +147,12 @@ class ParameterServer:
     def serve(self) -> None:
         """Serve the workers until all of them have closed their clients, or are lost.
 
-        Each worker has a thread. KeyboardInterrupt closes all connections, so that the workers raise PeerError.
+        One thread serves each worker. KeyboardInterrupt closes all connections, so that the workers raise PeerError.
 
         Raises
         ------
         PeerError
-            All workers were lost; or a worker has not connected within the timeout, and no other one is left.
+            No worker is left, and none has closed its client: all were lost, or did not connect within the timeout.
         """
         if self._finished:
             raise codec.StateError("serve() has ended: make a new ParameterServer")
@@ -178,7 +178,7 @@ class ParameterServer:
             raise PeerError(f"no worker is left: {reasons or 'none has connected in time'}")
 
     def stats(self) -> ServerStats:
-        """Return the totals so far; any thread may call this, also during :meth:`serve`."""
+        """Return the totals so far. Any thread may call this, even during :meth:`serve`."""
         with self._steps.changed:
             return ServerStats(
                 len(self._table),
@@ -200,7 +200,7 @@ class ParameterServer:
         )
 
     def _serve_worker(self, worker: int) -> None:
-        """Answer a worker, and again if it connects once more, until the server has finished."""
+        """Accept connections of a worker, which may reconnect, and answer its requests until the server ends."""
         seconds: float | None = self._seconds
         while not self._finished:
             try:
@@ -237,7 +237,7 @@ class ParameterServer:
             self._steps.leave(worker, state, reason)
 
     def _answer(self, worker: int, connection: PeerConnection, message: Array) -> bool:
-        """Answer one request; return True if the worker closes its client."""
+        """Answer one request; return True if the worker has closed its client."""
         taken: list[Any] = []
         request: Request | None = None
         refused = False
@@ -248,7 +248,7 @@ class ParameterServer:
             except CodecError as e:
                 connection.check()
                 parts, refused = messages.error_reply(e), True
-            except Exception as e:  # a defect or missing memory must not end the server
+            except Exception as e:  # a bug, or a lack of memory, must not end the server
                 logger.exception("parameter server: a request of worker %d failed", worker)
                 parts, refused = messages.error_reply(PeerError(f"the request failed: {type(e).__name__}: {e}")), True
             connection.send(parts, self._seconds)
@@ -261,9 +261,10 @@ class ParameterServer:
         return request is not None and request.kind == CLOSE and not refused
 
     def _perform(self, worker: int, request: Request, taken: list[Any], check: Callable[[], None]) -> list[Any]:
-        """Perform a request and return the parts of its reply.
+        """Execute a request, and return the buffers of its reply.
 
-        `taken` gets the entries to release after sending. `check` raises PeerError if the worker is gone.
+        This appends to `taken` the entries that must be released after the reply was sent. `check` raises PeerError if
+        the worker is lost.
         """
         table, steps = self._table, self._steps
         if request.kind == INIT:
@@ -289,7 +290,7 @@ class ParameterServer:
 
 
 def _reduced(frames: Sequence[Array], key: Key, reduce: str) -> tuple[bytes, bytes]:
-    """Return head and body of the value that workers get for a key."""
+    """Reduce the frames of a key; return head and body of the value that is sent to workers."""
     try:
         if reduce == "decode_average":
             return sums.encode_average(frames)
@@ -304,7 +305,7 @@ def _reduced(frames: Sequence[Array], key: Key, reduce: str) -> tuple[bytes, byt
 
 
 def _largest(frames: Sequence[Array], key: Key, reduce: str) -> bytes:
-    """Return a frame of the maximum of integers."""
+    """Return a lossless frame of the elementwise maximum of frames of integers."""
     if reduce != "max":
         raise SpecError(f"integers have no mean in {key.dtype}: pull their maximum, or push floats")
     values = [codec.decode(frame) for frame in frames]

@@ -1,4 +1,4 @@
-"""State of a client: registered keys, frames of tensors, requests to the servers of keys."""
+"""State of a client: registered keys, frames of tensors, and requests to the servers that hold the keys."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from codec.torch.transport.messages import Array
 
 
 class Session:
-    """Keys of a client and its connections to their servers. One thread uses it at a time.
+    """Registered keys of a client, and its connections to the servers. Only one thread may use it at a time.
 
     Parameters
     ----------
@@ -28,18 +28,18 @@ class Session:
     servers : list of int
         Ranks of the servers.
     seconds : float
-        As for :class:`ServerLinks`.
+        Timeout, as for :class:`ServerLinks`.
     """
 
     def __init__(self, endpoint: Endpoint, servers: list[int], seconds: float) -> None:
         self.servers = servers
-        self.keys: dict[str, tuple[Key, int]] = {}  # registered keys, and their numbers on their servers
-        self.devices: dict[str, torch.device] = {}  # device of the tensor with which a key was registered
+        self.keys: dict[str, tuple[Key, int]] = {}  # by name: registered key, and its number on its server
+        self.devices: dict[str, torch.device] = {}  # by name: device of the tensor with which the key was registered
         self.links = ServerLinks(endpoint, servers, seconds)
         self._rank = endpoint.rank
 
     def register(self, keys: Sequence[Key]) -> None:
-        """Register keys, and remember their numbers."""
+        """Register keys on their servers, and store the numbers that these return."""
         for batch in _batches(keys):
             groups: dict[int, list[Key]] = {}
             for key in batch:
@@ -50,13 +50,13 @@ class Session:
                 self.keys |= {key.name: (key, n) for key, n in zip(groups[s], numbers, strict=True)}
 
     def known(self, name: str) -> tuple[Key, int]:
-        """Return a registered key and its number, or raise StateError."""
+        """Return a registered key and its number; raise StateError if it is not registered."""
         if name not in self.keys:
             raise StateError(f"{shown(name)} is not initialized: call init() with its shape first")
         return self.keys[name]
 
     def tensor_of(self, name: str, value: Any) -> Any:
-        """Return zeros for None, a tensor for a number, and other values as they are, all in the dtype of a key."""
+        """Convert None to zeros and a number to a tensor, with the dtype of the key; return other values unchanged."""
         key, _ = self.known(name)
         dtype: torch.dtype = getattr(torch, key.dtype)
         if value is None:
@@ -72,11 +72,11 @@ class Session:
         return torch.tensor(value, dtype=dtype, device="cpu")
 
     def device_of(self, name: str, given: Any) -> torch.device:
-        """Return the device of a mean: that of the gradient, or of the parameter if there is none."""
+        """Return the device for the mean of a key: that of its gradient, or, if that is None, of its parameter."""
         return given.device if isinstance(given, torch.Tensor) else self.devices.get(name, torch.device("cpu"))
 
     def check(self, name: str, tensor: Any) -> None:
-        """Raise an error unless a tensor goes with a key."""
+        """Raise ArgumentError unless a dense tensor has the dtype and shape of a key."""
         key, _ = self.known(name)
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             raise ArgumentError(f"{name!r} must be a dense torch tensor, got {shown(tensor)}")
@@ -87,9 +87,9 @@ class Session:
             )
 
     def frame(self, step: int, name: str, value: Any, spec: codec.Spec) -> Any:
-        """Return the frame of a tensor, or the buffer of a frame that the caller has encoded.
+        """Encode a tensor, or return the buffer of a frame that the caller has encoded.
 
-        A tensor of uint8 for a key of floats holds a frame. Integers are encoded by Lossless, whatever the spec.
+        A uint8 tensor for a key of floats is such a frame. Integers are always encoded lossless.
         """
         value = self.tensor_of(name, value)
         key, _ = self.known(name)
@@ -105,7 +105,7 @@ class Session:
         return codec.encode(value.detach().cpu(), how, stream=self.stream(step, name))
 
     def stream(self, step: int, name: str) -> int:
-        """Return the stream of random bits of a tensor, which no other worker, step or key has."""
+        """Return the number of the random stream for a tensor; it differs between workers, steps and keys."""
         return hash64("parameter server", step, self._rank, name) % (1 << 64)
 
     def decoded(
@@ -115,7 +115,7 @@ class Session:
         reduce: Reduce,
         scales: Mapping[str, float] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors that replies to a pull hold, in the order of `names`."""
+        """Decode the values in replies to a pull; return the tensors by key, in the order of `names`."""
         found: dict[str, torch.Tensor] = {}
         for server, group in self.by_server(names).items():
             for name, value in zip(group, values[server], strict=True):
@@ -133,21 +133,21 @@ class Session:
         return {name: found[name] for name in names}
 
     def by_server(self, names: Iterable[str]) -> dict[int, list[str]]:
-        """Return the names by their servers."""
+        """Group key names by the server that holds the key."""
         groups: dict[int, list[str]] = {}
         for name in names:
             groups.setdefault(server_of(name, self.servers), []).append(name)
         return groups
 
     def push(self, step: int, frames: Mapping[str, Any]) -> dict[int, Outgoing]:
-        """Return the requests that push frames."""
+        """Encode the requests, by server, that push frames."""
         return {
             s: messages.request(messages.PUSH, step, [self.known(n)[1] for n in group], [frames[n] for n in group])
             for s, group in self.by_server(frames).items()
         }
 
     def pull(self, step: int, names: Sequence[str], reduce: Reduce) -> dict[int, Outgoing]:
-        """Return the requests that pull reductions."""
+        """Encode the requests, by server, that pull reductions."""
         argument = REDUCES.index(reduce)
         return {
             s: messages.request(messages.PULL, step, [self.known(n)[1] for n in group], argument=argument)
@@ -155,29 +155,29 @@ class Session:
         }
 
     def abandon(self, step: int, *, nonfinite: bool) -> None:
-        """Report to all servers that this worker pushes nothing more in a step."""
+        """Notify all servers that this worker pushes no more keys in a step."""
         reason = messages.ABANDON_NONFINITE if nonfinite else messages.ABANDON_ERROR
         request = messages.request(messages.ABANDON, step, argument=reason)
         self.round(dict.fromkeys(self.links.alive(), request))
 
     def close(self) -> None:
-        """Report to all servers that this worker is done."""
+        """Notify all servers that this worker is done."""
         self.round(dict.fromkeys(self.links.alive(), messages.request(messages.CLOSE)))
 
     def round(self, *requests: Mapping[int, Outgoing]) -> list[dict[int, list[Array]]]:
-        """Send requests to servers at once; return the values in their replies, or raise the first error of any."""
+        """Send all requests, then receive the replies; return their values by server, or raise the first error."""
         limit = sum(key.value_limit + 64 for key, _ in self.keys.values())
         return self.links.round(requests, limit, messages.read_values)
 
 
 def _holds(dtype: torch.dtype, value: float) -> bool:
-    """Return True if a value is an integer that a dtype can hold."""
+    """Return True if a value is an integer in the range of an integer dtype."""
     limits = torch.iinfo(dtype)
     return value == int(value) and limits.min <= value <= limits.max if math.isfinite(value) else False
 
 
 def _batches(keys: Sequence[Key]) -> Iterable[list[Key]]:
-    """Yield keys in lists that fit into one request each."""
+    """Split keys into lists, each of which fits into one request."""
     batch: list[Key] = []
     nbytes = 0
     for key in keys:

@@ -1,4 +1,4 @@
-"""Pushed frames of a parameter server, step by step: who has pushed, who may pull, and when frames are dropped."""
+"""Steps of a parameter server: stores pushed frames, lets workers wait for complete keys, and frees the frames."""
 
 import threading
 import time
@@ -8,27 +8,27 @@ from typing import Any
 
 from codec import CodecError, PeerError, StateError, Status
 
-_CHECK_SECONDS = 0.25  # between two looks at the connection of a worker that waits
-_REMEMBERED = 1024  # steps that have ended and whose late pushes are recognized
+_CHECK_SECONDS = 0.25  # seconds between two checks of the connection of a waiting worker
+_REMEMBERED = 1024  # number of ended steps whose late pushes are recognized
 
 
 class Entry:
-    """Frames of one key in one step.
+    """Frames of one key in one step, and their reductions.
 
-    A result is computed once for each reduction, by the first worker that asks for it.
+    The thread of the first worker that requests a reduction computes it; the others reuse the result.
     """
 
     def __init__(self) -> None:
         self.frames: dict[int, Any] = {}  # by worker
-        self.pushed: set[int] = set()
-        self.pulled: set[int] = set()
-        self.users = 0  # calls that compute or send a result
-        self.nbytes = 0
+        self.pushed: set[int] = set()  # workers that have pushed the key
+        self.pulled: set[int] = set()  # workers that have pulled the key
+        self.users = 0  # number of threads that compute or send a result
+        self.nbytes = 0  # bytes of all frames
         self._lock = threading.Lock()
-        self._results: dict[str, Any] = {}
+        self._results: dict[str, Any] = {}  # by reduction: result, or CodecError
 
     def result(self, reduce: str, compute: Callable[[Sequence[Any]], Any]) -> Any:
-        """Return the result of a reduction, or raise its error; `compute` gets the frames in the order of workers."""
+        """Return the result of a reduction, or raise its error; `compute` receives the frames in rank order."""
         with self._lock:
             if reduce not in self._results:
                 try:
@@ -46,23 +46,23 @@ class Entry:
 
 
 class _Step:
-    """Step that has begun and not ended."""
+    """Step in flight."""
 
     def __init__(self, number: int, expected: frozenset[int]) -> None:
-        self.number, self.expected = number, expected
-        self.entries: dict[int, Entry] = {}  # by key
-        self.gone: dict[int, PeerError] = {}  # workers that push nothing more in this step
-        self.left: set[int] = set()  # workers that have gone on to later steps
+        self.number, self.expected = number, expected  # `expected`: workers that must push each key
+        self.entries: dict[int, Entry] = {}  # by number of the key
+        self.gone: dict[int, PeerError] = {}  # workers that push no more keys in this step, and the reason
+        self.left: set[int] = set()  # workers that no longer take part in this step, and pull no more keys
 
 
 def _check_keys(keys: Collection[int]) -> None:
-    """Raise StateError for no keys: a step without keys would never end."""
+    """Raise StateError if there are no keys, because a step without keys would never end."""
     if not keys:
         raise StateError("the request names no key")
 
 
 def _abandoned(worker: int, number: int, *, nonfinite: bool) -> PeerError:
-    """Return the error that other workers get in a step that a worker has abandoned."""
+    """Return the error that is reported to other workers in a step that a worker has abandoned."""
     text = f"worker {worker} has abandoned step {number}"
     if nonfinite:
         return PeerError(f"{text}: it has NaN or Inf", Status.NONFINITE)
@@ -70,14 +70,15 @@ def _abandoned(worker: int, number: int, *, nonfinite: bool) -> PeerError:
 
 
 class Steps:
-    """Steps in flight, and the state of workers. All methods may be called by any thread.
+    """Steps in flight, and the state of workers. Any thread may call all methods.
 
-    A step expects the workers that take part when its first key is pushed. A key is complete when all of them have
-    pushed it. It never completes if one of them was lost, was too late, or abandoned the step before it pushed the key;
-    so all workers that pull a key get its value, or none does.
+    When the first key of a step is pushed, the step expects all workers that are active, or have not connected yet. A
+    key is complete when all expected workers have pushed it. It never completes if one of them was lost, was too late,
+    or abandoned the step before it pushed the key. So either all workers that pull a key receive its value, or none
+    does.
 
-    Each step is one in which some worker takes part at the moment, and a worker takes part in at most `max_steps`. So
-    there are at most `max_steps` times the number of workers, whatever workers send.
+    A step is in flight only while some worker takes part in it, and a worker takes part in at most `max_steps` steps.
+    So at most `max_steps` times the number of workers are in flight, even if workers misbehave.
 
     Parameters
     ----------
@@ -89,26 +90,26 @@ class Steps:
 
     def __init__(self, workers: Sequence[int], max_steps: int) -> None:
         self.changed = threading.Condition()
-        self.completed = 0  # steps that have ended
-        self.state = dict.fromkeys(workers, "expected")  # or "active", "absent", "lost", "closed"
-        self.reasons: dict[int, str] = {}  # why workers were lost
+        self.completed = 0  # number of steps that have ended
+        self.state = dict.fromkeys(workers, "expected")  # by worker; also "active", "absent", "lost" or "closed"
+        self.reasons: dict[int, str] = {}  # reason why a worker was lost
         self._max_steps = max_steps
-        self._steps: dict[int, _Step] = {}
-        self._ended: OrderedDict[int, Mapping[int, PeerError]] = OrderedDict()
-        self._of: dict[int, list[int]] = {w: [] for w in workers}  # steps in which a worker takes part
-        # Steps that a worker has abandoned before they began; True: because of NaN or Inf. Old entries are dropped.
+        self._steps: dict[int, _Step] = {}  # steps in flight
+        self._ended: OrderedDict[int, Mapping[int, PeerError]] = OrderedDict()  # `gone` of ended steps, by step
+        self._of: dict[int, list[int]] = {w: [] for w in workers}  # steps in which each worker takes part, oldest first
+        # Steps that each worker abandoned before they began; True: because of NaN or Inf. Old entries are dropped.
         self._abandoned: dict[int, OrderedDict[int, bool]] = {w: OrderedDict() for w in workers}
 
     # Workers
 
     def join(self, worker: int) -> None:
-        """Note that a worker has connected or sent a request: it takes part in steps that begin from now on."""
+        """Mark a worker as active, because it has connected or sent a request. Steps that begin later expect it."""
         with self.changed:
             self.state[worker] = "active"
             self.reasons.pop(worker, None)
 
     def leave(self, worker: int, state: str, reason: str) -> None:
-        """Note that a worker is lost, absent or closed: it pushes nothing more in the steps that have begun."""
+        """Mark a worker as lost, absent or closed. It pushes no more keys in the steps in flight."""
         with self.changed:
             self.state[worker] = state
             if state == "lost":
@@ -119,12 +120,12 @@ class Steps:
                 step.left.add(worker)
                 self._tidy(step)
                 if not any(step.number in mine for mine in self._of.values()):
-                    # Nobody has received a value: the step may begin again without the worker.
+                    # No worker takes part any more, and none has received a value: the step may begin again.
                     self._steps.pop(step.number, None)
             self.changed.notify_all()
 
     def abandon(self, worker: int, number: int, *, nonfinite: bool) -> None:
-        """Note that a worker pushes nothing more in a step, because of an error."""
+        """Record that a worker pushes no more keys in a step, because of an error."""
         with self.changed:
             if number in self._ended:
                 return
@@ -154,12 +155,12 @@ class Steps:
     # Frames
 
     def push(self, worker: int, number: int, frames: Mapping[int, Any], names: Callable[[int], str]) -> None:
-        """Store the frames of a worker, all or none.
+        """Store the frames that a worker pushes, by number of the key. After an error none is stored.
 
         Raises
         ------
         StateError
-            The worker has pushed a key before, is too late, or has too many steps in flight; or there are no frames.
+            The worker has already pushed a key, is too late, or has too many steps in flight; or there are no frames.
         """
         _check_keys(frames)
         with self.changed:
@@ -183,16 +184,17 @@ class Steps:
         seconds: float,
         check: Callable[[], None],
     ) -> list[Entry]:
-        """Wait until all workers of a step have pushed some keys, and return the entries of these.
+        """Wait until all expected workers of a step have pushed `keys`, and return the entries of these keys.
 
-        The caller releases the entries. During the wait, `check` is called from time to time; its errors end the wait.
+        The caller must release the entries by :meth:`release`. During the wait, `check` is called every 0.25 s; its
+        errors end the wait.
 
         Raises
         ------
         StateError
-            There are no keys, or the worker has not pushed one itself, or has pulled it before; or the step has ended.
+            There are no keys, the worker has not pushed one of them, or has already pulled it; or the step has ended.
         PeerError
-            A worker was lost, or has not pushed a key within `seconds`; no worker gets that key then.
+            A worker was lost, or has not pushed a key within `seconds`. Then no worker receives that key.
         """
         _check_keys(keys)
         deadline = time.monotonic() + seconds
@@ -230,7 +232,7 @@ class Steps:
             return entries
 
     def release(self, number: int, entries: Iterable[Entry]) -> None:
-        """Note that a worker has the results of entries that :meth:`wait` returned; free those that all have."""
+        """Release entries that :meth:`wait` returned, after their results were sent; free those that all pulled."""
         with self.changed:
             for entry in entries:
                 entry.users -= 1
@@ -248,12 +250,12 @@ class Steps:
             step.gone.setdefault(worker, reason)
 
     def _taken_part(self, worker: int, number: int) -> _Step | None:
-        """Return a step in which a worker can take part; None if it has not begun.
+        """Return step `number`, if the worker may take part in it; None if it has not begun.
 
         Raises
         ------
         StateError
-            The step has ended or begun without the worker, or the worker has left it.
+            The step has ended, or has begun without the worker, or the worker no longer takes part in it.
         """
         if number in self._ended:
             cause = self._ended[number].get(worker)
@@ -279,7 +281,7 @@ class Steps:
             )
 
     def _joined(self, worker: int, number: int) -> _Step:
-        """Return a step in which a worker takes part; begin it if it has not begun."""
+        """Make a worker take part in step `number`, and return the step; begin it if it has not begun."""
         step = self._taken_part(worker, number)
         mine = self._of[worker]
         if step is not None and number in mine:
@@ -292,7 +294,7 @@ class Steps:
         return step
 
     def _begin(self, number: int) -> _Step:
-        """Return a new step, without the workers that have abandoned it."""
+        """Create a step that expects all active and not yet connected workers; mark those that have abandoned it."""
         step = _Step(number, frozenset(w for w, state in self.state.items() if state in ("active", "expected")))
         for w, early in self._abandoned.items():
             nonfinite = early.pop(number, None)
@@ -302,7 +304,7 @@ class Steps:
         return step
 
     def _go_on(self, worker: int, oldest: _Step) -> None:
-        """End the part of a worker in its oldest step, so that it can begin another one."""
+        """End a worker's participation in its oldest step, so that it can take part in another one."""
         pushed = [e for e in oldest.entries.values() if worker in e.pushed]
         missing = self._missing(oldest, pushed) - oldest.gone.keys()
         if missing:
@@ -315,7 +317,7 @@ class Steps:
         self._tidy(oldest)
 
     def _tidy(self, step: _Step) -> None:
-        """Free the memory of keys that nobody will pull, and of a step in which no worker takes part any more."""
+        """Free keys that no worker will pull any more; end the step if no worker takes part in it any more."""
         waiting = step.expected - step.left - step.gone.keys()
         for entry in step.entries.values():
             if waiting <= entry.pulled and not entry.users:

@@ -1,4 +1,4 @@
-"""Sums of ternary codes on their way back to workers: integers as a Lossless frame, or several in a byte."""
+"""Encode sums of ternary codes for replies to workers: as a Lossless frame of integers, or packed bits."""
 
 import struct
 from collections.abc import Sequence
@@ -13,28 +13,29 @@ from codec import FrameError, SpecError
 from codec.torch import _compat
 from codec.torch.transport.messages import Array
 
-_HEAD = struct.Struct("<IfI")  # number of terms, scale, form
-_FRAME, _PACKED = range(2)  # forms
-_MOST_TERMS = 32_767  # maximum terms, so that int16 holds their sum
+_HEAD = struct.Struct("<IfI")  # number of terms, scale, form (_FRAME or _PACKED)
+_FRAME, _PACKED = range(2)  # Lossless frame of the sums; bit-packed sums
+_MOST_TERMS = 32_767  # maximum number of terms, so that their sum fits int16
 
 
 def bits_per_sum(terms: int) -> int:
-    """Return ceil(log2(2 W + 1)): the bits that hold a sum of W ternary codes."""
+    """Return the number of bits that hold a sum of W = `terms` ternary codes, ceil(log2(2 W + 1))."""
     return (2 * terms).bit_length()
 
 
 def encode_average(frames: Sequence[Any]) -> tuple[bytes, bytes]:
-    """Return the sum of the codes of ternary frames, and their scale.
+    """Add the codes of ternary frames, and encode the sums with their scale.
 
     Parameters
     ----------
     frames : sequence of buffers
-        Frames of :class:`codec.Ternary` with one scale.
+        Frames of :class:`codec.Ternary`, which must have the same scale.
 
     Returns
     -------
     head, body : bytes
-        Number of frames and scale; integers in whichever form is smaller.
+        The head holds the number of frames, the scale and the form. The body holds the sums in the smaller of the two
+        forms.
 
     Raises
     ------
@@ -59,21 +60,21 @@ def _pack(sums: Array, terms: int) -> bytes:
 
 
 def decode_average(value: Array, shape: tuple[int, ...], dtype: torch.dtype, scale: float | None) -> torch.Tensor:
-    """Return the mean that a value of :func:`encode_average` holds: float32(sum * (scale / W)), rounded to `dtype`.
+    """Decode a result of :func:`encode_average` to the mean of W workers, float32(sum * (scale / W)) as `dtype`.
 
     Parameters
     ----------
     value : ndarray of uint8
         Head and body.
     shape, dtype
-        Those of the tensor.
+        Shape and dtype of the tensor to return.
     scale : float or None
-        Scale that all workers have agreed on; None: not known.
+        Scale that all workers have agreed on; None: unknown.
 
     Raises
     ------
     FrameError
-        The value has another form, impossible sums, or another scale.
+        The value is malformed, has sums that are out of range, or has another scale.
     """
     n = prod(shape)
     if value.nbytes < _HEAD.size:

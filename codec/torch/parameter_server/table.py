@@ -1,4 +1,4 @@
-"""Keys of a parameter server, and the server of each key."""
+"""Table of the keys that a parameter server holds, and the assignment of keys to servers."""
 
 import threading
 import zlib
@@ -11,27 +11,27 @@ from codec.torch.transport.messages import Array
 
 
 def server_of(name: str, servers: Sequence[int]) -> int:
-    """Return the server of a key: number CRC-32(name) mod (number of servers) in the list of servers."""
+    """Return the server that holds a key: the one at index CRC-32(name) mod (number of servers)."""
     return servers[zlib.crc32(name.encode()) % len(servers)]
 
 
 class Table:
-    """Registered keys of a server, by number. All methods may be called by any thread.
+    """Registered keys of a server, by number. Any thread may call all methods.
 
     Parameters
     ----------
     max_keys : int
-        Most keys of the user, and most keys of the library.
+        Most keys that the user may register. The same limit applies separately to the library's internal keys.
     max_key_nbytes : int
-        Most bytes of the tensor of a key.
+        Most bytes of a key's uncompressed tensor.
     """
 
     def __init__(self, max_keys: int, max_key_nbytes: int) -> None:
         self._max_keys, self._max_key_nbytes = max_keys, max_key_nbytes
         self._keys: list[Key] = []
-        self._internal = 0  # keys of the library among them, which users do not count
-        self._numbers: dict[str, int] = {}
-        self._limit = 0  # bytes of frames of all keys
+        self._internal = 0  # number of internal keys of the library in `_keys`
+        self._numbers: dict[str, int] = {}  # number of each key, by name
+        self._limit = 0  # most bytes of one frame of each key, added up
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -39,12 +39,13 @@ class Table:
         return len(self._keys) - self._internal
 
     def register(self, keys: Sequence[Key]) -> list[int]:
-        """Register keys, all or none, and return their numbers; a key may be registered again with the same shape.
+        """Register keys, and return their numbers. Registering a key again with the same shape returns its number.
 
         Raises
         ------
         ArgumentError
-            A key has another dtype or shape than before, is too large, or there are too many.
+            A key has another dtype or shape than before, is too large, or there are too many keys. Then no key is
+            registered.
         """
         with self._lock:
             for key in keys:
@@ -72,21 +73,21 @@ class Table:
             return [self._numbers[key.name] for key in keys]
 
     def key(self, number: int) -> Key:
-        """Return the key of a number, or raise StateError."""
+        """Return the key with a number; raise StateError if there is none."""
         if number >= len(self._keys):
             raise StateError(f"key number {number} is not initialized: call init first")
         return self._keys[number]
 
     def name(self, number: int) -> str:
-        """Return the name of a key, for messages."""
+        """Return the name of the key with a number, for error messages."""
         return label(self.key(number).name)
 
     def request_limit(self) -> int:
-        """Return the most bytes that a request can have."""
+        """Return the most bytes that a valid request can have."""
         return max(INIT_NBYTES, 64 + 12 * len(self._keys) + self._limit)
 
     def check(self, number: int, frame: Array) -> None:
-        """Raise an error unless `frame` is an undamaged frame of a key.
+        """Raise an error unless `frame` is an undamaged frame with the dtype and shape of key `number`.
 
         Raises
         ------
@@ -95,7 +96,7 @@ class Table:
         ArgumentError
             The frame has another dtype or shape than the key.
         FrameError
-            The bytes are no frame, are damaged, too many, or need a codebook.
+            The bytes are no frame, are damaged, exceed the limit of the key, or need a codebook.
         """
         key = self.key(number)
         if frame.nbytes > key.value_limit:
