@@ -34,7 +34,7 @@ class Sent(NamedTuple):
 
 
 class Sending:
-    """Measurement of the messages that one side of an edge sends."""
+    """Measures the messages that a stage sends in one direction of an edge."""
 
     def __init__(self, edge: int, kind: int) -> None:
         self._direction: Direction = edge, kind
@@ -91,7 +91,7 @@ class EdgeChoice:
         return f"{self._levels}, {self._stated}"
 
     def spec(self, edge: int, kind: int) -> Spec:
-        """Return the spec of a direction: `kind` is 0 for activations, 1 for gradients."""
+        """Return the spec for messages on an edge; `kind` is 0 for activations, 1 for gradients."""
         return self._levels[self._level_of((edge, kind))][kind]
 
     def _level_of(self, direction: Direction) -> int:

@@ -122,7 +122,7 @@ class GradientChoice:
         return self._levels[self._selector.level][0]
 
     def spec_of(self, name: str) -> Spec:
-        """Return the spec of a tensor: the spec of the current level, or a less lossy one."""
+        """Return the spec of a tensor: that of the current level, or a less lossy one if its error is too large."""
         return self.quality.specs[self._allowed(name, self._levels[self._selector.level][1])]
 
     def _allowed(self, name: str, most: int) -> int:
@@ -142,7 +142,7 @@ class GradientChoice:
     # A step
 
     def begin(self, mesh: Mesh) -> "GradientChoice":
-        """Begin a step over the connections of a group."""
+        """Begin a step: start to measure the connections of a group."""
         self._meter.begin(mesh.connections())
         return self
 

@@ -35,7 +35,7 @@ class Meter:
     def __init__(self) -> None:
         self._first: Sequence[ConnectionInfo] = ()  # counters at the start of the current step
         self._last: Sequence[ConnectionInfo] = ()  # counters when the data of the current step had arrived
-        self._steps: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS)  # bytes, and seconds of sending
+        self._steps: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS)  # per step: bytes, seconds of sending
         self._rtts: deque[float] = deque(maxlen=_RTT_STEPS)  # seconds
         self._estimates: deque[float] = deque(maxlen=_CAREFUL)  # seconds per byte
 

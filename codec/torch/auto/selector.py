@@ -124,7 +124,7 @@ class Selector:
             level = self.level
         wish, self._wish = self._wish, (level > self.level) - (level < self.level)
         if not self._wish or wish != self._wish:
-            return None  # two steps in a row must agree
+            return None  # switch only if two steps in a row look better in the same direction
         return self._switch(level, record.usual, expected[level])
 
     def _hoped(self, level: int, here: float, expected: float) -> float:

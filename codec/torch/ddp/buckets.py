@@ -30,13 +30,13 @@ def n_values(parameter: torch.Tensor) -> int:
 
 
 def sizes_of(names: Mapping[torch.nn.Parameter, str]) -> dict[str, int]:
-    """Return the number of values of each parameter, by name."""
+    """Return the number of values that each parameter has in a bucket, by parameter name."""
     return {name: n_values(p) for p, name in names.items()}
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients of some parameters, which are reduced together."""
+    """Gradients of some parameters, which one collective averages."""
 
     buffer: torch.Tensor  # gradients as one flat tensor, or a sparse tensor
     parameters: Sequence[torch.nn.Parameter]
@@ -87,7 +87,7 @@ class Part:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """Ranges of parameters, (name, 0, number of values), in the order of the part."""
+        """Range (name, 0, number of values) of each parameter, in the order of the part's values."""
         return tuple((name, 0, n_values(p)) for name, p in zip(self.names, self.parameters, strict=True))
 
     @functools.cached_property
@@ -97,7 +97,7 @@ class Part:
 
     @functools.cached_property
     def n(self) -> int:
-        """Number of values."""
+        """Number of values of all parameters of the part."""
         return numel(self.layout)
 
 

@@ -51,7 +51,7 @@ class CodebookSync:
         self._step, self._in_sync = self.refresher.state_dict()["latest"], False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the refresh in flight."""
+        """Return the attributes for pickle and copy, without the refresh in flight."""
         return self.__dict__ | {"_in_sync": False, "_refresh_work": None}
 
     def require_sync(self) -> None:
@@ -78,7 +78,7 @@ class CodebookSync:
         return [hash64("codebooks", how), self._step, hash64(books)]
 
     def _reset(self) -> None:
-        """Drop codebooks, counts and steps."""
+        """Replace the refresher's state by that of a new refresher, without codebooks and symbol counts."""
         refresher = self.refresher
         how = {"interval": refresher.interval, "delay": refresher.delay}
         refresher.load_state_dict(CodebookRefresher(refresher.spec, refresher.dtype, **how).state_dict())
@@ -87,7 +87,7 @@ class CodebookSync:
         """Set the agreed codebook as the one that a reduction encodes with, and count symbols if a refresh is due."""
         refresher = self.refresher
         if r.spec != refresher.spec or (isinstance(r.spec, Truncate) and r.dtype != refresher.dtype):
-            return  # the codebooks code other symbols than this spec
+            return  # the refresher's codebooks are for symbols of another spec or dtype
         r.codebook, r.codebooks = refresher.current(self._step), refresher.books
         if refresher.due(self._step):
             r.count_symbols = refresher.count
@@ -97,7 +97,7 @@ class CodebookSync:
         self._refresh_work = comm.submit(lambda collective: self._refresh(collective, over))
 
     async def _refresh(self, collective: Collective, over: Wait) -> None:
-        """Sum the counts of all ranks, and propose the same codebook for a later step on all of them."""
+        """Sum the symbol counts of all ranks, and propose a codebook for a later step, the same on all ranks."""
         await over
         refresher = self.refresher
         if not refresher.due(self._step):
@@ -106,12 +106,12 @@ class CodebookSync:
             refresher.rollback(self._step)
             return
         r = Reduction(refresher.counts(), "int64", Lossless(), "sum", 0)
-        refresher.rollback(self._step)  # counts of a step that fails are dropped
+        refresher.rollback(self._step)  # clears the counts, so that those of a failed step are dropped
         try:
             fields = signed(r, "refresh")
             counts = await algorithms.gather(collective.part(hash64(*fields.items()), fields), r)
             await collective.agree()
-        except CodecError as e:  # raised on all ranks, which keep the current codebook
+        except CodecError as e:  # all ranks raise an error here, and keep the current codebook
             collective.fail(e)
             return
         refresher.propose(self._step, sum_of_counts(counts.reshape(collective.size, -1)))

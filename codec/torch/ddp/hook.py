@@ -67,16 +67,16 @@ class Hook:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """Optimizer of the model, as given to :func:`ddp_hook`, unwrapped."""
+        """Argument ``optimizer=`` of :func:`ddp_hook`, without the wrapper of Accelerate or Lightning."""
         return self.reducer.optimizer
 
     @property
     def refresher(self) -> CodebookRefresher | None:
-        """Refresher of the codebooks, as given to :func:`ddp_hook`."""
+        """Argument ``refresher=`` of :func:`ddp_hook`: refresher of the codebooks."""
         return self.reducer.refresher
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
-        """Reduce a bucket; torch calls this in the same order on all ranks."""
+        """Reduce a bucket. Torch calls this for each bucket, in the same order on all ranks."""
         return self.reduce(bucket)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
@@ -335,7 +335,7 @@ class Hook:
         return checkpoint.reshard(states, world_size)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the hook without the process group and the model, which belong to this process."""
+        """Return the attributes for pickle and copy, without the process group and the model of this process."""
         return self.__dict__ | {"reducer": copy(self.reducer), "_model": None}
 
 

@@ -22,7 +22,7 @@ logger = logging.getLogger("codec.torch")
 
 @runtime_checkable
 class _Hook(Protocol):
-    """Hook of this process."""
+    """Attribute of a Hook that this module reads."""
 
     called: bool
 
@@ -87,7 +87,7 @@ def check_bucket(bucket: Any) -> None:
 
 
 def model_with(parameter: torch.Tensor, hook: object) -> DistributedDataParallel:
-    """Return the model that has a parameter and to which a hook is registered."""
+    """Return the model that contains `parameter`, and to which `hook` is registered."""
     return next(
         model
         for model in models()
@@ -96,7 +96,7 @@ def model_with(parameter: torch.Tensor, hook: object) -> DistributedDataParallel
 
 
 def models() -> list[DistributedDataParallel]:
-    """Return all models of this process."""
+    """Return all DistributedDataParallel objects of this process."""
     return [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]
 
 

@@ -154,7 +154,7 @@ def _choice(
         check(each, None, None if each == lossless else feedback, algorithm, None)
     check_feedback(feedback)
     stated = None if auto.link is None else link_of(auto.link)
-    options = CallOptions(threads=settings.threads)  # samples are measured in host memory
+    options = CallOptions(threads=settings.threads)  # other options do not apply: samples are encoded in host memory
     return GradientChoice(replace(floor, specs=specs), stated, raw=algorithm == "auto", options=options)
 
 

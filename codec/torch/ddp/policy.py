@@ -20,7 +20,7 @@ from codec.torch.reduction.arguments import plain_spec
 Chooser = Callable[[str, torch.nn.Parameter], Spec | str | None]  # function of a parameter's name and the parameter
 logger = logging.getLogger("codec.torch")
 
-Choice = tuple[Spec, bool]  # spec, and whether error feedback is applied
+Choice = tuple[Spec, bool]  # spec; True if error feedback is applied
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 _MOSTLY = 0.5  # share of zeros above which a gradient counts as mostly zero
@@ -176,7 +176,7 @@ class Plan:
         self._reported = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the plan without the model's parameters."""
+        """Return the attributes for pickle and copy, without the model's parameters."""
         none: dict[str, Any] = {"names": {}, "chosen": {}, "_reasons": {}, "_basis": None}
         return self.__dict__ | none | {name: set[Any]() for name in ("_uneven", "_small", "_other")}
 
@@ -191,12 +191,12 @@ class Plan:
 
     @property
     def lossiest(self) -> Spec:
-        """Lossiest spec that the hook may use: that of the automatic choice, if there is one, else its spec."""
+        """Lossiest spec that the hook may use: the lossiest one of an automatic choice, or the hook's fixed spec."""
         return self._spec if self.auto is None else self.auto.quality.specs[-1]
 
     @property
     def feedback(self) -> bool:
-        """True if lossy parameters have residuals."""
+        """True if parameters with a lossy spec have residuals."""
         if self.feedback_argument is not None:
             return bool(self.feedback_argument)
         return any(map(feeds_back, [self._spec] if self.auto is None else self.auto.quality.specs))
@@ -217,12 +217,13 @@ class Plan:
             self.auto.serve({name: n_values(p) for p, name in mine.items()}, sum(p.nbytes for p in mine))
 
     def spec_of(self, name: str, parameter: torch.nn.Parameter) -> Spec:
-        """Return the spec of a parameter: the policy's, else the hook's.
+        """Return the spec that the policy chooses for a parameter, else the hook's spec.
 
         Raises
         ------
         SpecError, ArgumentError
-            The policy returned neither a spec nor a preset nor None, or one that needs error feedback.
+            The policy returned neither a spec nor a preset nor None; or its spec needs error feedback, which the hook
+            does not have.
         """
         spec = self._policys(name, parameter)
         return self.spec if spec is None else spec
@@ -242,7 +243,7 @@ class Plan:
 
     @property
     def _protects_uneven(self) -> bool:
-        """True if the spec `policy.uneven` applies: rows of different magnitudes would share scales in the hook's."""
+        """True if uneven parameters use `policy.uneven`, because rows would share scales with the hook's spec."""
         return self.policy.uneven is not None and needs_even_rows(self.spec)
 
     def is_exact(self, step: int) -> bool:
@@ -291,7 +292,7 @@ class Plan:
         return (uneven, ZEROS) if self.zeros[name] else (self.spec, "")
 
     def measure(self, mean: torch.Tensor, parts: Sequence[Part], zeros: dict[str, bool]) -> None:
-        """Note in `zeros` which parameters of a bucket have mostly zero gradients, measured on the mean in `mean`.
+        """Measure parameters of a bucket, given its `mean`; store True in `zeros` if a gradient is mostly zero.
 
         Only lossless parts are measured, because their mean gradients are equal on all ranks. A gradient that is zero
         everywhere is skipped, and measured again in a later step.
@@ -315,7 +316,7 @@ class Plan:
             logger.info("gradients that are mostly zero are sent by %s from now on: %s", how, ", ".join(mostly))
 
     def _contents(self) -> dict[str, int]:
-        """Return the bytes of the gradients of a step by spec and reason."""
+        """Return the bytes of the gradients of a step, keyed by spec and reason; see :attr:`contents`."""
         found: dict[str, int] = {}
         for p, (spec, _) in self.chosen.items():
             if p.requires_grad:

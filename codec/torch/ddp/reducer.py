@@ -66,12 +66,12 @@ class Reducer:
         self.group: Any = None  # process group over which gradients are averaged; None: no model yet
         self.state = StepState(plan, refresher)
         self._scaler, self.state.names_nonfinite = grad_scaler, grad_scaler is None
-        self._module: weakref.ref[torch.nn.Module] | None = None  # module of the last call of serve()
+        self._module: weakref.ref[torch.nn.Module] | None = None  # argument `module` of the last call of serve()
         # Number of values and the parts of each bucket, by the names of its parameters.
         self._parts: dict[tuple[str, ...], tuple[int, list[Part]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the reducer without the process group, which belongs to this process."""
+        """Return the attributes for pickle and copy, without the process group and the module of this process."""
         return self.__dict__ | {"state": copy(self.state), "group": None, "_module": None, "_parts": {}}
 
     # Model
@@ -82,7 +82,7 @@ class Reducer:
         Raises
         ------
         SpecError
-            The spec of a parameter needs an optimizer.
+            The spec of a parameter needs an optimizer, and there is none.
         StateError
             Residuals belong to other parameters or to another rank.
         """
@@ -263,7 +263,7 @@ class Reducer:
     def _commit(self, step: Step) -> None:
         """Commit a step that has succeeded on all ranks."""
         if self.state.loaded_buckets:
-            self._parts.clear()  # the step after a checkpoint used the old buckets' parts; later steps have new buckets
+            self._parts.clear()  # this step was cut into the checkpoint's buckets; later steps have other buckets
         self.state.commit(step)
 
     def _is_overflow(self, error: BaseException) -> bool:
@@ -369,7 +369,7 @@ class Reducer:
         return parts
 
     def _prepare(self, comm: Communicator, bucket: Bucket, i: int, part: Part, step: Step) -> Planned:
-        """Return the reduction of part `i` of a bucket, and its algorithm."""
+        """Return the reduction of part `i` of a bucket, with its residuals and codebook set, and its algorithm."""
         channel, buffer = comm.channel, bucket.buffer
         x, which = buffer, (bucket.number << 20) + i
         if not part.whole:

@@ -41,7 +41,7 @@ class Residuals(ResidualPair):
         self._measured: list[
             tuple[list[Range], Array, list[float]]
         ] = []  # ranges, residual, squared norms of gradients
-        self._moved: list[Part] = []  # parts in their first step
+        self._moved: list[Part] = []  # parts that are new in the current step
         self._warned = False
 
     def begin_step(self, step: int, scale: float) -> None:
@@ -91,7 +91,7 @@ class Residuals(ResidualPair):
         self._measured.append((ranges, residual, squares))
 
     def commit(self) -> None:
-        """Keep the residuals of a step that has succeeded on all ranks."""
+        """Store the new residuals and norms of a step that has succeeded on all ranks."""
         measured, self._measured = self._measured, []
         for part in self._moved:
             part.new = False
@@ -100,7 +100,7 @@ class Residuals(ResidualPair):
         super().commit()
 
     def rollback(self) -> None:
-        """Drop the residuals of a step that has failed."""
+        """Drop the new residuals and norms of a step that has failed."""
         self._measured, self._moved = [], []
         super().rollback()
 
@@ -110,7 +110,7 @@ class Residuals(ResidualPair):
         return {name: float(np.sqrt(e / g)) for name, (e, g) in self._squares.items()}
 
     def _note(self, measured: list[tuple[list[Range], Array, list[float]]]) -> None:
-        """Update the running means, and warn once if the residual of a parameter is too large."""
+        """Update the running means of squared norms; log a warning, once, if a residual is too large."""
         found: dict[str, tuple[float, float]] = {}
         for ranges, residual, squares in measured:
             offset = 0
@@ -143,6 +143,6 @@ class Residuals(ResidualPair):
         return again
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the residuals; an error leaves them unchanged."""
+        """Replace the residuals by those of a state; after an error they are unchanged."""
         super().load_state_dict(state)
         self._measured, self._moved = [], []

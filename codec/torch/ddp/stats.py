@@ -1,4 +1,4 @@
-"""Statistics of hooks: steps, traffic, residuals."""
+"""Statistics of DDP hooks: steps, traffic and residuals."""
 
 from dataclasses import dataclass, field
 
@@ -117,7 +117,7 @@ class Stats(Counters):
         return f"{count(self.steps, 'step')}: {sent}{wire}{residual}{failed}"
 
     def add_step(self, traffic: Counters, buckets: int) -> None:
-        """Add the traffic of a step."""
+        """Add the traffic of a step that has reduced `buckets` buckets."""
         self.add(traffic)
         self.buckets += buckets
         self.uncompressed_nbytes += traffic.raw_nbytes if traffic.raw_collectives else 0

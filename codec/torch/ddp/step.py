@@ -47,8 +47,8 @@ class Step:
     """State of the step of one backward pass."""
 
     number: int = 0  # steps that succeeded before this one
-    scale: float = 1.0  # factor of the GradScaler in all gradients
-    exact: bool = False  # all gradients are sent lossless
+    scale: float = 1.0  # factor by which a GradScaler has multiplied all gradients
+    exact: bool = False  # True if all gradients are sent lossless
     in_flight: bool = False  # True from the start of the step until it has ended, or its error was raised
     error: BaseException | None = None  # error of bucket `failed`
     failed: int = NO_BUCKET  # smallest index of a bucket that failed
@@ -61,13 +61,13 @@ class Step:
     over: Wait = field(default_factory=_wait_for_last_bucket)  # completes at the end of the step
     returned: list[Wait] = field(default_factory=list[Wait])  # complete when buckets but the last have seen `over`
     launched: list[tuple[Bucket, Reduction]] = field(default_factory=list[tuple[Bucket, Reduction]])  # may run on GPUs
-    store: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])  # store the results of buckets
+    store: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])  # write the means to buckets
     buffers: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # gradients of each bucket
     waited: Counters = field(default_factory=Counters)  # totals of the group at the start of the step
     measured: Measurement | None = None  # times since the start of the step
     turn: Turn | GradientChoice | None = None  # chooses between frames and uncompressed values
     way: Way = "frames"
-    confirmed: bool = False  # ranks of other groups know how the step has ended
+    confirmed: bool = False  # True if ranks of other groups were informed of the outcome of the step
 
     @property
     def succeeded(self) -> bool:
@@ -127,15 +127,15 @@ class StepState:
         self.stats = Stats()
         self.current = Step()
         self.buffers = Buffers()  # memory for concatenated gradients of the current step
-        self.choice = Choice("gradients")  # choice between frames and uncompressed values
+        self.choice = Choice("gradients")  # chooses between frames and uncompressed values
         self._plan = plan
         self.other_groups: OtherGroups | None = None
         self.names_nonfinite = True  # name the parameter in errors about NaN and Inf
-        self._in_sync = False  # all ranks are known to have the same step count, sparse parameters and loaded buckets
+        self._in_sync = False  # True if step count, plan.zeros and loaded buckets are known to be equal on all ranks
         self.begin_feedback()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the step in flight."""
+        """Return the attributes for pickle and copy, without the step in flight."""
         return self.__dict__ | {
             "buffers": Buffers(),
             "current": Step(),
@@ -145,7 +145,7 @@ class StepState:
         }
 
     def begin(self, scale: float) -> Step:
-        """Begin a step whose gradients have the factor `scale`.
+        """Begin a step whose gradients a GradScaler has multiplied by `scale`.
 
         Raises
         ------
@@ -196,7 +196,7 @@ class StepState:
 
     @contextmanager
     def changed_by(self, step: Step) -> Generator[None, None, None]:
-        """Return a context manager that locks the state, in which `step` stays the current step.
+        """Return a context manager that locks the states of all hooks, so that `step` stays the current step.
 
         Raises
         ------
@@ -315,7 +315,7 @@ class StepState:
             self.residuals.set_decay(self._plan.decay)
 
     def check_owner(self, names: Mapping[torch.nn.Parameter, str], rank: int, size: int) -> None:
-        """Raise StateError if the residuals belong to other parameters, or were loaded and belong to another rank."""
+        """Raise StateError if residuals belong to other parameters, or loaded residuals belong to another rank."""
         if self.residuals is None or not (ranges := self.residuals.ranges()):
             return
         if not self._plan.names:

@@ -102,10 +102,10 @@ class Feedback:
         self._pair = ResidualPair(self.spec, self.decay)
         self._owner = UNKNOWN, UNKNOWN  # rank and number of ranks of the residuals
         self._op = ""  # op of the reductions, "mean" or "sum"; "" before the first one
-        self._sizes: dict[str, int] = {}  # values of each parameter that has a residual
+        self._sizes: dict[str, int] = {}  # number of values of each parameter that has a residual
         self._owned: dict[str, Any] = {}  # by parameter: layout and owned values of the last reduction with it
-        self._change: Change | None = None  # change made by the collective in flight
-        self._lock = threading.Lock()  # collectives run in threads of their groups
+        self._change: Change | None = None  # new residuals of the collective in flight
+        self._lock = threading.Lock()  # needed because collectives run in background threads
         self._turns: WeakKeyDictionary[Channel, Turns] = WeakKeyDictionary()  # order of the collectives of each group
 
     def __repr__(self) -> str:

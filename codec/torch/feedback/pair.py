@@ -73,7 +73,7 @@ class ResidualPair:
         return sums
 
     def flush(self, r: Reduction, layout: Layout, size: int) -> None:
-        """Remove the residuals of some ranges, and add them to the values of a reduction over `size` ranks."""
+        """Remove the residuals of `layout`, and add them to the values of a reduction over `size` ranks."""
         residual = self.server.settle(layout, r.memory) * np.float32(self._share(r, size))
         residual += self.worker.settle(layout, r.memory)
         r.add_residual(residual)
@@ -105,11 +105,11 @@ class ResidualPair:
         self.server.rollback()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the residuals of both roles, as tensors."""
+        """Return the worker's and the server's residuals, as tensors."""
         return {store.role: of_tensors(store.state_dict()) for store in (self.worker, self.server)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the residuals; an error leaves them unchanged."""
+        """Replace the residuals by those of a state; after an error they are unchanged."""
         loaded = ResidualPair(self.spec, self.decay)
         for store in (loaded.worker, loaded.server):
             store.load_state_dict(state[store.role])

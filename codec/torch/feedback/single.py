@@ -101,11 +101,11 @@ class Residuals:
         self._kept |= copies
 
     def norm(self) -> float:
-        """Return the Euclidean norm of all residuals."""
+        """Return the Euclidean norm over the residuals of all modules."""
         return math.sqrt(sum(square(x) for x in self._kept.values()))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the residuals as tensors."""
+        """Return copies of the residuals as tensors in host memory, by module name."""
         return {key: _compat.from_numpy(HOST.copy(x)) for key, x in self._kept.items()}
 
     def load(self, tensors: Any, keys: Collection[str]) -> None:

@@ -72,7 +72,7 @@ def source_of(positions: Sequence[Position]) -> int:
 
 
 def check_equal(positions: Sequence[Position]) -> None:
-    """Raise PeerError unless all ranks are at the same position."""
+    """Raise PeerError unless steps, synchronizations and digests are equal on all ranks."""
     for rank, theirs in enumerate(positions):
         if theirs != positions[0]:
             raise PeerError(

@@ -39,13 +39,13 @@ class Fragment:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set the anchors to the current parameters."""
+        """Set the anchors to the current values of the parameters."""
         for name, anchor in self.parts(self.flat):
             anchor.copy_(self.parameters[name])
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Set the parameters to the anchors."""
+        """Set the parameters to their anchors."""
         for name, anchor in self.parts(self.flat):
             self.parameters[name].copy_(anchor)
 

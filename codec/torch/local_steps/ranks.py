@@ -22,7 +22,7 @@ _MOST_SHOWN = 400  # most characters of another rank's error message that are sh
 
 
 class SkippedStep(Exception):
-    """A rank has skipped its optimizer's step, so that all ranks skip it."""
+    """Raised on all ranks if a rank has skipped its optimizer's step, so that all ranks skip the step."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Settings:
         every = whole("every", every, 1, _MOST_STEPS)
         fragments = whole("fragments", fragments, 1, every)
         steps, warmup_spec = _parsed_warmup(warmup)
-        # one synchronization is in flight at a time
+        # The upper bound ensures that only one synchronization is in flight at a time.
         delay = whole("delay", delay, 0, every // fragments)
         decay = spec.decay if isinstance(spec, Feedback) else 1.0
         plain = _checked(plain_spec(spec.spec if isinstance(spec, Feedback) else spec), "spec")
@@ -70,7 +70,7 @@ class Settings:
 
     @property
     def is_joint(self) -> bool:
-        """True if a scheduled synchronization covers all parameters and ends in the step in which it begins."""
+        """True if each scheduled synchronization covers all parameters, and ends in the step in which it starts."""
         return self.fragments == 1 and self.delay == 0
 
     def due(self, step: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Statistics of LocalSteps."""
+"""Statistics of LocalSteps: steps, synchronizations and traffic."""
 
 from dataclasses import dataclass
 

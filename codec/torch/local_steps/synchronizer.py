@@ -60,7 +60,7 @@ class Synchronizer:
         self.feedback = self._new_feedback()
         self.outer = None if outer is None else _checked_outer(outer, self.fragments)
         self.pending: Pending | None = None
-        self.rounds = self.failed = 0  # synchronizations that succeeded, and that failed
+        self.rounds = self.failed = 0  # numbers of synchronizations that succeeded, and that failed
 
     def _new_feedback(self) -> Feedback | None:
         return Feedback(self.settings.spec, decay=self.settings.decay) if self.settings.has_feedback else None
@@ -186,7 +186,7 @@ class Synchronizer:
         return flat, None
 
     def _buffer_means(self, ranks: Ranks, problem: Problem | None) -> dict[str, torch.Tensor]:
-        """Return the mean of each averaged buffer over all ranks."""
+        """Return the mean over all ranks of each buffer, by name; raise the errors of :meth:`Ranks.mean`."""
         device, sizes = self.fragments[0].flat.device, [b.numel() for b in self.buffers.values()]
         flat = torch.cat([b.detach().reshape(-1).to(device, torch.float32) for b in self.buffers.values()])
         found = dict(zip(self.buffers, model.parts_of(flat, sizes), strict=True))

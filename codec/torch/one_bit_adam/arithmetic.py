@@ -9,7 +9,7 @@ from torch.optim.adam import adam
 
 from codec.torch._compat import local
 
-_torch: Any = torch  # torch's types lack the functions for lists of tensors that torch.optim uses
+_torch: Any = torch  # torch's type stubs lack the _foreach functions
 Group = Mapping[str, Any]  # parameter group
 State = dict[str, Any]  # optimizer state of a parameter
 
@@ -140,7 +140,7 @@ def count(states: Sequence[State]) -> None:
 def refresh(
     group: Group, states: Sequence[State], gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> None:
-    """Count a step, and update both moments of parameters of a group by their mean gradients."""
+    """Count a step, and update both moments of parameters of a group from their mean gradients, as Adam does."""
     given = list(gradients)
     if group["weight_decay"] and not group["decoupled_weight_decay"]:
         given = _torch._foreach_add(given, [local(p) for p in parameters], alpha=group["weight_decay"])
@@ -171,7 +171,7 @@ def update(
     denominators: Sequence[torch.Tensor],
     factors: Sequence[float],
 ) -> None:
-    """Add factor * momentum / denominator to parameters."""
+    """Add factor * momentum / denominator to each parameter."""
     _torch._foreach_addcdiv_([local(p) for p in parameters], list(momenta), list(denominators), list(factors))
 
 
@@ -186,11 +186,11 @@ def clip_factor(norm: float, max_norm: float, scale: float = 1.0) -> float:
     Parameters
     ----------
     norm : float
-        Norm of all gradients together.
+        Norm over all gradients, which a GradScaler may have scaled.
     max_norm : float
-        Largest norm.
+        Largest allowed norm of the unscaled gradients.
     scale : float
-        Factor of a GradScaler in the gradients.
+        Factor by which a GradScaler has multiplied the gradients.
     """
     return min(1.0, max_norm / (norm / scale + 1e-6))
 

@@ -41,7 +41,7 @@ class Averager:
         self.settings = Settings(warmup, spec, self._transform, parameters.as_adam(optimizer))  # defaults of `register`
         self._optimizer, self._phase, self._steps = optimizer, phase, steps
         self._nonfinite = False  # True if a gradient in any shard of this replica holds NaN or Inf
-        self._finishing = False  # True while the hook of momenta sends the updates of local steps
+        self._finishing = False  # True while finish() sends the momenta of local steps
 
     # Connection
 
@@ -114,7 +114,7 @@ class Averager:
         """Replace gradients, which a GradScaler has scaled by `scale`, by the momenta that this rank sends."""
         groups = parameters.groups(self._optimizer)
         for p, gradient in gradients:
-            if p in groups:  # skips parameters that were frozen when the model was registered
+            if p in groups:  # else the parameter is not the optimizer's: it required no gradient at registration
                 self._steps.message(p, gradient, groups[p], scale)
 
     def _local(self, kind: Kind, gradients: Tensors) -> Tensors:
@@ -249,7 +249,7 @@ class Averager:
     # State
 
     def hook_states(self, gather: bool) -> HookStates:
-        """Return the states of the hooks of this rank or of all ranks."""
+        """Return the states of the hooks of this rank, or of all ranks if `gather` is True."""
         return checkpoint.hook_states(self.link, gather, self.waiting)
 
     def new_hooks(self, saved: HookStates) -> dict[Kind, Hook] | None:

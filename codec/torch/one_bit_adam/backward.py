@@ -19,7 +19,7 @@ _SAMPLED = 64  # about this many values of each gradient are compared
 
 _Bucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]
 _Future = torch.futures.Future[torch.Tensor]
-_Reduced = tuple[list[torch.nn.Parameter], _Future]  # parameters and mean of a bucket
+_Reduced = tuple[list[torch.nn.Parameter], _Future]  # parameters of a bucket, and future of its mean
 
 
 class Guard:

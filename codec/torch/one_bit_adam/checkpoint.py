@@ -165,7 +165,7 @@ class Saved:
     def __init__(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
         groups, states = _parsed(state_dict)
         numbers = [i for group in groups for i in group["params"]]
-        for i, p in zip(numbers, parameters.of(optimizer), strict=False):  # torch compares the groups
+        for i, p in zip(numbers, parameters.of(optimizer), strict=False):  # torch checks their number later
             if i in states:
                 _check_parameter(i, p, states[i])
         counts = {i: int(state["step"]) for i, state in states.items()}
@@ -183,7 +183,7 @@ class Saved:
         if lacking := [i for i, state in states.items() if "variance_step" not in state]:
             raise StateError(f"variance_step of parameter {lacking[0]} is missing: only a part of the state was loaded")
         for group, own in zip(groups, optimizer.param_groups, strict=False):
-            if "bias_correction" in own:  # a state of torch.optim.AdamW has no such option
+            if "bias_correction" in own:  # a state of torch.optim.AdamW lacks this option
                 group.setdefault("bias_correction", own["bias_correction"])
         self.adam = {"state": states, "param_groups": [{k: g[k] for k in g if k != KEY} for g in groups]}
         self.steps, self.frozen, self.drift = entry["steps"], bool(entry["frozen"]), entry.get("drift")

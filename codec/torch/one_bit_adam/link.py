@@ -76,7 +76,7 @@ class Settings:
 
 
 def check_spec(spec: Spec) -> None:
-    """Raise SpecError if momenta cannot be sent with a spec."""
+    """Raise SpecError unless a spec is supported for momenta."""
     if needs_optimizer(spec):
         raise SpecError(f"spec= is for momenta, but {spec} drops bits of gradients: use it as warmup=")
     if not isinstance(spec, Lossless) and not spec.contraction:
@@ -84,7 +84,7 @@ def check_spec(spec: Spec) -> None:
 
 
 def check_warmup(spec: Spec, group: Mapping[str, Any]) -> None:
-    """Raise ArgumentError if the gradients of a parameter group cannot be sent with a spec in the warm-up."""
+    """Raise ArgumentError unless a spec is supported for the gradients of a parameter group in the warm-up."""
     if needs_optimizer(spec) and not arithmetic.corrects_bias(group):
         raise ArgumentError(
             f"warmup={spec} drops bits by the step of torch.optim.Adam, which is bias-corrected: use Lossless() or "
@@ -93,7 +93,7 @@ def check_warmup(spec: Spec, group: Mapping[str, Any]) -> None:
 
 
 def check_clipping(max_grad_norm: Any) -> float | None:
-    """Return an argument `max_grad_norm`; raise ArgumentError unless it is a positive number or None."""
+    """Return the argument `max_grad_norm`; raise ArgumentError unless it is a positive finite number or None."""
     number = isinstance(max_grad_norm, int | float) and not isinstance(max_grad_norm, bool)
     if max_grad_norm is not None and not (number and isfinite(max_grad_norm) and max_grad_norm > 0):
         raise ArgumentError(f"max_grad_norm must be a finite number above 0, or None, got {shown(max_grad_norm)}")
@@ -155,7 +155,7 @@ class Link:
         moves: Callable[[torch.Tensor], bool],
     ) -> None:
         self.settings, self.model, self.group = settings, model, group
-        self.backward: Backward | None = None  # buckets of a DistributedDataParallel; None: step() averages
+        self.backward: Backward | None = None  # hook of the DistributedDataParallel; None: step() averages
         self._kind_of_step, self._moves = kind_of_step, moves
         self.shards = Shards(model.shards, settings.options)
         self._buckets: list[Bucket] = []  # buckets of reduce(), created by its first call
@@ -270,7 +270,7 @@ class Link:
         totals: dict[str, Any] = vars(functools.reduce(Counters.__add__, all_stats, Counters()))
         for name in ("steps", "failed_steps", "buckets", "uncompressed_nbytes"):
             totals[name] = sum(getattr(s, name) for s in all_stats)
-        contents = [s.contents for s in all_stats if s.contents]  # the last entry describes momenta, once they are sent
+        contents = [s.contents for s in all_stats if s.contents]  # gradients, then momenta if any were sent
         return Stats(
             **totals,
             residual_ratio=max(s.residual_ratio for s in all_stats),

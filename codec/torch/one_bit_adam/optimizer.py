@@ -255,7 +255,7 @@ class OneBitAdam(torch.optim.Adam):
         return loss
 
     def _freeze(self) -> None:
-        """Freeze the second moments."""
+        """Freeze the second moments, and warn if this is too early."""
         self._arithmetic.freeze()
         self._phase.frozen = True
         moved = self._averager.shards.any(parameters.have_moments(self))
@@ -286,7 +286,7 @@ class OneBitAdam(torch.optim.Adam):
 
     @property
     def frozen(self) -> bool:
-        """True if second moments are frozen."""
+        """True if second moments are frozen, so that all further steps send momenta or nothing."""
         return self._phase.frozen
 
     def drift(self) -> float:

@@ -78,7 +78,7 @@ class Steps:
         """
         state = cast(State, self._optimizer.state.get(p, {}))
         if not state or not self.moves(p):
-            gradient.zero_()  # the parameter had no gradient before, or is not trained
+            gradient.zero_()  # the parameter has no second moments, or is not trained
             return
         dead = self._denominators.dead(p, state, group)
         arithmetic.local_momentum(p, gradient, state, group, dead, scale)

@@ -255,7 +255,7 @@ class ParameterClient:
             if self._session.links.closed:
                 return
             try:
-                with suppress(PeerError):  # a lost server needs no notice
+                with suppress(PeerError):  # a lost server need not be notified
                     self._session.close()
             finally:
                 self._session.links.close()

@@ -49,7 +49,7 @@ def label(name: str) -> str:
 
 @dataclass(frozen=True)
 class Key:
-    """Name, dtype and shape of a parameter."""
+    """Name, dtype and shape of a tensor that workers push and pull."""
 
     name: str
     dtype: str

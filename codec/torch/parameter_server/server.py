@@ -141,7 +141,7 @@ class ParameterServer:
         self._seconds = (timeout or self._endpoint.timeout).total_seconds()
         self._steps = Steps(self._workers, max_steps)
         self._connections: dict[int, PeerConnection] = {}
-        self._requests = self._refused = self._received = self._sent = 0  # guarded by the lock of _steps
+        self._requests = self._refused = self._received = self._sent = 0  # guarded by `_steps.changed`
         self._finished = False
 
     def serve(self) -> None:

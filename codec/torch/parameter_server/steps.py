@@ -19,7 +19,7 @@ class Entry:
     """
 
     def __init__(self) -> None:
-        self.frames: dict[int, Any] = {}  # by worker
+        self.frames: dict[int, Any] = {}  # frame that each worker has pushed
         self.pushed: set[int] = set()  # workers that have pushed the key
         self.pulled: set[int] = set()  # workers that have pulled the key
         self.users = 0  # number of threads that compute or send a result
@@ -209,7 +209,7 @@ class Steps:
                     )
                 if worker in entry.pulled:
                     raise StateError(f"worker {worker} has pulled {names(key)} in step {number} before")
-            assert step is not None  # keys are not empty, and the loop raises without a step
+            assert step is not None  # there is at least one key, for which the loop raises if there is no step
             entries = [step.entries[key] for key in keys]
             while missing := self._missing(step, entries):
                 for w in sorted(missing & step.gone.keys()):

@@ -58,7 +58,7 @@ class _Writer(io.RawIOBase):
             if len(self._rest) == _CHUNK:
                 self._output.write(_encode(memoryview(self._rest)))
                 self._rest = bytearray()
-        while len(piece) - taken >= _CHUNK:  # without a copy
+        while len(piece) - taken >= _CHUNK:  # encode whole chunks without copying them to `_rest`
             self._output.write(_encode(piece[taken : taken + _CHUNK]))
             taken += _CHUNK
         self._rest += piece[taken:]
@@ -80,7 +80,7 @@ class _Reader(io.RawIOBase):
 
     def __init__(self, source: IO[bytes]) -> None:
         self._source = source
-        self._piece = memoryview(b"")  # bytes decoded and not yet read
+        self._piece = memoryview(b"")  # decoded bytes that were not read yet
         self._ended = False
 
     def readable(self) -> bool:
