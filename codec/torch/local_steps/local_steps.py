@@ -162,9 +162,8 @@ class LocalSteps:
         Notes
         -----
         After an error on any rank, all ranks raise an error. Parameters, values of the last synchronization and
-        residuals are unchanged, and the step is counted. To continue, take further steps, whose next synchronization
-        includes the changes so far; or repeat the synchronization by :meth:`synchronize`. After an error in the
-        warm-up, the step is not counted.
+        residuals are unchanged, and the step is counted (not in the warm-up). To continue, take further steps, whose
+        next synchronization includes the changes so far; or synchronize immediately by :meth:`synchronize`.
         """
         self._begin_call()
         settings, state = self._settings, self._state
@@ -307,10 +306,7 @@ class LocalSteps:
         return self._state.arguments(ranks), self._state.position(self._steps)
 
     def _take_part(self, ranks: Ranks) -> bool:
-        """Compare the ranks, and send the state of the most advanced rank to those that differ from it.
-
-        Return True if this rank has received that state.
-        """
+        """Compare the ranks; return True if this rank has received the state of another one, the most advanced rank."""
         self._agreed = False
         positions = agreement.agree(ranks, *self._head(ranks))
         source = agreement.source_of(positions)

@@ -72,7 +72,7 @@ class Averager:
         Raises
         ------
         ArgumentError
-            The registered module does not have them.
+            The registered module does not have one of these parameters.
         StateError
             Second moments are frozen.
         """

@@ -245,7 +245,7 @@ class Link:
         return found
 
     def _make_buckets(self, hook: Hook) -> list[Bucket]:
-        """Create buckets for :meth:`reduce`: with DDP, the same as in the last backward pass, which have residuals."""
+        """Create buckets for :meth:`reduce`; with DDP, cut as in the last backward pass, so that residuals fit them."""
         known = hook.reducer.state.buckets
         if self.model.ddp is None or not known:
             return _buckets_of(list(_cut(self.model.names)))

@@ -281,7 +281,7 @@ class Steps:
             )
 
     def _joined(self, worker: int, number: int) -> _Step:
-        """Make a worker take part in step `number`, and return the step; begin it if it has not begun."""
+        """Add a worker to step `number`, and return the step; begin the step if it has not begun."""
         step = self._taken_part(worker, number)
         mine = self._of[worker]
         if step is not None and number in mine:
