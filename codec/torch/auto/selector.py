@@ -128,7 +128,7 @@ class Selector:
         return self._switch(level, record.usual, expected[level])
 
     def _hoped(self, level: int, here: float, expected: float) -> float:
-        """Return an optimistic estimate of a level's seconds per step: `expected` if measured, else less."""
+        """Return an optimistic estimate of a level's seconds per step: `expected` if measured, else at most that."""
         if level in self._records:
             return expected
         if level < self.level:

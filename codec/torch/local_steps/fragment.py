@@ -61,7 +61,7 @@ class Fragment:
 
     @torch.no_grad()
     def apply(self, mean: torch.Tensor, outer: torch.optim.Optimizer | None, since: torch.Tensor | None = None) -> None:
-        """Add the mean change to the anchors, and set the parameters to them.
+        """Update the anchors by the mean change, and set the parameters to the anchors.
 
         Parameters
         ----------

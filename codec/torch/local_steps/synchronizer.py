@@ -31,7 +31,7 @@ class Pending:
 
 
 class Synchronizer:
-    """Synchronizes this rank's parameters and buffers; holds the values of the last synchronization, and residuals.
+    """Synchronizes this rank's parameters and buffers; stores the last synchronization's values, and residuals.
 
     Parameters
     ----------

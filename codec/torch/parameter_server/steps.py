@@ -78,7 +78,7 @@ class Steps:
     does.
 
     A step is in flight only while some worker takes part in it, and a worker takes part in at most `max_steps` steps.
-    So at most `max_steps` times the number of workers are in flight, even if workers misbehave.
+    So the number of steps in flight is at most `max_steps` times the number of workers, even if workers misbehave.
 
     Parameters
     ----------
@@ -186,8 +186,8 @@ class Steps:
     ) -> list[Entry]:
         """Wait until all expected workers of a step have pushed `keys`, and return the entries of these keys.
 
-        The caller must release the entries by :meth:`release`. During the wait, `check` is called every 0.25 s; its
-        errors end the wait.
+        The caller must release the entries by :meth:`release`. During the wait, `check` is called at least every
+        0.25 s; its errors end the wait.
 
         Raises
         ------
