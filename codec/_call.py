@@ -26,7 +26,7 @@ def new_tensor(dtype: int, shape: tuple[int, ...], data: Any = ffi.NULL, nbytes:
 
 
 class CodeLengths(Protocol):
-    """Fields of a :class:`codec.Codebook`. That class is in a layer above engines, which count symbols for it."""
+    """Fields of a :class:`codec.Codebook`, which this module must not import: it is in a layer above the engines."""
 
     @property
     def lengths(self) -> bytes: ...
@@ -51,8 +51,9 @@ def new_info() -> Any:
 class Call:
     """Structs and buffers of one call of a public function, from :func:`take` to :func:`give`.
 
-    Allocating them would take most of the time of a call with a small tensor. A call owns its structs exclusively: user
-    code that runs during a call (a finalizer, a signal handler, ``__dlpack__``) and makes a call takes other structs.
+    They are pooled, because allocating them would take most of the time of a call with a small tensor. A call owns its
+    structs exclusively. If user code runs during a call (a finalizer, a signal handler, ``__dlpack__``) and makes a
+    call itself, it gets other structs.
     """
 
     __slots__ = (
@@ -114,11 +115,11 @@ class Call:
         return t
 
     def scratch(self, nbytes: int) -> Any:
-        """Return a scratch buffer of at least nbytes."""
+        """Return a scratch buffer of at least `nbytes` bytes."""
         return self.small_scratch if nbytes <= SMALL_SCRATCH else library.new_bytes(nbytes)
 
     def set_codebooks(self, books: Sequence[CodeLengths]) -> None:
-        """Set the codebooks to use, or that frames may name."""
+        """Set the codebook to encode with, or the codebooks that frames to decode may refer to."""
         array = ffi.new("codec_codebook[]", len(books))
         for struct, book in zip(array, books, strict=True):
             fill_codebook(struct, book)
@@ -142,7 +143,7 @@ class Call:
         self.context.levels = self.context.metric = ffi.NULL
 
     def set_levels(self, source: LevelSource, *, read: bool = True) -> None:
-        """Set the source of levels. `read`: False if arrays lie on a device, where the host must not read them."""
+        """Set the source of levels. `read`: False if its arrays are in device memory, which the host cannot read."""
         if source.levels is not None:
             self.context.levels = ffi.cast("uint8_t *", source.levels.data)
             return
@@ -169,7 +170,7 @@ _free: list[Call] = []  # shared by all threads: pop and append are atomic
 def take() -> Call:
     """Return structs for one call, with the default context.
 
-    :func:`give` returns them to the pool after the call has succeeded. After an exception they are dropped.
+    If the call succeeds, pass the structs to :func:`give`. After an exception, drop them instead.
     """
     try:
         call = _free.pop()
@@ -223,7 +224,7 @@ def _fill_terms(struct: Any, optimizer: Optimizer, state: Mapping[str, TensorVie
 
 
 def copy_contexts(context: Any, faults: Any, count: int) -> Any:
-    """Return `count` copies of a context, each with a fault of its own, for other threads."""
+    """Return `count` copies of a context, one per thread; copy i reports errors to ``faults[i]``."""
     copies = ffi.new("codec_context[]", count)
     for i in range(count):
         copies[i] = context[0]

@@ -18,9 +18,9 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """Settings of calls, made by :func:`options`. None: not set.
+    """Settings of calls, made by :func:`options`. A setting that is None is not set.
 
-    An object can be given to any number of calls and entered as a context any number of times, in several threads.
+    An instance can be passed to any number of calls, and entered as a context any number of times, in several threads.
     """
 
     engine: EngineName | None = None
@@ -41,7 +41,7 @@ class CallOptions:
             _scope.set(outer)
 
     def over(self, outer: "CallOptions") -> "CallOptions":
-        """Return a copy of these settings, in which `outer` supplies each setting that is None."""
+        """Return a copy of these settings in which each setting that is None has the value of `outer`."""
         if outer is _UNSET:
             return self
         own = ((f.name, getattr(self, f.name)) for f in fields(self))
@@ -49,7 +49,7 @@ class CallOptions:
 
 
 class _Scope(NamedTuple):
-    """Settings of a context, merged with those around it."""
+    """Settings of a context, merged with those of the contexts around it."""
 
     settings: CallOptions
     outer: "_Scope | None"
@@ -67,34 +67,34 @@ def options(
     algorithm: Algorithm | None = None,
     timeout: float | timedelta | None = None,
 ) -> CallOptions:
-    """Make settings for one call, by ``options=``, or for all calls inside a ``with`` block.
+    """Return settings for one call, passed as ``options=``, or for all calls inside a ``with`` block.
 
-    No setting changes a byte of a frame, or a decoded value. `algorithm` changes results of collectives: it sets the
-    order of sums, and whether sums are encoded.
+    No setting changes a byte of a frame, or a decoded value. Only `algorithm` changes results, those of collectives: it
+    decides in which order values are added, and whether sums are encoded.
 
-    Contexts nest: a setting that is None is that of the context around it, and a call's own ``options=`` override those
-    of its context. A context applies to the thread, or the asyncio task, that has entered it.
+    Contexts nest: a setting that is None is inherited from the context around it, and a call's ``options=`` override
+    those of its context. A context applies to the thread, or the asyncio task, that has entered it.
 
     Parameters
     ----------
     engine : str, optional
         One of :func:`engines`. Default: the engine for the device of the tensor.
     threads : int, optional
-        Number of threads, 1 or more. Default: as many as pay off, at most ``CODEC_NUM_THREADS``, ``OMP_NUM_THREADS`` or
-        the number of CPUs.
+        Number of threads, 1 or more. Default: chosen from the size of the tensors, and at most ``CODEC_NUM_THREADS``,
+        ``OMP_NUM_THREADS`` or the number of CPUs.
     verify_first : bool, optional
         True, the default: validate all input before the first byte of `out` or `residual` is written, so that both are
-        unchanged after an error. False saves that pass; after an error `out` and `residual` are undefined.
+        unchanged after an error. False skips this validation pass; after an error `out` and `residual` are undefined.
     nontemporal : bool, optional
-        True: decode with non-temporal stores, which do not evict the caches: for an `out` that is part of a larger
-        tensor and is not read soon. Default: False, but for tensors of 8 MiB and more.
+        True: decode with non-temporal stores, which do not evict other data from the caches. Use it if `out` is part of
+        a larger tensor and is not read soon. Default: True for tensors of 8 MiB and more, otherwise False.
     algorithm : str, optional
         Algorithm of all-reduces of :mod:`codec.torch`, one of "auto", "two_shot", "all_gather", "ring", "raw" and
-        "shared_scale"; see :func:`codec.torch.all_reduce`. Default: "auto", whose choice depends on measured times, and
-        so do the results of lossy codecs. Other calls ignore it.
+        "shared_scale"; see :func:`codec.torch.all_reduce`. Default: "auto", which chooses by measured times, so that
+        results of lossy codecs may differ from run to run. Other calls ignore it.
     timeout : float or datetime.timedelta, optional
-        Longest time that a rank may keep others waiting in calls of :mod:`codec.torch`: seconds, or a timedelta, from
-        1 ms to 10 years. Default: the timeout of the process group. Other calls ignore it.
+        Longest time, in seconds or as a timedelta from 1 ms to 10 years, for which calls of :mod:`codec.torch` wait for
+        another rank. Default: the timeout of the process group. Other calls ignore it.
 
     Returns
     -------
@@ -106,7 +106,7 @@ def options(
     ArgumentError
         A setting has another type or is out of range, or there is no such algorithm.
     EngineError
-        There is no such engine. Calls raise EngineError for one that cannot be used on this machine.
+        There is no such engine. If the engine cannot be used on this machine, the calls raise EngineError.
 
     Examples
     --------
@@ -137,7 +137,7 @@ def check_algorithm(algorithm: Any) -> Algorithm:
 
 
 def settings_of(given: CallOptions | None) -> CallOptions:
-    """Return the settings of a call: those of its ``options=``, then those of its context."""
+    """Return the settings of a call: its ``options=``, completed by the settings of its context."""
     settings = _scope.get().settings
     if given is None:
         return settings

@@ -1,4 +1,4 @@
-"""Compilation of an engine's kernels ahead of use."""
+"""Compilation of an engine's kernels before their first use."""
 
 import importlib
 import importlib.util
@@ -38,22 +38,22 @@ def warmup(
 ) -> None:
     """Compile the kernels of an engine before the first call needs them.
 
-    The Numba engine compiles a family of codecs in about ten seconds for each direction. It caches the result on disk
-    for later processes: in ``NUMBA_CACHE_DIR``, beside the package or in the user's cache folder, the first of these
-    that can be used. The CUDA engine compiles a kernel in one to three seconds, and caches it in ``CODEC_CACHE_DIR`` or
-    the user's cache folder. The native engine has nothing to compile.
+    The Numba engine takes about ten seconds to compile the encoder or the decoder of a family of codecs. It caches the
+    result on disk for later processes, in the first usable folder of: ``NUMBA_CACHE_DIR``, the package's own folder,
+    the user's cache folder. The CUDA engine compiles a kernel in one to three seconds, and caches it in
+    ``CODEC_CACHE_DIR`` or the user's cache folder. The native engine needs no compilation.
 
     Parameters
     ----------
     specs : Spec, bound spec or name of a preset, or iterable of them; optional
-        Specs that will be used. Default: one of each codec. If a spec is bound to a
-        :class:`codec.optimizers.Custom`, its function is compiled as well, for this process only.
+        Specs that will be used. Default: one of each codec. If a spec is bound to a :class:`codec.optimizers.Custom`,
+        its function is compiled as well, for this process only.
     dtypes : str, type or dtype, or iterable of them
         Dtypes of the tensors. Pairs of a spec and a dtype that the spec does not accept are skipped.
     progress : bool, optional
         Show a progress bar on stderr. Default: True if stderr is a terminal and `rich` is installed.
     options : CallOptions, optional
-        The engine, made by :func:`options`. Default: "numba".
+        Settings made by :func:`options`, of which the engine is used. Default engine: "numba".
 
     Raises
     ------
@@ -65,8 +65,8 @@ def warmup(
     Warns
     -----
     RuntimeWarning
-        Other users can write to the folder ``NUMBA_CACHE_DIR``, from which Numba loads code nevertheless, or to
-        ``CODEC_CACHE_DIR``, in which the CUDA engine then caches no kernels.
+        Other users can write to a cache folder. Numba loads code from ``NUMBA_CACHE_DIR`` nevertheless; the CUDA engine
+        does not use such a ``CODEC_CACHE_DIR``.
 
     Examples
     --------
@@ -128,7 +128,7 @@ def _try(spec: Spec, given: BoundSpec | None, dtype: str, settings: CallOptions)
 
 @contextmanager
 def _bar(total: int, asked: bool | None) -> Generator[Any]:
-    """Show a progress bar. Yield a function that sets its description to the next item."""
+    """Show a progress bar. Yield a function that advances the bar and sets its description."""
     shown = asked if asked is not None else sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
     if not shown:
         yield str  # a callable without effect

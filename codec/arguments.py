@@ -1,4 +1,4 @@
-"""Checks of arguments that all calls share, and how messages show a wrong one."""
+"""Checks of arguments that many functions use, and the text with which messages show a wrong argument."""
 
 import operator
 import struct
@@ -14,7 +14,7 @@ _MAX_SHOWN = 120  # characters
 
 
 def shown(value: object) -> str:
-    """Return the repr of a value in one line for a message, cut where it is long."""
+    """Return the repr of a value for a message: one line, cut after 120 characters."""
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # Python refuses to print integers of more than a few thousand digits
@@ -35,7 +35,7 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def truth(name: str, value: Any) -> bool:
-    """Return the value of an argument that must be True or False, or anything else that has a truth value."""
+    """Return the truth value of an argument; raise ArgumentError if it has none, as an array of many values."""
     if value is True or value is False:
         return value
     try:
@@ -89,7 +89,7 @@ def decay_of(value: object) -> float:
 
 
 def float32(value: object) -> float | None:
-    """A number rounded to float32, maybe to Inf; None if it is no number."""
+    """Return a number rounded to float32 (Inf if it overflows), or None if `value` is not a number."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:

@@ -53,22 +53,22 @@ def encode_many(
 ) -> Any:
     """Encode each of many tensors as a frame, as :func:`encode` does.
 
-    Small tensors are spread over threads. All tensors are encoded, or none.
+    Small tensors are distributed over threads. If a tensor cannot be encoded, no frame is returned.
 
     Parameters
     ----------
     tensors : iterable or mapping of arrays, tensors, buffers or Views
         Tensors as :func:`encode` takes them, all on one device.
     spec : Spec, bound spec or name of a preset; or sequence or mapping of them
-        Spec of all tensors, or a spec for each tensor: a mapping, with the same keys, if `tensors` is one. Specs that
-        are bound to an optimizer differ from tensor to tensor.
+        One spec for all tensors, or a spec for each: a sequence, or a mapping with the same keys if `tensors` is a
+        mapping. Specs bound to an optimizer must be given for each tensor.
     base : iterable or mapping of arrays or tensors, optional
         As in :func:`encode`, for each tensor; None for a tensor whose spec takes no base.
     codebook : Codebook, optional
         As in :func:`encode`, for all tensors.
     stream : int
-        Number of the stream of random bits of the first tensor. Tensor i gets `stream` + i * 2^32, mod 2^64, so encode
-        rank and step in the lower 32 bits.
+        Number of the first tensor's stream of random bits. Tensor i uses stream (`stream` + i * 2^32) mod 2^64, so put
+        rank and step into the lower 32 bits.
     options : CallOptions, optional
         Engine and threads, made by :func:`options`.
 
@@ -94,7 +94,7 @@ def encode_many(
     one = isinstance(spec, Spec | BoundSpec | str) or not hasattr(spec, "__iter__")
     specs = cast(Sequence[SpecLike], [spec] * len(keys) if one else _alike("spec=", spec, tensors, keys))
     bases = _alike("base=", base, tensors, keys)
-    if one:  # an error that concerns no tensor of its own
+    if one:  # raise errors of the common spec and codebook without the name of a tensor
         kind, _ = resolve(spec)
         codebook = None if codebook is None else one_codebook(codebook, kind)
     requests: list[EncodeRequest] = []
@@ -201,7 +201,7 @@ def decode_many(
 ) -> Any:
     """Decode each of many frames, as :func:`decode` does.
 
-    Small frames are spread over threads.
+    Small frames are distributed over threads.
 
     Parameters
     ----------
@@ -212,10 +212,10 @@ def decode_many(
     base : iterable or mapping of arrays or tensors, optional
         As in :func:`decode`, for each frame; None for a frame that needs no base.
     out : iterable or mapping of arrays or tensors, optional
-        Memory for the values of each frame, which does not overlap. All of `out` is unchanged after an error. Items may
-        be those of `base`: a model is updated as a whole, or not at all.
+        Receives the values of each frame; items must not overlap each other. After an error all of `out` is unchanged.
+        Items may be those of `base`: a model is then updated in place, as a whole or not at all.
     like : array or tensor, optional
-        Return tensors of the kind of this one.
+        Example of the results' type and device, such as a torch tensor or a JAX array.
     codebooks, options : optional
         As in :func:`decode`, for all frames. Tensors are always validated before `out` is written.
     max_nbytes : int, optional
@@ -271,7 +271,7 @@ def decode_many(
 
 
 def _items(name: str, given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the keys, or indices, and the items of an argument."""
+    """Return the keys (of a sequence: the indices) and the items of an argument."""
     if isinstance(given, Mapping):
         pairs = cast(Mapping[Any, Any], given)
         return list(pairs), list(pairs.values())
@@ -286,7 +286,7 @@ def _items(name: str, given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _alike(name: str, given: Any, model: Any, keys: Sequence[Any]) -> Sequence[Any]:
-    """Return the items of an argument in the order of `keys`, the keys of `model`. None: return a None for each key."""
+    """Return the items of `given` in the order of `keys`, the keys of `model`; if `given` is None, None for each."""
     if given is None:
         return [None] * len(keys)
     if isinstance(model, Mapping) != isinstance(given, Mapping):
@@ -303,7 +303,7 @@ def _like(model: Any, keys: Sequence[Any], results: list[Any]) -> Any:
 
 
 def _name(error: CodecError, keys: Sequence[Any], at: int | None) -> None:
-    """Set an error's item to the key of item `at`; if that is None, of the index that an engine has set."""
+    """Set ``error.item`` to the key of item `at`; if `at` is None, to the key of the index that an engine has set."""
     index = error.item if at is None else at
     if isinstance(index, int):
         error.of(keys[index])

@@ -39,18 +39,18 @@ def sum_codes(
 ) -> tuple[Any, float]:
     """Add the codes of Ternary frames that share one scale, as integers.
 
-    A value of :class:`Ternary` is its scale times a code: -1, 0 or 1. Under one scale the sum of values is the scale
-    times the sum of codes, which is exact and does not depend on the order. A server sends the integers on, for example
-    by :class:`Lossless`, in a fraction of the bytes of a float32 sum.
+    A value of :class:`Ternary` is its scale times a code, -1, 0 or 1. If all frames have the same scale, the sum of
+    values is the scale times the sum of codes, which is exact and does not depend on the order. A server can send these
+    integers, encoded with :class:`Lossless` for example, in a fraction of the bytes of a float32 sum.
 
     Parameters
     ----------
     frames : sequence of bytes or buffers
         One or more frames of :class:`Ternary`, of one shape, dtype and scale, in any packing. Encode them with one
-        ``Ternary(scale=...)``, such as the largest magnitude of all ranks. Frames of segments qualify if all segments
-        have that scale.
+        ``Ternary(scale=...)``, such as the largest magnitude of all ranks. Frames with segments are accepted if all
+        segments have that scale.
     like : array or tensor, optional
-        Return a tensor of the kind of this one, such as a torch tensor. Its dtype and shape do not matter.
+        Example of the result's type, such as a torch tensor. Its dtype and shape are ignored.
     max_nbytes : int, optional
         Upper bound of the size of the result, in bytes. Default: 1 GiB, or 256 times the size of the largest frame if
         that is more.
@@ -61,7 +61,8 @@ def sum_codes(
     Returns
     -------
     integers : numpy.ndarray, or a tensor of the kind of `like`
-        Sums of the codes, of the frames' shape: int8 for at most 127 frames, int16 for at most 32,767, else int32.
+        Sums of the codes, with the frames' shape: int8 for at most 127 frames, int16 for at most 32,767, otherwise
+        int32.
     scale : float
         Scale of the frames, 0.0 for tensors without values. The mean is ``integers * (scale / len(frames))``.
 
@@ -72,7 +73,7 @@ def sum_codes(
         the message begins.
     ArgumentError
         There are no frames, or one is not of :class:`Ternary` or differs from the first one in shape, dtype or scale.
-        Its ``item`` is the index of that frame. Damage of any frame is reported first.
+        The error's ``item`` is the index of that frame. If any frame is damaged, FrameError is raised instead.
     EngineError
         A frame or `like` is on a GPU, the engine is "cuda", or the engine cannot be used on this machine. Copy frames
         of a GPU to host memory first.

@@ -1,4 +1,4 @@
-"""Codebooks that encoder and decoder share in advance, instead of one in each frame."""
+"""Codebooks that encoder and decoder agree on in advance, so that frames need not contain one."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,29 +20,29 @@ from codec.tensors.view import dtype_name, fetch, on_host, view, view_bytes
 from codec.tensors.wrapper import View
 
 _DEFAULT = Lossless()
-# Dtypes whose exponents are entropy-coded by Lossless, and by Truncate: only these can use an agreed codebook.
+# Dtypes that can use an agreed codebook: those whose exponents Lossless, or Truncate, entropy-codes.
 _OF_LOSSLESS, _OF_TRUNCATE = ("float32", "float64", "bfloat16", "float16"), ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class Codebook:
-    """Code lengths of a Huffman code for exponents, which frames name by an id.
+    """Code lengths of a Huffman code for exponents; a frame refers to its codebook by an id.
 
-    Frames that name a codebook do not contain one, which matters for small tensors. Make it with :meth:`from_tensors`
-    or :meth:`from_counts`, and give all decoders the same one. It goes with :class:`codec.Lossless` and
-    :class:`codec.Truncate`.
+    A frame with such an id does not contain a codebook, which makes frames of small tensors smaller. Build a codebook
+    with :meth:`from_tensors` or :meth:`from_counts`, and pass it to all decoders. :class:`codec.Lossless` and
+    :class:`codec.Truncate` can use it.
 
     Parameters
     ----------
     lengths : bytes
-        Code length of each of 256 symbols in bits, 1 to 8; 0: the symbol is escaped.
+        Code length in bits of each of 256 symbols, 1 to 8, or 0 for a symbol that is coded as an escape.
     escape_length : int
         Length of the escape code in bits, 1 to 8.
     id : int
         Digest of all other fields, 64 bits, not 0.
     symbols : int, default 0
-        Kind of symbols, one of ``CODEC_SYMBOLS_*`` in ``codec/codec.h``: it depends on the codec, and for Truncate on
-        `level_coding` and the dtype.
+        Kind of symbols, one of ``CODEC_SYMBOLS_*`` in ``codec/codec.h``. It depends on the codec, and for Truncate also
+        on `level_coding` and the dtype.
 
     Raises
     ------
@@ -84,7 +84,7 @@ class Codebook:
         return struct
 
     def to_bytes(self) -> bytes:
-        """Return the codebook as bytes, to store or to send. Equal codebooks give equal bytes.
+        """Serialize the codebook. Equal codebooks give equal bytes.
 
         Returns
         -------
@@ -102,8 +102,8 @@ class Codebook:
         Parameters
         ----------
         data : bytes or buffer
-            Serialized codebook, without trailing bytes. Untrusted bytes are safe: they give a valid codebook or an
-            error. The id detects accidental damage; it does not authenticate.
+            Serialized codebook, without trailing bytes. Bytes from untrusted sources are safe: they give a valid
+            codebook or an error. The id detects accidental damage; it does not authenticate.
 
         Returns
         -------
@@ -184,7 +184,8 @@ class Codebook:
         Raises
         ------
         ArgumentError
-            There are no tensors, one has another dtype, or the kinds of their symbols differ.
+            There are no tensors, a tensor has a dtype that cannot use a codebook, or the tensors have different kinds
+            of symbols.
         SpecError
             The spec is neither Lossless nor Truncate.
         """
@@ -215,7 +216,7 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def count_symbols(x: Any, spec: SpecLike) -> tuple[str, int, Counts]:
-    """Count the symbols of a tensor, in the sample that encoding takes.
+    """Count the symbols of a tensor, in the sample of values from which encoding builds a codebook.
 
     Returns
     -------
@@ -261,7 +262,7 @@ def count_symbols(x: Any, spec: SpecLike) -> tuple[str, int, Counts]:
 
 
 def _with_exponents(spec: Spec) -> Lossless | Truncate:
-    """Return the spec if its frames code exponents, the only symbols that codebooks are for; raise SpecError if not."""
+    """Return the spec; raise SpecError if its frames do not code exponents, and so cannot use a codebook."""
     if not isinstance(spec, Lossless | Truncate):
         raise SpecError(f"codebooks are for Lossless and Truncate, whose frames code exponents; got {shown(spec)}")
     return spec
@@ -276,7 +277,7 @@ def _check_dtype(spec: Lossless | Truncate, dtype: str) -> None:
 
 
 def given_codebooks(books: Any) -> "tuple[Codebook, ...]":
-    """Return the argument `codebooks` as a tuple; raise ArgumentError for anything but codebooks."""
+    """Return the argument `codebooks` as a tuple; raise ArgumentError if an item is not a Codebook."""
     found: tuple[Any, ...] = tuple(books) if hasattr(books, "__iter__") else (books,)
     if not all(isinstance(book, Codebook) for book in found):
         raise ArgumentError(f"codebooks must be a Codebook or a sequence of them, got {shown(books)}")

@@ -72,44 +72,43 @@ def decode(
     frame : bytes or buffer
         Whole frame, without trailing bytes.
     spec : BoundSpec, optional
-        Spec bound to the sender's optimizer and state, by :meth:`Truncate.bind`: for frames of :class:`Truncate` with
-        shared levels. Other frames describe themselves and ignore it.
+        Spec bound by :meth:`Truncate.bind` to the same optimizer and state as the sender's. Required for frames of
+        :class:`Truncate` with shared levels; all other frames are self-describing and ignore it.
     base : array or tensor, optional
-        Tensor that the changes in a frame of :class:`Delta` apply to, of the frame's shape and dtype, or the bits of
-        one as unsigned integers. Other frames ignore it.
+        Tensor to which the changes in a frame of :class:`Delta` are applied. It has the frame's shape and dtype, or
+        holds the same bits as unsigned integers. Other frames ignore it.
     out : array or tensor, optional
-        Memory for the values: contiguous, writable, of the frame's shape and dtype, and apart from the frame. It may be
-        `base`, which is then updated in place. It may
-        also have unsigned integers, or a dtype that cannot be encoded such as complex64, of the same itemsize, and then
-        gets the bits. It is unchanged after an error, unless the options have ``verify_first=False``.
+        Receives the values: contiguous, writable, of the frame's shape and dtype, and not overlapping the frame. If
+        `out` is `base`, it is updated in place. `out` may also hold unsigned integers, or a dtype that cannot be
+        encoded such as complex64, of the same itemsize; the values' bits are then copied to it. After an error it is
+        unchanged, unless the options have ``verify_first=False``.
     like : array or tensor, optional
-        Return a tensor of the kind of this one, such as a torch tensor or an array of JAX. Its dtype and shape do not
-        matter.
+        Example of the result's type and device, such as a torch tensor or a JAX array. Its dtype and shape are ignored.
     codebooks : Codebook or sequence of Codebook, optional
-        Codebooks that the frame may name.
+        Codebooks among which the one named by the frame is looked up.
     max_nbytes : int, optional
-        Upper bound of the size of a new tensor, in bytes; nothing is allocated for a frame that declares more. Default:
-        1 GiB, or 256 times the size of the frame if that is more. A tensor given as `out` may have any size, and so may
-        the result of :class:`Delta`, which is as large as `base`.
+        Upper bound of the size of a new tensor, in bytes. A frame that declares a larger tensor is refused before
+        memory is allocated. Default: 1 GiB, or 256 times the size of the frame if that is more. The limit applies
+        neither to `out` nor to the result of :class:`Delta`, which is as large as `base`.
     options : CallOptions, optional
         Engine, threads, ``verify_first`` and ``nontemporal``, made by :func:`options`.
 
     Returns
     -------
     numpy.ndarray, or `out`, or a tensor of the kind of `like`
-        Tensor of the frame's shape and dtype; for a frame on a GPU a tensor there. bfloat16 and float8 need ml_dtypes,
-        `out` or `like`.
+        Tensor of the frame's shape and dtype, on the frame's GPU if the frame lies on one. bfloat16 and float8 need
+        ml_dtypes, `out` or `like`.
 
     Raises
     ------
     FrameError
-        The bytes are no frame, are damaged (`ChecksumError`), need a later version (`UnsupportedError`) or declare too
-        large a tensor (`LimitError`).
+        The bytes are not a frame, are damaged (`ChecksumError`), need a later version of the library
+        (`UnsupportedError`) or declare a tensor larger than `max_nbytes` (`LimitError`).
     StateError
-        The frame names a codebook that is not among `codebooks`, or needs a bound spec or a base that is missing or
-        that is not the sender's, or the base equals the frame's result already.
+        The frame names a codebook that is not in `codebooks`; the bound spec or the base is missing or differs from the
+        sender's; or the base already equals the frame's result.
     ArgumentError
-        `out` or `base` does not fit the frame, or `like` is an array of JAX, which lacks the frame's dtype.
+        `out` or `base` does not fit the frame, or `like` is a JAX array and JAX lacks the frame's dtype.
     SpecError
         `spec` is not a bound spec.
     EngineError
@@ -182,7 +181,7 @@ def check_bound(spec: Any) -> BoundSpec:
 
 
 def check_values(frame: Any, out: Any, *, options: CallOptions | None = None) -> None:
-    """Raise the errors of :func:`decode`, for a frame that needs no bound spec; `out`, on the host, is not written."""
+    """Check a frame as :func:`decode` would, without writing `out`, a host tensor; bound specs are not supported."""
     v = view_bytes(frame)
     settings = settings_of(options)
     try:
@@ -195,18 +194,18 @@ def check_values(frame: Any, out: Any, *, options: CallOptions | None = None) ->
 
 
 def explain(error: ArgumentError, frame: TensorView, out: Any, *, adds: bool = False) -> None:
-    """Replace the message of an error for a tensor that does not fit a frame by one that names both.
+    """Replace the message of an engine's error by one that names the frame's and the tensor's dtype and shape.
 
     Parameters
     ----------
     error : ArgumentError
-        Error that an engine has raised.
+        Error that an engine has raised; its arguments are replaced.
     frame : TensorView
-        The frame.
+        Bytes of the frame.
     out : array or tensor
-        The tensor.
+        Tensor passed as ``out=``.
     adds : bool
-        True if values are added to `out`, which is float32 then.
+        True if the frame's values are added to `out`, which must then be float32.
     """
     if adds and isinstance(inspect(frame.owner).spec, Delta):
         error.args = ("a frame of Delta holds changes, which cannot be added up: decode it with base=, add its values",)
@@ -228,7 +227,7 @@ def explain(error: ArgumentError, frame: TensorView, out: Any, *, adds: bool = F
 
 
 def engine_for(engine: Any, frame: TensorView, out: Any, like: Any) -> Engine:
-    """Return the engine of a name. None: return the engine for the device of the result if given, else of the frame."""
+    """Return the engine with this name; None: the engine for the device of `out` or `like`, else of the frame."""
     name, device = ("out=", device_like(out)) if out is not None else ("like=", device_like(like))
     return choose(engine, name, device) if device != "cpu" else choose(engine, "the frame", frame.device)
 

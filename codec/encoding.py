@@ -26,8 +26,8 @@ DEFAULT = Lossless()
 def bound(shape: int | Iterable[int], dtype: Any, spec: SpecLike = DEFAULT, *, segments: Any = None) -> int:
     """Return the upper bound of the size of a tensor's frame.
 
-    The rows of each segment may need scales, and a record, of their own. Where the segments are known, the bound is
-    smaller: of 1,024 values with :class:`Float8` it is 1,096 bytes without segments, and 4,864 bytes for any segments.
+    Each segment adds a record to the frame, and can add scales for its rows. If the segments are given, the bound is
+    smaller: for 1,024 values with :class:`Float8` it is 1,096 bytes without segments, and 4,864 bytes for any segments.
 
     Parameters
     ----------
@@ -44,8 +44,8 @@ def bound(shape: int | Iterable[int], dtype: Any, spec: SpecLike = DEFAULT, *, s
     Returns
     -------
     int
-        Size in bytes. No frame of such a tensor is larger. With `segments` it is the exact size of the frame if the
-        codec has a fixed rate; see :func:`frame_nbytes`.
+        Upper bound in bytes. With `segments`, the bound is the exact size of the frame if the codec has a fixed rate;
+        see :func:`frame_nbytes`.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def bound(shape: int | Iterable[int], dtype: Any, spec: SpecLike = DEFAULT, *, s
 
 
 def checked_shape(shape: int | Iterable[int]) -> tuple[int, ...]:
-    """Return a shape as a tuple; raise ArgumentError if it is none, or has too many dimensions."""
+    """Return `shape` as a tuple; raise ArgumentError if it is not a shape, or has too many dimensions."""
     try:
         sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
         sizes = tuple(whole("a dimension", s, 0, (1 << 60) - 1) for s in sizes)
@@ -134,47 +134,48 @@ def encode(
     Parameters
     ----------
     x : array, tensor, buffer or View
-        Tensor of rank 0 to 8 with a buffer, ``__array_interface__``, DLPack or ``__cuda_array_interface__``: of numpy,
-        torch, ml_dtypes, CuPy and others. float32, float64, bfloat16, float16, float8, bool, or integers of 1 to 8
-        bytes. It is copied only if it is not contiguous or not in native byte order. :func:`view` reads a tensor as
-        another dtype, or as a bucket of parameters.
+        Tensor of rank 0 to 8 that supports the buffer protocol, ``__array_interface__``, DLPack or
+        ``__cuda_array_interface__``, such as those of numpy, torch, ml_dtypes and CuPy. Dtypes: float32, float64,
+        bfloat16, float16, float8, bool, and integers of 1 to 8 bytes. A tensor is copied only if it is not contiguous
+        or not in native byte order. Use :func:`view` to encode a tensor as another dtype, or as a bucket of parameters.
     spec : Spec, bound spec or name of a preset
-        Codec and its parameters; :class:`Lossless` by default. :class:`Truncate` needs the optimizer, by
-        :meth:`Truncate.bind`. Names: see :func:`preset`.
+        Codec and its parameters; :class:`Lossless` by default. :class:`Truncate` must be bound to the optimizer with
+        :meth:`Truncate.bind`, unless it has a fixed level. For names of presets see :func:`preset`.
     base : array or tensor, optional
-        For :class:`Delta`, which needs it: tensor of x's shape and dtype that decoders have, too.
+        Required by :class:`Delta`, refused otherwise: tensor of x's shape and dtype that all decoders have.
     out : writable buffer, optional
-        Memory for the frame, which overlaps with no other argument. :func:`bound` bytes are always enough.
+        Buffer for the frame, which must not overlap another argument. :func:`bound` bytes are always enough.
     residual : float32 array or tensor, optional
-        Memory for the residual x - decode(frame), with as many values as x. It may be x itself. It is unchanged after
-        an error, unless the options have ``verify_first=False``.
+        Receives the residual x - decode(frame); it has as many values as x, and may be x itself. After an error it is
+        unchanged, unless the options have ``verify_first=False``.
     feedback : bool
         Error feedback: encode x + `residual`, each sum rounded to float32, and write the new residual to `residual`,
-        which must not be x. Zeros are the first residual. It stays bounded if ``spec.contraction`` is True.
-        :class:`Lossless` has no residual.
+        which must not be x. Pass zeros as the first residual. The residual stays bounded if ``spec.contraction`` is
+        True. :class:`Lossless` and :class:`Delta` have no residual.
     codebook : Codebook, optional
-        Codebook for the exponents, which the decoder must have too: the frame holds its id only. Tensors without
-        exponents or with fewer than 512 values ignore it. Default: a codebook made for this tensor.
+        Codebook for the exponents. The frame contains only its id, so the decoder must be given the same codebook.
+        Tensors without exponents or with fewer than 512 values ignore it. Default: a codebook made for this tensor, and
+        sent in the frame.
     stream : int
-        Number of the stream of random bits, 64 bits, for specs with random rounding. Different streams are
-        independent: compute it from the rank, the step and the tensor.
+        Number of the stream of random bits, 0 to 2^64 - 1, for specs with stochastic rounding. Different streams are
+        independent: compute the number from the rank, the step and the tensor.
     options : CallOptions, optional
         Engine, threads and ``verify_first``, made by :func:`options`.
 
     Returns
     -------
-    bytes, or memoryview of `out`; for a tensor on a GPU an array or tensor of uint8 there
+    bytes, or memoryview of `out`; for a tensor on a GPU an array or tensor of uint8 on that GPU
         The frame. The memoryview is read-only, and valid until `out` is written again.
 
     Raises
     ------
     ArgumentError
-        An argument has a wrong type, dtype, size or place; x holds NaN or Inf, which lossy codecs refuse; or the spec
-        has a scale that is smaller than a value, or that is 0 or Inf in x's dtype.
+        An argument has a wrong type, dtype, size or device; x contains NaN or Inf, which lossy codecs refuse; or the
+        spec has a scale that is smaller than a value, or that is 0 or Inf in x's dtype.
     SpecError
-        `spec` is no spec, lacks an optimizer, or does not go with `feedback`.
+        `spec` is not a spec, lacks an optimizer, or cannot be used with `feedback`.
     StateError
-        The spec is bound to an optimizer that needs an array that :meth:`Truncate.bind` was not given.
+        The spec is bound to an optimizer whose formula needs an array that was not passed to :meth:`Truncate.bind`.
     EngineError
         An argument lies on a device that the engine cannot read, or the engine cannot be used on this machine.
 
@@ -214,22 +215,22 @@ def encode_async(
     stream: int = 0,
     base: Any = None,
 ) -> Any:
-    """Encode a tensor on a GPU asynchronously: enqueue the kernels, and wait for nothing.
+    """Encode a tensor on a GPU asynchronously: enqueue the kernels, and do not wait for them.
 
-    The call can be captured in a CUDA graph, in any mode, after a first call outside of it, which compiles and loads
-    the kernels. Each run of the graph uses the memory of all arguments and of the result, so keep them as long as the
-    graph. All runs draw the same random bits. Calls that wait for the GPU, such as :func:`encode` and :func:`decode`,
-    are EngineError on a captured stream.
+    The call can be captured in a CUDA graph, in any capture mode, if an earlier call outside the capture has compiled
+    and loaded the kernels. Each replay of the graph reads and writes the memory of all arguments and of the result, so
+    keep them alive as long as the graph. All replays use the same random bits. Calls that wait for the GPU, such as
+    :func:`encode` and :func:`decode`, raise EngineError on a stream that is being captured.
 
     Parameters
     ----------
     x : array, tensor or View
         Tensor on a GPU.
     spec : Spec, bound spec or name of a preset
-        As in :func:`encode`. :class:`codec.optimizers.Custom` cannot be used.
+        As in :func:`encode`, but not bound to a :class:`codec.optimizers.Custom`.
     out : writable array or tensor
-        Memory for the frame on the same GPU, at an address that is a multiple of 8. :func:`bound` bytes are always
-        enough, and required with `residual`.
+        Buffer for the frame on the same GPU, at an address that is a multiple of 8. :func:`bound` bytes are always
+        enough, and are required with `residual`.
     residual, feedback, codebook, stream
         As in :func:`encode`; `residual` on the same GPU.
     base : array or tensor, optional
@@ -238,12 +239,13 @@ def encode_async(
     Returns
     -------
     Pending
-        ``nbytes`` and ``status`` are the frame's size and status in memory of the GPU; ``wait()`` returns the frame.
+        ``nbytes`` and ``status`` are the frame's size and status, both in GPU memory. ``wait()`` waits for the kernels
+        and returns the frame.
 
     Raises
     ------
     ArgumentError, SpecError
-        As in :func:`encode`, for faults that do not depend on the values of x; ``wait()`` raises the others.
+        As in :func:`encode`, for errors that do not depend on the values of x; ``wait()`` raises those that do.
     EngineError
         An argument lies in host memory, or there is no usable GPU.
 
@@ -303,7 +305,7 @@ def encode_request(
 
 
 def _view_base(base: Any, spec: Spec, v: TensorView) -> TensorView:
-    """Return the view of a base, which Delta needs and other specs do not take."""
+    """Return the view of ``base=``; raise ArgumentError if Delta lacks it, or another spec has it."""
     if not isinstance(spec, Delta):
         raise ArgumentError(f"base= is for Delta, not for {type(spec).__name__}")
     if base is None:
@@ -322,7 +324,7 @@ def check_stream(stream: Any) -> int:
 
 
 def one_codebook(codebook: Any, spec: Spec) -> Codebook:
-    """Return `codebook` if it is one, and if frames of the spec can use one."""
+    """Return `codebook`; raise ArgumentError if it is not a codebook, or if the spec cannot use one."""
     if not isinstance(spec, Lossless | Truncate):
         raise ArgumentError(f"codebook= is for Lossless and Truncate, not for {type(spec).__name__}")
     return given_codebooks([codebook])[0]

@@ -9,11 +9,11 @@ _numbers: dict[str, int] = {name: number for number, name in _cffi.ffi.typeof("c
 
 
 class Status(IntEnum):
-    """Status codes of the C library, ``codec_status`` in ``codec/codec.h``; each decade is one kind of cause.
+    """Status codes of the C library, ``codec_status`` in ``codec/codec.h``, in ranges by cause.
 
-    10 to 19: wrong argument. 20 to 29: output or scratch memory too small. 30 to 39: the frame violates the format.
-    40 to 49: the frame is damaged. 50 to 59: the frame is valid, but this library or the caller's limit does not accept
-    it. 60 to 69: a codebook, state or base is missing or different. Values never change.
+    10 to 19: wrong argument. 20 to 29: output or scratch memory too small. 30 to 39: the frame violates the format. 40
+    to 49: the frame is damaged. 50 to 59: the frame is valid, but needs a later version of this library or exceeds the
+    caller's limit. 60 to 69: a codebook, state or base is missing or different. The numbers are stable across versions.
     """
 
     OK = _numbers["CODEC_OK"]
@@ -55,9 +55,9 @@ class CodecError(Exception):
     Attributes
     ----------
     code : Status or None
-        Status of the C library; None if the error was found before it was called.
+        Status returned by the C library; None if Python code found the error.
     item : object
-        Index or key of the tensor or frame at fault, in calls that take many; else None.
+        Index or key of the tensor or frame at fault, in calls for several tensors or frames; otherwise None.
 
     Examples
     --------
@@ -79,13 +79,13 @@ class CodecError(Exception):
         return type(self), (self.args[0], self.code), self.__dict__
 
     def of(self, item: object) -> None:
-        """Record which of many tensors or frames is at fault, as `item` and in the message."""
+        """Record the index or key of the tensor or frame at fault as ``item``, and prefix the message with it."""
         self.item = item
         self.args = (f"{item!r}: {self.args[0]}", *self.args[1:])
 
 
 class ArgumentError(CodecError, ValueError):
-    """Wrong argument or tensor: type, range, dtype, shape, memory, or values that the codec does not take.
+    """Wrong argument or tensor: its type, range, dtype, shape or memory, or a value that the codec does not accept.
 
     Examples
     --------
@@ -96,7 +96,7 @@ class ArgumentError(CodecError, ValueError):
 
 
 class SpecError(CodecError, ValueError):
-    """Wrong spec: a field out of range, or a spec that does not go with this call.
+    """Wrong spec: a field is out of range, or the call cannot use this spec.
 
     Examples
     --------

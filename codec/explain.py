@@ -1,4 +1,4 @@
-"""Messages of errors about the dtype or the values of a tensor: what was given, what is accepted, what to do."""
+"""Messages of errors about a tensor's dtype or values; each names the fault, the accepted input and a remedy."""
 
 import math
 
@@ -13,19 +13,19 @@ from codec.specs import Spec
 from codec.tensors.view import Array, TensorView, fetch
 
 CARRIES_NONFINITE = 'Lossless or Float8(nonfinite="propagate")'
-# Bits of the exponent, all of which are set in NaN and Inf, and of the sign.
+# By dtype: masks of the exponent bits, which are all set in NaN and Inf, and of the sign bit.
 _EXPONENT = {"float32": (0x7F800000, 1 << 31), "bfloat16": (0x7F80, 1 << 15), "float16": (0x7C00, 1 << 15)}
 
 
 def explain(error: ArgumentError, r: EncodeRequest) -> None:
-    """Replace the message of an error of encoding that concerns dtype or values by one with the reason and the remedy.
+    """Replace the message of an encoding error about dtype or values by one that names the fault and a remedy.
 
     Parameters
     ----------
     error : ArgumentError
-        Error that an engine has raised.
+        Error that an engine has raised; its arguments are replaced.
     r : EncodeRequest
-        The engine's request.
+        Request that the engine refused.
     """
     explain_dtype(error, r.spec, r.x.dtype, "x")
     if error.code == Status.NONFINITE:
@@ -33,7 +33,7 @@ def explain(error: ArgumentError, r: EncodeRequest) -> None:
 
 
 def explain_dtype(error: ArgumentError, spec: Spec, dtype: str, name: str) -> None:
-    """Replace the message of an error for a dtype that a codec does not take by one that says which it takes."""
+    """Replace the message of an error about a dtype that a codec does not accept by one that lists those it accepts."""
     if error.code == Status.BAD_DTYPE:
         struct, size = spec_struct(spec), ffi.new("size_t *")
         *most, last = [
@@ -44,18 +44,18 @@ def explain_dtype(error: ArgumentError, spec: Spec, dtype: str, name: str) -> No
 
 
 def nonfinite_message(x: TensorView, spec: Spec, name: str, shape: tuple[int, ...] | None = None) -> str:
-    """Return the message for NaN or Inf that a codec refuses: how many, the first one's place, the remedies.
+    """Return the message for NaN or Inf that a codec refuses: their number, the first one's index, and remedies.
 
     Parameters
     ----------
     x : TensorView
-        Tensor. If all its values are finite, its sum with a residual is not.
+        Tensor that was refused. If all its values are finite, the NaN or Inf is in its sum with the residual.
     spec : Spec
         The codec.
     name : str
         Name of the tensor.
     shape : tuple of int, optional
-        Shape in which the place is given. Default: that of `x`.
+        Shape for the index of the first NaN or Inf. Default: the shape of `x`.
     """
     remedy = f"{type(spec).__name__} takes finite values only. Correct them, or use {CARRIES_NONFINITE}"
     try:
@@ -80,7 +80,7 @@ def bits_of(v: TensorView) -> Array:
 
 
 def count_nonfinite(bits: Array, dtype: str, shape: tuple[int, ...]) -> str | None:
-    """Return a phrase with the number of NaN and Inf in a tensor and the place of the first one.
+    """Return a phrase with the number of NaN and Inf in a tensor and the index of the first one.
 
     Parameters
     ----------

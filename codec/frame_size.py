@@ -13,9 +13,10 @@ _LARGEST = 8 * ((1 << 32) - 1)  # bytes of a frame
 
 
 def frame_nbytes(shape: int | Iterable[int], dtype: Any, spec: SpecLike, *, segments: Any = None) -> int:
-    """Return the exact size of a tensor's frame, for codecs of fixed rate.
+    """Return the exact size of a tensor's frame in bytes, for codecs of fixed rate.
 
-    All ranks know the size of each other's frames then, so that collectives need no exchange of sizes.
+    With such a codec, a rank can compute the sizes of all other ranks' frames, so that collectives need not exchange
+    them.
 
     Parameters
     ----------
@@ -32,7 +33,7 @@ def frame_nbytes(shape: int | Iterable[int], dtype: Any, spec: SpecLike, *, segm
     Returns
     -------
     int
-        Size in bytes of the frame that :func:`encode` makes of each such tensor.
+        Size in bytes of the frame that :func:`encode` returns for any tensor of this shape and dtype.
 
     Raises
     ------

@@ -10,8 +10,8 @@ from codec._c.spec_structs import spec_of
 from codec.specs import Spec
 from codec.tensors.view import TensorView, fetch, view, view_bytes
 
-_CHUNK = 1024  # bytes of a tensor that are digested as one
-_HEAD = 1 << 16  # bytes that are copied of a frame on a device: more than header and most side sections have
+_CHUNK = 1024  # bytes per chunk; a digest is the sum of the hashes of all chunks
+_HEAD = 1 << 16  # bytes copied from a frame on a device: header and side section are shorter in most frames
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,9 @@ class Info:
     ----------
     spec : Spec
         Spec of the encoder, without fields that decoding does not need: ``seed`` is 0, ``scale`` and ``clip`` are None.
-        ``group_size`` is the number in use if the encoder derived it from the shape. ``guard`` is the number of bits in
-        use: the encoder's guard plus the mantissa bits of the state's ``theta`` minus those of the tensor.
-        ``group_size`` has its default for a tensor without values, and for a frame with records of segments whose side
-        section is missing.
+        ``group_size`` is the number in use, even if the encoder derived it from the shape; it has its default if the
+        tensor has no values, or if the frame has records of segments and its side section is missing. ``guard`` is the
+        encoder's guard, plus the mantissa bits of the state's ``theta``, minus those of the tensor.
     dtype : str
         Name of the tensor's dtype, such as ``"bfloat16"``.
     shape : tuple of int
@@ -36,7 +35,8 @@ class Info:
         Size of the tensor in bytes.
     sections : dict of str to (int, int)
         Offset and size in bytes of each section: "header"; "side", with codebooks and scale model; "directory", with
-        the ends of blocks; "planes", with bytes that no block codes; "regions", with blocks, or the tensor if stored.
+        the end of each block; "planes", with uncompressed bytes of the values; "regions", with the coded blocks, or the
+        tensor if the frame is stored.
     version : int
         Version of the format.
     n : int
@@ -44,7 +44,7 @@ class Info:
     stored : bool
         True if the frame holds the tensor uncompressed.
     block : int
-        Values per block; 0 in a stored frame, and where blocks follow groups.
+        Number of values per block; 0 in a stored frame, and if the codec's blocks are defined by groups.
     nblocks : int
         Number of blocks; 0 in a stored frame.
     checksum : int
@@ -54,15 +54,15 @@ class Info:
     nsegments : int
         Number of segments with records in the frame.
     clipped : bool
-        True if :class:`codec.Ternary` has limited magnitudes by ``clip``. The limit is not in the frame.
+        True if :class:`codec.Ternary` has clipped magnitudes. The frame does not contain the value of ``clip``.
     base_digest, result_digest : int or None
-        :func:`digest` of the base of a frame of :class:`codec.Delta`, and of the tensor that it decodes to. They are
-        equal if nothing has changed. None: the side section is missing, or another codec.
+        :func:`digest` of the base of a frame of :class:`codec.Delta`, and of the decoded tensor. They are equal if no
+        value has changed. None if the side section is missing, or for other codecs.
     scale : float or None
-        Scale of all values of a frame of :class:`codec.Ternary`. The frame does not say if the scale was given or
-        computed, so that ``spec.scale`` is None; ``dataclasses.replace(info.spec, scale=info.scale)`` is the spec for
-        frames that :func:`codec.sum_codes` can add to this one. None: there are no values, segments have different
-        scales, the side section is missing, or another codec.
+        Scale of all values of a frame of :class:`codec.Ternary`. ``spec.scale`` is None, because a frame does not
+        record whether its scale was given or computed. To encode frames that :func:`codec.sum_codes` can add to this
+        one, use ``dataclasses.replace(info.spec, scale=info.scale)``. None if there are no values, if segments have
+        different scales, if the side section is missing, or for other codecs.
     """
 
     spec: Spec
@@ -91,7 +91,7 @@ class Info:
 
 
 def read_header(v: TensorView) -> Any:
-    """Return the codec_info of a frame, or of the beginning of one, in host memory."""
+    """Return the codec_info of a frame in host memory, which may be cut off after the header."""
     info = _call.new_info()
     check(lib.codec_inspect(v.data, v.nbytes, info), info.fault)
     return info
@@ -108,7 +108,7 @@ def verify(frame: Any) -> None:
     Raises
     ------
     FrameError
-        The bytes are not a valid frame; ChecksumError, UnsupportedError and LimitError are kinds of it.
+        The bytes are not a valid frame; ChecksumError, UnsupportedError and LimitError are subclasses.
 
     Examples
     --------
@@ -123,9 +123,9 @@ def verify(frame: Any) -> None:
 
 
 def check_frame(v: TensorView) -> None:
-    """Raise FrameError for bytes in host memory that are not a valid frame, as :func:`verify`."""
+    """Raise FrameError if bytes in host memory are not a valid frame, as :func:`verify` does."""
     if lib.codec_verify(v.data, v.nbytes):
-        # codec_decode reports the offset of the fault; it cannot succeed, since no frame has dtype 0
+        # codec_decode also reports the fault's offset. The call always fails, because no frame has dtype 0.
         call = _call.take()
         status = lib.codec_decode(v.data, v.nbytes, _call.new_tensor(0, ()), call.context, ffi.NULL, 0)
         check(status, call.fault)
@@ -137,8 +137,8 @@ def inspect(frame: Any) -> Info:
     Parameters
     ----------
     frame : bytes, buffer, array or tensor
-        Frame, or its beginning: the header (at most 112 bytes) is enough, but ``codebook_id``, ``nsegments``, ``scale``
-        and digests are known only if the side section is there too.
+        Frame, or the first bytes of one: the header (at most 112 bytes) is enough, but ``codebook_id``, ``nsegments``,
+        ``scale`` and digests are known only if the side section is included.
 
     Returns
     -------
@@ -147,8 +147,8 @@ def inspect(frame: Any) -> Info:
     Raises
     ------
     FrameError
-        The bytes are not the beginning of a valid frame. If they are too few, ``code`` is ``Status.TRUNCATED`` and
-        ``expected`` the number of bytes that is needed to continue.
+        The bytes are not the beginning of a valid frame. If there are too few, ``code`` is ``Status.TRUNCATED`` and
+        ``expected`` is the number of bytes needed.
 
     Examples
     --------
@@ -191,8 +191,9 @@ def inspect(frame: Any) -> Info:
 def digest(x: Any) -> int:
     """Return the digest of a tensor's values, by which frames of :class:`codec.Delta` identify base and result.
 
-    It depends on the bits of the values only, not on dtype and shape, and is equal on all machines. Sender and receiver
-    can compare it to find out which update comes next. It detects accidents, not attackers.
+    The digest depends only on the bits of the values, not on dtype or shape, and is equal on all machines. Sender and
+    receiver can compare digests to find the update that must be applied next. A digest detects accidental differences;
+    it does not protect against attackers.
 
     Parameters
     ----------
@@ -220,7 +221,7 @@ def digest(x: Any) -> int:
 
 
 def digest_of(v: TensorView, threads: int | None = None) -> int:
-    """Return the digest of a tensor in host memory, computed by these threads, or by as many as pay."""
+    """Return the digest of a tensor in host memory. `threads`: their number; None: chosen from the tensor's size."""
     t = _call.new_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
     threads = pool.choose_threads(threads, v.nbytes)
     ranges = pool.ranges(-(-v.nbytes // _CHUNK), threads) if v.nbytes else []

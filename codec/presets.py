@@ -17,7 +17,7 @@ _PRESETS: dict[Preset, Spec] = {
 
 
 def preset(name: str) -> Spec:
-    """Return the spec of a preset. The names are accepted wherever a spec is.
+    """Return the spec of a preset. Functions that accept a spec also accept a preset's name.
 
     ============  ============================  ============  ======  =================================================
     name          spec                          bits a value  error   effect on training
@@ -29,20 +29,22 @@ def preset(name: str) -> Spec:
     smallest      ``Sign(group_size=1024)``     1.05          0.68    higher loss by 0.03 with SGD, by 0.12 with AdamW
     ============  ============================  ============  ======  =================================================
 
-    Bits and root mean square error, relative to that of the gradient, are those of float32 gradients of a convolutional
-    network (``python bench/codec/quality.py``). The effect is that on small transformers, in ``convergence.md``.
+    Bits per value and errors were measured on float32 gradients of a convolutional network (``python
+    bench/codec/quality.py``); an error is the root mean square error divided by the root mean square of the gradient.
+    Effects were measured on small transformers, see ``convergence.md``.
 
-    * near needs the optimizer: ``codec.preset("near").bind(...)``, or ``ddp_hook("near", optimizer=optimizer)``.
-    * smallest is the smallest for convolutional networks and transformers: hooks send embeddings and output heads by
-      ``Quantize(4)``, which gives 2.3 bits a value on a small GPT, where small has 5.2.
-    * smallest needs error feedback, ``encode(..., residual=, feedback=True)``, which the hooks of
-      :mod:`codec.torch` turn on.
-    * balanced, small and smallest refuse NaN and Inf.
+    * "near" needs the optimizer: ``codec.preset("near").bind(...)``, or ``ddp_hook("near", optimizer=optimizer)``.
+    * "smallest" gives the smallest frames also for transformers. There the hooks of :mod:`codec.torch` encode
+      embeddings and output heads with ``Quantize(4)``: on a small GPT, "smallest" takes 2.3 bits per value in all,
+      and "small" takes 5.2.
+    * "smallest" needs error feedback, ``encode(..., residual=, feedback=True)``, which the hooks of
+      :mod:`codec.torch` enable.
+    * "balanced", "small" and "smallest" refuse NaN and Inf.
 
     Parameters
     ----------
     name : {"lossless", "near", "balanced", "small", "smallest"}
-        Name of the preset, from the largest frames to the smallest ones.
+        Name of the preset; names are listed from the largest to the smallest frames.
 
     Returns
     -------
@@ -67,12 +69,12 @@ def preset(name: str) -> Spec:
 
 
 def resolve(spec: Any) -> tuple[Spec, BoundSpec | None]:
-    """Return the spec that an argument means, and the argument itself if it is bound to an optimizer.
+    """Return the spec that `spec` is, names or has been bound from, and `spec` itself if it is bound to an optimizer.
 
     Raises
     ------
     SpecError
-        The argument is no spec, no bound spec and no name of a preset.
+        The argument is neither a spec, nor a bound spec, nor the name of a preset.
     """
     if isinstance(spec, Spec):
         return spec, None

@@ -8,7 +8,7 @@ _TIMES = ((1, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 class Rounded:
-    """Base class of dataclasses made with ``repr=False``, whose repr has floats of 4 digits."""
+    """Base class of dataclasses declared with ``repr=False``; its repr shows floats with 4 significant digits."""
 
     __slots__ = ()
 
@@ -18,7 +18,7 @@ class Rounded:
 
 
 def rounded(value: Any) -> str:
-    """Return the repr of a value, with floats of 4 digits, also in tuples and dicts."""
+    """Return the repr of a value, in which floats, also those in tuples and dicts, have 4 significant digits."""
     if type(value) is float:
         return f"{value:.4g}"
     if type(value) is tuple:
@@ -41,7 +41,7 @@ def duration(seconds: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """Return a part of a number of bytes, such as "0.34 of 1.5 MB sent (23%)"."""
+    """Return the text for `part` of `whole` bytes, such as "0.34 of 1.5 MB sent (23%)"."""
     if not whole:
         return f"{size(part)} sent"
     scale, unit = _scale(whole, _SIZES)
@@ -64,5 +64,5 @@ def _scale(value: float, units: tuple[tuple[float, str], ...]) -> tuple[float, s
 
 
 def _digits(value: float, digits: int = 3) -> str:
-    """Return a number of `digits` digits without an exponent."""
+    """Return `value` with `digits` significant digits and without an exponent."""
     return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"

@@ -37,12 +37,12 @@ def accumulate(
     frame : bytes or buffer
         Whole frame of float32, bfloat16 or float16 values.
     out : float32 array or tensor
-        Contiguous tensor of the frame's shape. Product and sum are each rounded to float32; the payload of a sum that
-        is NaN depends on the machine. It is unchanged after an error, unless the options have ``verify_first=False``.
+        Contiguous tensor of the frame's shape. Product and sum are each rounded to float32; the payload of a NaN sum
+        depends on the machine. After an error `out` is unchanged, unless the options have ``verify_first=False``.
     spec : BoundSpec, optional
         As in :func:`decode`.
     weight : float
-        Factor of the values, rounded to float32.
+        Factor by which the frame's values are multiplied, rounded to float32.
     codebooks, options
         As in :func:`decode`.
 
@@ -91,7 +91,7 @@ def _weight_of(weight: Any) -> float:
 
 
 def views_of(frames: Any) -> list[TensorView]:
-    """Return the views of a sequence of frames."""
+    """Return the views of a sequence of frames; raise ArgumentError for a single frame or another type."""
     one = getattr(frames, "ndim", 2) < 2 or type(frames) in (str, bytes, bytearray) or hasattr(frames, "keys")
     if one or not hasattr(frames, "__iter__"):
         raise ArgumentError(f"frames must be a sequence of frames, not {kind_of(frames)}")
@@ -153,12 +153,12 @@ def reduce(
     check_finite: bool = False,
     options: CallOptions | None = None,
 ) -> Any:
-    """Decode frames of one shape to their sum, mean or maximum, in float32.
+    """Return the sum, mean or maximum of the tensors in several frames of equal shape, in float32.
 
-    Frames are added in the order given, and each addition is rounded to float32, so that the result is bit-identical on
-    all ranks that have the same list; only the payload of a NaN depends on the machine. Ternary frames with one scale
-    are added as integers and scaled once; :func:`sum_codes` returns the integers. Frames of one codec are decoded block
-    by block, so that the result is written to memory once.
+    Frames are added in the order given, and each addition is rounded to float32. The result is therefore bit-identical
+    on all ranks that pass the same list; only the payload of a NaN depends on the machine. Ternary frames with one
+    scale are added as integers and scaled once; :func:`sum_codes` returns the integers. If all frames have the same
+    codec, they are decoded block by block, so that the result is written to memory once.
 
     Parameters
     ----------
@@ -169,15 +169,16 @@ def reduce(
     op : {"mean", "sum", "max"}
         The mean is the sum divided by the number of frames.
     out : float32 array or tensor, optional
-        Memory for the result. It is unchanged after an error, unless the options have ``verify_first=False`` or
-        `check_finite` finds a value.
+        Receives the result. After an error it is unchanged, unless the options have ``verify_first=False`` or
+        `check_finite` finds NaN or Inf.
     like, codebooks, options
         As in :func:`decode`.
     max_nbytes : int, optional
         Upper bound of the size of a new result, in bytes. Default: 1 GiB, or 256 times the size of the largest frame
         if that is more.
     check_finite : bool
-        Raise ArgumentError if the result holds NaN or Inf, such as a sum that overflows. `out` is undefined then.
+        True: raise ArgumentError if the result contains NaN or Inf, for example because a sum overflows; `out` is then
+        undefined.
 
     Returns
     -------

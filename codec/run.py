@@ -1,4 +1,4 @@
-"""Launcher ``python -m codec.run``: compress the gradients of a training script that is not edited.
+"""Launcher ``python -m codec.run``: compress the gradients of a training script without editing it.
 
 ``torchrun --nproc-per-node 2 -m codec.run --codec small train.py ARGUMENT ...`` runs the script as ``__main__``. Each
 DistributedDataParallel that the script makes gets a hook, :func:`codec.torch.ddp_hook`, before its first forward pass.
@@ -29,7 +29,7 @@ from codec.torch._compat import comm_hooks
 from codec.torch.ddp.buckets import needs_optimizer
 
 PROGRAM = "codec.run"
-VARIABLE = "CODEC_DDP"  # environment variable: the default of --codec; "off" is --off
+VARIABLE = "CODEC_DDP"  # environment variable with the default of --codec; "off" has the effect of --off
 
 logger = logging.getLogger("codec.torch")
 
@@ -56,7 +56,7 @@ class Launch:
     def install(self) -> None:
         """Let each DistributedDataParallel of this process register a hook in its first forward pass.
 
-        Until then a script may register a hook of its own, which this launcher leaves alone.
+        Registration waits until then, so that a script can register its own hook first; such a model is left unchanged.
         """
         ddp: Any = DistributedDataParallel
         plain = ddp.forward
@@ -97,7 +97,7 @@ class Launch:
         logger.info("%s compresses the gradients of a model by %s", PROGRAM, self._spec)
 
     def report(self, *, stats: bool) -> None:
-        """Print on rank 0 what the hooks have sent, if `stats`; warn if there was no model to compress."""
+        """If `stats`, print on rank 0 the bytes that each hook has sent; warn if no model was compressed."""
         if not self.models and os.environ.get("RANK", "0") == "0":
             print(f"{PROGRAM}: no DistributedDataParallel has run: nothing was compressed", file=sys.stderr)
         if stats and self._rank == 0:
@@ -111,7 +111,7 @@ def _living(kind: type[T]) -> list[T]:
 
 
 def _scaler() -> Any:
-    """Return the enabled GradScaler of the script, or None if it has none, or several."""
+    """Return the script's enabled GradScaler, or None if there is not exactly one."""
     scalers = [s for s in _living(torch.amp.GradScaler) if s.is_enabled()]
     if len(scalers) > 1:
         logger.warning("%s: the script has %d GradScalers: NaN and Inf are errors", PROGRAM, len(scalers))
@@ -119,7 +119,7 @@ def _scaler() -> Any:
 
 
 def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of all parameters of a model.
+    """Return the optimizer that has all trainable parameters of a model.
 
     Raises
     ------
@@ -138,7 +138,7 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a script with compressed gradients. Its exit code and its exceptions are those of this program."""
+    """Run a script with compressed gradients. The script's exit code and exceptions are passed on."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROGRAM}",
         description="Run a training script; compress the gradients of each DistributedDataParallel that it makes.",

@@ -26,8 +26,8 @@ def spec_of_config(config: object) -> Spec:
     Parameters
     ----------
     config : dict
-        ``"spec"``, the name of a preset or of a spec's class, and fields of that class. Fields left out have their
-        defaults.
+        The key ``"spec"`` has the name of a preset or of a spec's class; the other keys are fields of that class.
+        Missing fields have their defaults.
 
     Returns
     -------
@@ -36,7 +36,7 @@ def spec_of_config(config: object) -> Spec:
     Raises
     ------
     SpecError
-        The configuration is no object, names no spec, has a key that is no field, or a field with a wrong value.
+        The configuration is not an object, names no spec, or has an unknown key or a wrong value.
     """
     if not isinstance(config, Mapping):
         raise SpecError(f'a spec is configured by an object, such as {{"spec": "Lossless"}}; got {shown(config)}')
@@ -54,12 +54,12 @@ def spec_of_config(config: object) -> Spec:
 
 
 def self_contained(spec: object) -> Spec:
-    """Return the spec that an argument means, if its frames can be encoded and decoded without further tensors.
+    """Return the spec that an argument is or names; raise SpecError if its frames need further tensors.
 
     Raises
     ------
     SpecError
-        The argument is no spec; or frames need a base, or an optimizer and its state.
+        The argument is not a spec; or its frames need a base, or an optimizer and its state.
     """
     plain, bound = resolve(spec)
     if isinstance(plain, Delta):

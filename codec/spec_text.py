@@ -1,4 +1,4 @@
-"""Specs as texts, on command lines and in graphs of torch."""
+"""Specs as text, for command lines and for torch graphs, which cannot contain objects."""
 
 import ast
 
@@ -9,17 +9,17 @@ from codec.specs import CODECS, Spec
 
 
 def spec_of(text: str) -> Spec:
-    """Return the spec that a text means: the name of a preset, or a spec as it is written in Python.
+    """Parse a spec: the name of a preset, or a spec as it is written in Python.
 
     Parameters
     ----------
     text : str
-        Such as "small", "Quantize(4)" or "Float8(group_size=128)". It is not evaluated as Python code.
+        Text such as "small", "Quantize(4)" or "Float8(group_size=128)"; never executed as Python code.
 
     Raises
     ------
     SpecError
-        The text is neither, or the spec has wrong parameters.
+        The text is neither a preset nor a spec, or the spec has wrong parameters.
 
     Examples
     --------

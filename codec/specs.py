@@ -35,7 +35,7 @@ def _whole(name: str, value: object, least: int, most: int, or_else: str = "") -
 
 
 def _store_plain(spec: "Spec", *names: str) -> None:
-    """Replace numbers of other kinds, such as numpy's, by Python's: specs are compared and printed by them."""
+    """Convert numbers such as numpy scalars to Python's int and float, so that equal specs compare and print equal."""
     for name in names:
         object.__setattr__(spec, name, plain(getattr(spec, name)))
 
@@ -53,7 +53,7 @@ def _positive(name: str, value: object, or_else: str = "") -> None:
 class Spec:
     """Base class of all specs.
 
-    Specs are immutable, hashable and picklable, and equal if all fields are.
+    Specs are immutable, hashable and picklable. Two specs are equal if all their fields are equal.
     """
 
     @property
@@ -76,16 +76,16 @@ class Lossless(Spec):
     """Lossless coding: every bit is kept, including NaN payloads, signed zeros and subnormals.
 
     Exponents of floats are coded by a length-limited Huffman coder [1]_, after per-row and per-column offsets have been
-    subtracted. Signs and mantissas are stored uncompressed. Integers and float8 are coded byte by byte. It takes all
-    dtypes.
+    subtracted. Signs and mantissas are stored uncompressed. Integers and float8 are coded byte by byte. All dtypes are
+    accepted.
 
     Parameters
     ----------
     max_code_length : int, default 8
         Longest code in bits, 2 to 8. A smaller limit gives larger frames.
     model : {"auto", "flat", "separable"}, default "auto"
-        Offsets of exponents: "auto" uses them if a sample of the tensor shows that they shrink the frame, "flat" never,
-        "separable" wherever the shape allows.
+        When exponents are coded relative to row and column offsets. "auto": if a sample of the tensor shows that
+        offsets shrink the frame. "flat": never. "separable": whenever the shape allows it.
 
     Raises
     ------
@@ -119,17 +119,18 @@ class Sign(Spec):
     """Sign compression: one bit per value, and one or two float32 scales per group.
 
     A value decodes to plus or minus the scale of its group. -0 counts as negative, and a group of zeros decodes to
-    zeros. NaN and Inf are refused. Use it with error feedback. It takes float32, bfloat16 and float16.
+    zeros. Use error feedback with this codec. NaN and Inf are refused; dtypes: float32, bfloat16 and float16.
 
     Parameters
     ----------
     scale : {"l1", "l2", "two_mean"}, default "l1"
-        "l1" is the mean of magnitudes, which gives the least squared error; "l2" their root mean square; "two_mean" has
-        two scales, the means of the positive and of the negative values.
+        "l1" is the mean of the group's magnitudes, which gives the least squared error of one scale. "l2" is their root
+        mean square. "two_mean" stores two scales, the mean of the positive and the mean of the negative values.
     group_size : int, "row" or None, default None
-        Number of values that share a scale, 1 to 2^31. None: all values of the tensor or segment. "row": the last
-        dimension; dimensions before it are joined until a row has 64 values, and a tensor of rank 1 has rows of 1,024.
-        Smaller groups follow magnitudes that differ within the tensor; each costs 32 bits.
+        Number of consecutive values that share a scale, 1 to 2^31. None: all values of the tensor or segment. "row": a
+        group is a row of the last dimension; if such a row has fewer than 64 values, dimensions before it are merged
+        into it; a tensor of rank 1 has rows of 1,024. Smaller groups adapt to magnitudes that vary within the tensor,
+        and each scale costs 32 bits.
 
     Raises
     ------
@@ -180,7 +181,7 @@ class Sign(Spec):
 class Ternary(Spec):
     """Stochastic ternary quantization: a value x decodes to -s, 0 or s, and to sign(x) s with probability abs(x) / s.
 
-    The decoded tensor is an unbiased estimate unless `clip` is given. NaN and Inf are refused. It takes float32,
+    The decoded tensor is an unbiased estimate unless `clip` is given. NaN and Inf are refused; dtypes: float32,
     bfloat16 and float16.
 
     Parameters
@@ -189,13 +190,13 @@ class Ternary(Spec):
         "2bit" stores 4 values per byte, "base3" 5 values per byte; "entropy" codes the bytes of "base3", which takes
         0.2 to 0.6 bits per value where most values are zero.
     scale : float, optional
-        Scale s, for example the largest magnitude of all ranks. :func:`codec.sum_codes` adds the codes of frames with
-        the same scale as integers. It is rounded to the tensor's dtype, in which it must not be Inf, or 0 unless it is
-        0 as given, and no magnitude may exceed it: 0 is the scale of tensors of zeros. None: the largest magnitude of
+        Scale s, for example the largest magnitude of all ranks: frames with the same scale can be added without
+        decoding, by :func:`codec.sum_codes`. The scale is rounded to the tensor's dtype; no magnitude may exceed it,
+        and a positive scale must not become 0 or Inf. 0 is allowed for tensors of zeros. None: the largest magnitude of
         the tensor, or of each segment.
     clip : float, optional
-        Limit of magnitudes, in standard deviations of the tensor (2.5 in [1]_). The error is smaller, but the estimate
-        is biased. None: no limit.
+        Magnitudes are clipped to this many standard deviations of the tensor (2.5 in [1]_). Clipping makes the error
+        smaller, but the estimate biased. None: no clipping.
     seed : int, default 0
         Seed of the random bits, 0 to 2^32 - 1. Ranks, steps and tensors need different ``stream=`` in
         :func:`codec.encode`.
@@ -203,8 +204,8 @@ class Ternary(Spec):
     Raises
     ------
     SpecError
-        A field has another type or value. :func:`codec.encode` raises it if a magnitude exceeds `scale`, or if `scale`
-        is rounded to 0 or Inf in the tensor's dtype.
+        A field has another type or value. :func:`codec.encode` raises SpecError if a magnitude exceeds `scale`, or if
+        `scale` becomes 0 or Inf in the tensor's dtype.
 
     References
     ----------
@@ -234,15 +235,15 @@ class Ternary(Spec):
 
     @property
     def contraction(self) -> bool:
-        """False: the variance of a value is s abs(x) - x^2, and their sum can exceed the squared norm of the tensor."""
+        """False: a value's variance is s abs(x) - x^2, and the sum over all values can exceed the squared norm."""
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class Float8(Spec):
-    """8-bit floats with a scale per group, such that its largest magnitude becomes the largest number of the format.
+    """8-bit floats with a scale per group, which maps the group's largest magnitude to the format's largest number.
 
-    MXFP8 is the format of the OCP specification [3]_: the same floats, with a power of two as scale. It takes float32,
+    MXFP8 is the format of the OCP specification [3]_: the same floats, with a power of two as scale. Dtypes: float32,
     bfloat16 and float16.
 
     Parameters
@@ -252,19 +253,20 @@ class Float8(Spec):
         with a wide range of magnitudes. "mxfp8_e4m3" and "mxfp8_e5m2" have the same numbers, and a power of two (e8m0)
         per 32 values as scale: 8.25 bits per value.
     group_size : int, optional
-        Number of values that share a scale, 1 to 2^31; with `entropy` at most 16,384. None: the last dimension;
-        dimensions before it are joined until a row has 64 values, and a tensor of rank 1 has rows of 1,024. A scale
-        takes 32 bits. MXFP8: always 32, in place of None.
+        Number of consecutive values that share a scale, 1 to 2^31; with `entropy` at most 16,384. None: a group is a
+        row of the last dimension; if such a row has fewer than 64 values, dimensions before it are merged into it; a
+        tensor of rank 1 has rows of 1,024. A scale takes 32 bits. MXFP8 always has groups of 32.
     rounding : {"nearest", "stochastic"}, default "nearest"
-        "nearest" rounds to nearest even; "stochastic" rounds to one of the two neighbours, without bias. MXFP8 has
-        the scales of "rceil" with "stochastic"; with "nearest" values above 1.75 times the largest power of two in a
-        group saturate, unless `scale` is "rceil".
+        "nearest" rounds to nearest even; "stochastic" rounds to one of the two neighbours, without bias. MXFP8:
+        "stochastic" implies the scales of "rceil"; with "nearest", values above 1.75 times the largest power of two in
+        a group saturate unless `scale` is "rceil".
     nonfinite : {"error", "propagate"}, default "error"
         "error" refuses NaN and Inf; "propagate" decodes both as NaN and leaves other values of the group unaffected.
     scale : float or "rceil", optional
-        Factor by which values are multiplied before rounding, instead of the one computed for each group; larger values
-        saturate. MXFP8 takes "rceil" in its place: the next power of two in groups whose largest magnitude would
-        saturate, as torchao's mode RCEIL, for a smaller error; None is its mode FLOOR, that of the specification.
+        Factor by which all values are multiplied before rounding, instead of one computed for each group; products
+        beyond the format's range saturate. MXFP8 accepts only "rceil" or None. "rceil" doubles the scale of groups
+        whose largest magnitude would saturate, which lowers the error (torchao's mode RCEIL). None follows the OCP
+        specification (torchao's mode FLOOR).
     entropy : bool, default False
         True: entropy-code the bytes, for smaller frames at lower speed.
     seed : int, default 0
@@ -315,7 +317,7 @@ class Float8(Spec):
         _whole("seed", self.seed, 0, (1 << 32) - 1)
 
     def _check_mx(self) -> None:
-        """Check fields that the format decides, and set the group size."""
+        """Check the fields that an MXFP8 format fixes, and set the group size to 32."""
         if self.group_size not in (None, 32):
             raise SpecError(
                 f"group_size must be 32 or None: groups of {self.format} have 32, got {shown(self.group_size)}"
@@ -333,7 +335,7 @@ class Float8(Spec):
 
     @property
     def contraction(self) -> bool:
-        """True unless a factor is given as scale, which may round a whole tensor to zero."""
+        """True unless `scale` is a number: a small factor can round a whole tensor to zero."""
         return self.scale is None or self.is_mx
 
 
@@ -341,16 +343,16 @@ class Float8(Spec):
 class Float4(Spec):
     """4-bit floats (e2m1) with a one-byte scale per 16 or 32 values. NaN and Inf are refused.
 
-    It takes float32, bfloat16 and float16.
+    Dtypes: float32, bfloat16 and float16.
 
     Parameters
     ----------
     format : {"nvfp4", "mxfp4"}, default "nvfp4"
-        "nvfp4" has an e4m3fn scale per 16 values, and a float32 scale of the tensor or segment: 4.5 bits per value.
-        "mxfp4" has a power of two per 32 values: 4.25 bits per value, with a larger error.
+        "nvfp4" has an e4m3fn scale per 16 values, and a float32 scale per tensor or segment: 4.5 bits per value.
+        "mxfp4" has a power of two as scale per 32 values: 4.25 bits per value, with a larger error.
     rounding : {"nearest", "stochastic"}, default "nearest"
-        "nearest" rounds to nearest even, and values above 6 times their scale saturate; "stochastic" rounds to one of
-        the two neighbours, without bias, with scales rounded up.
+        "nearest" rounds to nearest even; values above 6 times their scale saturate. "stochastic" rounds to one of the
+        two neighbours, without bias; scales are rounded up.
     seed : int, default 0
         Seed of stochastic rounding, 0 to 2^32 - 1.
 
@@ -387,7 +389,7 @@ class Quantize(Spec):
     """Integers of 1 to 8 bits: evenly spaced levels between plus and minus the largest magnitude of a group.
 
     With a zero point, levels lie between the smallest and the largest value of a group. A group of zeros decodes to
-    zeros; with a zero point, a group of equal values to these. NaN and Inf are refused. It takes float32, bfloat16 and
+    zeros; with a zero point, a group of equal values is exact. NaN and Inf are refused; dtypes: float32, bfloat16 and
     float16.
 
     Parameters
@@ -395,9 +397,9 @@ class Quantize(Spec):
     bits : int, default 4
         Bits per value, 1 to 8.
     group_size : int, default 64
-        Number of values that share a scale, 1 to 2^31, consecutive in the last dimension; for groups along another one
-        encode a transposed view. A scale takes 32 bits: 0.5 bits per value with 64, with a smaller error than larger
-        groups have.
+        Number of values that share a scale, 1 to 2^31, consecutive in the last dimension. For groups along another
+        dimension, encode a transposed view. A scale takes 32 bits, so groups of 64 add 0.5 bits per value; larger
+        groups cost less and have a larger error.
     levels : {"even", "odd"}, default "even"
         "even" has 2^bits levels, none of which is zero, as in [1]_; "odd" has 2^bits - 1 levels, one of which is zero,
         for tensors with many zeros. "odd" needs 2 bits or more.
@@ -407,9 +409,9 @@ class Quantize(Spec):
     seed : int, default 0
         Seed of stochastic rounding, 0 to 2^32 - 1.
     zero_point : bool, default False
-        Space 2^bits levels between the smallest and the largest value of a group, both sent in the tensor's dtype, as
-        in [2]_: for groups whose values lie on one side of zero, such as activations and caches of keys and values. A
-        group takes 32 bits, as without a zero point; of float32 tensors 64 bits. `levels` must be "even".
+        Space 2^bits levels between the smallest and the largest value of a group, as in [2]_. Use it for groups whose
+        values lie on one side of zero, such as activations and KV caches. Both values are sent in the tensor's dtype:
+        32 bits per group, as without a zero point, or 64 bits for float32 tensors. `levels` must be "even".
 
     Raises
     ------
@@ -459,11 +461,11 @@ class Quantize(Spec):
     def contraction(self) -> bool:
         """True if groups are small enough for the number of levels.
 
-        The largest magnitude of a group is exact; the error of the others is bounded by the distance of levels. The
-        squared error of a group of n values is below its squared norm if n - 1 < (2^bits - 1)^2 (even levels) or
-        n - 1 < 8 (2^(bits - 1) - 1)^2 (odd levels, stochastic rounding), and for any n with odd levels and rounding to
-        nearest. With a zero point the smallest and the largest value are exact, and it is if
-        n - 2 < 2 (2^bits - 1)^2.
+        The largest magnitude of a group is exact; the error of all other values is bounded by the distance between
+        levels. The squared error of a group of n values is below its squared norm if n - 1 < (2^bits - 1)^2 (even
+        levels) or n - 1 < 8 (2^(bits - 1) - 1)^2 (odd levels, stochastic rounding), and for any n with odd levels and
+        rounding to nearest. With a zero point, the smallest and the largest value are exact, and the condition is n - 2
+        < 2 (2^bits - 1)^2.
         """
         if self.zero_point:
             return self.group_size - 2 < 2 * ((1 << self.bits) - 1) ** 2
@@ -474,40 +476,42 @@ class Quantize(Spec):
 
 @dataclass(frozen=True, slots=True)
 class Truncate(Spec):
-    """Truncated mantissas: floats with the mantissa bits that the optimizer's next step can resolve.
+    """Truncated mantissas: keep only the mantissa bits of a gradient that affect the optimizer's next step.
 
     Each value loses 0, 6, 12 or 18 mantissa bits (bfloat16: 0, 2, 4, 6; float16: 0, 3, 5, 8), called levels 0 to 3. The
-    level of a value follows from the optimizer and its state, which :meth:`bind` adds, or is the same for all values.
-    Exponents are coded as in :class:`Lossless` and kept exactly but for carries of rounding. NaN and Inf keep all bits;
-    zeros and subnormals become +0. A tensor of fewer than 512 values, or one that would grow, is stored uncompressed.
-    It takes float32, bfloat16 and float16.
+    level of a value is computed from the optimizer and its state, which :meth:`bind` adds, or is the same for all
+    values. Exponents are coded losslessly, as in :class:`Lossless`; rounding can carry into the exponent. NaN and Inf
+    keep all bits; zeros and subnormals become +0. A tensor that has fewer than 512 values, or that would grow, is
+    stored uncompressed. Dtypes: float32, bfloat16 and float16.
 
     Parameters
     ----------
     level : "optimizer" or int, default "optimizer"
-        "optimizer": the level of each value follows from the optimizer that the spec is bound to. 0 to 3: the level of
-        all values; needs no optimizer.
+        "optimizer": the level of each value is computed from the optimizer to which the spec is bound. 0 to 3: all
+        values have this level, and no optimizer is needed.
     rounding : {"nearest", "truncate"}, default "nearest"
         "nearest" rounds to nearest even; "truncate" rounds towards zero, with up to twice the error.
     level_coding : {"plane", "coded", "shared"}, default "coded"
-        How the receiver obtains the levels. "plane": 2 bits per value. "coded": one code for exponent and level.
-        "shared": not sent; the receiver computes them from the same optimizer and state, bound to the spec that it
-        passes to :func:`codec.decode`, and a digest in the frame detects a difference.
+        How the receiver obtains the levels. "plane": 2 bits per value. "coded": one Huffman code for exponent and
+        level. "shared": levels are not sent. The receiver passes a spec bound to the same optimizer and state to
+        :func:`codec.decode`, which computes them again; a digest in the frame detects levels that differ.
     granularity : {"six", "bit"}, default "six"
-        "six": the four levels. "bit": any number of bits; needs ``level_coding="shared"``.
+        "six": a value loses one of the four bit counts above. "bit": a value may lose any number of bits; needs
+        ``level_coding="shared"``.
     guard : int or {"exact", "near", "feedback", "max"}, default -8
-        Mantissa bits that are kept beyond those that reach the parameter, -128 to 126; a negative number drops bits
-        that do. "exact" (4; 6 with granularity "bit") leaves nearly all parameters as without compression; "near" is
-        -8; "feedback" (-11) is for error feedback (``residual=``); "max" is level 3 for all values. With momentum mu, a
-        bit affects many steps: add log2(1 / (1 - mu)) to keep it.
+        Number of mantissa bits, -128 to 126, that are kept below the last bit that changes the parameter; a negative
+        number drops bits that would change it. "exact" (4; 6 with granularity "bit") leaves nearly all parameters
+        bit-identical to training without compression; "near" is -8; "feedback" (-11) is for error feedback
+        (``residual=``); "max" is level 3 for all values. With momentum mu, a gradient bit affects many steps: add
+        log2(1 / (1 - mu)) to keep bits that matter only in the sum.
     max_code_length : int, default 8
         Longest code in bits, 2 to 8.
 
     Raises
     ------
     SpecError
-        A field has another type or value, or granularity "bit" without shared levels. :func:`codec.encode` raises it
-        for a spec with level "optimizer" that is not bound.
+        A field has another type or value, or `granularity` is "bit" and levels are not shared. :func:`codec.encode`
+        raises SpecError for a spec with level "optimizer" that is not bound.
 
     References
     ----------
@@ -547,7 +551,7 @@ class Truncate(Spec):
 
     @property
     def fixed_level(self) -> int | None:
-        """Level of all values; None if an optimizer decides by value."""
+        """Level that all values have; None if the level of each value is computed from an optimizer."""
         if self.guard == "max" and self.level == "optimizer":
             return 3
         return self.level if isinstance(self.level, int) else None
@@ -562,20 +566,21 @@ class Truncate(Spec):
     def bind(
         self, optimizer: Any = None, *, theta: Any = None, m: Any = None, v: Any = None, levels: Any = None
     ) -> "BoundSpec":
-        """Bind the spec to the optimizer whose next step gets the gradient, and to that optimizer's state.
+        """Bind the spec to the optimizer that will apply the gradient, and to that optimizer's state.
 
-        The result is accepted wherever a spec is. It holds references: arrays are read by each call that uses it, so
-        it must be made anew when a number of the optimizer changes, such as `lr` or `step`.
+        The bound spec is accepted wherever a spec is. It refers to the given arrays, and each call reads their current
+        contents. Numbers of the optimizer are not updated: bind again when one changes, such as `lr` or `step`.
 
         Parameters
         ----------
         optimizer : codec.optimizers.Optimizer, codec.optimizers.Custom or list of (int, either), optional
-            Optimizer of the next step, made by hand or by :func:`codec.optimizers.from_optimizer`. A list has, for
-            each parameter group inside of the tensor, the offset of its first value and its optimizer, from 0 on.
+            Optimizer of the next step, constructed directly or by :func:`codec.optimizers.from_optimizer`. A list has
+            an entry for each parameter group inside the tensor: the index of the group's first value, and its
+            optimizer. The first index is 0.
         theta, m, v : array or tensor, optional
             Parameters and the optimizer's state before the step, float32, bfloat16 or float16, with as many values as
             the tensor, on its device. ``m`` is torch's ``momentum_buffer`` or ``exp_avg``, ``v`` its ``exp_avg_sq``,
-            ``square_avg`` or ``sum``. Without ``m`` and ``v`` it is the first step.
+            ``square_avg`` or ``sum``. Leave out ``m`` and ``v`` for the optimizer's first step.
         levels : array or tensor of uint8, optional
             Level of each value, 0 to 3, instead of an optimizer.
 
@@ -586,9 +591,9 @@ class Truncate(Spec):
         Raises
         ------
         ArgumentError
-            Neither or both of `optimizer` and `levels` are given, or `levels` and an array of state. Calls raise
-            ArgumentError for an optimizer of another type and for arrays of another size or dtype, and StateError if
-            `theta` is missing.
+            Neither or both of `optimizer` and `levels` are given, or `levels` together with an array of state. Calls
+            that use the bound spec raise ArgumentError for an optimizer of another type and for arrays of another size
+            or dtype, and StateError if `theta` is missing.
 
         Examples
         --------
@@ -616,7 +621,7 @@ class BoundSpec:
     optimizer : Optimizer, Custom, list of (int, either) or None
         As given to :meth:`Truncate.bind`.
     state : dict of str to array or tensor
-        Those of ``theta``, ``m`` and ``v`` that were given.
+        Arrays given to :meth:`Truncate.bind`, under the keys ``theta``, ``m`` and ``v``.
     levels : array or tensor of uint8, or None
         Level of each value.
     """
@@ -633,22 +638,24 @@ class BoundSpec:
 
 @dataclass(frozen=True, slots=True)
 class Delta(Spec):
-    """Lossless coding of a tensor against a base that sender and receiver hold: an update of weights, a checkpoint.
+    """Lossless difference of a tensor from a base that sender and receiver have, such as weights before an update.
 
-    Changed values are coded as steps between neighbouring numbers of the dtype, and their positions by gaps, whose
-    lengths depend on the base's exponents: an optimizer's step changes small weights more often than large ones [1]_.
-    Every bit is kept, including NaN payloads and signed zeros. It takes all dtypes.
+    A changed value is coded as the number of representable numbers between old and new value. Positions of changed
+    values are coded as gaps, with Golomb-Rice codes [1]_ whose parameter depends on the base's exponents: an
+    optimizer's step changes small weights more often than large ones. Every bit is kept, including NaN payloads and
+    signed zeros. All dtypes are accepted.
 
     A frame has digests of the base and of the result, see :func:`codec.digest`. A receiver computes both before it
-    writes: with another base, or an update that is already applied, :func:`codec.decode` raises StateError, and the
-    tensor is unchanged, also in place. A frame of a tensor that equals its base has 64 bytes and 8 for each dimension.
+    writes. If the base differs, or the update is already applied, :func:`codec.decode` raises StateError and the tensor
+    is unchanged, even in place. If a tensor equals its base, its frame has 64 bytes plus 8 per dimension.
 
     Parameters
     ----------
     block_size : int, optional
-        Number of values in a block, a power of two from 1,024 to 262,144. Blocks are coded independently, by any number
-        of threads. Smaller ones let more threads, or a GPU, work on a small tensor, but give larger frames if few
-        values change: 2^16 takes 5% more than 2^17 if 0.3% change. None: 131,072.
+        Number of values in a block, a power of two from 1,024 to 262,144. Blocks are coded independently and in
+        parallel. Smaller blocks let more threads, or a GPU, work on a small tensor, but make frames larger if few
+        values change: blocks of 2^16 take 5% more bytes than blocks of 2^17 if 0.3% of the values change. None:
+        131,072.
 
     Raises
     ------
@@ -688,23 +695,24 @@ class Delta(Spec):
 
 @dataclass(frozen=True, slots=True)
 class TopK(Spec):
-    """Sparsification: the values of largest magnitude of each chunk, all others are decoded as zero.
+    """Sparsification: keep the values of largest magnitude in each chunk, and decode all others as zero.
 
-    It is for sparse pseudo-gradients [1]_ and needs error feedback, which sends later what is left out. By default 1
-    value in 64 is kept, and a frame takes 0.158 bits per value of the tensor. Of equal magnitudes the first ones in
-    the chunk are kept. NaN and Inf are refused. It takes float32, bfloat16 and float16.
+    Use it for sparse pseudo-gradients [1]_, with error feedback, which sends dropped values in later frames. By default
+    1 value in 64 is kept, and a frame takes 0.158 bits per value of the tensor. If magnitudes are equal, values that
+    come first in the chunk are kept. NaN and Inf are refused; dtypes: float32, bfloat16 and float16.
 
     Parameters
     ----------
     density : float, default 1/64
-        Share of values to keep, above 0 and at most 1/2. ``kept``, the number of values kept of a chunk, is the nearest
-        whole number, at least 1; of a last chunk that is shorter, as large a share, rounded up.
+        Fraction of the values to keep, above 0 and at most 1/2. The number of values kept per chunk, ``kept``, is
+        rounded to the nearest integer, and is at least 1. A shorter last chunk keeps the same fraction, rounded up.
     bits : int, default 2
-        Bits of a kept value, its sign included, 1 to 8. 1: all of a chunk have their mean magnitude. More:
-        2^(bits - 1) evenly spaced magnitudes from the least to the largest that the chunk keeps.
+        Bits per kept value including its sign, 1 to 8. With 1 bit, all kept values of a chunk decode to their mean
+        magnitude. With more, they decode to 2^(bits - 1) evenly spaced magnitudes between the least and the largest
+        kept magnitude of the chunk.
     chunk : int, default 4096
-        Values in a chunk, a power of two from 64 to 65,536. Chunks follow the tensor's values in C order. Each has
-        scales of its own, 16 bits with 1 bit per value, else 32.
+        Number of values in a chunk, a power of two from 64 to 65,536; chunks are consecutive in C order. The scales of
+        a chunk take 16 bits if `bits` is 1, otherwise 32.
     rounding : {"nearest", "stochastic"}, default "nearest"
         "nearest" rounds a kept magnitude to the nearest level; "stochastic" rounds it to one of the two neighbours,
         without bias.
@@ -750,22 +758,22 @@ class TopK(Spec):
 
     @property
     def kept(self) -> int:
-        """Number of values kept of a whole chunk."""
+        """Number of values kept in a chunk of full size."""
         return max(1, round(self.density * self.chunk))
 
     @property
     def contraction(self) -> bool:
         """True for rounding to nearest, and for 1 bit, which is not rounded.
 
-        The largest value of a chunk is exact, or all have their mean; stochastic rounding between levels that are far
-        apart may add a larger error than values have.
+        With rounding to nearest, the largest value of a chunk is exact; with 1 bit, kept values decode to their mean
+        magnitude. Stochastic rounding between levels that are far apart can add an error larger than the values.
         """
         return self.rounding == "nearest" or self.bits == 1
 
 
 SpecLike = Spec | BoundSpec | Preset
 
-# Spec classes of all codecs, in the order of messages. The C library's constant of Float8 is CODEC_FLOAT8.
+# Spec classes of all codecs, in the order in which messages list them. The C constant of Float8 is CODEC_FLOAT8.
 CODECS: tuple[type[Spec], ...] = (Lossless, Delta, Truncate, TopK, Quantize, Float8, Float4, Ternary, Sign)
 
 
@@ -776,7 +784,7 @@ def require_feedback(spec: Spec, advice: str) -> None:
 
 
 def check_contraction(spec: Spec) -> None:
-    """Raise SpecError, with advice, unless error feedback has an effect with this spec and converges."""
+    """Raise SpecError, with advice, unless the spec is a lossy contraction, as error feedback requires."""
     if isinstance(spec, Lossless | Delta):
         raise SpecError(f"{type(spec).__name__} has no residual: use error feedback with a lossy spec")
     if spec.contraction:

@@ -1,4 +1,4 @@
-"""Pages of KV caches: a checked piece of bytes for each page, lossless or in 1 to 8 bits a value.
+"""Compression of KV cache pages: each page becomes a checksummed byte string, lossless or with 1 to 8 bits per value.
 
 A :class:`PageCodec` encodes pages of any layout for tiers in host memory, on disk or behind a network. Adapters for
 LMCache, SGLang and vLLM are in :mod:`codec.integrations`. This package needs no framework.

@@ -12,14 +12,14 @@ from codec.tensors.view import on_host, view_bytes
 
 MAGIC, VERSION = b"CKVP", 1
 _HEAD = struct.Struct("<4sBBH")  # magic, version, flags, frames
-_SUM = struct.Struct("<I")  # CRC-32 of the bytes before it and of the table of ends behind it
-_TRANSPOSED = 1  # flag: frames of keys hold (channels, tokens)
+_SUM = struct.Struct("<I")  # CRC-32 of the bytes before this field and of the table of frame ends after it
+_TRANSPOSED = 1  # flag: frames of keys have the shape (channels, tokens)
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Layout(NamedTuple):
-    """Frames of a page, layer by layer: keys, values."""
+    """Order of the frames of a page: for each layer, the keys, then the values."""
 
     layers: int
     sides: int  # 2: keys and values; 1: values only
@@ -37,17 +37,17 @@ class Layout(NamedTuple):
 
 
 def head_nbytes(frames: int) -> int:
-    """Return the size of the header of a page with so many frames."""
+    """Return the size in bytes of the header of a page with this number of frames."""
     return _HEAD.size + _SUM.size + 4 * frames
 
 
 def pack(layout: Layout, frames: list[bytes]) -> bytes:
-    """Join the frames of a page.
+    """Concatenate the frames of a page behind its header.
 
     Raises
     ------
     ArgumentError
-        There are more than 65,535 frames, or they have 4 GiB or more.
+        There are more than 65,535 frames, or they take 4 GiB or more.
     """
     ends = np.cumsum([head_nbytes(len(frames)), *map(len, frames)])[1:]
     if len(frames) > 0xFFFF or ends[-1] > 0xFFFFFFFF:
@@ -58,7 +58,7 @@ def pack(layout: Layout, frames: list[bytes]) -> bytes:
 
 
 def page_nbytes(data: Any) -> int:
-    """Return the size of an encoded page that is followed by other bytes, such as the rest of a slot.
+    """Return the size of an encoded page that is followed by other bytes, such as padding of a storage slot.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def page_nbytes(data: Any) -> int:
     Raises
     ------
     FrameError
-        The bytes are no encoded page, or a part of one.
+        The bytes do not begin with a complete encoded page.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def unpack(data: Any, layers: int, sides: int) -> tuple[Layout, list[Bytes]]:
     Raises
     ------
     FrameError
-        The bytes are no encoded page of so many layers and sides, or not exactly one.
+        The bytes are not exactly one encoded page with this number of layers and sides.
     """
     raw = as_bytes(data)
     flags, ends = _read(raw)
