@@ -105,14 +105,14 @@ def unpack(data: Any, layers: int, sides: int) -> tuple[Layout, list[Bytes]]:
 
 
 def as_bytes(data: Any) -> Bytes:
-    """Return a buffer in host memory as an array of bytes that shares its memory."""
+    """Return an array of bytes that shares the memory of a buffer; raise EngineError if it is not in host memory."""
     v = on_host("the page", view_bytes(data))
     owner: Any = v.owner
     return owner.reshape(-1).view(np.uint8) if type(owner) is np.ndarray else np.frombuffer(owner, np.uint8)
 
 
 def _read(raw: Bytes) -> tuple[int, list[int]]:
-    """Return flags and the end of each frame of a checked header."""
+    """Check a page's header; return its flags, and the offset of the end of each frame in bytes."""
     if len(raw) < head_nbytes(0):
         raise FrameError(f"the page is truncated ({len(raw)} bytes)")
     head = raw[: _HEAD.size].tobytes()

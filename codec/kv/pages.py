@@ -30,8 +30,9 @@ Place = tuple[int, int, str]  # page, layer, "key" or "value"
 class PageCodec:
     """Codec of the pages of a KV cache: a frame for each layer's keys, and one for its values.
 
-    Keys have a few channels of large values, the same for all tokens. So codecs with scales get groups along tokens for
-    keys, and along channels for values [1]_. A group of keys lies on one side of zero: quantize it with a zero point.
+    In keys, a few channels have large values, and these channels are the same for all tokens. Therefore specs with
+    scales group keys along tokens and values along channels [1]_. All values in a group of keys often have the same
+    sign: quantize keys with a zero point.
 
     Parameters
     ----------
@@ -41,21 +42,21 @@ class PageCodec:
     dtype : str, type or dtype, default "bfloat16"
         Dtype of the values.
     key, value : Spec or name of a preset, default "lossless"
-        :class:`Lossless`, :class:`Quantize`, :class:`Float8` or :class:`Float4`. Quantize should round to nearest, and
-        have a zero point: at 4 bits the error of attention is about half of that without.
+        Spec of the keys, and of the values: :class:`Lossless`, :class:`Quantize`, :class:`Float8` or :class:`Float4`.
+        Quantize should round to nearest, and have a zero point, which halves the error of attention at 4 bits.
 
     Raises
     ------
     ArgumentError
-        The shape is not one of a page, or the dtype does not go with a spec.
+        `shape` is not the shape of a page, or a spec does not accept the dtype.
     SpecError
-        Another kind of spec, or a `group_size` that does not divide a row: the tokens of a page for keys, the channels
-        for values. A larger `group_size` is a whole row.
+        A spec of another class, or a `group_size` that does not divide the length of a row: the number of tokens for
+        keys, the number of channels for values. If `group_size` exceeds that length, a group is a whole row.
 
     Notes
     -----
-    A page of a layer should have 4,096 values or more for each side, so that :class:`Lossless` models its scales. The
-    format of an encoded page is in ``docs/guides/kv-caches.md``.
+    The keys, and the values, of a layer in a page should have 4,096 values or more, so that :class:`Lossless` can use
+    offsets of rows and columns. The format of an encoded page is in ``docs/guides/kv-caches.md``.
 
     References
     ----------
@@ -92,7 +93,7 @@ class PageCodec:
         specs = (self._key, self._value)[2 - sides :]
         rows = [self._rows(self._layout, side) for side in range(sides)]
         sizes = [bound(shape, self.dtype, spec, segments=()) for shape, spec in zip(rows, specs, strict=True)]
-        #: Upper bound of the bytes of an encoded page: the size of a slot.
+        #: Upper bound of the size of an encoded page in bytes; slots of this size are always large enough.
         self.bound: int = head_nbytes(self._layout.frames) + layers * sum(sizes)
 
     def __repr__(self) -> str:
@@ -100,7 +101,7 @@ class PageCodec:
 
     @property
     def nbytes(self) -> int:
-        """Size of a page that is not encoded, in bytes."""
+        """Size of an uncompressed page in bytes."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     def encode(self, page: Any, *, options: CallOptions | None = None) -> bytes:
@@ -115,8 +116,9 @@ class PageCodec:
         Parameters
         ----------
         pages : iterable of arrays or tensors
-            Pages in host memory, of the codec's shape and dtype, or unsigned integers with the bits. They may have any
-            strides, such as those of a transposed view of a pool; only values that are not contiguous are copied.
+            Pages in host memory, of the codec's shape, and of its dtype or with the same bits as unsigned integers. Any
+            strides are accepted, such as those of a transposed view of a pool; only values that are not contiguous are
+            copied.
         out : writable array of uint8, shape (pages, bytes of a slot), optional
             Slots for the encoded pages. Slots of :attr:`bound` bytes are always large enough.
         stream : int
@@ -131,8 +133,8 @@ class PageCodec:
         Raises
         ------
         ArgumentError
-            A page has another shape or dtype, quantized values hold NaN or Inf, or a slot is too small. The ``item`` of
-            an error of values is (index of the page, layer, "key" or "value").
+            A page has another shape or dtype, values to be quantized include NaN or Inf, or a slot is too small. If
+            values are at fault, the error's ``item`` is (index of the page, layer, "key" or "value").
         EngineError
             A page is not in host memory.
         """
@@ -150,38 +152,38 @@ class PageCodec:
         return data if out is None else _fill(out, data)
 
     def decode(self, data: Any, *, out: Any = None, options: CallOptions | None = None) -> Any:
-        """Decode one page; see :meth:`decode_many`. Without `out` a numpy array is returned."""
+        """Decode one page; see :meth:`decode_many`. Without `out`, return a numpy array."""
         return self.decode_many([data], out=None if out is None else [out], options=options)[0]
 
     def decode_many(
         self, data: Iterable[Any], *, out: Iterable[Any] | None = None, options: CallOptions | None = None
     ) -> list[Any]:
-        """Decode pages of this shape and dtype, whatever specs they were encoded with.
+        """Decode pages of this shape and dtype. The specs with which they were encoded may differ from this codec's.
 
         Parameters
         ----------
         data : iterable of bytes or buffers
-            Encoded pages, exactly; :func:`page_nbytes` tells the size of one in a slot.
+            Encoded pages without trailing bytes; :func:`page_nbytes` returns the size of a page in a larger slot.
         out : iterable of arrays or tensors, optional
-            Pages to write to, in host memory, of any strides, that do not overlap. All of them are unchanged after an
-            error.
+            Destinations in host memory, with any strides, that do not overlap. After an error all of them are
+            unchanged.
         options : CallOptions, optional
             Engine and threads.
 
         Returns
         -------
         list
-            `out`, or new arrays of numpy; for dtypes that numpy lacks, such as bfloat16, this needs ml_dtypes.
+            `out`, or new numpy arrays; new arrays of bfloat16 or float8 need ml_dtypes.
 
         Raises
         ------
         FrameError
-            The bytes are damaged, or a page of another shape or dtype. The ``item`` of an error of a frame is (index of
-            the page, layer, "key" or "value").
+            A page is damaged, or has another shape or dtype. If one of its frames is at fault, the error's ``item`` is
+            (index of the page, layer, "key" or "value").
         ArgumentError
             A page of `out` has another shape or dtype, or shares memory with another one.
         EngineError
-            A page of `out` is not in host memory, or there is no dtype for new arrays.
+            A page of `out` is not in host memory, or numpy has no dtype for new arrays.
         """
         blobs = list(data)
         given = [empty(self.dtype, self.shape)[0] for _ in blobs] if out is None else list(out)
@@ -218,7 +220,7 @@ class PageCodec:
         return (self._channels, self.shape[2]) if transposed else (self.shape[2], self._channels)
 
     def _layers(self, side: int, values: Array) -> Sequence[Array]:
-        """Return the tensor of each layer of one side of a page, contiguous."""
+        """Return a contiguous tensor to encode for each layer of one side (keys or values) of a page."""
         shape = self._rows(self._layout, side)
         if self._layout.transposed and side == 0:
             return list(np.ascontiguousarray(np.moveaxis(values, 1, -1)).reshape(-1, *shape))
@@ -227,7 +229,11 @@ class PageCodec:
     def _destinations(
         self, layout: Layout, side: int, values: Array, later: list[tuple[Array, Array]]
     ) -> Sequence[Array]:
-        """Return the destination of each layer of a side; append to `later` what to copy from them, and where to."""
+        """Return the array into which each layer of a side is decoded.
+
+        If a page's own memory cannot be used, because it is not contiguous or transposed, temporary arrays are
+        returned, and (destination, temporary) is appended to `later` for copying after decoding.
+        """
         shape = self._rows(layout, side)
         transposed = layout.transposed and side == 0
         if not transposed and values[0].flags.c_contiguous:
@@ -260,7 +266,7 @@ class PageCodec:
 
 
 def _spec(name: str, given: SpecLike, row: int, shape: tuple[int, ...], dtype: str) -> Spec:
-    """Return a checked spec, whose groups are not longer than a row of values."""
+    """Check a spec, and return it with `group_size` limited to `row`, the number of values of a row."""
     spec, bound_to = resolve(given)
     if bound_to is not None or not isinstance(spec, Lossless | Quantize | Float8 | Float4):
         raise SpecError(f"{name}= must be Lossless, Quantize, Float8 or Float4, got {spec}")
@@ -274,7 +280,7 @@ def _spec(name: str, given: SpecLike, row: int, shape: tuple[int, ...], dtype: s
 
 
 def _has_dtype(frame: Array, dtype: str) -> bool:
-    """Return True if a frame's header has this dtype. Destinations hold bits, of any dtype of their size."""
+    """Return True if a frame's header has this dtype. Decoding to unsigned integers would accept any of that size."""
     return len(frame) > _DTYPE_AT and int(frame[_DTYPE_AT]) == DTYPES[dtype]
 
 

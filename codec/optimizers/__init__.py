@@ -1,24 +1,26 @@
-"""Optimizers, whose next step decides how many bits of a gradient :class:`codec.Truncate` drops.
+"""Descriptions of optimizers, from which :class:`codec.Truncate` computes how many bits of a gradient it can drop.
 
-The step of an optimizer is (A + g) * c for a gradient g, with A and c that do not depend on g. Where A is much larger
-than g, the step rounds the last bits of g away. Truncate drops them, by the difference of the exponents of A and g, so
-that a receiver with the same state computes the same levels.
+An optimizer computes the new parameter as (A + g) * c for a gradient g, where A and c do not depend on g. If A is much
+larger than g, this addition rounds the last bits of g away. Truncate drops these bits. It computes their number from
+the difference of the exponents of A and g, so that a receiver with the same state computes the same levels.
 
-Arguments have the names and defaults of torch.optim, and `step` is torch's ``state["step"]``: the number of steps
-taken before this one. :func:`from_optimizer` reads them from a torch optimizer, :func:`state_of` the state of a
-parameter. :meth:`codec.Truncate.bind` takes both::
+Arguments have the names and defaults of torch.optim. `step` is torch's ``state["step"]``, the number of steps taken
+before this one. :func:`from_optimizer` reads the arguments from a torch optimizer, and :func:`state_of` the state of a
+parameter. Pass both to :meth:`codec.Truncate.bind`::
 
     spec = codec.Truncate().bind(from_optimizer(optimizer), **state_of(optimizer, parameter))
 
-State arrays are those before the step: ``theta`` the parameters, ``m`` the ``momentum_buffer`` or ``exp_avg``, ``v``
-the ``exp_avg_sq``, ``square_avg`` or ``sum``. Without ``m`` and ``v`` it is the first step. g is the gradient of the
-step: averaged, clipped and unscaled, unless `grad_scale` names the scale of a GradScaler. Parameter groups of a bucket
-are a list, ``bind([(offset, optimizer), ...], ...)``: each optimizer applies from its offset on. No bit is dropped with
-``amsgrad``, ``centered`` or ``maximize``, for which A is not known.
+State arrays have their values before the step: ``theta`` is the parameter, ``m`` the ``momentum_buffer`` or
+``exp_avg``, ``v`` the ``exp_avg_sq``, ``square_avg`` or ``sum``. Leave out ``m`` and ``v`` for the first step. g is the
+gradient that the step uses: averaged, clipped and unscaled. If it is still scaled by a GradScaler, pass the scale as
+`grad_scale`. If a bucket contains several parameter groups, pass a list, ``bind([(offset, optimizer), ...], ...)``:
+each optimizer applies from its offset on. With ``amsgrad``, ``centered`` or ``maximize``, A is not known, and no bit is
+dropped.
 
-For most optimizers Truncate bounds the change of the parameter. Lion and Muon have no such bound by value: a sign
-jumps, and an orthogonalized matrix depends on all its values. There Truncate bounds the change of the momentum.
-docs/guides/optimizers.md derives all formulas and bounds, and shows how to solve the step of another optimizer for A.
+For most optimizers, Truncate bounds the change of each parameter value. For Lion and Muon there is no such bound:
+Lion's step is a sign, which can flip, and each value of Muon's orthogonalized matrix depends on all gradient values.
+For them, Truncate bounds the change of the momentum. docs/guides/optimizers.md derives all formulas and bounds, and
+shows how to solve the step of another optimizer for A.
 
 References
 ----------

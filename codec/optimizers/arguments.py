@@ -1,4 +1,4 @@
-"""Checks of the optimizer, state and levels that a spec is bound to."""
+"""Checks of the optimizer, the state and the levels to which a spec is bound."""
 
 import itertools
 import warnings
@@ -18,7 +18,7 @@ _OPTIMIZER = "an optimizer of codec.optimizers, or a list of (offset, optimizer)
 
 
 class LevelSource(NamedTuple):
-    """Source of the levels of a tensor: optimizers, the offsets where they begin and their state, or levels."""
+    """Source of a tensor's levels: either (offset, optimizer) groups and state arrays, or an array of levels."""
 
     groups: Sequence[tuple[int, Optimizer | Custom]]
     state: Mapping[str, TensorView]
@@ -26,19 +26,19 @@ class LevelSource(NamedTuple):
 
     @property
     def read(self) -> list[tuple[str, TensorView]]:
-        """Views of all arrays that are read, by the names that they have for the caller."""
+        """Views of all arrays that are read, each with its name for messages."""
         levels = [("levels=", self.levels)] if self.levels is not None else []
         return [*levels, *((f"state's {name}", v) for name, v in self.state.items())]
 
 
 def level_source(bound: BoundSpec, n: int) -> LevelSource:
-    """Return the source of levels for n values.
+    """Check a bound spec for a tensor of `n` values, and return its source of levels.
 
     Raises
     ------
     ArgumentError
-        The optimizer is not one of :mod:`codec.optimizers`, the offsets of groups do not begin at 0 and ascend, or an
-        array has another dtype or size.
+        The optimizer is not one of :mod:`codec.optimizers`, the offsets of groups do not start at 0 or do not ascend,
+        or an array has another dtype or size.
     """
     if bound.levels is not None:
         v = view(bound.levels)
@@ -59,7 +59,7 @@ def level_source(bound: BoundSpec, n: int) -> LevelSource:
 
 
 def level_source_for(spec: Spec, bound: BoundSpec | None, v: TensorView) -> LevelSource | None:
-    """Return the source of levels with which a tensor is encoded; None if the spec needs none."""
+    """Return the source of levels for encoding a tensor; None if the spec needs none."""
     if bound is not None:
         return level_source(bound, v.nbytes // ITEMSIZE[v.dtype])
     if isinstance(spec, Truncate) and spec.fixed_level is None:
@@ -71,7 +71,7 @@ def level_source_for(spec: Spec, bound: BoundSpec | None, v: TensorView) -> Leve
 
 
 def _warn_if_not_first(v: TensorView) -> None:
-    """Warn if the first values of v are not all 0 although the optimizer has step=0: its bias correction is wrong."""
+    """Warn if v is not all 0 (the first 256 bytes are checked) but step=0: the bias correction would be wrong."""
     if v.device == "cpu" and any(bytes(ffi.buffer(v.data, min(v.nbytes, 256)))):
         warnings.warn(
             'v is not zero, but the optimizer has step=0, as before the first step: pass step=, torch\'s state["step"]',
@@ -80,7 +80,7 @@ def _warn_if_not_first(v: TensorView) -> None:
 
 
 def _groups(given: Any) -> list[tuple[int, Optimizer | Custom]]:
-    """Return the argument as parameter groups (offset, optimizer). Raise ArgumentError if it is something else."""
+    """Return the argument as a list of (offset, optimizer). Raise ArgumentError if it is anything else."""
     if not isinstance(given, list | tuple):
         raise ArgumentError(f"bind() takes {_OPTIMIZER}, or levels=, got {shown(given)}")
     pairs = cast(Sequence[Any], given)

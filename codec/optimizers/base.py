@@ -1,4 +1,4 @@
-"""Base class of optimizers: coefficients of A, the term that a step adds to the gradient, and levels of values."""
+"""Base class of optimizers. It computes the coefficients of A, the term that a step adds to the gradient."""
 
 import math
 from abc import ABC, abstractmethod
@@ -26,11 +26,11 @@ def _is_float64(value: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Coefficients of A, which are equal for all elements.
+    """Coefficients of A, the term that a step adds to the gradient; they are equal for all values.
 
     A = theta * ((sqrt(v_term * v) + eps) * theta_v_term + theta_term) + m_term * m, where each operation is rounded to
-    float32. Fields have the names of these coefficients without "_term". If there is no v, A = theta * theta_term +
-    m_term * m.
+    float32. The fields are these coefficients, named without "_term". If there is no v, A = theta * theta_term + m_term
+    * m.
     """
 
     theta: float
@@ -42,19 +42,19 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer(ABC):
-    """Base class of optimizers, whose next step decides how many bits of a gradient are dropped.
+    """Base class of optimizers. An instance describes one step, and is compared with no torch object.
 
     Parameters
     ----------
     lr : float
-        Learning rate of the step. At 0, as at the start of a warm-up, all droppable bits are dropped, except for Lion
-        and Muon, where it makes no difference.
+        Learning rate of the step. At 0, as at the start of a warm-up, all values have level 3. For Lion and Muon, the
+        learning rate makes no difference.
     weight_decay : float
         As in torch.optim.
     maximize : bool
         As in torch.optim. If True, no bit is dropped.
     grad_scale : float
-        Factor by which the gradient is scaled: GradScaler's scale, for gradients that are not yet unscaled.
+        Factor by which the gradient is multiplied: the GradScaler's scale if the gradient is not yet unscaled.
 
     Raises
     ------
@@ -76,14 +76,14 @@ class Optimizer(ABC):
 
     @abstractmethod
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """Return the coefficients of A, which are the same for all values; `state` has the arrays that exist."""
+        """Return the coefficients of A; `state` has the arrays that exist, by name."""
 
     def _known(self) -> bool:
         """Return True if the formula of A holds for these options."""
         return not self.maximize
 
     def final(self, state: Mapping[str, Any]) -> Terms:
-        """Return the coefficients of A, scaled, for a v of 0 if it is missing; NaN if no bit may be dropped."""
+        """Return the coefficients of A times `grad_scale`. A missing v counts as 0. NaN: no bit may be dropped."""
         with np.errstate(all="ignore"):
             t = self.terms(state)
             s = np.float64(self.grad_scale)
@@ -98,12 +98,12 @@ class Optimizer(ABC):
     def levels(
         self, g: Any, theta: Any, *, m: Any = None, v: Any = None, guard: int | Guard = -8
     ) -> np.ndarray[Any, Any]:
-        """Return the level of each value of g, 0 to 3, as :class:`codec.Truncate` chooses them.
+        """Return the level of each value of g, 0 to 3, as :class:`codec.Truncate` computes it.
 
         Parameters
         ----------
         g, theta, m, v : arrays or tensors
-            Gradient and state before the step: float32, bfloat16 or float16, with equal numbers of values.
+            Gradient, and state before the step: float32, bfloat16 or float16, all with the same number of values.
         guard : int or str
             As in :class:`codec.Truncate`.
 
@@ -162,7 +162,7 @@ _FLAGS = ("maximize", "amsgrad", "centered", "nesterov", "decoupled_weight_decay
 
 
 def _number(name: str, given: object) -> Any:
-    """Return a field's value as a Python number."""
+    """Return a field's value as a Python number; raise ArgumentError if it is not allowed for this field."""
     if name in _FLAGS:
         flag: object = cast(Any, given).item() if getattr(given, "shape", None) == () else given
         if not isinstance(flag, bool | int):

@@ -1,4 +1,4 @@
-"""Optimizers defined by a function of the user."""
+"""Optimizers defined by a user's function."""
 
 import importlib
 import inspect
@@ -20,31 +20,31 @@ def custom_at(address: int) -> "Custom":
 
 
 class Custom:
-    """Optimizer of another step: a function that computes A of one value, compiled by Numba.
+    """Optimizer whose step is not built in, defined by a function that computes A for one value.
 
-    A is what the step adds to the gradient g of the value: write the new parameter as c (A + g), with A and c that do
-    not depend on g. If c depends on g, take the least that its reciprocal can be. For SGD, theta - lr g gives
-    A = theta / lr. The sign of A does not matter. optimizers.md solves the step of RMSprop with momentum, and
-    checks it.
+    A is the term that the step adds to the gradient g: write the new parameter as c (A + g), where A and c do not
+    depend on g. If c depends on g, use the smallest possible value of 1 / c. For SGD, theta - lr g gives A = theta /
+    lr. The sign of A does not matter. optimizers.md derives A for RMSprop with momentum, and tests it.
 
     Parameters
     ----------
     function : callable
-        Function of some of ``theta``, ``m`` and ``v``, by name, float32 each, that returns A. It is compiled by
-        ``numba.njit``, again if it is compiled already, so that a division by 0 gives Inf or NaN. If it raises, A is
-        NaN and no bit of that value is dropped. With shared levels, sender and receiver must get bit-identical results.
-        Numbers that the function uses, such as a learning rate, are constants: make a new Custom when they change.
+        Function that returns A. Its parameters are named ``theta``, ``m`` or ``v``, and are float32. It is compiled by
+        ``numba.njit``, even if it is a Numba function already, so that a division by 0 gives Inf or NaN. If it raises
+        an exception, A is NaN and no bit of that value is dropped. With shared levels, sender and receiver must compute
+        bit-identical results. Variables of the enclosing scope, such as a learning rate, are compiled as constants:
+        create a new Custom when they change.
 
     Raises
     ------
     EngineError
         Numba is not installed.
     ArgumentError
-        `function` is no function, has another parameter, or cannot be compiled by Numba to a number.
+        `function` is not a function, has a parameter of another name, or cannot be compiled to return a number.
 
     Examples
     --------
-    SGD, and RMSprop with momentum, whose ``m`` is the momentum_buffer and ``v`` the square_avg.
+    SGD, and RMSprop with momentum; for the latter, ``m`` is the momentum_buffer and ``v`` the square_avg.
 
     >>> sgd = codec.optimizers.Custom(lambda theta: theta / 0.1)
     >>> spec = codec.Truncate().bind(sgd, theta=np.ones(1000, np.float32))
@@ -101,5 +101,5 @@ class Custom:
 
     @property
     def address(self) -> int:
-        """Address of the C function."""
+        """Address of the compiled C function."""
         return self._callback.address

@@ -1,4 +1,4 @@
-"""Steps of optimizers, solved for A, the term that they add to the gradient. docs/guides/optimizers.md derives them."""
+"""Formulas of A, the term that a step adds to the gradient, by optimizer. docs/guides/optimizers.md derives them."""
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -23,7 +23,7 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class Momentum(Optimizer):
-    """SGD with momentum. ``m`` is the momentum buffer; in the first step torch sets it to g without `dampening`.
+    """SGD with momentum. ``m`` is the momentum buffer. In the first step, torch sets it to g and ignores `dampening`.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class Adagrad(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class RMSprop(Optimizer):
-    """RMSprop. ``v`` is the mean square before the step; alpha * v is a lower bound of the one that the step uses.
+    """RMSprop. ``v`` is the mean square before the step; alpha * v is a lower bound of the step's own mean square.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ class RMSprop(Optimizer):
 class Adam(Optimizer):
     """Adam. ``m`` and ``v`` are exp_avg and exp_avg_sq before the step.
 
-    The bias-corrected mean square that the step uses is at least v^ = beta2 v / (1 - beta2^t), with t = `step` + 1.
+    The step divides by the bias-corrected mean square, which is at least v^ = beta2 v / (1 - beta2^t), t = `step` + 1.
 
     Parameters
     ----------
@@ -166,17 +166,17 @@ class AdamW(Adam):
 
 @lru_cache(maxsize=64)
 def _mu_product(beta1: float, momentum_decay: float, steps: int) -> float:
-    """Return the product of NAdam's momenta of the first steps, torch's ``state["mu_product"]``."""
+    """Return the product of NAdam's momenta of the first `steps` steps, torch's ``state["mu_product"]``."""
     product = 1.0
     for t in range(1, steps + 1):
         product *= _mu(beta1, momentum_decay, t)
-        if product < 1e-20:  # has no effect on 1 - product
+        if product < 1e-20:  # 1 - product does not change any more
             break
     return product
 
 
 def _mu(beta1: float, momentum_decay: float, t: int) -> float:
-    """Return NAdam's momentum of a step; the first step has t = 1."""
+    """Return NAdam's momentum of step `t`; the first step is 1."""
     return beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
 
 
@@ -187,8 +187,8 @@ class NAdam(Optimizer):
     Parameters
     ----------
     betas : (float, float)
-        As in torch.optim.NAdam; each is 0 or more and below 1. `betas` and `momentum_decay` are taken for those of all
-        earlier steps, from which NAdam's product of momenta follows.
+        As in torch.optim.NAdam; each is 0 or more and below 1. NAdam's product of momenta is computed as if `betas` and
+        `momentum_decay` had been the same in all earlier steps.
     eps, momentum_decay : float
         As in torch.optim.NAdam.
     decoupled_weight_decay : bool
@@ -210,7 +210,9 @@ class NAdam(Optimizer):
     step: int = 0
 
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """A = (theta (sqrt(v^) + eps) (1 - lr lambda) - lr b m) / (lr a), or with weight_decay * theta as in Adam.
+        """A = (theta (sqrt(v^) + eps) (1 - lr lambda) - lr b m) / (lr a) with decoupled weight decay.
+
+        Otherwise lambda is 0 there, and weight_decay * theta is subtracted as in Adam.
 
         The step is ``lr (a g + b m) / (sqrt(v^) + eps)``, where mu are the momenta of this step and the next one:
         a = (1 - mu_t) / (1 - mu_1...mu_t) + (1 - beta1) c, b = beta1 c, and c = mu_t+1 / (1 - mu_1...mu_t+1).
@@ -229,19 +231,20 @@ class NAdam(Optimizer):
 class Adafactor(Optimizer):
     """Adafactor of torch.optim (Shazeer and Stern 2018).
 
-    ``v`` is the second moment before the step over the square of the step's scale, as :func:`state_of` computes it:
-    V / max(eps2, rms(theta))^2. V is ``variance``, or ``row_var * col_var / max(eps1, mean(row_var))``.
+    ``v`` is the second moment before the step, divided by the square of the step's scale: V / max(eps2, rms(theta))^2,
+    as :func:`state_of` computes it. V is ``variance``, or ``row_var * col_var / max(eps1, mean(row_var))``.
 
-    A value's own step is bounded as for the other optimizers, if the mean square of the gradient is at most 4 times its
-    running mean. The errors of other values reach it through V and the clipping of the step: they change it by 7 eta
-    at most, relative to itself, if eta is the largest relative error of a gradient (2^-6 for level 3 of float32).
+    The change of a value by its own gradient's error is bounded as for the other optimizers, if the mean square of the
+    gradient is at most 4 times its running mean. Errors of other values also affect a value, through V and the clipping
+    of the step. They change its step by at most 7 eta of its size, where eta is the largest relative error of a
+    gradient (2^-6 for level 3 of float32).
 
     Parameters
     ----------
     beta2_decay : float
         As in torch.optim.Adafactor, 0 or less.
     step : int
-        Number of steps before this one, torch's ``state["step"]``; 0 for the first step, of which no bit is dropped.
+        Number of steps before this one, torch's ``state["step"]``; 0 for the first step, in which no bit is dropped.
 
     References
     ----------
@@ -256,7 +259,7 @@ class Adafactor(Optimizer):
     def terms(self, state: Mapping[str, Any]) -> Terms:
         """A = theta (1 - lr lambda) sqrt(beta^2 v / (beta + 4 (1 - beta))) / min(lr, t^-0.5); beta = 1 - t^beta2_decay.
 
-        The divisor of beta^2 allows for a mean of row_var that grows.
+        The divisor of beta^2 v keeps this a bound even if the mean of row_var grows in this step.
         """
         t = self.step + 1
         new = t**self.beta2_decay
@@ -264,17 +267,18 @@ class Adafactor(Optimizer):
         return Terms(0, (1 - self.lr * self.weight_decay) / rate, (1 - new) ** 2 / (1 - new + _GROWTH * new))
 
 
-_GROWTH = 4  # largest ratio of the mean square of a gradient and its running mean for which Adafactor's bound holds
+_GROWTH = 4  # Adafactor's bound holds if a gradient's mean square is at most this many times its running mean
 
 
 @dataclass(frozen=True, slots=True)
 class Lion(Optimizer):
     """Lion, whose step is lr sign(beta1 m + (1 - beta1) g) (Chen et al. 2023). ``m`` is exp_avg.
 
-    The parameter does not depend on bits of g, unless the sign changes. The momentum does, and it is what
-    :class:`codec.Truncate` protects: A is the term that it adds to g. `guard` counts bits of the momentum instead of
-    the parameter. A sign changes only where ``|beta1 m + (1 - beta1) g|`` is at most (1 - beta1) times the error of g.
-    Without ``m``, which is the first step, no bit is dropped.
+    The parameter's step depends on g only through its sign, but the momentum depends on all bits of g. Therefore
+    :class:`codec.Truncate` bounds the error of the momentum: A is the term of the momentum's update that is added to g,
+    and `guard` counts bits of the momentum instead of the parameter. The sign can change only for values where ``|beta1
+    m + (1 - beta1) g|`` is at most (1 - beta1) times the error of g. In the first step, without ``m``, no bit is
+    dropped.
 
     Parameters
     ----------
@@ -299,11 +303,11 @@ class Lion(Optimizer):
 class Muon(Optimizer):
     """Muon (Jordan et al. 2024), which steps by an orthogonalized matrix. ``m`` is the momentum buffer.
 
-    A value of the step depends on all values of the matrix, so there is no bound by value. :class:`codec.Truncate`
-    protects the matrix U that is orthogonalized, and the momentum: A is the term that m adds to g in U. `guard` counts
-    bits of that term instead of the parameter. Relative to its Frobenius norm, U changes by at most
-    ``2^(-guard - 24) |mu^2 m| / |U|`` for float32; the step's relative change follows from that (optimizers.md).
-    Without ``m``, which is the first step, no bit is dropped.
+    Each value of the step depends on all values of the matrix, so there is no bound for each value. Instead,
+    :class:`codec.Truncate` bounds the error of the momentum and of U, the matrix that is orthogonalized: A is the term
+    with m that is added to g in U, and `guard` counts bits of that term instead of the parameter. For float32, U
+    changes by at most ``2^(-guard - 24) |mu^2 m| / |U|``, relative to its Frobenius norm; optimizers.md derives the
+    relative change of the step. In the first step, without ``m``, no bit is dropped.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Optimizers and state of :mod:`codec.optimizers` from those of torch.optim, and from Lion of other packages."""
+"""Conversion of torch optimizers, and of other packages' Lion, to optimizers and state of :mod:`codec.optimizers`."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from codec.optimizers.formulas import (
 )
 
 _BUFFERS = {"m": ("momentum_buffer", "exp_avg"), "v": ("exp_avg_sq", "square_avg", "sum")}
-# Options of Lion in third-party packages, and the values with which the step equals that of the paper.
+# Options of third-party Lions, each with the value for which the step is that of the Lion paper.
 _LION_OPTIONS = {
     "caution": False,
     "cautious": False,
@@ -34,32 +34,33 @@ _LION_OPTIONS = {
 
 
 def from_optimizer(optimizer: Any, group: int = 0, *, parameter: Any = None) -> Optimizer:
-    """Return the next step of a torch optimizer as the object that :meth:`codec.Truncate.bind` takes.
+    """Describe the next step of a torch optimizer, as the object that :meth:`codec.Truncate.bind` takes.
 
-    The implementation of the step (``foreach``, ``fused``, ``capturable``, ``differentiable``) makes no difference.
-    With ``maximize``, ``amsgrad``, ``centered`` or RMSprop's ``momentum``, Truncate drops no bit.
+    Options that select an implementation (``foreach``, ``fused``, ``capturable``, ``differentiable``) make no
+    difference. With ``maximize``, ``amsgrad``, ``centered`` or RMSprop's ``momentum``, Truncate drops no bit.
 
     Parameters
     ----------
     optimizer : torch.optim.SGD, Adagrad, RMSprop, Adam, AdamW, NAdam, Adafactor or Muon, or a Lion
-        The torch optimizer, or a wrapper with the attribute ``optimizer``, such as those of Accelerate and Lightning.
-        A Lion is an optimizer of any package whose class has this name, such as those of lion_pytorch and timm, with
-        decoupled weight decay and with ``exp_avg`` as its only array.
+        The torch optimizer, or a wrapper with the attribute ``optimizer``, such as those of Accelerate and Lightning. A
+        Lion of any package is accepted, such as those of lion_pytorch and timm, if its class is named Lion, its weight
+        decay is decoupled, and its only state array is ``exp_avg``.
     group : int
         Index into ``optimizer.param_groups``.
     parameter : torch.nn.Parameter, optional
-        A parameter of the group, whose number of steps counts, for a group with layers that were unfrozen later.
-        Default: all parameters of the group, which must have taken the same number of steps.
+        A parameter of the group, whose number of steps is used. It is needed for groups with layers that were unfrozen
+        later. Default: all parameters of the group must have taken the same number of steps.
 
     Returns
     -------
     Optimizer
-        Optimizer of :mod:`codec.optimizers` with the group's numbers and steps.
+        Optimizer of :mod:`codec.optimizers` with the group's options and number of steps.
 
     Raises
     ------
     ArgumentError
-        The optimizer is another one, has no such group, or its parameters have taken different numbers of steps.
+        The optimizer's class is not supported, it has no such group, or its parameters have taken different numbers of
+        steps.
 
     Examples
     --------
@@ -122,7 +123,7 @@ def _is_torch_optimizer(optimizer: Any) -> bool:
 
 
 def _check_lion(optimizer: Any) -> None:
-    """Raise ArgumentError unless a Lion of another package takes the step of the paper, as far as can be seen."""
+    """Raise ArgumentError if a third-party Lion's options or state show that its step is not that of the paper."""
     for group in optimizer.param_groups:
         for name, plain in _LION_OPTIONS.items():
             value = group.get(name, getattr(optimizer, name, plain))
@@ -136,7 +137,7 @@ def _check_lion(optimizer: Any) -> None:
 
 
 def _steps(optimizer: Any, params: Sequence[Any]) -> int:
-    """Return the number of steps that some parameters have taken; those without gradients so far do not count."""
+    """Return the number of steps that `params` have taken; parameters that never had a gradient are ignored."""
     steps = {int(s["step"]) for p in params if "step" in (s := optimizer.state.get(p, {}))}
     if len(steps) > 1:
         raise ArgumentError(
@@ -204,7 +205,7 @@ _READERS = {
 
 
 def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
-    """Return the state of one parameter before the step, as the arguments of :meth:`codec.Truncate.bind`.
+    """Return the state of one parameter before the step, as keyword arguments of :meth:`codec.Truncate.bind`.
 
     Parameters
     ----------
@@ -216,13 +217,13 @@ def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
     Returns
     -------
     dict of str to torch.Tensor
-        ``theta``, and ``m`` and ``v`` if the optimizer has them. The tensors are not copies, except for Adafactor's
-        ``v``, which is computed from its rows and columns.
+        ``theta``, and ``m`` and ``v`` if the optimizer has them. The tensors are not copied. Adafactor's ``v`` is a new
+        tensor, computed from its row and column statistics.
 
     Raises
     ------
     ArgumentError
-        `optimizer` is no torch optimizer, or the parameter is not among its parameters.
+        `optimizer` is not a torch optimizer, or the parameter is not one of its parameters.
 
     Examples
     --------
@@ -244,10 +245,10 @@ def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
 
 
 def _adafactor_v(parameter: Any, have: Mapping[str, Any], eps1: float | None, eps2: float) -> Any:
-    """Return the second moment of Adafactor over the square of the step's scale, a tensor like the parameter.
+    """Return Adafactor's second moment divided by the square of the step's scale, in the shape of the parameter.
 
-    Means over a tensor are computed in float64 and rounded up to 4 bits. So they are equal on all ranks, although torch
-    sums in an order that depends on the number of threads.
+    Means over a tensor are computed in float64 and rounded up to 4 bits, so that they are equal on all ranks: torch
+    adds values in an order that depends on the number of threads.
     """
     import torch
 
@@ -264,7 +265,7 @@ def _adafactor_v(parameter: Any, have: Mapping[str, Any], eps1: float | None, ep
 
 
 def _rounded_up(x: Any) -> Any:
-    """Return positive numbers rounded up to 4 bits."""
+    """Return positive numbers rounded up to 4 significant bits."""
     import torch
 
     mantissa, exponent = torch.frexp(x)

@@ -1,7 +1,7 @@
-"""Engine of kernels for NVIDIA GPUs, written in CUDA C++ and compiled for the GPU on first use.
+"""Engine for NVIDIA GPUs, with kernels in CUDA C++ that are compiled for the GPU on first use.
 
-Kernels read and write tensors and frames in place, in the order of their stream. Host memory is copied to the device
-and back.
+Kernels read and write tensors and frames in device memory directly, in stream order. Tensors and frames in host memory
+are copied to the device and back.
 """
 
 from codec.engines.cuda import devices

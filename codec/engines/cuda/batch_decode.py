@@ -15,10 +15,10 @@ from codec.engines.cuda.workspace import Work, grid_for, launch_each, small
 from codec.engines.request import DecodeRequest
 from codec.tensors.view import TensorView
 
-_HEAD = 4096  # bytes of each frame that are downloaded first: most side sections end within them
-_UPLOADED = 1 << 16  # maximum bytes of frames in host memory that are copied to the device by one copy
+_HEAD = 4096  # bytes of each frame that are downloaded first; in most frames they include the side section
+_UPLOADED = 1 << 16  # maximum bytes of small frames in host memory that are joined and copied to the device at once
 _NOWHERE = Sink(0)
-_MOST_LISTED = 256_000_000  # maximum bytes of lists of changes of a call
+_MOST_LISTED = 256_000_000  # maximum bytes of the lists of changes of all Delta frames of a call
 
 
 class Step(NamedTuple):
@@ -27,8 +27,9 @@ class Step(NamedTuple):
     Attributes
     ----------
     items : sequence of (Frame, Sink)
+        Frames and their destinations.
     summing : int
-        Each so many items are frames of one sum, which a kernel decodes and adds up together; 0: no frames are.
+        If not 0: each group of `summing` consecutive items is decoded and added up by one kernel.
     """
 
     items: Sequence[tuple[Frame, Sink]]
@@ -42,7 +43,7 @@ class Step(NamedTuple):
             return [Launch(kernel, [-grid], list(self.items), self.summing)]
         groups = [self.items[i : i + count] for i in range(0, len(self.items), count)]
         keys = [(*self._kernel(group, device), i) for i, group in enumerate(groups)]
-        keys.sort()  # those of a kernel become adjacent, and grids descend
+        keys.sort()  # by kernel, then by descending grid: their second item is the negative number of thread blocks
         found: list[Launch] = []
         for kernel, some in itertools.groupby(keys, key=lambda key: key[0]):
             own = list(some)
@@ -51,7 +52,7 @@ class Step(NamedTuple):
         return found
 
     def _kernel(self, group: Sequence[tuple[Frame, Sink]], device: Device) -> tuple[str, int]:
-        """Return the kernel of a frame or of a sum, and its negative number of thread blocks."""
+        """Return the kernel for a frame or for a group of frames to sum, and its number of thread blocks, negated."""
         frame = group[0][0]
         if not self.summing:
             return frame.kernel, -frame.grid
@@ -69,7 +70,7 @@ class Launch(NamedTuple):
 
 
 def side_by_side(several: Sequence[Sequence[Step]]) -> list[Step]:
-    """Return the steps of several lists that do not depend on each other, with as few launches as possible."""
+    """Merge several independent lists of steps into one that needs as few launches as possible."""
     found: list[Step] = []
     for steps in itertools.zip_longest(*several):
         by_count: dict[int, list[tuple[Frame, Sink]]] = {}
@@ -80,16 +81,16 @@ def side_by_side(several: Sequence[Sequence[Step]]) -> list[Step]:
     return found
 
 
-Each = Callable[..., Any]  # (i, call, *arguments) -> result of the call for frame i; may add i to its errors
+Each = Callable[..., Any]  # (i, call, *arguments): return call(*arguments) for frame i; may add i to an error
 
 
 def alone(_: int, call: Callable[..., Any], *args: Any) -> Any:
-    """Call ``call``: an :data:`Each` that adds no index to errors."""
+    """Return ``call(*args)``: an :data:`Each` that adds no index to errors."""
     return call(*args)
 
 
 def open_frames(asked: Sequence[tuple[Work, DecodeRequest, TensorView]], each: Each = alone) -> list[Frame]:
-    """Return frames whose headers and side sections have been copied to host memory."""
+    """Copy the headers and side sections of frames to host memory, and return a :class:`Frame` for each."""
     if not asked:
         return []
     work = asked[0][0]
@@ -110,7 +111,7 @@ def open_frames(asked: Sequence[tuple[Work, DecodeRequest, TensorView]], each: E
 
 
 def _upload_small(work: Work, frames: Sequence[Frame]) -> None:
-    """Copy small frames in host memory to the device, many by one copy."""
+    """Copy small frames in host memory to the device, joined into copies of up to 64 KiB."""
     groups: list[list[Frame]] = [[]]
     room = _UPLOADED
     for frame in frames:
@@ -146,7 +147,7 @@ class BatchDecode:
     Attributes
     ----------
     found, found_nbytes : int
-        Address and size of the results of all checks.
+        Device address and size in bytes of the results of all checks, a codec_found for each frame.
     """
 
     def __init__(self, work: Work, frames: Sequence[Frame], steps: Sequence[Step]) -> None:
@@ -196,17 +197,17 @@ class BatchDecode:
             self._at += DECODING_NBYTES * len(launch.items)
 
     def close(self, each: Each = alone) -> None:
-        """Wait for the stream, and raise the error of the first frame that is invalid."""
+        """Wait for the stream, and raise the error of the first invalid frame."""
         self.conclude(bytes(self._work.device.download(self.found, self.found_nbytes)), each)
 
     def conclude(self, found: bytes, each: Each = alone) -> None:
-        """Raise the error of the first frame that is invalid, from the bytes at :attr:`found` behind all steps."""
+        """Raise the error of the first invalid frame; `found`: copy of the bytes at :attr:`found` after all steps."""
         for i, frame in enumerate(self._frames):
             each(i, frame.close, found[FOUND_NBYTES * i : FOUND_NBYTES * (i + 1)])
 
 
 def _take_lists(frames: Sequence[Frame]) -> None:
-    """Give frames of Delta memory for lists of changes, so that their blocks are decoded once."""
+    """Allocate lists of changes for frames of Delta: the check fills them, so that blocks are decoded only once."""
     wanted = sum(frame.list_nbytes for frame in frames)
     for frame in frames:
         if nbytes := frame.list_nbytes:

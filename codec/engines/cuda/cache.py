@@ -1,7 +1,7 @@
-"""Cache on disk for the machine code of kernels, shared by later processes.
+"""Cache on disk for the machine code of kernels, for later processes.
 
-A kernel runs with the rights of the process, so no file is loaded that another user could have written. The digest in
-a file detects damage, but does not authenticate its author.
+A kernel runs with the rights of the process, so a file is loaded only if no other user could have written it. The
+digest in a file detects damage, but does not authenticate the author.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from codec._ownership import writable_by_others
 
-_MAX_NBYTES = 64 << 20  # bytes read of a file; kernels take less than 1 MiB
+_MAX_NBYTES = 64 << 20  # maximum bytes read from a file; kernels take less than 1 MiB
 _DIGEST = hashlib.sha256().digest_size
 _NO_WAIT = os.O_NOFOLLOW | os.O_NONBLOCK  # do not follow links, do not wait for a pipe
 
@@ -32,7 +32,7 @@ def cache_folder() -> Path | None:
 
 @contextmanager
 def _opened(path: str | Path, flags: int, folder: int | None = None) -> Generator[int]:
-    """Open a file or folder for reading; ``folder``: descriptor of the folder that a relative path starts from."""
+    """Open a file or folder for reading; ``folder``: descriptor of the folder to which a relative path refers."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=folder)
     try:
         yield fd
@@ -41,7 +41,7 @@ def _opened(path: str | Path, flags: int, folder: int | None = None) -> Generato
 
 
 def load_cached(key: str) -> bytes | None:
-    """Return the bytes that :func:`store_cached` stored under a key. No failure raises.
+    """Return the bytes that :func:`store_cached` stored under a key, or None. Never raise an exception.
 
     Returns
     -------
@@ -60,7 +60,7 @@ def load_cached(key: str) -> bytes | None:
             with open(fd, "rb", closefd=False) as f:
                 digest, data = f.read(_DIGEST), f.read(_MAX_NBYTES)
             return data if hashlib.sha256(data).digest() == digest else None
-    except Exception:  # without the cache the kernel is compiled
+    except Exception:  # the caller then compiles the kernel
         return None
 
 

@@ -1,4 +1,4 @@
-"""Common parts of calls: device and stream of the arguments, destinations of frames, steps of reductions."""
+"""Helpers of several calls: find the arguments' device and stream, open destinations, plan reductions."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -15,21 +15,22 @@ from codec.errors import EngineError
 from codec.tensors.view import TensorView, device_like, empty, view, view_output, with_bits
 
 STORE, ADD, MAX, FLOAT32 = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX, lib.CODEC_INTO_FLOAT32
-_SUMMED = 32  # maximum frames of a launch of native/cuda/rows/reduce.cu
+_SUMMED = 32  # maximum number of frames that one launch of native/cuda/rows/reduce.cu adds up
 Named = Sequence[tuple[str, TensorView]]
 NO_VIEWS: Named = ()
 
 
 @contextmanager
 def working(views: Named, *, waits: bool = True) -> Generator[Work]:
-    """Yield memory on the device of the arguments, in the order of the first argument's stream.
+    """Yield a :class:`Work` on the arguments' device, which uses the stream of the first argument.
 
-    Other streams are synchronized with it before and after. `waits`: the host waits for a result, now or later.
+    The stream waits for the streams of all other arguments before, and they wait for it afterwards. `waits`: the host
+    waits for a result, now or later.
 
     Raises
     ------
     EngineError
-        The host would wait for a stream that is captured in a graph. The capture goes on.
+        The stream is captured in a CUDA graph, and the host would wait for it. The capture stays valid.
     """
     device = device_for(views)
     streams = [(v.stream, v.owner) for _, v in views if v.device != "cpu" and v.stream is not None]
@@ -49,7 +50,7 @@ def working(views: Named, *, waits: bool = True) -> Generator[Work]:
 
 
 def views_of(r: DecodeRequest) -> Named:
-    """Return the tensors on a device that are known before the frame is read, with their argument names."""
+    """Return the argument names and tensors of a request, as far as they are on a device and known in advance."""
     named = [("the frame", frame) for frame in r.frames]
     if r.out is not None and device_like(r.out) != "cpu":
         named.append(("out=", view_output(r.out)))
@@ -65,7 +66,10 @@ def views_of(r: DecodeRequest) -> Named:
 def target(
     work: Work, r: DecodeRequest, dtype: str, shape: tuple[int, ...], views: Named = NO_VIEWS
 ) -> tuple[Any, TensorView]:
-    """Return the destination of values, as the caller sees it and as a view; `views`: those of :func:`views_of`."""
+    """Return the destination of a frame's values, as the object for the caller and as a view.
+
+    `views` is the result of :func:`views_of`.
+    """
     if r.out is not None:
         known = [v for name, v in views if name == "out="]
         return r.out, with_bits(known[0], dtype) if known else view_output(r.out, dtype)
@@ -77,9 +81,9 @@ def target(
 
 
 def prepare(work: Work, r: DecodeRequest, frame: Frame, views: Named) -> tuple[Any, TensorView]:
-    """Open a frame for its destination, and return that as the caller sees it and as a view.
+    """Open a frame for its destination; return the destination as the object for the caller and as a view.
 
-    `views` are those of :func:`views_of`.
+    `views` is the result of :func:`views_of`.
     """
     info = frame.info
     if info.frame_nbytes != frame.frame.nbytes or not (r.allows(info.tensor_nbytes) or is_bounded(info, r)):
@@ -94,9 +98,10 @@ def prepare(work: Work, r: DecodeRequest, frame: Frame, views: Named) -> tuple[A
 
 
 def reduction_steps(frames: list[Frame], to: int, op: str) -> list[Step]:
-    """Return the steps that reduce frames in order.
+    """Return the steps that reduce frames in the given order.
 
-    Codes of Ternary frames with equal scales are added as integers, and scaled by the last step.
+    If all frames are Ternary and have equal scales, their codes are added as integers, and the last step multiplies the
+    sums by the scale.
     """
     first, count = frames[0], len(frames)
     codes = op != "max" and count > 1 and all(frame.adds_up_with(first) for frame in frames)

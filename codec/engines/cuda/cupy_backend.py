@@ -1,6 +1,6 @@
 # pyright: basic
 # ruff: noqa: D102 - Device documents the methods
-"""GPUs through CuPy: memory comes from its pools or from torch's, kernels are launched by the driver."""
+"""GPU backend on CuPy: memory comes from the pools of CuPy or torch; kernels are launched with the CUDA driver."""
 
 import ctypes
 import functools
@@ -21,11 +21,11 @@ from codec.engines.cuda.kernels import FILE_OF, FILES
 from codec.errors import EngineError
 from codec.tensors.view import TensorView, is_torch, view
 
-_PINNED = 1 << 16  # maximum bytes that are copied through pinned memory; longer copies wait for the stream
+_PINNED = 1 << 16  # maximum bytes of an upload through pinned memory; for larger uploads the host waits for the stream
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 # cudaDevAttrMultiProcessorCount, ComputeCapabilityMajor and Minor, which CuPy does not name
 _PROCESSORS, _MAJOR, _MINOR = 16, 75, 76
-_OLDEST = 8  # minimum compute capability (major): reductions of a warp are one instruction from there on
+_OLDEST = 8  # minimum compute capability (major version): the first with single-instruction warp reductions
 _INSTALL = "pip install 'tensor-codec[cuda12]', or [cuda13] beside a driver of CUDA 13"
 
 
@@ -41,9 +41,9 @@ def _driver() -> Any:
 
 @contextmanager
 def _relaxed() -> Generator[None]:
-    """Let this thread allocate memory while a stream is captured by any thread.
+    """Let this thread allocate memory while any thread captures a stream.
 
-    The memory is kept by its owner, and is no part of the graph.
+    The memory does not belong to the graph: its owner must keep it alive.
     """
     mode = ctypes.c_int(_RELAXED)
     exchange = _driver().cuThreadExchangeStreamCaptureMode
@@ -55,9 +55,9 @@ def _relaxed() -> Generator[None]:
 
 
 def _too_old(cupy: Any, index: int) -> str | None:
-    """Return why kernels cannot run on a GPU, or None.
+    """Return why kernels cannot run on a GPU, or None if they can.
 
-    The GPU is not made current, which would allocate memory there.
+    The GPU is not made current, because that would allocate memory on it.
     """
     major, minor = (cupy.cuda.runtime.deviceGetAttribute(which, index) for which in (_MAJOR, _MINOR))
     if major >= _OLDEST:
@@ -66,7 +66,7 @@ def _too_old(cupy: Any, index: int) -> str | None:
 
 
 class _ForeignStream:
-    """Stream of another library, as CuPy accepts it."""
+    """Stream of another library, with the interface through which CuPy accepts foreign streams."""
 
     def __init__(self, stream: int) -> None:
         self._stream = stream
@@ -87,15 +87,15 @@ class Gpu:
         self.processors = self._cupy.cuda.runtime.deviceGetAttribute(_PROCESSORS, index)
         self._arch = f"sm_{self._device.compute_capability}"
         self._functions: dict[str, Any] = {}
-        self._now = threading.local()  # in `on`: `stream`, the current one, and `captured`
+        self._now = threading.local()  # while a thread is in `on`: its `stream`, and whether that is `captured`
         self._constants: dict[tuple[str, str], tuple[int, ...]] = {}
-        self._sent = deque[list[Any]]()  # sources of copies in flight, each with the event that completes it, or None
+        self._sent = deque[list[Any]]()  # [source, event or None] of uploads in flight; the event marks completion
         self._sending = threading.Lock()
 
     @contextmanager
     def on(self, stream: int) -> Generator[None]:
         with self._device:
-            before = self._cupy.cuda.get_current_stream()  # CuPy's `with stream:` does not restore one chosen by use()
+            before = self._cupy.cuda.get_current_stream()  # `with stream:` would not restore a stream set by use()
             outer, now = dict(vars(self._now)), self._other(stream)
             captured = self._captures(now)
             now.use()
@@ -109,7 +109,7 @@ class Gpu:
                 before.use()
 
     def _captures(self, stream: Any) -> bool:
-        """Return whether a stream is captured; raise EngineError if the capture of another one forbids to ask."""
+        """Return True if a stream is being captured; raise EngineError if another capture forbids the query."""
         try:
             return stream.is_capturing()
         except self._cupy.cuda.runtime.CUDARuntimeError as e:
@@ -153,7 +153,7 @@ class Gpu:
             kept = self._cupy.cuda.alloc_pinned_memory(nbytes)
             ctypes.memmove(kept.ptr, at, nbytes)
             at = kept.ptr
-        if capturing:  # memory of a graph is kept by the graph's owner
+        if capturing:  # the graph reads `kept` at each replay; the caller keeps it alive
             runtime.memcpyAsync(to, at, nbytes, runtime.memcpyHostToDevice, stream.ptr)
             return kept
         sent: list[Any] = [kept, None]
@@ -169,7 +169,7 @@ class Gpu:
         return kept
 
     def _drop_sent(self) -> None:
-        """Drop the sources of the first copies, up to one that is not complete."""
+        """Release the sources of completed uploads, up to the first one still in flight."""
         with self._sending:
             while self._sent and (event := self._sent[0][1]) is not None and event.done:
                 self._sent.popleft()
@@ -273,7 +273,7 @@ def _numpy_dtype(dtype: str) -> Any:
 
 
 def _bytes_at(memory: Any, nbytes: int) -> memoryview:
-    """Return the first bytes of host memory of CuPy, which the result keeps."""
+    """Return a memoryview of the first `nbytes` bytes of CuPy's host memory; the result keeps that memory alive."""
     array: Any = (ctypes.c_uint8 * nbytes).from_address(memory.ptr)
     array.memory = memory
     return memoryview(array)
@@ -291,14 +291,14 @@ def _gpu(index: int) -> Gpu:
 
 
 class CupyBackend:
-    """GPUs of CuPy: implements :class:`codec.engines.cuda.devices.Backend`."""
+    """GPUs found by CuPy: implements :class:`codec.engines.cuda.devices.Backend`."""
 
     def __init__(self) -> None:
-        # True once a GPU has been found; the result is cached, since a search takes several driver calls.
+        # True once a usable GPU has been found: later calls need not search again, which takes several driver calls.
         self._usable = False
 
     def why_not(self) -> str | None:
-        """Return why no GPU can be used, or None."""
+        """Return why no GPU can be used, or None if one can."""
         reason = None if self._usable else self._look()
         self._usable = reason is None
         return reason

@@ -1,4 +1,4 @@
-"""Frames to decode on a device: parts that the host reads, and the parameters of their kernels."""
+"""Frames to decode on a device: the host reads a frame's header, and computes the arguments of its kernels."""
 
 import struct
 from collections.abc import Sequence
@@ -29,22 +29,22 @@ _NONE = 2**64 - 1
 FOUND_NBYTES, DECODING_NBYTES = _FOUND.size, _DECODING.size
 NOTHING_FOUND = _FOUND.pack(_NONE, *[0] * 6)
 _LISTS = struct.Struct("<2Q")  # codec_lists
-# LISTED_SHARE of native/cuda/delta/decode.cuh, and the most changes that a byte of a frame can code.
+# LISTED_SHARE of native/cuda/delta/decode.cuh, and the maximum number of changes that one byte of a frame can code.
 _LISTED_SHARE, _CHANGES = 8, 4
-_GROUP = 1024  # values of a block that share planes: see native/cuda/delta/decode.cuh
+_GROUP = 1024  # number of values in a group that shares planes: see native/cuda/delta/decode.cuh
 
 
 class Sink(NamedTuple):
-    """Destination of values, and the operation that combines them with its contents.
+    """Destination of decoded values, and the operation that combines them with the destination's contents.
 
     Attributes
     ----------
     to : int
-        Address of the destination; 0: frames are only validated.
+        Device address of the destination; 0: frames are only validated.
     into, weight, divide
-        Fields of a codec_context.
+        As the fields of a codec_context.
     codes : int
-        CODEC_UNSCALED and CODEC_RESCALE of a codec_context's flags.
+        Flags CODEC_UNSCALED and CODEC_RESCALE, as in a codec_context.
     """
 
     to: int
@@ -62,21 +62,22 @@ class Frame:
     work : Work
         Device memory of the call.
     r : DecodeRequest
+        Arguments of the call.
     frame : TensorView
-        Frame of the request.
+        Bytes of this frame, one of ``r.frames``.
     head : TensorView
         First bytes of the frame, in host memory.
 
     Attributes
     ----------
     head : TensorView
-        First bytes of the frame; the caller replaces them if they are fewer than :attr:`head_nbytes`.
+        First bytes of the frame. If they are fewer than :attr:`head_nbytes`, the caller replaces them by more.
     kernel, grid
-        Kernel that decodes the frame, and its number of thread blocks.
+        Name of the kernel that decodes the frame, and its number of thread blocks.
     summing
-        Kernel that decodes and adds several such frames at once; "" if there is none.
+        Name of the kernel that decodes and adds several such frames at once; "" if there is none.
     image : Image
-        Job of the frame.
+        Job of the frame, to be copied to the device.
     base : TensorView or None
         Base of a frame of Delta, after :meth:`open_base`.
     at : int
@@ -101,7 +102,7 @@ class Frame:
 
     @property
     def is_delta(self) -> bool:
-        """True if the frame holds changes of a base."""
+        """True if the frame is one of Delta: it contains changes of a base."""
         return self.info.spec.codec == lib.CODEC_DELTA
 
     def on_host(self) -> TensorView:
@@ -109,7 +110,7 @@ class Frame:
         return self.work.fetch(self.frame)
 
     def refuse_size(self) -> None:
-        """Raise the error for a frame whose size is not as declared, or whose tensor exceeds the limit."""
+        """Raise the error for a frame whose declared size is wrong, or whose tensor exceeds ``max_nbytes``."""
         frame_nbytes = self.info.frame_nbytes
         if self.request.head is not None and frame_nbytes != self.frame.nbytes:
             raise FrameError(
@@ -122,7 +123,7 @@ class Frame:
         native.refuse(call, self.request, self.on_host(), nothing)
 
     def open(self, v: TensorView, into: int) -> None:
-        """Create the job for decoding into a destination like ``v``."""
+        """Create the job for decoding to a destination of the dtype and shape of ``v``, with the operation ``into``."""
         info, work, head = self.info, self.work, self.head
         self.levels = levels = self._level_source(self.request.bound) if self.request.bound is not None else None
         call = _call.take()
@@ -162,7 +163,11 @@ class Frame:
         self.grid = blocks if view.nblocks else grid_for(device, view.n)
 
     def open_base(self) -> None:
-        """Set :attr:`base` to the view of the request's base; if it does not fit, report a damaged frame first."""
+        """Set :attr:`base` to the view of the request's base.
+
+        If the base does not fit, raise an error: FrameError if the frame is damaged, otherwise the error about the
+        base.
+        """
         r, kind = self.request, (self.dtype, self.shape)
         base = None if r.base is None else view_base(r.base, self.dtype)
         if base is None or base[:2] != kind:
@@ -171,14 +176,14 @@ class Frame:
 
     @property
     def list_nbytes(self) -> int:
-        """Bytes of entries for all changes that blocks may list."""
+        """Size in bytes of a list with an entry for each change that the blocks can contain."""
         if not self.is_delta or not self.info.nblocks:
             return 0
         most = min(self.info.n // _LISTED_SHARE, _CHANGES * self.frame.nbytes)
         return most * (12 if ITEMSIZE[self.dtype] == 8 else 8)
 
     def take_lists(self, nbytes: int) -> None:
-        """Take memory for lists of changes, `nbytes` of entries."""
+        """Allocate the frame's list of changes, with `nbytes` bytes of entries."""
         zeros = _LISTS.size + 8 * self.info.nblocks
         self.lists = self.work.new(zeros + nbytes)
         self.work.device.clear(self.lists, zeros)
@@ -186,7 +191,7 @@ class Frame:
         self.work.send(self.lists, _LISTS.pack(0, nbytes // entry))
 
     def _level_source(self, bound: BoundSpec) -> LevelSource:
-        """Return the source of levels; if the state does not fit, report a damaged frame first."""
+        """Return the source of levels; if the state does not fit, raise FrameError for a damaged frame first."""
         try:
             return level_source(bound, self.info.n)
         except (ArgumentError, StateError):
@@ -202,17 +207,17 @@ class Frame:
         )
 
     def _fits(self, v: TensorView, source: LevelSource | None, into: int) -> bool:
-        """Return whether the destination matches the frame's tensor, and the state that the frame needs is given."""
+        """Return True if the destination matches the frame's tensor, and the required optimizer state is given."""
         dtype = self.dtype if into == lib.CODEC_INTO_STORE else "float32"
         takes = into == lib.CODEC_INTO_STORE or (self.dtype in MANTISSA_BITS and not self.is_delta)
         state = (source is not None and source.levels is None) or not self._shared
         return takes and state and (v.dtype, v.shape) == (dtype, self.shape)
 
     def _refuse(self, call: Call, v: TensorView) -> None:
-        """Raise the C library's error for the parts that precede the blocks.
+        """Raise the error that the C library finds in the header, side section or directory.
 
-        The C library is given the state, too: it decodes blocks if head= belongs to another frame, or if the frame
-        changes meanwhile.
+        The C library also receives the optimizer state, because it goes on to the blocks if it finds no error there: if
+        head= belongs to another frame, or if the frame has changed in between.
         """
         frame, info, source = self.on_host(), self.info, self.levels
         if source is not None:
@@ -233,7 +238,7 @@ class Frame:
         check(lib.codec_verify(frame.data, frame.nbytes))
 
     def adds_up_with(self, other: "Frame") -> bool:
-        """Return whether codes of both frames can be added: Ternary with equal parts and scales."""
+        """Return True if the codes of both frames can be added as integers: Ternary with equal parts and scales."""
         return (
             (self.view.codec, self.view.variant) == (lib.CODEC_TERNARY, other.view.variant)
             and self.view.nblocks == other.view.nblocks > 0
@@ -241,20 +246,20 @@ class Frame:
         )
 
     def is_cut_like(self, other: "Frame") -> bool:
-        """Return whether one launch of :attr:`summing` can decode both frames."""
+        """Return True if one launch of :attr:`summing` can decode both frames: same codec, blocks and groups."""
         a, b = self.view, other.view
         same = all(getattr(a, name) == getattr(b, name) for name in ("codec", "variant", "options", "bits", "dtype"))
         return same and a.nblocks == b.nblocks and [p[:2] for p in self._parts()] == [p[:2] for p in other._parts()]
 
     def _parts(self) -> list[tuple[int, ...]]:
-        """Return number of values, group size and bits of the scale of each part."""
+        """Return, for each part of the scale model, its number of values, its group size and its scale's bits."""
         a = self.view.row_parts
         records = struct.iter_unpack("<QQQIIII", ffi.buffer(self._job + a.at, a.count * a.itemsize))
         return [(count, row, scale) for _, count, _, _, row, scale, _ in records]
 
     @property
     def scratch(self) -> Need:
-        """Scratch memory that :attr:`kernel`, which has been prepared, needs."""
+        """Scratch memory that :attr:`kernel` needs. The kernel must have been loaded."""
         if not self._constant:
             return Need(0)
         if self.is_delta:
@@ -271,7 +276,19 @@ class Frame:
         return Need(nbytes if units else 0, units)
 
     def decoding(self, at: int, found: int, scratch: bytes, sink: Sink, *, checks: bool) -> bytes:
-        """Return the codec_decoding, from the addresses of the frame's image and result and a codec_units."""
+        """Return the frame's codec_decoding, the struct with a kernel's arguments.
+
+        Parameters
+        ----------
+        at, found : int
+            Device addresses of the frame's image and of its codec_found.
+        scratch : bytes
+            A codec_units.
+        sink : Sink
+            Destination of the values.
+        checks : bool
+            True: also compute the digests of base and result.
+        """
         codes = bool(sink.codes & lib.CODEC_UNSCALED), bool(sink.codes & lib.CODEC_RESCALE)
         addresses = self._base_at or self.preprocessing.exponents, found
         warps = warps_of(self.kernel) * self.grid
@@ -280,12 +297,12 @@ class Frame:
         )
 
     def close(self, found: bytes) -> None:
-        """Raise the error that the kernels found.
+        """Raise the error that the kernels have reported, if any.
 
         Parameters
         ----------
         found : bytes
-            The codec_found after all checks.
+            Copy of the frame's codec_found after all checks.
 
         Raises
         ------
@@ -296,7 +313,7 @@ class Frame:
             self._plan_again(self.request.arriving)
         fault, checksum, _, _, *digests, _ = _FOUND.unpack(found)
         status = fault & 255
-        if status == Status.OTHER_BASE:  # changes are invalid: with this base, or with any
+        if status == Status.OTHER_BASE:  # changes cannot be applied: the base is wrong, or the frame is invalid
             if digests[0] != self.info.base_digest:
                 self.verify()
                 self._check_digests(digests)
@@ -314,12 +331,12 @@ class Frame:
         _call.give(self._call)
 
     def _plan_again(self, head: TensorView) -> None:
-        """Plan again with the received head, which differs from the expected head in the checksum only."""
+        """Plan again with the head that has arrived; it differs from the expected one only in the checksum."""
         args = head.data, head.nbytes, self.frame.nbytes, self._call.context, self._job, self._job_nbytes, ffi.NULL
         check(lib.codec_decode_plan(*args), self._call.fault)
 
     def _check_digests(self, digests: Sequence[int]) -> None:
-        """Compare the digests of base and result with those of the frame, as the C library does."""
+        """Compare the computed digests of base and result with those in the frame, as the C library does."""
         fault, expected = self._call.fault, (self.info.base_digest, self.info.result_digest)
         applied = digests[0] == self.info.result_digest
         for i, status in enumerate((Status.ALREADY_APPLIED if applied else Status.OTHER_BASE, Status.CHECKSUM)):
@@ -329,13 +346,13 @@ class Frame:
 
 
 def _is_fast(v: Any, size: int) -> bool:
-    """Return whether decode_lossless_fast can decode a frame: floats of two or four bytes, plane 0 alone in regions."""
+    """Return True if decode_lossless_fast can decode a frame: 2- or 4-byte floats, and only plane 0 is coded."""
     is_float = v.codec == lib.CODEC_LOSSLESS and v.dtype in (lib.CODEC_FLOAT32, lib.CODEC_BFLOAT16, lib.CODEC_FLOAT16)
     return is_float and v.nblocks > 0 and v.fixed == (1 << size) - 2 and v.coded & 1 and not v.halved & 1
 
 
 def _kernels(v: Any, size: int) -> tuple[str, str, str]:
-    """Return the decoding kernel, the constant with the bytes of a unit of scratch memory, and the summing kernel."""
+    """Return names: the decoding kernel, the constant with the bytes of a scratch unit, and the summing kernel."""
     if v.layout == 0:
         return "decode_stored", "", ""
     if v.codec == lib.CODEC_LOSSLESS:

@@ -1,4 +1,4 @@
-"""Calls whose verdicts the host reads later, by one wait for all of them."""
+"""Deferred calls: the host launches many calls, and later waits once and checks the results of all of them."""
 
 import itertools
 import sys
@@ -26,16 +26,16 @@ Explain = Callable[[CodecError], None]  # changes the message of an error
 
 
 class _Verdict(NamedTuple):
-    """Result words of a call on the device, and the function that reads them."""
+    """Verdict of a call: device memory in which its kernels report errors, and the function that evaluates it."""
 
-    work: Work  # keeps the memory of the call
+    work: Work  # keeps the memory of the call alive
     at: int
     nbytes: int
     close: Callable[[bytes], None]
     explain: Explain | None = None
 
     def read(self, words: bytes) -> None:
-        """Raise the error of the call."""
+        """Raise the error of the call, if `words`, a copy of the verdict's memory, reports one."""
         try:
             self.close(words)
         except CodecError as e:
@@ -45,7 +45,7 @@ class _Verdict(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Frames to be added up.
+    """Frames to be reduced to their sum, mean or maximum.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Sum(NamedTuple):
         At least one, of equal shape; the first one has `out`.
     op : {"sum", "mean", "max"}
     explain : callable, optional
-        Called with the error for NaN or Inf in the result.
+        Called with the error for NaN or Inf in the result, whose message it may change.
     """
 
     frames: Sequence[DecodeRequest]
@@ -62,14 +62,14 @@ class Sum(NamedTuple):
 
 
 class Encoded:
-    """Frames of :meth:`DeferredCalls.encode_many`.
+    """Result of :meth:`DeferredCalls.encode_many`: sizes of the frames.
 
     Attributes
     ----------
     sizes : array or tensor of int64
-        Bytes of each frame, on the device, in the order of the stream; 0 for a tensor that cannot be encoded.
+        Size of each frame in bytes, on the device, valid in stream order; 0 for a tensor that cannot be encoded.
     lengths : list of int
-        Bytes of each frame, after :meth:`DeferredCalls.conclude`; empty before.
+        Size of each frame in bytes, after :meth:`DeferredCalls.conclude`; empty before.
     """
 
     def __init__(self, sizes: Any) -> None:
@@ -78,17 +78,18 @@ class Encoded:
 
 
 class DeferredCalls:
-    """Calls on tensors of one device, in the order of one stream, which the host does not wait for.
+    """Calls on tensors of one device, in the order of one stream, for which the host does not wait.
 
-    Results are in their memory in the order of the stream; they are undefined if a call has failed. All calls need
-    `out=` on the device, and validate while they write. Errors are raised by :meth:`conclude`, that of the first call
-    first. Arguments and results of the calls are kept until then, scratch memory until the kernels are launched.
+    Results can be used in stream order; if a call has failed, all results are undefined. All calls need `out=` on the
+    device, and write it while they validate. :meth:`conclude` raises the error of the first call that has failed.
+    Arguments and results stay alive until then, scratch memory until the kernels are launched.
 
     Parameters
     ----------
     on_memory : callable, optional
-        on_memory(kept, most) is called when a call has been launched that keeps `kept` bytes of device memory, and has
-        had `most`; with the negative number of all bytes, and 0, when they are released.
+        Called as on_memory(kept, most) after each launch of a call, with the bytes of device memory that the call
+        keeps, and the maximum that it has used. Called with minus the sum of all kept bytes, and 0, when they are
+        released.
     """
 
     def __init__(self, on_memory: Callable[[int, int], Any] = lambda kept, most: None) -> None:
@@ -96,16 +97,16 @@ class DeferredCalls:
         self._verdicts: list[_Verdict] = []
         self._requested: list[tuple[_Verdict, int]] = []
         self._answer: Any = None
-        self._copies: list[tuple[Work, TensorView]] = []  # memory that is copied to the host
+        self._copies: list[tuple[Work, TensorView]] = []  # tensors whose copies to the host are in flight
 
     def __bool__(self) -> bool:
-        """Return True if there are calls or copies for which the host has not waited."""
+        """Return True if the host has not yet waited for some call or copy."""
         return bool(self._verdicts or self._requested or self._copies)
 
     def encode_many(self, requests: Sequence[EncodeRequest], explain: Explain | None = None) -> Encoded:
-        """Encode tensors into memory that holds the largest possible frame, at a multiple of 8 bytes.
+        """Encode tensors. Each `out` must hold the largest possible frame, and begin at a multiple of 8 bytes.
 
-        `item` of an error is the number of its request. `explain` is called with an error before it is raised.
+        An error's `item` is the index of its request. `explain` is called with an error before it is raised.
         """
         with working([named for r in requests for named in r.views]) as work:
             encodings = [at_item(i, Encoding, work.sibling(), r) for i, r in enumerate(requests)]
@@ -136,7 +137,7 @@ class DeferredCalls:
         return encoded
 
     def decode_many(self, requests: Sequence[DecodeRequest]) -> None:
-        """Decode frames; those on the device need `head`, all bytes before the blocks."""
+        """Decode frames. Requests of frames on the device need `head`, the bytes before the frame's blocks."""
         views = [views_of(r) for r in requests]
         with working([named for some in views for named in some]) as work:
             frames = open_frames([(work, r, r.frames[0]) for r in requests], at_item)
@@ -145,7 +146,8 @@ class DeferredCalls:
             self._launch(work, frames, [Step(step)])
 
     def accumulate_many(self, requests: Sequence[DecodeRequest], into: int) -> None:
-        """Store the float32 values of each frame in its `out`, add them, or take the maximum (`into`)."""
+        """Decode each frame into its float32 `out`: store the values, add them, or store the maximum, as `into`
+        says."""
         with working([named for r in requests for named in views_of(r)]) as work:
             frames = open_frames([(work, r, r.frames[0]) for r in requests])
             items: list[tuple[Frame, Sink]] = []
@@ -157,9 +159,9 @@ class DeferredCalls:
             self._launch(work, frames, [Step(items)])
 
     def reduce_many(self, sums: Sequence[Sum]) -> None:
-        """Store the float32 sum, mean or maximum of frames of equal shape in the `out` of each sum's first request.
+        """Reduce the frames of each :class:`Sum`, and store the float32 result in the `out` of its first request.
 
-        With its ``check_finite``, NaN or Inf in the result is an error.
+        If that request has ``check_finite``, NaN or Inf in the result is an error.
         """
         requests = [r for each in sums for r in each.frames]
         with working([named for r in requests for named in views_of(r)]) as work:
@@ -180,7 +182,7 @@ class DeferredCalls:
                     self._check_finite(work, to, n, each.explain)
 
     def _launch(self, work: Work, frames: Sequence[Frame], steps: Sequence[Step]) -> None:
-        """Launch all steps, and note where their verdict will be."""
+        """Launch all steps, and register their verdict."""
         batch = BatchDecode(work, frames, steps)
         for i in range(len(steps)):
             batch.begin(i)
@@ -189,7 +191,7 @@ class DeferredCalls:
         self._verdicts.append(_Verdict(work, batch.found, batch.found_nbytes, batch.conclude))
 
     def _launched(self, *works: Work, more: int = 0) -> None:
-        """Release temporary memory of launched `works`, and count the bytes kept; `more`: bytes kept elsewhere."""
+        """Release temporary memory of launched `works`, and report the bytes kept; `more`: bytes kept elsewhere."""
         kept = more + sum([work.kept_nbytes for work in works])
         self._kept_nbytes += kept
         self._on_memory(kept, more + sum([work.allocated_nbytes for work in works]))
@@ -197,9 +199,9 @@ class DeferredCalls:
             work.launched()
 
     def _release(self) -> None:
-        """Count memory as released."""
+        """Report all kept memory as released."""
         nbytes, self._kept_nbytes = self._kept_nbytes, 0
-        if nbytes:  # a garbage collection in another thread must not count
+        if nbytes:  # do not call on_memory from a garbage collection if there is nothing to report
             self._on_memory(-nbytes, 0)
 
     def __del__(self) -> None:
@@ -211,13 +213,14 @@ class DeferredCalls:
         self._verdicts.append(_Verdict(work, found, _FLAG_NBYTES, _refuse_nonfinite, explain))
 
     def refuse(self, flag: TensorView, explain: Explain) -> None:
-        """Raise an error for NaN or Inf if a flag on the device is not 0; `explain` is called with it."""
+        """Register a flag on the device; if it is not 0, :meth:`conclude` raises the error for NaN or Inf."""
         with working([("a flag", flag)]) as work:
             work.keep(flag)
             self._verdicts.append(_Verdict(work, flag.address, flag.nbytes, _refuse_nonfinite, explain))
 
     def check(self, check: Callable[[], Any]) -> None:
-        """Register a check of bytes from :meth:`read_back`, for :meth:`conclude`, behind earlier verdicts."""
+        """Register a function that checks bytes from :meth:`read_back`; :meth:`conclude` calls it after earlier
+        checks."""
 
         def close(_: bytes) -> None:
             check()
@@ -225,16 +228,16 @@ class DeferredCalls:
         self._verdicts.append(_Verdict(self._copies[-1][0], 0, 0, close))
 
     def read_back(self, v: TensorView, into: Any = None) -> Any:
-        """Copy a tensor to page-locked memory of the host, which has it after :meth:`conclude`.
+        """Copy a tensor to page-locked host memory, and return that memory; it is valid after :meth:`conclude`.
 
-        `into`: memory of the caller; None: new memory, which is returned.
+        `into`: page-locked memory of the caller; None: allocate it.
         """
         with working([("a tensor", v)]) as work:
             self._copies.append((work, v))
             return work.device.read_back(v.address, v.nbytes, into)
 
     def wait(self) -> None:
-        """Wait for copies to the host, also of verdicts, and read none."""
+        """Wait for all copies to the host, including those of verdicts, without evaluating verdicts."""
         works = [work for work, _ in self._copies] + [verdict.work for verdict, _ in self._requested]
         self._copies.clear()
         if works:
@@ -242,7 +245,7 @@ class DeferredCalls:
                 works[0].device.wait()
 
     def request(self) -> None:
-        """Have the stream copy the verdicts of all calls so far to the host, which :meth:`conclude` then reads."""
+        """Enqueue the copy of the verdicts of all calls so far to the host, for :meth:`conclude`."""
         if self._requested or not self._verdicts:
             return
         verdicts, self._verdicts = self._verdicts, []
@@ -254,7 +257,7 @@ class DeferredCalls:
         self._requested = list(zip(verdicts, places, strict=True))
 
     def conclude(self) -> None:
-        """Wait for the stream, unless the host has done so since :meth:`request`, and raise the first call's error."""
+        """Wait for the stream if the host has not done so since :meth:`request`; raise the error of the first call."""
         self.request()
         if not self:
             return

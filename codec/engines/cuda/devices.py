@@ -1,4 +1,4 @@
-"""Interface of a GPU as this engine uses it, and the choice of the GPU for a call."""
+"""Interface through which this engine uses a GPU, and the choice of the GPU for a call."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -10,17 +10,17 @@ from codec.tensors.view import TensorView
 
 
 class Device(Protocol):
-    """GPU. All methods run inside of :meth:`on`, in the order of its stream; properties can be read anywhere."""
+    """GPU. Call methods only inside :meth:`on`; they use its stream. Attributes can be read anywhere."""
 
     name: str  # such as "cuda:0"
-    processors: int  # multiprocessors
+    processors: int  # number of multiprocessors
 
     def on(self, stream: int) -> AbstractContextManager[Any]:
         """Make this device and ``stream`` current in the context."""
         ...
 
     def capturing(self) -> bool:
-        """Return whether the current stream is captured: its memory must be kept as long as the graph."""
+        """Return True if the current stream is captured; memory must then stay allocated as long as the graph."""
         ...
 
     def stream(self) -> int:
@@ -38,7 +38,8 @@ class Device(Protocol):
     def allocate(self, nbytes: int, like: Any) -> tuple[int, object]:
         """Return the address of ``nbytes`` bytes, a multiple of 256, and the object that owns them.
 
-        The allocator of the library of ``like`` uses memory again in the order of its stream.
+        The allocator is that of ``like``'s library. It is stream-ordered: freed memory can be reused by later work of
+        the same stream.
         """
         ...
 
@@ -48,28 +49,28 @@ class Device(Protocol):
         Returns
         -------
         object
-            Owner of memory that must be kept until the copy is complete.
+            Owner of host memory that the caller must keep alive until the copy is complete.
         """
         ...
 
     def download(self, at: int, nbytes: int) -> bytearray:
-        """Copy bytes to the host after waiting for the current stream."""
+        """Copy bytes to the host in stream order, wait for the copy, and return them."""
         ...
 
     def read_back(self, at: int, nbytes: int, into: Any = None) -> Any:
-        """Copy bytes to page-locked memory of the host, in the order of the stream, and do not wait for that.
+        """Enqueue a copy of bytes to page-locked host memory, without waiting for it.
 
         Parameters
         ----------
         at, nbytes : int
-            Bytes on the device.
+            Device address, and number of bytes.
         into : buffer, optional
             Page-locked memory of the caller. Default: new memory.
 
         Returns
         -------
         buffer
-            Memory that has the bytes after :meth:`wait`.
+            Host memory that contains the bytes after :meth:`wait`.
         """
         ...
 
@@ -94,22 +95,22 @@ class Device(Protocol):
         ...
 
     def launch(self, kernel: str, grid: tuple[int, int], *args: Any) -> None:
-        """Launch a kernel with a grid of blocks and tensors.
+        """Launch a kernel; ``grid``: number of thread blocks for each struct, and number of structs.
 
-        Arguments are ctypes values, which are copied.
+        Arguments are ctypes values, and are copied.
         """
         ...
 
     def empty(self, dtype: str, shape: tuple[int, ...], like: Any) -> tuple[Any, TensorView]:
-        """Return a new tensor on this device, of the library of ``like``, and its view."""
+        """Return a new tensor of ``like``'s library on this device, and its view."""
         ...
 
     def new_bytes(self, nbytes: int, like: Any) -> tuple[Any, int]:
-        """Return a new tensor of uint8 on this device, of the library of ``like``, and its address."""
+        """Return a new uint8 tensor of ``like``'s library on this device, and its address."""
         ...
 
     def bytes_of(self, v: TensorView, nbytes: int) -> Any:
-        """Return the first bytes of a tensor on this device, as an array or tensor of its owner's library."""
+        """Return the first `nbytes` bytes of a tensor on this device, as an array or tensor of the same library."""
         ...
 
 
@@ -117,7 +118,7 @@ class Backend(Protocol):
     """Source of devices."""
 
     def why_not(self) -> str | None:
-        """Return why no device is available, or None."""
+        """Return why no device is available, or None if one is."""
         ...
 
     def find(self, v: TensorView) -> Device:
@@ -125,7 +126,7 @@ class Backend(Protocol):
         ...
 
     def current(self) -> Device:
-        """Return the device that the caller has made current, for tensors that lie on none."""
+        """Return the device that the caller has made current; it is used if all tensors are in host memory."""
         ...
 
 

@@ -13,25 +13,26 @@ from codec.errors import ArgumentError, Status
 
 ALIGNMENT = 8  # alignment of a frame's sections in bytes
 _WRITTEN = struct.Struct("<4Q4I2Q")  # codec_written of native/cuda/frame/encode.cuh
-_FULL = 7 / 8  # least share of its memory that a frame fills; otherwise the frame is copied to smaller memory
+_FULL = 7 / 8  # if a frame fills less than this fraction of its memory, it is copied to memory of its own size
 _SHORT_OUTPUT = int(Status.SHORT_OUTPUT)
 
 
 class Encoding:
-    """Frame to be encoded: its memory is allocated, and its job is ready to be launched.
+    """Frame to be encoded, with its memory allocated, and its job ready to be launched.
 
     Parameters
     ----------
     work : Work
         Device memory of the call.
     r : EncodeRequest
+        Arguments of the call.
 
     Attributes
     ----------
     frame : int
-        Address of the frame.
+        Device address of the frame.
     copied : bool
-        True if the frame that :meth:`finish` has returned is a copy, which the stream makes.
+        True if :meth:`finish` has returned a copy of the frame, which may still be in flight on the stream.
     """
 
     def __init__(self, work: Work, r: EncodeRequest) -> None:
@@ -57,7 +58,7 @@ class Encoding:
         Parameters
         ----------
         written : bytes, optional
-            The codec_written, if the caller has read it.
+            Copy of the frame's codec_written, if the caller has downloaded it.
 
         Raises
         ------
@@ -82,7 +83,7 @@ class Encoding:
         return bytes(self.work.device.download(self.frame, nbytes))
 
     def _fitted(self, nbytes: int) -> Any:
-        """Return the frame in memory of its own size, by a copy if the memory of the bound is much larger."""
+        """Return the frame; if the buffer, which has the upper bound's size, is much larger, return a copy."""
         device = self.work.device
         if nbytes >= _FULL * self._capacity:
             return self._new[:nbytes]

@@ -1,4 +1,4 @@
-"""Calls of the CUDA engine: requests are converted to launches, and results to the caller's kind of tensor."""
+"""Functions of the CUDA engine, which convert requests to launches, and results to the caller's type of tensor."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from codec.tensors.view import view_output
 
 
 def encode(r: EncodeRequest) -> Any:
-    """Return the frame: on the tensor's device, bytes for host memory, or the part of `out` that the frame takes."""
+    """Return the frame: the part of `out` that it takes, or new bytes on the tensor's device or in host memory."""
     with working(r.views) as work:
         encoding = Encoding(work, r)
         begin(work, [encoding.job])
@@ -32,7 +32,7 @@ def encode(r: EncodeRequest) -> Any:
 
 
 def count(r: EncodeRequest) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-    """Return how often each of 256 symbols occurs in the sample of a tensor; None if it is too small for symbols."""
+    """Return the counts of 256 symbols in the sample of a tensor; None if the tensor is too small to be sampled."""
     with working(r.views) as work:
         plan = plan_of(r)
         if not plan.view.nblocks:  # too few values for symbols
@@ -43,13 +43,13 @@ def count(r: EncodeRequest) -> np.ndarray[Any, np.dtype[np.int64]] | None:
 
 
 def encode_async(r: EncodeRequest) -> Pending:
-    """Return a pending frame, which the device encodes into the request's `out`."""
+    """Enqueue the encoding of a frame into the request's `out`, and return a handle of it."""
     with working(r.views, waits=False) as work:
         return Pending(work, r)
 
 
 def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
-    """Return the frames of requests, after launching all of them."""
+    """Launch the encoding of all requests, then wait, and return the frames."""
     if not requests:
         return []
     with working([named for r in requests for named in r.views]) as work:
@@ -65,7 +65,7 @@ def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
 
 
 def decode(r: DecodeRequest) -> Any:
-    """Return the frame's tensor: the request's `out`, or a new one of the kind of its `like`."""
+    """Decode a frame; return the request's `out`, or a new tensor of the type of its `like`."""
     with working(views := views_of(r)) as work:
         [frame] = open_frames([(work, r, r.frames[0])])
         result, v = prepare(work, r, frame, views)
@@ -76,7 +76,7 @@ def decode(r: DecodeRequest) -> Any:
 
 
 def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
-    """Return the tensors of requests; with `out`, all frames are validated before anything is written."""
+    """Decode the frames of requests; if any has `out`, validate all frames before anything is written."""
     if not requests:
         return []
     views = [views_of(r) for r in requests]
@@ -95,7 +95,7 @@ def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
 
 
 def accumulate(r: DecodeRequest, weight: float) -> None:
-    """Add weight * the frame's values to the request's `out`."""
+    """Add `weight` times the frame's values to the request's `out`."""
     with working(views_of(r)) as work:
         [frame] = open_frames([(work, r, r.frames[0])])
         check_whole(frame.info, frame.frame)
@@ -116,7 +116,7 @@ def reduce(r: DecodeRequest, op: str) -> Any:
         shape = frames[0].shape
         for frame in frames:
             if frame.shape != shape:
-                for each in frames:  # a damaged frame is reported as such
+                for each in frames:  # the shape may differ because a header is damaged: report that first
                     each.verify()
                 raise ArgumentError(f"frames of shapes {shape} and {frame.shape} cannot be reduced")
         r.check_limit(4 * frames[0].info.n)
@@ -125,7 +125,7 @@ def reduce(r: DecodeRequest, op: str) -> Any:
             try:
                 frame.open(v, FLOAT32)
             except CodecError:
-                read(work, frames[:i], [], verify_first=True)  # of several invalid frames, report the first
+                read(work, frames[:i], [], verify_first=True)  # raises the error of an earlier frame, if it is invalid
                 raise
         if r.out is not None:
             r.check_apart(v, frames[0].levels, in_place=len(frames) == 1)
@@ -139,5 +139,5 @@ def reduce(r: DecodeRequest, op: str) -> Any:
 
 
 def sum_codes(r: DecodeRequest) -> tuple[Any, float]:
-    """Raise EngineError: kernels store no integers of codes."""
+    """Raise EngineError: no kernel stores sums of codes as integers."""
     raise EngineError("the cuda engine does not add codes: copy the frames to host memory, and use the native engine")

@@ -1,4 +1,4 @@
-"""Jobs of frames to encode: addresses of one call, and launches of the kernels that make decisions from values."""
+"""Encoding jobs: the device addresses of a call, and the launches of its kernels."""
 
 import itertools
 import operator
@@ -27,21 +27,23 @@ class Job:
     work : Work
         Device memory of the call.
     r : EncodeRequest
+        Arguments of the call.
     plan : Plan
+        Plan of the frame.
     frame, capacity : int
-        Address of the frame, and the maximum of its bytes.
+        Device address of the frame, and its maximum size in bytes.
     residual : int, optional
-        Address of the residual, which kernels write, and add to the tensor first if the request asks for feedback.
+        Device address of the residual, which kernels write. With error feedback, they first add it to the tensor.
 
     Attributes
     ----------
     layout : Layout
-        Grids of the launches, and sizes of their memory.
+        Grids of the launches, and sizes of their buffers.
     steps : list of (str, int)
         Kernels to launch before ``close_frame``, with their numbers of thread blocks.
     written, counts : int
-        Addresses of a codec_written, and of a codec_choice, which begins with 256 uint32 counts of plane 0's symbols in
-        the sample, and behind which the offsets of blocks lie. All are 0 at first.
+        Device addresses of a codec_written and of a codec_choice, both zeroed before the launches. A codec_choice
+        begins with 256 uint32 counts of plane 0's symbols in the sample, and is followed by the offsets of blocks.
     """
 
     def __init__(self, work: Work, r: EncodeRequest, plan: Plan, frame: int, capacity: int, residual: int = 0) -> None:
@@ -49,7 +51,7 @@ class Job:
         self.layout = layout = plan.layout(work.device)
         self.steps = layout.steps[residual > 0]
         self.written = self.counts = 0
-        # threads read the tensor while others write the residual: copy the tensor if both share memory
+        # if residual and tensor share memory, copy the tensor: some threads read it while others write the residual
         in_place = r.residual is not None and residual == r.x.address
         values = work.copy(r.x) if in_place else work.read(r.x)
         self.preprocessing = preprocessing = Preprocessing(work, plan.view.n)
@@ -62,7 +64,7 @@ class Job:
         self._source = values, preprocessing.sums, residual, frame, capacity
 
     def struct(self, at: int, scratch: bytes) -> bytes:
-        """Return the codec_encoding, from the address of the plan's upload and a codec_units."""
+        """Return the codec_encoding; `at`: device address of the plan's upload, `scratch`: a codec_units."""
         plan, layout = self.plan, self.layout
         ends = self._base or self.preprocessing.exponents, self.preprocessing.levels
         zeros = self.counts, at + plan.head_at, self.counts + layout.choice_nbytes, self.written
@@ -73,8 +75,8 @@ class Job:
 def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     """Launch all kernels of all jobs, each kernel once for all jobs that use it.
 
-    Memory of results that no job has is allocated and zeroed. With ``close=False``, launch only the kernels that make
-    decisions.
+    If the jobs have no memory for results yet, it is allocated and zeroed. With ``close=False``, launch only the first
+    kernel of each job, which makes decisions such as codebooks.
     """
     device = work.device
     if len(jobs) > 1:  # jobs with the same kernel become adjacent, and grids descend
@@ -111,7 +113,7 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
 
 
 def _place_results(work: Work, jobs: Sequence[Job]) -> None:
-    """Allocate zeroed memory for the results of jobs: each codec_written behind that of the preceding job."""
+    """Allocate zeroed memory for the results of jobs; their codec_written structs are adjacent, in the jobs' order."""
     written = aligned(WRITTEN_NBYTES * len(jobs))
     nbytes = written + sum(job.layout.zeros_nbytes for job in jobs)
     address = work.new(nbytes)

@@ -1,7 +1,7 @@
 """Kernels of ``native/cuda``: their machine code for a GPU architecture, and their launch parameters.
 
-Machine code comes from libcodec_cuda where it is installed, or else from NVRTC, and is then cached on disk. NVRTC is
-called directly, because CuPy's own compilation of sources flushes subnormals.
+Machine code comes from libcodec_cuda if it is installed. Otherwise NVRTC compiles it, and it is cached on disk. NVRTC
+is called directly, because CuPy compiles with options that flush subnormals to zero.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ from codec.errors import EngineError
 from codec.specs import Delta, Lossless, TopK, Truncate
 
 _SIZES = 1, 2, 4, 8  # bytes of a value
-_ROWS = tuple(n for kind, n in NUMBERS.items() if kind not in (Lossless, Delta, Truncate, TopK))  # codecs of rows
+_ROWS = tuple(n for kind, n in NUMBERS.items() if kind not in (Lossless, Delta, Truncate, TopK))  # row codecs
 _AFFINE = lib.CODEC_QUANTIZE + 16  # Quantize with zero points: QUANTIZE_AFFINE of native/cuda/rows/rows.cuh
 
 
 class File(NamedTuple):
     """Kernels of one ``.cu`` file."""
 
-    threads: int  # threads of a block
-    kernels: dict[str, int]  # thread blocks of each kernel on a multiprocessor: as many as its registers allow
+    threads: int  # threads per thread block
+    kernels: dict[str, int]  # by kernel: thread blocks that a multiprocessor runs at once, as its registers allow
 
     def compiled_with(self, kernel: str) -> tuple[str, ...]:
-        """Return the kernels compiled together with ``kernel``: only itself if it is of a template, else all."""
+        """Return the kernels to compile together with ``kernel``: a template's instance alone, else all of the file."""
         return (kernel,) if kernel.endswith(">") else tuple(self.kernels)
 
 
@@ -67,47 +67,47 @@ FILES = {
 FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kernels}
 
 # Limits of launches. tests/support/kernel_table.py writes them and FILES to native/cuda_api/src/kernels.h.
-WARPS = 4  # warps of most thread blocks; a grid has a thread block for so many blocks of values
-ELEMENTWISE_VALUES = 4096  # values for each thread block of elementwise kernels
-ELEMENTWISE_BLOCKS = 8  # maximum thread blocks of elementwise kernels for each multiprocessor
+WARPS = 4  # warps per thread block of most kernels; each warp encodes or decodes one block of values at a time
+ELEMENTWISE_VALUES = 4096  # values per thread block of elementwise kernels
+ELEMENTWISE_BLOCKS = 8  # maximum thread blocks per multiprocessor of elementwise kernels
 OTHER_BLOCKS = 2  # maximum thread blocks per multiprocessor of kernels that choose or write frame headers
 MAX_GRID_Y = 65_535  # CUDA's limit of a grid's second dimension
-MAX_IDLE = 4096  # maximum thread blocks of a launch that find no work
-MAX_SCRATCH = 300_000_000  # maximum bytes of scratch memory of a call; if warps need more, fewer of them run at once
+MAX_IDLE = 4096  # maximum number of thread blocks in a launch that have no work
+MAX_SCRATCH = 300_000_000  # maximum bytes of scratch memory of a call; if warps need more, fewer warps run at once
 
 
 def rows_kernel(template: str, v: Any) -> str:
-    """Return the instance of a kernel template of row codecs that encodes or adds up frames with a ``codec_view``."""
+    """Return the instance of a row codecs' kernel template for the frame that the ``codec_view`` `v` describes."""
     affine = v.codec == lib.CODEC_QUANTIZE and v.variant == lib.CODEC_LEVELS_AFFINE
     return f"{template}<{_AFFINE if affine else v.codec}>"
 
 
 def blocks_for(kernel: str, processors: int, nblocks: int) -> int:
-    """Return the thread blocks to launch for ``nblocks`` blocks of values.
+    """Return the number of thread blocks to launch for ``nblocks`` blocks of values.
 
-    A warp processes a block of values; the warps of a thread block of ``reduce_rows`` or ``encode_topk`` share one. A
-    thread block that has more warps is launched for as few blocks of values as others, so that small tensors use the
-    whole GPU.
+    A warp processes a block of values; in ``reduce_rows`` and ``encode_topk``, all warps of a thread block share one.
+    For small tensors, a thread block is launched for every 4 blocks of values, even if it has more than 4 warps, so
+    that the work is spread over the whole GPU.
     """
     each = 1 if kernel.startswith(("reduce_rows", "encode_topk")) else WARPS
     return max(1, min(-(-nblocks // each), resident_blocks(kernel, processors)))
 
 
 def warps_of(kernel: str) -> int:
-    """Return the warps of a thread block as a kernel's arguments count them; ``encode_topk`` counts four."""
+    """Return the number of warps per thread block that a kernel receives as an argument; 4 for ``encode_topk``."""
     return WARPS if kernel == "encode_topk" else FILES[FILE_OF[kernel]].threads // 32
 
 
 def resident_blocks(kernel: str, processors: int) -> int:
-    """Return the thread blocks of a kernel that the GPU runs at once."""
+    """Return the number of thread blocks of a kernel that the GPU runs at once."""
     return processors * FILES[FILE_OF[kernel]].kernels[kernel]
 
 
 def load(wanted: list[str], arch: str) -> list[Code]:
-    """Return machine code that has the wanted kernels, and others with them, for an architecture such as ``"sm_90"``.
+    """Return machine code that includes the wanted kernels, for an architecture such as ``"sm_90"``.
 
-    Compiler options in the environment variable ``CODEC_NVRTC_OPTIONS`` apply to code of NVRTC alone, so libcodec_cuda
-    is not asked.
+    If the environment variable ``CODEC_NVRTC_OPTIONS`` is set, libcodec_cuda is not used: its code is already compiled,
+    so these compiler options would have no effect.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def _more_options() -> list[str]:
 def compiled(file: str, kernels: tuple[str, ...], arch: str, more: tuple[str, ...] = ()) -> Code:
     """Return kernels of a file for an architecture such as ``"sm_90"``, from the cache on disk if possible.
 
-    ``more`` are compiler options that do not change the kernels' results. Those in the environment variable
+    ``more`` are compiler options that do not change the kernels' results. The options in the environment variable
     ``CODEC_NVRTC_OPTIONS`` are added, for example ``-lineinfo`` for a profiler or for compute-sanitizer.
 
     Raises
@@ -157,7 +157,7 @@ def compiled(file: str, kernels: tuple[str, ...], arch: str, more: tuple[str, ..
 
 
 def _compile(nvrtc: Any, file: str, kernels: tuple[str, ...], arch: str, options: tuple[str, ...]) -> Code:
-    """Compile kernels of a file by NVRTC."""
+    """Compile kernels of a file with NVRTC."""
     texts, names = ([text.encode() for text in column] for column in (sources.HEADERS.values(), sources.HEADERS))
     program = nvrtc.createProgram(f'#include "{file}.cu"\n', "codec.cu", texts, names)
     try:
@@ -176,12 +176,12 @@ def _compile(nvrtc: Any, file: str, kernels: tuple[str, ...], arch: str, options
 
 
 def _serialize(code: Code) -> bytes:
-    """Return code as bytes: names as JSON, a line feed, and the image."""
+    """Return code as bytes: the names as JSON, a line feed, and the machine code."""
     return json.dumps(code.names).encode() + b"\n" + code.image
 
 
 def _deserialize(data: bytes, kernels: tuple[str, ...]) -> Code | None:
-    """Return the code of these kernels from bytes; None if the bytes hold anything else."""
+    """Return the code of these kernels from the bytes of :func:`_serialize`; None if the bytes are anything else."""
     try:
         names, image = data.split(b"\n", 1)
         found: Any = json.loads(names)

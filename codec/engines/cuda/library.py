@@ -1,4 +1,4 @@
-"""Kernels that libcodec_cuda has as machine code, so that NVRTC need not compile them."""
+"""Access to libcodec_cuda, which contains the kernels as machine code, so that NVRTC need not compile them."""
 
 import ctypes
 import functools
@@ -21,7 +21,7 @@ class Code(NamedTuple):
 
 
 class _Struct(ctypes.Structure):
-    """codec_cuda_code."""
+    """The C struct codec_cuda_code."""
 
     _fields_ = [
         ("struct_nbytes", ctypes.c_uint32),
@@ -36,14 +36,15 @@ class _Struct(ctypes.Structure):
 
 @functools.cache
 def code_for(arch: str) -> Code | None:
-    """Return machine code of all kernels for an architecture such as ``"sm_90"``; None if no library has it.
+    """Return machine code of all kernels for an architecture such as ``"sm_90"``; None if there is none.
 
-    The library is the package's own, if the package was built with it, or the one that ``CODEC_CUDA_LIBRARY`` names.
+    The code is read from the library that the environment variable ``CODEC_CUDA_LIBRARY`` names, or from the one in the
+    package, if the package was built with it.
 
     Raises
     ------
     EngineError
-        The named library cannot be loaded, or was built from other kernels than this package has.
+        The library that ``CODEC_CUDA_LIBRARY`` names cannot be loaded, or its kernels differ from this package's.
     """
     named = os.environ.get("CODEC_CUDA_LIBRARY")
     path = Path(named) if named else PACKAGE / "lib/libcodec_cuda.so"

@@ -1,4 +1,4 @@
-"""Frames that are encoded asynchronously."""
+"""Result of :func:`codec.encode_async`: a frame that a GPU encodes asynchronously."""
 
 import sys
 from typing import Any
@@ -14,9 +14,9 @@ from codec.tensors.view import is_torch
 
 
 class Pending:
-    """Frame that a GPU encodes in the order of its stream: see :func:`codec.encode_async`.
+    """Frame that a GPU encodes in stream order: see :func:`codec.encode_async`.
 
-    This object keeps the memory that the GPU needs for the frame.
+    The object owns the device memory that the kernels use, so keep it until they are done.
     """
 
     def __init__(self, work: Work, r: EncodeRequest) -> None:
@@ -31,23 +31,20 @@ class Pending:
 
     @property
     def nbytes(self) -> Any:
-        """Size of the frame in bytes, as one int64 on the device.
-
-        0 until the frame is complete, and if the tensor cannot be encoded.
-        """
+        """Size of the frame in bytes, as one int64 on the device; 0 while it is incomplete, or if encoding fails."""
         return _view_as(self._results[24:32], "int64")
 
     @property
     def status(self) -> Any:
-        """:class:`codec.Status` of the encoding, as one int32 on the device, valid when the stream has passed it."""
+        """:class:`codec.Status` of the encoding, as one int32 on the device, valid once the kernels have finished."""
         return _view_as(self._results[40:44], "int32")
 
     @property
     def counts(self) -> Any:
-        """How often each symbol of the exponent occurs in the sample, as 256 int32 on the device.
+        """Counts of the exponents' symbols in the sample, as 256 int32 on the device.
 
-        For floats with :class:`codec.Lossless` and for :class:`codec.Truncate`. For :meth:`codec.Codebook.from_counts`
-        of a later step.
+        They are valid for :class:`codec.Truncate`, and for floats with :class:`codec.Lossless`. Pass them to
+        :meth:`codec.Codebook.from_counts` to build a codebook for later steps.
         """
         return _view_as(self._results[WRITTEN_NBYTES : WRITTEN_NBYTES + COUNTS_NBYTES], "int32")
 
@@ -57,7 +54,7 @@ class Pending:
         Returns
         -------
         array or tensor of uint8
-            The part of `out` that the frame takes.
+            The bytes of `out` that contain the frame.
 
         Raises
         ------
@@ -69,7 +66,7 @@ class Pending:
 
 
 def _check(r: EncodeRequest) -> None:
-    """Raise the error for arguments that need synchronization with the host."""
+    """Raise the error for arguments that encode_async cannot use because the host would have to wait or to compute."""
     for name, v in r.views:
         if v.device == "cpu":
             raise EngineError(f"{name} is in host memory: encode_async takes memory on the device only, encode() both")

@@ -1,4 +1,4 @@
-"""Plans of frames to encode: decisions from spec, dtype and shape, which calls with equal ones share."""
+"""Encoding plans: all decisions that depend only on spec, dtype and shape. Plans are cached for later calls."""
 
 import struct
 from typing import Any, NamedTuple
@@ -13,39 +13,39 @@ from codec.engines.cuda.scratch import Need
 from codec.engines.cuda.upload import VIEW_NBYTES, Image, aligned
 from codec.engines.request import EncodeRequest
 
-_KEPT, _KEPT_NBYTES = 256, 1 << 16  # maximum number of plans that are kept, and of their bytes
+_KEPT, _KEPT_NBYTES = 256, 1 << 16  # maximum number of cached plans, and maximum bytes of a cached plan's upload
 _STREAM, _STREAM_AT = struct.Struct("<Q"), ffi.offsetof("codec_view", "stream")
 
 
 class Layout(NamedTuple):
-    """Launches of a plan on a device, and the sizes of their memory."""
+    """Launches of a plan on a device, and the sizes of their buffers in bytes."""
 
     grid: int  # thread blocks of the kernel that encodes blocks
     other_grid: int  # thread blocks of all other kernels
     scratch: Need  # scratch memory of the first kernel
-    choice_nbytes: int  # zeroed memory of the decisions about the tensor, from symbol counts on
-    zeros_nbytes: int  # decisions, and the offsets of blocks
+    choice_nbytes: int  # size of the codec_choice, zeroed memory that begins with symbol counts
+    zeros_nbytes: int  # size of the codec_choice and the offsets of blocks behind it
     # kernels to launch before ``close_frame``, with their numbers of thread blocks: without a residual, and with one
     steps: tuple[list[tuple[str, int]], list[tuple[str, int]]]
 
 
 class Plan:
-    """Properties of a frame that do not depend on values, and the structs of its kernels as far as these do not.
+    """Properties of a frame and contents of its kernels' structs that do not depend on the values.
 
     Attributes
     ----------
     view : cdata
         codec_view of the planned job.
     bound : int
-        Maximum bytes of the frame.
+        Maximum size of the frame in bytes.
     kernel : str
-        Kernel that encodes blocks.
+        Name of the kernel that encodes blocks.
     nparts : int
-        Parts of the scale model.
+        Number of parts of the scale model.
     head_at, nbytes : int
-        Offset of the header in an upload of the plan, and the upload's size.
+        Offset of the header in an upload of the plan, and the upload's size, in bytes.
     made_nbytes : int
-        Size of the arrays that kernels fill.
+        Size in bytes of the arrays that kernels fill.
     """
 
     def __init__(self, r: EncodeRequest) -> None:
@@ -76,12 +76,12 @@ class Plan:
         self._layouts: dict[str, Layout] = {}
 
     def upload(self, made: int, stream: int) -> bytearray:
-        """Return the view, arrays and header for the device.
+        """Return the bytes to copy to the device: the codec_view, arrays that kernels read, and the header.
 
         Parameters
         ----------
         made : int
-            Bytes from the beginning of the upload to the memory of the arrays that kernels fill.
+            Distance in bytes from the upload on the device to the memory of the arrays that kernels fill.
         stream : int
             Number of the stream of random bits.
         """
@@ -108,7 +108,7 @@ class Plan:
 
     def _scratch(self, device: Device) -> Need:
         """Return the scratch memory that the encoding kernel needs."""
-        if self._family == "topk":  # for the region of a thread block
+        if self._family == "topk":  # a unit is a buffer for one coded block
             return Need(self._region)
         v, size = self.view, device.constant(self.kernel, *self._room)
         if self._family == "lossless":
@@ -129,7 +129,7 @@ class Plan:
         if not v.nblocks:
             return []
         scans = self._family == "topk" and v.row_sums.count
-        if self._family in ("delta", "topk") and not scans:  # blocks choose for themselves
+        if self._family in ("delta", "topk") and not scans:  # the encoding kernel makes decisions for each block
             return [(self.kernel, grid)]
         steps = [(f"choose_{self._family}", other_grid), (self.kernel, grid)]
         scaled_last = v.codec == lib.CODEC_SIGN and v.row_sums.count and not residual  # as in rows/encode.cuh
@@ -137,7 +137,7 @@ class Plan:
 
 
 def is_entropy_coded(v: Any) -> bool:
-    """Return whether codes of a row codec are entropy coded."""
+    """Return True if the codes of a row codec are entropy-coded."""
     if v.codec == lib.CODEC_TERNARY:
         return v.variant == lib.CODEC_TERNARY_ENTROPY
     return v.codec == lib.CODEC_FLOAT8 and bool(v.options & lib.CODEC_OPTION_ENTROPY)
@@ -178,7 +178,7 @@ def _new_call(r: EncodeRequest) -> Call:
 
 
 def _kernels(v: Any, size: int) -> tuple[str, str, tuple[str, int]]:
-    """Return the family, its encoding kernel, and the constant with bytes of scratch memory, if there is one."""
+    """Return the codec family, its encoding kernel, and (name, length) of the constant with scratch sizes in bytes."""
     if v.codec == lib.CODEC_LOSSLESS:
         is_fast = v.dtype in (lib.CODEC_FLOAT32, lib.CODEC_BFLOAT16, lib.CODEC_FLOAT16)
         return "lossless", f"encode_lossless{'_fast' * is_fast}<{size}>", ("encode_lossless_nbytes", 1)

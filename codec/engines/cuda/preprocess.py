@@ -1,4 +1,4 @@
-"""Preprocessing of values before frames are encoded or decoded: one launch of ``frame/preprocess.cu``."""
+"""Preprocessing before encoding or decoding, by one launch of ``frame/preprocess.cu``: sums with residuals, levels."""
 
 import struct
 from typing import Any
@@ -18,16 +18,17 @@ State = dict[str, tuple[int, TensorView]]
 
 
 class Preprocessing:
-    """Fields of a codec_preprocessing; methods add the work that a frame needs.
+    """Builder of a codec_preprocessing; methods add the computations that a frame needs.
 
     Attributes
     ----------
     sums, rounded : int
-        Addresses of sums of values and residuals, as float32 and rounded to the tensor's dtype; 0 without :meth:`add`.
+        Device addresses of the sums of values and residuals, as float32 and rounded to the tensor's dtype; 0 before
+        :meth:`add`.
     exponents : int
-        Address of the exponents of an optimizer's A (docs/spec/format.md, section 9); 0: no optimizer.
+        Device address of the exponents of the optimizer's A (docs/spec/format.md, section 9); 0: no optimizer.
     levels : int
-        Address of levels that the caller gave; 0: none.
+        Device address of the levels given by the caller; 0: none.
     """
 
     def __init__(self, work: Work, n: int) -> None:
@@ -36,12 +37,12 @@ class Preprocessing:
         self.sums = self.rounded = self.exponents = self.levels = 0
 
     def add(self, x: TensorView, values: int, residual: int) -> None:
-        """Compute the sums of a tensor's values and a residual."""
+        """Request the sums of a tensor's values and a residual; `values` and `residual` are device addresses."""
         self._values, self._residual, self._dtype = values, residual, DTYPES[x.dtype]
         self.sums, self.rounded = self._work.temporary(4 * self._n), self._work.temporary(x.nbytes)
 
     def ask(self, source: LevelSource) -> None:
-        """Exponents of A of an optimizer, or levels."""
+        """Request the exponents of the optimizer's A; if the caller has given levels, copy them to the device."""
         if source.levels is not None:
             self.levels = self._work.read(source.levels)
             return
@@ -55,7 +56,7 @@ class Preprocessing:
 
     def _group(self, first: int, end: int, optimizer: Optimizer | Custom, state: State) -> bytes:
         """Return the codec_group of an optimizer for values [first, end)."""
-        if isinstance(optimizer, Custom):  # compiled for the host
+        if isinstance(optimizer, Custom):  # its function is compiled for the host, so A is computed there
             a = _values_of(optimizer, {name: self._work.fetch(v) for name, (_, v) in state.items()}, first, end)
             at = self._work.put(a.data.cast("B"))
             return _GROUP.pack(first, end, at, *[0] * 11)
@@ -67,12 +68,12 @@ class Preprocessing:
         return _GROUP.pack(first, end, 0, *addresses, *dtypes, t.theta, t.theta_v, t.v, t.eps, t.m)
 
     def struct(self, written: int = 0) -> bytes:
-        """Return the codec_preprocessing; empty if nothing is to be computed.
+        """Return the codec_preprocessing; empty bytes if nothing is to be computed.
 
         Parameters
         ----------
         written : int, optional
-            Address of a codec_written, whose fault reports invalid levels.
+            Device address of a codec_written, in which the kernel reports invalid levels.
         """
         if not (self._residual or self.exponents or self.levels):
             return b""
@@ -81,7 +82,7 @@ class Preprocessing:
 
 
 def _values_of(optimizer: Custom, state: dict[str, TensorView], first: int, end: int) -> np.ndarray[Any, Any]:
-    """Return A of values [first, end) by a user's function, which runs on the host."""
+    """Return A for values [first, end), computed on the host by the user's function."""
     arrays = [floats_of(state[name]) for name in optimizer.names]
     pointers = ffi.new("float *[]", [ffi.cast("float *", x.ctypes.data) for x in arrays])
     a = np.empty(end - first, np.float32)

@@ -1,4 +1,4 @@
-"""Scratch memory of a call: units that the warps of all its frames share, so that its size does not grow with them."""
+"""Scratch memory of a call: a pool of units for the warps of all frames, whose size does not grow with the frames."""
 
 import struct
 from collections.abc import Sequence
@@ -16,30 +16,30 @@ UNITS_NBYTES = _UNITS.size
 class Need(NamedTuple):
     """Scratch memory that a frame needs."""
 
-    nbytes: int  # of a unit; 0: the frame needs none
-    units: int = 1  # for each warp, so that all run at once
-    most: int = 1  # maximum that a warp of a frame of this shape may take; then fewer run at once
+    nbytes: int  # bytes per unit; 0: the frame needs no scratch memory
+    units: int = 1  # number of units per warp with which all warps run at once
+    most: int = 1  # maximum number of units that a warp may take; then fewer warps run at once
 
 
 class Scratch:
     """Units of scratch memory for the warps of all frames of a call.
 
-    The memory may be released as soon as the kernels are launched, unless the stream is captured: its allocator uses
-    it again in the order of the stream.
+    The memory may be released as soon as the kernels are launched, because the allocator is stream-ordered: later users
+    of the memory run after the kernels. If the stream is captured, the memory must live as long as the graph.
 
     Parameters
     ----------
     work : Work
         Device memory of the call.
     users : sequence of (str, int, Need)
-        Kernel, number of thread blocks and need of each frame.
+        Kernel, number of thread blocks and scratch need of each frame.
 
     Attributes
     ----------
     nbytes : int
-        Size of the units.
+        Size of all units in bytes.
     taken_nbytes : int
-        Size of the bits that say which units are taken. The caller uploads zeros for them.
+        Size in bytes of the bit mask of units in use. The caller uploads zeros for it.
     """
 
     def __init__(self, work: Work, users: Sequence[tuple[str, int, Need]]) -> None:
@@ -58,5 +58,5 @@ class Scratch:
         self.taken_nbytes = aligned(4 * -(-self._count // 32))
 
     def struct(self, taken: int, *, used: bool) -> bytes:
-        """Return the codec_units of a frame, from the address of the bits; `used`: the frame needs units."""
+        """Return the codec_units of a frame; `taken`: device address of the bit mask, `used`: the frame needs units."""
         return _UNITS.pack(taken, self._memory, self._each, self._count, 0) if used else _NO_UNITS

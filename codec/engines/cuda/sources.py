@@ -1,6 +1,6 @@
-"""Sources of the CUDA kernels, and how NVRTC compiles them.
+"""Source files of the CUDA kernels, and the options with which NVRTC compiles them.
 
-``native/cuda_api/images.py`` runs this file by its path while the package is built, so it imports nothing of ``codec``.
+This module must not import ``codec``: ``native/cuda_api/images.py`` runs it as a file while the package is built.
 """
 
 import functools
@@ -8,18 +8,18 @@ import hashlib
 from pathlib import Path
 
 _PACKAGE, _NATIVE = Path(__file__).parents[2], Path(__file__).parents[3] / "native"
-# In a folder: kernels and their headers, what they share with the C library, and the headers of the C interface.
+# Patterns of included files: kernels and their headers, headers shared with the C library, and public C headers.
 _INCLUDED = "*/*.cu*", "exact/*.h", "codec/codec.h", "codec/codec_engine.h"
 
-# -fmad=false: a product and a sum are rounded separately, as on a CPU
+# -fmad=false: round products and sums separately, without fused multiply-add, so that results equal those of CPUs
 OPTIONS = "-std=c++17", "-fmad=false", "-default-device"
-# Headers that NVRTC does not have, by name.
+# Contents, by name, of standard headers that NVRTC lacks.
 HEADERS = {"stdint.h": '#pragma once\n#include "exact/bits.h"\n', "stddef.h": "#pragma once\n"}
 
 
 @functools.cache
 def folders() -> tuple[Path, ...]:
-    """Return the folders of sources and headers: in the repository if this is a checkout, or in the package."""
+    """Return the folders of sources and headers: the repository's if this is a checkout, otherwise the package's."""
     if (_NATIVE / "cuda").is_dir():
         return _NATIVE / "cuda", _NATIVE / "src", _NATIVE / "include"
     return _PACKAGE / "kernels/cuda", _PACKAGE / "kernels", _PACKAGE / "include"

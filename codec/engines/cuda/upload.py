@@ -1,4 +1,4 @@
-"""Upload of a job of the C library to a device: its codec_view, and those arrays of its memory that kernels use."""
+"""Upload of a C library's job to a device: its codec_view, and the arrays that kernels use."""
 
 import struct
 from collections.abc import Sequence
@@ -13,24 +13,24 @@ _AT = struct.Struct("<Q")  # field `at` of a codec_array, its first
 
 
 class Image:
-    """Job for the device: only the arrays that kernels use, while the C library's job has room for all.
+    """Compact copy of a job for the device, with only the arrays that kernels use.
 
     Parameters
     ----------
     view, job : cdata
         A codec_view of the job, and the job.
     given : sequence of str
-        Arrays of the view that kernels read.
+        Names of the view's arrays that kernels read.
     made : sequence of str, optional
-        Arrays that kernels fill.
+        Names of the view's arrays that kernels fill.
 
     Attributes
     ----------
     upload : bytes
-        The codec_view, with offsets of arrays from :data:`DATA_AT`, or from the beginning of the memory of `made`; and
-        at :data:`DATA_AT` the arrays that kernels read.
+        The codec_view, and at :data:`DATA_AT` the arrays `given`. Offsets in the view count from :data:`DATA_AT`; those
+        of arrays `made` count from the beginning of their memory until :meth:`place_made`.
     made_nbytes : int
-        Size of the arrays that kernels fill.
+        Size in bytes of the arrays that kernels fill.
     """
 
     def __init__(self, view: Any, job: Any, given: Sequence[str], made: Sequence[str] = ()) -> None:
@@ -49,11 +49,14 @@ class Image:
         self.upload = ffi.buffer(placed)[:].ljust(DATA_AT, b"\0") + data
 
     def place_made(self, upload: bytearray, distance: int) -> None:
-        """Set the offsets of `made` in a copy of the upload: their memory is `distance` bytes behind its beginning."""
+        """Set the offsets of the arrays `made` in a copy of the upload.
+
+        `distance` is the number of bytes from the beginning of the upload on the device to the memory of these arrays.
+        """
         for field, at in self._made:
             _AT.pack_into(upload, field, at + distance - DATA_AT)
 
 
 def aligned(nbytes: int) -> int:
-    """Round up to the alignment of arrays."""
+    """Return `nbytes` rounded up to the alignment of arrays."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -27,12 +27,13 @@ class Work:
     stream : int
         Stream of the call.
     like : array or tensor, optional
-        Argument whose library allocates the memory, on its current stream: this is the stream of the call.
+        Argument of the call. Its library, torch or CuPy, allocates the memory in the order of its current stream, which
+        is the stream of the call.
 
     Attributes
     ----------
     allocated_nbytes, kept_nbytes : int
-        Bytes that were allocated, and that are kept after :meth:`launched`.
+        Total bytes allocated, and bytes that stay allocated after :meth:`launched`.
     """
 
     def __init__(self, device: Device, stream: int, like: Any = None) -> None:
@@ -43,7 +44,7 @@ class Work:
         self._written: list[tuple[TensorView, int]] = []
 
     def resume(self) -> AbstractContextManager[Any]:
-        """Make the device and stream current again."""
+        """Return a context in which the call's device and stream are current again."""
         return self.device.on(self._stream)
 
     def wait(self) -> None:
@@ -62,13 +63,13 @@ class Work:
         return address
 
     def temporary(self, nbytes: int) -> int:
-        """Return the address of uninitialized bytes, as :meth:`new` does, until :meth:`launched`."""
+        """Return the address of uninitialized bytes that are valid until :meth:`launched`."""
         address, owner = self.allocate(nbytes)
         self._brief.append(owner)
         return address
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
-        """Return the address of uninitialized bytes, and their owner, which the caller keeps."""
+        """Return the address of uninitialized bytes, and their owner, which the caller must keep alive."""
         self.allocated_nbytes += nbytes
         return self.device.allocate(max(nbytes, 1), self._like)
 
@@ -77,7 +78,7 @@ class Work:
         self._brief.clear()
 
     def keep(self, owner: object, *, brief: bool = False) -> None:
-        """Keep the owner of memory as long as this object; `brief`: until :meth:`launched`."""
+        """Keep the owner of memory alive as long as this object, or with `brief` until :meth:`launched`."""
         (self._brief if brief else self._keep).append(owner)
 
     def zeros(self, nbytes: int) -> int:
@@ -98,9 +99,9 @@ class Work:
         return address
 
     def read(self, v: TensorView, multiple: int = 0) -> int:
-        """Return the device address of a tensor's values; unaligned tensors and those in host memory are copied.
+        """Return the device address of a tensor's values. Tensors that are unaligned or in host memory are copied.
 
-        The address is a multiple of ``multiple``, or of the size of a value.
+        The address is a multiple of ``multiple`` bytes; by default, of the size of a value.
         """
         self._keep.append(v)
         if v.device == "cpu":
@@ -116,7 +117,7 @@ class Work:
         return _on_host(v, self.device.download(v.address, v.nbytes))
 
     def fetch_all(self, views: Sequence[TensorView]) -> list[TensorView]:
-        """Return several small tensors in host memory, by one copy."""
+        """Return several small tensors in host memory; those on the device are downloaded by one copy."""
         there = [v for v in views if v.device != "cpu"]
         if len(there) < 2:
             return [self.fetch(v) for v in views]
@@ -126,7 +127,13 @@ class Work:
         return [v if v.device == "cpu" else _on_host(v, next(found)) for v in views]
 
     def gather(self, pieces: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
-        """Copy pieces of device memory, (address, bytes), to one place; return it and the offset of each piece."""
+        """Copy pieces of device memory, each an (address, bytes) pair, into one buffer.
+
+        Returns
+        -------
+        int, list of int
+            Address of the buffer, and the offset of each piece in it.
+        """
         if len(pieces) == 1:
             return pieces[0][0], [0]
         sizes = [_PIECE.size * len(pieces), *(aligned(nbytes) for _, nbytes in pieces)]
@@ -138,21 +145,22 @@ class Work:
         return places[0], [place - places[0] for place in places]
 
     def copy(self, v: TensorView) -> int:
-        """Return the address of a copy of a tensor on the device."""
+        """Copy a tensor on the device, and return the copy's address."""
         address = self.new(v.nbytes)
         self.device.copy(address, v.address, v.nbytes)
         return address
 
     def write(self, v: TensorView, *, read: bool = False, apart: bool = False) -> int:
-        """Return the address that kernels write for a tensor; :meth:`finish` copies it to the tensor if necessary.
+        """Return the address to which kernels write a tensor; if it is a temporary, :meth:`finish` copies it back.
 
         Parameters
         ----------
         v : TensorView
+            Tensor to write.
         read : bool, optional
-            Kernels also read the tensor's values there.
+            True if kernels also read the tensor's values at that address.
         apart : bool, optional
-            The tensor itself stays unchanged until :meth:`finish`.
+            True if the tensor itself must stay unchanged until :meth:`finish`.
         """
         self._keep.append(v)
         if v.device != "cpu" and v.address % ITEMSIZE[v.dtype] == 0 and not apart:
@@ -162,13 +170,13 @@ class Work:
         return address
 
     def finite(self, address: int, n: int) -> bool:
-        """Return whether ``n`` float32 are all finite, after waiting for the stream."""
+        """Wait for the stream, and return True if the ``n`` float32 values at an address are all finite."""
         found = self.zeros(4)
         self.device.launch("check_finite", (grid_for(self.device, n), 1), pointer(address), wide(n), pointer(found))
         return not any(self.device.download(found, 4))
 
     def finish(self) -> None:
-        """Copy the written values of all tensors to where they belong."""
+        """Copy values that kernels have written to temporaries to their tensors."""
         for v, address in self._written:
             self.deliver(v, address, v.nbytes)
 
@@ -181,7 +189,7 @@ class Work:
 
 
 def _on_host(v: TensorView, data: Any) -> TensorView:
-    """Return the view of a tensor with a copy of its bytes in host memory."""
+    """Return the view of a tensor's copy in host memory; `data`: the copied bytes."""
     return v._replace(data=ffi.from_buffer(data), owner=data, device="cpu", stream=None)
 
 
@@ -206,12 +214,12 @@ def small(n: int) -> Any:
 
 
 def launch_each(device: Device, kernel: str, grids: Sequence[int], at: int, nbytes: int, *more: Any) -> None:
-    """Launch a kernel for adjacent structs of ``nbytes`` bytes at ``at``, struct i with ``grids[i]`` thread blocks.
+    """Launch a kernel for adjacent structs of ``nbytes`` bytes at ``at``; struct i needs ``grids[i]`` thread blocks.
 
-    The kernel's arguments are the address of its first struct, and `more`.
+    A launch receives the address of its first struct, and `more`.
 
-    All structs of a launch have as many thread blocks as the largest one. So structs whose grids differ much are
-    launched apart; in descending order they need few launches.
+    In a launch, every struct gets as many thread blocks as the largest one needs. To limit idle thread blocks, structs
+    whose grids differ much are launched separately; if `grids` descends, few launches are needed.
     """
     if len(grids) == 1:
         device.launch(kernel, (grids[0], 1), pointer(at), *more)
