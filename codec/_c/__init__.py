@@ -1,4 +1,4 @@
-"""The C library: its functions, constants and structs, and the threads that call it."""
+"""Access to the C library: its functions, constants and structs, and the threads that call it."""
 
 from pathlib import Path
 
@@ -12,4 +12,4 @@ except ImportError as e:
         "or start Python in another folder to import the installed package"
     ) from e
 
-PACKAGE = Path(_cffi.__file__).parents[1]  # folder of the built package: has lib, include and kernels
+PACKAGE = Path(_cffi.__file__).parents[1]  # folder of the built package, with the subfolders lib, include and kernels

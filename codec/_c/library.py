@@ -1,4 +1,4 @@
-"""C library: loading, constants of dtypes, conversion of statuses to exceptions, choice of the instruction set."""
+"""Loading of the C library, tables of dtypes, conversion of statuses to exceptions, choice of the instruction set."""
 
 import os
 from typing import Any
@@ -8,7 +8,7 @@ from codec._c import PACKAGE, _cffi
 from codec.errors import Status
 
 ffi: Any = _cffi.ffi
-# in the folder of the generated module, which may differ from the folder of this file
+# libcodec.so is next to the generated module, whose folder may differ from that of this file
 _path = os.environ.get("CODEC_LIBRARY") or str(PACKAGE / "lib/libcodec.so")
 # RTLD_NODELETE: daemon threads may run library code when the interpreter exits
 lib: Any = ffi.dlopen(_path, ffi.RTLD_NOW | ffi.RTLD_NODELETE)
@@ -38,9 +38,9 @@ _FRAME_ERRORS: dict[int, type[errors.FrameError]] = {
 
 
 def check(status: int, fault: Any = None) -> None:
-    """Raise the exception for a status; return for status 0.
+    """Raise the exception for a status code; return if it is 0.
 
-    ``fault`` is a codec_fault, whose details the message gives.
+    ``fault`` is a codec_fault; its details are added to the message.
     """
     if status == 0:
         return
@@ -63,7 +63,7 @@ def check(status: int, fault: Any = None) -> None:
 
 
 def _digests(status: int, fault: Any) -> str:
-    """Return the digests of a base that is not a frame's, for a message."""
+    """Return text with the expected and the actual digest of a wrong base, for a message; "" for other statuses."""
     if fault is None or status not in _OF_BASES:
         return ""
     return f" (the frame was made against digest {fault.found:#018x}, the base has {fault.expected:#018x})"
@@ -73,7 +73,7 @@ _new_uninitialized = ffi.new_allocator(should_clear_after_alloc=False)
 
 
 def new_bytes(n: int) -> Any:
-    """Return ``n`` uninitialized bytes."""
+    """Allocate ``n`` uninitialized bytes."""
     return _new_uninitialized("uint8_t[]", n)
 
 
@@ -83,7 +83,7 @@ def isas() -> tuple[str, ...]:
 
 
 def _names() -> tuple[str, ...]:
-    """Return the names of all instruction sets that the library knows."""
+    """Return the names of all instruction sets for which the library has code."""
     names: list[str] = []
     while (p := lib.codec_isa_name(len(names))) != ffi.NULL:
         names.append(ffi.string(p).decode())
@@ -109,13 +109,13 @@ class _IsaGuard:
 
 
 def use_isa(name: str | None) -> _IsaGuard:
-    """Force an instruction set in this process; the bytes do not change.
+    """Select an instruction set for this process. Frames and decoded values do not depend on it.
 
     Parameters
     ----------
     name : str or None
-        One of :func:`codec.isas`, or None for the best one. Until the first call the environment variable
-        ``CODEC_ISA`` decides.
+        One of :func:`codec.isas`, or None for the fastest one. Before the first call of this function, the environment
+        variable ``CODEC_ISA`` selects it.
 
     Returns
     -------
@@ -125,7 +125,7 @@ def use_isa(name: str | None) -> _IsaGuard:
     Raises
     ------
     EngineError
-        The library or this machine does not have the instruction set.
+        The library or this machine does not support the instruction set.
 
     Examples
     --------
@@ -140,7 +140,7 @@ def use_isa(name: str | None) -> _IsaGuard:
 
 
 def _number_of(name: str | None) -> int:
-    """Return the number of an instruction set for ``codec_context.isa``; 0 for the best one."""
+    """Return the number of an instruction set for ``codec_context.isa``; 0: the fastest one."""
     if name is not None and not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise errors.EngineError(f"an instruction set has a name, {', '.join(isas())}, not a {type(name).__name__}")
     if name and name not in isas():

@@ -1,6 +1,7 @@
 """Thread pool for ranges of blocks. C calls release the GIL, so Python threads run in parallel.
 
-Relies on details of CPython: its private locks, and the places where the interpreter runs signal handlers.
+This module relies on details of CPython: its private locks, and the points at which the interpreter runs signal
+handlers.
 """
 
 import _thread
@@ -14,7 +15,7 @@ from typing import Any
 from codec._c.library import ffi, lib
 from codec.arguments import whole
 
-MIN_NBYTES = 1 << 20  # minimum bytes of a tensor for each thread: less does not pay for waking the thread
+MIN_NBYTES = 1 << 20  # minimum bytes of a tensor per thread; with fewer, waking a thread takes longer than it saves
 MAX_THREADS = 1024  # maximum threads of a call
 _OWN_NBYTES = 1 << 16  # bytes: more than the thread-local memory of cffi and other libraries
 
@@ -28,10 +29,10 @@ _free = ffi.cast("void (*)(void *)", ctypes.cast(_c.PyThread_free_lock, ctypes.c
 
 
 class _Helper:
-    """Share of a thread in a task list, taken by any thread of the pool that is free.
+    """One thread's share of a task list; any free thread of the pool runs it.
 
-    The gate is a lock, held while the share runs. If the caller of :func:`run` acquires the gate first, the share never
-    starts.
+    `gate` is a lock that is held while the share runs. If the caller of :func:`run` acquires the gate first, the share
+    never starts.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -52,7 +53,7 @@ class _Helper:
 
 
 _queue: "SimpleQueue[_Helper]" = SimpleQueue()
-_workers: dict[int, int] = {}  # identities of the pool's threads, which run until the process ends
+_workers: dict[int, int] = {}  # by number: identity of each pool thread; pool threads run until the process ends
 
 
 def _reset() -> None:
@@ -67,8 +68,9 @@ os.register_at_fork(after_in_child=_reset)
 
 def _serve(number: int, queue: "SimpleQueue[_Helper]") -> None:
     """Run shares from the queue in a thread of the pool."""
-    # glibc aborts the process if a thread's first call into a library cannot allocate thread-local memory. Allocate and
-    # free as much memory first, which fails with an exception; then make the first call, which uses the freed memory.
+    # glibc aborts the process if a thread's first call into a library cannot allocate thread-local memory. So first
+    # allocate and free as much memory, which raises an exception on failure. Then make the first call, which reuses
+    # that memory.
     try:
         bytes(_OWN_NBYTES)
     except MemoryError:
@@ -76,12 +78,12 @@ def _serve(number: int, queue: "SimpleQueue[_Helper]") -> None:
     lib.codec_abi_version()
     me = _thread.get_ident()
     if _workers.setdefault(number, me) != me:
-        return  # two calls have started a thread of this number
+        return  # two concurrent calls of run() have started a thread with this number; the other one stays
     while True:
         try:
             queue.get()()
         except BaseException:
-            continue  # run() reports the failure to its caller
+            continue  # run() raises the task's error in its caller's thread
 
 
 def _start(most: int) -> int:
@@ -105,7 +107,7 @@ def default_threads() -> int:
 
 
 def check_threads(requested: Any) -> int:
-    """Return the argument ``threads`` as an int; raise ArgumentError unless it is a whole number from 1 on."""
+    """Return the argument ``threads`` as an int; raise ArgumentError unless it is an integer of at least 1."""
     return whole("threads", requested, 1)
 
 
@@ -119,7 +121,8 @@ def choose_threads(requested: int | None, nbytes: int) -> int:
 
 
 def ranges(nblocks: int, threads: int) -> list[tuple[int, int]]:
-    """Cut blocks into ranges (first, count): four for each thread, so that a slow thread does not delay the others."""
+    """Divide blocks into (first, count) ranges, four per thread, so that fast threads can take over work of slow
+    ones."""
     pieces = min(nblocks, 4 * threads if threads > 1 else 1)
     cuts = [i * nblocks // pieces for i in range(pieces + 1)]
     return [(a, b - a) for a, b in itertools.pairwise(cuts)]
@@ -131,8 +134,8 @@ def run(task: Callable[[int, int], Any], count: int, threads: int) -> list[Any]:
     Parameters
     ----------
     task : callable
-        Called with the task's number i and the number w of the thread, w < min(threads, count). No two tasks with one w
-        run at once, so that w can select a buffer.
+        Called with the task's number i and a thread number w < min(threads, count). Tasks with the same w never run at
+        the same time, so w can select a buffer.
     count : int
         Number of tasks.
     threads : int
@@ -145,8 +148,8 @@ def run(task: Callable[[int, int], Any], count: int, threads: int) -> list[Any]:
     Raises
     ------
     Exception
-        The error of the first task in order that failed. A signal handler's exception in this thread takes precedence.
-        Tasks that have not started are dropped. When this function raises or returns, no task runs or will run.
+        Error of the failed task with the lowest number, or an exception that a signal handler has raised in this
+        thread. Tasks that have not started are dropped. When this function raises or returns, no task runs or will run.
     """
     if not count:
         return []
@@ -170,9 +173,9 @@ def run(task: Callable[[int, int], Any], count: int, threads: int) -> list[Any]:
 
     helpers = [_Helper(work) for _ in range(_start(len(numbers) - 1))]
     # CPython runs signal handlers at the start of a function, after a call, and at backward jumps. So an exception
-    # after the first `put` is raised inside the `try`, and `all(waiting)` still runs. It is one call that allocates
-    # nothing, so it can neither be interrupted nor fail. It acquires the gates of all helpers. Once it has them, every
-    # helper that had started has ended, and no other helper can start.
+    # after the first `put` is raised inside the `try`, and the `finally` clause still evaluates `all(waiting)`. This is
+    # a single call that allocates nothing, so it can neither be interrupted nor fail. It acquires the gates of all
+    # helpers. Afterwards, every helper that has started has ended, and no other helper can start.
     waiting = itertools.starmap(_acquire, [(helper.gate, 1) for helper in helpers])
     try:
         for helper in helpers:
@@ -189,4 +192,4 @@ def run(task: Callable[[int, int], Any], count: int, threads: int) -> list[Any]:
     try:
         raise first
     finally:
-        del failed[:], first  # break the reference cycle of the traceback, which would keep the tasks' memory alive
+        del failed[:], first  # the traceback refers to this frame: break the cycle, which would keep buffers alive

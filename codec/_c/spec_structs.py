@@ -1,4 +1,4 @@
-"""Conversion between specs and the C library's codec_spec."""
+"""Conversion between specs and the C library's struct codec_spec."""
 
 from typing import Any, get_args
 
@@ -11,7 +11,7 @@ from codec.specs import CODECS, Spec
 NUMBERS: dict[type[Spec], int] = {kind: getattr(lib, f"CODEC_{kind.__name__.upper()}") for kind in CODECS}
 
 _spec_structs: dict[Spec, Any] = {}
-_last: tuple[Any, Any] = (None, None)  # last spec and its struct: most calls pass the same spec again
+_last: tuple[Any, Any] = (None, None)  # spec of the previous call and its struct; most calls pass the same spec again
 
 
 def spec_struct(spec: Spec) -> Any:
@@ -30,7 +30,7 @@ def spec_struct(spec: Spec) -> Any:
         struct.codec = next(number for kind, number in NUMBERS.items() if isinstance(spec, kind))
         for name, value in fields.items():
             setattr(struct, name, value)
-        if len(_spec_structs) > 1000:  # bounds the cache if seeds or scales change with each call
+        if len(_spec_structs) > 1000:  # seeds or scales may differ in each call: keep the cache small
             _spec_structs.clear()
         _spec_structs[spec] = struct
     _last = spec, struct
@@ -38,7 +38,7 @@ def spec_struct(spec: Spec) -> Any:
 
 
 def spec_hint(given: object) -> str:
-    """Return advice for an error message about an object that is no spec, such as "write codec.Sign()"."""
+    """Return advice, such as "write codec.Sign()", for an error message about an object that is not a spec."""
     name = given.__name__ if isinstance(given, type) else given if isinstance(given, str) else ""
     name = name.lower().partition("(")[0].rpartition(".")[2]
     meant = [kind for kind in CODECS if kind.__name__.lower() == name]
@@ -51,7 +51,7 @@ def _index(choices: Any, value: object) -> int:
 
 
 def _fields_of(spec: Spec) -> dict[str, Any]:
-    """Return the fields of codec_spec that are not zero, except for its codec."""
+    """Return the values of the fields of codec_spec, without its codec; fields left out are 0."""
     match spec:
         case specs.Lossless(max_code_length, model):
             return {"max_code_length": max_code_length, "model": _index(specs.Model, model)}
@@ -111,7 +111,7 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
 
 
 def spec_of(struct: Any) -> Spec:
-    """Return the spec of a codec_spec; seed, scale and clip, which frames do not hold, have their defaults."""
+    """Convert a codec_spec to a spec; seed, scale and clip, which frames do not contain, have their defaults."""
     if struct.codec == lib.CODEC_DELTA:
         return specs.Delta(struct.group_size or None)
     stochastic: specs.Rounding = "stochastic" if struct.options & lib.CODEC_OPTION_STOCHASTIC else "nearest"

@@ -1,4 +1,4 @@
-"""Choice of a codec for a link, by measuring it on the tensors on this machine."""
+"""Choice of a codec for a link, from measurements on the user's tensors on this machine."""
 
 import functools
 import math
@@ -34,10 +34,10 @@ from codec.specs import BoundSpec, Float8, Lossless, Quantize, Sign, Spec, Terna
 from codec.tensors.view import Array
 from codec.tensors.wrapper import view
 
-CHUNK_NBYTES = 1 << 20  # bytes of a chunk of a slice
+CHUNK_NBYTES = 1 << 20  # bytes of a chunk; each rank's slice of a tensor is sent in chunks
 MAX_CHUNKS = 16
-FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's buckets, each of which is a round trip
-RUNS = 3  # repetitions of a measurement; the shortest time counts
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DistributedDataParallel's buckets; each costs a round trip
+RUNS = 3  # repetitions of a measurement; the shortest time is used
 
 
 def named(spec: Spec | None) -> str:
@@ -59,11 +59,11 @@ class Row:
     seconds : float
         Seconds of the all-reduce.
     wire_seconds, compute_seconds : float
-        Seconds in which each rank sends, and in which it encodes, adds and decodes. They overlap.
+        Seconds for which each rank sends, and for which it encodes, adds and decodes. The two overlap.
     latency_seconds : float
         Seconds of round trips, in which nothing is sent.
     nbytes : int
-        Bytes that each rank sends, which are as many as it receives.
+        Bytes that each rank sends; it receives as many.
     cost : Cost
         Measured costs, scaled up to all values: the input of :func:`codec.predict_seconds`.
     """
@@ -88,9 +88,9 @@ class Advice:
     seconds, raw_seconds : float
         Predicted seconds of the all-reduce with `spec`, and with uncompressed tensors.
     nbytes : int
-        Bytes that each rank sends with `spec`, which are as many as it receives.
+        Bytes that each rank sends with `spec`; it receives as many.
     why : str
-        Reason in one or two sentences.
+        Reason for the choice, in one or two sentences.
     table : tuple of Row
         Predictions for all candidates; the first one is for uncompressed tensors.
     link : Link
@@ -100,7 +100,7 @@ class Advice:
     tensor_nbytes : int
         Bytes of all tensors.
     algorithm : {"two_shot", "ring", "all_gather"}
-        Algorithm of compressed tensors.
+        All-reduce algorithm for compressed tensors.
     feedback : bool
         True if lossy frames were measured with error feedback.
     """
@@ -119,7 +119,7 @@ class Advice:
 
     @property
     def hook(self) -> str | None:
-        """Line of Python that registers a DistributedDataParallel hook with `spec`; None if `spec` is None."""
+        """Python statement that registers a DistributedDataParallel hook with `spec`; None if `spec` is None."""
         if self.spec is None:
             return None
         arguments = [f"codec.{self.spec!r}"]
@@ -149,7 +149,7 @@ class Advice:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields in types of JSON: specs as constructor calls, None for raw and for infinite numbers."""
+        """Return all fields as JSON types: specs become constructor calls; raw and infinite numbers become None."""
 
         def as_json(value: Any) -> Any:
             if isinstance(value, Spec):
@@ -183,44 +183,46 @@ def advise(
     optimizer: Any = None,
     options: CallOptions | None = None,
 ) -> Advice:
-    """Choose the codec with which an all-reduce of tensors is fastest, by measuring.
+    """Measure candidate codecs on tensors, and choose the one with which an all-reduce is predicted to be fastest.
 
-    Each candidate encodes, adds and decodes the tensors, or a sample of 4 MiB if they are larger: whole rows from 8
-    places. This takes about 0.1 s, or 0.3 s for all lossy candidates. A mean over ranks may compress worse than a
-    gradient, because its mantissas are longer; it is simulated by the mean of the sample and of shifted copies of it.
-    Times are those of this process under the current load of the machine.
+    Each candidate encodes, adds and decodes the tensors. If they are larger than 4 MiB, a sample of that size is used,
+    whole rows from 8 positions. This takes about 0.1 s, or 0.3 s for all lossy candidates. A mean over ranks may
+    compress worse than a gradient, because its mantissas have more nonzero bits; it is simulated by the mean of the
+    sample and of shifted copies of the sample. Times are measured in this process, under the current load of the
+    machine.
 
-    For a model, frames are those of a hook with the default :class:`codec.torch.Policy`: small parameters are lossless,
-    and Ternary and Sign leave embeddings to another spec. Uncompressed tensors are then sent in the buckets of
-    DistributedDataParallel, each of which takes a round trip; the hook sends all buckets of a step in the same round
-    trips.
+    For a model, frames are those of a hook with the default :class:`codec.torch.Policy`: small parameters are encoded
+    lossless, and if the candidate is Ternary or Sign, embeddings are encoded with another spec. Without compression,
+    DistributedDataParallel sends buckets, and each costs a round trip; the hook sends all buckets of a step in the same
+    round trips.
 
-    :func:`predict_seconds` turns the measured costs into the seconds of an all-reduce. The advice is the candidate with
-    the fewest seconds, or raw if uncompressed tensors are as fast.
+    :func:`predict_seconds` computes the seconds of an all-reduce from the measured costs. The advice is the candidate
+    with the fewest seconds, or raw (no compression) if that is as fast.
 
     Parameters
     ----------
     tensor_or_model : array, tensor or View, sequence or mapping of them, or torch.nn.Module
-        Gradients in host memory, float32, bfloat16 or float16, in the order of their bucket. Of a module the gradients
-        of its parameters are measured; if it has none yet, the parameters, whose frames differ a little in size.
+        Gradients in host memory, float32, bfloat16 or float16, in the order of their bucket. For a module, the
+        gradients of its parameters are measured. If it has no gradients yet, the parameters themselves are measured;
+        their frames differ a little in size.
     link : str, number or Link
         Link of each rank: ``"100mbit"``, ``"10Gbps"``, bits per second (also as text), or
         ``codec.Link(10e9, rtt=1e-4)``.
     rtt : str or number, optional
-        Round trip between two ranks, as ``ping`` measures it: seconds, or text such as ``"40ms"``. Default: that of
-        `link`, 0.2 ms unless it is a Link.
+        Round-trip time between two ranks, as ``ping`` measures it: seconds, or text such as ``"40ms"``. Default:
+        ``link.rtt`` if `link` is a Link, otherwise 0.2 ms.
     world_size : int
         Number of ranks, 1 to 2^20.
     lossy : {False, "near", True}
-        Loss that is allowed. False: none, so that :class:`Lossless` is the only candidate. "near": also
-        :class:`Truncate`, if `optimizer` is given. True: also Float8 and Quantize with 8 and with 4 bits.
+        Loss that is allowed. False: none; :class:`Lossless` is the only candidate. "near": :class:`Truncate` is also a
+        candidate, if `optimizer` is given. True: Float8, and Quantize with 8 and with 4 bits, are candidates, too.
     feedback : bool
-        Measure lossy frames with error feedback. If `lossy` is True, Ternary and Sign are candidates, too.
+        True: measure lossy frames with error feedback. If `lossy` is also True, Ternary and Sign are candidates, too.
     candidates : iterable of Spec, bound spec or name of a preset; optional
-        Candidates instead of those that `lossy` and `feedback` name. State of a bound spec is that of all tensors, one
-        after the other.
+        Candidates that replace those chosen by `lossy` and `feedback`. The state arrays of a bound spec are those of
+        all tensors, concatenated.
     optimizer : torch.optim.Optimizer, optional
-        Optimizer whose next step gets the gradients, for Truncate. The tensors must be gradients of its parameters.
+        Optimizer that will apply the gradients, for Truncate. The tensors must be gradients of its parameters.
     options : CallOptions, optional
         Engine and number of threads, made by :func:`options`; and the algorithm of compressed tensors, "two_shot",
         "ring" or "all_gather". Default: all_gather between two ranks, two_shot between more. Uncompressed tensors are
@@ -234,8 +236,8 @@ def advise(
     Raises
     ------
     ArgumentError, SpecError
-        There are no values, values of a dtype that cannot be reduced, or NaN or Inf for lossy candidates; an argument
-        has another type or is out of range; or Truncate is a candidate without an optimizer.
+        The tensors have no values, a dtype that cannot be reduced, or NaN or Inf that a lossy candidate refuses; an
+        argument has another type or is out of range; or Truncate is a candidate and there is no optimizer.
     EngineError
         A tensor is not in host memory.
 
@@ -288,7 +290,7 @@ def advise(
             for s in taken(some)
         ]
         table.append(row(spec, sum(costs[1:], costs[0]), algorithm, waiting))
-    best = min(table, key=lambda r: r.seconds)  # raw in a tie
+    best = min(table, key=lambda r: r.seconds)  # raw, the first row, wins ties
     why = _why(best, table, world_size)
     if weights:
         why += " Measured on weights: call advise() again once the model has gradients."
@@ -297,7 +299,7 @@ def advise(
 
 
 def _algorithm_of(options: CallOptions, world_size: int) -> Algorithm:
-    """Return the algorithm for compressed tensors: the option ``algorithm``, or the choice that "auto" makes."""
+    """Return the algorithm for compressed tensors: the option ``algorithm``, or the choice for "auto"."""
     if options.algorithm in (None, "auto"):
         return "all_gather" if world_size == 2 else "two_shot"
     return check_algorithm(options.algorithm)
@@ -349,7 +351,7 @@ def measure(s: Sample, spec: Spec, given: BoundSpec | None, feedback: bool, opti
 
 
 def _shortest(f: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the shortest seconds of a few calls, and the result of the last one."""
+    """Call `f` RUNS times; return the shortest time in seconds, and the last result."""
     seconds, result = float("inf"), None
     for _ in range(RUNS):
         start = time.perf_counter()
@@ -359,7 +361,7 @@ def _shortest(f: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _why(best: Row, table: list[Row], world_size: int) -> str:
-    """Return the reason for a choice as text."""
+    """Return a text that gives the reason for the choice of `best`."""
     raw, others = table[0], table[1:]
     if world_size == 1:
         return "A single rank sends nothing."

@@ -1,4 +1,4 @@
-"""Cost model of an all-reduce: seconds from the costs of frames and the rate of the link."""
+"""Cost model of an all-reduce: predicts seconds from the costs of frames and the rate of the link."""
 
 import math
 import re
@@ -43,7 +43,7 @@ class Link:
     bits_per_second : float
         Rate of each direction, full duplex; may be infinite.
     rtt : float
-        Seconds of a round trip: from the sending of a small message to the arrival of its answer.
+        Round-trip time in seconds: from sending a small message to receiving the answer.
 
     Raises
     ------
@@ -64,19 +64,19 @@ class Link:
 
 
 def link_of(link: Any, rtt: Any = None) -> Link:
-    """Return the link that arguments mean.
+    """Convert the arguments ``link=`` and ``rtt=`` to a Link.
 
     Parameters
     ----------
     link : Link, str or number
         A Link, text such as ``"100mbit"``, or bits per second.
     rtt : str or number, optional
-        Seconds of a round trip, or text such as ``"40ms"``. Default: that of `link`.
+        Round-trip time in seconds, or text such as ``"40ms"``. Default: ``link.rtt``, or that of :class:`Link`.
 
     Raises
     ------
     ArgumentError
-        An argument is none of these.
+        An argument has another type, or text that cannot be parsed.
     """
     if rtt is not None:
         return replace(link_of(link), rtt=_seconds(rtt))
@@ -92,7 +92,7 @@ def link_of(link: Any, rtt: Any = None) -> Link:
 
 
 def _seconds(rtt: Any) -> float:
-    """Return the seconds that a number, or text such as ``"40ms"``, means."""
+    """Convert a number of seconds, or text such as ``"40ms"``, to seconds."""
     if isinstance(rtt, str):
         if found := _DURATION.fullmatch(rtt):
             return float(found[1]) * _SECONDS[found[2]]
@@ -102,7 +102,7 @@ def _seconds(rtt: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Costs of one rank's tensor with one spec. Costs of several tensors add.
+    """Costs of one rank's tensor with one spec. Add the costs of several tensors to get their total.
 
     Parameters
     ----------
@@ -129,11 +129,12 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """Formulas of an algorithm in the costs of a tensor and the number of ranks; see :func:`predict_seconds`."""
+    """Formulas of an algorithm, as functions of a tensor's cost and the number of ranks: see
+    :func:`predict_seconds`."""
 
-    nbytes: Callable[[Cost, int], float]  # bytes that a rank of several sends
-    seconds: Callable[[Cost, int], float]  # seconds of compute
-    round_trips: Callable[[int], int]  # round trips of several ranks that add up, requests and verdict included
+    nbytes: Callable[[Cost, int], float]  # bytes that each rank sends, for 2 or more ranks
+    seconds: Callable[[Cost, int], float]  # seconds of compute per rank
+    round_trips: Callable[[int], int]  # consecutive round trips, including those of request and verdict
 
 
 _MODELS: dict[Algorithm, _Model] = {
@@ -156,27 +157,27 @@ _MODELS: dict[Algorithm, _Model] = {
 
 
 def wire_nbytes(cost: Cost, world_size: int, algorithm: Algorithm = "two_shot") -> float:
-    """Return the bytes that each rank sends, equal to those that it receives; see :func:`predict_seconds`."""
+    """Return the bytes that each rank sends; it receives as many. See :func:`predict_seconds`."""
     return _MODELS[algorithm].nbytes(cost, world_size) if world_size > 1 else 0.0
 
 
 def compute_seconds(cost: Cost, world_size: int, algorithm: Algorithm = "two_shot") -> float:
-    """Return the seconds in which each rank encodes, adds and decodes; see :func:`predict_seconds`."""
+    """Return the seconds for which each rank encodes, adds and decodes; see :func:`predict_seconds`."""
     return _MODELS[algorithm].seconds(cost, world_size)
 
 
 def latency_seconds(link: Link, world_size: int, algorithm: Algorithm = "two_shot") -> float:
-    """Return the seconds in which each rank waits for messages in flight; see :func:`predict_seconds`."""
+    """Return the seconds for which each rank waits for messages in flight; see :func:`predict_seconds`."""
     return _MODELS[algorithm].round_trips(world_size) * link.rtt if world_size > 1 else 0.0
 
 
 def predict_seconds(
     cost: Cost, link: Link | str | float, world_size: int, *, algorithm: Algorithm = "two_shot", chunks: int = 1
 ) -> float:
-    """Return the seconds of an all-reduce, by a model of links and measured costs.
+    """Predict the seconds of an all-reduce from measured costs and the rate of the link.
 
-    With N ranks, frames of f bytes a tensor and of s bytes a sum, and e, a, e', d seconds for a tensor to encode it, to
-    add it, to encode the sum and to decode it, each rank has
+    Let N be the number of ranks, f the bytes of a tensor's frame, and s the bytes of the sum's frame. Encoding a tensor
+    takes e seconds, adding one frame a, encoding the sum e', and decoding a frame d. Each rank then needs
 
     ============  ==================================  ===============================  =================
     algorithm     bytes on the wire                   seconds of compute               round trips
@@ -186,17 +187,17 @@ def predict_seconds(
     all_gather    (N - 1) f                           e + N a                          2; of 2 ranks 1
     ============  ==================================  ===============================  =================
 
-    In two_shot a rank encodes its tensor, sends all slices but its own, adds N frames of its slice, encodes their sum,
-    sends the sum to all others, and decodes the sums of all slices. A tensor is sent in chunks: while one chunk is on
-    the wire, another is encoded, added or decoded. Only the start of the first chunk and the end of the last one do not
-    overlap::
+    In two_shot, a rank encodes its tensor, sends all slices but its own, adds N frames of its slice, encodes their sum,
+    sends the sum to all other ranks, and decodes the sums of all slices. A tensor is sent in chunks: while one chunk is
+    on the wire, another is encoded, added or decoded. Only the start of the first chunk and the end of the last chunk
+    do not overlap with other work::
 
         wire    = 8 bytes / bits_per_second
         seconds = max(wire, compute) + min(wire, compute) / chunks + round trips * rtt
 
-    Round trips are those of a step, whatever the number of its buckets: request, data and verdict of all buckets travel
-    together. With one chunk nothing overlaps. An uncompressed tensor has Cost(nbytes, nbytes): the time to add it is
-    neglected.
+    The number of round trips per step does not depend on the number of buckets, because request, data and verdict of
+    all buckets are sent together. With one chunk, nothing overlaps. An uncompressed tensor has Cost(nbytes, nbytes);
+    the time to add it is neglected.
 
     Parameters
     ----------
@@ -209,7 +210,7 @@ def predict_seconds(
     algorithm : {"two_shot", "ring", "all_gather"}
         Algorithm of the all-reduce.
     chunks : int
-        Number of chunks of a slice that overlap, 1 to 2^62.
+        Number of chunks per slice, 1 to 2^62.
 
     Returns
     -------
@@ -242,7 +243,7 @@ def predict_seconds(
 
 
 def check_algorithm(algorithm: Any) -> Algorithm:
-    """Return the argument if it is the name of an algorithm."""
+    """Return the argument; raise ArgumentError if it is not the name of an algorithm."""
     if not isinstance(algorithm, str) or algorithm not in get_args(Algorithm):
         raise ArgumentError(f"algorithm must be one of {get_args(Algorithm)}, got {shown(algorithm)}")
     return cast(Algorithm, algorithm)

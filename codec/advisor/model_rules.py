@@ -1,4 +1,4 @@
-"""Rules for parameters of a model that hooks send by another spec than their own: small ones, and uneven ones.
+"""Rules for model parameters that a hook encodes with another spec than the one it was given: small and uneven ones.
 
 This module imports no torch: it finds torch in sys.modules if the caller has imported it.
 """
@@ -19,10 +19,11 @@ _FEW = 1 / 32  # largest share of a model's values that small parameters may hav
 
 
 def small_of(parameters: Iterable[Any]) -> set[Any]:
-    """Return the parameters, of those that a model trains, that are lossless because they are small and few.
+    """Return the trained parameters that are sent lossless because they are small.
 
-    Small parameters are those with fewer than two dimensions, and matrices of fewer than 4,096 values. If they have
-    together more than 1/32 of the values, only those with fewer than two dimensions count; if these have, none.
+    Small parameters are those with fewer than two dimensions, and matrices of fewer than 4,096 values. If together they
+    have more than 1/32 of all values, only parameters with fewer than two dimensions are returned; if these exceed
+    1/32, too, none are.
     """
     trained = [p for p in parameters if p.requires_grad]
     vectors = {p for p in trained if p.dim() < 2}
@@ -32,27 +33,27 @@ def small_of(parameters: Iterable[Any]) -> set[Any]:
 
 
 def uneven_of(model: Any) -> set[Any]:
-    """Return the weights of embeddings and of output heads over the same vocabulary."""
+    """Return the weights of embeddings, and of output heads with as many outputs as an embedding has rows."""
     nn: Any = sys.modules["torch"].nn
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    vocabularies = {w.shape[0] for w in embeddings if w.shape[0] > w.shape[1]}  # without embeddings of positions
+    vocabularies = {w.shape[0] for w in embeddings if w.shape[0] > w.shape[1]}  # leaves out position embeddings
     heads = {m.out_features: m.weight for m in model.modules() if isinstance(m, nn.Linear)}
     return embeddings | {heads[n] for n in vocabularies & heads.keys()}
 
 
 def needs_even_rows(spec: Spec) -> bool:
-    """Return True if groups of values share one magnitude, so that rows of very different ones lose much."""
+    """Return True if the spec gives a whole group one magnitude: rows of different magnitudes have a large error."""
     return isinstance(spec, Sign | Ternary)
 
 
 def kinds_of(tensors: Sequence[Tensor], model: Any) -> list[Kind]:
-    """Return the rule that applies to each of the tensors of a model."""
+    """Return, for each tensor of a model, the rule that applies to it."""
     small, uneven = small_of(model.parameters()), uneven_of(model)
     return ["small" if t.parameter in small else "uneven" if t.parameter in uneven else None for t in tensors]
 
 
 def kinds_by_spec(kinds: Sequence[Kind], spec: Spec) -> dict[Spec, frozenset[Kind]]:
-    """Return the kinds of tensors by the spec that they have under a hook with `spec`."""
+    """Map each spec that a hook with `spec` uses to the kinds of tensors that it encodes with it."""
     specs: dict[Kind, Spec] = {None: spec, "small": Lossless(), "uneven": UNEVEN if needs_even_rows(spec) else spec}
     there = set(kinds)
     return {its: frozenset(k for k in there if specs[k] == its) for its in {specs[k]: None for k in kinds}}

@@ -1,4 +1,4 @@
-"""Samples: a few MiB of tensors, as a flat bucket that compresses as well as all of them."""
+"""Samples: a few MiB of the user's tensors, as a flat bucket that compresses as well as all tensors."""
 
 import itertools
 import sys
@@ -17,12 +17,12 @@ from codec.tensors.view import Array, TensorView, on_host, view
 from codec.tensors.wrapper import View
 
 NBYTES = 4 << 20  # bytes of a sample
-WINDOWS = 8  # places of the bucket that a sample is taken from
-MOST_RANKS = 8  # ranks of the simulated mean; more do not change the size of its frame
+WINDOWS = 8  # number of positions in the bucket from which a sample takes values
+MOST_RANKS = 8  # maximum number of ranks in the simulated mean; more do not change the size of its frame
 
 
 class Tensor(NamedTuple):
-    """Tensor of the user, with its parameter and position among all tensors."""
+    """Tensor given by the user, with its parameter and its position among all tensors."""
 
     v: TensorView
     parameter: Any = None  # parameter of which the tensor is the gradient; None without an optimizer
@@ -33,11 +33,11 @@ Cut = tuple[Tensor, int, tuple[int, ...]]  # part of a tensor: tensor, offset of
 
 
 class Sample(NamedTuple):
-    """Sample of the tensors of one dtype: whole rows, in their order."""
+    """Sample of the tensors of one dtype: whole rows, in the order of the tensors."""
 
     dtype: str
-    x: Array  # bits of the values
-    mean: Array  # bits of values distributed like a mean over ranks
+    x: Array  # bits of the sampled values
+    mean: Array  # bits of values that compress like a mean over ranks
     segments: Segments
     n: int  # number of values of all tensors of this dtype
     offsets: list[int]  # index of each segment's first value among the values of all tensors
@@ -46,12 +46,12 @@ class Sample(NamedTuple):
 
 
 def tensors_of(given: Any, optimizer: Any) -> tuple[list[Tensor], bool]:
-    """Return the user's tensors, checked, and True if these are weights, which have no gradients yet.
+    """Check and return the user's tensors, and True if they are weights because there are no gradients yet.
 
     Raises
     ------
     ArgumentError, EngineError
-        There are no values, or values that cannot be reduced or read; the message has the key of that tensor.
+        There are no values, or a tensor cannot be reduced or read; the message names the key of that tensor.
     """
     items, weights = _items(given)
     owners: dict[int, Any] = {}
@@ -90,7 +90,7 @@ def tensors_of(given: Any, optimizer: Any) -> tuple[list[Tensor], bool]:
 
 
 def _segments_of(v: TensorView, segments: Records | None) -> list[TensorView]:
-    """Return the segments of a bucket, and the values outside of them, as tensors of their own, in order."""
+    """Split a bucket at its segments; return the segments, and the values between them, as separate tensors."""
     if segments is None:
         return [v]
     found: list[TensorView] = []
@@ -111,7 +111,7 @@ def is_model(given: Any) -> bool:
 
 
 def _items(given: Any) -> tuple[Iterable[tuple[Any, Any, Any]], bool]:
-    """Return keys, tensors and, of a model, their parameters; and True if the tensors are parameters."""
+    """Return (key, tensor, parameter or None) for each tensor, and True if the tensors are parameters."""
     if is_model(given):
         named = [(name, p) for name, p in given.named_parameters() if p.requires_grad]
         if grads := [(name, p.grad, p) for name, p in named if p.grad is not None]:
@@ -127,10 +127,10 @@ def _items(given: Any) -> tuple[Iterable[tuple[Any, Any, Any]], bool]:
 
 
 def samples(tensors: Sequence[Tensor], world_size: int, optimizer: Any) -> list[Sample]:
-    """Return a sample for each dtype, `NBYTES` together, or all values if they are fewer.
+    """Return a sample for each dtype: `NBYTES` bytes in all, or all values if they are fewer.
 
-    Samples consist of whole rows, since the model of lossless frames has offsets by row and column. The rows come from
-    several places of the bucket, since layers differ.
+    Samples consist of whole rows, because the scale model of lossless frames has offsets by row and column. The rows
+    come from several positions in the bucket, because layers differ.
     """
     total = sum(t.v.nbytes for t in tensors)
     by_dtype: dict[str, list[Tensor]] = {}
@@ -145,7 +145,7 @@ def samples(tensors: Sequence[Tensor], world_size: int, optimizer: Any) -> list[
 
 
 def _cuts(group: Sequence[Tensor], n: int, wanted: int) -> Iterator[Cut]:
-    """Yield parts of tensors with `wanted` of their `n` values, or a few more."""
+    """Yield parts of the tensors of a group, which has `n` values; the parts have `wanted` values or a few more."""
     windows = 1 if wanted == n else WINDOWS
     width = -(-wanted // windows)
     at = [(i * n + n // 2) // windows - width // 2 if windows > 1 else 0 for i in range(windows)]
@@ -159,7 +159,7 @@ def _cuts(group: Sequence[Tensor], n: int, wanted: int) -> Iterator[Cut]:
             if high - low == size:
                 yield t, 0, t.v.shape
                 continue
-            # the largest rows of which at least one fits
+            # rows over the last dimensions, as many dimensions as fit into `width` values
             inner = next(s for k in range(1, len(t.v.shape) + 1) if prod(s := t.v.shape[k:]) <= width)
             row = prod(inner)
             yield t, low // row * row, (-(-high // row) - low // row, *inner)
@@ -186,14 +186,14 @@ def _sample(
 
 
 def bound_for(spec: Truncate, bound: BoundSpec | None, s: Sample) -> BoundSpec:
-    """Return a spec bound to the optimizer and state of the values of a sample.
+    """Bind a spec to the optimizer, and to the state of the values in a sample.
 
     Parameters
     ----------
     spec : Truncate
         Spec to bind.
     bound : BoundSpec or None
-        The spec bound to the concatenated state of all tensors; None: use the groups and state of the sample.
+        The user's spec, bound to the concatenated state of all tensors. None: use the groups and state of the sample.
     s : Sample
         Sample of the tensors.
     """
@@ -216,7 +216,7 @@ def bound_for(spec: Truncate, bound: BoundSpec | None, s: Sample) -> BoundSpec:
 
 
 def _parts_of(name: str, x: Any, starts: Sequence[tuple[int, int, int]], *, floats: bool = True) -> Array:
-    """Return the parts of an array that belong to a sample, as float32 if `floats`, otherwise as bits."""
+    """Return the parts of a state array that belong to the sample, as float32 if `floats`, otherwise as bits."""
     v = on_host(name, view(x))
     if v.nbytes < ITEMSIZE[v.dtype] * max(offset + n for _, offset, n in starts):
         raise ArgumentError(
@@ -227,20 +227,21 @@ def _parts_of(name: str, x: Any, starts: Sequence[tuple[int, int, int]], *, floa
 
 
 def _part(v: TensorView, offset: int, shape: tuple[int, ...]) -> Array:
-    """Return the bits of a part that begins at an offset, in values."""
+    """Return the bits of the values from index `offset` on, as many as `shape` has, as a flat array."""
     size = ITEMSIZE[v.dtype]
     return np.frombuffer(ffi.buffer(v.data, v.nbytes), f"u{size}", prod(shape), offset * size)
 
 
 def _floats(x: Array, dtype: str) -> Array:
-    """Return the values of bits as float32."""
+    """Convert the bits of values of `dtype` to float32 values."""
     return (x.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else x.view(dtype).astype(np.float32)
 
 
 def _mean(x: Array, dtype: str, world_size: int) -> Array:
-    """Return the bits of a tensor that compresses like the mean over ranks: the mean of x and of shifted copies of x.
+    """Return the bits of a tensor that compresses like a mean over ranks: the mean of x and of shifted copies of x.
 
-    Neighbours of a value are like the values of other ranks: of its size, with other mantissas.
+    The shifted copies stand for other ranks: neighbouring values have similar exponents and different mantissas, as the
+    values of other ranks have.
     """
     with np.errstate(all="ignore"):
         values = _floats(x, dtype)
@@ -255,7 +256,7 @@ def _mean(x: Array, dtype: str, world_size: int) -> Array:
 
 
 def _groups(optimizer: Any, tensors: Sequence[Tensor], starts: Sequence[int]) -> list[tuple[int, optimizers.Optimizer]]:
-    """Return the optimizer of the next step of each parameter group, with the group's offset."""
+    """Return (offset, optimizer) for each run of tensors in one parameter group; `starts`: offset of each tensor."""
     group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     known: dict[int, optimizers.Optimizer] = {}
     found: list[tuple[int, optimizers.Optimizer]] = []
@@ -271,7 +272,7 @@ def _groups(optimizer: Any, tensors: Sequence[Tensor], starts: Sequence[int]) ->
 
 
 def _state(optimizer: Any, cuts: Sequence[Cut]) -> dict[str, Array]:
-    """Return the cuts of the parameters and of those state arrays that all parameters have, in float32."""
+    """Return the sampled values of the parameters, and of state arrays that all of them have, as float32."""
     states = [optimizers.state_of(optimizer, t.parameter) for t, _, _ in cuts]
     common = [name for name in states[0] if all(name in s for s in states)]
     found: dict[str, Array] = {}

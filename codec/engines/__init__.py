@@ -1,19 +1,20 @@
 """Engines: implementations of encoding and decoding. The device of a tensor selects the engine.
 
-All engines produce bit-identical frames. An engine is a module of this package, imported on first use. Its functions
-take the requests of :mod:`codec.engines.request`:
+All engines produce bit-identical frames. An engine is a module of this package, imported on first use, with these
+functions, which take the requests of :mod:`codec.engines.request`:
 
-* ``why_not() -> str | None``: the reason why the engine cannot be used on this machine, or None;
-* ``encode(request) -> bytes | memoryview``: the frame;
-* ``decode(request)`` and ``reduce(request, op)``: the tensor;
-* ``accumulate(request, weight)``: adds decoded values to a tensor;
-* ``sum_codes(request)``: the integer sums of the codes of Ternary frames, and their scale;
-* ``encode_many(requests)`` and ``decode_many(requests)``: the results of one call for each request, as a list.
+* ``why_not() -> str | None``: return why the engine cannot be used on this machine, or None if it can;
+* ``encode(request) -> bytes | memoryview``: return the frame;
+* ``decode(request)`` and ``reduce(request, op)``: return the tensor;
+* ``accumulate(request, weight)``: add decoded values to a tensor;
+* ``sum_codes(request)``: return the integer sums of the codes of Ternary frames, and their scale;
+* ``encode_many(requests)`` and ``decode_many(requests)``: return a list with a result for each request.
 
 An engine for tensors on a device, :class:`DeviceEngine`, also has
 
-* ``encode_async(request)``: a :class:`codec.engines.cuda.pending.Pending`;
-* ``count(request)``: the count of each symbol in the sample that encoding takes, or None if the tensor is too small.
+* ``encode_async(request)``: return a :class:`codec.engines.cuda.pending.Pending`;
+* ``count(request)``: return the count of each symbol in the sample from which encoding builds a codebook, or None if
+  the tensor is too small.
 
 An engine raises :class:`codec.EngineError` for memory that it cannot read.
 """
@@ -70,19 +71,19 @@ class Engine(Protocol):
 
 
 class DeviceEngine(Engine, Protocol):
-    """Functions that an engine for tensors on a device has besides those of :class:`Engine`."""
+    """Additional functions of an engine for tensors on a device."""
 
     def encode_async(self, r: EncodeRequest) -> Any:
-        """Return a frame that is encoded in the order of the tensor's stream."""
+        """Enqueue the encoding on the tensor's stream, and return a handle of the frame."""
         ...
 
     def count(self, r: EncodeRequest) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-        """Return the count of each of 256 symbols in the sample of a tensor; None if the tensor is too small."""
+        """Return the counts of 256 symbols in the sample of a tensor; None if the tensor is too small to be sampled."""
         ...
 
 
 _native: Engine = native
-_OF_DEVICE = {"cuda": "cuda"}  # name of the engine by type of the device, for devices that the host cannot read
+_OF_DEVICE = {"cuda": "cuda"}  # by device type: name of the engine for devices whose memory the host cannot read
 
 
 @functools.cache
@@ -95,7 +96,7 @@ def _module(name: str) -> Engine | None:
 
 
 def _usable(name: str) -> Engine | str:
-    """Return an engine, or the reason why it cannot be used."""
+    """Return the engine of this name, or the reason why it cannot be used."""
     found = _module(name)
     if found is None:
         return "this version of codec does not have it"
@@ -108,7 +109,7 @@ def engines() -> dict[str, str | None]:
     Returns
     -------
     dict of str to (str or None)
-        Reason by name of the engine; None if the engine can be used.
+        By name of the engine: the reason, or None if the engine can be used.
 
     Examples
     --------
@@ -151,7 +152,7 @@ def device_engine(argument: str, device: str) -> DeviceEngine:
     Parameters
     ----------
     argument, device : str
-        As for :func:`choose`; not host memory.
+        As for :func:`choose`; `device` is not "cpu".
 
     Raises
     ------

@@ -1,9 +1,9 @@
 """Encoding and decoding of single frames by several threads, for every engine that runs on the CPU.
 
 A job opens a frame, processes ranges of blocks in parallel and closes the frame. The C library opens and closes jobs.
-The argument `loops` has the functions that process values: ``codec_encode_scan``, ``codec_encode_blocks``,
-``codec_decode_check``, ``codec_decode_blocks`` and ``codec_reduce_blocks``. It is the C library itself, or an object of
-another engine with functions of these names.
+The functions that process values are attributes of the argument `loops`: ``codec_encode_scan``,
+``codec_encode_blocks``, ``codec_decode_check``, ``codec_decode_blocks`` and ``codec_reduce_blocks``. `loops` is the C
+library itself, or an object of another engine with functions of these names.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ _FIRST = lib.CODEC_VERIFY_FIRST | lib.CODEC_CHECK_ONLY
 def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: int) -> int | None:
     """Encode a tensor into dst and return the size of the frame in bytes.
 
-    Returns None if intermediate regions do not fit into `capacity` bytes. Then nothing but dst was written.
+    Return None if threads need more than `capacity` bytes for their blocks before these are moved together. Then only
+    dst has been written, and the caller can encode with one thread.
     """
     t, context = call.tensor, call.context  # `call` keeps both alive, also for the tasks of other threads
     job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
@@ -49,7 +50,7 @@ def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: 
     nbytes = work_size[0]
     works = [library.new_bytes(nbytes) for _ in range(min(threads, len(ranges)))]
     done = [False] * len(ranges)
-    turn = [(0, plan.regions_at)]  # next range to move and its final offset; empty while a thread moves one
+    turn = [(0, plan.regions_at)]  # next range to move, and its final offset; empty while a thread moves a range
 
     def task(i: int, w: int) -> int:
         status: int = loops.codec_encode_blocks(
@@ -62,7 +63,8 @@ def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: 
     def move() -> None:
         """Move finished ranges to their final offsets.
 
-        The thread that finishes a range moves it: a single pass at the end would take long. One thread moves at a time.
+        Each thread calls this after it has finished a range, because moving all ranges at the end would take longer.
+        Only one thread moves at a time.
         """
         try:
             i, to = turn.pop()
@@ -85,7 +87,7 @@ def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: 
 
 
 def _lay_out(plan: Any, capacity: int, threads: int) -> tuple[Any, list[int]]:
-    """Return ranges of blocks as an array of codec_range, and the end of each range's regions in dst."""
+    """Return ranges of blocks as an array of codec_range, and the end of the memory in dst of each range."""
     room: int = plan.room
     if not plan.nblocks:
         return ffi.new("codec_range[]", 0), []
@@ -98,7 +100,7 @@ def _lay_out(plan: Any, capacity: int, threads: int) -> tuple[Any, list[int]]:
 
 
 def _cut(nblocks: int, threads: int) -> Any:
-    """Return ranges of blocks for threads, as an array of codec_range."""
+    """Divide blocks into ranges for threads, and return them as an array of codec_range."""
     return ffi.new("codec_range[]", pool.ranges(nblocks, threads))
 
 
@@ -108,10 +110,10 @@ def tensor_like(info: Any) -> Any:
 
 
 def decode(loops: Any, call: Call, info: Any, source: Any, nbytes: int, threads: int) -> None:
-    """Decode a frame of several blocks into the call's tensor, as the flags of its context say."""
+    """Decode a frame of several blocks into the call's tensor, or only check it, as the call's flags say."""
     context = call.context
     flags = context.flags
-    context.flags &= ~_FIRST  # the check before writing is a pass of its own here
+    context.flags &= ~_FIRST  # validation before writing is done by a separate pass below
     job, work_nbytes = _open(call, context, info, source, nbytes)
     if flags & _FIRST:
         _pass_over_blocks(loops, call, None, info, source, nbytes, job, work_nbytes, threads)
@@ -122,7 +124,7 @@ def decode(loops: Any, call: Call, info: Any, source: Any, nbytes: int, threads:
 
 
 def _open(call: Call, context: Any, info: Any, source: Any, nbytes: int) -> tuple[Any, int]:
-    """Return an open decoding job, and the size in bytes of the work buffer of one thread."""
+    """Open a decoding job; return it, and the size in bytes of each thread's work buffer."""
     job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
     check(lib.codec_job_nbytes(ffi.addressof(info.spec), tensor_like(info), job_size, work_size))
     job = library.new_bytes(job_size[0])
@@ -133,7 +135,7 @@ def _open(call: Call, context: Any, info: Any, source: Any, nbytes: int) -> tupl
 def _pass_over_blocks(
     loops: Any, call: Call, t: Any, info: Any, source: Any, nbytes: int, job: Any, work_nbytes: int, threads: int
 ) -> None:
-    """Decode all blocks of a job into t, or only check them if t is None. Raise the error of the lowest block."""
+    """Decode all blocks of a job, or only check them if `t` is None. Raise the error of the first invalid block."""
     ranges = _cut(info.nblocks, threads)
     faults = ffi.new("codec_fault[]", len(ranges))
     contexts = _call.copy_contexts(call.context, faults, len(ranges))
@@ -154,12 +156,12 @@ def _pass_over_blocks(
 
 
 def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: int, threads: int) -> bool:
-    """Reduce frames into the call's tensor, block by block. Return False if the blocks of the frames do not match."""
+    """Reduce frames into the call's tensor block by block. Return False if the frames' blocks differ in size."""
     pointers = ffi.new("void *[]", [frame.data for _, frame in read])
     sizes = ffi.new("size_t[]", [frame.nbytes for _, frame in read])
     context, flags = call.context, call.context.flags
     verify = flags & lib.CODEC_VERIFY_FIRST
-    context.flags &= ~lib.CODEC_VERIFY_FIRST  # the check before writing is a pass of its own here
+    context.flags &= ~lib.CODEC_VERIFY_FIRST  # validation before writing is done by a separate pass below
     own = _call.copy_contexts(context, call.fault, 1)
     own[0].into = lib.CODEC_INTO_CODES if op == lib.CODEC_REDUCE_CODES else lib.CODEC_INTO_FLOAT32
     opened: list[tuple[Any, int]] = []
@@ -172,7 +174,7 @@ def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: i
         for info, frame in read:
             opened.append(_open(call, own, info, frame.data, frame.nbytes))
     except CodecError:
-        check_all()  # of several invalid frames, report the first one
+        check_all()  # raises the error of an earlier frame, if one is invalid, too
         raise
     jobs, size = [job for job, _ in opened], max(work_nbytes for _, work_nbytes in opened)
     if verify:

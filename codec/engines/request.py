@@ -1,4 +1,4 @@
-"""Requests: checked arguments of one call, the only input of an engine."""
+"""Requests: the checked arguments of one call, which are the only input of an engine."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,17 +10,17 @@ from codec.specs import BoundSpec, Spec
 from codec.tensors.overlap import check_apart
 from codec.tensors.view import TensorView
 
-# Default limit of a new tensor: the larger of _ALWAYS bytes and _TIMES times the size of its frame.
+# Default upper bound of a new tensor's size: the larger of _ALWAYS bytes and _TIMES times the size of its frame.
 _ALWAYS, _TIMES = 1 << 30, 256
 
 
 class EncodeRequest(NamedTuple):
-    """Tensor to be encoded."""
+    """Arguments of a call that encodes a tensor."""
 
     x: TensorView
     spec: Spec
     out: TensorView | None = None  # uint8, destination of the frame
-    residual: TensorView | None = None  # float32, as many values as x; receives the residual
+    residual: TensorView | None = None  # float32, with as many values as x; destination of the residual
     codebook: CodeLengths | None = None
     segments: bytes | None = None  # array of the C library's codec_segment
     stream: int = 0
@@ -33,7 +33,7 @@ class EncodeRequest(NamedTuple):
 
     @property
     def views(self) -> list[tuple[str, TensorView]]:
-        """Views of all memory that is read or written, by the names of arguments."""
+        """Views of all tensors that are read or written, each with the name of its argument."""
         views = [("x", self.x)]
         if self.out is not None:
             views.append(("out=", self.out))
@@ -44,7 +44,7 @@ class EncodeRequest(NamedTuple):
         return views + self.levels.read if self.levels else views
 
     def check_apart(self) -> None:
-        """Raise ArgumentError if an output overlaps with an input or with the other output."""
+        """Raise ArgumentError if `out` or `residual` overlaps with an input or with each other."""
         state = [(name, v, False) for name, v in self.levels.read] if self.levels else []
         if self.base is not None:
             state.append(("base=", self.base, False))
@@ -56,38 +56,38 @@ class EncodeRequest(NamedTuple):
 
 
 class DecodeRequest(NamedTuple):
-    """Frames to be decoded, added to a tensor, or reduced to one."""
+    """Arguments of a call that decodes a frame, adds it to a tensor, or reduces several frames."""
 
     frames: Sequence[TensorView]
-    out: Any = None  # as given: its view depends on the frame's dtype
+    out: Any = None  # the caller's object: its view depends on the frame's dtype
     like: Any = None
     codebooks: Sequence[CodeLengths] = ()
     max_nbytes: int | None = None
     threads: int | None = None
     bound: BoundSpec | None = None
     verify_first: bool = True  # validate all of the frame before `out` is written
-    head: TensorView | None = None  # copy of the first bytes of the only frame, if that lies on a device
+    head: TensorView | None = None  # host copy of the first bytes of the frame, if that is on a device
     nontemporal: bool = False  # write with non-temporal stores
     check_finite: bool = False  # reject NaN and Inf in the result of a reduction
     check_only: bool = False  # validate, and write nothing
-    base: Any = None  # Delta: as given, since its view depends on the frame's dtype
-    # CUDA, deferred calls: host memory that will hold the received head when the verdict is read. `head` is then the
-    # expected head, which may differ from the received one in the checksum only.
+    base: Any = None  # Delta: the caller's object, since its view depends on the frame's dtype
+    # CUDA, deferred calls: host memory that will contain the received head when the verdict is evaluated. `head` is
+    # then the expected head, which may differ from the received one only in the checksum.
     arriving: TensorView | None = None
-    in_flight: bool = False  # CUDA, deferred calls: the frame may not have been received; the host reads `head` alone
+    in_flight: bool = False  # CUDA, deferred calls: the frame may still be in flight; the host reads only `head`
 
     def limit(self) -> int:
-        """Return the upper bound of the bytes of a new tensor."""
+        """Return the maximum size of a new tensor in bytes."""
         if self.max_nbytes is not None:
             return self.max_nbytes
         return max(_ALWAYS, _TIMES * max(frame.nbytes for frame in self.frames))
 
     def allows(self, nbytes: int) -> bool:
-        """Return True if a tensor may have so many bytes. There is no bound for `out`."""
+        """Return True if the result may have `nbytes` bytes; always True if the request has `out`."""
         return (self.max_nbytes is None and nbytes <= _ALWAYS) or self.out is not None or nbytes <= self.limit()
 
     def check_limit(self, nbytes: int) -> None:
-        """Raise LimitError if a tensor has more bytes than allowed."""
+        """Raise LimitError if the result, of `nbytes` bytes, is larger than allowed."""
         if not self.allows(nbytes):
             raise LimitError(
                 f"the tensor has {nbytes} bytes, more than max_nbytes, {self.limit()}: pass max_nbytes= or out=",
@@ -99,7 +99,7 @@ class DecodeRequest(NamedTuple):
     ) -> None:
         """Raise ArgumentError if `out` shares memory with an input.
 
-        `in_place`: `out` may be the same array as one of the optimizer's state, or as the base.
+        `in_place`: `out` may be identical with an array of the optimizer's state, or with the base.
         """
         others = [("a frame", frame, False) for frame in self.frames]
         if base is not None:

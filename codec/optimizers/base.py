@@ -42,7 +42,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer(ABC):
-    """Base class of optimizers. An instance describes one step, and is compared with no torch object.
+    """Base class of optimizers; an instance describes one step of an optimizer.
 
     Parameters
     ----------

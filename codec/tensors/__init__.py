@@ -1,1 +1,1 @@
-"""Views of the tensors of any library as dtype, shape and address."""
+"""Views that describe a tensor of any library by dtype, shape and address."""

@@ -1,7 +1,7 @@
-"""Memory that other libraries describe by DLPack or by ``__cuda_array_interface__``.
+"""Import of memory that other libraries describe by DLPack or by ``__cuda_array_interface__``.
 
-Descriptions come from objects of any kind, so their numbers are checked here, before an address is read. Whether the
-memory that they describe exists cannot be checked: a producer that names a wrong address crashes the process.
+A description can come from any object, so this module checks its numbers before memory is read. It cannot check that
+the memory exists: a producer that reports a wrong address crashes the process.
 """
 
 import ctypes
@@ -12,13 +12,13 @@ from codec.errors import ArgumentError
 
 _MAX_NBYTES = (1 << 63) - 1  # maximum bytes of a tensor, and of the memory that its strides span
 _MAX_ADDRESS = (1 << 63) - 1  # highest address that a process can have
-_MAX_RANK = 64  # numpy's maximum number of dimensions; codec.tensors.view checks the lower limit of encoding
+_MAX_RANK = 64  # numpy's maximum number of dimensions; codec.tensors.view checks the maximum for encoding, 8
 
 
 class Exported(NamedTuple):
-    """Memory of another library, on the host or on a device."""
+    """Tensor of another library, in host memory or on a device."""
 
-    dtype: str  # name of the dtype, or its description if there is no codec for it
+    dtype: str  # name of the dtype, or a description if this library has no such dtype
     itemsize: int
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None  # in bytes; None: C-contiguous
@@ -30,18 +30,18 @@ class Exported(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all items."""
+        """Size of all items in bytes."""
         return self.itemsize * math.prod(self.shape)
 
     @property
     def reach(self) -> int:
-        """Bytes from the lowest to the highest address that items take."""
+        """Number of bytes from the first byte of the lowest item to the last byte of the highest one."""
         steps = zip(self.shape, self.strides or (), strict=False)
         return self.itemsize + sum((n - 1) * abs(stride) for n, stride in steps) if self.nbytes else 0
 
 
 class DLTensor(ctypes.Structure):
-    """DLTensor of DLPack, with which a capsule begins."""
+    """DLPack's struct DLTensor, the first field of an unversioned capsule's struct."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -58,7 +58,7 @@ class DLTensor(ctypes.Structure):
 
 
 class _VersionedHead(ctypes.Structure):
-    """Part of a DLManagedTensorVersioned that precedes its DLTensor."""
+    """Fields of DLPack's struct DLManagedTensorVersioned before its DLTensor."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -70,7 +70,7 @@ class _VersionedHead(ctypes.Structure):
 
 
 _VERSION = (1, 0)
-_READ_ONLY = 1  # flag
+_READ_ONLY = 1  # bit of `flags`: DLPACK_FLAG_BITMASK_READ_ONLY
 _get_name = ctypes.pythonapi.PyCapsule_GetName
 _get_name.restype = ctypes.c_char_p
 _get_name.argtypes = (ctypes.py_object,)
@@ -82,11 +82,11 @@ _CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
 _FLOAT8 = {10: "e4m3fn", 11: "e4m3fnuz", 12: "e5m2", 13: "e5m2fnuz", 14: "e8m0fnu"}
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 11: "cpu", 13: "cuda",
             14: "oneapi", 15: "webgpu", 16: "hexagon", 17: "maia"}  # fmt: skip
-_LEGACY_STREAM = 1  # legacy default stream of CUDA, as DLPack numbers streams
+_LEGACY_STREAM = 1  # DLPack's number for CUDA's legacy default stream
 
 
 def device_name(device: Any) -> str:
-    """Return torch's name of a device that ``__dlpack_device__`` returned; "cpu" for all memory of the host.
+    """Convert the result of ``__dlpack_device__`` to torch's name of the device; "cpu" for all host memory.
 
     Raises
     ------
@@ -111,12 +111,12 @@ def _dtype_name(code: int, bits: int, lanes: int) -> str:
 
 
 def from_dlpack(x: Any) -> Exported:
-    """Return the memory that a DLPack capsule of x describes.
+    """Export x by DLPack, and return the checked description of its memory.
 
     Raises
     ------
     ArgumentError
-        x does not export a DLPack capsule, or the capsule describes no memory that can exist.
+        x does not export a DLPack capsule, or the capsule's numbers are impossible.
     """
     capsule = _capsule_of(x)
     t, readonly = _tensor_in(capsule)
@@ -137,8 +137,8 @@ def from_dlpack(x: Any) -> Exported:
 def _capsule_of(x: Any) -> Any:
     """Return the DLPack capsule of x, in the newest version that both x and this module support.
 
-    Values on a GPU are ready for the legacy default stream, which the producer is asked to synchronize with: without
-    the argument some producers do not wait for their own stream.
+    For memory on a GPU, the argument ``stream`` asks the producer to synchronize with the legacy default stream, so
+    that work on that stream sees the values. Without the argument, some producers do not wait for their own stream.
     """
     stream = {"stream": _LEGACY_STREAM} if device_of(x).startswith("cuda") else {}
     try:
@@ -163,12 +163,12 @@ def _tensor_in(capsule: Any) -> tuple[DLTensor, bool]:
 
 
 def from_cuda_array_interface(x: Any) -> Exported:
-    """Return the memory that the ``__cuda_array_interface__`` of x describes.
+    """Return the checked description of the memory in the ``__cuda_array_interface__`` of x.
 
     Raises
     ------
     ArgumentError
-        The interface lacks an entry, has an entry of another type, or describes no memory that can exist.
+        The interface lacks an entry, has an entry of another type, or its numbers are impossible.
     """
     said: Any = x.__cuda_array_interface__
     try:
@@ -181,7 +181,7 @@ def from_cuda_array_interface(x: Any) -> Exported:
         strides = None if strides is None else _whole_numbers(strides)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as e:
         raise ArgumentError(f"__cuda_array_interface__ of {type(x).__name__} cannot be read: {e!r}") from None
-    # the interface does not say on which of several devices the memory is
+    # the interface does not contain the index of the device, so the name is "cuda" without an index
     return _checked(Exported(name, itemsize, shape, strides, address, "cuda", stream, bool(readonly), x))
 
 
@@ -190,7 +190,7 @@ def _whole_numbers(numbers: Any) -> tuple[int, ...]:
 
 
 def _typestr_name(typestr: str) -> tuple[str, int]:
-    """Return the name of the dtype that a typestr such as "<f4" means, or the typestr itself, and its itemsize."""
+    """Return the dtype's name for a typestr such as "<f4" (the typestr itself if there is none), and the itemsize."""
     order, kind, itemsize = typestr[0], typestr[1], int(typestr[2:])
     if order == ">" and itemsize > 1:
         raise ArgumentError(f"values of type {typestr} cannot be encoded: they are big-endian")
@@ -201,7 +201,7 @@ def _typestr_name(typestr: str) -> tuple[str, int]:
 
 
 def _checked(e: Exported) -> Exported:
-    """Return `e` if its numbers describe memory that can exist, and raise ArgumentError otherwise."""
+    """Return `e`; raise ArgumentError if its shape, strides or address are impossible."""
     if e.itemsize < 1 or any(n < 0 for n in e.shape):
         raise ArgumentError(f"a tensor of shape {e.shape} with {e.itemsize} bytes an item cannot be encoded")
     if e.strides is not None and len(e.strides) != len(e.shape):
@@ -226,7 +226,7 @@ def device_of(x: Any) -> str:
 
 
 def is_contiguous(e: Exported) -> bool:
-    """Return True if items are C-contiguous."""
+    """Return True if the tensor's items are C-contiguous."""
     if e.strides is None or 0 in e.shape:
         return True
     expected = e.itemsize

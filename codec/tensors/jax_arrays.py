@@ -1,4 +1,4 @@
-"""Results as arrays of JAX, which cannot be written to: values are decoded into numpy arrays first."""
+"""Conversion of results to JAX arrays. These are immutable, so values are first decoded into numpy arrays."""
 
 import sys
 from typing import Any
@@ -9,14 +9,14 @@ from codec.errors import ArgumentError
 
 
 def of_kind(x: Any, like: Any) -> Any:
-    """Return a new numpy array as a JAX array on the device of `like`, if `like` is one; any other tensor unchanged.
+    """Convert `x`, a new numpy array, to a JAX array on the device of `like`, if `like` is a JAX array.
 
-    On a CPU the array is not copied, if JAX can use its memory.
+    Any other `x` is returned unchanged. On a CPU, the array is not copied if JAX can use its memory.
 
     Raises
     ------
     ArgumentError
-        JAX has no values of 64 bits, because ``jax_enable_x64`` is not set.
+        The array has 64-bit values, which JAX would convert to 32 bits because ``jax_enable_x64`` is not set.
     """
     jax: Any = sys.modules.get("jax")
     if jax is None or type(x) is not np.ndarray or not isinstance(like, getattr(jax, "Array", ())):

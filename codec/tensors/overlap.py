@@ -1,4 +1,4 @@
-"""Checks that outputs share no memory with inputs or other outputs."""
+"""Checks that the outputs of a call share no memory with inputs or other outputs."""
 
 import bisect
 import itertools
@@ -9,7 +9,7 @@ from codec.tensors.view import TensorView
 
 
 def check_apart(name: str, written: TensorView, others: Iterable[tuple[str, TensorView, bool]]) -> None:
-    """Raise ArgumentError if a tensor that will be written shares memory with others.
+    """Raise ArgumentError if a tensor that will be written shares memory with another tensor.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def check_apart(name: str, written: TensorView, others: Iterable[tuple[str, Tens
 def check_all_apart(
     name: str, written: Iterable[tuple[int, TensorView]], read: Iterable[tuple[int, TensorView]]
 ) -> None:
-    """Raise ArgumentError if one of many outputs shares memory with another output, or with an input of another item.
+    """Raise ArgumentError if an output of a batch shares memory with another output or another item's input.
 
     Parameters
     ----------

@@ -17,13 +17,13 @@ _OF_RANK = [struct.Struct(f"QII{rank}Q{8 * (8 - rank)}x").pack for rank in range
 
 
 def segments(tensors: Any) -> Segments:
-    """Return the offsets and shapes of tensors in a flat bucket that holds them one after the other, for :func:`view`.
+    """Return the offsets and shapes of tensors that are concatenated in a flat bucket, for :func:`view`.
 
     Parameters
     ----------
     tensors : iterable of tensors or shapes, mapping of them, or torch.nn.Module
-        Tensors in the order of the bucket; a shape is a tuple or list of ints. Scalars have the shape (). A module
-        stands for its parameters.
+        Tensors, or their shapes, in the order of the bucket. A shape is a tuple or list of ints, () for a scalar. For a
+        module, its parameters are used.
 
     Returns
     -------
@@ -59,7 +59,7 @@ def segments(tensors: Any) -> Segments:
 
 
 def names_of(mapping: Mapping[Any, Any]) -> tuple[str, ...]:
-    """Return the names of parameters, the keys of a mapping; raise ArgumentError if one is no string."""
+    """Return the keys of a mapping, the parameters' names; raise ArgumentError if a key is not a str."""
     names = tuple(mapping)
     if wrong := [name for name in names if type(name) is not str]:
         raise ArgumentError(f"a mapping of segments has names as keys, not {shown(wrong[0])}: pass its values instead")
@@ -67,11 +67,11 @@ def names_of(mapping: Mapping[Any, Any]) -> tuple[str, ...]:
 
 
 class Records(bytes):
-    """Checked segments as an array of the C library's codec_segment, made once for a bucket."""
+    """Checked segments of a bucket, packed as an array of the C library's codec_segment."""
 
 
 def pack(pairs: Any) -> Records:
-    """Return an iterable of pairs (offset, shape) as records; Records are returned unchanged."""
+    """Pack an iterable of pairs (offset, shape) as Records; return Records unchanged."""
     if type(pairs) is Records:
         return pairs
     try:
@@ -101,5 +101,5 @@ def _packed(items: tuple[Any, ...]) -> Records:
 
 @functools.lru_cache(256)
 def unpack(records: Records) -> Segments:
-    """Return the pairs of records. The list is cached: do not change it."""
+    """Return the (offset, shape) pairs of packed records. The list is cached: do not modify it."""
     return [(offset, tuple(shape[:rank])) for offset, rank, _, *shape in struct.iter_unpack(_RECORD, records)]

@@ -1,7 +1,7 @@
-"""Views of tensors of any library as dtype, shape and address, and allocation of new tensors.
+"""Views that describe a tensor of any library by dtype, shape and address, and allocation of new tensors.
 
 This module imports no tensor library except numpy. It finds torch and CuPy in sys.modules if the caller has imported
-them. A view may describe memory on a device: engines check that they can read it.
+them. A view may describe memory on a device; engines check that they can read the device.
 
 One file: views of inputs and of outputs follow the same rules for each library.
 """
@@ -48,7 +48,7 @@ class TensorView(NamedTuple):
         return int(ffi.cast(_UINTPTR, self.data))
 
     def first(self, nbytes: int) -> "TensorView":
-        """Return the first bytes of a view of bytes, at most nbytes."""
+        """Return a view of the first `nbytes` bytes, or of all if there are fewer; this view must be one of bytes."""
         n = min(self.nbytes, nbytes)
         return self._replace(shape=(n,), nbytes=n)
 
@@ -63,7 +63,7 @@ def _check_rank(rank: int) -> None:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the library's name of a dtype.
+    """Return this library's name of a dtype.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def _find_name(dtype: Any) -> str | None:
-    """Return the library's name of a dtype, or None if there is none."""
+    """Return this library's name of a dtype, or None if there is none."""
     try:
         if (name := _by_dtype.get(dtype)) is not None:
             return name
@@ -100,21 +100,21 @@ def _find_name(dtype: Any) -> str | None:
 
 
 def _name_for(own: Any, itemsize: int, wanted: str | None) -> str:
-    """Return the name of the dtype that a tensor's items are read as.
+    """Return the name of the dtype as which a tensor's items are read.
 
     Parameters
     ----------
     own : dtype
-        The tensor's own dtype. It counts only if `wanted` is None.
+        The tensor's own dtype, which is used if `wanted` is None.
     itemsize : int
-        Bytes of an item, which must be those of `wanted`.
+        Bytes per item; must equal the itemsize of `wanted`.
     wanted : str or None
-        The dtype that the user asked for.
+        Dtype that the user requested.
 
     Raises
     ------
     ArgumentError
-        The sizes differ, or `wanted` is None and `own` cannot be encoded.
+        The itemsizes differ, or `wanted` is None and `own` cannot be encoded.
     """
     if wanted is None:
         if (name := _find_name(own)) is None:
@@ -196,7 +196,7 @@ def _from_torch(x: Any, wanted: str | None = None) -> TensorView:
 
 
 def check_storage(x: Any, device: str) -> None:
-    """Raise ArgumentError if the storage is smaller than shape and strides need. Torch does not check this."""
+    """Raise ArgumentError if a tensor's shape and strides exceed its storage, which torch does not check."""
     try:
         storage = x.untyped_storage()
         there = storage.nbytes() if storage.device.type == device else -1
@@ -226,7 +226,7 @@ def is_cupy(x: object) -> TypeGuard[Any]:
 
 
 def _from_cupy(x: Any, wanted: str | None = None) -> TensorView:
-    """Return a view of a CuPy array on CuPy's current stream. DLPack would export it for the default stream."""
+    """Return a view of a CuPy array for CuPy's current stream; DLPack would export it for the default stream."""
     cupy: Any = sys.modules["cupy"]
     name = _name_for(x.dtype, x.dtype.itemsize, wanted)
     _check_rank(x.ndim)
@@ -237,7 +237,7 @@ def _from_cupy(x: Any, wanted: str | None = None) -> TensorView:
 
 
 def mark_written(out: Any) -> None:
-    """Increment autograd's version counter of a torch tensor whose values were overwritten."""
+    """Increment autograd's version counter of a tensor that was overwritten, if it is a torch tensor."""
     if type(out) is not np.ndarray and is_torch(out):
         sys.modules["torch"].autograd.graph.increment_version(out)
 
@@ -251,7 +251,7 @@ def _from_exported(e: Exported, wanted: str | None = None) -> TensorView:
         return TensorView(name, e.shape, _pointer(e.address), e.nbytes, e.owner, e.device, e.stream)
     if e.device != "cpu":
         raise ArgumentError(f"a tensor on {e.device} is not contiguous: make it contiguous first")
-    # a numpy array of unsigned integers over the memory from the first item to the last one
+    # view the memory as a strided numpy array of unsigned integers; _from_numpy then copies it to be contiguous
     memory: Any = (c_uint8 * e.reach).from_address(e.address)
     bits = np.lib.stride_tricks.as_strided(np.frombuffer(memory, _UINT[e.itemsize], 1), e.shape, e.strides)
     v = _from_numpy(bits)
@@ -259,20 +259,20 @@ def _from_exported(e: Exported, wanted: str | None = None) -> TensorView:
 
 
 def view(x: Any, dtype: Any = None) -> TensorView:
-    """Return a view of x as a C-contiguous tensor. x is copied only if it is not contiguous.
+    """Return a view of x as a C-contiguous tensor; x is copied only if it is not contiguous.
 
     Parameters
     ----------
     x : array, tensor or buffer
         An object with a buffer, ``__array_interface__``, DLPack or ``__cuda_array_interface__``.
     dtype : str, type or dtype, optional
-        Take the bits of x as values of this dtype. Of x's own dtype only the size of an item counts, which must be
-        that of `dtype`: complex64 can be taken as uint64, for example.
+        Read the bits of x as values of this dtype, which must have the itemsize of x's own dtype: complex64 can be read
+        as uint64, for example.
 
     Raises
     ------
     ArgumentError
-        x is not a tensor, has a dtype or rank that cannot be encoded, or items of another size than `dtype`.
+        x is not a tensor, has a dtype or rank that cannot be encoded, or has another itemsize than `dtype`.
     """
     wanted = dtype if dtype is None or (type(dtype) is str and dtype in DTYPES) else dtype_name(dtype)
     if type(x) is np.ndarray:
@@ -317,8 +317,8 @@ def _hint(x: object) -> str:
 def view_bytes(frame: Any) -> TensorView:
     """Return a view of a frame as bytes."""
     if type(frame) is memoryview and frame.nbytes and frame.c_contiguous:
-        # an array in place of the memoryview: CPython crashes if the garbage collector clears a memoryview whose buffer
-        # is in use, for example after an error whose traceback refers to itself
+        # use an array instead of the memoryview: CPython crashes if the garbage collector clears a memoryview whose
+        # buffer is in use, for example after an error whose traceback refers to itself
         frame = np.frombuffer(frame, np.uint8)
     elif type(frame) is not bytes:
         v = view(frame)
@@ -329,7 +329,7 @@ def view_bytes(frame: Any) -> TensorView:
 
 
 def view_base(base: Any, dtype: str) -> TensorView:
-    """Return a view of the base of a tensor of `dtype`; unsigned integers of that size are taken as its bits."""
+    """Return a view of the base of a tensor of `dtype`; unsigned integers of that itemsize are read as its bits."""
     v = view(base)
     takes_bits = v.dtype in ("uint8", "uint16", "uint32", "uint64") and ITEMSIZE[v.dtype] == ITEMSIZE[dtype]
     return view(base, dtype) if takes_bits and v.dtype != dtype else v
@@ -343,10 +343,10 @@ def view_output(out: Any, dtype: str | None = None, name: str = "out=") -> Tenso
     out : array or tensor
         Contiguous and writable.
     dtype : str, optional
-        Dtype of the values to be written. An `out` of unsigned integers, or of a dtype that cannot be encoded, such as
-        complex64, takes their bits if its items are as large.
+        Dtype of the values to be written. If `out` has unsigned integers, or a dtype that cannot be encoded such as
+        complex64, of the same itemsize, the values' bits are written to it.
     name : str
-        The argument, for messages.
+        Name of the argument, for messages.
 
     Raises
     ------
@@ -381,23 +381,23 @@ def view_output(out: Any, dtype: str | None = None, name: str = "out=") -> Tenso
 
 
 def with_bits(v: TensorView, dtype: str) -> TensorView:
-    """Return the view of an output that takes values of a dtype: of the same memory if it has unsigned integers."""
+    """Return a view of an output with dtype `dtype` if it has unsigned integers of that size; else `v` unchanged."""
     takes_bits = v.dtype != dtype and v.dtype == f"uint{8 * ITEMSIZE[dtype]}"
     return v._replace(dtype=dtype) if takes_bits else v
 
 
 def _wanted(own: Any, dtype: str | None) -> str | None:
-    """Return `dtype` if an output's own dtype cannot be encoded, so that it can only take bits; None otherwise."""
+    """Return `dtype` if an output's own dtype cannot be encoded, so that only bits can be written to it; else None."""
     return dtype if dtype is not None and _find_name(own) is None else None
 
 
 def kind_of(x: object) -> str:
-    """Return the type of an argument that has a wrong type, for a message."""
+    """Return the type of an argument as text, for a message about a wrong type."""
     return f"the class {x.__name__}" if isinstance(x, type) else type(x).__name__
 
 
 def _from_own(array: Array, argument: str, dtype: str | None) -> TensorView:
-    """Return a view of an array's own memory, never of a copy. `argument` and `dtype` are those of view_output."""
+    """Return a view of an array's own memory, never of a copy. `argument`, `dtype`: `name`, `dtype` of view_output."""
     name = _by_dtype.get(array.dtype)
     if name is not None and array.ndim <= _MAX_RANK:
         try:
@@ -417,7 +417,7 @@ def _from_own(array: Array, argument: str, dtype: str | None) -> TensorView:
 
 
 def on_host(name: str, v: TensorView, who: str = "this") -> TensorView:
-    """Return a view if it is in host memory.
+    """Return a view that is in host memory; raise EngineError for one on a device.
 
     Parameters
     ----------
@@ -426,7 +426,7 @@ def on_host(name: str, v: TensorView, who: str = "this") -> TensorView:
     v : TensorView
         View of the argument.
     who : str
-        Reader of the argument, such as "the native engine", for messages.
+        Component that reads the argument, such as "the native engine", for messages.
 
     Raises
     ------
@@ -439,7 +439,7 @@ def on_host(name: str, v: TensorView, who: str = "this") -> TensorView:
 
 
 def fetch(name: str, v: TensorView, nbytes: int | None = None) -> TensorView:
-    """Return a view of bytes in host memory. Bytes on a device are copied, all or the first nbytes.
+    """Return a tensor in host memory; from a device, copy all bytes, or the first `nbytes`, as a view of bytes.
 
     Raises
     ------
@@ -458,7 +458,7 @@ def fetch(name: str, v: TensorView, nbytes: int | None = None) -> TensorView:
 
 
 def refusal(name: str, device: str, who: str) -> str:
-    """Return the message that the host cannot read memory of a device, with advice."""
+    """Return the message for an argument on a device that `who` cannot read, with advice."""
     if device == "meta":
         return f"{name} is on meta, where tensors have no values"
     return f"{name} is on {device}, which {who} cannot read: copy it to host memory first, such as by .cpu()"
@@ -484,9 +484,9 @@ def _check_kind(like: Any) -> None:
 
 
 def empty(dtype: str, shape: tuple[int, ...], like: Any = None) -> tuple[Any, TensorView]:
-    """Allocate a tensor in host memory to decode into, of the kind of `like`. Return it with its view.
+    """Allocate a tensor in host memory to decode into, and return it with its view.
 
-    `like`: array or tensor; None: allocate a numpy array.
+    It has the type of `like`, an array or tensor; None: a numpy array.
     """
     if like is None and (known := _NUMPY.get(dtype)) is not None:
         array = np.empty(shape, known)

@@ -1,4 +1,4 @@
-"""Tensors reinterpreted as another dtype, or as a flat bucket of parameters."""
+"""Wrapper of a tensor that is encoded as another dtype, or as a flat bucket of parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from codec.tensors.view import dtype_name
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """Tensor with the dtype and segments to read it with, made by :func:`view`."""
+    """Tensor, with the dtype and segments as which it is encoded, made by :func:`view`."""
 
     tensor: Any
     dtype: str | None = None
@@ -20,34 +20,35 @@ class View:
 
 
 def view(tensor: Any, dtype: Any = None, segments: Any = None) -> View:
-    """Read a tensor's memory as another dtype, or as a flat bucket of parameters with shapes.
+    """Interpret a tensor as another dtype, or as a flat bucket of parameters with shapes.
 
-    Nothing is copied. The result can be given wherever a tensor to encode or to reduce is expected.
+    Nothing is copied. The result is accepted wherever a tensor to encode or to reduce is.
 
     Parameters
     ----------
     tensor : array, tensor or buffer
-        Any tensor that :func:`encode` takes, and arrays of dtypes that :func:`encode` does not know.
+        Any tensor that :func:`encode` accepts, or an array of a dtype that :func:`encode` does not accept.
     dtype : str, type or dtype, optional
-        Dtype of the values, such as ``"bfloat16"`` for an array of uint16, or ``"uint64"`` for one of complex64. Only
-        the itemsize of the tensor's own dtype counts, which must be that of `dtype`. Default: the tensor's own.
+        Dtype as which the bits are read, such as ``"bfloat16"`` for an array of uint16, or ``"uint64"`` for one of
+        complex64. It must have the itemsize of the tensor's own dtype, which is the default.
     segments : mapping, torch.nn.Module, or iterable of (int, tuple of int), optional
-        Parameters inside a flat bucket. A mapping from names to shapes or tensors, in the order of the bucket without
-        gaps, or a module, which stands for its parameters; error feedback keeps residuals by these names. Or pairs of
-        an offset, in values, and a shape, ascending; :func:`segments` makes them. Scales of lossy codecs then follow
-        the rows of each parameter, and lossless models those of each parameter of 8,192 values or more. Values outside
-        all segments are encoded as a vector. Frames of thousands of tiny parameters have a limit (``encoder.md``,
-        section 7.1), beyond which those share scales. Default: the tensor's own shape.
+        Parameters inside a flat bucket: a mapping from names to shapes or tensors, in the order of the bucket and
+        without gaps; a module, whose parameters are used; or ascending pairs of an offset, in values, and a shape, as
+        :func:`segments` returns them. Error feedback stores residuals under the names, if there are names. With
+        segments, the groups of lossy codecs follow the rows of each parameter, and so do the scale models of lossless
+        frames for each parameter of 8,192 values or more. Values outside all segments are encoded as a vector. The
+        number of segments with their own scales is limited (``encoder.md``, section 7.1): tiny parameters beyond the
+        limit share scales. Default: the tensor's own shape.
 
     Returns
     -------
     View
-        Immutable. Its ``tensor`` is the tensor itself.
+        Immutable object, whose attribute ``tensor`` is the given tensor.
 
     Raises
     ------
     ArgumentError
-        `dtype` cannot be encoded, or `segments` are none of these.
+        `dtype` cannot be encoded, or `segments` has another type.
 
     Examples
     --------

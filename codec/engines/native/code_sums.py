@@ -1,4 +1,4 @@
-"""Integer sums of the codes of Ternary frames by the native engine."""
+"""The native engine's integer sums of the codes of Ternary frames."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +16,16 @@ from codec.errors import ArgumentError, CodecError
 from codec.inspection import check_frame
 from codec.tensors.view import TensorView, empty
 
-# Maximum number of frames whose sum the dtype can hold for any codes.
+# By dtype of the sums: maximum number of frames for which no sum of codes overflows.
 _MOST = {"int8": 127, "int16": 32_767, "int32": 2_147_483_647}
 _ADVICE = ": encode with Ternary(scale=...), equal in all frames"
 
 
 def sum_codes(r: DecodeRequest, make: ReduceInto | None = None) -> tuple[Any, float]:
-    """Return the sums of the codes of Ternary frames, in a new tensor of the kind of `like`, and their scale.
+    """Return the sums of the codes of Ternary frames, in a new tensor of the type of `like`, and their scale.
 
-    `make`: function of another engine that adds the codes; None: that of the C library. The error of a frame has its
-    index as `item`.
+    `make` is another engine's function that adds the codes; None: use the C library. The `item` of an error is the
+    index of the frame.
     """
     read = [(_at(i, read_whole, frame), frame) for i, frame in enumerate(r.frames)]
     first = read[0][0]
@@ -49,7 +49,7 @@ def sum_codes(r: DecodeRequest, make: ReduceInto | None = None) -> tuple[Any, fl
 
 
 def _at(i: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Return function(*args). Add the index of a frame to its CodecError."""
+    """Return function(*args). If it raises a CodecError, add `i`, the index of the frame, to it."""
     try:
         return function(*args)
     except CodecError as e:
@@ -77,9 +77,9 @@ def _check_codes_add_up(info: Any, first: Any) -> None:
 
 
 def _check_values(r: DecodeRequest, info: Any, frame: TensorView) -> None:
-    """Raise the error of a damaged frame. Codes are not checked if the frame's tensor would exceed the size limit."""
+    """Raise an error if a frame is damaged. Codes are not checked if the frame's tensor exceeds the size limit."""
     check_frame(frame)
     if info.spec.codec == lib.CODEC_TERNARY and r.allows(info.tensor_nbytes):
-        # memory for the bits of values, which is only reserved: nothing is written
+        # nothing is written to this array, so the operating system does not allocate its pages
         bits = np.empty(_shape(info), f"u{ITEMSIZE[DTYPE_NAMES[info.dtype]]}")
         decode(r._replace(frames=(frame,), out=bits, check_only=True))

@@ -1,4 +1,4 @@
-"""Decoding by the native engine, with one thread or several."""
+"""The native engine's decoder, for one thread or several."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,16 +28,16 @@ _MAX_HEADER: int = lib.CODEC_HEADER_NBYTES  # bytes of a frame that are read bef
 _BOMB, _SMALL = 4, 1 << 20
 
 
-# View of the destination, the destination as the caller gets it, the source of levels, and True if the frame is
+# View of the destination, the object to return to the caller, the source of levels, and True if the frame must be
 # validated before the destination is written.
 Prepared = tuple[TensorView, Any, LevelSource | None, bool]
 DecodePrepared = Callable[[Call, DecodeRequest, TensorView, LevelSource | None, int | None], None]
 
 
 def decode(r: DecodeRequest, make: DecodePrepared | None = None) -> Any:
-    """Return the tensor of a frame: the request's `out`, or a new tensor of the kind of its `like`.
+    """Decode a frame; return the request's `out`, or a new tensor of the type of its `like`.
 
-    `make`: function of another engine that decodes the values; None: that of the C library.
+    `make` is another engine's function that decodes the values; None: use the C library.
     """
     call = _call.take()
     v, result, levels, verify = prepare(call, r)
@@ -77,19 +77,19 @@ def prepare(call: Call, r: DecodeRequest) -> Prepared:
 
 
 def is_bounded(info: Any, r: DecodeRequest) -> bool:
-    """Return True if the tensor has the size of a base that the caller has, and the request sets no limit."""
+    """Return True if the result needs no size limit: it is as large as the base, and the request sets no limit."""
     return info.spec.codec == _DELTA and r.base is not None and r.max_nbytes is None
 
 
 def base_of(r: DecodeRequest, dtype: str) -> TensorView | None:
-    """Return the view of the base of a frame of Delta; None for other frames, and without a base."""
+    """Return the view of the request's base if the frame is one of Delta; None otherwise, or without a base."""
     if r.base is None or r.frames[0].device != "cpu" or ffi.cast("uint8_t *", r.frames[0].data)[_CODEC_AT] != _DELTA:
         return None
     return on_host("base=", view_base(r.base, dtype), ME)
 
 
 def check_base(r: DecodeRequest, frame: TensorView, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise an error if the base is missing, or has another dtype or shape. Errors of a damaged frame come first."""
+    """Raise an error if the base is missing, or has another dtype or shape; FrameError if the frame is damaged, too."""
     base = None if r.base is None else view_base(r.base, dtype)
     if base is not None and base[:2] == (dtype, shape):
         return
@@ -104,12 +104,12 @@ def check_base(r: DecodeRequest, frame: TensorView, dtype: str, shape: tuple[int
 
 
 def is_bomb(info: Any) -> bool:
-    """Return True if the tensor is so much larger than its frame that the frame is validated before it is decoded."""
+    """Return True if the tensor is so much larger than its frame that the frame must be validated first."""
     return info.tensor_nbytes > _BOMB * info.frame_nbytes + _SMALL
 
 
 def refuse(call: Call, r: DecodeRequest, frame: TensorView, like: TensorView) -> None:
-    """Raise the error of a frame that is truncated, has trailing bytes or exceeds the size limit, before allocation."""
+    """Raise the error of a frame that is truncated, has trailing bytes or exceeds the size limit."""
     tensor_nbytes: int = call.info.tensor_nbytes
     call.context.max_nbytes = most = 0 if r.out is not None else r.limit()
     if most or r.out is not None:  # in the C library, 0 means no limit
@@ -119,7 +119,7 @@ def refuse(call: Call, r: DecodeRequest, frame: TensorView, like: TensorView) ->
 
 
 def _level_source(info: Any, bound: BoundSpec, frame: TensorView) -> LevelSource:
-    """Return the source of levels in host memory; an error in the frame is reported before one in the bound spec."""
+    """Return the source of levels in host memory; if the bound spec is wrong, report a damaged frame first."""
     try:
         m = level_source(bound, info.n)
     except (ArgumentError, StateError):
@@ -133,7 +133,7 @@ def _level_source(info: Any, bound: BoundSpec, frame: TensorView) -> LevelSource
 def decode_prepared(
     call: Call, r: DecodeRequest, v: TensorView, levels: LevelSource | None, threads: int | None
 ) -> None:
-    """Decode a frame into v: validate, write or add its values, as the call's context says."""
+    """Decode a frame into `v`: validate, store or add its values, as the call's context says."""
     frame = r.frames[0]
     call.keep = call.keep, r, v
     if levels is not None:
@@ -166,7 +166,7 @@ def _decode_large(call: Call, frame: TensorView, threads: int) -> None:
 
 
 def read_whole(frame: TensorView) -> Any:
-    """Return the header (codec_info) of a frame that takes all of the bytes."""
+    """Return the header (codec_info) of a frame in host memory; raise FrameError unless it has exactly these bytes."""
     info = read_header(on_host("a frame", frame, ME))
     check_whole(info, frame)
     return info
@@ -181,7 +181,7 @@ def check_whole(info: Any, frame: TensorView) -> None:
 
 
 def accumulate(r: DecodeRequest, weight: float, make: DecodePrepared | None = None) -> None:
-    """Add `weight` times the values of a frame to the request's `out`. `make`: as for decode."""
+    """Add `weight` times the values of a frame to the request's `out`. `make`: as for :func:`decode`."""
     frame = r.frames[0]
     info = read_whole(frame)
     m = _level_source(info, r.bound, frame) if r.bound is not None else None

@@ -1,4 +1,4 @@
-"""Encoding by the native engine, with one thread or several."""
+"""The native engine's encoder, for one thread or several."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,9 +25,9 @@ EncodeFilled = Callable[[Call, Any, EncodeRequest, int | None], bytes | memoryvi
 
 
 def encode(r: EncodeRequest, make: EncodeFilled | None = None) -> bytes | memoryview:
-    """Return a frame as new bytes, or as a memoryview of the part of the request's `out` that it takes.
+    """Return a frame as new bytes, or as a memoryview of the first bytes of the request's `out`.
 
-    `make`: function of another engine that encodes the values; None: that of the C library.
+    `make` is another engine's function that encodes the values; None: use the C library.
     """
     x, out = r.x, r.out
     here = x.device == "cpu" and (out is None or out.device == "cpu")
@@ -62,7 +62,7 @@ def fill_context(call: Call, r: EncodeRequest) -> None:
 
 
 def check_host(r: EncodeRequest) -> None:
-    """Raise EngineError if an array of the request is on a device."""
+    """Raise EngineError if a tensor of the request is on a device."""
     for name, v in r.views:
         if v.device != "cpu":
             on_host(name, v, ME)
@@ -80,7 +80,7 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
         if status == 0:
             n = call.size[0]
             return call.frame_bytes[:n] if out is None else frame_in(out, n)
-        if status != _SHORT_OUTPUT:  # a frame of rows of one value may be larger than the tensor
+        if status != _SHORT_OUTPUT:  # with rows of one value, a frame may be larger than its tensor and the buffer
             check(status)
         return _encode_large(call, s, r, 1)
     except ArgumentError as e:
@@ -90,7 +90,7 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
 
 
 def frame_in(out: TensorView, n: int) -> memoryview:
-    """Return the first n bytes of `out` as a read-only memoryview, which can be used as a bytes object can."""
+    """Return the first n bytes of `out` as a read-only, one-dimensional memoryview of bytes."""
     owner: Any = out.owner
     array: Any = owner if type(owner) is np.ndarray else np.asarray(owner)
     memory = memoryview(array)  # pyright: ignore[reportArgumentType] - a cast would be a call

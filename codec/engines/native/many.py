@@ -1,4 +1,4 @@
-"""Batches of tensors or frames: small ones are distributed over threads, large ones are divided into blocks."""
+"""Batches: small tensors and frames are distributed over threads; all threads share the blocks of each large one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,10 @@ Destination = tuple[TensorView, LevelSource | None, TensorView | None]  # view, 
 
 
 def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_filled) -> list[Any]:
-    """Return the frames of requests, all with the first one's `threads`; an error's item is the index of the first."""
+    """Return the frames of requests; the first request's `threads` applies to all.
+
+    An error's `item` is the lowest index of a request that failed.
+    """
     last: Any = None
     for i, r in enumerate(requests):
         if r.x.device != "cpu" or r.levels is not None or r.base is not None:
@@ -45,9 +48,9 @@ def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_f
 
 
 def decode_many(requests: Sequence[DecodeRequest], make: DecodePrepared = decode_prepared) -> list[Any]:
-    """Return one tensor for each request. Requests may differ by frame, `out` and state only.
+    """Return one tensor for each request. Requests may differ only in frame, `out`, base and bound spec.
 
-    `CodecError.item` is the lowest index whose request failed.
+    An error's `item` is the lowest index of a request that failed.
     """
     call = _call.take()
     prepared = [at_item(i, prepare, call, r) for i, r in enumerate(requests)]
@@ -75,7 +78,7 @@ def decode_many(requests: Sequence[DecodeRequest], make: DecodePrepared = decode
 
 
 def at_item(i: int, call: Callable[..., Any], *args: Any) -> Any:
-    """Return call(*args). Set the item of its CodecError to i."""
+    """Return call(*args). If it raises a CodecError, set the error's `item` to i."""
     try:
         return call(*args)
     except CodecError as e:
@@ -84,9 +87,9 @@ def at_item(i: int, call: Callable[..., Any], *args: Any) -> Any:
 
 
 def check_many_apart(requests: Sequence[DecodeRequest], made: Sequence[Destination]) -> None:
-    """Raise ArgumentError if an `out` shares memory with another destination, or with an input of another request.
+    """Raise ArgumentError if an `out` shares memory with another `out`, or with an input of another request.
 
-    `made`: destination of each request.
+    `made` has the destination of each request.
     """
     written: list[tuple[int, TensorView]] = []
     read: list[tuple[int, TensorView]] = []
@@ -101,9 +104,10 @@ def check_many_apart(requests: Sequence[DecodeRequest], made: Sequence[Destinati
 
 
 def _spread(do: Callable[[Call, int, int], None], sizes: Sequence[int], asked: int | None, books: Any) -> None:
-    """Run do(call, i, threads) for every item i, each call with these codebooks. Raise the error of the lowest item.
+    """Run do(call, i, threads) for every item i, and raise the error of the lowest item that failed.
 
-    An item that is larger than one thread's share of all bytes is processed by all threads, before the other items.
+    `asked` is the requested number of threads, and `books` are the codebooks of all calls. An item that is larger than
+    one thread's share of all bytes is processed by all threads, before the other items.
     """
     threads = pool.choose_threads(asked, sum(sizes))
     failed: dict[int, CodecError] = {}
@@ -117,7 +121,7 @@ def _spread(do: Callable[[Call, int, int], None], sizes: Sequence[int], asked: i
             try:
                 do(call, i, each)
             except CodecError as e:
-                failed[i] = e  # later items of this share have higher indices
+                failed[i] = e  # stop: later items of this share have higher indices, so their errors are not needed
                 return
             call.keep = keep
         _call.give(call)
@@ -136,7 +140,7 @@ def _spread(do: Callable[[Call, int, int], None], sizes: Sequence[int], asked: i
 
 
 def _cut(indices: Sequence[int], sizes: Sequence[int], pieces: int) -> list[list[int]]:
-    """Divide indices, in their order, into at most about `pieces` lists of similar size in bytes."""
+    """Divide indices, in their order, into about `pieces` lists of similar total size in bytes."""
     most = sum(sizes[i] for i in indices) / pieces
     cuts: list[list[int]] = []
     room = 0.0

@@ -1,4 +1,4 @@
-"""Memory for a frame of which only an upper bound of the size is known."""
+"""Allocation of a bytes object for a frame before its exact size is known."""
 
 import ctypes
 import sys
@@ -9,7 +9,7 @@ _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux
 def _ask_for_huge_pages(address: int, nbytes: int) -> None:
     """Advise the kernel to use huge pages for new memory, as numpy does for its arrays.
 
-    Page faults of 4 KiB each can take longer than encoding.
+    With pages of 4 KiB, page faults can take longer than encoding.
     """
     page = 1 << 21
     begin, end = -(-address // page) * page, (address + nbytes) // page * page
@@ -20,7 +20,7 @@ def _ask_for_huge_pages(address: int, nbytes: int) -> None:
 class NewBytes:
     """A bytes object that is written in place and then shrunk to the size of the frame, which avoids a copy.
 
-    A tuple owns the object from the beginning, so that an interrupt at any point leaks no memory. A ``__del__`` method
+    A tuple owns the object from the beginning, so that an interrupt at any point leaks no memory; a ``__del__`` method
     could be interrupted itself.
     """
 
@@ -36,6 +36,6 @@ class NewBytes:
         _ask_for_huge_pages(self.address, nbytes)
 
     def finish(self, nbytes: int) -> bytes:
-        """Shrink the object to nbytes and return it. The caller must not write to `address` any more."""
+        """Shrink the object to `nbytes` bytes and return it. Afterwards the memory must not be written."""
         self._resize(self._place, ctypes.c_ssize_t(nbytes))
         return self._holder[0]

@@ -1,4 +1,4 @@
-"""Sum, mean and maximum of frames by the native engine."""
+"""The native engine's sum, mean and maximum of frames."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +23,9 @@ _OPS = {"sum": lib.CODEC_REDUCE_SUM, "mean": lib.CODEC_REDUCE_MEAN, "max": lib.C
 
 
 def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
-    """Return the sum, mean or maximum of frames as float32: the request's `out`, or a new tensor of the kind of `like`.
+    """Reduce frames to float32; return the request's `out`, or a new tensor of the type of its `like`.
 
-    `make`: function of another engine that reduces the values; None: that of the C library.
+    `make` is another engine's function that reduces the values; None: use the C library.
     """
     read = [(read_whole(frame), frame) for frame in r.frames]
     first = read[0][0]
@@ -66,7 +66,7 @@ def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
 
 
 def reduce_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
-    """Reduce frames into the call's tensor by the C library."""
+    """Reduce frames into the call's tensor with the C library."""
     nblocks = read[0][0].nblocks
     match = threads > 1 and all(info.nblocks == nblocks > 1 for info, _ in read)
     if match and blockwise.reduce(lib, call, read, op, threads):
