@@ -17,10 +17,10 @@ from codec.arguments import whole
 
 MIN_NBYTES = 1 << 20  # minimum bytes of a tensor per thread; with fewer, waking a thread takes longer than it saves
 MAX_THREADS = 1024  # maximum threads of a call
-_OWN_NBYTES = 1 << 16  # bytes: more than the thread-local memory of cffi and other libraries
+_OWN_NBYTES = 1 << 16  # bytes; exceeds the thread-local memory of cffi and other libraries
 
-# CPython's own locks. Waiting for a lock of `threading` runs signal handlers, which may raise; waiting for these does
-# not. CDLL releases the GIL during a call, PyDLL would not.
+# CPython's private locks. While a thread waits for one of them, no signal handler runs; while it waits for a lock of
+# `threading`, signal handlers run and may raise. CDLL, unlike PyDLL, releases the GIL during a call.
 _c = ctypes.CDLL(None, handle=ctypes.pythonapi._handle)
 _allocate, _acquire, _release = _c.PyThread_allocate_lock, _c.PyThread_acquire_lock, _c.PyThread_release_lock
 _allocate.restype = ctypes.c_void_p

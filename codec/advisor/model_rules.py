@@ -10,12 +10,12 @@ from typing import Any, Literal
 from codec.advisor.sampling import Tensor
 from codec.specs import Lossless, Quantize, Sign, Spec, Ternary
 
-Kind = Literal["small", "uneven"] | None  # rule that applies to a tensor
+Kind = Literal["small", "uneven"] | None  # rule that applies to a tensor; None: no rule
 
-UNEVEN = Quantize(4)  # spec for uneven parameters: groups of 64 values have scales of their own
+UNEVEN = Quantize(4)  # spec for uneven parameters: each group of 64 values has its own scale
 
-_SMALL = 4096  # values of a matrix; smaller matrices are sent lossless if they hold a small share of all values
-_FEW = 1 / 32  # largest share of a model's values that small parameters may have together to be sent lossless
+_SMALL = 4096  # number of values; matrices with fewer values are small
+_FEW = 1 / 32  # small parameters are sent lossless if together they have at most this fraction of all values
 
 
 def small_of(parameters: Iterable[Any]) -> set[Any]:

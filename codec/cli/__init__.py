@@ -1,5 +1,6 @@
 """The command ``codec``: one module for each group of commands.
 
-Modules of commands define ``add_commands``, which adds parsers, and functions that run. What only some commands need is
-imported when they run, so that all commands start quickly. ``console`` has their common parts: outputs, progress, JSON.
+Each of these modules defines ``add_commands``, which adds the parsers, and the functions that run the commands. Imports
+that only some commands need are made when the command runs, so that all commands start quickly. ``console`` has shared
+functions for outputs, progress and JSON.
 """

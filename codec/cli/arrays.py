@@ -1,4 +1,4 @@
-"""Commands ``codec compress`` and ``codec decompress``: one array, or a stream of values."""
+"""Commands ``codec compress`` and ``codec decompress``, for one array or a stream of values."""
 
 import argparse
 import os
@@ -33,9 +33,9 @@ from codec.tensors.view import dtype_name
 from codec.tensors.wrapper import view
 
 _SUFFIX = ".codec"
-_BLOCK = 1 << 26  # bytes of values in each frame of a stream without a shape
-_HEADER, _CHUNK = 112, 1 << 20  # bytes read at once: a frame's header, and more of the frame
-_NPY_HEADER = 128  # bytes reserved for the header of a .npy file whose length is not known
+_BLOCK = 1 << 26  # uncompressed bytes per frame, for a stream without --shape
+_HEADER, _CHUNK = 112, 1 << 20  # bytes read at once: first a frame's header, then chunks of the frame
+_NPY_HEADER = 128  # bytes reserved for the header of a .npy file, which is written once the array's length is known
 _BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
@@ -89,7 +89,7 @@ def run_compress(args: argparse.Namespace) -> int:
 
 
 def run_decompress(args: argparse.Namespace) -> int:
-    """Decode a frame, or a stream of them."""
+    """Decode a frame, or a stream of frames."""
     output = args.output or (STANDARD if args.input == STANDARD else args.input.removesuffix(_SUFFIX))
     if output == args.input and output != STANDARD:
         raise ArgumentError(f"{printable(args.input)} does not end in {_SUFFIX}: name the output with -o")
@@ -122,7 +122,7 @@ def run_decompress(args: argparse.Namespace) -> int:
 
 
 def _opened(path: str) -> BufferedReader:
-    """Open an input; say which command a file of another format is for."""
+    """Open an input; for a file of another format, raise ArgumentError with the name of the right command."""
     if path == STANDARD:
         return cast(BufferedReader, sys.stdin.buffer)
     fd = open_regular(path)
@@ -138,7 +138,7 @@ def _size(source: BufferedReader) -> int:
 
 
 def _arrays(source: BufferedReader, args: argparse.Namespace) -> Iterator[Any]:
-    """Yield the array of a .npy file, or raw values in blocks, as views of the dtype."""
+    """Yield the array of a .npy file, or raw values in blocks, as views of the dtype from the arguments."""
     if source.peek(len(NUMPY))[: len(NUMPY)] == NUMPY:
         if args.shape is not None:
             raise ArgumentError("a .npy file has a shape: leave out --shape")
@@ -165,7 +165,7 @@ def _arrays(source: BufferedReader, args: argparse.Namespace) -> Iterator[Any]:
 
 
 def _available(source: BufferedReader) -> int:
-    """Return the bytes that a regular file has; any number for a pipe."""
+    """Return the size of a regular file in bytes, or a huge number for a pipe."""
     return _size(source) or 1 << 62
 
 
@@ -178,7 +178,7 @@ def _npy(source: BufferedReader, name: str) -> Any:
 
 
 def _npy_stream(source: BufferedReader) -> Any:
-    """Return the array of a .npy file that is read once."""
+    """Read the array of a .npy file from a stream that cannot seek."""
     return np.lib.format.read_array(cast(Any, source), allow_pickle=False)
 
 
@@ -193,8 +193,8 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _frames(source: BufferedReader) -> Iterator[bytearray]:
-    """Yield valid frames one by one; each is read as far as its header says."""
-    rest = bytearray()  # begins the next frame
+    """Read, verify and yield frames one by one; the header of each gives its length."""
+    rest = bytearray()  # first bytes of the next frame
     while frame := rest + source.read(_HEADER - len(rest)):
         nbytes = inspect(frame).nbytes
         frame, rest = frame[:nbytes], frame[nbytes:]
@@ -207,7 +207,7 @@ def _frames(source: BufferedReader) -> Iterator[bytearray]:
 def _joined(
     whole: tuple[str, tuple[int, ...]] | None, dtype: str, shape: tuple[int, ...]
 ) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape of the concatenation of the values so far, `whole`, and those of one more frame."""
+    """Return dtype and shape after one more frame is appended; `whole`: dtype and shape of the values before it."""
     if whole is None:
         return dtype, shape
     if whole[0] != dtype or len(shape) != 1 or len(whole[1]) != 1:
@@ -216,7 +216,7 @@ def _joined(
 
 
 def _npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return the header of a .npy file, with padding to the reserved size."""
+    """Return the header of a .npy file, padded to the reserved size."""
     descr = np.lib.format.dtype_to_descr(numpy_dtype(dtype))
     text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
     return (

@@ -1,4 +1,4 @@
-"""Command ``codec bench``: sizes and speeds of presets and of other compressors, on a file of the user."""
+"""Command ``codec bench``: compare sizes and speeds of presets and other compressors on a user's file."""
 
 import argparse
 import importlib
@@ -24,12 +24,12 @@ from codec.tensors.wrapper import view
 
 _PRESETS = ("lossless", "balanced", "small", "smallest")  # "near" needs an optimizer
 _SECONDS = 0.3  # seconds for which a measurement is repeated
-_SLOW_MB = 16  # MB up to which slow compressors run without --slow
+_SLOW_MB = 16  # MB; on larger inputs, slow compressors run only with --slow
 _BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 class Row(NamedTuple):
-    """Result of one compressor: size as a share of the tensors, MB of tensors a second, relative error."""
+    """Result of one compressor: compressed size / size, speeds in MB of tensors per second, relative error."""
 
     name: str
     ratio: float
@@ -91,7 +91,7 @@ Tensors = list[tuple[str, str, tuple[int, ...], Any]]  # name, dtype, shape, byt
 
 
 def _tensors(path: str, key: str | None, most: float) -> Tensors:
-    """Read the first tensors of a file."""
+    """Read the first tensors of a file, about `most` bytes in all."""
     from codec.files.index import is_container
     from codec.files.sources import source_of
 
@@ -113,7 +113,7 @@ def _tensors(path: str, key: str | None, most: float) -> Tensors:
 
 
 def _rows(tensors: Tensors, path: str, slow: bool) -> Iterator[Row]:
-    """Measure each compressor."""
+    """Measure each compressor, and yield its result."""
     yield _packed(tensors)
     for preset in _PRESETS:
         try:
@@ -186,7 +186,7 @@ def _packed(tensors: Tensors) -> Row:
 
 
 def _preset(tensors: Tensors, preset: str) -> Row:
-    """Measure a preset. Tensors that are no floats are lossless."""
+    """Measure a preset. Tensors that it does not accept, such as integers, are encoded lossless."""
     one = options(threads=1)
     xs = [view(values.view(_BITS[ITEMSIZE[d]]).reshape(shape), d) for _, d, shape, values in tensors]
     lossy = [d in MANTISSA_BITS and d != "float64" for _, d, _, _ in tensors]
@@ -200,7 +200,7 @@ def _preset(tensors: Tensors, preset: str) -> Row:
 
 
 def _error(xs: list[Any], outs: list[Any], lossy: list[bool]) -> float:
-    """Return the norm of the errors of all lossy tensors, relative to the norm of the tensors."""
+    """Return the norm of the errors of all lossy tensors, divided by the norm of these tensors."""
     squares = norms = 0.0
     for x, out, fits in zip(xs, outs, lossy, strict=True):
         if fits:
@@ -216,7 +216,7 @@ def _float64(bits: Any, dtype: str) -> Any:
 
 
 def _best(call: Callable[[], Any], once: bool = False) -> tuple[float, Any]:
-    """Return the least seconds of a call, repeated for a while, and its result."""
+    """Repeat a call for about 0.3 s; return its shortest time in seconds, and its last result."""
     least, began, result = float("inf"), time.perf_counter(), None
     while True:
         start = time.perf_counter()
@@ -237,7 +237,7 @@ def _matplotlib() -> Any:
 
 
 def _draw(rows: list[Row], path: str, name: str) -> None:
-    """Draw size over speed: small and fast is at the lower right."""
+    """Plot size against decompression speed; compressors that are small and fast are at the lower right."""
     plt = _matplotlib()
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for row in rows:

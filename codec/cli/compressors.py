@@ -1,4 +1,4 @@
-"""Other compressors of tensors, for ``codec bench``: those whose packages are installed."""
+"""Third-party compressors of tensors for ``codec bench``, as far as their packages are installed."""
 
 import importlib
 import importlib.util
@@ -23,7 +23,7 @@ _PACKAGES = {
 _ZIPNN_LEAST, _RAW = (
     1 << 16,
     b"\0",
-)  # bytes below which ZipNN 0.5 may read outside of its input, and mark of such values
+)  # bytes: ZipNN 0.5 may read outside of smaller inputs, so they are stored raw; first byte of raw data
 
 
 class Compressor(NamedTuple):
@@ -32,12 +32,13 @@ class Compressor(NamedTuple):
     Parameters
     ----------
     name : str
+        Name in the table, including the level.
     compress : callable
-        Takes the bytes of values and their dtype, and returns bytes.
+        Called with the bytes of values and their dtype; returns compressed bytes.
     decompress : callable
-        Takes these bytes and the dtype, and returns something with a buffer.
+        Called with compressed bytes and the dtype; returns an object with a buffer.
     slow : bool
-        True if it is much slower than 50 MB/s.
+        True if the compressor is much slower than 50 MB/s.
     """
 
     name: str
@@ -52,7 +53,7 @@ def missing() -> list[str]:
 
 
 def compressors() -> Iterator[Compressor]:
-    """Yield the compressors that are installed."""
+    """Yield the compressors whose packages are installed."""
     for package, make in (
         ("zstandard", _zstd), ("blosc2", _blosc2), ("pcodec", _pcodec), ("zipnn", _zipnn), ("openzl", _openzl)
     ):  # fmt: skip
@@ -96,7 +97,7 @@ def _pcodec() -> Iterator[Compressor]:
     native = {"float16", "float32", "float64", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
 
     def compress(x: Bytes, dtype: str) -> Any:
-        kind = dtype if dtype in native else "u2"  # other dtypes: as pairs of bytes
+        kind = dtype if dtype in native else "u2"  # other dtypes are compressed as 2-byte integers
         values = np.pad(x, (0, len(x) % 2)).view(kind)
         return pcodec.standalone.simple_compress(values, pcodec.ChunkConfig())
 
@@ -150,7 +151,7 @@ def _openzl() -> Iterator[Compressor]:
 
 
 def lmzip(path: str, packed: str, restored: str) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
-    """Return functions that pack a .safetensors file by lmzip and restore it; None if it is not installed."""
+    """Return functions that pack and restore a .safetensors file with lmzip; None if lmzip is not installed."""
     if not importlib.util.find_spec("lmz"):
         return None
     lmz: Any = importlib.import_module("lmz")

@@ -1,4 +1,4 @@
-"""Common parts of commands: arguments, outputs that appear when they are complete, progress, JSON, exit codes."""
+"""Shared functions of commands: arguments, atomic outputs, progress, JSON, exit codes."""
 
 import argparse
 import importlib
@@ -54,7 +54,8 @@ def check_output(path: str, force: bool, *inputs: str) -> None:
 
 @contextmanager
 def output_file(path: str) -> Generator[BinaryIO]:
-    """Open an output that appears when the block ends without an error; that of ``-`` is then copied to stdout."""
+    """Open an output file. It is renamed to `path`, or for ``-`` copied to stdout, if the block ends without an
+    error."""
     if path != STANDARD:
         with replaced(Path(path)) as file:
             yield file
@@ -73,7 +74,7 @@ def output_file(path: str) -> Generator[BinaryIO]:
 
 @contextmanager
 def input_file(path: str) -> Generator[str]:
-    """Yield the path of a regular file: of the given one, or of a temporary copy of standard input."""
+    """Yield `path`; for ``-``, the path of a temporary copy of standard input."""
     if path != STANDARD:
         yield path
         return
@@ -88,7 +89,7 @@ def input_file(path: str) -> Generator[str]:
 
 @contextmanager
 def progress_bar(unit: str = "B") -> Generator[Progress | None]:
-    """Yield a function that shows progress on standard error, or None: no terminal, or tqdm is not installed."""
+    """Yield a function that shows progress on stderr; None if stderr is no terminal or tqdm is not installed."""
     try:
         tqdm: Any = importlib.import_module("tqdm").tqdm if sys.stderr.isatty() else None
     except ImportError:
@@ -108,7 +109,7 @@ def progress_bar(unit: str = "B") -> Generator[Progress | None]:
 
 
 def report(args: argparse.Namespace, entries: Mapping[str, Any], line: str) -> None:
-    """Print what a command did, as a line or as JSON. If its output is standard output: only JSON, on stderr."""
+    """Print the result of a command, as a line or as JSON; if it has written data to stdout, only JSON, to stderr."""
     if args.output != STANDARD:
         print(json.dumps(entries, indent=1) if args.json else line, flush=True)
     elif args.json:
@@ -116,7 +117,7 @@ def report(args: argparse.Namespace, entries: Mapping[str, Any], line: str) -> N
 
 
 def print_entries(args: argparse.Namespace, entries: Mapping[str, Any]) -> None:
-    """Print a mapping, a line for each entry, or as JSON."""
+    """Print a mapping, one line per entry, or as JSON."""
     if args.json:
         print(json.dumps(entries, indent=1))
         return
@@ -126,7 +127,7 @@ def print_entries(args: argparse.Namespace, entries: Mapping[str, Any]) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> None:
-    """Print a table. Columns `left` are aligned to the left, all others to the right."""
+    """Print a table. Columns whose index is in `left` are left-aligned, all others right-aligned."""
     lines = [columns, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
@@ -135,6 +136,6 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Seq
 
 
 def print_error(error: object) -> None:
-    """Print one line on standard error."""
+    """Print an error as one line on standard error."""
     text = " ".join(str(error).split("\n"))
     print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Command ``codec doctor``: what this installation can do, and why it cannot do the rest."""
+"""Command ``codec doctor``: print which engines and packages are available, and why others are not."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from codec._c.library import isas
 from codec.cli.console import EXIT_CODES, add_json, print_entries
 from codec.engines import engines
 
-_PACKAGES = {  # distribution: what needs it
+_PACKAGES = {  # by distribution: the feature that needs it
     "numpy": "required",
     "cffi": "required",
     "torch": "codec.torch, .pt files",
@@ -40,7 +40,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Print what the installation has."""
+    """Print versions, engines, instruction sets, packages and environment variables."""
     from codec import __version__
 
     entries: dict[str, Any] = {
@@ -62,7 +62,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 
 def _version(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
+    """Return the version of a distribution, or None if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,4 +1,4 @@
-"""Commands ``codec inspect`` and ``codec verify``: frames, packed files, updates, folders of activations."""
+"""Commands ``codec inspect`` and ``codec verify``, for frames, packed files, updates and folders of activations."""
 
 import argparse
 from collections import Counter
@@ -38,7 +38,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    """Print what :func:`codec.inspect` returns for a file, or what a file of another kind holds."""
+    """Print the header of a frame, as :func:`codec.inspect` returns it, or a summary of a file of another kind."""
     entries: dict[str, Any]
     if is_store(args.file):
         entries = asdict(inspect_store(args.file))
@@ -60,7 +60,7 @@ def run_inspect(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Verify each file. Return 1 if one is damaged."""
+    """Verify each file; return 1 if a file is damaged or cannot be read, otherwise 0."""
     failed = 0
     for file in args.files:
         try:
@@ -81,7 +81,7 @@ def _kind(path: str) -> Kind:
 
 
 def _check_frame(path: str) -> None:
-    """Raise ArgumentError for a file that certainly is no frame, and say what it is for."""
+    """Raise ArgumentError, with the file's format, for a file that is known to be no frame."""
     if path == STANDARD:
         return
     kind = _kind(path)
@@ -92,7 +92,7 @@ def _check_frame(path: str) -> None:
 
 
 def _model_entries(path: str) -> dict[str, Any]:
-    """Return what ``codec inspect`` prints of a packed file or a .safetensors file."""
+    """Return the entries that ``codec inspect`` prints for a packed file or a .safetensors file."""
     from codec.files.reading import PackedFile, open_model
 
     with closing(open_model(path)) as model:
@@ -111,7 +111,7 @@ def _model_entries(path: str) -> dict[str, Any]:
 
 
 def _verify(path: str) -> str:
-    """Return a line about a file. Raise CodecError if it is damaged."""
+    """Verify a file; return a line that describes it. Raise CodecError if it is damaged."""
     if is_store(path):
         info = inspect_store(path, verify=True)
         if info.damaged:
@@ -127,7 +127,7 @@ def _verify(path: str) -> str:
 
 
 def _verify_model(path: str) -> str:
-    """Decode all parts of a packed file, and compare their digests."""
+    """Decode all parts of a packed file, check their digests, and return a line that describes the file."""
     from codec.files.reading import PackedFile, each_part, open_model
 
     with closing(open_model(path)) as model:

@@ -1,4 +1,4 @@
-"""Parser of arguments, and the exit code of every command."""
+"""Entry point of the command ``codec``: parse arguments, run the command, return the exit code."""
 
 import argparse
 import os
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = _print_warning
             return args.run(args)
-    except BrokenPipeError:  # the reader of standard output has ended
+    except BrokenPipeError:  # the process that reads standard output has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (CodecError, OSError) as e:

@@ -127,7 +127,7 @@ def _opened(path: str) -> Any:
 
 
 def _each_shard(args: argparse.Namespace, work: Callable[..., tuple[int, int, int]]) -> int:
-    """Pack or unpack the files of a sharded model into a folder, under their names, and copy its index."""
+    """Pack or unpack the files of a sharded model into a folder, under the same names, and copy the index."""
     if args.output is None or args.output == STANDARD:
         raise ArgumentError("a sharded model goes into a folder: give -o FOLDER")
     from codec.files.shards import shard_names
@@ -191,7 +191,7 @@ def _tensors(path: str, key: str | None) -> list[dict[str, Any]]:
 
 
 def _stored(model: Any, k: int) -> tuple[float, str]:
-    """Return the stored share of a tensor's bytes, and how it is stored."""
+    """Return a tensor's stored size / uncompressed size, and a text that describes how it is stored."""
     if k in model.index.equal:
         return 0.0, f"equal to {model.header.tensors[model.index.equal[k]].name}"
     parts = model.index.stored_as(k)

@@ -19,7 +19,7 @@ _FLAGS = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags, which are no commands, to the parser of the program."""
+    """Add the flags that are used without a command, such as ``--cflags``, to the program's parser."""
     for name, of in _FLAGS.items():
         parser.add_argument(f"--{name}", dest="flags", action="append_const", const=name, help=f"print {of}")
 
@@ -65,13 +65,13 @@ def run_completion(args: argparse.Namespace) -> int:
 
 
 def run_flags(args: argparse.Namespace) -> int:
-    """Print flags and folders for build tools, a line each, in the order of the arguments."""
+    """Print flags and folders for build tools, one per line, in the order of the arguments."""
     include, lib = _c.PACKAGE / "include", _c.PACKAGE / "lib"
     if not (include / "codec" / "codec.h").exists():
         raise CodecError(f"no C headers in {include}: they come with the installed package (pip install)")
     values = {
         "cflags": shlex.quote(f"-I{include}"),
-        "libs": shlex.join([f"-L{lib}", "-lcodec", f"-Wl,-rpath,{lib}"]),  # also used at run time
+        "libs": shlex.join([f"-L{lib}", "-lcodec", f"-Wl,-rpath,{lib}"]),  # rpath: finds the library at run time, too
         "pkgconfigdir": str(lib / "pkgconfig"),
         "cmakedir": str(lib / "cmake" / "codec"),
     }

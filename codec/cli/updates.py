@@ -87,7 +87,7 @@ def run_apply(args: argparse.Namespace) -> int:
 
 
 def run_compose(args: argparse.Namespace) -> int:
-    """Make one update of a chain."""
+    """Merge a chain of updates into one."""
     from codec.weight_sync.files import compose_files
     from codec.weight_sync.update import Update
 
@@ -103,7 +103,7 @@ def run_compose(args: argparse.Namespace) -> int:
 
 
 def is_update(path: str) -> bool:
-    """Return True if a regular file begins as an update does."""
+    """Return True if `path` is a regular file that begins with the magic bytes of an update."""
     if not Path(path).is_file():
         return False
     with opened(path) as fd:
@@ -111,14 +111,14 @@ def is_update(path: str) -> bool:
 
 
 def update_entries(path: str) -> dict[str, Any]:
-    """Return what ``codec inspect`` prints of an update."""
+    """Return the entries that ``codec inspect`` prints for an update."""
     from codec.weight_sync.update import Update
 
     return _entries(Update.open(path), path)
 
 
 def verify_update(path: str) -> str:
-    """Verify all frames of an update; return a line about it.
+    """Verify all frames of an update; return a line that describes the update.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Arrays in .npz, .npy and .safetensors files. Pickles are rejected."""
+"""Reading of arrays in .npz, .npy and .safetensors files. Pickles are rejected."""
 
 import importlib
 import mmap
@@ -21,17 +21,17 @@ Arrays = tuple[Sequence[str], Callable[[str], Array]]  # names of a file's array
 
 
 def arrays_of(path: str, names: Sequence[str], dtype: str | None) -> dict[str, Array]:
-    """Return arrays of a .npz, .npy or .safetensors file.
+    """Read arrays of a .npz, .npy or .safetensors file.
 
     Parameters
     ----------
     path : str
         Path of a regular file.
     names : sequence of str
-        Names of the arrays to return. Empty: all arrays with at least one dimension whose dtype is float32, bfloat16 or
-        float16, or that can hold the bits of `dtype`.
+        Names of the arrays to return. Empty: all arrays of at least one dimension whose dtype is float32, bfloat16 or
+        float16; if `dtype` is given, all whose items have or can hold that dtype.
     dtype : str or None
-        Dtype of the values whose bits are stored as unsigned integers or as a dtype that numpy lacks.
+        Dtype of values whose bits are stored as unsigned integers, or in a dtype that numpy lacks.
 
     Returns
     -------
@@ -61,7 +61,7 @@ def arrays_of(path: str, names: Sequence[str], dtype: str | None) -> dict[str, A
 
 
 def _may_hold(own: Any, dtype: str | None) -> bool:
-    """Return whether an array of dtype `own` holds values of `dtype` or their bits; None: any dtype of gradients."""
+    """Return True if an array of dtype `own` can hold values of `dtype`, or their bits; None: any gradient dtype."""
     if dtype is None:
         return own.name in MANTISSA_BITS
     name = dtype_name(dtype)
@@ -69,7 +69,7 @@ def _may_hold(own: Any, dtype: str | None) -> bool:
 
 
 def _arrays_in(fd: int, path: str) -> Arrays:
-    """Return a reader of the arrays in a file, whose format its first bytes identify."""
+    """Return the names of the arrays in a file, and a function that reads one; the first bytes give the format."""
     kind = kind_of(fd)
     if kind in (Kind.NPZ, Kind.NPY, Kind.ZIP):
         return numpy_arrays(fd, path)
@@ -84,7 +84,7 @@ def _arrays_in(fd: int, path: str) -> Arrays:
 
 
 def numpy_arrays(fd: int, path: str) -> Arrays:
-    """Return a reader of an open .npz or .npy file. It warns of members of .npz files that are no arrays."""
+    """Return the array names of a .npz or .npy file, and a function that reads one; warn of members not arrays."""
     if kind_of(fd) is Kind.NPY:
         return [Path(path).stem], lambda _: np.load(path, mmap_mode="r")
     with os.fdopen(fd, "rb", closefd=False) as f, ZipFile(f) as archive:
@@ -106,15 +106,15 @@ def numpy_arrays(fd: int, path: str) -> Arrays:
 
 
 def _begins_as_array(archive: ZipFile, member: str) -> bool:
-    """Return True if a member of a .npz file is an array; np.load returns others as bytes."""
+    """Return True if a member of a .npz file is an array; np.load returns other members as bytes."""
     with archive.open(member) as f:
         return f.read(len(NUMPY)) == NUMPY
 
 
 def _safetensors(fd: int) -> Arrays:
-    """Return a reader of a .safetensors file, which is mapped to memory."""
+    """Map a .safetensors file to memory; return the names of its arrays, and a function that reads one."""
     header, file = read_header(FileBytes(fd)), mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-    # values of less than a byte are skipped
+    # leave out tensors whose values are smaller than a byte
     tensors = {t.name: t for t in header.tensors if t.dtype in SAFETENSORS}
 
     def read(name: str) -> Array:
@@ -126,7 +126,7 @@ def _safetensors(fd: int) -> Arrays:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return a dtype by name: of numpy, of ml_dtypes, or without ml_dtypes a dtype of raw bytes."""
+    """Return the dtype of this name from numpy or ml_dtypes; without ml_dtypes, a dtype of raw bytes (V1, V2...)."""
     if hasattr(np, name):
         return np.dtype(name)
     try:

@@ -1,4 +1,4 @@
-"""Frames in files: their headers, and checks that read no more than needed."""
+"""Inspection and verification of frames in files, without reading more than necessary."""
 
 import mmap
 import os
@@ -42,7 +42,7 @@ def inspect_file(path: str) -> Info:
 
 
 def _inspect_by(read: Read) -> Info:
-    """Inspect a frame by a function that reads its next bytes."""
+    """Inspect a frame; `read` returns its next bytes."""
     head = read(_HEADER)
     begin, nbytes = inspect(head).sections["side"]
     if nbytes <= _MAX_SIDE:
@@ -56,7 +56,7 @@ def verify_file(path: str) -> None:
     Parameters
     ----------
     path : str
-        Path of a regular file that is a frame; "-" for standard input, of which at most the frame and a byte are read.
+        Path of a regular file that is a frame. "-": standard input; at most one byte beyond the frame is read.
 
     Raises
     ------
@@ -75,7 +75,7 @@ def verify_file(path: str) -> None:
 
 
 def _frame_from(read: Read) -> bytearray:
-    """Return a frame, and the first byte after the frame if there is one."""
+    """Read a frame, and one byte more if there is one, so that trailing bytes are noticed."""
     frame = bytearray(read(_HEADER))
     most = inspect(frame).nbytes + 1
     while more := read(min(_CHUNK, most - len(frame))):

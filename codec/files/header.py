@@ -1,4 +1,4 @@
-"""Header of a .safetensors file: a JSON text that gives dtype, shape and place of each tensor."""
+"""Header of a .safetensors file: JSON text with dtype, shape and offsets of each tensor."""
 
 import json
 import math
@@ -22,12 +22,12 @@ SAFETENSORS = {
     "C64": "complex64",
 }  # fmt: skip
 CODES = {name: code for code, name in SAFETENSORS.items()}
-_WIRE = {"complex64": "uint64"}  # dtypes that frames lack, and one for their bits
+_WIRE = {"complex64": "uint64"}  # dtypes that frames lack, each with the dtype that encodes its bits
 _ALIGNMENT = 8  # alignment of the header's end, in bytes
 
 
 class Tensor(NamedTuple):
-    """Tensor of a file: its dtype by the name that the header has, and its place in the data section in bytes."""
+    """Tensor of a file: its dtype as named in the header, and its byte range [begin, end) in the data section."""
 
     name: str
     dtype: str
@@ -42,13 +42,13 @@ class Tensor(NamedTuple):
 
     @property
     def wire(self) -> str:
-        """Dtype of frames of the tensor: uint8 for dtypes with values of less than a byte, and for unknown ones."""
+        """Dtype as which the tensor is encoded: uint8 if the dtype is unknown, or its values are less than a byte."""
         known = SAFETENSORS.get(self.dtype, "uint8")
         return _WIRE.get(known, known)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a value of dtype :attr:`wire`."""
+        """Size in bytes of a value of dtype :attr:`wire`."""
         return ITEMSIZE[self.wire]
 
 
@@ -59,12 +59,13 @@ class Header:
     Parameters
     ----------
     text : bytes
-        JSON text, with its padding.
+        JSON text, including its padding.
     tensors : tuple of Tensor
         All tensors, in the order of the data section.
     names : tuple of str
         Names of all tensors, in the order of the text.
     metadata : dict of str to str
+        Contents of the entry ``__metadata__``.
     """
 
     text: bytes
@@ -84,17 +85,17 @@ class Header:
 
     @property
     def prefix(self) -> bytes:
-        """Bytes of the file before the data section."""
+        """First bytes of the file, up to the data section."""
         return len(self.text).to_bytes(8, "little") + self.text
 
 
 def parse(text: bytes) -> Header:
-    """Return the header that a JSON text describes.
+    """Parse the JSON text of a header.
 
     Raises
     ------
     ValueError
-        The text is not a header, or tensors do not fill the data section without gaps.
+        The text is not a header, or the tensors overlap or leave gaps in the data section.
     """
     try:
         given = json.loads(text.decode(), object_pairs_hook=_unique)
@@ -113,14 +114,14 @@ def parse(text: bytes) -> Header:
 
 
 def read_header(file: FileBytes | MemoryBytes) -> Header:
-    """Return the header of a .safetensors file, which must have the size that the header gives.
+    """Read the header of a .safetensors file, and check that the file has the size that follows from the header.
 
     Raises
     ------
     ValueError
         The file is not a .safetensors file.
     EngineError
-        This machine is not little-endian, as .safetensors files are.
+        This machine is not little-endian; .safetensors files are.
     """
     if sys.byteorder != "little":
         raise EngineError(".safetensors files are read and written on little-endian machines only")
@@ -139,13 +140,14 @@ def compose(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: 
     Parameters
     ----------
     tensors : iterable of (name, dtype, shape, size in bytes)
-        Tensors in the order of the data section; dtypes by the names of .safetensors files.
+        Tensors in the order of the data section; dtypes as named in .safetensors files.
     metadata : mapping of str to str
+        Contents of the entry ``__metadata__``.
 
     Raises
     ------
     ArgumentError
-        The metadata are not texts, or a tensor has the name of their entry.
+        The metadata are not text, or a tensor is named ``__metadata__``.
     """
     given: Mapping[Any, Any] = metadata
     if not all(isinstance(each, str) for pair in given.items() for each in pair):
@@ -164,7 +166,7 @@ def compose(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: 
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict, unless a key occurs twice."""
+    """Return a JSON object as a dict; raise ValueError if a key occurs twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name occurs twice in its header")
@@ -172,7 +174,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensor(name: str, entry: Any) -> Tensor:
-    """Return the tensor that an entry of a header describes."""
+    """Return the tensor that an entry of a header describes; raise ValueError if its fields are inconsistent."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError):

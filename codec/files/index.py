@@ -1,4 +1,4 @@
-"""Index of a packed model file: the original header, and the parts from which its data section is made."""
+"""Index of a packed model file (container): the original header, and the parts that encode its data section."""
 
 import hashlib
 import json
@@ -13,30 +13,30 @@ from codec.errors import FrameError, UnsupportedError
 from codec.files.header import Header, parse
 
 FORMAT = 1  # version of the container
-VERSION_KEY, DIGEST_KEY = "codec.container", "codec.index"  # keys of the metadata
-INDEX, GROUPS = "codec.index", "codec.groups"  # names of entries
-PART_NBYTES = 1 << 23  # maximum bytes of tensors that a part holds
-# Limit of the inflated index: the larger of this multiple of its size and this many bytes.
+VERSION_KEY, DIGEST_KEY = "codec.container", "codec.index"  # metadata keys of the version and of the index's digest
+INDEX, GROUPS = "codec.index", "codec.groups"  # names of the container's entries for the index and for small tensors
+PART_NBYTES = 1 << 23  # maximum number of uncompressed bytes in a part
+# Maximum size of the decompressed index: the larger of _MAX_GROWTH times its compressed size and _MIN_JSON bytes.
 _MAX_GROWTH, _MIN_JSON = 32, 1 << 20
 
 
 class Part(NamedTuple):
-    """Bytes of one tensor or of several whole ones, encoded together.
+    """Bytes of one tensor, or of several whole tensors, that are encoded together.
 
     Parameters
     ----------
     tensors : tuple of int
-        Numbers of the tensors, in the order of the data section.
+        Numbers of the tensors, counted in the order of the data section.
     begin : int
-        Offset in bytes in the tensor, if it is one.
+        Offset of the part in its tensor, in bytes; 0 for several tensors.
     size : int
-        Bytes of the tensors that the part holds, at most PART_NBYTES.
+        Uncompressed size in bytes, at most PART_NBYTES.
     coding : str
-        Way in which the part is stored: one of :data:`codec.files.parts.CODINGS`.
+        Encoding of the part, one of :data:`codec.files.parts.CODINGS`.
     at, nbytes : int
-        Place in the data section of the container, in bytes.
+        Offset in the data section of the container, and stored size, in bytes.
     digest : int
-        :func:`codec.digest` of the bytes.
+        :func:`codec.digest` of the uncompressed bytes.
     """
 
     tensors: tuple[int, ...]
@@ -57,8 +57,9 @@ class Index:
     header : Header
         Header of the original file.
     parts : tuple of Part
+        All parts, in the order of the container's data section.
     equal : dict of int to int
-        For each tensor that is not stored, the number of the one whose bytes it has.
+        For each tensor that is not stored, the number of a stored tensor with equal bytes.
     """
 
     header: Header
@@ -67,7 +68,7 @@ class Index:
 
     @cached_property
     def by_tensor(self) -> dict[int, list[Part]]:
-        """Parts of each stored tensor, in order."""
+        """Parts of each stored tensor, by the tensor's number."""
         found: dict[int, list[Part]] = {}
         for part in self.parts:
             for k in part.tensors:
@@ -75,11 +76,11 @@ class Index:
         return found
 
     def stored_as(self, k: int) -> list[Part]:
-        """Return the parts of a tensor; none if the tensor has no bytes."""
+        """Return the parts that contain tensor `k`, or the tensor equal to it; an empty list if it has no bytes."""
         return self.by_tensor.get(self.equal.get(k, k), [])
 
     def to_bytes(self) -> bytes:
-        """Return the index as a container holds it."""
+        """Serialize and compress the index, as it is stored in a container."""
         rows = [[p.tensors, p.size, p.coding, p.nbytes, f"{p.digest:016x}"] for p in self.parts]
         equal = sorted(self.equal.items())
         given = {"header": self.header.text.decode(), "parts": rows, "equal": equal}
@@ -89,12 +90,12 @@ class Index:
 
     @classmethod
     def from_bytes(cls, data: bytes, data_nbytes: int) -> "Index":
-        """Return the index of a container whose other entries take `data_nbytes`.
+        """Parse the index of a container whose other entries take `data_nbytes` bytes.
 
         Raises
         ------
         FrameError
-            The bytes are not an index, or one that does not fit its header or the container.
+            The bytes are not an index, or the index contradicts its header or the size of the container.
         """
         try:
             given = json.loads(_inflated(data))
@@ -109,19 +110,19 @@ class Index:
 
 
 def damaged(message: str) -> FrameError:
-    """Return the error for a container that is damaged."""
+    """Return the error for a damaged container."""
     return FrameError(f"not a valid packed file: {message}")
 
 
 def index_digest(data: bytes) -> str:
-    """Return the digest of an index that the metadata of a container hold."""
+    """Return the digest of an index, which is stored in the container's metadata."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def is_container(header: Header) -> bool:
-    """Return True if a .safetensors file is a container, of any version: it has two of three marks.
+    """Return True if a .safetensors file is a container of any version: it has two of three marks.
 
-    So a container in which one of them is damaged is not read as a file of bytes.
+    Two marks suffice, so that a container with one damaged mark is not mistaken for an ordinary .safetensors file.
     """
     marks = (VERSION_KEY in header.metadata, DIGEST_KEY in header.metadata, INDEX in header.names)
     return sum(marks) >= 2
@@ -140,7 +141,7 @@ def _limit(packed: bytes) -> int:
 
 
 def _inflated(data: bytes) -> bytes:
-    """Return the text of an index, whose size is bounded."""
+    """Decompress the text of an index; raise ValueError if it is truncated or exceeds the maximum size."""
     inflate = zlib.decompressobj()
     text = inflate.decompress(data, _limit(data))
     if not inflate.eof or inflate.unused_data:
@@ -156,7 +157,7 @@ def _number(k: Any, header: Header) -> int:
 
 def _parts(rows: Sequence[Any], header: Header) -> Iterator[Part]:
     """Yield the parts that the rows of an index describe."""
-    at, last, end = 0, -1, 0  # the last tensor that a part holds alone, and the end of that part in the tensor
+    at, last, end = 0, -1, 0  # `last`: tensor of the previous part, if it has a single one; `end`: that part's end
     for tensors, size, coding, nbytes, digest in rows:
         numbers = tuple(_number(k, header) for k in cast(list[Any], tensors))
         begin = end if numbers == (last,) else 0
@@ -174,7 +175,7 @@ def _parts(rows: Sequence[Any], header: Header) -> Iterator[Part]:
 
 
 def _check(index: Index, data_nbytes: int) -> None:
-    """Raise FrameError unless parts fill the container, and hold each tensor once."""
+    """Raise FrameError unless the parts fill the container, and contain each tensor exactly once."""
     if sum(p.nbytes for p in index.parts) != data_nbytes:
         raise damaged("its parts do not have the size of its data")
     stored: dict[int, int] = {}

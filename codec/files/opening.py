@@ -1,4 +1,4 @@
-"""Opening of regular files, and recognition of formats by their first bytes."""
+"""Opening of regular files, and detection of their format by the first bytes."""
 
 import os
 import stat
@@ -15,14 +15,14 @@ from codec.errors import ArgumentError, CodecError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-NUMPY = b"\x93NUMPY"  # first bytes of an array
+NUMPY = b"\x93NUMPY"  # first bytes of a .npy file
 _CANNOT_READ = (
     OSError, ValueError, TypeError, LookupError, EOFError, BadZipFile, zlib.error, MemoryError, RuntimeError
 )  # fmt: skip
 
 
 class Kind(Enum):
-    """Format of a file; the value names it in messages."""
+    """Format of a file; the value is its name in messages."""
 
     SAFETENSORS = "a .safetensors file"
     NPZ = "a .npz file"
@@ -47,13 +47,13 @@ _MAGIC = (
 
 
 def printable(path: str) -> str:
-    """Return a path for a message: unchanged, or its repr if it has characters that are unsafe in a terminal."""
+    """Return a path for a message: unchanged, or its repr if it has unprintable characters."""
     return path if path.isprintable() and path else repr(path)
 
 
 @contextmanager
 def readable(path: str) -> Generator[None]:
-    """Turn the errors of a block that reads a file into ArgumentError, with the file's name."""
+    """Context that converts errors of reading a file to ArgumentError with the file's name."""
     try:
         yield
     except CodecError:
@@ -86,7 +86,7 @@ def opened(path: str) -> Generator[int]:
     Raises
     ------
     ArgumentError
-        The file cannot be opened or is not regular, or the ``with`` block cannot read it.
+        The file cannot be opened or is not regular, or reading it in the ``with`` block fails.
     """
     fd = open_regular(path)
     try:
@@ -117,13 +117,13 @@ def _kind_of_zip(fd: int) -> Kind:
 
 
 class FileBytes:
-    """Bytes of an open file, which any number of threads may read."""
+    """Contents of an open file; any number of threads may read it."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self.nbytes = fd, os.fstat(fd).st_size
 
     def read_into(self, out: Bytes, at: int) -> None:
-        """Fill `out` with the bytes from offset `at` on. Raise ArgumentError if that fails."""
+        """Fill `out` with the file's bytes from offset `at` on; raise ArgumentError on failure."""
         done = 0
         while done < len(out):
             try:
@@ -135,7 +135,7 @@ class FileBytes:
             done += got
 
     def get(self, at: int, nbytes: int) -> Bytes:
-        """Return bytes in new memory."""
+        """Return `nbytes` bytes from offset `at` on, in new memory."""
         out = np.empty(nbytes, np.uint8)
         self.read_into(out, at)
         return out
@@ -146,7 +146,7 @@ class FileBytes:
 
 
 class MemoryBytes:
-    """Bytes of a file in memory."""
+    """Contents of a file in memory, with the interface of :class:`FileBytes`."""
 
     def __init__(self, data: Any) -> None:
         self._data = np.frombuffer(data, np.uint8)
@@ -157,7 +157,7 @@ class MemoryBytes:
         out[:] = self._data[at : at + len(out)]
 
     def get(self, at: int, nbytes: int) -> Bytes:
-        """Return bytes, without a copy."""
+        """Return `nbytes` bytes from offset `at` on, without a copy."""
         return self._data[at : at + nbytes]
 
     def close(self) -> None:

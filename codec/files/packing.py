@@ -1,4 +1,4 @@
-"""Writer of packed model files: parts are encoded by threads, and written in order."""
+"""Writer of packed model files: several threads encode parts, which are written in order."""
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -21,19 +21,19 @@ from codec.files.index import (
 from codec.files.parts import Bytes, Encoded, encode_part, repeats, room_for
 from codec.files.sources import Source
 
-Progress = Callable[[int, int], object]  # function of the bytes that are done and the bytes of all tensors
+Progress = Callable[[int, int], object]  # called with the bytes of tensors processed so far, and the total
 
 SMALL_NBYTES = 1 << 16  # smaller tensors share parts
-_GROUP_NBYTES = 1 << 20  # bytes of a group: a small tensor is decoded with its group
-_STEP, _MIXED_STEP = 1 << 22, 1 << 17  # bytes of a part of a large tensor; if some of its values fit a narrow dtype
-_WINDOW = 28  # parts in memory at once, 8 MiB each: less than 4 blocks of 64 MiB
-_COMPARED = 1 << 22  # bytes that are compared at once
-_PROBE = 64  # bytes of a probe, which finds tensors that may be equal or mixed
-_PROBES = 128  # places where a tensor may be mixed
+_GROUP_NBYTES = 1 << 20  # bytes of a group of small tensors; to decode one of them, the whole group is decoded
+_STEP, _MIXED_STEP = 1 << 22, 1 << 17  # bytes per part of a large tensor, and of one in which some values fit 16 bits
+_WINDOW = 28  # maximum number of parts in memory at once, 8 MiB each: less than 4 blocks of 64 MiB
+_COMPARED = 1 << 22  # bytes of two tensors that are compared at once
+_PROBE = 64  # bytes per probe: short reads that find tensors which may be equal or mixed
+_PROBES = 128  # number of positions at which a tensor is probed for being mixed
 
 
 class Job(NamedTuple):
-    """Part to encode."""
+    """Part to encode; fields as in :class:`codec.files.index.Part`."""
 
     tensors: tuple[int, ...]
     begin: int
@@ -41,21 +41,23 @@ class Job(NamedTuple):
 
 
 def pack(source: Source, file: BinaryIO, *, threads: int | None = None, progress: Progress | None = None) -> Index:
-    """Write the container of a file of tensors.
+    """Encode tensors, and write them to a packed model file.
 
     Parameters
     ----------
     source : Source
+        Tensors to pack.
     file : binary file
         Seekable, open for writing, and empty.
     threads : int, optional
-        Default: as many as CPUs.
+        Number of threads. Default: chosen from the size of the tensors.
     progress : callable, optional
-        Called with the bytes of tensors that are done, and with those of all.
+        Called with the bytes of tensors encoded so far, and the total.
 
     Returns
     -------
     Index
+        Index that has been written to the file.
     """
     threads = None if threads is None else pool.check_threads(threads)
     header = source.header
@@ -84,7 +86,7 @@ def pack(source: Source, file: BinaryIO, *, threads: int | None = None, progress
 
 
 def plan(source: Source, equal: dict[int, int]) -> tuple[list[Job], list[str]]:
-    """Return the parts to encode, and the names of the container's entries, both in order."""
+    """Return the parts to encode, and the names of the container's entries, both in the order of the file."""
     jobs, small, entries = list[Job](), dict[tuple[str, bool], list[int]](), list[str]()
     room = np.empty(SMALL_NBYTES, np.uint8)
     for k, t in enumerate(source.header.tensors):
@@ -99,13 +101,13 @@ def plan(source: Source, equal: dict[int, int]) -> tuple[list[Job], list[str]]:
         entries.append(_entry(source.header, jobs[-1]))
     for numbers in small.values():
         jobs += _groups(source.header, numbers)
-    # Stable sort: tensors outside of groups stay in order.
+    # move groups of small tensors to the end; the sort is stable, so large tensors stay in order
     jobs.sort(key=lambda job: _entry(source.header, job) == GROUPS)
     return jobs, [*dict.fromkeys(name for name in entries if name != GROUPS), GROUPS, INDEX]
 
 
 def _groups(header: Header, numbers: list[int]) -> Iterator[Job]:
-    """Yield parts of small tensors of one dtype."""
+    """Divide small tensors of one dtype into groups of about 1 MiB, and yield each as a part."""
     at = 0
 
     def group_of(k: int) -> int:
@@ -119,16 +121,16 @@ def _groups(header: Header, numbers: list[int]) -> Iterator[Job]:
 
 
 def _rows_nbytes(t: Tensor, step: int) -> int:
-    """Return the bytes of a tensor that go into one part: whole rows of its first dimension, if they fit."""
+    """Return the bytes per part of a tensor: `step`, rounded down to whole rows of the first dimension if possible."""
     row = t.nbytes // max(1, t.shape[0]) if t.shape else t.nbytes
     return step // row * row if _has_rows(t) and row <= step else step
 
 
 def _is_mixed(source: Source, k: int, t: Tensor) -> bool:
-    """Return True if runs of values of a float32 tensor are zero or fit a narrower dtype, but not all.
+    """Return True if some, but not all, runs of values in a float32 tensor are zero or fit a 16-bit dtype.
 
-    Rows of an embedding that were never trained are an example. Such a tensor is cut into small parts, each of which
-    gets a coding of its own.
+    An example is an embedding with rows that were never trained. Such a tensor is divided into small parts, for each of
+    which a coding is chosen.
     """
     if t.wire != "float32":
         return False
@@ -139,31 +141,31 @@ def _is_mixed(source: Source, k: int, t: Tensor) -> bool:
 
 
 def _has_rows(t: Tensor) -> bool:
-    """Return True if the values of a tensor are whole bytes that frames know, in a shape that frames can have."""
+    """Return True if a frame can represent the tensor's shape: its values are whole bytes, and its rank fits."""
     return 0 < len(t.shape) <= MAX_RANK and int(np.prod(t.shape)) * t.itemsize == t.nbytes
 
 
 def _shape(t: Tensor, size: int) -> tuple[int, ...]:
-    """Return the shape of a part of a tensor."""
+    """Return the shape as which `size` bytes of a tensor are encoded: rows if they are whole, otherwise flat."""
     row = t.nbytes // max(1, t.shape[0]) if t.shape else t.nbytes
     return (size // row, *t.shape[1:]) if _has_rows(t) and size % row == 0 else (size // t.itemsize,)
 
 
 def _entry(header: Header, job: Job) -> str:
-    """Return the name of the container's entry for a part: the name of a large tensor, or the entry of small ones."""
+    """Return the name of the container's entry for a part: a large tensor's name, or GROUPS for small tensors."""
     name = header.tensors[job.tensors[0]].name
     large = len(job.tensors) == 1 and header.tensors[job.tensors[0]].nbytes >= SMALL_NBYTES
     return name if large and name not in (INDEX, GROUPS) else GROUPS
 
 
 def _outer(sizes: dict[str, int], digest: str) -> Header:
-    """Return the header of the container, whose entries have these sizes."""
+    """Return the container's header; `sizes`: bytes of each entry, `digest`: that of the index."""
     named = [(name, "U8", (n,), n) for name, n in sizes.items()]
     return compose(named, {VERSION_KEY: str(FORMAT), DIGEST_KEY: digest})
 
 
 def _encoded(source: Source, jobs: list[Job], threads: int) -> Iterator[tuple[Job, Encoded]]:
-    """Encode parts by threads, and yield them in order."""
+    """Encode parts with several threads, and yield them in order."""
     threads = min(threads, _WINDOW, max(1, len(jobs)))
     window = min(len(jobs), threads * 2, _WINDOW)
     rooms = [np.empty(min(_STEP, source.header.data_nbytes), np.uint8) for _ in range(threads)]
@@ -194,7 +196,10 @@ def _encode(source: Source, job: Job, room: Bytes, out: Bytes) -> Encoded:
 
 
 def _equal_tensors(source: Source) -> dict[int, int]:
-    """Map each tensor whose bytes equal an earlier tensor's to its number. Few bytes are read of unequal tensors."""
+    """Map each tensor whose bytes equal those of an earlier tensor to the earlier one's number.
+
+    Probes at three positions are compared first, so that few bytes of unequal tensors are read.
+    """
     seen: dict[Any, list[int]] = {}
     found: dict[int, int] = {}
     room = np.empty(_PROBE, np.uint8)

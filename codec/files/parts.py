@@ -1,6 +1,6 @@
-"""Coding of a part: lossless frames, or a general compressor where values repeat.
+"""Coding of a part: a lossless frame, or the output of a general-purpose compressor if values repeat.
 
-``docs/spec/container.md`` specifies how each coding is decoded. Which one a part gets is the writer's choice.
+``docs/spec/container.md`` specifies how each coding is decoded. The writer is free to choose the coding of a part.
 """
 
 import importlib
@@ -32,16 +32,16 @@ CODINGS = (FRAME, *NARROW, ZSTD, ZSTD_PLANES, DEFLATE, DEFLATE_PLANES)
 
 _ONE = options(threads=1)
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_SMALL = 1 << 20  # bytes of a part up to which higher levels are used
-_WINDOW, _WINDOWS = 1 << 13, 4  # bytes and number of the samples that are compressed
-_PICKED, _TWICE = 4096, 0.03  # values that are compared, and share of equal ones from which on a part is tried
-_PAYS = 0.98  # a part is stored in another way than by frames if that is smaller by this factor
+_SMALL = 1 << 20  # bytes; parts up to this size are compressed with higher levels
+_WINDOW, _WINDOWS = 1 << 13, 4  # bytes per sample, and number of samples, that a test compresses
+_PICKED, _TWICE = 4096, 0.03  # sampled values, and the fraction of equal ones above which the compressor is tried
+_PAYS = 0.98  # a compressor's output replaces the frame if it has less than this fraction of the frame's bytes
 _LEVELS = (3, 9, 19), (6, 9, 9)  # compression levels of zstd, and of zlib
 _MAX_WINDOW = 1 << 23  # bytes: maximum window of zstd that is accepted
 
 
 class Encoded(NamedTuple):
-    """Part as it is stored."""
+    """Encoded part: its coding, its bytes, and the digest of the uncompressed bytes."""
 
     coding: str
     data: Any  # bytes-like
@@ -59,14 +59,14 @@ def _zstandard() -> Any:
 
 @cache
 def room_for(nbytes: int) -> int:
-    """Return the bytes of memory that the frame of any part of `nbytes` takes at most."""
+    """Return the maximum size in bytes of the frame of a part of `nbytes` bytes, for any dtype."""
     return max(bound(nbytes // ITEMSIZE[d], d) for d in ("uint8", "bfloat16", "float32", "float64"))
 
 
 def encode_part(
     values: Bytes, dtype: str, shape: tuple[int, ...], out: Bytes, segments: Segments | None = None
 ) -> Encoded:
-    """Encode the bytes of a part in the smallest way that a cheap test suggests.
+    """Encode the bytes of a part with the coding that gives the fewest bytes, as far as a cheap test shows.
 
     Parameters
     ----------
@@ -77,9 +77,9 @@ def encode_part(
     shape : tuple of int
         Shape of the values.
     out : array of uint8
-        Memory for :func:`room_for` bytes, which the result may use.
+        Buffer of :func:`room_for` bytes, to which the result may refer.
     segments : sequence of (int, tuple of int), optional
-        Offset in values, and shape, of each of several tensors.
+        If the part has several tensors: offset in values, and shape, of each.
 
     Returns
     -------
@@ -100,13 +100,13 @@ def encode_part(
 
 
 def _compressed(values: Bytes, itemsize: int) -> tuple[bytes, str]:
-    """Return a part in the smaller of two layouts, compressed, with its coding."""
+    """Compress a part as it is and as byte planes; return the smaller output, and its coding."""
     plain, planes = (ZSTD, ZSTD_PLANES) if _zstandard() is not None else (DEFLATE, DEFLATE_PLANES)
     split = _planes(values, itemsize)
     tried = min((_compress(values, 0), plain), (_compress(split, 0), planes), key=lambda each: len(each[0]))
     if len(values) > _SMALL:
         return tried
-    # planes gain little from the highest level
+    # recompress with a higher level; for planes a medium one, because the highest saves little more
     return (_compress(values, 2), plain) if tried[1] == plain else (_compress(split, 1), planes)
 
 
@@ -125,13 +125,13 @@ def decode_part(coding: str, data: Bytes, out: Bytes, dtype: str, total: int) ->
     coding : str
         One of CODINGS.
     data : array of uint8
-        Part as it is stored.
+        Stored bytes of the part.
     out : array of uint8
-        Memory of exactly the part's bytes. Its contents are undefined after an error.
+        Buffer of exactly the part's uncompressed size. After an error its contents are undefined.
     dtype : str
         Dtype of the tensors.
     total : int
-        Digest that the bytes must have.
+        Expected digest of the decoded bytes.
 
     Raises
     ------
@@ -165,7 +165,7 @@ def _decode_frame(data: Bytes, out: Bytes, dtype: str) -> None:
 
 
 def _narrowed(values: Bytes) -> tuple[str, str, Any] | None:
-    """Return float32 values as bits of a dtype of 2 bytes, with its coding and name, if that loses no bit."""
+    """Convert float32 values to a 2-byte dtype if no bit is lost: return coding, dtype and bits; else None."""
     for coding, cut in (("frame-bfloat16", _brain), ("frame-float16", _half)):
         # test the beginning first: most tensors that do not fit fail there
         if cut(values[:4096]) is not None and (bits := cut(values)) is not None:
@@ -174,13 +174,13 @@ def _narrowed(values: Bytes) -> tuple[str, str, Any] | None:
 
 
 def _brain(values: Bytes) -> Any:
-    """Return float32 values as bits of bfloat16; None if that loses bits."""
+    """Convert float32 values to bits of bfloat16; None if bits would be lost."""
     halves = values.view(np.uint16)
     return None if halves[::2].any() else np.ascontiguousarray(halves[1::2])
 
 
 def _half(values: Bytes) -> Any:
-    """Return float32 values as bits of float16; None if that loses bits, or there are NaN."""
+    """Convert float32 values to bits of float16; None if bits would be lost, or a value is NaN."""
     bits = values.view(np.uint32)
     if (bits & 0x1FFF).any():
         return None
@@ -191,7 +191,7 @@ def _half(values: Bytes) -> Any:
 
 
 def _widen(narrow: Bytes, out: Bytes, dtype: str) -> None:
-    """Write values of 2 bytes as float32."""
+    """Convert values of a 2-byte dtype to float32, into `out`."""
     if dtype == "bfloat16":
         np.left_shift(narrow.view(np.uint16), np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
     else:
@@ -199,10 +199,11 @@ def _widen(narrow: Bytes, out: Bytes, dtype: str) -> None:
 
 
 def _may_repeat(values: Any, ratio: float) -> bool:
-    """Return True if a part has repeated values, which another compressor may use: a test of some 0.1 ms.
+    """Return True if a part seems to have repeated values, so that a general compressor may win over the frame.
 
-    Two values of 4 or 8 bytes in a sample are rarely equal, unless values repeat. Of 1 or 2 bytes they often are: then
-    the sample is compressed, and `ratio` is that of the frame.
+    For values of 4 or 8 bytes, equal values in a sample show repetition. Values of 1 or 2 bytes are often equal by
+    chance, so the sample is compressed instead and compared with `ratio`, the frame's bytes per byte of values. The
+    test takes about 0.1 ms.
     """
     if values.itemsize >= 4:
         some = np.sort(values[:: max(1, len(values) // _PICKED)])
@@ -212,7 +213,7 @@ def _may_repeat(values: Any, ratio: float) -> bool:
 
 
 def _sample(values: Bytes) -> Bytes:
-    """Return a small part, or windows of a large one, at multiples of 8 bytes."""
+    """Return all bytes of a small part, or 4 windows of a large one that begin at multiples of 8 bytes."""
     if len(values) <= _WINDOW * _WINDOWS:
         return values
     step = (len(values) - _WINDOW) // (_WINDOWS - 1) // 8 * 8
@@ -220,12 +221,12 @@ def _sample(values: Bytes) -> Bytes:
 
 
 def _planes(values: Bytes, itemsize: int) -> Bytes:
-    """Return the first bytes of all values, then the second ones, and so on."""
+    """Return byte planes: the first byte of every value, then the second byte of every value, and so on."""
     return values if itemsize == 1 else np.ascontiguousarray(values.reshape(-1, itemsize).T).reshape(-1)
 
 
 def _compress(values: Bytes, level: int | None = None) -> bytes:
-    """Compress bytes by zstd, or by zlib without zstandard. `level` is an index of _LEVELS; None: fastest."""
+    """Compress bytes with zstd, or with zlib if zstandard is not installed. `level`: index in _LEVELS; None: 1."""
     zstandard = _zstandard()
     if zstandard is None:
         return zlib.compress(memoryview(cast(Any, values)), 1 if level is None else _LEVELS[1][level])
@@ -233,7 +234,7 @@ def _compress(values: Bytes, level: int | None = None) -> bytes:
 
 
 def _unzstd(data: Bytes, nbytes: int) -> bytes:
-    """Decompress exactly `nbytes` by zstd."""
+    """Decompress zstd data; raise FrameError unless the result has exactly `nbytes` bytes."""
     zstandard = _zstandard()
     if zstandard is None:
         raise EngineError("a part needs the package zstandard, which is not installed: pip install zstandard")
@@ -247,7 +248,7 @@ def _unzstd(data: Bytes, nbytes: int) -> bytes:
 
 
 def _inflate(data: Bytes, nbytes: int) -> bytes:
-    """Decompress exactly `nbytes` by zlib."""
+    """Decompress zlib data; raise FrameError unless the result has exactly `nbytes` bytes."""
     inflate = zlib.decompressobj()
     try:
         plain = inflate.decompress(memoryview(cast(Any, data)), nbytes + 1)

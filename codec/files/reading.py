@@ -1,4 +1,4 @@
-"""Readers of model files: packed ones and plain .safetensors files, as a whole or tensor by tensor."""
+"""Readers of packed model files and plain .safetensors files, as a whole or tensor by tensor."""
 
 import os
 import threading
@@ -26,7 +26,7 @@ from codec.files.opening import FileBytes, Kind, MemoryBytes, kind_of, open_regu
 from codec.files.packing import Progress
 from codec.files.parts import Bytes, decode_part
 
-_MAX_THREADS = 14  # each holds a part and its stored bytes: at most 4 blocks of 64 MiB
+_MAX_THREADS = 14  # each thread buffers a part and its stored bytes: together at most 4 blocks of 64 MiB
 
 
 class PlainFile:
@@ -36,7 +36,7 @@ class PlainFile:
         self._file, self.header = file, header
 
     def read(self, k: int, begin: int, out: Bytes) -> None:
-        """Fill `out` with the bytes of a tensor from offset `begin` on."""
+        """Fill `out` with the bytes of tensor `k` from offset `begin` on."""
         self._file.read_into(out, len(self.header.prefix) + self.header.tensors[k].begin + begin)
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class PlainFile:
 
 
 class PackedFile:
-    """Open container. Any number of threads may read it.
+    """Open packed model file (container). Any number of threads may read it.
 
     Raises
     ------
@@ -56,7 +56,7 @@ class PackedFile:
     def __init__(self, file: FileBytes | MemoryBytes, outer: Header) -> None:
         check_version(outer)
         self._file, self._start = file, len(outer.prefix)
-        self._group: tuple[Part, Bytes] | None = None  # the last one that was decoded
+        self._group: tuple[Part, Bytes] | None = None  # last part that _decoded has decoded, and its bytes
         self._lock = threading.Lock()
         entry = next((t for t in outer.tensors if t.name == INDEX), None)
         if entry is None or entry.end != outer.data_nbytes:
@@ -73,7 +73,7 @@ class PackedFile:
         return self.index.header
 
     def read(self, k: int, begin: int, out: Bytes) -> None:
-        """Fill `out` with the bytes of a tensor from offset `begin` on; only parts with these bytes are decoded."""
+        """Fill `out` with the bytes of tensor `k` from offset `begin` on; decode only the parts that contain them."""
         end = begin + len(out)
         for part in self.index.stored_as(k):
             if len(part.tensors) > 1:
@@ -88,7 +88,7 @@ class PackedFile:
                     target[:] = self._decoded(part)[first - part.begin : last - part.begin]
 
     def decode(self, part: Part, out: Bytes) -> None:
-        """Decode a part into memory of its size."""
+        """Decode a part into `out`, a buffer of the part's uncompressed size."""
         stored = self._file.get(self._start + part.at, part.nbytes)
         first = self.header.tensors[part.tensors[0]]
         try:
@@ -98,11 +98,12 @@ class PackedFile:
             raise
 
     def places(self, part: Part) -> list[tuple[int, int, int, int]]:
-        """Return where the bytes of a part belong: tensor, offset in it, offset in the part, size; also for equal ones.
+        """List the tensors that contain bytes of a part, including tensors that equal a stored one.
 
         Returns
         -------
         list of (int, int, int, int)
+            Number of the tensor, offset in the tensor, offset in the part, and size, in bytes.
         """
         found, at = list[tuple[int, int, int, int]](), 0
         for k in part.tensors:
@@ -119,7 +120,7 @@ class PackedFile:
         return found
 
     def _offset(self, part: Part, k: int) -> int:
-        """Return the offset of a tensor in its group."""
+        """Return the offset in bytes of tensor `k` in a part of several tensors."""
         before = part.tensors[: part.tensors.index(k)]
         return sum(self.header.tensors[other].nbytes for other in before)
 
@@ -188,18 +189,21 @@ def each_part(
     progress: Progress | None = None,
     target: Callable[[Part], Bytes | None] = lambda part: None,
 ) -> None:
-    """Decode all parts by threads, and call `use` with each part and its bytes.
+    """Decode all parts with several threads, and call `use` with each part and its bytes.
 
     Parameters
     ----------
     file : PackedFile
+        File to decode.
     use : callable
-        Called with a part and its bytes, which are valid during the call.
+        Called with a part and its bytes, which are valid only during the call.
     threads : int, optional
+        Number of threads. Default: chosen from the size of the tensors.
     progress : callable, optional
-        Called with the bytes of tensors that are done, and with those of all.
+        Called with the bytes of tensors decoded so far, and the total.
     target : callable, optional
-        Returns memory of exactly the part's bytes to decode into. None: memory that is used again for other parts.
+        Called with a part; returns the buffer of the part's size to decode into, or None for an internal buffer, which
+        is reused for other parts.
     """
     parts, total = file.index.parts, file.header.data_nbytes
     threads = None if threads is None else pool.check_threads(threads)
@@ -222,7 +226,7 @@ def each_part(
 
 
 def unpack(file: PackedFile, fd: int, *, threads: int | None = None, progress: Progress | None = None) -> None:
-    """Write the file that was packed, byte by byte as it was, to the descriptor of an empty file."""
+    """Restore the original file, bit-identical, and write it to `fd`, the descriptor of an empty file."""
     header = file.header
     os.pwrite(fd, header.prefix, 0)
     os.ftruncate(fd, header.nbytes)
@@ -235,7 +239,7 @@ def unpack(file: PackedFile, fd: int, *, threads: int | None = None, progress: P
 
 
 def pwrite_all(fd: int, values: Any, at: int) -> None:
-    """Write all bytes at an offset of a file."""
+    """Write all bytes of `values` at offset `at` of a file."""
     left = memoryview(values)
     while left:
         n = os.pwrite(fd, left, at)

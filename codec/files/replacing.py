@@ -1,4 +1,4 @@
-"""Replacement of a file as a whole."""
+"""Atomic replacement of a file."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Packed tensors as .npz and .pt files, and as arrays."""
+"""Conversion of model files to .npz and .pt files, and to arrays and tensors in memory."""
 
 import importlib
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from codec.files.reading import ModelFile, PackedFile, each_part
 
 
 def new_array(t: Tensor) -> tuple[Any, Bytes]:
-    """Allocate a numpy array for a tensor, and return it with its bytes.
+    """Allocate a numpy array for a tensor; return it, and a view of its bytes.
 
     Raises
     ------
@@ -31,7 +31,7 @@ def new_array(t: Tensor) -> tuple[Any, Bytes]:
 
 
 def new_tensor(t: Tensor) -> tuple[Any, Bytes]:
-    """Allocate a torch tensor in host memory for a tensor, and return it with its bytes.
+    """Allocate a torch tensor in host memory for a tensor; return it, and a view of its bytes.
 
     Raises
     ------
@@ -60,18 +60,18 @@ def read_all(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Return all tensors of a file by name, in the order of its header, decoded by threads."""
+    """Read all tensors of a file with several threads; return them by name, in the order of the header."""
     made = [new(t) for t in model.header.tensors]
     if isinstance(model, PackedFile):
         file = model
 
         def target(part: Part) -> Bytes | None:
-            """Return the place of a part of one tensor."""
+            """Return the destination of a part in its tensor; None for a part of several tensors."""
             return made[part.tensors[0]][1][part.begin :][: part.size] if len(part.tensors) == 1 else None
 
         def place(part: Part, values: Bytes) -> None:
             for k, offset, at, size in file.places(part):
-                if (k,) != part.tensors:  # a group, or an equal tensor
+                if (k,) != part.tensors:  # not decoded in place: k is in a group, or equals a stored tensor
                     made[k][1][offset : offset + size] = values[at : at + size]
 
         each_part(file, place, threads, progress, target)
@@ -94,5 +94,5 @@ def save_npz(model: ModelFile, file: BinaryIO) -> None:
 
 
 def save_torch(model: ModelFile, file: BinaryIO, threads: int | None) -> None:
-    """Write the tensors of a file as a dict by torch.save."""
+    """Write the tensors of a file as a dict with torch.save."""
     torch_module().save(read_all(model, new_tensor, threads), file)

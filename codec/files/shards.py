@@ -1,4 +1,4 @@
-"""Index of a sharded model, ``model.safetensors.index.json``: the files of one folder that hold its tensors."""
+"""Index of a sharded model, ``model.safetensors.index.json``, which lists the files that contain its tensors."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from codec.files.opening import opened
 
 
 def shard_names(path: str) -> list[str]:
-    """Return the names of the files that an index lists. All lie in its folder.
+    """Return the names of the files that an index lists; they must be in the folder of the index.
 
     Raises
     ------

@@ -17,21 +17,21 @@ from codec.files.header import CODES, SAFETENSORS, Header, compose, read_header
 from codec.files.opening import FileBytes, Kind, kind_of, open_regular, printable, readable
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-_CACHED = 1 << 27  # bytes of arrays of a .npz file that are kept, besides the last one
+_CACHED = 1 << 27  # maximum bytes of a .npz file's arrays in the cache, unless a single array is larger
 
 
 class Source(Protocol):
-    """Tensors that are read by number, in the order of the data section of the header."""
+    """Collection of tensors, numbered in the order of the header's data section."""
 
     header: Header
 
     def read(self, k: int, begin: int, end: int, out: Bytes) -> Bytes:
-        """Return bytes of a tensor: in `out`, or in memory that stays valid until the source is closed."""
+        """Return bytes [begin, end) of tensor `k`: in `out`, or in memory that is valid until the source is closed."""
         ...
 
 
 class SafetensorsSource:
-    """Open .safetensors file."""
+    """Tensors of an open .safetensors file."""
 
     def __init__(self, fd: int) -> None:
         self._file = FileBytes(fd)
@@ -50,20 +50,21 @@ class MemorySource:
     Parameters
     ----------
     tensors : sequence of (str, str, tuple of int, array of uint8)
-        Name, dtype by its name in .safetensors files, shape and bytes of each tensor.
+        Name, dtype as named in .safetensors files, shape and bytes of each tensor.
     metadata : mapping of str to str, optional
+        Contents of the header's entry ``__metadata__``.
     """
 
     def __init__(
         self, tensors: Sequence[tuple[str, str, tuple[int, ...], Bytes]], metadata: Mapping[str, str] | None = None
     ) -> None:
-        found = sorted(tensors, key=lambda each: -_itemsize(each[1]))  # values stay aligned
+        found = sorted(tensors, key=lambda each: -_itemsize(each[1]))  # largest itemsize first, so that values are aligned
         self._values = [values for *_, values in found]
         self.header = compose([(name, code, shape, len(x)) for name, code, shape, x in found], metadata or {})
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> "MemorySource":
-        """Return a source of arrays and torch tensors by name. Those on a device are copied to host memory."""
+        """Return a source of named arrays and torch tensors; tensors on a device are copied to host memory."""
         return cls([(name, *_described(name, x), _bytes_of(x)) for name, x in tensors.items()], metadata)
 
     def read(self, k: int, begin: int, end: int, out: Bytes) -> Bytes:
@@ -78,7 +79,7 @@ class ArraySource:
         self._read, self._lock, self._loaded = read, threading.Lock(), dict[int, Bytes]()
         found: list[tuple[str, str, tuple[int, ...], int]] = []
         for name in names:
-            x = read(name)  # .npz files have no table of dtypes
+            x = read(name)  # .npz files have no table of dtypes, so each array must be read
             found.append((name, *_described(name, x), x.nbytes))
         found.sort(key=lambda each: -_itemsize(each[1]))
         self.header = compose(found, {})
@@ -96,19 +97,19 @@ class ArraySource:
 
 @contextmanager
 def source_of(path: str, key: str | None = None) -> Generator[Source]:
-    """Open a file of tensors by its contents.
+    """Open a file of tensors; its contents, not its name, determine the format.
 
     Parameters
     ----------
     path : str
-        .safetensors, .npz, .npy or .pt file.
+        Path of a .safetensors, .npz, .npy or .pt file.
     key : str, optional
-        Key of the dict of tensors in a .pt file, such as "model". Default: the file is a dict of tensors.
+        Key of the dict of tensors in a .pt file, such as "model". Default: the file itself is a dict of tensors.
 
     Raises
     ------
     ArgumentError
-        The file cannot be read, or holds no tensors.
+        The file cannot be read, or contains no tensors.
     EngineError
         A .pt file needs torch, which is not installed.
     """
@@ -135,7 +136,7 @@ def _source(fd: int, path: str, key: str | None) -> Source:
 
 
 def _torch_tensors(path: str, key: str | None) -> dict[str, Any]:
-    """Return the tensors of a file of torch.save, read by the loader that runs no code."""
+    """Read the tensors of a file of torch.save, with the loader that runs no code from the file."""
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:
@@ -145,7 +146,7 @@ def _torch_tensors(path: str, key: str | None) -> dict[str, Any]:
     try:
         try:
             given = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the format before torch 1.6
+        except RuntimeError:  # the file format before torch 1.6, which cannot be mapped
             given = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # torch's own unpickler raises errors of many kinds
         why = str(e).partition("\n")[0]
@@ -178,7 +179,7 @@ def _itemsize(code: str) -> int:
 
 
 def _described(name: str, x: Any) -> tuple[str, tuple[int, ...]]:
-    """Return a tensor's dtype, by its name in .safetensors files, and shape."""
+    """Return a tensor's dtype, as named in .safetensors files, and its shape."""
     dtype = str(getattr(x, "dtype", type(x).__name__)).removeprefix("torch.")
     if dtype.startswith((">", "<")):
         dtype = np.dtype(dtype).name
@@ -188,7 +189,7 @@ def _described(name: str, x: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _bytes_of(x: Any) -> Bytes:
-    """Return the bytes of a tensor or array, without a copy if they lie in order in host memory."""
+    """Return the bytes of a tensor or array, without a copy if it is contiguous and in host memory."""
     if hasattr(x, "detach"):
         flat = x.detach().cpu().contiguous().reshape(-1)
         return flat.view(importlib.import_module("torch").uint8).numpy()

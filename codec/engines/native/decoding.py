@@ -20,11 +20,12 @@ _SCRATCH, _SMALL_TENSOR = _call.SMALL_SCRATCH, _call.SMALL_TENSOR
 _BAD_ARGUMENT = int(Status.BAD_ARGUMENT)
 _NULL, _VERIFY_FIRST, _NONTEMPORAL = ffi.NULL, lib.CODEC_VERIFY_FIRST, lib.CODEC_NONTEMPORAL
 _CHECK_ONLY = lib.CODEC_CHECK_ONLY
-_DELTA, _CODEC_AT = lib.CODEC_DELTA, 5  # number, and its offset in a frame
+_DELTA, _CODEC_AT = lib.CODEC_DELTA, 5  # codec number of Delta, and offset of the codec number in a frame
 _MAX_HEADER: int = lib.CODEC_HEADER_NBYTES  # bytes of a frame that are read before the tensor is allocated
 
-# A frame whose tensor has more than _BOMB times the frame's size, plus _SMALL bytes, is validated before the tensor is
-# written. The check costs little for such a frame. Without it, a damaged frame could fill memory before it is rejected.
+# If a tensor has more than _BOMB times its frame's size, plus _SMALL bytes, the frame is validated before the tensor is
+# written. For such a frame, validation costs little; without it, a damaged frame could fill memory before it is
+# rejected.
 _BOMB, _SMALL = 4, 1 << 20
 
 
