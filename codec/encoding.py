@@ -26,7 +26,7 @@ DEFAULT = Lossless()
 def bound(shape: int | Iterable[int], dtype: Any, spec: SpecLike = DEFAULT, *, segments: Any = None) -> int:
     """Return the upper bound of the size of a tensor's frame.
 
-    Each segment adds a record to the frame, and can add scales for its rows. If the segments are given, the bound is
+    Each segment can add a record, and scales for its rows, to the frame. If the segments are given, the bound is
     smaller: for 1,024 values with :class:`Float8` it is 1,096 bytes without segments, and 4,864 bytes for any segments.
 
     Parameters

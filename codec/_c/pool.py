@@ -121,8 +121,7 @@ def choose_threads(requested: int | None, nbytes: int) -> int:
 
 
 def ranges(nblocks: int, threads: int) -> list[tuple[int, int]]:
-    """Divide blocks into (first, count) ranges, four per thread, so that fast threads can take over work of slow
-    ones."""
+    """Divide blocks into (first, count) ranges, four per thread, so that a slow thread does not delay the others."""
     pieces = min(nblocks, 4 * threads if threads > 1 else 1)
     cuts = [i * nblocks // pieces for i in range(pieces + 1)]
     return [(a, b - a) for a, b in itertools.pairwise(cuts)]

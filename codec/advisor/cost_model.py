@@ -129,8 +129,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """Formulas of an algorithm, as functions of a tensor's cost and the number of ranks: see
-    :func:`predict_seconds`."""
+    """Formulas of an algorithm, functions of a tensor's cost and the number of ranks: see :func:`predict_seconds`."""
 
     nbytes: Callable[[Cost, int], float]  # bytes that each rank sends, for 2 or more ranks
     seconds: Callable[[Cost, int], float]  # seconds of compute per rank

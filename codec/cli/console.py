@@ -54,8 +54,7 @@ def check_output(path: str, force: bool, *inputs: str) -> None:
 
 @contextmanager
 def output_file(path: str) -> Generator[BinaryIO]:
-    """Open an output file. It is renamed to `path`, or for ``-`` copied to stdout, if the block ends without an
-    error."""
+    """Open an output file; if the block ends without an error, rename it to `path`, or for ``-`` copy it to stdout."""
     if path != STANDARD:
         with replaced(Path(path)) as file:
             yield file

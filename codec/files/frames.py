@@ -10,10 +10,10 @@ from codec.files.opening import opened
 from codec.inspection import Info, inspect, verify
 
 _HEADER: int = lib.CODEC_HEADER_NBYTES
-_MAX_SIDE = 16 << 20  # bytes of a side section that inspect_file reads
+_MAX_SIDE = 16 << 20  # bytes; inspect_file does not read larger side sections
 _CHUNK = 1 << 20  # bytes read from standard input at once
 
-Read = Callable[[int], bytes]  # reads the next bytes, at most so many
+Read = Callable[[int], bytes]  # read(n) returns the next bytes of the input, at most n
 
 
 def inspect_file(path: str) -> Info:

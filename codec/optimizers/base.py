@@ -47,8 +47,8 @@ class Optimizer(ABC):
     Parameters
     ----------
     lr : float
-        Learning rate of the step. At 0, as at the start of a warm-up, all values have level 3. For Lion and Muon, the
-        learning rate makes no difference.
+        Learning rate of the step. At 0, as at the start of a warm-up, as many bits as possible are dropped. For Lion
+        and Muon, the learning rate makes no difference.
     weight_decay : float
         As in torch.optim.
     maximize : bool

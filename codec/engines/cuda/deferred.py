@@ -146,8 +146,7 @@ class DeferredCalls:
             self._launch(work, frames, [Step(step)])
 
     def accumulate_many(self, requests: Sequence[DecodeRequest], into: int) -> None:
-        """Decode each frame into its float32 `out`: store the values, add them, or store the maximum, as `into`
-        says."""
+        """Decode each frame into its float32 `out`; `into`: store the values, add them, or store the maximum."""
         with working([named for r in requests for named in views_of(r)]) as work:
             frames = open_frames([(work, r, r.frames[0]) for r in requests])
             items: list[tuple[Frame, Sink]] = []
@@ -219,8 +218,7 @@ class DeferredCalls:
             self._verdicts.append(_Verdict(work, flag.address, flag.nbytes, _refuse_nonfinite, explain))
 
     def check(self, check: Callable[[], Any]) -> None:
-        """Register a function that checks bytes from :meth:`read_back`; :meth:`conclude` calls it after earlier
-        checks."""
+        """Register a check of bytes from :meth:`read_back`; :meth:`conclude` calls it after earlier checks."""
 
         def close(_: bytes) -> None:
             check()

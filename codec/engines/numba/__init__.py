@@ -1,6 +1,7 @@
 """Engine whose loops are Python functions compiled by Numba, for experiments and as a reference for the C library.
 
-The C library opens and closes jobs and makes all decisions. This engine processes the blocks of values.
+The C library opens and closes jobs and makes all decisions that concern a whole tensor. This engine encodes and decodes
+the blocks of values.
 """
 
 import importlib
@@ -27,7 +28,7 @@ def _calls() -> Any:
     """Import and return ``calls`` on first use: importing Numba takes half a second."""
     try:
         return importlib.import_module("codec.engines.numba.calls")
-    except ImportError as e:  # for example Numba is incompatible with this numpy
+    except ImportError as e:  # for example because Numba does not support the installed numpy
         raise EngineError(f"the numba engine cannot be used here: {e}") from e
 
 
@@ -62,5 +63,5 @@ def reduce(r: DecodeRequest, op: str) -> Any:
 
 
 def sum_codes(r: DecodeRequest) -> tuple[Any, float]:
-    """Return the integer sums of codes, and the scale, of Ternary frames."""
+    """Return the integer sums of the codes of Ternary frames, and their scale."""
     return native.sum_codes(r, _calls().sum_codes_into)

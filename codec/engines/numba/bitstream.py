@@ -1,7 +1,7 @@
 # pyright: basic
 """Bit streams of Delta and TopK (docs/spec/format.md, section 10.3): bit i is bit i mod 8 of byte floor(i / 8).
 
-A reader may run over the end of a stream, where it reads zeros; callers compare the position with the end.
+Beyond the end of a stream, readers return zeros. Callers compare the position with the end to detect this.
 """
 
 from typing import Any, NamedTuple
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from codec.engines.numba.jit import jit
 from codec.engines.numba.words import I64, U8, U64
 
-WORD = 64  # bits that a writer keeps
-LONGEST = 24  # zeros before the escape of a Rice code
+WORD = 64  # bits that a writer buffers before it stores them
+LONGEST = 24  # number of zeros that mark an escape in a Rice code
 
 
 class Bits(NamedTuple):
@@ -18,11 +18,11 @@ class Bits(NamedTuple):
 
     Attributes
     ----------
-    at : array of int64
-        Bits read or written, and the byte of the array where the stream begins (reader), or where the next word goes
-        (writer).
-    word : array of uint64
-        Writer: bits that are not in the array yet.
+    at : array of 2 int64
+        Number of bits read or written; and an offset in bytes: where the stream begins (reader), or where the next word
+        is stored (writer).
+    word : array of 1 uint64
+        Writer: bits that are not yet stored in the array.
     """
 
     at: Any
@@ -31,14 +31,14 @@ class Bits(NamedTuple):
 
 @jit
 def begin(bits, at):
-    """Begin a stream at byte ``at``, to read or to write."""
+    """Start reading or writing a stream at byte offset ``at``."""
     bits.at[0], bits.at[1] = 0, at
     bits.word[0] = U64(0)
 
 
 @jit
 def close_bits(bits, out):
-    """Write the last bits of a stream, and return its size in bytes."""
+    """Store the buffered bits of a stream, and return the stream's size in bytes."""
     rest = (bits.at[0] % WORD + 7) // 8
     for i in range(rest):
         out[bits.at[1] + i] = U8(bits.word[0] >> U64(8 * i))
@@ -61,7 +61,7 @@ def put_bits(bits, out, x, n):
 
 @jit
 def put_rice(bits, out, x, k, full):
-    """Append a Rice code with parameter ``k`` of a number of ``full`` bits."""
+    """Append the Rice code, with parameter ``k``, of ``x``; an escaped ``x`` takes ``full`` bits."""
     q = x >> U64(k)
     if q >= U64(LONGEST):
         put_bits(bits, out, U64(0), LONGEST)
@@ -92,7 +92,7 @@ def bit_length(x):
 
 @jit
 def rice_nbits(x, k, full):
-    """Return the size of a Rice code in bits."""
+    """Return the size in bits of the code that :func:`put_rice` writes."""
     q = x >> U64(k)
     return LONGEST + full if q >= U64(LONGEST) else I64(q) + 1 + k
 
@@ -124,7 +124,7 @@ def get_bits(bits, frame, end, n):
 
 @jit
 def get_rice(bits, frame, end, k, full):
-    """Read a Rice code: return the number, and False if it has more than ``full`` bits."""
+    """Read a Rice code; return the number, and True if it is valid: it has at most ``full`` bits."""
     q = _zeros(bits, frame, end, LONGEST)
     if q == LONGEST:
         return get_bits(bits, frame, end, full), True
@@ -145,6 +145,6 @@ def get_gamma(bits, frame, end):
 
 @jit
 def ends(bits, frame, end):
-    """Return whether a stream has been read to its end: fewer than 64 bits are left, and are 0."""
+    """Return True if a stream has been read to its end: fewer than 64 bits are left, and all are 0."""
     left = end - bits.at[0]
     return 0 <= left < 64 and get_bits(bits, frame, end, left) == 0

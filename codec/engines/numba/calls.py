@@ -1,4 +1,4 @@
-"""Calls of the Numba engine: the C library opens and closes jobs, this engine's loops process their blocks."""
+"""The Numba engine's calls: the C library opens and closes jobs, and this engine's loops process the blocks."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ _BAD_ARGUMENT, _SHORT_OUTPUT = int(Status.BAD_ARGUMENT), int(Status.SHORT_OUTPUT
 
 
 def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> bytes | memoryview:
-    """Return the frame of a request whose call context is filled in."""
+    """Encode the tensor of a request; the call's context must have been filled in."""
     t, out = call.fill_tensor(r.x), r.out
     count = pool.choose_threads(threads, r.x.nbytes)
     try:
@@ -44,7 +44,8 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
 def _encode_new(call: Call, s: Any, r: EncodeRequest, room: int, threads: int) -> bytes | memoryview:
     """Encode into new memory, and return the frame.
 
-    Encoding is repeated with more memory if the regions of a frame that will be stored exceed the room for values.
+    If the encoded blocks exceed `room` bytes, encoding is repeated with two and four times as much memory. Such a frame
+    is stored uncompressed in the end.
     """
     for times in (1, 2, 4):
         new = NewBytes(times * room)
@@ -52,13 +53,13 @@ def _encode_new(call: Call, s: Any, r: EncodeRequest, room: int, threads: int) -
         n = blockwise.encode(loops, call, s, ffi.cast("uint8_t *", new.address), times * room, threads)
         if n is not None:
             return new.finish(n)
-    return encoding.encode_filled(call, s, r, threads)  # more than 32 GiB: the C library stores the values
+    return encoding.encode_filled(call, s, r, threads)  # frames over 32 GiB: the C library stores the tensor
 
 
 def _encode_apart(call: Call, s: Any, r: EncodeRequest, out: TensorView, threads: int) -> bytes | memoryview:
-    """Encode into temporary memory, because `out` may have room for the frame but not for encoding it.
+    """Encode into temporary memory, because `out` may hold the frame but not the intermediate blocks.
 
-    `out` and the residual are written when the frame is complete.
+    `out` and the residual are written only after the frame is complete.
     """
     residual: Any = None
     if r.residual is not None:
@@ -79,7 +80,7 @@ def _encode_apart(call: Call, s: Any, r: EncodeRequest, out: TensorView, threads
 def decode_prepared(
     call: Call, r: DecodeRequest, v: TensorView, levels: LevelSource | None, threads: int | None
 ) -> None:
-    """Decode a frame into a destination, as the call's context says."""
+    """Decode a frame into `v`: validate, store or add its values, as the call's context says."""
     frame = r.frames[0]
     info = read_header(frame)
     if not info.nblocks:
@@ -112,7 +113,7 @@ def reduce_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads
 
 
 def sum_codes_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
-    """Add the codes of Ternary frames into the call's tensor of integers: floats hold sums of 2^24 frames exactly."""
+    """Add the codes of Ternary frames in float32, which is exact for up to 2^24 frames, and store them as integers."""
     context, target = call.context, loops.memory_of(call.tensor.data, call.tensor.nbytes)
     sums, v = empty("float32", tuple(call.tensor.shape[0 : call.tensor.rank]))
     call.keep = call.keep, v
@@ -126,11 +127,11 @@ def sum_codes_into(call: Call, read: list[tuple[Any, TensorView]], op: int, thre
 
 
 def _reduce_one_by_one(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
-    """Reduce frames whose blocks do not match, or that have none: decode one frame after the other into the result."""
+    """Reduce frames that have no blocks, or different ones, by decoding one frame after the other into the result."""
     context, flags = call.context, call.context.flags
     if flags & lib.CODEC_VERIFY_FIRST:
         context.flags = lib.CODEC_CHECK_ONLY
-        context.into = lib.CODEC_INTO_FLOAT32  # the result is float32, whatever the dtypes of the frames are
+        context.into = lib.CODEC_INTO_FLOAT32  # the result is float32, also if frames have another dtype
         for info, frame in read:
             _decode_one(call, info, frame, threads)
         context.flags = lib.CODEC_NO_CHECKSUM
@@ -142,7 +143,7 @@ def _reduce_one_by_one(call: Call, read: list[tuple[Any, TensorView]], op: int, 
 
 
 def _decode_one(call: Call, info: Any, frame: TensorView, threads: int) -> None:
-    """Decode a frame by the call's context: this engine does blocks, the C library frames without blocks."""
+    """Decode a frame into the call's tensor; a frame without blocks is decoded by the C library."""
     if info.nblocks:
         blockwise.decode(loops, call, info, frame.data, frame.nbytes, threads)
         return

@@ -7,7 +7,7 @@ from codec.engines.numba.jit import jit
 
 U32, U64 = np.uint32, np.uint64
 GOLDEN = U64(0x9E3779B97F4A7C15)
-REGION, PLANE, STATE, VALUES = 0x300, 0x400, 0x500, 0x600  # seeds
+REGION, PLANE, STATE, VALUES = 0x300, 0x400, 0x500, 0x600  # seeds of digests, by kind of data
 PAIRS = 128  # pairs of 32-bit words in a chunk
 LOWER = U64(0xFFFFFFFF)
 
@@ -26,7 +26,7 @@ EVEN, ODD = _keys()[::2].astype(U64), _keys()[1::2].astype(U64)
 
 @jit
 def mix(x):
-    """Return a bijective mix of a 64-bit word."""
+    """Return a 64-bit word mixed by a bijective function."""
     x ^= x >> U64(30)
     x *= U64(0xBF58476D1CE4E5B9)
     x ^= x >> U64(27)
@@ -36,7 +36,7 @@ def mix(x):
 
 @jit
 def _product(x, i):
-    """Return the keyed product of words 2 i and 2 i + 1 of a chunk, which ``x`` holds."""
+    """Return the keyed product of words 2 i and 2 i + 1 of a chunk; ``x`` contains both words."""
     return (x & LOWER) * EVEN[i] + (x >> U64(32)) * ODD[i]
 
 
@@ -48,7 +48,7 @@ def digest(data, seed):
 
 @jit
 def digest_from(data, seed, first):
-    """Return the contribution of ``data``, from chunk ``first`` of a sequence on, to the sequence's 64-bit digest."""
+    """Return what ``data``, which begins with chunk ``first`` of a sequence, adds to the sequence's 64-bit digest."""
     total = U64(0)
     whole = len(data) // 8
     pairs = data[: 8 * whole].view(U64)
@@ -71,6 +71,7 @@ def digest_from(data, seed, first):
 def block_checksum(data, b):
     """Return the checksum of block ``b``, whose bytes have the digest ``data``.
 
-    Checksums of blocks add up to that of their frame. The upper half is stored in the block's directory entry.
+    The checksum of a frame is the sum of its blocks' checksums. The upper half of a block's checksum is stored in its
+    directory entry.
     """
     return mix(data ^ U64(b + 1) * GOLDEN)

@@ -1,7 +1,8 @@
 # pyright: basic
-"""Quantization of values to codes, and back, for codecs of rows (docs/spec/encoder.md, 7.4; docs/spec/format.md, 8.5).
+"""Quantization and dequantization of the row codecs (docs/spec/encoder.md, 7.4; docs/spec/format.md, 8.5).
 
-``half`` holds 16 random bits for each value, ``code`` a byte for each value.
+Arguments are arrays with an item for each value: ``half`` has 16 random bits, ``code`` a code in a byte, ``scale`` the
+scale of the value's row.
 """
 
 from codec.engines.numba.jit import jit
@@ -45,7 +46,7 @@ def float8_codes(variant, x, scale, random, half, code):
 
 @jit
 def float4_codes(x, scale, random, half, code):
-    """Convert values to codes of a sign and three bits; values are divided by ``scale``."""
+    """Convert values to e2m1 codes (sign and three bits); values are divided by ``scale``."""
     u = x.view(U32)
     for i in range(len(u)):
         d = scale[i] if scale[i] > F32(0) else float_of(INF)
@@ -56,7 +57,7 @@ def float4_codes(x, scale, random, half, code):
 
 @jit
 def level_codes(odd, levels, x, up, by, half, code):
-    """Convert values to codes of levels, rounded at random; ``by`` is 0 where all values of a row are 0."""
+    """Convert values to level indices, rounded with random bits; ``by`` is 0 in rows of zeros."""
     n, top = F32(levels), U8(levels)
     u = x.view(U32)
     if odd:
@@ -73,7 +74,7 @@ def level_codes(odd, levels, x, up, by, half, code):
 
 @jit
 def affine_codes(bits, x, up, by, middle, half, code):
-    """Convert values to codes of levels around ``middle``; ``by`` is 0 where all values of a row are equal."""
+    """Convert values to indices of levels around ``middle``; ``by`` is 0 in rows whose values are all equal."""
     n = F32((1 << bits) - 1)
     half_n = F32(n * F32(0.5))
     for i in range(len(x)):
@@ -84,7 +85,7 @@ def affine_codes(bits, x, up, by, middle, half, code):
 
 @jit
 def _ternary_part(a, up, by):
-    """Return |x| / scale as a fraction of 2^32: its upper 16 bits, and the lower ones as float32."""
+    """Return 2^32 |x| / scale in two halves: the upper 16 bits as an integer, the lower 16 bits as float32."""
     q = over(float_of(a), up, by)
     q = q if q < F32(65536) else F32(65536)
     high = min(I32(q), I32(65535))
@@ -93,7 +94,7 @@ def _ternary_part(a, up, by):
 
 @jit
 def ternary_codes(x, scale, half, code):
-    """Convert values to codes: 0 for zero, 1 for the scale, 2 for -scale, TIE where ``half`` does not decide."""
+    """Convert values to codes: 0 for zero, 1 for scale, 2 for -scale, TIE if 16 random bits do not decide."""
     up, by = over_of(scale, F32(65536))
     u, top = x.view(U32), bits_of(scale)
     for i in range(len(u)):
@@ -106,7 +107,7 @@ def ternary_codes(x, scale, half, code):
 
 @jit
 def resolve_ties(keys, first, x, scale, code):
-    """Replace TIE codes by the decision of a second word of random bits."""
+    """Replace TIE codes: 16 more random bits decide between zero and the scale."""
     if largest(code) < TIE:
         return
     up, by = over_of(scale, F32(65536))
@@ -186,7 +187,7 @@ def _affine_values(bits, code, half, middle, y):
 
 @jit
 def values(job, work, part, unscaled, code, y):
-    """Dequantize the codes of a run into ``y``, by the row scales in ``work``; ``unscaled``: by scale 1."""
+    """Dequantize the codes of a run into ``y`` with the row scales in ``work``, or with scale 1 if ``unscaled``."""
     row, n = I64(part.group_size), len(y)
     scale, other = work.scale[:n], work.other[:n]
     if row == 0:

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Delta: changes of blocks against a base (docs/spec/format.md, section 10)."""
+"""Delta: encoding and decoding of blocks as changes of a base (docs/spec/format.md, section 10)."""
 
 from codec.engines.numba.checksum import VALUES, digest_from
 from codec.engines.numba.delta_decode import get_changes
@@ -19,7 +19,8 @@ CHUNK = 1024  # bytes of a chunk of the digest
 def encode_blocks(job, work, base, data, frame, limit, first, count, result):
     """Encode blocks [first, first + count) to regions from frame[result[0]] on.
 
-    result[0] becomes the end, and checksums of blocks are added to result[1]. ``base``, ``data``: bytes of the tensors.
+    result[0] is set to the end of the regions, and the blocks' checksums are added to result[1]. ``base`` and ``data``
+    are the bytes of base and tensor.
     """
     kind = work.kind
     for b in range(first, first + count):
@@ -50,11 +51,11 @@ def encode_blocks(job, work, base, data, frame, limit, first, count, result):
 
 @kernel
 def decode_blocks(job, work, frame, checks, base, first, count, sink, checksum, fault):
-    """Decode blocks [first, first + count) to the sink, which may be the base, or only check them.
+    """Decode blocks [first, first + count) to the sink, or only validate them. The sink may be the base.
 
-    With ``checks``, checksums of blocks are compared and added to ``checksum[0]``, and digests of values stored in the
-    job. Nothing of a block is written before all of it has been read. ``fault[3]`` becomes the block whose changes are
-    invalid.
+    With ``checks``, the blocks' checksums are compared and added to ``checksum[0]``, and digests of the values are
+    stored in the job. A block is written only after all of it has been read. If changes are invalid, ``fault[3]`` is
+    set to the index of their block.
     """
     kind, c = work.kind, work.c
     for b in range(first, first + count):

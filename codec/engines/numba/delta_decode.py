@@ -1,5 +1,5 @@
 # pyright: basic
-"""Changes of Delta read from a region (docs/spec/format.md, section 10.3). Any bytes give values or an error."""
+"""Decoding of a Delta region (docs/spec/format.md, section 10.3). Invalid bytes give an error, or some values."""
 
 from codec.engines.numba.bitstream import begin, ends, get_bits, get_gamma, get_rice
 from codec.engines.numba.delta_values import (
@@ -22,7 +22,7 @@ from codec.engines.numba.words import I64, U8, U64
 
 @jit
 def _get_small(kind, work, m, scale, room, frame, end):
-    """Read the steps of small values; return the number of changes, or -1 if the stream is invalid."""
+    """Read the steps of values of class 0; return the number of changes, or -1 if the stream is invalid."""
     count = 0
     for i in range(m):
         if work.member[i]:
@@ -58,7 +58,7 @@ def _get_class(kind, work, m, r, room, frame, end):
             count += 1
             zeros = 0
             step = U64(1)
-        else:  # the last change is a step larger
+        else:  # gap 0: increase the step of the last change by 1
             if zeros == MORE:
                 return -1
             zeros += 1
@@ -75,7 +75,7 @@ def _get_class(kind, work, m, r, room, frame, end):
 
 @jit
 def _get_steps(kind, work, m, scale, room, frame, end):
-    """Read steps of a dtype with exponents; return the number of changes, or -1 if the stream is invalid."""
+    """Read the steps of a dtype with exponents; return the number of changes, or -1 if the stream is invalid."""
     top = 0
     fill_exponents(kind, work.base[:m], work.exponent)
     for i in range(m):
@@ -90,7 +90,7 @@ def _get_steps(kind, work, m, scale, room, frame, end):
 
 @jit
 def _get_patches(kind, work, m, k, steps, changes, frame, end):
-    """Read patches, or steps of dtypes without exponents; return the number of changes, or -1."""
+    """Read patches, or with ``steps`` steps of a dtype without exponents; return the number of changes, or -1."""
     i = 0
     for _ in range(changes):
         gap, valid = get_rice(work.bits, frame, end, k, GAP_BITS)
@@ -114,7 +114,7 @@ def _get_patches(kind, work, m, k, steps, changes, frame, end):
 
 @jit
 def _get_raw(size, work, m, frame, at):
-    """Read raw values, and return the number that differ from the base's."""
+    """Read uncompressed values; return the number of values that differ from the base."""
     count = 0
     for i in range(m):
         x = U64(0)
@@ -127,7 +127,7 @@ def _get_raw(size, work, m, frame, at):
 
 @jit
 def get_changes(kind, work, m, frame, c, fault):
-    """Decode a region to ``work.new``, which holds the base's values; return the number of changes, or -1."""
+    """Decode a region into ``work.new``, which initially holds the base; return the number of changes, or -1."""
     at, head = c[0], I64(load32(frame, c[0]))
     mode, field, changes = head & 3, head >> 2 & 4095, (head >> 14) + 1
     raw = (4 + m * kind.w // 8 + 7) // 8 * 8

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Changes of Delta written to a region (docs/spec/encoder.md, section 10)."""
+"""Encoding of a block's changes to a Delta region (docs/spec/encoder.md, section 10)."""
 
 from codec.engines.numba.bitstream import (
     begin,
@@ -30,18 +30,18 @@ from codec.engines.numba.jit import jit
 from codec.engines.numba.region import store32
 from codec.engines.numba.words import I64, U8, U64
 
-SAMPLE, TOTAL = 31, U64(1 << 40)  # every 31st value is counted; larger steps count as 2^40
+SAMPLE, TOTAL = 31, U64(1 << 40)  # every 31st value is sampled; steps above 2^40 count as 2^40
 
 
 @jit
 def _codes_of(size):
-    """Return the number of codes of a change in a class."""
+    """Return the number of codes for a change of ``size`` steps, in a class above 0."""
     return min(I64(min(size, U64(MORE + 1))), MORE + 1)
 
 
 @jit
 def _cost(kind, bins, low, high, scale):
-    """Estimate a block's bits under a scale. ``low`` and ``high``: the exponents with values or changes."""
+    """Estimate a block's size in bits under a scale. ``low``, ``high``: range of exponents of values and changes."""
     cost, e = U64(0), low
     while e <= high and e <= scale:
         k = U64(small_k(kind, e, scale))
@@ -60,7 +60,7 @@ def _cost(kind, bins, low, high, scale):
 
 @jit
 def _best_scale(kind, bins, low, high, first, last, step):
-    """Return the scale of least cost among ``first``, ``first + step``, ... up to ``last``; the smallest of several."""
+    """Return the scale of least cost among ``first``, ``first + step``, ... ``last``; of equal ones the smallest."""
     best, least = first, ~U64(0)
     for scale in range(first, last + 1, step):
         cost = _cost(kind, bins, low, high, scale)
@@ -71,7 +71,7 @@ def _best_scale(kind, bins, low, high, first, last, step):
 
 @jit
 def _choose_scale(kind, work, m, count):
-    """Return the scale of a block from samples of its base and from its changes."""
+    """Choose the scale of a block from a sample of its base and from its changes."""
     bins = work.bins
     bins[:] = U64(0)
     for i in range(0, m, SAMPLE):
@@ -92,7 +92,7 @@ def _choose_scale(kind, work, m, count):
 
 @jit
 def _gap_k(m, count):
-    """Return the Rice parameter of gaps between ``count`` changes of ``m`` values."""
+    """Return the Rice parameter for gaps between ``count`` changes in ``m`` values."""
     k = 0
     while k < MAX_GAP_K and (3 * count << (k + 1)) <= 2 * m:
         k += 1
@@ -101,7 +101,7 @@ def _gap_k(m, count):
 
 @jit
 def _patch_nbits(kind, work, count, k, steps):
-    """Return the size in bits of patches, or of steps of dtypes without exponents."""
+    """Return the size in bits of patches, or with ``steps`` of the steps of a dtype without exponents."""
     total, after = 0, 0
     for c in range(count):
         i = work.at[c]
@@ -116,7 +116,7 @@ def _patch_nbits(kind, work, count, k, steps):
 
 @jit
 def _put_patches(kind, work, count, k, steps, out):
-    """Write patches, or steps of dtypes without exponents."""
+    """Write patches, or with ``steps`` the steps of a dtype without exponents."""
     after = 0
     for c in range(count):
         i = work.at[c]
@@ -165,7 +165,7 @@ def _put_class(kind, work, m, count, r, out, limit):
 
 @jit
 def _put_steps(kind, work, m, count, scale, out, limit):
-    """Write steps of a dtype with exponents; return False if the stream exceeds ``limit`` bits."""
+    """Write the steps of a dtype with exponents; return False if the stream exceeds ``limit`` bits."""
     top = 0
     for i in range(m):
         work.member[i] = U8(class_of(work.exponent[i], scale))
@@ -187,7 +187,7 @@ def _put_steps(kind, work, m, count, scale, out, limit):
 
 @jit
 def put_changes(kind, work, m, count, region):
-    """Write the changes of a block to a region in the smallest mode, and return the size in bytes."""
+    """Write the changes of a block to a region, in the mode that takes the fewest bytes; return the size in bytes."""
     room, k = m * kind.w // 8, _gap_k(m, count)
     patches = (_patch_nbits(kind, work, count, k, False) + 7) // 8
     mode, field, size = STEPS, k, 0

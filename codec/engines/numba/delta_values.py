@@ -1,8 +1,8 @@
 # pyright: basic
-"""Values of Delta (format.md, section 10.2): ranks, steps, exponents and classes, and a thread's buffers for them.
+"""Ranks, steps, exponents and classes of Delta's values (format.md, section 10.2), and a thread's buffers for them.
 
-Values are bits as uint64. The rank of a value is its place among all patterns of its dtype, and a step the difference
-of two ranks, modulo 2^w for values of w bits.
+A value is represented by its bits as uint64. The rank of a value is its position in the order of all bit patterns of
+its dtype. A step is the difference of two ranks, modulo 2^w for values of w bits.
 """
 
 from typing import Any, NamedTuple
@@ -28,9 +28,9 @@ _MBITS = MANTISSA_BITS | {
 class Kind(NamedTuple):
     """Constants of the dtype (format, 10.2)."""
 
-    w: int  # bits of a value
-    mask: Any  # uint64 of w bits
-    mbits: int
+    w: int  # number of bits of a value
+    mask: Any  # uint64 with the lower w bits set
+    mbits: int  # number of mantissa bits; 0: the dtype has no exponents
     last: int  # largest exponent field; 0: the dtype has no exponents
 
 
@@ -42,10 +42,10 @@ class Work(NamedTuple):
     base: Any  # bits of the base's values in the block
     new: Any  # bits of the tensor's values in the block
     bytes: Any  # decoded values
-    at: Any  # places of changes
+    at: Any  # indices of changed values in the block
     exponent: Any
     member: Any  # class of each value
-    bins: Any  # by exponent: sampled values, codes, total of steps
+    bins: Any  # by exponent: number of sampled values, number of codes, sum of steps
     bits: Bits
     c: Any
 
@@ -72,7 +72,7 @@ def work_of(job):
 
 @jit
 def load_bits(size, data, x):
-    """Load the bits of values (``data``: their bytes)."""
+    """Load the bits of values into ``x``; ``data``: bytes of the values."""
     if size == 1:
         copy(x, data)
     elif size == 2:
@@ -93,13 +93,13 @@ def store_bits(size, x, data):
 
 @jit
 def rank_of(kind, x):
-    """Return the rank of a float, or the float of a rank: the function is its own inverse."""
+    """Convert the bits of a float to its rank, or a rank to the bits: the function is its own inverse."""
     return x ^ ((kind.mask >> U64(1)) & (U64(0) - (x >> U64(kind.w - 1) & U64(1))))
 
 
 @jit
 def step_of(kind, x, y):
-    """Return the step from one value to another."""
+    """Return the step from value ``x`` to value ``y``."""
     if kind.last:
         return (rank_of(kind, y) - rank_of(kind, x)) & kind.mask
     return (y - x) & kind.mask
@@ -107,7 +107,7 @@ def step_of(kind, x, y):
 
 @jit
 def moved(kind, x, step):
-    """Return the value that a step leads to."""
+    """Return the value that is ``step`` away from value ``x``."""
     if kind.last:
         return rank_of(kind, (rank_of(kind, x) + step) & kind.mask)
     return (x + step) & kind.mask
@@ -121,24 +121,24 @@ def is_negative(kind, step):
 
 @jit
 def size_of(kind, step):
-    """Return the size of a step, at most 2^(w - 1)."""
+    """Return the absolute value of a step, at most 2^(w - 1)."""
     return (U64(0) - step) & kind.mask if is_negative(kind, step) else step
 
 
 @jit
 def fill_exponents(kind, x, e):
-    """Compute the exponents of values: their fields, but 1 for 0."""
+    """Extract the exponent fields of values; 0 is replaced by 1, the exponent of subnormals."""
     for i in range(len(x)):
         e[i] = max(I64(x[i] >> U64(kind.mbits)) & kind.last, 1)
 
 
 @jit
 def class_of(exponent, scale):
-    """Return the class of a value under scale S: 0 small, 1 to 8 pairs of exponents above S."""
+    """Return the class of a value: 0 for exponents up to ``scale``, 1 to 8 for pairs of exponents above it."""
     return min(max((I64(exponent) - scale + 1) >> 1, 0), CLASSES)
 
 
 @jit
 def small_k(kind, exponent, scale):
-    """Return the Rice parameter of a small value."""
+    """Return the Rice parameter for the step of a value of class 0."""
     return min(scale - I64(exponent), kind.w - 2)

@@ -28,7 +28,7 @@ NOWHERE = 101  # value of Sink.into: check the frame without decoding values
 
 @jit
 def to_floats(dtype, data, first, x):
-    """Convert values of a tensor (``data``: its bytes) from value ``first`` on to float32, and fill ``x``."""
+    """Fill ``x`` with a tensor's values from index ``first`` on, as float32; ``data``: bytes of the tensor."""
     n = len(x)
     if dtype == FLOAT32:
         copy(x, data[4 * first : 4 * (first + n)].view(F32))
@@ -45,7 +45,7 @@ def to_floats(dtype, data, first, x):
 
 @jit
 def from_floats(dtype, x, data, first):
-    """Round float32 values ``x`` to a dtype, and store them in a tensor (``data``: its bytes) from ``first`` on."""
+    """Round float32 values ``x`` to a dtype, and store them from index ``first`` on; ``data``: bytes of the tensor."""
     n = len(x)
     if dtype == FLOAT32:
         copy(data[4 * first : 4 * (first + n)].view(F32), x)
@@ -62,7 +62,7 @@ def from_floats(dtype, x, data, first):
 
 @jit
 def load(dtype, data, feedback, first, x):
-    """Fill ``x`` with the values to encode: a tensor's, plus the residuals in ``feedback`` unless that is empty."""
+    """Fill ``x`` with the values to encode: the tensor's values, plus residuals unless ``feedback`` is empty."""
     to_floats(dtype, data, first, x)
     if len(feedback):
         e = feedback[first : first + len(x)]
@@ -72,9 +72,9 @@ def load(dtype, data, feedback, first, x):
 
 @jit
 def load_native(dtype, data, feedback, first, x, native):
-    """Store the values to encode in ``native`` (bytes), rounded to the tensor's dtype; Inf stays Inf.
+    """Store the values to encode in ``native``, as bytes, rounded to the tensor's dtype; Inf stays Inf.
 
-    ``x`` is a buffer of as many float32.
+    ``x`` is a buffer of float32; its length is the number of values.
     """
     load(dtype, data, feedback, first, x)
     from_floats(dtype, x, native, 0)
@@ -96,7 +96,7 @@ def larger(a, y):
 class Sink(NamedTuple):
     """Destination of decoded values, and the operation that combines them with its contents."""
 
-    into: int  # STORE, ADD, MAXIMUM or NOWHERE; any other: store float32, whatever the dtype of the frame
+    into: int  # STORE, ADD, MAXIMUM or NOWHERE; any other value: store float32, also if the frame has another dtype
     weight: Any  # float32 factor of added values
     divide: Any  # float32 divisor of the result; 0: none
     unscaled: bool  # True: ternary values are 0, 1 and -1, without their scale
@@ -106,7 +106,7 @@ class Sink(NamedTuple):
 
 @jit
 def put(sink, scale, y, first):
-    """Combine float32 values ``y`` with a float32 destination from value ``first`` on."""
+    """Combine float32 values ``y`` with the float32 destination, from index ``first`` on."""
     n, weight, divide = len(y), sink.weight, sink.divide
     out = sink.data[4 * first : 4 * (first + n)].view(F32)
     if sink.into == ADD:

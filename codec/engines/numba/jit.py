@@ -1,5 +1,5 @@
 # pyright: basic
-"""Compilation of kernels, with a cache on disk that all processes share."""
+"""Compilation of kernels by Numba, with a cache on disk that all processes share."""
 
 import hashlib
 import os
@@ -14,8 +14,8 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.types import ExternalFunction
 
-# Numba's cache is invalidated only by changes of a kernel's own file. Kernels include functions of other files, and
-# NUMBA_BOUNDSCHECK changes their code, so the key covers all files and the variable.
+# Numba invalidates a cached kernel only if the kernel's own file changes. Kernels contain functions of other files, and
+# NUMBA_BOUNDSCHECK changes their code, so this key of the cache covers all files and the variable.
 _SOURCES = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
 _KEY = hashlib.sha256(_SOURCES).hexdigest(), os.environ.get("NUMBA_BOUNDSCHECK", "0")
 
@@ -28,7 +28,7 @@ class _Cache(FunctionCache):
 
 
 class _InlinedLibrary(JITCodeLibrary):
-    """Code of a function that kernels call: optimized and compiled as a part of each kernel only."""
+    """Code of a function that only kernels call: it is optimized and compiled only as a part of each kernel."""
 
     def _optimize_final_module(self) -> None:
         pass
@@ -50,14 +50,14 @@ class _InlinedLibrary(JITCodeLibrary):
 
 
 class _InlinedCompiler(Compiler):
-    """Compiler that puts a function into an :class:`_InlinedLibrary`."""
+    """Compiler that compiles a function into an :class:`_InlinedLibrary`."""
 
     def __init__(self, typingctx: Any, targetctx: Any, library: Any, *rest: Any) -> None:
         super().__init__(typingctx, targetctx, _InlinedLibrary(targetctx.codegen(), "part"), *rest)
 
 
 def _compiled(function: Any, **options: Any) -> Any:
-    # `_nrt`: False: kernels neither count references of arrays nor allocate arrays
+    # _nrt=False omits Numba's runtime: kernels neither allocate arrays nor count references to them
     options |= {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False}
     return numba.njit(**options)(function)
 
@@ -69,7 +69,7 @@ def _refuse(*_: Any, **__: Any) -> Any:
 def jit(function: Any) -> Any:
     """Compile a function that only kernels call.
 
-    Python cannot call the result, which more than halves the time to compile.
+    Python code cannot call the result. Without a wrapper for Python, compilation takes less than half the time.
     """
     part = _compiled(function, no_cpython_wrapper=True, pipeline_class=_InlinedCompiler)
     part._compile_for_args, part._insert = _refuse, lambda *_, **__: None
@@ -104,9 +104,9 @@ _fesetenv: Any = ExternalFunction("fesetenv", numba.int32(numba.intp))
 
 @jit
 def enter_floats(saved: Any) -> None:
-    """Round to nearest and keep subnormals in this thread until :func:`leave_floats`.
+    """Set this thread to round to nearest and to keep subnormals, until :func:`leave_floats`.
 
-    ``saved`` (64 bytes) receives the thread's floating-point environment.
+    The previous floating-point environment is stored in ``saved``, a buffer of 64 bytes.
     """
     _fegetenv(saved.ctypes.data)
     _fesetenv(-1)  # FE_DFL_ENV

@@ -7,17 +7,18 @@ from codec.engines.numba.jit import jit, kernel
 
 U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 
-LANES, ROW = 32, 128  # lanes, and symbols of a quad row: four for each lane
+LANES, ROW = 32, 128  # number of lanes, and of symbols in a quad row: four per lane
 PAIR_BITS = 12  # index bits of the decoding table: nearly all pairs of codes fit, and the table fits the L1 cache
-UNPAIRED = U32(63)  # bit count of table entries whose pair is longer than PAIR_BITS or holds an escape
-BITS, ESCAPED = U64(63), U32(64)  # fields of encoding entries: length of both codes in bits; a symbol is an escape
+UNPAIRED = U32(63)  # bit count of a table entry whose pair is longer than PAIR_BITS or contains an escape
+BITS, ESCAPED = U64(63), U32(64)  # masks in encoding entries: length of both codes in bits; flag for an escape
 
 
 @kernel
 def fill_encode_pairs(code, length, pair):
     """Fill the encoding table: entry ``b * 256 + a`` is for symbol a followed by symbol b.
 
-    An entry holds the length of both codes in bits (BITS), a flag for escapes (ESCAPED), and both codes from bit 16 on.
+    An entry has the length of both codes in bits (mask BITS), a flag for escapes (ESCAPED), and both codes from bit 16
+    on.
     """
     for b in range(256):
         second = U32(length[b]) & U32(15)
@@ -30,10 +31,9 @@ def fill_encode_pairs(code, length, pair):
 
 @jit
 def encode_lanes(pair, symbol, rows, words, bits, have, escaped):
-    """Encode quad rows from the last one to the first, and return the index of the first word written.
+    """Encode quad rows from the last to the first, and return the index of the first word written.
 
-    Words are written downwards from the end of ``words``. ``bits`` and ``have`` receive the lanes' bit reservoirs and
-    their lengths. ``escaped[r]`` becomes 1 if row ``r`` has escapes.
+    Words are written downwards from the end of ``words``. ``bits`` and ``have`` are set to each lane's bit reservoir and the reservoir's length in bits. ``escaped[r]`` is set to 1 if row ``r`` has escapes, otherwise to 0.
     """
     end = U64(len(words))
     for lane in range(LANES):
@@ -48,7 +48,7 @@ def encode_lanes(pair, symbol, rows, words, bits, have, escaped):
             quad = U64(a >> U32(16)) << (U64(b) & BITS) | U64(b >> U32(16))
             x, k = bits[lane], have[lane]
             n = k + (U64(a) & BITS) + (U64(b) & BITS)
-            # A branch here would be mispredicted: store the word always, and move `end` only if the word is full.
+            # without a branch, which would be mispredicted: always store the word, and move `end` only if it is full
             due = n >> U64(6)
             words[end - U64(1)] = U32(x)
             end -= due
@@ -63,7 +63,7 @@ def encode_lanes(pair, symbol, rows, words, bits, have, escaped):
 def pairs_of(value, length, escape, pair):
     """Fill the decoding table, indexed by the next 12 bits of a lane.
 
-    An entry holds the first symbol << 16, the second symbol << 24, and the length of both codes in bits or UNPAIRED.
+    An entry has the first symbol << 16, the second symbol << 24, and the length of both codes in bits, or UNPAIRED.
     """
     for i in range(len(pair)):
         top = i >> (PAIR_BITS - 8)
@@ -77,11 +77,11 @@ def pairs_of(value, length, escape, pair):
 
 @jit
 def decode_lanes(pair, value, length, escape, words, rows, bits, quad, escaped):
-    """Decode quad rows to ``quad`` (four symbols in a uint32) unless it is None, and return the words consumed.
+    """Decode quad rows to ``quad``, four symbols per uint32, unless it is None; return the number of words consumed.
 
-    The reservoir of a lane has 64 bits: from the top 32 to 63 bits of the stream, then a marker bit 1, then zeros.
-    ``words`` must hold as many words as all lanes could consume. ``escaped[r]`` receives the number of escapes of row
-    ``r``.
+    ``bits`` has a reservoir of 64 bits for each lane: from the top, 32 to 63 bits of the stream, then a marker bit 1,
+    then zeros. ``words`` must have as many words as all lanes could consume. ``escaped[r]`` is set to the number of
+    escapes in row ``r``.
     """
     at = U64(0)
     for r in range(rows):
@@ -94,7 +94,7 @@ def decode_lanes(pair, value, length, escape, words, rows, bits, quad, escaped):
             y <<= U64(b) & U64(63)
             if quad is not None:
                 quad[LANES * r + lane] = U32(a >> U32(16)) | U32(b & U32(0xFFFF0000))
-            if not y:  # even the marker was shifted out: an entry is UNPAIRED, so decode the four symbols singly
+            if not y:  # an UNPAIRED entry has shifted out even the marker: decode the four symbols one by one
                 y, four = x, U32(0)
                 for i in range(4):
                     k = y >> U64(56)
@@ -103,8 +103,8 @@ def decode_lanes(pair, value, length, escape, words, rows, bits, quad, escaped):
                     y <<= U64(length[k])
                 if quad is not None:
                     quad[LANES * r + lane] = four
-            # If fewer than 32 bits are left, the marker is bit 32 + d. Insert a word there and move the marker to bit
-            # d, without a branch that would be mispredicted: add 2^d (or 0) times (2 * word + 1 - 2^32).
+            # If fewer than 32 bits are left, the marker is bit 32 + d, d >= 0. Then insert a word there and move the
+            # marker to bit d, by adding 2^d * (2 * word + 1 - 2^32); otherwise add 0. A branch would be mispredicted.
             due = (y & (U64(0) - y)) >> U64(32)
             bits[lane] = y + due * (U64(words[at]) * U64(2) - U64(0xFFFFFFFF))
             at += U64(due != 0)

@@ -1,4 +1,4 @@
-"""Functions of ``codec_engine.h`` that process values, with the signatures of C, by this engine's kernels."""
+"""Replacements of the functions in ``codec_engine.h`` that process values, with the same signatures as in C."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from codec.engines.numba.memory import NOTHING, Array, memory_of
 from codec.engines.numba.metric import fill_exponents
 from codec.engines.numba.view import Job, view_job
 
-_VALUES_PER_STEP = 1 << 18  # values whose exponents of A are computed at once
+_VALUES_PER_STEP = 1 << 18  # number of values for which exponents of A are computed at once
 
 
 def _family(job: Job) -> Any:
@@ -48,7 +48,7 @@ def codec_encode_scan(src: Any, context: Any, job: Any, first: int, count: int) 
 def codec_encode_blocks(
     src: Any, dst: Any, capacity: int, context: Any, job: Any, blocks: Any, work: Any, work_nbytes: int
 ) -> int:
-    """Encode a range of blocks to regions. ``work`` is ignored: this engine allocates its own buffers."""
+    """Encode a range of blocks to regions. ``work`` is not used: this engine allocates its own buffers."""
     j = view_job(job)
     kernels, first, count = _family(j), blocks.first, blocks.count
     data, frame, feedback = memory_of(src.data, src.nbytes), memory_of(dst, capacity), _feedback(context, j.n)
@@ -74,9 +74,9 @@ def codec_encode_blocks(
 
 
 def _with_exponents(j: Job, context: Any, first: int, count: int) -> Iterator[tuple[int, int, int, Array]]:
-    """Yield ranges of Truncate's blocks with the exponents of A of their values.
+    """Divide Truncate's blocks into ranges, and yield each with the exponents of A for its values.
 
-    Each item is the first block, the number of blocks, the first value, and the exponents from there on.
+    An item is (first block, number of blocks, index of the first value, exponents of A from that value on).
     """
     each = max(1, _VALUES_PER_STEP // j.block)
     needs = j.variant != truncate.FIXED and context.metric and (j.encoding or j.variant == truncate.SHARED)
@@ -90,7 +90,7 @@ def _with_exponents(j: Job, context: Any, first: int, count: int) -> Iterator[tu
 
 
 def _sink(j: Job, context: Any, dst: Any) -> Sink:
-    """Return the destination of decoded values; with ``dst`` None frames are only validated."""
+    """Return the destination of decoded values; if ``dst`` is None, blocks are only validated."""
     unscaled = bool(context.flags & lib.CODEC_UNSCALED) and j.codec == lib.CODEC_TERNARY
     return Sink(
         NOWHERE if dst is None else context.into,
@@ -117,7 +117,7 @@ def codec_decode_blocks(
 
 
 class _Decoding:
-    """Job of a frame with the buffers of its kernels."""
+    """Decoding job of a frame, with the buffers of its kernels."""
 
     def __init__(self, frame: Any, nbytes: int, context: Any, job: Any) -> None:
         self.job = view_job(job)
@@ -129,7 +129,7 @@ class _Decoding:
         self.checksum, self.fault = np.zeros(1, np.uint64), np.zeros(4, np.uint64)
 
     def run(self, first: int, count: int, sink: Sink) -> int:
-        """Decode blocks to a sink, and return the status; on failure fill the context's fault."""
+        """Decode blocks to a sink, and return a status; on failure, store the details in the context's fault."""
         args = self.job, self.work, self.frame, self.checks
         status: int = 0
         if self.kernels is truncate:
@@ -148,15 +148,15 @@ class _Decoding:
 
 
 def _step(frame: Any, nbytes: int, dst: Any, context: Any, job: Any, blocks: Any, work: Any, work_nbytes: int) -> int:
-    """Decode a range of blocks to ``dst``; if that is None, only validate them."""
+    """Decode a range of blocks to ``dst``; if ``dst`` is None, only validate the blocks."""
     d = _Decoding(frame, nbytes, context, job)
     status = d.run(blocks.first, blocks.count, _sink(d.job, context, dst))
-    # the frame may be damaged, or a stream be invalid with another base: let the C library distinguish
+    # The cause may be a damaged frame, or a wrong state or base: the C library finds out which.
     again = None
     if status == truncate.OTHER_STATE:
         again = blocks
     elif status == delta.BAD_REGION and d.kernels is delta and d.checks:
-        again = ffi.new("codec_range *", (int(d.fault[3]), 1))  # blocks before it may be written, over their base
+        again = ffi.new("codec_range *", (int(d.fault[3]), 1))  # earlier blocks may be written in place
     if again is not None:
         return lib.codec_decode_check(frame, nbytes, context, job, again, work, work_nbytes) or status
     blocks.checksum = int(d.checksum[0])
@@ -170,7 +170,7 @@ def into(i: int, op: int) -> int:
     return lib.CODEC_INTO_MAX if op == lib.CODEC_REDUCE_MAX else lib.CODEC_INTO_ADD
 
 
-_BLOCKS_PER_STEP = 8  # blocks of a frame before the next frame, so that their part of the result stays in the cache
+_BLOCKS_PER_STEP = 8  # blocks decoded of a frame before the next frame's: their part of the result stays in the cache
 
 
 def codec_reduce_blocks(

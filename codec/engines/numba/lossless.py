@@ -1,5 +1,5 @@
 # pyright: basic
-"""Lossless: conversion of values to byte planes and of planes to regions, and back (docs/spec/format.md, 3 to 7)."""
+"""Lossless: conversion between values, byte planes and regions (docs/spec/format.md, sections 3 to 7)."""
 
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from codec.engines.numba.region import (
 from codec.engines.numba.scans import compact, count_from, expand, is_constant, largest
 from codec.engines.numba.words import F32, I64, U8, U16, U32, U64, copy
 
-PRUNED = 1 << 16  # flag in a region's head: +0 values are left out of other planes
+PRUNED = 1 << 16  # flag in a region's head: planes other than plane 0 do not contain the bytes of +0 values
 
 
 MANY = 64  # values are pruned if at least one in 64 is +0
@@ -43,7 +43,7 @@ MANY = 64  # values are pruned if at least one in 64 is +0
 
 @jit
 def _pays(halved, lengths, plane):
-    """Estimate from some quad rows whether encoding a plane saves at least 2%."""
+    """Return True if entropy-coding a plane saves at least 2%, as estimated from every 8th quad row."""
     n, raw = len(plane), 4 if halved else 8
     cost, count = 0, 0
     for r in range(0, n, 8 * ROW):
@@ -56,9 +56,9 @@ def _pays(halved, lengths, plane):
 
 @jit
 def _put_rows(plane, out, at):
-    """Encode a plane as a bitmap of runs of 128 bytes and the runs that are not all zero; return the end.
+    """Encode a plane in mode ROWS, and return the end: a bit for each run of 128 bytes, then the nonzero runs.
 
-    Return 0 if this saves nothing.
+    Return 0 if this does not make the plane smaller.
     """
     n = len(plane)
     rows = (n + ROW - 1) // ROW
@@ -81,7 +81,7 @@ def _put_rows(plane, out, at):
 
 @jit
 def _put_plane(job, i, memory, k, room, low, out, at):
-    """Encode plane ``i``, the first ``k`` bytes of ``memory``, in the smallest mode; return the mode and the end."""
+    """Encode plane ``i``, the first ``k`` bytes of ``memory``, in the best mode; return the mode and the end."""
     plane, end = memory[:k], 0
     if is_constant(plane):
         out[at] = plane[0]
@@ -110,9 +110,9 @@ def _put_plane(job, i, memory, k, room, low, out, at):
 
 @jit
 def _put_fixed(job, frame, planes, first, m):
-    """Copy a block's fixed planes to their sections, and return their digest.
+    """Copy a block's fixed planes (stored uncompressed) to their sections, and return their digest.
 
-    The rest of a section is filled with zeros after the last block.
+    After the last block, the rest of each section is filled with zeros.
     """
     total, section = U64(0), job.planes + first
     for p in range(job.size):
@@ -127,7 +127,7 @@ def _put_fixed(job, frame, planes, first, m):
 
 @jit
 def _under_zeros(top, plane):
-    """Return the bitwise OR of the bytes of ``plane`` where plane 0 is 0."""
+    """Return the bitwise OR of those bytes of ``plane`` whose byte in plane 0 (``top``) is 0."""
     some = U8(0)
     for i in range(len(top)):
         some |= plane[i] if top[i] == 0 else U8(0)
@@ -136,9 +136,9 @@ def _under_zeros(top, plane):
 
 @jit
 def _prune(job, planes, m):
-    """Remove +0 values from all planes but plane 0, and return the number of values left.
+    """Remove the bytes of +0 values from all planes but plane 0, and return the number of values left.
 
-    All values are kept if fewer than one in 64 is +0, or if plane 0 is 0 for a value other than +0.
+    Nothing is removed if fewer than one value in 64 is +0, or if plane 0 is 0 for a value other than +0.
     """
     top = planes[0][:m]
     left = count_from(top, 1)
@@ -155,7 +155,7 @@ def _prune(job, planes, m):
 
 @jit
 def _put_block(job, planes, m, room, low, region):
-    """Write the planes of a block to its region, and return the size."""
+    """Write the planes of a block to its region, and return the region's size in bytes."""
     head, at, k = 0, 4, m
     for p in range(job.size):
         if job.fixed >> p & 1:
@@ -210,7 +210,7 @@ def work_of(job):
 def encode_blocks(job, work, data, frame, limit, first, count, result):
     """Encode blocks [first, first + count) to regions from frame[result[0]] on.
 
-    result[0] becomes the end, and checksums of blocks are added to result[1].
+    result[0] is set to the end of the regions, and the blocks' checksums are added to result[1].
     """
     if job.octave:
         end = min((first + count) * job.block, job.n)
@@ -250,7 +250,7 @@ def _read_head(job, head, at, mode, fault):
 
 @jit
 def _get_high(frame, low, c, fault):
-    """Read the high nibbles of a halved plane, and add them to the low ones."""
+    """Read the high nibbles of a halved plane, and combine them with the low ones in ``low``."""
     n = len(low)
     half = (n + 1) // 2
     if c[1] - c[0] < half:
@@ -294,7 +294,7 @@ def _get_rows(frame, plane, c, fault):
 
 @jit
 def _get_plane(frame, job, p, mode, k, room, memory, wanted, c, fault):
-    """Decode plane ``p``, of ``k`` values, to ``memory``; if it is not ``wanted``, only validate it."""
+    """Decode plane ``p``, of ``k`` values, to ``memory``; if not ``wanted``, only validate the plane."""
     if mode == CODED:
         halved = job.halved >> p & 1
         symbols = wanted or halved > 0
@@ -321,7 +321,7 @@ def _get_plane(frame, job, p, mode, k, room, memory, wanted, c, fault):
 
 @jit
 def _check_pruned(frame, job, first, m, planes, fault):
-    """Check that pruned values are +0 also in the fixed planes, which hold a byte for each value."""
+    """Check that pruned values are 0 in the fixed planes, too, which have a byte for every value."""
     for p in range(1, job.size):
         if job.fixed >> p & 1:
             at = section(job, p, first)
@@ -333,7 +333,7 @@ def _check_pruned(frame, job, first, m, planes, fault):
 
 @jit
 def _get_block(frame, job, work, first, m, merges, fault):
-    """Decode a region to planes; unless ``merges``, decode only what must be validated."""
+    """Decode a region to planes; without ``merges``, decode only as much as validation needs."""
     c, planes, mode = work.c, work.planes, work.mode
     head = np.int64(load32(frame, c[0]))
     status = _read_head(job, head, c[0], mode, fault)

@@ -11,5 +11,5 @@ NOTHING: Array = np.empty(0, np.uint8)
 
 
 def memory_of(pointer: Any, nbytes: int) -> Array:
-    """Return ``nbytes`` bytes behind a C pointer as a uint8 array, without a copy."""
+    """Return the ``nbytes`` bytes at a C pointer as a uint8 array, without a copy."""
     return np.frombuffer(ffi.buffer(ffi.cast("uint8_t *", pointer), nbytes), np.uint8) if nbytes else NOTHING

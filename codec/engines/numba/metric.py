@@ -1,4 +1,4 @@
-"""Exponents of A, from which Truncate computes levels (encoder.md, section 8.1), by a formula or a function."""
+"""Exponents of A, from which Truncate computes levels (encoder.md, section 8.1), by a formula or a user's function."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,7 +27,7 @@ def exponent(a: Any) -> Any:
 def _by_formula(
     terms: Any, theta: Any, v: Any, m: Any, dtypes: Any, first: Any, tiles: Any, saved: Any, ea: Any
 ) -> None:
-    """Fill ``ea`` with the exponents of A, each operation rounded to float32.
+    """Fill ``ea`` with the exponents of A, with each operation rounded to float32.
 
     A = theta ((sqrt(v_term v) + eps) theta_v_term + theta_term) + m_term m.
     """
@@ -65,7 +65,7 @@ _kernels: "WeakKeyDictionary[Custom, Any]" = WeakKeyDictionary()
 
 
 def _kernel_of(custom: Custom) -> Any:
-    """Return a kernel that fills ``ea`` by the user's function, compiled once for each function."""
+    """Return a kernel that fills ``ea`` by calling the user's function; it is compiled once per function."""
     kernel = _kernels.get(custom)
     if kernel is None:
         function = custom.compiled
@@ -93,7 +93,10 @@ def _kernel_of(custom: Custom) -> Any:
 
 
 def fill_exponents(context: Any, n: int, first: int, ea: Array) -> None:
-    """Fill ``ea`` with exponents of A from value ``first`` on of ``n`` values, by the metrics of a context."""
+    """Fill ``ea`` with exponents of A from value ``first`` on, as the context's list of codec_metric defines A.
+
+    ``n`` is the number of values of the tensor.
+    """
     t, at, saved = context.metric, 0, np.empty(64, np.uint8)
     while at < len(ea):
         if t.until and t.until <= first + at:

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Offsets of the scale model for all values (format.md, 5.2), and their choice for rows (encoder.md, 4.2)."""
+"""Offsets of the scale model: computed for values (format.md, 5.2), and chosen for rows (encoder.md, 4.2)."""
 
 import numpy as np
 
@@ -8,15 +8,15 @@ from codec.engines.numba.floats import load_native
 from codec.engines.numba.jit import jit
 from codec.engines.numba.words import I64, U8, U16
 
-ROWS, COLUMNS = 1, 2  # bits of a part's kind: rows, columns have offsets
-EAGER_ROWS = 1024  # maximum rows of a part whose offsets the C library chooses when the job is opened
-FLOAT64_ZERO, ZERO = 16, 128  # first pattern that is lowered; Truncate: the first octave
+ROWS, COLUMNS = 1, 2  # bits of a part's kind: its rows have offsets; its columns have offsets
+EAGER_ROWS = 1024  # for parts with at most this many rows, the C library chooses offsets when the job is opened
+FLOAT64_ZERO, ZERO = 16, 128  # first bit pattern that is lowered, for float64 and for other dtypes
 TRUNCATE = lib.CODEC_TRUNCATE
 
 
 @jit
 def zero_of(job):
-    """Return the first bit pattern that is lowered."""
+    """Return the first bit pattern that offsets lower; patterns below it, such as 0, stay unchanged."""
     if job.codec == TRUNCATE:
         return job.octave
     return FLOAT64_ZERO if job.octave == FLOAT64_ZERO else ZERO
@@ -24,7 +24,7 @@ def zero_of(job):
 
 @jit
 def row_count(part):
-    """Return the rows of a part; 0 if its rows have no offsets."""
+    """Return the number of rows of a part; 0 if its rows have no offsets."""
     if part.kind & ROWS == 0:
         return 0
     return (np.int64(part.count) + np.int64(part.row) - 1) // np.int64(part.row)
@@ -32,7 +32,7 @@ def row_count(part):
 
 @jit
 def part_at(parts, first):
-    """Return the index of the part that holds value ``first``."""
+    """Return the index of the part that contains value ``first``."""
     low, high = 0, len(parts)
     while high - low > 1:
         middle = (low + high) // 2
@@ -45,7 +45,7 @@ def part_at(parts, first):
 
 @jit
 def fill_offsets(job, first, offset):
-    """Fill ``offset`` with the offsets of values from ``first`` on, in patterns: t of the format, modulo the circle."""
+    """Fill ``offset`` with the offsets of values from ``first`` on, in bit patterns: t of format.md, section 5.2."""
     zero = zero_of(job)
     circle, grain = 32768 - zero, job.octave // 8
     n, at = len(offset), 0
@@ -74,7 +74,7 @@ def fill_offsets(job, first, offset):
                 shift = U16(7 if grain == 128 else 4 if grain == 16 else 1)
                 for k in range(m):
                     t = U16(begin + U16(U16(some[k]) << shift))
-                    here[k] = U16(t + (modulus & U16(-I64(t >> U16(15)))))  # no `if`: LLVM would use wider lanes
+                    here[k] = U16(t + (modulus & U16(-I64(t >> U16(15)))))  # with an `if`, LLVM would use wider lanes
             else:
                 here[:] = U16(start)
             at += m
@@ -84,7 +84,7 @@ def fill_offsets(job, first, offset):
 
 @jit
 def _add_patterns(data, size, first, n, zero):
-    """Return the sum of those patterns of ``n`` values that are at least ``zero``, and their number."""
+    """Return the sum and the number of those bit patterns of ``n`` values that are at least ``zero``."""
     total, some = 0, 0
     for i in range((first + 1) * size - 2, (first + n) * size, size):
         pattern = np.int64(data[i]) | np.int64(data[i + 1] & U8(127)) << 8
@@ -96,9 +96,10 @@ def _add_patterns(data, size, first, n, zero):
 
 @jit
 def fill_row_offsets(job, data, feedback, first, end, x, native):
-    """Choose the offsets of rows that overlap values [first, end), in parts of many rows; C chooses all others.
+    """Choose the offsets of rows that overlap values [first, end), in parts of more than EAGER_ROWS rows.
 
-    Threads that share a row write equal offsets. ``x`` and ``native`` are buffers of 128 values.
+    If several threads choose the offset of the same row, they write the same number. ``x`` and ``native`` are buffers
+    of 128 values.
     """
     zero, grain = zero_of(job), job.octave // 8
     for p in range(len(job.parts)):

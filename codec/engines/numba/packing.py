@@ -6,7 +6,7 @@ import numpy as np
 from codec.engines.numba.jit import jit
 from codec.engines.numba.words import U8, U16, U32, U64, copy
 
-TRITS = (np.arange(256)[:, None] // 3 ** np.arange(4, -1, -1) % 3).astype(U8).reshape(-1)  # five trits for each byte
+TRITS = (np.arange(256)[:, None] // 3 ** np.arange(4, -1, -1) % 3).astype(U8).reshape(-1)  # five trits of each byte
 
 
 @jit
@@ -35,7 +35,7 @@ def _stretch(x, bits):
 def pack(code, n, bits, out):
     """Pack ``n`` codes to bytes; unused bits of the last byte are 0.
 
-    The memory of ``code`` extends to a multiple of 8 codes, and is padded with zeros.
+    ``code`` must have space for a multiple of 8 codes; codes after the last one are set to 0.
     """
     code[n : (n + 7) // 8 * 8] = U8(0)
     groups = code[: (n + 7) // 8 * 8].view(U64)
@@ -76,7 +76,7 @@ def pack(code, n, bits, out):
 
 @jit
 def unpack(data, n, bits, code):
-    """Unpack ``n`` codes: the inverse of :func:`pack`. The memory of ``code`` extends to a multiple of 8 codes."""
+    """Unpack ``n`` codes: the inverse of :func:`pack`. ``code`` must have space for a multiple of 8 codes."""
     groups = code[: (n + 7) // 8 * 8].view(U64)
     whole = n // 8
     if bits == 8:
@@ -97,7 +97,7 @@ def unpack(data, n, bits, code):
     else:
         words = data[: whole * bits // 8 * 8].view(U64)
         last, mask = len(words) - 1, (U64(1) << U64(8 * bits)) - U64(1)
-        in_words = 8 * (last + 1) // bits if last >= 0 else 0  # groups of 8 codes that lie in whole words
+        in_words = 8 * (last + 1) // bits if last >= 0 else 0  # number of groups of 8 codes inside whole words
         for i in range(in_words):
             at = bits * i
             k, shift = at // 8, U64(8 * (at % 8))
@@ -118,7 +118,7 @@ def unpack(data, n, bits, code):
 
 @jit
 def pack_trits(code, n, out):
-    """Pack ``n`` trits, five in a byte, the first one most significant; missing ones are 0."""
+    """Pack ``n`` trits, five per byte, the first one most significant; unused trits of the last byte are 0."""
     code[n : (n + 4) // 5 * 5] = U8(0)
     for i in range((n + 4) // 5):
         a, b, c = U32(code[5 * i]), U32(code[5 * i + 1]), U32(code[5 * i + 2])
@@ -128,7 +128,7 @@ def pack_trits(code, n, out):
 
 @jit
 def unpack_trits(data, n, code):
-    """Unpack trits: the inverse of :func:`pack_trits`. ``code`` receives a multiple of five codes."""
+    """Unpack trits: the inverse of :func:`pack_trits`. A multiple of five codes is written to ``code``."""
     for i in range((n + 4) // 5):
         five = 5 * np.int64(data[i])
         for k in range(5):

@@ -16,16 +16,16 @@ ODD, AFFINE = lib.CODEC_LEVELS_ODD, lib.CODEC_LEVELS_AFFINE
 STOCHASTIC, PROPAGATE = lib.CODEC_OPTION_STOCHASTIC, lib.CODEC_OPTION_PROPAGATE
 ENTROPY, RCEIL = lib.CODEC_OPTION_ENTROPY, lib.CODEC_OPTION_RCEIL
 FLOAT32 = DTYPES["float32"]
-ROW_BLOCK, TRITS_BLOCK = 16384, 81920  # maximum values of a block
+ROW_BLOCK, TRITS_BLOCK = 16384, 81920  # maximum number of values per block: in general, and for packed trits
 RUN, TILE = 2560, 10240  # values processed together; multiples of 40, so that codes of any width begin at a byte
-LEAF, LANES = 4096, 32  # values of a leaf of the pairwise sum, and interleaved sums in a leaf
+LEAF, LANES = 4096, 32  # number of values per leaf of the pairwise sum, and of interleaved partial sums in a leaf
 TIE = 3  # temporary ternary code: the first 16 random bits do not decide
-MIN_CODED = 512  # bytes of codes; fewer are not entropy-coded
+MIN_CODED = 512  # minimum bytes of a block's codes for entropy coding
 
 
 @jit
 def code_bits(job):
-    """Return the bits of a code; 0 for trits, of which five are packed in a byte."""
+    """Return the number of bits of a code; 0 for trits, five of which are packed in a byte."""
     if job.codec == SIGN:
         return 1
     if job.codec == TERNARY:
@@ -37,25 +37,25 @@ def code_bits(job):
 
 @jit
 def has_entropy(job):
-    """Return whether codes are entropy-coded."""
+    """Return True if codes are entropy-coded."""
     return (job.codec == TERNARY and job.variant == 2) or (job.codec == FLOAT8 and job.options & ENTROPY != 0)
 
 
 @jit
 def is_affine(job):
-    """Return whether rows have a smallest and a largest value: Quantize with zero points."""
+    """Return True for Quantize with zero points, whose rows store their smallest and largest value."""
     return job.codec == QUANTIZE and job.variant == AFFINE
 
 
 @jit
 def is_e5m2(variant):
-    """Return whether the elements of a variant of Float8 are e5m2."""
+    """Return True if the floats of a variant of Float8 are e5m2."""
     return variant in (E5M2, MXFP8_E5M2)
 
 
 @jit
 def scale_most(job):
-    """Return the largest byte that stores a row's scale; 0 if scales are float32."""
+    """Return the largest valid scale byte of a row; 0 if scales are float32."""
     if job.codec == FLOAT4:
         return 126 if job.variant == NVFP4 else 252
     if job.codec == FLOAT8 and job.variant >= MXFP8_E4M3:
@@ -65,7 +65,7 @@ def scale_most(job):
 
 @jit
 def scale_nbytes(job):
-    """Return the bytes of a row's scales."""
+    """Return the size in bytes of a row's scales."""
     if scale_most(job):
         return 1
     if is_affine(job):
@@ -75,7 +75,7 @@ def scale_nbytes(job):
 
 @jit
 def codes_nbytes(job, m):
-    """Return the bytes of ``m`` packed codes."""
+    """Return the size in bytes of ``m`` packed codes."""
     bits = code_bits(job)
     return (m * bits + 7) // 8 if bits else (m + 4) // 5
 
@@ -102,7 +102,7 @@ def locate_block(job, b):
 
 @jit
 def run_length(row, i, m):
-    """Return the values of the run from value ``i`` of ``m``: whole rows, or a piece of one row."""
+    """Return the length of the run that begins at value ``i`` of ``m``: whole rows, or a piece of one row."""
     n = RUN
     if row and row <= RUN:
         n = RUN // row * row

@@ -1,4 +1,4 @@
-"""Replacement of functions in kernels by your own: see docs/tutorials/new-kernel.md."""
+"""Replacement of functions in kernels by the user's own: see docs/tutorials/new-kernel.md."""
 
 import importlib.util
 from collections.abc import Callable, Generator
@@ -13,18 +13,18 @@ from codec.errors import EngineError
 
 @contextmanager
 def trying(module: ModuleType, **functions: Callable[..., Any]) -> Generator[ModuleType]:
-    """Make engine="numba" use a module in which some functions are replaced, until the context ends.
+    """Replace functions of a module of engine="numba" until the context ends.
 
-    All kernels of the module are compiled anew on first use, in this process only. For experiments: the replacement
-    affects all threads.
+    All kernels of the module are compiled again on first use, in this process only. Use it for experiments: the
+    replacement affects all threads.
 
     Parameters
     ----------
     module : module
         ``lossless``, ``rows`` or ``truncate`` of ``codec.engines.numba``.
     **functions : callable
-        Python functions, by the names of the functions that they replace where the module calls them, with the same
-        arguments. They may call other functions of this engine.
+        Python functions, by the names of the functions that they replace; they have the same arguments, and may call
+        other functions of this engine. Only calls in this module are replaced.
 
     Yields
     ------

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Random bits of elements: Philox4x32-10 (docs/spec/encoder.md, section 7.3)."""
+"""Random bits of values, from the generator Philox4x32-10 (docs/spec/encoder.md, section 7.3)."""
 
 from codec.engines.numba.jit import jit, kernel
 from codec.engines.numba.words import U16, U32, U64
@@ -9,7 +9,7 @@ ROUNDS = 10
 
 @kernel
 def fill_keys(seed, stream, keys):
-    """Fill ``keys`` (21 uint32): two key words for each round, then the upper word of the counters."""
+    """Fill ``keys`` (21 uint32) with two key words for each round, and the upper word of all counters."""
     for r in range(ROUNDS):
         keys[2 * r] = U32(U32(seed) + U32(U32(r) * U32(0x9E3779B9)))
         keys[2 * r + 1] = U32(U32(stream) + U32(U32(r) * U32(0xBB67AE85)))
@@ -25,12 +25,12 @@ def _round(c0, c1, c2, c3, k0, k1):
 
 @jit
 def fill_random(keys, first, n, half):
-    """Fill ``half`` (uint16) with word 0 of the random bits of ``n`` elements from element ``first`` on.
+    """Fill ``half`` with 16 random bits (word 0) for each of ``n`` values, from value ``first`` on.
 
-    Return the index in ``half`` of the first element's bits: counters yield groups of 8 elements.
+    Each counter yields bits for an aligned group of 8 values. Return the index in ``half`` of value ``first``'s bits.
     """
     words = half.view(U32)
-    # Keys in local variables and rounds written out: LLVM vectorizes only loops without an inner loop.
+    # keys are local variables, and rounds are unrolled, because LLVM vectorizes only loops without an inner loop
     k0, k1, k2, k3, k4, k5, k6, k7, k8, k9 = (
         keys[0], keys[1], keys[2], keys[3], keys[4], keys[5], keys[6], keys[7], keys[8], keys[9],
     )  # fmt: skip
@@ -57,7 +57,7 @@ def fill_random(keys, first, n, half):
 
 @jit
 def random_word(keys, i, word):
-    """Return 16 random bits of element ``i``; ``word`` counts the words of one element."""
+    """Return 16 random bits of value ``i``; ``word`` selects one of the value's words of random bits."""
     c0, c1, c2, c3 = U32(U64(i // 8)), U32(U64(i // 8) >> U64(32)), U32(word), keys[2 * ROUNDS]
     for r in range(ROUNDS):
         c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[2 * r], keys[2 * r + 1])

@@ -1,13 +1,13 @@
 # pyright: basic
-"""Values split into byte planes and merged from them (docs/spec/format.md, section 3)."""
+"""Splitting of values into byte planes, and merging of planes to values (docs/spec/format.md, section 3)."""
 
 from codec.engines.numba.jit import jit
 from codec.engines.numba.lanes import ROW
 from codec.engines.numba.region import BLOCK
 from codec.engines.numba.words import U8, U16, U32, U64, copy, turn, unturn
 
-SHIFT, SHIFT64 = 7, 4  # s of the format for float32, bfloat16 and float16; for float64
-PLANE_ROOM = BLOCK + ROW  # bytes of a plane's buffer
+SHIFT, SHIFT64 = 7, 4  # s of format.md, section 3: for float32, bfloat16 and float16; for float64
+PLANE_ROOM = BLOCK + ROW  # size of a plane's buffer in bytes
 
 
 @jit
@@ -28,13 +28,13 @@ def _split4(x, offset, is_float, upper, p0, p1, p2, p3):
     """Split values of 4 bytes into planes. ``upper`` is a buffer of 16 bits for each value."""
     n = len(x)
     if is_float:
-        for i in range(n):  # a loop of its own: lanes of the next one have 16 bits, twice as many in a vector
+        for i in range(n):  # a separate loop, so that vectors of the next one have 16-bit lanes, twice as many
             upper[i] = U16(x[i] >> U32(16))
         _split2(upper[:n], offset, is_float, p0, p1)
     else:
         for i in range(n):
             p0[i], p1[i] = U8(x[i] >> U32(24)), U8(x[i] >> U32(16))
-    for i in range(n):  # a loop of its own: LLVM vectorizes only loops over few arrays, whose overlap it checks
+    for i in range(n):  # a separate loop: LLVM vectorizes a loop only if it can check few arrays for overlap
         p2[i], p3[i] = U8(x[i] >> U32(8)), U8(x[i])
 
 
@@ -56,7 +56,7 @@ def _split8(x, offset, is_float, upper, half, planes):
 
 @jit
 def split_values(job, data, offset, upper, half, planes):
-    """Split values (``data``: their bytes) into planes."""
+    """Split values into planes; ``data``: bytes of the values."""
     is_float = job.octave > 0
     if job.size == 1:
         copy(planes[0], data)
@@ -84,7 +84,7 @@ def _merge2(p0, p1, offset, is_float, x):
 def _merge4(p0, p1, p2, p3, offset, is_float, upper, x):
     """Merge planes to values of 4 bytes."""
     n = len(x)
-    _merge2(p0, p1, offset, is_float, upper[:n])  # a loop of its own: 16-bit lanes, twice as many in a vector
+    _merge2(p0, p1, offset, is_float, upper[:n])  # a separate loop: vectors have 16-bit lanes, twice as many
     for i in range(n):
         x[i] = U32(U32(U32(upper[i]) << U32(16)) | U32(U32(p2[i]) << U32(8)) | U32(p3[i]))
 
@@ -106,7 +106,7 @@ def _merge8(p0, p1, p2, p3, p4, p5, p6, p7, offset, is_float, upper, half, x):
 
 @jit
 def section(job, p, first):
-    """Return the offset in the frame of the values from ``first`` on in fixed plane ``p``."""
+    """Return the offset in the frame of value ``first``'s byte in fixed plane ``p``."""
     at = job.planes + first
     for q in range(p):
         at += job.plane_stride * (job.fixed >> q & 1)
@@ -115,7 +115,7 @@ def section(job, p, first):
 
 @jit
 def plane_array(frame, job, flat, p):
-    """Return the array that holds plane ``p``: the frame if the plane is fixed, else the thread's planes."""
+    """Return the array that contains plane ``p``: the frame if the plane is fixed, otherwise ``flat``."""
     if job.fixed >> p & 1:
         return frame
     return flat
@@ -129,7 +129,7 @@ def plane_offset(job, p, first):
 
 @jit
 def merge_planes(frame, job, work, first, data):
-    """Merge the planes of a block to values (``data``: their bytes)."""
+    """Merge the planes of a block to values, and store their bytes in ``data``."""
     is_float, flat = job.octave > 0, work.flat
     p0 = plane_array(frame, job, flat, 0)[plane_offset(job, 0, first) :]
     if job.size == 1:
@@ -153,7 +153,10 @@ def merge_planes(frame, job, work, first, data):
 
 @jit
 def halve(plane, low, high):
-    """Split a plane into low nibbles, a byte each, and high nibbles, two in a byte: of values i and i + (n + 1) / 2."""
+    """Split a plane of n bytes into low nibbles, one per byte, and high nibbles, two per byte.
+
+    A byte of ``high`` has the high nibbles of values i and i + (n + 1) / 2.
+    """
     n, half = len(plane), len(high)
     for i in range(n):
         low[i] = plane[i] & U8(15)
@@ -165,7 +168,7 @@ def halve(plane, low, high):
 
 @jit
 def unhalve(low, high):
-    """Add the high nibbles to the low ones: the inverse of :func:`halve`."""
+    """Combine high nibbles with the low nibbles in ``low``: the inverse of :func:`halve`."""
     n, half = len(low), len(high)
     for i in range(half):
         low[i] |= U8(high[i] << U8(4))

@@ -1,8 +1,9 @@
 # pyright: basic
 """Regions of blocks: byte planes encoded into regions and decoded from them (docs/spec/format.md, sections 6 and 7).
 
-Functions that read a frame return a status. On failure ``fault`` holds the byte offset, the value found, and the value
-or bound expected. ``c`` is the read position: c[0] is the offset of the next byte, c[1] the end of the region.
+Functions that read a frame return a status. On failure, they store the byte offset, the value found, and the value or
+bound expected in ``fault``. ``c`` is the read position: c[0] is the offset of the next byte, c[1] the end of the
+region.
 """
 
 from typing import Any, NamedTuple
@@ -19,17 +20,17 @@ from codec.errors import Status
 OK, SHORT_OUTPUT, LIMIT = 0, int(Status.SHORT_OUTPUT), int(Status.LIMIT)
 BAD_DIRECTORY, BAD_REGION, CHECKSUM = int(Status.BAD_DIRECTORY), int(Status.BAD_REGION), int(Status.CHECKSUM)
 CONSTANT, RAW, CODED, ROWS = 0, 1, 2, 3  # modes of a plane
-BLOCK = 16384  # maximum values of a block, for codecs without rows
-STATE = 22  # bytes of a coded plane before its tails, the bits of each lane that fill no word
+BLOCK = 16384  # maximum number of values per block, for codecs without rows
+STATE = 22  # offset in bytes of the tails in a coded plane; a tail is a lane's bits that do not fill a word
 
 
 class Room(NamedTuple):
     """Buffers for one plane in the entropy coder."""
 
     words: Any
-    bits: Any  # bit reservoirs of the lanes, and their lengths
-    have: Any
-    escaped: Any  # a byte for each quad row
+    bits: Any  # bit reservoir of each lane
+    have: Any  # number of bits in each reservoir
+    escaped: Any  # for each quad row: number of escapes, or a flag when encoding
     literals: Any
     pairs: Any  # a table of symbol pairs for each plane that has a codebook
     none: Any  # empty uint16 array: no literals of two bytes
@@ -54,7 +55,7 @@ def coder_room(job, n):
 
 @jit
 def bad(fault, status, where, found, expected):
-    """Store a fault, and return ``status``."""
+    """Store the details of an error in ``fault``, and return ``status``."""
     fault[0], fault[1], fault[2] = U64(where), U64(found), U64(expected)
     return status
 
@@ -85,7 +86,7 @@ def close_region(region, size):
 def close_block(frame, job, b, region, size, in_place, limit, planes, result):
     """Finish block ``b``: copy its region to frame[result[0]] unless ``in_place``, and write its directory entry.
 
-    ``planes`` is the digest of the block's fixed planes. result[0] becomes the end of the region, and the block's
+    ``planes`` is the digest of the block's fixed planes. result[0] is set to the end of the region, and the block's
     checksum is added to result[1].
     """
     at = np.int64(result[0])
@@ -107,9 +108,9 @@ def close_block(frame, job, b, region, size, in_place, limit, planes, result):
 
 @jit
 def open_block(frame, job, b, checks, c, checksum, fault):
-    """Set ``c`` to the region of block ``b``.
+    """Set ``c`` to the beginning and end of block ``b``'s region.
 
-    If ``checks`` is set, the block's checksum is compared with its directory entry, and added to ``checksum[0]``.
+    If ``checks`` is set, compare the block's checksum with its directory entry, and add it to ``checksum[0]``.
     """
     entry = job.directory + 8 * b
     c[0] = 8 * np.int64(load32(frame, entry - 8)) if b else job.regions
@@ -134,7 +135,7 @@ def open_block(frame, job, b, checks, c, checksum, fault):
 
 @jit
 def end_region(frame, c, fault):
-    """Check that fewer than 8 bytes, all zero, are left of a region."""
+    """Check that the rest of a region is padding: fewer than 8 bytes, all zero."""
     if c[1] - c[0] >= 8:
         return bad(fault, BAD_REGION, c[0], c[1] - c[0], 7)
     for i in range(c[0], c[1]):
@@ -145,7 +146,7 @@ def end_region(frame, c, fault):
 
 @jit
 def _take_literals(lengths, symbol, k, wide, escaped, literals):
-    """Copy the literals of ``k`` symbols to ``literals``, and return their bytes."""
+    """Copy the literals of escaped symbols to ``literals``, and return their size in bytes."""
     n = 0
     for r in range(len(escaped)):
         if escaped[r]:
@@ -162,7 +163,7 @@ def _take_literals(lengths, symbol, k, wide, escaped, literals):
 
 @jit
 def _pack(out, at, fields, widths):
-    """Pack fields of ``widths`` bits, the first one in the top bits, to ``out[at]``, and return the end in bytes."""
+    """Pack fields of ``widths`` bits to ``out[at]``, the first one in the top bits; return the offset of the end."""
     word, have = U64(0), 0
     for lane in range(LANES):
         word = word << U64(widths[lane]) | U64(fields[lane])
@@ -196,10 +197,10 @@ FIVE = np.full(LANES, 5, U64)
 
 @jit
 def put_coded(job, p, symbol, k, wide, most, room, out, at):
-    """Encode ``k`` symbols with the codebook of plane ``p`` to ``out[at]``, and return the end.
+    """Encode ``k`` symbols with the codebook of plane ``p`` to ``out[at]``, and return the offset of the end.
 
-    Return 0 if more than ``most`` bytes are needed. The memory of ``symbol`` extends to whole quad rows. ``wide`` holds
-    literals of two bytes, or is empty.
+    Return 0 if more than ``most`` bytes are needed. ``symbol`` must have space for whole quad rows. ``wide`` contains
+    two-byte literals, or is empty if literals have one byte.
     """
     words, bits, have = room.words, room.bits, room.have
     table, rows = job.tables[p], (k + ROW - 1) // ROW
@@ -230,10 +231,10 @@ def put_coded(job, p, symbol, k, wide, most, room, out, at):
 
 @jit
 def get_coded(frame, job, p, k, room, wanted, symbol, c, fault):
-    """Decode ``k`` symbols of plane ``p`` to ``symbol``, whose memory extends to whole quad rows.
+    """Decode ``k`` symbols of plane ``p`` to ``symbol``, which must have space for whole quad rows.
 
-    Escapes stay in ``symbol``; ``room.escaped[r]`` becomes the number of escapes in row ``r``. If ``wanted`` is False,
-    symbols are only validated and escapes counted.
+    Escapes are not yet replaced by literals; ``room.escaped[r]`` is set to the number of escapes in row ``r``. If
+    ``wanted`` is False, symbols are only validated, and escapes counted.
     """
     words, bits, have, escaped, table = room.words, room.bits, room.have, room.escaped, job.tables[p]
     start = c[0]
@@ -264,12 +265,12 @@ def get_coded(frame, job, p, k, room, wanted, symbol, c, fault):
     copy(words.view(U8), frame[c[0] : c[0] + 4 * most])
     words[most : LANES * rows + LANES + 1] = U32(0)
     for lane in range(LANES):
-        tail = U64(2) * bits[lane] + U64(1)  # with the marker bit
+        tail = U64(2) * bits[lane] + U64(1)  # append the marker bit
         bits[lane] = U64(words[lane]) << U64(32) | tail << (U64(31) - have[lane])
     c[0] += 4 * nwords
     padding, escape = ROW * rows - k, table[512]
     args = room.pairs[p], table[:256], table[256:512], escape, words[LANES:], rows, bits
-    if wanted or padding:  # padding symbols are checked below
+    if wanted or padding:  # decode, since padding symbols are checked below
         taken = decode_lanes(*args, symbol[: ROW * rows].view(U32), escaped)
     else:
         taken = decode_lanes(*args, None, escaped)
@@ -301,7 +302,7 @@ def pass_literals(escaped, k, c, fault):
 
 @jit
 def get_literals(frame, escape, escaped, k, symbol, wide, c, fault):
-    """Replace escapes by literals: one byte each in ``symbol``, or two bytes each in ``wide`` unless that is empty."""
+    """Replace escapes by literals, in ``symbol`` (one byte each) or, unless it is empty, in ``wide`` (two bytes)."""
     groups = symbol[: (k + ROW - 1) // ROW * ROW].view(U64)
     all_escapes = U64(escape) * ONES
     for r in range((k + ROW - 1) // ROW):

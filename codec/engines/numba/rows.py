@@ -1,8 +1,8 @@
 # pyright: basic
-"""Sign, Ternary, Float8, Float4 and Quantize: values share scales (format.md, section 8; encoder.md, 7).
+"""Row codecs, in which values share scales: Sign, Ternary, Float8, Float4, Quantize (format.md, 8; encoder.md, 7).
 
-Blocks are processed in runs of whole rows, or of a piece of one row, so that a run's intermediate values stay in the L1
-cache. Each value has its own copy of the scale, so that one long loop serves rows of any length.
+A block is processed in runs, which are whole rows or a piece of one row, so that intermediate values of a run stay in
+the L1 cache. The scale is copied for each value of the run, so that the same loop works for rows of any length.
 
 One file: encoding and decoding of a run of rows share buffers and the order of parts.
 """
@@ -81,17 +81,17 @@ class Work(NamedTuple):
     region: Any
     x: Any
     y: Any
-    scale: Any  # scale of each value; `other`: a second scale or factor
-    other: Any
+    scale: Any  # scale of each value
+    other: Any  # second scale or factor of each value
     row_scale: Any
     row_other: Any
-    middle: Any  # Quantize with zero points: middle of each value's row, of each row
-    row_middle: Any
+    middle: Any  # Quantize with zero points: middle of the row, for each value
+    row_middle: Any  # Quantize with zero points: middle of each row
     ends: Any  # smallest and largest value of a row
     half: Any  # 16 random bits for each value
     keys: Any  # Philox keys
-    sums: Any  # float32 lanes; sums64: float64 lanes
-    sums64: Any
+    sums: Any  # partial sums in float32
+    sums64: Any  # partial sums in float64
     levels: Any  # pairwise summation tree: sums of 2^i leaves
     total: Any
     c: Any  # read position in a region and its end
@@ -132,7 +132,7 @@ def work_of(job):
 
 @kernel
 def scan(job, work, data, feedback, first, count):
-    """Sum leaves of 4,096 values of the parts into ``job.row_sums``, from which the C library computes scales."""
+    """Sum the values of each leaf (4,096 values) into ``job.row_sums``, from which the C library computes scales."""
     enter_floats(work.floats)
     feedback_values = feedback.view(F32)
     for i in range(first, first + count):
@@ -152,9 +152,9 @@ def scan(job, work, data, feedback, first, count):
 
 @jit
 def _refuse_given(job, work, data, feedback):
-    """Return the status for a tensor with a value above the given scale: NONFINITE or BAD_SCALE.
+    """Return the status for a tensor that has a value above the given scale.
 
-    NONFINITE takes precedence if any value of the tensor is NaN or Inf.
+    It is NONFINITE if any value of the tensor is NaN or Inf, otherwise BAD_SCALE.
     """
     for at in range(0, job.n, RUN):
         some = work.y[: min(RUN, job.n - at)]
@@ -166,7 +166,7 @@ def _refuse_given(job, work, data, feedback):
 
 @jit
 def _encode_run(job, work, data, feedback, part, first, i, n, m, region, code):
-    """Quantize values [i, i + n) of a block to ``code``, and write the scales of rows that begin there."""
+    """Quantize values [i, i + n) of a block to ``code``, and write the scales of rows that begin among them."""
     half, row, direct = work.half, I64(part.group_size), job.dtype == FLOAT32 and not len(feedback)
     x = data[4 * (first + i) : 4 * (first + i + n)].view(F32) if direct else work.x[:n]
     random = job.codec == TERNARY or job.options & STOCHASTIC != 0
@@ -219,7 +219,7 @@ def _encode_run(job, work, data, feedback, part, first, i, n, m, region, code):
 
 @jit
 def _encode_codes(job, work, data, feedback, part, first, m, region, codes):
-    """Quantize and pack the codes of a whole block to ``codes``, and write its row scales to the region."""
+    """Quantize a whole block, pack the codes into ``codes``, and write the row scales to the region."""
     row, bits = I64(part.group_size), code_bits(job)
     if job.codec == SIGN:
         if row:
@@ -256,7 +256,7 @@ def _encode_codes(job, work, data, feedback, part, first, m, region, codes):
 
 @jit
 def _put_bytes(job, work, n, out, at):
-    """Entropy-code ``n`` bytes of codes to ``out[at]``, and return the end."""
+    """Entropy-code ``n`` bytes of codes to ``out[at]``, and return the offset of the end."""
     codes = work.codes
     if is_constant(codes[:n]):
         store32(out, at, CONSTANT)
@@ -274,8 +274,8 @@ def _put_bytes(job, work, n, out, at):
 def encode_blocks(job, work, data, feedback, residual, frame, limit, first, count, result):
     """Encode blocks [first, first + count) to regions from frame[result[0]] on.
 
-    result[0] becomes the end, and checksums of blocks are added to result[1]. ``residual`` receives the residuals of
-    all values, unless it is empty.
+    result[0] is set to the end of the regions, and the blocks' checksums are added to result[1]. Residuals are written
+    to ``residual`` unless it is empty.
     """
     enter_floats(work.floats)
     status, feedback_values, entropy = OK, feedback.view(F32), has_entropy(job)
@@ -308,7 +308,7 @@ def encode_blocks(job, work, data, feedback, residual, frame, limit, first, coun
 def _open_codes(job, work, codes, codes_at, t, end, checking, fault):
     """Unpack codes [t, end) of a block to ``work.code``, and check that codes and padding bits are valid.
 
-    With ``checking``, codes are not unpacked where only the padding can be invalid.
+    With ``checking``, codes that cannot be invalid are not unpacked.
     """
     bits, n = code_bits(job), end - t
     if bits == 0:
@@ -340,14 +340,14 @@ def _open_codes(job, work, codes, codes_at, t, end, checking, fault):
 
 @jit
 def _round_to(job, y, native):
-    """Round float32 values to the job's dtype, as decoding does."""
+    """Round float32 values in place to the job's dtype, as decoding does; ``native`` is a buffer."""
     from_floats(job.dtype, y, native, 0)
     to_floats(job.dtype, native, 0, y)
 
 
 @jit
 def _store_residuals(job, work, data, feedback, residual, part, first, m, region, codes):
-    """Dequantize a block that was just encoded, and store the residuals of its values."""
+    """Dequantize a block that has just been encoded, and store the residuals of its values."""
     row = I64(part.group_size)
     tile, nbytes = (m if row and row <= ROW_BLOCK else TILE), scale_nbytes(job)
     for t in range(0, m, tile):
@@ -371,7 +371,7 @@ def _store_residuals(job, work, data, feedback, residual, part, first, m, region
 
 @jit
 def _get_bytes(job, work, frame, n, c, fault):
-    """Decode the entropy-coded bytes of codes to ``work.codes``."""
+    """Decode entropy-coded codes to ``work.codes``."""
     mode = load32(frame, c[0])
     c[0] += 4
     codes = work.codes
@@ -397,7 +397,7 @@ def _get_bytes(job, work, frame, n, c, fault):
 
 @jit
 def _decode_block(job, work, frame, part, first, m, sink, fault):
-    """Decode a block to ``sink``, or only validate its region."""
+    """Decode a block to ``sink``, or only validate it if ``sink.into`` is NOWHERE."""
     c, row, nbytes = work.c, I64(part.group_size), scale_nbytes(job)
     at, end_at = c[0], c[1]
     nscales = (m + row - 1) // row * nbytes if row else 0

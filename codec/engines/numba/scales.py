@@ -45,7 +45,7 @@ from codec.engines.numba.words import (
 
 @jit
 def magnitude(x, limit):
-    """Return the bits of the largest |x|; values whose bits are ``limit`` or more are ignored."""
+    """Return the bits of the largest |x|; magnitudes whose bits are ``limit`` or more are ignored."""
     u, most = x.view(U32), U32(0)
     for i in range(len(u)):
         a = U32(u[i] & ABS)
@@ -56,9 +56,9 @@ def magnitude(x, limit):
 
 @jit
 def _add_magnitudes(x, by_sign, lanes):
-    """Add |x| to the lanes, those of negative values to separate lanes if ``by_sign``.
+    """Add |x| to the partial sums in ``lanes[0]``; with ``by_sign``, add negative values to ``lanes[1]`` instead.
 
-    Return the number of negative values, 0 unless ``by_sign``.
+    Return the number of negative values; 0 without ``by_sign``.
     """
     a, b, negative = lanes[0], lanes[1], 0
     n = len(x)
@@ -76,7 +76,7 @@ def _add_magnitudes(x, by_sign, lanes):
 
 @jit
 def _add_squares(x, lanes):
-    """Add x^2 and x to the lanes."""
+    """Add x^2 to the partial sums in ``lanes[0]``, and x to those in ``lanes[1]``."""
     s, t = lanes[0], lanes[1]
     n = len(x)
     for at in range(0, n, LANES):
@@ -89,7 +89,7 @@ def _add_squares(x, lanes):
 
 @jit
 def _fold(lanes):
-    """Return the sum of the lanes, added pairwise by halves."""
+    """Return the sum of the partial sums: the upper half is added to the lower half until one is left."""
     w = LANES // 2
     while w:
         for k in range(w):
@@ -100,9 +100,10 @@ def _fold(lanes):
 
 @jit
 def sum_leaf(job, work, data, feedback, first, n, total):
-    """Sum at most 4,096 values into ``total[0]`` and ``total[1]``.
+    """Compute two sums over at most 4,096 values, as the codec needs them, into ``total[0]`` and ``total[1]``.
 
-    Return the number of negative values (0 unless Sign's two-mean variant) and the bits of the largest magnitude.
+    Return the number of negative values (only for Sign's two-mean variant, otherwise 0), and the bits of the largest
+    magnitude.
     """
     direct = job.dtype == FLOAT32 and not len(feedback)
     x = data[4 * first : 4 * (first + n)].view(F32) if direct else work.x[:n]
@@ -121,7 +122,7 @@ def sum_leaf(job, work, data, feedback, first, n, total):
 
 @jit
 def _push(levels, count, total):
-    """Add sum number ``count`` to the pairwise summation tree; ``levels[k, i]`` holds a sum of 2^i leaves."""
+    """Add leaf number ``count`` to the pairwise summation tree; ``levels[k, i]`` is a sum of 2^i leaves."""
     for k in range(2):
         i, s = 0, total[k]
         while count >> i & 1:
@@ -143,7 +144,7 @@ def _sum_of(levels, count):
 
 @jit
 def _of_sum(dtype, x):
-    """Round a mean or root once to float32, clipped to the dtype's largest number."""
+    """Round a mean or root to float32 in one rounding, clipped to the largest number of the tensor's dtype."""
     most = 65504.0 if dtype == 4 else 3.3895313892515355e38 if dtype == 3 else 3.4028234663852886e38
     return F32(x if x < most else most)
 
@@ -194,7 +195,7 @@ def _scale_of_byte(job, stored, part):
 
 @jit
 def _mx_stored(job, up, most):
-    """Return the exponent that stores a row's scale in MXFP4 and MXFP8."""
+    """Return the scale byte (an e8m0 exponent) of a row of MXFP4 or MXFP8; ``most``: bits of its largest magnitude."""
     if job.codec == FLOAT4:
         last, top = 2, U32(0x400000)
     else:
@@ -205,7 +206,7 @@ def _mx_stored(job, up, most):
 
 @jit
 def _stored(job, most, part):
-    """Return the byte that stores a row's scale, rounded up with these options, so that no value is clipped."""
+    """Return a row's scale byte; with stochastic rounding or "rceil" it is rounded up, so that no value is clipped."""
     up = job.options & (STOCHASTIC | RCEIL) != 0
     if job.codec == FLOAT8 or job.variant != NVFP4:
         return _mx_stored(job, up, most)
@@ -218,9 +219,9 @@ def _stored(job, most, part):
 
 @jit
 def _row_scale(job, part_scale, most, region, at):
-    """Write a row's scale, from its largest magnitude, to ``region[at]``.
+    """Compute a row's scale from ``most``, the bits of its largest magnitude, and write it to ``region[at]``.
 
-    Return the factor (Float8) or divisor (other codecs) of the row's values.
+    Return the factor by which the row's values are multiplied (Float8), or the divisor (other codecs).
     """
     scale = float_of(most)
     if scale_most(job):
@@ -236,13 +237,13 @@ def _row_scale(job, part_scale, most, region, at):
 
 @jit
 def _ordered(u):
-    """Convert between bits of a float and an integer of the same order; -0 precedes +0."""
+    """Convert the bits of a float to an int32 that sorts as the float does, or back; -0 precedes +0."""
     return I32(u) ^ I32(U32(I32(u) >> I32(31)) >> U32(1))
 
 
 @jit
 def _extremes(x, least, most):
-    """Return the smallest and the largest of ``least``, ``most`` and the values, as integers of :func:`_ordered`."""
+    """Return the smallest and the largest of ``least``, ``most`` and all values, as integers from :func:`_ordered`."""
     u = x.view(U32)
     for i in range(len(u)):
         a = _ordered(u[i])
@@ -252,7 +253,7 @@ def _extremes(x, least, most):
 
 @jit
 def _store_ends(job, work, r, least, most, region, at):
-    """Write a row's smallest and largest value to ``region[at]``, and its half range and middle to ``work``."""
+    """Write a row's smallest and largest value to ``region[at]``; store its half range and middle in ``work``."""
     ends, size = work.ends, scale_nbytes(job) // 2
     for k in range(2):
         ends[k] = float_of(U32(_ordered(U32(least if k == 0 else most))))
@@ -267,7 +268,7 @@ def _store_ends(job, work, r, least, most, region, at):
 
 @jit
 def _use_ends(work, r):
-    """Compute half the distance and the middle of row r's two numbers in ``work.ends``."""
+    """Compute row r's half range and middle from its smallest and largest value in ``work.ends``."""
     low, high = work.ends[0], work.ends[1]
     half = F32(F32(high * F32(0.5)) - F32(low * F32(0.5)))
     work.row_scale[r], work.row_middle[r] = half, F32(low + half)
@@ -275,7 +276,7 @@ def _use_ends(work, r):
 
 @jit
 def _store_affine_scales(job, work, data, feedback, part, first, i, n, m, x, region):
-    """Version of :func:`store_scales` for Quantize with zero points; middles go to ``work.row_middle``."""
+    """Implement :func:`store_scales` for Quantize with zero points; also store middles in ``work.row_middle``."""
     row, nbytes = I64(part.group_size), scale_nbytes(job)
     least, most, inf = I32(0x7FFFFFFF), I32(-0x80000000), I32(INF)
     if row > RUN:
@@ -299,7 +300,7 @@ def _store_affine_scales(job, work, data, feedback, part, first, i, n, m, x, reg
 
 @jit
 def store_scales(job, work, data, feedback, part, first, i, n, m, x, region):
-    """Compute the scales of rows that begin in a run, for the region and ``work.row_scale``."""
+    """Compute the scales of rows that begin in a run, and store them in the region and in ``work.row_scale``."""
     if is_affine(job):
         return _store_affine_scales(job, work, data, feedback, part, first, i, n, m, x, region)
     row, nbytes = I64(part.group_size), scale_nbytes(job)
@@ -326,7 +327,7 @@ def store_scales(job, work, data, feedback, part, first, i, n, m, x, region):
 
 @jit
 def _read_ends(job, frame, at, r, work, fault):
-    """Read the two numbers of row r of Quantize with zero points."""
+    """Read the smallest and largest value of row r, for Quantize with zero points."""
     size = scale_nbytes(job) // 2
     to_floats(job.dtype, frame[at : at + 2 * size], 0, work.ends)
     u = work.ends.view(U32)
@@ -372,7 +373,7 @@ def read_scales(job, frame, at, part, n, work, fault):
 
 @jit
 def spread(row_scale, row, scale):
-    """Fill ``scale`` with the row's scale of each value."""
+    """Fill ``scale`` with a copy of the row's scale for each value; ``row``: values per row."""
     if row == 0 or row > RUN:
         scale[:] = row_scale[0]
         return

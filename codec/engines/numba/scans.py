@@ -1,5 +1,5 @@
 # pyright: basic
-"""Scans of byte planes: constant planes, largest bytes, counts; bytes selected by another plane."""
+"""Scans of byte planes: tests and counts of bytes, and selection of bytes by the values of another plane."""
 
 from codec.engines.numba.jit import jit
 from codec.engines.numba.words import U8, U64
@@ -9,7 +9,7 @@ ONES = U64(0x0101010101010101)  # 1 in each byte
 
 @jit
 def is_constant(plane):
-    """Return whether all bytes are equal."""
+    """Return True if all bytes are equal."""
     n = len(plane)
     if not n:
         return True
@@ -28,7 +28,7 @@ def is_constant(plane):
 
 @jit
 def largest(p):
-    """Return the largest byte; 0 if there is none."""
+    """Return the largest byte; 0 for an empty array."""
     most = U8(0)
     for i in range(len(p)):
         most = max(most, p[i])
@@ -39,7 +39,7 @@ def largest(p):
 def first_above(p, most):
     """Return the index of the first byte above ``most``; the last index if there is none.
 
-    Memory of a frame may change while it is read, so a byte found before may be gone.
+    Callers have found such a byte before, but a frame's memory may change while it is read.
     """
     i = 0
     while i + 1 < len(p) and p[i] <= most:
@@ -51,7 +51,7 @@ def first_above(p, most):
 def count_from(p, least):
     """Return the number of bytes that are at least ``least``."""
     n = 0
-    for at in range(0, len(p), 128):  # a byte can count 128
+    for at in range(0, len(p), 128):  # in pieces of 128, so that a uint8 can count them
         some = U8(0)
         for x in p[at : at + 128]:
             some += U8(x >= least)
@@ -61,7 +61,7 @@ def count_from(p, least):
 
 @jit
 def compact(e, least, p, kept):
-    """Copy those bytes of ``p`` whose byte of ``e`` is at least ``least`` to ``kept``, and return their number."""
+    """Copy the bytes p[i] with e[i] >= ``least`` to ``kept``, and return their number."""
     n = 0
     for i in range(len(p)):
         kept[n] = p[i]
@@ -71,9 +71,9 @@ def compact(e, least, p, kept):
 
 @jit
 def expand(e, least, kept, p):
-    """Copy ``kept`` to those bytes of ``p`` whose byte of ``e`` is at least ``least``; other bytes become 0.
+    """Copy the bytes of ``kept``, in order, to the bytes p[i] with e[i] >= ``least``; set other bytes of ``p`` to 0.
 
-    Return the number of bytes copied. One byte more of ``kept`` is read than is used.
+    Return the number of bytes copied. The byte of ``kept`` after the last copied one is read, too.
     """
     n = 0
     for i in range(len(p)):

@@ -1,7 +1,7 @@
 # pyright: basic
 """TopK: the values of largest magnitude of each chunk (format.md, section 11; encoder.md, section 11).
 
-A key is the bit pattern of a magnitude as float32, which orders magnitudes as integers.
+A key is the bit pattern of a magnitude as float32. Keys, compared as integers, sort like the magnitudes.
 """
 
 from typing import Any, NamedTuple
@@ -41,18 +41,18 @@ NONFINITE = int(Status.NONFINITE)
 STOCHASTIC = lib.CODEC_OPTION_STOCHASTIC
 GAP_BITS = 20
 DIGIT_BITS = 11  # bits of a key per histogram
-HALF = U16(0x8000)  # random bits that round to nearest
+HALF = U16(0x8000)  # used instead of random bits for rounding to nearest
 
 
 class Kind(NamedTuple):
     """Parameters of the frame (format, section 11)."""
 
-    chunk: int  # values
-    kept: int  # values kept of a whole chunk
-    rice_k: int  # parameter of gaps
+    chunk: int  # number of values in a chunk
+    kept: int  # number of values kept in a chunk of full size
+    rice_k: int  # Rice parameter for gaps
     bits: int  # bits of a kept value: sign and level
-    scales: int  # scales of a chunk
-    steps: int  # between the lowest and the highest level
+    scales: int  # number of scales per chunk
+    steps: int  # number of steps between the lowest and the highest level
 
 
 class Work(NamedTuple):
@@ -63,8 +63,8 @@ class Work(NamedTuple):
     x: Any  # values of a chunk
     at: Any  # positions of kept values
     code: Any
-    count: Any  # values by digit
-    range: Any  # lowest and highest level of a chunk
+    count: Any  # histogram of a digit of the keys
+    range: Any  # magnitudes of the lowest and the highest level of a chunk
     keys: Any  # Philox keys of the random bits
     bits: Bits
     c: Any
@@ -97,13 +97,13 @@ def work_of(job):
 
 @jit
 def _kept_of(kind, n):
-    """Return the number of values kept of a chunk of ``n``."""
+    """Return the number of values kept in a chunk of ``n`` values."""
     return (n * kind.kept + kind.chunk - 1) // kind.chunk
 
 
 @jit
 def _threshold(x, kept, count):
-    """Return the key of the kept-th largest magnitude, and how many values with that key are kept."""
+    """Return the key of the kept-th largest magnitude, and the number of values with exactly that key to keep."""
     u, high, shift, rank = x.view(U32), U32(0), 31, kept
     while shift:
         bits = min(shift, DIGIT_BITS)
@@ -124,9 +124,9 @@ def _threshold(x, kept, count):
 
 @jit
 def _select(x, kept, count, at):
-    """List the positions of the ``kept`` largest magnitudes, of equal ones the first, in ascending order.
+    """Store the positions of the ``kept`` largest magnitudes in ``at``, ascending; earlier values win ties.
 
-    Return the key of the least of them and the largest key.
+    Return the smallest and the largest key among them.
     """
     u, most, n = x.view(U32), U32(0), 0
     least, ties = _threshold(x, kept, count)
@@ -153,7 +153,7 @@ def _load16(data, at):
 
 @jit
 def _put_scales(kind, x, at, kept, least, most, region, to):
-    """Write a chunk's scales to ``region[to]``: the mean of the magnitudes kept, or the least and the largest."""
+    """Write a chunk's scales to ``region[to]``: the mean kept magnitude (1 bit), or the least and the largest."""
     if kind.bits > 1:
         _store16(region, to, to_bfloat16(least))
         _store16(region, to + 2, to_bfloat16(most))
@@ -166,7 +166,7 @@ def _put_scales(kind, x, at, kept, least, most, region, to):
 
 @jit
 def _get_range(kind, data, scales, chunk, levels):
-    """Read the scales of a chunk into ``levels``; the second one is 0 if the chunk has no codes."""
+    """Read the scales of a chunk into ``levels``; if the highest level is 0, the chunk has no codes."""
     at = scales + 2 * kind.scales * chunk
     levels[0] = float_of(from_bfloat16(_load16(data, at)))
     levels[1] = float_of(from_bfloat16(_load16(data, at + 2 * (kind.scales - 1))))
@@ -174,7 +174,7 @@ def _get_range(kind, data, scales, chunk, levels):
 
 @jit
 def _level_of(magnitude, low, high, steps, h):
-    """Return the level of a magnitude; ``h``: 16 random bits."""
+    """Return the level index of a magnitude; ``h``: 16 random bits."""
     size, above = F32(high - low), F32(magnitude - low)
     if not size > F32(0) or not above > F32(0) or not steps:
         return U32(0)
@@ -199,7 +199,7 @@ def _value_of(dtype, code, low, high, steps):
 
 @jit
 def _put_codes(job, work, first, kept):
-    """Append the codes of a chunk that begins at value ``first`` to the stream, and keep them."""
+    """Append the codes of a chunk that begins at value ``first`` to the stream, and store them in ``work.code``."""
     kind, low, high, after = work.kind, work.range[0], work.range[1], 0
     for i in range(kept):
         at, h = work.at[i], HALF
@@ -215,7 +215,7 @@ def _put_codes(job, work, first, kept):
 
 @jit
 def _put_residual(job, work, kept, residual):
-    """Write the residual of a chunk, of which the first ``kept`` positions have codes."""
+    """Write the residual of a chunk, whose first ``kept`` positions in ``work.at`` have codes in ``work.code``."""
     kind = work.kind
     copy(residual, work.x[: len(residual)])
     for i in range(kept):
@@ -225,7 +225,7 @@ def _put_residual(job, work, kept, residual):
 
 @kernel
 def scan(job, work, data, feedback, first, count):
-    """Store the largest magnitudes of blocks [first, first + count) in the job."""
+    """Store the largest magnitude of each block in [first, first + count) in the job."""
     feedback_values = feedback.view(F32)
     enter_floats(work.floats)
     for b in range(first, first + count):
@@ -242,7 +242,7 @@ def scan(job, work, data, feedback, first, count):
 
 @jit
 def _put_block(job, work, data, feedback, residual, start, m):
-    """Write the region of a block of ``m`` values; return a status and the size of the region."""
+    """Write the region of a block of ``m`` values; return a status and the region's size in bytes."""
     kind = work.kind
     chunks = (m + kind.chunk - 1) // kind.chunk
     scales = 2 * kind.scales * chunks
@@ -270,8 +270,8 @@ def _put_block(job, work, data, feedback, residual, start, m):
 def encode_blocks(job, work, data, feedback, residual, frame, limit, first, count, result):
     """Encode blocks [first, first + count) to regions from frame[result[0]] on.
 
-    result[0] becomes the end, and checksums of blocks are added to result[1]. ``feedback``, ``residual``: bytes of
-    float32, empty if there are none.
+    result[0] is set to the end of the regions, and the blocks' checksums are added to result[1]. ``feedback`` and
+    ``residual`` are the bytes of float32 arrays, or empty.
     """
     status, feedback_values, residual_values = OK, feedback.view(F32), residual.view(F32)
     enter_floats(work.floats)
@@ -291,7 +291,7 @@ def encode_blocks(job, work, data, feedback, residual, frame, limit, first, coun
 
 @jit
 def _check_scales(kind, frame, at, nbytes, fault):
-    """Check that scales are finite and not negative, and that no chunk has a lowest level above its highest."""
+    """Check that scales are finite and not negative, and that each chunk's lowest level is not above its highest."""
     for i in range(at, at + nbytes, 2):
         scale, least = I64(_load16(frame, i)), 0
         if scale >= I64(INF) >> 16:
@@ -319,7 +319,7 @@ def _get_codes(kind, work, n, kept, frame, end):
 
 @jit
 def _put_values(job, work, kept, sink, first, n):
-    """Store a chunk's values, or combine them with the destination. An addition touches the kept values only."""
+    """Store a chunk's values, or combine them with the destination. Addition without division skips dropped values."""
     adds = sink.into == ADD and not sink.divide > F32(0)
     x, out = work.x[:n], sink.data[:0].view(F32)
     if adds:
@@ -340,7 +340,7 @@ def _put_values(job, work, kept, sink, first, n):
 
 @jit
 def _get_block(job, work, start, m, frame, sink, c, fault):
-    """Decode a block of ``m`` values."""
+    """Decode a block of ``m`` values to ``sink``, or only validate it if ``sink.into`` is NOWHERE."""
     kind, at = work.kind, c[0]
     chunks = (m + kind.chunk - 1) // kind.chunk
     scales = 2 * kind.scales * chunks
@@ -367,7 +367,7 @@ def _get_block(job, work, start, m, frame, sink, c, fault):
 
 @kernel
 def decode_blocks(job, work, frame, checks, first, count, sink, checksum, fault):
-    """Decode blocks [first, first + count) to the sink, or only check them."""
+    """Decode blocks [first, first + count) to ``sink``; if ``sink.into`` is NOWHERE, only validate them."""
     status = OK
     enter_floats(work.floats)
     for b in range(first, first + count):

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Truncate: exponents through the coder, mantissas cut to levels (format.md, section 9; encoder.md, 8).
+"""Truncate: exponents are entropy-coded, mantissas are cut to levels (format.md, section 9; encoder.md, 8).
 
 One file: encoding and decoding of a region are the same steps in both directions.
 """
@@ -60,10 +60,10 @@ OTHER_STATE = int(Status.OTHER_STATE)
 PLANE, CODED_LEVELS = lib.CODEC_LEVEL_CODING_PLANE, lib.CODEC_LEVEL_CODING_CODED
 SHARED, CUT = lib.CODEC_LEVEL_CODING_SHARED, lib.CODEC_OPTION_CUT
 FLOAT16 = DTYPES["float16"]
-BASE = 96  # joint symbols of exponent and level stand for exponents 97 to 159; of float16 for 1 to 31
-PIECES = 4  # pieces of a field of sign and mantissa
+BASE = 96  # exponents 97 to 159 (float16: 1 to 31, base 0) have joint symbols of exponent and level
+PIECES = 4  # number of pieces into which a field of sign and mantissa is divided
 _PIECES = {"float32": (6, 6, 6, 6), "bfloat16": (2, 2, 2, 2), "float16": (3, 3, 2, 3)}
-TILE = 1024  # values to which residuals are added at once
+TILE = 1024  # number of values to which residuals are added at once
 
 
 class Work(NamedTuple):
@@ -119,7 +119,7 @@ def work_of(job):
 
 @jit
 def _load_patterns(job, work, data, feedback, first, x):
-    """Load the bit patterns of values, plus residuals unless ``feedback`` is empty, as uint32."""
+    """Load the bit patterns of values as uint32; residuals are added first unless ``feedback`` is empty."""
     m = len(x)
     if len(feedback):
         for i in range(0, m, TILE):
@@ -137,7 +137,7 @@ def _load_patterns(job, work, data, feedback, first, x):
 
 @jit
 def _put_symbols(job, work, m, out, at):
-    """Encode the symbols of a block in the smallest mode, and return the mode and the end."""
+    """Encode the symbols of a block in the mode that takes the fewest bytes; return the mode and the end."""
     kind, joint = work.kind, job.variant == CODED_LEVELS
     symbol, e = work.symbol[:m], work.e[:m]
     lowered, outside = work.kept[:m] if joint else symbol, 0
@@ -165,7 +165,7 @@ def _put_symbols(job, work, m, out, at):
 
 @jit
 def _put_pieces(job, work, m, out, at):
-    """Write the bits that values keep of their fields; return bits to set in the region's head, and the end."""
+    """Write the kept bits of each value's field; return bits to set in the region's head, and the end."""
     kind, head = work.kind, 0
     total, f, width = kind.mbits + 1, work.pattern[:m], work.width[:m]
     fields_of(kind, f, f)
@@ -194,7 +194,7 @@ def _put_pieces(job, work, m, out, at):
 
 @jit
 def _put_block(job, work, m, digest_of_state, region):
-    """Write a truncated block to its region, and return the size."""
+    """Write a truncated block to its region, and return the region's size in bytes."""
     at = 4
     if job.variant == SHARED:
         store32(region, at, digest_of_state)
@@ -214,8 +214,9 @@ def _put_block(job, work, m, digest_of_state, region):
 def encode_blocks(job, work, data, feedback, levels, exponents, from_, frame, limit, first, count, result):
     """Encode blocks [first, first + count) to regions from frame[result[0]] on.
 
-    result[0] becomes the end, and checksums of blocks are added to result[1]. ``levels`` are the caller's, of all
-    values, or empty. ``exponents`` are those of A, of values from ``from_`` on.
+    result[0] is set to the end of the regions, and the blocks' checksums are added to result[1]. ``levels`` has the
+    user's level of each value of the tensor, or is empty. ``exponents`` has the exponents of A for values from
+    ``from_`` on.
     """
     enter_floats(work.floats)
     status, feedback_values, kind = OK, feedback.view(F32), work.kind
@@ -256,7 +257,7 @@ def _get_symbols(frame, job, work, mode, m, c, fault):
     at = c[0]
     if mode == CODED:
         status = get_coded(frame, job, 0, m, work.coder, True, symbol, c, fault)
-        at = c[0]  # end of the lanes' words
+        at = c[0]  # end of the coder's words
         if not status and not joint:
             status = get_literals(frame, escape, escaped, m, symbol, work.coder.none, c, fault)
         if status:
@@ -307,7 +308,7 @@ def _get_symbols(frame, job, work, mode, m, c, fault):
 
 @jit
 def _get_codes(frame, n, bits, checking, code, c, fault):
-    """Read ``n`` packed codes, and check that padding bits are 0; ``checking``: do not unpack the codes."""
+    """Read ``n`` packed codes, and check that padding bits are 0; with ``checking``, do not unpack the codes."""
     nbytes = (n * bits + 7) // 8
     if c[1] - c[0] < nbytes:
         return bad(fault, BAD_REGION, c[0], c[1] - c[0], nbytes)
@@ -322,7 +323,7 @@ def _get_codes(frame, n, bits, checking, code, c, fault):
 
 @jit
 def _get_levels(frame, job, work, found, ea, none, m, c, fault):
-    """Compute the bits that values have dropped, into ``work.drop``."""
+    """Compute the number of bits that each value has dropped, into ``work.drop``."""
     kind, e, drop, at = work.kind, work.e[:m], work.drop[:m], c[0]
     if job.variant == SHARED:
         state = U32(digest(ea, STATE))
@@ -345,7 +346,7 @@ def _get_levels(frame, job, work, found, ea, none, m, c, fault):
 
 @jit
 def _get_pieces(frame, job, work, head, m, checking, c, fault):
-    """Decode fields to ``work.pattern``; ``checking``: only validate them."""
+    """Decode fields to ``work.pattern``; with ``checking``, only validate them."""
     kind, f, width = work.kind, work.pattern[:m], work.width[:m]
     total = kind.mbits + 1
     tail = head >> 8 if job.options & BITS else 0

@@ -12,24 +12,24 @@ from codec.errors import Status
 
 BAD_ARGUMENT = int(Status.BAD_ARGUMENT)
 FIXED, BITS = lib.CODEC_LEVEL_CODING_FIXED, lib.CODEC_OPTION_BITS
-UNLIMITED = 1000  # slack in bits: more than any mantissa has
+UNLIMITED = 1000  # number of bits to drop that exceeds any mantissa; negative: drop none
 
 
 class Kind(NamedTuple):
     """Constants of the dtype (format, 9.1)."""
 
-    mbits: int
+    mbits: int  # number of mantissa bits
     sign: int  # position of the sign bit
-    bias: int
+    bias: int  # exponent bias
     last: int  # exponent of Inf and NaN
-    base: int  # exponents above it have joint symbols
-    drops: Any  # mantissa bits that each level drops
-    pieces: Any  # bits of the pieces of a field, from the top
+    base: int  # exponents above this one have joint symbols
+    drops: Any  # number of mantissa bits that each level drops
+    pieces: Any  # number of bits of each piece of a field, from the top
 
 
 @jit
 def drop_bits(e, ea, kind, guard, by_bit, drop):
-    """Compute the mantissa bits that each value may drop, from its exponent ``e`` and that of A, ``ea``."""
+    """Compute the number of mantissa bits that each value may drop, from its exponent ``e`` and A's exponent ``ea``."""
     shift, last, mbits = I16(guard + 127 - kind.bias), U8(kind.last), I16(kind.mbits)
     k1, k2, k3 = I16(kind.drops[1]), I16(kind.drops[2]), I16(kind.drops[3])
     for i in range(len(e)):
@@ -42,7 +42,7 @@ def drop_bits(e, ea, kind, guard, by_bit, drop):
 
 @jit
 def drops(job, kind, e, ea, levels, drop):
-    """Compute the mantissa bits that each value drops: from the exponents, a fixed level, or given ``levels``."""
+    """Compute how many mantissa bits each value drops, from given ``levels``, a fixed level, or the exponents."""
     last, drops = U8(kind.last), kind.drops
     if job.variant == FIXED:
         k = U8(drops[job.bits])
@@ -60,7 +60,7 @@ def drops(job, kind, e, ea, levels, drop):
 
 @jit
 def cut_patterns(kind, nearest, drop, x, e):
-    """Drop the last bits of patterns, and compute the resulting exponents (encoder, 8.1)."""
+    """Drop the last bits of patterns ``x``, rounded if ``nearest``, and compute the new exponents (encoder, 8.1)."""
     mbits, last = U32(kind.mbits), U32(kind.last)
     for i in range(len(x)):
         k, u = U32(drop[i]), x[i]
@@ -83,7 +83,7 @@ def exponents_of(kind, x, e):
 
 @jit
 def levels_of(kind, drop, level):
-    """Convert dropped bits to levels."""
+    """Convert numbers of dropped bits to levels."""
     k1, k2, k3 = U8(kind.drops[1]), U8(kind.drops[2]), U8(kind.drops[3])
     for i in range(len(drop)):
         level[i] = U8(U8(drop[i] >= k1) + U8(drop[i] >= k2) + U8(drop[i] >= k3))
@@ -91,7 +91,7 @@ def levels_of(kind, drop, level):
 
 @jit
 def drops_at(kind, level, drop):
-    """Convert levels to dropped bits."""
+    """Convert levels to numbers of dropped bits."""
     k1, k2, k3 = U8(kind.drops[1]), U8(kind.drops[2]), U8(kind.drops[3])
     for i in range(len(level)):
         k = U8(level[i])
@@ -100,7 +100,7 @@ def drops_at(kind, level, drop):
 
 @jit
 def widths_of(e, drop, total, most, width):
-    """Compute the bits of its field that each value keeps."""
+    """Compute how many bits of its field each value keeps: at most ``most``, and none for exponent 0."""
     for i in range(len(e)):
         keeps = min(U8(U8(total) - drop[i]), U8(most))
         width[i] = keeps if e[i] else U8(0)
@@ -116,7 +116,7 @@ def fields_of(kind, x, f):
 
 @jit
 def patterns_of(kind, f, e):
-    """Combine fields with exponents to patterns, in place; +0 where the exponent is 0."""
+    """Combine fields ``f``, in place, with exponents to bit patterns; exponent 0 gives +0."""
     mask, mbits, sign = U32((1 << kind.mbits) - 1), U32(kind.mbits), U32(kind.sign)
     for i in range(len(f)):
         x = U32(U32(f[i] & mask) | U32(U32(e[i]) << mbits) | U32(U32(f[i] >> mbits) << sign))
@@ -125,7 +125,7 @@ def patterns_of(kind, f, e):
 
 @jit
 def pack_widths(f, width, total, out, at):
-    """Pack the upper ``width`` bits of fields, and return the end."""
+    """Pack the upper ``width[i]`` bits of each field to ``out[at]``, and return the offset of the end."""
     word, have = U64(0), U64(0)
     for i in range(len(f)):
         n = U64(width[i])
@@ -144,7 +144,7 @@ def pack_widths(f, width, total, out, at):
 
 @jit
 def unpack_widths(data, width, total, f):
-    """Unpack fields of ``width`` upper bits: the inverse of :func:`pack_widths`."""
+    """Unpack the upper ``width[i]`` bits of each field: the inverse of :func:`pack_widths`."""
     word, have, at = U64(0), U64(0), 0
     for i in range(len(f)):
         n = U64(width[i])
@@ -159,7 +159,7 @@ def unpack_widths(data, width, total, f):
 
 @jit
 def piece_of(f, below, bits, piece):
-    """Extract ``bits`` bits of all fields, above the lowest ``below`` bits."""
+    """Extract ``bits`` bits of each field, from bit ``below`` on."""
     mask = U32((1 << bits) - 1)
     for i in range(len(f)):
         piece[i] = U8(U32(f[i] >> U32(below)) & mask)
@@ -167,9 +167,9 @@ def piece_of(f, below, bits, piece):
 
 @jit
 def move_exponents(e, offset, shift, last, back, moved):
-    """Lower exponents by their offsets around a circle of ``last`` values from 1 on, or raise them (``back``).
+    """Subtract offsets from exponents, or add them if ``back``, cyclically in 1 to ``last``; 0 stays 0.
 
-    Exponent 0 stays. ``moved`` may be ``e``.
+    ``moved`` may be ``e``.
     """
     circle = U8(last)
     for i in range(len(e)):
@@ -182,7 +182,7 @@ def move_exponents(e, offset, shift, last, back, moved):
 
 @jit
 def join(lowered, level, base, pair, symbol):
-    """Combine exponents and levels to pairs and symbols, and return the number of pairs without a symbol."""
+    """Combine exponents and levels to pairs and joint symbols; return the number of pairs that have no symbol."""
     outside = 0
     for i in range(len(pair)):
         both = U16(U16(U16(lowered[i]) << U16(2)) | U16(level[i])) if lowered[i] else U16(0)

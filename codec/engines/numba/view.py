@@ -1,4 +1,4 @@
-"""Jobs of the C library as kernels see them: scalar fields, and arrays that share the job's memory."""
+"""View of a C library's job for kernels: scalar fields, and numpy arrays that share the job's memory."""
 
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ _OCTAVES = {"float32": 128, "float64": 16, "bfloat16": 128, "float16": 1024}
 
 
 class Job(NamedTuple):
-    """Fields of ``codec_view``, by their names there, and properties of the dtype."""
+    """Fields of ``codec_view``, under the same names, and properties of the dtype."""
 
     encoding: int
     codec: int
@@ -54,9 +54,9 @@ class Job(NamedTuple):
     coded: int
     halved: int
     n: int
-    block: int  # values of a block
+    block: int  # number of values in a block
     frame_nbytes: int
-    directory: int  # byte offsets in the frame, also planes and regions
+    directory: int  # byte offset in the frame, as are `planes` and `regions`
     planes: int
     plane_stride: int
     regions: int
@@ -64,17 +64,17 @@ class Job(NamedTuple):
     stream: Any  # uint64: kernels are compiled for one type
     scale: Any  # float32
     clip: Any
-    size: int  # bytes of a value
-    octave: int  # bit patterns in an octave; 0: no float, or a dtype without scale model
-    tables: Array  # uint8, 514 for each plane
+    size: int  # size of a value in bytes
+    octave: int  # number of bit patterns in an octave; 0: not a float, or a dtype without scale model
+    tables: Array  # uint8, 514 items for each plane
     parts: Array  # parts of the scale model
     offsets: Array  # int8 offsets of rows and columns
     row_parts: Array
-    row_sums: Array  # by block; Delta: digests and numbers of changes; TopK: largest magnitudes
+    row_sums: Array  # sums of leaves; Delta, by block: digests, numbers of changes; TopK, by block: largest magnitudes
 
 
 def view_job(job: Any) -> Job:
-    """Return the fields of a job, with arrays that share its memory."""
+    """Return the view of a job; its arrays share the job's memory."""
     v = ffi.new("codec_view *")
     v.struct_nbytes = ffi.sizeof("codec_view")
     check(lib.codec_job_view(job, v))

@@ -1,8 +1,8 @@
 # pyright: basic
-"""Functions of one word, bit positions and roundings, as in `native/src/exact/bits.h` and `round.h`.
+"""Bit manipulation and rounding of single words, as in `native/src/exact/bits.h` and `round.h`.
 
-Arguments are unsigned words of a fixed width. Numba widens sums, so each step is narrowed to its width, which also lets
-LLVM vectorize loops with narrow lanes. Float operations are float32, and each is rounded once.
+Arguments are unsigned words of a fixed width. Numba widens sums to 64 bits, so each step is converted back, which also
+lets LLVM vectorize loops with narrow lanes. Float operations are float32, and each is rounded once.
 """
 
 import numpy as np
@@ -29,7 +29,7 @@ def float_of(u):
 
 @jit
 def lower(p, offset, zero):
-    """Return a pattern lowered by an offset around the circle (format, section 5.2); patterns below ``zero`` stay."""
+    """Subtract an offset from a bit pattern, cyclically (format, section 5.2); patterns below ``zero`` stay."""
     d = U16(p - zero - offset)
     u = U16((d & U16(0x7FFF)) + (zero if d < U16(0x8000) else U16(0)))
     return u if p >= zero else p
@@ -45,7 +45,7 @@ def raise_(u, offset, zero):
 
 @jit
 def turn(x, offset, s):
-    """Return the upper 16 bits of a float as bytes of planes 0 (on top) and 1, its pattern lowered (section 3)."""
+    """Convert the upper 16 bits of a float to its bytes in planes 0 and 1, with the pattern lowered (section 3)."""
     u = lower(U16(x & U16(0x7FFF)), offset, U16(1 << s))
     top = U16(U16(U16(u >> U16(s)) & U16(0xFF)) << U16(8))
     above = U16(U16(u >> U16(s + 8)) << U16(s + 1))
@@ -55,7 +55,7 @@ def turn(x, offset, s):
 
 @jit
 def unturn(y, offset, s):
-    """Return the upper 16 bits of a float from its bytes of planes 0 and 1: the inverse of :func:`turn`."""
+    """Convert a float's bytes in planes 0 and 1 to its upper 16 bits: the inverse of :func:`turn`."""
     above = U16(U16(U16(y & U16(0xFF)) >> U16(s + 1)) << U16(s + 8))
     u = U16(U16(U16(y >> U16(8)) << U16(s)) | above | U16(y & U16((1 << s) - 1)))
     sign = U16(U16(U16(y >> U16(s)) & U16(1)) << U16(15))
@@ -64,13 +64,13 @@ def unturn(y, offset, s):
 
 @jit
 def from_bfloat16(h):
-    """Return the bits of a bfloat16 as a float32."""
+    """Convert the bits of a bfloat16 to those of a float32."""
     return U32(U32(h) << U32(16))
 
 
 @jit
 def from_float16(h):
-    """Return the bits of a float16 as a float32; NaN becomes quiet."""
+    """Convert the bits of a float16 to those of a float32; NaN becomes quiet."""
     a, sign = U32(h) & U32(0x7FFF), U32(U32(U32(h) & U32(0x8000)) << U32(16))
     wide = U32(U32(a) << U32(13))
     normal = U32(wide + U32(112 << 23))
@@ -131,7 +131,8 @@ def small_nearest(y, mbits, bias):
     shift = U32(23 - mbits)
     normal = U32(y + U32((1 << (22 - mbits)) - 1) + (U32(y >> shift) & U32(1)))
     normal = U32(U32(normal >> shift) - U32((127 - bias) << mbits))
-    # Below the normal range: add a power of two whose last bit equals one step, which rounds the sum to whole steps.
+    # Subnormal results: add a power of two whose last mantissa bit equals one step, so that the sum is rounded to a
+    # multiple of the step.
     step = U32((127 + 23 + 1 - bias - mbits) << 23)
     small = U32(bits_of(F32(float_of(y) + float_of(step))) - step)
     return small if y < U32((128 - bias) << 23) else normal
@@ -139,7 +140,7 @@ def small_nearest(y, mbits, bias):
 
 @jit
 def small_stochastic(y, mbits, bias, h):
-    """Round ``y`` to one of the two neighbouring small floats, at random by 16 random bits ``h``."""
+    """Round ``y`` stochastically to one of the two neighbouring small floats, with 16 random bits ``h``."""
     shift, align = U32(23 - mbits), U32(7 - mbits)
     normal = U32(U32(y + U32(U32(h) << align) + U32((1 << (7 - mbits)) >> 1)) >> shift)
     normal = U32(normal - U32((127 - bias) << mbits))
@@ -152,7 +153,7 @@ def small_stochastic(y, mbits, bias, h):
 @jit
 def small_value(code, mbits, bias):
     """Return the value of a small float's code without sign, as float32."""
-    # decoded as normal, a subnormal number is too large: its value is twice that minus the smallest normal number
+    # a subnormal code decoded as if normal gives a number x that is too large; its value is 2 x - (smallest normal)
     normal = float_of(U32(U32(U32(code) << U32(23 - mbits)) + U32((127 - bias) << 23)))
     small = F32(F32(normal + normal) - float_of(U32((128 - bias) << 23)))
     return small if small < normal else normal
@@ -160,7 +161,7 @@ def small_value(code, mbits, bias):
 
 @jit
 def place(x, h):
-    """Clip ``x`` to 0..255, and round it to a neighbouring integer, at random by 16 random bits ``h``, exactly."""
+    """Clip ``x`` to 0..255, and round it stochastically to a neighbouring integer, with 16 random bits ``h``."""
     x = x if x > F32(0) else F32(0)
     x = x if x < F32(255) else F32(255)
     return I32(I32(I32(F32(x * F32(131072))) + I32(I32(h) * I32(2)) + I32(1)) >> I32(17))
@@ -168,7 +169,7 @@ def place(x, h):
 
 @jit
 def over_of(scale, n):
-    """Return two factors whose product is n / scale; the first one keeps the second one finite."""
+    """Return two factors whose product is n / scale; with tiny scales, the first one keeps the second finite."""
     up = F32(2.0**64) if scale < F32(2.0**-60) else F32(1)
     return up, F32(F32(n) / F32(scale * up))
 
