@@ -33,7 +33,9 @@ def fill_encode_pairs(code, length, pair):
 def encode_lanes(pair, symbol, rows, words, bits, have, escaped):
     """Encode quad rows from the last to the first, and return the index of the first word written.
 
-    Words are written downwards from the end of ``words``. ``bits`` and ``have`` are set to each lane's bit reservoir and the reservoir's length in bits. ``escaped[r]`` is set to 1 if row ``r`` has escapes, otherwise to 0.
+    Words are written downwards from the end of ``words``. ``bits`` and ``have`` are set to each lane's bit
+    reservoir and the reservoir's length in bits. ``escaped[r]`` is set to 1 if row ``r`` has escapes, otherwise to
+    0.
     """
     end = U64(len(words))
     for lane in range(LANES):
