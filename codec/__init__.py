@@ -131,7 +131,7 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "torch", "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"])
 
 
-if not TYPE_CHECKING:  # type checkers would accept any attribute
+if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any attribute
     _OF_WEIGHT_SYNC = {"Update": "update", "WeightReceiver": "receiver", "WeightSender": "sender"}
 
     def __getattr__(name: str) -> object:

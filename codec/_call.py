@@ -11,8 +11,8 @@ from codec.optimizers.base import Optimizer, floats_of
 from codec.optimizers.custom import Custom
 from codec.tensors.view import TensorView
 
-SMALL_TENSOR = 1 << 16  # bytes; frames of smaller tensors are built in a call's own buffer and copied
-SMALL_FRAME = (1 << 16) + 256  # bytes of the largest frame of SMALL_TENSOR bytes
+SMALL_TENSOR = 1 << 16  # bytes; frames of tensors up to this size are built in the call's pooled buffer and copied
+SMALL_FRAME = (1 << 16) + 256  # size of that buffer in bytes
 SMALL_SCRATCH = 1 << 20
 
 
@@ -133,7 +133,7 @@ class Call:
         self.keep = self.keep, array
 
     def set_base(self, v: TensorView) -> None:
-        """Set the base of Delta's frames."""
+        """Set the base for encoding or decoding with Delta."""
         t = new_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
         self.context.base = t
         self.keep = self.keep, v, t

@@ -26,7 +26,7 @@ from codec.specs import CODECS, BoundSpec, Delta, Spec, SpecLike, Truncate
 from codec.tensors.view import dtype_name
 from codec.tensors.wrapper import view
 
-_N = 1024  # values of a test tensor: enough for frames with blocks
+_N = 1024  # number of values in a test tensor, so that its frame has blocks
 
 
 def warmup(
@@ -131,7 +131,7 @@ def _bar(total: int, asked: bool | None) -> Generator[Any]:
     """Show a progress bar. Yield a function that advances the bar and sets its description."""
     shown = asked if asked is not None else sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
     if not shown:
-        yield str  # a callable without effect
+        yield str  # any callable that takes an item's name and has no effect
         return
     console: Any = importlib.import_module("rich.console").Console(stderr=True)
     progress: Any = importlib.import_module("rich.progress").Progress(console=console)

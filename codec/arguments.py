@@ -8,9 +8,9 @@ from typing import Any
 
 from codec.errors import ArgumentError
 
-SHORTEST_TIMEOUT, LONGEST_TIMEOUT = timedelta(milliseconds=1), timedelta(days=3653)  # Gloo's clock overflows beyond
+SHORTEST_TIMEOUT, LONGEST_TIMEOUT = timedelta(milliseconds=1), timedelta(days=3653)  # Gloo overflows with more
 
-_MAX_SHOWN = 120  # characters
+_MAX_SHOWN = 120  # maximum number of characters of a value in a message
 
 
 def shown(value: object) -> str:
@@ -45,7 +45,7 @@ def truth(name: str, value: Any) -> bool:
 
 
 def check_timeout(timeout: Any) -> timedelta | None:
-    """Return a timeout as a timedelta, or None if there is none.
+    """Return a timeout as a timedelta; None is returned unchanged.
 
     Parameters
     ----------

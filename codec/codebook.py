@@ -269,7 +269,7 @@ def _with_exponents(spec: Spec) -> Lossless | Truncate:
 
 
 def _check_dtype(spec: Lossless | Truncate, dtype: str) -> None:
-    """Raise ArgumentError unless frames of the spec and dtype code exponents."""
+    """Raise ArgumentError if the spec does not entropy-code exponents of this dtype."""
     accepted = _OF_LOSSLESS if isinstance(spec, Lossless) else _OF_TRUNCATE
     if dtype not in accepted:
         floats = ", ".join(accepted)

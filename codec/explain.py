@@ -60,7 +60,7 @@ def nonfinite_message(x: TensorView, spec: Spec, name: str, shape: tuple[int, ..
     remedy = f"{type(spec).__name__} takes finite values only. Correct them, or use {CARRIES_NONFINITE}"
     try:
         found = count_nonfinite(bits_of(x), x.dtype, shape or x.shape)
-    except CodecError:  # memory of a device that the host cannot read
+    except CodecError:  # the host cannot read memory of this device
         found = "NaN or Inf"
     if found is None:
         return f"{name} + residual overflows {x.dtype}, or the residual holds NaN or Inf: reset the residual to zeros"
@@ -68,7 +68,7 @@ def nonfinite_message(x: TensorView, spec: Spec, name: str, shape: tuple[int, ..
 
 
 def overflow_message(x: TensorView, terms: str) -> str:
-    """Return the message for a sum `x` of finite tensors, named `terms`, that is not finite."""
+    """Return the message for a sum `x` that overflows although the added tensors, named `terms`, are finite."""
     found = count_nonfinite(bits_of(x), x.dtype, x.shape)
     return f"the sum of {terms} overflows {x.dtype}: it holds {found}. Scale them down before they are reduced"
 

@@ -9,7 +9,7 @@ from codec.errors import SpecError
 from codec.presets import resolve
 from codec.specs import Delta, Float4, Float8, Lossless, Quantize, Sign, Spec, SpecLike, Ternary, TopK, Truncate
 
-_LARGEST = 8 * ((1 << 32) - 1)  # bytes of a frame
+_LARGEST = 8 * ((1 << 32) - 1)  # maximum size of a frame in bytes
 
 
 def frame_nbytes(shape: int | Iterable[int], dtype: Any, spec: SpecLike, *, segments: Any = None) -> int:

@@ -189,7 +189,7 @@ def inspect(frame: Any) -> Info:
 
 
 def digest(x: Any) -> int:
-    """Return the digest of a tensor's values, by which frames of :class:`codec.Delta` identify base and result.
+    """Return the digest of a tensor's values, with which frames of :class:`codec.Delta` identify base and result.
 
     The digest depends only on the bits of the values, not on dtype or shape, and is equal on all machines. Sender and
     receiver can compare digests to find the update that must be applied next. A digest detects accidental differences;

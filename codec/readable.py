@@ -31,12 +31,12 @@ def rounded(value: Any) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Return a number of bytes with 3 digits, such as "1.5 MB"."""
+    """Return a number of bytes as text with 3 significant digits, such as "1.5 MB"."""
     return _with_unit(nbytes, _SIZES)
 
 
 def duration(seconds: float) -> str:
-    """Return a time with 3 digits, such as "25 ms"."""
+    """Return a time in seconds as text with 3 significant digits, such as "25 ms"."""
     return _with_unit(seconds, _TIMES)
 
 
@@ -50,7 +50,7 @@ def share(part: float, whole: float) -> str:
 
 
 def count(n: int, noun: str) -> str:
-    """Return a number with a noun, in the plural unless the number is 1."""
+    """Return a number and a noun, such as "2 tensors"; the noun gets an "s" unless the number is 1."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 

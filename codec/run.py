@@ -90,7 +90,7 @@ class Launch:
         except ArgumentError as e:
             if not isinstance(e.__cause__, RuntimeError):
                 raise
-            hook.called = True  # no warning at exit
+            hook.called = True  # suppresses the warning at exit about a hook that was never called
             logger.warning("%s leaves a model alone that has a built-in communication hook", PROGRAM)
             return
         self.hooks.append(hook)
@@ -106,7 +106,7 @@ class Launch:
 
 
 def _living(kind: type[T]) -> list[T]:
-    """Return all objects of a class in this process."""
+    """Return all existing instances of a class in this process."""
     return [x for x in gc.get_objects() if issubclass(type(x), kind)]
 
 

@@ -558,7 +558,7 @@ class Truncate(Spec):
 
     @property
     def guard_bits(self) -> int:
-        """`guard` as a number of bits."""
+        """Number of bits that `guard` stands for."""
         if isinstance(self.guard, int):
             return self.guard
         return {"exact": 6 if self.granularity == "bit" else 4, "feedback": -11}.get(self.guard, -8)

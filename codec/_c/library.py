@@ -20,10 +20,10 @@ DTYPES: dict[str, int] = {
 }
 DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
 ITEMSIZE: dict[str, int] = {name: lib.codec_dtype_nbytes(number) for name, number in DTYPES.items()}
-MANTISSA_BITS: dict[str, int] = {  # mantissa bits of the dtypes that Truncate accepts
+MANTISSA_BITS: dict[str, int] = {  # number of mantissa bits, for dtypes that Truncate accepts
     name: bits for name, number in DTYPES.items() if (bits := lib.codec_mantissa_bits(number))
 }
-LEVEL_BITS: dict[str, tuple[int, ...]] = {  # mantissa bits that each level drops
+LEVEL_BITS: dict[str, tuple[int, ...]] = {  # number of mantissa bits that each of the levels 0 to 3 drops
     name: tuple(lib.codec_level_bits(DTYPES[name], level) for level in range(4)) for name in MANTISSA_BITS
 }
 

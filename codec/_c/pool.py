@@ -16,7 +16,7 @@ from codec._c.library import ffi, lib
 from codec.arguments import whole
 
 MIN_NBYTES = 1 << 20  # minimum bytes of a tensor per thread; with fewer, waking a thread takes longer than it saves
-MAX_THREADS = 1024  # maximum threads of a call
+MAX_THREADS = 1024  # maximum number of threads of a call
 _OWN_NBYTES = 1 << 16  # bytes; exceeds the thread-local memory of cffi and other libraries
 
 # CPython's private locks. While a thread waits for one of them, no signal handler runs; while it waits for a lock of
@@ -74,7 +74,7 @@ def _serve(number: int, queue: "SimpleQueue[_Helper]") -> None:
     try:
         bytes(_OWN_NBYTES)
     except MemoryError:
-        return  # the pool has one thread less
+        return  # this thread ends, and the pool has one fewer
     lib.codec_abi_version()
     me = _thread.get_ident()
     if _workers.setdefault(number, me) != me:

@@ -116,7 +116,7 @@ def spec_of(struct: Any) -> Spec:
         return specs.Delta(struct.group_size or None)
     stochastic: specs.Rounding = "stochastic" if struct.options & lib.CODEC_OPTION_STOCHASTIC else "nearest"
     variant = struct.variant
-    # 0: group sizes differ between parts
+    # group_size is 0 if group sizes differ between parts
     row = struct.group_size if struct.group_size != lib.CODEC_GROUP_SIZE_ROW else 0
     if struct.codec == lib.CODEC_SIGN:
         return specs.Sign(get_args(specs.SignScale)[variant], "row" if struct.group_size and not row else row or None)

@@ -166,7 +166,7 @@ class Advice:
 
     def to_json(self) -> str:
         """Return :meth:`to_dict` as JSON text."""
-        import json  # keeps `import codec` fast
+        import json  # imported here, so that `import codec` stays fast
 
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
@@ -306,7 +306,7 @@ def _algorithm_of(options: CallOptions, world_size: int) -> Algorithm:
 
 
 def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[tuple[Spec, BoundSpec | None]]:
-    """Return the candidates, each with the bound spec that was given for it, or None."""
+    """Return the candidates, each with the user's bound spec, or None if it is not bound."""
     if lossy is not True and lossy is not False and not (isinstance(lossy, str) and lossy == "near"):
         raise ArgumentError(f'lossy must be False, "near" or True, got {shown(lossy)}')
     if feedback is not True and feedback is not False:
@@ -330,7 +330,7 @@ def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[t
 
 
 def measure(s: Sample, spec: Spec, given: BoundSpec | None, feedback: bool, options: CallOptions) -> Cost:
-    """Measure the costs of a sample with one spec."""
+    """Measure the costs of a sample with one spec; `given`: the user's bound spec, or None."""
     out = np.empty(bound(s.x.shape, s.dtype, spec), np.uint8)
     bound_spec = bound_for(spec, given, s) if isinstance(spec, Truncate) and spec.fixed_level is None else None
     residual = np.zeros(s.x.shape, np.float32) if feedback and not isinstance(spec, Lossless) else None

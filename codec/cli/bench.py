@@ -23,7 +23,7 @@ from codec.errors import ArgumentError, CodecError, EngineError
 from codec.tensors.wrapper import view
 
 _PRESETS = ("lossless", "balanced", "small", "smallest")  # "near" needs an optimizer
-_SECONDS = 0.3  # seconds for which a measurement is repeated
+_SECONDS = 0.3  # time in seconds for which a measurement is repeated
 _SLOW_MB = 16  # MB; on larger inputs, slow compressors run only with --slow
 _BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
@@ -118,7 +118,7 @@ def _rows(tensors: Tensors, path: str, slow: bool) -> Iterator[Row]:
     for preset in _PRESETS:
         try:
             yield _preset(tensors, preset)
-        except CodecError as e:  # NaN or Inf
+        except CodecError as e:  # for example because of NaN or Inf in the tensors
             print(f"codec: {preset}: {e}", file=sys.stderr)
     together: dict[str, Any] = {}
     for dtype in dict.fromkeys(dtype for _, dtype, _, _ in tensors):
@@ -165,7 +165,7 @@ def _lmzip(path: str) -> Iterator[Row]:
 
 
 def _packed(tensors: Tensors) -> Row:
-    """Measure codec pack, in memory."""
+    """Measure ``codec pack`` without file access, in memory."""
     from codec.files.header import CODES
     from codec.files.packing import pack
     from codec.files.reading import open_bytes
@@ -247,7 +247,7 @@ def _draw(rows: list[Row], path: str, name: str) -> None:
     axes.set(
         xscale="log", xlabel="decompression, MB/s, one thread", ylabel="size, % of the tensors", title=Path(name).name
     )
-    axes.set_xlim(right=4 * max(row.decompress for row in rows))  # room for names
+    axes.set_xlim(right=4 * max(row.decompress for row in rows))  # space for the names
     axes.grid(alpha=0.3)
     try:
         figure.savefig(path, dpi=120)

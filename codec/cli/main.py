@@ -10,7 +10,7 @@ from codec.cli import advise, arrays, bench, doctor, frames, models, tools, upda
 from codec.cli.console import FAILED, INTERRUPTED, PROGRAM, print_error
 from codec.errors import CodecError
 
-_GROUPS = (models, arrays, frames, updates, bench, advise, doctor, tools)  # in the order of the help
+_GROUPS = (models, arrays, frames, updates, bench, advise, doctor, tools)  # in the order of the help text
 
 
 def parser() -> argparse.ArgumentParser:

@@ -26,7 +26,7 @@ def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: 
     Return None if threads need more than `capacity` bytes for their blocks before these are moved together. Then only
     dst has been written, and the caller can encode with one thread.
     """
-    t, context = call.tensor, call.context  # `call` keeps both alive, also for the tasks of other threads
+    t, context = call.tensor, call.context  # `call` keeps both alive, also for other threads
     job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
     check(lib.codec_job_nbytes(spec, t, job_size, work_size))
     job, plan = library.new_bytes(job_size[0]), ffi.new("codec_plan *")

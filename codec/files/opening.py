@@ -161,4 +161,4 @@ class MemoryBytes:
         return self._data[at : at + nbytes]
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no file to close."""

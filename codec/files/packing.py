@@ -23,7 +23,7 @@ from codec.files.sources import Source
 
 Progress = Callable[[int, int], object]  # called with the bytes of tensors processed so far, and the total
 
-SMALL_NBYTES = 1 << 16  # smaller tensors share parts
+SMALL_NBYTES = 1 << 16  # tensors with fewer bytes share parts
 _GROUP_NBYTES = 1 << 20  # bytes of a group of small tensors; to decode one of them, the whole group is decoded
 _STEP, _MIXED_STEP = 1 << 22, 1 << 17  # bytes per part of a large tensor, and of one in which some values fit 16 bits
 _WINDOW = 28  # maximum number of parts in memory at once, 8 MiB each: less than 4 blocks of 64 MiB

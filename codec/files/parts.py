@@ -26,7 +26,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Segments = Sequence[tuple[int, tuple[int, ...]]]
 
 FRAME = "frame"
-NARROW = {"frame-bfloat16": "bfloat16", "frame-float16": "float16"}  # frames of float32 tensors that fit this dtype
+NARROW = {"frame-bfloat16": "bfloat16", "frame-float16": "float16"}  # by coding: narrower dtype of the frame
 ZSTD, ZSTD_PLANES, DEFLATE, DEFLATE_PLANES = "zstd", "zstd-planes", "deflate", "deflate-planes"
 CODINGS = (FRAME, *NARROW, ZSTD, ZSTD_PLANES, DEFLATE, DEFLATE_PLANES)
 
@@ -36,8 +36,8 @@ _SMALL = 1 << 20  # bytes; parts up to this size are compressed with higher leve
 _WINDOW, _WINDOWS = 1 << 13, 4  # bytes per sample, and number of samples, that a test compresses
 _PICKED, _TWICE = 4096, 0.03  # sampled values, and the fraction of equal ones above which the compressor is tried
 _PAYS = 0.98  # a compressor's output replaces the frame if it has less than this fraction of the frame's bytes
-_LEVELS = (3, 9, 19), (6, 9, 9)  # compression levels of zstd, and of zlib
-_MAX_WINDOW = 1 << 23  # bytes: maximum window of zstd that is accepted
+_LEVELS = (3, 9, 19), (6, 9, 9)  # compression levels of zstd and of zlib, from fast to small
+_MAX_WINDOW = 1 << 23  # bytes; zstd data with a larger window is refused
 
 
 class Encoded(NamedTuple):
@@ -167,7 +167,7 @@ def _decode_frame(data: Bytes, out: Bytes, dtype: str) -> None:
 def _narrowed(values: Bytes) -> tuple[str, str, Any] | None:
     """Convert float32 values to a 2-byte dtype if no bit is lost: return coding, dtype and bits; else None."""
     for coding, cut in (("frame-bfloat16", _brain), ("frame-float16", _half)):
-        # test the beginning first: most tensors that do not fit fail there
+        # test the first 4,096 bytes first: most tensors that do not fit fail there
         if cut(values[:4096]) is not None and (bits := cut(values)) is not None:
             return coding, NARROW[coding], bits
     return None

@@ -69,7 +69,7 @@ class PackedFile:
 
     @property
     def header(self) -> Header:
-        """Header of the file before it was packed."""
+        """Header of the original file."""
         return self.index.header
 
     def read(self, k: int, begin: int, out: Bytes) -> None:

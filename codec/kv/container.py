@@ -23,7 +23,7 @@ class Layout(NamedTuple):
 
     layers: int
     sides: int  # 2: keys and values; 1: values only
-    transposed: bool  # frames of keys hold (channels, tokens) in place of (tokens, channels)
+    transposed: bool  # True: frames of keys have the shape (channels, tokens) instead of (tokens, channels)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
 
     @property
     def frames(self) -> int:
-        """Number of frames of a page."""
+        """Number of frames in a page."""
         return self.layers * self.sides
 
 

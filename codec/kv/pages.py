@@ -206,7 +206,7 @@ class PageCodec:
             decode_many(frames, out=into, options=options)
         except (ArgumentError, StateError) as e:
             if isinstance(e, ArgumentError) and all(map(_fits, frames.values(), into.values())):
-                raise  # pages of out= overlap
+                raise  # all frames fit their destinations, so the error is that pages of out= overlap
             raise FrameError(f"the page is not one of shape {self.shape} and dtype {self.dtype}: {e}") from e
         for values, decoded in later:
             values[...] = decoded.reshape(values.shape)
@@ -270,7 +270,7 @@ def _spec(name: str, given: SpecLike, row: int, shape: tuple[int, ...], dtype: s
     spec, bound_to = resolve(given)
     if bound_to is not None or not isinstance(spec, Lossless | Quantize | Float8 | Float4):
         raise SpecError(f"{name}= must be Lossless, Quantize, Float8 or Float4, got {spec}")
-    bound(shape, dtype, spec)  # raises an error if the dtype does not go with the spec
+    bound(shape, dtype, spec)  # raises an error if the spec does not accept the dtype
     if isinstance(spec, Lossless | Float4) or spec.group_size is None or (isinstance(spec, Float8) and spec.is_mx):
         return spec
     if spec.group_size < row and row % spec.group_size:
@@ -285,7 +285,7 @@ def _has_dtype(frame: Array, dtype: str) -> bool:
 
 
 def _fits(frame: Array, into: Array) -> bool:
-    """Return True if a frame holds a tensor of the shape and size of its destination, and needs no base."""
+    """Return True if a frame's tensor has the shape and size of its destination, and needs no base."""
     info = inspect(frame)
     sizes_fit = info.shape == into.shape and info.tensor_nbytes == into.nbytes
     return sizes_fit and not isinstance(info.spec, Delta)

@@ -20,7 +20,7 @@ F32 = np.float32
 def _is_float64(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an int
+    except OverflowError:  # an int that is too large for a float
         return False
 
 
@@ -79,7 +79,7 @@ class Optimizer(ABC):
         """Return the coefficients of A; `state` has the arrays that exist, by name."""
 
     def _known(self) -> bool:
-        """Return True if the formula of A holds for these options."""
+        """Return True if A is known for this instance's options; if it is not, no bit may be dropped."""
         return not self.maximize
 
     def final(self, state: Mapping[str, Any]) -> Terms:

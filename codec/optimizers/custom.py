@@ -71,7 +71,7 @@ class Custom:
         def compiled(*values: Any) -> Any:
             try:
                 return np.float32(own(*values))
-            except Exception:  # an exception cannot pass through C
+            except Exception:  # exceptions cannot propagate through C code
                 return np.float32(np.nan)
 
         t = numba.types

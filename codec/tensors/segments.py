@@ -80,7 +80,7 @@ def pack(pairs: Any) -> Records:
         raise ArgumentError(_PAIRS) from None
     try:
         return _packed(items)
-    except TypeError:  # a shape that is a list has no hash
+    except TypeError:  # a shape is a list, which is not hashable: call the function without its cache
         return _packed.__wrapped__(items)
 
 

@@ -86,7 +86,7 @@ def _find_name(dtype: Any) -> str | None:
     try:
         if (name := _by_dtype.get(dtype)) is not None:
             return name
-    except TypeError:  # not hashable
+    except TypeError:  # `dtype` is not hashable
         pass
     if dtype is None:
         return None
@@ -184,7 +184,7 @@ def _from_torch(x: Any, wanted: str | None = None) -> TensorView:
     shape = tuple(x.shape)
     _check_rank(len(shape))
     nbytes, address = x.numel() * ITEMSIZE[name], x.data_ptr()
-    if nbytes and not address and device.type != "meta":  # a subclass whose values are in other tensors
+    if nbytes and not address and device.type != "meta":  # a subclass that wraps other tensors
         raise ArgumentError(
             f"a {type(x).__name__} has no memory of its own: encode the tensors that hold its values, such as "
             ".to_local() of a DTensor"
@@ -374,7 +374,7 @@ def view_output(out: Any, dtype: str | None = None, name: str = "out=") -> Tenso
     else:
         try:
             memory = memoryview(out)
-        except (TypeError, BufferError):  # BufferError: a bfloat16 array of JAX
+        except (TypeError, BufferError):  # JAX raises BufferError for bfloat16 arrays
             raise ArgumentError(f"{name} must be an array or tensor to write to, not {kind_of(out)}") from None
         v = _from_own(_as_array(memory), name, dtype)
     return v if dtype is None else with_bits(v, dtype)
@@ -452,7 +452,7 @@ def fetch(name: str, v: TensorView, nbytes: int | None = None) -> TensorView:
     if v.device == "meta" or (not is_torch(x) and not hasattr(x, "get")):
         return on_host(name, v)
     x = x.reshape(-1)[: -(-(v.nbytes if nbytes is None else nbytes) // ITEMSIZE[v.dtype])]
-    # numpy has no bfloat16: copy bytes
+    # copy bytes, because numpy has no bfloat16
     array = x.cpu().view(sys.modules["torch"].uint8).numpy() if is_torch(x) else np.asarray(x.get())
     return view_bytes(array)
 

@@ -64,7 +64,7 @@ class Launch(NamedTuple):
     """Launch of a kernel for adjacent structs; see :class:`Step`."""
 
     kernel: str
-    grids: list[int]  # thread blocks of each frame or sum
+    grids: list[int]  # number of thread blocks for each frame, or for each sum
     items: list[tuple[Frame, Sink]]
     summing: int
 

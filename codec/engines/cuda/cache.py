@@ -21,7 +21,7 @@ _NO_WAIT = os.O_NOFOLLOW | os.O_NONBLOCK  # do not follow links, do not wait for
 
 
 def cache_folder() -> Path | None:
-    """Return ``CODEC_CACHE_DIR``, or ``codec`` in the user's cache folder; None where the user has no home folder."""
+    """Return ``CODEC_CACHE_DIR``, or ``codec`` in the user's cache folder; None if there is no home folder."""
     if own := os.environ.get("CODEC_CACHE_DIR"):
         return Path(own)
     try:

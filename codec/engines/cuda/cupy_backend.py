@@ -218,7 +218,7 @@ class Gpu:
         if (kernel, name) not in self._constants:
             self.prepare([kernel])
             module = self._functions[kernel].module
-            side = self._cupy.cuda.Stream(non_blocking=True)  # the current stream may be captured
+            side = self._cupy.cuda.Stream(non_blocking=True)  # not the current stream, which may be captured
             data = self._download(module.get_global_var(name), 8 * count, side)
             self._constants[kernel, name] = tuple(np.frombuffer(data, np.uint64).tolist())
         return self._constants[kernel, name]
@@ -286,7 +286,7 @@ def _address(data: Any) -> int:
 
 @functools.cache
 def _gpu(index: int) -> Gpu:
-    """Return the GPU of this index, created once."""
+    """Return the :class:`Gpu` with this index; it is created on the first call."""
     return Gpu(index)
 
 
@@ -304,7 +304,7 @@ class CupyBackend:
         return reason
 
     def _look(self) -> str | None:
-        """Look for a GPU that can be used; return the reason if there is none."""
+        """Search for a usable GPU; return None if there is one, otherwise the reason."""
         if importlib.util.find_spec("cupy") is None:
             return f"CuPy is not installed: {_INSTALL}"
         try:
@@ -320,7 +320,7 @@ class CupyBackend:
                 if reason is None:
                     break
             return reason
-        except Exception as e:  # CuPy's own exception types
+        except Exception as e:  # CuPy raises errors of many types
             return f"there is no GPU that can be used: {e}"
 
     def find(self, v: TensorView) -> Gpu:

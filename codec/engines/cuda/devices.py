@@ -83,15 +83,15 @@ class Device(Protocol):
         ...
 
     def clear(self, at: int, nbytes: int) -> None:
-        """Set bytes to 0."""
+        """Set `nbytes` bytes at device address `at` to 0."""
         ...
 
     def prepare(self, wanted: Iterable[str]) -> None:
-        """Compile and load kernels."""
+        """Compile and load those of the kernels that are not loaded yet."""
         ...
 
     def constant(self, kernel: str, name: str, count: int) -> tuple[int, ...]:
-        """Return a constant that a kernel's file exports: an array of ``count`` uint64."""
+        """Return an exported constant of a kernel's source file, an array of ``count`` uint64."""
         ...
 
     def launch(self, kernel: str, grid: tuple[int, int], *args: Any) -> None:

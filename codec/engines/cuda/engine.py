@@ -35,7 +35,7 @@ def count(r: EncodeRequest) -> np.ndarray[Any, np.dtype[np.int64]] | None:
     """Return the counts of 256 symbols in the sample of a tensor; None if the tensor is too small to be sampled."""
     with working(r.views) as work:
         plan = plan_of(r)
-        if not plan.view.nblocks:  # too few values for symbols
+        if not plan.view.nblocks:  # too few values: the tensor is stored uncompressed
             return None
         job = Job(work, r, plan, 0, plan.bound)
         begin(work, [job], close=False)
@@ -56,7 +56,7 @@ def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
         encodings = [at_item(i, Encoding, work.sibling(), r) for i, r in enumerate(requests)]
         begin(work, [encoding.job for encoding in encodings])
         first = min(encoding.job.written for encoding in encodings)
-        written = bytes(work.device.download(first, WRITTEN_NBYTES * len(encodings)))  # adjacent
+        written = bytes(work.device.download(first, WRITTEN_NBYTES * len(encodings)))  # adjacent structs
         at = [encoding.job.written - first for encoding in encodings]
         frames = [at_item(i, e.finish, written[at[i] : at[i] + WRITTEN_NBYTES]) for i, e in enumerate(encodings)]
         if any(encoding.copied for encoding in encodings):
@@ -108,7 +108,7 @@ def accumulate(r: DecodeRequest, weight: float) -> None:
 
 
 def reduce(r: DecodeRequest, op: str) -> Any:
-    """Return the frames' sum, mean or maximum as float32: the request's `out`, or a new tensor like its `like`."""
+    """Reduce frames to float32; return the request's `out`, or a new tensor of the type of its `like`."""
     with working(views_of(r)) as work:
         frames = open_frames([(work, r, frame) for frame in r.frames])
         for frame in frames:

@@ -79,7 +79,7 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     kernel of each job, which makes decisions such as codebooks.
     """
     device = work.device
-    if len(jobs) > 1:  # jobs with the same kernel become adjacent, and grids descend
+    if len(jobs) > 1:  # put jobs with the same kernel together, in descending order of grids
         jobs = sorted(jobs, key=lambda job: ([kernel for kernel, _ in job.steps], -job.layout.grid))
     if not jobs[0].written:
         _place_results(work, jobs)

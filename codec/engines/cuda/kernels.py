@@ -19,7 +19,7 @@ from codec.engines.cuda.library import Code
 from codec.errors import EngineError
 from codec.specs import Delta, Lossless, TopK, Truncate
 
-_SIZES = 1, 2, 4, 8  # bytes of a value
+_SIZES = 1, 2, 4, 8  # possible sizes of a value in bytes
 _ROWS = tuple(n for kind, n in NUMBERS.items() if kind not in (Lossless, Delta, Truncate, TopK))  # row codecs
 _AFFINE = lib.CODEC_QUANTIZE + 16  # Quantize with zero points: QUANTIZE_AFFINE of native/cuda/rows/rows.cuh
 
@@ -36,7 +36,7 @@ class File(NamedTuple):
 
 
 def _each(template: str, arguments: tuple[int, ...], resident: int) -> dict[str, int]:
-    """Return the instances of a kernel template, each with ``resident`` blocks on a multiprocessor."""
+    """Return the instances of a kernel template, each with ``resident`` thread blocks per multiprocessor."""
     return {f"{template}<{n}>": resident for n in arguments}
 
 

@@ -60,7 +60,7 @@ def code_for(arch: str) -> Code | None:
         return None
     if status or found.sources.decode() != sources.digest():
         if not named:
-            return None  # a checkout whose kernels have changed since it was built
+            return None  # the kernels of this checkout have changed since the library was built
         raise EngineError(f"{path} has other kernels than this package: build both from the same sources")
     names = {found.expressions[i].decode(): found.names[i].decode() for i in range(found.nkernels)}
     return Code(ctypes.string_at(found.image, found.image_nbytes), names)

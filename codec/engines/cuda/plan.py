@@ -20,9 +20,9 @@ _STREAM, _STREAM_AT = struct.Struct("<Q"), ffi.offsetof("codec_view", "stream")
 class Layout(NamedTuple):
     """Launches of a plan on a device, and the sizes of their buffers in bytes."""
 
-    grid: int  # thread blocks of the kernel that encodes blocks
-    other_grid: int  # thread blocks of all other kernels
-    scratch: Need  # scratch memory of the first kernel
+    grid: int  # number of thread blocks of the kernel that encodes blocks
+    other_grid: int  # number of thread blocks of each other kernel
+    scratch: Need  # scratch memory of the encoding kernel
     choice_nbytes: int  # size of the codec_choice, zeroed memory that begins with symbol counts
     zeros_nbytes: int  # size of the codec_choice and the offsets of blocks behind it
     # kernels to launch before ``close_frame``, with their numbers of thread blocks: without a residual, and with one
@@ -91,7 +91,7 @@ class Plan:
         return upload
 
     def layout(self, device: Device) -> Layout:
-        """Return grids and sizes for a device."""
+        """Return the grids of the launches on a device, and the sizes of their buffers."""
         found = self._layouts.get(device.name)
         if found is None:
             v = self.view
@@ -107,7 +107,7 @@ class Plan:
         return found
 
     def _scratch(self, device: Device) -> Need:
-        """Return the scratch memory that the encoding kernel needs."""
+        """Return the encoding kernel's need of scratch memory."""
         if self._family == "topk":  # a unit is a buffer for one coded block
             return Need(self._region)
         v, size = self.view, device.constant(self.kernel, *self._room)
@@ -143,7 +143,7 @@ def is_entropy_coded(v: Any) -> bool:
     return v.codec == lib.CODEC_FLOAT8 and bool(v.options & lib.CODEC_OPTION_ENTROPY)
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}  # plans by key, for requests without levels
+_plans: dict[tuple[Any, ...], Plan] = {}  # cache of plans, for requests without levels
 
 
 def plan_of(r: EncodeRequest) -> Plan:

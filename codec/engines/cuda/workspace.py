@@ -52,7 +52,7 @@ class Work:
         self.device.wait()
 
     def sibling(self) -> "Work":
-        """Return memory for another call on the same stream."""
+        """Return a new :class:`Work` for another call on the same stream."""
         return Work(self.device, self._stream, self._like)
 
     def new(self, nbytes: int) -> int:
@@ -74,7 +74,7 @@ class Work:
         return self.device.allocate(max(nbytes, 1), self._like)
 
     def launched(self) -> None:
-        """Release temporary memory after the last launch: a stream-ordered allocator reuses it after the kernels."""
+        """Release temporary memory after the last launch; a stream-ordered allocator reuses it after the kernels."""
         self._brief.clear()
 
     def keep(self, owner: object, *, brief: bool = False) -> None:

@@ -174,7 +174,7 @@ def read_whole(frame: TensorView) -> Any:
 
 
 def check_whole(info: Any, frame: TensorView) -> None:
-    """Raise FrameError if the frame is truncated or has trailing bytes."""
+    """Raise FrameError unless a frame has exactly the size that its header declares."""
     has, given = info.frame_nbytes, frame.nbytes
     if has != given:
         status = Status.TRUNCATED if given < has else Status.TRAILING

@@ -16,7 +16,7 @@ from codec.optimizers.arguments import LevelSource
 from codec.tensors.overlap import check_all_apart
 from codec.tensors.view import TensorView
 
-Destination = tuple[TensorView, LevelSource | None, TensorView | None]  # view, source of levels, base
+Destination = tuple[TensorView, LevelSource | None, TensorView | None]  # view of the result; source of levels; base
 
 
 def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_filled) -> list[Any]:

@@ -131,7 +131,7 @@ def largest_code(job):
 
 @jit
 def _sign_values(code, above, below, y):
-    """Dequantize codes of Sign: ``above`` or ``below``."""
+    """Dequantize codes of Sign: 1 gives ``above``, 0 gives ``below``."""
     for i in range(len(y)):
         y[i] = above[i] if code[i] else below[i]
 

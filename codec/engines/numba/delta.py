@@ -12,7 +12,7 @@ from codec.engines.numba.words import U8, U64, copy
 
 __all__ = ["BAD_REGION", "decode_blocks", "encode_blocks", "work_of"]
 
-CHUNK = 1024  # bytes of a chunk of the digest
+CHUNK = 1024  # bytes per chunk of a digest
 
 
 @kernel

@@ -41,7 +41,7 @@ class Work(NamedTuple):
     region: Any
     base: Any  # bits of the base's values in the block
     new: Any  # bits of the tensor's values in the block
-    bytes: Any  # decoded values
+    bytes: Any  # bytes of decoded values
     at: Any  # indices of changed values in the block
     exponent: Any
     member: Any  # class of each value
@@ -85,7 +85,7 @@ def load_bits(size, data, x):
 
 @jit
 def store_bits(size, x, data):
-    """Store the bits of values as bytes."""
+    """Store the bits of values, little-endian, in ``data``; ``size``: bytes per value."""
     for i in range(len(x)):
         for k in range(size):
             data[size * i + k] = U8(x[i] >> U64(8 * k))

@@ -32,13 +32,13 @@ def _base(context: Any) -> Array:
 
 
 def _feedback(context: Any, n: int) -> Array:
-    """Return the residuals to add to the tensor; empty without CODEC_FEEDBACK."""
+    """Return the residuals to add to the tensor's `n` values; an empty array without CODEC_FEEDBACK."""
     feedback = context.flags & lib.CODEC_FEEDBACK
     return memory_of(context.residual, 4 * n) if feedback else NOTHING
 
 
 def codec_encode_scan(src: Any, context: Any, job: Any, first: int, count: int) -> int:
-    """Scan pieces [first, first + count) of the tensor, from which the C library computes scales."""
+    """Scan pieces [first, first + count) of the tensor; the C library computes scales from the sums."""
     j = view_job(job)
     kernels, data, feedback = _family(j), memory_of(src.data, src.nbytes), _feedback(context, j.n)
     kernels.scan(j, kernels.work_of(j), data, feedback, first, count)

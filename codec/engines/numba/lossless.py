@@ -177,7 +177,7 @@ class Work(NamedTuple):
     low: Any  # low nibbles, followed by high nibbles
     region: Any
     offset: Any
-    upper: Any  # upper 16 bits of values; half: 32 bits of values
+    upper: Any  # upper 16 bits of values; `half` has 32 bits of each 8-byte value
     half: Any
     x: Any
     native: Any

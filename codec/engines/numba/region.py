@@ -32,7 +32,7 @@ class Room(NamedTuple):
     have: Any  # number of bits in each reservoir
     escaped: Any  # for each quad row: number of escapes, or a flag when encoding
     literals: Any
-    pairs: Any  # a table of symbol pairs for each plane that has a codebook
+    pairs: Any  # by plane: table of symbol pairs, for planes that have a codebook
     none: Any  # empty uint16 array: no literals of two bytes
 
 

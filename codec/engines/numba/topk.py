@@ -184,7 +184,7 @@ def _level_of(magnitude, low, high, steps, h):
 
 @jit
 def _value_of(dtype, code, low, high, steps):
-    """Return the value of a code, rounded to the dtype: never -0."""
+    """Return the value of a code, rounded to the dtype; zero is always +0."""
     level = U32(code >> U32(1))
     magnitude = low
     if level:

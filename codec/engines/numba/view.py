@@ -61,7 +61,7 @@ class Job(NamedTuple):
     plane_stride: int
     regions: int
     seed: Any  # uint32
-    stream: Any  # uint64: kernels are compiled for one type
+    stream: Any  # always uint64, so that kernels are compiled for one type only
     scale: Any  # float32
     clip: Any
     size: int  # size of a value in bytes
