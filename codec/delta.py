@@ -110,7 +110,7 @@ def decode_blocks(frame: Any, first: int, count: int, *, base: Any, out: Any = N
     Raises
     ------
     FrameError
-        The frame is damaged, or not valid with this base.
+        The frame is damaged, or its changes cannot be applied to this base.
     ArgumentError
         The frame has no such blocks, or `base` or `out` does not fit them.
 

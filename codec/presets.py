@@ -20,7 +20,7 @@ def preset(name: str) -> Spec:
     """Return the spec of a preset. Functions that accept a spec also accept a preset's name.
 
     ============  ============================  ============  ======  =================================================
-    name          spec                          bits a value  error   effect on training
+    name          spec                          bits/value    error   effect on training
     ============  ============================  ============  ======  =================================================
     lossless      ``Lossless()``                26.7          0       none: every bit is restored
     near          ``Truncate()``                10.7          0.0051  within the noise of float32

@@ -139,8 +139,8 @@ class Sign(Spec):
 
     Notes
     -----
-    Means are computed from float32 sums of 4,096 values. Where magnitudes exceed 8e34 such a sum can overflow, and the
-    scale of "l1" and "two_mean" is then the largest number of the dtype.
+    Means are computed from float32 sums of 4,096 values. If magnitudes exceed 8e34, such a sum can overflow; the scale
+    of "l1" and "two_mean" is then the largest number of the dtype.
 
     References
     ----------

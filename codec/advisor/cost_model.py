@@ -107,7 +107,7 @@ class Cost:
     Parameters
     ----------
     frame_nbytes, sum_nbytes : float
-        Bytes of the tensor's frame, and of the frame of the mean over ranks.
+        Size in bytes of the tensor's frame, and of the frame of the mean over ranks.
     encode, encode_sum, reduce, decode : float
         Seconds to encode the tensor, to encode the mean, to add one frame by :func:`codec.reduce`, and to decode one
         frame. 0 for uncompressed tensors.

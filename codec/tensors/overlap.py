@@ -40,7 +40,7 @@ def check_all_apart(
     name : str
         Name of the argument to be written, for messages.
     written, read : iterable of (int, TensorView)
-        Index of the item and view of each output and input. An input and an output of one item may share memory.
+        Item's index, and view, of each output and each input. An input and an output of the same item may share memory.
     """
     spans = sorted((v.address, v.address + v.nbytes, i) for i, v in written if v.nbytes)
     for (_, end, i), (begin, _, j) in itertools.pairwise(spans):

@@ -307,7 +307,7 @@ class Frame:
         Raises
         ------
         FrameError, StateError
-            Error of the first invalid block, or of the checksum.
+            A block is invalid (the first one is reported), or a checksum or digest does not match.
         """
         if self.request.arriving is not None:
             self._plan_again(self.request.arriving)

@@ -34,7 +34,7 @@ def trying(module: ModuleType, **functions: Callable[..., Any]) -> Generator[Mod
     Raises
     ------
     EngineError
-        The module has no function of such a name, or is not one of those three.
+        The module is not one of these three, or has no function of a given name.
     """
     name = module.__name__.rpartition(".")[2]
     if getattr(loops, name, None) is not module:
