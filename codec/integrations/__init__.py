@@ -1,5 +1,5 @@
-"""Gradients, weights, KV caches, chunks of arrays and federated learning in the frameworks of others.
+"""Adapters to other frameworks: gradients, weight updates, KV caches, chunked arrays and federated learning.
 
-Each module imports its framework. Those for gradients register a hook of :mod:`codec.torch` with the
-DistributedDataParallel that the framework makes. No module changes how a framework trains.
+Each module imports the framework that it is named after. Modules for gradients register a hook of :mod:`codec.torch`
+with the DistributedDataParallel that the framework creates. No module changes the training algorithm of a framework.
 """

@@ -11,36 +11,37 @@ host("accelerate")
 
 
 class _HookState:
-    """State of a hook, for checkpoints of Accelerate, which keep what rank 0 returns."""
+    """State of a hook in Accelerate's checkpoints, which store only the state dict that rank 0 returns."""
 
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all ranks."""
+        """Return the hook states of all ranks; a collective call."""
         return state_of(self._hook)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's state."""
+        """Load this rank's part of a state dict of all ranks."""
         restore(self._hook, state)
 
 
 def compress(accelerator: Any, model: Any, spec: Given = Lossless(), **how: Any) -> Hook:  # noqa: B008 - immutable
     """Compress the gradients of a model that ``accelerator.prepare()`` has wrapped.
 
-    Call this after ``prepare()`` and before ``load_state()``. ``save_state()`` then saves the hook's state of all
-    ranks, and ``load_state()`` restores it, also for another number of ranks. ``accumulate()`` sends no gradients
-    before the last batch, and ``clip_grad_norm_()`` sees the mean over all ranks, as without compression.
+    Call this after ``prepare()`` and before ``load_state()``. ``save_state()`` then saves the hook states of all
+    ranks, and ``load_state()`` restores them, also if the number of ranks has changed. As without compression,
+    ``accumulate()`` sends gradients only in the last batch of an optimizer step, and ``clip_grad_norm_()`` clips the
+    mean gradient over all ranks.
 
     Parameters
     ----------
     accelerator : accelerate.Accelerator
-        Accelerator that has wrapped the model in a DistributedDataParallel, or that runs one process. Then nothing is
-        sent, and the hook is not registered.
+        Accelerator that has wrapped the model in a DistributedDataParallel. In a run of one process it has not, and
+        the hook is not registered, since no gradients are sent.
     model : torch.nn.Module
         Model that ``accelerator.prepare()`` returned.
     spec : Spec, str or Hook
-        Codec, or name of a preset; or a hook that :func:`codec.torch.ddp_hook` made. Default: lossless.
+        Codec, name of a preset, or hook that :func:`codec.torch.ddp_hook` returned. Default: lossless.
     **how
         Keyword arguments of :func:`codec.torch.ddp_hook`. Defaults: `optimizer` is the accelerator's optimizer, if
         there is one; `grad_scaler` is the accelerator's scaler with ``mixed_precision="fp16"``.
@@ -48,12 +49,12 @@ def compress(accelerator: Any, model: Any, spec: Given = Lossless(), **how: Any)
     Returns
     -------
     Hook
-        The hook; ``print(hook.stats())`` shows what it has sent.
+        The hook; ``print(hook.stats())`` shows the bytes that it has sent.
 
     Raises
     ------
     ArgumentError, SpecError
-        The model is no DistributedDataParallel, or has a communication hook already; or as for
+        The model is not a DistributedDataParallel, or already has a communication hook. Also the errors of
         :func:`codec.torch.ddp_hook`.
 
     Examples

@@ -1,4 +1,4 @@
-"""Common parts of the integrations: a hook from arguments, its registration, and its state for checkpoints."""
+"""Helpers of the gradient integrations: create a hook, register it with a model, and save and load its state."""
 
 import importlib
 import logging
@@ -20,12 +20,12 @@ Given = Hook | Spec | Preset
 
 
 def host(*modules: str) -> Any:
-    """Return the first of some modules of a framework that is installed.
+    """Import and return the first of `modules`, alternative names of one framework, that is installed.
 
     Raises
     ------
     ImportError
-        None of them is installed.
+        None of the modules is installed.
     """
     for module in modules:
         try:
@@ -38,23 +38,23 @@ def host(*modules: str) -> Any:
 
 
 def hook_of(given: Given, how: Mapping[str, Any], optimizers: Sequence[Any] = (), scaler: Any = None) -> Hook:
-    """Return a hook, or make it from a spec and keyword arguments of :func:`codec.torch.ddp_hook`.
+    """Return `given` if it is a hook; otherwise create a hook with :func:`codec.torch.ddp_hook`.
 
     Parameters
     ----------
     given : Hook, Spec or str
-        Hook, or what makes one.
+        Hook, or the spec or preset of a new one.
     how : mapping
-        Arguments of a new hook.
+        Keyword arguments of :func:`codec.torch.ddp_hook` for a new hook.
     optimizers : sequence of torch.optim.Optimizer
-        Optimizers of the framework; a single one is the default of ``optimizer=``.
+        Optimizers that the framework uses. If there is exactly one, it is the default of ``optimizer=``.
     scaler : torch.amp.GradScaler or None
-        Scaler of the framework, the default of ``grad_scaler=`` if it is enabled.
+        Scaler that the framework uses. If it is enabled, it is the default of ``grad_scaler=``.
 
     Raises
     ------
     ArgumentError, SpecError
-        As for :func:`codec.torch.ddp_hook`; or there are arguments for a hook that is made already.
+        `given` is a hook and `how` is not empty. Also the errors of :func:`codec.torch.ddp_hook`.
     """
     if isinstance(given, Hook):
         if how:
@@ -69,12 +69,17 @@ def hook_of(given: Given, how: Mapping[str, Any], optimizers: Sequence[Any] = ()
 
 
 def attach(hook: Hook, model: Any, world_size: int) -> bool:
-    """Register a hook with the model that a framework has wrapped; return False in a run of one process.
+    """Register a hook with the model that a framework has wrapped in a DistributedDataParallel.
+
+    Returns
+    -------
+    bool
+        False if the hook was not registered: in a run of one process, which sends no gradients.
 
     Raises
     ------
     ArgumentError
-        The model is no DistributedDataParallel, or has another hook.
+        The model is not a DistributedDataParallel, or has another hook.
     """
     plain: Any = _plain(model)
     if not isinstance(plain, DistributedDataParallel) and world_size == 1:
@@ -87,9 +92,10 @@ def attach(hook: Hook, model: Any, world_size: int) -> bool:
 
 
 def wrapper_of(module: Any) -> Any:
-    """Return the DistributedDataParallel around a module, or the module itself if there is none.
+    """Return the DistributedDataParallel that wraps a module, or the module itself if there is none.
 
-    One without a hook is preferred: those of earlier trainings of the module may be garbage that is not collected yet.
+    If there are several, return the one with the fewest hooks. A wrapper from an earlier training run of the module
+    still has its hook until it is garbage-collected.
     """
     ddp: list[Any] = [*models()]  # torch does not type its attributes
     found = [m for m in ddp if _plain(m.module) is _plain(module)]
@@ -97,17 +103,17 @@ def wrapper_of(module: Any) -> Any:
 
 
 def _plain(module: Any) -> Any:
-    """Return the module inside of a ``torch.compile``."""
+    """Return the module that ``torch.compile`` has wrapped, or the module itself if it is not compiled."""
     return getattr(module, "_orig_mod", module)
 
 
 def state_of(hook: Hook | None) -> dict[str, Any]:
-    """Return the states of all ranks, which call this together; an empty dict if the hook is not registered."""
+    """Return the hook states of all ranks; an empty dict if the hook is not registered. All ranks must call this."""
     return {} if hook is None or hook.reducer.group is None else hook.state_dict(gather=True)
 
 
 def restore(hook: Hook, state: Mapping[str, Any]) -> None:
-    """Load a state of :func:`state_of` into a registered hook. States of another number of ranks are resharded."""
+    """Load a state from :func:`state_of` into a registered hook; reshard it if the number of ranks has changed."""
     group = hook.reducer.group
     if group is None:
         return

@@ -1,4 +1,4 @@
-"""Chunks of arrays as frames: the common part of the codecs for numcodecs and Zarr."""
+"""Encode chunks of arrays as frames; shared by the codecs for numcodecs and Zarr."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ MAX_RANK: int = lib.CODEC_MAX_RANK
 
 
 def checked(spec: Any, dtype: Any) -> tuple[Spec, str | None]:
-    """Return the spec and the name of the dtype that a codec was configured with.
+    """Validate the arguments of a codec, and return the spec and the name of the dtype.
 
     Raises
     ------
     SpecError
-        `spec` is no spec, or needs an optimizer or a base.
+        `spec` is not a spec, or needs an optimizer or a base.
     ArgumentError
         `dtype` cannot be encoded with this spec.
     """
@@ -33,33 +33,33 @@ def checked(spec: Any, dtype: Any) -> tuple[Spec, str | None]:
 
 
 def configuration(spec: Spec, dtype: str | None) -> Config:
-    """Return the JSON object of a configuration."""
+    """Return spec and dtype as a JSON object; inverse of :func:`configured`."""
     return config_of(spec) | ({} if dtype is None else {"dtype": dtype})
 
 
 def configured(config: dict[str, Any]) -> tuple[Spec, Any]:
-    """Return spec and dtype of a JSON object; raise SpecError for an unknown key or a wrong value."""
+    """Return the spec and the dtype in a JSON object; raise SpecError for an unknown key or an invalid value."""
     given = dict(config)
     dtype = given.pop("dtype", None)
     return spec_of_config(given), dtype
 
 
 def values_of(x: Array, dtype: str | None) -> tuple[Array, str]:
-    """Return the memory of a contiguous array as an array to encode or to decode into, and the name of its dtype.
+    """Return a view of a contiguous array with a dtype that frames support, and the name of that dtype.
 
     Parameters
     ----------
     x : numpy.ndarray
-        C-contiguous array of any dtype but objects.
+        C-contiguous array of any dtype except objects.
     dtype : str, optional
-        Dtype as which the items, or the bytes if x has items of one byte, are read. Default: x's own, float32 or
-        float64 for complex numbers, int64 for times, and otherwise unsigned integers, such as for big-endian numbers,
-        whose bits are kept.
+        Dtype as which the memory of x is interpreted. Items of x must have its size, or one byte. Default: the dtype
+        of x; float32 or float64 for complex numbers; int64 for dates and time differences. Other dtypes, such as
+        big-endian numbers, are interpreted as unsigned integers with the same bits.
 
     Raises
     ------
     ArgumentError
-        x has no whole items of `dtype`, or items of another size.
+        Items of x have neither the size of `dtype` nor one byte, or x is not a whole number of items of `dtype`.
     """
     if dtype is not None:
         size = ITEMSIZE[dtype]
@@ -80,24 +80,24 @@ def values_of(x: Array, dtype: str | None) -> tuple[Array, str]:
 
 
 def encode(x: Array, spec: Spec, dtype: str | None) -> bytes:
-    """Return the frame of a C-contiguous array, without dimensions if it has more than frames can have.
+    """Return the frame of a C-contiguous array. The array is flattened if it has more than MAX_RANK dimensions.
 
     Raises
     ------
     ArgumentError
-        `spec` does not take this dtype or these values.
+        `spec` does not support this dtype or these values.
     """
     values, name = values_of(x, dtype)
     return codec.encode(codec.view(values if values.ndim <= MAX_RANK else values.reshape(-1), name), spec)
 
 
 def decode_into(frame: Any, out: Array, dtype: str | None) -> None:
-    """Decode the frame that :func:`encode` made of an array like `out`, which is unchanged after an error.
+    """Decode a frame of :func:`encode` into `out`, which is unchanged after an error.
 
     Raises
     ------
     FrameError
-        The bytes are no valid frame, or the frame of another array.
+        The bytes are not a valid frame, or the frame has another dtype or shape than `out`.
     """
     values, name = values_of(out, dtype)
     values = values if values.ndim <= MAX_RANK else values.reshape(-1)
@@ -108,7 +108,7 @@ def decode_into(frame: Any, out: Array, dtype: str | None) -> None:
 
 
 def decode(frame: Any, **how: Any) -> Array:
-    """Return :func:`codec.decode` of a frame, and raise FrameError for one that needs more than its bytes."""
+    """Decode a frame with :func:`codec.decode`; raise FrameError also if decoding needs a base or other state."""
     try:
         return codec.decode(frame, **how)
     except FrameError:

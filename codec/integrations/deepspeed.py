@@ -1,6 +1,6 @@
-"""DeepSpeed: codec.torch.OneBitAdam from a configuration with the optimizer OneBitAdam or ZeroOneAdam.
+"""Convert a DeepSpeed configuration with OneBitAdam or ZeroOneAdam to the arguments of codec.torch.OneBitAdam.
 
-DeepSpeed itself is not needed.
+DeepSpeed need not be installed.
 """
 
 import json
@@ -20,14 +20,14 @@ __all__ = ["Config", "read_config"]
 
 _TYPES = {"onebitadam": "OneBitAdam", "zerooneadam": "ZeroOneAdam"}
 
-# Alternatives to optimizers that the converter does not know.
+# Alternatives to DeepSpeed optimizers that the converter does not support, by optimizer type.
 _OTHERS = {
     "onebitlamb": "use OneBitAdam: 1-bit LAMB is not part of this library",
     "adam": "use torch.optim.AdamW with codec.torch.ddp_hook",
     "adamw": "use torch.optim.AdamW with codec.torch.ddp_hook",
 }
 
-# Keys that are ignored, and advice how to get the same effect: "" if there is nothing to do.
+# Keys that are ignored, each with advice on how to get the same effect; "" if no advice is needed.
 _IGNORED = {
     "train_batch_size": "",
     "train_micro_batch_size_per_gpu": "",
@@ -83,7 +83,7 @@ class Config:
     register : dict
         Arguments of :meth:`codec.torch.OneBitAdam.register`: ``max_grad_norm``, if there is ``gradient_clipping``.
     grad_scaler : dict or None
-        Arguments of ``torch.amp.GradScaler``, if there is ``fp16``. Give the scaler to ``register``, too.
+        Arguments of ``torch.amp.GradScaler``; None if ``fp16`` is not enabled. Pass the scaler to ``register``, too.
     """
 
     arguments: dict[str, Any]
@@ -91,7 +91,7 @@ class Config:
     grad_scaler: dict[str, Any] | None = None
 
     def optimizer(self, params: Iterable[Any]) -> OneBitAdam:
-        """Return the optimizer, which takes the steps of DeepSpeed's: without bias correction.
+        """Return the optimizer. Like DeepSpeed's, it does not correct the bias of the moments.
 
         Parameters
         ----------
@@ -106,8 +106,8 @@ class Config:
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     """Read a DeepSpeed configuration whose optimizer is OneBitAdam or ZeroOneAdam.
 
-    Momenta travel as signs after a lossless warm-up. Parameters of the optimizer that are not given have DeepSpeed's
-    defaults.
+    After a lossless warm-up, ranks exchange signs of the momenta. Optimizer parameters that the configuration omits
+    have DeepSpeed's defaults.
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     Returns
     -------
     Config
-        Makes the optimizer.
+        Arguments of the optimizer; its method ``optimizer()`` creates the optimizer.
 
     Warns
     -----
@@ -127,8 +127,8 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     Raises
     ------
     ArgumentError
-        The file cannot be read. Or a key is unknown, unsupported or has a wrong value: the message names the key and
-        the alternative.
+        The file cannot be read. Or a key is unknown, is unsupported, or has an invalid value; the message then names
+        the key and an alternative.
 
     Examples
     --------
@@ -160,31 +160,31 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
 
 
 class _Section:
-    """Section of a configuration. Reading an entry removes it, so the entries left at the end are unknown.
+    """Section of a configuration. Reading an entry removes it, so entries that remain at the end are unknown.
 
     Parameters
     ----------
     path : str
-        Names of the sections that lead here, for messages; "" for the configuration.
+        Dotted path of the section, for error messages; "" for the whole configuration.
     entries : mapping
-        Names and values.
+        Entries of the section: values by key.
     ignored : list of str
-        Gets the names of keys without an effect.
+        List to which :meth:`end` appends the paths of ignored keys.
     """
 
     def __init__(self, path: str, entries: Mapping[str, Any], ignored: list[str]) -> None:
         self._path, self._left, self._ignored = path, dict(entries), ignored
 
     def name(self, key: object) -> str:
-        """Return the path of a key."""
+        """Return the dotted path of a key, for error messages."""
         return f"{self._path}.{key}" if self._path else str(key)
 
     def take(self, key: str) -> Any:
-        """Return and remove the value of a key; None if there is none."""
+        """Remove a key and return its value; None if the key is missing."""
         return self._left.pop(key, None)
 
     def section(self, key: str) -> "_Section | None":
-        """Return and remove the section of a key; None if there is none."""
+        """Remove a key and return its value, a dict, as a section; None if the key is missing."""
         value = self.take(key)
         if value is None:
             return None
@@ -193,17 +193,17 @@ class _Section:
         return _Section(self.name(key), cast(Mapping[str, Any], value), self._ignored)
 
     def number(self, key: str, below: float = math.inf) -> float | None:
-        """Return and remove a number from 0 to below a limit; None if there is none."""
+        """Remove a key and return its value, a number in [0, below); None if the key is missing."""
         value = self.take(key)
         return None if value is None else _number(self.name(key), value, below)
 
     def count(self, key: str, default: int, least: int = 1) -> int:
-        """Return and remove a number of steps."""
+        """Remove a key and return its value, an integer of at least `least`; `default` if the key is missing."""
         value = self.take(key)
         return default if value is None else whole(f"{self.name(key)!r}", value, least)
 
     def end(self, ignored: Mapping[str, str]) -> None:
-        """Note the keys that are left as ignored, with hints; raise ArgumentError if one is not among `ignored`."""
+        """Report the remaining keys as ignored, with hints; raise ArgumentError if one is not among `ignored`."""
         for key, value in self._left.items():
             if key not in ignored:
                 raise ArgumentError(
@@ -215,7 +215,7 @@ class _Section:
 
 
 def _read(config: Any) -> Mapping[str, Any]:
-    """Return a configuration, read from its file if a path is given."""
+    """Return the configuration as a mapping; read it from a JSON file if `config` is a path."""
     if isinstance(config, Mapping):
         return cast(Mapping[str, Any], config)
     if not isinstance(config, str | os.PathLike):
@@ -232,7 +232,7 @@ def _read(config: Any) -> Mapping[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; DeepSpeed, too, refuses one that has a key twice."""
+    """Return a JSON object as a dict; raise ValueError for a duplicate key, which DeepSpeed refuses, too."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -241,7 +241,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _number(name: str, value: Any, below: float = math.inf) -> float:
-    """Return a number from 0 to below a limit."""
+    """Return `value` if it is a number in [0, below), otherwise raise ArgumentError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < below:
         limit = "of at least 0" if below == math.inf else f"from 0 to below {below}"
         raise ArgumentError(f"{name!r} of a DeepSpeed configuration is a number {limit}, got {shown(value)}")
@@ -249,7 +249,7 @@ def _number(name: str, value: Any, below: float = math.inf) -> float:
 
 
 def _kind(given: Any) -> str:
-    """Return the type of the optimizer."""
+    """Return the canonical name of the optimizer type; raise ArgumentError if it is not supported."""
     key = given.lower() if isinstance(given, str) else None
     if key in _TYPES:
         return _TYPES[key]
@@ -276,7 +276,7 @@ def _optimizer(kind: str, params: _Section) -> dict[str, Any]:
 
 
 def _betas(name: str, value: Any) -> tuple[float, ...]:
-    """Return the decay rates of both moments."""
+    """Return the decay rates of the first and the second moment, each in [0, 1)."""
     if not isinstance(value, list | tuple) or len(cast(Any, value)) != 2:
         raise ArgumentError(f"{name!r} is a list of two numbers, got {shown(cast(Any, value))}")
     return tuple(_number(name, b, 1.0) for b in cast(Any, value))
@@ -295,7 +295,7 @@ def _schedule(params: _Section) -> ZeroOneSchedule:
 
 
 def _grad_scaler(fp16: _Section | None, freeze_step: Any) -> dict[str, Any] | None:
-    """Return the arguments of a GradScaler; None if a configuration has no fp16."""
+    """Return the arguments of a GradScaler; None if the configuration does not enable fp16."""
     if fp16 is None or not _is_on(fp16.take("enabled")):
         return None
     if isinstance(freeze_step, ZeroOneSchedule) and freeze_step.max_interval > 1:
@@ -313,7 +313,7 @@ def _grad_scaler(fp16: _Section | None, freeze_step: Any) -> dict[str, Any] | No
 
 
 def _check_zero(zero: _Section | None) -> None:
-    """Raise ArgumentError if a configuration shards the optimizer."""
+    """Raise ArgumentError if the configuration shards the optimizer (ZeRO stage 1 or higher)."""
     if zero is not None and (stage := zero.take("stage")) not in (None, 0):
         raise ArgumentError(
             f"'zero_optimization.stage' must be 0, got {shown(stage)}: use DistributedDataParallel, or "
@@ -322,7 +322,7 @@ def _check_zero(zero: _Section | None) -> None:
 
 
 def _is_on(value: Any) -> bool:
-    """Return True for a feature that is not switched off."""
+    """Return True if a feature is enabled. A section without the key ``enabled`` counts as enabled."""
     if isinstance(value, Mapping):
         return bool(cast(Mapping[str, Any], value).get("enabled", True))
     return bool(value)

@@ -1,7 +1,7 @@
-"""Arrays of federated learning as bytes: the common part of the integrations of Flower and NVFlare.
+"""Encode and decode arrays for federated learning; shared by the Flower and NVFlare integrations.
 
-An array travels as a frame, or, with a lossy codec, as the difference to the base: the array of this name that the
-round began with, which both sides hold.
+An array is sent as a frame. A lossy codec encodes the difference from the base instead: the array of the same name that
+the server sent at the start of the round, which both sides store.
 """
 
 from typing import Any
@@ -15,19 +15,19 @@ from codec.presets import resolve
 from codec.spec_text import spec_of
 from codec.specs import BoundSpec, Delta, Lossless, Spec, check_contraction, require_feedback
 
-FRAME = "codec.frame"  # a frame of the array; one of Delta refers to the base
-DIFFERENCE = "codec.difference"  # digest of the base, 8 bytes, little-endian; then a frame of the float32 difference
+FRAME = "codec.frame"  # kind of bytes: a frame of the array; a Delta frame refers to the base
+DIFFERENCE = "codec.difference"  # kind of bytes: digest of the base, 8 bytes, then a frame of the float32 difference
 
 _FLOATS = "float32", "float64", "bfloat16", "float16"
 
 
 def checked_spec(spec: Any, feedback: bool) -> Spec:
-    """Return the spec of an argument, which may be a text such as "Quantize(4)".
+    """Return `spec` as a Spec; it may be a string such as "Quantize(4)".
 
     Raises
     ------
     SpecError
-        It is none, is bound to an optimizer, or does not converge with, or without, error feedback.
+        `spec` is not a spec, or is bound to an optimizer. Or training with it does not converge with this `feedback`.
     """
     kind, bound = resolve(spec_of(spec) if isinstance(spec, str) else spec)
     if isinstance(bound, BoundSpec):
@@ -40,18 +40,18 @@ def checked_spec(spec: Any, feedback: bool) -> Spec:
 
 
 def encode_array(x: Any, spec: Spec, base: Any, residual: np.ndarray[Any, Any] | None) -> tuple[str, bytes]:
-    """Return an array as its kind, FRAME or DIFFERENCE, and bytes.
+    """Encode an array. Return the kind of the bytes, FRAME or DIFFERENCE, and the bytes.
 
     Parameters
     ----------
     x : array or tensor
-        Values. Integers, bool and float8 are sent without loss.
+        Values. Integers, bool and float8 are encoded losslessly.
     spec : Spec
-        Codec. Lossy ones code the difference to the base.
+        Codec. Lossy codecs encode the difference from the base.
     base : array or tensor, or None
-        Array that the round began with, of the shape of `x`. None: lossy codecs code `x` itself.
+        Array at the start of the round, with the shape of `x`. None: lossy codecs encode `x` itself.
     residual : float32 array or None
-        Residual of error feedback, which is replaced. None: without.
+        Residual of error feedback, updated in place. None: no error feedback.
 
     Raises
     ------
@@ -60,13 +60,13 @@ def encode_array(x: Any, spec: Spec, base: Any, residual: np.ndarray[Any, Any] |
     """
     if base is not None and tuple(base.shape) != tuple(x.shape):
         raise ArgumentError(f"the array has shape {tuple(x.shape)}, but {tuple(base.shape)} when the round began")
-    if isinstance(spec, Delta) and base is not None and x.dtype == base.dtype:  # a mean of counters is no counter
+    if isinstance(spec, Delta) and base is not None and x.dtype == base.dtype:  # averaging changes integers to floats
         return FRAME, codec.encode(x, spec, base=base)
     if isinstance(spec, Lossless | Delta) or not is_float(x):
         return FRAME, codec.encode(x, spec if isinstance(spec, Lossless) else Lossless())
     values = _wide(x) if base is None else _wide(x) - _wide(base)
     values = np.ascontiguousarray(values, np.float32)
-    stream = codec.digest(values)  # another one for each client, round and array
+    stream = codec.digest(values)  # random stream: differs by client, round and array
     frame = codec.encode(values, spec, residual=residual, feedback=residual is not None, stream=stream)
     if base is None:
         return FRAME, frame
@@ -74,28 +74,29 @@ def encode_array(x: Any, spec: Spec, base: Any, residual: np.ndarray[Any, Any] |
 
 
 def decode_array(kind: str, data: bytes, base: Any, like: Any = None) -> Any:
-    """Return the array of :func:`encode_array`.
+    """Decode bytes of :func:`encode_array`.
 
     Parameters
     ----------
     kind : str
         FRAME or DIFFERENCE.
     data : bytes
-        Bytes, which may be hostile.
+        Encoded bytes, which may come from an untrusted sender.
     base : array or tensor, or None
-        Array that the round began with. Another shape is an error, so that no frame allocates more than `base` has.
+        Array at the start of the round. A frame of another shape raises FrameError before the result is allocated.
     like : tensor, optional
-        Kind of the result of a frame, as in :func:`codec.decode`.
+        Array whose library and device the result of FRAME has, as in :func:`codec.decode`.
 
     Returns
     -------
     array
-        Values. A difference is added to the base in float32, or float64 if the base is, and that is the result's dtype.
+        Values. With DIFFERENCE, the sum of base and difference, a numpy array of float32, or float64 if the base is
+        float64.
 
     Raises
     ------
     CodecError
-        The bytes are damaged, or are of another shape or base.
+        The bytes are damaged, or were encoded for another shape or base.
     """
     if kind not in (FRAME, DIFFERENCE):
         raise FrameError(f"the array is of the kind {shown(kind)}, not {FRAME!r} or {DIFFERENCE!r}")
@@ -112,12 +113,12 @@ def decode_array(kind: str, data: bytes, base: Any, like: Any = None) -> Any:
 
 
 def is_float(x: Any) -> bool:
-    """Return True for arrays whose difference lossy codecs can code: floats of 16 bits and more."""
+    """Return True if lossy codecs can encode the array: floats of at least 16 bits."""
     return str(x.dtype).removeprefix("torch.") in _FLOATS
 
 
 def _wide(x: Any) -> Any:
-    """Return the values of an array or tensor in numpy, as float32 if they have 16 bits."""
+    """Return an array or tensor as a numpy array; 16-bit floats are converted to float32."""
     if hasattr(x, "detach"):
         x = x.detach().cpu()
         return (x.float() if x.dtype.itemsize == 2 else x).numpy()

@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportUntypedBaseClass=false
 # The framework is not installed where types are checked: its classes are unknown.
-"""Flower: a client mod and a strategy mix-in, between which arrays travel as frames."""
+"""Flower integration: a client mod and a strategy mix-in that send arrays to each other as frames."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,29 +15,31 @@ from codec.specs import Delta, Lossless, Preset, Spec
 
 __all__ = ["Compressed", "Compression", "pack"]
 
-RESIDUALS = "codec.residuals"  # record of a client's state
-_FAILED = 0  # Flower's code for errors of no other kind
+RESIDUALS = "codec.residuals"  # name of the record in a client's state that stores the residuals
+_FAILED = 0  # Flower's error code for unspecified errors
 
 
 class Compression:
-    """Client mod: decodes the arrays of messages, and encodes those of replies to training.
+    """Client mod that decodes the arrays of messages, and encodes the arrays of replies to training messages.
 
-    It is the first of ``ClientApp(mods=[...])``, and needs :class:`Compressed` at the server. An array of a reply is
-    encoded if the message has an array of the same name in a record of the same name, and is sent uncompressed if not.
+    Pass it as the first of ``ClientApp(mods=[...])``. The server's strategy must be :class:`Compressed`. An array of a
+    reply is encoded if the message has an array of the same name in a record of the same name; otherwise it is sent
+    uncompressed.
 
     Parameters
     ----------
     spec : Spec or str
-        Codec, or the name of a preset. Lossless ones restore every bit, :class:`codec.Delta` against the arrays of the
-        message. Lossy ones code the change of an array.
+        Codec, or the name of a preset. Lossless codecs restore every bit; :class:`codec.Delta` uses the arrays of the
+        message as the base. Lossy codecs encode the change of each array since the message.
     feedback : bool
-        Error feedback for lossy codecs: what a reply leaves out is added to the client's next one. Residuals are a
-        record of ``context.state``, 4 bytes a value. A reply that Flower or the server drops is lost as a whole.
+        Error feedback for lossy codecs: the residual of a reply is added to the client's next reply. Residuals are
+        stored in a record of ``context.state``, 4 bytes per value. If Flower or the server drops a reply, its values
+        are lost and do not enter the residuals.
 
     Raises
     ------
     SpecError
-        There is no such spec, or it does not converge with this `feedback`.
+        The spec is unknown, or training with it does not converge with this `feedback`.
     """
 
     def __init__(self, spec: Spec | Preset = "lossless", *, feedback: bool = True) -> None:
@@ -45,7 +47,7 @@ class Compression:
         self.feedback = feedback and not isinstance(self.spec, Lossless | Delta)
 
     def __call__(self, message: Message, context: Any, call_next: Any) -> Message:
-        """Handle a message. Damaged frames raise FrameError, which Flower sends to the server as an error."""
+        """Handle a message. A damaged frame raises FrameError, which Flower reports to the server."""
         given = arrays_of(message.content)
         base = {at: decode_array(a.stype, a.data, None) for at, a in given.items() if a.stype == FRAME}
         message.content = with_arrays(message.content, {at: plain_array(x) for at, x in base.items()})
@@ -62,53 +64,54 @@ class Compression:
                     if residual is not None:
                         residuals[name] = Array(residual)
             reply.content = with_arrays(reply.content, coded)
-            if self.feedback:  # all arrays are encoded: residuals are replaced together
+            if self.feedback:  # replace residuals only after all arrays were encoded
                 state[RESIDUALS] = ArrayRecord(residuals)
         return reply
 
 
 class Compressed:
-    """Mix-in for strategies: encodes the arrays of messages without loss, and decodes those of replies.
+    """Mix-in for strategies that encodes the arrays of messages losslessly, and decodes the arrays of replies.
 
-    ``class Strategy(Compressed, FedAvg): pass`` is FedAvg whose clients have the mod :class:`Compression`, each with a
-    codec of its own. A reply with a damaged frame, another shape or another base becomes an error of its client alone.
+    ``class Strategy(Compressed, FedAvg): pass`` is FedAvg for clients with the mod :class:`Compression`; each client
+    may use another codec. A reply with a damaged frame, another shape or another base counts as a failure of its
+    client only.
 
-    bfloat16 and float8 arrays, from :func:`pack`, are float32 for the strategy, and rounded to their dtype when they
-    are sent.
+    The strategy sees bfloat16 and float8 arrays, made by :func:`pack`, as float32. They are rounded to their dtype when
+    they are sent.
     """
 
     def __init__(self, *args: Any, **how: Any) -> None:
         super().__init__(*args, **how)
         self._dtypes: dict[str, Any] = {}
-        self._bases: dict[int, Arrays] = {}  # by node
+        self._bases: dict[int, Arrays] = {}  # arrays of the round's message, by node id
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: Any, grid: Any) -> Iterable[Message]:
-        """Configure a round of training; see the strategy."""
+        """Return the messages of a training round, with encoded arrays; see the strategy's method."""
         messages = super().configure_train(server_round, self._plain(arrays), config, grid)  # pyright: ignore
         messages, self._bases = self._encoded(messages)
         return messages
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: Any, grid: Any) -> Iterable[Message]:
-        """Configure a round of evaluation; see the strategy."""
+        """Return the messages of an evaluation round, with encoded arrays; see the strategy's method."""
         messages = super().configure_evaluate(server_round, self._plain(arrays), config, grid)  # pyright: ignore
         return self._encoded(messages)[0]
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-        """Aggregate replies, after they were decoded; see the strategy."""
+        """Decode replies and aggregate them; see the strategy's method."""
         return super().aggregate_train(server_round, [self._decoded(r) for r in replies])  # pyright: ignore
 
     def _plain(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Return arrays for the strategy, and remember the dtypes of frames, which numpy may lack."""
+        """Decode arrays for the strategy, and store the dtypes of frames, which numpy may not support."""
         values = {name: values_of(a) for name, a in arrays.items()}
         self._dtypes |= {name: values[name].dtype for name, a in arrays.items() if a.stype == FRAME}
         return ArrayRecord({name: plain_array(x) for name, x in values.items()})
 
     def _encoded(self, messages: Iterable[Message]) -> tuple[list[Message], dict[int, Arrays]]:
-        """Return messages with frames, and what each node gets."""
+        """Return messages whose arrays are frames, and the arrays that each node receives."""
         messages, made, bases = list(messages), {}, {}
         for message in messages:
             content = message.content
-            if id(content) not in made:  # strategies give many nodes one content, which is encoded once
+            if id(content) not in made:  # nodes often share one content object: encode it only once
                 base = {at: self._sent(at[1], a.numpy()) for at, a in arrays_of(content).items()}
                 made[id(content)] = content, with_arrays(content, {at: frame_of(x) for at, x in base.items()}), base
             _, message.content, bases[message.metadata.dst_node_id] = made[id(content)]
@@ -118,7 +121,7 @@ class Compressed:
         return x.astype(self._dtypes.get(name, x.dtype), copy=False)
 
     def _decoded(self, reply: Message) -> Message:
-        """Return a reply with its arrays decoded, or with an error."""
+        """Return a reply with its arrays decoded, or with an error if they cannot be decoded."""
         if not reply.has_content():
             return reply
         base = self._bases.get(reply.metadata.src_node_id, {})

@@ -1,4 +1,4 @@
-"""Settings and shapes that the adapters for KV caches share."""
+"""Specs and page shapes that the adapters for KV caches share."""
 
 import math
 from functools import lru_cache
@@ -11,7 +11,10 @@ FLOATS = ("bfloat16", "float16", "float32")
 
 
 def page_spec(bits: int | None, row: int, group_size: int) -> Spec:
-    """Return Quantize with the largest groups that divide a row; Lossless without bits, or if groups were too small."""
+    """Return Quantize with the largest group of at most `group_size` values that divides a row.
+
+    Return Lossless if `bits` is None, or if the group would have less than 16 values.
+    """
     group = next(n for n in range(min(group_size, row), 0, -1) if row % n == 0)
     if bits is None or group < 16:
         return Lossless()
@@ -22,7 +25,7 @@ def page_spec(bits: int | None, row: int, group_size: int) -> Spec:
 def page_codec(
     shape: tuple[int, ...], dtype: str, key_bits: int | None, value_bits: int | None, group_size: int
 ) -> PageCodec:
-    """Return the codec of pages of a shape and dtype. Other dtypes than floats of 16 and 32 bits are lossless."""
+    """Return the codec for pages of a shape and dtype. Dtypes that are not in FLOATS are encoded losslessly."""
     if dtype not in FLOATS:
         key_bits = value_bits = None
     key = page_spec(key_bits, shape[2], group_size)
@@ -30,7 +33,7 @@ def page_codec(
 
 
 def flat_page(x: Any, columns: int = 128) -> Any:
-    """Return a contiguous tensor as a page of one layer and one side, in rows of at most this many values."""
+    """Return a contiguous tensor as a page of one layer and one side, in rows of at most `columns` values."""
     return x.reshape(1, 1, -1, math.gcd(x.numel(), columns))
 
 

@@ -14,14 +14,15 @@ _Callback: Any = host("lightning.pytorch", "pytorch_lightning").Callback
 class Compression(_Callback):
     """Callback that compresses the gradients of a Trainer with ``strategy="ddp"``.
 
-    The hook is registered when training begins. Checkpoints of the trainer hold the hook's state of all ranks, which
-    is restored for ``ckpt_path=``, also with another number of ranks. ``accumulate_grad_batches`` sends no gradients
-    before the last batch, and ``gradient_clip_val`` applies to the mean over all ranks, as without compression.
+    The hook is registered when training begins. Checkpoints of the trainer contain the hook states of all ranks, which
+    ``ckpt_path=`` restores, also if the number of ranks has changed. As without compression,
+    ``accumulate_grad_batches`` sends gradients only in the last batch of an optimizer step, and ``gradient_clip_val``
+    applies to the mean gradient over all ranks.
 
     Parameters
     ----------
     spec : Spec, str or Hook
-        Codec, or name of a preset; or a hook that :func:`codec.torch.ddp_hook` made. Default: lossless.
+        Codec, name of a preset, or hook that :func:`codec.torch.ddp_hook` returned. Default: lossless.
     **how
         Keyword arguments of :func:`codec.torch.ddp_hook`. Defaults: `optimizer` is the trainer's optimizer, if it has
         one; `grad_scaler` is the trainer's scaler with ``precision="16-mixed"``.
@@ -29,8 +30,8 @@ class Compression(_Callback):
     Raises
     ------
     ArgumentError, SpecError
-        When training begins: the strategy does not wrap the model in a DistributedDataParallel; or as for
-        :func:`codec.torch.ddp_hook`.
+        Raised when training begins: the strategy does not wrap the model in a DistributedDataParallel. Also the errors
+        of :func:`codec.torch.ddp_hook`.
 
     Examples
     --------
@@ -48,7 +49,7 @@ class Compression(_Callback):
 
     @property
     def hook(self) -> Hook:
-        """Hook of the model, once training has begun.
+        """Hook of the model; available once training has begun.
 
         Raises
         ------
@@ -70,9 +71,9 @@ class Compression(_Callback):
             self._saved = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all ranks."""
+        """Return the hook states of all ranks; a collective call."""
         return state_of(self._hook)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Keep a state until training begins."""
+        """Store a state, which is loaded into the hook when training begins."""
         self._saved = state_dict

@@ -1,23 +1,23 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # The framework is not installed where types are checked: its classes are unknown.
-"""Serde ``codec`` for LMCache's second tier: lossless, or in 1 to 8 bits a value.
+"""Serde ``codec`` for LMCache's second tier: lossless, or quantized to 1 to 8 bits per value.
 
-LMCache has no entry points for serdes, so its server is started by this module, which registers the serde first::
+LMCache has no entry points for serdes. So start its server with this module, which registers the serde first::
 
     python -m codec.integrations.lmcache server --l2-adapter '{"type": "fs", "base_path": "/cache",
         "serde": {"type": "codec", "key_bits": 8, "value_bits": 4}}'
 
-The file adapter of LMCache 0.5.6 loads an object only if it has exactly the size that the serde estimates. So each
-object has a slot of a fixed size, and a chunk that does not fit into it is not stored. The settings:
+The file adapter of LMCache 0.5.6 loads an object only if its size is exactly the serde's estimate. So each object
+has a slot of a fixed size, and a chunk whose encoding does not fit into its slot is not stored. Settings:
 
 ``key_bits``, ``value_bits``
     Bits of :class:`codec.Quantize`, 1 to 8. Default: lossless.
 ``group_size``
     Number of tokens (keys) or channels (values) that share a scale and a zero point; default 64.
 ``slot``
-    Size of a slot as a fraction of the chunk's, for lossless chunks; default 0.75.
+    Size of a slot as a fraction of the chunk's size, for lossless chunks; default 0.75.
 ``max_workers``
-    Threads of LMCache; default 1.
+    Number of threads with which LMCache runs the serde; default 1.
 """
 
 import math
@@ -36,23 +36,26 @@ from codec.kv import PageCodec, page_nbytes
 
 
 class Settings:
-    """Settings of the serde, and the codec of each layout."""
+    """Validated settings of the serde, with the codec and the slot size for each tensor layout."""
 
     def __init__(
         self, key_bits: int | None = None, value_bits: int | None = None, group_size: int = 64, slot: float = 0.75
     ) -> None:
         if not 0 < slot <= 2:
             raise ValueError(f"slot must be a fraction of the chunk's size, got {slot}")
-        page_codec((1, 2, 16, 16), "bfloat16", key_bits, value_bits, group_size)  # raises errors of settings
+        page_codec((1, 2, 16, 16), "bfloat16", key_bits, value_bits, group_size)  # raises if a setting is invalid
         self._quantize, self._slot = (key_bits, value_bits, group_size), slot
 
     def codec_of(self, shape: torch.Size, dtype: torch.dtype) -> PageCodec:
-        """Return the codec of a tensor of LMCache."""
+        """Return the codec for an LMCache tensor of this shape and dtype."""
         page = as_page(torch.empty(shape, dtype=dtype, device="meta"))
         return page_codec(tuple(page.shape), str(dtype).removeprefix("torch."), *self._quantize)
 
     def slot_nbytes(self, shapes: list[torch.Size], dtypes: list[torch.dtype]) -> int:
-        """Return the size of a chunk's slot: the bound of quantized chunks, a fraction of lossless ones."""
+        """Return the slot size of a chunk in bytes.
+
+        For each tensor this is the smaller of the upper bound of its encoded size and `slot` times its size.
+        """
         nbytes = 0
         for shape, dtype in zip(shapes, dtypes, strict=True):
             pages = self.codec_of(shape, dtype)
@@ -61,14 +64,18 @@ class Settings:
 
 
 def as_page(x: torch.Tensor) -> torch.Tensor:
-    """Return a chunk as (layers, sides, tokens, channels): of (2, layers, ...), of a latent (layers, ...), or flat."""
+    """Return a view of a chunk with shape (layers, sides, tokens, channels).
+
+    Accepts (2, layers, tokens, channels) and, for latent attention, (layers, tokens, channels). Tensors of other shapes
+    become a flat page.
+    """
     if x.ndim == 4 and x.shape[0] <= 2:
         return x.transpose(0, 1)
     return x.unsqueeze(1) if x.ndim == 3 else flat_page(x)
 
 
 def tensors(obj: MemoryObj) -> Iterator[tuple[torch.Tensor, torch.Size, torch.dtype]]:
-    """Yield the tensors of a chunk; a chunk of several groups of layers has several."""
+    """Yield each tensor of a chunk with its shape and dtype. A chunk has one tensor per group of layers."""
     if obj.metadata.shapes is None:
         yield obj.tensor, obj.get_shape(), obj.get_dtype()
         return
@@ -77,13 +84,13 @@ def tensors(obj: MemoryObj) -> Iterator[tuple[torch.Tensor, torch.Size, torch.dt
 
 
 class CodecSerializer(Serializer):
-    """Encode a chunk into its slot. ValueError, a failed store for LMCache, if the chunk does not fit."""
+    """Encode a chunk into its slot. If it does not fit, ValueError tells LMCache that the store has failed."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
-        """Write the encoded chunk and zeros, and return the size of the slot."""
+        """Write the encoded chunk, fill the rest of the slot with zeros, and return the slot size in bytes."""
         slot, given = dst.raw_tensor.view(torch.uint8), list(tensors(src))
         nbytes = self._settings.slot_nbytes([shape for _, shape, _ in given], [dtype for *_, dtype in given])
         data = b"".join(self._settings.codec_of(shape, dtype).encode(as_page(x)) for x, shape, dtype in given)
@@ -94,18 +101,18 @@ class CodecSerializer(Serializer):
         return nbytes
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
-        """Return the size of a slot."""
+        """Return the slot size in bytes."""
         return self._settings.slot_nbytes(layout_desc.shapes, layout_desc.dtypes)
 
 
 class CodecDeserializer(Deserializer):
-    """Decode a slot. Damaged bytes raise FrameError, a failed load for LMCache, which then does not use the chunk."""
+    """Decode a slot. Damaged bytes raise FrameError, so that LMCache counts a failed load and ignores the chunk."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
-        """Write the tensors of the chunk."""
+        """Decode the slot `src` into the tensors of the chunk `dst`."""
         data = memoryview(src.byte_array).cast("B")
         for x, shape, dtype in tensors(dst):
             nbytes = page_nbytes(data)
@@ -114,7 +121,7 @@ class CodecDeserializer(Deserializer):
 
 
 def make_serde(kwargs: dict[str, Any]) -> SerdeProcessor:
-    """Return the serde of a configuration."""
+    """Return the serde for the settings in a configuration."""
     workers = int(kwargs.get("max_workers", 1))
     settings = Settings(**{name: value for name, value in kwargs.items() if name != "max_workers"})
     return AsyncSerdeProcessor(CodecSerializer(settings), CodecDeserializer(settings), max_workers=workers)

@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # The library is not installed where types are checked: its classes are unknown.
-"""Codec for numcodecs, and thereby for Zarr format 2: chunks as frames."""
+"""Codec for numcodecs, and so for Zarr format 2, that encodes chunks as frames."""
 
 from typing import Any
 
@@ -15,21 +15,21 @@ from codec.specs import SpecLike
 
 
 class FrameCodec(Codec):
-    """Codec of numcodecs with the id ``tensor-codec``, which encodes buffers as frames.
+    """numcodecs codec with the id ``tensor-codec`` that encodes buffers as frames.
 
-    An instance is immutable, can be pickled, and can be used by several threads.
+    Instances are immutable, can be pickled, and may be shared by threads.
 
     Parameters
     ----------
     spec : Spec or name of a preset
-        Codec and its parameters; :class:`codec.Lossless` by default, which takes all dtypes but objects.
+        Codec and its parameters. Default: :class:`codec.Lossless`, which supports all dtypes except objects.
     dtype : str, optional
-        Dtype as which the items of arrays are read, such as ``"bfloat16"`` for uint16. Default: that of the array.
+        Dtype as which array items are interpreted, such as ``"bfloat16"`` for uint16. Default: the array's dtype.
 
     Raises
     ------
     SpecError
-        `spec` is no spec, or needs an optimizer or a base.
+        `spec` is not a spec, or needs an optimizer or a base.
     ArgumentError
         `dtype` cannot be encoded with this spec.
 
@@ -53,22 +53,22 @@ class FrameCodec(Codec):
         Raises
         ------
         TypeError
-            `buf` is no buffer, or holds objects.
+            `buf` is not a buffer, or contains objects.
         ValueError
-            `buf` is not contiguous, or the codec does not take its dtype or values.
+            `buf` is not contiguous, or the codec does not support its dtype or values.
         """
         x = ensure_contiguous_ndarray_like(buf, flatten=False)
         return encode(np.asarray(x if x.flags.c_contiguous else x.T), self._spec, self._dtype)
 
     def decode(self, buf: Any, out: Any = None) -> Any:
-        """Return the bytes of the array in a frame.
+        """Decode a frame, and return the bytes of its array.
 
         Parameters
         ----------
         buf : buffer
             Frame.
         out : buffer, optional
-            Memory of the array's size in bytes, which is unchanged after an error.
+            Buffer for the result, with the size of the array in bytes. It is unchanged after an error.
 
         Returns
         -------
@@ -77,7 +77,7 @@ class FrameCodec(Codec):
         Raises
         ------
         FrameError
-            The bytes are no valid frame, or hold an array of another size than `out`.
+            `buf` is not a valid frame, or its array has another size than `out`.
         """
         frame = ensure_contiguous_ndarray(buf).view(np.uint8)
         info = codec.inspect(frame)
@@ -96,7 +96,7 @@ class FrameCodec(Codec):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "FrameCodec":
-        """Return the codec of a JSON object without its id; raise SpecError for an unknown key or a wrong value."""
+        """Create a codec from :meth:`get_config` without "id"; raise SpecError for an unknown key or wrong value."""
         return cls(*configured(config))
 
     def __hash__(self) -> int:

@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportUntypedBaseClass=false
 # The framework is not installed where types are checked: its classes are unknown.
-"""NVFlare: a filter for both sides and both directions, between which arrays travel as frames."""
+"""NVFlare integration: a filter that encodes outgoing arrays as frames and decodes incoming ones."""
 
 import threading
 from typing import Any
@@ -15,45 +15,45 @@ from codec.errors import FrameError
 from codec.integrations.federated import checked_spec, decode_array, encode_array, is_float
 from codec.specs import Delta, Lossless
 
-KINDS = "codec.kinds"  # key of a DXO's meta: the kind of each array that is sent as bytes
-TORCH = "codec.torch"  # True: the arrays were torch tensors
-BASE = "codec.base"  # property of the context: arrays of the task
+KINDS = "codec.kinds"  # key of a DXO's meta: kind of each encoded array, FRAME or DIFFERENCE, by name
+TORCH = "codec.torch"  # key of a DXO's meta: True if the arrays were torch tensors
+BASE = "codec.base"  # property of the context that stores the arrays of the current task
 
 
 class FrameFilter(DXOFilter):
-    """Filter that encodes arrays which leave a site, and decodes those which arrive.
+    """Filter that encodes the arrays that a site sends, and decodes the arrays that it receives.
 
-    Configure it four times: for the data and the results of tasks, at the server and at all clients. It is the last
-    filter of what leaves a site, and the first of what arrives. Numpy arrays and torch tensors of the kinds WEIGHTS and
-    WEIGHT_DIFF are encoded; a DXO is not changed, but replaced. A damaged frame, another shape or another base is a
-    filter error, which NVFlare counts for this client alone.
+    Configure it four times: for task data and for task results, at the server and at all clients. It must be the last
+    filter of outgoing and the first of incoming data. It encodes numpy arrays and torch tensors of the data kinds
+    WEIGHTS and WEIGHT_DIFF, and returns a new DXO; the given DXO is unchanged. A damaged frame, another shape or
+    another base is a filter error, which NVFlare counts for this client only.
 
     Parameters
     ----------
     spec : str
-        Codec of results, at clients: the name of a preset, or a spec as it is written in Python, "Quantize(4)". Lossy
-        ones code a WEIGHT_DIFF itself, and of WEIGHTS the change since the task began. Data of tasks are sent without
-        loss.
+        Codec for the results that clients send: the name of a preset, or a spec in Python syntax, "Quantize(4)". Lossy
+        codecs encode a WEIGHT_DIFF itself; for WEIGHTS they encode the change since the start of the task. Task data
+        are encoded losslessly.
     feedback : bool
-        Error feedback for lossy codecs: what a result leaves out is added to this client's next one. Residuals are kept
-        by this filter while the job runs, 4 bytes a value.
+        Error feedback for lossy codecs: the residual of a result is added to this client's next result. The filter
+        stores residuals in memory while the job runs, 4 bytes per value.
 
     Raises
     ------
     SpecError
-        There is no such spec, or it does not converge with this `feedback`.
+        The spec is unknown, or training with it does not converge with this `feedback`.
     """
 
     def __init__(self, spec: str = "lossless", feedback: bool = True) -> None:
         kinds = [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF]
         super().__init__(kinds, kinds)
-        self.spec, self.feedback = spec, feedback  # NVFlare reads the arguments from here
+        self.spec, self.feedback = spec, feedback  # NVFlare reads constructor arguments from attributes
         self._codec = checked_spec(spec, feedback)
         self._residuals: dict[tuple[str, str], np.ndarray[Any, Any]] = {}
         self._lock = threading.Lock()
 
     def process_dxo(self, dxo: DXO, shareable: Any, fl_ctx: Any) -> DXO:
-        """Encode or decode, as the direction says."""
+        """Return a DXO with encoded arrays if it leaves this site, with decoded arrays if it arrives."""
         is_task = self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN
         leaves = fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.OUT
         peer = fl_ctx.get_peer_context() if is_task == leaves else None  # only the server has several peers
@@ -63,7 +63,7 @@ class FrameFilter(DXOFilter):
         data = self._encoded(dxo, base, is_task, meta) if leaves else _decoded(dxo, base, is_task, meta)
         if is_task:
             arrays = {name: x for name, x in (dxo.data if leaves else data).items() if _is_array(x)}
-            if not leaves:  # trainers change arrays in place
+            if not leaves:  # copy the base: trainers change the received arrays in place
                 arrays = {name: x.copy() if isinstance(x, np.ndarray) else x.clone() for name, x in arrays.items()}
             fl_ctx.set_prop(key, arrays, private=True, sticky=True)
         return DXO(dxo.data_kind, data, meta)
@@ -83,7 +83,7 @@ class FrameFilter(DXOFilter):
                     residuals[at] = residual
                 before = base.get(name) if dxo.data_kind == DataKind.WEIGHTS else None
                 kinds[name], data[name] = encode_array(x, spec, before, residual)
-            self._residuals |= residuals  # all arrays are encoded
+            self._residuals |= residuals  # only after all arrays were encoded
         meta |= {KINDS: kinds, TORCH: is_torch}
         return data
 

@@ -1,8 +1,8 @@
-"""Packed model files in place of .safetensors files: the functions of the package safetensors, with its signatures.
+"""Read and write packed model files with the functions and signatures of the package safetensors.
 
-:func:`safe_open`, :func:`load_file` and :func:`load` also read .safetensors files that are not packed; the first two
-read the index of a sharded model, too. So a program can use them for any model. Files are those of ``codec pack``. The
-package safetensors is not needed.
+:func:`save_file` and :func:`save` write the format of ``codec pack``. :func:`safe_open`, :func:`load_file` and
+:func:`load` read packed and plain .safetensors files; the first two also read the index of a sharded model. So a
+program can use them for any model. The package safetensors need not be installed.
 """
 
 import os
@@ -29,21 +29,21 @@ _FRAMEWORKS = {"pt": new_tensor, "torch": new_tensor, "np": new_array, "numpy": 
 def save_file(
     tensors: Mapping[str, Any], filename: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors to a packed file. Tensors with equal bytes, such as tied weights, are stored once.
+    """Write tensors to a packed file. Tensors with identical bytes, such as tied weights, are stored once.
 
     Parameters
     ----------
     tensors : mapping of str to torch.Tensor or array
-        Tensors by name. Those on a device are copied to host memory.
+        Tensors by name. Tensors on a device are copied to host memory.
     filename : path
-        File to write. It appears, or is replaced, when it is complete.
+        File to write. It is created or replaced atomically, once it is complete.
     metadata : mapping of str to str, optional
-        Texts to keep in the file.
+        Metadata to store in the file.
 
     Raises
     ------
     ArgumentError
-        A tensor has a dtype that .safetensors files cannot hold, or the file cannot be written.
+        A tensor has a dtype that the .safetensors format does not support, or the file cannot be written.
 
     Examples
     --------
@@ -83,12 +83,13 @@ def load_file(
     device : str, int or torch.device
         Device of the tensors.
     framework : str
-        "pt": tensors of torch; "numpy": arrays. bfloat16 and float8 arrays need ml_dtypes; without it they hold bytes.
+        "pt": torch tensors; "numpy": numpy arrays. Without the package ml_dtypes, numpy returns bfloat16 and float8
+        tensors as arrays of bytes.
     threads : int, optional
-        Default: as many as CPUs.
+        Number of threads. Default: the number of CPUs.
     max_nbytes : int, optional
-        Maximum bytes of all tensors of a file, for files from untrusted sources: a small file may hold large tensors
-        with repeated values. Default: no limit.
+        Maximum size of all tensors of a file together, in bytes. Set it for files from untrusted sources, since a small
+        file can contain large tensors of repeated values. Default: no limit.
 
     Returns
     -------
@@ -97,7 +98,7 @@ def load_file(
     Raises
     ------
     ArgumentError
-        The file cannot be read, or the framework has no such dtype.
+        The file cannot be read, or the framework does not support a dtype in it.
     LimitError
         The tensors are larger than `max_nbytes`.
     FrameError
@@ -116,21 +117,21 @@ def load_file(
 
 
 def load(data: bytes, *, framework: str = "pt", max_nbytes: int | None = None) -> dict[str, Any]:
-    """Return all tensors of a packed file, or of a .safetensors file, in memory; see :func:`load_file`."""
+    """Return all tensors of a packed file or a .safetensors file, given as bytes; see :func:`load_file`."""
     model = open_bytes(data)
     _check_limit(model, max_nbytes)
     return read_all(model, _new(framework))
 
 
 class safe_open:
-    """Open a file whose tensors are decoded when they are asked for.
+    """Open a file; each tensor is decoded when it is requested.
 
     Parameters
     ----------
     filename : path
         Packed file, .safetensors file, or ``model.safetensors.index.json``.
     framework : str
-        "pt": tensors of torch; "numpy": arrays.
+        "pt": torch tensors; "numpy": numpy arrays.
     device : str, int or torch.device
         Device of the tensors.
 
@@ -139,7 +140,7 @@ class safe_open:
     ArgumentError
         The file cannot be read.
     FrameError
-        The file is damaged. Its tensors are checked when they are decoded.
+        The header of the file is damaged. Damage in a tensor raises FrameError only when that tensor is decoded.
 
     Examples
     --------
@@ -181,26 +182,26 @@ class safe_open:
         return sorted(self._places)
 
     def offset_keys(self) -> list[str]:
-        """Return the names of all tensors, in the order of the data."""
+        """Return the names of all tensors, in the order of their data in the file."""
         return list(self._places)
 
     def metadata(self) -> dict[str, str] | None:
-        """Return the metadata of the file before it was packed; of a sharded model those of all files."""
+        """Return the metadata of the file; for a sharded model, the merged metadata of all files. None if empty."""
         found: dict[str, str] = {}
         for model in self._models:
             found |= model.header.metadata
         return found or None
 
     def get_tensor(self, name: str) -> Any:
-        """Return a tensor."""
+        """Decode and return a whole tensor."""
         return self.get_slice(name)[...]
 
     def get_tensors(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return several tensors by name."""
+        """Decode the tensors with these names, and return them by name."""
         return {name: self.get_tensor(name) for name in names}
 
     def get_slice(self, name: str) -> "Slice":
-        """Return an object that decodes the part of a tensor by which it is indexed."""
+        """Return a lazy view of a tensor; indexing the view decodes the selected rows."""
         if not self._models:
             raise ArgumentError("the file is closed")
         if name not in self._places:
@@ -209,7 +210,7 @@ class safe_open:
 
 
 class Slice:
-    """Tensor of an open file. Indexing decodes the rows of the first dimension that the first index selects."""
+    """Lazy view of a tensor in an open file. Indexing decodes only the rows that the first index selects."""
 
     def __init__(self, model: ModelFile, k: int, new: Any, device: Any) -> None:
         self._model, self._k, self._new, self._device = model, k, new, device
@@ -224,7 +225,7 @@ class Slice:
         return self._tensor.dtype
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the values that an index of the framework selects."""
+        """Decode and return the values that an index selects; `index` follows the rules of the framework."""
         key = cast(tuple[Any, ...], index) if isinstance(index, tuple) else (index,)
         t = self._tensor
         rows, first = slice(0, t.shape[0] if t.shape else 1), key[0] if key else Ellipsis
@@ -237,7 +238,7 @@ class Slice:
         return _moved(self._rows(rows)[key], self._device)
 
     def _rows(self, rows: slice) -> Any:
-        """Return consecutive rows."""
+        """Decode consecutive rows of the tensor."""
         t = self._tensor
         row = t.nbytes // max(1, t.shape[0]) if t.shape else t.nbytes
         shape = (rows.stop - rows.start, *t.shape[1:]) if t.shape else ()
@@ -259,12 +260,12 @@ def _new(framework: str) -> Any:
 
 
 def _moved(tensor: Any, device: Any) -> Any:
-    """Return a tensor of torch on a device."""
+    """Move a tensor to `device`; numpy arrays stay on the CPU."""
     return tensor if device == "cpu" else tensor.to(device)
 
 
 def _paths(filename: str | os.PathLike[str]) -> list[str]:
-    """Return the path of a file, or those of all files that the index of a sharded model lists."""
+    """Return `filename`, or the paths of all files that it lists if it is the index of a sharded model."""
     path = os.fspath(filename)
     if not path.endswith(_INDEX):
         return [path]

@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # The framework is not installed where types are checked: its classes are unknown.
-"""Storage of SGLang's HiCache in files of encoded pages: lossless, or in 1 to 8 bits a value.
+"""Storage backend for SGLang's HiCache: files of encoded pages, lossless or quantized to 1 to 8 bits per value.
 
 The server loads the backend by name::
 
@@ -8,9 +8,9 @@ The server loads the backend by name::
     '{"backend_name": "codec", "module_path": "codec.integrations.sglang", "class_name": "CodecFile",
       "file_storage_path": "/cache", "key_bits": 8, "value_bits": 4}'
 
-``key_bits`` and ``value_bits`` are the bits of :class:`codec.Quantize`, ``group_size`` the number of values that share
-a scale; by default pages are lossless, and so are pages that are not keys and values of all heads. Other settings are
-those of SGLang's file backend, whose eviction and metadata cache the files have.
+``key_bits`` and ``value_bits`` are the bits of :class:`codec.Quantize`; ``group_size`` is the number of values that
+share a scale. By default pages are lossless. Pages that do not contain the keys and values of all heads are always
+lossless. Other settings are those of SGLang's file backend, which also provides eviction and the metadata cache.
 """
 
 import logging
@@ -29,7 +29,8 @@ from codec.kv import PageCodec
 
 logger = logging.getLogger(__name__)
 
-# Axes of a flat page of a host pool, and their order in a page of the codec.
+# By layout of the host pool: axes of a flat page (s = side, l = layer, t = token, h = head, d = channel), and the
+# permutation of these axes that gives (layers, sides, tokens, heads, channels).
 _ORDERS = {
     "layer_first": ("slthd", (1, 0, 2, 3, 4)),
     "page_first": ("stlhd", (2, 0, 1, 3, 4)),
@@ -41,18 +42,18 @@ _ORDERS = {
 class CodecFile(HiCacheFile):
     """File backend whose files hold encoded pages. A damaged file is a miss, and is removed.
 
-    Its files have names of their own, so that they may lie in a folder of the backend ``file``.
+    File names contain "-codec", so that the folder may be shared with SGLang's backend ``file``.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         config = dict(storage_config.extra_config or {})
         bits = config.get("key_bits"), config.get("value_bits")
         self._quantize = (*bits, config.get("group_size", 64))
-        page_codec((1, 2, 16, 16), "bfloat16", *self._quantize)  # raises errors of settings
+        page_codec((1, 2, 16, 16), "bfloat16", *self._quantize)  # raises if a setting is invalid
         super().__init__(replace(storage_config, model_name=f"{storage_config.model_name or ''}-codec"))
 
     def get(self, key: str, target_location: Any, target_sizes: Any = None) -> torch.Tensor | None:
-        """Decode a page into `target_location` and return it; None if there is none."""
+        """Decode a page into `target_location` and return it; None if the page is missing or damaged."""
         suffixed = self._get_suffixed_key(key)
         path = os.path.join(self.file_path, f"{suffixed}.bin")
         try:
@@ -72,7 +73,7 @@ class CodecFile(HiCacheFile):
         return target_location
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Encode a page into its file. A page with NaN or Inf is lossless."""
+        """Encode a page into its file. A page with NaN or Inf is encoded losslessly."""
         if self.exists(key):
             return super().set(key, value)
         page, pages = self._page(value)
@@ -83,7 +84,7 @@ class CodecFile(HiCacheFile):
         return super().set(key, torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)))
 
     def _page(self, flat: torch.Tensor) -> tuple[torch.Tensor, PageCodec]:
-        """Return a view of a flat page as (layers, sides, tokens, heads, channels), and its codec."""
+        """Return a view of a flat page with shape (layers, sides, tokens, heads, channels), and its codec."""
         pool = self.mem_pool_host
         order, axes = _ORDERS.get(getattr(pool, "layout", ""), ("", ()))
         names = {"l": "layer_num", "t": "page_size", "h": "head_num", "d": "head_dim"}

@@ -1,4 +1,4 @@
-"""Hooks of slime's delta weight sync: updates of this library travel to the engines, in place of XOR and zstd.
+"""Hooks for slime's delta weight sync: send this library's updates to the engines instead of slime's XOR deltas.
 
 ``--custom-update-weight-post-write-path codec.integrations.slime.publish`` encodes each folder ``weight_v{N:06d}`` that
 the trainer has written to ``--update-weight-disk-dir``, and adds it to the store that the environment variable
@@ -6,8 +6,9 @@ the trainer has written to ``--update-weight-disk-dir``, and adds it to the stor
 same folder on an engine's host, from the store. ``CODEC_SLIME_STORE`` is a folder, or on engines also the URL of
 :func:`codec.weight_sync.serve`. ``CODEC_SLIME_CHECKPOINT`` on engines is the checkpoint of their ``--model-path``.
 
-The disk dir is local then: all ranks of the trainer share it, hosts of engines do not. Each side keeps a copy of the
-weights there. Hooks need the packages zstandard, and xxhash or blake3 for their checksums.
+The disk dir is then local: all ranks of the trainer share it, but the engines' hosts do not. The trainer and each
+engine host store a copy of the weights in their disk dir. The hooks need the package zstandard, and xxhash or blake3
+if slime uses their checksums.
 """
 
 import fcntl
@@ -31,27 +32,27 @@ from codec.weight_sync.weights import Weights
 from codec.weight_sync.writing import write_update
 
 _NAME = re.compile(r"weight_v\d{6,}")
-_trainers: dict[Path, FolderBase] = {}  # by the disk dir
+_trainers: dict[Path, FolderBase] = {}  # trainer's copy of the weights, by disk dir
 
 
 def publish(args: Any, version_dir: str | PathLike[str], rollout_engines: Any) -> None:
-    """Publish a version that slime has written: the hook of the trainer, which rank 0 carries out.
+    """Publish a version that slime has written. Trainer hook; ranks other than 0 return at once.
 
     Parameters
     ----------
     args : Namespace
-        slime's arguments, of which ``hf_checkpoint`` is read: version 0.
+        slime's arguments. Only ``hf_checkpoint`` is read, the checkpoint that is version 0.
     version_dir : str or path
-        Folder of the version; the disk dir itself at the start of a run, which begins a new store.
+        Folder of the version. At the start of a run slime passes the disk dir itself; the store is then cleared.
     rollout_engines : object
         Not used.
 
     Raises
     ------
     StateError
-        The version was published already, or has another base than the last one.
+        The version was published already, or its base is not the version that was published last.
     ArgumentError, FrameError
-        The folder is not whole, or damaged. The store is unchanged.
+        The folder is incomplete or damaged. The store is unchanged.
     """
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is not None and distributed.is_initialized() and distributed.get_rank() != 0:
@@ -80,7 +81,7 @@ def publish(args: Any, version_dir: str | PathLike[str], rollout_engines: Any) -
 
 
 def fetch(delta_dir: str | PathLike[str], target_version: int) -> None:
-    """Write the folders of versions up to one: the hook of an engine, which any number of ranks of a host may call.
+    """Write the folders of all new versions up to `target_version`. Engine hook; all ranks of a host may call it.
 
     Parameters
     ----------
@@ -92,7 +93,7 @@ def fetch(delta_dir: str | PathLike[str], target_version: int) -> None:
     Raises
     ------
     StateError
-        The store has no such version, or the checkpoint is not that of the trainer.
+        The store does not have this version, or the engine's checkpoint differs from the trainer's.
     ArgumentError, FrameError
         The store cannot be read, or is damaged. No folder was written for the damaged version.
     """
@@ -102,7 +103,7 @@ def fetch(delta_dir: str | PathLike[str], target_version: int) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / "codec-engine.lock"), _engine(folder) as base:
-        assert base.version is not None  # the checkpoint's, at least
+        assert base.version is not None  # a new folder has version 0, the checkpoint
         for one in chain(read_head(store), base.version):
             if one.version > target_version:
                 break
@@ -117,13 +118,13 @@ def fetch(delta_dir: str | PathLike[str], target_version: int) -> None:
 
 
 def _after(version: Version, weights: Weights) -> Iterator[tuple[str, TensorView]]:
-    """Yield all tensors after a version; those that it does not change are in the memory of the base."""
+    """Yield all tensors as they are after `version`. Unchanged tensors are views of the base's memory."""
     for name, slot in weights.items():
         yield name, version.apply(name, slot).view if name in version.changed else slot.view
 
 
 def _opened(folder: Path, checkpoint: str | PathLike[str]) -> FolderBase:
-    """Open the copy of the weights in a folder; an empty folder begins with the checkpoint, as version 0."""
+    """Open the copy of the weights in a folder; fill an empty folder with the checkpoint, as version 0."""
     base = FolderBase(folder)
     try:
         if base.version is None:
@@ -154,7 +155,7 @@ def _engine(folder: Path) -> Generator[FolderBase]:
 
 @contextmanager
 def _locked(path: Path) -> Generator[None]:
-    """Wait until no other process of this host fetches."""
+    """Hold a file lock, so that only one process of this host fetches at a time."""
     with path.open("w") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         yield

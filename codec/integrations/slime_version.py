@@ -1,9 +1,10 @@
-"""Folders of slime's delta weight sync: a .safetensors file of compressed differences by tensor, and an index.
+"""Read and write version folders of slime's delta weight sync: .safetensors files of differences, and an index.
 
-The index ``model.safetensors.index.json`` names version, base version, encoding and checksum. A file has the zstd frame
-of a difference, as uint8 values, for each tensor that has changed: "xor", the XOR of its bytes, or "overwrite", the
-number of changed bytes and their positions, 4 bytes each, then their values. The metadata of the file has the checksum
-of each tensor after the update.
+The index ``model.safetensors.index.json`` names the version, base version, encoding and checksum algorithm. For each
+changed tensor, a .safetensors file contains a zstd frame of its difference, as uint8 values. With the encoding "xor",
+the difference is the XOR of old and new bytes. With "overwrite", it is the number of changed bytes (4 bytes), their
+positions (4 bytes each), then their new values. The metadata of the file contains the checksum of each tensor after
+the update.
 """
 
 import importlib
@@ -26,29 +27,30 @@ from codec.weight_sync.weights import Slot
 
 _INDEX = "model.safetensors.index.json"
 _FILE = "model-00000-of-00001.safetensors"
-_WINDOW = 1 << 27  # bytes: the largest window of zstd's levels
+_WINDOW = 1 << 27  # bytes: largest window that zstd's compression levels use
 
 
 class Version:
-    """Folder of one version, opened and complete.
+    """Opened folder of one version, checked to be complete.
 
     Parameters
     ----------
     folder : path
+        Folder of the version.
 
     Attributes
     ----------
     number, base : int
-        Version, and the one before it that it changes.
+        Version, and the earlier version to which the differences refer.
     changed : set of str
-        Names of the tensors that differ.
+        Names of the tensors that differ between the two versions.
 
     Raises
     ------
     ArgumentError
         A file is missing, or cannot be read.
     FrameError
-        Index and files disagree, or are not those of a delta of slime.
+        Index and files disagree, or do not have the format of a slime delta.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,12 +79,12 @@ class Version:
         self.changed = set(self._tensors)
 
     def apply(self, name: str, before: Slot) -> Slot:
-        """Return a tensor after the version, checked by its checksum.
+        """Apply the difference of a tensor to `before`, verify the checksum, and return the new tensor.
 
         Raises
         ------
         FrameError
-            The difference is damaged, or `before` is not the tensor that it was made against.
+            The difference is damaged, or `before` is not the tensor to which it refers.
         """
         data, checksum = self._tensors[name]
         nbytes = before.kind.nbytes
@@ -102,7 +104,7 @@ class Version:
 
 
 def write_version(folder: Path, update: Update, base: Base) -> None:
-    """Write an update that `base` has checked as a folder of slime, which appears when it is complete."""
+    """Write an update, which `base` has checked, as a slime version folder; it appears once it is complete."""
     if folder.exists():
         return
     new = folder.with_name(f".{folder.name}.tmp")

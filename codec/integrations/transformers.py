@@ -20,25 +20,25 @@ logger = logging.getLogger("codec.torch")
 class Compression(_TrainerCallback):
     """Callback that compresses the gradients of a Trainer that runs several processes.
 
-    The hook is registered when training begins. Each checkpoint folder gets a file ``codec.pt`` with the hook's state
-    of all ranks, which ``train(resume_from_checkpoint=)`` restores, also with another number of ranks.
-    ``gradient_accumulation_steps`` sends no gradients before the last batch, and ``max_grad_norm`` applies to the mean
-    over all ranks, as without compression.
+    The hook is registered when training begins. Its states on all ranks are saved to a file ``codec.pt`` in each
+    checkpoint folder; ``train(resume_from_checkpoint=)`` restores them, also if the number of ranks has changed. As
+    without compression, ``gradient_accumulation_steps`` sends gradients only in the last batch of an optimizer step,
+    and ``max_grad_norm`` applies to the mean gradient over all ranks.
 
     Parameters
     ----------
     spec : Spec, str or Hook
-        Codec, or name of a preset; or a hook that :func:`codec.torch.ddp_hook` made. Default: lossless.
+        Codec, name of a preset, or hook that :func:`codec.torch.ddp_hook` returned. Default: lossless.
     resume : str or path, optional
         Folder of the checkpoint that is passed to ``train(resume_from_checkpoint=)``. Default: the folder
-        ``checkpoint-STEP`` in ``output_dir``. The Trainer does not tell callbacks where it resumes from.
+        ``checkpoint-STEP`` in ``output_dir``. Set it for any other folder: the Trainer does not report it to callbacks.
     **how
         Keyword arguments of :func:`codec.torch.ddp_hook`. Default: `optimizer` is that of the Trainer.
 
     Raises
     ------
     ArgumentError, SpecError
-        When training begins: the model is not wrapped in a DistributedDataParallel; or as for
+        Raised when training begins: the model is not wrapped in a DistributedDataParallel. Also the errors of
         :func:`codec.torch.ddp_hook`.
 
     Examples
@@ -56,7 +56,7 @@ class Compression(_TrainerCallback):
 
     @property
     def hook(self) -> Hook:
-        """Hook of the model, once training has begun.
+        """Hook of the model; available once training has begun.
 
         Raises
         ------
@@ -79,7 +79,7 @@ class Compression(_TrainerCallback):
             restore(self._hook, torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the states of all ranks with a checkpoint."""
-        saved = state_of(self._hook)  # on all ranks
+        """Save the hook states of all ranks to the folder of a checkpoint."""
+        saved = state_of(self._hook)  # collective: all ranks call it, one of them saves
         if saved and args.should_save:
             torch.save(saved, Path(args.output_dir) / f"checkpoint-{state.global_step}" / _FILE)

@@ -1,6 +1,6 @@
-"""Weight transfer for TRL's ``AsyncGRPOTrainer(weight_transfer=...)``: updates instead of full weights.
+"""Weight transfer for TRL's ``AsyncGRPOTrainer(weight_transfer=...)``: sends updates instead of full weights.
 
-The vLLM server is started with ``--weight-transfer-config '{"backend": "codec"}'``. The trainer needs no vLLM.
+Start the vLLM server with ``--weight-transfer-config '{"backend": "codec"}'``. The trainer does not need vLLM.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from codec.weight_sync import Publisher
 
 
 class CodecWeightTransfer:
-    """Implementation of TRL's ``WeightTransferProtocol``. Only rank 0 of the trainer makes one.
+    """Implementation of TRL's ``WeightTransferProtocol``. Only rank 0 of the trainer creates an instance.
 
     Parameters
     ----------
@@ -21,13 +21,14 @@ class CodecWeightTransfer:
     folder : str or path
         Folder for the updates.
     host : str, optional
-        Address of this machine to serve the folder on, if the server is on another machine without a shared disk.
+        Address of this machine on which to serve the folder over HTTP, if the vLLM server cannot read the folder from
+        a shared disk.
     port : int
-        Port to serve the folder on; 0: any free one.
+        Port on which to serve the folder; 0: any free port.
     base : str or path, optional
-        Folder for the base, as in :class:`codec.WeightSender`. Default: it is kept in memory.
+        Folder for the base, as in :class:`codec.WeightSender`. Default: the base is stored in memory.
     worker_folder : str, optional
-        Folder where the server's workers keep their weights. Default: in memory.
+        Folder in which the server's workers store their weights. Default: they store them in memory.
     """
 
     def __init__(
@@ -50,11 +51,11 @@ class CodecWeightTransfer:
         self._client.init_weight_transfer_engine(info)
 
     def pause(self) -> None:
-        """Pause the server; requests in flight are kept."""
+        """Pause the server. Requests in flight are not aborted."""
         self._client.pause()
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Send weights as an update, in two phases. An update that fails leaves the server with its weights."""
+        """Send weights as an update: workers check it, then load it. If it fails, the server keeps its old weights."""
         synchronize(self._publisher, self._client, iterator)
 
     def resume(self) -> None:
@@ -62,5 +63,5 @@ class CodecWeightTransfer:
         self._client.resume()
 
     def destroy(self) -> None:
-        """Close the store."""
+        """Close the store of updates."""
         self._publisher.close()

@@ -1,9 +1,9 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # The framework is not installed where types are checked: its classes are unknown.
-"""Checkpoint engine ``codec`` of verl: updates from the actor's rank 0 to the rollouts.
+"""Checkpoint engine ``codec`` for verl: sends weight updates from the actor's rank 0 to the rollout workers.
 
-verl loads this module by ``checkpoint_engine.custom_backend_module=codec.integrations.verl``; the setting
-``checkpoint_engine.backend=codec`` chooses the engine. ``checkpoint_engine.engine_kwargs.codec`` has its arguments.
+The setting ``checkpoint_engine.custom_backend_module=codec.integrations.verl`` loads this module, and
+``checkpoint_engine.backend=codec`` selects the engine. Its arguments are in ``checkpoint_engine.engine_kwargs.codec``.
 """
 
 import asyncio
@@ -19,27 +19,27 @@ from codec.weight_sync import Publisher
 from codec.weight_sync.receiver import WeightReceiver
 from codec.weight_sync.store import Listed, chain, read_head, read_update
 
-_POLL = 0.05  # seconds
+_POLL = 0.05  # seconds between checks for a new update
 
 
 @CheckpointEngineRegistry.register("codec")
 class CodecCheckpointEngine(CheckpointEngine):
-    """Engine of an actor's rank or of a rollout's worker.
+    """Engine on one rank of the actor or on one rollout worker.
 
     Parameters
     ----------
     bucket_size : int
-        Given by verl; not used.
+        Set by verl; not used.
     is_master : bool
-        Given by verl: True on rank 0 of the actor, which publishes.
+        Set by verl: True on rank 0 of the actor, which publishes updates.
     folder : str, optional
-        Folder of the updates, which the master needs.
+        Folder for the updates; required on the master.
     host : str, optional
-        Address to serve the folder on, over HTTP. Default: rollouts read the folder itself, on a shared disk.
+        Address on which to serve the folder over HTTP. Default: rollout workers read the folder from a shared disk.
     base : str, optional
-        Folder for the master's base. Default: it is kept in memory.
+        Folder for the master's base. Default: the base is stored in memory.
     timeout : float
-        Seconds that a rollout waits for an update.
+        Maximum time that a rollout worker waits for an update, in seconds.
     """
 
     wire_format = "named_tensors"
@@ -64,7 +64,7 @@ class CodecCheckpointEngine(CheckpointEngine):
         self._source, self._after = "", -1
 
     def prepare(self) -> dict[str, Any]:
-        """Return the store and the version that was published last, on the master."""
+        """Return the location of the store and the last published version on the master, {} on other ranks."""
         if self._publisher is None:
             return {}
         version = self._publisher.version
@@ -74,20 +74,20 @@ class CodecCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Send the metadata that the master has prepared to all workers."""
+        """Return the master's metadata from :meth:`prepare`, repeated for all actor and all rollout ranks."""
         master = next(one for one in metadata if one)
         actor, rollouts = ({k: [v] * n for k, v in master.items()} for n in (actor_wg_world_size, rollout_world_size))
         return actor, rollouts
 
     def init_process_group(self, source: str, after: int) -> None:
-        """Keep where updates are, and the version before the next one."""
+        """Store the location of updates, and the last version that is already published."""
         self._source, self._after = source, after
 
     def finalize(self) -> None:
-        """Do nothing: files and weights are kept for the next update."""
+        """Do nothing: the next update needs the files and the weights."""
 
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
-        """Publish the weights as an update. All ranks of the actor read them to their end."""
+        """Publish the weights as an update. Every actor rank exhausts `weights`, which may run collectives."""
         rest = iter(weights)
         try:
             if self._publisher is not None:
@@ -97,7 +97,7 @@ class CodecCheckpointEngine(CheckpointEngine):
                 pass
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield the tensors that have changed. The update is committed when all were taken."""
+        """Yield the tensors that have changed. The update is committed once the generator is exhausted."""
         receiver, like = self._receiver, torch.empty(0)
         names: set[str] = set()
         *before, last = await self._updates()
@@ -112,7 +112,7 @@ class CodecCheckpointEngine(CheckpointEngine):
         receiver.commit()
 
     async def _updates(self) -> list[Listed]:
-        """Wait for a new version, and return the updates that lead to it."""
+        """Wait for a new version, and return the updates from this worker's version to the new one."""
         end = time.monotonic() + self._timeout
         while time.monotonic() < end:
             listed = read_head(self._source)

@@ -2,9 +2,9 @@
 # The framework is not installed where types are checked: its classes are unknown.
 """Weight transfer engine for vLLM, registered as ``codec`` by an entry point of the group ``vllm.general_plugins``.
 
-``vllm serve MODEL --weight-transfer-config '{"backend": "codec"}'`` chooses the engine of the workers; the trainer's is
-in :mod:`codec.integrations.vllm_trainer`. Each worker keeps the weights in host memory, applies updates there, and
-loads full tensors, so that every dtype works.
+``vllm serve MODEL --weight-transfer-config '{"backend": "codec"}'`` selects this engine for the workers; the trainer's
+engine is in :mod:`codec.integrations.vllm_trainer`. Each worker stores a copy of the weights in host memory, applies
+updates to the copy, and loads whole tensors from it into vLLM. So every dtype is supported.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from codec.weight_sync.update import Update
 
 def register() -> None:
     """Register the engines of worker and trainer with vLLM. A second call changes nothing."""
-    with suppress(ValueError):  # registered already
+    with suppress(ValueError):  # already registered
         WeightTransferEngineFactory.register_engine("codec", __name__, "CodecWeightTransferEngine")
     with suppress(ValueError):
         trainer = ("codec.integrations.vllm_trainer", "CodecTrainerWeightTransferEngine")
@@ -32,7 +32,7 @@ def register() -> None:
 
 @dataclass
 class CodecInitInfo(base.WeightTransferInitInfo):
-    """Store of the trainer's updates, and the folder where workers keep their weights; None: in memory."""
+    """Location of the trainer's updates, and the folder in which workers store their weights; None: in memory."""
 
     source: str
     folder: str | None = None
@@ -40,7 +40,7 @@ class CodecInitInfo(base.WeightTransferInitInfo):
 
 @dataclass
 class CodecUpdateInfo(base.WeightTransferUpdateInfo):
-    """Update in the store, to be checked (phase "stage") or to be loaded (phase "load")."""
+    """Description of an update in the store, which workers check (phase "stage") or load (phase "load")."""
 
     phase: str
     version: int
@@ -49,7 +49,7 @@ class CodecUpdateInfo(base.WeightTransferUpdateInfo):
 
 
 class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUpdateInfo]):
-    """Engine of a worker. An update that fails leaves the worker with the weights that it served."""
+    """Engine of a vLLM worker. If an update fails, the worker keeps serving its old weights."""
 
     init_info_cls = CodecInitInfo
     update_info_cls = CodecUpdateInfo
@@ -59,10 +59,10 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
         super().__init__(*args)
         self._receiver: WeightReceiver | None = None
         self._source = ""
-        self._unloaded: set[str] = set()  # changed by updates that were applied to catch up
+        self._unloaded: set[str] = set()  # names of tensors that have changed in host memory but not yet in vLLM
 
     def init_transfer_engine(self, init_info: CodecInitInfo) -> None:
-        """Open the weights of this worker. If they exist, as after a restart of the trainer, keep them."""
+        """Open this worker's copy of the weights. A copy that is open already, as after a trainer restart, stays."""
         self._source = init_info.source
         if self._receiver is None:
             rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -71,19 +71,19 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
             self._unloaded.update(self._receiver.kinds)
 
     def start_weight_update(self) -> None:
-        """Do nothing: layers are prepared after the update was checked."""
+        """Do nothing: :meth:`receive_weights` prepares the layers after it has checked the update."""
 
     def finish_weight_update(self) -> None:
-        """Do nothing: the update was committed."""
+        """Do nothing: :meth:`receive_weights` has committed the update."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Check or load an update."""
+        """Check or load the update that `update_info` describes, and wait for the device."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: CodecUpdateInfo) -> None:
-        """Check an update in phase "stage", load and commit it in phase "load"."""
+        """Check the update if its phase is "stage"; load and commit it if the phase is "load"."""
         receiver = self._receiver
         if receiver is None:
             raise RuntimeError("the weight transfer is not initialized: call init_weight_transfer_engine first")
@@ -113,9 +113,9 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
         self._unloaded.clear()
 
     def _drop_cpu_kernels(self) -> bool:
-        """Let vLLM build the kernels of experts again on a CPU, and return True if there are any.
+        """Remove the MoE kernels of a CPU model, so that vLLM rebuilds them; return True if there were any.
 
-        vLLM packs weights of experts for CPUs only while it builds the kernel. All layers must be loaded then.
+        On CPUs, vLLM packs expert weights only while it builds the kernel. All layers must be reloaded for that.
         """
         if self.device.type != "cpu":
             return False
@@ -126,7 +126,7 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
         return bool(packed)
 
     def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load whole layers. vLLM leaves weights of a layer undefined if it gets only some of them."""
+        """Load whole layers. If only some weights of a layer are loaded, vLLM leaves its other weights undefined."""
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -145,5 +145,5 @@ class CodecWeightTransferEngine(base.WeightTransferEngine[CodecInitInfo, CodecUp
 
 
 def whole_groups(names: list[str], changed: set[str]) -> list[str]:
-    """Return the names of all groups, such as decoder layers, in which a name has changed."""
+    """Return all tensor names of each group, such as a decoder layer, that contains a name in `changed`."""
     return [name for group in base.layerwise_groups(names) if changed.intersection(group) for name in group]

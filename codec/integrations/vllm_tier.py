@@ -1,14 +1,14 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # The framework is not installed where types are checked: its classes are unknown.
-"""Secondary tier of vLLM's KV cache in files of encoded chunks, lossless.
+"""Secondary tier for vLLM's KV cache: files of losslessly encoded chunks.
 
 vLLM loads the tier by name, in the settings of the OffloadingConnector with ``"spec_name": "TieringOffloadingSpec"``::
 
     "secondary_tiers": [{"type": "CodecTier", "module_path": "codec.integrations.vllm_tier", "root_dir": "/cache"}]
 
-The scheduler, which runs the tier, knows the bytes of a chunk but not the order of keys, values and heads inside them:
-so chunks are lossless. Settings are those of vLLM's tier ``fs``, and ``head_size``, the channels of a head (default
-128).
+vLLM's scheduler, which runs the tier, does not know the order of keys, values and heads in the bytes of a chunk. So
+chunks cannot be quantized. Settings are those of vLLM's tier ``fs``, and ``head_size``, the number of channels per head
+(default 128).
 """
 
 import os
@@ -26,13 +26,13 @@ from codec.integrations.kv import page_codec
 from codec.kv import PageCodec
 
 _DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_ONE_THREAD = options(threads=1)  # vLLM's pool has threads enough
+_ONE_THREAD = options(threads=1)  # threads per chunk; vLLM's pool processes several chunks at a time
 
 
 class CodecTier(FileSystemTierManager):
     """Tier ``fs`` whose files hold encoded chunks. A damaged file is a miss, and is removed.
 
-    Only the transfers differ from vLLM's tier: names of files, look-ups, threads and events are its own.
+    Only the transfers are overridden; file names, look-ups, threads and events are inherited from vLLM's tier.
     """
 
     def __init__(
@@ -47,19 +47,19 @@ class CodecTier(FileSystemTierManager):
         n_write_threads: int = 4,
         **how: Any,
     ) -> None:
-        folder = os.path.join(root_dir, "codec")  # other tiers cannot read these files
+        folder = os.path.join(root_dir, "codec")  # a subfolder, since other tiers cannot read these files
         how |= {"n_read_threads": n_read_threads, "n_write_threads": n_write_threads}
         super().__init__(offloading_spec, primary_kv_view, tier_type, folder, **how)
         self._pages = chunk_codec(offloading_spec, self._block_size, head_size)
 
     def _values(self, chunk: int) -> Any:
-        """Return a chunk of the primary tier as an array of the codec's shape, which shares its memory."""
+        """Return a view of a chunk in the primary tier's memory, with the page shape of the codec."""
         start = int(chunk) * self._block_size
         row = np.frombuffer(self._primary_kv_view.cast("B")[start : start + self._pages.nbytes], np.uint8)
         return row.view(f"u{self._pages.nbytes // int(np.prod(self._pages.shape))}").reshape(self._pages.shape)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Encode chunks into files, in the background."""
+        """Start a background job that encodes chunks into files. Files that exist are not written again."""
         keys = list(job_metadata.keys)
         paths = [self.file_mapper.get_file_name(key) for key in keys]
 
@@ -74,7 +74,7 @@ class CodecTier(FileSystemTierManager):
         self._pool.enqueue_store(job_metadata.job_id, 1, [store])
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Decode files into chunks, in the background. Chunks before the first failure are kept."""
+        """Start a background job that decodes files into chunks. Chunks before the first failure count as loaded."""
         keys = list(job_metadata.keys)
         paths = [self.file_mapper.get_file_name(key) for key in keys]
 
@@ -96,7 +96,7 @@ class CodecTier(FileSystemTierManager):
 
 
 def chunk_codec(spec: Any, block_nbytes: int, head_size: int) -> PageCodec:
-    """Return the codec of a chunk: a frame for each layer of each worker, without the padding behind them."""
+    """Return the codec of a chunk: one page layer for each model layer of each worker, without trailing padding."""
     layers = sum(len(group.layer_names) for group in spec.config.groups)
     copies = 1 if spec.replicated_layout else spec.config.parallel.world_size
     nbytes = min(spec.cpu_page_size_per_worker * copies, block_nbytes)
@@ -108,7 +108,7 @@ def chunk_codec(spec: Any, block_nbytes: int, head_size: int) -> PageCodec:
 
 
 def write(path: str, data: bytes) -> None:
-    """Write a file as a whole, or not at all."""
+    """Write a file atomically: under a temporary name, which is then renamed."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     temporary = f"{path}.{uuid.uuid4().hex}.tmp"
     try:

@@ -1,9 +1,9 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # The framework is not installed where types are checked: its classes are unknown.
-"""Trainer's side of the weight transfer engine ``codec`` of vLLM.
+"""Trainer side of the weight transfer engine ``codec`` for vLLM.
 
-``WeightTransferTrainerFactory.trainer_init(CodecTrainerInitInfo(folder, rank=rank), client=client, source=source)``
-makes it, on every rank of the trainer.
+On every rank of the trainer, create the engine with
+``WeightTransferTrainerFactory.trainer_init(CodecTrainerInitInfo(folder, rank=rank), client=client, source=source)``.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,10 @@ from codec.weight_sync import Publisher
 
 @dataclass
 class CodecTrainerInitInfo(TrainerInitInfo):
-    """Folder of the updates, with the address to serve it on; workers on other machines need `host`, or a shared disk.
+    """Folder of the updates, and the address to serve it on.
 
-    `base` and `worker_folder` are folders for the weights of trainer and workers; None: they are kept in memory.
+    Workers on other machines need `host`, or must share the folder's disk. `base` and `worker_folder` are the folders
+    in which trainer and workers store their weights; None: they store them in memory.
     """
 
     backend: ClassVar[str] = "codec"
@@ -32,7 +33,7 @@ class CodecTrainerInitInfo(TrainerInitInfo):
 
 
 class CodecTrainerWeightTransferEngine(TrainerWeightTransferEngine[CodecTrainerInitInfo]):
-    """Engine of a trainer's rank. Rank 0 publishes updates and drives the server."""
+    """Engine of one trainer rank. Rank 0 publishes updates and makes the server's workers load them."""
 
     init_info_cls = CodecTrainerInitInfo
     _publisher: Publisher | None = None
@@ -41,7 +42,7 @@ class CodecTrainerWeightTransferEngine(TrainerWeightTransferEngine[CodecTrainerI
     def trainer_init(
         cls, init_info: CodecTrainerInitInfo, *, client: Any, source: WeightSource | None = None
     ) -> "CodecTrainerWeightTransferEngine":
-        """Open the store, and send its location to the workers."""
+        """Create the engine. Rank 0 also opens the store of updates, and sends its location to the workers."""
         if source is None:
             raise ArgumentError("the codec weight transfer needs a WeightSource: source=ModuleSource(model)")
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
@@ -54,15 +55,15 @@ class CodecTrainerWeightTransferEngine(TrainerWeightTransferEngine[CodecTrainerI
         return engine
 
     def send_weights(self) -> None:
-        """Send the weights of the source as an update, in two phases. All ranks call this."""
+        """Send the weights of the source as an update: workers check it, then load it. All ranks must call this."""
         assert self.source is not None
         if self._publisher is not None:
             synchronize(self._publisher, self.client, self.source)
             return
-        for _ in self.source:  # takes part in the collectives that gather each tensor
+        for _ in self.source:  # iterating runs the collectives that gather each tensor on rank 0
             pass
 
     def shutdown(self) -> None:
-        """Close the store."""
+        """Close the store of updates."""
         if self._publisher is not None:
             self._publisher.close()

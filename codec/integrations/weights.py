@@ -1,4 +1,4 @@
-"""Common part of the weight transfers for vLLM servers: one update in two phases, from the trainer's side."""
+"""Send an update from a trainer to a vLLM server; shared by the TRL and vLLM integrations."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -8,22 +8,22 @@ from codec.weight_sync.update import Update
 
 
 class Client(Protocol):
-    """Trainer's client of a vLLM server: its weight-transfer calls."""
+    """Interface of the client with which the trainer calls the weight-transfer functions of a vLLM server."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> object:
         """Send the location of updates to the workers."""
         ...
 
     def start_weight_update(self) -> object:
-        """Begin an update."""
+        """Tell all workers that an update begins."""
         ...
 
     def update_weights(self, update_info: Any) -> object:
-        """Have all workers check or load an update."""
+        """Make all workers check or load an update, and wait for them."""
         ...
 
     def finish_weight_update(self) -> object:
-        """End an update."""
+        """Tell all workers that the update is complete."""
         ...
 
 
@@ -33,23 +33,23 @@ def synchronize(publisher: Publisher, client: Client, weights: Iterable[tuple[st
     Parameters
     ----------
     publisher : Publisher
-        Publisher whose ``source`` the workers have.
+        Publisher whose ``source`` was sent to the workers.
     client : Client
         Client of the server.
     weights : iterable of (str, tensor)
-        All weights. It is read to its end also after an error, because other ranks take part in its collectives.
+        All weights. The iterable is exhausted even after an error, because it may run collectives with other ranks.
 
     Returns
     -------
     int
-        Version.
+        Version of the update.
 
     Raises
     ------
     Exception
-        The client's, if a worker has refused or failed. After a refusal, all workers serve the version before, and the
-        next update refers to it. A worker that has failed to load serves the version before, and catches up with the
-        next update.
+        Raised by the client if a worker refused the update or failed to load it. After a refusal, all workers serve the
+        previous version, and the next update refers to that version. A worker that failed to load serves the previous
+        version, and catches up with the next update.
     """
     rest = iter(weights)
     try:
@@ -70,5 +70,5 @@ def synchronize(publisher: Publisher, client: Client, weights: Iterable[tuple[st
 
 
 def update_info(update: Update, phase: str) -> dict[str, Any]:
-    """Return the description of an update for the workers, who read the update itself from the store."""
+    """Return the message that describes an update. Workers read the update itself from the store."""
     return {"phase": phase, "version": update.version, "base": update.base, "nbytes": update.nbytes}

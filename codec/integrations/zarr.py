@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 # The library is not installed where types are checked: its classes are unknown.
-"""Serializer for Zarr format 3: chunks as frames, with their dtype and shape."""
+"""Serializer for Zarr format 3 that encodes chunks as frames, with their dtype and shape."""
 
 import asyncio
 from dataclasses import dataclass
@@ -25,23 +25,23 @@ from codec.specs import Spec, SpecLike
 
 @dataclass(frozen=True, init=False)
 class FrameCodec(ArrayBytesCodec):
-    """Array-to-bytes codec of Zarr with the name ``tensor-codec``: the ``serializer`` of an array.
+    """Zarr array-to-bytes codec with the name ``tensor-codec``, for the argument ``serializer`` of an array.
 
-    A chunk is the frame of its values, so that scales and models of lossy and lossless codecs follow its rows. It has a
-    checksum of its own. Chunks are encoded and decoded in threads.
+    Each chunk is stored as one frame with its shape, so that scales and entropy models can follow the rows of the
+    chunk. Each frame has a checksum. Chunks are encoded and decoded in threads.
 
     Parameters
     ----------
     spec : Spec or name of a preset
-        Codec and its parameters; :class:`codec.Lossless` by default, which takes all dtypes of fixed size.
+        Codec and its parameters. Default: :class:`codec.Lossless`, which supports all dtypes of fixed size.
     dtype : str, optional
-        Dtype as which items are read, such as ``"bfloat16"`` in an array of uint16: Zarr has no bfloat16. Default: that
-        of the array.
+        Dtype as which array items are interpreted. For bfloat16, which Zarr does not support, use an array of uint16
+        and ``"bfloat16"``. Default: the array's dtype.
 
     Raises
     ------
     SpecError
-        `spec` is no spec, or needs an optimizer or a base.
+        `spec` is not a spec, or needs an optimizer or a base.
     ArgumentError
         `dtype`, or the dtype of the array, cannot be encoded with this spec.
 
@@ -66,15 +66,15 @@ class FrameCodec(ArrayBytesCodec):
 
     @classmethod
     def from_dict(cls, data: Any) -> "FrameCodec":
-        """Return the codec of an entry in an array's metadata; SpecError for an unknown key or a wrong value."""
+        """Create a codec from its entry in an array's metadata; raise SpecError for an unknown key or wrong value."""
         return cls(*configured(data.get("configuration") or {}))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the codec's entry in an array's metadata."""
+        """Return the entry of the codec in an array's metadata."""
         return {"name": CODEC_NAME, "configuration": configuration(self.spec, self.dtype)}
 
     def validate(self, *, shape: Any, dtype: Any, chunk_grid: Any) -> None:
-        """Raise ArgumentError if items of an array's dtype cannot be encoded with this spec."""
+        """Raise ArgumentError if this spec does not support the dtype of an array."""
         native = dtype.to_native_dtype()
         if native.hasobject:
             raise ArgumentError(f"{CODEC_NAME} takes items of fixed size, not {native}")

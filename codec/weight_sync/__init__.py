@@ -1,9 +1,10 @@
-"""Weight synchronization: updates from a trainer to programs that serve its weights, such as rollouts of RL.
+"""Weight synchronization: send updates from a trainer to programs that serve its weights, such as RL rollouts.
 
-A :class:`codec.WeightSender` encodes an update, which is bytes for any transport. A :class:`codec.WeightReceiver`
-checks it, hands the changed tensors on, and commits it. An :class:`UpdateStore` is a folder of updates, which
-:func:`serve` offers over HTTP, and from which :func:`pull` brings a receiver to the last version. A :class:`Publisher`
-joins these parts of a trainer. This package needs no framework, and never changes a tensor of the caller.
+A :class:`codec.WeightSender` encodes an update as bytes, which any transport can carry. A
+:class:`codec.WeightReceiver` checks the update, passes the changed tensors to the serving program, and commits it. An
+:class:`UpdateStore` is a folder of updates. :func:`serve` serves a store over HTTP; :func:`pull` updates a receiver to
+the last version in a store. A :class:`Publisher` combines sender, store and server for a trainer. This package needs
+no framework. It changes only tensors that the caller passes as ``into=``.
 """
 
 from codec.weight_sync.http import UpdateServer, serve

@@ -1,4 +1,4 @@
-"""Weights that are brought from version to version by updates, in memory."""
+"""Weights of one version in memory, to which updates are applied."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -15,20 +15,21 @@ from codec.weight_sync.weights import Given, Slot, Weights, allocated, copied, n
 
 
 class Base:
-    """Weights of a version. An update replaces them as a whole, or not at all.
+    """Weights of one version. An update is applied to all tensors, or to none.
 
     Parameters
     ----------
     max_nbytes : int, optional
-        Maximum size of all tensors.
+        Maximum size of all tensors together, in bytes.
     options : CallOptions, optional
-        Engine and threads.
+        Engine and number of threads for encoding and decoding.
 
     Attributes
     ----------
     version : int or None
-        Version of the weights; None: there are none yet.
+        Version of the weights; None before the first weights.
     weights : Weights
+        Tensors of this version, with digests.
     """
 
     def __init__(self, max_nbytes: int | None = None, options: CallOptions | None = None) -> None:
@@ -36,27 +37,29 @@ class Base:
         self.options = options
         self.version: int | None = None
         self.weights = Weights()
-        self._applying: Update | None = None  # an update that was interrupted while the weights were written
+        self._applying: Update | None = None  # update that an exception interrupted while it overwrote the weights
 
     def fill(self, given: Given, version: int) -> None:
-        """Set weights and version from tensors, which are copied."""
+        """Copy tensors into this object, and set its version."""
         version = whole("version", version, 0, MAX_VERSION)
         self.complete(copied(given), version)
 
     def settle(self) -> None:
-        """Complete an update that an exception such as KeyboardInterrupt has interrupted."""
+        """Complete an update that was interrupted by an exception such as KeyboardInterrupt."""
         if self._applying is not None:
             self.apply(self._applying)
 
     def check(self, update: Update) -> None:
-        """Check that an update can be applied, without writing anything. Each frame is decoded once.
+        """Check that an update can be applied: decode each of its frames into scratch memory, and verify the digests.
 
         Raises
         ------
         StateError
-            The update needs another base, or was applied already.
+            The update needs another base, is older than these weights, or was applied already.
         FrameError
             The update is damaged.
+        LimitError
+            The weights would be larger than `max_nbytes`.
         """
         if update.digest == self.weights.digest() and update.version == self.version:
             raise StateError(f"the update to version {update.version} was applied already; the weights are unchanged")
@@ -96,7 +99,10 @@ class Base:
         return digests
 
     def decode(self, update: Update | None, name: str, k: int, out: Bytes) -> None:
-        """Decode a piece of a tensor after an update; `out` may be the memory of the piece before. None: no update."""
+        """Write the value that piece `k` of a tensor has after `update` to `out`, which may be the piece itself.
+
+        If `update` is None, write the current value.
+        """
         frame = None if update is None else update.frame(name, k)
         if update is None or frame is None:
             out[:] = self.weights[name].piece(k)
@@ -112,9 +118,9 @@ class Base:
             raise
 
     def tensors(self, names: Iterable[str], update: Update | None, like: Any) -> Iterator[tuple[str, Any]]:
-        """Yield names and new tensors with the values after an update; `update` None: with the current values.
+        """Yield names and new tensors with the values after `update`, or the current values if `update` is None.
 
-        The weights are not written.
+        The weights are unchanged.
         """
         for name in names:
             kind = self.weights[name].kind if update is None else update.entries[name].kind
@@ -125,7 +131,7 @@ class Base:
             del tensor, memory  # free this tensor before the next one is allocated
 
     def apply(self, update: Update) -> None:
-        """Apply an update that :meth:`check` accepted. After an interruption, a second call completes the first."""
+        """Apply an update that :meth:`check` has accepted. If a call is interrupted, a second call completes it."""
         resumed = self._applying is not None
         self._applying = update
         target = self.weights if self.in_place(update) else self.allocate(update.tensors)
@@ -150,22 +156,23 @@ class Base:
             raise StateError(f"{name!r} was damaged by an interrupted update: start from a snapshot")
         slot.digests[k] = after
 
-    # Storage of the weights, here in memory. Methods that codec/weight_sync/folder.py overrides to use files.
+    # Storage of the weights: in memory here. FolderBase in codec/weight_sync/folder.py overrides the methods below to
+    # store the weights in files.
 
     def in_place(self, update: Update) -> bool:
-        """Return True if an update is written over the weights."""
+        """Return True if applying the update overwrites the current weights, False if it writes to new memory."""
         return update.tensors == self.weights.kinds
 
     def allocate(self, kinds: Mapping[str, Kind]) -> Weights:
-        """Return memory for weights."""
+        """Allocate memory for tensors of these kinds."""
         return allocated(kinds)
 
     def write(self, out: Bytes, decode: Callable[[Bytes], None]) -> None:
-        """Decode a piece over its value before the update."""
+        """Overwrite the piece `out` with its new value; call `decode` with the buffer to write the new value to."""
         decode(out)
 
     def restore(self, out: Bytes, is_right: Callable[[Bytes], bool]) -> bool:
-        """Complete a piece that an interrupted write has partly overwritten. Return False if that is impossible."""
+        """Complete the piece `out`, which an interrupted write has partly overwritten; return False if impossible."""
         return False
 
     def complete(self, weights: Weights, version: int) -> None:
@@ -173,7 +180,7 @@ class Base:
         self.weights, self.version = weights, version
 
     def close(self) -> None:
-        """Release files."""
+        """Release files; weights in memory have none."""
 
 
 def _frame(update: Update, name: str, k: int) -> Bytes:

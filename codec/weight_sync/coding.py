@@ -1,4 +1,4 @@
-"""Frames of pieces: deltas against the base, and lossless frames of snapshots."""
+"""Encode and decode pieces of tensors: as Delta frames in updates, and as Lossless frames in snapshots."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,12 +21,12 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def digest_of(piece: Bytes) -> bytes:
-    """Return the digest of a piece, 8 bytes: the one that frames of :class:`codec.Delta` name."""
+    """Return the digest of a piece, 8 bytes, as :class:`codec.Delta` frames store it."""
     return digest(piece).to_bytes(8, "little")
 
 
 def digests_in(frame: Any) -> tuple[bytes, bytes]:
-    """Return the digests of base and result that a frame of :class:`codec.Delta` names."""
+    """Return the digests of base and result that a :class:`codec.Delta` frame stores, 8 bytes each."""
     info = inspect(frame)
     if info.base_digest is None or info.result_digest is None:
         raise FrameError("the frame is not one of Delta, or is truncated", Status.BAD_HEADER)
@@ -36,39 +36,39 @@ def digests_in(frame: Any) -> tuple[bytes, bytes]:
 def encode_deltas(
     pieces: Sequence[Bytes], bases: Sequence[Bytes], dtypes: Sequence[str], options: CallOptions | None
 ) -> list[bytes]:
-    """Encode pieces against their bases."""
+    """Encode the differences of pieces from their bases as Delta frames."""
     new, old = ([_values(x, dtype) for x, dtype in zip(xs, dtypes, strict=True)] for xs in (pieces, bases))
     return encode_many(new, Delta(), base=old, options=options)
 
 
 def encode_full(pieces: Sequence[Bytes], dtypes: Sequence[str], options: CallOptions | None) -> list[bytes]:
-    """Encode pieces by themselves."""
+    """Encode pieces as Lossless frames, which need no base."""
     return encode_many(
         [_values(x, dtype) for x, dtype in zip(pieces, dtypes, strict=True)], Lossless(), options=options
     )
 
 
 def decode_delta(frame: Bytes, base: Bytes, out: Bytes, dtype: str, options: CallOptions | None) -> None:
-    """Decode a piece; `out` may be `base`. Both are unchanged after an error."""
+    """Decode a Delta frame of a piece; `out` may be `base`. Both are unchanged after an error."""
     _check(inspect(frame), Delta, dtype, len(out))
     decode(frame, base=_bits(base, dtype), out=_bits(out, dtype), options=options)
 
 
 def compose_deltas(frames: Sequence[Bytes], base: Bytes, dtype: str) -> bytes:
-    """Merge Delta frames of a piece, to be applied in order, into one frame."""
+    """Merge Delta frames of one piece, given in the order of application, into one frame."""
     for frame in frames:
         _check(inspect(frame), Delta, dtype, len(base))
     return compose(frames, base=_bits(base, dtype))
 
 
 def decode_full(frame: Bytes, out: Bytes, dtype: str, options: CallOptions | None) -> None:
-    """Decode a piece of a snapshot."""
+    """Decode a Lossless frame of a piece in a snapshot."""
     _check(inspect(frame), Lossless, dtype, len(out))
     decode(frame, out=_bits(out, dtype), options=options)
 
 
 def _check(info: Info, spec: type[Spec], dtype: str, nbytes: int) -> None:
-    """Raise FrameError if a frame is not the one that the index of the update names."""
+    """Raise FrameError if a frame does not have the codec, dtype and size that the update's index states."""
     if type(info.spec) is not spec or info.dtype != dtype or info.tensor_nbytes != nbytes or len(info.shape) != 1:
         found = f"{type(info.spec).__name__}, {info.dtype} and {info.tensor_nbytes} bytes"
         message = f"the frame has {found}; the index names {spec.__name__}, {dtype} and {nbytes} bytes"
@@ -76,10 +76,10 @@ def _check(info: Info, spec: type[Spec], dtype: str, nbytes: int) -> None:
 
 
 def _bits(piece: Bytes, dtype: str) -> Any:
-    """Return a piece as an array of unsigned integers of the dtype's size."""
+    """Return a view of a piece as unsigned integers of the dtype's size."""
     return piece.view(_BITS[ITEMSIZE[dtype]])
 
 
 def _values(piece: Bytes, dtype: str) -> View:
-    """Return a piece as a tensor of the dtype."""
+    """Return a view of a piece as a tensor of the dtype."""
     return view(_bits(piece, dtype), dtype)

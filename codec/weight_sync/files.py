@@ -1,4 +1,4 @@
-"""Updates between .safetensors files: their difference, its application, and chains as one update."""
+"""Updates of .safetensors files: encode the difference of two files, apply updates, and merge a chain of updates."""
 
 import json
 import math
@@ -21,11 +21,11 @@ from codec.weight_sync.update import MAX_RANK, Bytes, Kind, Update, mapped
 from codec.weight_sync.weights import Slot, Weights
 from codec.weight_sync.writing import Encoder, Progress, write_update
 
-_OTHER_DTYPES = {"complex64": "uint64"}  # dtypes that frames lack, and one for their bits
+_OTHER_DTYPES = {"complex64": "uint64"}  # dtypes that frames do not support: integer dtypes for the same bits
 
 
 def weights_in(path: str, memory: Bytes | None = None) -> Weights:
-    """Return the tensors of a .safetensors file, which is mapped to memory, and their digests.
+    """Map a .safetensors file to memory, and return its tensors with their digests.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def read_safetensors(path: str, memory: Bytes | None = None) -> tuple[Weights, M
 
 
 def _slot(dtype: Any, shape: Any, offsets: Any, values: Bytes) -> Slot:
-    """Return the place of a tensor. Values of less than a byte, such as packed FP4, are taken as bytes."""
+    """Return the slot of a tensor, a view of `values`. Dtypes of less than a byte, such as FP4, become uint8."""
     begin, end = offsets
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)) or not begin <= end <= len(values):
         raise ValueError("shape or offsets of a tensor in its header are invalid, or lie outside of the file")
@@ -78,16 +78,16 @@ def _slot(dtype: Any, shape: Any, offsets: Any, values: Bytes) -> Slot:
 
 
 def diff_files(old: str, new: str, out: str, *, version: int = 1, **how: Any) -> Update:
-    """Write the update from one .safetensors file to another.
+    """Encode the difference between two .safetensors files, and write it as an update.
 
     Parameters
     ----------
     old, new : str
-        Files with the same names, dtypes and shapes.
+        Paths of files whose tensors have the same names, dtypes and shapes.
     out : str
-        File to write.
+        File for the update.
     version : int
-        Version of `new`; `old` has the version before.
+        Version of `new`; the version of `old` is lower by 1.
     **how
         ``options`` and ``progress``, as in :func:`write_update`.
     """
@@ -99,12 +99,12 @@ def diff_files(old: str, new: str, out: str, *, version: int = 1, **how: Any) ->
 
 
 def apply_files(old: str, updates: Sequence[Update], out: str, progress: Progress | None = None) -> Base:
-    """Apply updates to a .safetensors file, and write the result. It has the header of `old`.
+    """Apply updates to the .safetensors file `old`, and write the result, with the header of `old`, to `out`.
 
     Raises
     ------
     StateError
-        An update needs other weights.
+        An update needs a base other than the weights before it, or was applied already.
     """
     with replaced(Path(out)) as target:
         with Path(old).open("rb") as source:
@@ -130,12 +130,12 @@ def apply_files(old: str, updates: Sequence[Update], out: str, progress: Progres
 
 
 def compose_files(old: str, updates: Sequence[Update], out: str, progress: Progress | None = None) -> Update:
-    """Merge a chain of updates of a .safetensors file into one update, and write it.
+    """Merge a chain of updates of the .safetensors file `old` into one update, and write that to `out`.
 
     Raises
     ------
     StateError
-        The first update needs other weights than `old`, or one does not follow the one before.
+        The base of the first update is not `old`, or the base of another update is not the result of its predecessor.
     FrameError
         An update is damaged.
     """
@@ -158,7 +158,13 @@ def compose_files(old: str, updates: Sequence[Update], out: str, progress: Progr
 
 
 def _composed(name: str, slot: Slot, updates: Sequence[Update]) -> Iterator[tuple[bytes | None, bytes]]:
-    """Merge a chain of updates: yield the frame and the digest of each piece; frame None: the piece is unchanged."""
+    """Merge the frames of a tensor in a chain of updates.
+
+    Yields
+    ------
+    (bytes or None, bytes)
+        Merged frame of each piece, None for an unchanged piece; and the digest of the piece in the base.
+    """
     for k, digest in enumerate(slot.digests):
         frames = [frame for update in updates if (frame := update.frame(name, k)) is not None]
         yield compose_deltas(frames, slot.piece(k), slot.kind.dtype) if frames else None, digest

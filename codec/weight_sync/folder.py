@@ -1,9 +1,9 @@
-"""Weights in a folder: a mapped file, so that memory can be reclaimed, and versions survive the process.
+"""Weights in a memory-mapped file in a folder. The system can evict their pages, and they survive the process.
 
-The folder has a file ``state`` with version, names, dtypes, shapes and digests, and a file of values that it names.
-A snapshot is written to a new file of values; renaming the new ``state`` makes it current. An update from a version is
-written ahead to the file ``pending``. Each piece is then written to the file ``piece`` before it replaces its old
-value. A process that opens the folder completes a pending update, wherever the process before it was killed.
+The folder has a file ``state`` with version, names, dtypes, shapes, digests and the name of the file of values.
+A snapshot is written to a new file of values; renaming the new ``state`` makes it current. Updates are crash-safe: an
+update is first written to the file ``pending``, and each new piece to the file ``piece`` before it overwrites the old
+one. If a process is killed during an update, the next process that opens the folder completes the update.
 """
 
 import fcntl
@@ -56,7 +56,7 @@ class FolderBase(Base):
     Raises
     ------
     StateError
-        The folder is in use, holds other files, or its weights are damaged.
+        The folder is in use or cannot be used, or its files are damaged.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FolderBase(Base):
         except OSError as e:
             raise StateError(f"{self._path} cannot be used: {e.strerror}") from None
         self._current: Path | None = None  # file of the weights
-        self._next: Path | None = None  # file that :meth:`allocate` has made
+        self._next: Path | None = None  # file for the next weights, which is not current yet
         try:
             self._open()
         except BaseException:
@@ -101,7 +101,7 @@ class FolderBase(Base):
             raise StateError(f"{len(damaged)} tensors in {self._path} are damaged: {names}; start from an empty folder")
 
     def fill(self, given: Given, version: int) -> None:
-        """Set weights and version from tensors, which are written to a file one by one."""
+        """Write tensors one by one to a new file of values, and set the version."""
         version = whole("version", version, 0, MAX_VERSION)
         self._next = self._new_file()
         kinds: dict[str, Kind] = {}
@@ -120,25 +120,25 @@ class FolderBase(Base):
                 begin += memory_nbytes([kinds[name]])
                 del x, v  # free this tensor before a generator gathers the next one
             size = os.fstat(fd).st_size
-            _write(fd, np.zeros(max(1, begin) - size, np.uint8), size)  # to the alignment of the last tensor
+            _write(fd, np.zeros(max(1, begin) - size, np.uint8), size)  # padding after the last tensor
         weights = allocated(kinds, self._map(self._next, begin))
         for name, slot in weights.items():
             slot.digests = digests[name]
         self.complete(weights, version)
 
     def in_place(self, update: Update) -> bool:
-        """Return True for an update from a version; a snapshot is written to a new file."""
+        """Return True for an update with a base; False for a snapshot, which is written to a new file."""
         return update.base is not None
 
     def apply(self, update: Update) -> None:
-        """Apply an update that was checked; if the process is killed, the next one completes it."""
+        """Apply a checked update. If the process is killed, the next process that opens the folder completes it."""
         if update.base is not None and self._applying is None:
             with replaced(self._path / "pending") as f:
                 f.write(update.data)
         super().apply(update)
 
     def write(self, out: Bytes, decode: Callable[[Bytes], None]) -> None:
-        """Decode a piece, and keep it in the file ``piece`` while it is written over its old value."""
+        """Decode a piece, save it to the file ``piece``, and then overwrite the old value `out`."""
         scratch = np.empty(len(out), np.uint8)
         decode(scratch)
         with _opened(self._path / "piece", os.O_WRONLY | os.O_CREAT) as fd:
@@ -146,7 +146,7 @@ class FolderBase(Base):
         out[:] = scratch
 
     def restore(self, out: Bytes, is_right: Callable[[Bytes], bool]) -> bool:
-        """Copy a piece from the file ``piece``, if it is there."""
+        """Copy the piece saved in the file ``piece`` to `out`; return False if it is missing or another piece."""
         with suppress(OSError), _opened(self._path / "piece", os.O_RDONLY) as fd:
             saved = np.frombuffer(os.pread(fd, len(out), 0), np.uint8)
             if len(saved) == len(out) and is_right(saved):
@@ -155,7 +155,7 @@ class FolderBase(Base):
         return False
 
     def complete(self, weights: Weights, version: int) -> None:
-        """Write the new state, and remove the files that it no longer needs."""
+        """Write the new file ``state``, and delete the files of the previous version and of the update."""
         old, file = self._current, self._next or self._current
         assert file is not None
         _write_state(self._path / "state", version, weights, file.name)
@@ -170,7 +170,7 @@ class FolderBase(Base):
             (self._path / name).unlink(missing_ok=True)
 
     def _delete_other_values(self) -> None:
-        """Delete the files of values that a killed or failed process has left."""
+        """Delete all files of values except the current one, such as those that a killed process has left."""
         for path in self._path.glob("values-*"):
             if path != self._current:
                 path.unlink()
@@ -203,13 +203,13 @@ class FolderBase(Base):
             raise StateError(f"{file} cannot be read: {e.strerror}") from None
 
     def close(self) -> None:
-        """Release the files, so that another object may open the folder."""
+        """Close the files and unlock the folder, so that another object may open it."""
         self.weights, self.version = Weights(), None
         self._lock()
 
 
 class _opened:
-    """File descriptor of a file in the folder."""
+    """Context manager that opens a file of the folder and returns its file descriptor."""
 
     def __init__(self, path: Path, flags: int) -> None:
         self._fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -277,5 +277,5 @@ def _read_state(path: Path) -> tuple[int, dict[str, Kind], list[list[bytes]], st
 
 
 def base_in(folder: Any, max_nbytes: int | None, options: CallOptions | None) -> Base:
-    """Return weights in memory, or in a folder if one is given."""
+    """Return a FolderBase for `folder`, or a Base in memory if `folder` is None."""
     return Base(max_nbytes, options) if folder is None else FolderBase(folder, max_nbytes, options)

@@ -1,4 +1,4 @@
-"""Updates over HTTP: a server of the files of a store, and reading from one."""
+"""Updates over HTTP: serve the files of a store, and download them."""
 
 import mmap
 import re
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 _NAMES = re.compile(r"/(head|\d{20}\.(?:update|snapshot))")
 _CHUNK = 1 << 20
-_TIMEOUT = 60.0  # seconds that the server waits for a client
+_TIMEOUT = 60.0  # seconds without data after which the server closes a connection
 
 
 class UpdateServer:
-    """HTTP server of a store's files, on threads of this process, made by :func:`serve`.
+    """HTTP server for the files of a store, in threads of this process; created by :func:`serve`.
 
     Attributes
     ----------
     url : str
-        URL for :func:`pull`.
+        URL of the server, to pass to :func:`pull`.
     """
 
     def __init__(self, server: "ThreadingHTTPServer") -> None:
@@ -51,9 +51,9 @@ class UpdateServer:
 
 
 def serve(folder: str | PathLike[str], host: str = "127.0.0.1", port: int = 0) -> UpdateServer:
-    """Serve the files of an :class:`UpdateStore` over HTTP. Only ``head`` and files of updates can be read.
+    """Serve the files of an :class:`UpdateStore` over HTTP. Clients can read only ``head`` and the update files.
 
-    Connections are neither encrypted nor authenticated: listen on an address that only receivers can reach.
+    Connections are neither encrypted nor authenticated. So listen on an address that only receivers can reach.
 
     Parameters
     ----------
@@ -62,17 +62,17 @@ def serve(folder: str | PathLike[str], host: str = "127.0.0.1", port: int = 0) -
     host : str
         Address to listen on.
     port : int
-        Port to listen on; 0: any free one.
+        Port to listen on; 0: any free port.
 
     Returns
     -------
     UpdateServer
-        Server with its ``url``; ``close()`` stops it.
+        Running server; ``close()`` stops it.
 
     Raises
     ------
     ArgumentError
-        The address cannot be listened on.
+        The server cannot listen on this address and port.
     """
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # slow to import
 
@@ -111,12 +111,12 @@ def serve(folder: str | PathLike[str], host: str = "127.0.0.1", port: int = 0) -
 
 
 def is_url(source: object) -> bool:
-    """Return True for an URL of a server, False for a folder."""
+    """Return True if `source` is the URL of a server, False if it is a folder."""
     return isinstance(source, str) and source.startswith(("http://", "https://"))
 
 
 def read_remote(url: str, name: str, most: int, timeout: float) -> mmap.mmap | bytes | None:
-    """Read a file from a server into a temporary file, which is mapped to memory.
+    """Download a file from a server to a temporary file, and map that to memory.
 
     Parameters
     ----------
@@ -125,19 +125,19 @@ def read_remote(url: str, name: str, most: int, timeout: float) -> mmap.mmap | b
     most : int
         Maximum size in bytes.
     timeout : float
-        Seconds to wait for each byte.
+        Maximum time without new data, in seconds.
 
     Returns
     -------
     mmap, bytes or None
-        Contents of the file; None if the server has no such file.
+        Contents of the file; None if the server does not have it.
 
     Raises
     ------
     ArgumentError
-        The server cannot be reached, or stopped sending.
+        The server cannot be reached, or did not send data within `timeout`.
     FrameError
-        The file is larger than `most`, or the connection ended inside.
+        The file is larger than `most`, or the connection ended before the end of the file.
     """
     import urllib.error
     import urllib.request

@@ -1,4 +1,4 @@
-"""The parts of a trainer together: a sender, a store, and a server of the store."""
+"""Publish updates from a trainer: a sender, a store, and an optional HTTP server of the store in one object."""
 
 from os import PathLike
 from pathlib import Path
@@ -15,31 +15,31 @@ from codec.weight_sync.weights import Given, items
 
 
 class Publisher:
-    """Trainer's side of weight synchronization through a folder, in two phases.
+    """Trainer side of weight synchronization through a folder, with a two-phase commit.
 
-    :meth:`stage` writes the file of an update, which receivers that know its name can check. :meth:`commit` publishes
-    the update; then receivers find it by :func:`pull`, and the base advances. A receiver that has failed, or joins
-    late, catches up by the chain of updates, or from a snapshot.
+    :meth:`stage` writes the file of an update, which receivers can check if they are told its name. :meth:`commit`
+    publishes the update, so that :func:`pull` finds it, and applies it to the base. A receiver that has failed or
+    joins late catches up with the chain of updates, or from a snapshot.
 
     Parameters
     ----------
     folder : str or path
         Folder of the store.
     host : str, optional
-        Address to serve the folder on, over HTTP. Default: receivers read the folder itself.
+        Address on which to serve the folder over HTTP. Default: no server; receivers read the folder directly.
     port : int
-        Port to serve on; 0: any free one.
+        Port on which to serve the folder; 0: any free port.
     base : str or path, optional
         Folder for the base, as in :class:`WeightSender`.
     snapshot_every : int
-        Publish a snapshot after so many updates.
+        Number of updates after which a snapshot is published, too.
     options : CallOptions, optional
-        Engine and threads.
+        Engine and number of threads for encoding.
 
     Attributes
     ----------
     source : str
-        Folder or URL, for :func:`pull`.
+        Folder or URL of the store, to pass to :func:`pull`.
 
     Examples
     --------
@@ -69,31 +69,32 @@ class Publisher:
         self._base, self._options = base, options
         self._sender: WeightSender | None = None
         self._staged: Update | None = None
-        self._full = False  # True: no receiver can have the base
+        self._full = False  # True: a snapshot was abandoned, so no receiver has the base; the next update is full
         self._since = 0  # updates since the last snapshot
         self._server: UpdateServer | None = None if host is None else serve(self._store.folder, host, port)
         self.source = str(self._store.folder.resolve()) if self._server is None else self._server.url
 
     @property
     def version(self) -> int | None:
-        """Version that was published last; None: none was."""
+        """Last published version; None if nothing was published."""
         listed = read_head(self._store.folder)
         return listed[-1].version if listed else None
 
     def stage(self, weights: Given, *, full: bool = False) -> Update:
-        """Encode new weights, and write the file of the update, which is not published yet.
+        """Encode new weights, and write the file of the update. The update is published only by :meth:`commit`.
 
         Parameters
         ----------
         weights : mapping, torch.nn.Module, or iterable of (str, tensor)
             All weights, as in :meth:`WeightSender.diff`.
         full : bool
-            True: write a snapshot, because receivers have other weights, or because names, dtypes or shapes change. The
-            first update is always a snapshot.
+            True: write a snapshot. It is needed if receivers do not have the base, or if names, dtypes or shapes of
+            tensors change. The first update is always a snapshot.
 
         Returns
         -------
         Update
+            The staged update.
         """
         self._staged = None
         if self._sender is None and not self._resume():
@@ -112,7 +113,7 @@ class Publisher:
         return self._staged
 
     def _resume(self) -> bool:
-        """Open the base that a process before this one has left. Return False if there is none."""
+        """Open the base that an earlier process has left in its folder. Return False if there is none."""
         if self._base is None or not (Path(self._base) / "state").exists():
             return False
         sender = WeightSender(folder=self._base, options=self._options)
@@ -122,12 +123,12 @@ class Publisher:
         return True
 
     def commit(self) -> int:
-        """Publish the staged update, and advance the base.
+        """Publish the staged update, and apply it to the base.
 
         Returns
         -------
         int
-            Version.
+            Version of the update.
 
         Raises
         ------
@@ -148,7 +149,7 @@ class Publisher:
         return update.version
 
     def abandon(self) -> None:
-        """Forget the staged update. The next one refers to the same base, and has another version."""
+        """Drop the staged update. The next update refers to the same base, and has a higher version."""
         if self._sender is not None:
             self._sender.abandon()
         if self._staged is not None and self._staged.base is None:
@@ -156,12 +157,12 @@ class Publisher:
         self._staged = None
 
     def publish(self, weights: Given) -> int:
-        """Stage and commit an update. Return its version."""
+        """Stage and commit an update, and return its version."""
         self.stage(weights)
         return self.commit()
 
     def close(self) -> None:
-        """Stop the server, and release the folder of the base."""
+        """Stop the HTTP server, and unlock the folder of the base."""
         if self._server is not None:
             self._server.close()
         if self._sender is not None:

@@ -1,4 +1,4 @@
-"""The server's side: updates are checked, handed on, and committed."""
+"""Receive weight updates: check an update, pass the changed tensors to the serving program, and commit it."""
 
 from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
@@ -15,36 +15,37 @@ Load = Callable[[Iterator[tuple[str, Any]]], object]
 
 
 class WeightReceiver:
-    """Server's side of weight synchronization: it holds the weights of a version, and applies updates to them.
+    """Server side of weight synchronization: stores the weights of one version, and applies updates to them.
 
-    An update is staged, handed to the program that serves the weights, and committed. Whatever fails, the receiver has
-    the weights of one version as a whole: those before the update, or those after it.
+    An update is staged, passed to the program that serves the weights, and committed. It is applied to all tensors or
+    to none: after any failure, the receiver has either the weights before the update or the weights after it.
 
     Parameters
     ----------
     weights : mapping, torch.nn.Module, or iterable of (str, tensor); optional
-        Weights of `version`, which are copied to host memory. Default: those in `folder`, or none; then the first
-        update must be a snapshot.
+        Weights of `version`, which are copied to host memory. Default: the weights in `folder`. Without either, the
+        first update must be a snapshot.
     version : int
         Version of `weights`.
     folder : str or path, optional
-        Folder for the weights, which are mapped to memory. They survive the process, also one that is killed during an
-        update. Default: the weights are in memory.
+        Folder for the weights, whose file is mapped to memory. The weights survive the process, even if it is killed
+        during an update. Default: the weights are stored in memory only.
     max_nbytes : int, optional
-        Maximum size of all tensors. Set it where senders are not trusted: a small snapshot may expand to large weights.
+        Maximum size of all tensors together, in bytes. Set it if senders are not trusted, since a small snapshot may
+        expand to large weights.
     options : CallOptions, optional
-        Engine and threads, made by :func:`options`.
+        Engine and number of threads, made by :func:`options`.
 
     Attributes
     ----------
     version : int or None
-        Version of the weights; None: there are none yet.
+        Version of the weights; None before the first weights.
     digest : bytes
         Digest of the weights, 16 bytes.
     kinds : dict of str to Kind
         ``dtype`` and ``shape`` of all tensors.
     staged : Update or None
-        Update that was staged and is not committed.
+        Update that is staged but not yet committed.
 
     Raises
     ------
@@ -90,7 +91,7 @@ class WeightReceiver:
 
     @property
     def version(self) -> int | None:
-        """Version of the weights; None: there are none yet."""
+        """Version of the weights; None before the first weights."""
         self._base.settle()
         return self._base.version
 
@@ -107,11 +108,11 @@ class WeightReceiver:
 
     @property
     def staged(self) -> Update | None:
-        """Update that was staged and is not committed."""
+        """Update that is staged but not yet committed; None if there is none."""
         return self._staged
 
     def stage(self, update: Any) -> Update:
-        """Check an update completely, without writing anything. It replaces an update that was staged before.
+        """Check an update completely, and stage it. The weights are unchanged. Any staged update is dropped first.
 
         Parameters
         ----------
@@ -121,11 +122,12 @@ class WeightReceiver:
         Returns
         -------
         Update
+            The staged update.
 
         Raises
         ------
         StateError
-            The update needs other weights as its base, is older than the weights, or was applied already.
+            The update needs another base than the current weights, is older than them, or was applied already.
         FrameError
             The update is damaged, or invalid.
         LimitError
@@ -139,14 +141,14 @@ class WeightReceiver:
         return parsed
 
     def updated(self, names: Iterable[str] | None = None, *, like: Any = None) -> Iterator[tuple[str, Any]]:
-        """Yield tensors with the values that they have after the staged update.
+        """Yield copies of tensors with their values after the staged update.
 
         Parameters
         ----------
         names : iterable of str, optional
-            Names of the tensors. Default: those that the update changes.
+            Names of the tensors. Default: the tensors that the update changes.
         like : array or tensor, optional
-            Yield tensors of the kind of this one, such as ``torch.empty(0)``. Default: numpy arrays.
+            Yield tensors of the library of this one, such as ``torch.empty(0)``. Default: numpy arrays.
 
         Yields
         ------
@@ -162,7 +164,7 @@ class WeightReceiver:
         yield from self._base.tensors(update.changed if names is None else _known(names, update.entries), update, like)
 
     def tensors(self, names: Iterable[str] | None = None, *, like: Any = None) -> Iterator[tuple[str, Any]]:
-        """Yield copies of the tensors of :attr:`version`, also while an update is staged.
+        """Yield copies of tensors with their current values, which do not include a staged update.
 
         Parameters
         ----------
@@ -176,7 +178,7 @@ class WeightReceiver:
         yield from self._base.tensors(list(table) if names is None else _known(names, table), None, like)
 
     def commit(self) -> None:
-        """Make the staged update the version of this receiver.
+        """Apply the staged update to the weights of this receiver.
 
         Raises
         ------
@@ -187,27 +189,28 @@ class WeightReceiver:
         self._staged = None
 
     def discard(self) -> None:
-        """Forget the staged update, if there is one."""
+        """Drop the staged update, if there is one."""
         self._staged = None
 
     def apply(self, update: Any, load: Load | None = None, *, like: Any = None, into: Any = None) -> None:
-        """Stage an update, hand the changed tensors on or write them, and commit.
+        """Stage an update, pass the changed tensors to `load` or write them to `into`, and commit.
 
         Parameters
         ----------
         update : Update, bytes, buffer or array
             As in :meth:`stage`.
         load : callable, optional
-            Called with an iterator of names and changed tensors, such as the ``load_weights`` method of a model. If it
-            raises an exception, it is called a second time, with the tensors of the version before, so that the program
-            serves these again; then the exception is raised. There is no version before a first snapshot.
+            Function of an iterator of (name, changed tensor), such as the ``load_weights`` method of a model. If it
+            raises an exception, it is called a second time with the old values of these tensors, so that the program
+            serves the old version again; then the exception is re-raised. For a first snapshot there are no old values,
+            and no second call.
         like : array or tensor, optional
             As in :meth:`updated`.
         into : mapping from names to tensors, or torch.nn.Module; optional
-            Served tensors, instead of `load`. Those that the update changes are overwritten in pieces of 32 MiB, so
-            that a large tensor needs no second copy. They are contiguous and writable, in host memory, or torch tensors
-            on any device. Nothing may read them during the call. If the update is not committed, they have the values
-            of the version before again.
+            Served tensors, as an alternative to `load`. Changed tensors are overwritten in pieces of 32 MiB, so that a
+            large tensor needs no second copy. They must be contiguous and writable, and be in host memory or be torch
+            tensors on any device. Nothing may read them during the call. If the commit fails, their old values are
+            restored.
 
         Raises
         ------
@@ -247,19 +250,19 @@ class WeightReceiver:
             self._staged = None
 
     def verify(self) -> None:
-        """Compute the digests of all values in memory, and compare them with those of the version.
+        """Recompute the digests of all tensors in memory, and compare them with the stored digests.
 
         Raises
         ------
         StateError
-            Memory was changed by something else than this receiver.
+            Something other than this receiver has changed the memory.
         """
         self._base.settle()
         if damaged := self._base.weights.damaged():
             raise StateError(f"{len(damaged)} tensors are damaged in memory: {', '.join(map(repr, damaged[:5]))}")
 
     def close(self) -> None:
-        """Release the folder, so that another object may open it."""
+        """Unlock the folder, so that another object may open it."""
         self._base.close()
 
     def __enter__(self) -> "WeightReceiver":
@@ -279,7 +282,7 @@ class WeightReceiver:
 
 
 def _known(names: Iterable[str], table: Any) -> list[str]:
-    """Return names as a list, or raise ArgumentError for an unknown one."""
+    """Return `names` as a list; raise ArgumentError for a name that `table` does not contain."""
     given = list(names)
     for name in given:
         if name not in table:

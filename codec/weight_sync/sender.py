@@ -1,4 +1,4 @@
-"""The trainer's side: updates from the weights that receivers have."""
+"""Send weight updates: encode the difference of a trainer's weights from the weights that receivers have."""
 
 from os import PathLike
 from typing import Any
@@ -13,23 +13,24 @@ from codec.weight_sync.writing import Progress, write_update
 
 
 class WeightSender:
-    """Trainer's side of weight synchronization: it holds the weights that receivers have, and encodes updates to them.
+    """Trainer side of weight synchronization: stores the base, a copy of the receivers' weights, and encodes updates.
 
-    The base changes in two phases: :meth:`diff` encodes an update and leaves the base as it is, :meth:`commit` applies
-    the update to the base after the receivers have confirmed it. After a failed transfer, the next :meth:`diff` refers
-    to the same base, so that no change is lost.
+    The base changes in two phases. :meth:`diff` encodes an update and does not change the base. :meth:`commit` applies
+    the update to the base; call it after the receivers have confirmed the update. After a failed transfer, the next
+    :meth:`diff` refers to the same base, so that no change is lost.
 
     Parameters
     ----------
     weights : mapping, torch.nn.Module, or iterable of (str, tensor); optional
-        Weights that receivers have, which are copied to host memory: the base. Dtypes and shapes are kept to the bit.
-        Not given: the weights in `folder`.
+        Weights that receivers have. They are copied to host memory, without conversion, and become the base. Default:
+        the weights in `folder`.
     version : int
         Version of `weights`.
     folder : str or path, optional
-        Folder for the base, which is mapped to memory and survives the process. Default: the base is in memory.
+        Folder for the base, whose file is mapped to memory and survives the process. Default: the base is stored in
+        memory only.
     options : CallOptions, optional
-        Engine and threads, made by :func:`options`.
+        Engine and number of threads, made by :func:`options`.
 
     Attributes
     ----------
@@ -38,7 +39,7 @@ class WeightSender:
     digest : bytes
         Digest of the base, 16 bytes.
     pending : Update or None
-        Update that was encoded and is not committed.
+        Update that is encoded but not yet committed.
 
     Raises
     ------
@@ -102,12 +103,12 @@ class WeightSender:
 
     @property
     def pending(self) -> Update | None:
-        """Update that was encoded and is not committed."""
+        """Update that is encoded but not yet committed; None if there is none."""
         return self._pending
 
     @property
     def next_version(self) -> int:
-        """Default version of the next update: one more than the last one's, committed or not."""
+        """Default version of the next update: one more than the last update's, whether committed or not."""
         return max(self._last, self.version) + 1
 
     def diff(
@@ -119,35 +120,35 @@ class WeightSender:
         file: str | PathLike[str] | None = None,
         progress: Progress | None = None,
     ) -> Update:
-        """Encode the difference of new weights to the base. The base is unchanged until :meth:`commit`.
+        """Encode the difference of new weights from the base. The base is unchanged until :meth:`commit`.
 
-        An update that is pending is abandoned first, as by :meth:`abandon`.
+        A pending update is abandoned first, as by :meth:`abandon`.
 
         Parameters
         ----------
         weights : mapping, torch.nn.Module, or iterable of (str, tensor)
-            All new weights, in any order. An iterable is read once, one tensor at a time, so that tensors may be
-            gathered one by one. Tensors on a device are copied to host memory in pieces of 32 MiB.
+            All new weights, in any order. An iterable is read once, one tensor at a time, so that a generator may
+            gather sharded tensors one by one. Tensors on a device are copied to host memory in pieces of 32 MiB.
         version : int, optional
-            Version of the new weights. Default: :attr:`next_version`, which is the lowest that is accepted.
+            Version of the new weights, at least :attr:`next_version`, the default.
         full : bool
-            True: encode a snapshot, which needs no base and may change names, dtypes and shapes. `weights` must be a
-            mapping or module then.
+            True: encode a snapshot, which needs no base and may change names, dtypes and shapes. `weights` must then be
+            a mapping or module.
         file : str or path, optional
-            File to write; it appears when it is complete, and must not change before :meth:`commit`. Memory for pieces
-            is bounded by 256 MB then, whatever the size of the weights. Default: the update is in memory.
+            File for the update. It appears once it is complete, and must not change before :meth:`commit`. Encoding
+            then needs at most 256 MB of memory, for weights of any size. Default: the update is in memory.
         progress : callable, optional
-            Called as ``progress(done, total)`` with bytes of weights, after each tensor.
+            Called after each tensor as ``progress(done, total)``, with numbers of bytes of weights.
 
         Returns
         -------
         Update
-            Update, whose ``data`` are the bytes for receivers.
+            Encoded update; send its ``data`` to the receivers.
 
         Raises
         ------
         ArgumentError
-            Names, dtypes or shapes are not those of the base, a tensor is missing, or the file cannot be written.
+            Names, dtypes or shapes differ from the base, a tensor is missing, or the file cannot be written.
         """
         self._base.settle()
         number = self.next_version if version is None else whole("version", version, self.next_version, MAX_VERSION)
@@ -160,17 +161,17 @@ class WeightSender:
         return update
 
     def commit(self, version: int | None = None) -> None:
-        """Apply the pending update to the base, because receivers have it.
+        """Apply the pending update to the base. Call this after the receivers have applied the update.
 
         Parameters
         ----------
         version : int, optional
-            Version that was confirmed, as a check.
+            Version that the receivers have confirmed. If given, it must be the pending update's.
 
         Raises
         ------
         StateError
-            No update is pending, or one to another version.
+            No update is pending, or the pending update has another version.
         """
         self._base.settle()
         update = self._pending
@@ -181,7 +182,7 @@ class WeightSender:
         self._pending = None
 
     def adopt(self, update: Update) -> None:
-        """Apply an update that receivers have to the base, such as one that was published by a process before this one.
+        """Apply an update that receivers already have to the base, such as one that an earlier process published.
 
         Raises
         ------
@@ -194,14 +195,14 @@ class WeightSender:
         self._pending, self._last = None, max(self._last, update.version)
 
     def abandon(self) -> None:
-        """Forget the pending update, if there is one, because receivers do not have it. Its version is not used again.
+        """Drop the pending update, if there is one. Call this if receivers do not have it. Its version is not reused.
 
-        A receiver that has applied it needs a snapshot: ``diff(weights, full=True)``.
+        A receiver that has applied the update nevertheless needs a snapshot: ``diff(weights, full=True)``.
         """
         self._pending = None
 
     def snapshot(self, *, file: str | PathLike[str] | None = None, progress: Progress | None = None) -> Update:
-        """Encode the whole base, for receivers without weights or with weights of another version.
+        """Encode the whole base as a snapshot, for receivers that have no weights or another version.
 
         Parameters
         ----------
@@ -218,7 +219,7 @@ class WeightSender:
         return write_update(views, self.version, None, None, file=file, options=self._options, progress=progress)
 
     def close(self) -> None:
-        """Release the folder, so that another object may open it."""
+        """Unlock the folder, so that another object may open it."""
         self._base.close()
 
     def __enter__(self) -> "WeightSender":

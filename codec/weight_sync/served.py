@@ -1,4 +1,4 @@
-"""Tensors of a program that serves weights, overwritten piece by piece, so that no tensor needs a second copy."""
+"""Overwrite the tensors of a serving program piece by piece, so that no tensor needs a second copy in memory."""
 
 import sys
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class _Target(NamedTuple):
 
 
 class Served:
-    """Tensors that an update changes, to be overwritten.
+    """Tensors of a serving program that an update changes.
 
     Parameters
     ----------
@@ -28,11 +28,12 @@ class Served:
         Contiguous writable tensors in host memory, or torch tensors on any device. Names that the update does not
         change are ignored.
     update : Update
+        Update whose changed tensors are to be overwritten.
 
     Raises
     ------
     ArgumentError
-        A changed tensor is missing, has another dtype or shape, or cannot be written to.
+        A changed tensor is missing, has another dtype or shape, or is not writable.
     """
 
     def __init__(self, given: Any, update: Update) -> None:
@@ -44,7 +45,7 @@ class Served:
             self._targets[name] = _target(name, tensors[name], update.entries[name].kind)
 
     def write(self, base: Base, update: Update | None) -> None:
-        """Write the values after an update that `base` has checked. None: write current values that `base` has."""
+        """Write the values after `update`, which `base` has checked; None: write the current values of `base`."""
         scratch = np.empty(0, np.uint8)
         for name, target in self._targets.items():
             if update is None and base.weights.kinds.get(name) != target.kind:

@@ -1,8 +1,8 @@
-"""A folder of updates that receivers read, as files or over HTTP: versions, chains and late joiners.
+"""Store of published updates: a folder that receivers read, as files or over HTTP.
 
-The folder has a file for each update, and a file ``head``, which lists them. The file of an update is written first;
-renaming the new ``head`` publishes it. The folder may be on a shared disk, be copied to an object store (``head``
-last), or be served by :func:`codec.weight_sync.serve`.
+The folder has a file for each update, and a file ``head``, which lists the updates. The file of an update is written
+first; renaming the new ``head`` publishes the update. The folder may be on a shared disk, be copied to an object store
+(``head`` last), or be served by :func:`codec.weight_sync.serve`.
 """
 
 import json
@@ -20,12 +20,12 @@ from codec.weight_sync.update import MAX_VERSION, Update
 from codec.weight_sync.writing import remove_temporary
 
 _FORMAT = 1
-_MOST_HEAD = 1 << 24  # bytes
-TIMEOUT = 60.0  # seconds without a byte from a server
+_MOST_HEAD = 1 << 24  # maximum size of the file ``head``, in bytes
+TIMEOUT = 60.0  # default of the maximum time without data from a server, in seconds
 
 
 class Listed(NamedTuple):
-    """Update in the list of a store."""
+    """Entry of an update in the list of a store."""
 
     version: int
     base: int | None
@@ -38,7 +38,7 @@ class Listed(NamedTuple):
 
 
 def file_name(version: int, base: int | None) -> str:
-    """Return the name of the file of an update, or of a snapshot if `base` is None."""
+    """Return the file name of an update, or of a snapshot if `base` is None."""
     return f"{version:020d}.{'snapshot' if base is None else 'update'}"
 
 
@@ -50,11 +50,11 @@ class UpdateStore:
     folder : str or path
         Folder, which is created if it does not exist.
     keep : int
-        Number of snapshots that are kept, with the updates that follow them. Older files are deleted when a snapshot is
-        published.
+        Number of snapshots to keep, together with the updates that follow them. Publishing a snapshot deletes older
+        files.
     base : int, optional
-        Version that all receivers have without the store, which may begin with an update of it. Default: an empty store
-        begins with a snapshot.
+        Version that all receivers already have, so that the first update of the store may refer to it. Default: an
+        empty store must begin with a snapshot.
 
     Raises
     ------
@@ -86,11 +86,11 @@ class UpdateStore:
             raise ArgumentError(f"{self.folder} cannot be used: {e.strerror}") from None
 
     def path(self, version: int, base: int | None) -> Path:
-        """Return the path of the file of an update, such as for ``WeightSender.diff(file=...)``."""
+        """Return the path for the file of an update, to pass to ``WeightSender.diff(file=...)``."""
         return self.folder / file_name(version, base)
 
     def put(self, update: Update) -> None:
-        """Write the file of an update, unless it is there. Receivers do not find it before :meth:`publish`."""
+        """Write the file of an update, unless it exists. Receivers find the update only after :meth:`publish`."""
         path = self.path(update.version, update.base)
         if not path.exists() or Update.open(path).data != update.data:
             with replaced(path) as f:
@@ -102,7 +102,7 @@ class UpdateStore:
         Raises
         ------
         StateError
-            The update does not follow the last one in the list.
+            The base of the update is not the last version in the list, or a snapshot is older than that version.
         """
         listed = read_head(self.folder)
         last = listed[-1].version if listed else self._base
@@ -122,26 +122,26 @@ class UpdateStore:
         self._delete_before(oldest, {one.file for one in listed})
 
     def clear(self) -> None:
-        """Delete all updates, for a run that begins anew."""
+        """Delete all updates, at the start of a new run."""
         (self.folder / "head").unlink(missing_ok=True)
         self._delete_before(MAX_VERSION, set())
 
     def _delete_before(self, version: int, kept: set[str]) -> None:
-        """Delete the files of older versions; a file that was put for a later version stays."""
+        """Delete the files of versions up to `version`, except `kept`."""
         for path in self.folder.glob("*.*"):
             if path.stem.isdecimal() and int(path.stem) <= version and path.name not in kept:
                 path.unlink(missing_ok=True)
 
 
 def read_head(source: str | PathLike[str], timeout: float = TIMEOUT) -> list[Listed]:
-    """Return the list of a store, oldest first; empty if nothing was published.
+    """Return the list of updates in a store, oldest first; empty if nothing was published.
 
     Parameters
     ----------
     source : str or path
-        Folder, or the URL of a server.
+        Folder of the store, or the URL of its server.
     timeout : float
-        Seconds to wait for each byte from a server.
+        Maximum time without data from a server, in seconds.
 
     Raises
     ------
@@ -181,12 +181,15 @@ def _parsed(body: Any) -> Iterator[Listed]:
 
 
 def chain(listed: Sequence[Listed], version: int | None) -> list[Listed]:
-    """Return the updates from a version to the last one; from the last snapshot if no chain begins at the version.
+    """Return the updates that lead from `version` to the last version.
+
+    If no chain begins at `version`, return the latest snapshot from which a chain leads to the last version, and that
+    chain.
 
     Raises
     ------
     StateError
-        There is no such chain.
+        Neither chain exists.
     """
     after = {one.base: one for one in listed if one.base is not None}
     last = listed[-1].version if listed else version
@@ -204,7 +207,7 @@ def chain(listed: Sequence[Listed], version: int | None) -> list[Listed]:
 
 
 def read_update(source: str | PathLike[str], one: Listed, timeout: float = TIMEOUT) -> Update:
-    """Return an update in the list of a store."""
+    """Read an update from a store; `one` is its entry in the list."""
     if not is_url(source):
         return Update.open(Path(source) / one.file)
     data = read_remote(str(source), one.file, one.nbytes, timeout)
@@ -223,20 +226,20 @@ def pull(
     timeout: float = TIMEOUT,
     progress: Callable[[Update], object] | None = None,
 ) -> int | None:
-    """Bring a receiver to the last version in a store: by the updates that it misses, or from a snapshot.
+    """Update a receiver to the last version in a store, with the updates that it lacks or from a snapshot.
 
     Parameters
     ----------
     receiver : WeightReceiver
-        Receiver of any version, or without weights.
+        Receiver with any version, or without weights.
     source : str or path
         Folder of an :class:`UpdateStore`, or the URL of :func:`serve`.
     load : callable, optional
-        As in :meth:`WeightReceiver.apply`, for each update.
+        As in :meth:`WeightReceiver.apply`; called for each update.
     like, into : optional
         As in :meth:`WeightReceiver.apply`.
     timeout : float
-        Seconds to wait for each byte from a server.
+        Maximum time without data from a server, in seconds.
     progress : callable, optional
         Called with each update after it was applied.
 
@@ -250,9 +253,10 @@ def pull(
     ArgumentError
         The store cannot be read.
     StateError
-        No chain leads from the receiver's version to the last one, or the receiver's weights are other ones.
+        No chain leads from the receiver's version or a snapshot to the last version, or the receiver's weights differ
+        from the base of an update.
     FrameError, LimitError
-        As in :meth:`WeightReceiver.stage`. The receiver has the version that it reached.
+        As in :meth:`WeightReceiver.stage`. The receiver keeps the last version that it has reached.
     """
     for one in chain(read_head(source, timeout), receiver.version):
         update = read_update(source, one, timeout)

@@ -1,6 +1,6 @@
-"""Bytes of an update: a header, an index of all tensors, and a frame for each changed piece (weight-updates.md).
+"""Format of an update: a header, an index of all tensors, and a frame for each changed piece (weight-updates.md).
 
-Every byte is covered by a check: header and index by a BLAKE2b digest, frames by their own checksums.
+Every byte is covered by a check: header and index by a BLAKE2b digest, each frame by the checksum in the frame.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from codec.tensors.view import fetch, view_bytes
 
 MAGIC = b"\x89CWU\r\n\x1a\n"
 FORMAT = 1
-PIECE_NBYTES = 1 << 25  # bytes of values in each frame but the last of a tensor
+PIECE_NBYTES = 1 << 25  # size of a piece in bytes; the last piece of a tensor may be smaller
 MAX_RANK = 8
 MAX_VERSION = (1 << 64) - 2
 NO_DIGEST = bytes(16)
 
 _NO_BASE = (1 << 64) - 1
 _HEAD = Struct("<8sIIQQQQ16s16s")
-HEAD_NBYTES = _HEAD.size + 16  # with the digest of header and index
+HEAD_NBYTES = _HEAD.size + 16  # size of the header in bytes, with the digest of header and index
 _NAME, _KIND, _SIZE, _LENGTH = Struct("<H"), Struct("<BB"), Struct("<Q"), Struct("<I")
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 
     @property
     def spans(self) -> list[Span]:
-        """Begin and end of each piece, in bytes of the tensor. Each piece has a frame of its own."""
+        """Begin and end of each piece, as byte offsets in the tensor. Each piece is encoded as a separate frame."""
         n = self.nbytes
         return [(begin, min(begin + PIECE_NBYTES, n)) for begin in range(0, n, PIECE_NBYTES)]
 
@@ -57,10 +57,10 @@ class Kind(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Tensor in the index of an update."""
+    """Entry of a tensor in the index of an update."""
 
     kind: Kind
-    # Bytes of the update that hold the frame of each piece. An empty range: the piece is unchanged.
+    # Byte range of each piece's frame in the update. An empty range: the piece is unchanged.
     frames: tuple[Span, ...]
 
     @property
@@ -70,7 +70,7 @@ class Entry(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Versions and digests of an update."""
+    """Versions and digests in the header of an update."""
 
     version: int
     base: int | None
@@ -79,34 +79,36 @@ class Head(NamedTuple):
 
 
 class Update:
-    """Update of weights from a version to a later one, or a snapshot of a version. Header and index were checked.
+    """Update of weights from one version to a later one, or snapshot of a version.
+
+    The constructor checks header and index; :meth:`WeightReceiver.stage` checks the frames.
 
     Parameters
     ----------
     data : bytes, buffer, array or tensor
-        Whole update. Bytes in host memory are not copied, and must not change.
+        Bytes of the whole update. Data in host memory are not copied, and must not change.
 
     Attributes
     ----------
     data : memoryview
-        Bytes of the update, to be written to a file or a connection.
+        Bytes of the update, to write to a file or send over a connection.
     nbytes : int
         Size of the update in bytes.
     version : int
         Version of the weights after the update.
     base : int or None
-        Version of the weights that the update is applied to. None: a snapshot, which needs no base.
+        Version to which the update must be applied. None: the update is a snapshot, which needs no base.
     tensors : dict of str to Kind
-        ``dtype`` and ``shape`` of all tensors, also of unchanged ones.
+        ``dtype`` and ``shape`` of all tensors, including unchanged ones.
     changed : tuple of str
-        Names of the tensors that the update changes; all of a snapshot.
+        Names of the tensors that the update changes; all names for a snapshot.
     base_digest, digest : bytes
-        Digests of the weights before and after the update, 16 bytes. `base_digest` of a snapshot is zeros.
+        Digests of the weights before and after the update, 16 bytes. `base_digest` of a snapshot is all zeros.
 
     Raises
     ------
     FrameError
-        The bytes are not an update. ChecksumError and UnsupportedError are kinds of it.
+        The bytes are not an update. Subclasses are ChecksumError for damage, UnsupportedError for another format.
 
     See Also
     --------
@@ -163,17 +165,17 @@ class Update:
 
     @property
     def base(self) -> int | None:
-        """Version of the weights that the update is applied to; None for a snapshot."""
+        """Version to which the update must be applied; None for a snapshot."""
         return self.head.base
 
     @property
     def base_digest(self) -> bytes:
-        """Digest of the weights before the update; zeros for a snapshot."""
+        """Digest of the weights before the update, 16 bytes; all zeros for a snapshot."""
         return self.head.base_digest
 
     @property
     def digest(self) -> bytes:
-        """Digest of the weights after the update."""
+        """Digest of the weights after the update, 16 bytes."""
         return self.head.digest
 
     @property
@@ -183,7 +185,7 @@ class Update:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Names of the tensors that the update changes; all of a snapshot."""
+        """Names of the tensors that the update changes; all names for a snapshot."""
         return tuple(name for name, entry in self.entries.items() if entry.changed or self.base is None)
 
     def frame(self, name: str, piece: int) -> Bytes | None:
@@ -226,8 +228,9 @@ def head_and_index(head: Head, tensors: Sequence[tuple[str, Kind, Sequence[int]]
     Parameters
     ----------
     head : Head
+        Versions and digests.
     tensors : sequence of (name, kind, frame sizes)
-        Tensors in the order of their frames, with the size in bytes of each piece's frame, 0 for an unchanged piece.
+        Tensors in the order of their frames. Frame sizes are in bytes, one per piece; 0 for an unchanged piece.
     """
     index = bytearray()
     for name, kind, sizes in tensors:
@@ -252,7 +255,7 @@ def index_nbytes(tensors: Mapping[str, Kind]) -> int:
 
 
 def check_name(name: Any) -> str:
-    """Return the name of a tensor if an index can hold it, or raise ArgumentError."""
+    """Return `name` if it is a valid tensor name for an index, otherwise raise ArgumentError."""
     try:
         if isinstance(name, str) and 0 < len(name.encode()) < 1 << 16:
             return name
@@ -278,7 +281,7 @@ def weights_digest(tensors: Mapping[str, tuple[Kind, Sequence[bytes]]]) -> bytes
 
 
 def parse(data: Bytes) -> tuple[Head, dict[str, Entry]]:
-    """Return versions, digests and index of an update.
+    """Parse and check the header and the index of an update.
 
     Raises
     ------
@@ -321,7 +324,7 @@ def parse(data: Bytes) -> tuple[Head, dict[str, Entry]]:
 
 
 def _entries(index: bytes, count: int, at: int) -> dict[str, Entry]:
-    """Return the tensors of an index, whose frames begin at byte `at`. Raise ValueError if they are invalid."""
+    """Parse an index of `count` tensors; frames begin at byte `at` of the update. Raise ValueError if invalid."""
     entries: dict[str, Entry] = {}
     p = 0
 

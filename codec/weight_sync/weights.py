@@ -20,19 +20,19 @@ Given = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 @dataclass(slots=True)
 class Slot:
-    """Values of a tensor, with the digest of each piece."""
+    """Memory of a tensor, with the digest of each piece."""
 
     kind: Kind
     memory: Bytes
     digests: list[bytes] = field(default_factory=list[bytes])
 
     def piece(self, k: int) -> Bytes:
-        """Return the memory of a piece."""
+        """Return the memory of piece `k`."""
         return self.memory[k * PIECE_NBYTES : (k + 1) * PIECE_NBYTES]
 
     @property
     def view(self) -> TensorView:
-        """The values as a tensor."""
+        """View of the memory as a tensor with the dtype and shape of `kind`."""
         return view(self.memory)._replace(dtype=self.kind.dtype, shape=self.kind.shape)
 
     def measure(self) -> list[bytes]:
@@ -49,11 +49,11 @@ class Weights(dict[str, Slot]):
         return {name: slot.kind for name, slot in self.items()}
 
     def digest(self) -> bytes:
-        """Return the digest of all tensors, from the digests of their pieces."""
+        """Return the digest of all tensors, 16 bytes, computed from the digests of their pieces."""
         return weights_digest({name: (slot.kind, slot.digests) for name, slot in self.items()})
 
     def damaged(self) -> list[str]:
-        """Return the names of tensors whose values do not have their digests."""
+        """Recompute all digests, and return the names of tensors whose stored digests differ."""
         return [name for name, slot in self.items() if slot.measure() != slot.digests]
 
 
@@ -72,7 +72,10 @@ def copied(given: Given) -> Weights:
 
 
 def allocated(kinds: Mapping[str, Kind], memory: Bytes | None = None) -> Weights:
-    """Return weights with undefined digests: with values in new memory, or one after the other in memory given."""
+    """Return weights whose digests are not set. Tensors are views of `memory`, one after the other.
+
+    If `memory` is None, each tensor gets new memory.
+    """
     weights, at = Weights(), 0
     for name, kind in kinds.items():
         values = np.empty(kind.nbytes, np.uint8) if memory is None else memory[at : at + kind.nbytes]
@@ -82,7 +85,7 @@ def allocated(kinds: Mapping[str, Kind], memory: Bytes | None = None) -> Weights
 
 
 def memory_nbytes(kinds: Iterable[Kind]) -> int:
-    """Return the bytes of memory that :func:`allocated` needs for these tensors, one after the other."""
+    """Return the number of bytes that :func:`allocated` needs for these tensors in one block of memory."""
     return sum(map(_aligned, kinds))
 
 
@@ -91,12 +94,12 @@ def _aligned(kind: Kind) -> int:
 
 
 def is_streamed(given: Given) -> bool:
-    """Return True for an iterable that can be read once only, False for a mapping or module."""
+    """Return True for an iterable, which can be read only once; False for a mapping or module."""
     return not isinstance(given, Mapping) and not hasattr(given, "state_dict")
 
 
 def items(given: Given) -> Iterable[tuple[str, Any]]:
-    """Return the pairs of name and tensor of an argument; of a torch module, those of its state_dict."""
+    """Return (name, tensor) pairs of a mapping, of a torch module's state_dict, or of an iterable of pairs."""
     if hasattr(given, "state_dict"):
         given = cast(Any, given).state_dict()
     if isinstance(given, Mapping):
@@ -108,14 +111,14 @@ def items(given: Given) -> Iterable[tuple[str, Any]]:
 
 
 def as_view(x: Any) -> TensorView:
-    """Return a view of a tensor, of a :func:`codec.view`, or of a view."""
+    """Return a TensorView of a tensor or of a :func:`codec.view`; return a TensorView unchanged."""
     if isinstance(x, TensorView):
         return x
     return view(x.tensor, x.dtype) if isinstance(x, View) else view(x)
 
 
 def kind_of(name: str, v: TensorView) -> Kind:
-    """Return dtype and shape of a tensor; raise ArgumentError if its values cannot be read."""
+    """Return dtype and shape of a tensor; raise ArgumentError if it is on the device "meta"."""
     if v.device == "meta":
         raise ArgumentError(f"{name!r} is on meta, where tensors have no values")
     return Kind(v.dtype, v.shape)
@@ -136,6 +139,6 @@ def pieces_of(v: TensorView) -> Iterator[Bytes]:
 
 
 def new_tensor(kind: Kind, like: Any) -> tuple[Any, Bytes]:
-    """Allocate a tensor of the kind of `like`, and return it with its memory."""
+    """Allocate a tensor of the library of `like`, and return it and a view of its bytes."""
     tensor, v = empty(kind.dtype, kind.shape, like)
     return tensor, np.frombuffer(ffi.buffer(v.data, v.nbytes) if v.nbytes else bytearray(), np.uint8)

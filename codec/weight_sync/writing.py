@@ -1,4 +1,4 @@
-"""Encoding of an update: tensors are read one by one, and each frame is written as soon as it is encoded."""
+"""Encode an update: read tensors one by one, and write each frame as soon as it is encoded."""
 
 from collections.abc import Callable, Iterable, Mapping
 from io import BytesIO
@@ -25,15 +25,15 @@ from codec.weight_sync.update import (
 )
 from codec.weight_sync.weights import Given, Weights, as_view, is_streamed, items, kind_of, pieces_of
 
-BATCH_NBYTES = 1 << 26  # bytes of values that are encoded by one call
-BATCH_PIECES = 1024
+BATCH_NBYTES = 1 << 26  # bytes of tensor values after which waiting pieces are encoded, in one call
+BATCH_PIECES = 1024  # number of pieces after which waiting pieces are encoded
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
-Progress = Callable[[int, int], object]  # function of the bytes that were read and the bytes of all tensors
+Progress = Callable[[int, int], object]  # function of (bytes of the tensors read so far, bytes of all tensors)
 
 
 class Piece(NamedTuple):
-    """Piece that waits to be encoded."""
+    """Piece of a tensor that waits to be encoded."""
 
     name: str
     new: Bytes
@@ -42,17 +42,18 @@ class Piece(NamedTuple):
 
 
 class Encoder:
-    """Writer of the frames of one update, in the order in which tensors are given.
+    """Encoder and writer of one update. Frames are written in the order in which tensors are added.
 
     Parameters
     ----------
     kinds : mapping of str to Kind
-        All tensors.
+        Dtype and shape of all tensors.
     base : Weights or None
         Weights before the update. None: write a snapshot.
     file : binary file
-        Seekable. Frames are written to it, then header and index before them.
+        Seekable file. Frames are written first; :meth:`finish` then writes header and index in front of them.
     options : CallOptions, optional
+        Engine and number of threads.
     """
 
     def __init__(self, kinds: Mapping[str, Kind], base: Weights | None, file: BinaryIO, options: Any) -> None:
@@ -64,7 +65,7 @@ class Encoder:
         file.seek(index_nbytes(kinds))
 
     def add(self, name: str, tensor: Any) -> None:
-        """Encode a tensor, unless enough pieces do not wait yet. Its memory must not change before :meth:`flush`."""
+        """Add a tensor. Its pieces are encoded in batches, so its memory must not change before :meth:`flush`."""
         v = as_view(tensor)
         if name in self._sizes:
             raise ArgumentError(f"tensor {name!r} was given twice")
@@ -75,7 +76,7 @@ class Encoder:
                 "with a snapshot only, diff(..., full=True)"
             )
         old = None if self._base is None else self._base[name]
-        if old is not None and v.device == "cpu" and v.address == old.view.address:  # the memory of the base itself
+        if old is not None and v.device == "cpu" and v.address == old.view.address:  # view of the base: unchanged
             self.put(name, ((None, digest) for digest in old.digests))
             return
         self._sizes[name], self._digests[name] = [], []
@@ -88,7 +89,7 @@ class Encoder:
                 self.flush()
 
     def flush(self) -> None:
-        """Encode and write all pieces that wait."""
+        """Encode all waiting pieces, and write their frames."""
         waiting, self._waiting, self._nbytes = self._waiting, [], 0
         dtypes = [self._kinds[p.name].dtype for p in waiting]
         new = [p.new for p in waiting]
@@ -102,13 +103,14 @@ class Encoder:
             self._write(piece.name, frame, digest, piece.old_digest)
 
     def put(self, name: str, frames: Iterable[tuple[bytes | None, bytes]]) -> None:
-        """Write the frames of a tensor, in place of :meth:`add`.
+        """Write frames of a tensor that are encoded already; an alternative to :meth:`add`.
 
         Parameters
         ----------
         name : str
+            Name of the tensor.
         frames : iterable of (bytes or None, bytes)
-            Frame of each piece, None for an unchanged one, and the digest of the piece in the base.
+            For each piece its frame, None if it is unchanged, and the digest of the piece in the base.
         """
         self.flush()
         self._sizes[name], self._digests[name] = [], []
@@ -123,12 +125,12 @@ class Encoder:
         self._digests[name].append(digest)
 
     def finish(self, version: int, base: int | None) -> bytes:
-        """Write header and index, and return the digest of the weights.
+        """Write header and index, and return the digest of the weights after the update.
 
         Raises
         ------
         ArgumentError
-            A tensor was not given.
+            A tensor of `kinds` was not added.
         """
         self.flush()
         if missing := self._kinds.keys() - self._sizes.keys():
@@ -152,7 +154,7 @@ def write_update(
     options: CallOptions | None,
     progress: Progress | None = None,
 ) -> Update:
-    """Encode an update, into a file or memory.
+    """Encode an update, to a file or in memory.
 
     Parameters
     ----------
@@ -161,13 +163,13 @@ def write_update(
     version, base_version : int
         Versions after and before the update.
     base : Weights or None
-        Weights before the update. None: encode a snapshot; `given` is a mapping then.
+        Weights before the update. None: encode a snapshot; `given` must then be a mapping.
     file : path or None
-        File to write, which appears when it is complete. None: return the update in memory.
+        File to write; it appears once it is complete. None: return the update in memory.
     options : CallOptions, optional
-        Engine and threads.
+        Engine and number of threads.
     progress : callable, optional
-        Called with the number of bytes read, and with the total.
+        Called after each tensor with the number of bytes read so far, and with the total.
     """
     pairs, streamed = items(given), is_streamed(given)
     if base is None:
@@ -201,6 +203,6 @@ def write_update(
 
 
 def remove_temporary(folder: Path) -> None:
-    """Delete the temporary files that a killed process has left in a folder, which no other process writes."""
+    """Delete temporary files that a killed process has left in a folder. No other process may write to the folder."""
     for path in folder.glob(".*.tmp"):
         path.unlink(missing_ok=True)
