@@ -1,4 +1,4 @@
-"""State between steps: residuals of error feedback, codebooks that all ranks share, activations of samples."""
+"""State that persists between steps: error-feedback residuals, shared codebooks, and activations of samples."""
 
 from codec.stateful.activation.change import ActivationStats
 from codec.stateful.activation.delta import ActivationDelta

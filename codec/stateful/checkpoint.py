@@ -35,7 +35,7 @@ def array_of(name: str, value: Any, dtype: str) -> np.ndarray[Any, Any]:
 
 
 def plain(saved: Any, name: str, kind: type[Any]) -> Any:
-    """Return an entry of type `kind`, int or str. numpy's files store such an entry as an array of shape ()."""
+    """Return an entry of type `kind`, int or str. It may be an array of shape (), as numpy's files store it."""
     try:
         value = saved[name]
     except (LookupError, TypeError, ValueError):
@@ -47,14 +47,14 @@ def plain(saved: Any, name: str, kind: type[Any]) -> Any:
 
 
 def opened(saved: Any) -> dict[str, Any]:
-    """Return a copy of a state dict, whose version must be VERSION."""
+    """Return a shallow copy of a state dict; raise StateError if its version is not VERSION."""
     if (version := plain(saved, "version", int)) != VERSION:
         raise StateError(f"this state dict has version {shown_value(version)}; version {VERSION} can be loaded")
     return dict(cast(Mapping[str, Any], saved))
 
 
 def save(role: str, store: Store) -> dict[str, Any]:
-    """Return residuals as a state dict. Equal residuals give equal dicts, whatever their buckets are."""
+    """Return residuals as a state dict. The dict does not depend on how parameters are grouped into buckets."""
     runs = union(r for r, _ in pieces(store))
     residuals = gather(store, tuple(runs))
     ends = np.cumsum([stop - start for _, start, stop in runs])
@@ -68,7 +68,7 @@ def load(saved: Any) -> tuple[str, Store]:
     Raises
     ------
     StateError
-        `saved` is not a state dict, or holds NaN or Inf.
+        `saved` is not a state dict, or contains NaN or Inf.
     """
     entries = opened(saved)
     role = plain(entries, "role", str)

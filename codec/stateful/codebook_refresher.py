@@ -1,4 +1,4 @@
-"""Codebooks that all ranks share, rebuilt periodically from counts of the tensors that they send."""
+"""Codebooks that all ranks share, rebuilt periodically from symbol counts of the tensors that ranks send."""
 
 import re
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from codec.stateful.checkpoint import VERSION, array_of, opened, plain
 from codec.tensors.view import dtype_name
 
 _DEFAULT = Lossless()
-_LEAST = 512  # values; the codec ignores codebooks for smaller tensors
-_NAMED = 17  # bytes of Codebook.to_bytes that are not code lengths, and bytes of a frame that refer to a codebook by id
-_STEPS = (1 << 62) - 1  # the highest step
-_MAX_COUNT = 1 << 53  # count of a symbol, or of bits, on one rank: the sum over 1,000 ranks fits int64
+_LEAST = 512  # number of values below which the codec ignores codebooks
+_NAMED = 17  # bytes of Codebook.to_bytes besides code lengths; also the bytes with which a frame refers to a codebook
+_STEPS = (1 << 62) - 1  # highest step number
+_MAX_COUNT = 1 << 53  # maximum count of a symbol, or of bits, on one rank: the sum over 1,000 ranks fits int64
 
-_ENTRIES = ("version", "symbols", "latest", "counts")  # entries of a state dict, besides its codebooks
+_ENTRIES = ("version", "symbols", "latest", "counts")  # entries of a state dict, except codebooks
 _BOOK = re.compile(r"book\[([0-9]{1,19})\]")
 
 
@@ -28,13 +28,14 @@ class CodebookRefresher:
     """Refresh a shared codebook periodically, without blocking and without messages about the switch.
 
     Each rank counts the symbols of the tensors that it encodes. In every step for which :meth:`due` returns True, the
-    counts are summed over all ranks. This all-reduce may overlap with the next `delay` steps. Every rank builds the
-    same codebook from the sums, and uses it from that step + `delay` on. Frames refer to their codebook by id, so the
-    previous codebook is kept for frames in flight. Decisions depend on steps and sums only, so all ranks agree.
+    caller sums the counts over all ranks. This all-reduce may overlap with the next `delay` steps. Every rank builds
+    the same codebook from the sums, and uses it from `delay` steps after the counts on. Frames refer to their codebook
+    by id, so the previous codebook is kept for frames in flight. Decisions depend only on steps and sums, so all ranks
+    agree.
 
-    There is a codebook only if it saves bits: if all counted values take fewer bits with it than with one codebook for
-    each tensor, which is part of the frame. It saves bits if tensors are many, small and similar. Gradients of
-    different layers are not similar: their frames are smaller with their own codebooks.
+    A codebook is used only if it saves bits: if all counted values need fewer bits with it than with a separate
+    codebook in each frame. It saves bits if there are many small and similar tensors. Gradients of different layers are
+    not similar, and their frames are smaller with separate codebooks.
 
     Parameters
     ----------
@@ -43,9 +44,9 @@ class CodebookRefresher:
     dtype : str, type or dtype
         Dtype of the tensors. For Lossless, any dtype with exponents gives the same symbols.
     interval : int
-        Steps between two refreshes, more than `delay`.
+        Number of steps between two refreshes, more than `delay`.
     delay : int
-        Steps from the counts to the first use of their codebook, at least 1. The all-reduce may take that long.
+        Number of steps from the counts to the first use of their codebook, at least 1; the time for the all-reduce.
 
     Raises
     ------
@@ -54,8 +55,8 @@ class CodebookRefresher:
 
     References
     ----------
-    .. [1] "GComp: Near-Lossless Gradient Compression for Data-Parallel Distributed DNN Training", SoCC 2024: its
-       asynchronous reduction of histograms.
+    .. [1] "GComp: Near-Lossless Gradient Compression for Data-Parallel Distributed DNN Training", SoCC 2024: describes
+       the asynchronous reduction of histograms.
 
     Examples
     --------
@@ -91,23 +92,23 @@ class CodebookRefresher:
         self._books: dict[int, Codebook | None] = {0: None}  # the last two codebooks, by the first step of their use
 
     def count(self, x: Any, spec: BoundSpec | None = None) -> None:
-        """Count the symbols of a tensor, in the sample that encoding takes.
+        """Count the symbols of a tensor, in the same sample of its values that encoding uses.
 
-        Count only in steps that are :meth:`due`: for a small tensor, counting takes longer than encoding. With error
-        feedback, pass the gradient: its symbols approximate those of gradient + residual.
+        Call this only in steps for which :meth:`due` returns True: for a small tensor, counting takes longer than
+        encoding. With error feedback, pass the gradient; its symbols approximate the symbols of gradient + residual.
 
         Parameters
         ----------
         x : array, tensor or View
-            Tensor that is to be encoded.
+            Tensor to be encoded.
         spec : BoundSpec, optional
             The refresher's spec, bound to an optimizer, if it is :class:`codec.Truncate`.
 
         Raises
         ------
         ArgumentError, EngineError, StateError
-            As in :meth:`Codebook.from_tensors`, or x has other symbols than tensors of `dtype`. The counts are
-            unchanged.
+            As in :meth:`Codebook.from_tensors`; or the symbols of x are not of the kind that `dtype` has. The counts
+            are unchanged.
         """
         if spec is not None and (not isinstance(spec, BoundSpec) or spec.spec != self.spec):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SpecError(f"spec must be {self.spec} bound to an optimizer, got {shown(spec)}")
@@ -117,17 +118,17 @@ class CodebookRefresher:
             raise ArgumentError(f"under {self.spec} tensors of {dtype} have other symbols than those of {self.dtype}")
         if n < _LEAST or not (taken := int(sample.sum())):
             return
-        counts = sample * n // taken  # scaled to all n values, since the sampled fraction differs between tensors
+        counts = sample * n // taken  # scale counts from the sample to all n values; tensors differ in sampling rate
         bits = min(self._bits(own, counts) + 8 * (len(own.to_bytes()) - _NAMED), 8 * n)
         self._counts += np.append(counts, bits)
 
     def _bits(self, book: Codebook, counts: Counts) -> int:
-        """Return the size in bits of the counted symbols, encoded with a codebook."""
+        """Return the number of bits that the counted symbols need with a codebook."""
         lengths = np.frombuffer(book.lengths, np.uint8).astype(np.int64)
         return int(counts @ np.where(lengths, lengths, book.escape_length + self._literal))
 
     def due(self, step: int) -> bool:
-        """Return True if counts are to be summed in this step: in every `interval`-th step, except step 0."""
+        """Return True if counts must be summed in this step: in every `interval`-th step, except step 0."""
         return step > 0 and step % self.interval == 0
 
     def counts(self) -> Counts:
@@ -136,30 +137,31 @@ class CodebookRefresher:
         Returns
         -------
         numpy.ndarray of int64, shape (257,)
-            A copy: 256 counts of values by symbol, then the bits that they take with one codebook for each tensor.
+            Copy of the counts: the number of values by symbol (256 items), then the number of bits that these values
+            need with a separate codebook for each tensor.
         """
         return self._counts.copy()
 
     def propose(self, step: int, summed_counts: Any) -> None:
-        """Build the codebook for `step` + `delay` and later steps, or decide that these steps have none.
+        """Build the codebook for `step` + `delay` and later steps, or decide that these steps use none.
 
         Every rank must call this with equal arguments, before it calls :meth:`current` for step `step` + `delay`.
-        Counts restart at 0: symbols that were counted during the all-reduce are dropped.
+        Counts restart at 0, so symbols that were counted during the all-reduce are dropped.
 
         Parameters
         ----------
         step : int
-            Step in which the counts were taken.
+            Step in which :meth:`counts` was called.
         summed_counts : array or tensor of int64, shape (257,)
             Sum over all ranks of :meth:`counts` in that step.
 
         Raises
         ------
         ArgumentError
-            `step` is not a step, or `summed_counts` are not 257 integers of 0 or more.
+            `step` is not a valid step number, or `summed_counts` are not 257 non-negative integers.
         StateError
             The call is too late: :meth:`current` was already called for step `step` + `delay` or a later one. Or the
-            call is too early: the previous codebook is not yet in use in `step`. The refresher keeps its state.
+            call is too early: the previous codebook is not yet in use in `step`. The refresher is unchanged.
         """
         step = whole("step", step, 0, _STEPS - self.delay)
         try:
@@ -185,7 +187,7 @@ class CodebookRefresher:
         self._counts = np.zeros(257, np.int64)
 
     def current(self, step: int) -> Codebook | None:
-        """Return the codebook with which all ranks encode in a step; None if there is none.
+        """Return the codebook with which all ranks must encode in a step; None: encode without a shared codebook.
 
         Raises
         ------
@@ -197,7 +199,7 @@ class CodebookRefresher:
         return book
 
     def _until(self, step: int) -> dict[int, Codebook | None]:
-        """Return the codebooks in use at a step or before it, by the first step that uses them."""
+        """Return the codebooks whose use begins at `step` or earlier, by the first step that uses them."""
         step = whole("step", step, 0, _STEPS)
         if not (found := {at: book for at, book in self._books.items() if at <= step}):
             raise StateError(f"the codebook of step {step} is no longer known: only the last two codebooks are kept")
@@ -205,14 +207,15 @@ class CodebookRefresher:
 
     @property
     def books(self) -> tuple[Codebook, ...]:
-        """Codebooks that frames may refer to, for ``codebooks=``: the previous and the last one, also before use."""
+        """Codebooks to pass as ``codebooks=`` for decoding: the last two, including one that is not in use yet."""
         return tuple(book for book in self._books.values() if book is not None)
 
     def rollback(self, step: int) -> None:
         """Drop all counts, and the codebooks whose use begins after `step`, so that the step can be repeated.
 
-        After a failure, some ranks may have received a sum that others did not. All ranks agree again if all roll back
-        to the same step. All ranks then repeat an all-reduce that was in flight, or none does.
+        After a failure, some ranks may have received sums that others did not receive. Ranks agree again once all of
+        them have rolled back to the same step. An all-reduce that was in flight must be repeated on all ranks or on
+        none.
 
         Parameters
         ----------
@@ -235,9 +238,9 @@ class CodebookRefresher:
         -------
         dict
             ``version`` and ``symbols`` (int, ``CODEC_SYMBOLS_*``), ``latest`` (int, highest step so far), ``counts``
-            (int64 of shape (257,)) and one or two entries ``"book[step]"``: the bytes of the codebook (uint8) that is
-            used from that step on, of size 0 if there is none. All entries except ``counts`` are equal on all ranks, so
-            a new rank may load the state dict of any other.
+            (int64 of shape (257,)), and one or two entries ``"book[step]"``: the bytes (uint8) of the codebook that is
+            used from that step on, empty if none is used. All entries except ``counts`` are equal on all ranks, so a
+            new rank may load the state dict of any other rank.
         """
         books = {f"book[{at}]": book.to_bytes() if book else b"" for at, book in self._books.items()}
         return {
@@ -254,13 +257,13 @@ class CodebookRefresher:
         Parameters
         ----------
         state_dict : mapping
-            Return value of :meth:`state_dict`, also after saving and loading. Arrays are copied.
+            Return value of :meth:`state_dict`, possibly saved to a file and loaded again. Arrays are copied.
 
         Raises
         ------
         StateError
-            `state_dict` is not a state dict, is of another version or of another spec's symbols, or has a number out of
-            range. The refresher keeps its state.
+            `state_dict` is not a state dict, has another version, has the symbols of another spec, or contains a number
+            out of range. The refresher is unchanged.
         """
         entries = opened(state_dict)
         symbols, latest = plain(entries, "symbols", int), plain(entries, "latest", int)

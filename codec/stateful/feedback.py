@@ -1,4 +1,4 @@
-"""Error feedback: the quantization error of a frame is added to the next tensor."""
+"""Error feedback: add the quantization error of a frame to the next tensor."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,33 +25,34 @@ class ErrorFeedback:
 
     For a gradient g and a residual e, the frame of g + e is sent, and the new residual is e' = g + e - decode(frame),
     each sum rounded to float32. Thus the sum of all decoded tensors plus e is the sum of all gradients. Optimizers that
-    are linear in the gradient, such as SGD, receive the full sum. Adam does not: it divides by a magnitude that the
-    error is part of.
+    are linear in the gradient, such as SGD, so receive the full sum of gradients. Adam does not, because it divides by
+    a running magnitude, which includes the error.
 
-    A step is :meth:`begin`, encode, :meth:`commit`. Buffers of :meth:`begin` are copies, so :meth:`rollback` restores
-    bit-identical residuals after a step that fails on this or another rank. Residuals take 8 bytes for each value (two
-    float32; on a server, for each value that it owns). Memory is allocated only for a new layout. An object must not
-    be used by several threads at the same time, but several threads may encode slices of one buffer.
+    A step calls :meth:`begin`, encodes, and calls :meth:`commit`. Buffers of :meth:`begin` are copies, so
+    :meth:`rollback` restores bit-identical residuals after a step that fails on this or another rank. Residuals need 8
+    bytes of memory per value (two float32), on a server per value that the server owns. Memory is allocated only for a
+    new layout. An object must not be used by several threads at the same time, but several threads may encode slices
+    of one buffer.
 
     Parameters
     ----------
     spec : Spec or str
-        Spec of :meth:`encode`, or the name of a preset. Buffers of :meth:`begin` can be used with any spec. Residuals
-        stay bounded for contractions (:attr:`codec.specs.Spec.contraction`). For other specs, such as
-        :class:`codec.Ternary`, they can grow.
+        Codec with which :meth:`encode` encodes, or the name of a preset. Buffers of :meth:`begin` can be used with any
+        spec. Residuals stay bounded if the codec is a contraction (:attr:`codec.specs.Spec.contraction`). With other
+        specs, such as :class:`codec.Ternary`, residuals can grow.
     role : {"worker", "server"}
-        "worker": residuals of the gradients that every rank sends. "server": residuals of the reduced gradients that
-        the only owner of a range sends. A two-shot all-reduce that compresses in both directions has one object of
-        each role. The roles are resharded differently.
+        "worker": residuals of the gradients that every rank sends. "server": residuals of the reduced gradients, which
+        only the owner of a range sends. A two-shot all-reduce that compresses in both directions needs one object of
+        each role. The two roles are resharded differently.
     decay : float
-        Factor of a residual each time it is added to a gradient, above 0 and at most 1. Below 1 old errors fade, which
-        keeps them from growing stale: SparseLoCo [4]_ has 0.95 with :class:`codec.TopK`. The sum of what is sent is
-        then no longer that of the gradients.
+        Factor by which a residual is multiplied each time it is added to a gradient, above 0 and at most 1. With a
+        factor below 1, old errors fade: SparseLoCo [4]_ uses 0.95 with :class:`codec.TopK`. The sum of the decoded
+        tensors then no longer equals the sum of the gradients.
 
     Raises
     ------
     ArgumentError, SpecError
-        The spec is Lossless, there is no such role, or `decay` is out of range.
+        The spec is Lossless, the role is unknown, or `decay` is out of range.
 
     References
     ----------
@@ -59,7 +60,7 @@ class ErrorFeedback:
        Training of Speech DNNs", Interspeech 2014.
     .. [2] S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019.
     .. [3] H. Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-Pass Error-Compensated
-       Compression", ICML 2019: residuals of servers.
+       Compression", ICML 2019: introduces residuals of servers.
     .. [4] A. Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv:2508.15706.
 
     Examples
@@ -94,7 +95,7 @@ class ErrorFeedback:
         self._store = ResidualStore(role, decay_of(decay))
 
     def begin(self, layout: Any) -> Array:
-        """Return a copy of the residuals of a bucket, for :func:`codec.encode` to update.
+        """Return a copy of the residuals of a bucket, to pass to :func:`codec.encode`, which updates the copy.
 
         Parameters
         ----------
@@ -105,15 +106,15 @@ class ErrorFeedback:
         Returns
         -------
         numpy.ndarray of float32, shape (number of values,)
-            Residuals, multiplied by the decay; 0 for values without one. The caller may write to the array until
-            :meth:`commit` or :meth:`rollback`, and must not write to it afterwards.
+            Residuals, multiplied by the decay; 0 for values that have no residual yet. The caller may write to the
+            array until :meth:`commit` or :meth:`rollback`, and must not write to it afterwards.
 
         Raises
         ------
         ArgumentError
-            `layout` is not a layout, or has a value twice.
+            `layout` is not a layout, or contains a parameter value twice.
         StateError
-            A value is already in a buffer that was neither committed nor rolled back.
+            A parameter value is already in a buffer that was neither committed nor rolled back.
         """
         return self._store.begin(layout)
 
@@ -122,15 +123,15 @@ class ErrorFeedback:
         self._store.commit()
 
     def rollback(self) -> None:
-        """Drop all buffers of :meth:`begin`. Residuals are bit-identical to those after the last commit."""
+        """Drop all buffers of :meth:`begin`, and restore the residuals of the last commit bit for bit."""
         self._store.rollback()
 
     def pass_on(self, layout: Any, to: "ErrorFeedback", scale: float) -> None:
-        """Move residuals of some ranges, multiplied by `scale`, to another object, which adds them to its own.
+        """Move residuals of some ranges, multiplied by `scale`, to another object, which adds them to its residuals.
 
-        Used when ranges of a server move to another rank: N times the server's residual of a mean over N ranks is
-        equivalent as a residual of this rank's worker. The move takes effect without :meth:`commit`. A :meth:`rollback`
-        of both objects undoes the move, unless either was committed after it.
+        Use this when ranges that a server owns move to another rank. For a mean over N ranks, the server's residual is
+        equivalent to N times that residual in this rank's worker object. The move takes effect without :meth:`commit`.
+        A :meth:`rollback` of both objects undoes the move, unless one of them was committed after the move.
 
         Parameters
         ----------
@@ -139,7 +140,7 @@ class ErrorFeedback:
         to : ErrorFeedback
             Object that receives the residuals.
         scale : float
-            Factor of the residuals.
+            Factor by which the residuals are multiplied.
 
         Raises
         ------
@@ -151,8 +152,8 @@ class ErrorFeedback:
     def settle(self, layout: Any) -> Array:
         """Remove and return the residuals of some ranges, for the caller to apply in another way.
 
-        The removal takes effect without :meth:`commit`. A :meth:`rollback` undoes the removal, unless something was
-        committed after it.
+        The removal takes effect without :meth:`commit`. A :meth:`rollback` undoes the removal, unless there was a
+        commit in between.
 
         Parameters
         ----------
@@ -174,14 +175,14 @@ class ErrorFeedback:
     def rescale(self, scale: float) -> None:
         """Rescale all residuals to match gradients multiplied by `scale`, such as gradients of a scaled loss.
 
-        State dicts hold residuals of unscaled gradients. The change takes effect without :meth:`commit`. A
-        :meth:`rollback` undoes the change, unless something was committed after it.
+        State dicts contain residuals of unscaled gradients. The change takes effect without :meth:`commit`. A
+        :meth:`rollback` undoes the change, unless there was a commit in between.
 
         Parameters
         ----------
         scale : float
-            Factor of the gradients, from 2^-126 to 2^126; 1 before the first call. A power of two changes exponents
-            only, so rescaling back is exact unless a residual overflows or underflows.
+            Factor of the gradients relative to unscaled gradients, from 2^-126 to 2^126; 1 before the first call. A
+            power of two changes only exponents, so rescaling back is exact unless a residual overflows or underflows.
 
         Raises
         ------
@@ -236,9 +237,9 @@ class ErrorFeedback:
         key : str
             Name of the parameter.
         x : array, tensor, buffer or View
-            Gradient, as in :func:`codec.encode`, in host memory.
+            Gradient in host memory, of a type that :func:`codec.encode` accepts.
         spec : BoundSpec, optional
-            The spec of this object, bound to the optimizer of the next step, if it is :class:`codec.Truncate`.
+            If the spec of this object is :class:`codec.Truncate`: that spec, bound to the optimizer of the next step.
         out, codebook, stream, options
             As in :func:`codec.encode`.
 
@@ -275,24 +276,26 @@ class ErrorFeedback:
         Returns
         -------
         dict
-            ``version`` (int), ``role`` (str) and an entry ``"key[start:stop]"`` for each range: residuals as float32 of
-            shape (stop - start,). Adjacent ranges are merged, and entries are sorted, so that the dict does not depend
-            on buckets. Buffers of :meth:`begin` are not included.
+            ``version`` (int), ``role`` (str), and for each range an entry ``"key[start:stop]"`` with its residuals, a
+            float32 array of shape (stop - start,). Adjacent ranges are merged and entries are sorted, so that the dict
+            does not depend on buckets. Buffers of :meth:`begin` are not included.
         """
         return self._store.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace all residuals by those of a state dict. Buffers of :meth:`begin` are dropped.
+        """Replace all residuals by those in a state dict. Buffers of :meth:`begin` are dropped.
 
         Parameters
         ----------
         state_dict : mapping
-            Return value of :meth:`state_dict`, or an item of that of :meth:`reshard`, also after saving and loading:
-            arrays may be torch tensors, and ints and strings may be numpy arrays of shape (). Arrays are copied.
+            Return value of :meth:`state_dict`, or an item of the list that :meth:`reshard` returns. If it was saved to
+            a file and loaded again, arrays may be torch tensors, and ints and strings numpy arrays of shape (). Arrays
+            are copied.
 
         Raises
         ------
         StateError
-            `state_dict` is not a state dict, has another role or version, or holds NaN or Inf. Residuals are unchanged.
+            `state_dict` is not a state dict, has another role or version, or contains NaN or Inf. The residuals are
+            unchanged.
         """
         self._store.load_state_dict(state_dict)

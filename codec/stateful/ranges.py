@@ -1,8 +1,8 @@
-"""Ranges of parameters, and stores: arrays that hold values for some of them.
+"""Ranges of parameter values, and stores, which map ranges to arrays of residuals.
 
-A range is (key, start, stop): values of the parameter `key`. A layout is a tuple of ranges, the parts of a flat bucket
-in their order. A store maps layouts to arrays. Its layouts are disjoint. Padding between parameters is a range with the
-key NOBODY: arrays have values for padding, but functions skip them.
+A range is a tuple (key, start, stop): the values [start, stop) of the parameter `key`. A layout is a tuple of ranges,
+the parts of a flat bucket in their order. A store is a dict from layouts to arrays; its layouts are disjoint. Padding
+between parameters is a range with the key NOBODY. Arrays include padding, but functions that return ranges skip it.
 """
 
 import itertools
@@ -26,10 +26,10 @@ Store = Mapping[Layout, Array]
 
 
 class Memory:
-    """Memory of a store's arrays: host memory. Subclasses have arrays elsewhere, such as tensors on a GPU."""
+    """Allocator for the arrays of a store, here in host memory. Subclasses allocate elsewhere, such as on a GPU."""
 
     def empty(self, n: int) -> Array:
-        """Return an array of `n` values."""
+        """Return an uninitialized array of `n` values."""
         return np.empty(n, np.float32)
 
     def zeros(self, n: int) -> Array:
@@ -41,11 +41,11 @@ class Memory:
         return isinstance(array, np.ndarray)
 
     def bring(self, array: Any) -> Array:
-        """Return an array if it is in this memory, else a copy of it there."""
+        """Return `array` if it is in this memory; otherwise copy it there."""
         return array if self.has(array) else array.cpu().numpy()
 
     def copy(self, array: Any, to: Any = None) -> Array:
-        """Return a copy of an array in this memory: in `to`, if that is an array here."""
+        """Copy an array to `to` if that is an array in this memory, otherwise to a new array; return the copy."""
         copy = to if self.has(to) else self.empty(len(array))
         copy[:] = self.bring(array)
         return copy
@@ -54,16 +54,16 @@ class Memory:
 HOST = Memory()
 
 NOBODY = "\0"  # key of padding; no parameter has this name
-_MOST = (1 << 60) - 1  # the highest end of a range
+_MOST = (1 << 60) - 1  # maximum end of a range
 
 
 def layout_of(given: Any) -> Layout:
-    """Return the layout that a caller gave as pairs (key, numel), triples (key, start, stop), or a view with names.
+    """Return a layout given as pairs (key, numel), triples (key, start, stop), or a view whose segments have names.
 
     Raises
     ------
     ArgumentError
-        `given` is something else, or has a value twice.
+        `given` is not a layout, or contains a parameter value twice.
     """
     if type(given) is View:
         return layout_of_view(given)
@@ -95,7 +95,7 @@ def _layout_of_segments(names: tuple[str, ...], segments: Records) -> Layout:
     return _checked_layout(tuple((name, prod(shape)) for name, shape in zip(names, shapes, strict=True)))
 
 
-@lru_cache(1024)  # each step has the same buckets, with hundreds of parameters
+@lru_cache(1024)  # every step has the same buckets, with hundreds of parameters
 def _checked_layout(given: tuple[Any, ...]) -> Layout:
     found: list[Range] = []
     for item in given:
@@ -121,7 +121,7 @@ def numel(layout: Layout) -> int:
 
 
 def cut(layout: Layout, begin: int, end: int) -> list[Range]:
-    """Return the ranges of parameters that are values [begin, end) of a layout."""
+    """Return the ranges of parameters that make up the values [begin, end) of a bucket with this layout."""
     found: list[Range] = []
     at = 0
     for key, start, stop in layout:
@@ -133,7 +133,7 @@ def cut(layout: Layout, begin: int, end: int) -> list[Range]:
 
 
 def shared(ranges: Iterable[Range]) -> Range | None:
-    """Return a range of values that two of these ranges have in common; None if all are disjoint."""
+    """Return the overlap of two of these ranges that overlap; None if all ranges are disjoint."""
     ordered = sorted(r for r in ranges if r[1] < r[2] and r[0] != NOBODY)
     for (key, _, end), (other, start, stop) in itertools.pairwise(ordered):
         if key == other and start < end:
@@ -142,7 +142,7 @@ def shared(ranges: Iterable[Range]) -> Range | None:
 
 
 def union(ranges: Iterable[Range]) -> list[Range]:
-    """Return the union of ranges as the fewest disjoint ranges, sorted, without padding."""
+    """Return the union of ranges as a sorted, minimal list of disjoint ranges, without padding."""
     found: list[Range] = []
     for key, start, stop in sorted(r for r in ranges if r[1] < r[2] and r[0] != NOBODY):
         if found and found[-1][0] == key and start <= found[-1][2]:
@@ -165,7 +165,7 @@ def pieces(store: Store) -> list[tuple[Range, Array]]:
 
 
 def gather(store: Store, layout: Layout, memory: Memory = HOST) -> Array:
-    """Return a new array of a layout's values in a memory; 0 for values that the store does not have."""
+    """Return a new array in `memory` with the stored values of a layout; 0 where the store has no value."""
     index: dict[str, list[tuple[Range, Array]]] = {}
     for piece in pieces(store):
         index.setdefault(piece[0][0], []).append(piece)
@@ -180,7 +180,7 @@ def gather(store: Store, layout: Layout, memory: Memory = HOST) -> Array:
 
 
 def forget_nobodys(values: Array, layout: Layout) -> None:
-    """Set padding to 0: state dicts omit padding, and frames must be equal after loading one."""
+    """Set padding to 0. State dicts omit padding, and frames must be bit-identical after loading a state dict."""
     at = 0
     for key, start, stop in layout:
         if key == NOBODY:
@@ -189,7 +189,7 @@ def forget_nobodys(values: Array, layout: Layout) -> None:
 
 
 def scaled(store: Store, factor: float) -> Store:
-    """Return a store of all values times a factor; `store` itself if the factor is 1."""
+    """Return a store with all values multiplied by `factor`; return `store` itself if the factor is 1."""
     if factor == 1:
         return store
     with np.errstate(over="ignore"):  # encoders reject values that become infinite
@@ -197,7 +197,10 @@ def scaled(store: Store, factor: float) -> Store:
 
 
 def without(store: Store, layouts: Iterable[Layout]) -> dict[Layout, Array]:
-    """Return a store without the values of some layouts. Unaffected arrays are shared, parts of the others copied."""
+    """Return a store without the values of some layouts.
+
+    Arrays that contain none of these values are shared with `store`; remaining parts of other arrays are copied.
+    """
     taken: dict[str, list[Range]] = {}
     for r in union(itertools.chain.from_iterable(layouts)):
         taken.setdefault(r[0], []).append(r)
@@ -215,7 +218,7 @@ def without(store: Store, layouts: Iterable[Layout]) -> dict[Layout, Array]:
 
 
 def _copied(values: Any) -> Array:
-    """Return a copy of an array in its memory."""
+    """Return a copy of an array in the same memory (host or device)."""
     return values.copy() if HOST.has(values) else values.clone()
 
 

@@ -23,23 +23,24 @@ def reshard(
     op: Reduction = "mean",
     owned: Callable[[int], Any] | None = None,
 ) -> list[dict[str, Any]]:
-    r"""Turn the state dicts of all old ranks into those of the new ranks, with the same residual for each parameter.
+    r"""Convert the state dicts of all old ranks to a new number of ranks, so that total residuals are preserved.
 
-    *Workers.* Each of N ranks sends Q(g + e) and keeps the residual. Parameters receive the mean (or the sum) over
+    *Workers.* Each of N ranks sends Q(g + e) and stores the residual. Parameters receive the mean (or the sum) over
     ranks, so that their total residual is
 
     .. math:: c = \frac{1}{N} \sum_{r=0}^{N-1} e_r \quad (\text{mean}), \qquad c = \sum_{r=0}^{N-1} e_r \quad
        (\text{sum}).
 
-    M ranks with equal residuals e' have the total residual e' under a mean and M e' under a sum. So every new rank gets
+    M new ranks with equal residuals e' have the total residual e' under a mean and M e' under a sum. So each new rank
+    gets
 
     .. math:: e' = \frac{1}{N} \sum_r e_r \quad (\text{mean}), \qquad e' = \frac{1}{M} \sum_r e_r \quad (\text{sum}),
 
     which leaves c unchanged. Missing residuals count as 0. Sums are computed in float64 and rounded once.
 
-    *Servers.* The owner of a range reduces it, sends Q(reduced + e) to all, and keeps the residual. Each value has one
-    owner, so that c = e under a mean and under a sum: residuals move to other ranks unscaled. (If owners send sums,
-    which the workers divide by the number of ranks, then c = e / N: multiply these residuals by M / N.)
+    *Servers.* The owner of a range reduces it, sends Q(reduced + e) to all ranks, and stores the residual. Each value
+    has one owner, so that c = e under a mean and under a sum. So residuals move to other ranks unscaled. (If owners
+    send sums, which the workers divide by the number of ranks, then c = e / N; multiply such residuals by M / N.)
 
     Parameters
     ----------
@@ -50,23 +51,23 @@ def reshard(
     op : {"mean", "sum"}
         Reduction of the all-reduce. Ignored for servers.
     owned : callable, optional
-        For servers only. Called with each new rank, it returns the layout of the ranges that the rank owns. These
-        layouts may cut and join the old ranges, must be disjoint, and must cover all of them. Default: whole ranges
-        move to rank floor(old rank * M / N), which keeps them until it begins them or they are resharded again.
+        For servers only. Function that returns, for a new rank, the layout of the ranges that the rank owns. The
+        layouts of all new ranks must be disjoint and cover all old ranges; they may split and merge old ranges.
+        Default: the ranges of an old rank move unchanged to the new rank floor(old rank * M / N).
 
     Returns
     -------
     list of dict
-        State dict of each new rank. State dicts of workers share their arrays; :meth:`ErrorFeedback.load_state_dict`
-        copies them.
+        State dict of each new rank. For workers, all ranks have the same dict object;
+        :meth:`ErrorFeedback.load_state_dict` copies its arrays.
 
     Raises
     ------
     StateError
-        An item is not a state dict, roles differ, two old servers have a value in common, or no new server owns a value
-        of an old one.
+        An item is not a state dict, roles differ, two old servers have a residual of the same value, or a value of an
+        old server is owned by no new server.
     ArgumentError
-        An argument has a wrong type or value, `owned` is given for workers, or two new ranks own a value.
+        An argument has an invalid type or value, `owned` is given for workers, or two new ranks own the same value.
 
     Examples
     --------
@@ -96,7 +97,7 @@ def reshard(
 
 
 def _sequence_of(state_dicts: Any) -> Iterable[Any]:
-    """Return the argument if it is a sequence or another iterable of objects, and no mapping or text."""
+    """Return the argument if it is an iterable other than a mapping, str or bytes; otherwise raise ArgumentError."""
     if isinstance(state_dicts, Iterable) and not isinstance(state_dicts, Mapping | str | bytes):
         return cast(Iterable[Any], state_dicts)
     kind = kind_of(cast(object, state_dicts))
@@ -104,7 +105,7 @@ def _sequence_of(state_dicts: Any) -> Iterable[Any]:
 
 
 def _evenly(stores: list[Store], share: int) -> dict[str, Any]:
-    """Return the state dict of each new worker: the sum of all residuals divided by `share`."""
+    """Return the state dict that every new worker gets: the sum of all residuals, divided by `share`."""
     layout = tuple(union(_ranges(stores)))
     total = np.zeros(sum(stop - start for _, start, stop in layout))
     for store in stores:

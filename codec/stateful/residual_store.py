@@ -1,4 +1,4 @@
-"""Residuals between steps: copies of them for a step, which is committed or rolled back."""
+"""Store of residuals with transactions: a step works on copies, which it commits or rolls back."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -31,36 +31,36 @@ Role = Literal["worker", "server"]
 
 
 class State(NamedTuple):
-    """Complete state, immutable and replaced as a whole, so that an interrupt cannot leave an inconsistent state."""
+    """Complete state of a store. It is immutable and replaced atomically, so that an interrupt cannot corrupt it."""
 
     kept: Store  # committed residuals
-    pending: Store  # residuals that were begun and are not committed yet
-    spare: Store  # buffers to reuse for pending residuals
-    scale: float = 1.0  # factor of the gradients, and so of all residuals
+    pending: Store  # buffers of begin() that are not committed yet
+    spare: Store  # unused buffers, which begin() reuses
+    scale: float = 1.0  # factor of gradients and residuals relative to unscaled gradients
     before: "State | None" = None  # state to roll back to after settle, pass_on or rescale; None after a commit
 
     def changed(self, kept: Store, scale: float) -> "State":
-        """Return a state with other committed residuals, which can be rolled back."""
+        """Return a state with other committed residuals, from which a rollback restores the earlier state."""
         return State(kept, self.pending, {}, scale, self if self.before is None else self.before)
 
 
 class ResidualStore:
-    """Residuals of one role by parameter and range, with their arrays in any memory.
+    """Residuals of one role by parameter and range, in host or device memory.
 
-    :class:`codec.ErrorFeedback` documents the methods that both classes have. Here they take a memory, where new arrays
-    are made. Errors leave the store unchanged.
+    :class:`codec.ErrorFeedback` documents the methods that both classes have. The parameter `memory` allocates new
+    arrays. A method that raises an error does not change the store.
 
     Parameters
     ----------
     role : {"worker", "server"}
         Role of the residuals in state dicts.
     decay : float
-        Factor of the copies that :meth:`begin` returns.
+        Factor by which :meth:`begin` multiplies residuals.
 
     Attributes
     ----------
     state : State
-        Complete state. Assigning an earlier one undoes all later calls.
+        Complete state. Assigning an earlier state undoes all later calls.
     """
 
     def __init__(self, role: Role, decay: float = 1.0) -> None:
@@ -69,18 +69,18 @@ class ResidualStore:
         self.state = State({}, {}, {})
 
     def begin(self, layout: Any, memory: Memory = HOST) -> Array:
-        """Return a copy of the residuals of a layout, decayed, which the caller may write to until commit or rollback.
+        """Return a decayed copy of the residuals of a layout; the caller may write to it until commit or rollback.
 
         Raises
         ------
         ArgumentError
-            `layout` is not a layout, or has a value twice.
+            `layout` is not a layout, or contains a parameter value twice.
         StateError
-            A value is already in a buffer that was neither committed nor rolled back.
+            A parameter value is already in a buffer that was neither committed nor rolled back.
         """
         at, state = layout_of(layout), self.state
         new = at not in state.kept
-        # kept layouts have no values in common
+        # check for overlaps; layouts of committed residuals are disjoint, so these need not be compared with `at`
         others = state.pending if new else [o for o in state.pending if o == at or o not in state.kept]
         if others and (begun := shared(r for other in (at, *others) for r in other)):
             raise StateError(f"{shown(begun)} is in use by begin(): call commit() or rollback() first")
@@ -114,7 +114,7 @@ class ResidualStore:
         self.state = State(before.kept, {}, again, before.scale)
 
     def pass_on(self, ranges: Any, to: "ResidualStore", factor: float, memory: Memory = HOST) -> None:
-        """Move residuals of some ranges, multiplied by a factor, to another store, which adds them to its own.
+        """Move residuals of some ranges, multiplied by a factor, to another store, which adds them to its residuals.
 
         Raises
         ------
@@ -144,7 +144,7 @@ class ResidualStore:
         return values
 
     def rescale(self, scale: float) -> None:
-        """Scale all residuals to gradients that are multiplied by `scale`.
+        """Rescale all residuals to match gradients multiplied by `scale`.
 
         Raises
         ------
@@ -170,29 +170,29 @@ class ResidualStore:
             self.state = state.changed(scaled(state.kept, number / state.scale), float(number))
 
     def fork(self) -> "ResidualStore":
-        """Return a store of the same residuals. Changes of one do not affect the other.
+        """Return an independent store with the same residuals.
 
-        Both share the arrays of residuals, and nothing is copied. Only the new store may write to spare buffers.
+        Both stores share the arrays of residuals; nothing is copied. Only the new store keeps the spare buffers.
         """
         fork = ResidualStore(self.role, self.decay)
         fork.state, self.state = self.state, self.state._replace(spare={})
         return fork
 
     def pieces(self) -> list[tuple[Range, Array]]:
-        """Return each range that has a residual, with a view of its committed residual."""
+        """Return each range that has a committed residual, with a view of the residual."""
         return pieces(self.state.kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all committed residuals, of unscaled gradients."""
+        """Return a state dict of all committed residuals, rescaled to unscaled gradients."""
         return save(self.role, scaled(self.state.kept, 1 / self.state.scale))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace all residuals by copies of those of a state dict, and drop buffers of :meth:`begin`.
+        """Replace all residuals by copies of those in a state dict, and drop buffers of :meth:`begin`.
 
         Raises
         ------
         StateError
-            `state_dict` is not a state dict, has another role or version, or holds NaN or Inf.
+            `state_dict` is not a state dict, has another role or version, or contains NaN or Inf.
         """
         role, store = load(state_dict)
         if role != self.role:

@@ -1,6 +1,6 @@
-"""Collectives and hooks for torch.distributed whose tensors travel as frames.
+"""Collectives and hooks for torch.distributed that compress tensors: ranks exchange encoded frames.
 
-Public is what this package exports. Importing it registers the backend `codec` of torch.distributed.
+Only the names in ``__all__`` are public. Importing this package registers the torch.distributed backend `codec`.
 
 >>> import codec.torch
 >>> gradient = torch.ones(1000)
@@ -100,7 +100,7 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # type checkers would accept any attribute
 
     def __getattr__(name: str) -> object:
-        """Import slow submodules when an attribute of them is first used."""
+        """Import a submodule that is slow to import when one of its names is first used."""
         if name in ("FrameStream", "checkpoint_reader", "checkpoint_writer"):
             return getattr(importlib.import_module("codec.torch.saving.stream"), name)
         if name == "pipelining":

@@ -1,7 +1,7 @@
-"""Names that depend on the version of torch: renamed collectives, private and untyped functions, pipeline methods.
+"""Access to names of torch that differ between versions, are private, or have no types.
 
-Functions of ``torch.distributed`` keep the names of torch 2.13 here, with any torch from 2.9; methods of
-``ProcessGroup`` begin with ``group_``.
+This module supports torch 2.9 and later. Functions of ``torch.distributed`` have their names of torch 2.13; methods of
+``ProcessGroup`` have the prefix ``group_``.
 """
 
 import functools
@@ -20,7 +20,7 @@ from codec import EngineError
 
 
 def _first(owner: Any, *names: str) -> Any:
-    """Return the first attribute of `owner` that exists; the new name comes first, as old ones are deprecated."""
+    """Return the first attribute of `owner` that exists. Pass the new name first, since old names are deprecated."""
     return next(getattr(owner, name) for name in names if hasattr(owner, name))
 
 
@@ -39,25 +39,25 @@ _c10d: Any = dist.distributed_c10d
 rank_not_in_group: Callable[[Any], bool] = _c10d._rank_not_in_group
 warn_not_in_group: Callable[[str], None] = _c10d._warn_not_in_group
 
-_MAX_RANK = 8  # dimensions of a frame
+_MAX_RANK = 8  # maximum number of dimensions of a frame
 
-_torch: Any = torch  # without its stubs, which have no private names, and no type for the argument of from_numpy
+_torch: Any = torch  # untyped: torch's stubs lack private names and the type of from_numpy's argument
 from_numpy: Callable[[np.ndarray[Any, Any]], torch.Tensor] = _torch.from_numpy
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Return True if :func:`codec.encode` can read ``x`` in place: a dense ``torch.Tensor``, of no subclass."""
+    """Return True if :func:`codec.encode` can read `x` in place: `x` is dense and not of a subclass of Tensor."""
     known = type(x) is torch.Tensor and x.layout is torch.strided and not (x.is_quantized or x.is_meta or x.is_neg())
     return known and x.dim() <= _MAX_RANK and _is_encodable(x.dtype)
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, which shares its memory; return other tensors unchanged."""
+    """Return this rank's shard of a DTensor, without a copy; return other tensors unchanged."""
     return getattr(x, "_local_tensor", x)
 
 
 def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that torch.compile does not trace: the same one in processes without torch.compile."""
+    """Exclude a function from tracing by torch.compile. Return it unchanged if torch.compile is not imported."""
     return _torch.compiler.disable(call) if "torch._dynamo" in sys.modules else call
 
 
@@ -70,41 +70,41 @@ def _is_encodable(dtype: torch.dtype) -> bool:
 
 
 def backward_pass() -> int | None:
-    """Return autograd's id of the backward pass that runs in this thread; None: no pass runs."""
+    """Return autograd's id of the backward pass that runs in this thread; None if no pass runs."""
     task: int = _torch._C._current_graph_task_id()
     return None if task == -1 else task
 
 
 def call_after_backward(call: Callable[[], None]) -> None:
-    """Have autograd call a function at the end of this pass, after callbacks of torch; never if the pass fails.
+    """Make autograd call a function at the end of this backward pass. If the pass fails, the function is not called.
 
-    Callbacks run in order, also those that a callback queues. DistributedDataParallel queues its own after its last
-    bucket, and stores gradients there.
+    Autograd runs callbacks in the order of queueing. DistributedDataParallel queues a callback after its last bucket,
+    which stores the gradients. To run after that one, this callback queues `call` only when it runs itself.
     """
     engine = _torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(call))
 
 
 class BackwardEnd:
-    """Callback for the end of a backward pass. If it is deleted uncalled, an exception has ended the pass and the step.
+    """Callback for the end of a backward pass; cancels the step if it is deleted without having been called.
 
-    Ctrl-C during a backward pass is raised when Python is called the next time, before the first line of the hook.
-    Reentrant checkpoints run passes within the pass, so that a step may have several; the pass of the last bucket ends
-    the step.
+    It is deleted uncalled if an exception ends the pass. KeyboardInterrupt, for example, is raised when autograd next
+    calls Python, before the first line of the hook. Reentrant checkpoints run backward passes within a pass, so a step
+    may have several passes; the pass with the last bucket ends the step.
 
     Parameters
     ----------
     end : callable or None
-        Ends the step. None: the pass does not have the last bucket.
+        Function that ends the step. None: the last bucket is not in this pass.
     cancel : callable
-        Cancels the step.
+        Function that cancels the step.
     """
 
     def __init__(self, end: Callable[[], None] | None, cancel: Callable[[], None]) -> None:
         self._end, self._cancel, self._called = end, cancel, False
 
     def __call__(self) -> None:
-        """End the step if the pass has its last bucket."""
+        """End the step if its last bucket is in this pass."""
         self._called = True
         if self._end is not None:
             self._end()
@@ -115,13 +115,13 @@ class BackwardEnd:
 
 
 def comm_hooks(model: DistributedDataParallel) -> list[tuple[object, object]]:
-    """Return the communication hooks of a model, and the state with which each was registered."""
+    """Return the communication hooks of a model, as pairs (hook, state with which it was registered)."""
     ddp: Any = model
     return ddp._comm_hooks
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the table of a module's own buffers, with those that are None. Changes of the table change the module."""
+    """Return the dict of a module's direct buffers, including None entries; changing the dict changes the module."""
     owner: Any = module
     return owner._buffers
 
@@ -135,17 +135,17 @@ def divides_by_ranks_with_inputs(model: torch.nn.Module) -> bool:
 
 
 def joins(model: DistributedDataParallel) -> bool:
-    """Return True if a pass runs within join(), where ranks without inputs left repeat the collectives of others."""
+    """Return True within ``join()``, where ranks that have no inputs left take part in the others' collectives."""
     ddp: Any = model
     config = ddp._join_config
     return config.enable and not config.throw_on_early_termination
 
 
 def fsdp_shards(module: Any) -> list[tuple[tuple[int, ...], bool]]:
-    """Return the padded shape of a rank's shard of each parameter of an FSDP2 module, and whether it is trained.
+    """Return, for each parameter of an FSDP2 module, the padded shape of a rank's shard, and whether it is trained.
 
-    The order is that of the flat tensors which FSDP2 passes to collectives. Empty if `module` is None, or if this torch
-    lacks the private names.
+    Parameters are in the order in which FSDP2 concatenates them for collectives. The list is empty if `module` is
+    None, or if this version of torch lacks the private names.
     """
     state = module._get_fsdp_state() if module is not None else None
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -160,8 +160,8 @@ def fsdp_shards(module: Any) -> list[tuple[tuple[int, ...], bool]]:
         return []
 
 
-_PIPELINING_TESTED = "2.13"  # versions of torch
-# Methods of PipelineStage that CompressedStage overrides, with the parameters that are used by position.
+_PIPELINING_TESTED = "2.13"  # version of torch with which codec.torch.pipelining is tested
+# Methods of PipelineStage that CompressedStage overrides, with the names of their leading parameters.
 STAGE_METHODS = {
     "forward_one_chunk": ("fwd_chunk_id", "args", "kwargs"),
     "backward_one_chunk": ("bwd_chunk_id",),
@@ -170,10 +170,10 @@ STAGE_METHODS = {
     "get_bwd_send_ops": ("bwd_chunk_id",),
     "get_bwd_recv_ops": ("bwd_chunk_id",),
     "clear_runtime_states": (),
-    # Private. The first step passes keywords of schedule.step() to the module, to learn the shapes of its outputs.
+    # Private method. In the first step it runs the module to find the shapes of its outputs.
     "_prepare_forward_infra": ("num_microbatches", "args", "kwargs"),
 }
-STAGE_ATTRIBUTES = (  # attributes of an instance
+STAGE_ATTRIBUTES = (  # instance attributes of PipelineStage that CompressedStage uses
     "has_backward",
     "group",
     "group_rank",
@@ -187,7 +187,7 @@ STAGE_ATTRIBUTES = (  # attributes of an instance
 
 
 def check_stage_class(stage_class: type) -> None:
-    """Raise EngineError if torch's PipelineStage lacks a method of STAGE_METHODS, or has other parameters there."""
+    """Raise EngineError if torch's PipelineStage lacks a method of STAGE_METHODS, or its parameters differ."""
     for name, parameters in STAGE_METHODS.items():
         method = getattr(stage_class, name, None)
         found = () if method is None else tuple(inspect.signature(method).parameters)[1:]

@@ -1,4 +1,4 @@
-"""Backend `codec` of torch.distributed: Gloo, but large tensors of floats travel as frames.
+"""Backend `codec` for torch.distributed: sends large float tensors as frames, and everything else over Gloo.
 
 >>> import codec.torch
 >>> torch.distributed.init_process_group("codec")  # doctest: +SKIP
@@ -26,32 +26,32 @@ from codec.torch.group.worker import Worker
 from codec.torch.reduction import arguments
 from codec.torch.transport.counters import Counters
 
-_STREAM = 1 << 32  # distance between the random streams of two collectives; more than a collective has frames
-_DEVICES = ["cpu", "cuda"]  # types of devices whose tensors the backend takes
+_STREAM = 1 << 32  # offset between the random streams of consecutive collectives; exceeds the frames of a collective
+_DEVICES = ["cpu", "cuda"]  # device types whose tensors the backend supports
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a group of the backend `codec`, for `pg_options` of ``init_process_group`` and ``new_group``.
+    """Options for groups of the backend `codec`: the `pg_options` of ``init_process_group`` and ``new_group``.
 
     Parameters
     ----------
     spec : Spec or str
-        Codec of tensors that are summed or averaged, mostly gradients; or the name of a preset. Default: lossless, with
-        sums in the order of ranks. Maxima are always lossless.
+        Codec, or name of a preset, for tensors that are summed or averaged, such as gradients. Default: lossless, with
+        values added in rank order. Maxima are always lossless.
     gather : Spec or str
-        Codec of tensors that are gathered, such as parameters. Default: lossless.
+        Codec for tensors that are gathered, such as parameters. Default: lossless.
     algorithm : {"auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"}
-        Algorithm of sums and means, as for :func:`all_reduce`.
+        Algorithm for sums and means, as for :func:`all_reduce`.
     small : int
-        Size in bytes below which tensors in host memory go over Gloo, uncompressed. Default: 16 KiB. Tensors on a GPU
-        of any size travel as frames, because Gloo cannot gather or scatter them.
+        Size in bytes below which tensors in host memory are sent uncompressed over Gloo. Default: 16 KiB. GPU tensors
+        of any size are sent as frames, because Gloo cannot gather or scatter them.
 
     Raises
     ------
     ArgumentError, SpecError
-        A field has a wrong type or value.
+        A field has an invalid type or value.
 
     Examples
     --------
@@ -77,7 +77,7 @@ class Options:
 
     @property
     def _timeout(self) -> None:
-        """None, for torch's default; ``init_device_mesh(backend_override=)`` reads this."""
+        """None, which means torch's default timeout; ``init_device_mesh(backend_override=)`` reads this property."""
         return None
 
 
@@ -85,18 +85,18 @@ _Base: Any = dist.ProcessGroup  # Any: its methods have overloads that subclasse
 
 
 class ProcessGroup(_Base):
-    """Process group that sends large tensors of floats as frames, and all else over Gloo.
+    """Process group that sends large float tensors as frames, and everything else over Gloo.
 
-    Frames carry all-reduces, reduce-scatters and all-gathers of float32, bfloat16 and float16, in host memory or on a
-    GPU: sums, means and maxima. Gloo carries all else: small tensors, integers, broadcasts, point-to-point, objects,
-    barriers.
+    All-reduces, reduce-scatters and all-gathers of float32, bfloat16 and float16 tensors in host memory or on a GPU are
+    sent as frames; reductions may be sums, means or maxima. Gloo carries small tensors, integers, broadcasts,
+    point-to-point messages, objects and barriers.
 
     Parameters
     ----------
     store : Store
-        Store by which the ranks find each other. It must be new, so give it a prefix of its own.
+        Store through which the ranks exchange addresses. Use a new PrefixStore for each group.
     rank, size : int
-        This rank, and number of ranks.
+        Rank of this process, and number of ranks.
     timeout : timedelta
         Longest time that a rank may keep others waiting.
     options : Options, optional
@@ -105,12 +105,12 @@ class ProcessGroup(_Base):
     Raises
     ------
     PeerError
-        A collective was begun after :meth:`shutdown` or :meth:`abort`.
+        A collective was started after :meth:`shutdown` or :meth:`abort`.
 
     Notes
     -----
-    torch.distributed makes these for the backend `codec`. For the Manager of torchft, which makes a new group whenever
-    a replica comes or goes, ``docs/guides/frameworks.md`` has a class of a few lines.
+    torch.distributed creates these groups for the backend `codec`. torchft's Manager creates a new group whenever the
+    set of replicas changes; ``docs/guides/frameworks.md`` has a short class for it.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class ProcessGroup(_Base):
             group._set_default_backend(kind.GLOO)
             for device in _DEVICES:
                 group._register_backend(torch.device(device), kind.GLOO, gloo)
-        self._calls = 0  # equal on all ranks
-        self._waiting: Worker | None = None  # thread that waits for Gloo's reduce-scatters
+        self._calls = 0  # number of collectives sent as frames so far; equal on all ranks
+        self._waiting: Worker | None = None  # thread that waits for reduce-scatters over Gloo
         self._closed = False
 
     def getBackendName(self) -> str:
@@ -143,23 +143,23 @@ class ProcessGroup(_Base):
         return "codec"
 
     def get_group_store(self) -> Store:
-        """Return the store by which the ranks find each other, also for the connections of frames."""
+        """Return the store through which the ranks exchange addresses, including those of connections for frames."""
         return self._store
 
     def stats(self) -> Counters:
-        """Return the totals of this group's collectives that codec has carried, on this rank.
+        """Return the totals of this group's collectives that were sent as frames, on this rank.
 
         Collectives over Gloo, such as those of small tensors, are not counted.
 
         Returns
         -------
         Counters
-            Totals so far. Subtract an earlier result to get those of a period.
+            Totals so far. Subtract an earlier result to get the totals of a period.
         """
         return group_stats(self)
 
     def _travels(self, tensors: Sequence[torch.Tensor], op: Any = dist.ReduceOp.SUM) -> bool:
-        """Return True if tensors travel as frames; computed from properties that are equal on all ranks."""
+        """Return True if the tensors are sent as frames. The result depends only on properties equal on all ranks."""
         dtype = tensors[0].dtype if tensors else None
         return (
             dtype in arguments.NAMES
@@ -170,7 +170,7 @@ class ProcessGroup(_Base):
         )
 
     def _arguments(self, spec: SpecLike) -> dict[str, Any]:
-        """Return the arguments of a collective, with a random stream of its own."""
+        """Return the keyword arguments of the next collective, including its random stream."""
         if self._closed:
             raise PeerError("the group was shut down: make a new one")
         self._calls += 1
@@ -200,7 +200,7 @@ class ProcessGroup(_Base):
         return lists.all_gather(outputs, inputs, **how)
 
     def _with_future(self, work: Any, outputs: Sequence[torch.Tensor]) -> Work:
-        """Return a Work for a reduce-scatter of Gloo, whose own lacks get_future()."""
+        """Return a Work with get_future() for a reduce-scatter over Gloo; Gloo's Work does not support it."""
         if self._waiting is None:
             self._waiting = Worker("codec, Gloo's reduce-scatters")
             weakref.finalize(self, self._waiting.stop)
@@ -211,8 +211,8 @@ class ProcessGroup(_Base):
 
         return self._waiting.submit(wait)
 
-    # These methods have the arguments of dist.ProcessGroup. Collectives of Gloo go through the plain group, because the
-    # base class holds the interpreter's lock while it waits for a lock of Gloo, whose holder may wait for the former.
+    # The methods below have the arguments of dist.ProcessGroup. Collectives over Gloo are called on self._plain: the
+    # base class would hold the GIL while it waits for a lock of Gloo, whose holder may wait for the GIL (deadlock).
 
     def allreduce(self, tensors: Any, opts: Any = dist.ReduceOp.SUM, *rest: Any) -> Any:
         """Reduce a tensor over all ranks."""
@@ -222,26 +222,26 @@ class ProcessGroup(_Base):
         return self._all_reduce(listed, _op_of(opts))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        """Reduce tensors over all ranks: all of them, or none."""
+        """Reduce several tensors over all ranks. If it fails, no tensor is changed."""
         if not self._travels(tensors, _op_of(opts)):
             return self._plain.allreduce_coalesced(tensors, opts)
         return self._all_reduce(tensors, _op_of(opts))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any, *rest: Any) -> Any:
-        """Reduce a list of tensors; each rank gets one of them."""
+        """Reduce a list of tensors over all ranks; rank i receives the i-th result."""
         to, parts = ([outputs], [inputs]) if isinstance(outputs, torch.Tensor) else (outputs, inputs)
         if len(to) != 1 or not _in_sync([to[0], *parts[0]]) or not self._travels(parts[0], _op_of(opts)):
             return self._with_future(self._plain.reduce_scatter(outputs, inputs, opts, *rest), to)
         return self._reduce_scatter(to, [torch.stack(parts[0])], _op_of(opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        """Reduce a tensor; each rank gets its part."""
+        """Reduce a tensor over all ranks; rank i receives the i-th part of the result."""
         if not self._travels([tensor], _op_of(opts)):
             return self._with_future(_compat.group_reduce_scatter_single(self._plain, output, tensor, opts), [output])
         return self._reduce_scatter([output], [tensor], _op_of(opts))
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Reduce tensors; each rank gets its part of each."""
+        """Reduce several tensors over all ranks; rank i receives the i-th part of each result."""
         if not self._travels(inputs, _op_of(opts)):
             return self._with_future(
                 _compat.group_reduce_scatter_single_coalesced(self._plain, outputs, inputs, opts), outputs
@@ -249,7 +249,7 @@ class ProcessGroup(_Base):
         return self._reduce_scatter(outputs, inputs, _op_of(opts))
 
     def allgather(self, outputs: Any, inputs: Any, *rest: Any) -> Any:
-        """Gather one tensor of each rank, as a list."""
+        """Gather a tensor from each rank into a list of tensors."""
         to, tensors = ([outputs], [inputs]) if isinstance(inputs, torch.Tensor) else (outputs, inputs)
         if len(to) != 1 or not _in_sync([*tensors, *to[0]]) or not self._travels(tensors):
             return self._plain.allgather(outputs, inputs, *rest)
@@ -257,25 +257,26 @@ class ProcessGroup(_Base):
         return lists.all_gather_list(to[0], tensors[0], **how)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
-        """Gather one tensor of each rank, as one tensor."""
+        """Gather a tensor from each rank into one concatenated tensor."""
         if not self._travels([tensor]):
             return _compat.group_all_gather_single(self._plain, output, tensor, *rest)
         return self._all_gather([output], [tensor])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *rest: Any) -> Any:
-        """Gather several tensors of each rank."""
+        """Gather several tensors from each rank, each into one concatenated tensor."""
         if not self._travels(inputs):
             return _compat.group_all_gather_single_coalesced(self._plain, outputs, inputs, *rest)
         return self._all_gather(outputs, inputs)
 
-    # Method names of older torch releases, which torchft and others call. The base class's versions bypass this class.
+    # Method names of older torch releases, which torchft and others call. Without these aliases, the methods of the
+    # base class would be called and would send over Gloo.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def broadcast(self, *args: Any, **how: Any) -> Any:
-        """Send the tensors of one rank to all ranks, over Gloo."""
+        """Broadcast tensors from one rank to all ranks, over Gloo."""
         return self._plain.broadcast(*args, **how)
 
     def all_to_all_single(self, *args: Any, **how: Any) -> Any:
@@ -295,20 +296,20 @@ class ProcessGroup(_Base):
         return self._plain.barrier(*args, **how)
 
     def abort(self) -> None:
-        """Close the group: collectives in flight fail and change no tensor, and none can be begun."""
+        """Close the group at once. Collectives in flight fail and change no tensor; new collectives are refused."""
         self._closed = True
         close_communicator(self, cancel=True)
         self._plain.abort()
 
     def shutdown(self) -> None:
-        """Close the group after the collectives in flight; torch.distributed calls this to destroy a group."""
+        """Close the group once the collectives in flight are complete; ``destroy_process_group`` calls this."""
         self._closed = True
         close_communicator(self, cancel=False)
         self._plain.shutdown()
 
 
 def _op_of(opts: Any) -> Any:
-    """Return the operation of a call: from its options, or given instead of options."""
+    """Return the reduction operation of a call; `opts` is a torch options object or the operation itself."""
     op = getattr(opts, "reduceOp", opts)
     return getattr(op, "op", op)
 
@@ -328,7 +329,7 @@ def register_backend(
     algorithm: Algorithm = "auto",
     small: int = Options.small,
 ) -> None:
-    """Set the options of groups of the backend `codec` that are made without `pg_options`.
+    """Set the default options for groups of the backend `codec`, which are created without `pg_options`.
 
     Importing :mod:`codec.torch` registers the backend with the defaults. All ranks must call this function with equal
     arguments.
@@ -341,7 +342,7 @@ def register_backend(
     Raises
     ------
     ArgumentError, SpecError
-        An argument has a wrong type or value. The options are unchanged.
+        An argument has an invalid type or value. The default options are unchanged.
 
     Examples
     --------

@@ -1,1 +1,1 @@
-"""Activations of pipeline stages as deltas to the previous activations of the same samples (AQ-SGD)."""
+"""Send activations of pipeline stages as deltas from the previous activations of the same samples (AQ-SGD)."""

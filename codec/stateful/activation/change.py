@@ -11,38 +11,38 @@ from codec.readable import Rounded, count, size
 from codec.stateful.activation.coding import difference
 from codec.stateful.activation.entries import Floats
 
-MOST_VALUES = 1 << 16  # values of a message that are measured
-LEAST_ROWS = 32  # rows of a visit before it is compared
-GROWTH = 1.5  # reported if the change exceeds the change at an earlier visit by this factor
+MOST_VALUES = 1 << 16  # maximum number of values of a message that are measured
+LEAST_ROWS = 32  # number of measured rows above which the change at a visit is compared with other visits
+GROWTH = 1.5  # ratio of the change to that at an earlier visit above which a warning is logged
 
 logger = logging.getLogger("codec")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ActivationStats(Rounded):
-    """Counts of one side of an edge, from :meth:`ActivationDelta.stats`.
+    """Statistics of one side of a pipeline edge, from :meth:`ActivationDelta.stats`.
 
     Attributes
     ----------
     messages : int
-        Messages encoded or decoded.
+        Number of messages encoded or decoded.
     nbytes : int
-        Size of these messages in bytes.
+        Total size of these messages in bytes.
     raw_samples : int
-        Samples that were sent raw: unseen, evicted or forgotten ones, and those with NaN or Inf.
+        Number of samples sent raw: unseen, evicted and forgotten samples, and samples with NaN or Inf.
     delta_samples : int
-        Samples that were sent as deltas.
+        Number of samples sent as deltas.
     entries : int
-        Samples whose activations the store holds.
+        Number of samples whose activations m are stored.
     entries_nbytes : int
         Size of the store's entries in bytes.
     evicted : int
-        Entries that were removed because of the budget.
+        Number of entries that were removed because of the budget.
     damaged : int
-        Entries that failed their checksum, or that could not be read or written, and were forgotten.
+        Number of entries that were removed because their checksum was wrong, or they could not be read or written.
     change : tuple of float
-        ``|a - m| / |a|`` in the sender's messages: the first item of samples that were sent as a delta for the first
-        time, the second item of those for the second time, and so on. Estimated from up to 65,536 values of a message.
+        Relative change ``|a - m| / |a|`` in the sender's messages. Item i is for samples that were sent as a delta for
+        the (i + 1)-th time. It is estimated from up to 65,536 values of each message.
     """
 
     messages: int = 0
@@ -56,7 +56,7 @@ class ActivationStats(Rounded):
     change: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        """Return the messages, samples, store and last change in a line."""
+        """Return one line: numbers of messages, samples and stored entries, and the last item of `change`."""
         change = f", change {self.change[-1]:.3g}" if self.change else ""
         lost = f", {self.evicted} evicted, {self.damaged} damaged" if self.evicted or self.damaged else ""
         stored = f"{count(self.entries, 'sample')} stored in {size(self.entries_nbytes)}"
@@ -67,7 +67,7 @@ class ActivationStats(Rounded):
 
 
 class Moved(NamedTuple):
-    """Measurement of a row: the number of its visit, and the sums of (a - m)^2 and of a^2."""
+    """Measurement of a row (a sample): the number of its visit, and the sums of (a - m)^2 and of a^2."""
 
     visit: int
     difference: float
@@ -75,23 +75,23 @@ class Moved(NamedTuple):
 
 
 class Change:
-    """``|a - m| / |a|`` by visit. A visit's number is how often its sample was sent as a delta."""
+    """Relative change ``|a - m| / |a|`` by visit: by the number of times that the sample was sent as a delta before."""
 
     def __init__(self) -> None:
         self._sums: dict[int, list[float]] = {}  # by visit: sum of (a - m)^2, sum of a^2, rows
         self._warned = False
 
     def measure(self, activation: Floats, m: Floats, visits: list[int], start: int) -> list[Moved]:
-        """Measure some rows of a message, for :meth:`add`.
+        """Measure some rows of a message, and return the measurements for :meth:`add`.
 
         Parameters
         ----------
         activation, m : numpy.ndarray of float32, shape (rows, values)
-            a, and the m that its delta refers to.
+            Activations a, and the stored activations m to which their deltas refer.
         visits : list of int
             Number of the visit of each row.
         start : int
-            Number from which the rows to measure are computed, so that each message measures other ones.
+            Offset of the first row to measure, modulo the number of rows. Pass another one for each message.
         """
         count = min(len(visits), max(1, MOST_VALUES // max(1, activation.shape[1])))
         measured: list[Moved] = []
@@ -104,7 +104,7 @@ class Change:
         return measured
 
     def add(self, measured: list[Moved]) -> None:
-        """Count the rows of a message, and warn once if the change grows from visit to visit."""
+        """Add the measurements of a message, and warn once if the change grows from visit to visit."""
         for moved in measured:
             sums = self._sums.setdefault(moved.visit, [0.0, 0.0, 0])
             sums[0] += moved.difference
@@ -113,7 +113,7 @@ class Change:
         self._warn()
 
     def by_visit(self) -> tuple[float, ...]:
-        """Return ``|a - m| / |a|`` by visit, from the first visit on. NaN for a visit without a measurement."""
+        """Return ``|a - m| / |a|`` for each visit, from the first on; NaN for a visit without measurements."""
         last = max(self._sums, default=-1)
         return tuple(self._ratio(visit) for visit in range(last + 1))
 

@@ -1,4 +1,4 @@
-"""Frames of deltas: encoding a - m and decoding, each of which advances m in the same pass over memory."""
+"""Encode and decode deltas a - m, and update m in the same pass over memory."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from codec.reducing import accumulate
 from codec.specs import Spec
 from codec.stateful.activation.entries import Floats
 
-_UNVERIFIED = CallOptions(verify_first=False)  # the destination is a copy of m, which an error may leave undefined
+_UNVERIFIED = CallOptions(verify_first=False)  # m is a copy, so an error may leave it undefined
 
 
 def encode_delta(a: Floats, m: Floats, spec: Spec, stream: int, options: CallOptions | None) -> Any:
@@ -22,21 +22,22 @@ def encode_delta(a: Floats, m: Floats, spec: Spec, stream: int, options: CallOpt
     a, m : numpy.ndarray of float32
         Contiguous arrays of one shape, the shape of the frame. m is undefined after an error.
     spec : Spec
-        Any of a lossy codec but Truncate.
+        Spec of any lossy codec except Truncate.
     stream : int
         Number of the stream of random bits.
     options : CallOptions, optional
-        As in :func:`codec.encode`. All engines give the same frame and the same m; only the native one makes one pass.
+        As in :func:`codec.encode`. All engines give the same frame and the same m; only the native engine needs just
+        one pass over memory.
 
     Returns
     -------
     bytes
-        The frame, which is that of a - m.
+        Frame of a - m.
 
     Raises
     ------
     ArgumentError
-        The spec refuses NaN and Inf, and a - m has some: `code` is ``Status.NONFINITE``.
+        The spec refuses NaN and Inf, and a - m contains NaN or Inf; `code` is then ``Status.NONFINITE``.
     """
     settings = _UNVERIFIED.over(settings_of(options))
     if settings.engine in (None, "native"):
@@ -48,7 +49,7 @@ def encode_delta(a: Floats, m: Floats, spec: Spec, stream: int, options: CallOpt
 
 
 def add_delta(frame: Any, m: Floats, options: CallOptions | None) -> None:
-    """Add the values of a frame to m, as :func:`encode_delta` has done. m is undefined after an error."""
+    """Add the decoded values of a frame to m, as :func:`encode_delta` does. m is undefined after an error."""
     accumulate(frame, m, options=_UNVERIFIED.over(settings_of(options)))
 
 

@@ -1,4 +1,4 @@
-"""One side of an edge between pipeline stages: activations as deltas to those of the last visit (AQ-SGD).
+"""Send activations between pipeline stages as deltas from those of the sample's last visit (AQ-SGD).
 
 One file: it is one class.
 """
@@ -35,49 +35,50 @@ _BACKWARD = Quantize(8)
 class ActivationDelta:
     """One side of an edge between pipeline stages, which sends activations as deltas (AQ-SGD).
 
-    Both sides keep m for each sample: the activations that the receiver decoded at the last visit. Activations a of an
-    unseen sample are sent without a difference (raw), in 8 bits by default, and m is what the receiver decodes. A seen
-    sample is sent as Q(a - m) (a delta), and both sides set m := m + Q(a - m), rounded to float32. The receiver
-    continues with the new m. Both m are bit-identical. Gradients are quantized directly. As training converges, a - m
-    becomes small, and so does the error of its quantization.
+    For each sample, both sides store m: the activations that the receiver decoded when the sample was last sent. An
+    unseen sample is sent raw, that is, without a difference, in 8 bits per value by default; m is then the decoded
+    activations. A seen sample with activations a is sent as a delta Q(a - m). Both sides set m := m + Q(a - m), rounded
+    to float32, and the receiver continues with the new m. The two copies of m are bit-identical. Gradients are
+    quantized without a difference. As training converges, a - m becomes small, and so does its quantization error.
 
-    A step is :meth:`encode` or :meth:`decode` for each micro-batch, then :meth:`commit` or :meth:`rollback`, at the
-    same points on both sides. Until then m does not change. A sample that occurs several times in a step advances
-    once, by its first occurrence.
+    In a step, call :meth:`encode` or :meth:`decode` for each micro-batch, then :meth:`commit` or :meth:`rollback`, at
+    the same points on both sides. Until then m does not change. If a sample occurs several times in a step, m is
+    updated once, by the first occurrence.
 
-    Each delta names the check of the m that it refers to, a hash of all frames since m was sent raw. A receiver that
-    has another m, because it was restarted or a message was lost, raises StateError and keeps its state. To recover,
-    both sides call :meth:`rollback`, and the sender calls :meth:`forget` for these samples, so that they are sent raw.
+    Each delta contains a check of the m to which it refers: a hash of all frames since m was sent raw. A receiver that
+    has another m, because it was restarted or a message was lost, raises StateError and does not change its state. To
+    recover, both sides call :meth:`rollback`, and the sender calls :meth:`forget` for these samples, so that they are
+    sent raw.
 
     An object must not be used by several threads at the same time.
 
     Parameters
     ----------
     spec : Spec or str
-        Spec of deltas, or the name of a preset: any lossy one that refuses NaN and Inf. Rounding to nearest has the
-        smaller error: what a delta loses is part of the next one.
+        Codec for deltas, or the name of a preset. It must be lossy and refuse NaN and Inf. Rounding to nearest is best:
+        its error is smaller, and it causes no bias, since the next delta includes the error of this one.
     backward : Spec or str
-        Spec of :meth:`encode_gradient`; ``Quantize(8)`` by default.
+        Codec with which :meth:`encode_gradient` encodes; ``Quantize(8)`` by default.
     first : Spec or str
-        Spec of samples that are sent raw; ``Quantize(8, rounding="nearest")`` by default. :class:`Lossless` sends 4
-        times as many bytes at the first visit of each sample. Samples with NaN or Inf are always sent lossless.
+        Codec for samples that are sent raw; ``Quantize(8, rounding="nearest")`` by default. :class:`Lossless` sends 4
+        times as many bytes at the first visit of each sample. Samples with NaN or Inf are always sent losslessly.
     store : {"ram"} or path
-        Memory of m: "ram", or a folder for files, which is created if it does not exist. Each side needs its own one.
-        m in files outlives the process: an object with the same folder continues with it. A thread writes the files.
-        If a file is damaged, or cannot be written, its samples are sent raw.
+        Where m is stored: "ram", or the path of a folder for files, which is created if it does not exist. Each side
+        needs a separate folder. Files survive the process; a new object with the same folder continues with them. A
+        thread writes the files. If a file is damaged or cannot be written, its samples are sent raw.
     budget : int, optional
-        Largest size of all m in bytes. Beyond it, the same samples on both sides have no m, and are always sent raw.
-        Both sides need the same budget. Default: no limit.
+        Maximum size of all stored m in bytes. Samples that do not fit have no m and are always sent raw; they are the
+        same samples on both sides. Both sides need the same budget. Default: no limit.
     dtype : {"float32", "bfloat16", "8bit"}
-        Dtype in which m is kept: 4 bytes, 2 bytes, or 1.06 bytes a value (``Quantize(8, rounding="nearest")``). Both
-        sides need the same dtype. Receivers get activations before this rounding.
+        Dtype in which m is stored: 4 bytes, 2 bytes, or 1.06 bytes per value (``Quantize(8, rounding="nearest")``).
+        Both sides need the same dtype. :meth:`decode` returns activations before this rounding.
     edge : int
-        Number of the edge, 0 to 2^64 - 1, which must be equal on both sides. Messages of other edges are refused.
+        Number of the edge, 0 to 2^64 - 1; it must be equal on both sides. Messages of other edges are refused.
 
     Raises
     ------
     ArgumentError, SpecError
-        An argument has another type or value.
+        An argument has an invalid type or value.
 
     References
     ----------
@@ -136,9 +137,9 @@ class ActivationDelta:
 
     @property
     def spec(self) -> Spec:
-        """Spec of deltas. It may be set between messages: frames describe themselves.
+        """Codec for deltas. It may be changed between messages, since each frame contains its spec.
 
-        Setting it raises SpecError for a spec that deltas cannot have.
+        Assigning a spec that cannot encode deltas raises SpecError.
         """
         return self._spec
 
@@ -148,7 +149,7 @@ class ActivationDelta:
 
     @property
     def backward(self) -> Spec:
-        """Spec of gradients. It may be set between messages: frames describe themselves."""
+        """Codec for gradients. It may be changed between messages, since each frame contains its spec."""
         return self._backward
 
     @backward.setter
@@ -157,7 +158,7 @@ class ActivationDelta:
 
     @property
     def first(self) -> Spec:
-        """Spec of samples that are sent raw. It may be set between messages: frames describe themselves."""
+        """Codec for samples sent raw. It may be changed between messages, since each frame contains its spec."""
         return self._sender.first
 
     @first.setter
@@ -169,16 +170,16 @@ class ActivationDelta:
     ) -> bytes | memoryview:
         """Encode the activations of a micro-batch, and stage the new m for :meth:`commit`.
 
-        Samples with NaN or Inf are sent raw, lossless.
+        Samples with NaN or Inf are sent raw and losslessly.
 
         Parameters
         ----------
         activation : array, tensor or View
             float32, bfloat16 or float16 values in host memory. The first dimension counts samples.
         samples : iterable of int, or None
-            Id of each sample, int64. None: m is neither used nor changed, as evaluations need.
+            Id of each sample, int64. None: m is neither used nor changed, as for evaluation.
         out : writable buffer, optional
-            Memory for the message; :meth:`bound` bytes are always enough.
+            Buffer for the message; :meth:`bound` bytes are always enough.
         options : CallOptions, optional
             As in :func:`codec.encode`.
 
@@ -190,8 +191,8 @@ class ActivationDelta:
         Raises
         ------
         ArgumentError, SpecError, EngineError
-            As in :func:`codec.encode`; or there are not as many samples as activations, or `budget` is smaller than an
-            entry. The state is unchanged.
+            As in :func:`codec.encode`; or the number of ids is not the first dimension of `activation`; or `budget` is
+            too small for a single sample. The state is unchanged.
         """
         settings_of(options)
         x = values_of("the activation", activation)
@@ -216,24 +217,24 @@ class ActivationDelta:
         Parameters
         ----------
         message : bytes or buffer
-            Whole message of the other side, without trailing bytes.
+            Whole message from the other side, without trailing bytes.
         samples : iterable of int, optional
-            Ids of the samples that this side expects, in order. Default: those in the message.
+            Ids of the samples that this side expects, in order. Default: accept the ids in the message.
         out, like, options
             As in :func:`codec.decode`. `out` is unchanged after an error.
 
         Returns
         -------
         numpy.ndarray, or `out`, or a tensor of the kind of `like`
-            Activations in the dtype of those that were encoded.
+            Activations, in the dtype that was encoded.
 
         Raises
         ------
         FrameError
             The bytes are not a message, or are damaged.
         StateError
-            The message is a delta to another m than this side has; it is repeated or late; or it is of another edge,
-            dtype of entries or other samples. ``item`` is a tuple of the samples whose m is missing or different.
+            The message refers to an m that this side does not have, is repeated or late, or has another edge, another
+            dtype of m or other samples. ``item`` is a tuple of the samples whose m is missing or different.
         ArgumentError, EngineError
             As in :func:`codec.decode`. The state is unchanged after any error.
         """
@@ -254,10 +255,10 @@ class ActivationDelta:
     def encode_gradient(
         self, gradient: Any, *, out: Any = None, options: CallOptions | None = None
     ) -> bytes | memoryview:
-        """Encode the gradient of activations by the spec `backward`, without state.
+        """Encode the gradient of activations with the codec `backward`, without state.
 
-        A gradient with NaN or Inf, which the spec refuses, gives a message that tells the other side so. No side waits
-        for a message that never comes.
+        If the gradient contains NaN or Inf, which the codec refuses, the message contains only this fact. So the other
+        side need not wait for a message that never comes.
 
         Parameters
         ----------
@@ -299,7 +300,7 @@ class ActivationDelta:
         Raises
         ------
         PeerError
-            The gradient of the other side has NaN or Inf.
+            The gradient on the other side contains NaN or Inf.
         FrameError, StateError, ArgumentError, EngineError
             As in :meth:`decode`.
         """
@@ -314,7 +315,7 @@ class ActivationDelta:
         return result
 
     def bound(self, shape: Iterable[int], dtype: Any = "float32") -> int:
-        """Return the upper bound of the size of a message for activations, or a gradient, of a shape.
+        """Return an upper bound of the size of a message with activations or a gradient of a given shape.
 
         Parameters
         ----------
@@ -334,20 +335,20 @@ class ActivationDelta:
         return HEAD.size + ROW * (sizes[0] if sizes else 0) + largest + bound(sizes, "float32", self._spec)
 
     def commit(self) -> None:
-        """Replace m by that of all messages since the last commit or rollback."""
+        """Apply the updates of m of all messages since the last commit or rollback."""
         self._ledger.commit()
         self._committed_draws = self._sender.draws
 
     def rollback(self) -> None:
-        """Drop the new m of all messages since the last commit. m is bit-identical to that after the last commit.
+        """Drop the updates of m of all messages since the last commit; m is then bit-identical to the last commit.
 
-        Messages of a repeated step are rounded by the same random bits.
+        Messages of a repeated step are rounded with the same random bits.
         """
         self._ledger.rollback()
         self._sender.draws = self._committed_draws
 
     def forget(self, samples: Iterable[int] | None = None) -> None:
-        """Remove m of samples, also that of messages that are not committed. They are sent raw the next time.
+        """Remove m of samples, including uncommitted updates. The next time, these samples are sent raw.
 
         Parameters
         ----------
@@ -357,9 +358,10 @@ class ActivationDelta:
         self._ledger.forget(ids_of(samples) if samples is not None else self._ledger.everything())
 
     def prefetch(self, samples: Iterable[int]) -> None:
-        """Begin to read the m of samples from files, for later calls of :meth:`encode` or :meth:`decode`.
+        """Start to read the m of samples from files, for later calls of :meth:`encode` or :meth:`decode`.
 
-        A thread reads up to 256 MiB. The call does not wait. It does nothing for samples without m, and in memory.
+        A thread reads up to 256 MiB; the call does not wait for it. Samples without m, or with m in memory, are
+        ignored.
 
         Parameters
         ----------
@@ -369,7 +371,7 @@ class ActivationDelta:
         self._ledger.store.prefetch(ids_of(samples))
 
     def flush(self) -> None:
-        """Wait until the disk has all committed m. It does nothing for m in memory.
+        """Wait until all committed m are on the disk. With ``store="ram"`` this is a no-op.
 
         Raises
         ------
@@ -382,14 +384,15 @@ class ActivationDelta:
             raise StateError(f"the store cannot be written: {e}") from e
 
     def close(self) -> None:
-        """Write all committed m to the files, and close them. The object must not be used any more.
+        """Write all committed m to the files, and close the files. The object must not be used afterwards.
 
-        Without it the files are complete, too, when the object is collected or the interpreter exits normally.
+        If this is not called, the files are completed when the object is garbage-collected or the interpreter exits
+        normally.
         """
         self._ledger.store.close()
 
     def known(self, samples: Iterable[int]) -> Any:
-        """Return which samples have a committed m.
+        """Return a mask of the samples that have a committed m.
 
         Parameters
         ----------
@@ -399,15 +402,15 @@ class ActivationDelta:
         Returns
         -------
         numpy.ndarray of bool
-            One value for each sample.
+            True for each sample that has a committed m.
         """
         return self.checks(samples) != 0
 
     def checks(self, samples: Iterable[int]) -> Any:
         """Return the checks of the committed m of samples.
 
-        Samples with equal checks on both sides have bit-identical m. A side that compares them after a restart, and
-        calls :meth:`forget` for those that differ, avoids a refused step.
+        A sample with equal checks on both sides has bit-identical m there. To avoid a refused step after a restart,
+        compare the checks of both sides, and call :meth:`forget` for samples whose checks differ.
 
         Parameters
         ----------
@@ -417,23 +420,24 @@ class ActivationDelta:
         Returns
         -------
         numpy.ndarray of uint64
-            One value for each sample; 0: it has no m.
+            Check of each sample; 0 if the sample has no m.
         """
         return self._ledger.checks(ids_of(samples))
 
     def state_dict(self, *, like: Any = None) -> dict[str, Any]:
         """Return the committed m of all samples as copies: a dict of arrays, integers and strings.
 
-        Checkpoints need it only to avoid that all samples are sent raw once after a restart. If the other side was
-        restarted with another state, the checks of messages tell so.
+        Saving it in a checkpoint is optional: without it, all samples are sent raw once after a restart. If the other
+        side was restarted with another state, the checks in messages detect this.
 
-        With files as the store, the dict has the check of each m in its place, and all m are on the disk.
+        If m is stored in files, the dict contains only the check of each m, and this method first waits until all m
+        are on the disk.
 
         Parameters
         ----------
         like : array or tensor, optional
-            Kind of the arrays. With a torch tensor, ``torch.load`` takes the dict in its default mode, which refuses
-            numpy arrays. Default: numpy.
+            Array whose library the arrays of the dict have. Pass a torch tensor for ``torch.load``, which refuses numpy
+            arrays by default. Default: numpy.
 
         Returns
         -------
@@ -443,7 +447,7 @@ class ActivationDelta:
         Raises
         ------
         ArgumentError
-            `like` is no array or tensor.
+            `like` is not an array or tensor.
         StateError
             A file cannot be written to the disk.
         """
@@ -453,18 +457,20 @@ class ActivationDelta:
     def load_state_dict(self, saved: Any) -> None:
         """Replace m of all samples by copies of those in a state dict.
 
-        A state dict of a store in files needs the same files, opened as the store of this object. Samples whose m in
-        the files is not the saved one are forgotten.
+        If m was stored in files when the state dict was saved, this object must use the same folder as its store.
+        Samples whose m in the files differs from the saved one are forgotten.
 
         Parameters
         ----------
         saved : mapping
-            From :meth:`state_dict` of an object with the same edge and dtype, also if it was saved by numpy or torch.
+            Return value of :meth:`state_dict` of an object with the same edge and dtype; it may have been saved and
+            loaded by numpy or torch.
 
         Raises
         ------
         StateError
-            `saved` is something else, or there are messages to commit or to roll back. The state is unchanged.
+            `saved` is not such a state dict, or this object has messages that are neither committed nor rolled back.
+            The state is unchanged.
         """
         if self._ledger.in_step:
             raise StateError("m cannot be loaded between encode() or decode() and commit() or rollback()")
@@ -475,7 +481,7 @@ class ActivationDelta:
         self._traffic.restart()
 
     def stats(self) -> ActivationStats:
-        """Return counts of messages and entries, and how much activations change between visits."""
+        """Return counts of messages and entries, and the relative change of activations between visits."""
         ledger = self._ledger
         return replace(
             self._traffic.counts,
@@ -487,7 +493,7 @@ class ActivationDelta:
         )
 
     def _sent(self, message: bytes, out: Any, staging: list[Staging] | None = None) -> bytes | memoryview:
-        """Return a message in `out`, if that is given, and stage its m."""
+        """Stage the updates of m of a message, count the message, and return it; copy it to `out` if that is given."""
         result = message if out is None else write_message(message, out)
         staging = staging or []
         self._ledger.stage(staging)
@@ -497,7 +503,7 @@ class ActivationDelta:
         return result
 
     def _received(self, message: Any, options: CallOptions | None) -> tuple[Message, TensorView]:
-        """Return a message that this side may decode, and the view that its arrays refer to."""
+        """Parse a message, check that this side may decode it, and return it with the view of its bytes."""
         settings_of(options)
         v = fetch("the message", view_bytes(message))
         m = parse(bytes_of(v))

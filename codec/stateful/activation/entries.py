@@ -1,4 +1,4 @@
-"""Values of activations and of the store's entries: conversion to and from float32."""
+"""Convert activations and entries of the store (stored m) to and from float32."""
 
 from typing import Any, NamedTuple
 
@@ -15,29 +15,29 @@ Bits = np.ndarray[Any, Any]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-EIGHT_BIT = Quantize(8, rounding="nearest")  # spec of entries of 8 bits, and of first visits
+EIGHT_BIT = Quantize(8, rounding="nearest")  # codec for entries of dtype "8bit", and default for raw samples
 BITS: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
 
 class Entry(NamedTuple):
-    """What is known of a sample besides its m."""
+    """Data of a sample besides its m."""
 
-    check: int  # number that identifies m, never 0
-    n: int  # values of m
-    visits: int  # deltas since m was last sent raw
+    check: int  # hash that identifies m, never 0
+    n: int  # number of values of m
+    visits: int  # number of deltas since m was last sent raw
 
 
 def widen(bits: Bits, dtype: str, out: Floats | None = None) -> Floats:
-    """Return values of a dtype as float32, exactly. float32 values are not copied unless `out` is given.
+    """Convert values to float32, which is exact. float32 values are not copied unless `out` is given.
 
     Parameters
     ----------
     bits : numpy.ndarray
-        Values: float32, float16, or uint16 with the bits of bfloat16.
+        Values as float32, float16, or uint16 with the bits of bfloat16.
     dtype : {"float32", "bfloat16", "float16"}
         Dtype of the values.
     out : numpy.ndarray of float32, optional
-        Memory for the result, of the same shape.
+        Array of the same shape for the result.
     """
     if dtype == "float32" and out is None:
         return bits
@@ -53,7 +53,7 @@ def widen(bits: Bits, dtype: str, out: Floats | None = None) -> Floats:
 
 
 def narrow(x: Floats, dtype: str, out: Bits) -> None:
-    """Write float32 values to `out` in a dtype, rounded to nearest even. NaN remains NaN."""
+    """Convert float32 values to `dtype`, rounded to nearest even, and write them to `out`. NaN remains NaN."""
     if dtype != "bfloat16":
         with np.errstate(over="ignore"):
             np.copyto(out, x, casting="same_kind")
@@ -62,7 +62,7 @@ def narrow(x: Floats, dtype: str, out: Bits) -> None:
     rounded = words >> 16
     rounded &= 1
     rounded += 0x7FFF
-    rounded += words  # a NaN may overflow
+    rounded += words  # may overflow for NaN, which is handled below
     rounded >>= 16
     np.copyto(out, rounded, casting="unsafe")
     nan = np.isnan(x)
@@ -71,17 +71,17 @@ def narrow(x: Floats, dtype: str, out: Bits) -> None:
 
 
 def largest_nbytes(dtype: str, n: int) -> int:
-    """Return the size in bytes of the largest entry of n values."""
+    """Return the maximum size of an entry of n values, in bytes."""
     return frame_nbytes((n,), "float32", EIGHT_BIT) if dtype == "8bit" else n * (4 if dtype == "float32" else 2)
 
 
 def pack(row: Floats, dtype: str, out: Bytes) -> int:
-    """Write a row of float32 values as an entry to `out`, and return the entry's size in bytes.
+    """Convert a row of float32 values to an entry in `out`, and return the entry's size in bytes.
 
     Raises
     ------
     ArgumentError
-        The row holds NaN or Inf, and entries have 8 bits.
+        The row contains NaN or Inf, and `dtype` is "8bit".
     """
     if dtype == "8bit":
         return len(encode(row, EIGHT_BIT, out=out))
@@ -91,7 +91,7 @@ def pack(row: Floats, dtype: str, out: Bytes) -> int:
 
 
 def unpack(entry: Bytes, dtype: str, out: Floats) -> None:
-    """Write the values of an entry to a row of float32 values.
+    """Convert an entry to float32 values, and write them to `out`.
 
     Raises
     ------
@@ -105,12 +105,12 @@ def unpack(entry: Bytes, dtype: str, out: Floats) -> None:
 
 
 def check_entry(entry: Bytes, dtype: str, n: int) -> None:
-    """Check that bytes are an entry of n values.
+    """Check that bytes are a valid entry of n values.
 
     Raises
     ------
     CodecError
-        They are not.
+        The bytes are not a valid entry of this dtype and number of values.
     """
     if dtype == "8bit":
         info = inspect(entry)

@@ -1,4 +1,4 @@
-"""Committed activations of an edge by sample, and those of a step that is neither committed nor rolled back."""
+"""Committed activations m of an edge by sample, and staged updates of the current step."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
@@ -12,16 +12,16 @@ from codec.stateful.activation.retention import Retention
 
 
 class Store(Protocol):
-    """Memory for entries. Another object decides which samples have one."""
+    """Storage for entries. :class:`Retention` decides which samples have an entry."""
 
-    persistent: bool  # entries outlive the process
+    persistent: bool  # True: entries survive the process
 
     def read(self, sample: int, row: Floats) -> bool:
-        """Write an entry's values to `row`. Return False if the entry is damaged."""
+        """Write the values of an entry to `row`. Return False if the entry is damaged."""
         ...
 
     def write(self, sample: int, entry: Entry, row: Floats) -> None:
-        """Store values, rounded to the dtype of entries. Raise ArgumentError for NaN or Inf in entries of 8 bits."""
+        """Store values, rounded to the dtype of entries. With dtype "8bit", NaN and Inf raise ArgumentError."""
         ...
 
     def delete(self, sample: int) -> None:
@@ -29,33 +29,33 @@ class Store(Protocol):
         ...
 
     def entry(self, sample: int) -> Bytes | None:
-        """Return the bytes of an entry; None if it is damaged."""
+        """Return the bytes of an entry; None if the entry is damaged."""
         ...
 
     def restore(self, sample: int, entry: Entry, contents: Bytes) -> None:
-        """Store the bytes of an entry. Raise CodecError if they are something else."""
+        """Store an entry given as bytes. Raise CodecError if the bytes are not a valid entry."""
         ...
 
     def prefetch(self, samples: Iterable[int]) -> None:
-        """Begin to read entries."""
+        """Start to read entries in the background."""
         ...
 
     def flush(self) -> None:
-        """Wait until all entries are stored."""
+        """Wait until all entries are on the disk."""
         ...
 
     def close(self) -> None:
-        """Release files, after all entries are stored."""
+        """Wait until all entries are written, and close the files."""
         ...
 
 
 class Staging(NamedTuple):
-    """Rows of a message that advance m; arguments of :meth:`Ledger.stage`."""
+    """New m of some samples in a message, for :meth:`Ledger.stage`."""
 
     samples: list[int]
-    checks: Checks
-    rows: Floats  # rows in a buffer of the ledger
-    visits: list[int]
+    checks: Checks  # check of each new m
+    rows: Floats  # new m of each sample, in a buffer of the ledger
+    visits: list[int]  # number of deltas of each sample since it was sent raw
 
 
 class _Staged(NamedTuple):
@@ -66,19 +66,19 @@ class _Staged(NamedTuple):
 class Ledger:
     """Entries of samples, with commit and rollback.
 
-    A sample's entry is the pair of its check and its m in the store. An interrupt at any point leaves a sample either
-    with both, or without an entry.
+    The entry of a sample consists of its check, in this object, and its m, in the store. After an interrupt at any
+    point, a sample has either both or neither.
 
     Parameters
     ----------
     store : Store
-        Memory for the entries.
+        Storage for the entries.
     dtype : {"float32", "bfloat16", "8bit"}
         Dtype of the entries.
     budget : int or None
-        Largest sum of the sizes of all entries, in bytes.
+        Maximum total size of all entries, in bytes. None: no limit.
     entries : dict of int to Entry
-        Entries that the store already holds.
+        Entries that the store already contains.
     """
 
     def __init__(self, store: Store, dtype: str, budget: int | None, entries: dict[int, Entry]) -> None:
@@ -88,14 +88,14 @@ class Ledger:
         self._entries = entries
         self._staged: dict[int, _Staged] = {}
         self._retention = Retention(budget)
-        self._consistent = False  # False: an interrupt may have separated retention and entries
-        self._buffers: list[Floats] = []  # in use by staged rows
-        self._spare: list[Floats] = []
+        self._consistent = False  # False: after an interrupt, _retention and _entries may have different samples
+        self._buffers: list[Floats] = []  # buffers that staged rows may use
+        self._spare: list[Floats] = []  # unused buffers
         self._reconcile()
 
     @property
     def in_step(self) -> bool:
-        """True if there is something to commit."""
+        """True if there are staged samples, which are neither committed nor rolled back."""
         return bool(self._staged)
 
     @property
@@ -109,16 +109,16 @@ class Ledger:
         return self._retention.nbytes
 
     def checks(self, samples: Sequence[int], n: int | None = None) -> Checks:
-        """Return the checks of samples; 0 for those without an entry, or with an entry of another size than n."""
+        """Return the checks of samples; 0 for a sample without an entry, or whose entry does not have n values."""
         found = (self._entries.get(s) for s in samples)
         return np.array([e.check if e is not None and n in (None, e.n) else 0 for e in found], np.uint64)
 
     def visits(self, samples: Sequence[int]) -> list[int]:
-        """Return the visits of samples that have an entry."""
+        """Return, for samples that have an entry, the number of deltas since they were sent raw."""
         return [self._entries[s].visits for s in samples]
 
     def buffer(self, rows: int, n: int) -> Floats:
-        """Return uninitialized float32 memory of shape (rows, n), whose rows :meth:`stage` may keep."""
+        """Return an uninitialized float32 array of shape (rows, n), whose rows can be passed to :meth:`stage`."""
         size = rows * n
         for i, spare in enumerate(self._spare):
             if size <= spare.size <= 2 * size:
@@ -130,7 +130,7 @@ class Ledger:
         return spare[:size].reshape(rows, n)
 
     def gather(self, samples: Sequence[int], out: Floats) -> list[int]:
-        """Write the m of samples to the rows of `out`. Forget samples whose entry is damaged, and return their rows."""
+        """Write the m of samples to the rows of `out`. Forget samples with a damaged entry; return their rows."""
         damaged = [i for i, s in enumerate(samples) if s not in self._entries or not self.store.read(s, out[i])]
         for sample in {samples[i] for i in damaged} & self._entries.keys():
             self.forget([sample])
@@ -138,9 +138,9 @@ class Ledger:
         return damaged
 
     def stage(self, parts: Iterable[Staging]) -> None:
-        """Keep the rows of a message for the next commit. Samples that this step already has are ignored.
+        """Stage the new m of a message for the next commit. Samples that are already staged are ignored.
 
-        Rows are taken part by part. All of a message or, after an interrupt, nothing is staged.
+        After an interrupt, either all parts of the message are staged or none is.
         """
         found = dict(self._staged)
         for samples, checks, rows, visits in parts:
@@ -150,14 +150,14 @@ class Ledger:
         self._staged = found
 
     def commit(self) -> None:
-        """Replace the m of all staged samples, then evict entries until all fit the budget."""
+        """Replace the m of all staged samples by the staged ones, and evict entries that exceed the budget."""
         self._reconcile()
         self._consistent = False
         for sample, (entry, row) in self._staged.items():
-            self._entries.pop(sample, None)  # until the store has the new m
+            self._entries.pop(sample, None)  # no entry until the store has the new m
             try:
                 self.store.write(sample, entry, row)
-            except ArgumentError:  # NaN or Inf, which entries of 8 bits cannot hold
+            except ArgumentError:  # NaN or Inf, which entries of dtype "8bit" cannot represent
                 self._retention.remove(sample)
                 self.store.delete(sample)
                 continue
@@ -190,7 +190,10 @@ class Ledger:
         self._retention.check_size(largest_nbytes(self.dtype, n))
 
     def replace(self, entries: dict[int, Entry], contents: dict[int, Bytes] | None) -> None:
-        """Replace all entries. `contents`: their bytes; None: keep entries that the store has, and forget others."""
+        """Replace all entries by `entries`, whose bytes are `contents`.
+
+        If `contents` is None, keep only the entries that are equal in `entries` and in the store.
+        """
         self.rollback()
         kept = contents is None
         self.forget([s for s, e in self._entries.items() if not kept or entries.get(s) != e])

@@ -1,4 +1,4 @@
-"""Messages of an edge between pipeline stages, as docs/spec/activation-messages.md specifies them."""
+"""Messages between pipeline stages; docs/spec/activation-messages.md specifies the format."""
 
 import struct
 import zlib
@@ -17,10 +17,10 @@ Checks = np.ndarray[Any, np.dtype[np.uint64]]
 MAGIC = b"CODA"
 VERSION = 1
 HEAD = struct.Struct("<4sBBBBQQQQQQII")
-CRC_AT = 56  # offset of the checksum of head and table
-ROW = 16  # bytes of the table for each sample
-DTYPE_CODES = ("float32", "bfloat16", "float16")  # dtypes of activations
-ENTRY_CODES = ("float32", "bfloat16", "8bit")  # dtypes of the store's entries, by their number in a message
+CRC_AT = 56  # byte offset of the checksum of head and table
+ROW = 16  # bytes per sample in the table
+DTYPE_CODES = ("float32", "bfloat16", "float16")  # supported dtypes of activations
+ENTRY_CODES = ("float32", "bfloat16", "8bit")  # dtypes of the store's entries, by their code in a message
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -28,12 +28,12 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 class Kind(IntEnum):
     """Kind of a message."""
 
-    RAW = 0  # the activations of all samples
-    DELTA = 1  # the difference to m for all samples
-    MIXED = 2  # some of each
-    POISON = 3  # nothing: the sender has no finite gradient
-    DIRECT = 4  # activations without sample ids, such as those of an evaluation
-    GRADIENT = 5  # the gradient of activations
+    RAW = 0  # activations of all samples, without differences
+    DELTA = 1  # differences from m of all samples
+    MIXED = 2  # activations of some samples, differences of others
+    POISON = 3  # no values: the gradient on the sender contains NaN or Inf
+    DIRECT = 4  # activations without sample ids, such as for evaluation
+    GRADIENT = 5  # gradient of activations
 
 
 class Head(NamedTuple):
@@ -52,36 +52,36 @@ class Message(NamedTuple):
 
     head: Head
     samples: Ids
-    checks: Checks  # check of m that the delta refers to; 0 for samples sent raw
-    raw: Bytes  # frame of the samples sent raw; empty if there are none
-    delta: Bytes  # frame of the deltas; empty if there are none
+    checks: Checks  # for each sample the check of the m to which its delta refers; 0 for samples sent raw
+    raw: Bytes  # frame of the samples sent raw; empty if no sample is sent raw
+    delta: Bytes  # frame of the deltas; empty if no sample is sent as a delta
 
 
 def mix(x: Any) -> Checks:
-    """Return the mixing function of docs/spec/format.md, section 13, of an array of uint64."""
+    """Apply the mixing function in docs/spec/format.md, section 13, to each item of an array of uint64."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)
 
 
 def next_checks(checksum: int, checks: Checks) -> Checks:
-    """Return the checks of m after a frame.
+    """Return the checks that m of each sample has after a frame was applied.
 
     Parameters
     ----------
     checksum : int
         Checksum in the header of the frame, which identifies its contents.
     checks : numpy.ndarray of uint64
-        Checks of the samples' m before the frame, by row; 0 where the frame does not refer to m.
+        Check of each sample's m before the frame; 0 if the sample was sent raw.
     """
     rows = np.arange(1, len(checks) + 1, dtype=np.uint64)
     found = mix(mix(rows * _GOLDEN + np.uint64(checksum)) ^ checks)
-    found[found == 0] = 1  # 0 means: no m
+    found[found == 0] = 1  # 0 is reserved for samples without m
     return found
 
 
 def build(head: Head, samples: Ids, checks: Checks, raw: Any = b"", delta: Any = b"") -> bytes:
-    """Return the bytes of a message."""
+    """Build the bytes of a message."""
     numbers = (DTYPES[head.dtype], ENTRY_CODES.index(head.entries), head.edge, head.session, head.number)
     start = HEAD.pack(MAGIC, VERSION, head.kind, *numbers, len(samples), len(raw), len(delta), 0, 0)
     table = samples.astype("<i8").tobytes() + checks.astype("<u8").tobytes()
@@ -90,7 +90,7 @@ def build(head: Head, samples: Ids, checks: Checks, raw: Any = b"", delta: Any =
 
 
 def message_nbytes(start: Bytes) -> int:
-    """Return the size in bytes that the first 64 bytes of a message declare.
+    """Return the size of a whole message in bytes, which its first 64 bytes declare.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def _fault(text: str, offset: int, found: int, expected: int) -> FrameError:
 
 
 def _head(data: Bytes) -> tuple[Head, tuple[int, int, int]]:
-    """Return the fields of the head, and the sizes of table, raw frame and delta frame."""
+    """Parse the head. Return its fields, and the sizes of table, raw frame and delta frame in bytes."""
     if len(data) < HEAD.size:
         text = f"the message is truncated ({len(data)} bytes, {HEAD.size} are needed)"
         raise FrameError(text, Status.TRUNCATED, 0, len(data), HEAD.size)
@@ -128,7 +128,7 @@ def _head(data: Bytes) -> tuple[Head, tuple[int, int, int]]:
 
 
 def parse(data: Bytes) -> Message:
-    """Return the parts of a message. Frames are not examined.
+    """Parse a message, and verify the checksum of head and table. Frames are not checked.
 
     Raises
     ------
@@ -157,7 +157,7 @@ def parse(data: Bytes) -> Message:
 
 
 def _check_kind(m: Message) -> None:
-    """Raise FrameError unless table and frames are those of the message's kind."""
+    """Raise FrameError if the table and the frames of a message do not match its kind."""
     deltas = int(np.count_nonzero(m.checks))
     rest = len(m.checks) - deltas
     contents = bool(rest), bool(deltas), len(m.raw) > 0, len(m.delta) > 0

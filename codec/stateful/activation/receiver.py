@@ -1,4 +1,4 @@
-"""Decoding of messages, after all checks that they belong to the m of this side."""
+"""Decode messages, after checking that they refer to the m that this side has."""
 
 from math import prod
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from codec.tensors.view import empty
 
 
 class Target(NamedTuple):
-    """Arguments of decoding that determine where values are written."""
+    """Arguments `out` and `like` of decode(), which determine where values are written."""
 
     out: Any
     like: Any
@@ -44,14 +44,14 @@ class Receiver:
         self._ledger = ledger
 
     def plain(self, m: Message, nbytes: int, target: Target, options: CallOptions | None) -> Any:
-        """Return the values of a message of kind DIRECT or GRADIENT."""
+        """Decode a message of kind DIRECT or GRADIENT, which does not use m."""
         info = _info(m.raw, m.head.dtype)
         if target.out is None:
             _check_limit(m.head.dtype, info.shape, nbytes)
         return decode(m.raw, out=target.out, like=target.like, options=options)
 
     def activation(self, m: Message, nbytes: int, target: Target, options: CallOptions | None) -> Any:
-        """Return the activations of a message of kind RAW, DELTA or MIXED. Stage the new m."""
+        """Decode the activations in a message of kind RAW, DELTA or MIXED, and stage the new m."""
         samples: list[int] = m.samples.tolist()
         deltas, raws = np.flatnonzero(m.checks), np.flatnonzero(m.checks == 0)
         sample_shape = _sample_shape(m, len(raws), len(deltas))
@@ -85,7 +85,7 @@ class Receiver:
     def _delta_rows(
         self, m: Message, samples: list[int], sample_shape: tuple[int, ...], options: CallOptions | None
     ) -> Floats:
-        """Return m + delta of the rows sent as deltas."""
+        """Return m + delta for the samples sent as deltas; raise StateError if this side has another m."""
         n = prod(sample_shape)
         checks = m.checks[m.checks != 0]
         wrong = np.flatnonzero(self._ledger.checks(samples, n) != checks)
@@ -109,7 +109,7 @@ def _staging(frame: Any, at: Any, m: Message, new: Floats, visits: list[int]) ->
 
 
 def _write_rows(values: Floats, dtype: str, out: Bits, at: Any) -> None:
-    """Write float32 values to some rows of an output in its dtype."""
+    """Convert float32 values to `dtype`, and write them to the rows `at` of `out`."""
     if len(at) == len(out):
         narrow(values, dtype, out)
     else:
@@ -119,7 +119,7 @@ def _write_rows(values: Floats, dtype: str, out: Bits, at: Any) -> None:
 
 
 def _info(frame: Any, dtype: str) -> Info:
-    """Return the header of a frame, which must have values of a dtype."""
+    """Return the header of a frame; raise FrameError if the frame does not have this dtype."""
     info = inspect(frame)
     if info.dtype != dtype:
         raise FrameError(f"not a valid message: its frame has dtype {info.dtype} instead of {dtype}")
@@ -127,7 +127,7 @@ def _info(frame: Any, dtype: str) -> Info:
 
 
 def _sample_shape(m: Message, raws: int, deltas: int) -> tuple[int, ...]:
-    """Return the shape of a sample, after checks that the frames have one row for each sample."""
+    """Return the shape of a sample, after checking that the frames have one row per sample."""
     parts = ((m.raw, m.head.dtype, raws), (m.delta, "float32", deltas))
     shapes: set[tuple[int, ...]] = set()
     for frame, dtype, count in parts:
@@ -142,7 +142,7 @@ def _sample_shape(m: Message, raws: int, deltas: int) -> tuple[int, ...]:
 
 
 def _check_limit(dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
-    """Raise LimitError for a tensor that is too large for a message of nbytes."""
+    """Raise LimitError if a message of `nbytes` bytes declares a suspiciously large tensor."""
     if nbytes_of(dtype, shape) > limit_of(nbytes):
         raise LimitError(
             f"a message of {nbytes} bytes declares a tensor of {nbytes_of(dtype, shape)} bytes, the limit is "

@@ -1,4 +1,4 @@
-"""Choice of the samples whose activations a store keeps within its budget, equal on both sides of an edge."""
+"""Choose the samples whose activations a store keeps within its budget; both sides of an edge choose the same."""
 
 import bisect
 from collections.abc import Iterable
@@ -10,36 +10,37 @@ from codec.stateful.activation.message import mix
 
 
 def rank(sample: int) -> int:
-    """Return the number by which samples are ordered: a hash of the sample id. Lower ranks are kept."""
+    """Return a hash of the sample id. Samples with the lowest hashes are kept."""
     return int(mix(np.array([sample], np.int64).view(np.uint64) + np.uint64(0x9E3779B97F4A7C15))[0])
 
 
 class Retention:
     """Samples that have an entry, with the size of each, within a budget.
 
-    Training reads samples in a new random order in each epoch. Evicting the least recently used one would often evict
-    samples just before their next use. So the samples with the lowest hash are kept: a fixed part of the data set. The
-    set hardly depends on the order of messages, so both sides agree on most samples even after a lost message.
+    Training reads samples in a new random order in each epoch. So evicting the least recently used sample would often
+    evict samples just before their next use. Instead, the samples with the lowest hashes are kept, a fixed subset of
+    the data set. This subset hardly depends on the order of messages, so both sides agree on most samples even after a
+    lost message.
 
     Parameters
     ----------
     budget : int or None
-        Largest sum of the sizes of all entries, in bytes. None: no limit.
+        Maximum total size of all entries, in bytes. None: no limit.
     """
 
     def __init__(self, budget: int | None) -> None:
         self._budget = budget
-        self._order: list[tuple[int, int]] = []  # rank and sample, ascending
+        self._order: list[tuple[int, int]] = []  # pairs (hash, sample), ascending
         self._sizes: dict[int, int] = {}
         self.nbytes = 0
 
     def check_size(self, nbytes: int) -> None:
-        """Raise ArgumentError for an entry that is larger than the whole budget."""
+        """Raise ArgumentError if an entry of `nbytes` bytes is larger than the whole budget."""
         if self._budget is not None and nbytes > self._budget:
             raise ArgumentError(f"budget={self._budget} bytes holds no sample: an entry takes {nbytes} bytes")
 
     def add(self, sample: int, nbytes: int) -> list[int]:
-        """Add a sample, or change its size. Return the samples to evict, maybe the added one."""
+        """Add a sample, or change its size. Return the samples to evict, which may include the added one."""
         self.remove(sample)
         if self._budget is not None:
             bisect.insort(self._order, (rank(sample), sample))
@@ -53,7 +54,7 @@ class Retention:
         return evicted
 
     def remove(self, sample: int) -> None:
-        """Remove a sample, if it is there."""
+        """Remove a sample; ignore an unknown one."""
         nbytes = self._sizes.pop(sample, None)
         if nbytes is None:
             return
@@ -62,6 +63,6 @@ class Retention:
             del self._order[bisect.bisect_left(self._order, (rank(sample), sample))]
 
     def reset(self, sizes: Iterable[tuple[int, int]]) -> list[int]:
-        """Start again with the given samples and sizes. Return the samples to evict."""
+        """Replace all samples by the given (sample, size) pairs. Return the samples to evict."""
         self._order, self._sizes, self.nbytes = [], {}, 0
         return [evicted for sample, nbytes in sizes for evicted in self.add(sample, nbytes)]

@@ -1,4 +1,4 @@
-"""Encoding of activations, and of gradients, as messages."""
+"""Encode activations and gradients as messages."""
 
 from typing import Any, NamedTuple
 
@@ -19,15 +19,15 @@ from codec.stateful.activation.values import Values, as_rows
 from codec.tensors.wrapper import View
 
 LOSSLESS = Lossless()
-_MAX_FLOAT16 = 65520.0  # the lowest value that rounds to Inf in float16
+_MAX_FLOAT16 = 65520.0  # smallest value that rounds to Inf in float16
 
 
 class _Part(NamedTuple):
-    """Rows of a message that one frame holds, with their new m."""
+    """Frame of a message, the rows (samples) in the frame, and their new m."""
 
-    rows: Any  # indices of the rows, ascending
+    rows: Any  # indices of the rows in the message, ascending
     frame: Any
-    m: Floats
+    m: Floats  # new m of each row
 
 
 class Sender:
@@ -38,24 +38,24 @@ class Sender:
     ledger : Ledger
         Committed and staged m.
     change : Change
-        Receives a - m and a of each message.
+        Measures the relative change of each message.
     first : Spec
-        Spec of samples that are sent raw.
+        Codec for samples that are sent raw.
     """
 
     def __init__(self, ledger: Ledger, change: Change, first: Spec) -> None:
         self._ledger = ledger
         self._change = change
         self.first = first
-        self.draws = 0  # messages that have drawn random bits; a repeated step draws the same ones
+        self.draws = 0  # number of messages so far, which selects the random bits; a rollback resets it
 
     def direct(self, head: Head, x: Values, options: CallOptions | None) -> bytes:
-        """Return a message of kind DIRECT."""
+        """Encode a message of kind DIRECT."""
         frame = self._first_frame(x.bits.reshape(x.shape), head, options)
         return build(head._replace(kind=Kind.DIRECT), *_NO_SAMPLES, frame)
 
     def gradient(self, head: Head, x: Values, spec: Spec, options: CallOptions | None) -> bytes:
-        """Return a message of kind GRADIENT, or POISON if the gradient has NaN or Inf."""
+        """Encode a message of kind GRADIENT, or of kind POISON if the codec refuses NaN or Inf in the gradient."""
         try:
             frame = _encode(x.bits.reshape(x.shape), head, spec, self._stream(head, 0), options)
         except ArgumentError as e:
@@ -67,7 +67,7 @@ class Sender:
     def activation(
         self, head: Head, x: Values, samples: list[int], spec: Spec, options: CallOptions | None
     ) -> tuple[bytes, list[Staging]]:
-        """Return a message of kind RAW, DELTA or MIXED, and the arguments with which to call :meth:`Ledger.stage`."""
+        """Encode a message of kind RAW, DELTA or MIXED. Return it and the argument for :meth:`Ledger.stage`."""
         a = as_rows(x, len(samples))
         self._ledger.check_size(a.shape[1])
         old = self._ledger.checks(samples, a.shape[1])
@@ -117,7 +117,7 @@ class Sender:
         spec: Spec,
         options: CallOptions | None,
     ) -> _Part | None:
-        """Encode the rows whose check in `old` is not 0. Set it to 0 for rows that must be sent raw."""
+        """Encode rows whose check in `old` is not 0 as deltas. Set the check to 0 for rows that must be sent raw."""
         while len(rows := np.flatnonzero(old)):
             known = [samples[i] for i in rows]
             m = self._ledger.buffer(len(rows), a.shape[1])
@@ -132,7 +132,7 @@ class Sender:
             except ArgumentError as e:
                 if e.code != Status.NONFINITE:
                     raise
-                self._ledger.gather(known, m)  # the old m again
+                self._ledger.gather(known, m)  # restore the old m, which the failed call has changed
                 old[rows[~np.isfinite(difference(part, m)).all(axis=1)]] = 0
                 continue
             if head.dtype == "float16" and (over := (np.abs(m) >= _MAX_FLOAT16).any(axis=1)).any():
@@ -143,7 +143,7 @@ class Sender:
         return None
 
     def _stream(self, head: Head, frame: int) -> int:
-        """Return the number of the random stream of a message's first or second frame."""
+        """Return the number of the random stream for the raw frame (0) or the delta frame (1) of a message."""
         return (head.edge << 40 ^ 2 * (self.draws + 1) + frame) & (1 << 64) - 1
 
 

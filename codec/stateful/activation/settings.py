@@ -1,4 +1,4 @@
-"""Arguments of :class:`codec.ActivationDelta`: specs and stores."""
+"""Validate the arguments of :class:`codec.ActivationDelta`."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from codec.stateful.activation.store_ram import RamStore
 
 
 def spec_of(name: str, given: Any) -> Spec:
-    """Return the spec that an argument means, which must not need an optimizer."""
+    """Return an argument as a Spec; raise SpecError if the spec needs or has an optimizer."""
     spec, is_bound = resolve(given)
     if isinstance(spec, Truncate) or is_bound is not None:
         raise SpecError(f"{name} must be a spec without an optimizer, got {shown(given)}")
@@ -21,7 +21,7 @@ def spec_of(name: str, given: Any) -> Spec:
 
 
 def delta_spec_of(given: Any) -> Spec:
-    """Return the spec of deltas that an argument means."""
+    """Return an argument as a Spec for deltas; raise SpecError if deltas cannot be encoded with it."""
     spec = spec_of("spec", given)
     if isinstance(spec, TopK):
         raise SpecError(f"deltas need a codec that sends all values, such as Quantize(4), got {spec}")
@@ -31,14 +31,14 @@ def delta_spec_of(given: Any) -> Spec:
 
 
 def entries_of(given: Any) -> str:
-    """Return the dtype of entries that an argument means."""
+    """Return the dtype of entries; raise ArgumentError if it is not supported."""
     if not isinstance(given, str) or given not in ENTRY_CODES:
         raise ArgumentError(f"dtype must be one of {ENTRY_CODES}, got {shown(given)}")
     return given
 
 
 def store_of(given: Any, dtype: str, edge: int) -> RamStore | FileStore:
-    """Return the store that an argument means."""
+    """Open the store that an argument describes: "ram" or the path of a folder."""
     if isinstance(given, str) and given == "ram":
         return RamStore(dtype)
     try:

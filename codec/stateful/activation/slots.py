@@ -1,4 +1,4 @@
-"""Files of fixed-size slots for entries, each with a checksum over its contents."""
+"""Files of fixed-size slots for entries. Each slot has a checksum of its contents."""
 
 import errno
 import os
@@ -17,18 +17,18 @@ from codec.stateful.activation.message import ENTRY_CODES
 
 MAGIC = b"CODS"
 VERSION = 1
-_NAME = re.compile(r"([1-9][0-9]*)\.slots")  # number of values of a sample
-_MOST_VALUES = 1 << 48  # maximum values of a sample
+_NAME = re.compile(r"([1-9][0-9]*)\.slots")  # file name; the number is the number of values per sample
+_MOST_VALUES = 1 << 48  # maximum number of values per sample
 _FILE_HEAD = struct.Struct("<4sIIIQQQ")  # magic, version, dtype of entries, zero, edge, values, size of a slot
 _SLOT_HEAD = struct.Struct("<qQQII28x")  # sample, check, visits, size and CRC of the entry, zeros
-_START = 4096  # offset of the first slot
+_START = 4096  # byte offset of the first slot
 _CRC = struct.Struct("<I")
 _HEAD = 64  # size of a slot's head in bytes; its last 4 bytes are its CRC
 _PAGE = 4096
 
 
 def slot_files(folder: Path) -> list[tuple[int, Path]]:
-    """Return the files of slots in a folder, with the numbers of values in their names, which ascend."""
+    """Return the slot files in a folder as pairs (number of values per sample, path), sorted."""
     found: list[tuple[int, Path]] = []
     for path in folder.iterdir():
         match = _NAME.fullmatch(path.name)
@@ -38,12 +38,12 @@ def slot_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def slot_file(folder: Path, n: int) -> Path:
-    """Return the path of the file of slots for `n` values."""
+    """Return the path of the slot file for samples of `n` values."""
     return folder / f"{n}.slots"
 
 
 class SlotHead(NamedTuple):
-    """Head of a slot that holds an entry."""
+    """Head of a slot that contains an entry."""
 
     sample: int
     check: int
@@ -53,32 +53,32 @@ class SlotHead(NamedTuple):
 
 
 class SlotFile:
-    """File of slots for entries with one number of values.
+    """File of slots for entries that all have the same number of values.
 
-    A slot is written as a whole, and holds its own checksums. A slot that was written partly, as by a process that was
-    killed, is invalid. Reads and writes are calls of the operating system: a disk that is full or fails raises OSError,
-    where mapped memory would end the process. Methods may run on any thread for different slots at the same time, but
-    :meth:`reserve` and :meth:`release` on one thread only.
+    Each slot contains checksums, so a slot that was written only partly, as by a killed process, is invalid. Slots are
+    accessed with pread and pwrite: a full or failing disk raises OSError, where mapped memory would kill the process
+    with SIGBUS. Different threads may read and write different slots at the same time, but :meth:`reserve` and
+    :meth:`release` must be called on one thread only.
 
     Parameters
     ----------
     path : Path
-        The file. It is created if it does not exist.
+        Path of the file. The file is created if it does not exist.
     dtype : {"float32", "bfloat16", "8bit"}
         Dtype of the entries.
     edge : int
-        Number of the edge.
+        Number of the pipeline edge.
     n : int
-        Values of an entry.
+        Number of values of an entry.
     writable : bool
         False: only reads are allowed, and the file must exist.
 
     Raises
     ------
     StateError
-        The file is something else, or belongs to another edge or dtype.
+        The file is not a slot file, or belongs to another edge or dtype.
     OSError
-        It cannot be opened, read or written.
+        The file cannot be opened, read or written.
     """
 
     def __init__(self, path: Path, dtype: str, edge: int, n: int, writable: bool = True) -> None:
@@ -96,7 +96,7 @@ class SlotFile:
         self.close = weakref.finalize(self, os.close, self._fd)  # also called when this object is collected
 
     def sync(self) -> None:
-        """Wait until the disk has all that was written."""
+        """Wait until all written data are on the disk."""
         os.fsync(self._fd)
 
     def reserve(self) -> int:
@@ -107,11 +107,11 @@ class SlotFile:
         return self.count - 1
 
     def release(self, slot: int) -> None:
-        """Let :meth:`reserve` return a slot again."""
+        """Mark a slot as unused, so that :meth:`reserve` can return it again."""
         self._free.append(slot)
 
     def write(self, slot: int, sample: int, check: int, visits: int, entry: Bytes) -> None:
-        """Replace the contents of a slot."""
+        """Write an entry and its head to a slot."""
         head = _SLOT_HEAD.pack(sample, check, visits, len(entry), zlib.crc32(entry.data))
         parts: list[Any] = [head + _CRC.pack(zlib.crc32(head)), entry.data]
         at, rest = self._at(slot), _HEAD + len(entry)
@@ -120,18 +120,21 @@ class SlotFile:
             at, rest = at + done, rest - done
 
     def clear(self, slot: int) -> None:
-        """Make a slot invalid."""
+        """Overwrite the head of a slot with zeros, so that the slot contains no entry."""
         os.pwrite(self._fd, bytes(_HEAD), self._at(slot))
 
     def read(self, slot: int, sample: int, check: int, memory: Bytes) -> Bytes | None:
-        """Return the entry of a sample in the first bytes of `memory`; None if the slot holds something else."""
+        """Read the entry of a sample into `memory`, and return the part of `memory` that it fills.
+
+        Return None if the slot is damaged, or contains another sample or another check.
+        """
         head_bytes = bytearray(_HEAD)
         got = os.preadv(self._fd, [head_bytes, memory.data], self._at(slot))
         head = _parsed(bytes(head_bytes))
         if head is None or (head.sample, head.check) != (sample, check) or head.nbytes > len(memory):
             return None
         if self._dtype != "8bit" and head.nbytes != largest_nbytes(self._dtype, self.n):
-            return None  # otherwise bytes behind the entry would become part of m
+            return None  # a shorter entry would leave the end of m undefined
         entry = memory[: head.nbytes]
         while got < _HEAD + head.nbytes:
             more = os.preadv(self._fd, [entry[got - _HEAD :].data], self._at(slot) + got) if got >= _HEAD else 0
@@ -141,10 +144,10 @@ class SlotFile:
         return entry if zlib.crc32(entry.data) == head.crc else None
 
     def heads(self) -> Iterator[tuple[int, SlotHead | None]]:
-        """Yield slots with their heads; None for those that hold no entry. Contents are not read.
+        """Yield slot numbers with the heads of the slots; None for a slot without an entry. Entries are not read.
 
-        Slots without data on the disk, of which a sparse file may have any number, are skipped. At the end of the file
-        they are no slots any more.
+        Holes of a sparse file, which have no data on the disk, are skipped. A hole at the end of the file is removed
+        from `count`.
         """
         slot = 0
         while slot < self.count:
@@ -155,7 +158,7 @@ class SlotFile:
                 slot = self._next_with_data(slot)
 
     def _next_with_data(self, slot: int) -> int:
-        """Return the first slot from `slot` on that has data; `count` becomes `slot` if none has."""
+        """Return the first slot from `slot` on that has data on the disk; if there is none, set `count` to `slot`."""
         try:
             at = os.lseek(self._fd, self._at(slot), os.SEEK_DATA)
         except OSError as e:
@@ -173,7 +176,7 @@ class SlotFile:
         if found == expected:
             return
         if found.strip(b"\0"):
-            if not MAGIC.startswith(found[: len(MAGIC)]):  # a crash may have left a part of the head
+            if not MAGIC.startswith(found[: len(MAGIC)]):  # accept a partial head, which a crash may leave
                 raise StateError(f"{self.path} is not a file of activations")
             if len(found) == len(expected) and _crc_matches(found):
                 raise StateError(f"{self.path} belongs to another edge or version, or has entries of another dtype")
@@ -184,14 +187,14 @@ class SlotFile:
 
 
 def described(path: Path) -> tuple[str, int, int]:
-    """Return dtype, edge and number of values of a file of slots.
+    """Return dtype, edge and number of values per sample of a slot file.
 
     Raises
     ------
     StateError
-        It is not such a file, or its head is damaged.
+        The file is not a slot file, or its head is damaged.
     OSError
-        It cannot be read.
+        The file cannot be read.
     """
     fd = _open(path, os.O_RDONLY)
     try:
@@ -208,7 +211,7 @@ def described(path: Path) -> tuple[str, int, int]:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open a regular file; a pipe or a device, which may block, is a StateError."""
+    """Open a regular file; raise StateError for a pipe or a device, which may block."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o600)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
@@ -226,7 +229,7 @@ def _crc_matches(data: bytes) -> bool:
 
 
 def _slot_nbytes(entry_nbytes: int) -> int:
-    """Return the size of a slot: large ones consist of whole pages, so that two slots share no page."""
+    """Return the size of a slot in bytes. Large slots are whole pages, so that two slots do not share a page."""
     unit = _PAGE if entry_nbytes > 4 * _PAGE else _HEAD
     return (_HEAD + entry_nbytes + unit - 1) // unit * unit
 

@@ -1,4 +1,4 @@
-"""State dicts of activations: with all entries if those are in memory, otherwise with their checks only."""
+"""State dicts of activations. They contain the entries if these are in memory; for entries in files only checks."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ class Saved(NamedTuple):
     """Validated contents of a state dict."""
 
     entries: dict[int, Entry]
-    contents: dict[int, Bytes] | None  # bytes of each entry; None: they are in the files of a store
+    contents: dict[int, Bytes] | None  # bytes of each entry; None: the entries are in the files of a store
 
 
 def save(ledger: Ledger, edge: int, like: Any) -> dict[str, Any]:
@@ -29,11 +29,11 @@ def save(ledger: Ledger, edge: int, like: Any) -> dict[str, Any]:
     Parameters
     ----------
     ledger : Ledger
-        Committed entries.
+        Ledger with the committed entries.
     edge : int
         Number of the edge.
     like : array, tensor or None
-        Kind of the arrays; None: numpy.
+        Array whose library the arrays of the dict have; None: numpy.
     """
     store, entries = ledger.store, ledger.entries
     contents = [_NO_BYTES if store.persistent else store.entry(sample) for sample in entries]
@@ -57,7 +57,7 @@ def save(ledger: Ledger, edge: int, like: Any) -> dict[str, Any]:
 
 
 def _of_kind(array: Any, like: Any) -> Any:
-    """Return a flat array as one of the kind of `like`."""
+    """Return a copy of a flat numpy array as an array of the library of `like`; return `array` if `like` is None."""
     if like is None:
         return array
     found, v = empty(str(array.dtype), array.shape, like)
@@ -66,7 +66,7 @@ def _of_kind(array: Any, like: Any) -> Any:
 
 
 def load(saved: Any, dtype: str, edge: int) -> Saved:
-    """Return the entries of a state dict. All are copies.
+    """Validate a state dict, and return copies of its entries.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def load(saved: Any, dtype: str, edge: int) -> Saved:
 
 
 def _contents(entries: dict[int, Entry], dtype: str, nbytes: Any, contents: Bytes) -> dict[int, Bytes]:
-    """Return the bytes of each entry."""
+    """Split the concatenated entries, and check each."""
     ends = np.cumsum(nbytes).tolist()
     if len(contents) != (expected := ends[-1] if ends else 0):
         raise StateError(f"the entries of this state dict have {len(contents)} bytes, not {expected}")

@@ -1,4 +1,4 @@
-"""Store of activations in files, read ahead and written behind by a thread."""
+"""Store of activations in files. A background thread prefetches and writes entries."""
 
 import fcntl
 import logging
@@ -16,7 +16,7 @@ from codec.errors import CodecError, StateError
 from codec.stateful.activation.entries import Bytes, Entry, Floats, check_entry, largest_nbytes, pack, unpack
 from codec.stateful.activation.slots import SlotFile, slot_file, slot_files
 
-MOST_NBYTES = 256 << 20  # maximum bytes that wait to be written, and maximum bytes that are prefetched
+MOST_NBYTES = 256 << 20  # maximum bytes of queued writes, and maximum bytes of prefetched entries
 
 logger = logging.getLogger("codec")
 
@@ -41,31 +41,31 @@ class _Ahead(NamedTuple):
 
 
 class FileStore:
-    """Entries by sample in the files of a folder, one for each number of values.
+    """Entries by sample in the files of a folder. There is one file per number of values of a sample.
 
-    All operations on a file are calls on one thread, in order, except reads of entries that no write is queued for.
-    After a crash at any point an entry is complete, with its check, or it is missing.
+    A background thread runs all operations on files in order. Only entries without a queued write are also read
+    directly by the calling thread. After a crash at any point, an entry is either complete or missing.
 
     Parameters
     ----------
     path : Path
-        The folder. It is created if it does not exist.
+        Path of the folder. The folder is created if it does not exist.
     dtype : {"float32", "bfloat16", "8bit"}
         Dtype of the entries.
     edge : int
-        Number of the edge.
+        Number of the pipeline edge.
 
     Raises
     ------
     StateError
-        The folder is in use, or it belongs to another edge or dtype.
+        The folder is in use, or belongs to another edge or dtype.
     OSError
-        It cannot be read or written.
+        The folder or a file cannot be read or written.
 
     Attributes
     ----------
     found : dict of int to Entry
-        Entries that the files held when they were opened.
+        Entries that the files contained when they were opened.
     """
 
     persistent = True
@@ -77,10 +77,10 @@ class FileStore:
         self._files: dict[int, SlotFile] = {}
         self._places: dict[int, _Place] = {}
         self._writes: deque[_Write] = deque()  # oldest first
-        self._pending: dict[int, _Write] = {}  # the latest write of each sample, until it is done
-        self._ahead: dict[int, _Ahead] = {}
-        self._waiting = self._reading = 0  # bytes of `_writes` and of `_ahead`
-        self._spare: list[Bytes] = []
+        self._pending: dict[int, _Write] = {}  # latest unfinished write of each sample
+        self._ahead: dict[int, _Ahead] = {}  # prefetched entry of each sample
+        self._waiting = self._reading = 0  # total bytes of `_writes` and of `_ahead`
+        self._spare: list[Bytes] = []  # unused buffers
         self._warned = self._closed = False
         self.found: dict[int, Entry] = {}
         try:
@@ -92,7 +92,7 @@ class FileStore:
         self._executor = ThreadPoolExecutor(1, "codec-activations")
 
     def read(self, sample: int, row: Floats) -> bool:
-        """Write a sample's m to a row of as many values. Return False if the entry is damaged; `row` is undefined."""
+        """Read a sample's m into `row`. Return False if the entry is missing or damaged; `row` is then undefined."""
         self._check_open()
         self._settle()
         place = self._places.get(sample)
@@ -114,18 +114,18 @@ class FileStore:
             self._recycle(memory)
 
     def write(self, sample: int, entry: Entry, row: Floats) -> None:
-        """Store a sample's m, in place of the entry that the sample has.
+        """Queue a write of a sample's m, which replaces the sample's old entry.
 
         Raises
         ------
         ArgumentError
-            The row holds NaN or Inf, and entries have 8 bits. The sample has its old entry then.
+            The row contains NaN or Inf, and the dtype is "8bit". The sample then keeps its old entry.
         """
         memory = self._memory(largest_nbytes(self._dtype, len(row)))
         self._write(sample, entry, memory[: pack(row, self._dtype, memory)], memory)
 
     def delete(self, sample: int) -> None:
-        """Remove a sample's entry, if there is one."""
+        """Queue the removal of a sample's entry, if there is one."""
         self._check_open()
         self._drop_ahead(sample)
         self._pending.pop(sample, None)
@@ -141,18 +141,18 @@ class FileStore:
         return entry
 
     def restore(self, sample: int, entry: Entry, contents: Bytes) -> None:
-        """Store the bytes of an entry.
+        """Queue a write of an entry given as bytes.
 
         Raises
         ------
         CodecError
-            The bytes are not such an entry.
+            The bytes are not a valid entry with this number of values.
         """
         check_entry(contents, self._dtype, entry.n)
         self._write(sample, entry, contents, contents)
 
     def prefetch(self, samples: Iterable[int]) -> None:
-        """Begin to read the entries of samples, which :meth:`read` then waits for."""
+        """Queue reads of the entries of samples; :meth:`read` later waits for the result."""
         self._check_open()
         self._settle()
         for sample in samples:
@@ -167,14 +167,14 @@ class FileStore:
                 self._drop_ahead(next(iter(self._ahead)))
 
     def flush(self) -> None:
-        """Wait until the disk has all entries."""
+        """Wait until all entries are on the disk."""
         self._check_open()
         self._settle(0)
         for file in self._files.values():
             self._submit(file.sync).result()
 
     def close(self) -> None:
-        """Write all entries, and close the files."""
+        """Wait for all queued writes, and close the files."""
         self._closed = True
         if os.getpid() == self._pid:
             self._settle(0)
@@ -187,7 +187,7 @@ class FileStore:
         self._lock.close()
 
     def _fetch(self, sample: int, place: _Place, memory: Bytes | None) -> tuple[Bytes | None, Bytes | None]:
-        """Return an entry, in `memory` if it must be read now, and memory that is free once the entry was used."""
+        """Return an entry, prefetched or read now into `memory`, and a buffer to recycle once the entry was used."""
         ahead = self._ahead.pop(sample, None)
         try:
             if ahead is not None:
@@ -228,7 +228,7 @@ class FileStore:
         self._settle()
 
     def _settle(self, most: int = MOST_NBYTES) -> None:
-        """Complete finished writes, and wait until at most so many bytes wait. Forget samples that were not written."""
+        """Handle finished writes, and wait until at most `most` bytes are queued. Forget samples whose write failed."""
         while self._writes and (self._waiting > most or self._writes[0].future.done()):
             error = self._writes[0].future.exception()
             write = self._writes.popleft()
@@ -292,7 +292,7 @@ class FileStore:
 
 
 class _Lock:
-    """Exclusive lock of a folder, until it is closed or collected."""
+    """Exclusive lock of a folder, held until this object is closed or garbage-collected."""
 
     def __init__(self, path: Path) -> None:
         fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -305,6 +305,6 @@ class _Lock:
 
 
 def _run(lock: _Lock, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call a function. The argument `lock` keeps the folder locked while calls are queued."""
+    """Call a function. The reference `lock` keeps the folder locked while calls are queued."""
     del lock
     return function(*arguments)

@@ -1,4 +1,4 @@
-"""Inspection of the files of a store of activations."""
+"""Inspect the files of a store of activations."""
 
 from dataclasses import dataclass
 from os import PathLike
@@ -23,17 +23,17 @@ class StoreInfo:
     dtype : str
         Dtype of the entries: float32, bfloat16 or 8bit.
     samples : int
-        Samples that have an m.
+        Number of samples with stored activations.
     values : tuple of int
-        Numbers of values of a sample, one for each file.
+        Number of values per sample, for each file.
     nbytes : int
-        Size of all entries in bytes.
+        Total size of all entries in bytes.
     file_nbytes : int
-        Size of all files in bytes.
+        Total size of all files in bytes.
     visits : float
-        Mean number of deltas of a sample since it was sent raw. NaN without samples.
+        Mean number of deltas of a sample since it was sent raw; NaN without samples.
     damaged : int or None
-        Entries whose checksum is wrong; None if they were not verified.
+        Number of entries with a wrong checksum; None if checksums were not verified.
     """
 
     edge: int
@@ -47,14 +47,14 @@ class StoreInfo:
 
 
 def inspect_store(folder: str | PathLike[str], *, verify: bool = False) -> StoreInfo:
-    """Return what the files of an :class:`ActivationDelta` hold. Files that are in use may be inspected, too.
+    """Return a summary of the files of an :class:`ActivationDelta`. The files may be in use.
 
     Parameters
     ----------
     folder : str or path
-        Folder that was passed as `store`.
+        Folder that was passed as `store` to :class:`ActivationDelta`.
     verify : bool
-        True: read all entries, and count those whose checksum is wrong.
+        True: read all entries, and count the entries with a wrong checksum.
 
     Returns
     -------
@@ -64,9 +64,9 @@ def inspect_store(folder: str | PathLike[str], *, verify: bool = False) -> Store
     Raises
     ------
     ArgumentError
-        The folder cannot be read, or it has no files of activations.
+        The folder cannot be read, or contains no files of activations.
     StateError
-        A file is something else, its head is damaged, or files belong to several edges.
+        A file is not a file of activations, its head is damaged, or files belong to different edges or dtypes.
 
     Examples
     --------
@@ -110,7 +110,7 @@ def inspect_store(folder: str | PathLike[str], *, verify: bool = False) -> Store
 
 
 def is_store(path: str) -> bool:
-    """Return True for a folder that has files of activations."""
+    """Return True if `path` is a folder that contains files of activations."""
     try:
         return bool(slot_files(Path(path)))
     except (OSError, ValueError):
@@ -118,9 +118,9 @@ def is_store(path: str) -> bool:
 
 
 def _counts(file: SlotFile, dtype: str, verify: bool) -> tuple[int, int, int, int]:
-    """Return the samples of a file, the sizes of their entries, their visits, and the damaged ones, as sums."""
+    """Return totals of a file: number of samples, bytes of entries, visits, and number of damaged entries."""
     samples = nbytes = visits = damaged = 0
-    # a sparse file may be larger than its data
+    # do not allocate more than the file has on the disk: a sparse file may declare huge entries
     most = min(largest_nbytes(dtype, file.n), 512 * file.path.stat().st_blocks)
     memory = np.empty(most, np.uint8) if verify else None
     for slot, head in file.heads():
@@ -133,7 +133,7 @@ def _counts(file: SlotFile, dtype: str, verify: bool) -> tuple[int, int, int, in
 
 
 def _is_entry(contents: Bytes | None, dtype: str, n: int) -> bool:
-    """Return True for the bytes of an undamaged entry; None: a checksum is wrong."""
+    """Return True if `contents` is an undamaged entry; None stands for an entry with a wrong checksum."""
     try:
         if contents is not None:
             check_entry(contents, dtype, n)

@@ -9,7 +9,7 @@ from codec.stateful.activation.entries import Bytes, Entry, Floats, check_entry,
 
 
 class RamStore:
-    """Entries by sample, in arrays that are reused.
+    """Entries by sample, in memory that is reused when an entry is replaced.
 
     Parameters
     ----------
@@ -19,7 +19,7 @@ class RamStore:
     Attributes
     ----------
     found : dict of int to Entry
-        Entries that the store held when it was created: none.
+        Entries that the store contained when it was opened; always empty.
     """
 
     persistent = False
@@ -27,10 +27,10 @@ class RamStore:
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
         self.found: dict[int, Entry] = {}
-        self._entries: dict[int, tuple[Bytes, int]] = {}  # memory, and the bytes of it that are the entry
+        self._entries: dict[int, tuple[Bytes, int]] = {}  # buffer, and size of the entry in it in bytes
 
     def read(self, sample: int, row: Floats) -> bool:
-        """Write a sample's m to a row of as many values. Return False if the entry is damaged; `row` is undefined."""
+        """Write a sample's m to `row`. Return False if the entry is damaged; `row` is then undefined."""
         try:
             unpack(self.entry(sample), self._dtype, row)
         except CodecError:
@@ -38,12 +38,12 @@ class RamStore:
         return True
 
     def write(self, sample: int, entry: Entry, row: Floats) -> None:
-        """Store a sample's m, in place of the entry that the sample has.
+        """Store a sample's m, which replaces the sample's old entry.
 
         Raises
         ------
         ArgumentError
-            The row holds NaN or Inf, and entries have 8 bits. The sample has no entry then.
+            The row contains NaN or Inf, and the dtype is "8bit". The sample then has no entry.
         """
         memory, _ = self._entries.pop(sample, (None, 0))
         largest = largest_nbytes(self._dtype, entry.n)
@@ -61,12 +61,12 @@ class RamStore:
         return memory[:nbytes]
 
     def restore(self, sample: int, entry: Entry, contents: Bytes) -> None:
-        """Store a copy of the bytes of an entry.
+        """Store a copy of an entry given as bytes.
 
         Raises
         ------
         CodecError
-            The bytes are not such an entry.
+            The bytes are not a valid entry with this number of values.
         """
         check_entry(contents, self._dtype, entry.n)
         memory = np.empty(largest_nbytes(self._dtype, entry.n), np.uint8)
@@ -74,10 +74,10 @@ class RamStore:
         self._entries[sample] = memory, len(contents)
 
     def prefetch(self, samples: Iterable[int]) -> None:
-        """Do nothing: entries are in memory."""
+        """Do nothing: all entries are in memory already."""
 
     def flush(self) -> None:
-        """Do nothing: all entries are stored."""
+        """Do nothing: there is no disk to wait for."""
 
     def close(self) -> None:
         """Do nothing: there are no files."""

@@ -1,4 +1,4 @@
-"""Messages that one side of an edge has sent and received: their numbers, order and counts."""
+"""Number sent messages, check the order of received messages, and count both, for one side of an edge."""
 
 import os
 from dataclasses import replace
@@ -7,14 +7,14 @@ from codec.errors import StateError
 from codec.stateful.activation.change import ActivationStats
 from codec.stateful.activation.message import Head, Kind
 
-_MAX_RETIRED = 1 << 12  # sessions of a peer that are remembered, so that their messages are refused
+_MAX_RETIRED = 1 << 12  # number of a peer's old sessions that are remembered, to refuse their late messages
 
 
 class Traffic:
-    """Numbers of sent messages, order of received ones, and counts of both.
+    """Numbering of sent messages, order check of received messages, and statistics of both.
 
-    Numbers of a peer's messages ascend, and may have gaps: messages that were lost or not sent. A peer that is
-    restarted has a new session.
+    The numbers of a peer's messages ascend. Gaps are messages that were lost or not sent. A peer that is restarted has
+    a new session.
 
     Parameters
     ----------
@@ -30,23 +30,23 @@ class Traffic:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new session, and forget the peer's."""
+        """Begin a new session, and forget all sessions of the peer."""
         self._session, self._sent = int.from_bytes(os.urandom(8), "little"), 0
         self._peer: int | None = None
         self._last = 0  # number of the peer's last message
         self._retired: dict[int, None] = {}
 
     def next_head(self, dtype: str) -> Head:
-        """Return the head of the next message, whose kind the caller replaces."""
+        """Return the head of the next message; the caller must replace `kind`."""
         return Head(Kind.RAW, dtype, self.entries, self.edge, self._session, self._sent + 1)
 
     def sent(self, nbytes: int, raw: int = 0, deltas: int = 0) -> None:
-        """Record that the next message was made, with so many samples sent raw and as deltas."""
+        """Count a sent message of `nbytes` bytes, with `raw` samples sent raw and `deltas` samples sent as deltas."""
         self._sent += 1
         self._count(nbytes, raw, deltas)
 
     def check(self, head: Head) -> None:
-        """Raise StateError for a message of another edge or number of entries, and for a repeated or reordered one."""
+        """Raise StateError if a message has another edge or dtype of entries, is repeated, or is out of order."""
         if (head.edge, head.entries) != (self.edge, self.entries):
             raise StateError(
                 f"this side has edge {self.edge} and entries of {self.entries}, the message edge {head.edge} and "
@@ -59,7 +59,7 @@ class Traffic:
             raise StateError(f"message {head.number} of edge {head.edge} is late: its sender has been restarted")
 
     def received(self, head: Head, nbytes: int, raw: int = 0, deltas: int = 0) -> None:
-        """Record a message that was decoded."""
+        """Count a decoded message, and store its session and number for :meth:`check`."""
         if self._peer is not None and head.session != self._peer:
             self._retired[self._peer] = None
             if len(self._retired) > _MAX_RETIRED:

@@ -1,4 +1,4 @@
-"""Tensors and sample ids that callers pass, as arrays."""
+"""Convert the tensors and sample ids that callers pass to arrays and lists."""
 
 from collections.abc import Iterable
 from math import prod
@@ -18,7 +18,7 @@ _MAX_ID = (1 << 63) - 1
 
 
 class Values(NamedTuple):
-    """Values of a tensor. `bits` is valid while `owner` exists."""
+    """Values of a tensor as a flat array. `bits` is valid as long as `owner` exists."""
 
     bits: Bits  # flat: float32, float16, or uint16 with the bits of bfloat16
     dtype: str
@@ -42,7 +42,7 @@ def values_of(name: str, x: Any) -> Values:
 
 
 def output_values(out: Any, dtype: str) -> Values:
-    """Return the memory of ``out=`` for values of a dtype."""
+    """Return a writable view of ``out=``; raise ArgumentError if it cannot store values of `dtype`."""
     v = view_output(out, dtype)
     on_host("out=", v)
     if v.dtype != dtype:
@@ -51,7 +51,7 @@ def output_values(out: Any, dtype: str) -> Values:
 
 
 def bits_of_view(v: TensorView) -> Bits:
-    """Return the values of a view as a flat array, valid while the view exists."""
+    """Return the values of a view as a flat array, valid as long as the view exists."""
     return _bits(v)
 
 
@@ -62,12 +62,12 @@ def _bits(v: TensorView) -> Bits:
 
 
 def bytes_of(v: TensorView) -> Bytes:
-    """Return the bytes of a view in host memory, valid while the view exists."""
+    """Return the bytes of a view in host memory, valid as long as the view exists."""
     return np.frombuffer(ffi.buffer(v.data, v.nbytes), np.uint8) if v.nbytes else np.empty(0, np.uint8)
 
 
 def write_message(message: bytes, out: Any) -> memoryview:
-    """Write a message to the beginning of ``out=``, which must hold bytes, and return that part."""
+    """Write a message to the beginning of ``out=``, an array of bytes, and return a read-only view of that part."""
     v = on_host("out=", view_output(out))
     if v.dtype not in ("uint8", "int8"):
         raise ArgumentError(f"out= must hold bytes, not {v.dtype}")
@@ -96,7 +96,7 @@ def as_rows(x: Values, count: int) -> Bits:
 
 
 def limit_of(message_nbytes: int) -> int:
-    """Return the largest tensor in bytes that a message may declare, if the caller has not allocated one."""
+    """Return the maximum size in bytes of a tensor that a message may declare without ``out=``."""
     return max(1 << 30, 256 * message_nbytes)
 
 
@@ -111,7 +111,7 @@ def ids_of(samples: Iterable[Any]) -> list[int]:
     Raises
     ------
     ArgumentError
-        `samples` is not an iterable of integers that int64 can hold; or it is bytes, or a set, which has no order.
+        `samples` is not an iterable of integers in the range of int64; or it is bytes, or a set, which has no order.
     """
     if isinstance(samples, bytes | bytearray | set | frozenset):
         raise ArgumentError(f"samples must be a sequence of sample ids in the order of rows, got {shown(samples)}")
@@ -129,6 +129,6 @@ def ids_of(samples: Iterable[Any]) -> list[int]:
 
 
 def shown_samples(samples: Iterable[int]) -> str:
-    """Return sample ids for a message, the first ten."""
+    """Return up to ten of the sample ids as text, for error messages."""
     ids = list(dict.fromkeys(samples))
     return ", ".join(map(str, ids[:10])) + (f" and {len(ids) - 10} others" if len(ids) > 10 else "")

@@ -1,1 +1,1 @@
-"""Frames within autograd and compiled graphs: activations saved as frames, and operators of torch.library."""
+"""Frames in autograd and in compiled graphs: compressed saved activations, and encode and decode operators."""

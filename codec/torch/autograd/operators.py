@@ -1,4 +1,4 @@
-"""Encoding and decoding as operators of torch.library, which ``torch.compile`` keeps in its graphs."""
+"""Custom operators that encode and decode, which ``torch.compile`` keeps in its graphs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +11,11 @@ from codec.spec_config import self_contained
 from codec.spec_text import spec_of
 from codec.specs import SpecLike
 
-_torch: Any = torch  # without its stubs, which leave these functions untyped
+_torch: Any = torch  # Any, since torch's stubs leave these functions untyped
 
 
 def encode(x: torch.Tensor, spec: SpecLike = "lossless") -> torch.Tensor:
-    """Encode a tensor by the operator ``torch.ops.codec.encode``, with the bytes of :func:`codec.encode`.
+    """Encode a tensor with the operator ``torch.ops.codec.encode``. The frame is that of :func:`codec.encode`.
 
     ``torch.compile`` and ``torch.export`` keep the call in the graph. The result has no gradient.
 
@@ -24,19 +24,19 @@ def encode(x: torch.Tensor, spec: SpecLike = "lossless") -> torch.Tensor:
     x : tensor
         Tensor of rank 0 to 8.
     spec : Spec or name of a preset
-        Codec and its parameters; :class:`codec.Lossless` by default. Make a spec outside of the compiled function.
+        Codec and its parameters; default :class:`codec.Lossless`. Construct a spec outside of the compiled function.
 
     Returns
     -------
     tensor of uint8
-        Frame, on the device of x. In a graph its size is not known before it runs.
+        Frame, on the device of x. In a graph its size is unknown until the graph runs.
 
     Raises
     ------
     ArgumentError
-        x holds NaN or Inf, or has a dtype, that the codec refuses.
+        The codec does not support the dtype of x, or x contains NaN or Inf, which the codec refuses.
     SpecError
-        `spec` is no spec, or needs an optimizer or a base.
+        `spec` is not a spec, or needs an optimizer or a base.
 
     Examples
     --------
@@ -49,14 +49,14 @@ def encode(x: torch.Tensor, spec: SpecLike = "lossless") -> torch.Tensor:
 
 
 def decode(frame: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Decode a frame by the operator ``torch.ops.codec.decode``.
+    """Decode a frame with the operator ``torch.ops.codec.decode``.
 
     Parameters
     ----------
     frame : tensor of uint8
         Whole frame.
     shape : sequence of int
-        Shape of the tensor, which graphs need before they run.
+        Shape of the tensor. A graph needs it when it is traced.
     dtype : torch.dtype
         Dtype of the tensor.
 
@@ -70,7 +70,7 @@ def decode(frame: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> tor
     FrameError
         The bytes are not a valid frame.
     ArgumentError
-        The frame holds a tensor of another shape or dtype.
+        The frame contains a tensor of another shape or dtype.
 
     Examples
     --------
@@ -81,7 +81,7 @@ def decode(frame: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> tor
 
 
 def _written(spec: SpecLike) -> str:
-    """Return a spec as the text that the operator takes."""
+    """Return a spec as a string, since operators cannot take Spec objects."""
     try:
         return repr(self_contained(spec))
     except AttributeError:  # torch.compile has traced the constructor, and has not set its fields
@@ -89,7 +89,7 @@ def _written(spec: SpecLike) -> str:
 
 
 _constant: Any = _written
-# Set the mark of torch.compiler.assume_constant_result. Calling that function would import the compiler.
+# Set the attribute that torch.compiler.assume_constant_result sets. Calling that function would import the compiler.
 _constant._dynamo_marked_constant = True
 
 

@@ -1,4 +1,4 @@
-"""Activations that autograd saves for the backward pass, as frames in memory."""
+"""Compress the activations that autograd saves for the backward pass, as frames in memory."""
 
 import weakref
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from codec.spec_config import self_contained
 from codec.specs import Lossless, SpecLike, require_feedback
 from codec.torch._compat import is_plain, uncompiled
 
-_FROM_PARAMETER = 8  # most operations between a parameter and a tensor computed from it, such as casts and views
+_FROM_PARAMETER = 8  # maximum operations, such as casts and views, between a parameter and a tensor derived from it
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SavedStats(Rounded):
-    """Tensors that :class:`saved_tensors` has encoded, from its ``stats()``.
+    """Statistics of the tensors that :class:`saved_tensors` has encoded, from its ``stats()``.
 
     Attributes
     ----------
     tensors : int
         Number of tensors encoded.
     raw_nbytes, frame_nbytes : int
-        Bytes of these tensors, and of their frames.
+        Total size of these tensors and of their frames, in bytes.
     held_nbytes, peak_nbytes : int
-        Bytes of frames that exist now, and the most that have existed at once.
+        Size of all frames that exist now, and the maximum of that size so far, in bytes.
     """
 
     tensors: int = 0
@@ -43,7 +43,7 @@ class SavedStats(Rounded):
 
 
 class _Packed:
-    """Frame of a tensor, with the layout in memory that the backward pass gets the tensor in."""
+    """Frame of a tensor, with the device, dtype, shape and strides that :meth:`restore` gives the decoded tensor."""
 
     __slots__ = ("__weakref__", "device", "dtype", "frame", "shape", "storage", "stride")
 
@@ -57,7 +57,7 @@ class _Packed:
         except ArgumentError as e:
             if e.code != Status.NONFINITE:
                 raise
-            self.frame = codec.encode(values)  # masked scores hold -Inf, for one
+            self.frame = codec.encode(values)  # lossless, for tensors with Inf such as masked attention scores
 
     def restore(self) -> torch.Tensor:
         x = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
@@ -70,9 +70,9 @@ class _Packed:
 
 
 def _in_memory_order(x: torch.Tensor, copy: bool = True) -> torch.Tensor:
-    """Return the distinct values of a tensor, with dimensions in the order of their strides."""
+    """Return a tensor without its expanded dimensions, and with dimensions sorted by descending stride."""
     for i, step in enumerate(x.stride()):
-        if step == 0 and x.shape[i] > 1:  # expanded
+        if step == 0 and x.shape[i] > 1:  # expanded: all items share memory
             x = x.narrow(i, 0, 1)
     order = sorted(range(x.dim()), key=lambda i: (-x.stride(i), -x.shape[i]))
     x = x.permute(order)
@@ -80,7 +80,7 @@ def _in_memory_order(x: torch.Tensor, copy: bool = True) -> torch.Tensor:
 
 
 def _overlaps(x: torch.Tensor) -> bool:
-    """Return True if items may share memory, as windows of ``Tensor.unfold`` do, other than by expansion."""
+    """Return True if items may share memory, as in ``Tensor.unfold``. Expanded dimensions do not count."""
     reach = 0
     for step, n in sorted(zip(x.stride(), x.shape, strict=True)):
         if step and n > 1:
@@ -91,7 +91,10 @@ def _overlaps(x: torch.Tensor) -> bool:
 
 
 def _is_held_elsewhere(x: torch.Tensor) -> bool:
-    """Return True for a leaf or a view of one, and for a tensor computed from one parameter alone."""
+    """Return True if encoding would save no memory because the values exist anyway.
+
+    This holds for leaves that require gradients, views of them, and tensors computed from a single parameter.
+    """
     owner = x if x._base is None else x._base
     if owner.is_leaf and owner.requires_grad:
         return True
@@ -106,21 +109,22 @@ def _is_held_elsewhere(x: torch.Tensor) -> bool:
 
 
 class saved_tensors(torch.autograd.graph.saved_tensors_hooks):
-    """Context manager within which autograd keeps the activations of a forward pass as frames.
+    """Context manager for a forward pass in which autograd saves activations as frames.
 
-    The backward pass, which may run outside of it, decodes them. A tensor that several operations save is encoded once.
-    Not encoded: parameters, tensors computed from one parameter alone, leaves that require gradients and their views,
-    overlapping windows, sparse tensors, tensors of other classes or of more than 8 dimensions, and tensors of fewer
-    than `min_nbytes` bytes.
+    The backward pass, which may run outside of the context, decodes the frames. A tensor that several operations save
+    is encoded once. The following are not encoded: parameters, tensors computed from a single parameter, leaves that
+    require gradients and views of them, tensors whose items overlap, sparse tensors, tensors of subclasses or of more
+    than 8 dimensions, and tensors smaller than `min_nbytes`.
 
-    It works with ``torch.utils.checkpoint``, where it applies to tensors that are kept between the passes, and around
-    calls of compiled functions. ``torch.compile`` runs it uncompiled if it is used inside of a compiled function.
+    The context manager can be used with ``torch.utils.checkpoint``, where it encodes the tensors that are stored
+    between forward and backward pass, and around calls of compiled functions. If a compiled function uses it,
+    ``torch.compile`` runs it uncompiled.
 
     Parameters
     ----------
     spec : Spec or name of a preset
-        Spec of float32, bfloat16 and float16. :class:`codec.Lossless`, the default, gives the same gradients, to the
-        bit. Tensors of other dtypes, and those that hold NaN or Inf, are encoded losslessly.
+        Codec for float32, bfloat16 and float16. With :class:`codec.Lossless`, the default, gradients are bit-identical.
+        Tensors of other dtypes, and tensors with NaN or Inf, are encoded losslessly.
     min_nbytes : int
         Size in bytes of the smallest tensor that is encoded.
 
@@ -154,7 +158,7 @@ class saved_tensors(torch.autograd.graph.saved_tensors_hooks):
         return self
 
     def stats(self) -> SavedStats:
-        """Return what has been encoded since the context manager was made."""
+        """Return statistics of the tensors encoded since the context manager was created."""
         return SavedStats(self._tensors, self._raw, self._encoded, self._held, self._peak)
 
     def _pack(self, x: torch.Tensor) -> Any:
@@ -162,7 +166,7 @@ class saved_tensors(torch.autograd.graph.saved_tensors_hooks):
             return x
         if _is_held_elsewhere(x) or _overlaps(x):
             return x
-        # While this reference exists, no other storage has the same id.
+        # As long as this weak reference exists, no new storage can have the same id (cdata).
         storage: Any = StorageWeakRef(x.untyped_storage())
         key = storage.cdata, x._version, x.storage_offset(), x.dtype, x.shape, x.stride()
         packed = self._known.get(key)

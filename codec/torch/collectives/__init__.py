@@ -1,5 +1,5 @@
 """Public collectives on tensors, lists of tensors and bytes.
 
-Modules here check arguments, begin a collective in the group's thread, and store its result. They never know an
-algorithm or a model.
+Modules in this package check arguments, start a collective in the group's thread, and store its result. They depend
+neither on algorithms nor on models.
 """

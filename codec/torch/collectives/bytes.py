@@ -1,4 +1,4 @@
-"""Exchange of bytes: an all-to-all of frames or of any bytes."""
+"""All-to-all of frames or other bytes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,34 +12,34 @@ from codec.torch.network.version import hash64
 from codec.torch.transport.collective import Collective, Part
 from codec.torch.transport.messages import Array
 
-_MOST_NBYTES = 1 << 36  # upper bound of the bytes of a frame
-_CHUNK_NBYTES = 1 << 22  # bytes of a message; memory for a frame is allocated as its messages arrive
+_MOST_NBYTES = 1 << 36  # maximum bytes per rank
+_CHUNK_NBYTES = 1 << 22  # bytes of a message; memory for received bytes is allocated message by message
 _SIGNATURE = hash64("exchange")
 
 
 def exchange(frames: Sequence[Any], *, group: Any = None, options: CallOptions | None = None) -> list[bytes]:
-    """Send a frame, or any bytes, to each rank, and receive one from each: an all-to-all of bytes.
+    """Send a frame, or any bytes, to each rank, and receive bytes from each rank (all-to-all of bytes).
 
     Parameters
     ----------
     frames : sequence of bytes or buffers
         Bytes for each rank of the group, in the order of ranks, this rank included; up to 64 GiB each.
     group : ProcessGroup, optional
-        Ranks. Default: all.
+        Group of ranks. Default: all ranks.
     options : CallOptions, optional
         ``codec.options(timeout=)``, as for :func:`all_reduce`; other settings are ignored.
 
     Returns
     -------
     list of bytes
-        Bytes from each rank, in the order of ranks; empty if this rank is not of the group.
+        Bytes from each rank, in the order of ranks; empty if this rank is not in the group.
 
     Raises
     ------
     ArgumentError
-        `frames` are not as many buffers as there are ranks.
+        `frames` does not have one buffer per rank.
     FrameError
-        A rank announces an impossible size, or there is no memory for a frame.
+        A rank announces an impossible size, or there is not enough memory for received bytes.
     PeerError
         As for :func:`all_reduce`.
 
@@ -69,9 +69,9 @@ async def _exchange(collective: Collective, frames: Sequence[Any]) -> list[bytes
 
 
 async def swap(part: Part, arrays: Sequence[Array], most: Sequence[int] | None = None) -> list[bytes]:
-    """Send an array of bytes to each rank and return one from each, in order; messages have _CHUNK_NBYTES.
+    """Send an array of bytes to each rank, and return the bytes from each rank, in messages of _CHUNK_NBYTES.
 
-    `most` has the upper bound of the bytes from each rank; by default that of `exchange`.
+    `most` contains the maximum number of bytes from each rank. Default: _MOST_NBYTES.
     """
     others = part.others
     sizes = await part.scatter([a.nbytes for a in arrays])

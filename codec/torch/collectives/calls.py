@@ -1,7 +1,8 @@
-"""Collectives over torch.distributed whose tensors travel as frames.
+"""Compressed collectives for torch.distributed.
 
-Each collective has a function work(comm), which the thread of the group runs. Its prepare() checks the arguments; an
-error there is an error on all ranks. Its store() stores the result after all ranks have succeeded.
+Each collective has a function work(comm, collective), which the thread of the group runs. Its function prepare()
+checks the arguments; if it raises an error, all ranks raise an error. Its function store() stores the result after all
+ranks have succeeded.
 """
 
 from collections.abc import Awaitable, Callable
@@ -46,50 +47,54 @@ def all_reduce(
     stream: int = 0,
     options: CallOptions | None = None,
 ) -> Work | None:
-    """Reduce a tensor over all ranks of a group, in place, as ``dist.all_reduce`` does, with frames on the wire.
+    """Reduce a tensor over all ranks of a group, in place, like ``dist.all_reduce``; ranks exchange frames.
 
-    Values are summed in float32, in the order of ranks (but by a ring, in the order in which they pass the ranks). All
-    ranks get the same bits; with a lossless codec, the bits of that sum. After an error on any rank all ranks raise an
-    error, and all tensors are unchanged.
+    Values are added in float32, in rank order (with the ring, in ring order). All ranks get bit-identical results; with
+    a lossless codec, the result is exactly that float32 sum. After an error on any rank, all ranks raise an error, and
+    all tensors are unchanged.
 
     Parameters
     ----------
     tensor : torch.Tensor or View
-        Values: float32, bfloat16 or float16, any shape and device, equal on all ranks but for the values. Pass
-        ``codec.view(bucket, segments={name: shape, ...})`` for a flat bucket of parameters, whose rows then get scales
-        of their own.
+        Tensor of float32, bfloat16 or float16 on any device; dtype and shape must be equal on all ranks. For a flat
+        bucket of parameters, pass ``codec.view(bucket, segments={name: shape, ...})``, so that values which share a
+        scale are in the same row of a parameter.
     spec : Spec, BoundSpec or str, optional
-        Codec, or the name of a preset. Default: that of `feedback`, else lossless. :class:`codec.Truncate` is bound to
-        an optimizer and its state, ``codec.Truncate().bind(optimizer, theta=..., m=..., v=...)``, whose arrays have as
+        Codec, or the name of a preset. Default: the codec of `feedback`, or lossless. Bind :class:`codec.Truncate` to
+        an optimizer and its state, ``codec.Truncate().bind(optimizer, theta=..., m=..., v=...)``, with arrays of as
         many values as `tensor`.
     op : ReduceOp or {"sum", "mean", "avg", "max"}
         Operation: ``ReduceOp.SUM`` (the default, as for ``dist.all_reduce``), ``ReduceOp.AVG`` or ``ReduceOp.MAX``.
     group : ProcessGroup, optional
-        Ranks. Default: all. The first collective of a group connects its ranks over Gloo, whatever its backend is.
+        Group of ranks. Default: all ranks. The first collective of a group connects its ranks over Gloo, for any
+        backend.
     async_op : bool
-        Return at once, and reduce in the background, in the order of calls.
+        True: return at once, and reduce in the background, in the order of calls.
     out : torch.Tensor, optional
-        Tensor that gets the result, while `tensor` stays unchanged: contiguous, of the same dtype and size, in host
-        memory or where `tensor` is, in memory that `tensor` does not share. After an error it is undefined, so no
-        result has to be copied after the agreement, which is faster.
+        Tensor for the result; `tensor` is then unchanged. It must be contiguous, have the dtype and size of `tensor`,
+        be in host memory or on the device of `tensor`, and not share memory with `tensor`. It is faster, because the
+        result is written to `out` directly; so `out` is undefined after an error.
     feedback : Feedback or False, optional
-        Residuals of a lossy codec, for a sum or mean by any algorithm but "ring". The errors of this rank's frames are
-        added to the values of the next call with the same parameter names, the errors of its encoded sums to the next
-        sums. Rounding of results to bfloat16 or float16 is not included. After an error residuals are unchanged on all
-        ranks. Default: none, which :class:`codec.TopK` takes as False only.
+        Error feedback for a lossy codec, for sums and means by any algorithm except "ring". The encoding errors of this
+        rank are added to its values in the next call with the same parameter names, and the errors of sums that it
+        encodes to the next sums. Errors from rounding results to bfloat16 or float16 are not included. After an error,
+        residuals are unchanged on all ranks. Default: no error feedback; :class:`codec.TopK` needs an explicit False
+        for that.
     stream : int
-        Number of the random stream of codecs with random rounding. Tensors of one step need different numbers.
+        Number of the random stream for codecs with random rounding. Use different numbers for the tensors of a step.
     options : CallOptions, optional
-        ``codec.options(algorithm=, timeout=, engine=, threads=)``, and those of the ``with`` blocks around the call:
+        ``codec.options(algorithm=, timeout=, engine=, threads=)``. Options that are not set are those of the ``with``
+        blocks around the call:
 
-        * ``algorithm``: "two_shot", each rank sums a slice, 2 (N - 1) / N frames a rank; "all_gather", one phase,
-          N - 1 frames a rank; "ring", as many bytes as two-shot, to one neighbour, encoded N - 1 times; "raw", two-shot
-          with uncompressed values; "shared_scale", two-shot for :class:`codec.Ternary` under one scale of all ranks for
-          each parameter, with exact sums. Default "auto": all-gather for two ranks and small tensors, else two-shot;
-          but raw where ranks are busy and it was measured to be faster, which the first calls with tensors of a size
-          try. Then results of lossy codecs depend on the time: name an algorithm for reproducible results.
-        * ``timeout``: longest time, in seconds, that a rank may keep others waiting; set by the group's first
-          collective. Default: the group's timeout.
+        * ``algorithm``: "two_shot": each rank adds up a slice, and sends frames of 2 (N - 1) / N tensors; "all_gather":
+          one phase, in which each rank sends N - 1 frames; "ring": as many bytes as two-shot, but only to one
+          neighbour, and encoded N - 1 times; "raw": two-shot with uncompressed values; "shared_scale": two-shot for
+          :class:`codec.Ternary` with exact sums, since all ranks share one scale per parameter. Default "auto":
+          all-gather for two ranks and for small tensors, otherwise two-shot; or raw, if the first calls with tensors of
+          a size measure that it is faster. With "auto", results of lossy codecs can so depend on timing; name an
+          algorithm for reproducible results.
+        * ``timeout``: longest time, in seconds, that a rank may keep others waiting. The group's first collective sets
+          it. Default: the group's timeout.
 
     Returns
     -------
@@ -99,14 +104,14 @@ def all_reduce(
     Raises
     ------
     ArgumentError
-        An argument cannot be used, or the values hold NaN or Inf, which most lossy codecs refuse.
+        An argument is invalid, or the values contain NaN or Inf, which most lossy codecs refuse.
     SpecError
-        The spec is none, or does not go with the other arguments.
+        `spec` is not a spec, or cannot be combined with the other arguments.
     FrameError
         Another rank has sent a damaged frame.
     PeerError
-        Another rank has raised one of these errors, has begun another collective, is gone or did not answer in time. If
-        the message says so, make a new group.
+        Another rank has raised one of these errors, has started another collective, is lost, or did not answer in time.
+        If the message says so, make a new group.
 
     Examples
     --------
@@ -164,7 +169,7 @@ def _begin(
 
 
 def _prepare_output(r: Reduction, tensor: torch.Tensor, out: torch.Tensor | None, settings: CallOptions) -> None:
-    """Check the tensor that gets the result of an all-reduce, and choose the memory in which that is computed."""
+    """Check the output of an all-reduce, and choose the memory in which the result is computed."""
     if out is not None:
         r.out = _output_values(out, tensor, r, settings)
         return
@@ -174,7 +179,7 @@ def _prepare_output(r: Reduction, tensor: torch.Tensor, out: torch.Tensor | None
 
 
 def _store(result: Values, r: Reduction, tensor: torch.Tensor, out: torch.Tensor | None) -> None:
-    """Store the result of an all-reduce in `out`, or else in the tensor itself."""
+    """Store the result of an all-reduce in `out`, or in the tensor itself if `out` is None."""
     if r.deferred is not None:
         for decode in r.deferred:
             decode()
@@ -203,7 +208,7 @@ def _output_values(out: torch.Tensor, tensor: torch.Tensor, r: Reduction, settin
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if tensors may share memory; `a` is contiguous."""
+    """Return True if two tensors may share memory; `a` must be contiguous."""
     if not b.is_contiguous():
         return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
@@ -221,16 +226,18 @@ def reduce_scatter(
     stream: int = 0,
     options: CallOptions | None = None,
 ) -> Work | None:
-    """Reduce a tensor over all ranks and give each rank its part, as ``dist.reduce_scatter_tensor`` does.
+    """Reduce a tensor over all ranks, and store one part of the result on each rank.
+
+    The function is like ``dist.reduce_scatter_tensor``.
 
     Parameters
     ----------
     output : torch.Tensor
-        Tensor that gets this rank's part: the `rank`-th of N equal parts of the flattened result. It may be a part of
+        Tensor for this rank's part, the `rank`-th of N equal parts of the flattened result. It may be a part of
         `tensor`.
     tensor : torch.Tensor or View
-        Values: N times as many as `output` has, of the same dtype: float32, bfloat16 or float16. The segments of a view
-        name parameters for `feedback`; groups do not follow their rows.
+        Tensor of float32, bfloat16 or float16, with N times as many values as `output` and the same dtype. Segments of
+        a view name the parameters for `feedback`; they do not affect which values share a scale.
     spec, op, group, async_op, feedback, stream, options
         As for :func:`all_reduce`; ``codec.options(algorithm=)`` is ignored.
 
@@ -285,16 +292,16 @@ def all_gather(
     stream: int = 0,
     options: CallOptions | None = None,
 ) -> Work | None:
-    """Give all ranks the tensors of all ranks, as ``dist.all_gather_into_tensor`` does.
+    """Gather the tensors of all ranks on all ranks, like ``dist.all_gather_into_tensor``.
 
-    With a lossy codec a rank gets its own values as the others decode them.
+    With a lossy codec, results are bit-identical on all ranks: a rank also stores its own tensor as decoded.
 
     Parameters
     ----------
     output : torch.Tensor
-        Tensor that gets the values: N times as many as `tensor` has, those of rank 0 first.
+        Tensor for the result, with N times as many values as `tensor`; the values of rank 0 come first.
     tensor : torch.Tensor
-        Values of this rank: float32, bfloat16 or float16.
+        Tensor of this rank: float32, bfloat16 or float16.
     spec : Spec, BoundSpec or str
         Codec, or the name of a preset. Default: lossless.
     group, async_op, stream, options
@@ -341,14 +348,14 @@ def all_to_all(
     stream: int = 0,
     options: CallOptions | None = None,
 ) -> Work | None:
-    """Send the i-th of N equal parts of a flattened tensor to rank i, as ``dist.all_to_all_single`` does.
+    """Send the i-th of N equal parts of a flattened tensor to rank i, like ``dist.all_to_all_single``.
 
     Parameters
     ----------
     output : torch.Tensor
-        Tensor that gets the parts that other ranks send to this one, that of rank 0 first; as many values as `tensor`.
+        Tensor for the received parts, with as many values as `tensor`; the part from rank 0 comes first.
     tensor : torch.Tensor
-        Values of this rank: float32, bfloat16 or float16. Their number is a multiple of the number of ranks.
+        Tensor of this rank: float32, bfloat16 or float16. The number of values must be a multiple of N.
     spec : Spec, BoundSpec or str
         Codec, or the name of a preset. Default: lossless.
     group, async_op, stream, options

@@ -1,4 +1,4 @@
-"""Collectives over lists of tensors for the backend `codec`: all tensors of a list travel in one collective."""
+"""Collectives over lists of tensors, for the backend `codec`. All tensors of a list are sent in one collective."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, stream: int, options: CallOptions) -> Work:
-    """Reduce tensors of one dtype over all ranks, in place: all of them or none."""
+    """Reduce tensors of one dtype over all ranks, in place. After an error, no tensor is changed."""
     settings = settings_of(options)
     requested = algorithm_of(settings)
 
@@ -44,7 +44,7 @@ def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, stream: int
 
 
 def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, op: Any, stream: int) -> Work:
-    """Reduce tensors of one dtype over all ranks; each rank gets its part of each tensor."""
+    """Reduce tensors of one dtype over all ranks; rank i receives the i-th part of each result."""
 
     async def work(comm: Communicator, collective: Collective) -> Tensors:
         size = comm.channel.size
@@ -67,7 +67,7 @@ def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any,
 
 
 def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, stream: int) -> Work:
-    """Gather the tensors of all ranks: input i of all ranks, in their order, becomes output i."""
+    """Gather tensors: output i is the concatenation of input i of all ranks, in rank order."""
 
     async def work(comm: Communicator, collective: Collective) -> Tensors:
         def prepare() -> Reduction:
@@ -89,7 +89,7 @@ def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, str
 
 
 def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group: Any, stream: int) -> Work:
-    """Gather one tensor of each rank: that of rank i becomes output i."""
+    """Gather one tensor from each rank: output i is the tensor of rank i."""
 
     async def work(comm: Communicator, collective: Collective) -> Tensors:
         def prepare() -> Reduction:

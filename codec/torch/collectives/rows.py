@@ -1,4 +1,4 @@
-"""All-to-all of rows in uneven splits, with gradients: the dispatch and the combine of expert parallelism."""
+"""Differentiable all-to-all of rows with uneven splits, for dispatch and combine in expert parallelism."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -23,7 +23,7 @@ from codec.torch.reduction.partition import Piece
 from codec.torch.transport.collective import Collective
 from codec.torch.transport.messages import Array
 
-_BACKWARD = 1 << 63  # added to the random stream of gradients
+_BACKWARD = 1 << 63  # bit that distinguishes the random stream of gradients
 
 Splits = Sequence[int]
 
@@ -39,20 +39,20 @@ def all_to_all_rows(
     stream: int = 0,
     options: CallOptions | None = None,
 ) -> torch.Tensor:
-    """Send each rank some rows of a tensor and return those that it is sent, with gradients.
+    """Send some rows of a tensor to each rank, and return the rows received from all ranks; differentiable.
 
-    It does what ``dist.all_to_all_single`` does with split sizes. Its backward pass sends the rows of the gradient
-    back. Each rank's rows are one frame; no frame is sent for zero rows. Tensors on GPUs are copied to host memory.
+    The function is like ``dist.all_to_all_single`` with split sizes. Its backward pass sends the rows of the gradient
+    back. The rows for one rank are one frame; no frame is sent for zero rows. GPU tensors are copied to host memory.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        Rows of this rank, shape (sum of `input_split_sizes`, ...): float32, bfloat16 or float16. First those for rank
-        0.
+        Rows of this rank, of shape (sum of `input_split_sizes`, ...), in float32, bfloat16 or float16. The rows for
+        rank 0 come first.
     output_split_sizes : sequence of int
-        Number of rows that each rank sends to this one.
+        Number of rows that each rank sends to this rank.
     input_split_sizes : sequence of int
-        Number of rows for each rank. All of them may be zero, for example of a rank whose experts nobody uses.
+        Number of rows that this rank sends to each rank. All of them may be zero.
     spec : Spec, BoundSpec or str
         Codec, or the name of a preset. Default: lossless.
     backward_spec : Spec or str, optional
@@ -60,17 +60,19 @@ def all_to_all_rows(
     group, options
         As for :func:`all_reduce`; ``codec.options(algorithm=)`` is ignored.
     stream : int
-        Number of the random stream of codecs with random rounding. Calls of one step need different numbers.
+        Number of the random stream for codecs with random rounding. Use different numbers for the calls of a step.
 
     Returns
     -------
     torch.Tensor
-        Shape (sum of `output_split_sizes`, ...), those of rank 0 first; without rows if this rank is not of the group.
+        Received rows, of shape (sum of `output_split_sizes`, ...); rows from rank 0 come first. Without rows if this
+        rank is not in the group.
 
     Raises
     ------
     ArgumentError, SpecError, FrameError, PeerError
-        As for :func:`all_reduce`, in the backward pass, too. Another rank's number of rows is a FrameError.
+        As for :func:`all_reduce`, also in the backward pass. If a rank sends rows where `output_split_sizes` has 0, or
+        vice versa, FrameError is raised.
 
     Examples
     --------
@@ -134,7 +136,7 @@ def _exchanged(
 async def _rows_of(
     collective: Collective, r: Reduction, row: tuple[int, ...], outgoing: list[Piece], incoming: list[Piece]
 ) -> Values:
-    """Return the rows of all ranks, in their order (docs/spec/protocol/collectives.md, section 4)."""
+    """Exchange rows, and return those from all ranks in order (docs/spec/protocol/collectives.md, section 4)."""
     fields = signed(r, "all_to_all of rows") | {"number of values": f"rows of {row}"}
     part = collective.part(hash64(*fields.items()), fields)
     own, frames = r.own_term_is_exact, list[Array]()
@@ -160,7 +162,7 @@ async def _rows_of(
 
 
 def _pieces(name: str, sizes: Any, row: tuple[int, ...], ranks: int) -> list[Piece]:
-    """Return the range of a flat tensor that holds each rank's rows, with a segment that has the shape of the rows."""
+    """Return the range of a flat tensor for each rank's rows, with one segment of the shape of these rows."""
     if not isinstance(sizes, Sequence) or len(cast(Sequence[Any], sizes)) != ranks:
         raise ArgumentError(f"{name} must be a list with a number of rows for each of {ranks} ranks")
     rows = [whole(name, n, 0) for n in cast(Sequence[Any], sizes)]

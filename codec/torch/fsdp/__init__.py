@@ -1,4 +1,4 @@
-"""Hooks of FSDP2 and HSDP that send frames.
+"""Collectives for FSDP2 and HSDP that send frames.
 
-Modules here never choose a spec by parameter: FSDP passes flat tensors of whole modules.
+All parameters of a model share one spec, because FSDP2 passes flat tensors of whole modules.
 """

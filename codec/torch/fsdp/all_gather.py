@@ -1,4 +1,4 @@
-"""All-gather of FSDP2's parameters."""
+"""Compressed all-gather of FSDP2's parameters."""
 
 from typing import Any
 
@@ -19,19 +19,19 @@ from codec.torch.transport.collective import Collective
 
 
 class AllGather(ModuleCollective):
-    """All-gather of FSDP2's parameters, with frames on the wire.
+    """Compressed all-gather of FSDP2's parameters: ranks exchange frames.
 
     Parameters
     ----------
     spec : Spec or str
-        Codec, or name of a preset, of the parameters. Default: lossless. A lossy codec changes the parameters of the
-        forward and backward pass, equally on all ranks; the optimizer's shards stay exact.
+        Codec, or name of a preset, for the parameters. Default: lossless. A lossy codec changes the parameters that the
+        forward and backward passes use, equally on all ranks. The shards that the optimizer updates stay exact.
     options : CallOptions, optional
         As for :class:`ReduceScatter`.
 
     Notes
     -----
-    Scales of lossy codecs follow the rows of each shard, if :meth:`register` was used.
+    If :meth:`register` was used, values that share a scale of a lossy codec are in the same row of a shard.
 
     Examples
     --------
@@ -46,7 +46,7 @@ class AllGather(ModuleCollective):
         super().__init__(spec, options)
 
     def register(self, model: torch.nn.Module) -> "AllGather":
-        """Make all FSDP2 modules in `model` gather their parameters by this object, and return it."""
+        """Make all FSDP2 modules in `model` gather their parameters with this object. Return this object."""
         for module in modules_of(model).values():
             module.set_custom_all_gather(_ModuleAllGather(self, module))
         return self
@@ -54,13 +54,13 @@ class AllGather(ModuleCollective):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Do what ``dist.all_gather_single`` does; FSDP2 calls this."""
+        """Gather a tensor, with the arguments of ``dist.all_gather_single``; FSDP2 calls this."""
         return self.all_gather(None, output_tensor, input_tensor, group, async_op)
 
     def all_gather(
         self, module: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool
     ) -> dist.Work | None:
-        """Gather the parameters of a module; None: not known."""
+        """Gather the parameters of `module`; None if the module is not known."""
         if input_tensor.dtype not in NAMES:
             self._count_plain()
             return _compat.all_gather_single(output_tensor, input_tensor, group, async_op)
@@ -78,7 +78,7 @@ class AllGather(ModuleCollective):
 
 
 class _ModuleAllGather:
-    """The all-gather of one module."""
+    """All-gather function of one module, which FSDP2 calls."""
 
     def __init__(self, comm: AllGather, module: Any) -> None:
         self.allocate = comm.allocate

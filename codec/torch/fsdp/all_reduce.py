@@ -1,4 +1,4 @@
-"""All-reduce of FSDP2's gradients between replicas."""
+"""Compressed all-reduce of FSDP2's gradients between replicas."""
 
 import functools
 from typing import Any
@@ -21,42 +21,41 @@ from codec.torch.transport.collective import Collective
 
 
 class AllReduce(GradientCollective):
-    """All-reduce of FSDP2's gradients between replicas (HSDP), over the slow link, with frames on the wire.
+    """Compressed all-reduce of FSDP2's gradients between replicas (HSDP), usually over a slow link.
 
-    Give ``fully_shard`` a mesh with the sharding dimension only. After each reduce-scatter FSDP2 calls this object,
-    which all-reduces the shard over `group`, the ranks that hold the same shard. As in HSDP, all replicas must begin
-    with the same parameters.
+    Pass ``fully_shard`` a mesh that has only the sharding dimension. After each reduce-scatter, FSDP2 calls this
+    object, which all-reduces this rank's shard over `group`, the ranks with the same shard in all replicas. As in HSDP,
+    all replicas must start with the same parameters.
 
     Parameters
     ----------
     spec : Spec or str
-        Codec, or name of a preset, of the gradients. Default: lossless.
+        Codec, or name of a preset, for the gradients. Default: lossless.
     group : ProcessGroup
-        Replicas, ``mesh.get_group("replicate")``.
+        Group of the replicas, ``mesh.get_group("replicate")``.
     op : {"mean", "avg", "sum"} or ReduceOp
         Reduction over the replicas. FSDP2 averages gradients, so the default is "mean"; use "sum" together with FSDP2's
         ``set_gradient_divide_factor``.
     feedback : bool or float
-        Error feedback: the errors of a rank's frames are added to its next gradients. It takes 8 bytes for each value
-        of this rank's shards. As for :class:`ReduceScatter`, a gradient must have the same number of values in each
-        pass.
-        A number below 1, such as 0.95, is the decay of the residuals, by which they are multiplied before. TopK needs
-        error feedback.
+        Error feedback: the encoding errors of a rank are added to its next gradients. It needs 8 bytes of memory per
+        value of this rank's shards. As for :class:`ReduceScatter`, a gradient must have the same number of values in
+        each pass. A number below 1, such as 0.95, is the decay, by which residuals are multiplied before they are
+        added. TopK needs error feedback.
     options : CallOptions, optional
-        ``codec.options(algorithm=, timeout=, engine=, threads=)``, as for :func:`all_reduce`, and those of the ``with``
-        blocks in which this object is made.
+        ``codec.options(algorithm=, timeout=, engine=, threads=)``, as for :func:`all_reduce`. Options that are not set
+        are those of the ``with`` blocks in which this object is created.
 
     Raises
     ------
     ArgumentError, SpecError
-        An argument has a wrong type or value, or `spec`, `op`, `feedback` and the algorithm do not go together.
+        An argument has an invalid type or value, or `spec`, `op`, `feedback` and the algorithm cannot be combined.
 
     Notes
     -----
-    Scales follow the rows of each shard, as for :class:`ReduceScatter`.
+    As for :class:`ReduceScatter`, values that share a scale are in the same row of a shard.
 
-    ``set_requires_all_reduce(False)`` is for FSDP2's own all-reduce; to accumulate gradients without this one, use
-    ``set_requires_gradient_sync(False)``.
+    ``set_requires_all_reduce(False)`` affects only FSDP2's built-in all-reduce. To accumulate gradients without calling
+    this object, use ``set_requires_gradient_sync(False)``.
 
     Examples
     --------
@@ -87,12 +86,12 @@ class AllReduce(GradientCollective):
         self._group, self._op = group, kind
 
     def register(self, model: torch.nn.Module) -> "AllReduce":
-        """Make all FSDP2 modules in `model` all-reduce their gradients by this object, and return it.
+        """Make all FSDP2 modules in `model` all-reduce their gradients with this object. Return this object.
 
         Raises
         ------
         ArgumentError
-            The model has no FSDP2 module, or the mesh of FSDP2 has the dimension of the replicas, too.
+            The model has no FSDP2 module, or the mesh passed to ``fully_shard`` also has the replica dimension.
         """
         from torch.distributed.tensor import DTensor
 
@@ -110,11 +109,11 @@ class AllReduce(GradientCollective):
         return self
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        """Reduce a shard of gradients in place; for ``set_all_reduce_hook``."""
+        """All-reduce a shard of gradients in place; can be passed to ``set_all_reduce_hook``."""
         self.all_reduce(None, tensor)
 
     def all_reduce(self, name: str | None, tensor: torch.Tensor, *, module: Any = None) -> None:
-        """Reduce the gradients of a module in place; None: its name or the module is not known."""
+        """All-reduce the gradients of a module in place; `name` and `module` are None if they are not known."""
         if tensor.dtype not in NAMES:
             self._count_plain()
             op = dist.ReduceOp.AVG if self._op == "mean" else dist.ReduceOp.SUM

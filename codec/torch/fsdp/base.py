@@ -1,4 +1,4 @@
-"""Common parts of FSDP2's collectives: codec, random streams, statistics, residuals and their state."""
+"""Base classes of the FSDP2 collectives: codec, random streams, statistics, residuals and state dicts."""
 
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ from codec.torch.reduction.host import Reduction
 from codec.torch.transport.collective import Collective
 from codec.torch.transport.counters import Counters
 
-_STREAM = 1 << 32  # distance between the random streams of two collectives; more than a collective has frames
+_STREAM = 1 << 32  # offset between the random streams of consecutive collectives; exceeds the frames of a collective
 
 
 class ModuleCollective:
-    """Common base of the three collectives: codec, timeout, random streams, statistics."""
+    """Base class of the three FSDP2 collectives: stores codec and options, and counts calls and bytes."""
 
     def __init__(self, spec: Spec | Preset, options: CallOptions | None) -> None:
         self._spec, self._settings = plain_spec(spec), settings_of(options)
@@ -36,7 +36,7 @@ class ModuleCollective:
         self._counting = threading.Lock()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for an input or output; FSDP2 calls this."""
+        """Allocate an input or output tensor; FSDP2 calls this."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def stats(self) -> CommStats:
@@ -65,11 +65,11 @@ class ModuleCollective:
         output: torch.Tensor,
         async_op: bool,
     ) -> Work | None:
-        """Run work(comm, collective, stream) in the thread of a group's collectives, and count it.
+        """Run work(comm, collective, stream) in the communication thread of `group`, and add it to the statistics.
 
-        Without compression this rank would send the bytes of `tensor` times copies(number of ranks).
+        Without compression, this rank would send copies(number of ranks) times the bytes of `tensor`.
         """
-        if tensor.device.type not in ("cpu", "cuda"):  # for GPUs, the worker keeps the order of streams
+        if tensor.device.type not in ("cpu", "cuda"):  # on CUDA, the communication thread orders the streams instead
             torch.accelerator.current_stream(tensor.device).synchronize()
         self._calls += 1
         stream = self._calls * _STREAM
@@ -86,12 +86,12 @@ class ModuleCollective:
         return started if isinstance(started, Work) else None
 
     def _count_plain(self) -> None:
-        """Count a collective of torch.distributed, for a dtype without a codec."""
+        """Count a collective that torch.distributed runs because codecs do not support the dtype."""
         self._count(Counters(raw_collectives=1))
 
 
 class GradientCollective(ModuleCollective):
-    """Common base of the collectives that reduce gradients, with or without error feedback."""
+    """Base class of the collectives that reduce gradients, with or without error feedback."""
 
     def __init__(self, spec: Spec | Preset, feedback: bool | float, options: CallOptions | None) -> None:
         super().__init__(spec, options)
@@ -115,7 +115,7 @@ class GradientCollective(ModuleCollective):
         return stats
 
     def _feed(self, r: Reduction, now: Pass, name: str | None) -> JointResidual | None:
-        """Make the reduction of a module's gradients use the module's residual, if error feedback is on."""
+        """If error feedback is on, add the residual of module `name` to a reduction of its gradients."""
         now.check()
         if self._residuals is None:
             return None
@@ -124,18 +124,19 @@ class GradientCollective(ModuleCollective):
         return JointResidual(r, now.begin(self._residuals, name, r))
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        """Return the state with which a resumed run gets the same bits: residuals, and the number of calls.
+        """Return the residuals and the number of calls, with which a resumed run is bit-identical.
 
         Parameters
         ----------
         gather : bool
-            True: return the state of all ranks, on all ranks, for one file; every rank must call this.
+            True: return the state of all ranks on each rank, to be saved as one file; every rank must call this.
 
         Returns
         -------
         dict
-            ``version``, ``world_size``, and ``"rank <r>"`` for this rank or for each rank: a dict with ``calls``, and
-            with ``residuals``, a dict from module names to float32 tensors, from the last successful backward pass.
+            ``version``, ``world_size``, and an entry ``"rank <r>"`` for this rank, or for each rank. The entry is a
+            dict of ``calls``, the number of calls, and ``residuals``, a dict of float32 tensors by module name.
+            Residuals are those after the last successful backward pass.
         """
         kept = {} if self._residuals is None else self._residuals.tensors()
         mine = {f"rank {dist.get_rank()}": {"calls": self._calls, "residuals": kept}}
@@ -148,18 +149,18 @@ class GradientCollective(ModuleCollective):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`. Call :meth:`register` before.
+        """Load a state of :meth:`state_dict`. Call :meth:`register` first.
 
         Parameters
         ----------
         state_dict : mapping
-            State of this rank, or of all ranks by ``gather=True``.
+            State of this rank, or of all ranks from ``state_dict(gather=True)``.
 
         Raises
         ------
         StateError
-            The mapping is no such state, or belongs to another rank, number of ranks, version or model. Nothing has
-            changed then.
+            The mapping is not a state of this class, or belongs to another rank, number of ranks, version or model.
+            This object is unchanged.
         """
         state, rank, size = opened(state_dict), dist.get_rank(), dist.get_world_size()
         if (saved := plain(state, "world_size", int)) != size:
@@ -186,7 +187,7 @@ class GradientCollective(ModuleCollective):
 
 
 def modules_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the FSDP2 modules in a model by name, without the prefixes that torch.compile adds."""
+    """Return the FSDP2 modules in a model by name; names do not contain the prefixes of torch.compile."""
     from torch.distributed.fsdp import FSDPModule  # an import of one second, which users of DDP do not need
 
     named = cast(Iterator[tuple[str, torch.nn.Module]], model.named_modules())

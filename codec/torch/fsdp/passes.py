@@ -1,4 +1,4 @@
-"""Backward passes in which FSDP2 reduces gradients: a pass succeeds or fails as a whole."""
+"""Errors and residuals of the collectives in an FSDP2 backward pass, which succeeds or fails as a whole."""
 
 import weakref
 from collections.abc import Callable
@@ -11,16 +11,15 @@ from codec.torch._compat import backward_pass, call_after_backward
 from codec.torch.feedback.single import Residuals
 from codec.torch.reduction.host import Reduction, Values
 
-_passes: "weakref.WeakValueDictionary[int, Pass]" = weakref.WeakValueDictionary()  # by the id of their graph task
+_passes: "weakref.WeakValueDictionary[int, Pass]" = weakref.WeakValueDictionary()  # by autograd's graph task id
 
 
 class Pass:
-    """Collectives of a backward pass: their first error, and the residuals that they write.
+    """State of the collectives in one backward pass: their first error, and the residuals that they write.
 
-    An exception that ends a backward pass leaves FSDP2 in a state from which it does not recover. So errors of
-    collectives are kept until FSDP2 has finished the pass, and are raised then. Later collectives of the pass fail as
-    well, so that a failure among the shards of one replica reaches the ranks of other replicas. Residuals change only
-    if the pass ends without an error.
+    FSDP2 cannot recover from an exception inside a backward pass. So the first error of a collective is stored, and is
+    raised after FSDP2 has finished the pass. Later collectives of the pass fail, too, so that an error within one
+    replica also reaches the other replicas. Residuals change only if the pass ends without an error.
     """
 
     def __init__(self) -> None:
@@ -29,9 +28,9 @@ class Pass:
 
     @staticmethod
     def current() -> "Pass":
-        """Return the current backward pass, which autograd will end; a new pass outside of backward.
+        """Return the object of the current backward pass, whose end autograd calls; a new one outside of backward.
 
-        If an exception ends the backward pass, autograd forgets this object, and with it the copies of residuals.
+        If an exception ends the backward pass, autograd deletes this object, and with it the copies of residuals.
         """
         task = backward_pass()
         if task is None:
@@ -43,7 +42,7 @@ class Pass:
         return current
 
     def begin(self, residuals: Residuals, key: str, r: Reduction) -> Values:
-        """Return this pass's copy of the residual of a module, which its reduction writes."""
+        """Return this pass's copy of the residual of a module, for the reduction of its gradients to update."""
         copies = self._copies.setdefault(residuals, {})
         if key not in copies:
             copies[key] = residuals.copy(key, r.n, r.memory)
@@ -55,7 +54,7 @@ class Pass:
             raise PeerError(f"an earlier collective of this backward pass has failed: {self._error}") from self._error
 
     def run(self, collective: Callable[[], Any], output: torch.Tensor) -> None:
-        """Run a collective of this pass. If it fails in a backward pass, fill `output` with NaN and keep the error."""
+        """Run a collective of this pass. If it fails in a backward pass, store the error and fill `output` with NaN."""
         try:
             collective()
         except CodecError as e:
@@ -69,7 +68,7 @@ class Pass:
             self.end()
 
     def end(self) -> None:
-        """Raise the first error of the pass, or replace the residuals by the copies."""
+        """Raise the first error of the pass; if there is none, replace the residuals by the updated copies."""
         error, self._error = self._error, None
         copies, self._copies = self._copies, {}
         if error is not None:

@@ -1,4 +1,4 @@
-"""Reduce-scatter of FSDP2's gradients."""
+"""Compressed reduce-scatter of FSDP2's gradients."""
 
 import functools
 from typing import Any
@@ -21,38 +21,36 @@ from codec.torch.transport.collective import Collective
 
 
 class ReduceScatter(GradientCollective):
-    """Reduce-scatter of FSDP2's gradients: sums in the order of ranks, with frames on the wire.
+    """Compressed reduce-scatter of FSDP2's gradients: ranks exchange frames, and add gradients in rank order.
 
     Parameters
     ----------
     spec : Spec or str
-        Codec, or name of a preset, of the gradients. Default: lossless.
+        Codec, or name of a preset, for the gradients. Default: lossless.
     feedback : bool or float
-        Error feedback: the errors of a rank's frames are added to its next gradients. It takes 8 bytes for each value
-        that the rank reduces, which is 8 bytes for each parameter of the whole model. A gradient must have the same
-        number of values in each pass: if some parameters get no gradient, call
-        ``set_reduce_scatter_unused_params(True)``.
-        A number below 1, such as 0.95, is the decay of the residuals, by which they are multiplied before. TopK needs
-        error feedback.
+        Error feedback: the encoding errors of a rank are added to its next gradients. It needs 8 bytes of memory per
+        parameter value of the whole model, on each rank. A gradient must have the same number of values in each pass;
+        if some parameters get no gradient, call ``set_reduce_scatter_unused_params(True)``. A number below 1, such as
+        0.95, is the decay, by which residuals are multiplied before they are added. TopK needs error feedback.
     options : CallOptions, optional
-        ``codec.options(timeout=, engine=, threads=)``, as for :func:`all_reduce`, and those of the ``with`` blocks in
-        which this object is made.
+        ``codec.options(timeout=, engine=, threads=)``, as for :func:`all_reduce`. Options that are not set are those of
+        the ``with`` blocks in which this object is created.
 
     Raises
     ------
     ArgumentError, SpecError
-        An argument has a wrong type or value, or `feedback` does not go with `spec`.
+        An argument has an invalid type or value, or `spec` cannot be used with this `feedback`.
 
     Notes
     -----
-    Scales of lossy codecs follow the rows of each rank's shard of each parameter, as in the DDP hook. FSDP2 passes
-    gradients as flat tensors, so :meth:`register` is needed, which knows the modules. There are no rows in a pass in
-    which a parameter of the module gets no gradient, nor if this object was given to ``set_custom_reduce_scatter``:
-    ``Float8()`` then has a scale for 1,024 values, whatever their rows. Frozen parameters do no harm. For others call
-    ``set_reduce_scatter_unused_params(True)``, or use ``Float8(group_size=64)``, which limits what shares a scale.
+    As in the DDP hook, values that share a scale of a lossy codec are in the same row of a shard. FSDP2 passes
+    gradients as flat tensors, so only objects with :meth:`register` know the rows. Rows are also unknown in a pass in
+    which a trained parameter of the module gets no gradient. ``Float8()`` then uses one scale per 1,024 values, across
+    rows. To avoid this, call ``set_reduce_scatter_unused_params(True)``, or limit the values per scale with
+    ``Float8(group_size=64)``.
 
-    An error on one rank is an error on all ranks, and residuals are as before that backward pass. Gradients of dtypes
-    without a codec go through torch.distributed.
+    If a rank fails, all ranks raise an error, and residuals are those before that backward pass. Gradients of dtypes
+    that codecs do not support are reduced by torch.distributed.
 
     Examples
     --------
@@ -73,7 +71,7 @@ class ReduceScatter(GradientCollective):
         super().__init__(spec, feedback, options)
 
     def register(self, model: torch.nn.Module) -> "ReduceScatter":
-        """Make all FSDP2 modules in `model` reduce their gradients by this object, and return it."""
+        """Make all FSDP2 modules in `model` reduce their gradients with this object. Return this object."""
         modules = modules_of(model)
         for name, module in modules.items():
             module.set_custom_reduce_scatter(_ModuleReduceScatter(self, name, module))
@@ -83,7 +81,7 @@ class ReduceScatter(GradientCollective):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Do what ``dist.reduce_scatter_single`` does; FSDP2 calls this."""
+        """Reduce a tensor, with the arguments of ``dist.reduce_scatter_single``; FSDP2 calls this."""
         return self.reduce_scatter(None, output_tensor, input_tensor, group, op, async_op)
 
     def reduce_scatter(
@@ -97,12 +95,12 @@ class ReduceScatter(GradientCollective):
         *,
         module: Any = None,
     ) -> dist.Work | None:
-        """Reduce the gradients of a module; None: its name or the module is not known."""
+        """Reduce-scatter the gradients of a module; `name` and `module` are None if they are not known."""
         if tensor.dtype not in NAMES:
             self._count_plain()
             return _compat.reduce_scatter_single(output, tensor, op, group, async_op)
         if getattr(op, "op", op) == dist.ReduceOp.PREMUL_SUM:
-            _, factor = op.__getstate__()  # torch 2.9 has no other access to the factor
+            _, factor = op.__getstate__()  # torch 2.9 offers the factor only here
             tensor, op = tensor * factor, dist.ReduceOp.SUM
         now = Pass.current()
 
@@ -124,13 +122,13 @@ class ReduceScatter(GradientCollective):
             now.run(lambda: begin(False), output)
             return None
         handle = begin(True)
-        if handle is not None and self._residuals is not None:  # the residual is part of the pass
+        if handle is not None and self._residuals is not None:  # wait, so that the pass records an error
             now.run(handle.wait, output)
         return handle
 
 
 class _ModuleReduceScatter:
-    """The reduce-scatter of one module."""
+    """Reduce-scatter function of one module, which FSDP2 calls."""
 
     def __init__(self, comm: ReduceScatter, name: str, module: Any) -> None:
         self.allocate = comm.allocate

@@ -1,4 +1,4 @@
-"""Statistics of FSDP2's collectives."""
+"""Statistics of the FSDP2 collectives."""
 
 import math
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from codec.torch.transport.counters import Counters
 class CommStats(Counters):
     """Totals of a :class:`ReduceScatter`, :class:`AllGather` or :class:`AllReduce`, over all modules that use it.
 
-    It has the attributes of :class:`Counters`, and these. Collectives of dtypes without a codec count as
-    `raw_collectives`; their bytes and seconds are not measured.
+    It has the attributes of :class:`Counters` and the attributes below. Collectives of dtypes that codecs do not
+    support count as `raw_collectives`; their bytes and seconds are not measured.
 
     Attributes
     ----------
@@ -32,11 +32,11 @@ class CommStats(Counters):
 
     @property
     def ratio(self) -> float:
-        """Bytes sent divided by those without compression; nan before the first collective."""
+        """Bytes sent, divided by the bytes without compression; nan before the first collective."""
         return self.sent_nbytes / self.uncompressed_nbytes if self.uncompressed_nbytes else math.nan
 
     def __str__(self) -> str:
-        """Return the number of collectives, the bytes of all of them, and the time of one on the wire, in a line."""
+        """Return one line: number of collectives, total bytes sent, and mean time on the wire per collective."""
         n = self.frame_collectives + self.raw_collectives
         wire = f", {duration(self.wire_s / n)} each on the wire" if n else ""
         return f"{count(n, 'collective')}: {share(self.sent_nbytes, self.uncompressed_nbytes)}{wire}"

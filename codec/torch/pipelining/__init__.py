@@ -1,6 +1,6 @@
-"""Pipelines whose activations and gradients travel as frames.
+"""Pipeline parallelism with compressed activations and gradients.
 
-Public is what this package exports. It needs torch.distributed.pipelining.
+Only the names in ``__all__`` are public. The package needs torch.distributed.pipelining.
 
 >>> from codec.torch.pipelining import CompressedStage
 >>> stage = CompressedStage(torch.nn.Linear(8, 8), 0, 1, "cpu", forward=codec.Quantize(4, rounding="nearest"))

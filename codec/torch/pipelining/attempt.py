@@ -1,4 +1,4 @@
-"""Training steps of a pipeline that succeed on all ranks or on none."""
+"""Run training steps of a pipeline so that each succeeds on all ranks or on none."""
 
 import json
 import logging
@@ -20,9 +20,9 @@ logger = logging.getLogger("codec.torch")
 
 
 def attempts(*stages: CompressedStage, limit: int = 3) -> "Iterator[Attempt]":
-    """Return attempts of a training step, until one has succeeded on all ranks of the pipeline.
+    """Iterate over attempts of a training step, until one has succeeded on all ranks of the pipeline.
 
-    All ranks use the same loop, with one run of the schedule, or several for gradient accumulation, in each attempt::
+    All ranks run the same loop. An attempt runs the schedule once, or several times for gradient accumulation::
 
         optimizer.zero_grad()
         for attempt in codec.torch.pipelining.attempts(stage):
@@ -30,34 +30,35 @@ def attempts(*stages: CompressedStage, limit: int = 3) -> "Iterator[Attempt]":
                 schedule.step(x, target=y, sample_ids=ids)
         optimizer.step()
 
-    At the end of an attempt ranks exchange reports. If all have succeeded, the new activations become those that
-    deltas refer to. Otherwise gradients, buffers of the modules, random generators of torch and the state of deltas
-    become as before the attempt on all ranks. If the error may go away, such as a damaged message or a stage that lost
-    its state, there is another attempt; samples whose state is missing are sent raw in it. Dropout draws the same bits.
+    At the end of an attempt, ranks exchange reports. If all have succeeded, the state of deltas is committed.
+    Otherwise all ranks restore the state before the attempt: gradients, buffers of the modules, torch's random
+    generators and the state of deltas. If the error is transient, such as a damaged message or a stage that lost its
+    state, there is another attempt, in which samples with missing state are sent raw. Dropout uses the same random bits
+    again.
 
     Parameters
     ----------
     *stages : CompressedStage
         All stages of this rank.
     limit : int
-        Largest number of attempts, equal on all ranks.
+        Maximum number of attempts, equal on all ranks.
 
     Returns
     -------
     iterator of Attempt
-        Context managers.
+        Attempts, which are context managers.
 
     Raises
     ------
     ArgumentError
-        Stages were made with different arguments on different ranks; or sample ids are missing or differ; or a gradient
-        has NaN or Inf, which has the code ``Status.NONFINITE``. On ranks without an error of their own it is PeerError,
-        with the same code. The pipeline can be used further.
+        Stages on different ranks were created with different arguments; or sample ids are missing or differ; or a
+        gradient contains NaN or Inf (code ``Status.NONFINITE``). Ranks that have no error raise PeerError with the
+        same code. The pipeline remains usable.
     FrameError, StateError, PeerError
-        All attempts have failed. The pipeline can be used further.
+        All attempts have failed. The pipeline remains usable.
     PeerError
-        A rank is lost or does not answer in time, or an exception has left an attempt. Connections of the group are
-        closed: make a new group and new stages. Parameters and the state of deltas are as before the step.
+        A rank is lost or did not answer in time, or an exception was raised inside an attempt. Connections of the group
+        are closed: make a new group and new stages. Parameters and the state of deltas are those before the step.
 
     Examples
     --------
@@ -78,7 +79,7 @@ def _attempts(stages: Sequence[CompressedStage], limit: int) -> "Iterator[Attemp
 
 
 class Attempt:
-    """One attempt of a training step, a context manager from :func:`attempts`."""
+    """One attempt of a training step; a context manager that :func:`attempts` yields."""
 
     def __init__(self, stages: Sequence[CompressedStage], number: int, limit: int) -> None:
         self.ended = self.refused = False
@@ -128,7 +129,7 @@ class Attempt:
                 t.notes = None
 
     def _agree(self) -> None:
-        """Raise ArgumentError unless all ranks have stages of the same pipeline."""
+        """Exchange signatures of the stages, and raise ArgumentError unless they are equal on all ranks."""
         mine = json.dumps([str(PROTOCOL_VERSION), *self._traffic[0].signature]).encode()
         for rank, other in enumerate(self._exchange(mine)):
             if other != mine:
@@ -150,13 +151,13 @@ class Attempt:
             self._snapshot.restore()
 
     def _abandon(self) -> None:
-        """End an attempt from which no rank can go on."""
+        """Close all connections and restore the state, after an error that makes the pipeline unusable."""
         for t in self._traffic:
             t.abandon()
         self._undo()
 
     def _refuse(self, reports: list[Report]) -> None:
-        """End an attempt in which a rank has an error: return if all ranks are to repeat it, else raise."""
+        """Restore the state after an attempt that failed on a rank. Raise an error unless the step is repeated."""
         self._undo()
         for t in self._traffic:
             t.refused_steps += 1

@@ -1,4 +1,4 @@
-"""Activations and gradients of pipelines that programs run by themselves: deltas over point-to-point messages."""
+"""Send and receive activations and gradients in pipelines without torch's schedules, as point-to-point messages."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -25,8 +25,8 @@ def send_activation(
 ) -> Work | None:
     """Send the activations of a micro-batch to the next stage, which calls :func:`recv_activation`.
 
-    Call ``delta.commit()`` on both sides after the optimizer's step, or ``delta.rollback()``, as for
-    :class:`codec.ActivationDelta`. :class:`CompressedStage` does all of that.
+    Call ``delta.commit()`` on both sides after the optimizer's step, or ``delta.rollback()`` if the step failed, as for
+    :class:`codec.ActivationDelta`. :class:`CompressedStage` does this automatically.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def send_activation(
     delta : ActivationDelta
         State of this side of the edge.
     samples : iterable of int, or None
-        Id of each sample. None: m is neither used nor changed, as evaluations need.
+        Id of each sample. None: the state of `delta` is neither used nor changed, as for evaluation.
     group, tag, async_op
         As for :func:`codec.torch.send`.
     options : CallOptions, optional
@@ -51,7 +51,7 @@ def send_activation(
     Raises
     ------
     ArgumentError, SpecError, EngineError
-        As for :meth:`codec.ActivationDelta.encode`. Nothing is sent, so that the receiver waits for its timeout.
+        As for :meth:`codec.ActivationDelta.encode`. Nothing is sent, so the receiver waits until its timeout.
     PeerError
         As for :func:`codec.torch.send`.
 
@@ -86,14 +86,13 @@ def recv_activation(
     Parameters
     ----------
     out : torch.Tensor
-        Tensor of the shape and dtype of the activations, on any device, which is overwritten. It is unchanged after an
-        error.
+        Tensor to overwrite, with the shape and dtype of the activations, on any device. It is unchanged after an error.
     src : int
         Sending rank of the group.
     delta : ActivationDelta
         State of this side of the edge.
     samples : iterable of int, optional
-        Ids that are expected. Default: those of the sender.
+        Expected sample ids. Default: accept the ids that the sender has passed.
     group, tag, options
         As for :func:`send_activation`.
 
@@ -125,7 +124,7 @@ def send_gradient(
 ) -> Work | None:
     """Send the gradient of activations to the previous stage, which calls :func:`recv_gradient`.
 
-    If it has NaN or Inf that the spec refuses, the receiver raises PeerError.
+    If the gradient contains NaN or Inf, which the codec refuses, the receiver raises PeerError.
 
     Parameters
     ----------
@@ -179,7 +178,7 @@ def recv_gradient(
     ArgumentError, EngineError, FrameError, StateError
         As for :meth:`codec.ActivationDelta.decode_gradient`.
     PeerError
-        As for :func:`codec.torch.recv`; or the gradient has NaN or Inf.
+        As for :func:`codec.torch.recv`; or the gradient contains NaN or Inf.
 
     Examples
     --------
@@ -191,7 +190,7 @@ def recv_gradient(
 
 
 def _check(tensor: object, delta: object) -> None:
-    """Raise ArgumentError unless the arguments have the right types."""
+    """Raise ArgumentError unless `tensor` is a torch tensor and `delta` an ActivationDelta."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"activations and gradients must be torch tensors, got {shown(tensor)}")
     if not isinstance(delta, ActivationDelta):

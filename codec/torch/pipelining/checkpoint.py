@@ -1,4 +1,4 @@
-"""State dicts of stages."""
+"""Save and load the state of deltas of a CompressedStage."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -13,19 +13,19 @@ _VERSION = 1
 
 
 def save(ends: Sequence[End]) -> dict[str, Any]:
-    """Return the state of the deltas of some ends of edges. Arrays are tensors, which torch.load takes by default."""
+    """Return the state of the deltas of some edges. Arrays are tensors, so that torch.load accepts the dict."""
     like = torch.empty(0, dtype=torch.uint8, device="cpu")
     return {"version": _VERSION, "edges": {_name(end): [d.state_dict(like=like) for d in end.deltas] for end in ends}}
 
 
 def load(ends: Sequence[End], saved: Any) -> None:
-    """Replace the state of the deltas of some ends.
+    """Replace the state of the deltas of some edges.
 
     Raises
     ------
     StateError
-        `saved` is not the state of ends of the same edges. The state of some ends may have been replaced; both sides
-        of an edge detect that.
+        `saved` is not the state of the same edges. Some edges may already have the new state; the sides of an edge
+        detect if their states differ.
     """
     state = cast(Mapping[Any, Any], saved if isinstance(saved, Mapping) else {})
     if state.get("version") != _VERSION or not isinstance(state.get("edges"), Mapping):

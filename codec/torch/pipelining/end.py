@@ -1,4 +1,4 @@
-"""One stage's side of the edge to a neighbouring stage: tensors to messages and back."""
+"""Encode and decode the messages on one stage's side of the edge to a neighbouring stage."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -20,21 +20,22 @@ from codec.torch.pipelining.settings import LOSSLESS, Specs
 from codec.torch.reduction.arguments import NAMES
 
 Ids = list[int]
-_MOST_NBYTES = 1 << 30  # bytes of activations of another shape than those before, unless these are as large
+# Activations with a new shape may have at most _MOST_NBYTES bytes, or _GROWTH times the bytes of the earlier ones.
+_MOST_NBYTES = 1 << 30
 _GROWTH = 4
 
 
 class Aborted(Exception):
-    """The neighbour has aborted the step."""
+    """Raised when the neighbour's message says that it has aborted the step."""
 
 
 class End:
-    """Side of an edge: one ActivationDelta for each tensor that crosses the edge.
+    """One side of an edge. It has an ActivationDelta for each tensor that is sent over the edge.
 
     Parameters
     ----------
     edge : int
-        Number of the edge: that of the stage that sends activations.
+        Number of the edge, equal to the number of the stage that sends activations.
     role : {"sender", "receiver"}
         Role of this side for activations.
     specs : Specs
@@ -45,20 +46,20 @@ class End:
     Raises
     ------
     ArgumentError, SpecError
-        A spec or a setting of deltas is wrong.
+        A spec or a setting of deltas is invalid.
     """
 
     def __init__(self, edge: int, role: str, specs: Specs, options: CallOptions | None) -> None:
         self.edge, self.role = edge, role
         self._specs, self._options = specs, options
-        self.sent = dict.fromkeys(Kind, 0)  # bytes of messages
-        self.sent_raw_nbytes = 0  # bytes of the tensors in these messages
+        self.sent = dict.fromkeys(Kind, 0)  # total bytes of sent messages, by kind
+        self.sent_raw_nbytes = 0  # total bytes of the tensors in these messages, before compression
         self.sending = Sending(edge, Kind.ACTIVATIONS if role == "sender" else Kind.GRADIENTS)
         self._deltas: list[ActivationDelta] = []
         self.delta(0)
 
     def delta(self, index: int) -> ActivationDelta:
-        """Return the state of a tensor; the first call makes it."""
+        """Return the ActivationDelta of the `index`-th tensor; the first call creates it."""
         if index >= MOST_TENSORS:
             raise ArgumentError(f"a stage may have {MOST_TENSORS} outputs, not more")
         while len(self._deltas) <= index:
@@ -69,13 +70,13 @@ class End:
 
     @property
     def deltas(self) -> list[ActivationDelta]:
-        """State of all tensors so far."""
+        """ActivationDelta of each tensor so far."""
         return self._deltas
 
     def max_nbytes(self, kind: Kind, tensors: Sequence[torch.Tensor]) -> int:
-        """Return the upper bound of the size of a message that holds tensors like these.
+        """Return an upper bound of the size in bytes of a message with tensors of these shapes and dtypes.
 
-        Activations may have other shapes, within the limit of :meth:`decode`.
+        For activations, the bound includes the other shapes that :meth:`decode` accepts.
         """
         total = envelope_nbytes(t.shape for t in tensors)
         for i, t in enumerate(tensors):
@@ -86,18 +87,18 @@ class End:
         return total if kind == Kind.GRADIENTS else max(_MOST_NBYTES, _GROWTH * total)
 
     def encode(self, kind: Kind, tensors: Sequence[torch.Tensor], place: Place, samples: Ids | None) -> bytes:
-        """Return the message that sends tensors.
+        """Encode tensors as one message.
 
         Parameters
         ----------
         kind : Kind
             ACTIVATIONS or GRADIENTS.
         tensors : sequence of torch.Tensor
-            One row of each activation belongs to a sample.
+            Tensors. The first dimension of activations counts samples.
         place : Place
-            Place of the message in the schedule.
+            Micro-batch and run of the message.
         samples : list of int or None
-            Ids of the samples; None: no deltas. Gradients ignore it.
+            Ids of the samples; None: encode activations without deltas. Ignored for gradients.
 
         Raises
         ------
@@ -114,7 +115,7 @@ class End:
         return message
 
     def _chosen_values(self, kind: Kind, tensors: Sequence[torch.Tensor], parts: Sequence[bytes]) -> int:
-        """Return the number of values of a message whose bits are chosen by measurements."""
+        """Return the number of values in a message that were encoded with specs chosen by "auto"."""
         total = 0
         for t, part in zip(tensors, parts, strict=True):
             if t.dtype in NAMES and kind == Kind.ACTIVATIONS and self._specs.deltas is not None:
@@ -125,7 +126,7 @@ class End:
         return total
 
     def use(self, auto: EdgeChoice) -> None:
-        """Send by the specs that were chosen for this edge."""
+        """Set the specs of this edge to those that "auto" has chosen."""
         for d in self._deltas:
             d.backward = auto.spec(self.edge, Kind.GRADIENTS)
             forward = auto.spec(self.edge, Kind.ACTIVATIONS)
@@ -137,35 +138,36 @@ class End:
     def decode(
         self, kind: Kind, message: bytes, outputs: list[torch.Tensor], place: Place, samples: Ids | None
     ) -> Ids | None:
-        """Write the tensors of a message.
+        """Decode a message, and write its tensors to `outputs`.
 
-        Activations may have other shapes than `outputs`, with as many dimensions: batches and sequences have different
-        lengths. Such an output is replaced by a new tensor, also if an error follows, so that the step goes on with
-        tensors of the right shape. It may have at most the larger of 1 GiB and 4 times the bytes of the output.
+        Activations may have another shape than their output, with the same number of dimensions, since batch size and
+        sequence length vary. Such an output is replaced by a new tensor, even if decoding then fails, so that the step
+        can continue with tensors of the right shape. The new tensor may have at most 1 GiB, or 4 times the bytes of
+        the output if that is more.
 
         Parameters
         ----------
         kind, place
             As for :meth:`encode`.
         message : bytes
-            Message of the neighbour.
+            Message from the neighbour.
         outputs : list of torch.Tensor
-            Tensors to be written, some of which are replaced.
+            Tensors to write to; activations with another shape replace their item of the list.
         samples : list of int or None
-            Ids that the message must have; None: any.
+            Sample ids that the message must contain; None: accept any.
 
         Returns
         -------
         list of int or None
-            Ids of the message's samples, if it has deltas or makes later ones possible.
+            Sample ids in the message; None if it has none.
 
         Raises
         ------
         Aborted
             The neighbour has aborted the step.
         CodecError
-            The message is damaged, refers to another m, or belongs to another place. ``item`` of a StateError has the
-            ids of samples whose m is missing or different.
+            The message is damaged, refers to another m, or belongs to another micro-batch or run. For a StateError,
+            ``item`` contains the ids of samples whose m is missing or different.
         """
         contents = unpack(message, kind, place, len(outputs))
         for i, shape in enumerate(contents.shapes):
@@ -182,7 +184,7 @@ class End:
         return found
 
     def commit(self) -> None:
-        """Make the new m of this step valid."""
+        """Commit the new m of this step."""
         for d in self._deltas:
             d.commit()
 
@@ -192,7 +194,7 @@ class End:
             d.rollback()
 
     def forget(self, samples: Iterable[int]) -> None:
-        """Have samples sent raw the next time."""
+        """Remove the m of samples, so that they are sent raw the next time."""
         ids = list(samples)
         for d in self._deltas:
             d.forget(ids)
@@ -204,7 +206,7 @@ class End:
             return ActivationDelta(backward=specs.backward, first=specs.forward, edge=number)
         store = d.store
         if not (isinstance(store, str) and store == "ram"):
-            with suppress(TypeError):  # invalid: ActivationDelta will raise the error
+            with suppress(TypeError):  # an invalid store: ActivationDelta raises the error
                 store = Path(store) / f"edge-{self.edge}-{self.role}-{index}"
         return ActivationDelta(
             specs.forward,
@@ -231,7 +233,7 @@ class End:
         return message
 
     def _check_shapes(self, kind: Kind, outputs: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> None:
-        """Raise ArgumentError unless outputs have the shapes of a message."""
+        """Raise ArgumentError unless the outputs have the shapes that a message declares."""
         for output, shape in zip(outputs, shapes, strict=True):
             if output.shape != shape:
                 raise ArgumentError(
@@ -262,7 +264,7 @@ class End:
 
 
 def _may_become(kind: Kind, output: torch.Tensor, shape: Shape) -> bool:
-    """Return True for activations of another shape than those before, in which they may be received."""
+    """Return True if `output` may be replaced by a tensor of `shape`: for activations, within the size limit."""
     if kind == Kind.GRADIENTS or output.shape == shape or len(shape) != output.dim():
         return False
     return prod(shape) * output.itemsize <= max(_MOST_NBYTES, _GROWTH * output.nbytes)

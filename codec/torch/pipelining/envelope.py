@@ -1,4 +1,4 @@
-"""Envelope of a pipeline message: the tensors of one micro-batch that one stage sends to another one."""
+"""Pack and unpack the envelope of a pipeline message, which carries the tensors of one micro-batch."""
 
 import struct
 import zlib
@@ -11,37 +11,37 @@ from codec import ChecksumError, FrameError, StateError
 HEAD = struct.Struct("<4sBBHIQI")  # magic, version, kind, tensors, micro-batch, run, CRC-32 of the rest of the envelope
 RECORD = struct.Struct("<QQ")  # record of a tensor: bytes of its part, number of dimensions; the shape follows
 MAGIC, VERSION = b"CDPL", 1
-MOST_TENSORS = 1 << 8
-_MOST_DIMENSIONS = 64  # maximum dimensions of a torch tensor
+MOST_TENSORS = 1 << 8  # maximum number of tensors in a message
+_MOST_DIMENSIONS = 64  # maximum number of dimensions of a torch tensor
 _DIMENSION = struct.Struct("<Q")
 
 Shape = tuple[int, ...]
 
 
 class Kind(IntEnum):
-    """Contents of a message."""
+    """Kind of a message."""
 
     ACTIVATIONS = 0
     GRADIENTS = 1
-    ABORTED = 2  # no parts: the sender has an error, or was sent none itself
+    ABORTED = 2  # no tensors: the step has failed on the sender, or the sender itself has received ABORTED
 
 
 class Place(NamedTuple):
-    """Place of a message in the run of a schedule."""
+    """Micro-batch and run of the schedule to which a message belongs."""
 
     chunk: int  # number of the micro-batch
     run: int  # number of the run of the schedule, from 1
 
 
 class Contents(NamedTuple):
-    """Contents of a message."""
+    """Parsed contents of a message."""
 
     shapes: list[Shape]  # shape of each tensor
-    parts: list[memoryview] | None  # None: the sender has aborted the step
+    parts: list[memoryview] | None  # encoded bytes of each tensor; None: the sender has aborted the step
 
 
 def pack(kind: Kind, place: Place, shapes: Sequence[Shape], parts: Sequence[bytes] = ()) -> bytes:
-    """Return a message with tensors of some shapes, and one part for each; no parts if the step is aborted."""
+    """Build a message from the shapes and the encoded bytes (parts) of its tensors; no parts for ABORTED."""
     sizes = [len(p) for p in parts] or [0] * len(shapes)
     records = b"".join(
         RECORD.pack(nbytes, len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
@@ -53,28 +53,28 @@ def pack(kind: Kind, place: Place, shapes: Sequence[Shape], parts: Sequence[byte
 
 
 def envelope_nbytes(shapes: Iterable[Shape]) -> int:
-    """Return the size of a message without its parts."""
+    """Return the size in bytes of a message without its parts."""
     return HEAD.size + sum(RECORD.size + _DIMENSION.size * len(shape) for shape in shapes)
 
 
 def unpack(message: bytes, kind: Kind, place: Place, tensors: int) -> Contents:
-    """Return the contents of a message.
+    """Parse a message, and check that it is the expected one.
 
     Parameters
     ----------
     message : bytes
         Whole message.
     kind, place
-        Kind and place of the message that is expected.
+        Expected kind, and expected micro-batch and run. Kind ABORTED is always accepted.
     tensors : int
-        Number of tensors that are expected.
+        Expected number of tensors.
 
     Raises
     ------
     FrameError, ChecksumError
-        The bytes are no message, or are damaged.
+        The bytes are not a message, or are damaged.
     StateError
-        The message has another kind, place or number of tensors.
+        The message has another kind, micro-batch, run or number of tensors.
     """
     if len(message) < HEAD.size:
         raise FrameError(f"not a pipeline message: it has {len(message)} bytes")
@@ -106,7 +106,7 @@ def unpack(message: bytes, kind: Kind, place: Place, tensors: int) -> Contents:
 
 
 def _records(message: bytes, count: int) -> tuple[list[tuple[int, Shape]], int]:
-    """Return the size and the shape of each tensor, and the offset of what follows."""
+    """Parse the records. Return the encoded size and the shape of each tensor, and the offset of the first part."""
     found: list[tuple[int, Shape]] = []
     at = HEAD.size
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Tensors of any device as contiguous tensors in host memory, and back."""
+"""Copy tensors of any device to contiguous host memory, and back."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,9 @@ def on_host(t: torch.Tensor) -> torch.Tensor:
 
 
 def write(output: torch.Tensor, decode: Callable[[Any], Any]) -> None:
-    """Write a tensor by decode(out), where `out` is contiguous and in host memory.
+    """Call decode(out) with a contiguous tensor in host memory, whose values become those of `output`.
 
-    If decode() raises an error and leaves `out` unchanged, so does this function.
+    If decode() raises an error and does not change `out`, `output` is unchanged, too.
     """
     if output.device.type == "cpu" and output.is_contiguous():
         decode(output.detach())

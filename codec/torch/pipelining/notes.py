@@ -1,4 +1,4 @@
-"""What one rank reports at the end of a training step: nothing, or its first error."""
+"""Reports that ranks exchange at the end of a training step: success, or the first error."""
 
 import json
 from typing import Any, NamedTuple, cast
@@ -8,21 +8,21 @@ from codec.stateful.activation.values import ids_of
 from codec.torch.auto.edges import checked
 from codec.torch.pipelining.end import Aborted, Ids
 
-Samples = dict[int, list[int]]  # ids by edge
+Samples = dict[int, list[int]]  # sample ids by edge
 _CODES = frozenset(Status)
 
 
 class Report(NamedTuple):
-    """Report of one rank."""
+    """Report of one rank on an attempt."""
 
     failed: bool
-    last: bool  # the rank makes no further attempt
-    error: str  # "" if the rank was only told that a neighbour has failed
+    last: bool  # True: the rank makes no further attempt
+    error: str  # message of the error; "" if the rank has only received ABORTED from a neighbour
     repeatable: bool  # the step may succeed if it is repeated
     code: int | None  # code of the error; None if this version of the library does not know it
     unknown: Samples  # samples whose m is missing or different, by edge
-    samples: Ids  # samples of the step that the rank knows, if it reports them
-    auto: dict[str, Any] | None = None  # measurements from which specs are chosen
+    samples: Ids  # samples of the step that the rank knows; empty if it does not report them
+    auto: dict[str, Any] | None = None  # measurements from which "auto" chooses specs
 
 
 class Notes:
@@ -31,18 +31,18 @@ class Notes:
     def __init__(self) -> None:
         self.ids: dict[int, Ids] = {}  # samples by micro-batch of the current run
         self._earlier_ids: list[Ids] = []  # samples of earlier runs
-        self.error: CodecError | None = None  # the first one
+        self.error: CodecError | None = None  # first error, or the first that repeating the step cannot fix
         self.failed = False
         self._repeatable = True
         self._unknown: Samples = {}
 
     def begin_run(self) -> None:
-        """Begin a run of the schedule, several of which may be in one attempt."""
+        """Begin a run of the schedule; an attempt may have several runs."""
         self._earlier_ids.extend(self.ids.values())
         self.ids = {}
 
     def add(self, error: CodecError | Aborted, edge: int) -> None:
-        """Record an error of an edge."""
+        """Record an error on an edge."""
         self.failed = True
         if isinstance(error, Aborted):
             return
@@ -60,11 +60,11 @@ class Notes:
         Parameters
         ----------
         last : bool
-            The rank makes no further attempt.
+            True: the rank makes no further attempt.
         samples : bool
-            Report the samples of the step. A rank behind an error may not know them.
+            True: report the samples of the step. After an error, later stages may not know them.
         auto : dict, optional
-            Measurements from which specs are chosen.
+            Measurements from which "auto" chooses specs.
         """
         ids = [*self._earlier_ids, *self.ids.values()] if samples else []
         e = self.error
@@ -82,12 +82,12 @@ class Notes:
 
 
 def report_of(data: bytes, rank: int) -> Report:
-    """Return the report in bytes that a rank has sent.
+    """Parse the report that a rank has sent.
 
     Raises
     ------
     PeerError
-        The bytes are no report.
+        The bytes are not a report.
     """
     try:
         d: dict[str, Any] = json.loads(data)

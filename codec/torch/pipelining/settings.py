@@ -19,21 +19,21 @@ _FIRST = Quantize(8, rounding="nearest")
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
-    """How a :class:`CompressedStage` keeps the activations to which deltas refer.
+    """Settings with which a :class:`CompressedStage` stores m, the activations to which deltas refer.
 
     All stages of a pipeline need the same `first`, `budget` and `dtype`.
 
     Parameters
     ----------
     first : Spec or str
-        Spec of samples that are sent raw, and of activations in evaluations.
+        Codec for samples that are sent raw, and for activations in evaluations.
     store : {"ram"} or path
-        Memory of m: "ram", or a folder of this stage for files. Stages may share a folder: each side of an edge uses a
-        folder inside it that has the number of the edge.
+        Where m is stored: "ram", or the path of a folder for files. Stages may share a folder, in which each side of an
+        edge uses a subfolder named after the edge.
     budget : int, optional
-        Largest size in bytes of all m of one side of an edge. Default: no limit.
+        Maximum size of all m on one side of an edge, in bytes. Default: no limit.
     dtype : {"float32", "bfloat16", "8bit"}
-        Dtype in which m is kept.
+        Dtype in which m is stored.
 
     See Also
     --------
@@ -56,7 +56,8 @@ class Deltas:
 class Specs:
     """Specs of one stage.
 
-    `deltas` is None if activations are encoded directly. With `auto`, `forward` and `backward` are the first specs.
+    `deltas` is None if activations are encoded without deltas. With `auto`, `forward` and `backward` are the specs of
+    the first steps.
     """
 
     forward: Spec
@@ -65,19 +66,19 @@ class Specs:
     auto: EdgeChoice | None = None
 
     def signature(self) -> list[str]:
-        """Return what all stages must have in common, for comparison by bytes."""
+        """Return the settings that must be equal on all stages, as strings to compare."""
         d = self.deltas
         shared = [] if d is None else [str(plain_spec(d.first)), str(d.budget), d.dtype]
         return [str(d is not None), *shared, *([] if self.auto is None else ["auto", self.auto.description])]
 
 
 def specs_of(forward: Any, backward: Any, deltas: Deltas | None) -> Specs:
-    """Return the specs that arguments of a stage mean.
+    """Convert the arguments of a stage to specs.
 
     Raises
     ------
     ArgumentError, SpecError
-        An argument has a wrong type or value.
+        An argument has an invalid type or value.
     """
     autos = auto_of(forward), auto_of(backward)
     given = set(filter(None, autos))

@@ -1,4 +1,4 @@
-"""State that a training step changes before the optimizer: gradients, buffers of modules, random generators."""
+"""Save and restore the state that forward and backward change: gradients, module buffers and random generators."""
 
 from collections.abc import Iterable
 
@@ -10,8 +10,8 @@ from codec.torch import _compat
 class Buffers:
     """Copy of the buffers of modules.
 
-    A module may write a buffer in place, or assign another tensor to its name, which torch then keeps instead. So a
-    copy has the names of buffers and their tensors, besides the values.
+    A module may write to a buffer in place, or assign another tensor to its name. So the copy consists of the names of
+    buffers, their tensor objects, and their values.
 
     Parameters
     ----------
@@ -36,19 +36,19 @@ class Buffers:
 
 
 class Snapshot:
-    """Copy of what a step changes, so that a step that failed can be repeated.
+    """Copy of the state that a step changes, so that a failed step can be repeated.
 
     Parameters
     ----------
     modules : iterable of torch.nn.Module
         Modules of the stages of this rank.
     devices : iterable of torch.device
-        Their devices, whose random generators are restored as well as that of the CPU.
+        Devices of the modules. Their random generators and that of the CPU are restored.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], devices: Iterable[torch.device]) -> None:
         modules = list(modules)
-        # A gradient of None needs no copy: call zero_grad() before the step.
+        # Gradients that are None, as after zero_grad(), need no copy.
         self._gradients = [(p, p.grad, _copy(p.grad)) for m in modules for p in m.parameters()]
         self._buffers = Buffers(modules)
         self._cpu = torch.get_rng_state()
@@ -74,7 +74,7 @@ def _copy(t: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _writable(buffer: torch.Tensor) -> bool:
-    """Return False for a tensor that no module can write in place: of inference mode, or expanded."""
+    """Return False for a tensor that cannot be written in place: an inference tensor or an expanded one."""
     if buffer.is_inference():
         return False
     if buffer.layout != torch.strided:

@@ -1,4 +1,4 @@
-"""Pipeline stage whose activations and gradients travel as frames."""
+"""Pipeline stage that sends compressed activations and gradients."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -27,18 +27,18 @@ _compat.check_stage_class(PipelineStage)
 
 
 class CompressedStage(PipelineStage):
-    """Stage of a pipeline that sends activations as deltas to those of the last epoch (AQ-SGD), or directly quantized.
+    """Pipeline stage that sends activations as deltas from those of the last epoch (AQ-SGD), or quantized directly.
 
-    It replaces :class:`torch.distributed.pipelining.PipelineStage` under every schedule of that package. Activations
-    are sent by :class:`codec.ActivationDelta`, gradients are quantized. Messages use TCP connections of codec.
+    It replaces :class:`torch.distributed.pipelining.PipelineStage` with every schedule of that package. Activations are
+    encoded with :class:`codec.ActivationDelta`; gradients are quantized. Messages use separate TCP connections.
 
-    Each training step runs inside :func:`attempts`. The first stage needs the ids of the samples as a keyword of the
-    schedule: ``schedule.step(x, sample_ids=ids)``, with `ids` an int64 tensor in the order of `x`. The module does not
-    see them. Other stages learn them from messages; if they are given there, too, they are compared. Evaluations by
-    ``schedule.eval()`` need no ids, and change no state.
+    Each training step must run inside :func:`attempts`. On the first stage, pass the sample ids to the schedule:
+    ``schedule.step(x, sample_ids=ids)``, with `ids` an int64 tensor in the order of `x`. They are not passed to the
+    module. Other stages receive the ids in messages; ids passed there are compared with the received ones. Evaluation
+    with ``schedule.eval()`` needs no ids, and changes no state.
 
-    Outputs of stages are float32, bfloat16 or float16 tensors whose rows belong to samples. Tensors of other dtypes are
-    sent lossless. CUDA tensors are copied through host memory.
+    Outputs of stages should be float32, bfloat16 or float16 tensors whose first dimension counts samples. Tensors of
+    other dtypes are sent losslessly. CUDA tensors are copied through host memory.
 
     Parameters
     ----------
@@ -49,24 +49,25 @@ class CompressedStage(PipelineStage):
     device : torch.device or str
         Device of the module.
     forward : Spec, str or Auto
-        Spec of deltas, or of activations that are sent directly; or the name of a preset. "auto" or
-        :class:`codec.torch.Auto`: bits are chosen by measurements, for each direction of each edge, equally on all
-        ranks: the most bits with which a step is about as fast as with the fewest that the quality allows. They change
-        when links change.
+        Codec, or name of a preset, for deltas, or for activations that are sent directly. With "auto" or
+        :class:`codec.torch.Auto`, the bits per value are chosen from measurements, for each direction of each edge, and
+        equally on all ranks. The choice is the largest number of bits with which a step is about as fast as with the
+        smallest number that the quality allows. It changes when link speeds change.
     backward : Spec, str or Auto
-        Spec of gradients, or the same "auto" as `forward`.
+        Codec for gradients, or the same "auto" as `forward`.
     activations : {"delta", "direct"} or Deltas
-        "delta": as :class:`Deltas` by default. "direct": without state and sample ids.
+        "delta": send deltas with the default settings, ``Deltas()``. "direct": send activations without deltas; this
+        needs no state and no sample ids.
     options : CallOptions, optional
-        ``codec.options(timeout=, engine=, threads=)``. The timeout is the longest wait for a neighbour; the default is
-        that of the group.
+        ``codec.options(timeout=, engine=, threads=)``. The timeout is the longest wait for a neighbour; default: the
+        timeout of the group.
     **stage_arguments
         Further arguments of PipelineStage: `input_args`, `output_args`, `group`, `dw_builder` and others.
 
     Raises
     ------
     ArgumentError, SpecError
-        An argument has a wrong type or value.
+        An argument has an invalid type or value.
     EngineError
         This version of torch is not supported.
 
@@ -107,8 +108,8 @@ class CompressedStage(PipelineStage):
         _compat.check_stage(self)
         specs = specs_of(forward, backward, _deltas_of(activations))
         self._spoilt: Buffers | None = None  # buffers of the module to restore before the next forward
-        # A schedule may place stages on ranks after they are made.
-        # not for users: an Attempt commits and rolls back the messages of its stages
+        # Not part of the public API: Attempt uses it to commit and roll back. The rank of a neighbour is looked up
+        # lazily, since a schedule may assign stages to ranks after their creation.
         self.traffic = Traffic(
             stage_index, num_stages, specs, self.group, options, lambda i: self.stage_index_to_group_rank[i]
         )
@@ -123,7 +124,7 @@ class CompressedStage(PipelineStage):
         return stats_of(traffic.incoming, traffic.outgoing, traffic.refused_steps, choices)
 
     def prefetch(self, sample_ids: Any) -> None:
-        """Begin to read the m of samples of the next step, if they are in files.
+        """Start to read the m of samples of the next step, if m is stored in files.
 
         Parameters
         ----------
@@ -136,9 +137,10 @@ class CompressedStage(PipelineStage):
                 d.prefetch(ids)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of deltas: m of all samples on both edges of this stage; and the choice of "auto".
+        """Return the state of deltas, m of all samples on both edges of this stage, and the choice of "auto".
 
-        Without it a restarted training sends all samples raw once. If m is in files, the dict has checks only.
+        Saving it is optional: without it, a restarted run sends all samples raw once. If m is stored in files, the dict
+        contains only checks of m.
 
         Returns
         -------
@@ -159,7 +161,7 @@ class CompressedStage(PipelineStage):
         Raises
         ------
         StateError
-            `saved` is something else, or of another stage, or a step is in progress.
+            `saved` is not such a state dict, is of another stage, or a step is in progress.
         """
         if self.traffic.notes is not None:
             raise StateError("the state of a stage cannot be loaded inside an attempt")
@@ -168,19 +170,19 @@ class CompressedStage(PipelineStage):
             self.traffic.load_choice(saved.get("auto"))
 
     def close(self) -> None:
-        """Write m to files, if it is kept there, and close them. The stage must not be used any more."""
+        """If m is stored in files, write and close them. The stage must not be used afterwards."""
         for end in self.traffic.ends:
             for d in end.deltas:
                 d.close()
 
-    # Methods that schedules call
+    # The methods below override methods that torch's schedules call.
 
     def _prepare_forward_infra(
         self, num_microbatches: int, args: Any, kwargs: Any = None, *rest: Any, **named: Any
     ) -> Any:
         kwargs, _ = _without_ids(kwargs)
-        # torch runs the module on uninitialized memory to learn shapes, which spoils running statistics. It may use
-        # the outputs again before the first forward, so buffers cannot be restored here.
+        # torch runs the module on uninitialized memory to find the shapes of outputs, which corrupts running
+        # statistics. It may use the outputs before the first forward, so buffers are restored only there.
         self._spoilt = Buffers([self.submod])
         try:
             return super()._prepare_forward_infra(num_microbatches, args, kwargs, *rest, **named)
@@ -189,7 +191,7 @@ class CompressedStage(PipelineStage):
             raise
 
     def _restore_buffers(self) -> None:
-        """Undo what torch has done to the module's buffers when it learned shapes."""
+        """Restore the module's buffers that torch has overwritten when it determined output shapes."""
         spoilt, self._spoilt = self._spoilt, None
         if spoilt is not None:
             spoilt.restore()
@@ -213,7 +215,7 @@ class CompressedStage(PipelineStage):
         return output
 
     def _resize_gradients(self, chunk: int) -> None:
-        """Give the buffers for gradients the shapes of the outputs, which may change from batch to batch."""
+        """Resize the receive buffers for gradients to the shapes of the outputs, which may differ between batches."""
         outputs: tuple[Any, ...] = self.fwd_cache[chunk][0]
         stage: Any = self  # torch has no type for these
         for info, output in zip(stage.grad_recv_info.get(chunk, ()), outputs, strict=False):
@@ -222,18 +224,18 @@ class CompressedStage(PipelineStage):
                 info.buffer = torch.empty(output.shape, dtype=buffer.dtype, device=buffer.device)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **named: Any) -> None:
-        """Receive gradients, then compute those of a micro-batch."""
+        """Receive the gradients of the outputs, then run the backward pass of a micro-batch."""
         self.traffic.receive(Kind.GRADIENTS, bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, *args, **named)  # pyright: ignore[reportUnknownMemberType]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send activations. No operation is left for the schedule."""
+        """Send activations. Return no operations, so that the schedule sends nothing itself."""
         return self._send(Kind.ACTIVATIONS, fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send gradients. No operation is left for the schedule."""
+        """Send gradients. Return no operations, so that the schedule sends nothing itself."""
         if bwd_chunk_id in self.bwd_cache and not self.is_first:
-            # torch would send zeros of the first step's shape for inputs that have no gradient.
+            # For inputs without a gradient, torch would send zeros with the shape of the first step. Use this shape.
             inputs = [info.buffer for info in self.args_recv_info[bwd_chunk_id]]
             gradients = zip(inputs, self.bwd_cache[bwd_chunk_id], strict=True)
             self.bwd_cache[bwd_chunk_id] = tuple(
@@ -242,11 +244,11 @@ class CompressedStage(PipelineStage):
         return self._send(Kind.GRADIENTS, bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Begin to receive activations. No operation is left for the schedule."""
+        """Start to receive activations. Return no operations, so that the schedule receives nothing itself."""
         return self._expect(Kind.ACTIVATIONS, fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Begin to receive gradients. No operation is left for the schedule."""
+        """Start to receive gradients. Return no operations, so that the schedule receives nothing itself."""
         return self._expect(Kind.GRADIENTS, bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def _send(self, kind: Kind, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
@@ -269,6 +271,6 @@ def _deltas_of(activations: Any) -> Deltas | None:
 
 
 def _without_ids(kwargs: Any) -> tuple[dict[str, Any], Any]:
-    """Return the keywords of the module, and the sample ids."""
+    """Split the keywords of a schedule into those of the module and the sample ids."""
     kwargs = dict(kwargs or {})
     return kwargs, kwargs.pop("sample_ids", None)

@@ -1,4 +1,4 @@
-"""Totals of a stage."""
+"""Statistics of a pipeline stage."""
 
 from dataclasses import dataclass, field
 
@@ -15,16 +15,16 @@ class PipelineStats(Rounded):
     Attributes
     ----------
     forward_nbytes, backward_nbytes : int
-        Bytes of activations and of gradients that the stage has sent, messages that were repeated included.
+        Bytes of activations and of gradients that the stage has sent, including repeated messages.
     raw_nbytes : int
         Bytes of these tensors without compression.
     refused_steps : int
-        Attempts that were rolled back.
+        Number of attempts that were rolled back.
     sender, receiver : tuple of ActivationStats
-        Counts of the edge to the next stage and of that from the previous one, for each tensor. ``sender[0].change``
-        tells how much activations change between epochs.
+        Statistics of the edge to the next stage, and of the edge from the previous stage, for each tensor.
+        ``sender[0].change`` is the relative change of activations between epochs.
     choices : dict of str to int
-        Successful steps by the specs of activations and gradients that "auto" has chosen; empty without it.
+        Number of successful steps for each choice of specs that "auto" has made; empty without "auto".
     """
 
     forward_nbytes: int
@@ -36,7 +36,7 @@ class PipelineStats(Rounded):
     choices: dict[str, int] = field(default_factory=dict[str, int])
 
     def __str__(self) -> str:
-        """Return the bytes of both directions, and how much activations change, in a line."""
+        """Return one line: bytes sent in both directions, change of activations, and number of refused steps."""
         sent = share(self.forward_nbytes + self.backward_nbytes, self.raw_nbytes)
         change = next((s.change for s in self.sender if s.change), ())
         moved = f", activations change by {change[-1]:.0%} between visits" if change else ""
@@ -45,7 +45,7 @@ class PipelineStats(Rounded):
 
 
 def stats_of(incoming: End | None, outgoing: End | None, refused_steps: int, choices: dict[str, int]) -> PipelineStats:
-    """Return the totals of a stage with these ends."""
+    """Return the statistics of a stage from those of its edges."""
     ends = [end for end in (incoming, outgoing) if end is not None]
     return PipelineStats(
         sum(end.sent[Kind.ACTIVATIONS] for end in ends),

@@ -1,4 +1,4 @@
-"""Messages of one stage with its neighbours, and the state that an attempt commits or rolls back."""
+"""Send and receive the messages of one stage, and commit or roll back the state of its deltas."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from codec.torch.pipelining.notes import Notes, Report
 from codec.torch.pipelining.settings import Specs
 from codec.torch.point_to_point.send_recv import Link
 
-_TAG = 1 << 30  # tag of edge 0; tags of users' own messages are lower
+_TAG = 1 << 30  # point-to-point tag of edge 0; messages of users should have lower tags
 
 _NO_IDS = (
     "deltas of activations need sample ids: call schedule.step(x, sample_ids=ids) on the first stage, or make the "
@@ -26,7 +26,7 @@ _NO_IDS = (
 
 
 class Traffic:
-    """Messages of one stage.
+    """Messages between one stage and its neighbours.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class Traffic:
     options : CallOptions or None
         Settings of the stage.
     rank_of : callable
-        Returns the rank of a stage in the group.
+        Function that returns the rank of a stage in the group.
     """
 
     def __init__(
@@ -53,22 +53,22 @@ class Traffic:
     ) -> None:
         self.index, self.group, self.options = stage_index, group, options
         self.signature = [str(num_stages), *specs.signature()]
-        self.agreed = False  # all ranks have compared their signatures, since the last evaluation
-        self.notes: Notes | None = None  # notes of the attempt in progress
+        self.agreed = False  # True: all ranks have compared their signatures since the last evaluation
+        self.notes: Notes | None = None  # errors and ids of the attempt in progress; None outside of attempts
         self.refused_steps = 0
         self.incoming = None if stage_index == 0 else End(stage_index - 1, "receiver", specs, options)
         self.outgoing = None if stage_index == num_stages - 1 else End(stage_index, "sender", specs, options)
         self.auto = specs.auto
         self._has_deltas, self._rank_of = specs.deltas is not None, rank_of
-        self._links: dict[int, Link] = {}  # by edge
-        self._expected: dict[tuple[Kind, int], tuple[Sequence[torch.Tensor], Work]] = {}  # by kind and micro-batch
+        self._links: dict[int, Link] = {}  # connections by edge
+        self._expected: dict[tuple[Kind, int], tuple[Sequence[torch.Tensor], Work]] = {}  # by (kind, micro-batch)
         self._sends: list[Work] = []
         self._run, self._training = 0, False
         self._broken = False
 
     @property
     def ends(self) -> list[End]:
-        """Sides of edges that the stage has."""
+        """Ends of the edges to the previous and the next stage."""
         return [end for end in (self.incoming, self.outgoing) if end is not None]
 
     # Messages of a run of the schedule
@@ -89,14 +89,15 @@ class Traffic:
         self._run, self._training = self._run + 1, training
         self._expected.clear()
         if self.notes is None:
-            # A rank that failed in an evaluation is missing when torch exchanges shapes again for the next step.
+            # After an evaluation, torch exchanges shapes again for the next step. Compare signatures again there, since
+            # a rank may have failed in the evaluation.
             self.agreed = False
             self.wait_for_sends()
         else:
             self.notes.begin_run()
 
     def take_ids(self, chunk: int, given: Any) -> None:
-        """Keep the sample ids that the caller has passed for a micro-batch, a tensor or None."""
+        """Check and store the sample ids that the caller has passed for a micro-batch: a tensor or None."""
         if given is None or self.notes is None:
             return
         try:
@@ -113,7 +114,7 @@ class Traffic:
             self.notes.add(e, self.index)
 
     def send(self, kind: Kind, chunk: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Send the tensors of a micro-batch, or that the step has failed."""
+        """Send the tensors of a micro-batch; if the step has failed, send an ABORTED message instead."""
         end = self._end(outgoing=kind == Kind.ACTIVATIONS)
         place, notes = Place(chunk, self._run), self.notes
         message = b""
@@ -129,23 +130,25 @@ class Traffic:
         self._sends.append(self._link(end).send(message))
 
     def expect(self, kind: Kind, chunk: int, outputs: Sequence[torch.Tensor]) -> None:
-        """Begin to receive the tensors of a micro-batch."""
+        """Start to receive the tensors of a micro-batch into `outputs`."""
         end = self._end(outgoing=kind == Kind.GRADIENTS)
         self._expected[kind, chunk] = outputs, self._link(end).receive(end.max_nbytes(kind, outputs))
 
     def receive(self, kind: Kind, chunk: int) -> list[torch.Tensor]:
-        """Write the tensors of a micro-batch to the outputs of :meth:`expect`, zeros if the step has failed.
+        """Wait for the tensors of a micro-batch, and write them to the outputs of :meth:`expect`.
+
+        If the step has failed, the outputs are filled with zeros.
 
         Returns
         -------
         list of torch.Tensor
-            The outputs, or other tensors where activations have other shapes. Empty if nothing is expected: the
-            neighbour is on this rank, or there is none.
+            The outputs, or new tensors for activations with other shapes. Empty if there is no neighbour, or the
+            neighbour is on this rank.
 
         Raises
         ------
         PeerError
-            The neighbour is lost, or does not answer in time.
+            The neighbour is lost, or did not answer in time.
         """
         if (kind, chunk) not in self._expected:
             return []
@@ -155,7 +158,7 @@ class Traffic:
         try:
             message = work.result()
         except BaseException:
-            if notes is None:  # otherwise the attempt ends with this error
+            if notes is None:  # inside an attempt, Attempt.__exit__ handles the error
                 self.abandon()
             raise
         try:
@@ -172,18 +175,18 @@ class Traffic:
     # Begin and end of an attempt
 
     def begin_attempt(self, notes: Notes) -> None:
-        """Begin an attempt, whose errors go to `notes`."""
+        """Begin an attempt, which records its errors in `notes`."""
         self.notes = notes
         if self.auto is not None:
             for end in self.ends:
                 end.sending.begin(self._link(end).info())
 
     def sent(self) -> list[Sent]:
-        """Return what the stage has sent in the attempt, if specs are chosen by measurements."""
+        """Return measurements of the messages sent in the attempt; empty without "auto"."""
         return [] if self.auto is None else [end.sending.end(self._link(end).info()) for end in self.ends]
 
     def adapt(self, reports: Sequence[Report]) -> None:
-        """Choose the specs of the next step from the reports of all ranks, if they are chosen by measurements."""
+        """With "auto", choose the specs of the next step from the reports of all ranks."""
         if self.auto is not None:
             self.auto.learn([r.auto for r in reports if r.auto is not None], logs=self.index == 0)
             for end in self.ends:
@@ -196,30 +199,30 @@ class Traffic:
             work.wait()
 
     def load_choice(self, saved: Any) -> None:
-        """Send by the specs of a checkpoint, if they are chosen by measurements."""
+        """With "auto", set the specs to those saved in a checkpoint."""
         if self.auto is not None:
             self.auto.load_state_dict(saved)
             for end in self.ends:
                 end.use(self.auto)
 
     def commit(self) -> None:
-        """Make the activations of this step those that deltas refer to."""
+        """Commit the new m of this step on all edges."""
         for end in self.ends:
             end.commit()
 
     def rollback(self) -> None:
-        """Drop the activations of this step."""
+        """Drop the new m of this step on all edges."""
         for end in self.ends:
             end.rollback()
 
     def forget(self, reports: Sequence[Report]) -> None:
-        """Drop the m of samples whose m a receiver lacks or reports as different: they are sent raw the next time."""
+        """Remove the m of samples in the reports, so that they are sent raw the next time."""
         if self.outgoing is not None:
             for report in reports:
                 self.outgoing.forget([*report.unknown.get(self.outgoing.edge, ()), *report.samples])
 
     def abandon(self) -> None:
-        """Close connections, so that all ranks fail. The stage cannot be used any more."""
+        """Close all connections, so that all ranks fail. The stage cannot be used afterwards."""
         self._broken = True
         for link in self._links.values():
             link.close()
@@ -231,7 +234,10 @@ class Traffic:
             raise PeerError("an earlier step was interrupted: make a new group and new stages")
 
     def _note(self, error: CodecError | Aborted, end: End) -> None:
-        """Keep an error for the end of the attempt: the schedule must go on, since neighbours wait for messages."""
+        """Record an error for the end of the attempt; the schedule must continue, since neighbours wait for messages.
+
+        Outside of an attempt, close all connections and raise the error.
+        """
         if self.notes is not None:
             self.notes.add(error, end.edge)
             return

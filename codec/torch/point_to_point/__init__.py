@@ -1,4 +1,4 @@
-"""Frames between two ranks: send, recv, and connections by TCP that need no process group.
+"""Messages between two ranks: send and recv.
 
-Modules here never run a collective: an error on one rank is reported to its peer only.
+Modules in this package do not run collectives, so an error on one rank is reported only to its peer.
 """

@@ -17,17 +17,17 @@ from codec.torch.network.info import ConnectionInfo
 from codec.torch.network.tcp import PeerConnection
 
 DEFAULT_MAX_NBYTES = 1 << 30
-_MOST_NBYTES = 1 << 36  # bytes of a message
+_MOST_NBYTES = 1 << 36  # maximum bytes of a message
 
 
 def send(
     data: Any, dst: int, *, group: Any = None, tag: int = 0, async_op: bool = False, options: CallOptions | None = None
 ) -> Work | None:
-    """Send a frame, or any bytes, to one rank, which receives them by :func:`recv`.
+    """Send a frame, or any bytes, to one rank, which receives them with :func:`recv`.
 
-    Messages between two ranks with one tag arrive in the order in which they were sent. Messages in both directions,
-    and with different tags, do not wait for each other. Large messages need a receiver: two ranks that both send
-    before they receive wait for each other, unless they send with ``async_op=True``.
+    Messages between two ranks with the same tag arrive in the order of sending. Messages in different directions, or
+    with different tags, do not wait for each other. Sending a large message blocks until the receiver reads it. So two
+    ranks that both send before they receive deadlock, unless they send with ``async_op=True``.
 
     Parameters
     ----------
@@ -36,28 +36,28 @@ def send(
     dst : int
         Receiving rank of the group.
     group : ProcessGroup, optional
-        Ranks. Default: all.
+        Group of ranks. Default: all ranks.
     tag : int
-        Number of the message's kind, 0 to 2^31 - 1. Each tag has a connection of its own.
+        Tag of the message, 0 to 2^31 - 1. Each tag has a separate connection.
     async_op : bool
-        True: return at once; the message is sent after those of earlier calls.
+        True: return at once; the message is sent after the messages of earlier calls.
     options : CallOptions, optional
-        ``codec.options(timeout=)``: longest wait for the connection, and then for the receiver to take each 4 MiB.
+        ``codec.options(timeout=)``: longest wait for the connection, and then for the receiver to read each 4 MiB.
         Default: the timeout of the group. Other settings are ignored.
 
     Returns
     -------
     Work or None
-        Work if `async_op`: its :meth:`Work.wait` returns when the message is sent. Sent means that the operating system
-        has the message; it does not mean that `dst` has received it.
+        Work if `async_op`. Its :meth:`Work.wait` returns once the message was passed to the operating system, possibly
+        before `dst` has received it.
 
     Raises
     ------
     ArgumentError
-        An argument is wrong; nothing is sent.
+        An argument is invalid; nothing is sent.
     PeerError
-        `dst` is lost or does not answer in time. If a part of the message was sent, the connection is closed, and later
-        calls with this rank and tag raise PeerError as well. The same holds after KeyboardInterrupt.
+        `dst` is lost or did not answer in time. If a part of the message was sent, the connection is closed, and later
+        calls with this rank and tag raise PeerError, too. The same holds after KeyboardInterrupt.
 
     See Also
     --------
@@ -93,39 +93,39 @@ def recv(
     async_op: bool = False,
     options: CallOptions | None = None,
 ) -> Any:
-    """Receive a message that one rank has sent by :func:`send`.
+    """Receive a message that one rank has sent with :func:`send`.
 
-    Memory is allocated as bytes arrive: a size that a rank announces and does not send costs nothing.
+    Memory is allocated only as bytes arrive, so a sender that announces a large size cannot exhaust it.
 
     Parameters
     ----------
     src : int
         Sending rank of the group.
     group : ProcessGroup, optional
-        Ranks. Default: all.
+        Group of ranks. Default: all ranks.
     tag : int
         Tag of the message, 0 to 2^31 - 1.
     max_nbytes : int
-        Most bytes of the message, 1 GiB by default. For a frame: ``codec.bound(shape, dtype, spec)``.
+        Maximum size of the message in bytes, 1 GiB by default. For a frame, pass ``codec.bound(shape, dtype, spec)``.
     async_op : bool
         True: return at once; calls receive messages in the order of the calls.
     options : CallOptions, optional
-        ``codec.options(timeout=)``: longest wait for the begin of the message, and then for each 4 MiB of it. Default:
+        ``codec.options(timeout=)``: longest wait for the start of the message, and then for each 4 MiB of it. Default:
         the timeout of the group. Other settings are ignored.
 
     Returns
     -------
     bytes or Work
-        The message. Work if `async_op`: its :meth:`Work.result` returns the message.
+        The message; or, if `async_op`, a Work whose :meth:`Work.result` returns the message.
 
     Raises
     ------
     ArgumentError
-        An argument is wrong.
+        An argument is invalid.
     PeerError
-        `src` is lost; or no message begins in time, after which the call can be repeated; or the message is longer than
-        `max_nbytes`, after which it can be received with a larger one. An error in the middle of a message, or
-        KeyboardInterrupt, closes the connection: later calls with this rank and tag raise PeerError as well.
+        `src` is lost. Or no message has started in time; the call can then be repeated. Or the message is longer than
+        `max_nbytes`; it can then be received with a larger limit. An error in the middle of a message, or
+        KeyboardInterrupt, closes the connection, so that later calls with this rank and tag raise PeerError, too.
 
     Examples
     --------
@@ -143,12 +143,12 @@ def recv(
 
 
 class Link:
-    """Messages in both directions with one rank, for one tag. Calls return at once, and run in order in threads.
+    """Connection to one rank for one tag, with asynchronous sends and receives, each of which run in order.
 
     Parameters
     ----------
     peer : int
-        The other rank of the group.
+        Rank of the other process in the group.
     group : ProcessGroup or None
         Group of both ranks.
     tag : int
@@ -159,7 +159,7 @@ class Link:
     Raises
     ------
     ArgumentError, PeerError
-        As for :func:`send`; or this rank is not of the group.
+        As for :func:`send`; or this rank is not in the group.
     """
 
     def __init__(self, peer: int, group: Any, tag: int, options: CallOptions | None) -> None:
@@ -169,12 +169,12 @@ class Link:
         self._pair, self._seconds = route.pair, route.seconds
 
     def send(self, data: bytes) -> Work:
-        """Send a message after those of earlier calls."""
+        """Send a message after the messages of earlier calls."""
         pair, seconds, buffer = self._pair, self._seconds, memoryview(data)
         return pair.senders.run(lambda: pair.send(buffer, seconds), async_op=True)
 
     def receive(self, max_nbytes: int) -> Work:
-        """Receive the message that follows those of earlier calls; it is the result of the Work."""
+        """Receive the next message after those of earlier calls; the message is the result of the Work."""
         pair, seconds = self._pair, self._seconds
         return pair.receivers.run(lambda: pair.receive(max_nbytes, seconds), async_op=True)
 
@@ -188,7 +188,7 @@ class Link:
 
 
 class _Calls:
-    """Calls of one direction: in the caller's thread, or in order in a thread of their own once a call is asynchronous.
+    """Runs the calls of one direction in order: in the caller's thread, or in a worker thread after the first async call.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ class _Calls:
         self._worker: Worker | None = None
 
     def run(self, call: Callable[[], Any], *, async_op: bool) -> Any:
-        """Return the result of a call after those submitted before, or its Work if `async_op`."""
+        """Run a call after all earlier ones. Return its result, or its Work if `async_op`."""
         with self._lock:
             if async_op and self._worker is None:
                 self._worker = Worker(self._name)
@@ -224,14 +224,14 @@ class _Calls:
 
 
 class _Pair:
-    """Connection of this rank with another one for one tag, made by the first call.
+    """Connection between this rank and another rank for one tag; the first call connects.
 
     Parameters
     ----------
     endpoint : Endpoint
         Endpoint of this rank.
     peer, tag : int
-        The other rank, and the tag.
+        Rank of the peer, and the tag.
     """
 
     def __init__(self, endpoint: Endpoint, peer: int, tag: int) -> None:
@@ -252,7 +252,7 @@ class _Pair:
         return self._connected(seconds).receive(max_nbytes, seconds).tobytes()
 
     def info(self) -> ConnectionInfo:
-        """Return the kernel's statistics of the connection; zeros before it is made."""
+        """Return the kernel's statistics of the connection; zeros before it is connected."""
         return ConnectionInfo() if self._connection is None else self._connection.info()
 
     def close(self) -> None:
@@ -263,7 +263,7 @@ class _Pair:
         self._endpoint.wake()
 
     def _connected(self, seconds: float) -> PeerConnection:
-        """Return the connection: the higher rank connects to the lower one."""
+        """Return the connection; if there is none, connect: the higher rank connects to the lower rank."""
         deadline = time.monotonic() + seconds
         self._endpoint.check_process()
         if not self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
@@ -283,14 +283,14 @@ class _Pair:
 
 
 class _Route:
-    """Pair of ranks of a call, and its timeout in seconds."""
+    """Connection for a call, and the timeout of the call in seconds."""
 
     def __init__(self, pair: _Pair, seconds: float) -> None:
         self.pair, self.seconds = pair, seconds
 
 
 def _route(call: str, name: str, peer: Any, group: Any, tag: Any, options: CallOptions | None) -> _Route | None:
-    """Check the arguments of a call; return None if this rank is not of the group."""
+    """Check the arguments of a call, and return its route; None if this rank is not in the group."""
     timeout = check_timeout(settings_of(options).timeout)
     tag = whole("tag", tag, 0, (1 << 31) - 1)
     key = key_of(group)
