@@ -1,4 +1,5 @@
-"""Life of a collective: coroutines, the worker thread of a group, and handles of collectives in flight.
+"""Run collectives as coroutines in a worker thread of each group, and return handles for those in flight.
 
-Modules here run a collective's steps in order and report errors to all ranks. They never read tensors or frames.
+Modules in this package run the steps of a collective in order, and report errors to all ranks. They do not read tensors
+or frames.
 """

@@ -1,4 +1,4 @@
-"""Choice between frames and raw, equal on all ranks (docs/spec/protocol/collectives.md, section 6)."""
+"""Choose between frames and uncompressed values, equally on all ranks (docs/spec/protocol/collectives.md, section 6)."""
 
 import logging
 import time
@@ -9,10 +9,10 @@ from codec.torch.network.waits import Turns, Wait
 
 Way = Literal["frames", "values"]
 
-_WARMUP = 1  # untimed collectives: they allocate memory, and connections are slow at first
-_TIMED = 2  # timed collectives of each way; the faster one counts, since other load makes single ones slower
-TRIALS = _WARMUP + 2 * _TIMED  # collectives before the decision
-_PERIOD = 200  # collectives between the beginnings of two trials, since links and loads change
+_WARMUP = 1  # number of untimed collectives, in which memory is allocated and connections are still slow
+_TIMED = 2  # number of timed collectives per way; the minimum counts, since other load can slow down one of them
+TRIALS = _WARMUP + 2 * _TIMED  # number of collectives before the decision
+_PERIOD = 200  # number of collectives after which the trials are repeated, since links and loads change
 # Uncompressed values are tried if their transfer would take at most this multiple of the time with frames.
 _MOST_WAIT = 4
 _BUSY = 4  # uncompressed values are tried only if a rank computes for at least 1 / _BUSY of the time
@@ -23,12 +23,12 @@ Report = list[int]
 
 
 class Measurement:
-    """Times of a collective, from the moment at which this object is made.
+    """Timer of one collective; it starts when this object is created.
 
     Parameters
     ----------
     rtt : float
-        Round trip between ranks, in seconds.
+        Round-trip time between ranks, in seconds.
     """
 
     def __init__(self, rtt: float) -> None:
@@ -36,25 +36,26 @@ class Measurement:
         self._started = time.perf_counter(), time.thread_time()
 
     def report(self, sent_nbytes: int, raw_nbytes: int, round_trips: float, wire_s: float | None = None) -> Report:
-        """Return what this rank reports of the collective.
+        """Return the measurements of this rank.
 
         Parameters
         ----------
         sent_nbytes : int
             Bytes that this rank has sent.
         raw_nbytes : int
-            Bytes that it would have sent uncompressed.
+            Bytes that this rank would have sent uncompressed.
         round_trips : float
-            Round trips that the collective takes.
+            Number of round trips in the collective.
         wire_s : float, optional
-            Seconds in which this rank had nothing to do but to wait for others, for values on GPUs: these work while
-            this thread waits, and count as busy for the rest of the time. Default: all time without computation.
+            For tensors on GPUs: seconds in which this rank only waited for other ranks. GPUs compute while this thread
+            waits, so the rest of the time counts as computing. Default: the time in which this thread used no CPU.
 
         Returns
         -------
         list of int
-            Microseconds of the collective; thousandths of them in which this thread computed; microseconds that it
-            would have waited for uncompressed values: round trips as measured, and the rest in proportion to bytes.
+            Duration of the collective in microseconds; share of it in which this rank computed, in thousandths; and
+            estimated wait for uncompressed values in microseconds. In the estimate, the latency of round trips stays
+            the same, and the remaining wait grows in proportion to the bytes.
         """
         wall, busy = time.perf_counter() - self._started[0], time.thread_time() - self._started[1]
         if wire_s is not None:
@@ -65,14 +66,14 @@ class Measurement:
 
 
 class Choice:
-    """Choice for the collectives of one signature, or for the steps of a hook.
+    """Choice between frames and uncompressed values, for the collectives of one signature or for the steps of a hook.
 
-    All ranks learn the same reports, and so choose the same way. Frames are tried first. If ranks were busy,
-    uncompressed values follow, and then the faster way is used. On a slow link uncompressed values are never tried.
-    They would take the time in which ranks did not compute, times the ratio of the bytes. That estimate is too high
-    where ranks wait for each other, so it is compared with a multiple of the time of frames.
+    All ranks use the same reports, and so choose the same way. Frames are timed first. If ranks were busy computing,
+    uncompressed values are timed, too, and the faster way is then used. On a slow link, uncompressed values are not
+    tried. Their time is estimated as the time in which ranks did not compute, times the ratio of the bytes. This
+    estimate is too high if ranks wait for each other, so it is compared with a multiple of the time with frames.
 
-    While ways are tried, collectives of this signature follow each other, so that they do not disturb each other.
+    During the trials, collectives of this signature do not overlap, so that they do not distort each other's times.
 
     Parameters
     ----------
@@ -82,21 +83,21 @@ class Choice:
 
     def __init__(self, description: str = "tensors") -> None:
         self._description = description
-        self._decided: Way = "frames"  # way that was logged last
-        self._count = 0  # collectives that have begun
-        self._times: defaultdict[Way, list[int]] = defaultdict(list)  # microseconds of a trial
-        self._worth_trying = False
+        self._decided: Way = "frames"  # last decision, which was logged
+        self._count = 0  # number of collectives so far
+        self._times: defaultdict[Way, list[int]] = defaultdict(list)  # durations of the trials in microseconds
+        self._worth_trying = False  # True: uncompressed values may be faster
         self._turns = Turns()
 
     def begin(self) -> "Turn":
-        """Begin a collective: await the turn, which has the way to use, and end it."""
+        """Begin a collective: call ``await turn.wait()`` for the way to use, and ``turn.end()`` at its end."""
         index = self._count % _PERIOD
         self._count += 1
         before, after = self._turns.ask()
         return Turn(self, index, before if index <= TRIALS else None, after)
 
     def way(self, index: int) -> Way:
-        """Return the way of a collective by its number in the period."""
+        """Return the way for the `index`-th collective of a period."""
         if index < _WARMUP + _TIMED or not self._worth_trying:
             return "frames"
         if index < TRIALS:
@@ -105,14 +106,14 @@ class Choice:
         return "frames" if slower or not self._times["values"] else "values"
 
     def learn(self, index: int, way: Way, largest: Report) -> None:
-        """Note a collective that has succeeded.
+        """Record a collective that has succeeded.
 
         Parameters
         ----------
         index : int
-            Number in the period.
+            Number of the collective in the period.
         way : str
-            Way that it has used.
+            Way that the collective has used.
         largest : list of int
             Maximum over all ranks of each number of :meth:`Measurement.report`.
         """
@@ -129,7 +130,7 @@ class Choice:
             self._log_switch()
 
     def _log_switch(self) -> None:
-        """Log the way of later collectives, and the times that decided it."""
+        """Log the new decision, and the times on which it is based."""
         how = "uncompressed" if self._decided == "values" else "as frames"
         names: dict[Way, str] = {"frames": "frames", "values": "uncompressed"}
         times = [f"{names[way]} {min(each) / 1e3:.2f} ms" for way, each in self._times.items() if each]
@@ -144,18 +145,18 @@ class Turn:
         self.way: Way = "frames"
 
     async def wait(self) -> Way:
-        """Wait for the collectives before, if the choice depends on them; return the way to use."""
+        """Wait for earlier collectives, if the choice depends on them; return the way to use."""
         if self._before is not None:
             await self._before
         self.way = self._choice.way(self._index)
         return self.way
 
     def report(self, channel: Any) -> Report:
-        """Return numbers to report in addition to :meth:`Measurement.report`: none."""
+        """Return numbers to report in addition to :meth:`Measurement.report`; there are none."""
         return []
 
     def learn(self, largest: Report) -> None:
-        """Note that the collective has succeeded; as :meth:`Choice.learn`."""
+        """Record that the collective has succeeded; see :meth:`Choice.learn`."""
         self._choice.learn(self._index, self.way, largest)
 
     def end(self) -> None:

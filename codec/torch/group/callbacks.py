@@ -1,4 +1,4 @@
-"""Callbacks of collectives, in the order in which the collectives were submitted, and in threads of their own."""
+"""Run the callbacks of collectives in separate threads, in the order in which the collectives were submitted."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 Callback = Callable[[], object]
 
-_TIMEOUT = 1.0  # seconds after which callbacks of the next collective run, although earlier ones have not returned
+_TIMEOUT = 1.0  # seconds after which the next callbacks run, even if earlier ones have not returned
 
 
 class Batch:
@@ -18,7 +18,7 @@ class Batch:
     owner : object
         Worker of the collective.
     callbacks : callable
-        Runs the callbacks.
+        Function that runs the callbacks.
     """
 
     def __init__(self, owner: object, callbacks: Callback) -> None:
@@ -37,30 +37,30 @@ class _Running(threading.local):
     batch: Batch | None = None
 
 
-running = _Running()  # batch whose callbacks this thread runs
+running = _Running()  # thread-local: batch whose callbacks this thread runs, or None
 
 
 class CallbackThreads:
     """Runs batches of callbacks one after the other.
 
-    A batch that takes long, or waits for another collective, keeps its thread, and the next ones run in another one.
+    If a batch takes long, or waits for another collective, the next batches run in another thread.
 
     Parameters
     ----------
     name : str
         Name of the threads.
     on_idle : callable
-        Called when no batch waits or runs any more.
+        Called when no batch is queued or running any more.
     """
 
     def __init__(self, name: str, on_idle: Callable[[], object]) -> None:
         self._name, self._on_idle = name, on_idle
         self._changed = threading.Condition()
         self._batches: deque[Batch] = deque()
-        self._current: Batch | None = None  # batch that the thread runs; None: the thread waits for a batch
-        self._since = 0.0  # time at which the batch has begun
-        self._thread = 0  # number of the thread that takes batches; a thread of another number ends
-        self._alive = False
+        self._current: Batch | None = None  # running batch; None: the thread waits for a batch
+        self._since = 0.0  # time at which the running batch was started
+        self._thread = 0  # number of the current thread; threads with other numbers end after their batch
+        self._alive = False  # True: the current thread is running
         self._stopped = False
 
     def run(self, batch: Batch) -> None:
@@ -74,19 +74,19 @@ class CallbackThreads:
 
     @property
     def idle(self) -> bool:
-        """True if no batch waits or runs."""
+        """True if no batch is queued or running."""
         with self._changed:
             return self._current is None and not self._batches
 
     def wait(self) -> None:
-        """Wait until no batch waits or runs, at most as long as collectives wait."""
+        """Wait until no batch is queued or running, for at most _TIMEOUT seconds."""
         end = time.monotonic() + _TIMEOUT
         with self._changed:
             while (self._current is not None or self._batches) and (left := end - time.monotonic()) > 0:
                 self._changed.wait(left)
 
     def release(self, batch: Batch) -> None:
-        """Run the next batches in another thread: `batch` waits."""
+        """Run the next batches in another thread, because `batch` waits or takes too long."""
         with self._changed:
             if self._current is not batch:
                 return
@@ -100,7 +100,7 @@ class CallbackThreads:
             self._on_idle()
 
     def look(self) -> float | None:
-        """Release a batch that takes too long; return the seconds until the next look, None if none is needed."""
+        """Release a batch that takes too long. Return the seconds until the next call, None if none is needed."""
         with self._changed:
             batch = self._current
             if batch is None:
@@ -125,7 +125,7 @@ class CallbackThreads:
             number = self._thread
         try:
             threading.Thread(target=self._serve, args=(number,), name=self._name, daemon=True).start()
-        except RuntimeError:  # no thread can be started, for instance because the interpreter ends
+        except RuntimeError:  # no thread can be started, for example during interpreter shutdown
             self._alive = False
             while self._batches:
                 self._batches.popleft().run()

@@ -1,4 +1,4 @@
-"""Communicator of a group: its channel, the thread that uses it, and the beginning of collectives."""
+"""Communicator of a group: channel and worker thread; and functions that start collectives."""
 
 import os
 import threading
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Communicator:
-    """Channel of a group, with the thread that alone uses it.
+    """Channel of a group, and the worker thread, which is the only thread that uses the channel.
 
     Parameters
     ----------
@@ -40,10 +40,10 @@ class Communicator:
     def __init__(self, group: Any, timeout: Timeout | None) -> None:
         self.worker = worker = Worker(f"codec, rank {group.rank()}")
         weakref.finalize(self, worker.stop)
-        # Ctrl-C interrupts a thread that waits for another thread, but not one that waits for peers.
+        # Create the channel in the worker, so that Ctrl-C can interrupt this thread while it waits.
         channel: Channel = worker.submit(lambda: Channel(group, timeout)).result()
         self.channel = channel
-        self.choices: dict[int, Choice] = {}  # frames or uncompressed, by signature; the last used is last
+        self.choices: dict[int, Choice] = {}  # frames or uncompressed, by signature; most recently used last
         worker.timeout = channel.timeout.total_seconds()
         worker.on_timeout, worker.on_wait = channel.close, channel.counters.add_wait
         if channel.size > 1 and uses_nccl(group):
@@ -53,16 +53,16 @@ class Communicator:
                 worker.most_in_flight = 1  # NCCL needs the same order of messages on all ranks
 
     def submit(self, collective: Callable[[Collective], Awaitable[Any]]) -> Work:
-        """Submit a collective, which begins after earlier ones; return a handle with the result of the coroutine.
+        """Submit a collective, which begins after earlier ones. Return a handle for the result of its coroutine.
 
-        An error of the coroutine is an error on all ranks.
+        If the coroutine raises an error, all ranks raise an error.
         """
         return self.worker.submit_collective(lambda number: self._run(number, collective))
 
     def run(self, collective: Callable[[Collective], Awaitable[T]]) -> T:
         """Run a collective, and return its result.
 
-        If Ctrl-C ends the wait, the collective is cancelled: no tensor of the caller is written any more.
+        If Ctrl-C ends the wait, the collective is cancelled, and writes to no tensor of the caller afterwards.
         """
         self.worker.check_thread()
         work: Work | None = None
@@ -89,7 +89,7 @@ class Communicator:
             channel.count(collective)
 
     def cancel(self) -> None:
-        """Make the collectives in flight and all later ones fail without writing a tensor, here and on peers."""
+        """Make collectives in flight and later ones fail, here and on peers, without writing to tensors."""
         if self.worker.forked:  # the connections are the parent's
             return
         self.channel.cancel()
@@ -97,7 +97,7 @@ class Communicator:
 
 
 class _Slot:
-    """Communicator of a group, None until it is made, and the lock that guards it."""
+    """Communicator of a group, None until it is created, and the lock that guards it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -125,7 +125,7 @@ def _slot_of(group: Any) -> _Slot:
 
 
 def communicator_of(group: Any, timeout: Timeout | None = None) -> Communicator:
-    """Return the communicator of a group. The first call makes it; all ranks must take part in that.
+    """Return the communicator of a group. The first call creates it, together with all other ranks.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ def communicator_of(group: Any, timeout: Timeout | None = None) -> Communicator:
     Raises
     ------
     ArgumentError
-        `group` or `timeout` has a wrong type or value, or torch.distributed is not initialized.
+        `group` or `timeout` has an invalid type or value, or torch.distributed is not initialized.
     PeerError
         The ranks cannot be connected.
     """
@@ -151,7 +151,7 @@ def communicator_of(group: Any, timeout: Timeout | None = None) -> Communicator:
 
 
 def key_of(group: Any) -> Any:
-    """Return the process group itself: that of all ranks for None."""
+    """Return `group`, or the group of all ranks if it is None."""
     _check_group(group)
     key = group or dist.group.WORLD
     if key is None:
@@ -175,9 +175,9 @@ def close_communicator(group: Any, *, cancel: bool) -> None:
     Parameters
     ----------
     group : ProcessGroup
-        A group; nothing happens if it has no communicator.
+        Group. If it has no communicator, nothing happens.
     cancel : bool
-        True: make collectives in flight fail without writing a tensor. False: wait for them first.
+        True: make collectives in flight fail, without writing to tensors. False: wait for them first.
     """
     comm = _slot_of(group).communicator
     if comm is None or comm.worker.forked:
@@ -205,7 +205,7 @@ def group_stats(group: Any = None) -> Counters:
     Raises
     ------
     ArgumentError
-        `group` is no process group, or torch.distributed is not initialized.
+        `group` is not a process group, or torch.distributed is not initialized.
 
     Examples
     --------
@@ -220,13 +220,13 @@ def group_stats(group: Any = None) -> Counters:
 
 
 def buffer_nbytes(group: Any) -> int:
-    """Return the bytes of host memory that a group keeps for messages, results and sums; 0 for None."""
+    """Return the bytes of host memory that a group has allocated for messages, results and sums; 0 for None."""
     comm = None if group is None else _slot_of(group).communicator
     return 0 if comm is None else comm.channel.buffers.nbytes
 
 
 def scratch_nbytes(group: Any) -> int:
-    """Return the most memory of GPUs that the engine has had at once for a group's collectives; 0 for None."""
+    """Return the peak of GPU scratch memory that a group's collectives have used, in bytes; 0 for None."""
     comm = None if group is None else _slot_of(group).communicator
     return 0 if comm is None else comm.channel.device.scratch.most_nbytes
 
@@ -241,24 +241,24 @@ def start(
     async_op: bool,
     work: Callable[[Communicator, Collective], Awaitable[Any]],
 ) -> Any:
-    """Run work(communicator, collective) in the thread of a group's collectives.
+    """Run work(communicator, collective) in the worker thread of a group.
 
-    A wrong timeout is an error on all ranks, as other arguments are: this rank connects in spite of it, to report the
-    error.
+    An invalid timeout is reported to all ranks, like other invalid arguments. So this rank connects to the others
+    before it raises the error.
 
     Parameters
     ----------
     name : str
-        Name of the collective, for messages.
+        Name of the collective, for error messages.
     group, timeout, async_op
         As for :func:`codec.torch.all_reduce`.
     work : callable
-        Runs the collective; returns its result.
+        Coroutine function that runs the collective and returns its result.
 
     Returns
     -------
     Work, None or the result of `work`
-        Work if `async_op`; None if this rank is not of the group.
+        Work if `async_op`; None if this rank is not in the group.
     """
     _check_group(group)
     if warn_non_member(group, name):
@@ -279,7 +279,7 @@ def start(
 
 
 def warn_non_member(group: Any, name: str) -> bool:
-    """Return True if this rank is not of a group, with the warning that torch.distributed gives."""
+    """Return True if this rank is not in a group, and then log the same warning as torch.distributed."""
     outside = rank_not_in_group(group)
     if outside:
         warn_not_in_group(name)

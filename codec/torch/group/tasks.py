@@ -1,4 +1,4 @@
-"""Tasks of a worker: coroutines that are in flight together."""
+"""Tasks of a worker: functions, or coroutines of which several are in flight."""
 
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -11,31 +11,31 @@ from codec.torch.transport.streams import StreamOrder
 
 
 class Task:
-    """Function in a worker's thread: called once, or a coroutine that waits in between for messages.
+    """Function to run in a worker's thread. If it returns a coroutine, the task runs that, which may wait for messages.
 
     Parameters
     ----------
     work : Work
-        Gets the result.
+        Handle in which the result is stored.
     function : callable
-        Returns the result, or a coroutine that does.
+        Function that returns the result, or a coroutine with the result.
     order : StreamOrder
-        Keeps the order of work on GPUs.
+        Order of the task's work on GPU streams.
     alone : bool
-        All coroutines in flight wait for the program when the function is called.
+        True: start only when no collective in flight can proceed before this rank starts others.
     of_callback : bool
-        A callback has submitted the function.
+        True: a callback has submitted the function.
     """
 
     def __init__(
         self, work: Work, function: Callable[[], Any], order: StreamOrder, *, alone: bool, of_callback: bool
     ) -> None:
         self.work, self.alone, self.of_callback = work, alone, of_callback
-        self.wait: Wait | None = None  # operation that the coroutine waits for
+        self.wait: Wait | None = None  # event for which the coroutine waits
         self._function: Callable[[], Any] | None = function
         self._order = order
         self._coroutine: Coroutine[Wait, None, Any] | None = None
-        self._since = 0.0  # time at which the wait has begun
+        self._since = 0.0  # start time of the wait
 
     @property
     def begun(self) -> bool:
@@ -44,16 +44,16 @@ class Task:
 
     @property
     def waits_for_a_rank(self) -> bool:
-        """False if the coroutine waits for another one of this rank."""
+        """False if the coroutine waits only for another coroutine of this rank."""
         return self.wait is None or self.wait.source is not None
 
     @property
     def waits_for_the_program(self) -> bool:
-        """True if the coroutine waits for collectives that the program has not begun."""
+        """True if the coroutine waits for collectives that the program of this rank has not started yet."""
         return self.wait is not None and self.wait.of_program
 
     def step(self) -> bool:
-        """Go on until the coroutine waits, or has ended; return True if it has ended."""
+        """Run the task until its coroutine waits or ends; return True if it has ended."""
         try:
             with self._order.step():
                 try:
@@ -73,7 +73,7 @@ class Task:
         return True
 
     def _go_on(self) -> Wait:
-        """Return what the coroutine waits for; raise StopIteration with the result at the end."""
+        """Resume the coroutine, and return the event for which it waits; at its end raise StopIteration(result)."""
         self.wait = None
         if self._function is not None:
             function, self._function = self._function, None
@@ -85,14 +85,14 @@ class Task:
         return self._coroutine.send(None)
 
     def deadline(self, timeout: float) -> float:
-        """Return the time at which the wait is too long; Inf if there is no limit."""
+        """Return the time (monotonic clock) at which the wait times out; inf if there is no limit."""
         wait = self.wait
         if wait is None or wait.source is None:
             return float("inf")
         return max(self._since, wait.progress) + wait.timeouts * timeout
 
     def expire(self) -> None:
-        """End the wait with an error: its time is over."""
+        """End the wait with a PeerError, because it has timed out."""
         if self.wait is not None:
             self.wait.complete(
                 PeerError(f"rank {self.wait.source} is gone or does not answer in time; make a new group")
@@ -100,14 +100,14 @@ class Task:
 
 
 class Together:
-    """Awaitable of several coroutines: one of them goes on while others wait. Its result is the list of their results.
+    """Awaitable that runs several coroutines concurrently, and returns the list of their results.
 
-    If one fails, the others are closed.
+    If one coroutine fails, the others are closed.
 
     Parameters
     ----------
     coroutines : sequence of coroutine
-        They start in this order.
+        Coroutines, in the order in which they start.
     """
 
     def __init__(self, coroutines: Sequence[Coroutine[Wait, None, Any]]) -> None:

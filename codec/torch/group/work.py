@@ -1,4 +1,4 @@
-"""Handle of a collective in flight, as torch.distributed returns for ``async_op=True``."""
+"""Handle of a collective in flight, like that of torch.distributed for ``async_op=True``."""
 
 import threading
 from collections.abc import Callable
@@ -35,10 +35,10 @@ class Work(dist.Work):
 
     def __init__(self, worker: _Worker) -> None:
         super().__init__()
-        self.overlaps = False  # later collectives begin in spite of the callbacks of this one
+        self.overlaps = False  # True: later collectives need not wait for the callbacks of this one
         self._worker = worker
         self._done: Future[Any] = Future()
-        self._over: torch.futures.Future[None] | None = None  # set when callbacks may run
+        self._over: torch.futures.Future[None] | None = None  # completed when callbacks may run
         self._future: torch.futures.Future[Any] | None = None
         self._callbacks_taken = False
 
@@ -78,7 +78,7 @@ class Work(dist.Work):
         return self._done.done() and self._done.exception() is None
 
     def exception(self) -> Any:
-        """Return the error of a collective that has failed, else None."""
+        """Return the error if the collective has failed, otherwise None."""
         return self._done.exception() if self._done.done() else None
 
     def result(self) -> Any:
@@ -100,16 +100,17 @@ class Work(dist.Work):
         """Return a future with the list of output tensors, or with the error as a RuntimeError that names its type.
 
         Callbacks (``then``, ``add_done_callback``) run one after the other, in the order in which the collectives were
-        begun, in a thread of their own, or at once in this thread if the collective and those before it have
-        completed. They may begin collectives and wait for them. So that these have the same order on all ranks, later
-        collectives of the group begin when the callbacks have returned, or wait for a collective, or after one second.
+        started, in a separate thread. If this collective and all earlier ones have completed, a new callback runs at
+        once in the calling thread. Callbacks may start collectives and wait for them. So that these have the same order
+        on all ranks, later collectives of the group start only when the callbacks have returned or wait for a
+        collective, or after one second.
 
         Returns
         -------
         torch.futures.Future
-            One future, however often this method is called.
+            Future; each call returns the same object.
         """
-        # Only an error that a callback raises is an error for C++ code: an exception set from Python is a value there.
+        # The error must be raised in a callback: C++ code would treat an exception set from Python as a result.
         with self._worker.lock:
             if self._over is None or self._future is None:
                 self._over = torch.futures.Future()
@@ -121,7 +122,7 @@ class Work(dist.Work):
 
     @property
     def delays_others(self) -> bool:
-        """True if later collectives wait for the callbacks of this one, which may begin collectives."""
+        """True if later collectives must wait for the callbacks of this one, which may start collectives."""
         return self._over is not None and not self.overlaps
 
     def set_result(self, result: Any) -> None:

@@ -1,4 +1,4 @@
-"""Thread that runs the collectives of a group, several of them in flight."""
+"""Thread that runs the collectives of a group, several of which may be in flight."""
 
 import os
 import threading
@@ -15,23 +15,23 @@ from codec.torch.group.tasks import Task
 from codec.torch.group.work import Work
 from codec.torch.transport.streams import StreamOrder
 
-MOST_IN_FLIGHT = 64  # maximum collectives that wait for other ranks
+MOST_IN_FLIGHT = 64  # maximum number of collectives that wait for other ranks
 
-_STOP_INTERVAL = 2.0  # seconds between two looks at the CPU time of a thread that is to end
+_STOP_INTERVAL = 2.0  # seconds between two reads of the CPU time of a thread that should end
 _LOOK, _END = "look", "end"
 _FORKED = "the group belongs to the process that forked this one: make a new group here, or start processes by spawn"
 
-_Item = Task | str  # a new task, or one whose wait has ended; _LOOK: tasks may begin; _END: the thread ends
+_Item = Task | str  # a new task or one whose wait has ended; _LOOK: check if tasks may begin; _END: end the thread
 
 
 class Worker:
     """Thread that starts submitted functions in the order of submission, and advances those that are coroutines.
 
-    A coroutine that waits lets others go on, so that several collectives are in flight. They may end in any order.
-    Their callbacks run in the order of submission, in other threads, and may begin collectives and wait for them.
-    Ranks number collectives in the order in which they begin. So that this is the same on all ranks, a collective
-    begins after those that callbacks of earlier ones begin: it waits for earlier ones whose future somebody has, and
-    for their callbacks, at most one second.
+    While a coroutine waits, others run, so that several collectives are in flight. They may end in any order. Their
+    callbacks run in the order of submission, in other threads, and may start collectives and wait for them. Ranks
+    number collectives in the order in which they begin, which must be the same on all ranks. So a collective begins
+    after those that callbacks of earlier collectives start: it waits for earlier collectives whose future was
+    requested, and for at most one second for their callbacks.
 
     Parameters
     ----------
@@ -41,14 +41,14 @@ class Worker:
     Attributes
     ----------
     most_in_flight : int
-        Largest number of coroutines that wait for other ranks.
+        Maximum number of coroutines that wait for other ranks.
     timeout : float
-        Seconds that a coroutine may wait for a rank.
+        Maximum time that a coroutine may wait for a rank, in seconds.
     on_timeout : callable
-        Called before the coroutine that has waited too long gets an error.
+        Called when the wait of a coroutine has timed out.
     on_wait : callable
-        on_wait(seconds, source) is called when the thread had nothing to do for some seconds while coroutines were in
-        flight, with the rank whose message has ended that.
+        Called as on_wait(seconds, source) when the thread has been idle while coroutines were in flight; `source` is
+        the rank whose message ended the idle time.
     """
 
     def __init__(self, name: str) -> None:
@@ -59,36 +59,37 @@ class Worker:
         self.on_wait: Callable[[float, int | None], Any] = lambda seconds, source: None
         self.forked = False
         self._queue: SimpleQueue[_Item] = SimpleQueue()
-        self._pending: deque[Task] = deque()  # not begun
-        self._of_callbacks: deque[Task] = deque()  # not begun, submitted by callbacks
-        self._waiting: set[Task] = set()
-        self._in_order: deque[Work] = deque()  # works whose callbacks have not run
-        self._in_callbacks = False  # callbacks run that may begin collectives
+        self._pending: deque[Task] = deque()  # tasks that have not begun
+        self._of_callbacks: deque[Task] = deque()  # tasks submitted by callbacks that have not begun
+        self._waiting: set[Task] = set()  # tasks whose coroutine waits
+        self._in_order: deque[Work] = deque()  # handles whose callbacks have not run, in the order of submission
+        self._in_callbacks = False  # True: callbacks are running, and may start collectives
         self._next = 0  # number of the next collective
-        self._clock = 0
+        self._clock = 0  # id of the thread's CPU-time clock
         self._callbacks = CallbackThreads(f"{name}, callbacks", lambda: self._queue.put(_LOOK))
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
         _workers.add(self)
 
     def submit(self, function: Callable[[], Any]) -> Work:
-        """Run a function of this rank alone, before what is submitted later.
+        """Submit a function that is not a collective. It runs after all tasks submitted before, and before later ones.
 
-        What was submitted before has ended then, or waits for collectives that this rank has not begun.
+        Exception: earlier coroutines that wait for collectives which this rank has not started may still be in flight.
         """
         return self._submit(function, alone=True)
 
     def submit_collective(self, function: Callable[[int], Any]) -> Work:
-        """Run function(number), with a number that is equal on all ranks; the result may be a coroutine.
+        """Submit function(number), which may return a coroutine; `number` is equal on all ranks.
 
-        Collectives begin in the order of submission, those that callbacks submit before all others.
+        Collectives begin in the order of submission; those that callbacks submit begin before all others.
 
-        On GPUs their work follows that of this thread, and is complete when they have ended.
+        On GPUs, the collective's work runs after the work that this thread has queued so far, and is complete when the
+        collective has ended.
 
         Raises
         ------
         PeerError
-            This process was forked from the one that made the worker.
+            This process was forked from the process that created the worker.
         """
         return self._submit(lambda: function(self._new_number()), alone=False)
 
@@ -105,7 +106,7 @@ class Worker:
         return self._next - 1
 
     def wait_for_callbacks(self) -> None:
-        """Wait until the callbacks of all collectives that have ended have run, at most as long as collectives do."""
+        """Wait until the callbacks of all ended collectives have run, for at most one second."""
         if running.batch is None:
             self._callbacks.wait()
 
@@ -115,9 +116,9 @@ class Worker:
         Raises
         ------
         PeerError
-            This process was forked from the one that made the worker.
+            This process was forked from the process that created the worker.
         ArgumentError
-            This is the worker's own thread, which alone could run the collective.
+            The calling thread is the worker itself, which could not run the collective while it waits.
         """
         if self.forked:
             raise PeerError(_FORKED)
@@ -125,17 +126,17 @@ class Worker:
             raise ArgumentError("the thread that runs collectives cannot wait for one: begin it with async_op=True")
 
     def before_wait(self) -> None:
-        """Let other callbacks run, if this thread runs callbacks and is about to wait for a collective."""
+        """Call this before waiting for a collective. If this thread runs callbacks, others run in another thread."""
         self.check_thread()
         batch = running.batch
         if batch is not None and batch.owner is self:
             self._callbacks.release(batch)
 
     def stop(self) -> None:
-        """End the thread, after what was submitted before.
+        """End the thread after all tasks submitted before.
 
-        Waits while the thread computes: a process that ends while one of its threads is about to return from C++ is
-        aborted. Does not wait while the thread waits for peers, who may not answer.
+        Wait as long as the thread computes, since a process that exits while a thread returns from C++ code is
+        aborted. Do not wait if the thread itself waits for peers, which may never answer.
         """
         self._queue.put(_END)
         if self.forked or threading.current_thread() is self._thread:
@@ -146,12 +147,12 @@ class Worker:
             self._thread.join(_STOP_INTERVAL)
 
     def after_fork(self) -> None:
-        """Fail the collectives in flight, in a forked child: it has no thread to run them."""
+        """In a forked child, mark this worker as unusable, since the child has no thread to run collectives."""
         self.lock = threading.Lock()
         self.forked = True
 
     def _cpu_seconds(self) -> float:
-        """Return the CPU time that the thread has used; 0 before it has begun and after it has ended."""
+        """Return the CPU time that the thread has used, in seconds; 0 before its start and after its end."""
         try:
             return time.clock_gettime(self._clock) if self._clock else 0.0
         except OSError:
@@ -166,7 +167,7 @@ class Worker:
         self._callbacks.stop()
 
     def _turn(self, item: "_Item") -> bool:
-        """Handle a new task, or one that can go on, and begin tasks; return False at the end."""
+        """Handle an item of the queue, and begin the tasks that may begin; return False for _END."""
         if item is _END:
             return False
         if isinstance(item, Task):
@@ -178,7 +179,7 @@ class Worker:
             else:
                 self._pending.append(item)
                 self._in_order.append(item.work)
-        elif self._in_callbacks:  # collectives that callbacks submitted precede this item in the queue
+        elif self._in_callbacks:  # _LOOK; collectives that callbacks have submitted precede it in the queue
             self._in_callbacks = not self._callbacks.idle
         while (task := self._next_to_begin()) is not None:
             self._advance(task)
@@ -212,7 +213,7 @@ class Worker:
             self._queue.put(task)
 
     def _next_task(self) -> "_Item":
-        """Return the next item of the queue; wait for it, and expire waits that take too long."""
+        """Wait for the next item of the queue; expire waits that have timed out."""
         try:
             return self._queue.get_nowait()
         except Empty:
@@ -245,7 +246,7 @@ class Worker:
             self.on_timeout()
 
     def _run_callbacks(self, ended: Work) -> None:
-        """Have the callbacks run of works that have ended, in the order of submission."""
+        """Run the callbacks of ended collectives, in the order of submission."""
         works = [] if ended in self._in_order else [ended]
         while self._in_order and self._in_order[0].is_completed():
             works.append(self._in_order.popleft())

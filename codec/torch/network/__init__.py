@@ -1,5 +1,5 @@
-"""TCP connections between ranks: the port of a rank, connections of two ranks, and the mesh that collectives use.
+"""TCP connections between ranks: listening ports, point-to-point connections, and the mesh for collectives.
 
-Nothing here knows frames, tensors or collectives: messages are bytes. A message of the mesh names the collective that
-it belongs to, so that messages of several collectives share the connections.
+This package sends messages of bytes, and does not depend on frames or tensors. Each message of the mesh contains the
+number of its collective, so that several collectives share the connections.
 """

@@ -1,4 +1,4 @@
-"""Connections of a new mesh (docs/spec/protocol.md, section 2)."""
+"""Connect the ranks of a group to a mesh (docs/spec/protocol.md, section 2)."""
 
 import socket
 import time
@@ -8,8 +8,8 @@ from typing import Any
 from codec.torch.network.endpoint import endpoint_of
 from codec.torch.network.mesh import Mesh
 
-STRIPES = 1  # connections of two ranks
-FIRST_TAG = -2  # tag in the hello of a mesh's first connections; further connections have lower tags
+STRIPES = 1  # number of connections between two ranks
+FIRST_TAG = -2  # tag of a mesh's first connections, in their hello message; further connections have lower tags
 
 
 def connect(group: Any, timeout: timedelta) -> Mesh:
@@ -18,7 +18,7 @@ def connect(group: Any, timeout: timedelta) -> Mesh:
     Parameters
     ----------
     group : ProcessGroup
-        Ranks. Every rank must connect at the same point of the program.
+        Group of ranks. Every rank must connect at the same point of the program.
     timeout : timedelta
         Longest time until all ranks are connected.
 

@@ -1,4 +1,4 @@
-"""Endpoint of a rank: the port where other ranks connect (docs/spec/protocol.md, section 2)."""
+"""Endpoint of a rank: the port to which other ranks connect (docs/spec/protocol.md, section 2)."""
 
 import fcntl
 import os
@@ -28,17 +28,17 @@ PREFIX = "codec/point-to-point"  # prefix of keys in the group's store
 _TOKEN_NBYTES = 16
 _SIOCGIFADDR = 0x8915  # Linux: IPv4 address of an interface
 _LINK_LOCAL = 0x20  # Linux: scope of IPv6 addresses
-_STORE_SECONDS = 1.0  # time, after the deadline, that the store has for its last answer
-_HELLO_SECONDS = 20.0  # time that a new connection has for its hello
-_MOST_STRANGERS = 256  # connections without a complete hello
-_MOST_WAITING = 16  # connections of one rank and tag that nobody has taken
-_MOST_TAGS = 1024  # maximum tags of a rank with connections that nobody has asked for
+_STORE_SECONDS = 1.0  # seconds after the deadline in which the store may still answer
+_HELLO_SECONDS = 20.0  # seconds in which a new connection must send its hello
+_MOST_STRANGERS = 256  # maximum number of connections without a complete hello
+_MOST_WAITING = 16  # maximum number of connections of one rank and tag that are not accepted yet
+_MOST_TAGS = 1024  # maximum number of tags of one rank with connections that are not accepted yet
 
 _Key = tuple[int, int]  # rank and tag
 
 
 def _host() -> str:
-    """Return the address at which other ranks can reach this one, of IPv4 or IPv6, chosen as Gloo chooses it."""
+    """Return the IPv4 or IPv6 address at which other ranks can reach this rank, chosen in the same way as by Gloo."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         for address in _addresses(interface):
@@ -53,7 +53,7 @@ def _host() -> str:
 
 
 def _addresses(interface: str) -> Generator[str]:
-    """Yield the addresses of an interface, without those of IPv6 that are valid on one link only."""
+    """Yield the addresses of an interface, except link-local IPv6 addresses."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, suppress(OSError):
         request = struct.pack("256s", interface[:15].encode())
         yield socket.inet_ntoa(fcntl.ioctl(s.fileno(), _SIOCGIFADDR, request)[20:24])
@@ -65,7 +65,7 @@ def _addresses(interface: str) -> Generator[str]:
 
 
 def _can_bind(address: str) -> bool:
-    """Return True for an address of this machine."""
+    """Return True if `address` belongs to this machine."""
     with suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as s:
         s.bind((address, 0))
         return True
@@ -79,12 +79,12 @@ def _family(address: str) -> socket.AddressFamily:
 class _Listener:
     """Thread that accepts connections and sorts them by rank and tag.
 
-    Connections whose first bytes are no valid hello are closed.
+    A connection whose first bytes are not a valid hello is closed.
 
     Parameters
     ----------
     rank, size : int
-        This rank, and the number of ranks.
+        Rank of this process, and number of ranks.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -100,7 +100,7 @@ class _Listener:
         threading.Thread(target=self._serve, name=f"codec, rank {rank}, listener", daemon=True).start()
 
     def take(self, key: _Key) -> PeerConnection | None:
-        """Return the oldest connection of a rank and tag, or None; the caller holds `arrival`."""
+        """Return the oldest waiting connection of a rank and tag, or None. The caller must hold `arrival`."""
         waiting = self._waiting.get(key)
         if not waiting:
             return None
@@ -110,7 +110,7 @@ class _Listener:
         return found
 
     def stop(self) -> None:
-        """End the thread, and close the port and connections that nobody has taken."""
+        """End the thread, and close the port and all connections that were not accepted."""
         self._stopped = True
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes the socket
@@ -160,7 +160,7 @@ class _Listener:
     def _read_hello(
         self, stranger: Any, strangers: dict[Any, tuple[float, bytearray]], drop: Callable[..., None]
     ) -> None:
-        """Read the received part of a hello, and file the connection when the hello is complete."""
+        """Read the received part of a hello; once the hello is complete, queue the connection for :meth:`take`."""
         hello = strangers[stranger][1]
         try:
             data = stranger.recv(HELLO.size - len(hello))  # leave the message behind the hello unread
@@ -195,12 +195,12 @@ class _Listener:
 
 
 class Endpoint:
-    """Port of this rank, and the way to the ports of the other ranks of a group.
+    """Listening port of this rank, and methods that connect to the ports of the other ranks in a group.
 
     Parameters
     ----------
     group : ProcessGroup
-        Ranks. Its store has the address of each rank that has an endpoint.
+        Group of ranks. Each rank with an endpoint writes its address to the store of the group.
     seconds : float or None
         Longest wait for the store; None: the timeout of the group.
     """
@@ -224,7 +224,7 @@ class Endpoint:
             raise PeerError(f"rank {self.rank} cannot open a port for other ranks: {e}") from e
 
     def check_process(self) -> None:
-        """Raise PeerError in a process that was forked from the one that made the endpoint."""
+        """Raise PeerError in a process that was forked from the process that created the endpoint."""
         if os.getpid() != self._pid:
             raise PeerError(FORKED)
 
@@ -263,7 +263,7 @@ class Endpoint:
         seconds : float or None
             Longest wait; None: no limit.
         cancelled : callable
-            Returns True if the wait is to end; :meth:`wake` has it called again.
+            Function that returns True if the wait should end. It is called at the start and after each :meth:`wake`.
 
         Returns
         -------
@@ -288,7 +288,7 @@ class Endpoint:
         return None
 
     def wake(self) -> None:
-        """Have all waits for connections look again whether they are cancelled."""
+        """Make all calls of :meth:`accept` in flight check again whether they are cancelled."""
         with self._listener.arrival:
             self._listener.arrival.notify_all()
 
@@ -336,7 +336,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def endpoint_of(group: Any, seconds: float | None = None) -> Endpoint:
-    """Return the endpoint of this rank in a group; the first call makes it, and needs only the host of the store.
+    """Return the endpoint of this rank in a group. The first call creates it; other ranks need not take part.
 
     Parameters
     ----------

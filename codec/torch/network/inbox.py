@@ -1,4 +1,4 @@
-"""Messages of one collective that arrive at a rank, and those that the rank has asked for."""
+"""Match the messages of collectives that arrive at a rank with the messages that the rank has requested."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -11,21 +11,21 @@ from codec.torch.network.waits import Wait
 
 Array = np.ndarray[Any, Any]
 
-MOST_EARLY_NBYTES = 1 << 26  # messages of a rank that are read before this rank asks for them
-MOST_AHEAD_NBYTES = 1 << 32  # limit while this rank waits for another message of the rank
-MOST_INBOXES = 1 << 16  # collectives in flight, and those that other ranks have begun
+MOST_EARLY_NBYTES = 1 << 26  # maximum bytes of early messages, not yet requested, that are read from one rank
+MOST_AHEAD_NBYTES = 1 << 32  # the same maximum while this rank waits for another message from that rank
+MOST_INBOXES = 1 << 16  # maximum number of collectives in flight, including those that only other ranks have begun
 
-_EARLY_COST = 1 << 10  # bytes of memory that an early message takes beside its body
-_SCRATCH = memoryview(bytearray(1 << 16))  # gets the bytes of messages that nobody wants
+_EARLY_COST = 1 << 10  # estimated bytes of memory of an early message besides its body
+_SCRATCH = memoryview(bytearray(1 << 16))  # buffer into which the bytes of dropped messages are read
 
 
 class Refused(Exception):
-    """Another rank has begun a part with another signature than this one, or has given the collective up.
+    """Raised if another rank has begun a part with another signature, or has aborted the collective.
 
     Parameters
     ----------
     source : int
-        Rank that has sent it.
+        The other rank.
     body : bytes or None
         Body of the rank's abort; None: the signature differs.
     """
@@ -36,20 +36,21 @@ class Refused(Exception):
 
 
 class Receive(Wait):
-    """Message that this rank has asked for.
+    """Request for a message, which completes when the message has arrived.
 
     Parameters
     ----------
     source : int
         Sending rank.
     part, index, signature : int
-        Part of the collective, number of the message in it, and signature of the part on this rank.
+        Part of the collective, number of the message in the part, and signature of the part on this rank.
     most : int
-        Most bytes of the body.
+        Maximum size of the body in bytes.
     room : ndarray of uint8, optional
-        Memory for the body.
+        Buffer for the body.
     exact : bool
-        The body must have `most` bytes, and must be in `room` if there is one. Else :attr:`message` may be elsewhere.
+        True: the body must have exactly `most` bytes, and is stored in `room` if given. False: the body may be smaller,
+        and :attr:`message` may be outside of `room`.
     """
 
     def __init__(
@@ -68,15 +69,15 @@ class Receive(Wait):
         self.place = source, part, index
         self.most, self.room, self.exact = most, room, exact
         self.message: Array = np.empty(0, np.uint8)
-        self.last_message: Callable[[], float] = lambda: 0.0  # returns the time of the rank's last message
+        self.last_message: Callable[[], float] = lambda: 0.0  # returns the arrival time of the rank's last message
 
     @property
     def progress(self) -> float:
-        """Time at which the rank has last sent a message."""
+        """Time at which the last message from the rank arrived."""
         return self.last_message()
 
     def mismatch(self, arrival: "Arrival") -> Exception | None:
-        """Return the error of a message that differs from the requested one; None if it matches."""
+        """Return an error if a message does not match this request, None if it matches."""
         if arrival.signature != self.signature:
             return Refused(arrival.source, None)
         if arrival.nbytes > self.most:
@@ -90,7 +91,7 @@ class Receive(Wait):
         return None
 
     def take(self, arrival: "Arrival") -> None:
-        """End the wait with a message that has arrived as a whole."""
+        """Complete the request with a message that has arrived completely."""
         error = self.mismatch(arrival)
         if error is None:
             self.message = arrival.body
@@ -110,9 +111,9 @@ class Arrival:
     number, part, index, signature : int
         Collective, part, number of the message in the part, and signature.
     nbytes : int
-        Bytes of the body.
+        Size of the body in bytes.
     abort : bool
-        The rank gives the collective up.
+        True: the message says that the rank has aborted the collective.
     """
 
     def __init__(
@@ -121,19 +122,19 @@ class Arrival:
         self.source, self.number, self.part, self.index = source, number, part, index
         self.signature, self.nbytes, self.abort = signature, nbytes, abort
         self.body: Array = np.empty(0, np.uint8)
-        self.receive: Receive | None = None  # the rank has asked for the message
-        self.dropped = False
-        self._filled = 0
-        self._lock = threading.Lock()  # held while bytes are read, so that drop() can wait for that
+        self.receive: Receive | None = None  # request for the message; None: not yet requested
+        self.dropped = False  # True: discard the rest of the body
+        self._filled = 0  # bytes of the body that have arrived
+        self._lock = threading.Lock()  # held while bytes are read, so that drop() can wait for the read
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Sending rank, part and number."""
+        """Sending rank, part, and number of the message in the part."""
         return self.source, self.part, self.index
 
     @property
     def cost(self) -> int:
-        """Bytes of memory that the message takes while nobody has asked for it."""
+        """Estimated bytes of memory that the message needs until it is requested."""
         return _EARLY_COST + self.nbytes
 
     @property
@@ -142,22 +143,22 @@ class Arrival:
         return self._filled == self.nbytes
 
     def allocate(self, room: Array | None = None) -> None:
-        """Choose the memory for the body: the begin of `room`, or new memory."""
+        """Set the buffer for the body: the beginning of `room`, or new memory."""
         self.body = np.empty(self.nbytes, np.uint8) if room is None else room[: self.nbytes]
 
     def drop(self) -> None:
-        """Have later bytes of the body go nowhere; when this returns, none is written any more."""
+        """Discard the rest of the body. After this returns, no byte is written to the body's buffer."""
         with self._lock:
             self.dropped = True
 
     def hand_over(self, receive: Receive) -> None:
-        """End the wait for the message, which has arrived as a whole, unless it was dropped."""
+        """Complete a request with this message, which has arrived completely, unless it was dropped."""
         with self._lock:
             if not self.dropped:
                 receive.take(self)
 
     def fill(self, read: Callable[[memoryview], int]) -> int:
-        """Read bytes of the body by read(memory), which returns their number; return it."""
+        """Read bytes of the body with read(memory), which returns their number; return that number."""
         with self._lock:
             left = self.nbytes - self._filled
             place = _SCRATCH[: min(left, _SCRATCH.nbytes)] if self.dropped else self.body.data[self._filled :]
@@ -170,42 +171,42 @@ class Inbox:
     """Messages of one collective."""
 
     def __init__(self) -> None:
-        self.posted: dict[tuple[int, int, int], Receive] = {}  # asked for, and not arriving
-        self.arrived: dict[tuple[int, int, int], Arrival] = {}  # arrived or arriving, and not asked for
-        self.arriving: set[Arrival] = set()
-        self.aborts: dict[int, bytes] = {}  # bodies of aborts, by rank
-        self.explained: dict[int, Wait] = {}  # waits for aborts, by rank
+        self.posted: dict[tuple[int, int, int], Receive] = {}  # requests whose message has not begun to arrive
+        self.arrived: dict[tuple[int, int, int], Arrival] = {}  # early messages: not requested yet
+        self.arriving: set[Arrival] = set()  # messages of which a part has arrived
+        self.aborts: dict[int, bytes] = {}  # bodies of abort messages, by rank
+        self.explained: dict[int, Wait] = {}  # waits for abort messages, by rank
 
     def refusal(self, source: int | None) -> Refused | None:
-        """Return the error for a rank that has given the collective up; None if it has not."""
+        """Return an error if a rank has aborted the collective, otherwise None."""
         return Refused(source, self.aborts[source]) if source in self.aborts else None
 
     def take_waiting(self, source: int | None = None) -> list[Wait]:
-        """Return the waits for data of one rank or of all, and forget them."""
+        """Remove and return the requests for messages from one rank, or from all ranks."""
         arriving = [a.receive for a in self.arriving if a.receive is not None]
         found: list[Wait] = [r for r in [*self.posted.values(), *arriving] if source in (None, r.source)]
         self.posted = {place: r for place, r in self.posted.items() if source not in (None, r.source)}
         return found
 
     def take_explained(self, source: int | None = None) -> list[Wait]:
-        """Return the waits for aborts of one rank or of all, and forget them."""
+        """Remove and return the waits for abort messages from one rank, or from all ranks."""
         found = [o for o in self.explained if source in (None, o)]
         return [self.explained.pop(o) for o in found]
 
 
 class Inboxes(dict[int, Inbox]):
-    """Inboxes of collectives in flight and of those that other ranks have begun, by number.
+    """Inboxes by number of the collective, for collectives that this rank or another rank has begun.
 
     Parameters
     ----------
     ranks : iterable of int
-        Other ranks.
+        All other ranks.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
         super().__init__()
-        self.early = dict.fromkeys(ranks, 0)  # bytes of memory that early messages of each rank take
-        self._next = 0  # numbers of collectives below this have begun here
+        self.early = dict.fromkeys(ranks, 0)  # bytes of memory of early messages, by rank
+        self._next = 0  # collectives with lower numbers have begun on this rank
 
     def begin(self, number: int) -> Inbox:
         """Begin a collective, and return its inbox."""
@@ -213,7 +214,7 @@ class Inboxes(dict[int, Inbox]):
         return self.setdefault(number, Inbox())
 
     def end(self, number: int) -> None:
-        """End a collective: drop its messages."""
+        """End a collective, and drop its messages."""
         inbox = self.pop(number, None)
         if inbox is None:
             return
@@ -225,7 +226,7 @@ class Inboxes(dict[int, Inbox]):
             self.early[source] -= _EARLY_COST + len(body)
 
     def find(self, number: int) -> Inbox | None:
-        """Return the inbox for a message of a collective, or None if the collective has ended here.
+        """Return the inbox of a collective, or None if the collective has ended on this rank.
 
         Raises
         ------
@@ -239,7 +240,7 @@ class Inboxes(dict[int, Inbox]):
         return self.get(number)
 
     def keep(self, inbox: Inbox, arrival: Arrival) -> None:
-        """Keep a message that nobody has asked for, or an abort that has arrived as a whole."""
+        """Store an early message, or an abort message that has arrived completely."""
         self.early[arrival.source] += arrival.cost
         if arrival.abort:
             inbox.aborts[arrival.source] = arrival.body.tobytes()
@@ -247,16 +248,17 @@ class Inboxes(dict[int, Inbox]):
             inbox.arrived[arrival.place] = arrival
 
     def take(self, inbox: Inbox, receive: Receive) -> Arrival | None:
-        """Return the kept message that `receive` asks for, and keep it no more; None if there is none."""
+        """Remove and return the early message that `receive` requests; None if it has not arrived."""
         arrival = inbox.arrived.pop(receive.place, None)
         if arrival is not None:
             self.early[arrival.source] -= arrival.cost
         return arrival
 
     def must_wait(self, arrival: Arrival) -> bool:
-        """Return True if a message that nobody has asked for must not be read yet.
+        """Return True if an early message must not be read yet, because its sender's limit is reached.
 
-        While this rank waits for its sender, the message is read: the awaited one may come behind.
+        If this rank waits for a message from the same sender, the early message is read nevertheless, since the awaited
+        message may follow it.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Statistics that Linux keeps of a TCP connection (struct tcp_info)."""
+"""Statistics of a TCP connection from the Linux kernel (struct tcp_info)."""
 
 import socket
 from typing import NamedTuple
@@ -8,11 +8,11 @@ _NBYTES = _BUSY + 8
 
 
 class ConnectionInfo(NamedTuple):
-    """Statistics of a connection; 0 where the kernel does not know them."""
+    """Statistics of a connection; 0 for values that the kernel does not provide."""
 
-    rtt: float = 0.0  # seconds of a round trip, a running mean
+    rtt: float = 0.0  # round-trip time in seconds, a running mean
     acked_nbytes: int = 0  # bytes that the peer has acknowledged
-    busy: float = 0.0  # seconds in which some bytes were sent and not acknowledged
+    busy: float = 0.0  # seconds in which sent bytes were not yet acknowledged
 
 
 def connection_info(sock: socket.socket) -> ConnectionInfo:

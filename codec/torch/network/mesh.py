@@ -21,19 +21,19 @@ CLOSED = "a peer was lost, or the group was shut down: make a new group"
 _MAGIC = b"CDCM"
 _DATA, _ABORT = range(2)  # kinds of messages
 _MOST_NBYTES = {_DATA: 1 << 36, _ABORT: 1 << 13}  # bytes of a body, by kind
-_DIRECT_NBYTES = 1 << 18  # bytes of a message that the sending thread writes itself
+_DIRECT_NBYTES = 1 << 18  # maximum bytes of a message that the calling thread writes itself
 _TURN_NBYTES = 1 << 22  # maximum bytes read from one connection before the next one is served
 
 
 class Mesh:
-    """Connections with all other ranks, and the thread that reads from and writes to them.
+    """Connections to all other ranks, and the network thread, which reads from and writes to them.
 
-    A message belongs to a collective, by its number, and to a part of it. The messages of a part from one rank to
-    another are counted, so that they can take different connections. A message that arrives before this rank has asked
-    for it waits in the inbox of its collective. Messages of collectives that have ended here are dropped. A rank that
-    sends more early messages than this rank can keep is lost.
+    A message contains the number of its collective, of the part of the collective, and of the message among those of
+    the part to the same rank. So messages of a part may use different connections. A message that arrives before this
+    rank has requested it is stored in the inbox of its collective. Messages of collectives that have ended on this rank
+    are dropped. If a rank sends more early messages than the limit, it is treated as lost.
 
-    The loss of a rank ends all waits for it with :class:`PeerError`.
+    If a rank is lost, all waits for it end with :class:`PeerError`.
 
     Parameters
     ----------
@@ -45,18 +45,18 @@ class Mesh:
 
     def __init__(self, rank: int, sockets: Mapping[int, Sequence[socket.socket]]) -> None:
         self.rank = rank
-        self.progress = dict.fromkeys(sockets, time.monotonic())  # time at which each rank has last sent a message
+        self.progress = dict.fromkeys(sockets, time.monotonic())  # arrival time of each rank's last message
         self._lock = threading.Lock()  # guards inboxes and lost ranks
         self._pid = os.getpid()
         self._poll = select.epoll()
         self._stripes = {o: [Stripe(s, o, self._poll) for s in each] for o, each in sockets.items()}
         self._by_fd = {s.fd: s for each in self._stripes.values() for s in each}
         self._inboxes = Inboxes(sockets)
-        self._lost: dict[int, str] = {}  # reason, by rank
+        self._lost: dict[int, str] = {}  # reason of the loss, by lost rank
         self._closed = False
         self._clock = 0  # CPU clock of the thread
         self._wakes, self._waker = socket.socketpair()
-        # close sockets before the garbage collector does, which warns of open sockets
+        # close the socket explicitly, since the garbage collector warns about open sockets
         weakref.finalize(self, self._waker.close).atexit = False
         self._wakes.setblocking(False)
         self._waker.setblocking(False)
@@ -71,21 +71,21 @@ class Mesh:
     # Collectives
 
     def begin(self, number: int) -> Inbox:
-        """Begin a collective: keep its messages until :meth:`end`, and return its inbox."""
+        """Begin a collective, and return its inbox, which stores its messages until :meth:`end`."""
         with self._lock:
             return self._inboxes.begin(number)
 
     def end(self, number: int) -> None:
-        """End a collective: drop its messages, also those that are still on their way.
+        """End a collective, and drop its messages, including those that arrive later.
 
-        No memory that was passed to :meth:`post` is written from then on.
+        After this returns, no buffer that was passed to :meth:`post` is written to.
         """
         with self._lock:
             self._inboxes.end(number)
         self._resume()
 
     def post(self, number: int, receive: Receive) -> None:
-        """Ask for a message of a collective that has begun; `receive` ends when it has arrived."""
+        """Request a message of a collective that has begun; `receive` completes when the message has arrived."""
         with self._lock:
             inbox = self._inboxes[number]
             arrival = self._inboxes.take(inbox, receive)
@@ -105,7 +105,7 @@ class Mesh:
             receive.take(arrival)
 
     def send(self, to: int, number: int, part: int, index: int, signature: int, body: Sequence[Any]) -> Send:
-        """Begin to send a message.
+        """Start to send a message.
 
         Parameters
         ----------
@@ -126,15 +126,15 @@ class Mesh:
         return self._send(to, _DATA, number, part, index, signature, body)
 
     def abort(self, number: int, body: bytes) -> None:
-        """Send an abort of a collective to all ranks that can be reached."""
+        """Send an abort message for a collective to all ranks that can be reached."""
         for o in self._stripes:
             with suppress(PeerError):
                 self._send(o, _ABORT, number, 0, 0, 0, [body])
 
     def explanation(self, number: int, source: int) -> Wait:
-        """Return a wait for the abort of a rank, whose body is then in :attr:`Inbox.aborts`.
+        """Return a wait for the abort message from a rank, whose body is then in :attr:`Inbox.aborts`.
 
-        All parts of a collective that wait for the same rank share it.
+        All parts of a collective that wait for the same rank share one object.
         """
         with self._lock:
             inbox, error = self._inboxes[number], self._loss(source)
@@ -166,7 +166,7 @@ class Mesh:
         return send
 
     def _loss(self, rank: int | None) -> PeerError | None:
-        """Return the error for a lost rank, or for closed connections; else None."""
+        """Return an error if a rank is lost or the connections are closed, otherwise None."""
         if self._closed:
             return PeerError(CLOSED)
         return PeerError(self._lost[rank]) if rank in self._lost else None
@@ -184,7 +184,7 @@ class Mesh:
         return self._closed or bool(self._lost)
 
     def check_open(self) -> None:
-        """Raise PeerError if the connections are closed, or if a rank is lost; close them then."""
+        """Raise PeerError if the connections are closed or a rank is lost; in the latter case close the connections."""
         if self._lost:
             self.close()
             raise PeerError(next(iter(self._lost.values())))
@@ -192,7 +192,7 @@ class Mesh:
             raise PeerError(CLOSED)
 
     def close(self) -> None:
-        """Close all connections, so that no rank waits for this one; all waits end with PeerError."""
+        """Close all connections, so that no rank waits for this rank. All waits end with PeerError."""
         waiting: list[Wait] = []
         with self._lock:
             if self._closed:
@@ -218,14 +218,14 @@ class Mesh:
             stripe.close()
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time that the thread of the network has used."""
+        """Return the CPU time that the network thread has used, in seconds."""
         try:
             return time.clock_gettime(self._clock) if self._clock else 0.0
         except OSError:
             return 0.0
 
     def rtt(self) -> float:
-        """Return the longest round trip to a rank, in seconds, as the kernel has measured it; 0 if it is unknown."""
+        """Return the longest round-trip time to a rank in seconds, measured by the kernel; 0 if it is unknown."""
         return max((each[0].info().rtt for each in self._stripes.values()), default=0.0)
 
     def connections(self) -> list[ConnectionInfo]:
@@ -255,11 +255,11 @@ class Mesh:
     # The thread of the network
 
     def start(self) -> None:
-        """Note the thread that calls :meth:`handle`."""
+        """Store the CPU-time clock of the calling thread, which will call :meth:`handle`."""
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def handle(self, events: Sequence[tuple[int, int]]) -> bool:
-        """Read and write what is possible; return False after the connections were closed."""
+        """Read and write without blocking, as epoll events allow; return False after the connections were closed."""
         for fd, event in events:
             stripe = self._by_fd.get(fd)
             if stripe is None:
@@ -298,7 +298,7 @@ class Mesh:
             self._lose(stripe, "it has closed the connection")
 
     def _begin_body(self, stripe: Stripe) -> bool:
-        """Find a place for the message whose header has arrived; return False if it has to wait."""
+        """Choose a buffer for the message whose header has arrived; return False if it must not be read yet."""
         magic, kind, number, part, index, signature, nbytes = HEADER.unpack(stripe.header)
         if magic != _MAGIC or nbytes > _MOST_NBYTES.get(kind, -1):
             raise OSError("it has sent bytes that are no message")
@@ -334,7 +334,7 @@ class Mesh:
         return True
 
     def _complete(self, stripe: Stripe) -> int:
-        """Hand over a message that has arrived as a whole; return the bytes of its body."""
+        """Complete the request for a message that has arrived completely; return the size of its body in bytes."""
         arrival, stripe.arrival = stripe.arrival, None
         assert arrival is not None
         self.progress[stripe.peer] = time.monotonic()
@@ -360,7 +360,7 @@ class Mesh:
         return arrival.nbytes
 
     def _read_paused(self) -> None:
-        """Read from connections whose next message nobody had asked for."""
+        """Try again to read from connections that were paused at an early message."""
         with suppress(BlockingIOError):
             self._wakes.recv(4096)
         if self._closed:
@@ -371,13 +371,13 @@ class Mesh:
                 self._handle(stripe, select.EPOLLIN)
 
     def _resume(self) -> None:
-        """Have the thread look at paused connections again."""
+        """Wake the network thread if a connection is paused, so that it tries to read again."""
         if any(s.paused for s in self._by_fd.values()):
             self._wake()
 
 
 def _serve(reference: "weakref.ref[Mesh]", poll: Any, wakes: socket.socket) -> None:
-    """Serve the connections of a mesh until it is closed; without a reference to it while nothing happens."""
+    """Serve the connections of a mesh until it is closed. While idle, hold no reference, so it can be collected."""
     mesh = reference()
     if mesh is not None:
         mesh.start()

@@ -1,4 +1,4 @@
-"""Stores of groups, by which ranks find each other, with a limit for each wait."""
+"""Access to the store of a group, in which ranks publish their addresses, with a timeout for each wait."""
 
 import threading
 from collections.abc import Callable
@@ -13,10 +13,9 @@ T = TypeVar("T")
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return the result of a call that uses a store, in a thread that is given up after `seconds`.
+    """Run a call that uses a store in a new thread, and return its result; abandon the thread after `seconds`.
 
-    Stores of torch wait for the answers of their host without a limit. A frozen host would keep this rank waiting for
-    ever.
+    torch's stores have no timeout for answers of their host, so a frozen host would block this rank forever.
 
     Raises
     ------
@@ -39,10 +38,10 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def own_store(group: Any, prefix: str, seconds: float) -> PrefixStore:
-    """Return the store of a group, with a connection of its own.
+    """Return the store of a group with a separate connection.
 
-    Over a shared connection, a thread that waits for a key would block all others from the store, also a thread whose
-    group a peer of this rank must make first.
+    On a shared connection, a thread that waits for a key would block all other threads that use the store. This could
+    deadlock, if one of these must first write the key for which a peer waits.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""One TCP connection of a mesh: the message that is being read, and a queue of messages to write."""
+"""One TCP connection of a mesh, with the message that is being read and a queue of messages to write."""
 
 import select
 import socket
@@ -15,12 +15,12 @@ from codec.torch.network.info import ConnectionInfo, connection_info
 from codec.torch.network.waits import Wait
 
 HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, signature, bytes of the body
-_MOST_BUFFERS = 512  # buffers in one call of sendmsg; Linux takes 1,024
+_MOST_BUFFERS = 512  # maximum buffers in one call of sendmsg; the limit of Linux is 1,024
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 
 
 class Send(Wait):
-    """Message on its way to a rank.
+    """Message to be sent to a rank; the wait completes when it is written.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class Send(Wait):
         return self._progress
 
     def advance(self, nbytes: int) -> int:
-        """Record that bytes were written; return how many of them belong to later messages."""
+        """Record that `nbytes` bytes were written; return the number of these that belong to later messages."""
         self._progress = time.monotonic()
         while self.parts and nbytes >= self.parts[0].nbytes:
             nbytes -= self.parts.pop(0).nbytes
@@ -52,7 +52,7 @@ class Send(Wait):
 
 
 class Stripe:
-    """Connection with one rank. The thread of the network reads; any thread writes.
+    """Connection to one rank. Only the network thread reads; any thread may write.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class Stripe:
     peer : int
         Rank at the other end.
     poll : select.epoll
-        Wakes the thread of the network.
+        Poll object of the network thread.
     """
 
     def __init__(self, sock: socket.socket, peer: int, poll: Any) -> None:
@@ -72,8 +72,8 @@ class Stripe:
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.peer, self.fd = peer, sock.fileno()
-        self.ended = False  # the other rank has closed the connection, or it is broken
-        self.paused = False  # nobody has asked for its next message
+        self.ended = False  # True: the connection is closed by the other rank, or broken
+        self.paused = False  # True: the next message is early, and is not read yet
         self.header = bytearray(HEADER.size)  # header of the next message
         self.arrival: Arrival | None = None  # message whose body is being read
         self._header_nbytes = 0  # bytes of the header that have arrived
@@ -116,7 +116,7 @@ class Stripe:
     # Writing
 
     def put(self, send: Send, *, direct: bool) -> None:
-        """Queue a message for writing; `direct`: write as much as the socket buffer takes, in this thread."""
+        """Queue a message. With `direct`, first write in this thread as many bytes as the socket buffer accepts."""
         with self._lock:
             self._queue.append(send)
             if direct and len(self._queue) == 1:
@@ -124,7 +124,7 @@ class Stripe:
             self._arm()
 
     def flush(self) -> None:
-        """Write as many queued bytes as the socket buffer takes."""
+        """Write as many queued bytes as the socket buffer accepts."""
         with self._lock:
             self._write()
 
@@ -142,7 +142,7 @@ class Stripe:
                 self._queue.popleft().complete()
 
     def arm(self) -> None:
-        """Have the network thread poll the socket: for input unless paused, and for output if bytes are queued."""
+        """Set the events for which the network thread polls: input unless paused, and output if bytes are queued."""
         with self._lock:
             self._arm()
 
@@ -160,7 +160,7 @@ class Stripe:
             self._poll.unregister(self.fd)
 
     def take_queue(self) -> list[Send]:
-        """Return the messages that are not written, and forget them."""
+        """Remove and return the messages that are not completely written."""
         with self._lock:
             taken = list(self._queue)
             self._queue.clear()

@@ -1,4 +1,4 @@
-"""Connection between two ranks for messages of any size, by TCP (docs/spec/protocol/point-to-point.md, section 1)."""
+"""TCP connection between two ranks for messages (docs/spec/protocol/point-to-point.md, section 1)."""
 
 import os
 import select
@@ -20,9 +20,9 @@ Array = np.ndarray[Any, Any]
 
 MESSAGE = struct.Struct("<4sIQ")  # header of a message: magic, number of the message, bytes of its body
 MAGIC = b"CDPM"
-_PROGRESS_NBYTES = 1 << 22  # bytes for which a peer has one timeout
-_MOST_BUFFERS = 512  # buffers in one call of sendmsg; Linux takes 1,024
-_LONGEST_POLL = 1000.0  # maximum seconds of a poll, whose limit is 2^31 ms
+_PROGRESS_NBYTES = 1 << 22  # bytes after which the timeout starts anew
+_MOST_BUFFERS = 512  # maximum buffers in one call of sendmsg; the limit of Linux is 1,024
+_LONGEST_POLL = 1000.0  # maximum seconds of one poll; the limit of the system call is 2^31 ms
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 _CLOSED = "the connection with rank {} is closed: make a new group"
 FORKED = (
@@ -31,18 +31,18 @@ FORKED = (
 
 
 class PeerConnection:
-    """TCP connection with one rank. One thread may send while another one receives.
+    """TCP connection to one rank. One thread may send while another thread receives.
 
-    A message that was begun and not completed, because of a timeout, an error or an exception such as
-    KeyboardInterrupt, closes the connection: the peer could not tell its remaining bytes from the next message.
-    Otherwise the connection remains usable.
+    If a message is sent or received only partly, because of a timeout, an error or an exception such as
+    KeyboardInterrupt, the connection is closed, since the rest of the message would be read as the next message.
+    After other errors the connection remains usable.
 
     Parameters
     ----------
     sock : socket.socket
         Connected socket, which this object owns from now on.
     peer : int
-        Rank at the other end, for messages.
+        Rank at the other end, for error messages.
     """
 
     def __init__(self, sock: socket.socket, peer: int) -> None:
@@ -53,11 +53,11 @@ class PeerConnection:
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.peer = peer
-        self.sent_nbytes = self.received_nbytes = 0  # headers of messages included
+        self.sent_nbytes = self.received_nbytes = 0  # total bytes, including message headers
         self._sock, self._pid = sock, os.getpid()
         self._finalizer = weakref.finalize(self, sock.close)
         self._sending, self._receiving = threading.Lock(), threading.Lock()
-        self._nsent = self._nreceived = 0  # complete messages
+        self._nsent = self._nreceived = 0  # number of complete messages
         self._header = bytearray(MESSAGE.size)  # header of the next message
         self._header_nbytes = 0  # bytes of the header that have arrived
         self._closed = False
@@ -75,12 +75,12 @@ class PeerConnection:
         buffers : sequence of buffers
             Parts of the message.
         seconds : float
-            Longest time that the peer may take for 4 MiB.
+            Longest time in which the peer must receive 4 MiB.
 
         Raises
         ------
         PeerError
-            The connection is lost or closed, or the peer takes nothing in time.
+            The connection is lost or closed, or the peer did not receive data in time.
         """
         parts = [memoryview(b).cast("B") for b in buffers]
         nbytes = sum(p.nbytes for p in parts)
@@ -94,16 +94,16 @@ class PeerConnection:
     def receive(self, max_nbytes: int, seconds: float, *, idle: bool = False) -> Array:
         """Receive one message.
 
-        Memory is allocated as bytes arrive, so that an announced size alone costs nothing.
+        Memory is allocated only as bytes arrive, so a peer that announces a large size cannot exhaust it.
 
         Parameters
         ----------
         max_nbytes : int
-            Most bytes of the message.
+            Maximum size of the message in bytes.
         seconds : float
-            Longest time until the message begins, and again for each 4 MiB of it.
+            Longest time until the message starts, and again for each 4 MiB of it.
         idle : bool
-            True: wait without limit for the begin of the message.
+            True: wait without limit for the start of the message.
 
         Returns
         -------
@@ -113,8 +113,8 @@ class PeerConnection:
         Raises
         ------
         PeerError
-            The connection is lost or closed; nothing comes in time; the peer has sent something else than a message; or
-            the message is too long, in which case it can still be received with a larger `max_nbytes`.
+            The connection is lost or closed; no data arrived in time; the received bytes are not a message; or the
+            message is too long, in which case it can still be received with a larger `max_nbytes`.
         """
         with self._exclusive(self._receiving, None if idle else seconds):
             nbytes = self._await_header(None if idle else seconds)
@@ -136,7 +136,7 @@ class PeerConnection:
         return ConnectionInfo() if self._closed else connection_info(self._sock)
 
     def check(self) -> None:
-        """Raise PeerError if the peer has closed the connection; does not wait."""
+        """Raise PeerError if the peer has closed the connection. This does not block."""
         gone = self._closed
         if not gone:
             poller = select.poll()
@@ -149,7 +149,7 @@ class PeerConnection:
             raise self._lost()
 
     def detach(self) -> socket.socket:
-        """Return the socket, which the caller owns from now on; this object must not be used any more."""
+        """Return the socket, which the caller then owns; this object must not be used afterwards."""
         self._closed = True
         self._finalizer.detach()
         return self._sock
@@ -165,7 +165,7 @@ class PeerConnection:
         self._release()
 
     def _release(self) -> None:
-        """Close the socket when no thread uses it any more, as the kernel may then reuse the file descriptor."""
+        """Close the socket unless a thread uses it, since the kernel may reuse the file descriptor at once."""
         if self._sending.acquire(blocking=False):
             try:
                 if self._receiving.acquire(blocking=False):
@@ -178,7 +178,7 @@ class PeerConnection:
 
     @contextmanager
     def _exclusive(self, lock: threading.Lock, seconds: float | None) -> Generator[None]:
-        """Return a context manager whose body alone sends, or alone receives."""
+        """Return a context manager that holds `lock`, so that only one thread at a time sends, or receives."""
         if os.getpid() != self._pid:
             raise PeerError(FORKED)
         if not lock.acquire(timeout=-1 if seconds is None else min(seconds, threading.TIMEOUT_MAX)):
@@ -242,13 +242,13 @@ class PeerConnection:
                 parts[first] = parts[first][n:]
 
     def _acknowledge(self) -> None:
-        """Send an acknowledgement that the kernel has delayed: it ends the time of sending that the peer measures."""
+        """Send a delayed TCP acknowledgement now, because the peer measures its time of sending until then."""
         if hasattr(socket, "TCP_QUICKACK"):
             with suppress(OSError):  # closed meanwhile
                 self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def _await_header(self, seconds: float | None) -> int:
-        """Wait for the header of the next message, unless it has arrived before; return the bytes of the body."""
+        """Wait for the header of the next message, unless it has arrived already; return the size of the body."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while self._header_nbytes < MESSAGE.size:
             self._header_nbytes += self._read_some(memoryview(self._header)[self._header_nbytes :], deadline)

@@ -1,4 +1,4 @@
-"""Timeouts of groups."""
+"""Timeout of a process group."""
 
 from datetime import timedelta
 from typing import Any

@@ -3,11 +3,11 @@
 import hashlib
 from typing import Any
 
-PROTOCOL_VERSION = 2  # version of protocol.md; raise it when ranks before and after a change misunderstand each other
+PROTOCOL_VERSION = 2  # version of protocol.md; increment it with each incompatible change
 
 
 def hash64(*values: Any) -> int:
-    """Return a signed 64-bit hash of the representation of some values, equal on all ranks and in all processes."""
+    """Return a signed 64-bit hash of the repr() of some values, which is equal in all processes."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little", signed=True)
 
 

@@ -1,4 +1,4 @@
-"""Awaitable objects of coroutines that run in a worker's thread, and are completed by any thread."""
+"""Events that coroutines in a worker's thread await, and that any thread may complete."""
 
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -8,18 +8,18 @@ _lock = threading.Lock()  # guards the completion of all waits; held for a few i
 
 
 class Wait:
-    """Event that a coroutine awaits. It ends once: with success, or with an error that the coroutine gets.
+    """Event that a coroutine awaits. It completes once: with success, or with an error, which the coroutine raises.
 
     Attributes
     ----------
     done : bool
-        True after the end.
+        True if the event has completed.
     source : int or None
-        Rank that the coroutine waits for; None: no rank, so that there is no timeout.
+        Rank for which the coroutine waits; None: no rank, and so no timeout.
     timeouts : int
-        Longest wait, in timeouts of the group.
+        Longest wait, as a multiple of the group's timeout.
     of_program : bool
-        The wait ends when the program of this rank has begun other collectives.
+        True: the event completes when the program of this rank has started other collectives.
     """
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class Wait:
 
     @property
     def progress(self) -> float:
-        """Time at which the awaited rank has last done something; a timeout begins then."""
+        """Time of the last activity of the awaited rank, from which the timeout counts."""
         return 0.0
 
     def complete(self, error: BaseException | None = None) -> None:
-        """End the wait, and wake the coroutine; do nothing if the wait has ended."""
+        """Complete the event, and wake the coroutine; do nothing if the event has completed already."""
         with _lock:
             if self.done:
                 return
@@ -46,7 +46,7 @@ class Wait:
             wake()
 
     def call_when_done(self, wake: Callable[[], Any]) -> bool:
-        """Have `wake` called at the end of the wait; return False, without a call, if the wait has ended."""
+        """Register `wake` to be called on completion. If the event has completed already, only return False."""
         with _lock:
             if not self.done:
                 self._wakes.append(wake)
@@ -60,14 +60,14 @@ class Wait:
 
 
 class FirstOf(Wait):
-    """Wait that ends when the first of several waits ends. One of them determines the timeout.
+    """Event that completes when the first of several events completes. One of them determines the timeout.
 
-    If this wait is completed with an error, the wait with the timeout raises it in the coroutine that awaits it.
+    If this event is completed with an error, the error is passed to the event that determines the timeout.
 
     Parameters
     ----------
     waits : sequence of Wait
-        At least one.
+        Events; at least one.
     """
 
     def __init__(self, waits: Sequence[Wait]) -> None:
@@ -80,7 +80,7 @@ class FirstOf(Wait):
 
     @property
     def progress(self) -> float:
-        """Time at which the rank of the timeout has last done something."""
+        """Time of the last activity of the rank that determines the timeout."""
         return self._timed.progress
 
     def complete(self, error: BaseException | None = None) -> None:
@@ -91,12 +91,12 @@ class FirstOf(Wait):
 
 
 class Turns:
-    """Queue that coroutines pass one at a time, in the order of their calls of :meth:`ask`."""
+    """Queue through which coroutines pass one at a time, in the order of their calls of :meth:`ask`."""
 
     def __init__(self) -> None:
         self._last: Wait | None = None
 
     def ask(self) -> tuple[Wait | None, Wait]:
-        """Return the wait for the preceding turn's end, if any, and the wait to complete at the end of this turn."""
+        """Return the event of the previous turn's end, None if there is none, and the event to complete at the end."""
         before, self._last = self._last, Wait()
         return before, self._last

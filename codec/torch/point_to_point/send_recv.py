@@ -188,7 +188,7 @@ class Link:
 
 
 class _Calls:
-    """Runs the calls of one direction in order: in the caller's thread, or in a worker thread after the first async call.
+    """Runs the calls of one direction in order: in the caller's thread, or after the first async call in a worker's.
 
     Parameters
     ----------
