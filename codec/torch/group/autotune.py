@@ -1,4 +1,4 @@
-"""Choose between frames and uncompressed values, equally on all ranks (docs/spec/protocol/collectives.md, section 6)."""
+"""Choose between frames and uncompressed values on all ranks (docs/spec/protocol/collectives.md, section 6)."""
 
 import logging
 import time

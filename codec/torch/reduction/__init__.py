@@ -1,5 +1,5 @@
-"""Arithmetic and algorithms of collectives: tensors to frames, sums, slices, and the exchange of phases.
+"""Algorithms of collectives: split tensors into slices, encode and sum them, and exchange frames between ranks.
 
-Modules here read tensors of the caller and return results in memory of their own. They never write to tensors of the
-caller, and keep no state between collectives.
+Modules in this package read tensors of the caller, and return results in newly allocated memory. Only deferred decoding
+writes to the caller's tensors, after all ranks have agreed. No state is kept between collectives.
 """

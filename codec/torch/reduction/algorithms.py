@@ -1,6 +1,7 @@
-"""Algorithms that send frames (docs/spec/protocol/collectives.md, section 3), and their phases.
+"""Algorithms that exchange frames (docs/spec/protocol/collectives.md, section 3), and their phases.
 
-They do not write to tensors of the caller. A phase sends frames to the owners of slices, or to all ranks.
+The algorithms do not write to tensors of the caller. In a phase, a rank sends frames to the owners of slices, or to all
+ranks.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,9 +20,10 @@ from codec.torch.transport.messages import Array
 
 
 async def two_shot(part: Part, r: Reduction) -> Values:
-    """Run a two-shot all-reduce: each rank sums a slice and sends the sum to all, 2 (N - 1) / N frames a rank.
+    """Run a two-shot all-reduce: each rank adds up one slice of all ranks, and sends the sum to all ranks.
 
-    Slices are sent in chunks, so that encoding, wire and decoding overlap.
+    A rank sends frames of 2 (N - 1) / N tensors. Slices are sent in chunks, so that encoding, transfer and decoding
+    overlap.
     """
     size, me, others = part.size, part.rank, part.others
     slices = r.slices(size)
@@ -53,7 +55,7 @@ def _decode(part: Part, r: Reduction, frame: Array, piece: Piece, result: Values
 def _encode_sum(
     part: Part, r: Reduction, piece: Piece, bound: int, terms: Sequence[Array | None], result: Values, number: int
 ) -> Array:
-    """Return the frame with the sum of a piece, and store the sum as other ranks decode it in the result."""
+    """Encode the sum of a piece, and store the sum in the result with the values that other ranks decode."""
     place = result[piece.begin : piece.end]
     with part.clock.during("decode_s"):
         total = place if r.dtype == "float32" and isinstance(r.spec, Lossless) else r.sum_buffer(part, piece.n)
@@ -67,7 +69,7 @@ def _encode_sum(
 
 
 async def all_gather(part: Part, r: Reduction) -> Values:
-    """Run an all-gather: each rank sends its frames to all, and sums all of them; one phase, N - 1 frames a rank."""
+    """Run an all-gather all-reduce: each rank sends its frames to all N - 1 others, and adds up the frames of all."""
     result = r.result(part, r.n)
     async for piece, terms in BroadcastPhase(part, r).terms():
         with part.clock.during("decode_s"):
@@ -76,7 +78,10 @@ async def all_gather(part: Part, r: Reduction) -> Values:
 
 
 def _store_or_defer_sum(part: Part, r: Reduction, piece: Piece, terms: Sequence[Array | None], place: Values) -> None:
-    """Store the sum of a piece in the result, if its dtype can hold it; other algorithms check that by encoding."""
+    """Store the sum of a piece in the result, and check that it is finite in the tensor's dtype.
+
+    With deferred results, only check the sum now, and store it after the agreement.
+    """
     if r.deferred is None:
         store_sum(part, r, piece, terms, place, check=True)
         return
@@ -86,7 +91,10 @@ def _store_or_defer_sum(part: Part, r: Reduction, piece: Piece, terms: Sequence[
 
 
 async def reduce_scatter(part: Part, r: Reduction) -> Values:
-    """Run a reduce-scatter: each rank sums a slice; (N - 1) / N frames a rank. Slices have one size."""
+    """Run a reduce-scatter: each rank adds up one slice. All slices have equal size.
+
+    A rank sends frames of (N - 1) / N tensors.
+    """
     slices = r.even_slices(part.size)
     scatter = ScatterPhase(part, r, slices)
     await scatter.send()
@@ -115,9 +123,9 @@ def store_sum(
     Parameters
     ----------
     check : bool
-        Check for NaN and Inf, as encoding the sum would.
+        True: raise ArgumentError for NaN and Inf, as encoding the sum would.
     reused : bool
-        `place` is memory that is read soon, so it should stay in the cache.
+        True: `place` is read again soon, so it is written with ordinary stores, which keep it in the cache.
     """
     place, check = place[: piece.n], check and r.rejects_nonfinite
     if r.dtype == "float32":
@@ -132,7 +140,7 @@ def store_sum(
 
 
 async def all_to_all(part: Part, r: Reduction) -> Values:
-    """Run an all-to-all: slice i of each rank goes to rank i; (N - 1) / N frames a rank. Slices have one size."""
+    """Run an all-to-all: each rank sends slice i to rank i. All slices have equal size."""
     slices = r.even_slices(part.size)
     scatter = ScatterPhase(part, r, slices)
     await scatter.send()
@@ -145,7 +153,7 @@ async def all_to_all(part: Part, r: Reduction) -> Values:
 
 
 async def gather(part: Part, r: Reduction) -> Values:
-    """Gather the values of all ranks, in their order; N - 1 frames a rank."""
+    """Gather the values of all ranks, in rank order; each rank sends its frames to N - 1 others."""
     n = r.n
     result = r.result(part, part.size * n)
     async for piece, frames in BroadcastPhase(part, r).terms():
@@ -155,7 +163,7 @@ async def gather(part: Part, r: Reduction) -> Values:
 
 
 def _store_term(part: Part, r: Reduction, frame: Array | None, place: Piece, own: Piece, result: Values) -> None:
-    """Store a rank's values of a piece in the result, from their frame; None: this rank's own values."""
+    """Store a rank's values of a piece in the result. If `frame` is None, copy this rank's own values."""
     with part.clock.during("decode_s"):
         if frame is None:
             result[place.begin : place.end] = r.own_term(own)
@@ -164,12 +172,12 @@ def _store_term(part: Part, r: Reduction, frame: Array | None, place: Piece, own
 
 
 async def ring(part: Part, r: Reduction) -> Values:
-    """Run a ring all-reduce: 2 (N - 1) / N frames a rank, all to one peer.
+    """Run a ring all-reduce: each rank sends frames of 2 (N - 1) / N tensors, all to the next rank.
 
-    Partial sums pass all ranks, each of which adds its values and encodes them anew; then the results pass all ranks. A
-    chunk is sent on as soon as it is summed, while the next one is on the wire. Values are summed in the order in which
-    they pass the ranks. Errors of lossy codecs add up. There is no error feedback, because frames hold sums of other
-    ranks' values.
+    Partial sums travel around the ring; each rank adds its values to them and encodes them again. Then the results
+    travel around the ring. A rank sends a chunk as soon as it is summed, while the next chunk is still in transfer.
+    Values are added in ring order. Errors of lossy codecs accumulate. Error feedback is impossible, because frames
+    contain sums of other ranks' values.
     """
     size, me = part.size, part.rank
     slices = r.slices(size)
@@ -209,7 +217,7 @@ async def ring(part: Part, r: Reduction) -> Values:
 
 
 def _as_float32(r: Reduction) -> Array:
-    """Return a copy of the values."""
+    """Return a float32 copy of this rank's values."""
     return r.tensor_of(r.x).to(torch.float32, copy=True).numpy()
 
 
@@ -229,7 +237,7 @@ def _add(r: Reduction, frame: Array, piece: Piece, total: Array) -> None:
 def _encode_result(
     part: Part, r: Reduction, piece: Piece, bound: int, total: Array, result: Array, number: int
 ) -> Array:
-    """Return the frame with the result of a piece, and store the result as other ranks decode it."""
+    """Encode the result of a piece, and store the result with the values that other ranks decode."""
     with part.clock.during("decode_s"):
         if r.op == "mean":
             total[piece.begin : piece.end] /= np.float32(part.size)
@@ -242,16 +250,16 @@ def _encode_result(
 
 
 def encode_message(part: Part, bound: int, encode: Callable[[Array], int]) -> Array:
-    """Return a frame in memory of the collective.
+    """Encode a frame into memory of the collective's arena, and return it.
 
     Parameters
     ----------
     part : Part
-        Gives the memory.
+        Part of the collective, whose arena allocates the memory.
     bound : int
-        Largest number of bytes of the frame.
+        Maximum size of the frame in bytes.
     encode : callable
-        Writes the frame into an array, and returns its number of bytes.
+        Function that writes the frame into an array, and returns the frame's size in bytes.
     """
     room = part.arena.allocate(bound)
     with part.clock.during("encode_s"):
@@ -260,7 +268,7 @@ def encode_message(part: Part, bound: int, encode: Callable[[Array], int]) -> Ar
 
 
 def copied(part: Part, frame: Array) -> Array:
-    """Return a copy of a frame in memory of the collective."""
+    """Return a copy of a frame in memory of the collective's arena."""
 
     def copy(room: Array) -> int:
         room[: frame.nbytes] = frame
@@ -274,7 +282,7 @@ def _encode_term(part: Part, r: Reduction, piece: Piece, bound: int, number: int
 
 
 async def _in_rank_order(part: Part, incoming: Mapping[int, Receive], own: Array | None) -> list[Array | None]:
-    """Return the frames of all ranks in their order; `own` is that of this rank, None its own values."""
+    """Wait for frames, and return those of all ranks in rank order. `own` is the item of this rank."""
     found: dict[int, Array | None] = {part.rank: own}
     for o, receive in incoming.items():
         found[o] = await part.frame(receive)
@@ -282,7 +290,7 @@ async def _in_rank_order(part: Part, incoming: Mapping[int, Receive], own: Array
 
 
 class ScatterPhase:
-    """First phase of most algorithms: each rank gets the terms of its slice from all ranks.
+    """First phase of most algorithms: each rank receives the terms of its slice from all ranks.
 
     Parameters
     ----------
@@ -293,7 +301,7 @@ class ScatterPhase:
     slices : sequence of sequences of Piece
         Pieces of each rank's slice.
     nbytes : int
-        Bytes of the arena that the algorithm needs besides.
+        Bytes of arena memory that the algorithm needs in addition to this phase.
     """
 
     def __init__(self, part: Part, r: Reduction, slices: Sequence[Sequence[Piece]], nbytes: int = 0) -> None:
@@ -306,7 +314,7 @@ class ScatterPhase:
         self._incoming = [{o: part.receive(b, o) for o in part.others} for b in mine]
 
     async def send(self) -> None:
-        """Encode and send all terms: first chunks of all slices first, and those of other ranks before this rank's."""
+        """Encode and send all terms by chunk; within a chunk, the terms for other ranks before those for this rank."""
         part = self._part
         for c in range(max(map(len, self._slices))):
             for o in [*part.others, part.rank]:
@@ -325,12 +333,12 @@ class ScatterPhase:
         return _encode_term(self._part, self._r, self._slices[o][c], self._bounds[o][c], (me * size + o) * most + c)
 
     async def terms(self, c: int) -> list[Array | None]:
-        """Return chunk `c` of this rank's slice from all ranks, in their order, as :meth:`Reduction.sum` takes them."""
+        """Return the frames of chunk `c` of this rank's slice, in rank order, as :meth:`Reduction.sum` expects."""
         return await _in_rank_order(self._part, self._incoming[c], self._own[c])
 
 
 class BroadcastPhase:
-    """Only phase of other algorithms: each rank sends its frames to all ranks.
+    """Single phase of the other algorithms: each rank sends its frames to all ranks.
 
     Parameters
     ----------
@@ -348,7 +356,7 @@ class BroadcastPhase:
         self._incoming = [{o: part.receive(b, o) for o in part.others} for b in self._bounds]
 
     async def terms(self) -> AsyncIterator[tuple[Piece, list[Array | None]]]:
-        """Send this rank's frames, and yield each piece with its frames from all ranks, in their order."""
+        """Send this rank's frames, and yield each piece with its frames from all ranks, in rank order."""
         part, r = self._part, self._r
         own: list[Array | None] = []
         for c, (piece, bound) in enumerate(zip(self._pieces, self._bounds, strict=True)):

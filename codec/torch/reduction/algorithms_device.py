@@ -1,8 +1,8 @@
-"""Algorithms for values on GPUs (docs/spec/protocol/collectives.md, sections 3 and 7).
+"""Algorithms for tensors on GPUs (docs/spec/protocol/collectives.md, sections 3 and 7).
 
-Values, frames and random streams are those of :mod:`codec.torch.reduction.algorithms`, so results are, too. Frames of a
-phase are encoded together, and results are complete in the order of the GPU's stream: :meth:`DeviceReduction.settle`
-raises the errors of sums and decoding.
+Frames and random streams are the same as in :mod:`codec.torch.reduction.algorithms`, so results are bit-identical. All
+frames of a phase are encoded together. Results are ready in stream order; :meth:`DeviceReduction.settle` raises the
+errors of sums and decoding.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from codec.torch.transport.collective import Part
 
 
 async def two_shot(part: Part, r: DeviceReduction) -> Values:
-    """Run a two-shot all-reduce: each rank sums a slice and sends the sum to all."""
+    """Run a two-shot all-reduce: each rank adds up one slice, and sends the sum to all ranks."""
     slices, me, size = r.slices(part.size), part.rank, part.size
     frames = exchange(part, r, slices, gathers=True)
     terms = await frames.scatter()
@@ -32,7 +32,7 @@ async def two_shot(part: Part, r: DeviceReduction) -> Values:
     result = r.result(part, r.n)
     for c in range(len(slices[me])):
         row = await found.chunk(c)
-        if isinstance(r.spec, Lossless):  # this rank has the values of its own sum
+        if isinstance(r.spec, Lossless):  # copy this rank's sum instead of decoding its frame
             result[slices[me][c].begin : slices[me][c].end] = sums[c].values
             row[me] = None
         _decode(part, r, row, [each[c] for each in slices], [result] * size)
@@ -41,7 +41,7 @@ async def two_shot(part: Part, r: DeviceReduction) -> Values:
 
 
 async def all_gather(part: Part, r: DeviceReduction) -> Values:
-    """Run an all-gather: each rank sends its frames to all, and sums all of them."""
+    """Run an all-gather all-reduce: each rank sends its frames to all ranks, and adds up the frames of all."""
     pieces = [piece for row in r.slices(1) for piece in row]
     found = await _gathered(part, r, pieces)
     result = r.result(part, r.n)
@@ -52,7 +52,7 @@ async def all_gather(part: Part, r: DeviceReduction) -> Values:
 
 
 async def gather(part: Part, r: DeviceReduction) -> Values:
-    """Gather the values of all ranks, in their order."""
+    """Gather the values of all ranks, in rank order."""
     size, n = part.size, r.n
     pieces = [piece for row in r.slices(1) for piece in row]
     found = await _gathered(part, r, pieces)
@@ -67,14 +67,14 @@ async def gather(part: Part, r: DeviceReduction) -> Values:
 
 
 async def _gathered(part: Part, r: DeviceReduction, pieces: Sequence[Piece]) -> Phase:
-    """Send this rank's terms to all ranks, and return those of all."""
+    """Send this rank's terms to all ranks, and return the terms of all ranks."""
     first = part.rank * len(pieces)
     terms = [r.term(piece, first + c) for c, piece in enumerate(pieces)]
     return await exchange(part, r, [pieces]).gather(terms, [pieces] * part.size)
 
 
 async def reduce_scatter(part: Part, r: DeviceReduction) -> Values:
-    """Run a reduce-scatter: each rank sums a slice. Slices have one size."""
+    """Run a reduce-scatter: each rank adds up one slice. All slices have equal size."""
     slices = r.even_slices(part.size)
     terms = await exchange(part, r, slices).scatter()
     mine = slices[part.rank]
@@ -86,7 +86,7 @@ async def reduce_scatter(part: Part, r: DeviceReduction) -> Values:
 
 
 async def all_to_all(part: Part, r: DeviceReduction) -> Values:
-    """Run an all-to-all: slice i of each rank goes to rank i. Slices have one size."""
+    """Run an all-to-all: each rank sends slice i to rank i. All slices have equal size."""
     slices, me = r.even_slices(part.size), part.rank
     terms = await exchange(part, r, slices).scatter()
     result = r.result(part, r.n)
@@ -99,7 +99,7 @@ async def all_to_all(part: Part, r: DeviceReduction) -> Values:
 
 
 def _store_sum(part: Part, r: DeviceReduction, row: Row, piece: Piece, place: Values) -> None:
-    """Store the sum of a piece of all ranks in the dtype of the tensor; NaN and Inf are errors, as in encoding."""
+    """Store the sum of a piece in the tensor's dtype; raise an error for NaN and Inf if encoding would."""
     place, check = place[: piece.n], r.rejects_nonfinite
     with part.clock.during("decode_s"):
         if r.dtype == "float32":
@@ -110,14 +110,14 @@ def _store_sum(part: Part, r: DeviceReduction, row: Row, piece: Piece, place: Va
 
         def store() -> None:
             place[:] = r.rounded(total)
-            if check:  # the sum may overflow only in the tensor's dtype
+            if check:  # a sum that is finite in float32 may overflow in the tensor's dtype
                 r.refuse_overflow(place)
 
         r.joint.after(store)
 
 
 def _keep_own(r: DeviceReduction, row: Row, piece: Piece, place: Values) -> None:
-    """Store this rank's own values, if there is no frame of them."""
+    """Store this rank's own values in the result if `row` contains no frame of them."""
     if None in row:
         place[:] = r.own_term(piece)
 

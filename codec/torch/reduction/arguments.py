@@ -1,4 +1,4 @@
-"""Checks of the arguments of collectives, and conversion of tensors to flat arrays and back."""
+"""Check the arguments of collectives, and convert tensors to flat arrays and back."""
 
 import functools
 from collections.abc import Hashable
@@ -50,7 +50,7 @@ def op_of(op: Any) -> Op:
     Raises
     ------
     ArgumentError
-        `op` is another operation, or no operation.
+        `op` is not a supported operation.
     """
     kind = getattr(op, "op", op)  # a ReduceOp, as its C++ type, holds the enumeration value inside
     if not isinstance(kind, Hashable) or kind not in _OPS:
@@ -71,14 +71,14 @@ def _resolved(spec: Any) -> tuple[Spec, BoundSpec | None]:
 
 
 def plain_spec(spec: Any) -> Spec:
-    """Return the spec that an argument means which may also be the name of a preset.
+    """Return an argument, a spec or the name of a preset, as a Spec.
 
     Raises
     ------
     SpecError
-        `spec` is no spec and no preset, or needs a base.
+        `spec` is neither a spec nor a preset, or needs a base.
     ArgumentError
-        `spec` is bound to an optimizer, which is for one call only.
+        `spec` is bound to an optimizer, which is valid only for a single call.
     """
     plain, bound_spec = _resolved(spec)
     if bound_spec is not None:
@@ -87,7 +87,7 @@ def plain_spec(spec: Any) -> Spec:
 
 
 def unwrapped(tensor: Any) -> tuple[Any, Records | None]:
-    """Return the torch tensor that an argument means, and its segments; the argument may be a :func:`codec.view`."""
+    """Return the torch tensor and the segments of an argument, which is a tensor or a :func:`codec.view`."""
     if not isinstance(tensor, View):
         return tensor, None
     inner: Any = tensor.tensor
@@ -128,7 +128,7 @@ def reduction_of(
     Raises
     ------
     ArgumentError, SpecError, StateError
-        An argument cannot be used.
+        An argument is invalid.
     """
     check_dense(tensor)
     dtype = NAMES.get(tensor.dtype)
@@ -152,7 +152,7 @@ def reduction_of(
 
 
 def values_of(tensor: torch.Tensor, settings: CallOptions) -> Values:
-    """Return the flat values of a tensor where they are encoded: on its GPU, or as an array in host memory."""
+    """Return the flat values of a tensor: on its GPU if the CUDA engine can encode them, otherwise in host memory."""
     if not encodes_in_place(tensor, settings):
         return as_array(tensor)
     return cast(torch.Tensor, view(tensor).owner).view(-1)
@@ -171,7 +171,7 @@ def _flattened(spec: BoundSpec, *, on_device: bool) -> BoundSpec:
 
 
 def check_dense(tensor: Any) -> None:
-    """Raise ArgumentError unless `tensor` is a dense tensor whose memory holds its values."""
+    """Raise ArgumentError unless `tensor` is a dense tensor whose memory contains its values."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"not a torch tensor: {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_neg():
@@ -190,19 +190,19 @@ def check_sizes(large: torch.Tensor, times: int, small: torch.Tensor) -> None:
 def check_output(tensor: Any, dtype: torch.dtype, n: int, name: str = "output") -> None:
     """Check that the result of a collective can be stored in a tensor.
 
-    All that :func:`publish` could fail at is checked here, before ranks agree to begin: afterwards an error on one
-    rank would not be an error on the others.
+    This checks every reason for which :func:`publish` could fail. It is called before the ranks agree, since a later
+    error on one rank would not be reported to the others.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        Tensor that gets the result. It may have any strides and device, be an inference tensor or require a gradient.
+        Tensor for the result. It may have any strides and device, be an inference tensor, and require a gradient.
     dtype : torch.dtype
         Dtype that the tensor must have.
     n : int
         Number of values that the tensor must have.
     name : str
-        Name of the argument, for messages.
+        Name of the argument, for error messages.
 
     Raises
     ------
@@ -245,35 +245,35 @@ def _check_inside(segments: Records, n: int) -> None:
 
 
 def _flat(x: Any) -> Any:
-    """Return an optimizer's state flat; bfloat16 stays a tensor, since numpy has no such dtype."""
+    """Return an optimizer's state as a flat array; bfloat16 stays a tensor, since numpy does not support it."""
     if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16:
         return x.detach().cpu().contiguous().view(-1)
     return as_array(x).reshape(-1)
 
 
 def as_array(x: Any) -> Array:
-    """Return a tensor as a flat array, bfloat16 as uint16; it shares memory with a contiguous tensor on the CPU."""
+    """Return a tensor as a flat array, bfloat16 as uint16. Contiguous tensors on the CPU are not copied."""
     t = x.detach() if isinstance(x, torch.Tensor) else torch.as_tensor(np.ascontiguousarray(x), device="cpu")
     t = cast(torch.Tensor, view(t.cpu()).owner).view(-1)  # contiguous, in host memory
     return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
 
 
 def publish(result: Values, r: Reduction, tensor: torch.Tensor) -> None:
-    """Store the result of a collective in a tensor, which :func:`check_output` has accepted.
+    """Store the result of a collective in a tensor that :func:`check_output` has accepted.
 
-    Works for inference tensors in any thread: torch's inference mode belongs to the caller's thread.
+    This also works for inference tensors. Since torch's inference mode is thread-local, it is set here.
 
     Parameters
     ----------
     result : ndarray or torch.Tensor
         Values, as many as the tensor has; bfloat16 in an array as uint16.
     r : Reduction
-        Reduction, which has the dtype.
+        Reduction, whose dtype the values have.
     tensor : torch.Tensor
-        Gets the values.
+        Tensor to write to.
     """
     if isinstance(result, np.ndarray) and tensor.device.type == "cpu" and tensor.is_contiguous():
-        # torch's copy reads each cache line before it overwrites it
+        # numpy copies faster: torch's copy reads each cache line before it overwrites the line
         np.copyto(as_array(tensor), cast(Array, result).reshape(-1))
         mark_written(tensor)
         return

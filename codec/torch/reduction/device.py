@@ -1,4 +1,4 @@
-"""Values of a collective on a GPU: the CUDA engine encodes and reduces them there; frames cross to the host."""
+"""Reduction of a tensor on a GPU: the CUDA engine encodes and sums values there; frames are copied to the host."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,16 +28,16 @@ from codec.torch.transport.messages import Array
 from codec.torch.transport.nccl import DeviceTransfer
 from codec.torch.transport.streams import host_array
 
-_GAP = 1 << 15  # most bytes between frames that one copy brings to the host, as two copies would take longer
-_SLACK = 16  # 1 / _SLACK of a frame's size is copied beyond the size of the last frame
-_sizes: dict[tuple[Any, ...], int] = {}  # expected bytes of frames by spec, dtype and values; the last used is last
+_GAP = 1 << 15  # maximum bytes between two frames that are copied together, since two copies would take longer
+_SLACK = 16  # a frame is expected to be larger than the previous one by at most 1 / _SLACK of its size
+_sizes: dict[tuple[Any, ...], int] = {}  # expected bytes of frames by (spec, dtype, values); most recent last
 
 
-_MOST_KEPT = 1024  # maximum sizes or heads of frames in a cache
+_MOST_KEPT = 1024  # maximum number of entries in a cache of sizes or heads of frames
 
 
 def keep(found: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
-    """Add a value to a bounded cache, and drop the oldest one if there are too many."""
+    """Add a value to a cache of at most _MOST_KEPT entries; drop the oldest entry if it is full."""
     found.pop(key, None)
     found[key] = value
     if len(found) > _MOST_KEPT:
@@ -45,21 +45,21 @@ def keep(found: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) ->
 
 
 class Term(NamedTuple):
-    """Values of a piece on a GPU, and how they are encoded."""
+    """Values of a piece on a GPU, with the arguments for encoding them."""
 
     values: torch.Tensor
     piece: Piece
     residual: torch.Tensor | None
     number: int  # number of the random stream
-    summed: bool = False  # values of several ranks
+    summed: bool = False  # True: the values are a sum over ranks
 
 
 class Found(NamedTuple):
     """Frame of a rank."""
 
-    frame: Any  # frame on the GPU, a uint8 tensor, or in host memory, a uint8 array
-    head: Array | None  # header and side section of a frame on the GPU, in host memory; the header has been checked
-    arriving: Array | None = None  # received head, valid after `settle`; `head` is then the expected one
+    frame: Any  # uint8 tensor on the GPU, or uint8 array in host memory
+    head: Array | None  # for a frame on the GPU: copy of its header and side section in host memory; header is checked
+    arriving: Array | None = None  # received head, valid after `settle`; `head` is then the expected head
 
 
 class Copied(NamedTuple):
@@ -75,10 +75,10 @@ class Copied(NamedTuple):
 
 
 class DeviceReduction(Reduction):
-    """Reduction of a tensor on a GPU. Values, results and sums are flat tensors there; frames are on the host."""
+    """Reduction of a tensor on a GPU. Values, results and sums are flat tensors on that GPU."""
 
     on_device = True
-    member = 0  # number among the reductions that run side by side
+    member = 0  # number of this reduction among those that share `joint`
 
     @property
     def memory(self) -> Memory:
@@ -86,7 +86,7 @@ class DeviceReduction(Reduction):
         return DeviceMemory(self.x.device)
 
     def empty(self, n: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return memory on the GPU for `n` values, of the tensor's dtype unless given."""
+        """Allocate a tensor on the GPU for `n` values; default: the dtype of the reduction."""
         return torch.empty(n, dtype=dtype or FLOATS[self.dtype], device=self.x.device)
 
     def result(self, part: Part, n: int) -> Values:
@@ -99,38 +99,38 @@ class DeviceReduction(Reduction):
 
     @property
     def can_defer(self) -> bool:
-        """False: results are decoded to memory of their own, and copied on the GPU after the agreement."""
+        """False: results are decoded to new memory, and copied on the GPU after the agreement."""
         return False
 
     @property
     def nontemporal(self) -> bool:
-        """False: the option is for stores of CPUs."""
+        """False: non-temporal stores are an option for CPUs only."""
         return False
 
-    # Calls of the engine, whose errors :meth:`settle` raises
+    # Asynchronous calls of the engine, whose errors settle() raises
 
     @functools.cached_property
     def joint(self) -> Joint:
-        """Calls of this reduction, and of those that run beside it."""
+        """Engine calls of this reduction and of the reductions that run concurrently with it."""
         return Joint()
 
     async def meet(self, item: Any, act: Callable[[list[Any]], list[Any]]) -> Any:
-        """Wait for the reductions that run beside this one; see :meth:`Joint.meet`."""
+        """Wait for the concurrent reductions; see :meth:`Joint.meet`."""
         return await self.joint.meet(self.member, item, act)
 
     async def launched(self) -> None:
-        """Wait until all sums and frames so far are launched, also those of the reductions beside this one."""
+        """Wait until all sums and frames so far are launched, including those of concurrent reductions."""
         await self.meet(None, self.joint.launch_for)
 
     def request_verdicts(self) -> None:
-        """Have the stream copy the verdicts of all calls so far to the host."""
+        """Request a copy of the error flags of all calls so far to the host, in stream order."""
         self.joint.launch()
         self.joint.calls.request()
 
     def settle(self, transfer: DeviceTransfer) -> None:
-        """Wait for all calls so far, and raise the error of the first one that has failed.
+        """Wait for all calls so far, and raise the error of the first call that has failed.
 
-        `transfer`: messages between GPUs, which the calls may wait for.
+        `transfer` is the transfer between GPUs for whose messages the calls may wait.
         """
         self.joint.settle(transfer)
 
@@ -143,9 +143,9 @@ class DeviceReduction(Reduction):
         nontemporal: bool = False,
         check_finite: bool = False,
     ) -> None:
-        """Store the float32 sum, mean or maximum of a piece in `total`, as :meth:`Reduction.sum` does.
+        """Store the float32 sum, mean or maximum of a piece in `total`; see :meth:`Reduction.sum`.
 
-        `parts` are :class:`Found`.
+        Items of `parts` are :class:`Found`, or None for this rank's own values.
         """
         found: list[Any] = [None if part is None else self._request(part, piece, total) for part in parts]
         if None not in found:
@@ -163,11 +163,11 @@ class DeviceReduction(Reduction):
         self.joint.sum(Sum(found, self.op, _explain_sum, piece.n, add_own, complete))
 
     def refuse_overflow(self, total: Values) -> None:
-        """Refuse a sum in the tensor's dtype that holds NaN or Inf."""
+        """Make :meth:`settle` raise an error if a sum in the tensor's dtype contains NaN or Inf."""
         self._refuse(total, total)
 
     def refuse_nonfinite(self, values: Values) -> None:
-        """Refuse NaN or Inf in this rank's values, or in what is computed from them."""
+        """Make :meth:`settle` raise an error if values computed from this rank's tensor contain NaN or Inf."""
         self._refuse(values, None)
 
     def _refuse(self, values: Values, total: Values | None) -> None:
@@ -202,7 +202,7 @@ class DeviceReduction(Reduction):
             _unify_nan(rounded)
         return rounded
 
-    # Frames that stay on the GPU, many in one call of the engine
+    # Frames on the GPU, several of which are encoded or decoded in one call of the engine
 
     def empty_bytes(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return memory on the GPU for bytes."""
@@ -224,9 +224,10 @@ class DeviceReduction(Reduction):
         out: Sequence[torch.Tensor],
         read: Callable[[], None] | None = None,
     ) -> Encoded:
-        """Encode terms into memory on the GPU, together with those of the reductions beside this one.
+        """Encode terms into memory on the GPU, together with the terms of concurrent reductions.
 
-        `read` requests copies to the host, for which the host then waits, and raises the errors of all calls so far.
+        If `read` is given, it is called to request copies to the host. The host then waits for all calls so far, and
+        their errors are raised.
         """
         requests = [
             encode_request(
@@ -259,7 +260,8 @@ class DeviceReduction(Reduction):
     async def encode_to_host(self, terms: Sequence[Term], bounds: Sequence[int], block: Array) -> list[Copied]:
         """Encode terms, and copy their frames to page-locked memory; raise the errors of all calls so far.
 
-        The host waits once, if all frames have the expected sizes: those of the last frames of as many values.
+        Frames are expected to be about as large as the previous frames with the same spec, dtype and number of values.
+        If none is larger, the host waits only once.
 
         Parameters
         ----------
@@ -295,7 +297,7 @@ class DeviceReduction(Reduction):
         first: Sequence[int],
         last: Sequence[int],
     ) -> None:
-        """Request copies of bytes first to last of each frame to the same places of a block; neighbours together."""
+        """Request copies of bytes [first, last) of each frame to the same offsets of a block; merge close ranges."""
         ranges: list[tuple[int, int]] = []
         for at, a, b in zip(begins, first, last, strict=True):
             if b > a:
@@ -305,11 +307,11 @@ class DeviceReduction(Reduction):
             self.joint.calls.read_back(view_bytes(memory[a:b]), block[a:b])
 
     def read_back(self, x: torch.Tensor) -> Array:
-        """Return the bytes of a tensor, which are there after :meth:`settle`."""
+        """Request a copy of a tensor's bytes to the host; return an array that is valid after :meth:`settle`."""
         return np.frombuffer(self.joint.calls.read_back(view_bytes(x)), np.uint8)
 
     def check_later(self, check: Callable[[], Any]) -> None:
-        """Have :meth:`settle` call a function, behind all calls so far; it can read what :meth:`read_back` returned."""
+        """Make :meth:`settle` call a function after all calls so far; it may use arrays from :meth:`read_back`."""
         self.joint.calls.check(check)
 
     def _request(self, found: "Found", piece: Piece, out: Values) -> Any:
@@ -333,7 +335,7 @@ class DeviceReduction(Reduction):
     # For algorithms that send uncompressed values, or compute on the host
 
     def on_host(self) -> Reduction:
-        """Return the same reduction of copies of the values and residuals in host memory."""
+        """Return an equal reduction with copies of the values and residuals in host memory."""
         self._residuals: list[tuple[torch.Tensor, Array]] = []  # on the GPU, and their copies
         sum_residual = self.sum_residual
         return Reduction(
@@ -359,7 +361,7 @@ class DeviceReduction(Reduction):
         return copy
 
     def from_host(self, result: Array) -> Values:
-        """Return a copy of a result on the GPU, after the residuals of :meth:`on_host` were copied back."""
+        """Copy the residuals of :meth:`on_host` and a result back to the GPU; return the result there."""
         for residual, copy in self._residuals:
             residual.copy_(from_numpy(copy))
         values = from_numpy(result).view(FLOATS[self.dtype])
@@ -373,7 +375,7 @@ def _explain_sum(e: CodecError) -> None:
 
 
 def _unify_nan(x: torch.Tensor) -> None:
-    """Give all NaN the bits of other engines' NaN; those that a GPU computes differ."""
+    """Replace all NaN by the one NaN that other engines produce, since NaN computed by a GPU have other bits."""
     x.masked_fill_(x.isnan(), torch.nan)
 
 

@@ -1,4 +1,4 @@
-"""Frames that ranks exchange whose values lie on GPUs: by NCCL from GPU to GPU, or by host memory and the mesh."""
+"""Exchange frames of tensors on GPUs: with NCCL from GPU to GPU, or through host memory and the mesh."""
 
 import itertools
 import struct
@@ -17,14 +17,14 @@ from codec.torch.reduction.partition import Piece
 from codec.torch.transport.collective import NoFrameError, Part
 from codec.torch.transport.messages import Array
 
-FRAME_LENGTH = struct.Struct("<Q")  # before each frame in a slot
+FRAME_LENGTH = struct.Struct("<Q")  # size of the frame in bytes, which precedes the frame in a slot
 
-_ALIGN = 16  # bytes: slots begin at multiples of this
+_ALIGN = 16  # alignment of slots in bytes
 _BEFORE = FRAME_LENGTH.size  # bytes of a slot before the frame
-_LEAST = _BEFORE + lib.CODEC_HEADER_NBYTES  # bytes that hold the length and the header of a frame
+_LEAST = _BEFORE + lib.CODEC_HEADER_NBYTES  # minimum size of a slot in bytes: the length and the header of a frame
 
-Pieces = Sequence[Sequence[Piece]]  # by rank and chunk
-Row = list[Found | None]  # a frame of each rank; None: this rank's own values
+Pieces = Sequence[Sequence[Piece]]  # pieces by rank and chunk
+Row = list[Found | None]  # frames of one chunk by rank; None: this rank's own values
 
 
 class Phase(Protocol):
@@ -48,7 +48,7 @@ class Exchange(Protocol):
 
 
 def exchange(part: Part, r: DeviceReduction, pieces: Pieces, *, gathers: bool = False) -> Exchange:
-    """Return the way in which the frames of a collective travel.
+    """Return an object that exchanges the frames of a collective: Slots with NCCL, otherwise Messages.
 
     Parameters
     ----------
@@ -57,9 +57,9 @@ def exchange(part: Part, r: DeviceReduction, pieces: Pieces, *, gathers: bool = 
     r : DeviceReduction
         Values of this rank.
     pieces : sequence of sequences of Piece
-        All pieces of the collective, in rows of as many chunks each.
+        All pieces of the collective, in rows with equally many chunks.
     gathers : bool
-        A gathering of all `pieces` follows the scattering.
+        True: a gather of all `pieces` follows the scatter.
     """
     r.joint.join(part)
     return Slots(part, r, pieces) if part.device.connected else Messages(part, r, pieces, gathers=gathers)
@@ -76,17 +76,17 @@ class _Arrived(NamedTuple):
 
 
 class _Outgoing(NamedTuple):
-    """Rows of slots of a reduction: one for each rank, or, if this rank `gathers`, one for all."""
+    """Slots that a reduction sends: one row for each rank, or, with `gathers`, one row for all ranks."""
 
     part: Part
     slots: torch.Tensor
-    sizes: torch.Tensor  # of the frames
-    nbytes: int  # of each slot that are sent
+    sizes: torch.Tensor  # size of each frame in bytes
+    nbytes: int  # bytes of each slot that are sent
     gathers: bool
 
 
 def _send(items: Sequence[_Outgoing]) -> list[torch.Tensor]:
-    """Send the rows of reductions that run side by side; return the rows of slots of all ranks for each reduction."""
+    """Send the rows of concurrent reductions; return, for each reduction, the received rows of all ranks."""
     part = items[0].part
     part.counters.round_trips += 1
     received: dict[int, torch.Tensor] = {}
@@ -99,7 +99,7 @@ def _send(items: Sequence[_Outgoing]) -> list[torch.Tensor]:
 
 
 def _send_alike(items: Sequence[_Outgoing]) -> list[torch.Tensor]:
-    """Send rows by one collective of NCCL: those of several reductions one behind the other."""
+    """Send the rows of several reductions in one NCCL collective, concatenated."""
     part = items[0].part
     rows: list[torch.Tensor] = []
     for _, slots, sizes, nbytes, _ in items:
@@ -123,8 +123,8 @@ def _send_alike(items: Sequence[_Outgoing]) -> list[torch.Tensor]:
 class Slots:
     """Exchange in GPU memory: a row of slots per rank, a slot per chunk (docs/spec/protocol/collectives.md, section 7).
 
-    A slot has a frame behind its length. All frames of a phase travel in one message for each two ranks. Their heads
-    travel before them from host to host, so that the host does not wait for frames that arrive.
+    A slot contains the length of a frame, then the frame. In each phase, NCCL sends all frames for a rank in one
+    message. Their heads are sent first, from host to host, so that the host need not wait for the frames.
     """
 
     def __init__(self, part: Part, r: DeviceReduction, pieces: Pieces) -> None:
@@ -145,13 +145,12 @@ class Slots:
     async def _exchange(self, terms: Sequence[Term], pieces: Pieces, *, gathers: bool) -> Phase:
         """Encode rows of terms, send row i to rank i, or the only row to all ranks, and return the frames of `pieces`.
 
-        NCCL's messages could not be ended if a rank had failed. So all ranks first send each other the heads of their
-        frames.
+        NCCL's messages cannot be cancelled if a rank has failed. So all ranks first exchange the heads of their frames.
 
         Raises
         ------
         FrameError
-            A head is not as agreed.
+            A head does not match the agreed spec and shape.
         PeerError
             A rank announces a frame that is larger than possible.
         """
@@ -164,9 +163,9 @@ class Slots:
         return self._arriving(await r.meet(row, _send), pieces, announced)
 
     async def _encode(self, terms: Sequence[Term], slots: torch.Tensor) -> tuple[torch.Tensor, list[Announced]]:
-        """Return the sizes of this rank's frames, on the GPU, and what this rank sends of them in advance.
+        """Encode this rank's frames. Return their sizes, on the GPU, and the sizes and heads to send in advance.
 
-        The host waits for the frames unless shapes determine their heads.
+        If the heads depend on values, the host waits until the frames are encoded.
         """
         r, pieces = self._r, [term.piece for term in terms]
         out = [slot[_BEFORE:] for row in slots for slot in row]
@@ -182,7 +181,7 @@ class Slots:
         return encoded.sizes, [Announced(n, head, complete=True) for n, head in zip(encoded.lengths, read, strict=True)]
 
     def _heads_of(self, slots: torch.Tensor, read: Array, usual: int) -> list[Array]:
-        """Return the heads of this rank's frames, of which `usual` bytes are read; wait if one has more."""
+        """Return the heads of this rank's frames, of which `usual` bytes are read; read longer heads again."""
         frames = [slot[_BEFORE:] for row in read for slot in row]
         sizes = [heads.head_nbytes(frame) for frame in frames]
         if max(sizes) <= usual:
@@ -198,7 +197,7 @@ class Slots:
         bounds = [[r.frame_bound(piece) for piece in row] for row in pieces]
         bodies = await part.swap([heads.pack(mine, row) for row in rows], [heads.most_nbytes(row) for row in bounds])
         found, largest = {part.rank: [*rows[part.rank]]}, mine
-        with part.device.phase():  # other ranks may begin to send their frames
+        with part.device.phase():  # from here on, other ranks may start NCCL messages to this rank
             for o, body in bodies.items():
                 theirs, found[o] = heads.unpack(body, len(bounds[o]), o)
                 largest = max(largest, theirs)
@@ -207,12 +206,13 @@ class Slots:
         return [found[rank] for rank in range(part.size)], largest
 
     def _arriving(self, slots: torch.Tensor, pieces: Pieces, announced: Sequence[Sequence[Announced]]) -> _Arrived:
-        """Return the frames in slots of all ranks, in the order of the stream.
+        """Return the frames in the received slots, which are valid in stream order.
 
         Raises
         ------
         FrameError
-            A head is not as agreed; :meth:`DeviceReduction.settle` raises it if the sender did not know the checksum.
+            A head does not match the agreed spec and shape. For frames announced without a checksum,
+            :meth:`DeviceReduction.settle` raises the error.
         """
         most = slots.shape[2] - _BEFORE
         for rank, row in enumerate(announced):
@@ -241,7 +241,7 @@ class Slots:
             raise FrameError(f"rank {rank} sends a head of {len(each.head)} bytes, which its header contradicts")
 
     def _read(self, slots: torch.Tensor, nbytes: int) -> Array:
-        """Begin to copy the first `nbytes` bytes of each frame in slots; return them, valid after `settle`."""
+        """Request copies of the first `nbytes` bytes of each frame; return an array that is valid after `settle`."""
         found = self._r.read_back(slots[:, :, : min(_BEFORE + nbytes, slots.shape[2])].contiguous())
         return found.reshape(*slots.shape[:2], -1)
 
@@ -268,14 +268,14 @@ def _check_arrived(first: Array, announced: Sequence[Sequence[Announced]]) -> No
 
 
 def _slot_nbytes(nbytes: int) -> int:
-    """Return the bytes of a slot for frames of at most `nbytes` bytes."""
+    """Return the size in bytes of a slot for a frame of at most `nbytes` bytes."""
     return -(-max(_LEAST, _BEFORE + nbytes) // _ALIGN) * _ALIGN
 
 
 class Messages:
-    """Exchange by messages in host memory, as without a GPU (docs/spec/protocol/collectives.md, section 3).
+    """Exchange through host memory, as for tensors on the CPU (docs/spec/protocol/collectives.md, section 3).
 
-    All frames of a phase are encoded together. Frames that arrive are used at once.
+    All frames of a phase are encoded together. Received frames are processed as they arrive.
     """
 
     def __init__(self, part: Part, r: DeviceReduction, pieces: Pieces, *, gathers: bool = False) -> None:
@@ -284,7 +284,7 @@ class Messages:
         self._gathered: list[list[tuple[int, Receive]]] | None = None
 
     async def scatter(self) -> Phase:
-        """Send terms: first chunks of all slices first."""
+        """Send this rank's terms, ordered by chunk; return the terms of this rank's slice."""
         part, r = self._part, self._r
         mine, all_bounds = self._bounds[part.rank], [b for row in self._bounds for b in row]
         nbytes = part.arena.nbytes_of(all_bounds * (2 if self._gathers else 1) + mine * (part.size - 1))
@@ -324,7 +324,7 @@ class Messages:
         return _Arriving(part, self._r, [None if exact else frame.found for frame in own], self._gathered)
 
     async def _encoded(self, terms: Sequence[Term], bounds: Sequence[int]) -> list[Copied]:
-        """Return the frames of terms."""
+        """Encode terms on the GPU, and return their frames in host memory."""
         block = self._part.arena.allocate(self._part.arena.nbytes_of(bounds))
         return await self._r.encode_to_host(terms, bounds, block)
 

@@ -1,4 +1,4 @@
-"""Execution of reductions: signature, choice of an algorithm, data, agreement."""
+"""Run reductions: compute the signature, choose an algorithm, exchange data, and agree on the outcome."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ from codec.torch.transport.channel import Channel
 from codec.torch.transport.collective import Collective, NoFrameError
 from codec.torch.transport.joint import Joint
 
-_CHOICES = 256  # signatures whose choice between frames and uncompressed values a group remembers
-_SMALL = 1 << 16  # bytes of a tensor up to which one phase with N - 1 frames is faster than two phases
+_CHOICES = 256  # maximum number of signatures for which a group stores the choice of frames or uncompressed values
+_SMALL = 1 << 16  # size of a tensor in bytes up to which all-gather (one phase) is faster than two-shot (two phases)
 
 Planned = tuple[Reduction, Algorithm]  # the algorithm is chosen once, when the reduction is prepared
 Store = Callable[[Values, Reduction], None]
@@ -45,14 +45,14 @@ def choose(requested: str, r: Reduction, channel: Channel) -> Algorithm:
     if algorithm is SHARED_SCALE:
         if isinstance(r.spec, Ternary):
             return SHARED_SCALE
-        algorithm = None  # a parameter to which a hook's policy gave another spec
+        algorithm = None  # the policy of a hook has chosen another codec for this parameter
     if channel.size == 1 or (algorithm is None and (channel.size == 2 or r.x.nbytes <= _SMALL)):
         algorithm = ALL_GATHER
     return _placed(algorithm or TWO_SHOT, r, channel)
 
 
 def _placed(algorithm: Algorithm, r: Reduction, channel: Channel) -> Algorithm:
-    """Return the variant of an algorithm whose frames stay on GPUs, if there is one and it can run."""
+    """Return the variant of an algorithm whose frames stay on GPUs if it can run, otherwise the algorithm."""
     return algorithm.on_device if algorithm.on_device and channel.device.connected and r.on_device else algorithm
 
 
@@ -122,7 +122,7 @@ async def run_all_reduce(
 
 
 def in_way(way: Way, r: Reduction, algorithm: Algorithm, channel: Channel) -> Algorithm:
-    """Return the algorithm that sends a reduction as frames or as uncompressed values; small ones go as frames."""
+    """Return the algorithm for sending frames or uncompressed values; small tensors are always sent as frames."""
     if way == "frames" or r.x.nbytes <= _SMALL:
         return algorithm
     if r.on_device and channel.device.connected:
@@ -133,10 +133,10 @@ def in_way(way: Way, r: Reduction, algorithm: Algorithm, channel: Channel) -> Al
 async def run_several(
     collective: Collective, requested: str, planned: Sequence[Planned], item: int | str | None = None
 ) -> list[Values]:
-    """Reduce several tensors in one collective, side by side; return their results, which may be in its memory.
+    """Reduce several tensors concurrently in one collective. Return their results, which may use its memory.
 
-    All ranks must agree on `item`. Between GPUs the reductions follow each other unless all of them are in one
-    :class:`Joint`: NCCL needs the same order of messages on all ranks.
+    `item` must be equal on all ranks. Between GPUs, reductions run one after the other unless all of them are in one
+    :class:`Joint`, since NCCL needs the same order of messages on all ranks.
     """
     joined = [r for r, algorithm in planned if isinstance(r, DeviceReduction) and algorithm.joins]
     apart = collective.device.connected and len(joined) < len(planned)
@@ -167,7 +167,7 @@ async def _run(
 
 
 async def settle(collective: Collective, r: Reduction) -> None:
-    """Wait until a GPU has done all work of a reduction, and raise the errors that it has found."""
+    """Wait until the GPU has completed all work of a reduction, and raise errors of that work."""
     try:
         r.settle(collective.device)
     except NoFrameError as e:
@@ -176,10 +176,10 @@ async def settle(collective: Collective, r: Reduction) -> None:
 
 
 def wire_seconds(reductions: Sequence[Reduction], channel: Channel, before: float) -> float | None:
-    """Return the seconds of waiting for other ranks, as :meth:`Measurement.report` takes them.
+    """Return the seconds of waiting for other ranks, the argument `wire_s` of :meth:`Measurement.report`.
 
-    `before`: seconds that the group had waited at the beginning. Waits for NCCL are waits for kernels, too, so between
-    GPUs uncompressed values are always tried.
+    `before` is the total wait of the group, in seconds, at the start of the collective. With NCCL, waits for messages
+    and for kernels cannot be separated; the result is then 0, so that uncompressed values are always tried.
     """
     if not any(r.on_device for r in reductions):
         return None
@@ -187,7 +187,7 @@ def wire_seconds(reductions: Sequence[Reduction], channel: Channel, before: floa
 
 
 def _choice(comm: Communicator, r: Reduction, algorithm: Algorithm) -> Choice:
-    """Return the choice of all-reduces with the same arguments."""
+    """Return the Choice for all-reduces with the same arguments."""
     number = hash64(*signed(r, algorithm.name, "auto").items())
     choice = comm.choices.pop(number, None) or Choice(_describe([r]))
     comm.choices[number] = choice
@@ -213,7 +213,7 @@ def _count(collective: Collective, reductions: Sequence[Reduction], *, raw: bool
 
 
 def signed(r: Reduction, algorithm: str, requested: str = "") -> dict[str, str]:
-    """Return all that must be equal on all ranks, by name (docs/spec/protocol.md, section 5.1)."""
+    """Return the properties that must be equal on all ranks, by name (docs/spec/protocol.md, section 5.1)."""
     return {
         "collective": f"{algorithm}, requested as {requested}" if requested else algorithm,
         "spec": repr(r.spec),

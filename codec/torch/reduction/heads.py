@@ -1,4 +1,4 @@
-"""Heads of frames, header and side section, that ranks send each other before the frames cross between GPUs."""
+"""Heads of frames (header and side section), which ranks exchange before NCCL sends the frames between GPUs."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,14 +12,14 @@ from codec.torch.reduction.partition import Piece
 from codec.torch.transport.messages import Array, numbers_nbytes, pack_numbers, unpack_numbers
 
 _FIELDS = 3  # integers of a frame in a message: bytes of the frame, bytes of its head, 1 if the head is complete
-_USUAL = 4096  # bytes that hold most heads
-_SPARE = 256  # bytes by which a head may be longer than the last one, as its codebooks depend on values
+_USUAL = 4096  # size in bytes that most heads do not exceed
+_SPARE = 256  # bytes by which a head is expected to exceed the previous one, since codebooks depend on values
 
 _CHECKSUM = slice(24, 32)  # bytes of the checksum in a header
 
 
 class Announced(NamedTuple):
-    """Size and head of a frame, which a rank sends in advance.
+    """Size and head of a frame, which a rank sends before the frame.
 
     Attributes
     ----------
@@ -28,8 +28,8 @@ class Announced(NamedTuple):
     head : ndarray of uint8
         Header and side section.
     complete : bool
-        False: the sender has computed the head from the shape, before it knows the frame's checksum and if the values
-        can be encoded. The checksum in the head is then meaningless.
+        False: the sender has computed the head from the shape, before encoding. The checksum in the head is then
+        meaningless, and encoding may still fail.
     """
 
     nbytes: int
@@ -38,18 +38,18 @@ class Announced(NamedTuple):
 
 
 def pack(largest: int, row: Sequence[Announced]) -> list[Array]:
-    """Return the message about a row of frames; `largest`: bytes of this rank's largest frame to any rank."""
+    """Build the message that announces a row of frames; `largest` is the size of this rank's largest frame."""
     fields = [n for each in row for n in (each.nbytes, len(each.head), int(each.complete))]
     return [pack_numbers([largest, *fields]), *(each.head for each in row)]
 
 
 def most_nbytes(bounds: Sequence[int]) -> int:
-    """Return the most bytes of a message about frames of at most `bounds` bytes."""
+    """Return the maximum size in bytes of a message that announces frames of at most `bounds` bytes."""
     return numbers_nbytes(1 + _FIELDS * len(bounds)) + sum(bounds)
 
 
 def unpack(body: Array, count: int, rank: int) -> tuple[int, list[Announced]]:
-    """Return the largest frame and the row of frames in a message of `rank` about `count` frames.
+    """Parse the message in which `rank` announces `count` frames. Return its largest size, and the row of frames.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def unpack(body: Array, count: int, rank: int) -> tuple[int, list[Announced]]:
 
 
 def head_nbytes(frame: Array) -> int:
-    """Return the bytes of header and side section, from at least the header of a frame."""
+    """Return the size of a frame's head in bytes; `frame` must contain at least the header."""
     info = read_header(view_bytes(frame))
     return int(info.side_offset + info.side_nbytes)
 
@@ -85,8 +85,8 @@ def is_like(head: Array, expected: Array) -> bool:
     return bool(same.all())
 
 
-_constant: dict[tuple[Any, ...], Array] = {}  # heads that shapes determine, with any checksum
-_lengths: dict[tuple[Any, ...], int] = {}  # bytes of the last head
+_constant: dict[tuple[Any, ...], Array] = {}  # heads that depend only on the shape; their checksum is meaningless
+_lengths: dict[tuple[Any, ...], int] = {}  # expected size of heads in bytes
 
 
 def _key(r: DeviceReduction, piece: Piece) -> tuple[Any, ...]:
@@ -99,12 +99,12 @@ def constant(r: DeviceReduction, piece: Piece) -> Array | None:
 
 
 def usual_nbytes(r: DeviceReduction, pieces: Sequence[Piece]) -> int:
-    """Return the bytes that hold the heads of frames of some pieces, if they are as long as the last ones."""
+    """Return the number of bytes to read for the heads of some pieces, estimated from previous heads."""
     return max(_USUAL, *(_lengths.get(_key(r, piece), 0) for piece in pieces))
 
 
 def note(r: DeviceReduction, piece: Piece, head: Array) -> None:
-    """Note the head of a frame that this rank has encoded: its size, and the head itself if shapes determine it."""
+    """Store the size of a head for later estimates, and the head itself if it depends only on the shape."""
     key = _key(r, piece)
     keep(_lengths, key, len(head) + _SPARE)
     if has_fixed_rate(r.spec) and not _depends_on_values(head):

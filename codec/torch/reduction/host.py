@@ -1,4 +1,4 @@
-"""Values of a collective on one rank: their frames, sums of frames, and results."""
+"""Reduction: the values of a collective on one rank, with methods that encode, sum and decode them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ from codec.torch.transport.collective import Part
 from codec.torch.transport.messages import Array
 from codec.torch.transport.nccl import DeviceTransfer
 
-bound = functools.lru_cache(1024)(codec.bound)  # a training asks for few sizes
+bound = functools.lru_cache(1024)(codec.bound)  # a training run uses few sizes
 Frame = Any  # in host memory, an array of bytes; or on a GPU, a tensor of bytes
 Values = Any  # flat values of a reduction: an array in host memory, bfloat16 as uint16; or a tensor on a GPU
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_TERMS = "the ranks' tensors"  # terms of sums, in messages
-_LARGE = 1 << 21  # values of a piece above which several threads encode it
+_TERMS = "the ranks' tensors"  # name of the terms of sums, for error messages
+_LARGE = 1 << 21  # number of values of a piece above which several threads encode it
 _STREAM_STRIDE = (
     0x9E3779B97F4A7C15  # between random streams; odd and large, so that pieces of two streams never collide
 )
@@ -44,7 +44,7 @@ _STREAM_STRIDE = (
 
 @dataclass
 class Reduction:
-    """Values of a collective on this rank, and how they are encoded. All but the values is equal on all ranks."""
+    """Values of a collective on this rank, with the settings for encoding them, which are equal on all ranks."""
 
     x: Values  # values of this rank
     dtype: str
@@ -54,14 +54,14 @@ class Reduction:
     segments: Records | None = None
     bound_spec: BoundSpec | None = None  # `spec` bound to an optimizer; its arrays are flat, each as long as `x`
     settings: CallOptions = CallOptions()  # noqa: RUF009 - immutable
-    residual: Values | None = None  # residual of the terms, float32, as long as `x`; gets the frames' errors
+    residual: Values | None = None  # residual of the terms, float32, as long as `x`; encoding updates it
     sum_residual: Callable[[int, int], Values] | None = None  # returns the residual of the sums [begin, end)
     codebook: Codebook | None = None  # codebook with which all ranks encode
-    codebooks: Sequence[Codebook] = ()  # codebooks that frames may name
+    codebooks: Sequence[Codebook] = ()  # codebooks to which received frames may refer
     count_symbols: Callable[[View, BoundSpec | None], None] | None = None  # called with the values of each frame
     out: Values | None = None  # memory for the result; None: memory of the collective
-    # Functions to call after the agreement, if the result replaces `x` itself and stays in frames until then. For many
-    # values with small frames that is faster than to decode them to other memory and to copy the result.
+    # Deferred decoding: functions to call after the agreement, which decode the result into `x`. None: decode at once.
+    # For large tensors with small frames, this is faster than decoding to other memory and copying the result.
     deferred: list[Callable[[], None]] | None = None
 
     on_device = False  # True in DeviceReduction, whose values lie on a GPU
@@ -79,11 +79,11 @@ class Reduction:
         return parts[0][1] if len(parts) == 1 and prod(parts[0][1]) == self.n else None
 
     def bound(self, n: int) -> int:
-        """Return the upper bound of the bytes of a frame of `n` values with any segments, for the partition."""
+        """Return an upper bound of the bytes of a frame of `n` values with any segments, for the partition."""
         return bound(n, self.dtype, self.spec)
 
     def frame_bound(self, piece: Piece) -> int:
-        """Return the upper bound of the bytes of a piece's frame; its size if the codec has a fixed rate."""
+        """Return an upper bound of the bytes of a piece's frame; the exact size if the codec has a fixed rate."""
         return bound(piece.n, self.dtype, self.spec, segments=piece.segments or ())
 
     def slices(self, size: int) -> list[list[Piece]]:
@@ -124,7 +124,7 @@ class Reduction:
             raise
 
     def explain_nonfinite(self, error: ArgumentError, total: Values | None = None) -> None:
-        """Name the place of NaN or Inf in an error of encoding: in this rank's values, or in a sum if it is given."""
+        """Add the position of NaN or Inf to an encoding error: in this rank's values, or in the sum `total`."""
         if error.code == Status.NONFINITE:
             text = self.nonfinite_text() if total is None else overflow_message(view(total, self.dtype), _TERMS)
             error.args = (text,)
@@ -181,7 +181,7 @@ class Reduction:
         return part.arena.result_buffer(n, self.x.dtype) if self.out is None else self.out
 
     def sum_buffer(self, part: Part, n: int) -> Values:
-        """Return memory for a sum of `n` float32 values, which may be that of the sum before."""
+        """Return memory for a sum of `n` float32 values; it may be the memory of the previous sum."""
         return part.arena.sum_buffer(n)
 
     @property
@@ -196,7 +196,7 @@ class Reduction:
         return self.x.nbytes >= lib.CODEC_UNCACHED_NBYTES
 
     def decode_or_defer(self, frame: Array, piece: Piece, into: Values) -> None:
-        """Decode a frame to a piece of the result, or only validate it now and decode it after the agreement."""
+        """Decode a frame to a piece of the result; with deferred decoding, validate it now and decode it later."""
         if self.deferred is None:
             self.decode(frame, piece, into)
             return
@@ -229,11 +229,11 @@ class Reduction:
         piece : Piece
             Values of the frames.
         total : ndarray or tensor of float32
-            Gets the result.
+            Memory for the result.
         nontemporal : bool
-            Use non-temporal stores, if there is a frame of each rank.
+            True: use non-temporal stores. Ignored if an item of `parts` is None.
         check_finite : bool
-            Raise ArgumentError if the result holds NaN or Inf, if there is a frame of each rank.
+            True: raise ArgumentError if the result contains NaN or Inf. Ignored if an item of `parts` is None.
         """
         frames = [part for part in parts if part is not None]
         for frame in frames:
@@ -286,7 +286,7 @@ class Reduction:
         return bound_to_range(self.bound_spec, piece.begin, piece.end)
 
     def shared_levels(self, piece: Piece) -> BoundSpec | None:
-        """Return the bound spec with which a piece is decoded, if frames do not hold levels."""
+        """Return the bound spec that decoding a piece needs if frames do not contain levels, otherwise None."""
         shared = isinstance(self.spec, Truncate) and self.spec.level_coding == "shared"
         return self._bound_to(piece) if shared else None
 
@@ -317,17 +317,17 @@ class Reduction:
         return rounded.view(torch.uint16).numpy().view(self.x.dtype)
 
     def request_verdicts(self) -> None:
-        """Prepare :meth:`settle`: several reductions that all are prepared wait once."""
+        """Prepare :meth:`settle`. If several reductions are prepared first, settling all of them waits only once."""
 
     def settle(self, transfer: DeviceTransfer) -> None:
-        """Raise the errors of calls that a GPU has not ended yet; in host memory there are none."""
+        """Wait for asynchronous calls on a GPU and raise their errors; there are none in host memory."""
 
     def on_host(self) -> "Reduction":
         """Return the reduction with its values in host memory, for algorithms that need them there."""
         return self
 
     def from_host(self, result: Array) -> Values:
-        """Return the result of :meth:`on_host` where this reduction has its values."""
+        """Move a result of the :meth:`on_host` reduction to the memory of this reduction."""
         return result
 
 
@@ -344,7 +344,7 @@ def _options_for(engine: EngineName | None, threads: int | None, large: bool, no
 
 
 def _codec_of(struct: Any) -> tuple[int, ...]:
-    """Return the codec and those parameters of a spec that a header repeats."""
+    """Return the codec and the parameters of a spec that a frame header contains."""
     return struct.codec, struct.variant, struct.bits, struct.options, struct.max_code_length, struct.model
 
 
@@ -365,10 +365,10 @@ def bound_to_range(spec: BoundSpec, begin: int, end: int) -> BoundSpec:
 
 
 def nonfinite_error(r: Reduction, x: Values, *, summed: bool = False) -> ArgumentError | None:
-    """Return the error that encoding raises for NaN or Inf, if `x` has some and the codec refuses them.
+    """Return the error that encoding would raise if `x` contains NaN or Inf and the codec refuses them; else None.
 
-    Uncompressed values are checked with it, so that an error does not depend on the way in which values are sent.
-    `summed`: `x` is a sum, else this rank's values.
+    It is used for values that are sent uncompressed, so that errors do not depend on how values are sent. `summed`
+    tells whether `x` is a sum or this rank's values.
     """
     if not r.rejects_nonfinite or not len(x) or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
         return None

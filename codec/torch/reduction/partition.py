@@ -1,4 +1,4 @@
-"""Partition of a flat tensor into slices and pieces, computed from sizes and shapes alone, so equal on all ranks."""
+"""Split a flat tensor into slices and pieces. The result depends only on sizes and shapes, so all ranks agree."""
 
 import bisect
 import functools
@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from codec.tensors.segments import Records, Segments, pack, unpack
 
-CHUNK_NBYTES = 1 << 20  # bytes of a tensor in a chunk; while one is on the wire, others are encoded and decoded
-_FRAME_NBYTES = 1 << 19  # bytes of a chunk's frame; chunks of smaller frames are larger, since each costs messages
-MOST_NBYTES = 1 << 22  # upper bound of the bytes of a tensor in a chunk
-_MOST = 16  # upper bound of the chunks of a slice
-_LONG = 1 << 16  # values; rows longer than that may be cut
-_ALIGN = 1024  # cut points outside of rows are multiples of it, so that no group of 1024, 512, 256, ... values is cut
+CHUNK_NBYTES = 1 << 20  # bytes of a chunk before encoding; while it is sent, others are encoded and decoded
+_FRAME_NBYTES = 1 << 19  # target size of a chunk's frame in bytes; if frames are smaller, chunks are larger
+MOST_NBYTES = 1 << 22  # maximum bytes of a chunk before encoding
+_MOST = 16  # maximum number of chunks of a slice
+_LONG = 1 << 16  # rows with more values than this may be split
+_ALIGN = 1024  # cut points outside of rows are multiples of this, so that groups of 1024, 512, ... values stay whole
 
 
 class Piece(NamedTuple):
@@ -31,12 +31,12 @@ class Piece(NamedTuple):
 
 
 def chunk_nbytes(itemsize: int, bound: Callable[[int], int]) -> int:
-    """Return the bytes of a tensor in a chunk, if frames of n values have at most bound(n) bytes."""
+    """Return the size of a chunk before encoding, in bytes; bound(n) is the maximum bytes of a frame of n values."""
     frame_nbytes = bound(CHUNK_NBYTES // itemsize)
     return max(CHUNK_NBYTES, min(MOST_NBYTES, CHUNK_NBYTES * _FRAME_NBYTES // frame_nbytes))
 
 
-@functools.lru_cache(256)  # a training cuts few tensors, again and again
+@functools.lru_cache(256)  # a training run splits the same few tensors in each step
 def cut(
     n: int, size: int, itemsize: int, segments: Records | None, chunk_nbytes: int | None = None
 ) -> list[list[Piece]]:
@@ -66,7 +66,7 @@ def cut(
     chunks = _chunks(n * itemsize / size, chunk_nbytes or CHUNK_NBYTES)
     inside = unpack(segments) if segments else []
     starts = _row_starts(inside) if inside else None
-    # max: rounding to _ALIGN behind a segment can give a cut point before the last one inside the segment
+    # max keeps cut points ascending: past a segment, rounding to _ALIGN can give a point before the previous cut
     cuts = list(accumulate((_near(i * n // (size * chunks), n, starts) for i in range(size * chunks + 1)), max))
     pieces = [Piece(a, b, pack(_inside(inside, a, b)) if inside else None) for a, b in pairwise(cuts)]
     return [pieces[r * chunks : (r + 1) * chunks] for r in range(size)]
@@ -78,7 +78,7 @@ def cut_evenly(
 ) -> list[list[Piece]]:
     """Return slices of n / size values each, as :func:`cut` does; `n` is a multiple of `size`.
 
-    Cut points do not depend on the segments. The values of a row that a cut divides lie outside of segments.
+    Cut points do not depend on the segments. If a cut splits a row, the values of that row belong to no segment.
     """
     each = n // size
     chunks = _chunks(each * itemsize, chunk_nbytes)
@@ -95,7 +95,7 @@ def cut_evenly(
 
 
 def _chunks(nbytes: float, chunk_nbytes: int) -> int:
-    """Return the number of chunks of a slice: two or more unless it is small, so that sums and terms overlap."""
+    """Return the number of chunks of a slice; at least two unless the slice is small, so that phases overlap."""
     return max(2 if nbytes > CHUNK_NBYTES else 1, min(_MOST, round(nbytes / chunk_nbytes)))
 
 
@@ -118,7 +118,7 @@ def _row_starts(segments: Segments) -> _Rows:
 
 
 def _near(at: int, n: int, rows: _Rows | None) -> int:
-    """Return the cut point at or before `at`: the begin of a row, or a multiple of _ALIGN."""
+    """Return the last valid cut point up to `at`: the start of a row, or outside of rows a multiple of _ALIGN."""
     if at >= n:
         return n
     i = bisect.bisect_right(rows.offset, at) - 1 if rows else -1

@@ -1,4 +1,4 @@
-"""All-reduce of uncompressed values, for links so fast that encoding would take longer than sending."""
+"""All-reduce of uncompressed values, for links that are so fast that encoding takes longer than sending."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +15,11 @@ from codec.torch.transport.collective import Part
 from codec.torch.transport.messages import Array
 
 _CHUNK_NBYTES = 3 << 18  # bytes of a chunk
-_TILE = 1 << 16  # values that are summed and divided at a time
+_TILE = 1 << 16  # number of values that are summed and divided at a time, so that they stay in the cache
 
 
 async def two_shot(part: Part, r: Reduction) -> Array:
-    """Run two-shot with uncompressed values: each rank sums a slice. Lossless frames would give the same bits."""
+    """Run two-shot with uncompressed values. The result is bit-identical to that with lossless frames."""
     size, me, x = part.size, part.rank, r.x
     # use the slices of encoded collectives, since residuals of sums belong to slices
     slices = cut(x.size, size, x.itemsize, r.segments, _CHUNK_NBYTES)
@@ -56,17 +56,17 @@ async def two_shot(part: Part, r: Reduction) -> Array:
 
 
 class _Rooms:
-    """Memory for the terms of two chunks of all other ranks.
+    """Buffers for the terms of two chunks from all other ranks.
 
-    The receives of a chunk are posted when the chunk two before has been summed, into the same memory, so that all data
-    in flight fits into caches: with uncompressed values the processors are the bottleneck.
+    Chunk c + 2 is received into the buffers of chunk c, once chunk c has been summed. So all data in flight fit into
+    the CPU caches, which matters because CPUs are the bottleneck for uncompressed values.
 
     Parameters
     ----------
     part : Part
         Part of the collective.
     n : int
-        Most values of a chunk.
+        Maximum number of values of a chunk.
     dtype : dtype
         Dtype of the values.
     """
@@ -78,7 +78,7 @@ class _Rooms:
         self._rooms = [{o: part.arena.allocate(nbytes).view(dtype) for o in part.others} for _ in range(2)]
 
     def receive(self, c: int, n: int) -> dict[int, tuple[Array, Receive]]:
-        """Ask all other ranks for their terms of chunk `c`, `n` values."""
+        """Request the terms of chunk `c`, `n` values each, from all other ranks."""
         rooms = {o: room[:n] for o, room in self._rooms[c % 2].items()}
         return {o: (room, self._part.receive_values(room, o)) for o, room in rooms.items()}
 
@@ -105,7 +105,7 @@ def _sum_piece(terms: Sequence[Array], r: Reduction, piece: Piece, total: Array)
     Raises
     ------
     ArgumentError
-        The sum holds NaN or Inf, and no term does: else the rank of that term raises the error.
+        The sum contains NaN or Inf, but no term does. (For a term with NaN or Inf, its rank raises the error.)
     """
     residual = None if r.sum_residual is None else r.sum_residual(piece.begin, piece.end)
     _round_with_residual(_reduce_terms(terms, r, total), r, residual, total)
@@ -158,15 +158,16 @@ def _round_with_residual(values: Array, r: Reduction, residual: Array | None, pl
 
 
 async def plain(part: Part, r: DeviceReduction) -> Values:
-    """Sum values by NCCL's all-reduce, in its order and in the tensor's dtype; a mean divides before, as DDP does.
+    """Run NCCL's uncompressed all-reduce, which adds in the tensor's dtype and in an order of NCCL's choice.
 
-    Residuals are added to the values, and keep what rounding to the tensor's dtype loses.
+    For a mean, values are divided before the sum, as in DDP. Residuals are added to the values; new residuals are the
+    errors of rounding to the tensor's dtype.
     """
     values = _shares(part, r)
     if r.rejects_nonfinite:  # raise the same error as encoding would
         r.refuse_nonfinite(values)
         r.settle(part.device)
-    await part.gather([0])  # a rank that has failed sends an abort: NCCL's messages could not be ended
+    await part.gather([0])  # wait for all ranks, since NCCL's messages could not be cancelled if a rank had failed
     part.counters.round_trips += 1
     with part.device.phase():
         part.device.all_reduce(values, part.counters)
@@ -178,7 +179,7 @@ async def plain(part: Part, r: DeviceReduction) -> Values:
 
 
 def _shares(part: Part, r: DeviceReduction) -> torch.Tensor:
-    """Return this rank's share of the result, in memory of its own."""
+    """Return the values that this rank contributes to the sum, in new memory, and update the residuals."""
     share = part.size if r.op == "mean" else 1
     if r.residual is None and r.sum_residual is None:
         return r.x / share

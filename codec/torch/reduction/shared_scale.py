@@ -1,4 +1,4 @@
-"""TernGrad's all-reduce: under a scale that all ranks share, ternary values are integers with exact sums."""
+"""TernGrad's all-reduce: all ranks share one scale, so that ternary values are integers and their sums are exact."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -67,7 +67,7 @@ def _parts(n: int, segments: Records | None) -> list[_Part]:
 
 
 def magnitude(x: Array, spec: Spec) -> float:
-    """Return the largest magnitude, limited to `clip` standard deviations of the spec, unless those are 0."""
+    """Return the largest magnitude of x, limited to `spec.clip` standard deviations unless these are 0."""
     most = abs(max(float(x.max()), -float(x.min())))
     if not math.isfinite(most):
         raise ArgumentError(nonfinite_message(view(x), spec, "the tensor"), Status.NONFINITE)
@@ -78,7 +78,7 @@ def magnitude(x: Array, spec: Spec) -> float:
 
 
 class _Shared(Reduction):
-    """Reduction whose terms are ternary values with scale 1, and whose sums are integers, several in a byte."""
+    """Reduction whose terms are ternary values with scale 1, and whose sums are integers, packed several per byte."""
 
     def __init__(self, r: Reduction, values: Array, parts: Sequence[_Part], scales: Array, size: int) -> None:
         super().__init__(r.x, r.dtype, r.spec, r.op, r.stream, out=r.out)
@@ -94,7 +94,7 @@ class _Shared(Reduction):
         self._divide = size if r.op == "mean" else 1
 
     def _within(self, piece: Piece) -> Iterator[tuple[slice, slice, np.float32]]:
-        """Yield the parts inside a piece: range in the piece, range in the tensor, scale."""
+        """Yield, for each part inside a piece: its range in the piece, its range in the tensor, and its scale."""
         first = int(np.searchsorted(self._begins, piece.begin, side="right")) - 1
         for begin, end, i in self._parts[max(0, first) :]:
             a, b = max(begin, piece.begin), min(end, piece.end)

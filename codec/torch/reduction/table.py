@@ -1,4 +1,4 @@
-"""Table of algorithms: what each one does, and all that other modules need to know of it."""
+"""Table of algorithms, with their functions and properties."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -27,25 +27,25 @@ class Algorithm:
     Parameters
     ----------
     name : str
-        Name in signatures (protocol.md, section 5.1). That of an all-reduce is also a value of ``algorithm=``.
+        Name in signatures (protocol.md, section 5.1). For an all-reduce it is also a value of ``algorithm=``.
     run : callable
-        run(part, reduction) is a coroutine that exchanges values and returns the result.
+        Coroutine function run(part, reduction) that exchanges values and returns the result.
     on_device : Algorithm, optional
         Variant whose frames stay on GPUs.
     encodes_sums : bool
-        A rank encodes the sums of its slice, so that these have a residual of their own.
+        True: a rank encodes the sums of its slice, so that these have a separate residual.
     feedback : bool
-        Error feedback is possible.
+        True: error feedback is possible.
     defers : bool
-        Results can stay in frames until the agreement: ``run`` takes reductions with :attr:`Reduction.deferred`.
+        True: the algorithm supports deferred decoding (:attr:`Reduction.deferred`).
     raw_fallback : bool
-        Tensors may be sent uncompressed instead if that is measured to be faster.
+        True: "auto" may send tensors uncompressed instead, if that is measured to be faster.
     joins : bool
-        Reductions on GPUs that run side by side make their calls together (:class:`Joint`).
+        True: concurrent reductions on GPUs combine their engine calls (:class:`Joint`).
     uncompressed : bool
-        Values are sent uncompressed.
+        True: values are sent uncompressed.
     check : callable
-        check(spec, op) raises SpecError or ArgumentError for arguments of a call that do not go with the algorithm.
+        Function check(spec, op) that raises SpecError or ArgumentError if the algorithm does not support them.
     """
 
     name: str
@@ -92,11 +92,11 @@ ALL_GATHER = _with_device(
 )
 RING = Algorithm("ring", partial(_on_host, algorithms.ring), feedback=False, defers=True)
 RAW = Algorithm("raw", partial(_on_host, raw.two_shot), encodes_sums=True, uncompressed=True)
-# Uncompressed all-reduce of "auto" if all ranks have GPUs: NCCL's own. RAW would add values in the order of ranks.
+# NCCL's all-reduce, which "auto" uses for uncompressed values if all ranks have GPUs. RAW adds in rank order instead.
 PLAIN = Algorithm("plain on GPUs", raw.plain, encodes_sums=True, uncompressed=True)
 SHARED_SCALE = Algorithm("shared_scale", partial(_on_host, shared_scale.shared_scale), check=shared_scale.check)
 
-# By the value of ``algorithm=``; "auto" is no algorithm, but a choice among these.
+# Algorithms by the value of ``algorithm=``. "auto" is not in the table: it chooses among these.
 ALL_REDUCES = {each.name: each for each in (TWO_SHOT, ALL_GATHER, RING, RAW, SHARED_SCALE)}
 
 REDUCE_SCATTER = _with_device(Algorithm("reduce_scatter", algorithms.reduce_scatter), algorithms_device.reduce_scatter)
@@ -105,12 +105,12 @@ ALL_TO_ALL = _with_device(Algorithm("all_to_all", algorithms.all_to_all), algori
 
 
 def check_request(requested: Any, spec: Spec, op: str, *, feedback: bool) -> None:
-    """Check that the value of ``algorithm=`` goes with the other arguments of an all-reduce or of a hook.
+    """Check that the value of ``algorithm=`` can be combined with the other arguments of an all-reduce or a hook.
 
     Raises
     ------
     ArgumentError, SpecError
-        There is no such algorithm, or it does not go with the spec, the operation or error feedback.
+        The algorithm is unknown, or does not support the spec, the operation or error feedback.
     """
     algorithm = ALL_REDUCES.get(check_algorithm(requested))
     if algorithm is None:
