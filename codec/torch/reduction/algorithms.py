@@ -1,7 +1,6 @@
 """Algorithms that exchange frames (docs/spec/protocol/collectives.md, section 3), and their phases.
 
-The algorithms do not write to tensors of the caller. In a phase, a rank sends frames to the owners of slices, or to all
-ranks.
+In a phase, a rank sends frames to the owners of slices, or to all ranks.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

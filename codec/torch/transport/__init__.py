@@ -1,5 +1,5 @@
-"""Collectives in flight, and the messages of their parts (docs/spec/protocol.md, sections 3 to 6).
+"""Transport of collectives: messages and agreement of ranks (docs/spec/protocol.md, sections 3 to 6).
 
-Modules here send and receive frames, numbers and uncompressed values, and count bytes and seconds. They never encode,
-decode or sum, and do not know which collective they serve.
+Modules in this package send and receive frames, numbers and uncompressed values, and count bytes and seconds. They do
+not depend on the kind of a collective.
 """

@@ -1,4 +1,4 @@
-"""Memory on the host for the messages, the result and the sums of one collective."""
+"""Host memory for the messages, the result and the sums of one collective."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from codec.torch.transport.buffers import Buffers
 from codec.torch.transport.messages import Array
 
-_ALIGN = 64  # bytes: messages begin at multiples of this
+_ALIGN = 64  # alignment of messages in bytes
 
 
 def aligned_begins(bounds: Sequence[int]) -> list[int]:
@@ -20,39 +20,39 @@ def aligned_begins(bounds: Sequence[int]) -> list[int]:
 class Arena:
     """Memory of one collective, taken from the buffers of its channel.
 
-    Messages lie one behind another in one array. An algorithm first reserves memory for all of its messages. Messages
-    allocated before the array grows keep the old array.
+    Messages are stored one after another in one array. An algorithm first reserves memory for all of its messages. If
+    the array must grow, messages allocated before stay in the old array.
 
-    An allocation beyond the reserved bytes is a mistake in an algorithm: AssertionError.
+    An allocation beyond the reserved bytes is a bug in an algorithm, and raises AssertionError.
 
     Parameters
     ----------
     buffers : Buffers
-        Gives the memory.
+        Pool from which memory is allocated.
     """
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
-        self._taken: list[tuple[Array, bool]] = []  # buffers in use, and whether they are pinned
+        self._taken: list[tuple[Array, bool]] = []  # pairs (buffer in use, True if it is pinned)
         self._messages = np.empty(0, np.uint8)
-        self._left = 0  # bytes that algorithms have reserved and not used
-        self._used = self._last = 0  # bytes of `_messages` in use; offset of the message allocated last
+        self._left = 0  # bytes that are reserved but not allocated
+        self._used = self._last = 0  # bytes of `_messages` in use; offset of the last allocated message
         self._sum = np.empty(0, np.float32)
 
     @staticmethod
     def nbytes_of(bounds: Sequence[int]) -> int:
-        """Return the bytes that messages take which have at most `bounds` bytes."""
+        """Return the bytes of memory that messages of at most `bounds` bytes need, including alignment."""
         return sum(-(-n // _ALIGN) * _ALIGN for n in bounds)
 
     def reserve(self, nbytes: int, *, pinned: bool = False) -> None:
-        """Reserve memory for the messages of an algorithm, in addition to what is reserved.
+        """Reserve memory for the messages of an algorithm, in addition to memory already reserved.
 
         Parameters
         ----------
         nbytes : int
-            Bytes by :meth:`nbytes_of`.
+            Number of bytes, computed by :meth:`nbytes_of`.
         pinned : bool
-            Frames are copied from and to a GPU.
+            True: use page-locked memory, since frames are copied from and to a GPU.
         """
         self._left += nbytes
         if self._messages.nbytes - self._used < self._left:
@@ -69,7 +69,7 @@ class Arena:
         return self._messages[begin : begin + nbytes]
 
     def shrink(self, message: Array, nbytes: int) -> Array:
-        """Return the first `nbytes` bytes of the message allocated last, and free the memory behind them."""
+        """Shrink the last allocated message to its first `nbytes` bytes, and free the rest of its memory."""
         self._left += self._used
         self._used = -(-(self._last + nbytes) // _ALIGN) * _ALIGN
         self._left -= self._used
@@ -81,13 +81,13 @@ class Arena:
         return self._take(nbytes)[:nbytes].view(dtype)
 
     def sum_buffer(self, n: int) -> Array:
-        """Return an array of `n` float32 values; it shares memory with the one returned before."""
+        """Return an array of `n` float32 values; the next call may return the same memory."""
         if self._sum.size < n:
             self._sum = self._take(4 * n)[: 4 * n].view(np.float32)
         return self._sum[:n]
 
     def release(self) -> None:
-        """Give the memory back: nobody uses it any more."""
+        """Return all memory to the pool. Arrays of this arena must not be used afterwards."""
         for buffer, pinned in self._taken:
             self._buffers.give(buffer, pinned=pinned)
         self._taken.clear()

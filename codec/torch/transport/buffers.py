@@ -1,4 +1,4 @@
-"""Memory of collectives: buffers on the host that they take and give back, memory of GPUs and its count."""
+"""Memory of collectives: a pool of host buffers, a counter of GPU scratch memory, and an allocator on GPUs."""
 
 from typing import Any
 
@@ -8,27 +8,27 @@ from codec.stateful.ranges import Memory
 from codec.torch.transport.messages import Array
 from codec.torch.transport.streams import host_memory
 
-_MOST = 128  # buffers that are kept
-_SPARE = 2  # all buffers together have at most _SPARE times the bytes that were in use at once
-_WASTE = 4  # a request gets a buffer of at most _WASTE times its size, unless the buffer is small
+_MOST = 128  # maximum number of free buffers
+_SPARE = 2  # all buffers together have at most _SPARE times the peak of the bytes in use
+_WASTE = 4  # a request is served by a buffer of at most _WASTE times its size, or of at most _SMALL bytes
 _SMALL = 1 << 16  # bytes
 
 
 class Buffers:
-    """Buffers of a channel. Only the thread that runs the collectives takes them and gives them back.
+    """Pool of host buffers of a channel. Only the thread that runs the collectives may use it.
 
     Attributes
     ----------
     nbytes : int
-        Bytes of all buffers, free ones and those in use.
+        Total bytes of all buffers, free and in use.
     """
 
     def __init__(self) -> None:
         self.nbytes = self._used = self._most_used = 0
-        self._free: list[tuple[Array, bool]] = []  # buffer, pinned; the last ones given back come last
+        self._free: list[tuple[Array, bool]] = []  # pairs (buffer, pinned); most recently freed last
 
     def take(self, nbytes: int, *, pinned: bool = False) -> Array:
-        """Return an array of at least `nbytes` bytes; `pinned`: page-locked."""
+        """Allocate an array of at least `nbytes` bytes, in page-locked memory if `pinned`."""
         fits = [
             i
             for i, (each, kind) in enumerate(self._free)
@@ -44,7 +44,7 @@ class Buffers:
         return buffer
 
     def give(self, buffer: Array, *, pinned: bool = False) -> None:
-        """Give back what :meth:`take` returned; nobody may use it any more."""
+        """Free a buffer that :meth:`take` returned; it must not be used afterwards."""
         self._free.append((buffer, pinned))
         self._used -= buffer.nbytes
         while len(self._free) > _MOST or self.nbytes > _SPARE * self._most_used:
@@ -52,19 +52,19 @@ class Buffers:
 
 
 class Scratch:
-    """Count of the memory of GPUs that the CUDA engine takes beside tensors and frames.
+    """Counter of the GPU scratch memory that the CUDA engine allocates, besides tensors and frames.
 
     Attributes
     ----------
     nbytes, most_nbytes : int
-        Bytes in use, and the most so far.
+        Bytes in use now, and their maximum so far.
     """
 
     def __init__(self) -> None:
         self.nbytes = self.most_nbytes = 0
 
     def note(self, kept: int, most: int) -> None:
-        """Count a call that has had `most` bytes at once, and keeps `kept` bytes, which are negative if released."""
+        """Count a call that has used up to `most` bytes and keeps `kept` bytes; `kept` < 0 if it has freed memory."""
         self.most_nbytes = max(self.most_nbytes, self.nbytes + most)
         self.nbytes += kept
 
@@ -88,5 +88,5 @@ class DeviceMemory(Memory):
         return isinstance(array, torch.Tensor) and array.device == self._device
 
     def bring(self, array: Any) -> Any:
-        """Return a tensor if it is on this GPU, else a copy of an array or tensor there."""
+        """Return `array` if it is a tensor on this GPU; otherwise copy it there."""
         return torch.as_tensor(array, device=self._device)

@@ -1,4 +1,4 @@
-"""Channel of a group: what its collectives share on this rank (docs/spec/protocol.md)."""
+"""Channel of a group: connections, memory and counters that its collectives share (docs/spec/protocol.md)."""
 
 import threading
 import time
@@ -19,32 +19,32 @@ from codec.torch.transport.nccl import DeviceTransfer
 
 
 class Channel:
-    """Connections among the ranks of a group that carry nothing but the messages of codec's collectives.
+    """Connections among the ranks of a group, used only for the messages of codec's collectives.
 
-    Several collectives can be in flight. A lost rank closes the channel, and the ranks that wait for this rank fail at
-    once. Closed connections stay closed.
+    Several collectives can be in flight. If a rank is lost, the channel is closed, so that ranks that wait for this
+    rank fail at once. A closed channel cannot be opened again.
 
     Parameters
     ----------
     group : ProcessGroup or None
-        Ranks of the channel; None: all. Every rank must make its channel at the same point of the program.
+        Ranks of the channel; None: all ranks. Every rank must create its channel at the same point of the program.
     timeout : float, timedelta or None
         Longest time, in seconds, that a peer may keep this rank waiting; None: the timeout of `group`.
 
     Attributes
     ----------
     rank, size : int
-        This rank, and the number of ranks.
+        Rank of this process, and number of ranks.
     others : list of int
-        All other ranks, a different one first on each rank.
+        All other ranks; each rank starts with another one, so that they do not all send to the same rank first.
     counters : Counters
         Totals of all collectives that have ended.
     mesh : Mesh
-        Connections in host memory.
+        TCP connections for data in host memory.
     device : DeviceTransfer
-        Frames that stay on GPUs.
+        NCCL connections for frames that stay on GPUs.
     buffers : Buffers
-        Memory for messages, results and sums.
+        Pool of host memory for messages, results and sums.
     """
 
     def __init__(self, group: Any, timeout: Timeout | None) -> None:
@@ -95,7 +95,7 @@ class Channel:
         return self._cancelled
 
     def cancel(self) -> None:
-        """Make the collectives in flight and all later ones fail; from then on no tensor of the caller is written.
+        """Make collectives in flight and later ones fail. After this returns, no tensor of the caller is written to.
 
         Any thread may call this.
         """

@@ -1,4 +1,4 @@
-"""One collective in flight on this rank: its messages, its memory, and the agreement of all ranks on its outcome."""
+"""One collective in flight: sends and receives its messages, and makes all ranks agree on its outcome."""
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -64,12 +64,12 @@ class _Channel(Protocol):
 class Collective:
     """Collective of all ranks of a group.
 
-    It consists of parts, which send messages and wait for those of other ranks, and ends with :meth:`agree`. All
-    messages name the collective and the signature of their part, so that no rank asks others before it sends data.
+    A collective consists of parts, which send messages and wait for those of other ranks, and ends with :meth:`agree`.
+    Each message contains the number of the collective and the signature of its part, so that ranks can send data
+    without comparing arguments first.
 
-    An error of one rank is an error of all: a rank that fails sends all others an abort, which ends their waits.
-    Errors leave the connections open for other collectives. A lost rank, or one that does not answer in time, closes
-    all connections.
+    If a rank fails, all ranks fail: it sends an abort message to all others, which ends their waits. Connections then
+    stay open for other collectives. If a rank is lost or does not answer in time, all connections are closed.
 
     Parameters
     ----------
@@ -83,11 +83,11 @@ class Collective:
     counters : Counters
         Bytes and seconds of this collective.
     clock : Stopwatch
-        Adds seconds to the counters.
+        Stopwatch that adds seconds to the counters.
     arena : Arena
-        Memory of messages, results and sums.
+        Memory for messages, results and sums.
     agreed : bool
-        All ranks have succeeded: this rank must not fail any more.
+        True: all ranks have succeeded, and this rank must not fail afterwards.
     """
 
     def __init__(self, channel: _Channel, number: int) -> None:
@@ -100,8 +100,8 @@ class Collective:
         self._writing = channel.writing
         self._inbox = self.mesh.begin(number)
         self._parts = 0
-        self._aborted = False  # this rank has given the collective up
-        self._cause: Cause | None = None  # for which another rank has
+        self._aborted = False  # True: this rank has sent an abort
+        self._cause: Cause | None = None  # cause in another rank's abort
         self._fields: Fields = {}
 
     def part(self, signature: int, fields: Fields | None = None) -> "Part":
@@ -120,11 +120,11 @@ class Collective:
         return Part(self, self._parts - 1, signature)
 
     async def agree(self, report: Sequence[int] = ()) -> list[int]:
-        """Report that this rank has succeeded, and return once all ranks have.
+        """Report that this rank has succeeded, and return once all ranks have succeeded.
 
-        Two ranks report to each other. Of more ranks rank 0 gets the reports, and then tells all others: whichever
-        other rank is lost meanwhile, either all ranks succeed or none does. Rank 0 may begin to wait one timeout after
-        another rank, and wait for one timeout itself.
+        Two ranks report to each other. If there are more, all ranks report to rank 0, which then notifies all others.
+        So whichever other rank is lost meanwhile, either all ranks succeed or none does. Ranks wait for rank 0 for two
+        timeouts, since rank 0 may start one timeout later and then wait for another one.
 
         Parameters
         ----------
@@ -168,13 +168,13 @@ class Collective:
         error : BaseException
             Error of this rank.
         cause : Cause, optional
-            What another collective of the same step has returned that failed before. Default: `error`, or the cause
-            that another rank has named.
+            Cause that this method has returned for another failed collective of the same step. Default: the cause in
+            another rank's abort, or `error`.
 
         Returns
         -------
         Cause
-            What the other ranks are told.
+            Cause that is sent to the other ranks.
         """
         self.device.drain()
         cause = cause or self._cause or Cause(status_of(error), self.rank, f"{type(error).__name__}: {error}")
@@ -195,12 +195,12 @@ class Collective:
             yield
 
     def end(self) -> None:
-        """End the collective: no message is received any more, and its memory is given back."""
+        """End the collective: drop messages that arrive later, and free its memory."""
         self.mesh.end(self.number)
         self.arena.release()
 
     async def blame(self, source: int) -> None:
-        """Raise the error for which a rank had no frame to send: wait for its abort."""
+        """Wait for the abort of a rank that had no frame to send, and raise the error in the abort."""
         await self.part(_VERDICT).numbers(source, 0)
         raise PeerError(f"rank {source} sent no frame, because of an error")
 
@@ -255,16 +255,16 @@ class Part:
         self._sends: list[Wait] = []
 
     def send(self, body: Sequence[Any], to: int, *, data: bool = False) -> None:
-        """Begin to send a message.
+        """Start to send a message.
 
         Parameters
         ----------
         body : sequence of buffers
-            Bytes of the message, which must not change before :meth:`sent`.
+            Bytes of the message, which must not change before :meth:`sent` returns.
         to : int
             Receiving rank.
         data : bool
-            Count the bytes as those of frames or values.
+            True: count the bytes in `sent_nbytes`, for frames and values.
         """
         index = self._sent[to]
         self._sent[to] += 1
@@ -288,7 +288,7 @@ class Part:
             await self._wait(send)
 
     def receive(self, most: int, source: int) -> Receive:
-        """Ask for a frame of at most `most` bytes; :meth:`frame` waits for it."""
+        """Request a frame of at most `most` bytes; :meth:`frame` waits for the frame."""
         return self._receive(source, most, self.arena.allocate(most))
 
     def receive_values(self, buffer: Array, source: int) -> Receive:
@@ -335,7 +335,7 @@ class Part:
         return [found[rank] for rank in range(self.size)]
 
     async def scatter(self, numbers: Sequence[int]) -> list[int]:
-        """Send number i of this rank to rank i; return the number that each rank has sent to this one."""
+        """Send number i of this rank to rank i; return the numbers received, by rank."""
         for o in self.others:
             self.send([pack_numbers([numbers[o]])], o)
         found = {self.rank: [numbers[self.rank]]} | {o: await self.numbers(o, 1) for o in self.others}

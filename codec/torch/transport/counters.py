@@ -23,22 +23,22 @@ class Counters(Rounded):
     raw_collectives : int
         All-reduces that succeeded and sent at least one tensor uncompressed.
     raw_nbytes : int
-        Bytes of the tensors that this rank has given to collectives.
+        Bytes of the tensors that this rank has passed to collectives.
     sent_nbytes, received_nbytes : int
         Bytes of frames and of uncompressed values, to and from all other ranks together.
     encode_s : float
         Seconds spent encoding.
     wire_s : float
-        Seconds in which this rank had nothing to do but to wait for other ranks. Collectives in flight at the same time
-        wait together: each of them counts these seconds, and :func:`group_stats` counts them once.
+        Seconds in which this rank only waited for other ranks. If several collectives are in flight, each of them
+        counts these seconds, while :func:`group_stats` counts them once.
     decode_s : float
         Seconds spent decoding, summing and storing results.
     cpu_s : float
-        Seconds of CPU time that the threads of collectives have used, at other work included that they did meanwhile.
-        Encoding and decoding by several threads is counted for one of them.
+        Seconds of CPU time of the threads that run collectives, including other work of these threads. If several
+        threads encode or decode, only one of them is counted.
     round_trips : float
-        Round trips between ranks that collectives took at least, 0.5 for each message that waits for another one.
-        Buckets of one step are one collective.
+        Minimum number of round trips between ranks, 0.5 for each message that waits for another one. The buckets of a
+        step count as one collective.
     waited_s : dict of int to float
         Seconds of `wire_s` by the rank whose message ended the wait.
 
@@ -63,7 +63,7 @@ class Counters(Rounded):
     waited_s: dict[int, float] = field(default_factory=dict[int, float])
 
     def __str__(self) -> str:
-        """Return the number of collectives, the bytes and the times of all of them, in a line."""
+        """Return one line: number of collectives, total bytes and total times."""
         raw = f" ({self.raw_collectives} uncompressed)" if self.raw_collectives else ""
         return (
             f"{count(self.frame_collectives + self.raw_collectives, 'collective')}{raw} of {size(self.raw_nbytes)}: "
@@ -110,7 +110,7 @@ class Stopwatch:
     Parameters
     ----------
     counters : Counters
-        Gets the seconds.
+        Counters to which the seconds are added.
     """
 
     def __init__(self, counters: Counters) -> None:

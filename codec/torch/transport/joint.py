@@ -1,4 +1,4 @@
-"""Reductions on GPUs that run side by side: the engine encodes, sums and decodes for all of them by common launches."""
+"""Combine the engine calls of concurrent reductions on GPUs, so that all of them share kernel launches."""
 
 import bisect
 import functools
@@ -16,7 +16,7 @@ from codec.torch.transport.collective import Part
 from codec.torch.transport.counters import Phase
 from codec.torch.transport.nccl import DeviceTransfer
 
-_LARGE = 1 << 18  # values; so many are launched while messages arrive, rather than later together with others
+_LARGE = 1 << 18  # number of collected values above which they are launched while messages arrive, not later
 _BEGIN, _ADD = lib.CODEC_INTO_FLOAT32, lib.CODEC_INTO_ADD
 
 
@@ -84,11 +84,11 @@ class Encoded:
 
 
 class Joint:
-    """Calls of the CUDA engine of reductions that run side by side, the members.
+    """CUDA engine calls of several concurrent reductions, the members.
 
-    Members meet wherever they encode or send: each waits for the others, so that the engine gets the calls of all in
-    one, in the order of the members, and NCCL has the same order of messages on all ranks. All ranks must have the same
-    members. Sums and frames to decode are collected, and launched where members meet or wait for messages.
+    Before they encode or send, members wait for each other (a meeting). Their calls are then combined to one engine
+    call, in the order of the members, and NCCL has the same order of messages on all ranks. All ranks must have the
+    same members. Sums and frames to decode are collected, and launched at meetings or before waits for messages.
 
     Parameters
     ----------
@@ -122,9 +122,9 @@ class Joint:
     # Meetings
 
     async def meet(self, member: int, item: Any, act: Callable[[list[Any]], list[Any]]) -> Any:
-        """Wait until all members are here; return this one's item of the list that act(items of all) returns.
+        """Wait until all members have called this; return this member's item of the list act(items of all members).
 
-        All members call it as often and with equal `act`. One of them calls `act`, and gets its errors.
+        All members must call this equally often, with equal `act`. One of them calls `act`, and raises its errors.
         """
         wait = Wait()
         self._here[member] = item, act, wait
@@ -151,7 +151,7 @@ class Joint:
             wait.complete()
 
     def launch_for(self, items: list[None]) -> list[None]:
-        """Launch what was collected, in a meeting."""
+        """Launch all collected calls; a function for :meth:`meet`."""
         self.launch()
         return items
 
@@ -168,16 +168,16 @@ class Joint:
         self._collected += n
 
     def after(self, call: Callable[[], None]) -> None:
-        """Have :meth:`launch` call a function behind the sums collected so far."""
+        """Make :meth:`launch` call a function after the sums collected so far."""
         self._after.append(call)
 
     def launch_large(self) -> None:
-        """Launch what was collected before the host waits for messages, if it has many values."""
+        """Launch all collected calls if they have many values; called before the host waits for messages."""
         if self._collected >= _LARGE:
             self.launch()
 
     def launch(self) -> None:
-        """Launch what was collected."""
+        """Launch all collected calls."""
         self._collected = 0
         if self._sums or self._after or self._frames:
             with self._during("decode_s"):
@@ -228,7 +228,7 @@ class Joint:
         return [Encoded(encoded, begin, end) for begin, end in zip(begins, ends, strict=True)]
 
     def read(self, reads: Sequence[Callable[[], None]]) -> None:
-        """Have functions request copies to the host, and wait for all calls so far."""
+        """Call functions that request copies to the host, and wait for all calls so far."""
         if not reads:
             return
         assert self._part is not None
@@ -236,19 +236,19 @@ class Joint:
             for read in reads:
                 read()
             self.settle(self._part.device)
-        finally:  # no copy may arrive in memory that others use
+        finally:  # wait for the copies even after an error, since their memory may be reused
             self.calls.wait()
 
     def settle(self, transfer: DeviceTransfer) -> None:
         """Wait for all calls so far, and raise the error of the first one that has failed.
 
-        `transfer`: messages between GPUs, which the calls may wait for.
+        `transfer` is the transfer between GPUs for whose messages the calls may wait.
         """
         self.launch()
         self.calls.request()
         try:
             transfer.settle()
         except BaseException:
-            self.calls.wait()  # the stream goes on, and copies to host memory, which is not ours any more
+            self.calls.wait()  # the stream may still copy to host memory, which is about to be freed
             raise
         self.calls.conclude()

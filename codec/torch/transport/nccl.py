@@ -1,4 +1,4 @@
-"""Frames that stay on GPUs: NCCL carries them (docs/spec/protocol/collectives.md, section 7)."""
+"""Send frames between GPUs with NCCL (docs/spec/protocol/collectives.md, section 7)."""
 
 import threading
 import time
@@ -19,15 +19,15 @@ from codec.torch.transport.buffers import Scratch
 from codec.torch.transport.counters import Counters
 from codec.torch.transport.streams import engine_is_usable, logger, passed_by_gpu
 
-_POLL_SECONDS = 20e-6  # between two looks at a message in flight
+_POLL_SECONDS = 20e-6  # seconds between two checks of a message in flight
 _NEVER = timedelta(days=3653)
 
 
 class DeviceTransfer:
     """Collectives of frames between GPUs, by NCCL connections that :meth:`connect` makes.
 
-    They are not those of the group itself, which the caller may use in another thread: NCCL needs the same order of
-    collectives on all ranks.
+    These are not the connections of the group, which the caller may use in another thread: NCCL needs the same order
+    of collectives on all ranks.
 
     A rank that is lost or does not answer in time, and closed connections, end a collective with PeerError.
 
@@ -63,7 +63,7 @@ class DeviceTransfer:
 
     @property
     def connected(self) -> bool:
-        """True if frames need not cross to host memory."""
+        """True if frames can be sent from GPU to GPU, without copies to host memory."""
         return self._pg is not None
 
     def connect(self, group: Any, usable: Sequence[Sequence[int]]) -> None:
@@ -148,7 +148,7 @@ class DeviceTransfer:
         self._on_wait(time.perf_counter() - since, None)
 
     def drain(self) -> None:
-        """Wait for messages in flight after an error: other ranks still take part in them."""
+        """After an error, wait for messages in flight, in which other ranks still take part."""
         with suppress(PeerError):
             self.settle()
 

@@ -1,4 +1,4 @@
-"""Tensors on GPUs: which ones the CUDA engine reads in place, and the stream in which collectives use them."""
+"""GPU helpers: check for the CUDA engine, allocate host memory, and order the work of collectives on streams."""
 
 import functools
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger("codec.torch")
 
 
 def encodes_in_place(tensor: torch.Tensor, settings: CallOptions) -> bool:
-    """Return True if the CUDA engine encodes a tensor where it lies; False if it is encoded in host memory."""
+    """Return True if the CUDA engine can encode a tensor on its GPU; False if it is encoded in host memory."""
     return tensor.device.type == "cuda" and settings.engine in (None, "cuda") and engine_is_usable()
 
 
@@ -48,15 +48,15 @@ def host_array(x: torch.Tensor) -> Array:
 class StreamOrder:
     """Ordering of a function's GPU work in another thread: it runs after all work submitted by this thread so far.
 
-    The function runs in a stream of its own on this thread's current GPU, beside the work that this thread submits
-    later. Without GPUs nothing is done.
+    The function runs in a separate stream on this thread's current GPU, concurrently with work that this thread submits
+    later. Without GPUs, this class does nothing.
 
     Parameters
     ----------
     device : int or None
         GPU; None: there is none.
     submitted : torch.cuda.Event or None
-        Event behind the work that comes before.
+        Event recorded after the work that must run first.
     """
 
     def __init__(self, device: int | None, submitted: Any) -> None:
@@ -118,6 +118,6 @@ def passed_by_gpu() -> Callable[[], bool]:
 
 
 def settle(tensor: torch.Tensor) -> None:
-    """Wait for all work on a tensor's GPU, unless it is the current one, whose work is ordered by streams."""
+    """Wait for all work on a tensor's GPU, unless it is the current GPU, whose work is ordered by streams."""
     if tensor.device.type == "cuda" and tensor.device.index not in (None, torch.cuda.current_device()):
         torch.cuda.synchronize(tensor.device)
