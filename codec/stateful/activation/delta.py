@@ -55,8 +55,8 @@ class ActivationDelta:
     Parameters
     ----------
     spec : Spec or str
-        Codec for deltas, or the name of a preset. It must be lossy and refuse NaN and Inf. Rounding to nearest is best:
-        its error is smaller, and it causes no bias, since the next delta includes the error of this one.
+        Codec for deltas, or the name of a preset. It must be lossy and refuse NaN and Inf. Prefer rounding to nearest:
+        its error is smaller, and the error of a delta is part of the next delta.
     backward : Spec or str
         Codec with which :meth:`encode_gradient` encodes; ``Quantize(8)`` by default.
     first : Spec or str
