@@ -26,7 +26,7 @@ struct exact exact(size_t n, struct source *s)
 	struct exact e = {.n = n, .base = malloc(n + shift)};
 
 	if (!e.base)
-		shift = 0; /* malloc(0) may return NULL: an empty span */
+		shift = 0; /* malloc(0) may return NULL, which the library accepts as an empty span */
 	e.p = e.base ? (uint8_t *)e.base + shift : NULL;
 	return e;
 }
@@ -69,7 +69,7 @@ float check_widen(const void *values, uint32_t dtype, uint64_t i)
 	return round_float(dtype == CODEC_BFLOAT16 ? u << 16 : u);
 }
 
-/* Decode in another way, and check that the status is equal, and on success the bytes. */
+/* Decode in the way `w`, and check that the status, and on success the bytes, equal those of plain decoding. */
 static void agree(const struct subject *f, const struct result *plain, struct way w)
 {
 	struct result r;
@@ -97,8 +97,8 @@ static void check_flags(const struct subject *f, const struct result *plain)
 	agree(f, plain, (struct way){.steps = STEPS});
 	agree(f, plain, (struct way){.steps = CHECKED_STEPS});
 	/*
-	 * Without checksums the result is equal, except for errors that only checksums detect, or that are the caller's
-	 * if the frame is not damaged.
+	 * Check that decoding without checksums gives the same result, except for errors that only checksums detect, or
+	 * that report a wrong argument of the caller once the frame's checksums are correct.
 	 */
 	w.flags |= one_in(f->s, 4) && !w.steps ? CODEC_VERIFY_FIRST : 0;
 	r = decode_in(f, w);
@@ -111,8 +111,8 @@ static void check_flags(const struct subject *f, const struct result *plain)
 }
 
 /*
- * Decode without codebook and metric, and with other metrics: an intact frame gives the error for what is missing, a
- * damaged frame that of the damage.
+ * Decode without codebook and metric, and with other metrics: an intact frame must return the error for the missing
+ * argument, a damaged frame the error for its damage.
  */
 static void check_missing(const struct subject *f, const struct result *plain)
 {
@@ -152,7 +152,7 @@ static void check_missing(const struct subject *f, const struct result *plain)
 	exact_free(&r.out);
 }
 
-/* Decode to float32, and compare with values computed from the frame's dtype. */
+/* Decode to float32, and compare with values decoded in the frame's dtype and converted here. */
 static void check_floats(const struct subject *f, const struct result *plain)
 {
 	struct way w = {.into = 1 + (uint32_t)below(f->s, 3), .steps = below(f->s, 3)};
@@ -263,8 +263,8 @@ static void check_accumulate(const struct subject *f)
 }
 
 /*
- * Check that short scratch, a lower max_nbytes or another destination gives the right error and leaves the destination
- * unchanged.
+ * Check that scratch that is too small, a max_nbytes below the tensor's size, or a destination of another shape or
+ * dtype returns the specified error and leaves the destination unchanged.
  */
 static void check_room(const struct subject *f, const struct result *plain)
 {
@@ -326,7 +326,7 @@ static void check_room(const struct subject *f, const struct result *plain)
 	exact_free(&out);
 }
 
-/* Check that a frame that was accepted has no more parts than the format allows: jobs have room for so many. */
+/* Check that an accepted frame has no more parts than the format allows, because jobs have room for that many only. */
 static void check_parts(const struct subject *f, codec_status status)
 {
 	uint32_t codec = f->info.spec.codec;
@@ -348,7 +348,7 @@ codec_status check_frame(const struct given *given, const struct given *others, 
 		plain = decode_everywhere(f, (struct way){0});
 		status = plain.status;
 		check_parts(f, status);
-		if (f->info.spec.codec == CODEC_DELTA) { /* without a base: fuzz_delta.c has frames with theirs */
+		if (f->info.spec.codec == CODEC_DELTA) { /* no base: fuzz_delta.c decodes with one */
 			CHECK(status == CODEC_MISSING_BASE || (status >= 30 && status < 60) || !f->info.n, status, 0);
 			exact_free(&plain.out);
 			exact_free(&f->frame);

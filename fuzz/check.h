@@ -1,4 +1,4 @@
-/* check.h - properties of any frame, however it is decoded, and how fuzzers report violations. */
+/* check.h - check properties that hold for every frame and every way to decode it; report violations. */
 #ifndef FUZZ_CHECK_H
 #define FUZZ_CHECK_H
 
@@ -9,7 +9,7 @@
 #include "codec/codec.h"
 #include "source.h"
 
-#define TENSOR_LIMIT (1u << 22) /* bytes: of larger tensors only the rejection is checked */
+#define TENSOR_LIMIT (1u << 22) /* bytes; larger tensors are not decoded, only their rejection is checked */
 
 /* Report a violated property and abort; with FUZZ_GO_ON in the environment, print each property once and continue. */
 void check_failed(const char *file, int line, const char *what, int64_t a, int64_t b);
@@ -19,7 +19,7 @@ void check_failed(const char *file, int line, const char *what, int64_t a, int64
 			check_failed(__FILE__, __LINE__, #good, (int64_t)(a), (int64_t)(b));                           \
 	} while (0)
 
-/* A frame and what decoding it needs; NULL: not needed. */
+/* A frame and the arguments that decoding it needs; NULL: not needed. */
 struct given {
 	const uint8_t *frame;
 	size_t nbytes;
@@ -44,11 +44,11 @@ struct exact exact(size_t n, struct source *s);
 void exact_free(struct exact *e);
 
 /*
- * Return 1 if the instruction set with this index is usable. FUZZ_ISAS in the environment limits their number, slowest
- * first.
+ * Return 1 if the instruction set with this index is usable. The environment variable FUZZ_ISAS limits the number of
+ * usable sets, slowest first.
  */
 int check_usable(uint32_t isa);
-uint32_t check_some_isa(struct source *s); /* 1 + index */
+uint32_t check_some_isa(struct source *s); /* returns 1 + index of a random usable set */
 
 float check_widen(const void *values, uint32_t dtype, uint64_t i);
 

@@ -5,7 +5,7 @@
 #include "codec/codec_engine.h"
 #include "subject.h"
 
-/* Reduce in steps, as threads do. */
+/* Reduce with the steps of codec_engine.h, as callers with several threads do. */
 static codec_status reduce_steps(const struct subject *f, size_t count, uint32_t op, codec_tensor *t, uint32_t isa)
 {
 	struct way w = {.isa = isa, .into = op == CODEC_REDUCE_CODES ? CODEC_INTO_CODES : CODEC_INTO_FLOAT32};

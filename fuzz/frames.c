@@ -1,4 +1,5 @@
-/* frames.c - make a grammar frame for each number, with the library's result, for compare.py. */
+/* frames.c - make the grammar frame of a number, and the library's result for it; compare.py loads this as a shared
+ * library. */
 #include <stdlib.h>
 
 #include "grammar.h"

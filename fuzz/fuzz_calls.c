@@ -1,6 +1,7 @@
 /*
- * fuzz_calls.c - libFuzzer: wrong calls. Arguments are sometimes missing, too small, of another kind or out of range,
- * and steps of a job out of order. Every call must return a status and stay within its buffers.
+ * fuzz_calls.c - libFuzzer: calls with wrong arguments. Arguments are sometimes missing, too small, of another kind or
+ * out of range, and the steps of a job may be out of order. Every call must return a status and stay within its
+ * buffers.
  */
 #include <string.h>
 
@@ -12,7 +13,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 enum { NVALUES = 20000, NBYTES = 8 * NVALUES, SCRATCH = 1 << 20 };
 
-/* Buffers that are allocations of their own, so that AddressSanitizer checks their ends. */
+/* Buffers, each a separate allocation, so that AddressSanitizer checks their ends. */
 struct memory {
 	struct exact values, frame, out, residual, state, scratch, job, work;
 };
@@ -31,11 +32,12 @@ struct arguments {
 	codec_range ranges[4];
 };
 
-/* p, or sometimes NULL. */
+/* Evaluate to p, or sometimes to NULL. */
 #define OR_NULL(s, p) (one_in(s, 24) ? NULL : (p))
-/* x, or sometimes less. */
+/* Evaluate to x, or sometimes to a smaller number. */
 #define OR_LESS(s, x) (one_in(s, 12) ? (size_t)below(s, (uint64_t)(x) + 1) : (size_t)(x))
-/* Size of a struct, or sometimes another size: larger is a later version, smaller is invalid. */
+/* Evaluate to the size of a struct, or sometimes to another size: a larger one means a later version, a smaller one is
+ * invalid. */
 #define STRUCT(s, type) (uint32_t)(one_in(s, 24) ? below(s, 3 * sizeof(type)) : sizeof(type))
 
 static uint32_t odd(struct source *s, uint64_t usual)

@@ -1,6 +1,6 @@
 /*
- * fuzz_decode.c - libFuzzer: any bytes as a frame, unchanged and with recomputed checksums as an attacker can forge
- * them, decoded in all ways.
+ * fuzz_decode.c - libFuzzer: decode arbitrary bytes in all ways, first unchanged, then with recomputed checksums, which
+ * an attacker can forge.
  */
 #include <string.h>
 
@@ -10,8 +10,8 @@
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 /*
- * Decode a frame of DELTA in place. Its digest of the base is made that of the base, so that its blocks are read;
- * `frame` has recomputed checksums then. An error leaves the base unchanged.
+ * Decode a DELTA frame in place. The frame's digest of the base is first set to the digest of a random base, and
+ * checksums are recomputed, so that the blocks are read. Check that an error leaves the base unchanged.
  */
 static void decode_delta(uint8_t *frame, size_t size, const codec_info *info, struct source *s)
 {

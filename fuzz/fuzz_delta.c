@@ -1,6 +1,7 @@
 /*
- * fuzz_delta.c - libFuzzer: frames of DELTA and their bases, decoded in all ways on all instruction sets. Frames
- * without a fault must decode to their result, and every error leaves the destination unchanged, also in place.
+ * fuzz_delta.c - libFuzzer: decode DELTA frames against their bases, in all ways and with all instruction sets. Frames
+ * without a fault must decode to their result. Every error must leave the destination unchanged, also when decoding in
+ * place.
  */
 #include <string.h>
 
@@ -41,7 +42,7 @@ static codec_status decode_steps(const struct delta_case *c, codec_tensor *dst, 
 	}
 	if (status == CODEC_OK && plan.nblocks)
 		status = codec_decode_close(with, job.p, sum);
-	if (status == CODEC_OK && plan.nblocks && one_in(s, 3)) { /* a part again: lists must stay right */
+	if (status == CODEC_OK && plan.nblocks && one_in(s, 3)) { /* check a part again; lists must stay valid */
 		codec_range r = {.first = below(s, plan.nblocks), .count = 1};
 
 		CHECK(codec_decode_check(c->frame, c->nbytes, with, job.p, &r, work.p, work.n) == CODEC_OK, r.first, 0);
@@ -59,7 +60,7 @@ static codec_status decode_steps(const struct delta_case *c, codec_tensor *dst, 
 	return status;
 }
 
-/* Decode in one way. Returns the status; checks the result, or that nothing has changed. */
+/* Decode in one way, and return the status. On success check the result, else that the destination is unchanged. */
 static codec_status decode(const struct delta_case *c, uint32_t isa, enum way way, struct source *s)
 {
 	codec_context with = {.struct_nbytes = sizeof with, .isa = isa, .flags = CODEC_VERIFY_FIRST};
@@ -103,7 +104,7 @@ static codec_status decode(const struct delta_case *c, uint32_t isa, enum way wa
 	return status;
 }
 
-/* Decode some blocks alone: the result must be that of the whole tensor. */
+/* Decode a range of blocks with codec_decode_part: the values must equal those of decoding the whole tensor. */
 static void decode_part(const struct delta_case *c, uint32_t isa, struct source *s)
 {
 	codec_context with = {.struct_nbytes = sizeof with, .isa = isa};
@@ -134,7 +135,8 @@ static void decode_part(const struct delta_case *c, uint32_t isa, struct source 
 	exact_free(&scratch);
 }
 
-/* Encode the result against the base, with just enough room: all instruction sets give equal frames, which decode. */
+/* Encode the result against the base, with exactly the required capacity. Check that all instruction sets give equal
+ * frames, and that these decode. */
 static void encode(const struct delta_case *c, struct source *s)
 {
 	codec_spec spec = {.struct_nbytes = sizeof spec, .codec = CODEC_DELTA};

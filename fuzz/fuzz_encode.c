@@ -1,9 +1,9 @@
 /*
- * fuzz_encode.c - libFuzzer: any values, any spec, any optional arguments.
+ * fuzz_encode.c - libFuzzer: encode arbitrary values with arbitrary specs and optional arguments.
  *
- * All instruction sets must write the same frame, in one call and in steps, within the bound. Lossless frames must
- * decode to the input; residuals must be the error. Errors must leave inputs unchanged. Fuzzer inputs are short:
- * tensors are generated from a few decisions (scales of rows and columns, runs of zeros).
+ * All instruction sets must write the same frame, in one call and in steps, no larger than codec_bound. Lossless frames
+ * must decode to the input. Residuals must equal the encoding error. Calls that fail must leave inputs unchanged.
+ * Fuzzer inputs are short: tensors are generated from a few decisions (scales of rows and columns, runs of zeros).
  */
 #include <math.h>
 #include <stdio.h>
@@ -25,7 +25,8 @@ struct result {
 
 enum { NONE, APART, IN_PLACE, FEEDBACK, DELTA };
 
-/* Begin encoding with the residual's initial contents. end() checks that errors left them unchanged. */
+/* Prepare buffers for encoding, with known contents in the residual. end() checks that a failed call left them
+ * unchanged. */
 static struct result begin(struct task *k, size_t capacity, int residual, float **at)
 {
 	struct result r = {.frame = exact(capacity, &k->s)};
@@ -244,7 +245,7 @@ static void check_room(struct task *k, const struct result *r, int residual)
 	exact_free(&scratch);
 }
 
-/* Compute the bound for the task's segments, and compare its status with that of the bound for any segments. */
+/* Call codec_bound_segments for the task's segments, and compare its status with that of codec_bound. */
 static void bound_by_segments(struct task *k, codec_status bound_status)
 {
 	size_t nbytes = 0;

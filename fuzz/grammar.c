@@ -107,7 +107,7 @@ static void pick_shape(struct maker *m)
 		g->n *= g->shape[i];
 }
 
-/* Pick a shape without values, whose other dimensions may have any product below 2^60. */
+/* Pick a shape with a dimension of 0. The product of the other dimensions may be any number below 2^60. */
 static void pick_empty(struct maker *m)
 {
 	struct grammar *g = m->g;
@@ -247,8 +247,8 @@ static void make(struct maker *m, const struct grammar *like)
 }
 
 /*
- * Remove the end of a section from the frame, with consistent sizes. What was in it seems to continue in the next
- * section, or beyond the frame.
+ * Remove the end of a section from the frame, and adjust sizes to be consistent. A decoder that reads the removed bytes
+ * reads the next section, or past the frame's end.
  */
 static void shorten(struct grammar *g)
 {
@@ -279,7 +279,7 @@ static void shorten(struct grammar *g)
 	g->nbytes -= cut;
 }
 
-/* Add a fault outside of fields: in any bytes, in a checksum, or in the frame's size. */
+/* Add a fault that is not the value of a field: change any bytes, a checksum, or the frame's size. */
 static void spoil(struct maker *m, uint64_t what)
 {
 	struct grammar *g = m->g;
@@ -297,7 +297,7 @@ static void spoil(struct maker *m, uint64_t what)
 		g->frame[noise(&m->s) % g->nbytes] ^= (uint8_t)(1 << below(&m->s, 8));
 	if (what == 3)
 		g->frame[WIRE_AT_CHECKSUM + below(&m->s, 8)] ^= (uint8_t)(1 << below(&m->s, 8));
-	if (what == 4) /* truncated; bytes after a frame occur where the header declares less */
+	if (what == 4) /* truncated; bytes after a frame are tested where the header declares a smaller frame */
 		g->nbytes = below(&m->s, 2) ? below(&m->s, g->nbytes) : g->nbytes - 1;
 }
 
@@ -324,7 +324,7 @@ void grammar_make(struct grammar *g, const uint8_t *data, size_t size, uint64_t 
 	m.most = most;
 	make(&m, like);
 	sites = m.sites;
-	if (what >= 11) { /* 3 of 14 frames have one wrong field, others have other faults */
+	if (what >= 11) { /* 3 of 14 frames have one wrong field, the rest have other faults */
 		reset(&m, g, s);
 		m.most = most;
 		m.fault = which % sites;

@@ -1,6 +1,6 @@
 /*
- * grammar.h - frames from the grammar of docs/spec/format.md, including those that no encoder writes but a decoder must
- * accept or reject.
+ * grammar.h - make frames from the grammar of docs/spec/format.md, including frames that no encoder writes, but that a
+ * decoder must accept or reject.
  */
 #ifndef FUZZ_GRAMMAR_H
 #define FUZZ_GRAMMAR_H
@@ -10,7 +10,7 @@
 
 #include "codec/codec.h"
 
-/* A frame and what decoding it needs. */
+/* A frame and the arguments that decoding it needs. */
 struct grammar {
 	uint8_t *frame;
 	size_t nbytes;
@@ -27,15 +27,16 @@ struct grammar {
 };
 
 /*
- * Make a frame of at most `most` values (100,000 covers everything), from the decisions in data[0, size). `like`,
- * unless NULL: make a frame of the same shape, and perhaps the same dtype and codec. Free with grammar_free.
+ * Make a frame of at most `most` values (100,000 suffices to reach every rule of the format), from the decisions in
+ * data[0, size). If `like` is not NULL, the frame has the shape of `like`, and perhaps its dtype and codec. Free with
+ * grammar_free.
  */
 void grammar_make(struct grammar *g, const uint8_t *data, size_t size, uint64_t most, const struct grammar *like);
 void grammar_free(struct grammar *g);
 
 /*
- * Recompute all checksums, as an attacker can forge them, for any header and as far as its sections lie within the
- * frame.
+ * Recompute all checksums, as an attacker can. The header may be invalid: the function stops at the first section that
+ * extends past the frame's end.
  */
 void grammar_recompute_checksums(uint8_t *frame, size_t nbytes);
 

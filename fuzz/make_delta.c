@@ -1,4 +1,4 @@
-/* make_delta.c - make frames of DELTA, a region at a time, with the result that they lead to. */
+/* make_delta.c - make DELTA frames region by region, and the tensors that they decode to. */
 #include "make_delta.h"
 
 #include <stdlib.h>
@@ -20,7 +20,7 @@ struct block {
 	struct delta_kind q;
 	const uint8_t *base;
 	uint8_t *result;
-	uint64_t m, *left; /* *left: codes until the one that must be wrong */
+	uint64_t m, *left; /* *left: number of codes before the one that gets the fault */
 };
 
 static void put_bits(struct bits *b, uint64_t x, uint32_t n)
@@ -38,7 +38,7 @@ static void put_bits(struct bits *b, uint64_t x, uint32_t n)
 	}
 }
 
-/* Return x, or another number if this is the code that must be wrong. */
+/* Return x, or another number if this code is the one to plant the fault in. */
 static uint64_t site(struct block *k, uint64_t x)
 {
 	if ((*k->left)-- != 1)
@@ -221,7 +221,7 @@ static void make_region(struct block *k, struct bytes *out)
 	free(b.p);
 }
 
-/* Fill in values: patterns of any kind, or of exponents near each other, as weights have. */
+/* Fill in the base's values: arbitrary bit patterns, or values with similar exponents, as weights have. */
 static void fill(struct delta_case *c, const struct delta_kind *q, struct source *s)
 {
 	uint64_t kind = below(s, 4), wide = 1 + below(s, 14), middle = q->last / 2;
@@ -269,7 +269,7 @@ static void put_header(const struct delta_case *c, struct bytes *out, uint64_t l
 		store(out->p + fields[i][0], fields[i][1], (int)fields[i][2]);
 }
 
-/* Make the fault that the frame shall have, behind its checksums if they would hide it. */
+/* Plant the fault that this frame should have. Recompute checksums if a mismatch would hide the fault. */
 static void spoil(struct delta_case *c, struct source *s)
 {
 	if (c->fault == DELTA_WRONG_BYTES)

@@ -1,4 +1,4 @@
-/* make_delta.h - frames of DELTA with their bases, including those that no encoder writes: format.md, section 10.
+/* make_delta.h - make DELTA frames with their bases, including frames that no encoder writes: format.md, section 10.
  */
 #ifndef FUZZ_MAKE_DELTA_H
 #define FUZZ_MAKE_DELTA_H
@@ -11,14 +11,14 @@
 /* Fault of a frame or of its base. */
 enum delta_fault {
 	DELTA_RIGHT,       /* decoders must accept the frame, and give `result` */
-	DELTA_WRONG_CODE,  /* a code, count or field of a region is another one */
+	DELTA_WRONG_CODE,  /* a code, count or field of a region has another value */
 	DELTA_WRONG_BYTES, /* bytes are changed, checksums recomputed */
-	DELTA_WRONG_BASE,  /* the base is another one: CODEC_OTHER_BASE or CODEC_ALREADY_APPLIED */
-	DELTA_CUT,         /* the end is missing */
+	DELTA_WRONG_BASE,  /* decoded against another base: CODEC_OTHER_BASE or CODEC_ALREADY_APPLIED */
+	DELTA_CUT,         /* the frame's end is missing */
 	DELTA_FAULTS
 };
 
-/* A frame; each array is an allocation of its size. */
+/* A frame with its base and result, each in an allocation of its exact size. */
 struct delta_case {
 	uint32_t dtype, item;
 	uint64_t n;

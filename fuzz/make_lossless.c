@@ -45,7 +45,7 @@ static void put_runs(struct maker *m, size_t n)
 	for (size_t r = 0; r < nruns; r++) {
 		const uint8_t *run = m->plane + WIRE_ROW * r;
 		size_t nbytes = n - WIRE_ROW * r < WIRE_ROW ? n - WIRE_ROW * r : WIRE_ROW;
-		int any = one_in(&m->s, 16); /* a run of zeros may be stored nevertheless */
+		int any = one_in(&m->s, 16); /* if 1, runs of zeros may be stored although encoders omit them */
 
 		for (size_t i = 0; i < nbytes; i++)
 			any |= run[i];
@@ -58,7 +58,8 @@ static void put_runs(struct maker *m, size_t n)
 		m->out.p[bitmap + (nruns - 1) / 8] ^= (uint8_t)(0x80 >> below(&m->s, 8));
 }
 
-/* Write the high nibbles of n values: those of the second half in the upper nibbles. */
+/* Write the high nibbles of n values. Each byte holds a value of the first half in its lower nibble and a value of the
+ * second half in its upper nibble. */
 static void put_high(struct maker *m, size_t n)
 {
 	for (size_t i = 0; i < (n + 1) / 2; i++) {

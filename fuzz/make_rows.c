@@ -3,7 +3,7 @@
 
 enum { VARIANT, OPTIONS, BITS, RESERVED, ROW };
 
-/* Meaning of params. */
+/* Properties of a codec that follow from the header's params. */
 struct kind {
 	uint32_t codec, variant, bits, row;
 	int entropy, trits, two, affine;
@@ -92,7 +92,7 @@ static uint32_t narrow(const struct maker *m, uint32_t u)
 	return e >= 113 ? u & 0xffffe000 : e >= 103 ? u & 0xffffffffu << (126 - e) : 0;
 }
 
-/* 2^119: the product of a larger scale of a part and a row's scale may be Inf */
+/* 2^119: a part with a larger scale, multiplied by a row's scale, may give Inf */
 #define LARGE (246u << 23)
 
 /* Write the two scales of a part, if its codec has any. */
@@ -137,13 +137,13 @@ static void pack(struct maker *m, const struct kind *q, struct bytes *b, size_t 
 			b->p[b->n - 1] |= (uint8_t)((code >> k & 1) << have % 8);
 		}
 	}
-	if (n && slip(m)) /* in the last byte, padding or not */
+	if (n && slip(m)) /* change the last byte, perhaps its padding */
 		b->p[b->n - 1] ^= (uint8_t)(1 << below(&m->s, 8));
 	if (n && q->bits > 1 && q->bits < 8 && slip(m)) /* an invalid code */
 		b->p[below(&m->s, b->n)] = 0xff;
 }
 
-/* Write codes of n values with the entropy stage, k bytes before coding. */
+/* Write the codes of n values with the entropy stage, whose input is k bytes. */
 static void put_entropy(struct maker *m, const struct kind *q, size_t n)
 {
 	size_t k = q->trits ? (n + 4) / 5 : n;
@@ -153,7 +153,7 @@ static void put_entropy(struct maker *m, const struct kind *q, size_t n)
 	mode = mode == 3 ? 2 : mode;
 	put(m, mode, 4);
 	switch (mode) {
-	case 0: /* one byte for all: the last byte of trits is padded with 0 */
+	case 0: /* one byte that all bytes equal; the last byte of trits is padded with 0 */
 		put(m, q->trits ? n % 5 ? 0 : below(&m->s, 243) : below(&m->s, 256), 1);
 		break;
 	case 1:
@@ -196,14 +196,14 @@ static void put_row_scales(struct maker *m, const struct kind *q, uint64_t n)
 	}
 }
 
-/* Write the smallest and the largest number of n rows, of the tensor's dtype. */
+/* Write, for each of n rows, its smallest and its largest value in the tensor's dtype. */
 static void put_row_ends(struct maker *m, uint64_t n)
 {
 	uint64_t wrong = n && slip(m) ? below(&m->s, n) : n;
 	int wide = m->g->dtype == CODEC_FLOAT32;
 
 	for (uint64_t r = 0; r < n; r++) {
-		/* patterns of magnitudes; those of one sign are in order */
+		/* bit patterns of magnitudes, which ascend with the magnitude */
 		uint32_t inf = wide ? 0x7f800000 : m->g->dtype == CODEC_FLOAT16 ? 0x7c00 : 0x7f80;
 		uint32_t sign = wide ? 0x80000000 : 0x8000, a = (uint32_t)noise(&m->s) % inf;
 		uint32_t b = one_in(&m->s, 8) ? a : (uint32_t)noise(&m->s) % inf, low = a < b ? a : b,
@@ -261,11 +261,11 @@ struct part {
 	uint32_t row;
 };
 
-/* Write the parts: a single one, or several with their own rows. */
+/* Write the frame's parts: one, or several with different row lengths. */
 static uint64_t put_parts(struct maker *m, const struct kind *q, struct part *part)
 {
 	uint64_t n = m->g->n, nparts = 0, most = WIRE_MAX_ROW_PARTS(n), done = 0, allowed = most;
-	/* params may be those of a frame in parts */
+	/* 1: codecs for which the header's params may describe a frame in several parts */
 	int rows = q->codec == CODEC_FLOAT8 || q->codec == CODEC_FLOAT4 || q->codec == CODEC_QUANTIZE;
 
 	if (below(&m->s, 2) && (q->row || !rows)) {

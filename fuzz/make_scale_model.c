@@ -34,7 +34,7 @@ static struct segment segment_make(struct maker *m, uint64_t left, int last, int
 	return s;
 }
 
-/* Write n nibbles. q gets their offsets. */
+/* Write n nibbles, and store the offsets that they stand for in q. */
 static void put_nibbles(struct maker *m, uint64_t n, int shift, int *q)
 {
 	for (uint64_t i = 0; i < n; i += 2) {

@@ -31,7 +31,7 @@ void pick_topk_params(struct maker *m)
 	p[GROUP + 2] = (uint8_t)log2;
 }
 
-/* Bits of a region, from the lowest bit of each byte on. */
+/* Bit stream of a region; each byte is filled from its lowest bit. */
 struct stream {
 	struct bytes *out;
 	uint8_t byte;
@@ -128,7 +128,7 @@ static void put_block(struct maker *m, uint32_t b, uint64_t n)
 	}
 	free(coded);
 	if (slip(m))
-		put_bits(&to, 1, 1); /* behind the last code */
+		put_bits(&to, 1, 1); /* a 1 bit after the last code, which is invalid */
 	put_bits(&to, 0, (uint32_t)(8 - to.count) % 8);
 	end_region(m, b);
 }
@@ -140,7 +140,7 @@ void make_topk(struct maker *m)
 
 	while (log2 < WIRE_TOPK_MAX_BLOCK_LOG2 && 1ull << log2 < m->g->n)
 		log2++;
-	if (log2 > chunk_log2(m) && one_in(&m->s, 3)) /* an encoder takes the largest */
+	if (log2 > chunk_log2(m) && one_in(&m->s, 3)) /* encoders always choose the largest block size */
 		log2 = (uint32_t)between(&m->s, chunk_log2(m), log2);
 	m->block_log2 = (uint8_t)log2;
 	m->nblocks = (uint32_t)((m->g->n + (1ull << log2) - 1) >> log2);

@@ -39,7 +39,7 @@ static float float_of(uint32_t u)
 	return x;
 }
 
-/* Make a state array of random floats, mostly near 1. `wide` gets the values as float32. */
+/* Make a state array of random floats, mostly near 1. Store the values as float32 in `wide`. */
 static void state_make(struct maker *m, codec_tensor *t, float *wide)
 {
 	static const uint32_t DTYPES[] = {CODEC_FLOAT32, CODEC_BFLOAT16, CODEC_FLOAT16};
@@ -74,7 +74,7 @@ static void state_make(struct maker *m, codec_tensor *t, float *wide)
 	}
 }
 
-/* Metric function. Returns 0 for values that do not exist: a damaged header may claim more. */
+/* Metric function of the caller. A damaged header may claim more values than exist; A is 0 for these. */
 static void user_a(void *data, uint64_t first, uint64_t n, float *a)
 {
 	const struct grammar *g = data;
@@ -151,7 +151,7 @@ static void metric_make(struct maker *m)
 	free(mean);
 }
 
-/* Fields of various widths, packed from the lowest bit on. */
+/* Fields of different widths, packed from the lowest bit of each byte. */
 struct packed {
 	struct bytes *b;
 	uint32_t have;

@@ -35,7 +35,7 @@ void put_zeros(struct bytes *b, size_t n)
 	}
 }
 
-/* Return another value than x that a field of nbytes can hold: near x, or at an end of the range. */
+/* Return a value other than x that a field of nbytes can hold: close to x, or at an end of the field's range. */
 static uint64_t other(struct maker *m, uint64_t x, int nbytes)
 {
 	uint64_t mask = nbytes == 8 ? ~0ull : (1ull << 8 * nbytes) - 1, y;
@@ -125,7 +125,7 @@ uint32_t bad_scale(struct maker *m)
 	return NONE[below(&m->s, 7)];
 }
 
-/* Compute canonical codes for the lengths, the escape after the values of its length. */
+/* Compute canonical codes from the lengths. The escape follows the values of equal length. */
 static void book_codes_of(struct book *b)
 {
 	int at = 0;
@@ -157,7 +157,7 @@ void book_make(struct maker *m, struct book *b, int lowest, int highest, int zer
 	uint8_t length[256] = {0};
 	uint16_t value[256];
 
-	/* split leaves until there are k: a random one, or the latest, which gives the longest codes */
+	/* split leaves until there are k: split a random leaf, or always the newest, which gives the longest codes */
 	k = 2 + (int)below(&m->s, one_in(&m->s, 3) || most < 12 ? (uint64_t)most : 12);
 	for (int deep = one_in(&m->s, 3); n < k;) {
 		int i = deep ? n - 1 : (int)(noise(&m->s) % (uint64_t)n);
@@ -166,7 +166,7 @@ void book_make(struct maker *m, struct book *b, int lowest, int highest, int zer
 			i = (i + 1) % n;
 		length[n++] = ++length[i];
 	}
-	/* values: adjacent or random */
+	/* choose which values have codes: adjacent ones or random ones */
 	from = (int)below(&m->s, (uint64_t)span);
 	for (int i = 0; i < span; i++) {
 		int v = lowest + (from + i) % span;
@@ -219,7 +219,8 @@ void draw(struct maker *m, const struct book *b, size_t n, uint32_t literals)
 	for (size_t i = 0; i < n; i++) {
 		uint64_t x = noise(&m->s);
 
-		/* distributed by the codes' lengths; or constant, in runs, with rare exceptions; or all escaped */
+		/* distributed as the code lengths imply; or long runs of a constant with rare exceptions; or all
+		 * escaped */
 		if (style == 1 || (style == 2 && x >> 56) || (style == 3 && i % 100))
 			m->symbol[i] = i && style > 1 ? m->symbol[i - 1] : b->lookup[run];
 		else
@@ -247,8 +248,8 @@ static void put_bits(struct bytes *b, uint32_t *have, uint64_t x, uint32_t n)
 }
 
 /*
- * Encode m->symbol, last row first: `lane` and `have` get the lanes' remaining bits, `pushed` the words. Returns their
- * number.
+ * Encode m->symbol, last row first. Store the lanes' remaining bits in `lane` and `have`, and the words in `pushed`.
+ * Returns the number of words.
  */
 static size_t code_rows(const struct maker *m, const struct book *b, size_t rows, uint64_t *lane, uint32_t *have,
 			uint32_t *pushed)
@@ -367,7 +368,7 @@ void put_prior(struct maker *m, const struct book *b, uint8_t symbols)
 	c->id += c->id == 0;
 	memcpy(c->length, b->length, 256);
 	put(m, c->id, 8);
-	if (slip(m)) { /* another valid book with that id: two lengths swapped */
+	if (slip(m)) { /* supply another valid book under the same id: two lengths are swapped */
 		uint8_t *x = c->length + below(&m->s, 256), *y = c->length + below(&m->s, 256), t = *x;
 
 		*x = *y;

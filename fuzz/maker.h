@@ -1,4 +1,5 @@
-/* maker.h - state common to all parts of the grammar: the frame so far, planted faults, codebooks, coded planes. */
+/* maker.h - state shared by all parts of the grammar: the frame written so far, planted faults, codebooks, coded
+ * planes. */
 #ifndef FUZZ_MAKER_H
 #define FUZZ_MAKER_H
 
@@ -18,7 +19,7 @@ struct bytes {
 	size_t n, room;
 };
 
-/* Codebook: lengths, codes (right-justified) with their lengths of at most 8, and the symbol by the next 8 bits. */
+/* Codebook: code lengths of at most 8 bits, right-justified codes, and a table from the next 8 bits to the symbol. */
 struct book {
 	uint8_t length[257], code[257], bits[257];
 	uint16_t lookup[256];
@@ -26,14 +27,14 @@ struct book {
 };
 
 /*
- * State of making a frame. Each field written is a site. A frame is made once to count its sites, and perhaps a second
- * time with a wrong value at one of them, so that all sites are hit equally often.
+ * State while a frame is made. Each field written is a site. A frame is made once to count its sites, and perhaps a
+ * second time with a wrong value at one site. So every site gets a fault equally often.
  */
 struct maker {
 	struct source s;
 	struct grammar *g;
 	struct bytes out;
-	uint64_t sites, fault; /* sites so far; site of the fault */
+	uint64_t sites, fault; /* number of sites so far; site that gets the fault */
 	uint64_t most;         /* maximum number of values */
 	int planes;
 	uint32_t octave, zero; /* octave 0: the dtype has no patterns */
@@ -47,10 +48,11 @@ struct maker {
 	uint16_t *raise; /* pattern offset of each value; NULL: no scale model */
 };
 
-/* Return 1 if this site must be wrong; for rules of the format that are not the value of a field. */
+/* Return 1 if the fault must be planted at this site. For rules of the format that do not concern the value of a field.
+ * */
 int slip(struct maker *m);
 void put(struct maker *m, uint64_t x, int nbytes);
-void put_at(struct maker *m, uint64_t at, uint64_t x, int nbytes); /* overwrites zeros; also a site */
+void put_at(struct maker *m, uint64_t at, uint64_t x, int nbytes); /* overwrite zeros written before; also a site */
 void put_raw(struct bytes *b, const void *p, size_t n);
 void put_zeros(struct bytes *b, size_t n);
 /* Pad with fewer than 8 zero bytes to a multiple of 8. */
@@ -58,11 +60,12 @@ void put_gap(struct maker *m);
 /* End the region of block b. */
 void end_region(struct maker *m, uint32_t b);
 
-/* Make a codebook of values lowest..highest, and perhaps 0. */
+/* Make a codebook that gives codes to values in lowest..highest, and perhaps to 0. */
 void book_make(struct maker *m, struct book *b, int lowest, int highest, int zero);
 void book_put(struct maker *m, const struct book *b);
 /*
- * Draw n symbols from a book: m->symbol, m->literal (below `literals`), and in m->plane the bytes that they decode to.
+ * Draw n random symbols from a book. Store them in m->symbol, literals below `literals` in m->literal, and the decoded
+ * bytes in m->plane.
  */
 void draw(struct maker *m, const struct book *b, size_t n, uint32_t literals);
 /* Write m->symbol as a coded plane of n values with literals of `nbytes` bytes. */
@@ -72,7 +75,7 @@ void put_scale_model(struct maker *m, int octaves);
 void put_prior(struct maker *m, const struct book *b, uint8_t symbols);
 
 uint64_t digest(const uint8_t *p, size_t n, uint32_t seed);
-/* Return the bits of a valid scale; bad_scale: of an invalid one, or 0. */
+/* Return the float32 bits of a valid scale. bad_scale returns those of an invalid scale, or 0. */
 uint32_t pick_scale(struct maker *m, int may_be_zero);
 uint32_t bad_scale(struct maker *m);
 

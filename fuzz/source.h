@@ -1,4 +1,5 @@
-/* source.h - decisions from a fuzzer's input and, once it is used up, from a generator seeded by it. */
+/* source.h - read decisions from a fuzzer's input and, when the input is used up, from a random generator that it
+ * seeds. */
 #ifndef FUZZ_SOURCE_H
 #define FUZZ_SOURCE_H
 
@@ -6,15 +7,15 @@
 #include <stdint.h>
 
 /*
- * Source of decisions. Equal bytes give equal decisions everywhere; a short input gives random ones, a long one is
- * steered by the fuzzer.
+ * Source of decisions. Equal inputs give equal decisions on every machine. A short input mostly gives random decisions;
+ * with a long input the fuzzer controls them.
  */
 struct source {
 	const uint8_t *p, *end;
 	uint64_t state;
 };
 
-/* Return random contents. They never come from the input, which would not last. */
+/* Return 64 random bits for tensor contents. They never come from the input, which would be used up soon. */
 static inline uint64_t noise(struct source *s)
 {
 	uint64_t x = s->state += 0x9e3779b97f4a7c15ull;
@@ -24,7 +25,7 @@ static inline uint64_t noise(struct source *s)
 	return x ^ x >> 31;
 }
 
-/* Open an input. Its first 4 bytes seed the contents. */
+/* Open an input. Its first 4 bytes seed the generator of noise(). */
 static inline struct source source_open(const uint8_t *data, size_t size)
 {
 	struct source s = {data, data + size, size};
@@ -54,7 +55,7 @@ static inline uint64_t between(struct source *s, uint64_t least, uint64_t most)
 	return most <= least ? least : least + below(s, most - least + 1);
 }
 
-/* Return 1 in one of n cases; 0 for zero bytes. */
+/* Return 1 with probability 1 / n. Input bytes of 0 give 0. */
 static inline int one_in(struct source *s, uint64_t n)
 {
 	return below(s, n) == n - 1;

@@ -2,7 +2,7 @@
 #include "codec/codec_engine.h"
 #include "subject.h"
 
-/* Operation of a step on blocks. */
+/* Operation that step_blocks applies to blocks. */
 enum { CHECK_BLOCKS, DECODE_BLOCKS };
 
 /* Process blocks in ranges of any size, in any order. Returns the status of the lowest failing range. */
@@ -34,7 +34,7 @@ static codec_status step_blocks(const struct subject *f, int what, codec_tensor 
 	return status;
 }
 
-/* Decode in steps: open, blocks, close. `check`: check all blocks before decoding them. */
+/* Decode in steps: open the job, decode the blocks, close the job. `check`: check all blocks before decoding them. */
 static codec_status decode_steps(const struct subject *f, int check, codec_tensor *t, const codec_context *with)
 {
 	codec_context unchecked = *with;

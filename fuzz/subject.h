@@ -1,4 +1,4 @@
-/* subject.h - a frame with its properties, and decoding of it in one of many ways. */
+/* subject.h - a frame with its properties; decode it in one of many ways. */
 #ifndef FUZZ_SUBJECT_H
 #define FUZZ_SUBJECT_H
 
@@ -6,7 +6,7 @@
 
 #include "check.h"
 
-#define FRAMES 4 /* reduced together, at most */
+#define FRAMES 4 /* maximum number of frames that are reduced together */
 
 static inline int same(float a, float b)
 {
@@ -48,7 +48,7 @@ static inline void tensor_like(const codec_info *info, uint32_t dtype, codec_ten
 	t->nbytes = info->n * codec_dtype_nbytes(dtype);
 }
 
-/* Initialize a destination with float32 values for which sums are ordinary numbers. */
+/* Initialize a destination with moderate float32 values, so that sums with them are finite. */
 static inline void fill(uint8_t *p, size_t nbytes)
 {
 	for (size_t i = 0; i < nbytes; i++)
@@ -95,7 +95,7 @@ static inline codec_context context_of(const struct subject *f, const struct way
  */
 int subject_open(struct subject *f, const struct given *given, struct source *s);
 
-/* Decode in one way, and check what holds for every result. Free result.out. */
+/* Decode in one way, and check the properties that hold for every result. The caller frees result.out. */
 struct result decode_in(const struct subject *f, struct way w);
 
 /* Decode with every instruction set, and check that status, fault and bytes are equal. */

@@ -34,7 +34,7 @@ void pick_spec(struct task *k)
 	codec_spec *p = &k->spec;
 
 	*p = (codec_spec){.struct_nbytes = sizeof *p, .codec = CODECS[below(s, sizeof CODECS / sizeof *CODECS)]};
-	if (p->codec == CODEC_DELTA) /* needs a base, which tasks do not have */
+	if (p->codec == CODEC_DELTA) /* tasks have no base, which DELTA needs */
 		p->codec = CODEC_TOPK;
 	if (p->codec == CODEC_LOSSLESS) {
 		p->max_code_length = (uint32_t)below(s, 2) ? 2 + (uint32_t)below(s, 7) : 0;
@@ -103,7 +103,7 @@ void pick_tensor(struct task *k)
 	t->nbytes = k->n * codec_dtype_nbytes(t->dtype);
 }
 
-/* Convert a float32 to a value of the tensor's dtype, and store it. */
+/* Convert a float32 to the tensor's dtype, and store it. */
 static void put_value(uint8_t *p, uint32_t dtype, float x, uint64_t low)
 {
 	double wide = (double)x * (1 + (double)(low >> 40) * 0x1p-24 * 0x1p-20);

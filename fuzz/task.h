@@ -4,7 +4,7 @@
 
 #include "check.h"
 
-#define MOST 60000 /* values */
+#define MOST 60000 /* maximum number of values */
 #define SEGMENTS 8
 #define GROUPS 3
 
@@ -27,7 +27,7 @@ struct task {
 
 #define UNKNOWN CODEC_LIMIT
 
-/* Fill with values around 1, times scales of row and column, in one of several styles. */
+/* Fill p with values around 1, multiplied by a scale per row and per column, in one of several styles. */
 void make_values(struct task *k, uint8_t *p, uint32_t dtype, int finite);
 
 /* Pick a spec, mostly a valid one; then dtype and shape; then, from the values, all other arguments. */

@@ -193,8 +193,9 @@ typedef struct codec_tensor {
 /** @} */
 
 /**
- * Value of codec_spec.group_size: one scale per row of the last dimension. If that has fewer than 64 values, dimensions
- * before it are joined until a row has 64. In a tensor of rank 1 a row has 1,024 values.
+ * Value of codec_spec.group_size: one scale per row, which is the last dimension. If the last dimension has fewer than
+ * 64 values, the dimensions before it are joined until a row has at least 64 values. In a tensor of rank 1 a row has
+ * 1,024 values.
  */
 #define CODEC_GROUP_SIZE_ROW 4294967295
 
@@ -220,14 +221,15 @@ typedef struct codec_spec {
 	uint32_t options;         /**< bitwise or of CODEC_OPTION_* */
 	uint32_t bits; /**< QUANTIZE: 1..8, 0: 4; TRUNCATE, LEVEL_CODING_FIXED: the level, 0..3; TOPK: 1..8, 0: 2 */
 	/**
-	 * Values that share a scale. SIGN: 0 for all; FLOAT8: 0 for CODEC_GROUP_SIZE_ROW, of the MXFP8 variants for 32,
-	 * which have no other; QUANTIZE: 0 for 64. DELTA: values per block, a power of two from 1,024 to 262,144, 0 for
-	 * 65,536. TOPK: values per chunk, a power of two from 64 to 65,536, 0 for CODEC_TOPK_CHUNK.
+	 * Number of values that share a scale. 0 selects the default: all values (SIGN), CODEC_GROUP_SIZE_ROW (FLOAT8),
+	 * 32 (MXFP8 variants, which accept no other size) or 64 (QUANTIZE). DELTA: values per block, a power of two
+	 * from 1,024 to 262,144; 0: 65,536. TOPK: values per chunk, a power of two from 64 to 65,536; 0:
+	 * CODEC_TOPK_CHUNK.
 	 */
 	uint32_t group_size;
 	uint32_t seed; /**< seed of random bits for stochastic rounding */
 	/**
-	 * Scale to use, of TERNARY and of FLOAT8 except MXFP8; 0: computed from the tensor; see
+	 * TERNARY, and FLOAT8 except MXFP8: scale to use. 0: compute it from the tensor. To use a scale of 0, set
 	 * CODEC_OPTION_ZERO_SCALE.
 	 */
 	float scale;
@@ -236,7 +238,7 @@ typedef struct codec_spec {
 	uint32_t kept; /**< TOPK: values kept of each chunk, at most half of them; 0: 1/64 */
 } codec_spec;
 
-/** Part of a flat tensor that has a shape of its own: values [offset, offset + product of shape). */
+/** Part of a flat tensor, for example one parameter, with its shape: values [offset, offset + product of shape). */
 typedef struct codec_segment {
 	uint64_t offset;                /**< index of the first value in the flat tensor */
 	uint32_t rank;                  /**< number of dimensions */
@@ -260,7 +262,7 @@ typedef struct codec_codebook {
 	uint64_t id;           /**< digest of the fields below */
 	uint8_t length[256];   /**< code length in bits of symbols 0 to 255; 0: symbol is escaped */
 	uint8_t escape_length; /**< code length in bits of the escape code */
-	uint8_t symbols;       /**< CODEC_SYMBOLS_*: meaning of the symbols; must be the frame's */
+	uint8_t symbols;       /**< CODEC_SYMBOLS_*: meaning of the symbols; must equal the frame's */
 	uint8_t reserved[6];   /**< 0 */
 } codec_codebook;
 
@@ -282,8 +284,8 @@ typedef struct codec_fault {
 #define CODEC_VERIFY_FIRST 2u
 #define CODEC_CHECK_ONLY 64u /**< decode or reduce in one call: check as CODEC_VERIFY_FIRST does, write nothing */
 /**
- * Decode: skip checksums; the structure is checked nevertheless. DELTA: skip the digests of base and result, too, so
- * that a base that is not the frame's gives wrong values or CODEC_BAD_REGION.
+ * Decode: skip checksums; the structure is still checked. DELTA: also skip the digests of base and result, so that a
+ * base other than the one that the frame was encoded against gives wrong values or CODEC_BAD_REGION.
  */
 #define CODEC_NO_CHECKSUM 4u
 #define CODEC_UNSCALED 8u /**< decode, TERNARY: values are -1, 0 and 1, not scaled */
@@ -299,22 +301,24 @@ typedef struct codec_fault {
 #define CODEC_FEEDBACK 32u
 /**
  * Encode: encode the tensor minus `residual`, each difference rounded to float32, and add the decoded values to
- * `residual`, each sum rounded. `residual` is a tensor that receivers know, and keep by codec_accumulate of the frame.
- * The frame is the one that encoding the differences gives, but has the tensor's dtype. A NaN difference becomes
- * 0x7fc00000, so frames do not depend on payloads. A sum in `residual` is NaN where the decoded value or the given
- * residual is; its payload is unspecified, as that of codec_accumulate, and may differ between instruction sets.
- * `residual` must not be the tensor. For codecs 2 to 6; others, and CODEC_FEEDBACK with it, return CODEC_BAD_ARGUMENT.
+ * `residual`, each sum rounded. Receivers store a copy of `residual` and update it by calling codec_accumulate with the
+ * frame. The frame is the one that encoding the differences gives, but has the tensor's dtype. A NaN difference becomes
+ * 0x7fc00000, so frames do not depend on payloads. A sum in `residual` is NaN if the decoded value or the given
+ * residual is NaN. The payload of that NaN is unspecified, as with codec_accumulate, and may differ between instruction
+ * sets. `residual` must not be the tensor. Codecs 2 to 6 accept this flag. Other codecs, and CODEC_FEEDBACK together
+ * with this flag, return CODEC_BAD_ARGUMENT.
  */
 #define CODEC_DIFFERENCE 1024u
 /**
  * Decode: store values with non-temporal (streaming) stores, which bypass the caches. Set it if the destination is not
  * read soon, for example because it is part of a buffer larger than the caches. Destinations of CODEC_UNCACHED_NBYTES
- * or more are always written that way. The values do not depend on it.
+ * or more always use such stores. The decoded values do not depend on this flag.
  */
 #define CODEC_NONTEMPORAL 128u
 /**
- * Reduce: return CODEC_NONFINITE if a result is NaN or Inf, for example because a sum overflows, as encoding it would.
- * The check runs while results are written: dst is then unspecified, even with CODEC_VERIFY_FIRST.
+ * Reduce: return CODEC_NONFINITE if a result is NaN or Inf, for example because a sum overflows. Encoding that result
+ * would return the same status. The check runs while results are written: dst is then unspecified, even with
+ * CODEC_VERIFY_FIRST.
  */
 #define CODEC_FINITE 256u
 /**
@@ -356,8 +360,8 @@ typedef struct codec_metric {
 /**
  * @name codec_context.into
  * Operation on decoded values. All operations but CODEC_INTO_STORE require a float32 destination of the frame's shape
- * and a frame of float32, bfloat16 or float16. Their results may be divided or rescaled. CODEC_BAD_ARGUMENT: `divide`
- * or CODEC_RESCALE with CODEC_INTO_STORE, or a divisor that is negative, infinite or NaN.
+ * and a frame of float32, bfloat16 or float16. Results may be divided (`divide`) or rescaled (CODEC_RESCALE).
+ * CODEC_BAD_ARGUMENT: `divide` or CODEC_RESCALE with CODEC_INTO_STORE, or a divisor that is negative, infinite or NaN.
  *
  * CODEC_INTO_CODES and CODEC_INTO_ADD_CODES are for TERNARY frames only. They require a destination of int8, int16 or
  * int32, without CODEC_RESCALE and `divide`. The caller ensures that sums do not overflow.
@@ -393,25 +397,25 @@ typedef struct codec_context {
 } codec_context;
 
 /**
- * Compute the size in bytes of the largest frame that `spec` can make of a tensor with the dtype and shape of `like`,
- * for any values and any segments: *nbytes. The bound is equal on all machines. codec_encode with this capacity never
- * returns CODEC_SHORT_OUTPUT. `like->data` is not read.
+ * Set *nbytes to the size in bytes of the largest frame that `spec` can produce from a tensor with the dtype and shape
+ * of `like`, for any values and any segments. The bound is the same on all machines. codec_encode with this capacity
+ * never returns CODEC_SHORT_OUTPUT. `like->data` is not read.
  */
 CODEC_API codec_status codec_bound(const codec_spec *spec, const codec_tensor *like, size_t *nbytes);
 
 /**
- * Compute the size in bytes of the largest frame with these segments, for any values: *nbytes, at most the size that
- * codec_bound gives. No segments (`nsegments` 0): the tensor is encoded without segments. codec_encode with these
- * segments and this capacity never returns CODEC_SHORT_OUTPUT. The size is exact for codecs 2 to 6 without an entropy
- * stage, which is in FLOAT8 with CODEC_OPTION_ENTROPY and in CODEC_TERNARY_ENTROPY. CODEC_BAD_SEGMENTS: as
+ * Set *nbytes to the size in bytes of the largest frame with these segments, for any values. It is at most the size
+ * that codec_bound computes. `nsegments` 0: the tensor is encoded without segments. codec_encode with these segments
+ * and this capacity never returns CODEC_SHORT_OUTPUT. The size is exact for codecs 2 to 6 without an entropy stage,
+ * which is in FLOAT8 with CODEC_OPTION_ENTROPY and in CODEC_TERNARY_ENTROPY. CODEC_BAD_SEGMENTS is returned as by
  * codec_encode.
  */
 CODEC_API codec_status codec_bound_segments(const codec_spec *spec, const codec_tensor *like,
 					    const codec_segment *segments, uint64_t nsegments, size_t *nbytes);
 
 /**
- * Compute the scratch size in bytes that encoding or decoding a tensor like `like` needs: *nbytes, at most 2.5% of the
- * tensor plus 1 MiB; for DELTA, which lists changes before it applies them, at most 75% of the tensor plus 6 MiB.
+ * Set *nbytes to the scratch size in bytes that encoding or decoding a tensor like `like` needs. It is at most 2.5% of
+ * the tensor plus 1 MiB. DELTA lists changes before it applies them, and needs at most 75% of the tensor plus 6 MiB.
  * `like->data` is not read.
  */
 CODEC_API codec_status codec_scratch(const codec_spec *spec, const codec_tensor *like, size_t *nbytes);
@@ -423,9 +427,9 @@ CODEC_API codec_status codec_scratch(const codec_spec *spec, const codec_tensor 
  * `with` may supply segments and at most one codebook. `scratch` needs the size that codec_scratch returns.
  *
  * `residual`, unless NULL, receives the encoding error, src minus the decoded values: n float32 values, at any address.
- * It may be `src` itself or an array of the metric's state. The error of a NaN or Inf that is encoded is 0. On any
- * status but CODEC_OK `residual` is unchanged, unless another thread changes src during the call. See CODEC_FEEDBACK
- * and CODEC_NO_VERIFY_FIRST.
+ * It may be `src` itself or an array of the metric's state. The error of an encoded NaN or Inf is 0. On any status but
+ * CODEC_OK `residual` is unchanged, unless another thread changes src during the call. See CODEC_FEEDBACK and
+ * CODEC_NO_VERIFY_FIRST.
  */
 CODEC_API codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
 				    size_t *written, float *residual, const codec_context *with, void *scratch,
@@ -475,21 +479,22 @@ typedef struct codec_info {
 #define CODEC_HEADER_NBYTES 112 /**< maximum size of a header, in bytes */
 
 /**
- * Read and check a frame's header. Bytes after it are not checked, so `nbytes` may be less than the frame. codebook_id,
- * nsegments and scale are read from the side section; if `nbytes` does not include it they are 0, 0 and -1. On an error
- * *info is filled in up to the first faulty field.
+ * Read and check a frame's header. Bytes after the header are not checked, so `nbytes` may be smaller than the frame.
+ * codebook_id, nsegments and scale are read from the side section; if `nbytes` does not include it they are 0, 0 and
+ * -1. On an error *info is filled in up to the first faulty field.
  *
  * To receive a frame of unknown size, call codec_inspect with the bytes that have arrived, from 0 on. CODEC_TRUNCATED:
  * the header is incomplete, and info->fault.expected is the number of bytes needed to continue, more than `nbytes` and
  * at most CODEC_HEADER_NBYTES. CODEC_OK: the header is complete and valid, and info->frame_nbytes is the frame's size.
- * A caller that reads no more than requested never reads past the frame.
+ * A caller that reads no more bytes than these numbers request never reads past the frame.
  */
 CODEC_API codec_status codec_inspect(const void *frame, size_t nbytes, codec_info *info);
 
 /**
- * Compute the digest of a tensor's values, or the part of it that chunks [first, first + count) of 1,024 bytes
- * contribute; count UINT64_MAX: up to the last one. Parts add up to the digest, modulo 2^64. It identifies the base and
- * the result of DELTA's frames, and does not depend on dtype and shape. It detects accidents, not attackers.
+ * Compute the digest of a tensor's bytes, or the part of the digest that chunks [first, first + count) of 1,024 bytes
+ * contribute; count UINT64_MAX: up to the last chunk. The parts add up to the digest, modulo 2^64. DELTA's frames
+ * identify their base and their result by digest. The digest does not depend on dtype and shape. It detects accidental
+ * changes, not deliberate ones.
  */
 CODEC_API codec_status codec_digest(const codec_tensor *tensor, uint64_t first, uint64_t count, uint64_t *digest);
 
@@ -505,13 +510,14 @@ CODEC_API codec_status codec_decode(const void *frame, size_t nbytes, codec_tens
 				    void *scratch, size_t scratch_nbytes);
 
 /**
- * Decode blocks [first, first + count) of a frame of DELTA, for a process that holds a part of the tensor. `base` and
- * `dst`, `part_nbytes` bytes each, hold the values of these blocks and nothing else; they may be the same memory. A
- * block has codec_info.block_nvalues values, the last one of the tensor perhaps fewer; a frame without blocks counts as
+ * Decode blocks [first, first + count) of a DELTA frame, for a process that holds a part of the tensor. `base` and
+ * `dst`, `part_nbytes` bytes each, hold the values of these blocks and nothing else; the two may be the same memory. A
+ * block has codec_info.block_nvalues values; the tensor's last block may have fewer. A frame without blocks counts as
  * one block of all values. `scratch` needs the size that codec_scratch returns for the whole tensor.
  *
- * The frame's checksums are verified, and any error leaves dst unchanged. The digests of base and result are those of
- * whole tensors: values that the frame was not made against give wrong values or CODEC_BAD_REGION.
+ * The frame's checksums are verified, and any error leaves dst unchanged. The digests of base and result cover whole
+ * tensors, so they are not checked: if `base` holds other values than the tensor that the frame was encoded against,
+ * the result is wrong values or CODEC_BAD_REGION.
  */
 CODEC_API codec_status codec_decode_part(const void *frame, size_t nbytes, uint64_t first, uint64_t count,
 					 const void *base, void *dst, size_t part_nbytes, const codec_context *with,
@@ -548,9 +554,7 @@ CODEC_API codec_status codec_accumulate(const void *frame, size_t nbytes, float 
 CODEC_API codec_status codec_reduce(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
 				    codec_tensor *dst, const codec_context *with, void *scratch, size_t scratch_nbytes);
 
-/**
- * Compute the scratch size in bytes that codec_reduce needs for these frames. Their headers are read and must be valid.
- */
+/** Compute the scratch size in bytes that codec_reduce needs for these frames. The frames' headers must be valid. */
 CODEC_API codec_status codec_reduce_scratch(const void *const *frames, const size_t *nbytes, size_t count,
 					    size_t *scratch_nbytes);
 
@@ -568,8 +572,8 @@ CODEC_API codec_status codec_codebook_build(const codec_spec *spec, uint32_t dty
 					    codec_codebook *book);
 
 /**
- * Check that encoding accepts `book`: code lengths with a Kraft sum of 1, and the id that belongs to them. Returns
- * CODEC_BAD_CODEBOOK if it does not.
+ * Check that encoding accepts `book`: the Kraft sum of the code lengths is 1, and the id is the digest of the other
+ * fields. Return CODEC_BAD_CODEBOOK otherwise.
  */
 CODEC_API codec_status codec_codebook_check(const codec_codebook *book);
 
@@ -587,8 +591,8 @@ CODEC_API codec_status codec_codebook_pack(const codec_codebook *book, void *dst
 CODEC_API codec_status codec_codebook_unpack(const void *src, size_t nbytes, codec_codebook *book);
 
 /**
- * Count symbols for codec_codebook_build. Takes the sample that codec_encode would take of `src`, under the scale model
- * that it would choose, and adds the number of times each symbol occurs to counts[256]. `with` may supply segments and
+ * Count symbols for codec_codebook_build. Sample `src` as codec_encode would, under the scale model that codec_encode
+ * would choose, and add the number of times each symbol occurs to counts[256]. `with` may supply segments and
  * TRUNCATE's metric or levels; `scratch` needs the size that codec_scratch returns. On an error counts is unchanged.
  */
 CODEC_API codec_status codec_count(const codec_spec *spec, const codec_tensor *src, uint64_t counts[256],

@@ -38,7 +38,7 @@ typedef struct codec_plan {
 	uint64_t room;         /**< encode: bytes per block between ranges, see codec_encode_blocks */
 } codec_plan;
 
-/** Blocks that one step processes: [first, first + count). The caller sets the first three members. */
+/** Range of blocks that one step processes: [first, first + count). The caller sets `first`, `count` and `at`. */
 typedef struct codec_range {
 	uint64_t first;    /**< index of the first block */
 	uint64_t count;    /**< number of blocks */
@@ -55,8 +55,8 @@ CODEC_API codec_status codec_job_nbytes(const codec_spec *spec, const codec_tens
 					size_t *work_nbytes);
 
 /**
- * Compute the frame capacity in bytes that lets all ranges of blocks be encoded concurrently, with gaps between their
- * regions. With less, down to codec_bound_segments, more tensors must be encoded by one thread.
+ * Compute the frame capacity in bytes that lets threads encode all ranges of blocks concurrently, with gaps between
+ * their regions. With a smaller capacity, down to codec_bound_segments, more tensors must be encoded by one thread.
  */
 CODEC_API codec_status codec_encode_room(const codec_spec *spec, const codec_tensor *like, size_t *nbytes);
 
@@ -88,10 +88,11 @@ CODEC_API codec_status codec_encode_start(const codec_tensor *src, void *dst, si
  *
  * Ranges of blocks must not overlap in dst. A range needs at most count * plan->region_bound bytes. If capacity is less
  * than that for all ranges, begin each at plan->regions_at + first * plan->room and limit its `capacity` to the
- * beginning of the next. Ranges rarely outgrow that; if one does, CODEC_SHORT_OUTPUT is returned, and the tensor must
- * be encoded with codec_encode. plan->room is 0 if it must be encoded with codec_encode from the start.
+ * beginning of the next. A range rarely exceeds that limit. If one does, CODEC_SHORT_OUTPUT is returned, and the tensor
+ * must be encoded with codec_encode. If plan->room is 0, encode the tensor with codec_encode from the start.
  *
- * Values that the side section needs from the blocks are stored in the job, at addresses that other ranges do not use.
+ * Results of the blocks that the side section needs, such as scales, are stored in the job, at addresses that no other
+ * range writes.
  */
 CODEC_API codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capacity,
 					   const codec_context *with, void *job, codec_range *range, void *work,
@@ -105,9 +106,9 @@ CODEC_API codec_status codec_encode_blocks(const codec_tensor *src, void *dst, s
 CODEC_API codec_status codec_encode_move(const void *job, void *dst, size_t capacity, codec_range *range, uint64_t to);
 
 /**
- * Join the regions, write header, side section and checksum, and set *written to the frame's size. The encoded ranges
- * ascend and contain each block once; empty ranges are skipped. If the frame would be larger than the tensor, a stored
- * frame replaces it.
+ * Join the regions, write header, side section and checksum, and set *written to the frame's size. `ranges` must be
+ * ascending and contain each block once; empty ranges are skipped. If the frame would be larger than the tensor, a
+ * stored frame replaces it.
  */
 CODEC_API codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capacity,
 					  const codec_context *with, void *job, const codec_range *ranges,
@@ -134,7 +135,9 @@ CODEC_API codec_status codec_decode_blocks(const void *frame, size_t nbytes, cod
 					   const codec_context *with, const void *job, codec_range *range, void *work,
 					   size_t work_nbytes);
 
-/** Frames to reduce as codec_reduce does, each with an opened job. Threads may share it. */
+/**
+ * Frames to reduce as codec_reduce does, each with an opened job. Several threads may use one codec_reduction at once.
+ */
 typedef struct codec_reduction {
 	const void *const *frames; /**< `count` frames */
 	const size_t *nbytes;      /**< size of each frame, in bytes */
@@ -164,14 +167,14 @@ typedef struct codec_model_part {
 	uint64_t start;      /**< index of the first value */
 	uint64_t count;      /**< number of values */
 	uint32_t row;        /**< values per row; 0: part of kind 0 */
-	uint32_t nibbles_at; /**< half an index into codec_view.offsets: rows' (an even number), then columns' */
+	uint32_t nibbles_at; /**< half an index into codec_view.offsets: rows (an even number), then columns */
 	uint16_t base;       /**< base in eighths of an octave, as in the format */
 	uint16_t mean;       /**< encode: mean pattern of the rows (docs/spec/encoder.md, section 4.2) */
 	uint8_t kind;        /**< kind as in the format */
 	uint8_t shifts;      /**< shifts as in the format */
 } codec_model_part;
 
-/** Part whose blocks and groups do not extend into other parts (docs/spec/format.md, section 8). */
+/** Part of the tensor whose blocks and groups do not extend into other parts (docs/spec/format.md, section 8). */
 typedef struct codec_row_part {
 	uint64_t start;       /**< index of the first value */
 	uint64_t count;       /**< number of values */
@@ -188,16 +191,18 @@ typedef struct codec_row_sums {
 	uint32_t max;      /**< bit pattern of the largest |v|, as float32 */
 } codec_row_sums;
 
-/** Block of a frame of DELTA: its contribution to the digests of the side section, and its number of changes. */
+/** Block of a DELTA frame: its contribution to the digests of the side section, and its number of changes. */
 typedef struct codec_delta_block {
 	uint64_t base;    /**< part of the base's digest */
 	uint64_t result;  /**< part of the result's digest */
-	uint32_t changes; /**< number of values that differ from the base's */
+	uint32_t changes; /**< number of values that differ from the base */
 	uint32_t state;   /**< decode: 0 until both digests are set; an engine then sets 1, before it writes values */
 	uint32_t reserved[4]; /**< decode: used by the C library; an engine leaves them unchanged */
 } codec_delta_block;
 
-/** Header fields as in format.md, and values derived from them. Offsets are in bytes from the frame's start. */
+/**
+ * Header fields as in docs/spec/format.md, and values derived from them. Offsets are in bytes from the frame's start.
+ */
 typedef struct codec_view {
 	uint32_t struct_nbytes; /**< sizeof(codec_view), set by the caller */
 	uint32_t encoding;      /**< 1: encoding; 0: decoding */
@@ -215,8 +220,8 @@ typedef struct codec_view {
 	/** @} */
 	/** @{ */
 	/**
-	 * Encode, codecs of rows: key of the random bits, given scale, clipping limit; 0: none. A scale of -1: a scale
-	 * of 0 is given, and CODEC_BAD_SCALE is the status of any other value.
+	 * Encode, codecs 2 to 6: key of the random bits, the caller's scale, clipping limit; 0: none. scale -1: the
+	 * caller's scale is 0, and any value but 0 returns CODEC_BAD_SCALE.
 	 */
 	uint32_t seed;
 	float scale, clip;
@@ -255,21 +260,21 @@ CODEC_API codec_status codec_job_view(const void *job, codec_view *view);
 
 /**
  * Plan a job for a tensor whose values are elsewhere, for example on a device, where an engine makes all choices that
- * depend on values. Parts of the scale model are cut but have no bases; an agreed codebook has its tables.
- * plan->nblocks is 0 if such a tensor is stored whatever its values are; codec_encode_head then writes only the header.
+ * depend on values. The parts of the scale model are set, but not their bases. The lookup tables of an agreed codebook
+ * are built. plan->nblocks is 0 if the tensor is stored for any values; codec_encode_head then writes only the header.
  */
 CODEC_API codec_status codec_encode_plan(const codec_spec *spec, const codec_tensor *like, const codec_context *with,
 					 void *job, size_t job_nbytes, codec_plan *plan);
 
 /**
- * Write the part of the frame that precedes the directory, with blank frame size and checksum, at most plan->regions_at
- * bytes. Replaces codec_encode_close if the blocks are elsewhere.
+ * Write the part of the frame that precedes the directory, at most plan->regions_at bytes, with frame size and checksum
+ * left blank. Call it in place of codec_encode_close if the blocks are elsewhere.
  */
 CODEC_API codec_status codec_encode_head(const void *job, void *head, size_t capacity, size_t *written);
 
 /**
- * Write the part of the frame that precedes the directory, with its size and checksum. `checksum` is the sum of the
- * blocks' checksums and of the directory's digest (docs/spec/format.md, section 13).
+ * Write the part of the frame that precedes the directory, with frame size and checksum filled in. `checksum` is the
+ * sum of the blocks' checksums and of the directory's digest (docs/spec/format.md, section 13).
  */
 CODEC_API codec_status codec_encode_final_head(const void *job, uint64_t frame_nbytes, uint64_t checksum, void *head,
 					       size_t head_nbytes);
@@ -287,8 +292,8 @@ CODEC_API codec_status codec_decode_plan(const void *head, size_t head_nbytes, s
 					 void *job, size_t job_nbytes, codec_plan *plan);
 
 /**
- * Check that `checksum`, the sum (mod 2^64) of the checksums of all ranges, completes the frame's checksum. Returns
- * CODEC_CHECKSUM if it does not.
+ * Check the frame's checksum against `checksum`, the sum (mod 2^64) of the checksums of all ranges. Return
+ * CODEC_CHECKSUM if they do not match.
  */
 CODEC_API codec_status codec_decode_close(const codec_context *with, const void *job, uint64_t checksum);
 

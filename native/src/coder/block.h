@@ -7,13 +7,13 @@
 /* State of a block being decoded. */
 struct block {
 	struct cursor c;
-	struct stream top; /* plane decoded together with another block's, if `coded` */
+	struct stream top; /* if `coded`: plane that the lane decoder decodes together with another block's */
 	uint64_t b, m, at; /* block index, number of values, offset of the region in the frame */
 	uint32_t head;
 	uint8_t mode[WIRE_MAX_PLANES];
 	int coded;
-	int countable; /* for checks it suffices to count the escapes of `top`, without decoding it */
-	int counted;   /* that was done: `top` has its number of escapes, no symbols */
+	int countable; /* 1: to check the block it suffices to count the escapes of `top`, without decoding it */
+	int counted;   /* 1: the escapes were counted: `top` has their number, but no symbols */
 };
 
 /*

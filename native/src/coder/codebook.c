@@ -1,7 +1,7 @@
 /* codebook.c - check and load agreed codebooks. */
 #include "codebook.h"
 
-/* Check that frames with this header have exponents, for which a codebook may be agreed. */
+/* Check that the header's dtype and layout have exponents, the only symbols that agreed codebooks code. */
 codec_status has_exponents(const struct header *h)
 {
 	if (!family_of(h)->symbols)
@@ -21,8 +21,7 @@ uint64_t codebook_id(const codebook *b, uint8_t symbols)
 	return id ? id : 1;
 }
 
-/* Convert a caller's codebook after checking it. */
-codec_status book_load(const codec_codebook *c, codebook *b)
+/* Check a caller's codebook, and convert it to `b`. */ codec_status book_load(const codec_codebook *c, codebook *b)
 {
 	for (int i = 0; i < 6; i++)
 		if (c->reserved[i])
@@ -34,7 +33,7 @@ codec_status book_load(const codec_codebook *c, codebook *b)
 		       : CODEC_BAD_CODEBOOK;
 }
 
-/* Convert a caller's codebook after checking that it is valid and codes the symbols of this frame. */
+/* Check that a caller's codebook is valid and codes the symbols of this frame, and convert it to `b`. */
 codec_status codebook_load(const codec_codebook *c, const struct header *h, codebook *b)
 {
 	TRY(book_load(c, b));

@@ -6,7 +6,7 @@
 
 codec_status has_exponents(const struct header *h);
 uint64_t codebook_id(const codebook *b, uint8_t symbols);
-/* Convert a caller's codebook after checking it. */
+/* Check a caller's codebook, and convert it to `b`. */
 codec_status book_load(const codec_codebook *c, codebook *b);
 codec_status codebook_load(const codec_codebook *c, const struct header *h, codebook *b);
 

@@ -1,15 +1,16 @@
 /*
  * fit.c - choose an encoder's scale model (segments, offsets and bases) from samples. Formulas: exact/choose.h.
  *
- * The logarithms of a gradient matrix are nearly row + column. A float's pattern is its logarithm, except for the
- * mantissa's curve. A segment (a parameter in a flat bucket, or the whole tensor) has a base and, if that pays, an
- * offset for each row and column. Sample positions depend on the shape only. All arithmetic is on integers.
+ * The logarithm of a value of a gradient matrix is nearly the sum of a term of its row and a term of its column. A
+ * float's pattern is its logarithm, except for the mantissa's curve. A segment (a parameter in a flat bucket, or the
+ * whole tensor) has a base and, if that makes the frame smaller, an offset for each row and column. Sample positions
+ * depend on the shape only. All arithmetic is on integers.
  *
- * One file: a scale model is chosen by fitting it to samples, with the functions that fit it to all values.
+ * One file: choosing a scale model from samples uses the same functions as fitting it to all values.
  */
 #include "model.h"
 
-#define NEAR_NBYTES (1u << 20) /* tensors up to this size fit a cache, so that prefetching does not pay */
+#define NEAR_NBYTES (1u << 20) /* tensors up to this size fit a cache, where prefetching costs more than it saves */
 
 static void add_flat(struct job *j, uint64_t start, uint64_t end)
 {
@@ -36,7 +37,8 @@ static int is_flat(const struct job *j)
 	return model_asked(&j->h) == WIRE_MODEL_FLAT || j->h.n < CHOOSE_MODEL_MIN;
 }
 
-/* Return 1 if values always have a base: symbols of float64 should lie far from their wrap-around. */
+/* Return 1 if the model always has a base. float64 needs one, because its symbols should lie far from their
+ * wrap-around. */
 static int is_based(const struct job *j)
 {
 	return dtype_of(j->h.dtype)->form == FORM_FLOAT8;
@@ -76,7 +78,7 @@ void model_cut(struct job *j, const codec_context *with)
 	j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
 }
 
-/* Get the patterns of n <= COLUMNS values from `first` on. */
+/* Load the patterns of values [first, first + n), n <= COLUMNS. */
 static void patterns(const struct source *src, const struct kernels *k, uint64_t first, uint64_t n, uint16_t *p)
 {
 	const struct dtype *d = dtype_of(src->dtype);
@@ -85,7 +87,7 @@ static void patterns(const struct source *src, const struct kernels *k, uint64_t
 	k->patterns[d->form](load_native(k, src, first, n, sums), n, p);
 }
 
-/* Prefetch n values from `first` on: samples lie too far apart for the CPU's prefetcher. */
+/* Prefetch values [first, first + n), because samples lie too far apart for the CPU's prefetcher. */
 static void prefetch_values(const struct source *src, const struct dtype *d, uint64_t first, uint64_t n)
 {
 	uintptr_t at = (uintptr_t)src->data + first * d->nbytes;
@@ -108,7 +110,7 @@ static void prefetch_row(const struct source *src, const struct dtype *d, const 
 			prefetch_values(src, d, first + choose_run(i, s->row), CHOOSE_RUN);
 }
 
-/* Return the mean pattern of a few runs of row r, or CHOOSE_NONE if it has no pattern from zero on. */
+/* Return the mean pattern of a few runs of row r, or CHOOSE_NONE if none of their patterns is at least model_zero. */
 static int row_mean(const struct source *src, const struct kernels *k, const struct job *j, const struct segment *s,
 		    uint64_t r)
 {
@@ -136,7 +138,7 @@ static int8_t fit_row(const struct source *src, const struct kernels *k, const s
 	return (int8_t)choose_offset(eighths, s->shifts & 15);
 }
 
-/* Return 1 if opening the job computes the offsets of all rows. */
+/* Return 1 if opening the job computes the offsets of all rows of a segment, rather than encoding its blocks. */
 static int is_fitted(const struct segment *s)
 {
 	return segment_rows(s) <= CHOOSE_ROWS;
@@ -196,7 +198,7 @@ static void fit_cols(const struct source *src, const struct kernels *k, struct j
 	s->shifts |= (uint8_t)(shift << 4);
 }
 
-/* Compute the offsets of rows [r, end). Short rows are adjacent, so that many are loaded at once. */
+/* Compute the offsets of rows [r, end). Many short rows are loaded at once, because they are adjacent. */
 static void fit_whole(const struct source *src, const struct kernels *k, const struct job *j, const struct segment *s,
 		      uint64_t r, uint64_t end, int8_t *rows)
 {
@@ -306,7 +308,7 @@ static void close_bins(uint32_t *bins, int parts)
 		bins[e] += bins[256 + e];
 }
 
-/* Count a segment's symbols in one of `stride` quad rows: raw, and (unless NULL) lowered. */
+/* Count the symbols of every `stride`-th quad row of a segment: of raw patterns, and (unless NULL) of lowered ones. */
 static void count_segment(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
 			  uint64_t stride, int parts, uint32_t *raw, uint32_t *lowered)
 {
@@ -339,7 +341,7 @@ static void count_segment(const struct source *src, const struct kernels *k, str
 		close_bins(lowered, parts);
 }
 
-/* Sample the planes other than the exponent, to find those that are worth coding, constant or full of zeros. */
+/* Sample the planes other than the exponent, to find planes that are worth coding, constant or mostly zero. */
 static void sample_planes(const struct source *src, const struct kernels *k, struct job *j, struct sample *s,
 			  int first_plane)
 {
@@ -381,7 +383,7 @@ static void sample_planes(const struct source *src, const struct kernels *k, str
 		zeros += (uint32_t)(n - k->count(plane[0], 1, n));
 		sampled += (uint32_t)n;
 	}
-	/* Byte 0 of plane 1 belongs to zeros only; if these are many and all +0, blocks prune them. */
+	/* Only zeros have byte 0 in plane 1. If zeros are frequent and all +0, blocks prune them. */
 	if (d->form == FORM_FLOAT8 && choose_prunes(zeros, sampled) && !other_zeros)
 		s->counts[1][0] = 0;
 }
@@ -394,8 +396,8 @@ static void base_alone(struct segment *s, uint16_t base)
 }
 
 /*
- * Choose a segment's base and, unless flat, its offsets if they pay. Stores the segment's sample in s->raw, and adds
- * it, lowered, to s->all.
+ * Choose a segment's base and, unless `flat`, its offsets if they make the frame smaller. Store the segment's sampled
+ * symbols in s->raw, and add those of the lowered patterns to s->all.
  */
 static void choose_segment(const struct source *src, const struct kernels *k, struct job *j, struct segment *g,
 			   uint64_t stride, int flat, int finest, int parts, struct sample *s)
@@ -438,7 +440,7 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 
 /*
  * Choose the segments' bases and offsets, and count the symbols of plane 0. `alone`: drop the record of a single
- * segment that has no offsets, unless its base pays.
+ * segment without offsets, unless its base saves more bits than the record costs.
  */
 static void choose_segments(const struct source *src, const struct kernels *k, struct job *j, int flat, int alone,
 			    struct sample *s)

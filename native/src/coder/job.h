@@ -1,4 +1,4 @@
-/* job.h - a job: all choices made for a tensor, or read from a frame. Plain memory without pointers. */
+/* job.h - a job: all choices made for a tensor, or read from a frame. */
 #ifndef CODEC_JOB_H
 #define CODEC_JOB_H
 
@@ -11,8 +11,7 @@
 struct segment {
 	uint64_t start, count;
 	uint32_t row;        /* values per row; 0: part of kind 0 */
-	uint32_t nibbles_at; /* offset in bytes, behind the records, of the nibbles of rows, then columns; half an index
-				into offsets */
+	uint32_t nibbles_at; /* nibbles of rows, then columns: bytes after the records; half an index into offsets */
 	uint16_t base;       /* in eighths of an octave, as all offsets */
 	uint16_t mean;       /* encode: mean pattern of the rows */
 	uint8_t kind, shifts; /* as in the record */
@@ -48,13 +47,13 @@ struct sample {
 	uint8_t has_zero_run; /* bit p: a sampled run of 128 bytes of plane p is all zero */
 	uint8_t is_constant;  /* bit p: all sampled bytes of plane p are equal */
 	/*
-	 * Symbols of plane 0 in bins (choose.h): of one segment, raw and lowered; of all segments, as they will be
-	 * coded.
+	 * Counts of plane 0's symbols in bins (choose.h). raw, lowered: of one segment, before and after subtracting
+	 * offsets; all: of all segments, as encoded.
 	 */
 	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], all[CHOOSE_BINS];
 };
 
-/* DELTA: a block's part of the digests, and the state of its list of changes. */
+/* DELTA: a block's contribution to the digests of base and result, and the state of its list of changes. */
 enum { DELTA_UNKNOWN, DELTA_CHECKED, DELTA_LISTED };
 struct delta_block {
 	uint64_t base, result;
@@ -70,8 +69,8 @@ enum { JOB_ENCODE = 0x4a454e43, JOB_DECODE = 0x4a444543 };
 enum { JOB_OPEN, JOB_SCANNING, JOB_READY, JOB_CLOSED, JOB_PLANNED };
 
 /*
- * Codecs of rows: when the residual is written. RESIDUAL_LAST: after the blocks, because the frame may not fit its
- * buffer.
+ * Codecs of rows: when the residual is written. RESIDUAL_LAST: after all blocks, because the frame may turn out not to
+ * fit its buffer, and errors must leave the residual unchanged.
  */
 enum residual { RESIDUAL_NONE, RESIDUAL_WITH_BLOCKS, RESIDUAL_LAST };
 
@@ -84,7 +83,7 @@ struct job {
 	uint64_t nparts, nsums, nscans, parts_at, sums_at,
 		work_at; /* codecs of rows; *_at: offsets in bytes from the job's start */
 	struct philox key;
-	float scale, clip;       /* given; 0: none; scale -1: 0 is given */
+	float scale, clip;       /* given by the caller; 0: none; scale -1: the caller gave 0 */
 	uint8_t residual;        /* codecs of rows: enum residual */
 	uint8_t no_verify_first; /* encode: CODEC_NO_VERIFY_FIRST is set */
 	uint8_t blocks_scan;     /* encode: encoding the blocks replaces the scan */
@@ -129,7 +128,7 @@ static inline int8_t *segment_col_offsets(const struct job *j, const struct segm
 	return segment_row_offsets(j, s) + (segment_rows(s) + 1) / 2 * 2;
 }
 
-/* DELTA: return the records of blocks. Decoding writes those of its blocks, although the job is const to steps. */
+/* DELTA: return the records of blocks. Decoding a block writes its record, although the steps have a const job. */
 static inline struct delta_block *job_delta_blocks(const struct job *j)
 {
 	return (struct delta_block *)((char *)j + j->parts_at);
@@ -152,7 +151,8 @@ static inline struct row_sums *job_sums(const struct job *j)
 }
 
 /*
- * Get the region of block b, frame[*at, *end). Compares its checksum unless that was done, and adds it to *checksum.
+ * Find the region of block b, frame[*at, *end). Verify its checksum unless that was done before, and add it to
+ * *checksum.
  */
 codec_status job_block(const struct job *j, const uint8_t *frame, const codec_context *with, uint64_t b, uint64_t *at,
 		       uint64_t *end, uint64_t *checksum);

@@ -7,7 +7,8 @@
 #include "codebook.h"
 
 /*
- * Begin a frame of blocks of 2^block_log2 values, whose plane 0 or exponents may have a model and an agreed codebook.
+ * Begin a frame of blocks of 2^block_log2 values. Plane 0 or the exponents may have a scale model and an agreed
+ * codebook.
  */
 codec_status model_begin(struct job *j, const codec_context *with)
 {
@@ -49,7 +50,7 @@ static void segment_offsets(const struct job *j, const struct kernels *k, const 
 	const struct dtype *d = dtype_of(j->h.dtype);
 	const int8_t *rows = segment_row_offsets(j, s), *cols = segment_col_offsets(j, s);
 	int circle = WIRE_CIRCLE(model_zero(&j->h, d)), grain = 1 << eighth_log2(d);
-	uint64_t length = s->kind ? s->row : OFFSETS; /* values of a run that share a row's offset */
+	uint64_t length = s->kind ? s->row : OFFSETS; /* number of consecutive values that share a row's offset */
 	uint64_t i = first - s->start;
 
 	for (uint64_t row = i / length, col = i % length; n; row++, col = 0) {

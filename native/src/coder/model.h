@@ -5,7 +5,7 @@
 #include "job.h"
 #include "sink.h"
 
-/* Values whose offsets are computed at once; they fit the first-level cache. */
+/* Number of values whose offsets are computed at once; the offsets fit the first-level cache. */
 #define OFFSETS 4096
 
 /* Return log2 of the number of patterns in an eighth of an octave. */
@@ -31,8 +31,8 @@ uint64_t model_job_nbytes(const struct header *h);
 void model_add(struct job *j, struct segment *s);
 const struct segment *model_segment_at(const struct job *j, uint64_t first);
 /*
- * Compute the offsets, in patterns, of values [first, first + n). Encode: they lie in the range that model_fit computed
- * *f for. Decode: f is NULL.
+ * Compute the offsets, in patterns, of values [first, first + n). Encode: the values must lie in the range for which
+ * model_fit computed *f. Decode: f is NULL.
  */
 void model_offsets(const struct job *j, const struct kernels *k, const struct fitted *f, uint64_t first, uint64_t n,
 		   uint16_t *offset);
@@ -40,14 +40,14 @@ uint64_t model_side_nbytes(const struct job *j);
 void model_write(const struct job *j, uint8_t *dst);
 codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f);
 
-/* fit.c. Cut the tensor into segments by shapes only. No segments: there is no model. */
+/* fit.c. Cut the tensor into segments, by shapes only. If that gives no segments, the frame has no scale model. */
 void model_cut(struct job *j, const codec_context *with);
 /* Choose the scale model, and count the symbols of all planes. */
 void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
 		  struct sample *s);
 /*
- * Compute the offsets of rows for values [first, first + n). Those of rows that begin there are stored in the job; no
- * other thread may process the same values.
+ * Compute the offsets of the rows of values [first, first + n). Offsets of rows that begin in this range are stored in
+ * the job, so no other thread may process the same values.
  */
 void model_fit(const struct source *src, const struct kernels *k, struct job *j, uint64_t first, uint64_t n,
 	       struct fitted *f);

@@ -44,9 +44,9 @@ static uint64_t words_at(uint64_t tail_bits)
 }
 
 /*
- * Finish encoding a plane. Each lane's bit sequence begins with 32 bits and a tail: store the 32 bits in front of the
- * words at `first`, and leave the tail in s->part. Sets *tail_bits to the bits of all tails. Returns the address of the
- * stored bits.
+ * Finish encoding a plane. Each lane's bit sequence begins with 32 bits and a tail. Store the 32 bits of each lane
+ * before the words at `first`, leave the tail in s->part, and set *tail_bits to the total size of the tails in bits.
+ * Returns the address of the stored words.
  */
 static uint32_t *take_state(lanes *s, uint32_t *first, uint64_t *tail_bits)
 {
@@ -64,8 +64,8 @@ static uint32_t *take_state(lanes *s, uint32_t *first, uint64_t *tail_bits)
 }
 
 /*
- * Write the literals of escaped values to dst, which has `room` bytes. Returns their size, or UINT64_MAX if they do not
- * fit.
+ * Write the literals of escaped values to dst, which has `room` bytes. Returns the literals' size in bytes, or
+ * UINT64_MAX if they do not fit.
  */
 static uint64_t put_literals(const uint32_t *escaped, uint64_t m, const struct literals *from, uint64_t room,
 			     uint8_t *dst)
@@ -116,7 +116,7 @@ uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct w
 	return nliterals == UINT64_MAX ? 0 : size + nliterals;
 }
 
-/* Unpack the fields of pack_bits. p must have 8 readable bytes behind the fields. */
+/* Unpack the fields that pack_bits wrote. 8 bytes after the fields must be readable. */
 static void unpack_bits(const uint8_t *p, uint32_t *field, const uint32_t *width)
 {
 	uint64_t bits = 0;

@@ -11,7 +11,7 @@ static inline uint64_t escaped_bits(const uint32_t *escaped, uint64_t word, uint
 	return 64 * word + 64 > m ? bits & ((1ull << m % 64) - 1) : bits;
 }
 
-/* Loop over escaped positions below m, in ascending order. */
+/* Loop over the positions i < m whose bit in `escaped` is set, in ascending order. */
 #define FOR_ESCAPED(i, escaped, m)                                                                                     \
 	for (uint64_t word_ = 0; word_ < ((m) + 63) / 64; word_++)                                                     \
 		for (uint64_t bits_ = escaped_bits(escaped, word_, m), i;                                              \
@@ -23,8 +23,8 @@ static inline int is_constant(const uint8_t *p, uint64_t n)
 }
 
 /*
- * Return the index of the first of n bytes above `most`. Returns n - 1 if there is none, because another thread may
- * change the frame.
+ * Return the index of the first of n bytes above `most`. Callers have seen such a byte, but another thread may have
+ * changed the frame since: return n - 1 if there is none.
  */
 static inline uint64_t first_above(const uint8_t *p, uint64_t n, uint8_t most)
 {
@@ -41,31 +41,34 @@ struct cursor {
 	uint64_t at, end;
 };
 
-/* Literals to store for escaped values: a byte each or, if `wide` is given, two bytes. */
+/* Literals to store for escaped values: one byte per value, or two bytes per value if `wide` is given. */
 struct literals {
 	const uint8_t *byte;
 	const uint16_t *wide;
 };
 
 /*
- * Code m symbols, whose memory extends to padded(m) and is padded here. Returns the size stored at dst, or 0 if it
- * would exceed `most`; writes nothing beyond dst + most. from.byte may be `symbol`. Uses w->words and w->top[0].
+ * Encode m symbols. Their buffer has padded(m) bytes; the padding is filled in here. Returns the size in bytes of the
+ * coded plane at dst, or 0 if it would exceed `most`. Writes nothing past dst + most. from.byte may be `symbol`. Uses
+ * w->words and w->top[0].
  */
 uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct work *w, uint8_t *symbol, uint64_t m,
 		      struct literals from, uint64_t most, uint8_t *dst);
 
 /*
- * Decode a coded plane in steps, so that two planes can be decoded together. open_plane reads it up to the end of its
- * words: s, which has its memory, gets the words and the lanes' initial state. After the rows are decoded, close_plane
- * checks that no bits are left and that the last row is padded correctly. Symbols of escapes are read afterwards.
+ * Decode a coded plane in steps, so that two planes can be decoded together. open_plane reads the plane up to the end
+ * of its words, and stores the words' address and the lanes' initial state in *s, whose buffers the caller has set.
+ * After the rows are decoded, close_plane checks that no bits are left and that the last row is padded correctly.
+ * read_literals then reads the escaped values.
  */
 codec_status open_plane(struct cursor *c, struct stream *s, codec_fault *f);
 codec_status close_plane(const book_lookup *lookup, const struct cursor *c, const struct stream *s, uint64_t m,
 			 codec_fault *f);
-/* Decode a plane in one call: m symbols to `symbol`, which has padded(m) bytes. w->top[0].escaped marks the escapes. */
+/* Decode a plane of m symbols in one call to `symbol`, which has padded(m) bytes. Bits of w->top[0].escaped mark
+ * escapes. */
 codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, struct work *w, struct cursor *c,
 			  uint64_t m, uint8_t *symbol, codec_fault *f);
-/* Read the literals behind the words into the escaped positions. */
+/* Read the literals, which follow the words, into the escaped positions. */
 codec_status read_literals(const uint32_t *escaped, struct cursor *c, uint8_t *symbol, uint64_t m, codec_fault *f);
 codec_status skip_literals(uint64_t n, struct cursor *c, codec_fault *f);
 codec_status read_wide_literals(const uint32_t *escaped, struct cursor *c, uint16_t *literal, uint64_t m,
@@ -74,8 +77,8 @@ codec_status read_wide_literals(const uint32_t *escaped, struct cursor *c, uint1
 codec_status close_region(const struct cursor *c, codec_fault *f);
 
 /*
- * Code the n bytes in w->plane[0], for codecs of rows with an entropy stage. Returns the size stored at dst, at most 4
- * + n. decode_bytes is the inverse: *bytes points into the frame or to w->symbol.
+ * Encode the n bytes in w->plane[0], for codecs of rows with an entropy stage. Returns the size in bytes stored at dst,
+ * at most 4 + n. decode_bytes is the inverse; it sets *bytes to an address in the frame or to w->symbol.
  */
 uint64_t encode_bytes(const struct job *j, const struct kernels *k, struct work *w, uint64_t n, uint8_t *dst);
 codec_status decode_bytes(const struct job *j, const struct kernels *k, struct work *w, struct cursor *c, uint64_t n,

@@ -88,8 +88,8 @@ void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uin
 }
 
 /*
- * Store or accumulate n decoded values from `first` on, other than into a tensor of their own dtype. `wire`: they are
- * in the frame's byte order.
+ * Store or accumulate decoded values [first, first + n), unless the destination has the values' own dtype. `wire`: the
+ * values are in the frame's byte order.
  */
 void sink_values(const struct kernels *k, uint32_t dtype, const void *values, int wire, uint64_t first, uint64_t n,
 		 const codec_context *with, const codec_tensor *dst)

@@ -13,7 +13,7 @@ static inline int is_nontemporal(const codec_context *with, const codec_tensor *
 	return with->flags & CODEC_NONTEMPORAL || dst->nbytes >= CODEC_UNCACHED_NBYTES;
 }
 
-/* Get values [first, first + n) of an array as float32. Returns a pointer into the array or to `buffer`. */
+/* Load values [first, first + n) of an array as float32. Returns a pointer into the array or to `buffer`. */
 static inline const float_any *load_floats(const struct kernels *k, uint32_t dtype, const void *data, uint64_t first,
 					   uint64_t n, float *buffer)
 {
@@ -25,7 +25,7 @@ static inline const float_any *load_floats(const struct kernels *k, uint32_t dty
 	return buffer;
 }
 
-/* Flags with which `residual` is an input, too. */
+/* Flags of codec_context with which `residual` is also an input. */
 #define READS_RESIDUAL (CODEC_FEEDBACK | CODEC_DIFFERENCE)
 
 /* Values to encode: a tensor; plus the residual if CODEC_FEEDBACK is set, minus it if CODEC_DIFFERENCE is set. */
@@ -44,8 +44,8 @@ static inline struct source source_of(const codec_tensor *t, const codec_context
 }
 
 /*
- * Get values as float32, with the residual added or subtracted, and rounded. Returns a pointer into the tensor or to
- * `buffer`.
+ * Load values [first, first + n) as float32, with the residual added or subtracted, and rounded. Returns a pointer into
+ * the tensor or to `buffer`.
  */
 static inline const float_any *load_values(const struct kernels *k, const struct source *s, uint64_t first, uint64_t n,
 					   float *buffer)
@@ -62,19 +62,19 @@ static inline const float_any *load_values(const struct kernels *k, const struct
 }
 
 /*
- * Get values in the tensor's dtype, with the residual added and rounded to it. Returns a pointer into the tensor or to
- * `buffer`. Neither need be aligned.
+ * Load values [first, first + n) in the tensor's dtype. The residual is added, and sums are rounded to that dtype.
+ * Returns a pointer into the tensor or to `buffer`; either may be unaligned.
  */
 const void *load_native(const struct kernels *k, const struct source *s, uint64_t first, uint64_t n, void *buffer);
 
 /*
- * Destination of decoded values: codec_context.into; or SINK_RESIDUAL, x - y; or SINK_NONE, which only checks codes and
- * scales.
+ * Destination of decoded values y. `into` is a CODEC_INTO_*; or SINK_RESIDUAL, which stores x - y; or SINK_NONE, which
+ * stores nothing, to check codes and scales.
  */
 struct sink {
 	int into;
 	float weight;
-	float scale, divide; /* 1: store with instructions that bypass the caches */
+	float scale, divide; /* codec_context.divide; scale: factor of CODEC_RESCALE */
 	int unscaled, rescale;
 	int nontemporal; /* 1: use non-temporal stores */
 	const codec_tensor *dst;
@@ -114,12 +114,12 @@ static inline void sink_put_codes(const struct kernels *k, const struct sink *s,
 	k->sum_codes(code, n, s->into == CODEC_INTO_ADD_CODES, nbytes, (char *)s->dst->data + first * nbytes);
 }
 
-/* Store or accumulate values y. NULL: the kernel has written or added them at sink_room(). */
+/* Store or accumulate n decoded values y. y NULL: the kernel has written or added the values at sink_room() before. */
 void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n, const float *y);
 
 /*
- * Store or accumulate values of a tensor (`wire`: of a frame) according to `with`, other than into a tensor of their
- * own dtype.
+ * Store or accumulate values of a tensor (`wire`: of a frame) as with->into specifies, unless dst has the values' own
+ * dtype.
  */
 void sink_values(const struct kernels *k, uint32_t dtype, const void *values, int wire, uint64_t first, uint64_t n,
 		 const codec_context *with, const codec_tensor *dst);

@@ -33,7 +33,7 @@ static uint64_t words_room(uint64_t m)
 	return LANES_SLACK + WIRE_LANES + padded(m) / 4 + 16;
 }
 
-/* Return the dtype that the lane coder codes. Codecs of rows code bytes, if anything. */
+/* Return the dtype whose planes the lane coder encodes. For codecs of rows with an entropy stage these are bytes. */
 static const struct dtype *coded_dtype(const struct header *h)
 {
 	return dtype_of(codec_is_rows(h->codec) ? CODEC_UINT8 : h->dtype);
@@ -105,7 +105,8 @@ uint64_t region_bound(const struct job *j)
 
 /*
  * Return an upper bound of the side section, the directory and the regions' overhead over their values, while ranges of
- * blocks leave gaps between each other. TRUNCATE's bound is larger, but its regions rarely exceed their values.
+ * blocks leave gaps between each other. TRUNCATE's true bound is larger, but its regions are rarely larger than their
+ * values.
  */
 uint64_t region_gaps(const struct header *h)
 {

@@ -4,7 +4,7 @@
 
 #include "job.h"
 
-#define STATE_NBYTES 22 /* u16 and 32 x 5 bits */
+#define STATE_NBYTES 22 /* bytes before the tails of a coded plane: u16 and 32 x 5 bits */
 
 static inline uint64_t padded(uint64_t n)
 {
@@ -12,16 +12,17 @@ static inline uint64_t padded(uint64_t n)
 }
 
 /*
- * Codecs of rows: values processed at once, a multiple of 40. They, their codes and random bits fit the first-level
- * cache.
+ * Codecs of rows: number of values processed at once, a multiple of 40. The values, their codes and their random bits
+ * together fit the first-level cache.
  */
 #define ROW_CHUNK 2560
 
-/* Work buffers, in memory of the caller that work_place divides. m: values of a block, padded to quad rows. */
+/* Work buffers of one thread. work_place lays them out in the caller's memory. m: values of a block, padded to quad
+ * rows. */
 struct work {
 	uint8_t *plane[WIRE_MAX_PLANES]; /* m + 64 bytes each: kernels may read or write 64 more bytes than they use */
 	uint8_t *symbol, *high;          /* m + 64, m / 2 + 64 bytes: a plane being coded or decoded */
-	uint8_t *region;                 /* encode: the block's region; points into the frame if it surely fits there */
+	uint8_t *region;                 /* encode: the block's region; points into the frame if region_bound bytes are free there */
 	uint16_t *offset;                /* OFFSETS offsets */
 	struct fitted fitted;            /* encode: row offsets of the block */
 	/* Codecs of rows: a chunk's values, scales and random bits; codes of a tile. */
@@ -30,8 +31,8 @@ struct work {
 	uint16_t *half;
 	uint8_t *code;
 	/*
-	 * TOPK: candidates' positions and values; codes that were read; where the next search begins; size of the
-	 * block's stream.
+	 * TOPK: positions and values of candidates; codes read from the frame; threshold at which the next search
+	 * begins; size of the block's bit stream.
 	 */
 	uint32_t *at, *code_of, guess;
 	float *candidate;
@@ -43,20 +44,20 @@ struct work {
 	uint16_t *exponent;
 	uint32_t *patterns, *fields;
 	uint8_t *piece[4], *e, *ea, *drop, *width, *level;
-	const codec_metric *metric; /* metric of the next values, or of preceding ones */
-	char *values; /* decode: values of a block that is not decoded into its tensor; same memory as `region` */
+	const codec_metric *metric; /* metric at which the search for the next value's metric begins */
+	char *values; /* decode: decode: values of a block not decoded into the tensor; shares memory with `region` */
 	uint32_t *words, *words_end;
 	struct delta_buffers delta; /* DELTA; lists of decoded changes are at delta.at and values */
 	uint64_t *sums[2];          /* DELTA: sums of a block's chunks, of the base and of the result */
-	struct stream top[2];       /* memory for plane 0 of two blocks; plane[0] is the first's */
+	struct stream top[2];       /* buffers for plane 0 of two blocks; plane[0] is the first block's */
 	struct ahead ahead;
 };
 
-/* Return the number of values of the largest block of a tensor of n, padded to quad rows. */
+/* Return the number of values of the largest block of a tensor of n values, padded to quad rows. */
 uint64_t largest_block(uint64_t n);
-/* Return the room for a region of m values, all of whose bytes may be coded and escaped. */
+/* Return the buffer size in bytes for a region of m values, all of whose bytes may be coded and escaped. */
 uint64_t region_room(const struct dtype *d, uint64_t m);
-/* Take nbytes at *p, and advance *p to the next cache line. */
+/* Allocate nbytes at *p: return *p, and advance it to the next cache line after them. */
 void *work_take(char **p, uint64_t nbytes);
 uint64_t work_nbytes(const struct header *h);
 void work_place(const struct header *h, void *memory, struct work *w);

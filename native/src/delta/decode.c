@@ -6,11 +6,11 @@
 /* A block being decoded. */
 struct changes {
 	struct delta_kind q;
-	uint64_t first, m, at, end; /* values of the block; its region is frame[at, end) */
+	uint64_t first, m, at, end; /* the block has values [first, first + m), and its region is frame[at, end) */
 	const char *base;
 	uint32_t mode, field, count;
 	struct delta_list list; /* changes, unless the mode is RAW */
-	uint64_t summed;        /* chunks of the base whose sums are known */
+	uint64_t summed; /* number of the base's chunks whose checksum sums are computed */
 };
 
 static codec_status read_head(const uint8_t *frame, const struct header *h, uint64_t b, struct changes *c,
@@ -49,7 +49,7 @@ static codec_status read_head(const uint8_t *frame, const struct header *h, uint
 	return CODEC_OK;
 }
 
-/* Copy raw values of a frame. */
+/* Copy the block's raw values from the frame, in this machine's byte order. */
 static void copy_raw(const uint8_t *frame, const struct changes *c, char *dst)
 {
 	memcpy(dst, frame + c->at + 4, c->m * c->q.item);
@@ -59,8 +59,8 @@ static void copy_raw(const uint8_t *frame, const struct changes *c, char *dst)
 }
 
 /*
- * Read the changes of a block to its list, whose room is the number of changes. `sums`: sums of the base's chunks are
- * wanted; they are computed if that costs less here.
+ * Read the changes of a block into c->list, with room for as many as the region's head declares. `sums`: the caller
+ * needs the checksum sums of the base's chunks. This function computes them if it is cheaper here, and sets c->summed.
  */
 static codec_status read_changes(const uint8_t *frame, const struct kernels *k, struct changes *c, int sums,
 				 struct work *w, codec_fault *f)
@@ -121,8 +121,8 @@ static void write_values(const uint8_t *frame, const struct kernels *k, const st
 }
 
 /*
- * Return why a block's changes are not valid: the frame is damaged, the base is not the frame's, or the frame is not
- * valid in spite of its checksums.
+ * Return why a block's changes are invalid: the frame is damaged, the base is not the one that the frame was encoded
+ * against, or the frame is invalid although its checksums are correct.
  */
 static codec_status explain(const uint8_t *frame, const struct job *j, const codec_context *with, codec_status status)
 {
@@ -140,8 +140,8 @@ static codec_status explain(const uint8_t *frame, const struct job *j, const cod
 }
 
 /*
- * Decode block b, whose region is known, to c->list; `kept` is where the job may list its changes. Sets the record of
- * the block.
+ * Decode the block of `c` to a list of changes, c->list, and set the block's record. The list is stored in the job at
+ * `kept` if there is room, else in the work buffer.
  */
 static codec_status decode_block(const uint8_t *frame, const struct kernels *k, const codec_context *with,
 				 const struct job *j, struct changes *c, const struct delta_list *kept, struct work *w,
@@ -170,7 +170,8 @@ codec_status delta_decode_blocks(const uint8_t *frame, const codec_tensor *dst, 
 	struct delta_block *blocks = job_delta_blocks(j), *first = blocks + range->first;
 	struct changes c = {.q = delta_kind(&j->h)};
 	uint64_t index = delta_list_first(j, range->first);
-	/* in the middle of a range that was checked before, the list may hold changes of blocks behind this range */
+	/* if this range begins inside a range that was checked before, list entries may belong to blocks after this
+	 * range */
 	int lists = !dst && range->count && (first->state == DELTA_UNKNOWN || first->origin == range->first);
 
 	for (uint64_t b = range->first; b < range->first + range->count; b++) {

@@ -1,7 +1,8 @@
 /* digest.c - digests of values, and their comparison with a frame's. */
 #include "delta.h"
 
-/* Values are little-endian in digests. A chunk is copied if it is short, or if this machine's byte order is another. */
+/* Digests are computed from little-endian values. A chunk is copied if it is short, or if this machine is big-endian.
+ * */
 void delta_sums(const struct kernels *k, const void *values, uint64_t nbytes, uint64_t item, uint64_t *sums)
 {
 	uint64_t whole = delta_whole_chunks(nbytes);
@@ -45,7 +46,7 @@ uint64_t delta_digest(const struct kernels *k, const void *values, uint64_t at, 
 	return digest;
 }
 
-/* Compare the base's digest with the frame's. */
+/* Compare a base's digest with the base's digest in the frame. */
 static codec_status compare_base(const struct job *j, uint64_t digest, const codec_context *with)
 {
 	codec_status status = digest == j->result_digest ? CODEC_ALREADY_APPLIED : CODEC_OTHER_BASE;
@@ -59,7 +60,8 @@ void delta_set_state(struct delta_block *block, uint32_t state)
 	__atomic_thread_fence(__ATOMIC_RELEASE);
 }
 
-/* Read what a block's values added to the base's digest before it was decoded. Returns 0 if it was not decoded yet. */
+/* Read the contribution of a decoded block's base values to the base's digest. Return 0 if the block is not decoded
+ * yet. */
 static int read_digest(const struct delta_block *block, uint64_t *digest)
 {
 	__atomic_thread_fence(__ATOMIC_ACQUIRE);
@@ -80,7 +82,7 @@ codec_status delta_check_base(const struct job *j, const codec_context *with)
 
 		if (!read_digest(block, &own)) {
 			own = delta_digest(kernels_for(with), with->base->data, at, at + m * item, item);
-			read_digest(block, &own); /* another thread may have decoded it meanwhile */
+			read_digest(block, &own); /* another thread may have decoded the block in place meanwhile */
 		}
 		digest += own;
 	}

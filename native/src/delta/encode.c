@@ -46,7 +46,8 @@ static uint64_t compare(const struct kernels *k, const char *base, const char *v
 	return changes;
 }
 
-/* Return the size in bits of gaps and changed bits, of w bits each; *steps: with signs and sizes of steps in place. */
+/* Return the size in bits of all gaps and changed bits, w bits each. *steps: size with a sign and a step per gap
+ * instead. */
 static uint64_t patch_bits(const struct delta_kind *q, const char *base, const char *values, const uint32_t *at,
 			   uint64_t count, uint32_t k, uint64_t *steps)
 {
@@ -77,7 +78,7 @@ static void put_raw(uint8_t *region, const char *values, uint64_t m, uint64_t it
 #endif
 }
 
-/* Encode changes to region + 4 in the smallest mode. Returns the size in bytes, and the head. */
+/* Encode the changes in the smallest mode, at region + 4. Returns the size in bytes, and the region's head in *head. */
 static uint64_t put_changes(const struct kernels *k, const struct delta_kind *q, const char *base, const char *values,
 			    uint64_t m, struct work *w, uint64_t changes, uint32_t *head)
 {
@@ -90,7 +91,7 @@ static uint64_t put_changes(const struct kernels *k, const struct delta_kind *q,
 	if (q->last) {
 		size = k->delta_encode(q, base, values, m, &w->delta, changes, &scale, to, room);
 		field = (uint32_t)(scale + WIRE_DELTA_BIAS);
-		patches = changes * (8 * q->item + 1) / 8; /* at least */
+		patches = changes * (8 * q->item + 1) / 8; /* lower bound in bytes */
 		if (!size || patches < size)
 			patches = (patch_bits(q, base, values, w->delta.at, changes, gap_k, &steps) + 7) / 8;
 	} else {

@@ -31,8 +31,8 @@ typedef unsigned long long uint64_t;
 #endif
 
 /*
- * Lower a float's pattern p (the 15 bits below its sign) by an offset < WIRE_CIRCLE(zero). Patterns from `zero` on
- * rotate around a circle; smaller ones are unchanged. bits_raise is the inverse. Offset 0 is the identity.
+ * Lower a float's pattern p (the 15 bits below its sign) by an offset < WIRE_CIRCLE(zero). Patterns of at least `zero`
+ * rotate around a circle; smaller patterns are unchanged. bits_raise is the inverse. Offset 0 is the identity.
  */
 BITS_FN uint16_t bits_lower(uint16_t p, uint16_t offset, uint16_t zero)
 {
@@ -51,9 +51,9 @@ BITS_FN uint16_t bits_raise(uint16_t u, uint16_t offset, uint16_t zero)
 }
 
 /*
- * Rearrange the upper 16 bits of a float into plane 0 (high byte) and plane 1 (low byte). The pattern is lowered; its 8
- * bits from bit s on go first, then the bits above those, the sign, and the bits below. Patterns from 1 << s on are
- * lowered. bits_unturn is the inverse.
+ * Rearrange the upper 16 bits of a float into plane 0 (high byte) and plane 1 (low byte). Patterns of at least 1 << s
+ * are lowered first. The result has, from the top: bits s to s + 7 of the pattern (plane 0), the bits above them, the
+ * sign, and the bits below them. bits_unturn is the inverse.
  */
 BITS_FN uint16_t bits_turn(uint16_t x, uint16_t offset, int s)
 {
@@ -101,7 +101,7 @@ BITS_FN uint32_t bits_pattern(uint32_t f, uint8_t e, int mbits, int sign)
 
 /*
  * Combine a lowered exponent and its level into one number; 0 if the exponent is 0. bits_pair_symbol returns the
- * number's symbol, or 0 if the exponent is 0 or too far from `base`; a number of the latter kind must be escaped.
+ * number's symbol, or 0 if the exponent is 0 or too far from `base`. In the latter case the number must be escaped.
  */
 BITS_FN uint16_t bits_pair(uint8_t e, uint8_t level)
 {
@@ -120,7 +120,7 @@ BITS_FN uint16_t bits_symbol_pair(uint8_t symbol, int base)
 	return (uint16_t)(symbol ? symbol + 4 * base : 0);
 }
 
-/* Pack eight codes of `bits` bits, one per byte, next to each other. bits_spread is the inverse. */
+/* Pack eight codes of `bits` bits, one per byte of x, contiguously into the low bits. bits_spread is the inverse. */
 BITS_FN uint64_t bits_squeeze(uint64_t x, int bits)
 {
 	int gap = 8 - bits;

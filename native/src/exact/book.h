@@ -1,8 +1,9 @@
 /*
- * book.h - length-limited Huffman codebooks: counts to lengths, lengths to codes, both to bytes. C, C++ and NVRTC.
+ * book.h - length-limited Huffman codebooks: build code lengths from counts and codes from lengths; serialize books. C,
+ * C++ and NVRTC.
  *
- * A book gives each byte value a code of 1..max_code_length bits or none, and always contains an escape. All arithmetic
- * is on integers, and ties are resolved by symbol, so equal counts give equal books on every engine.
+ * A book gives a byte value a code of 1..max_code_length bits or no code, and always contains an escape code. All
+ * arithmetic is on integers, and ties are resolved by symbol, so equal counts give equal books on every engine.
  */
 #ifndef CODEC_BOOK_H
 #define CODEC_BOOK_H
@@ -12,12 +13,12 @@
 
 #define BOOK_MAX_NBYTES (3 + 128)
 
-/* Code lengths in bits. 0: the value has no code and is escaped. length[256] is the escape's. */
+/* Code lengths in bits. 0: the value has no code and is escaped. length[256]: the escape code. */
 typedef struct codebook {
 	uint8_t length[257];
 } codebook;
 
-/* Codes by byte value. Values without a code have the escape's code. */
+/* Codes by byte value. Values without a code have the escape code. */
 typedef struct book_codes {
 	uint8_t code[256];
 	uint8_t length[256]; /* code length in bits; bit 7: escaped */
@@ -33,13 +34,13 @@ typedef struct book_lookup {
 	uint8_t pad;
 } book_lookup;
 
-/* Return 1 if a value gets a code of its own: 1280 * count > total. Rarer values are cheaper as escapes. */
+/* Return 1 if a value gets a code: 1280 * count > total. Rarer values are cheaper as escapes. */
 BITS_FN int book_keeps(uint32_t count, uint64_t total)
 {
 	return 1280 * (uint64_t)count > total;
 }
 
-/* Leaves of the Huffman tree, sorted by (weight, symbol); the escape is the last of equal weight. */
+/* Leaves of the Huffman tree, sorted by (weight, symbol). The escape comes after leaves of equal weight. */
 typedef struct book_leaves {
 	uint32_t weight[257];
 	uint16_t symbol[257];
@@ -59,7 +60,7 @@ BITS_LARGE_FN void book_add_leaf(book_leaves *t, uint32_t weight, int symbol)
 	t->symbol[j] = (uint16_t)symbol;
 }
 
-/* Remove the lightest leaf; of equal ones the largest symbol. */
+/* Remove the lightest leaf; among leaves of equal weight, the one with the largest symbol. */
 BITS_LARGE_FN void book_drop_leaf(book_leaves *t)
 {
 	int j = 0;
@@ -73,9 +74,8 @@ BITS_LARGE_FN void book_drop_leaf(book_leaves *t)
 }
 
 /*
- * Add code lengths of at most `max_code_length` bits to the leaves' symbols, by package-merge (Larmore and Hirschberg
- * 1990). A leaf precedes a package of equal weight. The sum of all weights is below 2^24, so that every sum fits 32
- * bits.
+ * Compute the leaves' code lengths, at most `max_code_length` bits, by package-merge (Larmore and Hirschberg 1990). A
+ * leaf precedes a package of equal weight. The sum of all weights is below 2^24, so that every sum fits 32 bits.
  */
 BITS_LARGE_FN void book_merge(codebook *b, const book_leaves *t, int max_code_length)
 {
@@ -141,7 +141,7 @@ BITS_LARGE_FN void book_from_counts(codebook *b, const uint32_t counts[256], int
 	}
 	while (t.n > (1 << max_code_length) - 1)
 		book_drop_leaf(&t);
-	if (t.n == 0) /* no counts: the book has value 0 alone */
+	if (t.n == 0) /* all counts are 0: only value 0 gets a code */
 		book_add_leaf(&t, 1, 0);
 	for (int i = 0; i < t.n; i++)
 		kept += counts[t.symbol[i]];
@@ -149,7 +149,7 @@ BITS_LARGE_FN void book_from_counts(codebook *b, const uint32_t counts[256], int
 	book_merge(b, &t, max_code_length);
 }
 
-/* Return non-zero if any of eight values has a code. */
+/* Return a non-zero number if any of eight values has a code. */
 BITS_FN int book_any(const uint8_t length[8])
 {
 	uint8_t any = 0;
@@ -160,8 +160,8 @@ BITS_FN int book_any(const uint8_t length[8])
 }
 
 /*
- * List the values that have codes, in ascending order. Returns their number. Most values have none, so that functions
- * of a book loop over this list.
+ * List the values that have codes, in ascending order, and return their number. Functions of a book loop over this
+ * list, because most values have no code.
  */
 BITS_LARGE_FN int book_values(const codebook *b, uint8_t value[256])
 {
@@ -264,7 +264,8 @@ BITS_LARGE_FN void book_to_lookup(const codebook *b, book_lookup *t)
 	t->pad = t->symbol[0];
 }
 
-/* Return the size in bits of symbols with these counts under this book. An escape adds a literal of `literal` bits. */
+/* Return the coded size in bits of symbols that occur counts[i] times. Each escaped symbol adds a literal of `literal`
+ * bits. */
 BITS_LARGE_FN uint64_t book_cost(const codebook *b, const uint32_t counts[256], int literal)
 {
 	uint32_t escape = (uint32_t)(b->length[WIRE_ESCAPE] + literal);
@@ -275,7 +276,7 @@ BITS_LARGE_FN uint64_t book_cost(const codebook *b, const uint32_t counts[256], 
 	return bits;
 }
 
-/* Find the smallest and the largest non-zero value with a code. A book of value 0 alone gives 1 and 0. */
+/* Find the smallest and the largest non-zero value with a code. If only value 0 has a code, *first is 1 and *last 0. */
 BITS_LARGE_FN void book_span(const codebook *b, int *first, int *last)
 {
 	int lo = 1, hi = 255;
@@ -302,8 +303,8 @@ BITS_LARGE_FN int book_nbytes(const codebook *b)
 }
 
 /*
- * Pack a book: escape length | length of value 0 << 4, first, last, then a nibble for each of first..last. Returns the
- * size in bytes.
+ * Pack a book: a byte with the escape's length and, << 4, value 0's length; bytes `first` and `last`; then one nibble
+ * per value in first..last. Returns the size in bytes.
  */
 BITS_LARGE_FN int book_pack(const codebook *b, uint8_t *dst)
 {
@@ -322,8 +323,8 @@ BITS_LARGE_FN int book_pack(const codebook *b, uint8_t *dst)
 }
 
 /*
- * Unpack a book. Returns the number of bytes read, or 0 if they are not a book. Each book has exactly one encoding;
- * that of value 0 alone has first 1 and last 0.
+ * Unpack a book. Returns the number of bytes read, or 0 if the bytes are not a valid book. Each book has exactly one
+ * encoding: if only value 0 has a code, first is 1 and last 0.
  */
 BITS_LARGE_FN int book_unpack(codebook *b, const uint8_t *src, uint64_t nbytes)
 {

@@ -1,8 +1,9 @@
 /*
  * choose.h - an encoder's decisions, computed from shapes and from sums over samples. C, C++ and NVRTC.
  *
- * Decoders do not need them; encoders that must produce equal bytes need all of them. Sample positions depend on shapes
- * only, and all arithmetic is on integers. `eighth` is log2 of the number of patterns in an eighth of an octave.
+ * Decoders use none of them. All encoders must take the same decisions to produce equal bytes. Sample positions depend
+ * on shapes only, and all arithmetic is on integers. `eighth` is log2 of the number of patterns in an eighth of an
+ * octave.
  *
  * One file: the decisions follow the sections of docs/spec/encoder.md.
  */
@@ -15,18 +16,18 @@
 
 #define CHOOSE_MODEL_MIN 4096   /* fewer values get no scale model */
 #define CHOOSE_SEGMENT_MIN 8192 /* smaller segments, and gaps between segments, are merged into flat segments */
-#define CHOOSE_ROWS 1024        /* rows sampled per segment, for its base and the rows' shift */
-#define CHOOSE_COL_ROWS 128     /* rows sampled per segment, for the columns' offsets */
-#define CHOOSE_RUNS 4           /* runs sampled per row, for its mean */
+#define CHOOSE_ROWS 1024        /* rows sampled per segment, to choose its base and the shift of its row offsets */
+#define CHOOSE_COL_ROWS 128     /* rows sampled per segment, to compute column offsets */
+#define CHOOSE_RUNS 4           /* runs sampled per row, to estimate its mean */
 #define CHOOSE_RUN 32           /* values per run; 4 runs of 32 find the mean to about a tenth of a step */
-#define CHOOSE_PARTS_MIN 524288 /* values from which on the base is tuned to an eighth of an octave */
+#define CHOOSE_PARTS_MIN 524288 /* minimum number of values for which bases are tuned to an eighth of an octave */
 #define CHOOSE_PARTS 8
 #define CHOOSE_BINS (256 * CHOOSE_PARTS)
-#define CHOOSE_NONE (-1) /* mean of a row without a pattern from `zero` on */
+#define CHOOSE_NONE (-1) /* mean of a row all of whose patterns are below `zero` */
 
 /*
- * Return position i of `take` samples among n < 2^32 places. Samples are spread by the golden ratio, because regular
- * strides alias with 3x3 convolution kernels.
+ * Return the position of sample i of `take` samples among n < 2^32 positions. Samples are spread by the golden ratio,
+ * because regular strides alias with 3x3 convolution kernels.
  */
 BITS_FN uint64_t choose_spread(uint64_t i, uint64_t take, uint64_t n)
 {
@@ -43,8 +44,8 @@ BITS_FN uint64_t choose_stride(uint64_t nrows)
 }
 
 /*
- * Return the number of columns of the matrix as which a shape of n values is viewed, the most nearly square one.
- * Returns 0 if a side of that matrix is below 64; the values are then viewed as rows of 512.
+ * Return the number of columns of the most nearly square matrix as which a shape of n values can be viewed. Returns 0
+ * if a side of that matrix is below 64; the values are then viewed as rows of 512.
  */
 BITS_FN uint32_t choose_columns(uint32_t rank, const uint64_t *shape, uint64_t n)
 {
@@ -86,7 +87,7 @@ BITS_FN int choose_mean(uint32_t sum, uint32_t count)
 	return count ? (int)((2 * sum + count) / (2 * count)) : CHOOSE_NONE;
 }
 
-/* Return the distance of a mean above a centre, in eighths of an octave. */
+/* Return mean - centre, in eighths of an octave. */
 BITS_FN int choose_eighths(int mean, int centre, int eighth)
 {
 	int q = (mean - centre + (1 << eighth >> 1)) >> eighth;
@@ -115,8 +116,8 @@ BITS_FN int choose_clamped(int nibble)
 }
 
 /*
- * Return the finest shift, from `shift` on, that clamps at most one of 32 offsets. Clamped offsets cost bits but decode
- * correctly.
+ * Return the finest shift, at least `shift`, with which at most one in 32 offsets is clamped. Clamped offsets cost bits
+ * but decode correctly.
  */
 BITS_FN int choose_shift(const int8_t *eighths, uint64_t n, int shift)
 {
@@ -134,22 +135,23 @@ BITS_FN int choose_shift(const int8_t *eighths, uint64_t n, int shift)
 	return shift;
 }
 
-/* Return the offset, in eighths, that the nibble of `eighths` decodes to. */
+/* Return the offset, in eighths of an octave, that a decoder reads from the nibble of `eighths`. */
 BITS_FN int choose_offset(int eighths, int shift)
 {
 	return choose_clamped(choose_nibble(eighths, shift)) * (1 << shift);
 }
 
-/* Return the pattern to which bases move means: symbols lie around 128, those of float64 far from their wrap-around. */
+/* Return the pattern to which bases move means, so that symbols lie around 128; float64's lie far from their
+ * wrap-around. */
 BITS_FN int choose_centre(int octave)
 {
 	return octave == 16 ? 0x4800 : 0x4000;
 }
 
 /*
- * Return the base that moves a mean pattern to the centre, in eighths, a multiple of 1 << shift. The distribution of
- * exponents falls steeply above its mode. By measurement, symbols are cheapest if the mean lies just below a power of
- * two.
+ * Return the base that moves a mean pattern to the centre, in eighths of an octave, a multiple of 1 << shift. The
+ * distribution of exponents falls steeply above its mode. By measurement, symbols are cheapest if the mean lies just
+ * below a power of two.
  */
 BITS_FN uint16_t choose_base(int mean, int eighth, int zero, int shift)
 {
@@ -160,8 +162,8 @@ BITS_FN uint16_t choose_base(int mean, int eighth, int zero, int shift)
 }
 
 /*
- * Add bins, lowered by a base of `by` bins, to `sum`. Symbols are counted in bins of 1 / parts of a symbol. `parts` is
- * 1, or CHOOSE_PARTS if plane 0 has one symbol per octave and its eighths matter.
+ * Shift bins down by a base of `by` bins, and add them to `sum`. Symbols are counted in bins of 1 / parts of a symbol.
+ * `parts` is 1, or CHOOSE_PARTS if plane 0 has one symbol per octave and its eighths matter.
  */
 BITS_LARGE_FN void choose_add_lowered(const uint32_t *bins, int parts, uint32_t by, uint32_t *sum)
 {
@@ -175,7 +177,7 @@ BITS_LARGE_FN void choose_add_lowered(const uint32_t *bins, int parts, uint32_t 
 		sum[zeros + circle - low + i] += bins[zeros + i];
 }
 
-/* Sum the bins of each symbol into counts of symbols. */
+/* Sum the bins of each symbol to its count. */
 BITS_LARGE_FN void choose_fold(const uint32_t *bins, int parts, uint32_t counts[256])
 {
 	for (int e = 0; e < 256; e++)
@@ -186,8 +188,9 @@ BITS_LARGE_FN void choose_fold(const uint32_t *bins, int parts, uint32_t counts[
 }
 
 /*
- * Return the size in bits of symbols with these counts under a Huffman code of unlimited length: as book_from_counts,
- * but cheaper, since it is called at least eight times per segment.
+ * Return the coded size in bits of symbols with these counts, under a Huffman code of unlimited length. Values get
+ * codes as in book_from_counts. This is faster than building a book, because it is called at least eight times per
+ * segment.
  */
 BITS_LARGE_FN uint64_t choose_cost(const uint32_t counts[256])
 {
@@ -198,7 +201,7 @@ BITS_LARGE_FN uint64_t choose_cost(const uint32_t counts[256])
 
 	for (int e = 0; e < 256; e++)
 		total += counts[e];
-	least = total / 1280; /* as book_keeps */
+	least = total / 1280; /* the rule of book_keeps */
 	for (int e = 0; e <= 256; e++) {
 		uint32_t w = e < 256 ? counts[e] : rest + !rest;
 		int j = n;
@@ -224,9 +227,9 @@ BITS_LARGE_FN uint64_t choose_cost(const uint32_t counts[256])
 }
 
 /*
- * Return the number of eighths by which to raise all bases, so that symbols are cheapest. `counts`, which cost *cost
- * bits, are replaced by those under the raised bases. Each step moves the first bin of each symbol to the preceding
- * symbol.
+ * Return the number of eighths of an octave by which to raise all bases to minimize the symbols' cost. Replaces
+ * `counts`, and their cost *cost in bits, by those under the raised bases. Raising by an eighth moves the first bin of
+ * each symbol to the preceding symbol.
  */
 BITS_LARGE_FN int choose_phase(const uint32_t bins[CHOOSE_BINS], uint32_t counts[256], uint64_t *cost)
 {
@@ -253,14 +256,16 @@ BITS_LARGE_FN int choose_phase(const uint32_t bins[CHOOSE_BINS], uint32_t counts
 	return best;
 }
 
-/* Return 1 if `count` values save more than `bits` bits, given the costs of `samples` of them. */
+/* Return 1 if `count` values save more than `bits` bits. `before` and `after` are the costs in bits of `samples` of
+ * them. */
 BITS_FN int choose_pays(uint64_t before, uint64_t after, uint64_t samples, uint64_t count, uint64_t bits)
 {
 	/* bits per value in units of 1/65536, so that the product stays below 2^64 */
 	return samples && before > after && ((before - after) << 16) / samples * count > bits << 16;
 }
 
-/* Return 1 if the offsets save more than they cost, or the record of a segment without offsets does. */
+/* Return 1 if a segment's offsets save more bits than they cost. choose_record_pays: the same for the record of a
+ * segment without offsets. */
 BITS_FN int choose_offsets_pay(uint64_t before, uint64_t after, uint64_t samples, uint64_t count, uint64_t offsets)
 {
 	return choose_pays(before, after, samples, count, 4 * offsets + 64);
@@ -282,9 +287,9 @@ BITS_FN uint64_t choose_total(const uint32_t counts[256])
 
 /*
  * Return how uneven counts are: the sum of their squares times the number of possible values, minus its expected value
- * for a uniform distribution. In units of total^2 this is at least ln 2 times the bits per value that a codebook can
- * save, and near the uniform distribution twice that. It is much faster than building a book. Squares are added in 32
- * bits, so that the loop vectorizes: a sample of a plane has at most 64 quad rows.
+ * for a uniform distribution. Divided by total^2 it is at least ln 2 times the bits per value that a codebook can save,
+ * and twice that near the uniform distribution. Computing it is much faster than building a book. Squares are added in
+ * 32 bits so that the loop vectorizes; they do not overflow, because a sample of a plane has at most 64 quad rows.
  */
 BITS_FN uint64_t choose_excess_of(uint32_t squares, uint64_t values, uint64_t total)
 {
@@ -308,16 +313,16 @@ BITS_FN int choose_near_uniform(uint64_t excess, uint64_t total)
 	return excess <= total * total / 7;
 }
 
-/* Return the finest shift, given how uneven mantissas are. */
+/* Return the finest shift, given the excess of the mantissas' counts. */
 BITS_FN int choose_finest_of(int has_pattern, uint64_t excess, uint64_t total)
 {
 	return has_pattern || !choose_near_uniform(excess, total) ? WIRE_MAX_SHIFT : 0;
 }
 
 /*
- * Return the finest shift that a model may have. Offsets that are not whole octaves change mantissas, which should
- * remain unchanged if they are worth coding, for example because few of their bits are used. `plane1` has signs and
- * mantissas of octave / 8 patterns in its lower bits.
+ * Return the finest shift that a model may have. Offsets that are not whole octaves change mantissas. Mantissas should
+ * remain unchanged if they are worth coding, for example because few of their bits are used. `plane1`: counts of bytes
+ * whose lower bits are the sign and, below it, log2(octave) mantissa bits.
  */
 BITS_FN int choose_finest(const uint32_t plane1[256], int octave, int has_pattern)
 {
@@ -333,7 +338,7 @@ BITS_FN int choose_finest(const uint32_t plane1[256], int octave, int has_patter
 }
 
 /*
- * Return the number of quad rows sampled of planes other than the exponent, and of blocks sampled by codecs of rows.
+ * Return the number of quad rows to sample in planes other than the exponent, or of blocks to sample in codecs of rows.
  * choose_even returns the position of sample i.
  */
 BITS_FN uint64_t choose_plane_rows(uint64_t nrows)
@@ -353,14 +358,15 @@ BITS_FN uint64_t choose_even(uint64_t i, uint64_t take, uint64_t n)
 	return i * n / take;
 }
 
-/* Return 1 if enough of m values are 0 that planes should omit them. */
+/* Return 1 if zeros are so frequent among m values that planes should omit them. */
 BITS_FN int choose_prunes(uint64_t nzeros, uint64_t m)
 {
 	return 64 * nzeros >= m;
 }
 
 /*
- * Return 1 if coding saves at least 2% of count * raw bits. Less is not worth the time, and within the sampling error.
+ * Return 1 if coding saves at least 2% of count * raw bits. A smaller saving is not worth the time and lies within the
+ * sampling error.
  */
 BITS_FN int choose_saves(uint64_t cost, uint64_t count, uint64_t raw)
 {
@@ -368,8 +374,8 @@ BITS_FN int choose_saves(uint64_t cost, uint64_t count, uint64_t raw)
 }
 
 /*
- * Treatment of a plane: coded with the book that was built, whole or only its low nibbles; raw in every block; or
- * chosen by each block.
+ * Treatment of a plane: coded with the book that was built, whole (CODED) or low nibbles only (HALVED); raw in every
+ * block (FIXED); or chosen block by block (BY_BLOCK).
  */
 enum { CHOOSE_CODED, CHOOSE_HALVED, CHOOSE_FIXED, CHOOSE_BY_BLOCK };
 
@@ -378,18 +384,19 @@ struct choose_sample {
 	int exponent; /* 1: plane 0 of a float */
 	int given;    /* 1: plane 0 has an agreed codebook */
 	int constant; /* 1: all bytes are equal */
-	int by_block; /* 1: has runs of zeros, or may lose zeros by pruning */
+	int by_block; /* 1: 1: has runs of zeros, or zeros that blocks may prune */
 };
 
-/* Return the share of a book's own size, in bits, that `sample` of n values bear. */
+/* Return a book's own size in bits, scaled by sample / n to compare it with the cost of a sample. */
 BITS_LARGE_FN uint64_t choose_price(const codebook *b, uint64_t sample, uint64_t n)
 {
 	return 8 * (uint64_t)book_nbytes(b) * sample / n;
 }
 
 /*
- * Replace *b by a book of low nibbles if that is cheaper than *cost bits. Returns 1 if it was replaced. Low bytes of
- * sums of products are even too often, which a book of bytes with codes of at most 8 bits cannot represent.
+ * Replace *b by a book of low nibbles if that is cheaper than *cost bits. Returns 1 if *b was replaced. The low bytes
+ * of sums of products are more often even than odd; a book of all byte values with codes of at most 8 bits cannot
+ * exploit that.
  */
 BITS_LARGE_FN int choose_halved(const uint32_t counts[256], uint64_t total, uint64_t n, int max_code_length,
 				uint64_t *cost, codebook *b)
@@ -409,13 +416,13 @@ BITS_LARGE_FN int choose_halved(const uint32_t counts[256], uint64_t total, uint
 	return 1;
 }
 
-/* Return 1 if a book may be worth building: it saves at most 8 ln 2 of the excess, rounded down, minus its own size. */
+/* Return 1 if a book may save bits. `excess` bounds its saving, from which its own size is subtracted. */
 BITS_FN int choose_may_pay(uint64_t excess, uint64_t total, uint64_t n)
 {
 	return excess > total * total / 7 + 5 * BOOK_MAX_NBYTES * total * total / n;
 }
 
-/* Return the treatment of a plane of which `total` values cost `cost` bits. */
+/* Return the treatment of a plane, given the coded size `cost` in bits of `total` sampled values. */
 BITS_FN int choose_fate(uint64_t cost, uint64_t total, int halved, struct choose_sample s)
 {
 	if (choose_saves(cost, total, 8))
@@ -448,8 +455,8 @@ BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample 
 }
 
 /*
- * Return a block's mode for a plane of n bytes: coded, if that takes `coded` > 0 bytes; or as a bitmap and the runs
- * that are not all zero, if these are smaller.
+ * Return a block's mode for a plane of n bytes: constant; else coded, if `coded`, the coded size in bytes, is not 0;
+ * else a bitmap followed by the runs that are not all zero, if that is smaller than n; else raw.
  */
 BITS_FN uint32_t choose_mode(uint64_t n, int constant, uint64_t coded, uint64_t bitmap, uint64_t runs)
 {
@@ -460,16 +467,16 @@ BITS_FN uint32_t choose_mode(uint64_t n, int constant, uint64_t coded, uint64_t 
 	return bitmap + runs < n ? WIRE_MODE_ROWS : WIRE_MODE_RAW;
 }
 
-/* stride of sampled quad rows of a block, to decide whether coding a plane (not an exponent) saves enough */
+/* a block samples every 8th quad row to decide whether coding a plane other than the exponent saves enough */
 #define CHOOSE_BLOCK_STRIDE 8
 
-/* Return the maximum size in bytes of a coded plane with its escapes; halved: without its high nibbles. */
+/* Return the maximum size in bytes of a coded plane of n values, including escapes; halved: excluding high nibbles. */
 BITS_FN uint64_t choose_coded_most(uint64_t n, int halved)
 {
 	return (halved ? n / 2 : n) - 1;
 }
 
-/* Return log2 of the block length: all values, within limits. */
+/* Return log2 of the number of values per block: one block for all n values, within the format's limits. */
 BITS_FN int choose_block_log2(uint64_t n)
 {
 	int log2 = WIRE_MIN_BLOCK_LOG2;
@@ -479,13 +486,14 @@ BITS_FN int choose_block_log2(uint64_t n)
 	return log2;
 }
 
-/* Return 1 if a frame of at least `nbytes` bytes is replaced by a stored one. */
+/* Return 1 if a frame of at least `nbytes` bytes is replaced by a stored frame of `stored` bytes. */
 BITS_FN int choose_stored(uint64_t nbytes, uint64_t stored)
 {
 	return nbytes >= stored;
 }
 
-/* Return TRUNCATE's guard for the header. It is larger if parameters have more mantissa bits than the gradient. */
+/* Return TRUNCATE's guard for the header. It exceeds the spec's guard if parameters have more mantissa bits than the
+ * gradient. */
 BITS_FN int choose_guard(int asked, int theta_mbits, int mbits)
 {
 	int guard = asked + theta_mbits - mbits;

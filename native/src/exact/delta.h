@@ -1,9 +1,9 @@
 /*
- * delta.h - DELTA: ranks, exponents and classes of single values, and the encoder's choice. C, C++ and NVRTC.
+ * delta.h - DELTA: ranks, exponents and classes of single values, and the encoder's choice of scale. C, C++ and NVRTC.
  *
- * Values are the w = 8 * item bits of a number, right-justified in 64. The *rank* of a value is its place among all
- * patterns of its dtype in ascending order, modulo 2^w: neighbours differ by 1, -0 and +0 too, and patterns of NaN have
- * ranks like others. A *step* is the difference of two ranks, modulo 2^w. docs/spec/format.md, section 10.
+ * Values are the w = 8 * item bits of a number, right-justified in 64. The *rank* of a value is its index among all bit
+ * patterns of its dtype in ascending order of value, modulo 2^w. Neighbours differ by 1, also -0 and +0; NaN patterns
+ * have ranks, too. A *step* is the difference of two ranks, modulo 2^w. docs/spec/format.md, section 10.
  */
 #ifndef CODEC_DELTA_H
 #define CODEC_DELTA_H
@@ -13,7 +13,7 @@
 
 struct delta_kind {
 	uint32_t item;  /* bytes per value */
-	uint32_t mbits; /* mantissa bits; with them and `last`, the position and the largest value of exponent fields */
+	uint32_t mbits; /* mantissa bits; mantissa bits below the exponent field */
 	uint32_t last;  /* largest exponent field; 0: the dtype has no exponents */
 };
 
@@ -36,7 +36,7 @@ BITS_FN struct delta_kind delta_kind_of(uint32_t dtype, uint32_t item)
 	return q;
 }
 
-/* Return the bits of a value of this size. */
+/* Return a mask of the bits of a value of `item` bytes. */
 BITS_FN uint64_t delta_mask(uint32_t item)
 {
 	return ~0ull >> (64 - 8 * item);
@@ -50,7 +50,7 @@ BITS_FN uint64_t delta_rank(uint64_t x, uint32_t item)
 	return x ^ (delta_mask(item) >> 1 & (0 - sign));
 }
 
-/* Return the step from one value to another. */
+/* Return the step from one value to another, rank(to) - rank(from). */
 BITS_FN uint64_t delta_step(const struct delta_kind *q, uint64_t from, uint64_t to)
 {
 	if (q->last) {
@@ -60,7 +60,7 @@ BITS_FN uint64_t delta_step(const struct delta_kind *q, uint64_t from, uint64_t 
 	return (to - from) & delta_mask(q->item);
 }
 
-/* Return the value that a step leads to. */
+/* Return the value that lies `step` ranks above `from`. */
 BITS_FN uint64_t delta_apply(const struct delta_kind *q, uint64_t from, uint64_t step)
 {
 	if (!q->last)
@@ -99,7 +99,7 @@ BITS_FN uint32_t delta_exponent(const struct delta_kind *q, uint64_t x)
 	return e ? e : 1;
 }
 
-/* Return the class of a value under scale S: 0 small, 1 to 8 pairs of exponents above S. */
+/* Return the class of a value under scale S: 0 for small values, 1 to 8 for successive pairs of exponents above S. */
 BITS_FN uint32_t delta_class(uint32_t exponent, int scale)
 {
 	int above = (int)exponent - scale;
@@ -123,16 +123,16 @@ BITS_FN uint32_t delta_class_k(uint32_t class_)
 	return 2 * class_;
 }
 
-/* Return the largest scale S, beyond which all parameters are at their limits. */
+/* Return the largest useful scale S: above it, all values are small and their Rice parameters are at the limit. */
 BITS_FN int delta_most_scale(const struct delta_kind *q)
 {
 	return (int)q->last + 8 * (int)q->item - 2;
 }
 
-#define DELTA_SAMPLE 31          /* every 31st value is counted: a prime, so that samples do not follow a column */
-#define DELTA_TOTAL (1ull << 40) /* larger steps count as this in sums */
+#define DELTA_SAMPLE 31          /* every 31st value is counted; prime, so that samples do not stay in one column */
+#define DELTA_TOTAL (1ull << 40) /* limit of a step's magnitude in sums */
 
-/* Encoder: the values of one exponent in a block. */
+/* Encoder: statistics of the values of a block that have one exponent. */
 struct delta_bin {
 	uint32_t exponent;
 	uint32_t values; /* number of sampled values */
@@ -140,7 +140,7 @@ struct delta_bin {
 	uint64_t total;  /* sum over changes of the smaller of magnitude and DELTA_TOTAL */
 };
 
-/* Return an estimate of a block's bits under scale S, from bins that ascend by exponent. */
+/* Return an estimate of a block's coded size in bits under scale S, from bins sorted by exponent. */
 BITS_FN uint64_t delta_cost(const struct delta_bin *bin, uint32_t nbins, int scale, uint32_t item)
 {
 	uint64_t cost = 0;
@@ -164,7 +164,7 @@ BITS_FN uint64_t delta_cost(const struct delta_bin *bin, uint32_t nbins, int sca
 	return cost;
 }
 
-/* Return the scale of least cost, the smallest of several: first in steps of 8, then among the neighbours of the best.
+/* Return the scale of least cost, the smallest if several are equal. Search in steps of 8, then around the best.
  */
 BITS_LARGE_FN int delta_scale(const struct delta_kind *q, const struct delta_bin *bin, uint32_t nbins)
 {
@@ -195,7 +195,7 @@ BITS_LARGE_FN int delta_scale(const struct delta_kind *q, const struct delta_bin
 	return best;
 }
 
-/* Return the number of bits of x, 0 for 0. */
+/* Return the bit length of x; 0 for 0. */
 BITS_FN uint32_t delta_length(uint64_t x)
 {
 	uint32_t n = 0;

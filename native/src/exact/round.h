@@ -15,7 +15,7 @@
 #endif
 
 /*
- * Floating-point operations of these headers. Nothing else in them adds, multiplies, divides or converts floats. A
+ * Floating-point operations. No other code in the headers of exact/ adds, multiplies, divides or converts floats. A
  * build that neither fuses operations nor flushes subnormals to zero gives bit-identical results everywhere.
  */
 BITS_FN float round_add(float a, float b)
@@ -144,7 +144,7 @@ BITS_FN float round_larger(float out, float y)
 
 /*
  * Philox4x32-10 (Salmon et al., SC 2011). Element i of a tensor uses half-word i % 8 of the block with counter (i / 8,
- * word) and key (seed, stream). Words 0 and 1 give two independent draws of 16 bits per element.
+ * word) and key (seed, stream). Words 0 and 1 give two independent 16-bit random numbers per element.
  */
 #define PHILOX_M0 0xd2511f53u
 #define PHILOX_M1 0xcd9e8d57u
@@ -228,8 +228,8 @@ BITS_FN uint16_t round_to_float16(uint32_t x)
 
 /*
  * Round to a small float with `mbits` mantissa bits and the given bias: e4m3fn 3 and 7, e5m2 2 and 15, e2m1 1 and 1. y
- * is at most their largest value. Stochastic: h has 16 random bits; the result is one of the two neighbours, and its
- * mean is y to 2^-17 of their distance.
+ * is at most the largest value of that type. Stochastic: h has 16 random bits. The result is one of y's two neighbours,
+ * and its mean differs from y by at most 2^-17 of the distance between them.
  */
 BITS_FN uint32_t round_small_nearest(uint32_t y, uint32_t mbits, uint32_t bias)
 {
@@ -254,8 +254,9 @@ BITS_FN uint32_t round_small_stochastic(uint32_t y, uint32_t mbits, uint32_t bia
 }
 
 /*
- * Convert a code below 2^(7 or fewer), without sign, to float32 bits. Read as a normal number, a subnormal is too
- * large; its value is twice that minus the smallest normal number, which exceeds the value of any normal number.
+ * Convert a code below 2^(7 or fewer), without sign, to float32 bits. A subnormal code read as a normal number x is too
+ * large; its true value is 2x - (smallest normal number). For a normal code, 2x - (smallest normal number) is at least
+ * x, so the minimum of both is right for every code.
  */
 BITS_FN uint32_t round_small_value(uint32_t code, uint32_t mbits, uint32_t bias)
 {
@@ -265,7 +266,7 @@ BITS_FN uint32_t round_small_value(uint32_t code, uint32_t mbits, uint32_t bias)
 	return round_bits(small < normal ? small : normal);
 }
 
-/* Round to nearest, or stochastically with 16 random bits. `random` is constant in each loop. */
+/* Round to nearest, or stochastically with 16 random bits. `random` is a compile-time constant in each caller. */
 BITS_FN uint32_t round_small(uint32_t y, uint32_t mbits, uint32_t bias, int random, uint32_t h)
 {
 	return random ? round_small_stochastic(y, mbits, bias, h) : round_small_nearest(y, mbits, bias);
@@ -274,8 +275,8 @@ BITS_FN uint32_t round_small(uint32_t y, uint32_t mbits, uint32_t bias, int rand
 #define FLOAT8_NAN 0x7fu
 
 /*
- * FLOAT8: return the code of x times a scale; x may be NaN or Inf, `most` is the largest finite value.
- * round_float8_value decodes it.
+ * FLOAT8: return the code of x * scale. x may be NaN or Inf. `most`: bits of the largest finite value of the code's
+ * format. round_float8_value decodes it.
  */
 BITS_FN uint8_t round_float8_code(uint32_t x, float scale, float most, uint32_t mbits, uint32_t bias, int random,
 				  uint32_t h)
@@ -318,15 +319,16 @@ BITS_FN float round_scaled(float ratio, float scale)
 	return round_float((u & ~ROUND_ABS) | (a < ROUND_MAX ? a : ROUND_MAX));
 }
 
-/* SIGN: return the dequantized value of negative values. A scale of 0 means that all values were 0, of either sign. */
+/* SIGN: return the dequantized value of a set sign bit: -scale; but 0 if the scale is 0, when all values were +0 or -0.
+ * */
 BITS_FN float round_sign_below(float scale)
 {
 	return scale > 0 ? -scale : 0.0f;
 }
 
 /*
- * Factors for x / scale * n as two products, (x * up) * by, because a division is many times slower. n is a power of
- * two, so that |x| <= scale gives at most n under any rounding. `up` keeps `by` finite.
+ * Factors to compute x / scale * n as (x * up) * by, because a division is many times slower. n is a power of two, so
+ * that |x| <= scale gives at most n under any rounding. `up` keeps `by` finite.
  */
 struct over {
 	float up, by;
@@ -346,8 +348,8 @@ BITS_FN float round_over_times(float x, struct over o)
 }
 
 /*
- * Return the position of x / amax among the levels: 0..n from -amax to amax (even), or for |x| 0..n from 0 to amax
- * (odd).
+ * Return the position of x among the levels, before rounding. Even: 0 is -amax, n is amax. Odd: position of |x|; 0 is
+ * 0, n is amax.
  */
 BITS_FN float round_even_place(float x, struct over amax, float n)
 {
@@ -361,8 +363,8 @@ BITS_FN float round_odd_place(float ax, struct over amax, float n)
 
 /*
  * Round a position in 0..255 to one of its neighbours: floor((floor(2^16 place + 1/2) + h) / 2^16), exactly; adding 1/2
- * in floating point would round. Positions outside that range, and NaN, occur only if the tensor changes while it is
- * read; they give some number from 0 to 256.
+ * in floating point would round. Positions outside 0..255, and NaN, occur only if another thread changes the tensor;
+ * the result is then any number from 0 to 256.
  */
 BITS_FN int round_place(float place, uint32_t h)
 {
@@ -377,8 +379,8 @@ BITS_FN float round_level(int c, float n, float amax)
 }
 
 /*
- * QUANTIZE: return the code of x; the sign bit is above the magnitude, and amax > 0. In rows of zeros all codes are
- * round_level_zero.
+ * QUANTIZE: return the code of x; odd codes have the sign bit above the magnitude. amax > 0; in rows of zeros all codes
+ * are round_level_zero.
  */
 BITS_FN uint8_t round_level_code(uint32_t x, int odd, int levels, struct over amax, uint32_t h)
 {
@@ -391,8 +393,8 @@ BITS_FN uint8_t round_level_code(uint32_t x, int odd, int levels, struct over am
 }
 
 /*
- * QUANTIZE with zero points: half the distance between a row's smallest and largest value, and the number between them.
- * Neither overflows.
+ * QUANTIZE with zero points: half the distance between a row's smallest and largest value (half_range), and their
+ * midpoint (middle). Neither overflows.
  */
 BITS_FN float round_half_range(float low, float high)
 {
@@ -404,13 +406,13 @@ BITS_FN float round_middle(float low, float half)
 	return round_add(low, half);
 }
 
-/* Convert between the bits of a float and an integer of the same order; -0 precedes +0. */
+/* Map the bits of a float to an integer that sorts like the float, -0 before +0, and back. */
 BITS_FN int32_t round_ordered(uint32_t bits)
 {
 	return (int32_t)(bits ^ (uint32_t)((int32_t)bits >> 31) >> 1);
 }
 
-/* Return the code of x in a row with half > 0. Values outside of the row's range have the code of its nearest end. */
+/* Return the code of x in a row with half > 0. Values outside the row's range get the code of the nearer end. */
 BITS_FN uint8_t round_affine_code(float x, int levels, float middle, struct over half, uint32_t h)
 {
 	float place = round_even_place(round_sub(x, middle), half, (float)levels);
@@ -418,7 +420,7 @@ BITS_FN uint8_t round_affine_code(float x, int levels, float middle, struct over
 	return (uint8_t)round_place(place < (float)levels ? place : (float)levels, h);
 }
 
-/* Return the value of a level between -1 and 1, clamped to the largest finite value. */
+/* Return middle + ratio * half, clamped to the largest finite value. ratio: level in -1..1. */
 BITS_FN float round_affine(float ratio, float half, float middle)
 {
 	float y = round_add(middle, round_mul(half, ratio)), most = round_float(ROUND_MAX);
@@ -432,16 +434,16 @@ BITS_FN uint8_t round_level_zero(int odd, int levels)
 	return (uint8_t)(odd ? levels : 0);
 }
 
-/* Return the level of a code, to be multiplied by amax / levels. */
+/* Return the level of a code as an integer. Its dequantized value is level * amax / levels. */
 BITS_FN int round_level_of(uint32_t code, int odd, int levels)
 {
 	return odd ? (int)code - levels : 2 * (int)code - levels;
 }
 
 /*
- * GComp. Dropping k bits of a gradient is harmless if the exponent of A exceeds the gradient's by k and a guard. A is
- * (rest of the step) / (the gradient's part of the step), as far as it does not depend on the gradient. Exponents are
- * the patterns' biased fields; ea is float32's.
+ * GComp. Dropping k bits of a gradient value is harmless if the exponent of A exceeds the value's exponent by at least
+ * k plus a guard. A is the part of the optimizer's step that does not depend on the gradient, divided by the gradient's
+ * factor. Exponents are biased exponent fields; ea has float32's bias.
  */
 BITS_FN uint8_t round_exponent(float a)
 {
@@ -465,9 +467,9 @@ BITS_FN uint8_t round_plus8(uint8_t a, uint8_t b)
 }
 
 /*
- * Return ea - e - guard, clamped to 0..255. Here guard is that of the header + 127 - the dtype's bias. The arithmetic
- * is on bytes to process more values per vector: one of the two differences is 0, and clamping does not change the
- * result.
+ * Return ea - e - guard, clamped to 0..255. `guard` is the header's guard + 127 - the dtype's bias. Arithmetic is on
+ * bytes, so that a vector holds more values: saturated at 0, one of the two byte differences is 0, and clamping does
+ * not change the result.
  */
 BITS_FN uint8_t round_slack(uint8_t e, uint8_t ea, uint8_t last, short guard)
 {
@@ -521,7 +523,8 @@ BITS_FN uint32_t round_truncate(uint32_t x, uint32_t k, uint32_t nearest, uint32
 
 /*
  * TernGrad: return |x| / s as a 32-bit fraction in two halves; `over` is round_over(s, 65536). The value is kept if the
- * first draw is below `high`, or equal to it and the second draw below `low`; always if |x| = s.
+ * first 16-bit random number is below `high`, or equal to it and the second one below `low`. It is always kept if |x| =
+ * s.
  */
 BITS_FN uint32_t round_ternary(float ax, struct over over, uint32_t *low)
 {
@@ -535,12 +538,12 @@ BITS_FN uint32_t round_ternary(float ax, struct over over, uint32_t *low)
 	return (uint32_t)high;
 }
 
-/* code of a value that the first draw leaves undecided */
+/* code of a value for which the first random number equals `high`, so that the second one decides */
 #define TERNARY_TIE 3
 
 /*
- * Return 0 for 0, 1 for s, 2 for -s, or TERNARY_TIE, decided by the first draw. `top` is the pattern of s > 0; x may
- * exceed it.
+ * Return the code that the first random number h decides: 0 for 0, 1 for s, 2 for -s, or TERNARY_TIE. `top` is the
+ * pattern of s > 0; |x| may exceed s.
  */
 BITS_FN uint8_t round_ternary_code(uint32_t x, uint32_t top, struct over over, uint32_t h)
 {
@@ -551,7 +554,7 @@ BITS_FN uint8_t round_ternary_code(uint32_t x, uint32_t top, struct over over, u
 	return (uint8_t)(h < high || a == top ? 1 + (x >> 31) : h == high ? TERNARY_TIE : 0);
 }
 
-/* Return the code of a tie, decided by the second draw. */
+/* Return the code of a TERNARY_TIE, decided by the second random number h. */
 BITS_FN uint8_t round_ternary_settled(uint32_t x, struct over over, uint32_t h)
 {
 	uint32_t low;

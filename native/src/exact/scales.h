@@ -1,6 +1,6 @@
 /*
- * scales.h - codecs whose values share scales: meaning of params, resulting rows, parts and blocks with their sizes,
- * and scales computed from the largest magnitude or from sums. C, C++ and NVRTC. docs/spec/format.md, section 8.
+ * scales.h - codecs whose values share scales: read params, derive rows, parts, blocks and their sizes, and compute
+ * scales from the largest magnitude or from sums. C, C++ and NVRTC. docs/spec/format.md, section 8.
  */
 #ifndef CODEC_SCALES_H
 #define CODEC_SCALES_H
@@ -8,7 +8,7 @@
 #include "round.h"
 #include "wire.h"
 
-#define ROW_ASKED_LAST 0xffffffffu /* requested row only, never in a frame: rows follow the shape */
+#define ROW_ASKED_LAST 0xffffffffu /* requested row length only, never in a frame: rows follow the shape */
 #define ROW_FLAT 1024              /* values per row of a tensor of rank 1 */
 #define ROW_LEAST 64               /* trailing dimensions are joined until a row has this many values */
 
@@ -24,7 +24,7 @@ struct row_kind {
 	int levels;           /* QUANTIZE: largest code (even) or largest magnitude of a level (odd) */
 };
 
-/* Return the row_kind of params and a dtype. For codecs without rows only `entropy` is defined, as 0. */
+/* Return the row_kind that a header's params and dtype specify. For codecs without rows only `entropy` is set, to 0. */
 BITS_FN struct row_kind row_kind_of(uint32_t codec, uint32_t variant, uint32_t options, uint32_t bits, uint32_t dtype)
 {
 	struct row_kind q = {
@@ -53,15 +53,15 @@ BITS_FN struct row_kind row_kind_of(uint32_t codec, uint32_t variant, uint32_t o
 	return q;
 }
 
-/* Return 1 if rows have scales of e8m0, powers of two, and 32 values. */
+/* Return 1 for MX formats: rows have 32 values, and scales are e8m0 (powers of two). */
 BITS_FN int row_is_mx(struct row_kind q)
 {
 	return q.scale_most > WIRE_MAX_NVFP4;
 }
 
-/* Rows: number of values that share a scale; 0: all values of a part. */
+/* A "row" below is a number: the values that share a scale; 0: all values of a part share one. */
 
-/* Return 1 if the format allows this row. */
+/* Return 1 if the format allows this row length. */
 BITS_FN int row_allowed(struct row_kind q, uint32_t row)
 {
 	uint32_t most = q.entropy ? WIRE_ROW_BLOCK : WIRE_MAX_ROW;
@@ -73,7 +73,7 @@ BITS_FN int row_allowed(struct row_kind q, uint32_t row)
 	return row <= most && (row || q.codec == WIRE_CODEC_SIGN);
 }
 
-/* Return the row in use for a requested row, in a tensor or part of this shape. */
+/* Return the row length used for a requested one, in a tensor or part of this shape. */
 BITS_FN uint32_t row_in_use(struct row_kind q, uint32_t asked, uint32_t rank, const uint64_t *shape)
 {
 	uint64_t row = asked;
@@ -88,7 +88,7 @@ BITS_FN uint32_t row_in_use(struct row_kind q, uint32_t asked, uint32_t rank, co
 	return (uint32_t)(q.entropy && row > WIRE_ROW_BLOCK ? ROW_FLAT : row);
 }
 
-/* Return 1 if a part has scales of its own, besides those of its rows or in place of them. */
+/* Return 1 if each part stores scales, in addition to or in place of scales per row. */
 BITS_FN int row_part_scaled(struct row_kind q, uint32_t row)
 {
 	return row == 0 || q.scale_most == WIRE_MAX_NVFP4;
@@ -99,7 +99,7 @@ BITS_FN uint64_t row_count(uint32_t row, uint64_t n)
 	return row ? (n + row - 1) / row : 0;
 }
 
-/* Blocks: whole rows of a single part. */
+/* Return the number of values per block: whole rows of one part; if row is 0, a constant. */
 
 BITS_FN uint64_t row_block(struct row_kind q, uint32_t row)
 {
@@ -124,7 +124,7 @@ BITS_FN uint64_t row_block_n(struct row_kind q, uint32_t row, uint64_t n, uint64
 	return left < block ? left : block;
 }
 
-/* Sizes in bytes: of a row's scales; of the codes of m values; upper bound of the region of m values. */
+/* Sizes in bytes: scales of one row; codes of m values; upper bound of a region of m values. */
 
 BITS_FN uint64_t row_scale_nbytes(struct row_kind q)
 {
@@ -148,8 +148,8 @@ BITS_FN uint64_t row_region_nbytes(struct row_kind q, uint32_t row, uint64_t m)
 }
 
 /*
- * Sums for means: 32 float32 lanes over at most WIRE_TREE values, folded by halves. Those sums are added in float64 as
- * a binary tree: neighbours, then neighbouring pairs, and so on.
+ * Sums, for means: up to WIRE_TREE values are added in 32 float32 lanes, and the lanes are folded by halves. These sums
+ * are added in float64 as a binary tree: neighbours, then neighbouring pairs, and so on.
  */
 BITS_FN float scale_fold(float *lane)
 {
@@ -167,7 +167,8 @@ BITS_FN double scale_fold64(double *lane)
 	return lane[0];
 }
 
-/* Add a sum to the tree after `count` others. For each bit i of `count`, level[i] of 64 holds a sum of 2^i of them. */
+/* Add a sum to the tree, which already has `count` sums. For each set bit i of `count`, level[i] is the sum of 2^i of
+ * them. */
 BITS_FN void scale_push(double *level, uint64_t count, double sum)
 {
 	int i = 0;
@@ -191,7 +192,7 @@ BITS_FN double scale_total(const double *level, uint64_t count)
 	return total;
 }
 
-/* Round a sum to float32, clamped to the dtype's largest finite value: sums may have overflowed. */
+/* Round a sum to float32, clamped to the dtype's largest finite value, because sums may have overflowed. */
 BITS_FN float scale_of_sum(double x, uint32_t dtype)
 {
 	double most = dtype == WIRE_FLOAT16 ? 65504.0 : dtype == WIRE_BFLOAT16 ? 0x1.fep127 : 0x1.fffffep127;
@@ -204,7 +205,8 @@ BITS_FN float scale_mean(double total, uint64_t n, uint32_t dtype)
 	return n ? scale_of_sum(round_div64(total, (double)n), dtype) : 0.0f;
 }
 
-/* Round a scale to the dtype: TERNARY's values are 0 and plus or minus the scale. */
+/* Round a scale to the tensor's dtype. TERNARY decodes to 0 and plus or minus the scale, which must be exact in that
+ * dtype. */
 BITS_FN float scale_in_dtype(float x, uint32_t dtype)
 {
 	if (dtype == WIRE_BFLOAT16)
@@ -215,8 +217,8 @@ BITS_FN float scale_in_dtype(float x, uint32_t dtype)
 }
 
 /*
- * Round a scale to the dtype, upwards if possible: values that saturate would be biased. Sums with a residual need it,
- * since they are no values of the dtype.
+ * Round a scale to the dtype, upwards if possible, because values above the scale would saturate and be biased. Only
+ * sums with a residual need this: their largest magnitude may not be a value of the dtype.
  */
 BITS_FN float scale_above(float x, uint32_t dtype)
 {
@@ -246,11 +248,11 @@ BITS_FN int scale_lost(struct row_kind q, float x)
 }
 
 /*
- * Scales of a row or part of n values. `max` is the bit pattern of the largest magnitude; `given` is a scale from the
- * spec; 0 or less: none.
+ * Functions for scales of a row or part of n values. `max`: bit pattern of the largest magnitude. `given`: scale from
+ * the spec; 0 or less: none.
  */
 
-/* SIGN: scale[0] is that of positive values. scale[1], of negative values, is used by two_mean only. */
+/* SIGN: scale[0] is the scale of positive values. scale[1], of negative values, is used by two_mean only. */
 BITS_FN void scale_sign(struct row_kind q, const double *total, uint64_t negative, uint64_t n, float *scale)
 {
 	scale[1] = 0;
@@ -285,7 +287,7 @@ BITS_FN int scale_exceeded(uint32_t max, float given, float clip)
 	return (given > 0 && !(clip > 0) && round_bits(given) < max) || (given < 0 && max > 0);
 }
 
-/* FLOAT8: return the factor of values. */
+/* FLOAT8: return the factor by which values are multiplied before they are rounded to codes. */
 BITS_FN float scale_float8(struct row_kind q, uint32_t max, float given)
 {
 	float scale = given > 0 ? given : round_div(q.max, round_float(max));
@@ -294,15 +296,15 @@ BITS_FN float scale_float8(struct row_kind q, uint32_t max, float given)
 }
 
 /*
- * QUANTIZE with zero points: half the range of a row, and the number in its middle. `stored`: the smallest number in
- * the lower half, the largest in the upper half, both of the frame's dtype; 8 bytes, or 4 of 16-bit dtypes.
+ * QUANTIZE with zero points: half the range of a row, and its midpoint. `stored`: the row's smallest value in the lower
+ * half of the bytes, its largest in the upper half, both in the frame's dtype; 8 bytes, 4 for 16-bit dtypes.
  */
 struct row_ends {
 	float half, middle;
 	uint64_t stored;
 };
 
-/* Open what a frame holds. Returns 0 unless the numbers are finite, in order, and not -0. */
+/* Read a row's stored ends. Returns 0 unless both are finite, in ascending order, and not -0. */
 BITS_FN int scale_open_ends(uint64_t stored, uint32_t dtype, struct row_ends *ends)
 {
 	uint32_t width = dtype == WIRE_FLOAT32 ? 32 : 16, a = (uint32_t)stored, b = (uint32_t)(stored >> width);
@@ -344,7 +346,7 @@ BITS_FN struct row_ends scale_ends(float low, float high, uint32_t dtype)
 	return ends;
 }
 
-/* Return NVFP4's scale of a part. */
+/* NVFP4: return the scale of a part. */
 BITS_FN float scale_nvfp4(uint32_t max)
 {
 	return round_div(round_float(max), 6 * 448.0f);
@@ -352,8 +354,8 @@ BITS_FN float scale_nvfp4(uint32_t max)
 
 /*
  * MXFP4, MXFP8: return the exponent that stores a row's scale. The largest magnitude is scaled to the last octave of
- * the elements, where values above the largest element saturate; `up`: to at most the largest element, which is
- * 1.5 (e2m1) or 1.75 (e4m3, e5m2) times a power of two.
+ * the elements, where values above the largest element saturate. `up`: choose the scale so that none saturates. The
+ * largest element is 1.5 (e2m1) or 1.75 (e4m3, e5m2) times a power of two.
  */
 BITS_FN uint8_t scale_mx(struct row_kind q, uint32_t max, int up)
 {
@@ -385,7 +387,7 @@ BITS_FN uint8_t scale_byte(struct row_kind q, uint32_t max, float part)
 	return (uint8_t)(stored + (up && stored < WIRE_MAX_NVFP4 && round_float(round_small_value(stored, 3, 7)) < a));
 }
 
-/* Return the divisor (FLOAT4) or factor (FLOAT8) of values from a stored byte, at most q.scale_most. */
+/* Return the divisor (FLOAT4) or factor (FLOAT8) of values that a stored byte, at most q.scale_most, stands for. */
 BITS_FN float scale_byte_value(struct row_kind q, uint32_t stored, float part)
 {
 	if (q.codec == WIRE_CODEC_FLOAT8)

@@ -1,8 +1,8 @@
 /*
  * topk.h - TOPK: kept values of a chunk, their scales and levels. C, C++ and NVRTC.
  *
- * The tensor is cut into chunks of 2^chunk_log2 values. Of each, the values of largest magnitude are kept: their
- * positions, signs and the levels of their magnitudes. docs/spec/format.md, section 11.
+ * The tensor is cut into chunks of 2^chunk_log2 values. For the values of largest magnitude of each chunk, the frame
+ * stores position, sign and a level of the magnitude; the rest decode to 0. docs/spec/format.md, section 11.
  */
 #ifndef CODEC_TOPK_H
 #define CODEC_TOPK_H
@@ -12,19 +12,19 @@
 #include "wire.h"
 
 struct topk_kind {
-	uint32_t chunk_log2, kept; /* values of a whole chunk (log2), and those kept */
+	uint32_t chunk_log2, kept; /* log2 of the values per chunk; values kept of a whole chunk */
 	uint32_t rice_k;           /* parameter of gaps */
 	uint32_t bits;             /* bits of a kept value: sign and level */
 	uint32_t dtype;
 };
 
-/* Return the parameter of a header or a spec that has both numbers. */
+/* Return the header's group_size field, which combines both numbers. */
 BITS_FN uint32_t topk_group(uint32_t chunk_log2, uint32_t kept)
 {
 	return chunk_log2 << WIRE_TOPK_CHUNK_AT | kept;
 }
 
-/* Return 1 if both halves of a group parameter are in range. */
+/* Return 1 if both numbers in a header's group_size field are in range. */
 BITS_FN int topk_is_group(uint32_t group)
 {
 	uint32_t log2 = group >> WIRE_TOPK_CHUNK_AT, kept = group & WIRE_TOPK_KEPT;
@@ -44,25 +44,25 @@ BITS_FN struct topk_kind topk_kind_of(uint32_t group, uint32_t bits, uint32_t dt
 	return q;
 }
 
-/* Return the number of values kept of a chunk of n. */
+/* Return the number of values kept of a chunk of n values. */
 BITS_FN uint32_t topk_kept(const struct topk_kind *q, uint64_t n)
 {
 	return (uint32_t)((n * q->kept + (1ull << q->chunk_log2) - 1) >> q->chunk_log2);
 }
 
-/* Return the scales of a chunk: one, or the lowest and the highest level. */
+/* Return the number of scales per chunk: 1, or 2 (the magnitudes of the lowest and of the highest level). */
 BITS_FN uint32_t topk_scales(uint32_t bits)
 {
 	return bits == 1 ? 1 : 2;
 }
 
-/* Return the size of the scales of m values. */
+/* Return the size in bytes of the scales of m values. */
 BITS_FN uint64_t topk_scales_nbytes(const struct topk_kind *q, uint64_t m)
 {
 	return 2 * topk_scales(q->bits) * ((m + (1ull << q->chunk_log2) - 1) >> q->chunk_log2);
 }
 
-/* Return an upper bound of the size of a region of m values. */
+/* Return an upper bound in bytes of a region of m values. */
 BITS_FN uint64_t topk_region_nbytes(const struct topk_kind *q, uint64_t m)
 {
 	uint64_t chunk = 1ull << q->chunk_log2, rest = m % chunk, chunks = m / chunk;
@@ -79,7 +79,7 @@ BITS_FN int topk_steps(uint32_t bits)
 	return (1 << (bits - 1)) - 1;
 }
 
-/* Return the level of a magnitude. h: 16 random bits, or 2^15 to round to nearest. */
+/* Return the level of a magnitude in low..high. h: 16 random bits, or 2^15 to round to nearest. */
 BITS_FN uint32_t topk_level(float magnitude, float low, float high, int steps, uint32_t h)
 {
 	float range = round_sub(high, low), above = round_sub(magnitude, low);
@@ -98,7 +98,7 @@ BITS_FN float topk_magnitude(uint32_t level, float low, float high, int steps)
 	return round_add(low, round_mul(round_sub(high, low), round_div((float)level, (float)steps)));
 }
 
-/* Return the value of a code: sign in bit 0, level above. A value that is rounded to 0 is +0. */
+/* Return the value of a code, which has the sign in bit 0 and the level above it. A value that rounds to 0 is +0. */
 BITS_FN float topk_value(uint32_t code, float low, float high, int steps, uint32_t dtype)
 {
 	uint32_t x = round_bits(topk_magnitude(code >> 1, low, high, steps));

@@ -26,7 +26,7 @@
 #define WIRE_MAX_RANK 8
 #define WIRE_MAX_HEADER (WIRE_AT_SHAPE + 8 * WIRE_MAX_RANK)
 
-/* Dtypes with exponents. Those of the lossy codecs are float32, bfloat16 and float16. */
+/* Numbers of the dtypes with exponents. Lossy codecs accept float32, bfloat16 and float16. */
 #define WIRE_FLOAT32 1
 #define WIRE_FLOAT64 2
 #define WIRE_BFLOAT16 3
@@ -45,7 +45,7 @@
 #define WIRE_CODEC_DELTA 8
 #define WIRE_CODEC_TOPK 9
 
-/* Parameters: byte offsets from WIRE_AT_PARAMS on. A codec without a parameter stores 0. */
+/* Parameters: byte offsets relative to WIRE_AT_PARAMS. A codec stores 0 for a parameter that it does not have. */
 #define WIRE_PARAM_VARIANT 0 /* LOSSLESS: model; TRUNCATE: level coding */
 #define WIRE_PARAM_OPTIONS 1
 #define WIRE_PARAM_BITS 2 /* TRUNCATE: level of all values */
@@ -104,10 +104,10 @@
 	X(TOPK, topk, WIRE_DTYPES_LOSSY, 1, WIRE_OPTION_STOCHASTIC, 8, 0)
 
 #define WIRE_PIECE_ZERO (1u << 8) /* region: the first piece of all mantissas is 0 and omitted; << i: piece i */
-#define WIRE_TAIL_AT 8 /* region, any number of bits: number of trailing zero bits omitted from all fields, 5 bits */
+#define WIRE_TAIL_AT 8 /* head of a region with WIRE_OPTION_BITS: number of trailing zero bits omitted from all fields, 5 bits */
 /*
- * By dtype: mantissa bits dropped at levels 0 to 3; bits of the pieces into which a field is cut, most significant
- * first.
+ * WIRE_DROPS_*: mantissa bits dropped at levels 0 to 3. WIRE_PIECES_*: bits of the pieces into which a field is cut,
+ * most significant first.
  */
 #define WIRE_DROPS_FLOAT32 {0, 6, 12, 18}
 #define WIRE_DROPS_BFLOAT16 {0, 2, 4, 6}
@@ -119,13 +119,14 @@
 
 #define WIRE_ROW_BLOCK 16384   /* maximum values per block, if rows fit */
 #define WIRE_TRITS_BLOCK 81920 /* maximum values per block, if 5 values are packed per byte */
-#define WIRE_PART_MIN 4096     /* least values of a segment that is always a separate part */
+#define WIRE_PART_MIN 4096     /* minimum number of values of a segment that is always a separate part */
 #define WIRE_MAX_PARTS(n) (2 * ((n) / WIRE_PART_MIN) + 1)
-/* Codecs of rows: up to 64 more parts, so that small segments, or what cuts leave of large ones, keep their scales. */
+/* Codecs of rows: up to 64 more parts, so that small segments, and remainders of cut segments, have scales of their
+ * own. */
 #define WIRE_MAX_ROW_PARTS(n) (WIRE_MAX_PARTS(n) + ((n) < 1024 ? (n) / 16 : 64))
 #define WIRE_MAX_ROW 0x80000000u
 #define WIRE_MAX_NVFP4 126 /* a row's scale: e4m3fn without sign and NaN */
-/* exponent that a row's scale stores: the scale times the largest element, 6, 448 or 57344, is finite */
+/* largest stored exponent of a row's scale: the scale times the largest element, 6, 448 or 57344, is finite */
 #define WIRE_MAX_MXFP4 252
 #define WIRE_MAX_MXFP8_E4M3 246
 #define WIRE_MAX_MXFP8_E5M2 239
@@ -152,14 +153,14 @@
 #define WIRE_PATTERNS 0x8000
 #define WIRE_CIRCLE(zero) (WIRE_PATTERNS - (zero))
 
-/* Lane coder: interleaved entropy-coded streams. */
+/* Lane coder: 32 interleaved entropy-coded streams. */
 #define WIRE_LANES 32
 #define WIRE_ROW 128 /* values in a quad row: 4 per lane */
 #define WIRE_LEAST_MAX_CODE_LENGTH 2
 #define WIRE_MAX_CODE_LENGTH 8
 #define WIRE_ESCAPE 256 /* index of the escape, last in canonical order */
 
-/* Region: u32 head = 2 bits of mode per plane, then flags. */
+/* A region begins with a u32 head: 2 bits of mode per plane, then flags. */
 #define WIRE_MODE_CONSTANT 0u
 #define WIRE_MODE_RAW 1u
 #define WIRE_MODE_CODED 2u
@@ -169,7 +170,7 @@
 /* DELTA: blocks, the head of a region, and its codes. */
 #define WIRE_DELTA_MIN_BLOCK_LOG2 10 /* a block is a whole number of chunks of the digest */
 #define WIRE_DELTA_MAX_BLOCK_LOG2 18
-#define WIRE_DELTA_BLOCK_LOG2 17 /* block size of encoders, unless the spec asks for another one */
+#define WIRE_DELTA_BLOCK_LOG2 17 /* encoders' default */
 #define WIRE_DELTA_SIDE_NBYTES 16
 #define WIRE_DELTA_SAME 0u
 #define WIRE_DELTA_STEPS 1u
@@ -180,16 +181,16 @@
 #define WIRE_DELTA_CHANGES_AT 14
 #define WIRE_DELTA_BIAS 16 /* scale = S + 16 */
 #define WIRE_DELTA_CLASSES 8
-#define WIRE_DELTA_MORE 8 /* codes 0 in a row, before a gamma code */
+#define WIRE_DELTA_MORE 8 /* consecutive codes 0 before a gamma code */
 #define WIRE_DELTA_MAX_GAP_K 18
 /* Rice codes: zeros before the escape, and bits of an escaped gap. */
 #define WIRE_RICE_LONGEST 24
 #define WIRE_RICE_GAP_BITS 20
 
-/* TOPK: chunks, values kept of a whole one, blocks. */
+/* TOPK: values per chunk, values kept per whole chunk, values per block. */
 #define WIRE_TOPK_KEPT 0xffffu
 #define WIRE_TOPK_CHUNK_AT 16
-#define WIRE_TOPK_CHUNK 4096 /* unless asked for another one */
+#define WIRE_TOPK_CHUNK 4096 /* default of encoders */
 #define WIRE_TOPK_MIN_CHUNK_LOG2 6
 #define WIRE_TOPK_MAX_BLOCK_LOG2 16
 
@@ -199,7 +200,7 @@
 #define WIRE_SEGMENT_COLS 2u
 #define WIRE_MAX_SHIFT 3   /* exponent offsets are nibble << shift, in eighths of an octave */
 #define WIRE_FLAT_ROW 512  /* consecutive values that share an exponent offset in a part without columns */
-#define WIRE_MATRIX_MIN 64 /* least length of the shorter side of a matrix that has offsets of rows and columns */
+#define WIRE_MATRIX_MIN 64 /* minimum length of the shorter side of a matrix with offsets of rows and columns */
 
 /* Checksum: words per chunk, and seeds of digests. */
 #define WIRE_CHUNK_WORDS 256
