@@ -1,5 +1,7 @@
-/* frames.c - make the grammar frame of a number, and the library's result for it; compare.py loads this as a shared
- * library. */
+/*
+ * frames.c - make the grammar frame of a number, and the library's result for it; compare.py loads this as a shared
+ * library.
+ */
 #include <stdlib.h>
 
 #include "grammar.h"

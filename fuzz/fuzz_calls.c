@@ -36,8 +36,10 @@ struct arguments {
 #define OR_NULL(s, p) (one_in(s, 24) ? NULL : (p))
 /* Evaluate to x, or sometimes to a smaller number. */
 #define OR_LESS(s, x) (one_in(s, 12) ? (size_t)below(s, (uint64_t)(x) + 1) : (size_t)(x))
-/* Evaluate to the size of a struct, or sometimes to another size: a larger one means a later version, a smaller one is
- * invalid. */
+/*
+ * Evaluate to the size of a struct, or sometimes to another size: a larger one means a later version, a smaller one is
+ * invalid.
+ */
 #define STRUCT(s, type) (uint32_t)(one_in(s, 24) ? below(s, 3 * sizeof(type)) : sizeof(type))
 
 static uint32_t odd(struct source *s, uint64_t usual)

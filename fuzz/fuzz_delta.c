@@ -135,8 +135,10 @@ static void decode_part(const struct delta_case *c, uint32_t isa, struct source 
 	exact_free(&scratch);
 }
 
-/* Encode the result against the base, with exactly the required capacity. Check that all instruction sets give equal
- * frames, and that these decode. */
+/*
+ * Encode the result against the base, with exactly the required capacity. Check that all instruction sets give equal
+ * frames, and that these decode.
+ */
 static void encode(const struct delta_case *c, struct source *s)
 {
 	codec_spec spec = {.struct_nbytes = sizeof spec, .codec = CODEC_DELTA};

@@ -25,8 +25,10 @@ struct result {
 
 enum { NONE, APART, IN_PLACE, FEEDBACK, DELTA };
 
-/* Prepare buffers for encoding, with known contents in the residual. end() checks that a failed call left them
- * unchanged. */
+/*
+ * Prepare buffers for encoding, with known contents in the residual. end() checks that a failed call left them
+ * unchanged.
+ */
 static struct result begin(struct task *k, size_t capacity, int residual, float **at)
 {
 	struct result r = {.frame = exact(capacity, &k->s)};

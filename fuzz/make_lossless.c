@@ -58,8 +58,10 @@ static void put_runs(struct maker *m, size_t n)
 		m->out.p[bitmap + (nruns - 1) / 8] ^= (uint8_t)(0x80 >> below(&m->s, 8));
 }
 
-/* Write the high nibbles of n values. Each byte holds a value of the first half in its lower nibble and a value of the
- * second half in its upper nibble. */
+/*
+ * Write the high nibbles of n values. Each byte holds a value of the first half in its lower nibble and a value of the
+ * second half in its upper nibble.
+ */
 static void put_high(struct maker *m, size_t n)
 {
 	for (size_t i = 0; i < (n + 1) / 2; i++) {

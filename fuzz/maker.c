@@ -219,8 +219,10 @@ void draw(struct maker *m, const struct book *b, size_t n, uint32_t literals)
 	for (size_t i = 0; i < n; i++) {
 		uint64_t x = noise(&m->s);
 
-		/* distributed as the code lengths imply; or long runs of a constant with rare exceptions; or all
-		 * escaped */
+		/*
+		 * distributed as the code lengths imply; or long runs of a constant with rare exceptions; or all
+		 * escaped
+		 */
 		if (style == 1 || (style == 2 && x >> 56) || (style == 3 && i % 100))
 			m->symbol[i] = i && style > 1 ? m->symbol[i - 1] : b->lookup[run];
 		else

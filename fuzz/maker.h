@@ -1,5 +1,7 @@
-/* maker.h - state shared by all parts of the grammar: the frame written so far, planted faults, codebooks, coded
- * planes. */
+/*
+ * maker.h - state shared by all parts of the grammar: the frame written so far, planted faults, codebooks, coded
+ * planes.
+ */
 #ifndef FUZZ_MAKER_H
 #define FUZZ_MAKER_H
 
@@ -48,8 +50,9 @@ struct maker {
 	uint16_t *raise; /* pattern offset of each value; NULL: no scale model */
 };
 
-/* Return 1 if the fault must be planted at this site. For rules of the format that do not concern the value of a field.
- * */
+/*
+ * Return 1 if the fault must be planted at this site. For rules of the format that do not concern the value of a field.
+ */
 int slip(struct maker *m);
 void put(struct maker *m, uint64_t x, int nbytes);
 void put_at(struct maker *m, uint64_t at, uint64_t x, int nbytes); /* overwrite zeros written before; also a site */

@@ -1,5 +1,7 @@
-/* source.h - read decisions from a fuzzer's input and, when the input is used up, from a random generator that it
- * seeds. */
+/*
+ * source.h - read decisions from a fuzzer's input and, when the input is used up, from a random generator that it
+ * seeds.
+ */
 #ifndef FUZZ_SOURCE_H
 #define FUZZ_SOURCE_H
 

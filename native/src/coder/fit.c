@@ -37,8 +37,10 @@ static int is_flat(const struct job *j)
 	return model_asked(&j->h) == WIRE_MODEL_FLAT || j->h.n < CHOOSE_MODEL_MIN;
 }
 
-/* Return 1 if the model always has a base. float64 needs one, because its symbols should lie far from their
- * wrap-around. */
+/*
+ * Return 1 if the model always has a base. float64 needs one, because its symbols should lie far from their
+ * wrap-around.
+ */
 static int is_based(const struct job *j)
 {
 	return dtype_of(j->h.dtype)->form == FORM_FLOAT8;

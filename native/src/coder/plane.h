@@ -64,8 +64,10 @@ uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct w
 codec_status open_plane(struct cursor *c, struct stream *s, codec_fault *f);
 codec_status close_plane(const book_lookup *lookup, const struct cursor *c, const struct stream *s, uint64_t m,
 			 codec_fault *f);
-/* Decode a plane of m symbols in one call to `symbol`, which has padded(m) bytes. Bits of w->top[0].escaped mark
- * escapes. */
+/*
+ * Decode a plane of m symbols in one call to `symbol`, which has padded(m) bytes. Bits of w->top[0].escaped mark
+ * escapes.
+ */
 codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, struct work *w, struct cursor *c,
 			  uint64_t m, uint8_t *symbol, codec_fault *f);
 /* Read the literals, which follow the words, into the escaped positions. */

@@ -17,8 +17,10 @@ static inline uint64_t padded(uint64_t n)
  */
 #define ROW_CHUNK 2560
 
-/* Work buffers of one thread. work_place lays them out in the caller's memory. m: values of a block, padded to quad
- * rows. */
+/*
+ * Work buffers of one thread. work_place lays them out in the caller's memory. m: values of a block, padded to quad
+ * rows.
+ */
 struct work {
 	uint8_t *plane[WIRE_MAX_PLANES]; /* m + 64 bytes each: kernels may read or write 64 more bytes than they use */
 	uint8_t *symbol, *high;          /* m + 64, m / 2 + 64 bytes: a plane being coded or decoded */
@@ -45,7 +47,7 @@ struct work {
 	uint32_t *patterns, *fields;
 	uint8_t *piece[4], *e, *ea, *drop, *width, *level;
 	const codec_metric *metric; /* metric at which the search for the next value's metric begins */
-	char *values; /* decode: decode: values of a block not decoded into the tensor; shares memory with `region` */
+	char *values; /* decode: values of a block not decoded into the tensor; shares memory with `region` */
 	uint32_t *words, *words_end;
 	struct delta_buffers delta; /* DELTA; lists of decoded changes are at delta.at and values */
 	uint64_t *sums[2];          /* DELTA: sums of a block's chunks, of the base and of the result */

@@ -170,8 +170,10 @@ codec_status delta_decode_blocks(const uint8_t *frame, const codec_tensor *dst, 
 	struct delta_block *blocks = job_delta_blocks(j), *first = blocks + range->first;
 	struct changes c = {.q = delta_kind(&j->h)};
 	uint64_t index = delta_list_first(j, range->first);
-	/* if this range begins inside a range that was checked before, list entries may belong to blocks after this
-	 * range */
+	/*
+	 * if this range begins inside a range that was checked before, list entries may belong to blocks after this
+	 * range
+	 */
 	int lists = !dst && range->count && (first->state == DELTA_UNKNOWN || first->origin == range->first);
 
 	for (uint64_t b = range->first; b < range->first + range->count; b++) {

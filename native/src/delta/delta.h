@@ -34,8 +34,10 @@ static inline uint64_t delta_raw_nbytes(const struct header *h, uint64_t m)
 /* Return log2 of the number of values in a block, from a frame's header or an encoder's spec. */
 uint8_t delta_block_log2(const struct header *h);
 
-/* Return the number of chunks whose sums kernels compute directly from values in memory: whole chunks, if this machine
- * is little-endian. */
+/*
+ * Return the number of chunks whose sums kernels compute directly from values in memory: whole chunks, if this machine
+ * is little-endian.
+ */
 static inline uint64_t delta_whole_chunks(uint64_t nbytes)
 {
 	return CODEC_BIG_ENDIAN ? 0 : nbytes / DELTA_CHUNK;

@@ -1,8 +1,9 @@
 /* digest.c - digests of values, and their comparison with a frame's. */
 #include "delta.h"
 
-/* Digests are computed from little-endian values. A chunk is copied if it is short, or if this machine is big-endian.
- * */
+/*
+ * Digests are computed from little-endian values. A chunk is copied if it is short, or if this machine is big-endian.
+ */
 void delta_sums(const struct kernels *k, const void *values, uint64_t nbytes, uint64_t item, uint64_t *sums)
 {
 	uint64_t whole = delta_whole_chunks(nbytes);
@@ -60,8 +61,10 @@ void delta_set_state(struct delta_block *block, uint32_t state)
 	__atomic_thread_fence(__ATOMIC_RELEASE);
 }
 
-/* Read the contribution of a decoded block's base values to the base's digest. Return 0 if the block is not decoded
- * yet. */
+/*
+ * Read the contribution of a decoded block's base values to the base's digest. Return 0 if the block is not decoded
+ * yet.
+ */
 static int read_digest(const struct delta_block *block, uint64_t *digest)
 {
 	__atomic_thread_fence(__ATOMIC_ACQUIRE);

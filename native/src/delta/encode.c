@@ -46,8 +46,10 @@ static uint64_t compare(const struct kernels *k, const char *base, const char *v
 	return changes;
 }
 
-/* Return the size in bits of all gaps and changed bits, w bits each. *steps: size with a sign and a step per gap
- * instead. */
+/*
+ * Return the size in bits of all gaps and changed bits, w bits each. *steps: size with a sign and a step per gap
+ * instead.
+ */
 static uint64_t patch_bits(const struct delta_kind *q, const char *base, const char *values, const uint32_t *at,
 			   uint64_t count, uint32_t k, uint64_t *steps)
 {

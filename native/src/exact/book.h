@@ -264,8 +264,10 @@ BITS_LARGE_FN void book_to_lookup(const codebook *b, book_lookup *t)
 	t->pad = t->symbol[0];
 }
 
-/* Return the coded size in bits of symbols that occur counts[i] times. Each escaped symbol adds a literal of `literal`
- * bits. */
+/*
+ * Return the coded size in bits of symbols that occur counts[i] times. Each escaped symbol adds a literal of `literal`
+ * bits.
+ */
 BITS_LARGE_FN uint64_t book_cost(const codebook *b, const uint32_t counts[256], int literal)
 {
 	uint32_t escape = (uint32_t)(b->length[WIRE_ESCAPE] + literal);

@@ -141,8 +141,10 @@ BITS_FN int choose_offset(int eighths, int shift)
 	return choose_clamped(choose_nibble(eighths, shift)) * (1 << shift);
 }
 
-/* Return the pattern to which bases move means, so that symbols lie around 128; float64's lie far from their
- * wrap-around. */
+/*
+ * Return the pattern to which bases move means, so that symbols lie around 128; float64's lie far from their
+ * wrap-around.
+ */
 BITS_FN int choose_centre(int octave)
 {
 	return octave == 16 ? 0x4800 : 0x4000;
@@ -256,16 +258,20 @@ BITS_LARGE_FN int choose_phase(const uint32_t bins[CHOOSE_BINS], uint32_t counts
 	return best;
 }
 
-/* Return 1 if `count` values save more than `bits` bits. `before` and `after` are the costs in bits of `samples` of
- * them. */
+/*
+ * Return 1 if `count` values save more than `bits` bits. `before` and `after` are the costs in bits of `samples` of
+ * them.
+ */
 BITS_FN int choose_pays(uint64_t before, uint64_t after, uint64_t samples, uint64_t count, uint64_t bits)
 {
 	/* bits per value in units of 1/65536, so that the product stays below 2^64 */
 	return samples && before > after && ((before - after) << 16) / samples * count > bits << 16;
 }
 
-/* Return 1 if a segment's offsets save more bits than they cost. choose_record_pays: the same for the record of a
- * segment without offsets. */
+/*
+ * Return 1 if a segment's offsets save more bits than they cost. choose_record_pays: the same for the record of a
+ * segment without offsets.
+ */
 BITS_FN int choose_offsets_pay(uint64_t before, uint64_t after, uint64_t samples, uint64_t count, uint64_t offsets)
 {
 	return choose_pays(before, after, samples, count, 4 * offsets + 64);
@@ -492,8 +498,10 @@ BITS_FN int choose_stored(uint64_t nbytes, uint64_t stored)
 	return nbytes >= stored;
 }
 
-/* Return TRUNCATE's guard for the header. It exceeds the spec's guard if parameters have more mantissa bits than the
- * gradient. */
+/*
+ * Return TRUNCATE's guard for the header. It exceeds the spec's guard if parameters have more mantissa bits than the
+ * gradient.
+ */
 BITS_FN int choose_guard(int asked, int theta_mbits, int mbits)
 {
 	int guard = asked + theta_mbits - mbits;

@@ -319,8 +319,9 @@ BITS_FN float round_scaled(float ratio, float scale)
 	return round_float((u & ~ROUND_ABS) | (a < ROUND_MAX ? a : ROUND_MAX));
 }
 
-/* SIGN: return the dequantized value of a set sign bit: -scale; but 0 if the scale is 0, when all values were +0 or -0.
- * */
+/*
+ * SIGN: return the dequantized value of a set sign bit: -scale; but 0 if the scale is 0, when all values were +0 or -0.
+ */
 BITS_FN float round_sign_below(float scale)
 {
 	return scale > 0 ? -scale : 0.0f;

@@ -167,8 +167,10 @@ BITS_FN double scale_fold64(double *lane)
 	return lane[0];
 }
 
-/* Add a sum to the tree, which already has `count` sums. For each set bit i of `count`, level[i] is the sum of 2^i of
- * them. */
+/*
+ * Add a sum to the tree, which already has `count` sums. For each set bit i of `count`, level[i] is the sum of 2^i of
+ * them.
+ */
 BITS_FN void scale_push(double *level, uint64_t count, double sum)
 {
 	int i = 0;
@@ -205,8 +207,10 @@ BITS_FN float scale_mean(double total, uint64_t n, uint32_t dtype)
 	return n ? scale_of_sum(round_div64(total, (double)n), dtype) : 0.0f;
 }
 
-/* Round a scale to the tensor's dtype. TERNARY decodes to 0 and plus or minus the scale, which must be exact in that
- * dtype. */
+/*
+ * Round a scale to the tensor's dtype. TERNARY decodes to 0 and plus or minus the scale, which must be exact in that
+ * dtype.
+ */
 BITS_FN float scale_in_dtype(float x, uint32_t dtype)
 {
 	if (dtype == WIRE_BFLOAT16)

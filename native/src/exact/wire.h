@@ -104,7 +104,7 @@
 	X(TOPK, topk, WIRE_DTYPES_LOSSY, 1, WIRE_OPTION_STOCHASTIC, 8, 0)
 
 #define WIRE_PIECE_ZERO (1u << 8) /* region: the first piece of all mantissas is 0 and omitted; << i: piece i */
-#define WIRE_TAIL_AT 8 /* head of a region with WIRE_OPTION_BITS: number of trailing zero bits omitted from all fields, 5 bits */
+#define WIRE_TAIL_AT 8 /* region head with WIRE_OPTION_BITS: trailing zero bits omitted from all fields; 5 bits */
 /*
  * WIRE_DROPS_*: mantissa bits dropped at levels 0 to 3. WIRE_PIECES_*: bits of the pieces into which a field is cut,
  * most significant first.
@@ -121,8 +121,10 @@
 #define WIRE_TRITS_BLOCK 81920 /* maximum values per block, if 5 values are packed per byte */
 #define WIRE_PART_MIN 4096     /* minimum number of values of a segment that is always a separate part */
 #define WIRE_MAX_PARTS(n) (2 * ((n) / WIRE_PART_MIN) + 1)
-/* Codecs of rows: up to 64 more parts, so that small segments, and remainders of cut segments, have scales of their
- * own. */
+/*
+ * Codecs of rows: up to 64 more parts, so that small segments, and remainders of cut segments, have scales of their
+ * own.
+ */
 #define WIRE_MAX_ROW_PARTS(n) (WIRE_MAX_PARTS(n) + ((n) < 1024 ? (n) / 16 : 64))
 #define WIRE_MAX_ROW 0x80000000u
 #define WIRE_MAX_NVFP4 126 /* a row's scale: e4m3fn without sign and NaN */

@@ -1,4 +1,4 @@
-/* base.h - macros and helpers that all layers above the kernels use. */
+/* base.h - macros and helpers for all layers above the kernels. */
 #ifndef CODEC_BASE_H
 #define CODEC_BASE_H
 

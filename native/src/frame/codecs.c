@@ -1,4 +1,4 @@
-/* codecs.c - checks and conversions of a codec's parameters, by the table of codecs in exact/wire.h. */
+/* codecs.c - check and convert a codec's parameters, using the table of codecs in exact/wire.h. */
 #include "family.h"
 
 /* Check that the constants of codec.h equal the constants of wire.h. */
@@ -64,13 +64,13 @@ int params_fault(const struct header *h)
 	return c->family->params_fault ? c->family->params_fault(h) : -1;
 }
 
-/* Return the values per block of DELTA, 0 if a frame has no blocks or is not valid. */
+/* DELTA: return the number of values per block; 0 if the frame has no blocks or is invalid. */
 static uint32_t delta_group_size(const struct header *h)
 {
 	return h->block_log2 && h->block_log2 <= WIRE_DELTA_MAX_BLOCK_LOG2 ? 1u << h->block_log2 : 0;
 }
 
-/* Return the values per chunk of TOPK, 0 if a frame is stored or not valid. */
+/* TOPK: return the number of values per chunk; 0 if the frame is stored or invalid. */
 static uint32_t topk_group_size(const struct header *h)
 {
 	uint32_t log2 = h->group_size >> WIRE_TOPK_CHUNK_AT;
@@ -78,7 +78,10 @@ static uint32_t topk_group_size(const struct header *h)
 	return log2 && log2 <= WIRE_TOPK_MAX_BLOCK_LOG2 ? 1u << log2 : 0;
 }
 
-/* Convert a header to the spec that it records, as far as it is valid. */
+/*
+ * Convert a header to the spec that it records. The header may be invalid: fields are converted as far as they are
+ * valid.
+ */
 void params_spec(const struct header *h, codec_spec *s)
 {
 	int lossless = h->codec == CODEC_LOSSLESS, delta = h->codec == CODEC_DELTA, topk = h->codec == CODEC_TOPK;
@@ -94,7 +97,10 @@ void params_spec(const struct header *h, codec_spec *s)
 					: topk ? topk_group_size(h)
 					       : h->group_size,
 			  .kept = topk ? h->group_size & WIRE_TOPK_KEPT : 0};
-	/* See truncate/params.c. The correction for dtypes can leave the range of specs, so clamp it. */
+	/*
+	 * The header's guard includes a correction for dtypes (truncate/params.c), so the result can exceed a spec's
+	 * range: clamp it.
+	 */
 	s->guard = h->guard - (h->options & WIRE_OPTION_CUT && h->variant != WIRE_LEVELS_FIXED);
 	s->guard = MIN(MAX(s->guard, LEAST_GUARD), MOST_GUARD);
 }

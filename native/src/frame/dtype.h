@@ -7,7 +7,7 @@
 struct dtype {
 	uint8_t nbytes;
 	uint8_t form;    /* enum form */
-	uint16_t octave; /* patterns between consecutive powers of two; 0: no exponent, no scale model */
+	uint16_t octave; /* number of patterns per octave (between powers of two); 0: no exponent, no scale model */
 };
 
 /* Return the lowest bit of a lowered pattern that belongs to plane 0. */

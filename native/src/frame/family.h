@@ -1,6 +1,6 @@
 /*
- * family.h - tables of functions that differ between codecs. Code that opens, processes and closes jobs calls these and
- * does not depend on a codec.
+ * family.h - tables of the functions that differ between codecs. Code that opens, processes and closes jobs calls them
+ * through the table and does not depend on a codec.
  */
 #ifndef CODEC_FAMILY_H
 #define CODEC_FAMILY_H
@@ -26,47 +26,48 @@ struct family {
 	/* params_ask: convert a spec to header fields. */
 	codec_status (*params_ask)(const codec_spec *s, struct header *h);
 	/*
-	 * Return the offset in params of the first invalid value, beyond the checks of the table of codecs, or -1.
+	 * Return the offset in params of the first invalid value, or -1. The table of codecs has been checked before.
 	 * NULL: no further checks.
 	 */
 	int (*params_fault)(const struct header *h);
 	/*
-	 * Check the remaining header fields of a frame in blocks. header_check_size checks that the frame can hold so
-	 * many values; NULL: 8 bytes per block suffice.
+	 * Check the remaining header fields of a frame in blocks. header_check_size checks that a frame of this size
+	 * can hold n values; NULL: 8 bytes per block suffice.
 	 */
 	codec_status (*header_check)(const struct header *h, codec_fault *f);
 	codec_status (*header_check_size)(const struct header *h, codec_fault *f);
 
 	/*
-	 * State supplied with a tensor or frame; NULL: the family has none. check_state checks that the state which
-	 * encoding or decoding needs is there. reads returns 1 if memory that will be written is read as state;
-	 * `in_place` allows it to be a state array itself, whose values are each read before they are written.
+	 * State that the caller supplies, such as a metric; NULL: the family needs none. check_state checks that the
+	 * state that encoding or decoding needs was supplied. reads returns 1 if a memory range that will be written
+	 * overlaps state that will be read. `in_place`: the range may be exactly a state array, each of whose values is
+	 * read before it is written.
 	 */
 	codec_status (*check_state)(const struct header *h, const codec_context *with, int encoding);
 	int (*reads)(const struct header *h, const codec_context *with, int encoding, const void *out, uint64_t nbytes,
 		     int in_place);
 
-	/* Return the CODEC_SYMBOLS_* that codebooks code; NULL: the family has no agreed codebooks. */
+	/* Return the CODEC_SYMBOLS_* that agreed codebooks must code; NULL: the family uses no agreed codebooks. */
 	uint8_t (*symbols)(const struct header *h);
 
 	/*
-	 * bound: return the largest frame in bytes, for any segments; bound_segments: for these; NULL: a stored one.
-	 * job_nbytes: return the bytes needed behind struct job. opens_with_work: return 1 if opening an encode job
-	 * needs a thread's buffer; NULL: never.
+	 * bound: return the size in bytes of the largest frame for any segments; bound_segments: for the given
+	 * segments; NULL: that of a stored frame. job_nbytes: return the bytes needed after struct job.
+	 * opens_with_work: return 1 if opening an encode job needs a work buffer; NULL: never.
 	 */
 	uint64_t (*bound)(const struct header *h);
 	uint64_t (*bound_segments)(const struct header *h, const codec_context *with);
 	uint64_t (*job_nbytes)(const struct header *h);
 	int (*opens_with_work)(const struct header *h);
-	/* Return the size of the family's own work buffers, and place them from *p on. NULL: none. */
+	/* Return the size in bytes of the family's additional work buffers, and lay them out from *p on. NULL: none. */
 	uint64_t (*work_nbytes)(const struct header *h);
 	void (*work_place)(const struct header *h, char **p, struct work *w);
 	/* Return an upper bound of a block's region, in bytes. */
 	uint64_t (*region_bound)(const struct job *j);
 
 	/*
-	 * The side section behind the codebooks: return its size, write it, and read it from frame[at, end). *used is
-	 * the end of what was read.
+	 * The part of the side section after the codebooks: return its size in bytes, write it, and read it from
+	 * frame[at, end). *used: offset of the end of the bytes read.
 	 */
 	uint64_t (*side_nbytes)(const struct job *j);
 	void (*side_write)(const struct job *j, uint8_t *dst);
@@ -74,9 +75,9 @@ struct family {
 				  codec_fault *f);
 
 	/*
-	 * Encode. begin: set what follows from spec and shape. It leaves the layout stored if the tensor is to be
-	 * stored, and sets j->nscans, the number of pieces to scan, in any order. choose: set all that depends on
-	 * values and precedes the directory, except sizes.
+	 * Encode. begin: set the fields that spec and shape determine, and j->nscans, the number of pieces to scan, in
+	 * any order. The layout remains "stored" if the tensor will be stored. choose: set all fields before the
+	 * directory that depend on values, except sizes.
 	 */
 	codec_status (*begin)(struct job *j, const codec_spec *s, const codec_context *with);
 	/* Cut the scale model's parts as `choose` will. NULL: `begin` has cut all parts. */
@@ -85,20 +86,21 @@ struct family {
 	codec_status (*choose)(struct job *j, const struct kernels *k, const struct source *src,
 			       const codec_context *with);
 	/*
-	 * Save a pass over the tensor if one call encodes all blocks. blocks_can_scan: return 1 if blocks do not depend
-	 * on the scan's results; NULL: never. encode_block then scans (j->blocks_scan is 1), `choose` skips what
-	 * depends on the scan, and `scanned` does that after the last block.
+	 * Save a pass over the tensor if one call encodes all blocks. blocks_can_scan: return 1 if encoding blocks does
+	 * not need the scan's results; NULL: never. encode_block then also scans (j->blocks_scan is 1), `choose` skips
+	 * the fields that depend on the scan, and `scanned` sets them after the last block.
 	 */
 	int (*blocks_can_scan)(const struct job *j);
 	codec_status (*scanned)(struct job *j);
 	/*
-	 * Encode block b to w->region, which has room for region_bound bytes, and set *nbytes to its size. Fixed planes
-	 * are written to their sections of the frame; *digest is their digest, or 0.
+	 * Encode block b to w->region, which has room for region_bound bytes, and set *nbytes to the region's size.
+	 * Write the block's part of the fixed planes to their sections of the frame, and set *digest to the digest of
+	 * that part, or 0.
 	 */
 	codec_status (*encode_block)(struct job *j, const struct kernels *k, const codec_context *with,
 				     const struct source *src, uint64_t b, uint8_t *frame, struct work *w,
 				     uint64_t *digest, uint64_t *nbytes);
-	/* Codecs that are never stored: write the residual of block b, just encoded at frame[at]. */
+	/* Codecs that are never stored: write the residual of block b, which was just encoded at frame[at]. */
 	codec_status (*block_leave)(const struct job *j, const struct kernels *k, const struct source *src,
 				    const uint8_t *frame, uint64_t b, uint64_t at, float *residual, struct work *w);
 	/*
@@ -111,8 +113,8 @@ struct family {
 			      const struct source *src, void *work);
 
 	/*
-	 * Decode a range of blocks to dst, or only check them if dst is NULL. Adds their checksums to range->checksum.
-	 */
+	 * Decode a range of blocks to dst, or only check them if dst is NULL. Add the blocks' checksums to
+	 * range->checksum. */
 	codec_status (*decode_blocks)(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 				      const struct job *j, struct codec_range *range, struct work *w);
 };
@@ -126,7 +128,7 @@ struct codec {
 	uint8_t nvariants;
 	uint8_t options; /* CODEC_OPTION_* that the codec accepts */
 	uint8_t max_bits;
-	uint8_t least_max_code_length; /* smallest longest-code limit; 0: codec has none */
+	uint8_t least_max_code_length; /* smallest max_code_length; 0: the codec has no such parameter */
 };
 
 extern const struct codec codecs[CODEC_TOPK + 1];
@@ -167,7 +169,7 @@ static inline int codec_never_stored(uint32_t id)
 	return codec_of(id)->family->never_stored;
 }
 
-/* Return 1 if tensors that would grow are stored. */
+/* Return 1 if the codec stores tensors raw when their frame would be larger than the tensor. */
 static inline int codec_may_store(uint32_t id)
 {
 	return !codec_never_stored(id) && !codec_is_delta(id);

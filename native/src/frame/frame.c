@@ -21,7 +21,10 @@ codec_status frame_head(const uint8_t *head, size_t head_nbytes, uint64_t nbytes
 	return CODEC_OK;
 }
 
-/* Check what precedes opening a job: the header, the directory's last entry and the padding of fixed planes. */
+/*
+ * Check the parts of a frame that must be valid before a job is opened: the header, the directory's last entry and the
+ * padding of fixed planes.
+ */
 codec_status frame_open(const uint8_t *frame, size_t nbytes, const codec_context *with, struct header *h)
 {
 	codec_fault *f = with->fault;
@@ -41,7 +44,7 @@ codec_status frame_open(const uint8_t *frame, size_t nbytes, const codec_context
 	return CODEC_OK;
 }
 
-/* Get the region of block b: frame[*at, *end). */
+/* Find the region of block b, frame[*at, *end), and check its directory entry. */
 codec_status frame_region(const uint8_t *frame, const struct header *h, uint64_t b, uint64_t *at, uint64_t *end,
 			  codec_fault *f)
 {
@@ -68,7 +71,7 @@ static uint64_t block_checksum(const uint8_t *frame, const struct header *h, con
 	return checksum_of_block(digest, b);
 }
 
-/* Compare the checksum of block b with the directory, and add it to *checksum. */
+/* Compare the checksum of block b with its directory entry, and add it to *checksum. */
 codec_status frame_check_block(const uint8_t *frame, const struct header *h, const struct kernels *k, uint64_t b,
 			       uint64_t at, uint64_t end, uint64_t *checksum, codec_fault *f)
 {

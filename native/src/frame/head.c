@@ -4,8 +4,8 @@
 #define BAD(at, found, expected) return fault(f, CODEC_BAD_HEADER, at, found, expected)
 
 /*
- * Copy the header's bytes to `b`, padded with zeros, and check what its length depends on. The frame is read once, so
- * that a concurrent change cannot pass the checks.
+ * Copy the header's bytes to `b`, padded with zeros, and check the fields that determine its length. Each byte of the
+ * frame is read only once, so that bytes that another thread changes cannot pass the checks.
  */
 static codec_status take_bytes(const uint8_t *frame, size_t nbytes, uint8_t b[WIRE_MAX_HEADER], codec_fault *f)
 {
@@ -75,7 +75,7 @@ static void take_fields(const uint8_t b[WIRE_MAX_HEADER], struct header *h)
 	params_read(h, b + WIRE_AT_PARAMS);
 }
 
-/* Check that params are in range, and 0 where the codec has none. */
+/* Check that params are in range, and 0 where the codec has no parameter. */
 static codec_status check_params(const struct header *h, const uint8_t *given, codec_fault *f)
 {
 	uint8_t params[WIRE_PARAMS_NBYTES];
@@ -120,7 +120,7 @@ static codec_status check_fields(const struct header *h, codec_fault *f)
 	return h->layout == WIRE_LAYOUT_STORED ? check_stored(h, f) : family_of(h)->header_check(h, f);
 }
 
-/* Check that `frame_nbytes` bytes can hold so many values, before a caller allocates memory for them. */
+/* Check that `frame_nbytes` bytes can hold h->n values, before a caller allocates memory for them. */
 static codec_status check_sizes(const struct header *h, uint64_t nblocks, codec_fault *f)
 {
 	uint64_t least = h->regions_at + WIRE_ALIGN * h->nblocks;
@@ -182,7 +182,7 @@ void header_write(const struct header *h, uint8_t *frame)
 		store64(frame + WIRE_AT_SHAPE + 8 * i, h->shape[i]);
 }
 
-/* Return the part of the checksum that header and side section have. */
+/* Return the contribution of header and side section to the frame's checksum. */
 uint64_t head_checksum(const struct header *h, const struct kernels *k, const uint8_t *side)
 {
 	uint8_t image[WIRE_MAX_HEADER];

@@ -1,4 +1,4 @@
-/* head.h - the bytes of a header. */
+/* head.h - read and write the bytes of a header. */
 #ifndef CODEC_HEAD_H
 #define CODEC_HEAD_H
 
@@ -6,7 +6,7 @@
 
 codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, codec_fault *f);
 void header_write(const struct header *h, uint8_t *frame);
-/* Return the part of the checksum that header and side section have. */
+/* Return the contribution of header and side section to the frame's checksum. */
 uint64_t head_checksum(const struct header *h, const struct kernels *k, const uint8_t *side);
 
 /* Check block_log2, for families that cut tensors into blocks of 2^block_log2 values. */

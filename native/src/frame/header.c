@@ -13,7 +13,7 @@ codec_status header_derive(struct header *h)
 	h->block = h->nblocks = h->plane_stride = 0;
 	if (h->layout == WIRE_LAYOUT_STORED)
 		return CODEC_OK;
-	if (h->block_log2) { /* otherwise blocks follow rows and parts, and nblocks is given */
+	if (h->block_log2) { /* otherwise blocks follow rows and parts, and nblocks is a header field */
 		h->block = 1ull << h->block_log2;
 		h->nblocks = (h->n + h->block - 1) / h->block;
 	} else {
@@ -31,7 +31,7 @@ uint64_t stored_nbytes(const struct header *h)
 	return WIRE_AT_SHAPE + 8 * (uint64_t)h->rank + h->n * dtype_of(h->dtype)->nbytes;
 }
 
-/* Turn a header into that of a stored frame, which keeps only the requested fields. */
+/* Replace a header by that of a stored frame, which has the fields requested by the spec and no others. */
 codec_status header_store(struct header *h, const struct header *asked)
 {
 	*h = *asked;

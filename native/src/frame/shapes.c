@@ -2,8 +2,9 @@
 #include "shape.h"
 
 /*
- * Multiply the dimensions: *n. Rejects products of 2^60 and more. Dimensions of 0 make *n 0, but are left out of the
- * overflow check: a caller that allocates such a tensor multiplies the others, too.
+ * Set *n to the product of the dimensions. Reject products of 2^60 and more. A dimension of 0 makes *n 0; the product
+ * of the other dimensions must be below 2^60 nevertheless, because callers that allocate such a tensor may multiply
+ * them.
  */
 codec_status shape_product(uint32_t rank, const uint64_t *shape, uint64_t *n)
 {
@@ -30,7 +31,7 @@ uint64_t segment_count(const codec_segment *s)
 	return count;
 }
 
-/* Check that segments ascend, do not overlap and lie within n values. */
+/* Check that segments are ascending, do not overlap and lie within n values. */
 codec_status segments_check(const codec_context *with, uint64_t n)
 {
 	uint64_t end = 0, count;

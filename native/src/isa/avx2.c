@@ -90,22 +90,21 @@ static inline uint32_t *PUSH(uint32_t *end, __m256i v, __m256i mask)
 	unsigned m = bits_of(mask);
 
 	/*
-	 * packed against the top of the vector: words at `end` and above are kept, the rest is overwritten by the next
-	 * call
-	 */
+	 * words are packed against the top of the vector, so words at `end` and above are kept; the next call
+	 * overwrites the words below */
 	STORE(end - 8, _mm256_permutevar8x32_epi32(v, permutation(COMPRESS, m)));
 	return end - __builtin_popcount(m);
 }
 
 /*
- * Two tables of 256 bytes. pshufb looks both up at the same 32 indices. The high nibble of an index selects one of 16
- * rows of a table. Most rows of a codebook hold one value only (no code, or a code of at most 4 bits). One look-up by
- * high nibble serves all these rows; each other row needs one more.
+ * Two tables of 256 bytes, each 16 rows of 16 bytes, looked up with pshufb at the same 32 indices. The high nibble of
+ * an index selects the row. In a codebook's tables most rows are constant (no code, or a code of at most 4 bits): one
+ * look-up by high nibble serves all constant rows. Each other row needs one more look-up.
  */
 struct pair {
 	__m256i by_row[2];
 	__m256i row[16][2];
-	__m256i high[16]; /* the row's number in the high nibble */
+	__m256i high[16]; /* row number, in the high nibble of each byte */
 	int nrows;
 };
 
@@ -140,7 +139,7 @@ static inline void pair_find(const struct pair *t, __m256i x, __m256i *a, __m256
 	*a = _mm256_shuffle_epi8(t->by_row[0], high);
 	*b = _mm256_shuffle_epi8(t->by_row[1], high);
 	for (int r = 0; r < t->nrows; r++) {
-		/* outside of the row the saturated sum has bit 7 set, so that pshufb gives 0 */
+		/* for indices in other rows the saturated sum has bit 7 set, so that pshufb gives 0 */
 		__m256i i = _mm256_adds_epu8(_mm256_xor_si256(x, t->high[r]), _mm256_set1_epi8(0x70));
 
 		*a = OR(*a, _mm256_shuffle_epi8(t->row[r][0], i));
@@ -159,8 +158,7 @@ static inline CODES codes_load(const book_codes *book)
 static inline void codes_find(const CODES *t, int few, const uint8_t *symbol, __m256i *code, __m256i *length,
 			      uint32_t *escaped)
 {
-	/* 2^(n - 1) by n: AVX2 has no 16-bit shift by a variable count, so multiply */
-	const __m256i power =
+	/* 2^(n - 1) by n: AVX2 has no 16-bit shift by a variable count, so multiply */ const __m256i power =
 		_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 8, 16, 32, 64, (char)128, 0, 0, 0, 0, 0, 0, 0));
 	__m256i c, n, p, c2, n2;
 
@@ -182,8 +180,8 @@ static inline __m256i at_least(__m256i v, __m256i floor)
 }
 
 /*
- * Pack the bytes of p where e is at least `least`, 8 at a time, with the permutations of 32-bit lanes above; 32 at a
- * time if all or none are kept. Returns the number of values processed; *m is the number of bytes packed.
+ * Pack the bytes of p where e is at least `least`: 8 bytes at a time with the COMPRESS permutations, or 32 at a time if
+ * all or none are packed. Returns the number of values processed, and the number of bytes packed in *m.
  */
 static inline size_t prune_avx2(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst, size_t *m)
 {
@@ -206,8 +204,8 @@ static inline size_t prune_avx2(const uint8_t *e, uint8_t least, const uint8_t *
 			__m128i order = _mm_loadl_epi64((const __m128i *)(COMPRESS + (mask & 255)));
 
 			/*
-			 * packed against the top, hence the shift; if none is kept, the next store overwrites this one
-			 */
+			 * the shift moves bytes down that COMPRESS packed against the top; if there are none, the next
+			 * store overwrites this one */
 			store64(dst + at,
 				(uint64_t)_mm_cvtsi128_si64(_mm_shuffle_epi8(x, order)) >> (8 * (8 - count) & 63));
 			at += count;

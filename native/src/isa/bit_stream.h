@@ -1,8 +1,8 @@
 /*
- * bit_stream.h - bit streams, whose bit i is bit i mod 8 of byte i / 8, and Rice codes in them.
+ * bit_stream.h - read and write bit streams (bit i is bit i mod 8 of byte i / 8) and their Rice codes.
  *
- * A Rice code with parameter k of a number x: x >> k zeros, a one, the lower k bits of x. Instead of WIRE_RICE_LONGEST
- * zeros or more stand WIRE_RICE_LONGEST zeros and the number in full.
+ * The Rice code of a number x with parameter k is x >> k zeros, a one, and the lower k bits of x. If that needs
+ * WIRE_RICE_LONGEST zeros or more, the code is an escape: WIRE_RICE_LONGEST zeros and all bits of x.
  */
 #ifndef CODEC_BIT_STREAM_H
 #define CODEC_BIT_STREAM_H
@@ -12,15 +12,15 @@
 #define ALWAYS static inline __attribute__((always_inline))
 
 /*
- * Cursor over a bit stream. Zeros follow the last bit: a reader may run over the end, which is checked once in a while
- * by comparing `at` with 8 * nbytes.
+ * Cursor over a bit stream. Bits past the end read as 0, so a loop need not check for the end at every read; it
+ * compares `at` with 8 * nbytes from time to time.
  */
 struct bit_reader {
 	const uint8_t *p;
 	uint64_t nbytes, at;
 };
 
-/* Return at least the next 57 bits. */
+/* Return the next bits, at least 57 of them valid, without consuming them. */
 ALWAYS uint64_t peek_bits(const struct bit_reader *r)
 {
 	uint64_t byte = r->at >> 3;
@@ -54,7 +54,10 @@ ALWAYS uint64_t read_bits(struct bit_reader *r, uint32_t n)
 	return x;
 }
 
-/* Read a Rice code of a number below 2^full, k < full; an escape has it in full. Sets *bad if it is larger. */
+/*
+ * Read a Rice code, k < full, of a number that must be below 2^full; an escape has `full` bits. Set *bad if the number
+ * is too large.
+ */
 ALWAYS uint64_t read_rice(struct bit_reader *r, uint32_t k, uint32_t full, uint32_t *bad)
 {
 	uint64_t v = peek_bits(r);
@@ -66,13 +69,13 @@ ALWAYS uint64_t read_rice(struct bit_reader *r, uint32_t k, uint32_t full, uint3
 	}
 	*bad |= (uint32_t)((uint64_t)q >> 1 >> (full - 1 - k));
 	r->at += q + 1;
-	if (full > 32) /* too long for one peek */
+	if (full > 32) /* an escape is too long for one peek */
 		return (uint64_t)q << k | read_bits(r, k);
 	r->at += k;
 	return (uint64_t)q << k | (v >> (q + 1) & ((1ull << k) - 1));
 }
 
-/* Return 1 if a stream has been read to its end: fewer than 64 bits are left, and are 0. */
+/* Return 1 if a stream has been read to its end: fewer than 64 bits remain, and these are 0. */
 ALWAYS int stream_ends(const struct bit_reader *r)
 {
 	struct bit_reader rest = *r;
@@ -81,7 +84,7 @@ ALWAYS int stream_ends(const struct bit_reader *r)
 	return r->at <= 8 * r->nbytes && left < 64 && !read_bits(&rest, (uint32_t)left);
 }
 
-/* Bit stream being written. `full` is set, and nothing more is written, when `end` is reached. */
+/* Bit stream being written. When it reaches `end`, `full` is set and further bits are dropped. */
 struct bit_writer {
 	uint64_t word;
 	uint32_t count;

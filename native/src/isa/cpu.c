@@ -24,7 +24,7 @@ static unsigned detect(void)
 	uint64_t state;
 	const uint32_t avx2 = bit_AVX2 | bit_BMI | bit_BMI2;
 	const uint32_t avx512_2 =
-		bit_AVX512VBMI | bit_AVX512VBMI2 | bit_AVX512VPOPCNTDQ; /* all since Ice Lake and Zen 4 */
+		bit_AVX512VBMI | bit_AVX512VBMI2 | bit_AVX512VPOPCNTDQ; /* Ice Lake, Zen 4 and later have all */
 	const uint32_t avx512 = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
 
 	if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_POPCNT) || !(c & bit_FMA) ||
@@ -108,7 +108,7 @@ extern const struct kernels kernels_avx2, kernels_avx512;
 
 static const struct {
 	const struct kernels *kernels;
-	unsigned needs; /* bits of detect() that it requires */
+	unsigned needs; /* bits of detect() that these kernels require */
 } ALL[] = {
 	{&kernels_scalar, 0},
 #if defined(__x86_64__)

@@ -1,16 +1,17 @@
 /*
  * decode_lanes_avx2.h - decode the lane coder in 256-bit vectors, or only check it without computing symbols.
  *
- * Included by avx2.c, which defines the vector operations. Four vectors hold the words of 32 lanes. Values of one byte
- * per lane are kept in one vector: its word i has the bytes of word i of vectors 3, 1, 2, 0, lowest first. Two vectors
- * of 16 bits then hold the top of all lanes, shifts move bytes to words, and nothing crosses lanes.
+ * Included by avx2.c, which defines the vector operations. Four vectors hold the 32-bit words of 32 lanes. Quantities
+ * of one byte per lane, such as code lengths, are in one vector: its word i has the bytes for word i of vectors 3, 1, 2
+ * and 0, lowest first. In this order, two vectors of 16-bit values hold the top bits of all lanes, and only shifts are
+ * needed to move bytes to words and back.
  */
 #include "place.h"
 
 /*
- * Table of 256 bytes, of which the first 192 are equal in groups of 16 and the next 48 in groups of 4: codes that begin
- * with 0 or 10 have at most 4 bits, and codes below 1111 at most 6. An entry is the sum of three look-ups in 16 bytes;
- * the last two are 0 at index 0.
+ * Decoding table of 256 bytes for books whose codes below 11000000 have at most 4 bits, and those below 11110000 at
+ * most 6. So the first 192 entries are equal in groups of 16, and the next 48 in groups of 4. An entry is the sum of
+ * three look-ups in tables of 16 bytes; in the last two, entry 0 is 0.
  */
 struct sums {
 	__m256i by_sixteen, by_four, last;
@@ -33,7 +34,7 @@ static inline struct sums sums_load(const uint8_t *of)
 struct lookup {
 	struct sums length, symbol;
 	struct pair both;                          /* for any book */
-	int few;                                   /* 1: struct sums suffices */
+	int few; /* 1: the book allows struct sums */
 	__m256i escape, escape_first, escape_bits; /* the escape's code is on top of x if x & bits equals first */
 };
 
@@ -71,7 +72,10 @@ static inline __m256i sum_at(const struct sums *t, const struct where *i)
 			       _mm256_shuffle_epi8(t->last, i->last));
 }
 
-/* Return the lengths of the codes on top of x, and their symbols in *symbol unless that is NULL. */
+/*
+ * Return, per byte, the length of the code that the bits of x begin with, and its symbol in *symbol unless that is
+ * NULL.
+ */
 static inline __attribute__((always_inline)) __m256i find_codes(const struct lookup *t, int few, __m256i x,
 								__m256i *symbol)
 {
@@ -108,27 +112,27 @@ static inline void by_word(__m256i bytes, __m256i v[NV])
 	v[3] = AND(bytes, low);
 }
 
-/* Return the upper halves of a's words, with those of b's words below them. */
+/* Combine 16-bit halves: return the upper halves of a's words, and below them the upper halves of b's words. */
 static inline __m256i upper_halves(__m256i a, __m256i b)
 {
 	return _mm256_blend_epi16(SRL(b, 16), a, 0xaa);
 }
 
-/* Return the upper bytes of a's halves, with those of b's halves below them. */
+/* Combine bytes: return the upper bytes of a's 16-bit halves, and below them the upper bytes of b's halves. */
 static inline __m256i upper_bytes(__m256i a, __m256i b)
 {
 	return OR(AND(a, _mm256_set1_epi16((short)0xff00)), _mm256_srli_epi16(b, 8));
 }
 
 /*
- * Loop over the streams. A few instructions of each stream alternate, to hide latency. Alternating whole rows would
- * not: waiting instructions would fill the CPU's scheduler.
+ * Loop over the streams. A few instructions of each stream alternate, to hide latency. Alternating whole rows would not
+ * hide it, because waiting instructions would fill the CPU's scheduler.
  */
 #define EACH_STREAM for (int s = 0; s < count; s++)
 
 /*
- * Decode the next two codes of all lanes from words that have them on top: *bits is the length of both. `wanted`: store
- * their symbols; otherwise count the escapes per byte.
+ * Decode the next two codes of all lanes. Their bits are the top bits of each lane's word; *bits is the length of both
+ * codes together. `wanted`: store the symbols; otherwise only count escapes, per byte.
  */
 static inline __attribute__((always_inline)) void two_codes(const struct lookup *t, int few, int wanted, int count,
 							    const __m256i word[2][NV], __m256i *const symbol[2],
@@ -228,8 +232,9 @@ static inline __attribute__((always_inline)) void decode_row(const struct lookup
 	}
 	two_codes(t, few, wanted, count, next, last, escapes, bits);
 	/*
-	 * A lane takes a new word if fewer than 0 bits are left. c = left + 32 is then the number of that word's bits
-	 * beyond the first 32 bits of the lane. In other lanes c is at least 32, and shifts by c or by 31 - c give 0.
+	 * `left` is the number of a lane's bits beyond 32. If it is negative, the lane consumes a new word, and c =
+	 * left + 32 bits of that word lie beyond the lane's first 32 bits. In other lanes c is at least 32, so shifts
+	 * by c or by 31 - c give 0.
 	 */
 	EACH_STREAM
 	{

@@ -1,5 +1,5 @@
 /*
- * decode_lanes_avx512.h - decode the lane coder with byte permutations, two streams together; see decode_lanes_avx2.h.
+ * decode_lanes_avx512.h - decode the lane coder with byte permutations, two streams at once; see decode_lanes_avx2.h.
  *
  * Included by avx512.c, which defines the vector operations.
  */
@@ -7,9 +7,10 @@
 #include "place.h"
 
 /*
- * Decoding tables. The length of a code is on the critical path. It follows from 7 bits, since two codes of 8 bits
- * differ only in the last; and from 6 bits, unless a code of 7 bits is next to two of 8. Symbols of codes of at most 6
- * bits are found by 6 bits, too. Longer codes begin with two ones if few values are rare; one more permute finds those.
+ * Decoding tables. Looking up a code's length is on the critical path. The next 7 bits determine it, since codes of 8
+ * bits come in pairs that differ only in the last bit. The next 6 bits suffice unless a code of 7 bits is next to two
+ * of 8. 6 bits also determine the symbols of codes of at most 6 bits. Longer codes begin with two ones if few values
+ * are rare; one more permute looks up their symbols.
  */
 struct lookup512 {
 	struct bytes256 symbol;
@@ -68,9 +69,9 @@ static inline __m512i lookup512_symbol(const struct lookup512 *t, int few, __m51
 }
 
 /*
- * Combine the upper (or lower) parts of the words of two vectors, b's below a's: upper and lower bytes of 16-bit words,
- * halves of 32-bit words. A masked byte shuffle does it; the variants named _soon use a shift and a select, which have
- * lower latency.
+ * Combine the upper (or lower) parts of the words of two vectors, b's parts below a's: upper or lower bytes of 16-bit
+ * words, upper or lower halves of 32-bit words. These use a masked byte shuffle. The variants named _soon use a shift
+ * and a select, which have lower latency.
  */
 static inline __m512i upper_bytes(__m512i a, __m512i b)
 {
@@ -112,8 +113,8 @@ static inline __m512i upper_halves_soon(__m512i a, __m512i b)
 
 /*
  * Expand bytes to words. Two streams are decoded together to hide latency: vectors 0 and 1 hold the words of the first,
- * 2 and 3 those of the second. Values of one byte per lane, 64 in all, are kept in one vector: its word i has the bytes
- * of word i of vectors 2, 0, 3, 1, lowest first. Bits above the lowest byte of the results are unspecified.
+ * 2 and 3 those of the second. Quantities of one byte per lane, 64 bytes in all, are in one vector: its word i has the
+ * bytes for word i of vectors 2, 0, 3, 1, lowest first. Bits above the lowest byte of the results are unspecified.
  */
 static inline void by_word(__m512i bytes, __m512i v[4])
 {
@@ -124,8 +125,8 @@ static inline void by_word(__m512i bytes, __m512i v[4])
 }
 
 /*
- * Count the escape codes on top of x: some[0] of the first stream, whose bytes are the upper ones of halves, some[1] of
- * the second.
+ * Count the escape codes on top of x: some[0] in the first stream, which has the upper byte of each 16-bit half,
+ * some[1] in the second.
  */
 static inline void note_escapes(const struct lookup512 *t, __m512i x, size_t some[2])
 {
@@ -218,8 +219,8 @@ static inline __attribute__((always_inline)) void decode_two(const struct lookup
 			}
 		}
 		/*
-		 * A lane with fewer than 0 bits left takes a new word; `tail` is then the number of its bits beyond the
-		 * first 32.
+		 * A lane whose `left` is negative consumes a new word; `tail` is then the number of the lane's bits
+		 * beyond the first 32.
 		 */
 		left = _mm512_sub_epi8(tail, total);
 		tail = AND(left, _mm512_set1_epi8(31));

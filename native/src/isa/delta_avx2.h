@@ -3,27 +3,27 @@
 
 #include "kernels.h"
 
-/* Return a bit for each of 64 bytes, whose bit 7 is taken. */
+/* Return a mask of bit 7 of each of 64 bytes. */
 static inline uint64_t bits_avx2(__m256i low, __m256i high)
 {
 	return (uint32_t)_mm256_movemask_epi8(low) | (uint64_t)(uint32_t)_mm256_movemask_epi8(high) << 32;
 }
 
-/* Pack 64 values of 16 bits, each 0 or -1 or below 128, to bytes in order. */
+/* Pack 64 values of 16 bits (each -1, or 0 to 127) to bytes, in order. */
 static inline void pack16_avx2(const __m256i x[4], __m256i y[2])
 {
 	for (int i = 0; i < 2; i++)
 		y[i] = _mm256_permute4x64_epi64(_mm256_packs_epi16(x[2 * i], x[2 * i + 1]), 0xd8);
 }
 
-/* Pack 64 values of 32 bits that fit 16 signed ones, in order. */
+/* Pack 64 values of 32 bits, each in the range of int16, to 16 bits, in order. */
 static inline void pack32_avx2(const __m256i x[8], __m256i y[4])
 {
 	for (int i = 0; i < 4; i++)
 		y[i] = _mm256_permute4x64_epi64(_mm256_packs_epi32(x[2 * i], x[2 * i + 1]), 0xd8);
 }
 
-/* Return a bit for each of 64 values: it is equal in a and b. */
+/* Return a mask of the values, among 64, that are equal in a and b. */
 static inline __attribute__((always_inline)) uint64_t equal_avx2(const char *a, const char *b, uint32_t item)
 {
 	__m256i x[16], y[8], z[4], w[2];
@@ -64,7 +64,7 @@ static inline __attribute__((always_inline)) size_t differences_avx2(const void 
 	return i;
 }
 
-/* Get the exponent fields of 64 values as bytes. */
+/* Extract the exponent fields of 64 values as bytes. */
 static inline __attribute__((always_inline)) void fields_avx2(const struct delta_kind *q, const char *p, uint32_t item,
 							      __m256i e[2])
 {
@@ -86,7 +86,7 @@ static inline __attribute__((always_inline)) void fields_avx2(const struct delta
 		e[i] = _mm256_permute4x64_epi64(_mm256_packus_epi16(z[2 * i], z[2 * i + 1]), 0xd8);
 }
 
-/* Classes from exponents: the difference to S, saturated at 0 and 255, halved and rounded up. */
+/* Compute classes from exponents: exponent - S, saturated to 0..255, halved and rounded up. */
 static inline __attribute__((always_inline)) size_t classes_avx2(const struct delta_kind *q, const void *base, size_t n,
 								 int scale, uint64_t *const *plane, uint32_t *top,
 								 uint32_t item, uint64_t *sums, const uint32_t *key)
@@ -128,7 +128,10 @@ static inline __attribute__((always_inline)) size_t classes_avx2(const struct de
 	return i;
 }
 
-/* Numbers are below 2^31. 32 at a time: the distance cannot be predicted, so that fewer branches pay. */
+/*
+ * Numbers are below 2^31. Compare 32 at a time, because the distance is unpredictable and each branch may be
+ * mispredicted.
+ */
 static inline size_t find_word_avx2(const uint32_t *before, size_t from, uint32_t number)
 {
 	const __m256i than = _mm256_set1_epi32((int)number);

@@ -28,7 +28,7 @@ static inline __attribute__((always_inline)) size_t differences_avx512(const voi
 	return i;
 }
 
-/* List the set bits of words in groups of 8, of which most words may be 0. */
+/* List the positions of set bits, 8 words at a time. Fast if most words are 0. */
 static inline size_t list_avx512(const uint64_t *bits, size_t words, uint32_t *at, size_t *count)
 {
 	uint8_t number[64];
@@ -63,7 +63,7 @@ static inline size_t list_avx512(const uint64_t *bits, size_t words, uint32_t *a
 	return j;
 }
 
-/* Get the exponent fields of 64 values as bytes. */
+/* Extract the exponent fields of 64 values as bytes. */
 static inline __attribute__((always_inline)) __m512i fields_avx512(const struct delta_kind *q, const char *p,
 								   uint32_t item)
 {
@@ -94,7 +94,7 @@ static inline __attribute__((always_inline)) __m512i fields_avx512(const struct 
 	}
 }
 
-/* Classes from exponents: the difference to S, saturated at 0 and 255, halved and rounded up. */
+/* Compute classes from exponents: exponent - S, saturated to 0..255, halved and rounded up. */
 static inline __attribute__((always_inline)) size_t classes_avx512(const struct delta_kind *q, const void *base,
 								   size_t n, int scale, uint64_t *const *plane,
 								   uint32_t *top, uint32_t item, uint64_t *sums,
@@ -134,7 +134,10 @@ static inline __attribute__((always_inline)) size_t classes_avx512(const struct 
 	return i;
 }
 
-/* Return the words of a class: of class 8, the only one with bit 3, or of a class given by the lower bits. */
+/*
+ * Combine bit planes to masks of the members of a class. Class 8 is the only class with bit 3; others follow from bits
+ * 0 to 2.
+ */
 #define MEMBERS_OF(class_)                                                                                             \
 	case class_: return _mm512_ternarylogic_epi64(LOWER(2), LOWER(1), LOWER(0), 1 << (class_))
 static inline
@@ -157,8 +160,8 @@ static inline
 }
 
 /*
- * Find the members of a class in groups of 8 words, and count those before each word: sums over the words of a group by
- * three shifts. Returns the number of words; *total is the number of members.
+ * Find the members of a class, 8 words at a time, and count the members before each word; three shifts and adds compute
+ * the prefix sums within a group. Returns the number of words processed; *total is the number of members.
  */
 static inline __attribute__((always_inline)) size_t members_avx512_as(const struct delta_buffers *b, size_t words,
 								      uint32_t class_, uint32_t *total)
@@ -184,7 +187,7 @@ static inline __attribute__((always_inline)) size_t members_avx512_as(const stru
 
 static inline size_t members_avx512(const struct delta_buffers *b, size_t words, uint32_t class_, uint32_t *total)
 {
-	switch (class_) { /* a constant for each loop */
+	switch (class_) { /* constant class_ in each loop */
 	case 0: return members_avx512_as(b, words, 0, total);
 	case 1: return members_avx512_as(b, words, 1, total);
 	case 2: return members_avx512_as(b, words, 2, total);
@@ -197,7 +200,7 @@ static inline size_t members_avx512(const struct delta_buffers *b, size_t words,
 	}
 }
 
-/* 64 at a time: the distance cannot be predicted, so that fewer branches pay. */
+/* Compare 64 at a time, because the distance is unpredictable and each branch may be mispredicted. */
 static inline size_t find_word_avx512(const uint32_t *before, size_t from, uint32_t number)
 {
 	const __m512i than = _mm512_set1_epi32((int)number);

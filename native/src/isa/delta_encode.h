@@ -2,7 +2,7 @@
 
 ALWAYS void put_gamma(struct bit_writer *w, uint64_t x)
 {
-	uint32_t n = 63 - (uint32_t)__builtin_clzll(x | 1); /* x is 0 if another thread changes values */
+	uint32_t n = 63 - (uint32_t)__builtin_clzll(x | 1); /* x can be 0 only if another thread changes values */
 
 	put_bits(w, 0, n);
 	put_bits(w, 1, 1);
@@ -10,8 +10,8 @@ ALWAYS void put_gamma(struct bit_writer *w, uint64_t x)
 }
 
 /*
- * Count samples of the base by exponent. There are four counters of each, since most samples have few exponents, and
- * one increment of a counter must wait for the one before.
+ * Count samples of the base by exponent. Each exponent has four counters, used in turn: few exponents are frequent, and
+ * consecutive increments of one counter must wait for each other.
  */
 ALWAYS void count_samples(const struct delta_kind *q, const void *base, size_t n, struct delta_bin *bin, uint32_t item)
 {
@@ -59,8 +59,8 @@ ALWAYS uint32_t fill_bins(const struct delta_kind *q, const void *base, const vo
 }
 
 /*
- * Sort changes by class, in the order of their places within a class. end[r] is the end of class r in `sorted`. Classes
- * are computed twice: if another thread changes the base meanwhile, no more are written than were counted.
+ * Sort changes by class, and within a class by position. end[r] is the end of class r in `sorted`. Classes are computed
+ * twice; if another thread changes the base meanwhile, no more entries are written than were counted.
  */
 ALWAYS void sort_changes(const struct delta_kind *q, const void *base, int scale, const uint32_t *at, size_t count,
 			 uint32_t *sorted, uint32_t *end, uint32_t item)
@@ -93,7 +93,7 @@ ALWAYS void encode_small(const struct delta_kind *q, const void *base, const voi
 	}
 }
 
-/* Return the number of codes of a change: one, and one for each further step up to WIRE_DELTA_MORE. */
+/* Return the number of codes of a change of `size` steps: one, plus one per further step, up to WIRE_DELTA_MORE. */
 ALWAYS uint64_t codes_of(uint64_t size)
 {
 	return size <= WIRE_DELTA_MORE ? size : WIRE_DELTA_MORE + 1;

@@ -1,14 +1,17 @@
 /*
  * delta_loops.h - loops of DELTA, compiled once per instruction set: differences, classes, bit streams.
  *
- * Included by scalar.c, avx2.c and avx512.c, behind plane_loops.h. Functions that take `item`, the bytes per value, are
+ * Included by scalar.c, avx2.c and avx512.c, after plane_loops.h. Functions that take `item`, the bytes per value, are
  * inlined with a constant.
  */
 #include "bit_stream.h"
 
 #define DELTA_WORDS(n) (((n) + 63) / 64)
 #define BY_ITEM(item, call) ((item) == 1 ? call(1) : (item) == 2 ? call(2) : (item) == 4 ? call(4) : call(8))
-/* Call a loop that is compiled for each dtype with exponents: its kind is a constant, except for dtypes of 8 bits. */
+/*
+ * Call a loop that is compiled separately for each dtype with exponents, so that *q is a constant; not for 8-bit
+ * dtypes.
+ */
 static const struct delta_kind FLOAT32_KIND = {4, 23, 255}, FLOAT64_KIND = {8, 52, 2047}, BFLOAT16_KIND = {2, 7, 255},
 			       FLOAT16_KIND = {2, 10, 31};
 #define BY_KIND(q, call)                                                                                               \
@@ -17,7 +20,9 @@ static const struct delta_kind FLOAT32_KIND = {4, 23, 255}, FLOAT64_KIND = {8, 5
 	 : (q)->item == 8  ? call(&FLOAT64_KIND, 8)                                                                    \
 	 : (q)->mbits == 7 ? call(&BFLOAT16_KIND, 2)                                                                   \
 			   : call(&FLOAT16_KIND, 2))
-/* Changes whose place is prefetched: lists are not in order, and the tensor may be in no cache. */
+/*
+ * Number of changes by which to prefetch ahead: lists are not in order of position, and the tensor may be in no cache.
+ */
 #define PUT_AHEAD 32
 
 ALWAYS uint64_t delta_load(const void *p, size_t i, uint32_t item)
@@ -46,7 +51,7 @@ ALWAYS void delta_store(void *p, size_t i, uint32_t item, uint64_t x)
 	}
 }
 
-/* Add the contributions of a block's changes to the sums of its chunks. The block begins with a chunk. */
+/* Add the contributions of a block's changes to the sums of its chunks. The block begins at the start of a chunk. */
 ALWAYS void change_sums_as(const void *base, const struct delta_list *list, uint64_t *sums, uint32_t item)
 {
 	for (size_t c = 0; c < list->count; c++) {
@@ -91,7 +96,7 @@ static void chunk_sums(const uint8_t *src, size_t n, uint64_t *sums)
 		sums[c] = CHUNK_SUM(src + DELTA_CHUNK * c, CHECKSUM_KEY);
 }
 
-/* Vectorized parts process the first values, whole words of 64, and return how many. */
+/* Default for vectorized parts, which process the first values, in groups of 64, and return how many. */
 #ifndef DIFFERENCES_FIRST
 #define DIFFERENCES_FIRST(a, b, n, item, changed, count) 0
 #endif
@@ -169,7 +174,7 @@ static size_t list_changes(const uint64_t *changed, size_t n, uint32_t *at)
 	return count;
 }
 
-/* sums: of the base's whole chunks, computed while they are in the cache; NULL: not wanted. */
+/* sums: receives the sums of the base's whole chunks, computed while these are in the cache; NULL: not computed. */
 ALWAYS uint32_t classes(const struct delta_kind *q, const void *base, size_t n, int scale, uint64_t *const *plane,
 			uint64_t *sums, uint32_t item)
 {
@@ -196,7 +201,9 @@ ALWAYS uint32_t classes(const struct delta_kind *q, const void *base, size_t n, 
 	return top;
 }
 
-/* Find the members of a class, and count those before each word. Only class 8 has bit 3, and no other bit. */
+/*
+ * Find the members of a class, and count the members before each word. Class 8 has bit 3 alone; no other class has it.
+ */
 static void members(const struct delta_buffers *b, size_t n, uint32_t class_)
 {
 	const uint64_t x0 = class_ & 1 ? 0 : ~0ull, x1 = class_ & 2 ? 0 : ~0ull, x2 = class_ & 4 ? 0 : ~0ull;

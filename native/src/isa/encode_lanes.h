@@ -12,15 +12,16 @@
  *   - SELECT (mask, a, b): mask ? a : b
  *   - PUSH (end, v, mask): store the masked lanes, in lane order, just below end; returns the new end
  *   - CODES, codes_load (book): tables to look up symbols
- *   - codes_find (t, few, x, c, n, e): codes (right-justified) and lengths of the quads at x, one per word, and a bit
- *     mask of escaped symbols
- *   - FEW (t): 0, or the faster variant of codes_find for few symbols, which codes_find gets as a constant
+ *   - codes_find (t, few, x, c, n, e): look up the quads at x: code (right-justified) to c, its length to n, one per
+ *     word, and a mask of the escaped symbols to e
+ *   - FEW (t): `few` for codes_find, a constant in each call: 0, or the number of a faster variant for books with few
+ *     codes
  */
 #include "place.h"
 
 /*
- * For shorter vectors (NEON) let V be a pair of them, with LANES 8: escapes are stored in whole words of 32 bits, LANES
- * / 8 words per V. simd_loops.h relies on it, too.
+ * Escapes are stored in whole words of 32 bits, LANES / 8 words per V, so LANES must be at least 8. For shorter vectors
+ * (NEON) let V be a pair of vectors. simd_loops.h relies on this, too.
  */
 _Static_assert(LANES >= 8, "the escapes of fewer than 8 lanes do not fill a word: make V a pair of vectors");
 _Static_assert(NV *LANES == WIRE_LANES, "NV vectors hold the lanes");

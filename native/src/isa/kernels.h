@@ -16,7 +16,7 @@
 #include "exact/wire.h"
 #include "words.h"
 
-/* Layout of a value as byte planes, most significant first. */
+/* Layout of a value's byte planes, plane 0 first. */
 enum form {
 	FORM_BYTES1,
 	FORM_BYTES2,
@@ -28,13 +28,13 @@ enum form {
 	FORM_COUNT
 };
 
-/* Lowest of the 8 bits of a float's lowered pattern that form plane 0. */
+/* Lowest of the 8 bits of a float's lowered pattern that plane 0 consists of. */
 #define FORM_SHIFT 7
 #define FORM_SHIFT64 4 /* for FORM_FLOAT8 */
 
 /*
- * State of the lanes. A lane's bit sequence is `tail` bits longer than one word. While encoding, `word` is its end (the
- * next bits to be decoded) and `part` its beginning, right-justified; while decoding, `word` is its beginning and
+ * State of the lanes: the next 32 + tail bits of each lane in decoding order. While encoding, `part` has the first
+ * `tail` of these bits, right-justified, and `word` the last 32. While decoding, `word` has the first 32 bits and
  * `part` the rest, left-justified.
  */
 typedef struct lanes {
@@ -45,19 +45,19 @@ typedef struct lanes {
 
 /*
  * Memory to prefetch while a kernel computes: `count` pieces of n bytes. Addresses are integers, because they may lie
- * beyond an object, where pointers must not point.
+ * past the end of an object, where C allows no pointers.
  */
 struct ahead {
 	uintptr_t at[WIRE_MAX_PLANES];
 	size_t n, count;
 };
 
-/* Words that a kernel may write below, or read above, its buffers. */
+/* Number of words that a kernel may write below, or read above, its buffers. */
 #define LANES_SLACK 48
 
 /*
- * Decoding table of the next PAIR_BITS bits of a lane, up to two symbols at a time, for scalar loops. It is part of a
- * thread's work buffer and is rebuilt when the book changes. work_place sets `of` to NULL.
+ * Decoding table for scalar loops, indexed by the next PAIR_BITS bits of a lane; an entry has up to two symbols. The
+ * table is part of a thread's work buffer and is rebuilt when the book changes. work_place sets `of` to NULL.
  */
 #define PAIR_BITS 12
 struct symbol_pairs {
@@ -65,7 +65,7 @@ struct symbol_pairs {
 	uint32_t at[1 << PAIR_BITS];
 };
 
-/* Coded plane to decode: nwords words at any address, followed by zeros as needed. */
+/* Coded plane to decode: nwords words at any address. Reads past the last word give zeros. */
 struct stream {
 	const uint8_t *words;
 	size_t nwords;
@@ -83,14 +83,14 @@ struct columns {
 	int32_t count[COLUMNS];
 };
 
-/* float32 at any address, as in a caller's tensor */
+/* float32 at any address; tensors of callers may be unaligned */
 typedef float float_any __attribute__((aligned(1), may_alias));
 typedef int16_t int16_any __attribute__((aligned(1), may_alias));
 typedef int32_t int32_any __attribute__((aligned(1), may_alias));
 
 /*
- * Terms of A = theta * ((sqrt(v * V) + eps) * theta_v + theta) + m * M; without V: theta * theta + m * M. Each
- * operation is rounded.
+ * Factors in A = THETA * ((sqrt(v * V) + eps) * theta_v + theta) + m * M, where THETA, V and M are arrays of the
+ * caller; without V: THETA * theta + m * M. Each operation is rounded.
  */
 struct metric_terms {
 	float theta, theta_v, v, eps, m;
@@ -99,14 +99,15 @@ struct metric_terms {
 struct truncate_kind {
 	int mbits, sign;     /* number of mantissa bits; bit of the sign */
 	uint32_t bias, last; /* exponent bias; exponent of Inf and NaN */
-	int guard;           /* k bits may be dropped where exponent(A) - exponent(g) >= k + guard */
+	int guard;           /* k bits of g may be dropped if exponent(A) - exponent(g) >= k + guard */
 	int by_bit;
 	uint8_t drop[4];  /* mantissa bits dropped at each level */
-	uint8_t width[4]; /* bits of the pieces that fields are cut into, most significant first */
+	uint8_t width[4]; /* width in bits of each piece of a field, most significant first */
 };
 
 /*
- * Kinds of sums over at most WIRE_TREE values: of |x|; of x^2 and of x; of |x| with a clear, and with a set, sign bit.
+ * Kinds of sums over at most WIRE_TREE values. ABS: of |x|. SQUARES: of x^2, and of x. SIGNS: of |x| over values with a
+ * clear sign bit, and over values with a set one.
  */
 enum { ROW_SUM_ABS, ROW_SUM_SQUARES, ROW_SUM_SIGNS };
 struct row_lanes {
@@ -127,79 +128,80 @@ struct row_sums {
 	uint32_t negative, max; /* max: largest bit pattern of |x| */
 };
 
-/* Signs of one frame: one bit per value, and the dequantized values of the two signs. */
+/* SIGN codes of one frame: one bit per value, and the dequantized value of each sign. */
 struct signs {
 	const uint8_t *bits;
 	float negative, positive;
 };
 enum { SIGNS_STORE, SIGNS_ADD, SIGNS_NONTEMPORAL }; /* accumulate; store non-temporally at a multiple of 16 bytes */
-enum { SETTLE_AS_IS, SETTLE_TIMES, SETTLE_OVER };   /* Final operation on results: none; multiply; divide. */
+enum { SETTLE_AS_IS, SETTLE_TIMES, SETTLE_OVER };   /* Final operation on results: none; multiply; divide */
 
-/* DELTA: changes of a block. `count` of at most `room` are filled in. */
+/* DELTA: list of a block's changes: `count` entries, in arrays with room for `room`. */
 struct delta_list {
 	uint32_t *at;
-	void *value; /* new values */
+	void *value; /* new values, of `item` bytes each */
 	size_t count, room;
 };
 
-/* DELTA: memory for a block. Words have a bit for each of 64 values. */
+/* DELTA: buffers for a block. Each uint64_t of a mask has one bit per value, for 64 values. */
 #define DELTA_PLANES 4
 #define DELTA_CHUNK (4 * WIRE_CHUNK_WORDS) /* bytes of a chunk of the checksum */
-#define DELTA_AHEAD 4096                   /* bytes: values that are prefetched; streams of hardware end at pages */
-#define DELTA_SLACK 65                     /* elements behind `before` and lists of positions that loops access */
+#define DELTA_AHEAD 4096                   /* prefetch distance in bytes; hardware prefetchers stop at page boundaries */
+#define DELTA_SLACK 65                     /* elements past the end of `before` and of lists of positions that loops may access */
 struct delta_buffers {
-	uint64_t *changed;             /* the value differs from the base's */
-	uint64_t *plane[DELTA_PLANES]; /* bit p of the class of the base's value */
-	uint64_t *member;              /* the base's value is of the class that is being coded */
-	uint32_t *before;              /* number of values of the class before each word, and in all words */
-	uint32_t *at;                  /* encode: places of changes, in order */
-	uint32_t *sorted;              /* places of values of class 0; encode: later, of changes by class */
-	struct delta_bin *bin;         /* encode: one for each exponent */
+	uint64_t *changed;             /* mask: the value differs from the base's */
+	uint64_t *plane[DELTA_PLANES]; /* masks: bit p of the class of the base's value */
+	uint64_t *member;              /* mask: the base's value is in the class being coded */
+	uint32_t *before;              /* number of the class's members before each word; last: in all words */
+	uint32_t *at;                  /* encode: positions of changes, ascending */
+	uint32_t *sorted;              /* positions of values of class 0; encode: later, of changes sorted by class */
+	struct delta_bin *bin;         /* encode: statistics, one per exponent */
 };
 
 struct kernels {
 	const char *name;
 
 	/*
-	 * Code `rows` quad rows of symbols, last row first, and store words downwards from `end`. Up to LANES_SLACK
-	 * words below the last one may be overwritten. Sets bit i of `escaped` if symbol i has no code. Returns the
-	 * first word.
+	 * Encode `rows` quad rows of symbols, last row first, and store words downwards from `end`. Up to LANES_SLACK
+	 * more words below them may be overwritten. Sets bit i of `escaped` if symbol i has no code. Returns a pointer
+	 * to the lowest word stored.
 	 */
 	uint32_t *(*encode_lanes)(const book_codes *book, const uint8_t *symbol, size_t rows, uint32_t *end,
 				  lanes *state, uint32_t *escaped, const struct ahead *ahead);
-	/* Decode `rows` quad rows of a, and of b unless that is NULL. Decoding two streams together hides latency. */
+	/*
+	 * Decode `rows` quad rows of stream a, and of b unless b is NULL. Decoding two streams together hides latency.
+	 */
 	void (*decode_lanes)(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			     const struct ahead *ahead);
 	/*
-	 * Compute `good` and `nescaped` as decode_lanes would, for which the lengths of codes suffice. No symbols are
-	 * stored.
+	 * Compute `good` as decode_lanes would, and `nescaped`, without storing symbols: code lengths suffice.
 	 */
 	void (*check_lanes)(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			    const struct ahead *ahead);
 
 	/*
-	 * Split values into byte planes and merge them, by enum form. Floats have an offset per value, other forms
-	 * none. `nontemporal`: use non-temporal stores.
+	 * split: convert values to byte planes; merge: the inverse. Indexed by enum form. `offset`: one per value, for
+	 * floats only. `nontemporal`: use non-temporal stores.
 	 */
 	void (*split[FORM_COUNT])(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane);
 	void (*merge[FORM_COUNT])(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst,
 				  int nontemporal);
 	void (*stream)(uint8_t *dst, const uint8_t *src, size_t n);
 
-	/* Get the patterns of floats. lower: lower each by an offset, possibly in place. */
+	/* patterns: extract the patterns of floats. lower: lower each pattern by its offset, possibly in place. */
 	void (*patterns[FORM_COUNT])(const void *src, size_t n, uint16_t *p);
 	void (*lower)(const uint16_t *p, const uint16_t *offset, uint16_t zero, size_t n, uint16_t *u);
 	/* offset = start + grain * cols on the circle; |start| <= circle / 2, |cols| <= 64, grain <= 128 */
 	void (*offsets)(const int8_t *cols, int start, int grain, uint16_t zero, size_t n, uint16_t *offset);
 
-	/* Sum the patterns from `zero` on, and count them. */
+	/* Compute the sum and the number of the patterns that are at least `zero`. */
 	void (*sum)(const uint16_t *p, size_t n, uint16_t zero, uint32_t *total, uint32_t *count);
 	/* For each column with p >= zero: total += p - row, count += 1. */
 	void (*columns)(const uint16_t *p, int row, uint16_t zero, size_t n, struct columns *sums);
 
 	/*
-	 * Separate low nibbles (symbols) from high ones, packed in pairs: value i with value i + (n + 1) / 2. unhalve
-	 * is the inverse, in place.
+	 * halve: separate low nibbles (symbols, one per byte) from high nibbles, two per byte: that of value i with
+	 * that of value i + (n + 1) / 2. unhalve is the inverse, in place.
 	 */
 	void (*halve)(const uint8_t *p, size_t n, uint8_t *symbol, uint8_t *high);
 	void (*unhalve)(uint8_t *symbol, const uint8_t *high, size_t n);
@@ -207,28 +209,29 @@ struct kernels {
 	/* Return the sum of checksum_of_chunk over nbytes bytes, the last chunk padded with zeros. */
 	uint64_t (*digest)(const uint8_t *src, size_t nbytes, uint32_t seed);
 
-	/* Return the OR of all p where e is 0. */
+	/* Return the bitwise OR of p[i] over all i with e[i] 0. */
 	uint8_t (*under_zeros)(const uint8_t *e, const uint8_t *p, size_t n);
 	/*
-	 * count: return the number of e >= least > 0. prune: keep p there; dst may be p, and 64 more bytes may be
-	 * written. unprune: the inverse, 0 elsewhere; 64 more bytes may be read. All return that number.
+	 * count: return the number of i with e[i] >= least > 0. prune: pack p[i] of these i to dst, which may be p; up
+	 * to 64 more bytes may be written. unprune: the inverse, with 0 for other i; up to 64 more bytes may be read.
+	 * All three return that number.
 	 */
 	size_t (*count)(const uint8_t *e, uint8_t least, size_t n);
 	size_t (*prune)(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst);
 	size_t (*unprune)(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst);
-	/* Set bit r of bitmap if run r of 128 bytes is not all zero. Returns the number of bytes in such runs. */
+	/* Set bit r of bitmap if run r of 128 bytes has a non-zero byte. Returns the number of bytes in such runs. */
 	size_t (*rows)(const uint8_t *p, size_t n, uint8_t *bitmap);
 
-	/* row_loops.h. Convert bfloat16, float16 to float32 and back, to nearest even. */
+	/* row_loops.h. Convert to float32, and back to nearest even. [0]: bfloat16, [1]: float16. */
 	void (*to_float[2])(const void *src, size_t n, float *x);
 	void (*from_float[2])(const float *x, size_t n, void *dst);
-	/* max[r] = largest pattern of |x| in row r, ignoring patterns from `limit` on. */
+	/* Set max[r] to the largest bit pattern of |x| in row r, ignoring patterns of at least `limit`. */
 	void (*abs_max)(const float_any *x, size_t n, size_t row, uint32_t limit, uint32_t *max);
-	/* low[r], high[r] = smallest and largest value of row r. Returns 1 if a value is NaN or Inf. */
+	/* Set low[r] and high[r] to the smallest and the largest value of row r. Returns 1 if a value is NaN or Inf. */
 	int (*extremes)(const float_any *x, size_t n, size_t row, float *low, float *high);
 	/*
-	 * Add values to the lanes' sums. `first`: clear the lanes before. bits: also as sign_bits, unless NULL.
-	 * row_fold reduces the lanes to the result; it may be called once.
+	 * Add values to the lanes' sums. `first`: clear the lanes before. `bits`, unless NULL: also store sign bits as
+	 * sign_bits does. row_fold reduces the lanes to the result, and may be called only once.
 	 */
 	void (*row_sums)(int kind, const float_any *x, size_t n, int first, uint8_t *bits, struct row_lanes *sums);
 	void (*row_fold)(int kind, struct row_lanes *sums, struct row_sums *out);
@@ -236,13 +239,15 @@ struct kernels {
 	void (*sign_values)(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int how,
 			    float_any *y);
 	/*
-	 * y = the sum of n values of `count` frames, in order, added to y if `more`; divided by `by` unless that is 0.
+	 * Sum n values of `count` frames, in frame order, starting from y if `more`. Divide the sums by `by` unless
+	 * `by` is 0. Store them in y.
 	 */
 	void (*sign_sums)(const struct signs *s, size_t count, size_t n, int more, float by, float_any *y);
 	void (*halves)(struct philox key, uint64_t block, size_t nblocks, uint16_t *h);
 	/*
-	 * Encode values of rows as codes. middle: of each row, for q->affine. h: random bits for stochastic rounding;
-	 * NULL: round to nearest. Returns 1 if the magnitude of a value exceeds the scale that TERNARY was given.
+	 * Convert values to codes, in rows of `row` values. scale, middle: one per row; middle is used if q->affine. h:
+	 * random bits for stochastic rounding; NULL: round to nearest. Returns 1 if a magnitude exceeds the scale given
+	 * to TERNARY.
 	 */
 	int (*encode_rows)(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,
 			   const float *middle, const uint16_t *h, uint8_t *code);
@@ -253,11 +258,14 @@ struct kernels {
 	void (*pack_trits)(const uint8_t *code, size_t n, uint8_t *dst);
 	void (*unpack_trits)(const uint8_t *src, size_t n, uint8_t *code);
 	uint8_t (*max_byte)(const uint8_t *p, size_t n);
-	/* Store TERNARY's codes 0, 1, 2 as integers 0, 1, -1 of `nbytes` bytes, or add these to y if `more`. */
+	/*
+	 * Convert TERNARY's codes 0, 1, 2 to integers 0, 1, -1 of `nbytes` bytes, and store them in y, or add them to y
+	 * if `more`.
+	 */
 	void (*sum_codes)(const uint8_t *code, size_t n, int more, size_t nbytes, void *y);
 	/*
-	 * sum = x + e (sum may be x); difference = x - e; r = x - y (r may be x), 0 for NaN and Inf; out += weight * y,
-	 * both operations rounded; out = max(out, y), NaN if either is.
+	 * plus: sum = x + e; sum may be x. Then: difference = x - e; residual r = x - y, 0 for NaN and Inf, r may be x;
+	 * out += weight * y, both operations rounded; out = max(out, y), NaN if either is NaN.
 	 */
 	void (*plus)(const float_any *x, const float_any *e, size_t n, float_any *sum);
 	void (*minus)(const float_any *x, const float_any *e, size_t n, float *difference);
@@ -277,21 +285,24 @@ struct kernels {
 	void (*exponents_of)(const float *a, size_t n, uint8_t *ea);
 	void (*drops_of)(const struct truncate_kind *q, const uint8_t *e, const uint8_t *ea, size_t n, uint8_t *drop);
 	void (*exponents)(const uint32_t *x, size_t n, int mbits, uint32_t last, uint8_t *e);
-	/* e: exponents of the results */
+	/* Drop drop[i] bits of each pattern x[i] in place, and store the results' exponents in e */
 	void (*truncate)(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n, uint32_t *x,
 			 uint8_t *e);
-	/* width: bits that a value keeps of its field, at most `most`; 0 where e is 0. Returns their sum. */
+	/*
+	 * Set width[i] to the number of bits that value i keeps of its field, at most `most`; 0 if e[i] is 0. Returns
+	 * the sum.
+	 */
 	size_t (*widths)(const uint8_t *e, const uint8_t *drop, size_t n, int total, int most, uint8_t *width);
-	/* Return the OR of all fields. */
+	/* Return the bitwise OR of all fields. */
 	uint32_t (*any_field)(const uint32_t *f, size_t n);
 	/*
-	 * Pack the upper `width` bits of fields of `total` bits, from bit 0 of the first byte on; up to 8 more bytes
-	 * may be written. unpack_fields is the inverse; nbytes is the size of the packed bits.
+	 * Pack the upper width[i] bits of each field of `total` bits contiguously, from bit 0 of the first byte on; up
+	 * to 8 more bytes may be written. unpack_fields is the inverse; nbytes: size of the packed bits in bytes.
 	 */
 	void (*pack_fields)(const uint32_t *f, const uint8_t *width, size_t n, int total, uint8_t *dst);
 	void (*unpack_fields)(const uint8_t *src, size_t nbytes, const uint8_t *width, size_t n, int total,
 			      uint32_t *f);
-	/* Convert patterns to fields or to their pieces, and back; to 0 where e is 0. */
+	/* Convert patterns to fields or to pieces of fields, and back; back to 0 where e is 0. */
 	void (*fields)(const struct truncate_kind *q, const uint32_t *x, size_t n, uint32_t *f);
 	void (*assemble)(const struct truncate_kind *q, const uint32_t *f, const uint8_t *e, size_t n, uint32_t *x);
 	void (*split_pieces)(const struct truncate_kind *q, const uint32_t *x, size_t n, uint8_t *const piece[4]);
@@ -299,7 +310,7 @@ struct kernels {
 			    uint32_t *x);
 	void (*levels_of)(const struct truncate_kind *q, const uint8_t *drop, size_t n, uint8_t *level);
 	void (*drops_at)(const struct truncate_kind *q, const uint8_t *level, size_t n, uint8_t *drop);
-	/* Lower and raise exponents, which are patterns >> shift, possibly in place. */
+	/* Lower and raise exponents, possibly in place. Offsets are in patterns; an exponent is a pattern >> shift. */
 	void (*lower_exponents)(const uint8_t *e, const uint16_t *offset, uint8_t last, int shift, size_t n,
 				uint8_t *u);
 	void (*raise_exponents)(const uint8_t *u, const uint16_t *offset, uint8_t last, int shift, size_t n,
@@ -313,21 +324,24 @@ struct kernels {
 	/* delta_loops.h */
 	/* Compute the sums of n whole chunks of the checksum (checksum_of_chunk). */
 	void (*chunk_sums)(const uint8_t *src, size_t n, uint64_t *sums);
-	/* Add to the sums of a block's chunks what its changes add. put_changes: write the new values to the block. */
+	/*
+	 * change_sums: add the contribution of a block's changes to the sums of its chunks. put_changes: write the new
+	 * values to the block.
+	 */
 	void (*change_sums)(const void *base, const struct delta_list *list, uint32_t item, uint64_t *sums);
 	void (*put_changes)(const struct delta_list *list, uint32_t item, void *dst);
 	/* Set bit i of `changed` if values i of a and b, of `item` bytes, differ. Returns the number of such values. */
 	size_t (*differences)(const void *a, const void *b, size_t n, uint32_t item, uint64_t *changed);
-	/* Do that for n whole chunks, and compute the sums of both. */
+	/* Compare n whole chunks as `differences` does, and compute the sums of the chunks of a and b. */
 	size_t (*compare_chunks)(const void *a, const void *b, size_t n, uint32_t item, uint64_t *changed,
 				 uint64_t *sums_a, uint64_t *sums_b);
-	/* List the bits that are set. Up to DELTA_SLACK more items may be written. */
+	/* List the positions of set bits. Returns their number. Up to DELTA_SLACK more items may be written. */
 	size_t (*list_changes)(const uint64_t *changed, size_t n, uint32_t *at);
 	/*
-	 * Decode all of `stream`, whose unused last bits must be 0; return 0 if it is not valid. delta_decode reads one
-	 * step for each changed value. It also computes the sums of the base's whole chunks, unless `sums` is NULL.
-	 * delta_patches reads patches: a gap, as Rice code with parameter k, and then a step if `steps` is set, else
-	 * the bits that change.
+	 * Decode a block's bit stream to a list of changes. Both return 0 if the stream is invalid; it must be consumed
+	 * to its end, and unused last bits be 0. delta_decode reads steps coded by class, and computes the sums of the
+	 * base's whole chunks unless `sums` is NULL. delta_patches reads patches: the gap to the next changed value, as
+	 * a Rice code with parameter k, followed by a step if `steps` is set, else by the XOR of old and new value.
 	 */
 	int (*delta_decode)(const struct delta_kind *q, const void *base, size_t n, int scale,
 			    const struct delta_buffers *b, const uint8_t *stream, size_t nbytes,
@@ -335,8 +349,8 @@ struct kernels {
 	int (*delta_patches)(const struct delta_kind *q, const void *base, size_t n, uint32_t k, int steps,
 			     const uint8_t *stream, size_t nbytes, struct delta_list *list);
 	/*
-	 * Write such streams of the `count` changes at b->at. delta_encode chooses *scale. Return the size in bytes, or
-	 * 0 if it exceeds `room`.
+	 * Encode the `count` changes listed in b->at to a bit stream, the inverse of delta_decode and of delta_patches.
+	 * delta_encode chooses *scale. Return the size in bytes, or 0 if it exceeds `room`.
 	 */
 	size_t (*delta_encode)(const struct delta_kind *q, const void *base, const void *values, size_t n,
 			       const struct delta_buffers *b, size_t count, int *scale, uint8_t *dst, size_t room);
@@ -344,12 +358,15 @@ struct kernels {
 				       const uint32_t *at, size_t count, uint32_t k, int steps, uint8_t *dst,
 				       size_t room);
 
-	/* topk_loops.h. Count, or list the positions of, values whose magnitude's pattern is at least `key`. */
+	/*
+	 * topk_loops.h. Count the values whose magnitude has a bit pattern of at least `key`; list_above lists their
+	 * positions.
+	 */
 	size_t (*count_above)(const float_any *x, size_t n, uint32_t key);
-	/* Returns room + 1 if there are more than `room`. */
+	/* List the positions. Returns their number, or room + 1 if there are more than `room`. */
 	size_t (*list_above)(const float_any *x, size_t n, uint32_t key, size_t room, uint32_t *at);
 };
 
-extern const struct kernels kernels_scalar; /* others: cpu.c */
+extern const struct kernels kernels_scalar; /* those of other instruction sets are declared in cpu.c */
 
 #endif

@@ -61,7 +61,7 @@ static inline void unpack_bits_of(const uint8_t *src, size_t n, int bits, uint8_
 
 static void pack_codes(const uint8_t *code, size_t n, int bits, uint8_t *dst)
 {
-	switch (bits) { /* constant `bits` lets the compiler specialize the loops */
+	switch (bits) { /* a constant `bits` in each call lets the compiler specialize the loops */
 	case 1: pack_bits_of(code, n, 1, dst); break;
 	case 2: pack_bits_of(code, n, 2, dst); break;
 	case 3: pack_bits_of(code, n, 3, dst); break;
@@ -136,7 +136,7 @@ static uint8_t max_byte(const uint8_t *p, size_t n)
 	return most;
 }
 
-/* Return the integer of a ternary code: 0, 1, 2 give 0, 1, -1. */
+/* Convert ternary codes 0, 1, 2 to the integers 0, 1, -1. */
 static inline int unit_of(uint8_t code)
 {
 	return (code & 1) - (code >> 1);

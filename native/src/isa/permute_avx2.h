@@ -1,7 +1,7 @@
 /*
- * permute_avx2.h - byte indices for each mask of 8 lanes: EXPAND spreads words to the mask's lanes, COMPRESS packs the
- * mask's lanes against the top of the vector. Byte i of an entry is the source of lane i. tests/test_coder.c recomputes
- * both tables.
+ * permute_avx2.h - tables of lane permutations, one entry per mask of 8 lanes. EXPAND spreads consecutive words to the
+ * mask's lanes. COMPRESS packs the mask's lanes against the top of the vector. Byte i of an entry is the index of lane
+ * i's source. tests/test_coder.c recomputes both tables.
  */
 #ifndef CODEC_PERMUTE_AVX2_H
 #define CODEC_PERMUTE_AVX2_H

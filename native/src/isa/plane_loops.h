@@ -1,8 +1,8 @@
 /*
  * plane_loops.h - loops without intrinsics over planes, compiled once per instruction set.
  *
- * Included by scalar.c, avx2.c and avx512.c, whose compiler flags enable the vectorizer's instructions. Memory is
- * accessed as with memcpy, so that tensors and frames may lie at any address.
+ * Included by scalar.c, avx2.c and avx512.c, whose compiler flags enable the vectorizer's instructions. Loads and
+ * stores allow unaligned addresses, because tensors and frames may lie at any address.
  */
 #include "kernels.h"
 
@@ -28,8 +28,8 @@ static void copy(uint8_t *dst, const uint8_t *src, size_t n)
 #endif
 
 /*
- * Defaults of vectorized parts. An instruction set may process the first values of a loop over planes, or a whole chunk
- * of the checksum, itself. *_FIRST returns the number of values processed.
+ * Defaults for instruction sets without vectorized parts. An instruction set may define *_FIRST, which processes the
+ * first values of a loop and returns their number, and the sum of one whole chunk of the checksum.
  */
 #ifndef SPLIT2_FIRST
 #define SPLIT2_FIRST(src, n, offset, plane) 0
@@ -74,7 +74,7 @@ static inline void split4(const void *src, size_t n, const uint16_t *offset, uin
 		p0[i] = (uint8_t)(y >> 8);
 		p1[i] = (uint8_t)y;
 	}
-	for (size_t i = done; i < n; i++) { /* a loop of its own: with more pointers it would not be vectorized */
+	for (size_t i = done; i < n; i++) { /* a separate loop, because the compiler vectorizes no loop with more pointers */
 		uint32_t x = native32(src, i);
 
 		p2[i] = (uint8_t)(x >> 8);
@@ -95,7 +95,10 @@ static inline void merge4(const uint8_t *const *plane, size_t n, const uint16_t 
 	}
 }
 
-/* Values of 8 bytes per tile. Their halves, in the first-level cache, go through the loops for 4 bytes. */
+/*
+ * Number of 8-byte values per tile. A tile's 4-byte halves, in the first-level cache, are processed by the loops for
+ * 4-byte values.
+ */
 #define SPLIT8_TILE 256
 
 static inline void split8(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
@@ -233,7 +236,7 @@ static void columns(const uint16_t *p, int row, uint16_t zero, size_t n, struct 
 	}
 }
 
-static const uint32_t CHECKSUM_KEY[WIRE_CHUNK_WORDS + 1] = {CHECKSUM_KEYS}; /* one extra key: vectors read ahead */
+static const uint32_t CHECKSUM_KEY[WIRE_CHUNK_WORDS + 1] = {CHECKSUM_KEYS}; /* one extra key, which vector loops read and ignore */
 
 #ifndef CHUNK_SUM
 static inline uint64_t CHUNK_SUM(const uint8_t *src, const uint32_t *key)

@@ -14,8 +14,8 @@
 #define STORE256(p, v) _mm256_storeu_si256((__m256i *)(p), v)
 
 /*
- * bits_turn and bits_unturn of the two top bytes of 16 floats with their offsets. Results are modulo n: a difference d
- * is right or n too small. As unsigned words the right one is min(d, d + n).
+ * Vectorized bits_turn and bits_unturn, for the two top bytes of 16 floats. Rotating is subtraction modulo n: the
+ * difference d is correct, or negative and n must be added. As unsigned words the correct one is min(d, d + n).
  */
 #define CIRCLE256 _mm256_set1_epi16(WIRE_CIRCLE(128))
 
@@ -48,7 +48,7 @@ static inline void turn256(__m256i a, __m256i b, __m256i offset_a, __m256i offse
 	*low = _mm256_packus_epi16(u, v);
 }
 
-/* y: both bytes of 16 values, the exponent's in the upper one. */
+/* y: bytes of the two planes of 16 values, plane 0's in the upper byte of each word. */
 static inline __m256i unturn256(__m256i y, __m256i offset)
 {
 	const __m256i mantissa = _mm256_set1_epi16(0x7f), sign = _mm256_set1_epi16((short)0x8000);
@@ -121,7 +121,10 @@ static inline void offsets_unpacked(const uint16_t *offset, __m256i *lo, __m256i
 
 static inline size_t split4_avx2(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
 {
-	/* gather bytes of a kind in each half, then across halves: 8 bytes of each kind */
+	/*
+	 * in each 128-bit half, gather byte 0 of all values, then byte 1, and so on; then join the halves: 8 bytes of
+	 * each kind
+	 */
 	const __m256i kinds =
 		_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
 	const __m256i halves = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
@@ -200,7 +203,10 @@ static inline uint64_t chunk_sum_avx2(const uint8_t *src, const uint32_t *key)
 	for (int i = 0; i < WIRE_CHUNK_WORDS; i += 16) {
 		__m256i v = LOAD256(src + 4 * i), w = LOAD256(src + 4 * i + 32);
 
-		/* multiply even words with even keys; odd words, shuffled down, with keys read one word further */
+		/*
+		 * multiply even words by even keys; shuffle odd words down, and multiply by keys loaded from one word
+		 * further
+		 */
 		a = _mm256_add_epi64(a, _mm256_mul_epu32(v, LOAD256(key + i)));
 		b = _mm256_add_epi64(b, _mm256_mul_epu32(_mm256_shuffle_epi32(v, 0xf5), LOAD256(key + i + 1)));
 		c = _mm256_add_epi64(c, _mm256_mul_epu32(w, LOAD256(key + i + 8)));

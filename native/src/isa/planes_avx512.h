@@ -19,13 +19,13 @@ static inline __m512i select512(__m512i mask, __m512i a, __m512i b)
 	return _mm512_ternarylogic_epi32(mask, a, b, 0xca);
 }
 
-/* Return the mask of lanes whose pattern is at least 128: only they get the scale model's offset. */
+/* Return the mask of lanes whose pattern is at least 128. The scale model's offset applies to these only. */
 static inline __mmask32 moving512(__m512i x)
 {
 	return _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x7f80));
 }
 
-/* bits_turn and bits_unturn of the two top bytes of 32 floats with their offsets. */
+/* Vectorized bits_turn and bits_unturn, for the two top bytes of 32 floats. */
 static inline __m512i turn512(__m512i x, __m512i offset)
 {
 	const __m512i mantissa = _mm512_set1_epi16(0x7f), circle = _mm512_set1_epi16(WIRE_CIRCLE(128));
@@ -149,8 +149,8 @@ static inline void put512(int nontemporal, void *p, __m512i v)
 }
 
 /*
- * Return the number of values of `width` bytes before the first cache line of dst. They are stored normally, in a
- * vector whose rest is stored again. Clears *nontemporal if dst has no such line.
+ * Return the number of values of `width` bytes before the first cache line of dst. These are stored with one normal
+ * vector store, whose other bytes are stored again later. Clear *nontemporal if dst contains no whole cache line.
  */
 static inline size_t before_line(const void *dst, size_t width, size_t n, int *nontemporal)
 {
@@ -224,7 +224,10 @@ static inline uint64_t chunk_sum_avx512(const uint8_t *src, const uint32_t *key)
 	for (int i = 0; i < WIRE_CHUNK_WORDS; i += 32) {
 		__m512i v = _mm512_loadu_si512(src + 4 * i), w = _mm512_loadu_si512(src + 4 * i + 64);
 
-		/* multiply even words with even keys; odd words, shuffled down, with keys read one word further */
+		/*
+		 * multiply even words by even keys; shuffle odd words down, and multiply by keys loaded from one word
+		 * further
+		 */
 		a = _mm512_add_epi64(a, _mm512_mul_epu32(v, _mm512_loadu_si512(key + i)));
 		b = _mm512_add_epi64(b,
 				     _mm512_mul_epu32(_mm512_shuffle_epi32(v, 0xf5), _mm512_loadu_si512(key + i + 1)));

@@ -2,13 +2,17 @@
  * row_loops.h - loops without intrinsics for codecs of rows, compiled once per instruction set; with scale_loops.h,
  * pack_loops.h and sum_loops.h.
  *
- * Included by scalar.c, avx2.c and avx512.c like plane_loops.h. `row` values share scale[0], the next ones scale[1],
- * and so on; the last row may be shorter. Values are float32; round.h has the functions on single words.
+ * Included by scalar.c, avx2.c and avx512.c like plane_loops.h. The first `row` values share scale[0], the next `row`
+ * values scale[1], and so on; the last row may be shorter. Values are float32; round.h has the functions on single
+ * words.
  */
 #include "kernels.h"
 #include "scale_loops.h"
 
-/* Defaults of vectorized parts, which process the first values of a loop and return their number: 0 without vectors. */
+/*
+ * Defaults for instruction sets without vectorized parts. A vectorized part processes the first values of a loop and
+ * returns their number; the default returns 0.
+ */
 #ifndef HALVES
 #define HALVES(key, block, nblocks, h) 0
 #define TERNARY_CODES(x, n, s, h, code, most) 0
@@ -37,7 +41,7 @@ static inline void put_signs(const uint8_t *bits, size_t from, size_t n, float n
 	}
 }
 
-/* Dequantize signs from value `from` of the bits on. `from` is a multiple of 8 if rows are. */
+/* Dequantize n signs from bit `from` on. `from` is a multiple of 8 if the row length is. */
 static void sign_values(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int how,
 			float_any *y)
 {
@@ -49,7 +53,7 @@ static void sign_values(const uint8_t *bits, size_t from, size_t n, float negati
 		put_signs(bits, from, n, negative, positive, SIGNS_STORE, y);
 }
 
-/* Generate word 0 of nblocks blocks, as halves in element order. */
+/* Generate word 0 of the random bits of nblocks Philox blocks, as 16-bit numbers in element order. */
 static void halves(struct philox key, uint64_t block, size_t nblocks, uint16_t *restrict h)
 {
 	for (size_t b = HALVES(key, block, nblocks, h); b < nblocks; b++) {
@@ -63,7 +67,10 @@ static void halves(struct philox key, uint64_t block, size_t nblocks, uint16_t *
 	}
 }
 
-/* Compute codes 0, 1, 2 for 0, 1, -1, or TERNARY_TIE if the second draw decides. Returns 1 if a value exceeds s > 0. */
+/*
+ * Compute codes 0, 1, 2 for 0, s, -s, or TERNARY_TIE if the second random number decides. Returns 1 if |x| exceeds s >
+ * 0 for any value.
+ */
 static int ternary_run(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *restrict code)
 {
 	const struct over over = round_over(s, 65536);
@@ -80,7 +87,7 @@ static int ternary_run(const float_any *x, size_t n, float s, const uint16_t *h,
 	return most > (int32_t)top;
 }
 
-/* Compute FLOAT8's codes of n values in rows of `row`, a constant of the caller; 0: one row. */
+/* Compute FLOAT8's codes of n values in rows of `row` values, a compile-time constant of the caller; 0: one row. */
 static inline void float8_run(uint32_t mbits, uint32_t bias, float max, const float_any *x, size_t n, size_t row,
 			      const float *scale, const uint16_t *h, int finite, uint8_t *restrict code)
 {
@@ -104,7 +111,7 @@ static inline void float8_codes(int e5m2, const float_any *x, size_t n, size_t r
 static inline void float8_values(uint32_t mbits, uint32_t bias, uint32_t last, const uint8_t *code, size_t n,
 				 float scale, float_any *restrict y)
 {
-	/* scalar code for scales so small that a quotient could overflow */
+	/* scales so small that a quotient could overflow use the scalar loop only */
 	for (size_t i = scale < 0x1p-111f ? 0 : FLOAT8_VALUES(mbits, bias, last, code, n, scale, y); i < n; i++)
 		y[i] = round_float8_value(code[i], scale, mbits, bias, last);
 }
@@ -131,12 +138,12 @@ static void ratios(const struct row_kind *q, float ratio[16])
 static inline void table_values(int few, const uint8_t *code, size_t n, const float ratio[16], float scale,
 				float_any *y)
 {
-	/* FLOAT4: 6 times a larger scale would overflow */
+	/* larger scales use the scalar loop only, because FLOAT4's 6 * scale would overflow */
 	for (size_t i = scale > 0x1p125f ? 0 : TABLE_VALUES(few, code, n, ratio, scale, y); i < n; i++)
 		y[i] = round_scaled(ratio[code[i] & 15], scale);
 }
 
-/* Compute FLOAT4's codes, with the sign at bit 3. scale is the divisor of a row's values, 0 for a row of zeros. */
+/* Compute FLOAT4's codes, with the sign at bit 3. scale[r] is the divisor of row r's values, 0 for a row of zeros. */
 static inline void float4_run(const float_any *x, size_t n, size_t row, const float *scale, const uint16_t *h,
 			      uint8_t *restrict code)
 {
@@ -176,7 +183,7 @@ static void affine_values(const uint8_t *code, size_t n, float half, float middl
 		y[i] = round_affine(round_level(round_level_of(code[i], 0, levels), (float)levels, 1), half, middle);
 }
 
-/* Dequantize codes of at most 4 bits: a table of the row's values, from that of all rows. */
+/* Dequantize codes of at most 4 bits, by a table of the row's values, computed from `ratio`, which all rows share. */
 static void affine_table_values(int few, const uint8_t *code, size_t n, const float ratio[16], float half, float middle,
 				float_any *y)
 {
@@ -193,7 +200,7 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 	int above = 0,
 	    finite = !(q->options & WIRE_OPTION_PROPAGATE); /* without PROPAGATE, NaN and Inf were rejected before */
 
-	if (q->codec == WIRE_CODEC_FLOAT4) { /* rows are short, so that a loop per row would be slow */
+	if (q->codec == WIRE_CODEC_FLOAT4) { /* rows are short: a loop per row would be slow */
 		h ? float4_run(x, n, row, scale, h, code) : float4_run(x, n, row, scale, NULL, code);
 		return 0;
 	}

@@ -1,5 +1,5 @@
 /*
- * rows_avx2.h - loops of row_loops.h that shuffle, in 256-bit vectors, and operations that simd_loops.h needs.
+ * rows_avx2.h - loops of row_loops.h that need shuffles, in 256-bit vectors, and operations that simd_loops.h requires.
  *
  * Each loop processes the first values and returns their number; the portable loops process the rest.
  */
@@ -63,7 +63,7 @@ static inline size_t sign_values_avx2(const uint8_t *bits, size_t n, float negat
 	for (; i + 32 <= n; i += 32) {
 		uint32_t word = load32(bits + i / 8);
 
-		for (int k = 0; k < 4; k++) { /* shift each bit to the top of its lane, which blendv tests */
+		for (int k = 0; k < 4; k++) { /* shift each value's bit to the top of its lane, where blendv tests it */
 			__m256i v = _mm256_set1_epi32((int)(word << (24 - 8 * k)));
 			__m256 x = _mm256_blendv_ps(q, p, _mm256_castsi256_ps(_mm256_sllv_epi32(v, count)));
 			float_any *there = y + i + 8 * k;
@@ -183,7 +183,7 @@ static inline size_t pack_codes_avx2(const uint8_t *code, size_t n, int bits, ui
 		__m256i a = _mm256_maddubs_epi16(_mm256_loadu_si256((const __m256i *)(code + i)), pairs);
 		__m256i b = _mm256_maddubs_epi16(_mm256_loadu_si256((const __m256i *)(code + i + 32)), pairs);
 
-		if (bits == 2) { /* one byte per 32-bit lane, then in order */
+		if (bits == 2) { /* gives one byte per 32-bit lane; then restore the order */
 			a = _mm256_packs_epi32(_mm256_madd_epi16(a, quads), _mm256_madd_epi16(b, quads));
 			a = _mm256_permute4x64_epi64(a, 0xd8);
 			_mm_storeu_si128((__m128i *)(dst + i / 4),
@@ -232,8 +232,8 @@ static inline size_t unpack_codes_avx2(const uint8_t *src, size_t n, int bits, u
 }
 
 /*
- * Pack 30 codes into six bytes at a time: 15 codes in each half, shuffled so that pairs meet their weights. Reads one
- * more code, and writes one more byte.
+ * Pack 30 codes into six bytes at a time, 15 codes per 128-bit half, shuffled to match the weights of multiply-add
+ * instructions. Reads one more code, and writes one more byte.
  */
 static inline size_t pack_trits_avx2(const uint8_t *code, size_t n, uint8_t *dst)
 {
@@ -261,18 +261,17 @@ static inline size_t pack_trits_avx2(const uint8_t *code, size_t n, uint8_t *dst
 }
 
 /*
- * Unpack 15 codes from 3 bytes at a time. b * 3^k / 243 as a fraction of 2^16 has each digit on top; ceil(2^16 / 243) =
- * 270 is exact enough for 243 numerators. Writes one more code.
+ * Unpack 15 codes from 3 bytes at a time. In the fraction b * 3^k / 243 mod 1, scaled by 2^16, digit k is floor(3 *
+ * fraction). ceil(2^16 / 243) = 270 is precise enough for all 243 values of b. Writes one more code.
  */
 static inline size_t unpack_trits_avx2(const uint8_t *src, size_t n, uint8_t *code)
 {
-	/* words: bytes 0, 0, 0, 0, 0, 1, 1, 1 and 1, 1, 2, 2, 2, 2, 2, - */
+	/* source byte of each 16-bit word: 0, 0, 0, 0, 0, 1, 1, 1 in one half, 1, 1, 2, 2, 2, 2, 2, - in the other */
 	const __m256i take = _mm256_setr_epi8(0, -1, 0, -1, 0, -1, 0, -1, 0, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 2,
 					      -1, 2, -1, 2, -1, 2, -1, 2, -1, -1, -1);
 	/*
-	 * byte * 270 * 3^k mod 2^16 is the fraction after k digits; the next digit is the upper half of three times
-	 * that
-	 */
+	 * byte * 270 * 3^k mod 2^16 is the fraction after k digits; the next digit is the upper 16 bits of 3 * fraction
+	 * */
 	const __m256i scale = _mm256_setr_epi16(270, 810, 2430, 7290, 21870, 270, 810, 2430, 7290, 21870, 270, 810,
 						2430, 7290, 21870, 0);
 	size_t i = 0;
@@ -287,7 +286,7 @@ static inline size_t unpack_trits_avx2(const uint8_t *src, size_t n, uint8_t *co
 	return i;
 }
 
-/* Table of 16 floats: looked up by the low three bits in each half, then selected by the fourth. */
+/* Table of 16 floats in two vectors: look up bits 0 to 2 of the index in both, then select one by bit 3. */
 struct table_avx2 {
 	__m256 low, high;
 };

@@ -28,8 +28,8 @@ static inline __m512 signs_at(const uint8_t *bits, size_t i, __m512 negative, __
 }
 
 /*
- * Store dequantized signs with non-temporal stores only: a normal store that waits for its cache line delays the
- * others. Rows that share a cache line store their parts of it in groups of four values.
+ * Store dequantized signs with non-temporal stores only, because a normal store that waits for its cache line would
+ * delay them. Rows that share a cache line store their parts of the line in groups of four values.
  */
 static inline size_t sign_values_nontemporal(const uint8_t *bits, size_t n, float negative, float positive,
 					     float_any *y)
@@ -67,7 +67,7 @@ static inline size_t sign_values_avx512(const uint8_t *bits, size_t n, float neg
 	return i;
 }
 
-/* Sum the values of nv vectors, from value i on. */
+/* Sum nv vectors of values, from value i on, over all frames. */
 static inline void sign_sum_avx512(int nv, const struct signs *s, size_t count, size_t i, int more, int how, float by,
 				   float_any *y)
 {
@@ -105,8 +105,8 @@ static inline size_t sign_sums_avx512(const struct signs *s, size_t count, size_
 }
 
 /*
- * Pack codes: combine 8 codes per 64-bit lane in pairs, then quads, then all; then compress the lanes' bytes. Loads and
- * stores have 64 bytes, which the loop condition guarantees.
+ * Pack codes: in each 64-bit lane, combine 8 codes to pairs, then to groups of 4, then to one number; then compress the
+ * lanes' bytes. Loads and stores have 64 bytes, which the loop condition guarantees.
  */
 static inline size_t pack_codes_avx512(const uint8_t *code, size_t n, int bits, uint8_t *dst)
 {
@@ -117,7 +117,7 @@ static inline size_t pack_codes_avx512(const uint8_t *code, size_t n, int bits, 
 	const __m128i gap = _mm_cvtsi32_si128(32 - 4 * bits);
 	size_t i = 0;
 
-	if (bits == 4 || bits == 7) /* 4: a pair is a byte; 7: the weight exceeds a signed byte */
+	if (bits == 4 || bits == 7) /* 4 bits: a pair is a whole byte; 7 bits: the multiplier exceeds a signed byte */
 		return pack_codes_avx2(code, n, bits, dst);
 	for (; (n - i) * (size_t)bits >= 512; i += 64) {
 		__m512i x = _mm512_madd_epi16(_mm512_maddubs_epi16(_mm512_loadu_si512(code + i), pairs), quads);

@@ -29,9 +29,7 @@ static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, siz
 			if (__builtin_expect((a | b | c | d) & 0x8000, 0))
 				esc[l / 8] |= (a >> 15 | b >> 15 << 1 | c >> 15 << 2 | d >> 15 << 3) << 4 * (l % 8);
 			/*
-			 * no branch, which would be mispredicted: store always, advance `end` only if a word is
-			 * complete
-			 */
+			 * always store, but advance `end` only if a word is complete: a branch would be mispredicted */
 			n += a >> 8 & 15;
 			due = have + n >= 64;
 			end[-1] = (uint32_t)x;
@@ -51,14 +49,14 @@ static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, siz
 	return end;
 }
 
-/* A stream's words, followed by zeros. */
+/* Read position in a stream's words, followed by zeros. */
 struct source {
 	const uint8_t *p, *end;
 	uint8_t last[4 * 2 * WIRE_LANES];
 	int in_last;
 };
 
-/* Make 32 words available, which is the maximum that a row takes. */
+/* Make 32 words readable, the maximum that a row consumes. */
 static inline void source_row(struct source *w)
 {
 	if (__builtin_expect(w->end - w->p >= 4 * WIRE_LANES, 1))
@@ -93,7 +91,7 @@ static inline void source_row(struct source *w)
  * than PAIR_BITS, the entry has only the first symbol, and PAIR_LONG is set.
  */
 #define PAIR_LONG 64u
-#define PAIRS_ROWS 24 /* fewer rows do not repay building the table */
+#define PAIRS_ROWS 24 /* for fewer rows, building the table takes longer than it saves */
 
 static void pairs_make(const book_lookup *book, struct symbol_pairs *pairs)
 {
@@ -124,7 +122,8 @@ static void pairs_make(const book_lookup *book, struct symbol_pairs *pairs)
 }
 
 /*
- * Decode the quad on top of *x one symbol at a time; the first symbol is lowest. Advances *x; *n is the number of bits.
+ * Decode the quad at the top bits of *x one symbol at a time; the first symbol is the lowest byte of the result.
+ * Advances *x past the quad's bits, and sets *n to their number.
  */
 static inline uint32_t quad_of(const book_lookup *book, uint64_t *x, uint32_t *n)
 {

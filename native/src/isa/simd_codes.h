@@ -1,7 +1,7 @@
 /* simd_codes.h - random bits, codes of values and values of codes, in vectors: see simd_loops.h. */
 /*
- * Philox blocks per vector: each 64-bit lane has a block, whose words are in the lower halves of c; upper halves are
- * ignored. Block counters must not carry into their upper word.
+ * Philox blocks per vector: each 64-bit lane has one block; vectors c hold its words in the lower halves of lanes;
+ * upper halves are ignored. Block counters must not carry into their upper word.
  */
 #define BLOCKS (LANES / 2)
 
@@ -55,13 +55,13 @@ static inline size_t halves_simd(struct philox key, uint64_t block, size_t nbloc
 	return b;
 }
 
-/* Return 16 random bits per lane, or one half to round to nearest. */
+/* Return 16 random bits per lane, or 2^15, one half of the range, to round to nearest. */
 static inline V draws(const uint16_t *h, size_t i)
 {
 	return h ? WIDEN16(h + i) : SET1(0x8000);
 }
 
-/* Return 2 * random bits + 1, in half steps, as round_place adds. */
+/* Return 2 * random bits + 1, the number of half units that round_place adds. */
 static inline V fine_draws(const uint16_t *h, size_t i)
 {
 	V draw = draws(h, i);
@@ -122,7 +122,7 @@ static inline V small_simd(F y, int mbits, int bias, const uint16_t *h, size_t i
 	return SELECT(GT(a, SET1(((128 - bias) << 23) - 1)), SRL(normal, shift), small);
 }
 
-/* Compute FLOAT8's codes in rows of `row`, a multiple of LANES; 0: one row. */
+/* Compute FLOAT8's codes in rows of `row` values, a multiple of LANES; 0: one row. */
 static inline size_t float8_codes_simd(int mbits, int bias, float max, const float_any *x, size_t n, size_t row,
 				       const float *scale, const uint16_t *h, int finite, uint8_t *code)
 {
@@ -203,7 +203,8 @@ static inline size_t level_codes_simd(int odd, const float_any *x, size_t n, flo
 
 /*
  * Return x / by, rounded once, where |x| has at most 8 mantissa bits. `inverse` is 1 / by; a fused multiply-add
- * corrects the product. A test checks every mantissa of `by`. Nothing may overflow or underflow.
+ * corrects the product x * inverse. A test checks every mantissa of `by`. No intermediate result may overflow or
+ * underflow.
  */
 static inline F over_simd(F x, F by, F inverse)
 {
@@ -246,7 +247,7 @@ static inline size_t affine_codes_simd(const float_any *x, size_t n, float half,
 			F place = MULF(ADDF(MULF(tiny ? MULF(y, up) : y, by), SETF(1)), steps);
 
 			c[k] = TRUNC(AS_F(
-				MAX(AS_V(MINF(place, most)), SET1(0)))); /* negative floats are negative integers */
+				MAX(AS_V(MINF(place, most)), SET1(0)))); /* bits of negative floats are negative integers */
 			c[k] = SRL(ADD(c[k], fine_draws(h, i + LANES * k)), 17);
 		}
 		NARROW(code + i, c);

@@ -86,7 +86,10 @@ static inline size_t extremes_simd(const float_any *x, size_t n, int32_t *lowest
 	return i;
 }
 
-/* Vectorized abs_max in whole rows of 32 values, as MX formats have: a call for each would take as long as the loop. */
+/*
+ * Vectorized abs_max for rows of 32 values, the row length of MX formats. A function call per row would take as long as
+ * the loop.
+ */
 static inline size_t abs_max_of_32_simd(const float_any *x, size_t n, uint32_t *max)
 {
 	const V magnitude = SET1((int)ROUND_ABS);
@@ -103,8 +106,8 @@ static inline size_t abs_max_of_32_simd(const float_any *x, size_t n, uint32_t *
 }
 
 /*
- * Add a tensor and its residual, or subtract it. Both come from memory and are prefetched; kernels that use the results
- * need not prefetch.
+ * Add a residual to a tensor, or subtract it. Both are read from memory and prefetched here, so kernels that use the
+ * results need not prefetch.
  */
 static inline size_t plus_simd(int minus, const float_any *x, const float_any *e, size_t n, float_any *sum)
 {

@@ -33,8 +33,8 @@
 #define STEP (4 * (size_t)LANES)
 
 /*
- * Value i of a run is added to sum i mod 32: a lane of vector k mod NV if the value is in vector k of a step. The four
- * vectors of a step must therefore begin at sum 0. Also, one scale is broadcast to a whole vector.
+ * Value i of a run is added to sum i mod 32, which is in vector k mod NV if the value is in vector k of a step. So the
+ * four vectors of a step must begin at sum 0. Also, all lanes of a vector use the same scale.
  */
 _Static_assert(NV *LANES == 32 && 4 % NV == 0, "a step must begin at sum 0: for shorter vectors make V a pair of them");
 _Static_assert(16 % LANES == 0, "the shortest rows that share a scale are 16 values, whole vectors");

@@ -48,7 +48,7 @@ static inline size_t join_pieces_simd(const struct truncate_kind *q, const uint8
 	return i;
 }
 
-/* Combine two fields per 64-bit lane. */
+/* Combine the fields of two adjacent values in each 64-bit lane. */
 static inline size_t field_pairs_simd(const uint32_t *f, const uint8_t *width, size_t n, int total, uint64_t *pair,
 				      uint64_t *wide)
 {

@@ -1,12 +1,12 @@
 /*
- * topk_loops.h - loops of TOPK, compiled once per instruction set: the search for large values.
+ * topk_loops.h - loops that search for TOPK's largest values, compiled once per instruction set.
  *
- * Included by scalar.c, avx2.c and avx512.c behind the macros for vectors. A key is the pattern of a magnitude, which
+ * Included by scalar.c, avx2.c and avx512.c, after the macros for vectors. A key is the pattern of a magnitude, which
  * orders magnitudes as integers.
  */
 #include "bit_stream.h"
 
-/* Return a bit for each of the next 64 values: the magnitude's pattern is at least `key`. */
+/* Return a mask of the next 64 values: bit i is set if the pattern of |x[i]| is at least `key`. */
 ALWAYS uint64_t mask_above(const float_any *x, uint32_t key)
 {
 	uint64_t mask = 0;
@@ -22,7 +22,7 @@ ALWAYS uint64_t mask_above(const float_any *x, uint32_t key)
 	return mask;
 }
 
-/* Return the mask of the last n < 64 values. */
+/* Return the same mask for the last n < 64 values. */
 ALWAYS uint64_t mask_rest(const float_any *x, size_t n, uint32_t key)
 {
 	uint64_t mask = 0;

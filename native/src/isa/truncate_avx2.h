@@ -1,4 +1,4 @@
-/* truncate_avx2.h - loops of truncate_loops.h that move bits, in 256-bit vectors. */
+/* truncate_avx2.h - loops of truncate_loops.h that pack and unpack bits, in 256-bit vectors. */
 #ifndef CODEC_TRUNCATE_AVX2_H
 #define CODEC_TRUNCATE_AVX2_H
 
@@ -13,8 +13,8 @@ static inline uint64_t running_sums(const uint8_t *p)
 }
 
 /*
- * Unpack fields of at most 24 bits: a half holds 4 of them, and each lane takes the four bytes in which its field
- * begins.
+ * Unpack fields of at most 24 bits: each 128-bit half of a vector unpacks 4 fields, and each lane loads the four bytes
+ * in which its field begins.
  */
 static inline size_t unpack_fields_avx2(const uint8_t *src, size_t nbytes, const uint8_t *width, size_t n, int total,
 					uint32_t *f, size_t *bit)
@@ -25,7 +25,7 @@ static inline size_t unpack_fields_avx2(const uint8_t *src, size_t nbytes, const
 	const __m128i above = _mm_cvtsi32_si128(32 - total);
 	size_t i = 0, at = 0;
 
-	/* the second half begins at most 12 bytes further, and 16 bytes are read there */
+	/* the second half's fields begin at most 12 bytes later, where 16 bytes are read */
 	for (; i + 8 <= n && at / 8 + 32 <= nbytes; i += 8) {
 		uint64_t sums = running_sums(width + i), half = sums >> 24 & 255;
 		const uint8_t *p = src + at / 8, *q = src + (at + half) / 8;

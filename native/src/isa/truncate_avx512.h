@@ -1,11 +1,11 @@
-/* truncate_avx512.h - loops of truncate_loops.h that move bits, in 512-bit vectors. */
+/* truncate_avx512.h - loops of truncate_loops.h that pack and unpack bits, in 512-bit vectors. */
 #ifndef CODEC_TRUNCATE_AVX512_H
 #define CODEC_TRUNCATE_AVX512_H
 
 #include "truncate_avx2.h"
 
 /*
- * Unpack fields of at most 24 bits: a vector holds 16 of them, and each lane takes the four bytes in which its field
+ * Unpack fields of at most 24 bits: a vector unpacks 16 fields, and each lane loads the four bytes in which its field
  * begins.
  */
 static inline size_t unpack_fields_avx512(const uint8_t *src, size_t nbytes, const uint8_t *width, size_t n, int total,
@@ -33,7 +33,7 @@ static inline size_t unpack_fields_avx512(const uint8_t *src, size_t nbytes, con
 	return i;
 }
 
-/* Return the byte order that gathers bytes 0, 1, 2, 3 of 16 words, 16 of each; or its inverse. */
+/* Return the byte permutation that gathers byte 0 of 16 words, then their bytes 1, 2 and 3; or its inverse. */
 static inline __m512i byte_order_avx512(int inverse)
 {
 	const __m512i across = _mm512_setr_epi32(0x0c080400, 0x1c181410, 0x2c282420, 0x3c383430, 0x0d090501, 0x1d191511,
@@ -46,7 +46,7 @@ static inline __m512i byte_order_avx512(int inverse)
 	return inverse ? along : across;
 }
 
-/* Transpose the quarters of four vectors. */
+/* Transpose the 128-bit quarters of four vectors, as a 4 x 4 matrix. */
 static inline void quarters_avx512(__m512i v[4])
 {
 	__m512i a = _mm512_shuffle_i64x2(v[0], v[1], 0x44), b = _mm512_shuffle_i64x2(v[0], v[1], 0xee);
@@ -58,7 +58,7 @@ static inline void quarters_avx512(__m512i v[4])
 	v[3] = _mm512_shuffle_i64x2(b, d, 0xdd);
 }
 
-/* Return a vector with four bytes in each word, the first lowest. */
+/* Return a vector each of whose words has the bytes a, b, c, d, a lowest. */
 static inline __m512i of_pieces(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 {
 	return _mm512_set1_epi32((int)(a | b << 8 | c << 16 | d << 24));

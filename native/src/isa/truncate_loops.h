@@ -1,7 +1,7 @@
 /*
  * truncate_loops.h - loops without intrinsics for TRUNCATE, compiled once per instruction set.
  *
- * Values are bit patterns of 16 or 32 bits, widened to 32: sign, exponent, `mbits` mantissa bits.
+ * Values are bit patterns of 16 or 32 bits, each stored in 32 bits: sign, exponent, `mbits` mantissa bits.
  */
 #include "kernels.h"
 
@@ -126,7 +126,7 @@ static void unjoin(const uint16_t *pair, size_t n, uint8_t *restrict e, uint8_t 
 	}
 }
 
-/* Return the OR of bits dropped where the exponent is e0. */
+/* Return the bitwise OR of drop[i] over values whose exponent is e0. */
 static uint8_t drops_under(const uint8_t *e, const uint8_t *drop, size_t n, uint8_t e0)
 {
 	uint8_t any = 0;
@@ -136,7 +136,7 @@ static uint8_t drops_under(const uint8_t *e, const uint8_t *drop, size_t n, uint
 	return any;
 }
 
-/* Return the OR of all p below 4, which are no valid symbols unless 0. */
+/* Return the bitwise OR of all p below 4. Symbols 1 to 3 are invalid, so a result other than 0 is an error. */
 static uint8_t below_four(const uint8_t *p, size_t n)
 {
 	uint8_t any = 0;
@@ -255,7 +255,7 @@ static void join_pieces(const struct truncate_kind *q, const uint8_t *const piec
 #endif
 #define PAIRS 64
 
-/* Merge n runs of bits, an even number, in pairs. Returns 1 if each pair fits a word after 7 pending bits. */
+/* Merge adjacent pairs of n runs of bits; n is even. Returns 1 if every pair fits into 64 bits after 7 pending bits. */
 static inline int merge_runs(const uint64_t *run, const uint64_t *nbits, size_t n, uint64_t *restrict pair,
 			     uint64_t *restrict wide)
 {
@@ -290,8 +290,9 @@ static inline size_t put_runs(const uint64_t *run, const uint64_t *nbits, size_t
 }
 
 /*
- * Pack fields in pairs of at most 48 bits, which fit a word after 7 pending bits. The loop's critical path is the bit
- * position and the pending bits; so pairs are merged to runs of four or eight fields while these fit.
+ * Pack fields in pairs of at most 48 bits, which fit into 64 bits after 7 pending bits. The loop's critical path is the
+ * update of the bit position and the pending bits. To shorten it, pairs are merged to runs of four or eight fields if
+ * these fit.
  */
 static void pack_fields(const uint32_t *f, const uint8_t *width, size_t n, int total, uint8_t *dst)
 {
