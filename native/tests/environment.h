@@ -6,8 +6,8 @@
 #include <string.h>
 
 /*
- * Return the environment, on x86 without the addresses of the last x87 operation: if that raised no exception, some
- * processors lose them, or show those of another thread, at a context switch.
+ * Return the floating-point environment. On x86, clear the addresses of the last x87 operation: if it raised no
+ * exception, some processors lose the addresses at a context switch, or show those of another thread.
  */
 static inline fenv_t environment(void)
 {

@@ -1,4 +1,4 @@
-/* test_coder.c - tables, codebooks, and kernels of all instruction sets on lanes and planes. */
+/* test_coder.c - test tables and codebooks, and all instruction sets' kernels for lanes and planes. */
 #include <stdlib.h>
 
 #include "job/api.h"
@@ -33,7 +33,7 @@ static void test_bits_round_trip(void **unused)
 {
 	(void)unused;
 	for (uint32_t x = 0; x < 1 << 16; x++)
-		for (int shift = 4; shift <= 7; shift += 3) { /* float64; other dtypes */
+		for (int shift = 4; shift <= 7; shift += 3) { /* 4: float64; 7: other dtypes */
 			uint16_t zero = (uint16_t)(1 << shift), p = x & 0x7fff;
 			uint16_t o = (uint16_t)(next_random() % WIRE_CIRCLE(zero)), u = bits_lower(p, o, zero);
 			uint16_t y = bits_turn((uint16_t)x, o, shift);
@@ -51,7 +51,7 @@ static void test_bits_round_trip(void **unused)
 	assert_int_equal(bits_mean(-8, 3), -3);
 }
 
-/* Return the minimum cost of code lengths for k weights, by exhaustive search. */
+/* Return the minimum of sum(weight * code length) for k weights, by exhaustive search. */
 static uint64_t cheapest(const uint32_t *w, int k, int max_code_length, int left, uint64_t kraft)
 {
 	uint64_t best = UINT64_MAX;
@@ -136,7 +136,10 @@ struct coded {
 	uint64_t nescaped;
 };
 
-/* Decode `count` streams with the same words, but nwords[i] of them, and check that check_lanes agrees. */
+/*
+ * Decode `count` streams, each of the first nwords[i] of the same words, and check that check_lanes gives equal
+ * results.
+ */
 static void decode_with(const struct kernels *k, const book_lookup *book, const uint8_t *words, const size_t *nwords,
 			const lanes *start, size_t rows, int count, struct symbol_pairs *pairs, struct coded *out)
 {
@@ -192,7 +195,7 @@ static void test_instruction_sets_agree_on_lanes(void **unused)
 		book_from_counts(&book, counts, max_code_length);
 		book_to_codes(&book, &codes);
 		book_to_lookup(&book, &lookup);
-		for (size_t i = 0; i < WIRE_ROW * rows; i++) /* mostly distributed by their codes */
+		for (size_t i = 0; i < WIRE_ROW * rows; i++) /* mostly distributed as the codes imply */
 			symbol[i] = next_random() % 400 ? lookup.symbol[next_random() & 255] : (uint8_t)next_random();
 		for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
 			codec_context with = {.struct_nbytes = sizeof with, .isa = 1 + isa};
@@ -227,7 +230,7 @@ static void test_instruction_sets_agree_on_lanes(void **unused)
 			store32(at.p + 4 * i, words[i]);
 		pairs->of = NULL;
 		lengths[0] = nwords;
-		lengths[1] = nwords / 2; /* shorter, so that mixing up the streams is detected */
+		lengths[1] = nwords / 2; /* shorter, to detect kernels that mix up the streams */
 		decode_with(&kernels_scalar, &lookup, at.p, lengths + 1, &last, rows, 1, pairs, &half);
 		decode_with(&kernels_scalar, &lookup, at.p, lengths, &last, rows, 1, pairs, &plain);
 		for (uint32_t isa = 0; codec_isa_name(isa); isa++)
@@ -283,7 +286,7 @@ static void test_instruction_sets_agree_on_planes(void **unused)
 
 		for (size_t i = 0; i < nbytes; i++)
 			values[i] = (uint8_t)(next_random() >> 20);
-		for (size_t i = 0; i < n; i++) { /* also ends of the circle; some exponents of 0 */
+		for (size_t i = 0; i < n; i++) { /* include offsets at the ends of the circle, and some exponents of 0 */
 			offset[i] = (uint16_t)(next_random() % 3 ? next_random() % WIRE_CIRCLE(128)
 								 : next_random() % 2 * (WIRE_CIRCLE(128) - 1));
 			if (next_random() % 4 == 0)

@@ -1,9 +1,12 @@
-/* test_contract.c - codec.h: specs, metrics, codebooks and buffers; wrong calls leave outputs unchanged. */
+/*
+ * test_contract.c - test codec.h: specs, metrics, codebooks and buffers. Calls with wrong arguments leave outputs
+ * unchanged.
+ */
 #include <math.h>
 
 #include "contract.h"
 
-/* Outputs may be exactly an allowed input array, and must not overlap inputs otherwise. */
+/* An output may be exactly an input array that codec.h allows; any other overlap with an input is rejected. */
 static void test_rejects_overlapping_buffers(void **unused)
 {
 	codec_spec spec = spec_of(CODEC_TRUNCATE);
@@ -38,7 +41,7 @@ static void test_rejects_overlapping_buffers(void **unused)
 	t = tensor(x, N);
 	state = tensor(theta, N);
 	fill();
-	/* residual in place of the tensor, result in place of the state */
+	/* the residual replaces the tensor, the result replaces the state: both are allowed */
 	assert_int_equal(ENCODE(frame, sizeof frame, residual), CODEC_OK);
 	n = written;
 	assert_int_equal(codec_decode(frame, n, &to, &with, scratch, sizeof scratch), CODEC_OK);
@@ -64,7 +67,10 @@ static void test_rejects_overlapping_buffers(void **unused)
 	assert_int_equal(codec_decode(frame, n, &to, &with, scratch, sizeof scratch), CODEC_BAD_ARGUMENT);
 }
 
-/* theta_dtype must be a supported dtype. The group with the most mantissa bits sets the common guard. */
+/*
+ * theta_dtype must be a supported dtype. The parameter group whose dtype has the most mantissa bits determines the
+ * frame's guard.
+ */
 static void test_finest_theta_dtype_sets_guard(void **unused)
 {
 	codec_spec spec = spec_of(CODEC_TRUNCATE);
@@ -96,10 +102,13 @@ static void test_finest_theta_dtype_sets_guard(void **unused)
 	half.nbytes = 2 * N;
 	with.metric = &first;
 	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
-	assert_int_equal(frame[36], 128 - 8); /* not 16 bits less */
+	assert_int_equal(frame[36], 128 - 8); /* not 16 less: theta is float32 in one group */
 }
 
-/* Each value is truncated by the metric of its group. Groups with equal metrics give the frame of a single group. */
+/*
+ * Each value is truncated by the metric of its parameter group. Several groups with equal metrics give the same frame
+ * as a single group.
+ */
 static void test_each_group_uses_its_metric(void **unused)
 {
 	enum { MOST = 4000 };
@@ -144,7 +153,7 @@ static void test_each_group_uses_its_metric(void **unused)
 	}
 }
 
-/* A spec accepts guards of -128 to 126 with either rounding, and the spec of any frame is valid. */
+/* A spec accepts guards of -128 to 126 with either rounding, and the spec read from any frame is valid. */
 static void test_guard_range(void **unused)
 {
 	codec_tensor t = tensor(x, 600), state = tensor(theta, 600);
@@ -217,7 +226,7 @@ static void test_rejects_inconsistent_codebooks(void **unused)
 	assert_int_equal(codec_count(&spec, &t, counts, NULL, scratch, sizeof scratch), CODEC_MISSING_STATE);
 }
 
-/* NULL with capacity 0 is an empty destination for every codec: CODEC_SHORT_OUTPUT. */
+/* NULL with capacity 0 is a valid, empty destination: every codec returns CODEC_SHORT_OUTPUT. */
 static void test_null_destination_is_short_output(void **unused)
 {
 	codec_tensor t = tensor(x, N);

@@ -1,10 +1,16 @@
-/* test_conversions.c - scales, half types and random bits: vector kernels give the bits of exact/round.h. */
+/*
+ * test_conversions.c - test scales, 16-bit floats and random bits: vector kernels give the same bits as the functions
+ * of exact/round.h.
+ */
 #include <stdlib.h>
 
 #include "job/api.h"
 #include "guard.h"
 
-/* Vectorized multiplication equals the format's division, for every mantissa of a scale and every number of levels. */
+/*
+ * Vector kernels, which multiply by an inverse, give the results of the division that the format specifies, for every
+ * mantissa of a scale and every number of levels.
+ */
 static void test_multiplication_equals_division(void **unused)
 {
 	const struct row_kind float8 = {.codec = CODEC_FLOAT8, .bits = 8};
@@ -19,7 +25,7 @@ static void test_multiplication_equals_division(void **unused)
 		if (!codec_isa_usable(isa))
 			continue;
 		k = kernels_for(&with);
-		for (int i = 0; i < 16; i++) /* all mantissas, also of subnormals */
+		for (int i = 0; i < 16; i++) /* all mantissas, including subnormals */
 			code[i] = (uint8_t)(i < 8 ? i : 0x30 + i);
 		for (uint32_t mantissa = 0; mantissa < 1u << 23; mantissa++) {
 			float scale = round_float(mantissa % 254 + 1 << 23 | mantissa);
@@ -48,7 +54,7 @@ static void test_multiplication_equals_division(void **unused)
 	}
 }
 
-/* Vectorized conversions between half types and float32 equal the scalar functions. */
+/* Vectorized conversions between 16-bit floats and float32 give the bits of the scalar functions. */
 static void test_conversions_equal_scalar_functions(void **unused)
 {
 	enum { N = 1 << 16 };
@@ -76,7 +82,7 @@ static void test_conversions_equal_scalar_functions(void **unused)
 			k->from_float[t]((float *)x, N, back);
 			for (uint32_t i = 0; i < N; i++)
 				assert_int_equal(back[i], t ? round_to_float16(x[i]) : round_to_bfloat16(x[i]));
-			for (int run = 0; run < 64; run++) { /* values in between: near ties, or random */
+			for (int run = 0; run < 64; run++) { /* values between 16-bit floats: near ties, or random */
 				for (uint32_t i = 0; i < N; i++) {
 					uint32_t r = (uint32_t)next_random(),
 						 near = r % 5 - 2 + (r & 64 ? 1u << 15 : 1u << 12);
@@ -95,7 +101,7 @@ static void test_conversions_equal_scalar_functions(void **unused)
 	free(x);
 }
 
-/* Random bits equal philox_half where the lower word of the block counter wraps around. */
+/* Vectorized random bits equal philox_half, also where the lower word of the block counter wraps around. */
 static void test_random_bits_across_counter_words(void **unused)
 {
 	static const uint64_t FROM[] = {0, 1, 5, UINT32_MAX - 40, UINT32_MAX, (1ull << 32) + 3, (7ull << 32) - 200};

@@ -1,4 +1,7 @@
-/* test_core.c - C core: lossless round trips between guard pages, stack, threads, floating-point environment. */
+/*
+ * test_core.c - test the C core: lossless round trips between guard pages, use of the stack, threads, floating-point
+ * environment.
+ */
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -9,7 +12,7 @@
 static const uint32_t ALL_DTYPES[] = {CODEC_FLOAT32, CODEC_FLOAT64, CODEC_BFLOAT16, CODEC_FLOAT16,
 				      CODEC_UINT8,   CODEC_INT16,   CODEC_INT32,    CODEC_INT64};
 
-/* Fill with values of few exponents, with zeros, or with noise. */
+/* Fill p with values of few exponents, with zeros, or with random bits. */
 static void fill(uint8_t *p, uint32_t dtype, uint64_t n, int kind)
 {
 	uint64_t size = codec_dtype_nbytes(dtype);
@@ -64,7 +67,7 @@ static void round_trip(uint32_t dtype, uint64_t n, int kind, uint32_t isa)
 	assert_true(written <= bound);
 	frame = guard(written);
 	memset(frame.p, 0xa5, written);
-	/* exact capacity; capacity one byte short; scratch too small */
+	/* exact capacity; one byte less; scratch too small */
 	assert_int_equal(codec_encode(&spec, &t, frame.p, written, &again, NULL, &with, scratch.p, need), CODEC_OK);
 	assert_int_equal(again, written);
 	assert_memory_equal(frame.p, dst.p, written);
@@ -81,7 +84,7 @@ static void round_trip(uint32_t dtype, uint64_t n, int kind, uint32_t isa)
 	assert_int_equal(codec_verify(frame.p, written), CODEC_OK);
 	assert_int_equal(codec_decode(frame.p, written, &t, &with, scratch.p, need), CODEC_OK);
 	assert_memory_equal(back.p, src.p, t.nbytes);
-	/* truncated frames, at the guard page */
+	/* decode truncated frames that end at the guard page */
 	for (size_t cut = 1; cut < written; cut += 1 + written / 97) {
 		memmove(frame.p + cut, frame.p, written - cut);
 		assert_int_not_equal(codec_decode(frame.p + cut, written - cut, &t, &with, scratch.p, need), CODEC_OK);
@@ -112,7 +115,7 @@ static void test_round_trip_between_guard_pages(void **unused)
 	}
 }
 
-/* Decoding damaged frames without checking the checksum stays within the buffers. */
+/* Decoding damaged frames with CODEC_NO_CHECKSUM accesses no bytes outside the buffers. */
 static void test_decode_noise_without_checksum(void **unused)
 {
 	const codec_spec spec = {sizeof spec, CODEC_LOSSLESS, 0, 0};
@@ -160,7 +163,7 @@ static void test_decode_noise_without_checksum(void **unused)
 		unguard(scratch);
 		unguard(frame);
 	}
-	assert_true(decoded > 100); /* damage must often pass the first checks */
+	assert_true(decoded > 100); /* damage must often reach the decoding of blocks */
 }
 
 static void *use_stack(void *unused)
@@ -258,7 +261,7 @@ static void test_rejects_wrong_arguments(void **unused)
 	assert_int_equal(codec_bound(&(codec_spec){sizeof spec, CODEC_LOSSLESS, 9, 0}, &t, &n), CODEC_BAD_SPEC);
 }
 
-/* Steps get the tensor and the frame again each time, and reject others than those of the job. */
+/* Each step receives the tensor and the frame, and rejects a tensor or frame other than the job's. */
 static void test_steps_reject_other_tensors(void **unused)
 {
 	enum { N = 40000 };

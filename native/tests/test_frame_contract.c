@@ -1,9 +1,9 @@
-/* test_frame_contract.c - codec.h: errors of damaged and cut frames, and of wrong calls with frames. */
+/* test_frame_contract.c - test codec.h: errors for damaged and truncated frames, and for calls with wrong arguments. */
 #include <math.h>
 
 #include "contract.h"
 
-/* Scratch of a reduction is computed from whole frames, not from what a header of 56 bytes claims. */
+/* codec_reduce_scratch requires whole frames, because a header alone, of 56 bytes, may claim any size. */
 static void test_reduce_scratch_needs_whole_frames(void **unused)
 {
 	codec_spec spec = spec_of(CODEC_LOSSLESS);
@@ -42,7 +42,7 @@ static void test_reduce_scratch_needs_whole_frames(void **unused)
 			 CODEC_BAD_ARGUMENT);
 }
 
-/* Sum, mean and maximum of a single frame are bit-identical to its values, including signalling NaN and -0. */
+/* Sum, mean and maximum of a single frame are bit-identical to its decoded values, including signalling NaN and -0. */
 static void test_reduce_of_one_frame_is_exact(void **unused)
 {
 	const void *frames[] = {frame};
@@ -98,7 +98,10 @@ static void test_blocks_limit_number_of_values(void **unused)
 	}
 }
 
-/* Decoding sets the context's fault if the error has a place in the frame; otherwise fault is unchanged. */
+/*
+ * Decoding sets codec_context.fault if the error is at a position in the frame; otherwise it leaves the fault
+ * unchanged.
+ */
 static void test_fault_set_only_for_places_in_frame(void **unused)
 {
 	codec_fault fault = {7, 7, 7};
@@ -167,7 +170,7 @@ static void check_prefixes(size_t written, size_t header)
 	}
 }
 
-/* Division and rescaling need a float32 destination: one of the frame's dtype may have half the size. */
+/* Division and rescaling require a float32 destination, because one of the frame's dtype may be half as large. */
 static void test_divide_and_rescale_need_float32(void **unused)
 {
 	static const uint32_t DTYPES[] = {CODEC_FLOAT32, CODEC_BFLOAT16, CODEC_FLOAT16};
@@ -204,7 +207,7 @@ static void test_divide_and_rescale_need_float32(void **unused)
 					assert_true(g.p[k] == 7);
 			}
 		unguard(g);
-		/* these functions set `into` themselves */
+		/* codec_accumulate and codec_reduce set `into` themselves, so `divide` is accepted */
 		with.divide = 2;
 		assert_int_equal(codec_accumulate(frame, written, 1, &sum, &with, scratch, sizeof scratch), CODEC_OK);
 		assert_true(out[0] == 3.5f);
@@ -244,7 +247,7 @@ static void test_fault_names_first_wrong_byte(void **unused)
 		codec_info info = {.struct_nbytes = sizeof info};
 		size_t written;
 
-		memset(x, 0, sizeof x); /* one exponent: a single symbol for all values */
+		memset(x, 0, sizeof x); /* all values have the same symbol */
 		spec.variant = CASES[i].variant;
 		t.dtype = to.dtype = CASES[i].dtype;
 		t.nbytes = to.nbytes = N * codec_dtype_nbytes(t.dtype);

@@ -1,4 +1,6 @@
-/* test_lossy.c - lossy codecs of the C interface between guard pages: round trips, bounds, sums, wrong specs. */
+/*
+ * test_lossy.c - test the lossy codecs of the C interface between guard pages: round trips, bounds, sums, wrong specs.
+ */
 #include <stdlib.h>
 #include <string.h>
 
@@ -58,7 +60,7 @@ static void round_trip(codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa
 		assert_true(r == x - y);
 		assert_true(widened(sum.p, CODEC_FLOAT32, i) == r + y);
 	}
-	/* damaged anywhere, without checking the checksum */
+	/* damage random bytes, and decode without checking checksums */
 	with.flags = CODEC_NO_CHECKSUM;
 	for (int round = 0; round < 20 && written; round++) {
 		size_t at = next_random() % written;
@@ -90,7 +92,10 @@ static void test_round_trip_between_guard_pages(void **unused)
 				round_trip(SPECS[s], DTYPES[i % 3], SIZES[i], 1 + isa);
 }
 
-/* Encode a vector into memory of the bound for its segments, which is exact without an entropy stage. */
+/*
+ * Encode a vector into a buffer of codec_bound_segments bytes, which is the frame's size unless there is an entropy
+ * stage.
+ */
 static void encode_bounded(codec_spec spec, uint32_t dtype, uint64_t n, const codec_segment *segments, uint64_t count)
 {
 	uint64_t nbytes = n * codec_dtype_nbytes(dtype);
@@ -167,7 +172,8 @@ static void test_bound_of_segments_rejects_wrong_arguments(void **unused)
 	assert_int_equal(codec_bound_segments(&spec, &t, NULL, 0, &nbytes), CODEC_BAD_DTYPE);
 }
 
-/* CODEC_REDUCE_CODES gives integers that equal `sum` / scale, in each integer dtype that holds them, if frames add up.
+/* CODEC_REDUCE_CODES gives the integers `sum` / scale, in each integer dtype that can hold them, if the frames' scales
+ * are equal.
  */
 static void check_sums_of_codes(const void *const *frames, const size_t *nbytes, size_t count, float scale,
 				const float *sum, codec_tensor t, uint8_t *scratch, size_t need)
@@ -197,7 +203,7 @@ static void check_sums_of_codes(const void *const *frames, const size_t *nbytes,
 	}
 }
 
-/* codec_reduce equals decoding and adding in order. */
+/* codec_reduce gives the same bits as decoding the frames and adding them in order. */
 static void test_reduce_equals_decode_and_add(void **unused)
 {
 	enum { N = 40000, COUNT = 3 };
@@ -238,7 +244,9 @@ static void test_reduce_equals_decode_and_add(void **unused)
 		t.data = out;
 		assert_int_equal(codec_reduce(frames, nbytes, COUNT, CODEC_REDUCE_SUM, &t, NULL, scratch, need),
 				 CODEC_OK);
-		/* codes with equal scales are added first: 3 times the scale may round differently */
+		/*
+		 * if scales are equal, codes are added before scaling: 3 * scale may differ from scale + scale + scale
+		 */
 		for (int v = 0; v < N; v++)
 			assert_true(spec.scale > 0 ? out[v] == sum[v]
 						   : memcmp(out + v, sum + v, 4) == 0 || out[v] == sum[v]);
@@ -265,7 +273,7 @@ static void test_environment_is_restored(void **unused)
 	before = environment();
 	for (size_t s = 0; s < NSPECS; s++)
 		round_trip(SPECS[s], CODEC_FLOAT32, 22500, 0);
-	feclearexcept(FE_ALL_EXCEPT); /* flags raised by the tests' own arithmetic */
+	feclearexcept(FE_ALL_EXCEPT); /* clear flags that the test's own arithmetic raised */
 	after = environment();
 	assert_memory_equal(&before, &after, sizeof before);
 }

@@ -1,5 +1,6 @@
 /*
- * test_race.c - thread safety of codec.h and codec_engine.h, for TSan; and memory that changes during calls, for ASan.
+ * test_race.c - test thread safety of codec.h and codec_engine.h, with TSan, and inputs that change during calls, with
+ * ASan.
  *
  *   - test_race [SECONDS]: 4 threads process the steps of one job; the bytes equal those of the one-call functions
  *   - test_race hostile [SECONDS]: another thread rewrites tensor, base, state, levels and frames during calls;
@@ -21,7 +22,7 @@
 
 #define THREADS 4
 #define N 80001
-#define ROW 65 /* the segment has so many rows that threads compute their offsets */
+#define ROW 65 /* values per row; so short that the segment has many rows, whose offsets are computed by threads */
 #define NROWS 1100
 #define FRAMES 3
 #define SLICES 7
@@ -66,7 +67,7 @@ static const struct kind {
 	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_FIXED, .bits = 2}},
 };
 
-/* A tensor and a spec. Every buffer is an allocation of its own, so that ASan knows its end. */
+/* A tensor, a spec and buffers. Every buffer is a separate allocation, so that ASan checks its end. */
 struct task {
 	codec_spec spec;
 	codec_tensor x, out, sum, theta, base;
@@ -131,7 +132,10 @@ static int is_delta(const struct task *k)
 	return k->spec.codec == CODEC_DELTA;
 }
 
-/* Fill the tensor: for DELTA with the base, of which one value in 8, 64 or 512 has changed, by steps of all sizes. */
+/*
+ * Fill the tensor. For DELTA it is a copy of the base in which one value in 8, 64 or 512 is changed, by steps of all
+ * sizes.
+ */
 static void fill_tensor(struct task *k, int i)
 {
 	uint32_t size = codec_dtype_nbytes(k->x.dtype);
@@ -206,7 +210,7 @@ static void task_close(struct task *k)
 		free(k->frame[i]);
 }
 
-/* Call f(context, i) for each i below count, by all threads. */
+/* Work of threads: f(context, i) is called once for each i below count. */
 struct tasks {
 	void (*f)(void *context, uint64_t i);
 	void *context;
@@ -245,7 +249,7 @@ struct steps {
 	codec_status status[SLICES];
 	int add;
 	uint32_t op;
-	/* encode: a thread that has finished a range joins finished ranges, unless another thread is doing so */
+	/* encode: after each range, a thread moves finished ranges together, unless another thread is doing so */
 	atomic_int done[SLICES];
 	pthread_mutex_t moving;
 	uint64_t moved, to;
@@ -334,7 +338,7 @@ static uint64_t checksum_of(const struct steps *s)
 	return total;
 }
 
-/* Return the checksum of a frame that was reduced. */
+/* Return the sum of a frame's checksums over all ranges of a reduction. */
 static uint64_t reduced_checksum_of(const struct steps *s, int frame)
 {
 	uint64_t total = 0;
@@ -417,7 +421,7 @@ static codec_status reduce_steps(struct task *k, uint32_t op)
 	return status;
 }
 
-/* Decode the second block of a frame of DELTA by itself. */
+/* Decode the second block of a DELTA frame with codec_decode_part. */
 static codec_status decode_part(struct task *k, const codec_context *with, void *scratch)
 {
 	uint64_t size = k->spec.group_size ? k->spec.group_size * codec_dtype_nbytes(k->x.dtype) : 0;
@@ -436,7 +440,7 @@ static codec_status at_once(struct task *k, int what, size_t *written)
 
 	if (what == 3 && !is_delta(k)) {
 		status = codec_reduce_scratch((const void *const *)k->frame, k->nbytes, FRAMES, &need);
-		if (status != CODEC_OK || need > 64 << 20) /* from a header that was rewritten */
+		if (status != CODEC_OK || need > 64 << 20) /* sizes from a rewritten header */
 			return status;
 	}
 	scratch = room(need);
@@ -452,7 +456,7 @@ static codec_status at_once(struct task *k, int what, size_t *written)
 			status = decode_part(k, &with, scratch);
 			break;
 		}
-		with.flags |= CODEC_NONTEMPORAL; /* uses the tile, whose size is read from a header */
+		with.flags |= CODEC_NONTEMPORAL; /* use the tile, whose size is read from a header */
 		status = codec_reduce((const void *const *)k->frame, k->nbytes, FRAMES, CODEC_REDUCE_MEAN, &k->sum,
 				      &with, scratch, need);
 	}
@@ -460,14 +464,14 @@ static codec_status at_once(struct task *k, int what, size_t *written)
 	return status;
 }
 
-/* Return 1 if values of this kind can be added up. */
+/* Return 1 if frames of this kind can be reduced to a sum. */
 static int is_summed(const struct kind *kind)
 {
 	return kind->spec.codec != CODEC_DELTA &&
 	       (kind->dtype == CODEC_FLOAT32 || kind->dtype == CODEC_BFLOAT16 || kind->dtype == CODEC_FLOAT16);
 }
 
-/* Exchange the base and the destination by one tensor that is both, and back. */
+/* Replace the base and the destination by a single tensor, to decode in place; a second call restores both. */
 static void swap_in_place(struct task *k, void **kept)
 {
 	void *own = k->out.data;
@@ -476,7 +480,7 @@ static void swap_in_place(struct task *k, void **kept)
 	*kept = *kept ? NULL : own;
 }
 
-/* Check that four threads produce the same bytes as one. */
+/* Check that four threads that process a job's steps produce the same bytes as the one-call functions. */
 static void check_steps(const struct kind *kind)
 {
 	struct task k;
@@ -522,7 +526,7 @@ static void check_steps(const struct kind *kind)
 struct rewriter {
 	struct task *k;
 	const uint8_t *good[FRAMES];
-	uint8_t larger[64]; /* header that claims 8 times the values: valid, since constant blocks could hold them */
+	uint8_t larger[64]; /* header with 8 times the frame's values; valid: constant blocks can hold that many */
 	atomic_int stop, headers;
 };
 

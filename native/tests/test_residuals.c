@@ -1,11 +1,16 @@
-/* test_residuals.c - residuals of lossy codecs between guard pages: read, added, subtracted, unchanged by errors. */
+/*
+ * test_residuals.c - test residuals of lossy codecs between guard pages: they are read, added, subtracted, and
+ * unchanged by errors.
+ */
 #include <stdlib.h>
 #include <string.h>
 
 #include "codec/codec_engine.h"
 #include "lossy.h"
 
-/* Encode a frame in three ranges of blocks, the last one first. with->residual may hold a residual to add. */
+/*
+ * Encode a frame in steps with three ranges of blocks, the last range first. with->residual may be a residual to add.
+ */
 static codec_status encode_steps(const codec_spec *spec, const codec_tensor *t, uint8_t *dst, size_t capacity,
 				 size_t *written, const codec_context *with)
 {
@@ -42,8 +47,8 @@ static codec_status encode_steps(const codec_spec *spec, const codec_tensor *t, 
 }
 
 /*
- * CODEC_FEEDBACK equals encoding the sums, CODEC_DIFFERENCE the differences: bit-identical in float32. The residual
- * becomes the error of the sums, or the sum of the residual and the decoded values.
+ * CODEC_FEEDBACK gives the frame of the sums, CODEC_DIFFERENCE the frame of the differences, bit-identical in float32.
+ * The new residual is the sums' encoding error, or the old residual plus the decoded values.
  */
 static void residual_is_read(uint32_t flag, codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa)
 {
@@ -67,7 +72,7 @@ static void residual_is_read(uint32_t flag, codec_spec spec, uint32_t dtype, uin
 	for (uint64_t i = 0; i < n; i++)
 		sum[i] = widened((uint8_t *)x, dtype, i) + (flag == CODEC_DIFFERENCE ? -e[i] : e[i]);
 	assert_int_equal(codec_bound(&spec, &t, &bound), CODEC_OK);
-	room = 2 * bound + (1 << 16); /* leaves gaps between ranges */
+	room = 2 * bound + (1 << 16); /* capacity with room for gaps between ranges */
 	assert_int_equal(codec_scratch(&spec, &t, &need), CODEC_OK);
 	frame = malloc(bound);
 	other = malloc(room);
@@ -81,7 +86,7 @@ static void residual_is_read(uint32_t flag, codec_spec spec, uint32_t dtype, uin
 	for (uint64_t i = 0; i < n; i++)
 		assert_true(left[i] == (flag == CODEC_DIFFERENCE ? e[i] + widened(back, dtype, i)
 								 : sum[i] - widened(back, dtype, i)));
-	/* exact capacity; one byte short, which leaves the residual unchanged */
+	/* exact capacity; one byte less, which must leave the residual unchanged */
 	memcpy(sum, e, 4 * n);
 	assert_int_equal(codec_encode(&spec, &t, other, written - 1, &again, sum, &with, scratch, need),
 			 CODEC_SHORT_OUTPUT);
@@ -127,8 +132,8 @@ static void test_residual_is_added_or_subtracted(void **unused)
 }
 
 /*
- * CODEC_DIFFERENCE with NaN: frames are equal for all payloads in the residual and all instruction sets. The new
- * residual is NaN where the tensor or the residual is, and else bit-identical.
+ * CODEC_DIFFERENCE with NaN: frames are equal for all NaN payloads in the residual and for all instruction sets. The
+ * new residual is NaN where the tensor or the old residual is NaN, and bit-identical elsewhere.
  */
 static void test_delta_of_nan_depends_on_no_payload(void **unused)
 {
@@ -182,7 +187,10 @@ static void test_delta_of_nan_depends_on_no_payload(void **unused)
 	free(scratch);
 }
 
-/* Error feedback with invalid arguments or sums is rejected, and the residual is unchanged. */
+/*
+ * Error feedback with invalid arguments, or with sums that cannot be encoded, is rejected and leaves the residual
+ * unchanged.
+ */
 static void test_feedback_rejects_wrong_calls(void **unused)
 {
 	enum { N = 5000 };
@@ -215,7 +223,7 @@ static void test_feedback_rejects_wrong_calls(void **unused)
 	x[N - 1] = e[N - 1] = 3;
 	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need), CODEC_BAD_SCALE);
 	assert_true(e[N - 1] == 3 && e[0] == 0);
-	/* TRUNCATE has no deltas, and a residual is either added or subtracted */
+	/* TRUNCATE rejects CODEC_DIFFERENCE, and no codec accepts it with CODEC_FEEDBACK */
 	with.flags = CODEC_DIFFERENCE;
 	spec = (codec_spec){.struct_nbytes = sizeof spec, .codec = CODEC_TRUNCATE};
 	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need),

@@ -1,10 +1,13 @@
-/* test_step_ranges.c - codec_engine.h: sizes of jobs, ranges of blocks, checks without output, one pass. */
+/*
+ * test_step_ranges.c - test codec_engine.h: sizes of jobs, ranges of blocks, checks without output, encoding in one
+ * pass.
+ */
 #include <fenv.h>
 #include <stdlib.h>
 
 #include "contract.h"
 
-/* A job needs the size in its plan. Jobs for decoding do not include the work buffer of some encoders. */
+/* A job fits in plan.job_nbytes. Jobs for decoding are smaller where an encoder's job includes a work buffer. */
 static void test_job_size_of_plan_suffices(void **unused)
 {
 	static const codec_spec SPECS[] = {
@@ -49,7 +52,7 @@ static void test_job_size_of_plan_suffices(void **unused)
 	free(work);
 }
 
-/* CODEC_CHECK_ONLY writes nothing, in any one-call function. Steps reject it. */
+/* One-call functions write nothing with CODEC_CHECK_ONLY. Steps reject the flag. */
 static void test_check_only_writes_nothing(void **unused)
 {
 	static const uint32_t FLAGS[] = {CODEC_CHECK_ONLY, CODEC_VERIFY_FIRST, CODEC_CHECK_ONLY | CODEC_VERIFY_FIRST};
@@ -70,7 +73,7 @@ static void test_check_only_writes_nothing(void **unused)
 		fill();
 		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
 		nbytes[0] = written;
-		spec.codec = CODEC_SIGN; /* blocks of this frame do not match */
+		spec.codec = CODEC_SIGN; /* blocks of this frame hold other values than the first frame's */
 		if (i >= 3)
 			assert_int_equal(ENCODE(other, sizeof other, NULL), CODEC_OK);
 		nbytes[1] = written;
@@ -115,7 +118,7 @@ static void test_check_only_writes_nothing(void **unused)
 	}
 }
 
-/* Ranges of blocks beyond the last block are rejected, also if their end overflows. */
+/* Ranges past the last block are rejected, also if first + count overflows. */
 static void test_rejects_ranges_beyond_blocks(void **unused)
 {
 	codec_spec spec = spec_of(CODEC_QUANTIZE);
@@ -144,7 +147,7 @@ static void test_rejects_ranges_beyond_blocks(void **unused)
 	free(work);
 }
 
-/* Plans do not depend on the caller's rounding mode, and restore it. */
+/* codec_encode_plan does not depend on the caller's rounding mode, and restores it. */
 static void test_plans_ignore_rounding_mode(void **unused)
 {
 	static const int MODES[] = {FE_TONEAREST, FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO};
@@ -157,7 +160,7 @@ static void test_plans_ignore_rounding_mode(void **unused)
 
 	(void)unused;
 	memset(x, 0, sizeof x);
-	spec.scale = 1.3e-7f; /* between two subnormals of float16 */
+	spec.scale = 1.3e-7f; /* lies between two subnormals of float16 */
 	t.dtype = CODEC_FLOAT16;
 	t.nbytes = 2 * N;
 	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
@@ -178,7 +181,7 @@ static void test_plans_ignore_rounding_mode(void **unused)
 	}
 }
 
-/* CODEC_NO_VERIFY_FIRST saves the scan before the first block, unless scales need it. */
+/* With CODEC_NO_VERIFY_FIRST there is no scan before the first block, unless scales are computed from it. */
 static void test_one_pass_saves_scan(void **unused)
 {
 	static const uint32_t codec_ids[] = {CODEC_FLOAT8, CODEC_QUANTIZE, CODEC_SIGN};
@@ -193,7 +196,7 @@ static void test_one_pass_saves_scan(void **unused)
 		codec_spec spec = spec_of(codec_ids[i]);
 
 		for (uint32_t flags = 0; flags <= CODEC_NO_VERIFY_FIRST; flags += CODEC_NO_VERIFY_FIRST) {
-			int scans = !flags || spec.codec == CODEC_SIGN; /* its scale is that of the whole tensor */
+			int scans = !flags || spec.codec == CODEC_SIGN; /* SIGN's scale is computed from the whole tensor */
 
 			with.flags = flags;
 			assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, scratch,
@@ -204,7 +207,10 @@ static void test_one_pass_saves_scan(void **unused)
 	}
 }
 
-/* DELTA: blocks are checked in other ranges than they are decoded in, in place; each step needs the base. */
+/*
+ * DELTA: blocks can be checked in some ranges and then decoded in place in different ranges. Each step requires the
+ * base.
+ */
 static void test_delta_is_decoded_in_place_by_ranges(void **unused)
 {
 	static const codec_range CHECKS[] = {{0, 25, 0, 0, 0}, {25, 15, 0, 0, 0}};
@@ -221,7 +227,7 @@ static void test_delta_is_decoded_in_place_by_ranges(void **unused)
 	(void)unused;
 	spec.group_size = 1024;
 	with.base = &base;
-	for (int i = 0; i < 3; i++) { /* few changes are listed while they are checked, many are decoded again */
+	for (int i = 0; i < 3; i++) { /* the check lists few changes; decoding reads many again */
 		uint64_t sum = 0;
 
 		fill();
@@ -252,7 +258,7 @@ static void test_delta_is_decoded_in_place_by_ranges(void **unused)
 	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, SCRATCH, &plan), CODEC_OK);
 	range = (codec_range){.count = 40};
 	{
-		codec_status status = CHECK(); /* against the result: streams may be invalid with it */
+		codec_status status = CHECK(); /* with the result as base, bit streams may be invalid */
 
 		if (status == CODEC_OK)
 			status = codec_decode_close(&with, job, range.checksum);

@@ -1,11 +1,14 @@
-/* test_steps.c - codec_engine.h: order of steps, and what each needs. Wrong calls return errors, write nothing. */
+/*
+ * test_steps.c - test codec_engine.h: order of steps, and arguments that each step requires. Wrong calls return errors
+ * and write nothing.
+ */
 #include <stdlib.h>
 
 #include "contract.h"
 
 /*
- * Offsets of fields that other engines read in a job's memory. abidiff does not check them, since no function's
- * parameters lead there.
+ * Offsets of fields that other engines read in a job's memory. abidiff does not check these structs, because no
+ * function has a parameter of their types.
  */
 #define PLACE(type, field, at) _Static_assert(offsetof(type, field) == (at), #field)
 PLACE(codec_model_part, start, 0);
@@ -24,7 +27,9 @@ PLACE(codec_row_part, group_size, 28);
 PLACE(codec_row_part, scale, 32);
 _Static_assert(sizeof(codec_model_part) == 32 && sizeof(codec_row_part) == 40, "arrays of them");
 
-/* codec_encode_close takes no ranges that overlap or do not contain all blocks. `all`: the encoded range of them. */
+/*
+ * codec_encode_close rejects ranges that overlap or do not contain all blocks. `all`: an encoded range of all blocks.
+ */
 static void assert_rejects_other_ranges(const codec_tensor *t, const codec_context *with, void *job, codec_range all)
 {
 	const codec_range later = {1, all.count - 1, all.at, 0, 0}, fewer = {0, all.count - 1, all.at, 0, 0};
@@ -40,7 +45,10 @@ static void assert_rejects_other_ranges(const codec_tensor *t, const codec_conte
 	assert_int_equal(codec_encode_close(t, frame, sizeof frame, with, job, NULL, 0, &written), CODEC_BAD_ARGUMENT);
 }
 
-/* Steps out of order, of the other direction or with other arguments are rejected. */
+/*
+ * A step is rejected if it is out of order, of the other direction, or has other arguments than the job was opened
+ * with.
+ */
 static void test_rejects_steps_out_of_order(void **unused)
 {
 	codec_spec spec = spec_of(CODEC_SIGN);
@@ -63,14 +71,14 @@ static void test_rejects_steps_out_of_order(void **unused)
 #define MOVE(n, from, to) codec_encode_move(job, frame, sizeof frame, &(codec_range){0, n, from, 0, 0}, to)
 #define CLOSE() codec_encode_close(&t, frame, sizeof frame, &with, job, &range, 1, &written)
 	plan.nscans = 0;
-	assert_int_equal(SCAN(), CODEC_BAD_ARGUMENT); /* memory without a job */
+	assert_int_equal(SCAN(), CODEC_BAD_ARGUMENT); /* the memory holds no job */
 	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
 	assert_int_equal(codec_decode_close(&with, job, 0), CODEC_BAD_ARGUMENT);
 	assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, job, job_nbytes, &plan), CODEC_OK);
 	assert_true(plan.nscans > 0);
 	range.count = plan.nblocks;
 	range.at = plan.regions_at;
-	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT); /* before the scales are known */
+	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT); /* blocks before the scales are computed */
 	assert_int_equal(MOVE(range.count, range.at, range.at), CODEC_BAD_ARGUMENT);
 	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
 	assert_int_equal(SCAN(), CODEC_OK);
@@ -84,16 +92,16 @@ static void test_rejects_steps_out_of_order(void **unused)
 	with.residual = residual;
 	assert_int_equal(
 		BLOCKS(),
-		CODEC_BAD_ARGUMENT); /* opened without a residual, so that not all values are known to be finite */
+		CODEC_BAD_ARGUMENT); /* opened without a residual, so values were not checked for NaN and Inf */
 	with.residual = NULL;
 	assert_int_equal(BLOCKS(), CODEC_OK);
 	range.at += 64;
 	assert_int_equal(BLOCKS(), CODEC_OK);
 	assert_int_equal(MOVE(range.count, range.at, range.at + 8),
-			 CODEC_BAD_ARGUMENT); /* behind their present place */
+			 CODEC_BAD_ARGUMENT); /* a target after the regions' position */
 	assert_int_equal(MOVE(range.count, range.at, plan.regions_at + 4), CODEC_BAD_ARGUMENT);
 	assert_int_equal(MOVE(range.count, range.at, plan.regions_at - 8), CODEC_BAD_ARGUMENT);
-	assert_int_equal(MOVE(range.count, range.end + 8, range.at), CODEC_BAD_ARGUMENT); /* no regions there */
+	assert_int_equal(MOVE(range.count, range.end + 8, range.at), CODEC_BAD_ARGUMENT); /* no regions at that position */
 	assert_int_equal(MOVE(0, range.at, range.at), CODEC_BAD_ARGUMENT);
 	assert_int_equal(MOVE(range.count + 1, range.at, range.at), CODEC_BAD_ARGUMENT);
 	assert_int_equal(codec_encode_move(job, frame, range.end - 8, &range, range.at), CODEC_BAD_ARGUMENT);
@@ -123,7 +131,7 @@ static void test_rejects_steps_out_of_order(void **unused)
 	free(work);
 }
 
-/* Every step that needs a metric must be given one. */
+/* Every step that needs a metric rejects a context without one. */
 static void test_steps_require_metric(void **unused)
 {
 	codec_spec spec = spec_of(CODEC_TRUNCATE);
@@ -163,7 +171,7 @@ static void test_steps_require_metric(void **unused)
 	free(work);
 }
 
-/* Without room for the largest possible frame, steps with a residual fail before any of it is written. */
+/* If the capacity is below the largest possible frame, steps with a residual fail before the residual is written. */
 static void test_steps_with_residual_require_bound(void **unused)
 {
 	static const uint32_t CODECS[] = {CODEC_SIGN,   CODEC_TERNARY,  CODEC_FLOAT8,
@@ -210,8 +218,8 @@ static void test_steps_with_residual_require_bound(void **unused)
 }
 
 /*
- * With room for the frame but not for the largest possible one, no other step may follow, but the same one with more
- * room may.
+ * If a step fails because the capacity is below the largest possible frame, no other step may follow, but the same step
+ * may be repeated with a larger capacity.
  */
 static void test_step_can_be_repeated_with_more_room(void **unused)
 {

@@ -1,9 +1,9 @@
 /*
  * test_vectors.c - decode golden frames on this machine, also to float32, and encode them again.
  *
- * usage: test_vectors DIRECTORY. Uses no test library, so that it runs under an emulator of another CPU. Tensors of
- * golden frames are not available here: the decoded values are encoded again, which gives equal bytes for lossless
- * frames.
+ * usage: test_vectors DIRECTORY. Uses no test library, so that it runs under an emulator of another CPU. The original
+ * tensors of golden frames are not available here, so decoded values are encoded again; for lossless frames this must
+ * give equal bytes.
  */
 #include <dirent.h>
 #include <stdio.h>
@@ -39,7 +39,10 @@ static float widened(uint32_t dtype, const uint8_t *p, uint64_t i)
 	return x;
 }
 
-/* Check a frame. Returns 1 if it is right, 0 if it is wrong, -1 if it cannot be checked alone. */
+/*
+ * Check a frame. Returns 1 if it passes, 0 if it fails, -1 if it cannot be checked without other inputs, such as a
+ * base.
+ */
 static int check(const uint8_t *frame, size_t nbytes)
 {
 	codec_info info = {.struct_nbytes = sizeof info};

@@ -114,7 +114,8 @@ struct family {
 
 	/*
 	 * Decode a range of blocks to dst, or only check them if dst is NULL. Add the blocks' checksums to
-	 * range->checksum. */
+	 * range->checksum.
+	 */
 	codec_status (*decode_blocks)(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 				      const struct job *j, struct codec_range *range, struct work *w);
 };

@@ -91,7 +91,8 @@ static inline uint32_t *PUSH(uint32_t *end, __m256i v, __m256i mask)
 
 	/*
 	 * words are packed against the top of the vector, so words at `end` and above are kept; the next call
-	 * overwrites the words below */
+	 * overwrites the words below
+	 */
 	STORE(end - 8, _mm256_permutevar8x32_epi32(v, permutation(COMPRESS, m)));
 	return end - __builtin_popcount(m);
 }
@@ -205,7 +206,8 @@ static inline size_t prune_avx2(const uint8_t *e, uint8_t least, const uint8_t *
 
 			/*
 			 * the shift moves bytes down that COMPRESS packed against the top; if there are none, the next
-			 * store overwrites this one */
+			 * store overwrites this one
+			 */
 			store64(dst + at,
 				(uint64_t)_mm_cvtsi128_si64(_mm_shuffle_epi8(x, order)) >> (8 * (8 - count) & 63));
 			at += count;

@@ -146,8 +146,8 @@ struct delta_list {
 /* DELTA: buffers for a block. Each uint64_t of a mask has one bit per value, for 64 values. */
 #define DELTA_PLANES 4
 #define DELTA_CHUNK (4 * WIRE_CHUNK_WORDS) /* bytes of a chunk of the checksum */
-#define DELTA_AHEAD 4096                   /* prefetch distance in bytes; hardware prefetchers stop at page boundaries */
-#define DELTA_SLACK 65                     /* elements past the end of `before` and of lists of positions that loops may access */
+#define DELTA_AHEAD 4096                   /* prefetch distance in bytes; hardware prefetchers stop at pages */
+#define DELTA_SLACK 65                     /* elements past the ends of before, at and sorted that loops may access */
 struct delta_buffers {
 	uint64_t *changed;             /* mask: the value differs from the base's */
 	uint64_t *plane[DELTA_PLANES]; /* masks: bit p of the class of the base's value */

@@ -74,7 +74,7 @@ static inline void split4(const void *src, size_t n, const uint16_t *offset, uin
 		p0[i] = (uint8_t)(y >> 8);
 		p1[i] = (uint8_t)y;
 	}
-	for (size_t i = done; i < n; i++) { /* a separate loop, because the compiler vectorizes no loop with more pointers */
+	for (size_t i = done; i < n; i++) { /* separate: with more pointers it would not be vectorized */
 		uint32_t x = native32(src, i);
 
 		p2[i] = (uint8_t)(x >> 8);
@@ -236,7 +236,7 @@ static void columns(const uint16_t *p, int row, uint16_t zero, size_t n, struct 
 	}
 }
 
-static const uint32_t CHECKSUM_KEY[WIRE_CHUNK_WORDS + 1] = {CHECKSUM_KEYS}; /* one extra key, which vector loops read and ignore */
+static const uint32_t CHECKSUM_KEY[WIRE_CHUNK_WORDS + 1] = {CHECKSUM_KEYS}; /* extra key: read and ignored */
 
 #ifndef CHUNK_SUM
 static inline uint64_t CHUNK_SUM(const uint8_t *src, const uint32_t *key)

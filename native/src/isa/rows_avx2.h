@@ -271,7 +271,8 @@ static inline size_t unpack_trits_avx2(const uint8_t *src, size_t n, uint8_t *co
 					      -1, 2, -1, 2, -1, 2, -1, 2, -1, -1, -1);
 	/*
 	 * byte * 270 * 3^k mod 2^16 is the fraction after k digits; the next digit is the upper 16 bits of 3 * fraction
-	 * */
+	 *
+	 */
 	const __m256i scale = _mm256_setr_epi16(270, 810, 2430, 7290, 21870, 270, 810, 2430, 7290, 21870, 270, 810,
 						2430, 7290, 21870, 0);
 	size_t i = 0;

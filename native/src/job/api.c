@@ -43,8 +43,8 @@ uint32_t codec_abi_version(void)
 }
 
 /*
- * Copy a caller's struct. The caller's may be longer, if it is newer; fields missing from an older one are read as 0.
- * It must have all fields of version 1, which are all fields so far.
+ * Copy a caller's struct. A newer caller's struct may be longer; fields that an older caller's struct lacks are read as
+ * 0. The struct must have all fields of ABI version 1, which are all fields so far.
  */
 #define READ_STRUCT(copy, given)                                                                                       \
 	do {                                                                                                           \
@@ -70,7 +70,7 @@ codec_status context_read(const codec_context *with, codec_context *copy)
 	return CODEC_OK;
 }
 
-/* Convert a spec and a tensor to the header of a frame without sections. */
+/* Check a spec and a tensor, and convert them to a header whose section sizes are not set yet. */
 codec_status request(const codec_spec *spec, const codec_tensor *like, int with_data, struct header *h,
 		     codec_tensor *copy)
 {
@@ -99,8 +99,8 @@ codec_status request(const codec_spec *spec, const codec_tensor *like, int with_
 }
 
 /*
- * Return 1 if opening a job needs a thread's buffer. It is then part of the job, and one-call functions use it
- * throughout.
+ * Return 1 if opening a job needs a thread's work buffer. The job's memory then includes that buffer, and one-call
+ * functions use it for all blocks.
  */
 static int job_works(const struct header *h, uint32_t kind)
 {
@@ -208,7 +208,7 @@ codec_status job_open(void *memory, size_t nbytes, const struct header *h, uint3
 
 	if (!memory || nbytes < job_room(h, kind))
 		return CODEC_SHORT_SCRATCH;
-	memset(j, 0, offsetof(struct job, sample)); /* the rest is large, and written before it is read */
+	memset(j, 0, offsetof(struct job, sample)); /* the rest is large, and is written before it is read */
 	j->kind = kind;
 	j->h = *h;
 	j->model.segments_at = ALIGN8(sizeof *j);

@@ -1,4 +1,4 @@
-/* api.h - functions shared by opening, processing and closing jobs of both directions: the layer of the C interface. */
+/* api.h - internal functions of the C interface's layer: open, process and close jobs of both directions. */
 #ifndef CODEC_API_H
 #define CODEC_API_H
 

@@ -18,7 +18,7 @@ codec_status encode_store(const struct source *src, const struct kernels *k, str
 	if (src->nbytes) {
 		const void *values = load_native(k, src, 0, h.n, dst + h.side_at);
 
-		if (values != dst + h.side_at) /* the sums were put into a buffer */
+		if (values != dst + h.side_at) /* the sums with the residual were computed into a buffer */
 			memcpy(dst + h.side_at, values, src->nbytes);
 	}
 #if CODEC_BIG_ENDIAN
@@ -49,7 +49,7 @@ uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, cons
 	return to + end - at;
 }
 
-/* Write the frame of a tensor that equals its base: header and digests. */
+/* DELTA: write the frame of a tensor that equals its base, which has only the header and the digests. */
 static codec_status encode_unchanged(const struct job *j, const struct kernels *k, uint8_t *dst, size_t capacity,
 				     size_t *written)
 {
@@ -105,7 +105,7 @@ codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capaci
 	return CODEC_OK;
 }
 
-/* Write the residual of stored sums: the error of rounding them to the dtype. */
+/* Write the residual of a stored frame of sums: the error of rounding the sums to the tensor's dtype. */
 static void stored_residual(const struct job *j, const struct kernels *k, const struct source *src, float *residual)
 {
 	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = residual, .nbytes = sizeof(float) * j->h.n};

@@ -1,12 +1,12 @@
 /*
  * decode.c - decode a frame: open (check, build tables), decode blocks, close (compare the checksum).
  *
- * One file: codec_decode and codec_decode_part are sequences of the steps, with the same checks.
+ * One file: codec_decode and codec_decode_part call the same steps and share their checks.
  */
 #include "api.h"
 
 #define VERIFY_FLAGS                                                                                                   \
-	(CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY) /* need a pass of their own, which steps leave to their caller */
+	(CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY) /* steps: call codec_decode_check instead */
 
 /* Return 1 if decoding stores or adds codes of TERNARY as integers. */
 static int takes_codes(uint32_t into)
@@ -14,7 +14,10 @@ static int takes_codes(uint32_t into)
 	return into == CODEC_INTO_CODES || into == CODEC_INTO_ADD_CODES;
 }
 
-/* Check that decoding can write this tensor at all. Division and rescaling need a float32 destination. */
+/*
+ * Check the destination independently of the frame: a valid tensor, of a dtype that with->into accepts. Division and
+ * rescaling need float32.
+ */
 static codec_status read_destination(const codec_tensor *dst, const codec_context *with, codec_tensor *copy)
 {
 	if (!dst || dst->struct_nbytes < sizeof *dst ||
@@ -25,13 +28,13 @@ static codec_status read_destination(const codec_tensor *dst, const codec_contex
 	return copy->nbytes && !copy->data ? CODEC_BAD_ARGUMENT : CODEC_OK;
 }
 
-/* Check that the destination's dtype and shape are the frame's. */
+/* Check that the destination has the frame's dtype and shape. */
 static codec_status check_destination(const struct header *h, const codec_tensor *dst, uint32_t into, codec_fault *f)
 {
 	uint32_t dtype = into == CODEC_INTO_STORE ? h->dtype : takes_codes(into) ? dst->dtype : CODEC_FLOAT32;
 
 	if (into != CODEC_INTO_STORE && codec_is_delta(h->codec))
-		return CODEC_BAD_ARGUMENT; /* changes cannot be added up */
+		return CODEC_BAD_ARGUMENT; /* frames of DELTA hold changes, which cannot be summed */
 	if (takes_codes(into) &&
 	    (h->codec != CODEC_TERNARY || (dtype != CODEC_INT8 && dtype != CODEC_INT16 && dtype != CODEC_INT32)))
 		return CODEC_BAD_ARGUMENT;
@@ -47,7 +50,7 @@ static codec_status check_destination(const struct header *h, const codec_tensor
 	return dst->nbytes == h->n * dtype_of(dtype)->nbytes ? CODEC_OK : CODEC_BAD_ARGUMENT;
 }
 
-/* Store or accumulate the values of a stored frame whose checksum was correct. */
+/* Store or accumulate the values of a stored frame. Its checksum has been verified. */
 static void put_stored(const uint8_t *frame, const codec_tensor *dst, const codec_context *with, const struct header *h)
 {
 	if (with->into != CODEC_INTO_STORE) {
@@ -62,8 +65,8 @@ static void put_stored(const uint8_t *frame, const codec_tensor *dst, const code
 }
 
 /*
- * Return `status`, an error because the caller's destination, state or codebooks do not fit the frame; but if the frame
- * is damaged, return that error instead.
+ * Return `status`, which says that the caller's destination, state or codebooks do not match the frame; but if
+ * frame_verify finds damage, return its error instead, because the damage may be the cause.
  */
 static codec_status damage_or(codec_status status, const uint8_t *frame, const struct header *h,
 			      const codec_context *with)
@@ -99,7 +102,10 @@ static codec_status open_job(const uint8_t *frame, const struct header *h, const
 	return CODEC_OK;
 }
 
-/* Do all that precedes the first block, writing nothing but the job. The checksum of a stored frame is verified. */
+/*
+ * Perform all checks that precede the first block, and set up the job; nothing else is written. The checksum of a
+ * stored frame is verified here.
+ */
 codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
 			 void *memory, size_t job_nbytes, struct job **out)
 {
@@ -134,7 +140,7 @@ codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const 
 	work_place(&j->h, work, &w);
 	range->checksum = 0;
 	status = family_of(&j->h)->decode_blocks(frame, dst, with, j, range, &w);
-	/* the state of a block may not fit because a later block is damaged */
+	/* a state mismatch in this block may be caused by damage in a later block */
 	return j->checked ? status : damage_or(status, frame, &j->h, with);
 }
 
@@ -146,7 +152,7 @@ codec_status decode_close(const codec_context *with, const struct job *j, uint64
 	return codec_is_delta(j->h.codec) ? delta_close(j, with) : CODEC_OK;
 }
 
-/* Check everything that can be wrong with an opened frame, before anything is written. */
+/* Check all blocks and the checksum of an opened frame, before the destination is written. */
 codec_status decode_check(const uint8_t *frame, const codec_context *with, struct job *j, void *work)
 {
 	codec_range all = {.count = j->h.nblocks};
@@ -221,7 +227,7 @@ codec_status codec_decode_plan(const void *head, size_t head_nbytes, size_t nbyt
 	return CODEC_OK;
 }
 
-/* Check the arguments of a step over a range of blocks. *copy gets the destination, if there is one. */
+/* Check the arguments of a step over a range of blocks. Copy the destination's struct, if there is one, to *copy. */
 codec_status decode_step(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
 			 const void *job, const codec_range *range, const void *work, size_t work_nbytes,
 			 codec_tensor *copy)
@@ -283,7 +289,7 @@ codec_status codec_decode_close(const codec_context *with, const void *job, uint
 	return planned ? CODEC_OK : j ? decode_close(&c, j, checksum) : CODEC_BAD_ARGUMENT;
 }
 
-/* Return 1 if nothing may be written before the checks, and a work buffer can hold all values. */
+/* Return 1 if the destination may only be written after all checks, and a work buffer can hold all values. */
 static int fits_buffer(const struct job *j, const codec_context *with)
 {
 	return with->flags & CODEC_VERIFY_FIRST && !(with->flags & CODEC_CHECK_ONLY) &&
@@ -335,7 +341,10 @@ codec_status codec_decode(const void *frame, size_t nbytes, codec_tensor *dst, c
 	return status;
 }
 
-/* Return a tensor whose bytes from `at` on are those at `part`; no others may be used. */
+/*
+ * Return a tensor whose byte `at` is at `part`, to index a part as if it were the whole tensor. Only bytes of the part
+ * may be accessed.
+ */
 static codec_tensor around(const struct header *h, const void *part, uint64_t at)
 {
 	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = h->dtype, .rank = h->rank};
@@ -346,7 +355,8 @@ static codec_tensor around(const struct header *h, const void *part, uint64_t at
 	return t;
 }
 
-/* Check that a frame of DELTA has a range of blocks, and that a part has their size. *at is its offset in the tensor.
+/* Check that a DELTA frame has the blocks of a range, and that the part has their size. *at: the part's byte offset in
+ * the tensor.
  */
 static codec_status check_part(const struct header *h, const codec_range *range, const void *base, const void *dst,
 			       uint64_t part_nbytes, uint64_t *at)

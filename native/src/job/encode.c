@@ -1,11 +1,14 @@
 /*
  * encode.c - encode a tensor: open (sample, choose), encode blocks. close.c completes the frame.
  *
- * One file: codec_encode is the sequence of the steps, with the same checks.
+ * One file: codec_encode calls the same steps and shares their checks.
  */
 #include "api.h"
 
-/* Check CODEC_FEEDBACK and CODEC_DIFFERENCE: each needs a residual and a lossy codec, CODEC_DIFFERENCE one of rows. */
+/*
+ * Check CODEC_FEEDBACK and CODEC_DIFFERENCE: each needs a residual and a lossy codec. CODEC_DIFFERENCE needs a codec of
+ * rows.
+ */
 static codec_status check_residual(const struct header *h, const codec_context *with)
 {
 	int usable;
@@ -20,8 +23,8 @@ static codec_status check_residual(const struct header *h, const codec_context *
 }
 
 /*
- * Return 1 if an output overlaps an input. The residual may be a state array, or the tensor itself unless it is an
- * input, too.
+ * Return 1 if an output overlaps an input in a way that is not allowed. The residual may be exactly a state array, or
+ * the tensor itself unless the residual is also an input.
  */
 static int outputs_overlap(const struct header *h, const codec_tensor *src, const void *dst, size_t capacity,
 			   const codec_context *with)
@@ -36,7 +39,9 @@ static int outputs_overlap(const struct header *h, const codec_tensor *src, cons
 	return family_reads(h, with, 1, dst, capacity, 0) || family_reads(h, with, 1, with->residual, nbytes, 1);
 }
 
-/* Return 1 if the tensor is stored uncompressed, because blocks do not fit or save nothing. */
+/*
+ * Return 1 if the tensor is stored uncompressed, because a frame of blocks would not fit the capacity or save no bytes.
+ */
 static int stays_stored(const struct job *j, size_t capacity)
 {
 	return j->h.side_nbytes > UINT32_MAX || j->h.regions_at > capacity ||
@@ -44,15 +49,16 @@ static int stays_stored(const struct job *j, size_t capacity)
 	       j->h.fixed == (1 << dtype_of(j->h.dtype)->nbytes) - 1;
 }
 
-/* Return 1 if sizes of regions depend on values. */
+/* Return 1 if the sizes of regions depend on the tensor's values. */
 static int regions_vary(const struct header *h)
 {
 	return !codec_is_rows(h->codec) || h->coded;
 }
 
 /*
- * Decide when the residual is written, for codecs that are never stored: with the blocks if the largest possible frame
- * fits. If sizes of regions are known, the frame must fit.
+ * For codecs that are never stored, decide when the residual is written: with the blocks if the largest possible frame
+ * fits the capacity, else after them. If region sizes do not depend on values, the frame must fit, else return
+ * CODEC_SHORT_OUTPUT.
  */
 static codec_status fit_blocks(struct job *j, size_t capacity)
 {
@@ -67,7 +73,7 @@ static codec_status fit_blocks(struct job *j, size_t capacity)
 	return CODEC_OK;
 }
 
-/* Choose all that precedes the directory, after any scan. */
+/* Make all choices for the sections before the directory. Called after the scan, if there is one. */
 static codec_status start(struct job *j, const struct source *src, size_t capacity, const codec_context *with)
 {
 	const struct header asked = j->h;
@@ -123,7 +129,7 @@ static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t
 {
 	const struct kernels *k = kernels_for(with);
 	const struct family *family = family_of(&j->h);
-	/* without a buffer, region sizes are known beforehand */
+	/* without a region buffer, region sizes are known in advance */
 	int has_buffer = regions_vary(&j->h);
 	uint64_t most = region_bound(j), at = range->at;
 	uint8_t *buffer;
@@ -141,7 +147,7 @@ static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t
 			most = family->regions_bound(j, b, 1);
 		if (capacity - at < most && !has_buffer)
 			return CODEC_SHORT_OUTPUT;
-		w.region = capacity - at < most ? buffer : dst + at; /* encode in place if it surely fits */
+		w.region = capacity - at < most ? buffer : dst + at; /* encode into dst if every region fits */
 		TRY(family->encode_block(j, k, with, src, b, dst, &w, &digest, &nbytes));
 		if (nbytes > capacity - at)
 			return CODEC_SHORT_OUTPUT;
@@ -186,8 +192,8 @@ static codec_status check_step(const struct job *j, const codec_tensor *src, con
 }
 
 /*
- * Require that the residual is written with the blocks, since steps cannot encode them a second time. After
- * CODEC_SHORT_OUTPUT this step may be repeated with more room, but no other step may follow.
+ * Return CODEC_SHORT_OUTPUT unless the residual is written with the blocks, because steps cannot encode blocks a second
+ * time. The caller may repeat the step with more capacity; no other step may follow.
  */
 static codec_status require_stepwise(struct job *j)
 {
@@ -199,9 +205,10 @@ static codec_status require_stepwise(struct job *j)
 }
 
 /*
- * Return the bytes per block between ranges encoded side by side: the regions' upper bound or, if capacity is less, an
- * equal share, unless that is so far below the values' size that a useful frame may need more. Returns 0 if one range
- * must encode all blocks: a residual written with the blocks, possibly over the tensor, allows no second try.
+ * Return the distance in bytes per block between ranges that are encoded concurrently: the upper bound of a region or,
+ * if the capacity is smaller, an equal share of it. Return 0 if one range must encode all blocks: if the share is so
+ * far below the values' size that a useful frame may exceed it, or if the residual is written with the blocks, possibly
+ * over the tensor, so that a range that does not fit could not be encoded again.
  */
 static uint64_t range_room(const struct job *j, size_t capacity)
 {
@@ -390,7 +397,7 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	if (j->h.nblocks) {
 		status = encode_blocks(&values, dst, capacity, with, j, &all, work);
 		if ((status == CODEC_SHORT_OUTPUT || status == CODEC_LIMIT) && codec_may_store(j->h.codec)) {
-			TRY(encode_store(&values, k, j->h, dst, capacity, written)); /* it may fit as a stored frame */
+			TRY(encode_store(&values, k, j->h, dst, capacity, written)); /* a stored frame may fit */
 			return encode_leave(j, &values, dst, with, work);
 		}
 		TRY(status);

@@ -11,8 +11,9 @@ codec_status codec_verify(const void *frame, size_t nbytes)
 }
 
 /*
- * Return the row that all parts have, whose records are frame[at, end). If parts differ: CODEC_GROUP_SIZE_ROW for
- * codecs whose shapes choose rows, else 0. Returns 0, which any spec may request, if the records are invalid.
+ * Return the row length that all parts share, from their records at frame[at, end). If parts differ, return
+ * CODEC_GROUP_SIZE_ROW for codecs whose row length may follow the shape, else 0. If the records are invalid, return 0,
+ * which any spec may request.
  */
 static uint32_t row_of_parts(const struct header *h, const uint8_t *frame, uint64_t at, uint64_t end, uint64_t nparts)
 {
@@ -32,7 +33,7 @@ static uint32_t row_of_parts(const struct header *h, const uint8_t *frame, uint6
 	return row;
 }
 
-/* Return the scale of `nparts` parts, whose scales are frame[at, end), if they have one scale; else -1. */
+/* Return the scale that all `nparts` parts share, or -1 if they differ. frame[at, end) holds the parts' scales. */
 static float scale_of_parts(const uint8_t *frame, uint64_t at, uint64_t end, uint64_t nparts)
 {
 	uint32_t scale = load32(frame + at);
@@ -45,7 +46,7 @@ static float scale_of_parts(const uint8_t *frame, uint64_t at, uint64_t end, uin
 	return round_float(scale);
 }
 
-/* Read the side section as far as it is valid. Decoding checks it; this function reports no error. */
+/* Read the side section as far as it is valid. Report no error: decoding checks the section. */
 static void inspect_side(const uint8_t *frame, const struct header *h, codec_info *out)
 {
 	uint64_t at = h->side_at, end = h->directory_at;

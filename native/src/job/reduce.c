@@ -2,10 +2,13 @@
 #include "api.h"
 
 #define TILE                                                                                                           \
-	WIRE_TRITS_BLOCK /* values of the largest blocks except those of long rows; a tile fits the second-level cache \
+	WIRE_TRITS_BLOCK /* values per tile: a block, unless rows are long; a tile fits the second-level cache \
 			  */
 
-/* Set the context for frame i of `count`. A single frame is its own mean: dividing it by 1 could change a NaN. */
+/*
+ * Set the context for decoding frame i of `count`. The mean of a single frame is not divided by 1, which could change a
+ * NaN.
+ */
 static void set_context(codec_context *c, size_t i, size_t count, uint32_t op, int unscaled)
 {
 	if (op == CODEC_REDUCE_CODES)
@@ -36,8 +39,8 @@ static int same_parts(const struct job *a, const struct job *b, int *same_scale)
 }
 
 /*
- * CODEC_REDUCE_CODES: return 1 if all values of TERNARY frames have one scale, so that codes can be added, and `dst`
- * holds any sum.
+ * CODEC_REDUCE_CODES: return 1 if all TERNARY frames have the same scale, so that codes can be added, and the dtype of
+ * `dst` can hold any sum.
  */
 static int codes_add_up(const void *const *jobs, size_t count, const codec_tensor *dst)
 {
@@ -60,8 +63,8 @@ static int codes_add_up(const void *const *jobs, size_t count, const codec_tenso
 }
 
 /*
- * Return 1 if the blocks of opened jobs match, so that they can be reduced together. *unscaled: sum TERNARY's codes as
- * integers, then scale.
+ * Return 1 if opened jobs have blocks of the same values, so that they can be reduced block by block. Set *unscaled to
+ * 1 if TERNARY's codes can be summed as integers and then scaled.
  */
 static int side_by_side(const void *const *jobs, size_t count, uint32_t op, int *unscaled)
 {
@@ -79,8 +82,8 @@ static int side_by_side(const void *const *jobs, size_t count, uint32_t op, int 
 }
 
 /*
- * Check the state. With more than one frame the destination must not be state: later frames would read the partial
- * result.
+ * Check the caller's state. With more than one frame the destination must not be an array of the state, because
+ * decoding later frames would read the partial result as state.
  */
 static codec_status check_state(const void *const *jobs, size_t count, const codec_tensor *dst,
 				const codec_context *with)
@@ -95,7 +98,7 @@ static codec_status check_state(const void *const *jobs, size_t count, const cod
 	return CODEC_OK;
 }
 
-/* Return the index of the first value of block b, or of all values if b is the number of blocks. */
+/* Return the index of the first value of block b, or the number of all values if b is the number of blocks. */
 static uint64_t first_value(const struct job *j, uint64_t b)
 {
 	if (b == j->h.nblocks)
@@ -112,11 +115,14 @@ struct sum {
 	const codec_tensor *dst;
 	const codec_context *with;
 	void *work;
-	float *tile;   /* buffer for results that are then stored with non-temporal stores; NULL: compute in dst */
-	uint64_t room; /* capacity of the tile in values; headers may have changed since it was computed */
+	float *tile;   /* buffer for results, copied to dst with non-temporal stores; NULL: compute in dst */
+	uint64_t room; /* capacity of the tile in values, to be checked: headers may change after it was computed */
 };
 
-/* Accumulate values [at, at + n), those of a range of blocks, at `there`. Adds the blocks' checksums to checksums. */
+/*
+ * Decode a range of blocks, values [at, at + n), of every frame, and accumulate them at `there`. Add the blocks'
+ * checksums to `checksums`.
+ */
 static codec_status accumulate_frames(const struct sum *s, codec_range range, uint64_t at, uint64_t n, void *there,
 				      uint64_t *checksums)
 {
@@ -125,9 +131,9 @@ static codec_status accumulate_frames(const struct sum *s, codec_range range, ui
 	codec_tensor part = *s->dst;
 	codec_context turn = *s->with;
 
-	part.data = (void *)((uintptr_t)there - size * at); /* decoding indexes values from the tensor's first */
+	part.data = (void *)((uintptr_t)there - size * at); /* decoding indexes from the tensor's start */
 	part.nbytes = size * n;
-	turn.flags &= ~CODEC_NONTEMPORAL; /* cached stores, because the next frame reads the values */
+	turn.flags &= ~CODEC_NONTEMPORAL; /* use cached stores, because accumulating the next frame reads these values */
 	turn.flags |= s->count == 1 && is_nontemporal(s->with, s->dst) ? CODEC_NONTEMPORAL : 0;
 	for (size_t i = 0; i < s->count; i++) {
 		set_context(&turn, i, s->count, s->op, s->unscaled);
@@ -222,8 +228,9 @@ codec_status codec_reduce_blocks(const codec_reduction *reduction, codec_tensor 
 }
 
 /*
- * Layout of a reduction's scratch: pointers to jobs and their checksum sums, the jobs, one work buffer, the tile. It is
- * computed from one reading of the headers. Each job reads its header again, and is limited to the room it got.
+ * Layout of a reduction's scratch: pointers to jobs, checksum sums, the jobs, one work buffer, the tile. Sizes are
+ * computed from the headers once. Opening a job reads its header again, which may have changed, and checks that the job
+ * fits its size here.
  */
 struct layout {
 	size_t each, work, tile, total;
@@ -262,8 +269,8 @@ codec_status codec_reduce_scratch(const void *const *frames, const size_t *nbyte
 }
 
 /*
- * Return the error of the first invalid frame in order. `status`: result of decoding the frames from index `count` on,
- * returned if all frames before are valid.
+ * Return the error of the first invalid frame among frames 0 to count - 1, or `status`, the result of later frames, if
+ * all of these are valid.
  */
 static codec_status first_fault(codec_status status, const void *const *frames, size_t count, const codec_context *with,
 				struct job *const *jobs, void *work)
@@ -275,7 +282,10 @@ static codec_status first_fault(codec_status status, const void *const *frames, 
 	return status == CODEC_OK ? CODEC_OK : fault(with->fault, status, found.offset, found.found, found.expected);
 }
 
-/* Reduce frames whose blocks do not match: each frame passes over the whole result. */
+/*
+ * Reduce frames whose blocks do not match: decode the frames one after the other, each with a pass over the whole
+ * result.
+ */
 static codec_status one_by_one(const void *const *frames, size_t count, uint32_t op, const codec_tensor *dst,
 			       const codec_context *with, struct job *const *jobs, void *work)
 {
@@ -330,7 +340,7 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 	status = sum_blocks(&sum, &(codec_range){.count = jobs[0]->h.nblocks}, checksums);
 	for (size_t i = 0; i < count && status == CODEC_OK; i++)
 		status = decode_close(with, jobs[i], checksums[i]);
-	/* blocks of all frames were interleaved */
+	/* blocks of all frames were interleaved, so find the first faulty frame */
 	return status == CODEC_OK ? CODEC_OK : first_fault(status, frames, count, with, jobs, work);
 }
 

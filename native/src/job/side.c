@@ -1,7 +1,10 @@
 /* side.c - write and read the side section: codebooks, then data of the codec's family. */
 #include "api.h"
 
-/* Write the side section: codebook id, codebooks, scale model or parts. Returns its size; dst NULL: only that. */
+/*
+ * Write the side section: codebook id, codebooks, scale model or parts. Returns its size in bytes. dst NULL: write
+ * nothing.
+ */
 uint64_t side_write(const struct job *j, uint8_t *dst)
 {
 	uint8_t packed[BOOK_MAX_NBYTES + 1];
@@ -29,8 +32,8 @@ uint64_t side_write(const struct job *j, uint8_t *dst)
 }
 
 /*
- * Write the header and side section of a frame in blocks. `checksum`: checksum of all that follows; frame_nbytes 0: not
- * yet known.
+ * Write the header and side section of a frame in blocks. `checksum`: sum of the checksums of all later sections;
+ * frame_nbytes 0: not yet known.
  */
 void head_write(const struct job *j, uint64_t frame_nbytes, uint64_t checksum, uint8_t *head)
 {

@@ -33,7 +33,7 @@ SAME(delta_block, codec_delta_block, state);
 _Static_assert(sizeof(struct delta_block) == sizeof(codec_delta_block), "digests of a block");
 _Static_assert(sizeof(codebook) == 257 && sizeof(book_codes) == 514 && sizeof(book_lookup) == 514, "tables of bytes");
 
-/* Return a job of either kind, in any state; NULL if there is none. */
+/* Return the job at `memory`, of either direction and in any state, or NULL if there is none. */
 static const struct job *any_job(const void *memory)
 {
 	const struct job *j = job_place((void *)memory);
@@ -108,7 +108,10 @@ codec_status codec_job_view(const void *job, codec_view *view)
 	return CODEC_OK;
 }
 
-/* Open a job without values: cut the parts that depend on shapes, and load an agreed codebook. */
+/*
+ * Open an encode job without the tensor's values: cut the parts, which depend on shapes only, and load an agreed
+ * codebook.
+ */
 static codec_status encode_plan(const codec_spec *spec, const codec_tensor *like, const codec_context *with,
 				void *memory, size_t job_nbytes, struct job **out)
 {

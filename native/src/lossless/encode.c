@@ -1,4 +1,7 @@
-/* encode.c - encode a block of values into its region: a head (u32), then the planes that are not fixed, by number. */
+/*
+ * encode.c - encode a block of values into its region: a head (u32), then the planes that are not fixed, in ascending
+ * order.
+ */
 #include "lossless.h"
 
 /* Return 1 if coding plane i of a block saves enough, estimated from some of its quad rows. Not for exponents. */
@@ -18,8 +21,8 @@ static int plane_pays(const struct job *j, int i, const uint8_t *plane, uint64_t
 }
 
 /*
- * Remove zeros from the planes that are not fixed, if every value with exponent 0 is +0 and there are many. Returns the
- * number of values removed.
+ * Remove values with exponent 0 from the planes that are not fixed, if all of them are +0 and they are frequent.
+ * Returns the number of values removed.
  */
 static uint64_t prune_zeros(const struct header *h, const struct kernels *k, uint8_t *const *plane, int nplanes,
 			    uint64_t m)
@@ -59,8 +62,8 @@ static void split_block(const struct job *j, const struct kernels *k, const stru
 }
 
 /*
- * Set where to split each plane to. Fixed planes go to their sections of the frame, or to w->plane if they are stored
- * with non-temporal stores afterwards.
+ * Set plane[i], the destination of plane i when values are split. Fixed planes are written directly to their sections
+ * of the frame, or to w->plane if non-temporal stores copy them to the frame later.
  */
 static void place_planes(const struct header *h, uint8_t *section, int stream, struct work *w, uint8_t **plane)
 {
@@ -74,7 +77,7 @@ static void place_planes(const struct header *h, uint8_t *section, int stream, s
 	}
 }
 
-/* Store, pad and digest the block's part of the fixed planes, after the split. Returns the digest. */
+/* After the split, store and pad the block's part of the fixed planes, and return its digest. */
 static uint64_t put_fixed(const struct header *h, const struct kernels *k, uint8_t *section, int stream, uint64_t first,
 			  uint64_t m, uint8_t *const *plane)
 {
@@ -93,7 +96,7 @@ static uint64_t put_fixed(const struct header *h, const struct kernels *k, uint8
 	return digest;
 }
 
-/* Code plane i if that makes it smaller than n bytes. Returns the size stored at p, or 0. */
+/* Encode plane i with its codebook at p. Returns the size in bytes, or 0 if it would not be below n bytes. */
 static uint64_t put_coded(const struct job *j, const struct kernels *k, struct work *w, int i, uint8_t *plane,
 			  uint64_t n, uint8_t *p)
 {
@@ -114,7 +117,7 @@ static uint64_t put_coded(const struct job *j, const struct kernels *k, struct w
 	return encode_plane(codes, k, w, plane, n, (struct literals){.byte = plane}, most, p);
 }
 
-/* Store the runs of 128 values whose bit is set, after the bitmap. Returns the size stored at p. */
+/* Store the bitmap, then the runs of 128 bytes whose bit is set. Returns the size stored at p. */
 static uint64_t put_rows(const uint8_t *plane, uint64_t n, const uint8_t *bitmap, uint64_t nbitmap, uint8_t *p)
 {
 	uint8_t *to = p + nbitmap;
@@ -130,7 +133,7 @@ static uint64_t put_rows(const uint8_t *plane, uint64_t n, const uint8_t *bitmap
 	return (uint64_t)(to - p);
 }
 
-/* Store plane i of n values in the smallest mode. Returns the size stored at p. */
+/* Store plane i of n values in the smallest mode. Returns the size in bytes stored at p. */
 static uint64_t put_plane(const struct job *j, const struct kernels *k, struct work *w, int i, uint8_t *plane,
 			  uint64_t n, uint8_t *p, uint32_t *mode)
 {

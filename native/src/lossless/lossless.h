@@ -9,8 +9,9 @@
 #include "frame/head.h"
 
 /*
- * Encode block b of src into w->region, which has room for region_bound bytes. Returns its size. The block's part of
- * the fixed planes is written to their sections of the frame dst; *planes_digest is its digest.
+ * Encode block b of src into w->region, which has room for region_bound bytes. Returns the region's size in bytes. Also
+ * write the block's part of the fixed planes to their sections of the frame dst, and set *planes_digest to the digest
+ * of that part.
  */
 uint64_t encode_block(struct job *j, const struct kernels *k, const struct source *src, uint8_t *dst, uint64_t b,
 		      struct work *w, uint64_t *planes_digest);

@@ -1,4 +1,7 @@
-/* decode.c - decode a region to a block of values, and store or accumulate these. Any bytes give values or an error. */
+/*
+ * decode.c - decode a region to a block of values, and store or accumulate the values. Any bytes give values or an
+ * error.
+ */
 #include "rows.h"
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
@@ -13,7 +16,10 @@ static inline codec_status read_scale(const uint8_t *frame, uint64_t at, float *
 	return CODEC_OK;
 }
 
-/* QUANTIZE with zero points: read a row's two numbers; *scale gets half their distance. */
+/*
+ * QUANTIZE with zero points: read a row's smallest and largest value. Set *scale to half their distance and *middle to
+ * their midpoint.
+ */
 static inline codec_status read_ends(const uint8_t *frame, uint64_t at, uint32_t dtype, float *scale, float *middle,
 				     codec_fault *f)
 {
@@ -46,8 +52,8 @@ static codec_status read_mx_scales(const uint8_t *frame, uint64_t at, const stru
 }
 
 /*
- * Read the scales of n values in whole rows at frame[at] to w->scale. Of rows with two numbers, w->scale_below gets
- * SIGN's second scale, or the middle of a QUANTIZE row with a zero point.
+ * Read the scales of n values in whole rows from frame[at] to w->scale. If rows have two numbers, w->scale_below
+ * receives the second: SIGN's scale of negative values, or the midpoint of a QUANTIZE row with a zero point.
  */
 static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct row_kind *q, uint64_t nbytes,
 				const struct part *p, uint64_t n, struct work *w, codec_fault *f)
@@ -61,7 +67,7 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 			if (frame[at] > q->scale_most)
 				BAD(at, frame[at], q->scale_most);
 			w->scale[r] = scale_byte_value(*q, frame[at], p->scale[0]);
-			if (round_bits(w->scale[r]) >= ROUND_INF) /* product with the part's scale */
+			if (round_bits(w->scale[r]) >= ROUND_INF) /* the product with the part's scale overflowed */
 				BAD(at, round_bits(w->scale[r]), ROUND_MAX);
 			continue;
 		}
@@ -72,7 +78,7 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 		TRY(read_scale(frame, at, w->scale + r, f));
 		if (q->codec == CODEC_FLOAT8 && !(w->scale[r] > 0))
 			BAD(at, round_bits(w->scale[r]), ROUND_INF);
-		if (nbytes == 8) { /* at most a chunk of rows */
+		if (nbytes == 8) { /* n is at most one chunk of values */
 			TRY(read_scale(frame, at + 4, w->scale_below + r, f));
 		} else if (q->codec == CODEC_SIGN) {
 			w->scale_below[r] = w->scale[r];
@@ -100,14 +106,15 @@ struct coded {
 };
 
 /*
- * Return the frame offset of a byte of codes. Entropy-coded bytes have no offset of their own: return where they begin.
+ * Return the frame offset of a byte of codes, for faults. If codes are entropy-coded, return the offset at which the
+ * coded bytes begin.
  */
 static uint64_t code_at(const struct coded *c, const uint8_t *code)
 {
 	return c->codes == c->frame + c->codes_at ? c->codes_at + (uint64_t)(code - c->codes) : c->codes_at;
 }
 
-/* Return the largest code that this codec writes. */
+/* Return the largest valid code of this codec. */
 static uint8_t largest_code(const struct row_kind *q)
 {
 	if (q->codec == CODEC_TERNARY)
@@ -115,7 +122,10 @@ static uint8_t largest_code(const struct row_kind *q)
 	return (uint8_t)(q->codec == CODEC_QUANTIZE ? q->odd ? 2 * q->levels : q->levels : 255);
 }
 
-/* Unpack codes [t, end) of a block, five per byte, to w->code. `last`: only those of the last byte, for checks. */
+/*
+ * Unpack codes [t, end) of a block, five per byte, to w->code. `last`: only unpack the codes of the last byte, to check
+ * its padding.
+ */
 static codec_status open_trits(const struct kernels *k, const struct coded *c, uint64_t t, uint64_t end, int last,
 			       struct work *w, codec_fault *f)
 {
@@ -134,8 +144,9 @@ static codec_status open_trits(const struct kernels *k, const struct coded *c, u
 }
 
 /*
- * Get codes [t, end) of a block, one byte each, in *code; SIGN's remain packed. Checks that no code is too large and
- * that the padding of the last byte is 0. Codes that are only checked may not be unpacked.
+ * Unpack codes [t, end) of a block to one byte each, and set *code to them; SIGN's codes remain packed bits. Check that
+ * no code is too large and that the padding of the last byte is 0. If the block is only checked, codes may remain
+ * packed.
  */
 static codec_status open_codes(const struct kernels *k, const struct row_kind *q, const struct coded *c, uint64_t t,
 			       uint64_t end, int checking, struct work *w, const uint8_t **code, codec_fault *f)
@@ -143,7 +154,7 @@ static codec_status open_codes(const struct kernels *k, const struct row_kind *q
 	uint64_t nbits = (end - t) * q->bits, at = (t * q->bits + nbits) / 8;
 	uint8_t most = largest_code(q), rest = nbits % 8 ? c->codes[at] >> nbits % 8 : 0;
 	int all = q->codec == CODEC_SIGN || !q->bits ||
-		  most >= (1 << q->bits) - 1; /* every bit pattern is a valid code */
+		  most >= (1 << q->bits) - 1; /* 1: every bit pattern is a valid code */
 
 	*code = q->bits == 8 ? c->codes + t : q->codec == CODEC_SIGN ? c->codes : w->code;
 	if (!q->bits)
@@ -170,7 +181,7 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 	int signs = q->codec == CODEC_SIGN, how = sink->into == CODEC_INTO_ADD ? SIGNS_ADD
 						  : sink->nontemporal          ? SIGNS_NONTEMPORAL
 									       : SIGNS_STORE;
-	/* round accumulated values as decoding to the dtype does */
+	/* values to accumulate are first rounded to the frame's dtype, as decoding to that dtype does */
 	int rounds = j->h.dtype != CODEC_FLOAT32 && sink->into != CODEC_INTO_STORE && !sink->unscaled;
 
 	for (uint64_t i = t; i < end; i += n) {
@@ -219,7 +230,7 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 	return CODEC_OK;
 }
 
-/* Find the scales and codes of block b, whose region is frame[at, end). */
+/* Find the scales and codes of block b in its region, frame[at, end). */
 static codec_status open_block(const struct job *j, const struct kernels *k, const uint8_t *frame, uint64_t b,
 			       uint64_t at, uint64_t end, struct work *w, struct coded *block, codec_fault *f)
 {
@@ -292,8 +303,8 @@ codec_status rows_decode_blocks(const uint8_t *frame, const codec_tensor *dst, c
 }
 
 /*
- * Return 1 if rows_sum_signs can decode this frame: float32, since narrower values are rounded before they are added,
- * and rows of whole bytes.
+ * Return 1 if rows_sum_signs can decode this frame: SIGN's codes of each row fill whole bytes, and the dtype is
+ * float32, because values of narrower dtypes must be rounded before they are added.
  */
 int rows_sums_signs(const struct job *j)
 {
@@ -305,11 +316,11 @@ int rows_sums_signs(const struct job *j)
 	return 1;
 }
 
-#define AT_ONCE 8 /* frames per call */
+#define AT_ONCE 8 /* maximum number of frames per kernel call */
 
 /*
- * Sum values [i, i + n), which share scales, of `count` matching blocks into y. `more`: y already holds the sum of
- * others. `by`: divisor of the sum, or 0.
+ * Sum values [i, i + n), which lie in one row, of `count` matching blocks into y. `more`: y already holds the sum of
+ * earlier frames. `by`: divisor of the sum, or 0.
  */
 static codec_status sum_row(const struct kernels *k, const struct row_kind *q, const struct coded *block, size_t count,
 			    uint64_t i, uint64_t n, int more, float by, float_any *y, codec_fault *f)

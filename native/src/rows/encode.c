@@ -1,7 +1,7 @@
 /* encode.c - encode a block of values as codes and scales. */
 #include "rows.h"
 
-/* Decide by the second random_bits the codes that TERNARY's first random_bits leaves undecided. */
+/* TERNARY: replace each TERNARY_TIE in `code`, using the second random number of its value. */
 static void resolve_ties(const struct job *j, const float_any *x, uint64_t first, uint64_t n, float s, uint8_t *code)
 {
 	const struct over over = round_over(s, 65536);
@@ -24,8 +24,8 @@ static const uint16_t *random_bits(const struct job *j, const struct kernels *k,
 }
 
 /*
- * Return the error for a value above the given scale: CODEC_NONFINITE if any value of the tensor is NaN or Inf, else
- * CODEC_BAD_SCALE.
+ * Return the error to report for a value above the caller's scale: CODEC_NONFINITE if any value of the tensor is NaN or
+ * Inf, else CODEC_BAD_SCALE.
  */
 static codec_status scale_error(const struct job *j, const struct kernels *k, const struct source *src, float *buffer)
 {
@@ -42,7 +42,7 @@ static codec_status scale_error(const struct job *j, const struct kernels *k, co
 
 /*
  * Compute the codes, one byte each, of values [i, i + n) of a block of part p, and store the scales of rows that begin
- * there.
+ * in that range.
  */
 static codec_status encode_run(const struct job *j, const struct kernels *k, const struct row_kind *q,
 			       const struct part *p, const struct source *src, uint64_t first, uint64_t i, uint64_t n,
@@ -163,7 +163,7 @@ codec_status rows_begin(struct job *j, const codec_spec *s, const codec_context 
 	if (s->scale > 0 && scale_lost(header_kind(&j->h), s->scale))
 		return CODEC_ROUNDED_SCALE;
 	if (s->options & CODEC_OPTION_ZERO_SCALE)
-		j->scale = -1; /* the scan computes the scale, and finds values that are not 0 */
+		j->scale = -1; /* the caller's scale is 0: the scan finds values that are not 0, which are errors */
 	j->clip = s->clip;
 	rows_cut(j, with);
 	j->nscans = rows_scan_count(j);

@@ -5,7 +5,10 @@
 	(CODEC_OPTION_STOCHASTIC | CODEC_OPTION_PROPAGATE | CODEC_OPTION_ENTROPY | CODEC_OPTION_ZERO_SCALE |           \
 	 CODEC_OPTION_RCEIL)
 
-/* Check all parameters but the row, which depends on more than params. */
+/*
+ * Return the offset of the first invalid parameter, or -1. The row length is checked elsewhere, because it does not
+ * depend on params alone.
+ */
 static int own_fault(const struct header *h)
 {
 	int least = h->codec != CODEC_QUANTIZE ? 0 : h->variant == WIRE_LEVELS_ODD ? 2 : 1;
@@ -21,7 +24,7 @@ static int is_finite(float x)
 }
 
 /*
- * Return 1 if a spec may request rows of h->group_size values. Rows that follow the shape, or are too long for an
+ * Return 1 if a spec may request rows of h->group_size values. Requests to follow the shape, and rows too long for an
  * entropy stage, are replaced later.
  */
 static int row_asked(const struct header *h)
@@ -74,7 +77,7 @@ static codec_status header_check(const struct header *h, codec_fault *f)
 	if (h->flags & ~WIRE_FLAG_SEGMENTS)
 		BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAG_SEGMENTS);
 	if (h->flags ? h->group_size != 0
-		     : !row_allowed(q, h->group_size)) /* otherwise the side section has the row of each part */
+		     : !row_allowed(q, h->group_size)) /* 0: the side section has the rows of parts */
 		BAD(WIRE_AT_PARAMS + WIRE_PARAM_GROUP_SIZE, h->group_size, 0);
 	return CODEC_OK;
 }
@@ -84,7 +87,7 @@ static codec_status header_check_size(const struct header *h, codec_fault *f)
 	const struct row_kind q = header_kind(h);
 	uint64_t least = h->regions_at + row_codes_nbytes(q, h->n);
 	uint64_t blocks =
-		h->n / (q.bits ? WIRE_ROW_BLOCK : WIRE_TRITS_BLOCK); /* upper bound of the number of full blocks */
+		h->n / (q.bits ? WIRE_ROW_BLOCK : WIRE_TRITS_BLOCK); /* lower bound of nblocks */
 
 	if (q.entropy && blocks > h->nblocks)
 		BAD(WIRE_AT_NBLOCKS, h->nblocks, blocks);

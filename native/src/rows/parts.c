@@ -12,8 +12,8 @@ static void add_part(struct job *j, uint64_t start, uint64_t count, uint32_t row
 }
 
 /*
- * Cutting a tensor into parts. `add` takes each part in order. A run is consecutive small segments, and values outside
- * of segments, that will be one part.
+ * State while a tensor is cut into parts. `add` is called for each part, in ascending order. A run is a range of
+ * consecutive small segments and values outside segments that will become one part.
  */
 struct cut {
 	struct row_kind q;
@@ -21,7 +21,7 @@ struct cut {
 	void *to;
 	uint64_t start, end; /* range of the run, in values */
 	uint32_t row;        /* group size of the run */
-	uint64_t spare;      /* parts that may be added beyond one run between two large segments */
+	uint64_t spare;      /* number of parts that may be added in excess of one run between two large segments */
 };
 
 static void end_run(struct cut *cut)
@@ -31,7 +31,10 @@ static void end_run(struct cut *cut)
 	cut->start = cut->end;
 }
 
-/* Add the values up to `end`, whose row is `row`, to the run, if they keep their scales there; else begin a new run. */
+/*
+ * Add the values up to `end`, which have rows of `row` values, to the run if that changes none of their scales; else
+ * begin a new run.
+ */
 static void add_to_run(struct cut *cut, uint64_t end, uint32_t row)
 {
 	uint64_t n = cut->end - cut->start;
@@ -48,7 +51,7 @@ static void add_to_run(struct cut *cut, uint64_t end, uint32_t row)
 	cut->end = end;
 }
 
-/* Return how many parts small segments may have beyond one between each two large segments. */
+/* Return the number of parts that small segments may use, in excess of one part between each two large segments. */
 static uint64_t spare_parts(uint64_t n, const codec_context *with)
 {
 	uint64_t large = 0;
@@ -114,7 +117,7 @@ uint64_t rows_job_nbytes(const struct header *h)
 	return parts * sizeof(struct part) + (parts + h->n / WIRE_TREE + 1) * sizeof(struct row_sums) + 16;
 }
 
-/* Find the values of a block. */
+/* Return the part, the range of values and the size of scales of a block. */
 struct place rows_place(const struct job *j, uint64_t block)
 {
 	const struct row_kind q = header_kind(&j->h);
@@ -171,7 +174,7 @@ uint64_t rows_bound(const struct header *h)
 	return head + row_codes_nbytes(q, h->n) + MAX(most, cut);
 }
 
-/* Bytes of a frame that depend on its parts. */
+/* Sizes in bytes, and counts, that depend on a frame's parts. */
 struct parts_nbytes {
 	struct row_kind q;
 	uint64_t nparts, scales, nblocks, regions; /* scales: of parts, not of rows */
@@ -207,7 +210,7 @@ uint64_t rows_side_nbytes(const struct job *j)
 {
 	uint64_t nbytes = j->h.flags & WIRE_FLAG_SEGMENTS ? 4 + WIRE_SEGMENT_NBYTES * j->nparts : 0;
 
-	/* either all parts have rows or none */
+	/* either all parts have rows or none has */
 	return nbytes + (row_part_scaled(header_kind(&j->h), job_parts(j)->group_size) ? 8 * j->nparts : 0);
 }
 
@@ -277,7 +280,7 @@ static codec_status read_records(const uint8_t *frame, uint64_t *at, uint64_t en
 	return CODEC_OK;
 }
 
-/* Read and check the side section at frame[at, end). *used is its end. */
+/* Read and check the side section at frame[at, end), and set *used to the offset of its end. */
 codec_status rows_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f)
 {
 	uint64_t nblocks = j->h.nblocks;

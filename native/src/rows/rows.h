@@ -6,7 +6,7 @@
 #include "coder/plane.h"
 #include "coder/sink.h"
 
-/* codes packed per step if rows are longer than a block */
+/* number of codes packed at once if rows are longer than a block */
 #define ROW_TILE 10240
 
 /* parts.c: parts and blocks, from header and segments or from a frame's side section */
@@ -18,14 +18,17 @@ void rows_write(const struct job *j, uint8_t *dst);
 struct place {
 	const struct part *part;
 	uint64_t first, n; /* index of the first value, number of values */
-	uint64_t nscales;  /* size of its rows' scales in bytes */
+	uint64_t nscales;  /* number of bytes of its rows' scales */
 };
 struct place rows_place(const struct job *j, uint64_t block);
 uint64_t rows_bound(const struct header *h);
 uint64_t rows_bound_segments(const struct header *h, const codec_context *with);
 uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count);
 
-/* Return the length of the run of values from index i of a block: whole rows, or a piece of one. */
+/*
+ * Return the number of values to process at once from index i of a block of m values: whole rows, or a piece of one
+ * row.
+ */
 static inline uint64_t rows_run(uint32_t row, uint64_t i, uint64_t m)
 {
 	uint64_t run = ROW_CHUNK;

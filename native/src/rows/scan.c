@@ -1,5 +1,5 @@
 /*
- * scan.c - scales of a row or of a whole part: from the largest magnitude or a mean.
+ * scan.c - compute the scale of a row or of a whole part, from its largest magnitude or from means.
  *
  * The order of additions is fixed: float32 lanes over WIRE_TREE values, whose sums are added pairwise in float64.
  */
@@ -149,7 +149,7 @@ static codec_status sign_row(struct row_kind q, int kind, const struct kernels *
 		scan(kind, k, src, first + i, MIN(WIRE_TREE, n - i), bits ? bits + i / 8 : NULL, &sums);
 		if (sums.max >= ROUND_INF)
 			return CODEC_NONFINITE;
-		if (n <= WIRE_TREE) { /* equal to the sum over a single pair */
+		if (n <= WIRE_TREE) { /* equals the sum that pairs would give */
 			scale_sign(q, sums.sum, sums.negative, n, scale);
 			return CODEC_OK;
 		}
@@ -161,7 +161,7 @@ static codec_status sign_row(struct row_kind q, int kind, const struct kernels *
 	return CODEC_OK;
 }
 
-/* Compute a row's scale, the factor (FLOAT8) or divisor of values, and store it. */
+/* Compute and store a row's scale. Returns the factor (FLOAT8) or the divisor of its values. */
 static float scale_of(const struct job *j, const struct row_kind *q, const struct part *p, uint32_t max,
 		      uint8_t *stored)
 {
@@ -196,8 +196,8 @@ codec_status rows_sign_scales(const struct job *j, const struct kernels *k, cons
 }
 
 /*
- * Store a row's smallest and largest value. *scale and *middle are these before, and half the range and the middle of
- * the row afterwards.
+ * Store a row's smallest and largest value, which are passed in *scale and *middle. Replace these by half the row's
+ * range and its midpoint.
  */
 static void store_ends(const struct row_kind *q, float *scale, float *middle, uint8_t *stored)
 {
@@ -211,7 +211,7 @@ static void store_ends(const struct row_kind *q, float *scale, float *middle, ui
 	*middle = ends.middle;
 }
 
-/* QUANTIZE with zero points: version of rows_scales; w->scale_below gets the middles. */
+/* rows_scales for QUANTIZE with zero points. Rows' midpoints are stored in w->scale_below. */
 static codec_status affine_scales(const struct kernels *k, const struct row_kind *q, const struct part *p,
 				  const float_any *x, uint64_t n, struct work *w, uint8_t *stored)
 {
@@ -224,7 +224,10 @@ static codec_status affine_scales(const struct kernels *k, const struct row_kind
 	return CODEC_OK;
 }
 
-/* Compute the scales of MXFP8's rows: the loop of rows_scales, which is as long as that over the values otherwise. */
+/*
+ * Compute the scales of MXFP8's rows. This is a specialized loop of rows_scales: with 32 values per row, the general
+ * one would take as long as the loop over the values.
+ */
 static codec_status mx_scales(const struct row_kind q, const uint32_t *max, uint64_t nrows, float *scale,
 			      uint8_t *stored)
 {
@@ -239,7 +242,10 @@ static codec_status mx_scales(const struct row_kind q, const uint32_t *max, uint
 	return most >= ROUND_INF ? CODEC_NONFINITE : CODEC_OK;
 }
 
-/* Compute the scales of the n values of whole rows at x, in w->scale, and store them. */
+/*
+ * Compute the scales of the whole rows in the n values at x. Store them in the region, and the factors or divisors in
+ * w->scale.
+ */
 codec_status rows_scales(const struct job *j, const struct kernels *k, const struct row_kind *q, const struct part *p,
 			 const float_any *x, uint64_t n, struct work *w, uint8_t *stored)
 {
@@ -259,7 +265,7 @@ codec_status rows_scales(const struct job *j, const struct kernels *k, const str
 	return CODEC_OK;
 }
 
-/* QUANTIZE with zero points: version of rows_long_scale; *w->scale_below gets the middle. */
+/* rows_long_scale for QUANTIZE with zero points. The row's midpoint is stored in *w->scale_below. */
 static codec_status affine_long_scale(const struct kernels *k, const struct row_kind *q, const struct source *src,
 				      uint64_t first, uint64_t n, struct work *w, uint8_t *stored)
 {

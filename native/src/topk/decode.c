@@ -1,9 +1,12 @@
-/* decode.c - decode kept values, and store or add them. Any bytes give values or an error. */
+/* decode.c - decode a block's kept values, and store or accumulate them. Any bytes give values or an error. */
 #include "topk.h"
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
-/* Check the scales of a block: finite, not negative, ascending; no chunk has a lowest level above its highest. */
+/*
+ * Check that the scales of a block are finite and not negative, and that no chunk's lowest level exceeds its highest
+ * one.
+ */
 static codec_status check_scales(const uint8_t *frame, uint64_t at, uint64_t nbytes, uint32_t each, codec_fault *f)
 {
 	for (uint64_t i = at; i < at + nbytes; i += 2) {
@@ -26,7 +29,7 @@ struct chunk {
 	struct topk_range range;
 };
 
-/* Set, or with `adds` weigh and add, the kept values of a chunk at y. */
+/* Store the kept values of a chunk in y; with `adds`, add weight * value to y instead. */
 static void scatter(const struct topk_kind *q, const struct chunk *c, const struct work *w, int adds, float weight,
 		    float_any *y)
 {
@@ -39,7 +42,7 @@ static void scatter(const struct topk_kind *q, const struct chunk *c, const stru
 	}
 }
 
-/* Store or accumulate a chunk's values. w->x is 0 before and after. */
+/* Store or accumulate all values of a chunk. w->x must be all zeros, and is so again on return. */
 static void put_chunk(const struct kernels *k, const struct topk_kind *q, const struct chunk *c,
 		      const struct sink *sink, struct work *w)
 {

@@ -1,4 +1,4 @@
-/* encode.c - encode the largest values of a block's chunks. */
+/* encode.c - encode the values of largest magnitude of each chunk of a block. */
 #include "topk.h"
 
 codec_status topk_begin(struct job *j, const codec_spec *s, const codec_context *with)
@@ -24,7 +24,7 @@ codec_status topk_begin(struct job *j, const codec_spec *s, const codec_context 
 
 #define PIECE 1024 /* values converted to float32 at once */
 
-/* Find the largest magnitudes of blocks [first, first + count). */
+/* Find the largest magnitude of each of blocks [first, first + count). */
 void topk_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count)
 {
 	float buffer[PIECE];
@@ -51,7 +51,7 @@ codec_status topk_choose(struct job *j, const struct kernels *k, const struct so
 	return CODEC_OK;
 }
 
-/* Store the scales of `kept` values: their mean magnitude, or the least and the largest. */
+/* Store the scales of a chunk's `kept` values: their mean magnitude, or their smallest and largest magnitude. */
 static void put_scales(const struct topk_kind *q, const float *value, uint64_t kept, uint8_t *dst)
 {
 	uint32_t least = ROUND_INF, most = 0;
@@ -120,7 +120,7 @@ codec_status topk_encode_block(struct job *j, const struct kernels *k, const cod
 	return CODEC_OK;
 }
 
-/* Write the residual of block b, which was just encoded at frame[at]: the values, less the decoded ones. */
+/* Write the residual of block b, which was just encoded at frame[at]: the values minus the decoded values. */
 codec_status topk_residual(const struct job *j, const struct kernels *k, const struct source *src, const uint8_t *frame,
 			   uint64_t b, uint64_t at, float *residual, struct work *w)
 {

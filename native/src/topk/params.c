@@ -22,7 +22,7 @@ static int own_fault(const struct header *h)
 {
 	if (!h->bits)
 		return WIRE_PARAM_BITS;
-	/* a stored frame has none */
+	/* 0 in a stored frame */
 	return h->group_size && !topk_is_group(h->group_size) ? WIRE_PARAM_GROUP_SIZE : -1;
 }
 
@@ -41,7 +41,7 @@ static codec_status header_check(const struct header *h, codec_fault *f)
 	return CODEC_OK;
 }
 
-/* Return an upper bound of the size of `count` blocks' regions. */
+/* Return an upper bound in bytes of the regions of `count` blocks. */
 static uint64_t regions_bound(const struct job *j, uint64_t first, uint64_t count)
 {
 	const struct topk_kind q = topk_kind(&j->h);
@@ -77,13 +77,16 @@ static uint64_t bound_segments(const struct header *h, const codec_context *with
 	return bound(h);
 }
 
-/* Return the size of the largest magnitudes of an encoder's blocks. A frame may have smaller blocks, but needs none. */
+/*
+ * Return the size in bytes of the array of largest magnitudes, one per block that an encoder writes. A frame to decode
+ * may have more, smaller blocks, but decoding does not use the array.
+ */
 static uint64_t job_nbytes(const struct header *h)
 {
 	return ALIGN8(4 * ((h->n >> WIRE_TOPK_MAX_BLOCK_LOG2) + 1));
 }
 
-/* Return the values of the largest chunk. */
+/* Return the number of values of the largest chunk. */
 static uint64_t most_values(const struct header *h)
 {
 	return h->group_size ? MIN(h->n, 1ull << (h->group_size >> WIRE_TOPK_CHUNK_AT)) : 0;

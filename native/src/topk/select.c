@@ -1,7 +1,12 @@
-/* select.c - find the largest magnitudes of a chunk. The result does not depend on the guess, only the time does. */
+/*
+ * select.c - find the largest magnitudes of a chunk. The guess of the threshold affects only the time, not the result.
+ */
 #include "topk.h"
 
-/* Return the largest key in [low, high) that at least `kept` values reach, as those reach `low`. */
+/*
+ * Return the largest key in [low, high) that the magnitudes of at least `kept` values reach. At least `kept` values
+ * must reach `low`.
+ */
 static uint32_t last_key(const struct kernels *k, const float_any *x, uint64_t n, uint64_t kept, uint32_t low,
 			 uint32_t high, uint32_t step)
 {
@@ -16,7 +21,7 @@ static uint32_t last_key(const struct kernels *k, const float_any *x, uint64_t n
 	return low;
 }
 
-#define COARSE (1u << 21) /* a quarter of an octave, or less */
+#define COARSE (1u << 21) /* in patterns: a quarter of an octave, or less */
 #define SLACK (1u << 20)  /* half of that: a good threshold yields 1.5 times as many candidates as are kept */
 
 codec_status topk_select(const struct kernels *k, const float_any *x, uint64_t n, uint64_t kept, uint32_t *guess,

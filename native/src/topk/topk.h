@@ -1,8 +1,8 @@
 /*
  * topk.h - TOPK: the values of largest magnitude of each chunk. docs/spec/format.md, section 11.
  *
- * Blocks are whole numbers of chunks, in one bit stream each. The residual is written with the blocks; a pass over the
- * tensor before searches for NaN and Inf, which are refused.
+ * A block is a whole number of chunks, encoded as one bit stream. The residual is written with the blocks. An earlier
+ * pass over the tensor searches for NaN and Inf, which are rejected, before any of the residual is written.
  */
 #ifndef CODEC_TOPK_FAMILY_H
 #define CODEC_TOPK_FAMILY_H
@@ -16,25 +16,25 @@ static inline struct topk_kind topk_kind(const struct header *h)
 	return topk_kind_of(h->group_size, h->bits, h->dtype);
 }
 
-/* Get the number of the first value of block b, and the number of its values. */
+/* Return the index of the first value of block b, and set *m to the block's number of values. */
 static inline uint64_t topk_span(const struct header *h, uint64_t b, uint64_t *m)
 {
 	*m = MIN(h->block, h->n - b * h->block);
 	return b * h->block;
 }
 
-/* Largest magnitudes of blocks, as patterns, that the pass before the first block has found. */
+/* Return the largest magnitude of each block, as a bit pattern, which the pass before the first block has found. */
 static inline uint32_t *topk_maxima(const struct job *j)
 {
 	return (uint32_t *)((char *)j + j->parts_at);
 }
 
-/* Scales of a chunk, as numbers; the last one is 0 if the chunk has no codes. */
+/* Scales of a chunk as float32; the last one is 0 if the chunk has no codes. */
 struct topk_range {
 	float low, high;
 };
 
-/* Read the scales of chunk c, which are known to be valid. */
+/* Read the scales of chunk c. They must be valid. */
 static inline struct topk_range topk_range_at(const struct topk_kind *q, const uint8_t *scales, uint64_t c)
 {
 	uint32_t n = topk_scales(q->bits);
@@ -44,7 +44,7 @@ static inline struct topk_range topk_range_at(const struct topk_kind *q, const u
 				   round_float(round_from_bfloat16(load16(p + 2 * (n - 1))))};
 }
 
-/* Get the positions and codes of the next chunk, of n values, from a stream. Returns 0 if they are not valid. */
+/* Read the positions and codes of the next chunk, of n values, from a bit stream. Returns 0 if they are invalid. */
 static inline int topk_read(const struct topk_kind *q, struct bit_reader *r, uint64_t n, uint32_t count, uint32_t *at,
 			    uint32_t *code)
 {
@@ -61,7 +61,10 @@ static inline int topk_read(const struct topk_kind *q, struct bit_reader *r, uin
 	return !bad && r->at <= 8 * r->nbytes;
 }
 
-/* select.c: list the positions of the `kept` largest magnitudes, ascending; *guess helps the next call. */
+/*
+ * select.c: list the positions of the `kept` largest magnitudes, ascending. *guess is a threshold near which to search;
+ * it is updated for the next call.
+ */
 codec_status topk_select(const struct kernels *k, const float_any *x, uint64_t n, uint64_t kept, uint32_t *guess,
 			 struct work *w);
 

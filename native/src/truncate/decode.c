@@ -19,7 +19,7 @@ static codec_status region_open(const struct job *j, struct block *o, codec_faul
 	return o->coded ? open_plane(&o->c, &o->top, f) : CODEC_OK;
 }
 
-/* Read the literals of joint symbols, and separate all pairs: lowered exponents to w->e, levels to w->level. */
+/* Read the literals of joint symbols, and split all pairs into lowered exponents, w->e, and levels, w->level. */
 static codec_status read_pairs(const struct job *j, const struct kernels *k, const struct truncate_kind *q,
 			       struct block *o, uint64_t at, struct work *w, codec_fault *f)
 {
@@ -35,7 +35,7 @@ static codec_status read_pairs(const struct job *j, const struct kernels *k, con
 
 			if ((pair && pair < 4) || pair >> 2 > last)
 				BAD(literal, pair, pair < 4 ? 4 : 4 * last + 3);
-			symbol[i] = 0; /* overwrite the escape symbol, so that the checks below ignore it */
+			symbol[i] = 0; /* replace the escape symbol, so that the checks below ignore it */
 			literal += 2;
 		}
 	}
@@ -47,14 +47,14 @@ static codec_status read_pairs(const struct job *j, const struct kernels *k, con
 	return CODEC_OK;
 }
 
-/* Read the block's lowered exponents to *lowered, in top.symbol or w->e, and joint levels to w->level. */
+/* Read the block's lowered exponents, and set *lowered to them (top.symbol or w->e). Read joint levels to w->level. */
 static codec_status read_symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q,
 				 struct block *o, struct work *w, const uint8_t **lowered, codec_fault *f)
 {
 	int joint = j->h.variant == WIRE_LEVELS_CODED;
 	uint8_t *symbol = o->top.symbol;
 	struct cursor *c = &o->c;
-	uint64_t at = c->at, i; /* coded symbols precede it, except literals */
+	uint64_t at = c->at, i; /* offset for faults; coded symbols lie before it, except literals */
 
 	switch (o->head & 3) {
 	case WIRE_MODE_CODED:
@@ -82,7 +82,7 @@ static codec_status read_symbols(const struct job *j, const struct kernels *k, c
 	BAD(at + ((o->head & 3) == WIRE_MODE_RAW ? i : 0), symbol[i], q->last);
 }
 
-/* Restore exponents from lowered ones to w->e, possibly in place. */
+/* Compute the exponents in w->e from lowered exponents, possibly in place. */
 static void raise_exponents(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
 			    uint64_t m, const uint8_t *lowered, struct work *w)
 {
@@ -98,7 +98,7 @@ static void raise_exponents(const struct job *j, const struct kernels *k, const 
 	}
 }
 
-/* Take the bytes of nbits bits at the cursor, and check that the padding of the last byte is 0. */
+/* Consume nbits bits at the cursor, rounded up to whole bytes, and check that the padding of the last byte is 0. */
 static codec_status take_bits(struct cursor *c, uint64_t nbits, const uint8_t **bytes, uint64_t *nbytes, codec_fault *f)
 {
 	*nbytes = (nbits + 7) / 8;
@@ -111,7 +111,7 @@ static codec_status take_bits(struct cursor *c, uint64_t nbits, const uint8_t **
 	return CODEC_OK;
 }
 
-/* Take n codes of `bits` bits, and unpack them to `code` unless that is NULL. */
+/* Consume n codes of `bits` bits at the cursor, and unpack them to `code` unless that is NULL. */
 static codec_status take_codes(struct cursor *c, const struct kernels *k, uint64_t n, int bits, uint8_t *code,
 			       codec_fault *f)
 {
@@ -152,8 +152,8 @@ static codec_status read_levels(const struct job *j, const struct kernels *k, co
 }
 
 /*
- * Read the mantissa bits of the block's values: fields to w->fields, or pieces to w->piece, concatenated. `checking`:
- * only check them.
+ * Read the signs and mantissas of the block's values: as fields to w->fields, or as pieces to w->piece, those of
+ * consecutive values contiguous. `checking`: only check them.
  */
 static codec_status read_pieces(const struct kernels *k, const struct truncate_kind *q, struct cursor *c, uint32_t head,
 				uint64_t m, int checking, struct work *w, codec_fault *f)
@@ -224,7 +224,7 @@ static codec_status region_close(const struct job *j, const struct kernels *k, c
 	assemble_patterns(k, &q, m, w);
 	if (nontemporal && nbytes == 4) {
 		k->stream((uint8_t *)values, (const uint8_t *)w->patterns, 4 * m);
-	} else if (nontemporal) { /* reuse the memory of fields, which have been read */
+	} else if (nontemporal) { /* reuse the memory of the fields, which are no longer needed */
 		k->store_patterns(w->patterns, m, (int)nbytes, w->fields);
 		k->stream((uint8_t *)values, (const uint8_t *)w->fields, nbytes * m);
 	} else {

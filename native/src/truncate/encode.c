@@ -1,16 +1,19 @@
 /*
  * encode.c - encode a block of values into its region: symbols, levels, pieces of mantissas.
  *
- * Region: head (u32); with shared levels a digest (u32); the symbols' plane; with level coding "plane" the levels; then
- * the pieces of sign and mantissa, most significant first; fewer than 8 zero bytes.
+ * Region: head (u32); with shared levels a digest (u32); the symbols' plane; with level coding "plane" the levels; the
+ * pieces of signs and mantissas, most significant piece first; fewer than 8 zero bytes of padding.
  */
 #include "truncate.h"
 
-/* Prefetch a part of the next tile between two steps of this one, so that memory is not idle while these compute. */
+/*
+ * Prefetch a part of the next tile. Called between steps of the current tile, so that memory is not idle while they
+ * compute.
+ */
 static void prefetch(const struct truncate_kind *q, struct ahead *next)
 {
 	size_t n = MIN(next->n,
-		       4 * TRUNCATE_TILE / (q->by_bit ? 4 : 8)); /* prefetches a tile of float32 in as many steps */
+		       4 * TRUNCATE_TILE / (q->by_bit ? 4 : 8)); /* 4 or 8 calls prefetch a float32 tile */
 
 	for (size_t c = 0; c < next->count; c++, next->at[c - 1] += n)
 		for (size_t i = 0; i < n; i += 64)
@@ -24,8 +27,8 @@ static int needs_reference(const struct job *j, const codec_context *with)
 }
 
 /*
- * Truncate values [at, at + n) of a block that begins at `first`, at most a tile. Computes their exponents after
- * rounding, and the bits dropped.
+ * Truncate at most a tile of values, [at, at + n) of a block that begins at `first`. Compute their exponents after
+ * rounding, and the number of bits dropped from each.
  */
 static codec_status cut(const struct job *j, const struct kernels *k, const codec_context *with,
 			const struct truncate_kind *q, const struct source *src, uint64_t first, uint64_t at,
@@ -47,8 +50,8 @@ static codec_status cut(const struct job *j, const struct kernels *k, const code
 	prefetch(q, &w->ahead);
 	k->truncate(q, drop, !(j->h.options & WIRE_OPTION_CUT), n, x, e);
 	/*
-	 * A decoder computes levels from the exponents after rounding. Where rounding changed one, the mantissa is 0 at
-	 * any width.
+	 * A decoder computes levels from the exponents after rounding, so compute `drop` again. Where rounding changed
+	 * an exponent, the mantissa is 0, so any number of its bits may be dropped.
 	 */
 	return j->h.variant == WIRE_LEVELS_SHARED ? truncate_drops(j, k, with, q, first, n, e, ea, drop) : CODEC_OK;
 }
@@ -82,8 +85,8 @@ static uint64_t symbols(const struct job *j, const struct kernels *k, const stru
 #define NEAR 64
 
 /*
- * Find the metric of every n / NEAR-th value. Sampled rows are not in order; each search starts from the nearest of
- * these.
+ * Find the metrics of NEAR evenly spaced values. Sampled rows are not in order, so each search for a metric starts from
+ * the nearest of these.
  */
 static void metrics_near(const struct job *j, const codec_context *with, uint64_t each, const codec_metric *near[NEAR])
 {
@@ -120,7 +123,7 @@ static codec_status count_symbols(struct job *j, const struct kernels *k, const 
 	return CODEC_OK;
 }
 
-/* Set the codebook: the agreed one, or one built from the sample. */
+/* Set the frame's codebook: the agreed codebook, or one built from the sample. */
 static codec_status choose_symbols(const codec_context *with, struct job *j)
 {
 	if (with->ncodebooks) {
@@ -152,7 +155,10 @@ codec_status truncate_choose(struct job *j, const struct kernels *k, const struc
 	return choose_symbols(with, j);
 }
 
-/* Append the pieces of values [at, at + n) to the count[i] pieces of earlier values; or compute their fields. */
+/*
+ * Append piece i of values [at, at + n) to the count[i] pieces of earlier values; or, if any number of bits may be
+ * dropped, compute the values' fields.
+ */
 static void take_pieces(const struct kernels *k, const struct truncate_kind *q, uint64_t at, uint64_t n, struct work *w,
 			uint64_t count[TRUNCATE_PIECES])
 {
@@ -177,7 +183,7 @@ static uint8_t *put_pieces(const struct kernels *k, const struct truncate_kind *
 			   const uint64_t count[TRUNCATE_PIECES], uint8_t *p, uint32_t *head)
 {
 	if (q->by_bit) {
-		/* gradients computed in a narrower dtype end in zero bits */
+		/* omit trailing bits that are 0 in all values, as in gradients computed in a narrower dtype */
 		int total = q->mbits + 1, tail = __builtin_ctz(k->any_field(w->fields, m) | 1u << total);
 		uint64_t nbits = k->widths(w->e, w->drop, m, total, total - tail, w->width);
 
@@ -196,7 +202,7 @@ static uint8_t *put_pieces(const struct kernels *k, const struct truncate_kind *
 	return p;
 }
 
-/* Store the symbols of a block at p in the smallest mode. Returns the size stored. */
+/* Store the symbols of a block at p in the smallest mode. Returns the size in bytes. */
 static uint64_t put_symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
 			    uint64_t m, struct work *w, uint8_t *p, uint32_t *head)
 {
@@ -225,7 +231,7 @@ static uint64_t put_symbols(const struct job *j, const struct kernels *k, const 
 	return m;
 }
 
-/* Set values [first, first + n) and their metric's state as the memory to prefetch. */
+/* Describe values [first, first + n) and the state of their metric as memory to prefetch. */
 static void next_tile(const struct job *j, const codec_context *with, const struct source *src, uint64_t first,
 		      uint64_t n, struct work *w)
 {
@@ -286,7 +292,7 @@ codec_status truncate_encode_block(struct job *j, const struct kernels *k, const
 	return CODEC_OK;
 }
 
-/* Write the residual. It is computed again, once no error can occur any more. */
+/* Write the residual. Values are truncated a second time for this, after all steps that can fail. */
 codec_status truncate_leave(const struct job *j, const struct kernels *k, const codec_context *with,
 			    const struct source *src, void *work)
 {

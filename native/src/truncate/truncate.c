@@ -1,5 +1,6 @@
 /*
- * truncate.c - functions that encoding and decoding TRUNCATE share: levels of dtypes, and bits that a metric lets go.
+ * truncate.c - functions that encoding and decoding TRUNCATE share: properties of dtypes, and numbers of bits that a
+ * metric allows to drop.
  */
 #include "truncate.h"
 
@@ -39,8 +40,8 @@ static codec_status check_metric(const struct header *h, const codec_metric *t)
 }
 
 /*
- * Return 1 if levels are computed from a metric or given by the caller, not read from the frame or equal for all
- * values.
+ * Return 1 if levels are computed from a metric or given by the caller; 0 if the frame contains them or all values have
+ * the same level.
  */
 static int needs_state(const struct header *h, int encoding)
 {
@@ -48,14 +49,14 @@ static int needs_state(const struct header *h, int encoding)
 			: h->layout == WIRE_LAYOUT_BLOCKS && h->variant == WIRE_LEVELS_SHARED;
 }
 
-/* Check that metrics and their state are given, with the tensor's size and accepted dtypes. */
+/* Check that the caller supplied metrics with their state arrays, of the tensor's size and of accepted dtypes. */
 codec_status truncate_check_state(const struct header *h, const codec_context *with, int encoding)
 {
 	uint64_t from = 0;
 
 	if (!needs_state(h, encoding))
 		return CODEC_OK;
-	if (with->levels) /* only encoders accept levels, and only if they are sent */
+	if (with->levels) /* only encoders accept levels, and only if the frame contains them */
 		return encoding && h->variant != WIRE_LEVELS_SHARED ? CODEC_OK : CODEC_BAD_ARGUMENT;
 	if (!with->metric)
 		return CODEC_MISSING_STATE;
@@ -95,7 +96,7 @@ uint32_t codec_level_bits(uint32_t dtype, uint32_t level)
 
 /*
  * Return the guard corrected for dtypes: if parameters have more mantissa bits than the gradient, more bits must be
- * kept. Groups share the header's guard, which is that of the parameters with the most mantissa bits.
+ * kept. All parameter groups use the header's guard, computed from the dtype with the most mantissa bits.
  */
 int8_t truncate_guard(const struct header *h, const codec_metric *metric)
 {
@@ -158,8 +159,8 @@ void truncate_reference(const codec_metric **from, const struct kernels *k, uint
 }
 
 /*
- * Compute the number of bits to drop from each of values [first, first + n) with exponents e. ea is from
- * truncate_reference.
+ * Compute the number of bits to drop from each of values [first, first + n). e: exponents of the values; ea: exponents
+ * of A, from truncate_reference.
  */
 codec_status truncate_drops(const struct job *j, const struct kernels *k, const codec_context *with,
 			    const struct truncate_kind *q, uint64_t first, uint64_t n, const uint8_t *e,
@@ -179,7 +180,7 @@ codec_status truncate_drops(const struct job *j, const struct kernels *k, const 
 	return CODEC_OK;
 }
 
-/* Opening an encode job needs a work buffer: the sample is truncated as blocks are. */
+/* Opening an encode job needs a work buffer, because the sample is truncated as blocks are. */
 int truncate_opens_with_work(const struct header *h)
 {
 	(void)h;

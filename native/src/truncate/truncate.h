@@ -16,7 +16,8 @@
 void truncate_kind_of(const struct header *h, struct truncate_kind *q);
 
 /*
- * Return the right shift that gets exponents from the upper 15 bits of a number, the pattern that the scale model uses.
+ * Return the right shift that extracts the exponent from a pattern of the scale model, which is the 15 bits below the
+ * sign.
  */
 static inline int truncate_shift(const struct truncate_kind *q)
 {
@@ -38,7 +39,8 @@ static inline const codec_metric *truncate_metric(const codec_metric *t, uint64_
 
 /*
  * Compute the exponents of A for values [first, first + n), at most a block. *t is the metric of an earlier value, and
- * becomes the metric of the last one. There may be as many metrics as values, so that each must be searched only once.
+ * is set to the metric of the last one, so that the list of metrics is traversed only once: it may be as long as the
+ * tensor.
  */
 void truncate_reference(const codec_metric **t, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea);
 codec_status truncate_drops(const struct job *j, const struct kernels *k, const codec_context *with,

@@ -1,4 +1,4 @@
-/* images.c - kernels for libcuda.cc, which has them in other libraries. */
+/* images.c - placeholders for kernel images: libcuda.cc loads the kernels from shared libraries instead. */
 #include "images.h"
 #include "kernels.h"
 

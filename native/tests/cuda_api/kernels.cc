@@ -1,4 +1,7 @@
-/* kernels.cc - the kernels of native/cuda_api on the CPU; tests/cuda_on_cpu/kernels.cc has those of native/cuda. */
+/*
+ * kernels.cc - compile the kernels of native/cuda_api for the CPU; tests/cuda_on_cpu/kernels.cc compiles those of
+ * native/cuda.
+ */
 #include "cuda_on_cpu.h"
 
 #include "kernels/store.cu"

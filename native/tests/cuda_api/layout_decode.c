@@ -1,7 +1,10 @@
-/* layout_decode.c - decode.c of libcodec_cuda, and what its host decides for one frame, for tests. */
+/*
+ * layout_decode.c - decode.c of libcodec_cuda, plus a function that reports its host-side decisions for one frame to
+ * tests.
+ */
 #include "decode.c"
 
-/* Write the numbers that tests/engines/test_cuda_hosts.py names, of an item that is decoded alone. */
+/* Write the decisions for an item that is decoded alone; tests/engines/test_cuda_hosts.py names the numbers in out. */
 CODEC_API int codec_cuda_decode_decisions(const codec_cuda_decode_item *item, uint64_t *out)
 {
 	struct layout l;

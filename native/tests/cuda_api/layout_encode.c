@@ -1,9 +1,12 @@
-/* layout_encode.c - encode.c of libcodec_cuda, and what its host decides for one tensor, for tests. */
+/*
+ * layout_encode.c - encode.c of libcodec_cuda, plus functions that report its host-side decisions for one tensor to
+ * tests.
+ */
 #include "encode.c"
 
 #include <string.h>
 
-/* Write the numbers that tests/engines/test_cuda_hosts.py names, of an item that is encoded alone. */
+/* Write the decisions for an item that is encoded alone; tests/engines/test_cuda_hosts.py names the numbers in out. */
 CODEC_API int codec_cuda_encode_decisions(const codec_cuda_encode_item *item, uint64_t *out)
 {
 	const codec_cuda_plan *p = item->plan;
@@ -28,7 +31,9 @@ CODEC_API int codec_cuda_encode_decisions(const codec_cuda_encode_item *item, ui
 	return CODEC_OK;
 }
 
-/* Write the view, arrays and header that kernels read; arrays that they fill lie `made` bytes behind the view. */
+/*
+ * Write the view, arrays and header that kernels read. Arrays that kernels fill in begin `made` bytes after the view.
+ */
 CODEC_API void codec_cuda_encode_upload(const codec_cuda_plan *p, uint64_t made, uint64_t stream, uint8_t *to)
 {
 	const uint64_t memory = align16(sizeof p->view);

@@ -1,8 +1,8 @@
-/* libcuda.cc - a CUDA driver for tests: device memory is the host's, and kernels are functions that run on the CPU.
+/* libcuda.cc - a CUDA driver for tests: device memory is host memory, and kernels are functions that run on the CPU.
  *
  * fake_cuda_kernels() names the libraries that export the kernels (NAME_launch, see tests/cuda_on_cpu/cuda_on_cpu.h).
- * Streams are not queues: each call has run when it returns. fake_cuda_fail() makes the calls of one function fail;
- * fake_cuda_log() returns the names of kernels that were launched, and undefined behaviour of a launch.
+ * Streams are not queues: each call completes before it returns. fake_cuda_fail() makes calls of one driver function
+ * fail. fake_cuda_log() returns the names of launched kernels, and reports of undefined behaviour in them.
  */
 #include <cstdint>
 #include <cstring>
@@ -61,8 +61,10 @@ EXPORT void fake_cuda_arch(int number)
 {
 	arch = number;
 }
-/* Make devices that are opened later have this many multiprocessors. If they are several, nothing runs on any device:
- * launches are logged with their grids. */
+/*
+ * Set the number of multiprocessors of devices that are opened later. If it is above 1, no kernel runs; launches are
+ * only logged, with their grids.
+ */
 EXPORT void fake_cuda_processors(int number)
 {
 	processors = number, dry = number > 1;

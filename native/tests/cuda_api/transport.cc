@@ -62,7 +62,7 @@ private:
 	std::unique_ptr<char, Free> workspace_;
 };
 
-/* Send a message through the compressor. Returns the size of the frame; 0: something is wrong. */
+/* Send a message through the compressor. Returns the frame's size in bytes, or 0 on any error. */
 extern "C" uint64_t send_message(void *message, uint64_t nbytes, void *frame, uint64_t capacity, void *received)
 {
 	CodecCompressor codec(nbytes);

@@ -34,7 +34,7 @@
 #define __shared__ thread_local
 #define FAST_TLS
 #else
-#define FAST_TLS __attribute__((tls_model("initial-exec"))) /* for a few bytes that are accessed without a call */
+#define FAST_TLS __attribute__((tls_model("initial-exec"))) /* accessed without a call; for a few bytes only */
 #define CUDA_ON_CPU_WORKERS 1
 #define __shared__ static
 #endif
@@ -58,7 +58,7 @@ struct fiber {
 	std::unique_ptr<char[]> stack;
 	void *sp;
 	bool done;
-	op waits; /* collective that the fiber waits in; with its line and mask */
+	op waits; /* collective in which the fiber waits */
 	int line;
 	uint32_t mask, source;
 	uint64_t value; /* argument of the collective, then its result */
@@ -156,7 +156,7 @@ inline uint64_t collective(op what, uint32_t mask, uint64_t value, uint32_t sour
 					 std::to_string(line));
 	me.waits = what, me.line = line, me.mask = mask, me.source = source, me.value = value;
 	for (uint32_t k = 1, i = b.self - first; k <= count;
-	     k++) { /* begin with the one that has probably not arrived */
+	     k++) { /* begin with a lane that has probably not arrived */
 		i = after(b, i, count);
 		if ((all || mask >> i & 1) &&
 		    (first + i >= b.size.x || lane[i].waits != what || lane[i].line != line || lane[i].mask != mask))
@@ -230,7 +230,7 @@ std::string launch(void (*kernel)(A...), void **args, uint32_t grid, uint32_t ma
 	return error[0];
 }
 
-inline thread_local std::string message; /* shared by all kernels: thread-local memory of a library is small */
+inline thread_local std::string message; /* one for all kernels, because a library has little thread-local memory */
 } // namespace cuda_on_cpu
 
 /* const char *NAME_launch(void **args, uint32_t grid_x, uint32_t grid_y, uint32_t threads, size_t shared_nbytes) */

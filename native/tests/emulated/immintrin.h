@@ -1,8 +1,8 @@
 /*
- * immintrin.h - replaces the compiler's header: vector instructions in plain C, by SIMDe (Debian: libsimde-dev).
+ * immintrin.h - replace the compiler's header by vector instructions in plain C, from SIMDe (Debian: libsimde-dev).
  *
- * isa/avx512.c compiled with it runs on any CPU, slowly, and must give equal bytes. Instructions that Debian's SIMDe
- * lacks are implemented below.
+ * isa/avx512.c compiled with this header runs on any CPU, slowly, and must give the same bytes as on an AVX-512 CPU.
+ * Instructions that Debian's SIMDe lacks are implemented below.
  *
  * One file: it replaces one header of the compiler.
  */
@@ -267,7 +267,7 @@ static inline __m256i emulated_cvtepi32_epi16(__m512i a)
 	return simde_mm256_loadu_si256((const simde__m256i *)h);
 }
 
-/* fused: SIMDe rounds twice if the CPU has no FMA */
+/* rounded once; SIMDe's version rounds twice if the CPU has no FMA */
 static inline __m512 emulated_fmadd_ps(__m512 a, __m512 b, __m512 c)
 {
 	float x[16], y[16], z[16];

@@ -17,11 +17,11 @@ namespace hostile
 using codec::gloo::detail::Numbers;
 using Bytes = std::vector<uint8_t>;
 
-/* One of two ranks, message by message. Sent messages live as long as this object. */
+/* One of two ranks; sends and receives message by message. Sent messages live as long as this object. */
 class Peer
 {
 public:
-	static constexpr size_t WORDS = 8; /* size of a message of up to 7 numbers */
+	static constexpr size_t WORDS = 8; /* 8-byte words in a message of up to 7 numbers */
 
 	explicit Peer(std::shared_ptr<::gloo::Context> context) : context_(std::move(context)), to_(1 - context_->rank)
 	{
@@ -32,10 +32,10 @@ public:
 		return context_;
 	}
 
-	/* Kinds of messages of numbers, and of sums of raw. */
+	/* Kinds of messages of numbers, and of messages of uncompressed sums (SUMS). */
 	static constexpr uint64_t REQUEST = 1, SUMS = 3, LAST_WORDS = 4, REPORT = 5;
 
-	/* Key of the slots of data. */
+	/* Key from which the slots of data messages are computed. */
 	uint64_t key = 0;
 
 	void send_numbers(const Bytes &message, uint64_t kind = REQUEST)
@@ -48,7 +48,7 @@ public:
 		send(message, kind);
 	}
 
-	/* Receive numbers, the last word of the message excluded. */
+	/* Receive a message of numbers, and return them without the last word. */
 	Numbers numbers(uint64_t kind = REQUEST, size_t words = WORDS)
 	{
 		const Bytes message = receive(words * sizeof(uint64_t), kind);
@@ -59,13 +59,13 @@ public:
 		return found;
 	}
 
-	/* Receive a message of a frame or of values, of at most `nbytes` bytes. */
+	/* Receive a message with a frame or with values, at most `nbytes` bytes. */
 	Bytes frame(size_t nbytes, uint64_t kind = 2)
 	{
 		return receive(nbytes, kind);
 	}
 
-	/* Answer the other rank's request with an equal one. Return the stamp of the collective. */
+	/* Answer the other rank's request with an equal request. Return the stamp of the collective. */
 	uint64_t agree()
 	{
 		Numbers wanted = numbers();
@@ -76,7 +76,7 @@ public:
 		return codec::gloo::detail::Channel::stamp_of(wanted[3]);
 	}
 
-	/* Report success. */
+	/* Report to the other rank that this rank succeeded. */
 	void succeed()
 	{
 		if (context_->rank)
@@ -89,13 +89,13 @@ public:
 			send_numbers(message_of({0, 0, 0, 0, 0}), REPORT);
 	}
 
-	/* Return the message that carries some numbers. */
+	/* Return a message with these numbers. */
 	static Bytes message_of(const Numbers &numbers)
 	{
 		return message_of(numbers, numbers.size());
 	}
 
-	/* Return a message of numbers that announces another count. */
+	/* Return a message with these numbers, but with `count` as their announced number. */
 	static Bytes message_of(const Numbers &numbers, uint64_t count)
 	{
 		Numbers words((numbers.size() + WORDS) / WORDS * WORDS);
@@ -107,7 +107,7 @@ public:
 		return message;
 	}
 
-	/* Return the message of a frame that announces `length` bytes. */
+	/* Return a message with this frame that announces `length` bytes. */
 	static Bytes message_of(const Bytes &frame, uint64_t length, uint64_t stamp)
 	{
 		Bytes message(sizeof length + frame.size() + sizeof stamp);
@@ -152,7 +152,7 @@ private:
 	std::vector<std::unique_ptr<::gloo::transport::UnboundBuffer>> buffers_;
 };
 
-/* Encode values of a rank as a frame. */
+/* Encode the test values of a rank to a frame. */
 inline Bytes encoded(const codec_spec &spec, uint32_t dtype, size_t n, int rank)
 {
 	namespace detail = codec::gloo::detail;

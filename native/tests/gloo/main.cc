@@ -19,7 +19,7 @@ namespace
 
 constexpr uint64_t NEVER = ~uint64_t(0);
 
-std::mutex mutex; /* both the calling thread and Gloo's thread write */
+std::mutex mutex; /* both the calling thread and Gloo's thread call writev() */
 uint64_t sent = 0, moment = NEVER, number = NEVER, offset = 0, framed = 0;
 uint8_t bits = 0;
 std::function<void()> act;
@@ -49,7 +49,9 @@ ssize_t send_some(int fd, const iovec *parts, int count, uint64_t most)
 
 } // namespace
 
-/* Return the suppressions of LeakSanitizer: Gloo leaks the list of interfaces if the requested one is missing. */
+/*
+ * Return LeakSanitizer's suppressions: Gloo leaks the list of network interfaces if the requested one does not exist.
+ */
 extern "C" const char *__lsan_default_suppressions()
 {
 	return "leak:gloo::transport::tcp::CreateDeviceAttr";
@@ -64,14 +66,17 @@ extern "C" ssize_t writev(int fd, const iovec *parts, int count)
 		moment = NEVER;
 		act();
 	}
-	/* only whole messages: the rest of a partly sent one has one part, with another offset */
+	/*
+	 * damage only messages sent from their start: the rest of a partly sent message is one part, with another
+	 * offset
+	 */
 	if (number != NEVER && count == 2 && parts[0].iov_len == wire::HEADER &&
 	    parts[1].iov_len > std::max(wire::NUMBERS, offset) && framed++ == number) {
 		n = send_damaged(fd, parts);
 		if (n > static_cast<ssize_t>(wire::HEADER + offset))
 			number = NEVER;
 		else
-			framed--; /* the byte was not sent yet: damage the next attempt */
+			framed--; /* the byte was not sent: damage the next attempt to send it */
 	} else {
 		n = send_some(fd, parts, count, moment == NEVER ? NEVER : moment - sent);
 	}

@@ -1,5 +1,5 @@
 /*
- * peer.cc - C++ ranks that perform the collectives of a file: `gloo_peer JOBS RESULTS`.
+ * peer.cc - C++ ranks that perform the collectives listed in a file: `gloo_peer JOBS RESULTS`.
  *
  * tests/torch/protocol/test_gloo_interoperability.py writes the file JOBS, and compares the results with those of
  * Python ranks. Each rank writes its results to RESULTS.rank. All numbers are in the byte order of the machine.
@@ -19,13 +19,13 @@ enum Kind : uint32_t { ALLREDUCE, REDUCE_SCATTER, ALLGATHER };
 enum Part : uint32_t { THETA, V, M, PARTS };
 
 /*
- * Header of a job. Arrays follow: segments, metrics, parts of the state that have a dtype, residuals, values of each
+ * Header of a job. These arrays follow: segments, metrics, state arrays whose dtype is not 0, residuals, values of each
  * rank.
  */
 struct Head {
 	Kind kind;
 	uint32_t dtype, op, algorithm;
-	uint32_t state_dtypes[PARTS]; /* 0: no such part */
+	uint32_t state_dtypes[PARTS]; /* 0: the state array is absent */
 	uint32_t feedback;
 	uint64_t n, stream, nsegments, nmetrics;
 	codec_spec spec;
@@ -34,12 +34,12 @@ struct Head {
 struct Metric {
 	uint32_t theta_dtype;
 	float theta_term, theta_v_term, v_term, eps, m_term;
-	uint32_t has[PARTS]; /* parts of the state that the metric uses */
+	uint32_t has[PARTS]; /* 1: the metric uses the state array */
 	uint32_t reserved;
 	uint64_t until;
 };
 
-/* Reads a file from its begin to its end. */
+/* Reads values from a file sequentially. */
 class Reader
 {
 public:
@@ -78,7 +78,7 @@ void write(std::ofstream &to, const void *p, size_t nbytes)
 	to.write(static_cast<const char *>(p), static_cast<std::streamsize>(nbytes));
 }
 
-/* Perform the next job as one of the ranks. */
+/* Read the next job, perform it as rank `me`, and write the results. */
 void do_next(Reader &jobs, const ranks::Rank &me, Group &group, std::ofstream &results)
 {
 	const Head head = jobs.take<Head>(1)[0];

@@ -1,5 +1,5 @@
 /*
- * ranks.h - processes that are the ranks of a Gloo context, with results, errors and signals.
+ * ranks.h - run a function in processes, each a rank of a Gloo context, and collect results, errors and signals.
  *
  * Processes are forked, which is safe only while the parent has one thread: the device of a rank, and with it Gloo's
  * thread, is created in the child.
@@ -41,7 +41,7 @@ namespace ranks
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/* Throw std::logic_error unless a condition holds. A failed rank must not go on: other ranks would wait for it. */
+/* Throw std::logic_error unless a condition holds. A failed rank must throw, because other ranks would wait for it. */
 #define EXPECT(...)                                                                                                    \
 	((__VA_ARGS__)                                                                                                 \
 		 ? (void)0                                                                                             \
@@ -60,12 +60,12 @@ template <class E, class F> codec_status thrown(F &&work, const std::string &wor
 	throw std::logic_error(std::string("nothing was thrown, but expected: ") + typeid(E).name());
 }
 
-/* A process's view of itself. */
+/* A rank, as seen by its own process. */
 struct Rank {
 	int rank, size;
-	std::string folder; /* folder of the team */
+	std::string folder; /* folder that the team's processes share */
 
-	/* Create a context over loopback. Contexts of one team need different names. */
+	/* Create a Gloo context over loopback. Contexts of one team need different names. */
 	std::shared_ptr<::gloo::Context> connect(const std::string &name = "first") const
 	{
 		::gloo::transport::tcp::attr attr;
@@ -79,8 +79,8 @@ struct Rank {
 	}
 
 	/*
-	 * Wait, without the network, until all ranks have called this with the same name. A rank that closes
-	 * connections must wait before and after: others may still connect, or read its messages.
+	 * Wait, by files instead of the network, until all ranks have called meet() with the same name. A rank must
+	 * call it before and after it closes connections, because other ranks may still connect or read its messages.
 	 */
 	void meet(const std::string &name) const
 	{
@@ -99,11 +99,11 @@ struct Rank {
 
 using Function = std::function<std::string(Rank &)>;
 
-/* Processes that run the same function, each as another rank. */
+/* Processes that run the same function, each as a different rank. */
 class Team
 {
 public:
-	/* Start the processes. They must end within `limit`. */
+	/* Start `size` processes. They must end within `limit`. */
 	Team(int size, const Function &function, milliseconds limit = milliseconds(60000)) : end_(Clock::now() + limit)
 	{
 		char name[] = "/tmp/codec-ranks-XXXXXX";
@@ -130,14 +130,14 @@ public:
 	Team(const Team &) = delete;
 	Team &operator=(const Team &) = delete;
 
-	/* Start one more process, which replaces a lost rank. */
+	/* Start another process, which replaces a lost rank. */
 	void replace(int rank, const Function &function)
 	{
 		begin({rank, static_cast<int>(processes_.size()), folder_}, function);
 	}
 
 	/*
-	 * Wait for process number i, in the order of their starts, and return its result. Throws if it threw, died or
+	 * Wait for the i-th process that was started, and return its result. Throws if the process threw, died or
 	 * hangs.
 	 */
 	std::string result(size_t i)
@@ -160,8 +160,8 @@ public:
 	}
 
 	/*
-	 * Return the results of some processes. Throws the errors of all of them, since the first may be a
-	 * consequence of another one.
+	 * Return the results of some processes. If any fail, throws one error with the messages of all, because the
+	 * first may be a consequence of another.
 	 */
 	std::vector<std::string> results(const std::vector<size_t> &of)
 	{
@@ -189,7 +189,7 @@ public:
 		return results(all);
 	}
 
-	/* Wait for a process, and return true if this signal ended it. */
+	/* Wait for a process, and return true if signal `number` ended it. */
 	bool ended_by(size_t i, int number)
 	{
 		Process &p = processes_[i];
@@ -198,7 +198,7 @@ public:
 		return p.ended && WIFSIGNALED(p.status) && WTERMSIG(p.status) == number;
 	}
 
-	/* Wait until a process is stopped, and continue it. */
+	/* Wait until a process is stopped by SIGSTOP, and continue it. */
 	void thaw(size_t i)
 	{
 		int status;
@@ -257,7 +257,7 @@ private:
 		_exit(0);
 	}
 
-	/* Read the output of a process and its exit status, within the limit. */
+	/* Read the output and the exit status of a process, before the team's limit expires. */
 	void read(Process &p)
 	{
 		std::vector<char> room(1 << 20);
@@ -286,13 +286,13 @@ private:
 	std::vector<Process> processes_;
 };
 
-/* Run a function on all ranks and return its results. */
+/* Run a function on all ranks, and return the results by rank. */
 inline std::vector<std::string> run(int size, const Function &function)
 {
 	return Team(size, function).results();
 }
 
-/* Run a function on all ranks and return its result, which must be equal on all. */
+/* Run a function on all ranks, check that all results are equal, and return the result. */
 inline std::string run_alike(int size, const Function &function)
 {
 	const std::vector<std::string> all = run(size, function);

@@ -19,7 +19,7 @@ namespace detail = codec::gloo::detail;
 constexpr uint32_t DTYPES[] = {CODEC_FLOAT32, CODEC_BFLOAT16, CODEC_FLOAT16};
 constexpr Op OPS[] = {Op::mean, Op::sum, Op::max};
 
-/* The random generator splitmix64. */
+/* Random number generator splitmix64. */
 class Random
 {
 public:
@@ -41,7 +41,7 @@ public:
 		return (*this)() % n;
 	}
 
-	/* Return an approximately normal value. */
+	/* Return an approximately normally distributed value. */
 	float normal()
 	{
 		const uint64_t u = (*this)();
@@ -54,7 +54,7 @@ private:
 	uint64_t state_;
 };
 
-/* Values of a dtype, as bytes in memory. */
+/* Tensor of a dtype, as its bytes in memory. */
 struct Tensor {
 	uint32_t dtype;
 	std::vector<uint8_t> bytes;
@@ -93,7 +93,7 @@ struct Tensor {
 	}
 };
 
-/* Return the gradient of a rank. Magnitudes differ from place to place, as they do between layers. */
+/* Return test gradients of a rank, as float32. Magnitudes vary along the tensor, as they do between layers. */
 inline std::vector<float> values(int rank, size_t n, uint64_t seed = 0)
 {
 	Random random(seed * 100 + static_cast<uint64_t>(rank) + 1), places(seed + 7);
@@ -113,7 +113,7 @@ inline Tensor tensor(int rank, uint32_t dtype, size_t n, uint64_t seed = 0)
 	return {dtype, values(rank, n, seed)};
 }
 
-/* Return the reduction of all ranks' tensors in float32 and rank order, rounded once to the dtype. */
+/* Return the reduction of all ranks' tensors, computed in float32 in rank order and rounded once to the dtype. */
 inline Tensor in_order(int size, uint32_t dtype, size_t n, Op op, uint64_t seed = 0)
 {
 	std::vector<float> total = tensor(0, dtype, n, seed).floats();
@@ -129,7 +129,7 @@ inline Tensor in_order(int size, uint32_t dtype, size_t n, Op op, uint64_t seed 
 	return {dtype, total};
 }
 
-/* Return the relative error of `found` in the Euclidean norm. */
+/* Return |found - want| / |want| in the Euclidean norm. */
 inline double error(const Tensor &found, const Tensor &want)
 {
 	const std::vector<float> x = found.floats(), y = want.floats();
@@ -213,7 +213,7 @@ inline codec_segment segment(uint64_t offset, const std::vector<uint64_t> &shape
 	return found;
 }
 
-/* Append the segments of adjacent parameters, and return the number of their values. */
+/* Append the segments of parameters with these shapes, laid out without gaps, and return their number of values. */
 inline uint64_t laid_out(const std::vector<std::vector<uint64_t>> &shapes, std::vector<codec_segment> &segments)
 {
 	uint64_t n = 0;

@@ -19,8 +19,8 @@ constexpr Algorithm ALGORITHMS[] = {Algorithm::two_shot, Algorithm::all_gather, 
 				    Algorithm::raw,      Algorithm::automatic,  Algorithm::blocks};
 
 /*
- * Append segments of unusual shapes: no dimension, empty, rows of one value, long rows, a gap before the last one.
- * Return the number of values.
+ * Append segments with unusual shapes: rank 0, empty, rows of one value, long rows, a gap before the last segment.
+ * Return the tensor's number of values.
  */
 uint64_t odd_shapes(std::vector<codec_segment> &segments)
 {
@@ -31,8 +31,8 @@ uint64_t odd_shapes(std::vector<codec_segment> &segments)
 }
 
 /*
- * Reduce with each codec by each algorithm, and return this rank's results. The sizes of groups together cover all
- * dtypes and operations.
+ * All-reduce with each codec and each algorithm, and return this rank's results. Groups of different sizes use
+ * different dtypes and operations, and together cover all of them.
  */
 std::string each_codec(Rank &me)
 {
@@ -65,14 +65,14 @@ std::string each_codec(Rank &me)
 				const Tensor want = in_order(me.size, dtype, n, options.op, s);
 				const std::string which = c.name + ", algorithm " + std::to_string(a) + ", round " +
 							  std::to_string(round);
-				/* a single rank sends no raw values: its result is that of its frames */
+				/* a single rank sends no raw values: its result is its own decoded frame */
 				if ((options.algorithm == Algorithm::raw && me.size > 1) ||
 				    (!c.limit && options.algorithm != Algorithm::ring)) {
 					if (!(t == want))
 						throw std::logic_error(which + " is not the sum");
 					continue;
 				}
-				/* errors accumulate where sums are encoded repeatedly */
+				/* errors accumulate in algorithms that encode sums repeatedly */
 				const double lost = error(t, want), limit = c.limit * (1 + me.size) + 0.01;
 				if (!(lost <= limit))
 					throw std::logic_error(which + " loses " + std::to_string(lost));
@@ -94,7 +94,7 @@ TEST_CASE("Results of every codec by every algorithm are identical on all ranks,
 namespace
 {
 
-/* Reduce tensors with sizes at boundaries of slices, chunks and blocks. */
+/* All-reduce tensors whose sizes are at boundaries of slices, chunks and blocks. */
 std::string each_size(Rank &me)
 {
 	Group group(me.connect());
@@ -132,7 +132,7 @@ TEST_CASE("Tensors of 0, 1 and prime numbers of values, and around block boundar
 namespace
 {
 
-/* Reduce 64 MiB: slices have many chunks, and the kernel accepts messages in parts. */
+/* All-reduce 64 MiB, so that slices have many chunks and the operating system accepts messages in several writes. */
 std::string large(Rank &me)
 {
 	constexpr size_t N = 1 << 24;
@@ -207,7 +207,7 @@ std::string others(Rank &me)
 				allgather(context, x.bytes.data(), free.data(), n, dtype, spec_of(codec), {}, 7);
 				EXPECT(free == out);
 			}
-			/* the output may be a part of the tensor, as in torch */
+			/* the output may be a part of the input tensor, as in torch */
 			Tensor both = tensor(me.rank, dtype, n * me.size);
 			group.reduce_scatter(both.data(), both.bytes.data() + me.rank * x.bytes.size(), n, dtype,
 					     spec_of(CODEC_LOSSLESS));
@@ -242,7 +242,7 @@ std::string apart(Rank &me)
 			Options options;
 
 			if (algorithm == Algorithm::automatic)
-				continue; /* its choice may change from call to call */
+				continue; /* the algorithm that "automatic" chooses may differ between calls */
 			options.algorithm = algorithm;
 			group.allreduce(in_place.data(), N, dtype, spec_of(CODEC_FLOAT8), options);
 			options.out = out.data();
@@ -267,7 +267,7 @@ TEST_CASE("Out-of-place calls and free functions give the bits of in-place calls
 namespace
 {
 
-/* Reduce tensors above 8 MiB in place by codecs of a fixed rate: their frames are decoded after the verdict. */
+/* All-reduce tensors above 8 MiB in place with fixed-rate codecs, whose frames are decoded after the verdict. */
 std::string late(Rank &me)
 {
 	Group group(me.connect());
@@ -319,7 +319,7 @@ TEST_CASE("A large tensor in place gets the bits of an out-of-place call, and is
 namespace
 {
 
-/* Perform gloo::allreduce on ones, and check the sum. */
+/* Perform Gloo's own allreduce of ones, and check the sum. */
 void stock(const std::shared_ptr<::gloo::Context> &context, uint32_t tag)
 {
 	std::vector<float> ones(1000, 1);
@@ -336,7 +336,7 @@ void stock(const std::shared_ptr<::gloo::Context> &context, uint32_t tag)
 	EXPECT(ones == std::vector<float>(1000, static_cast<float>(context->size)));
 }
 
-/* Perform collectives in one thread, with random pauses. */
+/* Perform `calls` collectives in one thread, with random pauses. */
 void hammer(const std::shared_ptr<::gloo::Context> &context, uint32_t tag, int calls)
 {
 	Group group(context, tag);
@@ -406,7 +406,7 @@ std::string over_and_over(Rank &me)
 		EXPECT(t == want);
 		sent.push_back(group.sent_nbytes() - before);
 	}
-	/* a collective sends the bytes of frames, or in a trial of raw the bytes of raw values */
+	/* a collective sends the bytes of frames or, in a trial of raw, the bytes of raw values */
 	const uint64_t frames = sent[0], values = 2 * (me.size - 1) * N * 4 / me.size;
 	EXPECT(frames < values);
 	std::string kinds;

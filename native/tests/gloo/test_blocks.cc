@@ -92,7 +92,7 @@ TEST_CASE("Elements have the size of the frame of a block")
 namespace
 {
 
-/* Return the decoded elements of a tensor whose elements have equal values. */
+/* Return the decoded values of four blocks with equal contents, encoded with this random stream. */
 std::vector<float> drawn(const codec_spec &spec, uint64_t stream)
 {
 	std::vector<float> x(4096);
@@ -127,7 +127,7 @@ TEST_CASE("Random bits differ between streams and between elements")
 namespace
 {
 
-/* Reduce elements of which one has NaN on a rank, or a byte that changes before two elements are added. */
+/* Reduce elements one of which has a NaN on one rank, or a byte that is damaged before two elements are added. */
 std::string spoilt(Rank &me)
 {
 	constexpr size_t N = 10000;

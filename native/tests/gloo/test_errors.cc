@@ -1,4 +1,7 @@
-/* test_errors.cc - errors of one rank are errors on all ranks; nothing is changed, and the next collective works. */
+/*
+ * test_errors.cc - an error on one rank is reported on all ranks; no tensor is changed, and the next collective
+ * succeeds.
+ */
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -19,7 +22,7 @@ constexpr size_t N = 40000;
 constexpr Algorithm ALGORITHMS[] = {Algorithm::two_shot, Algorithm::all_gather, Algorithm::ring, Algorithm::raw,
 				    Algorithm::blocks};
 
-/* Arguments of a collective, which one rank changes. */
+/* Arguments of a collective; one rank modifies them to be invalid. */
 struct Call {
 	Tensor x, out;
 	std::vector<float> residual, sums;
@@ -44,7 +47,7 @@ struct Call {
 	}
 };
 
-/* Check that the memory of a call is unchanged and the group works. */
+/* Check that the tensors of a failed call are unchanged and that the group's next collective succeeds. */
 void check_unharmed(Group &group, const Rank &me, const Call &call)
 {
 	EXPECT(call.x == tensor(me.rank, call.x.dtype, N));
@@ -57,13 +60,13 @@ void check_unharmed(Group &group, const Rank &me, const Call &call)
 }
 
 struct Mistake {
-	codec_status status; /* status of the error on the rank that makes it */
+	codec_status status; /* status of the error on the rank that causes it */
 	std::function<void(Call &)> make;
 };
 
 const codec_codebook NO_BOOK{};
 
-/* A metric whose arrays or parameter groups do not fit the tensor. */
+/* A metric whose arrays or parameter groups do not match the tensor. */
 struct BadMetric {
 	std::vector<float> state = std::vector<float>(N, 1);
 	codec_tensor theta = detail::tensor_of(CODEC_FLOAT32, state.data(), N), other = theta;
@@ -108,7 +111,7 @@ std::vector<Mistake> mistakes()
 		{CODEC_BAD_SHAPE, [](Call &c) { c.n = size_t(1) << 62; }}, /* more than 2^64 bytes */
 		{CODEC_BAD_SHAPE, [](Call &c) { c.n = SIZE_MAX; }},
 		{CODEC_BAD_ARGUMENT,
-		 [](Call &c) { c.n = size_t(1) << 46; }}, /* so many values overlap with the residuals */
+		 [](Call &c) { c.n = size_t(1) << 46; }}, /* a tensor of this size overlaps the residuals */
 		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.timeout = std::chrono::milliseconds(-1); }},
 		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.timeout = std::chrono::milliseconds::min(); }},
 		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.timeout = std::chrono::milliseconds::max(); }},
@@ -191,7 +194,7 @@ TEST_CASE("Invalid arguments on one rank are an ArgumentError or SpecError there
 namespace
 {
 
-/* Run out of memory on one rank. Return the message of the PeerError; the rank itself returns "bad_alloc". */
+/* Run out of memory on one rank. That rank returns "bad_alloc", all others the message of their PeerError. */
 std::string without_memory(Rank &me)
 {
 	Group group(me.connect());
@@ -224,8 +227,8 @@ TEST_CASE("A rank without memory for messages throws bad_alloc, the others PeerE
 
 	CHECK(said[WRONG] == "bad_alloc");
 	/*
-	 * A rank that loses a peer closes its connections to all others. So one survivor names rank 1; the other one
-	 * may find the connection to that survivor closed first.
+	 * A rank that loses a peer closes its connections to all other ranks. So one survivor reports rank 1 as lost;
+	 * the other survivor may first notice that its connection to that survivor was closed.
 	 */
 	CAPTURE(said[0]);
 	CAPTURE(said[2]);
@@ -270,7 +273,7 @@ TEST_CASE("A context without a timeout is refused unless the call has one of up 
 namespace
 {
 
-/* Invalid arguments of a reduce-scatter or an all-gather: the output is null, or n is too large. */
+/* Invalid arguments of a reduce-scatter or an all-gather: a null output, or n too large. */
 struct Given {
 	codec_status status;
 	bool out;
@@ -318,12 +321,12 @@ namespace
 {
 
 /*
- * Perform more kinds of calls than a group remembers, some of which one rank cannot begin: all ranks must remember
- * the same ones.
+ * Perform calls with more signatures than a group remembers; one rank cannot begin some of them. All ranks must
+ * remember the same signatures.
  */
 std::string many_kinds(Rank &me)
 {
-	constexpr size_t LARGE = 50000; /* values, of a tensor for which ranks may choose raw */
+	constexpr size_t LARGE = 50000; /* values; a tensor of this size may be sent raw */
 	Group group(me.connect());
 	const Tensor want = in_order(me.size, CODEC_FLOAT32, LARGE, Op::mean);
 	const auto large = [&] {
@@ -337,8 +340,8 @@ std::string many_kinds(Rank &me)
 		for (int i = 0; i < 4; i++) /* the next call is the first of the trial of raw */
 			large();
 		/*
-		 * a failed request must not count as a new kind: the other ranks would drop a choice that this rank
-		 * keeps
+		 * a failed request must not count as a new signature: the other ranks would forget a choice that this
+		 * rank remembers
 		 */
 		std::vector<float> x(300, 1);
 		const auto refused = [&] {
@@ -366,7 +369,7 @@ TEST_CASE("Ranks remember the same choices after a call that one of them could n
 namespace
 {
 
-/* Request another collective on one rank, with valid arguments. */
+/* On one rank, request a different collective than on the other ranks, with valid arguments. */
 std::string other_wish(Rank &me)
 {
 	Group group(me.connect());
@@ -392,7 +395,7 @@ std::string other_wish(Rank &me)
 		[](Group &g, Call &c) { g.reduce_scatter(c.x.data(), c.out.data(), N / 4, c.dtype, c.spec); },
 	};
 
-	const size_t keeps = wishes.size(); /* another number of values that TOPK keeps */
+	const size_t keeps = wishes.size(); /* a different number of values that TOPK keeps */
 
 	for (size_t i = 0; i <= keeps; i++) {
 		Call call(me.rank, CODEC_BFLOAT16);
@@ -429,7 +432,10 @@ TEST_CASE("Another size, spec, operation, algorithm or collective on one rank is
 namespace
 {
 
-/* Reduce NaN or Inf of one rank: ArgumentError there, PeerError with its number elsewhere, by all algorithms. */
+/*
+ * Reduce a NaN or an Inf of one rank with all algorithms. That rank must throw ArgumentError, the others PeerError with
+ * its number.
+ */
 std::string not_finite(Rank &me)
 {
 	Group group(me.connect());
@@ -485,7 +491,10 @@ TEST_CASE("NaN or Inf on one rank is an error on all, for every lossy codec by e
 namespace
 {
 
-/* Sum values to Inf in the slice of rank WRONG by reduce_scatter: ArgumentError there, PeerError elsewhere. */
+/*
+ * Make a sum overflow to Inf in the slice of rank WRONG in reduce_scatter. That rank must throw ArgumentError, the
+ * others PeerError.
+ */
 std::string overflowing_part(Rank &me)
 {
 	Group group(me.connect());
@@ -531,7 +540,7 @@ TEST_CASE("A sum that overflows in reduce_scatter is an error on all ranks, unle
 namespace
 {
 
-/* Reduce NaN and Inf by codecs that represent them. Return the results. */
+/* Reduce NaN and Inf with codecs that represent them. Return the results. */
 std::string said(Rank &me)
 {
 	Group group(me.connect());
@@ -570,7 +579,10 @@ TEST_CASE("NaN and Inf arrive on all ranks if the codec represents them")
 namespace
 {
 
-/* Reduce NaNs whose bits differ between ranks: both signs, quiet and signaling, beside numbers and Inf. */
+/*
+ * Reduce NaNs whose bits differ between ranks (both signs, quiet and signaling) with NaNs, numbers and Inf of other
+ * ranks.
+ */
 std::string many_nans(Rank &me)
 {
 	Group group(me.connect());
@@ -615,7 +627,7 @@ TEST_CASE("NaNs of different bits are reduced to the same bits on all ranks")
 namespace
 {
 
-/* Build a codebook for the values of a step. */
+/* Build a codebook from the test values of a seed. */
 codec_codebook book_of(const codec_spec &spec, uint64_t seed)
 {
 	Tensor t = tensor(0, CODEC_FLOAT32, N, seed);

@@ -1,4 +1,7 @@
-/* test_hostile.cc - a rank that violates the protocol: an error on the other one, whose tensor is unchanged. */
+/*
+ * test_hostile.cc - one of two ranks violates the protocol: the other rank must throw, and its tensor must be
+ * unchanged.
+ */
 #include <doctest/doctest.h>
 
 #include <fcntl.h>
@@ -22,16 +25,18 @@ constexpr size_t N_VALUES = 40000, VALUES_NBYTES = N_VALUES * sizeof(float), ROO
 /* A violation of the protocol, and the error class that the victim throws. */
 struct Attack {
 	std::string name;
-	std::string error; /* "none": the result is right; "abort": Gloo ends the process */
+	std::string error; /* error class; "none": the result is correct; "abort": Gloo ends the process */
 	std::function<void(Peer &)> act;
 	Algorithm algorithm = Algorithm::all_gather;
 	codec_spec spec = spec_of(CODEC_LOSSLESS);
 	int victim = -1;        /* -1: either rank */
 	int collectives = 1;    /* number of the victim's all-reduces; all but the last succeed */
-	std::string words = ""; /* part of the error's message */
+	std::string words = ""; /* text that the error's message must contain */
 };
 
-/* Perform one all-reduce as the victim. Return the class of the error, after a check that the tensor is unchanged. */
+/*
+ * Perform one all-reduce as the victim. If it throws, check that the tensor is unchanged, and return the error's class.
+ */
 std::string reduced(Group &group, const Attack &attack, int rank)
 {
 	Tensor x = tensor(rank, CODEC_FLOAT32, N_VALUES);
@@ -59,7 +64,7 @@ std::string be_attacked(Rank &me, const Attack &attack)
 	auto context = me.connect();
 
 	context->setTimeout(milliseconds(3000));
-	if (attack.error == "abort") { /* without the reports of doctest and of std::terminate() */
+	if (attack.error == "abort") { /* suppress the reports of doctest and std::terminate() */
 		std::signal(SIGABRT, SIG_DFL);
 		EXPECT(dup2(open("/dev/null", O_WRONLY), 2) == 2);
 	}
@@ -69,14 +74,14 @@ std::string be_attacked(Rank &me, const Attack &attack)
 	return reduced(group, attack, me.rank);
 }
 
-/* Ignore errors of the connection: the attacked rank reports them. */
+/* Perform an attack. Connection errors are ignored here, because the victim reports them. */
 std::string attack_by(Rank &me, const Attack &attack)
 {
 	Peer peer(me.connect());
 
 	try {
 		attack.act(peer);
-		peer.frame(ROOM); /* wait until the victim is done, and its connections are closed */
+		peer.frame(ROOM); /* wait until the victim closes its connections */
 	} catch (const ::gloo::Exception &) {
 	}
 	return "";
@@ -107,7 +112,7 @@ Message frame_of(const Peer &peer, const codec_spec &spec = spec_of(CODEC_LOSSLE
 	return hostile::encoded(spec, dtype, n, peer.context()->rank);
 }
 
-/* Return an attack that follows the protocol, except for the message of the frame, which make() returns. */
+/* Return an attack that follows the protocol, except that make() creates the message with the frame. */
 std::function<void(Peer &)> sends_frame(std::function<Message(Peer &, uint64_t stamp)> make)
 {
 	return [=](Peer &peer) {
@@ -120,7 +125,7 @@ std::function<void(Peer &)> sends_frame(std::function<Message(Peer &, uint64_t s
 }
 
 /*
- * Return an attack by a message that announces `nbytes` more bytes than its frame has, and is cut after `cut` bytes.
+ * Return an attack whose message announces `nbytes` more bytes than its frame has, and is truncated to `cut` bytes.
  */
 std::function<void(Peer &)> misannounces(int64_t nbytes, size_t cut = SIZE_MAX)
 {
@@ -176,7 +181,9 @@ TEST_CASE("A frame that arrives in part is not completed by the frame of the pre
 namespace
 {
 
-/* Return an attack on a raw all-reduce that follows the protocol, except for one message of values. */
+/*
+ * Return an attack on a raw all-reduce that follows the protocol, except that change() modifies one message of values.
+ */
 std::function<void(Peer &)> sends_values(bool of_terms, std::function<Message(Message)> change)
 {
 	return [=](Peer &peer) {
@@ -231,7 +238,7 @@ TEST_CASE("Raw values that arrive in part are a FrameError for any previous cont
 namespace
 {
 
-/* Return an attack by an invalid request. */
+/* Return an attack that answers with an invalid request, which make() creates. */
 std::function<void(Peer &)> answers(std::function<Message(Numbers)> make)
 {
 	return [=](Peer &peer) {
@@ -269,7 +276,7 @@ TEST_CASE("Numbers of another count, in part or out of range are a PeerError")
 	check({"number of the collective", "PeerError",
 	       answers([](Numbers wanted) { return Peer::message_of(with(wanted, 3, ~uint64_t(0))); })});
 	check({"a key", "none",
-	       [](Peer &peer) { /* the victim has none: data begins after the requests, without a key */
+	       [](Peer &peer) { /* no key: the victim sends data after the requests */
 				Numbers wanted = peer.numbers();
 				const Message frame = frame_of(peer);
 
@@ -284,7 +291,7 @@ TEST_CASE("Numbers of another count, in part or out of range are a PeerError")
 namespace
 {
 
-/* Return an attack that follows the protocol, except for the report of the outcome. */
+/* Return an attack that follows the protocol, except that `message` replaces the report of the outcome. */
 std::function<void(Peer &)> reports(Message message)
 {
 	return [=](Peer &peer) {
@@ -335,7 +342,7 @@ codec_spec changed(codec_spec spec, const std::function<void(codec_spec &)> &cha
 	return spec;
 }
 
-/* Return an attack by a frame of another spec, dtype or size than agreed. */
+/* Return an attack that sends a frame whose spec, dtype or size differs from the agreed one. */
 Attack of_other_spec(const codec_spec &agreed, const codec_spec &sent, size_t n = N_VALUES,
 		     uint32_t dtype = CODEC_FLOAT32)
 {
@@ -380,7 +387,7 @@ TEST_CASE("A frame of each codec is accepted for its own spec only")
 				const detail::Parameters parameters(agreed.spec, dtype, false, memory);
 				const auto row =
 					[](const Case &
-						   c) { /* without a row, float8 has one scale for the last dimension */
+						   c) { /* group_size 0: FLOAT8 has one scale per row */
 							return c.name == "float8" ? "float8, last" : c.name;
 					};
 

@@ -1,8 +1,9 @@
 /*
- * test_lost.cc - a rank dies or freezes: all others throw in time, nothing is changed, and a new group works.
+ * test_lost.cc - a rank dies or freezes: all other ranks throw within the timeout, no tensor is changed, and a new
+ * group works.
  *
- * The fault point is a number of bytes that the rank has sent, so that messages are also cut in the middle. The
- * variable CODEC_FAULT_POINTS sets how many fault points are tried for each algorithm.
+ * A fault point is the number of bytes that the rank sends before it is lost, so messages are also cut in the middle.
+ * The variable CODEC_FAULT_POINTS sets how many fault points are tried for each algorithm.
  */
 #include <doctest/doctest.h>
 
@@ -21,7 +22,7 @@ namespace
 {
 
 constexpr int SIZE = 3, VICTIM = 1;
-constexpr size_t MANY = 500000;                                    /* more than the kernel accepts at once */
+constexpr size_t MANY = 500000;                                    /* values; more than one write accepts */
 constexpr milliseconds TIMEOUT(1000), PROMISED(2000), SLACK(2000); /* for shared CPUs */
 
 struct Way {
@@ -29,7 +30,7 @@ struct Way {
 	Algorithm algorithm;
 	uint32_t codec;
 	bool feedback;
-	bool steady = false; /* true: lost in the second call, in which data is sent before requests come */
+	bool steady = false; /* true: lost in the second call, in which ranks send data before they receive requests */
 };
 
 constexpr Way WAYS[] = {
@@ -44,7 +45,7 @@ constexpr Way WAYS[] = {
 	{"steady raw", Algorithm::raw, CODEC_FLOAT8, true, true},
 };
 
-/* One all-reduce and its memory. */
+/* One all-reduce with its tensors. */
 struct Step {
 	Tensor x;
 	std::vector<float> residual, sums;
@@ -76,7 +77,7 @@ struct Step {
 	}
 };
 
-/* Perform a collective before the fault: an empty one, or one with the same signature. */
+/* Perform a collective before the one with the fault: an empty one or, if way.steady, one with the same signature. */
 void warm_up(Group &group, const Way &way, int rank)
 {
 	Step step(way, rank);
@@ -87,7 +88,7 @@ void warm_up(Group &group, const Way &way, int rank)
 		group.allreduce(nullptr, 0, CODEC_FLOAT32, step.spec);
 }
 
-/* Results of all ranks after an all-reduce without a fault, and the number of bytes that the victim has sent. */
+/* Results of an all-reduce without a fault, and the number of bytes that the victim sends in it. */
 struct Undisturbed {
 	std::vector<std::string> digests;
 	uint64_t nbytes;
@@ -112,8 +113,8 @@ Undisturbed undisturbed(const Way &way)
 }
 
 /*
- * Perform an all-reduce as a surviving rank: either it succeeds, or it throws within `within` and changes nothing.
- * Then perform another one in a new group.
+ * Perform an all-reduce as a surviving rank: it must succeed, or throw within `within` and change no tensor. Then
+ * perform another all-reduce in a new group.
  */
 std::string survive(Rank &me, const Way &way, milliseconds within, bool voted, const std::string &want)
 {
@@ -134,7 +135,7 @@ std::string survive(Rank &me, const Way &way, milliseconds within, bool voted, c
 		const auto took = std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
 		if (took > within)
 			throw std::logic_error("it took " + std::to_string(took.count()) + " ms");
-		/* a victim that has reported its outcome may be lost without an error */
+		/* once the victim has reported its outcome, its loss need not cause an error */
 		EXPECT(raised || voted);
 		EXPECT(step.digest() == (raised ? before : want));
 		if (raised)
@@ -157,7 +158,7 @@ int moments(int few)
 	return asked ? std::max(2, std::atoi(asked)) : few;
 }
 
-/* Perform an all-reduce as the victim, which raises signal `number` once it has sent `moment` bytes. */
+/* Perform an all-reduce as the victim, which raises signal `number` after it has sent `moment` bytes. */
 std::string be_lost(Rank &me, const Way &way, uint64_t moment, int number)
 {
 	Group group(me.connect());
@@ -175,7 +176,7 @@ std::string be_lost(Rank &me, const Way &way, uint64_t moment, int number)
 	return "none";
 }
 
-/* Start a team one of whose ranks is lost; another process replaces it in the next group. */
+/* Start a team one of whose ranks is lost, and a process that replaces that rank in the next group. */
 std::unique_ptr<ranks::Team> lose(const Way &way, const Undisturbed &want, uint64_t moment, int number)
 {
 	const bool voted = moment + 2 * (wire::HEADER + 64) >= want.nbytes;
@@ -210,7 +211,7 @@ void check(ranks::Team &team, int number)
 	}
 }
 
-/* Try fault points of all algorithms. Teams run at the same time, since their ranks mostly wait. */
+/* Test up to `most` fault points per algorithm. Teams run concurrently, because their ranks mostly wait. */
 void sweep(int number, int most)
 {
 	std::vector<Undisturbed> wants;
@@ -248,7 +249,7 @@ TEST_CASE("A rank dies at any fault point of an all-reduce: PeerError on all oth
 namespace
 {
 
-/* Exchange outcomes that ranks report one after the other; `too_late`: rank 3 does so after the timeout. */
+/* Exchange outcomes, which the ranks report one after the other. `too_late`: rank 3 reports after the timeout. */
 std::string last_message(Rank &me, bool too_late)
 {
 	const int wait_ms[] = {700, 0, 1300, too_late ? 2500 : 1400};

@@ -25,7 +25,7 @@ uint64_t fnv(const Numbers &words)
 	return hash;
 }
 
-/* Return the stamp of a collective. */
+/* Return the stamp of the collective with this number. */
 uint64_t stamp(uint64_t round)
 {
 	uint64_t z = round * 0x9E3779B97F4A7C15;
@@ -68,7 +68,7 @@ uint64_t signature(const codec_spec &spec, uint64_t n, Algorithm algorithm, cons
 	return fnv(words);
 }
 
-/* Return the words of a request, up to the count. */
+/* Return the words of a request, except the final count. */
 Numbers request(uint64_t signature, uint64_t key, uint64_t round)
 {
 	return {signature, 0, key, round, 0, 0, 0};
@@ -85,7 +85,7 @@ Bytes bytes_of(const std::vector<float> &values, size_t begin, size_t end)
 
 /*
  * Check the messages of rank 0 in a raw all-reduce of 2,048 values: two slices of one chunk each. If the signature has
- * a key, terms come before rank 0 has this rank's request.
+ * a key, rank 0 must send its values before it receives this rank's request.
  */
 void check_raw(Peer &peer, uint64_t key, uint64_t round)
 {
@@ -132,7 +132,10 @@ codec_spec framed_spec()
 	return spec;
 }
 
-/* Check the messages of rank 0 in an all-gather. Rank 1 sends no frame, and proposes 40 as number of the collective. */
+/*
+ * Check the messages of rank 0 in an all-gather. Rank 1 sends no frame, and proposes 40 as the number of the
+ * collective.
+ */
 void check_frames(Peer &peer)
 {
 	const uint64_t signed_by = signature(framed_spec(), FRAMED, Algorithm::all_gather, {7, 10, 30, 2});
@@ -152,8 +155,8 @@ void check_frames(Peer &peer)
 }
 
 /*
- * Check the messages of rank 0 in a steady all-gather, which come before it has this rank's request, and its report and
- * verdict with times: those of rank 1 are larger.
+ * Check the messages of rank 0 in a steady all-gather, which it must send before it receives this rank's request. Then
+ * check its report and verdict, which have times; rank 1 reports larger times.
  */
 void check_automatic(Peer &peer)
 {

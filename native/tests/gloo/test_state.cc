@@ -1,4 +1,4 @@
-/* test_state.cc - tensors with an optimizer's state or with residuals. */
+/* test_state.cc - collectives of tensors with an optimizer's state or with residuals. */
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -22,7 +22,7 @@ struct State {
 	codec_tensor t, w, k;
 	std::vector<codec_metric> metrics;
 
-	/* Create one metric for each parameter group; `begins` are their first values. */
+	/* Create one metric for each parameter group; `begins`: index of each group's first value. */
 	State(uint32_t dtype, const std::vector<uint64_t> &begins)
 	    : theta(tensor(90, dtype, N_VALUES)), v(CODEC_FLOAT32, squares()), m(tensor(92, dtype, N_VALUES)),
 	      t(detail::tensor_of(dtype, theta.data(), N_VALUES)),
@@ -59,7 +59,7 @@ struct State {
 	}
 };
 
-/* Compute the sensitivity of the built-in metric. */
+/* Metric function (codec_metric.user) that computes the same A as the built-in metric. */
 void as_built_in(void *data, uint64_t first, uint64_t n, float *a)
 {
 	const codec_metric &metric = static_cast<State *>(data)->metrics[0];
@@ -74,7 +74,10 @@ void as_built_in(void *data, uint64_t first, uint64_t n, float *a)
 	}
 }
 
-/* Encode and decode a whole tensor. Levels depend on single values, so that pieces must give the same result. */
+/*
+ * Encode and decode a whole tensor. A value's level depends on that value only, so pieces of the tensor must decode to
+ * the same values.
+ */
 std::vector<float> through_frame(const codec_spec &spec, const codec_metric *metric, const Tensor &x)
 {
 	codec_tensor like = detail::tensor_of(x.dtype, x.bytes.data(), N_VALUES);
@@ -95,7 +98,7 @@ std::vector<float> through_frame(const codec_spec &spec, const codec_metric *met
 	return found;
 }
 
-/* Return the mean of all ranks' decoded frames; `again`: encoded and decoded once more, as sums are. */
+/* Return the mean of all ranks' decoded frames. `again`: encode and decode the mean once more, as two_shot does. */
 Tensor expected(int size, uint32_t dtype, const codec_spec &spec, const codec_metric *metric, bool again)
 {
 	std::vector<float> total = through_frame(spec, metric, tensor(0, dtype, N_VALUES));
@@ -214,7 +217,7 @@ TEST_CASE("A user-defined metric gets positions in the whole tensor; other state
 namespace
 {
 
-/* Return the sum over all ranks. */
+/* Return the sum of `mine` over all ranks. */
 std::vector<float> everyones(Group &group, std::vector<float> mine)
 {
 	Options options;
@@ -225,7 +228,7 @@ std::vector<float> everyones(Group &group, std::vector<float> mine)
 	return mine;
 }
 
-/* Steps with error feedback: sums of the results and of the exact means, and the residuals. */
+/* Training steps with error feedback: sums over the steps of results and of exact means, and the residuals. */
 struct Steps {
 	std::vector<float> residual = std::vector<float>(N_VALUES), sums = residual, given = residual;
 	std::vector<double> wanted = std::vector<double>(N_VALUES);
@@ -252,7 +255,7 @@ struct Steps {
 		detail::add(given.data(), got.data(), N_VALUES);
 	}
 
-	/* Return the largest difference between exact and actual sums that residuals do not explain. */
+	/* Return the largest difference between exact and actual sums, after subtracting the residuals. */
 	double unexplained(Group &group, const Rank &me)
 	{
 		const std::vector<float> of_terms = everyones(group, residual), of_sums = everyones(group, sums);
@@ -282,7 +285,7 @@ std::string telescoped(Rank &me)
 
 	for (uint32_t dtype : DTYPES) {
 		for (uint32_t codec : {CODEC_QUANTIZE, CODEC_SIGN, CODEC_FLOAT8, CODEC_TOPK}) {
-			/* the rounding of sums to the dtype before encoding is in no residual */
+			/* residuals do not include the error of rounding sums to the dtype before encoding */
 			const double limit = dtype == CODEC_FLOAT32 ? 2e-6 : dtype == CODEC_BFLOAT16 ? 0.04 : 0.005;
 			codec_spec spec = spec_of(codec);
 			Steps steps;
@@ -293,13 +296,13 @@ std::string telescoped(Rank &me)
 				steps.take(group, me, dtype, spec, Algorithm::two_shot);
 			EXPECT(steps.largest_residual() > 1e-3);
 			EXPECT(steps.unexplained(group, me) < limit);
-			/* in one phase no sums are encoded */
+			/* algorithms with one phase encode no sums */
 			Steps one_phase;
 			for (int i = 0; i < 3; i++)
 				one_phase.take(group, me, dtype, spec, Algorithm::all_gather);
 			EXPECT(one_phase.sums == std::vector<float>(N_VALUES));
 			EXPECT(one_phase.unexplained(group, me) < limit);
-			/* raw sends the whole residuals, up to the precision of the dtype */
+			/* raw sends the residuals in full, up to the precision of the dtype */
 			steps.take(group, me, dtype, spec, Algorithm::raw);
 			EXPECT(steps.largest_residual() <= (dtype == CODEC_FLOAT32 ? 0 : limit));
 			EXPECT(steps.unexplained(group, me) < limit);
@@ -324,8 +327,8 @@ namespace
 {
 
 /*
- * Values of rank 1 and of the other ranks, residuals of rank 1's value and of the sum. `good`: codecs without NaN and
- * Inf accept them.
+ * Value of rank 1, value of the other ranks, residual of rank 1's value, residual of the sum. `good`: codecs that
+ * cannot encode NaN and Inf accept these.
  */
 struct Extreme {
 	const char *name;
@@ -353,12 +356,12 @@ const Extreme EXTREMES[] = {
 };
 
 /*
- * Perform a step and return true if it succeeds. Check that nothing is changed otherwise, and that residuals stay
- * finite.
+ * Perform a step, and return true if it succeeds. If it fails, check that no tensor is changed. Check that residuals
+ * remain finite.
  */
 bool take(Group &group, const Rank &me, const Extreme &of, const codec_spec &spec, Algorithm algorithm, bool feedback)
 {
-	constexpr size_t AT = 2500; /* a value in the slice of the last rank */
+	constexpr size_t AT = 2500; /* index of a value in the slice of the last rank */
 	std::vector<float> x = values(me.rank, 3000), residual(x.size()), sums(x.size());
 	Options options;
 

@@ -1,6 +1,7 @@
 /*
- * test_steady.cc - collectives whose signature all ranks have agreed on before, so that they send data before the
- * requests of others come: other arguments or errors on one rank are errors on all, and the connections stay usable.
+ * test_steady.cc - steady collectives: all ranks agreed on the signature before, so they send data before they receive
+ * the other ranks' requests. Different arguments or an error on one rank must be errors on all ranks, and the
+ * connections must remain usable.
  */
 #include <doctest/doctest.h>
 
@@ -20,11 +21,11 @@ using ranks::thrown;
 namespace
 {
 
-constexpr int WRONG = 1;                                      /* rank with other arguments or values */
+constexpr int WRONG = 1;                                      /* rank with different arguments or values */
 constexpr size_t SMALL = 300, MEDIUM = 40000, LARGE = 900000; /* values; LARGE has several chunks */
 constexpr milliseconds SOON(5000);                            /* a quarter of the timeout, for shared CPUs */
 
-/* One collective and its memory, which errors must not change. */
+/* One collective with its tensors, which errors must not change. */
 struct Call {
 	std::string name;
 	int kind; /* 0 allreduce, 1 reduce_scatter, 2 allgather */
@@ -33,7 +34,7 @@ struct Call {
 	Algorithm algorithm;
 	bool feedback;
 
-	/* Perform the collective. With `spoil`, values, residuals or result of this rank are spoiled before. */
+	/* Perform the collective. `spoil`, if given, first makes this rank's tensor or options invalid. */
 	std::string run(Group &group, const Rank &me, const std::function<void(Tensor &, Options &)> &spoil = {}) const
 	{
 		const size_t size = static_cast<size_t>(me.size);
@@ -84,7 +85,7 @@ const std::vector<Call> CALLS = {
 	{"allgather", 2, MEDIUM, CODEC_LOSSLESS, Algorithm::automatic, false},
 };
 
-/* Run work() on a rank, and throw if it takes longer than errors of other ranks may take. */
+/* Run work(), and throw if it takes longer than SOON, within which errors of other ranks must be reported. */
 template <class F> void soon(F &&work)
 {
 	const Clock::time_point begin = Clock::now();
@@ -94,8 +95,8 @@ template <class F> void soon(F &&work)
 }
 
 /*
- * For each two collectives: agree on both, so that both are steady; then perform one while rank WRONG performs the
- * other. Afterwards both work, and are steady again.
+ * For each pair of collectives: perform both, so that both are steady. Then perform one while rank WRONG performs the
+ * other. Afterwards both must succeed and be steady again.
  */
 std::string differ(Rank &me)
 {
@@ -138,7 +139,7 @@ TEST_CASE("Other arguments of one rank in a steady group are a PeerError on all 
 namespace
 {
 
-/* Fail on one rank in a steady collective: by invalid arguments, by NaN. */
+/* Make a steady collective fail on one rank, by invalid arguments and by a NaN. */
 std::string fail(Rank &me)
 {
 	Group group(me.connect());
@@ -201,7 +202,7 @@ TEST_CASE("An error of one rank in a steady collective is an error on all at onc
 namespace
 {
 
-/* Make a new group on one rank, on all, or on none, also after a steady collective in which ranks differed. */
+/* Create a new group on one rank, on all ranks or on none, also after a steady collective with different arguments. */
 std::string renew(Rank &me)
 {
 	auto context = me.connect();
@@ -248,7 +249,9 @@ TEST_CASE("Groups can be made anew on one rank or on all, and never use the mess
 namespace
 {
 
-/* Perform steady collectives in a group of a tag. With `differs`, ranks differ in each third one. */
+/*
+ * Perform steady collectives in a group with this tag. `differs`: every third one has different arguments on one rank.
+ */
 void work(const std::shared_ptr<::gloo::Context> &context, const Rank &me, uint32_t tag, bool differs)
 {
 	Group group(context, tag);

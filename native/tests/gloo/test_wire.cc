@@ -1,6 +1,6 @@
 /*
- * test_wire.cc - bytes that are damaged in transit: an error on all ranks, nothing is changed, and the next
- * collective works.
+ * test_wire.cc - bytes damaged in transit must cause an error on all ranks and change no tensor; the next collective
+ * must succeed.
  */
 #include <doctest/doctest.h>
 
@@ -18,7 +18,7 @@ namespace
 {
 
 constexpr int SIZE = 3, SENDER = 1;
-constexpr size_t SMALL = 30000, LARGE = 2200000; /* large tensors, whose frames are decoded after the verdict */
+constexpr size_t SMALL = 30000, LARGE = 2200000; /* values; frames of LARGE are decoded after the verdict */
 
 struct Way {
 	const char *name;
@@ -45,7 +45,7 @@ struct Flip {
 	uint8_t bits;    /* mask of the bits */
 };
 
-/* Perform one all-reduce in which a rank sends a damaged byte. Return the error of this rank. */
+/* Perform one all-reduce in which one rank sends a damaged byte. Return this rank's error. */
 std::string damaged(Group &group, const Rank &me, const Way &way, const Flip &flip)
 {
 	const bool feedback = way.codec != CODEC_LOSSLESS && way.algorithm != Algorithm::ring;
@@ -91,7 +91,7 @@ TEST_CASE("A flipped byte of a frame is a FrameError on its receiver and a PeerE
 			flips.push_back({random.below(2), offset - (blocks ? 8 : 0), 1});
 		for (int i = 0; i < (way.n == SMALL ? 20 : 3); i++)
 			flips.push_back({random.below(2),
-					 100 + random.below(blocks ? 500 : 900), /* behind a frame are zeros */
+					 100 + random.below(blocks ? 500 : 900), /* zeros follow a frame */
 					 static_cast<uint8_t>(1 << random.below(8))});
 		const auto results = ranks::run(SIZE, [&](Rank &me) {
 			Group group(me.connect());
@@ -118,7 +118,7 @@ TEST_CASE("A flipped byte of a frame is a FrameError on its receiver and a PeerE
 				CHECK(raised != "nothing");
 				frame_errors += raised == "FrameError";
 			}
-			/* one message may go to several ranks */
+			/* one frame may be sent to several ranks */
 			CHECK(frame_errors >= 1);
 			CHECK(frame_errors < SIZE);
 		}
@@ -129,8 +129,8 @@ TEST_CASE("An impossible length is a FrameError or PeerError, and nothing is rea
 {
 	for (const Way &way : WAYS) {
 		if (way.algorithm == Algorithm::blocks)
-			continue; /* elements have no lengths */
-		/* lengths change by 1, 16 MiB, 255 TiB and 2^63 */
+			continue; /* elements of Blocks have no length words */
+		/* flips that change a length by 1, 16 MiB, 255 TiB and 2^63 bytes */
 		const Flip flips[] = {{0, 0, 1}, {0, 3, 1}, {1, 5, 255}, {0, 7, 128}};
 		const auto results = ranks::run(SIZE, [&](Rank &me) {
 			Group group(me.connect());

@@ -1,6 +1,6 @@
 /*
- * test_words.cc - unit tests that need no ranks: conversion of dtypes, partition, choice between frames and raw,
- * connect.h.
+ * test_words.cc - unit tests without communication: conversion of dtypes, partition of tensors, choice between frames
+ * and raw, connect.h.
  */
 #include <doctest/doctest.h>
 
@@ -21,7 +21,7 @@ using tensors::segment;
 namespace
 {
 
-/* Return the value of a 16-bit float by the definition of its format. */
+/* Return the value of a 16-bit float, computed from the definition of its format. */
 double value_of(uint16_t h, int exponent_bits, int mantissa_bits)
 {
 	const int most = (1 << exponent_bits) - 1, bias = most >> 1;
@@ -51,7 +51,7 @@ uint16_t nearest(double x, int exponent_bits, int mantissa_bits)
 
 		(value_of(middle, exponent_bits, mantissa_bits) <= x ? low : high) = middle;
 	}
-	/* Inf stands one step of the last width above the largest number */
+	/* treat Inf as the number one step above the largest finite number */
 	const double below = value_of(low, exponent_bits, mantissa_bits);
 	const double above =
 		high == infinite ? 2 * below - value_of(static_cast<uint16_t>(low - 1), exponent_bits, mantissa_bits)
@@ -104,7 +104,10 @@ TEST_CASE("Float32 values round to the nearest 16-bit float, ties to even, inclu
 	tensors::Random random(1);
 
 	for (const Half &half : HALVES) {
-		/* each 16-bit float, the midpoint to the next one, and the float32 neighbours of both */
+		/*
+		 * convert each 16-bit float, the midpoint between it and the next one, and the float32 neighbours of
+		 * both
+		 */
 		for (uint32_t h = 0; h < 65536; h++) {
 			const uint16_t next = static_cast<uint16_t>(h + 1);
 			const float x = half.widen(static_cast<uint16_t>(h)), y = half.widen(next);
@@ -118,7 +121,7 @@ TEST_CASE("Float32 values round to the nearest 16-bit float, ties to even, inclu
 		}
 		for (int i = 0; i < 200000; i++)
 			REQUIRE(as_nearest(half, float_of(static_cast<uint32_t>(random()))));
-		/* the largest number, the tie above it, and beyond */
+		/* the largest finite number, the tie above it, and larger numbers */
 		for (float x :
 		     {65504.0f, 65519.996f, 65520.0f, 65536.0f, 3.3895314e38f, 3.4e38f, INFINITY, 1e-45f, 0.0f})
 			for (float sign : {1.0f, -1.0f})
@@ -130,8 +133,8 @@ namespace
 {
 
 /*
- * Check that the pieces of all ranks cover a tensor without gaps, and that their segments have the same place and
- * whole rows.
+ * Check that the pieces of all ranks cover a tensor without gaps, and that their segments are at the same positions of
+ * the tensor and consist of whole rows.
  */
 void check_cut(uint64_t n, int size, uint32_t itemsize, const Segments &segments, uint64_t chunk = CHUNK_NBYTES)
 {
@@ -177,7 +180,7 @@ TEST_CASE("Slices cover a tensor in rank order and keep short rows whole")
 	};
 
 	for (const auto &shapes : layouts) {
-		for (uint64_t before : {0, 1, 5000}) { /* values outside of segments, before and behind */
+		for (uint64_t before : {0, 1, 5000}) { /* number of values before and after the segments */
 			Segments segments;
 			uint64_t n = laid_out(shapes, segments) + before + before / 2;
 
@@ -190,7 +193,7 @@ TEST_CASE("Slices cover a tensor in rank order and keep short rows whole")
 						check_cut(n, size, itemsize, segments, chunk);
 		}
 	}
-	for (uint64_t rows = 1; rows < 550; rows++) { /* slices of fewer than 1,024 values, some behind a segment */
+	for (uint64_t rows = 1; rows < 550; rows++) { /* slices of fewer than 1,024 values, some after the segment */
 		Segments segments;
 
 		laid_out({{rows, 2}}, segments);
@@ -214,7 +217,7 @@ TEST_CASE("Cut points are starts of rows inside segments, and elsewhere multiple
 		if (row)
 			REQUIRE(found == at - (at - (row == 30 ? 0 : 26000)) % row);
 		else if (at - 157072 < 131074)
-			REQUIRE(found == at); /* long rows are cut anywhere */
+			REQUIRE(found == at); /* cuts may divide long rows anywhere */
 		else
 			REQUIRE(found == at / 1024 * 1024);
 	}
@@ -333,8 +336,8 @@ namespace
 {
 
 /*
- * Return the largest times of two ranks: one takes `wall` microseconds and computes for `busy` of them, the other one
- * waits for half of that time. Frames are `smaller` times smaller than values.
+ * Return the maxima of two ranks' times. One rank takes `wall` microseconds and computes for `busy` of them; the other
+ * waits for half of `wall`. Frames are `smaller` times smaller than raw values.
  */
 Times largest(uint64_t wall, uint64_t busy, uint64_t smaller = 1)
 {
@@ -469,7 +472,7 @@ TEST_CASE("A report has the time, the load and the waiting time for raw of a col
 namespace
 {
 
-/* Contexts with the signatures of older and current Gloo. */
+/* Stand-ins for Gloo's context, with the function signatures of older and of current Gloo. */
 struct Old {
 	Old(int r, int s) : rank(r), size(s)
 	{

@@ -1,9 +1,8 @@
 /*
  * wire.h - a writev() that counts the bytes this process sends, damages them, or acts at a given byte.
  *
- * Gloo sends by writev(). The dynamic linker finds the one of this program before that of libc. A message has two
- * parts, Gloo's header of 48 bytes and the data. Only data is damaged: Gloo ends the receiving process if its header
- * is wrong.
+ * Gloo sends by writev(). The dynamic linker finds this program's writev() before libc's. A message has two parts,
+ * Gloo's header of 48 bytes and the data. Only data is damaged: Gloo ends the receiving process if its header is wrong.
  */
 #pragma once
 
@@ -22,13 +21,16 @@ void restart();
 /* Call act() once `nbytes` bytes have been sent, before the next byte. */
 void at(uint64_t nbytes, const std::function<void()> &act);
 
-/* Upper bound of messages of numbers; messages of frames are longer. */
+/* Maximum size of a message of numbers, in bytes; messages with frames are longer. */
 constexpr uint64_t NUMBERS = 64;
 
-/* Flip bits of the byte at `offset` of a message of a frame. `number` counts such messages from now on. */
+/*
+ * Flip bits of the byte at `offset` of a message with a frame. `number` is the message's index among such messages sent
+ * from now on.
+ */
 void flip(uint64_t number, uint64_t offset, uint8_t bits);
 
-/* Return true if flip() has taken effect; cancel it otherwise. */
+/* Return true if a byte was flipped since flip(); otherwise cancel the flip. */
 bool flipped();
 
 } // namespace wire
