@@ -286,7 +286,7 @@ static void test_instruction_sets_agree_on_planes(void **unused)
 
 		for (size_t i = 0; i < nbytes; i++)
 			values[i] = (uint8_t)(next_random() >> 20);
-		for (size_t i = 0; i < n; i++) { /* include offsets at the ends of the circle, and some exponents of 0 */
+		for (size_t i = 0; i < n; i++) { /* include ends of the circle and exponents of 0 */
 			offset[i] = (uint16_t)(next_random() % 3 ? next_random() % WIRE_CIRCLE(128)
 								 : next_random() % 2 * (WIRE_CIRCLE(128) - 1));
 			if (next_random() % 4 == 0)

@@ -196,7 +196,7 @@ static void test_one_pass_saves_scan(void **unused)
 		codec_spec spec = spec_of(codec_ids[i]);
 
 		for (uint32_t flags = 0; flags <= CODEC_NO_VERIFY_FIRST; flags += CODEC_NO_VERIFY_FIRST) {
-			int scans = !flags || spec.codec == CODEC_SIGN; /* SIGN's scale is computed from the whole tensor */
+			int scans = !flags || spec.codec == CODEC_SIGN; /* SIGN's scale needs the whole tensor */
 
 			with.flags = flags;
 			assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, scratch,

@@ -101,7 +101,7 @@ static void test_rejects_steps_out_of_order(void **unused)
 			 CODEC_BAD_ARGUMENT); /* a target after the regions' position */
 	assert_int_equal(MOVE(range.count, range.at, plan.regions_at + 4), CODEC_BAD_ARGUMENT);
 	assert_int_equal(MOVE(range.count, range.at, plan.regions_at - 8), CODEC_BAD_ARGUMENT);
-	assert_int_equal(MOVE(range.count, range.end + 8, range.at), CODEC_BAD_ARGUMENT); /* no regions at that position */
+	assert_int_equal(MOVE(range.count, range.end + 8, range.at), CODEC_BAD_ARGUMENT); /* no regions there */
 	assert_int_equal(MOVE(0, range.at, range.at), CODEC_BAD_ARGUMENT);
 	assert_int_equal(MOVE(range.count + 1, range.at, range.at), CODEC_BAD_ARGUMENT);
 	assert_int_equal(codec_encode_move(job, frame, range.end - 8, &range, range.at), CODEC_BAD_ARGUMENT);

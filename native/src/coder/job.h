@@ -10,10 +10,10 @@
 /* Part of the scale model. The offset of a value is the sum of a base and the offsets of its row and column. */
 struct segment {
 	uint64_t start, count;
-	uint32_t row;        /* values per row; 0: part of kind 0 */
-	uint32_t nibbles_at; /* nibbles of rows, then columns: bytes after the records; half an index into offsets */
-	uint16_t base;       /* in eighths of an octave, as all offsets */
-	uint16_t mean;       /* encode: mean pattern of the rows */
+	uint32_t row;         /* values per row; 0: part of kind 0 */
+	uint32_t nibbles_at;  /* nibbles of rows, then columns: bytes after the records; half an index into offsets */
+	uint16_t base;        /* in eighths of an octave, as all offsets */
+	uint16_t mean;        /* encode: mean pattern of the rows */
 	uint8_t kind, shifts; /* as in the record */
 };
 

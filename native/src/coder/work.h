@@ -24,9 +24,9 @@ static inline uint64_t padded(uint64_t n)
 struct work {
 	uint8_t *plane[WIRE_MAX_PLANES]; /* m + 64 bytes each: kernels may read or write 64 more bytes than they use */
 	uint8_t *symbol, *high;          /* m + 64, m / 2 + 64 bytes: a plane being coded or decoded */
-	uint8_t *region;                 /* encode: the block's region; points into the frame if region_bound bytes are free there */
-	uint16_t *offset;                /* OFFSETS offsets */
-	struct fitted fitted;            /* encode: row offsets of the block */
+	uint8_t *region;  /* encode: the block's region; points into the frame if region_bound bytes are free there */
+	uint16_t *offset; /* OFFSETS offsets */
+	struct fitted fitted; /* encode: row offsets of the block */
 	/* Codecs of rows: a chunk's values, scales and random bits; codes of a tile. */
 	float *x, *y, *scale, *scale_below;
 	uint32_t *max;

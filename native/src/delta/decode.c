@@ -10,7 +10,7 @@ struct changes {
 	const char *base;
 	uint32_t mode, field, count;
 	struct delta_list list; /* changes, unless the mode is RAW */
-	uint64_t summed; /* number of the base's chunks whose checksum sums are computed */
+	uint64_t summed;        /* number of the base's chunks whose checksum sums are computed */
 };
 
 static codec_status read_head(const uint8_t *frame, const struct header *h, uint64_t b, struct changes *c,

@@ -34,7 +34,7 @@ static inline struct sums sums_load(const uint8_t *of)
 struct lookup {
 	struct sums length, symbol;
 	struct pair both;                          /* for any book */
-	int few; /* 1: the book allows struct sums */
+	int few;                                   /* 1: the book allows struct sums */
 	__m256i escape, escape_first, escape_bits; /* the escape's code is on top of x if x & bits equals first */
 };
 

@@ -246,8 +246,8 @@ static inline size_t affine_codes_simd(const float_any *x, size_t n, float half,
 			F y = ADDF(LOADF(x + i + LANES * k), minus);
 			F place = MULF(ADDF(MULF(tiny ? MULF(y, up) : y, by), SETF(1)), steps);
 
-			c[k] = TRUNC(AS_F(
-				MAX(AS_V(MINF(place, most)), SET1(0)))); /* negative floats have negative bits */
+			c[k] = TRUNC(
+				AS_F(MAX(AS_V(MINF(place, most)), SET1(0)))); /* negative floats have negative bits */
 			c[k] = SRL(ADD(c[k], fine_draws(h, i + LANES * k)), 17);
 		}
 		NARROW(code + i, c);

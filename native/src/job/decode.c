@@ -5,8 +5,7 @@
  */
 #include "api.h"
 
-#define VERIFY_FLAGS                                                                                                   \
-	(CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY) /* steps: call codec_decode_check instead */
+#define VERIFY_FLAGS (CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY) /* steps: call codec_decode_check instead */
 
 /* Return 1 if decoding stores or adds codes of TERNARY as integers. */
 static int takes_codes(uint32_t into)

@@ -2,7 +2,7 @@
 #include "api.h"
 
 #define TILE                                                                                                           \
-	WIRE_TRITS_BLOCK /* values per tile: a block, unless rows are long; a tile fits the second-level cache \
+	WIRE_TRITS_BLOCK /* values per tile: a block, unless rows are long; a tile fits the second-level cache         \
 			  */
 
 /*
@@ -133,7 +133,7 @@ static codec_status accumulate_frames(const struct sum *s, codec_range range, ui
 
 	part.data = (void *)((uintptr_t)there - size * at); /* decoding indexes from the tensor's start */
 	part.nbytes = size * n;
-	turn.flags &= ~CODEC_NONTEMPORAL; /* use cached stores, because accumulating the next frame reads these values */
+	turn.flags &= ~CODEC_NONTEMPORAL; /* the next frame reads these values */
 	turn.flags |= s->count == 1 && is_nontemporal(s->with, s->dst) ? CODEC_NONTEMPORAL : 0;
 	for (size_t i = 0; i < s->count; i++) {
 		set_context(&turn, i, s->count, s->op, s->unscaled);

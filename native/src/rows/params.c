@@ -86,8 +86,7 @@ static codec_status header_check_size(const struct header *h, codec_fault *f)
 {
 	const struct row_kind q = header_kind(h);
 	uint64_t least = h->regions_at + row_codes_nbytes(q, h->n);
-	uint64_t blocks =
-		h->n / (q.bits ? WIRE_ROW_BLOCK : WIRE_TRITS_BLOCK); /* lower bound of nblocks */
+	uint64_t blocks = h->n / (q.bits ? WIRE_ROW_BLOCK : WIRE_TRITS_BLOCK); /* lower bound of nblocks */
 
 	if (q.entropy && blocks > h->nblocks)
 		BAD(WIRE_AT_NBLOCKS, h->nblocks, blocks);

@@ -12,8 +12,7 @@
  */
 static void prefetch(const struct truncate_kind *q, struct ahead *next)
 {
-	size_t n = MIN(next->n,
-		       4 * TRUNCATE_TILE / (q->by_bit ? 4 : 8)); /* 4 or 8 calls prefetch a float32 tile */
+	size_t n = MIN(next->n, 4 * TRUNCATE_TILE / (q->by_bit ? 4 : 8)); /* 4 or 8 calls prefetch a float32 tile */
 
 	for (size_t c = 0; c < next->count; c++, next->at[c - 1] += n)
 		for (size_t i = 0; i < n; i += 64)

@@ -276,7 +276,7 @@ TEST_CASE("Numbers of another count, in part or out of range are a PeerError")
 	check({"number of the collective", "PeerError",
 	       answers([](Numbers wanted) { return Peer::message_of(with(wanted, 3, ~uint64_t(0))); })});
 	check({"a key", "none",
-	       [](Peer &peer) { /* no key: the victim sends data after the requests */
+	       [](Peer &peer) { /* without a key, the victim sends data after the requests, in other slots */
 				Numbers wanted = peer.numbers();
 				const Message frame = frame_of(peer);
 
@@ -385,11 +385,10 @@ TEST_CASE("A frame of each codec is accepted for its own spec only")
 			REQUIRE(codec_inspect(frame.data(), frame.size(), &info) == CODEC_OK);
 			for (const Case &agreed : cases) {
 				const detail::Parameters parameters(agreed.spec, dtype, false, memory);
-				const auto row =
-					[](const Case &
-						   c) { /* group_size 0: FLOAT8 has one scale per row */
-							return c.name == "float8" ? "float8, last" : c.name;
-					};
+				const auto row = [](const Case &c) { /* group_size 0: FLOAT8 has one scale per row */
+								     return c.name == "float8" ? "float8, last"
+											       : c.name;
+				};
 
 				CAPTURE(sent.name);
 				CAPTURE(agreed.name);
