@@ -2,8 +2,8 @@
 
     python fuzz/compare.py [--first SEED] [--frames N] [--most VALUES]
 
-The number of a frame determines its bytes. A disagreement is printed with the number, and its frame is written to
-build/fuzz/disagree.
+A frame's number is the seed that determines its bytes. A disagreement is printed with that number, and the frame is
+written to build/fuzz/disagree.
 """
 
 import argparse
@@ -30,7 +30,7 @@ LIMIT = 51  # CODEC_LIMIT
 
 
 class One(ctypes.Structure):
-    """struct frames_one of frames.c."""
+    """Mirror of struct frames_one in frames.c: a frame, the inputs to decode it, and the library's result."""
 
     _fields_ = [
         *((name, ctypes.POINTER(ctypes.c_uint8)) for name in ("frame", "ea", "values")),
@@ -42,7 +42,7 @@ class One(ctypes.Structure):
 
 
 def build(folder: Path, library: Path) -> Any:
-    """Compile the generator against a build of the library, and load it."""
+    """Compile the frame generator, link it to `library`, and return it as a ctypes library."""
     made = folder / "frames.so"
     command = ["cc", "-std=c11", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-o", made]
     command += [f"-I{ROOT / 'native/include'}", f"-I{ROOT / 'native/src'}"]
@@ -55,7 +55,7 @@ def build(folder: Path, library: Path) -> Any:
 
 
 def values_declared(one: One) -> int:
-    """Return the number of values that the header declares."""
+    """Return the number of values that the frame's header declares, or 0 if the header is malformed."""
     rank = one.frame[7] if one.nbytes > 7 else 0
     if rank > 8 or one.nbytes < 48 + 8 * rank:
         return 0
@@ -63,7 +63,7 @@ def values_declared(one: One) -> int:
 
 
 def verdict(one: One) -> tuple[str, bytes]:
-    """Return the reference decoder's reason to reject a frame, or "" and the values' bytes."""
+    """Return the reference decoder's reason to reject a frame and b"", or "" and the bytes of the decoded values."""
     frame = bytes(one.frame[: one.nbytes])
     books = {one.book_id: list(one.lengths)} if one.book_id else {}
     a = np.ctypeslib.as_array(one.ea, (one.n,)) if one.ea else None
@@ -76,11 +76,11 @@ def verdict(one: One) -> tuple[str, bytes]:
 
 
 def compare(lib: Any, seed: int, most: int) -> tuple[One, str]:
-    """Return frame number `seed`, and how library and reference decoder disagree; "" if they agree."""
+    """Return frame number `seed`, and a description of the disagreement, which is "" if both decoders agree."""
     one = One()
     lib.frames_make(seed, most, one)
     if one.ea and values_declared(one) != one.n:
-        return one, ""  # the state belongs to another tensor
+        return one, ""  # the frame declares another size than the state has
     if one.status == LIMIT:
         return one, ""  # too large for the library's limits
     why, values = verdict(one)
@@ -94,7 +94,7 @@ def compare(lib: Any, seed: int, most: int) -> tuple[One, str]:
 
 
 def main() -> int:
-    """Compare frames and print progress; return 1 if any disagree."""
+    """Compare frames and print progress; return True if the decoders disagree on any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--frames", type=int, default=2000)

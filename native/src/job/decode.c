@@ -5,7 +5,8 @@
  */
 #include "api.h"
 
-#define VERIFY_FLAGS (CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY) /* steps: call codec_decode_check instead */
+#define VERIFY_FLAGS                                                                                                   \
+	(CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY) /* require a separate pass; callers of steps use codec_decode_check */
 
 /* Return 1 if decoding stores or adds codes of TERNARY as integers. */
 static int takes_codes(uint32_t into)
