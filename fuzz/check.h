@@ -34,7 +34,10 @@ struct given {
  */
 codec_status check_frame(const struct given *given, const struct given *others, size_t nothers, struct source *s);
 
-/* n bytes that end at the end of an allocation, unaligned. Free with exact_free. */
+/*
+ * Buffer of n bytes whose end is the end of its allocation, so that ASan detects overruns; its start is unaligned. Free
+ * it with exact_free.
+ */
 struct exact {
 	uint8_t *p;
 	size_t n;

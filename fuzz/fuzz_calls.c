@@ -195,7 +195,7 @@ static codec_range some_range(struct source *s, const codec_plan *plan)
 			     .at = plan->regions_at + (one_in(s, 12) ? below(s, 64) : first * plan->region_bound)};
 }
 
-/* Call steps in any order, with any ranges. */
+/* Call the steps of codec_engine.h in any order, with any ranges. */
 static void steps(struct source *s, struct memory *m, struct arguments *a, size_t written)
 {
 	codec_plan plan = {0};

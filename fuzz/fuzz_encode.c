@@ -211,7 +211,10 @@ static void check_values(struct task *k, const struct result *r, int residual)
 	exact_free(&scratch);
 }
 
-/* Check exact capacity, less capacity, short scratch and overlapping buffers. */
+/*
+ * Check encoding with a capacity of exactly the frame's size, with a smaller capacity, with too little scratch, and
+ * with overlapping buffers.
+ */
 static void check_room(struct task *k, const struct result *r, int residual)
 {
 	size_t capacity = below(&k->s, 2) ? r->nbytes - 1 : below(&k->s, r->nbytes);

@@ -80,7 +80,7 @@ void grammar_recompute_checksums(uint8_t *f, size_t nbytes)
 	store(f + WIRE_AT_CHECKSUM, sum, 8);
 }
 
-/* Pick the number of values, mostly small: a frame of two blocks covers what one of a hundred does. */
+/* Pick the number of values, mostly small: a frame of two blocks reaches the same code as a frame of a hundred. */
 static uint64_t pick_n(struct maker *m)
 {
 	static const uint64_t MOST[] = {8, 700, 700, 1600, 1600, 5000, 9000, 17000, 40000, 100000};

@@ -9,7 +9,7 @@
 #include "grammar.h"
 #include "maker.h"
 
-/* Bits of a stream; region of a block. */
+/* struct bits: bit stream being written. struct block: region of a block being made. */
 struct bits {
 	uint8_t *p;
 	size_t n, room; /* bits */

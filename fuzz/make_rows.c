@@ -8,7 +8,7 @@ struct kind {
 	uint32_t codec, variant, bits, row;
 	int entropy, trits, two, affine;
 	uint32_t most;       /* largest code */
-	uint32_t scale_most; /* largest byte that stores a row's scale; 0: scales are float32 */
+	uint32_t scale_most; /* largest valid byte of a stored row scale; 0: scales are float32 */
 };
 
 static struct kind kind_of(const struct grammar *g)

@@ -230,7 +230,7 @@ static void put_symbols(struct maker *m, const struct cut *q, uint32_t mode, uin
 		put(m, m->symbol[0], 1);
 }
 
-/* Return the number of bits dropped from a value with exponent e, where the exponent of A is a. */
+/* Return the number of bits dropped from a value with exponent e, given the exponent `a` of A. */
 static int slack_drops(const struct cut *q, int e, int a, int guard, int by_bit)
 {
 	int d = (a - 127) - (e - q->bias) - guard, k = 0;

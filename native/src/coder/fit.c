@@ -31,7 +31,7 @@ static void add_shape(struct job *j, uint64_t start, uint64_t count, uint32_t ra
 		add_flat(j, start, start + count);
 }
 
-/* Return 1 if one base serves all values. */
+/* Return 1 if the model is flat: all values share one base, without offsets. */
 static int is_flat(const struct job *j)
 {
 	return model_asked(&j->h) == WIRE_MODEL_FLAT || j->h.n < CHOOSE_MODEL_MIN;
@@ -265,7 +265,7 @@ static void count_bytes(const uint8_t *e, uint64_t n, uint32_t counts[256])
 {
 	uint64_t i = 0, x;
 
-	for (; i + 8 <= n; i += 8) { /* one load for eight symbols */
+	for (; i + 8 <= n; i += 8) { /* load eight symbols at once */
 		memcpy(&x, e + i, 8);
 		for (int k = 0; k < 8; k++)
 			counts[x >> 8 * k & 255]++;
@@ -275,8 +275,8 @@ static void count_bytes(const uint8_t *e, uint64_t n, uint32_t counts[256])
 }
 
 /*
- * Clear the bins. With one bin per symbol there are two sets of 256, for alternate values: counting one symbol
- * repeatedly is limited by the latency of a store to its bin.
+ * Clear the bins. With one bin per symbol there are two sets of 256 bins, used for alternate values, because counting
+ * one symbol repeatedly in one bin is limited by the latency of the store.
  */
 static void open_bins(uint32_t *bins, int parts)
 {
@@ -290,7 +290,7 @@ static void count_bins(const struct dtype *d, const uint16_t *p, uint64_t n, int
 	uint32_t *other = parts == 1 ? bins + 256 : bins;
 	uint64_t i = 0, x;
 
-	for (; i + 4 <= n; i += 4) { /* one load, shift and mask for four symbols */
+	for (; i + 4 <= n; i += 4) { /* load, shift and mask four symbols at once */
 		memcpy(&x, p + i, 8);
 		x = x >> shift & (uint64_t)mask * 0x0001000100010001;
 		bins[x & 0xffff]++;

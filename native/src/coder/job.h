@@ -17,7 +17,7 @@ struct segment {
 	uint8_t kind, shifts; /* as in the record */
 };
 
-/* Encode: offsets of rows computed for a range of values. */
+/* Encode: a range of values for which row offsets were computed. */
 struct fitted {
 	uint64_t from; /* first value of the range; a row that begins before it has the offset `row` */
 	int8_t row;
@@ -36,7 +36,7 @@ struct model {
 struct part {
 	uint64_t start, count, first_block;
 	uint32_t first_sum;
-	uint32_t group_size; /* values that share a scale; 0: all */
+	uint32_t group_size; /* number of values that share a scale; 0: all */
 	float scale[2];
 };
 
@@ -58,9 +58,9 @@ enum { DELTA_UNKNOWN, DELTA_CHECKED, DELTA_LISTED };
 struct delta_block {
 	uint64_t base, result;
 	uint32_t changes;
-	uint32_t state;  /* decode; DELTA_LISTED: changes are in the job's list */
+	uint32_t state;  /* decode: DELTA_UNKNOWN, ...; DELTA_LISTED: the changes are in the job's list */
 	uint64_t list;   /* index of the first change in the list */
-	uint64_t origin; /* first block of the range with which the block was checked */
+	uint64_t origin; /* first block of the range in which the block was checked */
 };
 
 /* Direction and state of a job. Steps out of order, or of the other direction, return CODEC_BAD_ARGUMENT. */
@@ -90,7 +90,7 @@ struct job {
 	uint64_t outer_checksum; /* decode: the frame's checksum minus the checksums of its blocks */
 	uint64_t codebook_id;
 	uint64_t base_digest, result_digest; /* DELTA, decode: digests in the side section */
-	uint32_t reads_residual;             /* encode: CODEC_FEEDBACK or CODEC_DIFFERENCE if set */
+	uint32_t reads_residual;             /* encode: the flag CODEC_FEEDBACK or CODEC_DIFFERENCE, or 0 */
 	uint8_t checked;                     /* decode: the checksum is verified, or CODEC_NO_CHECKSUM is set */
 	codebook books[WIRE_MAX_PLANES];
 	union {

@@ -1,6 +1,6 @@
 /*
- * model.c - the scale model: an offset for every value, so that one codebook suits the whole frame. Written, read and
- * applied here; fit.c chooses it.
+ * model.c - write, read and apply the scale model: an offset for every value, so that one codebook suits the whole
+ * frame. fit.c chooses the model.
  */
 #include "model.h"
 

@@ -1,5 +1,5 @@
 /*
- * plane.c - code a plane of bytes with the lane coder. docs/spec/format.md, section 7.
+ * plane.c - encode and decode a plane of bytes with the lane coder. docs/spec/format.md, section 7.
  *
  * Layout of a coded plane:
  *

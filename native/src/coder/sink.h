@@ -100,7 +100,7 @@ static inline float_any *sink_room(const struct sink *s, uint64_t first, int add
 	return adds || (stores && (!s->nontemporal || streams)) ? there : NULL;
 }
 
-/* Return 1 if the destination holds sums of TERNARY's codes, which sink_put_codes stores. */
+/* Return 1 if the destination receives TERNARY's codes as integers, by sink_put_codes. */
 static inline int sink_takes_codes(const struct sink *s)
 {
 	return s->into == CODEC_INTO_CODES || s->into == CODEC_INTO_ADD_CODES;

@@ -40,8 +40,8 @@ struct work {
 	float *candidate;
 	uint64_t stream_nbytes;
 	/*
-	 * TRUNCATE: joint symbols; patterns; fields or their pieces; exponents, exponents of A, bits dropped, bits
-	 * kept; levels.
+	 * TRUNCATE, per value: joint symbols; patterns; fields or pieces of fields; exponents, exponents of A, number
+	 * of bits dropped, number of bits kept; levels.
 	 */
 	uint16_t *exponent;
 	uint32_t *patterns, *fields;
@@ -49,8 +49,8 @@ struct work {
 	const codec_metric *metric; /* metric at which the search for the next value's metric begins */
 	char *values; /* decode: values of a block not decoded into the tensor; shares memory with `region` */
 	uint32_t *words, *words_end;
-	struct delta_buffers delta; /* DELTA; lists of decoded changes are at delta.at and values */
-	uint64_t *sums[2];          /* DELTA: sums of a block's chunks, of the base and of the result */
+	struct delta_buffers delta; /* DELTA; decoded changes are listed in delta.at and values */
+	uint64_t *sums[2];          /* DELTA: checksum sums of a block's chunks: [0] base, [1] result */
 	struct stream top[2];       /* buffers for plane 0 of two blocks; plane[0] is the first block's */
 	struct ahead ahead;
 };

@@ -1,4 +1,4 @@
-/* digest.c - digests of values, and their comparison with a frame's. */
+/* digest.c - compute digests of values, and compare them with a frame's digests. */
 #include "delta.h"
 
 /*

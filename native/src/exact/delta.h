@@ -109,7 +109,7 @@ BITS_FN uint32_t delta_class(uint32_t exponent, int scale)
 	return above >= 2 * WIRE_DELTA_CLASSES ? WIRE_DELTA_CLASSES : (uint32_t)(above + 1) / 2;
 }
 
-/* Return the Rice parameter of a small value. */
+/* Return the Rice parameter for the step of a value of class 0. */
 BITS_FN uint32_t delta_small_k(uint32_t exponent, int scale, uint32_t item)
 {
 	uint32_t below = (uint32_t)(scale - (int)exponent), most = 8 * item - 2;
@@ -117,7 +117,7 @@ BITS_FN uint32_t delta_small_k(uint32_t exponent, int scale, uint32_t item)
 	return below < most ? below : most;
 }
 
-/* Return the Rice parameter of a class's gaps. */
+/* Return the Rice parameter for the gaps between a class's changes. */
 BITS_FN uint32_t delta_class_k(uint32_t class_)
 {
 	return 2 * class_;

@@ -216,7 +216,7 @@ BITS_FN uint16_t round_to_float16(uint32_t x)
 {
 	uint32_t a = x & ROUND_ABS, sign = x >> 16 & 0x8000;
 	uint32_t normal = ((a + 0xfff + (a >> 13 & 1)) >> 13) - (112u << 10);
-	/* below 2^-14 the last bit is worth 2^-24, as in a sum with 1/2 */
+	/* below 2^-14, float16's last bit is worth 2^-24, as is that of a float32 sum with 1/2 */
 	uint32_t small = round_bits(round_add(round_float(a), 0.5f)) - round_bits(0.5f),
 		 is_small = 0 - (a < 113u << 23);
 	uint32_t finite =
@@ -532,7 +532,7 @@ BITS_FN uint32_t round_ternary(float ax, struct over over, uint32_t *low)
 	float q = round_over_times(ax, over), most = 65536.0f;
 	int high;
 
-	q = q < most ? q : most; /* holds unless the tensor changes while it is read */
+	q = q < most ? q : most; /* has an effect only if another thread changes the tensor */
 	high = round_to_int(q) < 65535 ? round_to_int(q) : 65535;
 
 	*low = (uint32_t)round_to_int(round_mul(round_sub(q, (float)high), 65536.0f));

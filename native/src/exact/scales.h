@@ -19,7 +19,7 @@ struct row_kind {
 	uint8_t affine;       /* QUANTIZE: rows have a smallest and a largest value */
 	uint8_t bits;         /* bits of a code in the frame; 0: five codes per byte */
 	uint8_t e5m2;         /* FLOAT8: elements are e5m2, not e4m3 */
-	uint8_t scale_most;   /* largest byte that stores a row's scale; 0: scales are float32 */
+	uint8_t scale_most;   /* largest valid byte of a stored row scale; 0: scales are float32 */
 	float max;            /* FLOAT8: largest finite value */
 	int levels;           /* QUANTIZE: largest code (even) or largest magnitude of a level (odd) */
 };
@@ -180,7 +180,7 @@ BITS_FN void scale_push(double *level, uint64_t count, double sum)
 	level[i] = sum;
 }
 
-/* Return the total of the tree. The last sums may lack a neighbour. */
+/* Return the total of the tree. If `count` is no power of two, the last sums are added without neighbours. */
 BITS_FN double scale_total(const double *level, uint64_t count)
 {
 	double total = 0;
@@ -377,7 +377,7 @@ BITS_FN int scale_rounds_up(struct row_kind q)
 	return (q.options & (WIRE_OPTION_STOCHASTIC | WIRE_OPTION_RCEIL)) != 0;
 }
 
-/* Return the byte that stores a row's scale. `part` is the part's scale. */
+/* Return the byte to store for a row's scale. `part`: the part's scale. */
 BITS_FN uint8_t scale_byte(struct row_kind q, uint32_t max, float part)
 {
 	int up = scale_rounds_up(q);

@@ -17,7 +17,7 @@ struct codec_range;
 struct family {
 	int is_rows; /* 1: values share scales, blocks follow rows and parts */
 
-	int never_stored; /* 1: only an empty tensor is stored; blocks write the residual */
+	int never_stored; /* 1: only empty tensors are stored, so blocks can write the residual */
 
 	int is_delta; /* 1: values are encoded against a base; no tensor is stored, and a frame may have no blocks */
 
@@ -80,7 +80,7 @@ struct family {
 	 * directory that depend on values, except sizes.
 	 */
 	codec_status (*begin)(struct job *j, const codec_spec *s, const codec_context *with);
-	/* Cut the scale model's parts as `choose` will. NULL: `begin` has cut all parts. */
+	/* Cut the tensor into the scale model's parts, as `choose` would. NULL: `begin` has cut all parts. */
 	void (*cut)(struct job *j, const codec_context *with);
 	void (*scan)(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count);
 	codec_status (*choose)(struct job *j, const struct kernels *k, const struct source *src,

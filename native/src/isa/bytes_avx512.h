@@ -1,4 +1,4 @@
-/* bytes_avx512.h - table look-ups of 64 bytes at a time. */
+/* bytes_avx512.h - look up 64 bytes at a time in tables of 256 bytes. */
 #ifndef CODEC_BYTES_AVX512_H
 #define CODEC_BYTES_AVX512_H
 

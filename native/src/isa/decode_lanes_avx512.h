@@ -213,7 +213,7 @@ static inline __attribute__((always_inline)) void decode_two(const struct lookup
 			n = _mm512_add_epi8(n, n2);
 			total = _mm512_add_epi8(total, n);
 			by_word(n, count);
-			for (int v = 0; v < 4; v++) { /* shift by at most 16; counts are taken mod 32 */
+			for (int v = 0; v < 4; v++) { /* shifts are by at most 16; shift counts are taken mod 32 */
 				word[v] = _mm512_shldv_epi32(word[v], part[v], count[v]);
 				part[v] = _mm512_shldv_epi32(part[v], zero, count[v]);
 			}

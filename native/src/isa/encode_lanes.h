@@ -45,7 +45,10 @@ static inline __attribute__((always_inline)) uint32_t *encode_rows_by(const CODE
 
 			codes_find(table, few, symbol + WIRE_ROW * rows + 4 * LANES * v, &code, &n,
 				   escaped + 4 * rows + LANES / 8 * v);
-			/* prepend n bits: if part and tail exceed 32 bits, the last word is complete and pushed out */
+			/*
+			 * prepend n bits; if `part` then exceeds 32 bits, `word` is complete: store it and continue
+			 * with `part`
+			 */
 			t = ADD(tail[v], n);
 			m = GT(t, SET1(31));
 			full = OR(part[v], SHL(code, tail[v]));

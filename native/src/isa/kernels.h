@@ -191,12 +191,12 @@ struct kernels {
 	/* patterns: extract the patterns of floats. lower: lower each pattern by its offset, possibly in place. */
 	void (*patterns[FORM_COUNT])(const void *src, size_t n, uint16_t *p);
 	void (*lower)(const uint16_t *p, const uint16_t *offset, uint16_t zero, size_t n, uint16_t *u);
-	/* offset = start + grain * cols on the circle; |start| <= circle / 2, |cols| <= 64, grain <= 128 */
+	/* offset[i] = start + grain * cols[i], modulo the circle; |start| <= circle / 2, |cols| <= 64, grain <= 128 */
 	void (*offsets)(const int8_t *cols, int start, int grain, uint16_t zero, size_t n, uint16_t *offset);
 
 	/* Compute the sum and the number of the patterns that are at least `zero`. */
 	void (*sum)(const uint16_t *p, size_t n, uint16_t zero, uint32_t *total, uint32_t *count);
-	/* For each column with p >= zero: total += p - row, count += 1. */
+	/* For each column i with p[i] >= zero, add p[i] - row to the column's total, and 1 to its count. */
 	void (*columns)(const uint16_t *p, int row, uint16_t zero, size_t n, struct columns *sums);
 
 	/*
@@ -274,7 +274,10 @@ struct kernels {
 	void (*multiply)(float_any *out, size_t n, float by);
 	void (*divide)(float_any *out, size_t n, float by);
 	void (*maximum)(const float *y, size_t n, float_any *out);
-	/* Store x / by (by 0: x) to dst with non-temporal stores. Returns the largest bit pattern of |x / by|. */
+	/*
+	 * Store x / by, or x if `by` is 0, to dst with non-temporal stores. Returns the largest bit pattern of the
+	 * stored magnitudes.
+	 */
 	uint32_t (*settle)(const float_any *x, size_t n, float by, float_any *dst);
 
 	/* truncate_loops.h */

@@ -36,7 +36,10 @@ static inline __m256i raise256(__m256i u, __m256i offset)
 	return _mm256_add_epi16(s, _mm256_and_si256(_mm256_srai_epi16(s, 15), past_end));
 }
 
-/* Compute the two planes of the top bytes of values a and b; 128-bit halves are in the order of _mm256_packus_epi16. */
+/*
+ * Compute planes 0 and 1 of the values in a and b. 128-bit halves of the results are in the order of
+ * _mm256_packus_epi16.
+ */
 static inline void turn256(__m256i a, __m256i b, __m256i offset_a, __m256i offset_b, __m256i *high, __m256i *low)
 {
 	const __m256i mantissa = _mm256_set1_epi16(0x7f), sign = _mm256_set1_epi16(0x80);

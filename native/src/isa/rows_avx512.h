@@ -1,6 +1,6 @@
 /*
- * rows_avx512.h - loops of row_loops.h that are faster than rows_avx2.h with 512-bit vectors, masks and permutes of 16
- * words.
+ * rows_avx512.h - loops of row_loops.h that 512-bit vectors, masks and permutes of 16 words make faster than
+ * rows_avx2.h.
  */
 #ifndef CODEC_ROWS_AVX512_H
 #define CODEC_ROWS_AVX512_H

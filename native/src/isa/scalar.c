@@ -102,8 +102,7 @@ static void pairs_make(const book_lookup *book, struct symbol_pairs *pairs)
 		uint32_t l = book->length[i], r = PAIR_BITS - l, n = 1u << r;
 		uint32_t first = (uint32_t)book->symbol[i] << 16;
 
-		if (l ==
-		    last) { /* same entries as for the preceding code of equal length, plus the difference of symbols */
+		if (l == last) { /* copy the preceding code's entries, and add the symbols' difference */
 			uint32_t more = first - ((uint32_t)book->symbol[i - 1] << 16);
 
 			for (uint32_t j = 0; j < n; j++)
@@ -239,7 +238,7 @@ static void decode_lanes(const book_lookup *book, struct stream *a, struct strea
 		decode_stream(book, b, rows);
 }
 
-/* Decode to check: with a table of pairs, symbols cost nothing extra. */
+/* Check by decoding: with the table of pairs, looking up symbols takes no extra time. */
 static void check_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			const struct ahead *ahead)
 {

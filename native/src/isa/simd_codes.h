@@ -1,4 +1,6 @@
-/* simd_codes.h - random bits, codes of values and values of codes, in vectors: see simd_loops.h. */
+/*
+ * simd_codes.h - generate random bits, encode values to codes and decode codes to values, in vectors: see simd_loops.h.
+ */
 /*
  * Philox blocks per vector: each 64-bit lane has one block; vectors c hold its words in the lower halves of lanes;
  * upper halves are ignored. Block counters must not carry into their upper word.
@@ -87,7 +89,7 @@ static inline size_t ternary_codes_simd(const float_any *x, size_t n, float s, c
 		for (int k = 0; k < 4; k++) {
 			V u = LOAD(x + i + LANES * k), a = AND(u, SET1((int)ROUND_ABS)), draw = draws(h, i + LANES * k);
 			F y = AS_F(MIN(a, top));
-			V high = TRUNC(MULF(tiny ? MULF(y, up) : y, by)); /* 65536 exceeds all random bits */
+			V high = TRUNC(MULF(tiny ? MULF(y, up) : y, by)); /* 65536 exceeds every 16-bit random number */
 			MASK keep = EITHER(GT(high, draw), EQ(AS_V(y), top));
 
 			max = MAX(max, a);
@@ -149,7 +151,7 @@ static inline size_t float8_codes_simd(int mbits, int bias, float max, const flo
 	return i;
 }
 
-/* Compute FLOAT4's codes of many short rows; `row` is a multiple of LANES. Zeros keep their sign. */
+/* Compute FLOAT4's codes of many short rows. The row length `row` is a multiple of LANES. Codes of -0 keep the sign. */
 static inline size_t float4_codes_simd(const float_any *x, size_t n, size_t row, const float *scale, const uint16_t *h,
 				       uint8_t *code)
 {

@@ -1,4 +1,6 @@
-/* words.h - load and store words at any address: little-endian ones of frames, native ones of tensors. */
+/*
+ * words.h - load and store words at any address: little-endian words of frames, words of tensors in native byte order.
+ */
 #ifndef CODEC_WORDS_H
 #define CODEC_WORDS_H
 

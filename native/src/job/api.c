@@ -188,7 +188,7 @@ codec_status codec_scratch(const codec_spec *spec, const codec_tensor *like, siz
 	return CODEC_OK;
 }
 
-/* Return 1 if a frame with this header has all blocks of a range. */
+/* Return 1 if all blocks of *range exist in a frame with this header. */
 int has_blocks(const struct header *h, const codec_range *range)
 {
 	return range->first <= h->nblocks && range->count <= h->nblocks - range->first;

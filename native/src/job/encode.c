@@ -180,7 +180,7 @@ static int fits_residual(const struct job *j, const codec_context *with)
 	return (with->flags & READS_RESIDUAL) == j->reads_residual && check_residual(&j->h, with) == CODEC_OK;
 }
 
-/* Check the arguments of a step against those with which the job was opened: tensor, room, residual, metric. */
+/* Check the arguments of a step against those with which the job was opened: tensor, capacity, residual, metric. */
 static codec_status check_step(const struct job *j, const codec_tensor *src, const void *dst, size_t capacity,
 			       const codec_context *with)
 {

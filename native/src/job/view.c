@@ -159,7 +159,10 @@ codec_status codec_encode_plan(const codec_spec *spec, const codec_tensor *like,
 	return CODEC_OK;
 }
 
-/* Return a job whose header fields are set; fields that depend on values may be unset. */
+/*
+ * Return the encode job if it is planned or ready, so that its header can be written, else NULL. A planned job's fields
+ * that depend on values may be unset.
+ */
 static const struct job *head_job(const void *job)
 {
 	const struct job *j = job_at(job, JOB_ENCODE, JOB_PLANNED);

@@ -97,7 +97,7 @@ static void sign_run(const struct kernels *k, const uint8_t *bits, uint64_t from
 	}
 }
 
-/* A block's scales and codes, and their offsets in the frame for faults. */
+/* A block's scales and codes, and their frame offsets, which faults report. */
 struct coded {
 	const struct part *part;
 	const uint8_t *frame, *codes;

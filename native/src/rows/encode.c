@@ -70,7 +70,7 @@ static codec_status encode_run(const struct job *j, const struct kernels *k, con
 	return CODEC_OK;
 }
 
-/* Encode the codes of a whole block, packed, at dst. */
+/* Compute the codes of a whole block, and pack them at dst. */
 static codec_status encode_codes(const struct job *j, const struct kernels *k, const struct part *p,
 				 const struct source *src, uint64_t first, uint64_t m, struct work *w, uint8_t *stored,
 				 uint8_t *dst)
@@ -111,7 +111,7 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 	return CODEC_OK;
 }
 
-/* Build the codebook for codes, from counts of a sample. */
+/* Build the codebook of the entropy stage from counts of code bytes in a sample. */
 static void choose_bytes(struct job *j, const uint32_t counts[256])
 {
 	book_from_counts(j->books, counts, WIRE_MAX_CODE_LENGTH);
@@ -170,7 +170,7 @@ codec_status rows_begin(struct job *j, const codec_spec *s, const codec_context 
 	return CODEC_OK;
 }
 
-/* Build the codebook for codes from a sample of blocks. */
+/* Build the codebook of the entropy stage from a sample of blocks. */
 static codec_status sample_codes(struct job *j, const struct kernels *k, const struct source *src)
 {
 	uint64_t take = choose_code_blocks(j->h.nblocks);

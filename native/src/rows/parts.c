@@ -61,7 +61,7 @@ static uint64_t spare_parts(uint64_t n, const codec_context *with)
 	return WIRE_MAX_ROW_PARTS(n) - (2 * large + 1);
 }
 
-/* Cut a tensor that has values into parts. The header has the row that the spec requests. */
+/* Cut a tensor that has values into parts. The header's group_size is still the one that the spec requests. */
 static void cut_parts(const struct header *h, const codec_context *with,
 		      void (*add)(void *to, uint64_t start, uint64_t count, uint32_t row), void *to)
 {
@@ -99,7 +99,7 @@ static void add_to_job(void *job, uint64_t start, uint64_t count, uint32_t row)
 	add_part(job, start, count, row);
 }
 
-/* Cut a tensor into parts for encoding, count the blocks, and set the header's row to the one in use. */
+/* Cut a tensor into parts for encoding, count the blocks, and set the header's group_size to the row length in use. */
 void rows_cut(struct job *j, const codec_context *with)
 {
 	const struct header h = j->h;
@@ -152,7 +152,7 @@ uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count
 	return nbytes;
 }
 
-/* Return the largest frame in bytes, for any segments. Each part may end with an incomplete block. */
+/* Return the size in bytes of the largest frame, for any segments. Each part may end with an incomplete block. */
 uint64_t rows_bound(const struct header *h)
 {
 	const struct row_kind q = header_kind(h);
@@ -193,7 +193,7 @@ static void add_nbytes(void *to, uint64_t start, uint64_t count, uint32_t row)
 	sum->regions += rest ? row_region_nbytes(sum->q, row, rest) : 0;
 }
 
-/* Return the largest frame in bytes, for these segments; exact without an entropy stage. */
+/* Return the size in bytes of the largest frame with these segments; exact without an entropy stage. */
 uint64_t rows_bound_segments(const struct header *h, const codec_context *with)
 {
 	struct parts_nbytes sum = {.q = header_kind(h)};

@@ -7,9 +7,9 @@
 
 #include "rows.h"
 
-#define PIECE 1024 /* values converted to float32 at once */
+#define PIECE 1024 /* number of values converted to float32 at once */
 
-/* Pairwise sums of pieces: [0] of |x| or x^2, [1] of negative |x| or x. */
+/* Trees that add the pieces' sums pairwise. [0]: sums of |x| or x^2; [1]: sums of |x| over negative values, or of x. */
 struct pairs {
 	double sum[2][64];
 	uint64_t count;

@@ -22,7 +22,7 @@ codec_status topk_begin(struct job *j, const codec_spec *s, const codec_context 
 	return CODEC_OK;
 }
 
-#define PIECE 1024 /* values converted to float32 at once */
+#define PIECE 1024 /* number of values converted to float32 at once */
 
 /* Find the largest magnitude of each of blocks [first, first + count). */
 void topk_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count)

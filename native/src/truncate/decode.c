@@ -14,7 +14,7 @@ static codec_status region_open(const struct job *j, struct block *o, codec_faul
 	    (by_bit && (int)(o->head >> WIRE_TAIL_AT) > q.mbits + 1))
 		BAD(o->at, o->head, known);
 	if (j->h.variant == WIRE_LEVELS_SHARED)
-		o->c.at += 4; /* the digest of the state */
+		o->c.at += 4; /* skip the digest of the state */
 	o->coded = (o->head & 3) == WIRE_MODE_CODED;
 	return o->coded ? open_plane(&o->c, &o->top, f) : CODEC_OK;
 }
@@ -146,7 +146,7 @@ static codec_status read_levels(const struct job *j, const struct kernels *k, co
 	default: break;
 	}
 	k->drops_at(q, w->level, m, w->drop);
-	if (k->drops_under(w->e, w->drop, m, (uint8_t)q->last)) /* a NaN would become Inf */
+	if (k->drops_under(w->e, w->drop, m, (uint8_t)q->last)) /* error: bits dropped from a NaN could make it Inf */
 		BAD(at, 1, 0);
 	return CODEC_OK;
 }

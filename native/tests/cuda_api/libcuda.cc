@@ -146,7 +146,7 @@ EXPORT int cuModuleGetGlobal_v2(uint64_t *at, size_t *nbytes, void *, const char
 {
 	CHECK(cuModuleGetGlobal)
 	*at = (uint64_t)find(name);
-	*nbytes = 4 * sizeof(uint64_t); /* bytes of the largest array that the library reads */
+	*nbytes = 4 * sizeof(uint64_t); /* size in bytes of the largest array that the library reads */
 	return *at ? 0 : NOT_FOUND;
 }
 EXPORT int cuMemcpyDtoH_v2(void *to, uint64_t at, size_t nbytes)

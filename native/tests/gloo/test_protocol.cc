@@ -121,7 +121,7 @@ void check_raw(Peer &peer, uint64_t key, uint64_t round)
 	EXPECT(peer.numbers(Peer::REPORT) == SUCCESS);
 }
 
-constexpr size_t FRAMED = 3000; /* values of the all-gather */
+constexpr size_t FRAMED = 3000; /* number of values of the all-gather */
 
 codec_spec framed_spec()
 {

@@ -383,7 +383,7 @@ TEST_CASE("Raw is chosen after a trial if ranks are busy and it is faster, and n
 	CHECK(counted(near, 5, 10) == 5);
 	CHECK(counted(near, 10, 100) == 0);
 
-	/* busy, but raw would take longer than frames on this link */
+	/* ranks are busy, but raw values would take longer than frames on this link */
 	CHECK(counted(chosen(1000, 25000, 0.5, 500, 50), 0, 500) == 0);
 	CHECK(counted(chosen(1000, 900, 0.5, 100, 3), 5, 100) == 95);
 }
