@@ -223,7 +223,7 @@ typedef struct codec_spec {
 	/**
 	 * Number of values that share a scale. 0 selects the default: all values (SIGN), CODEC_GROUP_SIZE_ROW (FLOAT8),
 	 * 32 (MXFP8 variants, which accept no other size) or 64 (QUANTIZE). DELTA: values per block, a power of two
-	 * from 1,024 to 262,144; 0: 131,072. TOPK: values per chunk, a power of two from 64 to 65,536; 0:
+	 * from 1,024 to 262,144; 0: 131,072. TOPK: values per chunk, a power of two from 64 to 65,536; 0 selects
 	 * CODEC_TOPK_CHUNK.
 	 */
 	uint32_t group_size;

@@ -1,9 +1,9 @@
 /*
  * choose.h - an encoder's decisions, computed from shapes and from sums over samples. C, C++ and NVRTC.
  *
- * Decoders use none of them. All encoders must take the same decisions to produce equal bytes. Sample positions depend
- * on shapes only, and all arithmetic is on integers. `eighth` is log2 of the number of patterns in an eighth of an
- * octave.
+ * Decoders make no such decisions. All encoders must take the same decisions to produce equal bytes. Sample positions
+ * depend on shapes only, and all arithmetic is on integers. `eighth` is log2 of the number of patterns in an eighth of
+ * an octave.
  *
  * One file: the decisions follow the sections of docs/spec/encoder.md.
  */

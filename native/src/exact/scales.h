@@ -168,8 +168,7 @@ BITS_FN double scale_fold64(double *lane)
 }
 
 /*
- * Add a sum to the tree, which already has `count` sums. For each set bit i of `count`, level[i] is the sum of 2^i of
- * them.
+ * Add a sum to a tree of `count` sums. For each set bit i of `count`, level[i] is the total of 2^i of those sums.
  */
 BITS_FN void scale_push(double *level, uint64_t count, double sum)
 {
@@ -208,8 +207,7 @@ BITS_FN float scale_mean(double total, uint64_t n, uint32_t dtype)
 }
 
 /*
- * Round a scale to the tensor's dtype. TERNARY decodes to 0 and plus or minus the scale, which must be exact in that
- * dtype.
+ * Round a scale to the dtype, in which TERNARY must represent the decoded values 0, scale and -scale.
  */
 BITS_FN float scale_in_dtype(float x, uint32_t dtype)
 {
