@@ -167,9 +167,7 @@ BITS_FN double scale_fold64(double *lane)
 	return lane[0];
 }
 
-/*
- * Add a sum to a tree of `count` sums. For each set bit i of `count`, level[i] is the total of 2^i of those sums.
- */
+/* Add a sum to a tree of `count` sums. For each set bit i of `count`, level[i] is the total of 2^i sums. */
 BITS_FN void scale_push(double *level, uint64_t count, double sum)
 {
 	int i = 0;
@@ -206,9 +204,7 @@ BITS_FN float scale_mean(double total, uint64_t n, uint32_t dtype)
 	return n ? scale_of_sum(round_div64(total, (double)n), dtype) : 0.0f;
 }
 
-/*
- * Round a scale to the dtype, in which TERNARY must represent the decoded values 0, scale and -scale.
- */
+/* Round a scale to the dtype, in which TERNARY must represent the decoded values 0, scale and -scale. */
 BITS_FN float scale_in_dtype(float x, uint32_t dtype)
 {
 	if (dtype == WIRE_BFLOAT16)

@@ -173,9 +173,7 @@ struct kernels {
 	 */
 	void (*decode_lanes)(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			     const struct ahead *ahead);
-	/*
-	 * Compute `good` as decode_lanes would, and `nescaped`, without storing symbols: code lengths suffice.
-	 */
+	/* Compute `good` as decode_lanes would, and `nescaped`, without storing symbols: code lengths suffice. */
 	void (*check_lanes)(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			    const struct ahead *ahead);
 

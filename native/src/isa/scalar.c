@@ -28,9 +28,7 @@ static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, siz
 
 			if (__builtin_expect((a | b | c | d) & 0x8000, 0))
 				esc[l / 8] |= (a >> 15 | b >> 15 << 1 | c >> 15 << 2 | d >> 15 << 3) << 4 * (l % 8);
-			/*
-			 * always store, but advance `end` only if a word is complete: a branch would be mispredicted
-			 */
+			/* always store, but advance `end` only if a word is complete: a branch would be mispredicted */
 			n += a >> 8 & 15;
 			due = have + n >= 64;
 			end[-1] = (uint32_t)x;

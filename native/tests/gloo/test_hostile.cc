@@ -124,9 +124,7 @@ std::function<void(Peer &)> sends_frame(std::function<Message(Peer &, uint64_t s
 	};
 }
 
-/*
- * Return an attack whose message announces `nbytes` more bytes than its frame has, and is truncated to `cut` bytes.
- */
+/* Return an attack whose message announces `nbytes` more bytes than its frame has, and is truncated to `cut` bytes. */
 std::function<void(Peer &)> misannounces(int64_t nbytes, size_t cut = SIZE_MAX)
 {
 	return sends_frame([=](Peer &peer, uint64_t stamp) {
