@@ -13,7 +13,7 @@
 
 struct delta_kind {
 	uint32_t item;  /* bytes per value */
-	uint32_t mbits; /* mantissa bits; mantissa bits below the exponent field */
+	uint32_t mbits; /* number of mantissa bits, which lie below the exponent field */
 	uint32_t last;  /* largest exponent field; 0: the dtype has no exponents */
 };
 

@@ -202,7 +202,8 @@ ALWAYS uint32_t classes(const struct delta_kind *q, const void *base, size_t n, 
 }
 
 /*
- * Find the members of a class, and count the members before each word. Class 8 has bit 3 alone; no other class has it.
+ * Find the members of a class, and count the members before each word. Class 8 has only bit 3 set, and other classes do
+ * not.
  */
 static void members(const struct delta_buffers *b, size_t n, uint32_t class_)
 {

@@ -117,7 +117,7 @@ static uint64_t put_coded(const struct job *j, const struct kernels *k, struct w
 	return encode_plane(codes, k, w, plane, n, (struct literals){.byte = plane}, most, p);
 }
 
-/* Store the bitmap, then the runs of 128 bytes whose bit is set. Returns the size stored at p. */
+/* Store the bitmap, then the runs of 128 bytes whose bit is set. Returns the size in bytes stored at p. */
 static uint64_t put_rows(const uint8_t *plane, uint64_t n, const uint8_t *bitmap, uint64_t nbitmap, uint8_t *p)
 {
 	uint8_t *to = p + nbitmap;

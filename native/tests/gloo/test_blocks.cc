@@ -183,7 +183,7 @@ std::string spoilt(Rank &me)
 			EXPECT(std::isfinite(x[9999]));
 		}
 	}
-	me.meet("done"); /* others may still read this rank's messages */
+	me.meet("done"); /* other ranks may still read this rank's messages */
 	return "";
 }
 

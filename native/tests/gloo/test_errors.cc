@@ -179,7 +179,7 @@ std::string mistaken(Rank &me)
 			}
 		}
 	}
-	me.meet("done"); /* others may still read this rank's messages */
+	me.meet("done"); /* other ranks may still read this rank's messages */
 	return "";
 }
 
@@ -259,7 +259,7 @@ std::string without_timeout(Rank &me)
 			thrown<PeerError>([&] { call.run(group); }, "rank 1 could not begin");
 		EXPECT(!group.closed());
 	}
-	me.meet("done"); /* others may still read this rank's messages */
+	me.meet("done"); /* other ranks may still read this rank's messages */
 	return "";
 }
 
@@ -306,7 +306,7 @@ std::string others_mistaken(Rank &me)
 			EXPECT(x == out);
 		}
 	}
-	me.meet("done"); /* others may still read this rank's messages */
+	me.meet("done"); /* other ranks may still read this rank's messages */
 	return "";
 }
 
@@ -355,7 +355,7 @@ std::string many_kinds(Rank &me)
 		for (size_t n = 1; n < detail::Recent<detail::Choice>::MOST; n++)
 			group.allreduce(x.data(), n, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS));
 	}
-	me.meet("done"); /* others may still read this rank's messages */
+	me.meet("done"); /* other ranks may still read this rank's messages */
 	return "";
 }
 
@@ -418,7 +418,7 @@ std::string other_wish(Rank &me)
 			throw std::logic_error("wish " + std::to_string(i) + ": " + e.what());
 		}
 	}
-	me.meet("done"); /* others may still read this rank's messages */
+	me.meet("done"); /* other ranks may still read this rank's messages */
 	return "";
 }
 
@@ -443,7 +443,7 @@ std::string not_finite(Rank &me)
 
 	for (const Case &c : codecs()) {
 		if (c.spec.codec == CODEC_LOSSLESS || c.spec.codec == CODEC_TRUNCATE)
-			continue; /* these codecs represent NaN and Inf */
+			continue; /* these codecs can encode NaN and Inf */
 		for (Algorithm algorithm : ALGORITHMS) {
 			const uint32_t dtype = DTYPES[random.below(3)];
 			const size_t at = random.below(N);
@@ -477,7 +477,7 @@ std::string not_finite(Rank &me)
 			}
 		}
 	}
-	me.meet("done"); /* others may still read this rank's messages */
+	me.meet("done"); /* other ranks may still read this rank's messages */
 	return "";
 }
 
@@ -526,7 +526,7 @@ std::string overflowing_part(Rank &me)
 			EXPECT(std::isfinite(part.floats()[7]) == (me.rank != WRONG));
 		}
 	}
-	me.meet("done"); /* others may still read this rank's messages */
+	me.meet("done"); /* other ranks may still read this rank's messages */
 	return "";
 }
 
@@ -686,7 +686,7 @@ std::string books(Rank &me)
 			thrown<PeerError>([&] { reduce(&a, {a}); }, "rank 1 could not do its part");
 		EXPECT(reduce(&b, {b}) == want);
 	}
-	me.meet("done"); /* others may still read this rank's messages */
+	me.meet("done"); /* other ranks may still read this rank's messages */
 	return "";
 }
 

@@ -203,7 +203,7 @@ std::string by_users_metric(Rank &me)
 		thrown<PeerError>([&] { group.allreduce(x.data(), N_VALUES, CODEC_FLOAT32, spec, options); },
 				  "asks for something else");
 	}
-	me.meet("done"); /* others may still read this rank's messages */
+	me.meet("done"); /* other ranks may still read this rank's messages */
 	return "";
 }
 

@@ -124,7 +124,7 @@ std::string differ(Rank &me)
 			}
 		}
 	}
-	me.meet("done"); /* others may still read this rank's messages */
+	me.meet("done"); /* other ranks may still read this rank's messages */
 	return "";
 }
 
@@ -188,7 +188,7 @@ std::string fail(Rank &me)
 			throw std::logic_error(call.name + ": " + e.what());
 		}
 	}
-	me.meet("done"); /* others may still read this rank's messages */
+	me.meet("done"); /* other ranks may still read this rank's messages */
 	return "";
 }
 
@@ -235,7 +235,7 @@ std::string renew(Rank &me)
 			}
 		}
 	}
-	me.meet("done"); /* others may still read this rank's messages */
+	me.meet("done"); /* other ranks may still read this rank's messages */
 	return "";
 }
 
