@@ -340,14 +340,13 @@ typedef struct codec_fault {
  */
 typedef struct codec_metric {
 	uint32_t struct_nbytes; /**< sizeof(codec_metric) */
-	uint32_t theta_dtype; /**< dtype of the parameters; 0: theta's, or float32; the longest mantissa sets the guard
-			       */
-	float theta_term;     /**< factor of theta */
-	float theta_v_term;   /**< factor of theta times the root */
-	float v_term;         /**< factor of v, under the root */
-	float eps;            /**< added to the root */
-	float m_term;         /**< factor of m */
-	uint32_t reserved;    /**< 0 */
+	uint32_t theta_dtype;   /**< dtype of theta; 0: the array's, or float32; the longest mantissa sets the guard */
+	float theta_term;       /**< factor of theta */
+	float theta_v_term;     /**< factor of theta times the root */
+	float v_term;           /**< factor of v, under the root */
+	float eps;              /**< added to the root */
+	float m_term;           /**< factor of m */
+	uint32_t reserved;      /**< 0 */
 	const codec_tensor *theta; /**< parameters: float32, bfloat16 or float16; as many values as the gradient */
 	const codec_tensor *v;     /**< second moment; NULL: none */
 	const codec_tensor *m;     /**< first moment; NULL: none */
@@ -425,7 +424,7 @@ CODEC_API codec_status codec_scratch(const codec_spec *spec, const codec_tensor 
  * Encode `src` into a frame. On CODEC_OK the frame is dst[0, *written). On any other status *written is 0, and dst[0,
  * capacity) is unspecified.
  *
- * `with` may supply segments and at most one codebook. `scratch` needs the size that codec_scratch sets.
+ * `with` may supply segments and at most one codebook. `scratch` needs the size that codec_scratch computes.
  *
  * `residual`, unless NULL, receives the encoding error, src minus the decoded values: n float32 values, at any address.
  * It may be `src` itself or an array of the metric's state. The error of an encoded NaN or Inf is 0. On any status but
@@ -504,7 +503,7 @@ CODEC_API codec_status codec_verify(const void *frame, size_t nbytes);
 
 /**
  * Decode a frame into `dst`, whose dtype, rank and shape must be the frame's. `dst` may be an array of the metric's
- * state, or DELTA's base. `scratch` needs the size that codec_scratch sets. On an error with a status below 30, or
+ * state, or DELTA's base. `scratch` needs the size that codec_scratch computes. On an error with a status below 30, or
  * with CODEC_VERIFY_FIRST, dst is unchanged; on any other error it is unspecified.
  */
 CODEC_API codec_status codec_decode(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
@@ -514,7 +513,7 @@ CODEC_API codec_status codec_decode(const void *frame, size_t nbytes, codec_tens
  * Decode blocks [first, first + count) of a DELTA frame, for a process that holds a part of the tensor. `base` and
  * `dst`, `part_nbytes` bytes each, hold the values of these blocks and nothing else; the two may be the same memory. A
  * block has codec_info.block_nvalues values; the tensor's last block may have fewer. A frame without blocks counts as
- * one block of all values. `scratch` needs the size that codec_scratch sets for the whole tensor.
+ * one block of all values. `scratch` needs the size that codec_scratch computes for the whole tensor.
  *
  * The frame's checksums are verified, and any error leaves dst unchanged. The digests of base and result cover whole
  * tensors, so they are not checked: if `base` holds other values than the tensor that the frame was encoded against,
@@ -548,7 +547,7 @@ CODEC_API codec_status codec_accumulate(const void *frame, size_t nbytes, float 
  * order given, with each addition rounded. The mean is the sum divided by `count`, unless `count` is 1. TERNARY frames
  * with equal scales are summed as integers, then scaled; CODEC_REDUCE_CODES gives the integers.
  *
- * `scratch` needs the size that codec_reduce_scratch sets. CODEC_VERIFY_FIRST leaves dst unchanged on any error;
+ * `scratch` needs the size that codec_reduce_scratch computes. CODEC_VERIFY_FIRST leaves dst unchanged on any error;
  * CODEC_CHECK_ONLY leaves it unchanged always. If several frames are faulty, the first one's error is reported. With
  * more than one frame, dst must not be an array of the metric's state.
  */
@@ -594,7 +593,7 @@ CODEC_API codec_status codec_codebook_unpack(const void *src, size_t nbytes, cod
 /**
  * Count symbols for codec_codebook_build. Sample `src` as codec_encode would, under the scale model that codec_encode
  * would choose, and add the number of times each symbol occurs to counts[256]. `with` may supply segments and
- * TRUNCATE's metric or levels; `scratch` needs the size that codec_scratch sets. On an error counts is unchanged.
+ * TRUNCATE's metric or levels; `scratch` needs the size that codec_scratch computes. On an error counts is unchanged.
  */
 CODEC_API codec_status codec_count(const codec_spec *spec, const codec_tensor *src, uint64_t counts[256],
 				   const codec_context *with, void *scratch, size_t scratch_nbytes);
