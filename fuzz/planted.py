@@ -1,6 +1,6 @@
 """Plant bugs in a copy of the library, one at a time, and measure how soon the fuzzers find them without a corpus.
 
-``make planted`` runs this. Each of the 24 bugs takes a build and at most a minute of fuzzing. A bug removes one check
+``make planted`` runs this. Each bug takes a build and at most a minute of fuzzing. A bug removes one check
 of hostile input or one guarantee of codec.h. The script prints a line for each bug, and fails if fewer than nine in
 ten are found.
 """
@@ -20,7 +20,7 @@ PLANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "division by zero for a coded plane without values",
         [
             ("return rows ? (ahead->n", "return 1 ? (ahead->n"),
-            ("if (!count)", "if (0)"),
+            ("if (!count)\n\t\t\t\tBAD(", "if (0)\n\t\t\t\tBAD("),
         ],
     ),
     (
@@ -92,7 +92,12 @@ PLANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "fuzz_frames",
         "one instruction set gives another result",
-        [("MINF(normal, FMA(normal, SETF(2), minus_least))", "normal")],
+        [
+            (
+                "SETF(2), minus_least)); /* as round_small_value */\n\n\t\tv = AS_V(usual",
+                "SETF(3), minus_least));\n\n\t\tv = AS_V(usual",
+            )
+        ],
     ),
     (
         "fuzz_frames",
@@ -154,12 +159,12 @@ PLANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "fuzz_delta",
         "delta: accepts gaps behind the last value of a class",
-        [("if (gap > total - next || list->count == list->room)", "if (list->count == list->room)")],
+        [("if (gap > total - next || l.count == l.room)", "if (l.count == l.room)")],
     ),
     (
         "fuzz_delta",
         "delta: writes more changes than the list has room for",
-        [("if (list->count == list->room)\n\t\t\t\treturn 0;", "")],
+        [("if (gap > total - next || l.count == l.room)", "if (gap > total - next)")],
     ),
     (
         "fuzz_delta",
