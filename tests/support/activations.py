@@ -1,4 +1,4 @@
-"""A reference of AQ-SGD in numpy, and access to the m of ActivationDelta."""
+"""Reference implementation of AQ-SGD in numpy, and access to the messages m that an ActivationDelta stores."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ EIGHT_BIT = codec.Quantize(8, rounding="nearest")
 
 
 class Reference:
-    """Both sides of an edge as one object: frames of codec, and all other arithmetic in numpy and torch."""
+    """Sender and receiver of a pipeline edge in one object. codec encodes frames; numpy and torch do the rest."""
 
     def __init__(self, spec, entries="float32", edge=0):
         self.spec, self.entries, self.edge = spec, entries, edge
@@ -17,7 +17,7 @@ class Reference:
         self.draws = self.committed_draws = 0
 
     def trip(self, a, samples):
-        """Return what the receiver gets for a tensor of activations."""
+        """Return the activations that the receiver decodes for the sender's tensor `a`."""
         self.draws += 1
         values, result = a.float().numpy(), a.clone()
         with np.errstate(all="ignore"):
@@ -34,7 +34,7 @@ class Reference:
         return result
 
     def commit(self):
-        """Replace m by the staged values, rounded to the dtype of entries."""
+        """Replace m by the staged values, rounded to the dtype in which m is stored."""
         for sample, row in self.staged.items():
             self.m[sample] = self._rounded(row)
             if self.entries == "8bit" and not np.isfinite(row).all():
@@ -49,12 +49,12 @@ class Reference:
         return row.copy()
 
     def rollback(self):
-        """Drop the staged values. The repeated step draws the same random bits."""
+        """Discard the staged values. The repeated step uses the same random bits."""
         self.staged, self.draws = {}, self.committed_draws
 
 
 def m_of(side):
-    """Return the committed m of all samples of an ActivationDelta."""
+    """Return the committed m of every sample in an ActivationDelta."""
     found = {}
     for sample, entry in list(side._ledger.entries.items()):
         found[sample] = np.empty(entry.n, np.float32)
@@ -63,7 +63,7 @@ def m_of(side):
 
 
 def differing(sender, receiver):
-    """Return the samples whose checks are equal on both sides, but not their m."""
+    """Return the samples whose checksums are equal on sender and receiver although their m differ."""
     ours, theirs = m_of(sender), m_of(receiver)
     common = sorted(ours.keys() & theirs.keys())
     equal = sender.checks(common) == receiver.checks(common)

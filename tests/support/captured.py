@@ -1,4 +1,4 @@
-"""Gradients that bench/data holds."""
+"""Recorded gradients, read from the files in bench/data."""
 
 import ast
 from math import prod
@@ -13,7 +13,7 @@ DATA = Path(__file__).parents[2] / "bench/data"
 
 
 def gradients(name):
-    """Return the gradients of a file of bench/data, in the shapes of their parameters."""
+    """Return the gradients in the file `name` of bench/data, each in the shape of its parameter."""
     with np.load(DATA / f"{name}.npz") as f:
         flat = f["grad_bits"].view(ml_dtypes.bfloat16) if "grad_bits" in f else f["grad"]
         pairs = codec.segments(ast.literal_eval(str(f["shapes"])))

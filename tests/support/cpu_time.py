@@ -1,8 +1,8 @@
 """CPU time of each test: a limit in `make test`, and a table of the most expensive tests.
 
-CPU time includes that of child processes: of those that have ended and, for ranks of collectives, of those that run.
-Unlike elapsed time, it hardly depends on the load of the machine. The compilation of kernels is not counted: which test
-needs a kernel first depends on the order of tests and on caches.
+The CPU time of a test includes that of child processes that have ended, and of running processes that are ranks of a
+collective. Unlike elapsed time, CPU time hardly depends on the load of the machine. Compilation of kernels is excluded,
+because the order of tests and the state of caches decide which test compiles a kernel.
 """
 
 import os
@@ -17,20 +17,20 @@ import pytest
 
 from support.tiers import TIER
 
-LIMIT = 10  # CPU seconds: a test should take 5 on an idle machine, and a busy one takes twice as many
+LIMIT = 10  # CPU seconds per test: at most 5 are expected on an idle machine, and a busy machine doubles them
 EXCEPTIONS = Path(__file__).with_name("cpu_time_exceptions.txt")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SHOWN = 10  # tests in the table
 
 
 def exceptions() -> dict[str, float]:
-    """Return the limits, in CPU seconds, of the tests and modules that :data:`EXCEPTIONS` names."""
+    """Return the limits in CPU seconds of tests and modules, by name, as read from the file :data:`EXCEPTIONS`."""
     lines = [line.partition("#")[0].split() for line in EXCEPTIONS.read_text().splitlines()]
     return {test: float(seconds) for test, seconds in filter(None, lines)}
 
 
 def _of_process(pid: int) -> float:
-    """Return the CPU seconds of a process and of its children that have ended; 0 if it has gone."""
+    """Return the CPU seconds of a process and of its ended children; 0 if the process no longer exists."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -52,7 +52,7 @@ _compilation = 0.0  # CPU seconds that this process and its compilers have spent
 
 @contextmanager
 def compilation() -> Generator[None]:
-    """Do not count the CPU time of the calls in this context."""
+    """Exclude the CPU time of calls inside this context from that of the test."""
     global _compilation
     before = sum(os.times()[:4])
     yield
@@ -60,11 +60,11 @@ def compilation() -> Generator[None]:
 
 
 def _numba_listener() -> Any:
-    """Return a listener of Numba's events that does not count the compilation of kernels."""
+    """Return a listener of Numba's events that excludes the time of kernel compilation."""
     from numba.core.event import Listener
 
     class Compilation(Listener):
-        depth, before = 0, 0.0  # compilations nest
+        depth, before = 0, 0.0  # number of nested compilations; CPU seconds when the outermost one began
 
         def on_start(self, event: Any) -> None:
             self.depth += 1
@@ -81,15 +81,15 @@ def _numba_listener() -> Any:
 
 
 def _is_limited(item: pytest.Item) -> bool:
-    """Return whether `make check` and `make test` run a test."""
+    """Return True if the limit applies to a test: `make check` and `make test` run it."""
     elsewhere = item.nodeid.startswith(("tests/frameworks/", "tests/rollouts/"))
     return not (TIER == "nightly" or elsewhere or any(map(item.get_closest_marker, ("gpu", "nightly"))))
 
 
 class CpuTime:
-    """Plugin of pytest: a test of `make test` that takes more CPU time than its limit fails.
+    """Plugin of pytest that fails each test of `make test` whose CPU time exceeds its limit.
 
-    Fixtures of a module or a session are not counted, since other tests use them too.
+    Fixtures of module or session scope are not counted, because several tests share them.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class CpuTime:
         self._listens = False
 
     def _listen(self) -> bool:
-        """Return whether compilations of Numba, once it is imported, are not counted."""
+        """Register the listener once Numba is imported; return True if Numba's compilations are excluded."""
         if not self._listens and "numba" in sys.modules:
             sys.modules["numba.core.event"].register("numba:compile", _numba_listener())
             self._listens = True
@@ -114,7 +114,7 @@ class CpuTime:
         self._took.append((took, item.nodeid))
         test, module = item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
         limit = self._limits.get(test, self._limits.get(module, LIMIT))
-        counted = listens == self._listen()  # a test that imports Numba may have compiled, unnoticed
+        counted = listens == self._listen()  # False for a test that imported Numba: its compilations were not seen
         if counted and took > limit and _is_limited(item):
             pytest.fail(
                 f"the test took {took:.1f} s of CPU time; the limit is {limit:g} s. Use smaller tensors or fewer "

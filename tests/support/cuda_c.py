@@ -1,4 +1,4 @@
-"""libcodec_cuda on a GPU, or on a CUDA driver for tests that runs kernels on the CPU; its calls for numpy arrays."""
+"""Calls of libcodec_cuda with numpy arrays, on a GPU or on a fake CUDA driver that runs kernels on the CPU."""
 
 import ctypes
 import functools
@@ -23,23 +23,23 @@ INCLUDED = [*device.INCLUDED, f"-I{API}", f"-I{API / 'src'}", f"-I{API / 'includ
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Werror"]
 C = ["gcc", "-std=c11", "-O1", "-g1", "-fPIC", "-shared", "-fvisibility=hidden", *WARNINGS, "-Wstrict-prototypes"]
 DRIVER = "libcuda_on_cpu.so.1"  # not libcuda.so.1: CuPy and NVRTC would load it, and crash
-ALIGNMENT = 256  # bytes, of a workspace
+ALIGNMENT = 256  # alignment of a workspace, in bytes
 
 
 def compiled(name: str, command: Sequence[str]) -> Path:
-    """Return the library that a command compiles; run it if a source or the command has changed."""
+    """Return the path of the library that `command` compiles; compile only if a source or the command has changed."""
     folders = "native/cuda_api", "native/tests/cuda_api", "native/include/codec", "native/src/exact", "native/cuda"
     return device.compiled(command, folders, f"cuda_api/{name}")
 
 
 def kernels(options: Sequence[str] = ()) -> Path:
-    """Return the kernels of native/cuda_api for the CPU."""
-    unused = "-Wno-unused-function"  # of the headers of native/cuda
+    """Compile the kernels of native/cuda_api for the CPU, and return the path of the library."""
+    unused = "-Wno-unused-function"  # each source uses only some functions of the headers in native/cuda
     return compiled("kernels", ["g++", *device.FLAGS, unused, *options, *INCLUDED, str(TESTS / "kernels.cc")])
 
 
 def driver(*libraries: str) -> ctypes.CDLL:
-    """Load the driver for tests, with the libraries that have the kernels. dlopen(DRIVER) finds it from now on."""
+    """Load the fake driver and the libraries that contain the kernels; from then on dlopen(DRIVER) finds it."""
     command = ["g++", "-std=c++20", "-O1", "-g1", "-fPIC", "-shared", *WARNINGS, "-Wno-missing-field-initializers"]
     path = compiled("driver", [*command, f"-Wl,-soname,{DRIVER}", str(TESTS / "libcuda.cc")])
     fake = ctypes.CDLL(str(path))
@@ -50,7 +50,7 @@ def driver(*libraries: str) -> ctypes.CDLL:
 
 
 def library_command(images: Path) -> list[str]:
-    """Return the command that compiles libcodec_cuda with these images of kernels, without its output."""
+    """Return the command that compiles libcodec_cuda with the kernel images in `images`, without the output option."""
     folder, name = Path(native._path).resolve().parent, Path(native._path).name
     sources = map(str, sorted((API / "src").glob("*.c")))
     links = [f"-L{folder}", f"-l:{name}", f"-Wl,-rpath,{folder}", "-Wl,--no-undefined", "-ldl", "-pthread"]
@@ -58,26 +58,26 @@ def library_command(images: Path) -> list[str]:
 
 
 def library() -> Path:
-    """Return libcodec_cuda, with images for the driver for tests."""
+    """Return the path of a libcodec_cuda whose kernel images are for the fake driver."""
     return compiled("codec_cuda", library_command(TESTS / "images.c"))
 
 
 def decisions() -> Path:
-    """Return libcodec_cuda with functions that return the decisions of its host (native/tests/cuda_api/layout_*.c)."""
+    """Return the path of a libcodec_cuda that exports its host decisions (native/tests/cuda_api/layout_*.c)."""
     command, replaced = library_command(TESTS / "images.c"), {"encode.c", "decode.c"}
     sources = [argument for argument in command if Path(argument).name not in replaced]
     return compiled("codec_cuda_decisions", [*sources, str(TESTS / "layout_encode.c"), str(TESTS / "layout_decode.c")])
 
 
 def installed() -> Path:
-    """Return the package's libcodec_cuda, which has kernels for GPUs."""
+    """Return the path of the libcodec_cuda that the package ships, with kernels for GPUs."""
     path = PACKAGE / "lib/libcodec_cuda.so"
     assert path.exists(), "the package has no libcodec_cuda: install it with `CODEC_CUDA=1 pip install .`"
     return path
 
 
 class EncodeItem(ctypes.Structure):
-    """codec_cuda_encode_item."""
+    """The C struct codec_cuda_encode_item."""
 
     _fields_ = [
         ("struct_nbytes", ctypes.c_uint32),
@@ -95,7 +95,7 @@ class EncodeItem(ctypes.Structure):
 
 
 class DecodeItem(ctypes.Structure):
-    """codec_cuda_decode_item."""
+    """The C struct codec_cuda_decode_item."""
 
     _fields_ = [
         ("struct_nbytes", ctypes.c_uint32),
@@ -113,7 +113,7 @@ class DecodeItem(ctypes.Structure):
 
 
 class Result(NamedTuple):
-    """codec_cuda_result."""
+    """The C struct codec_cuda_result."""
 
     nbytes: int
     status: int
@@ -121,20 +121,20 @@ class Result(NamedTuple):
 
 
 class Gpu:
-    """CUDA's own driver, in place of the one for tests. Memory is managed: host and GPU use the same addresses."""
+    """The real CUDA driver, with the interface of the fake one. Memory is managed: host and GPU share addresses."""
 
     def __init__(self) -> None:
         self._cuda: Any = importlib.import_module("cupy").cuda
 
     def allocate(self, nbytes: int) -> np.ndarray:
-        """Return memory of host and GPU."""
+        """Allocate managed memory, which host and GPU can access."""
         memory = self._cuda.malloc_managed(nbytes)
         array = (ctypes.c_uint8 * nbytes).from_address(memory.ptr)
-        array.memory = memory  # freed with the array
+        array.memory = memory  # frees the memory when the array is freed
         return np.frombuffer(array, np.uint8)
 
     def capture(self, submit: Callable[[ctypes.c_void_p], None]) -> Callable[[], None]:
-        """Capture what `submit` submits to a stream in a graph; return a function that runs the graph."""
+        """Capture the work that `submit` adds to a stream as a CUDA graph; return a function that launches it."""
         stream = self._cuda.Stream(non_blocking=True)
         with stream:
             stream.begin_capture()
@@ -148,13 +148,13 @@ class Gpu:
         return run
 
     def fake_cuda_log(self) -> bytes:
-        """Wait for all work; raise the driver's error if it has failed."""
+        """Wait for all work on the GPU; raise the driver's error if any work has failed."""
         self._cuda.runtime.deviceSynchronize()
         return b""
 
 
 class Memory:
-    """Device memory, which is filled with a pattern, with a guard on both sides of it."""
+    """Device memory filled with a pattern, between two guard areas that show out-of-bounds writes."""
 
     allocate = staticmethod(functools.partial(np.empty, dtype=np.uint8))
 
@@ -172,7 +172,7 @@ class Memory:
         return int(self._all.ctypes.data) + self._at
 
     def intact(self) -> bool:
-        """Return whether nothing was written around the memory."""
+        """Return True if both guard areas are unchanged."""
         end = self._at + len(self.bytes)
         return bool((self._all[: self._at] == 0xE5).all() and (self._all[end:] == 0xE5).all())
 
@@ -195,7 +195,7 @@ def _address(cdata: Any) -> int:
 
 
 class Cuda:
-    """Open device of libcodec_cuda, and calls for arrays of numpy, each with memory of its own."""
+    """An open device of libcodec_cuda. Each call copies its numpy arrays to newly allocated device memory."""
 
     def __init__(self, fake: Any, path: Path) -> None:
         self.fake, self.lib = fake, ctypes.CDLL(str(path))
@@ -206,14 +206,14 @@ class Cuda:
         self.device, self._plans = device, dict[Any, ctypes.c_void_p]()
 
     def plan(self, spec: Spec, dtype: str, shape: tuple[int, ...], segments: bytes | None = None) -> ctypes.c_void_p:
-        """Return a plan; plans are kept. ``segments``: packed codec_segments."""
+        """Return the plan of these arguments, cached from the first call on. ``segments``: packed codec_segments."""
         key = spec, dtype, shape, segments
         if key not in self._plans:
             self._plans[key] = self.new_plan(*key)
         return self._plans[key]
 
     def new_plan(self, spec: Spec, dtype: str, shape: tuple[int, ...], segments: bytes | None) -> ctypes.c_void_p:
-        """Return a new plan."""
+        """Create a plan, which is not cached."""
         like, plan, size = _call.new_tensor(DTYPES[dtype], shape), ctypes.c_void_p(), ffi.sizeof("codec_segment")
         count = len(segments or b"") // size
         args = self.device, ctypes.c_void_p(_address(spec_struct(spec))), ctypes.c_void_p(_address(like)), segments
@@ -221,7 +221,7 @@ class Cuda:
         return plan
 
     def run(self, what: str, items: Sequence[Any], *flags: int) -> None:
-        """Encode or decode items in a workspace of exactly the size that is asked for."""
+        """Encode or decode items in a workspace of exactly the size that the library requires."""
         workspace = self.workspace(what, items)
         status = self.submit(what, items, *flags, workspace=workspace)
         said = self.fake.fake_cuda_log().decode()
@@ -230,26 +230,26 @@ class Cuda:
         _check(status)
 
     def workspace(self, what: str, items: Sequence[Any]) -> Memory:
-        """Return memory for encoding or decoding items."""
+        """Allocate the workspace for encoding or decoding items."""
         kind: Any = type(items[0])
         size, nbytes = getattr(self.lib, f"codec_cuda_{what}_workspace"), ctypes.c_uint64()
         _check(size((kind * len(items))(*items), ctypes.c_size_t(len(items)), ctypes.byref(nbytes)))
         return Memory(nbytes.value)
 
     def submit(self, what: str, items: Sequence[Any], *flags: int, workspace: Memory, stream: Any = None) -> int:
-        """Encode or decode items on a stream; return the status."""
+        """Submit the encoding or decoding of items to a stream; return the status of the call."""
         kind: Any = type(items[0])
         args = ctypes.c_void_p(workspace.address), ctypes.c_uint64(len(workspace.bytes)), stream
         call, array = getattr(self.lib, f"codec_cuda_{what}"), (kind * len(items))(*items)
         return int(call(array, ctypes.c_size_t(len(items)), *[ctypes.c_uint32(flag) for flag in flags], *args))
 
     def encode(self, *asked: "Encode") -> list[tuple[Result, bytes]]:
-        """Encode tensors in one call; return results and frames."""
+        """Encode tensors in one call; return each tensor's result and frame."""
         self.run("encode", [a.item(self) for a in asked])
         return [a.finish() for a in asked]
 
     def decode(self, *asked: "Decode", flags: int = 0) -> list[tuple[Result, bytes]]:
-        """Decode frames in one call; return results and the tensors' bytes."""
+        """Decode frames in one call; return each frame's result and the bytes of its tensor."""
         self.run("decode", [a.item(self) for a in asked], flags)
         return [a.finish() for a in asked]
 
@@ -261,7 +261,7 @@ def _result(memory: Memory) -> Result:
 
 
 class Encode:
-    """Tensor to encode.
+    """A tensor to encode, with its memory on the device.
 
     Parameters
     ----------
@@ -273,9 +273,9 @@ class Encode:
     feedback : bool, optional
         Add `residual` to the tensor.
     capacity : int, optional
-        Bytes of the frame's memory; the bound by default.
+        Size of the frame's buffer in bytes; by default the upper bound of the frame's size.
     base : array, optional
-        Base of Delta.
+        Base tensor of the Delta codec.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class Encode:
         return EncodeItem(ctypes.sizeof(EncodeItem), flags, plan, *outputs, residual, levels, self.stream, base)
 
     def finish(self) -> tuple[Result, bytes]:
-        """Return result and frame; store the residual."""
+        """Return the result and the frame; copy the new residual to the caller's array."""
         result = _result(self.result)
         assert self.frame.intact()
         assert self.tensor.intact()
@@ -321,21 +321,21 @@ class Encode:
 
 
 class Decode:
-    """Frame to decode.
+    """A frame to decode, with its memory on the device.
 
     Parameters
     ----------
     frame : bytes
     spec, dtype, shape
-        Properties of the plan.
+        Arguments of the plan.
     before : array, optional
         Contents of the destination before the call.
     into, weight, divide : optional
-        Fields of the item.
+        Fields of codec_cuda_decode_item.
     base : array, optional
-        Base of a frame of Delta; without it the destination is the base.
+        Base tensor of a Delta frame; by default the destination is the base.
     sized : bool, optional
-        The device reads the frame's size from memory; the frame's memory is 64 bytes larger.
+        The device reads the frame's size from memory; the frame's buffer is then 64 bytes larger than the frame.
     """
 
     def __init__(
@@ -364,11 +364,11 @@ class Decode:
         at = self.nbytes.address if self.sized else None
         frame = self.frame.address, len(self.frame.bytes), at
         outputs = self.tensor.address, self.result.address
-        base = self.tensor.address if self.base is None else self.base.address  # in place
+        base = self.tensor.address if self.base is None else self.base.address  # Delta in place
         return DecodeItem(ctypes.sizeof(DecodeItem), self.into, cuda.plan(*self.key), *frame, *outputs, *self.how, base)
 
     def finish(self) -> tuple[Result, bytes]:
-        """Return result and tensor."""
+        """Return the result and the bytes of the tensor."""
         assert self.tensor.intact()
         assert self.frame.intact()
         return _result(self.result), self.tensor.bytes.tobytes()

@@ -1,4 +1,4 @@
-"""Frames and outcomes of libcodec_cuda's C interface, compared with those of the native engine."""
+"""Comparison of libcodec_cuda's C interface with the native engine: frames, decoded values and errors."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ VERIFY, SLACK = 2, 1  # CODEC_VERIFY_FIRST, CODEC_ALLOW_SLACK
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 
-on_cpu = pytest.mark.parametrize("cuda", ["cpu"], indirect=True)  # a test of the host part alone
+on_cpu = pytest.mark.parametrize("cuda", ["cpu"], indirect=True)  # for tests of host code, which need no GPU
 
 
 def needs_levels(spec):
@@ -30,7 +30,7 @@ def needs_levels(spec):
 
 
 def values(shape, dtype="float32", seed=0):
-    """Return values of a float dtype, as bits, within all scales of SPECS."""
+    """Return the bits of random floats whose magnitudes every fixed scale in SPECS can represent."""
     x = np.random.default_rng(seed).uniform(-0.4, 0.4, shape).astype(F32)
     if dtype == "float32":
         return x.view(np.uint32)
@@ -38,7 +38,7 @@ def values(shape, dtype="float32", seed=0):
 
 
 def level_of(x, spec):
-    """Return levels for a spec that needs them."""
+    """Return levels 0 to 3 in runs of 7 values, or None if the spec needs no levels."""
     return (np.arange(x.size) // 7 % 4).astype(np.uint8) if needs_levels(spec) else None
 
 

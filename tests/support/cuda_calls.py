@@ -1,4 +1,4 @@
-"""Calls of the CUDA engine, and their outcomes."""
+"""Calls of the CUDA engine that return comparable outcomes: bytes, or the code of an error."""
 
 import numpy as np
 import pytest
@@ -41,5 +41,5 @@ def outcome(call, *args, **how):
 
 
 def both_outcomes(frame, dtype, **how):
-    """Return the both_outcomes of decoding with the CUDA engine and with the native one."""
+    """Return two outcomes of decoding a frame: that of the CUDA engine and that of the native one."""
     return [outcome(flatcall.decode, frame, like=like(dtype), engine=name, **how) for name in ("cuda", "native")]

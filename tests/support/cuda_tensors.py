@@ -1,7 +1,7 @@
-"""torch tensors on a GPU, or tensors that stand for them and whose kernels run on the CPU (`support.device`).
+"""torch tensors on a GPU, or emulated ones whose kernels run on the CPU (`support.device`).
 
-torch without CUDA has no tensors on a GPU. A DeviceTensor has its values in host memory, says that it lies on cuda:0,
-and rejects what torch rejects for a tensor on a GPU: numpy arrays of it, and operations with tensors in host memory.
+torch without CUDA cannot create tensors on a GPU. A DeviceTensor emulates one: its values lie in host memory, and its
+`device` is cuda:0. As torch does for a GPU tensor, it rejects conversion to numpy and operations with host tensors.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from codec.torch.network.timeouts import timeout_of
 from codec.torch.transport import nccl, streams
 from support.device import Emulated, build
 
-NCCL = os.environ.get("CODEC_NCCL") == "1"  # real NCCL between ranks that share a GPU
+NCCL = os.environ.get("CODEC_NCCL") == "1"  # True: ranks that share a GPU communicate by real NCCL
 DEVICE = torch.device("cuda", 0)
-_CROSS = {"copy_", "to", "cpu", "__get__", "as_subclass", "detach"}  # operations that may leave or enter the device
+_CROSS = {"copy_", "to", "cpu", "__get__", "as_subclass", "detach"}  # operations allowed to mix host and device tensors
 
 
 class _Storage:
@@ -41,7 +41,7 @@ class _Storage:
 class DeviceTensor(torch.Tensor):
     """Tensor on the emulated GPU."""
 
-    copied_nbytes = 0  # bytes of tensors that were copied to the host
+    copied_nbytes = 0  # total bytes copied from the emulated GPU to the host
 
     @property
     def device(self):
@@ -104,7 +104,7 @@ def on_device(x):
 
 
 def host(x):
-    """Return the values of a tensor in host memory; those of an emulated GPU share its memory."""
+    """Return a tensor in host memory with the values of x. For an emulated GPU it shares the memory of x."""
     if not isinstance(x, DeviceTensor):
         return x.detach().cpu()
     with torch._C.DisableTorchFunctionSubclass():
@@ -118,7 +118,7 @@ def gpu(kind):
     Parameters
     ----------
     kind : {"emulated", "real"}
-        Emulated: codec.torch finds a GPU inside the context, and torch makes tensors there.
+        "emulated": inside the context, codec.torch finds a GPU, and torch can create tensors on it.
     """
     if kind == "real":
         torch.cuda.set_device(0)
@@ -130,7 +130,7 @@ def gpu(kind):
 
 @contextlib.contextmanager
 def emulated_gpu():
-    """Make codec.torch find a GPU, and torch make tensors there."""
+    """Emulate a GPU: codec.torch finds it, and torch can create tensors on it."""
     made = {name: getattr(torch, name) for name in ("empty", "zeros", "as_tensor")}
     to, stream = torch.Tensor.to, torch.cuda.current_stream
     before = engine_devices.backend, torch.cuda.current_device
@@ -166,7 +166,7 @@ def emulated_gpu():
 
 
 class GlooBetweenGpus:
-    """Backend of torch.distributed that stands for NCCL: it has its collectives, and Gloo carries the bytes.
+    """Backend of torch.distributed that replaces NCCL: it has the same collectives, and sends their bytes by Gloo.
 
     NCCL before 2.30 does not let ranks share a GPU.
     """
@@ -198,7 +198,7 @@ class GlooBetweenGpus:
 
 
 class _Arrival:
-    """Handle of a collective whose result is copied to the GPU."""
+    """Handle of a collective on host memory; waiting for it copies the result to the GPU."""
 
     def __init__(self, work, values, to):
         self._work, self._values, self._to = work, values, to
@@ -213,14 +213,14 @@ class _Arrival:
 
 
 def _order(transfer, work):
-    """Wait for a collective at once, as kernels of the emulation run at once; NCCL makes the stream wait."""
+    """Block until a collective has ended. NCCL would make the stream wait, but emulated kernels run immediately."""
     transfer._in_flight.append(work)
     transfer._await(work.is_completed)
     work.wait()
 
 
 def new_group_of_gpus(ranks):
-    """Make a group whose frames stay on GPUs: by NCCL in ``make gpu-nccl``, else by Gloo in its place."""
+    """Create a group that sends frames between GPUs: by NCCL in ``make gpu-nccl``, otherwise by Gloo in its place."""
     if NCCL:
         versions = ranks.run(_nccl_version)
         assert min(versions) >= (2, 30), f"ranks share a GPU with NCCL 2.30 or later: this is {min(versions)}"
@@ -236,7 +236,7 @@ def _nccl_version(rank, size):
 
 
 def connect_gpus(*_):
-    """Make the groups of this process send frames from GPU to GPU."""
+    """Replace functions of codec.torch so that groups of this process send frames from GPU to GPU."""
     communicator.uses_nccl, nccl.connect_nccl = lambda _: True, GlooBetweenGpus
     nccl.DeviceTransfer._order = _order
-    nccl.engine_is_usable = lambda: True  # asked outside of `gpu`
+    nccl.engine_is_usable = lambda: True  # also called outside the context of `gpu`

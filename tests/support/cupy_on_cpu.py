@@ -1,10 +1,10 @@
-"""CuPy with a GPU that runs on the CPU: the part of CuPy that `codec.engines.cuda` and the tests use.
+"""Emulation of CuPy on the CPU, as far as `codec.engines.cuda` and the tests use CuPy.
 
-A stream is a list of work that runs when somebody waits for it. Memory without an owner returns to its pool and is
-overwritten: pinned memory at once, device memory in the order of its stream. A captured stream records its work, and
-calls that CUDA calls unsafe end the capture.
+A stream is a list of work that runs when a caller waits for the stream. Memory that is no longer referenced returns to
+its pool and is overwritten, so that a use after free shows: pinned memory immediately, device memory in stream order.
+A captured stream records its work. Calls that CUDA's documentation names unsafe during capture invalidate the capture.
 
-`tests/engines/test_cupy_backend.py` compares names, parameters and types with CuPy's own.
+`tests/engines/test_cupy_backend.py` compares the names, parameters and types in this module with those of CuPy.
 
 One file: it stands in for one package.
 """
@@ -26,8 +26,8 @@ from codec.engines.cuda import cache, cupy_backend, devices
 from codec.engines.cuda import library as kernel_library
 from support.device import launch
 
-GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # modes of captures, and of threads during captures
-_LEGACY = 1  # other handle of stream 0
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # cudaStreamCaptureMode, of a capture or of a thread
+_LEGACY = 1  # handle cudaStreamLegacy, an alias of stream 0
 _MANY = 65_535  # CUDA's limit of a grid's second dimension
 
 
@@ -36,17 +36,17 @@ class Machine:
 
     def __init__(self, library: Any, capabilities: tuple[str, ...]) -> None:
         self.library, self.capabilities = library, capabilities
-        self.todo: dict[int, deque[Callable[[], Any]]] = defaultdict(deque)  # work of each stream
+        self.todo: dict[int, deque[Callable[[], Any]]] = defaultdict(deque)  # pending work by stream
         self.captured: dict[int, tuple[int, list[Callable[[], Any]]]] = {}  # captured streams: mode and recorded work
         self.broken = False  # a capture was invalidated
         self.mode = GLOBAL
         self.current = Stream.null
         self.stack = [Stream.null]
-        self.free: dict[Any, list[Any]] = defaultdict(list)  # free memory by pool and size
+        self.free: dict[Any, list[Any]] = defaultdict(list)  # free blocks by pool and size in bytes
         self.functions: list[str] = []  # names of loaded kernels
 
     def do(self, stream: int, work: Callable[[], Any]) -> None:
-        """Add work to a stream; it runs when somebody waits for it."""
+        """Append work to a stream; the work runs when a caller waits for the stream."""
         (self.captured[stream][1] if stream in self.captured else self.todo[_number(stream)]).append(work)
 
     def wait(self, stream: int, until: Callable[[], bool] = lambda: False) -> None:
@@ -58,7 +58,7 @@ class Machine:
             todo.popleft()()
 
     def unsafe(self) -> None:
-        """End captures as CUDA does for unsafe calls, unless this thread has allowed them."""
+        """Invalidate captures, as CUDA does on an unsafe call, unless this thread's capture mode permits such calls."""
         if self.mode != RELAXED and any(mode != RELAXED for mode, _ in self.captured.values()):
             self.broken = True
             raise CUDARuntimeError("cudaErrorStreamCaptureUnsafe")
@@ -161,7 +161,7 @@ class Stream:
         return graph
 
     def is_capturing(self) -> bool:
-        """Return whether the stream is captured; an error on the default stream during a global capture."""
+        """Return True if the stream is being captured. Raise on the default stream during a global capture."""
         if self.ptr <= _LEGACY and any(mode == GLOBAL for mode, _ in machine.captured.values()):
             raise CUDARuntimeError("cudaErrorStreamCaptureImplicit")
         return self.ptr in machine.captured
@@ -193,7 +193,7 @@ class Device:
 
 
 class _Pooled:
-    """Memory of a pool: that of a stream's number, or of pinned memory for None."""
+    """Memory that returns to its pool when freed. A pool is a stream's number, or None for pinned memory."""
 
     def __init__(self, memory: Any, pool: int | None) -> None:
         self._machine, self._memory, self._pool, self.ptr = machine, memory, pool, memory.ctypes.data
@@ -208,7 +208,7 @@ class _Pooled:
 
 
 def _take(size: int, pool: int | None) -> _Pooled:
-    """Return free memory of a pool, or new memory."""
+    """Return a free block of the pool, or allocate one if the pool has none of this size."""
     size = -(-size // 512) * 512
     free = machine.free[pool, size]
     if not free:
@@ -289,7 +289,7 @@ def launchKernel(
     kernel_params: int,
     extra: int,
 ) -> None:
-    """Add a kernel to a stream; its arguments are read at once, as many as the kernel has."""
+    """Append a kernel to a stream. The kernel's arguments are copied before this function returns."""
     assert (grid_dim_z, block_dim_y, block_dim_z, shared_mem_bytes, extra) == (1, 1, 1, 0, 0)
     assert grid_dim_x > 0
     assert 0 < grid_dim_y <= _MANY
@@ -330,7 +330,7 @@ class NVRTCError(RuntimeError):
 
 
 class _Compiler:
-    """NVRTC whose machine code is a list of kernel names."""
+    """Emulation of NVRTC, whose machine code is a list of kernel names."""
 
     def __init__(self) -> None:
         self._programs: dict[int, list[str]] = {}
@@ -462,5 +462,5 @@ def install(monkeypatch: Any, library: Any, capabilities: tuple[str, ...] = ("90
         cupy_backend, "_driver", lambda: types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
     )
     monkeypatch.setattr(cache, "cache_folder", lambda: None)
-    monkeypatch.setattr(kernel_library, "code_for", lambda arch: None)  # the package's is for real GPUs
+    monkeypatch.setattr(kernel_library, "code_for", lambda arch: None)  # the package's machine code is for real GPUs
     return machine

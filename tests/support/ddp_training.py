@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 import codec.torch
 from codec.torch.ddp import checkpoint
 
-ENCODE_ALL = codec.torch.Policy(lossless_small=False, uneven=None)  # the hook's spec for every parameter
+ENCODE_ALL = codec.torch.Policy(lossless_small=False, uneven=None)  # uses the hook's spec for every parameter
 
 
 def net():
@@ -19,7 +19,7 @@ def net():
 
 
 def data(rank, step):
-    """Return inputs and labels of a rank's batch in a step."""
+    """Return the inputs and labels of the batch of `rank` in `step`."""
     g = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(16, 20, generator=g)
     return x, (x[:, :5] * x[:, 5:10]).argmax(1)
@@ -36,12 +36,12 @@ def parameter_bytes(model):
 
 
 def hook_state_bytes(hook):
-    """Return the state of a hook as bytes, for comparison."""
+    """Return the state of a hook with tensors as bytes, so that states can be compared with ==."""
     return checkpoint.packed(hook.state_dict())
 
 
 def train(model, optimizer, rank, steps, first=0):
-    """Train for some steps and return the losses."""
+    """Train for `steps` steps, of which `first` is the number of the first, and return their losses."""
     losses = []
     for step in range(first, first + steps):
         x, y = data(rank, step)
@@ -74,7 +74,7 @@ def small_forward(model, rank):
 
 
 class EqualLayers(torch.nn.Module):
-    """Layers of one size, each in its own bucket; `nested`: their backward passes run inside the outer one."""
+    """Model of equal layers, each in a bucket of its own. `nested`: their backwards run inside the outer backward."""
 
     def __init__(self, nested=False):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every way to decode a frame, for tests that compare the library with the reference decoder."""
+"""Decode a frame by every engine and call, for tests that compare the library with the reference decoder."""
 
 import struct
 
@@ -12,7 +12,7 @@ DELTA = 8
 
 
 def decode_all_ways(frame, **how):
-    """Return the values' bytes for each way to decode a frame, None where it is rejected and `out` is unchanged."""
+    """Return the decoded bytes by way of decoding; None if the frame is rejected, which must leave `out` unchanged."""
     kind = np.dtype(f"u{oracle.DTYPES[frame[6]][1]}")
     shape = struct.unpack_from(f"<{frame[7]}Q", frame, 48)
     results = {}
@@ -39,7 +39,7 @@ def decode_all_ways(frame, **how):
 
 
 def decode_delta(frame, kind, engine, base=None, **how):
-    """Return the values' bytes of a frame of Delta that is decoded in place, None if it is rejected."""
+    """Return the bytes of a Delta frame's values, decoded in place; None if the frame is rejected."""
     weights = None if base is None else base.copy()
     try:
         y = flatcall.decode(frame, like=np.empty(0, kind), base=weights, out=weights, engine=engine, **how)

@@ -30,7 +30,7 @@ FLAGS = [
     "-fno-strict-aliasing",
     "-ffp-contract=off",
     "-fPIC",
-    "-fno-gnu-unique",  # each library has its own variables of templates
+    "-fno-gnu-unique",  # libraries do not share static variables of templates
     "-shared",
     "-Wall",
     "-Wextra",
@@ -39,12 +39,13 @@ FLAGS = [
 
 
 class LaunchError(Exception):
-    """Undefined behaviour of a launch: the message names the thread and the line."""
+    """A launch had undefined behaviour; the message names the thread and the source line."""
 
 
 def compiled(command, folders, library, content=b""):
-    """Return the library that a command compiles; run it if the command, `content` or a file in `folders` has changed.
+    """Return the path of the library that `command` compiles.
 
+    The command runs only if it, `content` or a file in `folders` has changed since the last compilation.
     Processes that need the same library wait for the one that compiles it.
     """
     digest = hashlib.sha256(" ".join(command).encode() + content)
@@ -63,7 +64,7 @@ def compiled(command, folders, library, content=b""):
 
 
 def build(source=ROOT / ON_CPU / "kernels.cc", options=()):
-    """Load the kernels that a source has, compiled for the CPU."""
+    """Compile the kernels of a source file for the CPU, and load the library."""
     folders = "native/include/codec", "native/src/exact", "native/cuda", ON_CPU
     command = ["g++", *FLAGS, *options, *INCLUDED, str(source)]
     return ctypes.CDLL(str(compiled(command, folders, "cuda_on_cpu/kernels", Path(source).read_bytes())))
@@ -79,13 +80,13 @@ def launch(library, kernel, grid, threads, *args):
 
 
 def compile_kernels(file, arch):
-    """Compile a file of kernels by NVRTC for an architecture."""
+    """Compile a file of kernels for an architecture by NVRTC."""
     options = [*sources.OPTIONS, f"-arch={arch}", "-Xptxas=-v", *INCLUDED]
     return compile_cuda(f'#include "{file}.cu"\n', sources.HEADERS, options, FILES[file].kernels)
 
 
 class DeviceArray:
-    """Array on the emulated GPU, which libraries know by ``__cuda_array_interface__`` alone."""
+    """Array on the emulated GPU. Libraries recognize it by its ``__cuda_array_interface__`` only."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -113,14 +114,14 @@ class DeviceArray:
 
 
 class Emulated:
-    """Device of the CUDA engine that runs kernels on the CPU, and the backend of that device alone."""
+    """Emulated GPU of the CUDA engine, which runs kernels on the CPU, and the engine's backend for this device."""
 
     name = "cuda:0"
-    read_nbytes = 0  # bytes that were copied to the host, by any device
+    read_nbytes = 0  # total bytes copied to the host, of all devices
 
     def __init__(self, library: Any, processors: int = 1) -> None:
         self.library, self.processors, self.launched, self.uploaded = library, processors, [], []
-        self._later: list[tuple[Any, int, int]] = []  # copies to host memory that nobody has waited for
+        self._later: list[tuple[Any, int, int]] = []  # pending copies to host memory
 
     def put(self, array: Any) -> DeviceArray:
         """Return a copy of an array on the device."""
@@ -150,7 +151,7 @@ class Emulated:
     delay = wait_for
 
     def allocate(self, nbytes: int, like: Any) -> tuple[int, object]:
-        memory = np.empty(nbytes, np.uint8)  # AddressSanitizer checks accesses around it
+        memory = np.empty(nbytes, np.uint8)  # a separate allocation, so that AddressSanitizer finds accesses outside
         assert memory.ctypes.data % 16 == 0
         memory.fill(0xE5)
         return memory.ctypes.data, memory
@@ -166,7 +167,7 @@ class Emulated:
         return bytearray(ctypes.string_at(at, nbytes))
 
     def read_back(self, at: int, nbytes: int, into: Any = None) -> Any:
-        """Note a copy, which is made when the host waits."""
+        """Record a copy to host memory, which is done when the host waits."""
         Emulated.read_nbytes += nbytes
         into = np.zeros(nbytes, np.uint8) if into is None else into
         self._later.append((into, at, nbytes))
@@ -214,7 +215,7 @@ class Emulated:
 
 
 class Real:
-    """Real GPU that records which kernels are launched."""
+    """Real GPU that records the names of launched kernels."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self.launched: list[str] = []
@@ -234,5 +235,5 @@ class Real:
 
 
 def use(monkeypatch: Any, device: Emulated) -> None:
-    """Make engine="cuda" use a device until the test ends."""
+    """Make engine="cuda" use the given device until the test ends."""
     monkeypatch.setattr(devices, "backend", device)

@@ -7,7 +7,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def blocks(heading, page="frameworks.md"):
-    """Return the Python blocks below a heading of a page, in order."""
+    """Return the Python code blocks in the section `heading` of a page, in order."""
     sections = re.split(r"^## ", (DOCS / page).read_text(), flags=re.MULTILINE)
     (section,) = [s for s in sections if s.partition("\n")[0] == heading]
     found = re.findall(r"^```python\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)

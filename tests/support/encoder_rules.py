@@ -1,4 +1,4 @@
-"""Comparison of the library's frames with those of the reference encoder, and tensors for such comparisons."""
+"""Compare the library's frames with those of the reference encoder, and make tensors for such comparisons."""
 
 from dataclasses import replace
 from typing import get_args
@@ -21,7 +21,7 @@ PATTERNS = (*FLOATS, "float64")
 
 
 def ask_of(spec):
-    """Return a spec as the reference encoder takes it: in the numbers of the format's parameters."""
+    """Return a spec as arguments of the reference encoder: the numbers of the format's parameters."""
     index = lambda choices, value: get_args(choices).index(value)
     stochastic = getattr(spec, "rounding", None) == "stochastic"
     match spec:
@@ -64,7 +64,7 @@ def ask_of(spec):
 
 
 def asked_metric(ask, metric, state):
-    """Return `ask` with a metric, groups of metrics or given levels, and the state."""
+    """Return `ask` with the metric, metric groups or levels of Truncate, and the optimizer state, added."""
     if isinstance(metric, np.ndarray):
         return replace(ask, levels=metric)
     if metric is None:
@@ -79,9 +79,9 @@ def asked_metric(ask, metric, state):
 
 
 def same(x, spec=LOSSLESS, *, dtype=None, shape=None, **how):
-    """Check that the library's frame equals the reference encoder's for every instruction set; return it.
+    """Check that the library encodes `x` to the reference encoder's frame on every instruction set; return the frame.
 
-    Check that the tensor is unchanged, too.
+    Also check that encoding leaves the tensor unchanged.
     """
     dtype = dtype or x.dtype.name
     shape = shape or x.shape
@@ -108,7 +108,7 @@ def same(x, spec=LOSSLESS, *, dtype=None, shape=None, **how):
 
 
 def matrix(dtype, rows, cols, seed=0):
-    """Return bits of values whose rows and columns have scales of their own; some values are zero."""
+    """Return the bits of a matrix in which each row and each column has a different scale, and some values are zero."""
     rng = np.random.default_rng([seed, rows, cols])
     scales = np.exp(1.5 * rng.standard_normal((rows, 1)) + 1.5 * rng.standard_normal((1, cols)) - 7)
     x = rng.standard_normal((rows, cols)) * scales
@@ -124,7 +124,7 @@ def bits_of(x, dtype):
 
 
 def tame(dtype, n, kind, seed=0):
-    """Return finite values below 1e4."""
+    """Return n finite values with magnitudes below 1e4."""
     x = random_bits(dtype, n, kind, seed)
     with np.errstate(invalid="ignore"):
         return np.where(np.abs(encoder.floats(x, NUMBER[dtype])) < 1e4, x, 0).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Comparison of engines: each call must give the same bytes, the same values or the same error with all of them."""
+"""Check that all engines return the same bytes or values, or raise the same error, for the same call."""
 
 import numpy as np
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ def outcome(call):
 
 
 def agreed(call):
-    """Return the outcome of a call, which must be the same for all engines."""
+    """Check that a call has the same outcome with every engine, and return the outcome."""
     expected, *others = (outcome(lambda: call(engine)) for engine in ENGINES)  # noqa: B023
     assert others == [expected] * len(others)
     return expected
@@ -35,7 +35,7 @@ def dtypes_of(spec):
 
 
 def sample_bits(dtype, n, kind="mixed", seed=0, odd=0, finite=True):
-    """Return bits of values, `odd` of them at the limits of the dtype; without NaN and Inf if `finite`."""
+    """Return the bits of n values, `odd` of which are at the limits of the dtype. `finite` excludes NaN and Inf."""
     x = random_bits(dtype, n, kind, seed)
     if dtype not in MBITS:
         return x
@@ -64,12 +64,12 @@ def level_arguments(spec, n, seed=0, how="sgd"):
 
 
 def like(dtype):
-    """Return an empty unsigned array of the dtype's item size."""
+    """Return an empty array of the unsigned integer dtype that has the dtype's item size."""
     return np.empty(0, f"u{ITEMSIZE[dtype]}")
 
 
 def misaligned(x, shift=3):
-    """Return a copy of an array at an address that is not aligned."""
+    """Return a copy of an array at an address that is not aligned to the array's item size."""
     raw = np.empty(x.nbytes + 16, np.uint8)
     raw[shift : shift + x.nbytes] = x.reshape(-1).view(np.uint8)
     return np.ndarray(x.shape, x.dtype, raw[shift:])
@@ -81,9 +81,9 @@ def unify_nan(y):
 
 
 def check_encode(x, spec, dtype, left=None, **how):
-    """Return the frame or the error of encode, which all engines must agree on.
+    """Check that all engines return the same frame or raise the same error in encode; return the frame or the error.
 
-    `left` is the residual before the call: engines must leave the same one, and errors must leave it unchanged.
+    `left` is the residual before the call. All engines must write the same new residual, and none after an error.
     """
 
     def call(engine):
@@ -98,7 +98,7 @@ def check_encode(x, spec, dtype, left=None, **how):
 
 
 def check_decode(frame, dtype, shape, **how):
-    """Return the decoded values' bytes, the same for all engines, in new memory and in `out`."""
+    """Check that all engines decode a frame to the same bytes, into new memory and into `out`; return the bytes."""
     values = agreed(lambda engine: flatcall.decode(frame, like=like(dtype), engine=engine, **how).tobytes())
     out = misaligned(np.zeros(shape, like(dtype).dtype))
     flatcall.decode(
@@ -113,7 +113,7 @@ def check_decode(frame, dtype, shape, **how):
 
 
 def check_sums(frames, dtype, n, op="mean", **how):
-    """Check that accumulate and reduce give the same sums with all engines."""
+    """Check that accumulate and reduce compute the same sums with all engines."""
 
     def accumulate(engine):
         total = misaligned(np.linspace(-1, 1, n, dtype=F32))

@@ -1,4 +1,4 @@
-"""Messages between ranks, computed from the formulas of docs/spec/protocol.md and docs/spec/protocol/collectives.md."""
+"""Expected messages between ranks, by the formulas of docs/spec/protocol.md and docs/spec/protocol/collectives.md."""
 
 import hashlib
 import itertools
@@ -13,18 +13,18 @@ import torch
 import codec
 import codec.torch
 
-VERSION = ("codec.torch", 2)  # its text is hashed; 2: version of the protocol
+VERSION = ("codec.torch", 2)  # hashed as text; 2 is the version of the protocol
 DATA, ABORT = range(2)  # kinds of messages
 FAILED, NONFINITE, DIFFERS = range(2, 5)  # statuses of aborts
 HEADER = struct.Struct("<4sIQIIqQ")
-VERDICT = 0  # signature of the last part of a collective
-REPORT = object()  # body of three durations, which differ from run to run
+VERDICT = 0  # signature of messages in the last part of a collective
+REPORT = object()  # stands for a body of three durations, which differ from run to run
 MIB = 1 << 20
 STREAM_STRIDE = 0x9E3779B97F4A7C15
 
 
 class Call(NamedTuple):
-    """A collective, without its values."""
+    """The arguments of a collective call, without the values of its tensor."""
 
     kind: str = "all_reduce"
     spec: codec.Spec = codec.Lossless()
@@ -39,7 +39,7 @@ class Call(NamedTuple):
 EXAMPLE = Call()
 
 
-# Collectives, as the ranks call them
+# Functions that ranks run to call the collectives
 
 
 def values(call: Call, rank: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ def values(call: Call, rank: int) -> torch.Tensor:
 
 
 def blobs(rank: int, size: int) -> list[bytes]:
-    """Return what a rank passes to `exchange`: nothing, a short and a long array of bytes."""
+    """Return the byte strings that a rank passes to `exchange`: an empty, a short and a long one."""
     return [bytes([rank]) * n for n in itertools.islice(itertools.cycle([0, 5, (4 << 20) + 3]), rank, rank + size)]
 
 
@@ -66,7 +66,7 @@ def integers(*numbers: int) -> bytes:
 
 
 def signed(collective: str, spec: Any, n: int, op: str, **how: Any) -> dict[str, str]:
-    """Return the items of a signature, in their order."""
+    """Return the items of a signature, in the order of the specification."""
     return {
         "collective": collective,
         "spec": repr(spec),
@@ -80,7 +80,7 @@ def signed(collective: str, spec: Any, n: int, op: str, **how: Any) -> dict[str,
 
 
 def text_of(items: dict[str, str]) -> str:
-    """Return the text whose hash is a signature."""
+    """Return the text that is hashed to a signature."""
     return repr(tuple(items.items()))
 
 
@@ -105,7 +105,7 @@ def cut_point(at: int, n: int, segments: Any) -> int:
 
 
 def inside(segments: Any, begin: int, end: int) -> Any:
-    """Return the segments of a piece: whole ones, and the whole rows of those that a cut divides."""
+    """Return the segments of the piece [begin, end): whole segments, and whole rows of segments that a cut divides."""
     found = []
     for offset, shape in segments or ():
         stop = offset + prod(shape)
@@ -137,7 +137,7 @@ def even_partition(n: int, size: int, itemsize: int, chunk_nbytes: int) -> list[
 
 
 class Expected:
-    """The messages of one collective: `sent[rank][to]` has the bodies of part 0, in their order."""
+    """The messages of one collective. `sent[rank][to]` lists the bodies of part 0 in the order of sending."""
 
     def __init__(self, call: Call, size: int) -> None:
         self.call, self.size = call, size
@@ -176,7 +176,7 @@ class Expected:
         return digest(text_of(signed(names.get(call.kind, call.kind), call.spec, call.n, op, **how)))
 
     def messages(self, number: int) -> list[dict[int, list[Any]]]:
-        """Return, by rank and receiving rank, the messages of collective `number`; of reports only the headers."""
+        """Return the messages of collective `number` by sender and receiver; of reports, only the headers."""
         report = REPORT if self.call.kind == "all_reduce" else b""
         getattr(
             self, f"_{self.call.kind}_{self.call.algorithm}" if self.call.kind == "all_reduce" else f"_{self.call.kind}"
@@ -197,7 +197,7 @@ class Expected:
         return partition(self.call.n, self.size, self.itemsize, self.call.segments, chunk_nbytes)
 
     def terms(self, slices: list[list[Piece]]) -> dict[tuple[int, int, int], bytes]:
-        """Return the frame of chunk c of slice o of each rank, and add those that travel to `sent`."""
+        """Return frames by rank, slice and chunk, and append the frames that are sent to `sent`."""
         chunks = len(slices[0])
         found = {}
         for rank, o, c in itertools.product(range(self.size), range(self.size), range(chunks)):
@@ -280,7 +280,7 @@ class Expected:
                 self.sent[rank][o] += [raw(x) for x in order]
 
     def _all_reduce_shared_scale(self) -> None:
-        """Without segments: one scale of all values."""
+        """Add the messages of a shared-scale all-reduce without segments, in which all values have one scale."""
         call, size = self.call, self.size
         scales = [torch.stack([x.float().abs().max()]) for x in self.x]
         for rank in range(size):
@@ -290,7 +290,7 @@ class Expected:
         base = 2 * size + 1
         digits = floor(log(256, base))
         bound = max(codec.bound(call.n, "float32", spec), codec.bound(-(-call.n // digits), "uint8"))
-        assert bound < MIB  # one chunk
+        assert bound < MIB  # so that each slice is a single chunk
         slices = partition(call.n, size, self.itemsize, None, self.chunk_nbytes)
         assert len(slices[0]) == 1
         signs = Expected(call._replace(spec=spec), size)

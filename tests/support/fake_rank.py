@@ -1,4 +1,4 @@
-"""A rank whose messages tests write by hand, and calls that a real rank makes meanwhile."""
+"""A fake rank, whose messages tests write by hand, and the calls that the real rank makes meanwhile."""
 
 import os
 import socket
@@ -15,11 +15,11 @@ from codec.torch.network.version import protocol_hash
 from support import flatcall
 
 N = 40_000
-TIMEOUT = 3  # seconds, of the group
-OURS, THEIRS = 19_456, 20_544  # values of the slices of rank 0 and rank 1
-HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, signature, bytes of the body
+TIMEOUT = 3  # timeout of the group in seconds
+OURS, THEIRS = 19_456, 20_544  # number of values in the slices of rank 0 and rank 1
+HEADER = struct.Struct("<4sIQIIqQ")  # magic, kind, collective, part, index, signature, size of the body in bytes
 HELLO = struct.Struct("<4s16sqqq")  # magic, token, hash of the version, rank, tag
-ADDRESS = struct.Struct("<q16sH")  # hash of the version, token, port; the host follows
+ADDRESS = struct.Struct("<q16sH")  # hash of the version, token, port; followed by the host name
 DATA, ABORT = range(2)
 LOST, FAILED, NONFINITE, DIFFERS = range(1, 5)  # statuses of aborts
 TAG = -2
@@ -34,7 +34,7 @@ def header(body=b"", *, number=0, part=0, index=0, signature=0, kind=DATA, magic
 
 
 class FakeRank:
-    """Rank that writes and reads the messages of a group of two ranks by hand."""
+    """Fake rank of a group of two: a test sends and reads each of its messages."""
 
     def __init__(self, rank):
         store = PrefixStore("codec/point-to-point", dist.group.WORLD.get_group_store().clone())
@@ -59,7 +59,7 @@ class FakeRank:
         self.sock.sendall(data)
 
     def send(self, body=b"", *, number=0, part=0, index=None, **how):
-        """Send a message; its index follows those before it in this part, its signature is the one of the real rank."""
+        """Send a message. Defaults: the next index in this part, and the signature of the real rank."""
         expected = self._indices.get((number, part), 0)
         self._indices[number, part] = expected + 1
         how = {"signature": 0 if part else self.signature} | how
@@ -67,7 +67,7 @@ class FakeRank:
         self.raw(header(body, number=number, part=part, index=index, **how) + body)
 
     def abort(self, *body, number=0, text=b""):
-        """Send an abort; `body` is status and rank."""
+        """Send an abort message; `body` is its status and rank."""
         self.send(struct.pack(f"<{len(body)}q", *body) + text, number=number, index=0, signature=0, kind=ABORT)
 
     def report(self, body=None, **how):
@@ -75,14 +75,14 @@ class FakeRank:
         self.send(struct.pack("<3q", 1, 1, 1) if body is None else body, part=1, **how)
 
     def read(self):
-        """Return kind, collective, part and body of the next message."""
+        """Read the next message, and return its kind, collective, part and body."""
         _, kind, number, part, _, signature, nbytes = HEADER.unpack(self._take(HEADER.size))
         if kind == DATA and not part:
             self.signature = signature
         return kind, number, part, self._take(nbytes)
 
     def read_abort(self):
-        """Return the status and the rank of the next abort."""
+        """Read messages up to the next abort, and return its status and rank."""
         while True:
             kind, _, _, body = self.read()
             if kind == ABORT:
@@ -120,7 +120,7 @@ def exchange():
 
 
 def wait_for_end(k):
-    """Read until the real rank closes the connection, or its error has passed."""
+    """Read until the real rank closes the connection, or reading fails with an OSError."""
     with suppress(OSError):
         while True:
             k.read()

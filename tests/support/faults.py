@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 
 from codec.torch.transport.collective import Part
 
-KILLED = "killed"  # result of a rank that died
+KILLED = "killed"  # stands for the result of a rank that died
 _BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
-_MAX_PACING_RATE = 47  # Linux's SO_MAX_PACING_RATE
+_MAX_PACING_RATE = 47  # Linux's socket option SO_MAX_PACING_RATE
 
 
 class _Events:
-    """Events of a channel: messages that are sent or asked for, and waits."""
+    """Counter of a channel's events: sends, requests for a message, and waits."""
 
     def __init__(self):
         self.count = self.last_send = 0
@@ -27,15 +27,15 @@ class _Events:
 def at_fault_point(channel, point, fault):
     """Call fault() before event number `point` of a channel.
 
-    Events are sending a message, asking for one, and beginning to wait for one. Yields the events: `count` is their
-    number so far, and `last_send` the number of the last message that was sent.
+    An event is a send, a request for a message, or the begin of a wait. Yields an object with `count`, the number of
+    events so far, and `last_send`, the event number of the latest send.
 
     Parameters
     ----------
     channel : codec.torch.transport.channel.Channel
         Channel whose events are counted.
     point : int
-        Number of the event, from 0; -1: only count.
+        Number of the event, from 0. -1: events are counted, and fault() is never called.
     fault : callable
         Function without arguments.
     """
@@ -64,7 +64,7 @@ def at_fault_point(channel, point, fault):
 
 @contextmanager
 def damaged_frames(damage):
-    """Replace each frame that this rank sends: `damage(frame, to)` returns the bytes to send instead.
+    """Send `damage(frame, to)` in place of each frame that this rank sends to rank `to`.
 
     The same frame may go to several ranks.
     """
@@ -82,12 +82,12 @@ def die():
 
 
 def freeze():
-    """Stop this process. The signal is sent to this thread, so that it stops before it returns."""
+    """Stop this process by SIGSTOP. The signal goes to this thread, so that it takes effect before the call returns."""
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def _connections():
-    """Return this process's TCP connections by inode, as duplicates: other threads may close their own."""
+    """Return duplicates of this process's TCP sockets, by inode: other threads may close the originals."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -103,7 +103,7 @@ def _connections():
 
 @contextmanager
 def new_connections():
-    """Yield a list that receives the sockets of all connections made in this context, when it ends."""
+    """Yield a list. When the context ends, the sockets of connections made inside are appended to the list."""
     found, before = [], set()
     for inode, s in _connections().items():
         before.add(inode)
@@ -121,13 +121,13 @@ def acked_nbytes(s):
     return struct.unpack_from("Q", s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), _BYTES_ACKED)[0]
 
 
-SEND_BUFFER = 1 << 14  # bytes; the kernel doubles the number
+SEND_BUFFER = 1 << 14  # size of the send buffer in bytes; Linux allocates twice as many
 
 
 def cut_after(connections, nbytes, rate):
-    """Cut the first of the connections over which `nbytes` have arrived, at `rate` bytes per second.
+    """Slow connections to `rate` bytes per second, and close the first one whose peer has acknowledged `nbytes`.
 
-    Returns a list that receives the number of bytes that had arrived at the cut. Bytes in the kernel's buffers may
+    Returns a list, to which the number of acknowledged bytes is appended at the cut. Bytes in the kernel's buffers may
     arrive later.
     """
     arrived = []

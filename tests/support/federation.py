@@ -1,4 +1,4 @@
-"""A federation of Flower in one process: real strategies and client apps, with messages and states as bytes."""
+"""Flower federation in one process: real strategies and client apps, whose messages and states pass as bytes."""
 
 import random
 
@@ -15,20 +15,21 @@ from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 0  # which Flower's processes set
-CLIENT_RAISED = 2  # Flower's code
+TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 0  # Flower's processes set these
+CLIENT_RAISED = 2  # Flower's error code of a client app that raised
 
 
 def _sent(content):
-    """Return a content as the other side gets it, and its size in bytes."""
+    """Serialize the content of a message; return the content that the receiver deserializes, and its size in bytes."""
     data = recorddict_to_proto(content).SerializeToString()
     return recorddict_from_proto(RecordDictProto.FromString(data)), len(data)
 
 
 class Federation(Grid):
-    """Nodes 1 to n, each with the client app and a state of its own.
+    """Nodes 1 to n, which run the same client app, each with its own state.
 
-    `tamper(node, content)` may change replies. `down` and `up` are the bytes sent so far; `errors` those of clients.
+    `tamper(node, content)` may change replies. `down` and `up` count the bytes sent to and by clients so far; `errors`
+    collects the errors of clients.
     """
 
     def __init__(self, app, nodes, tamper=None):
@@ -86,13 +87,13 @@ class Federation(Grid):
 
 
 def trained(federation, strategy, arrays, rounds, evaluate=None):
-    """Return Flower's result of some rounds."""
+    """Run a strategy for `rounds` rounds, and return Flower's result."""
     random.seed(0)  # FedAvg sums in the order in which it samples nodes
     return strategy.start(federation, arrays, rounds, evaluate_fn=evaluate, train_config=ConfigRecord())
 
 
 def reply_of(message, arrays, examples=1, loss=0.0):
-    """Return a client's reply."""
+    """Return a client's reply to `message`, with its parameters, number of examples and loss."""
     record = arrays if isinstance(arrays, ArrayRecord) else ArrayRecord(_arrays_of(arrays))
     metrics = MetricRecord({"num-examples": examples, "loss": float(loss)})
     return Message(RecordDict({"arrays": record, "metrics": metrics}), reply_to=message)

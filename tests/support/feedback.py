@@ -1,4 +1,4 @@
-"""All-reduces with feedback, their definition in numpy, and residuals of ranks as numbers and bytes."""
+"""All-reduces with error feedback, their reference in numpy, and access to the residuals of ranks."""
 
 import itertools
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 import codec
 import codec.torch
 
-N = 40_000  # values: 160 KB, so that algorithm="auto" takes two-shot from three ranks on
+N = 40_000  # values, 160 KB: with three ranks or more, algorithm="auto" chooses two-shot
 SPECS = (codec.Quantize(4), codec.Float8(), codec.Float8("mxfp8_e4m3"), codec.Sign(group_size=256), codec.Float4())
 NEAREST = (
     codec.Quantize(3, levels="odd", rounding="nearest"),
@@ -18,7 +18,7 @@ NEAREST = (
 )
 BUCKETS = [
     {"a": (40, 100), "b": (), "c": (3, 1000)},
-    {"c": (3, 1000), "d": (130, 50), "a": (40, 100)},  # other buckets of the same parameters
+    {"c": (3, 1000), "d": (130, 50), "a": (40, 100)},  # the same parameters in other buckets
     {"b": (), "d": (130, 50)},
 ]
 
@@ -28,7 +28,7 @@ def gradient(rank, step, n=N):
 
 
 def reduce(x, feedback, algorithm="two_shot", **how):
-    """Reduce x by an algorithm whose results do not depend on times; return the handle if asynchronous, else x."""
+    """All-reduce x in place by an algorithm that no measurement influences; return x, or the handle if asynchronous."""
     how.setdefault("op", "mean")
     options = codec.options(algorithm=algorithm)
     return codec.torch.all_reduce(x, feedback=feedback, options=options, **how) or x
@@ -44,7 +44,7 @@ def state_bytes(feedback):
 
 
 def corrections(states, op):
-    """Return by parameter what the residuals of all ranks will add to later results."""
+    """Return, for each parameter, the sum that the residuals of all ranks will add to later results."""
     found = {}
     for role in ("worker", "server"):
         for state in states:
@@ -66,7 +66,7 @@ def gathered(feedback):
 
 
 class Oracle:
-    """All ranks of an all-reduce with error feedback, in numpy; the codec alone is the library's."""
+    """Reference of an all-reduce with error feedback: all ranks in numpy; only the codec is the library's."""
 
     def __init__(self, spec, size, op, algorithm, n=N):
         self.spec, self.size, self.op, self.two_shot = spec, size, op, algorithm == "two_shot" and size > 1
@@ -76,7 +76,7 @@ class Oracle:
         self.slices = [slice(a, b) for a, b in itertools.pairwise(cuts)]
 
     def send(self, x, residual):
-        """Return the values that ranks decode; `residual` gets the error."""
+        """Return the values that ranks decode from x plus the residual; write the error to `residual`."""
         x = x + residual
         seen = np.concatenate([codec.decode(codec.encode(x[s], self.spec)) for s in self.slices])
         residual[:] = x - seen

@@ -1,4 +1,4 @@
-"""Calls of codec by flat keywords, for tests whose parameters are dictionaries: options, views and bound specs."""
+"""Calls of codec by keywords alone, for parametrized tests that keep the arguments of a call in a dictionary."""
 
 from dataclasses import fields
 
@@ -13,7 +13,7 @@ _OPTIONS = {f.name for f in fields(codec.CallOptions)}
 
 
 def bind(optimizer, state=None, spec=None):
-    """Return a spec bound to an optimizer, groups of them or an array of levels; None without an optimizer."""
+    """Return a spec bound to an optimizer, to groups of optimizers or to an array of levels; None without these."""
     spec = codec.Truncate() if spec is None else spec
     if optimizer is None and not state:
         return None
@@ -23,20 +23,20 @@ def bind(optimizer, state=None, spec=None):
 
 
 def split(how):
-    """Return the keywords of a public call: options that are keywords of their own become ``options=``."""
+    """Return the keywords of a public call: collect keywords that name options in one ``options=`` argument."""
     options = {name: value for name, value in how.items() if name in _OPTIONS}
     rest = {name: value for name, value in how.items() if name not in _OPTIONS}
     return {**rest, "options": codec.options(**options)} if options else rest
 
 
 def viewed(x, how):
-    """Return the tensor as `dtype` and with `segments`, if there are such keywords, and the other keywords."""
+    """Return the tensor as a view with the keywords `dtype` and `segments`, if given, and the other keywords."""
     rest = {name: value for name, value in how.items() if name not in ("dtype", "segments")}
     return (x if len(rest) == len(how) else codec.view(x, how.get("dtype"), how.get("segments"))), rest
 
 
 class with_head:
-    """A call of an engine with the first bytes of a frame on a device, which need not be fetched then."""
+    """Decode a frame on a device whose first bytes the host already has, so that the engine need not copy them."""
 
     def __init__(self, frame, head, bound, out=None, max_nbytes=None):
         v = view_bytes(frame)

@@ -1,6 +1,6 @@
 """Frames for each rule of docs/spec/format.md that an implementer could misread, and what they must decode to.
 
-A case is a frame, built by hand, with the bytes of its values, or with the reference decoder's reason to reject it.
+A case is a hand-made frame, with the bytes of its values or with the reason for which the reference decoder rejects it.
 
 One file: the cases follow the sections of the specification.
 """
@@ -45,7 +45,7 @@ def check_case(decode, frame, values, a_exponents=None, **how):
     decode : callable
         Decodes the frame in several ways; returns a dict of the values' bytes for each, None for a rejected frame.
     values : bytes or str
-        Expected values; a string is the reference decoder's reason to reject the frame.
+        Expected bytes of the values. A string: the reason for which the reference decoder rejects the frame.
     """
     base = how["base"].tobytes() if "base" in how else None
     if isinstance(values, str):
@@ -58,13 +58,13 @@ def check_case(decode, frame, values, a_exponents=None, **how):
 
 
 def head(*modes, flags=0):
-    """Return the head of a region: the modes of planes, and flags."""
+    """Return the head of a region: the mode of each plane, and the flags."""
     return u32(sum(mode << 2 * p for p, mode in enumerate(modes)) | flags)
 
 
 SEVEN = {7: 1, ESCAPE: 1}
 FEW = {127: 1, 0: 2, ESCAPE: 2}
-LONG = {7: 1, 8: 2, 9: 3, ESCAPE: 3}  # stored in an odd number of bytes
+LONG = {7: 1, 8: 2, 9: 3, ESCAPE: 3}  # code lengths; the codebook is stored in an odd number of bytes
 
 
 def u8(symbols, lengths, literals=b"", **how):
@@ -79,24 +79,24 @@ def u8(symbols, lengths, literals=b"", **how):
 
 
 def side_of(*side):
-    """Return a frame with a codebook that it does not use, stored as `side`."""
+    """Return a frame that stores the codebook `side` but has no coded plane."""
     return Blocks(UINT8, 1, [region(head(RAW) + b"\5")], side=bytes(side), coded=1)
 
 
 def halved(symbols, high, literals=b"", lengths=SEVEN):
-    """Return a frame of uint8 whose low nibbles are coded and whose high nibbles are `high`."""
+    """Return a frame of uint8 with a halved plane: low nibbles are coded, and `high` stores the high nibbles."""
     body = head(CODED) + coded(symbols, lengths, literals) + high
     return Blocks(UINT8, len(symbols), [region(body)], side=book(lengths), coded=1, halved=1)
 
 
 def pruned(symbols, rest, literals=b"", lengths=FEW, modes=(CODED, RAW, CONSTANT, CONSTANT), **more):
-    """Return a frame of float32 with plane 0 coded and zeros pruned."""
+    """Return a frame of float32 in which plane 0 is coded, and zero values are pruned from the other planes."""
     body = head(*modes, flags=PRUNED) + coded(symbols, lengths, literals) + rest
     return Blocks(FLOAT32, len(symbols), [region(body)], side=book(lengths), coded=1, **more)
 
 
 def wide(plane0, plane1, modes=(RAW, RAW), **more):
-    """Return a frame of float64 with given planes 0 and 1; the others are 0."""
+    """Return a frame of float64 with the given planes 0 and 1, and zeros in planes 2 to 7."""
     side = b"".join(book(SEVEN) for p in range(2) if modes[p] == CODED)
     coded_planes = sum(1 << p for p in range(2) if modes[p] == CODED)
     body = head(*modes, **more) + plane0 + plane1 + bytes(6)
@@ -104,7 +104,7 @@ def wide(plane0, plane1, modes=(RAW, RAW), **more):
 
 
 def float64s(*bits):
-    """Return float64 values, given by their upper 16 bits."""
+    """Return the float64 values whose upper 16 bits are given, and whose other bits are 0."""
     return u64(*(b << 48 for b in bits))
 
 
@@ -255,18 +255,18 @@ LOSSLESS_CASES = {
 
 
 def behind(lead, blocks, values):
-    """Return the expected values with those of a leading block of zeros."""
+    """Return the expected bytes, after the zeros of the leading block if `lead`."""
     return values if isinstance(values, str) else bytes(lead * 512 * oracle.DTYPES[blocks.dtype][1]) + values
 
 
 def check_lossless(decode, name, lead):
-    """Check a case of sections 2 to 7; `lead`: behind another block, as threads and pairs of blocks meet it."""
+    """Check a case of sections 2 to 7. `lead`: after a block of zeros, since decoders process blocks in pairs."""
     blocks, values = LOSSLESS_CASES[name]
     check_case(decode, blocks.frame(lead), behind(lead, blocks, values))
 
 
 def model(kind, shifts, base, nibbles, codec=TRUNCATE):
-    """Return a frame of zeros under a scale model of one part."""
+    """Return a frame of zeros with a scale model of one part."""
     record = struct.pack("<QIBBH", 4096, 512 if kind else 0, kind, shifts, base)
     zeros = region(u32(0) + (b"\0" if codec == TRUNCATE else bytes(4)))
     params = bytes([3, 0, 0, 8, 128]) if codec == TRUNCATE else b"\0\0\0\x08"
@@ -275,18 +275,18 @@ def model(kind, shifts, base, nibbles, codec=TRUNCATE):
 
 
 def flat(count):
-    """Return the record of a part without offsets."""
+    """Return the record of a part with `count` values and without offsets of rows and columns."""
     return struct.pack("<QIBBH", count, 0, 0, 0, 0), b""
 
 
 def square(row, nrows, left=0):
-    """Return the record of a matrix with an offset for each row and column; `left`: surplus values."""
+    """Return the record of a matrix with an offset for each row and each column; `left`: values after the last row."""
     nibbles = bytes([0x21] * (nrows // 2) + [1] * (nrows % 2) + [0xE1] * (row // 2) + [1] * (row % 2))
     return struct.pack("<QIBBH", row * nrows + left, row, 3, 0, 0), nibbles
 
 
 def parts(n, *parts):
-    """Return a frame of n zeros under a scale model of the given parts."""
+    """Return a frame of n zeros with a scale model of the given parts."""
     side = book(SEVEN) + u32(len(parts)) + b"".join(record for record, _ in parts) + b"".join(x for _, x in parts)
     return Blocks(FLOAT32, n, [region(bytes(8))] * -(-n // 512), side=side, coded=1, flags=2)
 
@@ -326,7 +326,7 @@ def rows(codec, n, body, params, side=b"", dtype=FLOAT32, **more):
 
 
 def zero_point(ends, codes, dtype=FLOAT32):
-    """Return a frame of three values by Quantize with 4 bits and a zero point."""
+    """Return a frame of three values that Quantize encodes with 4 bits and a zero point."""
     return rows(QUANTIZE, 3, ends + codes, row_params(2, bits=4, row=64), dtype=dtype)
 
 
@@ -341,7 +341,7 @@ def mxfp8(codes, e, variant=2, dtype=FLOAT32, row=32, options=0):
 
 
 def entropy8(body=b"\0\0\x80\x40\0\0\0\0\x38", n=2, record=(2, 1024, 0, 0, 0), row=0, more=b""):
-    """Return a Float8 frame with entropy stage and one part, whose record is at an odd byte."""
+    """Return an entropy-coded Float8 frame with one part, whose record starts at an odd byte."""
     side = book(LONG) + u32(1) + struct.pack("<QIBBH", *record) + more
     return rows(FLOAT8, n, body, row_params(options=4, row=row), side, coded=1, flags=2)
 
@@ -357,20 +357,20 @@ def ternary(body, n=1, s=(2.0, 0.0), variant=0, dtype=FLOAT32, **more):
 
 
 def ternary_part(s, dtype=FLOAT16):
-    """Return a Ternary frame whose scale is in the record of a part."""
+    """Return a Ternary frame whose scale is stored in the record of a part."""
     side = u32(1) + u64(1, 0) + f32(s, 0)
     return rows(TERNARY, 1, b"\1", row_params(), side, dtype, flags=2)
 
 
 def sign_parts(side):
-    """Return a Sign frame of two parts of 4,096 values: one scale, then a scale per row."""
+    """Return a Sign frame of two parts of 4,096 values: the first has one scale, the second has a scale per row."""
     blocks = Blocks(FLOAT32, 8192, [], SIGN, row_params(), u32(2) + side, log2=0, flags=2)
     blocks.regions = [region(bytes(512)), region(f32(3, 5) + b"\xff" * 512)]
     return blocks
 
 
 def many_parts(*counts):
-    """Return a Sign frame of parts without rows that are all 1, of which part i has scale i + 1."""
+    """Return a Sign frame of parts without rows. All values are positive; the scale of part i is i + 1."""
     records = b"".join(struct.pack("<QII", count, 0, 0) for count in counts)
     scales = b"".join(f32(i + 1, 0) for i in range(len(counts)))
     blocks = Blocks(FLOAT32, sum(counts), [], SIGN, row_params(), u32(len(counts)) + records + scales, log2=0, flags=2)
@@ -600,11 +600,11 @@ TRUNCATE_CASES = {
 def check_truncate(decode, name, lead):
     """Check a case of section 9: Truncate."""
     blocks, values = TRUNCATE_CASES[name]
-    lead = lead and not blocks.flags & 2  # scale models fix the number of values
+    lead = lead and not blocks.flags & 2  # a scale model fixes the number of values, so no block can be added
     check_case(decode, blocks.frame(lead), behind(lead, blocks, values))
 
 
-# theta, A's exponent, and the bits that 1.0 with 24 bits set keeps: 6, 24 or 12; a NaN keeps all 24
+# theta, A's exponent, and how many of the 24 bits of a value near 1.0 Truncate keeps: 6, 12 or 24; of a NaN all 24
 SHARED_LEVEL_CASES = {
     "as much as there is": (np.inf, 255, 6),
     "none, a subnormal": (1e-45, 0, 24),
@@ -615,7 +615,7 @@ SHARED_LEVEL_CASES = {
 
 
 def check_shared_levels(decode, name, by_bit):
-    """Check a case of section 9.3: shared levels where A is not a normal number; Inf and NaN keep all bits."""
+    """Check a case of section 9.3: shared levels if A is not a normal number. Inf and NaN keep all bits."""
     theta, a, keeps = SHARED_LEVEL_CASES[name]
     keeps += (by_bit != 0) * (keeps == 6) * -5  # keeps only the sign
     widths = (keeps, 24)
@@ -647,7 +647,7 @@ def check_shared_levels(decode, name, by_bit):
         check_case(decode, tail, powers, exponents, **how)
 
 
-# check function and its arguments by case: check(decode, *arguments)
+# check function and arguments of each case, called as check(decode, *arguments)
 HAND_MADE = {
     f"{check.__name__[6:]}-{name}-{way}": (check, name, *([] if way is None else [way]))
     for check, names, ways in (

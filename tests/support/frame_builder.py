@@ -1,4 +1,4 @@
-"""Frames that no encoder writes, built from the pieces of docs/spec/format.md."""
+"""Build frames from the elements of docs/spec/format.md, also such that no encoder writes."""
 
 import struct
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from reference.decoder import ESCAPE
 
 
 def recompute_checksums(frame):
-    """Return a frame with valid checksums, as an attacker would make it; None if its header does not locate them."""
+    """Return a damaged frame with its checksums recomputed; None if the header does not locate the checksums."""
     try:
         side, frame_nbytes = struct.unpack_from("<I", frame, 12)[0], struct.unpack_from("<Q", frame, 16)[0]
         rank, layout, log2, fixed, dtype = frame[7], frame[8], frame[9], frame[10], frame[6]
@@ -63,14 +63,14 @@ def header(
 
 
 def stored(dtype, shape, values, codec=1, params=b"\0\0\0\x08", **fields):
-    """Return a frame of layout 0."""
+    """Return a frame of layout 0, which stores values uncompressed."""
     nbytes = 48 + 8 * len(shape) + len(values)
     return recompute_checksums(header(codec, dtype, shape, params, nbytes=nbytes, **fields) + values)
 
 
 @dataclass
 class Blocks:
-    """Frame of layout 1 and rank 1, whose regions :func:`region` makes."""
+    """Frame of layout 1 with a shape of one dimension, built from regions that :func:`region` returns."""
 
     dtype: int
     n: int
@@ -85,7 +85,7 @@ class Blocks:
     log2: int = 9
 
     def frame(self, lead=False):
-        """Return the frame's bytes; ``lead``: with a block of 512 zeros in front."""
+        """Return the frame's bytes. ``lead``: add a block of 512 zeros before the first block."""
         nplanes = oracle.DTYPES[self.dtype][1]
         zeros = region(bytes(5 if self.codec == 7 else 4 + nplanes - len(self.fixed)))
         regions = [zeros] * lead + self.regions
@@ -102,7 +102,7 @@ class Blocks:
 
 
 def delta_frame(dtype, base, regions, result, log2=10, **fields):
-    """Return a frame of delta: values of base and result as bytes, and a region for each block."""
+    """Return a Delta frame, given the bytes of the base and of the result, and one region per block."""
     n = len(base) // oracle.DTYPES[dtype][1]
     side = struct.pack("<QQ", oracle.digest(base, 0x600), oracle.digest(result, 0x600))
     ends = np.cumsum([72 + 8 * len(regions), *map(len, regions)])
@@ -113,17 +113,17 @@ def delta_frame(dtype, base, regions, result, log2=10, **fields):
 
 
 def region(body):
-    """Pad a region to a multiple of 8 bytes."""
+    """Pad the bytes of a region to a multiple of 8."""
     return body + bytes(-len(body) % 8)
 
 
 def ordered(lengths):
-    """Return the values in the order of their codes."""
+    """Return the symbols in the order of their canonical codes."""
     return sorted(lengths, key=lambda v: (lengths[v], v))
 
 
 def book(lengths):
-    """Return the stored form of a codebook, given as a dict of code lengths."""
+    """Return the stored form of a codebook, given its code lengths by symbol."""
     values = [v for v in lengths if 0 < v < ESCAPE]
     first, last = min(values, default=1), max(values, default=0)
     nibbles = [lengths.get(v, 0) for v in range(first, last + 1)] + [0]
@@ -138,7 +138,7 @@ def book(lengths):
 
 
 def coded(symbols, lengths, literals=b"", pad=None):
-    """Return a coded plane of values or ESCAPE; ``pad`` fills up the last quad row."""
+    """Return a coded plane of symbols, each a byte or ESCAPE. ``pad`` is the symbol that fills the last quad row."""
     code, at = {}, 0
     for v in ordered(lengths):
         code[v] = f"{at:08b}"[: lengths[v]]

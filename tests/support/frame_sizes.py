@@ -1,6 +1,6 @@
-"""Bytes of frames of the gradients in bench/data, by spec: `tests/format/sizes.csv`.
+"""Table of frame sizes in bytes, by gradient in bench/data and by spec: `tests/format/sizes.csv`.
 
-``PYTHONPATH=tests python -m support.frame_sizes`` writes the table again.
+``PYTHONPATH=tests python -m support.frame_sizes`` rewrites the table.
 """
 
 import csv
@@ -27,7 +27,7 @@ def gradients() -> dict[str, np.ndarray | codec.View]:
 
 
 def measured() -> list[list[str]]:
-    """Return the rows of the table: gradient, spec, bytes of the frame. Truncate needs a fixed level here."""
+    """Measure the rows of the table: gradient, spec, frame size in bytes. Truncate has a fixed level here."""
     rows = [["gradient", "spec", "frame_nbytes"]]
     for gradient, x in gradients().items():
         for name, spec in SPECS.items():

@@ -18,7 +18,7 @@ def batch(rank):
 
 
 def gradients_of(net, size, dtype=torch.float32):
-    """Return the gradients of all ranks for each parameter, computed in one process."""
+    """Return, for each parameter, the list of gradients that ranks compute, all computed in this process."""
     found = []
     for rank in range(size):
         here = copy.deepcopy(net).to(dtype)
@@ -28,7 +28,7 @@ def gradients_of(net, size, dtype=torch.float32):
 
 
 def mean(tensors):
-    """Return the float32 mean of tensors, added in order."""
+    """Return the mean of tensors, added in float32 in the given order."""
     total = tensors[0].float()
     for t in tensors[1:]:
         total = total + t.float()

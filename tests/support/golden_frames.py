@@ -1,9 +1,9 @@
 """Golden frames in tests/vectors, and the tensors that they encode.
 
-``PYTHONPATH=tests python -m support.golden_frames --write NAME...`` writes new ones. They are decoded forever. When an
-encoder learns to decide better, frames of the former encoder move to ``vectors/older``.
+``PYTHONPATH=tests python -m support.golden_frames --write NAME...`` writes new ones. Every later version
+of the library must decode them. When an encoder improves, frames of the former encoder move to ``vectors/older``.
 
-Tensors come from the integer formulas below: they need no library whose results may change.
+Integer formulas in this file compute the tensors, so that no change in another library can alter them.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ GOLDEN_FRAMES = {name: (FOLDER / f"{name}.codec").read_bytes() for name in GOLDE
 
 
 def hashed(n, salt):
-    """Return n words of 64 bits: splitmix64 of the index and a salt."""
+    """Return n pseudorandom 64-bit words: splitmix64 of index and salt."""
     with np.errstate(over="ignore"):
         x = (np.arange(n, dtype=np.uint64) + np.uint64(salt * 1_000_003 + 1)) * np.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -84,7 +84,7 @@ def golden_tensor(name):
         return x, dtype, {"segments": segments, "spec": codec.Lossless(model="separable")}
     if kind == "blocks":
         return floats(dtype, 40000, 9), dtype, {}
-    if kind == "even":  # the low byte is often even: a halved plane
+    if kind == "even":  # the low byte is often even, so that the encoder halves its plane
         x = floats(dtype, 6000, 10)
         drop = ones(hashed(6000, 11) & np.uint64(7)).astype(u)
         return x >> drop << drop, dtype, {}
@@ -112,7 +112,7 @@ def golden_tensor(name):
         metric = optimizers.SGD(0.125) if TRUNCATES[kind].fixed_level is None else None
         how = {"optimizer": metric, "state": state} if metric else {}
         x = floats(dtype, 3000, 19)
-        x &= ~u.type(0xFFFF if "narrow" in more else 0)  # made in bfloat16
+        x &= ~u.type(0xFFFF if "narrow" in more else 0)  # float32 values that bfloat16 can represent
         return x.reshape(30, 100), dtype, {"spec": TRUNCATES[kind], **how}
     if kind == "parts":
         segments = [(0, (50, 100)), (5000, (700,)), (6000, (70, 80))]
@@ -135,7 +135,7 @@ def golden_tensor(name):
 
 
 def golden_delta(dtype, kind):
-    """Return a tensor with a base: 1 in 64 values changes by a small step, others as `kind` says."""
+    """Return a tensor and its base. One value in 64 differs by a small step; `kind` selects further differences."""
     n, u = 3000, np.dtype(f"u{ITEMSIZE[dtype]}")
     has_exponent = dtype in ("float32", "float64", "bfloat16", "float16")
     base = floats(dtype, n, 21) if has_exponent else hashed(n, 21).astype(u)
@@ -190,7 +190,7 @@ def a_exponents(how):
 
 
 def decoded(frame, lengths, how):
-    """Return what the reference decoder makes of a frame."""
+    """Return the values that the reference decoder decodes from a frame."""
     base = how.get("base")
     return oracle.decode(frame, lengths, a_exponents(how), None if base is None else base.tobytes())
 
@@ -206,6 +206,6 @@ if __name__ == "__main__" and sys.argv[1] == "--write":
         book = how.get("codebook")
         lengths = {book.id: [*book.lengths, book.escape_length]} if book else None
         values = hashlib.sha256(decoded(frame, lengths, how)[2]).hexdigest()
-        if values != GOLDEN[name]["tensor_sha256"]:  # lossy
+        if values != GOLDEN[name]["tensor_sha256"]:  # the codec is lossy
             GOLDEN[name]["values_sha256"] = values
     INDEX_FILE.write_text(json.dumps(GOLDEN, indent=1) + "\n")

@@ -22,7 +22,7 @@ def outcome(call, *args, **kwargs):
 
 
 def compare(put, call, x, **kwargs):
-    """Run call(tensor, ...) with a tensor on the GPU and in host memory; check that outcomes and tensors are equal."""
+    """Run call(tensor, ...) on the GPU and on the host; check that the outcomes and the resulting tensors are equal."""
     there, here = put(x), x.clone()
     found = [outcome(call, t, **kwargs) for t in (there, here)]
     assert found[0] == found[1], found

@@ -1,4 +1,4 @@
-"""Counts of what a host asks of the emulated GPU: waits, copies, launches, allocations (`support.cuda_tensors`)."""
+"""Count the host's calls of the emulated GPU (`support.cuda_tensors`): waits, copies, launches and allocations."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ _MADE = {"allocate": "allocations", "empty": "allocations"}  # Emulated.new_byte
 
 
 def _launched(name, result, args):
-    """Return True if an operation has computed values: in place, or in memory of their own."""
-    if name in ("copy_", "to"):  # counted apart
+    """Return True if an operation computed values, in place or into new memory; False if it returned a view."""
+    if name in ("copy_", "to"):  # counted as copies
         return False
     with torch._C.DisableTorchFunctionSubclass():
         where = result.untyped_storage().data_ptr()
@@ -26,19 +26,19 @@ def _launched(name, result, args):
 
 
 class Traffic(Counter):
-    """Counts by name. A wait is counted if the GPU has had work since the last one."""
+    """Counts by kind of call. A wait is counted only if the GPU received work since the last wait."""
 
     def __init__(self):
         super().__init__()
         self._works = False
 
     def add(self, name):
-        """Count work of the GPU, or an allocation."""
+        """Count a call that gives the GPU work, or an allocation."""
         self[name] += 1
         self._works |= name != "allocations"
 
     def wait(self):
-        """Count a wait of the host."""
+        """Count a wait of the host for the GPU."""
         self["waits"] += self._works
         self._works = False
 
@@ -63,7 +63,7 @@ def counted_gpu():
         traffic.add("copies")
         traffic.wait()
 
-    def crosses(to, values, *_, **how):  # a copy from pageable memory waits
+    def crosses(to, values, *_, **how):  # the host waits for a copy from pageable memory
         traffic.add("copies" if not isinstance(values, DeviceTensor) else "launches")
         if not isinstance(values, DeviceTensor) and not how.get("non_blocking"):
             traffic.wait()

@@ -1,6 +1,6 @@
-"""native/cuda_api/src/kernels.h, the C host's table of kernels and limits, from codec/engines/cuda/kernels.py.
+"""Generate native/cuda_api/src/kernels.h, the C host's table of kernels, from codec/engines/cuda/kernels.py.
 
-``PYTHONPATH=tests python -m support.kernel_table --write`` writes the file; without ``--write`` it is printed.
+``PYTHONPATH=tests python -m support.kernel_table --write`` writes the file; without ``--write``, the command prints it.
 """
 
 import re
@@ -10,7 +10,7 @@ from codec.engines.cuda import kernels
 from support.cuda_c import API
 
 PATH = API / "src/kernels.h"
-OWN = {"store_bytes": 256, "finish_encode": 128, "open_frames": 256, "finish_decode": 128}  # of native/cuda_api/kernels
+OWN = {"store_bytes": 256, "finish_encode": 128, "open_frames": 256, "finish_decode": 128}  # native/cuda_api/kernels
 OTHER = re.compile("gather|check_finite|choose_topk|reduce_rows")  # kernels that the C host does not launch
 LIMITS = {
     "WARPS": "warps of most CTAs; a grid has a CTA for so many blocks of values",
@@ -52,7 +52,7 @@ enum kernel {{
 
 
 def text() -> str:
-    """Return the file."""
+    """Return the contents of the file."""
     rows = [(name, threads, 1) for name, threads in OWN.items()]
     for file in kernels.FILES.values():
         rows += [(name, file.threads, file.kernels[name]) for name in sorted(file.kernels)]

@@ -1,4 +1,4 @@
-"""Processes with the environment that torchrun makes."""
+"""Processes with the environment variables that torchrun sets."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ from support.ranks import RankPool
 
 
 def run(size, function, *args):
-    """Return the results of function(rank, size, *args) on processes with the environment of torchrun."""
+    """Run function(rank, size, *args) in processes with torchrun's environment variables, and return the results."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]

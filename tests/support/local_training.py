@@ -18,14 +18,14 @@ def net(seed=3):
 
 
 def batch(rank, step):
-    """Return inputs and labels of a rank's batch in a step."""
+    """Return the inputs and labels of the batch of `rank` in `step`."""
     g = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(16, 12, generator=g)
     return x, (x[:, :3] * x[:, 3:6]).argmax(1)
 
 
 def adam(model, lr=1e-2):
-    """Return an optimizer with momentum, whose steps depend on all earlier ones."""
+    """Return an Adam optimizer, each of whose steps depends on all earlier steps."""
     return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
@@ -39,7 +39,7 @@ def local_steps(model, optimizer=None, **how):
 
 
 def train(model, optimizer, rank, steps, after=lambda: None):
-    """Train over some steps, given as a range; call `after` after each step of the optimizer."""
+    """Train for the range `steps`; call `after` after each step of the optimizer."""
     for step in steps:
         x, y = batch(rank, step)
         optimizer.zero_grad()
@@ -67,7 +67,7 @@ def push(model, optimizer, rank, step):
 
 
 def gradient(i, shape, rank, step):
-    """Return the gradient of parameter `i`."""
+    """Return the gradient of parameter `i` that :func:`push` uses in a step of a rank."""
     return np.random.default_rng([i, rank, step]).standard_normal(shape, np.float32)
 
 
@@ -77,21 +77,21 @@ def flat(model):
 
 
 def moved(ranks, steps, lr):
-    """Return the mean over `ranks` of what SGD with :func:`push` adds to the parameters of Linear, in float64."""
+    """Return the change of Linear's parameters by SGD with :func:`push`, as the mean over `ranks` in float64."""
     shapes = [tuple(p.shape) for p in Linear().parameters()]
     total = [sum(gradient(i, s, r, t).astype(np.float64) for r in ranks for t in steps) for i, s in enumerate(shapes)]
     return -lr / len(ranks) * np.concatenate([np.reshape(x, -1) for x in total])
 
 
 def parameter_bytes(model):
-    """Return the bits of all parameters and buffers."""
+    """Return the bytes of all parameters and buffers."""
     return b"".join(
         x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for x in model.state_dict().values()
     )
 
 
 def state_bytes(local):
-    """Return the bits of all tensors in the state of a LocalSteps, with their names."""
+    """Return the bytes of all tensors in the state of a LocalSteps, by name."""
     found = []
 
     def put(name, value):
@@ -108,7 +108,7 @@ def state_bytes(local):
 
 
 def raised(call):
-    """Return the class and message of the error that call() raises."""
+    """Return the class and the message of the error that call() raises."""
     try:
         call()
     except Exception as e:

@@ -1,4 +1,4 @@
-"""Messages and waits of meshes that tests write by hand."""
+"""Helpers for tests that call a mesh directly, below the collectives: sockets, waits and signatures."""
 
 import socket
 import threading
@@ -7,13 +7,13 @@ import time
 from codec.torch.network.inbox import Receive
 from codec.torch.network.stripe import HEADER
 
-SECONDS = 20  # limit of a wait, for busy machines
+SECONDS = 20  # limit of a wait, in seconds; generous, since test machines are busy
 SIGNATURE = 7
 DATA, ABORT = range(2)
 
 
 def tcp_pair():
-    """Return two connected sockets."""
+    """Return two connected TCP sockets."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         a = socket.create_connection(server.getsockname())
         return a, server.accept()[0]
@@ -25,7 +25,7 @@ def packed(number, body=b"", *, part=0, index=0, kind=DATA, magic=b"CDCM", nbyte
 
 
 def outcome(wait, seconds=SECONDS):
-    """Wait, and return the error with which the wait ended, or None."""
+    """Wait, and return the error that the wait raised, or None if it raised none."""
     ended = threading.Event()
     if wait.call_when_done(ended.set):
         assert ended.wait(seconds), "the wait does not end"
@@ -34,7 +34,7 @@ def outcome(wait, seconds=SECONDS):
     except StopIteration:
         return None
     except BaseException as e:
-        return e.with_traceback(None)  # whose frames refer to the mesh
+        return e.with_traceback(None)  # the traceback's stack frames would keep the mesh alive
     raise AssertionError("the wait has not ended")
 
 

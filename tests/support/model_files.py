@@ -1,4 +1,4 @@
-"""Model files for tests: tensors whose parts get every coding, and containers with a forged index."""
+"""Model files for tests: tensors that use every coding of a container, and containers with a forged index."""
 
 import json
 import struct
@@ -16,7 +16,7 @@ CODES |= {"int64": "I64", "complex64": "C64"}
 
 
 def tensors():
-    """Return (dtype of .safetensors files, shape, bytes) of tensors by name, in an order that is not sorted."""
+    """Return tensors by name, in unsorted order, each as (dtype name in .safetensors files, shape, bytes)."""
     rng = np.random.default_rng(0)
     normal = rng.standard_normal((300, 128)).astype(np.float32)
     half = normal.astype(np.float16).astype(np.float32)
@@ -46,11 +46,11 @@ def tensors():
 
 
 def safetensors(given=None, metadata=None):
-    """Return the bytes of a .safetensors file, with a header in the order of the names and extra padding."""
+    """Return the bytes of a .safetensors file whose header lists tensors in `given`'s order and has extra padding."""
     given = tensors() if given is None else given
     header = {} if metadata is None else {"__metadata__": metadata}
     places, at = {}, 0
-    for name in sorted(given, reverse=True):  # the data is not in the order of the header
+    for name in sorted(given, reverse=True):  # the order of the data differs from that of the header
         places[name] = [at, at + len(given[name][2])]
         at = places[name][1]
     for name, (dtype, shape, _) in given.items():
@@ -61,7 +61,7 @@ def safetensors(given=None, metadata=None):
 
 
 def taken_apart(container):
-    """Return the index of a container as JSON, and the bytes of its parts."""
+    """Return the index of a container, parsed from JSON, and the bytes of its data section."""
     outer = read_header(MemoryBytes(container))
     entry = next(t for t in outer.tensors if t.name == INDEX)
     start = len(outer.prefix)
@@ -71,7 +71,7 @@ def taken_apart(container):
 
 
 def forged(index, data, version="1"):
-    """Return a container with an index, JSON or bytes, and right digests."""
+    """Return a container with the given index, JSON or bytes, and valid digests."""
     packed = index if isinstance(index, bytes) else zlib.compress(json.dumps(index).encode())
     entries = [("codec.groups", "U8", (len(data),), len(data)), (INDEX, "U8", (len(packed),), len(packed))]
     return compose(entries, {VERSION_KEY: version, DIGEST_KEY: index_digest(packed)}).prefix + data + packed

@@ -1,4 +1,4 @@
-"""NVRTC, NVIDIA's run-time compiler for CUDA C++. It needs neither a GPU nor a driver."""
+"""Interface to NVRTC, NVIDIA's run-time compiler for CUDA C++, which needs neither a GPU nor a driver."""
 
 import ctypes
 import re
@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 
 class Compiled(NamedTuple):
-    """Output of NVRTC, in which kernels have the names of their expressions in place of mangled ones."""
+    """Output of NVRTC. Kernels are named by their name expressions, not by their mangled names."""
 
     log: str
     ptx: str
-    code_nbytes: dict[str, int]  # size of the machine code of each kernel
+    code_nbytes: dict[str, int]  # machine code in bytes, by kernel
 
 
 def nvrtc() -> ctypes.CDLL:
@@ -49,7 +49,7 @@ def compile_cuda(source: str, headers: dict[str, str], options: list[str], kerne
 
 
 def _output(lib: ctypes.CDLL, program: ctypes.c_void_p, kind: str) -> bytes:
-    """Return an output of a program; texts without their terminating 0."""
+    """Return one kind of output of a compiled program. The terminating 0 of texts is removed."""
     size = ctypes.c_size_t()
     getattr(lib, f"nvrtcGet{kind}Size")(program, ctypes.byref(size))
     data = ctypes.create_string_buffer(size.value)
@@ -58,7 +58,7 @@ def _output(lib: ctypes.CDLL, program: ctypes.c_void_p, kind: str) -> bytes:
 
 
 def _code_sizes(image: bytes) -> dict[str, int]:
-    """Return the bytes of machine code of each kernel and function in an ELF file; {} if there is only PTX."""
+    """Return the machine code size in bytes of each kernel and function in an ELF file; {} if `image` is PTX."""
     if not image:
         return {}
     (at,), (each, count, names) = struct.unpack_from("<Q", image, 40), struct.unpack_from("<3H", image, 58)

@@ -25,7 +25,7 @@ def layers(n=3):
 
 
 class Chain(nn.Module):
-    """Layers of which a forward pass uses some."""
+    """Model of which a forward pass uses only some layers."""
 
     def __init__(self, n=3):
         super().__init__()
@@ -44,7 +44,7 @@ def registered(model, *, register=None, **how):
 
 
 def loss_of(model, rank, step):
-    """Return the loss of a model of `ddp_training.net` for a rank's batch in a step."""
+    """Return the loss of a `ddp_training.net` model for the batch of `rank` in `step`."""
     x, y = data(rank, step)
     return nn.functional.cross_entropy(model(x), y)
 
@@ -63,14 +63,14 @@ def residuals_of(state):
 
 
 def with_entry(state, **changes):
-    """Return a state whose entry ``one_bit`` has other values; those of None are missing."""
+    """Return a copy of `state` with changed values in its entry ``one_bit``; a change to None removes the value."""
     first, *others = state["param_groups"]
     entry = {k: v for k, v in (first["one_bit"] | changes).items() if v is not None}
     return state | {"param_groups": [first | {"one_bit": entry}, *others]}
 
 
 def plain(state):
-    """Return a state with bytes in place of tensors, for comparison."""
+    """Return a state with its tensors as bytes, so that states can be compared with ==."""
     if isinstance(state, dict):
         return {k: plain(v) for k, v in state.items()}
     if isinstance(state, list | tuple):

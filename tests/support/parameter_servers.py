@@ -1,4 +1,4 @@
-"""Ranks that are parameter servers and workers, and what tests run on them."""
+"""Run functions on ranks that are parameter servers and workers."""
 
 from functools import partial
 
@@ -14,15 +14,15 @@ TERNARY = codec.Ternary("base3")
 
 
 def run(pool, servers, function, *args, **how):
-    """Return the results of the workers and those of the servers."""
+    """Run a function on the workers; return the workers' results and the servers' stats."""
     found = pool.run(partial(serve_or_call, **how), servers, function, *args)
     return found[servers:], found[:servers]
 
 
 def serve_or_call(rank, size, servers, function, *args, timeout=SOON, **limits):
-    """Serve on the first ranks; return function(client, worker, workers, *args) on the others, then close the client.
+    """Serve on the first `servers` ranks, and run function(client, worker, workers, *args) on the other ranks.
 
-    Servers return their stats.
+    On a server, returns its stats; on a worker, closes the client and returns the function's result.
     """
     ranks, options = list(range(servers)), codec.options(timeout=timeout)
     if rank in ranks:
@@ -37,7 +37,7 @@ def serve_or_call(rank, size, servers, function, *args, timeout=SOON, **limits):
 
 
 def gradients(worker, step=0, keys=5, dtype=torch.float32):
-    """Return gradients of a worker: several keys, one of them zero on all workers, one with zeros on worker 0 only."""
+    """Return a worker's gradients by key. One key is zero on all workers, another one is zero on worker 0 only."""
     g = torch.Generator().manual_seed(1000 * step + worker)
     found = {f"layer{i}.weight": torch.randn(7 * i + 3, 11, generator=g).to(dtype) for i in range(keys)}
     found["zero"] = torch.zeros(50, dtype=dtype)
@@ -48,12 +48,12 @@ def gradients(worker, step=0, keys=5, dtype=torch.float32):
 
 
 def ternary_mean(every, spec, step, ranks):
-    """Return the mean of ternary codes of all workers' gradients of one key, computed without a server.
+    """Compute, without a server, the mean of all workers' ternary-coded gradients of one key.
 
     Parameters
     ----------
     every : list of (str, torch.Tensor)
-        Name and gradient of each worker.
+        Key and gradient of each worker.
     spec : codec.Ternary
         Spec without a scale.
     step : int
@@ -90,7 +90,7 @@ _groups = {}
 
 
 def workers_group():
-    """Return the group of the workers, which `make_groups` has made."""
+    """Return the process group of the workers, which `make_groups` has created."""
     return _groups["workers"]
 
 

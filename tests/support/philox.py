@@ -1,4 +1,4 @@
-"""Independent implementation of Philox4x32-10, the generator of stochastic codecs."""
+"""Independent implementation of Philox4x32-10, the random number generator of stochastic codecs."""
 
 import numpy as np
 
@@ -14,6 +14,6 @@ def philox(key, counter):
 
 
 def random_words(n, seed, stream, word=0):
-    """Return the random 16-bit word that each of n values uses; `word` 1: the second word, for ties."""
+    """Return the random 16-bit word that each of n values uses; `word=1`: the second word, used for ties."""
     words = [philox((seed, stream & 0xFFFFFFFF), (b, 0, word, stream >> 32)) for b in range(-(-n // 8))]
     return np.array(words, np.uint32).view(np.uint16).ravel()[:n].astype(np.int64)

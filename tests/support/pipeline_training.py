@@ -1,4 +1,4 @@
-"""Fine-tuning of a small byte transformer in stages, whose edges are ActivationDelta objects in one process.
+"""Fine-tune a small byte transformer in pipeline stages, connected by ActivationDelta objects in one process.
 
     PYTHONPATH=.:tests python -m support.pipeline_training --help
 
@@ -61,7 +61,7 @@ class Model(nn.Module):
 
 
 class Cross(torch.autograd.Function):
-    """Activations and gradients that cross an edge."""
+    """Send activations over an edge in the forward pass, and their gradients back in the backward pass."""
 
     @staticmethod
     def forward(ctx, h, edge, samples):
@@ -74,7 +74,7 @@ class Cross(torch.autograd.Function):
 
 
 class Edge:
-    """Both sides of an edge. `delta`: False to quantize activations directly."""
+    """Sender and receiver of an edge. `delta`: encode changes of activations; if False, quantize activations."""
 
     def __init__(self, number, delta, spec, backward, **arguments):
         self.delta, self.spec, self.number, self.nbytes = delta, spec, number, 0
@@ -114,7 +114,7 @@ def texts():
 
 
 def train(model, rows, lr, steps, order, edges=()):
-    """Train on batches of rows, and return the loss of each step."""
+    """Train on batches of rows, and return the loss of every step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     losses = []
     for step, batch in enumerate(itertools.islice(order, steps)):
@@ -148,7 +148,7 @@ def pretrained(width, steps):
 
 
 def fine_tune(edges=(), *, seed=0, width=64, pretraining=1500, samples=256, epochs=6, lr=5e-4, scratch=False):
-    """Return the mean training loss of each epoch."""
+    """Fine-tune, and return the mean training loss of each epoch."""
     torch.manual_seed(seed)
     model = Model(width)
     if not scratch:
@@ -171,7 +171,7 @@ def edges_of(
     levels="even",
     **arguments,
 ):
-    """Return the edges between four stages."""
+    """Return the three edges between four stages."""
     fw = codec.Quantize(forward, group_size, levels, rounding, seed)
     bw = codec.Quantize(backward, group_size, "even", backward_rounding, seed + 1)
     return [Edge(i, delta, fw, bw, **arguments) for i in range(BLOCKS - 1)]

@@ -1,4 +1,4 @@
-"""Training of a small model on the ranks of a pipeline."""
+"""Train a small model on the ranks of a pipeline."""
 
 import hashlib
 from contextlib import contextmanager
@@ -16,16 +16,16 @@ from support.activations import m_of
 WIDTH, SAMPLES, BATCH, CHUNKS = 16, 24, 8, 4
 
 SINGLE = ("GPipe", "1F1B")
-LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # two stages a rank: 0 and n, 1 and n + 1, ...
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # two stages a rank: 0 and 2 n - 1, 1 and 2 n - 2, ...
+LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # 2 stages per rank: rank i of n has i and n + i
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # 2 stages per rank: rank i of n has i and 2 n - 1 - i
 SCHEDULES = SINGLE + LOOPED + V_SHAPED
 
 
 class Block(nn.Module):
     """Layer with dropout and running statistics, which a repeated step must restore.
 
-    Statistics are written in place (`norm`), assigned (`mean`), None before the first step (`largest`), or appear in
-    the first step (`steps`). `scale` is expanded.
+    Each statistic is updated in another way: `norm` in place, `mean` by assignment, `largest` from None in the first
+    step; the attribute `steps` is created in the first step. `scale` is an expanded tensor.
     """
 
     def __init__(self, seed, dropout):
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 def places(schedule, rank, size):
-    """Return the stages of a rank, and the number of all stages."""
+    """Return the indices of the stages of a rank, and the total number of stages."""
     if schedule in SINGLE:
         return [rank], size
     return [rank, 2 * size - 1 - rank if schedule in V_SHAPED else rank + size], 2 * size
@@ -68,22 +68,22 @@ def data():
 
 
 class Pipeline:
-    """The stages of a rank, their schedule and optimizer.
+    """The pipeline stages of a rank, with their schedule and optimizer.
 
     Parameters
     ----------
     schedule : str
-        Name of the schedule in torch.
+        Name of the schedule's class in torch.
     rank, size : int
-        This rank, and number of ranks.
+        This rank, and the number of ranks.
     group : ProcessGroup, optional
         Group of the pipeline.
     dropout : float
         Probability of dropout.
     plain : bool
-        True: stages of torch.
+        True: use torch's own PipelineStage. False: use CompressedStage.
     static : bool
-        True: shapes are given. False: torch runs the modules on uninitialized memory to learn them.
+        True: shapes are given. False: torch infers shapes by running the modules on uninitialized memory.
     **arguments
         Arguments of CompressedStage.
     """
@@ -113,7 +113,7 @@ class Pipeline:
         self.schedule.step(*([x] if self.is_first else []), **keywords)
 
     def step(self, batch, **keywords):
-        """Make one step of training, and return the mean loss on the last stage."""
+        """Run one training step, and return the mean loss on the rank of the last stage."""
         losses = []
         self.optimizer.zero_grad()
         if self.plain:
@@ -126,14 +126,14 @@ class Pipeline:
         return float(torch.stack([x.detach() for x in losses]).mean()) if losses else None
 
     def train(self, epochs, **keywords):
-        """Return the mean loss of each epoch on the last stage."""
+        """Train, and return the mean loss of each epoch on the rank of the last stage."""
         torch.manual_seed(5)
         batches = torch.arange(SAMPLES).view(-1, BATCH)
         found = [[self.step(b, **keywords) for b in batches] for _ in range(epochs)]
         return [sum(e) / len(e) for e in found] if self.is_last else None
 
     def digest(self):
-        """Return a hash of parameters, momenta, buffers and the state of the generator."""
+        """Return a hash of parameters, momenta, buffers and the state of the random number generator."""
         h = hashlib.sha256()
         for s in self.stages:
             for name, t in [*s.submod.named_parameters(), *s.submod.named_buffers()]:
@@ -145,7 +145,7 @@ class Pipeline:
         return [end for s in self.stages for end in s.traffic.ends]
 
     def checks(self):
-        """Return the checks of all m, by edge and tensor."""
+        """Return the checksums of all m, by edge and tensor."""
         _, _, ids = data()
         return [((e.edge, i), d.checks(ids).tolist()) for e in self.ends() for i, d in enumerate(e.deltas)]
 
@@ -156,7 +156,7 @@ class Pipeline:
 
 
 def check_equal_sides(results):
-    """Check that both sides of each edge have returned the same, from :meth:`Pipeline.checks` or `memories`."""
+    """Check that :meth:`Pipeline.checks` or `memories` returned equal results on both sides of each edge."""
     sides = {}
     for found in results:
         for key, value in found:
@@ -173,7 +173,7 @@ LOSSLESS = {"forward": codec.Lossless(), "backward": codec.Lossless(), "activati
 
 @contextmanager
 def altered_messages(change):
-    """Send change(message) in place of each message; it may return the message, or raise an exception."""
+    """Send change(message) in place of each message. `change` may raise an exception."""
     send = Link.send
     Link.send = lambda link, data: send(link, change(data))
     try:
@@ -184,9 +184,9 @@ def altered_messages(change):
 
 @contextmanager
 def recorded_messages():
-    """Yield two dicts, of the messages that ends encode and those that they decode without an error.
+    """Yield two dicts: messages that this rank encodes, and messages that it decodes without an error.
 
-    Keys are edge, kind and place of a message, values are hashes of its bytes.
+    A key is the edge, kind and position of a message; a value is the hash of the message's bytes.
     """
     encoded, decoded = {}, {}
     encode, decode = End.encode, End.decode

@@ -1,4 +1,4 @@
-"""Messages and connections of send and recv."""
+"""Helpers for tests of send and recv: messages, and access to their connections."""
 
 import codec
 from codec.torch.network import tcp
@@ -11,7 +11,7 @@ def within(seconds):
 
 
 def connection(peer, tag):
-    """Return the connection of send and recv with a rank."""
+    """Return the connection to rank `peer` that send and recv use for `tag`."""
     from codec.torch.point_to_point.send_recv import _route
 
     return _route("recv", "src", peer, None, tag, None).pair._connected(SOON)

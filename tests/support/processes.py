@@ -1,4 +1,4 @@
-"""Python code that tests run in a process of its own, since it could crash or hang."""
+"""Run Python code that could crash or hang in a child process."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def run(code, noise: tuple[str, ...] = (), **environment):
     code : str
         Python code whose last output must be the line "the end".
     noise : tuple of str
-        Beginnings of lines that the child may write to stderr; any other line is an error.
+        Prefixes of lines that the child may write to stderr; any other line is an error.
     **environment
         Environment variables of the child.
     """

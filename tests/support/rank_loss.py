@@ -1,4 +1,4 @@
-"""All-reduces and training steps of three ranks, one of which fails at a chosen fault point."""
+"""Run all-reduces and training steps on three ranks, one of which fails at a chosen fault point."""
 
 import os
 import pickle
@@ -17,11 +17,11 @@ from codec.torch.reduction import partition, raw
 from support.faults import KILLED, at_fault_point, freeze
 
 ALGORITHMS = ["two_shot", "ring", "all_gather", "raw"]
-TIMEOUT = 1.5  # seconds
-PROMISED_SECONDS = TIMEOUT + 1  # time in which all ranks must raise
-SLACK_SECONDS = 10  # added for busy machines; well below the timeout of the group, 20 s
+TIMEOUT = 1.5  # timeout of a collective in seconds
+PROMISED_SECONDS = TIMEOUT + 1  # documented limit, in seconds, within which all ranks raise
+SLACK_SECONDS = 10  # allowance for busy machines; well below the group's timeout of 20 s
 FAULTY = 1  # rank that fails
-FAULT_POINTS = int(os.environ.get("CODEC_FAULT_POINTS", "0"))  # per sweep; 0: the default of each test
+FAULT_POINTS = int(os.environ.get("CODEC_FAULT_POINTS", "0"))  # fault points per test; 0: each test's default
 
 
 def fault_points(n, count):
@@ -30,7 +30,7 @@ def fault_points(n, count):
 
 
 def digest(*arrays):
-    """Return a digest of the bits of tensors."""
+    """Return a digest of the tensors' bytes."""
     return sha256(b"".join(a.detach().contiguous().view(torch.uint8).numpy().tobytes() for a in arrays)).hexdigest()
 
 
@@ -51,7 +51,7 @@ def values(rank):
 
 
 def undisturbed_all_reduce(rank, size, algorithm, spec, timeout=TIMEOUT):
-    """Return the result's digest, the number of events, and the number of the last message, which is the vote."""
+    """Return the result's digest, the number of events, and the event number of the last send, which is the vote."""
     partition.CHUNK_NBYTES = partition.MOST_NBYTES = raw._CHUNK_NBYTES = 1 << 16  # several chunks per slice
     codec.torch.all_reduce(torch.ones(3), options=codec.options(timeout=timeout))
     x = values(rank)
@@ -61,11 +61,9 @@ def undisturbed_all_reduce(rank, size, algorithm, spec, timeout=TIMEOUT):
 
 
 def disturbed_all_reduce(rank, size, algorithm, spec, point, fault):
-    """Run an all-reduce with a fault on one rank.
+    """Run an all-reduce with a fault on one rank; check that an error leaves the tensor unchanged and closes the group.
 
-    Return the error's name or None, the seconds, and a digest.
-
-    An error must leave the tensor unchanged and close the group.
+    Return the name of the error or None, the duration in seconds, and the result's digest.
     """
     x = values(rank)
     before, raised = digest(x), None
@@ -84,14 +82,15 @@ def disturbed_all_reduce(rank, size, algorithm, spec, point, fault):
 
 
 def run_with_fault(ranks, fault, function, *args, within=PROMISED_SECONDS + SLACK_SECONDS, voted=False):
-    """Run a function with a fault that kills or freezes one rank; return the results of the others.
+    """Run a function with a fault that kills or freezes one rank; return the results of the other ranks.
 
-    All must raise PeerError within `within` seconds. If the rank has sent its vote (`voted`), all may succeed instead.
+    Check that all raise PeerError within `within` seconds. If the faulty rank had sent its vote (`voted`), all other
+    ranks may succeed instead.
     """
     ranks.start(function, *args, fault)
     left = [r for r in range(3) if r != FAULTY]
     found = ranks.results(left)
-    if fault is freeze:  # the frozen rank raises, too, when it continues
+    if fault is freeze:  # the frozen rank must raise, too, once it continues
         ranks[FAULTY].resume()
         found += ranks.results([FAULTY])
     else:
@@ -104,9 +103,9 @@ def run_with_fault(ranks, fault, function, *args, within=PROMISED_SECONDS + SLAC
 
 
 def raised_in_time(found):
-    """Return True if all ranks raised in time, and False if none did but perhaps the faulty one.
+    """Return True if all ranks raised in time, and False if all ranks succeeded; then the faulty one may have raised.
 
-    A rank that is cut off before the last message arrives cannot know whether the others succeeded.
+    A rank that is cut off before it receives the last message cannot know whether the others succeeded.
     """
     errors = [found[r][0] for r in range(3) if r != FAULTY]
     assert errors in (["PeerError"] * 2, [None] * 2), found
@@ -116,14 +115,14 @@ def raised_in_time(found):
 
 
 class Training:
-    """Training of a model on this rank, which outlives groups."""
+    """A model, its optimizer and its hook on this rank. Training can continue after the group is replaced."""
 
     def __init__(self):
         torch.manual_seed(5)
         layers = [m for _ in range(4) for m in (torch.nn.Linear(64, 64), torch.nn.GELU())]
         self.net = torch.nn.Sequential(torch.nn.Linear(20, 64), *layers, torch.nn.Linear(64, 5))
         self.optimizer = torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9)
-        # 2 bits per value: residuals are large, and later steps depend on them
+        # 2 bits per value: residuals are large enough to change later steps
         self.hook = codec.torch.ddp_hook(
             codec.Quantize(2, 64, "odd", "nearest"),
             feedback=True,
@@ -134,11 +133,11 @@ class Training:
 
     def wrap(self):
         """Wrap the model for the current group, and register the hook."""
-        self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.015)  # several buckets
+        self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.015)  # MB; gives several buckets
         self.hook.register(self.model)
 
     def step(self, rank):
-        """Take a training step."""
+        """Run one training step."""
         g = torch.Generator().manual_seed(1000 * self.steps + rank)
         x = torch.randn(16, 20, generator=g)
         self.optimizer.zero_grad()
@@ -147,7 +146,7 @@ class Training:
         self.steps += 1
 
     def saved(self):
-        """Return a checkpoint."""
+        """Return a checkpoint of this training."""
         states = [self.net.state_dict(), self.optimizer.state_dict(), self.hook.state_dict(), self.steps]
         return pickle.dumps(states)
 
@@ -159,7 +158,7 @@ class Training:
         self.hook.load_state_dict(hook)
 
     def state(self):
-        """Return digests of everything that a step changes: parameters, momentum and residuals."""
+        """Return digests of all state that a step changes: parameters, momentum and residuals."""
         momenta = [s["momentum_buffer"] for s in self.optimizer.state.values() if "momentum_buffer" in s]
         return (
             self.steps,
@@ -172,14 +171,14 @@ _training = None
 
 
 def current_training():
-    """Return this rank's training, which train() started."""
+    """Return this rank's Training, which train() created."""
     return _training
 
 
 def train(rank, size, saved, steps):
-    """Train from the ranks' checkpoints, or on from the current state if None.
+    """Train from the checkpoints `saved`, one per rank, or from the current state if `saved` is None.
 
-    Returns the state after each step, the number of events of the last step, and a checkpoint.
+    Returns the state after each step, the number of events in the last step, and a checkpoint.
     """
     global _training
     _training = _training or Training()
@@ -197,9 +196,10 @@ def train(rank, size, saved, steps):
 
 
 def disturbed_step(rank, size, point, fault):
-    """Take a training step with a fault on one rank.
+    """Run a training step with a fault on one rank.
 
-    Return the error's name or None, the seconds, the state, and the number of the last message, which is the vote.
+    Return the name of the error or None, the duration in seconds, the state, and the event number of the last send,
+    which is the vote.
     """
     before, raised = _training.state(), None
     line = communicator.communicator_of(_training.model.process_group, TIMEOUT)
@@ -214,7 +214,7 @@ def disturbed_step(rank, size, point, fault):
 
 
 def load_training(saved):
-    """Begin a new training from a checkpoint."""
+    """Replace this rank's Training by a new one, loaded from a checkpoint."""
     global _training
     _training = Training()
     _training.load(saved)

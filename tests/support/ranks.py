@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a real torch.distributed group, and the functions that tests run on them."""
+"""Run functions in processes that are the ranks of a real torch.distributed group."""
 
 import ctypes
 import gc
@@ -30,12 +30,12 @@ _context.set_forkserver_preload(["pytest", "hypothesis", "torch._dynamo", "torch
 
 
 class Rank:
-    """Process that runs functions, one after the other, as a rank of changing groups.
+    """Process that runs one function at a time. It is a rank of one group after another.
 
     Parameters
     ----------
     namespace : str, optional
-        Network namespace of the process; by default that of the caller.
+        Network namespace of the process; by default the caller's.
     """
 
     def __init__(self, namespace=None):
@@ -49,9 +49,11 @@ class Rank:
         self._pipe.send((function, args))
 
     def result(self, deadline):
-        """Return (True, result) or (False, message); wait until `deadline` on the monotonic clock.
+        """Wait for the function's result until `deadline`, in seconds of the monotonic clock.
 
-        The result of a process that died is KILLED.
+        Returns (True, result), or (False, message) after an error.
+
+        The result is KILLED if the process died.
         """
         if not self._pipe.poll(max(0, deadline - time.monotonic())):
             return False, "hangs"
@@ -62,14 +64,14 @@ class Rank:
         return succeeded, pickle.loads(result) if succeeded else result
 
     def await_stop(self):
-        """Wait until the process has stopped itself, up to ten seconds."""
+        """Wait up to ten seconds until the process has stopped itself (SIGSTOP)."""
         stat = Path(f"/proc/{self._process.pid}/stat")
         deadline = time.monotonic() + 10
         while stat.read_text().rpartition(")")[2].split()[0] != "T" and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def resume(self):
-        """Continue the process as soon as it has stopped itself."""
+        """Wait until the process has stopped itself, and let it continue."""
         self.await_stop()
         os.kill(self._process.pid, signal.SIGCONT)
 
@@ -81,7 +83,7 @@ class Rank:
 
 
 def _serve(pipe, namespace):
-    """Run functions that arrive on a pipe until it is closed."""
+    """Receive functions from a pipe and run them, until the pipe is closed."""
     import torch
 
     gc.freeze()  # exempt imported modules from the garbage collections that closing connections triggers
@@ -105,14 +107,14 @@ def _serve(pipe, namespace):
 
 
 def _enter(namespace):
-    """Enter a network namespace, as os.setns of Python 3.12 does."""
+    """Enter a network namespace. Python has os.setns only from 3.12 on."""
     with open(f"/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
 
 
 class RankPool:
-    """Rank processes that outlive their groups.
+    """Rank processes that can be used for several groups, one after another.
 
     Parameters
     ----------
@@ -123,9 +125,9 @@ class RankPool:
     namespaces : sequence of str, optional
         Network namespace of each rank.
     limit : float
-        Seconds after which a function counts as hung.
+        Seconds after which a function is considered hung.
     ranks : sequence of Rank, optional
-        Processes to use, one for each rank; by default new ones.
+        One process for each rank; by default, new processes are started.
     """
 
     def __init__(self, size, timeout=20, namespaces=None, limit=300, ranks=None):
@@ -152,7 +154,7 @@ class RankPool:
             rank.start(function, i, len(self._ranks), *args)
 
     def results(self, of=None):
-        """Return the results of the given ranks in their order, by default of all; KILLED for a rank that died."""
+        """Return the results of the ranks in `of`, by default of all ranks; KILLED for a rank that died."""
         deadline = time.monotonic() + self._limit
         found = {i: self._ranks[i].result(deadline) for i in (range(len(self._ranks)) if of is None else of)}
         if failed := [f"rank {i}: {result}" for i, (succeeded, result) in found.items() if not succeeded]:
@@ -160,29 +162,32 @@ class RankPool:
         return [result for _, result in found.values()]
 
     def run(self, function, *args):
-        """Return the results of function(rank, size, *args) on all ranks."""
+        """Run function(rank, size, *args) on all ranks, and return the results in rank order."""
         self.start(function, *args)
         return self.results()
 
     def run_on(self, i, function, *args):
-        """Return the result of function(*args) on rank `i`."""
+        """Run function(*args) on rank `i`, and return the result."""
         self._ranks[i].start(function, *args)
         return self.results([i])[0]
 
     def replace(self, i):
-        """Replace the process of rank `i` by a new one."""
+        """Kill the process of rank `i`, and start a new one in its place."""
         self._ranks[i].close()
         self._ranks[i] = Rank(self._namespaces[i])
 
     def leave(self):
-        """Destroy the group. Return the processes, which the pool no longer has, or [] if their code has changed."""
+        """Destroy the group, and remove the processes from the pool.
+
+        Returns the processes for use in another pool, or [] if a test has patched their code.
+        """
         if not all(self.run(_leave)):
             return []
         left, self._ranks = self._ranks, []
         return left
 
     def new_group(self, backend="gloo"):
-        """Destroy the group and create another one of all ranks."""
+        """Destroy the group, and create another one that consists of all ranks."""
         path = f"{self._folder.name}/{next(self._groups)}"
         assert self.run(_join, path, self._timeout, backend) == [None] * len(self._ranks)
 
@@ -198,7 +203,7 @@ def _join(rank, size, path, timeout, backend):
 
 
 def _leave(rank, size):
-    """Destroy the group, reset random states, and return whether the process is as good as a new one."""
+    """Destroy the group and reset random states; return True if a test has patched nothing in this process."""
     import torch
     import torch.distributed as dist
 
@@ -211,11 +216,11 @@ def _leave(rank, size):
     return all(now.get(key) == value for key, value in _settings_at_start.items())
 
 
-_settings_at_start = {}  # of a rank's process
+_settings_at_start = {}  # result of _settings() when the process of a rank started
 
 
 def _settings():
-    """Return the code and the settings of this process that a test may patch."""
+    """Return the code and settings of this process that a test could have patched."""
     import torch
 
     modules = {name: module for name, module in sys.modules.items() if name.startswith("codec.")}
@@ -238,7 +243,7 @@ def _settings():
     return found
 
 
-_idle = []  # processes of run_ranks, for its next call
+_idle = []  # processes that the next call of run_ranks can use
 
 
 def close_idle_ranks():
@@ -248,10 +253,10 @@ def close_idle_ranks():
 
 
 def run_ranks(size, function, *args, backend="gloo", timeout=20, limit=300, killed=()):
-    """Return the results of function(rank, size, *args) on all ranks of a new group.
+    """Run function(rank, size, *args) on all ranks of a new group, and return the results in rank order.
 
-    Processes are kept for the next call in the same test module: starting one takes 30 ms of CPU time. A call that
-    fails, kills ranks or patches code leaves none of its processes.
+    The next call in the same test module uses the same processes, because starting a process takes 30 ms of CPU time.
+    After a call that fails, kills ranks or patches code, the processes are not used again.
 
     Parameters
     ----------
@@ -266,7 +271,7 @@ def run_ranks(size, function, *args, backend="gloo", timeout=20, limit=300, kill
     timeout : float
         Timeout of the group, in seconds.
     limit : float
-        Seconds after which the function counts as hung.
+        Seconds after which the function is considered hung.
     killed : collection of int
         Ranks that are expected to die; their results are KILLED.
     """

@@ -80,9 +80,9 @@ FRAMES_TO_DAMAGE = frames_to_damage()
 
 
 def damage(frame, rng):
-    """Return a frame with one to three changed bytes, most of them near the beginning of a section.
+    """Return a copy of a frame with one to three changed bytes, mostly near the beginning of a section.
 
-    Four of five mutants have valid checksums.
+    In four of five copies, the checksums are recomputed.
     """
     info, mutant = codec.inspect(frame), bytearray(frame)
     sections = {"end": (len(frame) - 200, 200), "all": (0, len(frame)), **info.sections}

@@ -1,4 +1,4 @@
-"""Specs that tests iterate over, by name: every codec, each in all of its variants."""
+"""Specs that tests iterate over, by name: all variants of every codec."""
 
 import codec
 
@@ -49,7 +49,7 @@ LOSSLESS = {
     "lossless_separable": codec.Lossless(max_code_length=6, model="separable"),
 }
 
-# further variants, which tests that compare engines add
+# additional variants, for tests that compare engines
 MORE = {
     "ternary_scale": codec.Ternary(scale=1024.0),
     "float8_e5m2_nearest": codec.Float8("e5m2", 7, scale=0.5, nonfinite="propagate"),
@@ -65,7 +65,7 @@ MORE = {
 }
 
 SPECS = LOSSLESS | LOSSY | TOPKS | TRUNCATES | MORE
-# names of one spec of each family of codecs
+# for each family of codecs, the name of one spec
 FAMILIES = (
     "lossless",
     "sign_row",
@@ -76,5 +76,5 @@ FAMILIES = (
     "truncate_coded",
 )
 
-# (levels, granularity) of Truncate, all combinations that send levels of a metric
+# (levels, granularity) of Truncate: all combinations in which levels are computed from a metric and sent
 TRUNCATE_LEVELS = [("plane", "six"), ("coded", "six"), ("shared", "six"), ("shared", "bit")]

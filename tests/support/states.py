@@ -1,4 +1,4 @@
-"""Random layouts of parameters in buckets, and state dicts that pass through files."""
+"""Random layouts of parameters in buckets, and round trips of state dicts through files."""
 
 import io
 import itertools
@@ -24,20 +24,20 @@ def equal_states(a, b):
 
 
 def random_cuts(rng, n, most=4):
-    """Return [0, n) cut into at most `most` ranges."""
+    """Return at most `most` random ranges that partition [0, n)."""
     edges = [0, *sorted(rng.integers(0, n + 1, rng.integers(0, most)).tolist()), n]
     return [(a, b) for a, b in itertools.pairwise(edges) if a < b]
 
 
 def random_buckets(rng, sizes):
-    """Return layouts of a few buckets with all parameters in random order, some of them cut into ranges."""
+    """Return random layouts of a few buckets that together contain all parameters, some split into ranges."""
     ranges = [(k, a, b) for k, n in sizes.items() for a, b in (random_cuts(rng, n) if rng.random() < 0.5 else [(0, n)])]
     ranges = [ranges[i] for i in rng.permutation(len(ranges))]
     return [ranges[a:b] for a, b in random_cuts(rng, len(ranges))]
 
 
 def random_feedback(rng, sizes, role="worker"):
-    """Return an ErrorFeedback with random residuals of all parameters."""
+    """Return an ErrorFeedback with a random residual for every parameter."""
     store = codec.ErrorFeedback(codec.Sign(), role=role)
     for layout in random_buckets(rng, sizes):
         buffer = store.begin(layout)
@@ -69,7 +69,7 @@ def through_torch_save(saved):
 
 
 def through_a_file(state):
-    """Return a state dict that torch has saved and loaded."""
+    """Return a state dict after torch.save to a file and torch.load from the file."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

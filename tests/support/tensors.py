@@ -13,12 +13,12 @@ ALL_DTYPES = sorted(DTYPES)
 LOSSY_DTYPES = ("float32", "bfloat16", "float16")  # dtypes that lossy codecs accept
 NUMPY_DTYPES = {"float32": np.dtype(F32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
-# distributions of values that random_bits() makes
+# names of the distributions that random_bits() generates
 KINDS = ("noise", "few", "normal", "zeros", "sparse", "mixed", "constant", "wide")
 
 
 def random_bits(dtype: str, n: int, kind: str, seed: int = 0) -> np.ndarray[Any, Any]:
-    """Return n random values of a dtype and distribution, as unsigned integers that hold their bits."""
+    """Return the bit patterns of n random values of a dtype and distribution, as unsigned integers."""
     rng = np.random.default_rng([seed, n, KINDS.index(kind)])
     size = ITEMSIZE[dtype]
     u = np.dtype(f"u{size}")
@@ -56,7 +56,7 @@ def normal_values(shape, seed=0, scale=0.01):
 
 
 def gradient(n, seed=0, dtype="float32", scale=1e-3):
-    """Return n values like those of a gradient: heavy tails, and 5% zeros."""
+    """Return n values distributed like a gradient's: heavy tails, and 5% zeros."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(n) * scale * np.exp(rng.standard_normal(n))
     x[rng.random(n) < 0.05] = 0

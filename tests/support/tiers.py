@@ -1,4 +1,4 @@
-"""Counts and limits of the tiers of tests: "check" (make check), "merge" (make test) and "nightly" (make nightly)."""
+"""Number of examples and limits by test tier: "check" (make check), "merge" (make test), "nightly" (make nightly)."""
 
 import os
 from collections.abc import Iterable
@@ -10,10 +10,10 @@ TIER = os.environ.get("CODEC_TESTS", "merge")
 if TIER not in ("check", "merge", "nightly"):
     raise pytest.UsageError(f"CODEC_TESTS={TIER}: unknown tier of tests; use check, merge or nightly")
 NIGHTLY = TIER == "nightly"
-CHECK = TIER == "check"  # in an environment without torch, Numba and CuPy
+CHECK = TIER == "check"  # runs in an environment without torch, Numba and CuPy
 N_EXAMPLES = {"check": 20, "merge": 30, "nightly": 1000}[TIER]  # examples of each Hypothesis test
 N_DAMAGED = 400 if NIGHTLY else 30  # damaged copies of each frame, for each engine
-HANG_SECONDS = 300  # wait for a process before it counts as hung; generous, since test machines are busy
+HANG_SECONDS = 300  # seconds until a process is considered hung; generous, since test machines are busy
 
 
 def every(step: int, items: Iterable[Any]) -> list[Any]:
@@ -22,7 +22,7 @@ def every(step: int, items: Iterable[Any]) -> list[Any]:
     Parameters
     ----------
     step : int
-        Distance of the items that are returned. Choose a prime: then no period in `items` is met in one phase only.
+        Distance between returned items. Use a prime, so that returned items cover all phases of any period in `items`.
     items : iterable
         All items, in a fixed order.
 
@@ -34,5 +34,5 @@ def every(step: int, items: Iterable[Any]) -> list[Any]:
 
 
 def nightly(value: object) -> Any:
-    """Return a value of a parametrized test for which the test runs in the nightly tier only."""
+    """Return a pytest parameter for `value`, with which a test runs in the nightly tier only."""
     return pytest.param(value, marks=pytest.mark.nightly)

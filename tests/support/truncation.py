@@ -1,4 +1,4 @@
-"""Rounding of Truncate, computed with numpy."""
+"""Reference of Truncate's rounding in numpy."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ DROPS = {"float32": (0, 6, 12, 18), "bfloat16": (0, 2, 4, 6), "float16": (0, 3, 
 
 
 def a_exponents(metric, arrays):
-    """Return the exponent field of A for each value, computed with numpy from the metric's terms."""
+    """Compute, in numpy, the exponent field of the metric A for each value from the metric's terms."""
     t = metric.final(arrays)
     with np.errstate(all="ignore"):
         factor = F32(t.theta)
@@ -23,7 +23,7 @@ def a_exponents(metric, arrays):
 
 
 def cut(x, k, nearest=True):
-    """Return x with the lowest k bits of each pattern rounded away, computed with integers."""
+    """Return x with the lowest k bits of each bit pattern rounded to 0, computed in integers."""
     size = 8 * x.dtype.itemsize
     mbits, last = (23, 255) if size == 32 else (7, 255) if x.dtype == NUMPY_DTYPES["bfloat16"] else (10, 31)
     u = x.view(f"u{x.dtype.itemsize}").astype(np.int64)

@@ -1,4 +1,4 @@
-"""Weights of a small model in all dtypes, changed as training steps change them."""
+"""Weights of a small model in all dtypes, and copies that differ as after training steps."""
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +27,7 @@ def weights(seed=0, experts=3):
 
 
 def stepped(tensors, seed, part=0.02):
-    """Return a copy in which a part of the bytes of each tensor has changed."""
+    """Return a copy of the tensors in which a fraction `part` of each tensor's bytes has changed."""
     rng = np.random.default_rng(seed)
     changed = {}
     for name, x in tensors.items():
@@ -39,7 +39,7 @@ def stepped(tensors, seed, part=0.02):
 
 
 def equal(tensors, others):
-    """Return whether tensors are equal to the bit, with dtypes and shapes."""
+    """Return True if two dicts have the same names, dtypes and shapes, and bit-identical tensors."""
     others = dict(others)
     return tensors.keys() == others.keys() and all(
         x.dtype == others[name].dtype and x.shape == others[name].shape and x.tobytes() == others[name].tobytes()
@@ -48,7 +48,7 @@ def equal(tensors, others):
 
 
 def versions(count, seed=0):
-    """Return weights of some versions, and the updates between them."""
+    """Return the weights of `count` versions, and the updates from each version to the next."""
     all_weights, updates = [weights(seed)], []
     sender = codec.WeightSender(all_weights[0])
     for k in range(1, count):

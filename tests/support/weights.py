@@ -1,4 +1,4 @@
-"""Updates of weights, as bits of bfloat16."""
+"""Weights before and after updates, as bit patterns of bfloat16, and their Delta frames."""
 
 import numpy as np
 
@@ -8,12 +8,12 @@ from support.frame_builder import recompute_checksums
 
 
 def encode(new, base, dtype, spec=codec.Delta(), **how):  # noqa: B008 - immutable
-    """Return the frame of bits against those of a base."""
+    """Return the Delta frame of the bit patterns `new`, relative to those of `base`."""
     return codec.encode(codec.view(new, dtype), spec, base=codec.view(base, dtype), **how)
 
 
 def weights(n=300_000, density=0.01):
-    """Return bfloat16 bits of weights and of their successors; small weights change more often."""
+    """Return bit patterns of bfloat16 weights before and after an update; small weights change more often."""
     rng = np.random.default_rng(1)
     base = (rng.standard_normal(n).astype(np.float32) / 50).view(np.uint32)
     moved = base.view(np.float32) + rng.standard_normal(n).astype(np.float32) * np.float32(density * 1e-4)
@@ -22,9 +22,9 @@ def weights(n=300_000, density=0.01):
 
 
 def frames_with_invalid_changes():
-    """Yield frames of which block 2 is invalid, their bases, and the status of the error that comes first.
+    """Yield frames whose block 2 is invalid, each with a base and the status of the first error that decoding meets.
 
-    The checksum or the directory entry of block 4 may be damaged, and the base be another one in the last block.
+    In some cases, the checksum or the directory entry of block 4 is damaged too, or the base differs in the last block.
     """
     base, new = weights(6000, 0.1)
     frame = bytearray(encode(new, base, "bfloat16", codec.Delta(1024)))
