@@ -13,7 +13,7 @@ import codec
 from support.cpu_time import CpuTime
 from support.tiers import CHECK, N_EXAMPLES
 
-# Python processes that tests start import the package that the tests import, whether it is installed or not.
+# Child processes import the same package as the tests, whether it is installed or not.
 _PACKAGES = str(Path(codec.__file__).parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGES, os.environ.get("PYTHONPATH")]))
 
@@ -37,7 +37,7 @@ def _imports_torch(source: str) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out modules that import torch from `make check`, whose environment does not have it."""
+    """Skip modules that import torch in `make check`, whose environment lacks torch."""
     is_module = collection_path.suffix == ".py" and collection_path.name != "conftest.py"
     return True if CHECK and is_module and _imports_torch(collection_path.read_text()) else None
 
@@ -51,7 +51,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_of_module() -> Iterator[None]:
-    """Keep no process of a rank for the tests of another module."""
+    """Kill the idle rank processes after the tests of a module."""
     yield
     if ranks := sys.modules.get("support.ranks"):
         ranks.close_idle_ranks()

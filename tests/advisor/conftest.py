@@ -1,4 +1,4 @@
-"""The clock of the tests of codec.advise."""
+"""Fake clock for tests of codec.advise."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from codec.advisor import advise
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Replace the clock: every measured call takes a duration that tests set, at first a power of two near 0.1 ms."""
+    """Replace the clock: each measured call takes the duration that the test sets, initially near 0.1 ms."""
     now = SimpleNamespace(seconds=0.0, step=2.0**-13)
 
     def tick():

@@ -18,7 +18,7 @@ NEVER = Link(math.inf)
 
 @pytest.mark.parametrize("name", ["cnn_float32", "transformer_autocast", "transformer_bfloat16"])
 def test_small_tensors_are_measured_whole(clock, name):
-    """The frame of the bucket, byte for byte, and the seconds of the fake clock."""
+    """Advice reports the frame size of the whole bucket in bytes, and the durations of the fake clock in seconds."""
     grads = gradients(name)
     (_, row) = codec.advise(grads, "1gbit").table
     assert row.cost.frame_nbytes == len(codec.encode(codec.view(bucket(grads), segments=codec.segments(grads))))
@@ -51,7 +51,7 @@ def test_means_of_neighbours_are_rounded_once(dtype):
 
 @pytest.mark.parametrize("name", ["cnn_float32", "transformer_autocast", "transformer_bfloat16"])
 def test_samples_predict_the_size_of_the_bucket(clock, monkeypatch, name):
-    """A quarter of a bucket tells the sizes of frames and of sums to 4%."""
+    """Measuring a quarter of a bucket predicts the sizes of its frames, and of frames of sums, to 4%."""
     grads = gradients(name)
     whole = codec.advise(grads, "1gbit", lossy=True)
     monkeypatch.setattr(sampling, "NBYTES", bucket(grads).nbytes // 4)
@@ -59,11 +59,11 @@ def test_samples_predict_the_size_of_the_bucket(clock, monkeypatch, name):
     for a, b in zip(whole.table, part.table, strict=True):
         assert b.cost.frame_nbytes == pytest.approx(a.cost.frame_nbytes, rel=0.04)
         assert b.cost.sum_nbytes == pytest.approx(a.cost.sum_nbytes, rel=0.04)
-    assert part.table[1].cost.encode > 3 * whole.table[1].cost.encode  # same seconds for a quarter of the values
+    assert part.table[1].cost.encode > 3 * whole.table[1].cost.encode  # equal times for a quarter of the values
 
 
 def test_samples_are_whole_rows_across_the_bucket(monkeypatch):
-    """Their total is close to the wanted size."""
+    """Samples consist of whole rows from all of the bucket, and their total size is close to the requested one."""
     shapes = [(100, 50), (7,), (3, 40, 5), (5000,), (), (2, 3000), (600, 8, 2, 2)]
     n = sum(prod(s) for s in shapes)
     flat = np.arange(n, dtype=np.float32)
@@ -94,7 +94,7 @@ def test_samples_are_whole_rows_across_the_bucket(monkeypatch):
 
 
 def test_inputs_of_every_type_are_one_bucket(clock):
-    """Models, mappings, lists and iterators, of numpy and torch."""
+    """Models, mappings, lists and iterators of numpy or torch tensors are measured as one bucket."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.Linear(100, 10), torch.nn.Linear(10, 3))
     model[2].weight.requires_grad = False
@@ -117,7 +117,7 @@ def test_inputs_of_every_type_are_one_bucket(clock):
 
 
 def test_each_dtype_is_a_bucket(clock):
-    """Bytes and seconds of the buckets add up; codec.view reinterprets bits."""
+    """Tensors are grouped by dtype; bytes and seconds of all buckets are added. codec.view changes the dtype."""
     single, half = gradients("cnn_float32"), gradients("transformer_bfloat16")
     one, other = (codec.advise(g, "1gbit").table[1].cost for g in (single, half))
     both = codec.advise([single[0], *half, *single[1:]], "1gbit").table[1].cost
@@ -141,7 +141,7 @@ def test_lossy_codecs_are_measured_with_a_residual(clock, monkeypatch):
 
 
 def trained(**how):
-    """Return an optimizer with two groups after a step, and gradients of the next step."""
+    """Return an optimizer with two parameter groups after one step, and the gradients of its next step."""
     torch.manual_seed(0)
     w = [torch.nn.Parameter(torch.randn(200, 50)), torch.nn.Parameter(torch.randn(3000))]
     optimizer = torch.optim.AdamW([{"params": [w[0]], "lr": 1e-4}, {"params": [w[1]], "lr": 1e-2}], **how)
@@ -153,7 +153,7 @@ def trained(**how):
 
 
 def test_truncate_is_measured_by_the_optimizers_step(clock, monkeypatch):
-    """Per parameter group; left out without an optimizer."""
+    """Truncate is measured with the metric of each parameter group; without an optimizer it is not a candidate."""
     optimizer, w = trained()
     grads = [p.grad for p in w]
     advice = codec.advise(grads, "1mbit", lossy="near", optimizer=optimizer)
@@ -263,7 +263,7 @@ def test_wrong_arguments_are_rejected_before_measuring():
 
 
 def test_parameters_without_their_model_are_rejected():
-    """The message says that they are weights."""
+    """The error message says that the given tensors are weights."""
     model = torch.nn.Linear(30, 40)
     for parameters in (model.parameters(), list(model.parameters()), dict(model.named_parameters())):
         assert "Measured on weights" in codec.advise(parameters, NEVER).why
@@ -285,7 +285,10 @@ class Language(torch.nn.Module):
 
 
 def test_models_are_measured_under_the_policy_of_hooks(clock):
-    """Small parameters are lossless, embeddings and heads of a Sign hook have 4 bits; a bucket has no policy."""
+    """Advice for a model applies the hooks' policy: small parameters lossless, embeddings and heads 4 bits under Sign.
+
+    Advice for a list of gradients applies no policy.
+    """
     model = Language()
     n = {name: p.numel() for name, p in model.named_parameters()}
     advice = codec.advise(model, "1gbit", lossy=True, feedback=True)

@@ -21,7 +21,7 @@ NEVER = Link(math.inf)
 
 
 def test_advice_prints_a_table_and_json(clock):
-    """Advice is frozen; specs in JSON are constructor calls."""
+    """Advice is immutable, and prints as a table and as JSON, in which a spec is its constructor call."""
     advice = codec.advise(gradients("cnn_float32"), codec.Link(1e8, 1e-3), lossy=True, feedback=True)
     assert isinstance(advice, codec.Advice)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -54,7 +54,7 @@ def test_advice_prints_a_table_and_json(clock):
 
 
 def test_command_prints_json_alone_on_stdout():
-    """Progress goes to stderr."""
+    """`codec advise --json` prints only JSON to stdout; progress goes to stderr."""
     command = [sys.executable, "-P", "-m", "codec", "advise", str(DATA / "transformer_bfloat16.npz"), "grad_bits"]
     how = ["--dtype", "bfloat16", "--link", "1mbit", "--ranks", "2", "--json"]
     done = subprocess.run([*command, *how], capture_output=True, text=True, check=True)
@@ -64,7 +64,7 @@ def test_command_prints_json_alone_on_stdout():
 
 
 def test_command_prints_a_table(clock, tmp_path, capsys):
-    """Arrays that are no floats are skipped unless named; errors take one line."""
+    """The command skips arrays that are not floats, unless they are named; an error is one line."""
     path = str(tmp_path / "x.npz")
     x = gradients("cnn_float32")
     np.savez(path, step=np.int64(3), lr=np.float64(1e-3), a=x[0], b=x[1])
@@ -91,7 +91,7 @@ def test_command_prints_a_table(clock, tmp_path, capsys):
 
 
 def test_links_parse_units_and_powers_of_ten():
-    """ "B" for bytes is rejected."""
+    """Link speeds accept bit units with powers of ten, and reject "B" for bytes."""
     for text, rate in (
         ("1e9", 1e9), ("100", 100), ("1Gbps", 1e9), ("1 Gbps", 1e9), ("1.5e3 kbit", 1.5e6), ("10gbit", 1e10),
         ("100Mbit/s", 1e8), ("100 Mbits/s", 1e8), (" .5Mbps ", 5e5),
@@ -103,7 +103,7 @@ def test_links_parse_units_and_powers_of_ten():
 
 
 def test_command_reinterprets_arrays_with_dtype(clock, tmp_path, capsys):
-    """Arrays of the same item size, also those that numpy saves for ml_dtypes."""
+    """--dtype reinterprets arrays of the same item size, also those that numpy saves for ml_dtypes."""
     path = str(tmp_path / "x.npz")
     x = gradients("cnn_float32")[0].astype(ml_dtypes.bfloat16)
     np.savez(
@@ -117,7 +117,7 @@ def test_command_reinterprets_arrays_with_dtype(clock, tmp_path, capsys):
 
 
 def test_json_has_null_for_infinity():
-    """JSON of an advice names the algorithm, and has null where a number is infinite."""
+    """The JSON of an advice names the algorithm, and represents infinite numbers as null."""
     for rate in (1e-323, 1e9, float("inf")):
         for algorithm in ("ring", "two_shot"):
             advice = codec.advise(
@@ -131,7 +131,7 @@ def test_json_has_null_for_infinity():
 
 @pytest.mark.parametrize("feedback", [False, True])
 def test_printed_ddp_hook_call_is_valid_python(feedback):
-    """For each codec that advise can choose."""
+    """The ddp_hook call in an advice is valid Python for every codec that advise can choose."""
     import codec.torch
 
     p = torch.nn.Parameter(torch.randn(5000))
@@ -147,7 +147,9 @@ def test_printed_ddp_hook_call_is_valid_python(feedback):
 
 
 def test_members_that_are_no_arrays_are_left_out(tmp_path, capsys):
-    """Of a zip file; without arrays, or if such a member is named, one line tells what is there."""
+    """Members of a zip file that are not arrays are skipped; without arrays, or if such a member is named, one line of
+    error lists the contents.
+    """
     np.savez(path := tmp_path / "gradients.npz", weight=np.ones((50, 60), np.float32))
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("README.txt", "hello")

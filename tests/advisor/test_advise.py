@@ -20,7 +20,7 @@ NEVER = Link(math.inf)
 
 
 def test_predictions_follow_the_documented_formulas():
-    """The values of the docstring's table, computed by hand for 4 ranks and 8 bit/s."""
+    """Predicted times equal the formulas of advise's docstring, computed by hand for 4 ranks and 8 bit/s."""
     cost = Cost(120, 160, encode=1, encode_sum=2, reduce=3, decode=4)
     expected = {
         "two_shot": (210, 1 + 3 + 0.5 + 4, 2),
@@ -51,7 +51,7 @@ some = st.floats(0, 1e9)
 
 @given(st.tuples(*[some] * 6), st.floats(1, 1e15), st.floats(1, 1e6), st.integers(1, 64), st.integers(1, 64))
 def test_predictions_are_monotone(cost, rate, times, n, chunks):
-    """A faster link or more overlap never takes longer, and nothing beats its wire or compute time."""
+    """A faster link or more overlap never increases a predicted time, nor is it below the wire or the compute time."""
     cost = Cost(*cost)
     for algorithm in ("two_shot", "ring", "all_gather"):
 
@@ -72,7 +72,7 @@ def test_predictions_reject_wrong_arguments():
 
 
 def test_links_take_names_numbers_and_latencies():
-    """Names follow `tc`; a Link prints its name."""
+    """Link names are units of `tc`; a Link prints its name."""
     for text, rate in {"100mbit": 1e8, "1gbit": 1e9, "2.5 Gbit/s": 2.5e9, " .5tbit": 5e11, "64KBIT": 64e3}.items():
         assert link_of(text) == Link(rate)
     for number in (1e8, 10**8, np.int64(10**8), np.float32(1e8)):
@@ -97,7 +97,7 @@ def test_links_take_names_numbers_and_latencies():
 
 @pytest.mark.parametrize("name", ["cnn_float32", "transformer_autocast", "transformer_bfloat16"])
 def test_slow_link_gets_the_smallest_frames(clock, name):
-    """Lossless if no loss is allowed; raw on an infinitely fast link."""
+    """A slow link gets the smallest frames, lossless ones unless loss is allowed; an infinitely fast link gets raw."""
     grads = gradients(name)
     first = codec.advise(grads, "100mbit")
     assert (first.spec, first.table[0].spec) == (codec.Lossless(), None)
@@ -117,7 +117,7 @@ def test_slow_link_gets_the_smallest_frames(clock, name):
 
 
 def test_raw_if_encoding_takes_longer_than_the_wire(clock):
-    """`why` gives the reason."""
+    """advise chooses raw if encoding takes longer than sending raw bytes, and `why` gives this reason."""
     grads = gradients("transformer_autocast")
     assert codec.advise(grads, "1gbit").spec == codec.Lossless()
     clock.step = 0.125
@@ -140,7 +140,7 @@ def test_single_rank_needs_no_codec(clock):
 
 
 def test_best_time_falls_with_the_links_speed(clock):
-    """The winner changes from small frames to raw."""
+    """The faster the link, the shorter the best time; the chosen codec changes from small frames to raw."""
     grads = gradients("cnn_float32")
     found = [codec.advise(grads, 10.0**k, lossy=True) for k in range(6, 14)]
     seconds = [a.seconds for a in found]
@@ -151,7 +151,7 @@ def test_best_time_falls_with_the_links_speed(clock):
 
 
 def test_given_candidates_and_raw_are_compared(clock):
-    """Given candidates and raw are compared in the given order, whatever `lossy` is."""
+    """Given candidates and raw are compared in the given order, for any value of `lossy`."""
     x = gradients("cnn_float32")
     specs = [codec.Sign(), codec.Float4(), codec.Lossless(max_code_length=4)]
     advice = codec.advise(x, "1mbit", candidates=iter(specs))
@@ -169,7 +169,7 @@ def test_given_candidates_and_raw_are_compared(clock):
 
 
 def test_algorithms_use_their_own_formulas(clock):
-    """Raw uses two_shot, in one round trip; the number of chunks follows the size."""
+    """Raw is predicted as two_shot with one round trip; the number of chunks is computed from the size."""
     x = gradients("cnn_float32")
     for algorithm in ("two_shot", "ring", "all_gather"):
         advice = codec.advise(x, "1gbit", options=codec.options(algorithm=algorithm), world_size=5)
@@ -183,7 +183,7 @@ def test_algorithms_use_their_own_formulas(clock):
 
 
 def test_round_trips_are_added_to_the_predictions(clock):
-    """The hook waits for 2 round trips a step, of 2 ranks for 1; uncompressed buckets of a model for 1 each."""
+    """A step of the hook waits for 2 round trips (1 with 2 ranks), and for 1 per uncompressed bucket of a model."""
     x = gradients("cnn_float32")
     for rtt, seconds in (("40ms", 0.04), (0.04, 0.04), ("0.04", 0.04), (" 40000 us", 0.04), ("2s", 2.0)):
         advice = codec.advise(x, "1gbit", rtt=rtt)

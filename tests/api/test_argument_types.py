@@ -136,7 +136,7 @@ METHODS = {
 
 
 def parameters_of(function, given):
-    """Return the names of parameters that take keywords; for a wrapped method those in `given`."""
+    """Return the names of a function's keyword parameters; for a wrapped method, those in `given`."""
     names = [
         p.name
         for p in inspect.signature(function).parameters.values()
@@ -148,7 +148,7 @@ def parameters_of(function, given):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*CALLS, *METHODS])
 def test_wrong_types_raise_codec_errors(name):
-    """A call with one wrong argument works or raises CodecError, and nothing else."""
+    """A call with one argument of a wrong type either succeeds or raises a CodecError."""
     function, given = (CALLS | METHODS)[name]
     others = []
     for parameter in parameters_of(function, given):
@@ -171,7 +171,7 @@ STATES = {
 
 @pytest.mark.parametrize("name", STATES)
 def test_wrong_entries_of_states_raise_codec_errors(name):
-    """A state that load_state_dict accepts is usable; a rejected one changes nothing."""
+    """load_state_dict either accepts a state, which is then usable, or rejects it and changes nothing."""
     store = STATES[name]()
     if name == "feedback":
         store.encode("a", X)
@@ -193,7 +193,7 @@ def test_wrong_entries_of_states_raise_codec_errors(name):
 
 
 def test_parameters_of_specs_become_python_numbers():
-    """Numbers of numpy and torch are converted; bools and strings are rejected."""
+    """Specs convert numbers of numpy and torch to Python numbers, and reject bools and strings."""
     f, i, t = np.float32, np.int64, torch.tensor
     for given, kept in (
         (codec.Ternary(scale=f(0.5), clip=t(2.5), seed=i(3)), codec.Ternary(scale=0.5, clip=2.5, seed=3)),

@@ -1,4 +1,4 @@
-"""Arguments that cannot be used raise a CodecError whose message names them and what is accepted."""
+"""Invalid arguments raise a CodecError whose message names the argument and what is accepted."""
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +10,7 @@ from support import flatcall
 from support.processes import run
 
 X = np.linspace(-1, 1, 9_000, dtype=np.float32)
-HUGE = 10**5000  # more digits than Python prints
+HUGE = 10**5000  # more digits than Python converts to a string
 
 
 def refused(error=codec.ArgumentError, match=None):
@@ -19,7 +19,7 @@ def refused(error=codec.ArgumentError, match=None):
 
 
 def test_threads_must_be_a_positive_int():
-    """Every function that takes `threads` rejects all other values."""
+    """Every function with a parameter `threads` rejects values other than positive ints."""
     frame = codec.encode(X)
     for value in (0, -1, 1.0, "2", True, int, np.arange(2), -HUGE):
         for call in (
@@ -33,7 +33,7 @@ def test_threads_must_be_a_positive_int():
 
 
 def test_threads_takes_numpy_integers_and_any_environment_text():
-    """A CODEC_NUM_THREADS that is no number is ignored."""
+    """`threads` accepts numpy integers, and a CODEC_NUM_THREADS that is no number is ignored."""
     assert (
         codec.encode(X, options=codec.options(threads=np.int64(2)))
         == codec.encode(X, options=codec.options(threads=HUGE))
@@ -44,7 +44,7 @@ def test_threads_takes_numpy_integers_and_any_environment_text():
 
 
 def test_metrics_reject_parameters_out_of_range():
-    """Parameters are finite and betas two values below 1; all but lr are keyword-only; step is at least 0."""
+    """Metrics require finite parameters, two betas below 1, and step >= 0; all parameters but lr are keyword-only."""
     optimizers = codec.optimizers
     for metric in (optimizers.Adam, optimizers.AdamW):
         for betas in ((1, 0.999), (0.9, 1.0), (1.5, 0)):
@@ -151,7 +151,7 @@ ENGINES = ("native", "numba")
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_mismatch_with_a_frame_names_both_sides(engine):
-    """The message has the dtype and shape of the frame and of the argument."""
+    """The message of a mismatch names the dtype and shape of the frame and of the argument."""
     frame, how = codec.encode(X), {"engine": engine}
     others = (np.zeros(9_000), np.zeros((90, 100), np.float32), np.zeros(8_999, np.float32))
     for out in others:
@@ -188,7 +188,7 @@ def test_mismatch_with_a_frame_names_both_sides(engine):
 
 
 def test_objects_that_are_no_tensors_are_rejected():
-    """Classes, objects, sparse tensors and single frames in place of lists are named in the message."""
+    """Messages name the given type: a class, an object, a sparse tensor, or a single frame in place of a list."""
     frame = codec.encode(X)
     for frames in (frame, {"a": frame}, None, 5, "ab", memoryview(frame), np.frombuffer(frame, np.uint8)):
         with refused(match="frames must be a sequence of frames, not"):
@@ -302,7 +302,7 @@ def test_error_lists_the_choices():
 def test_scales_that_round_to_zero_or_infinity_are_rejected():
     """A scale must be positive and finite in float32 and in the tensor's dtype."""
     for bad in (1e-46, 1e39, 0, -1, float("nan"), float("inf"), HUGE):
-        if bad != 0:  # the scale of zeros
+        if bad != 0:  # 0 is the valid scale of a tensor of zeros
             with refused(codec.SpecError, match="scale must be 0, positive and finite as float32"):
                 codec.Ternary(scale=bad)
         with refused(codec.SpecError, match="clip must be positive and finite as float32"):
@@ -325,7 +325,7 @@ def test_scales_that_round_to_zero_or_infinity_are_rejected():
 
 
 def test_outputs_that_overlap_inputs_are_rejected():
-    """An output may be exactly its input, or lie apart from it."""
+    """An output must be exactly its input or not overlap with it."""
     memory = np.zeros(40_000, np.float32)
     memory[:9_000] = X
     x = memory[:9_000]

@@ -1,4 +1,4 @@
-"""encode_many and decode_many: results of single calls, for all tensors or for none."""
+"""encode_many and decode_many equal single calls, and either process all tensors or change nothing."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def draws(i, stream=0):
 @pytest.mark.parametrize("threads", [None, 1, 2, 5])
 @pytest.mark.parametrize("spec", [codec.Lossless(), LOSSY["ternary_entropy"], LOSSY["quantize_4"]], ids=repr)
 def test_frames_and_tensors_are_those_of_single_calls(spec, threads):
-    """Lists give lists and dicts dicts; tensor i uses the random stream `stream + i`."""
+    """A batch returns what single calls return, as a list or a dict; tensor i uses the random stream `stream + i`."""
     expected = [codec.encode(x, spec, stream=draws(i, (1 << 64) - 7)) for i, x in enumerate(TENSORS)]
     frames = codec.encode_many(TENSORS, spec, stream=(1 << 64) - 7, options=codec.options(threads=threads))
     assert type(frames) is list
@@ -39,7 +39,7 @@ def test_frames_and_tensors_are_those_of_single_calls(spec, threads):
         [y.numpy() for y in codec.decode_many(frames, like=torch.zeros(1), options=codec.options(threads=threads))],
     ):
         assert all(a.shape == b.shape and (a == b).all() for a, b in zip(result, values, strict=True))
-    by_key = dict(zip(reversed(list(named)), reversed(outs), strict=True))  # dict order differs
+    by_key = dict(zip(reversed(list(named)), reversed(outs), strict=True))  # the dicts have different orders
     assert codec.decode_many(by_name, out=by_key, options=codec.options(threads=threads))["parameter 3"] is outs[3]
 
 
@@ -67,7 +67,7 @@ def test_batch_shares_arguments_and_takes_a_state_for_each_tensor():
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_error_names_the_first_bad_item_and_changes_nothing(threads):
-    """The message and `item` have the index or key, for any number of threads."""
+    """The error's message and `item` name the index or key of the first bad item, for any number of threads."""
     xs = [x.copy() for x in TENSORS]
     xs[4][0, 0] = xs[6][-1] = xs[8][0, 0] = np.nan
     with pytest.raises(codec.ArgumentError, match=r"^4: .*NaN") as caught:
@@ -99,7 +99,7 @@ def test_error_names_the_first_bad_item_and_changes_nothing(threads):
 
 
 def test_outputs_that_overlap_other_outputs_or_frames_are_rejected():
-    """A destination may be an array of its own tensor's state."""
+    """Only an array of the same tensor's optimizer state may be a destination."""
     xs = [np.arange(5_000, dtype=np.float32) + i for i in range(3)]
     frames = codec.encode_many(xs)
     memory = np.full(15_000, 7, np.float32)
@@ -147,7 +147,7 @@ def test_arguments_that_are_not_lists_or_dicts_alike_are_rejected():
 
 
 def test_segments_gives_offsets_of_a_flat_bucket():
-    """segments() lists where tensors lie that a bucket holds one after the other."""
+    """segments() lists the offset and shape of each tensor in a bucket of consecutive tensors."""
     expected = [(0, (64, 100)), (6400, (64,)), (6464, ()), (6465, (0, 3)), (6465, (5,))]
     shapes = [(64, 100), (64,), (), (0, 3), (5,)]
     for given in (

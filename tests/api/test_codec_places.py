@@ -1,6 +1,6 @@
-"""Every codec of codec.specs.CODECS is in each place that cannot be computed from that table.
+"""Check that every codec of codec.specs.CODECS has its entry in each file that the table does not generate.
 
-CONTRIBUTING.md has the places in the order of work, in its recipe "A codec".
+CONTRIBUTING.md lists these files in the order of work, in its recipe "A codec".
 """
 
 import re
@@ -16,18 +16,18 @@ from codec._c.library import lib
 from codec.specs import CODECS
 
 ROOT = Path(__file__).parents[2]
-SOURCES = {".py", ".c", ".cc", ".h", ".cu", ".cuh"}  # suffixes of the files of a place that is a folder
+SOURCES = {".py", ".c", ".cc", ".h", ".cu", ".cuh"}  # suffixes of files that are searched in a folder
 
 
 class Place(NamedTuple):
-    """File or folder that names codecs."""
+    """A file or folder in which every codec must have an entry."""
 
     path: str
-    pattern: str  # regular expression that finds a codec; {Name}, {NAME}, {name} and {number} are the codec's
-    without: tuple[type[codec.Spec], ...] = ()  # codecs that need not be there
+    pattern: str  # regular expression of the entry; {Name}, {NAME}, {name}, {number} are replaced
+    without: tuple[type[codec.Spec], ...] = ()  # codecs that need no entry
 
     def missing(self, kinds):
-        """Return the names of the codecs that the place lacks."""
+        """Return the names of the codecs that have no entry here."""
         path = ROOT / self.path
         files = sorted(p for p in path.rglob("*") if p.suffix in SOURCES) if path.is_dir() else [path]
         text = "\n".join(p.read_text() for p in files)
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 PLACES = [
-    # specification, and its implementations for tests
+    # the specification, and its reference implementations for tests
     Place("docs/spec/format.md", r"\| codec \|.*\b{number} {name}\b"),
     Place("docs/spec/format.md", r"^\| offset \| type \| field\b.*\| {name} \|"),
     Place("docs/spec/encoder.md", r"\b(?i:{name})\b"),
@@ -98,7 +98,7 @@ EACH = pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.path}
 
 @dataclass(frozen=True, slots=True)
 class Imaginary(codec.Spec):
-    """Codec that exists in this test only."""
+    """Codec that no file has an entry for."""
 
 
 @EACH

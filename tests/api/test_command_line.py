@@ -1,4 +1,4 @@
-"""The command line reads regular files of known formats, no more of them than needed, and fails with one line."""
+"""Commands accept regular files of known formats, read only the bytes needed, and print one line on failure."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def run(capsys, *arguments):
 
 
 def sparse(path, head):
-    """Make a sparse file of 1 TiB that begins with `head`."""
+    """Create a sparse file of 1 TiB that begins with `head`."""
     path.write_bytes(head)
     os.truncate(path, SPARSE)
     return path
@@ -128,7 +128,7 @@ def test_verify_reports_each_file(tmp_path, capsys):
 
 
 def safetensors(path, entries, data, metadata=True):
-    """Write a .safetensors file: (dtype, shape, begin, end) of each array, and their bytes."""
+    """Write a .safetensors file with the given entries, (dtype, shape, begin, end) by array, and data bytes."""
     header = {k: {"dtype": d, "shape": s, "data_offsets": [b, e]} for k, (d, s, b, e) in entries.items()}
     text = json.dumps(header | ({"__metadata__": {"format": "pt"}} if metadata else {})).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
@@ -187,7 +187,7 @@ def test_advise_refuses_damaged_safetensors_headers(text, tmp_path, capsys):
 
 
 def test_advise_never_unpickles(tmp_path, capsys):
-    """Files of torch.save and object arrays are rejected; the message says how to convert them."""
+    """advise rejects files of torch.save and object arrays; the message says how to convert the file."""
     for new in (True, False):
         torch.save({"w": torch.ones(3)}, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
         err = run(capsys, "advise", tmp_path / "a.pt", "--link", "1gbit")

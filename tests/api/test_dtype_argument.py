@@ -24,7 +24,7 @@ def tensor(dtype):
 
 
 class Exporter:
-    """Object that exports a torch tensor by DLPack alone."""
+    """Object that exports a torch tensor by DLPack only."""
 
     def __init__(self, t):
         self.t = t
@@ -110,7 +110,7 @@ def test_dtype_refuses_python_objects():
 
 
 class Capsule:
-    """DLPack capsule over 4,096 values that declares any shape and strides."""
+    """DLPack capsule of 4,096 values whose shape and strides a test sets."""
 
     def __init__(self, shape, strides=None, *, ndim=None, code=2, bits=32, lanes=1, offset=0):
         from codec.tensors.dlpack import DLTensor
@@ -169,7 +169,7 @@ def test_encode_accepts_unusual_dlpack_tensors():
 @pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.1.0", reason="numpy makes capsules of DLPack 1 since 2.1")
 def test_encode_reads_versioned_dlpack_capsules():
     x = np.arange(N, dtype=np.float32)
-    x.flags.writeable = False  # only DLPack 1 has a read-only flag
+    x.flags.writeable = False  # DLPack before version 1 has no read-only flag
     assert codec.encode(Exporter(x)) == codec.encode(x)
 
 

@@ -16,7 +16,7 @@ FRAME = codec.encode(X)
 
 
 class CudaArray:
-    """Array on a GPU that has only ``__cuda_array_interface__``; its address must not be read."""
+    """Array on a GPU that exports only ``__cuda_array_interface__``. Its address is invalid, so reading it crashes."""
 
     def __init__(self, shape=(9_000,), typestr="<f4", strides=None, readonly=False, **more):
         self.__cuda_array_interface__ = {
@@ -26,7 +26,7 @@ class CudaArray:
 
 
 class DLPackTensor:
-    """Tensor that is exported by DLPack from any device."""
+    """Tensor that exports itself by DLPack as on a given device."""
 
     def __init__(self, device=(2, 3), code=2, bits=32, shape=(90, 100), strides=None):
         import ctypes
@@ -51,7 +51,7 @@ class DLPackTensor:
 
 
 def test_engines_lists_every_engine_with_the_reason_why_it_is_unavailable():
-    """An available engine has None; an encode call with an unavailable one raises the same reason."""
+    """codec.engines() maps an available engine to None, and another one to the reason that calls with it raise."""
     engines = codec.engines()
     assert set(engines) == {"native", "numba", "cuda"}
     assert engines["native"] is None
@@ -77,7 +77,7 @@ def test_engines_lists_every_engine_with_the_reason_why_it_is_unavailable():
 
 
 def test_view_describes_contiguous_tensors_on_a_device():
-    """Every protocol gives dtype, shape, address, device and stream."""
+    """A view of a tensor on a device has dtype, shape, address, device and stream, by every array protocol."""
     v = view(CudaArray((3, 3_000), stream=7))
     assert (v.dtype, v.shape, v.address, v.nbytes) == ("float32", (3, 3_000), 0x7F0000000000, 36_000)
     assert (v.device, v.stream) == ("cuda", 7)
@@ -103,7 +103,7 @@ def test_view_describes_contiguous_tensors_on_a_device():
 
 @pytest.mark.parametrize("x", [CudaArray(), DLPackTensor(shape=(9_000,))])
 def test_native_engine_rejects_gpu_arguments_by_name(x):
-    """Nothing is read from the GPU, and no destination is written."""
+    """The native engine rejects a GPU argument by its name, reads nothing from the GPU and writes no destination."""
     left, theta, sgd, truncate = np.full(9_000, 7, np.float32), X.copy(), codec.optimizers.SGD(0.1), codec.Truncate()
     out, gpu = np.full(40_000, 7, np.uint8), CudaArray(typestr="|u1")
     calls = {
@@ -150,7 +150,7 @@ def test_native_engine_rejects_gpu_arguments_by_name(x):
 
 
 def test_meta_tensors_are_rejected():
-    """Meta tensors have no values, and the message suggests no remedy."""
+    """Meta tensors, which have no values, are rejected with a message that suggests no remedy."""
     for call in (
         lambda: codec.encode(torch.zeros(9_000, device="meta")),
         lambda: codec.decode(FRAME, like=torch.zeros(1, device="meta")),

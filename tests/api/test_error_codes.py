@@ -20,7 +20,7 @@ def test_status_has_the_names_numbers_and_messages_of_c():
 
 
 def test_errors_have_the_status_as_code():
-    """`code` is a Status, equal to its number; None if the error did not come from C."""
+    """The `code` of an error is the Status of the C library, or None for an error that was raised in Python."""
     frame = codec.encode(X)
     damaged = frame[:-1] + bytes([frame[-1] ^ 1])
     book = codec.Codebook.from_tensors(X)

@@ -1,4 +1,4 @@
-"""Frames of any tensor: headers, codebooks, destinations, limits, and the commands that inspect and verify them."""
+"""Functions that take frames: headers, codebooks, destinations, size limits, inspect and verify."""
 
 import array
 import json
@@ -94,7 +94,7 @@ def test_forked_child_can_encode_after_the_parent_used_threads():
 
 
 def test_codebook_id_is_a_digest_of_the_codebook():
-    """Two sides with different codebooks under one id cannot exist, so they never decode different tensors."""
+    """An id determines its codebook, so sender and receiver cannot use different codebooks with the same id."""
     x = np.random.default_rng(1).standard_normal(5000).astype(np.float32)
     book = codec.Codebook.from_tensors(x)
     other = codec.Codebook.from_counts(np.arange(256))
@@ -153,7 +153,9 @@ def test_encode_into_out_returns_a_view_of_the_frame(size):
 
 
 def test_frames_behave_alike_with_and_without_out():
-    """Length, items, slices, comparison, joining, files, sockets and decoding; both are read-only."""
+    """Frames with and without `out` have the same length, items, slices and comparisons, can be joined, written, sent
+    and decoded, and are read-only.
+    """
     import io
     import socket
     import struct
@@ -188,7 +190,7 @@ def test_frames_behave_alike_with_and_without_out():
 
 
 def test_max_nbytes_limits_the_decoded_size():
-    """The default is 1 GiB, or 256 times the frame's size if that is more; `out` has no limit."""
+    """The default of max_nbytes is 1 GiB, or 256 times the frame's size if larger; with `out` there is no limit."""
     big = np.zeros((1 << 28) + 1, np.float32)
     frame = codec.encode(big)
     assert 256 * len(frame) < big.nbytes
@@ -217,7 +219,7 @@ def test_max_nbytes_limits_the_decoded_size():
 
 
 def test_inspect_omits_parameters_that_frames_do_not_store():
-    """Frames store that values were clipped, but not the threshold, and no seed."""
+    """inspect() omits clipping thresholds and seeds: a frame stores only that its values were clipped."""
     x = np.random.default_rng(0).standard_normal(9_000).astype(np.float32)
     for spec, clipped in (
         (codec.Ternary(clip=2.5, seed=5), True),
@@ -233,7 +235,7 @@ def test_inspect_omits_parameters_that_frames_do_not_store():
 
 
 def test_segments_takes_tensors_shapes_mappings_and_modules():
-    """A single tensor has no segments."""
+    """segments() accepts lists of tensors, shapes, mappings and modules, and rejects a single tensor."""
     model = torch.nn.Linear(30, 40)
     expected = [(0, (40, 30)), (1200, (40,))]
     for given in (model, model.parameters(), dict(model.named_parameters()), [(40, 30), [40]]):
@@ -244,7 +246,7 @@ def test_segments_takes_tensors_shapes_mappings_and_modules():
 
 
 def test_inspect_and_verify_commands(tmp_path, capsys):
-    """Both print text or JSON."""
+    """The commands inspect and verify print text or JSON."""
     x = np.ones((3, 1000), np.float32)
     good, bad = (str(tmp_path / name) for name in ("good", "bad"))
     Path(good).write_bytes(frame := codec.encode(x, codec.Sign(group_size=64)))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import codec
 
-# Packages and modules of `codec`, lowest first; those of one line do not import each other. `_c` itself, which only
-# finds the compiled package, is below all others.
+# Packages and modules of `codec`, lowest layer first. Modules of one line do not import each other. `_c`, which only
+# locates the compiled package, is below all layers.
 LAYERS = [
     {"errors"},
     {"arguments", "_ownership", "readable"},
@@ -29,7 +29,7 @@ LAYERS = [
     {"torch", "cli"},
     {"integrations", "run", "__main__"},
 ]
-TORCH = [  # within codec.torch; `__init__`, the public names, is above all of them
+TORCH = [  # layers within codec.torch; `__init__`, which exports the public names, is above all layers
     {"_compat"},
     {"network"},
     {"transport"},
@@ -40,13 +40,13 @@ TORCH = [  # within codec.torch; `__init__`, the public names, is above all of t
     {"backend", "ddp", "local_steps", "pipelining"},
     {"one_bit_adam"},
 ]
-ENGINES = [{"request"}, {"blockwise"}, {"native"}, {"numba", "cuda"}]  # within codec.engines
+ENGINES = [{"request"}, {"blockwise"}, {"native"}, {"numba", "cuda"}]  # layers within codec.engines
 ROOT = Path(codec.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
 
 
 def module(path):
-    """Return the name of a file's module inside the package."""
+    """Return the module name of a file, relative to the package."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -61,14 +61,14 @@ def imports(path):
             inner = node.module.partition(".")[2]
             for a in node.names:
                 name = f"{inner}.{a.name}".removeprefix(".")
-                if inner or name in FILES:  # otherwise a public name of the package
+                if inner or name in FILES:  # otherwise it is a public name of the package
                     yield name if name in FILES else inner
         elif isinstance(node, ast.Import):
             yield from (a.name.partition(".")[2] for a in node.names if a.name.startswith("codec."))
 
 
 def check_layers(layers, files, part):
-    """Check that all packages have a layer, and import only those of lower ones; `part` names a module's package."""
+    """Check that each package has a layer, and imports lower layers only. `part` maps a module to its package."""
     layer = {name: i for i, names in enumerate(layers) for name in names}
     assert {part(name) for name in files} == set(layer)
     for name in files:
@@ -101,7 +101,7 @@ def test_torch_packages_stay_small_and_say_what_they_are_for():
 
 
 def test_files_of_more_than_400_lines_say_why_they_are_one_file():
-    """Their first comment has a sentence that begins with "One file:". All others are split by subject."""
+    """In a file of more than 400 lines, the first comment has a sentence that begins with "One file:"."""
     silent = []
     for folder in ("bindings", "codec", "fuzz", "native/include", "native/src", "native/tests", "tests"):
         for path in (REPOSITORY / folder).rglob("*.[pch]*"):
@@ -126,14 +126,14 @@ def test_modules_import_each_other_without_a_cycle():
 
 
 def test_public_functions_do_not_import_the_native_engine():
-    """They make requests, and codec.engines chooses the engine."""
+    """Public functions create requests; only codec.engines chooses the engine that runs a request."""
     for name in ("encoding", "decoding", "reducing", "batch", "advisor.advise"):
         assert not any(other.startswith("engines.native") for other in imports(FILES[name])), name
 
 
 def test_import_loads_no_optional_package():
     """`import codec` needs numpy and cffi only."""
-    allowed = {"numpy", "cython_runtime", "codec", "_cffi_backend", "cffi"}  # numpy 1 brings cython_runtime
+    allowed = {"numpy", "cython_runtime", "codec", "_cffi_backend", "cffi"}  # numpy 1 imports cython_runtime
     import subprocess
     import sys
 
@@ -143,7 +143,7 @@ def test_import_loads_no_optional_package():
     assert foreign <= allowed
 
 
-# folders of native/src, lowest first; families do not include each other
+# folders of native/src, lowest layer first; folders of one layer do not include each other's files
 FLOORS = [{"exact"}, {"isa"}, {"frame"}, {"coder"}, {"delta", "lossless", "rows", "topk", "truncate"}, {"job"}]
 SOURCES = REPOSITORY / "native/src"
 C_FILES = {str(p.relative_to(SOURCES)): p for p in SOURCES.rglob("*.[ch]")}
@@ -167,7 +167,7 @@ def test_c_files_include_lower_folders_only():
 
 
 def test_c_files_include_each_other_without_a_cycle():
-    """A header and the source of its name count as one unit."""
+    """The include graph has no cycle, where a header and the source of the same name are one node."""
     unit = {name: name.rsplit(".", 1)[0] for name in C_FILES}
     below = {u: {unit[o] for n in C_FILES if unit[n] == u for o in includes(n)} - {u} for u in unit.values()}
     check_no_cycle(below)
@@ -187,7 +187,7 @@ def imported_names(path):
 
 
 def test_tests_import_helpers_only_from_support_and_reference():
-    """No test module is imported; reference implementations import nothing of tests but each other."""
+    """Tests import no test module, and reference implementations import no module of tests but each other."""
     for path in TESTS.rglob("*.py"):
         below = {"reference"} if path.parent.name == "reference" else {"reference", "support"}
         others = set(imported_names(path)) & {*TEST_MODULES, "reference", "support"}

@@ -1,4 +1,4 @@
-"""codec.options: settings of one call or of a context, which change no byte of a frame."""
+"""codec.options sets options of one call or of a context; no option changes a byte of a frame."""
 
 import threading
 from datetime import timedelta
@@ -54,7 +54,7 @@ def test_one_object_can_be_entered_again_and_in_other_threads():
         thread.start()
         thread.join()
         assert active() == options
-    assert seen == [codec.options()]  # a thread begins without settings
+    assert seen == [codec.options()]  # a new thread has the default options
     assert active() == codec.options()
 
 

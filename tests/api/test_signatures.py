@@ -12,7 +12,7 @@ import codec.weight_sync
 
 X = np.linspace(-1, 1, 5000, dtype=np.float32)
 PRESETS = ("lossless", "near", "balanced", "small", "smallest")
-# classes that users do not construct
+# classes whose objects functions return and users do not construct
 RESULTS = (
     codec.ActivationStats,
     codec.Advice,
@@ -28,7 +28,7 @@ RESULTS = (
 
 
 def public():
-    """Yield names and objects that users call."""
+    """Yield name and object of each public callable."""
     for module in (codec, codec.kv, codec.optimizers, codec.torch, codec.torch.pipelining, codec.weight_sync):
         for name in module.__all__:
             value = getattr(module, name)
@@ -79,7 +79,9 @@ def test_unknown_presets_are_rejected_with_all_names():
 
 
 def test_bound_specs_of_parts_agree_with_the_whole():
-    """Groups in a list apply from their offset on; advise cuts the state as it cuts the tensors."""
+    """A spec bound to metric groups equals one bound to the levels of the groups; advise splits the bound state as it
+    splits the tensors.
+    """
     spec, theta = codec.Truncate(level_coding="shared"), X[::-1].copy()
     groups = [(0, codec.optimizers.SGD(0.1)), (2000, codec.optimizers.SGD(1e-4))]
     bound = spec.bind(groups, theta=theta)

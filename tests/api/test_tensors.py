@@ -70,7 +70,7 @@ def test_numpy_scalars_empty_and_noncontiguous_arrays():
 
 
 class DLPackOnly:
-    """Tensor that supports only the DLPack protocol."""
+    """Tensor that supports the DLPack protocol only."""
 
     def __init__(self, t):
         self.t = t
@@ -92,7 +92,7 @@ def test_dlpack_tensors_round_trip(dtype):
 
 
 def test_masked_values_are_rejected():
-    """A masked array without masked values is encoded like any array."""
+    """A masked array with masked values is rejected; one without is encoded like any array."""
     x = np.ma.array(np.arange(6.0), mask=[0, 0, 1, 0, 0, 0])
     with pytest.raises(codec.ArgumentError, match=r"masked.*filled"):
         codec.encode(x)
@@ -128,7 +128,7 @@ class Capsule:
 
 
 class OnGPUByDLPack(Capsule):
-    """Array on a GPU of another library; without max_version if ``old``."""
+    """GPU array of another library. ``old``: its __dlpack__ has no parameter max_version."""
 
     def __init__(self, old):
         super().__init__(2, 32, 1000)
@@ -154,7 +154,7 @@ def test_dlpack_producers_on_a_gpu_are_asked_for_the_default_stream(old):
 
 @pytest.mark.parametrize(("code", "bits"), [(2, 32), (4, 16)])
 def test_dlpack_tensors_with_a_null_address_are_rejected(code, bits):
-    """An empty tensor may have a NULL address."""
+    """A DLPack tensor with a NULL address is rejected unless it is empty."""
     with pytest.raises(codec.ArgumentError, match="null pointer"):
         codec.encode(Capsule(code, bits, 1000))
     assert codec.decode(codec.encode(Capsule(code, bits, 0)), like=torch.empty(0)).shape == (0,)
@@ -227,7 +227,7 @@ def test_torch_wrapper_subclasses_are_rejected():
 
 
 def test_result_has_the_device_of_like():
-    """A device that decode() cannot write to is an error; torch's default device is ignored."""
+    """decode() returns a tensor on the device of `like`, whatever torch's default device, or raises if it cannot."""
     frame = codec.encode(np.zeros(10, np.float32))
     for like in (torch.zeros(1, device="meta"), OnGPU()):
         with pytest.raises(codec.EngineError, match="like="):

@@ -1,4 +1,4 @@
-"""Types that pyright must infer for calls, and interfaces of engines; `make lint` checks this file, nothing runs it."""
+"""Calls whose types pyright must infer, and engine interfaces. `make lint` type-checks this file; it is never run."""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 # A comment `pyright: ignore` below marks a mistake that pyright must report.

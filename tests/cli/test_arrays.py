@@ -56,7 +56,7 @@ def test_streams_become_a_frame_for_each_block(tmp_path, monkeypatch, capsysbina
     feed(frames)
     assert run("decompress", "-o", tmp_path / "y.npy") == 0
     assert np.load(tmp_path / "y.npy").tobytes() == bits
-    feed(b"".join(codec.encode(np.uint8([k])) for k in range(5)))  # frames shorter than the header that is read
+    feed(b"".join(codec.encode(np.uint8([k])) for k in range(5)))  # frames shorter than one read of a header
     assert run("decompress") == 0
     assert capsysbinary.readouterr().out[-5:] == bytes(range(5))
 

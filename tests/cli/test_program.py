@@ -1,4 +1,4 @@
-"""The command itself: help, exit codes, completion, doctor and bench."""
+"""The program `codec` as a whole: help, exit codes, completion, doctor and bench."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def test_help_lists_all_commands_and_exit_codes(capsys):
 
 
 def test_commands_import_neither_torch_nor_weight_sync():
-    """All commands start quickly: what only some need is imported when they run."""
+    """Commands start quickly, because modules that only some commands need are imported when those commands run."""
     code = (
         "import sys; from codec.__main__ import main; main(['--cflags']);"
         "bad = {'torch', 'tqdm', 'matplotlib', 'zstandard', 'codec.weight_sync', 'numba'} & set(sys.modules);"

@@ -32,12 +32,12 @@ def codes_of(frame):
 
 @given(st.data())
 def test_sums_equal_those_of_the_reference_decoder(data):
-    """Packings may differ from frame to frame; engines and numbers of threads agree."""
+    """Sums equal those of the reference decoder, for frames of different packings, on all engines and thread counts."""
     dtype = data.draw(st.sampled_from(LOSSY_DTYPES))
     shape = data.draw(st.lists(st.sampled_from((0, 1, 2, 7, 40)), max_size=3))
     packings = data.draw(st.lists(st.sampled_from(PACKINGS), min_size=1, max_size=4))
     seed = data.draw(st.integers(0, 1 << 16))
-    scale = data.draw(st.sampled_from((0.5, 3.0, 8192.0)))  # numbers of each dtype
+    scale = data.draw(st.sampled_from((0.5, 3.0, 8192.0)))  # exactly representable in each dtype
     tensors = (np.random.default_rng(seed).uniform(-0.5, 0.5, (len(packings), *shape))).astype(NUMPY_DTYPES[dtype])
     pairs = enumerate(zip(packings, tensors, strict=True))
     frames = [codec.encode(x, codec.Ternary(p, scale), stream=i) for i, (p, x) in pairs]
@@ -61,7 +61,7 @@ def test_sums_of_many_blocks_equal_sums_of_decoded_frames(packings, threads, isa
 
 
 def test_integers_are_as_wide_as_the_number_of_frames_requires():
-    """Extreme sums fit: int8 for 127 frames, int16 for 32,767."""
+    """The result has the narrowest integer dtype that holds extreme sums: int8 for 127 frames, int16 for 32,767."""
     one, minus = (codec.encode(np.full(3, v, F32), codec.Ternary(scale=2.0)) for v in (2.0, -2.0))
     for count, dtype in ((1, "int8"), (127, "int8"), (128, "int16"), (32_767, "int16"), (32_768, "int32")):
         for frame, total in ((one, count), (minus, -count)):
@@ -89,7 +89,7 @@ def test_cuda_engine_refuses_to_add_codes():
     with pytest.raises(codec.EngineError, match="the cuda engine"):
         codec.sum_codes(SHARED, options=codec.options(engine="cuda"))
     with pytest.raises(codec.EngineError, match="copy the frames to host memory"):
-        cuda.sum_codes(None)  # on machines with a GPU, too
+        cuda.sum_codes(None)  # raises on machines with a GPU, too
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -125,7 +125,7 @@ def with_code_3(frame):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_damaged_frames_are_named(engine, threads):
-    """The first damaged frame is reported, and before any frame that does not fit the others."""
+    """The error names the first damaged frame, even if an earlier frame does not match the others."""
     settings = codec.options(engine=engine, threads=threads)
     changed = SHARED[1][:-9] + bytes([SHARED[1][-9] ^ 1]) + SHARED[1][-8:]
     for bad, error in (
@@ -141,7 +141,7 @@ def test_damaged_frames_are_named(engine, threads):
 
 
 def test_hostile_frames_give_an_error_or_integers_of_their_shape():
-    """Any changed byte, also under recomputed checksums, is an error or leaves codes of -1, 0 and 1."""
+    """A frame with a changed byte, even with checksums recomputed, is an error or has only codes -1, 0 and 1."""
     frames = [codec.encode(X[0, :900], codec.Ternary(p, scale=SCALE)) for p in PACKINGS]
     rng = np.random.default_rng(0)
     errors: list[codec.CodecError] = []
@@ -175,7 +175,7 @@ def test_results_are_limited_and_of_the_kind_of_like():
 @pytest.mark.parametrize("dtype", LOSSY_DTYPES)
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_inspect_tells_the_scale(packing, dtype):
-    """A spec with that scale reproduces a frame of the same seed and stream, whether its scale was given or not."""
+    """inspect() returns the scale of a frame; encoding with this scale, seed and stream gives the same frame."""
     x = X[0, :9000].astype(NUMPY_DTYPES[dtype])
     for spec in (codec.Ternary(packing), codec.Ternary(packing, scale=8.0)):
         frame = codec.encode(x, spec)
@@ -192,7 +192,7 @@ def test_inspect_tells_the_scale(packing, dtype):
 @pytest.mark.parametrize("dtype", LOSSY_DTYPES)
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_scale_0_is_for_zeros_alone(packing, dtype, engine):
-    """The frame is the one without a given scale; errors leave the residual unchanged."""
+    """Scale 0 encodes a tensor of zeros as without a given scale; other tensors are errors that change no residual."""
     settings = codec.options(engine=engine)
     spec = codec.Ternary(packing, scale=0.0)
     x = np.zeros(20_000, NUMPY_DTYPES[dtype])

@@ -39,7 +39,7 @@ DRAWS = 24
 
 
 def tensors():
-    """Yield tensors of 4,096 values, each of which is hard for some codec."""
+    """Yield tensors of 4,096 values, each of which has a large relative error under some codec."""
     rng = np.random.default_rng(0)
     n = 4096
     yield "normal", rng.standard_normal(n)
@@ -68,7 +68,9 @@ def loss(spec, x):
 
 @pytest.mark.parametrize("spec", SPECS, ids=repr)
 def test_contraction_agrees_with_the_measured_error(spec):
-    """A spec that is no contraction loses the norm of some tensor, or its groups are too large to try the worst one."""
+    """The error of a contraction is below the norm of every tensor; that of any other spec reaches the norm of some
+    tensor, unless its groups are too large to construct the worst one.
+    """
     losses = {name: loss(spec, x.astype(np.float32)) for name, x in tensors()}
     worst = max(losses, key=losses.__getitem__)
     if spec.contraction:
@@ -78,7 +80,7 @@ def test_contraction_agrees_with_the_measured_error(spec):
 
 
 def test_quantize_is_a_contraction_up_to_the_largest_allowed_group_size():
-    """The largest groups lose less than the norm of the tensor that is hardest for them."""
+    """With the largest allowed groups, even the largest relative error of a tensor is below 1."""
     for bits, levels in itertools.product((2, 3, 4), ("even", "odd")):
         top = (1 << bits) - 1 if levels == "even" else (1 << bits - 1) - 1
         most = top**2 if levels == "even" else 8 * top**2

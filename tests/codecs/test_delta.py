@@ -16,7 +16,7 @@ DELTA = codec.Delta()
 
 
 def pair(dtype, n, density, largest, seed=0):
-    """Return bits of a base and of a tensor in which a share of values has moved by up to `largest` patterns."""
+    """Return bits of a base and of a tensor, in which a fraction `density` of values moves by up to `largest` patterns."""
     rng = np.random.default_rng([seed, n])
     base = random_bits(dtype, n, "normal")
     steps = rng.integers(1, largest + 1, n, dtype=np.uint64).astype(base.dtype)
@@ -25,7 +25,7 @@ def pair(dtype, n, density, largest, seed=0):
 
 
 def check(new, base, dtype, spec=DELTA):
-    """Check sizes, digests and values of a frame: to new memory, to `out`, in place, with one thread and with three."""
+    """Check a frame's size, digests and values, decoded to new memory, to `out` and in place, with 1 and 3 threads."""
     frame = encode(new, base, dtype, spec)
     assert len(frame) <= codec.bound(new.shape, dtype, spec)
     assert encode(new, base, dtype, spec, options=codec.options(threads=3)) == frame
@@ -76,7 +76,7 @@ def test_unchanged_tensor_takes_80_bytes():
 
 
 def test_sparse_update_takes_few_bits():
-    """The size is within 15% of the entropy of positions and steps, given the exponents of the base."""
+    """A frame's size is within 15% of the entropy of changed positions and steps, given the exponents of the base."""
     base, new = weights()
     e, step = base >> 7 & 255, new.astype(int) - base.astype(int)
     bits = sum(entropy(step[e == k]) for k in np.unique(e))
@@ -89,7 +89,7 @@ def test_sparse_update_takes_few_bits():
 
 
 def entropy(x):
-    """Return the bits of values that are coded ideally, each on its own."""
+    """Return the total entropy of values in bits, if they are independent."""
     _, counts = np.unique(x, return_counts=True)
     return -(counts * np.log2(counts / len(x))).sum()
 
@@ -97,7 +97,7 @@ def entropy(x):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("density", [0.001, 0.5])
 def test_wrong_base_is_refused_and_nothing_is_written(isa, threads, density):
-    """Every other base is refused, whether or not the stream is valid with it; also in place."""
+    """Decoding with any other base is an error that writes nothing, even if the stream is valid with that base."""
     base, new = weights(density=density)
     frame = encode(new, base, "bfloat16")
     rng = np.random.default_rng(0)
@@ -164,7 +164,7 @@ def test_base_must_be_given_and_fit():
         codec.encode(x, DELTA, base=y[:10])
     with pytest.raises(codec.ArgumentError, match="base= is for Delta"):
         codec.encode(x, base=y)
-    assert (codec.decode(codec.encode(x), base=y) == x).all()  # other frames ignore it
+    assert (codec.decode(codec.encode(x), base=y) == x).all()  # frames of other codecs ignore the base
 
 
 def test_overlapping_memory_is_refused():
@@ -177,7 +177,7 @@ def test_overlapping_memory_is_refused():
 
 
 def test_new_tensor_is_decoded_without_a_limit():
-    """The base bounds the size of the result, so that a small frame of a large tensor is no bomb."""
+    """Delta needs no max_nbytes for a large tensor in a small frame, because the base limits the result's size."""
     base = np.zeros(80_000_000, np.uint8)
     new = base.copy()
     new[5] = 1
@@ -226,7 +226,7 @@ def test_collectives_refuse():
 
 
 class TestBatches:
-    """encode_many and decode_many: a model in one call."""
+    """encode_many and decode_many with Delta for all tensors of a model."""
 
     @staticmethod
     def models():

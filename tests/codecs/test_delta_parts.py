@@ -1,4 +1,4 @@
-"""Delta: several updates as one, and shards of tensors."""
+"""Delta: compose() merges consecutive updates, and decode_blocks() decodes shards of a tensor."""
 
 import itertools
 
@@ -12,7 +12,7 @@ DELTA = codec.Delta()
 
 
 class TestCompose:
-    """compose: several updates as one."""
+    """compose() merges several consecutive updates into one."""
 
     @staticmethod
     def chain(n=200_000):
@@ -52,7 +52,7 @@ class TestCompose:
 
 
 class TestBlocks:
-    """decode_blocks: shards of a tensor."""
+    """decode_blocks() decodes some blocks of a tensor, such as a shard."""
 
     def test_blocks_equal_those_of_the_whole(self, isa):
         base, new = weights()

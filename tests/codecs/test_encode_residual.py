@@ -46,7 +46,7 @@ def test_feedback_encodes_the_sum_and_updates_the_residual(name, threads):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", SPECS)
 def test_errors_leave_the_residual_unchanged(name, threads):
-    """Errors: too little room, and sums that cannot be encoded."""
+    """The residual is unchanged if `out` is too small, or if the sum of tensor and residual cannot be encoded."""
     spec = SPECS[name]
     x, e, keywords = values(2), values(3), how(spec)
     before = e.tobytes()
@@ -66,7 +66,7 @@ def test_errors_leave_the_residual_unchanged(name, threads):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", SPECS)
 def test_one_pass_gives_the_same_frames_residuals_and_errors(name, threads, engine):
-    """verify_first=False: after an error the residual may hold anything; x is unchanged."""
+    """verify_first=False changes no frame, residual or error; after an error the residual is undefined, x unchanged."""
     spec, once = SPECS[name], {"verify_first": False, "threads": threads, "engine": engine}
     for n in (700, N):
         x, keywords = values(2, n), how(spec, n)
@@ -102,7 +102,7 @@ def test_wrong_uses_of_feedback_are_rejected():
 
 
 def test_mean_of_decoded_frames_converges_to_the_tensor():
-    """Later frames send what earlier ones lost."""
+    """With feedback, the mean of decoded frames converges to the tensor, since each frame corrects earlier errors."""
     x, e = values(5, 5_000), np.zeros(5_000, np.float32)
     spec = codec.Sign(group_size=128)
     total = np.zeros(5_000, np.float32)

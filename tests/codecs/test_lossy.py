@@ -12,7 +12,7 @@ F32 = np.float32
 
 
 def test_philox_known_answers():
-    """The second implementation gives the published test vectors of the generator."""
+    """The tests' implementation of Philox returns the published test vectors."""
     assert philox((0, 0), (0, 0, 0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     ones = 0xFFFFFFFF
     assert philox((ones, ones), (ones,) * 4) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
@@ -21,7 +21,7 @@ def test_philox_known_answers():
 
 
 def over(x, scale, n=1):
-    """Return x / scale * n by two multiplications; the first one keeps the second factor finite."""
+    """Compute x / scale * n by two multiplications, so that no intermediate factor overflows."""
     up = np.where(scale < 2**-60, F32(2**64), F32(1))
     return x * up * (n / (scale * up))
 
@@ -41,7 +41,7 @@ def test_ternary_follows_its_definition(seed, stream, scale, isa):
 
 
 def test_ternary_breaks_ties_by_the_second_random_word(isa):
-    """The second word decides where the first one equals the upper 16 bits of the ratio."""
+    """Where the first random word equals the upper 16 bits of the ratio, the second word decides the rounding."""
     n = 1 << 16
     h, low = random_words(n, 0, 0), random_words(n, 0, 0, 1)
     x = ((h + 0.5) / 65536).astype(F32)
@@ -72,7 +72,9 @@ def test_sign_follows_its_definition(isa):
 
 @pytest.mark.parametrize("n", [1, 31, 32, 4095, 4096, 4097, 3 * 4096, 5 * 4096 + 1, 100_000])
 def test_scales_are_summed_in_one_order(n, isa):
-    """32 float32 lanes over 4,096 values are folded by halves; partial sums are added pairwise in float64."""
+    """Scales are summed in the specified order: 32 float32 lanes per 4,096 values, folded by halves, whose partial sums
+    are added pairwise in float64.
+    """
     x = np.abs(normal_values(n))
     level = []
     for i in range(0, n, 4096):
@@ -105,7 +107,7 @@ def float8_scaled(x, most, row):
 @pytest.mark.parametrize("format", ["e4m3fn", "e5m2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_float8_rounds_as_ml_dtypes_does(format, dtype, isa):
-    """All finite patterns of the half-precision dtypes, and many of float32."""
+    """Float8 rounds as ml_dtypes: all finite patterns of bfloat16 and float16, and many of float32."""
     kind = np.dtype(getattr(ml_dtypes, f"float8_{format}"))
     most = float(ml_dtypes.finfo(kind).max)
     if dtype == "float32":
@@ -184,7 +186,7 @@ def test_quantize_follows_its_definition(bits, levels, isa):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("bits", [1, 4, 5, 8])
 def test_quantize_with_a_zero_point_follows_its_definition(bits, dtype, isa):
-    """Values are between the smallest and the largest of their group, which are exact; so are equal values."""
+    """Decoded values follow the definition: in the range of their group, whose least and largest value are exact."""
     most = np.finfo(dtype).max
     x = (normal_values(4100) + F32(7)).astype(dtype)
     x[64:128], x[128:192], x[192] = F32(-0.1), np.linspace(-1, 1, 64) * most, -0.0
@@ -220,7 +222,7 @@ def test_quantize_with_a_zero_point_follows_its_definition(bits, dtype, isa):
     ],
 )
 def test_stochastic_rounding_is_unbiased_and_streams_are_independent(spec):
-    """The mean over streams is the tensor; the variance of a mean of 8 streams is an eighth."""
+    """The mean over random streams is the tensor, and averaging 8 streams divides the variance by 8."""
     x = normal_values(20_000, 2)
     x[:64] = x[0]  # exactly representable values would hide errors
     errors = np.array([codec.decode(codec.encode(x, spec, stream=i)).astype(np.float64) - x for i in range(64)])

@@ -1,4 +1,4 @@
-"""Frames of lossy codecs: residuals, special values, sizes, specs; the same on all instruction sets and threads."""
+"""Frames of lossy codecs: residuals, special values, sizes and specs, on all instruction sets and thread counts."""
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def test_nonfinite_values_are_rejected_without_side_effects(spec, isa):
 @SPECS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_half_precision_pattern_is_encoded_identically(spec, dtype):
-    """All instruction sets give the same bytes, and the reference decoder the same values."""
+    """All instruction sets encode every half-precision pattern to the same bytes, and the reference decoder agrees."""
     x = np.arange(1 << 16, dtype=np.uint16).view(NUMPY_DTYPES[dtype])
     x = x[np.isfinite(x.astype(F32))]
     frames = set()
@@ -90,7 +90,7 @@ def test_reference_decoder_gives_the_same_values(spec, n, seed, kind):
 
 @SPECS
 def test_residual_in_place_with_several_threads(spec):
-    """The tensor itself is the residual."""
+    """The residual may be written in place of the tensor, with several threads."""
     x = normal_values(200_003)
     segments = [(0, (40_000,)), (40_000, (3,)), (40_003, (100_000,)), (140_003, (60_000,))]
     expected = np.empty_like(x)
@@ -132,9 +132,9 @@ def test_frames_are_identical_for_all_instruction_sets_threads_and_addresses(spe
                 raw[3 : 3 + x.nbytes] = x.view(np.uint8)
 
 
-@pytest.mark.parametrize("spec", LOSSY.values(), ids=LOSSY)  # TopK takes no segments into account
+@pytest.mark.parametrize("spec", LOSSY.values(), ids=LOSSY)  # TopK ignores segments
 def test_segments_are_encoded_as_if_alone(spec, isa):
-    """Each parameter of a bucket has its own scales."""
+    """Values of a segment are the same as if its parameter were encoded alone."""
     shapes = [(0, (100, 90)), (9000, (130, 80)), (19_400, (7,)), (19_407, (5000,))]
     x = normal_values(24_407)
     for i, (offset, shape) in enumerate(shapes):
@@ -168,7 +168,7 @@ def test_ternary_with_a_given_scale():
 
 
 def test_frame_sizes_follow_from_the_definitions():
-    """Within 1% at a million values, headers included."""
+    """Frame sizes at a million values, headers included, are within 1% of the codecs' definitions."""
     x = normal_values((1024, 1024))
     for spec, bits in (
         (codec.Sign(), 1),
@@ -188,7 +188,7 @@ def test_frame_sizes_follow_from_the_definitions():
 
 @SPECS
 def test_decode_writes_no_byte_around_the_destination(spec):
-    """At any address; loops store whole vectors."""
+    """Decoding writes no byte around the destination, at any address, although loops store whole vectors."""
     for isa in codec.isas():
         for n, at in ((1, 64), (63, 65), (1000, 68), (5001, 127)):
             frame = codec.encode(normal_values(n), spec)
@@ -265,7 +265,7 @@ def test_specs_reject_wrong_parameters():
 
 @SPECS
 def test_inspect_returns_the_spec(spec):
-    """Parameters that frames do not store are defaults; block="row" becomes the size in use."""
+    """inspect() returns the spec, with defaults for parameters that frames do not store, and block="row" resolved."""
     said = codec.inspect(codec.encode(normal_values((20, 70)), spec)).spec
     lost = {"seed": 0, "scale": None, "clip": None} if not isinstance(spec, codec.Sign) else {}
     for name in spec.__slots__:
@@ -275,7 +275,7 @@ def test_inspect_returns_the_spec(spec):
 
 
 def test_inspect_returns_the_group_size_of_segments():
-    """One size if all segments share it; otherwise "row"; None if the side section is missing."""
+    """inspect() returns one group size if it is equal in all segments, otherwise "row"; None without a side section."""
     x, alike, apart = normal_values(10_000), [(0, (50, 100)), (5000, (50, 100))], [(0, (50, 100)), (5000, (25, 200))]
     for segments, row in ((alike, 100), (apart, None)):
         assert codec.inspect(codec.encode(codec.view(x, segments=segments), codec.Float8())).spec == codec.Float8(

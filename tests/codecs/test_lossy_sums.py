@@ -37,7 +37,7 @@ def test_accumulate_and_reduce_equal_sums_of_decoded_frames(spec, dtype, isa):
 
 @pytest.mark.parametrize("variant", ["l1", "two_mean"])
 def test_sums_of_sign_frames_are_sequential_float32_sums(variant, isa):
-    """For any number of frames and any group sizes."""
+    """Sums of Sign frames equal float32 sums in order, for any number of frames and any group sizes."""
     for n, block in itertools.product((7, 1_000, 40_003), (None, 8, 12, 40, 72, 1_000, 1_024, 4_096)):
         xs = [normal_values(n, i) * F32(i + 1) for i in range(19)]
         segments = [(0, (n // 3,)), (n // 3, (n - n // 3,))] if n > 20_000 else None
@@ -57,7 +57,7 @@ def test_sums_of_sign_frames_are_sequential_float32_sums(variant, isa):
 
 @SPECS
 def test_sums_of_several_dtypes_add_decoded_values(spec, isa):
-    """Values of a narrower frame are rounded to its dtype before they are added."""
+    """Sums of frames of several dtypes add decoded values, each rounded to the dtype of its frame."""
     xs = [
         normal_values(9_000, i).astype(NUMPY_DTYPES[dtype])
         for i, dtype in enumerate(["float32", "float16", "bfloat16"])
@@ -69,7 +69,7 @@ def test_sums_of_several_dtypes_add_decoded_values(spec, isa):
 
 @SPECS
 def test_reduce_with_nontemporal_stores(spec, isa):
-    """Sums are stored at any address without touching bytes around them."""
+    """Non-temporal stores of sums write no byte around the destination, at any address."""
     for n, offsets in ((1, (0, 4)), (100, (0, 4, 60, 1, 18)), (40_000, (8, 18)), (200_001, (4,))):
         frames = [codec.encode(normal_values(n, i), spec, stream=i) for i in range(3)]
         room = np.empty(4 * n + 128, np.uint8)
@@ -83,7 +83,7 @@ def test_reduce_with_nontemporal_stores(spec, isa):
 
 
 def test_large_sums_use_nontemporal_stores():
-    """The result is the same as for the parts."""
+    """A sum large enough for non-temporal stores equals the sums of its parts."""
     xs = [np.resize(normal_values(100_000, i), 2_100_000) for i in range(3)]
     for spec in (codec.Sign(group_size=1024), codec.Lossless(), codec.Ternary("base3")):
         frames = [codec.encode(x, spec) for x in xs]
@@ -94,7 +94,7 @@ def test_large_sums_use_nontemporal_stores():
 
 @pytest.mark.parametrize("engine", ["native", "numba"])
 def test_check_finite_rejects_nonfinite_results(engine):
-    """Errors of a frame are raised before errors of the result."""
+    """check_finite rejects results with NaN or Inf; an error of a frame has priority."""
     large, some = np.full(300_000, 1e38, F32), normal_values(300_000)
     large[:204_800] = 1  # whole rows
     wrong = np.where(np.arange(300_000) == 250_000, np.nan, some)
@@ -133,7 +133,7 @@ def test_check_finite_rejects_nonfinite_results(engine):
 
 
 def test_reduce_of_different_codecs():
-    """Lossless and stored frames may be among them."""
+    """reduce() accepts frames of different codecs, Lossless and stored frames included."""
     xs = [normal_values((60, 500), i) for i in range(3)]
     noise = np.random.default_rng(3).integers(0, 0x7F000000, 30_000, dtype=np.uint32).view(F32).reshape(60, 500)
     frames = [codec.encode(xs[0]), codec.encode(xs[1], codec.Sign()), codec.encode(xs[2], codec.Float8())]
@@ -192,7 +192,7 @@ def test_reduce_rejects_wrong_arguments():
 
 @pytest.mark.parametrize("isa", codec.isas())
 def test_mean_is_the_correctly_rounded_quotient(isa):
-    """Bit-identical for normal and subnormal values, whether the engine divides or multiplies."""
+    """The mean is the correctly rounded quotient of the sum, for normal and subnormal values."""
     odd = np.array([0x3, 0x5, 0x7FFFFF, 0x800001, 0x7F7FFFFF, 0x80000003, 0x3F800001, 0, 0x80000000], np.uint32)
     x = np.concatenate([odd.view(F32), normal_values(3000, scale=1e-38), normal_values(3000)])
     zeros = codec.encode(np.zeros_like(x))

@@ -1,7 +1,7 @@
 """MXFP8 frames hold the bytes of the OCP specification's conversion, computed by torch's own casts.
 
-Scales are those of torchao's ``ScaleCalculationMode.FLOOR``, which follows the specification. Those of
-``scale="rceil"`` and of stochastic rounding are its ``RCEIL``.
+Default scales equal those of torchao's ``ScaleCalculationMode.FLOOR``, which follows the specification. Scales of
+``scale="rceil"`` and of stochastic rounding equal those of torchao's ``RCEIL``.
 """
 
 import numpy as np
@@ -20,12 +20,12 @@ FORMATS = pytest.mark.parametrize("format", KINDS)
 
 
 def groups_of(x):
-    """Return float32 values in groups of 32, zeros after the last one."""
+    """Return float32 values in groups of 32; the last group is padded with zeros."""
     return torch.nn.functional.pad(torch.from_numpy(x).float(), (0, -len(x) % 32)).reshape(-1, 32)
 
 
 def mx_of(x, format):
-    """Return the stored scales, elements and values of MXFP8, by torch."""
+    """Compute the stored scales, the elements and the decoded values of MXFP8 by torch."""
     dtype, emax, most = KINDS[format]
     x = groups_of(x)
     exponent = (x.abs().amax(1).view(torch.int32) >> 23) - 127  # floor(log2), -127 for subnormal numbers
@@ -36,14 +36,14 @@ def mx_of(x, format):
 
 
 def values():
-    """Return finite values, 32 a group, that reach every branch of the conversion."""
+    """Return finite values, in groups of 32, that reach every branch of the conversion."""
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 1 << 32, 1 << 14, dtype=np.uint32)
     any_bits = np.where(bits >> 23 & 255 == 255, bits & 0x807FFFFF, bits).view(F32)
     octaves = np.exp2(rng.uniform(-160, 127.9, (1024, 1)) + rng.uniform(-20, 0, (1024, 32))) * rng.choice([-1, 1], 32)
     edges = np.zeros((256, 32))
-    edges[:254] = np.ldexp(1.0, np.arange(-126, 128))[:, None] * np.linspace(0, 1, 32)  # largest: a power of two
-    edges[1:254:2, 31] *= 1.75  # largest: the largest element
+    edges[:254] = np.ldexp(1.0, np.arange(-126, 128))[:, None] * np.linspace(0, 1, 32)  # largest: 2^k
+    edges[1:254:2, 31] *= 1.75  # now the largest element, scaled
     edges[2:254:4, 31] = np.nextafter(F32(2), F32(0)) * np.ldexp(1.0, np.arange(-124, 128, 4))  # saturates
     ties = np.outer(np.ldexp(1.0, [-149, -140, -130, 0, 100]), np.arange(-1024, 1024)).reshape(-1, 32)
     zeros = np.array([0.0, -0.0] * 16)
@@ -77,7 +77,7 @@ def test_frames_hold_the_bytes_of_torch_casts(format, isa):
 @FORMATS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_tensors_give_the_same_elements(format, dtype):
-    """All patterns that are numbers; the last group is shorter."""
+    """Half-precision tensors give torch's elements for all finite patterns, and for a shorter last group."""
     x = torch.arange(1 << 16).to(torch.uint16).view(dtype)
     x = x[x.isfinite()][:-7]
     expected = torch.from_numpy(mx_of(x.float().numpy(), format)[2][: len(x)])
@@ -89,7 +89,7 @@ def test_half_precision_tensors_give_the_same_elements(format, dtype):
 @FORMATS
 @pytest.mark.parametrize("how", [{"scale": "rceil"}, {"rounding": "stochastic"}], ids=str)
 def test_rceil_takes_scales_that_saturate_no_value(format, how):
-    """The smallest power of two by which the largest magnitude is at most the largest element: torchao's RCEIL."""
+    """rceil chooses the smallest power of two for which no value saturates, as torchao's RCEIL does."""
     x = values()[1 << 14 :]  # without subnormal scales
     x = x[: len(x) // 32 * 32]
     x = x[np.repeat((abs(x) > 1e-30).reshape(-1, 32).any(1) & (abs(x) < 1e38).reshape(-1, 32).all(1), 32)][: 1 << 14]
@@ -109,7 +109,7 @@ def test_rceil_takes_scales_that_saturate_no_value(format, how):
 @FORMATS
 @pytest.mark.parametrize("scale", [None, "rceil"])
 def test_decoded_values_are_encoded_without_loss(format, scale):
-    """A receiver may convert them to MXFP8 again."""
+    """Decoded values can be encoded in MXFP8 again without loss."""
     spec = codec.Float8(format, scale=scale)
     y = codec.decode(codec.encode(values(), spec))
     assert codec.decode(codec.encode(y, spec)).tobytes() == y.tobytes()

@@ -15,13 +15,13 @@ SHAPE = (32, 40)
 GUARDS = st.sampled_from(["exact", "near", 0, -4, -14])
 WAYS = st.sampled_from([("coded", "six"), ("shared", "bit")])
 ROUNDINGS = st.sampled_from(["nearest", "truncate"])
-FLOAT_ERROR = 1 + 1e-5  # A is computed in float32
+FLOAT_ERROR = 1 + 1e-5  # tolerance: A is computed in float32
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
-EPS1, EPS2 = 2.0**-23, 1e-3  # Adafactor's
+EPS1, EPS2 = 2.0**-23, 1e-3  # default eps of Adafactor
 
 
 class Case:
-    """Random history of an optimizer, the next gradient, and what Truncate makes of it."""
+    """Random history of an optimizer, the next gradient, and the gradient that Truncate encodes and decodes."""
 
     def __init__(self, draw):
         self.rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -33,7 +33,7 @@ class Case:
         self.share = 2.0 ** (-bits - 1 - 23)  # largest error of g, relative to A
 
     def gradient(self):
-        """Return a gradient with rows and columns of different size."""
+        """Return a gradient whose rows and columns have different magnitudes."""
         rows, columns = np.exp(self.rng.standard_normal((SHAPE[0], 1))), np.exp(self.rng.standard_normal(SHAPE[1]))
         return torch.from_numpy((self.rng.standard_normal(SHAPE) * 0.1 * rows * columns).astype(np.float32))
 
@@ -42,7 +42,7 @@ class Case:
         return torch.nn.Parameter(torch.from_numpy(theta.astype(np.float32)))
 
     def rounded(self, g, metric, state):
-        """Return g after a frame."""
+        """Return g after a round trip through a Truncate frame."""
         y = codec.decode(codec.encode(g, self.spec.bind(metric, **state)), self.spec.bind(metric, **state), like=g)
         assert torch.isfinite(y).all()
         return y
@@ -54,7 +54,7 @@ def cases(draw):
 
 
 def trained(case, make):
-    """Return a float32 optimizer after some steps, its parameter, the next gradient, and that of a frame."""
+    """Return a float32 optimizer after some steps, its parameter, the next gradient, and its Truncate round trip."""
     theta = case.parameter()
     optimizer = make([theta], case.lr)
     for _ in range(case.steps):
@@ -66,7 +66,7 @@ def trained(case, make):
 
 
 def stepped(optimizer, theta, g, make, lr):
-    """Return the parameter after the step in float64, from the float32 state."""
+    """Take the next step in float64, from the float32 state, and return the parameter."""
     wide = torch.nn.Parameter(theta.detach().double())
     other = make([wide], lr)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # casts the state to the parameter's dtype
@@ -234,7 +234,9 @@ def test_muon_keeps_its_momentum_and_its_matrix(case, momentum, nesterov):
 
 
 def test_newton_schulz_is_nowhere_steeper_than_at_zero():
-    """So the product of the first coefficients is its Lipschitz constant, on matrices of norm 1 at most."""
+    """The slope of each Newton-Schulz polynomial is largest at 0, so that the product of the first coefficients is a
+    Lipschitz constant on matrices of norm <= 1.
+    """
     a, b, c = NEWTON_SCHULZ
     x = np.linspace(0, 1, 100_001)
     slope = np.ones_like(x)

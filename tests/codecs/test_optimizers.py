@@ -12,7 +12,7 @@ from codec import optimizers
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion of the paper, with the arguments that packages have in common."""
+    """Lion as in the paper, with the arguments that most packages accept."""
 
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, **more):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, **more})
@@ -45,7 +45,7 @@ if hasattr(torch.optim, "Muon"):  # since torch 2.9
 
 @pytest.mark.parametrize("name", TORCH)
 def test_parameters_have_torchs_names_and_defaults(name):
-    """All but lr are keyword-only."""
+    """Parameters have the names and defaults of torch.optim; all but lr are keyword-only."""
     theirs = inspect.signature(TORCH[name]).parameters
     ours = inspect.signature(getattr(optimizers, name)).parameters
     assert set(ours) - set(theirs) <= {"grad_scale", "step"} | ({"maximize"} if name in ("Lion", "Muon") else set())
@@ -56,7 +56,7 @@ def test_parameters_have_torchs_names_and_defaults(name):
             continue
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
         if name in ("Momentum", "Nesterov") and parameter.name == "momentum":
-            assert parameter.default is inspect.Parameter.empty  # torch's default 0 means no momentum
+            assert parameter.default is inspect.Parameter.empty  # required: torch's default 0 means no momentum
         elif parameter.name in theirs:
             assert parameter.default == theirs[parameter.name].default, parameter.name
 
@@ -150,7 +150,7 @@ if hasattr(torch.optim, "Muon"):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_from_optimizer_describes_the_next_step(name):
-    """state_of() returns the optimizer's own memory."""
+    """from_optimizer() describes the next step, and state_of() returns the optimizer's state without a copy."""
     kind, how, expected, buffers = OPTIMIZERS[name]
     optimizer, (w, _) = trained(kind, **how)
     metric, state = optimizers.from_optimizer(optimizer), optimizers.state_of(optimizer, w)
@@ -173,7 +173,7 @@ def test_from_optimizer_describes_the_next_step(name):
 
 
 def test_parameter_groups_have_their_own_settings():
-    """Groups of a bucket are found by their offsets."""
+    """Each parameter group has its own settings, and its offset in the bucket."""
     w = [torch.nn.Parameter(torch.randn(500)) for _ in range(2)]
     optimizer = torch.optim.AdamW([{"params": [w[0]], "lr": 0.1}, {"params": [w[1]], "weight_decay": 0.5}])
     first, second = (optimizers.from_optimizer(optimizer, i) for i in (0, 1))
@@ -215,7 +215,7 @@ def test_unknown_optimizers_groups_and_parameters_are_rejected():
 
 
 def test_first_step_of_a_parameter_has_no_dampening():
-    """A layer that is unfrozen later takes its first step as torch does: m is its gradient."""
+    """In a parameter's first step, also that of a layer unfrozen late, momentum is the gradient without dampening."""
     w, late = (torch.nn.Parameter(torch.ones(100)) for _ in range(2))
     optimizer = torch.optim.SGD([w, late], 0.1, momentum=0.9, dampening=0.5)
     w.grad = torch.ones(100)
@@ -228,7 +228,7 @@ def test_first_step_of_a_parameter_has_no_dampening():
     "more", [{"caution": True}, {"cautious_factor": 0.5}, {"weight_decouple": False}, {"adanorm": True}]
 )
 def test_variants_of_lion_are_rejected(more):
-    """Options that change the step are named, whether they are in the groups or attributes."""
+    """A Lion variant with options that change the step is rejected; the error names the option."""
     (name,) = more
     optimizer, _ = trained(Lion, **more)
     with pytest.raises(codec.ArgumentError, match=rf"Lion with {name}=.* is not known: use {name}="):
@@ -251,7 +251,7 @@ def test_lion_with_another_state_is_rejected():
 
 @pytest.mark.parametrize("shape", [(1000,), (25, 40), (5, 4, 5, 10)])
 def test_adafactor_state_is_a_lower_bound_of_its_second_moment(shape):
-    """v is V over the square of the scale, rounded down by at most a third, and equal for any thread count."""
+    """Adafactor's v is the second moment over the squared scale, rounded down by at most 1/3, on any thread count."""
     w = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     optimizer = torch.optim.Adafactor([w], lr=0.1)
     assert set(optimizers.state_of(optimizer, w)) == {"theta"}
@@ -277,7 +277,7 @@ def test_adafactor_state_is_a_lower_bound_of_its_second_moment(shape):
 
 
 def test_step_counts_steps_taken_before():
-    """Decoded values leave torch's step as it was."""
+    """`step` counts the steps taken before, and encoding leaves the optimizer's step unchanged."""
     g = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     theta = {"theta": np.ones(1000, np.float32)}
     for kind in (optimizers.Adagrad, optimizers.Adam, optimizers.AdamW):
@@ -292,7 +292,7 @@ def test_step_counts_steps_taken_before():
 
 
 def test_levels_takes_named_guards():
-    """Levels have the shape of g; wrong arguments are rejected."""
+    """levels() accepts guards by name, returns the shape of g, and rejects wrong arguments."""
     x = np.random.default_rng(0).standard_normal((30, 40)).astype(np.float32)
     theta, metric = np.ones(1200, np.float32), optimizers.SGD(0.1)
     for guard, bits in (("exact", 4), ("near", -8), ("feedback", -11)):
@@ -312,7 +312,7 @@ def test_levels_takes_named_guards():
 
 
 def test_missing_step_with_a_nonzero_state_is_rejected():
-    """A zero mean square, as torch creates it, is accepted."""
+    """A state with nonzero moments but no step is rejected; zero moments, as torch creates them, are accepted."""
     x = np.ones(1000, np.float32)
     for kind in (optimizers.Adam, optimizers.AdamW):
         with pytest.warns(UserWarning, match="step=0"):

@@ -1,4 +1,4 @@
-"""Lossless round trips: every bit returns for every dtype, shape and distribution of values."""
+"""Lossless round trips restore every bit, for every dtype, shape and distribution of values."""
 
 import ml_dtypes
 import numpy as np
@@ -35,7 +35,7 @@ def test_every_dtype_and_distribution(dtype, kind, isa):
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_decode_with_nontemporal_stores(spec, dtype, isa):
-    """Values are the same, and bytes around the destination are unchanged, at any address."""
+    """Non-temporal stores decode the same values and change no byte around the destination, at any address."""
     n = 40_000
     x = random_bits(dtype, n, "normal")
     frame = codec.encode(codec.view(x, dtype), spec)
@@ -62,7 +62,7 @@ def test_every_shape(x):
 
 @given(st.integers(0, 3000), st.sampled_from(ALL_DTYPES), st.integers(1, 50), st.integers(0, 2**32), st.data())
 def test_few_distinct_bit_patterns(n, dtype, distinct, seed, data):
-    """Repeated patterns give symbol counts that are rare in gradients."""
+    """Tensors of few distinct bit patterns, whose symbol counts differ from those of gradients, are restored."""
     u = np.dtype(f"u{ITEMSIZE[dtype]}")
     values = data.draw(st.lists(st.integers(0, 2 ** (8 * u.itemsize) - 1), min_size=1, max_size=distinct))
     rng = np.random.default_rng(seed)
@@ -125,16 +125,16 @@ def test_scale_model_removes_scales_of_rows_and_columns():
     auto = len(codec.encode(x))
     plain = len(codec.encode(rng.standard_normal(x.shape).astype(np.float32)))
     assert auto < flat - x.size // 16  # saves at least half a bit per value
-    assert auto < plain * 1.01  # as small as without scales
+    assert auto < plain * 1.01  # at most 1% larger than without scales
 
 
 def test_planes_of_few_values_are_not_coded():
-    """A codebook of 128 bytes would cost more than coding saves."""
+    """A plane is not coded if the codebook (128 bytes) would cost more than coding saves."""
     for seed in range(40):
         x = np.random.default_rng(seed).standard_normal(1024).astype(np.float32)
         assert codec.inspect(codec.encode(x)).sections["side"][1] < 64
     x = np.random.default_rng(0).standard_normal(1024).astype(np.float32)
-    few = (x.view(np.uint32) & 0xFFF0FFFF).view(np.float32)  # 16 values of the third byte
+    few = (x.view(np.uint32) & 0xFFF0FFFF).view(np.float32)  # the third byte has 16 distinct values
     assert len(codec.encode(few)) < len(codec.encode(x)) - 350
 
 
@@ -146,7 +146,7 @@ def test_zero_half_of_the_mantissa_costs_nothing():
 @pytest.mark.parametrize("model", ["auto", "flat"])
 @pytest.mark.parametrize("n", [600, 5000, 70000])
 def test_zeros_of_float64_cost_little(n, model):
-    """Zeros share no symbol with an exponent, whatever the mean exponent is."""
+    """Zeros have a symbol of their own for any mean exponent, and thus cost few bits."""
     x = np.random.default_rng(1).standard_normal(n)
     for scale in (1e-100, 1, 5, 1e80):
         frame = same(np.maximum(scale * x, 0), spec=codec.Lossless(model=model))

@@ -1,4 +1,4 @@
-"""Rows keep their scales in small segments, and in what cuts between ranks leave of large ones."""
+"""Rows keep their scales in small segments, and in pieces of segments that the partition among ranks cuts."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ SPECS = [
 
 
 def uneven(shapes, seed=0):
-    """Return a flat bucket of segments, in which each row has another magnitude, and its segments."""
+    """Return a flat bucket and its segments, in which each row has another magnitude."""
     g = np.random.default_rng(seed)
     parts = []
     for shape in shapes:
@@ -47,7 +47,7 @@ def uneven(shapes, seed=0):
 @pytest.mark.parametrize("spec", SPECS, ids=repr)
 @given(SHAPES, st.integers(0, 1000))
 def test_small_segments_are_encoded_as_if_alone(spec, shapes, seed):
-    x, segments = uneven([*shapes, (64, 60)], seed)  # enough values for a part for each segment
+    x, segments = uneven([*shapes, (64, 60)], seed)  # enough values that each segment can have a part
     values = codec.decode(codec.encode(codec.view(x, segments=segments), spec))
     for offset, shape in segments:
         mine = x[offset : offset + int(np.prod(shape))]
@@ -56,7 +56,7 @@ def test_small_segments_are_encoded_as_if_alone(spec, shapes, seed):
 
 
 def row_error(x, y, segments):
-    """Return the largest error of a row of a bucket, relative to the row's norm."""
+    """Return the largest error of any row of a bucket, relative to the row's norm."""
     worst = 0.0
     for offset, shape in segments:
         n, row = int(np.prod(shape)), shape[-1] if len(shape) > 1 else int(np.prod(shape))
@@ -74,7 +74,7 @@ MODELS = {
 
 
 def through_ranks(x, segments, size, spec):
-    """Return a bucket as decoded from the pieces that `size` ranks send."""
+    """Split a bucket as an all-reduce of `size` ranks does; return the values decoded from the frames of its pieces."""
     slices = partition.cut(x.size, size, 4, pack(segments))
     pieces = [piece for pieces in slices for piece in pieces if piece.n]
     frames = [codec.encode(codec.view(x[p.begin : p.end], segments=unpack(p.segments)), spec) for p in pieces]
@@ -102,7 +102,7 @@ def test_results_do_not_depend_on_the_number_of_ranks(spec, size):
 
 
 def test_segments_beyond_the_limit_of_parts_share_scales():
-    """A frame of 160 values has at most 11 parts; what follows continues the last one, and frames stay valid."""
+    """A frame of 160 values has at most 11 parts; all further segments belong to the last part."""
     x, segments = uneven([(1, 8), (8,)] * 10)
     frame = codec.encode(codec.view(x, segments=segments), codec.Sign())
     assert codec.inspect(frame).nsegments == 11

@@ -1,4 +1,4 @@
-"""TopK: the values of largest magnitude of each chunk."""
+"""TopK keeps the values of largest magnitude in each chunk."""
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +15,7 @@ SPECS = (codec.TopK(), codec.TopK(1 / 500, 1, 1 << 16), codec.TopK(1 / 2, 8, 64)
 
 
 def kept(x, spec):
-    """Return x with all values 0 but the largest of each chunk, of equal magnitudes the first ones."""
+    """Return x with only the values of largest magnitude in each chunk, the first ones among equals; others are 0."""
     out = np.zeros_like(x)
     for first in range(0, len(x), spec.chunk):
         v = x[first : first + spec.chunk]
@@ -26,7 +26,7 @@ def kept(x, spec):
 
 
 def least(x, spec):
-    """Return for each value the least magnitude that its chunk keeps."""
+    """Return, for each value, the least magnitude that TopK keeps in the value's chunk."""
     out = np.zeros_like(x)
     for first in range(0, len(x), spec.chunk):
         v = np.sort(np.abs(x[first : first + spec.chunk]))[::-1]
@@ -35,7 +35,7 @@ def least(x, spec):
 
 
 def values(n, seed, digits):
-    """Return normal values, rounded so that many magnitudes are equal; part of them is 0."""
+    """Return normally distributed values, rounded so that many magnitudes are equal and some are 0."""
     rng = np.random.default_rng([seed, n])
     x = np.round(rng.standard_normal(n) * np.exp2(rng.integers(-3, 3, n)), digits)
     x[n // 3 : n // 2] *= rng.random() < 0.5
@@ -69,7 +69,7 @@ def test_scales_are_the_mean_or_the_least_and_the_largest_magnitude():
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 def test_extreme_values(dtype):
-    """Scales have 8 bits of exponent for every dtype, and no value becomes Inf or -0."""
+    """No extreme value is decoded as Inf or -0, since scales have 8 exponent bits for every dtype."""
     kind = NUMPY_DTYPES[dtype]
     limits = ml_dtypes.finfo(kind)
     x = np.zeros(1000, F32)
@@ -89,7 +89,7 @@ def test_zero_chunks_take_their_scales_alone():
 
 @pytest.mark.parametrize("bits", [1, 2])
 def test_size_of_normal_values(bits):
-    """SparseLoCo's settings: 1 value in 64 of chunks of 4,096."""
+    """Frames have the expected size with SparseLoCo's settings, 1 value in 64 and chunks of 4,096 values."""
     x = np.random.default_rng(1).standard_normal(1 << 20).astype(F32)
     assert 8 * len(codec.encode(x, codec.TopK(bits=bits))) / x.size < {1: 0.14, 2: 0.16}[bits]
 

@@ -1,4 +1,4 @@
-"""Truncate: rounded bits, and agreement of both sides on shared levels."""
+"""Truncate: rounding of mantissas, and agreement of encoder and decoder on shared levels."""
 
 import ml_dtypes
 import numpy as np
@@ -101,7 +101,7 @@ def test_reference_decoder_gives_the_same_values(n, seed, way, guard, matrix):
 
 
 def test_values_that_sampling_misses_are_escaped(isa):
-    """Zeros and distant exponents are so few that the codebook has no code for them."""
+    """Values that the sample misses, such as rare zeros and exponents, have no code and are escaped."""
     x, arrays = gradient(200_000), optimizer_state(200_000)
     x[x == 0] = 1e-3
     for at, value in ((77_777, 0.0), (123_456, 1e-30), (99_999, 1e30), (150_001, np.inf)):
@@ -143,7 +143,7 @@ def test_segments_and_codebook(isa):
 @pytest.mark.parametrize("n", [600, 616, 700, 20_000])
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 def test_frames_that_would_grow_are_stored(n, dtype, isa):
-    """The residual is also right where blocks had been written before the encoder found out."""
+    """A tensor whose frame would grow is stored; its residual is correct even after blocks had been encoded."""
     x = (
         np.random.default_rng(n)
         .integers(0, 1 << 16, n * NUMPY_DTYPES[dtype].itemsize // 2, np.uint16)
@@ -202,7 +202,7 @@ def test_decoding_with_another_state_is_a_state_error():
 
 @pytest.mark.parametrize("rounding", ["nearest", "truncate"])
 def test_inspect_returns_a_valid_spec_for_every_guard(rounding):
-    """The guard that a frame stores includes what the dtypes add to it."""
+    """inspect() returns a valid spec for every guard; a frame stores the guard with the bits that dtypes add."""
     x, half = gradient(600), gradient(600).astype(NUMPY_DTYPES["bfloat16"])
     theta = np.full(600, 1e-30, F32)
     for guard in range(-128, 127):
@@ -250,7 +250,7 @@ def test_wrong_arguments_are_rejected():
 
 @pytest.mark.parametrize(("levels", "granularity"), TRUNCATE_LEVELS)
 def test_frame_size_follows_from_entropies(levels, granularity):
-    """Kept bits plus the entropies of exponents and levels, to 2%."""
+    """A frame's size is that of the kept bits plus the entropies of exponents and levels, to 2%."""
     x, arrays = gradient(1 << 18), optimizer_state(1 << 18)
     spec = Truncate(level_coding=levels, granularity=granularity)
     frame = codec.encode(x, spec.bind(ADAMW, **arrays))
@@ -274,7 +274,7 @@ def test_frame_size_follows_from_entropies(levels, granularity):
 
 
 def test_trailing_zero_bits_cost_nothing():
-    """Gradients made in bfloat16 and stored in float32, for any number of dropped bits."""
+    """Mantissa bits that are 0 in all values, as in bfloat16 gradients stored as float32, take no space."""
     x, arrays = gradient(1 << 16), optimizer_state(1 << 16)
     x = (x.view(np.uint32) & 0xFFFF0000).view(F32)
     spec = Truncate(level_coding="shared", granularity="bit", guard="exact")

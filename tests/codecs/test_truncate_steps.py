@@ -17,7 +17,7 @@ F32 = np.float32
 
 
 def torch_optimizers():
-    """Yield torch's optimizers, each with its metric and the names of its m and v buffers."""
+    """Yield optimizers of torch, each with its metric and the names of its buffers for m and v."""
     o, wd = torch.optim, 0.01
     return {
         "sgd": (lambda p: o.SGD(p, 0.05, weight_decay=wd), lambda t: optimizers.SGD(0.05, weight_decay=wd), {}),
@@ -62,7 +62,7 @@ def torch_optimizers():
 @pytest.mark.parametrize("name", torch_optimizers())
 @pytest.mark.parametrize(("levels", "granularity"), [("coded", "six"), ("shared", "bit")])
 def test_exact_preset_changes_few_parameters_of_a_step(name, levels, granularity):
-    """At least 99.3% of parameters are unchanged, and none differs by more than one unit in the last place."""
+    """After a step with `exact`, 99.3% of parameters are bit-identical, and none differs by more than one ulp."""
     make, metric_of, buffers = torch_optimizers()[name]
     n = 40_000
     theta = torch.nn.Parameter(torch.from_numpy(optimizer_state(n)["theta"]).clone())
@@ -84,7 +84,7 @@ def test_exact_preset_changes_few_parameters_of_a_step(name, levels, granularity
         other.step()
         a, b = theta.detach().numpy(), twin.detach().numpy()
         assert (a == b).mean() >= 0.993
-        # a step that brings a parameter close to 0 increases its precision
+        # a parameter that comes close to 0 has a smaller ulp than before the step
         unit = np.spacing(np.maximum(np.abs(arrays["theta"]), np.abs(a)))
         assert (np.abs(a - b) <= unit).all()
         dropped += (g != y).mean()
@@ -92,7 +92,7 @@ def test_exact_preset_changes_few_parameters_of_a_step(name, levels, granularity
 
 
 def test_first_step_without_buffers():
-    """Missing m and v count as zeros; torch's momentum then starts with the whole gradient."""
+    """Before the first step, missing m and v count as zeros, and momentum starts with the whole gradient."""
     x, arrays = gradient(5000), optimizer_state(5000)
     zeros = {"theta": arrays["theta"], "m": np.zeros(5000, F32), "v": np.zeros(5000, F32)}
     for metric in (
@@ -109,7 +109,7 @@ def test_first_step_without_buffers():
 
 
 def test_zero_learning_rate_unknown_steps_and_scaled_gradients():
-    """With lr = 0 all bits may go; a GradScaler's scale is taken out of the gradient."""
+    """With lr = 0 all bits may be dropped. Levels are computed from the gradient divided by a GradScaler's scale."""
     x, arrays = gradient(5000), optimizer_state(5000)
     arrays["theta"][arrays["theta"] == 0] = 1
     top = codec.decode(codec.encode(x, Truncate(3)))
@@ -132,7 +132,7 @@ def test_zero_learning_rate_unknown_steps_and_scaled_gradients():
 
 
 def test_guard_depends_on_the_dtypes_of_gradient_and_parameter():
-    """A bfloat16 parameter allows more bits to go than a float32 one."""
+    """For a bfloat16 parameter, more bits are dropped than for a float32 one."""
     x = gradient(5000, dtype="bfloat16")
     arrays = optimizer_state(5000)
     half = {k: v.astype(ml_dtypes.bfloat16) for k, v in arrays.items()}
@@ -150,7 +150,7 @@ def test_guard_depends_on_the_dtypes_of_gradient_and_parameter():
 
 @pytest.mark.parametrize(("levels", "granularity"), TRUNCATE_LEVELS)
 def test_parameter_groups_use_their_own_metrics(levels, granularity, isa):
-    """Wherever the border between groups lies in a bucket."""
+    """Each parameter group uses its own metric, for any boundary between groups in a bucket."""
     x, arrays = gradient(40_000), optimizer_state(40_000)
     first, second, third = (
         optimizers.AdamW(1e-3, weight_decay=0.1, step=8),

@@ -30,14 +30,14 @@ FLAGS = doctest.ELLIPSIS | NUMBER
 RUN_ELSEWHERE = {
     "docs/guides/embedding.md": {"c", "cpp", "sh"},  # tests/native/test_embedding.py
     "docs/guides/gpu-c.md": {"c", "sh"},  # tests/engines/test_cuda_c.py
-    "docs/guides/frameworks.md": {"python"},  # tests/frameworks, as are the next three
+    "docs/guides/frameworks.md": {"python"},  # this and the next three by tests/frameworks
     "docs/guides/arrays.md": {"python"},
     "docs/guides/zarr.md": {"python"},
     "docs/guides/federated-learning.md": {"python"},
 }
-_COMMAND = 'codec() { python -m codec "$@"; }; '  # the command codec, of the package under test
-LONG = {"docs/tutorials/ddp.md"}  # pages that start trainings
-NAMESPACES = ("codec-left", "codec-right")  # network namespaces that a page makes
+_COMMAND = 'codec() { python -m codec "$@"; }; '  # shell function `codec` that runs the package under test
+LONG = {"docs/tutorials/ddp.md"}  # pages that start training runs
+NAMESPACES = ("codec-left", "codec-right")  # network namespaces that a page creates
 _FILE = re.compile(r"# (\w+\.\w+)(, changed)?\n")
 NOT_CODE = {"", "text", "toctree", "eval-rst", "tip", "note", "warning"}
 
@@ -64,14 +64,14 @@ def _evaluate_console(example: Example) -> None:
         )
         output = done.stdout
         if expected.strip():
-            expected = re.sub(r"^\.\.\.\n", "...", expected, flags=re.MULTILINE)  # any lines, or none
+            expected = re.sub(r"^\.\.\.\n", "...", expected, flags=re.MULTILINE)  # "..." stands for any number of lines
             assert doctest.OutputChecker().check_output(expected, output, FLAGS), f"$ {command}\n{output}"
         else:
             assert done.returncode == 0, f"$ {command}\n{output}"
 
 
 def _write_file(text: str) -> None:
-    """Write a block to the file that its first line names, or add it to that file."""
+    """Write a block to the file that its first line names, or insert the block into that file."""
     named = _FILE.match(text)
     assert named, text
     path, body = Path(named[1]), text[named.end() :]
@@ -98,7 +98,7 @@ def _examples(page: str) -> list[Example]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Run in a folder with links to examples/ and bench/, and leave no process group behind."""
+    """Run a test in a folder with links to examples/ and bench/, and destroy any process group afterwards."""
     monkeypatch.chdir(tmp_path)
     for name in ("examples", "bench"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -131,7 +131,7 @@ def test_code_blocks_run_as_shown(page, folder):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_run_or_says_why_not(page):
-    """Blocks have a language that a test runs, or are text."""
+    """Each block either is text or has a language that a test runs."""
     languages = re.findall(
         r"^ *(?:```+|:::+)(?:\{([\w-]+)\}|(\w*)).*\n(?:.*\n)*?^ *(?:```+|:::+) *$",
         PAGES[page].read_text(),

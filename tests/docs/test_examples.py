@@ -53,7 +53,7 @@ SHOWN = [
 
 @pytest.fixture
 def single_rank_group(request, tmp_path, monkeypatch):
-    """Make a Gloo group of this process alone, for the examples of codec.torch."""
+    """Create a Gloo group of one rank, this process, for the examples of codec.torch."""
     if not request.node.callspec.params["name"].startswith("codec.torch"):
         yield
         return

@@ -1,4 +1,4 @@
-"""Pages of README.md, CONTRIBUTING.md and docs/ name files that exist, and all errors."""
+"""README.md, CONTRIBUTING.md and docs/ refer only to files and sections that exist, and document all errors."""
 
 import re
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_files_that_the_architecture_names_exist():
 
 
 def raised_for(status):
-    """Return the name of the exception that a status of the C library becomes; "" for success."""
+    """Return the name of the exception that Python raises for a status of the C library; "" for success."""
     try:
         library.check(status, SimpleNamespace(offset=0, found=0, expected=0))
     except codec.CodecError as e:

@@ -1,4 +1,4 @@
-"""docs/reference/python.md leads to every public name."""
+"""Every public name is reachable from docs/reference/python.md."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""Devices of the tests of the CUDA engine."""
+"""Fixtures for tests of the CUDA engine: kernels, devices and libcodec_cuda."""
 
 import os
 
@@ -11,13 +11,13 @@ from support.device import Emulated, Real, build, use
 
 @pytest.fixture(scope="session")
 def library():
-    """Return the kernels, compiled for the CPU."""
+    """Return the library of CUDA kernels, compiled for the CPU."""
     return build(options=os.environ.get("CUDA_ON_CPU_FLAGS", "").split())
 
 
 @pytest.fixture(params=["cpu", GPU])
 def device(request, monkeypatch):
-    """The kernels compiled for the CPU, the same behind a CuPy that runs on the CPU, or with ``-m gpu`` a real GPU."""
+    """An emulated GPU, an emulated GPU behind an emulated CuPy, or with ``-m gpu`` a real GPU."""
     if request.param == "cpu":
         device = Emulated(request.getfixturevalue("library"))
         use(monkeypatch, device)
@@ -29,7 +29,7 @@ def device(request, monkeypatch):
 
 @pytest.fixture(scope="module", params=["cpu", GPU])
 def cuda(request):
-    """Return libcodec_cuda behind a CUDA driver that runs on the CPU, or with ``-m gpu`` on a GPU."""
+    """Return libcodec_cuda on a fake CUDA driver that runs on the CPU, or with ``-m gpu`` on a GPU."""
     if request.param == "gpu":
         gpu = cuda_c.Gpu()
         with pytest.MonkeyPatch.context() as m:

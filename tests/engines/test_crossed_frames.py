@@ -1,6 +1,6 @@
-"""Mutants made of two frames decode to the same tensor or the same error with every engine.
+"""Mutants of a frame, with bytes of a second one, give the same tensor or the same error with every engine.
 
-Mutants have valid checksums, as an attacker would make them, so that the checks behind the checksum are reached.
+Mutants have valid checksums, as an attacker's frames would, so that tests reach the checks after the checksum.
 """
 
 import struct
@@ -25,7 +25,7 @@ EXTREMES = (*NUMBERS, *(2**k + d for k in (31, 32, 40, 60, 62, 63, 64) for d in 
 
 
 def originals():
-    """Return frames to mutate: the frame, its dtype, and what decoding needs."""
+    """Return frames to mutate, each with its dtype and the arguments that decoding needs."""
     frames = [(bytes(frame), dtype, how) for frame, dtype, _, how in FRAMES_TO_DAMAGE.values()]
     rng = np.random.default_rng(0)
     for seed, spec in enumerate(SPECS.values()):
@@ -40,7 +40,7 @@ ORIGINALS = originals()
 
 
 def sections_of(frame):
-    """Return (offset, size) of each part that a mutation may aim at; fewer parts of a damaged frame."""
+    """Return (offset, size) of each section that a mutation may change; a damaged frame may yield fewer sections."""
     found = outcome(lambda: codec.inspect(bytes(frame)).sections)
     found = {} if isinstance(found, tuple) else found
     whole = {"fields": (0, 48), "all": (0, len(frame)), "tail": (max(0, len(frame) - 100), 100)}
@@ -48,7 +48,7 @@ def sections_of(frame):
 
 
 class Mutation:
-    """One change of a frame, in place."""
+    """One random change of a frame, in place."""
 
     def __init__(self, frame, other, rng):
         self.frame, self.other, self.rng = frame, other, rng
@@ -57,15 +57,15 @@ class Mutation:
         self.size = min(size, len(frame) - self.begin)
 
     def below(self, n):
-        """Return a number below n."""
+        """Return a random number below n."""
         return int(self.rng.integers(max(1, n)))
 
     def place(self, nbytes=1):
-        """Return an offset in the chosen section that leaves room for `nbytes` bytes."""
+        """Return a random offset in the chosen section, at least `nbytes` bytes before its end."""
         return min(self.begin + self.below(self.size), len(self.frame) - nbytes)
 
     def put(self, at, data):
-        """Write bytes, as far as the frame has room."""
+        """Write bytes at an offset; bytes beyond the end of the frame are dropped."""
         self.frame[at : at + len(data)] = data[: len(self.frame) - at]
 
     def take_header_byte(self):
@@ -82,12 +82,12 @@ class Mutation:
         self.put(at, self.other[begin : begin + min(size, nbytes)])
 
     def splice(self):
-        """Copy bytes from any place of the other frame."""
+        """Copy bytes from a random offset of the other frame."""
         at, begin = self.below(len(self.frame)), self.below(len(self.other))
         self.put(at, self.other[begin : begin + self.below(len(self.frame) - at) + 1])
 
     def swap(self):
-        """Exchange two pieces of the frame."""
+        """Swap two pieces of the frame."""
         nbytes = (1, 2, 4, 8, 16, 64)[self.below(6)]
         a, b = self.below(len(self.frame) - nbytes), self.below(len(self.frame) - nbytes)
         first, second = self.frame[a : a + nbytes], self.frame[b : b + nbytes]
@@ -95,7 +95,7 @@ class Mutation:
         self.put(b, first)
 
     def set_extreme(self):
-        """Write a number at the edge of what a field can hold."""
+        """Write an extreme number, such as the largest of a field."""
         nbytes = (1, 2, 4, 8)[self.below(4)]
         number = EXTREMES[self.below(len(EXTREMES))] % (1 << 8 * nbytes)
         self.put(self.place(nbytes), number.to_bytes(nbytes, "little"))
@@ -105,16 +105,16 @@ class Mutation:
         self.put(self.place(), bytes([(0, 255, 85)[self.below(3)]]) * (1, 4, 16, 256)[self.below(4)])
 
     def flip(self):
-        """Flip a bit."""
+        """Flip one bit."""
         self.frame[self.place()] ^= 1 << self.below(8)
 
     def step(self):
-        """Change a byte by one."""
+        """Add 1 to a byte or subtract 1."""
         at = self.place()
         self.frame[at] = (self.frame[at] + (1, 255)[self.below(2)]) % 256
 
     def set_dimension(self):
-        """Write a size near those that blocks have into the shape."""
+        """Write a dimension near a block size into the shape."""
         if 0 < self.frame[7] <= 8 and len(self.frame) >= 48 + 8 * self.frame[7]:
             size = (0, 1, 2, 3, 3000, 4096, 16384, 16385, MAX_NBYTES)[self.below(9)]
             struct.pack_into("<Q", self.frame, 48 + 8 * self.below(self.frame[7]), size)
@@ -132,7 +132,7 @@ def mutant_of(frame, other, rng):
 
 
 def mutants(seed, count):
-    """Generate mutants: the original frame, the mutant, its dtype, and what decoding needs."""
+    """Yield the original frame, a mutant of it, its dtype, and the arguments that decoding needs."""
     rng = np.random.default_rng(seed)
     while count:
         frame, dtype, how = ORIGINALS[int(rng.integers(len(ORIGINALS)))]
@@ -146,7 +146,7 @@ def mutants(seed, count):
 
 
 def check_decode(mutant, dtype, how, **given):
-    """Return shape, dtype and bits of a mutant's tensor, or its error."""
+    """Decode a mutant; return shape, dtype and bits of the tensor, or the error."""
 
     def call():
         y = flatcall.decode(mutant, max_nbytes=MAX_NBYTES, **{"like": like(dtype), **how, **given})

@@ -1,6 +1,6 @@
 """The CUDA engine on the CPU gives the bytes, values and errors of the native engine.
 
-Fixtures run tests on one, two or three kinds of device; ``make gpu-tests`` runs the file on a GPU.
+Fixtures run each test on one, two or three kinds of emulated device; ``make gpu-tests`` runs this file on a GPU.
 """
 
 import itertools
@@ -25,7 +25,7 @@ F32 = np.float32
 
 
 def planes_of_all_modes():
-    """Yield float and integer tensors whose planes are sent in every mode of the format."""
+    """Yield float and integer tensors whose planes the encoder stores in every mode of the format."""
     rng, n = np.random.default_rng(0), 66_000
     x, noise = rng.standard_normal(n, F32).view(np.uint32), rng.integers(0, 1 << 32, n, np.uint32)
     short, zero, rare, runs = x & 0xFFFF0000, rng.random(n) < 0.3, rng.random(n) < 0.05, np.arange(n) // 512 % 2 == 0
@@ -43,7 +43,7 @@ PRUNED = WAYS - {"fixed"}
 
 
 def test_planes_of_every_mode(monkeypatch):
-    """The reference decoder confirms that every mode occurs."""
+    """Planes of every mode are encoded as by the native engine; the reference decoder finds all modes in the frames."""
     seen, read = set(), oracle.decode_region
 
     def watched(frame, at, end, m, nplanes, shift, fixed, coded, halved, *rest):
@@ -65,7 +65,7 @@ def test_planes_of_every_mode(monkeypatch):
 
 @pytest.mark.parametrize("last", [17, 63])
 def test_pruned_planes_that_end_with_a_short_run_of_zeros(last):
-    """The last run of 128 bytes of live values, which is shorter, may be the only one that is left out."""
+    """In a pruned plane, the last run of live values, shorter than 128 bytes, can be the only run omitted as zeros."""
     rng, n = np.random.default_rng(last), 16_384
     x = np.where(rng.random(n) < 0.05, 0, rng.standard_normal(n, F32))
     live = np.flatnonzero(x)
@@ -78,7 +78,7 @@ def test_pruned_planes_that_end_with_a_short_run_of_zeros(last):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_whose_first_plane_is_not_coded(dtype, monkeypatch):
-    """Blocks of one value and of noise, where only the first plane lies in regions."""
+    """Blocks of one value or of noise, whose regions hold only the uncoded first plane, are encoded as natively."""
     n, heads, read = 16_384, [], oracle.decode_region
     x = random_bits(dtype, 6 * n, "normal")
     x[n : 2 * n] = x[0]
@@ -115,14 +115,14 @@ def test_scale_models(dtype, shape):
         assert decode(frame) == x.tobytes()
 
 
-# rows end inside a chunk, between chunks and inside a group of 4, with lengths that are multiples of 4 or not
+# row lengths, such that rows end within a chunk, between chunks and within a group of 4 values
 WIDTHS = (64, 68, 100, 127, 130, 512, 1_000, 2_052)
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("dtype", LOSSY_DTYPES)
 def test_whole_rows(dtype, columns):
-    """A loop for eight rows of 128 values and the general loop alternate within a tensor."""
+    """Tensors in which the loop over 8 whole rows of 128 values alternates with the general loop give native frames."""
     rng = np.random.default_rng(columns)
     shape = (40_000 // columns, columns)
     x = rng.standard_normal(shape, F32) * np.exp(2 * rng.standard_normal((shape[0], 1), F32))
@@ -139,7 +139,8 @@ def test_whole_rows(dtype, columns):
             assert decode(frame) == bits.tobytes()
 
 
-# rows of a few lanes, of one and several passes of a warp, without groups of 8; packed by 32, 16, 8 bits and fives
+# rows of a few lanes, of one and of several passes of a warp, and rows without groups of 8; codes packed into 32, 16
+# and 8 bits, and by fives
 EIGHTS = {
     **{f"float8_{row}": codec.Float8(group_size=row) for row in (8, 64, 128, 256, 512, 40, 576, 1_152, 4_096, 100)},
     "float8_random": codec.Float8("e5m2", 1_000, "stochastic"),
@@ -164,13 +165,13 @@ EIGHTS = {
 
 @pytest.mark.parametrize("name", EIGHTS)
 def test_groups_of_8(name):
-    """A loop for groups of 8 in one row and the general path alternate within a tensor."""
+    """Tensors in which the loop over groups of 8 values of a row alternates with the general one give native frames."""
     spec, rng = EIGHTS[name], np.random.default_rng(len(name))
     x = rng.standard_normal(18_509, F32) * np.exp(rng.standard_normal(18_509, F32)) * (rng.random(18_509) > 0.02)
     x[600:1300] = 0
     x[3_000:4_500] *= 1e-25
     if name.startswith("mxfp8"):
-        x[10_000] = 60_000  # rounded up, its row's largest code is more than float16 holds
+        x[10_000] = 60_000  # if rounded up, this row's largest code exceeds float16's range
         x[2_000] = np.nan if name == "mxfp8_nan" else 1
     cut = [(3, (7, 640)), (4_488, (2, 4_096)), (12_680, (829,))]
     for dtype in LOSSY_DTYPES:
@@ -191,7 +192,7 @@ def test_groups_of_8(name):
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf, 5_000.0])
 def test_values_that_the_loop_for_groups_of_8_rejects(bad):
-    """NaN, Inf and values above a given scale, at any position."""
+    """The loop over groups of 8 detects NaN, Inf and values above the given scale at any position."""
     names = "float8_64", "float8_1152", "quantize_4_600", "quantize_zero_64", "ternary_2bit", "ternary_scale"
     for name in (*names, "mxfp8_floor", "quantize_4_64", "quantize_8_1024", "sign_l1", "sign_1056"):
         for at in (5, 17_000, 18_508):
@@ -232,7 +233,7 @@ def test_accumulate_and_reduce_agree_with_native(spec, dtype, device):
 
 @by_cupy
 def test_check_finite_rejects_nonfinite_results(device):
-    """At any position."""
+    """check_finite detects a NaN or Inf of the result at any position."""
     for n in (1, 31, 33, 5000):
         x = np.linspace(-1, 1, n, dtype=F32)
         frames = [codec.encode(x), codec.encode(x, codec.Float8())]
@@ -283,7 +284,7 @@ def test_reduce_of_many_frames_with_equal_blocks(name, device):
     segments = [(0, (40, 90)), (3600, (13, 80)), (4641, (7,))]
     coded = getattr(
         ROWS[name], "entropy", name == "ternary_entropy"
-    )  # entropy-coded frames are added one after the other
+    )  # entropy-coded frames are added one at a time
     for n, count, how in ((20_001, 3, {}), (600, 70, {}), (5000, 3, {"segments": segments}), (9, 2, {})):
         dtype = LOSSY_DTYPES[(n + count) % 3]
         xs = [sample_bits(dtype, n, seed=i, odd=3) for i in range(count)]
@@ -299,7 +300,7 @@ def test_reduce_of_many_frames_with_equal_blocks(name, device):
 
 @by_cupy
 def test_sums_of_several_tensors_share_launches(device):
-    """Also of tensors with other specs; errors are those of each sum alone."""
+    """Sums of several tensors share launches, whatever their specs, and raise the errors that single sums raise."""
     how = codec.options(engine="cuda")
     specs = [codec.Quantize(4), codec.Quantize(8, group_size=128), codec.Float8(), codec.Lossless(), codec.Ternary()]
     tensors = [(spec, n) for spec in specs for n in (600, 20_001)]
@@ -329,7 +330,9 @@ def test_sums_of_several_tensors_share_launches(device):
 
 @pytest.mark.parametrize("fp8", ["e4m3fn", "e5m2"])
 def test_reduce_of_quantized_rows(fp8):
-    """Short rows use a table of quotients; odd scales and NaN do not."""
+    """Sums equal the native engine's for short rows, which use a table of quotients, and for odd scales and NaN,
+    which do not.
+    """
     rng = np.random.default_rng(4)
     every = np.concatenate([np.ldexp(1.0, np.arange(-17, 10)) * (1 + m / 8) for m in range(8)]).astype(F32)
     for row, count in ((1_024, 8), (1_024, 9), (4_096, 3), (64, 2), (130, 2)):

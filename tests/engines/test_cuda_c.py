@@ -1,6 +1,6 @@
 """libcodec_cuda's C interface gives the frames, values and statuses of the native engine.
 
-Its kernels run on the CPU, behind a CUDA driver for tests. ``make gpu-tests`` runs the file on a GPU, too.
+Its kernels run on the CPU, under a fake CUDA driver. ``make gpu-tests`` also runs this file on a GPU.
 """
 
 import ctypes
@@ -89,7 +89,7 @@ def test_streams_of_random_bits(cuda):
 
 
 def batch(count):
-    """Return tensors of several codecs, dtypes and sizes, with arguments of Encode."""
+    """Return arguments of Encode for tensors of several codecs, dtypes and sizes."""
     names = [*USABLE]
     for i in range(count):
         spec, dtype = USABLE[names[i % len(names)]], ("float32", "bfloat16", "float16")[i % 3]
@@ -115,7 +115,7 @@ def test_batches_equal_single_calls(cuda):
 
 @pytest.fixture
 def large_gpu(cuda):
-    """Library on a GPU of 132 multiprocessors, whose launches are only logged."""
+    """libcodec_cuda on a fake GPU with 132 multiprocessors, which logs launches and does not run them."""
     cuda.fake.fake_cuda_processors(132)
     try:
         yield cuda_c.Cuda(cuda.fake, cuda_c.library())
@@ -151,7 +151,7 @@ def test_small_tensors_beside_a_large_one_launch_few_idle_blocks(what, name, lar
 
 @pytest.mark.parametrize("what", ["encode", "decode"])
 def test_scratch_of_a_workspace_is_limited(what, cuda):
-    """Workspaces for two and three thousand tensors differ in arguments and results alone."""
+    """Scratch memory in a workspace does not grow from 2,000 to 3,000 tensors; only arguments and results do."""
     kind, size = cuda_c.EncodeItem if what == "encode" else cuda_c.DecodeItem, ctypes.c_uint64()
     item = kind(struct_nbytes=ctypes.sizeof(kind), plan=cuda.plan(codec.Lossless(), "float32", (1 << 16,)))
     found = []
@@ -162,13 +162,13 @@ def test_scratch_of_a_workspace_is_limited(what, cuda):
         found.append(size.value)
     one, few, more = found
     each = (more - few) / 1000
-    assert each < 100_000  # scratch for the warps of a tensor would be 660,000
+    assert each < 100_000  # bytes per tensor; scratch for each tensor's warps would be 660,000
     assert one < few - 1999 * each < 300_100_000
 
 
 @pytest.mark.parametrize("cuda", [GPU], indirect=True)
 def test_graphs_encode_and_decode_new_values(cuda):
-    """Calls are captured in a graph; decoding reads the frame's size on the device."""
+    """A captured graph encodes and decodes new values; its decoder reads the frame's size on the device."""
     spec, first = codec.Lossless(), values((300, 1000))
     encode = Encode(first, spec, "float32")
     items = [encode.item(cuda)]
@@ -206,7 +206,7 @@ def test_statuses_of_encoding(cuda):
 
 
 def test_kernel_table_is_that_of_the_engine():
-    """`python -m support.kernel_table --write` writes the table from codec/engines/cuda/kernels.py."""
+    """The C host's kernel table is the one that `python -m support.kernel_table` generates from the Python engine."""
     assert kernel_table.PATH.read_text() == kernel_table.text()
 
 
@@ -255,7 +255,7 @@ def test_example_of_a_compressor_for_transports(cuda):
 
 @pytest.mark.nightly
 def test_library_is_built_and_installed_with_kernels_for_a_gpu(tmp_path, monkeypatch):
-    """CMake compiles the kernels by NVRTC, a program links by pkg-config, and the Python engine finds its kernels.
+    """CMake compiles the kernels by NVRTC, a C program links by pkg-config, and the Python engine finds the kernels.
 
     This takes a minute of CPU time.
     """

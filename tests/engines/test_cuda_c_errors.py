@@ -1,4 +1,4 @@
-"""Statuses of libcodec_cuda: wrong arguments, errors of the driver, no driver."""
+"""libcodec_cuda returns statuses for wrong arguments, for errors of the driver, and for a missing driver."""
 
 import ctypes
 import subprocess
@@ -152,7 +152,7 @@ print(ctypes.CDLL(sys.argv[1]).codec_cuda_open(0, ctypes.byref(device)))
 
 
 def test_no_driver_is_a_status():
-    """In a process that has not loaded the driver, the library loads and reports that there is none."""
+    """Without a CUDA driver, the library can be loaded, and returns the status for a missing driver."""
     command = [sys.executable, "-c", NO_DRIVER_CODE, str(cuda_c.library())]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(NO_DRIVER)

@@ -44,7 +44,7 @@ def native_outcome(frame, dtype):
 
 
 def is_like(frame, spec, dtype, shape):
-    """Return whether codec, dtype and shape of a frame's header, and the use of an entropy stage, are these."""
+    """Return True if a frame's header has the given codec, dtype, shape and use of an entropy stage."""
     try:
         info = codec.inspect(frame)
     except codec.CodecError:
@@ -54,10 +54,10 @@ def is_like(frame, spec, dtype, shape):
 
 
 def check_outcome(cuda, frame, spec, dtype, shape, flags=0):
-    """Compare a frame's outcome with the native engine's. Returns the status."""
+    """Check that a frame has the outcome of the native engine, and return the status."""
     before = np.full(shape, 0xA5, f"u{ITEMSIZE[dtype]}")
     [(result, back)] = cuda.decode(Decode(frame, spec, dtype, shape, before=before), flags=flags)
-    if result.status in MISMATCH:  # is reported first
+    if result.status in MISMATCH:  # reported before other errors
         assert not is_like(frame, spec, dtype, shape)
     else:
         assert native_outcome(frame, dtype) == (result.status or back)
@@ -68,7 +68,7 @@ def check_outcome(cuda, frame, spec, dtype, shape, flags=0):
 
 @pytest.mark.parametrize("name", FRAMES_TO_DAMAGE)
 def test_hostile_frames(cuda, name):
-    """Damaged frames give the values or the status of the native engine; the tensor is unchanged with VERIFY_FIRST."""
+    """Damaged frames give the native engine's values or status; with VERIFY_FIRST errors leave the tensor unchanged."""
     frame = FRAMES_TO_DAMAGE[name][0]
     info = codec.inspect(frame)
     if getattr(info.spec, "level_coding", "") == "shared":
@@ -84,7 +84,7 @@ def test_hostile_frames(cuda, name):
 
 @pytest.mark.parametrize("name", ["model", "parts", "float8_entropy", "uint8-1500-sparse", "sign_two_mean"])
 def test_every_damaged_byte_of_headers_and_side_sections(cuda, name):
-    """Frames with a recomputed checksum, so that the checks behind it are reached."""
+    """Each damaged byte gives the native status, also with checksums recomputed so that later checks are reached."""
     frame = FRAMES_TO_DAMAGE[name][0]
     info = codec.inspect(frame)
     rng = np.random.default_rng(0)
@@ -107,10 +107,10 @@ def test_truncated_frames(cuda, name):
 
 @pytest.mark.parametrize("case", HAND_MADE)
 def test_frames_made_by_hand(cuda, case):
-    """Hand-made frames decode to the values of the native engine, or have its status."""
+    """Hand-made frames decode to the native engine's values, or give its status."""
 
     def compared(frame, **how):
-        if how:  # an optimizer's state
+        if how:  # needs an optimizer's state, which the C interface lacks
             return None
         try:
             info = codec.inspect(frame)
@@ -146,7 +146,7 @@ def test_decoding_into_float32(cuda, name):
 
 
 def test_size_of_the_frame_on_the_device(cuda):
-    """Frames in larger buffers: their size is read on the device, or bytes behind them are allowed."""
+    """A frame in a larger buffer is decoded if the device reads its size, or if trailing bytes are allowed."""
     x, spec = values((30, 700)), codec.Lossless()
     frame = native_frame(x, spec, "float32")
     [(result, back)] = cuda.decode(Decode(frame, spec, "float32", x.shape, sized=True))
@@ -157,7 +157,7 @@ def test_size_of_the_frame_on_the_device(cuda):
     [(result, back)] = cuda.decode(longer, flags=SLACK)
     assert (result, back) == ((len(frame), 0, 0), x.tobytes())
     short = Decode(frame, spec, "float32", x.shape, sized=True)
-    short.nbytes.bytes[:] = 255  # a size above frame_nbytes
+    short.nbytes.bytes[:] = 255  # the size on the device exceeds frame_nbytes
     [(result, _)] = cuda.decode(short)
     assert result == (0, Status.TRUNCATED, 0)
 
@@ -169,7 +169,7 @@ def test_frames_of_other_tensors_are_rejected(cuda):
         (codec.Quantize(4), "float32", (21_000,), Status.SHAPE_MISMATCH),
         (codec.Quantize(4), "float16", (30, 700), Status.SHAPE_MISMATCH),
         (codec.Float8(), "float32", (30, 700), BAD_SPEC),
-        (codec.Quantize(8, 100), "float32", (30, 700), 0),  # the frame has its own parameters
+        (codec.Quantize(8, 100), "float32", (30, 700), 0),  # decoding uses the frame's parameters, not the plan's
     ):
         [(result, _)] = cuda.decode(Decode(frame, spec, dtype, shape))
         assert result.status == status

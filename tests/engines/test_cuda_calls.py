@@ -1,4 +1,4 @@
-"""Calls of the CUDA engine: errors, destinations, devices, batches, caches, launches."""
+"""Calls of the CUDA engine: errors, destinations, batches, cached headers, and the number of launches."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ F32 = np.float32
 
 @by_cupy
 def test_encode_errors_agree_with_native():
-    """A tensor that needs more room than `out` has is stored if that fits."""
+    """Errors of encode are the native engine's. A tensor whose frame exceeds `out` is stored if the stored form fits."""
     x = sample_bits("float32", 100_000, "normal").view(F32)
     nan, inf = x.copy(), x.copy()
     nan[70_000], inf[99_999] = np.nan, np.inf
@@ -36,7 +36,7 @@ def test_encode_errors_agree_with_native():
 
 @by_cupy
 def test_encode_into_out(device):
-    """On host and device, at any address, too small or just large enough."""
+    """encode() accepts any `out` on host or device, at any address, that is large enough; others are an error."""
     x = sample_bits("float32", 30_000, "normal").view(F32)
     noise = np.random.default_rng(5).integers(0, 1 << 32, 30_000, np.uint32).view(F32)
     noise[:18_000] = x[:18_000]
@@ -62,7 +62,7 @@ def test_encode_into_out(device):
 
 @by_cupy
 def test_decode_from_and_to_host_and_device(device):
-    """At any address; damage leaves the destination unchanged."""
+    """Frames and destinations may be on host or device, at any address; an error leaves the destination unchanged."""
     for x in (np.random.default_rng(0).standard_normal(9000, F32), np.ones(100, F32)):
         frame = codec.encode(x)
         damaged = frame[:-20] + bytes([frame[-20] ^ 1]) + frame[-19:]
@@ -98,7 +98,7 @@ def test_arguments_on_another_device_are_rejected(device):
 @by_cupy
 @pytest.mark.parametrize("at_once", [2, 65_535])
 def test_batches(device, monkeypatch, at_once):
-    """Any sizes, on host and device; all or none; the first fault is reported, also over several launches."""
+    """Batches of any sizes, on host and device, are processed as a whole or not at all; the first fault is reported."""
     monkeypatch.setattr(workspace, "MAX_GRID_Y", at_once)
     rng = np.random.default_rng(3)
     xs = {i: rng.standard_normal(n).astype(F32) for i, n in enumerate((0, 1, 600, 20_000, 512))}
@@ -134,7 +134,7 @@ def test_batches(device, monkeypatch, at_once):
 
 @by_cupy
 def test_cached_headers(device, monkeypatch):
-    """decode() skips fetching a header that it knows, and detects that it belongs to another frame."""
+    """decode() does not copy a cached header again, and detects a cached header that belongs to another frame."""
     x = np.random.default_rng(4).standard_normal((300, 70), F32)
     for y, other in ((x, -x), (x[:3], -x[:3])):
         frame, another, short = codec.encode(y), codec.encode(other), codec.encode(y[:-1])
@@ -164,7 +164,7 @@ def test_cached_headers(device, monkeypatch):
 
 @by_cupy
 def test_symbols_are_counted_on_the_device(device):
-    """Codebooks use the sample that encoding takes; few values are counted on the host."""
+    """Symbols for codebooks are counted on the device, in encode's sample; those of small tensors on the host."""
     rng = np.random.default_rng(2)
     x = (rng.standard_normal((300, 128)) * np.exp(rng.standard_normal((300, 1)))).astype(F32)
     lossless = [codec.Lossless(), codec.Lossless(model="flat"), codec.Lossless(model="separable")]
@@ -182,7 +182,7 @@ def test_symbols_are_counted_on_the_device(device):
 
 @by_cupy
 def test_calls_do_not_synchronize(device):
-    """Size and status stay on the device, and nothing is copied to the host."""
+    """Asynchronous calls do not synchronize: size and status stay on the device, and nothing is copied to the host."""
     x = np.random.default_rng(8).standard_normal(20_000, F32)
     nan = x.copy()
     nan[100] = np.nan
@@ -218,7 +218,7 @@ def test_warmup_compiles_kernels(device):
 
 @by_cupy
 def test_custom_metrics_run_on_the_host(device):
-    """Wherever the state lies."""
+    """Custom metrics run on the host, whether the optimizer state is on host or device."""
     x = gradient(9000)
     state = optimizer_state(9000)
     metric = [(0, optimizers.Custom(lambda theta, v: theta / (v + 1e-8) ** 0.5)), (5000, optimizers.SGD(0.1))]
@@ -232,9 +232,9 @@ def test_custom_metrics_run_on_the_host(device):
 
 @by_cupy
 def test_number_of_launches(device):
-    """At most four to encode, and three to decode into memory that errors must not change.
+    """Encoding needs at most 4 launches, and decoding 3 if errors must not change the destination.
 
-    Batches need no more, except for tensors that use other kernels.
+    A batch needs as many, plus those of tensors that use other kernels.
     """
     xs = [device.put(np.random.default_rng(n).standard_normal(n, F32)) for n in (5, 600, 40_000, 513, 20_000)]
     codec.encode_many(xs)

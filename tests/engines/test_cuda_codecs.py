@@ -31,7 +31,7 @@ F32 = np.float32
 
 @pytest.fixture
 def compare_with_native(monkeypatch):
-    """Make check_encode() and similar helpers compare the CUDA engine with the native one."""
+    """Make check_encode() and the other helpers compare the CUDA engine with the native one."""
     monkeypatch.setattr(engine_comparison, "ENGINES", ("native", "cuda"))
 
 
@@ -42,7 +42,7 @@ def test_random_calls_agree_with_native(compare_with_native, data):
 
 
 def test_every_length(compare_with_native):
-    """Lengths 0 to 512, codecs in turn, at every offset in a cache line."""
+    """Frames equal the native engine's for lengths 0 to 512, at every offset in a cache line."""
     x = {dtype: sample_bits(dtype, 512, "zeros", odd=9) for dtype in LOSSY_DTYPES}
     specs = sorted(SPECS.items())
     for n in range(513):
@@ -55,7 +55,7 @@ def test_every_length(compare_with_native):
 
 
 def test_every_width(compare_with_native):
-    """Rows of 64 to 1,000 values, in segments that begin anywhere."""
+    """Frames equal the native engine's for rows of 64 to 1,000 values, in segments at any offset."""
     for i, columns in enumerate(range(64, 1001, 39)):
         dtype, rows = ("float64", *LOSSY_DTYPES)[i % 4], 1 + 20_000 // columns
         x = random_bits(dtype, 3 + 2 * rows * columns, "normal")
@@ -69,7 +69,7 @@ def test_every_width(compare_with_native):
 
 @pytest.mark.parametrize("zero", range(4))
 def test_pieces_of_truncate_that_are_0_in_all_values(zero):
-    """They are left out of regions; those behind them are read to the region's end."""
+    """Pieces that are 0 in all values are omitted from regions, and the pieces after them are decoded correctly."""
     x = np.random.default_rng(zero).integers(0x3F000000, 0x40000000, 33_000, np.uint32) & ~np.uint32(63 << 6 * zero)
     frame = flatcall.encode(x, codec.Truncate(0), dtype="float32")
     assert encode(x, codec.Truncate(0), "float32") == frame
@@ -78,7 +78,7 @@ def test_pieces_of_truncate_that_are_0_in_all_values(zero):
 
 @pytest.mark.parametrize("packing", ["2bit", "base3", "entropy"])
 def test_scale_0_of_zeros(packing):
-    """Frames equal those of the native engine; another value than 0 is the same error, and changes no residual."""
+    """Scale 0 gives native frames for zeros, and for other values the native error, which changes no residual."""
     spec, segments = codec.Ternary(packing, scale=0), [(0, (12_000,)), (12_000, (6_509,))]
     for dtype in LOSSY_DTYPES:
         for how in ({}, {"segments": segments}):
@@ -121,7 +121,7 @@ def test_truncate_equals_the_native_engine(name, kind):
 
 @pytest.mark.parametrize("name", ["lossless", *ROWS, *TRUNCATES])
 def test_segments(name):
-    """Parameters of a bucket have their own scale models, rows and scales."""
+    """Segments have their own scale models, rows and scales, as with the native engine."""
     spec = (SPECS | ROWS)[name]
     for dtype in LOSSY_DTYPES if name == "lossless" else [LOSSY_DTYPES[len(name) % 3]]:
         x = sample_bits(dtype, 100_000, "normal")
@@ -134,7 +134,7 @@ def test_segments(name):
 
 @pytest.mark.parametrize("dtype", ["float64", *LOSSY_DTYPES])
 def test_large_tensors(dtype):
-    """One part, whose best eighth of an octave is searched, and many parts."""
+    """Frames of large tensors equal the native engine's: one part, whose finest offsets are searched, and many parts."""
     n = 540_001
     x = random_bits(dtype, n, "normal")
     y = np.where(np.arange(n) % 3 == 0, x.view(f"u{ITEMSIZE[dtype]}"), 0).astype(x.dtype)
@@ -160,7 +160,7 @@ def test_shared_codebook():
 
 @pytest.mark.parametrize("name", [*ROWS, *TRUNCATES])
 def test_residuals(name, device):
-    """With and without feedback, for stored tensors, and unchanged where encoding fails."""
+    """Residuals equal the native engine's, with and without feedback, also if stored; errors leave them unchanged."""
     spec = (ROWS | TRUNCATES)[name]
     for dtype in LOSSY_DTYPES:
         for n in (300, 5001):
@@ -177,7 +177,7 @@ def test_residuals(name, device):
 
 
 def test_one_pass_reads_rows_once(monkeypatch):
-    """verify_first=False launches fewer kernels; errors are the same."""
+    """verify_first=False launches fewer kernels, since rows are read once; errors are the same."""
     scanned, plan_of = [], encoding.plan_of
     monkeypatch.setattr(encoding, "plan_of", lambda r: scanned.append((plan := plan_of(r)).view.row_sums.count) or plan)
     x = np.random.default_rng(2).standard_normal(20_000, F32)
@@ -194,7 +194,7 @@ def test_one_pass_reads_rows_once(monkeypatch):
 
 
 def test_calls_share_plans(monkeypatch):
-    """A call with the spec, dtype and shape of an earlier one makes no plan; its random bits and values are its own."""
+    """Calls with equal spec, dtype and shape share one plan, but not random bits or values."""
     made = []
     monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(plan, "Plan", lambda r: made.append(r) or Plan(r))
@@ -221,7 +221,7 @@ def test_calls_share_plans(monkeypatch):
 
 @by_cupy
 def test_residual_in_place(device):
-    """The residual is the tensor itself."""
+    """The residual may be written in place of the tensor."""
     for spec in (codec.Float8(), codec.Sign(), codec.Truncate(1), codec.Truncate(3)):
         for x in (np.random.default_rng(1).standard_normal(70_000, F32), np.full(600, np.pi, F32)):
             left, there = x.copy(), device.put(x.copy())
@@ -232,7 +232,7 @@ def test_residual_in_place(device):
 
 @pytest.mark.parametrize("dtype", LOSSY_DTYPES)
 def test_metrics(dtype):
-    """Parameter groups with their own metrics, state of every dtype, and given levels."""
+    """Frames equal the native engine's for groups with their own metrics, state of every dtype, and given levels."""
     n, sgd, adamw = 30_000, optimizers.SGD(0.1), ADAMW
     x = gradient(n, dtype=dtype)
     arrays = optimizer_state(n)
