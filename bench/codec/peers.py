@@ -1,9 +1,9 @@
-"""Compare size and speed with other compressors of floating-point data: one thread, equal bytes, one run.
+"""Compare size and speed with other compressors of floating-point data, on the same bytes, in one run and one thread.
 
 The tensors are the committed gradients or the given .npz files. Every array of a file is a tensor. If a file has
-``shapes`` (the text of a list of shapes), 1-D arrays with as many values in all are buckets of tensors with these
-shapes. Arrays of uint16 whose name ends in ``_bits`` are bfloat16. ``--made`` uses generated matrices of 9 MB instead,
-with scales by row and column, and one without.
+``shapes`` (the text of a list of shapes), a 1-D array with their total number of values is a bucket of tensors of these
+shapes. A uint16 array whose name ends in ``_bits`` is bfloat16. ``--made`` generates matrices of 9 MB instead, whose
+rows and columns have different scales, and one matrix without its shape.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from measure import best, tensor
 
 
 def made() -> Iterator[tuple[str, np.ndarray[Any, Any], str, list[tuple[int, ...]]]]:
-    """Yield made matrices in float32 and bfloat16, the latter also without its shape."""
+    """Yield generated matrices in float32 and bfloat16, the latter also without its shape."""
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         x = tensor(dtype, (9 << 20) // size)
         yield f"matrix {x.shape[0]}x{x.shape[1]}", x.reshape(-1), dtype, [x.shape]
@@ -31,7 +31,7 @@ def made() -> Iterator[tuple[str, np.ndarray[Any, Any], str, list[tuple[int, ...
 
 
 def openzl(dtype: str) -> tuple[Callable[[np.ndarray[Any, Any]], bytes], Callable[[bytes], Any]]:
-    """Return OpenZL's smallest graph for floats: exponents by FSE, other bytes by planes.
+    """Return (compress, decompress) of OpenZL's smallest graph for floats: exponents by FSE, other bytes by planes.
 
     Generic backends (Compress, Zstd, FieldLz) gave larger frames, or frames 0.3% smaller at a tenth of the speed.
     """
@@ -56,7 +56,7 @@ def openzl(dtype: str) -> tuple[Callable[[np.ndarray[Any, Any]], bytes], Callabl
 
 
 def peers(dtype: str) -> dict[str, tuple[Callable[[np.ndarray[Any, Any]], bytes], Callable[[bytes], Any]]]:
-    """Return (compress, decompress) by name. Imports are local: the rest of the file needs none of these packages."""
+    """Return (compress, decompress) by name. Imports are local, since only this function needs these packages."""
     import blosc2
     import zipnn
     import zstandard
@@ -64,7 +64,7 @@ def peers(dtype: str) -> dict[str, tuple[Callable[[np.ndarray[Any, Any]], bytes]
 
     found: dict[str, tuple[Callable[[np.ndarray[Any, Any]], bytes], Callable[[bytes], Any]]] = {}
     zip_nn = zipnn.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1)
-    # ZipNN overwrites its input: pass a copy, made outside of the timing
+    # ZipNN overwrites its input, so it gets a copy, which is made outside of the timing
     found["zipnn"] = (lambda x: zip_nn.compress(x), lambda f: zip_nn.decompress(f))
     found["openzl"] = openzl(dtype)
     z, d = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
@@ -89,7 +89,7 @@ def peers(dtype: str) -> dict[str, tuple[Callable[[np.ndarray[Any, Any]], bytes]
 def measure(
     name: str, x: np.ndarray[Any, Any], dtype: str, shapes: list[tuple[int, ...]], speed: bool
 ) -> dict[str, Any]:
-    """Return a row: sizes as fractions of the tensor, and GB/s of tensor bytes."""
+    """Return a row: frame sizes as fractions of the tensor's size, and speeds in GB/s of tensor bytes."""
     seconds = 0.4 if speed else 0.0
     inside = segments(shapes) or None
     shape = shapes[0] if len(shapes) == 1 else x.shape

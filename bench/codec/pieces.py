@@ -1,15 +1,15 @@
 """Speed of encoding and decoding pieces of a large tensor on one thread, in GB/s, as in an all-reduce.
 
-memory      pieces of eight tensors in turn, which do not fit in any cache
-cache       one piece repeatedly, as most benchmarks do
-past        non-temporal stores (``codec.options(nontemporal=True)``); an ordinary store first reads its cache line from
-            memory
+memory      alternating pieces of eight tensors, which together exceed every cache
+cache       one piece repeatedly, as in most benchmarks
+past        with non-temporal stores (``codec.options(nontemporal=True)``); an ordinary store first reads its cache line
+            from memory
 mean of 2   codec.reduce of two frames, as in an all-gather of two ranks: ordinary and non-temporal stores, and
             ``check_finite=True``
 copy        numpy.copyto from memory to memory in the same run
 
-GB are those of the tensor, which encoding reads and decoding writes. A frame has at most as many bytes. The run takes
-15 seconds.
+GB are bytes of the tensor, which encoding reads and decoding writes; a frame is at most as large. The run takes 15
+seconds.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def seconds(do: Callable[[int], Any], tensors: int) -> float:
 
 
 def measure(x: np.ndarray[Any, Any], piece: int) -> list[dict[str, Any]]:
-    """Return the rows of the table, copies first."""
+    """Return the rows of the table; the first row has the copies."""
     sources = [x + np.float32(0) for _ in range(TENSORS)]
     targets = [np.zeros_like(x) for _ in range(TENSORS)]
     cuts = [slice(i, i + piece) for i in range(0, x.size, piece)]

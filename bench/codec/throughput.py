@@ -1,19 +1,19 @@
-"""Speed of encoding and decoding in GB/s of tensor bytes, into memory that is allocated before.
+"""Speed of encoding and decoding in GB/s of tensor bytes, into preallocated memory.
 
     python bench/codec/throughput.py                                  # everything: more than five minutes
     python bench/codec/throughput.py --only lossy                     # one family
-    python bench/codec/throughput.py --only lossy --codec mxfp8 zero  # codecs whose name contains a part, without peers
+    python bench/codec/throughput.py --only lossy --codec mxfp8 zero  # codecs whose names contain these texts
     python bench/codec/throughput.py --dtypes float32 --sizes 1048576 # one dtype and size
 
 Lossless is measured by dtype, instruction set, size and number of threads; lossy codecs on float32 with one thread.
 
 decode          validates the whole frame before it writes, as ``decode(out=)`` guarantees
 decode once     validates while it writes (``verify_first=False``); one thread
-scaling         speed of encoding with several threads, relative to one. In brackets the limit of the machine: as many
-                calls with one thread at once, each with a part of the rows, relative to the same calls in sequence
-reduce 4        sum of four frames: GB/s of their tensors together
-copy            numpy.copyto of the same tensor in the same run. Machines differ, so compare fractions of it.
-of a copy       encoding and decoding as fractions of the copy's GB/s; other percentages are of the roofline, see below
+scaling         speedup of encoding with several threads over one thread. In brackets the limit of the machine: as many
+                concurrent one-thread calls, each for a part of the rows, relative to the same calls in sequence
+reduce 4        sum of four frames, in GB/s of all four tensors
+copy            numpy.copyto of the same tensor in the same run. Compare fractions of it, since machines differ.
+of a copy       encoding and decoding as fractions of the copy's GB/s; other percentages are fractions of the roofline
 
 ``float32:bfloat16`` is float32 whose values were computed in bfloat16, as gradients under autocast are.
 
@@ -51,7 +51,7 @@ from measure import best, tensor
 
 
 def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:
-    """Return the seconds of encoding and decoding x by numpy, and by torch if installed, on one thread."""
+    """Return the seconds of encoding and decoding x by numpy, and by torch if it is installed, on one thread."""
     rows = x.reshape(-1, x.shape[-1])
     signs, _ = best(lambda: (np.packbits(np.signbit(x)), np.abs(x).mean()))
     packed, scale = np.packbits(np.signbit(x)), np.abs(x).mean()
@@ -108,7 +108,7 @@ def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:
 
 
 def lossy(nbytes: int, dtype: str, parts: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure lossy codecs whose name contains a part, Truncate under AdamW; without parts all, and float32 peers."""
+    """Measure the lossy codecs whose names contain one of `parts`, or without `parts` all, and peers for float32."""
     x = tensor(dtype, nbytes // codec._c.library.ITEMSIZE[dtype])
     rng = np.random.default_rng(1)
     state = {k: rng.standard_normal(x.shape, np.float32) * np.float32(0.02) for k in ("theta", "m", "v")}
@@ -180,7 +180,7 @@ def print_lossy(result: dict[str, Any]) -> None:
 
 
 def once_through(frame: Any, back: np.ndarray[Any, Any], isa: str) -> Any:
-    """Return a call that decodes on one thread in one pass: damage may be found after writing."""
+    """Return a call that decodes on one thread in one pass, which may write before it detects damage."""
     data = np.frombuffer(frame, np.uint8)
     t = new_tensor(codec._c.library.DTYPES[codec.inspect(frame).dtype], back.shape, ffi.from_buffer(back), back.nbytes)
     context = ffi.new("codec_context *")
@@ -208,7 +208,7 @@ def side_by_side(x: np.ndarray[Any, Any], dtype: str, out: np.ndarray[Any, Any],
 
 
 def beside_native(engine: str, nbytes: int) -> list[dict[str, Any]]:
-    """Print GB/s of an engine and its fraction of the native engine with AVX2, on one thread."""
+    """Print an engine's GB/s on one thread, and its fraction of the native engine's speed with AVX2."""
     cases: dict[str, tuple[str, codec.Spec]] = {
         **{f"Lossless {made}": (made, codec.Lossless()) for made in ("float32", "float32:bfloat16", "bfloat16")},
         **{name: ("float32", spec) for name, spec in {**FAMILY, **SPARSE, **TRUNCATE}.items()},

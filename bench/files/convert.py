@@ -4,9 +4,9 @@
     pip install onnx gguf safetensors
     python bench/files/convert.py wheels models
 
-ONNX files give their initializers and constants. all-MiniLM-L6-v2 is written as shipped, in float32, and in bfloat16;
-SmolLM2-135M, which is shipped in 4 bits, is dequantized to bfloat16. ``--synthetic`` adds a file of 2 GiB: 64 normal
-matrices of bfloat16.
+From ONNX files, initializers and constants are written. all-MiniLM-L6-v2 is written as shipped, in float32, and in
+bfloat16. SmolLM2-135M, which is shipped in 4 bits, is dequantized to bfloat16. ``--synthetic`` adds a file of 2 GiB
+with 64 matrices of normally distributed bfloat16 values.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SIDE = 4096  # rows and columns of a synthetic matrix
 
 
 def onnx_tensors(data: bytes) -> dict[str, np.ndarray]:
-    """Return the initializers and constants of an ONNX model, also of graphs inside of nodes."""
+    """Return the initializers and constants of an ONNX model, including those of nested graphs."""
     import onnx
 
     found: dict[str, np.ndarray] = {}
@@ -59,7 +59,7 @@ def convert_gguf(data: bytes, path: Path) -> None:
 
 
 def convert_bfloat16(data: bytes, path: Path) -> None:
-    """Write the tensors of a .safetensors file with floats in bfloat16."""
+    """Write the tensors of a .safetensors file, with floats converted to bfloat16."""
     import torch
     from safetensors.torch import load, save_file
 
@@ -68,7 +68,7 @@ def convert_bfloat16(data: bytes, path: Path) -> None:
 
 
 def synthetic(path: Path) -> None:
-    """Write 64 normal matrices of bfloat16, 2 GiB, whose scales differ by column."""
+    """Write 64 matrices of normally distributed bfloat16 values, 2 GiB in all, with a different scale per column."""
     rng, nbytes = np.random.default_rng(0), 2 * SIDE * SIDE
     header = {
         f"layers.{i}.weight": {"dtype": "BF16", "shape": [SIDE, SIDE], "data_offsets": [i * nbytes, (i + 1) * nbytes]}
@@ -84,7 +84,7 @@ def synthetic(path: Path) -> None:
 
 
 def convert(name: str, data: bytes, folder: Path) -> None:
-    """Write the models in a member of a wheel."""
+    """Write the models that one member of a wheel contains."""
     from safetensors.numpy import save_file
 
     base = Path(name).name

@@ -3,9 +3,9 @@
     python bench/files/convert.py wheels models    # or any folder of .safetensors files
     python bench/files/sizes.py models
 
-Sizes are those of files, headers included, as a share of the .safetensors file. zstd -19 compresses the file as bytes;
-ZipNN too, with the dtype of most of its bytes. Speeds are GB/s of the .safetensors file in CPU time, of one thread, in
-memory, best of three; reading is that of the file into memory, from the page cache.
+Sizes are those of whole files, headers included, as fractions of the .safetensors file's size. zstd -19 and ZipNN
+compress the file as bytes; ZipNN is given the most frequent dtype. Speeds are in GB/s of the .safetensors file, by CPU
+time of one thread, in memory, best of three. `reading` copies the file from the page cache to memory.
 """
 
 import argparse
@@ -30,7 +30,7 @@ REPEATS = 3
 
 
 def best(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the least seconds of CPU time of a few calls, and the result."""
+    """Return the least CPU time of a few calls in seconds, and the result."""
     least, result = float("inf"), None
     for _ in range(REPEATS):
         result = None
@@ -41,7 +41,7 @@ def best(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 class Memory:
-    """File in memory that is allocated already: the speed of growing a buffer is not measured."""
+    """File in preallocated memory, so that the time of growing a buffer is not measured."""
 
     def __init__(self, room: np.ndarray) -> None:
         self._room, self._at, self.nbytes = room, 0, 0
@@ -80,7 +80,7 @@ def packed(data: bytes) -> dict[str, float]:
 
 
 def others(path: Path, data: bytes) -> Iterator[tuple[str, float]]:
-    """Yield sizes of other compressors."""
+    """Yield name and relative size of each other compressor."""
     import lmz
     import zipnn
     import zstandard

@@ -134,7 +134,7 @@ def test_segments(name):
 
 @pytest.mark.parametrize("dtype", ["float64", *LOSSY_DTYPES])
 def test_large_tensors(dtype):
-    """Frames of large tensors equal the native engine's: one part, whose finest offsets are searched, and many parts."""
+    """Frames of large tensors, of one part with the finest offsets and of many parts, equal the native engine's."""
     n = 540_001
     x = random_bits(dtype, n, "normal")
     y = np.where(np.arange(n) % 3 == 0, x.view(f"u{ITEMSIZE[dtype]}"), 0).astype(x.dtype)

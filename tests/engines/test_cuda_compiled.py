@@ -1,4 +1,4 @@
-"""CUDA kernels compiled with sanitizers, by NVRTC for GPUs, and with injected faults."""
+"""CUDA kernels: run under sanitizers, compiled by NVRTC for GPUs, and checked against injected faults."""
 
 import os
 import re
@@ -17,16 +17,16 @@ from support.tiers import NIGHTLY, every
 
 TESTS = ROOT / "tests/engines"
 
-ALL_REGISTERS, ALL_SHARED = 65_536, 164 << 10  # registers and bytes of shared memory of an A100 multiprocessor or later
-MORE_SHARED = {"lossless/encode_fast": 228 << 10}  # of an H100: one thread block less is resident on an A100
-STACK = 300  # maximum bytes of a thread's stack, for which the driver reserves memory for all threads
-SPILLS = 80  # maximum bytes of registers that a thread spills to memory, most of them around calls once a block
+ALL_REGISTERS, ALL_SHARED = 65_536, 164 << 10  # registers and bytes of shared memory per multiprocessor, A100 or later
+MORE_SHARED = {"lossless/encode_fast": 228 << 10}  # bytes on an H100; an A100 holds one thread block less
+STACK = 300  # maximum stack per thread in bytes; the driver reserves it for all threads
+SPILLS = 80  # maximum bytes of spilled registers per thread, mostly around calls made once per block
 MORE_SPILLS = {
     "lossless/encode_fast": 180,
     "lossless/decode_fast2": 500,
     "lossless/decode_fast4": 360,
-}  # outside of loops
-CODE = {  # minimum kB of machine code of each kernel of a file: compilers drop silently what they find unreachable
+}  # these spills are outside of loops
+CODE = {  # minimum machine code in kB per kernel of a file; less means that the compiler dropped code as unreachable
     "lossless/choose": 120,
     "rows/choose": 45,
     "truncate/choose": 110,
@@ -68,11 +68,11 @@ LOOPS = {
     "lossless/decode_fast2": {"ld.global.cs.u32": 4 * 8, "st.global.cs.v2.u32": 3 * 8, "ld.shared.u32": 4 * 8 * 2},
     "lossless/decode_fast4": {"ld.global.cs.u32": 12 * 8, "st.global.cs.v4.u32": 3 * 8, "ld.shared.u32": 4 * 8 * 2},
 }
-FUSED = ("rows/encode", "rows/decode", "rows/reduce")  # kernels that ask for fused multiply-adds
+FUSED = ("rows/encode", "rows/decode", "rows/reduce")  # files whose kernels use fused multiply-adds explicitly
 
 
 def test_undefined_behaviour_of_a_launch_is_reported(tmp_path):
-    """The error names the thread and the line."""
+    """Undefined behaviour in a launch is an error that names the thread and the source line."""
     source = tmp_path / "wrong.cc"
     source.write_text(
         '#include "cuda_on_cpu.h"\n'
@@ -100,7 +100,7 @@ def test_undefined_behaviour_of_a_launch_is_reported(tmp_path):
 
 @pytest.mark.nightly
 def test_no_access_is_out_of_range(tmp_path):
-    """Damaged and hand-made frames run under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    """Address and undefined-behaviour sanitizers find no error when kernels decode damaged and hand-made frames."""
     asan, ubsan = (
         subprocess.run(["gcc", f"-print-file-name=lib{name}.so"], capture_output=True, text=True, check=True).stdout
         for name in ("asan", "ubsan")
@@ -122,9 +122,9 @@ def test_no_access_is_out_of_range(tmp_path):
 
 @pytest.mark.parametrize("file", every(7, FILES))
 def test_nvrtc_compiles_every_kernel(file):
-    """Kernels are complete, spill few registers and use little stack; their blocks fit a multiprocessor.
+    """NVRTC compiles each kernel completely, within limits of stack, spills, registers and shared memory.
 
-    Rounding is that of CPUs.
+    No instruction rounds differently from a CPU's.
     """
     log, ptx, code_nbytes = compile_kernels(file, "sm_90")
     threads, resident = FILES[file]
@@ -161,7 +161,7 @@ ALL = [(file, arch) for file in FILES for arch in ARCHS]
 
 @pytest.mark.parametrize(("file", "arch"), ALL if NIGHTLY else SOME)
 def test_cached_machine_code(file, arch, tmp_path, monkeypatch):
-    """The engine compiles each kernel once, and again if the file on disk is damaged."""
+    """The engine compiles each kernel once, and again if the cached file is damaged."""
     monkeypatch.setenv("CODEC_CACHE_DIR", str(tmp_path / "made"))
     wanted = FILES[file].compiled_with(list(FILES[file].kernels)[-1])
     code = kernels.compiled(file, wanted, arch)

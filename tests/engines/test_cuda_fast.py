@@ -1,4 +1,4 @@
-"""Kernels for bfloat16 and float16, encode_lossless_fast and decode_lossless_fast: frames, values and errors."""
+"""The kernels encode_lossless_fast and decode_lossless_fast, for bfloat16 and float16, agree with the native engine."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def bits_of(x, dtype):
 
 
 def check_outcome(frame, dtype):
-    """Return the decoded bytes, or type and code of the error; the same as with the native engine."""
+    """Check that decoding has the outcome of the native engine; return the bytes, or type and code of the error."""
 
     def decode(engine):
         return flatcall.decode(frame, like=like(dtype), engine=engine).tobytes()
@@ -43,7 +43,7 @@ def check_outcome(frame, dtype):
 
 
 def tensors():
-    """Yield names, values and arguments of tensors that take every way through the loops."""
+    """Yield names, values and arguments of tensors that reach every branch of the loops."""
     rng = np.random.default_rng(0)
     normal = rng.standard_normal(50_000, F32)
     scaled = rng.standard_normal((250, 200), F32) * np.ldexp(1, rng.integers(-3, 4, (250, 1))).astype(F32)
@@ -86,7 +86,9 @@ PRUNED_REGIONS = {  # symbols of plane 0, bytes of plane 1, and whether the fram
 
 @pytest.mark.parametrize("name", PRUNED_REGIONS)
 def test_pruned_regions_of_plane_0_alone(name, device):
-    """No encoder writes them. Decoders accept them if plane 1 is 0 where plane 0 is 0, and if some value is live."""
+    """Decoders accept a pruned region that holds only plane 0, which no encoder writes, if the fixed plane 1 is 0 where
+    plane 0 is 0, and some value is nonzero.
+    """
     symbols, plane1, valid = PRUNED_REGIONS[name]
     body = head(CODED, flags=PRUNED) + coded(symbols, FEW)
     blocks = Blocks(DTYPES["bfloat16"], len(symbols), [region(body)], side=book(FEW), coded=1, log2=11)
@@ -96,7 +98,7 @@ def test_pruned_regions_of_plane_0_alone(name, device):
 
 
 def test_other_tensors_take_the_general_kernel(device):
-    """Destinations that are not aligned or not of the frame's dtype, and frames with other planes in regions."""
+    """The general kernel decodes to unaligned destinations or other dtypes, and frames with other planes in regions."""
     x = bits_of(np.random.default_rng(3).standard_normal(20_000, F32), "bfloat16")
     frame = bytes(flatcall.encode(x, codec.Lossless(), dtype="bfloat16"))
     out = DeviceArray(np.zeros(x.size + 1, np.uint16)[1:])

@@ -31,7 +31,7 @@ def test_golden_frames(name):
 
 @pytest.mark.parametrize("name", [*GOLDEN][::3])
 def test_truncated_golden_frames(name):
-    """At any byte, with and without a size field that agrees."""
+    """Golden frames cut at any byte give the native error, with and without a matching size field."""
     frame = GOLDEN_FRAMES[name]
     for n in {0, 1, 47, *np.random.default_rng(len(frame)).integers(0, len(frame), 9).tolist()}:
         for cut in (frame[:n], recompute_checksums(frame[:16] + n.to_bytes(8, "little") + frame[24:n])):
@@ -41,13 +41,13 @@ def test_truncated_golden_frames(name):
 
 
 def reduce_bits(frames, engine):
-    """Return the bits of a reduction with all NaNs unified: a GPU makes other NaNs than a CPU."""
+    """Return the bits of a reduction with all NaNs made equal, since NaN payloads differ between GPU and CPU."""
     return unify_nan(np.frombuffer(bytes_of(codec.reduce(frames, options=codec.options(engine=engine))), np.float32))
 
 
 @pytest.mark.parametrize("name", FRAMES_TO_DAMAGE)
 def test_hostile_frames(name):
-    """Damaged frames give the same tensor or the same error."""
+    """Damaged frames give the native engine's tensor or error."""
     frame, dtype, _, how = FRAMES_TO_DAMAGE[name]
     rng = np.random.default_rng(sorted(FRAMES_TO_DAMAGE).index(name))
     refused = 0
@@ -64,7 +64,7 @@ def test_hostile_frames(name):
 
 @pytest.mark.parametrize("case", HAND_MADE)
 def test_frames_made_by_hand(case):
-    """Hand-made frames decode to the same values or are rejected alike."""
+    """Hand-made frames decode to the native engine's values, or are rejected by both engines."""
 
     def compared(frame, **how):
         ours, native = both_outcomes(frame, codec._c.library.DTYPE_NAMES[frame[6]], **how)

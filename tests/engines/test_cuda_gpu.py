@@ -1,6 +1,6 @@
-"""Tests that need a GPU: thousands of thread blocks at once, streams side by side, graphs, tensors of PyTorch.
+"""Tests that need a GPU: thousands of concurrent thread blocks, concurrent streams, CUDA graphs, PyTorch tensors.
 
-``make gpu-tests`` runs the file; none of it runs without a GPU.
+``make gpu-tests`` runs this file.
 """
 
 import threading
@@ -30,7 +30,7 @@ SPECS = {
 
 
 def values(shape, dtype):
-    """Return values with scales by row, as a gradient has them, on the host."""
+    """Return values on the host whose rows have different scales, as in a gradient."""
     rng = np.random.default_rng(len(shape))
     x = rng.standard_normal(shape, F32) * np.exp(rng.standard_normal((shape[0], *[1] * (len(shape) - 1)), F32))
     return x if dtype == "float32" else (x.view(np.uint32) >> 16).astype(np.uint16)
@@ -46,7 +46,7 @@ def as_torch(x, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SPECS)
 def test_many_blocks_at_once(name, dtype):
-    """All multiprocessors work on one tensor; ten runs give the bytes of the native engine and its values."""
+    """With all multiprocessors on one tensor, ten runs give the native engine's frame and values."""
     import cupy
 
     spec = SPECS[name]
@@ -68,12 +68,12 @@ def test_many_blocks_at_once(name, dtype):
 
 @pytest.mark.parametrize("name", ["lossless", "truncate", "float8_entropy"])
 def test_frames_share_scratch_memory(name):
-    """Warps of many frames wait for scratch memory: their frames and values are those of the native engine."""
+    """If warps of many frames must wait for scratch memory, frames and values still equal the native engine's."""
     import cupy
 
     spec, xs = SPECS[name], [values((1_024, 4_096 + 128 * i), "float32") for i in range(24)]
     for i, x in enumerate(xs):
-        x[np.random.default_rng(i).random(x.shape) < 0.02 * i] = 0  # zeros: regions have several planes
+        x[np.random.default_rng(i).random(x.shape) < 0.02 * i] = 0  # zeros give regions with several planes
     frames = codec.encode_many(xs, spec)
     tensors = [codec.decode(frame, like=xs[0]) for frame in frames]
     there, ours = [cupy.array(x) for x in xs], [cupy.array(np.frombuffer(frame, np.uint8)) for frame in frames]
@@ -85,7 +85,7 @@ def test_frames_share_scratch_memory(name):
 
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16"])
 def test_more_than_2_31_values(dtype):
-    """Offsets of 64 bits: the values after 2^31 come back."""
+    """Tensors of more than 2^31 values are restored, which needs 64-bit offsets."""
     import cupy
 
     n = (1 << 31) + 5
@@ -106,7 +106,7 @@ def test_more_than_2_31_values(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("spec", [codec.Lossless(), codec.Float8(), codec.Sign(), codec.Truncate(1)], ids=repr)
 def test_torch_tensors(spec, dtype):
-    """Frames and values are those of the native engine, and results are torch tensors on the GPU."""
+    """Frames and values of torch tensors equal the native engine's; results are torch tensors on the GPU."""
     import torch
 
     x = random_bits(dtype, 300_000, "normal").reshape(300, 1_000)
@@ -132,7 +132,7 @@ def test_torch_tensors(spec, dtype):
 
 
 def test_memory_beside_torch_tensors_comes_from_torch():
-    """A frame keeps memory of its own size; scratch memory can be used by torch again."""
+    """Memory comes from torch's allocator: a frame keeps only its own size, and torch can reuse scratch memory."""
     import cupy
     import torch
 
@@ -165,7 +165,7 @@ def test_torch_streams():
 
 @pytest.mark.parametrize("spec", [codec.Lossless(), codec.Float8(), codec.Sign()], ids=repr)
 def test_graphs_of_torch(spec):
-    """A captured encode runs on other values; the first use may be within the capture."""
+    """A captured encode encodes new values at replay, even if the engine's first use is in the capture."""
     import torch
 
     x = torch.zeros(512, 2_048, device="cuda")
@@ -210,7 +210,7 @@ def test_two_threads_with_a_stream_each():
 
 
 def test_batches_of_many_tensors():
-    """A batch of 200 tensors of different sizes, among them one of 2^25 values."""
+    """A batch of 200 tensors of different sizes, one of 2^25 values, gives native frames and values."""
     import cupy
 
     rng = np.random.default_rng(0)

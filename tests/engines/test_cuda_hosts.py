@@ -1,6 +1,6 @@
-"""The two hosts of the CUDA kernels, codec/engines/cuda and native/cuda_api, make the same decisions.
+"""The two hosts of the CUDA kernels, codec/engines/cuda (Python) and native/cuda_api (C), make the same decisions.
 
-A GPU of 2 or 132 multiprocessors is emulated, whose launches are only logged. docs/internals/gpu.md names the files.
+Emulated GPUs with 2 and 132 multiprocessors log launches without running them. docs/internals/gpu.md names the files.
 """
 
 import ctypes
@@ -32,17 +32,17 @@ from support.tiers import every
 USABLE = {"delta": codec.Delta()}
 USABLE |= {name: spec for name, spec in SPECS.items() if getattr(spec, "level_coding", "") != "shared"}
 SHAPES = [(0,), (100,), (4096,), (70, 1000), (300, 4096)]
-LARGE = [((1 << 31) + 5,), (1 << 17, 1 << 15)]  # of more than 2^31 values, which nobody allocates
+LARGE = [((1 << 31) + 5,), (1 << 17, 1 << 15)]  # more than 2^31 values, never allocated
 PROCESSORS = 2, 132
-STREAM, MADE = 7, 1 << 20  # of random bits; offset of the arrays that kernels fill
+STREAM, MADE = 7, 1 << 20  # stream of random bits; address of arrays that kernels would fill
 
 
 class Dry(Emulated):
-    """Device that launches nothing, and notes grids."""
+    """Device that records grids and launches nothing."""
 
     def __init__(self, library, processors):
         super().__init__(library, processors)
-        self.name = f"cuda:{processors}"  # plans keep grids by it
+        self.name = f"cuda:{processors}"  # the cache key of grids in plans
         self.grids = []
 
     def allocate(self, nbytes, like):
@@ -65,7 +65,7 @@ class Dry(Emulated):
 
 
 class Nowhere:
-    """Array on the device whose memory nobody reads."""
+    """Array on the device whose memory is never accessed."""
 
     addresses = itertools.count(1 << 42, 1 << 40)
 
@@ -75,7 +75,7 @@ class Nowhere:
 
 
 class Encoded(NamedTuple):
-    """Decisions about a tensor to encode, in the order of native/tests/cuda_api/layout_encode.c."""
+    """Host decisions for encoding a tensor, in the order of native/tests/cuda_api/layout_encode.c."""
 
     bound: int
     parts: int
@@ -91,7 +91,7 @@ class Encoded(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Decisions about a frame to decode, in the order of native/tests/cuda_api/layout_decode.c."""
+    """Host decisions for decoding a frame, in the order of native/tests/cuda_api/layout_decode.c."""
 
     unit_nbytes: int
     units: int
@@ -99,7 +99,7 @@ class Decoded(NamedTuple):
 
 @pytest.fixture(scope="module", params=PROCESSORS)
 def hosts(request):
-    """Device of the Python host, and library of the C host, for a GPU of some multiprocessors."""
+    """The Python host's device and the C host's library, for a GPU of 2 or 132 multiprocessors."""
     emulated = build()
     fake = cuda_c.driver(emulated._name, str(cuda_c.kernels()))
     fake.fake_cuda_processors(request.param)
@@ -110,7 +110,7 @@ def hosts(request):
 
 
 def tensor(spec, dtype, shape):
-    """Return a tensor on the device, its spec with levels that it may need, and a base."""
+    """Return a tensor on the device, its spec, bound to levels if the spec needs them, and a base."""
     x = codec.view(Nowhere(shape, f"<u{ITEMSIZE[dtype]}"), dtype)
     if isinstance(spec, codec.Truncate) and spec.fixed_level is None:
         spec = spec.bind(levels=Nowhere((prod(shape),), "<u1"))
@@ -161,7 +161,7 @@ def by_c(cuda, spec, dtype, shape, *, feedback):
 
 
 def launches(cuda, what, item):
-    """Return the launches of a call with one item: kernels that both hosts have, with their grids."""
+    """Return the launches of a C call with one item, as grids by kernel, for kernels that both hosts launch."""
     flags = [] if what == "encode" else [ctypes.c_uint32(0)]
     cuda.fake.fake_cuda_log()
     args = ctypes.byref(item), ctypes.c_size_t(1), *flags, ctypes.c_void_p(1 << 41), ctypes.c_uint64(1 << 40), None
@@ -193,7 +193,9 @@ def test_both_hosts_encode_by_the_same_jobs_launches_and_memory(hosts, name, mon
 
 @pytest.mark.parametrize("name", every(2, USABLE))
 def test_both_hosts_decode_by_the_same_kernels_and_grids(hosts, name, monkeypatch):
-    """libcodec_cuda has not read the frame: its scratch memory serves all frames of the shape."""
+    """Both hosts decode by the same kernels and grids. The C host has not read the frame, so its scratch memory fits any
+    frame of the shape.
+    """
     device, cuda = hosts
     use(monkeypatch, device)
     spec = USABLE[name]
@@ -221,7 +223,7 @@ def test_both_hosts_decode_by_the_same_kernels_and_grids(hosts, name, monkeypatc
 
 @functools.cache
 def make_frame(spec, dtype, shape):
-    """Return a frame of random values, by the native engine."""
+    """Encode random values by the native engine, and return the frame."""
     x = random_bits(dtype, prod(shape), "normal").reshape(shape)
     if isinstance(spec, codec.Truncate) and spec.fixed_level is None:
         spec = spec.bind(levels=np.zeros(prod(shape), np.uint8))
@@ -230,7 +232,7 @@ def make_frame(spec, dtype, shape):
     return bytes(codec.encode(codec.view(changed, dtype), spec, base=base, options=codec.options(engine="native")))
 
 
-# Structs that hosts write and kernels read: by name, those of Python. The C host's are in layout.h.
+# Python's declarations of the structs that hosts write and kernels read. The C host declares them in layout.h.
 STRUCTS = {
     "units": scratch._UNITS,
     "encoding": job._ENCODING,
@@ -238,7 +240,7 @@ STRUCTS = {
     "decoding": decoding._DECODING,
     "found": decoding._FOUND,
 }
-OF_KERNELS = {  # structs that the C host does not write, and their files
+OF_KERNELS = {  # structs that only kernels and the Python host use, and the files that declare them
     "codec_written": (encoding._WRITTEN, "frame/encode.cuh"),
     "codec_units": (scratch._UNITS, "common/scratch.cuh"),
     "codec_preprocessing": (preprocess._PREPROCESSING, "frame/preprocess.cu"),
@@ -250,7 +252,7 @@ LETTERS = {"uint64_t": "Q", "unsigned long long": "Q", "uint32_t": "I", "float":
 
 
 def fields_of(text, name):
-    """Return the fields of a struct in C or CUDA, as letters of the struct module; pointers are Q."""
+    """Return the fields of a C or CUDA struct as format characters of Python's struct module; a pointer is Q."""
     body = re.search(rf"^struct {name} \{{(.*?)^\}};", re.sub(r"/\*.*?\*/", "", text, flags=re.S), re.M | re.S)[1]
     found = ""
     for declaration in body.split(";")[:-1]:
@@ -266,7 +268,7 @@ def fields_of(text, name):
 
 
 def letters_of(packed):
-    """Return the fields of a struct of Python, as letters; padding of 4 bytes is I, and codec_units is expanded."""
+    """Return the fields of a Python struct as format characters; 4 bytes of padding are I, codec_units is expanded."""
     expanded = packed.format.replace(f"{scratch.UNITS_NBYTES}s", "3Q2I").replace("4x", "I").translate({32: "", 60: ""})
     return re.sub(r"(\d+)(\w)", lambda m: int(m[1]) * m[2], expanded)
 

@@ -1,4 +1,4 @@
-"""The Python engine takes its kernels from libcodec_cuda where that is installed."""
+"""The Python engine loads its kernels from libcodec_cuda if that library is installed."""
 
 import json
 import runpy
@@ -20,7 +20,7 @@ X = np.random.default_rng(0).standard_normal((40, 300), np.float32)
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Return libcodec_cuda, whose image for sm_90 is machine code of the CuPy for tests."""
+    """Return a libcodec_cuda whose image for sm_90 is machine code of the emulated CuPy."""
     folder, images = tmp_path_factory.mktemp("library"), runpy.run_path(str(cuda_c.API / "images.py"))
     names = {f"_Z{name}": name for name in images["expressions"]()}
     code = json.dumps(names).encode() + b"\0"
@@ -32,7 +32,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def offer(monkeypatch):
-    """Return a function that names a library, on a machine with a GPU."""
+    """Emulate a machine with a GPU; return a function that sets the library for the engine to load."""
     cupy_on_cpu.install(monkeypatch, device.build())
     monkeypatch.setattr(library, "code_for", code_for)
     return lambda path: monkeypatch.setenv("CODEC_CUDA_LIBRARY", str(path))
@@ -40,7 +40,7 @@ def offer(monkeypatch):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Return the list of files that are compiled."""
+    """Return a list to which the engine's compilations append the names of kernel files."""
     files, compile_kernels = [], kernels._compile
 
     def log(nvrtc, file, *rest):
@@ -56,7 +56,7 @@ def frames_of(x):
 
 
 def test_no_kernel_is_compiled(built, offer, compiled):
-    """Frames, values and sums are those of the native engine."""
+    """With the library, no kernel is compiled, and frames, values and sums equal the native engine's."""
     offer(built)
     there, expected = cupy.array(X), frames_of(X)
     frames = frames_of(there)
@@ -84,7 +84,7 @@ def test_options_for_the_compiler_are_obeyed(built, offer, compiled, monkeypatch
 
 
 def test_other_architectures_are_compiled(built, monkeypatch, compiled, tmp_path):
-    """NVRTC itself compiles for sm_80, for which the library has PTX alone."""
+    """Kernels for sm_80, for which the library has only PTX, are compiled by NVRTC."""
     monkeypatch.setenv("CODEC_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(library, "code_for", code_for)
     monkeypatch.setenv("CODEC_CUDA_LIBRARY", str(built))
@@ -102,7 +102,7 @@ def test_no_library_is_no_error(offer, compiled, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("library_of", ["other sources", "libcodec.so", "missing"])
 def test_named_libraries_that_do_not_fit_are_errors(library_of, offer, tmp_path):
-    """Libraries of other kernels or without the function, and files that are no library."""
+    """A named library with other kernels or without the function, or a file that is no library, is an error."""
     paths = {"other sources": cuda_c.library(), "libcodec.so": native._path, "missing": tmp_path / "missing.so"}
     offer(paths[library_of])
     said = "has other kernels than this package" if library_of == "other sources" else "cannot be used as libcodec_cuda"
@@ -111,7 +111,7 @@ def test_named_libraries_that_do_not_fit_are_errors(library_of, offer, tmp_path)
 
 
 def test_libraries_of_the_package_with_other_kernels_are_not_used(offer, compiled, monkeypatch, tmp_path):
-    """A checkout whose kernels have changed since it was built."""
+    """The package's library is ignored if its kernels differ from the sources, as in a changed checkout."""
     monkeypatch.delenv("CODEC_CUDA_LIBRARY", raising=False)
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/libcodec_cuda.so").symlink_to(cuda_c.library())

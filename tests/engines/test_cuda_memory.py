@@ -1,4 +1,4 @@
-"""Memory and launches of the CUDA engine: limits of scratch memory, batches, any order of blocks and threads."""
+"""Memory and launches of the CUDA engine: limits of scratch memory, batches, any order of blocks or threads."""
 
 import weakref
 
@@ -27,7 +27,7 @@ F32 = np.float32
 
 @on_cpu
 def test_batches_of_different_sizes_in_any_block_order(device, monkeypatch):
-    """Thread blocks beyond the end of a smaller tensor do nothing."""
+    """Batches of different sizes give the same frames in any block order: blocks beyond a tensor's end do nothing."""
     monkeypatch.setenv("CUDA_ON_CPU_ORDER", "down")
     rng = np.random.default_rng(6)
     xs = [rng.standard_normal(n, F32) for n in (600, 150_000, 5000, 1, 20_000)]
@@ -50,10 +50,10 @@ SCRATCHED = {  # codecs that need scratch memory
 
 
 @on_cpu
-@pytest.mark.parametrize("nbytes", [nightly(1), 400_000, nightly(1_500_000)])  # of units: for one warp, some and most
+@pytest.mark.parametrize("nbytes", [nightly(1), 400_000, nightly(1_500_000)])  # bytes for one, some, most warps
 @pytest.mark.parametrize("workers", [1, nightly(4)])
 def test_warps_wait_for_scratch_memory(nbytes, workers, monkeypatch):
-    """Fewer units than warps need delay warps, but change nothing; all units are given back."""
+    """With fewer scratch units than warps, warps wait, results are unchanged, and all units are returned."""
     device = Emulated(build(options=[f"-DCUDA_ON_CPU_WORKERS={workers}"] if workers > 1 else []), 3)
     use(monkeypatch, device)
     monkeypatch.setattr(scratch, "MAX_SCRATCH", nbytes)
@@ -75,7 +75,7 @@ def test_warps_wait_for_scratch_memory(nbytes, workers, monkeypatch):
 
 
 class Counted(Emulated):
-    """Device that launches nothing, and counts the bytes that calls have allocated and not released."""
+    """Device that launches nothing, and counts allocated bytes that have not been released."""
 
     live = peak = 0
 
@@ -105,7 +105,7 @@ class Counted(Emulated):
         pass
 
 
-_NOWHERE = 1 << 20  # address that nobody reads
+_NOWHERE = 1 << 20  # address that is never accessed
 PEAKS = {  # maximum MB of scratch memory on a GPU of 132 multiprocessors, for tensors that use all of them
     "lossless": (codec.Lossless(), 88),
     "bfloat16": (codec.Lossless(), 106),
@@ -122,7 +122,7 @@ PEAKS = {  # maximum MB of scratch memory on a GPU of 132 multiprocessors, for t
 @on_cpu
 @pytest.mark.parametrize("name", PEAKS)
 def test_scratch_memory_does_not_grow_with_the_number_of_tensors(name, library, monkeypatch):
-    """Pending frames keep none; a batch needs as much as one large tensor."""
+    """A batch needs as much scratch memory as one large tensor, and pending frames keep none."""
     spec, most = PEAKS[name]
     device = Counted(library, 132)
     use(monkeypatch, device)
@@ -138,7 +138,7 @@ def test_scratch_memory_does_not_grow_with_the_number_of_tensors(name, library, 
     del pending, more
     assert device.live == 0
     device.capturing = lambda: True
-    pending = codec.encode_async(x, spec, out=out)  # memory of a graph is kept
+    pending = codec.encode_async(x, spec, out=out)  # a graph keeps its memory
     assert device.live == one
     del pending
     assert device.live == 0
@@ -149,7 +149,7 @@ def test_scratch_memory_does_not_grow_with_the_number_of_tensors(name, library, 
 
 @on_cpu
 def test_deferred_calls_keep_no_scratch_memory(library, monkeypatch):
-    """Calls whose verdicts nobody has read keep arguments and results alone, and tell their memory."""
+    """Deferred calls keep only arguments and results, no scratch memory, until their verdicts are read."""
     spec, device, noted = codec.Truncate(1), Counted(library, 132), []
     use(monkeypatch, device)
     values = gradient((1 << 20,))
@@ -187,7 +187,7 @@ def test_batches_of_unlike_sizes_start_few_idle_thread_blocks(library, monkeypat
 
 @on_cpu
 def test_batches_of_several_launches(device, monkeypatch):
-    """Structs of tensors whose grids differ are launched apart."""
+    """Tensors with different grids get separate launches."""
     monkeypatch.setattr(workspace, "MAX_IDLE", 0)
     monkeypatch.setattr(device, "processors", 3)
     rng = np.random.default_rng(0)
@@ -216,7 +216,7 @@ def test_scratch_memory_of_a_call_is_limited(kernel, library):
 @on_cpu
 @pytest.mark.nightly  # builds the kernels once more
 def test_thread_blocks_in_parallel(monkeypatch):
-    """Thread blocks wait for values of other blocks, which run in parallel or have not begun."""
+    """Results are correct if thread blocks wait for values of blocks that run in parallel or have not begun."""
     use(monkeypatch, Emulated(build(options=["-DCUDA_ON_CPU_WORKERS=4"]), 2))
     x = sample_bits("bfloat16", 200_000, "normal")
     y = random_bits("float64", 100_000, "normal")
@@ -235,7 +235,7 @@ def test_thread_blocks_in_parallel(monkeypatch):
 @on_cpu
 @pytest.mark.parametrize("order", ["down", "3", "17"])
 def test_any_order_of_threads(order, monkeypatch):
-    """Between collectives threads may run in any order."""
+    """Results do not depend on the order in which threads run between collective operations."""
     monkeypatch.setenv("CUDA_ON_CPU_ORDER", order)
     for name, (frame, dtype, _, how) in FRAMES_TO_DAMAGE.items():
         ours, native = both_outcomes(frame, dtype, **how)
@@ -245,7 +245,7 @@ def test_any_order_of_threads(order, monkeypatch):
 @on_cpu
 @pytest.mark.parametrize("order", ["up", "down", "3", "17"])
 def test_scale_models_in_any_order_of_threads(order, monkeypatch):
-    """Blocks compute offsets of many rows; a sample compares all values with the first one."""
+    """Scale models do not depend on the order of threads, neither for offsets of many rows nor in the sample."""
     monkeypatch.setenv("CUDA_ON_CPU_ORDER", order)
     powers = np.ldexp(1.0, np.random.default_rng(0).integers(-20, 20, (1040, 1))) * np.ones((1040, 160))
     for x, spec in (

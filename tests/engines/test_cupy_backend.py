@@ -1,4 +1,4 @@
-"""The CUDA engine's use of CuPy, and agreement of tests/support/cupy_on_cpu.py with CuPy's own interface."""
+"""The CUDA engine on the emulated CuPy, and agreement of that emulation (tests/support/cupy_on_cpu.py) with CuPy."""
 
 import contextlib
 import importlib
@@ -29,7 +29,7 @@ def machine(monkeypatch):
 
 
 def parameters(call):
-    """Return a callable's parameter names; for Cython functions from the first line of the docstring."""
+    """Return a callable's parameter names, for Cython functions as read from the docstring's first line."""
     try:
         names = list(inspect.signature(call).parameters)
     except (TypeError, ValueError):
@@ -41,7 +41,7 @@ def parameters(call):
 
 
 def same(ours, real, path):
-    """Return the differences between the emulation and CuPy: missing names and other signatures."""
+    """Return the differences between the emulation and CuPy: missing names and different signatures."""
     if inspect.ismodule(ours):
         for name in vars(ours).keys() - vars(types.ModuleType("")).keys() - {"__version__"}:
             same(getattr(ours, name), getattr(real, name), f"{path}.{name}")
@@ -93,7 +93,7 @@ class ArrayOnStream:
 
 
 def test_streams_wait_for_each_other(machine):
-    """The engine waits for producers on other streams, and their later work waits for the engine."""
+    """The engine's work waits for producers on other streams, and later work on those streams waits for the engine."""
     a, b = Stream(), Stream()
     spec, metric, theta = codec.Truncate(), optimizers.SGD(0.1), np.sqrt(np.abs(X))
     with a:
@@ -111,7 +111,7 @@ def test_streams_wait_for_each_other(machine):
 
 
 def test_current_stream_is_unchanged(machine):
-    """Chosen by `with` or by `use`, also after an error."""
+    """Calls leave the current stream unchanged, whether set by `with` or by `use`, and also after an error."""
     a, b, other = Stream(), Stream(), Stream()
     x = cupy.array(X)
     Stream.null.synchronize()
@@ -126,7 +126,7 @@ def test_current_stream_is_unchanged(machine):
 
 
 def test_old_gpus_are_rejected_by_name(monkeypatch):
-    """Other GPUs of the machine are accepted."""
+    """A GPU that is too old is rejected by name; other GPUs of the machine are accepted."""
     for capabilities, said in (
         ((), "there is no GPU"),
         (("75",), r"cuda:0 has compute capability 7\.5, and 8\.0 or more"),
@@ -145,7 +145,7 @@ def test_old_gpus_are_rejected_by_name(monkeypatch):
 
 @pytest.mark.parametrize("mode", [cupy_on_cpu.GLOBAL, cupy_on_cpu.RELAXED])
 def test_graph_capture(machine, mode):
-    """Captured by torch's or CuPy's way, in which memory must not be allocated; graphs run on new values."""
+    """Calls captured by torch's or CuPy's capture mode, which forbids allocations, run on new values at replay."""
     spec, s = codec.Float8(entropy=True), Stream()
     left, out = (cupy.empty(n, dtype) for n, dtype in ((X.shape, F32), (codec.bound(X.shape, "float32", spec), "u1")))
     x = cupy.array(X)
@@ -165,7 +165,7 @@ def test_graph_capture(machine, mode):
 
 
 def test_graph_capture_of_a_synchronizing_call_is_an_error(machine):
-    """The capture goes on, and later calls succeed."""
+    """A synchronizing call in a capture is an error that does not end the capture; later calls succeed."""
     s, x = Stream(), cupy.array(X)
     frame, out = codec.encode(x).get(), cupy.empty(codec.bound(X.shape, "float32"), "u1")
     there = cupy.array(frame)
@@ -189,7 +189,7 @@ def test_graph_capture_of_a_synchronizing_call_is_an_error(machine):
 
 
 def test_default_stream_during_a_global_capture_is_an_error(machine):
-    """CUDA forbids to use it, or even to ask about it; the capture goes on."""
+    """Using or querying the default stream during a global capture is an error that does not end the capture."""
     s, x = Stream(), cupy.array(X)
     out = cupy.empty(codec.bound(X.shape, "float32"), "u1")
     codec.encode(x)
@@ -206,7 +206,7 @@ def test_default_stream_during_a_global_capture_is_an_error(machine):
 
 @pytest.mark.parametrize("nbytes", [100, 100_000])
 def test_host_buffers_live_until_their_copy_completes(machine, nbytes):
-    """Pinned or not, no longer than that, and not if the copy never began."""
+    """A host buffer, pinned or not, is released when its copy completes, or at once if the copy never began."""
     device, there = cupy_backend._gpu(0), cupy.empty(nbytes, np.uint8)
     data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
     expected, alive = data.tobytes(), weakref.ref(data)
@@ -229,7 +229,7 @@ def test_host_buffers_live_until_their_copy_completes(machine, nbytes):
 
 
 def test_sources_of_copies_are_dropped_in_order(machine):
-    """A look ends at the first copy that is in flight."""
+    """Sources of completed copies are released in order, up to the first copy still in flight."""
     device, there = cupy_backend._gpu(0), cupy.empty(100, np.uint8)
     streams = [Stream(), Stream(), Stream()]
     for s in streams:
@@ -260,7 +260,7 @@ def test_memory_beside_torch_tensors_comes_from_torch(machine, monkeypatch):
 
 
 def test_frames_on_the_device_take_memory_of_their_own_size(machine):
-    """A frame that nearly fills the memory of its bound stays there."""
+    """A frame is copied to memory of its own size, unless it nearly fills the memory of its bound."""
     for spec, x, own in (
         (codec.Lossless(), np.zeros(20_000, np.uint8), True),
         (codec.Sign(), X, False),

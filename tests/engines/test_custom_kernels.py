@@ -1,4 +1,4 @@
-"""User functions in Numba kernels, custom metrics, and compiling ahead of time."""
+"""Users' functions in Numba kernels, custom metrics, and compilation ahead of time."""
 
 import ast
 import re
@@ -29,7 +29,7 @@ def statements_of(name, source):
 
 @pytest.mark.nightly
 def test_example_of_a_custom_quantizer(capsys):
-    """The example of docs/tutorials/new-kernel.md reduces noise and adds bias; afterwards the kernels are restored."""
+    """The quantizer of docs/tutorials/new-kernel.md has less noise and more bias, and restores the original kernels."""
     x = np.random.default_rng(1).standard_normal(5000).astype(np.float32)
     before = codec.encode(x, codec.Quantize(3), options=codec.options(engine="numba"))
     runpy.run_path(str(EXAMPLE), run_name="__main__")
@@ -51,7 +51,7 @@ def test_patching_rejects_wrong_functions():
 
 
 def test_device_functions_cannot_be_called_from_python():
-    """The call is an error, not a crash."""
+    """Calling a device function from Python is an error, not a crash."""
     with pytest.raises(TypeError, match="only kernels"):
         to_floats(1, np.zeros(8, np.uint8), 0, np.zeros(2, np.float32))
     pair = np.zeros(4096, np.uint32)
@@ -60,7 +60,7 @@ def test_device_functions_cannot_be_called_from_python():
 
 
 def test_metric_that_raises_keeps_all_bits():
-    """Every engine keeps all bits of that value, and the thread goes on."""
+    """If a metric raises for a value, every engine keeps all bits of that value and continues."""
 
     def of_most(theta):
         if -0.5 < theta < 0:
@@ -92,7 +92,7 @@ def test_metric_that_raises_keeps_all_bits():
 
 
 def test_compiled_metric_divides_by_zero_as_ieee():
-    """A function that was compiled by the user gives Inf or NaN for a division by 0."""
+    """A metric that the user compiled returns Inf or NaN for a division by 0, as IEEE 754 requires."""
     x = np.linspace(-1, 1, 5001, dtype=np.float32)
     frames = [
         codec.encode(
@@ -150,7 +150,7 @@ def test_warmup_compiles_every_kernel_of_a_spec():
 
 
 def test_warmup_reports_progress_on_stderr():
-    """warmup() prints to stderr only with progress=True."""
+    """warmup() prints its progress to stderr, and only with progress=True."""
     code = "import codec, sys; codec.warmup(codec.Sign(), ['float32', 'bfloat16'], progress=sys.argv[1] == 'yes')"
     for asked in ("yes", "no"):
         command = [sys.executable, "-P", "-c", code, asked]

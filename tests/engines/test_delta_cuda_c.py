@@ -1,4 +1,4 @@
-"""Delta in libcodec_cuda's C interface: the frames, values and statuses of the native engine."""
+"""Delta in libcodec_cuda's C interface gives the frames, values and statuses of the native engine."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def cuda():
 
 
 def pair(dtype, n, every_nth=40, seed=0):
-    """Return bits of a base, and of a tensor in which one of some values differs by a small step."""
+    """Return bits of a base, and of a tensor in which every `every_nth` value differs by a small step."""
     base = random_bits(dtype, n, "normal", seed)
     new = base.copy()
     new[::every_nth] += base.dtype.type(1)
@@ -38,7 +38,7 @@ def native_frame(base, new, dtype, spec=SMALL):
 
 
 def native_status(frame, base):
-    """Return the native engine's values of a frame that is decoded in place, or its status."""
+    """Decode a frame in place by the native engine; return the values, or the status of the error."""
     weights = base.copy()
     try:
         return flatcall.decode(frame, base=weights, out=weights).tobytes()
@@ -48,7 +48,7 @@ def native_status(frame, base):
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_every_dtype(cuda, dtype):
-    """Frames are equal; they are decoded to other memory and in place, with and without a check before."""
+    """Frames of every dtype equal the native ones, and are decoded in place and not, with and without VERIFY_FIRST."""
     for n in every(2, (0, 1, 1025, 5000)):
         for nth in every(2, (1, 40, 10_000)):
             base, new = pair(dtype, n, nth)
@@ -66,7 +66,7 @@ def test_every_dtype(cuda, dtype):
 
 
 def test_update_in_place_waits_for_the_verdict(cuda):
-    """Another base, a second application and damage leave the tensor unchanged."""
+    """A decode in place with a wrong base, a second one, or one of a damaged frame leaves the tensor unchanged."""
     base, new = pair("bfloat16", 5000)
     frame = native_frame(base, new, "bfloat16")
     other = base.copy()
@@ -93,14 +93,14 @@ def test_hostile_frames(cuda, dtype):
         mutant = damage(frame, rng)
         [(result, back)] = cuda.decode(Decode(mutant, SMALL, dtype, base.shape, before=base), flags=VERIFY)
         statuses.add(result.status)
-        if result.status not in (Status.SHAPE_MISMATCH, BAD_SPEC):  # are reported first
+        if result.status not in (Status.SHAPE_MISMATCH, BAD_SPEC):  # these are reported before other errors
             assert native_status(mutant, base) == (result.status or back)
         assert not result.status or back == base.tobytes()
     assert len(statuses) > 3
 
 
 def test_headers_of_other_block_sizes(cuda):
-    """A frame of smaller blocks than the plan's is decoded, one of larger blocks is not."""
+    """A frame with smaller blocks than the plan's is decoded; one with larger blocks is an error."""
     base, new = pair("bfloat16", 5000)
     small, large = (native_frame(base, new, "bfloat16", codec.Delta(size)) for size in (1024, 4096))
     for frame, spec, status in ((small, codec.Delta(4096), 0), (large, codec.Delta(1024), BAD_SPEC)):

@@ -1,4 +1,4 @@
-"""Delta on the Numba and the CUDA engine: the bytes, values and errors of the native engine."""
+"""Delta on the Numba and CUDA engines gives the frames, values and errors of the native engine."""
 
 import numpy as np
 import pytest
@@ -21,14 +21,14 @@ DELTA, SMALL = codec.Delta(), codec.Delta(1024)
 
 @pytest.fixture(params=["numba", "cuda"])
 def engine(request, monkeypatch):
-    """The Numba engine, and the CUDA engine on the CPU."""
+    """Name of the engine under test: Numba, and CUDA with kernels on the CPU."""
     if request.param == "cuda":
         use(monkeypatch, Emulated(build()))
     return request.param
 
 
 def changed(dtype, base, density, largest, seed=0):
-    """Return values of which a share has moved by up to `largest` patterns."""
+    """Return `base` with a fraction `density` of values changed by up to `largest` patterns."""
     rng = np.random.default_rng([seed, len(base)])
     steps = rng.integers(1, min(largest, 1 << 8 * ITEMSIZE[dtype] - 2) + 1, len(base), dtype=np.uint64)
     steps = np.where(rng.random(len(base)) < 0.5, steps, ~steps + np.uint64(1)).astype(base.dtype)
@@ -36,7 +36,7 @@ def changed(dtype, base, density, largest, seed=0):
 
 
 def check(engine, dtype, base, new, spec=SMALL):
-    """Check the frame, and that it is decoded to new memory, to `out` and in place, but not to other bases."""
+    """Check the frame, its decoding to new memory, to `out` and in place, and the error for other bases."""
     how = {"dtype": dtype, "base": base}
     frame = bytes(flatcall.encode(new, spec, **how))
     for threads in (1, 3):
@@ -80,7 +80,7 @@ def test_blocks_of_default_size(engine):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int16"])
 def test_other_bases_are_refused(engine, dtype):
-    """Errors are those of the native engine, also where the stream is invalid with the other base."""
+    """A wrong base gives the native engine's error, also if the stream is invalid with that base."""
     base = random_bits(dtype, 5000, "normal")
     for density in (0.003, 0.5):
         new = changed(dtype, base, density, 2)
@@ -99,7 +99,7 @@ def test_other_bases_are_refused(engine, dtype):
 
 @pytest.mark.parametrize("listed", [256_000_000, 800, 0])
 def test_base_on_a_device(listed, monkeypatch):
-    """A base on the device is updated there: from lists of changes, or decoded again where these find no room."""
+    """A base on the device is updated there, from lists of changes or, if those do not fit, by decoding again."""
     monkeypatch.setattr(batch_decode, "_MOST_LISTED", listed)
     device = Emulated(build())
     use(monkeypatch, device)
@@ -191,7 +191,7 @@ def frames_to_damage():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "int32", "float64", "uint8"])
 def test_hostile_frames(engine, dtype):
-    """Damaged frames give the same tensor or the same error, and leave the base unchanged."""
+    """Damaged frames give the native tensor or error, and an error leaves the base unchanged."""
     frame, base = frames_to_damage()[dtype]
     rng = np.random.default_rng(len(frame))
     refused = 0
@@ -218,7 +218,7 @@ def test_hostile_frames(engine, dtype):
 @pytest.mark.parametrize("verify_first", [True, False])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_first_error_is_reported(engine, threads, verify_first):
-    """Decoding in place may have changed the base before the error."""
+    """The first error is reported, even if decoding in place has already changed part of the base."""
     for frame, base, status in frames_with_invalid_changes():
         for by in (engine, "native"):
             weights = base.copy()

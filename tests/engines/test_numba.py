@@ -41,7 +41,7 @@ def test_random_calls_agree_with_native(data):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_random_calls_agree_between_all_engines(monkeypatch, data):
-    """native, numba, and cuda on the CPU."""
+    """Random calls agree between the native engine, the Numba engine, and the CUDA engine on the CPU."""
     use(monkeypatch, Emulated(build()))
     monkeypatch.setattr(engine_comparison, "ENGINES", ("native", "numba", "cuda"))
     check_engines(data.draw)
@@ -49,7 +49,7 @@ def test_random_calls_agree_between_all_engines(monkeypatch, data):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_length(name):
-    """Lengths 0 to 1,024, at every offset in a cache line."""
+    """Engines agree for lengths 0 to 1,024, at every offset in a cache line."""
     spec = SPECS[name]
     dtype = "bfloat16" if name == "lossless" else "float32"
     x = sample_bits(dtype, 1024, "zeros")
@@ -62,11 +62,11 @@ def test_every_length(name):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_large_tensors(name):
-    """Tensors of many blocks, with several thread counts."""
+    """Engines agree for tensors of many blocks, with several thread counts."""
     spec = SPECS[name]
     x = sample_bits("float32", 300_001, "normal").view(F32)
     x[17:40_000] = 0
-    x /= np.abs(x).max() / 4  # below the given scale of Ternary
+    x /= np.abs(x).max() / 4  # magnitudes below Ternary's given scale
     how = level_arguments(spec, len(x), how="groups")
     frame = bytes(flatcall.encode(x, spec, threads=1, **how))
     y = flatcall.decode(frame, **how)
@@ -84,7 +84,7 @@ def test_large_tensors(name):
 @pytest.mark.parametrize("scale", [1e35, 1e-36, 1e-41])
 @pytest.mark.parametrize("name", SPECS)
 def test_extreme_scales(name, scale):
-    """Scales near the limits of float32: quotients and products overflow or become subnormal."""
+    """Engines agree for scales near float32's limits, where quotients and products overflow or become subnormal."""
     spec = SPECS[name]
     x = (normal_values(20_001) * F32(scale * 30)).reshape(3, -1)
     x[1] *= F32(1e-3)
@@ -98,7 +98,7 @@ def test_extreme_scales(name, scale):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", SPECS)
 def test_every_half_precision_pattern(name, dtype):
-    """All 65,536 patterns; for lossy row codecs all finite ones."""
+    """Engines agree for all 65,536 patterns, or for lossy row codecs all finite ones."""
     spec = SPECS[name]
     x = np.arange(1 << 16, dtype=np.uint16)
     if name in LOSSY | MORE and not isinstance(spec, codec.Truncate):
@@ -112,7 +112,7 @@ def test_every_half_precision_pattern(name, dtype):
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_lossless_of_every_dtype(dtype):
-    """Every distribution of values, in one block and in several."""
+    """Engines agree for Lossless on every dtype and distribution of values, in one and in several blocks."""
     for kind in KINDS:
         for n in (513, 20_000):
             x = sample_bits(dtype, n, kind, odd=9, finite=False)
@@ -124,7 +124,7 @@ def test_lossless_of_every_dtype(dtype):
 @pytest.mark.parametrize("shape", [(1100, 64), (1030, 601), (3, 1500, 133), (300_000,)])
 @pytest.mark.parametrize("name", ["lossless_separable", "truncate_coded"])
 def test_scale_models(shape, name):
-    """Rows and columns of different scales; threads compute offsets of rows that are not sampled."""
+    """Engines agree for rows and columns of different scales, also of rows that are not in the sample."""
     spec, rng = SPECS[name], np.random.default_rng(4)
     size = np.exp2(np.arange(np.prod(shape)) // (shape[-1] if len(shape) > 1 else 512) * 37 % 6).reshape(shape)
     size = size * np.exp2(np.arange(shape[-1]) % 5 if len(shape) > 1 else 0) * 1e-2
@@ -143,7 +143,7 @@ def test_scale_models(shape, name):
 
 
 def test_segments():
-    """Parameters of a bucket have their own rows, scales and offsets."""
+    """Engines agree for segments, which have their own rows, scales and offsets."""
     shapes = [(0, (100, 90)), (9000, (130, 80)), (19_400, (7,)), (19_407, (5000,)), (25_000, (70, 1030))]
     for spec in SPECS.values():
         for dtype in LOSSY_DTYPES:
@@ -165,7 +165,7 @@ def test_every_seed_and_stream():
 
 
 def test_ternary_ties_and_given_scales():
-    """The second random word decides ties; a given scale may be too small."""
+    """Engines agree for Ternary's ties, which a second random word decides, and for given scales that are too small."""
     h, low = random_words(1 << 16, 0, 0), random_words(1 << 16, 0, 0, 1)
     x = ((h + 0.5) / 65536).astype(F32)
     x[0] = 1.0
@@ -183,7 +183,9 @@ def test_ternary_ties_and_given_scales():
 
 @pytest.mark.parametrize("dtype", every(2, LOSSY_DTYPES))
 def test_metrics(dtype):
-    """Formulas with and without m and v, groups, state of every float dtype, given levels and custom functions."""
+    """Engines agree for all metrics: with and without m and v, groups, state of every float dtype, given levels and
+    custom functions.
+    """
     n, ways = 20_000, TRUNCATE_LEVELS
     x = gradient(n, dtype=dtype)
     x[7:9] = np.nan, np.inf
@@ -229,7 +231,7 @@ def test_metrics(dtype):
 
 
 def test_shared_codebooks():
-    """Symbols without a code are escaped."""
+    """Engines agree for shared codebooks, also if they lack codes for some symbols."""
     x = sample_bits("float32", 30_000, "normal")
     far = sample_bits("float32", 30_000, "wide", 3)
     for spec in (codec.Lossless(), codec.Truncate(1), TRUNCATES["truncate_coded"], TRUNCATES["truncate_shared"]):
@@ -254,7 +256,7 @@ def test_shared_codebooks():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_batches(name):
-    """encode_many and decode_many report the same first error."""
+    """Engines agree for batches, including the first error that is reported."""
     spec = SPECS[name]
     xs = [sample_bits("float32", n, "mixed", n).view(F32) for n in (70_000, 0, 5, 600, 20_000, 300_000)]
     states = [level_arguments(spec, len(x), 3).get("state") for x in xs]
@@ -275,7 +277,7 @@ def test_batches(name):
 
 
 class WithoutLoops:
-    """The C library without the functions that process values."""
+    """The C library, without its functions that process values."""
 
     def __init__(self, lib, *names):
         self._lib, self._names = lib, names
@@ -286,13 +288,13 @@ class WithoutLoops:
         return getattr(self._lib, name)
 
     def codec_reduce_blocks(self, *args):
-        assert args[3].count == 0  # no blocks: only checks whether blocks match
+        assert args[3].count == 0  # only checks that blocks match
         return self._lib.codec_reduce_blocks(*args)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_blocks_run_in_numba_loops(name, monkeypatch):
-    """No block is processed by the C library."""
+    """Numba loops process all blocks, and the C library none."""
     spec = SPECS[name]
     x = sample_bits("float32", 70_000, "normal").view(F32)
     how = level_arguments(spec, len(x))

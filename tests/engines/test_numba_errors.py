@@ -16,7 +16,7 @@ LOSSY_DTYPES = ("float32", "bfloat16", "float16")
 
 @pytest.mark.parametrize("name", [*LOSSY, *MORE])
 def test_nonfinite_values(name):
-    """Compare errors, with the residual unchanged, or frames of both engines."""
+    """For NaN and Inf, both engines return equal frames, or raise equal errors that leave the residual unchanged."""
     for dtype in LOSSY_DTYPES:
         for bad in (np.nan, np.inf, -np.inf):
             x = normal_values(30_000)
@@ -39,7 +39,7 @@ ROWS_OF_ONE = [
 
 @pytest.mark.parametrize("spec", [*LOSSY.values(), *TRUNCATES.values(), *ROWS_OF_ONE], ids=repr)
 def test_residual_in_place(spec):
-    """The tensor itself is the residual, also where the frame is larger than the tensor."""
+    """The residual may be written in place of the tensor, even if the frame is larger than the tensor."""
     x = normal_values(100_003)
     how = level_arguments(spec, len(x))
     left, fed = np.full_like(x, 1e-3), np.full_like(x, 1e-3)
@@ -54,7 +54,7 @@ def test_residual_in_place(spec):
 
 
 def test_value_above_the_given_scale_leaves_the_residual_unchanged():
-    """The value lies in the last block."""
+    """A value above the given scale, in the last block, is an error that leaves the residual unchanged."""
     x = np.full(200_000, 0.25, F32)
     x[-1] = 0.75
     for packing in ("2bit", "base3", "entropy"):
@@ -67,7 +67,7 @@ def test_value_above_the_given_scale_leaves_the_residual_unchanged():
 
 
 def test_nan_is_reported_before_a_scale_that_is_too_small():
-    """Wherever both lie: in different chunks, blocks, segments or sampled blocks."""
+    """NaN is reported before a scale that is too small, even if it is in a later chunk, block or segment."""
     for bad, large in ((90_000, 3), (3, 90_000), (3_000, 3), (199_999, 0), (20_000, 100)):
         x = np.full(200_000, 0.25, F32)
         x[large] = 0.75
@@ -81,7 +81,7 @@ def test_nan_is_reported_before_a_scale_that_is_too_small():
 
 
 def test_overlapping_arguments():
-    """Overlaps are rejected alike; the decoded tensor may replace the state of its shared levels."""
+    """Both engines reject overlapping arguments, but a decoded tensor may overwrite the state of its shared levels."""
     memory = np.random.default_rng(0).standard_normal(60_000).astype(F32)
     x, raw, before = memory[:20_000], memory.view(np.uint8), memory.tobytes()
     frame = bytes(codec.encode(x))
@@ -111,7 +111,9 @@ def test_overlapping_arguments():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_out_of_every_size(name):
-    """Large enough: the frame and no byte behind it. Too small: the same error and no residual."""
+    """If `out` is large enough, only the frame's bytes are written; otherwise the engines raise the same error and
+    write no residual.
+    """
     spec, x = SPECS[name], sample_bits("float32", 40_000, "zeros")
     how = level_arguments(spec, len(x))
     left = None if name == "lossless" else np.full(len(x), 7, F32)
@@ -135,7 +137,7 @@ def test_out_of_every_size(name):
 
 
 def test_wrong_state():
-    """Shared levels with another state give the same StateError, also for damaged frames."""
+    """Shared levels with a wrong state raise the same StateError in both engines, also for damaged frames."""
     n = 40_000
     x, arrays, adamw = gradient(n), optimizer_state(n), ADAMW
     frame = bytes(codec.encode(x, TRUNCATES["truncate_shared"].bind(adamw, **arrays)))

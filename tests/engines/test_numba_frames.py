@@ -1,4 +1,4 @@
-"""The Numba engine decodes and reduces any frames as the native engine does: golden, former, damaged, made by hand."""
+"""The Numba engine decodes and reduces golden, former, damaged and hand-made frames as the native engine does."""
 
 import hashlib
 
@@ -31,7 +31,7 @@ LOSSY_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def test_reduce_of_different_codecs():
-    """Blocks that do not match, stored frames, and one scale, whose codes are added as integers."""
+    """Engines agree on sums of frames whose blocks differ, of stored frames, and of integer codes with one scale."""
     x = sample_bits("float32", 30_000, "normal").view(F32)
     x *= F32(1 / np.abs(x).max())
     frames = [
@@ -64,7 +64,7 @@ def test_reduce_of_different_codecs():
 
 
 def all_results(engine, x, spec, **how):
-    """Return the frame, residual, values and sums of a tensor for an engine."""
+    """Return the frame, residual, decoded values and sums that an engine computes from a tensor."""
     left = np.zeros_like(x)
     feedback = not isinstance(spec, codec.Lossless)
     frame = flatcall.encode(x, spec, residual=left, feedback=feedback, engine=engine, **how)
@@ -76,7 +76,7 @@ def all_results(engine, x, spec, **how):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_flush_denormal_does_not_change_results(name):
-    """Kernels follow the format although the thread flushes subnormals."""
+    """Results are unchanged if the calling thread flushes subnormals."""
     small = np.arange(5000, dtype=np.uint32) * 1657
     x = np.concatenate([sample_bits("float32", 5000, "normal"), small, small | np.uint32(1 << 31)]).view(F32)
     for y in (x, x[5000:]):
@@ -96,7 +96,7 @@ def test_flush_denormal_does_not_change_results(name):
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_frames(name):
-    """Encoding and decoding."""
+    """The Numba engine encodes and decodes golden frames as the native engine does."""
     about, frame = GOLDEN[name], GOLDEN_FRAMES[name]
     x, dtype, how = golden_tensor(name)
     shared = {k: v for k, v in how.items() if k in ("optimizer", "state", "base")}
@@ -114,7 +114,7 @@ def test_golden_frames_of_former_encoders(path):
 
 @pytest.mark.parametrize("name", FRAMES_TO_DAMAGE)
 def test_hostile_frames(name):
-    """Damaged frames give the same tensor or the same error for any threads, and leave memory unchanged."""
+    """Damaged frames give the native tensor or error, on any thread count, and an error leaves `out` unchanged."""
     frame, dtype, n, how = FRAMES_TO_DAMAGE[name]
     rng = np.random.default_rng(sorted(FRAMES_TO_DAMAGE).index(name))
     out, seen = np.zeros(codec.inspect(frame).shape, like(dtype).dtype), []
@@ -152,7 +152,7 @@ def test_hostile_frames(name):
 
 
 def decode_by_all_engines(frame, **how):
-    """Return the values' bytes by thread count, None for a rejected frame; engines must agree."""
+    """Check that engines agree on a frame; return the decoded bytes by thread count, None if it is rejected."""
     kind = like(codec._c.library.DTYPE_NAMES[frame[6]])
     results = {}
     for threads in (1, 4):
@@ -165,13 +165,13 @@ def decode_by_all_engines(frame, **how):
 
 @pytest.mark.parametrize("case", HAND_MADE)
 def test_frames_made_by_hand(case):
-    """Hand-made frames decode to the same values or are rejected alike."""
+    """Hand-made frames decode to the same values with all engines, or all engines reject them."""
     check, *arguments = HAND_MADE[case]
     check(decode_by_all_engines, *arguments)
 
 
 def test_truncated_two_byte_literals():
-    """Literals of exponent and level are read only as far as the region goes."""
+    """Two-byte literals are not read beyond the end of the region."""
     accepted = []
     for size in range(19):
         plane = coded([oracle.ESCAPE] * 9, SEVEN, (b"\x7c\0" * 9)[:size])

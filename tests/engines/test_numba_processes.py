@@ -27,7 +27,7 @@ def run(*command, cwd=None, **env):
 
 @pytest.mark.nightly
 def test_no_access_is_out_of_range(tmp_path):
-    """Hostile and hand-made frames run with bounds checks: an access out of range is an IndexError.
+    """With Numba's bounds checks, hostile and hand-made frames cause no IndexError.
 
     Kernels are not optimized, which halves the compile time; Numba's cache cannot be used then.
     """
@@ -108,7 +108,7 @@ class PackageCopy:
         self.env = {"PYTHONPATH": path, "NUMBA_CACHE_DIR": str(folder / "cache"), "CODEC_LIBRARY": LIBRARY}
 
     def call(self, processes=1):
-        """Start processes at once; return (correct, cache hits, cache misses) of each."""
+        """Run concurrent processes; return (correct, cache hits, cache misses) of each."""
         env, pipe = {**os.environ, **self.env}, subprocess.PIPE
         some = [
             subprocess.Popen([*PYTHON, CALL], env=env, stdin=pipe, stdout=pipe, text=True) for _ in range(processes)
@@ -127,7 +127,7 @@ class PackageCopy:
 
 @pytest.mark.nightly  # compiles four times
 def test_kernels_are_compiled_once_and_again_when_a_source_changes(tmp_path):
-    """Two concurrent processes compile once each; later ones load, until a source of a called function changes."""
+    """Two concurrent processes compile a kernel once each; later processes load it, until the source changes."""
     copy = PackageCopy(tmp_path)
     assert copy.call(2) == [("True", 0, 1)] * 2
     assert copy.call() == [("True", 1, 0)]
@@ -138,7 +138,7 @@ def test_kernels_are_compiled_once_and_again_when_a_source_changes(tmp_path):
 
 
 def test_second_process_loads_all_kernels_from_the_cache():
-    """No kernel may depend on addresses of its process."""
+    """A second process loads all kernels from the cache, so no kernel depends on addresses of its process."""
     code = """
 import numpy as np, codec
 from codec.engines.numba import rows
@@ -151,7 +151,7 @@ print(sum(rows.decode_blocks.stats.cache_misses.values()))
 
 
 def test_numba_is_imported_only_when_used():
-    """Neither `import codec` nor codec.engines() imports it."""
+    """Neither `import codec` nor codec.engines() imports Numba."""
     code = """
 import sys, numpy as np, codec
 assert codec.engines()["numba"] is None
@@ -164,7 +164,7 @@ assert "numba" in sys.modules
 
 
 def test_missing_numba_is_an_engine_error_that_says_what_to_install():
-    """Other engines work."""
+    """Without Numba, engine="numba" is an error that says what to install; other engines work."""
     code = """
 import sys
 sys.modules["numba"] = None

@@ -27,7 +27,7 @@ def frames_of(dtype, n, names):
 
 
 def reduce_bits(frames, n, engine, with_out, **how):
-    """Return the bits of a reduction with NaNs unified; an error must leave `out` unchanged."""
+    """Return the bits of a reduction with all NaNs made equal; check that an error leaves `out` unchanged."""
     out = np.full(n, 7, np.float32) if with_out else None
     result = outcome(lambda: unify_nan(flatcall.reduce(frames, out=out, engine=engine, **how)))
     if isinstance(result, tuple):
@@ -37,7 +37,7 @@ def reduce_bits(frames, n, engine, with_out, **how):
 
 
 def check_pair(first, second, n, **how):
-    """Compare the engines on two frames, whole and with the last byte of the second one changed."""
+    """Compare the engines on two frames, undamaged, and with the last byte of the second frame changed."""
     damaged = second[:-1] + bytes([second[-1] ^ 0x55])
     for with_out in (False, True):
         whole = agreed(lambda engine: reduce_bits([first, second], n, engine, with_out, **how))  # noqa: B023

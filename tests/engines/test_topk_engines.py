@@ -1,4 +1,4 @@
-"""TopK on the Numba and the CUDA engine: the bytes, values, residuals and errors of the native engine."""
+"""TopK on the Numba and CUDA engines gives the frames, values, residuals and errors of the native engine."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def engine(request, monkeypatch):
 
 
 def check(x, spec, dtype, **how):
-    """Check frame, values and sums; return the frame."""
+    """Check that frame, values and sums equal the native engine's, and return the frame."""
     frame = check_encode(misaligned(x), spec, dtype, **how)
     if isinstance(frame, bytes):
         check_decode(frame, dtype, x.shape)
@@ -44,7 +44,7 @@ def check(x, spec, dtype, **how):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.sampled_from(LOSSY_DTYPES), st.integers(0, 9000), st.sampled_from(KINDS), SPECS, st.data())
 def test_any_tensor(engine, dtype, n, kind, spec, data):
-    """Short last chunks, equal magnitudes, zeros, NaN and Inf, residuals, streams of random bits."""
+    """Results are native for short last chunks, equal magnitudes, zeros, NaN, Inf, residuals and random streams."""
     seed = data.draw(st.integers(0, 99))
     x = sample_bits(dtype, n, kind, seed, data.draw(st.integers(0, 5)), finite=data.draw(st.integers(0, 4)) > 0)
     left = None
@@ -57,7 +57,7 @@ def test_any_tensor(engine, dtype, n, kind, spec, data):
     "spec", [codec.TopK(1 / 2, 3, 1 << 16), codec.TopK(1 / 2, 3, 128), codec.TopK(1e-9, 2, 1 << 16)]
 )
 def test_large_tensors(engine, spec):
-    """Several blocks; more kept values than fit in shared memory; gaps that are escaped."""
+    """Results are native for several blocks, for more kept values than fit in shared memory, and for escaped gaps."""
     x = np.random.default_rng(0).standard_normal(150_000).astype(F32)
     x[70_000:140_000] = np.round(x[70_000:140_000])
     x[1000:60_000] *= F32(1e-9)
@@ -65,7 +65,7 @@ def test_large_tensors(engine, spec):
 
 
 def test_chunks_of_few_magnitudes(engine):
-    """All magnitudes equal, all 0, and fewer that are not 0 than are kept: the first ones are."""
+    """If magnitudes are equal, or fewer are nonzero than are kept, the first values of the chunk are kept."""
     x = np.zeros(6 * 4096, F32)
     x[:4096] = -3
     x[8192 + 4000 : 8192 + 4010] = 1e-40
@@ -88,7 +88,7 @@ def test_accumulate_leaves_other_values_as_they_are(engine):
 
 
 def test_residuals_survive_tensors_that_are_refused(engine):
-    """The tensor is searched for NaN before residuals are written; ``verify_first=False`` leaves that out."""
+    """The tensor is searched for NaN before residuals are written, unless ``verify_first=False``."""
     x = np.random.default_rng(1).standard_normal(200_000).astype(F32)
     x[-1] = np.nan
     left = np.full_like(x, 0.25)

@@ -1,4 +1,4 @@
-"""Links between ranks in network namespaces fail: all ranks raise in time, and after a repair a new group works."""
+"""If a link between ranks fails, all ranks raise in time, and a new group works once the link is repaired."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ REPAIRS = {
 
 
 class LinkFault:
-    """Fault of a link, caused by the rank behind it during a collective."""
+    """Fault of a rank's link, which the rank itself causes during a collective."""
 
     def __init__(self, name, fault):
         self.name, self.fault = name, fault
@@ -42,7 +42,7 @@ class LinkFault:
         self.run(FAULTS)
 
     def run(self, commands):
-        """Run the command of this fault: of FAULTS to break the link, of REPAIRS to repair it."""
+        """Run this fault's command in `commands`: FAULTS break the link, REPAIRS repair it."""
         tool, *rest = commands[self.fault]
         netns.tool(tool, "-n", self.name, *rest)
 
@@ -63,9 +63,9 @@ def network():
 
 
 def _rounds(network, ranks, faults, undisturbed, disturbed, vote):
-    """Cause each fault at another fault point: all ranks raise in time, and then get the undisturbed result.
+    """Cause each fault at another fault point; check that all ranks raise in time, and then get the undisturbed result.
 
-    The faulty rank sends its vote as event vote(want, found); after it the collective may succeed.
+    vote(want, found) is the event number at which the faulty rank votes; after it the collective may succeed.
     """
     for i, fault in enumerate(faults):
         want = undisturbed(i)

@@ -1,4 +1,4 @@
-"""Ctrl-C during collectives: KeyboardInterrupt on that rank, PeerError on others, and unchanged or complete tensors."""
+"""Ctrl-C in a collective raises KeyboardInterrupt on that rank and PeerError on others; no tensor is half written."""
 
 import os
 import select
@@ -37,7 +37,7 @@ def interrupt():
 
 
 def _interrupted(rank, size, point):
-    """Return the error's name or None, the tensor's digest, and the seconds."""
+    """Interrupt an all-reduce; return the error's name or None, the tensor's digest, and the duration in seconds."""
     x, raised = values(rank), None
     begin = time.monotonic()
     try:
@@ -62,7 +62,7 @@ def test_ctrl_c_during_an_all_reduce_raises_on_all():
             ranks.run(rank_loss.connect)
             found = ranks.run(_interrupted, point)
             for rank, (raised, now, took) in enumerate(found):
-                # others have the result if all frames had arrived; the interrupted rank may have it, too
+                # if all frames had arrived, the other ranks have the result, and the interrupted rank may have it, too
                 either = {None: [want[rank][0]], "PeerError": [before[rank]]}
                 if rank == FAULTY:
                     either = {"KeyboardInterrupt": [before[rank], want[rank][0]]}
@@ -73,7 +73,7 @@ def test_ctrl_c_during_an_all_reduce_raises_on_all():
 
 
 def _wait_again(rank, size, point):
-    """Interrupt a wait, and wait again: the collective goes on."""
+    """An interrupted wait() does not end the collective: a second wait() succeeds."""
     x, interrupted, gate = values(rank), False, threading.Event()
     communicator.communicator_of(None).worker.submit(gate.wait)  # delays the collective until the rank waits for it
     pending = codec.torch.all_reduce(
@@ -99,7 +99,7 @@ def test_ctrl_c_during_a_wait_does_not_end_the_collective():
 
 
 def _connecting(rank, size):
-    """Interrupt ranks that connect to a frozen one."""
+    """Interrupt ranks that are connecting to a frozen rank."""
     if rank == FAULTY:
         freeze()
     connect = communicator.Channel
@@ -130,7 +130,7 @@ def test_ctrl_c_while_connecting_raises_keyboard_interrupt():
 
 
 def _train_interrupted(rank, size, point):
-    """Return the error's name or None, the seconds, and the states before and after the step."""
+    """Interrupt a training step; return the error's name or None, the seconds, and the states before and after."""
     before, raised = rank_loss.current_training().state(), None
     line = communicator.communicator_of(rank_loss.current_training().model.process_group)
     begin = time.monotonic()
@@ -164,7 +164,7 @@ def test_ctrl_c_during_a_training_step_leaves_it_undone_or_complete():
                 assert raised in expected, (point, found)
                 after = want[done][rank][0][-1]
                 assert now == (before if raised else after) or (rank == FAULTY and through), (point, found)
-                # An interrupt after all ranks have succeeded: the model is unchanged, residuals may be the new ones.
+                # After an interrupt once all ranks have succeeded, the model is unchanged, and residuals may be new.
                 assert raised is None or now in (before, (*before[:2], after[2])), (point, found)
                 assert took < PROMISED_SECONDS + SLACK_SECONDS, (point, found)
             ranks.new_group()
@@ -174,7 +174,7 @@ def test_ctrl_c_during_a_training_step_leaves_it_undone_or_complete():
 
 
 def _interrupted_between_buckets(rank, size):
-    """Interrupt backward after the first buckets and before the last one."""
+    """Interrupt the backward pass after the first buckets are reduced and before the last one."""
     now = rank_loss.current_training()
     line = communicator.communicator_of(now.model.process_group)
 
@@ -192,7 +192,7 @@ def _interrupted_between_buckets(rank, size):
 
 
 def test_interrupted_backward_leaves_residuals_unchanged():
-    """Interrupt the step after buckets were rebuilt, in which workers send residuals to slice owners."""
+    """Residuals are unchanged if backward is interrupted in the step in which workers send residuals to slice owners."""
     with RankPool(3) as ranks:
         ranks.new_group()
         saved = [s for _, _, s in ranks.run(rank_loss.train, None, 2)]
@@ -230,22 +230,22 @@ NEVER = ("terminate called", "Fatal Python error", "Exception ignored", "Segment
 
 
 def step_lines(pipe):
-    """Yield rank and process id of every step, until no line arrives for a second."""
+    """Yield rank and process id of every printed step, until no line arrives for one second."""
     while select.select([pipe], [], [], 1)[0] and (line := pipe.readline()):
         yield [int(number) for number in line.split()]
 
 
 def start(command, **how):
-    """Start a command with pipes, in a session of its own."""
+    """Start a command in a new session, with pipes for stdout and stderr."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "bufsize": 1}
-    # A background job of a shell, perhaps this process, ignores SIGINT, which the child would inherit.
+    # If this process is a shell's background job, it ignores SIGINT, which the child would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(command, env=environment, start_new_session=True, **pipes, **how)
 
 
 def wait_for_exit(process):
-    """Return the exit status and stderr of a process."""
+    """Wait for a process, and return its exit status and stderr."""
     try:
         _, said = process.communicate(timeout=HANG_SECONDS)
     except subprocess.TimeoutExpired:
@@ -265,7 +265,7 @@ def test_ctrl_c_ends_all_training_processes(who, tmp_path):
     hit = processes if who == "all" else processes[:1]
     if "frozen" in who:
         processes[1].send_signal(signal.SIGSTOP)
-        for _ in step_lines(processes[0].stdout):  # until rank 0 waits for the frozen rank
+        for _ in step_lines(processes[0].stdout):  # ends when rank 0 waits for the frozen rank
             pass
     for p in hit:
         p.send_signal(signal.SIGINT)
@@ -285,7 +285,7 @@ def test_ctrl_c_ends_all_training_processes(who, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("who", ["one", "all"])
 def test_ctrl_c_ends_training_under_torchrun(who, tmp_path):
-    """`all`: the signal goes to the process group of torchrun, as from a terminal."""
+    """Ctrl-C ends training under torchrun. `all`: the whole process group gets the signal, as from a terminal."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     run = start([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script])

@@ -1,6 +1,6 @@
-"""A rank dies, freezes or is cut off: the others raise in time, nothing changes, and a new group works.
+"""If a rank dies, freezes or is cut off, the others raise in time, nothing changes, and a new group works.
 
-CODEC_FAULT_POINTS=20 sets how many fault points each test tries; `pytest -s` prints them.
+CODEC_FAULT_POINTS=20 sets the number of fault points per test; `pytest -s` prints the points.
 """
 
 import time
@@ -35,9 +35,9 @@ from support.ranks import RankPool, run_ranks
 
 
 def _sweep(algorithms, fault, most):
-    """Lose a rank at several fault points of each algorithm; return a line of text for each."""
+    """Lose a rank at several fault points of each algorithm; return a line of text per algorithm."""
     timeout = TIMEOUT if fault is freeze else 10
-    within = timeout + 1 + SLACK_SECONDS if fault is freeze else timeout / 2  # a death is noticed at once
+    within = timeout + 1 + SLACK_SECONDS if fault is freeze else timeout / 2  # a death is detected at once
     rows = []
     with RankPool(3) as ranks:
         for algorithm in algorithms:
@@ -62,7 +62,7 @@ def _sweep(algorithms, fault, most):
 
 @pytest.mark.parametrize(("fault", "most"), [(die, 6), (freeze, 4)])
 def test_rank_lost_during_an_all_reduce_is_an_error_on_all_others(fault, most):
-    # A frozen rank is noticed after a timeout: sweep all algorithms in parallel, since they mostly wait.
+    # A frozen rank is detected after a timeout, so algorithms mostly wait, and are swept in parallel.
     each = [[algorithm] for algorithm in ALGORITHMS] if fault is freeze else [ALGORITHMS]
     with ThreadPoolExecutor() as pool:
         for rows in pool.map(lambda algorithms: _sweep(algorithms, fault, most), each):
@@ -70,7 +70,7 @@ def test_rank_lost_during_an_all_reduce_is_an_error_on_all_others(fault, most):
 
 
 def _unconnected(rank, size, fault):
-    """Lose a rank before the group's first collective."""
+    """Lose a rank before the group's first collective; return the other ranks' outcomes."""
     if rank == FAULTY:
         fault()
     x = values(rank)
@@ -92,7 +92,7 @@ def test_rank_lost_before_all_are_connected_is_an_error_on_all_others(fault):
 
 
 def _acked(rank, size, algorithm, spec):
-    """Return the result of an undisturbed all-reduce, and the bytes sent over the busiest connection."""
+    """Return the result of an undisturbed all-reduce, and the number of bytes sent over the busiest connection."""
     with new_connections() as found:
         channel()
     before = [acked_nbytes(s) for s in found]
@@ -101,7 +101,7 @@ def _acked(rank, size, algorithm, spec):
 
 
 def _cut(rank, size, algorithm, spec, nbytes, rate):
-    """Return the result of disturbed_all_reduce and the bytes that had arrived at the cut, if it came in time."""
+    """Return the result of disturbed_all_reduce, and the bytes acknowledged at the cut, if the cut came in time."""
     with new_connections() as found:
         channel()
     arrived = cut_after(found, nbytes, rate) if rank == FAULTY else []
@@ -109,7 +109,7 @@ def _cut(rank, size, algorithm, spec, nbytes, rate):
 
 
 def _sweep_bytes(algorithm, most):
-    """Cut a connection after several numbers of bytes; return a line of text."""
+    """Cut a connection after various numbers of bytes; return a line of text."""
     spec = codec.Lossless() if algorithm == "raw" else codec.Quantize(4)
     with RankPool(3) as ranks:
         ranks.new_group()
@@ -117,13 +117,13 @@ def _sweep_bytes(algorithm, most):
         want, most_nbytes = [result for result, _ in both], both[FAULTY][1]
         points, cut = fault_points(most_nbytes * 9 // 10, FAULT_POINTS or most), 0
         for nbytes in points:
-            for rate in (1 << 20, 1 << 18, 1 << 17):  # slower if a busy machine missed the point
+            for rate in (1 << 20, 1 << 18, 1 << 17):  # bytes per second; slower after a cut that came too late
                 ranks.new_group()
                 both = ranks.run(_cut, algorithm, spec, nbytes, rate)
                 found, arrived = [result for result, _ in both], both[FAULTY][1]
                 if found[FAULTY][0] is not None:
                     break
-            # all may succeed only if the kernel had the remaining bytes in its buffers, or the cut never came
+            # all ranks may succeed only if the kernel had buffered the remaining bytes, or the cut never came
             gone = raised_in_time(found)
             assert gone or (arrived or [nbytes])[0] >= most_nbytes - 2 * SEND_BUFFER, (nbytes, arrived, found)
             cut += gone
@@ -135,7 +135,7 @@ def _sweep_bytes(algorithm, most):
 
 
 def _late_votes(rank, size):
-    """Reduce while ranks vote late, each by less than a timeout after the one before."""
+    """All-reduce while ranks vote one after another, each by less than a timeout later than the last one."""
     x = torch.full((1000,), float(rank))
     codec.torch.all_reduce(torch.ones(3), options=codec.options(timeout=TIMEOUT))
     agree = Collective.agree
@@ -148,7 +148,7 @@ def _late_votes(rank, size):
 
 
 def test_ranks_wait_for_the_verdict_as_long_as_rank_0_waits_for_votes():
-    """Otherwise a rank would time out although no rank was late by a timeout."""
+    """Ranks wait for the verdict as long as rank 0 may wait for votes, so none times out unless a rank is late."""
     assert run_ranks(3, _late_votes) == [[1.0] * 1000] * 3
 
 
@@ -160,18 +160,20 @@ def test_connection_cut_at_any_byte_of_an_all_reduce_is_an_error_on_all():
 
 @pytest.mark.parametrize(("fault", "most"), [(die, 6), (freeze, 4)])
 def test_rank_lost_during_a_training_step_leaves_the_others_unchanged(fault, most):
-    """Lose a rank in a group's first step, in which workers send residuals to slice owners, and in later steps."""
+    """A rank lost in a training step leaves the others unchanged, in a group's first step, in which workers send
+    residuals to slice owners, and in later steps.
+    """
     with RankPool(3) as ranks:
         ranks.new_group()
         saved = [s for _, _, s in ranks.run(train, None, 3)]
         ranks.new_group()
         want, events, after = [], [], []
-        for done in range(3):  # steps in the group before the faulty one
+        for done in range(3):  # number of steps in the group before the faulty step
             ranks.new_group()
             undisturbed = ranks.run(train, saved, done + 1)
             events.append(undisturbed[FAULTY][1])
             after.append([states[-1] for states, _, _ in undisturbed])
-            ranks.new_group()  # random streams are numbered by the collectives of a group
+            ranks.new_group()  # a new group restarts the numbering of random streams
             first = ranks.run(train, saved, done)
             ranks.new_group()
             want.append(([states for states, _, _ in first], [s for s, _, _ in ranks.run(train, None, 2)]))

@@ -1,4 +1,4 @@
-"""Packed model files: bytes are restored, containers are deterministic, and damaged or forged ones are errors."""
+"""Packed model files restore every byte, packing is deterministic, and damaged or forged containers are errors."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ from support.tiers import N_DAMAGED, N_EXAMPLES
 
 
 class BytesSource:
-    """A .safetensors file in memory."""
+    """A .safetensors file in memory, as input of packing."""
 
     def __init__(self, data):
         self._file = MemoryBytes(data)
@@ -63,7 +63,7 @@ def test_containers_do_not_depend_on_threads():
 
 
 def test_containers_are_safetensors_files_of_frames():
-    """Any reader of .safetensors files gives the frame of a large tensor, which codec.decode takes."""
+    """A container is a .safetensors file: any reader returns the frame of a large tensor, for codec.decode."""
     entries = load(CONTAINER)
     assert {x.dtype.name for x in entries.values()} == {"uint8"}
     assert {GROUPS, INDEX, "basis", "half"} < set(entries)
@@ -73,7 +73,7 @@ def test_containers_are_safetensors_files_of_frames():
 
 
 def test_containers_without_zstandard(monkeypatch):
-    """Without the package, repeated values are stored by zlib; a container that needs it says so."""
+    """Without the package zstandard, zlib compresses repeated values; a container that needs zstandard is an error."""
     monkeypatch.setattr(parts, "_zstandard", lambda: None)
     other = packed(PLAIN)
     assert contents(other) == PLAIN
@@ -119,7 +119,7 @@ def test_odd_files_are_restored(tensors):
 @settings(max_examples=N_EXAMPLES, deadline=None)
 @given(st.integers(0, len(CONTAINER) - 1), st.integers(1, 255), st.booleans())
 def test_damaged_containers_are_errors_or_harmless(at, flip, cut):
-    """A changed byte, or a truncated file, gives the file that was packed, or an error."""
+    """A container with a changed byte, or truncated, either restores the packed file or is an error."""
     bad = bytearray(CONTAINER[:at] if cut else CONTAINER)
     if not cut:
         bad[at] ^= flip
@@ -139,7 +139,7 @@ def test_every_damaged_byte_of_parts_and_index_is_found():
 
 
 def changed(path, value):
-    """Return the container with one value of its index changed, and right digests."""
+    """Return the container with one value of its index changed, and digests recomputed."""
     index, data = taken_apart(CONTAINER)
     index = copy.deepcopy(index)
     place = index
@@ -200,7 +200,7 @@ def test_forged_indexes_are_errors(path, value):
 
 
 def test_forged_containers_allocate_little():
-    """An index that inflates without end, and versions of the future, are refused at once."""
+    """An index that decompresses to a huge size, or a future version, is refused before memory is allocated."""
     _, data = taken_apart(CONTAINER)
     bomb = zlib.compress(b"[" + b" " * (100 << 20) + b"]", 9)
     with pytest.raises(codec.FrameError, match="too large"):
@@ -214,7 +214,7 @@ def test_forged_containers_allocate_little():
 
 
 def test_parts_of_hostile_compressors_are_errors():
-    """A part that another compressor inflates to more than the index names is refused before it is inflated."""
+    """A part that would decompress to more bytes than the index declares is refused before decompression."""
     out = np.empty(64, np.uint8)
     for coding, data in (
         ("zstd", zstandard.ZstdCompressor().compress(bytes(1 << 24))),
@@ -241,7 +241,7 @@ def test_headers_are_parsed_or_refused(text):
 
 
 def test_index_of_repetitive_names_is_restored():
-    """Headers that compress better than the limit of the reader are stored without compression."""
+    """A header whose compression ratio exceeds the reader's limit is stored uncompressed, and restored."""
     entries = {f"{'x' * 400}{i}": ("U8", (0,), b"") for i in range(4_000)}
     data = safetensors(entries)
     assert contents(packed(data)) == data

@@ -1,4 +1,4 @@
-"""codec.bound holds for every input, and with segments it is tight."""
+"""codec.bound is an upper bound of the frame size for every input, and with segments a tight one."""
 
 import math
 from itertools import pairwise
@@ -38,7 +38,7 @@ LAYOUT = st.tuples(
 
 
 def laid_out(layout):
-    """Return segments with gaps before them, and the number of values with the rest behind."""
+    """Return segments at offsets with gaps between them, and the total number of values, trailing ones included."""
     segments, n = [], 0
     for gap, shape in layout[0]:
         segments.append((n + gap, tuple(shape)))
@@ -47,7 +47,7 @@ def laid_out(layout):
 
 
 def uniform(n, dtype, seed, digits):
-    """Return values of `digits` decimal digits: few make codes that an entropy stage shrinks."""
+    """Return uniform values of `digits` decimal digits. With few digits, an entropy stage reduces the frame."""
     x = np.round(np.random.default_rng(seed).uniform(-0.4, 0.4, n), digits).astype(np.float32)
     if dtype == "bfloat16":
         return (x.view(np.uint32) >> 16).astype(np.uint16)
@@ -99,18 +99,20 @@ def test_all_engines_encode_into_memory_of_the_bound(name, engine):
 
 @given(st.booleans(), DTYPE, LAYOUT)
 def test_bound_of_an_entropy_stage_is_close_to_the_size_without_one(ternary, dtype, layout):
-    """A codebook has at most 131 bytes; the code bytes of a block have a head of 4 bytes, and are filled up to 8."""
+    """An entropy stage raises the bound by at most a codebook of 131 bytes, and a head of 4 bytes and padding to 8 per
+    block.
+    """
     coded = codec.Ternary("entropy") if ternary else codec.Float8(entropy=True)
     plain = codec.Ternary("base3") if ternary else codec.Float8()
     segments, n = laid_out(layout)
-    segments = [s for s in segments if math.prod(s[1][-1:]) <= 16_384]  # longer rows are other ones with entropy
+    segments = [s for s in segments if math.prod(s[1][-1:]) <= 16_384]  # an entropy stage splits longer rows
     frame = codec.frame_nbytes(n, dtype, plain, segments=segments)
     most, nblocks = codec.bound(n, dtype, coded, segments=segments), -(-n // 8192) + 2 * len(segments) + 1
     assert frame <= most <= frame + 136 + 8 * nblocks
 
 
 def test_bounds_of_small_frames():
-    """Bounds of 1,024 values that are encoded without segments, with one, and with any segments."""
+    """Bounds for 1,024 values without segments, with one segment and with unknown segments have the expected sizes."""
     for spec, sizes in (
         (codec.Float8(), (1096, 1176, 4864)),
         (codec.Sign(), (200, 224, 3320)),

@@ -46,7 +46,7 @@ def test_round_trip():
 
 
 def test_damaged_bytes_are_rejected():
-    """Truncated, extended, flipped and random bytes are an ArgumentError, since the id is a digest of the rest."""
+    """Truncated, extended, flipped or random bytes raise ArgumentError, since the id is a digest of the other bytes."""
     for book in BOOKS:
         data = book.to_bytes()
         for n in range(len(data)):

@@ -1,4 +1,4 @@
-"""Rules of format.md, section 10: library and reference decoder agree on frames of delta that are made by hand."""
+"""Rules of format.md, section 10: library and reference decoder agree on hand-made Delta frames."""
 
 import struct
 
@@ -13,7 +13,7 @@ from support.format_cases import check_case
 from support.frame_builder import delta_frame, low_first, recompute_checksums, region
 
 BFLOAT16, INT8, FLOAT64 = 3, 17, 2
-# exponents 127 and 128, of class 1 if S is 126, 129, of class 2, and two zeros, of class 0
+# with S = 126: exponents 127 and 128 are in class 1, 129 in class 2, and the two zeros in class 0
 BASE = (0x3F85, 0x4005, 0x4085, 0x0000, 0x8000)
 INTEGERS = (1, 2, 3, 253, 0)
 S = 126
@@ -29,14 +29,14 @@ def gamma(x):
 
 
 def coded(mode, field, changes, *codes, behind=b""):
-    """Return a region with a bit stream."""
+    """Return a region with the bit stream of `codes`."""
     bits = "".join(codes)
     stream = int("0" + bits[::-1], 2).to_bytes(-(-len(bits) // 8), "little")
     return region(struct.pack("<I", mode | field << 2 | changes - 1 << 14) + stream + behind)
 
 
 def steps(changes, *codes, scale=S, quiet=True):
-    """Return a region of steps; ``quiet``: the codes of the two zeros come first, unchanged."""
+    """Return a region of steps. ``quiet``: put the codes of the two zeros, unchanged, first."""
     return coded(1, scale + 16, changes, *[rice(0, 14)] * (2 * quiet), *codes)
 
 
@@ -45,7 +45,7 @@ def raw(values, changes, field=0, behind=b""):
 
 
 def changed(**by_name):
-    """Return BASE with values replaced; `v0` is the first."""
+    """Return BASE with some values replaced; `v0` replaces the first value."""
     return [by_name.get(f"v{i}", x) for i, x in enumerate(BASE)]
 
 
@@ -126,7 +126,7 @@ CASES = {
 
 
 def check(dtype, base, region_, values):
-    """Check the frame of one block; `values`: the reference decoder's reason, or the values."""
+    """Check a frame of one block; `values`: the decoded values, or the reason for which it is rejected."""
     kind = np.dtype(f"<u{oracle.DTYPES[dtype][1]}")
     old = np.array(base, kind)
     new = None if isinstance(values, str) else np.array(values, kind)
@@ -138,7 +138,7 @@ def check(dtype, base, region_, values):
 
 @pytest.mark.parametrize("name", CASES)
 def test_region(name):
-    """Section 10.3."""
+    """Library and reference decoder agree on regions (section 10.3)."""
     check(BFLOAT16, BASE, *CASES[name])
 
 
@@ -155,12 +155,12 @@ INTEGER_CASES = {
 
 @pytest.mark.parametrize("name", INTEGER_CASES)
 def test_region_of_integers(name):
-    """Section 10.3: dtypes without exponents have gaps and steps in mode 1."""
+    """Regions of integers, which have no exponents, store gaps and steps in mode 1 (section 10.3)."""
     check(INT8, INTEGERS, *INTEGER_CASES[name])
 
 
 def test_long_codes_of_float64():
-    """Section 10.3: numbers of 64 bits, and parameters up to 62."""
+    """Codes of float64 may be numbers of 64 bits, with Rice parameters up to 62 (section 10.3)."""
     base = [0x3FF0_0000_0000_0000, 0, 0x4000_0000_0000_0000]
     z = 2 * 12345678901234567
     new = [base[0] + 12345678901234567, 1 << 63, base[2] + 1]
@@ -186,7 +186,7 @@ FRAMES = {
 
 @pytest.mark.parametrize("name", FRAMES)
 def test_header(name):
-    """Section 2: fields of the header that delta's frames may not have."""
+    """A Delta frame with a header field of other codecs is rejected (section 2)."""
     fields, reason = FRAMES[name]
     base = np.array(BASE, "<u2")
     new = np.array(changed(v0=0x3F86), "<u2").tobytes()
@@ -195,7 +195,7 @@ def test_header(name):
 
 
 def test_frame_without_blocks():
-    """Section 10.1: the result is the base; both digests are its digest, and nothing follows."""
+    """A frame without blocks decodes to the base; both digests are that of the base (section 10.1)."""
     base = np.array(BASE, "<u2")
     frame = delta_frame(BFLOAT16, base.tobytes(), [], base.tobytes(), log2=0)
     assert len(frame) == 72
@@ -211,14 +211,14 @@ def test_frame_without_blocks():
 
 
 def test_result_of_another_digest():
-    """Section 10.1: a frame whose changes do not lead to the result that it names is refused."""
+    """A frame whose result does not have the stored digest is rejected (section 10.1)."""
     base = np.array(BASE, "<u2")
     frame = delta_frame(BFLOAT16, base.tobytes(), [steps(1, *ONE)], np.array(changed(v0=7), "<u2").tobytes())
     check_case(decode_all_ways, frame, "another result", base=base)
 
 
 def test_base_of_another_digest():
-    """Section 10.1: it is the base that is reported, for every base, whether or not the stream is valid with it."""
+    """A wrong base is reported as such, whether or not the stream is valid with it (section 10.1)."""
     base, new = np.array(BASE, "<u2"), np.array(changed(v0=0x3F86), "<u2")
     frame = delta_frame(BFLOAT16, base.tobytes(), [steps(1, *ONE)], new.tobytes())
     for i in range(len(BASE)):
@@ -235,7 +235,7 @@ def test_base_of_another_digest():
 
 
 def test_huge_shape_needs_a_base_of_its_size():
-    """Section 11: a frame without blocks declares any shape, and costs nothing."""
+    """A frame without blocks may declare a huge shape, but decodes only with a base of that size (section 11)."""
     frame = bytearray(delta_frame(BFLOAT16, b"", [], b"", log2=0))
     struct.pack_into("<Q", frame, 48, 1 << 59)
     frame = recompute_checksums(frame)

@@ -39,7 +39,7 @@ def test_reference_decoder_reads_scale_models(dtype):
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_instruction_sets_decode_to_the_same_bytes(dtype):
-    """test_encoder_rules.py compares the frames of all instruction sets with the reference encoder's."""
+    """All instruction sets decode to the same bytes; test_encoder_rules.py compares their frames."""
     for kind in KINDS:
         for n in (513, 5000, 40000):
             x = random_bits(dtype, n, kind)
@@ -50,7 +50,7 @@ def test_instruction_sets_decode_to_the_same_bytes(dtype):
 
 
 def test_every_length_and_offset_in_a_cache_line(isa):
-    """Lengths 512 to 1,024, and 0 to 512, where tensors are stored."""
+    """Frames are identical for lengths up to 1,024 (up to 512 values are stored), at every offset in a cache line."""
     memory = random_bits("bfloat16", 2048, "normal")
     raw = np.empty(memory.nbytes + 64, np.uint8)
     for n in range(1025):
@@ -69,7 +69,7 @@ def test_every_length_and_offset_in_a_cache_line(isa):
 @pytest.mark.parametrize("shape", [(1100, 64), (1030, 6001), (3, 1500, 333), (600_000,)])
 @pytest.mark.parametrize("codec_", ["lossless", "truncate"])
 def test_threads_give_the_same_scale_models(shape, codec_):
-    """Threads compute the offsets of rows that begin in their blocks, if there are more rows than are sampled."""
+    """Scale models do not depend on the thread count, also where threads compute the offsets of unsampled rows."""
     rng = np.random.default_rng(4)
     x = rng.standard_normal(shape, np.float32) * np.exp(3 * rng.standard_normal((*shape[:-1], 1), np.float32))
     spec = codec.Lossless(model="separable") if codec_ == "lossless" else codec.Truncate(level=1)
@@ -98,7 +98,7 @@ def test_threads_give_the_same_bytes(dtype, isa):
 
 @pytest.mark.parametrize("spec", [codec.Lossless(), *LOSSY.values(), *TOPKS.values(), *TRUNCATES.values()], ids=repr)
 def test_every_codec_uses_all_threads(spec, monkeypatch):
-    """No codec falls back to one thread where its frame is smaller than the tensor."""
+    """Every codec uses all threads, unless the frame would be larger than the tensor."""
     x = np.random.default_rng(0).standard_normal(300_001).astype(np.float32)
     how = {"optimizer": codec.optimizers.SGD(1e-6), "state": {"theta": x}} if isinstance(spec, codec.Truncate) else {}
     frame = flatcall.encode(x, spec, threads=1, **how)
@@ -143,7 +143,7 @@ def test_flush_denormal_does_not_change_results():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("spec", [codec.Lossless(), codec.Truncate(0)], ids=repr)
 def test_every_half_precision_pattern_converts_to_the_same_float32(dtype, spec):
-    """All 65,536 patterns, signaling NaNs included, on every instruction set."""
+    """All 65,536 half-precision patterns, signaling NaNs included, convert alike on every instruction set."""
     x = np.arange(1 << 16, dtype=np.uint16)
     frame = codec.encode(codec.view(x, dtype), spec)
     results = []

@@ -1,4 +1,4 @@
-"""The library's frames are bit-identical to those of the encoder that was written from docs/spec/encoder.md."""
+"""The library's frames are bit-identical to those of the reference encoder, written from docs/spec/encoder.md."""
 
 import itertools
 import struct
@@ -51,7 +51,7 @@ def test_lossless_frames(dtype):
 
 
 def test_lossless_samples_use_every_feature():
-    """Every plane mode, halved planes, pruning and scale models occur in the tensors of these tests."""
+    """The tensors of these tests use every plane mode, halved planes, pruning and scale models."""
     found = set()
     rng = np.random.default_rng(0)
     products = (rng.integers(0, 16, 20_000) * rng.integers(0, 16, 20_000)).astype(np.uint8)
@@ -95,7 +95,7 @@ def test_scale_models(dtype, model):
 
 @pytest.mark.parametrize("dtype", every(2, PATTERNS))
 def test_scale_model_of_large_tensors(dtype):
-    """More than 1,024 rows, sampled quad rows, and offsets in eighths of an octave."""
+    """Frames agree for scale models with more than 1,024 rows, sampled quad rows, and offsets of 1/8 octave."""
     rng = np.random.default_rng(1)
     same(matrix(dtype, 1100, 250), dtype=dtype, shape=(1100, 250))
     n = 524_288 if dtype in ("float32", "bfloat16") else 100_000
@@ -122,7 +122,7 @@ def test_frames_with_a_shared_codebook(spec):
 
 @given(st.data())
 def test_codebooks_from_counts(data):
-    """Any counts: ties, many symbols, sums above 2^24."""
+    """Codebooks agree for any counts, such as ties, many symbols and sums above 2^24."""
     most = data.draw(st.sampled_from([1, 2, 30, 1 << 14, 1 << 31]))
     close = st.lists(st.integers(83_000, 83_003), min_size=256, max_size=256)  # their sum is above 2^24
     few = st.lists(st.integers(0, most), min_size=256, max_size=256)
@@ -143,18 +143,18 @@ def test_random_lossless_frames(dtype, n, kind, seed, data):
 
 
 def skewed(n, skew, seed=0):
-    """Return bytes some of which are more frequent than others."""
+    """Return random bytes whose frequencies differ by `skew`."""
     rng = np.random.default_rng(seed)
     return np.minimum(rng.integers(0, 256, n), rng.integers(0, 256 + skew, n)).astype(np.uint8)
 
 
 def around_zero(n, deviation):
-    """Return bytes around 0 with a standard deviation."""
+    """Return bytes normally distributed around 0, modulo 256."""
     return (np.random.default_rng(1).standard_normal(n) * deviation).astype(np.int64).astype(np.uint8)
 
 
 def test_thresholds_of_plane_modes():
-    """Counts at which coding a plane, a block or a nibble just pays, and at which 1 in 64 values is 0."""
+    """Frames agree where coding a plane, a block or a nibble just pays, and where 1 in 64 values is 0."""
     for skew in range(0, 240, 8):
         for n in (1100, 3333):
             x = skewed(n, skew)
@@ -174,7 +174,7 @@ def test_thresholds_of_plane_modes():
 
 
 def test_thresholds_of_shapes():
-    """Sides of 64, segments and tensors of 8,192 values, and one less."""
+    """Frames agree at the size limits of scale models: sides of 64 and 63, 8,192 and 8,191 values."""
     for dtype, rows, cols in itertools.product(("float32", "float64"), (63, 64, 128), (127, 128, 129)):
         x = matrix(dtype, rows, cols)
         same(x, codec.Lossless(model="separable"), dtype=dtype, shape=(rows, cols))
@@ -187,7 +187,7 @@ def test_thresholds_of_shapes():
 
 @pytest.mark.parametrize("dtype", PATTERNS)
 def test_thresholds_of_scale_models(dtype):
-    """Offsets that just pay, that just do not, and that are clamped."""
+    """Frames agree for offsets that just pay, that just do not pay, and that are clamped."""
     rng = np.random.default_rng(6)
     for spread in np.linspace(0, 0.5, 25):
         scales = np.exp(spread * (rng.standard_normal((70, 1)) + rng.standard_normal((1, 120))))
@@ -207,7 +207,7 @@ def test_thresholds_of_scale_models(dtype):
 
 @pytest.mark.nightly
 def test_sampling_of_large_tensors():
-    """More than 4,000,000 values, of which fewer than 1 in 16 quad rows are sampled."""
+    """Frames agree for more than 4,000,000 values, where fewer than 1 in 16 quad rows are sampled."""
     rng = np.random.default_rng(8)
     x = (rng.standard_normal(36_863 * 128) * np.exp(4 * rng.standard_normal(36_863 * 128))).astype(F32)
     same((x.view(np.uint32) >> 16).astype(np.uint16), dtype="bfloat16")
@@ -225,7 +225,7 @@ def delta_modes(frame):
 
 
 def moved(base, dtype, density, largest, seed):
-    """Return values of which a share has moved by up to `largest` patterns, some by any number."""
+    """Return `base` with a fraction `density` of values changed, most by up to `largest` patterns, some arbitrarily."""
     rng = np.random.default_rng([seed, len(base)])
     steps = rng.integers(1, largest + 1, len(base), dtype=np.uint64).astype(base.dtype)
     steps = np.where(rng.random(len(base)) < 0.5, steps, (0 - steps.astype(np.int64)).astype(base.dtype))
@@ -252,7 +252,7 @@ def test_delta_frames(dtype):
 
 
 def test_delta_of_masters():
-    """All values of float32 and float64 move by thousands of patterns: S is above all exponents."""
+    """Delta frames agree if all values move by thousands of patterns, as master weights do; S exceeds all exponents."""
     for dtype, largest in (("float32", 5000), ("float64", 1 << 40)):
         base = random_bits(dtype, 3000, "normal")
         assert delta_modes(same(moved(base, dtype, 1, largest, seed=3), codec.Delta(), dtype=dtype, base=base)) == {1}

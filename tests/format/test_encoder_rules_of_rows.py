@@ -1,4 +1,4 @@
-"""Frames of row codecs, and of all lossy codecs with error feedback, are those of the reference encoder."""
+"""Frames of row codecs, and of all lossy codecs with error feedback, equal the reference encoder's."""
 
 import functools
 import itertools
@@ -53,7 +53,7 @@ def test_frames_of_row_codecs(spec, dtype):
 
 @pytest.mark.parametrize("packing", ["base3", "entropy"])
 def test_ternary_frames_of_several_blocks(packing):
-    """Blocks of base 3 are longer; with more than 16 blocks some are not sampled."""
+    """Ternary frames of several blocks agree, in base 3 with its longer blocks, and if some blocks are not sampled."""
     same(tame("bfloat16", 170_000, "normal"), codec.Ternary(packing), dtype="bfloat16")
     same(tame("float32", 17_000, "normal"), codec.Float8(group_size=512, entropy=True), dtype="float32")
     for n, row in itertools.product((511, 512), (100, 20_000)):
@@ -81,21 +81,21 @@ N = 1 << 14
 
 @functools.cache
 def halves_of(rounding):
-    """Return the random words of seed 3 and stream 5; constant ones for rounding to nearest."""
+    """Return the random words of seed 3 and stream 5, or the constant word of rounding to nearest."""
     if rounding == "nearest":
         return np.full(N, 1 << 15)
     return encoder.draws(Ask(6, seed=3, stream=5), N, 0)
 
 
 def places(h, most):
-    """Return numbers below `most`, just under the point where a sum rounded to float32 would be rounded up."""
+    """Return numbers below `most`, each just below the rounding point, where a sum in float32 would be rounded up."""
     rng = np.random.default_rng(most)
     x = rng.integers(0, most, N) + (65535 - h + rng.choice([0, 0, 0.25, 1], N)) / 65536
     return np.where(h == 65535, np.nextafter(F32(0.5), F32(0)) / F32(65536), x.astype(F32))
 
 
 def argument(function, guess, target):
-    """Return the float32 near a guess whose value of `function` is closest to the target."""
+    """Return the float32 x near `guess` for which function(x) is closest to `target`."""
     near = [guess]
     for end in (F32(-2), F32(2)):
         x = guess
@@ -110,7 +110,7 @@ def argument(function, guess, target):
 @pytest.mark.parametrize("levels", ["even", "odd"])
 @pytest.mark.parametrize("bits", [2, 5, 8])
 def test_quantize_rounds_without_double_rounding(bits, levels, rounding):
-    """The sum 2^16 x + 1/2 is not rounded, which matters most from 128 levels on."""
+    """Quantize does not round the sum 2^16 x + 1/2 before rounding to a level, which matters from 128 levels on."""
     n = 2**bits - 1 if levels == "even" else 2 ** (bits - 1) - 1
     place = (lambda x: (x + F32(1)) * F32(n / 2)) if levels == "even" else (lambda x: np.abs(x) * F32(n))
     target = np.minimum(places(halves_of(rounding), n), n)
@@ -122,7 +122,7 @@ def test_quantize_rounds_without_double_rounding(bits, levels, rounding):
 
 
 def test_quantize_to_nearest_rounds_without_double_rounding():
-    """A position of 154.49999 is rounded down; a sum with 1/2 in float32 would make it 155."""
+    """A position of 154.49999 is rounded to 154; adding 1/2 in float32 would give 155."""
     x = np.zeros(4096, F32)
     x[:2] = 1, 0.21176453
     assert same(x, codec.Quantize(8, 4096, "even", "nearest"))[69] == 154
@@ -132,7 +132,7 @@ SMALL = {"e4m3fn": (3, 7, 448), "e5m2": (2, 15, 57344), "e2m1": (1, 1, 6)}
 
 
 def magnitudes(kind, h):
-    """Return values of all exponents; below the normal range, just under the point of rounding up."""
+    """Return values of all exponents; below the normal range, values just below the rounding point."""
     m, bias, most = SMALL[kind]
     rng = np.random.default_rng(bias)
     x = np.exp2(rng.uniform(-bias - m - 3, np.log2(most) + 0.3, N)).astype(F32)
@@ -144,7 +144,7 @@ def magnitudes(kind, h):
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("kind", SMALL)
 def test_small_floats_round_without_double_rounding(kind, rounding):
-    """Also below the normal range."""
+    """Small floats are rounded once, also below the normal range."""
     x = magnitudes(kind, halves_of(rounding))
     if kind == "e2m1":
         x = np.clip(x, -6, 6)
@@ -167,7 +167,7 @@ def test_float8_ignores_nan_and_inf_for_scales(dtype, format):
 
 
 def test_float8_frames_hold_no_infinity():
-    """Section 8 of the format forbids it."""
+    """Float8 frames hold no infinity, which section 8 of the format forbids."""
     for x, expected in (([3.4e38], 3.4028235e38), ([-3.4e38, 1], -3.4028235e38)):
         y = codec.decode(same(np.array(x, F32), codec.Float8(scale=1e-36)))
         assert y[0] == F32(expected)
@@ -175,7 +175,7 @@ def test_float8_frames_hold_no_infinity():
 
 @pytest.mark.parametrize("scale", [0.01, 1e37, 1e-41, 1e-44])
 def test_ternary_ties_and_scales_without_a_reciprocal(scale):
-    """The second random word decides ties; reciprocals of tiny scales overflow."""
+    """Ternary frames agree for ties, which the second random word decides, and scales whose reciprocal overflows."""
     rng = np.random.default_rng(3)
     x = (rng.standard_normal(N) * scale).astype(F32)
     same(x, codec.Ternary(seed=3), stream=5)
@@ -201,7 +201,7 @@ def test_ternary_scale_of_zeros(dtype):
 @pytest.mark.parametrize("variant", get_args(specs.SignScale))
 @pytest.mark.parametrize("n", [1, 31, 33, 4095, 4097, 3 * 4096, 7 * 4096 + 1, 50_000])
 def test_sums_of_sign_scales(variant, n):
-    """Sums of a part, of one long row and of many rows, and sums that overflow."""
+    """Sign's scales agree for a part, one long row and many rows, and for sums that overflow."""
     x = np.random.default_rng(n).standard_normal(n).astype(F32)
     x[::5] = -0.0
     for y in (x, np.clip(x, -3, 3) * F32(1e38), -np.abs(x)):
@@ -237,7 +237,7 @@ def test_row_scales_from_the_smallest_to_the_largest(rounding):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("spec", every(2, [*LOSSY.values(), *TOPKS.values(), *TRUNCATES.values()]), ids=repr)
 def test_frames_with_error_feedback(spec, dtype):
-    """Some sums lie between the dtype's numbers or beyond its range."""
+    """Frames with feedback agree, also if tensor + residual is not representable in the dtype or exceeds its range."""
     n = 3000
     error = np.random.default_rng(2).standard_normal(n).astype(F32)
     error[11:14] = 70_000, -70_000, 3.4e38

@@ -1,4 +1,4 @@
-"""Frames of Truncate are those of the reference encoder."""
+"""Truncate's frames are bit-identical to those of the reference encoder."""
 
 import itertools
 from typing import get_args

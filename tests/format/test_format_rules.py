@@ -44,33 +44,33 @@ LEADS = pytest.mark.parametrize("lead", [False, True], ids=["alone", "behind a b
 @LEADS
 @pytest.mark.parametrize("name", LOSSLESS_CASES)
 def test_lossless(name, lead):
-    """Sections 2 to 7 of the format."""
+    """Library and reference decoder agree on lossless frames (sections 2 to 7)."""
     check_lossless(decode_all_ways, name, lead)
 
 
 @pytest.mark.parametrize("name", PART_CASES)
 def test_parts(name):
-    """Section 5.2 of the format: the number and sizes of a scale model's parts."""
+    """Library and reference decoder agree on the number and sizes of a scale model's parts (section 5.2)."""
     check_parts(decode_all_ways, name)
 
 
 @pytest.mark.parametrize("name", ROW_CASES)
 def test_rows(name):
-    """Section 8 of the format."""
+    """Library and reference decoder agree on row codecs (section 8)."""
     check_rows(decode_all_ways, name)
 
 
 @LEADS
 @pytest.mark.parametrize("name", TRUNCATE_CASES)
 def test_truncate(name, lead):
-    """Section 9 of the format."""
+    """Library and reference decoder agree on Truncate (section 9)."""
     check_truncate(decode_all_ways, name, lead)
 
 
 @pytest.mark.parametrize("name", SHARED_LEVEL_CASES)
 @pytest.mark.parametrize("by_bit", [0, 8])
 def test_shared_levels(name, by_bit):
-    """Section 9.3 of the format."""
+    """Library and reference decoder agree on shared levels (section 9.3)."""
     check_shared_levels(decode_all_ways, name, by_bit)
 
 
@@ -99,12 +99,12 @@ STORED = {
 
 @pytest.mark.parametrize("name", STORED)
 def test_stored(name):
-    """Section 2: stored frames, and shapes."""
+    """Library and reference decoder agree on stored frames and on shapes (section 2)."""
     check_case(decode_all_ways, *STORED[name])
 
 
 def test_codebook_id_is_a_digest_of_lengths_and_symbols():
-    """Section 5.1: two programs compute the same id."""
+    """A codebook's id is the specified digest of its lengths and symbols (section 5.1)."""
     counts = np.zeros(256, int)
     counts[115:135] = np.arange(1, 21)
     mine = codec.Codebook.from_counts(counts)
@@ -133,7 +133,7 @@ def test_codebook_id_is_a_digest_of_lengths_and_symbols():
     ],
 )
 def test_codebook_id_depends_on_the_kind_of_symbols(spec, dtype, symbols):
-    """Section 5.1: a Truncate frame rejects a codebook for other symbols with the same lengths."""
+    """Decoding a Truncate frame rejects a codebook of equal lengths for other symbols (section 5.1)."""
     x = np.random.default_rng(0).standard_normal(3000).astype(dtype)
     how = {}
     if spec.fixed_level is None:
@@ -155,7 +155,7 @@ def test_codebook_id_depends_on_the_kind_of_symbols(spec, dtype, symbols):
 
 
 def test_shared_codebook_needs_a_float_dtype():
-    """Section 2: flag 1 is rejected for bytes, even if the codebook is given."""
+    """A uint8 frame with flag 1, shared codebook, is rejected even if the codebook is given (section 2)."""
     lengths = [1 if i in (7, ESCAPE) else 0 for i in range(257)]
     ident = oracle.codebook_id(lengths, 0)
     frame = u8([7, 7], SEVEN)
@@ -167,7 +167,7 @@ def test_shared_codebook_needs_a_float_dtype():
 
 
 def test_lowest_damaged_block_is_reported():
-    """Section 11: in that block the checksum comes before the structure, for any threads and `out`."""
+    """The lowest damaged block is reported, checksum before structure, for any threads and `out` (section 11)."""
     good, bad = region(head(RAW) + bytes(512)), region(head(RAW) + bytes(511) + bytes(9))
     for malformed, damaged, expected in (
         (1, 2, codec.FrameError),
@@ -190,7 +190,7 @@ def test_lowest_damaged_block_is_reported():
 
 
 def test_damage_is_reported_before_wrong_arguments():
-    """Section 11: before an `out` that does not fit and before a missing codebook."""
+    """Damage is reported before a wrong `out` or a missing codebook (section 11)."""
     x = np.random.default_rng(0).standard_normal(600).astype(F32)
     counts = np.bincount(x.view(np.uint32) >> 23 & 255, minlength=256)
     for how in ({}, {"codebook": codec.Codebook.from_counts(counts)}):

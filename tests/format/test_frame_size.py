@@ -1,4 +1,4 @@
-"""codec.frame_nbytes returns the size of the frames that the encoder makes."""
+"""codec.frame_nbytes returns the exact size of the frame that encode() returns."""
 
 import math
 
@@ -22,7 +22,7 @@ SEGMENTS = [
 
 
 def values(shape):
-    return np.random.default_rng(0).uniform(-0.4, 0.4, shape).astype(np.float32)  # within all scales of SPECS
+    return np.random.default_rng(0).uniform(-0.4, 0.4, shape).astype(np.float32)  # below all scales of SPECS
 
 
 def viewed(x, dtype, segments=None):
@@ -47,7 +47,7 @@ def test_frame_nbytes_is_exact_for_buckets_of_parameters(spec):
         assert codec.frame_nbytes(x.shape, "float32", spec, segments=segments) == len(frame), segments
 
 
-GROUPS = st.integers(1, 40_000)  # a block has 16,384 values, but at least a group
+GROUPS = st.integers(1, 40_000)  # a block has 16,384 values, or one group if that is larger
 ANY_FIXED = st.one_of(
     st.builds(codec.Sign, st.sampled_from(["l1", "l2", "two_mean"]), st.none() | st.just("row") | GROUPS),
     st.builds(codec.Ternary, st.sampled_from(["2bit", "base3"])),

@@ -1,4 +1,4 @@
-"""Frames generated from the grammar in fuzz/grammar.h: library and reference decoder accept and reject them alike."""
+"""Library and reference decoder agree on frames generated from the grammar in fuzz/grammar.h."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ FRAMES, PIECE, MOST = 1200, 100, 6000
 
 @pytest.fixture(scope="module")
 def grammar(tmp_path_factory):
-    """Build the generator of fuzz/frames.c against the library under test."""
+    """Compile the generator fuzz/frames.c with the library under test."""
     return compare.build(tmp_path_factory.mktemp("grammar"), Path(library._path).resolve())
 
 

@@ -1,4 +1,4 @@
-"""Golden frames decode to their tensors, and today's encoder writes the same bytes (support/golden_frames.py)."""
+"""Golden frames decode to their tensors, and the current encoder writes the same bytes (support/golden_frames.py)."""
 
 import hashlib
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_golden_frame(name, isa):
 
 @pytest.mark.parametrize("path", OLDER_FRAMES, ids=[path.stem for path in OLDER_FRAMES])
 def test_frame_of_a_former_encoder(path, isa):
-    """Frames of encoders that decided otherwise still decode to the same values."""
+    """Frames of former encoders, which made other choices, still decode to the same values."""
     frame, about = path.read_bytes(), GOLDEN[path.stem]
     x, dtype, how = golden_tensor(path.stem)
     assert flatcall.encode(x, dtype=dtype, **how) != frame

@@ -1,4 +1,4 @@
-"""Frames of the gradients in bench/data have the sizes of sizes.csv, so that a change of sizes is seen in a review."""
+"""Frames of the gradients in bench/data have the sizes in sizes.csv, so that a commit shows any change of sizes."""
 
 import difflib
 

@@ -1,4 +1,4 @@
-"""Rules of format.md, section 11: library and reference decoder agree on frames of topk that are made by hand."""
+"""Rules of format.md, section 11: library and reference decoder agree on hand-made TopK frames."""
 
 import struct
 
@@ -17,7 +17,7 @@ NONE = (0, 0)  # scales of a chunk without codes
 
 
 def kept(gap, minus=0, level=0, k=4, bits=2):
-    """Return the code of a value kept."""
+    """Return the code of a kept value: its gap, sign and level."""
     return "0" * (gap >> k) + "1" + low_first(gap & (1 << k) - 1, k) + str(minus) + low_first(level, bits - 1)
 
 
@@ -26,7 +26,7 @@ def escaped(gap, minus=0, level=0, bits=2):
 
 
 def topk(scales, *codes, n=64, count=2, log2=6, bits=2, dtype=FLOAT32, behind=b"", **fields):
-    """Return a frame of one block: 2 values in 64 are kept, k is 4."""
+    """Return a TopK frame of one block, which keeps 2 values in 64, with Rice parameter k = 4."""
     text = "".join(codes)
     stream = int("0" + text[::-1], 2).to_bytes(-(-len(text) // 8), "little")
     body = struct.pack(f"<{len(scales)}H", *scales) + stream + behind
@@ -35,7 +35,7 @@ def topk(scales, *codes, n=64, count=2, log2=6, bits=2, dtype=FLOAT32, behind=b"
 
 
 def values(n=64, **by_name):
-    """Return zeros with values replaced; `v3` is the fourth."""
+    """Return zeros with some values replaced; `v3` replaces the fourth value."""
     x = np.zeros(n, F32)
     for name, v in by_name.items():
         x[int(name[1:])] = v
@@ -132,7 +132,7 @@ def test_frames(name):
 
 
 def test_values_are_rounded_to_the_dtype():
-    """Level 1 of 3 bits between 1 and 2 is 4/3; beyond a dtype's largest number that is taken; 0 has no sign."""
+    """Decoded values are rounded to the dtype, saturate at its largest number, and are +0 for zero."""
     codes = kept(0, 0, 1, bits=3), kept(0, 1, 0, bits=3)
     for dtype, third, one in ((BFLOAT16, 0x3FAB, 0xBF80), (FLOAT16, 0x3D55, 0xBC00)):
         x = np.zeros(64, "<u2")
@@ -155,7 +155,7 @@ def test_only_empty_tensors_are_stored():
 
 
 def test_blocks_may_be_smaller_than_those_of_the_encoder():
-    """Memory for decoding follows from spec and shape, not from the number of blocks."""
+    """Frames may have smaller blocks than the encoder's; memory for decoding depends on spec and shape only."""
     text = kept(0, bits=1) + kept(3, 1, bits=1)
     one = region(struct.pack("<H", ONE) + int(text[::-1], 2).to_bytes(-(-len(text) // 8), "little"))
     params = struct.pack("<BBBBI", 0, 0, 1, 0, 6 << 16 | 2)
