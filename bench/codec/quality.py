@@ -4,11 +4,10 @@ bits        bits per value of the whole frame
 error       root mean square of the error, relative to that of the gradient
 mean        mean magnitude of the decoded values, relative to the gradient's
 max         largest error, relative to the gradient's largest value
-bias        mean error * sqrt(number of values) / root mean square of the gradient; without bias about as large as
-            `error`
+bias        mean error * sqrt(number of values) / root mean square of the gradient; about `error` for an unbiased codec
 
-Files with an optimizer's state also show how many parameters have the same bits after the optimizer's step as without
-compression, and the largest difference of the others in units in the last place.
+For files with an optimizer's state, the table also shows the fraction of parameters that are bit-identical after the
+optimizer's step with and without compression, and the largest difference of other parameters in ulps.
 """
 
 import argparse

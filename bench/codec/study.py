@@ -1,8 +1,8 @@
 """Compare alternatives to the design in docs/internals/lossless.md, in bits per value. Takes 5 seconds.
 
-Data are the committed gradients or the given files; only parameters with rows and columns count. Each alternative uses
-codes of at most 8 bits made from all values, and one codebook per file. Escapes and nibbles are counted; the coder's
-overhead and sampling are not.
+Data are the matrices in the committed gradients or in the given files. Each alternative uses one codebook per file, of
+codes with at most 8 bits, built from all values. Bits of escapes and nibbles are included; the overhead of the coder
+and of sampling is not.
 """
 
 import argparse
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 
 def cost(symbols: Iterable[Array]) -> float:
-    """Return the bits that one codebook spends on all of these bytes."""
+    """Return the total bits of all these bytes, coded with one common codebook."""
     counts = np.bincount(np.concatenate([s.ravel() for s in symbols]).astype(np.int64), minlength=256)
     book = Codebook.from_counts(counts)
     lengths = np.frombuffer(book.lengths, np.uint8).astype(np.int64)
@@ -53,7 +53,7 @@ def study(x: Array, dtype: str, shapes: list[tuple[int, ...]]) -> dict[str, floa
         col = ((p - row[:, None]) * some).sum(0) / np.maximum(some.sum(0), 1)
 
         def lowered(unit: int, p: Array = p, some: Array = some, row: Array = row, col: Array = col) -> Array:
-            """Return plane 0 of patterns after offsets in multiples of `unit` put their mean just below an octave."""
+            """Return plane 0 after offsets in multiples of `unit` moved the mean pattern just below an octave."""
             by = unit * np.round(row / unit).astype(np.int64)[:, None] + unit * np.round(col / unit).astype(np.int64)
             return np.where(some, p - by + (128 << 7) + 112 & 0x7FFF, 0)
 
@@ -68,7 +68,7 @@ def study(x: Array, dtype: str, shapes: list[tuple[int, ...]]) -> dict[str, floa
     if not n:
         return {}  # no parameter has rows and columns
     out = {k: cost(v) / n + (nibbles / n if k != "flat" else 0) for k, v in rows.items()}
-    out["first bit"] -= 1  # the bit is no longer sent raw
+    out["first bit"] -= 1  # this bit is no longer sent uncoded
     low = (x if dtype == "bfloat16" else x.view(np.uint32)) & 255
     counts = np.bincount(low.astype(np.int64), minlength=256)
     counts = counts[counts > 0]

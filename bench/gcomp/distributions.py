@@ -1,7 +1,7 @@
-"""Distribution of the gradients of a training: exponents, magnitudes beside those of the parameters, zeros.
+"""Histograms of gradients in a training run: exponents, exponents of gradient/parameter ratios, and zeros.
 
-One process trains a task of bench/support/models.py uncompressed. In some of its steps the exponents of the whole
-gradient are counted, and those of each gradient over its parameter.
+One process trains a task of bench/support/models.py uncompressed. In some steps, the exponents of all gradient values
+are counted, and those of each gradient value divided by its parameter.
 """
 
 from collections.abc import Callable
@@ -18,24 +18,23 @@ from sizes import Bucket, bucket_of
 
 QUANTILES = (0.01, 0.5, 0.99)
 BIAS = 127  # exponent bias of float32
-TOP = 16  # exponents of which a code of 4 bits has one each
+TOP = 16  # number of exponents that 4-bit codes can represent
 
 
 @dataclass
 class Distributions:
-    """Results of a task, each list with one entry for each of `steps`.
+    """Results of a task. Each list has one entry per measured step; the numbers of these steps are in `steps`.
 
     Attributes
     ----------
     exponents, ratios : list of list of int
-        Counts by exponent byte: of the gradients that are not zero, and of gradients over parameters. The latter leave
-        zeros out.
+        Histograms of exponent bytes: of nonzero gradient values, and of gradient/parameter ratios, zeros excluded.
     zeros : list of float
-        Share of the gradients that are zero.
+        Fraction of gradient values that are zero.
     still : list of float
-        Share of the parameters that the optimizer's step leaves unchanged.
+        Fraction of parameters that the optimizer's step leaves unchanged.
     entropy : list of float
-        Bits of an exponent.
+        Entropy of the exponents in bits per value.
     """
 
     task: str
@@ -48,7 +47,7 @@ class Distributions:
     entropy: list[float] = field(default_factory=list[float])
 
     def add(self, step: int, b: Bucket) -> None:
-        """Add the gradient of a step."""
+        """Append the measurements of a step's gradient."""
         theta = b.state["theta"]
         self.steps.append(step)
         self.exponents.append(counts(b.grad[b.grad != 0]))
@@ -66,18 +65,18 @@ def counts(x: np.ndarray[Any, Any]) -> list[int]:
 
 
 def quantile(of: list[int], share: float) -> int:
-    """Return the exponent, without its bias, below or at which a share of the counted values lies."""
+    """Return the unbiased exponent such that a fraction `share` of the counted values has at most this exponent."""
     total = np.cumsum(of)
     return int(np.searchsorted(total, share * total[-1])) - BIAS
 
 
 def top_share(of: list[int]) -> float:
-    """Return the share of the most frequent exponents."""
+    """Return the fraction of values whose exponents are among the TOP most frequent ones."""
     return sum(sorted(of)[-TOP:]) / max(1, sum(of))
 
 
 def measure(name: str, steps: int, samples: int, tick: Callable[[], None]) -> Distributions:
-    """Train a task, and count the gradients of `samples` of its steps; call `tick` after each step."""
+    """Train a task, and measure the gradient in `samples` of its steps; call `tick` after each step."""
     task = TASKS[name](0, steps)
     result = Distributions(name, sum(p.numel() for p in task.model.parameters()))
     every = max(1, steps // samples)

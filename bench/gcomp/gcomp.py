@@ -12,15 +12,15 @@ allreduce      time of an all-reduce, relative to Gloo's in float32             
 iteration      time of an iteration; simulated for more ranks than were measured     15, 16, 17
 accuracy       time until the accuracy of the uncompressed run                       20
 
-Models and data are those of bench/support/models.py, optimizers SGD with momentum (digits-sgd) and AdamW (text-adamw;
-text-adamw-wide, whose model has 12 times as many parameters, and which --tasks must name).
+Tasks are those of bench/support/models.py: digits-sgd (SGD with momentum), text-adamw (AdamW), and, only if --tasks
+names it, text-adamw-wide, whose model has 12 times as many parameters.
 The last three figures run ranks in network namespaces (bench/network/netns.py: Linux, root, iproute2). The figure
 `allreduce` also runs the C++ program of `make gloo-programs` if it is built.
 
-Losses, bytes and bits repeat on any machine. Times do not: compare methods of one run, on an idle machine. The model of
-an iteration is the CPU time of the ranks that share a core, plus the bytes that a rank sends over the rate of its link,
-without overlap. Beyond the measured numbers of ranks all times are the model's, with a core for each rank. A rank has
-the same number of samples in each of them.
+Losses, bytes and bits are the same on any machine. Times are not: compare methods of one run, on an idle machine. An
+iteration is modelled as the CPU time of the ranks that share a core, plus the bytes that a rank sends divided by the
+rate of its link, without overlap. For numbers of ranks that were not measured, times are predictions of this model with
+one core per rank. The number of samples per rank is always the same.
 """
 
 import argparse
@@ -53,7 +53,7 @@ from runs import ORDERED, PLAIN, Job, train_all
 from summary import without_nonfinite
 
 TASKS = ("digits-sgd", "text-adamw")
-MORE_TASKS = ("text-adamw-wide",)  # done only if --tasks names them
+MORE_TASKS = ("text-adamw-wide",)  # tasks that run only if --tasks names them
 FIGURES = ("distributions", "sizes", "deviations", "allreduce", "iteration", "accuracy")
 ON_LINKS = FIGURES[3:]  # figures that need network namespaces
 WITH_ZSTD = ("sizes", "allreduce", "iteration")
@@ -90,9 +90,9 @@ ACCURACY_METHODS = (
     methods.POWER_SGD,
 )
 QUICK_METHODS = (PLAIN, methods.NEAR, methods.BY_BIT, methods.FP16, methods.TOP_K, methods.POWER_SGD)
-ROUNDS = 2  # trainings of each method that are timed for the figure iteration; the faster one counts
+ROUNDS = 2  # timed training runs per method for the figure `iteration`; the fastest one is used
 SIMULATED = (8, 16, 32, 64)
-EVALUATIONS, QUICK_EVALUATIONS = 30, 6  # evaluations in a training that is timed until its loss reaches the target
+EVALUATIONS, QUICK_EVALUATIONS = 30, 6  # evaluations in a run that is timed until it reaches the target
 SAMPLES_A_RANK = {"digits-sgd": 8, "text-adamw": 8, "text-adamw-wide": 8}
 
 
@@ -110,7 +110,7 @@ def progress() -> Any:
 
 
 def run_on_gradients(measure: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return what a function measures of the gradients of each task."""
+    """Call `measure` for each task, and return the results."""
     torch.set_num_threads(1)
     with progress() as bar:
         line = bar.add_task("gradients of a training", total=len(args.tasks) * args.size_steps)
@@ -259,7 +259,7 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Reject what would fail later; without --figures, leave out those that cannot run here."""
+    """Reject arguments that would fail later. Without --figures, skip figures that cannot run here."""
     if args.plots and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plots needs matplotlib")
     lacking = links.why_not()

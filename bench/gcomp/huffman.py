@@ -1,4 +1,4 @@
-"""Huffman codes of exponents: native codes of any length, and codebooks of codec, whose codes have at most 8 bits."""
+"""Cost of Huffman codes for exponents: native codes of any length, and codec's codebooks of at most 8 bits per code."""
 
 import heapq
 import itertools
@@ -14,9 +14,9 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def native_lengths(counts: Counts) -> Counts:
-    """Return the code lengths of an optimal prefix code without a limit, for the symbols and, last, the escape code.
+    """Return the code lengths of an optimal prefix code of unlimited length, by symbol, that of the escape code last.
 
-    Symbols without occurrences have length 0. The escape code has the weight of one occurrence.
+    Symbols that do not occur have length 0. The escape code is weighted as one occurrence.
     """
     weights = [*counts.tolist(), 1]
     order = itertools.count()
@@ -32,17 +32,17 @@ def native_lengths(counts: Counts) -> Counts:
 
 
 def capped_lengths(book: codec.Codebook) -> Counts:
-    """Return the code lengths of a codebook, for the symbols and, last, the escape code."""
+    """Return the code lengths of a codebook by symbol, that of the escape code last."""
     return np.append(np.frombuffer(book.lengths, np.uint8).astype(np.int64), book.escape_length)
 
 
 def bits(counts: Counts, lengths: Counts) -> float:
-    """Return the mean bits of an exponent; symbols without a code are escaped."""
+    """Return the mean bits per exponent; symbols without a code are escaped."""
     of_symbol = np.where(lengths[:SYMBOLS], lengths[:SYMBOLS], lengths[SYMBOLS] + LITERAL)
     return float(counts @ of_symbol / counts.sum())
 
 
 def entropy(counts: Counts) -> float:
-    """Return the entropy of exponents in bits."""
+    """Return the entropy of exponents in bits per exponent."""
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log2(p)).sum())

@@ -1,4 +1,4 @@
-"""Runs of ranks in network namespaces (bench/network/netns.py): trainings, and all-reduces of one bucket."""
+"""Run training and all-reduces of one bucket on ranks in network namespaces (bench/network/netns.py)."""
 
 import argparse
 import contextlib
@@ -25,14 +25,14 @@ from trainings import Timed
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "network" / "gloo_allreduce.py"
 PROGRAM = ROOT / "build" / "native" / "gloo_allreduce"
-SECONDS = 0.5  # least time of the repetitions of an all-reduce; the fastest one counts
-CAPTURES = ("cnn_float32.npz", "cnn_adamw.npz")  # gradients of a CNN, and a part of them with the state of AdamW
+SECONDS = 0.5  # minimum total time of an all-reduce's repetitions; the fastest is used
+CAPTURES = ("cnn_float32.npz", "cnn_adamw.npz")  # a CNN's gradients, and some with AdamW's state
 CODECS = ("Lossless", "Truncate near, plane", "Truncate near, coded", "Truncate near, by bit")
 Tick = Callable[[int], None]
 
 
 def why_not() -> str:
-    """Return what network namespaces lack here; "" if they can be made."""
+    """Return the reason why network namespaces cannot be created here; "" if they can."""
     try:
         netns.require()
     except netns.NetworkError as e:
@@ -44,7 +44,7 @@ def why_not() -> str:
 
 
 def train_on(link: str, turn: int, jobs: Sequence[Job]) -> None:
-    """Do jobs on this rank, whose link is limited to a rate; print a JSON line for each."""
+    """Run jobs on this rank, with its link limited to a rate; print one JSON line per job."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     netns.shape(link)
     address = f"tcp://{os.environ['MASTER_ADDR']}:{netns.PORT + 1 + turn}"
@@ -58,7 +58,7 @@ def train_on(link: str, turn: int, jobs: Sequence[Job]) -> None:
 
 
 def trainings(ranks: int, links: Sequence[str], jobs: Sequence[Job], tick: Tick) -> list[Timed]:
-    """Do all jobs on all links; `tick` gets 1 after each."""
+    """Run all jobs on all links; call tick(1) after each."""
 
     def on_line(rank: int, line: str) -> None:
         if rank == 0 and line.startswith("{"):
@@ -82,7 +82,7 @@ def run_ranks(ranks: int, plan: dict[str, Any], on_line: Callable[[int, str], No
 
 
 def hooks(plain: allreduce.Gradients) -> list[allreduce.Contender]:
-    """Return the baselines that bench/network/allreduce.py does not have."""
+    """Return the baselines that bench/network/allreduce.py lacks."""
     found: list[allreduce.Contender] = []
     parameters = [torch.nn.Parameter(torch.empty(shape)) for shape in plain.shapes]
     for name in (methods.TOP_K, methods.RANDOM_K, methods.ZLIB, methods.ZSTD):
@@ -106,7 +106,7 @@ def hooks(plain: allreduce.Gradients) -> list[allreduce.Contender]:
 
 
 class Bucket(allreduce.FlatBucket):
-    """Bucket whose parameters are known, too."""
+    """Bucket that also lists its parameters."""
 
     def __init__(self, flat: Any, shapes: allreduce.Shapes, parameters: Sequence[torch.nn.Parameter]) -> None:
         super().__init__(flat, shapes)
@@ -118,7 +118,7 @@ class Bucket(allreduce.FlatBucket):
 
 @contextlib.contextmanager
 def data() -> Iterator[Path]:
-    """Return a folder with the captures of float32 gradients; those of bfloat16 would flatter lossless methods."""
+    """Yield a folder with the float32 captures only, since bfloat16 ones would favour lossless methods."""
     with tempfile.TemporaryDirectory() as folder:
         for name in CAPTURES:
             (Path(folder) / name).symlink_to(allreduce.DATA / name)
@@ -126,7 +126,7 @@ def data() -> Iterator[Path]:
 
 
 def all_reduces(ranks: int, links: Sequence[str], mib: float, repeat: int, tick: Tick) -> list[dict[str, Any]]:
-    """Return a table for each link: codec.torch and all baselines, by bench/network/allreduce.py."""
+    """Measure codec.torch and all baselines by bench/network/allreduce.py; return a table for each link."""
     plan = {"kind": "all-reduce", "links": links, "mib": mib, "repeat": repeat, "seconds": SECONDS, "pause": 0}
     plan |= {"algorithm": "two_shot", "in_place": False, "codecs": CODECS, "threads": 1}
 
@@ -142,12 +142,12 @@ def all_reduces(ranks: int, links: Sequence[str], mib: float, repeat: int, tick:
 
 
 def all_reduce_rows(links: Sequence[str]) -> int:
-    """Return how many times :func:`all_reduces` calls its tick."""
+    """Return the number of times that :func:`all_reduces` calls its tick."""
     return len(links) * (2 + len(allreduce.HOOKS) + 4 + len(CODECS))
 
 
 def cpp_all_reduces(ranks: int, links: Sequence[str], mib: float, repeat: int) -> list[dict[str, Any]]:
-    """Return a table for each link by the C++ program of bench/network/gloo_allreduce.py."""
+    """Run the C++ program of bench/network/gloo_allreduce.py; return a table for each link."""
     with data() as folder:
         out = folder / "tables.json"
         sizes = ["--mib", str(mib), "--repeat", str(repeat), "--seconds", str(SECONDS), "--ranks", str(ranks)]
@@ -161,7 +161,7 @@ def cpp_all_reduces(ranks: int, links: Sequence[str], mib: float, repeat: int) -
 
 
 def missing_program() -> str:
-    """Return why the C++ program cannot run; "" if it can."""
+    """Return the reason why the C++ program cannot run; "" if it can."""
     return "" if PROGRAM.exists() else f"{PROGRAM.relative_to(ROOT)} is missing: make gloo-programs"
 
 

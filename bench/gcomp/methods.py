@@ -1,9 +1,9 @@
-"""Methods that GComp's figures compare: codec's specs, and hooks of DistributedDataParallel for other compressions.
+"""Methods that GComp's figures compare: codec's specs, and DistributedDataParallel hooks of other compressors.
 
 A method is a spec as Python text, such as ``Truncate()``, or a name of :data:`BASELINES`.
 """
 
-# no `from __future__ import annotations`: torch looks at the annotations of hooks
+# no `from __future__ import annotations`, because torch checks the annotations of hooks
 
 import math
 import zlib
@@ -26,7 +26,7 @@ FP16, TOP_K, RANDOM_K, POWER_SGD, ZLIB, ZSTD = "fp16", "Top-k 1%", "Random-k 1%"
 BASELINES = (FP16, TOP_K, RANDOM_K, POWER_SGD, ZLIB, ZSTD)
 LABELS = {NEAR: "near", PLANE: "near, plane", BY_BIT: "near, shared, by bit", LOSSLESS: "lossless"}
 
-FRACTION = 0.01  # share of the values that Top-k and Random-k send
+FRACTION = 0.01  # fraction of values that Top-k and Random-k send
 RANK = 2  # rank of PowerSGD's factors
 POWER_START = 10  # first step that PowerSGD compresses
 LEAST_RATE = 2  # PowerSGD compresses a matrix if its factors are smaller by this factor
@@ -53,12 +53,12 @@ def byte_coder(name: str) -> tuple[Coder, Coder]:
 
 
 def kept(n: int) -> int:
-    """Return how many of n values Top-k and Random-k send."""
+    """Return the number of values, out of n, that Top-k and Random-k send."""
     return max(1, round(FRACTION * n))
 
 
 def power_sgd_values(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return how many values PowerSGD sends in place of those of parameters, by the rule of torch's hook."""
+    """Return the number of values that PowerSGD sends for parameters of these shapes, by the rule of torch's hook."""
     total = 0
     for shape in shapes:
         n = math.prod(shape)
@@ -68,7 +68,7 @@ def power_sgd_values(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 class Baseline:
-    """Hook that is not codec's, with the statistics that codec's hooks have.
+    """Communication hook of another method, with the statistics of codec's hooks.
 
     Attributes
     ----------
@@ -96,14 +96,14 @@ class Baseline:
 
 
 def finished(tensor: torch.Tensor) -> Future[torch.Tensor]:
-    """Return a future that has its value."""
+    """Return a completed future with a tensor as its value."""
     done: Future[torch.Tensor] = Future()
     done.set_result(tensor)
     return done
 
 
 class Half(Baseline):
-    """All-reduce in float16, by torch's hook."""
+    """All-reduce in float16 by torch's hook."""
 
     def reduce(self, state: object, bucket: Bucket) -> Future[torch.Tensor]:
         self.add_all_reduce(2 * bucket.buffer().numel())
@@ -111,7 +111,7 @@ class Half(Baseline):
 
 
 class PowerSGD(Baseline):
-    """Low-rank factors with error feedback and warm start, by torch's hook."""
+    """All-reduce of low-rank factors, with error feedback and warm start, by torch's hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class PowerSGD(Baseline):
 
 
 class Sparse(Baseline):
-    """A share of the values with error feedback: the largest of each rank, or the same random ones on all ranks."""
+    """Top-k or Random-k with error feedback: each rank's largest values, or the same random values on all ranks."""
 
     def __init__(self, random: bool) -> None:
         super().__init__()
@@ -163,13 +163,13 @@ class Sparse(Baseline):
         dist.all_gather(of_all, values)
         dist.all_gather(places, indices.int())
         self.sent_nbytes += (world - 1) * 8 * k
-        for place, found in zip(places, of_all, strict=True):  # in rank order: all ranks get the same bits
+        for place, found in zip(places, of_all, strict=True):  # rank order gives the same bits on all ranks
             mean.index_add_(0, place, found)
         return finished(mean / world)
 
 
 class Bytes(Baseline):
-    """Two-shot all-reduce of float32 whose messages are compressed by a lossless coder of bytes."""
+    """Two-shot all-reduce in float32 whose messages are compressed by a byte compressor."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -190,14 +190,14 @@ class Bytes(Baseline):
 
 
 def baseline(name: str) -> Baseline:
-    """Return the hook of a name of BASELINES."""
+    """Return a new hook, given its name in BASELINES."""
     if name in (ZLIB, ZSTD):
         return Bytes(name)
     return {FP16: Half, POWER_SGD: PowerSGD}[name]() if name in (FP16, POWER_SGD) else Sparse(name == RANDOM_K)
 
 
 def add_hook(job: runs.Job, task: Task, model: DistributedDataParallel) -> Any:
-    """Register the hook of a job's method, and return it; None for the references without compression."""
+    """Register the hook of a job's method and return it, or return None for references without compression."""
     if job.codec not in BASELINES:
         return runs.add_hook(job, task, model)
     hook = baseline(job.codec)

@@ -1,4 +1,4 @@
-"""Plots of the figures."""
+"""Draw the figures of bench/gcomp."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +13,11 @@ import trainings
 from runs import ORDERED, PLAIN
 
 MARKERS = "os^vD<>pP*X"
-MOST = 1.5  # end of the axis of relative times; longer bars are cut
+MOST = 1.5  # end of the axis of relative times; longer bars are truncated
 
 
 def style(method: str) -> dict[str, Any]:
-    """Return a method's colour, marker and dashes, the same in all plots."""
+    """Return a method's colour, marker and dashes, which are the same in all plots."""
     if method in (PLAIN, ORDERED):
         return {"color": "black", "marker": "", "ls": "-" if method == PLAIN else ":"}
     names = list(dict.fromkeys((*sizes.METHODS, *(text for _, text in sizes.STRATEGIES))))
@@ -41,7 +41,7 @@ def legend(of: Any, axis: Any, columns: int = 4) -> None:
 
 
 def draw_distributions(found: list[dict[str, Any]]) -> Any:
-    """Draw the exponents of gradients, those of gradients over parameters, and shares over steps."""
+    """Draw histograms of the exponents of gradients and of gradient/parameter ratios, and fractions by step."""
     drawing, axes = figure(3, len(found), 2.6)
     for column, result in zip(axes.T, found, strict=True):
         of = distributions.Distributions(**result)
@@ -63,7 +63,7 @@ def draw_distributions(found: list[dict[str, Any]]) -> Any:
 
 
 def draw_sizes(found: list[dict[str, Any]]) -> Any:
-    """Draw the compression ratio over steps, and the mean bits of exponents by source of the code."""
+    """Draw the compression ratio by step, and the mean bits per exponent by source of the code."""
     drawing, axes = figure(2, len(found))
     for above, below, result in zip(*axes, found, strict=True):
         for method, values in result["saved"].items():
@@ -82,7 +82,7 @@ def draw_sizes(found: list[dict[str, Any]]) -> Any:
 
 
 def draw_strategies(found: list[dict[str, Any]]) -> Any:
-    """Draw the error of the gradient over the bytes saved, late in training."""
+    """Plot the gradient's error against the fraction of bytes saved, late in training."""
     drawing, axes = figure(1, len(found), 3.6)
     for axis, result in zip(axes[0], found, strict=True):
         some = sizes.Sizes(**result)
@@ -128,7 +128,7 @@ def bars(axis: Any, names: Sequence[str], values: Sequence[float], title: str) -
 
 
 def draw_all_reduces(found: list[dict[str, Any]]) -> Any:
-    """Draw the time of an all-reduce relative to Gloo's in float32, a panel for each program, ranks and link."""
+    """Draw the time of an all-reduce relative to Gloo's in float32; a panel per program, number of ranks and link."""
     columns = len({t["link"] for t in found})
     drawing, axes = figure(len(found) // columns, columns, 2.6)
     for axis, t in zip(axes.flat, found, strict=True):
@@ -140,7 +140,7 @@ def draw_all_reduces(found: list[dict[str, Any]]) -> Any:
 
 
 def draw_iteration(found: list[dict[str, Any]]) -> Any:
-    """Draw speedups over no compression by the number of ranks: the model's as lines, measured ones as markers."""
+    """Draw speedups over no compression by number of ranks: lines are predictions, markers are measured."""
     pairs = list(dict.fromkeys((r["task"], r["link"]) for r in found))
     drawing, axes = figure(-(-len(pairs) // 2), min(2, len(pairs)))
     for axis, (task, link) in zip(axes.flat, pairs, strict=False):
@@ -167,7 +167,7 @@ def draw_iteration(found: list[dict[str, Any]]) -> Any:
 
 
 def draw_accuracy(found: dict[str, Any]) -> Any:
-    """Draw held-out accuracy or loss of seed 0 over the time of training."""
+    """Plot held-out accuracy or loss of seed 0 against training time."""
     pairs = list(dict.fromkeys((c["task"], c["link"]) for c in found["curves"]))
     drawing, axes = figure(-(-len(pairs) // 2), min(2, len(pairs)))
     for axis, (task, link) in zip(axes.flat, pairs, strict=False):
@@ -193,7 +193,7 @@ DRAW = {
 
 
 def draw(found: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw all figures that were measured, and return the files."""
+    """Draw all measured figures, and return the paths of the files."""
     written: list[Path] = []
     for name, drawings in DRAW.items():
         for part, function in drawings if name in found else ():

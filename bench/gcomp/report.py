@@ -1,4 +1,4 @@
-"""Tables of the figures."""
+"""Print the figures of bench/gcomp as tables."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import sizes
 import trainings
 from summary import table
 
-PAPER_SAVED, PAPER_SPEEDUP = 0.671, 1.9  # "up to", in the paper's abstract
+PAPER_SAVED, PAPER_SPEEDUP = 0.671, 1.9  # maxima that the paper's abstract states
 PAPER = (
     f"GComp reports up to {PAPER_SAVED:.1%} of the bytes saved and up to {PAPER_SPEEDUP} times the speed of training."
 )
@@ -34,7 +34,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def all_reduce_table(t: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns of a table of bench/network that the figure needs, with times of the fastest repetition."""
+    """Return the columns that the figure needs from a bench/network table, with times of the fastest repetition."""
     base = next(r for r in t["rows"] if r["name"] in (allreduce.RAW, "Gloo float32"))
     plain = min(base["seconds"])
     rows = [
@@ -111,7 +111,7 @@ def show_sizes(found: list[dict[str, Any]]) -> None:
 
 
 def last(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the last fifth of the measurements; None if one is missing."""
+    """Return the mean of the last fifth of the measurements, or None if one of these is missing."""
     some = values[-max(1, len(values) // 5) :]
     known = [v for v in some if v is not None]
     return statistics.fmean(known) if len(known) == len(some) else None

@@ -1,7 +1,7 @@
-"""Compression of the gradients of a training: ratio over steps, truncation strategies, sources of codebooks.
+"""Compression of gradients in a training run: ratio by step, truncation strategies, sources of codebooks.
 
-One process trains a task of bench/support/models.py uncompressed. In some of its steps all methods compress the whole
-gradient, as one bucket with the shapes of its parameters.
+One process trains a task of bench/support/models.py uncompressed. In some steps, all methods compress the whole
+gradient as one bucket, with the shapes of its parameters as segments.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,12 +42,12 @@ SOURCES = {
 }
 INTERVAL, DELAY = 50, 10
 LATE = 0.8  # the last fifth of the steps is late training
-PRIORS = {"digits": "transformer_autocast", "text": "cnn_float32"}  # capture whose exponents are a task's prior
+PRIORS = {"digits": "transformer_autocast", "text": "cnn_float32"}  # by task, the capture whose exponents are its prior
 
 
 @dataclass
 class Bucket:
-    """Gradient of all parameters, last first, and the optimizer's state before the step."""
+    """Gradient of all parameters, last parameter first, and the optimizer's state before the step."""
 
     grad: np.ndarray[Any, Any]
     shapes: list[tuple[int, ...]]
@@ -60,18 +60,18 @@ class Bucket:
 
 @dataclass
 class Sizes:
-    """Results of a task.
+    """Results of a task in the measured steps, whose numbers are in `steps`.
 
     Attributes
     ----------
     saved : dict of str to list of float
-        Share of the bytes that each method saves, at each of `steps`.
+        By method: fraction of bytes saved in each step.
     strategies : dict of str to dict of str to list of float
-        For each strategy ``saved``, ``error`` (relative error of the gradient) and ``changed`` (share of the parameters
-        whose value after the optimizer's step differs), at each of `steps`.
+        By strategy: ``saved`` (fraction of bytes), ``error`` (relative error of the gradient) and ``changed`` (fraction
+        of parameters that differ after the optimizer's step), in each step.
     exponents : dict of str to dict of str to list of float
-        For each source of codebooks and for "entropy": mean bits of an exponent with ``capped`` and ``native`` code
-        lengths, and the bits of the longest native code, ``longest``, at each of `steps`.
+        By source of codebooks, and for "entropy": mean bits per exponent with ``capped`` and ``native`` code lengths,
+        and bits of the longest native code, ``longest``, in each step.
     """
 
     task: str
@@ -84,7 +84,7 @@ class Sizes:
 
 
 def bucket_of(task: Any) -> Bucket:
-    """Return the gradients and the optimizer's state of a task that has just run backward()."""
+    """Return the gradients and the optimizer's state of a task after backward()."""
     parameters = list(task.model.parameters())[::-1]
 
     def flat(tensors: Sequence[torch.Tensor]) -> np.ndarray[Any, Any]:
@@ -101,7 +101,7 @@ def frame_of(b: Bucket, spec: codec.Spec) -> bytes:
 
 
 def saved(b: Bucket, method: str) -> float:
-    """Return the share of float32's bytes that a method saves."""
+    """Return the fraction of float32's bytes that a method saves."""
     n = b.grad.size
     if method in (methods.ZLIB, methods.ZSTD):
         nbytes = len(methods.byte_coder(method)[0](b.grad.tobytes()))
@@ -115,7 +115,7 @@ def saved(b: Bucket, method: str) -> float:
 
 
 def strategy(b: Bucket, text: str) -> dict[str, float]:
-    """Return what a spec saves, its relative error, and the share of parameters that it changes."""
+    """Return a spec's fraction of bytes saved, its relative error, and the fraction of parameters that it changes."""
     spec = methods.runs.spec_of(text)
     frame = frame_of(b, spec)
     y = codec.decode(frame, b.bound(spec))
@@ -129,14 +129,14 @@ def exponent_counts(grad: np.ndarray[Any, Any]) -> huffman.Counts:
 
 
 def prior_counts(task: str) -> huffman.Counts:
-    """Return the counts of exponents of a committed gradient, which is of the other model."""
+    """Return the histogram of exponents in a committed gradient of the other task's model."""
     name = PRIORS[task.partition("-")[0]]
     with np.load(next(p for p in SAMPLE if p.stem == name)) as file:
         return exponent_counts(file["grad"])
 
 
 class Codes:
-    """Codes from the exponents of earlier steps, and their cost in a later step."""
+    """Codebooks built from exponents of earlier steps, and their cost in a later step."""
 
     def __init__(self, task: str) -> None:
         self.prior = prior_counts(task)
@@ -144,7 +144,7 @@ class Codes:
         self.refresher = codec.CodebookRefresher(interval=INTERVAL, delay=DELAY)
 
     def add(self, step: int, grad: np.ndarray[Any, Any]) -> None:
-        """Record the exponents of a step, counted from 0."""
+        """Record the exponents of step number `step`, counted from 0."""
         self.history.append(exponent_counts(grad))
         if self.refresher.due(step):
             counts = self.history[step]
@@ -153,7 +153,7 @@ class Codes:
             self.refresher.propose(step, np.append(counts, round(own)))
 
     def costs(self, step: int) -> dict[str, dict[str, float]]:
-        """Return the mean bits of the exponents of a step for each source that exists."""
+        """Return the mean bits per exponent of a step, for each source of codebooks available in that step."""
         now = self.history[step]
         found = {OWN: now, PRIOR: self.prior}
         if step >= 1:
@@ -176,7 +176,7 @@ class Codes:
 
 
 def measure(name: str, steps: int, samples: int, tick: Callable[[], None]) -> Sizes:
-    """Train a task, and compress the gradients of `samples` of its steps; call `tick` after each step."""
+    """Train a task, and compress the gradient in `samples` of its steps; call `tick` after each step."""
     task, codes = TASKS[name](0, steps), Codes(name)
     result = Sizes(name, sum(p.numel() for p in task.model.parameters()))
     every = max(1, steps // samples)
@@ -199,7 +199,7 @@ def measure(name: str, steps: int, samples: int, tick: Callable[[], None]) -> Si
 
 
 def add(result: Sizes, step: int, loss: float, b: Bucket, costs: dict[str, dict[str, float]]) -> None:
-    """Add the measurements of a step."""
+    """Append the measurements of a step."""
     result.steps.append(step + 1)
     result.losses.append(loss)
     for method in METHODS:
@@ -214,7 +214,7 @@ def add(result: Sizes, step: int, loss: float, b: Bucket, costs: dict[str, dict[
 
 
 def late(result: Sizes, values: Sequence[float]) -> float:
-    """Return the mean over late training."""
+    """Return the mean of the values in late training."""
     first = next(
         i for i, step in enumerate(result.steps) if step > LATE * result.steps[-1] or i == len(result.steps) - 1
     )

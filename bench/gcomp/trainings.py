@@ -1,4 +1,4 @@
-"""Trainings of ranks with DistributedDataParallel: deviation of the loss, time of an iteration, time to accuracy."""
+"""Training with DistributedDataParallel: deviation of the loss, time of an iteration, time to accuracy."""
 
 import math
 import os
@@ -24,7 +24,7 @@ def quotient(a: float, b: float) -> float:
 
 
 def sent_share(runs: Sequence[Run], world: int) -> float:
-    """Return the bytes that a rank sends, relative to an all-reduce of float32."""
+    """Return the bytes that a rank sends, as a fraction of those of an all-reduce in float32."""
     return mean([r.nbytes / (4 * values_sent(r.values, world)) for r in runs])
 
 
@@ -32,14 +32,14 @@ def sent_share(runs: Sequence[Run], world: int) -> float:
 
 
 def deviations(run: Run, plain: Run) -> np.ndarray[Any, Any]:
-    """Return the relative deviation of the training loss from that of the uncompressed run, in each step."""
+    """Return, for each step, the relative deviation of the training loss from that of the uncompressed run."""
     n = min(len(run.losses), len(plain.losses))
     exact = np.array(plain.losses[:n])
     return np.abs(np.array(run.losses[:n]) - exact) / exact
 
 
 def deviation_rows(runs: Sequence[Run], world: int) -> list[dict[str, Any]]:
-    """Return for each task and method the quantiles of deviations over steps and seeds, and those of final losses."""
+    """Return, for each task and method, quantiles of the deviations over steps and seeds, and of final losses."""
     rows: list[dict[str, Any]] = []
     plain = {(r.task, r.seed): r for r in runs if r.codec == PLAIN}
     for task in dict.fromkeys(r.task for r in runs):
@@ -70,16 +70,16 @@ def deviation_rows(runs: Sequence[Run], world: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Timed:
-    """Training on a link."""
+    """A training run on a link of limited rate."""
 
     run: Run
     ranks: int
     link: str
-    rate: float  # bits per second of TCP payload that the link was measured to have
+    rate: float  # measured rate of the link, in bits per second of TCP payload
 
 
 def steady(of_steps: Sequence[float]) -> Sequence[float]:
-    """Return a run's measurements without those of the first steps, which connect, rebuild buckets and warm up."""
+    """Drop the measurements of the first steps, in which ranks connect, rebuild buckets and warm up."""
     return of_steps[min(methods.POWER_START + 2, len(of_steps) - 1) :]
 
 
@@ -94,7 +94,7 @@ def cpu_seconds(run: Run) -> float:
 
 
 def fastest(timed: Sequence[Timed]) -> list[Timed]:
-    """Return the training with the fastest iteration of those that have the same task, link, ranks and method."""
+    """Return, for each task, link, number of ranks and method, the run with the fastest iteration."""
     best: dict[tuple[str, str, int, str], Timed] = {}
     for t in timed:
         key = t.run.task, t.link, t.ranks, t.run.codec
@@ -104,7 +104,7 @@ def fastest(timed: Sequence[Timed]) -> list[Timed]:
 
 
 def sent_by(method: str, sent: float, of_ranks: int, ranks: int) -> float:
-    """Return the bytes that a rank sends in a group of `ranks`, from those sent in a group of `of_ranks`.
+    """Convert the bytes `sent` by a rank in a group of `of_ranks` to those sent in a group of `ranks`.
 
     An all-reduce sends 2 (N - 1) / N times its frames. Top-k's all-gather sends N - 1 times a rank's values.
     """
@@ -114,7 +114,7 @@ def sent_by(method: str, sent: float, of_ranks: int, ranks: int) -> float:
 
 
 def model_seconds(t: Timed, ranks: int, ranks_a_core: float = 1) -> float:
-    """Return the time of an iteration by the model: CPU time of a core's ranks, and the time to send a rank's bytes."""
+    """Return the modelled time of an iteration: CPU time of a core's ranks plus the time to send a rank's bytes."""
     sent = sent_by(t.run.codec, mean([*steady(t.run.sent)]), t.ranks, ranks)
     return ranks_a_core * cpu_seconds(t.run) + 8 * sent / t.rate
 
@@ -122,8 +122,8 @@ def model_seconds(t: Timed, ranks: int, ranks_a_core: float = 1) -> float:
 def iteration_rows(timed: Sequence[Timed], simulated: Sequence[int]) -> list[dict[str, Any]]:
     """Return measured and modelled times of iterations for each task, link, number of ranks and method.
 
-    In the model of a measured number of ranks, they share this machine's cores. In that of other numbers, each rank has
-    a core, with the CPU time and the link's rate that were measured for the smallest number.
+    For measured numbers of ranks, the model assumes that ranks share this machine's cores. For other numbers, it
+    assumes a core per rank, with the CPU time and the link's rate that were measured with the fewest ranks.
     """
     rows: list[dict[str, Any]] = []
     least, cores = min(t.ranks for t in timed), len(os.sched_getaffinity(0))
@@ -150,7 +150,7 @@ def row_of(t: Timed, ranks: int, seconds: float, model: float) -> dict[str, Any]
 
 
 def target_of(run: Run, plain: Run) -> float:
-    """Return the seconds of training until the first evaluation near the final result without compression."""
+    """Return the training time in seconds until the first evaluation near the uncompressed run's final result."""
     steps = steps_to_target(run, plain)
     return sum(run.seconds[: int(steps)]) if math.isfinite(steps) else math.inf
 

@@ -14,7 +14,7 @@ from codec.engines.cuda import kernels
 
 
 def compiling(arch: str) -> list[dict[str, Any]]:
-    """Return the seconds of compiling a kernel and of loading it from disk."""
+    """Return, for each kernel, the seconds of compiling it and of loading it from disk."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CODEC_CACHE_DIR"] = folder

@@ -1,10 +1,10 @@
-"""Microseconds of Python that a call of the CUDA engine takes on the host, and its launches. Needs no GPU.
+"""Microseconds of Python per call of the CUDA engine on the host, and the call's launches. Needs no GPU.
 
     python bench/gpu/host_time.py                  # 2^20 values; --values 12 for fewer, --json for programs
 
-The device launches nothing and copies only the frames' headers, so that a time is the host's work alone: arguments,
-plan, structs of the kernels. The driver's part, and CuPy's, is not in it. A time is the fastest of the runs of 0.4 s.
-Behind it: what the call gives the GPU to do, in kernels, uploads, clears of memory, copies and downloads.
+The fake device launches nothing and copies only frame headers, so that a time includes only the host's work: arguments,
+plans, and the kernels' structs. It excludes the driver and CuPy. A time is that of the fastest call in 0.4 s. After the
+time, the number of operations that the call submits is printed: kernels, uploads, memory clears, copies and downloads.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from codec.tensors.view import TensorView, view
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from measure import best, tensor
 
-_MEMORY = 1 << 20  # address of all memory of the device, which nobody reads; no array has one below 1 << 32
+_MEMORY = 1 << 20  # fake address of all device memory, never accessed; real arrays are above 1 << 32
 
 
 class DeviceArray:
-    """Array in host memory that libraries take for one on a device."""
+    """Array in host memory that libraries treat as an array on a device."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self.array = array
@@ -47,7 +47,7 @@ class DeviceArray:
         return DeviceArray(self.array[items])
 
     def view(self, dtype: str) -> "DeviceArray":
-        """Return the bits as another dtype."""
+        """Reinterpret the bits as another dtype."""
         return DeviceArray(self.array.view(dtype))
 
 
@@ -58,8 +58,8 @@ class Idle:
     processors = 132
 
     def __init__(self) -> None:
-        self.found = b""  # codec_found of the next frame
-        self.work: Counter[str] = Counter()  # operations on the device
+        self.found = b""  # bytes of the struct codec_found for the next frame
+        self.work: Counter[str] = Counter()  # number of submitted operations, by kind
 
     def why_not(self) -> str | None:
         return None
@@ -129,7 +129,7 @@ class Idle:
 
 
 def checksum_of(device: Idle, frame: DeviceArray) -> int:
-    """Return the sum of the checksums of a frame's blocks, which kernels would report."""
+    """Return the sum of the checksums of a frame's blocks, in place of the kernel that would compute it."""
     device.found = NOTHING_FOUND
     try:
         codec.decode(frame)
@@ -139,7 +139,7 @@ def checksum_of(device: Idle, frame: DeviceArray) -> int:
 
 
 def cases(device: Idle, n: int) -> Iterable[tuple[str, str, Callable[[], Any]]]:
-    """Yield codec, name of a call, and the call."""
+    """Yield the codec's name, the name of a call, and the call."""
     x = tensor("float32", n)
     there, more = DeviceArray(x), [DeviceArray(x) for _ in range(50)]
     residual = DeviceArray(np.zeros_like(x))

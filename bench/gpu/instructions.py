@@ -1,12 +1,13 @@
-"""Instructions in the loops of kernels, from their machine code: ``python bench/gpu/instructions.py``.
+"""Count instructions in the loops of kernels, from their machine code: ``python bench/gpu/instructions.py``.
 
-It needs CuPy with NVRTC, and nvdisasm (``pip install nvidia-cuda-nvdisasm``), but no GPU. A loop is listed with its
-number of instructions if it has at least ``--least`` of them and reads shared memory. If it is unrolled for 8 rows of
-128 values and has 640 instructions, these are 80 for a row, including those of branches that are rarely taken.
+The script needs CuPy with NVRTC, and nvdisasm (``pip install nvidia-cuda-nvdisasm``), but no GPU. It lists each loop
+that has at least ``--least`` instructions and reads shared memory. A loop of 640 instructions that is unrolled for 8
+rows of 128 values has 80 instructions per row, including branches that are rarely taken.
 
-Kernels of Quantize, Ternary, Float8 and Truncate, and of Lossless with several planes in regions, have loops for many
-options. For each loop over float32 values the shortest way through it is printed that loads or stores all values, and
-draws random bits where there are any: instructions a row of 128 values, without branches that are rarely taken.
+Kernels of Quantize, Ternary, Float8 and Truncate, and of Lossless with several planes in regions, have loops with a
+branch for each option. For each loop over float32 values, the script prints the length of the shortest path that loads
+or stores all values and, if the codec uses random bits, generates them: instructions per row of 128 values, excluding
+branches that are rarely taken.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from codec.engines.cuda import kernels
 
 
 class Way(NamedTuple):
-    """Ways through loops of a kernel: rows of 128 values, and how often they have instructions, by their beginnings."""
+    """Path to find in a kernel's loops: rows of 128 values per iteration, required counts by instruction prefix."""
 
     kernel: str
     what: str
@@ -53,7 +54,7 @@ BRANCH = re.compile(r"^(?:@!?U?P\w+ )?BRA(?:\.\S+)? .*`\((\.L_x_\d+)\)")
 
 
 def nvdisasm() -> str:
-    """Return the path of nvdisasm, on the search path or in its Python package."""
+    """Return the path of the program nvdisasm, from PATH or from its Python package."""
     if path := shutil.which("nvdisasm"):
         return path
     try:
@@ -63,14 +64,14 @@ def nvdisasm() -> str:
 
 
 def disassemble(image: bytes) -> str:
-    """Return the text of machine code."""
+    """Disassemble machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(image)
         return subprocess.run([nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
 def parse(section: str) -> tuple[dict[str, int], list[str]]:
-    """Return the labels of a section, each the index of an instruction, and its instructions."""
+    """Return the labels of a section, as instruction indices by name, and the section's instructions."""
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in section.splitlines():
@@ -82,7 +83,7 @@ def parse(section: str) -> tuple[dict[str, int], list[str]]:
 
 
 def spans(labels: dict[str, int], code: list[str], least: int) -> list[tuple[int, int]]:
-    """Return the loops of at least so many instructions: the first one, and the branch back to it."""
+    """Return loops of at least `least` instructions, each as (first instruction, branch back to it)."""
     found: list[tuple[int, int]] = []
     for end, text in enumerate(code):
         branch = BRANCH.match(text)
@@ -94,19 +95,19 @@ def spans(labels: dict[str, int], code: list[str], least: int) -> list[tuple[int
 
 
 def innermost(found: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the loops that hold no other one."""
+    """Return the loops that contain no other loop."""
     return [(a, b) for a, b in found if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in found)]
 
 
 def loops(section: str, least: int) -> list[int]:
-    """Return the numbers of instructions of the innermost loops of a section that read shared memory."""
+    """Return the instruction counts of a section's innermost loops that read shared memory."""
     labels, code = parse(section)
     found = [(a, b) for a, b in spans(labels, code, least) if "LDS" in " ".join(code[a:b])]
     return [b + 1 - a for a, b in innermost(found)]
 
 
 def followers(labels: dict[str, int], code: list[str], i: int) -> list[int]:
-    """Return the instructions that may follow one, except after calls and in warps whose lanes have diverged."""
+    """Return the instructions that may follow instruction i, ignoring calls and warps whose lanes have diverged."""
     branch, text = BRANCH.match(code[i]), code[i].split()
     if "CALL" in code[i] or text[0] in ("EXIT", "RET.REL.NODEC"):
         return []
@@ -117,7 +118,9 @@ def followers(labels: dict[str, int], code: list[str], i: int) -> list[int]:
 
 
 def shortest(labels: dict[str, int], code: list[str], span: tuple[int, int], least: dict[str, int]) -> int | None:
-    """Return the fewest instructions of a way through a loop that has these so often; None: there is none."""
+    """Return the length of the shortest path through a loop that contains each instruction in `least` at least as often
+    as given there; None if there is no such path.
+    """
 
     def counted(i: int, counts: tuple[int, ...]) -> tuple[int, ...]:
         operation = re.sub(r"^@!?U?P\w+ ", "", code[i])
@@ -138,7 +141,7 @@ def shortest(labels: dict[str, int], code: list[str], span: tuple[int, int], lea
 
 
 def ways(section: str, way: Way) -> list[float]:
-    """Return the instructions a row of the shortest ways through innermost loops, in ascending order."""
+    """Return the instructions per row on the shortest paths through innermost loops, in ascending order."""
     labels, code = parse(section)
     found = {span: shortest(labels, code, span, way.least) for span in spans(labels, code, 60)}
     return sorted(n / way.rows for span in innermost([s for s, n in found.items() if n]) if (n := found[span]))
@@ -152,7 +155,7 @@ def section_of(kernel: str, arch: str) -> str:
 
 
 def main() -> None:
-    """Print a line for each kernel, and for each way."""
+    """Print a line for each kernel, and for each path."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("kernels", nargs="*", default=[*dict.fromkeys([*FAST, *(way.kernel for way in WAYS)])])
     parser.add_argument("--arch", default="sm_90")

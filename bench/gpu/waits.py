@@ -1,19 +1,19 @@
-"""Waits of the host for the GPU, copies, launches and allocations of collectives of CUDA tensors. Needs no GPU.
+"""Count host waits, copies, launches and allocations in collectives of CUDA tensors. Needs no GPU.
 
     python bench/gpu/waits.py                       # 2 ranks, 2^20 values; --ranks, --values, --json for programs
     python bench/gpu/waits.py --only Quantize
 
 Ranks are processes with the emulated GPU of the tests (tests/support/), which must be installed with their
-dependencies. Frames cross to host memory ("host"), or stay on GPUs ("nccl"), where Gloo stands for NCCL. A line has the
-largest counts of any rank.
+dependencies. Frames are copied to host memory ("host") or stay on GPUs ("nccl", with Gloo in place of NCCL). A line has
+the maximum of each count over ranks.
 
-first       the first call of a process, which makes plans and buffers
-steady      the third call
-waits       the host waits until the GPU has done all work submitted so far: synchronization, blocking copies, values
-            that the host reads. Waits for a GPU without work are not counted, nor those for other ranks over TCP
+first       counts in the first call of a process, which creates plans and buffers
+steady      counts in the third call
+waits       waits of the host until the GPU has done all work submitted so far: synchronization, blocking copies, values
+            that the host reads. Waits for an idle GPU and waits for other ranks over TCP are not counted
 copies      between host and GPU, and within the GPU
 launches    kernels of the engine, of torch, and of NCCL
-allocations of the engine and of torch; those of torch mostly take memory that its allocator keeps
+allocations by the engine and by torch, whose allocator mostly reuses cached memory
 """
 
 import argparse
@@ -48,7 +48,7 @@ CALLS = 3
 
 
 def measure(rank: int, size: int, n: int, specs: list[str]) -> list[dict[str, Any]]:
-    """Return the counts of this rank's calls."""
+    """Run all calls on this rank, and return their counts."""
     found: list[dict[str, Any]] = []
     with counted_gpu() as (_, traffic):
         for name in specs:
@@ -63,7 +63,7 @@ def measure(rank: int, size: int, n: int, specs: list[str]) -> list[dict[str, An
 
 
 def _reductions(rank: int, n: int, name: str) -> Any:
-    """Yield the names of all-reduces, and functions that run them."""
+    """Yield name and function of each all-reduce."""
     feedback: Any = False if name == "TopK" else None
     x = on_device(torch.randn(n, generator=torch.Generator().manual_seed(rank)) / 100)
     two_shot, all_gather = codec.options(algorithm="two_shot"), codec.options(algorithm="all_gather")
@@ -79,7 +79,7 @@ def _reductions(rank: int, n: int, name: str) -> Any:
 
 
 def _buckets(rank: int, n: int, name: str) -> Any:
-    """Yield the names of steps of hooks with four buckets on the GPU, and functions that run them."""
+    """Yield name and function of each training step of a hook with four buckets on the GPU."""
     width = max(64, int((n / 4) ** 0.5) // 64 * 64)
     x = torch.randn(8, width, generator=torch.Generator().manual_seed(rank))
     whole = codec.torch.Policy(lossless_small=False, uneven=None)
@@ -104,14 +104,14 @@ def _buckets(rank: int, n: int, name: str) -> Any:
 
 
 def _spec_by_name(name: str, _: torch.nn.Parameter) -> codec.Spec | None:
-    """Return the spec of layer norms and of biases of linear layers."""
+    """Policy: layer norms lossless, biases of linear layers in 8 bits, other parameters by the hook's spec."""
     if int(name.partition(".")[0]) % 2:
         return codec.Lossless()
     return codec.Quantize(8) if name.endswith("bias") else None
 
 
 def _reduce_on_gpu(hook: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
-    """Reduce a bucket as a hook does, with its buffer on the emulated GPU."""
+    """Reduce a bucket by a hook, with the bucket's buffer on the emulated GPU."""
     there = SimpleNamespace(
         buffer=lambda: on_device(bucket.buffer()),
         parameters=bucket.parameters,

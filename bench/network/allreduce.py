@@ -1,32 +1,32 @@
-"""All-reduce of gradients over slow links: Gloo in float32, torch's hooks, and every codec.
+"""Speed of all-reduces of gradients over slow links: Gloo in float32, torch's hooks, and every codec.
 
     sudo python bench/network/allreduce.py                # 2 and 4 ranks, five links, every codec: half an hour
     sudo python bench/network/allreduce.py --quick        # a few codecs on 2 MiB: under two minutes
     sudo python bench/network/allreduce.py --ranks 4 --links 100mbit --codecs lossless float8 "sign, block"
 
-Ranks are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2). Each has cores of its own;
-two ranks share a core if there are half as many cores. A token bucket limits what each rank sends. Each rank has other
-gradients: those of one training step, float32 computed in bfloat16 as under autocast, with the shapes of their
-parameters. Truncate gets gradients with the optimizer's state. A capture that is too short is repeated with the rows
-of its parameters rotated, so that ranks differ.
+Ranks are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2). Each rank is bound to its own
+cores, or two ranks share a core if there are half as many cores as ranks. A token bucket limits the rate at which a
+rank sends. Each rank has different gradients, recorded in one training step: float32 computed in bfloat16 as under
+autocast, with the shapes of their parameters. Truncate gets gradients with the optimizer's state. A recording that is
+too short is repeated with the rows of its parameters rotated, so that ranks differ.
 
-A row is one all-reduce, from the start of the first rank until the last has the mean. Codecs write to another tensor
-(`out=`); Gloo and hooks work in place. Trials of `--algorithm auto` are not counted.
+A row is one all-reduce, timed from the start of the first rank until the last rank has the mean. Codecs write to
+another tensor (`out=`); Gloo and hooks reduce in place. Trials of `--algorithm auto` are excluded.
 
-sent        bytes that left a rank's interface, with headers and acknowledgements: mean of the ranks
-frames      bytes of a rank's frames in both phases, if its tensor were encoded as a whole
-cpu         CPU time of a rank, without the kernel's network stack. Ranks that share cores wait for each other
-x raw       speed relative to dist.all_reduce of float32 on the same link in the same run, by medians
-allowed     that speed if only the bytes of frames counted: 2 / (r1 + r2), the sizes in the first and second phase
-            relative to the tensor
+sent        bytes that left a rank's interface, including headers and acknowledgements: mean over ranks
+frames      bytes of a rank's frames in both phases, computed as if the tensor were encoded as a whole
+cpu         CPU time of a rank, excluding the kernel's network stack. Ranks that share cores wait for each other
+x raw       median speed relative to dist.all_reduce of float32 on the same link in the same run
+allowed     upper bound of `x raw` from frame sizes: 2 / (r1 + r2), where r1 and r2 are the sizes of frames in the
+            first and second phase, relative to the tensor
 reached     x raw / allowed
 error       root mean square of the result minus the exact mean, relative to that of the mean
 
-Other load on the cores changes rows by factors: compare runs of an idle machine. The TCP rate that each rank really had
-stands above each table; it is lower than the link's if the cores cannot fill the link.
+Other load on the cores can change rows by factors, so compare runs on an idle machine. The TCP rate that was measured
+for each rank is printed above each table; it is below the link's rate if the cores are too slow.
 
 The run fails if ranks end with different bits, or if a codec's error exceeds that of one two-shot all-reduce with its
-frames. Hooks get one bucket with all parameters, outside of a model: torch's PowerSGD hook hangs on Gloo with two.
+frames. Hooks get one bucket with all parameters, without a model: torch's PowerSGD hook hangs on Gloo with two.
 """
 
 import argparse
@@ -60,7 +60,7 @@ QUICK = ("Lossless", "Truncate near, by bit", "Float8 e4m3fn", "Quantize 4", "Si
 RAW = "Gloo float32"
 HOOKS = ("fp16 hook", "PowerSGD hook, rank 1", "PowerSGD hook, rank 4")
 ROUNDING = 1e-6  # error of float32 sums
-SLACK = 1.5  # frames of slices have other blocks and random bits
+SLACK = 1.5  # factor on errors: frames of slices have other blocks and random bits
 AHEAD = 5e-3  # seconds between announcing a start and starting
 
 Array = np.ndarray[Any, Any]
@@ -72,7 +72,7 @@ Shapes = list[tuple[int, ...]]
 
 @dataclass
 class Capture:
-    """Gradients of one step, and the optimizer's state if the file has it."""
+    """Gradients recorded in one step, and the optimizer's state if the file has it."""
 
     path: Path
     values: Array
@@ -80,7 +80,7 @@ class Capture:
     optimizer: Any = None
 
     def made_in_bfloat16(self) -> float:
-        """Return the share of values whose lower 16 bits are zero."""
+        """Return the fraction of values whose lower 16 bits are zero."""
         return float((self.values.view(np.uint32) & 0xFFFF == 0).mean())
 
 
@@ -102,13 +102,13 @@ def captures(folder: Path) -> list[Capture]:
 
 
 def turned(values: Array, shapes: Shapes, turn: int) -> Array:
-    """Return parameters with their rows rotated by `turn`."""
+    """Return a bucket of parameters, each with its rows rotated by `turn`."""
     parts = np.split(values, np.cumsum([math.prod(s) for s in shapes])[:-1])
     return np.concatenate([np.roll(p.reshape(s), turn, 0).ravel() for p, s in zip(parts, shapes, strict=True)])
 
 
 def cut(shapes: Shapes, n: int) -> Shapes:
-    """Return shapes, repeated up to n values; the last one has whole rows and the rest of a row."""
+    """Repeat shapes up to a total of n values; the last one is split into whole rows and the rest of a row."""
     found: Shapes = []
     while n:
         for shape in shapes:
@@ -125,7 +125,7 @@ def cut(shapes: Shapes, n: int) -> Shapes:
 
 @dataclass
 class Gradients:
-    """Values of one rank, the segments of parameters, and the state that Truncate needs."""
+    """Values of one rank, the segments of its parameters, and the optimizer state that Truncate needs."""
 
     source: str
     values: Array
@@ -134,7 +134,7 @@ class Gradients:
 
 
 def gradients(which: Sequence[Capture], n: int, rank: int, world: int) -> Gradients:
-    """Return a rank's values: captures (of the same parameters), repeated with rows rotated after each round."""
+    """Return a rank's values: captures (of the same parameters), repeated with other rotations of rows."""
     first = which[0]
     count = -(-n // first.values.size)
     tiles: list[Array] = []
@@ -143,7 +143,7 @@ def gradients(which: Sequence[Capture], n: int, rank: int, world: int) -> Gradie
         tiles.append(turned(which[turn % len(which)].values, first.shapes, turn // len(which)))
     how: dict[str, Any] = {}
     if first.optimizer is not None:
-        # all ranks have the same state, which is not rotated
+        # the state is equal on all ranks, and not rotated
         metric, state = first.optimizer
         moved = {
             k: np.concatenate([turned(v, first.shapes, t * world) for t in range(count)]) for k, v in state.items()
@@ -168,20 +168,20 @@ def kinds(folder: Path) -> tuple[list[Capture], list[Capture]]:
 
 @dataclass
 class Contender:
-    """All-reduce to the mean, and the sizes of its frames."""
+    """A method that all-reduces to the mean, and its frame sizes relative to the tensor in both phases."""
 
     name: str
     gradients: Gradients
     call: Callable[[Any, int], Any]  # (tensor, repetition) -> tensor with the mean
     ratios: tuple[float, float] | None = (1.0, 1.0)
     limit: float = math.inf
-    warm: int = 1  # repetitions that do not count: they connect and allocate
+    warm: int = 1  # untimed repetitions, which connect and allocate
     before: Callable[[], None] = lambda: None
     after: Callable[[], tuple[float, float]] | None = None
 
 
 class FlatBucket:
-    """Stand-in for DDP's bucket, as hooks use it: a flat tensor with all parameters."""
+    """Replacement of DDP's bucket for hooks: a flat tensor with all parameters."""
 
     def __init__(self, flat: Any, shapes: Shapes) -> None:
         self.flat, self.shapes = flat, shapes
@@ -211,7 +211,7 @@ def raw(g: Gradients) -> Contender:
 
 
 def hooks(g: Gradients) -> list[Contender]:
-    """Return torch's own compression hooks. PowerSGD forgets its error, so that each repetition is a first step."""
+    """Return torch's compression hooks. PowerSGD's error is reset, so that each repetition is a first step."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     def fp16(t: Any, _: int) -> Any:
@@ -241,14 +241,14 @@ def hooks(g: Gradients) -> list[Contender]:
 
 
 def codecs(names: Sequence[str], plain: Gradients, stateful: Gradients | None, plan: dict[str, Any]) -> list[Contender]:
-    """Return the contenders of this library."""
+    """Return the methods of this library."""
     import torch
 
     from codec.torch import all_reduce
     from codec.torch.group import autotune
 
     found: list[Contender] = []
-    warm = autotune.TRIALS if plan["algorithm"] == "auto" else 1  # amortized over thousands of steps
+    warm = autotune.TRIALS if plan["algorithm"] == "auto" else 1  # trials are amortized over thousands of steps
     out = None if plan["in_place"] else torch.empty(plain.values.size)
     for name in names:
         spec = SPECS[name]
@@ -279,7 +279,7 @@ def exact_mean(of_ranks: Sequence[Gradients]) -> Array:
 
 
 def two_shot(spec: codec.Spec, of_ranks: Sequence[Gradients], exact: Array) -> tuple[tuple[float, float], float]:
-    """Return the relative frame sizes of both phases, and the error, computed in one process."""
+    """Compute a two-shot all-reduce in one process; return the relative frame sizes of both phases, and the error."""
     inside = segments(of_ranks[0].shapes)
     nbytes = of_ranks[0].values.nbytes
     how = of_ranks[0].how
@@ -297,7 +297,7 @@ def say(**event: Any) -> None:
 
 
 def worker(plan: dict[str, Any], others: Callable[[Gradients], list[Contender]] = lambda plain: []) -> None:
-    """Run all links and contenders on one rank; `others` returns contenders besides this module's."""
+    """Measure all methods on all links, as one rank; `others` returns additional methods."""
     import torch
     import torch.distributed as dist
 
@@ -335,7 +335,7 @@ def congestion() -> str:
 
 
 def together(dist: Any) -> None:
-    """Wait for a common time: ranks of one machine share a clock, but leave a barrier one by one."""
+    """Wait until a common time, because ranks leave a barrier one by one; ranks of one machine share a clock."""
     import torch
 
     start = torch.tensor([time.perf_counter() + AHEAD], dtype=torch.float64)
@@ -344,7 +344,7 @@ def together(dist: Any) -> None:
 
 
 def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -> None:
-    """Run a contender for its share of time, at least a minimum of times, and return the measurements."""
+    """Repeat a method for its part of the time, at least a minimum number of times, and print the measurements."""
     import torch
     import torch.distributed as dist
 
@@ -394,7 +394,7 @@ def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -
 
 
 def run(ranks: int, plan: dict[str, Any], args: argparse.Namespace, tick: Callable[[int, str], None]) -> list[Any]:
-    """Measure with some ranks; return their reports."""
+    """Measure with a number of ranks, and return their reports."""
     threads = {k: str(plan["threads"]) for k in ("OMP_NUM_THREADS", "CODEC_NUM_THREADS")}
     how = {"both_ways": args.both_ways, "congestion": args.congestion, "slow_start_after_idle": not args.no_restart}
     command = [sys.executable, __file__, "--worker", json.dumps(plan)]
@@ -403,7 +403,7 @@ def run(ranks: int, plan: dict[str, Any], args: argparse.Namespace, tick: Callab
 
 
 def of_links(said: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Combine the reports of ranks into a table for each link, and a list of errors."""
+    """Combine the reports of ranks; return a table for each link, and a list of error messages."""
     tables: list[dict[str, Any]] = []
     wrong: list[str] = []
     for events in zip(*([e for e in events if e["kind"] != "prepared"] for events in said), strict=True):
@@ -469,7 +469,7 @@ def report(table: dict[str, Any]) -> None:
 
 
 def plot(tables: list[dict[str, Any]], path: str) -> None:
-    """Draw speed relative to raw Gloo over links, a panel per number of ranks; hollow: upper bound by frame size."""
+    """Draw speed relative to raw Gloo by link, a panel per number of ranks. Hollow markers: bound by frame size."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -619,7 +619,7 @@ def show(tables: list[dict[str, Any]], args: argparse.Namespace, about: dict[str
         "bound": not args.unbound,
     }
     about |= {"slow_start_after_idle": not args.no_restart, "pause": args.pause}
-    about |= {"load": [round(x, 1) for x in os.getloadavg()]}  # above the number of ranks: other processes were running
+    about |= {"load": [round(x, 1) for x in os.getloadavg()]}  # above the number of ranks: other processes ran, too
     sources = dict.fromkeys(r["source"] for t in tables for r in t["rows"])
     print(f"{args.mib:g} MiB of float32 a rank: {', '.join(sources)}")
     print(", ".join(f"{k} {v}" for k, v in about.items()))

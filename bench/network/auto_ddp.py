@@ -4,15 +4,15 @@
     sudo python bench/network/auto_ddp.py --links 100mbit,0 none,0 --quality smallest
 
 Ranks are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2, TUN devices). They train a
-stack of equal layers with DistributedDataParallel. Links are rates and added round-trip times in milliseconds. On each
-link each method takes ``--steps`` steps, 10 at a time in turn; the methods keep their hooks, so that "auto" has to
-notice each change of the link.
+stack of equal layers with DistributedDataParallel. A link is a rate and an added round-trip time in milliseconds. On
+each link, each method runs ``--steps`` steps; methods alternate after 10 steps. A method keeps its hook for all links,
+so that "auto" must detect each change of the link.
 
-mean        milliseconds of a step, mean of all steps on this link: with the steps in which "auto" notices and tries
+mean        milliseconds per step, mean over all steps on this link, including those in which "auto" tries methods
 median      median of the same steps
-bits        bits that a rank sends for each value and phase of an all-reduce
-/ best      mean, and median, over the least one of the fixed methods on this link
-all links   the sums over all links: "best" is the fixed method with the least sum
+bits        bits that a rank sends per value and phase of an all-reduce
+/ best      mean, and median, divided by the least one of the fixed methods on this link
+all links   sums over all links; "best" is the fixed method with the least sum
 """
 
 import os
@@ -41,7 +41,7 @@ class Training:
         width, self.batch, self.pause = plan["width"], plan["batch"], plan["pause"]
         net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(plan["layers"])))
         for weight in net.parameters():
-            nn.init.orthogonal_(weight)  # gradients of all layers have one size
+            nn.init.orthogonal_(weight)  # gives gradients of all layers the same magnitude
         self.width, self.values = width, width * width * plan["layers"]
         self.model = DistributedDataParallel(net)
         self.optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
@@ -50,12 +50,12 @@ class Training:
         if method == "auto":
             self.hook = codec.torch.ddp_hook(codec.torch.Auto(plan["quality"])).register(self.model)
         elif method != "float32":
-            algorithm = "all_gather" if int(os.environ["WORLD_SIZE"]) == 2 else "two_shot"  # as "auto" has
+            algorithm = "all_gather" if int(os.environ["WORLD_SIZE"]) == 2 else "two_shot"  # the algorithms of "auto"
             options = codec.options(algorithm=algorithm)
             self.hook = codec.torch.ddp_hook(method, options=options).register(self.model)
 
     def step(self) -> float:
-        """Train for a step, and return its seconds."""
+        """Run one training step, and return its duration in seconds."""
         import torch
 
         begin = time.perf_counter()
@@ -70,15 +70,15 @@ class Training:
         return time.perf_counter() - begin
 
     def sent(self) -> int:
-        """Return the bytes of gradients that this rank has sent so far."""
+        """Return the number of gradient bytes that this rank has sent so far."""
         return 4 * self.values * self.taken if self.hook is None else self.hook.stats().sent_nbytes
 
     def choices(self) -> dict[str, int]:
-        """Return the steps by choice."""
+        """Return the number of steps by choice of "auto"."""
         return {} if self.hook is None else self.hook.stats().choices
 
     def size(self, nbytes: float) -> float:
-        """Return the bits for each value and phase of an all-reduce."""
+        """Convert the bytes sent in a step to bits per value and phase of an all-reduce."""
         world = int(os.environ["WORLD_SIZE"])
         return 8 * nbytes / self.values * world / (2 * (world - 1))
 

@@ -1,6 +1,6 @@
-"""Comparison of "auto" with fixed methods on links that change, for auto_ddp.py and bench/pipeline/auto_bits.py.
+"""Compare "auto" with fixed methods on links that change, for auto_ddp.py and bench/pipeline/auto_bits.py.
 
-A script has a class with the methods of :class:`Training`. :func:`main` starts the script again on each rank, in
+A script defines a class with the methods of :class:`Training`. :func:`main` starts the script again on each rank, in
 network namespaces (bench/network/netns.py), and prints the tables.
 """
 
@@ -18,51 +18,51 @@ from typing import Any, Protocol
 
 import netns
 
-BLOCK = 10  # steps of a method before the next one has its turn
-LEAST_RTT = 0.1  # milliseconds: the devices that add a round-trip time need one
+BLOCK = 10  # steps of a method before the next method's turn
+LEAST_RTT = 0.1  # milliseconds; the devices that delay packets need a nonzero time
 
 Cell = dict[str, Any]
 
 
 class Training(Protocol):
-    """Training by one method, "auto" or a fixed one, on one rank."""
+    """Training on one rank by one method, "auto" or a fixed one."""
 
-    warmup: int  # steps before the first link, without a limit
+    warmup: int  # untimed steps on an unlimited link, before the first link
 
     def step(self) -> float:
-        """Train for a step, and return its seconds."""
+        """Run one training step, and return its duration in seconds."""
         ...
 
     def sent(self) -> int:
-        """Return the bytes that this rank has sent so far."""
+        """Return the number of bytes that this rank has sent so far."""
         ...
 
     def choices(self) -> dict[str, int]:
-        """Return the steps by choice of "auto"."""
+        """Return the number of steps by choice of "auto"."""
         ...
 
     def size(self, nbytes: float) -> float:
-        """Return the size of a step that the table shows, from the bytes that this rank sent; all ranks call it."""
+        """Convert the bytes that this rank sent in a step to the table's size. All ranks must call this together."""
         ...
 
 
 def change_to(link: str, rank: int) -> None:
-    """Change the link of this rank to "100mbit,20", or "100mbit/1gbit,20" where ranks have different rates."""
+    """Change this rank's link to RATE,RTT such as "100mbit,20", or "100mbit/1gbit,20" for different rates by rank."""
     rates, rtt = link.split(",")
     if rank == 0:
-        print(f"rtt {max(LEAST_RTT, float(rtt))}", flush=True)  # run() sets it
+        print(f"rtt {max(LEAST_RTT, float(rtt))}", flush=True)  # run() sets the round-trip time
     each = rates.split("/")
     netns.shape(each[rank % len(each)])
     time.sleep(0.5)
 
 
 def in_turn(trainings: dict[str, Training], steps: int) -> dict[str, list[float]]:
-    """Run steps of all trainings, alternating after a few steps, since the load of the machine varies.
+    """Run steps of all methods, alternating after a few steps, because the load of the machine varies.
 
     Returns
     -------
     dict of str to list of float
-        Seconds of each step on the slowest rank.
+        By method: seconds of each step on the slowest rank.
     """
     import torch
     import torch.distributed as dist
@@ -78,7 +78,7 @@ def in_turn(trainings: dict[str, Training], steps: int) -> dict[str, list[float]
 
 
 def grown(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
-    """Return the counts that have grown, and by how much."""
+    """Return the increase of each count that has grown."""
     return {key: count - before.get(key, 0) for key, count in now.items() if count != before.get(key, 0)}
 
 
@@ -139,7 +139,7 @@ def run(script: str, plan: Cell, ranks: int, *, bind: bool = True) -> list[Cell]
 
 
 def show(rows: list[Cell], unit: str) -> None:
-    """Print a table for each link, and the sums. `unit` heads the column of sizes."""
+    """Print a table for each link, and the sums over links. `unit` is the heading of the column of sizes."""
     means: dict[str, float] = {}
     medians: dict[str, float] = {}
     for turn in sorted({row["turn"] for row in rows}):
@@ -165,7 +165,7 @@ def line(key: str, mean: dict[str, float], median: dict[str, float], size: str) 
 
 
 def parser_of(text: str | None, links: tuple[str, ...], fixed: tuple[str, ...]) -> argparse.ArgumentParser:
-    """Return a parser of the arguments that both scripts have, with defaults for ``--links`` and ``--fixed``."""
+    """Return a parser of the arguments common to both scripts, with defaults for ``--links`` and ``--fixed``."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", "--stages", type=int, default=2)
     parser.add_argument("--links", nargs="+", default=list(links), help="rate and round-trip time, as 100mbit,20")
@@ -179,18 +179,18 @@ def parser_of(text: str | None, links: tuple[str, ...], fixed: tuple[str, ...]) 
 
 
 def main(script: str, parser: argparse.ArgumentParser, make: Callable[[str, Cell], Training], unit: str) -> None:
-    """Measure what the command line asks for, and print the tables; or be one of the ranks.
+    """Run the command line: start the ranks and print the tables, or with ``--worker`` run one rank.
 
     Parameters
     ----------
     script : str
         Path of the script that calls this.
     parser : ArgumentParser
-        From :func:`parser_of`. All arguments are in the plan that `make` gets.
+        Parser of :func:`parser_of`. Its arguments form the plan that is passed to `make`.
     make : callable
-        Makes the training of a method, from the method's name and the plan.
+        Returns the Training of a method, given the method's name and the plan.
     unit : str
-        What :meth:`Training.size` returns.
+        Unit of the result of :meth:`Training.size`.
     """
     args = parser.parse_args()
     if args.worker:

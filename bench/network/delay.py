@@ -1,12 +1,12 @@
-"""Links with a delay, for kernels without netem: TUN devices, and a process that holds their packets.
+"""Links with a delay, for kernels without netem: TUN devices, and a process that delays their packets.
 
-:func:`device` makes a TUN device in a network namespace. :class:`Delay` runs a process that reads the packets that
-each namespace sends, waits, and writes them to the device of their destination. Packets keep their order and none is
-dropped: the queue holds what links carry during the delay. A rate is limited by a token bucket before the device
-(:func:`netns.shape`), as without a delay.
+:func:`device` creates a TUN device in a network namespace. :class:`Delay` runs a process that reads the packets that
+each namespace sends, waits, and writes the packets to the device of their destination. Packets keep their order, and
+none is dropped. As on links without a delay, a token bucket in front of the device limits the rate
+(:func:`netns.shape`).
 
-Packets are TCP segments of up to 64 KiB with a segment size of 1,448 bytes, as they are between a kernel and a network
-card (TSO), so TCP's slow start is that of real links, and a packet takes about 10 microseconds of a core.
+Packets have up to 64 KiB, with a TCP segment size of 1,448 bytes, as between a kernel and a network card with TSO.
+TCP's slow start is therefore the same as on real links, and a packet takes about 10 microseconds of a core.
 """
 
 import ctypes
@@ -25,19 +25,19 @@ _SETIFF, _SETOFFLOAD, _SETSNDBUF = 0x400454CA, 0x400454D0, 0x400454D4
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _CHECKSUMS, _TSO4 = 0x01, 0x02
 _CLONE_NEWNET = 0x40000000
-_HEADER_NBYTES = 10  # struct virtio_net_hdr, which says how the kernel must cut a packet
+_HEADER_NBYTES = 10  # size of struct virtio_net_hdr, which describes how a packet is segmented
 _LARGEST = 65536 + _HEADER_NBYTES
 
 
 def device(namespace: str, name: str) -> int:
-    """Make a TUN device in a network namespace, and return its file descriptor, which does not block.
+    """Create a TUN device in a network namespace, and return its non-blocking file descriptor.
 
     The device exists until the descriptor and its copies are closed.
 
     Raises
     ------
     OSError
-        The kernel has no TUN devices, or the process may not make one.
+        The kernel has no TUN devices, or the process lacks the privilege to create one.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -71,9 +71,9 @@ class Delay:
     Parameters
     ----------
     tuns : sequence of int
-        File descriptors of :func:`device`; that of rank r has the address whose last byte is r + 1.
+        File descriptors from :func:`device`, by rank. The last byte of rank r's address is r + 1.
     seconds : float
-        Time from sending to receiving: half of a round trip.
+        Delay from sending to receiving, half of the round-trip time.
     """
 
     def __init__(self, tuns: Sequence[int], seconds: float) -> None:
@@ -82,7 +82,7 @@ class Delay:
         self.process = subprocess.Popen(command, pass_fds=tuns, stdin=subprocess.PIPE, start_new_session=True)
 
     def set(self, seconds: float) -> None:
-        """Change the time from sending to receiving, for packets that are sent from now on."""
+        """Change the delay in seconds, for packets sent from now on."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{seconds}\n".encode())
         self.process.stdin.flush()
@@ -96,7 +96,7 @@ class Delay:
 
 
 def packets(tun: int, most: int = 64) -> Iterator[bytes]:
-    """Return packets that a device has received, up to `most`."""
+    """Yield up to `most` packets that are ready on a device."""
     for _ in range(most):
         try:
             yield os.read(tun, _LARGEST)
@@ -113,8 +113,8 @@ def destination(packet: bytes, ranks: int) -> int | None:
 
 
 def carry(seconds: float, tuns: Sequence[int]) -> None:
-    """Carry packets until standard input ends, which is when the parent ends. A line of it has other seconds."""
-    waiting: deque[tuple[float, int, bytes]] = deque()  # in the order of their times
+    """Forward packets until standard input is closed, when the parent ends. A line of input sets a new delay."""
+    waiting: deque[tuple[float, int, bytes]] = deque()  # (arrival time, device, packet), in order of time
     poll = select.epoll()
     for fd in (sys.stdin.fileno(), *tuns):
         poll.register(fd, select.EPOLLIN)

@@ -5,14 +5,14 @@
     sudo python bench/network/gloo_allreduce.py --ranks 4 --links 100mbit --codecs lossless --algorithms ring
     sudo python bench/network/gloo_allreduce.py --rtt 100 --mib 0.01 --links 1gbit --algorithms two_shot auto
 
-This is the experiment of GComp (SoCC 2024, figure 10): the time of an all-reduce of gradients, relative to
+This is the experiment of figure 10 in GComp (SoCC 2024): the time of an all-reduce of gradients, relative to
 gloo::allreduce of float32 in the same run. `make gloo` builds bench/network/gloo_allreduce.cc, the program that each
 rank runs. Ranks, cores and gradients are those of bench/network/allreduce.py.
 
-sent        bytes of frames and uncompressed values that a rank sends: mean of the ranks
-less        bytes that Gloo sends, relative to `sent`
-cpu         CPU time of a rank, with Gloo's thread
-normalised  median time relative to Gloo's ring on the same link in the same run, as in the paper's figure
+sent        bytes of frames and uncompressed values that a rank sends: mean over ranks
+less        bytes that Gloo's ring sends / `sent`
+cpu         CPU time of a rank, including Gloo's thread
+normalised  median time / that of Gloo's ring on the same link in the same run, as in the paper's figure
 reached     speed relative to Gloo's ring, divided by `less`
 error       root mean square of the result minus the exact mean, relative to that of the mean
 
@@ -54,7 +54,7 @@ def hexed(struct: Any) -> str:
 
 
 class Plan:
-    """Work of the ranks, as files that they read."""
+    """Plan of the measurements, and the files from which ranks read it."""
 
     def __init__(self, folder: Path, ranks: int, args: argparse.Namespace, names: Sequence[str]) -> None:
         self.folder, self.ranks = folder, ranks
@@ -119,7 +119,7 @@ class Plan:
 
 
 def table_of(plan: Plan, said: list[list[dict[str, Any]]], link: str, rates: list[float]) -> tuple[Any, list[str]]:
-    """Combine the reports of ranks for a link into a table, and a list of errors."""
+    """Combine the reports of ranks for a link; return a table and a list of error messages."""
     wrong: list[str] = []
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for events in zip(*said, strict=True):
@@ -176,7 +176,7 @@ def report(table: dict[str, Any]) -> None:
 
 
 def plot(tables: list[dict[str, Any]], path: str) -> None:
-    """Draw normalised time, a panel for each link and number of ranks."""
+    """Draw normalised times, with a panel for each link and number of ranks."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -5,18 +5,19 @@
     sudo python bench/network/latency.py --rtt 0 100 --rates 100mbit --buckets 1 7 --methods float32 small
 
 Ranks are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2, TUN devices). A token bucket
-limits what each rank sends, and packets wait for half of the round-trip time. The model is a stack of equal layers of
-``--width`` x ``--width`` values, so that a bucket cap gives the wanted number of buckets. Ranks train without pauses
-and without barriers. Each has cores of its own if there are enough.
+limits the rate at which a rank sends, and packets are delayed by half of the round-trip time. The model is a stack of
+equal layers of ``--width`` x ``--width`` values, so that a bucket cap sets the number of buckets. Ranks train without
+pauses and without barriers. Each rank is bound to its own cores if there are enough.
 
 step        milliseconds between two steps of the optimizer: median of the slowest rank
-sent        bytes that left a rank's interface in a step, with headers and acknowledgements: largest of the ranks
-cpu         CPU milliseconds of a rank in a step, without the kernel's network stack: largest of the ranks
-trips       (step - step at the shortest round-trip time) / difference of the round-trip times: the round trips for
-            which a step waits, with those of TCP's slow start; only if there are several round-trip times
-model       max(compute, sent / rate + least trips x round-trip time) + cpu beyond that of the local step: the time of
-            a step whose buckets travel together. `compute` is the step without communication (row "local"). Least
-            trips: 1; PowerSGD 2, since its second factor needs the first. Two ranks are assumed: a ring has more
+sent        bytes that left a rank's interface per step, including headers and acknowledgements: maximum over ranks
+cpu         CPU milliseconds of a rank per step, excluding the kernel's network stack: maximum over ranks
+trips       round trips for which a step waits, including those of TCP's slow start: (step - step at the shortest
+            round-trip time) / difference of the round-trip times; only if several round-trip times are measured
+model       time of a step if all buckets are in flight at once: max(compute, sent / rate + least trips x round-trip
+            time) + cpu beyond that of the local step. `compute` is the step without communication (row "local").
+            The least number of trips is 1, and 2 for PowerSGD, whose second factor depends on the first. This
+            assumes two ranks; a ring of more ranks needs more trips
 over        step / model
 x float32   speed relative to float32 in the same cell
 
@@ -43,8 +44,8 @@ NAMES = {"powersgd": "PowerSGD, rank 2", "onebit": "OneBitAdam, frozen", "fp16":
 LEAST_TRIPS = {"local": 0, "powersgd": 2}
 RTTS, RATES, BUCKETS = (0, 20, 100, 200), ("20mbit", "100mbit", "1gbit"), (1, 7, 50)
 QUICK = {"rtt": (0, 100), "rates": ("20mbit", "100mbit"), "buckets": (1, 7)}
-WARMUP = 4  # untimed steps: DDP rebuilds its buckets, PowerSGD and OneBitAdam begin in the third
-FEWEST = 3  # timed steps of a slow cell
+WARMUP = 4  # untimed steps: DDP rebuilds its buckets, and PowerSGD and OneBitAdam begin to compress in step 3
+FEWEST = 3  # minimum number of timed steps
 
 Cell = dict[str, Any]
 
@@ -64,7 +65,7 @@ class Training:
         width, layers = plan["width"], plan["layers"]
         net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
         for layer in net:
-            nn.init.orthogonal_(layer.weight)  # gradients of all layers have one size
+            nn.init.orthogonal_(layer.weight)  # gives gradients of all layers the same magnitude
         self.values = width * width * layers
         per_bucket = -(-layers // buckets)
         self.model = DistributedDataParallel(net, bucket_cap_mb=per_bucket * width * width * 4 / 2**20)
@@ -113,13 +114,13 @@ class Training:
         self.optimizer.step()
 
     def buckets(self) -> int:
-        """Return the number of buckets that DDP has made."""
+        """Return the number of DDP's buckets."""
         data: Any = self.model._get_ddp_logging_data()
         return len(str(data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]).split(","))
 
 
 def largest(*values: float) -> list[float]:
-    """Return the maximum over ranks of each value."""
+    """Return, for each value, the maximum over ranks."""
     import torch
     import torch.distributed as dist
 
@@ -137,7 +138,7 @@ def measured(method: str, plan: Cell, buckets: int) -> Cell:
         took = time.perf_counter() - start
     (took,) = largest(took)
     count = max(FEWEST, min(plan["steps"], int(plan["seconds"] / took)))
-    training.step()  # ranks leave the exchange above at different times
+    training.step()  # untimed, because ranks leave the exchange above at different times
     times, sent, cpu = [time.perf_counter()], netns.sent_nbytes(), time.process_time()
     for _ in range(count):
         training.step()
@@ -186,7 +187,7 @@ def worker(plan: Cell) -> None:
 
 
 def models(rows: Sequence[Cell]) -> None:
-    """Add to each row the model's time, the round trips, and the speed relative to float32."""
+    """Add to each row the modelled time, the round trips, and the speed relative to float32."""
     cells = {(row["rate"], row["rtt"], row["wanted_buckets"], row["method"]): row for row in rows}
     nearest = min(row["rtt"] for row in rows)
     for (rate, rtt, buckets, method), row in cells.items():
@@ -284,7 +285,7 @@ def main() -> None:
                     run = {"environment": threads, "timeout": 3600, "on_line": tick, "bind": not args.unbound}
                     found = network.run(command, **run)[0]
                 rows += [{"rate": rate, "rtt": rtt, **row} for row in found]
-                if args.json:  # complete links survive an interruption
+                if args.json:  # so that an interruption loses no complete link
                     models(rows)
                     with open(args.json, "w") as f:
                         json.dump(rows, f, indent=1)

@@ -1,18 +1,18 @@
-"""Slow links on one machine: network namespaces joined by a bridge, and a token bucket for what each one sends.
+"""Slow links on one machine: network namespaces joined by a bridge, each with a token bucket that limits its rate.
 
     python bench/network/netns.py                                          # measure the TCP rate of each link
     python bench/network/netns.py --ranks 4 --rate 100mbit --rtt 40 -- python train.py
 
 With a round-trip time, the namespaces are joined by TUN devices instead of a bridge (bench/network/delay.py), since
-many kernels have no netem. The queue of a link and the windows of TCP then hold several round trips' bytes, as on hosts
-that are tuned for long links.
+many kernels have no netem. The link's queue and TCP's windows are then large enough for the bytes of several round
+trips, as on hosts that are tuned for long links.
 
 The second form starts the command once per rank, in its own namespace, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-and GLOO_SOCKET_IFNAME set as torchrun sets them on several machines. If one fails, the others are killed.
+and GLOO_SOCKET_IFNAME set as torchrun sets them on several machines. If one rank fails, the others are killed.
 
-The script needs Linux, root and iproute2. Everything that it creates, including the bridge, is in namespaces whose
-names begin with ``codec-``; the machine's own network is not touched. They are removed at the end, after an error and
-after Ctrl-C; those of a killed run are removed by the next one.
+The script needs Linux, root and iproute2. All devices that it creates, including the bridge, are in namespaces whose
+names begin with ``codec-``; the machine's own network is unchanged. The namespaces are removed at the end, also after
+an error or Ctrl-C. If a run is killed, the next run removes its namespaces.
 """
 
 import argparse
@@ -43,14 +43,14 @@ PORT = 29500
 PROBE_PORT, ECHO_PORT = 29400, 29401
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 LINKS = ("100mbit", "500mbit", "1gbit", "10gbit", "none")
-SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # folders of ip, which PATH may lack
+SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # PATH may lack the folders of `ip`
 SERIAL = itertools.count()
 # minimum, default and maximum bytes of TCP's windows on long links: two round trips of 200 ms at 1 Gbit/s
 WINDOWS = ("net.ipv4.tcp_rmem=4096 131072 67108864", "net.ipv4.tcp_wmem=4096 16384 67108864")
 
 
 class NetworkError(RuntimeError):
-    """A network cannot be made, or a process in it failed."""
+    """A network cannot be created, or a process in the network failed."""
 
 
 def bits(rate: str) -> float | None:
@@ -64,7 +64,7 @@ def bits(rate: str) -> float | None:
 
 
 def shown(rate: str) -> str:
-    """Return a rate in the usual notation."""
+    """Return a rate such as "100mbit" in the usual notation."""
     return "unthrottled" if rate == "none" else re.sub(r"([kmg])bit", lambda m: f" {m[1].upper()}bit", rate)
 
 
@@ -80,7 +80,7 @@ def tool(*command: str) -> str:
 
 
 def require() -> None:
-    """Raise NetworkError if something is missing, before anything is made."""
+    """Raise NetworkError if a requirement is missing, before any namespace is created."""
     if sys.platform != "linux":
         raise NetworkError("network namespaces are Linux's")
     for name in ("ip", "tc"):
@@ -91,20 +91,20 @@ def require() -> None:
 
 
 def bucket_nbytes(rate: float) -> int:
-    """Size of a link's token bucket.
+    """Return the size in bytes of a link's token bucket.
 
-    It is a gift to whoever sends after a pause, so it should be small: a millisecond of the rate. Below that a timer
-    that fires late loses tokens, and the link is slower than its name.
+    A sender may exceed the rate by this size after a pause, so the bucket should be small: one millisecond of the rate.
+    With a smaller bucket, a timer that fires late loses tokens, and the link is slower than its rate.
     """
     return max(20_000, int(rate / 8 / 1000))
 
 
 def shape(rate: str, *namespace: str, device: str = DEVICE) -> None:
-    """Limit the rate of a device, in this namespace or in that of ``-n NAME``."""
+    """Limit the rate of a device in this namespace, or in the one that the arguments ``-n NAME`` select."""
     speed = bits(rate)
     if "qdisc tbf" in tool("tc", *namespace, "qdisc", "show", "dev", device):
         tool("tc", *namespace, "qdisc", "del", "dev", device, "root")
-    # tbf splits packets larger than its bucket, which costs a core at 500 Mbit: avoid such packets
+    # Avoid packets larger than the bucket: tbf splits them, which takes a whole core at 500 Mbit/s.
     largest = 65536 if speed is None else min(65536, bucket_nbytes(speed) * 3 // 4)
     tool("ip", *namespace, "link", "set", device, "gso_max_size", str(largest))
     if speed is not None:
@@ -113,12 +113,12 @@ def shape(rate: str, *namespace: str, device: str = DEVICE) -> None:
 
 
 def sent_nbytes(device: str = DEVICE) -> int:
-    """Return the bytes that this namespace has sent, with headers and acknowledgements."""
+    """Return the number of bytes that this namespace has sent, including headers and acknowledgements."""
     return int(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
 
 
 def sweep() -> None:
-    """Remove the namespaces of killed runs."""
+    """Remove the namespaces that killed runs have left."""
     for line in tool("ip", "netns", "list").splitlines():
         match = re.match(r"(codec-(\d+)-\S+)", line)
         if match and not alive(int(match[2])):
@@ -142,10 +142,10 @@ def remove(name: str) -> None:
 
 
 def cores_of(rank: int, ranks: int) -> set[int] | None:
-    """Those of a rank where each has as many as any other, as launchers of MPI bind them; or None.
+    """Return a rank's cores if all ranks can have equally many, as MPI launchers bind them; otherwise None.
 
-    Linux wakes a process on the core that a packet came in on: two ranks are then one core's for milliseconds, while
-    the other core idles.
+    Without binding, Linux wakes a process on the core that received a packet, so that two ranks can share one core for
+    milliseconds while another core is idle.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= ranks:
@@ -156,7 +156,7 @@ def cores_of(rank: int, ranks: int) -> set[int] | None:
 
 @contextlib.contextmanager
 def on_cores(cores: set[int] | None) -> Iterator[None]:
-    """Bind processes that this thread starts to cores; None: no binding."""
+    """In this context, bind processes that this thread starts to the given cores; None: do not bind."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores or before)
     try:
@@ -166,27 +166,27 @@ def on_cores(cores: set[int] | None) -> Iterator[None]:
 
 
 class Network:
-    """Ranks in namespaces of their own, with addresses 10.77.0.1 and up, while the ``with`` statement lasts.
+    """Context manager that creates a network namespace for each rank, with addresses from 10.77.0.1 on.
 
     Parameters
     ----------
     ranks : int
-        How many.
+        Number of ranks.
     rate : str
-        What each may send: ``"100mbit"``, or ``"none"``.
+        Rate at which each rank may send, such as ``"100mbit"``, or ``"none"`` for no limit.
     both_ways : bool
-        Limit what each receives, too, in a queue of the bridge, as a switch's port does.
+        Also limit the rate at which each rank receives, in a queue of the bridge, as a switch's port does.
     congestion : str, optional
-        TCP's congestion control, if not the machine's.
+        TCP's congestion control algorithm; by default the machine's.
     slow_start_after_idle : bool
         False: connections keep their window over pauses (net.ipv4.tcp_slow_start_after_idle=0).
     rtt : float
-        Round-trip time that is added to that of the machine, in milliseconds.
+        Round-trip time in milliseconds that is added to the machine's own.
 
     Raises
     ------
     NetworkError
-        `rate` or `rtt` is wrong, or both `rtt` and `both_ways` are given: there is no bridge then.
+        `rate` or `rtt` is invalid, or `both_ways` is given with an `rtt`, for which there is no bridge.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Network:
         for name in (self.hub, *self.names):
             self.made.append(name)
             tool("ip", "netns", "add", name)
-            # Gloo could choose an automatic address
+            # disable IPv6, or Gloo could choose an automatic address
             if Path("/proc/sys/net/ipv6").exists():
                 tool("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
         if self.rtt:
@@ -375,7 +375,7 @@ class Rank:
         )
 
     def read(self, on_line: Callable[[int, str], None]) -> bool:
-        """Take what there is; False at the end."""
+        """Read available output; return False at its end."""
         assert self.process.stdout is not None
         data = os.read(self.process.stdout.fileno(), 1 << 16)
         *lines, self.partial = (self.partial + data).split(b"\n")
@@ -390,7 +390,7 @@ class Rank:
         return bool(data)
 
     def said(self, most: int = 4000) -> str:
-        """The end of its standard error."""
+        """Return the last `most` characters of the rank's standard error."""
         self.errors.seek(0)
         return self.errors.read().decode(errors="replace")[-most:].strip()
 
@@ -415,7 +415,7 @@ def follow(ranks: list[Rank], deadline: float, on_line: Callable[[int, str], Non
                 if not key.data.read(on_line):
                     selector.unregister(key.fileobj)
             if any(r.process.poll() for r in ranks):
-                # the first rank to fail may be seen last: others fail because their peer is gone
+                # report all failed ranks: a rank that fails because its peer is gone may be seen first
                 time.sleep(0.5)
                 failed = [r for r in ranks if r.process.poll()]
                 said = "\n".join(f"rank {r.rank}, exit status {r.process.returncode}:\n{r.said()}" for r in failed)
@@ -429,9 +429,10 @@ def follow(ranks: list[Rank], deadline: float, on_line: Callable[[int, str], Non
 
 
 def tcp_rate(rank: int, world: int, seconds: float = 1) -> float:
-    """Bits per second that this rank gets from the one before while each sends to the next over one connection.
+    """Measure the rate in bits per second at which this rank receives while each rank sends to the next one.
 
-    The first fifth of the time is not counted: it has the token bucket's contents and TCP's slow start.
+    Each rank uses one connection. The first fifth of the time, with the token bucket's contents and TCP's slow start,
+    is excluded.
     """
     with socket.create_server(("0.0.0.0", PROBE_PORT), backlog=1) as server:
         out = connect((Network.address((rank + 1) % world), PROBE_PORT))
@@ -452,7 +453,7 @@ def tcp_rate(rank: int, world: int, seconds: float = 1) -> float:
 def tcp_round_trip(rank: int, trips: int = 5) -> float:
     """Return the median seconds between sending a byte to another rank and receiving its answer.
 
-    Rank 0 measures and rank 1 answers: both must call it. Other ranks get NaN at once.
+    Rank 0 measures and rank 1 answers; both must call this. On other ranks the result is NaN.
     """
     if rank > 1:
         return math.nan
@@ -472,7 +473,7 @@ def tcp_round_trip(rank: int, trips: int = 5) -> float:
 
 
 def connect(address: tuple[str, int], patience: float = 20) -> socket.socket:
-    """Connect to a rank that may not listen yet."""
+    """Connect to a rank, retrying for `patience` seconds if it does not listen yet."""
     end = time.monotonic() + patience
     while True:
         try:
@@ -491,7 +492,7 @@ def flood(out: socket.socket, end: float) -> None:
 
 
 def probe(links: Sequence[str]) -> None:
-    """Measure links on one rank, and print a JSON line for each."""
+    """Measure all links, as one rank, and print a JSON line for each link."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for link in links:
         shape(link)
@@ -517,7 +518,7 @@ def report_rates(ranks: Sequence[int], links: Sequence[str], **how: Any) -> None
 
 
 def end_on_sigterm() -> None:
-    """Raise an exception on SIGTERM, so that namespaces are removed."""
+    """Raise an exception on SIGTERM, so that namespaces are removed before the process ends."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 

@@ -3,13 +3,13 @@
     sudo python bench/network/parameter_server.py                            # 1 server, 4 workers at 100 Mbit: a minute
     sudo python bench/network/parameter_server.py --servers 2 --workers 2 --rate 1gbit --json steps.json
 
-Ranks are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2). What each rank sends and what
-it receives are limited. Workers have the gradients of a transformer on text (bench/support/models.py), each of a batch
-of its own, and call ParameterClient.average.
+Ranks are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2), with limited rates of sending
+and receiving. Each worker has the gradients of a transformer on text (bench/support/models.py) for another batch, and
+calls ParameterClient.average.
 
-step ms     from the start of the first worker until the last one has all means: median of the steps
-up, down    bits that a worker sends and receives for each value, headers included: the most of any worker
-x float32   speed relative to float32, which travels as Lossless frames through the same servers
+step ms     milliseconds from the start of the first worker until the last one has all means: median over steps
+up, down    bits per value that a worker sends and receives, headers included: maximum over workers
+x float32   speed relative to float32, sent as Lossless frames through the same servers
 error       root mean square of the result minus the exact mean, relative to that of the mean
 """
 
@@ -31,7 +31,7 @@ CODECS = ("float32", "Float8", "Ternary", "Ternary, clip 2.5")
 
 
 def spec_of(name: str) -> Any:
-    """Return the spec of a name."""
+    """Return the spec for a codec's name."""
     import codec
 
     return {
@@ -57,7 +57,7 @@ def gradients(seed: int, width: int, layers: int) -> dict[str, Any]:
 
 
 def worker(plan: dict[str, Any]) -> None:
-    """Serve or work, by this rank, for all codecs; workers print a row for each."""
+    """Run this rank as a server or a worker, for all codecs. Workers print a row per codec."""
     import torch
     import torch.distributed as dist
 
@@ -81,7 +81,7 @@ def worker(plan: dict[str, Any]) -> None:
     for name in plan["codecs"]:
         with codec.torch.ParameterClient(servers) as client:
             client.init(mine)
-            mean = client.average(0, mine, spec_of(name))  # registers the key of the scales
+            mean = client.average(0, mine, spec_of(name))  # untimed: registers the key of the scales
             before, times = client.stats(), list[tuple[float, float]]()
             for step in range(1, plan["steps"] + 1):
                 dist.barrier(together)
@@ -100,7 +100,7 @@ def worker(plan: dict[str, Any]) -> None:
 
 
 def joined(of_workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one row for the rows of all workers; their clocks are those of one machine."""
+    """Combine the rows of all workers, which share the clock of one machine, into one row."""
     steps = zip(*(row["times"] for row in of_workers), strict=True)
     seconds = [max(end for _, end in step) - min(begin for begin, _ in step) for step in steps]
     row = {key: of_workers[0][key] for key in ("codec", "values", "error")}

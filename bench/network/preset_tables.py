@@ -1,4 +1,4 @@
-"""Tables in Markdown and the plot of bench/network/presets.py."""
+"""Markdown tables and the plot of bench/network/presets.py."""
 
 import re
 import statistics
@@ -11,13 +11,13 @@ import netns
 
 Row = dict[str, Any]
 
-ALONE = "none/0"  # link of the cells of computing and of losses, which depend on no link
+ALONE = "none/0"  # stands for the link in cells that do not depend on one: computing and losses
 LABELS = {"none": "without codec", "fp16 hook": "torch's fp16 hook"}
 MARKED = re.compile(r"(<!-- presets: (\w+)(?: (\w+))? -->\n).*?(<!-- end presets -->)", re.DOTALL)
 
 
 def link_of(text: str) -> tuple[str, float]:
-    """Return rate and round-trip time in milliseconds of a link such as ``100mbit/20``."""
+    """Parse a link such as ``100mbit/20``; return its rate and its round-trip time in milliseconds."""
     rate, _, rtt = text.partition("/")
     netns.bits(rate)
     try:
@@ -33,7 +33,7 @@ def shown(link: str) -> str:
 
 
 def milliseconds(row: Row | None, plain: Row | None) -> str:
-    """Return the time of a step, and how many times faster than without a hook it is."""
+    """Return as text the time of a step, and the speedup over a step without a hook."""
     if row is None:
         return ""
     faster = f" ({plain['step_ms'] / row['step_ms']:.1f}x)" if plain is not None and row is not plain else ""
@@ -41,13 +41,13 @@ def milliseconds(row: Row | None, plain: Row | None) -> str:
 
 
 def share(rows: Sequence[Row], method: str) -> str:
-    """Return the bytes that a method sends, in percent of those without a hook."""
+    """Return as text the bytes that a method sends, in percent of those sent without a hook."""
     known = {"none": 1.0, "fp16 hook": 0.5}.get(method)
     return f"{100 * known:.0f}%" if known else f"{100 * statistics.mean(row['share'] for row in rows):.1f}%"
 
 
 def line(rows: Sequence[Row], plain: Sequence[Row], links: Sequence[str], method: str) -> list[str]:
-    """Return the cells of a method: its name, the share of bytes, the times by link, and the loss."""
+    """Return a method's cells: its name, its percentage of bytes, its times by link, and its loss."""
     of, without = ({row["link"]: row for row in some if "step_ms" in row} for some in (rows, plain))
     loss = next((f"{row['loss']:.4f}" for row in rows if "loss" in row), "")
     times = [milliseconds(of.get(link), without.get(link)) for link in links]
@@ -55,7 +55,7 @@ def line(rows: Sequence[Row], plain: Sequence[Row], links: Sequence[str], method
 
 
 def table(rows: Sequence[Row], model: str, only: str | None = None) -> str:
-    """Return a table of a model: a line a dtype and method, a column a link.
+    """Return the table of a model, with a line per dtype and method, and a column per link.
 
     Parameters
     ----------
@@ -64,12 +64,12 @@ def table(rows: Sequence[Row], model: str, only: str | None = None) -> str:
     model : str
         Name of the model.
     only : str, optional
-        The dtype to show; None: all, with a column that names it.
+        Show only this dtype. None: show all dtypes, with a column that names the dtype.
 
     Returns
     -------
     str
-        Markdown, which begins with a sentence on the model; empty without rows of the model.
+        Markdown, which begins with a sentence about the model; "" if the model has no rows.
     """
     rows = [row for row in rows if row["model"] == model and only in (None, row["dtype"])]
     links = list(dict.fromkeys(row["link"] for row in rows if row["link"] != ALONE))
@@ -99,10 +99,10 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def write(rows: Sequence[Row], page: Path) -> None:
-    """Replace the tables of a page, which stand between comments.
+    """Replace the tables between pairs of comments in a page.
 
-    ``<!-- presets: small float32 -->`` begins the table of a model and a dtype, ``<!-- presets: small -->`` that of all
-    dtypes; ``<!-- end presets -->`` ends it. A table without rows stays as it is.
+    ``<!-- presets: small float32 -->`` begins the table of a model and a dtype, ``<!-- presets: small -->`` the one of
+    all dtypes; ``<!-- end presets -->`` ends a table. A table for which there are no rows is left unchanged.
     """
 
     def new(match: re.Match[str]) -> str:
@@ -113,7 +113,7 @@ def write(rows: Sequence[Row], page: Path) -> None:
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
-    """Draw the time of a step over the rate of the link: a line of panels a model, a panel a dtype and round trip."""
+    """Plot step time against link rate, with a row of panels per model, and a panel per dtype and round-trip time."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -148,7 +148,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
 
 
 def draw(ax: Any, rows: Sequence[Row], rtt: float) -> None:
-    """Draw a panel: the links of one round-trip time, for one model and dtype."""
+    """Draw the panel of one model, dtype and round-trip time."""
     from matplotlib import ticker
 
     rates = {netns.bits(rate): netns.shown(rate) for rate, of in (link_of(r["link"]) for r in rows) if of == rtt}

@@ -7,10 +7,10 @@ Ranks are processes in network namespaces (bench/network/netns.py: Linux, root, 
 text (bench/support/models.py, wider) with DistributedDataParallel and its buckets.
 
 step        seconds between two steps of the optimizer: median of the slowest rank
-compute     the same with torch's noop_hook: DistributedDataParallel without communication
-codec       time on one rank, while all ranks do the same: encode all gradients, sum a slice, encode it, decode all
-wire        bytes that a rank sent in a step / the TCP rate that was measured before
-model       compute + codec + wire: the time if nothing overlaps
+compute     `step` with torch's noop_hook: DistributedDataParallel without communication
+codec       time in which all ranks encode all gradients, sum a slice, encode the sum, and decode all sums
+wire        bytes that a rank sends in a step / TCP rate measured before
+model       compute + codec + wire: the time without any overlap
 over        step / model
 x DDP       speed relative to DDP without a hook on the same link
 """
@@ -33,7 +33,7 @@ CODECS = ("Lossless", "Truncate", "Float8", "Quantize 4", "Sign")
 
 
 def spec_of(name: str) -> Any:
-    """Return the spec of a name, and True if it uses error feedback."""
+    """Return the spec for a name, and True if the name asks for error feedback."""
     import codec
 
     return {

@@ -1,7 +1,7 @@
 """Size and error of ternary all-reduces of gradients: two-shot, all-gather and shared scales. Takes a minute.
 
-Ranks are processes of this machine. Each has the parameters of the committed gradients, or of the given .npz files,
-with rotated rows, so that ranks differ.
+Ranks are processes on this machine. Each has the committed gradients, or those of the given .npz files, with the rows of
+each parameter rotated, so that ranks differ.
 
 bits        bits that a rank sends, relative to an all-reduce (both phases) of 1 bit per value; headers included
 error       root mean square of the result minus the exact mean, relative to that of the mean
@@ -34,13 +34,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def turned(x: np.ndarray[Any, Any], shapes: list[tuple[int, ...]], rank: int) -> np.ndarray[Any, Any]:
-    """Return parameters with rotated rows, so that ranks differ."""
+    """Return a bucket with the rows of each parameter rotated by rank, so that ranks differ."""
     parts = np.split(x, np.cumsum([math.prod(s) for s in shapes])[:-1])
     return np.concatenate([np.roll(p, 97 * rank) for p in parts])
 
 
 def measured(path: Path, rank: int, world: int) -> list[str]:
-    """Return the rows of a table."""
+    """Measure one file, and return the rows of its table."""
     channel = communicator.communicator_of(None).channel
     lines: list[str] = []
     for name, x, dtype, shapes in tensors(path):

@@ -1,19 +1,19 @@
-"""Step time of a pipeline with forward="auto", backward="auto" and of fixed bits, on links that change.
+"""Step time of a pipeline with forward="auto", backward="auto" and with fixed bits, on links that change.
 
     sudo python bench/pipeline/auto_bits.py                        # two stages, four links: up to three minutes
     sudo python bench/pipeline/auto_bits.py --stages 3 --links 1gbit/100mbit,0 --quality smallest
 
-Stages are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2, TUN devices). Each has a
-layer, and they train under 1F1B, with deltas of activations. Links are rates and added round-trip times in
-milliseconds; several rates, as 1gbit/100mbit, are those of the stages. On each link each setting takes ``--steps``
-steps, 10 at a time in turn. All samples have been sent before, so that activations travel as deltas. Settings keep
-their stages, so that "auto" has to notice each change of the link.
+Stages are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2, TUN devices). Each stage is
+one layer, and the schedule is 1F1B. A link is a rate and an added round-trip time in milliseconds; several rates, as in
+1gbit/100mbit, are those of the stages. On each link, each setting runs ``--steps`` steps; settings alternate after 10
+steps. All samples have been sent once before, so that activations are sent as deltas. A setting keeps its stages for all
+links, so that "auto" must detect each change of the link.
 
-mean        milliseconds of a step, mean of all steps on this link: with the steps in which "auto" notices and tries
+mean        milliseconds per step, mean over all steps on this link, including those in which "auto" tries bits
 median      median of the same steps
-MB          megabytes that all stages send in a step
-/ best      mean, and median, over the least one of the fixed settings on this link
-all links   the sums over all links: "best" is the fixed setting with the least sum
+MB          megabytes that all stages together send in a step
+/ best      mean, and median, divided by the least one of the fixed settings on this link
+all links   sums over all links; "best" is the fixed setting with the least sum
 """
 
 import os
@@ -31,7 +31,7 @@ FIXED = ("fw8bw8", "fw4bw8", "fw2bw4")
 
 
 class Training:
-    """One stage of a pipeline, by one setting."""
+    """One stage of a pipeline with one setting."""
 
     def __init__(self, setting: str, plan: changing_links.Cell) -> None:
         import torch
@@ -48,7 +48,7 @@ class Training:
             forward, backward = parse_bits(setting)
             how = {"forward": codec.Quantize(forward, rounding="nearest"), "backward": codec.Quantize(backward)}
         self.batch, self.batches, self.count = plan["batch"], plan["batches"], 0
-        self.warmup = self.batches  # the first visit of all samples
+        self.warmup = self.batches  # steps in which all samples are sent for the first time
         generator = torch.Generator().manual_seed(0)
         shape = self.batch * self.batches, plan["length"], plan["width"]
         self.x, self.y = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -59,7 +59,7 @@ class Training:
         self.schedule = Schedule1F1B(self.stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
 
     def step(self) -> float:
-        """Train for a step, and return its seconds."""
+        """Run one training step, and return its duration in seconds."""
         import torch
 
         from codec.torch.pipelining import attempts
@@ -80,16 +80,16 @@ class Training:
         return time.perf_counter() - begin
 
     def sent(self) -> int:
-        """Return the bytes that this stage has sent so far."""
+        """Return the number of bytes that this stage has sent so far."""
         stats = self.stage.stats()
         return stats.forward_nbytes + stats.backward_nbytes
 
     def choices(self) -> dict[str, int]:
-        """Return the steps by choice."""
+        """Return the number of steps by choice of "auto"."""
         return self.stage.stats().choices
 
     def size(self, nbytes: float) -> float:
-        """Return the megabytes that all stages send."""
+        """Return the megabytes that all stages send in a step, from this stage's bytes."""
         import torch
         import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""CPU time of encoding and decoding the messages of an edge, and bytes of m that they read and write."""
+"""CPU time of encoding and decoding the messages of a pipeline edge, and bytes of m that each side reads and writes."""
 
 import statistics
 import time
@@ -11,7 +11,7 @@ from tasks import Sizes
 
 REPEAT = 15
 PAPER = (1, 1024, 1600)  # shape of a micro-batch in the paper's experiments
-CHANGE = 0.05  # |a - m| / |a| of the made activations
+CHANGE = 0.05  # |a - m| / |a| of the generated activations
 
 
 def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -22,15 +22,15 @@ def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def shapes_of(sizes: Sizes) -> list[tuple[int, int, int]]:
-    """Return the shapes of a micro-batch: that of the trainings, and the paper's."""
+    """Return two shapes of a micro-batch: the one in training, and the one in the paper."""
     return [(sizes.batch // sizes.micro_batches, sizes.context, sizes.width), PAPER]
 
 
 def measure(setting: Setting, shape: tuple[int, int, int], rate: float) -> dict[str, Any]:
-    """Return the median CPU time of each call for a message of a later epoch.
+    """Return the median CPU time of each call for a message after the first epoch.
 
-    `share` is the time of the stage that is busier with activations, over the time that the message takes at `rate`
-    bits per second. Committing m counts as a part of encoding and of decoding.
+    `share` is the CPU time for activations of the busier stage, divided by the time that the message takes at `rate`
+    bits per second. Encoding and decoding include the commit of m.
     """
     rows = shape[0]
     random = np.random.default_rng(0)
@@ -47,7 +47,7 @@ def measure(setting: Setting, shape: tuple[int, int, int], rate: float) -> dict[
         theirs, _ = seconds_of(receiver.commit)
         backward, gradient = seconds_of(lambda: receiver.encode_gradient(change))
         back, _ = seconds_of(lambda: sender.decode_gradient(gradient, out=out))
-        if i:  # the first message is that of the first epoch
+        if i:  # skip the first message, as of the first epoch
             for name, value in (
                 ("encode", spent + commit),
                 ("decode", decode + theirs),
@@ -67,7 +67,7 @@ def measure(setting: Setting, shape: tuple[int, int, int], rate: float) -> dict[
 
 
 def store_row(setting: Setting, sizes: Sizes) -> dict[str, Any]:
-    """Return the bytes of m that one side of an edge keeps, and those that it reads and writes in a step."""
+    """Return the bytes of m that one side of an edge stores, and the bytes that it reads and writes per step."""
     import codec
 
     sample = sizes.context * sizes.width

@@ -1,4 +1,4 @@
-"""Plots of the results."""
+"""Draw the results of bench/pipeline."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +13,13 @@ DASHES = ("-", "--", ":", "-.")
 
 
 def style(setting: dict[str, Any], bits: Sequence[str]) -> dict[str, Any]:
-    """Return a setting's colour and dashes: the system's and the bits'."""
+    """Return a setting's colour, by system, and dashes, by bits."""
     dashes = DASHES[bits.index(setting["bits"]) % len(DASHES)] if setting["bits"] in bits else "-"
     return {"color": COLORS[setting["system"]], "ls": dashes, "lw": 1.3}
 
 
 def figure(panels: int, height: float = 3.6) -> tuple[Any, list[Any]]:
-    """Return a drawing and its panels, at most three in a row."""
+    """Return a figure and its panels, at most three per row."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -44,7 +44,7 @@ def finish(drawing: Any, axes: Any) -> Any:
 
 
 def draw_losses(found: dict[str, Any]) -> Any:
-    """Draw the loss over steps: the mean over the last epoch at each step."""
+    """Plot the loss against steps, as the mean over the preceding epoch."""
     rows, an_epoch = found["losses"], found["sizes"]["steps_an_epoch"]
     places = list(dict.fromkeys((r["task"], r["stages"]) for r in rows))
     drawing, axes = figure(len(places))
@@ -60,7 +60,7 @@ def draw_losses(found: dict[str, Any]) -> Any:
 
 
 def draw_outcomes(found: dict[str, Any]) -> Any:
-    """Draw the loss of the first task and number of stages over time, a panel for each rate."""
+    """Plot the loss against time for the first task and number of stages, with a panel per rate."""
     an_epoch = found["sizes"]["steps_an_epoch"]
     place = found["losses"][0]["task"], found["losses"][0]["stages"]
     rates = list(dict.fromkeys(t["rate"] for t in found["times"] if t["stages"] == place[1]))
@@ -86,7 +86,7 @@ def draw_outcomes(found: dict[str, Any]) -> Any:
 
 
 def draw_times(found: dict[str, Any]) -> Any:
-    """Draw the throughput of later epochs over the rate of links, a panel for each number of stages."""
+    """Plot the throughput after the first epoch against the link's rate, with a panel per number of stages."""
     counts = list(dict.fromkeys(t["stages"] for t in found["times"]))
     drawing, axes = figure(len(counts))
     for axis, stages in zip(axes, counts, strict=True):
@@ -103,7 +103,7 @@ def draw_times(found: dict[str, Any]) -> Any:
 
 
 def draw_mesh(found: dict[str, Any]) -> Any:
-    """Draw the time of a step of a pipeline with replicas, a panel for each rate."""
+    """Draw the step time of a pipeline with replicas, with a panel per rate."""
     rows = found["mesh"]["times"]
     rates = list(dict.fromkeys(r["rate"] for r in rows))
     drawing, axes = figure(len(rates), 2.8)
@@ -122,7 +122,7 @@ FILES = {"losses": "loss", "outcomes": "time", "times": "throughput", "mesh": "m
 
 
 def draw(found: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw all results that exist, and return the files."""
+    """Draw all available results, and return the paths of the files."""
     written: list[Path] = []
     for name, function in DRAW.items():
         if found.get(name):

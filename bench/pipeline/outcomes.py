@@ -1,4 +1,4 @@
-"""Losses over steps, combined with times of steps: loss over time, and the time to a loss."""
+"""Combine losses by step with measured step times: loss by time, and the time to a target loss."""
 
 import math
 from collections.abc import Sequence
@@ -6,28 +6,28 @@ from typing import Any
 
 from systems import FP32, Setting
 
-TOLERANCE = 0.005  # relative; FP32's loss of the last epoch plus this is the target
+TOLERANCE = 0.005  # the target is FP32's loss of the last epoch times (1 + TOLERANCE)
 
 
 def trailing(losses: Sequence[float], length: int) -> list[float]:
-    """Return the mean of the last `length` losses at each step, of fewer in the first steps."""
+    """Return, for each step, the mean of the last `length` losses, or of fewer in the first steps."""
     return [sum(losses[max(0, i + 1 - length) : i + 1]) / min(length, i + 1) for i in range(len(losses))]
 
 
 def target_of(plain: Sequence[float], an_epoch: int) -> float:
-    """Return the loss to reach: FP32's mean of the last epoch, with the tolerance."""
+    """Return the target loss: FP32's mean over the last epoch, plus the tolerance."""
     return trailing(plain, an_epoch)[-1] * (1 + TOLERANCE)
 
 
 def steps_to(losses: Sequence[float], target: float, an_epoch: int) -> float:
-    """Return the number of steps until the mean of an epoch's losses is at most the target; infinity if never."""
+    """Return the number of steps until the mean loss over an epoch is at most `target`; infinity if it never is."""
     means = trailing(losses, an_epoch)
     found = (i + 1 for i in range(an_epoch - 1, len(means)) if means[i] <= target)
     return next(found, math.inf)
 
 
 def seconds_after(steps: float, first: float, later: float, an_epoch: int) -> float:
-    """Return the time of a number of steps: those of the first epoch take `first` seconds, others `later`."""
+    """Return the time of `steps` steps, which take `first` seconds each in the first epoch, and `later` afterwards."""
     return first * min(steps, an_epoch) + later * max(0, steps - an_epoch)
 
 
@@ -36,16 +36,16 @@ def same_setting(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def outcome_rows(trainings: Sequence[dict[str, Any]], times: Sequence[dict[str, Any]], an_epoch: int) -> list[Any]:
-    """Return the time to the target loss for each training and rate whose steps were timed.
+    """Return the time to the target loss for each run and each rate with timed steps.
 
     Parameters
     ----------
     trainings : sequence of dict
-        As simulation.Training.
+        Fields of simulation.Training.
     times : sequence of dict
         Rows with `stages`, `rate`, `setting`, `first` and `later`.
     an_epoch : int
-        Steps of an epoch.
+        Number of steps in an epoch.
     """
     rows: list[dict[str, Any]] = []
     for t in trainings:

@@ -1,4 +1,4 @@
-"""Parts of the benchmark: what is trained and timed for each of its tables."""
+"""Parts of the benchmark: the training and timing behind each of its tables."""
 
 import argparse
 import concurrent.futures
@@ -20,7 +20,7 @@ from tasks import LANGUAGE, Sizes, pretrained
 
 CODING_RATE = "100mbit"
 REPLICAS = 2
-SAFE = 2  # token buckets that a message should fill
+SAFE = 2  # a message should fill this many token buckets
 
 
 def progress() -> Any:
@@ -32,7 +32,7 @@ def progress() -> Any:
 
 
 class Bench:
-    """Arguments, trained weights and results."""
+    """Arguments, pretrained weights and results of the benchmark."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder = args, folder
@@ -40,21 +40,21 @@ class Bench:
         self.found: dict[str, Any] = {}
 
     def prepare(self, counts: Sequence[int]) -> None:
-        """Train the parameters that trainings begin with, unless there are such already."""
+        """Pretrain the models with these numbers of blocks, unless their files exist."""
         sizes = self.args.sizes
         missing = [n for n in counts if not weights_path(self.folder, sizes, n).exists()]
         if missing:
             in_pool("pretraining", pretrain_job, [(sizes, n, self.folder) for n in missing])
 
     def run_losses(self) -> list[dict[str, Any]]:
-        """Train all settings on all tasks, in as many processes as there are cores."""
+        """Train all settings on all tasks, in one process per core."""
         sizes = self.args.sizes
         self.prepare(self.args.stages)
         jobs = [
             (setting, task, count, sizes, self.folder)
             for task, count in self.args.places
             for setting in self.settings
-            if setting.system != FP32_TCP  # has the losses of FP32
+            if setting.system != FP32_TCP  # its losses equal those of FP32
         ]
         return in_pool("trainings", train_job, jobs)
 
@@ -71,7 +71,7 @@ class Bench:
         return outcomes.outcome_rows(self.found["losses"], self.found["times"], an_epoch)
 
     def run_check(self) -> list[dict[str, Any]]:
-        """Train FP32 and the first setting of AQ-SGD on a link, and compare with the simulation and the timed steps."""
+        """Train FP32 and the first AQ-SGD setting on a link; compare with simulated losses and timed steps."""
         count, rate = self.args.stages[0], self.args.check_rate
         chosen = [Setting(FP32), next((s for s in self.settings if s.system == AQ), Setting(AQ, BITS_OF[0]))]
         plan = self.plan(count, [rate], [stages.Job(s) for s in chosen])
@@ -94,7 +94,7 @@ class Bench:
         return rows
 
     def run_mesh(self) -> dict[str, Any]:
-        """Time steps of a pipeline with replicas, and train it without a limit of the rate."""
+        """Time steps of a pipeline with replicas on each link, and train it on an unlimited link."""
         count, args = self.args.stages[0], self.args
         sizes = replace(args.sizes, batch=args.sizes.batch * REPLICAS, samples=args.sizes.samples * REPLICAS)
         coded = [s for s in self.settings if s.system not in (FP32, FP32_TCP)]
@@ -118,7 +118,7 @@ class Bench:
         return found
 
     def mesh_losses(self, plan: stages.Plan) -> list[dict[str, Any]]:
-        """Return a row for each training of a plan with replicas."""
+        """Train the plan's pipelines with replicas, and return a row for each."""
         rows: list[dict[str, Any]] = []
         an_epoch = plan.sizes.steps_an_epoch
         for job, result in zip(plan.jobs, self.run_plan(plan, f"{plan.task} with replicas"), strict=True):
@@ -145,7 +145,7 @@ class Bench:
             ]
 
     def run_store(self) -> list[dict[str, Any]]:
-        """Time AQ-SGD's steps with m in memory and with m in files, alternately."""
+        """Time AQ-SGD's steps with m in memory and with m in files, in alternation."""
         base = next((s for s in self.settings if s.system == AQ), Setting(AQ, BITS_OF[0]))
         dtypes, rate = ("float32", "bfloat16", "8bit"), self.args.check_rate
         kinds = [replace(base, store=store, dtype=dtype) for dtype in dtypes for store in ("ram", "files")]
@@ -168,7 +168,7 @@ class Bench:
             return stages.run(plan, weights, lambda n: bar.advance(line, n))
 
     def timed_rows(self, plan: stages.Plan, text: str) -> list[dict[str, Any]]:
-        """Return a row for each timed job and rate of a plan."""
+        """Run a plan, and return a row for each timed job and rate."""
         rows: list[dict[str, Any]] = []
         sizes = plan.sizes
         each = sizes.batch // plan.replicas // sizes.micro_batches
@@ -199,12 +199,12 @@ class Bench:
 
 
 def weights_path(folder: Path, sizes: Sizes, blocks: int) -> Path:
-    """Return the file of pretrained parameters, whose name has all that they depend on."""
+    """Return the path of pretrained parameters. The name contains all settings on which they depend."""
     return folder / f"blocks-{blocks}-{sizes.width}x{sizes.context}-steps-{sizes.pretraining}-seed-{sizes.seed}.pt"
 
 
 def in_pool(text: str, function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Return the results of a function in as many processes as there are cores, with a thread in each."""
+    """Call a function for each job, in one single-threaded process per core, and return the results."""
     cores = len(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
     with (
@@ -219,11 +219,11 @@ def in_pool(text: str, function: Callable[..., Any], jobs: Sequence[tuple[Any, .
 
 
 def pretrain_job(sizes: Sizes, blocks: int, folder: Path) -> None:
-    """Write the pretrained parameters of a model."""
+    """Pretrain a model, and write its parameters."""
     torch.save(pretrained(sizes, blocks), weights_path(folder, sizes, blocks))
 
 
 def train_job(setting: Setting, task: str, count: int, sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """Return the result of a training."""
+    """Train one setting by simulation, and return the result."""
     weights = torch.load(weights_path(folder, sizes, count), weights_only=True)
     return asdict(simulation.train(setting, task, count, sizes, weights))

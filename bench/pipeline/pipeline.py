@@ -6,10 +6,10 @@
     python bench/pipeline/pipeline.py --parts losses coding                    # without root
 
 part        what                                                                     the paper's figure
-losses      training loss over steps of each system                                  2
-times       time of a step on links, in the first epoch and in later ones            table of throughput
+losses      training loss of each system by step                                     2
+times       time of a step by link, in the first epoch and in later epochs           table of throughput
 outcomes    losses and times combined: time to FP32's loss, with 0.5% tolerance      3
-check       whole trainings on a link, to compare with the combination
+check       complete training runs on a link, to check `outcomes`
 mesh        a pipeline with two replicas, and compressed gradients of parameters     4
 coding      CPU time of a message, and its share of the time on a 100 Mbit/s wire
 store       bytes of m, and time of a step with m in files
@@ -19,10 +19,11 @@ Systems: FP32 in torch's stages over Gloo ("fp32"), FP32 over the connections of
 written from the paper (tah_quant.py). fw4bw8 means 4 bits for activations, 8 for their gradients. TAH-Quant has the
 bits of its paper.
 
-Losses are those of a simulation in one process with the messages of the real pipeline; links do not change them. Steps
-are timed on processes in network namespaces (bench/network/netns.py: Linux, root, iproute2), one process a stage, whose
-sending is limited. In the combination each step of the first epoch takes the time that was measured for one, each
-later step that of a later one. Losses and bytes repeat on any machine. Times do not: use an idle machine.
+Losses come from a simulation in one process with the messages of the real pipeline; they do not depend on links. Steps
+are timed with one process per stage, in network namespaces with a limited rate of sending (bench/network/netns.py:
+Linux, root, iproute2). `outcomes` assumes the measured step time of the first epoch for all steps of that epoch, and
+that of later epochs for all later steps. Losses and bytes are the same on any machine. Times are not: use an idle
+machine.
 """
 
 import argparse
@@ -53,14 +54,14 @@ QUICK = Sizes(samples=384, epochs=3, pretraining=40)
 
 
 def rate_of(text: str) -> str:
-    """Return a rate of a link: "100" is 100 Mbit/s."""
+    """Return a link's rate from the command line, where a number such as "100" means Mbit/s."""
     rate = f"{text}mbit" if text.replace(".", "", 1).isdigit() else text
     netns.bits(rate)
     return rate
 
 
 def check_messages(settings: Iterable[Setting], sizes: Sizes) -> str:
-    """Return why messages are too small to be timed on any link; "" if they are large enough."""
+    """Return the reason why messages are too small to be timed on a link; "" if they are large enough."""
     each = sizes.batch // sizes.micro_batches
     least = SAFE * netns.bucket_nbytes(0)
     for s in settings:
@@ -100,7 +101,7 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def fill(args: argparse.Namespace) -> None:
-    """Set what was not given."""
+    """Set the defaults of arguments that were not given."""
     quick = args.quick
     base = QUICK if quick else Sizes()
     names = ("batch", "samples", "epochs", "pretraining")
@@ -113,13 +114,13 @@ def fill(args: argparse.Namespace) -> None:
     systems = args.systems or [s for s in SYSTEMS if not quick or s != FP32_TCP]
     args.systems = [s for s in SYSTEMS if s in systems or s == FP32]
     tasks = args.tasks or ([LANGUAGE] if quick else list(TASKS))
-    # The classification has the messages of the language model: one number of stages shows it.
+    # Messages of the classifier have the language model's sizes, so one number of stages suffices.
     args.places = [(task, n) for task in tasks for n in (args.stages if task == LANGUAGE else args.stages[:1])]
     args.train_mesh = not quick
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Reject what would fail later; without --parts, leave out those that cannot run here."""
+    """Reject arguments that would fail later. Without --parts, skip parts that cannot run here."""
     try:
         args.rates = [rate_of(r) for r in args.rates]
     except netns.NetworkError as e:

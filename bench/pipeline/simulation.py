@@ -1,6 +1,6 @@
-"""Training of all stages in one process, whose edges encode and decode the messages of the real pipeline.
+"""Train all stages in one process; edges between stages encode and decode the messages of the real pipeline.
 
-Stages, micro-batches, messages and random bits are those of processes, so losses do not depend on links.
+Stages, micro-batches, messages and random bits are the same as in separate processes, so losses are equal.
 """
 
 import math
@@ -16,25 +16,25 @@ import codec
 
 @dataclass
 class Training:
-    """Result of a training."""
+    """Result of a training run."""
 
     task: str
     stages: int
     setting: dict[str, Any]
     label: str
     losses: list[float] = field(default_factory=list)  # loss of each step
-    first_nbytes: float = 0.0  # sent in a step of the first epoch, by all stages
+    first_nbytes: float = 0.0  # bytes that all stages send in a step of the first epoch
     later_nbytes: float = 0.0
     raw_nbytes: int = 0
     held_loss: float = math.nan
     accuracy: float = math.nan
     change: list[float] = field(default_factory=list)  # |a - m| / |a| at the first edge, by epoch
-    state_nbytes: int = 0  # m of one side of all edges
+    state_nbytes: int = 0  # bytes of m on one side, all edges together
     diverged: str = ""
 
 
 class Edge:
-    """Both sides of an edge."""
+    """Sender and receiver of an edge between stages."""
 
     def __init__(self, setting: Setting, number: int, seed: int) -> None:
         self.sides = [side_of(setting, number, role, seed) for role in (0, 1)]
@@ -58,7 +58,7 @@ class Edge:
 
 
 def micro_batch(modules: list[Any], edges: list[Edge], x: torch.Tensor, y: torch.Tensor, ids: list[int]) -> float:
-    """Add the gradients of a micro-batch, and return its loss."""
+    """Run forward and backward of a micro-batch, adding to the gradients; return the loss."""
     sent: list[torch.Tensor] = []  # outputs of stages
     received: list[torch.Tensor] = []  # inputs of stages
     h = modules[0](x)
@@ -75,7 +75,7 @@ def micro_batch(modules: list[Any], edges: list[Edge], x: torch.Tensor, y: torch
 
 
 def train(setting: Setting, task: str, stages: int, sizes: Sizes, weights: dict[str, torch.Tensor]) -> Training:
-    """Train on batches of all epochs. A training that diverges ends, and says why."""
+    """Train for all epochs. If training diverges, stop, and set the result's `diverged` to the reason."""
     found = Training(task, stages, asdict(setting), setting.label)
     data, modules = data_of(sizes, task), parts_of(sizes, task, stages, weights)
     edges = [Edge(setting, i, sizes.seed) for i in range(stages - 1)]
@@ -112,7 +112,7 @@ def mean(values: list[float]) -> float:
 def one_step(
     modules: list[Any], edges: list[Edge], optimizer: Optimizer, data: Data, ids: torch.Tensor, micro_batches: int
 ) -> float:
-    """Make a step of the optimizer, and return the mean loss of its micro-batches."""
+    """Run one training step, and return the mean loss of its micro-batches."""
     optimizer.zero_grad()
     losses = [
         micro_batch(modules, edges, data.x[some], data.y[some], some.tolist()) for some in ids.chunk(micro_batches)

@@ -1,4 +1,4 @@
-"""Runs of pipelines whose stages are processes in network namespaces (bench/network/netns.py)."""
+"""Run pipelines whose stages are processes in network namespaces (bench/network/netns.py)."""
 
 import argparse
 import json
@@ -27,23 +27,23 @@ import codec
 import codec.torch
 from codec.torch.pipelining import CompressedStage
 
-# how gradients of parameters are averaged over replicas; QUANTIZED_ADAM: their momenta, in 4 bits
+# methods of averaging gradients of parameters over replicas; QUANTIZED_ADAM averages momenta instead, in 4 bits
 NONE, FLOATS, FOUR_BITS, QUANTIZED_ADAM = "none", "float32", "4 bits", "QuantizedAdam"
 FIRST_STEPS = 3  # steps of the first epoch in a timed run; the first step is not counted
 
 
 @dataclass(frozen=True)
 class Job:
-    """Run of one setting: of a few timed steps, or of a whole training."""
+    """Run of one setting: a few timed steps, or a complete training run."""
 
     setting: Setting
     averaging: str = NONE
-    timed: int = 0  # steps of a later epoch; 0: the whole training
+    timed: int = 0  # number of timed steps after the first epoch; 0: a complete training run
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Jobs of a group of ranks: rank r has stage r % stages of replica r // stages."""
+    """Jobs for a group of ranks. Rank r runs stage r % stages of replica r // stages."""
 
     sizes: Sizes
     task: str
@@ -55,30 +55,30 @@ class Plan:
 
 @dataclass
 class Result:
-    """Measurements of a job: one item for each step."""
+    """Measurements of a job, with one item per step."""
 
     rate: str
     label: str
     averaging: str
-    seconds: list[float]  # from the start of the first rank to the end of the last one
+    seconds: list[float]  # from the start of the first rank to the end of the last rank
     cpu_seconds: list[float]  # CPU time of the busiest rank
-    sent: list[int]  # bytes of all ranks, with headers and acknowledgements
+    sent: list[int]  # bytes that all ranks sent, including headers and acknowledgements
     losses: list[float]
     tcp_rate: float  # bits per second, measured before
 
     @property
     def first(self) -> float:
-        """Median seconds of a timed step of the first epoch."""
+        """Return the median seconds of the first epoch's timed steps."""
         return statistics.median(self.seconds[1:FIRST_STEPS])
 
     @property
     def later(self) -> float:
-        """Median seconds of a timed step of a later epoch."""
+        """Return the median seconds of the timed steps after the first epoch."""
         return statistics.median(self.seconds[FIRST_STEPS:])
 
 
 def ids_of_steps(sizes: Sizes, timed: int) -> list[torch.Tensor]:
-    """Return the samples of each step of a job."""
+    """Return the ids of the samples in each step of a job."""
     if not timed:
         return batches(sizes)
     first = list(torch.arange(FIRST_STEPS * sizes.batch).split(sizes.batch))
@@ -89,7 +89,7 @@ def ids_of_steps(sizes: Sizes, timed: int) -> list[torch.Tensor]:
 
 
 class Groups:
-    """This rank's place, and its groups."""
+    """This rank's stage and replica, and its process groups."""
 
     def __init__(self, stages: int, replicas: int) -> None:
         rank = dist.get_rank()
@@ -101,7 +101,7 @@ class Groups:
 
 
 def averaging_of(kind: str, module: torch.nn.Module, group: Any, replicas: int) -> Callable[[], None]:
-    """Return a call that averages the gradients of parameters over the replicas of a stage."""
+    """Return a function that averages the gradients of parameters over the replicas of a stage."""
     feedback = codec.torch.Feedback(codec.Quantize(4)) if kind == FOUR_BITS else None
 
     def average() -> None:
@@ -119,9 +119,9 @@ def averaging_of(kind: str, module: torch.nn.Module, group: Any, replicas: int) 
 
 
 class QuantizedAdam:
-    """QuantizedAdam of AQ-SGD's paper: :class:`codec.torch.OneBitAdam` with its default, momenta in 4 bits.
+    """QuantizedAdam of AQ-SGD's paper: :class:`codec.torch.OneBitAdam` with its default spec, 4-bit momenta.
 
-    Second moments are frozen after a quarter of a training; in a timed run after the steps of the first epoch.
+    Second moments are frozen after a quarter of the training steps, or in a timed run after those of the first epoch.
     """
 
     def __init__(self, module: torch.nn.Module, sizes: Sizes, group: Any, timed: int) -> None:
@@ -168,7 +168,7 @@ def run_job(plan: Plan, job: Job, groups: Groups, data: Data, weights: Any) -> I
             optimizer.step()
             optimizer.zero_grad()
             step = {"begin": begin, "end": time.perf_counter(), "cpu": time.process_time() - cpu}
-            dist.barrier()  # behind all messages of the step
+            dist.barrier()  # all messages of the step have been sent
             step["sent"] = netns.sent_nbytes() - before
             yield step | {"loss": float(torch.stack(losses).mean()) if losses else None}
         if isinstance(stage, CompressedStage):
@@ -237,7 +237,7 @@ def run(plan: Plan, weights: Any, advance: Callable[[int], None], timeout: float
 
 
 def joined(plan: Plan, rows: Sequence[dict[str, Any]]) -> Result:
-    """Return the measurements of a job from those of all ranks, whose clock is the same."""
+    """Combine the measurements of all ranks, which share a clock, into a Result."""
     job = plan.jobs[rows[0]["job"]]
     result = Result(rows[0]["rate"], job.setting.label, job.averaging, [], [], [], [], min(r["tcp_rate"] for r in rows))
     for of_ranks in zip(*(row["steps"] for row in rows), strict=True):

@@ -1,4 +1,4 @@
-"""Compared systems: what crosses the edges between stages, and by which stages of torch.distributed.pipelining."""
+"""Compared systems: the messages between stages, and the torch.distributed.pipelining stages that send them."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ EDGE_STEP = 1 << 8  # CompressedStage numbers the first tensor of edge e as e <<
 
 @dataclass(frozen=True)
 class Setting:
-    """System, and its bits of activations and gradients. `store` is where AQ-SGD keeps m: "ram" or "files"."""
+    """A system with its bits of activations and gradients. `store` is AQ-SGD's storage of m: "ram" or "files"."""
 
     system: str
     bits: str = ""
@@ -47,12 +47,12 @@ class Setting:
 
 
 def parse_bits(text: str) -> tuple[int, int]:
-    """Return the bits of activations and gradients of "fw4bw8".
+    """Parse a text such as "fw4bw8"; return the bits of activations and of gradients.
 
     Raises
     ------
     ValueError
-        The text is something else.
+        The text has another form.
     """
     match = re.fullmatch(r"fw([1-8])bw([1-8])", text)
     if match is None:
@@ -61,7 +61,7 @@ def parse_bits(text: str) -> tuple[int, int]:
 
 
 def settings_of(systems: Iterable[str], bits: Iterable[str]) -> list[Setting]:
-    """Return the settings of systems, each with all `bits` if it has bits to choose."""
+    """Return the settings of systems: one per item of `bits` for systems with a choice of bits, otherwise one."""
     bits = list(bits)
     found: list[Setting] = []
     for system in systems:
@@ -70,7 +70,7 @@ def settings_of(systems: Iterable[str], bits: Iterable[str]) -> list[Setting]:
 
 
 class Raw:
-    """Side of an edge that sends float32, with the calls of codec.ActivationDelta."""
+    """Side of an edge that sends float32, with the interface of codec.ActivationDelta."""
 
     def encode(self, activation: Any, samples: Iterable[int] | None = None) -> bytes:
         return np.asarray(activation, np.float32).tobytes()
@@ -91,7 +91,7 @@ class Raw:
 
 
 def side_of(setting: Setting, edge: int, role: int, seed: int = 0) -> Any:
-    """Return one side of an edge: role 0 sends activations, role 1 receives them."""
+    """Return one side of an edge. Role 0 sends activations, role 1 receives activations."""
     if setting.system in (FP32, FP32_TCP):
         return Raw()
     if setting.system == TAH:
@@ -101,12 +101,12 @@ def side_of(setting: Setting, edge: int, role: int, seed: int = 0) -> Any:
 
 
 def uses_samples(setting: Setting) -> bool:
-    """Return True if messages refer to samples."""
+    """Return True if messages contain the ids of samples."""
     return setting.system == AQ
 
 
 class MessageStage(PipelineStage):
-    """Stage whose tensors travel as messages of a coder, over the same connections as those of CompressedStage."""
+    """Stage that sends tensors as messages of a coder, over the same connections as CompressedStage."""
 
     def __init__(self, module: torch.nn.Module, index: int, stages: int, make: Callable[[int, int], Any], group: Any):
         super().__init__(module, index, stages, torch.device("cpu"), group=group)
@@ -161,7 +161,7 @@ class MessageStage(PipelineStage):
 def stage_of(
     setting: Setting, module: torch.nn.Module, index: int, stages: int, *, group: Any = None, folder: str = ""
 ) -> PipelineStage:
-    """Return a stage of the pipeline. `folder` is for m in files."""
+    """Return a stage of the pipeline. `folder` is the directory for m if m is stored in files."""
     if setting.system == FP32:
         return PipelineStage(module, index, stages, torch.device("cpu"), group=group)
     if setting.system in (FP32_TCP, TAH):
@@ -172,7 +172,7 @@ def stage_of(
 
 
 def steps_of(stage: PipelineStage) -> Iterator[AbstractContextManager[Any]]:
-    """Yield context managers in which to run the schedule for a training step."""
+    """Yield, for each attempt of a training step, the context manager in which to run the schedule."""
     if isinstance(stage, CompressedStage):
         yield from attempts(stage)
     else:
@@ -182,7 +182,7 @@ def steps_of(stage: PipelineStage) -> Iterator[AbstractContextManager[Any]]:
 
 
 def message_nbytes(setting: Setting, values: int, samples: int) -> int:
-    """Return the size of the smallest message of a later epoch: activations or gradients of a micro-batch."""
+    """Return the size in bytes of the smallest message after the first epoch, for a micro-batch."""
     if setting.system in (FP32, FP32_TCP):
         return 4 * values
     if setting.system == TAH:
@@ -192,7 +192,7 @@ def message_nbytes(setting: Setting, values: int, samples: int) -> int:
 
 
 def allowed_speedup(setting: Setting) -> float:
-    """Return the speedup over FP32 that the bytes of a later epoch allow, without what is sent once a message."""
+    """Return the upper bound of the speedup over FP32 from bytes after the first epoch, message heads excluded."""
     if setting.system in (FP32, FP32_TCP):
         return 1.0
     if setting.system == TAH:

@@ -1,4 +1,4 @@
-"""Tables of the results."""
+"""Print the results of bench/pipeline as tables."""
 
 import math
 import sys
@@ -24,13 +24,13 @@ def times(value: float | None) -> str:
 
 
 def epoch_loss(training: dict[str, Any], an_epoch: int) -> float:
-    """Return the mean loss of the last epoch of a training."""
+    """Return a run's mean loss over the last epoch."""
     last = training["losses"][-an_epoch:]
     return sum(last) / len(last) if last else math.nan
 
 
 def whole_nbytes(training: dict[str, Any], an_epoch: int) -> float:
-    """Return the bytes of a training, for all steps that it was to make."""
+    """Return the bytes of a training run for all planned steps, even if it stopped early."""
     later = max(0, len(training["losses"]) - an_epoch)
     return training["first_nbytes"] * min(an_epoch, len(training["losses"])) + training["later_nbytes"] * later
 

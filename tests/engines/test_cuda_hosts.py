@@ -193,8 +193,8 @@ def test_both_hosts_encode_by_the_same_jobs_launches_and_memory(hosts, name, mon
 
 @pytest.mark.parametrize("name", every(2, USABLE))
 def test_both_hosts_decode_by_the_same_kernels_and_grids(hosts, name, monkeypatch):
-    """Both hosts decode by the same kernels and grids. The C host has not read the frame, so its scratch memory fits any
-    frame of the shape.
+    """Both hosts decode by the same kernels and grids. The C host, which has not read the frame, allocates scratch
+    memory for any frame of the shape.
     """
     device, cuda = hosts
     use(monkeypatch, device)

@@ -192,7 +192,7 @@ def _interrupted_between_buckets(rank, size):
 
 
 def test_interrupted_backward_leaves_residuals_unchanged():
-    """Residuals are unchanged if backward is interrupted in the step in which workers send residuals to slice owners."""
+    """Residuals survive an interrupted backward, in the step in which workers send residuals to slice owners."""
     with RankPool(3) as ranks:
         ranks.new_group()
         saved = [s for _, _, s in ranks.run(rank_loss.train, None, 2)]
